@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
-NATIVE := $(wildcard csrc/*.cc csrc/*.h) CMakeLists.txt pyproject.toml constraints.txt
+NATIVE := $(wildcard csrc/*.cc csrc/*.h) CMakeLists.txt pyproject.toml lab/pyproject.toml constraints.txt
 
 .PHONY: help setup needed train test test-all test-torch test-cuda test-xla gpu gpu-test gpu-tune gpu-bench zoo lint format bench wheel sanitize aarch64 tiles clean
 
@@ -41,11 +41,11 @@ $(STAMP): $(NATIVE) | needed
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-	  --config-settings=cmake.define.ATTNSPAN_WERROR=ON --editable '.[dev]'
+	  --config-settings=cmake.define.ATTNSPAN_WERROR=ON --editable '.[dev]' --editable ./lab
 	@touch $@
 
 train: setup
-	$(BIN)/attnspan train $(ARGS)
+	$(BIN)/python examples/train $(ARGS)
 
 # Processes that run tests side by side. Those of ranks and devices stay with
 # one of them. Threads that wait for each other must not take the cores from the others.
@@ -72,7 +72,7 @@ test-all: setup
 # files have changed, nothing is compiled again.
 WHEEL = $(1)/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(2)/wheel .
 INSTALL := -m pip install --quiet --disable-pip-version-check
-SOURCES := $(NATIVE) $(shell find src -name '*.py')
+SOURCES := $(NATIVE) $(shell find src lab/src -name '*.py')
 
 # Another version of torch. Its ordinary build brings CUDA, and runs on machines without it.
 TORCH ?= 2.15.0
@@ -86,6 +86,7 @@ $(TORCH_VENV)/.ready: constraints.txt pyproject.toml $(SOURCES) | setup
 	$(call WHEEL,$(VENV),$(TORCH_VENV))
 	$(TORCH_VENV)/bin/python $(INSTALL) --constraint $(TORCH_VENV)/constraints.txt "$$(echo $(TORCH_VENV)/wheel/attnspan-*.whl)[dev]"
 	$(TORCH_VENV)/bin/python $(INSTALL) --no-deps --force-reinstall $(TORCH_VENV)/wheel/attnspan-*.whl
+	$(TORCH_VENV)/bin/python $(INSTALL) ./lab
 	@touch $@
 
 test-torch: $(TORCH_VENV)/.ready
@@ -100,7 +101,7 @@ test-cuda: $(TORCH_VENV)/.ready
 # nothing is fetched: the source tree runs with the machine's own Python and torch, without the CPU kernel.
 GPU_PYTHON ?= $(PYTHON)
 GPU_OUT ?= build/gpu
-GPU := PYTHONPATH=$(CURDIR)/src TRITON_INTERPRET=0 ATTNSPAN_TUNE_CACHE=$(GPU_OUT) $(GPU_PYTHON)
+GPU := PYTHONPATH=$(CURDIR)/src:$(CURDIR)/lab/src TRITON_INTERPRET=0 ATTNSPAN_TUNE_CACHE=$(GPU_OUT) $(GPU_PYTHON)
 GPU_PEERS := attnspan-vendor,attnspan-flex,attnspan-triton,sdpa-flash,sdpa-cudnn,flex,flash-attn,flash-attn-3,flash-attn-4
 
 gpu: gpu-test gpu-tune gpu-bench
@@ -109,15 +110,15 @@ gpu-test:
 	$(GPU) -m pytest -c tests/gpu/pytest.ini --rootdir tests/gpu tests/gpu $(ARGS)
 
 gpu-tune:
-	$(GPU) -m attnspan tune triton --dtypes bfloat16,float16 --head-dims 64,128 --seconds 10
+	$(GPU) -m attnspan_lab tune triton --dtypes bfloat16,float16 --head-dims 64,128 --seconds 10
 
 gpu-bench:
 	@mkdir -p $(GPU_OUT)
 	$(GPU_PYTHON) benchmarks/gpu.py > $(GPU_OUT)/workloads.json
 	$(GPU) benchmarks/gpu_ranges.py
-	$(GPU) -m attnspan bench --workloads $(GPU_OUT)/workloads.json --device cuda --peers $(GPU_PEERS) \
+	$(GPU) -m attnspan_lab bench --workloads $(GPU_OUT)/workloads.json --device cuda --peers $(GPU_PEERS) \
 	  --json $(GPU_OUT)/figures.json.gz --seconds 0.5 $(ARGS)
-	$(GPU) -m attnspan bench --show $(GPU_OUT)/figures.json.gz --html $(GPU_OUT)/figures.html || \
+	$(GPU) -m attnspan_lab bench --show $(GPU_OUT)/figures.json.gz --html $(GPU_OUT)/figures.html || \
 	  echo "no page: it needs plotly and jinja2. On another machine: attnspan bench --show figures.json.gz --html figures.html"
 
 # PyTorch/XLA fits one version of torch and of JAX, older than ours. torch_xla has wheels for Python 3.11 to 3.13.

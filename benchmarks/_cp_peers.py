@@ -15,9 +15,10 @@ from _cp_ring import ZigzagRing
 from torch import Tensor
 
 from attnspan import spans
-from attnspan.parallel import Layout, Machine
+from attnspan.parallel import Layout
 from attnspan.parallel.torch.comm import Pending
 from attnspan.torch import attention
+from attnspan_lab.machine import Machine
 
 
 @dataclass(frozen=True)

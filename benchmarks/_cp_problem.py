@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attnspan import Mask, causal, documents, window
-from attnspan.tools.bench.workloads import corpus_offsets
+from attnspan_lab.bench.workloads import corpus_offsets
 
 WINDOW = 2048
 FORWARD, BOTH = "forward", "forward+backward"

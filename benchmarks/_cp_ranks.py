@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from attnspan.kernels import cpu
-from attnspan.parallel import Machine
 from attnspan.parallel.torch.comm import counted_bytes
-from attnspan.tools.bench.environment import describe_environment
-from attnspan.tools.bench.processes import forget_peak, resident_memory, resident_peak, trim
+from attnspan_lab.bench.environment import describe_environment
+from attnspan_lab.bench.processes import forget_peak, resident_memory, resident_peak, trim
+from attnspan_lab.machine import Machine
 
 #: Rows of a rank in the check against float64.
 CHECK_ROWS = 256

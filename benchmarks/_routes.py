@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from attnspan.tools.bench.cells import Run, Timing
-from attnspan.tools.bench.devices import Device
-from attnspan.tools.bench.statistics import Interval
-from attnspan.tools.bench.timing import (
+from attnspan_lab.bench.cells import Run, Timing
+from attnspan_lab.bench.devices import Device
+from attnspan_lab.bench.statistics import Interval
+from attnspan_lab.bench.timing import (
     Budget,
     MeasurementError,
     Meter,

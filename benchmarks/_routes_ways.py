@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from _routes import DIM, AbsentError, Open, Opened, Problem
 
-from attnspan.tools.bench.devices import JaxDevice, device_named
+from attnspan_lab.bench.devices import JaxDevice, device_named
 
 # Through torch.
 
@@ -104,7 +104,7 @@ def _jax(problem: Problem) -> Any:
         raise AbsentError("jax is not installed")
     import torch
 
-    from attnspan.tools.bench.peers.jax_peers import start_jax
+    from attnspan_lab.bench.peers.jax_peers import start_jax
 
     jax, wanted = start_jax(torch.get_num_threads()), {"cuda": "gpu"}.get(problem.device, problem.device)
     if jax.default_backend() != wanted:

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from attnspan import causal, documents
-from attnspan.files import read_json, write_json
 from attnspan.masks import Prepared
 from attnspan.parallel import Layout
+from attnspan_lab.files import read_json, write_json
 
 OUTPUT = Path(__file__).parents[1] / "benchmarks" / "results" / "balance.json.gz"
 #: Tokens and ranks, with the mean share of a ring's rows that "balanced" may need.
@@ -34,9 +34,9 @@ METHODS = ("balanced", "contiguous", "zigzag")
 
 def packings(seq_len: int, count: int) -> Iterator[np.ndarray]:
     """Document offsets of rows of the training job's stream, seed 0."""
-    from attnspan.train.config import TrainConfig
-    from attnspan.train.data import PackedStream
-    from attnspan.train.documents import Vocabulary, load_data
+    from train.config import TrainConfig
+    from train.data import PackedStream
+    from train.documents import Vocabulary, load_data
 
     corpus = load_data(TrainConfig(), Vocabulary()).train
     stream = PackedStream(corpus, seq_len=seq_len, batch_size=1, seed=0)

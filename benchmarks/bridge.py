@@ -24,10 +24,10 @@ from typing import Any
 import jax
 import torch
 
-from attnspan.files import write_json
 from attnspan.interop._convert import as_arguments, as_tensors
-from attnspan.tools.bench.timing import Budget, host_times
 from attnspan.torch import call_jax
+from attnspan_lab.bench.timing import Budget, host_times
+from attnspan_lab.files import write_json
 
 TARGET, BUDGET = 1.2, Budget(seconds=2.0, rounds=31, calls=20)
 # What is judged: the bridge, JAX alone, and the conversions alone.

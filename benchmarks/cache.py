@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from attnspan import Prepared, cache, causal
-from attnspan.tools.bench.devices import Device
-from attnspan.tools.bench.timing import Budget, Subject, interleave
 from attnspan.torch import RollingCache, StaticCache, attention
+from attnspan_lab.bench.devices import Device
+from attnspan_lab.bench.timing import Budget, Subject, interleave
 
 HEADS, KV_HEADS, DIM = 8, 2, 64
 

@@ -12,10 +12,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnspan import causal
-from attnspan.tools.bench.devices import Device
-from attnspan.tools.bench.timing import Budget, Subject, interleave
 from attnspan.torch import attention
 from attnspan.torch.ops import python_kernels
+from attnspan_lab.bench.devices import Device
+from attnspan_lab.bench.timing import Budget, Subject, interleave
 
 ROWS, BUDGET = 16, Budget(seconds=3.0, rounds=25)
 

@@ -25,8 +25,8 @@ from _cp_ranks import SAMPLE, Settings, serve
 from rich.console import Console
 from rich.table import Table
 
-from attnspan.files import write_json
-from attnspan.tools.bench.statistics import Samples, paired
+from attnspan_lab.bench.statistics import Samples, paired
+from attnspan_lab.files import write_json
 
 #: Whose time the others' are also told in.
 OURS = "exchange"

@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "tests" / "parallel"))
 from copying import Run  # noqa: E402
 from worlds import world  # noqa: E402
 
-from attnspan.files import write_json  # noqa: E402
+from attnspan_lab.files import write_json  # noqa: E402
 
 #: Name of a curve -> ranks, run, colour and dashes, by which curves that lie on each other can be told apart.
 CURVES: dict[str, tuple[int, Run, str, str]] = {

@@ -11,10 +11,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attnspan import causal
 from attnspan.kernels import cpu
-from attnspan.tools.bench.devices import Device, last_level_bytes
-from attnspan.tools.bench.statistics import Samples
-from attnspan.tools.bench.timing import Budget, Subject, interleave
 from attnspan.torch import attention
+from attnspan_lab.bench.devices import Device, last_level_bytes
+from attnspan_lab.bench.statistics import Samples
+from attnspan_lab.bench.timing import Budget, Subject, interleave
 
 BUDGET = Budget(seconds=float(sys.argv[1]) if sys.argv[1:] else 2.0)
 DIM = 64

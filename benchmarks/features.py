@@ -15,10 +15,10 @@ import warnings
 from dataclasses import asdict
 from pathlib import Path
 
-from attnspan.files import write_json
-from attnspan.tools.bench.environment import describe_environment
-from attnspan.tools.doctor.example import ATTENTIONS
-from attnspan.tools.doctor.matrix import FACTORS, Cell, all_cells, covering, run_cells
+from attnspan_lab.bench.environment import describe_environment
+from attnspan_lab.doctor.example import ATTENTIONS
+from attnspan_lab.doctor.matrix import FACTORS, Cell, all_cells, covering, run_cells
+from attnspan_lab.files import write_json
 
 RESULTS = Path(__file__).parent / "results" / "features.json"
 ROWS = [(c, k, o) for c in FACTORS["compile"] for k in FACTORS["checkpoint"] for o in FACTORS["order"]]

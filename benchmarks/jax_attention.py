@@ -11,16 +11,16 @@ from pathlib import Path
 
 import torch
 
-from attnspan.files import write_json
-from attnspan.tools.bench.cells import Timing, Workload
-from attnspan.tools.bench.environment import describe_environment
-from attnspan.tools.bench.memory import high_water_refusal, process_peak
-from attnspan.tools.bench.peers import Job, peers_by_name
-from attnspan.tools.bench.peers.jax_peers import start_jax
-from attnspan.tools.bench.runner import BOUNDS, difference
-from attnspan.tools.bench.statistics import Interval
-from attnspan.tools.bench.timing import Budget, Meter, Subject, first_call, interleave
-from attnspan.tools.bench.workloads import builtin, select
+from attnspan_lab.bench.cells import Timing, Workload
+from attnspan_lab.bench.environment import describe_environment
+from attnspan_lab.bench.memory import high_water_refusal, process_peak
+from attnspan_lab.bench.peers import Job, peers_by_name
+from attnspan_lab.bench.peers.jax_peers import start_jax
+from attnspan_lab.bench.runner import BOUNDS, difference
+from attnspan_lab.bench.statistics import Interval
+from attnspan_lab.bench.timing import Budget, Meter, Subject, first_call, interleave
+from attnspan_lab.bench.workloads import builtin, select
+from attnspan_lab.files import write_json
 
 OURS = "attnspan-jax"
 PEERS = ("attnspan", "jax")

@@ -14,8 +14,8 @@ import torch
 
 from attnspan import causal, segments
 from attnspan.arrays import Arrays, TorchArrays
-from attnspan.tools.bench.statistics import Samples
-from attnspan.tools.bench.timing import Budget, host_times
+from attnspan_lab.bench.statistics import Samples
+from attnspan_lab.bench.timing import Budget, host_times
 
 ROUNDS = 21
 

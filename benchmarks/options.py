@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from attnspan import alibi, alibi_slopes, causal, dense_bias, relative, t5_buckets
-from attnspan.files import write_json
-from attnspan.tools.bench.statistics import Samples, paired
-from attnspan.tools.bench.timing import Budget, host_times
 from attnspan.torch import attention
+from attnspan_lab.bench.statistics import Samples, paired
+from attnspan_lab.bench.timing import Budget, host_times
+from attnspan_lab.files import write_json
 
 HEADS, LENGTH, BUDGET = 8, 2048, Budget(seconds=2.0, rounds=15)
 TARGETS = {"softcap": 15, "sinks": 15, "alibi": 15, "dense bias": 60, "dropout": 60}  # per cent

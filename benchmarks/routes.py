@@ -31,8 +31,8 @@ from _routes import BOUNDS, COLD, TINY, Opened, Problem, Route, take
 from _routes_ways import ROUTES, new_function, through_jax, through_torch
 
 from attnspan.errors import OptionError
-from attnspan.files import from_plain, to_plain, write_json
-from attnspan.tools.bench.timing import Budget, Meter
+from attnspan_lab.bench.timing import Budget, Meter
+from attnspan_lab.files import from_plain, to_plain, write_json
 
 ENVIRONMENT = Path(__file__).parents[1] / ".venv-xla" / "bin" / "python"
 
@@ -141,7 +141,7 @@ def lazy_routes(
 
 def show(problem: Problem, found: Sequence[Route]) -> None:
     """Print what was measured, warm and from cold."""
-    from attnspan.console import Column, print_table, seconds_text, stdout
+    from attnspan_lab.console import Column, print_table, seconds_text, stdout
 
     warm: list[list[str]] = []
     cold: list[list[str]] = []

@@ -1,7 +1,7 @@
 """Many ranks on one machine: python benchmarks/scale.py strategies | planning | plots | table
 
 `strategies` counts pairs, rows and bytes of every strategy over masks, tokens and ranks with
-`attnspan.tools.simulate`, and predicts times where a machine's measured rates are given (``--machine``).
+`attnspan_lab.simulate`, and predicts times where a machine's measured rates are given (``--machine``).
 `planning` times a step's planning. Both add to a file in benchmarks/results, where rows of the same case are
 replaced. `plots` draws what is there into docs/images, `table` prints it for a number of tokens per rank.
 """
@@ -20,12 +20,12 @@ from typing import Any
 from charts import Axis, Panel, decades, draw
 
 from attnspan import Mask
-from attnspan.cli import _corpus_lengths
-from attnspan.console import bytes_text, seconds_text
-from attnspan.files import read_json, write_json
 from attnspan.masks import parse
-from attnspan.parallel import Layout, Machine
-from attnspan.tools.simulate import pack, sample_lengths, setups, simulate, tokens_of
+from attnspan.parallel import Layout
+from attnspan_lab.console import bytes_text, seconds_text
+from attnspan_lab.files import read_json, write_json
+from attnspan_lab.machine import Machine
+from attnspan_lab.simulate import corpus_lengths, pack, sample_lengths, setups, simulate, tokens_of
 
 ROOT = Path(__file__).parents[1]
 RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "images"
@@ -40,7 +40,7 @@ Row = dict[str, Any]
 def mask_of(name: str, tokens: int, seed: int = 0) -> Mask:
     """Documents of the training job or of drawn lengths, causal within each, or an expression."""
     if name == "corpus":
-        return pack(_corpus_lengths(tokens, seed))
+        return pack(corpus_lengths(tokens, seed))
     return pack(sample_lengths(name, tokens, seed=seed)) if name in ("lognormal", "pareto") else parse(name)
 
 

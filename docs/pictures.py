@@ -11,8 +11,8 @@ import numpy as np
 
 import attnspan
 from attnspan import library
-from attnspan.files import read_json
 from attnspan.picture import svg
+from attnspan_lab.files import read_json
 
 IMAGES = Path(__file__).parent / "images"
 FOLDER = IMAGES / "library"

@@ -9,6 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+# Processes that tests start find the reference job too.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    (str(Path(__file__).parents[1] / "examples"), os.environ.get("PYTHONPATH", ""))
+)
 # Before torch imports Triton, which reads it once: there is no GPU, so its kernels are interpreted.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -13,7 +13,6 @@ ROOMS = [
     {"_recorded"},
     {"errors", "_errors", "_installed"},
     {"_plain"},
-    {"files", "console"},
     {"arrays"},
     {"_mistakes"},
     {"_backend", "_bands", "_intervals", "_pytrees"},
@@ -36,12 +35,6 @@ ROOMS = [
     {"parallel"},
     {"xla"},
     {"integrations", "testing"},
-    {"train"},
-    {"tools", "tools.bench", "tools.simulate"},
-    {"tools.report", "tools.tune"},
-    {"tools.zoo"},
-    {"tools.doctor"},
-    {"cli"},
     {"__main__"},
 ]
 HEIGHT = {room: height for height, rooms in enumerate(ROOMS) for room in rooms}
@@ -83,8 +76,6 @@ def _room(name):
         return None
     if len(parts) == 1:
         return "masks"
-    if parts[1] == "tools":
-        return ".".join(parts[1:3])
     return parts[1] if parts[1] in HEIGHT else "masks"
 
 
@@ -93,9 +84,7 @@ def _own_room(parts):
 
 
 def test_every_module_has_a_room():
-    homeless = {_own_room(parts) if parts[0] == "tools" else parts[0] for _, parts in _modules()} - set(
-        HEIGHT
-    )
+    homeless = {parts[0] for _, parts in _modules()} - set(HEIGHT)
     assert not homeless, f"give {sorted(homeless)} a place in ROOMS"
 
 
@@ -121,9 +110,7 @@ def test_only_the_front_ends_know_a_framework():
         "xla",
         "integrations",
         "testing",
-        "train",
-        "tools",
-        "cli",
+        "__main__",
     }
     found = [
         f"{path.relative_to(PACKAGE)} imports {name}"
@@ -146,3 +133,33 @@ def test_only_the_torch_rooms_register_operators():
     for path, parts in _modules():
         if parts[0] not in ("torch", "interop", "xla"):
             assert not any(name.startswith("torch.library") for name in _imports(path, parts)), path
+
+
+LAB = PACKAGE.parents[1] / "lab/src/attnspan_lab"
+# Lower rooms first, as above; those of a set may not import each other.
+LAB_ROOMS = [
+    {"files", "console"},
+    {"machine", "calibrate"},
+    {"bench"},
+    {"simulate", "report", "tune"},
+    {"zoo"},
+    {"doctor"},
+    {"cli"},
+    {"__main__"},
+]
+
+
+def test_imports_within_the_lab_point_one_way():
+    height = {room: i for i, rooms in enumerate(LAB_ROOMS) for room in rooms}
+    for path in sorted(LAB.rglob("*.py")):
+        parts = path.relative_to(LAB).with_suffix("").parts
+        if parts == ("__init__",):
+            continue
+        for name in _imports(path, parts):
+            if name.startswith("attnspan_lab."):
+                assert height[name.split(".")[1]] <= height[parts[0]], f"{path} imports {name}"
+
+
+def test_the_library_does_not_know_the_lab():
+    found = [path for path, parts in _modules() if any("attnspan_lab" in x for x in _imports(path, parts))]
+    assert not found

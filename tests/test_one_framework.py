@@ -103,7 +103,7 @@ def missing(package: str, *attempts: str) -> str:
 NO_JAX = missing("jax", "import attnspan.jax", "attnspan.torch.call_jax(lambda x: x, q)")
 NO_TORCH = missing("torch", "import attnspan.torch")
 COMMAND = """
-from attnspan.cli import main
+from attnspan_lab.cli import main
 sys.argv[1:] = {!r}.split()
 try:
     main()
@@ -134,7 +134,7 @@ def test_without_either() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().splitlines()[-1] == "[]"
     assert "8 queries x 8 keys" in done.stdout
-    assert "torch is not installed: pip install 'attnspan[" in done.stderr
+    assert "torch is not installed: pip install ./lab" in done.stderr
 
 
 def test_neither_the_compiler_nor_dtensors_are_loaded_before_they_are_used() -> None:

@@ -1,6 +1,160 @@
-"""``python -m attnspan``: the command line."""
+"""``python -m attnspan``: draw a mask, explain a call, say what is installed. The lab has other commands."""
 
-from attnspan.cli import main
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from shutil import get_terminal_size
+
+from attnspan.errors import expect
+
+_PACKAGES = (
+    "attnspan",
+    "attnspan-lab",
+    "numpy",
+    "torch",
+    "jax",
+    "jaxlib",
+    "triton",
+    "transformers",
+    "diffusers",
+)
+_LAB = ("bench", "doctor", "simulate", "tune", "zoo")
+_EXAMPLE = 'a mask, like "causal & documents([0, 10, 32])"; every mask of the library by its name'
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line. An error of the user is one message and exit code 2, without a traceback."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if given and given[0] in _LAB:
+        _fail(
+            f"{given[0]} is a command of the lab: pip install ./lab in a checkout, then attnspan {given[0]}"
+        )
+    options = _parser().parse_args(given)
+    try:
+        options.run(options)
+    except ModuleNotFoundError as error:
+        _fail(f"{error.name} is not installed")
+    except (ValueError, TypeError, OSError) as error:
+        # What attnspan raises is the user's to mend; anything else is a defect and keeps its traceback.
+        if not isinstance(error, OSError) and not type(error).__module__.startswith("attnspan."):
+            raise
+        _fail(str(error))
+
+
+def _fail(message: str) -> None:
+    print(f"attnspan: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m attnspan", description="Attention whose mask is data.")
+    parser.add_argument("--version", action="version", version=f"attnspan {_version('attnspan')}")
+    commands = parser.add_subparsers(required=True, metavar="show | explain")
+    show = commands.add_parser("show", help="draw a mask")
+    show.set_defaults(run=_show)
+    show.add_argument("mask", nargs="?", default="", help=_EXAMPLE)
+    show.add_argument(
+        "--at", type=int, nargs=2, default=(0, 0), metavar=("ROW", "HEAD"), help="what is drawn"
+    )
+    show.add_argument("--svg", type=Path, help="write a picture to this file instead")
+    show.add_argument("--list", action="store_true", help="print the names of all masks")
+    explain = commands.add_parser("explain", help="say which backend runs a call, and why not the others")
+    explain.set_defaults(run=_explain)
+    explain.add_argument("mask", nargs="?", default="full", help=_EXAMPLE)
+    explain.add_argument("--kv-heads", type=int, help="key heads; default: as many as query heads")
+    explain.add_argument("--head-dim", type=int, default=64, help="elements of a query (64)")
+    explain.add_argument("--dtype", default="float32", help="element type of q, k and v (float32)")
+    explain.add_argument("--device", default="cpu", help="of torch (cpu)")
+    explain.add_argument("--jax", action="store_true", help="explain a call of JAX, not of torch")
+    explain.add_argument(
+        "--env", action="store_true", help="print versions and machine, for a report, and stop"
+    )
+    for command in (show, explain):
+        command.add_argument(
+            "--q-len", type=int, help="query rows; default: what the mask's lists imply, else 64"
+        )
+        command.add_argument("--k-len", type=int, help="keys; default: as many as queries")
+        command.add_argument("--batch", type=int, default=1, help="batch rows (1)")
+        command.add_argument("--heads", type=int, default=1, help="query heads (1)")
+    return parser
+
+
+def _show(options: argparse.Namespace) -> None:
+    from attnspan import picture
+    from attnspan.masks import names, parse
+
+    if options.list:
+        print(*sorted(names()), sep="\n")
+        return
+    expect(options.mask, "show", "a mask", "none", 'Write one, like "causal", or see --list')
+    mask, at = parse(options.mask), tuple(options.at)
+    rows, keys = picture.implied_sizes(mask, options.q_len, options.k_len)
+    inside = 0 <= at[0] < options.batch and 0 <= at[1] < options.heads
+    expect(inside, "--at", "a row below --batch and a head below --heads", at, "Pass others")
+    if options.svg is None:
+        # Numbers of rows, a frame, and the last number of a key stand next to the picture.
+        width = max(min(64, get_terminal_size().columns - 14), 1)
+        picture.show(mask, rows, keys, at=at, batch=options.batch, heads=options.heads, width=width)
+        return
+    lowered = mask.spans(rows, keys, batch=options.batch, heads=options.heads).lowered
+    options.svg.write_text(picture.svg(lowered, title=options.mask, at=at))
+    print(options.svg)
+
+
+def _explain(options: argparse.Namespace) -> None:
+    if options.env:
+        _environment()
+        return
+    from attnspan import picture
+    from attnspan.masks import parse
+
+    mask = parse(options.mask)
+    rows, keys = picture.implied_sizes(mask, options.q_len, options.k_len)
+    q = (options.batch, options.heads, rows, options.head_dim)
+    k = (options.batch, options.kv_heads or options.heads, keys, options.head_dim)
+    if options.jax:
+        import jax.numpy as jnp
+
+        from attnspan.jax import explain as explain_jax
+
+        print(explain_jax(*(jnp.zeros(x, options.dtype) for x in (q, k, k)), mask=mask))
+        return
+    import torch
+
+    from attnspan.torch import explain
+
+    dtype = getattr(torch, options.dtype, None)
+    expect(
+        isinstance(dtype, torch.dtype), "--dtype", "an element type of torch", options.dtype, "Try bfloat16"
+    )
+    print(explain(*(torch.empty(x, dtype=dtype, device=options.device) for x in (q, k, k)), mask=mask))
+
+
+def _environment() -> None:
+    from attnspan.kernels import cpu
+
+    print(f"python       {platform.python_version()} on {platform.platform()}")
+    for name in _PACKAGES:
+        print(f"{name:<12} {_version(name) or 'not installed'}")
+    levels = f"{cpu.isa()} of {', '.join(cpu.isa_levels())}; {cpu.threading()}" if cpu.core else "not built"
+    print(f"{'CPU kernel':<12} {levels}")
+    if _version("torch"):
+        import torch
+
+        found = torch.cuda.get_device_name() if torch.cuda.is_available() else "none that torch can use"
+        print(f"{'GPU':<12} {found}")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
 
 if __name__ == "__main__":
     main()

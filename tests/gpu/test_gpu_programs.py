@@ -135,5 +135,5 @@ def test_context_parallelism_over_nccl(ranks: int, strategy: str) -> None:
 def test_the_training_job(ranks: int, tmp_path: Path) -> None:
     sizes = ("--cp", str(ranks), "--fsdp", "--steps", "20")
     options = ("--device", "cuda", *sizes, "--runs-dir", str(tmp_path))
-    out = _torchrun(ranks, "-m", "attnspan", "train", *options)
+    out = _torchrun(ranks, str(HERE.parents[1] / "examples/train"), *options)
     assert "step" in out, out

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from attnspan.tools.zoo.diffusers import architectures
+from attnspan_lab.zoo.diffusers import architectures
 
 _KINDS = """SD3Transformer2D FluxTransformer2D Flux2Transformer2D ChromaTransformer2D QwenImageTransformer2D
     WanTransformer3D SkyReelsV2Transformer3D LTXVideoTransformer3D HunyuanVideoTransformer3D

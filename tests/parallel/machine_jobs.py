@@ -1,6 +1,6 @@
-"""Jobs of test_cost.py."""
+"""Jobs of test_rates.py."""
 
-from attnspan.parallel import Machine
+from attnspan_lab.machine import Machine
 
 
 def measure(node_size: int | None) -> Machine:

@@ -335,7 +335,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: planned(machine="rates.json"),
         DtypeError,
-        "machine: expected a Machine, got 'rates.json'",
+        "machine: expected measured rates, got 'rates.json'",
     ),
     (lambda: planned().local(-1), OptionError, "rank: expected 0 to 3, got -1"),
     (lambda: planned().tables(4), OptionError, "rank: expected 0 to 3, got 4"),

@@ -35,7 +35,7 @@ GRACE = 1.0
 
 _processes = multiprocessing.get_context("forkserver")
 # The compiler too, which takes seconds in each process that compiles.
-_PRELOADED = ["torch.distributed", "torch._functorch.aot_autograd", "attnspan.torch", "attnspan.train.train"]
+_PRELOADED = ["torch.distributed", "torch._functorch.aot_autograd", "attnspan.torch", "train.train"]
 _processes.set_forkserver_preload(_PRELOADED)
 
 

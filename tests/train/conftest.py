@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny import TINY
 
-from attnspan.train.config import TrainConfig
+from train.config import TrainConfig
 
 # The worlds of processes that tests over several ranks share.
 sys.path.append(str(Path(__file__).parents[1] / "parallel"))

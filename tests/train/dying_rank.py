@@ -11,8 +11,8 @@ from pathlib import Path
 
 from train_jobs import Dying
 
-from attnspan.train.config import JobError, TrainConfig
-from attnspan.train.train import train
+from train.config import JobError, TrainConfig
+from train.train import train
 
 
 def main() -> None:

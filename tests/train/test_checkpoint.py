@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from attnspan.train import checkpoint
-from attnspan.train.checkpoint import CheckpointStore
-from attnspan.train.config import CheckpointError
-from attnspan.train.progress import MetricsLog
+from attnspan.errors import OptionError
+from attnspan_lab.bench.monitor.lines import MetricsLog
+from train import checkpoint
+from train.checkpoint import CheckpointStore
+from train.config import CheckpointError
 
 
 def save(store: CheckpointStore, step: int) -> Path:
@@ -220,6 +221,6 @@ def test_a_bad_line_of_the_metrics_is_named(tmp_path: Path, line: bytes) -> None
     path = tmp_path / "metrics.jsonl"
     content = b'{"step": 1}\n' + line + b'\n{"step": 3}\n'
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"line 2 of .*metrics\.jsonl.*Remove that line"):
+    with pytest.raises(OptionError, match=r"line 2 of .*metrics\.jsonl.*Remove that line"):
         MetricsLog(path, 3)
     assert path.read_bytes() == content

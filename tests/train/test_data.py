@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnspan.train.config import TrainConfig
-from attnspan.train.data import IGNORE, PADDING, Batches, PackedStream, Rows, pack_once, settle_strategy
-from attnspan.train.documents import Corpus
+from train.config import TrainConfig
+from train.data import IGNORE, PADDING, Batches, PackedStream, Rows, pack_once, settle_strategy
+from train.documents import Corpus
 
 END = 99
 documents = st.lists(st.lists(st.integers(0, 98), min_size=1, max_size=30), min_size=1, max_size=12)

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from attnspan.train.config import DataError, TrainConfig
-from attnspan.train.documents import (
+from train.config import DataError, TrainConfig
+from train.documents import (
     Corpus,
     Vocabulary,
     load_data,

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from attnspan.kernels import cpu
-from attnspan.train.config import TrainConfig
-from attnspan.train.data import IGNORE, PADDING, Batch, PackedStream, Part, make_batch, pack_once
-from attnspan.train.documents import Corpus
-from attnspan.train.model import Decoder, keep_attention, rotary_table, token_loss
-from attnspan.train.step import Stepper, learning_rate
+from train.config import TrainConfig
+from train.data import IGNORE, PADDING, Batch, PackedStream, Part, make_batch, pack_once
+from train.documents import Corpus
+from train.model import Decoder, keep_attention, rotary_table, token_loss
+from train.step import Stepper, learning_rate
 
 VOCAB = 257
 Tiny = Callable[..., TrainConfig]

@@ -16,10 +16,10 @@ from tiny import TINY
 from train_jobs import figures, scores, train, weights
 from worlds import JobError, world
 
-from attnspan.train import train as training
-from attnspan.train.config import CheckpointError, ConfigError, DataError, RankError, TrainConfig
-from attnspan.train.parallelize import ALONE, open_ranks
-from attnspan.train.progress import Graphs
+from train import train as training
+from train.config import CheckpointError, ConfigError, DataError, RankError, TrainConfig
+from train.parallelize import ALONE, open_ranks
+from train.progress import Graphs
 
 Tiny = Callable[..., TrainConfig]
 

@@ -17,7 +17,7 @@ import pytest
 from train_jobs import figures, scores
 from worlds import World, world
 
-from attnspan.train.config import TrainConfig
+from train.config import TrainConfig
 
 Tiny = Callable[..., TrainConfig]
 

@@ -18,27 +18,28 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from covering import everything
 from rich.console import Console
 from torch.distributed import run as torchrun
 from train_jobs import figures, scores
 
-from attnspan.cli import build_app
 from attnspan.errors import OptionError
-from attnspan.train import train as training
-from attnspan.train.config import CheckpointError, ConfigError, TrainConfig
-from attnspan.train.parallelize import peak_flops
-from attnspan.train.progress import Graphs, Summary
-from attnspan.train.sample import generate
-from attnspan.train.step import Stepper, Unobserved
+from train import train as training
+from train.command import command
+from train.config import CheckpointError, ConfigError, TrainConfig
+from train.parallelize import peak_flops
+from train.progress import Graphs, Summary
+from train.sample import generate
+from train.step import Stepper, Unobserved
 
 Tiny = Callable[..., TrainConfig]
 
 CHILD = """
 import json, sys
 from pathlib import Path
-from attnspan.train.config import TrainConfig
-from attnspan.train.train import train
+from train.config import TrainConfig
+from train.train import train
 
 train(TrainConfig(**json.loads(sys.argv[1])), Path(sys.argv[2]), resume=sys.argv[3] == "resume", sample=0)
 """
@@ -244,7 +245,9 @@ def test_an_interruption_says_how_to_go_on(tiny: Tiny, tmp_path: Path, last: int
     with pytest.raises(KeyboardInterrupt):
         train(config, folder, console=console, observe=observe)
     said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert (f"attnspan train --resume --runs-dir {tmp_path} --name run   go on from" in said) == (last > 2)
+    assert (f"python examples/train --resume --runs-dir {tmp_path} --name run   go on from" in said) == (
+        last > 2
+    )
 
 
 def test_folders_that_cannot_be_written_are_said_before_the_first_step(tiny: Tiny, tmp_path: Path) -> None:
@@ -269,16 +272,18 @@ def test_what_to_try_next_names_this_very_run(
     console = Console(file=io.StringIO(), width=80)
     train(tiny(steps=1), Path(folder), console=console)
     said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert f"attnspan train --resume {options} --steps 2 " in said
-    assert f"attnspan sample {shlex.quote(folder)} " in said
+    assert f"python examples/train --resume {options} --steps 2 " in said
+    assert f"python examples/train/sample.py {shlex.quote(folder)} " in said
 
 
 def test_ranks_are_started_on_the_folder_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # Else it is set for good.
     monkeypatch.setattr(torchrun, "run", started.append)
-    monkeypatch.setattr(sys, "argv", ["attnspan", "train", "--cp", "2", "--name", "a/b"])
-    build_app()(prog_name="attnspan", standalone_mode=False)
+    monkeypatch.setattr(sys, "argv", ["train", "--cp", "2", "--name", "a/b"])
+    app = typer.Typer()
+    app.command()(command())
+    app(standalone_mode=False)
     [args] = started
     assert args.training_script_args[-4:] == ["--runs-dir", "runs/a", "--name", "b"]
 

@@ -18,11 +18,11 @@ from rich.console import Console
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from attnspan.train import parallelize
-from attnspan.train import train as training
-from attnspan.train.config import JobError, TrainConfig
-from attnspan.train.parallelize import open_ranks
-from attnspan.train.step import Unobserved
+from train import parallelize
+from train import train as training
+from train.config import JobError, TrainConfig
+from train.parallelize import open_ranks
+from train.step import Unobserved
 
 
 def figures(folder: Path) -> list[tuple[int, float, float]]:

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 import torch
-import torchtitan_debug
 
+import torchtitan_debug
 from attnspan.kernels import cpu
 
 OURS, DENSE = "attnspan.integrations.torchtitan.attention", "titan_dense.dense"

@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from .errors import PlanMismatchError as PlanMismatchError
     from .layout import Layout as Layout
     from .local import LocalPlan as LocalPlan
-    from .machine import Machine as Machine
     from .plan import Plan as Plan
     from .strategy import Strategy as Strategy
     from .torch.attention import MeshPlan as MeshPlan
@@ -18,7 +17,6 @@ _HOMES = {
     "CommunicationError": "errors",
     "Layout": "layout",
     "LocalPlan": "local",
-    "Machine": "machine",
     "MeshPlan": "torch.attention",
     "Plan": "plan",
     "PlanMismatchError": "errors",

@@ -4,20 +4,46 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from ..errors import expect
-from .cost import Cost
-from .machine import Machine, Prediction
+from .cost import Cost, Sizes
 from .strategy import Strategy, members_of_node
 
 if TYPE_CHECKING:
     from .plan import Plan
 
-__all__ = ["Choice", "candidates", "choose"]
+__all__ = ["Choice", "Prediction", "Rates", "candidates", "choose"]
 
 #: Predicted times that differ by less are alike, as no prediction is so exact: then the fewest bytes decide.
 _ALIKE = 1.05
+
+
+class Prediction(NamedTuple):
+    """Predicted time of a call, forward and backward.
+
+    Attributes:
+        seconds: In each direction all wait for the slowest rank.
+        compute_seconds: Lower bound: the mean of all ranks' pairs at the machine's full rate.
+        network_seconds: Lower bound of the strategy's communication, of the rank with the most.
+        bound: What the slowest rank spends most of its time on: "compute", "exchange" or "scatter and
+            gather".
+    """
+
+    seconds: float
+    compute_seconds: float
+    network_seconds: float
+    bound: str
+
+
+@runtime_checkable
+class Rates(Protocol):
+    """Measured rates of a machine, whose text says whose they are."""
+
+    node_size: int  # ranks of a node
+
+    def predict(self, cost: Cost, sizes: Sizes) -> Prediction:
+        """Predict the time of a call."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +60,7 @@ class Choice:
 
     considered: tuple[Cost, ...]
     predicted: tuple[Prediction, ...]
-    machine: Machine | None
+    machine: Rates | None
     memory: int | None
     members: int | None
 
@@ -77,7 +103,7 @@ def candidates(ranks: int, q_heads: int) -> list[Strategy]:
     return found
 
 
-def choose(plan: Plan, *, node_size: int | None, machine: Machine | None, memory: int | None) -> Choice:
+def choose(plan: Plan, *, node_size: int | None, machine: Rates | None, memory: int | None) -> Choice:
     """Choose a strategy for a plan; the same arguments give the same choice in every process.
 
     Without rates it takes the strategy whose busiest rank receives the fewest bytes. With them it takes the

@@ -368,11 +368,8 @@ class Layout:
             >>> layout.plan(causal() & window(8), heads=(4, 2), strategy="exchange")
             Plan(exchange on 2 ranks, q_len=64, k_len=64, heads=(4, 2))
         """
-        from .machine import Machine
         from .plan import make_plan
 
-        if options.get("strategy", "auto") == "auto" and options.get("machine") is None:
-            options["machine"] = Machine.default()  # The environment may name another one at the next call.
         # The layout's own mask, or one without data; what an array holds may change.
         same = "own" if mask is None else static_key(mask, WITHOUT_DATA) if isinstance(mask, Mask) else None
         key = None if same is None else (same, heads, *options.items())

@@ -19,14 +19,13 @@ from ..checks import count
 from ..errors import DtypeError, OptionError, ShapeError, expect
 from ..masks import Mask, Prepared
 from ..spans import Spans
-from .auto import Choice, choose
+from .auto import Choice, Rates, choose
 from .chunks import Chunks
 from .cost import Cost, Sizes, cost_of
 from .intervals import expand, read_only
 from .layout import Layout
 from .local import LocalPlan, Numbers, Stage, Tables, Transfer, encode
 from .lowered import digest, lower
-from .machine import Machine
 from .needs import Holders, Needs, Traffic, needs_of, pieces, traffic
 from .places import Kept, Places, Slots, ascending, check_places, key_order, take_rows
 from .strategy import Strategy
@@ -47,7 +46,7 @@ def make_plan(
     v_dim: int | None = None,
     itemsize: int = 2,
     node_size: int | None = None,
-    machine: Machine | None = None,
+    machine: Rates | None = None,
     memory: int | None = None,
 ) -> Plan:
     """Plan an attention; the same arguments give the same plan in every process. See `Layout.plan`.
@@ -75,7 +74,7 @@ def make_plan(
         OptionError, ShapeError, DtypeError: An argument does not fit.
     """
     _check_sizes(heads, batch, head_dim, v_dim, itemsize, node_size)
-    kinds = ("keys", keys, Layout, "a Layout"), ("machine", machine, Machine, "a Machine")
+    kinds = ("keys", keys, Layout, "a Layout"), ("machine", machine, Rates, "measured rates")
     for what, x, kind, wanted in (*kinds, ("memory", memory, Real, "a number of bytes")):
         remedy = "Pass one, or leave it out"
         expect(x is None or isinstance(x, kind), what, wanted, repr(x), remedy, error=DtypeError)

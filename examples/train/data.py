@@ -1,0 +1,254 @@
+"""Documents into packed rows, and rows into what one rank computes: made ahead of the steps, by workers.
+
+The inputs of a document are all but the last of its tokens, end markers among them, its targets all but the
+first, so that no target ever belongs to another document. A document that does not fit into what is left of a
+row goes on in the next row as a segment of its own; the last input of the first part still has its true next
+token as target, so no token is lost and none is seen twice.
+
+Shapes: B rows of a batch, S tokens of a row, n tokens of a row that a rank holds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice, pairwise
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from attnspan import Prepared, causal, segments
+from attnspan.parallel import Layout, Plan, Strategy
+from attnspan.parallel.partition import Method
+from attnspan.parallel.rows import Rows as SharedRows
+from train.config import TrainConfig
+from train.documents import Corpus
+from train.model import IGNORE, Pieces
+
+__all__ = ["Batch", "Batches", "PackedStream", "Part", "Rows", "make_batch", "pack_once", "settle_strategy"]
+
+PADDING = -1  # segment id of the filler at the end of the last row
+
+
+class Rows(NamedTuple):
+    """Packed rows, whole."""
+
+    tokens: Tensor  # inputs, (B, S) int64
+    targets: Tensor  # the next token of the same document, or `IGNORE` on padding, (B, S) int64
+    ids: Tensor  # segment of each token, ascending within a row, `PADDING` on padding, (B, S) int32
+    positions: Tensor  # within the segment, (B, S) int64
+
+    @classmethod
+    def packed(cls, rows: Sequence[Iterable[NDArray[Any]]], seq_len: int, end: int) -> Rows:
+        """Rows from the pieces of each: windows of a document, (inputs + 1,), that fit into ``seq_len``."""
+        shape = len(rows), seq_len
+        tokens, targets = np.full(shape, end, np.int64), np.full(shape, IGNORE, np.int64)
+        ids, positions = np.full(shape, PADDING, np.int32), np.zeros(shape, np.int64)
+        for row, pieces in enumerate(rows):
+            at = 0
+            for number, window in enumerate(pieces):
+                here = row, slice(at, at := at + len(window) - 1)
+                tokens[here], targets[here] = window[:-1], window[1:]
+                ids[here], positions[here] = number, np.arange(len(window) - 1)
+        return cls(*map(torch.from_numpy, (tokens, targets, ids, positions)))
+
+
+class _Cursor:
+    """A place in a sequence of parts, (n, 2) ranges of inputs: which part, and how much of it is used."""
+
+    def __init__(self, corpus: Corpus, parts: NDArray[np.int64], position: int = 0, offset: int = 0) -> None:
+        self.corpus, self.parts, self.position, self.offset = corpus, parts, position, offset
+
+    def take(self, room: int) -> Iterator[NDArray[Any]]:
+        """Windows that fill ``room`` inputs, or all there is: inputs and the last one's next token."""
+        while room and self.position < len(self.parts):
+            start, stop = (int(end) for end in self.parts[self.position])
+            start += self.offset
+            count = min(room, stop - start)
+            room -= count
+            self.offset += count
+            if start + count == stop:
+                self.position, self.offset = self.position + 1, 0
+            yield self.corpus.tokens[start : start + count + 1]
+
+
+class PackedStream:
+    """Endless batches over a corpus, shuffled anew in each epoch.
+
+    What is shuffled are documents, and parts of S tokens of longer ones: a document of a megabyte would
+    otherwise be hundreds of steps in a row. The order of an epoch is drawn from (seed, epoch), so that four
+    integers are the whole state.
+
+    Each of R replicas gets B (`batch_size`) rows of every R * B: all of them together get what one with
+    batches of R * B rows would get, in the same order.
+    """
+
+    def __init__(
+        self, corpus: Corpus, *, seq_len: int, batch_size: int, seed: int, replica: int = 0, replicas: int = 1
+    ) -> None:
+        self.corpus, self.seq_len, self.seed, self.epoch = corpus, seq_len, seed, 0
+        self._rows, first = batch_size * replicas, replica * batch_size
+        self._own = slice(first, first + batch_size)
+        self._parts = corpus.parts(seq_len)
+        self._start()
+
+    def _start(self, position: int = 0, offset: int = 0) -> None:
+        parts = np.random.default_rng([self.seed, self.epoch]).permutation(self._parts)
+        self._cursor = _Cursor(self.corpus, parts, position, offset)
+
+    def _row(self) -> list[NDArray[Any]]:
+        windows, room = [], self.seq_len
+        while room:
+            for window in self._cursor.take(room):
+                room -= len(window) - 1
+                windows.append(window)
+            if room:
+                self.epoch += 1
+                self._start()
+        return windows
+
+    def __iter__(self) -> PackedStream:
+        return self
+
+    def skip(self) -> list[list[NDArray[Any]]]:
+        """Move on by a batch; the pieces of its rows, those of all replicas, still uncopied."""
+        return [self._row() for _ in range(self._rows)]
+
+    def __next__(self) -> Rows:
+        return Rows.packed(self.skip()[self._own], self.seq_len, self.corpus.end)
+
+    def state_dict(self) -> dict[str, int]:
+        """The place in the data: seed, epoch, position in the epoch's order, inputs used of that part."""
+        cursor = self._cursor
+        return {"seed": self.seed, "epoch": self.epoch, "position": cursor.position, "offset": cursor.offset}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Return to a place that `state_dict` named."""
+        self.seed, self.epoch = state["seed"], state["epoch"]
+        self._start(state["position"], state["offset"])
+
+
+def pack_once(
+    corpus: Corpus, *, seq_len: int, batch_size: int, replica: int = 0, replicas: int = 1
+) -> Iterator[Rows]:
+    """All documents in order, once, in as many batches for each replica; the last ones have padding."""
+    cursor = _Cursor(corpus, np.stack([corpus.offsets[:-1], corpus.offsets[1:] - 1], axis=1))
+    first = replica * batch_size
+    while cursor.position < len(corpus):
+        rows = [list(cursor.take(seq_len)) for _ in range(batch_size * replicas)]
+        yield Rows.packed(rows[first : first + batch_size], seq_len, corpus.end)
+
+
+class Part(NamedTuple):
+    """What a rank computes at a time: some rows, or its share of them."""
+
+    tokens: Tensor  # inputs, (B, n) int64
+    targets: Tensor  # their next tokens, or `IGNORE`, (B, n) int64
+    positions: Tensor  # within the segment, (B, n) int64: sharing rows moves no token in its text
+    mask: Any  # what the layers attend under; of rows that several ranks share, this rank's plan
+    shared: SharedRows | None = None  # then the rows that the plan is for
+
+
+class Batch(NamedTuple):
+    """What a rank computes in one step. Its counts add up over ranks."""
+
+    parts: list[Part]  # one after the other: micro-batches
+    tokens: float  # padding included
+    targets: float  # those that carry loss
+    pairs: float  # visible (query, key) pairs, for one head
+    place: dict[str, int]  # where the data go on after it (`PackedStream.state_dict`)
+
+
+class Batches(IterableDataset[Batch]):
+    """The batches of one rank: rows are packed, partitioned and planned here, in the data loader's workers.
+
+    There are ``steps`` of them, from ``place`` (`PackedStream.state_dict`) or from the beginning.
+    """
+
+    def __init__(
+        self, config: TrainConfig, corpus: Corpus, rank: int, steps: int, place: dict[str, int] | None = None
+    ) -> None:
+        super().__init__()
+        self.config, self.rank, self.steps = config, rank, steps
+        self._stream = PackedStream(corpus, seed=config.seed, **config.row_shape(rank))
+        if place is not None:
+            self._stream.load_state_dict(place)
+
+    def __iter__(self) -> Iterator[Batch]:
+        info = get_worker_info()
+        own, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        for step in range(self.steps):
+            if step % workers == own:  # The loader takes a batch from each worker in turn.
+                rows = list(islice(self._stream, self.config.accumulate))
+                yield make_batch(self.config, rows, self.rank, self._stream.state_dict())
+            else:
+                for _ in range(self.config.accumulate):
+                    self._stream.skip()
+
+    def loader(self) -> DataLoader[Batch]:
+        """The batches in order, made ahead by `TrainConfig.workers` processes."""
+        workers = self.config.workers
+        how: dict[str, Any] = {"num_workers": workers, "prefetch_factor": 2 if workers else None}
+        if workers and "jax" in sys.modules:
+            how["multiprocessing_context"] = "forkserver"  # JAX has threads, which a fork would lose.
+        return DataLoader(self, batch_size=None, collate_fn=_unchanged, **how)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def make_batch(
+    config: TrainConfig, batches: Sequence[Rows], rank: int, place: dict[str, int] | None = None
+) -> Batch:
+    """What a rank computes of the rows that its replica packed."""
+    made = [_part(config, rows, rank) for rows in batches]
+    tokens, pairs = sum(rows.tokens.numel() for rows in batches), sum(pairs for _, pairs in made)
+    targets = sum(int((part.targets != IGNORE).sum()) for part, _ in made)
+    return Batch([part for part, _ in made], tokens / config.cp, targets, pairs / config.cp, place or {})
+
+
+def _mask(ids: Any) -> Prepared:
+    """Causal within a segment; padding sees nothing. Ids of NumPy give what plans are made of."""
+    batch, seq_len = ids.shape
+    return (causal() & segments(ids, padding_id=PADDING)).prepare(seq_len, seq_len, batch=batch)
+
+
+def _part(config: TrainConfig, rows: Rows, rank: int) -> tuple[Part, int]:
+    """A rank's part of packed rows, and the visible pairs of all of it."""
+    mask = _mask(rows.ids if config.cp == 1 else rows.ids.numpy())
+    pairs, chosen = int(mask.lowered.cost().sum()), cast(Any, mask)
+    if config.cp > 1:
+        plan, member = _plan(config, mask), rank % config.cp
+        own = plan.layout.shard(rows._asdict(), member)
+        return Part(own["tokens"], own["targets"], own["positions"], plan.local(member), own), pairs
+    if config.attention == "sdpa":
+        chosen = mask.lowered.dense()
+    elif config.attention == "sdpa-documents":
+        borders = [[0, *(row.diff().nonzero().flatten() + 1).tolist(), len(row)] for row in rows.ids]
+        chosen = Pieces([list(pairwise(each)) for each in borders])
+    return Part(rows.tokens, rows.targets, rows.positions, chosen), pairs
+
+
+def _plan(config: TrainConfig, mask: Prepared) -> Plan:
+    """Who owns which rows, and what each rank needs from the others to attend."""
+    strategy, batch = config.strategy, config.batch_size
+    members = 1 if strategy == "auto" else Strategy.parse(strategy, config.cp).members
+    sizes = {"q_len": config.seq_len, "ranks": config.cp, "batch": batch, "members": members}
+    layout = Layout.of(mask, method=cast(Method, config.method), **sizes)
+    how: dict[str, Any] = {"batch": batch, "itemsize": 4 if config.dtype == "float32" else 2}
+    heads = config.heads, config.kv_heads
+    return layout.plan(heads=heads, strategy=strategy, head_dim=config.head_dim, **how)
+
+
+def settle_strategy(config: TrainConfig, corpus: Corpus) -> TrainConfig:
+    """With strategy "auto", decide by the first rows once, so that all steps are one program."""
+    if config.cp == 1 or config.strategy != "auto":
+        return config
+    rows = next(PackedStream(corpus, seed=config.seed, **config.row_shape(0)))
+    return replace(config, strategy=_plan(config, _mask(rows.ids.numpy())).strategy.name)

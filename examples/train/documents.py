@@ -1,0 +1,225 @@
+"""Where the documents come from, how their text becomes tokens, and which of them are held out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from train.config import DataError, TrainConfig
+
+__all__ = ["Corpus", "Data", "Vocabulary", "load_data", "load_vocabulary", "read_documents", "split"]
+
+_NOT_STANDARD = {"site-packages", "dist-packages"}
+_TABLES = {".jsonl", ".parquet"}
+# Held-out documents are scored by their beginnings, so that one huge file cannot be the whole evaluation.
+_EVAL_DOCUMENT_BYTES = 16_384
+
+
+class Vocabulary:
+    """The 256 bytes, and an end marker: the last id."""
+
+    end = 256
+
+    def encode(self, text: bytes) -> NDArray[Any]:
+        """Token ids of a text, (N,) unsigned integers."""
+        return np.frombuffer(text, np.uint8)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of token ids; end markers are dropped and broken UTF-8 shows as U+FFFD."""
+        return bytes(token for token in tokens if token < self.end).decode("utf-8", errors="replace")
+
+
+class _TokenizerVocabulary(Vocabulary):
+    """The ids of a `tokenizers` file, and an end marker after the last of them."""
+
+    def __init__(self, path: Path) -> None:
+        # Imported here: byte-level training does without the library.
+        from tokenizers import Tokenizer
+
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # The library raises bare Exception, also for a missing file.
+            remedy = "Save one with tokenizers.Tokenizer.save, or leave --tokenizer away to train on bytes"
+            wanted, got = "--tokenizer to name a tokenizers JSON file", f"{path}: {error}"
+            raise DataError.of(wanted, got, remedy) from None
+        self.end = int(self._tokenizer.get_vocab_size())
+
+    def encode(self, text: bytes) -> NDArray[Any]:
+        decoded = text.decode("utf-8", errors="replace")
+        return np.array(self._tokenizer.encode(decoded, add_special_tokens=False).ids, np.uint32)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode([token for token in tokens if token < self.end]))
+
+
+def load_vocabulary(path: str | None) -> Vocabulary:
+    """The vocabulary of a run: that of a `tokenizers` JSON file, or bytes."""
+    return Vocabulary() if path is None else _TokenizerVocabulary(Path(path))
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokenized documents, one after the other, each stored as ``end, t0, ..., tn-1, end``.
+
+    Its first token is predicted from the end marker alone, and the target of its last one is the end marker.
+    """
+
+    tokens: NDArray[Any]  # (N,), unsigned integers
+    offsets: NDArray[np.int64]  # document i is tokens[offsets[i] : offsets[i + 1]], (documents + 1,)
+    num_bytes: int  # of the text that the tokens stand for
+    end: int
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @cached_property
+    def digest(self) -> str:
+        """Fingerprint of the tokens and of where documents begin."""
+        digest = hashlib.sha256(self.offsets.tobytes())
+        digest.update(np.ascontiguousarray(self.tokens).data)
+        return digest.hexdigest()
+
+    def parts(self, longest: int) -> NDArray[np.int64]:
+        """Documents as ranges of inputs, those of more than ``longest`` cut into several, (n, 2)."""
+        starts, stops = self.offsets[:-1], self.offsets[1:] - 1
+        counts = -(-(stops - starts) // longest)
+        document = np.repeat(np.arange(len(self)), counts)
+        number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+        begins = starts[document] + number * longest
+        return np.stack([begins, np.minimum(begins + longest, stops[document])], axis=1)
+
+    @classmethod
+    def of(cls, documents: Sequence[Any], *, end: int, num_bytes: int, close: bool = True) -> Corpus:
+        """Lay token ids of documents one after the other; without ``close``, no end marker follows them."""
+        dtype = np.uint16 if end < 2**16 else np.uint32
+        marker, empty = np.array([end], dtype), np.empty(0, dtype)
+        parts: list[NDArray[Any]] = [empty]
+        for document in documents:
+            parts += [marker, np.asarray(document, dtype), marker if close else empty]
+        lengths = [len(document) + 1 + close for document in documents]
+        offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
+        return cls(np.concatenate(parts), offsets, num_bytes, end)
+
+
+class Data(NamedTuple):
+    """The tokenized halves of the data."""
+
+    train: Corpus
+    held_out: Corpus  # beginnings of documents that are never learned from
+    source: str  # for people
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Fingerprints of both halves."""
+        return {"training": self.train.digest, "held-out": self.held_out.digest}
+
+
+def load_data(config: TrainConfig, vocabulary: Vocabulary) -> Data:
+    """Read, split and tokenize the documents of a run."""
+    train, held_out = split(read_documents(config.data, config.text_field), config.held_out)
+    beginnings, left = [], config.eval_bytes
+    for document in held_out:
+        beginnings.append(document[: min(left, _EVAL_DOCUMENT_BYTES)])
+        left -= len(beginnings[-1])
+        if not left:
+            break
+
+    def tokenized(documents: list[bytes], close: bool) -> Corpus:
+        ids, size = map(vocabulary.encode, documents), sum(map(len, documents))
+        return Corpus.of(list(ids), end=vocabulary.end, num_bytes=size, close=close)
+
+    source = config.data or f"the standard library of Python {sysconfig.get_python_version()}"
+    return Data(tokenized(train, True), tokenized(beginnings, False), source)
+
+
+def split(documents: list[bytes], held_out: float) -> tuple[list[bytes], list[bytes]]:
+    """Split by a hash of each document's content: no name, order or neighbour has a say in it.
+
+    Copies of one document fall on the same side. At least one document is held out: the one of lowest hash.
+    The first part keeps its order, the second has that of the hashes.
+    """
+    keys = [hashlib.blake2b(document, digest_size=8).digest() for document in documents]
+    wanted = "at least two different documents, one to train on and one to hold out"
+    remedy = "Add documents; in a .txt file an empty line separates them"
+    DataError.unless(len(set(keys)) > 1, wanted, f"{len(set(keys))} among {len(documents)}", remedy)
+    lowest, highest = min(keys), max(keys)
+    limit = held_out * 2.0**64
+    out = {key for key in keys if int.from_bytes(key) < limit and key != highest} | {lowest}
+    train = [document for document, key in zip(documents, keys, strict=True) if key not in out]
+    first = dict(zip(keys, documents, strict=True))
+    return train, [first[key] for key in sorted(out)]
+
+
+def read_documents(path: str | None, text_field: str = "text") -> list[bytes]:
+    """All documents of a source, without empty ones, in a stable order.
+
+    A folder gives one document per text file (files with a NUL byte at their beginning are binary and left
+    out), and the rows of the .jsonl and .parquet files in it. A .txt file gives one document per paragraph.
+    None means the source files of the running interpreter's standard library, its tests included.
+    """
+    root = Path(sysconfig.get_path("stdlib") if path is None else path)
+    wanted = "--data to name a folder or a .txt, .jsonl or .parquet file"
+    DataError.unless(root.exists(), wanted, f"{root}, which does not exist", "Check the path")
+    remedy = "Rename it, or put it into a folder: there every text file is a document"
+    DataError.unless(root.is_dir() or root.suffix in {".txt", *_TABLES}, wanted, root, remedy)
+    files = [root] if root.is_file() else _text_files(root, standard=path is None)
+    found: list[bytes] = []
+    for file in files:
+        try:
+            if file.suffix in _TABLES:
+                found += _rows(file, text_field)
+            elif root.is_file():
+                found += [part.strip("\n").encode() for part in file.read_text("utf-8").split("\n\n")]
+            elif b"\0" not in (content := file.read_bytes())[:8192]:
+                found.append(content)
+        except DataError:
+            raise
+        except (OSError, ValueError) as error:  # Readers of JSON, Parquet and UTF-8 raise ValueError.
+            kind, remedy = f"a readable {file.suffix or 'text'} file", "Write it anew, in UTF-8"
+            raise DataError.of(kind, f"{file}: {error}", remedy) from None
+    documents = [document for document in found if document.strip()]
+    DataError.unless(documents, f"text in {root}", "none", "Check that the files are not empty")
+    return documents
+
+
+def _text_files(root: Path, standard: bool) -> Iterator[Path]:
+    """Files of a folder, without hidden ones; of the standard library its modules."""
+    for folder, folders, names in os.walk(root):
+        without = _NOT_STANDARD if standard else set()
+        folders[:] = sorted(name for name in folders if name not in without and not name.startswith("."))
+        for path in (Path(folder, name) for name in sorted(names) if not name.startswith(".")):
+            if path.is_file() and (path.suffix == ".py" or not standard):
+                yield path
+
+
+def _table(path: Path, field: str) -> Iterator[Any]:
+    """The rows of a table, without other columns where that saves reading them."""
+    if path.suffix == ".jsonl":
+        with path.open(encoding="utf-8") as lines:
+            yield from (json.loads(line) for line in lines if line.strip())
+    elif path.stat().st_size:
+        from pyarrow import parquet
+
+        table = parquet.ParquetFile(path)
+        for batch in table.iter_batches(columns=[field] if field in table.schema_arrow.names else None):
+            yield from batch.to_pylist()
+
+
+def _rows(path: Path, field: str) -> Iterator[bytes]:
+    for row in _table(path, field):
+        text: Any = row.get(field) if isinstance(row, dict) else row
+        got = f"a row with the fields {sorted(row)}" if text is None else type(text).__name__
+        wanted = f"a string in the field {field!r} of every row of {path}"
+        remedy = "Name the column that holds the documents with --text-field"
+        DataError.unless(isinstance(text, str) and isinstance(row, dict), wanted, got, remedy)
+        yield text.encode("utf-8", errors="replace")

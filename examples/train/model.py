@@ -1,0 +1,253 @@
+"""A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Touvron et al. 2023, https://arxiv.org/abs/2302.13971, with the grouped queries of https://arxiv.org/abs/2305.13245.
+
+Shapes: B rows, S tokens of a row (of a rank's share of it, with context parallelism), E width, F inner width,
+H query heads, G key/value heads, D head dimension, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import functional
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from attnspan.torch import attention, checkpoint_policy
+from train.config import TrainConfig
+
+__all__ = [
+    "Decoder",
+    "Pieces",
+    "Rotary",
+    "StepFlops",
+    "keep_attention",
+    "rotary_table",
+    "rotate",
+    "token_loss",
+]
+
+IGNORE = -100  # target that carries no loss; torch's own default for cross entropy
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:  # No tuple: a compiler would look into it, and compile anew for other numbers.
+    """Where the segments of each row lie, (start, stop), for attention by one call of SDPA per segment."""
+
+    rows: list[list[tuple[int, int]]]
+
+
+class Rotary(NamedTuple):
+    """Cosine and sine of each token's angles, (B, S, 1, D / 2) float32, looked up once per step."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotary_table(seq_len: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of all positions, 2 x (S, D / 2) float32; Su et al. 2021, equation 15."""
+    frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angle = torch.arange(seq_len, dtype=torch.float64)[:, None] * frequency
+    return angle.cos().float(), angle.sin().float()
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """Turn channel pairs (i, i + D / 2) of (B, S, H, D) by the angle of their token, in float32."""
+    a, b = x.float().chunk(2, dim=-1)
+    turned = torch.cat((a * rotary.cos - b * rotary.sin, b * rotary.cos + a * rotary.sin), dim=-1)
+    return turned.to(x.dtype)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    """Attention of one layer, (B, S, H, D) with keys and values (B, S, G, D); returns (B, S, H, D).
+
+    The mask is what attnspan takes: a prepared mask, or the plan of ranks that share the rows. A dense bool
+    tensor or `Pieces` call torch's own attention instead.
+    """
+    if isinstance(mask, Pieces):
+        pieced: Tensor = _attend_pieces(q, k, v, mask)
+        return pieced
+    if isinstance(mask, Tensor):
+        return _sdpa(q, k, v, attn_mask=mask)
+    return attention(q, k, v, mask=mask, layout="bshd")
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return functional.scaled_dot_product_attention(q, k, v, enable_gqa=True, **how).transpose(1, 2)
+
+
+# Not compiled: pieces differ at each step, and each would be a graph of its own.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend_pieces(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> Tensor:
+    """Causal SDPA of each segment by itself; what padding gives carries no loss."""
+    outs = []
+    for row, borders in enumerate(pieces.rows):
+        parts = ((x[row, None, start:stop] for x in (q, k, v)) for start, stop in borders)
+        outs.append(torch.cat([_sdpa(*part, is_causal=True) for part in parts], dim=1))
+    return torch.cat(outs)
+
+
+_SDPA = ("flash_attention_for_cpu", "flash_attention", "efficient_attention")
+
+
+def keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Policy of selective checkpointing: it keeps results of attention, attnspan's and SDPA's."""
+    if any(op is getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in _SDPA):
+        return CheckpointPolicy.MUST_SAVE
+    return checkpoint_policy(ctx, op, *args, **kwargs)
+
+
+class _Norm(nn.RMSNorm):
+    """RMSNorm in the dtype of its input, also where sharded parameters are gathered in bfloat16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class _Attention(nn.Module):
+    """Grouped-query attention with one fused input projection."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.qkv = nn.Linear(config.dim, (config.heads + 2 * config.kv_heads) * config.head_dim, bias=False)
+        self.out = nn.Linear(config.heads * config.head_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, rotary: Rotary, mask: Any) -> Tensor:
+        # Views of the projection: attnspan takes any strides, so v is never copied.
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
+        out = _attend(rotate(q, rotary), rotate(k, rotary), v, mask)
+        mixed: Tensor = self.out(out.flatten(2))
+        return mixed
+
+
+class _FeedForward(nn.Module):
+    """SwiGLU; Shazeer 2020, equation 6."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(config.dim, 2 * config.hidden, bias=False)
+        self.out = nn.Linear(config.hidden, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        out: Tensor = self.out(functional.silu(gate) * up)
+        return out
+
+
+_keep_attention = partial(create_selective_checkpoint_contexts, keep_attention)
+
+
+class _Block(nn.Module):
+    """One pre-norm decoder layer: the unit of compilation, sharding and activation checkpointing."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__()
+        self.ac = config.ac
+        self.attention_norm = _Norm(config.dim, eps=config.norm_eps)
+        self.attention = _Attention(config)
+        self.feed_forward_norm = _Norm(config.dim, eps=config.norm_eps)
+        self.feed_forward = _FeedForward(config)
+
+    def layer(self, x: Tensor, rotary: Rotary, mask: Any) -> Tensor:
+        """The layer itself, (B, S, E) to (B, S, E), whatever is kept for backward."""
+        x = x + self.attention(self.attention_norm(x), rotary, mask)
+        branch: Tensor = self.feed_forward(self.feed_forward_norm(x))
+        return x + branch
+
+    def forward(self, x: Tensor, rotary: Rotary, mask: Any) -> Tensor:
+        if self.ac == "none":
+            return self.layer(x, rotary, mask)
+        keep: dict[str, Any] = {"context_fn": _keep_attention} if self.ac == "selective" else {}
+        out: Tensor = checkpoint(self.layer, x, rotary, mask, use_reentrant=False, **keep)
+        return out
+
+
+class StepFlops(NamedTuple):
+    """Floating-point operations of one training step, recomputation aside."""
+
+    matmul: float  # of the dense layers
+    attention: float  # visible pairs only
+
+    @property
+    def total(self) -> float:
+        """Both together."""
+        return self.matmul + self.attention
+
+
+class Decoder(nn.Module):
+    """The language model. It may be built on the meta device and sharded there, before `initialize`."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: TrainConfig, vocab_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(vocab_size, config.dim)
+        self.blocks = nn.ModuleList(_Block(config) for _ in range(config.layers))
+        self.norm = _Norm(config.dim, eps=config.norm_eps)
+        self.head = nn.Linear(config.dim, vocab_size, bias=False)
+        # What every token is multiplied with; the embedding is looked up.
+        linear = (module for module in self.modules() if isinstance(module, nn.Linear))
+        self.matmul_weights = sum(module.weight.numel() for module in linear)
+        cos, sin = rotary_table(config.seq_len, config.head_dim, config.rope_theta)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    @torch.no_grad()
+    def initialize(self, device: str | torch.device = "cpu") -> Decoder:
+        """Draw the weights, the same ones whatever the device and however they are sharded."""
+        self.to_empty(device=device)
+        config, draw = self.config, torch.Generator().manual_seed(self.config.seed)
+        cos, sin = rotary_table(config.seq_len, config.head_dim, config.rope_theta)
+        self.cos.copy_(cos)
+        self.sin.copy_(sin)
+        # Residual branches start small, so that the sum over all layers keeps the scale of the embedding.
+        residual = 0.02 / math.sqrt(2 * config.layers)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim < 2:
+                parameter.fill_(1.0)
+                continue
+            std = residual if name.endswith(".out.weight") else 0.02
+            whole = torch.empty(parameter.shape).normal_(std=std, generator=draw).to(device)
+            if isinstance(parameter, DTensor):  # Each rank draws all of it and keeps its part.
+                mesh, placements = parameter.device_mesh, parameter.placements
+                whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+            parameter.copy_(whole)
+        return self
+
+    def forward(self, tokens: Tensor, positions: Tensor, mask: Any) -> Tensor:
+        """Logits of the next token, (B, S, V). Positions are within segments; both are (B, S) int64."""
+        rotary = Rotary(self.cos[positions][:, :, None], self.sin[positions][:, :, None])
+        x = self.embedding(tokens)
+        x = x.to(torch.promote_types(x.dtype, torch.float32))  # The residual stream, in mixed precision too.
+        half = self.config.dtype == "bfloat16"
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=half):
+            for block in self.blocks:
+                x = block(x, rotary, mask)
+            logits: Tensor = self.head(self.norm(x))
+        return logits
+
+    def step_flops(self, tokens: int, pairs: int) -> StepFlops:
+        """FLOPs of forward and backward on some tokens and visible (query, key) pairs of one head.
+
+        Dense layers: 2 per weight and token forward, twice that backward; padding counts. Attention: 4 * D
+        per visible pair and query head forward (two products), 2.5 times that backward (five products).
+        """
+        heads, head_dim = self.config.layers * self.config.heads, self.config.head_dim
+        return StepFlops(6.0 * self.matmul_weights * tokens, 3.5 * 4.0 * pairs * head_dim * heads)
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum of the cross entropies of (B, S) targets but those of `IGNORE`, nats, in float32."""
+    logits, targets = logits.flatten(0, 1).float(), targets.flatten()
+    return functional.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")

@@ -1,0 +1,276 @@
+"""The devices and the ranks of a job, and the model on them.
+
+Rank ``d * cp + c`` is member ``c`` of replica ``d``: the ranks of a replica share its rows.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from timeit import repeat
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.rendezvous import rendezvous
+from torch.utils._pytree import tree_map_only
+
+from attnspan.kernels import cpu
+from train.config import ConfigError, JobError, RankError, TrainConfig
+from train.data import Part
+from train.model import Decoder
+
+__all__ = ["ALONE", "Ranks", "build_model", "faster_dtype", "is_rank", "open_ranks", "peak_flops"]
+
+T = TypeVar("T")
+
+# How long the ranks that are left wait for each other's word when an exchange has failed.
+_ROLL_CALL_SECONDS = 10.0
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """This process among the ranks of its job; without arguments, a job of one process on the CPU."""
+
+    device: torch.device = _CPU  # where this rank computes
+    number: int = 0  # this rank's
+    world: int = 1  # ranks in all
+    mesh: DeviceMesh | None = None  # all ranks, with dimensions ("dp", "cp"); None without a process group
+    everyone: DeviceMesh | None = None  # the same in one dimension, for sums and for sharded parameters
+    host: dist.ProcessGroup | None = None  # the same over gloo, for what they agree on
+    saver: dist.ProcessGroup | None = None  # and once more, for the thread that writes checkpoints
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that prints and writes."""
+        return self.number == 0
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Add figures of all ranks; whole numbers below 2^53 stay exact."""
+        if self.host is None:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self.host)
+        figures: list[float] = total.tolist()
+        return figures
+
+    def first(self, action: Callable[[], T]) -> T:
+        """Do something on the first rank; all ranks get its picklable result, or raise its error."""
+        if self.host is None:
+            return action()
+        outcome = [_attempt(action) if self.is_first else (None, None)]
+        dist.broadcast_object_list(outcome, src=0, group=self.host)
+        return _settle(outcome[0])
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Do something on every rank, without waiting for others; if it fails on one, all raise its error."""
+        if self.host is None:
+            return action()
+        outcome = _attempt(action)
+        errors: list[Exception | None] = [None] * self.world
+        dist.all_gather_object(errors, outcome[1], group=self.host)
+        return _settle((outcome[0], next((each for each in errors if each is not None), None)))
+
+    def place(self, part: Part) -> Part:
+        """What the data loader made, on this rank's device and mesh. Nothing waits for the device."""
+        if part.shared is None or self.mesh is None:
+            mask = self._moved(part.mask)
+        else:
+            mask = part.mask.on(self.mesh["cp"], rows=part.shared)
+        tokens, targets, positions = self._moved(part[:3])
+        return Part(tokens, targets, positions, mask)
+
+    def _moved(self, tree: Any) -> Any:
+        if self.device == _CPU:
+            return tree
+        return tree_map_only(Tensor, lambda x: x.to(self.device, non_blocking=True), tree)
+
+    def peak_memory(self) -> int:
+        """Largest memory of this process so far, bytes: allocated on a GPU, resident on a CPU."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self.device))
+        largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return largest if sys.platform == "darwin" else largest * 1024
+
+    @contextmanager
+    def joined(self, doing: Callable[[], str]) -> Iterator[None]:
+        """Surround what waits for other ranks: a lost one becomes a RankError that names it."""
+        try:
+            yield
+        except RuntimeError as error:  # The base of all errors of torch's collectives.
+            lost = self._lost()
+            if not lost:
+                raise
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            at = f"rank {self.number}, {os.path.basename(where.filename)}:{where.lineno}"
+            remedy = "Look for the rank that ended first; go on with --resume, or let torchrun do it: "
+            wanted = f"all {self.world} ranks to take part in {doing()}"
+            got = f"no answer from {lost}, after this on {at}: {_line(error)}"
+            raise RankError.of(wanted, got, remedy + "--max-restarts N") from error
+
+    def _lost(self) -> str:
+        """Call the roll: each rank whose step failed says so in the store. Those that do not, in words."""
+        if self.host is None:
+            return ""
+        store, others = _get_default_store(), [rank for rank in range(self.world) if rank != self.number]
+        try:
+            store.set(f"failed/{self.number}", "here")
+            end = time.monotonic() + _ROLL_CALL_SECONDS
+            while missing := [rank for rank in others if not store.check([f"failed/{rank}"])]:
+                if time.monotonic() > end:
+                    break
+                time.sleep(0.1)
+        except RuntimeError:
+            return "rank 0, which holds the store"
+        return ", ".join(f"rank {rank}" for rank in missing)
+
+
+#: A job of one process, on the CPU.
+ALONE = Ranks()
+
+
+def is_rank() -> bool:
+    """Whether a launcher started this process as one of several ranks, or of one."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@contextmanager
+def open_ranks(config: TrainConfig) -> Iterator[Ranks]:
+    """Join the other ranks, as the launcher's environment says, or those of a group that exists already."""
+    there = dist.is_initialized()
+    world = dist.get_world_size() if there else int(os.environ["WORLD_SIZE"]) if is_rank() else 1
+    start = f"Start them: torchrun --nproc-per-node {config.world} examples/train ..."
+    wanted = f"{config.world} ranks for --dp {config.dp} and --cp {config.cp}"
+    remedy = f"{start}; or give --dp and --cp whose product is the number of ranks"
+    ConfigError.unless(world == config.world, wanted, world, remedy)
+    grouped = there or is_rank() or not config.fsdp
+    ConfigError.unless(grouped, "a process group for --fsdp", "none", start)
+    cuda, remedy = torch.cuda.is_available(), "Use --device cpu, or install torch for CUDA"
+    ConfigError.unless(cuda or config.device != "cuda", "a CUDA device", "none", remedy)
+    device = _CPU
+    if cuda and config.device != "cpu":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if world == 1 and not config.fsdp:
+        yield Ranks(device)
+        return
+    limit = timedelta(seconds=config.timeout)
+    if not there:
+        _join("gloo" if device == _CPU else "cpu:gloo,cuda:nccl", limit)
+    try:
+        yield _ranks(config, device, limit)
+        if not there:
+            # gloo may abort a process whose peers leave while its meshes are still referenced.
+            dist.barrier()
+    finally:
+        if not there:
+            dist.destroy_process_group()
+
+
+def _join(backend: str, limit: timedelta) -> None:
+    try:
+        store, rank, world = next(rendezvous("env://", timeout=limit))  # type: ignore[no-untyped-call]
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # torch 2.13 keeps that store over restarts, and with it the addresses of processes that are gone.
+            store = PrefixStore(f"restart-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+    except RuntimeError as error:
+        wanted = f"all {os.environ['WORLD_SIZE']} ranks to come within {limit.total_seconds():.0f} s"
+        got, remedy = f"on rank {os.environ['RANK']}: {_line(error)}", "See why the others did not start, "
+        raise RankError.of(wanted, got, remedy + "or give more time with --timeout") from error
+
+
+def _line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".")
+
+
+def _ranks(config: TrainConfig, device: torch.device, limit: timedelta) -> Ranks:
+    """Meshes whose groups wait as long as the configuration says: those of a mesh of sizes do not."""
+    kind, numbers = device.type, torch.arange(config.world).view(config.dp, config.cp)
+    everyone = init_device_mesh(kind, (config.world,), mesh_dim_names=("ranks",))
+    axes = (numbers.T.tolist(), numbers.tolist())
+    groups = [dist.new_subgroups_by_enumeration(axis, timeout=limit)[0] for axis in axes]  # type: ignore[no-untyped-call]
+    mesh = DeviceMesh.from_group(groups, kind, mesh=numbers, mesh_dim_names=("dp", "cp"))
+    host, saver = (dist.new_group(backend="gloo", timeout=limit) for _ in range(2))
+    return Ranks(device, dist.get_rank(), config.world, mesh, everyone, host, saver)
+
+
+def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Result and error of an action; only what a user can mend travels, a defect ends the rank at once."""
+    try:
+        return action(), None
+    except (JobError, OSError) as error:
+        return None, error
+
+
+def _settle(outcome: tuple[T | None, Exception | None]) -> T:
+    value, error = outcome
+    if error is None:
+        return cast(T, value)
+    if isinstance(error, JobError):
+        error.shared = True
+    raise error
+
+
+def build_model(config: TrainConfig, vocab_size: int, ranks: Ranks = ALONE) -> Decoder:
+    """The model of a rank: made without memory, compiled, sharded, and only then given its weights."""
+    with torch.device("meta"):
+        model = Decoder(config, vocab_size)
+    if config.compile:
+        for block in model.blocks:
+            # Forward alone: FSDP's hooks, which gather and free the parameters, stay outside of the graph.
+            # All blocks share one. Calls of SDPA per segment break it: their shapes are never the same.
+            whole = config.attention != "sdpa-documents"
+            block.forward = torch.compile(block.forward, fullgraph=whole, dynamic=False)
+    if config.fsdp and ranks.everyone is not None:
+        half = torch.bfloat16 if config.dtype == "bfloat16" else None
+        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=ranks.everyone, mp_policy=policy)
+            # Each rank's loss is its part of the whole: FSDP's mean would divide it once more.
+            module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+            module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+    return model.initialize(ranks.device)
+
+
+def faster_dtype(device: torch.device = _CPU) -> str:
+    """The training dtype that pays here: bfloat16 where its products are at least 1.5 times as fast.
+
+    A CPU without bfloat16 dot products emulates them and is slower; the margin pays for autocast's casts.
+    """
+    if device.type == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+
+    def seconds(dtype: torch.dtype) -> float:
+        factor = torch.randn(512, 512).to(dtype)
+        return min(repeat(lambda: factor @ factor, number=1, repeat=8))
+
+    return "bfloat16" if seconds(torch.float32) >= 1.5 * seconds(torch.bfloat16) else "float32"
+
+
+def peak_flops(config: TrainConfig, device: torch.device, bursts: int = 5) -> list[float]:
+    """What this rank's cores can do at most, FLOP/s: short bursts of their widest multiply-add on registers.
+
+    No program on these cores is faster, but a burst is slower while others use them.
+
+    Returns:
+        The rate of each burst; zeros where nobody knows a ceiling: on a GPU, without the compiled kernel, or
+        where it has no instructions for the dtype.
+    """
+    known = device == _CPU and cpu.core is not None
+    wanted, threads = "_f32" if config.dtype == "float32" else "_bf16", torch.get_num_threads()
+    kinds = [kind for kind in cpu.peak_kinds() if kind.endswith(wanted)] if known else []
+    bests = ([cpu.peak(kind, num_threads=threads, seconds=0.05) for kind in kinds] for _ in range(bursts))
+    return [max(rates, default=0.0) for rates in bests]

@@ -1,0 +1,106 @@
+"""Text from a trained model: ``python examples/train/sample.py runs/long "def "``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+if __name__ == "__main__":
+    # Python put this folder first; its parent is where ``import train`` looks.
+    sys.path[0] = str(Path(__file__).parents[1])
+
+from attnspan import causal
+from attnspan_lab.cli import run
+from train.checkpoint import CheckpointStore, step_of
+from train.config import CheckpointError, ConfigError, TrainConfig
+from train.documents import Vocabulary, load_vocabulary
+from train.model import Decoder
+from train.parallelize import ALONE, Ranks
+
+__all__ = ["continue_text", "generate"]
+
+
+def generate(path: Path, prompt: str, *, tokens: int, temperature: float, seed: int) -> Iterator[str]:
+    """Continue a text, piece by piece, until the model ends the document or there are ``tokens`` more.
+
+    The path is a run's folder, whose latest checkpoint is taken, or the folder of one checkpoint.
+    Temperature 0 takes the likeliest token.
+    """
+    wanted, got = "--temperature and --tokens of 0 or more", f"{temperature} and {tokens}"
+    ConfigError.unless(temperature >= 0 <= tokens, wanted, got, "Pass larger numbers")
+    folder, step = path, None
+    if step_of(path.name) is not None and path.is_dir():
+        folder, step = path.resolve().parents[1], step_of(path.name)
+    there, wanted = (folder / "config.json").is_file(), "a run's folder or a checkpoint"
+    remedy = "Give a folder like runs/NAME or runs/NAME/checkpoints/step-00000100"
+    CheckpointError.unless(there, wanted, path, remedy)
+    config = TrainConfig.load(folder / "config.json")
+    vocabulary = load_vocabulary(config.tokenizer)
+    model = Decoder(config, vocabulary.end + 1)
+    CheckpointStore(folder / "checkpoints").load({"state": {"model": model.state_dict()}}, step)
+    yield from continue_text(model, vocabulary, prompt, tokens, temperature, seed)
+
+
+def continue_text(
+    model: Decoder,
+    vocabulary: Vocabulary,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    seed: int,
+    ranks: Ranks = ALONE,
+) -> Iterator[str]:
+    """The same of a model. Ranks that hold parts of it all do this, and take the first one's tokens.
+
+    The whole context is computed anew for each token: simple, and quick enough to look at a small model.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    context = [vocabulary.end, *vocabulary.encode(prompt.encode()).tolist()]
+    added: list[int] = []
+    text = ""
+    for _ in range(tokens):
+        window = torch.tensor([(context + added)[-model.config.seq_len :]], device=ranks.device)
+        # Lengths grow: compiled blocks would be compiled for each of them.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            logits = model(window, torch.arange(window.shape[1], device=ranks.device)[None], causal())
+        last = logits[0, -1].float().cpu()
+
+        def pick(last: torch.Tensor = last) -> int:
+            if temperature == 0:
+                return int(last.argmax())
+            return int(torch.multinomial((last / temperature).softmax(-1), 1, generator=draw))
+
+        token = ranks.first(pick)
+        if token == vocabulary.end:
+            return
+        added.append(token)
+        # A piece may end inside a character: what is broken now may be whole with the next token.
+        longer = vocabulary.decode(added)
+        if not longer.endswith("\N{REPLACEMENT CHARACTER}"):
+            yield longer[len(text) :]
+            text = longer
+
+
+def _command(
+    checkpoint: Annotated[Path, typer.Argument(help="a run's folder, or one of its checkpoints")],
+    prompt: Annotated[str, typer.Argument(help="text to continue")] = "",
+    tokens: Annotated[int, typer.Option(help="most tokens to add")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 0.8,
+    seed: Annotated[int, typer.Option(help="seed of the draw")] = 0,
+) -> None:
+    """Continue a text with a trained model."""
+    print(prompt, end="")
+    for text in generate(checkpoint, prompt, tokens=tokens, temperature=temperature, seed=seed):
+        print(text, end="", flush=True)
+    print()
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(_command)
+    run(lambda: app(prog_name="python examples/train/sample.py"))

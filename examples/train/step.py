@@ -1,0 +1,159 @@
+"""One training step, and the held-out score."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
+
+from attnspan.parallel.torch.loss import sum_gradients, token_mean
+from train.config import TrainConfig
+from train.data import Batch, Part, make_batch, pack_once
+from train.documents import Corpus
+from train.model import StepFlops, token_loss
+from train.parallelize import ALONE, Ranks, build_model
+
+__all__ = ["UNOBSERVED", "StepResult", "Stepper", "Unobserved", "learning_rate"]
+
+T = TypeVar("T")
+
+
+class Unobserved:
+    """The places of a training loop that someone may want to time, as `attnspan_lab.bench.monitor` does."""
+
+    def data(self, batches: Iterable[T]) -> Iterator[T]:
+        """Pass on the batches; the time between asking and getting is the wait for data."""
+        return iter(batches)
+
+    def step(self, *, number: int | None = None, tokens: int = 0) -> AbstractContextManager[object]:
+        """Surround one step, numbered from 1, on so many tokens."""
+        return nullcontext((number, tokens))
+
+    def phase(self, name: str) -> AbstractContextManager[object]:
+        """Surround one part of a step: "forward", "backward", "optimizer" or "communication"."""
+        return nullcontext(name)
+
+
+UNOBSERVED: Any = Unobserved()
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """Rate of a step, from 0: linear warm-up, then a cosine to ``min_lr`` of the peak at the last step.
+
+    Example:
+        >>> config = TrainConfig(lr=1.0, warmup=2, steps=11, min_lr=0.1)
+        >>> [round(learning_rate(step, config), 3) for step in (0, 1, 2, 6, 10)]
+        [0.5, 1.0, 1.0, 0.55, 0.1]
+    """
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    progress = (step - config.warmup) / max(1, config.steps - 1 - config.warmup)
+    cosine = (1 + math.cos(math.pi * min(1.0, progress))) / 2
+    return config.lr * (config.min_lr + (1 - config.min_lr) * cosine)
+
+
+class StepResult(NamedTuple):
+    """What one step did, on all ranks together."""
+
+    loss: float  # mean per target, nats
+    grad_norm: float  # of the whole gradient, before clipping
+    lr: float
+    tokens: float  # padding included
+    seconds: float  # wall time
+    flops: StepFlops  # useful work
+    memory: float  # peak so far, the sum of all ranks', bytes
+
+    def figures(self) -> dict[str, float]:
+        """What is logged: rates instead of counts."""
+        same = {"loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr, "seconds": self.seconds}
+        work = {"gflops": self.flops.total / 1e9, "attention_gflops": self.flops.attention / 1e9}
+        rates = {name: x / self.seconds for name, x in (work | {"tokens_per_second": self.tokens}).items()}
+        return same | rates | {"memory": self.memory}
+
+
+class Stepper(Stateful):
+    """A model with its optimizer, ready to take steps; as a state, what a checkpoint holds of them.
+
+    The optimizer is AdamW (Loshchilov and Hutter 2019); it decays matrices and leaves norms alone. The dtype
+    of the configuration must be resolved ("auto" is not a dtype).
+    """
+
+    def __init__(self, config: TrainConfig, vocab_size: int, ranks: Ranks = ALONE) -> None:
+        self.config, self.vocab_size, self.ranks = config, vocab_size, ranks
+        self.model = build_model(config, vocab_size, ranks)
+        decays = config.weight_decay, 0.0
+        groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in decays]
+        for parameter in self.model.parameters():
+            groups[parameter.ndim < 2]["params"].append(parameter)
+        self.optimizer = AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+
+    def loss(self, part: Part, observer: Any = UNOBSERVED) -> Tensor:
+        """Summed loss of this rank's targets."""
+        part = self.ranks.place(part)
+        with observer.phase("forward"):
+            return token_loss(self.model(part.tokens, part.positions, part.mask), part.targets)
+
+    def step(self, batch: Batch, index: int, observer: Any = UNOBSERVED) -> StepResult:
+        """Forward and backward of each micro-batch, clip, update. ``index`` steps were taken before."""
+        start, config, ranks = time.perf_counter(), self.config, self.ranks
+        lr = learning_rate(index, config)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        tokens, targets, pairs = ranks.sum([batch.tokens, batch.targets, batch.pairs])
+        loss = torch.zeros((), device=ranks.device)
+        for part in batch.parts:
+            if isinstance(self.model, FSDPModule):
+                self.model.set_requires_gradient_sync(part is batch.parts[-1])
+            share = token_mean(self.loss(part, observer), round(targets))
+            with observer.phase("backward"):
+                torch.autograd.backward(share)
+            loss += share.detach()
+        if ranks.everyone is not None and not config.fsdp:  # Sharded parameters have it done during backward.
+            with observer.phase("communication"):
+                sum_gradients(self.model.parameters(), ranks.everyone)
+        with observer.phase("optimizer"):
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        total, memory = ranks.sum([loss.item(), float(ranks.peak_memory())])
+        flops = self.model.step_flops(round(tokens), round(pairs))
+        return StepResult(total, grad_norm, lr, tokens, time.perf_counter() - start, flops, memory)
+
+    def warm_up(self, batch: Batch) -> float:
+        """Forward and backward that change no weight; the first time they compile. Seconds they took."""
+        start = time.perf_counter()
+        for part in batch.parts:
+            torch.autograd.backward(self.loss(part))
+        self.model.zero_grad(set_to_none=True)
+        return time.perf_counter() - start
+
+    def bits_per_byte(self, held_out: Corpus) -> float:
+        """Bits that the model needs for a byte of the text.
+
+        Gradients stay enabled, although none is taken: turning them off would compile every block once more.
+        """
+        config, rank = self.config, self.ranks.number
+        batches = (make_batch(config, [rows], rank) for rows in pack_once(held_out, **config.row_shape(rank)))
+        nats = math.fsum(self.loss(part).item() for batch in batches for part in batch.parts)
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()  # What backward would do: gathered weights are let go.
+        return self.ranks.sum([nats])[0] / math.log(2) / held_out.num_bytes
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        model, optimizer = state["model"], state["optimizer"]
+        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)

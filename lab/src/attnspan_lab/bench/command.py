@@ -1,0 +1,211 @@
+"""The body of ``attnspan bench``: what the options mean, and what is printed when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attnspan.errors import OptionError, expect
+from attnspan_lab.bench.ceilings import native_probe
+from attnspan_lab.bench.cells import Cell, Workload
+from attnspan_lab.bench.compare import compare
+from attnspan_lab.bench.devices import device_named
+from attnspan_lab.bench.options import BenchOptions
+from attnspan_lab.bench.peers import PEERS, peers_named
+from attnspan_lab.bench.results import Results
+from attnspan_lab.bench.runner import Plan, run_plan
+from attnspan_lab.bench.table import show_comparison, show_results, show_summary
+from attnspan_lab.bench.timing import LEAST_ROUNDS, Budget
+from attnspan_lab.bench.workloads import DTYPES, MODES, builtin, grid, load_workloads, select
+from attnspan_lab.console import Column, numbers, print_table, seconds_text, stdout, words
+from attnspan_lab.files import check_writable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import Console
+
+__all__ = ["execute", "plan_of", "run_bench"]
+
+WritePage = Callable[[Results, Path], None]
+
+_DEFAULT_DTYPES = ("float32", "bfloat16")
+_TRAINING = "training"
+
+
+def execute(options: BenchOptions, write_page: WritePage, console: Console | None = None) -> int:
+    """Run the command.
+
+    Args:
+        options: What is asked for.
+        write_page: Writes the HTML page of results.
+        console: Where to print; the terminal by default.
+
+    Returns:
+        The exit code: 1 if a comparison found something slower, 130 if a measurement was interrupted.
+
+    Raises:
+        OptionError: An option names nothing that exists, or a file cannot be read.
+    """
+    console = console or stdout()
+    asked = [name for name in ("list", "show", "summary", "compare") if getattr(options, name)]
+    one = " or ".join(f"--{name}" for name in asked)
+    expect(len(asked) < 2, "attnspan bench", f"one of {one}", "several", "Run it once for each")
+    _check_page(options.html)
+    if options.compare is not None:
+        old, new = options.compare
+        comparison = compare(Results.load(old), Results.load(new))
+        show_comparison(comparison, console)
+        return int(bool(comparison.regressions))
+    if options.show is not None:
+        results = Results.load(options.show)
+        show_results(results, console)
+        _write_page(results, options, write_page, console)
+    elif options.summary is not None:
+        show_summary(Results.load(options.summary), console)
+    elif options.list:
+        _list_workloads(options, console)
+    else:
+        return 0 if run_bench(options, console, write_page).complete else 130
+    return 0
+
+
+def _check_page(path: Path | None) -> None:
+    """Whether a page can be written is known before anything is measured."""
+    if path is not None:
+        import jinja2  # noqa: F401
+        import plotly  # noqa: F401
+
+        check_writable(path)
+
+
+def _write_page(results: Results, options: BenchOptions, write_page: WritePage, console: Console) -> None:
+    if options.html is not None:
+        write_page(results, options.html)
+        console.print(f"page: {options.html}")
+
+
+def plan_of(options: BenchOptions) -> Plan:
+    """What the options ask for, without the training.
+
+    Raises:
+        OptionError: An option names nothing that exists.
+
+    Example:
+        >>> plan_of(BenchOptions(("dense-*",), dtypes="float32")).total
+        4
+    """
+    dtypes, modes, peers = words(options.dtypes), words(options.modes), words(options.peers)
+    for name, given, known in (("--dtypes", dtypes, DTYPES), ("--modes", modes, MODES)):
+        for value in given:
+            expect(value in known, name, f"some of {', '.join(known)}", repr(value), "Name one of these")
+    peers_named(peers)
+    if _TRAINING in options.asked and options.device != "cpu":
+        raise OptionError(
+            "training", expected="--device cpu", got=options.device, remedy="The reference job runs on CPU"
+        )
+    device_named(options.device)
+    trains = _TRAINING in options.asked or (options.full and options.device == "cpu")
+    for what in ("samples", "rounds"):
+        number = getattr(options, what)
+        expect(number >= LEAST_ROUNDS, f"--{what}", "{} or more", number, "Pass more", LEAST_ROUNDS)
+    expect(options.ranks >= 1, "--ranks", "1 or more", options.ranks, "Pass more")
+    expect(options.ranks == 1 or trains, "--ranks", "a run of training", "none", "Ask for training too")
+    budget = Budget(options.seconds, options.samples, options.width)
+    own = load_workloads(options.workloads) if options.workloads else ()
+    names = tuple(name for name in options.asked if name != _TRAINING)
+    chosen: tuple[Workload, ...] = ()
+    if names or options.full or _TRAINING not in options.asked:
+        everything = (*own, *builtin(), *grid()) if names or options.full else own or builtin()
+        chosen = select(
+            everything,
+            names,
+            dtypes=dtypes or (DTYPES if options.full or own else _DEFAULT_DTYPES),
+            lengths=numbers("--lengths", options.lengths),
+            head_dims=numbers("--head-dims", options.head_dims),
+        )
+    memory = options.full if options.memory is None else options.memory
+    where = (options.device, options.threads)
+    return Plan(chosen, modes or MODES, peers, *where, budget, memory, native_probe(), options.cold)
+
+
+def run_bench(options: BenchOptions, console: Console, write_page: WritePage) -> Results:
+    """Measure, print, and write what was asked for; also what there is after Ctrl-C.
+
+    Args:
+        options: Of the command.
+        console: Where to print.
+        write_page: Writes the HTML page, where the options ask for one.
+    """
+    plan = plan_of(options)
+    if options.json is not None:
+        check_writable(options.json)
+    with _progress(plan, console) as (before, after):
+        results = run_plan(plan, path=options.json, before=before, after=after)
+    wants_training = _TRAINING in options.asked or (options.full and options.device == "cpu")
+    if results.complete and wants_training:
+        results = _with_training(results, options, plan, console)
+    show_results(results, console)
+    if any(cell.workload.family == "grid" for cell in results.cells):
+        show_summary(results, console)
+    if options.json is not None and (results.cells or results.training or results.ranks):
+        results.save(options.json)
+        console.print(f"raw samples: {options.json}")
+    _write_page(results, options, write_page, console)
+    return results
+
+
+def _with_training(results: Results, options: BenchOptions, plan: Plan, console: Console) -> Results:
+    from attnspan_lab.bench.training import measure_ranks, measure_training, reference_config
+
+    console.print("training steps")
+    config = reference_config(threads=plan.threads or 0)
+    try:
+        if options.ranks > 1:
+            results = replace(results, ranks=measure_ranks(replace(config, cp=options.ranks), options.rounds))
+        return replace(results, training=measure_training(config, options.rounds, memory=plan.memory))
+    except KeyboardInterrupt:
+        return replace(results, complete=False)
+
+
+@contextmanager
+def _progress(
+    plan: Plan, console: Console
+) -> Iterator[tuple[Callable[[Workload, str], None], Callable[[Cell], None]]]:
+    """A bar with the cell in progress; where nobody watches, a line for each cell that is done."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("ceilings", total=plan.total)
+
+        def before(workload: Workload, mode: str) -> None:
+            progress.update(task, description=f"{workload.label} {mode}")
+
+        def after(cell: Cell) -> None:
+            progress.update(task, advance=1)
+            ratios = ", ".join(f"{run.peer} {run.ratio.median:.2f}x" for run in cell.peers if run.ratio)
+            progress.console.print(f"{cell.label}: {seconds_text(cell.seconds(cell.ours))} {ratios}".rstrip())
+
+        yield before, after
+
+
+def _list_workloads(options: BenchOptions, console: Console) -> None:
+    """Print workloads and peers by name."""
+    own = load_workloads(options.workloads) if options.workloads else ()
+    seen: dict[str, Workload] = {}
+    for workload in select((*own, *builtin(), *grid()), options.asked):
+        if workload.family != "grid" or options.asked:
+            seen.setdefault(workload.name, workload)
+    columns = [Column("name", words=True), Column("family", words=True, drop=1), Column("sizes", words=True)]
+    columns += [Column("mask", words=True), Column("note", words=True, drop=2)]
+    rows = [[w.name, w.family, w.sizes, w.mask, w.note] for w in seen.values()]
+    if not options.asked:
+        rows.append(["grid", "", "", "", f"{len(grid()) // len(DTYPES)} cells in each dtype"])
+        rows.append(["training", "", "", "", "whole steps of the reference job"])
+    print_table(console, "workloads", columns, rows)
+    if not options.asked:
+        console.print(f"peers: {', '.join(peer.name for peer in PEERS)}")

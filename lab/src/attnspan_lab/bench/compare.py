@@ -1,0 +1,137 @@
+"""Two results files: what became slower beyond the noise, and what came or went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from attnspan_lab.bench.cells import Cell
+from attnspan_lab.bench.environment import same_machine
+from attnspan_lab.bench.results import Results
+from attnspan_lab.bench.statistics import Interval, discoveries, quotient
+
+__all__ = ["Change", "Comparison", "compare"]
+
+TOLERANCE = 0.02  # A change that does not matter, as a fraction.
+
+
+@dataclass(frozen=True)
+class Change:
+    """attnspan in one cell, then and now.
+
+    Args:
+        label: Of the cell.
+        time: New time over old time.
+        peer: Peer that both files have, whose ratio says whether the machine changed; None without one.
+        relative: Ratio against that peer, old over new: above 1, ours lost ground. None without a peer.
+        note: What else changed, like the loss of a backend.
+        real: Whether the change of time, and that of the ratio, are beyond chance among all cells.
+        same_machine: Times are of one machine; otherwise only ratios against a peer are judged.
+    """
+
+    label: str
+    time: Interval | None
+    peer: str | None
+    relative: Interval | None
+    note: str = ""
+    real: Sequence[bool] = (True, True)
+    same_machine: bool = True
+
+    @property
+    def verdict(self) -> str:
+        """In words; "slower", "lost ground" and "gone" are regressions."""
+        if self.time is None:
+            return "gone" if self.note else "not measured"
+        limit, relative = 1 + TOLERANCE, self.relative if self.real[1] else None
+        # A faster machine can hide a slower kernel.
+        has_lost = relative is not None and relative.low > limit
+        if not self.same_machine:
+            has_won = relative is not None and relative.high < 1 / limit
+            known = "lost ground" if has_lost else "faster" if has_won else "same"
+            return known if self.relative is not None else "another machine"
+        if self.real[0] and self.time.low > limit:
+            clear = self.relative is None or (relative is not None and relative.low > 1)
+            return "slower" if clear else "slower, as the peer: the machine"
+        if self.real[0] and self.time.high < 1 / limit and not has_lost:
+            clear = self.relative is None or (relative is not None and relative.high < 1)
+            return "faster" if clear else "faster, as the peer: the machine"
+        return "lost ground" if has_lost else "same"
+
+    @property
+    def is_regression(self) -> bool:
+        """Whether ours became slower, or cannot do it any more."""
+        return self.verdict in ("slower", "lost ground", "gone")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All cells of two files.
+
+    Args:
+        changes: Of the cells that both have.
+        appeared: Labels of cells that only the new file has.
+        disappeared: Labels of cells that only the old file has.
+        machine: How the machines differ; empty for one machine.
+    """
+
+    changes: tuple[Change, ...]
+    appeared: tuple[str, ...]
+    disappeared: tuple[str, ...]
+    machine: tuple[str, ...]
+
+    @property
+    def regressions(self) -> tuple[Change, ...]:
+        """The changes for the worse."""
+        return tuple(change for change in self.changes if change.is_regression)
+
+
+def compare(old: Results, new: Results) -> Comparison:
+    """Find regressions.
+
+    A cell regressed when the whole interval of its time's change lies beyond the tolerance, a peer that both
+    files have did not slow down alike, and the change is beyond chance among all the cells compared
+    (Benjamini and Hochberg). It also regressed when the ratio against that peer did so.
+
+    Args:
+        old: The reference.
+        new: What is judged.
+
+    Example:
+        >>> compare(Results(environment={"cpu": "a"}), Results(environment={"cpu": "b"})).machine
+        ('cpu: a, then b',)
+    """
+    before, after = ({_key(cell): cell for cell in found.cells} for found in (old, new))
+    machine = same_machine(old.environment, new.environment)
+    found = [_change(before[key], cell) for key, cell in after.items() if key in before]
+    times = discoveries([change.time.p if change.time else 1.0 for change in found])
+    relatives = discoveries([change.relative.p if change.relative else 1.0 for change in found])
+    return Comparison(
+        tuple(
+            replace(change, real=real, same_machine=not machine)
+            for change, *real in zip(found, times, relatives, strict=True)
+        ),
+        tuple(cell.label for key, cell in after.items() if key not in before),
+        tuple(cell.label for key, cell in before.items() if key not in after),
+        tuple(machine),
+    )
+
+
+def _key(cell: Cell) -> tuple[object, ...]:
+    """Equal workloads are compared, not equal names: a name may have got other sizes."""
+    return (replace(cell.workload, family="", note=""), cell.mode, cell.device, cell.cold)
+
+
+def _change(old: Cell, new: Cell) -> Change:
+    before, after = old.timing(old.ours), new.timing(new.ours)
+    if before is None or after is None:
+        note = f"it ran; now: {new.ours.reason}" if before is not None else ""
+        return Change(new.label, None, None, None, note)
+    time = quotient(Interval.of(before.samples), Interval.of(after.samples))
+    # Against the common peer whose two ratios leave the least open.
+    relatives = [
+        (run.peer, quotient(run.ratio, earlier.ratio))
+        for run in new.peers
+        if run.ratio is not None and (earlier := old.run(run.peer)) is not None and earlier.ratio
+    ]
+    peer, relative = min(relatives, key=lambda entry: entry[1].width, default=(None, None))
+    return Change(new.label, time, peer, relative)

@@ -1,0 +1,181 @@
+"""Where a monitor's records go: a journal line per step, TensorBoard now and then, a results file."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from torch.utils.tensorboard import FileWriter
+
+from attnspan_lab.bench.monitor.lines import MetricsLog
+from attnspan_lab.bench.results import MonitorRecord, PhaseShares, Results
+from attnspan_lab.files import from_plain, to_plain
+
+__all__ = ["RecordLog", "Thinned"]
+
+_MOST_RECORDS = 2048
+_BOARD_SECONDS = 30
+
+
+def _mean(records: Sequence[MonitorRecord]) -> MonitorRecord:
+    """One record for neighbouring ones: means per step, shares weighted by time, the largest memory."""
+    if len(records) == 1:
+        return records[0]
+
+    def mean(figure: Callable[[MonitorRecord], float | None], over_time: bool = False) -> float | None:
+        weights = [record.steps * (record.seconds if over_time else 1) for record in records]
+        known = [
+            (value, w) for r, w in zip(records, weights, strict=True) if (value := figure(r)) is not None
+        ]
+        total = sum(weights)
+        return sum(v * w for v, w in known) / total if len(known) == len(records) and total else None
+
+    def largest(name: str) -> int | None:
+        return max((v for r in records if (v := getattr(r, name)) is not None), default=None)
+
+    shares = {
+        x.name: mean(attrgetter(f"phases.{x.name}"), over_time=True) or 0.0 for x in fields(PhaseShares)
+    }
+    return replace(
+        records[-1],
+        seconds=mean(lambda r: r.seconds) or 0.0,
+        tokens=round(mean(lambda r: r.tokens) or 0.0),
+        phases=PhaseShares(**shares),
+        attention_seconds=mean(lambda r: r.attention_seconds),
+        attention_flops=mean(lambda r: r.attention_flops),
+        compile_seconds=mean(lambda r: r.compile_seconds) or 0.0,
+        memory=largest("memory"),
+        device_memory=largest("device_memory"),
+        utilisation=mean(lambda r: r.utilisation, over_time=True),
+        steps=sum(record.steps for record in records),
+    )
+
+
+class Thinned:
+    """Records of a run of any length in bounded memory: when there are too many, neighbours are averaged.
+
+    Args:
+        most: Largest number kept.
+
+    Example:
+        >>> records = Thinned(most=4)
+        >>> for step in range(1, 8):
+        ...     records.add(MonitorRecord(step, seconds=1.0, tokens=1, phases=PhaseShares()))
+        >>> [(record.step, record.steps) for record in records.all()]
+        [(2, 2), (4, 2), (6, 2), (7, 1)]
+    """
+
+    def __init__(self, most: int = _MOST_RECORDS) -> None:
+        self._most, self._stride = most, 1
+        self._kept: list[MonitorRecord] = []
+        self._open: list[MonitorRecord] = []
+
+    def add(self, record: MonitorRecord) -> None:
+        """Take one more step."""
+        self._open.append(record)
+        if len(self._open) < self._stride:
+            return
+        self._kept.append(_mean(self._open))
+        self._open = []
+        if len(self._kept) >= self._most:
+            self._kept = [_mean(self._kept[i : i + 2]) for i in range(0, len(self._kept), 2)]
+            self._stride *= 2
+
+    def all(self) -> tuple[MonitorRecord, ...]:
+        """All steps so far; the last record may stand for fewer steps than the others."""
+        return (*self._kept, *([_mean(self._open)] if self._open else []))
+
+
+def _scalars(record: MonitorRecord) -> dict[str, float]:
+    """TensorBoard's view of a record: tag to figure, in the units that people read; only what is known."""
+
+    def scaled(value: float | None, unit: float) -> float | None:
+        return None if value is None else value / unit
+
+    known = {
+        "attention/tflops": scaled(record.attention_flops_per_second, 1e12),
+        "attention/share_of_ceiling": record.ceiling_share,
+        "attention/share_of_step": record.attention_share,
+        "step/seconds": record.seconds,
+        "step/tokens_per_second": record.tokens_per_second,
+        "step/compile_seconds": record.compile_seconds,
+        "machine/memory_gib": scaled(record.memory, 2**30),
+        "machine/device_memory_gib": scaled(record.device_memory, 2**30),
+        "machine/utilisation": record.utilisation,
+        **{f"phases/{name}": share for name, share in to_plain(record.phases).items()},
+    }
+    return {tag: figure for tag, figure in known.items() if figure is not None}
+
+
+class RecordLog:
+    """Records of a run, on disk so that a process which dies loses none of them.
+
+    ``monitor.jsonl`` gets a line per step as soon as it is known. ``tensorboard/monitor/`` gets scalars,
+    means over the steps since the last ones. ``monitor.json`` is a results file, replaced as a whole now and
+    then.
+
+    Args:
+        folder: Where the files go; made when missing.
+        taken: Steps that were taken before. Their records stay; those of later steps belong to a run that
+            was cut off, and are removed.
+        every: Steps between two sets of scalars.
+        save_seconds: Time between two writings of ``monitor.json``, s.
+        environment: The machine, for ``monitor.json``.
+    """
+
+    def __init__(
+        self, folder: Path, *, taken: int, every: int, save_seconds: float, environment: dict[str, Any]
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path, journal = folder / "monitor.json", folder / "monitor.jsonl"
+        self._journal = MetricsLog(journal, taken)
+        self._records = Thinned()
+        for number, line in enumerate(journal.read_text().splitlines(), 1):
+            self._records.add(from_plain(MonitorRecord, json.loads(line), f"{journal} line {number}"))
+        self._board = FileWriter(str(folder / "tensorboard" / "monitor"), flush_secs=_BOARD_SECONDS)
+        # TensorBoard drops what an earlier process wrote from this step on.
+        self._board.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step=taken + 1)
+        self._every, self._unshown = every, list[MonitorRecord]()
+        self._save_seconds, self._saved = save_seconds, time.monotonic()
+        self._environment = environment
+
+    def write(self, record: MonitorRecord) -> None:
+        """Take the record of the next step."""
+        self._journal.write(to_plain(record))
+        self._records.add(record)
+        self._unshown.append(record)
+        if len(self._unshown) >= self._every:
+            self._show()
+        if time.monotonic() - self._saved >= self._save_seconds:
+            self.save()
+
+    def results(self) -> Results:
+        """The records so far, as the page and other readers take them."""
+        return Results(environment=self._environment, monitor=self._records.all())
+
+    def save(self) -> None:
+        """Replace ``monitor.json``."""
+        self.results().save(self._path)
+        self._saved = time.monotonic()
+
+    def close(self) -> None:
+        """Write what is left, and let go of the files."""
+        if self._unshown:
+            self._show()
+        self.save()
+        self._board.close()
+        self._journal.close()
+
+    def _show(self) -> None:
+        mean = _mean(self._unshown)
+        # One event for all of them: each one wakes the writer's thread.
+        values = [Summary.Value(tag=tag, simple_value=figure) for tag, figure in _scalars(mean).items()]
+        self._board.add_summary(Summary(value=values), mean.step)
+        self._unshown = []

@@ -1,0 +1,325 @@
+"""The monitor itself: what a training loop calls."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+from attnspan.errors import OptionError, expect
+from attnspan_lab.bench.environment import describe_environment
+from attnspan_lab.bench.monitor.log import RecordLog
+from attnspan_lab.bench.monitor.probes import (
+    AttentionTotals,
+    CudaProbe,
+    HostProbe,
+    attention_totals,
+    compile_seconds,
+)
+from attnspan_lab.bench.processes import resident_memory
+from attnspan_lab.bench.results import MonitorRecord, PhaseShares, Results
+
+__all__ = ["Monitor"]
+
+T = TypeVar("T")
+
+_PHASES = ("forward", "backward", "optimizer", "communication")
+
+
+@dataclass
+class _Interval:
+    """One passage through a phase, within another one or None; ``compiling`` seconds of it do not count."""
+
+    phase: str
+    inside: str | None
+    start: Any
+    stop: Any = None
+    compiling: float = 0.0
+
+
+@dataclass
+class _Step:
+    """Marks and readings of a step, in the order in which they come; it begins where the last one ended."""
+
+    number: int
+    tokens: int
+    begin: Any
+    attention_before: AttentionTotals | None
+    intervals: list[_Interval] = field(default_factory=list)
+    end: Any = None
+    waited: float = 0.0
+    attention: AttentionTotals | None = None
+    compiling: float = 0.0
+    memory: int | None = None
+    device_memory: int | None = None
+
+    def spent(self, probe: HostProbe) -> dict[str, float]:
+        """Seconds in each phase, compilation and inner phases taken out."""
+        spent = dict.fromkeys(_PHASES, 0.0)
+        for interval in self.intervals:
+            working = probe.seconds(interval.start, interval.stop) - interval.compiling
+            spent[interval.phase] += working
+            if interval.inside is not None:
+                spent[interval.inside] -= working
+        # A device's events may see less of a phase than the host spent compiling in it.
+        return {phase: max(0.0, seconds) for phase, seconds in spent.items()}
+
+    def record(self, seconds: float, spent: dict[str, float], utilisation: float | None) -> MonitorRecord:
+        rest = max(0.0, seconds - sum(spent.values()))
+        # On a device that has work queued, the host's wait for data costs only the time left over.
+        data = min(self.waited, rest)
+        parts = {"data": data, "host": rest - data} | spent
+        shares = {name: part / seconds if seconds > 0 else 0.0 for name, part in parts.items()}
+        return MonitorRecord(
+            step=self.number,
+            seconds=seconds,
+            tokens=self.tokens,
+            phases=PhaseShares(**shares),
+            attention_seconds=None if self.attention is None else self.attention.seconds,
+            attention_flops=None if self.attention is None else self.attention.flops,
+            compile_seconds=self.compiling,
+            memory=self.memory,
+            device_memory=self.device_memory,
+            utilisation=utilisation,
+        )
+
+
+class Monitor:
+    """Watches the steps of a training, at well under 1 % of their time, and changes nothing of them.
+
+    A step lasts from the end of the one before to its own end, so that the shares of its phases, of the wait
+    for data and of the host add up to 1. Time inside attention comes from counters of the operators, which
+    need no profiler and see into compiled graphs.
+
+    Args:
+        log_dir: Folder of ``monitor.jsonl``, ``monitor.json`` and ``tensorboard/monitor``; made at the first
+            step.
+        ceiling: Measured FLOP/s that attention is held against, or None. A step that exceeds it raises it.
+        device: Where the model is: "cpu" or a CUDA device, whose phases are timed by events, without any
+            synchronisation.
+        every: Steps between two sets of TensorBoard scalars, which are means over them.
+        save_seconds: Time between two writings of ``monitor.json``, s.
+        attention: Totals of the attention operators so far, or None where there are none.
+        probe: Marks moments, and reads utilisation and memory; by default that of the device.
+
+    Raises:
+        OptionError: A step or phase where none can be, an unknown phase, or an option out of range.
+
+    Example:
+        >>> import tempfile
+        >>> from attnspan import causal
+        >>> from attnspan.torch import attention
+        >>> x = torch.randn(1, 1, 8, 16, requires_grad=True)
+        >>> with Monitor(Path(tempfile.mkdtemp()), ceiling=1e11) as monitor:
+        ...     for batch in monitor.data([x, x]):
+        ...         with monitor.step(tokens=8):
+        ...             with monitor.phase("forward"):
+        ...                 loss = attention(batch, batch, batch, mask=causal()).sum()
+        ...             with monitor.phase("backward"):
+        ...                 loss.backward()
+        >>> [record.step for record in monitor.results().monitor]
+        [1, 2]
+    """
+
+    def __init__(
+        self,
+        log_dir: Path,
+        *,
+        ceiling: float | None = None,
+        device: str | torch.device = "cpu",
+        every: int = 10,
+        save_seconds: float = 60.0,
+        attention: Callable[[], AttentionTotals | None] = attention_totals,
+        probe: HostProbe | None = None,
+    ) -> None:
+        expect(every >= 1, "every", "1 or more", every, "Pass a larger number")
+        positive = ceiling is None or ceiling > 0
+        expect(positive, "ceiling", "FLOP/s above 0, or None", str(ceiling), "Measure it")
+        self._folder, self._ceiling, self._every, self._save_seconds = log_dir, ceiling, every, save_seconds
+        self._attention = attention
+        device = torch.device(device)
+        remedy = "Give a probe of your own for other devices"
+        expect(device.type in ("cpu", "cuda") or probe, "device", "cpu or cuda", str(device), remedy)
+        self._probe = probe or (CudaProbe(device) if device.type == "cuda" else HostProbe())
+        self._environment = describe_environment(device.type)
+        self._environment["utilisation"] = self._probe.utilisation_source
+        self._log: RecordLog | None = None
+        self._step: _Step | None = None
+        self._phases: list[_Interval] = []
+        self._pending: deque[_Step] = deque()
+        self._last = 0
+        self._closed = False
+        self._own_seconds = self._seconds = 0.0
+        # Since the end of the last step; None before the first one.
+        self._begin: object | None = None
+        self._compiled_before = 0.0
+        self._waited = 0.0
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def data(self, batches: Iterable[T]) -> Iterator[T]:
+        """Pass on the batches; the time between asking and getting is the wait for data.
+
+        Raises:
+            OptionError: A batch is asked for within a phase, whose time it would be as well.
+        """
+        iterator = iter(batches)
+        while True:
+            self._watch()
+            if self._phases:
+                raise _misplaced("data", "a batch to be asked for outside of all phases", self._phases)
+            start = time.perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self._waited += time.perf_counter() - start
+            yield batch
+
+    @contextmanager
+    def step(self, *, number: int | None = None, tokens: int = 0) -> Iterator[None]:
+        """Surround one step. A step that raises is not recorded.
+
+        Args:
+            number: Number of the step, from 1; None counts on. The first one decides what becomes of records
+                that are in the folder already: those of earlier steps stay, as for a run that is resumed.
+            tokens: Tokens that the step trains on, padding included.
+
+        Raises:
+            OptionError: Within another step, after `close`, or with a number that is not above the last one.
+        """
+        self._start_step(number, tokens)
+        try:
+            yield
+        except BaseException:
+            self._step, self._phases = None, []
+            raise
+        self._end_step()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Surround one part of a step. Time of a step outside of all phases is the host's.
+
+        Args:
+            name: "forward", "backward", "optimizer" or "communication". A phase may be gone through several
+                times. Communication may lie within another phase, from which its time is then taken.
+
+        Raises:
+            OptionError: Outside of a step, within another phase, or for another name.
+        """
+        interval = self._start_phase(name)
+        compiled = compile_seconds()
+        try:
+            yield
+        finally:
+            # An exception has ended the step before, where the loop let it through.
+            if self._phases and self._phases[-1] is interval:
+                self._phases.pop()
+                interval.stop = self._probe.mark()
+                interval.compiling = compile_seconds() - compiled
+
+    def results(self) -> Results:
+        """The records so far, with the environment: what `attnspan_lab.report` makes a page of."""
+        return Results(environment=self._environment) if self._log is None else self._log.results()
+
+    @property
+    def overhead(self) -> float:
+        """Share of the watched time that the monitor's own work at the ends of steps took, 0..1."""
+        return self._own_seconds / self._seconds if self._seconds else 0.0
+
+    def save(self) -> None:
+        """Write ``monitor.json`` now."""
+        if self._log is not None:
+            self._log.save()
+
+    def close(self) -> None:
+        """Wait for the device, write everything, and let go of the files; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._pending:
+            self._probe.wait(self._pending[-1].end)
+        self._write_known()
+        if self._log is not None:
+            self._log.close()
+
+    def _watch(self) -> None:
+        """Begin to watch, unless that is done."""
+        if self._begin is None:
+            self._begin, self._compiled_before = self._probe.mark(), compile_seconds()
+            self._probe.start()
+
+    def _start_step(self, number: int | None, tokens: int) -> None:
+        expect(not self._closed, "step", "an open monitor", "a closed one", "Make another")
+        inside = f"one within step {self._step.number}" if self._step else ""
+        expect(self._step is None, "step", "no step within another", inside, "End that one first")
+        number = self._last + 1 if number is None else number
+        wanted, remedy = "a number above {}, the last one", "Count up, or leave the number away"
+        expect(number > self._last, "step", wanted, number, remedy, self._last)
+        self._watch()
+        if self._log is None:
+            how = {"every": self._every, "save_seconds": self._save_seconds}
+            self._log = RecordLog(self._folder, taken=number - 1, environment=self._environment, **how)  # type: ignore[arg-type]
+        self._step = _Step(number, tokens, self._begin, self._attention())
+
+    def _end_step(self) -> None:
+        start = time.perf_counter()
+        step, self._step = self._step, None
+        assert step is not None
+        # The mark at the end of a step is also the next one's begin.
+        step.end = self._begin = self._probe.mark()
+        self._last = step.number
+        after = self._attention()
+        if after is not None and step.attention_before is not None:
+            step.attention = after - step.attention_before
+        compiled = compile_seconds()
+        step.compiling, self._compiled_before = compiled - self._compiled_before, compiled
+        step.waited, self._waited = self._waited, 0.0
+        step.memory, step.device_memory = resident_memory(), self._probe.device_memory()
+        self._pending.append(step)
+        self._write_known()
+        self._own_seconds += time.perf_counter() - start
+
+    def _write_known(self) -> None:
+        """Write the steps that the device has finished; on the host those are all."""
+        while self._pending and self._probe.known(self._pending[0].end):
+            step = self._pending.popleft()
+            seconds, spent = self._probe.seconds(step.begin, step.end), step.spent(self._probe)
+            self._seconds += seconds
+            record = step.record(seconds, spent, self._probe.utilisation(seconds, sum(spent.values())))
+            if self._ceiling is not None:
+                self._ceiling = max(self._ceiling, record.attention_flops_per_second or 0.0)
+            assert self._log is not None
+            self._log.write(replace(record, ceiling=self._ceiling))
+
+    def _start_phase(self, name: str) -> _Interval:
+        expect(name in _PHASES, "phase", " or ".join(_PHASES), repr(name), "Use one of these")
+        got, remedy = f"{name!r} outside of one", "Surround it with monitor.step()"
+        if self._step is None:
+            raise OptionError("phase", expected="a phase within a step", got=got, remedy=remedy)
+        if self._phases and (name != "communication" or len(self._phases) > 1):
+            raise _misplaced("phase", f"{name!r} outside of all other phases", self._phases)
+        inside = self._phases[-1].phase if self._phases else None
+        interval = _Interval(name, inside, self._probe.mark())
+        self._step.intervals.append(interval)
+        self._phases.append(interval)
+        return interval
+
+
+def _misplaced(what: str, expected: str, phases: list[_Interval]) -> OptionError:
+    remedy = "End that phase first; only communication may lie within another one"
+    return OptionError(what, expected=expected, got=f"it within {phases[-1].phase!r}", remedy=remedy)

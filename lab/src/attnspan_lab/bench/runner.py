@@ -1,0 +1,348 @@
+"""From workloads and peers to results: prepare, compare results, time in turn, keep what was found."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnspan.errors import expect
+from attnspan_lab.bench.ceilings import Probe, measure_ceilings
+from attnspan_lab.bench.cells import Cell, Run, Workload
+from attnspan_lab.bench.devices import cache_evictor
+from attnspan_lab.bench.environment import describe_environment
+from attnspan_lab.bench.memory import cuda_peak, high_water_refusal, process_peak
+from attnspan_lab.bench.peers import Job, Peer, Ready, peers_named
+from attnspan_lab.bench.results import Results
+from attnspan_lab.bench.timing import (
+    Budget,
+    MeasurementError,
+    Meter,
+    Subject,
+    first_call,
+    interleave,
+)
+from attnspan_lab.bench.workloads import minimal_bytes, total_flops, visible_pairs
+
+__all__ = ["BOUNDS", "Plan", "difference", "measure_cell", "peers_for", "run_plan"]
+
+# Norm of the difference over the norm: far above what rounding does, far below a wrong mask or scale.
+BOUNDS = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 1e-2}
+
+# Of the inputs of a decoding step, all but the last keys lie in memory: other layers ran since.
+COLD_FAMILIES = ("decode",)
+
+
+PeakOf = Callable[[Peer, Workload, str], int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure, and how.
+
+    Args:
+        workloads: In this order.
+        modes: "forward", "forward+backward", or both.
+        peers: Names; empty takes each workload's own.
+        device: "cpu" or "cuda".
+        threads: CPU threads; None leaves torch's number.
+        budget: How much is sampled.
+        memory: Whether peak memory is measured too.
+        probe: Native microbenchmarks for the ceilings of the CPU, or None.
+        cold: Whether caches are emptied before each sample; None does so for decoding.
+    """
+
+    workloads: tuple[Workload, ...]
+    modes: tuple[str, ...]
+    peers: tuple[str, ...] = ()
+    device: str = "cpu"
+    threads: int | None = None
+    budget: Budget = field(default_factory=Budget)
+    memory: bool = False
+    probe: Probe | None = None
+    cold: bool | None = None
+
+    def __post_init__(self) -> None:
+        threads = self.threads
+        expect(threads is None or threads > 0, "threads", "1 or more", str(threads), "Pass more")
+
+    @property
+    def total(self) -> int:
+        """Number of cells."""
+        return len(self.workloads) * len(self.modes)
+
+    def is_cold(self, workload: Workload) -> bool:
+        """Whether caches are emptied before each sample of a workload."""
+        return workload.family in COLD_FAMILIES if self.cold is None else self.cold
+
+
+def peers_for(workload: Workload, names: Sequence[str], device: str) -> tuple[Peer, ...]:
+    """The peers of a workload: those asked for, else all; on the grid torch's fused kernels alone."""
+    if names or workload.family != "grid":
+        return peers_named(names)
+    fused = ["sdpa-flash"] if device == "cpu" else ["sdpa-flash", "sdpa-efficient", "sdpa-cudnn"]
+    return peers_named(fused)
+
+
+def run_plan(
+    plan: Plan,
+    *,
+    path: Path | None = None,
+    before: Callable[[Workload, str], None] = lambda *_: None,
+    after: Callable[[Cell], None] = lambda _: None,
+) -> Results:
+    """Measure every cell of a plan. An interrupt (Ctrl-C) ends it and keeps what is there.
+
+    Args:
+        plan: What to measure.
+        path: Results file, written anew after every cell; None writes none.
+        before: Told of each cell that begins.
+        after: Told of each cell that is done.
+
+    Returns:
+        The results; ``complete`` is False after an interrupt.
+
+    Example:
+        >>> work = Workload("four", "causal", 1, 2, 2, 4, 4, 8, 8, "float32", "causal")
+        >>> plan = Plan((work,), ("forward",), ("sdpa-flash",), budget=Budget(0.02, sample_seconds=1e-4))
+        >>> run_plan(plan).complete
+        True
+    """
+    with _threads_set(plan.threads):
+        meter = Meter(threads=torch.get_num_threads())
+        environment = describe_environment(plan.device) | {"samples": plan.budget.rounds}
+        memory: PeakOf | None = None
+        if plan.memory:
+            memory, environment["memory"] = _peak_of(plan.device, meter.threads)
+        evict = cache_evictor(plan.device) if any(map(plan.is_cold, plan.workloads)) else None
+        results = Results(environment=environment, complete=False)
+        try:
+            seconds = min(1.0, plan.budget.seconds)
+            ceilings = measure_ceilings(plan.device, probe=plan.probe, threads=meter.threads, seconds=seconds)
+            results = replace(results, ceilings=ceilings)
+            for workload, mode in ((workload, mode) for workload in plan.workloads for mode in plan.modes):
+                before(workload, mode)
+                cell = measure_cell(
+                    workload,
+                    mode,
+                    peers_for(workload, plan.peers, plan.device),
+                    plan.budget,
+                    device=plan.device,
+                    meter=meter,
+                    memory=memory,
+                    evict=evict if plan.is_cold(workload) else None,
+                )
+                results = replace(results, cells=(*results.cells, cell))
+                if path is not None:
+                    results.save(path)
+                after(cell)
+            results = replace(results, complete=True)
+        except KeyboardInterrupt:
+            pass  # What was measured is whole; `complete` says that more was planned.
+    # Without a cell, an older file is worth more than this one.
+    if path is not None and results.cells:
+        results.save(path)
+    return results
+
+
+@contextmanager
+def _threads_set(number: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _peak_of(device: str, threads: int) -> tuple[PeakOf | None, str]:
+    """A way to measure memory where there is one, and how or why not."""
+    if device == "cuda":
+        return cuda_peak, "the allocator's peak, above the inputs"
+    refusal = high_water_refusal()
+    if refusal is not None:
+        return None, refusal
+
+    def memory(peer: Peer, workload: Workload, mode: str) -> int:
+        return process_peak(peer.name, workload, mode, threads)
+
+    return memory, "peak resident size of a fresh process, above the inputs"
+
+
+@dataclass
+class _Entry:
+    """A peer on its way to a run."""
+
+    peer: Peer
+    reason: str | None = None
+    ready: Ready | None = None
+    subject: Subject | None = None
+    first_seconds: float = 0.0
+    error: float | None = None
+
+    def run(self, timed: Run | None, has_ratio: bool) -> Run:
+        if timed is None or timed.execute is None or self.ready is None:
+            return Run(self.peer.name, reason=self.reason, error=self.error)
+        compiling = self.ready.compile_seconds
+        if compiling is None:
+            compiling = max(0.0, self.first_seconds - timed.execute.median)
+        return replace(
+            timed,
+            trace_seconds=self.ready.trace_seconds,
+            compile_seconds=compiling,
+            ratio=timed.ratio if has_ratio else None,
+            error=self.error,
+            note=self.ready.note,
+        )
+
+
+def measure_cell(
+    workload: Workload,
+    mode: str,
+    peers: Sequence[Peer],
+    budget: Budget,
+    *,
+    device: str = "cpu",
+    meter: Meter | None = None,
+    memory: PeakOf | None = None,
+    evict: Callable[[], object] | None = None,
+) -> Cell:
+    """Measure one workload in one mode with every peer.
+
+    A peer that refuses, fails or disagrees with attnspan is listed with the reason, without times.
+
+    Args:
+        workload: What to compute.
+        mode: "forward" or "forward+backward".
+        peers: attnspan first.
+        budget: How much is sampled.
+        device: "cpu" or "cuda".
+        meter: The clocks.
+        memory: Measures the peak of a peer, in bytes; None leaves memory out.
+        evict: Empties the caches before each sample; None leaves them warm.
+
+    Raises:
+        MeasurementError: A timed region ended before its work was done.
+    """
+    meter, entries = meter or Meter(), [_Entry(peer) for peer in peers]
+    try:
+        job = Job.make(workload, mode, device)
+    except (RuntimeError, MemoryError) as error:
+        reason = f"there is no memory for its inputs: {_one_line(error)}"
+        refused = tuple(Run(peer.name, reason=reason) for peer in peers)
+        return Cell(workload, mode, 0, 0.0, 0.0, refused, device)
+    expected: dict[str, list[Tensor]] = {}
+    for entry in entries:
+        _prepare(entry, job, meter, expected)
+    basis = "execute" if device == "cpu" or evict else "pipelined"
+    timed = _timed(entries, partial(interleave, budget=budget, meter=meter, basis=basis, evict=evict))
+    pairs = visible_pairs(workload)
+    # Without ours there is no ratio: the first peer's place as a partner means nothing.
+    has_ratio = entries[0].subject is not None
+    runs = [entry.run(timed.get(entry.peer.name), has_ratio) for entry in entries]
+    # Inputs and results are freed before memory is measured in other processes.
+    del job, expected, entries
+    gc.collect()
+    if memory is not None:
+        runs = [_with_peak(*found, workload, mode, memory) for found in zip(runs, peers, strict=True)]
+    flops, moved = total_flops(workload, mode, pairs), minimal_bytes(workload, mode)
+    return Cell(workload, mode, pairs, flops, moved, tuple(runs), device, basis, evict is not None)
+
+
+def _timed(entries: Sequence[_Entry], time: Callable[[list[Subject]], tuple[Run, ...]]) -> dict[str, Run]:
+    """The times of all that can be timed; a call that raises is the reason of its peer."""
+    running: list[_Entry] = []
+
+    def watched(entry: _Entry, subject: Subject) -> Subject:
+        def around() -> AbstractContextManager[Any]:
+            running[:] = [entry]
+            return subject.around()
+
+        return replace(subject, around=around)
+
+    while subjects := [watched(entry, entry.subject) for entry in entries if entry.subject is not None]:
+        try:
+            found = time(subjects)
+        except MeasurementError:
+            raise
+        except Exception as error:  # As in `_prepare`; the others are timed anew without it.
+            (failed,) = running
+            failed.subject, failed.reason = None, f"it failed while it was timed: {_one_line(error)}"
+        else:
+            return {run.peer: run for run in found}
+    return {}
+
+
+def _one_line(error: Exception) -> str:
+    """Kind and first line of an error, for a reason."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+
+
+def _prepare(entry: _Entry, job: Job, meter: Meter, expected: dict[str, list[Tensor]]) -> None:
+    """Bring a peer to its first result and compare that; whatever goes wrong is its reason.
+
+    ``expected`` holds the result of the first peer that has one, attnspan where it can do the job.
+    """
+    try:
+        entry.reason = entry.peer.refuses(job)
+        if entry.reason is not None:
+            return
+        entry.ready = ready = entry.peer.prepare(job)
+        subject = Subject(entry.peer.name, ready.call, ready.device, ready.around)
+        result, entry.first_seconds = first_call(subject, meter)
+        found = [x.detach() for x in ready.to_torch(result)]
+    except MeasurementError:
+        raise
+    except Exception as error:  # A peer's failure is a finding; it must not end the measurement.
+        entry.reason = f"it failed: {_one_line(error)}"
+        return
+    first = next(iter(expected), entry.peer.name)
+    entry.error, bound = difference(expected.get(first, found), found), BOUNDS[job.workload.dtype]
+    if entry.error <= bound:
+        expected[first] = expected.get(first, found)
+        entry.subject = subject
+    elif first == entry.peer.name:
+        entry.reason = "its result has values that are not finite"
+    else:
+        limits = f"{entry.error:.2g} of the norm, over {bound:.2g}"
+        entry.reason = f"its result differs from that of {first} by {limits}"
+
+
+def difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
+    """Largest relative error of a result's tensors: norm of the difference over the norm.
+
+    Returns:
+        The error; infinite for another number of tensors or other shapes.
+
+    Example:
+        >>> difference([torch.ones(4)], [torch.full((4,), 1.5)])
+        0.5
+    """
+    if len(expected) != len(found) or any(a.shape != b.shape for a, b in zip(expected, found, strict=True)):
+        return float("inf")
+    errors = [_relative_error(a.float().cpu(), b.float().cpu()) for a, b in zip(expected, found, strict=True)]
+    # max() would lose a NaN that does not come first.
+    return next((error for error in errors if math.isnan(error)), max(errors, default=0.0))
+
+
+def _relative_error(expected: Tensor, found: Tensor) -> float:
+    norm, error = float(expected.norm()), float((found - expected).norm())
+    return error / norm if norm else error
+
+
+def _with_peak(run: Run, peer: Peer, workload: Workload, mode: str, memory: PeakOf) -> Run:
+    if run.reason is not None:
+        return run
+    try:
+        return replace(run, peak_memory=memory(peer, workload, mode))
+    except Exception as error:  # The times are there; that the memory is not is said next to them.
+        return replace(run, note="; ".join(filter(None, (run.note, f"memory: {_one_line(error)}"))))

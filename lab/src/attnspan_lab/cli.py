@@ -1,0 +1,106 @@
+"""The command line. Each command imports what it needs, so that ``show`` works without torch."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from attnspan.__main__ import main as show_or_explain
+
+if TYPE_CHECKING:
+    from attnspan_lab.bench.results import Results
+
+__all__ = ["build_app", "main", "run"]
+
+# How a package is installed that may be missing.
+_INSTALLS = {
+    **dict.fromkeys(("typer", "rich", "torch", "jinja2", "plotly"), "pip install ./lab in a checkout"),
+    **dict.fromkeys(("pyarrow", "tokenizers", "tensorboard"), "pip install pyarrow tokenizers tensorboard"),
+    **dict.fromkeys(("transformers", "diffusers"), "pip install './lab[zoo]' in a checkout"),
+}
+
+
+def main() -> None:
+    """Run the command ``attnspan``."""
+    run(lambda: build_app()(prog_name="attnspan"))
+
+
+def run(command: Callable[[], object]) -> None:
+    """Run a command line. An error of the user is one message and exit code 2, without a traceback."""
+    try:
+        command()
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _INSTALLS:
+            raise
+        _fail(f"{package} is not installed: {_INSTALLS[package]}")
+    except (ValueError, TypeError, OSError) as error:
+        # What attnspan raises is the user's to mend; anything else is a defect and keeps its traceback.
+        if not type(error).__module__.startswith(("attnspan.", "train.")):
+            raise
+        _fail(str(error))
+
+
+def _fail(message: str) -> None:
+    print(f"attnspan: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def build_app() -> "typer.Typer":
+    """The commands.
+
+    Raises:
+        ModuleNotFoundError: typer is not installed.
+
+    Example:
+        >>> [command.name for command in build_app().registered_commands]
+        ['show', 'tune', 'bench', 'doctor', 'zoo', 'simulate']
+    """
+    from attnspan_lab.bench.options import command as bench
+    from attnspan_lab.doctor.command import doctor
+    from attnspan_lab.simulate import command as simulate
+    from attnspan_lab.tune.command import tune
+    from attnspan_lab.zoo.command import zoo
+
+    app = typer.Typer(
+        help="Attention whose mask is data.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    version = typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+
+    @app.callback()
+    def common(_version: Annotated[bool, version] = False) -> None:
+        pass
+
+    # The library's own command reads its arguments.
+    through = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+    app.command("show", help="Draw a mask.", context_settings=through)(_show)
+    app.command("tune", help="Find the fastest configurations on this machine.")(tune)
+    app.command("bench", help="Compare attention with its peers on this machine.")(bench(_write_page))
+    app.command("doctor", help="Say what is wrong with a model's attention under the compiler.")(doctor)
+    app.command("zoo", help="Run other libraries' models with each attention.")(zoo)
+    app.command("simulate", help="Predict how strategies compare over many ranks.")(simulate)
+    return app
+
+
+def _show(context: "typer.Context") -> None:
+    show_or_explain(["show", *context.args])
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"attnspan {version('attnspan')}")
+        raise SystemExit(0)
+
+
+def _write_page(results: "Results", path: Path) -> None:
+    from attnspan_lab.report import write_page
+
+    write_page(results, path)

@@ -1,0 +1,210 @@
+"""What torch.compile does while a model runs, from the structured log that torch writes for its tools."""
+
+from __future__ import annotations
+
+import logging
+import re
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from attnspan_lab.doctor.findings import KINDS, Finding
+from attnspan_lab.doctor.places import Place, is_users, lines_in
+
+__all__ = ["CompilerLog", "Graph", "Recompile", "compile_error"]
+
+_BREAK = re.compile(r"Graph [Bb]reak in user code at (?P<file>.*):(?P<line>\d+)")
+_GUARD_PLACE = re.compile(r"# (?P<file>[^#\s][^#]*?):(?P<line>\d+) in (?P<function>\w+)")
+_LIMIT = "Dynamo recompile limit exceeded"
+_READ_ERRORS = "TORCHDYNAMO_VERBOSE=1 TORCH_LOGS=+dynamo shows the trace: the lines before the error matter"
+_READ_BREAKS = (
+    "TORCH_LOGS=graph_breaks,recompiles shows the same; TORCHDYNAMO_VERBOSE=1 adds the compiler's own stack"
+)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One compilation of one frame.
+
+    Args:
+        function, place: Of the frame.
+        start, end: Seconds, on the clock of `time.time`.
+        forward: False for the graph of a backward pass.
+        operators: In the graph.
+        failed: What it failed with, or "".
+    """
+
+    function: str
+    place: Place | None
+    start: float
+    end: float
+    forward: bool = True
+    operators: int = 0
+    failed: str = ""
+
+
+@dataclass(frozen=True)
+class Recompile:
+    """Why a frame was compiled again.
+
+    Args:
+        guard: The condition that failed, with the names of the frame.
+        place: The line that the condition comes from, if the compiler says it.
+        frame: The number of the frame; of one frame the first compilation is no recompile.
+    """
+
+    guard: str
+    place: Place | None
+    frame: int
+
+    @property
+    def kind(self) -> str:
+        """ "size", "number" (a Python number or an attribute), or "other"."""
+        if "size mismatch" in self.guard or ".size()" in self.guard or "shape[" in self.guard:
+            return "size"
+        if "___check_global_state" in self.guard or "rank mismatch" in self.guard:
+            return "other"
+        return "number" if re.search(r"(==|!=|<=|>=|<|>) *-?\d+(\.\d*)?\b", self.guard) else "other"
+
+
+@dataclass
+class CompilerLog(logging.Handler):
+    """Collects breaks, recompiles and compilations while it is entered."""
+
+    breaks: list[Finding] = field(default_factory=list)
+    recompiles: list[Recompile] = field(default_factory=list)
+    graphs: list[Graph] = field(default_factory=list)
+    limits: list[str] = field(default_factory=list)
+    frames: dict[int, Place] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self._log = logging.getLogger("torch.__trace")
+        self._warnings = logging.getLogger("torch._dynamo.convert_frame")
+
+    __hash__ = object.__hash__  # Of a handler, which loggers keep in sets.
+
+    def __enter__(self) -> CompilerLog:
+        self._log.addHandler(self)
+        self._warnings.addFilter(self._is_no_limit)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._log.removeHandler(self)
+        self._warnings.removeFilter(self._is_no_limit)
+
+    def _is_no_limit(self, record: logging.LogRecord) -> bool:
+        """Take torch's warning about the limit, which the findings say better."""
+        text = record.getMessage()
+        if "torch._dynamo hit config." not in text:
+            return True
+        self.limits.append(text)
+        return False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note one entry of the log."""
+        about: dict[str, Any] = getattr(record, "metadata", None) or {}
+        payload = str(getattr(record, "payload", None) or "")
+        name = about.get("artifact", {}).get("name", "") if isinstance(about.get("artifact"), dict) else ""
+        if name == "dynamo_graph_break_reason":
+            self._break(payload)
+        elif name == "recompile_reasons":
+            self.recompiles.append(_recompile(payload, about.get("frame_id", -1)))
+        elif "compilation_metrics" in about:
+            self._compiled(about["compilation_metrics"], forward=True)
+            if self.graphs[-1].place is not None:
+                self.frames.setdefault(about.get("frame_id", -1), self.graphs[-1].place)
+        elif "bwd_compilation_metrics" in about:
+            self._compiled(about["bwd_compilation_metrics"], forward=False)
+
+    def _break(self, text: str) -> None:
+        user = text.partition("User code traceback:")[2].partition("\nTraceback (most recent call last)")[0]
+        places = lines_in(user or text.partition("The graph break occurred in the following user code:")[2])
+        said = _BREAK.search(text)
+        if said and is_users(said["file"]):
+            places = [Place(said["file"], int(said["line"]), _function(places)), *places]
+        reason = text.partition("Graph Break Reason:")[2].partition("User code traceback:")[0]
+        kind, explanation, hints, link = _explained(reason or text)
+        if kind != _LIMIT:
+            places = list({(x.file, x.line): x for x in places}.values())[:4]
+            evidence = tuple(x for x in (link, _READ_BREAKS) if x)
+            what = f"The compiler breaks the graph here: {_first_line(kind)}"
+            self.breaks.append(
+                Finding("graph-break", what, tuple(places), evidence, explanation, " ".join(hints))
+            )
+
+    def _compiled(self, found: dict[str, Any], *, forward: bool) -> None:
+        start, end = (found.get(x) or 0 for x in ("start_time_us", "end_time_us"))
+        if not end:
+            end = start + (found.get("duration_us") or 0)
+        file, line = found.get("co_filename"), found.get("co_firstlineno")
+        place = Place(file, line, found.get("co_name") or "") if file and line else None
+        operators, failed = found.get("graph_op_count") or 0, found.get("fail_type") or ""
+        name = found.get("co_name") or "backward"
+        self.graphs.append(Graph(name, place, start / 1e6, end / 1e6, forward, operators, failed))
+
+    @property
+    def forward_graphs(self) -> int:
+        """Compilations that made a graph with operators."""
+        return sum(x.forward and x.operators > 0 and not x.failed for x in self.graphs)
+
+    @property
+    def compile_seconds(self) -> float:
+        """The sum over all compilations, forward and backward."""
+        return sum(max(x.end - x.start, 0.0) for x in self.graphs)
+
+
+def _function(places: Sequence[Place]) -> str:
+    return places[0].function if places else ""
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0].strip() if text.strip() else "no reason is given"
+
+
+def _explained(reason: str) -> tuple[str, str, list[str], str]:
+    """The kind, explanation, hints and page of torch's registry of graph breaks."""
+    head, _, rest = reason.partition("\n  Explanation:")
+    kind = head.strip().splitlines()[-1].strip() if head.strip() else "an exception of the compiler"
+    explanation = re.split(r"\n  Hint:|\n\s*Developer debug context:", rest)[0]
+    found = re.findall(r"\n  Hint:(.*?)(?=\n  Hint:|\n\s*Developer debug context:|\Z)", rest, re.DOTALL)
+    hints = [" ".join(x.split()) for x in found]
+    link = re.search(r"https://\S*graph-break-site\S*", reason)
+    plain = [x for x in hints if "report an issue" not in x] or hints
+    return kind, " ".join(explanation.split()), plain, link[0] if link else ""
+
+
+def _recompile(payload: str, frame: int) -> Recompile:
+    """From one reason or a JSON list of them, the newest first: the newest is what changed last."""
+    text = payload.strip()
+    if text.startswith("["):
+        text = re.sub(r'^\[\s*"|",?\s*$', "", text.split('",\n')[0]).replace("\\n", "\n").replace('\\"', '"')
+    guard = text.partition("#")[0].partition("\nUser stack")[0].strip()
+    guard = re.sub(r"^\d+/\d+: *", "", guard)
+    said = _GUARD_PLACE.search(text)
+    stack = lines_in(text.partition("User stack trace:")[2])
+    place = stack[0] if stack else None
+    if place is None and said and is_users(said["file"]):
+        place = Place(said["file"], int(said["line"]), said["function"])
+    return Recompile(guard, place, frame)
+
+
+def compile_error(error: BaseException, stage: str) -> Finding:
+    """A finding for what the compiler, or the code that it made, raised."""
+    text = str(error)
+    user = lines_in(text.partition("from user code:")[2]) or lines_in(
+        "".join(traceback.format_exception(error))
+    )
+    kind, cause, hints, link = _explained("\n" + text)
+    what = f"torch.compile fails: {_first_line(kind if 'Explanation:' in text else text)[:300]}"
+    cause = cause if "Explanation:" in text else f"{type(error).__name__} while compiling or in compiled code"
+    remedy = " ".join(hints)
+    if re.search(r"expected size \S+, stride \S+|stride \d+==\d+", text):
+        cause = "An operator's fake kernel promises strides that its real kernel does not return"
+        remedy = KINDS["operator"].remedy
+    evidence = tuple(x for x in (link, _READ_ERRORS) if x)
+    return Finding("compile-error", what, tuple(user[:3]), evidence, cause, remedy, stage=stage)

@@ -1,0 +1,134 @@
+"""Whether compiled code computes what eager code does, and which module does not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from attnspan_lab.doctor.compiler import compile_error
+from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.places import Place
+from attnspan_lab.doctor.steps import compiled_form, outcome_of
+from attnspan_lab.doctor.subject import Subject
+from attnspan_lab.zoo.step import Outcome, differences, in_float64
+
+__all__ = ["parity"]
+
+# A compiled step may err so many times as much as eager does; fused kernels add in another order.
+_FACTOR, _FLOOR = 16.0, 128
+
+
+def parity(subject: Subject, say: Callable[..., None], backend: str) -> None:
+    """Compare a compiled step, results and gradients, with eager float64, in float32 where it has none.
+
+    A model that is random in training mode is compared in evaluation mode.
+    """
+    if backend == "inductor" and not _has_compiler():
+        say(finding=_NO_COMPILER)
+        backend = "aot_eager"
+    batch = subject.batches[0]
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            plain, again = (outcome_of(subject, subject.model, batch) for _ in range(2))
+            mode = "training mode" if subject.model.training else "evaluation mode"
+            if differences(again, plain)[0] > 0:
+                subject.model.eval()
+                mode = "evaluation mode, since it is random in training"
+                plain = outcome_of(subject, subject.model, batch)
+            exact = _exact(subject, batch)
+    except Exception:
+        return  # The model's own step raises, which another stage says.
+    torch._dynamo.reset()
+    try:
+        found = outcome_of(subject, compiled_form(subject.model, backend), batch)
+    except Exception as error:
+        say(finding=replace(compile_error(error, "parity"), stage=f"compiled by {backend}"))
+        return
+    against = "eager float64" if exact is not None else "eager mode, which has no float64 here"
+    exact = exact or plain
+    mine, theirs = differences(found, exact), differences(plain, exact)
+    if any(x != x for x in theirs):
+        return  # Eager mode itself makes NaN, which another stage says.
+    eps = torch.finfo(
+        next((x.dtype for x in subject.model.parameters() if x.is_floating_point()), torch.float32)
+    ).eps
+    facts = {"backend": backend, "against": against, "errors": [*mine], "eager errors": [*theirs]}
+    say(facts=facts, stage="parity")
+    for what, own, like in zip(("results", "gradients"), mine, theirs, strict=True):
+        if not own <= _FACTOR * like + _FLOOR * eps:
+            text = f"Compiled {what} are {own:.1e} away from {against}; eager itself is {like:.1e} away"
+            evidence = f"backend {backend}, {mode}; norm of the difference over the norm"
+            places = _guilty(subject, batch, backend)
+            say(finding=Finding("parity", text, places, (evidence,), stage="parity"))
+            return
+
+
+def _exact(subject: Subject, batch: Any) -> Outcome | None:
+    try:
+        wide = subject.copy()
+        wide.model.double()
+        with in_float64():
+            return outcome_of(wide, wide.model, _double(batch))
+    except Exception:
+        return None  # An operator without float64.
+
+
+def _double(batch: Any) -> Any:
+    return tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
+
+
+def _guilty(subject: Subject, batch: Any, backend: str) -> tuple[Place, ...]:
+    """The smallest module whose compiled forward differs from its own, by compiling each alone."""
+    inputs: dict[str, Any] = {}
+
+    def keep(name: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        if isinstance(out, Tensor):
+            inputs.setdefault(name, (module, args, kwargs, out.detach().clone()))
+
+    hooks = [
+        x.register_forward_hook(partial(keep, name), with_kwargs=True)
+        for name, x in subject.model.named_modules()
+    ]
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            torch.manual_seed(0)
+            subject.call(subject.model, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    guilty: nn.Module = subject.model
+    for _, (module, args, kwargs, out) in sorted(inputs.items(), key=lambda x: -x[0].count(".")):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            torch.manual_seed(0)
+            try:
+                alone: Callable[..., Any] = torch.compile(module, backend=backend)
+                found = alone(*args, **kwargs)
+            except Exception:
+                continue
+        if not torch.allclose(found, out, rtol=1e-3, atol=1e-4):
+            guilty = module
+            break
+    code = type(guilty).forward.__code__
+    return (Place(code.co_filename, code.co_firstlineno, f"{type(guilty).__name__}.forward"),)
+
+
+def _has_compiler() -> bool:
+    return any(shutil.which(x) for x in (os.environ.get("CXX") or "g++", "clang++"))
+
+
+_NO_COMPILER = Finding(
+    "environment",
+    "There is no C++ compiler on this machine, which torch.compile needs on CPUs",
+    cause="The default backend, inductor, writes C++ and compiles it",
+    remedy="Install g++ or set CXX; without it, backend='aot_eager' traces and runs uncompiled",
+    stage="parity",
+)

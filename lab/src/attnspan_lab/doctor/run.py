@@ -1,0 +1,312 @@
+"""An examination: a process for each stage, so that a crash or a hang is a finding and not the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from attnspan_lab.bench.environment import describe_environment
+from attnspan_lab.doctor.findings import Diagnosis, Finding, merged
+from attnspan_lab.doctor.places import Place, is_users, lines_in
+from attnspan_lab.files import from_plain
+
+__all__ = ["DEFAULT_STAGES", "MORE_STAGES", "diagnose"]
+
+#: In the order in which they run.
+DEFAULT_STAGES = ("eager", "compiled", "parity")
+#: What can be asked for besides.
+MORE_STAGES = ("cure", "features", "ranks")
+_PAUSE = 0.02
+_QUIET = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+#: What the user of a library changes, whose lines are not theirs.
+_SWITCHES = {
+    "transformers": 'The line is transformers\' own. Make the model with attn_implementation="attnspan", '
+    "after import attnspan.integrations.transformers",
+    "diffusers": "The line is diffusers' own. Call attnspan.integrations.diffusers.enable(model)",
+}
+_OF_ATTENTION = ("unfused", "dense-mask", "kv-copy", "copy", "upcast", "leak", "mask-lost", "causality-lost")
+_MODULE = "attnspan_lab.doctor.child"
+
+
+def diagnose(
+    target: str,
+    arguments: Sequence[str] = (),
+    *,
+    stages: Sequence[str] = DEFAULT_STAGES,
+    backend: str = "inductor",
+    limit: float = 300.0,
+    after: Callable[[str, Sequence[Finding]], None] = lambda *_: None,
+) -> Diagnosis:
+    """Examine a model: what the compiler does to it, what its attention stores, copies, leaks and loses.
+
+    Args:
+        target: ``pkg.module:factory``, where the factory returns a model and an iterable of batches; a model
+            type or class of transformers or diffusers, made tiny; or a script that compiles a model.
+        arguments: Of the script.
+        stages: What is run, of "eager", "compiled", "parity", "cure" (the same with attnspan's attention),
+            "features" (compiler and checkpointing combined, and the smallest combination that fails) and
+            "ranks" (a step on two against one); "without attention" follows where the compiler fails.
+        backend: Of the compiled step whose results are compared. Breaks and recompiles are found by tracing.
+        limit: Seconds for each stage.
+        after: Called with each stage and what it found.
+
+    Example:
+        >>> from attnspan_lab.doctor import diagnose
+        >>> diagnose("no_such_module:factory", stages=["eager"]).findings[0].kind
+        'subject'
+    """
+    start, subject, findings = time.monotonic(), target, list[Finding]()
+    facts: dict[str, dict[str, Any]] = {}
+    cells: list[dict[str, str]] = []
+    todo, complete = list(stages), True
+    while todo:
+        stage = todo.pop(0)
+        own = backend if stage == "parity" else "aot_eager"
+        told = _Stage(target, tuple(arguments), stage, own, limit)
+        try:
+            told.run()
+        except KeyboardInterrupt:
+            todo, complete = [], False
+        findings += told.findings
+        facts |= told.facts
+        cells += told.cells
+        subject = told.subject or subject
+        after(stage, told.findings)
+        if any(x.kind == "subject" for x in told.findings):
+            break
+        failed = any(x.kind in ("graph-break", "compile-error") for x in told.findings)
+        if stage == "compiled" and failed and complete:
+            todo.insert(0, "without attention")
+    return Diagnosis(
+        f"{target}: {subject}" if subject != target else target,
+        merged(_completed(findings, facts)),
+        facts,
+        describe_environment(),
+        tuple(cells),
+        seconds=time.monotonic() - start,
+        complete=complete,
+    )
+
+
+def _completed(findings: list[Finding], facts: dict[str, dict[str, Any]]) -> list[Finding]:
+    """Findings with what other stages and other people say of them."""
+    isolated = _isolated(findings, facts.get("without attention"))
+    ran = facts.get("parity", {})
+    if "errors" in ran and ran["backend"] != "aot_eager":
+        said = f"backend {ran['backend']} runs the first batch: perhaps only aot_eager, which traces, fails"
+        isolated = [
+            replace(x, evidence=(*x.evidence, said)) if x.kind == "compile-error" else x for x in isolated
+        ]
+    return _with_known_issues(_cured([_in_library(x) for x in isolated], facts.get("cure", {}).get("left")))
+
+
+def _in_library(finding: Finding) -> Finding:
+    """A finding in a library's attention, which its user does not edit, with the library's own switch."""
+    file = finding.places[0].file if finding.places else ""
+    remedy = next((text for name, text in _SWITCHES.items() if f"/site-packages/{name}/" in file), "")
+    of_attention = finding.kind in _OF_ATTENTION or "flex_attention" in file
+    return replace(finding, remedy=remedy) if remedy and of_attention else finding
+
+
+def _cured(findings: list[Finding], left: Sequence[Sequence[str]] | None) -> list[Finding]:
+    """Findings, each with whether it stays with attnspan's attention.
+
+    Args:
+        findings: Of all stages.
+        left: Kind and line of those that stay; None if it was not tried.
+    """
+    if left is None:
+        return findings
+    stays = {tuple(x) for x in left}
+
+    def marked(x: Finding) -> Finding:
+        said = f"{'stays' if x.label in stays else 'gone'} with attnspan's attention"
+        # A switch that does not help is no remedy: the kind's own comes back.
+        remedy = "" if said.startswith("stays") and x.remedy in _SWITCHES.values() else x.remedy
+        return replace(x, tried="; ".join(filter(None, (x.tried, said))), remedy=remedy)
+
+    return [marked(x) if x.stage in ("eager", "compiled") else x for x in findings]
+
+
+def _isolated(findings: list[Finding], alone: dict[str, Any] | None) -> list[Finding]:
+    """Findings of the compiler, each with whether it stays without attention.
+
+    Args:
+        findings: Of all stages.
+        alone: Facts of the stage without attention; None if it did not end.
+    """
+    stays = {(x.kind, x.places[:1]) for x in findings if x.stage == "without attention"}
+    found = []
+    for x in findings:
+        if x.stage == "compiled" and x.kind in ("graph-break", "compile-error") and alone is not None:
+            if x.places and str(x.places[0]) in alone.get("lines", ()):
+                said = "this line calls attention: the call itself is what fails"
+            elif "left" in alone:
+                said = f"whose it is was not tried: attention cannot be taken out ({alone['left']})"
+            elif (x.kind, x.places[:1]) in stays:
+                said = "stays with the identity in the place of attention: code around it"
+            else:
+                said = "gone with the identity in the place of attention: it is attention's"
+            x = replace(x, evidence=(*x.evidence, said))
+        if x.stage != "without attention":
+            found.append(x)
+    return found
+
+
+def _with_known_issues(findings: Sequence[Finding]) -> list[Finding]:
+    """Findings with the reports upstream of their kind and words, for the versions that are installed."""
+    issues = json.loads((Path(__file__).parent / "known.json").read_text())
+    found = []
+    for x in findings:
+        words = " ".join((x.what, x.cause, *x.evidence, *(f"{y} {y.text}" for y in x.places)))
+        known = [
+            f"{issue['says']} ({issue['issue']})"
+            for issue in issues
+            if issue["kind"] == x.kind and re.search(issue["match"], words) and _is_installed(issue)
+        ]
+        found.append(replace(x, known=tuple(known)))
+    return found
+
+
+def _is_installed(issue: dict[str, str]) -> bool:
+    """Whether the version of a package that is installed is in the range of an issue."""
+    try:
+        own = _numbers(version(issue["package"]))
+    except PackageNotFoundError:
+        return False
+    return _numbers(issue["from"]) <= own and (not issue["below"] or own < _numbers(issue["below"]))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(x) for x in re.findall(r"\d+", text.partition("+")[0])[:3])
+
+
+@dataclass
+class _Stage:
+    target: str
+    arguments: tuple[str, ...]
+    stage: str
+    backend: str
+    limit: float
+    findings: list[Finding] = field(default_factory=list)
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    subject: str = ""
+    cells: list[dict[str, str]] = field(default_factory=list)
+    threads: int | None = None
+
+    def run(self) -> None:
+        """Run the process to its end, or to the limit."""
+        with tempfile.TemporaryDirectory(prefix="attnspan-doctor-") as folder:
+            out, errors = Path(folder) / "out.jsonl", Path(folder) / "errors.txt"
+            out.touch()
+            task = {
+                "target": self.target,
+                "arguments": list(self.arguments),
+                "stage": self.stage,
+                "backend": self.backend,
+                "limit": self.limit,
+                "out": str(out),
+            }
+            with errors.open("wb") as sink:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", _MODULE, json.dumps(task)],
+                    stdout=subprocess.DEVNULL,
+                    stderr=sink,
+                    stdin=subprocess.DEVNULL,
+                    # Ctrl-C is for the parent, which ends its processes.
+                    start_new_session=True,
+                    env=os.environ
+                    | _QUIET
+                    | ({"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}),
+                )
+            try:
+                code = self._wait(process)
+            finally:
+                _end(process)
+            ended = self._read(out.read_text())
+            if code is None:
+                self.findings.append(_hang(errors.read_text(errors="replace"), self.limit, self.stage, ended))
+            elif code != 0 or ended != "":
+                crash = _crash(errors.read_text(errors="replace"), code, self.stage, ended)
+                self.findings.append(self._located(crash) if code < 0 and not self.threads else crash)
+
+    def _located(self, crash: Finding) -> Finding:
+        """A crash with the line where one thread alone crashes: dumps of several mix."""
+        again = replace(self, threads=1, findings=[], facts={}, cells=[])
+        again.run()
+        return next((x for x in again.findings if x.kind == "crash" and x.places), crash)
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> int | None:
+        start = time.monotonic()
+        while time.monotonic() - start < self.limit:
+            code = process.poll()
+            if code is not None:
+                return code
+            time.sleep(_PAUSE)
+        return None
+
+    def _read(self, text: str) -> str:
+        """Take what the process told; what it was at when it ended, "" if it was done."""
+        current = "starting"
+        for line in text.splitlines():
+            try:
+                told = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            current = "" if told.get("end") else told.get("begin", current)
+            self.subject = told.get("subject", self.subject)
+            if "finding" in told:
+                self.findings.append(from_plain(Finding, told["finding"], "finding"))
+            if "cell" in told:
+                self.cells.append(told["cell"])
+            if "facts" in told:
+                facts = self.facts.setdefault(told.get("stage", self.stage), {})
+                facts.update(told["facts"])
+        return current
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and those that it started."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _hang(errors: str, limit: float, stage: str, at: str) -> Finding:
+    what = f"Not done after {limit:.0f} s: the process was {at or 'ending'}"
+    return Finding("hang", what, _dumped(errors), stage=stage)
+
+
+def _crash(errors: str, code: int, stage: str, at: str) -> Finding:
+    lines = [x for x in errors.strip().splitlines() if x.strip()] or [""]
+    native = code < 0
+    why = f"signal {signal.Signals(-code).name}" if native else f"exit code {code}, {lines[-1][:200]}"
+    cause = "A crash of native code" if native else "The code ended its process"
+    remedy = ""
+    if native and "in flex_attention" in errors:
+        cause = "FlexAttention's compiled kernel; it loses its way in score_mods like s + x[b][h][i][j]"
+        remedy = "Index what score_mod captures in one step, x[b, h, i, j], or try without it"
+    what = f"The process ended while {at or 'ending'}: {why}"
+    return Finding("crash", what, _dumped(errors), cause=cause, remedy=remedy, stage=stage)
+
+
+def _dumped(errors: str) -> tuple[Place, ...]:
+    """The user's lines of a dump by faulthandler, innermost first, or of a traceback."""
+    # Of threads, the one that failed; the main one, dumped last, where that has no Python code.
+    threads = re.split(r"^(?=(?:Current thread|Thread) 0x)", errors, flags=re.MULTILINE)
+    failed = next((x for x in threads if x.startswith("Current") and 'File "' in x), threads[-1])
+    found = re.findall(r'File "([^"\n]+)", line (\d+) in (\S+)', failed)
+    places = [Place(file, int(line), name) for file, line, name in found]
+    return tuple([x for x in places if is_users(x.file)][:3] or lines_in(errors)[:3])

@@ -1,0 +1,291 @@
+"""A diagnosis in the terminal, as JUnit XML, and as a page."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
+
+from attnspan_lab.console import bytes_text, seconds_text
+from attnspan_lab.doctor.findings import Diagnosis, Finding
+from attnspan_lab.files import write_whole
+from attnspan_lab.report.charts import Chart, Entry, Section, Table, axis, plain
+from attnspan_lab.report.page import Page
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["facts_of", "rows_of", "show", "write_junit", "write_page"]
+
+_STYLES = {
+    "stops": "bold red",
+    "wrong": "bold red",
+    "compile": "bold yellow",
+    "slow": "bold cyan",
+    "note": "dim",
+}
+_LEAD = "What torch.compile and attention do in this model, each finding with its line, cause and remedy."
+
+
+def rows_of(finding: Finding) -> list[tuple[str, str]]:
+    """The parts of a finding, each with its heading."""
+    where = [f"{_relative(x.file)}:{x.line}" + (f"  {x.text}" if x.text else "") for x in finding.places]
+    rows = [("where" if i == 0 else "via", text) for i, text in enumerate(where)]
+    rows += [("why", finding.cause)] if finding.cause else []
+    rows += [("do", finding.remedy)] if finding.remedy else []
+    rows += [("tried", finding.tried)] if finding.tried else []
+    rows += [("seen", text) for text in finding.evidence]
+    return rows + [("known", text) for text in finding.known]
+
+
+def _relative(file: str) -> str:
+    """A path as short as it is clear: below the folder of packages, or below this one."""
+    package = file.rpartition("/site-packages/")[2]
+    short = os.path.relpath(file)
+    return package if package != file else short if not short.startswith("../..") else file
+
+
+def facts_of(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    """What was measured, as headings and texts."""
+    eager, compiled = diagnosis.facts.get("eager", {}), diagnosis.facts.get("compiled", {})
+    found = []
+    if eager:
+        found.append(("attention", f"{eager.get('attention calls', 0)} calls a step"))
+        for place, kernel, count in eager.get("sites", ()):
+            file, _, line = place.rpartition(":")
+            found.append(("  kernel", f"{_relative(file)}:{line}  {kernel} x{count}"))
+        found.append(("largest tensor", bytes_text(eager.get("largest tensor"))))
+    if compiled:
+        counts = ", ".join(f"{compiled[x]} {x}" for x in ("graphs", "breaks", "recompiles"))
+        found.append(("compiler", f"{counts}, {seconds_text(compiled['compile seconds'])}"))
+    parity = diagnosis.facts.get("parity", {})
+    if "errors" in parity:
+        (results, gradients), (like, likes) = parity["errors"], parity["eager errors"]
+        text = f"results {results:.1e} (eager {like:.1e}), gradients {gradients:.1e} (eager {likes:.1e})"
+        found.append((f"error of {parity['backend']}", text))
+    cure = diagnosis.facts.get("cure", {})
+    found += [(f"with {name}", _cured(cure[name])) for name in ("own", "attnspan") if name in cure]
+    if "difference" in cure:
+        output, gradient = cure["difference"]
+        text = f"gradients {gradient:.1e}" if isfinite(gradient) else "one has no gradients"
+        found.append(("they differ by", f"results {output:.1e}, {text}"))
+    return found
+
+
+def _cured(facts: dict[str, Any]) -> str:
+    if facts["error"]:
+        return f"fails: {facts['error'].splitlines()[0]}"
+    counts = ", ".join(f"{facts[x]} {x}" for x in ("graphs", "breaks", "recompiles"))
+    return f"{counts}, step {seconds_text(facts['step seconds'])}, peak {bytes_text(facts['peak bytes'])}"
+
+
+def show(diagnosis: Diagnosis, console: Console) -> None:
+    """Print findings first, then what was measured."""
+    from rich.padding import Padding
+    from rich.table import Table as Grid
+
+    console.print(f"\n{diagnosis.subject}", style="bold", markup=False)
+    if not diagnosis.findings:
+        console.print("Nothing is wrong: no finding.")
+    for number, finding in enumerate(diagnosis.findings, 1):
+        style = _STYLES[finding.severity]
+        times = f"  x{finding.count}" if finding.count > 1 else ""
+        console.print(f"\n{number}. [{style}]{finding.kind}[/{style}]{times}  ", end="")
+        console.print(finding.what, markup=False)
+        grid = Grid.grid(padding=(0, 1))
+        grid.add_column(style="dim", width=5)
+        grid.add_column(overflow="fold")
+        for heading, text in rows_of(finding):
+            grid.add_row(heading, text.replace("[", "\\["))
+        console.print(Padding(grid, (0, 0, 0, 3)))
+    console.print()
+    for heading, text in facts_of(diagnosis):
+        console.print(f"{heading:<16} {text}", markup=False)
+    console.print(f"{'examined in':<16} {seconds_text(diagnosis.seconds)}")
+
+
+def write_junit(diagnosis: Diagnosis, exceeded: Sequence[str], path: Path) -> None:
+    """One test case for each finding and each limit that was exceeded.
+
+    Findings that only cost time or memory pass, with their text as output: a limit makes them fail.
+    """
+    cases = [
+        (x.kind, x.what, "\n".join(f"{k}: {v}" for k, v in rows_of(x)), x.fails) for x in diagnosis.findings
+    ]
+    cases += [("limit", x, x, True) for x in exceeded]
+    cases = cases or [("healthy", "no finding", "", False)]
+    failures = sum(fails for *_, fails in cases)
+    suite = ElementTree.Element(
+        "testsuite", name="attnspan doctor", tests=str(len(cases)), failures=str(failures)
+    )
+    for kind, what, text, fails in cases:
+        case = ElementTree.SubElement(suite, "testcase", classname=diagnosis.subject, name=f"{kind}: {what}")
+        if fails:
+            ElementTree.SubElement(case, "failure", message=what).text = text
+        else:
+            ElementTree.SubElement(case, "system-out").text = text
+    write_whole(path, ElementTree.tostring(suite, encoding="unicode", xml_declaration=True))
+
+
+def write_page(diagnosis: Diagnosis, path: Path) -> None:
+    """Write one HTML file: findings, timeline, mask and matrix. It loads nothing from anywhere.
+
+    Raises:
+        ModuleNotFoundError: jinja2 or plotly is not installed (the extra ``bench``).
+    """
+    sections = [_section(i, x) for i, x in enumerate(diagnosis.findings, 1)]
+    sections += [
+        x
+        for x in (_measured(diagnosis), _timeline(diagnosis), _mask(diagnosis), _matrix(diagnosis))
+        if x is not None
+    ]
+    counts: dict[str, int] = {}
+    for x in diagnosis.findings:
+        counts[x.severity] = counts.get(x.severity, 0) + 1
+    words = {
+        "stops": "stops the examination",
+        "wrong": "wrong results",
+        "compile": "of the compiler",
+        "slow": "time and memory",
+        "note": "notes",
+    }
+    cards: list[tuple[str, str, list[str]]] = [(words[k], str(n), []) for k, n in counts.items()] or [
+        ("findings", "none", ["nothing is wrong"])
+    ]
+    Page(
+        title=f"attnspan doctor: {diagnosis.subject.rpartition(': ')[0] or diagnosis.subject}",
+        lead=_LEAD,
+        sections=sections,
+        environment=diagnosis.environment,
+        glance="findings by what they cost, and what was measured.",
+        cards=cards,
+        complete=diagnosis.complete,
+    ).write(path)
+
+
+def _section(number: int, finding: Finding) -> Section:
+    rows = tuple((Entry(k), Entry(v)) for k, v in rows_of(finding))
+    caption = f"{finding.kind}, seen {finding.count} times" if finding.count > 1 else finding.kind
+    table = Table(caption, ("", "finding"), rows, frozenset({"", "finding"}))
+    return Section(f"finding-{number}", f"{number}. {finding.kind}", finding.what, table=table)
+
+
+def _measured(diagnosis: Diagnosis) -> Section | None:
+    rows = tuple((Entry(k), Entry(v)) for k, v in facts_of(diagnosis))
+    table = Table("Of the steps that were run", ("", "measured"), rows, frozenset({"", "measured"}))
+    return Section("measured", "Measured", "What ran, and how often.", table=table) if rows else None
+
+
+def _timeline(diagnosis: Diagnosis) -> Section | None:
+    """When what was compiled, and how long the steps took."""
+    facts = diagnosis.facts.get("compiled", {})
+    events = facts.get("timeline", [])
+    if not events:
+        return None
+    first, names = min(x[1] for x in events), [plain(f"{i}. {x[0]}") for i, x in enumerate(events, 1)]
+    bars = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": name,
+            "y": [y for y, x in zip(names, events, strict=True) if x[3] == forward],
+            "base": [x[1] - first for x in events if x[3] == forward],
+            "x": [x[2] - x[1] for x in events if x[3] == forward],
+            "marker": {"color": color},
+        }
+        for name, forward, color in (("forward", True, "@ours"), ("backward", False, "@peer1"))
+    ]
+    steps = facts.get("step seconds", [])
+    layout = {
+        "xaxis": axis("seconds"),
+        "yaxis": {"autorange": "reversed", "categoryarray": names},
+        "barmode": "overlay",
+    }
+    chart = Chart(
+        "Compilations", "A bar for each compilation of a frame", f"{len(events)} compilations", bars, layout,
+        height=max(220, 26 * len(events) + 90),
+    )  # fmt: skip
+    last = [
+        {
+            "type": "bar",
+            "x": list(range(1, len(steps) + 1)),
+            "y": steps,
+            "marker": {"color": "@ours"},
+            "name": "step",
+        }
+    ]
+    layout = {"xaxis": axis("step", dtick=1), "yaxis": axis("seconds", log=True)}
+    again = Chart(
+        "Steps", "A step that is far above the last one compiles", f"{len(steps)} steps", last, layout
+    )
+    lead = "Tracing and compiling, by frame, and the time of each step."
+    return Section("timeline", "Timeline", lead, (chart, again), layout="single")
+
+
+def _mask(diagnosis: Diagnosis) -> Section | None:
+    rows = diagnosis.facts.get("eager", {}).get("mask")
+    if not rows:
+        return None
+    data = [
+        {
+            "type": "heatmap",
+            "z": [[int(x) for x in row] for row in rows],
+            "showscale": False,
+            "colorscale": [[0, "#80808033"], [1, "#2f86c5"]],
+            "xgap": 0,
+            "ygap": 0,
+        }
+    ]
+    layout: dict[str, Any] = {
+        "xaxis": axis("key"),
+        "yaxis": axis("query", autorange="reversed", scaleanchor="x"),
+    }
+    seen = sum(row.count("1") for row in rows) / max(sum(map(len, rows)), 1)
+    chart = Chart(
+        "Who sees whom", f"{seen:.0%} of the pairs are visible", "the mask", data, layout, height=380
+    )
+    return Section(
+        "mask", "Mask", "Of the last call of attention, first batch row, any head.", (chart,), layout="single"
+    )
+
+
+def _matrix(diagnosis: Diagnosis) -> Section | None:
+    """The combinations of features as a heat map, and a row for each."""
+    cells = diagnosis.cells
+    if not cells:
+        return None
+    across = list(dict.fromkeys(_checkpointing(x) for x in cells))
+    down = list(dict.fromkeys(x["compile"] for x in cells))
+    results = {(x["compile"], _checkpointing(x)): float(not x["result"]) for x in cells}
+    data = [
+        {
+            "type": "heatmap",
+            "x": [plain(x) for x in across],
+            "y": [plain(y) for y in down],
+            "z": [[results.get((y, x)) for x in across] for y in down],
+            "zmin": 0,
+            "zmax": 1,
+            "showscale": False,
+            "colorscale": [[0, "#c44601"], [1, "#009e73"]],
+            "xgap": 3,
+            "ygap": 3,
+        }
+    ]
+    names, failed = tuple(cells[0]), sum(bool(x["result"]) for x in cells)
+    layout = {"xaxis": axis("checkpointing"), "yaxis": axis("compile", autorange="reversed")}
+    note = "Green passes, red fails, empty was not run"
+    chart = Chart("Combinations", note, f"{failed} of {len(cells)} combinations fail", data, layout)
+    rows = tuple(
+        tuple(Entry(x[name] or "ok", badge="fails" if name == "result" and x[name] else "") for name in names)
+        for x in cells
+    )
+    table = Table("A row for each combination", names, rows, frozenset(names))
+    lead = f"{failed} of {len(cells)} combinations fail."
+    return Section("matrix", "Features", lead, (chart,), table, layout="single")
+
+
+def _checkpointing(cell: dict[str, str]) -> str:
+    return cell["checkpoint"] if cell["checkpoint"] == "none" else f"{cell['checkpoint']}, {cell['order']}"

@@ -1,0 +1,229 @@
+"""The parts of an examination, each run in a process of its own."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from attnspan_lab.doctor.attention import findings_of
+from attnspan_lab.doctor.compiler import CompilerLog, compile_error
+from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.matrix import Cell, all_cells, covering, run_cells, smallest
+from attnspan_lab.doctor.parity import parity
+from attnspan_lab.doctor.places import lines_in
+from attnspan_lab.doctor.ranks import compare_ranks
+from attnspan_lab.doctor.steps import (
+    compiled_form,
+    copied,
+    forward_runs,
+    outcome_of,
+    run_compiled,
+    step_runs,
+)
+from attnspan_lab.doctor.subject import Subject
+from attnspan_lab.doctor.swap import implementation, swapped
+from attnspan_lab.doctor.trials import recompiles_in, tried
+from attnspan_lab.doctor.watch import Attention, watching
+from attnspan_lab.zoo.step import Outcome, differences
+from attnspan_lab.zoo.watch import profiled
+
+__all__ = ["STAGES", "Say", "compiled", "cure", "eager", "features", "parity", "ranks"]
+
+Say = Callable[..., None]
+_OPERATOR = "attnspan::attention"
+
+
+def eager(subject: Subject, say: Say, backend: str) -> None:
+    """Watch the model's own steps."""
+    del backend
+    calls = largest = 0
+    for batch in _distinct(subject)[:3]:
+        backward = True
+        try:
+            seconds = _timed(subject, batch)
+        except Exception as error:
+            say(finding=_raised(error, "eager"))
+            if not forward_runs(subject, batch):
+                return
+            backward, seconds = False, 0.0
+        with watching(subject.rows(batch)) as watcher, torch.set_grad_enabled(backward):
+            subject.step(subject.model, batch, backward=backward)
+        for finding in findings_of(watcher, subject, batch, seconds):
+            say(finding=replace(finding, stage="eager"))
+        calls, largest = max(calls, len(watcher.calls)), max(largest, watcher.largest)
+        say(facts={"attention calls": calls, "sites": _sites(watcher.calls), "largest tensor": largest})
+        if (picture := _picture(watcher.calls)) is not None:
+            say(facts={"mask": picture})
+
+
+def _timed(subject: Subject, batch: Any) -> float:
+    """Seconds of the second of two eager steps."""
+    with torch.compiler.set_stance("force_eager"):
+        subject.step(subject.model, batch)
+        start = time.perf_counter()
+        subject.step(subject.model, batch)
+    return time.perf_counter() - start
+
+
+def _sites(calls: list[Attention]) -> list[list[str]]:
+    """Which kernel ran at each line, and how often."""
+    found = Counter((str(x.place or "?"), x.kernel or f"{x.kind}, which stores all scores") for x in calls)
+    return [[place, kernel, str(count)] for (place, kernel), count in found.items()]
+
+
+def _picture(calls: list[Attention]) -> list[str] | None:
+    """Which keys the first batch row of the last call sees, a string of 0 and 1 for each row."""
+    shown = [x.visible for x in calls if x.visible is not None and max(x.visible.shape[1:]) <= 256]
+    return ["".join("01"[int(x)] for x in row) for row in shown[-1][0].tolist()] if shown else None
+
+
+def _distinct(subject: Subject) -> list[Any]:
+    """One batch of each shape."""
+    found: dict[Any, Any] = {}
+    for batch in [*subject.more, *subject.batches]:
+        found.setdefault(tuple((k, tuple(x.shape)) for k, x in subject.named(batch).items()), batch)
+    return list(found.values())
+
+
+def _raised(error: BaseException, stage: str) -> Finding:
+    places = lines_in("".join(traceback.format_exception(error)))
+    text = (str(error).strip().splitlines() or [""])[0][:200]
+    remedy = ""
+    if "FlexAttention does not support backward on CPU" in str(error):
+        remedy = "Train on a GPU, or call attnspan.torch.attention, which has a backward pass on CPUs"
+    what = f"The model's own step raises {type(error).__name__}: {text}"
+    return Finding("error", what, tuple(places[:3]), remedy=remedy, stage=stage)
+
+
+def compiled(subject: Subject, say: Say, backend: str, attention: str = "own") -> None:
+    """Compile the model, or leave it as it compiles itself, and run all batches.
+
+    Args:
+        subject, say, backend: As of every stage.
+        attention: "own", or "identity": whether what fails is attention's. Said only if no call is left.
+    """
+    stage, before = ("compiled", copied(subject)) if attention == "own" else ("without attention", subject)
+    seen = [] if attention == "own" else _attention_in(subject)
+    with swapped(attention), implementation(subject.model, attention):
+        left = [] if attention == "own" else _attention_in(subject)
+        if attention != "own":
+            say(facts={"lines": sorted({line for x in seen for line in x.lines})}, stage=stage)
+        if attention != "own" and (left or not seen):
+            kernels = ", ".join(sorted({x.kernel or x.kind for x in left}))
+            say(facts={"left": kernels or "no call of it can be seen"}, stage=stage)
+            return
+        log, error, seconds = run_compiled(subject, backend)
+    say(facts=_facts(log, seconds), stage=stage)
+    if error is not None:
+        say(finding=replace(compile_error(error, stage), stage=stage))
+    for finding in log.breaks:
+        say(finding=replace(finding, stage=stage))
+    for finding in recompiles_in(log) if len(seconds) == len(subject.batches) else ():
+        said = tried(finding, log, before, backend) if attention == "own" else ""
+        say(finding=replace(finding, stage=stage, tried=said))
+
+
+def _attention_in(subject: Subject) -> list[Attention]:
+    """The calls of attention in a forward pass."""
+    batch = subject.batches[0]
+    with watching(subject.rows(batch)) as watcher, torch.no_grad():
+        subject.step(subject.model, batch, backward=False)
+    return watcher.calls
+
+
+def _facts(log: CompilerLog, seconds: list[float]) -> dict[str, Any]:
+    return {
+        "graphs": log.forward_graphs,
+        "breaks": len(log.breaks),
+        "recompiles": len(log.recompiles),
+        "compile seconds": log.compile_seconds,
+        "step seconds": seconds,
+        "timeline": [(x.function, x.start, x.end, x.forward, x.operators) for x in log.graphs],
+    }
+
+
+def cure(subject: Subject, say: Say, backend: str) -> None:
+    """Run compiled steps with the model's own attention and with attnspan's, and compare."""
+    after, left = copied(subject), list[Finding]()
+    with swapped("attnspan"), implementation(after.model, "attnspan"):
+        eager(after, lambda **what: left.append(what["finding"]) if "finding" in what else None, backend)
+        found, out, failures = _measured(after, backend)
+    # What the model's own attention does may end the process: this is said before.
+    say(facts={"attnspan": found, "left": [x.label for x in (*left, *failures)]}, stage="cure")
+    before, want, _ = _measured(subject, backend)
+    say(facts={"own": before}, stage="cure")
+    if want is None or out is None:
+        return
+    output, gradient = differences(out, want)
+    say(facts={"difference": [output, gradient]}, stage="cure")
+
+
+def _measured(subject: Subject, backend: str) -> tuple[dict[str, Any], Outcome | None, list[Finding]]:
+    """Breaks, recompilations and graphs of all batches; seconds and bytes of the last step; what fails."""
+    log, error, _ = run_compiled(subject, backend)
+    found: dict[str, Any] = {"graphs": log.forward_graphs, "breaks": len(log.breaks)}
+    found |= {"recompiles": len(log.recompiles), "error": str(error)[:200] if error else ""}
+    failures = [*log.breaks, *recompiles_in(log)]
+    if error is not None:
+        return found, None, [compile_error(error, "cure"), *failures]
+    model, batch = compiled_form(subject.model, backend), subject.batches[-1]
+    with torch.set_grad_enabled(step_runs(subject, batch)):
+        outcome = outcome_of(subject, model, batch)
+        seconds = []
+        for _ in range(5):
+            start = time.perf_counter()
+            subject.step(model, batch)
+            seconds.append(time.perf_counter() - start)
+        _, calls, peak = profiled(lambda: subject.step(model, batch))
+    found |= {"step seconds": min(seconds), "peak bytes": peak, "attnspan calls": calls.get(_OPERATOR, 0)}
+    return found, outcome, failures
+
+
+def features(subject: Subject, say: Say, backend: str) -> None:
+    """Run the model with the compiler and checkpointing combined, and find the smallest that fails."""
+    cells = all_cells(("own",), ("one",))
+    known: dict[Cell, str] = {}
+
+    def failure(cell: Cell) -> str:
+        if cell not in known:
+            known[cell] = next(run_cells([cell], backend=backend, subject=subject))[1]
+            say(cell={**{k: v for k, v in asdict(cell).items() if k != "mask"}, "result": known[cell]})
+        return known[cell]
+
+    failing = next((x for x in covering(cells) if failure(x)), None)
+    if failing is not None:
+        least = smallest(failing, lambda x: bool(failure(x)))
+        what = f"Fails with {least}, and with no part of it"
+        what = what if least != Cell("own") else "Two eager steps of one batch differ, without any feature"
+        say(finding=Finding("combination", what, (), (failure(least),), stage="features"))
+
+
+def ranks(subject: Subject, say: Say, backend: str) -> None:
+    """Run the model's step on two ranks and on one, and compare."""
+    del backend
+    step = subject.expected.get("step")
+    if step is None:
+        what = "There is no step to compare: the factory's expectations have no 'step'"
+        say(finding=Finding("environment", what, remedy="Return one: step(batch, mesh) of named tensors"))
+        return
+    for finding in compare_ranks(subject):
+        say(finding=replace(finding, stage="ranks"))
+
+
+#: What can be run, by name.
+STAGES: dict[str, Callable[[Subject, Say, str], None]] = {
+    "eager": eager,
+    "compiled": compiled,
+    "without attention": partial(compiled, attention="identity"),
+    "parity": parity,
+    "cure": cure,
+    "features": features,
+    "ranks": ranks,
+}

@@ -1,0 +1,87 @@
+"""Steps of a subject, eager and compiled, and copies of it that may be changed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnspan_lab.doctor.compiler import CompilerLog
+from attnspan_lab.doctor.subject import Subject
+from attnspan_lab.zoo.step import Outcome
+
+__all__ = ["compiled_form", "copied", "forward_runs", "outcome_of", "run_compiled", "step_runs"]
+
+
+def forward_runs(subject: Subject, batch: Any) -> bool:
+    """Whether an eager forward pass does not raise."""
+    try:
+        with torch.no_grad():
+            subject.step(subject.model, batch, backward=False)
+    except Exception:
+        return False
+    return True
+
+
+def copied(subject: Subject) -> Subject:
+    """A copy whose model can be changed; the subject itself if its modules cannot be copied."""
+    try:
+        return subject.copy()
+    except Exception:
+        return subject
+
+
+def run_compiled(
+    subject: Subject, backend: str, *, dynamic: bool | None = None
+) -> tuple[CompilerLog, BaseException | None, list[float]]:
+    """Run all batches; what the compiler did, what it raised, and the seconds of each step that ran."""
+    torch._dynamo.reset()
+    log, seconds, failed = CompilerLog(), [], None
+    model = compiled_form(subject.model, backend, dynamic)
+    with log:
+        for batch in subject.batches:
+            start = time.perf_counter()
+            try:
+                subject.step(model, batch)
+            except Exception as error:
+                failed = error
+                if not step_runs(subject, batch):
+                    failed = None  # Eager code raises the same, which another finding says.
+                    try:
+                        with torch.no_grad():
+                            subject.step(model, batch, backward=False)
+                        continue
+                    except Exception as again:
+                        failed = again if forward_runs(subject, batch) else None
+                break
+            seconds.append(time.perf_counter() - start)
+    return log, failed, seconds
+
+
+def step_runs(subject: Subject, batch: Any) -> bool:
+    """Whether an eager step does not raise."""
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            subject.step(subject.model, batch)
+    except Exception:
+        return False
+    return True
+
+
+def compiled_form(model: nn.Module, backend: str, dynamic: bool | None = None) -> Callable[..., Any]:
+    """The compiled model, or the model itself where it compiles itself or parts of itself."""
+    compiles = any(
+        getattr(x, "_compiled_call_impl", None) or type(x).__name__ == "OptimizedModule"
+        for x in model.modules()
+    )
+    return model if compiles else torch.compile(model, backend=backend, dynamic=dynamic)
+
+
+def outcome_of(subject: Subject, model: Callable[..., Any], batch: Any) -> Outcome:
+    """What a step computes, with random numbers of one seed."""
+    torch.manual_seed(0)
+    results = subject.step(model, batch)
+    return Outcome({k: x.detach().double().clone() for k, x in results.items()}, subject.gradients())

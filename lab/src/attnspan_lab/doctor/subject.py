@@ -1,0 +1,305 @@
+"""What is examined: a model and its batches, from a factory, a class of a library, or a script."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from attnspan.errors import OptionError, expect
+from attnspan_lab.zoo.step import documents_of, objective, results_of
+
+__all__ = ["MOST_BATCHES", "Subject", "load"]
+
+#: Batches that are taken: more than the compiler's default limit of recompilations.
+MOST_BATCHES = 12
+_FACTORY = "a factory that returns (model, batches), or (model, batches, expectations)"
+_EXPECTED = ("causal", "documents", "step")
+
+
+@dataclass
+class Subject:
+    """A model and what it is called with.
+
+    Attributes:
+        model: Called with a batch: ``model(**batch)``, ``model(*batch)`` or ``model(batch)``.
+        batches: As the factory gave them, at most `MOST_BATCHES`.
+        expected: What the factory says of the model: "causal", a bool; "documents", a function from a batch
+            to the number of each token's document, integer (B, S); "step", as for
+            `attnspan.testing.assert_same_as_one_rank`.
+        target: The name that it was loaded by.
+        more: Batches of other kinds, which only eager steps see.
+    """
+
+    model: nn.Module
+    batches: list[Any]
+    expected: dict[str, Any] = field(default_factory=dict)
+    target: str = ""
+    more: list[Any] = field(default_factory=list)
+
+    def call(self, model: Callable[..., Any], batch: Any) -> Any:
+        """The model's result for a copy of a batch."""
+        batch = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, batch)
+        if isinstance(batch, Mapping):
+            return model(**batch)
+        return model(*batch) if isinstance(batch, Sequence) else model(batch)
+
+    def results(self, out: Any, batch: Any) -> dict[str, Tensor]:
+        """The floating results of a model, without rows of padding; a scalar loss counts."""
+        found = results_of(out, batch if isinstance(batch, Mapping) else {})
+        leaves = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.is_floating_point()]
+        return found or {str(i): x for i, x in enumerate(leaves)}
+
+    def step(self, model: Callable[..., Any], batch: Any, *, backward: bool = True) -> dict[str, Tensor]:
+        """One step: the results, and gradients in the parameters if there are any to compute."""
+        self.model.zero_grad(set_to_none=True)
+        results = self.results(self.call(model, batch), batch)
+        if backward and any(x.requires_grad for x in results.values()):
+            objective(results).backward()  # type: ignore[no-untyped-call]
+        return results
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Those that the last step left in the parameters, float64."""
+        return {name: x.grad.double() for name, x in self.model.named_parameters() if x.grad is not None}
+
+    def copy(self) -> Subject:
+        """One whose model can be changed; modules that hold what cannot be copied raise."""
+        return Subject(copy.deepcopy(self.model), self.batches, self.expected)
+
+    def named(self, batch: Any) -> dict[str, Any]:
+        """The tensors of a batch by name, or by position."""
+        items = batch.items() if isinstance(batch, Mapping) else enumerate(_listed(batch))
+        return {str(name): x for name, x in items if isinstance(x, Tensor)}
+
+    def rows(self, batch: Any) -> int:
+        """Batch rows: the first size of its first tensor."""
+        return next((len(x) for x in self.named(batch).values() if x.dim()), 1) or 1
+
+    def tokens(self, batch: Any) -> tuple[str, Tensor] | None:
+        """The tensor (B, S) or (B, S, D) of tokens, and its name."""
+        named = self.named(batch)
+        first = [
+            x for x in ("input_ids", "inputs_embeds", "hidden_states", "x", "tokens", "idx") if x in named
+        ]
+        for name in [*first, *named]:
+            x = named[name]
+            if (x.dim() == 2 and not x.is_floating_point() and x.dtype != torch.bool) or (
+                x.dim() == 3 and x.is_floating_point()
+            ):
+                return name, x
+        return None
+
+    def with_tokens(self, batch: Any, name: str, tokens: Tensor) -> Any:
+        """The batch with other tokens."""
+        if isinstance(batch, Mapping):
+            return {**batch, name: tokens}
+        listed = _listed(batch)
+        listed[int(name)] = tokens
+        return tokens if isinstance(batch, Tensor) else listed
+
+    def documents(self, batch: Any) -> Tensor | None:
+        """The number of each token's document, (B, S), where the batch says it and has several."""
+        if "documents" in self.expected:
+            return torch.as_tensor(self.expected["documents"](batch))
+        named = self.named(batch)
+        names = (
+            "segment_ids",
+            "document_ids",
+            "doc_ids",
+            "document_id",
+            "seq_ids",
+            "sequence_ids",
+            "seq_idx",
+        )
+        found = next((named[x] for x in names if x in named and named[x].dim() == 2), None)
+        if found is None and "position_ids" in named and named["position_ids"].dim() in (2, 3):
+            found = documents_of(named)
+        several = found is not None and bool((found != found[:, :1]).any())
+        return found if several else None
+
+    def valid(self, batch: Any) -> Tensor | None:
+        """Bool (B, S): tokens that are no padding, where the batch has a mask that says so."""
+        tokens = self.tokens(batch)
+        fits = [x for x in self.masks(batch) if tokens is not None and x.shape == tokens[1].shape[:2]]
+        return fits[0] if fits and not bool(fits[0].all()) else None
+
+    def masks(self, batch: Any) -> list[Tensor]:
+        """Masks of padding in a batch, bool (B, S), true for what is no padding."""
+        return [
+            x == 0 if "padding" in name else x != 0
+            for name, x in self.named(batch).items()
+            if "mask" in name and x.dim() == 2 and bool(((x == 0) | (x == 1)).all())
+        ]
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the model says that tokens do not see later ones."""
+        if "causal" in self.expected:
+            return bool(self.expected["causal"])
+        config = getattr(self.model, "config", None)
+        decoder = bool(getattr(config, "is_decoder", False)) and not getattr(
+            config, "is_encoder_decoder", False
+        )
+        return decoder or "CausalLM" in type(self.model).__name__
+
+
+def _listed(batch: Any) -> list[Any]:
+    return list(batch) if isinstance(batch, (tuple, list)) else [batch]
+
+
+def load(target: str, arguments: Sequence[str] = ()) -> Subject:
+    """The subject that a name stands for.
+
+    Args:
+        target: ``package.module:factory`` or ``file.py:factory``; a class of transformers or diffusers, which
+            is made tiny; or a script ``train.py``, whose first compiled model is examined.
+        arguments: Of the script.
+
+    Raises:
+        OptionError: There is no such module, function or class, or a factory returns something else. What the
+            factory itself raises goes through.
+    """
+    if target.endswith(".py") and ":" not in target:
+        return _of_script(target, arguments)
+    if ":" not in target:
+        return _of_library(target)
+    module, _, name = target.rpartition(":")
+    pid = os.getpid()
+    made = _attribute(_module(module), module, name)
+    made = made() if callable(made) and not isinstance(made, nn.Module) else made
+    if os.getpid() != pid:
+        os._exit(0)  # The factory forked and returned twice; its parent goes on.
+    return _subject(made, target)
+
+
+def _module(name: str) -> Any:
+    if name.endswith(".py"):
+        path = Path(name).resolve()
+        expect(path.is_file(), name, "a file", "none", "Name a file or a module")
+        sys.path.insert(0, str(path.parent))
+        name = path.stem
+    else:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        own = error.name is not None and (name == error.name or name.startswith(f"{error.name}."))
+        if not own:
+            raise
+        got, remedy = f"no module {error.name!r}", "Run from the folder that holds it, or install its package"
+        raise OptionError(name, expected="a module", got=got, remedy=remedy) from None
+
+
+def _attribute(module: Any, where: str, name: str) -> Any:
+    found = getattr(module, name, None)
+    got, remedy = f"no {name!r} in it", "Name a function of the module after the colon"
+    expect(found is not None, where, "a factory", got, remedy)
+    return found
+
+
+def _subject(made: Any, what: str) -> Subject:
+    got = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
+    fits = isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0])
+    expect(fits, what, _FACTORY, got, "Return the two in a tuple")
+    model, batches, *rest = made
+    expect(
+        isinstance(model, nn.Module), what, "a torch.nn.Module first", type(model).__name__, "Wrap it in one"
+    )
+    expected: Mapping[str, Any] = rest[0] if rest else {}
+    known = isinstance(expected, Mapping) and set(expected) <= set(_EXPECTED)
+    wanted = f"expectations, a dict with some of {', '.join(_EXPECTED)}"
+    expect(known, what, wanted, str(expected)[:80], "Use these names")
+    wanted = "an iterable of batches: dicts of arguments, tuples, or tensors"
+    iterable = isinstance(batches, Iterable) and not isinstance(batches, (Tensor, Mapping, str))
+    expect(iterable, what, wanted, type(batches).__name__, "Return a list of batches, or a generator")
+    taken = list(islice(batches, MOST_BATCHES))
+    expect(taken, what, wanted, "no batch", "Yield at least one; lengths that vary show recompilations")
+    for batch in taken:
+        fits = isinstance(batch, (Mapping, tuple, list, Tensor))
+        expect(fits, what, wanted, f"a batch of type {type(batch).__name__}", "Yield such batches")
+    return Subject(model, taken, dict(expected), what)
+
+
+def _of_library(name: str) -> Subject:
+    """A class of transformers or diffusers, or a model type, with the zoo's tiny configuration."""
+    from attnspan_lab.zoo.measure import SOURCES, TOKENS, collect
+
+    plain = name.lower().replace("_", "").replace("-", "")
+    for architecture in collect(SOURCES):
+        own = architecture.name.lower().replace("_", "").replace("-", "")
+        if not plain.startswith(own):
+            continue
+        try:
+            model = architecture.make("sdpa", "tiny")
+        except ValueError:  # It has no attention by torch's function.
+            model = architecture.make("eager", "tiny")
+        if name in (architecture.name, type(model).__name__):
+            batches, more = (
+                [x for kind, n in some if (x := architecture.batch(kind, n, "tiny")) is not None]
+                for some in ([("plain", n) for n in TOKENS], [(x, TOKENS[0]) for x in ("packed", "padded")])
+            )
+            return Subject(model, batches or more[:1], target=name, more=more)
+    remedy = "See attnspan zoo --list, or write pkg.module:factory"
+    got = repr(name)
+    raise OptionError("attnspan doctor", expected="a class or model type of the zoo", got=got, remedy=remedy)
+
+
+class _Found(BaseException):
+    """Ends a script once its compiled model has seen enough batches."""
+
+
+def _of_script(path: str, arguments: Sequence[str]) -> Subject:
+    """Run a script until the first model that it compiles was called with enough batches, or it ends."""
+    expect(Path(path).is_file(), path, "a script", "no such file", "Name it as you would for python")
+    seen, before = Subject(nn.Identity(), []), (torch.compile, nn.Module.compile, sys.argv)
+
+    def record(model: nn.Module, args: Any, kwargs: Any) -> None:
+        batch = dict(kwargs) if kwargs and not args else _bound(model, args, kwargs)
+        seen.batches.append(tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, batch))
+        if len(seen.batches) >= MOST_BATCHES:
+            raise _Found
+
+    def watched(model: Any = None, **options: Any) -> Any:
+        """The model itself, uncompiled: what it is called with is noted."""
+        if not isinstance(model, nn.Module) or seen.model is model or hooks:
+            return before[0](model, **options)
+        seen.model = model
+        # What torch.compile returns has the model under this name.
+        model.__dict__["_orig_mod"] = model
+        hooks.append(model.register_forward_pre_hook(record, with_kwargs=True))
+        return model
+
+    hooks: list[Any] = []
+    torch.compile, sys.argv = watched, [path, *arguments]
+    nn.Module.compile = lambda self, **options: watched(self, **options) and None  # type: ignore[method-assign]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except (_Found, SystemExit):
+        pass
+    finally:
+        torch.compile, nn.Module.compile, sys.argv = before  # type: ignore[method-assign]
+        for hook in hooks:
+            hook.remove()
+        seen.model.__dict__.pop("_orig_mod", None)
+    got, remedy = "none that was called", "Compile it by torch.compile(model), or name a factory"
+    expect(seen.batches, path, "a script that compiles a model", got, remedy)
+    return seen
+
+
+def _bound(model: nn.Module, args: Any, kwargs: Any) -> Any:
+    if not kwargs:
+        return args
+    return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)

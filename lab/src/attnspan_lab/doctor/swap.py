@@ -1,0 +1,141 @@
+"""Another function in the place of attention, wherever a module has bound it."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnspan import from_block_mask, full
+from attnspan.torch import attention, scaled_dot_product_attention
+from attnspan_lab.zoo.torch_attention import identity
+
+__all__ = ["SWAPS", "implementation", "swapped"]
+
+_REGISTERED_BY = {
+    "attnspan": "attnspan.integrations.transformers",
+    "identity": "attnspan_lab.zoo.transformers",
+}
+
+
+def _flex() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention
+
+
+def _identity_of_attnspan(q: Tensor, k: Tensor, v: Tensor, *, layout: str = "bhsd", **_: Any) -> Tensor:
+    if layout == "bhsd":
+        return identity(q, k, v)
+    if v.shape[1] == q.shape[1]:
+        return v.repeat_interleave(q.shape[-2] // v.shape[-2], -2)
+    return q[..., : v.shape[-1]]
+
+
+def _flex_as_attnspan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+) -> Any:
+    """FlexAttention's call by attnspan; a score_mod has no translation, and raises."""
+    del enable_gqa, kernel_options
+    if score_mod is not None:
+        raise NotImplementedError(
+            "score_mod: name the change of the scores, bias=alibi(...), relative(...) or softcap="
+        )
+    mask = full() if block_mask is None else from_block_mask(block_mask)
+    out, lse = attention(query, key, value, mask=mask, scale=scale, return_lse=True)
+    return (out, lse) if return_lse else out
+
+
+#: What stands in for torch's function, FlexAttention and attnspan's own, by name.
+SWAPS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
+    "identity": (identity, lambda q, k, v, *_, **__: identity(q, k, v), _identity_of_attnspan),
+    "attnspan": (scaled_dot_product_attention, _flex_as_attnspan, attention),
+}
+
+
+@contextmanager
+def swapped(name: str) -> Iterator[None]:
+    """Replace torch's function, FlexAttention and attnspan's in every module that has bound them.
+
+    Args:
+        name: One of `SWAPS`, or "own": nothing is replaced.
+    """
+    if name == "own":
+        yield
+        return
+    originals = (F.scaled_dot_product_attention, _flex(), attention)
+    # The compiler's table of torch's functions, by name, is made at its first look: not of what stands in.
+    torch._dynamo.trace_rules.lookup(originals[0])
+    instead = dict(zip(map(id, originals), SWAPS[name], strict=True))
+    own = {id(x) for x in SWAPS[name]}
+    bound: list[tuple[dict[str, Any], str, Any]] = []
+    # Of attnspan, only the name that users call: its own modules call each other.
+    modules = [
+        x
+        for key, x in list(sys.modules.items())
+        if key == "attnspan.torch" or not key.startswith(("attnspan", "torch._dynamo"))
+    ]
+    for module in modules:
+        names = getattr(module, "__dict__", None)
+        for key, value in list(names.items()) if isinstance(names, dict) else ():
+            if id(value) in instead and id(value) not in own:
+                bound.append((names, key, value))  # type: ignore[arg-type]
+    for names, key, value in bound:
+        names[key] = instead[id(value)]
+    try:
+        yield
+    finally:
+        for names, key, value in bound:
+            names[key] = value
+        torch._dynamo.reset()
+
+
+@contextmanager
+def implementation(model: nn.Module, name: str) -> Iterator[None]:
+    """Set the attention of a model of transformers; any other model is left as it is.
+
+    Args:
+        model: Changed until the end.
+        name: Of `SWAPS`, or one that transformers knows.
+    """
+    choose = getattr(model, "set_attn_implementation", None)
+    if choose is None or name == "own":
+        yield
+        return
+    if name in _REGISTERED_BY:
+        importlib.import_module(_REGISTERED_BY[name])
+    before = model.config._attn_implementation  # type: ignore[union-attr]
+    with _quiet():
+        choose(name)
+    try:
+        yield
+    finally:
+        with _quiet():
+            choose(before)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the log of transformers, which says again where a choice cannot be made."""
+    logger = logging.getLogger("transformers")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,438 @@
+"""Watches eager steps: every call of attention, what it was given, and what was copied on the way.
+
+Attention that is written out is found by its data: a product of two tensors whose softmax meets a third.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import attnspan
+from attnspan import Spans
+from attnspan_lab.doctor.places import Place, is_direct, lines_here, lines_in, on_stack, place_here
+
+__all__ = ["Attention", "Watcher", "watching"]
+
+# Scores at or below this are hidden: -inf, the smallest numbers of dtypes, and the -1e4 of half precision.
+_HIDDEN = -9e3
+_PRODUCTS = ("bmm", "matmul", "baddbmm")
+_SOFTMAX = ("_softmax", "_safe_softmax", "exp", "softmax")
+_COPIES = ("clone", "_reshape_copy", "repeat", "expand_copy", "contiguous", "index_select", "cat")
+_CHECKPOINT = torch.utils.checkpoint.__file__
+_ATTNSPAN = str(Path(attnspan.__file__).parent)
+_PAIRS = 2**24  # most pairs of which the visible ones are kept
+
+
+@dataclass(eq=False)
+class Attention:
+    """One call of attention.
+
+    Attributes:
+        kind: "sdpa", "flex", "attnspan", "custom" (another library's operator) or "written out".
+        kernel: The operator that ran; "" if scores were stored.
+        place: The user's line.
+        q, k: Shapes.
+        dtype: Of q.
+        recomputed: It ran in a backward pass, for checkpointing.
+        visible: Bool (B, Sq, Sk): what some head may see; None if unknown.
+        mask: Shape and place of a mask or bias with an entry for each pair, and whether it is floating.
+        mask_seconds: That operators took to make it.
+        hidden: (batch row, query) without a visible key.
+        repeated: Where keys or values were copied for more heads, and to how many bytes.
+        copied: Where q, k or v were copied to become contiguous, and the bytes.
+        upcast: Where numbers became wider.
+        softmax: Its softmax was seen.
+        keys: Which columns of the scores are keys, where sinks stand beside them.
+        reason: Why torch's fused kernels refuse the call.
+        lines: All lines of the user's that lead to the call, "file:line".
+    """
+
+    kind: str
+    kernel: str
+    place: Place | None
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    dtype: torch.dtype
+    recomputed: bool = False
+    visible: Tensor | None = None
+    mask: tuple[tuple[int, ...], Place | None, bool] | None = None
+    mask_bytes: int = 0
+    mask_seconds: float = 0.0
+    hidden: list[tuple[int, int]] = field(default_factory=list)
+    repeated: tuple[Place | None, int] | None = None
+    copied: tuple[Place | None, int] | None = None
+    upcast: Place | None = None
+    softmax: bool = False
+    keys: slice | None = None
+    reason: str = ""
+    lines: list[str] = field(default_factory=lines_here)
+
+    @property
+    def stores_scores(self) -> bool:
+        """Whether a tensor (..., Sq, Sk) was stored."""
+        return not self.kernel
+
+
+@dataclass
+class _Tag:
+    """What is known of a storage."""
+
+    made: Place | None
+    seconds: float
+    scores: Attention | None = None
+    repeated: tuple[Place | None, int] | None = None
+    copied: tuple[Place | None, int] | None = None
+    upcast: Place | None = None
+
+
+class _Function(TorchFunctionMode):
+    """Notes which of torch's functions an operator runs for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: tuple[Any, dict[str, Any]] | None = None
+
+    def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(fn, "__name__", "") != "scaled_dot_product_attention":
+            return fn(*args, **kwargs)
+        before, self.given = self.given, (args, kwargs)
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            self.given = before
+
+
+class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collects calls of attention, the first NaN and overflow, reads of values, and custom operators."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, batch: int = 1) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.batch, self.function = batch, _Function()
+        self.calls: list[Attention] = []
+        self.first_nan: tuple[str, tuple[int, ...], Place | None, bool] | None = None
+        self.first_overflow: Place | None = None
+        self.reads: dict[Place | None, int] = {}
+        self.custom: dict[str, tuple[Any, Any, Any, Any, Place | None]] = {}
+        self.largest = 0
+        self._tags: dict[int, _Tag] = {}
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, start = kwargs or {}, time.perf_counter()
+        out = op(*args, **kwargs)
+        inputs = [x for x in tree_leaves((args, kwargs)) if _is_plain(x)]
+        name, outs = _name(op), [x for x in tree_leaves(out) if _is_plain(x)]
+        self._note(op, name, args, kwargs, inputs, outs, time.perf_counter() - start)
+        return out
+
+    def _note(
+        self,
+        op: Any,
+        name: str,
+        args: Any,
+        kwargs: Any,
+        inputs: list[Tensor],
+        outs: list[Tensor],
+        spent: float,
+    ) -> None:
+        place = _place()
+        held = {_storage(x) for x in inputs}
+        known = [tag for x in inputs if (tag := self._tags.get(_storage(x))) is not None]
+        self._look_for_nan(name, inputs, outs, place)
+        # attnspan reads masks' arrays in eager mode only: compiled code has no such read.
+        if name == "_local_scalar_dense" and place is not None and not on_stack(_ATTNSPAN, place.file):
+            self.reads[place] = self.reads.get(place, 0) + 1
+        kind = self._fused_kind(op, name)
+        if kind:
+            self._fused(kind, op, args, kwargs, place)
+        scores = next((tag.scores for tag in known if tag.scores is not None), None)
+        for x in outs:
+            self.largest = max(self.largest, x.numel() * x.element_size())
+            if _storage(x) not in held:
+                self._tags[_storage(x)] = self._tag(name, x, inputs, known, place, spent)
+        if name in _PRODUCTS and len(inputs) > 1 and outs:
+            self._product(inputs[-2:], outs[0], scores, place)
+        elif scores is not None and not kind:
+            self._on_scores(name, inputs, outs, scores, place)
+        if _is_custom(op) and str(op) not in self.custom:
+            self.custom[str(op)] = (op, args, kwargs, outs, place)
+
+    def _tag(
+        self, name: str, x: Tensor, inputs: list[Tensor], known: list[_Tag], place: Place | None, spent: float
+    ) -> _Tag:
+        like = [
+            self._tags[_storage(y)] for y in inputs if _storage(y) in self._tags and y.numel() >= x.numel()
+        ]
+        # What made the operands of a mask is the time that the mask takes.
+        tag = _Tag(place, spent + sum(t.seconds for t in like))
+        if x.is_floating_point() and x.dim() > 1:
+            floats = [y.itemsize for y in inputs if y.is_floating_point() and y.dim() > 1]
+            same = next((t.upcast for t in known if t.upcast is not None), None)
+            narrow, wide = min(floats, default=0), max(floats, default=0)
+            tag.upcast = place if 0 < narrow < x.itemsize else same if wide <= x.itemsize else None
+        if name in _COPIES and inputs:
+            size, source = x.numel() * x.element_size(), inputs[0]
+            tag.repeated = next((t.repeated for t in known if t.repeated), None)
+            twice = name == "cat" and len({_storage(y) for y in inputs}) < len(inputs)
+            if (name != "cat" and x.numel() >= 2 * max(_distinct(source), 1)) or twice:
+                tag.repeated = (place, size)
+            elif name == "clone" and not source.is_contiguous() and x.is_contiguous() and is_direct():
+                tag.copied = (place, size)
+        return tag
+
+    def _product(
+        self, inputs: list[Tensor], out: Tensor, scores: Attention | None, place: Place | None
+    ) -> None:
+        if scores is not None:
+            if scores.softmax:
+                self._finish(scores, inputs)
+            return
+        q, k = inputs
+        if q.dim() > 2 and min(out.shape[-2:]) > 1:
+            call = Attention("written out", "", place, tuple(q.shape), tuple(k.shape), q.dtype)
+            if self.function.given is not None:
+                call.kind, call.reason = "sdpa", _refused(*self.function.given)
+            self._operands(call, [q, k])
+            self._tags[_storage(out)] = _Tag(place, 0.0, scores=call)
+
+    def _finish(self, call: Attention, inputs: list[Tensor]) -> None:
+        """The second product of attention that is written out: one of its operands is the values."""
+        if call in self.calls:
+            return
+        values = [x for x in inputs if (t := self._tags.get(_storage(x))) is None or t.scores is not call]
+        self._operands(call, values)
+        call.recomputed = _in_backward()
+        self.calls.append(call)
+
+    def _operands(self, call: Attention, inputs: list[Tensor]) -> None:
+        """Note how q, k or v were made."""
+        for x in inputs:
+            tag = self._tags.get(_storage(x))
+            if tag is not None:
+                call.repeated = call.repeated or tag.repeated
+                call.copied = call.copied or tag.copied
+                call.upcast = call.upcast or tag.upcast
+
+    def _on_scores(
+        self, name: str, inputs: list[Tensor], outs: list[Tensor], call: Attention, place: Place | None
+    ) -> None:
+        """What is done to scores, or to the weights that softmax makes of them."""
+        own = [x for x in inputs if (t := self._tags.get(_storage(x))) is not None and t.scores is call]
+        pairs = own[0].shape[-2:] if own[0].dim() > 1 else ()
+        for x in inputs:
+            two = x.dim() > 1 and min(x.shape[-2:]) > 1 and x.shape[-2:] == pairs
+            if two and not any(x is y for y in own) and not call.softmax:
+                self._mask(call, x)
+        if name in _SOFTMAX and not call.softmax:
+            call.softmax = True
+            seen = own[0].detach()
+            seen = seen if call.keys is None else seen[..., call.keys]
+            self._see(call, ~(seen <= _HIDDEN) if name != "exp" else None, seen)
+            call.hidden = call.hidden if call.keys is None else []  # Such rows see their sink.
+            if call.kind == "written out" and place is not None:
+                call.place = place
+        for x in outs:
+            sinks = name == "cat" and x.dim() > 1 and x.shape[:-1] == own[0].shape[:-1] and not call.softmax
+            if sinks:
+                before = next(i for i, y in enumerate(inputs) if y is own[0])
+                start = sum(y.shape[-1] for y in inputs[:before])
+                call.keys = slice(start, start + own[0].shape[-1])
+            if x.numel() == own[0].numel() or sinks:
+                self._tags[_storage(x)].scores = call
+
+    def _mask(self, call: Attention, x: Tensor) -> None:
+        tag = self._tags.get(_storage(x))
+        call.mask = tuple(x.shape), tag.made if tag else None, x.is_floating_point()
+        call.mask_bytes = _distinct(x) * x.element_size()
+        call.mask_seconds = tag.seconds if tag else 0.0
+
+    def _see(self, call: Attention, visible: Tensor | None, like: Tensor) -> None:
+        """Keep which pairs are visible, (B, Sq, Sk), and the rows that see nothing."""
+        if visible is None or prod(visible.shape) > _PAIRS or min(like.shape[-2:]) < 1:
+            return
+        visible = (
+            visible.expand(*visible.shape[:-2], *like.shape[-2:]).flatten(0, -3)
+            if visible.dim() > 2
+            else (visible.expand(*like.shape[-2:])[None])
+        )
+        rows = self.batch if visible.shape[0] % self.batch == 0 else 1
+        call.visible = visible.reshape(rows, -1, *visible.shape[-2:]).any(1)
+        call.hidden = [(int(b), int(s)) for b, s in (~call.visible.any(-1)).nonzero().tolist()]
+
+    def _fused_kind(self, op: Any, name: str) -> str:
+        if not isinstance(op, torch._ops.OpOverload):
+            return "flex" if name == "flex_attention" else ""
+        if "backward" in name:
+            return ""
+        if op.namespace == "aten":
+            fused = name.startswith(("_scaled_dot_product", "_flash_attention", "_efficient_attention"))
+            return "sdpa" if fused and not name.endswith("_math") else ""
+        if op.namespace == "attnspan":
+            return "attnspan" if name == "attention" else ""
+        return "custom" if "attention" in name or "attn" in name else ""
+
+    def _fused(self, kind: str, op: Any, args: Any, kwargs: Any, place: Place | None) -> None:
+        q, k, *_ = inputs = [x for x in tree_leaves(args) if _is_plain(x)][:3]
+        kernel = "" if kind == "flex" else str(op).removesuffix(".default")
+        call = Attention(kind, kernel, place, tuple(q.shape), tuple(k.shape), q.dtype)
+        call.recomputed = _in_backward()
+        self._operands(call, inputs)
+        if kind == "sdpa":
+            self._of_sdpa(call, op, args, kwargs, q, k)
+        elif kind == "flex":
+            self._of_flex(call, args, kwargs, q, k)
+        elif kind == "attnspan":
+            self._of_attnspan(call, op, args, kwargs)
+        self.calls.append(call)
+
+    def _of_sdpa(self, call: Attention, op: Any, args: Any, kwargs: Any, q: Tensor, k: Tensor) -> None:
+        given = _named(op, args, kwargs)
+        mask = next((given[x] for x in ("attn_mask", "attn_bias") if given.get(x) is not None), None)
+        sizes, causal = (q.shape[-2], k.shape[-2]), bool(given.get("is_causal"))
+        visible = torch.ones(self.batch, *sizes, dtype=torch.bool, device=q.device)
+        if causal:
+            visible = visible.tril()
+        if mask is not None:
+            source = self.function.given or ((), {})
+            own = [x for x in tree_leaves(source) if _is_plain(x)][3:4]
+            if mask.dim() > 1 and min(mask.shape[-2:]) > 1:
+                # torch makes a floating mask of a boolean one: the user's own line made that one.
+                self._mask(call, own[0] if own else mask)
+            shown = mask if mask.dtype == torch.bool else mask > _HIDDEN
+            visible = visible.unsqueeze(1) & shown.expand(*shown.shape[:-2], *sizes)
+        self._see(call, visible, torch.empty(sizes, device="meta"))
+
+    def _of_flex(self, call: Attention, args: Any, kwargs: Any, q: Tensor, k: Tensor) -> None:
+        mask_mod = next((x for x in reversed(_flat(args, kwargs)) if callable(x) and not _is_plain(x)), None)
+        if mask_mod is None or q.shape[-2] * k.shape[-2] * q.shape[0] > _PAIRS:
+            return
+        from torch.nn.attention.flex_attention import create_mask
+
+        try:
+            batch, heads, q_len = q.shape[:3]
+            visible = create_mask(mask_mod, batch, heads, q_len, k.shape[-2], device=str(q.device))
+        except Exception:
+            return  # The function is a score_mod, or reads more than indices.
+        self._see(call, visible, torch.empty(q.shape[-2], k.shape[-2], device="meta"))
+
+    def _of_attnspan(self, call: Attention, op: Any, args: Any, kwargs: Any) -> None:
+        given = _named(op, args, kwargs)
+        bounds, sizes = given.get("bounds"), (call.q[-2], call.k[-2])
+        if isinstance(bounds, Tensor) and prod(sizes) * bounds.shape[0] <= _PAIRS:
+            visible = torch.as_tensor(Spans(bounds, sizes[1]).dense())
+            # A row that sees nothing is 0 here, by definition.
+            self._see(call, visible, torch.empty(sizes, device="meta"))
+            call.hidden = []
+
+    def _look_for_nan(self, name: str, inputs: list[Tensor], outs: list[Tensor], place: Place | None) -> None:
+        if self.first_nan is not None or name.startswith(("empty", "_empty", "new_empty")):
+            return
+        floats = [x.detach() for x in outs if x.is_floating_point() and x.numel()]
+        given = [x.detach() for x in inputs if x.is_floating_point()]
+        # A mask puts -inf where it hides; what overflows is positive, too.
+        if any(bool(x.isposinf().any()) for x in floats) and not any(bool(x.isinf().any()) for x in given):
+            self.first_overflow = self.first_overflow or place
+        bad = [x for x in floats if bool(x.isnan().any())]
+        if bad and not any(bool(x.isnan().any()) for x in given):
+            self.first_nan = name, tuple(bad[0].shape), place, _in_backward()
+
+
+@contextmanager
+def watching(batch: int = 1) -> Iterator[Watcher]:
+    """Watch the steps inside. What runs is not compiled, also where the model compiles parts of itself."""
+    watcher = Watcher(batch)
+    with (
+        torch.compiler.set_stance("force_eager"),
+        # Keeps the forward line of each operator of the backward pass.
+        torch.autograd.set_detect_anomaly(True, check_nan=False),
+        watcher.function,
+        watcher,
+    ):
+        yield watcher
+
+
+def _name(op: Any) -> str:
+    packet = getattr(op, "overloadpacket", None)
+    return str(getattr(packet, "__name__", None) or getattr(op, "__name__", None) or op)
+
+
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.layout == torch.strided and not x.is_meta and not x.is_nested
+
+
+def _storage(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
+
+
+def _distinct(x: Tensor) -> int:
+    """Entries of a tensor that have memory of their own; an expanded one repeats them."""
+    return prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride or n == 0)
+
+
+def _flat(args: Any, kwargs: Any) -> list[Any]:
+    """Arguments, and what tuples among them hold: a BlockMask comes as one."""
+    found: list[Any] = []
+    for x in (*args, *kwargs.values()):
+        found += list(x) if isinstance(x, tuple) else [x]
+    return found
+
+
+def _named(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    names = [str(x.name) for x in op._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _refused(args: Any, kwargs: Any) -> str:
+    """What fused kernels refuse in a call of torch's function, as far as its arguments tell."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p")
+    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+    q, k, v, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
+    said = {
+        "the mask wants a gradient": isinstance(mask, Tensor) and mask.requires_grad,
+        "dropout_p is not 0": bool(given.get("dropout_p")),
+        f"q has {q.dim()} dims instead of 4": q.dim() != 4,
+        "q and v have different head_dims": q.shape[-1] != v.shape[-1],
+        "k and v have fewer heads": q.dim() == 4 and q.shape[1] != k.shape[1],
+        "the last dim of q, k or v is strided": any(x.stride(-1) != 1 for x in (q, k, v)),
+    }
+    reasons = [reason for reason, holds in said.items() if holds]
+    return f"torch's fused kernels refuse this call: {'; '.join(reasons)}" if reasons else ""
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _is_custom(op: Any) -> bool:
+    return isinstance(op, torch._ops.OpOverload) and op.namespace not in (
+        "aten",
+        "prim",
+        "prims",
+        "profiler",
+        "inductor",
+    )
+
+
+def _place() -> Place | None:
+    """The user's line: on the stack or, in a backward pass, of the operator whose gradient is computed."""
+    if not _in_backward() or on_stack(_CHECKPOINT):
+        return place_here()
+    node = torch._C._current_autograd_node()
+    about: Any = {} if node is None else node.metadata
+    forward = lines_in("".join(about.get("traceback_", ())))
+    return forward[0] if forward else None

@@ -1,0 +1,333 @@
+"""Charts of single calls: bars of ratios, the roofline, curves over the length, peak memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from attnspan_lab.bench.cells import OURS, Ceilings, Cell, Run, verdicts
+from attnspan_lab.bench.results import Results
+from attnspan_lab.bench.standings import View, reached
+from attnspan_lab.console import bytes_text, percent, rate_text, ratio_digits, seconds_text
+from attnspan_lab.report.charts import Chart, Palette, Section, axis, facets, plain, ratio_text, trace
+
+__all__ = ["memory_section", "ratio_section", "roofline_section", "scaling_sections"]
+
+_BAR, _GAP = 17, 0.6  # Pixels of a bar; bars between two groups.
+
+
+def ratio_section(results: Results, palette: Palette) -> Section | None:
+    """Bars from 1 on a logarithmic axis, for each family of each view; None where nothing was compared."""
+    said, charts = verdicts(results.cells), []
+    for view, title, members in facets(results.cells):
+        bars = [(label, cell, run) for label, cell in members for run in cell.peers if run.ratio is not None]
+        if not bars:
+            continue
+        behind = [f"{n} against {r.peer}" for n, c, r in bars if said[c.label, r.peer] == "behind"]
+        alt = f"{title}, {view.label}: {len(bars)} ratios of time, peer over {OURS}, " + (
+            f"{OURS} is slower in {'; '.join(behind)}." if behind else "none of them below 1 beyond doubt."
+        )
+        places, middles = _places([cell for _, cell, _ in bars])
+        height = 64 + round(_BAR * (places[-1] + _GAP))
+        data, layout = _ratio_bars(bars, places, palette)
+        labels = list({id(cell): plain(label) for label, cell, _ in bars}.values())
+        layout["yaxis"] |= {"tickvals": middles, "ticktext": labels}
+        charts.append(Chart(title, view.label, alt, data, layout, height, view))
+    lead = (
+        f"A bar to the right of 1 is a peer that takes longer than {OURS}. Whiskers are the interval of the "
+        "median ratio, by order statistics of the pairs at the level that the hover text gives; hatched bars "
+        "are of cells that the machine was too noisy for."
+    )
+    return Section("ratios", f"Time against {OURS}", lead, tuple(charts)) if charts else None
+
+
+def _places(cells: Sequence[Cell]) -> tuple[list[float], list[float]]:
+    """A place for each bar, and one for the label of each group of bars: in its middle."""
+    places: list[float] = []
+    groups: dict[int, list[float]] = {}
+    at = 0.0
+    for cell in cells:
+        at += 1.0 if id(cell) in groups else 1.0 + _GAP
+        places.append(at)
+        groups.setdefault(id(cell), []).append(at)
+    return places, [(members[0] + members[-1]) / 2 for members in groups.values()]
+
+
+def _ratio_bars(
+    bars: Sequence[tuple[str, Cell, Run]], places: Sequence[float], palette: Palette
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    ratios = [run.ratio for _, _, run in bars if run.ratio is not None]
+    low, high = min(1.0, *(r.low for r in ratios)) / 1.06, max(1.0, *(r.high for r in ratios)) * 1.04
+    high = max(high, low * 1.5)
+    ends = [math.log10(low), math.log10(high)]
+    data = []
+    for peer in dict.fromkeys(run.peer for _, _, run in bars):
+        mine = [(at, cell, run) for at, (_, cell, run) in zip(places, bars, strict=True) if run.peer == peer]
+        data += _peer_bars(peer, mine, palette, high)
+    one = {"type": "line", "x0": 1, "x1": 1, "y0": 0, "y1": 1, "yref": "paper"}
+    layout = {
+        "barmode": "overlay",
+        "margin": {"r": 58},
+        "xaxis": axis(f"time of peer / time of {OURS}", log=True, range=ends, ticksuffix="x"),
+        "yaxis": {"range": [places[-1] + 1, _GAP], "showgrid": False, "zeroline": False},
+        "shapes": [{**one, "line": {"color": "@ink", "width": 1.5}}],
+    }
+    return data, layout
+
+
+def _peer_bars(
+    peer: str, bars: Sequence[tuple[float, Cell, Run]], palette: Palette, edge: float
+) -> list[dict[str, Any]]:
+    """The bars of one peer, and their figures in the right margin."""
+    found = [(run.ratio, run.noisy) for _, _, run in bars if run.ratio is not None]
+    common = {"meta": {"peer": peer}, "y": [at for at, _, _ in bars]}
+    drawn = {
+        **common,
+        "type": "bar",
+        "orientation": "h",
+        "name": plain(peer),
+        "base": [1.0] * len(bars),
+        "x": [ratio.median - 1 for ratio, _ in found],
+        "width": 0.84,
+        "marker": {
+            "color": palette.color(peer),
+            "pattern": {"shape": ["/" if noisy else "" for _, noisy in found], "size": 6, "solidity": 0.4},
+        },
+        "error_x": {
+            "type": "data",
+            "symmetric": False,
+            "array": [ratio.high - ratio.median for ratio, _ in found],
+            "arrayminus": [ratio.median - ratio.low for ratio, _ in found],
+            "color": "@ink",
+            "thickness": 1.2,
+            "width": 2,
+        },
+        "customdata": [_ratio_hover(cell, run) for _, cell, run in bars],
+        "hovertemplate": "%{customdata}<extra></extra>",
+    }
+    figures = {
+        **common,
+        "type": "scatter",
+        "mode": "text",
+        "x": [edge] * len(bars),
+        "text": [f"{'~' if noisy else ''}{ratio_digits(ratio.median)}x" for ratio, noisy in found],
+        "textposition": "middle right",
+        "cliponaxis": False,
+        "textfont": {"size": 11},
+        "hoverinfo": "skip",
+    }
+    return [drawn, figures]
+
+
+def _ratio_hover(cell: Cell, run: Run) -> str:
+    assert run.ratio is not None
+    return (
+        f"<b>{plain(cell.workload.name)}</b><br>{plain(run.peer)}: {ratio_text(run.ratio)}"
+        f"<br>{seconds_text(cell.seconds(run))}, {OURS} {seconds_text(cell.seconds(cell.ours))}"
+        f"<br>{plain(cell.workload.sizes)}, {plain(cell.workload.mask)}{', cold caches' if cell.cold else ''}"
+        f"<br>{run.ratio.pairs} pairs, {100 * run.ratio.level:.1f} %{', noisy' if run.noisy else ''}"
+    )
+
+
+def roofline_section(results: Results, palette: Palette) -> Section | None:
+    """What each call reached, under what the machine can do; None where no ceiling was measured."""
+    roof, charts = results.roof, []
+    if roof is None:
+        return None
+    for view in dict.fromkeys(View.of(cell) for cell in results.cells):
+        cells = [cell for cell in results.cells if View.of(cell) == view and cell.intensity > 0]
+        if not any(run.ran for cell in cells for run in cell.runs):
+            continue
+        top = reached(cells, roof, view)
+        alt = f"Roofline, {view.label}: FLOP/s over FLOP per byte." + (
+            f" {OURS} comes nearest to the peak with {percent(top[1])} at {top[0]}." if top else ""
+        )
+        data = _roof(roof, view.dtype, cells) + _points(cells, palette, roof)
+        layout = {
+            "xaxis": axis("FLOP per byte", log=True),
+            "yaxis": axis("useful FLOP/s", log=True),
+        }
+        charts.append(Chart("Roofline", view.label, alt, data, layout, 480, view))
+    lead = (
+        "Useful FLOP/s (visible pairs only) over the least traffic a call must have. The roof is measured on "
+        f"this machine: reading {rate_text(roof.read_bandwidth, 'B/s')}, and the highest peak of the element "
+        "type, which no run exceeds. Open marks are of noisy cells. Data that stay in a cache may stand "
+        "above the slope."
+    )
+    return Section("roofline", "Roofline", lead, tuple(charts), layout="single") if charts else None
+
+
+def _roof(roof: Ceilings, dtype: str, cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """The slope of the bandwidth up to the peak, then the peak."""
+    best = roof.best(dtype)
+    if best is None:
+        return []
+    kind, peak = best
+    note = plain(roof.notes.get(kind, ""))
+    ridge, found = peak / roof.read_bandwidth, [cell.intensity for cell in cells]
+    left, right = min(ridge, *found) / 2, max(ridge, *found) * 2
+    return [
+        {
+            "type": "scatter",
+            "mode": "lines+text",
+            "x": [left, ridge, right],
+            "y": [left * roof.read_bandwidth, peak, peak],
+            "text": ["", "", f"{plain(kind)} {rate_text(peak)}"],
+            "textposition": "bottom left",
+            "textfont": {"size": 11},
+            "line": {"color": "@ink", "width": 2},
+            "hovertemplate": f"{plain(kind)}: {rate_text(peak)}<br>{note}<extra></extra>",
+        }
+    ]
+
+
+def _points(cells: Sequence[Cell], palette: Palette, roof: Ceilings) -> list[dict[str, Any]]:
+    def hover(cell: Cell, run: Run) -> str:
+        rate = rate_text(cell.flops_per_second(run))
+        return (
+            f"<b>{plain(cell.workload.name)}</b><br>{plain(run.peer)}: {rate}"
+            f"<br>{percent(cell.share(run, roof))} of the peak, "
+            f"{percent(cell.bandwidth_share(run, roof))} of the bandwidth"
+        )
+
+    traces = []
+    for peer in palette.drawn:
+        runs = [(cell, run) for cell in cells if (run := cell.run(peer)) is not None and run.ran]
+        symbol = palette.symbol(peer)
+        marker = {
+            "size": 9 if peer == OURS else 7,
+            "opacity": 0.95 if peer == OURS else 0.7,
+            "symbol": [f"{symbol}-open" if run.noisy else symbol for _, run in runs],
+        }
+        x, y = [cell.intensity for cell, _ in runs], [cell.flops_per_second(run) for cell, run in runs]
+        texts = [hover(*found) for found in runs]
+        traces += [trace(palette, peer, texts, mode="markers", x=x, y=y, marker=marker)] if runs else []
+    return traces
+
+
+def scaling_sections(results: Results, palette: Palette) -> tuple[Section, ...]:
+    """FLOP/s and time per visible pair over the length; none where no length varies."""
+    roof, series = results.roof, _series(results.cells)
+    if not series:
+        return ()
+    flops, per_pair = [], []
+    for (view, title), cells in series.items():
+        lengths = [cell.workload.k_len for cell in cells]
+        words = f"over {min(lengths):,} to {max(lengths):,} keys, a line for each peer."
+        ticks = sorted(set(lengths))
+        texts = [f"{tick // 1024}K" if tick % 1024 == 0 else f"{tick}" for tick in ticks]
+        x_axis = axis("keys", log=True, tickvals=ticks, ticktext=texts)
+        curves = _curves(cells, palette, Cell.flops_per_second, rate_text)
+        curves[:0] = [_roof_line(cells, roof)] if roof else []
+        layout = {"xaxis": x_axis, "yaxis": axis("FLOP/s", rangemode="tozero")}
+        alt = f"{title}, {view.label}: useful FLOP/s {words}"
+        flops.append(Chart(title, view.label, alt, curves, layout, 270, view))
+        curves = _curves(cells, palette, Cell.seconds_per_pair, seconds_text)
+        layout = {"xaxis": x_axis, "yaxis": axis("s per visible pair", log=True)}
+        alt = f"{title}, {view.label}: time per visible pair {words}"
+        per_pair.append(Chart(title, view.label, alt, curves, layout, 270, view))
+    lead = (
+        "Useful FLOP/s, over visible pairs only, whatever else a peer computes. The dashed line is the "
+        "roof: the measured peak of the element type, or what the measured bandwidth feeds."
+    )
+    flat = "Flat where cost grows with visible pairs only."
+    return (
+        Section("speed", "FLOP/s over length", lead, tuple(flops), layout="small"),
+        Section("scaling", "Time per visible pair over length", flat, tuple(per_pair), layout="small"),
+    )
+
+
+def _series(cells: Sequence[Cell]) -> dict[tuple[View, str], list[Cell]]:
+    """Cells that differ in length alone, by view and title."""
+    grouped: dict[tuple[View, str], list[Cell]] = {}
+    for cell in cells:
+        grouped.setdefault((View.of(cell), _line_title(cell)), []).append(cell)
+    return {
+        key: sorted(members, key=lambda cell: cell.workload.k_len)
+        for key, members in grouped.items()
+        if len({cell.workload.k_len for cell in members}) > 1
+    }
+
+
+def _line_title(cell: Cell) -> str:
+    """Everything that a line holds fixed; the number of heads may follow the length."""
+    work = cell.workload
+    dim = f"D {work.head_dim}" if work.head_dim == work.v_dim else f"D {work.head_dim}/{work.v_dim}"
+    parts = [work.mask.removesuffix("()"), dim]
+    parts += [f"{work.q_heads // work.kv_heads}:1 heads"] if work.q_heads != work.kv_heads else []
+    if work.q_len != work.k_len:
+        parts.append("1 query" if work.q_len == 1 else f"{work.q_len} queries")
+    parts += [f"batch {work.batch}"] if work.batch > 1 else []
+    return f"{work.family}: {', '.join(parts)}{', cold' if cell.cold else ''}"
+
+
+def _roof_line(cells: Sequence[Cell], roof: Ceilings) -> dict[str, Any]:
+    rates = [roof.attainable(cell.workload.dtype, cell.intensity) for cell in cells]
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": [cell.workload.k_len for cell in cells],
+        "y": rates,
+        "line": {"color": "@faint", "width": 1, "dash": "dash"},
+        "customdata": [f"roof {rate_text(rate)}" for rate in rates],
+        "hovertemplate": "%{customdata}<extra></extra>",
+    }
+
+
+def _curves(
+    cells: Sequence[Cell],
+    palette: Palette,
+    figure: Callable[[Cell, Run], float | None],
+    text: Callable[[float | None], str],
+) -> list[dict[str, Any]]:
+    traces = []
+    for peer in palette.drawn:
+        found = [(cell, run) for cell in cells if (run := cell.run(peer)) is not None]
+        points = [(c, value) for c, run in found if (value := figure(c, run)) is not None]
+        if not points:
+            continue
+        hover = [f"<b>{plain(c.workload.name)}</b><br>{plain(peer)}: {text(value)}" for c, value in points]
+        x, y = [cell.workload.k_len for cell, _ in points], [value for _, value in points]
+        line = {"color": palette.color(peer), "width": 2.6 if peer == OURS else 1.4}
+        marker = {"size": 7 if peer == OURS else 6}
+        traces.append(trace(palette, peer, hover, mode="lines+markers", x=x, y=y, line=line, marker=marker))
+    return traces
+
+
+def memory_section(results: Results, palette: Palette) -> Section | None:
+    """Peak memory of each call; None where it was not measured."""
+    charts = []
+    for view, title, members in facets(results.cells):
+        # A logarithmic axis has no place for nothing at all.
+        known = [found for found in members if any(run.peak_memory for run in found[1].runs)]
+        if not known:
+            continue
+        data = [found for peer in palette.drawn if (found := _sizes(peer, known, palette))]
+        powers = range(10, 45, 5)
+        ticks = {"tickvals": [2**n for n in powers], "ticktext": [bytes_text(2.0**n) for n in powers]}
+        layout = {
+            "xaxis": axis("bytes above the inputs", log=True, **ticks),
+            "yaxis": {
+                "tickvals": list(range(len(known))),
+                "ticktext": [plain(label) for label, _ in known],
+                "range": [len(known) - 0.4, -0.6],
+                "zeroline": False,
+            },
+        }
+        alt = f"{title}, {view.label}: peak memory of {len(known)} workloads by peer."
+        charts.append(Chart(title, view.label, alt, data, layout, 70 + 24 * len(known), view))
+    lead = "Bytes above the inputs at the peak of a call, on a logarithmic axis."
+    return Section("memory", "Peak memory", lead, tuple(charts)) if charts else None
+
+
+def _sizes(peer: str, members: Sequence[tuple[str, Cell]], palette: Palette) -> dict[str, Any] | None:
+    points = [
+        (row, cell, run.peak_memory)
+        for row, (_, cell) in enumerate(members)
+        if (run := cell.run(peer)) is not None and run.peak_memory
+    ]
+    hover = [f"<b>{plain(c.workload.name)}</b><br>{plain(peer)}: {bytes_text(size)}" for _, c, size in points]
+    x, y = [size for _, _, size in points], [row for row, _, _ in points]
+    marker = {"size": 10, "opacity": 0.9}
+    return trace(palette, peer, hover, mode="markers", x=x, y=y, marker=marker) if points else None

@@ -1,0 +1,194 @@
+"""The page: sections in order, one template, everything inlined."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from hashlib import sha256
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attnspan_lab.bench.cells import OURS, Ceilings
+from attnspan_lab.bench.results import Results
+from attnspan_lab.console import NONE, bytes_text, percent, rate_text
+from attnspan_lab.files import write_whole
+from attnspan_lab.report.charts import Palette, Section
+from attnspan_lab.report.figures import memory_section, ratio_section, roofline_section, scaling_sections
+from attnspan_lab.report.steps import monitor_section, training_section
+from attnspan_lab.report.tables import Filtered, cards, cell_table, standing_section, target_section
+
+if TYPE_CHECKING:
+    import jinja2
+
+__all__ = ["Page", "write_page"]
+
+_MOST_NAMES = 4  # families in a title
+
+
+def write_page(results: Results, path: Path, *, title: str = "") -> None:
+    """Write one HTML file that shows everything the results hold and loads nothing from anywhere.
+
+    Sections without data are absent: results with nothing but `monitor` records make the page of a training.
+
+    Args:
+        results: What was measured; every figure is a property of it.
+        path: The file; its folder is made. A reader sees the old file or the whole new one.
+        title: Of the page; by default what was measured, and where.
+
+    Raises:
+        ModuleNotFoundError: jinja2 or plotly is not installed (the extra ``bench``).
+
+    Example:
+        >>> import tempfile
+        >>> page = Path(tempfile.mkdtemp()) / "page.html"
+        >>> write_page(Results(environment={"cpu": "a machine"}), page)
+        >>> "<title>attnspan on a machine</title>" in page.read_text(encoding="utf-8")
+        True
+    """
+    palette = Palette(results.cells)
+    found = (
+        target_section(results),
+        standing_section(results),
+        ratio_section(results, palette),
+        roofline_section(results, palette),
+        *scaling_sections(results, palette),
+        memory_section(results, palette),
+        training_section(results),
+        monitor_section(results),
+    )
+    sections = [section for section in found if section is not None]
+    page = Page(
+        title=title or _title(results),
+        lead="Every time is the median of raw samples, taken in turn with the peers' in one run; every ratio "
+        "is the median over pairs, with an interval by order statistics.",
+        sections=sections,
+        environment=results.environment,
+        glance="geometric means of the time of each cell's fastest peer over attnspan's. Above 1, attnspan "
+        "is faster.",
+        cards=cards(results),
+        views=_views(sections),
+        legend=[(OURS, "ours"), *((peer, palette.color(peer)[1:]) for peer in palette.peers)],
+        table=cell_table(results),
+        ceilings=results.roof,
+        complete=results.complete,
+    )
+    page.write(path)
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page, whatever it shows.
+
+    Args:
+        title, lead: At its top.
+        sections: In order.
+        environment: Of the measurement.
+        glance: What the cards show.
+        cards: Name, figure and small print of each.
+        views: The choices of each switch of the charts.
+        legend: Peers and their colours, of charts with a view.
+        table: A long table with filters.
+        ceilings: Of the machine.
+        complete: False shows that the measurement was stopped.
+    """
+
+    title: str
+    lead: str
+    sections: Sequence[Section]
+    environment: dict[str, Any]
+    glance: str = ""
+    cards: Sequence[tuple[str, str, list[str]]] = ()
+    views: dict[str, list[str]] = field(default_factory=dict)
+    legend: Sequence[tuple[str, str]] = ()
+    table: Filtered | None = None
+    ceilings: Ceilings | None = None
+    complete: bool = True
+
+    def write(self, path: Path) -> None:
+        """Write one HTML file; a reader sees the old file or the whole new one.
+
+        Raises:
+            ModuleNotFoundError: jinja2 or plotly is not installed (the extra ``bench``).
+        """
+        from plotly.offline import get_plotlyjs
+
+        charts = [chart for section in self.sections for chart in section.charts]
+        shown = {item.name: getattr(self, item.name) for item in fields(self)}
+        html = _template().render(
+            **shown,
+            facts=_facts(self.environment),
+            figures=_script_data([{"data": chart.data, "layout": chart.layout} for chart in charts]),
+            # A page without charts does without the library.
+            plotly=get_plotlyjs() if charts else "",
+            style=_asset("page.css"),
+            script=_asset("page.js"),
+        )
+        write_whole(path, html)
+
+
+def _title(results: Results) -> str:
+    """What was measured, and where."""
+    families = list(dict.fromkeys(cell.workload.family for cell in results.cells))
+    parts = families[:_MOST_NAMES] + (["more"] if len(families) > _MOST_NAMES else [])
+    parts += ["training steps"] if results.training else []
+    if results.monitor:
+        parts.append(f"steps {results.monitor[0].step:,} to {results.monitor[-1].step:,} of a training")
+    where = str(results.environment.get("cpu") or "")
+    if results.environment.get("gpu"):
+        where = str(results.environment["gpu"]["name"])
+    return f"attnspan{': ' if parts else ''}{', '.join(parts)}{f' on {where}' if where else ''}"
+
+
+def _asset(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _template() -> jinja2.Template:
+    import jinja2
+
+    # Everything is escaped but what the template marks as safe: the page's own code.
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"script_hash": _script_hash, "rate": rate_text, "percent": percent}
+    return environment.from_string(_asset("page.html.jinja"))
+
+
+def _script_hash(text: str) -> str:
+    """The source of a script as a content policy names it: no other script runs, whatever a string holds."""
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+
+
+def _script_data(data: Any) -> str:
+    """JSON that cannot end the element it stands in."""
+    return json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+
+
+def _views(sections: Iterable[Section]) -> dict[str, list[str]]:
+    """The choices of each switch, in the order of the file."""
+    views = [chart.view for section in sections for chart in section.charts if chart.view is not None]
+    names = ("device", "mode", "dtype")
+    return {name: list(dict.fromkeys(getattr(view, name) for view in views)) for name in names}
+
+
+def _facts(environment: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Names and texts of the environment, nested ones by their path."""
+    facts: list[tuple[str, str]] = []
+    for name, value in environment.items():
+        label = f"{prefix}{name}".replace("_", " ")
+        if isinstance(value, dict):
+            facts += _facts(value, f"{label}, ")
+        elif isinstance(value, list | tuple):
+            facts.append((label, ", ".join(_fact(name, item) for item in value) or NONE))
+        else:
+            facts.append((label, _fact(name, value)))
+    return facts
+
+
+def _fact(name: str, value: Any) -> str:
+    if isinstance(value, int | float) and name.endswith("bytes"):
+        return bytes_text(value)
+    return NONE if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

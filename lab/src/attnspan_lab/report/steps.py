@@ -1,0 +1,164 @@
+"""Whole training steps: the table of attentions, and the steps of a watched run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from attnspan_lab.bench.cells import OURS
+from attnspan_lab.bench.results import MonitorRecord, Results, TrainingCell
+from attnspan_lab.console import NONE, bytes_text, percent, rate_text, seconds_text
+from attnspan_lab.report.charts import Chart, Entry, Section, Table, axis, plain, ratio_text
+
+__all__ = ["monitor_section", "training_section"]
+
+_BARS = 40  # Steps up to which each one gets a bar or a mark.
+_PHASES = {
+    "forward": "@ours",
+    "backward": "@peer1",
+    "optimizer": "@peer2",
+    "communication": "@peer3",
+    "data": "@peer5",
+    "host": "@peer7",
+}
+
+
+def training_section(results: Results) -> Section | None:
+    """The reference job with each attention; None where it was not run."""
+    if not results.training:
+        return None
+    rows = tuple(_training_row(cell) for cell in results.training)
+    columns = ("attention", "state", "tokens/s", "step", "ratio", "peak memory", "note")
+    caption = "The same training steps with each attention; ratio: its step time over attnspan's"
+    table = Table(caption, columns, rows, frozenset({"attention", "state", "note"}))
+    ran = [cell for cell in results.training if cell.tokens_per_second is not None]
+    lead = "Whole steps of the reference job, data and optimizer included, taken in turn."
+    charts = (_tokens_chart(ran),) if ran else ()
+    return Section("training", "Training steps", lead, charts, table, layout="single")
+
+
+def _training_row(cell: TrainingCell) -> tuple[Entry, ...]:
+    speed = cell.tokens_per_second.median if cell.tokens_per_second else None
+    seconds = cell.seconds.median if cell.seconds else None
+    return (
+        Entry(cell.attention),
+        Entry(cell.reason or "ran", badge="noisy" if cell.noisy else ""),
+        Entry(NONE if speed is None else f"{speed:,.0f}", speed),
+        Entry(seconds_text(seconds), seconds),
+        Entry(ratio_text(cell.ratio), cell.ratio.median if cell.ratio else None),
+        Entry(bytes_text(cell.peak_memory), cell.peak_memory),
+        Entry(cell.note),
+    )
+
+
+def _tokens_chart(cells: Sequence[TrainingCell]) -> Chart:
+    found = [(cell.attention, *cell.tokens_per_second.quartiles) for cell in cells if cell.tokens_per_second]
+    rows = list(range(len(found)))
+    words = [f"{name} {middle:,.0f}" for name, _, middle, _ in found]
+    bars = {
+        "type": "bar",
+        "orientation": "h",
+        "y": rows,
+        "x": [middle for _, _, middle, _ in found],
+        "width": 0.6,
+        "marker": {"color": ["@ours" if name == OURS else "@peer7" for name, *_ in found]},
+        "error_x": {
+            "type": "data",
+            "symmetric": False,
+            "array": [high - middle for _, _, middle, high in found],
+            "arrayminus": [middle - low for _, low, middle, _ in found],
+            "color": "@ink",
+        },
+        "customdata": [f"{plain(text)} tokens/s" for text in words],
+        "hovertemplate": "%{customdata}<extra></extra>",
+    }
+    names = {"tickvals": rows, "ticktext": [plain(name) for name, *_ in found]}
+    y_axis = {**names, "range": [len(rows) - 0.5, -0.5], "showgrid": False}
+    layout = {"xaxis": axis("tokens per second", rangemode="tozero"), "yaxis": y_axis}
+    alt = f"Tokens per second: {'; '.join(words)}."
+    note = "median, whiskers at the quartiles"
+    return Chart("Tokens per second", note, alt, [bars], layout, 70 + 42 * len(rows))
+
+
+def monitor_section(results: Results) -> Section | None:
+    """Phase shares and curves over the steps of a watched training; None where none was watched."""
+    records = results.monitor
+    if not records:
+        return None
+    curves: tuple[tuple[str, str, Callable[[MonitorRecord], float | None], Callable[[float], str]], ...] = (
+        ("Time of a step", "seconds", lambda r: r.seconds, seconds_text),
+        ("Tokens per second", "tokens/s", lambda r: r.tokens_per_second, "{:,.0f} tokens/s".format),
+        ("Attention speed", "FLOP/s over visible pairs", lambda r: r.attention_flops_per_second, rate_text),
+        ("Attention, share of the ceiling", "share", lambda r: r.ceiling_share, percent),
+        ("Attention, share of the step", "share", lambda r: r.attention_share, percent),
+        ("Resident memory", "GiB", lambda r: r.memory, bytes_text),
+        ("Device memory", "GiB", lambda r: r.device_memory, bytes_text),
+        ("Utilisation", "busy share", lambda r: r.utilisation, percent),
+    )
+    charts = [chart for curve in curves if (chart := _steps_chart(records, *curve)) is not None]
+    widest = max(record.steps for record in records)
+    thinned = f" A point is the mean of up to {widest:,} steps." if widest > 1 else ""
+    lead = (
+        f"Steps {records[0].step:,} to {records[-1].step:,} of a watched training: where each step's "
+        f"time went, and what it reached. A triangle marks a step in which something was compiled.{thinned}"
+    )
+    return Section("monitor", "Steps of a training", lead, (_phases_chart(records), *charts))
+
+
+def _phases_chart(records: Sequence[MonitorRecord]) -> Chart:
+    steps, data = [record.step for record in records], []
+    for phase, color in _PHASES.items():
+        shares = [getattr(record.phases, phase) for record in records]
+        look: dict[str, Any] = {"type": "bar", "marker": {"color": color}}
+        if len(records) > _BARS:
+            line = {"width": 0.5, "color": "@paper"}
+            look = {"type": "scatter", "mode": "lines", "stackgroup": "one", "fillcolor": color, "line": line}
+        hover = f"{phase} %{{y:.1%}}<extra></extra>"
+        data += (
+            [{"name": phase, "x": steps, "y": shares, "hovertemplate": hover, **look}] if any(shares) else []
+        )
+    layout = {
+        "barmode": "stack",
+        "bargap": 0.08,
+        "hovermode": "x unified",
+        "showlegend": True,
+        "xaxis": axis("step"),
+        "yaxis": axis("share of the step", tickformat=".0%", range=[0, 1]),
+    }
+    names = ", ".join(str(found["name"]) for found in data)
+    alt = f"Share of each step's time by phase ({names}) over {len(records)} steps."
+    return Chart("Phases of a step", "phases that took no time are left out", alt, data, layout, 330)
+
+
+def _steps_chart(
+    records: Sequence[MonitorRecord],
+    title: str,
+    unit: str,
+    figure: Callable[[MonitorRecord], float | None],
+    text: Callable[[float], str],
+) -> Chart | None:
+    points = [(record, value) for record in records if (value := figure(record)) is not None]
+    if not points:
+        return None
+    compiled = [point for point in points if point[0].compile_seconds] if unit == "seconds" else []
+    scale = 2.0**30 if unit == "GiB" else 1.0
+    mode = "lines+markers" if len(points) <= _BARS else "lines"
+    hover = [f"step {record.step}: {text(value)}" for record, value in points]
+    data = [_points(points, scale, hover, mode=mode, line={"color": "@ours", "width": 2})]
+    if compiled:
+        hover = [f"step {r.step}: {seconds_text(r.compile_seconds)} of compilation" for r, _ in compiled]
+        marker = {"color": "@peer4", "symbol": "triangle-up", "size": 11}
+        data.append(_points(compiled, scale, hover, mode="markers", marker=marker))
+    # Compilation takes as long as many steps: a linear axis would show nothing else.
+    y_axis = axis(unit, log=True) if compiled else axis(unit, rangemode="tozero")
+    y_axis |= {"tickformat": ".0%"} if text is percent else {}
+    alt = f"{title} over {len(points)} steps: {text(points[0][1])} at first, {text(points[-1][1])} at last."
+    return Chart(title, "", alt, data, {"xaxis": axis("step"), "yaxis": y_axis})
+
+
+def _points(
+    points: Sequence[tuple[MonitorRecord, float]], scale: float, hover: Sequence[str], **look: Any
+) -> dict[str, Any]:
+    x, y = [record.step for record, _ in points], [value / scale for _, value in points]
+    common = {"type": "scatter", "customdata": hover, "hovertemplate": "%{customdata}<extra></extra>"}
+    return {**common, "x": x, "y": y, **look}

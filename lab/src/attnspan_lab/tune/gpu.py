@@ -1,0 +1,190 @@
+"""What is measured on a GPU: the blocks of Triton's kernels, and which backend is fastest for what."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnspan.errors import DeviceError, expect
+from attnspan.kernels.triton._config import Config, config_of
+from attnspan.masks import Mask, causal, documents, full, global_keys, window
+from attnspan_lab.bench.devices import CudaDevice, Device
+from attnspan_lab.bench.timing import Budget, Meter, Subject, first_call, interleave
+
+__all__ = ["BACKENDS", "KERNELS", "KINDS", "blocks", "capability_of_gpu", "rank"]
+
+BACKENDS = ("vendor", "flex", "triton")
+KERNELS = ("forward", "queries", "keys")
+_HEADS = 32  # enough programs for every multiprocessor
+_LENGTH = 4096
+_DECODING = 16  # queries
+
+
+def capability_of_gpu() -> int:
+    """Compute capability of the GPU, such as 90.
+
+    Raises:
+        DeviceError: torch sees none.
+    """
+    found, wanted = torch.cuda.is_available(), "a GPU that torch can use"
+    expect(found, "attnspan tune", wanted, "none", "Name a factory, module:function", error=DeviceError)
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+def blocks(
+    kernel: str,
+    dtype_name: str,
+    head_dim: int,
+    *,
+    length: int = _LENGTH,
+    heads: int = _HEADS,
+    where: str = "cuda",
+    capability: int = 80,
+) -> dict[str, Any]:
+    """The arguments of a search for the blocks of one of Triton's kernels, for causal calls.
+
+    Args:
+        kernel: One of `KERNELS`.
+        dtype_name, head_dim, length, heads: Of q, k and v, which are standard-normal.
+        where: Type of the device.
+        capability: Of the GPU.
+    """
+    from attnspan.kernels.triton import _launch
+
+    dtype, scale = getattr(torch, dtype_name), head_dim**-0.5
+    q, k, v, dout = (_normal((1, length, heads, head_dim), dtype, where, seed) for seed in range(4))
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    grads = tuple(torch.empty_like(x) for x in (q, k, v))
+    bounds = causal().spans(length, length, like=q).lowered.bounds.contiguous()
+    default = config_of(kernel, dtype, head_dim, length, capability)
+
+    def make_call(config: Config) -> Callable[[], tuple[Tensor, ...]]:
+        def call() -> tuple[Tensor, ...]:
+            if kernel == "forward":
+                _launch.forward(q, k, v, bounds, out, lse, scale=scale, config=config, parts=1)
+                return (out,)
+            configs = {kernel: config}
+            _launch.backward(dout, None, q, k, v, out, lse, bounds, *grads, scale=scale, configs=configs)
+            return grads
+
+        return call
+
+    _launch.forward(q, k, v, bounds, out, lse, scale=scale)
+    expected = [x.float().clone() for x in make_call(default)()]
+    return {
+        "make_call": make_call,
+        "configs": _configs(kernel, length, capability, time.time_ns()),
+        "default": default,
+        "check": partial(_check, expected, 8 * torch.finfo(dtype).eps),
+        "device": CudaDevice() if where == "cuda" else Device(),
+    }
+
+
+def _configs(kernel: str, rows: int, capability: int, seed: int) -> list[Config]:
+    """Blocks, warps and stages that may be fastest; those that do not fit a GPU fail and drop out.
+
+    In another order each time: each takes seconds to compile, so that a run tries some of them.
+    """
+    forward = kernel == "forward"
+    bits = [(0, 0), *([(1, 0)] if forward and capability >= 90 else [])]
+    bits += [(1, 1)] if forward and capability >= 100 else []
+    tiles = (
+        [(128, 64), (128, 128), (64, 64), (64, 128), (128, 32)]
+        if forward
+        else [*((64, 64), (32, 64), (64, 32), (32, 128), (32, 32))]
+    )
+    choices = product(tiles, (4, 8), (2, 3) if forward else (1, 2), bits)
+    found = [Config(*tile, w, s, *bit) for tile, w, s, bit in choices if tile[0] <= max(rows, 16)]
+    random.Random(seed).shuffle(found)
+    return found
+
+
+def _normal(sizes: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -> Tensor:
+    """(B, H, S, D), stored as (B, S, H, D), as models do."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(sizes, generator=generator).to(dtype).to(device).transpose(1, 2)
+
+
+def _check(expected: list[Tensor], allowed: float, result: tuple[Tensor, ...]) -> None:
+    for x, y in zip(result, expected, strict=True):
+        difference = float((x.float() - y).norm() / y.norm().clamp(min=1e-30))
+        if not difference <= allowed:  # also NaN
+            raise ValueError(f"result differs from the default's by {difference:.1e} of its norm")
+
+
+#: A mask for each kind of call, of so many keys.
+KINDS: dict[str, Callable[[int], Mask]] = {
+    "full": lambda _: full(),
+    "causal": lambda _: causal(),
+    "window": lambda n: window(n // 8),
+    "documents": lambda n: causal() & documents(torch.linspace(0, n, 9).int().tolist()),
+    "spans": lambda n: causal() & (window(n // 8) | global_keys(n // 32)),
+    "decode": lambda _: causal(),
+}
+
+
+def rank(
+    kind: str,
+    dtype: str,
+    dim: int,
+    *,
+    seconds: float,
+    length: int = _LENGTH,
+    heads: int = _HEADS,
+    where: str = "cuda",
+    backends: tuple[str, ...] = BACKENDS,
+) -> tuple[dict[str, int], dict[str, str]]:
+    """Time the backends in turn.
+
+    Args:
+        kind: A key of `KINDS`; decoding is a forward pass of 16 queries, the others train.
+        dtype: Of q, k and v.
+        dim: Head dim.
+        seconds: Time for each backend.
+        length: Number of keys.
+        heads: Number of query heads; there are a quarter as many key heads.
+        where: Type of the device.
+        backends: Names of those to time.
+
+    Returns:
+        Median nanoseconds by backend, and why others did not run.
+    """
+    from attnspan.torch import attention
+
+    mask, decodes = KINDS[kind](length), kind == "decode"
+    rows = (_DECODING if decodes else length), length, length
+    counts = heads, max(heads // 4, 1), max(heads // 4, 1)
+    q, k, v = (
+        _normal((1, n, h, dim), getattr(torch, dtype), where, i).requires_grad_(not decodes)
+        for i, (n, h) in enumerate(zip(rows, counts, strict=True))
+    )
+    dout, clock, meter = torch.ones_like(q), CudaDevice() if where == "cuda" else Device(), Meter()
+    subjects, reasons = [], {}
+    for name in backends:
+
+        def call(name: str = name) -> Any:
+            out = attention(q, k, v, mask=mask, backend=name)
+            return out if decodes else torch.autograd.grad(out, (q, k, v), dout)
+
+        subject = Subject(name, call, clock)
+        try:
+            first_call(subject, meter)
+            subjects.append(subject)
+        except Exception as error:  # It is left out, and the entry says why.
+            reasons[name] = f"{type(error).__name__}: {error}"
+    runs = interleave(subjects, Budget(seconds, 50), meter, basis="pipelined") if subjects else ()
+    found = {}
+    for subject, run in zip(subjects, runs, strict=True):
+        timing = run.pipelined or run.execute
+        assert timing is not None, "it ran"
+        found[subject.name] = min(int(median(timing.samples) * 1e9), 2**31 - 1)
+    return found, reasons

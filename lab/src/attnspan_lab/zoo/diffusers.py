@@ -1,0 +1,109 @@
+"""The transformers of diffusers, from small configurations."""
+
+from functools import partial
+from typing import Any
+
+import diffusers
+import torch
+from torch import nn
+
+from attnspan.errors import UsageError, expect
+from attnspan.integrations.diffusers import enable
+from attnspan_lab.zoo import _diffusion_images, _diffusion_videos
+from attnspan_lab.zoo._diffusion import BENCH, TINY, valid_text
+from attnspan_lab.zoo._weights import draw_weights
+from attnspan_lab.zoo.architecture import Architecture
+from attnspan_lab.zoo.torch_attention import eager, identity, instead_of_sdpa
+
+__all__ = ["architectures", "left_out"]
+
+_MODELS = _diffusion_images.MODELS | _diffusion_videos.MODELS
+_SCALES = {"tiny": TINY, "bench": BENCH}
+_BENCHES = (
+    "SD3Transformer2DModel",
+    "FluxTransformer2DModel",
+    "QwenImageTransformer2DModel",
+    "WanTransformer3DModel",
+    "LTXVideoTransformer3DModel",
+    "PixArtTransformer2DModel",
+    "CogVideoXTransformer3DModel",
+    "HunyuanVideoTransformer3DModel",
+    "Lumina2Transformer2DModel",
+)
+
+
+def architectures() -> list[Architecture]:
+    """The transformers of diffusers; `left_out` says which are missing, and why.
+
+    A row's tokens are those of its image, rounded to a square, or of its two frames; texts have a fixed
+    length. The loss is up to the caller.
+    """
+    return [
+        Architecture(
+            name=name,
+            library="diffusers",
+            kind="diffusion",
+            sizes=("tiny", "bench") if name in _BENCHES else ("tiny",),
+            make=partial(_make, name),
+            batch=partial(_batch, name),
+        )
+        for name in _MODELS
+    ]
+
+
+def left_out() -> dict[str, str]:
+    """The reason for each transformer that is missing."""
+    return {
+        name: "its inputs are not written down in this zoo"
+        for name in dir(diffusers)
+        if "Transformer" in name and name.endswith("Model") and name not in _MODELS
+    }
+
+
+def _make(name: str, implementation: str, size: str) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: nn.Module = getattr(diffusers, name)(**_MODELS[name].config(_SCALES[size]))
+    draw_weights(model)
+    for part in model.modules():  # of labels, at random
+        if hasattr(part, "dropout_prob"):
+            part.dropout_prob = 0.0  # type: ignore[assignment]
+    if implementation == "attnspan":
+        enable(model)
+    elif implementation == "flex":
+        _dispatch_to_flex(model)
+    elif implementation in ("eager", "identity"):
+        instead_of_sdpa(model, eager if implementation == "eager" else identity)
+    return model
+
+
+def _dispatch_to_flex(model: nn.Module) -> None:
+    """`set_attention_backend("flex")`, which silently leaves processors that do not ask for a backend."""
+    processors = [getattr(part, "processor", None) for part in model.modules()]
+    asking = [hasattr(x, "_attention_backend") for x in processors if x is not None]
+    expect(
+        bool(asking) and all(asking),
+        type(model).__name__,
+        "processors that ask for a backend",
+        "some that call torch's function",
+        "Compare with another implementation",
+        error=UsageError,
+    )
+    for x in processors:
+        if x is not None:
+            x._attention_backend = "flex"
+
+
+def _batch(name: str, layout: str, tokens: int, size: str) -> dict[str, Any] | None:
+    model, scale = _MODELS[name], _SCALES[size]
+    if layout == "packed" or (layout == "padded" and not model.mask):
+        return None
+    n = max(2, 2 * round((tokens / model.frames) ** 0.5 / 2))
+    batch = model.inputs(scale, n)
+    if layout == "padded" or model.needs_mask:
+        valid = valid_text(scale, layout == "padded")
+        if model.image_in_mask:
+            valid = torch.cat([valid, valid.new_ones(len(valid), n * n)], 1)
+        for mask, dtype in model.mask.items():
+            batch[mask] = valid.sum(1) if mask.endswith("lens") else valid.to(dtype)
+    return batch

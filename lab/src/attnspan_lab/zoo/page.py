@@ -1,0 +1,313 @@
+"""The zoo as a page: totals, charts, and the table of all cells with its filters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from attnspan_lab.bench.cells import OURS
+from attnspan_lab.console import NONE, bytes_text, percent, ratio_digits, seconds_text
+from attnspan_lab.report.charts import Chart, Entry, Section, Table, axis, plain
+from attnspan_lab.report.page import Page
+from attnspan_lab.report.tables import Filtered
+from attnspan_lab.report.tables import Row as TableRow
+from attnspan_lab.zoo.cells import Cell, Row, Speed, ZooResults
+from attnspan_lab.zoo.table import COLUMNS, SPEED_COLUMNS, line_of, speed_line, total_lines
+from attnspan_lab.zoo.verdicts import (
+    FACTOR,
+    FLOOR,
+    JUDGED,
+    Summary,
+    complaints,
+    is_exact,
+    is_own,
+    rounding_ratio,
+    summary_of,
+)
+
+__all__ = ["write_page"]
+
+_LEAD = (
+    "Small models of random weights, each with several attentions, with and without torch.compile, on plain, "
+    "packed and padded batches. What also fails with the identity in the place of attention is the model's "
+    "own, and is not counted."
+)
+_COLORS = {"attnspan": "@ours", "sdpa": "@peer1", "flex": "@peer2"}
+
+
+def write_page(results: ZooResults, path: Path) -> None:
+    """Write one HTML file that shows everything the results hold and loads nothing from anywhere.
+
+    Raises:
+        ModuleNotFoundError: jinja2 or plotly is not installed (the extra ``bench``).
+
+    Example:
+        >>> import tempfile
+        >>> page = Path(tempfile.mkdtemp()) / "zoo.html"
+        >>> write_page(ZooResults(rows=(Row("llama", "transformers", "decoder"),)), page)
+        >>> "llama" in page.read_text(encoding="utf-8")
+        True
+    """
+    summary = summary_of(results.rows)
+    sections = [_totals(summary), _wrong(results.rows), _errors(results.rows), _speed(results.speed)]
+    sections.append(_architectures(results.rows))
+    Page(
+        title="attnspan in other people's models",
+        lead=_LEAD,
+        sections=[x for x in sections if x is not None],
+        environment=results.environment | {f"zoo {k}": v for k, v in results.settings.items()},
+        glance="what attnspan does in these models.",
+        cards=_cards(summary) if results.rows else (),
+        table=_cells(results.rows),
+        complete=results.complete,
+    ).write(path)
+
+
+def _cards(summary: Summary) -> list[tuple[str, str, list[str]]]:
+    def others(shares: dict[str, Any]) -> list[str]:
+        return [f"{name} {shares[name]}" for name in JUDGED if name != OURS and shares[name].total]
+
+    return [
+        ("architectures where nothing is wrong", str(summary.spotless), []),
+        (
+            "architectures that compile to one graph",
+            percent(summary.compiles[OURS].share),
+            [f"{OURS} {summary.compiles[OURS]}", *others(summary.compiles)],
+        ),
+        ("no more graphs than SDPA", str(summary.graphs), ["over three lengths"]),
+        ("cells within eager's own rounding", str(summary.exact[OURS]), others(summary.exact)),
+        ("architectures that leak between documents", str(summary.leaking[OURS]), others(summary.leaking)),
+        ("architectures with a tensor of all pairs", str(summary.all_pairs[OURS]), others(summary.all_pairs)),
+    ]
+
+
+def _totals(summary: Summary) -> Section | None:
+    if not summary.architectures:
+        return None
+    lines = total_lines(summary)
+    rows = tuple(tuple(map(Entry, line)) for line in lines)
+    caption = "Of what runs with the identity in the place of attention"
+    table = Table(caption, ("total", *JUDGED), rows, frozenset({"total"}))
+    return Section("totals", "Totals", "Each attention over all architectures.", table=table)
+
+
+def _wrong(rows: Sequence[Row]) -> Section | None:
+    """What is wrong with attnspan; None where nothing is."""
+    lines = tuple((Entry(row.name), Entry(what)) for row in rows for what in complaints(row))
+    table = Table("A line for each finding", ("architecture", "finding"), lines, frozenset({"finding"}))
+    lead = "What is not the model's own."
+    return Section("wrong", f"What is wrong with {OURS}", lead, table=table) if lines else None
+
+
+def _errors(rows: Sequence[Row]) -> Section | None:
+    """How far results are from float64, by architecture and attention."""
+    names = [name for name in JUDGED if name != "eager"]
+    found = [row for row in rows if any(_worst(row, name) is not None for name in names)]
+    if not found:
+        return None
+    data = [_points(found, name) for name in names]
+    lead = (
+        "The error of results or gradients, whichever is worse, over that of the eager implementation in "
+        "float32; both are differences from it in float64. "
+        f"Up to {FACTOR:.0f} times it, plus {FLOOR:.1e}, an error counts as rounding."
+    )
+    most = max(x for trace in data for x in trace["x"])
+    ends = [math.log10(0.2), math.log10(max(10.0, 1.5 * most))]
+    layout = {
+        "xaxis": axis("error over the eager implementation's", log=True, range=ends, dtick="D2"),
+        "yaxis": _names_axis([plain(row.name) for row in found]),
+        "shapes": [_line_at(FACTOR)],
+        "showlegend": True,
+    }
+    alt = f"Errors of {', '.join(names)} in {len(found)} architectures, up to {most:.3g} times eager's."
+    chart = Chart("Error in float32", "the worst layout of each", alt, data, layout, 110 + 17 * len(found))
+    return Section("errors", "Exactness", lead, (chart,), layout="single")
+
+
+def _worst(row: Row, name: str) -> float | None:
+    cells = [x for x in row.cells if x.implementation == name]
+    ratios = [x for cell in cells if (x := rounding_ratio(row, cell)) is not None and 0 < x < math.inf]
+    return max(ratios, default=None)
+
+
+def _line_at(x: float) -> dict[str, Any]:
+    return {"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1, "line": {"color": "@peer4"}}
+
+
+def _names_axis(names: Sequence[str]) -> dict[str, Any]:
+    rows = list(range(len(names)))
+    return {"tickvals": rows, "ticktext": list(names), "range": [len(names) - 0.5, -0.5]}
+
+
+def _points(rows: Sequence[Row], name: str) -> dict[str, Any]:
+    points = [(value, i, row) for i, row in enumerate(rows) if (value := _worst(row, name)) is not None]
+    symbols = {"attnspan": "circle", "sdpa": "square-open", "flex": "x"}
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": name,
+        "x": [x for x, *_ in points],
+        "y": [i for _, i, _ in points],
+        "marker": {"color": _COLORS[name], "symbol": symbols[name], "size": 8},
+        "customdata": [f"{plain(row.name)}, {name}: {ratio_digits(x)}x" for x, _, row in points],
+        "hovertemplate": "%{customdata}<extra></extra>",
+    }
+
+
+def _speed(speeds: Sequence[Speed]) -> Section | None:
+    """Ratios of time and memory by model; None where nothing was timed."""
+    if not speeds:
+        return None
+    lead = (
+        "Forward and backward of larger models, compiled, on the same batch as with SDPA: time in turn in "
+        "one process, memory above the weights in a process for each. Above 1, attnspan is better."
+    )
+    times = [(x.name, x.ratio.median, x.ratio.low, x.ratio.high) for x in speeds if x.ratio]
+    sizes = [(x.name, r, r, r) for x in speeds if (r := x.memory_ratio) is not None]
+    charts = [
+        _ratios(title, found)
+        for title, found in (("SDPA's time over attnspan's", times), ("SDPA's memory over attnspan's", sizes))
+        if found
+    ]
+    columns = tuple(x.name for x in SPEED_COLUMNS)
+    rows = tuple(
+        tuple(
+            Entry(text, value) for text, value in zip(speed_line(x), ("", "", *_figures(x), ""), strict=True)
+        )
+        for x in speeds
+    )
+    caption = "Medians; ~: the interval of the ratio is wide"
+    table = Table(caption, columns, rows, frozenset({"batch", "not measured"}))
+    return Section("speed", "Training steps", lead, tuple(charts), table)
+
+
+def _figures(x: Speed) -> tuple[float | None, ...]:
+    seconds = [x.seconds[name].median if name in x.seconds else None for name in ("sdpa", OURS)]
+    peaks = [x.peaks.get(name) for name in ("sdpa", OURS)]
+    return (*seconds, x.ratio.median if x.ratio else None, *peaks, x.memory_ratio)
+
+
+def _ratios(title: str, found: Sequence[tuple[str, float, float, float]]) -> Chart:
+    found = sorted(found, key=lambda x: -x[1])
+    words = [f"{name} {ratio_digits(x)}x" for name, x, *_ in found]
+    bars = {
+        "type": "bar",
+        "orientation": "h",
+        "y": list(range(len(found))),
+        "x": [x for _, x, *_ in found],
+        "width": 0.65,
+        "marker": {"color": "@ours"},
+        "error_x": {
+            "type": "data",
+            "symmetric": False,
+            "array": [high - x for _, x, _, high in found],
+            "arrayminus": [x - low for _, x, low, _ in found],
+            "color": "@ink",
+        },
+        "customdata": list(map(plain, words)),
+        "hovertemplate": "%{customdata}<extra></extra>",
+    }
+    layout = {
+        "xaxis": axis("times", rangemode="tozero"),
+        "yaxis": _names_axis([plain(name) for name, *_ in found]) | {"showgrid": False},
+        "shapes": [_line_at(1.0)],
+    }
+    return Chart(
+        title,
+        "above 1, attnspan is better",
+        f"{title}: {'; '.join(words)}.",
+        [bars],
+        layout,
+        90 + 24 * len(found),
+    )
+
+
+def _architectures(rows: Sequence[Row]) -> Section | None:
+    if not rows:
+        return None
+    found = tuple(tuple(Entry(text) for text in line_of(row)) for row in rows)
+    names = tuple(x.name for x in COLUMNS)
+    table = Table("A line for each", names, found, frozenset({"layouts"}))
+    lead = (
+        "own: it also fails with the identity. error: attnspan's largest over the eager implementation's own."
+    )
+    return Section("architectures", "Architectures", lead, table=table)
+
+
+def _cells(rows: Sequence[Row]) -> Filtered | None:
+    """Every cell of every architecture."""
+    found = tuple(_cell(row, cell) for row in rows for cell in row.cells)
+    if not found:
+        return None
+    columns = (
+        *(
+            "architecture",
+            "attention",
+            "state",
+            "mode",
+            "layout",
+            "error",
+            "gradients",
+            "over eager",
+            "graphs",
+        ),
+        *("compilation", "step", "memory", "largest tensor", "all pairs"),
+    )
+    return Filtered(
+        "All cells",
+        "Every architecture with every attention that was run. Times and memory are of tiny models.",
+        "error: from float64; over eager: the larger one over the eager implementation's; memory: of torch's "
+        "allocator",
+        columns,
+        found,
+        words=3,
+        hint="name, reason, layout",
+    )
+
+
+def _cell(row: Row, cell: Cell) -> TableRow:
+    state = _state(row, cell)
+    ratio, seconds = rounding_ratio(row, cell), cell.seconds.median if cell.seconds else None
+    flagged = state not in ("ran", "own")
+    # What returns the values is not meant to be exact.
+    compared = cell.implementation != "identity"
+    errors = (cell.output_error, cell.gradient_error) if compared else (None, None)
+    entries = (
+        Entry(row.name, small=row.kind),
+        Entry(cell.implementation),
+        Entry(cell.reason or cell.leaks or ("" if flagged else state), badge=state if flagged else ""),
+        Entry(cell.mode),
+        Entry(cell.layout),
+        *(Entry(NONE if x is None else f"{x:.1e}", _finite(x)) for x in errors),
+        Entry(NONE if ratio is None else f"{ratio_digits(ratio)}x", _finite(ratio)),
+        Entry(NONE if cell.graphs is None else f"{cell.graphs}", cell.graphs),
+        Entry(seconds_text(cell.compile_seconds), cell.compile_seconds),
+        Entry(seconds_text(seconds), seconds),
+        Entry(bytes_text(cell.peak), cell.peak),
+        Entry(_shape(cell.largest)),
+        Entry(_shape(cell.pairs[0]) if cell.pairs else NONE),
+    )
+    data = {"library": row.library, "kind": row.kind, "attention": cell.implementation, "mode": cell.mode}
+    return TableRow(
+        entries, data | {"layout": cell.layout, "state": state}, marked=cell.implementation == OURS
+    )
+
+
+def _state(row: Row, cell: Cell) -> str:
+    if cell.failed:
+        return "own" if is_own(row, cell) else cell.failed
+    if not cell.backward:
+        return "no backward"
+    if cell.implementation == "identity":
+        return "ran"
+    return "leaks" if cell.leaks else "inexact" if is_exact(row, cell) is False else "ran"
+
+
+def _finite(x: float | None) -> float | None:
+    return x if x is not None and math.isfinite(x) else None
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or NONE

@@ -1,0 +1,329 @@
+"""The command: what it prints at which width, what it writes and refuses, and its exit codes."""
+
+import io
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fake_devices import FakeProbe
+from rich.console import Console
+
+from attnspan_lab.bench import command
+from attnspan_lab.bench.cells import Ceilings, Cell, Run, Timing, Workload
+from attnspan_lab.bench.compare import compare
+from attnspan_lab.bench.options import BenchOptions
+from attnspan_lab.bench.results import Results, TrainingCell
+from attnspan_lab.bench.standings import targets
+from attnspan_lab.bench.statistics import Interval, Samples
+from attnspan_lab.bench.table import show_comparison, show_results, show_summary
+from attnspan_lab.bench.workloads import grid
+from attnspan_lab.cli import main
+from attnspan_lab.files import write_json
+
+WORK = Workload("tiny", "own", 1, 2, 2, 16, 16, 8, 8, "float32", "causal")
+LONG = Workload(
+    "documents-corpus-32k", "documents", 1, 32, 8, 32768, 32768, 128, 128, "bfloat16", "causal & corpus(0)"
+)
+CEILINGS = Ceilings({"amx_bf16": 4e12, "dot_bf16": 1e12, "fma_f32": 5e11}, 1e10, {}, {"fma_f32": 0.03})
+OURS = Run("attnspan", execute=Timing((1.0,)), utilisation=0.97, peak_memory=3 << 30, note="backend cpu")
+SURE = {"pairs": 25, "level": 0.957, "p": 1e-6}
+DENSE = Run(
+    "sdpa-dense-mask",
+    execute=Timing((130.0,)),
+    ratio=Interval(130.0, 128.0, 133.0, **SURE),
+    noisy=True,
+    peak_memory=9 << 30,
+)
+JAX = Run(
+    "jax", execute=Timing((9.0,)), pipelined=Timing((3.0,)), ratio=Interval(1.1, 0.9, 1.2, 9, 0.961, 0.5)
+)
+FLEX = Run("flex", reason="it has no backward pass on CPU")
+CELL = Cell(LONG, "forward+backward", 10**9, 4.5e11, 1e9, (OURS, DENSE, JAX, FLEX))
+MACHINE = {"cpu": "a machine", "threads": 2, "isa": "amx", "samples": 25}
+RESULTS = Results(MACHINE, CEILINGS, (CELL,))
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs a command at 80 columns: no line is longer, nothing is cut. Returns code, output, errors."""
+    monkeypatch.setattr(command, "native_probe", FakeProbe)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["attnspan", *map(str, arguments)])
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+        said = capsys.readouterr()
+        assert max(map(len, said.out.splitlines()), default=0) <= 80, said.out
+        assert "…" not in said.out
+        return code, said.out, said.err
+
+    return call
+
+
+def _printed(show, *args, width):
+    stream = io.StringIO()
+    show(*args, Console(file=stream, width=width))
+    text = stream.getvalue()
+    assert max(map(len, text.splitlines())) <= width, text
+    assert "…" not in text, "nothing is cut short"
+    return text
+
+
+def test_a_small_run_prints_and_writes(run, tmp_path):
+    own, out, page = tmp_path / "own.json", tmp_path / "results.json.gz", tmp_path / "page.html"
+    write_json(own, [WORK])
+    options = ("--peers", "sdpa-flash,flex", "--seconds", 0.02, "--json", out, "--html", page)
+    code, printed, _ = run("bench", "--workloads", own, "--modes", "forward+backward", *options)
+    assert code == 0
+    assert "tiny fp32" in printed
+    assert "nowhere flex: it has no backward pass on CPU" in printed
+    assert "order statistics of " in printed
+    results = Results.load(out)
+    assert [(cell.workload, cell.mode) for cell in results.cells] == [(WORK, "forward+backward")]
+    assert [found.peer for found in results.cells[0].runs] == ["attnspan", "sdpa-flash", "flex"]
+    assert results.complete
+    assert "tiny" in page.read_text()
+    assert "tiny fp32" in run("bench", "--show", out)[1]
+    again = tmp_path / "again.html"
+    assert run("bench", "--show", out, "--html", again)[0] == 0
+    assert again.read_text() == page.read_text()
+
+
+def test_the_list_names_workloads_and_peers(run):
+    code, printed, _ = run("bench", "--list")
+    assert code == 0
+    for word in ("report-shape", "documents-corpus-32k", "grid", "training", "sdpa-per-document", "tokamax"):
+        assert word in printed
+    assert run("bench", "grid-full-d64-*", "--list")[1].count("grid-full") == 7
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["--help"], ["bench", "--help"], ["show", "--help"], ["tune", "--help"], ["doctor", "--help"]),
+        *(["show", "causal & window(40)"], ["show", "natten((8, 8), (3, 3))"], ["show", "--list"]),
+        *(["show", "documents([0, 5, 9])"], ["show", "causal", "--q-len", "5000"]),
+    ],
+    ids=" ".join,
+)
+def test_what_other_commands_print_fits_80_columns(run, arguments):
+    assert run(*arguments)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("desne",), "workloads: expected a name, a pattern, or one of the families"),
+        (("--dtypes", "fp8"), "--dtypes: expected some of float32, bfloat16, float16, got 'fp8'"),
+        (("--modes", "backward"), "--modes: expected some of forward, forward+backward"),
+        (("--lengths", "1e3"), "--lengths: expected positive numbers with commas between, got '1e3'"),
+        (("--peers", "spda"), "peers: expected some of attnspan, attnspan-vendor"),
+        (("--seconds", "0"), "budget: expected positive limits"),
+        (("--samples", "8"), "--samples: expected 9 or more, got 8"),
+        (("--seconds", "inf"), "budget: expected positive limits"),
+        (("training", "--rounds", "8"), "--rounds: expected 9 or more, got 8"),
+        (("training", "--ranks", "0"), "--ranks: expected 1 or more, got 0"),
+        (("small-16", "--ranks", "2"), "--ranks: expected a run of training, got none"),
+        (("--json", "/proc/nowhere/a.json"), "/proc/nowhere/a.json: expected a writable file"),
+        (("--html", "/"), "/: expected a writable file, got a folder"),
+        (("--show", "a.json", "--summary", "a.json"), "expected one of --show or --summary, got several"),
+        (("--threads", "0"), "threads: expected 1 or more, got 0"),
+        (("--workloads", "nowhere.json"), "nowhere.json: expected a JSON list of workloads"),
+        (("--summary", "nowhere.json"), "nowhere.json: expected a results file, got no such file"),
+        (("small-16", "--device", "tpu"), "device: expected cpu or cuda"),
+        (("small-16", "--device", "cuda"), "device: expected a CUDA device that torch can use, got none"),
+        (("training", "--device", "cuda"), "training: expected --device cpu, got cuda"),
+    ],
+)
+def test_what_cannot_be_is_one_message(run, monkeypatch, arguments, message):
+    # What slips through must not be measured for an hour.
+    monkeypatch.setattr(command, "run_plan", lambda *_, **__: pytest.fail("it was measured"))
+    if "cuda" in arguments:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, _, errors = run("bench", *arguments)
+    assert code == 2
+    assert message in errors
+    assert "Traceback" not in errors
+
+
+def _write(path, seconds):
+    runs = (Run("attnspan", execute=Timing((seconds,) * 9)),)
+    Results({"cpu": "c"}, cells=(Cell(WORK, "forward", 1, 1.0, 1.0, runs),)).save(path)
+    return path
+
+
+def test_two_files_are_compared_and_a_regression_is_exit_code_one(run, tmp_path):
+    old, new = _write(tmp_path / "old.json", 1.0), _write(tmp_path / "new.json", 1.2)
+    assert [run("bench", "--compare", *files)[0] for files in ((old, new), (new, old), (old, old))] == [
+        1,
+        0,
+        0,
+    ]
+    old.write_text(json.dumps(json.loads(old.read_text()) | {"schema": 99}))
+    code, _, errors = run("bench", "--compare", old, new)
+    assert code == 2
+    assert "expected results of schema 3, got schema 99" in errors
+    code, printed, _ = run("bench", "--summary", new)
+    assert code == 0
+    assert "no cell of the grid was compared with sdpa-flash" in printed
+
+
+def test_training_alone_plans_no_cells_and_full_plans_all():
+    assert command.plan_of(BenchOptions(("training",))).total == 0
+    assert command.plan_of(BenchOptions(("training", "dense-d64"))).total == 4
+    default, full = command.plan_of(BenchOptions()), command.plan_of(BenchOptions(full=True))
+    assert not any(work.family == "grid" for work in default.workloads)
+    assert {work.dtype for work in default.workloads} == {"float32", "bfloat16"}
+    assert len({work.name for work in full.workloads}) > len({work.name for work in default.workloads})
+    assert {work.dtype for work in full.workloads} == {"float32", "bfloat16", "float16"}
+    assert (default.memory, full.memory) == (False, True)
+    assert not command.plan_of(BenchOptions(full=True, memory=False)).memory
+    assert command.plan_of(BenchOptions(cold=True)).cold
+
+
+def test_training_goes_into_the_same_file(run, tmp_path, monkeypatch):
+    asked = []
+
+    def measure_training(config, rounds, *, memory):
+        asked.append((config.threads, rounds, memory))
+        return (TrainingCell("attnspan", tokens_per_second=Samples((4321.0,))),)
+
+    monkeypatch.setattr("attnspan_lab.bench.training.measure_training", measure_training)
+    out = tmp_path / "results.json"
+    options = ("--threads", 1, "--rounds", 9, "--memory", "--seconds", 0.02, "--json", out)
+    code, printed, _ = run("bench", "training", *options)
+    assert code == 0
+    assert asked == [(1, 9, True)]
+    assert "4,321" in printed
+    assert [cell.attention for cell in Results.load(out).training] == ["attnspan"]
+
+
+def test_an_interrupt_still_writes_and_prints(run, tmp_path, monkeypatch):
+    real = command.run_plan
+    monkeypatch.setattr(command, "run_plan", lambda plan, **how: replace(real(plan, **how), complete=False))
+    out = tmp_path / "results.json"
+    options = ("--dtypes", "float32", "--peers", "sdpa-flash", "--seconds", 0.02, "--json", out)
+    code, printed, _ = run("bench", "small-16", "training", *options)
+    assert code == 130
+    assert "stopped before the last cell" in printed
+    assert (Results.load(out).complete, Results.load(out).training) == (False, ())
+    # Before the first cell, an older file is worth more than an empty one.
+    monkeypatch.setattr(command, "run_plan", lambda *_, **__: Results(complete=False))
+    before = out.read_bytes()
+    assert run("bench", "small-16", "--json", out)[0] == 130
+    assert out.read_bytes() == before
+
+
+def test_options_are_plain_text_until_they_are_used():
+    code = "import sys, attnspan_lab.bench.options; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "attnspan_lab.bench.peers"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_a_table_fits_and_names_what_it_leaves_out(width):
+    printed = _printed(show_results, RESULTS, width=width)
+    text = " ".join(printed.split())
+    for part in (
+        "a machine, 2 threads, amx",
+        "fma_f32 500 GFLOP/s (spread 3%), dot_bf16 1.00 TFLOP/s, amx_bf16 4.00 TFLOP/s",
+        "documents, forward+backward",
+        "documents-corpus-32k bf16",
+        "130 128-133 ~",
+        "?1.10",
+        "1 of 2 ratios may be 1",
+        "level 95.7 to 96.1 %",
+        "1 of 2 ratios have fewer than 25 pairs",
+        "nowhere flex: it has no backward pass on CPU",
+        "too noisy for 1 of 1 cells",
+        "the pipelined figure is the device's",
+    ):
+        assert part in text, part
+    figures = {"memory": "3.00 GiB", "in a row": "!3.00 s", "peak": "11 %", "remark": "backend cpu"}
+    left_out = text.partition("not shown at")[2]
+    for column, figure in figures.items():
+        assert (figure in text) != (column in left_out.partition("nowhere")[0]), column
+    assert bool(left_out) == (width < 200)
+
+
+def test_what_is_bound_by_memory_shows_its_share_of_the_bandwidth():
+    decode = replace(CELL, flops=1e9, bytes=2.5e9, runs=(OURS, FLEX), cold=True)
+    text = _printed(show_results, replace(RESULTS, cells=(decode,)), width=100)
+    assert "25 %" in text
+    assert "bf16 cold" in text
+    assert " read  " not in _printed(show_results, RESULTS, width=200)
+
+
+def test_a_reason_is_said_once_where_it_holds_everywhere_and_where_it_holds_otherwise():
+    other = replace(CELL, workload=replace(LONG, name="other"), mode="forward", runs=(OURS, JAX))
+    text = _printed(show_results, replace(RESULTS, cells=(CELL, other)), width=160)
+    assert "not flex: it has no backward pass on CPU" in text
+    assert "nowhere" not in text
+    text = _printed(show_results, replace(RESULTS, cells=(CELL, CELL)), width=160)
+    assert text.count("it has no backward pass on CPU") == 1
+
+
+def test_training_is_shown():
+    sure, open_ = Interval(1.5, 1.4, 1.6, 9, p=0.004), Interval(1.23, 0.9, 1.4, 9, p=0.5)
+    sdpa = TrainingCell("sdpa", tokens_per_second=Samples((12345.0,)), ratio=sure)
+    documents = replace(sdpa, attention="sdpa-documents", ratio=open_)
+    text = _printed(show_results, replace(RESULTS, training=(sdpa, documents), complete=False), width=80)
+    assert "?1.23" in text
+    assert " 1.50" in text
+    assert "12,345" in text
+    assert "stopped before the last cell" in text
+
+
+def _grid_results():
+    cells = []
+    for work in grid():
+        # Ratios 1, 2, 4, 8 at the lengths of the mean: their geometric mean is known.
+        ratio = {1024: 1.0, 2048: 2.0, 4096: 4.0, 8192: 8.0}.get(work.k_len, 0.5)
+        found = Interval(ratio, ratio * 0.9, ratio * 1.1, 25, p=1.0 if ratio == 1 else 1e-6)
+        peer = Run("sdpa-flash", execute=Timing((2.0 * ratio,)), ratio=found)
+        cells.append(Cell(work, "forward", 10, 1e12, 1e9, (replace(OURS, execute=Timing((2.0,))), peer)))
+    return Results({"cpu": "c"}, CEILINGS, tuple(cells))
+
+
+def test_the_summary_is_the_table_of_targets():
+    found = {(t.view.dtype, t.mask): t for t in targets(_grid_results())}
+    assert len(found) == 6
+    target = found["bfloat16", "causal"]
+    assert target.mean == pytest.approx(64 ** (1 / 4))
+    assert target.lowest[1].median == 0.5
+    assert target.count("behind") == 4 * 3
+    assert target.shares[64] == pytest.approx(0.125)
+    text = _printed(show_summary, _grid_results(), width=100)
+    for part in ("2.83", "13 %", "12/28"):
+        assert part in text
+    assert _printed(show_results, _grid_results(), width=80).count("causal-d64-s2048") == 3
+    stream = io.StringIO()
+    show_summary(_grid_results(), Console(file=stream, width=30))
+    assert "2.83" in stream.getvalue(), "a figure is never cut"
+
+
+def test_a_comparison_names_the_cell_and_the_verdict():
+    slow = replace(OURS, execute=Timing((1.5, 1.5, 1.5)))
+    new = replace(RESULTS, environment={"cpu": "b"}, cells=(replace(CELL, runs=(slow,)),))
+    text = _printed(show_comparison, compare(RESULTS, new), width=80)
+    for part in (
+        "another machine or setting: cpu: a machine, then b",
+        "so times are not compared, only ratios",
+        "documents-corpus-32k",
+        "1 cells compared: 0 regressions",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize("name", ["workloads", "targets", "training", "packed-tiles"])
+def test_the_committed_results_print_at_80_columns(run, name):
+    path = Path(__file__).parents[3] / "benchmarks" / "results" / f"{name}.json.gz"
+    assert run("bench", "--show", path)[0] == 0
+    assert run("bench", "--summary", path)[0] == 0

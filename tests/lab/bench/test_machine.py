@@ -1,0 +1,131 @@
+"""Ceilings, environment, memory: measured where they can be, and said where they cannot."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from fake_devices import FakeProbe
+
+from attnspan_lab.bench import environment, processes
+from attnspan_lab.bench.ceilings import measure_ceilings, native_probe
+from attnspan_lab.bench.cells import Workload
+from attnspan_lab.bench.devices import Device
+from attnspan_lab.bench.environment import describe_environment, same_machine
+from attnspan_lab.bench.memory import high_water_refusal, peak_here, process_peak
+from attnspan_lab.bench.peers import Ready, peers_by_name
+from attnspan_lab.bench.timing import MeasurementError
+
+WORK = Workload("w", "own", 1, 1, 1, 4096, 4096, 16, 16, "float32", "window(64)")
+MIB = 2**20
+BLOCK = 2**26
+
+on_linux = pytest.mark.skipif(
+    high_water_refusal() is not None, reason=f"{high_water_refusal()}; measure on Linux with /proc"
+)
+
+
+class Shared(FakeProbe):
+    """A neighbour takes half of the machine for a while."""
+
+    def peak(self, kind, *, num_threads, seconds):
+        found = super().peak(kind, num_threads=num_threads, seconds=seconds)
+        return found / 2 if len(self.asked) < 10 else found
+
+
+def test_ceilings_are_the_best_of_nine_rounds_with_their_spread():
+    probe = FakeProbe()
+    ceilings = measure_ceilings("cpu", probe=probe, threads=2, seconds=0.5)
+    assert [entry[0] for entry in probe.asked[:3]] == ["amx_bf16", "fma_f32", "dot_bf16"]
+    assert {entry[1] for entry in probe.asked} == {2}
+    assert len(probe.asked) == 9 * 4
+    assert probe.asked[3][0] >= 1 << 28, "a buffer beyond any cache"
+    assert set(ceilings.notes) == set(ceilings.spread) == {*ceilings.flops, "read_bandwidth"}
+    shared = measure_ceilings("cpu", probe=Shared(), threads=2, seconds=0.5)
+    assert shared.flops == ceilings.flops
+    assert (shared.spread["fma_f32"], ceilings.spread["fma_f32"]) == (0.5, 0.0)
+
+
+def test_without_a_probe_products_of_matrices_stand_in_by_name():
+    ceilings = measure_ceilings("cpu", seconds=0.01)
+    assert set(ceilings.flops) == {"matmul_f32", "matmul_bf16", "matmul_f16"}
+    assert all("lower bound" in ceilings.notes[kind] for kind in ceilings.flops)
+    assert min(*ceilings.flops.values(), ceilings.read_bandwidth) > 0
+
+
+@pytest.mark.compiled_module("its own microbenchmarks")
+def test_the_compiled_module_measures_plausible_ceilings():
+    ceilings = measure_ceilings("cpu", probe=native_probe(), threads=1, seconds=0.05)
+    assert 1e9 < ceilings.flops["fma_f32"] < 1e13
+    assert 1e8 < ceilings.read_bandwidth < 1e12
+
+
+def test_the_environment_tells_what_decides_speed(monkeypatch, tmp_path):
+    monkeypatch.setenv("ATTNSPAN_EXAMPLE", "1")
+    monkeypatch.setenv("OMP_EXAMPLE", "2")
+    monkeypatch.setenv("SECRET_TOKEN", "3")
+    found = describe_environment()
+    assert found["variables"].items() >= {"ATTNSPAN_EXAMPLE": "1", "OMP_EXAMPLE": "2"}.items()
+    assert "SECRET_TOKEN" not in found["variables"]
+    assert found["versions"]["torch"]
+    for name in ("cpu", "cores", "threads", "isa", "date", "python"):
+        assert found[name], name
+    # An installed package lies inside other people's repositories.
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "environment.py"))
+    assert describe_environment()["revision"] is None
+    assert same_machine(found, found | {"date": "now", "load_average": [2]}) == []
+    assert same_machine(found | {"threads": 2}, found | {"threads": 1}) == ["threads: 2, then 1"]
+
+
+@on_linux
+def test_resident_memory_grows_shrinks_and_has_a_peak_that_can_be_forgotten():
+    processes.trim()
+    processes.forget_peak()
+    before, peak = processes.resident_memory(), processes.resident_peak()
+    block = torch.ones(BLOCK // 4)
+    assert 0.9 * BLOCK < processes.resident_memory() - before < 2 * BLOCK
+    del block
+    # Small pieces, which the allocator keeps when they are freed, and one at the end, which pins them.
+    pieces = [torch.ones(2**14) for _ in range(BLOCK // 2**16)]
+    last, grown = torch.ones(2**14), processes.resident_memory()
+    del pieces
+    processes.trim()
+    assert processes.resident_memory() < grown - 0.5 * BLOCK
+    assert 0.9 * BLOCK < processes.resident_peak() - peak < 2 * BLOCK
+    processes.forget_peak()
+    assert processes.resident_peak() < peak + 0.5 * BLOCK
+    del last
+
+
+@on_linux
+def test_a_dense_mask_is_seen_and_spans_are_not():
+    dense = process_peak("sdpa-dense-mask", WORK, "forward", threads=1)
+    ours = peak_here(peers_by_name()["attnspan"], WORK, "forward")
+    square = 4096 * 4096
+    assert dense > square, "a byte for each pair at least"
+    assert 4096 * 16 * 4 <= ours < square / 4, "the output at least, and nothing of the order of all pairs"
+
+
+@on_linux
+def test_what_only_the_first_call_needs_is_not_counted():
+    class Compiling:
+        name = "compiling"
+
+        def prepare(self, _job):
+            sizes = iter([512 * MIB])
+            return Ready(lambda: torch.ones(next(sizes, 32 * MIB), dtype=torch.uint8), Device())
+
+    assert 32 * MIB <= peak_here(Compiling(), WORK, "forward") < 256 * MIB
+
+
+@on_linux
+def test_a_process_that_fails_says_why():
+    with pytest.raises(MeasurementError, match="memory of attnspan: expected a process that ends with a fig"):
+        process_peak("attnspan", replace(WORK, dtype="float8"), "forward", threads=1)
+
+
+@on_linux
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["attnspan", "sdpa-dense-mask", "sdpa-per-document"])
+def test_every_peer_is_warmed_up_on_a_problem_that_it_can_do(name):
+    packed = replace(WORK, q_len=64, k_len=64, mask="causal & documents([0, 10, 64])")
+    assert peak_here(peers_by_name()[name], packed, "forward+backward") >= 0

@@ -1,0 +1,28 @@
+"""Ten architectures of transformers: the first finding is the cause, and its remedy mends it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ailing
+import pytest
+
+from attnspan_lab.doctor import diagnose
+
+pytest.importorskip("transformers")
+FILE = Path(ailing.__file__)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=() if x in ("gpt_oss", "doge") else pytest.mark.long) for x in ailing.AILMENTS],
+)
+def test_the_first_finding_is_the_cause_and_its_remedy_mends_it(name: str) -> None:
+    ailment = ailing.AILMENTS[name]
+    found = diagnose(f"{FILE}:{name.replace('-', '__')}", stages=(*ailment.stages, "cure"), limit=200)
+    first = found.findings[0]
+    assert first.kind == ailment.kind
+    assert "/site-packages/transformers/" in first.places[0].file
+    assert ailment.line in first.places[0].text
+    assert 'attn_implementation="attnspan"' in first.remedy or ailment.kind == "graph-break"
+    assert first.tried.endswith("gone with attnspan's attention")

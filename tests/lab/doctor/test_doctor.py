@@ -1,0 +1,221 @@
+"""The command and its processes: bad input, limits, files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from xml.etree import ElementTree
+
+import bad_inputs
+import pytest
+from typer.testing import CliRunner
+
+from attnspan.errors import OptionError
+from attnspan_lab.cli import build_app
+from attnspan_lab.doctor import Finding, Place, diagnose, run
+from attnspan_lab.doctor.findings import merged
+from attnspan_lab.doctor.run import _isolated, _with_known_issues
+
+HERE = Path(__file__).parent
+LINES = (HERE / "bad_inputs.py").read_text().splitlines()
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(HERE)
+
+
+def marked(name: str) -> int:
+    """The line of a factory that is marked."""
+    start = next(i for i, line in enumerate(LINES) if line.startswith(f"def {name}") or name in line)
+    return next(i for i, line in enumerate(LINES[start:], start + 1) if line.endswith("# here"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "said"),
+    [
+        ("raises", "subject", "KeyError: 'weights.bin'"),
+        ("returns_junk", "subject", "expected a factory that returns (model, batches)"),
+        ("has_no_batch", "subject", "got no batch"),
+        ("wants_a_gpu", "subject", "CUDA"),
+        ("exits", "subject", "SystemExit: no licence"),
+        ("no_such_name", "subject", "got no 'no_such_name' in it"),
+        ("raises_in_forward", "error", "RuntimeError: mat1 and mat2"),
+        ("crashes", "crash", "signal SIGABRT"),
+    ],
+)
+def test_bad_input_is_a_finding(name: str, kind: str, said: str) -> None:
+    found = diagnose(f"bad_inputs:{name}", stages=["eager"]).findings
+    assert [x.kind for x in found] == [kind]
+    assert said in found[0].what
+    assert found[0].remedy
+    if name in ("crashes",):
+        assert found[0].places[0].line == marked(name)
+    if name == "raises_in_forward":
+        assert found[0].places[0].line == marked("_Raising")
+    if name == "wants_a_gpu":
+        assert "GPU" in found[0].cause
+
+
+def test_a_hang_is_a_finding_with_its_line() -> None:
+    (found,) = diagnose("bad_inputs:hangs", stages=["eager"], limit=25).findings
+    assert found.kind == "hang"
+    assert "the process was loading" in found.what
+    assert found.places[0].line == marked("hangs")
+
+
+def test_a_factory_that_forks_is_examined_once() -> None:
+    found = diagnose("bad_inputs:forks", stages=["eager"])
+    assert found.findings == ()
+    assert found.facts["eager"]["attention calls"] == 2
+    assert hasattr(bad_inputs, "forks")
+
+
+@pytest.mark.parametrize("how", [[], ["--in-place"]], ids=["torch.compile(model)", "model.compile()"])
+def test_a_script_is_run_with_its_arguments_and_its_model_examined(how: list[str]) -> None:
+    found = diagnose("train_script.py", ["--steps", "3", *how], stages=["eager"])
+    assert [x.kind for x in found.findings] == ["copy"]
+    assert found.subject == "train_script.py: Model, 3 batches"
+
+
+def test_the_command_writes_what_it_found_and_keeps_limits(tmp_path: Path) -> None:
+    files = {name: tmp_path / f"found.{name}" for name in ("json", "junit", "page")}
+    options = [x for name, path in files.items() for x in (f"--{name}", str(path))]
+    limits = ["--max-breaks", "0", "--max-copies", "0"]
+    made = CliRunner().invoke(
+        build_app(),
+        [
+            "doctor",
+            "--stages",
+            "eager,compiled",
+            *limits,
+            *options,
+            "--",
+            "python",
+            "train_script.py",
+            "--steps",
+            "2",
+        ],
+    )
+    assert made.exit_code == 1, made.output
+    assert "over the limit: copies: 1, at most 0" in made.output
+    assert "breaks" not in made.output.partition("over the limit")[2]
+    assert "patients.py" in made.output
+    assert json.loads(files["json"].read_text())["findings"][0]["kind"] == "copy"
+    suite = ElementTree.parse(files["junit"]).getroot()
+    # The finding only costs; the limit makes it a failure.
+    assert (suite.get("tests"), suite.get("failures")) == ("2", "1")
+    page = files["page"].read_text()
+    assert "Remove it: fused kernels take transposed views" in page
+    assert "http-equiv" in page
+
+
+def test_options_may_follow_the_target_and_only_scripts_have_arguments() -> None:
+    made = CliRunner().invoke(build_app(), ["doctor", "patients:sick_contiguous", "--stages", "eager"])
+    assert made.exit_code == 0, made.output
+    assert "1. copy" in made.output
+    assert "compiler" not in made.output
+    made = CliRunner().invoke(build_app(), ["doctor", "patients:well_fused", "--", "--steps", "3"])
+    assert isinstance(made.exception, OptionError)
+    assert "Only a script has arguments" in str(made.exception)
+
+
+def test_the_cure_compiles_the_models_own_attention_as_it_is() -> None:
+    found = diagnose("patients:well_fused", stages=["compiled", "cure"])
+    own, cure = found.facts["compiled"], found.facts["cure"]
+    assert [cure["own"][x] for x in ("graphs", "breaks")] == [own["graphs"], own["breaks"]]
+    assert cure["attnspan"]["attnspan calls"] > 0
+    assert found.findings == ()
+
+
+def test_the_page_shows_what_the_example_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = HERE.parents[2]
+    monkeypatch.chdir(root)
+    monkeypatch.setenv("COLUMNS", "100")
+    target = "examples/ailing_gpt.py:factory"
+    made = CliRunner().invoke(build_app(), ["doctor", target, "--stages", "eager,compiled"])
+    shown = (root / "docs/doctor.md").read_text().partition(f"```text\n{target}")[2].partition("```")[0]
+    figures = ("attention  ", "largest tensor", "compiler  ", "error of", "examined in")
+    told = [x for x in shown.splitlines()[1:] if x and not x.startswith(figures)]
+    printed = [x.rstrip() for x in made.output.splitlines()]
+    assert len(told) > 20
+    assert [x for x in told if x not in printed] == []
+
+
+def test_a_healthy_model_passes(tmp_path: Path) -> None:
+    junit = tmp_path / "found.xml"
+    arguments = ["doctor", "--stages", "eager", "--junit", str(junit), "patients:well_fused"]
+    made = CliRunner().invoke(build_app(), arguments)
+    assert made.exit_code == 0, made.output
+    assert "Nothing is wrong" in made.output
+    assert ElementTree.parse(junit).getroot().get("failures") == "0"
+
+
+def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attnspan_lab.doctor import stages
+    from attnspan_lab.doctor.subject import load
+
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    found: list[Finding] = []
+    stages.parity(
+        load("patients:well_fused"),
+        lambda **x: found.extend([x["finding"]] if "finding" in x else []),
+        "inductor",
+    )
+    assert [x.kind for x in found] == ["environment"]
+    assert "no C++ compiler" in found[0].what
+
+
+def test_findings_of_one_line_are_one_and_in_order() -> None:
+    place = Place("a.py", 3)
+    found = merged([Finding("copy", "a", (place,)), Finding("leak", "b"), Finding("copy", "a", (place,))])
+    assert [(x.kind, x.count) for x in found] == [("leak", 1), ("copy", 2)]
+
+
+def test_whose_a_break_is() -> None:
+    own, theirs = (Finding("graph-break", "b", (Place("a.py", n),), stage="compiled") for n in (1, 2))
+    alone = Finding("graph-break", "b", (Place("a.py", 1),), stage="without attention")
+    said = [x.evidence[-1] for x in _isolated([own, theirs, alone], {"graphs": 1})]
+    assert "code around it" in said[0]
+    assert "it is attention's" in said[1]
+    # Nothing is said of a stage that did not end, and no verdict where attention stayed.
+    assert [x.evidence for x in _isolated([own], None)] == [()]
+    assert "cannot be taken out (flash)" in _isolated([own], {"left": "flash"})[0].evidence[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("sick_extension", "this line calls attention"),
+        ("sick_print", "code around it"),
+        ("sick_written_and_printed", "cannot be taken out (written out)"),
+    ],
+)
+def test_attention_is_blamed_only_where_it_was_taken_out(name: str, said: str) -> None:
+    found = diagnose(f"patients:{name}", stages=["compiled"]).findings
+    assert found[0].kind == "graph-break"
+    assert said in found[0].evidence[-1]
+
+
+def test_what_was_found_stays_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: run._Stage) -> None:
+        self.findings.append(Finding("copy", "seen before"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run._Stage, "run", interrupted)
+    found = diagnose("patients:well_fused")
+    assert not found.complete
+    assert [x.kind for x in found.findings] == ["copy"]
+
+
+def test_known_issues_are_matched_by_kind_words_and_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = Finding("error", "NotImplementedError: FlexAttention does not support backward on CPU")
+    (found,) = _with_known_issues([error])
+    assert "148752" in found.known[0]
+    assert _with_known_issues([Finding("error", "another")])[0].known == ()
+    assert _with_known_issues([Finding("crash", error.what)])[0].known == ()
+    old = Finding("graph-break", "call_id with args (NestedUserFunctionVariable(),)")
+    assert _with_known_issues([old])[0].known == ()
+    monkeypatch.setattr(run, "version", lambda _: "2.7.1+cpu")
+    assert "attention-gym/issues/94" in _with_known_issues([old])[0].known[0]

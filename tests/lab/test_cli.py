@@ -1,0 +1,126 @@
+"""The command line: what it prints, what it exits with, what it says when something is missing."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from attnspan import masks
+from attnspan_lab.cli import main
+
+SOURCE = os.pathsep.join(str(Path(__file__).parents[2] / x) for x in ("src", "lab/src", "examples"))
+
+Result = tuple[int, str, str]
+Command = Callable[..., Result]
+
+
+def in_new_process(code: str, *args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    command = [sys.executable, "-c", code, *args]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, env=env)
+
+
+def without(*packages: str) -> str:
+    """Code that runs the command as if some packages were not installed."""
+    blocked = "; ".join(f"sys.modules[{name!r}] = None" for name in packages)
+    return f"import sys; {blocked}; from attnspan_lab.cli import main; main()"
+
+
+@pytest.fixture
+def attnspan(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    """Run the command here, in a folder: exit code, what it printed, what it complained."""
+
+    def run(*args: str, cwd: Path) -> Result:
+        monkeypatch.chdir(cwd)
+        monkeypatch.setattr(sys, "argv", ["attnspan", *args])
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capfd.readouterr()
+        return int(end.value.code or 0), out, err
+
+    return run
+
+
+def test_show_writes_svg(attnspan: Command, tmp_path: Path) -> None:
+    code, out, _ = attnspan(
+        "show", "causal", "--q-len", "4", "--k-len", "8", "--svg", "mask.svg", cwd=tmp_path
+    )
+    assert (code, out) == (0, "mask.svg\n")
+    assert (tmp_path / "mask.svg").read_text().startswith("<svg")
+    assert "4 queries x 8 keys" in (tmp_path / "mask.svg").read_text()
+
+
+ROOT = Path(__file__).parents[2]
+SHOWN = re.findall(
+    r"^\$? ?(attnspan show .*)$",
+    (ROOT / "docs" / "masks.md").read_text(encoding="utf-8"),
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize("line", SHOWN)
+def test_the_commands_that_the_pages_show_run_as_they_stand(
+    attnspan: Command, tmp_path: Path, line: str
+) -> None:
+    code, out, err = attnspan(*shlex.split(line)[1:], cwd=tmp_path)
+    assert code == 0, err
+    for drawn in tmp_path.iterdir():
+        assert drawn.read_text(encoding="utf-8") == (ROOT / "docs" / "images" / drawn.name).read_text(
+            encoding="utf-8"
+        ), f"write it again: {line}"
+    if "--svg" not in line:
+        assert out.strip() in (ROOT / "docs" / "masks.md").read_text(encoding="utf-8")
+
+
+def test_the_page_shows_the_command_of_each_of_its_pictures() -> None:
+    text = (ROOT / "docs" / "masks.md").read_text(encoding="utf-8")
+    pictures = re.findall(r"\]\(images/(\w+)\.svg\)", text)
+    drawn = [shlex.split(line)[-1].removesuffix(".svg") for line in SHOWN if "--svg" in line]
+    assert pictures == drawn
+    assert len(SHOWN) > len(drawn) > 2
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["show", "causal & nonsense"], "got nonsense"),
+        (["show", "causal", "--at", "1", "0"], "--at: expected a row below --batch and a head below --heads"),
+        (
+            ["show", "causal", "--svg", "/proc/nowhere/a.svg"],
+            "No such file or directory: '/proc/nowhere",
+        ),
+        (["tune", "nothing"], "expected module:function, got 'nothing'"),
+    ],
+)
+def test_a_users_error_is_one_message_without_a_traceback(
+    attnspan: Command, tmp_path: Path, args: list[str], message: str
+) -> None:
+    code, _, err = attnspan(*args, cwd=tmp_path)
+    assert code == 2
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert not list(tmp_path.rglob("*")), "nothing is left behind"
+
+
+def test_a_missing_package_is_named(tmp_path: Path) -> None:
+    done = in_new_process(without("plotly"), "bench", "causal", "--html", "x.html", cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "plotly is not installed: pip install ./lab in a checkout" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(text: str) -> None:
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(masks, "parse", broken)
+    monkeypatch.setattr(sys, "argv", ["attnspan", "show", "causal"])
+    with pytest.raises(ValueError, match="a defect"):
+        main()
