@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from attnspan import causal, segments
-from attnspan.arrays import Arrays, TorchArrays
+from attnspan.base.arrays import Arrays, TorchArrays
 from attnspan_lab.bench.statistics import Samples
 from attnspan_lab.bench.timing import Budget, host_times
 

@@ -11,7 +11,7 @@ import numpy as np
 
 import attnspan
 from attnspan import library
-from attnspan.picture import svg
+from attnspan.masks.picture import svg
 from attnspan_lab.files import read_json
 
 IMAGES = Path(__file__).parent / "images"

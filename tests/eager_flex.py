@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch.nn.attention import flex_attention
 
+from attnspan.call.options import Options
 from attnspan.kernels import flex
-from attnspan.options import Options
 from attnspan.torch import _backends
 
 

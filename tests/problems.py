@@ -17,7 +17,7 @@ from problem_parts import LONG_MASKS, MASKS, Case, Draw, Setting, random_bounds
 from torch import Tensor
 
 from attnspan import Prepared, Spans, reference
-from attnspan.options import Given, Options
+from attnspan.call.options import Given, Options
 from attnspan.torch._front import PLAIN
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

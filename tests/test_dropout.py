@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from attnspan import reference
-from attnspan._dropout import dropout_seeds, kept, philox, scale_of_kept, split_seeds, threshold
+from attnspan.call.dropout import dropout_seeds, kept, philox, scale_of_kept, split_seeds, threshold
+from attnspan.call.options import Options
 from attnspan.kernels import math as math_kernel
-from attnspan.options import Options
 from attnspan.torch import attention
 
 WORD = 2**32 - 1

@@ -11,7 +11,7 @@ from mask_samples import BATCH, KEYS, SAMPLES
 
 import attnspan as a
 import attnspan.torch
-from attnspan.arrays import Arrays
+from attnspan.base.arrays import Arrays
 
 # Their R is read from data.
 BY_DATA = {"reordered", "tiled_natten", "morton_natten"}
@@ -169,7 +169,7 @@ def test_from_predicate(like, monkeypatch):
     _check(mask.spans(6, 9, batch=2, heads=3, like=like), sees(b, h, q, k))
     # A chunk of one row gives the same, with as many spans.
     whole = mask.spans(6, 9, batch=2, heads=3)
-    monkeypatch.setattr("attnspan.by_value.CHUNK_PAIRS", 9)
+    monkeypatch.setattr("attnspan.masks.by_value.CHUNK_PAIRS", 9)
     np.testing.assert_array_equal(mask.spans(6, 9, batch=2, heads=3).bounds, whole.bounds)
 
 

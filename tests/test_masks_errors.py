@@ -14,7 +14,7 @@ from mask_samples import SAMPLES
 
 import attnspan as a
 from attnspan import library as lib
-from attnspan.arrays import Arrays
+from attnspan.base.arrays import Arrays
 from attnspan.errors import DtypeError, OptionError, ShapeError
 
 IDS = np.array([0, 0, 1, 1])

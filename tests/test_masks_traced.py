@@ -111,7 +111,7 @@ def test_more_runs_than_there_is_room_for(make):
 
 
 def test_rows_with_too_many_runs_stay_illegal_in_a_composition(monkeypatch):
-    from attnspan import _encoding
+    from attnspan.masks import encoding as _encoding
     from attnspan.torch.compile import _encode_device
 
     # As on a device, where nobody waits for the values.
@@ -125,7 +125,7 @@ def test_rows_with_too_many_runs_stay_illegal_in_a_composition(monkeypatch):
 
 
 def test_a_program_traced_without_the_front_end_says_what_it_lacks(monkeypatch):
-    from attnspan import _encoding
+    from attnspan.masks import encoding as _encoding
 
     monkeypatch.setattr(_encoding, "_operators", {})
     mask = a.from_predicate(lambda b, h, q, k: q >= k)
@@ -135,7 +135,7 @@ def test_a_program_traced_without_the_front_end_says_what_it_lacks(monkeypatch):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_long_masks_are_evaluated_a_few_rows_at_a_time(dynamic, monkeypatch):
-    monkeypatch.setattr("attnspan.by_value.CHUNK_PAIRS", 100)
+    monkeypatch.setattr("attnspan.masks.by_value.CHUNK_PAIRS", 100)
     seen = []
 
     def backend(graph, _inputs):

@@ -11,7 +11,7 @@ import torch
 import attnspan
 import attnspan.torch
 from attnspan import causal, full, library, segments, window
-from attnspan._mistakes import REMEDIES
+from attnspan.base.mistakes import REMEDIES
 
 IDS = torch.tensor([[0, 0, 1, 1]])
 X = torch.ones(1, 1, 4, 8)

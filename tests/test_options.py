@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import attnspan as a
+from attnspan.call.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
 from attnspan.errors import DtypeError, OptionError, ShapeError
-from attnspan.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
 
 SIZES = {"batch": 2, "heads": 4, "q_len": 3, "k_len": 5}
 

@@ -10,7 +10,7 @@ import torch
 from mask_samples import BATCH, IDS, KEYS, SAMPLES
 
 import attnspan as a
-from attnspan.picture import svg, text
+from attnspan.masks.picture import svg, text
 
 _UPPER, _LOWER = {" ": 0, "▀": 1, "▄": 0, "█": 1}, {" ": 0, "▀": 0, "▄": 1, "█": 1}
 

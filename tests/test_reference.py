@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from attnspan import causal, from_dense, full, segments, window
-from attnspan.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
+from attnspan.call.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
 from attnspan.reference import backward, forward
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import attnspan as a
 from attnspan import Spans
-from attnspan._encoding import encode
+from attnspan.masks.encoding import encode
 
 KEYS = 12
 CONVERT = {"numpy": np.asarray, "torch": torch.from_numpy}

@@ -2,33 +2,33 @@
 
 from typing import NoReturn as _NoReturn
 
-from .spans import Spans as Spans  # isort: skip  (first: the function `spans` takes the submodule's place as attribute)
-from ._backend import backend as backend
-from .masks import Mask as Mask
-from .masks import Prepared as Prepared
-from .masks import SpansLargerThanMask as SpansLargerThanMask
-from .masks import cache as cache
-from .masks import causal as causal
-from .masks import documents as documents
-from .masks import from_block_mask as from_block_mask
-from .masks import from_dense as from_dense
-from .masks import from_predicate as from_predicate
-from .masks import full as full
-from .masks import global_keys as global_keys
-from .masks import groups as groups
-from .masks import key_padding as key_padding
-from .masks import keys as keys
-from .masks import parse as parse
-from .masks import prefix as prefix
-from .masks import segments as segments
-from .masks import spans as spans
-from .masks import window as window
-from .options import Bias as Bias
-from .options import alibi as alibi
-from .options import alibi_slopes as alibi_slopes
-from .options import dense_bias as dense_bias
-from .options import relative as relative
-from .options import t5_buckets as t5_buckets
+from attnspan.masks.bounds import Spans as Spans  # isort: skip  (first: the function `spans` takes the submodule's place as attribute)
+from attnspan.call.backend import backend as backend
+from attnspan.call.options import Bias as Bias
+from attnspan.call.options import alibi as alibi
+from attnspan.call.options import alibi_slopes as alibi_slopes
+from attnspan.call.options import dense_bias as dense_bias
+from attnspan.call.options import relative as relative
+from attnspan.call.options import t5_buckets as t5_buckets
+from attnspan.masks import Mask as Mask
+from attnspan.masks import Prepared as Prepared
+from attnspan.masks import SpansLargerThanMask as SpansLargerThanMask
+from attnspan.masks import cache as cache
+from attnspan.masks import causal as causal
+from attnspan.masks import documents as documents
+from attnspan.masks import from_block_mask as from_block_mask
+from attnspan.masks import from_dense as from_dense
+from attnspan.masks import from_predicate as from_predicate
+from attnspan.masks import full as full
+from attnspan.masks import global_keys as global_keys
+from attnspan.masks import groups as groups
+from attnspan.masks import key_padding as key_padding
+from attnspan.masks import keys as keys
+from attnspan.masks import parse as parse
+from attnspan.masks import prefix as prefix
+from attnspan.masks import segments as segments
+from attnspan.masks import spans as spans
+from attnspan.masks import window as window
 
 __all__ = [
     "Bias",

@@ -84,8 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _show(options: argparse.Namespace) -> None:
-    from attnspan import picture
-    from attnspan.masks import names, parse
+    from attnspan.masks import names, parse, picture
 
     if options.list:
         print(*sorted(names()), sep="\n")
@@ -109,8 +108,7 @@ def _explain(options: argparse.Namespace) -> None:
     if options.env:
         _environment()
         return
-    from attnspan import picture
-    from attnspan.masks import parse
+    from attnspan.masks import parse, picture
 
     mask = parse(options.mask)
     rows, keys = picture.implied_sizes(mask, options.q_len, options.k_len)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from ._recorded import without_tracer_warnings
+from attnspan.base.recorded import without_tracer_warnings
 
 __all__ = [
     "BackendError",

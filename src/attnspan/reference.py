@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from ._biases import HIDES
-from ._dropout import dropout_seeds, kept, scale_of_kept
-from .errors import ShapeError, expect
-from .options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
-from .spans import Spans
+from attnspan.call.biases import HIDES
+from attnspan.call.dropout import dropout_seeds, kept, scale_of_kept
+from attnspan.call.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
+from attnspan.errors import ShapeError, expect
+from attnspan.masks.bounds import Spans
 
 __all__ = ["Float", "Index", "backward", "forward"]
 
@@ -37,7 +37,7 @@ def forward(
         v: (B, Hkv, Sk, Dv).
         bounds: integer (B|1, Hq|1, Sq, R, 2), see `attnspan.Spans`.
         scale: factor of the scores.
-        options: see `attnspan.options.Options`, with anything `np.asarray` takes.
+        options: see `attnspan.call.options.Options`, with anything `np.asarray` takes.
 
     Returns:
         out (B, Hq, Sq, Dv) and lse (B, Hq, Sq), natural logarithm. A row that sees nothing has out 0, and lse

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ._installed import require
-from .errors import OptionError, ShapeError, expect
+from attnspan.base.installed import require
+from attnspan.errors import OptionError, ShapeError, expect
 
 if TYPE_CHECKING:
     import torch
@@ -258,7 +258,7 @@ def assert_same_as_one_rank(
 labels or targets were shifted after sharding. Look at neighbours before layout.shard(...).
     """
     require("torch", "attnspan.testing", "torch")
-    from .parallel.torch.alike import differences
+    from attnspan.parallel.torch.alike import differences
 
     found = differences(dict(step(batch, None)), dict(step(batch, mesh)), mesh, within)
     if found:

@@ -23,7 +23,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 import attnspan
 from attnspan import Spans, t5_buckets
-from attnspan.options import Options
+from attnspan.call.options import Options
 from attnspan.torch import attention
 
 FACTOR = 1.5

@@ -19,8 +19,8 @@ from problems import DTYPES
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from attnspan.call.options import Options
 from attnspan.kernels import cpu
-from attnspan.options import Options
 from attnspan.torch import attention
 
 FACTOR, SIZES, SEEDS = 1.5, (1, 2, 96, 32), range(3)

@@ -15,9 +15,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnspan import causal, documents, window
+from attnspan.call.options import alibi
 from attnspan.errors import BackendError
 from attnspan.kernels import _offsets, vendor
-from attnspan.options import alibi
 from attnspan.torch import attention, explain
 from attnspan.torch._backends import MOST_KEYS
 from attnspan.torch._vendor import vendor_op

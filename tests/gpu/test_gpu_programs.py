@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from attnspan import causal, documents
-from attnspan.options import alibi
+from attnspan.call.options import alibi
 from attnspan.torch import StaticCache, attention, checkpoint_policy
 from attnspan.torch._vendor import vendor_op
 from attnspan.torch.ops import forward_op

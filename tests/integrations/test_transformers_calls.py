@@ -16,7 +16,7 @@ from transformers_models import LEFT_PADDED, TOKENS, Operators, assert_equals_ea
 import attnspan.integrations.transformers as adapter  # noqa: E402
 from attnspan.errors import OptionError, ShapeError  # noqa: E402
 from attnspan.integrations import _transformers_masks  # noqa: E402
-from attnspan.spans import Spans  # noqa: E402
+from attnspan.masks.bounds import Spans  # noqa: E402
 
 LAYER = torch.nn.Module()
 LOWEST = torch.finfo(torch.float32).min

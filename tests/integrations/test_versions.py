@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from attnspan import _installed
+from attnspan.base import installed as _installed
 
 ROOT = Path(__file__).parents[2]
 CALL = re.compile(r'require\(\s*"(\w+)",\s*"[\w.]+",\s*"(\w+)",\s*\("([\d.]+)", "([\d.]+)"\)')

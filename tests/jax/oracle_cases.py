@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnspan import reference
-from attnspan._dropout import dropout_seeds
+from attnspan.call.dropout import dropout_seeds
+from attnspan.call.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
 from attnspan.jax.backends import Operands, Static
-from attnspan.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
 
 KINDS = {"alibi": ALIBI, "signed alibi": SIGNED_ALIBI, "table": DISTANCE, "dense": DENSE, "": 0}
 

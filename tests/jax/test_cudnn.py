@@ -15,8 +15,8 @@ from oracle_cases import Case
 
 import attnspan as a
 from attnspan.call import Problem
+from attnspan.call.options import ALIBI, DENSE
 from attnspan.jax.backends import MaskWords, Operands, Static, cudnn
-from attnspan.options import ALIBI, DENSE
 
 PROBLEM = Problem(1, 4, 2, 128, 128, 64, 64, 1, "bfloat16", "gpu")
 CAUSAL = Static(scale=0.125, mask=("causal",), want_lse=False)

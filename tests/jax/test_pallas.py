@@ -16,11 +16,11 @@ from jax.experimental.pallas import tpu as pltpu
 from oracle_cases import Case, check, make, random_bounds
 
 from attnspan.call import Problem
+from attnspan.call.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
 from attnspan.jax.backends import Operands, Static, pallas_tpu
 from attnspan.jax.backends.pallas_tpu import lists as tables
 from attnspan.jax.backends.pallas_tpu.visits import key_visits, query_visits
 from attnspan.jax.backends.tiles import legal
-from attnspan.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
 
 pytestmark = pytest.mark.below_promotion
 

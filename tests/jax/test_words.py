@@ -1,11 +1,11 @@
-"""Dropout in words of 32 bits drops what `attnspan._dropout` drops."""
+"""Dropout in words of 32 bits drops what `attnspan.call.dropout` drops."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnspan import _dropout
+from attnspan.call import dropout as _dropout
 from attnspan.jax import dropout
 
 WORD = 2**32 - 1

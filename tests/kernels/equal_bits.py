@@ -12,8 +12,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from attnspan.call.options import ALIBI, DENSE, Options
 from attnspan.kernels import cpu
-from attnspan.options import ALIBI, DENSE, Options
 
 THREADS = (1, 2, 3, 5)
 QUERIES, KEYS = (1, 5, 16, 17, 200), (1, 2048, 9000)

@@ -6,8 +6,8 @@ import torch
 from problems import Case, Problem, check, oracle
 from torch import Tensor
 
+from attnspan.call.options import Options
 from attnspan.kernels import cpu
-from attnspan.options import Options
 
 
 def run(

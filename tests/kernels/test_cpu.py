@@ -11,8 +11,8 @@ from kernel_run import check_run, forward, run
 from problems import Case, compare, make
 from torch import Tensor
 
+from attnspan.call.options import Options
 from attnspan.kernels import cpu
-from attnspan.options import Options
 
 FLOAT, BF16, HALF = torch.float32, torch.bfloat16, torch.float16
 

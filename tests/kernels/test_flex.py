@@ -11,11 +11,12 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from triton.runtime.errors import OutOfResources
 
-from attnspan import Mask, _installed, causal, documents, key_padding, window
+from attnspan import Mask, causal, documents, key_padding, window
+from attnspan.base import installed as _installed
 from attnspan.call import Problem
+from attnspan.call.options import Options, alibi
 from attnspan.errors import BackendError
 from attnspan.kernels import flex, triton
-from attnspan.options import Options, alibi
 from attnspan.torch import attention
 from attnspan.torch._backends import MOST_KEYS, candidates, choose_backend
 

@@ -12,8 +12,8 @@ from kernel_run import forward, run
 from problems import Case, Problem, compare, make, oracle, rounding
 from torch import Tensor
 
+from attnspan.call.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
 from attnspan.kernels import cpu
-from attnspan.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
 
 FLOAT, BF16, HALF = torch.float32, torch.bfloat16, torch.float16
 HEADS = 2

@@ -19,9 +19,9 @@ from vendor_kernels import standing_in
 
 from attnspan import Mask, causal, documents, full, key_padding, segments, window
 from attnspan.call import Problem
+from attnspan.call.options import alibi
 from attnspan.errors import BackendError
 from attnspan.kernels import vendor
-from attnspan.options import alibi
 from attnspan.torch import _vendor, attention, checkpoint_policy, explain
 from attnspan.torch._backends import choose_backend
 from attnspan.torch._vendor import vendor_op

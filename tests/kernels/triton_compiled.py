@@ -20,9 +20,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from attnspan.call.options import ALIBI, DENSE, DISTANCE, Options
 from attnspan.kernels import _offsets
 from attnspan.kernels.triton import _launch
-from attnspan.options import ALIBI, DENSE, DISTANCE, Options
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32": "i32", "int64": "i64"}

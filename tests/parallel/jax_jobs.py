@@ -15,12 +15,12 @@ from mask_samples import BATCH, KEYS, SAMPLES
 
 import attnspan
 from attnspan import reference
+from attnspan.call.options import ALIBI, DENSE, DISTANCE, Options
 from attnspan.jax import attention, dropout_seeds, shard
 from attnspan.masks import Prepared
-from attnspan.options import ALIBI, DENSE, DISTANCE, Options
+from attnspan.masks.bounds import Spans
 from attnspan.parallel import Layout, Plan
 from attnspan.parallel.jax import Sharded
-from attnspan.spans import Spans
 
 DIM = 8
 #: Norm of a difference over the norm of the result.

@@ -9,8 +9,8 @@ from eager_flex import eager
 from torch import Tensor
 
 from attnspan import causal
+from attnspan.call.options import ALIBI, Options, alibi
 from attnspan.kernels import Choice, flex, triton
-from attnspan.options import ALIBI, Options, alibi
 from attnspan.parallel.torch import kernel
 from attnspan.parallel.torch.kernel import Call, attend, differentiate
 from attnspan.torch import attention

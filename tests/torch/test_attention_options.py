@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnspan
 from attnspan import alibi, causal, documents, full, reference, relative
-from attnspan.options import ALIBI, Options
+from attnspan.call.options import ALIBI, Options
 from attnspan.torch import Attention, attention, dropout_seeds, explain
 
 B, H, S = 2, 4, 24

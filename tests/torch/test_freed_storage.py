@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from attnspan import causal, segments
+from attnspan.call.options import Options
 from attnspan.kernels import cpu
-from attnspan.options import Options
 from attnspan.torch import attention
 
 pytestmark = pytest.mark.compiled_module("what is refused would end the process")

@@ -18,7 +18,7 @@ from test_masks_trees import Tree
 from torch import Tensor
 
 from attnspan import Mask, Prepared, Spans, causal, from_predicate, segments, window
-from attnspan.options import NO_OPTIONS
+from attnspan.call.options import NO_OPTIONS
 from attnspan.torch import _front, _lowered, attention
 from attnspan.torch._lowered import _memory, lowered
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from attnspan import Mask, causal, from_predicate, full, global_keys, key_padding, segments, window
-from attnspan.masks import Interval, Rows
+from attnspan.masks.intervals import Interval, Rows
 from attnspan.torch import attention
 from attnspan.torch._lowered import _memory
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from attnspan import Spans
+from attnspan.call.options import DENSE, Options
 from attnspan.kernels import math
-from attnspan.options import DENSE, Options
 from attnspan.torch import attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch.func's own

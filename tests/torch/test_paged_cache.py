@@ -9,9 +9,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from attnspan import cache as cache_mask
 from attnspan import causal, window
+from attnspan.call.options import alibi
 from attnspan.errors import DtypeError, OptionError, ShapeError
 from attnspan.kernels import triton
-from attnspan.options import alibi
 from attnspan.torch import PagedCache, StaticCache, attention
 from attnspan.torch._cache_write import LOST
 from attnspan.torch._paged import _forward_op, _write_op

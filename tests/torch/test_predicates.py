@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from attnspan import Mask, causal, from_predicate
-from attnspan._encoding import encode
+from attnspan.masks.encoding import encode
 from attnspan.torch import attention
 from attnspan.torch.compile import _encode_device, encode_op
 

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
-from ..errors import expect
-from ..masks import Mask, Prepared
-from ..parallel import Layout
-from ..parallel.lowered import lower
-from ..parallel.torch.attention import MeshPlan
-from ..testing import probe
-from ..torch.dtensor import ShardedMask
+from attnspan.errors import expect
+from attnspan.masks import Mask, Prepared
+from attnspan.parallel import Layout
+from attnspan.parallel.lowered import lower
+from attnspan.parallel.torch.attention import MeshPlan
+from attnspan.testing import probe
+from attnspan.torch.dtensor import ShardedMask
+
 from . import transformers as adapter
 from ._transformers_masks import describe, write
 

@@ -7,15 +7,15 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._backend import asked
-from ..call import MAX_LENGTH
-from ..errors import DtypeError, ShapeError, expect
-from ..masks import Mask, Prepared, causal, from_block_mask, from_dense, keys
-from ..options import dense_bias
-from ..spans import Spans
-from ..torch import attention
-from ..torch._backends import torchs_backend
-from ..torch._sdpa import of_causal_bias
+from attnspan.call import MAX_LENGTH
+from attnspan.call.backend import asked
+from attnspan.call.options import dense_bias
+from attnspan.errors import DtypeError, ShapeError, expect
+from attnspan.masks import Mask, Prepared, causal, from_block_mask, from_dense, keys
+from attnspan.masks.bounds import Spans
+from attnspan.torch import attention
+from attnspan.torch._backends import torchs_backend
+from attnspan.torch._sdpa import of_causal_bias
 
 __all__ = ["attend", "check_config", "read_mask"]
 

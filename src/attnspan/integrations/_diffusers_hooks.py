@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..errors import ShapeError, expect
-from ..parallel import Strategy
+from attnspan.errors import ShapeError, expect
+from attnspan.parallel import Strategy
+
 from ._diffusers_plans import Rows, TokenPlan
 from ._diffusers_rows import attend_rows, cut, entered, gather, share
 

@@ -17,11 +17,12 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import OptionError, expect
-from ..masks import full
-from ..parallel import Layout, Strategy
-from ..parallel.torch.comm import Ranks, group_of
-from ..parallel.torch.loss import sum_gradients
+from attnspan.errors import OptionError, expect
+from attnspan.masks import full
+from attnspan.parallel import Layout, Strategy
+from attnspan.parallel.torch.comm import Ranks, group_of
+from attnspan.parallel.torch.loss import sum_gradients
+
 from ._diffusers_hooks import LayerHooks, Parallel, Part, Sequence, streams_of
 from ._diffusers_plans import Rows, TokenPlan, known_plans
 from ._diffusers_rows import watch

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
 
-from ..errors import ShapeError, expect
+from attnspan.errors import ShapeError, expect
+
 from ._diffusers_attention import attend
 
 __all__ = ["Route", "is_rerouted", "restored", "uses_attention"]

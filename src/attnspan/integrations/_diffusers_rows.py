@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.distributed import _functional_collectives
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
-from ..masks import full
-from ..parallel.layout import Layout
-from ..parallel.local import LocalPlan
-from ..parallel.strategy import Strategy, split_heads
-from ..parallel.torch.comm import Agreement, raise_broken
-from ..parallel.torch.ops import sharded_attention
+from attnspan.masks import full
+from attnspan.parallel.layout import Layout
+from attnspan.parallel.local import LocalPlan
+from attnspan.parallel.strategy import Strategy, split_heads
+from attnspan.parallel.torch.comm import Agreement, raise_broken
+from attnspan.parallel.torch.ops import sharded_attention
 
 __all__ = ["attend_rows", "cut", "entered", "gather", "share", "watch"]
 

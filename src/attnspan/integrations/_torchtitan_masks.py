@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import UsageError, expect
-from ..masks import Mask, causal, from_predicate, full, segments, window
+from attnspan.errors import UsageError, expect
+from attnspan.masks import Mask, causal, from_predicate, full, segments, window
 
 __all__ = ["AllPairsWarning", "SpanMask", "make_mask"]
 

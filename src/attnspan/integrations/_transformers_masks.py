@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from .._installed import require_names
-from .._recorded import is_recorded
-from ..masks import Mask, causal, from_predicate, full, global_keys, groups, keys, segments, window
-from ..torch._watched import constant_when_traced
+from attnspan.base.installed import require_names
+from attnspan.base.recorded import is_recorded
+from attnspan.masks import Mask, causal, from_predicate, full, global_keys, groups, keys, segments, window
+from attnspan.torch._watched import constant_when_traced
 
 __all__ = ["NAME", "AllPairsWarning", "describe", "make_mask", "reads_masks", "write"]
 

@@ -18,12 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._installed import require
-from ..checks import count
-from ..errors import expect
-from ..parallel.lowered import digest
-from ..parallel.strategy import Strategy
-from ..parallel.torch.loss import sum_over
+from attnspan.base.checks import count
+from attnspan.base.installed import require
+from attnspan.errors import expect
+from attnspan.parallel.lowered import digest
+from attnspan.parallel.strategy import Strategy
+from attnspan.parallel.torch.loss import sum_over
+
 from .transformers import plans_only
 
 require("accelerate", "attnspan.integrations.accelerate", "accelerate", ("1.12", "2"))

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from .._installed import require, require_names
-from ..errors import UsageError, expect
+from attnspan.base.installed import require, require_names
+from attnspan.errors import UsageError, expect
 
 require("diffusers", "attnspan.integrations.diffusers", "diffusers", ("0.40", "0.43"))
 

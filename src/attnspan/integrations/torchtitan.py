@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._installed import require, require_names
-from ..errors import ShapeError, UsageError, expect
-from ..masks import Prepared
-from ..parallel import Layout
-from ..spans import Spans
-from ..torch import SAVE_OPS
-from ..torch import attention as span_attention
-from ..torch._backends import torchs_backend
-from ..torch.block_mask import to_block_mask
+from attnspan.base.installed import require, require_names
+from attnspan.errors import ShapeError, UsageError, expect
+from attnspan.masks import Prepared
+from attnspan.masks.bounds import Spans
+from attnspan.parallel import Layout
+from attnspan.torch import SAVE_OPS
+from attnspan.torch import attention as span_attention
+from attnspan.torch._backends import torchs_backend
+from attnspan.torch.block_mask import to_block_mask
 
 require("torchtitan", "attnspan.integrations.torchtitan", "torchtitan", ("0.3", "0.4"))
 

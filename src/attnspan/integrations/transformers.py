@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._installed import require, require_names
-from .._recorded import is_recorded
-from ..errors import DtypeError, ShapeError, expect
-from ..masks import Mask, Prepared, causal, documents, from_dense, full, window
-from ..options import dense_bias
-from ..spans import Spans
-from ..torch import attention
-from ..torch._backends import torchs_backend
-from ..torch._sdpa import of_causal_bias
-from ..torch.dtensor import ShardedMask
+from attnspan.base.installed import require, require_names
+from attnspan.base.recorded import is_recorded
+from attnspan.call.options import dense_bias
+from attnspan.errors import DtypeError, ShapeError, expect
+from attnspan.masks import Mask, Prepared, causal, documents, from_dense, full, window
+from attnspan.masks.bounds import Spans
+from attnspan.torch import attention
+from attnspan.torch._backends import torchs_backend
+from attnspan.torch._sdpa import of_causal_bias
+from attnspan.torch.dtensor import ShardedMask
 
 require("transformers", "attnspan.integrations.transformers", "transformers", ("5.20", "6"))
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..masks import Mask, causal, documents, full
-from ..torch._attention import attention
+from attnspan.masks import Mask, causal, documents, full
+from attnspan.torch._attention import attention
+
 from ._contract import address, as_tuple, expect_declared
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._library.infer_schema import SUPPORTED_PARAM_TYPES, tuple_to_list
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..errors import OptionError, _Explained, expect
+from attnspan.errors import OptionError, _Explained, expect
 
 Declaration = str | Callable[..., Tensor]
 Declarations = Declaration | Sequence[str] | Mapping[str, Declaration]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from ..errors import BackendError, DeviceError, DtypeError, expect
+from attnspan.errors import BackendError, DeviceError, DtypeError, expect
 
 #: The element types that torch and JAX have, by XLA's numbers.
 TYPES = {1: "bool", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "uint8", 7: "uint16", 8: "uint32"}

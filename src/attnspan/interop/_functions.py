@@ -23,8 +23,9 @@ import numpy as np
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from .._backend import asked
-from ..errors import DtypeError, expect
+from attnspan.call.backend import asked
+from attnspan.errors import DtypeError, expect
+
 from ._convert import check_devices, jax_dtype
 from ._programs import Program
 from .call_jax import RetraceWarning

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..errors import expect
-from ..torch.ops import below_autograd
+from attnspan.errors import expect
+from attnspan.torch.ops import below_autograd
+
 from ._contract import Outputs, Parameters, address, as_tuple, expect_declared, names_in, names_of
 from ._operators import Op, define, differentiate, refuse_derivative, with_autograd
 

@@ -11,7 +11,7 @@ from torch._functorch.autograd_function import (  # type: ignore[attr-defined]
 )
 from torch.autograd import forward_ad
 
-from ..torch.ops import below_autograd, has_tangent, single_level
+from attnspan.torch.ops import below_autograd, has_tangent, single_level
 
 Op = torch._ops.OpOverload
 

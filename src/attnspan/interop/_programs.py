@@ -9,7 +9,8 @@ import jax.extend
 import numpy as np
 from torch import Tensor
 
-from ..errors import DtypeError, expect
+from attnspan.errors import DtypeError, expect
+
 from ._convert import as_arguments, as_tensors, torch_dtype
 
 #: A function of arrays alone.

@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
-from .._installed import require
-from .._plain import check_plain
-from ..errors import expect
-from ..torch._watched import constant_when_traced, is_watched
-from ..torch.ops import below_autograd
+from attnspan.base.installed import require
+from attnspan.base.plain import check_plain
+from attnspan.errors import expect
+from attnspan.torch._watched import constant_when_traced, is_watched
+from attnspan.torch.ops import below_autograd
+
 from ._operators import Op, define, differentiate, refuse_derivative
 
 __all__ = ["RetraceWarning", "SpecializedShapesWarning", "call_jax"]

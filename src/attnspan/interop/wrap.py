@@ -6,12 +6,13 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from .._plain import check_plain
-from ..errors import DtypeError, UsageError, expect
-from ..kernels.math import has_autocast
-from ..masks import Mask
-from ..torch._attention import Layout
-from ..torch.compile import save_also
+from attnspan.base.plain import check_plain
+from attnspan.errors import DtypeError, UsageError, expect
+from attnspan.kernels.math import has_autocast
+from attnspan.masks import Mask
+from attnspan.torch._attention import Layout
+from attnspan.torch.compile import save_also
+
 from ._check import Report, check
 from ._contract import REQUIRED, Declarations, Outputs, Parameters, read_parameters
 from ._contract import DeclarationError as DeclarationError

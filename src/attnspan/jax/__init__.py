@@ -3,8 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 from . import _needs as _needs  # isort: skip  (first: without JAX it says what to install)
-from ..kernels import Explanation as Explanation
-from ..kernels import SlowPathWarning as SlowPathWarning
+from attnspan.kernels import Explanation as Explanation
+from attnspan.kernels import SlowPathWarning as SlowPathWarning
+
 from .attention import attention as attention
 from .attention import explain as explain
 from .drop_in import dot_product_attention as dot_product_attention
@@ -13,7 +14,7 @@ from .flax import attention_fn as attention_fn
 from .rules import SAVE_NAMES as SAVE_NAMES
 
 if TYPE_CHECKING:
-    from ..parallel.jax import shard as shard
+    from attnspan.parallel.jax import shard as shard
 
 __all__ = [
     "SAVE_NAMES",
@@ -31,7 +32,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # The planning of meshes stands above this room; it is looked up when asked for.
     if name == "shard":
-        from ..parallel.jax import shard
+        from attnspan.parallel.jax import shard
 
         return shard
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

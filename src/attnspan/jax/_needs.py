@@ -1,5 +1,5 @@
 """Imported first: without JAX, the error says what to install."""
 
-from .._installed import require
+from attnspan.base.installed import require
 
 require("jax", "attnspan.jax", "jax")

@@ -9,14 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .._backend import asked as asked_for
-from .._mistakes import refuse_keywords
-from ..call import Call, check_keywords, forwards_to, widened
-from ..errors import DtypeError, expect
-from ..kernels import Explanation
-from ..masks import Mask, Prepared, full
-from ..options import Bias, Given
-from ..spans import Spans
+from attnspan.base.mistakes import refuse_keywords
+from attnspan.call import Call, check_keywords, forwards_to, widened
+from attnspan.call.backend import asked as asked_for
+from attnspan.call.options import Bias, Given
+from attnspan.errors import DtypeError, expect
+from attnspan.kernels import Explanation
+from attnspan.masks import Mask, Prepared, full
+from attnspan.masks.bounds import Spans
+
 from .backends import Static, branches_of, candidates, choice_of, static_for, warn_if_slow, words_of
 from .front import JaxFront, ShardedMask, operands_of, static_of
 from .placement import check_devices, check_sharding, explicit_sharding, in_auto_mode, is_traced

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._plain import check_plain
-from ..arrays import arrays_for, is_bool
-from ..errors import DtypeError, ShapeError, expect
-from ..masks import Mask, causal, from_dense, full, key_padding, spans, window
-from ..spans import Spans
+from attnspan.base.arrays import arrays_for, is_bool
+from attnspan.base.plain import check_plain
+from attnspan.errors import DtypeError, ShapeError, expect
+from attnspan.masks import Mask, causal, from_dense, full, key_padding, spans, window
+from attnspan.masks.bounds import Spans
+
 from .attention import attention
 from .promotion import own_promotion
 

@@ -1,4 +1,4 @@
-"""Which weights dropout drops, in words of 32 bits: `attnspan._dropout` where 64-bit integers are optional.
+"""Which weights dropout drops, in words of 32 bits: `attnspan.call.dropout` for optional 64-bit integers.
 
 What kernels call is operations of one element on uint32 arrays, which their tiles have too.
 """
@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .._dropout import threshold
-from .._plain import check_plain
-from ..arrays import is_array, kind_of, own
-from ..errors import DtypeError, ShapeError, expect
+from attnspan.base.arrays import is_array, kind_of, own
+from attnspan.base.plain import check_plain
+from attnspan.call.dropout import threshold
+from attnspan.errors import DtypeError, ShapeError, expect
+
 from .promotion import own_promotion
 
 __all__ = ["check_seed", "dropout_seeds", "keeps", "kept", "lower_seed", "philox", "row_words", "split_seeds"]
@@ -104,7 +105,7 @@ def _words_of(seed: Array) -> tuple[Array, Array]:
 
 
 def philox(counter: Words, key: tuple[Any, Any]) -> Words:
-    """Philox4x32-10, as `attnspan._dropout.philox`, of four uint32 words and a key of two."""
+    """Philox4x32-10, as `attnspan.call.dropout.philox`, of four uint32 words and a key of two."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -156,7 +157,7 @@ def keeps(p: float, first: Any, second: Any, k_index: Any) -> Any:
 
 
 def kept(p: float, seeds: Array, q_index: Array, k_index: Array) -> Array:
-    """Which weights are kept, bool (B, H, m, n), as `attnspan._dropout.kept`.
+    """Which weights are kept, bool (B, H, m, n), as `attnspan.call.dropout.kept`.
 
     From uint32 seeds (B, H, 2), and global indices of queries (B|1, m) and keys (B|1, n), these in any order.
     """

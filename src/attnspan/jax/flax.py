@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._plain import check_plain
-from ..errors import OptionError, ShapeError, expect
-from ..masks import Mask
-from ..spans import Spans
+from attnspan.base.plain import check_plain
+from attnspan.errors import OptionError, ShapeError, expect
+from attnspan.masks import Mask
+from attnspan.masks.bounds import Spans
+
 from .attention import attention
 from .drop_in import aligned_masks, bias_of, joined, masks_of, read
 from .dropout import split_seeds

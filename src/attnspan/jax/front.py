@@ -12,15 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .._backend import follow
-from .._mistakes import OneMask
-from .._pytrees import register_pytrees
-from ..arrays import own
-from ..call import Call, Front, lower_mask
-from ..errors import DtypeError
-from ..masks import Mask, Prepared, from_predicate
-from ..options import Given, Options
-from ..spans import Spans
+from attnspan.base.arrays import own
+from attnspan.base.mistakes import OneMask
+from attnspan.base.pytrees import register_pytrees
+from attnspan.call import Call, Front, lower_mask
+from attnspan.call.backend import follow
+from attnspan.call.options import Given, Options
+from attnspan.errors import DtypeError
+from attnspan.masks import Mask, Prepared, from_predicate
+from attnspan.masks.bounds import Spans
+
 from . import dropout
 from .backends import MaskWords, Operands, Static
 from .placement import check_devices, check_sharding, is_traced, platform_of

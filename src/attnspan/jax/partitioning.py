@@ -19,8 +19,9 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..errors import OptionError, expect
-from ..options import DISTANCE
+from attnspan.call.options import DISTANCE
+from attnspan.errors import OptionError, expect
+
 from .backends import Operands, Static
 
 __all__ = ["partitioned", "refuse"]

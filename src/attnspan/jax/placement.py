@@ -9,8 +9,9 @@ import jax
 from jax import Array
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, auto_axes
 
-from ..errors import DeviceError, expect
-from ..options import Given
+from attnspan.call.options import Given
+from attnspan.errors import DeviceError, expect
+
 from .partitioning import INSIDE, refuse
 
 __all__ = ["check_devices", "check_sharding", "explicit_sharding", "in_auto_mode", "is_traced", "platform_of"]

@@ -18,8 +18,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from ..errors import BackendError
-from ..options import DISTANCE
+from attnspan.call.options import DISTANCE
+from attnspan.errors import BackendError
+
 from .backends import Branch, Operands, Static, module_of
 from .partitioning import partitioned
 from .promotion import own_promotion

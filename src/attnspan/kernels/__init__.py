@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from ..call import Call, Problem
-from ..errors import BackendError, OptionError
+from attnspan.call import Call, Problem
+from attnspan.errors import BackendError, OptionError
 
 __all__ = ["FIRST_TRITON", "Choice", "Explanation", "SlowPathWarning", "choose"]
 

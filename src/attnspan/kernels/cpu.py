@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, cast
 
-from .. import _dropout as dropout
-from ..call import Problem
-from ..errors import expect
-from ..options import Options
+from attnspan.call import Problem, dropout
+from attnspan.call.options import Options
+from attnspan.errors import expect
 
 __all__ = [
     "MAX_HEAD_DIM",

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._biases import HIDES
-from .._dropout import philox, scale_of_kept, split_seeds, threshold
-from .._installed import lacking
-from ..call import Problem
-from ..options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
-from ..spans import Spans
+from attnspan.base.installed import lacking
+from attnspan.call import Problem
+from attnspan.call.biases import HIDES
+from attnspan.call.dropout import philox, scale_of_kept, split_seeds, threshold
+from attnspan.call.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
+from attnspan.masks.bounds import Spans
+
 from . import FIRST_TRITON
 
 __all__ = ["attend", "block_mask", "forward", "program", "supports"]
@@ -224,7 +225,7 @@ def _score_mod(q: Tensor, k: Tensor, options: Options) -> Callable[..., Tensor] 
 def _dropping(
     modify: Callable[..., Tensor] | None, q: Tensor, k: Tensor, options: Options
 ) -> Callable[..., Tensor]:
-    """``modify``, and -inf for what dropout drops: `attnspan._dropout.kept`, pair by pair."""
+    """``modify``, and -inf for what dropout drops: `attnspan.call.dropout.kept`, pair by pair."""
     seeds, q_index, k_index = options.dropout_seed, *_positions(q, k, options)
     if seeds.dim() == 0:
         rows, heads = (torch.arange(n, device=q.device) for n in q.shape[:2])

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._biases import HIDES
-from .._dropout import kept, scale_of_kept, split_seeds
-from ..call import Problem
-from ..options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
-from ..spans import Spans
+from attnspan.call import Problem
+from attnspan.call.biases import HIDES
+from attnspan.call.dropout import kept, scale_of_kept, split_seeds
+from attnspan.call.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
+from attnspan.masks.bounds import Spans
 
 __all__ = ["forward", "has_autocast", "supports"]
 

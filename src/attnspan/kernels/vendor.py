@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._installed import lacking
-from ..call import Problem
+from attnspan.base.installed import lacking
+from attnspan.call import Problem
+
 from . import FIRST_TRITON
 
 __all__ = ["backward", "forward", "kernel_of", "supports"]

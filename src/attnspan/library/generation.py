@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from .. import checks
-from .._intervals import Interval, Rows, either_illegal
-from ..arrays import Array, arrays_for
-from ..errors import ShapeError, expect
-from ..lowering import Lowering
-from ..masks import Mask
+from attnspan.base import checks
+from attnspan.base.arrays import Array, arrays_for
+from attnspan.errors import ShapeError, expect
+from attnspan.masks import Mask
+from attnspan.masks.intervals import Interval, Rows, either_illegal
+from attnspan.masks.lowering import Lowering
 
 __all__ = ["block_causal", "block_diffusion", "draft_blocks", "tree"]
 

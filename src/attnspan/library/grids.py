@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from .. import checks
-from .._intervals import Interval, Rows
-from ..arrays import Array, Arrays
-from ..errors import ShapeError, expect, shown
-from ..lowering import Lowering
-from ..masks import Mask
+from attnspan.base import checks
+from attnspan.base.arrays import Array, Arrays
+from attnspan.errors import ShapeError, expect, shown
+from attnspan.masks import Mask
+from attnspan.masks.intervals import Interval, Rows
+from attnspan.masks.lowering import Lowering
+
 from .mixtures import reordered
 
 __all__ = ["morton_natten", "morton_order", "natten", "sasa", "sta", "tile_order", "tiled_natten"]

@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .. import checks
-from .._encoding import table
-from .._intervals import Interval, Rows, either_illegal, split
-from ..arrays import Array, Arrays, arrays_for
-from ..by_value import is_traced
-from ..errors import DtypeError, ShapeError, expect
-from ..lowering import Lowering, key_len
-from ..masks import Mask
+from attnspan.base import checks
+from attnspan.base.arrays import Array, Arrays, arrays_for
+from attnspan.errors import DtypeError, ShapeError, expect
+from attnspan.masks import Mask
+from attnspan.masks.by_value import is_traced
+from attnspan.masks.encoding import table
+from attnspan.masks.intervals import Interval, Rows, either_illegal, split
+from attnspan.masks.lowering import Lowering, key_len
 
 __all__ = ["Mixture", "batchify", "per_document", "per_head", "per_row", "reordered"]
 

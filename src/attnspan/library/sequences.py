@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from .. import checks, masks
-from .._intervals import Interval, Rows, either_illegal
-from ..arrays import INT32_MAX, Array, is_array
-from ..errors import ShapeError, expect
-from ..lowering import Lowering
-from ..masks import Mask
+from attnspan import masks
+from attnspan.base import checks
+from attnspan.base.arrays import INT32_MAX, Array, is_array
+from attnspan.errors import ShapeError, expect
+from attnspan.masks import Mask
+from attnspan.masks.intervals import Interval, Rows, either_illegal
+from attnspan.masks.lowering import Lowering
 
 __all__ = [
     "dilated",

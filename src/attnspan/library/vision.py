@@ -6,13 +6,15 @@ import math
 from functools import partial
 from typing import Any
 
-from .. import checks, masks
-from .._intervals import Interval, Rows
-from ..arrays import Array
-from ..errors import ShapeError, expect
-from ..expression import RowNumbered
-from ..lowering import Lowering
-from ..masks import Mask
+from attnspan import masks
+from attnspan.base import checks
+from attnspan.base.arrays import Array
+from attnspan.errors import ShapeError, expect
+from attnspan.masks import Mask
+from attnspan.masks.expression import RowNumbered
+from attnspan.masks.intervals import Interval, Rows
+from attnspan.masks.lowering import Lowering
+
 from .sequences import global_rows
 
 __all__ = ["flamingo", "selected_blocks", "spatial_heads", "temporal_heads", "vision_cross_attention"]

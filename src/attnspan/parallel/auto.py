@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
-from ..errors import expect
+from attnspan.errors import expect
+
 from .cost import Cost, Sizes
 from .strategy import Strategy, members_of_node
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..spans import Spans
+from attnspan.masks.bounds import Spans
+
 from .intervals import Ints, read_only, union
 
 __all__ = ["Chunks"]

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import expect
+from attnspan.errors import expect
+
 from .intervals import Ints, read_only
 from .needs import foreign, lent
 from .strategy import HeadSlice, Strategy, split_heads

@@ -1,6 +1,6 @@
 """Errors of work that is spread over ranks."""
 
-from ..errors import _Explained
+from attnspan.errors import _Explained
 
 __all__ = ["CommunicationError", "PlanMismatchError"]
 

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from .._pytrees import static_key
-from ..arrays import Array, arrays_for, is_array
-from ..checks import count, number
-from ..errors import DtypeError, ShapeError, expect
-from ..masks import WITHOUT_DATA, Mask, Prepared, full
-from ..spans import Spans
+from attnspan.base.arrays import Array, arrays_for, is_array
+from attnspan.base.checks import count, number
+from attnspan.base.pytrees import static_key
+from attnspan.errors import DtypeError, ShapeError, expect
+from attnspan.masks import WITHOUT_DATA, Mask, Prepared, full
+from attnspan.masks.bounds import Spans
+
 from .chunks import Chunks
 from .intervals import Ints, read_only
 from .lowered import digest, lower

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from .._mistakes import not_a_mask
-from ..errors import ShapeError, expect
-from ..masks import Mask, Prepared
-from ..spans import Spans
+from attnspan.base.mistakes import not_a_mask
+from attnspan.errors import ShapeError, expect
+from attnspan.masks import Mask, Prepared
+from attnspan.masks.bounds import Spans
+
 from .intervals import read_only
 
 __all__ = ["digest", "lower"]

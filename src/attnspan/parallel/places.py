@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ShapeError, expect
+from attnspan.errors import ShapeError, expect
+
 from .intervals import Ints, below, expand
 from .needs import Needs
 

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..checks import count
-from ..errors import DtypeError, OptionError, ShapeError, expect
-from ..masks import Mask, Prepared
-from ..spans import Spans
+from attnspan.base.checks import count
+from attnspan.errors import DtypeError, OptionError, ShapeError, expect
+from attnspan.masks import Mask, Prepared
+from attnspan.masks.bounds import Spans
+
 from .auto import Choice, Rates, choose
 from .chunks import Chunks
 from .cost import Cost, Sizes, cost_of

@@ -12,9 +12,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays import Array, arrays_for, is_array, is_integer, kind_of
-from ..checks import count
-from ..errors import DtypeError, ShapeError, expect
+from attnspan.base.arrays import Array, arrays_for, is_array, is_integer, kind_of
+from attnspan.base.checks import count
+from attnspan.errors import DtypeError, ShapeError, expect
+
 from .errors import PlanMismatchError
 
 __all__ = ["Evidence", "Marks", "Rows", "check_evidence", "checked_rows", "fill_of", "marked", "take"]

@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from ..checks import count
-from ..errors import OptionError, expect
+from attnspan.base.checks import count
+from attnspan.errors import OptionError, expect
 
 __all__ = ["HeadSlice", "Strategy", "members_of_node", "split_heads"]
 

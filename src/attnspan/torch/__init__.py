@@ -4,8 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import _needs as _needs  # isort: skip  (first: without torch it says what to install)
-from ..kernels import Explanation as Explanation
-from ..kernels import SlowPathWarning as SlowPathWarning
+from attnspan.kernels import Explanation as Explanation
+from attnspan.kernels import SlowPathWarning as SlowPathWarning
+
 from ._attention import attention as attention
 from ._explain import explain as explain
 from ._module import Attention as Attention
@@ -21,12 +22,12 @@ from .ops import backward_flops as backward_flops
 from .ops import forward_flops as forward_flops
 
 if TYPE_CHECKING:
-    from ..interop.call_jax import RetraceWarning as RetraceWarning
-    from ..interop.call_jax import SpecializedShapesWarning as SpecializedShapesWarning
-    from ..interop.call_jax import call_jax as call_jax
-    from ..interop.wrap import DeclarationError as DeclarationError
-    from ..interop.wrap import Wrapped as Wrapped
-    from ..interop.wrap import wrap as wrap
+    from attnspan.interop.call_jax import RetraceWarning as RetraceWarning
+    from attnspan.interop.call_jax import SpecializedShapesWarning as SpecializedShapesWarning
+    from attnspan.interop.call_jax import call_jax as call_jax
+    from attnspan.interop.wrap import DeclarationError as DeclarationError
+    from attnspan.interop.wrap import Wrapped as Wrapped
+    from attnspan.interop.wrap import wrap as wrap
 
 __all__ = [
     "SAVE_OPS",

@@ -6,13 +6,14 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from .._backend import asked as asked_for
-from .._mistakes import refuse_keywords
-from .._recorded import without_tracer_warnings
-from ..call import Call, widened
-from ..masks import Mask, Prepared, full
-from ..options import NO_OPTIONS, Bias, Given, Keywords
-from ..spans import Spans
+from attnspan.base.mistakes import refuse_keywords
+from attnspan.base.recorded import without_tracer_warnings
+from attnspan.call import Call, widened
+from attnspan.call.backend import asked as asked_for
+from attnspan.call.options import NO_OPTIONS, Bias, Given, Keywords
+from attnspan.masks import Mask, Prepared, full
+from attnspan.masks.bounds import Spans
+
 from . import _eager
 from ._backends import MODULES, choose_backend, warn_if_slow
 from ._front import TorchFront, from_bhsd, pad_last

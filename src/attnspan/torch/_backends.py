@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from ..call import Problem
-from ..kernels import Choice, SlowPathWarning, choose, cpu, flex, triton, vendor
-from ..kernels import math as math_kernel
+from attnspan.call import Problem
+from attnspan.kernels import Choice, SlowPathWarning, choose, cpu, flex, triton, vendor
+from attnspan.kernels import math as math_kernel
+
 from ._watched import constant_when_traced
 
 __all__ = ["MODULES", "candidates", "choose_backend", "torchs_backend", "warn_if_slow"]

@@ -6,10 +6,11 @@ from typing import Any, Literal, Self, TypedDict
 import torch
 from torch import Tensor, nn
 
-from .._plain import check_plain
-from ..arrays import INT32_MAX, arrays_for
-from ..checks import count, number
-from ..errors import DeviceError, DtypeError, ShapeError, expect
+from attnspan.base.arrays import INT32_MAX, arrays_for
+from attnspan.base.checks import count, number
+from attnspan.base.plain import check_plain
+from attnspan.errors import DeviceError, DtypeError, ShapeError, expect
+
 from ._cache_write import INTEGERS, LOST
 
 __all__ = ["CacheLayout", "CacheRows", "Storage", "WritableBuffers", "row_numbers"]

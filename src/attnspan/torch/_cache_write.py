@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arrays import INT32_MAX
-from ..errors import DeviceError, DtypeError, ShapeError, expect
+from attnspan.base.arrays import INT32_MAX
+from attnspan.errors import DeviceError, DtypeError, ShapeError, expect
 
 _library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._dropout import threshold
-from ..kernels import cpu
-from ..masks import Prepared
-from ..options import FLOAT32_MAX, NO_OPTIONS, Given
+from attnspan.call.dropout import threshold
+from attnspan.call.options import FLOAT32_MAX, NO_OPTIONS, Given
+from attnspan.kernels import cpu
+from attnspan.masks import Prepared
+
 from ._front import PLAIN
 from ._lowered import lowered
 from ._watched import is_watched

@@ -5,11 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._backend import asked as asked_for
-from ..call import Call, check_keywords, forwards_to, widened
-from ..errors import DtypeError, expect
-from ..kernels import Explanation
-from ..options import Given
+from attnspan.call import Call, check_keywords, forwards_to, widened
+from attnspan.call.backend import asked as asked_for
+from attnspan.call.options import Given
+from attnspan.errors import DtypeError, expect
+from attnspan.kernels import Explanation
+
 from ._attention import attention
 from ._backends import candidates, choose_backend
 from ._front import TorchFront, pad_last

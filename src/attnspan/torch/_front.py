@@ -6,16 +6,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._bands import Band
-from .._recorded import is_jit_traced
-from ..arrays import arrays_for, is_array, own
-from ..call import Front, lower_mask
-from ..errors import DeviceError, DtypeError
-from ..kernels import math as math_kernel
-from ..kernels import vendor
-from ..masks import Mask, Prepared
-from ..options import NO_OPTIONS, Given
-from ..spans import Spans
+from attnspan.base.arrays import arrays_for, is_array, own
+from attnspan.base.recorded import is_jit_traced
+from attnspan.call import Front, lower_mask
+from attnspan.call.options import NO_OPTIONS, Given
+from attnspan.errors import DeviceError, DtypeError
+from attnspan.kernels import math as math_kernel
+from attnspan.kernels import vendor
+from attnspan.masks import Mask, Prepared
+from attnspan.masks.bands import Band
+from attnspan.masks.bounds import Spans
+
 from . import _options
 from ._lowered import lowered
 from ._split_masks import lower_parts

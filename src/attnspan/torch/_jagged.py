@@ -5,9 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._biases import is_floating
-from ..errors import DtypeError, ShapeError, expect
-from ..masks import causal, documents
+from attnspan.call.biases import is_floating
+from attnspan.errors import DtypeError, ShapeError, expect
+from attnspan.masks import causal, documents
+
 from ._attention import attention
 
 __all__ = ["attend_jagged"]

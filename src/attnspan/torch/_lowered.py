@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._pytrees import Node, static_key
-from ..arrays import NUMPY, stored
-from ..call import lower_mask
-from ..expression import Mask, Prepared
-from ..lowering import begin
-from ..masks import WITHOUT_DATA
-from ..options import Given
-from ..spans import Spans
+from attnspan.base.arrays import NUMPY, stored
+from attnspan.base.pytrees import Node, static_key
+from attnspan.call import lower_mask
+from attnspan.call.options import Given
+from attnspan.masks import WITHOUT_DATA
+from attnspan.masks.bounds import Spans
+from attnspan.masks.expression import Mask, Prepared
+from attnspan.masks.lowering import begin
 
 _STATIC = (bool, int, str, type(None))
 # Sizes for which one mask is remembered: kinds of layers, prefill and decoding.

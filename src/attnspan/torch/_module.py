@@ -5,9 +5,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._pytrees import short
-from ..call import check_keywords
-from ..options import Bias
+from attnspan.base.pytrees import short
+from attnspan.call import check_keywords
+from attnspan.call.options import Bias
+
 from ._attention import AnyMask, attention
 
 

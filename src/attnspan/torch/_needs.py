@@ -1,5 +1,5 @@
 """Imported first: without torch, the error says what to install."""
 
-from .._installed import require
+from attnspan.base.installed import require
 
 require("torch", "attnspan.torch", "torch")

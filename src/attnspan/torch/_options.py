@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._dropout import split_seeds
-from .._plain import check_plain
-from ..arrays import kind_of
-from ..errors import DtypeError, ShapeError, expect
+from attnspan.base.arrays import kind_of
+from attnspan.base.plain import check_plain
+from attnspan.call.dropout import split_seeds
+from attnspan.errors import DtypeError, ShapeError, expect
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 

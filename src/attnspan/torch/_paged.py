@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import masks
-from ..call import Call
-from ..checks import count
-from ..errors import OptionError, expect
-from ..kernels import triton
-from ..masks import Mask
-from ..options import Given, Options
+from attnspan import masks
+from attnspan.base.checks import count
+from attnspan.call import Call
+from attnspan.call.options import Given, Options
+from attnspan.errors import OptionError, expect
+from attnspan.kernels import triton
+from attnspan.masks import Mask
+
 from ._attention import attention
 from ._backends import choose_backend
 from ._cache_rows import CacheRows, row_numbers

@@ -5,10 +5,11 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from ..arrays import arrays_for
-from ..checks import count
-from ..masks import Prepared
-from ..spans import Spans
+from attnspan.base.arrays import arrays_for
+from attnspan.base.checks import count
+from attnspan.masks import Prepared
+from attnspan.masks.bounds import Spans
+
 from ._cache_rows import Storage
 from ._cache_write import check_not_lost, slots_of
 from .caches import SlotCache

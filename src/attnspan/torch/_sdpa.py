@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._plain import check_plain
-from .._recorded import agree, sure, without_tracer_warnings
-from ..errors import DtypeError, ShapeError, expect, shown
-from ..masks import causal, from_dense, keys
-from ..options import check_dropout_p
+from attnspan.base.plain import check_plain
+from attnspan.base.recorded import agree, sure, without_tracer_warnings
+from attnspan.call.options import check_dropout_p
+from attnspan.errors import DtypeError, ShapeError, expect, shown
+from attnspan.masks import causal, from_dense, keys
+
 from ._attention import AnyMask, attention
 from ._backends import torchs_backend
 from ._front import PLAIN

@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._pytrees import arrays_in
-from ..arrays import own
-from ..errors import OptionError, ShapeError, expect
-from ..masks import Mask, Prepared
-from ..spans import Spans
+from attnspan.base.arrays import own
+from attnspan.base.pytrees import arrays_in
+from attnspan.errors import OptionError, ShapeError, expect
+from attnspan.masks import Mask, Prepared
+from attnspan.masks.bounds import Spans
+
 from .dtensor import BATCH, HEADS, Follower, Places, batch_dim, check_follower, is_dtensor
 
 #: Number of dims of a mask's arrays that have none for batch rows, by kind of mask.

@@ -5,7 +5,8 @@ from typing import Any
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from ..options import DISTANCE, Options
+from attnspan.call.options import DISTANCE, Options
+
 from .dtensor import BATCH, HEADS, WHOLE, check_places, follow
 from .ops import backward_op, forward_op
 

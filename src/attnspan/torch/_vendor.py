@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .._bands import Band
-from ..arrays import own
-from ..kernels import vendor
-from ..kernels._on_device import on_device_of
+from attnspan.base.arrays import own
+from attnspan.kernels import vendor
+from attnspan.kernels._on_device import on_device_of
+from attnspan.masks.bands import Band
+
 from ._front import is_captured
 from ._lowered import stream_of
 from ._watched import is_transformed

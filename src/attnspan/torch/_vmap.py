@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._biases import DISTANCE
-from .._dropout import split_seeds
-from ..options import Options
+from attnspan.call.biases import DISTANCE
+from attnspan.call.dropout import split_seeds
+from attnspan.call.options import Options
 
 #: Arguments and results by operator; results have the names of what they have the shape of.
 _NAMES = {

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .._mistakes import not_a_mask
-from ..arrays import own
-from ..checks import count
-from ..errors import expect
-from ..kernels.flex import block_mask as blocks_of
-from ..masks import Mask, Prepared
-from ..spans import Spans
+from attnspan.base.arrays import own
+from attnspan.base.checks import count
+from attnspan.base.mistakes import not_a_mask
+from attnspan.errors import expect
+from attnspan.kernels.flex import block_mask as blocks_of
+from attnspan.masks import Mask, Prepared
+from attnspan.masks.bounds import Spans
 
 __all__ = ["to_block_mask"]
 

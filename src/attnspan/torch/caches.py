@@ -8,9 +8,10 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from .. import masks
-from ..checks import count
-from ..masks import Mask
+from attnspan import masks
+from attnspan.base.checks import count
+from attnspan.masks import Mask
+
 from ._cache_rows import CacheRows, Storage
 from ._cache_write import cache_write_op
 

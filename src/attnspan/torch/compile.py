@@ -14,10 +14,11 @@ from torch.utils._pytree import GetAttrKey, register_pytree_node, tree_flatten, 
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from .._encoding import CHUNK_PAIRS, encode, register_operator
-from .._pytrees import register_pytrees
-from ..errors import expect, register_raiser
-from ..spans import Spans
+from attnspan.base.pytrees import register_pytrees
+from attnspan.errors import expect, register_raiser
+from attnspan.masks.bounds import Spans
+from attnspan.masks.encoding import CHUNK_PAIRS, encode, register_operator
+
 from ._vendor import vendor_op
 from ._vmap import encode_rule
 from ._watched import constant_when_traced

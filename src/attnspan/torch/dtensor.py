@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._mistakes import OneMask
-from ..call import LAYOUTS
-from ..errors import ShapeError, expect
-from ..options import Bias, Given, Options, dense_bias
+from attnspan.base.mistakes import OneMask
+from attnspan.call import LAYOUTS
+from attnspan.call.options import Bias, Given, Options, dense_bias
+from attnspan.errors import ShapeError, expect
+
 from ._options import dropout_seeds
 from ._watched import constant_when_traced
 

@@ -20,9 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from ..call import check_k_len
-from ..kernels import cpu, triton
-from ..options import DENSE, Options
+from attnspan.call import check_k_len
+from attnspan.call.options import DENSE, Options
+from attnspan.kernels import cpu, triton
+
 from . import _vmap
 from ._watched import is_watched
 

@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._backend import asked
-from ..call import Call, check_keywords
-from ..errors import DeviceError, expect
-from ..masks import Prepared
-from ..options import Given, Options
-from ..torch import attention as torchs
-from ..torch._front import TorchFront, autocast, from_bhsd, to_bhsd
+from attnspan.call import Call, check_keywords
+from attnspan.call.backend import asked
+from attnspan.call.options import Given, Options
+from attnspan.errors import DeviceError, expect
+from attnspan.masks import Prepared
+from attnspan.torch import attention as torchs
+from attnspan.torch._front import TorchFront, autocast, from_bhsd, to_bhsd
+
 from .lowering import lower_all
 from .ops import forward_op, split_seeds_op
 from .places import Places, places_of

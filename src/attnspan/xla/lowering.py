@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..arrays import TorchArrays, arrays_for, is_array, is_bool, is_integer
-from ..call import check_k_len, lower_mask
-from ..errors import DeviceError, DtypeError, OptionError, expect
-from ..masks import Prepared
-from ..options import Bias, Given
-from ..spans import Spans
+from attnspan.base.arrays import TorchArrays, arrays_for, is_array, is_bool, is_integer
+from attnspan.call import check_k_len, lower_mask
+from attnspan.call.options import Bias, Given
+from attnspan.errors import DeviceError, DtypeError, OptionError, expect
+from attnspan.masks import Prepared
+from attnspan.masks.bounds import Spans
+
 from .ops import lower_op, place_op
 from .places import Places, check_spec, default_spec, mesh_of, spec_text
 from .recipe import OpaqueError, encode

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import expect
-from ..options import DISTANCE
+from attnspan.call.options import DISTANCE
+from attnspan.errors import expect
+
 from . import programs
 from .places import Places, Spec, mesh_of
 
@@ -144,7 +145,7 @@ forward_op.register_autograd(_differentiate, setup_context=_save)
 
 def _static(scale: float, softcap: float, bias_kind: int, dropout_p: float) -> Any:
     programs.jax_of_xla()
-    from ..jax.backends import Static
+    from attnspan.jax.backends import Static
 
     return Static(scale=scale, softcap=softcap, bias_kind=bias_kind, dropout_p=dropout_p)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..call import LAYOUTS
-from ..errors import DtypeError, OptionError, expect
+from attnspan.call import LAYOUTS
+from attnspan.errors import DtypeError, OptionError, expect
 
 __all__ = ["Axes", "Places", "Spec", "check_spec", "default_spec", "mesh_of", "places_of", "spec_text"]
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..options import DISTANCE
+from attnspan.call.options import DISTANCE
 
 if TYPE_CHECKING:
-    from ..jax.backends import Operands, Static
+    from attnspan.jax.backends import Operands, Static
 
 __all__ = ["Program", "backward", "call", "forward", "jax_of_xla", "lowering", "shapes", "splitting"]
 
@@ -103,7 +103,7 @@ def splitting(batch: int, heads: int) -> Program:
     def program(words: Any) -> list[Any]:
         from jax.lax import bitcast_convert_type
 
-        from ..jax.dropout import split_seeds
+        from attnspan.jax.dropout import split_seeds
 
         low, high = bitcast_convert_type(words, "uint32")
         return [bitcast_convert_type(split_seeds(low, high, batch, heads), "int32")]
@@ -116,7 +116,7 @@ def forward(static: "Static") -> Program:
     """``program(q, k, v, given)`` with the results out and lse; ``given`` has seeds of int32."""
 
     def program(q: Any, k: Any, v: Any, given: Sequence[Any]) -> list[Any]:
-        from ..jax.backends import xla
+        from attnspan.jax.backends import xla
 
         return list(xla.forward(q, k, v, _operands(given), static))
 
@@ -134,7 +134,7 @@ def backward(static: "Static", want_dbias: bool) -> Program:
     def program(
         dout: Any, dlse: Any, q: Any, k: Any, v: Any, given: Sequence[Any], out: Any, lse: Any
     ) -> list[Any]:
-        from ..jax.backends import xla
+        from attnspan.jax.backends import xla
 
         found = xla.backward(dout, dlse, q, k, v, _operands(given), out, lse, static, want_dbias)
         *results, dbias, dsinks = found
@@ -148,7 +148,7 @@ def backward(static: "Static", want_dbias: bool) -> Program:
 def _operands(given: Sequence[Any]) -> "Operands":
     from jax.lax import bitcast_convert_type
 
-    from ..jax.backends import Operands
+    from attnspan.jax.backends import Operands
 
     bounds, bias, sinks, seeds, q_index, k_index = given
     seeds = None if seeds is None else bitcast_convert_type(seeds, "uint32")

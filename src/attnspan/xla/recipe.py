@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
-from .._pytrees import register_pytrees
-from ..arrays import Array, is_array
-from ..masks import Mask
-from ..spans import Spans
+from attnspan.base.arrays import Array, is_array
+from attnspan.base.pytrees import register_pytrees
+from attnspan.masks import Mask
+from attnspan.masks.bounds import Spans
 
 __all__ = ["OpaqueError", "decode", "encode"]
 

@@ -12,7 +12,7 @@ from xla_cells import check, on_xla
 
 import attnspan as a
 from attnspan import reference
-from attnspan._dropout import dropout_seeds, kept
+from attnspan.call.dropout import dropout_seeds, kept
 from attnspan.xla import attention
 
 

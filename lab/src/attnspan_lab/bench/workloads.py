@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from attnspan._parse import parse_with
 from attnspan.errors import OptionError, expect
 from attnspan.masks import Mask, documents, names
+from attnspan.masks.text import parse_with
 from attnspan_lab.bench.cells import Workload
 from attnspan_lab.files import from_plain, read_json
 

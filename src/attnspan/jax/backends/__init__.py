@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ...call import Problem
-from ...kernels import Choice, SlowPathWarning, choose
-from ...masks import Mask, causal, full, window
+from attnspan.call import Problem
+from attnspan.kernels import Choice, SlowPathWarning, choose
+from attnspan.masks import Mask, causal, full, window
 
 __all__ = [
     "BY_NAME",
@@ -85,7 +85,7 @@ class Static:
     Attributes:
         scale: Factor of the scores.
         softcap: 0 for none, else x becomes softcap * tanh(x / softcap), before the bias.
-        bias_kind: 0, ALIBI, SIGNED_ALIBI, DISTANCE or DENSE of `attnspan.options`.
+        bias_kind: 0, ALIBI, SIGNED_ALIBI, DISTANCE or DENSE of `attnspan.call.options`.
         dropout_p: Probability with which a weight is dropped, 0 for none.
         mask: The mask in words, for backends that have kernels for a few masks; None where only the bounds
             know it.

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ... import _dropout as dropout
-from ...call import Problem
-from ...kernels import cpu
-from ..varying import axes_of, spread
+from attnspan.call import Problem, dropout
+from attnspan.jax.varying import axes_of, spread
+from attnspan.kernels import cpu
+
 from . import Gradients, Operands, Static, result_dtype
 
 #: Takes q, k, v in either order of heads and rows, without a copy.

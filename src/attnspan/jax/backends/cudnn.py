@@ -10,7 +10,8 @@ from typing import Any
 
 import jax
 
-from ...call import Problem
+from attnspan.call import Problem
+
 from . import Operands, Static, symbols
 
 #: JAX differentiates `forward` itself; there is no `backward` here.

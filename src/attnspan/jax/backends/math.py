@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ..._biases import HIDES
-from ..._dropout import scale_of_kept
-from ...call import Problem
-from ...options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
-from ..dropout import kept
+from attnspan.call import Problem
+from attnspan.call.biases import HIDES
+from attnspan.call.dropout import scale_of_kept
+from attnspan.call.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
+from attnspan.jax.dropout import kept
+
 from . import Operands, Static, result_dtype
 from .products import pair_product, row_product
 from .tiles import by_distance, capped, illegal_rows, positions_of

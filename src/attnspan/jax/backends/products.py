@@ -15,7 +15,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from ..varying import axes_of_types
+from attnspan.jax.varying import axes_of_types
 
 
 def pair_product(a: Array, b: Array, visible: Array) -> Array:

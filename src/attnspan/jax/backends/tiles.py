@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._dropout import scale_of_kept
-from ..dropout import row_words
+from attnspan.call.dropout import scale_of_kept
+from attnspan.jax.dropout import row_words
+
 from . import Operands, Static
 
 #: Kernels for devices compute powers of two: their scores and lse are in units of log2.

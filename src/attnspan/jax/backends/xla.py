@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._biases import HIDES
-from ..._dropout import scale_of_kept
-from ...call import Problem
-from ...options import DENSE
-from ..varying import axes_of, spread
+from attnspan.call import Problem
+from attnspan.call.biases import HIDES
+from attnspan.call.dropout import scale_of_kept
+from attnspan.call.options import DENSE
+from attnspan.jax.varying import axes_of, spread
+
 from . import Gradients, Operands, Static, result_dtype
 from .tiles import capped, common_of, gradients_of_scores, illegal_rows, sinks_gradient
 from .xla_bias import Bias, bias_of

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
+from attnspan.call.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
+
 from . import Operands, Static
 from .tiles import by_distance
 from .xla_tiles import Keys, Rows, Sizes, add_block, grouped, take, ungrouped

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..dropout import keeps, row_words
+from attnspan.jax.dropout import keeps, row_words
+
 from . import Operands, Static
 from .tiles import InBlocks
 

@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from ..._installed import lacking
-from ...call import Problem
-from ...errors import BackendError, expect
-from .. import FIRST_TRITON
+from attnspan.base.installed import lacking
+from attnspan.call import Problem
+from attnspan.errors import BackendError, expect
+from attnspan.kernels import FIRST_TRITON
 
 __all__ = [
     "MAX_HEAD_DIM",
@@ -71,7 +71,8 @@ def supports(problem: Problem) -> str | None:
 
 def forward(*args: Any, **options: Any) -> None:
     """Attend, writing ``out`` and ``lse``: the arguments of `attnspan.kernels.cpu.forward`, on a GPU."""
-    from .._on_device import on_device_of
+    from attnspan.kernels._on_device import on_device_of
+
     from ._launch import forward
 
     with on_device_of(args[0]), _fitting():
@@ -80,7 +81,8 @@ def forward(*args: Any, **options: Any) -> None:
 
 def backward(*args: Any, **options: Any) -> None:
     """Write the gradients of `forward`: the arguments of `attnspan.kernels.cpu.backward`, on a GPU."""
-    from .._on_device import on_device_of
+    from attnspan.kernels._on_device import on_device_of
+
     from ._launch import backward
 
     with on_device_of(args[0]), _fitting():

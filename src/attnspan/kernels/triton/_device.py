@@ -9,7 +9,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# Kinds of bias, as in attnspan.options.
+# Kinds of bias, as in attnspan.call.options.
 ALIBI, SIGNED_ALIBI, DISTANCE, DENSE = (tl.constexpr(kind) for kind in (1, 2, 3, 4))
 HIDES = tl.constexpr(-2.36e38)
 INFINITY = tl.constexpr(float("inf"))
@@ -115,7 +115,7 @@ def add_bias(x, of_rows, key, q_at, k_at, reach, pairs, BIAS: tl.constexpr):
 
 @triton.jit
 def hash_rows(seeds, q_heads, batch, head, q_at, inside):
-    """Two words of dropout for each row; attnspan._dropout has the algorithm."""
+    """Two words of dropout for each row; attnspan.call.dropout has the algorithm."""
     seed = tl.load(seeds + batch * q_heads + head, mask=inside, other=0)
     zero = tl.zeros_like(q_at).to(tl.uint32)
     first, second, _, _ = tl.philox(

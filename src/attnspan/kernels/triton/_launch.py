@@ -11,8 +11,9 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..._dropout import scale_of_kept, split_seeds, threshold
-from ...options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
+from attnspan.call.dropout import scale_of_kept, split_seeds, threshold
+from attnspan.call.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
+
 from . import interpret
 from ._backward import (
     bias_gradients_kernel,

@@ -16,13 +16,14 @@ import jax
 from jax import Array
 from jax import numpy as jnp
 
-from ...call import Call, Problem
-from ...errors import ShapeError, expect
-from ...jax.backends import Operands, choose_backend, static_for, words_of
-from ...jax.front import JaxFront, operands_of, static_of
-from ...jax.rules import differentiable, first_order
-from ...masks import Prepared
-from ...options import DISTANCE, Given
+from attnspan.call import Call, Problem
+from attnspan.call.options import DISTANCE, Given
+from attnspan.errors import ShapeError, expect
+from attnspan.jax.backends import Operands, choose_backend, static_for, words_of
+from attnspan.jax.front import JaxFront, operands_of, static_of
+from attnspan.jax.rules import differentiable, first_order
+from attnspan.masks import Prepared
+
 from .axes import Axes
 from .device import Work, backward, forward
 from .route import Route

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ...errors import DeviceError, DtypeError, ShapeError, expect
-from ...jax.placement import is_traced
-from ...jax.varying import axes_of
+from attnspan.errors import DeviceError, DtypeError, ShapeError, expect
+from attnspan.jax.placement import is_traced
+from attnspan.jax.varying import axes_of
 
 __all__ = ["Axes", "AxisNames"]
 

@@ -16,8 +16,9 @@ import jax
 from jax import Array, lax
 from jax import numpy as jnp
 
-from ...jax.backends import Operands, Static, module_of
-from ...jax.rules import batched, first_order
+from attnspan.jax.backends import Operands, Static, module_of
+from attnspan.jax.rules import batched, first_order
+
 from .axes import Axes
 from .exchange import fetch, give_back
 from .route import Route

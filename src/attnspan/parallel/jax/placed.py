@@ -9,14 +9,15 @@ from jax import Array
 from jax import numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from ..._mistakes import not_a_mask
-from ...call import LAYOUTS
-from ...errors import DtypeError, expect
-from ...jax.front import ShardedMask
-from ...masks import Mask, full
-from ...spans import Spans
-from ..plan import Plan
-from ..rows import Evidence
+from attnspan.base.mistakes import not_a_mask
+from attnspan.call import LAYOUTS
+from attnspan.errors import DtypeError, expect
+from attnspan.jax.front import ShardedMask
+from attnspan.masks import Mask, full
+from attnspan.masks.bounds import Spans
+from attnspan.parallel.plan import Plan
+from attnspan.parallel.rows import Evidence
+
 from .attention import attention
 from .axes import Axes, AxisNames
 from .route import Route, Sizes, make_route

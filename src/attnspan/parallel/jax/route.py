@@ -18,10 +18,11 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from ..layout import Layout
-from ..local import Tables
-from ..needs import Traffic
-from ..plan import Plan
+from attnspan.parallel.layout import Layout
+from attnspan.parallel.local import Tables
+from attnspan.parallel.needs import Traffic
+from attnspan.parallel.plan import Plan
+
 from .axes import Axes
 
 __all__ = ["NOWHERE", "Exchange", "Route", "Sizes", "flat_rows", "make_route", "place_table"]

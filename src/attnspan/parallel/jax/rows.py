@@ -13,9 +13,10 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from ...errors import DtypeError, ShapeError, expect
-from ..layout import Layout
-from ..rows import Evidence, Marks, Rows, check_evidence, fill_of, marked
+from attnspan.errors import DtypeError, ShapeError, expect
+from attnspan.parallel.layout import Layout
+from attnspan.parallel.rows import Evidence, Marks, Rows, check_evidence, fill_of, marked
+
 from .axes import Axes, AxisNames
 from .route import flat_rows, place_table
 

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import ShapeError, expect
+from attnspan.errors import ShapeError, expect
+
 from .comm import group_of
 
 __all__ = ["differences"]

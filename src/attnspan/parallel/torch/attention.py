@@ -9,16 +9,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from ...call import Call, check_layout
-from ...errors import ShapeError, expect
-from ...options import Given, dense_bias
-from ...torch._front import TorchFront, from_bhsd
-from ...torch._options import dropout_seeds
-from ...torch.dtensor import Places, ShardedMask, is_dtensor
-from ..errors import PlanMismatchError
-from ..local import LocalPlan
-from ..rows import Evidence, Marks, check_evidence
-from ..strategy import Strategy, split_heads
+from attnspan.call import Call, check_layout
+from attnspan.call.options import Given, dense_bias
+from attnspan.errors import ShapeError, expect
+from attnspan.parallel.errors import PlanMismatchError
+from attnspan.parallel.local import LocalPlan
+from attnspan.parallel.rows import Evidence, Marks, check_evidence
+from attnspan.parallel.strategy import Strategy, split_heads
+from attnspan.torch._front import TorchFront, from_bhsd
+from attnspan.torch._options import dropout_seeds
+from attnspan.torch.dtensor import Places, ShardedMask, is_dtensor
+
 from .comm import Ranks, moved
 from .dtensor import attend
 from .ops import sharded_attention

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
-from ...errors import DtypeError, expect
-from ..errors import CommunicationError, PlanMismatchError
+from attnspan.errors import DtypeError, expect
+from attnspan.parallel.errors import CommunicationError, PlanMismatchError
 
 __all__ = [
     "Agreement",

@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...checks import count
-from ...errors import DeviceError, DtypeError, ShapeError, expect
-from ...masks import Mask, causal
-from ...torch import attention
-from ...torch._cache_rows import WritableBuffers, row_numbers
+from attnspan.base.checks import count
+from attnspan.errors import DeviceError, DtypeError, ShapeError, expect
+from attnspan.masks import Mask, causal
+from attnspan.torch import attention
+from attnspan.torch._cache_rows import WritableBuffers, row_numbers
+
 from .comm import compare, group_of, raise_broken
 from .engine import merged
 

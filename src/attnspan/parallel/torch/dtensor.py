@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ...call import LAYOUTS
-from ...errors import ShapeError, expect
-from ...options import Given
-from ...torch._options import dropout_seeds
-from ...torch.dtensor import BATCH, HEADS, ROWS, Places, check_follower, is_dtensor, option_tensors
+from attnspan.call import LAYOUTS
+from attnspan.call.options import Given
+from attnspan.errors import ShapeError, expect
+from attnspan.torch._options import dropout_seeds
+from attnspan.torch.dtensor import BATCH, HEADS, ROWS, Places, check_follower, is_dtensor, option_tensors
 
 if TYPE_CHECKING:
     from .attention import MeshPlan

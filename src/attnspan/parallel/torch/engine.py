@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...options import DISTANCE, Options
-from ..cost import exchange_parts
-from ..local import Stage, Tables
+from attnspan.call.options import DISTANCE, Options
+from attnspan.parallel.cost import exchange_parts
+from attnspan.parallel.local import Stage, Tables
+
 from .comm import Pending
 from .heads import Team, fold_heads, repeat_heads
 from .kernel import Call, attend, differentiate

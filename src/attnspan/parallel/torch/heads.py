@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..local import Numbers
-from ..strategy import HeadSlice
+from attnspan.parallel.local import Numbers
+from attnspan.parallel.strategy import HeadSlice
+
 from .comm import Pending, Ranks, Scratch, exchange
 
 __all__ = ["Team", "Which", "fold_heads", "gather", "key_heads", "query_heads", "repeat_heads", "scatter"]

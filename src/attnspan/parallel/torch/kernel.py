@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...call import Problem
-from ...interop._operators import with_autograd
-from ...kernels import math as math_kernel
-from ...options import Options
-from ...torch._backends import MODULES, choose_backend, warn_if_slow
-from ...torch._front import capability_of
+from attnspan.call import Problem
+from attnspan.call.options import Options
+from attnspan.interop._operators import with_autograd
+from attnspan.kernels import math as math_kernel
+from attnspan.torch._backends import MODULES, choose_backend, warn_if_slow
+from attnspan.torch._front import capability_of
 
 __all__ = ["Call", "attend", "differentiate"]
 

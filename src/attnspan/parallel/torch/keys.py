@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels import cpu
-from ..local import Tables, Transfer
+from attnspan.kernels import cpu
+from attnspan.parallel.local import Tables, Transfer
+
 from .comm import Pending, exchange
 from .heads import Team
 

@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..._plain import check_plain
-from ...errors import DtypeError, expect
+from attnspan.base.plain import check_plain
+from attnspan.errors import DtypeError, expect
+
 from .comm import compare
 
 __all__ = [

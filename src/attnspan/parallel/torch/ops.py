@@ -15,11 +15,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ...options import Options
-from ...torch.compile import save_also
-from ...torch.ops import autograd_kernel, below_autograd, readable
-from ..local import decode
-from ..strategy import split_heads
+from attnspan.call.options import Options
+from attnspan.parallel.local import decode
+from attnspan.parallel.strategy import split_heads
+from attnspan.torch.compile import save_also
+from attnspan.torch.ops import autograd_kernel, below_autograd, readable
+
 from .comm import Ranks
 from .engine import Done, Given, backward, forward
 from .heads import Team, gather, key_heads, query_heads, scatter

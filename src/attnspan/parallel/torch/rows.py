@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...errors import ShapeError, expect
-from ..layout import Layout
+from attnspan.errors import ShapeError, expect
+from attnspan.parallel.layout import Layout
+
 from .comm import compare, group_of, moved, raise_broken
 
 __all__ = ["gather_rows"]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnspan.expression import And, Or
 from attnspan.masks import Mask, causal, documents, full, window
+from attnspan.masks.expression import And, Or
 from attnspan_lab.bench.devices import device_named
 from attnspan_lab.bench.peers.job import Job, Ready, differentiated, enough_memory
 

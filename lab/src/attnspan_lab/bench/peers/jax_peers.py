@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnspan.errors import BackendError
 from attnspan.masks import Prepared
-from attnspan.spans import Spans
+from attnspan.masks.bounds import Spans
 from attnspan_lab.bench.devices import JaxDevice
 from attnspan_lab.bench.peers.job import Job, Ready, enough_memory
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from attnspan import masks
-from attnspan.expression import And, Prepared
 from attnspan.masks import Mask
+from attnspan.masks.expression import And, Prepared
 from attnspan_lab.bench.cells import Workload
 from attnspan_lab.bench.devices import Device
 from attnspan_lab.bench.workloads import mask_of

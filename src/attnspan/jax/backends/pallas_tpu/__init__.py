@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ....call import Problem
-from ....options import DENSE, DISTANCE
-from .. import Gradients, Operands, Static, symbols
-from ..tiles import by_distance, common_of, interpret, legal, positions_of, sinks_gradient
+from attnspan.call import Problem
+from attnspan.call.options import DENSE, DISTANCE
+from attnspan.jax.backends import Gradients, Operands, Static, symbols
+from attnspan.jax.backends.tiles import by_distance, common_of, interpret, legal, positions_of, sinks_gradient
+
 from . import kernels
 from .tile import Tile
 

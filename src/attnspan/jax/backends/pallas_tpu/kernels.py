@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from ...._dropout import scale_of_kept
-from ....options import ALIBI, SIGNED_ALIBI
-from .. import Operands, result_dtype
-from ..tiles import LN2, LOG2E, gradients_of_scores
+from attnspan.call.dropout import scale_of_kept
+from attnspan.call.options import ALIBI, SIGNED_ALIBI
+from attnspan.jax.backends import Operands, result_dtype
+from attnspan.jax.backends.tiles import LN2, LOG2E, gradients_of_scores
+
 from . import lists as tables
 from .launch import (
     Operand,

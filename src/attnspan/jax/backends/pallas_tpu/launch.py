@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ....options import ALIBI, DENSE, SIGNED_ALIBI
-from ...varying import axes_of, declared, spread
-from .. import Operands
-from ..tiles import interpret, words_of_rows
+from attnspan.call.options import ALIBI, DENSE, SIGNED_ALIBI
+from attnspan.jax.backends import Operands
+from attnspan.jax.backends.tiles import interpret, words_of_rows
+from attnspan.jax.varying import axes_of, declared, spread
+
 from . import lists as tables
 from .tile import Place, Refs, Tile
 

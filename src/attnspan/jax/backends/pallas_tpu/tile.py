@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from ...._biases import ALIBI, DENSE, HIDES, SIGNED_ALIBI
-from ...dropout import keeps
-from .. import Static
-from ..tiles import LOG2E, InBlocks, scores_of_products
+from attnspan.call.biases import ALIBI, DENSE, HIDES, SIGNED_ALIBI
+from attnspan.jax.backends import Static
+from attnspan.jax.backends.tiles import LOG2E, InBlocks, scores_of_products
+from attnspan.jax.dropout import keeps
+
 from . import lists as tables
 
 #: Contracted dims of products: of a tile with what lies along its lanes or rows.

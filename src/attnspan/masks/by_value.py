@@ -9,14 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from . import checks
-from ._encoding import CHUNK_PAIRS, TRACED_RUNS, encode, encode_traced
-from ._intervals import Interval, Rows, split
-from ._predicates import call, call_traced, name_of
-from .arrays import Array, arrays_for
+from attnspan.base import checks
+from attnspan.base.arrays import Array, arrays_for
+
+from .bounds import Spans
+from .encoding import CHUNK_PAIRS, TRACED_RUNS, encode, encode_traced
 from .expression import Mask, RowNumbered
+from .intervals import Interval, Rows, split
 from .lowering import Lowering
-from .spans import Spans
+from .predicates import call, call_traced, name_of
 
 __all__ = [
     "Blocks",

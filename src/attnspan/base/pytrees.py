@@ -7,8 +7,11 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, dataclass_transform
 
+from attnspan.errors import shown
+
 from .arrays import is_array
-from .errors import shown
+
+__all__ = ["Node", "Registrar", "arrays_in", "register_pytrees", "short", "static_key"]
 
 Registrar = Callable[[type, Callable[..., Any], Callable[..., Any]], None]
 

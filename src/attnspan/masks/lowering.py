@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from . import checks
-from ._intervals import Interval, Rows, common, either_illegal, materialise, split, sweep, union_of_two
-from ._recorded import agree, sure
-from .arrays import INT32_MAX, Array, Arrays, is_array, kind_of
-from .errors import DtypeError, ShapeError, expect
-from .spans import Spans, check_index
+from attnspan.base import checks
+from attnspan.base.arrays import INT32_MAX, Array, Arrays, is_array, kind_of
+from attnspan.base.recorded import agree, sure
+from attnspan.errors import DtypeError, ShapeError, expect
+
+from .bounds import Spans, check_index
+from .intervals import Interval, Rows, common, either_illegal, materialise, split, sweep, union_of_two
 
 __all__ = ["DocumentRows", "Lowering", "SpansLargerThanMask", "begin", "key_len"]
 

@@ -11,7 +11,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .arrays import Array, Arrays
+from attnspan.base.arrays import Array, Arrays
+
+__all__ = [
+    "FULL",
+    "End",
+    "Interval",
+    "Rows",
+    "clip_rows",
+    "common",
+    "either_illegal",
+    "materialise",
+    "merge_known",
+    "split",
+    "sweep",
+    "union_of_two",
+]
 
 End = Any
 """An int32 array (B|1, H|1, q_len), an int, or None."""

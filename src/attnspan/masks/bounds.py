@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from . import checks
-from ._intervals import sweep
-from ._mistakes import refuse_operand, refuse_truth
-from ._pytrees import Node
-from .arrays import INT32_MAX, Array, Arrays, arrays_for, is_array, is_integer, kind_of
-from .errors import DtypeError, OptionError, ShapeError, expect
+from attnspan.base import checks
+from attnspan.base.arrays import INT32_MAX, Array, Arrays, arrays_for, is_array, is_integer, kind_of
+from attnspan.base.mistakes import refuse_operand, refuse_truth
+from attnspan.base.pytrees import Node
+from attnspan.errors import DtypeError, OptionError, ShapeError, expect
+
+from .intervals import sweep
 
 __all__ = ["Spans", "check_index"]
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from ._plain import check_plain
+from attnspan.errors import DtypeError, ShapeError, expect
+
 from .arrays import INT32_MAX, Array, is_array, is_bool, is_integer, kind_of
-from .errors import DtypeError, ShapeError, expect
+from .plain import check_plain
 
 __all__ = [
     "booleans",

@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any, TypeVar
 
-from ._bands import Band
-from ._mistakes import not_a_mask, refuse_keywords
-from ._plain import check_plain
-from ._pytrees import static_key
-from ._recorded import agree, sure
-from .errors import DeviceError, DtypeError, OptionError, ShapeError, expect, shown
-from .masks import WITHOUT_DATA, Mask, Prepared, full
+from attnspan.base.mistakes import not_a_mask, refuse_keywords
+from attnspan.base.plain import check_plain
+from attnspan.base.pytrees import static_key
+from attnspan.base.recorded import agree, sure
+from attnspan.errors import DeviceError, DtypeError, OptionError, ShapeError, expect, shown
+from attnspan.masks import WITHOUT_DATA, Mask, Prepared, full
+from attnspan.masks.bands import Band
+from attnspan.masks.bounds import Spans
+
 from .options import FLOAT32_MAX, NO_OPTIONS, Given, Options, check_number
-from .spans import Spans
 
 __all__ = [
     "LAYOUTS",

@@ -6,9 +6,21 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from ._plain import check_plain
+from attnspan.errors import DtypeError, UsageError, shown
+
 from .arrays import is_array, is_bool
-from .errors import DtypeError, UsageError, shown
+from .plain import check_plain
+
+__all__ = [
+    "REMEDIES",
+    "OneMask",
+    "not_a_mask",
+    "refuse_keywords",
+    "refuse_operand",
+    "refuse_operator",
+    "refuse_truth",
+    "refuse_truth_of_bias",
+]
 
 _REMEDIES = {
     "is_causal causal use_causal_mask is_causal_bottom_right": "Pass mask=causal(), which aligns the last "

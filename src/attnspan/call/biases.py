@@ -8,13 +8,25 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from . import checks
-from ._mistakes import refuse_truth_of_bias
-from ._plain import check_plain
-from ._pytrees import Node, arrays_in
-from ._recorded import agree, sure
-from .arrays import NUMPY, Array, Arrays, arrays_for, is_array, kind_of, own
-from .errors import DtypeError, ShapeError, expect
+from attnspan.base import checks
+from attnspan.base.arrays import NUMPY, Array, Arrays, arrays_for, is_array, kind_of, own
+from attnspan.base.mistakes import refuse_truth_of_bias
+from attnspan.base.plain import check_plain
+from attnspan.base.pytrees import Node, arrays_in
+from attnspan.base.recorded import agree, sure
+from attnspan.errors import DtypeError, ShapeError, expect
+
+__all__ = [
+    "HIDES",
+    "Bias",
+    "alibi",
+    "alibi_slopes",
+    "dense_bias",
+    "is_floating",
+    "relative",
+    "t5_buckets",
+    "to_float",
+]
 
 #: Kinds of lowered biases; 0 is no bias.
 ALIBI, SIGNED_ALIBI, DISTANCE, DENSE = 1, 2, 3, 4

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array, Arrays
-from .errors import expect
+from attnspan.base.arrays import Array, Arrays
+from attnspan.errors import expect
+
+__all__ = ["CHUNK_PAIRS", "TRACED_RUNS", "encode", "encode_traced", "register_operator", "table"]
 
 CHUNK_PAIRS = 1 << 22
 """(query, key) pairs that are encoded at once, per batch row and head: it bounds the memory."""

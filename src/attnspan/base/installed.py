@@ -7,6 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
+__all__ = ["lacking", "require", "require_names"]
+
 
 def require(module: str, needed_by: str, extra: str, versions: tuple[str, str] | None = None) -> Any:
     """Import a package, or raise an error that says which extra of attnspan brings it.

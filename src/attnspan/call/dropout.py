@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array
+from attnspan.base.arrays import Array
+
+__all__ = ["dropout_seeds", "kept", "philox", "scale_of_kept", "split_seeds", "threshold"]
 
 _WORD = 0xFFFFFFFF
 

@@ -11,8 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from .errors import OptionError
+from attnspan.errors import OptionError
+
 from .expression import Mask
+
+__all__ = ["parse_with"]
 
 
 def parse_with(text: str, names: Mapping[str, Callable[..., Any]]) -> Mask:

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from ._plain import check_plain
-from ._recorded import is_recorded, sure
-from .errors import DeviceError, DtypeError, ShapeError, expect
+from attnspan.errors import DeviceError, DtypeError, ShapeError, expect
+
+from .plain import check_plain
+from .recorded import is_recorded, sure
 
 __all__ = [
     "INT32_MAX",

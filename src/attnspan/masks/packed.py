@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from . import checks
-from ._bands import Band
-from ._intervals import Interval, Rows, either_illegal
-from ._recorded import sure
-from .arrays import NUMPY, Array, Arrays
-from .errors import ShapeError, expect
+from attnspan.base import checks
+from attnspan.base.arrays import NUMPY, Array, Arrays
+from attnspan.base.recorded import sure
+from attnspan.errors import ShapeError, expect
+
+from .bands import Band
 from .expression import Mask
+from .intervals import Interval, Rows, either_illegal
 from .lowering import DocumentRows, Lowering
 
 __all__ = ["documents", "groups", "prefix", "segments"]

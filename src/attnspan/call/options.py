@@ -12,7 +12,12 @@ from typing import Any, Generic, NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 
-from ._biases import (
+from attnspan.base.arrays import INT32_MAX, arrays_for, is_array, is_integer, kind_of
+from attnspan.base.recorded import agree, sure
+from attnspan.errors import DtypeError, OptionError, ShapeError, expect, shown
+from attnspan.masks import Prepared
+
+from .biases import (
     ALIBI,
     DENSE,
     DISTANCE,
@@ -26,12 +31,8 @@ from ._biases import (
     t5_buckets,
     to_float,
 )
-from ._dropout import dropout_seeds
-from ._dropout import threshold as dropout_threshold
-from ._recorded import agree, sure
-from .arrays import INT32_MAX, arrays_for, is_array, is_integer, kind_of
-from .errors import DtypeError, OptionError, ShapeError, expect, shown
-from .masks import Prepared
+from .dropout import dropout_seeds
+from .dropout import threshold as dropout_threshold
 
 __all__ = [
     "ALIBI",

@@ -6,15 +6,16 @@ from dataclasses import replace
 from functools import reduce
 from typing import Any, ClassVar, NoReturn
 
-from ._bands import Band
-from ._intervals import FULL, Interval, Rows, clip_rows, either_illegal, merge_known
-from ._mistakes import refuse_operand, refuse_operator, refuse_truth
-from ._pytrees import Node, arrays_in
-from ._recorded import without_tracer_warnings
-from .arrays import Array, arrays_for, outside_inference_mode, own, read_only
-from .errors import OptionError, ShapeError, expect
+from attnspan.base.arrays import Array, arrays_for, outside_inference_mode, own, read_only
+from attnspan.base.mistakes import refuse_operand, refuse_operator, refuse_truth
+from attnspan.base.pytrees import Node, arrays_in
+from attnspan.base.recorded import without_tracer_warnings
+from attnspan.errors import OptionError, ShapeError, expect
+
+from .bands import Band
+from .bounds import Spans
+from .intervals import FULL, Interval, Rows, clip_rows, either_illegal, merge_known
 from .lowering import Lowering, begin
-from .spans import Spans
 
 __all__ = ["And", "Combined", "Mask", "Or", "Prepared", "RowNumbered"]
 
@@ -146,7 +147,7 @@ class Mask(Node):
             return _known_as(found._band(), exact)
 
     def show(self, q_len: int = 64, k_len: int | None = None, **options: Any) -> None:
-        """Print a picture of the mask, as `attnspan.picture.show` does, which has the options."""
+        """Print a picture of the mask, as `attnspan.masks.picture.show` does, which has the options."""
         from .picture import show
 
         show(self, q_len, q_len if k_len is None else k_len, **options)

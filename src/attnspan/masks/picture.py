@@ -12,9 +12,10 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from .arrays import arrays_for
-from .errors import OptionError, ShapeError, expect
-from .spans import Spans
+from attnspan.base.arrays import arrays_for
+from attnspan.errors import OptionError, ShapeError, expect
+
+from .bounds import Spans
 
 __all__ = ["implied_sizes", "show", "svg", "svg_of_mask", "text"]
 

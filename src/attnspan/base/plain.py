@@ -4,7 +4,7 @@ import sys
 
 import numpy as np
 
-from .errors import DtypeError
+from attnspan.errors import DtypeError
 
 __all__ = ["check_plain"]
 

@@ -1,4 +1,4 @@
-"""What a query may see: masks as immutable expressions, composed with `&` and `|`, lowered to spans.
+"""Masks that compare indices, by name; and masks from text.
 
 An argument described as an array may come from NumPy, torch or JAX; lists of integers become NumPy arrays.
 Arguments that do not fit raise a ShapeError, DtypeError or OptionError, where a mask is made or where it is
@@ -13,40 +13,28 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from . import checks
-from ._bands import Band
-from ._intervals import FULL, Interval, Rows
-from ._parse import parse_with
-from ._pytrees import register_pytrees
-from .arrays import INT32_MAX, Array
-from .by_value import Explicit, from_block_mask, from_dense, from_predicate, keys
-from .errors import expect
+from attnspan.base import checks
+from attnspan.base.arrays import INT32_MAX, Array
+from attnspan.errors import expect
+
+from .bands import Band
+from .bounds import Spans
+from .by_value import Explicit, from_dense, keys
 from .expression import And, Mask, Or, Prepared
-from .lowering import Lowering, SpansLargerThanMask
+from .intervals import FULL, Interval, Rows
+from .lowering import Lowering
 from .packed import documents, groups, prefix, segments
-from .spans import Spans
+from .text import parse_with
 
 __all__ = [
     "WITHOUT_DATA",
-    "Mask",
-    "Prepared",
-    "SpansLargerThanMask",
     "cache",
     "causal",
-    "documents",
-    "from_block_mask",
-    "from_dense",
-    "from_predicate",
     "full",
     "global_keys",
-    "groups",
     "key_padding",
-    "keys",
     "names",
     "parse",
-    "prefix",
-    "register_pytrees",
-    "segments",
     "spans",
     "window",
 ]
@@ -258,7 +246,7 @@ def names() -> dict[str, Callable[..., Any]]:
         >>> names()["window"](2)
         window(2)
     """
-    from . import library  # It stands above this module, and is looked up when it is asked for.
+    from attnspan import library  # It stands above this module, and is looked up when it is asked for.
 
     own = (full, causal, window, segments, documents, prefix, groups, key_padding, keys, cache, global_keys)
     by_name = {x.__name__: x for x in (*own, spans, from_dense)}

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from .errors import DtypeError, expect
+from attnspan.errors import DtypeError, expect
 
 __all__ = ["asked", "backend", "follow"]
 

@@ -9,10 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from ._recorded import agree, is_jit_traced, sure
-from .arrays import Array, arrays_for, is_array, is_bool, kind_of
-from .errors import DtypeError, OptionError, ShapeError, UsageError, expect, shown
+from attnspan.base.arrays import Array, arrays_for, is_array, is_bool, kind_of
+from attnspan.base.recorded import agree, is_jit_traced, sure
+from attnspan.errors import DtypeError, OptionError, ShapeError, UsageError, expect, shown
+
 from .lowering import Lowering
+
+__all__ = ["Function", "call", "call_traced", "name_of"]
 
 Function = Callable[[Any, Any, Any, Any], Any]
 
