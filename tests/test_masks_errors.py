@@ -27,7 +27,7 @@ def low(mask: a.Mask, **options: Any) -> a.Prepared:
 
 
 # One mask of each class that users make, and what no field of it may be.
-LEAVES = {type(x).__name__: x for y in [*SAMPLES, *LIBRARY] for x in y.mask()._leaves()}
+LEAVES = {type(x).__name__: x for y in [*SAMPLES, *LIBRARY] for x in y.mask().leaves()}
 LEAVES |= {"from_dense": a.from_dense([[True]]), "from_predicate": EVERY}
 MADE_BY_FUNCTIONS = {"global_rows", "prefix_documents"}
 FIELDS = [

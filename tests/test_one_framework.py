@@ -56,11 +56,13 @@ assert "runs" in str(explain(q, q, q, mask=mask))
 NEITHER = """
 import numpy as np
 import attnspan as a
-from attnspan import library, picture, reference
+from attnspan import library, reference
+from attnspan.call.options import Options
+from attnspan.masks import picture
 mask = a.causal() & a.segments(np.array([0, 0, 1]))
 bounds = mask.prepare(3, 3).lowered.bounds
 q = np.ones((1, 1, 3, 4))
-out, _ = reference.forward(q, q, q, bounds, 0.5, a.options.Options())
+out, _ = reference.forward(q, q, q, bounds, 0.5, Options())
 assert np.allclose(out, 1)
 mask.show(3)
 mask.prepare(3, 3)._repr_svg_()

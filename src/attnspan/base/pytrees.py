@@ -11,11 +11,10 @@ from attnspan.errors import shown
 
 from .arrays import is_array
 
-__all__ = ["Node", "Registrar", "arrays_in", "register_pytrees", "short", "static_key"]
+__all__ = ["Node", "Registrar", "arrays_in", "register_pytrees", "short"]
 
 Registrar = Callable[[type, Callable[..., Any], Callable[..., Any]], None]
 
-_STATIC = (bool, int, float, str, type(None))
 
 _classes: list[type] = []
 _registrars: list[Registrar] = []
@@ -124,25 +123,6 @@ def arrays_in(x: Any) -> list[Any]:
             elif is_array(part):
                 found.append(part)
     return found
-
-
-def static_key(x: Node, kinds: frozenset[type]) -> tuple[Any, ...] | None:
-    """A hashable key that nodes of these kinds, without arrays, share if they mean the same, else None."""
-    if type(x) not in kinds:
-        return None
-    parts: list[Any] = [type(x)]
-    for value in vars(x).values():
-        several = type(value) is tuple
-        for part in value if several else (value,):
-            if type(part) in _STATIC:
-                parts.append((type(part), part))
-            elif type(part) in kinds and (key := static_key(part, kinds)) is not None:
-                parts.append(key)
-            else:
-                return None
-        if several:
-            parts.append((tuple, len(value)))
-    return tuple(parts)
 
 
 def _structure(x: Node) -> tuple[Any, ...] | None:

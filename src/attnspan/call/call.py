@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 
 from attnspan.base.mistakes import not_a_mask, refuse_keywords
 from attnspan.base.plain import check_plain
-from attnspan.base.pytrees import static_key
 from attnspan.base.recorded import agree, sure
 from attnspan.errors import DeviceError, DtypeError, OptionError, ShapeError, expect, shown
-from attnspan.masks import WITHOUT_DATA, Mask, Prepared, full
+from attnspan.masks import Mask, Prepared, full
 from attnspan.masks.bands import Band
 from attnspan.masks.bounds import Spans
 
@@ -395,7 +394,7 @@ def _check_sizes(q: Any, k: Any, v: Any) -> None:
 
 def _check_packed(mask: Mask) -> None:
     # Without data, a mask says nothing of documents: all tokens are one sequence.
-    if not mask._may_separate() and static_key(mask, WITHOUT_DATA) is None:
+    if not mask.may_separate() and mask.static_key() is None:
         raise OptionError(
             "mask with layout='thd'",
             expected="one that keeps packed documents apart",

@@ -136,7 +136,7 @@ class JaxFront(Front):
 
 def _calls_functions(mask: Any) -> bool:
     """Whether a mask calls a function, which may close over what is traced while q is not."""
-    return isinstance(mask, Mask) and any(isinstance(leaf, from_predicate) for leaf in mask._leaves())
+    return isinstance(mask, Mask) and any(isinstance(leaf, from_predicate) for leaf in mask.leaves())
 
 
 def _refuse_tensors(mask: Any, given: Given) -> None:

@@ -41,7 +41,7 @@ class Mixture(Mask):
     def _inner(self) -> list[Mask]:
         inner: list[Mask] = []
         for mask in self.masks:
-            inner += mask._leaves()
+            inner += mask.leaves()
         return inner
 
     def _key_len(self) -> Any:
@@ -96,7 +96,7 @@ class per_row(Mixture):
         found = []
         for mask in self.masks:
             own = low.part(batch=1)
-            own.index_rows(mask._leaves(), None, None)
+            own.index_rows(mask.leaves(), None, None)
             found.append(own.q_index)
         return self._join(low, [low.arrays.to_int32(x) for x in found])
 
@@ -317,7 +317,7 @@ def _check_inner(what: str, mask: Any, size: int | None) -> None:
     """Raise unless `mask` can be counted from the start of each of several stretches of keys."""
     (mask,) = _several(what, [mask])
     remedy = "Leave it outside, and compose with &"
-    for leaf in mask._leaves():
+    for leaf in mask.leaves():
         free = leaf._anchor() is None and leaf._row_len() is None
         expect(free, what, "a mask that follows from indices alone", repr(leaf), remedy)
         n = leaf._key_len()

@@ -3,7 +3,6 @@
 from attnspan.base.pytrees import register_pytrees as register_pytrees
 
 from .bounds import Spans as Spans
-from .by_index import WITHOUT_DATA as WITHOUT_DATA
 from .by_index import cache as cache
 from .by_index import causal as causal
 from .by_index import full as full
@@ -19,6 +18,9 @@ from .by_value import from_predicate as from_predicate
 from .by_value import keys as keys
 from .expression import Mask as Mask
 from .expression import Prepared as Prepared
+from .intervals import Interval as Interval
+from .intervals import Rows as Rows
+from .lowering import Lowering as Lowering
 from .lowering import SpansLargerThanMask as SpansLargerThanMask
 from .packed import documents as documents
 from .packed import groups as groups
@@ -26,9 +28,11 @@ from .packed import prefix as prefix
 from .packed import segments as segments
 
 __all__ = [
-    "WITHOUT_DATA",
+    "Interval",
+    "Lowering",
     "Mask",
     "Prepared",
+    "Rows",
     "Spans",
     "SpansLargerThanMask",
     "cache",

@@ -20,14 +20,13 @@ from attnspan.errors import expect
 from .bands import Band
 from .bounds import Spans
 from .by_value import Explicit, from_dense, keys
-from .expression import And, Mask, Or, Prepared
+from .expression import Mask, Prepared
 from .intervals import FULL, Interval, Rows
 from .lowering import Lowering
 from .packed import documents, groups, prefix, segments
 from .text import parse_with
 
 __all__ = [
-    "WITHOUT_DATA",
     "cache",
     "causal",
     "full",
@@ -48,9 +47,10 @@ class full(Mask):
         [[[[[0, 3]]]]]
     """
 
+    _in_numbers = True
     _separates = False
 
-    def _band(self) -> Band:
+    def band(self) -> Band:
         return Band()
 
     def _lower(self, low: Lowering) -> Rows:
@@ -66,9 +66,10 @@ class causal(Mask):
         [[0, 2], [0, 3]]
     """
 
+    _in_numbers = True
     _separates = False
 
-    def _band(self) -> Band:
+    def band(self) -> Band:
         return Band(right=0)
 
     def _lower(self, low: Lowering) -> Rows:
@@ -89,6 +90,7 @@ class window(Mask):
         [[0, 1], [0, 2], [1, 3]]
     """
 
+    _in_numbers = True
     _separates = False
 
     left: int | None
@@ -99,7 +101,7 @@ class window(Mask):
         side = checks.optional(partial(checks.count, remedy=remedy))
         self._check(left=side, right=side)
 
-    def _band(self) -> Band:
+    def band(self) -> Band:
         return Band(self.left, self.right)
 
     def _lower(self, low: Lowering) -> Rows:
@@ -127,6 +129,7 @@ class key_padding(Mask):
         [[[[[0, 2], [4, 7]]]]]
     """
 
+    array_dims = 0
     _separates = False
 
     lengths: int | Array
@@ -173,6 +176,7 @@ class cache(Mask):
         [[[0, 1], [0, 2]], [[0, 3], [0, 4]]]
     """
 
+    array_dims = 0
     _separates = False
 
     lengths: int | Array
@@ -203,6 +207,7 @@ class global_keys(Mask):
         [[0, 1], [2, 3]]
     """
 
+    _in_numbers = True
     _separates = False
 
     n: int
@@ -233,10 +238,6 @@ def spans(bounds: Array) -> Mask:
     """
     bounds = bounds.lowered if isinstance(bounds, Prepared) else bounds
     return Prepared(bounds, bare=True) if isinstance(bounds, Spans) else Explicit(bounds)
-
-
-#: Kinds of masks that say all they know in numbers: equal ones have equal spans.
-WITHOUT_DATA = frozenset({And, Or, causal, full, global_keys, window})
 
 
 def names() -> dict[str, Callable[..., Any]]:

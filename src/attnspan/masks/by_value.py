@@ -38,6 +38,8 @@ _TRACED_CHUNKS = 16
 class Explicit(Mask):
     """See `attnspan.spans`."""
 
+    array_dims = 4
+
     bounds: Array
 
     def __post_init__(self) -> None:
@@ -74,6 +76,8 @@ class from_dense(Mask):
         [[0, 1], [2, 3]]
     """
 
+    array_dims = 2
+
     visible: Array
     max_runs: int | None = None
 
@@ -107,6 +111,7 @@ class keys(Mask):
         [[[[[0, 1], [2, 4]]]]]
     """
 
+    array_dims = 1
     _separates = False
 
     valid: Array

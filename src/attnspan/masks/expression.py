@@ -20,6 +20,10 @@ from .lowering import Lowering, begin
 __all__ = ["And", "Combined", "Mask", "Or", "Prepared", "RowNumbered"]
 
 
+# Numbers and words that a mask may hold and still say all there is to know.
+_STATIC = (bool, int, float, str, type(None))
+
+
 class Mask(Node):
     """What a query may see: an immutable description, free of any framework, composed with `&` and `|`.
 
@@ -35,10 +39,30 @@ class Mask(Node):
 
     # Whether it may keep packed documents apart; a mask that knows none says False.
     _separates: ClassVar[bool] = True
+    # Whether its fields are numbers and other masks alone, which then say all there is to know.
+    _in_numbers: ClassVar[bool] = False
+    # Number of dims that its arrays have beside batch rows; None where their parts are unknown.
+    array_dims: ClassVar[int | None] = None
 
-    def _may_separate(self) -> bool:
+    def may_separate(self) -> bool:
         """Whether it may keep the packed documents of a row apart."""
         return self._separates
+
+    def static_key(self) -> tuple[Any, ...] | None:
+        """A hashable key that masks without data share if they mean the same; None for a mask with data."""
+        if not self._in_numbers:
+            return None
+        parts: list[Any] = [type(self)]
+        for value in vars(self).values():
+            several = type(value) is tuple
+            for part in value if several else (value,):
+                key = part.static_key() if isinstance(part, Mask) else (type(part), part)
+                if key is None or (not isinstance(part, Mask) and type(part) not in _STATIC):
+                    return None
+                parts.append(key)
+            if several:
+                parts.append((tuple, len(value)))
+        return tuple(parts)
 
     def __and__(self, other: Mask) -> Mask:
         return And(_one_order(self, other)) if isinstance(other, Mask) else refuse_operand("&", self, other)
@@ -107,11 +131,11 @@ class Mask(Node):
     ) -> Prepared:
         with outside_inference_mode(), without_tracer_warnings():
             arrays = arrays_for([*arrays_in(self), q_index, k_index], like)
-            low = begin(arrays, self._leaves(), q_len, k_len, batch, heads, q_index, k_index)
+            low = begin(arrays, self.leaves(), q_len, k_len, batch, heads, q_index, k_index)
             spans = Spans(low.bounds(self), low.top)
             rows_at = None if low.counted_back else _apart(low.q_index[:, 0], q_index)
             if k_index is None:
-                return _known_as(self._band() if q_index is None else None, Prepared(spans, rows_at))
+                return _known_as(self.band() if q_index is None else None, Prepared(spans, rows_at))
             k_index = _apart(arrays.asarray(k_index, "int32"), k_index)
             return Prepared(spans.take_keys(k_index), rows_at, k_index[None])
 
@@ -144,7 +168,7 @@ class Mask(Node):
             # Layers share it: a write would change the mask of all of them.
             for x in (exact.lowered.bounds, exact.q_index, exact.k_index):
                 read_only(x)
-            return _known_as(found._band(), exact)
+            return _known_as(found.band(), exact)
 
     def show(self, q_len: int = 64, k_len: int | None = None, **options: Any) -> None:
         """Print a picture of the mask, as `attnspan.masks.picture.show` does, which has the options."""
@@ -160,7 +184,7 @@ class Mask(Node):
     # What a kind of mask says of itself. Sizes may be symbolic while a compiler reads this code; int() would
     # fix them to one value.
 
-    def _band(self) -> Band | None:
+    def band(self) -> Band | None:
         """What other libraries' kernels know the mask as; None where they do not."""
         return None
 
@@ -171,7 +195,7 @@ class Mask(Node):
     def _lower(self, low: Lowering) -> Rows:
         raise NotImplementedError(f"{type(self).__name__} must say how it is lowered")
 
-    def _leaves(self) -> list[Mask]:
+    def leaves(self) -> list[Mask]:
         """The masks that it combines; itself where it combines none."""
         return [self]
 
@@ -208,12 +232,14 @@ class RowNumbered(Mask):
 class Combined(Mask):
     """Masks joined by an operator."""
 
+    _in_numbers = True
+
     operands: tuple[Mask, ...]
 
-    def _leaves(self) -> list[Mask]:
+    def leaves(self) -> list[Mask]:
         leaves: list[Mask] = []
         for operand in self.operands:
-            leaves += operand._leaves()
+            leaves += operand.leaves()
         return leaves
 
     def _flat(self) -> list[Mask]:
@@ -226,13 +252,13 @@ class Combined(Mask):
 class And(Combined):
     """The keys that every operand shows."""
 
-    def _may_separate(self) -> bool:
-        return any(operand._may_separate() for operand in self.operands)
+    def may_separate(self) -> bool:
+        return any(operand.may_separate() for operand in self.operands)
 
-    def _band(self) -> Band | None:
+    def band(self) -> Band | None:
         band: Band | None = Band()
         for operand in self._flat():
-            other = operand._band()
+            other = operand.band()
             band = None if band is None or other is None else band & other
         # Rows that were lowered before may be others than those of the documents, which the lowering finds.
         fixed = any(isinstance(operand, Prepared) for operand in self._flat())
@@ -265,8 +291,8 @@ class And(Combined):
 class Or(Combined):
     """The keys that any operand shows."""
 
-    def _may_separate(self) -> bool:
-        return all(operand._may_separate() for operand in self.operands)
+    def may_separate(self) -> bool:
+        return all(operand.may_separate() for operand in self.operands)
 
     def _lower(self, low: Lowering) -> Rows:
         return self._lower_within(low, Rows((FULL,)))
@@ -314,7 +340,7 @@ class Prepared(Mask):
     # How many of the first tokens a rolling cache keeps, and shows to all later ones. No field either.
     _kept: ClassVar[int | None] = None
 
-    def _band(self) -> Band | None:
+    def band(self) -> Band | None:
         return self._of
 
     def __getattr__(self, name: str) -> Any:

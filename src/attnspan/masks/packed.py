@@ -41,6 +41,8 @@ class segments(Mask):
         [[0, 2], [0, 2], [2, 3]]
     """
 
+    array_dims = 1
+
     q_ids: Array
     kv_ids: Array | None = None
     padding_id: int | None = None
@@ -78,6 +80,8 @@ class groups(Mask):
         >>> (causal() | groups([-1, 4, 4])).spans(3, 3).bounds[0, 0, :, 0].tolist()
         [[0, 1], [0, 3], [0, 3]]
     """
+
+    array_dims = 1
 
     ids: Array
 
@@ -165,6 +169,8 @@ class documents(Mask):
         [[0, 2], [0, 2], [2, 3]]
     """
 
+    array_dims = 1
+
     cu_seqlens_q: Array
     cu_seqlens_k: Array | None = None
 
@@ -179,7 +185,7 @@ class documents(Mask):
     def _anchor(self) -> tuple[Any, ...] | None:
         return None if self.cu_seqlens_k is None else ("documents", self.cu_seqlens_q, self.cu_seqlens_k)
 
-    def _band(self) -> Band:
+    def band(self) -> Band:
         return Band(None, None, self.cu_seqlens_q, self.cu_seqlens_k)
 
     def _rows(self, low: Lowering) -> DocumentRows:
@@ -212,6 +218,8 @@ class prefix(Mask):
         [[0, 2], [0, 2], [0, 3]]
     """
 
+    array_dims = 0
+
     lengths: int | Array
     cu_seqlens: Array | None = None
 
@@ -223,7 +231,7 @@ class prefix(Mask):
             remedy = "Pass an int for one length that all documents share"
             expect(n == m, "prefix: lengths", "one length per document, {}", m, remedy, n, error=ShapeError)
 
-    def _may_separate(self) -> bool:
+    def may_separate(self) -> bool:
         return self.cu_seqlens is not None
 
     def _lower(self, low: Lowering) -> Rows:

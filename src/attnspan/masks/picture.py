@@ -172,7 +172,7 @@ def implied_sizes(mask: Any, q_len: int | None = None, k_len: int | None = None)
         >>> implied_sizes(documents([0, 5, 9])), implied_sizes(causal(), q_len=4)
         ((9, 9), (4, 4))
     """
-    leaves = mask._leaves()
+    leaves = mask.leaves()
     packed = [int(leaf.cu_seqlens_q.max()) for leaf in leaves if hasattr(leaf, "cu_seqlens_q")]
     k_lens = [n for n in (k_len, *(leaf._key_len() for leaf in leaves)) if n is not None]
     q_lens = [n for n in (q_len, *(leaf._row_len() for leaf in leaves), *packed) if n is not None]

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from attnspan.base.arrays import Array, arrays_for, is_array
 from attnspan.base.checks import count, number
-from attnspan.base.pytrees import static_key
 from attnspan.errors import DtypeError, ShapeError, expect
-from attnspan.masks import WITHOUT_DATA, Mask, Prepared, full
+from attnspan.masks import Mask, Prepared, full
 from attnspan.masks.bounds import Spans
 
 from .chunks import Chunks
@@ -147,7 +146,7 @@ class Layout:
             rows_per_chunk = chunk_size(q_len, groups)
         count("Layout.of: rows_per_chunk", rows_per_chunk, least=1)
         given = q_len, k_len, ranks, members, method, rows_per_chunk, tolerance
-        key = static_key(mask, WITHOUT_DATA) if isinstance(mask, Mask) else None
+        key = mask.static_key() if isinstance(mask, Mask) else None
         if key is not None and (known := _remembered.get((key, given))) is not None:
             return known
         prepared = lower(mask, q_len, k_len, batch, heads)
@@ -372,7 +371,7 @@ class Layout:
         from .plan import make_plan
 
         # The layout's own mask, or one without data; what an array holds may change.
-        same = "own" if mask is None else static_key(mask, WITHOUT_DATA) if isinstance(mask, Mask) else None
+        same = "own" if mask is None else mask.static_key() if isinstance(mask, Mask) else None
         key = None if same is None else (same, heads, *options.items())
         try:
             if key in self._plans:

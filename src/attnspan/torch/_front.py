@@ -120,7 +120,7 @@ class TorchFront(Front):
     ) -> tuple[Band | None, tuple[Any, ...]]:
         if q.device.type != vendor.DEVICE:
             return None, ()
-        found = mask._band() if isinstance(mask, Mask) else None
+        found = mask.band() if isinstance(mask, Mask) else None
         if found is not None and found.cu_q is not None:
             found = _one_row(found, q, k)
         extras = "DTensors" if self.places is not None else _extras(given)

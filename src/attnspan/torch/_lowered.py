@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from attnspan.base.arrays import NUMPY, stored
-from attnspan.base.pytrees import Node, static_key
+from attnspan.base.pytrees import Node
 from attnspan.call import lower_mask
 from attnspan.call.options import Given
-from attnspan.masks import WITHOUT_DATA
 from attnspan.masks.bounds import Spans
 from attnspan.masks.expression import Mask, Prepared
 from attnspan.masks.lowering import begin
@@ -98,7 +97,7 @@ def lowered(mask: Any, q: Tensor, k: Tensor) -> Prepared | None:
     """
     batch, heads, q_len, _ = q.shape
     sizes: tuple[int, ...] = (q_len, k.shape[2], batch, heads)
-    if type(mask) in WITHOUT_DATA and (key := static_key(mask, WITHOUT_DATA)) is not None:
+    if isinstance(mask, Mask) and (key := mask.static_key()) is not None:
         # Another stream might still read what this memory has let go.
         return _without_data(mask, ((q.device, stream_of(q)), key, *sizes[:2]))
     if isinstance(mask, Prepared):
@@ -191,7 +190,7 @@ def _twin(x: Any, sources: dict[int, tuple[Any, Any]]) -> Any:
 
 
 def _by_numpy(mask: Mask, sizes: tuple[int, ...], device: Any = "cpu") -> Prepared:
-    low = begin(NUMPY, mask._leaves(), *sizes)
+    low = begin(NUMPY, mask.leaves(), *sizes)
     bounds = low.bounds(mask)
     if bounds.shape[3] > 1:
         bounds = Spans._checked(bounds, low.top).compact().bounds

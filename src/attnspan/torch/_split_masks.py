@@ -16,10 +16,6 @@ from attnspan.masks.bounds import Spans
 
 from .dtensor import BATCH, HEADS, Follower, Places, batch_dim, check_follower, is_dtensor
 
-#: Number of dims of a mask's arrays that have none for batch rows, by kind of mask.
-_RANKS = {"cache": 0, "key_padding": 0, "prefix": 0, "documents": 1, "groups": 1, "keys": 1, "segments": 1}
-_RANKS |= {"from_dense": 2, "Explicit": 4}
-
 
 def lower_parts(
     mask: Any, places: Places | None, q: Tensor, k_len: Any, q_index: Tensor | None, k_index: Tensor | None
@@ -93,11 +89,11 @@ class _Cutter:
             if not isinstance(value, (Tensor, np.ndarray)):
                 changes[name] = self.cut(value)
                 continue
-            if kind not in _RANKS:
+            if x.array_dims is None:
                 expected = "arrays of a mask whose parts are known, where some are DTensors"
                 raise OptionError(f"mask {x!r}", expected=expected, got=kind, remedy=remedy)
             per_document = getattr(x, "cu_seqlens", None) is not None
-            batch, heads = batch_dim(value, _RANKS[kind] + per_document), 1 if value.ndim > 3 else None
+            batch, heads = batch_dim(value, x.array_dims + per_document), 1 if value.ndim > 3 else None
             changes[name] = self.part(f"mask {kind}: {name}", value, batch, heads)
         return replace(x, **changes)  # type: ignore[type-var]
 

@@ -81,7 +81,7 @@ def peak_here(peer: Peer, workload: Workload, mode: str) -> int:
         OSError: The high-water mark cannot be reset (see `high_water_refusal`).
     """
     # Of the same kind: a peer may know documents and nothing else.
-    packed = any(isinstance(leaf, documents) for leaf in mask_of(workload)._leaves())
+    packed = any(isinstance(leaf, documents) for leaf in mask_of(workload).leaves())
     tiny = replace(workload, q_len=16, k_len=16, mask="packed(2)" if packed else "full")
     warm = peer.prepare(Job.make(tiny, mode, "cpu"))
     warm.device.synchronize(warm.call())

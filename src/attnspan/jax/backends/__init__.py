@@ -26,7 +26,7 @@ import jax
 
 from attnspan.call import Problem
 from attnspan.kernels import Choice, SlowPathWarning, choose
-from attnspan.masks import Mask, causal, full, window
+from attnspan.masks import Mask
 
 __all__ = [
     "BY_NAME",
@@ -224,19 +224,15 @@ def words_of(mask: object, problem: Problem, default_indices: bool) -> MaskWords
     """The mask of `attention` in words; None where only its bounds say what it is."""
     if not isinstance(mask, Mask) or not default_indices:
         return None
-    leaves = list(mask._leaves())
-    if all(isinstance(leaf, full) for leaf in leaves):
+    band = mask.band()
+    if band is None or band.cu_q is not None:
+        return None
+    if band.name == "full":
         return ("full",)
     # Other libraries align the first query with the first key, we the last ones.
-    joined = repr(mask).count(" | ") == 0 and all(isinstance(x, causal | full | window) for x in leaves)
-    if problem.q_len != problem.k_len or not joined:
+    if problem.q_len != problem.k_len:
         return None
-    left = [x.left for x in leaves if isinstance(x, window) and x.left is not None]
-    right = [x.right for x in leaves if isinstance(x, window) and x.right is not None]
-    right += [0 for x in leaves if isinstance(x, causal)]
-    if not left and right == [0]:
-        return ("causal",)
-    return ("window", min(left, default=None), min(right, default=None))
+    return ("causal",) if band.name == "causal" else ("window", band.left, band.right)
 
 
 def symbols(problem: Problem) -> str | None:

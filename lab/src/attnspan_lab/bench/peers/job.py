@@ -129,7 +129,7 @@ class Job:
     @property
     def documents_causal(self) -> bool:
         """Whether `documents` are causal inside."""
-        return any(isinstance(leaf, masks.causal) for leaf in self.mask._leaves())
+        return any(isinstance(leaf, masks.causal) for leaf in self.mask.leaves())
 
     def dense_mask(self) -> Tensor:
         """The mask as a bool tensor (B|1, H|1, Sq, Sk)."""
