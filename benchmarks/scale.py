@@ -19,8 +19,7 @@ from typing import Any
 
 from charts import Axis, Panel, decades, draw
 
-from attnspan import Mask
-from attnspan.masks import parse
+from attnspan import Mask, parse
 from attnspan.parallel import Layout
 from attnspan_lab.console import bytes_text, seconds_text
 from attnspan_lab.files import read_json, write_json

@@ -29,7 +29,6 @@ FRAMEWORKS = {"torch", "jax", "jaxlib", "torch_xla"}
 # Public names that a front end shows and a higher room implements; looked up when they are asked for.
 FACADES = {
     ("jax/__init__.py", "attnspan.parallel.jax"),
-    ("masks/by_index.py", "attnspan.library"),
     ("torch/__init__.py", "attnspan.interop.call_jax"),
     ("torch/__init__.py", "attnspan.interop.wrap"),
 }

@@ -115,7 +115,7 @@ def test_a_jax_array_next_to_a_mask_is_named():
         (window, r"got the function window\. Call it: window\(left\)\."),
         (library.natten, r"got the function natten\. Call it: natten\(canvas, kernel\)\."),
         (lambda _b, _h, q, k: q >= k, r"got the function <lambda>\. Wrap a mask_mod in from_predicate"),
-        ("causal", r"got 'causal'\. Read it by attnspan\.masks\.parse\('causal'\)\."),
+        ("causal", r"got 'causal'\. Read it by attnspan\.parse\('causal'\)\."),
         (True, r"got True\. Pass causal\(\) or full\(\)\."),
         (causal | window, r"got two masks without their parentheses\. Call them"),
         (VISIBLE.numpy(), r"got ndarray of bool, shape \(4, 4\)\. Wrap booleans, .* from_dense"),

@@ -10,6 +10,7 @@ from attnspan.call.options import alibi_slopes as alibi_slopes
 from attnspan.call.options import dense_bias as dense_bias
 from attnspan.call.options import relative as relative
 from attnspan.call.options import t5_buckets as t5_buckets
+from attnspan.library.text import parse as parse
 from attnspan.masks import Mask as Mask
 from attnspan.masks import Prepared as Prepared
 from attnspan.masks import SpansLargerThanMask as SpansLargerThanMask
@@ -24,7 +25,6 @@ from attnspan.masks import global_keys as global_keys
 from attnspan.masks import groups as groups
 from attnspan.masks import key_padding as key_padding
 from attnspan.masks import keys as keys
-from attnspan.masks import parse as parse
 from attnspan.masks import prefix as prefix
 from attnspan.masks import segments as segments
 from attnspan.masks import spans as spans

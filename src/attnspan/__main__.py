@@ -84,7 +84,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _show(options: argparse.Namespace) -> None:
-    from attnspan.masks import names, parse, picture
+    from attnspan.library.text import names, parse
+    from attnspan.masks import picture
 
     if options.list:
         print(*sorted(names()), sep="\n")
@@ -108,7 +109,8 @@ def _explain(options: argparse.Namespace) -> None:
     if options.env:
         _environment()
         return
-    from attnspan.masks import parse, picture
+    from attnspan.library.text import parse
+    from attnspan.masks import picture
 
     mask = parse(options.mask)
     rows, keys = picture.implied_sizes(mask, options.q_len, options.k_len)

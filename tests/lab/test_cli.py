@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from attnspan import masks
+from attnspan.library import text
 from attnspan_lab.cli import main
 
 SOURCE = os.pathsep.join(str(Path(__file__).parents[2] / x) for x in ("src", "lab/src", "examples"))
@@ -117,10 +117,10 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
 
 
 def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(text: str) -> None:
+    def broken(_: str) -> None:
         raise ValueError("a defect")
 
-    monkeypatch.setattr(masks, "parse", broken)
+    monkeypatch.setattr(text, "parse", broken)
     monkeypatch.setattr(sys, "argv", ["attnspan", "show", "causal"])
     with pytest.raises(ValueError, match="a defect"):
         main()

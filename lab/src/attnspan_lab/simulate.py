@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from typer import Argument, Option
 
 from attnspan.errors import expect
-from attnspan.masks import Mask, causal, parse, segments
+from attnspan.library.text import parse
+from attnspan.masks import Mask, causal, segments
 from attnspan.parallel import Layout, Strategy
 from attnspan.parallel.partition import Method
 from attnspan.parallel.strategy import members_of_node

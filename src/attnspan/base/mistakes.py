@@ -162,7 +162,7 @@ def _meant(value: Any) -> tuple[str, str]:
     if kind == "BlockMask":
         return kind, "Wrap it in from_block_mask(...)"
     if isinstance(value, str):
-        return repr(value), f"Read it by attnspan.masks.parse({value!r})"
+        return repr(value), f"Read it by attnspan.parse({value!r})"
     if isinstance(value, bool):
         return repr(value), "Pass causal() or full()"
     if not (callable(value) and hasattr(value, "__name__")):

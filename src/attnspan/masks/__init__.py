@@ -8,8 +8,6 @@ from .by_index import causal as causal
 from .by_index import full as full
 from .by_index import global_keys as global_keys
 from .by_index import key_padding as key_padding
-from .by_index import names as names
-from .by_index import parse as parse
 from .by_index import spans as spans
 from .by_index import window as window
 from .by_value import from_block_mask as from_block_mask
@@ -46,8 +44,6 @@ __all__ = [
     "groups",
     "key_padding",
     "keys",
-    "names",
-    "parse",
     "prefix",
     "register_pytrees",
     "segments",

@@ -1,4 +1,4 @@
-"""Masks that compare indices, by name; and masks from text.
+"""Masks that compare indices, by name.
 
 An argument described as an array may come from NumPy, torch or JAX; lists of integers become NumPy arrays.
 Arguments that do not fit raise a ShapeError, DtypeError or OptionError, where a mask is made or where it is
@@ -9,7 +9,6 @@ global key sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,12 +18,10 @@ from attnspan.errors import expect
 
 from .bands import Band
 from .bounds import Spans
-from .by_value import Explicit, from_dense, keys
+from .by_value import Explicit
 from .expression import Mask, Prepared
 from .intervals import FULL, Interval, Rows
 from .lowering import Lowering
-from .packed import documents, groups, prefix, segments
-from .text import parse_with
 
 __all__ = [
     "cache",
@@ -32,8 +29,6 @@ __all__ = [
     "full",
     "global_keys",
     "key_padding",
-    "names",
-    "parse",
     "spans",
     "window",
 ]
@@ -238,35 +233,3 @@ def spans(bounds: Array) -> Mask:
     """
     bounds = bounds.lowered if isinstance(bounds, Prepared) else bounds
     return Prepared(bounds, bare=True) if isinstance(bounds, Spans) else Explicit(bounds)
-
-
-def names() -> dict[str, Callable[..., Any]]:
-    """What text may name: the masks of this module and those of `attnspan.library`.
-
-    Example:
-        >>> names()["window"](2)
-        window(2)
-    """
-    from attnspan import library  # It stands above this module, and is looked up when it is asked for.
-
-    own = (full, causal, window, segments, documents, prefix, groups, key_padding, keys, cache, global_keys)
-    by_name = {x.__name__: x for x in (*own, spans, from_dense)}
-    return {**by_name, **{name: getattr(library, name) for name in library.__all__}}
-
-
-def parse(text: str) -> Mask:
-    """Read a mask from text, as the command line gives it. Nothing is evaluated but the masks by name.
-
-    Args:
-        text: functions of this module and of `attnspan.library`, called with numbers, strings, None, masks,
-            or lists of those (lists of numbers are arrays), composed with `&`, `|` and parentheses; a mask
-            without arguments may leave its parentheses out.
-
-    Raises:
-        OptionError: naming the part that is not understood.
-
-    Example:
-        >>> parse("causal & (window(128) | global_keys(4))")
-        causal() & (window(128) | global_keys(4))
-    """
-    return parse_with(text, names())

@@ -26,6 +26,7 @@ from .intervals import Ints, read_only
 from .lowered import digest, lower
 from .partition import Method, chunk_size, owners, rows_of
 from .rows import Marks, checked_rows, fill_of, marked, take
+from .step import step
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -288,9 +289,7 @@ class Layout:
             >>> layout.on(mesh, sequence="context").shard({"x": np.ones((2, 5))})["q_index"].tolist()
             [[0, 1, 2, 3, 4]]
         """
-        from .jax.rows import Placing
-
-        return Placing.of(self, mesh, **axes)
+        return step("layout", "jax")(self, mesh, **axes)
 
     def _shard(self, name: str, x: Array, rank: int, dim: int, fill: Any) -> Array:
         xp = self._checked(f"Layout.shard: {name}", x, dim, self.q_len)
@@ -341,9 +340,7 @@ class Layout:
         Returns:
             S rows along `dim`; padding is dropped.
         """
-        from .torch.rows import gather_rows
-
-        return gather_rows(x, self, mesh, dim)
+        return step("rows", "torch")(x, self, mesh, dim)
 
     @cached_property
     def places(self) -> Ints:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .intervals import read_only
+from .step import step
 from .strategy import Strategy
 
 __all__ = ["LocalPlan", "Numbers", "Stage", "Tables", "Transfer", "decode", "encode"]
@@ -140,9 +141,7 @@ class LocalPlan:
             mesh: The ranks.
             **options: As of `Plan.on`.
         """
-        from .torch.attention import MeshPlan
-
-        return MeshPlan.of(self, mesh, **options)
+        return step("local plan", "torch")(self, mesh, **options)
 
 
 def encode(tables: Tables) -> tuple[NDArray[np.int32], NDArray[np.int64]]:

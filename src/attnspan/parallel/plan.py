@@ -29,6 +29,7 @@ from .local import LocalPlan, Numbers, Stage, Tables, Transfer, encode
 from .lowered import digest, lower
 from .needs import Holders, Needs, Traffic, needs_of, pieces, traffic
 from .places import Kept, Places, Slots, ascending, check_places, key_order, take_rows
+from .step import step
 from .strategy import Strategy
 
 __all__ = ["Plan", "make_plan"]
@@ -262,13 +263,8 @@ class Plan:
             PlanMismatchError: ``rows`` are those of another layout or rank.
             DtypeError, ShapeError: ``rows`` say nothing of their layout, or are others in number.
         """
-        if type(mesh).__module__.startswith("jax"):
-            from .jax import place
-
-            return place(self, mesh, **options)
-        from .torch.comm import group_of
-
-        return self.local(group_of(mesh).rank()).on(mesh, **options)
+        framework = "jax" if type(mesh).__module__.startswith("jax") else "torch"
+        return step("plan", framework)(self, mesh, **options)
 
     def of_planes(self, part: int, parts: int) -> Plan:
         """The plan of one of several equal parts of the batch rows."""
@@ -329,8 +325,8 @@ class Plan:
 
     def _ring(self, group: int, bounds: Places) -> tuple[Stage, ...]:
         stages = []
-        for step in range(self.strategy.groups):
-            keys = ascending(self._rows(self.keys, (group - step) % self.strategy.groups))
+        for hop in range(self.strategy.groups):
+            keys = ascending(self._rows(self.keys, (group - hop) % self.strategy.groups))
             ranks = np.empty_like(bounds)
             for plane in range(len(bounds)):
                 held = keys[plane % len(keys)]

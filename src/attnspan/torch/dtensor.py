@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from importlib import import_module
 from itertools import combinations
 from typing import Any
 
@@ -277,7 +278,7 @@ def on_mesh(
     """
     if not is_dtensor(q):
         return bounds, options or (), k_len
-    from . import _strategies as _strategies  # registers them; importing DTensor takes long
+    import_module("attnspan.torch._strategies")  # registers them; importing DTensor takes long
 
     seed = None if options is None else options.dropout_seed
     if options is not None and seed is not None and seed.dim() == 0:

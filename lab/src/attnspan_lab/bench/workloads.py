@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from attnspan.errors import OptionError, expect
-from attnspan.masks import Mask, documents, names
-from attnspan.masks.text import parse_with
+from attnspan.library.text import names, parse_with
+from attnspan.masks import Mask, documents
 from attnspan_lab.bench.cells import Workload
 from attnspan_lab.files import from_plain, read_json
 

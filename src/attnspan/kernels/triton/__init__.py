@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 from attnspan.base.installed import lacking
 from attnspan.call import Problem
 from attnspan.errors import BackendError, expect
 from attnspan.kernels import FIRST_TRITON
+
+from ._interpret import interpret
 
 __all__ = [
     "MAX_HEAD_DIM",
@@ -28,9 +29,6 @@ __all__ = [
 
 MAX_HEAD_DIM = 256
 LEAST_CAPABILITY = 80
-
-#: Whether kernels run in Triton's interpreter, see `interpreted`.
-interpret = ContextVar("attnspan_triton_interpret", default=False)
 
 #: What else is to be entered meanwhile: an operator's own kernel for CPU tensors gives way.
 around_interpreted: list[Callable[[], AbstractContextManager[None]]] = []

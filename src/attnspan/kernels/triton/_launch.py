@@ -14,7 +14,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from attnspan.call.dropout import scale_of_kept, split_seeds, threshold
 from attnspan.call.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
 
-from . import interpret
 from ._backward import (
     bias_gradients_kernel,
     delta_kernel,
@@ -23,6 +22,7 @@ from ._backward import (
 )
 from ._config import Config, config_of
 from ._forward import forward_kernel, merge_kernel
+from ._interpret import interpret
 from ._ranges import key_ranges_kernel, order_kernel, row_ranges_kernel
 
 __all__ = ["backward", "forward", "row_ranges"]

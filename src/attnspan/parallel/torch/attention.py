@@ -14,17 +14,18 @@ from attnspan.call.options import Given, dense_bias
 from attnspan.errors import ShapeError, expect
 from attnspan.parallel.errors import PlanMismatchError
 from attnspan.parallel.local import LocalPlan
+from attnspan.parallel.plan import Plan
 from attnspan.parallel.rows import Evidence, Marks, check_evidence
 from attnspan.parallel.strategy import Strategy, split_heads
 from attnspan.torch._front import TorchFront, from_bhsd
 from attnspan.torch._options import dropout_seeds
 from attnspan.torch.dtensor import Places, ShardedMask, is_dtensor
 
-from .comm import Ranks, moved
+from .comm import Ranks, group_of, moved
 from .dtensor import attend
 from .ops import sharded_attention
 
-__all__ = ["Frame", "MeshPlan"]
+__all__ = ["Frame", "MeshPlan", "on_mesh"]
 
 _SHARD = "Shard the model's inputs by layout.shard(...), and plan with its heads"
 
@@ -306,3 +307,8 @@ pytree.register_pytree_node(
         plan.frame,
     ),
 )
+
+
+def on_mesh(plan: Plan, mesh: DeviceMesh, **options: Any) -> MeshPlan:
+    """Put this rank's part of a plan on a mesh; see `attnspan.parallel.Plan.on`."""
+    return MeshPlan.of(plan.local(group_of(mesh).rank()), mesh, **options)

@@ -12,10 +12,70 @@ from typing import Any
 import numpy as np
 
 from attnspan.errors import OptionError
+from attnspan.masks import (
+    Mask,
+    cache,
+    causal,
+    documents,
+    from_dense,
+    full,
+    global_keys,
+    groups,
+    key_padding,
+    keys,
+    prefix,
+    segments,
+    spans,
+    window,
+)
 
-from .expression import Mask
+from .generation import block_causal, block_diffusion, draft_blocks, tree
+from .grids import morton_natten, morton_order, natten, sasa, sta, tile_order, tiled_natten
+from .mixtures import batchify, per_document, per_head, per_row, reordered
+from .sequences import dilated, global_sliding, prefix_lm, shared_prefix, strided_order
+from .vision import flamingo, selected_blocks, spatial_heads, temporal_heads, vision_cross_attention
 
-__all__ = ["parse_with"]
+__all__ = ["names", "parse", "parse_with"]
+
+_MASKS: tuple[Callable[..., Any], ...] = (
+    *(full, causal, window, segments, documents, prefix, groups, key_padding, keys, cache, global_keys),
+    *(spans, from_dense),
+)
+_LIBRARY: tuple[Callable[..., Any], ...] = (
+    *(block_causal, block_diffusion, draft_blocks, tree),
+    *(morton_natten, morton_order, natten, sasa, sta, tile_order, tiled_natten),
+    *(batchify, per_document, per_head, per_row, reordered),
+    *(dilated, global_sliding, prefix_lm, shared_prefix, strided_order),
+    *(flamingo, selected_blocks, spatial_heads, temporal_heads, vision_cross_attention),
+)
+
+
+def names() -> dict[str, Callable[..., Any]]:
+    """What text may name: the masks of `attnspan.masks` and those of `attnspan.library`.
+
+    Example:
+        >>> names()["window"](2)
+        window(2)
+    """
+    return {x.__name__: x for x in (*_MASKS, *_LIBRARY)}
+
+
+def parse(text: str) -> Mask:
+    """Read a mask from text, as the command line gives it. Nothing is evaluated but the masks by name.
+
+    Args:
+        text: functions of `attnspan.masks` and `attnspan.library`, called with numbers, strings, None, masks,
+            or lists of those (lists of numbers are arrays), composed with `&`, `|` and parentheses; a mask
+            without arguments may leave its parentheses out.
+
+    Raises:
+        OptionError: naming the part that is not understood.
+
+    Example:
+        >>> parse("causal & (window(128) | global_keys(4))")
+        causal() & (window(128) | global_keys(4))
+    """
+    return parse_with(text, names())
 
 
 def parse_with(text: str, names: Mapping[str, Callable[..., Any]]) -> Mask:

@@ -1,0 +1,8 @@
+"""Whether kernels run in Triton's interpreter."""
+
+from contextvars import ContextVar
+
+__all__ = ["interpret"]
+
+#: See `attnspan.kernels.triton.interpreted`.
+interpret = ContextVar("attnspan_triton_interpret", default=False)

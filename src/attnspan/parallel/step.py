@@ -1,0 +1,32 @@
+"""The one step from plain data to a framework: what `on` and `gather` of layouts and plans call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+__all__ = ["step"]
+
+# By what is placed and where: module and function, which take the data, the mesh and options.
+_STEPS = {
+    ("plan", "torch"): ("torch.attention", "on_mesh"),
+    ("local plan", "torch"): ("torch.attention", "MeshPlan.of"),
+    ("rows", "torch"): ("torch.rows", "gather_rows"),
+    ("plan", "jax"): ("jax.placed", "place"),
+    ("layout", "jax"): ("jax.rows", "Placing.of"),
+}
+
+
+def step(what: str, framework: str) -> Callable[..., Any]:
+    """The function that puts data on a mesh of a framework, which it loads.
+
+    Args:
+        what: "layout", "plan", "local plan" or "rows".
+        framework: "torch" or "jax".
+    """
+    module, name = _STEPS[what, framework]
+    found: Any = import_module(f".{module}", __package__)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found  # type: ignore[no-any-return]
