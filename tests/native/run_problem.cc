@@ -102,7 +102,7 @@ void fill(Problem& p, const Header& h, Array& bounds, const Array& q, const Arra
   p.bounds = {bounds.items<int32_t>(), h.bounds_batches == 1 ? 0 : h.bounds_heads * slice,
               h.bounds_heads == 1 ? 0 : slice, h.bounds_batches, h.bounds_heads};
   p.q = q.tensor, p.k = k.tensor, p.v = v.tensor;
-  p.config = {h.config_block_q, h.config_block_k, h.config_threads, true};
+  p.config = {h.config_block_q, h.config_block_k, h.config_threads};
 }
 
 // What options point to.
