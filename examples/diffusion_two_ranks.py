@@ -17,7 +17,7 @@ TEXT, HEIGHT, WIDTH = 13, 9, 7  # Tokens: no number of ranks divides them.
 
 
 def inputs_of(latents: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a pipeline passes; random, but the same on all ranks."""
+    """Inputs as a pipeline passes them; random, but the same on all ranks."""
     generator = torch.Generator().manual_seed(1)
     image = torch.cartesian_prod(torch.arange(1), torch.arange(HEIGHT), torch.arange(WIDTH)).float()
     return {

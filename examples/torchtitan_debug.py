@@ -50,7 +50,7 @@ def cpu_as_device() -> None:
 
 
 def older_torch() -> None:
-    """What torchtitan 0.3 asks of a torch after 2.13: a timeout, and FSDP of parameters with SPMD types."""
+    """Supply what torchtitan 0.3 asks of a torch after 2.13: a timeout, FSDP with SPMD types."""
     if hasattr(torch.distributed, "set_timeout"):
         return
     torch.distributed.set_timeout = torch.distributed.distributed_c10d._set_pg_timeout

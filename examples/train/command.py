@@ -60,7 +60,7 @@ def command() -> Callable[..., None]:
 
 
 def _run(config: TrainConfig, folder: Path, monitor: bool, how: dict[str, Any]) -> None:
-    """What one rank does, or a job without ranks."""
+    """Run one rank, or a job without ranks."""
     from train.parallelize import open_ranks
     from train.train import train
 

@@ -150,7 +150,7 @@ class TrainConfig:
         return self.cp * self.dp
 
     def row_shape(self, rank: int) -> dict[str, int]:
-        """Which rows a rank packs: arguments of `PackedStream` and `pack_once`."""
+        """Rows that a rank packs: arguments of `PackedStream` and `pack_once`."""
         shape = {"seq_len": self.seq_len, "batch_size": self.batch_size}
         return shape | {"replica": rank // self.cp, "replicas": self.dp}
 

@@ -145,7 +145,7 @@ def pack_once(
 
 
 class Part(NamedTuple):
-    """What a rank computes at a time: some rows, or its share of them."""
+    """Rows, or a share of them, that a rank computes at a time."""
 
     tokens: Tensor  # inputs, (B, n) int64
     targets: Tensor  # their next tokens, or `IGNORE`, (B, n) int64
@@ -155,7 +155,7 @@ class Part(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What a rank computes in one step. Its counts add up over ranks."""
+    """Parts that a rank computes in one step. Its counts add up over ranks."""
 
     parts: list[Part]  # one after the other: micro-batches
     tokens: float  # padding included
@@ -206,7 +206,7 @@ def _unchanged(batch: Any) -> Any:
 def make_batch(
     config: TrainConfig, batches: Sequence[Rows], rank: int, place: dict[str, int] | None = None
 ) -> Batch:
-    """What a rank computes of the rows that its replica packed."""
+    """Make a rank's part of the rows that its replica packed."""
     made = [_part(config, rows, rank) for rows in batches]
     tokens, pairs = sum(rows.tokens.numel() for rows in batches), sum(pairs for _, pairs in made)
     targets = sum(int((part.targets != IGNORE).sum()) for part, _ in made)
@@ -236,7 +236,7 @@ def _part(config: TrainConfig, rows: Rows, rank: int) -> tuple[Part, int]:
 
 
 def _plan(config: TrainConfig, mask: Prepared) -> Plan:
-    """Who owns which rows, and what each rank needs from the others to attend."""
+    """Plan who owns which rows, and what each rank needs from the others to attend."""
     strategy, batch = config.strategy, config.batch_size
     members = 1 if strategy == "auto" else Strategy.parse(strategy, config.cp).members
     sizes = {"q_len": config.seq_len, "ranks": config.cp, "batch": batch, "members": members}

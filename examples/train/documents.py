@@ -1,4 +1,4 @@
-"""Where the documents come from, how their text becomes tokens, and which of them are held out."""
+"""Documents: their source, their tokens, and which of them are held out."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ IGNORE = -100  # target that carries no loss; torch's own default for cross entr
 
 @dataclass(frozen=True, eq=False)
 class Pieces:  # No tuple: a compiler would look into it, and compile anew for other numbers.
-    """Where the segments of each row lie, (start, stop), for attention by one call of SDPA per segment."""
+    """Segments of each row, (start, stop), for attention by one call of SDPA per segment."""
 
     rows: list[list[tuple[int, int]]]
 

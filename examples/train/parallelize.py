@@ -84,7 +84,7 @@ class Ranks:
         return _settle((outcome[0], next((each for each in errors if each is not None), None)))
 
     def place(self, part: Part) -> Part:
-        """What the data loader made, on this rank's device and mesh. Nothing waits for the device."""
+        """Put what the data loader made on this rank's device and mesh. Nothing waits for the device."""
         if part.shared is None or self.mesh is None:
             mask = self._moved(part.mask)
         else:
@@ -261,7 +261,7 @@ def faster_dtype(device: torch.device = _CPU) -> str:
 
 
 def peak_flops(config: TrainConfig, device: torch.device, bursts: int = 5) -> list[float]:
-    """What this rank's cores can do at most, FLOP/s: short bursts of their widest multiply-add on registers.
+    """Peak of this rank's cores, FLOP/s: short bursts of their widest multiply-add on registers.
 
     No program on these cores is faster, but a burst is slower while others use them.
 

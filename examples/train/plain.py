@@ -80,7 +80,7 @@ class PlainReader(FileSystemReader):
         self._metadata: Any = found
 
     def read_metadata(self) -> Metadata:  # type: ignore[override]  # Not a rank's own file: nobody writes one.
-        """What the constructor has read."""
+        """Return what the constructor has read."""
         if self._metadata.storage_meta is None:
             self._metadata.storage_meta = StorageMeta()
         self._metadata.storage_meta.load_id = self.load_id

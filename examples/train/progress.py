@@ -1,4 +1,4 @@
-"""What a run says: while it runs a bar or lines, TensorBoard and a log; at its end a table."""
+"""Progress of a run: while it runs a bar or lines, TensorBoard and a log; at its end a table."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Reporter:
 
 
 class Graphs(NamedTuple):
-    """What torch's compiler has done: graphs compiled, and graph breaks."""
+    """Counts of torch's compiler: graphs compiled, and graph breaks."""
 
     compiled: int
     breaks: int
@@ -75,7 +75,7 @@ class Graphs(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run has come to."""
+    """Summary of a run."""
 
     bits_per_byte_start: float  # held-out score of the untrained model
     bits_per_byte_end: float  # after the last step

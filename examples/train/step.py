@@ -63,7 +63,7 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 class StepResult(NamedTuple):
-    """What one step did, on all ranks together."""
+    """Figures of one step, of all ranks together."""
 
     loss: float  # mean per target, nats
     grad_norm: float  # of the whole gradient, before clipping
@@ -74,7 +74,7 @@ class StepResult(NamedTuple):
     memory: float  # peak so far, the sum of all ranks', bytes
 
     def figures(self) -> dict[str, float]:
-        """What is logged: rates instead of counts."""
+        """Figures for the log: rates instead of counts."""
         same = {"loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr, "seconds": self.seconds}
         work = {"gflops": self.flops.total / 1e9, "attention_gflops": self.flops.attention / 1e9}
         rates = {name: x / self.seconds for name, x in (work | {"tokens_per_second": self.tokens}).items()}

@@ -336,7 +336,7 @@ def _named(run: Run) -> str:
 
 
 def _suggest(run: Run, console: Console) -> None:
-    """What to try next."""
+    """Suggest what to try next."""
     config = run.config
     _say(
         console,

@@ -114,7 +114,7 @@ def backward(
 
 
 class _Terms:
-    """What the options say about one row."""
+    """Terms of the options for one row."""
 
     def __init__(self, options: Options, q: Float, k: Float) -> None:
         batch, heads, q_len, _ = q.shape

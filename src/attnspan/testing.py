@@ -21,7 +21,7 @@ _INPUTS = ("input_ids", "inputs_embeds", "hidden_states", "x")
 
 @dataclass(frozen=True)
 class Isolation:
-    """What `probe` found; ``print`` it.
+    """Result of `probe`; ``print`` it.
 
     Attributes:
         documents: How many documents were changed, one at a time.

@@ -1,3 +1,3 @@
-"""What measures, tunes, diagnoses or draws. Nothing on attention's path imports it."""
+"""The workshop of attnspan: it measures, tunes, diagnoses and draws; attention imports none of it."""
 
 __all__: list[str] = []

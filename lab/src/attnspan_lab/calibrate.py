@@ -35,7 +35,7 @@ def calibrate(
     node_size: int | None = None,
     device: str | None = None,
 ) -> Machine:
-    """What `Machine.calibrate` does."""
+    """Implement `Machine.calibrate`."""
     ranks = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 0
     got, remedy = f"one of {ranks}" if ranks else "none", "Run it under torchrun, after "
     remedy += "torch.distributed.init_process_group()"

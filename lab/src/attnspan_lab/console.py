@@ -1,4 +1,4 @@
-"""What all commands share: figures as text, tables that fit the terminal, options made from dataclasses."""
+"""Output of all commands: figures as text, tables that fit the terminal, options made from dataclasses."""
 
 from __future__ import annotations
 

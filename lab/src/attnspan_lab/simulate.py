@@ -79,7 +79,7 @@ class Setup:
 
 
 def setups(ranks: int, q_heads: int, node_size: int) -> list[Setup]:
-    """What is compared: the balanced exchange, hybrids of it, rings over rows in order and zigzag, Ulysses.
+    """Setups to compare: the balanced exchange, hybrids of it, rings over rows in order and zigzag, Ulysses.
 
     Example:
         >>> [each.name for each in setups(ranks=16, q_heads=32, node_size=8)][:3]
@@ -98,7 +98,7 @@ def setups(ranks: int, q_heads: int, node_size: int) -> list[Setup]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a setup costs.
+    """Cost of a setup.
 
     Attributes:
         setup: Its name.

@@ -1,3 +1,3 @@
-"""What every room stands on: arrays of any framework, checks, what users mistake, what is installed."""
+"""Foundation of every room: arrays of any framework, checks, users' mistakes, installed packages."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""What to install, said where a package is needed and absent, or of a version that does not fit."""
+"""Packages to install, named where one is needed and is absent or of a version that does not fit."""
 
 import re
 from collections.abc import Iterable

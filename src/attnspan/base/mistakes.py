@@ -1,4 +1,4 @@
-"""What users type by mistake, and what they meant: keywords of other libraries, values that are not masks."""
+"""Common mistakes and their remedies: keywords of other libraries, values that are not masks."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class OneMask:
 
 
 def _meant(value: Any) -> tuple[str, str]:
-    """What a value that is not a mask is, and how to make the mask that was probably meant."""
+    """Describe a value that is not a mask, and how to make the mask that was probably meant."""
     kind = type(value).__name__
     if is_array(value):
         got = f"{kind} of {str(value.dtype).removeprefix('torch.')}, shape {shown(tuple(value.shape))}"

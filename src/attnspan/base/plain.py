@@ -1,4 +1,4 @@
-"""Which arrays are what they seem: a subclass may stand for other values than its storage holds."""
+"""Check for plain arrays: a subclass may stand for other values than its storage holds."""
 
 import sys
 

@@ -37,7 +37,7 @@ HIDES = -2.36e38
 
 
 class Bias(Node):
-    """What is added to the scores: made by `attnspan.alibi`, `attnspan.relative` and `attnspan.dense_bias`.
+    """Bias of the scores: made by `attnspan.alibi`, `attnspan.relative` and `attnspan.dense_bias`.
 
     Example:
         >>> from attnspan import alibi

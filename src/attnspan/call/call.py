@@ -141,7 +141,7 @@ class Problem:
 
 
 class Front:
-    """What a front end adds to the checks of a call. One instance serves one call.
+    """Checks that a front end adds to those of a call. One instance serves one call.
 
     Its words are those of errors: what arrays of the framework and seeds of dropout are called, and how to
     make one. ``device`` is the device type of the call where arrays do not say it.
@@ -159,7 +159,7 @@ class Front:
         raise NotImplementedError
 
     def kind(self, x: Any) -> str:
-        """What came instead of an array, in errors."""
+        """Name the kind of an object that came instead of an array, for errors."""
         return type(x).__name__
 
     def check_taken(self, name: str, x: Any, expected: str) -> None:

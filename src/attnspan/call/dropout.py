@@ -1,4 +1,4 @@
-"""Which weights dropout drops: a function of the seed, the batch row, the head and the two global indices.
+"""Dropout as a function of the seed, the batch row, the head and the two global indices.
 
 Nothing is drawn in sequence, so every tiling, thread count and shard of one problem drops the same elements.
 Words of 32 bits are kept in int64, of NumPy or torch: a product that overflows keeps its low 64 bits, of
@@ -62,7 +62,7 @@ def split_seeds(seed: Array, batch_index: Array, head_index: Array) -> Array:
 
 
 def threshold(p: float) -> int:
-    """How many of 65,536 equally likely numbers are dropped: p in (0, 1) as a multiple of 2**-16, not 1.
+    """Count of 65,536 equally likely numbers that are dropped: p in (0, 1) as a multiple of 2**-16, not 1.
 
     Example:
         >>> threshold(0.1), threshold(1e-9)
@@ -72,7 +72,7 @@ def threshold(p: float) -> int:
 
 
 def kept(p: float, seeds: Array, q_index: Array, k_index: Array) -> Array:
-    """Which weights are kept, bool (B, H, Sq, Sk); those are multiplied by `scale_of_kept`.
+    """Return whether each weight is kept, bool (B, H, Sq, Sk); kept ones are multiplied by `scale_of_kept`.
 
     Args:
         p: probability of being dropped, in (0, 1).

@@ -1,4 +1,4 @@
-"""What a call of attention may ask for besides a mask: checked and lowered here for every framework.
+"""Options of a call besides its mask: checked and lowered here for every framework.
 
 With x_j = scale * q_i . k_j for query i and its visible keys j: a softcap squashes x_j, a bias is added to
 it, sinks join the denominator of the softmax, and dropout removes weights from its result. docs/options.md

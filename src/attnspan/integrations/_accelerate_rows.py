@@ -37,7 +37,7 @@ _WITHOUT = "Train this model without context parallelism"
 
 
 class Kind(NamedTuple):
-    """What layers of one kind attend with: numbers of heads, and their dims."""
+    """Kind of layers: numbers of heads, and their dims."""
 
     heads: tuple[int, int]
     head_dim: int
@@ -51,7 +51,7 @@ class ReadyMask(MeshPlan):
 
 
 class Sharded(NamedTuple):
-    """What a rank's model is called with: its rows, plans as the mask, and everybody's layout."""
+    """Arguments of a rank's model: its rows, plans as the mask, and everybody's layout."""
 
     inputs: dict[str, Any]
     layout: Layout
@@ -73,7 +73,7 @@ def base_of(model: Any) -> Any:
 
 
 def _masks(model: Any, inputs: Mapping[str, Any], batch: int, length: int) -> dict[str, Any]:
-    """What layers of each kind may see, of whole rows: transformers' own masks, lowered by `make_mask`."""
+    """Masks of layers of each kind, over whole rows: transformers' own masks, lowered by `make_mask`."""
     make = getattr(model, "create_masks_for_generate", masking_utils.create_masks_for_generate)
     like = torch.empty(batch, length, 0)  # Plans are made on the host.
     given = {
@@ -100,7 +100,7 @@ def _masks(model: Any, inputs: Mapping[str, Any], batch: int, length: int) -> di
 
 
 class _Watched:
-    """What a model's layers attend with, while it runs on a few tokens."""
+    """Record of how a model's layers attend, while it runs on a few tokens."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -210,12 +210,12 @@ def _losses(model: Any, batch: dict[str, Any]) -> tuple[float, float]:
 
 
 def _for_model(by_kind: dict[str, Any]) -> Any:
-    """What models take as ``attention_mask``: one mask, or one for each kind where there are several."""
+    """Masks as models take them, ``attention_mask``: one, or one for each kind where there are several."""
     return next(iter(by_kind.values())) if len(by_kind) == 1 else dict(by_kind)
 
 
 class Sharding:
-    """How a model's batches are shared by the ranks of a mesh.
+    """Sharding of a model's batches by the ranks of a mesh.
 
     Args:
         model: The model of transformers.
@@ -281,7 +281,7 @@ def _pairs(mask: Prepared) -> int:
 
 
 def _split(inputs: Mapping[str, Any], batch: int, length: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What has a row for each token, and what all ranks need as it is."""
+    """Split a batch into what has a row for each token, and what all ranks need as it is."""
     whole, rest = {}, {}
     for name, x in inputs.items():
         if name == "attention_mask" or name in _OFFSETS:

@@ -112,7 +112,7 @@ def check_config(config: Any) -> None:
 
 
 def read_mask(given: Any, q: Tensor, k: Tensor) -> tuple[Mask | Spans | None, Tensor | None]:
-    """What the queries of a call see, and what is added to their scores.
+    """Read a call's mask: what its queries see, and what is added to their scores.
 
     Args:
         given: None; a tensor (B, Sk), boolean or of integers, where 0 is padding; a tensor that broadcasts to

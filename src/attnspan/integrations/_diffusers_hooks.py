@@ -38,7 +38,7 @@ class Part:
 
 
 class _Shared:
-    """What a copy of a model shares with it."""
+    """Parts that a copy of a model shares with it."""
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self
@@ -46,7 +46,7 @@ class _Shared:
 
 @dataclass(eq=False)
 class Parallel(_Shared):
-    """What `parallelize` made of a transformer.
+    """Result of `parallelize`, for a transformer.
 
     Attributes:
         model: The transformer.

@@ -1,4 +1,4 @@
-"""Where the tokens are in diffusers' transformers: what each layer takes and returns, stream by stream.
+"""Tokens in diffusers' transformers: what each layer takes and returns, stream by stream.
 
 Between the first layer and the last a rank has its rows of each stream; in front and behind all ranks compute
 the same. So what mixes tokens outside of attention (patches, positions, pooled texts, refiners) sees all of
@@ -19,7 +19,7 @@ __all__ = ["Rows", "TokenPlan", "known_plans"]
 
 @dataclass(frozen=True)
 class Rows:
-    """Where an argument has tokens.
+    """Place of the tokens in an argument.
 
     Attributes:
         streams: The streams along `dim`, in their order.
@@ -42,7 +42,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class TokenPlan:
-    """How a transformer's layers handle tokens: what `parallelize` must know of a model.
+    """Tokens of a transformer's layers: what `parallelize` must know of a model.
 
     Attributes:
         layers: Names of the model's lists of layers, in the order in which they run.

@@ -32,7 +32,7 @@ _routes: WeakValueDictionary[int, "Route"] = WeakValueDictionary()
 
 
 class Route:
-    """What the names of attention mean to the objects that it is given.
+    """Functions that stand for the names of attention in the objects that it is given.
 
     Args:
         config: Passed on as ``_parallel_config`` where a processor has none of its own to pass.

@@ -29,7 +29,7 @@ __all__ = ["attend_rows", "cut", "entered", "gather", "share", "watch"]
 
 
 def share(rows: int, ranks: int, rank: int) -> int:
-    """How many of a stream's rows a rank holds.
+    """Number of a stream's rows that a rank holds.
 
     Example:
         >>> [share(7, 3, rank) for rank in range(3)]
@@ -208,7 +208,7 @@ def _plan_of_rows(
     kv_heads: int,
     streams: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """What `sharded_attention` takes as plan and numbers; an operator, as it is made by NumPy."""
+    """Plan and numbers as `sharded_attention` takes them; an operator, as it is made by NumPy."""
     plan = _local_plan(kind, members, groups, rank, (q_heads, kv_heads), tuple(streams))
     length, numbers = _sizes(kind, members, groups, streams)
     assert plan.data.size <= length, (plan.data.size, length)

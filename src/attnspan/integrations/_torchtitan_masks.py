@@ -18,7 +18,7 @@ class AllPairsWarning(UserWarning):
 
 
 class SpanMask(NamedTuple):
-    """What the decoder hands to its layers in place of a BlockMask.
+    """Mask that the decoder hands to its layers in place of a BlockMask.
 
     Attributes:
         bounds: int32 (B, 1, rows, R, 2): for each query row here, the keys that it sees.

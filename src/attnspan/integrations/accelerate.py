@@ -141,7 +141,7 @@ def _on_mesh(accelerator: Any, degree: int) -> DeviceMesh:
 
 
 def _examined(model: Any) -> Any:
-    """What `examine` finds. Ranks that were left without weights take the first one's word."""
+    """Run `examine`. Ranks that were left without weights take the first one's word."""
     empty = any(x.is_meta for x in model.parameters())
     found = [None if empty else examine(model)]
     if empty or any(_of_all_ranks(empty)):
@@ -208,7 +208,7 @@ def _random_state(device: torch.device) -> Tensor:
 
 
 class _ContextParallel(Trainer):  # type: ignore[misc]
-    """What differs in a trainer whose ranks share batches."""
+    """Part of a trainer that differs if ranks share batches."""
 
     _sharding: Sharding
 
@@ -245,7 +245,7 @@ class _ContextParallel(Trainer):  # type: ignore[misc]
 
     @property
     def gather_function(self) -> Callable[[Any], Any]:
-        """What evaluation gathers results with: once from each group."""
+        """Gather results of evaluation: once from each group."""
         return self._gather_groups
 
     @gather_function.setter

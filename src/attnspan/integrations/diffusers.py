@@ -54,7 +54,7 @@ NAME = "attnspan"
 
 @dataclass(frozen=True)
 class Enabled:
-    """What `enable` did; ``print`` it.
+    """Result of `enable`; ``print`` it.
 
     Attributes:
         layers: Names of the modules whose attention is attnspan's, with the component's name in front if they
@@ -152,7 +152,7 @@ def _check_config_of(x: Any) -> None:
 
 
 def _processors(model: nn.Module) -> Iterator[tuple[str, Any, nn.Module | None]]:
-    """What may attend: plain processors, with the modules that hold them, and modules."""
+    """Objects that may attend: plain processors, with the modules that hold them, and modules."""
     for name, module in list(model.named_modules()):
         processor = getattr(module, "processor", None)
         if processor is not None and not isinstance(processor, nn.Module):

@@ -64,7 +64,7 @@ class Attention(theirs.FlexAttention):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(theirs.FlexAttention.Config):  # type: ignore[misc]
-        """What `attention` puts in place of the config of an inner attention.
+        """Config that `attention` puts in place of that of an inner attention.
 
         Attributes:
             block_size: Tells the maker of masks that spans are wanted; leave it.
@@ -227,7 +227,7 @@ class _Fixed(_LoadBalancer):
 def _balancer(
     kind: str | None, masks: dict[str, SpanMask], key: str | None, seq_len: int, cp_mesh: Any
 ) -> Any:
-    """What permutes rows before each rank takes its part, as the option of that name says."""
+    """Balancer that permutes rows before each rank takes its part, as the option of that name says."""
     what, remedy = "context parallelism: the length of a sequence", "Change --training.seq_len or the degree"
     ranks, bounds = cp_mesh.size(), next(iter(masks.values())).bounds
     unit = {"headtail": 2 * ranks, "ptrr": 128 * ranks}.get(kind or "", ranks)
@@ -253,7 +253,7 @@ def _balancer(
 
 
 def _pairs(bounds: Tensor) -> int:
-    """How many pairs of queries and keys see each other."""
+    """Count the pairs of queries and keys that see each other."""
     return int(bounds.diff(dim=-1).clamp(min=0).sum())
 
 

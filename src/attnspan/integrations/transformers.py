@@ -210,7 +210,7 @@ def _read(
 
 
 def _spans(written: Tensor, k_len: int) -> Spans:
-    """What `write` wrote: spans, and in the last pair the number of keys that they are for."""
+    """Read what `write` wrote: spans, and in the last pair the number of keys that they are for."""
     spans = Spans(written[:, :, :, :-1], k_len)
     if not written.numel():
         return spans

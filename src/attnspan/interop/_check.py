@@ -22,7 +22,7 @@ Named = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Report:
-    """What `Wrapped.check` found: errors of the kernel and of torch's own attention on the same inputs.
+    """Result of `Wrapped.check`: errors of the kernel and of torch's own attention on the same inputs.
 
     Attributes:
         errors: For "out" and each gradient (dq, dk, dv) the norm of the difference from float64 over the norm
@@ -160,7 +160,7 @@ def _swap(x: Tensor, layout: str, back: bool = False) -> Tensor:
 
 
 def _mask_of(named: Named) -> Mask:
-    """What the field's parameters say of the mask."""
+    """Mask that the field's parameters describe."""
     mask = causal() if named.get("causal", named.get("is_causal", False)) else full()
     if isinstance(named.get("cu_seqlens_q"), Tensor):
         return mask & documents(named["cu_seqlens_q"], named.get("cu_seqlens_k"))

@@ -272,7 +272,7 @@ class Outputs:
         return found
 
     def verify(self, returned: Any, named: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """What the kernel returned, if it is what was declared, in memory of its own."""
+        """Return the kernel's result, if it is what was declared, in memory of its own."""
         found, expected = as_tuple(returned), f"{len(self.names)} ({', '.join(self.names)})"
         got = f"{len(found)} values" if isinstance(returned, tuple | list) else type(returned).__name__
         self._expect(len(found) == len(self.names), "outputs", expected, got)

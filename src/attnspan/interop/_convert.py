@@ -78,7 +78,7 @@ def check_layout(name: str, x: Tensor) -> None:
 
 
 def as_arguments(tensors: Sequence[Tensor]) -> list[Any]:
-    """What a jitted function takes for the tensors, in their memory where strides are row-major."""
+    """Convert tensors to arguments of a jitted function, in their memory where strides are row-major."""
     return [_as_argument(x) for x in tensors]
 
 

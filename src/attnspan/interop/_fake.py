@@ -1,4 +1,4 @@
-"""What the operators of `call_jax` return, without running them: shapes for whatever traces torch.
+"""Fake results of the operators of `call_jax`, without running them: shapes for whatever traces torch.
 
 Sizes that are symbols of torch become dimension variables of JAX, and sizes of results are read back as
 arithmetic on torch's symbols. Where JAX cannot trace a function for symbols, it is traced for the numbers

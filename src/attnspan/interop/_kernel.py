@@ -24,7 +24,7 @@ _libraries: dict[str, torch.library.Library] = {}
 
 
 class Derivative:
-    """How the gradients of the inputs are found.
+    """Way to find the gradients of the inputs.
 
     Attributes:
         differentiable: Names of the inputs that have gradients.

@@ -1,4 +1,4 @@
-"""How this room defines operators: one implementation for all devices, a fake kernel, a first derivative."""
+"""Definition of operators: one implementation for all devices, a fake kernel, a first derivative."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What a JAX function becomes for one set of shapes: jitted programs, which do not hold the function."""
+"""Programs of a JAX function for one set of shapes: jitted, without a reference to the function."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -59,7 +59,7 @@ class Program:
         return as_tensors(self._run(*as_arguments(tensors)))
 
     def saved_of(self, tensors: Sequence[Tensor], made: Sequence[Tensor]) -> list[Tensor]:
-        """What backward needs, of the arguments and of what the call has made."""
+        """Select what backward needs, of the arguments and of the results of the call."""
         sources = {"argument": tensors, "made": made}
         return [sources[kind][what] for kind, what in self._stored if kind != "constant"]
 
@@ -120,7 +120,7 @@ def _zeros(aval: Any) -> Any:
 
 
 def _places(closed: Any, count: int) -> tuple[list[tuple[str, Any]], list[int]]:
-    """Where backward finds each residual, and which of the traced results exist for backward alone.
+    """Find each residual of backward, and the traced results that exist for backward alone.
 
     Arguments, results and constants are not stored a second time.
     """

@@ -1,4 +1,4 @@
-"""Which weights dropout drops, in words of 32 bits: `attnspan.call.dropout` for optional 64-bit integers.
+"""Dropout in words of 32 bits: `attnspan.call.dropout` where 64-bit integers are optional.
 
 What kernels call is operations of one element on uint32 arrays, which their tiles have too.
 """
@@ -145,7 +145,7 @@ def row_words(low: Any, high: Any, q_index: Any) -> tuple[Any, Any]:
 
 
 def keeps(p: float, first: Any, second: Any, k_index: Any) -> Any:
-    """Which weights of a tile are kept, bool, of the words of its rows, from `row_words`, and its keys."""
+    """Return whether each weight of a tile is kept, bool, from its rows' words (`row_words`) and its keys."""
     key = k_index.astype(jnp.uint32)
     x = (key >> np.uint32(5) << np.uint32(4) | (key & np.uint32(15))) ^ first
     x = (x ^ x >> _HALF) * np.uint32(0x7FEB352D)
@@ -157,7 +157,7 @@ def keeps(p: float, first: Any, second: Any, k_index: Any) -> Any:
 
 
 def kept(p: float, seeds: Array, q_index: Array, k_index: Array) -> Array:
-    """Which weights are kept, bool (B, H, m, n), as `attnspan.call.dropout.kept`.
+    """Return whether each weight is kept, bool (B, H, m, n), as `attnspan.call.dropout.kept`.
 
     From uint32 seeds (B, H, 2), and global indices of queries (B|1, m) and keys (B|1, n), these in any order.
     """

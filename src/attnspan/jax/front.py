@@ -1,4 +1,4 @@
-"""What JAX adds to the checks of a call: arrays of NumPy, tracers, masks over meshes, pytrees."""
+"""Checks of a call that are JAX's own: arrays of NumPy, tracers, masks over meshes, pytrees."""
 
 from __future__ import annotations
 

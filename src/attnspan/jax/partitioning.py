@@ -79,7 +79,7 @@ def partitioned(run: Callable[..., Any], names: Sequence[str], static: Static, l
 
 @dataclass(frozen=True, eq=False)
 class _Rule:
-    """How the partitioner is answered, for arrays whose axes are named.
+    """Rule for the partitioner, for arrays whose axes are named.
 
     ``whole`` are the arrays of which a device may be sent what it lacks: masks and options.
     """
@@ -200,7 +200,7 @@ def _axes_of_results(n: int, backward: bool, given: Operands, static: Static, la
 
 
 def _heads(arrays: list[Any], axes: list[str]) -> tuple[int, int]:
-    """How many query heads share a key head, and how many key heads there are."""
+    """Number of query heads that share a key head, and number of key heads."""
     heads = {a: x.shape[i] for x, word in zip(arrays, axes, strict=True) for i, a in enumerate(word)}
     return int(heads["h"] // heads["g"]), int(heads["g"])
 

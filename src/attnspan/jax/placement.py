@@ -1,4 +1,4 @@
-"""Where the arrays of a call lie: looked at before JAX moves, gathers or refuses any."""
+"""Placement of the arrays of a call: looked at before JAX moves, gathers or refuses any."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_traced(*arrays: Any) -> bool:
 
 
 def platform_of(*arrays: Any) -> str:
-    """Where arrays that were put somewhere lie, "cpu", "gpu" or "tpu"; else where JAX runs by default.
+    """Platform of arrays, "cpu", "gpu" or "tpu"; of those that lie nowhere yet, the one where JAX runs.
 
     For traced arrays that is a guess, good for a warning: the program itself goes by the platform that it is
     compiled for.

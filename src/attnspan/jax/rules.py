@@ -33,7 +33,7 @@ SAVE_NAMES = ("attnspan.out", "attnspan.lse")
 
 
 class How(NamedTuple):
-    """What a call is compiled for, other than shapes: numbers, backends, layout of q, k, v and out."""
+    """Static part of a call, for which it is compiled: numbers, backends, layout of q, k, v and out."""
 
     static: Static
     branches: tuple[Branch, ...]

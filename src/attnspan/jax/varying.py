@@ -43,7 +43,7 @@ def spread(tree: Any, axes: Axes) -> Any:
 
 
 def declared(shape: tuple[int, ...], dtype: Any, axes: Axes) -> jax.ShapeDtypeStruct:
-    """What a kernel is told of a result that varies over the axes."""
+    """Declare a result that varies over the axes, for a kernel."""
     if not axes:
         return jax.ShapeDtypeStruct(shape, dtype)
     kind = getattr(jax.sharding, "ManualAxisType", None)

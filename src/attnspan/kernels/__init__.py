@@ -71,7 +71,7 @@ def choose(problem: Problem, backends: Mapping[str, Any], requested: str | None 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What ``explain`` found; ``print`` it.
+    """Result of ``explain``; ``print`` it.
 
     Attributes:
         backend: Name of the backend that runs the call.

@@ -309,7 +309,7 @@ def arguments(options: Options | None) -> tuple[Any, ...] | None:
 
 
 def _array(x: Any) -> Any:
-    """What the compiled module reads: the array itself if it can, else (address, dtype, shape, strides)."""
+    """The array itself if the compiled module can read it, else (address, dtype, shape, strides)."""
     if x is None or hasattr(type(x), "__dlpack_c_exchange_api__"):
         return x
     if hasattr(x, "data_ptr"):

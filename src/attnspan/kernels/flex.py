@@ -156,7 +156,7 @@ def block_mask(bounds: Tensor, k_len: int, *, q_block: int = BLOCK, k_block: int
 
 
 def _lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks are chosen in each row (B, H, q blocks), and which: those come first, ascending."""
+    """Number of chosen blocks in each row (B, H, q blocks), and their list: those come first, ascending."""
     order = torch.argsort(chosen.to(torch.int8), dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
 

@@ -189,7 +189,7 @@ def _bias(options: Options, q: Tensor, k: Tensor, visible: Tensor) -> tuple[Tens
 
 
 def _kept(options: Options, q: Tensor, k: Tensor) -> Tensor:
-    """Which weights dropout keeps, (B, Hq, Sq, Sk)."""
+    """Return whether dropout keeps each weight, (B, Hq, Sq, Sk)."""
     seeds = options.dropout_seed
     if seeds.dim() == 0:
         rows, heads = (torch.arange(n, device=q.device) for n in q.shape[:2])

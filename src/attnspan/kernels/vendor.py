@@ -56,7 +56,7 @@ def supports(problem: Problem) -> str | None:
 def kernel_of(
     q: Tensor, k: Tensor, v: Tensor, reach: tuple[int, int], documents: bool = False, backward: bool = False
 ) -> str:
-    """Whose kernel runs a call: "cuDNN", "FlashAttention 2", or the name that the program has activated."""
+    """Name of a call's kernel: "cuDNN", "FlashAttention 2", or the one that the program has activated."""
     left, right = _reach(reach, q)
     other = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
     if other is not None:

@@ -338,7 +338,7 @@ def _canvas(what: str, value: Any) -> tuple[int, ...]:
 
 
 def _tiles(what: str, sizes: Sequence[int], tile: tuple[int, ...]) -> tuple[int, ...]:
-    """How many tiles each axis has; raises where they do not fit."""
+    """Number of tiles of each axis; raises if they do not fit."""
     fits = not any(n % t for n, t in zip(sizes, tile, strict=True))
     remedy = "Pad it, or choose a tile that divides it"
     expect(fits, what, "multiples of the tile {}", tuple(sizes), remedy, tile)

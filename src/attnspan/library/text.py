@@ -51,7 +51,7 @@ _LIBRARY: tuple[Callable[..., Any], ...] = (
 
 
 def names() -> dict[str, Callable[..., Any]]:
-    """What text may name: the masks of `attnspan.masks` and those of `attnspan.library`.
+    """Functions that text may name: the masks of `attnspan.masks` and those of `attnspan.library`.
 
     Example:
         >>> names()["window"](2)
@@ -106,7 +106,7 @@ class _Reader:
         return _misread(self.text, repr(ast.unparse(node)))
 
     def _value(self, node: ast.expr) -> Any:
-        """What an argument may be: a number, text, None, a mask, or lists and calls of those."""
+        """Read an argument: a number, text, None, a mask, or lists and calls of those."""
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd | ast.BitOr):
             left, right = self.mask(node.left), self.mask(node.right)
             return left & right if isinstance(node.op, ast.BitAnd) else left | right

@@ -1,4 +1,4 @@
-"""What a query may see: masks as immutable expressions, composed with `&` and `|`, lowered to spans."""
+"""Masks as immutable expressions, composed with `&` and `|`, lowered to spans."""
 
 from attnspan.base.pytrees import register_pytrees as register_pytrees
 

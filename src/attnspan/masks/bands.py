@@ -8,7 +8,7 @@ __all__ = ["Band"]
 
 
 class Band(NamedTuple):
-    """How far each query sees, from the key at its own place.
+    """Reach of each query, from the key at its own place.
 
     Attributes:
         left: Keys before it, None for all.

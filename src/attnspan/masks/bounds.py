@@ -25,7 +25,7 @@ _PROMISES = (
 
 
 class Spans(Node):
-    """Which keys each query row may see: row i may see key j iff lo[r] <= j < hi[r] for some r.
+    """Spans of each query row: row i may see key j iff lo[r] <= j < hi[r] for some r.
 
     Attributes:
         bounds: int32 (B|1, H|1, q_len, R, 2), a NumPy array, torch tensor or JAX array. In a row, 0 <= lo <=
@@ -281,7 +281,7 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
         return later * k_block + per_tile(sign * (self.bounds % k_block))[..., :nk]
 
     def block_states(self, q_block: int, k_block: int) -> Array:
-        """What each tile of `block_pairs` shows: 0 nothing, 1 some, 2 all of its pairs, int32. Exact.
+        """State of each tile of `block_pairs`: 0 no pair is visible, 1 some, 2 all, int32. Exact.
 
         Example:
             >>> from attnspan import causal

@@ -25,7 +25,7 @@ _STATIC = (bool, int, float, str, type(None))
 
 
 class Mask(Node):
-    """What a query may see: an immutable description, free of any framework, composed with `&` and `|`.
+    """Mask: an immutable description of the keys that each query may see, composed with `&` and `|`.
 
     A subclass becomes a frozen dataclass, without the decorator, and a pytree. It checks its fields in
     `__post_init__`, and says in `_lower` which keys each row sees. The masks are in `attnspan.masks` and
@@ -185,7 +185,7 @@ class Mask(Node):
     # fix them to one value.
 
     def band(self) -> Band | None:
-        """What other libraries' kernels know the mask as; None where they do not."""
+        """The band that other libraries' kernels know the mask as; None if they do not."""
         return None
 
     def _first_keys(self) -> int | None:
@@ -212,7 +212,7 @@ class Mask(Node):
         return None
 
     def _anchor(self) -> tuple[Any, ...] | None:
-        """What determines the default `q_index`, as objects compared by identity; None for the usual one."""
+        """Objects that determine the default `q_index`, compared by identity; None for the usual one."""
         return None
 
     def _anchor_index(self, low: Lowering) -> Array:

@@ -150,7 +150,7 @@ def common(arrays: Arrays, los: list[Array], his: list[Array]) -> tuple[Array, A
 
 
 def sweep(arrays: Arrays, lo: Array, hi: Array, *, depth: int, count: int, top: int) -> tuple[Array, Array]:
-    """Where at least `depth` of the intervals overlap, as ascending disjoint intervals.
+    """Ascending disjoint intervals where at least `depth` of the given ones overlap.
 
     Depth 1 is the union; depth 2 of two lists, each disjoint in itself, their intersection.
 

@@ -98,7 +98,7 @@ class groups(Mask):
 
 
 def _equal_to(low: Lowering, ids: Array, number: int) -> Callable[[Array], Array]:
-    """Which ids are a number, as they are compared: as int64, or as int32 where JAX has 32 bits.
+    """Compare ids with a number: as int64, or as int32 where JAX has 32 bits.
 
     A number that the dtype of the ids does not have is none of them.
     """

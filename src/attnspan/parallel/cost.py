@@ -66,7 +66,7 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Cost:
-    """What a strategy costs.
+    """Cost of a strategy.
 
     Attributes:
         strategy: Members, groups, and what happens between groups.
@@ -130,7 +130,7 @@ def exchange_parts(heads: list[HeadSlice]) -> int:
 
 
 def cost_of(plan: Plan, strategy: Strategy, node_size: int | None = None) -> Cost:
-    """What a plan's call would cost under a strategy.
+    """Predict what a plan's call costs under a strategy.
 
     Args:
         plan: The problem; its own strategy does not matter.
@@ -202,12 +202,12 @@ class _Call:
         self.itemsize, self.wide = sizes.itemsize, sizes.wide
 
     def scatter(self, node: Ints) -> tuple[Phase, Phase]:
-        """What a member receives from each other member depends on its own heads."""
+        """Rows that a member receives from each other member; they depend on its own heads."""
         forward, backward = (self.q + self.kv) * self.itemsize, self.out * self.itemsize
         return _inside(forward[:, None], node), _inside(backward[:, None], node)
 
     def gather(self, node: Ints) -> tuple[Phase, Phase]:
-        """What a member receives from another one depends on the other's heads."""
+        """Rows that a member receives from another one; they depend on the other's heads."""
         forward = self.out * self.itemsize + self.lse * self.wide
         backward = self.q * self.itemsize + self.kv * self.wide
         return _inside(forward[None], node), _inside(backward[None], node)

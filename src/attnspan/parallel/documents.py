@@ -24,7 +24,7 @@ _TRIED = 8  # documents that are looked at when one is wanted whose last chunks 
 
 
 def document_edges(chunks: Chunks) -> NDArray[Any]:
-    """Where runs of chunks begin that see much of what their predecessor sees, and the end of the last one.
+    """Start of each run of chunks that see much of what their predecessor sees, then the end of the last run.
 
     Two neighbours are of one run when they share at least half of what the one that sees more sees.
 
@@ -74,7 +74,7 @@ class _Pool:
         return self.heaviest()
 
     def share(self, number: int, slots: int, work: float) -> int:
-        """How many chunks of a document a group takes, if all groups that share it take equally many."""
+        """Number of a document's chunks that a group takes if all groups take equally many."""
         chunks, light = len(self.left[number]), self.fronts[0][1] if self.fronts else 0
         beyond, room = self.work[number] - light * chunks, work - light * slots
         if beyond <= 0 or room <= 0:

@@ -1,4 +1,4 @@
-"""What a plan does, and why, in figures and words."""
+"""Explanation of a plan: figures and words."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def union(family: NDArray[Any], lo: NDArray[Any], hi: NDArray[Any], families: in
 
 
 def covered(starts: Ints, lo: Ints, hi: Ints, family: NDArray[Any], a: Ints, b: Ints) -> Ints:
-    """How many keys of [a, b) a family of `union` holds, for many (family, a, b) at once.
+    """Count keys of [a, b) that a family of `union` holds, for many (family, a, b) at once.
 
     Example:
         >>> one = (np.array([0, 2]), np.array([1, 6]), np.array([3, 8]))
@@ -82,7 +82,7 @@ def covered(starts: Ints, lo: Ints, hi: Ints, family: NDArray[Any], a: Ints, b: 
 
 
 def below(lo: Ints, sums: Ints, x: Ints) -> Ints:
-    """How many integers below each x are in ascending ranges: range i starts at lo[i], behind sums[i] others.
+    """Count integers below each x in ascending ranges: range i starts at lo[i], behind sums[i] others.
 
     Example:
         >>> below(np.array([1, 6]), np.array([0, 2, 4]), np.array([0, 2, 6, 9])).tolist()

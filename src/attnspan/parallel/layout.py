@@ -1,4 +1,4 @@
-"""Who owns which rows: made in a data loader from a mask, without a process group, and pickled.
+"""Layout of rows over ranks: made in a data loader from a mask, without a process group, and pickled.
 
 Shapes: P ranks, L batch rows that are partitioned one by one (1 where they share a mask), S rows of the whole
 problem, n rows of a rank, padding included.
@@ -39,7 +39,7 @@ _remembered: dict[Any, Layout] = {}
 
 
 class Source(NamedTuple):
-    """What a layout was made of: plans for the same mask need not find it again.
+    """Mask that a layout was made of: plans for the same mask need not find it again.
 
     Attributes:
         mask: Lowered.
@@ -69,7 +69,7 @@ class Runs:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Which rows each rank owns.
+    """Rows that each rank owns.
 
     Attributes:
         q_len: S.
@@ -235,7 +235,7 @@ class Layout:
         return read_only(Runs(np.append(starts[order], planes * self.q_len), owner[order]))
 
     def valid(self, rank: int) -> NDArray[np.bool_]:
-        """Which rows of a rank are real, bool (L, n)."""
+        """Mask of a rank's rows that is true for real ones, bool (L, n)."""
         return np.asarray(self.rows[self.checked_rank(rank)] >= 0)
 
     def shard(self, x: Any, rank: int, dim: int = 1, fill: Any = None) -> Any:
@@ -344,7 +344,7 @@ class Layout:
 
     @cached_property
     def places(self) -> Ints:
-        """Where each row lies among the rows of all ranks, one rank after the other: int64 (L, S)."""
+        """Place of each row among the rows of all ranks, one rank after the other: int64 (L, S)."""
         flat = self.rows.transpose(1, 0, 2).reshape(self.planes, -1)
         place = np.empty((self.planes, self.q_len), np.int64)
         plane, at = np.nonzero(flat >= 0)
@@ -352,7 +352,7 @@ class Layout:
         return read_only(place)
 
     def plan(self, mask: Mask | Spans | None = None, *, heads: tuple[int, int], **options: Any) -> Plan:
-        """What layers of one kind need from other ranks; a model has a plan for each kind of layer.
+        """Plan what layers of one kind need from other ranks; a model has a plan for each kind of layer.
 
         Args:
             mask: What each query of these layers may see, of the whole problem; None for the layout's own.
@@ -390,7 +390,7 @@ class Layout:
         return {}
 
     def source_of(self, mask: Any) -> Source | None:
-        """What this layout was made of, if that is this lowered mask."""
+        """The source of this layout, if it is this lowered mask."""
         return self._source if self._source is not None and mask is self._source.mask else None
 
     def checked_rank(self, rank: int) -> int:

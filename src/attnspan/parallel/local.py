@@ -1,4 +1,4 @@
-"""What one rank must know to attend, as arrays; and these arrays as two flat ones.
+"""Plan of one rank as arrays, and these arrays as two flat ones.
 
 A plan is data, as a mask is: it passes through compilers, checkpointing and operators as a tensor, and may be
 another one at each step.
@@ -36,7 +36,7 @@ class Stage(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Which keys an exchange sends and receives, in slots: plane * (keys of the group) + place among them.
+    """Keys that an exchange sends and receives, in slots: plane * (keys of the group) + place among them.
 
     Attributes:
         send: int32 (n,), slots to send, by destination group and then ascending.
@@ -81,7 +81,7 @@ class Numbers(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """What the operator of one rank reads.
+    """Tables that the operator of one rank reads.
 
     Attributes:
         numbers: Sizes.
@@ -163,7 +163,7 @@ def encode(tables: Tables) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
 
 
 def decode(data: Any, numbers: Sequence[int]) -> Tables:
-    """What `encode` has put away; arrays are views of `data`, of whichever framework that is.
+    """Decode what `encode` returned; arrays are views of `data`, of whichever framework that is.
 
     Example:
         >>> stage = Stage(np.zeros((1, 2), np.int32), np.ones((1, 1, 2, 1, 2), np.int32))

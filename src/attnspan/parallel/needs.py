@@ -1,4 +1,4 @@
-"""Which keys each group of ranks needs, and which of them it must fetch from where.
+"""Keys that each group of ranks needs, and those that it must fetch, with their source.
 
 Keys are flat: plane * k_len + key. Shapes: r groups, m intervals.
 """
@@ -44,7 +44,7 @@ class Needs(NamedTuple):
 
 
 class Holders(NamedTuple):
-    """Which group holds which keys: intervals lo:hi of group, ascending and disjoint, int64 (m,)."""
+    """Keys that each group holds: intervals lo:hi of group, ascending and disjoint, int64 (m,)."""
 
     lo: Ints
     hi: Ints
@@ -87,7 +87,7 @@ def needs_of(chunks: Chunks, owner: NDArray[Any], groups: int) -> Needs:
 
 
 def foreign(needs: Needs, holders: Holders, node: int = 1) -> Ints:
-    """How many flat keys each group needs that none of the `node` groups of its node holds, int64 (r,).
+    """Count flat keys that each group needs and no group of its node of `node` groups holds, int64 (r,).
 
     Example:
         >>> needs = Needs(np.array([0, 1, 2]), np.array([0, 0]), np.array([2, 4]))
@@ -106,7 +106,7 @@ def foreign(needs: Needs, holders: Holders, node: int = 1) -> Ints:
 
 
 def lent(needs: Needs, holders: Holders) -> Ints:
-    """How many keys each group sends, counted for each receiver, int64 (r,).
+    """Count keys that each group sends, once for each receiver, int64 (r,).
 
     Example:
         >>> needs = Needs(np.array([0, 1, 2]), np.array([0, 0]), np.array([2, 4]))
@@ -119,7 +119,7 @@ def lent(needs: Needs, holders: Holders) -> Ints:
 
 
 def _read(needs: Needs, x: Ints) -> Ints:
-    """How many keys below each x are read, counted for each reader."""
+    """Count keys below each x that are read, once for each reader."""
 
     def since(starts: Ints) -> Ints:
         starts = np.sort(starts)
@@ -130,7 +130,7 @@ def _read(needs: Needs, x: Ints) -> Ints:
 
 
 def pieces(needs: Needs, holders: Holders, *, group: int | None = None, source: int | None = None) -> Pieces:
-    """What must travel: all of it, or what one group receives or what one sends.
+    """Pieces that must travel: all of them, or those that one group receives or sends.
 
     Example:
         >>> needs = Needs(np.array([0, 1, 2]), np.array([0, 0]), np.array([2, 4]))
@@ -158,7 +158,7 @@ def pieces(needs: Needs, holders: Holders, *, group: int | None = None, source: 
 
 
 class Traffic(NamedTuple):
-    """What an exchange moves, in counts of all groups.
+    """Counts of what an exchange moves, for all groups.
 
     Attributes:
         counts: int64 (parts, r, r), the keys that the second group receives from the first one.

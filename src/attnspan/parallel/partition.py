@@ -1,4 +1,4 @@
-"""Which group of ranks owns which chunk of rows.
+"""Partition of chunks of rows over groups of ranks.
 
 Shapes: n chunks of one plane, r groups. Every group gets at most ceil(n / r) chunks, so that row counts are
 static.

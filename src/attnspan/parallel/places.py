@@ -1,4 +1,4 @@
-"""Where rows and keys of a group lie: index arrays of one rank's plan.
+"""Places of a group's rows and keys: index arrays of one rank's plan.
 
 Shapes: L planes, N rows and S keys of a group, K keys of a stage. Keys are flat: plane * k_len + key.
 """
@@ -45,7 +45,7 @@ def key_order(slots: Places, planes: int) -> Places:
 
 
 class Slots:
-    """Where flat keys lie among the keys of a group, which may be in any order.
+    """Places of flat keys among the keys of a group, which may be in any order.
 
     Attributes:
         keys: int64 (n,), the flat keys that the group holds, ascending.
@@ -107,11 +107,11 @@ class Kept:
         return below(self.lo, self.sums, flat)
 
     def has(self, flat: Ints) -> NDArray[np.bool_]:
-        """Which flat keys are kept."""
+        """Return whether each flat key is kept."""
         return self.count(flat + 1) > self.count(flat)
 
     def place(self, flat: Ints) -> Places:
-        """Where kept keys lie: plane * K + place in the plane."""
+        """Return the place of each kept key: plane * K + place in the plane."""
         plane = flat // self.k_len
         found: Places = (plane * self.keys.shape[1] + self.count(flat) - self.before[plane]).astype(np.int32)
         return found

@@ -1,4 +1,4 @@
-"""What layers of one kind need from other ranks: arithmetic on bounds, in NumPy, for any framework.
+"""Plan of what layers of one kind need from other ranks: arithmetic on bounds, in NumPy, for any framework.
 
 Keys that travel are numbered flat, as plane * k_len + key, where a plane is a batch row of the mask.
 docs/parallel.md tells the whole story. Shapes: P ranks, u members of each of r groups, L planes, N rows and S
@@ -117,7 +117,7 @@ def _check_sizes(heads: Any, *sizes: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Who attends to what, and which keys cross the network for it; picklable.
+    """Plan of one attention over ranks: its mask, and the keys that cross the network for it; picklable.
 
     Attributes:
         layout: Who owns which query rows.
@@ -183,7 +183,7 @@ class Plan:
         return needs_of(*self._chunks(strategy), strategy.groups)
 
     def holders(self, strategy: Strategy) -> Holders:
-        """Which group of a strategy holds which keys."""
+        """Keys that each group of a strategy holds."""
         return Holders.of(self.keys, self.planes, strategy.members)
 
     def pairs(self, strategy: Strategy) -> NDArray[np.float64]:
@@ -283,11 +283,11 @@ class Plan:
         return Plan(layouts[self.layout], layouts[self.keys], mask, self.strategy, sizes)
 
     def traffic(self, parts: int = 1) -> Traffic:
-        """What the exchange moves, counted for each part of the batch rows."""
+        """Count what the exchange moves, for each part of the batch rows."""
         return traffic(*self._needs_and_holders, self.planes, self.k_len, parts)
 
     def tables(self, rank: int) -> Tables:
-        """What the operator of one rank reads; tables of the members of a group differ in `rank` only."""
+        """Tables that the operator of one rank reads; those of a group differ in `rank` only."""
         strategy, rank = self.strategy, self.layout.checked_rank(rank)
         group = rank // strategy.members
         rows = self._rows(self.layout, group)

@@ -25,7 +25,7 @@ _FILLS = {"ids": -1, "segment_ids": -1}
 
 
 class Marks(NamedTuple):
-    """Whose rows a batch holds.
+    """Marks of a batch that say whose rows it holds.
 
     Attributes:
         layout: Fingerprint of the layout.

@@ -30,7 +30,7 @@ _LARGEST, _ANY = 5.0, 0.2
 
 
 class Assignment:
-    """Which group has which chunks, with the work and the foreign keys of each group.
+    """Assignment of chunks to groups, with the work and the foreign keys of each group.
 
     Args:
         chunks: r * s chunks of one plane; the last ones may be empty.
@@ -90,7 +90,7 @@ class Assignment:
         return len(good) > 0
 
     def _score(self, heavy: Ints, light: Ints, columns: Ints, most: float) -> NDArray[np.float64]:
-        """What each swap leaves to be desired, inf for those that help nobody.
+        """Score of each swap; inf if it does not help.
 
         The h heavy groups have l light partners each, and c `columns` of a group's chunks are looked at: the
         result is (h, l, c, c), by partner, its chunk, and the chunk of the heavy group.

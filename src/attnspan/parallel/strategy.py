@@ -1,4 +1,4 @@
-"""How ranks share out the work: strategies by name, and the split of the heads."""
+"""Strategies of ranks by name, and the split of the heads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HYBRID = re.compile(r"hybrid\(\s*(\d+)\s*,\s*(\d+)\s*(?:,\s*(exchange|ring)\s*)
 
 @dataclass(frozen=True)
 class Strategy:
-    """How ranks work together: `members` neighbours share out heads, `groups` of them share out rows.
+    """Strategy of ranks: `members` neighbours share out heads, `groups` of them share out rows.
 
     Attributes:
         kind: what happens between groups: "exchange" sends the keys that somebody needs, "ring" all of them.
@@ -47,7 +47,7 @@ class Strategy:
 
     @property
     def name(self) -> str:
-        """What `parse` reads."""
+        """The text that `parse` reads."""
         if self.groups == 1:
             return "ulysses"
         if self.members == 1:

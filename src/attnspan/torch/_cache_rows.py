@@ -1,4 +1,4 @@
-"""What key-value caches of all kinds share: a length per batch row, and checks before anything is written."""
+"""Parts that all key-value caches share: a length per batch row, and checks before anything is written."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Self, TypedDict
@@ -19,7 +19,7 @@ CacheLayout = Literal["bhsd", "bshd"]
 
 
 class Storage(TypedDict, total=False):
-    """How a cache stores its buffers."""
+    """Storage of a cache's buffers."""
 
     dtype: torch.dtype | None
     device: torch.device | str | None

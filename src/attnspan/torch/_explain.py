@@ -1,4 +1,4 @@
-"""Which backend a call takes, why the others do not, and how much work it is."""
+"""Explanation of a call: its backend, why the others do not run it, and how much work it is."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What torch adds to the checks of a call: autocast, DTensors, masks that are remembered."""
+"""Checks of a call that are torch's own: autocast, DTensors, masks that are remembered."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ class TorchFront(Front):
         return (q, k, v) if layout == "bhsd" else (to_bhsd(q, layout), to_bhsd(k, layout), to_bhsd(v, layout))
 
     def split(self, q: Any, k: Any, v: Any, given: Given, layout: str) -> Places | None:
-        """How DTensors lie on their mesh, after a look at those of the options; None for plain tensors."""
+        """Placement of DTensors on their mesh, those of the options too; None for plain tensors."""
         self.places = places_of(q, k, v, layout, given, self.mesh)
         return self.places
 

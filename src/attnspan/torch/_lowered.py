@@ -121,7 +121,7 @@ def lowered(mask: Any, q: Tensor, k: Tensor) -> Prepared | None:
 
 
 def stream_of(q: Tensor) -> int:
-    """What tells CUDA's current streams apart."""
+    """Identity of CUDA's current stream."""
     return torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
 
 

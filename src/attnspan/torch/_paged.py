@@ -232,7 +232,7 @@ class PagedCache(CacheRows):
         _write_op(*arrays, k_new, v_new, counts, self.max_len)
 
     def mask(self, q_len: int) -> Mask:
-        """What the newest ``q_len`` tokens of each row may see: ``causal() & cache(lengths)``."""
+        """Mask of the newest ``q_len`` tokens of each row: ``causal() & cache(lengths)``."""
         self._check_count("mask", q_len, "query rows")
         return masks.causal() & masks.cache(self.lengths)
 

@@ -84,7 +84,7 @@ class RollingCache(SlotCache):
         return torch.where(slot < self.keep, first, torch.where(index < self.keep, -1, index)).to(torch.int32)
 
     def mask(self, q_len: int) -> Prepared:
-        """What the newest ``q_len`` tokens of each row may see, over slots, with the indices of both.
+        """Mask of the newest ``q_len`` tokens of each row, over slots, with the indices of both.
 
         Position biases and dropout find the tokens' own indices in it. It is lowered: other masks count slots
         as if they were tokens, so do not compose it. The exception is ``| global_keys(n)`` with n of at most
@@ -111,8 +111,10 @@ class RollingCache(SlotCache):
         return found
 
     def _bounds(self, oldest: Tensor, index: Tensor, gone: Tensor) -> Tensor:
-        """The slots of the first tokens and of oldest..index: [0, kept) and [lo, hi), or with the ring's end
-        between them [0, hi) and [lo, slots)."""
+        """The slots of the first tokens and of oldest..index.
+
+        They are [0, kept) and [lo, hi), or with the ring's end between them [0, hi) and [lo, slots).
+        """
         kept, end = (index + 1).clamp(max=self.keep), slots_of(index, self.keep, self.slots) + 1
         start = slots_of(oldest, self.keep, self.slots)
         wraps, none = start >= end, index < self.keep

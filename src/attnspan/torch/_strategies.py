@@ -1,4 +1,4 @@
-"""How DTensor may split the operators: by batch rows or heads. Loaded at the first call of DTensors."""
+"""Strategies of DTensor for the operators: by batch rows or heads. Loaded at the first call of DTensors."""
 
 from typing import Any
 
@@ -73,6 +73,6 @@ def _summed(place: Any, way: Any) -> Any:
 
 
 def _check(q: Any, k: Any, v: Any) -> None:
-    """What `attention` checks, for programs that call the operators themselves, or were compiled to do so."""
+    """Check as `attention` does, for programs that call the operators themselves."""
     meshes, placements = (q.mesh, k.mesh, v.mesh), (q.placements, k.placements, v.placements)
     check_places("bhsd", meshes, placements, (q.shape[0], q.shape[1], k.shape[1]))

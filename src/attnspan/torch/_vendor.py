@@ -153,7 +153,7 @@ def _copied(data: bytes, dtype: str, device: torch.device, stream: int) -> Tenso
 
 
 def kernel_of(q: Tensor, k: Tensor, v: Tensor, band: Any) -> str:
-    """Whose kernel runs a call."""
+    """Name of the kernel that runs a call."""
     return vendor.kernel_of(q, k, v, _reach(band), band.cu_q is not None)
 
 

@@ -116,7 +116,7 @@ class StaticCache(SlotCache):
         self.max_len = max_len
 
     def mask(self, q_len: int) -> Mask:
-        """What the newest ``q_len`` tokens of each row may see: ``causal() & cache(lengths)``.
+        """Mask of the newest ``q_len`` tokens of each row: ``causal() & cache(lengths)``.
 
         An expression, to be composed with others; queries have the indices of those tokens, for position
         biases too. Rows of padding before a row's first token see nothing. The lengths are read when the mask

@@ -1,4 +1,4 @@
-"""What compiled, exported and checkpointed programs need of this package, besides the operators of attention.
+"""Support of compiled, exported and checkpointed programs, besides the operators of attention.
 
 The operator ``attnspan::encode`` (booleans that a compiled program made, as spans), errors that keep their
 text while a compiler reads a program, masks and biases as pytrees, and a policy of selective checkpointing.
@@ -154,7 +154,7 @@ def _register(cls: type, flatten: Callable[..., Any], unflatten: Callable[..., A
 
 
 def _as_tuples(value: Any) -> Any:
-    """What JSON has made lists of."""
+    """Turn the lists that JSON has made back into tuples."""
     return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
 
 

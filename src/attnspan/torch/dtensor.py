@@ -11,7 +11,6 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from importlib import import_module
 from itertools import combinations
 from typing import Any
 
@@ -68,7 +67,7 @@ def is_dtensor(x: object) -> bool:
 
 @dataclass(frozen=True)
 class Places:
-    """How the q, k and v of a call lie on their mesh.
+    """Placement of a call's q, k and v on their mesh.
 
     Attributes:
         mesh: The DeviceMesh.
@@ -111,7 +110,7 @@ class Places:
 def places_of(
     q: Tensor, k: Tensor, v: Tensor, layout: str, given: Given, plan_mesh: Any = None
 ) -> Places | None:
-    """How q, k and v lie on their mesh; None where all are plain. Options must lie accordingly.
+    """Find the placement of q, k and v; None where all are plain. Options must lie accordingly.
 
     ``plan_mesh`` is the mesh of a plan, whose axes split the rows. Raises an OptionError for tensors that lie
     otherwise, and a ShapeError where a rank would have no batch row, or heads without their key heads.
@@ -134,7 +133,7 @@ def places_of(
 def check_places(
     layout: str, meshes: Any, placements: Any, sizes: tuple[Any, Any, Any], plan_mesh: Any = None
 ) -> Places:
-    """How q, k and v lie, by their meshes and placements; sizes are batch rows, query heads and key heads."""
+    """Find the placement of q, k and v by their meshes; sizes are batch rows, query heads and key heads."""
     places = Places(meshes[0], _find_roles(layout, meshes, placements, plan_mesh))
     _check_parts(places, *sizes)
     return places
@@ -146,7 +145,7 @@ def check_places(
 def _find_roles(
     layout: str, meshes: tuple[Any, ...], placements: tuple[Any, ...], plan_mesh: Any
 ) -> tuple[str, ...]:
-    """What each mesh axis splits, by the placements of q, k and v, which must agree."""
+    """Find what each mesh axis splits, by the placements of q, k and v, which must agree."""
     from torch.distributed.tensor import Replicate, Shard
 
     first = next(i for i, mesh in enumerate(meshes) if mesh is not None)
@@ -278,7 +277,7 @@ def on_mesh(
     """
     if not is_dtensor(q):
         return bounds, options or (), k_len
-    import_module("attnspan.torch._strategies")  # registers them; importing DTensor takes long
+    from . import _strategies as _strategies  # registers them; importing DTensor takes long
 
     seed = None if options is None else options.dropout_seed
     if options is not None and seed is not None and seed.dim() == 0:

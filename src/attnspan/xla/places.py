@@ -1,4 +1,4 @@
-"""Where the parts of q, k and v lie on a mesh of devices, and what follows for all other tensors.
+"""Placement of q, k and v on a mesh of devices, and what follows for all other tensors.
 
 A partition spec names, for each dim of q, the mesh axes that split it. Batch and heads may be split: each
 device then computes its own rows and heads alone. Everything else follows from q's spec.
@@ -30,7 +30,7 @@ _PLANS = (
 
 @dataclass(frozen=True)
 class Places:
-    """How q is split: mesh axes that split its batch and its heads, and into how many parts.
+    """Split of q: mesh axes that split its batch and its heads, and into how many parts.
 
     ``key`` names the mesh for `mesh_of`.
     """
@@ -47,7 +47,7 @@ class Places:
         return (*entries, *(None for _ in others))
 
     def text(self) -> str:
-        """What an operator is told: a literal of the attributes."""
+        """Text for an operator: a literal of the attributes."""
         axes = f"{spec_text(self.batch)}, {spec_text(self.heads)}"
         return f"({self.key!r}, {axes}, {self.batch_parts}, {self.head_parts})"
 
@@ -57,7 +57,7 @@ def _entry(axes: Axes) -> Any:
 
 
 def places_of(q: Tensor, mesh: Any, partition_spec: Any, layout: str) -> Places | None:
-    """How q, in ``layout``, is split over a mesh of torch_xla; None where no partition spec is given."""
+    """Find how q, in ``layout``, is split over a mesh of torch_xla; None if no partition spec is given."""
     if partition_spec is None:
         remedy = "Pass q's, such as ('data', None, None, None)"
         expect(mesh is None, "mesh", "a partition_spec with it", "None", remedy)
@@ -150,7 +150,7 @@ def mesh_of(key: str) -> Any:
 
 
 def default_spec(x: Any, places: Places, name: str, batch: int, heads: int) -> Spec:
-    """How an array of a mask is split by default: as q is, on the axes that it shares with q.
+    """Default partition spec of a mask's array: as q is split, on the axes that it shares with q.
 
     Lowering treats arrays as whole ones, so a spec decides where they lie, never what they mean.
     """

@@ -1,4 +1,4 @@
-"""What the machine can do at most, measured: products per element type, and reading from memory."""
+"""Ceilings of the machine, measured: products per element type, and reading from memory."""
 
 from __future__ import annotations
 

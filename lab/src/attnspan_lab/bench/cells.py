@@ -106,7 +106,7 @@ class Run:
 
     @property
     def ran(self) -> bool:
-        """Whether there are times."""
+        """True if there are times."""
         return self.execute is not None
 
     @property
@@ -118,7 +118,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the machine can do, measured on it: the best of several rounds.
+    """Ceilings of the machine, measured on it: the best of several rounds.
 
     Args:
         flops: FLOP/s by kind, like "fma_f32", "dot_bf16", "amx_bf16" or "matmul_f16".
@@ -253,7 +253,7 @@ class Cell:
 
 
 def verdicts(cells: Sequence[Cell]) -> dict[tuple[str, str], str]:
-    """What may be said of each ratio of a table: attnspan is "ahead", "behind", or it is "open".
+    """Verdict on each ratio of a table: attnspan is "ahead", "behind", or it is "open".
 
     Corrected for the number of ratios: see `attnspan_lab.bench.statistics.discoveries`.
 

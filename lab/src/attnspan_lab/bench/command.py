@@ -89,7 +89,7 @@ def _write_page(results: Results, options: BenchOptions, write_page: WritePage, 
 
 
 def plan_of(options: BenchOptions) -> Plan:
-    """What the options ask for, without the training.
+    """Plan of what the options ask for, without the training.
 
     Raises:
         OptionError: An option names nothing that exists.

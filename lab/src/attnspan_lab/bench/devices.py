@@ -1,4 +1,4 @@
-"""What a clock must know of a device: whether calls return early, how to wait, how to empty its caches."""
+"""Devices as a clock must know them: whether calls return early, how to wait, how to empty caches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _leaves(result: Any) -> Iterator[Any]:
 
 
 class Device:
-    """Where a call runs; as it stands, the processor that runs Python: a call returns with its result.
+    """Device of a call; as it stands, the processor that runs Python: a call returns with its result.
 
     Attributes:
         name: For people.

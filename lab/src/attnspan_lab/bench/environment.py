@@ -52,7 +52,7 @@ def describe_environment(device: str = "cpu") -> dict[str, Any]:
 
 
 def same_machine(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """How two environments differ in what makes the machine, in words; empty for one machine.
+    """Difference of two environments in what makes the machine, in words; empty for one machine.
 
     Example:
         >>> same_machine({"cpu": "a", "threads": 2}, {"cpu": "b", "threads": 2})

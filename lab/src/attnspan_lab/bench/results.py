@@ -1,4 +1,4 @@
-"""What a measurement found: plain data that goes to JSON and back, with every derived figure next to it.
+"""Results of a measurement: plain data that goes to JSON and back, with every derived figure next to it.
 
 Times are seconds, sizes bytes, rates per second. Tables and pages format these figures and compute none.
 """
@@ -61,7 +61,7 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class PhaseShares:
-    """Where the time of a training step went, as fractions of 1; "host" is outside all phases."""
+    """Shares of a training step's time by phase, as fractions of 1; "host" is outside all phases."""
 
     data: float = 0.0
     host: float = 0.0

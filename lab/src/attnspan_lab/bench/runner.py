@@ -46,7 +46,7 @@ PeakOf = Callable[[Peer, Workload, str], int]
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure, and how.
+    """Plan of a measurement.
 
     Args:
         workloads: In this order.

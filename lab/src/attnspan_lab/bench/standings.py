@@ -1,4 +1,4 @@
-"""How attnspan stands over many cells: geometric means of ratios, the lowest cell, the share of a ceiling."""
+"""Standing of attnspan over many cells: geometric means of ratios, lowest cell, share of a ceiling."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def targets(results: Results, peer: str = "sdpa-flash") -> tuple[Standing, ...]:
 
 
 def reached(cells: Iterable[Cell], ceilings: Ceilings | None, view: View) -> tuple[str, float] | None:
-    """Where ours comes nearest to the ceiling of its dtype: name of the workload, and its share."""
+    """Cell in which ours comes nearest to the ceiling of its dtype: name of the workload, and its share."""
     found = [
         (cell.workload.name, share)
         for cell in cells

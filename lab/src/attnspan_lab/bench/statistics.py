@@ -106,7 +106,7 @@ def _tail(count: int, total: int) -> float:
 
 
 def order_level(count: int) -> tuple[int, float]:
-    """Which sorted samples bound the median, and how sure that is.
+    """Sorted samples that bound the median, and how sure that is.
 
     Args:
         count: Number of samples.
@@ -176,7 +176,7 @@ def quotient(old: Interval, new: Interval) -> Interval:
 
 
 def discoveries(p_values: Sequence[float]) -> list[bool]:
-    """Which of many differences are real, by Benjamini and Hochberg's procedure (JRSS B 57, 1995).
+    """Real ones of many differences, by Benjamini and Hochberg's procedure (JRSS B 57, 1995).
 
     Of what is called a difference, on average at most 5 % is none.
 

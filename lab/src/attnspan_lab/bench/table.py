@@ -214,7 +214,7 @@ def _refused_everywhere(cells: Sequence[Cell]) -> tuple[tuple[str, str], ...]:
 
 
 def _refusals(cells: Sequence[Cell], said: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Who could not do what, and why; one line for each reason that is not said elsewhere."""
+    """Lines on peers that could not do a workload, one for each reason that is not said elsewhere."""
     found: dict[tuple[str, str], list[str]] = {}
     for cell in cells:
         for run in cell.runs:

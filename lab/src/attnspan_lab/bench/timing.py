@@ -58,7 +58,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Budget:
-    """How much is sampled. Nothing that is measured ends the sampling.
+    """Budget of the sampling. Nothing that is measured ends the sampling.
 
     Args:
         seconds: For each subject. If the rounds would take longer, there are fewer of them, but at least 9.

@@ -213,7 +213,7 @@ def measure_ranks(config: TrainConfig, rounds: int = 9) -> RankTimes:
 
 
 def _compare_with_one(config: TrainConfig, ranks: Ranks, rounds: int) -> RankTimes | None:
-    """What every rank does for `measure_ranks`; the times on the first one."""
+    """Run a rank's part of `measure_ranks`; the times on the first one."""
     dtype = ranks.first(faster_dtype) if config.dtype == "auto" else config.dtype
     config = replace(config, dtype=dtype, threads=torch.get_num_threads())
     vocabulary = load_vocabulary(config.tokenizer)

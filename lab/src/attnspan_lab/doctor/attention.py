@@ -24,7 +24,7 @@ _LONG = 32_768  # tokens, for which memory of all pairs is predicted
 
 
 def findings_of(watcher: Watcher, subject: Subject, batch: Any, seconds: float) -> Iterator[Finding]:
-    """What a watched step shows; ``seconds`` is what it takes when it is not watched."""
+    """Findings of a watched step; ``seconds`` is what it takes when it is not watched."""
     sites: dict[tuple[Any, str], list[Attention]] = {}
     for call in watcher.calls:
         sites.setdefault((call.place, call.kind), []).append(call)
@@ -42,7 +42,7 @@ def _at(*places: Place | None) -> tuple[Place, ...]:
 
 
 def _costs(site: list[Attention], subject: Subject, seconds: float) -> Iterator[Finding]:
-    """What the calls of one line cost that they need not."""
+    """Avoidable costs of the calls of one line."""
     call, many = site[0], len(site)
     long = prod(call.q[:-2]) * _LONG**2 * call.dtype.itemsize
     if call.stores_scores and call.kind != "flex":
@@ -120,7 +120,7 @@ def _hidden(watcher: Watcher, subject: Subject, batch: Any) -> Iterator[Finding]
 
 
 def _seen(calls: list[Attention], subject: Subject, batch: Any) -> Iterator[Finding]:
-    """Who sees whom: documents, padding and later tokens."""
+    """Pairs that are visible and must not be: documents, padding and later tokens."""
     tokens = subject.tokens(batch)
     if tokens is None:
         return
@@ -185,7 +185,7 @@ class _Visible:
             )
 
     def _first(self, groups: Tensor) -> tuple[Place, ...]:
-        """Where the first module whose results change is written, if the batch can be probed by module."""
+        """Line of the first module whose results change, if the batch can be probed by module."""
         if not isinstance(self.batch, dict) or self.name not in ("input_ids", "inputs_embeds", "x"):
             return ()
         leaks = probe(self.subject.model, self.batch, groups).leaks
@@ -198,7 +198,7 @@ class _Visible:
         return ()
 
     def _changed(self, groups: Tensor, only: int | None) -> str | None:
-        """Whose results change with other tokens of a group: a sentence, or None."""
+        """Say whose results change with other tokens of a group: a sentence, or None."""
         subject, batch, name = self.subject, self.batch, self.name
         tokens = subject.named(batch)[name]
         key = "x" if tokens.is_floating_point() else "input_ids"

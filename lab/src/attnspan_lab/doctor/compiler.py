@@ -1,4 +1,4 @@
-"""What torch.compile does while a model runs, from the structured log that torch writes for its tools."""
+"""Log of torch.compile while a model runs, from the structured log that torch writes for its tools."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Recompile:
 
     @property
     def kind(self) -> str:
-        """ "size", "number" (a Python number or an attribute), or "other"."""
+        """One of "size", "number" (a Python number or an attribute) and "other"."""
         if "size mismatch" in self.guard or ".size()" in self.guard or "shape[" in self.guard:
             return "size"
         if "___check_global_state" in self.guard or "rank mismatch" in self.guard:

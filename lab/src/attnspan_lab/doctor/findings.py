@@ -1,4 +1,4 @@
-"""What the doctor says: findings with evidence, cause and remedy, as plain data."""
+"""Findings of the doctor, with evidence, cause and remedy, as plain data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = [
 
 
 class Kind(NamedTuple):
-    """How bad a kind of finding is, and what mostly causes and mends it."""
+    """Severity of a kind of finding, with its usual cause and remedy."""
 
     severity: str
     cause: str = ""
@@ -175,7 +175,7 @@ class Finding:
 
     @property
     def severity(self) -> str:
-        """ "stops", "wrong", "compile", "slow" or "note"."""
+        """One of "stops", "wrong", "compile", "slow" and "note"."""
         return KINDS[self.kind].severity
 
     @property

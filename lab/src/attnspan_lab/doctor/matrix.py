@@ -146,7 +146,7 @@ def run_cells(
 
 
 def _read(path: Path, count: int) -> list[str]:
-    """What a rank said of each cell; it says all at the end, or nothing."""
+    """Read what a rank said of each cell; it says all at the end, or nothing."""
     return path.read_text().split("\0") if path.exists() else ["the process of a rank ended"] * count
 
 
@@ -159,7 +159,7 @@ def _rank(rank: int, folder: str, cells: list[Cell], attention: str, backend: st
 
 
 def _run(cell: Cell, attention: str, backend: str, subject: Subject | None) -> str:
-    """What failed, or ""."""
+    """Run a cell; the failure, or ""."""
     torch._dynamo.reset()
     try:
         if subject is not None:

@@ -50,7 +50,7 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def compare_ranks(subject: Subject) -> Iterator[Finding]:
-    """What differs between ranks, and between many and one. The subject's factory is loaded by each rank."""
+    """Differences between ranks, and between many and one. The subject's factory is loaded by each rank."""
     with tempfile.TemporaryDirectory(prefix="attnspan-ranks-") as folder:
         context = get_context("spawn")
         processes = [

@@ -49,7 +49,7 @@ def _relative(file: str) -> str:
 
 
 def facts_of(diagnosis: Diagnosis) -> list[tuple[str, str]]:
-    """What was measured, as headings and texts."""
+    """Measured figures, as headings and texts."""
     eager, compiled = diagnosis.facts.get("eager", {}), diagnosis.facts.get("compiled", {})
     found = []
     if eager:
@@ -180,7 +180,7 @@ def _measured(diagnosis: Diagnosis) -> Section | None:
 
 
 def _timeline(diagnosis: Diagnosis) -> Section | None:
-    """When what was compiled, and how long the steps took."""
+    """Timeline of compilations and steps."""
     facts = diagnosis.facts.get("compiled", {})
     events = facts.get("timeline", [])
     if not events:

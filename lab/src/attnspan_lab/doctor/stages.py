@@ -73,13 +73,13 @@ def _timed(subject: Subject, batch: Any) -> float:
 
 
 def _sites(calls: list[Attention]) -> list[list[str]]:
-    """Which kernel ran at each line, and how often."""
+    """Kernel that ran at each line, and how often."""
     found = Counter((str(x.place or "?"), x.kernel or f"{x.kind}, which stores all scores") for x in calls)
     return [[place, kernel, str(count)] for (place, kernel), count in found.items()]
 
 
 def _picture(calls: list[Attention]) -> list[str] | None:
-    """Which keys the first batch row of the last call sees, a string of 0 and 1 for each row."""
+    """Keys that the first batch row of the last call sees, a string of 0 and 1 for each row."""
     shown = [x.visible for x in calls if x.visible is not None and max(x.visible.shape[1:]) <= 256]
     return ["".join("01"[int(x)] for x in row) for row in shown[-1][0].tolist()] if shown else None
 

@@ -81,7 +81,7 @@ def compiled_form(model: nn.Module, backend: str, dynamic: bool | None = None) -
 
 
 def outcome_of(subject: Subject, model: Callable[..., Any], batch: Any) -> Outcome:
-    """What a step computes, with random numbers of one seed."""
+    """Run a step with random numbers of one seed, and return what it computes."""
     torch.manual_seed(0)
     results = subject.step(model, batch)
     return Outcome({k: x.detach().double().clone() for k, x in results.items()}, subject.gradients())

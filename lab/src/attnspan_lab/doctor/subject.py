@@ -1,4 +1,4 @@
-"""What is examined: a model and its batches, from a factory, a class of a library, or a script."""
+"""Subject of an examination: a model and its batches, from a factory, a class of a library, or a script."""
 
 from __future__ import annotations
 

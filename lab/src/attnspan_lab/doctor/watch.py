@@ -88,7 +88,7 @@ class Attention:
 
 @dataclass
 class _Tag:
-    """What is known of a storage."""
+    """Facts known of a storage."""
 
     made: Place | None
     seconds: float
@@ -231,7 +231,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _on_scores(
         self, name: str, inputs: list[Tensor], outs: list[Tensor], call: Attention, place: Place | None
     ) -> None:
-        """What is done to scores, or to the weights that softmax makes of them."""
+        """Follow an operator on scores, or on the weights that softmax makes of them."""
         own = [x for x in inputs if (t := self._tags.get(_storage(x))) is not None and t.scores is call]
         pairs = own[0].shape[-2:] if own[0].dim() > 1 else ()
         for x in inputs:
@@ -398,7 +398,7 @@ def _named(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def _refused(args: Any, kwargs: Any) -> str:
-    """What fused kernels refuse in a call of torch's function, as far as its arguments tell."""
+    """Say what fused kernels refuse in a call of torch's function, as far as its arguments tell."""
     names = ("query", "key", "value", "attn_mask", "dropout_p")
     given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
     q, k, v, mask = given["query"], given["key"], given["value"], given.get("attn_mask")

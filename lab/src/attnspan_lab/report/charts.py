@@ -1,4 +1,4 @@
-"""What every chart is made of: data for Plotly without a theme, and words for those who do not see it."""
+"""Parts of every chart: data for Plotly without a theme, and words for those who do not see it."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def _ratio_hover(cell: Cell, run: Run) -> str:
 
 
 def roofline_section(results: Results, palette: Palette) -> Section | None:
-    """What each call reached, under what the machine can do; None where no ceiling was measured."""
+    """Rate of each call under the ceiling of the machine; None where no ceiling was measured."""
     roof, charts = results.roof, []
     if roof is None:
         return None

@@ -130,7 +130,7 @@ class Page:
 
 
 def _title(results: Results) -> str:
-    """What was measured, and where."""
+    """Title: what was measured, and on which machine."""
     families = list(dict.fromkeys(cell.workload.family for cell in results.cells))
     parts = families[:_MOST_NAMES] + (["more"] if len(families) > _MOST_NAMES else [])
     parts += ["training steps"] if results.training else []

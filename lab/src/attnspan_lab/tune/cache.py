@@ -1,4 +1,4 @@
-"""What a search found, kept in a file: the next process on this machine reads it and does not search."""
+"""Cache of searches in a file: the next process on this machine reads it and does not search."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def entries(path: Path | None) -> list[dict[str, Any]]:
 
 
 def _machine() -> str:
-    """What the best configuration depends on: processor, usable cores and threads, GPU."""
+    """Machine, as far as the best configuration depends on it: processor, usable cores and threads, GPU."""
     found = describe_environment()
     names = ("cpu", "isa", "usable_cores", "threads", "gpu")
     return ", ".join(f"{x} {found[x]}" for x in names if found.get(x))

@@ -1,4 +1,4 @@
-"""What is measured on a GPU: the blocks of Triton's kernels, and which backend is fastest for what."""
+"""Measurements on a GPU: the blocks of Triton's kernels, and which backend is fastest for what."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ __all__ = ["BENCH", "TINY", "Sizes", "small_configuration"]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a field of a kind becomes. ``groups`` heads share one key head, where the family has that."""
+    """Values for a kind of field. ``groups`` heads share one key head, where the family has that."""
 
     layers: int = 2
     hidden: int = 64
@@ -100,7 +100,7 @@ _CONSTANTS: dict[str, Any] = {
 
 
 def _table(sizes: Sizes) -> dict[str, Any]:
-    """What the fields of each name become."""
+    """Values for the fields of each name."""
     values: list[tuple[str, Any]] = [
         (_HIDDEN, sizes.hidden),
         (_LAYERS, sizes.layers),
@@ -152,7 +152,7 @@ def _small(default: PreTrainedConfig, sizes: Sizes, changes: dict[str, Any]) -> 
 
 
 def _field(name: str, value: Any, had: dict[str, Any], sizes: Sizes, table: dict[str, Any]) -> Any:
-    """What one field becomes; None if it stays."""
+    """Value for one field; None if it stays."""
     if name in _KEY_HEADS.split():
         heads = next((had[x] for x in _HEADS.split() if isinstance(had.get(x), int)), value)
         return sizes.heads if value in (heads, 0) else sizes.heads // sizes.groups

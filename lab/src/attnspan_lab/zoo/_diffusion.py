@@ -1,4 +1,4 @@
-"""What the models of diffusers in this zoo have in common: sizes, and parts of inputs."""
+"""Common parts of the models of diffusers in this zoo: sizes, and parts of inputs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

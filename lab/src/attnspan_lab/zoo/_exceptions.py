@@ -1,4 +1,4 @@
-"""What the rules of the other modules get wrong, family by family."""
+"""Exceptions to the rules of the other modules, family by family."""
 
 from typing import Any
 

@@ -81,7 +81,7 @@ def image_and_text_batch(
 
 
 def _image_tokens(model: PreTrainedModel, images: dict[str, Tensor]) -> int:
-    """How many tokens one image takes."""
+    """Number of tokens of one image."""
     with torch.no_grad():
         holder: Any = model if hasattr(model, "get_image_features") else model.model
         found = holder.get_image_features(**images)

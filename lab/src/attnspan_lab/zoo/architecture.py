@@ -1,4 +1,4 @@
-"""What the zoo holds: a model that another library builds from a small random configuration."""
+"""Architecture of the zoo: a model that another library builds from a small random configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the zoo found: plain data that goes to JSON and back."""
+"""Results of the zoo: plain data that goes to JSON and back."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ _OPERATOR = "attnspan::attention"
 
 @dataclass(frozen=True)
 class Settings:
-    """What is run of each architecture.
+    """Settings of a run of each architecture.
 
     Args:
         layouts: Of those that it has.
@@ -137,7 +137,7 @@ class Keeper:
         return batch
 
     def exact(self, layout: str, tokens: int) -> tuple[Outcome, Watch] | None:
-        """What the eager implementation computes in float64, and what it chooses; None if it cannot."""
+        """Results of the eager implementation in float64, and what it chooses; None if it cannot."""
         if (layout, tokens) not in self._exact:
             found = None
             try:
@@ -325,7 +325,7 @@ def _short(error: object) -> str:
 
 
 def results(keeper: Keeper, done: Sequence[str]) -> Iterator[tuple[str, Callable[[], Cell | Generation]]]:
-    """What is to be run, by label, without what was done; and the identity wherever another one failed."""
+    """Cells to be run, by label, without those that were; and the identity wherever another one failed."""
     todo, seen = plan(keeper.layouts(), keeper.settings), set(done)
 
     def cell(key: Key) -> Cell:

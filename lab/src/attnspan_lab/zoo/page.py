@@ -94,7 +94,7 @@ def _totals(summary: Summary) -> Section | None:
 
 
 def _wrong(rows: Sequence[Row]) -> Section | None:
-    """What is wrong with attnspan; None where nothing is."""
+    """Section on what is wrong with attnspan; None where nothing is."""
     lines = tuple((Entry(row.name), Entry(what)) for row in rows for what in complaints(row))
     table = Table("A line for each finding", ("architecture", "finding"), lines, frozenset({"finding"}))
     lead = "What is not the model's own."
@@ -102,7 +102,7 @@ def _wrong(rows: Sequence[Row]) -> Section | None:
 
 
 def _errors(rows: Sequence[Row]) -> Section | None:
-    """How far results are from float64, by architecture and attention."""
+    """Distance of results from float64, by architecture and attention."""
     names = [name for name in JUDGED if name != "eager"]
     found = [row for row in rows if any(_worst(row, name) is not None for name in names)]
     if not found:

@@ -178,7 +178,7 @@ class _Process:
             self._process.wait()
 
     def row(self) -> Row:
-        """What was found."""
+        """The row that was found."""
         self._folder.cleanup()
         model, seconds = self.architecture, time.monotonic() - self.began
         return Row(

@@ -35,7 +35,7 @@ _WARM = 2  # steps before one is timed: the first compiles, the second allocates
 
 @dataclass(frozen=True)
 class SpeedSettings:
-    """How steps are measured.
+    """Settings of the timed steps.
 
     Args:
         layouts: Of those that an architecture has, the one with the harder mask is taken.

@@ -25,7 +25,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step computed.
+    """Results of a step.
 
     Attributes:
         results: Valid rows of each result, float64, by name.

@@ -71,7 +71,7 @@ _LEGEND = (
 
 
 def line_of(row: Row) -> tuple[str, ...]:
-    """What the table says of an architecture, a text for each of `COLUMNS`."""
+    """Line of the table for an architecture, a text for each of `COLUMNS`."""
     layouts = list(dict.fromkeys(x.layout for x in row.cells))
     ours = [x for x in row.cells if x.implementation == OURS]
     eager = [x for x in ours if x.mode == "eager" and not is_own(row, x)]
@@ -163,7 +163,7 @@ def headlines(summary: Summary) -> list[str]:
 
 
 def speed_line(speed: Speed) -> tuple[str, ...]:
-    """What the table says of a timed architecture, a text for each of `SPEED_COLUMNS`."""
+    """Line of the table for a timed architecture, a text for each of `SPEED_COLUMNS`."""
     steps = [speed.seconds.get(x) for x in ("sdpa", OURS)]
     peaks = [speed.peaks.get(x) for x in ("sdpa", OURS)]
     ratio = (

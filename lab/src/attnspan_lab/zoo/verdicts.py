@@ -1,4 +1,4 @@
-"""What the figures of the zoo say: whose a failure is, what is exact, what leaks, how many compile."""
+"""Verdicts on the figures of the zoo: whose a failure is, what is exact, what leaks, how many compile."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _leaks(row: Row, cell: Cell) -> bool | None:
 
 
 def complaints(row: Row, implementation: str = OURS) -> list[str]:
-    """What is wrong with an implementation in an architecture, a sentence each; nothing for a model's own."""
+    """Complaints about an implementation in an architecture, a sentence each; none for a model's own."""
     found = [f"{row.name}: {row.reason}"] if row.reason else []
     for cell in row.cells:
         if cell.implementation == implementation:

@@ -1,4 +1,4 @@
-"""What happens inside a step: the tensors that it makes, operators that run, graphs that are compiled."""
+"""Watch of a step: the tensors that it makes, operators that run, graphs that are compiled."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class Operands(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """What a program runs where it is compiled for a platform, by XLA's name of it; "" is any other one.
+    """Backend of a program where it is compiled for a platform, by XLA's name of it; "" is any other one.
 
     With a ``refusal``, that it is compiled for such a platform is an error.
     """
@@ -199,7 +199,7 @@ def _first(problem: Problem, static: Static) -> str:
 
 
 def static_for(backends: Any, static: Static) -> Static:
-    """What of a call's numbers backends read: other numbers must not make it a program of its own."""
+    """Drop static fields that no chosen backend reads; they would force a program of its own."""
     names = (backends,) if isinstance(backends, str) else backends
     if any(getattr(module_of(name), "READS_MASK", False) for name in names):
         return static

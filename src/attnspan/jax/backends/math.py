@@ -99,7 +99,7 @@ def _visible(bounds: Array, k_len: int) -> Array:
 def _bias(
     given: Operands, static: Static, fold: _Fold, visible: Array, wide: Any
 ) -> tuple[Array, Array, Array]:
-    """What is added to the scores, (B|1, Hkv, m, Sk), less each row's largest one; that; and what is visible.
+    """The bias of the scores, (B|1, Hkv, m, Sk), less each row's largest one; that one; and what is visible.
 
     A sum of a score and a large bias would lose the score. What all biases of a row share changes nothing but
     the lse.

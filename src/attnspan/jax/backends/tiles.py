@@ -1,4 +1,4 @@
-"""What backends share, of a tile of scores or of all of them: softcap, dropout, derivatives, bounds."""
+"""Parts that backends share, for a tile of scores or all of them: softcap, dropout, derivatives."""
 
 import math
 from collections.abc import Iterator
@@ -25,8 +25,9 @@ interpret = ContextVar("attnspan_interpret", default=False)
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """Run Pallas kernels as plain array code, on CPU: for tests. What was compiled outside stays what it
-    is.
+    """Run Pallas kernels as plain array code, on CPU: for tests.
+
+    What was compiled outside stays what it is.
     """
     token = interpret.set(True)
     try:
@@ -36,7 +37,7 @@ def interpreted() -> Iterator[None]:
 
 
 class InBlocks:
-    """What is cut into tiles of ``block_q`` queries and ``block_k`` keys."""
+    """Sizes that are cut into tiles of ``block_q`` queries and ``block_k`` keys."""
 
     q_len: int
     k_len: int
@@ -95,7 +96,7 @@ def gradients_of_scores(
 
 
 def common_of(dout: Any, out: Any, dlse: Any, alive: Any, wide: Any = jnp.float32) -> Any:
-    """What the gradients of a row's scores share: dlse minus the sum of dout * out, (B, H, Sq).
+    """Common term of the gradients of a row's scores: dlse minus the sum of dout * out, (B, H, Sq).
 
     Of rows that see nothing, where ``alive`` is False, dout is not read.
     """
@@ -137,7 +138,7 @@ def words_of_rows(given: Operands, q_len: int, k_len: int) -> tuple[jax.Array, j
 
 
 def illegal_rows(bounds: jax.Array, k_len: int) -> jax.Array:
-    """Which rows (B|1, H|1, Sq) hold a span outside of the keys, or one that does not follow those before."""
+    """Return whether each row (B|1, H|1, Sq) has a span beyond the keys or before its predecessor."""
     lo, hi = bounds[..., 0], bounds[..., 1]
     filled = lo < hi
     end = lax.cummax(jnp.where(filled, hi, 0), axis=3)

@@ -245,7 +245,7 @@ class _Loops:
         return self.write_rows(dq, block, rows), *rest
 
     def normalizers(self, rows: Rows, q: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What makes weights of scores: the lse, or sums anew where it is too large to tell weights apart."""
+        """Normalizers of the scores: the lse, or sums anew where it is too large to tell weights apart."""
         lse, lost = lse.real, lse.imag if jnp.iscomplexobj(lse) else None
         large = jnp.abs(lse) > _MOST_LSE
         if rows.base is not None:

@@ -41,7 +41,7 @@ def _distance(rows: Rows, keys: Keys) -> jax.Array:
 
 
 def _places(queries: jax.Array, k_index: jax.Array | None) -> jax.Array:
-    """How many keys come before each query (B|1, m), which any of them may be."""
+    """Count keys before each query (B|1, m), any of which it may see."""
     if k_index is None:
         return queries
     batch = max(queries.shape[0], k_index.shape[0])
@@ -181,7 +181,7 @@ class _Diagonals(_Plain):
         self.values = table.astype(wide)[:, columns].reshape(sizes.kv_heads, sizes.group, len(distance))
 
     def _start(self, rows: Rows, keys: Keys) -> jax.Array:
-        """Where the distances of a tile begin: those of its last query and first key."""
+        """First distance of a tile: that of its last query and first key."""
         return keys.start - rows.start + np.int32(self.sizes.q_len - self.sizes.block_q)
 
     def tile(self, rows: Rows, keys: Keys) -> jax.Array:

@@ -167,7 +167,7 @@ def keys_of(t: jax.Array, rows: Rows, given: Operands, sizes: Sizes) -> Keys:
 
 
 def kept_of(rows: Rows, keys: Keys, static: Static) -> jax.Array:
-    """Which weights of a tile dropout keeps, (B, Hkv, G, m, n)."""
+    """Return whether dropout keeps each weight of a tile, (B, Hkv, G, m, n)."""
     first, second = rows.words
     kept: jax.Array = keeps(static.dropout_p, first, second, keys.indices[:, None, None, None, :])
     return kept

@@ -1,4 +1,4 @@
-"""What all kernels share: rows and their spans, scores with their options, products that know masks.
+"""Functions that all kernels share: rows and spans, scores with options, products that know masks.
 
 Rows are those of one key head: row n is query n // GROUP under head n % GROUP of its group, so that keys and
 values are read once for all heads that share them. Scores become units of log2, for exp2.
@@ -126,7 +126,7 @@ def hash_rows(seeds, q_heads, batch, head, q_at, inside):
 
 @triton.jit
 def are_kept(first, second, k_at, threshold):
-    """Which weights dropout keeps; arguments broadcast to the tile."""
+    """Return whether dropout keeps each weight; arguments broadcast to the tile."""
     key = k_at.to(tl.uint32, bitcast=True)
     x = (((key >> 5) << 4) | (key & 15)) ^ first
     x = (x ^ (x >> 16)) * 0x7FEB352D
@@ -160,7 +160,7 @@ def load_tile(
 
 @triton.jit
 def are_visible(key, lo, hi):
-    """Which pairs one span of each row shows."""
+    """Return whether one span of each row shows each pair."""
     return (key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None])
 
 

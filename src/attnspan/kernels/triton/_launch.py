@@ -125,7 +125,7 @@ class _Given:
 def row_ranges(
     bounds: Tensor, k_len: int, *, kv_heads: int, group: int, block: int
 ) -> tuple[Tensor, int, int]:
-    """What each block of rows sees of the keys: int32 (B|1, Hkv|1, blocks, R, 4), see `_ranges`.
+    """Ranges of the keys that each block of rows sees: int32 (B|1, Hkv|1, blocks, R, 4), see `_ranges`.
 
     Returns:
         The ranges, and their strides in planes between batch rows and key heads.
@@ -143,7 +143,7 @@ def row_ranges(
 def _sizes(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, block: int, k_len: int | None = None
 ) -> dict[str, Any]:
-    """What all kernels are told of a call."""
+    """Sizes of a call that all kernels are given."""
     group, dim, v_dim = q.shape[1] // k.shape[1], q.shape[3], v.shape[3]
     k_len = k.shape[2] if k_len is None else k_len
     ranges, by_batch, by_head = row_ranges(bounds, k_len, kv_heads=k.shape[1], group=group, block=block)
@@ -168,7 +168,7 @@ def _sizes(
 
 
 def _described(x: Tensor, config: Config) -> TensorDescriptor | None:
-    """What a GPU's copy engine is told of keys or values; None where it is not asked, or cannot read them."""
+    """Descriptor of keys or values for a GPU's copy engine; None if it is not used or cannot read them."""
     size = x.element_size()
     fits = x.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in x.stride()[:3])
     if not config.descriptors or not fits or 0 in x.stride():

@@ -1,4 +1,4 @@
-"""Which keys a block of rows sees, and which rows see a block of keys: from the spans' ends, in O(S * R)."""
+"""Keys that a block of rows sees, and rows that see a block of keys: from the spans' ends, in O(S * R)."""
 
 import triton
 import triton.language as tl

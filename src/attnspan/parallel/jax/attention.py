@@ -135,7 +135,7 @@ def _marked(found: Any, claimed: Any, route: Any) -> Any:
 
 
 def _local(axes: Axes, whole: Problem, route: Route | None = None) -> Problem:
-    """What one device computes in one call of a backend."""
+    """Compute the part of one device in one call of a backend."""
     heads, batch = whole.q_heads // axes.size("heads"), whole.batch // axes.size("batch")
     # As many key heads as the kernels are given, where each device picks those that it reads.
     kv_heads = heads // math.gcd(whole.group_size, heads)
@@ -158,7 +158,7 @@ def _attend(work: Work, *args: Any) -> tuple[Array, Array]:
 
 
 def _specs(work: Work, given: Operands, route: Route | None) -> tuple[Any, ...]:
-    """How q, k and v, lse, and all that goes with them are split: as those are, by construction."""
+    """Partition specs of q, k, v, lse and all that goes with them: as those are split, by construction."""
     axes = work.axes
     dims: Any = {"sinks": ("heads",), "q_index": ("batch",), "k_index": ("batch",)}
     if work.static.bias_kind == DISTANCE:

@@ -1,4 +1,4 @@
-"""Which axes of a mesh split which dims of q, k and v."""
+"""Axes of a mesh that split the dims of q, k and v."""
 
 from __future__ import annotations
 

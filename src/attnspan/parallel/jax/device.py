@@ -1,4 +1,4 @@
-"""What one device computes, forward and backward, with the collectives between the parts of the sequence.
+"""Computation of one device, forward and backward, with the collectives between the parts of the sequence.
 
 Shapes of one device: B batch rows, H query heads, G key heads as they are held and g as they are attended
 to, N rows, S keys that it holds, D and Dv head dims.
@@ -28,7 +28,7 @@ __all__ = ["Work", "backward", "forward"]
 
 @dataclass(frozen=True)
 class Work:
-    """What is known of a call when it is traced; hashable.
+    """Static facts of a call, known when it is traced; hashable.
 
     Attributes:
         axes: Who holds what.
@@ -144,7 +144,7 @@ def _attended(work: Work, q: Array, k: Array, v: Array, given: Operands) -> Any:
 
 
 def _at_stage(work: Work, given: Operands, route: Route, stage: Any, keys: Array) -> Operands:
-    """What the backend is given for the keys of a stage."""
+    """Operands of the backend for the keys of a stage."""
     given = given._replace(bounds=route.bounds[stage])
     if work.static.dropout_p == 0 and work.static.bias_kind == 0:
         return given
@@ -157,7 +157,6 @@ def _round(work: Work, step: Callable[..., Any], total: Any, k: Array, v: Array,
     ``step(total, grads, stage, k, v, places)`` gives another total, and grads, which travel on with their
     keys; `total` is what both start from.
     """
-
     parts, axis = work.axes.size("sequence"), work.axes.sequence
     place = work.axes.places("sequence")
     turned = list(zip(place, [*place[1:], *place[:1]], strict=True))

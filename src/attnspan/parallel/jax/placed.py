@@ -48,7 +48,7 @@ class Sharded(ShardedMask):
         self._queries = self._keys = Placing(axes)
 
     def spec(self, layout: str = "bhsd", split_heads: bool = True) -> PartitionSpec:
-        """How q, k, v or the output are split.
+        """Partition spec of q, k, v or the output.
 
         Args:
             layout: "bhsd", "bshd" or "thd".
@@ -105,7 +105,7 @@ class Sharded(ShardedMask):
         return attention(self, q, k, v, **options)
 
     def explain(self) -> str:
-        """What each device computes and what crosses the network, and why; ``print`` it."""
+        """Explain what each device computes, what crosses the network, and why; ``print`` it."""
         return f"split: {self._split()}\nno keys cross the network: each device has whole sequences"
 
     def _split(self) -> str:
@@ -154,7 +154,7 @@ def shard(
 
 
 class _Frame(NamedTuple):
-    """What of a `PlacedPlan` a program is compiled for, other than shapes; hashable."""
+    """Static part of a `PlacedPlan`, for which a program is compiled; hashable."""
 
     axes: Axes
     q_len: int
@@ -195,7 +195,7 @@ class PlacedPlan(Sharded):
 
     @property
     def plan(self) -> Plan:
-        """Who attends to what; raises inside of compiled functions, which have arrays alone."""
+        """The plan that was placed; raises inside of compiled functions, which have arrays alone."""
         remedy = "Call it outside, and hand the result in"
         got = "an argument of a compiled function, which has arrays alone"
         expect(self._plan is not None, "plan", "what plan.on(...) returned", got, remedy)
@@ -208,11 +208,11 @@ class PlacedPlan(Sharded):
 
     @property
     def valid(self) -> Array:
-        """Which of these rows are no padding, bool (L, rows)."""
+        """Mask of these rows that is true for no padding, bool (L, rows)."""
         return jnp.greater_equal(self._queries.rows, 0)
 
     def explain(self) -> str:
-        """What each device computes and what crosses the network, and why; ``print`` it."""
+        """Explain what each device computes, what crosses the network, and why; ``print`` it."""
         sizes, plan = self.frame.sizes, self.plan
         room = f"room for {sizes.keys:,} keys that a device attends to, {sizes.rows:,} of them on their way\n"
         return f"split: {self._split()}\n{room if sizes.keys else ''}{plan.explain()}"

@@ -71,7 +71,7 @@ def _capacity(needed: int, most: int, before: int) -> int:
 
 
 class Exchange(NamedTuple):
-    """Which keys go where, for each device.
+    """Keys that each device sends and receives.
 
     Attributes:
         keys: int32 (p, K), global numbers of the keys that it attends to.
@@ -95,7 +95,7 @@ class Exchange(NamedTuple):
 
 
 class Route(NamedTuple):
-    """What all devices must know, a pytree. Of all arrays but `rows` and `keys`, (E, C) come first.
+    """Index arrays that all devices need, a pytree. Of all arrays but `rows` and `keys`, (E, C) come first.
 
     Attributes:
         bounds: int32 (stages, p, H|1, n, R, 2), on the keys of each stage. An exchange has one stage, a ring
@@ -118,7 +118,7 @@ class Route(NamedTuple):
         return int(self.bounds.shape[0] * self.bounds.shape[3])
 
     def specs(self, axes: Axes) -> Route:
-        """How its arrays are split: as q, k and v are."""
+        """Partition specs of its arrays: as q, k and v are split."""
         return jax.tree.map(lambda x: axes.spec_of(x.shape, *_DIMS[: x.ndim]), self)  # type: ignore[no-any-return]
 
     def own(self) -> Route:
@@ -138,7 +138,7 @@ def flat_rows(layout: Layout) -> Ints:
 
 
 def place_table(axes: Axes, table: Ints) -> jax.Array:
-    """What `flat_rows` found, split as q is."""
+    """Split the table of `flat_rows` as q is split."""
     return _place(axes, table.shape, table.__getitem__)
 
 

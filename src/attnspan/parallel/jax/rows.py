@@ -32,7 +32,7 @@ jax.tree_util.register_pytree_with_keys(
 
 @dataclass(frozen=True)
 class Placing:
-    """Where rows go.
+    """Placement of rows on a mesh.
 
     Attributes:
         axes: Which axes of the mesh split what.

@@ -95,7 +95,7 @@ def _compare_same(want: Tensor, got: Tensor, group: Any, within: float) -> str:
 
 
 def _compare_rows(want: Tensor, parts: list[Tensor], rows: Tensor, within: float) -> tuple[str, str]:
-    """What differs, and the name of the cause."""
+    """Return the difference and the name of its cause."""
     batch, length = want.shape[:2]
     want = want.reshape(batch, length, -1).double().cpu()
     got, owner = torch.full_like(want, torch.nan), torch.full((batch, length), -1)

@@ -31,7 +31,7 @@ _SHARD = "Shard the model's inputs by layout.shard(...), and plan with its heads
 
 
 class Frame(NamedTuple):
-    """What a program is compiled for; equal for all steps of one layout's sizes.
+    """Static part of a plan, for which a program is compiled; equal for all steps of one layout's sizes.
 
     Attributes:
         mesh: The ranks.
@@ -153,7 +153,7 @@ class MeshPlan(ShardedMask):
 
     @property
     def valid(self) -> Tensor:
-        """Which local rows are no padding, (L, n) bool."""
+        """Mask of local rows that is true for no padding, (L, n) bool."""
         return self.q_index >= 0  # type: ignore[no-any-return]
 
     def attention(

@@ -1,4 +1,4 @@
-"""How ranks exchange rows and compare what they do: subgroups, one kind of collective, kept buffers.
+"""Exchange of rows between ranks, and comparison of what they do: subgroups, collectives, kept buffers.
 
 Every exchange is an all-to-all with uneven parts on the subgroup that talks: a step of a ring is one whose
 parts but one are empty. So there is one kind of collective, in the same order on all ranks.
@@ -74,7 +74,7 @@ def counted_bytes() -> Iterator[Counts]:
 
 
 class Pending:
-    """What an exchange under way will bring; its buffers live as long as it does."""
+    """Result of an exchange under way; its buffers live as long as it does."""
 
     def __init__(self, received: Any, sent: Any = None, work: Any = None, group: Any = None, phase: str = ""):
         self._received, self._sent, self._work = received, sent, work
@@ -156,8 +156,9 @@ def raise_broken(group: Any, phase: str, error: Exception) -> NoReturn:
 
 
 class Scratch:
-    """Buffers of one call by name, kept for the next call of the same ranks. Devices have an allocator that
-    does so.
+    """Buffers of one call by name, kept for the next call of the same ranks.
+
+    Devices have an allocator that does so.
 
     A name may be used again in a call once nothing reads or writes what it stood for.
     """

@@ -25,7 +25,7 @@ __all__ = ["Done", "Given", "Gradients", "backward", "forward", "merged"]
 
 
 class Given(NamedTuple):
-    """What a rank is to compute.
+    """Inputs of a rank's computation.
 
     Args:
         tables: Its plan, with tensors.
@@ -57,7 +57,7 @@ class Given(NamedTuple):
 
 
 class Done(NamedTuple):
-    """What forward found, and the gradients that came in.
+    """Results of the forward pass, and the gradients that came in.
 
     Args:
         dout: Shape (B, H, N, Dv).
@@ -263,7 +263,7 @@ class _OptionSums:
 
 
 def _bias_at(options: Options, heads: slice) -> tuple[slice, ...]:
-    """Where the heads are in the bias: (H, n) by distance, (B|1, H) of slopes."""
+    """The dim of the heads in the bias: (H, n) by distance, (B|1, H) of slopes."""
     return (heads,) if options.bias_kind == DISTANCE else (slice(None), heads)
 
 
@@ -324,7 +324,7 @@ def _differentiate_some(
 
 
 def _some(done: Done, heads: slice) -> Done:
-    """What belongs to some of the heads."""
+    """The part of an array that belongs to some of the heads."""
     return Done(*(None if x is None else x[:, heads] for x in done))  # type: ignore[arg-type]
 
 

@@ -42,12 +42,12 @@ class Team(NamedTuple):
 
 
 def query_heads(heads: HeadSlice) -> slice:
-    """Which query heads a member has."""
+    """The query heads of a member."""
     return slice(heads.q_start, heads.q_stop)
 
 
 def key_heads(heads: HeadSlice) -> slice:
-    """Which key heads it reads: neighbours, as its query heads are."""
+    """The key heads that a member reads: neighbours, as its query heads are."""
     return slice(heads.kv[0], heads.kv[-1] + 1) if heads.kv else slice(0, 0)
 
 

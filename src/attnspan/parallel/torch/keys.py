@@ -90,7 +90,7 @@ def as_rows(x: Tensor, planes: int) -> Tensor:
 
 
 class Route(NamedTuple):
-    """How the keys of the one stage of a plan come and their gradients go, and the buffers for them.
+    """Route of the keys of a plan's only stage and of their gradients, with the buffers for them.
 
     Args:
         tables: Of this rank. Without a transfer the group has all keys that it needs.

@@ -65,7 +65,7 @@ def sum_over(x: Tensor, ranks: RankGroups) -> Tensor:
 
 
 def global_token_count(targets: Tensor, ranks: RankGroups, *, ignore_index: int = -100) -> Tensor:
-    """How many targets of all ranks carry loss: what every rank divides its sum by.
+    """Count the targets of all ranks that carry loss: every rank divides its sum by this.
 
     Args:
         targets: This rank's targets, any shape, integers.

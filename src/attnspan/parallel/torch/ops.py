@@ -86,7 +86,7 @@ def _read(options: tuple[Any, ...]) -> Options | None:
 def _reading(
     what: str, heads: tuple[int, int], q: Tensor, v: Tensor, given: tuple[Any, ...]
 ) -> Iterator[tuple[Team, Callable[..., Given]]]:
-    """Who takes part in a call, and what the engine is to compute, given q, k and v of this rank's heads.
+    """The ranks that take part in a call, and the engine's inputs, given q, k and v of this rank's heads.
 
     Args:
         what: Which call it is; the ranks compare their calls.

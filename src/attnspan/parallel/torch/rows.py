@@ -37,7 +37,7 @@ def gather_rows(x: Tensor, layout: Layout, mesh: DeviceMesh, dim: int = 1) -> Te
 
 
 def _at(places: Tensor) -> tuple[Tensor, ...]:
-    """Where the rows (S, ...) lie among those of all ranks."""
+    """Place of each row (S, ...) among those of all ranks."""
     if places.shape[0] == 1:
         return (places[0],)
     return places.T, torch.arange(places.shape[0], device=places.device)

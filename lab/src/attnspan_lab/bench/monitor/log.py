@@ -1,4 +1,4 @@
-"""Where a monitor's records go: a journal line per step, TensorBoard now and then, a results file."""
+"""Files of a monitor's records: a journal line per step, TensorBoard now and then, a results file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a monitor reads at the boundaries of a step; each reading takes microseconds."""
+"""Readings of a monitor at the boundaries of a step; each takes microseconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is compared: each peer is adapted in a few lines, and says why it cannot do a workload."""
+"""Peers of the comparison: each is adapted in a few lines, and says why it cannot do a workload."""
 
 from collections.abc import Sequence
 

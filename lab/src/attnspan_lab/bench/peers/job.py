@@ -1,4 +1,4 @@
-"""What every peer is given: one workload's inputs, and the facts about its mask that decide who can do it.
+"""Job of a peer: one workload's inputs, and the facts about its mask that decide who can do it.
 
 Inputs are as a model makes them: (B, S, H, D) in memory, seen as (B, H, S, D).
 """

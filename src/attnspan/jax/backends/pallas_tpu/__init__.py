@@ -124,7 +124,7 @@ def _expanded(given: Operands, static: Static, q_len: int, k_len: int) -> Operan
 
 
 def vmem_bytes(problem: Problem, direction: str, block_q: int, block_k: int) -> int:
-    """What a kernel holds in vector memory, estimated.
+    """Estimate the bytes of vector memory that a kernel holds.
 
     Blocks of q, k, v (and of dout and a result) twice, because the next is copied while one is used; sums in
     float32; and of the tile itself scores, weights and what they are made of: 4 tiles of float32 forward, 6

@@ -131,7 +131,7 @@ def _finish(tile: Tile, refs: Refs) -> None:
 
 
 class Inputs(NamedTuple):
-    """What the three kernels read: the operands of the forward pass and what came of it.
+    """Operands of the three kernels: those of the forward pass and its results.
 
     ``bounds`` are those of `legal`; ``lse`` is 0 where it was infinite, and ``common`` in illegal rows.
     """
@@ -257,7 +257,7 @@ def d_bias(tile: Tile, x: Inputs) -> jax.Array:
 
 
 def _gradients(tile: Tile, refs: Refs, p: Place, masked: bool) -> tuple[Any, Any, Any, Any]:
-    """What `gradients_of_scores` gives for a tile, and what is visible."""
+    """Apply `gradients_of_scores` to a tile; also return what is visible."""
     q, k, v, dout = (refs[name][0, 0] for name in ("q", "k", "v", "dout"))
     lse, common = refs["sums"][0, 0, 0:1, :], refs["sums"][0, 0, 1:2, :]
     x, slope, shown = tile.scores(refs, p, dot(k, q, NT))
@@ -278,7 +278,7 @@ def _flat(tables: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
 
 
 def _length(scalars: Sequence[Any], lists: tables.Lists, b: Any, h: Any, i: Any) -> Any:
-    """How many blocks the list of block i has."""
+    """Number of blocks in the list of block i."""
     return scalars[0][tables.place(lists.dims, b, h, i) + lists.dims[3] - 1]
 
 

@@ -1,4 +1,4 @@
-"""How the TPU's kernels are given their operands: one list for all of them, by name."""
+"""Operands of the TPU's kernels: one list for all of them, by name."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -91,7 +91,7 @@ def launch(
 def operands(
     tile: Tile, q: jax.Array, k: jax.Array, v: jax.Array, bounds: jax.Array, given: Operands
 ) -> dict[str, Operand]:
-    """What every kernel reads: blocks of q, k, v, of `padded_bounds`, and of the options that there are."""
+    """Operands that every kernel reads: blocks of q, k, v, of `padded_bounds`, and of the given options."""
     runs, bq, bk = bounds.shape[3], tile.block_q, tile.block_k
     found = {
         "q": of_rows(tile, q),

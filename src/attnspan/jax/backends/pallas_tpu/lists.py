@@ -1,4 +1,4 @@
-"""Which blocks of keys a block of queries touches, and the other way round, as tables that kernels prefetch.
+"""Blocks of keys that a block of queries touches, and the other way round, as tables that kernels prefetch.
 
 The spans of a block of rows lie in a few intervals of key blocks (usually one, two with global keys). A
 kernel's grid has a step for each block of the longest list, so blocks outside of the intervals are neither
@@ -93,7 +93,7 @@ def blocks(bounds: jax.Array, k_len: int, block_q: int, block_k: int) -> Blocks:
 
 
 def place(dims: tuple[int, ...], b: Any, h: Any, i: Any) -> Any:
-    """Where the intervals of block i of a batch row and a head begin in flat tables of the shape `dims`."""
+    """Start of the intervals of block i of a batch row and a head in flat tables of the shape `dims`."""
     batch, heads, count, groups = dims
     row = (b if batch > 1 else 0) * heads + (h if heads > 1 else 0)
     return (row * count + i) * groups

@@ -30,7 +30,7 @@ NN = (((1,), (0,)), ((), ()))
 
 
 class Place(NamedTuple):
-    """Where a tile lies: batch row, query head, key head, block of queries, block of keys; scalars."""
+    """Place of a tile: batch row, query head, key head, block of queries, block of keys; scalars."""
 
     b: Any
     h: Any
@@ -64,7 +64,7 @@ class Tile(InBlocks):
         return found
 
     def visible(self, refs: Refs, p: Place) -> Any:
-        """Which row sees which key, bool (block_k, block_q); all False in rows behind the end."""
+        """Return whether each row sees each key, bool (block_k, block_q); False in rows behind the end."""
         rows = refs["rows"]
         keys = p.j * self.block_k + jax.lax.broadcasted_iota(jnp.int32, (self.block_k, self.block_q), 0)
 
@@ -123,7 +123,7 @@ class Tile(InBlocks):
         return p.j * self.block_k + jax.lax.broadcasted_iota(jnp.int32, (self.block_k, 1), 0)
 
     def keep(self, refs: Refs, p: Place) -> Any:
-        """Which weights dropout keeps, bool (block_k, block_q)."""
+        """Return whether dropout keeps each weight, bool (block_k, block_q)."""
         words = refs["words"]
         first, second = words[0, 0, 0:1, :], words[0, 0, 1:2, :]
         return keeps(self.static.dropout_p, first, second, self.k_index(refs, p))
@@ -146,5 +146,5 @@ def only(x: Any, which: Any) -> Any:
 
 
 def some(visible: Any, axis: int) -> Any:
-    """Which keys (axis 1) or rows (axis 0) of a tile of bits have a pair."""
+    """Return whether each key (axis 1) or row (axis 0) of a tile of bits has a pair."""
     return jnp.where(visible, 1.0, 0.0).max(axis, keepdims=True) > 0

@@ -1,4 +1,4 @@
-"""Which blocks of keys a block of queries visits, and the other way round: O(S * R) arithmetic on bounds.
+"""Blocks of keys that a block of queries visits, and the other way round: O(S * R) arithmetic on bounds.
 
 Legend: b batch or 1, h heads or 1, m blocks of queries, n blocks of keys, r runs.
 """
