@@ -52,8 +52,9 @@ def main() -> None:
         named = f"xla tiles, float32, {name}, S={LENGTH}, H={HEADS}, D={HEAD_DIM}"
         candidates = list(product(SIDES, SIDES))
         found = tuned(named, make_call, candidates, default, seconds=60, check=check, device=JaxDevice("cpu"))
-        ratio = found.ratio and f"{found.ratio.median:.2f} [{found.ratio.low:.2f}, {found.ratio.high:.2f}]"
-        print(f"{name}: {found.config} instead of {default}, {ratio or ''} times as fast; {found.reason}")
+        r = found.ratio
+        gain = f", {r.median:.2f} [{r.low:.2f}, {r.high:.2f}] times as fast" if r else ""
+        print(f"{name}: {found.config} instead of {default}{gain}; {found.reason}")
 
 
 if __name__ == "__main__":
