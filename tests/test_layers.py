@@ -1,6 +1,7 @@
 """Imports point one way; tests/test_one_framework.py imports the package without any framework."""
 
 import ast
+import re
 from pathlib import Path
 
 import attnspan
@@ -149,3 +150,22 @@ def test_imports_within_the_lab_point_one_way():
 def test_the_library_does_not_know_the_lab():
     found = [path for path, parts in _modules() if any("attnspan_lab" in x for x in _imports(path, parts))]
     assert not found
+
+
+PRIVATE = re.compile(
+    r"torch\._(C|dynamo|functorch|inductor|library|ops|subclasses|assert_async|check)\b"
+    r"|torch\.fx\.experimental|torch\.utils\._|torch\.utils import _"
+)
+# Rooms below torch look names up where it is loaded; torchtitan's own patch is of a private module.
+MAY_BE_PRIVATE = {"torch/compat.py", "base/arrays.py", "base/plain.py", "base/recorded.py", "masks/bounds.py"}
+
+
+def test_private_names_of_torch_stand_in_one_module():
+    found = []
+    for path, _ in _modules():
+        name = path.relative_to(PACKAGE).as_posix()
+        # A docstring's example may use anything.
+        lines = (x for x in path.read_text().splitlines() if ">>>" not in x)
+        if name not in MAY_BE_PRIVATE and any(PRIVATE.search(x) for x in lines):
+            found.append(name)
+    assert found == []

@@ -13,7 +13,7 @@ from attnspan.call.options import dense_bias
 from attnspan.errors import DtypeError, ShapeError, expect
 from attnspan.masks import Mask, Prepared, causal, from_block_mask, from_dense, keys
 from attnspan.masks.bounds import Spans
-from attnspan.torch import attention
+from attnspan.torch import attention, compat
 from attnspan.torch._backends import torchs_backend
 from attnspan.torch._sdpa import of_causal_bias
 
@@ -82,7 +82,7 @@ def attend(
         return _parallel_config.attend(query, key, value, attn_mask=attn_mask, **options)
     if torch.compiler.is_compiling():  # Mochi's lengths are data, of which the compiler would know no limit.
         for x in (query, key):
-            torch._check(x.shape[1] <= MAX_LENGTH)  # type: ignore[no-untyped-call]
+            compat.check_size(x.shape[1] <= MAX_LENGTH)
     mask, bias = read_mask(attn_mask, query, key)
     q_index = None
     if is_causal:

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from attnspan.errors import ShapeError, expect
 from attnspan.parallel import Strategy
+from attnspan.torch.compat import pytree
 
 from ._diffusers_plans import Rows, TokenPlan
 from ._diffusers_rows import attend_rows, cut, entered, gather, share
@@ -120,7 +120,7 @@ class Parallel(_Shared):
         return (), inputs
 
     def _entered(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        sizes = [n for x in tree_leaves(inputs) if isinstance(x, Tensor) for n in (x.ndim, *x.shape)]
+        sizes = [n for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor) for n in (x.ndim, *x.shape)]
         first = inputs["hidden_states"]
         found = {"hidden_states": entered(first, self.whole, sizes)}
         for name, x in inputs.items():

@@ -23,7 +23,7 @@ from attnspan.call.options import dense_bias
 from attnspan.errors import DtypeError, ShapeError, expect
 from attnspan.masks import Mask, Prepared, causal, documents, from_dense, full, window
 from attnspan.masks.bounds import Spans
-from attnspan.torch import attention
+from attnspan.torch import attention, compat
 from attnspan.torch._backends import torchs_backend
 from attnspan.torch._sdpa import of_causal_bias
 from attnspan.torch.dtensor import ShardedMask
@@ -222,7 +222,7 @@ def _spans(written: Tensor, k_len: int) -> Spans:
         got = int(lowered_for)
         expect(got == k_len, "attention_mask", "a mask for {} keys", got, remedy, k_len, error=ShapeError)
     else:
-        torch._assert_async(lowered_for == k_len, "attention_mask of another number of keys")  # type: ignore[no-untyped-call]
+        compat.assert_async(lowered_for == k_len, "attention_mask of another number of keys")
     return spans
 
 

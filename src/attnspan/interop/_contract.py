@@ -8,10 +8,9 @@ from typing import Any, NamedTuple, get_args, get_origin
 
 import torch
 from torch import Tensor
-from torch._library.infer_schema import SUPPORTED_PARAM_TYPES, tuple_to_list
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnspan.errors import OptionError, _Explained, expect
+from attnspan.torch import compat
 
 Declaration = str | Callable[..., Tensor]
 Declarations = Declaration | Sequence[str] | Mapping[str, Declaration]
@@ -102,7 +101,7 @@ def read_parameters(kernel: Callable[..., Any], schema: str | None, varying: Seq
 
 def _from_schema(schema: str) -> Iterator[Parameter]:
     try:
-        arguments = torch._C.parse_schema(f"kernel({schema}) -> ()").arguments
+        arguments = compat.parse_schema(f"kernel({schema}) -> ()").arguments
     except RuntimeError as error:
         expected, got = "arguments in torch's schema language", f"{schema!r} ({str(error).splitlines()[0]})"
         remedy = "Write for example 'Tensor q, Tensor k, Tensor v, float? softmax_scale=None'"
@@ -164,8 +163,8 @@ def _annotated(annotation: Any) -> str | None:
         inner = _annotated(arguments[arguments[0] is NoneType])
         return None if inner is None else inner + "?"
     if get_origin(annotation) is tuple:
-        annotation = tuple_to_list(annotation)
-    found = SUPPORTED_PARAM_TYPES.get(annotation)
+        annotation = compat.tuple_to_list(annotation)
+    found = compat.parameter_types().get(annotation)
     return found if found in _PLAIN else None
 
 
@@ -264,7 +263,7 @@ class Outputs:
         if found is None:
             if len(self._made) >= _MOST_KINDS:
                 self._made.clear()
-            with FakeTensorMode() as mode:
+            with compat.FakeTensorMode() as mode:
                 fakes = {
                     name: mode.from_tensor(x) if isinstance(x, Tensor) else x for name, x in read.items()
                 }

@@ -13,7 +13,8 @@ import sympy
 import torch
 from jax import export
 from torch import SymInt, Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from attnspan.torch import compat
 
 from ._functions import Call, find, pin
 from ._programs import Program
@@ -91,7 +92,7 @@ class _Sizes:
             if not (x.is_polynomial(*x.free_symbols) and x.free_symbols <= values.keys()):
                 values.setdefault(x, n)
         self._values = {f"n{i}": n for i, n in enumerate(values.values())}
-        least = [f"{name} >= 2" for name, n in self._values.items() if statically_known_true(n >= 2)]
+        least = [f"{name} >= 2" for name, n in self._values.items() if compat.statically_known_true(n >= 2)]
         variables = export.symbolic_shape(", ".join(self._values) + ",", constraints=least)
         self._variables = dict(zip(values, variables, strict=True))
         self.shapes = [tuple(self._as_jax(n) for n in shape) for shape in shapes]

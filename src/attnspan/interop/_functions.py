@@ -20,11 +20,11 @@ from typing import Any
 
 import jax
 import numpy as np
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from attnspan.call.backend import asked
 from attnspan.errors import DtypeError, expect
+from attnspan.torch.compat import pytree
 
 from ._convert import check_devices, jax_dtype
 from ._programs import Program

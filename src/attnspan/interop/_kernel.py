@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from attnspan.errors import expect
+from attnspan.torch import compat
 from attnspan.torch.ops import below_autograd
 
 from ._contract import Outputs, Parameters, address, as_tuple, expect_declared, names_in, names_of
@@ -168,7 +169,7 @@ def _define_forward(
         # As in compiled code, where inputs have no history: a kernel may ask and then work in another way.
         values = tuple(x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in values)
         # Autocast ends here, in eager mode as in compiled code, which runs without it.
-        with torch._C._DisableAutocast():
+        with compat.DisableAutocast():
             returned = parameters.call(kernel, map(outputs.conform, values))
         named = dict(zip(parameters.names, values, strict=True))
         found = outputs.verify(returned, named) if check else as_tuple(returned)
@@ -193,7 +194,7 @@ def _define_backward(
             if output in derivative.incoming and named[f"d{output}"] is None:
                 named[f"d{output}"] = torch.zeros(shape, dtype=dtype, device=device)
         named |= zip(parameters.names, parameters.plain(map(named.get, parameters.names)), strict=True)
-        with torch._C._DisableAutocast():
+        with compat.DisableAutocast():
             conforming = {name: outputs.conform(x) for name, x in named.items()}
             return derivative.gradients(conforming, values[-1])
 

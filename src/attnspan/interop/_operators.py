@@ -6,14 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.autograd_function import (  # type: ignore[attr-defined]
-    enable_single_level_autograd_function,
-)
 from torch.autograd import forward_ad
 
+from attnspan.torch import compat
 from attnspan.torch.ops import below_autograd, has_tangent, single_level
 
-Op = torch._ops.OpOverload
+Op = compat.OpOverload
 
 
 def define(
@@ -55,11 +53,11 @@ def differentiate(
             raise NotImplementedError(
                 f"forward-mode derivatives of {op}: expected reverse mode, got a dual tensor. {forward_mode}."
             )
-        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(tensors)):
+        if not (torch.is_grad_enabled() and compat.any_requires_grad(tensors)):
             return below_autograd(op, keyset, inputs)
-        if torch._C._are_functorch_transforms_active():
+        if compat.are_functorch_transforms_active():
             # torch.func has peeled its level off; one plain node is left to record.
-            with enable_single_level_autograd_function():
+            with compat.enable_single_level_autograd_function():
                 return finish(inner(keyset, inputs, *tensors))
         return finish(record(keyset, inputs, *tensors))
 
@@ -93,10 +91,10 @@ def refuse_derivative(
 @contextmanager
 def with_autograd() -> Iterator[None]:
     """Autograd inside an operator, where torch has switched it off."""
-    key = torch._C.DispatchKey
-    excluded = torch._C._dispatch_tls_local_exclude_set()
+    key = compat.DispatchKey
+    excluded = compat.excluded_keys()
     for x in (key.AutogradFunctionality, key.AutogradOther, key.AutogradNestedTensor, key.ADInplaceOrView):
         excluded = excluded.remove(x)
-    included = torch._C._dispatch_tls_local_include_set()
-    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+    included = compat.included_keys()
+    with compat.ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
         yield

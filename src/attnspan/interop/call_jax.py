@@ -10,15 +10,14 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from attnspan.base.installed import require
 from attnspan.base.plain import check_plain
 from attnspan.errors import expect
+from attnspan.torch import compat
 from attnspan.torch._watched import constant_when_traced, is_watched
+from attnspan.torch.compat import pytree
 from attnspan.torch.ops import below_autograd
 
 from ._operators import Op, define, differentiate, refuse_derivative
@@ -76,7 +75,7 @@ def call_jax(fn: Callable[..., Any], /, *args: Any, **static: Any) -> Any:
         check_plain("call_jax: argument", x)
     call = functions.Call(fn, spec, leaves, [(x.dtype, x.dim(), x.device) for x in tensors])
     if is_watched() or not all(type(x) in _PLAIN for x in tensors):
-        results = call_op(tensors, call.handle if get_proxy_mode() is None else functions.pin(call))
+        results = call_op(tensors, call.handle if compat.get_proxy_mode() is None else functions.pin(call))
     elif torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         results = list(_record(None, call, *tensors))[:-1]  # type: ignore[no-untyped-call]
     else:
@@ -127,7 +126,7 @@ def _in_graph(fn: Any, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
 
 def _number(x: Any) -> Any:
     """A static number as it is now, where the compiler would make a symbol of one that varies."""
-    return guard_scalar(x) if isinstance(x, (int, float)) and not isinstance(x, bool) else x
+    return compat.guard_scalar(x) if isinstance(x, (int, float)) and not isinstance(x, bool) else x
 
 
 def _described(spec: Any) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from attnspan.call import Problem
 from attnspan.kernels import Choice, SlowPathWarning, choose, cpu, flex, triton, vendor
 from attnspan.kernels import math as math_kernel
 
+from . import compat
 from ._watched import constant_when_traced
 
 __all__ = ["MODULES", "candidates", "choose_backend", "torchs_backend", "warn_if_slow"]
@@ -31,10 +32,9 @@ _warned: set[str] = set()
 
 def _math_alone() -> bool:
     """Whether `torch.nn.attention.sdpa_kernel` leaves torch's own attention its math backend alone."""
-    may = torch._C
-    others = may._get_flash_sdp_enabled() or may._get_mem_efficient_sdp_enabled()
-    others = others or may._get_cudnn_sdp_enabled() or may._get_overrideable_sdp_enabled()
-    return not others and may._get_math_sdp_enabled()
+    others = compat.flash_enabled() or compat.efficient_enabled()
+    others = others or compat.cudnn_enabled() or compat.overrideable_enabled()
+    return bool(not others and compat.math_enabled())
 
 
 class _Outside(ModuleType):

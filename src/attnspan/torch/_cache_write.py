@@ -13,6 +13,8 @@ from torch import Tensor
 from attnspan.base.arrays import INT32_MAX
 from attnspan.errors import DeviceError, DtypeError, ShapeError, expect
 
+from . import compat
+
 _library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "cache_write(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) lengths, Tensor k_new, Tensor v_new,"
@@ -107,7 +109,7 @@ def _limit(keep: int, slots: int) -> int:
 
 def apart(caches: tuple[Tensor, ...], new: tuple[Tensor, ...]) -> list[Tensor]:
     """The new tokens, copied if they lie in a cache: writing would change them before they are read."""
-    alias = torch._C._is_alias_of  # type: ignore[attr-defined]
+    alias = compat.is_alias_of
     return [x.clone() if any(alias(x, cache) for cache in caches) else x for x in new]
 
 
@@ -175,17 +177,17 @@ def guard(library: torch.library.Library, name: str, op: Any) -> None:
 
     def refuse_gradients(keyset: Any, *arguments: Any) -> None:
         # A cache would cut them off silently.
-        wanted = torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
+        wanted = torch.is_grad_enabled() and compat.any_requires_grad(*arguments)
         remedy = "Call the model under torch.no_grad() or inference_mode(), or detach them"
         expect(not wanted, "cache", "keys and values without gradients", "ones that require them", remedy)
-        with torch._C._AutoDispatchBelowAutograd():
-            op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+        with compat.BelowAutograd():
+            op.redispatch(keyset & compat.after_autograd, *arguments)
 
     def count_versions(keyset: Any, *arguments: Any) -> None:
         # What autograd saved before the write must be found changed in backward.
         torch.autograd.graph.increment_version(arguments[:3])
-        with torch._C._AutoDispatchBelowADInplaceOrView():
-            op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *arguments)
+        with compat.BelowInplaceOrView():
+            op.redispatch(keyset & compat.after_inplace_or_view, *arguments)
 
     library.impl(name, refuse_gradients, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
     library.impl(name, count_versions, "ADInplaceOrView", with_keyset=True)  # type: ignore[no-untyped-call]

@@ -18,6 +18,7 @@ from attnspan.errors import OptionError, expect
 from attnspan.kernels import triton
 from attnspan.masks import Mask
 
+from . import compat
 from ._attention import attention
 from ._backends import choose_backend
 from ._cache_rows import CacheRows, row_numbers
@@ -103,13 +104,13 @@ def _forward_fake(q: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> tuple[
 
 
 def _refuse_gradients(keyset: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-    wanted = torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
+    wanted = torch.is_grad_enabled() and compat.any_requires_grad(*arguments)
     remedy = "Call the model under torch.no_grad() or inference_mode(), or detach them"
     expect(
         not wanted, "PagedCache", "queries and options without gradients", "ones that require them", remedy
     )
-    with torch._C._AutoDispatchBelowAutograd():
-        return _forward_op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)  # type: ignore[no-any-return]
+    with compat.BelowAutograd():
+        return _forward_op.redispatch(keyset & compat.after_autograd, *arguments)  # type: ignore[no-any-return]
 
 
 _write_op, _forward_op = torch.ops.attnspan.paged_write.default, torch.ops.attnspan.paged_attention.default

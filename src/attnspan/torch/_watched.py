@@ -3,15 +3,16 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
 from torch.autograd import forward_ad
 
-_functorch = torch._C._are_functorch_transforms_active
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-_tracer = torch._C._get_tracing_state
-_autocast = torch._C._is_any_autocast_enabled
-_profiler = torch._C._autograd._profiler_enabled
+from . import compat
+
+_functorch = compat.are_functorch_transforms_active
+_dispatch_modes = compat.dispatch_modes
+_function_modes = compat.function_modes
+_tracer = compat.tracing_state
+_autocast = compat.is_any_autocast_enabled
+_profiler = compat.profiler_enabled
 
 
 def is_transformed() -> bool:

@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import GetAttrKey, register_pytree_node, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
-from torch.utils.data._utils.collate import default_collate_fn_map
 
 from attnspan.base.pytrees import register_pytrees
 from attnspan.errors import expect, register_raiser
 from attnspan.masks.bounds import Spans
 from attnspan.masks.encoding import CHUNK_PAIRS, encode, register_operator
 
+from . import compat
 from ._vendor import vendor_op
 from ._vmap import encode_rule
 from ._watched import constant_when_traced
+from .compat import pytree
 from .ops import forward_op
 
 __all__ = ["SAVE_OPS", "checkpoint_policy", "save_also"]
@@ -95,13 +95,13 @@ def _raise_now(kind: type[Exception], text: str) -> None:
 @cache
 def _traced(kind: type[Exception]) -> type[Exception]:
     """`kind` as an error that the compiler hands on as it is; without fullgraph it breaks the graph."""
-    from torch._dynamo.exc import Unsupported  # Loaded by the compiler alone: it takes seconds.
+    unsupported = compat.unsupported_by_compiler()
 
     def initialise(self: Any, text: str) -> None:
-        Unsupported.__init__(self, text)
+        unsupported.__init__(self, text)  # type: ignore[call-arg]
 
     body = {"__module__": kind.__module__, "__init__": initialise, "public": kind}
-    return type(kind.__name__, (kind, Unsupported), body)
+    return type(kind.__name__, (kind, unsupported), body)
 
 
 register_raiser(_raise)
@@ -112,7 +112,7 @@ def _collate(batch: list[Any], **_: Any) -> Any:
     first, *others = batch
     if all(x == first for x in others):
         return first
-    trees = [tree_flatten(x) for x in batch]
+    trees = [pytree.tree_flatten(x) for x in batch]
     alike = all(spec == trees[0][1] for _, spec in trees)
     remedy = "Make the mask of the batch from the collated arrays"
     expect(alike, "default_collate", "masks of one structure", " and ".join(map(repr, batch[:2])), remedy)
@@ -121,7 +121,7 @@ def _collate(batch: list[Any], **_: Any) -> Any:
         shapes = {tuple(x.shape) for x in column}
         expected, got = "arrays (S,) of one length", " and ".join(map(str, sorted(shapes)))
         expect(len(shapes) == 1 and column[0].ndim == 1, "default_collate", expected, got, remedy)
-    return tree_unflatten(
+    return pytree.tree_unflatten(
         [torch.stack([torch.as_tensor(x) for x in column]) for column in columns], trees[0][1]
     )
 
@@ -136,19 +136,21 @@ def _register(cls: type, flatten: Callable[..., Any], unflatten: Callable[..., A
 
     def flatten_with_keys(x: Any) -> tuple[list[Any], Any]:
         children, context = flatten_to_list(x)
-        return [(GetAttrKey(name), child) for name, child in zip(context[0], children, strict=True)], context
+        return [
+            (pytree.GetAttrKey(name), child) for name, child in zip(context[0], children, strict=True)
+        ], context
 
     def unflatten_children(children: Any, context: Any) -> Any:
         return unflatten(tuple(children), context)
 
-    register_pytree_node(
+    pytree.register_pytree_node(
         *(cls, flatten_to_list, unflatten_children),
         serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
         flatten_with_keys_fn=flatten_with_keys,
         to_dumpable_context=lambda context: context,
         from_dumpable_context=_as_tuples,
     )
-    default_collate_fn_map.setdefault(cls, _collate)
+    compat.default_collate_fn_map.setdefault(cls, _collate)
     # torch.export.load reads the example inputs of a program, which masks may be among.
     torch.serialization.add_safe_globals([cls])
 
@@ -161,7 +163,7 @@ def _as_tuples(value: Any) -> Any:
 register_pytrees(_register)
 
 #: Operators whose outputs are worth keeping: their recomputation costs most, their outputs are O(S).
-SAVE_OPS: tuple[torch._ops.OpOverload, ...] = (forward_op, vendor_op, encode_op)
+SAVE_OPS: tuple[compat.OpOverload, ...] = (forward_op, vendor_op, encode_op)
 _saved = set(SAVE_OPS)
 
 
@@ -185,6 +187,6 @@ def checkpoint_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
     return CheckpointPolicy.MUST_SAVE if op in _saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def save_also(op: torch._ops.OpOverload) -> None:
+def save_also(op: compat.OpOverload) -> None:
     """Let `checkpoint_policy` keep the results of another operator of attention."""
     _saved.add(op)

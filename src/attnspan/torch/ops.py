@@ -13,10 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.autograd_function import (  # type: ignore[attr-defined]
-    enable_single_level_autograd_function,
-)
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
@@ -24,7 +20,7 @@ from attnspan.call import check_k_len
 from attnspan.call.options import DENSE, Options
 from attnspan.kernels import cpu, triton
 
-from . import _vmap
+from . import _vmap, compat
 from ._watched import is_watched
 
 __all__ = [
@@ -271,18 +267,18 @@ class _Backward(torch.autograd.Function):
         )
 
 
-def below_autograd(op: torch._ops.OpOverload, keyset: Any, inputs: tuple[Any, ...]) -> Any:
-    below = keyset & torch._C._after_autograd_keyset
-    if torch._C._are_functorch_transforms_active():
+def below_autograd(op: compat.OpOverload, keyset: Any, inputs: tuple[Any, ...]) -> Any:
+    below = keyset & compat.after_autograd
+    if compat.are_functorch_transforms_active():
         # A Function's forward runs with derivatives off, which the outer levels of torch.func must not
         # inherit.
         with (
             torch.enable_grad(),
             forward_ad._set_fwd_grad_enabled(True),
-            torch._C._AutoDispatchBelowAutograd(),
+            compat.BelowAutograd(),
         ):
             return op.redispatch(below, *inputs)
-    with torch._C._AutoDispatchBelowAutograd():
+    with compat.BelowAutograd():
         return op.redispatch(below, *inputs)
 
 
@@ -295,7 +291,7 @@ def single_level(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return type(function.__name__, (torch.autograd.function._SingleLevelFunction,), parts).apply  # type: ignore[attr-defined,no-any-return]
 
 
-def autograd_kernel(op: torch._ops.OpOverload, function: type[torch.autograd.Function]) -> Callable[..., Any]:
+def autograd_kernel(op: compat.OpOverload, function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """The operator's kernel at the autograd key.
 
     Not torch.library.register_autograd: where no input requires a gradient, the kernel that makes drops the
@@ -311,11 +307,11 @@ def autograd_kernel(op: torch._ops.OpOverload, function: type[torch.autograd.Fun
                 f"forward-mode derivatives of {op}: expected reverse mode, which the kernel has; got a dual "
                 'tensor. Call it `with attnspan.backend("math"):` for forward mode.'
             )
-        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
+        if not (torch.is_grad_enabled() and compat.any_requires_grad(*inputs)):
             return below_autograd(op, keyset, inputs)
-        if torch._C._are_functorch_transforms_active():
+        if compat.are_functorch_transforms_active():
             # torch.func has peeled its level off before this kernel runs; one plain node is left to record.
-            with enable_single_level_autograd_function():
+            with compat.enable_single_level_autograd_function():
                 return inner(keyset, *inputs)
         return record(keyset, *inputs)
 
@@ -342,7 +338,7 @@ for _op, _rule in (
 def visible_pairs(q: Tensor, k: Tensor, bounds: Tensor) -> int:
     """Number of (query, key) pairs that a call computes; all pairs where bounds have no data (fake, meta)."""
     batch, heads, q_len, _ = q.shape
-    if isinstance(bounds, FakeTensor) or bounds.is_meta:
+    if isinstance(bounds, compat.FakeTensor) or bounds.is_meta:
         return batch * heads * q_len * k.shape[2]
     lo, hi = bounds.unbind(-1)
     repeats = (batch // bounds.shape[0]) * (heads // bounds.shape[1]) if bounds.shape[0] else 0

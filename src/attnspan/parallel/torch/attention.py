@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 from attnspan.call import Call, check_layout
 from attnspan.call.options import Given, dense_bias
@@ -17,8 +16,10 @@ from attnspan.parallel.local import LocalPlan
 from attnspan.parallel.plan import Plan
 from attnspan.parallel.rows import Evidence, Marks, check_evidence
 from attnspan.parallel.strategy import Strategy, split_heads
+from attnspan.torch import compat
 from attnspan.torch._front import TorchFront, from_bhsd
 from attnspan.torch._options import dropout_seeds
+from attnspan.torch.compat import pytree
 from attnspan.torch.dtensor import Places, ShardedMask, is_dtensor
 
 from .comm import Ranks, group_of, moved
@@ -143,7 +144,7 @@ class MeshPlan(ShardedMask):
             data, q_index = (moved(x, mesh.device_type) for x in (plan.data, plan.rows.astype("int64")))
             numbers = moved(plan.numbers, "cpu")
         # The plan of the next step has another length: no reason to compile anything.
-        torch._dynamo.maybe_mark_dynamic(data, 0)
+        compat.mark_dynamic(data, 0)
         return cls(frame, data, numbers, q_index)
 
     @property

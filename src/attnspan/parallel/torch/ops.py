@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from attnspan.call.options import Options
 from attnspan.parallel.local import decode
 from attnspan.parallel.strategy import split_heads
+from attnspan.torch import compat
 from attnspan.torch.compile import save_also
 from attnspan.torch.ops import autograd_kernel, below_autograd, readable
 
@@ -269,7 +269,7 @@ save_also(sharded_attention)
 def _flops(given: Sequence[Any], batch: int, rows: int, keys: int, dims: int) -> int:
     """2 * pairs * (D + Dv) over the visible pairs of a rank; over all pairs where the plan has no data."""
     plan, numbers, group, members, heads = given[:5]
-    if isinstance(plan, FakeTensor) or plan.is_meta:
+    if isinstance(plan, compat.FakeTensor) or plan.is_meta:
         every: int = batch * heads * rows * keys * Ranks.named(group, members).whole.size()
         return 2 * dims * every
     pairs = 0.0

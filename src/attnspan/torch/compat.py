@@ -1,0 +1,158 @@
+"""Private names of torch, as they are in 2.13; `make test-torch TORCH=...` tries another version.
+
+Where one is missing, importing `attnspan.torch` fails and names it. No other module from this room on uses a
+private name of torch's modules or of `torch._C` (tests/test_layers.py). The rooms below, which load no torch,
+look their few up where torch is loaded already (`base/arrays.py`, `base/recorded.py`, `masks/bounds.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+try:
+    from torch._functorch.autograd_function import (  # type: ignore[attr-defined]
+        enable_single_level_autograd_function,
+    )
+    from torch._ops import OpOverload
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.utils import _pytree as pytree
+    from torch.utils.data._utils.collate import default_collate_fn_map
+
+    _C: Any = torch._C
+
+    # What looks at a program.
+    are_functorch_transforms_active = _C._are_functorch_transforms_active
+    dispatch_modes = _C._len_torch_dispatch_stack
+    function_modes = _C._len_torch_function_stack
+    tracing_state = _C._get_tracing_state
+    is_any_autocast_enabled = _C._is_any_autocast_enabled
+    profiler_enabled = _C._autograd._profiler_enabled
+    any_requires_grad = _C._any_requires_grad
+    is_alias_of = _C._is_alias_of
+
+    # Kernels of operators by dispatch key.
+    DispatchKey = _C.DispatchKey
+    ForceDispatchKeyGuard = _C._ForceDispatchKeyGuard
+    DisableAutocast = _C._DisableAutocast
+    BelowAutograd = _C._AutoDispatchBelowAutograd
+    BelowInplaceOrView = _C._AutoDispatchBelowADInplaceOrView
+    after_autograd = _C._after_autograd_keyset
+    after_inplace_or_view = _C._after_ADInplaceOrView_keyset
+    excluded_keys = _C._dispatch_tls_local_exclude_set
+    included_keys = _C._dispatch_tls_local_include_set
+    parse_schema = _C.parse_schema
+
+    # Which kernels `torch.nn.attention.sdpa_kernel` allows.
+    flash_enabled = _C._get_flash_sdp_enabled
+    efficient_enabled = _C._get_mem_efficient_sdp_enabled
+    cudnn_enabled = _C._get_cudnn_sdp_enabled
+    overrideable_enabled = _C._get_overrideable_sdp_enabled
+    math_enabled = _C._get_math_sdp_enabled
+
+    assert_async: Any = torch._assert_async
+    check_size: Any = torch._check
+except (ImportError, AttributeError) as _missing:
+    raise ImportError(
+        f"attnspan: expected a torch with the private names of 2.13, got {torch.__version__}: {_missing}. "
+        "Install torch 2.13, or report this line"
+    ) from _missing
+
+__all__ = [
+    "BelowAutograd",
+    "BelowInplaceOrView",
+    "DisableAutocast",
+    "DispatchKey",
+    "FakeTensor",
+    "FakeTensorMode",
+    "ForceDispatchKeyGuard",
+    "OpOverload",
+    "after_autograd",
+    "after_inplace_or_view",
+    "any_requires_grad",
+    "are_functorch_transforms_active",
+    "assert_async",
+    "check_size",
+    "cudnn_enabled",
+    "default_collate_fn_map",
+    "dispatch_modes",
+    "dual_level",
+    "efficient_enabled",
+    "enable_single_level_autograd_function",
+    "excluded_keys",
+    "flash_enabled",
+    "function_modes",
+    "get_proxy_mode",
+    "guard_scalar",
+    "included_keys",
+    "is_alias_of",
+    "is_any_autocast_enabled",
+    "mark_dynamic",
+    "math_enabled",
+    "overrideable_enabled",
+    "parameter_types",
+    "parse_schema",
+    "profiler_enabled",
+    "pytree",
+    "statically_known_true",
+    "tracing_state",
+    "tuple_to_list",
+    "unsupported_by_compiler",
+]
+
+
+def dual_level() -> int:
+    """The level of forward-mode derivatives; below 0 outside of one."""
+    return int(forward_ad._current_level)
+
+
+def mark_dynamic(x: Any, dim: int) -> None:
+    """Mark a dim whose size the compiler may take for a constant as one that varies."""
+    torch._dynamo.maybe_mark_dynamic(x, dim)
+
+
+def unsupported_by_compiler() -> type[Exception]:
+    """The compiler's error for what it cannot trace. Loading it takes seconds: only the compiler asks."""
+    from torch._dynamo.exc import Unsupported
+
+    return Unsupported
+
+
+# What follows loads slow parts of torch, so it is loaded when asked for.
+
+
+def get_proxy_mode() -> Any:
+    """The mode in which `make_fx` records a program, or None."""
+    from torch.fx.experimental import proxy_tensor
+
+    return proxy_tensor.get_proxy_mode()
+
+
+def guard_scalar(x: Any) -> Any:
+    """A symbolic number as a plain one; the program is then guarded on it."""
+    from torch.fx.experimental import symbolic_shapes
+
+    return symbolic_shapes.guard_scalar(x)
+
+
+def statically_known_true(x: Any) -> bool:
+    """Whether a condition on symbolic sizes holds without a guard."""
+    from torch.fx.experimental import symbolic_shapes
+
+    return symbolic_shapes.statically_known_true(x)
+
+
+def parameter_types() -> Any:
+    """Annotations that the schema of an operator may have, by type."""
+    from torch._library import infer_schema
+
+    return infer_schema.SUPPORTED_PARAM_TYPES
+
+
+def tuple_to_list(annotation: Any) -> Any:
+    """An annotation of a tuple as one of a list, where there is one."""
+    from torch._library import infer_schema
+
+    return infer_schema.tuple_to_list(annotation)
