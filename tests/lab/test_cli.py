@@ -59,7 +59,7 @@ def test_show_writes_svg(attnspan: Command, tmp_path: Path) -> None:
 
 ROOT = Path(__file__).parents[2]
 SHOWN = re.findall(
-    r"^\$? ?(attnspan show .*)$",
+    r"^\$? ?(python -m attnspan show .*)$",
     (ROOT / "docs" / "masks.md").read_text(encoding="utf-8"),
     re.MULTILINE,
 )
@@ -69,7 +69,7 @@ SHOWN = re.findall(
 def test_the_commands_that_the_pages_show_run_as_they_stand(
     attnspan: Command, tmp_path: Path, line: str
 ) -> None:
-    code, out, err = attnspan(*shlex.split(line)[1:], cwd=tmp_path)
+    code, out, err = attnspan(*shlex.split(line)[3:], cwd=tmp_path)
     assert code == 0, err
     for drawn in tmp_path.iterdir():
         assert drawn.read_text(encoding="utf-8") == (ROOT / "docs" / "images" / drawn.name).read_text(
