@@ -11,7 +11,7 @@ NATIVE := $(wildcard csrc/*.cc csrc/*.h) CMakeLists.txt pyproject.toml lab/pypro
 
 help:
 	@echo "make train   train a small language model on real text for four minutes, and let it write"
-	@echo "make test    run every behaviour once, options and masks in pairs, 18 to 40 minutes on two cores"
+	@echo "make test    run every behaviour once, options and masks in pairs, 14 to 40 minutes on two cores"
 	@echo "make test-all whole products, long tests, every instruction-set level, sanitizers: hours, before a release"
 	@echo "make test-torch TORCH=2.15.0  the tests of PyTorch with another version of it, in .venv-torch-2.15.0 (3 GB of packages)"
 	@echo "make test-cuda what a compiler sees of CUDA tensors, with torch's CUDA build and without a GPU; the same environment"

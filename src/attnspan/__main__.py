@@ -121,6 +121,8 @@ def _explain(options: argparse.Namespace) -> None:
 
         from attnspan.jax import explain as explain_jax
 
+        known, wanted = hasattr(jnp, options.dtype), "an element type of JAX"
+        expect(known, "--dtype", wanted, options.dtype, "Try bfloat16")
         print(explain_jax(*(jnp.zeros(x, options.dtype) for x in (q, k, k)), mask=mask))
         return
     import torch

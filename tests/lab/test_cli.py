@@ -97,6 +97,7 @@ def test_the_page_shows_the_command_of_each_of_its_pictures() -> None:
             "No such file or directory: '/proc/nowhere",
         ),
         (["tune", "nothing"], "expected module:function, got 'nothing'"),
+        (["tune", "nowhere:f"], "expected a function of a module, got No module named 'nowhere'"),
     ],
 )
 def test_a_users_error_is_one_message_without_a_traceback(

@@ -41,7 +41,7 @@ class Mask(Node):
     _separates: ClassVar[bool] = True
     # Whether its fields are numbers and other masks alone, which then say all there is to know.
     _in_numbers: ClassVar[bool] = False
-    # Number of dims that its arrays have beside batch rows; None where their parts are unknown.
+    # Number of dims that its arrays have besides batch rows; None if their parts are unknown.
     array_dims: ClassVar[int | None] = None
 
     def may_separate(self) -> bool:

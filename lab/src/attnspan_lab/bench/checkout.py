@@ -15,7 +15,7 @@ def find_train() -> None:
     """Make ``import train`` find the reference job: in a checkout, from its folder or one below.
 
     Raises:
-        OptionError: There is none.
+        OptionError: No checkout holds the current folder.
     """
     here = Path.cwd()
     folders = [x / "examples" for x in (here, *here.parents) if (x / "examples/train/__init__.py").is_file()]

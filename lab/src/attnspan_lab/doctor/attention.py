@@ -98,7 +98,7 @@ def _hidden(watcher: Watcher, subject: Subject, batch: Any) -> Iterator[Finding]
     nan, found = watcher.first_nan, False
     for call in watcher.calls:
         rows = call.hidden
-        # Of an encoder and a decoder of one length either may be meant.
+        # If an encoder and a decoder have one length, a mask may belong to either.
         for valid in subject.masks(batch) if call.visible is not None else ():
             if valid.shape[1] == call.visible.shape[1]:  # type: ignore[union-attr]
                 rows = [(b, s) for b, s in rows if bool(valid[min(b, len(valid) - 1), s])]

@@ -43,7 +43,7 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = str(op)
         if ("attention" in name or "_softmax" in name) and "backward" not in name:
             given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim() > 1]
-            # Of q, k and v: a mask that all share may be replicated.
+            # Compare q, k and v alone: ranks may share a replicated mask.
             placed = [str(x.placements) for x in given[:3] if isinstance(x, DTensor)]
             self.seen.append((place_here(), [tuple(x.shape) for x in given], placed))
         return op(*args, **(kwargs or {}))

@@ -304,7 +304,7 @@ def _crash(errors: str, code: int, stage: str, at: str) -> Finding:
 
 def _dumped(errors: str) -> tuple[Place, ...]:
     """The user's lines of a dump by faulthandler, innermost first, or of a traceback."""
-    # Of threads, the one that failed; the main one, dumped last, where that has no Python code.
+    # Read the thread that failed. If it runs no Python code, read the main thread, which is dumped last.
     threads = re.split(r"^(?=(?:Current thread|Thread) 0x)", errors, flags=re.MULTILINE)
     failed = next((x for x in threads if x.startswith("Current") and 'File "' in x), threads[-1])
     found = re.findall(r'File "([^"\n]+)", line (\d+) in (\S+)', failed)

@@ -84,7 +84,7 @@ def swapped(name: str) -> Iterator[None]:
     instead = dict(zip(map(id, originals), SWAPS[name], strict=True))
     own = {id(x) for x in SWAPS[name]}
     bound: list[tuple[dict[str, Any], str, Any]] = []
-    # Of attnspan, only the name that users call: its own modules call each other.
+    # attnspan's own modules call each other, so only the name that users call is replaced.
     modules = [
         x
         for key, x in list(sys.modules.items())

@@ -55,7 +55,7 @@ class Attention:
         copied: Where q, k or v were copied to become contiguous, and the bytes.
         upcast: Where numbers became wider.
         softmax: Its softmax was seen.
-        keys: Which columns of the scores are keys, where sinks stand beside them.
+        keys: Columns of the scores that are keys; None if there are no sinks.
         reason: Why torch's fused kernels refuse the call.
         lines: All lines of the user's that lead to the call, "file:line".
     """

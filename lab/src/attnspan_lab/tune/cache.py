@@ -45,7 +45,7 @@ def tuned(
         name: What is tuned, with all that decides which configuration is best: shapes, dtype, direction.
         make_call, configs, default, seconds: As for `attnspan_lab.tune.search.search`.
         packages: Those whose versions matter.
-        path: The file; by default `cache_path()`. Where there is none, nothing is kept.
+        path: The file; by default `cache_path()`. If that is None, nothing is kept.
         more: Other arguments of `search`.
 
     Raises:

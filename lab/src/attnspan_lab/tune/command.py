@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from attnspan.errors import expect
+from attnspan.errors import OptionError, expect
 from attnspan_lab.console import numbers, words
 from attnspan_lab.files import write_json
 from attnspan_lab.tune.cache import cache_path, entries, tuned
@@ -42,7 +42,12 @@ def tune(
     module, _, name = target.partition(":")
     expect(name, "attnspan tune", "module:function", repr(target), "Name the function after a colon")
     sys.path.insert(0, "")
-    found = getattr(importlib.import_module(module), name)()
+    try:
+        make = getattr(importlib.import_module(module), name)
+    except (ModuleNotFoundError, AttributeError) as error:
+        got, remedy = str(error), "Run from the folder that holds the module"
+        raise OptionError(target, expected="a function of a module", got=got, remedy=remedy) from None
+    found = make()
     fits = isinstance(found, dict) and {"make_call", "configs", "default"} <= set(found)
     wanted = "a dict with make_call, configs and default"
     expect(fits, target, wanted, type(found).__name__, "Return what `search` takes")
