@@ -1,6 +1,7 @@
 """Factories that are no subjects: they raise, return junk, hang, crash, fork, or want a GPU."""
 
 import os
+import signal
 import time
 from typing import Any
 
@@ -26,6 +27,13 @@ def hangs() -> Any:
 
 def crashes() -> Any:
     os.abort()  # here
+
+
+def is_killed() -> Any:
+    """As by a system without memory: nobody writes down where it stood."""
+    end = time.monotonic() + 0.5
+    while True:
+        os.kill(os.getpid(), signal.SIGKILL) if time.monotonic() > end else time.sleep(0.01)  # here
 
 
 def exits() -> Any:

@@ -43,6 +43,7 @@ def marked(name: str) -> int:
         ("no_such_name", "subject", "got no 'no_such_name' in it"),
         ("raises_in_forward", "error", "RuntimeError: mat1 and mat2"),
         ("crashes", "crash", "signal SIGABRT"),
+        ("is_killed", "crash", "signal SIGKILL"),
     ],
 )
 def test_bad_input_is_a_finding(name: str, kind: str, said: str) -> None:
@@ -50,7 +51,7 @@ def test_bad_input_is_a_finding(name: str, kind: str, said: str) -> None:
     assert [x.kind for x in found] == [kind]
     assert said in found[0].what
     assert found[0].remedy
-    if name in ("crashes",):
+    if name in ("crashes", "is_killed"):
         assert found[0].places[0].line == marked(name)
     if name == "raises_in_forward":
         assert found[0].places[0].line == marked("_Raising")

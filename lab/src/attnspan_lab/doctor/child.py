@@ -6,15 +6,22 @@ import faulthandler
 import json
 import os
 import sys
+import threading
+import time
 import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.places import lines_in
+from attnspan_lab.doctor.places import Place, lines_in, lines_of
 from attnspan_lab.files import to_plain
 
 __all__: list[str] = []
+
+_PERIOD = 0.05  # Seconds between two looks at where the process stands.
 
 
 def _main(task: dict[str, Any]) -> None:
@@ -23,12 +30,15 @@ def _main(task: dict[str, Any]) -> None:
     faulthandler.dump_traceback_later(max(task["limit"] - 2.0, 1.0), exit=False)
     owner = os.getpid()
     with Path(task["out"]).open("a") as out:
+        lock = threading.Lock()
 
         def say(**what: Any) -> None:
             if os.getpid() == owner:  # A factory may fork.
-                out.write(json.dumps(to_plain(what)) + "\n")
-                out.flush()
+                with lock:
+                    out.write(json.dumps(to_plain(what)) + "\n")
+                    out.flush()
 
+        threading.Thread(target=_follow, args=(threading.get_ident(), say), daemon=True).start()
         say(begin="loading")
         try:
             from attnspan_lab.doctor.subject import load
@@ -46,6 +56,18 @@ def _main(task: dict[str, Any]) -> None:
         STAGES[task["stage"]](subject, say, task["backend"])
         say(end=True)
     sys.stdout.flush()
+
+
+def _follow(thread: int, say: Callable[..., None]) -> None:
+    """Tell where a thread stands, so that a crash has a line although it left no stack to read."""
+    last: list[Place] = []
+    with suppress(ValueError):  # The file is closed: the stage is done.
+        while True:
+            now = list(islice(lines_of(sys._current_frames().get(thread)), 3))
+            if now and now != last:
+                say(at=now)
+                last = now
+            time.sleep(_PERIOD)
 
 
 def _unloadable(error: BaseException, target: str) -> Finding:

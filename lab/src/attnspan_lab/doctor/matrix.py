@@ -189,7 +189,8 @@ def _compared(cell: Cell, trial: Trial | Given, want: Outcome, backend: str) -> 
         for number in range(1, len(trial.batches)):
             trial.outcome(call, number, cell.ranks)
     if log.graphs:
-        return f"another mask compiles {len(log.graphs)} graphs again"
+        reason = f": {log.recompiles[0].guard}" if log.recompiles else ""
+        return f"another mask compiles {len(log.graphs)} graphs again{reason}"
     before = counters()["forward"]["calls"]
     trial.outcome(call, 0, cell.ranks)
     ran = int(counters()["forward"]["calls"] - before)

@@ -6,13 +6,14 @@ import linecache
 import re
 import sys
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["Place", "is_direct", "is_users", "lines_here", "lines_in", "on_stack", "place_here"]
+__all__ = ["Place", "is_direct", "is_users", "lines_here", "lines_in", "lines_of", "on_stack", "place_here"]
 
 _FILE_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 # What stands on the stack between a line and an operator that is watched.
@@ -64,24 +65,22 @@ def is_users(file: str) -> bool:
     return not file.startswith(python) or "site-packages" in file
 
 
-def place_here() -> Place | None:
-    """The innermost line of the user's on the stack."""
-    frame: FrameType | None = sys._getframe(1)
+def lines_of(frame: FrameType | None) -> Iterator[Place]:
+    """Lines of the user's from a frame outwards, the innermost first."""
     while frame is not None:
         if is_users(frame.f_code.co_filename):
-            return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+            yield Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
-    return None
+
+
+def place_here() -> Place | None:
+    """The innermost line of the user's on the stack."""
+    return next(lines_of(sys._getframe(1)), None)
 
 
 def lines_here() -> list[str]:
     """All lines of the user's on the stack, the innermost first, as "file:line"."""
-    found, frame = [], sys._getframe(1)
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            found.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
-        frame = frame.f_back  # type: ignore[assignment]
-    return found
+    return [str(x) for x in lines_of(sys._getframe(1))]
 
 
 def lines_in(text: str) -> list[Place]:

@@ -204,7 +204,7 @@ class _Stage:
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     subject: str = ""
     cells: list[dict[str, str]] = field(default_factory=list)
-    threads: int | None = None
+    last_lines: tuple[Place, ...] = ()
 
     def run(self) -> None:
         """Run the process to its end, or to the limit."""
@@ -227,9 +227,7 @@ class _Stage:
                     stdin=subprocess.DEVNULL,
                     # Ctrl-C is for the parent, which ends its processes.
                     start_new_session=True,
-                    env=os.environ
-                    | _QUIET
-                    | ({"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}),
+                    env=os.environ | _QUIET,
                 )
             try:
                 code = self._wait(process)
@@ -239,14 +237,8 @@ class _Stage:
             if code is None:
                 self.findings.append(_hang(errors.read_text(errors="replace"), self.limit, self.stage, ended))
             elif code != 0 or ended != "":
-                crash = _crash(errors.read_text(errors="replace"), code, self.stage, ended)
-                self.findings.append(self._located(crash) if code < 0 and not self.threads else crash)
-
-    def _located(self, crash: Finding) -> Finding:
-        """A crash with the line where one thread alone crashes: dumps of several mix."""
-        again = replace(self, threads=1, findings=[], facts={}, cells=[])
-        again.run()
-        return next((x for x in again.findings if x.kind == "crash" and x.places), crash)
+                said = errors.read_text(errors="replace")
+                self.findings.append(_crash(said, code, self.stage, ended, self.last_lines))
 
     def _wait(self, process: subprocess.Popen[bytes]) -> int | None:
         start = time.monotonic()
@@ -267,6 +259,8 @@ class _Stage:
                 continue
             current = "" if told.get("end") else told.get("begin", current)
             self.subject = told.get("subject", self.subject)
+            if "at" in told:
+                self.last_lines = tuple(Place(**x) for x in told["at"])
             if "finding" in told:
                 self.findings.append(from_plain(Finding, told["finding"], "finding"))
             if "cell" in told:
@@ -289,17 +283,21 @@ def _hang(errors: str, limit: float, stage: str, at: str) -> Finding:
     return Finding("hang", what, _dumped(errors), stage=stage)
 
 
-def _crash(errors: str, code: int, stage: str, at: str) -> Finding:
+def _crash(errors: str, code: int, stage: str, at: str, last: tuple[Place, ...]) -> Finding:
     lines = [x for x in errors.strip().splitlines() if x.strip()] or [""]
     native = code < 0
     why = f"signal {signal.Signals(-code).name}" if native else f"exit code {code}, {lines[-1][:200]}"
+    places = _dumped(errors)
+    # Native code that writes over Python's frames leaves a dump without the innermost lines, or without any.
+    if set(places) <= set(last):
+        places = last
     cause = "A crash of native code" if native else "The code ended its process"
     remedy = ""
-    if native and "in flex_attention" in errors:
+    if native and any("flex_attention" in x.text for x in places):
         cause = "FlexAttention's compiled kernel; it loses its way in score_mods like s + x[b][h][i][j]"
         remedy = "Index what score_mod captures in one step, x[b, h, i, j], or try without it"
     what = f"The process ended while {at or 'ending'}: {why}"
-    return Finding("crash", what, _dumped(errors), cause=cause, remedy=remedy, stage=stage)
+    return Finding("crash", what, places, cause=cause, remedy=remedy, stage=stage)
 
 
 def _dumped(errors: str) -> tuple[Place, ...]:
