@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch.nn.attention import flex_attention
 
 from attnspan.call.options import Options
 from attnspan.kernels import flex
-from attnspan.torch import _backends
 
 
 @contextmanager
@@ -22,12 +20,16 @@ def eager() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
         warnings.filterwarnings("ignore", message="The .grad attribute")  # torch asks for it
         patch.setattr(flex_attention, "_validate_device", lambda *_: None)
-        patch.setitem(_backends.MODULES, "flex", SimpleNamespace(supports=_supports, forward=_forward))
+        patch.setattr(flex, "supports", _supports)
+        patch.setattr(flex, "forward", _forward)
         yield
 
 
+_supports_gpu = flex.supports
+
+
 def _supports(problem: Any) -> str | None:
-    return flex.supports(replace(problem, device="cuda"))
+    return _supports_gpu(replace(problem, device="cuda"))
 
 
 def _forward(*tensors: Any, scale: float, options: Options | None, lowered_for: Any = None) -> Any:

@@ -19,8 +19,8 @@ from attnspan.call.options import alibi
 from attnspan.errors import BackendError
 from attnspan.kernels import _offsets, vendor
 from attnspan.torch import attention, explain
-from attnspan.torch._backends import MOST_KEYS
 from attnspan.torch._vendor import vendor_op
+from attnspan.torch.choice import MOST_KEYS
 from attnspan.torch.ops import backward_op, forward_op
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="torch without CUDA: make test-cuda")

@@ -225,7 +225,7 @@ def test_dropout_draws_from_torchs_generator():
 
 @pytest.mark.parametrize("name", ["SD3", "Flux"])
 def test_one_model_and_no_other(name, monkeypatch):
-    # torch keeps for all threads together whether a mode is entered. Of two that are left in the order in which
+    # torch keeps for all threads together whether a mode is entered. Where two are left in the order in which
     # they were entered, one stays on, and the compiler's guards fail in every later test.
     for flag in (x for x in vars(_python_dispatch) if x.startswith("_is_in_")):
         monkeypatch.setattr(_python_dispatch, flag, getattr(_python_dispatch, flag))

@@ -18,7 +18,7 @@ from attnspan.call.options import Options, alibi
 from attnspan.errors import BackendError
 from attnspan.kernels import flex, triton
 from attnspan.torch import attention
-from attnspan.torch._backends import MOST_KEYS, candidates, choose_backend
+from attnspan.torch.choice import MOST_KEYS, candidates, choose_backend
 
 ON_GPU = Problem(1, 4, 2, 8, 8, 64, 64, 1, "bfloat16", "cuda")
 

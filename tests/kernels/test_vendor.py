@@ -23,8 +23,8 @@ from attnspan.call.options import alibi
 from attnspan.errors import BackendError
 from attnspan.kernels import vendor
 from attnspan.torch import _vendor, attention, checkpoint_policy, explain
-from attnspan.torch._backends import choose_backend
 from attnspan.torch._vendor import vendor_op
+from attnspan.torch.choice import choose_backend
 
 PLAIN = Problem(1, 4, 2, 8, 8, 64, 64, 1, "bfloat16", "cuda", "causal")
 

@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
+import attnspan
 from attnspan import alibi, causal, dense_bias, full, segments, window
-from attnspan.errors import DtypeError, OptionError, ShapeError
+from attnspan.errors import BackendError, DtypeError, OptionError, ShapeError
+from attnspan.kernels import cpu
 from attnspan.parallel import Layout, MeshPlan, PlanMismatchError
 from attnspan.parallel.torch import comm
 from attnspan.torch import attention
@@ -210,7 +213,8 @@ Inputs = dict[str, Tensor]
 #: What is changed of a call that fits, the error and a part of its message.
 CALLS: dict[str, tuple[dict[str, Any] | Callable[[Inputs], dict[str, Any]], type[Exception], str]] = {
     "k_index": ({"k_index": torch.arange(10)}, OptionError, "k_index with context parallelism"),
-    "backend": ({"backend": "math"}, OptionError, "backend with context parallelism: expected None, got str"),
+    "a backend of no parts": ({"backend": "vendor"}, BackendError, "vendor: it runs on NVIDIA's GPUs"),
+    "no backend": ({"backend": "cudnn"}, OptionError, "backend: expected None or one of cpu, vendor"),
     "q_index": ({"q_index": torch.arange(10)[None]}, PlanMismatchError, "the rows of the plan's layout"),
     "q_index's shape": ({"q_index": torch.arange(9)[None]}, ShapeError, r"q_index .*got \(1, 9\)"),
     "rows": (
@@ -247,6 +251,27 @@ def test_what_attention_refuses(meshes: Meshes, name: str) -> None:
     assert attention(**x, mask=plan).shape == (1, 4, 10, 16), "what is refused is the change"
     with pytest.raises(kind, match=message):
         attention(**changed, mask=plan)
+
+
+@pytest.mark.parametrize("strategy", ["exchange", "ring"])
+@pytest.mark.parametrize("how", ["argument", "block"])
+def test_the_backend_that_a_call_names_runs_its_parts(meshes: Meshes, how: str, strategy: str) -> None:
+    plan, inputs = make(meshes(1), strategy=strategy), [x.requires_grad_() for x in tensors(Q_LEN)]
+
+    def outcome(**named: Any) -> tuple[float, list[Tensor]]:
+        before = sum(x["calls"] for x in cpu.counters().values())
+        out = attention(*inputs, mask=plan, **named)
+        found = [out.detach(), *torch.autograd.grad(out.square().sum(), inputs)]
+        return sum(x["calls"] for x in cpu.counters().values()) - before, found
+
+    calls, wanted = outcome()
+    assert calls == 2
+    block: Any = attnspan.backend("math") if how == "block" else nullcontext()
+    with block:
+        calls, found = outcome(**({"backend": "math"} if how == "argument" else {}))
+    assert calls == 0
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -9,11 +9,11 @@ from eager_flex import eager
 from torch import Tensor
 
 from attnspan import causal
+from attnspan.call import Call, Problem
 from attnspan.call.options import ALIBI, Options, alibi
-from attnspan.kernels import Choice, flex, triton
-from attnspan.parallel.torch import kernel
-from attnspan.parallel.torch.kernel import Call, attend, differentiate
+from attnspan.kernels import flex, triton
 from attnspan.torch import attention
+from attnspan.torch.backends import BACKENDS, Whole
 
 WITHIN: dict[str, Any] = {
     "cpu": nullcontext,
@@ -30,8 +30,8 @@ def part_of(bounds: Tensor, start: int, stop: int) -> Tensor:
 @pytest.mark.parametrize("options", [False, True], ids=["plain", "options"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", WITHIN)
-def test_parts_merge(name: str, dtype: torch.dtype, options: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "choose_backend", lambda *_: Choice(name, {}))
+def test_parts_merge(name: str, dtype: torch.dtype, options: bool) -> None:
+    backend = BACKENDS[name]
     torch.manual_seed(0)
     sizes = (4, 12), (2, 20), (2, 20)
     q, k, v = (torch.randn(1, h, s, 16).to(dtype) for h, s in sizes)
@@ -44,19 +44,24 @@ def test_parts_merge(name: str, dtype: torch.dtype, options: bool, monkeypatch: 
         return Options(softcap=4.0, bias=slopes, bias_kind=ALIBI, **indices) if options else None
 
     ends = [(0, 9), (9, 20)]  # some rows see nothing of the second
-    calls = [Call(q, k[:, :, a:b], v[:, :, a:b], part_of(bounds, a, b), 0.25, given(a, b)) for a, b in ends]
+    problem = Problem.of(q, k, v, bounds)
+    calls = [
+        Call(q, k[:, :, a:b], v[:, :, a:b], part_of(bounds, a, b), 0.25, given(a, b), problem)
+        for a, b in ends
+    ]
     wide = [x.double().requires_grad_() for x in (q, k, v, slopes)]
     with WITHIN[name]():
         outs = [torch.empty(1, 4, 12, 16) for _ in calls]
-        lses = [attend(call, out) for call, out in zip(calls, outs, strict=True)]
+        lses = [backend.forward(call, out) for call, out in zip(calls, outs, strict=True)]
         lse = torch.stack(lses).logsumexp(0)
         out = sum(o * (part - lse).exp()[..., None] for o, part in zip(outs, lses, strict=True))
         dout = torch.randn(out.shape).to(dtype)
         found = [torch.zeros(x.shape) for x in (q, k, v)]
         of_slopes = torch.zeros(slopes.shape)
+        whole = Whole(out.to(dtype), lse, dout, None, has_more=True)
         for call, (a, b) in zip(calls, ends, strict=True):
-            grads = [torch.empty(x.shape) for x in call[:3]]
-            dbias, dsinks = differentiate(call, dout, None, out.to(dtype), lse, grads, part=True)
+            grads = [torch.empty(x.shape) for x in (call.q, call.k, call.v)]
+            dbias, dsinks = backend.backward(call, whole, grads)
             found[0] += grads[0]
             for to, x in zip(found[1:], grads[1:], strict=True):
                 to[:, :, a:b] += x
@@ -76,7 +81,6 @@ def test_parts_merge(name: str, dtype: torch.dtype, options: bool, monkeypatch: 
 
 def test_flex_compiles_itself_inside_of_an_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where the operators of context parallelism run it below autograd."""
-    monkeypatch.setattr(kernel, "choose_backend", lambda *_: Choice("flex", {}))
     monkeypatch.setattr(flex, "program", flex.program.__wrapped__)
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **k: compile_(f, **k, backend="aot_eager"))
@@ -84,11 +88,12 @@ def test_flex_compiles_itself_inside_of_an_operator(monkeypatch: pytest.MonkeyPa
     torch._dynamo.reset()
     q = torch.randn(1, 2, 32, 16)
     bounds = torch.tensor(causal().spans(32, 32).lowered.bounds)
-    call, out = Call(q, q, q, bounds, 0.25, None), torch.empty(1, 2, 32, 16)
+    problem, out = Problem.of(q, q, q, bounds), torch.empty(1, 2, 32, 16)
+    call, backend = Call(q, q, q, bounds, 0.25, None, problem), BACKENDS["flex"]
     with torch._C._AutoDispatchBelowAutograd(), torch.no_grad():
-        lse = attend(call, out)
+        lse = backend.forward(call, out)
         grads = [torch.empty_like(q) for _ in range(3)]
-        differentiate(call, torch.ones_like(q), None, out, lse, grads, part=False)
+        backend.backward(call, Whole(out, lse, torch.ones_like(q), None, has_more=False), grads)
     leaf = q.clone().requires_grad_()
     wanted = attention(leaf, leaf, leaf, mask=causal(), scale=0.25)
     torch.testing.assert_close(out, wanted)

@@ -11,7 +11,7 @@ import attnspan
 from attnspan import causal, documents, full, library, segments
 from attnspan.kernels import cpu
 from attnspan.torch import Attention, SlowPathWarning, attention, explain
-from attnspan.torch import _backends as private
+from attnspan.torch import choice as private
 
 
 def test_indices() -> None:

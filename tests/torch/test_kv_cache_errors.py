@@ -13,7 +13,7 @@ from attnspan.errors import DtypeError, ShapeError
 from attnspan.torch import PagedCache, RollingCache, StaticCache, attention
 from attnspan.torch._cache_rows import CacheRows as Cache
 from attnspan.torch._cache_write import LOST, cache_write_op, write_anywhere
-from attnspan.torch._paged import _write_op as paged_write_op
+from attnspan.torch._paged_cache import _write_op as paged_write_op
 
 # Inductor's own.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")

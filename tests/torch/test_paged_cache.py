@@ -14,7 +14,7 @@ from attnspan.errors import DtypeError, OptionError, ShapeError
 from attnspan.kernels import triton
 from attnspan.torch import PagedCache, StaticCache, attention
 from attnspan.torch._cache_write import LOST
-from attnspan.torch._paged import _forward_op, _write_op
+from attnspan.torch._paged_cache import _forward_op, _write_op
 
 HEADS, KV, D, DV = 4, 2, 16, 8
 

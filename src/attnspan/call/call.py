@@ -216,8 +216,8 @@ class Call:
         bounds: int32 (B|1, Hq|1, Sq, R, 2), the mask as spans; None where a plan has it.
         scale: Factor of the scores.
         options: Softcap, bias, sinks and dropout as kernels take them; None for a plain call.
+        problem: The sizes, for the choice of a backend; where a call is done in parts, those of the whole.
         given: The options as the caller gave them.
-        problem: The sizes, for the choice of a backend.
         layout: Order of the dims of the caller's q, k, v and output.
         lowered_for: Shape (), the number of keys that the mask was lowered for, if it is not checked yet.
         band: The mask in the form that other libraries' kernels take; None if they have none, and on CPUs.
@@ -229,9 +229,9 @@ class Call:
     bounds: Any
     scale: float
     options: Options | None
-    given: Given
     problem: Problem
-    layout: str
+    given: Given = NO_OPTIONS
+    layout: str = "bhsd"
     lowered_for: Any = None
     band: Band | None = None
 
@@ -276,7 +276,7 @@ class Call:
         problem = Problem.of(q, k, v, bounds, front.device, more)
         options = given.lower(front, q, k, placed, fixed)
         scale = q.shape[3] ** -0.5 if scale is None else scale
-        return cls(q, k, v, bounds, scale, options, given, problem, layout, unread, band)
+        return cls(q, k, v, bounds, scale, options, problem, given, layout, unread, band)
 
 
 def widened(q: Any, k: Any, v: Any, pad: Callable[[Any], Any]) -> tuple[Any, Any, Any, bool]:

@@ -22,7 +22,7 @@ from attnspan.errors import expect
 from attnspan.masks import Mask, Prepared
 from attnspan.parallel import Layout
 from attnspan.parallel.lowered import lower
-from attnspan.parallel.torch.attention import MeshPlan
+from attnspan.parallel.torch.mesh_plan import MeshPlan
 from attnspan.testing import probe
 from attnspan.torch.dtensor import ShardedMask
 

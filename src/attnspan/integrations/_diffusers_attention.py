@@ -14,8 +14,8 @@ from attnspan.errors import DtypeError, ShapeError, expect
 from attnspan.masks import Mask, Prepared, causal, from_block_mask, from_dense, keys
 from attnspan.masks.bounds import Spans
 from attnspan.torch import attention, compat
-from attnspan.torch._backends import torchs_backend
 from attnspan.torch._sdpa import of_causal_bias
+from attnspan.torch.choice import torchs_backend
 
 __all__ = ["attend", "check_config", "read_mask"]
 

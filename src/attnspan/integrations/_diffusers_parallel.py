@@ -23,6 +23,7 @@ from attnspan.parallel import Layout, Strategy
 from attnspan.parallel.torch.comm import Ranks, group_of
 from attnspan.parallel.torch.loss import sum_gradients
 
+from ._diffusers_enable import enable
 from ._diffusers_hooks import LayerHooks, Parallel, Part, Sequence, streams_of
 from ._diffusers_plans import Rows, TokenPlan, known_plans
 from ._diffusers_rows import watch
@@ -227,8 +228,6 @@ def _hook_layers(parallel: Parallel) -> None:
 
 
 def _set_attention(parallel: Parallel) -> None:
-    from .diffusers import enable
-
     enable(parallel.model)
     known: dict[tuple[str, ...], Sequence] = {}
     for _, module, streams in list(_attention(parallel.model, parallel.plan)):

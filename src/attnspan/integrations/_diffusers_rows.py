@@ -23,7 +23,7 @@ from attnspan.parallel.layout import Layout
 from attnspan.parallel.local import LocalPlan
 from attnspan.parallel.strategy import Strategy, split_heads
 from attnspan.parallel.torch.comm import Agreement, raise_broken
-from attnspan.parallel.torch.ops import sharded_attention
+from attnspan.parallel.torch.ops import backend_for_parts, sharded_attention
 
 __all__ = ["attend_rows", "cut", "entered", "gather", "share", "watch"]
 
@@ -267,7 +267,9 @@ def attend_rows(
     q, k, v = (_padded(x, 1, most).transpose(1, 2) for x in (q, k, v))
     here = split_heads(*heads, strategy.members)[rank % strategy.members]
     plan = _plan_of_rows(q, strategy.kind, strategy.members, strategy.groups, rank, *heads, streams)
-    out = sharded_attention(q, k, v, *plan, group, strategy.members, here.heads, len(here.kv), scale)[0]
+    backend = backend_for_parts(q, k, v, sum(streams), None)
+    shared = *plan, group, strategy.members, here.heads, len(here.kv), backend, scale
+    out = sharded_attention(q, k, v, *shared)[0]
     return out.transpose(1, 2)[:, :rows].contiguous()  # type: ignore[no-any-return]
 
 

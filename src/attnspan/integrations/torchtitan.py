@@ -21,8 +21,8 @@ from attnspan.masks.bounds import Spans
 from attnspan.parallel import Layout
 from attnspan.torch import SAVE_OPS
 from attnspan.torch import attention as span_attention
-from attnspan.torch._backends import torchs_backend
 from attnspan.torch.block_mask import to_block_mask
+from attnspan.torch.choice import torchs_backend
 
 require("torchtitan", "attnspan.integrations.torchtitan", "torchtitan", ("0.3", "0.4"))
 

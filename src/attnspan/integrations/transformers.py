@@ -9,6 +9,7 @@ evaluated on all pairs, which is said once.
 import functools
 import inspect
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,8 +25,8 @@ from attnspan.errors import DtypeError, ShapeError, expect
 from attnspan.masks import Mask, Prepared, causal, documents, from_dense, full, window
 from attnspan.masks.bounds import Spans
 from attnspan.torch import attention, compat
-from attnspan.torch._backends import torchs_backend
 from attnspan.torch._sdpa import of_causal_bias
+from attnspan.torch.choice import torchs_backend
 from attnspan.torch.dtensor import ShardedMask
 
 require("transformers", "attnspan.integrations.transformers", "transformers", ("5.20", "6"))
@@ -100,7 +101,7 @@ def attend(
     _refuse(given)
     causal_here = getattr(module, "is_causal", True) if is_causal is None else is_causal
     cu_seqlens = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")
-    if _plans_only:
+    if _local.plans_only:
         expected, got = "the plan that the model was given", type(attention_mask).__name__
         remedy = f"{type(module).__name__} makes its own mask: train this model without context parallelism"
         expect(isinstance(attention_mask, ShardedMask), "attention_mask", expected, got, remedy)
@@ -226,18 +227,23 @@ def _spans(written: Tensor, k_len: int) -> Spans:
     return spans
 
 
-_plans_only = False
+class _Local(threading.local):
+    def __init__(self) -> None:
+        # In the thread's own dict, where compilers guard on it.
+        self.plans_only = False
+
+
+_local = _Local()
 
 
 @contextmanager
 def plans_only() -> Iterator[None]:
-    """Refuse every attention without a plan: a rank's rows alone would look at each other and nobody else."""
-    global _plans_only
-    before, _plans_only = _plans_only, True
+    """Refuse every attention of this thread without a plan: a rank's rows alone would see nobody else's."""
+    before, _local.plans_only = _local.plans_only, True
     try:
         yield
     finally:
-        _plans_only = before
+        _local.plans_only = before
 
 
 # Of the last few tensors: the mask keeps its tensor, so that nothing else can have the number.

@@ -9,10 +9,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 from attnspan.errors import expect
 from attnspan.torch import compat
-from attnspan.torch.ops import below_autograd
+from attnspan.torch.ops import below_autograd, with_autograd
 
 from ._contract import Outputs, Parameters, address, as_tuple, expect_declared, names_in, names_of
-from ._operators import Op, define, differentiate, refuse_derivative, with_autograd
+from ._operators import Op, define, differentiate, refuse_derivative
 
 NAMESPACE = "attnspan_wrapped"
 Backward = Callable[..., Any] | Literal["recompute"]

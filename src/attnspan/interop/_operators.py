@@ -1,7 +1,6 @@
 """Definition of operators: one implementation for all devices, a fake kernel, a first derivative."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -86,15 +85,3 @@ def refuse_derivative(
             raise NotImplementedError(text)
 
     differentiate(library, op, Refusal, forward_mode, finish)
-
-
-@contextmanager
-def with_autograd() -> Iterator[None]:
-    """Autograd inside an operator, where torch has switched it off."""
-    key = compat.DispatchKey
-    excluded = compat.excluded_keys()
-    for x in (key.AutogradFunctionality, key.AutogradOther, key.AutogradNestedTensor, key.ADInplaceOrView):
-        excluded = excluded.remove(x)
-    included = compat.included_keys()
-    with compat.ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
-        yield

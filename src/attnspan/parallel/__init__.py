@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from .local import LocalPlan as LocalPlan
     from .plan import Plan as Plan
     from .strategy import Strategy as Strategy
-    from .torch.attention import MeshPlan as MeshPlan
     from .torch.decode import ShardedCache as ShardedCache
+    from .torch.mesh_plan import MeshPlan as MeshPlan
 
 _HOMES = {
     "CommunicationError": "errors",
     "Layout": "layout",
     "LocalPlan": "local",
-    "MeshPlan": "torch.attention",
+    "MeshPlan": "torch.mesh_plan",
     "Plan": "plan",
     "PlanMismatchError": "errors",
     "ShardedCache": "torch.decode",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,13 +24,15 @@ from .auto import Choice, Rates, choose
 from .chunks import Chunks
 from .cost import Cost, Sizes, cost_of
 from .intervals import expand, read_only
-from .layout import Layout
 from .local import LocalPlan, Numbers, Stage, Tables, Transfer, encode
 from .lowered import digest, lower
 from .needs import Holders, Needs, Traffic, needs_of, pieces, traffic
 from .places import Kept, Places, Slots, ascending, check_places, key_order, take_rows
 from .step import step
 from .strategy import Strategy
+
+if TYPE_CHECKING:  # A layout imports this module when it plans.
+    from .layout import Layout
 
 __all__ = ["Plan", "make_plan"]
 
@@ -76,7 +78,7 @@ def make_plan(
         OptionError, ShapeError, DtypeError: An argument does not fit.
     """
     _check_sizes(heads, batch, head_dim, v_dim, itemsize, node_size)
-    kinds = ("keys", keys, Layout, "a Layout"), ("machine", machine, Rates, "measured rates")
+    kinds = ("keys", keys, type(layout), "a Layout"), ("machine", machine, Rates, "measured rates")
     for what, x, kind, wanted in (*kinds, ("memory", memory, Real, "a number of bytes")):
         remedy = "Pass one, or leave it out"
         expect(x is None or isinstance(x, kind), what, wanted, repr(x), remedy, error=DtypeError)
@@ -97,7 +99,7 @@ def make_plan(
 
 def _keys_of(layout: Layout, keys: Layout | None, k_len: int | None) -> Layout | None:
     if keys is None:
-        return None if k_len is None else Layout.contiguous(k_len, layout.ranks)
+        return None if k_len is None else layout.contiguous(k_len, layout.ranks)
     remedy = "Make both layouts for the same ranks"
     expect(keys.ranks == layout.ranks, "keys", f"a layout of {layout.ranks} ranks", keys.ranks, remedy)
     fits = k_len is None or keys.q_len == k_len
@@ -129,6 +131,7 @@ class Plan:
 
     Example:
         >>> from attnspan import causal
+        >>> from attnspan.parallel import Layout
         >>> plan = Layout.contiguous(8, ranks=2).plan(causal(), heads=(4, 2), strategy="exchange")
         >>> plan.tables(1).transfer.receive_counts.tolist()
         [4, 0]
@@ -277,7 +280,7 @@ class Plan:
             whole = x is None or x.shape[axis] == 1
             return x if whole else x[(slice(None),) * axis + (at,)]
 
-        layouts = {x: Layout(x.q_len, some(x.rows, 1)) for x in {self.layout, self.keys}}
+        layouts = {x: type(x)(x.q_len, some(x.rows, 1)) for x in {self.layout, self.keys}}
         mask = Prepared(Spans(some(self.bounds), self.k_len), some(self.mask.q_index))
         sizes = self.sizes._replace(batch=self.sizes.batch // parts)
         return Plan(layouts[self.layout], layouts[self.keys], mask, self.strategy, sizes)

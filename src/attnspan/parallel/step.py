@@ -10,8 +10,8 @@ __all__ = ["step"]
 
 # By what is placed and where: module and function, which take the data, the mesh and options.
 _STEPS = {
-    ("plan", "torch"): ("torch.attention", "on_mesh"),
-    ("local plan", "torch"): ("torch.attention", "MeshPlan.of"),
+    ("plan", "torch"): ("torch.mesh_plan", "on_mesh"),
+    ("local plan", "torch"): ("torch.mesh_plan", "MeshPlan.of"),
     ("rows", "torch"): ("torch.rows", "gather_rows"),
     ("plan", "jax"): ("jax.placed", "place"),
     ("layout", "jax"): ("jax.rows", "Placing.of"),

@@ -11,7 +11,7 @@ from ._attention import attention as attention
 from ._explain import explain as explain
 from ._module import Attention as Attention
 from ._options import dropout_seeds as dropout_seeds
-from ._paged import PagedCache as PagedCache
+from ._paged_cache import PagedCache as PagedCache
 from ._rolling import RollingCache as RollingCache
 from ._sdpa import scaled_dot_product_attention as scaled_dot_product_attention
 from .block_mask import to_block_mask as to_block_mask

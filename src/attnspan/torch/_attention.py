@@ -1,6 +1,5 @@
 """The public ``attention``: one call, the choice of its backend, the operator."""
 
-from dataclasses import replace
 from typing import Any, Literal, Unpack, overload
 
 import torch
@@ -15,11 +14,10 @@ from attnspan.masks import Mask, Prepared, full
 from attnspan.masks.bounds import Spans
 
 from . import _eager
-from ._backends import MODULES, choose_backend, warn_if_slow
 from ._front import TorchFront, from_bhsd, pad_last
-from ._vendor import attend as vendor_attend
-from .dtensor import ShardedMask, on_mesh
-from .ops import forward_op
+from .backends import BACKENDS
+from .choice import backend_for
+from .dtensor import ShardedMask
 
 Layout = Literal["bhsd", "bshd", "thd"]
 AnyMask = Mask | Prepared | Spans | ShardedMask
@@ -138,23 +136,7 @@ def attention(
     with without_tracer_warnings():
         q, k, v, empty = widened(q, k, v, pad_last)
         call = Call.of(front, q, k, v, given, mask=mask, scale=scale, layout=layout)
-        choice = choose_backend(call.problem, backend)
-        warn_if_slow(choice)
-        out, lse = _run(call, choice.name, bool(return_lse))
+        chosen = BACKENDS[backend_for(call.problem, backend)]
+        out, lse = chosen.attend(call, return_lse=bool(return_lse))
     out = out[..., :0] if empty else out
     return from_bhsd(out, lse, call.layout, return_lse)  # type: ignore[no-any-return]
-
-
-def _run(call: Call, backend: str, return_lse: bool) -> tuple[Tensor, Tensor]:
-    arrays = call.q, call.k, call.v
-    if isinstance(call.scale, Tensor):  # of a size, in torch.jit.trace
-        call = replace(call, scale=float(call.scale))
-    if backend == "vendor":
-        assert call.band is not None, "vendor.supports wants one"
-        return vendor_attend(*arrays, call.band, call.scale)
-    if backend in ("math", "flex"):  # framework code, which autograd differentiates
-        numbers: Any = {"scale": call.scale, "options": call.options, "lowered_for": call.lowered_for}
-        return MODULES[backend].forward(*arrays, call.bounds, **numbers)  # type: ignore[no-any-return]
-    bounds, options, k_len = on_mesh(call.q, call.bounds, call.options, call.lowered_for)
-    out, lse = forward_op(*arrays, bounds, call.scale, *options, k_len=k_len)
-    return out, lse.float() if return_lse else lse

@@ -12,9 +12,9 @@ from attnspan.errors import DtypeError, expect
 from attnspan.kernels import Explanation
 
 from ._attention import attention
-from ._backends import candidates, choose_backend
 from ._front import TorchFront, pad_last
 from ._vendor import kernel_of
+from .choice import candidates, choose_backend
 from .dtensor import ShardedMask
 from .ops import visible_pairs
 

@@ -13,9 +13,9 @@ from attnspan.errors import DtypeError, ShapeError, expect, shown
 from attnspan.masks import causal, from_dense, keys
 
 from ._attention import AnyMask, attention
-from ._backends import torchs_backend
 from ._front import PLAIN
 from ._jagged import attend_jagged
+from .choice import torchs_backend
 
 
 def scaled_dot_product_attention(

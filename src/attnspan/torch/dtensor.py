@@ -19,10 +19,9 @@ from torch import Tensor
 
 from attnspan.base.mistakes import OneMask
 from attnspan.call import LAYOUTS
-from attnspan.call.options import Bias, Given, Options, dense_bias
+from attnspan.call.options import Bias, Given, dense_bias
 from attnspan.errors import ShapeError, expect
 
-from ._options import dropout_seeds
 from ._watched import constant_when_traced
 
 __all__ = [
@@ -33,9 +32,9 @@ __all__ = [
     "check_places",
     "follow",
     "is_dtensor",
-    "on_mesh",
     "option_tensors",
     "places_of",
+    "replicated",
 ]
 
 #: What a mesh axis splits. `ROWS` is the sequence, which only a plan may split; `WHOLE`: nothing.
@@ -84,7 +83,7 @@ class Places:
     def part(self, name: str, x: Any, batch: int | None, heads: int | None) -> Tensor:
         """This rank's part of a tensor that belongs to q; a plain one is taken to be the whole."""
         check_follower(self, name, x, batch, heads)
-        whole = x if is_dtensor(x) else _replicated(x, self.mesh)
+        whole = x if is_dtensor(x) else replicated(x, self.mesh)
         # From whole to split: each rank cuts its own part out.
         return whole.redistribute(self.mesh, self.wanted(x, batch, heads)).to_local()  # type: ignore[no-any-return]
 
@@ -268,30 +267,7 @@ def batch_dim(x: Any, rank: int) -> int | None:
     return 0 if getattr(x, "ndim", 0) > rank else None
 
 
-def on_mesh(
-    q: Tensor, bounds: Tensor, options: Options | None, k_len: Tensor | None
-) -> tuple[Any, tuple[Any, ...], Any]:
-    """Bounds, option arguments and k_len as the operator takes them: on q's mesh where q is a DTensor.
-
-    Every rank has made the same ones from the same arguments.
-    """
-    if not is_dtensor(q):
-        return bounds, options or (), k_len
-    from . import _strategies as _strategies  # registers them; importing DTensor takes long
-
-    seed = None if options is None else options.dropout_seed
-    if options is not None and seed is not None and seed.dim() == 0:
-        # Each rank numbers its batch rows and heads from 0: it must be handed the seeds of those it has.
-        seed = dropout_seeds(seed.full_tensor() if is_dtensor(seed) else seed, q.shape[0], q.shape[1])
-        options = options._replace(dropout_seed=seed)
-    mesh = q.device_mesh  # type: ignore[attr-defined]
-    bounds, *arguments, k_len = (
-        x if is_dtensor(x) else _replicated(x, mesh) for x in (bounds, *(options or ()), k_len)
-    )
-    return bounds, tuple(arguments), k_len
-
-
-def _replicated(x: Any, mesh: Any) -> Any:
+def replicated(x: Any, mesh: Any) -> Any:
     """A tensor that all ranks have as a DTensor; anything else as it is."""
     from torch.distributed.tensor import DTensor, Replicate
 

@@ -39,6 +39,7 @@ __all__ = [
     "single_level",
     "stored_bshd",
     "visible_pairs",
+    "with_autograd",
 ]
 
 # The plain Library instead of the custom_op decorator: the decorator adds Python wrappers to every call.
@@ -280,6 +281,18 @@ def below_autograd(op: compat.OpOverload, keyset: Any, inputs: tuple[Any, ...]) 
             return op.redispatch(below, *inputs)
     with compat.BelowAutograd():
         return op.redispatch(below, *inputs)
+
+
+@contextmanager
+def with_autograd() -> Iterator[None]:
+    """Autograd inside an operator, where torch has switched it off."""
+    key = compat.DispatchKey
+    excluded = compat.excluded_keys()
+    for x in (key.AutogradFunctionality, key.AutogradOther, key.AutogradNestedTensor, key.ADInplaceOrView):
+        excluded = excluded.remove(x)
+    included = compat.included_keys()
+    with compat.ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield
 
 
 def single_level(function: type[torch.autograd.Function]) -> Callable[..., Any]:

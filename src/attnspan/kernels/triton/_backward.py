@@ -6,7 +6,7 @@ FlashAttention-2, arXiv:2307.08691, section 3.1.2, with p = exp(x - lse) and ds 
 import triton
 import triton.language as tl
 
-from ._device import (
+from ._loads import (
     ALIBI,
     DISTANCE,
     INFINITY,

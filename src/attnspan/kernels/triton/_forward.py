@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ._device import (
+from ._loads import (
     INFINITY,
     LN2,
     LOG2E,

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ._device import load_span, locate
+from ._loads import load_span, locate
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from attnspan.torch._options import dropout_seeds
 from attnspan.torch.dtensor import BATCH, HEADS, ROWS, Places, check_follower, is_dtensor, option_tensors
 
 if TYPE_CHECKING:
-    from .attention import MeshPlan
+    from .mesh_plan import MeshPlan
 
 __all__ = ["attend"]
 
@@ -40,6 +40,7 @@ def attend(
     scale: float | None,
     layout: str,
     return_lse: bool,
+    backend: str | None,
 ) -> Any:
     """`MeshPlan.attention` of DTensors.
 
@@ -47,7 +48,7 @@ def attend(
         plan: Of this rank.
         places: How q, k and v lie, consistently.
         q, k, v: DTensors; the size of their sequences is that of all ranks together, padding included.
-        given, scale, layout, return_lse: As of `attnspan.torch.attention`.
+        given, scale, layout, return_lse, backend: As of `attnspan.torch.attention`.
 
     Returns:
         DTensors that lie as q does.
@@ -69,7 +70,8 @@ def attend(
         for sizes in (dict(zip(dims, x.shape, strict=True)) for x in (q, local[0]))
     ]
     options = _local_options(places, given, *counts)
-    found = plan.attention(*local, scale=scale, layout=layout, return_lse=True, **options.keywords())
+    asked: Any = {"scale": scale, "layout": layout, "backend": backend, **options.keywords()}
+    found = plan.attention(*local, return_lse=True, **asked)
     out = _join(found[0], (*q.shape[:-1], v.shape[-1]), dims, places)
     if not return_lse:
         return out

@@ -6,49 +6,46 @@ float32, whatever the inputs are.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from attnspan.call import Call
 from attnspan.call.options import DISTANCE, Options
 from attnspan.parallel.cost import exchange_parts
 from attnspan.parallel.local import Stage, Tables
+from attnspan.torch.backends import Backend, Whole
 
 from .comm import Pending
 from .heads import Team, fold_heads, repeat_heads
-from .kernel import Call, attend, differentiate
 from .keys import Route, from_rows, pass_on, to_rows, unsorted, whole
 
-__all__ = ["Done", "Given", "Gradients", "backward", "forward", "merged"]
+__all__ = ["Done", "Gradients", "Work", "backward", "forward", "merged"]
 
 
-class Given(NamedTuple):
-    """Inputs of a rank's computation.
+class Work(NamedTuple):
+    """Work of one rank: its call, its plan, and who takes part.
 
     Args:
         tables: Its plan, with tensors.
         team: Who takes part.
-        q: Shape (B, H, N, D).
-        k: Shape (B, G, S, D).
-        v: Shape (B, G, S, Dv).
-        scale: Factor of the scores.
-        options: Of all members' heads, without indices; None for none.
+        call: Its q (B, H, N, D), its keys k (B, G, S, D) and v (B, G, S, Dv) among those of all ranks, and
+            options of all members' heads, without indices; the tables have the bounds.
+        backend: What runs its parts.
     """
 
     tables: Tables
     team: Team
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    scale: float
-    options: Options | None
+    call: Call
+    backend: Backend
 
     @property
     def every(self) -> slice:
         """This rank's query heads among themselves."""
-        return slice(0, self.q.shape[1])
+        return slice(0, self.call.q.shape[1])
 
     def among_all(self, heads: slice) -> slice:
         """Some of this rank's query heads, among those of all members."""
@@ -88,106 +85,106 @@ class Gradients(NamedTuple):
     dsinks: Tensor | None
 
 
-def forward(given: Given) -> tuple[Tensor, Tensor]:
+def forward(work: Work) -> tuple[Tensor, Tensor]:
     """Attend: out (B, H, N, Dv) in q's dtype, lse (B, H, N) in float64."""
-    return (_forward_at_once if len(given.tables.stages) == 1 else _forward_ring)(given)
+    return (_forward_at_once if len(work.tables.stages) == 1 else _forward_ring)(work)
 
 
-def backward(given: Given, done: Done) -> Gradients:
+def backward(work: Work, done: Done) -> Gradients:
     """The gradients of `forward`."""
-    return (_backward_at_once if len(given.tables.stages) == 1 else _backward_ring)(given, done)
+    return (_backward_at_once if len(work.tables.stages) == 1 else _backward_ring)(work, done)
 
 
-def _parts(given: Given) -> list[tuple[slice, slice]]:
+def _parts(work: Work) -> list[tuple[slice, slice]]:
     """Query and key heads of each part."""
-    count = 1 if given.tables.transfer is None else exchange_parts(list(given.team.heads))
-    heads, key_heads = given.q.shape[1], given.k.shape[1]
+    count = 1 if work.tables.transfer is None else exchange_parts(list(work.team.heads))
+    heads, key_heads = work.call.q.shape[1], work.call.k.shape[1]
     if count == 1:
         return [(slice(0, heads), slice(0, key_heads))]
     group, cuts = heads // key_heads, [key_heads * i // count for i in range(count + 1)]
     return [(slice(a * group, b * group), slice(a, b)) for a, b in pairwise(cuts)]
 
 
-def _forward_at_once(given: Given) -> tuple[Tensor, Tensor]:
-    q, stage = given.q, given.tables.stages[0]
-    out = _like_bshd(q, q.shape[1], q.shape[2], given.v.shape[3], q.dtype)
+def _forward_at_once(work: Work) -> tuple[Tensor, Tensor]:
+    q, stage = work.call.q, work.tables.stages[0]
+    out = _like_bshd(q, q.shape[1], q.shape[2], work.call.v.shape[3], q.dtype)
     lse = q.new_empty(q.shape[:3], dtype=torch.float64)
-    route, parts = Route(given.tables, given.team), _parts(given)
+    route, parts = Route(work.tables, work.team), _parts(work)
     # All exchanges at once: while one part is computed, the others travel.
-    coming = [route.fetch(given.k[:, at], given.v[:, at], i) for i, (_, at) in enumerate(parts)]
+    coming = [route.fetch(work.call.k[:, at], work.call.v[:, at], i) for i, (_, at) in enumerate(parts)]
     for (heads, _), fetched in zip(parts, coming, strict=True):
         k, v = fetched.wait()
-        lse[:, heads] = _attend_some(_call(given, stage, k, v, given.options, heads), out[:, heads])
+        lse[:, heads] = _attend_some(work, _call(work, stage, k, v, work.call.options, heads), out[:, heads])
     return out, lse
 
 
-def _backward_at_once(given: Given, done: Done) -> Gradients:
-    q, stage = given.q, given.tables.stages[0]
+def _backward_at_once(work: Work, done: Done) -> Gradients:
+    q, stage = work.call.q, work.tables.stages[0]
     dq = _like_bshd(q, q.shape[1], q.shape[2], q.shape[3], q.dtype)
-    sums = _OptionSums(given.options)
-    route, parts = Route(given.tables, given.team), _parts(given)
-    coming = [route.fetch(given.k[:, at], given.v[:, at], i) for i, (_, at) in enumerate(parts)]
+    sums = _OptionSums(work.call.options)
+    route, parts = Route(work.tables, work.team), _parts(work)
+    coming = [route.fetch(work.call.k[:, at], work.call.v[:, at], i) for i, (_, at) in enumerate(parts)]
     returned = []
     for i, ((heads, at), fetched) in enumerate(zip(parts, coming, strict=True)):
         k, v = fetched.wait()
-        call, grads = _call(given, stage, k, v, given.options, heads), route.gradients(k, v, i)
+        call, grads = _call(work, stage, k, v, work.call.options, heads), route.gradients(k, v, i)
         dkv = from_rows(grads, q.shape[3])
-        found = _differentiate_some(given, call, _some(done, heads), dq[:, heads], dkv)
-        sums.add(found, given.among_all(heads))
+        found = _differentiate_some(work, call, _some(done, heads), dq[:, heads], dkv)
+        sums.add(found, work.among_all(heads))
         returned.append((at, grads, route.give_back(grads, i)))
-    return Gradients(dq, whole(route.collect(returned, *given.k.shape[1:3])), *sums.results())
+    return Gradients(dq, whole(route.collect(returned, *work.call.k.shape[1:3])), *sums.results())
 
 
-def _forward_ring(given: Given) -> tuple[Tensor, Tensor]:
-    q, options = given.q, given.options
+def _forward_ring(work: Work) -> tuple[Tensor, Tensor]:
+    q, options = work.call.q, work.call.options
     bare = None if options is None else options._replace(sinks=None)
-    total = _Merged(q.new_zeros((*q.shape[:3], given.v.shape[3]), dtype=_wide(q)))
-    for stage, rows in _round(given):
+    total = _Merged(q.new_zeros((*q.shape[:3], work.call.v.shape[3]), dtype=_wide(q)))
+    for stage, rows in _round(work):
         if not stage.visible:
             continue
         k, v = from_rows(rows, q.shape[3])
-        part = _like_bshd(q, q.shape[1], q.shape[2], given.v.shape[3], _wide(q))
-        total.add(part, _attend_some(_call(given, stage, k, v, bare, given.every), part))
+        part = _like_bshd(q, q.shape[1], q.shape[2], work.call.v.shape[3], _wide(q))
+        total.add(part, _attend_some(work, _call(work, stage, k, v, bare, work.every), part))
     if options is not None and options.sinks is not None:
-        total.join(options.sinks[given.among_all(given.every)])
-    out = _like_bshd(q, q.shape[1], q.shape[2], given.v.shape[3], q.dtype)
+        total.join(options.sinks[work.among_all(work.every)])
+    out = _like_bshd(q, q.shape[1], q.shape[2], work.call.v.shape[3], q.dtype)
     return out.copy_(total.out), total.lse
 
 
-def _backward_ring(given: Given, done: Done) -> Gradients:
+def _backward_ring(work: Work, done: Done) -> Gradients:
     """Keys go round once more, and each block's gradients with them, one step behind and home at last."""
-    q, options = given.q, given.options
+    q, options = work.call.q, work.call.options
     bare = None if options is None else options._replace(sinks=None)
     dq = q.new_zeros(q.shape, dtype=_wide(q))
-    sums, every = _OptionSums(options), given.among_all(given.every)
+    sums, every = _OptionSums(options), work.among_all(work.every)
     behind: Pending | None = None
     shape: tuple[int, ...] = ()
-    for stage, rows in _round(given):
+    for stage, rows in _round(work):
         shape = rows.shape
         grads = torch.zeros(rows.shape, dtype=_wide(rows), device=rows.device)
         if stage.visible:
             k, v = from_rows(rows, q.shape[3])
             part = _like_bshd(q, q.shape[1], q.shape[2], q.shape[3], _wide(q))
-            call = _call(given, stage, k, v, bare, given.every)
-            sums.add(_differentiate_some(given, call, done, part, from_rows(grads, q.shape[3])), every)
+            call = _call(work, stage, k, v, bare, work.every)
+            sums.add(_differentiate_some(work, call, done, part, from_rows(grads, q.shape[3])), every)
             dq += part
         if behind is not None:
             grads += behind.wait().view_as(grads)
-        behind = pass_on(grads, given.team, "gradients")
+        behind = pass_on(grads, work.team, "gradients")
     assert behind is not None
     if options is not None and options.sinks is not None:
         sums.add((None, _sink_gradients(options.sinks[every], done)), every)
-    dkv = whole(unsorted(behind.wait().view(shape), given.tables.key_order))
+    dkv = whole(unsorted(behind.wait().view(shape), work.tables.key_order))
     narrow = _like_bshd(q, q.shape[1], q.shape[2], q.shape[3], q.dtype)
     return Gradients(narrow.copy_(dq), dkv, *sums.results())
 
 
-def _round(given: Given) -> Iterator[tuple[Stage, Tensor]]:
+def _round(work: Work) -> Iterator[tuple[Stage, Tensor]]:
     """The blocks of keys as they come by; the next one travels while one is worked on."""
-    stages, planes = given.tables.stages, given.tables.numbers.planes
-    rows = to_rows(given.k, given.v, planes, given.tables.key_order)
+    stages, planes = work.tables.stages, work.tables.numbers.planes
+    rows = to_rows(work.call.k, work.call.v, planes, work.tables.key_order)
     for step, stage in enumerate(stages):
-        coming = pass_on(rows, given.team, "ring") if step + 1 < len(stages) else None
+        coming = pass_on(rows, work.team, "ring") if step + 1 < len(stages) else None
         yield stage, rows
         if coming is not None:
             rows = coming.wait().view(rows.shape)
@@ -277,17 +274,18 @@ def _options_of(options: Options, heads: slice) -> Options:
     )
 
 
-def _call(given: Given, stage: Stage, k: Tensor, v: Tensor, options: Options | None, heads: slice) -> Call:
+def _call(work: Work, stage: Stage, k: Tensor, v: Tensor, options: Options | None, heads: slice) -> Call:
     """A call for some of this rank's heads on the keys of a stage."""
-    bounds, at = stage.bounds, given.among_all(heads)
+    bounds, at = stage.bounds, work.among_all(heads)
     if bounds.shape[1] > 1:
         bounds = bounds[:, at].contiguous()
     options = None if options is None or not _changes_anything(options) else _options_of(options, at)
     if options is not None:
-        options = options._replace(q_index=given.tables.q_index, k_index=stage.keys)
-    if heads == given.every:
-        k, v = (repeat_heads(x, given.team.mine.kv_map) for x in (k, v))
-    return Call(given.q[:, heads], k, v, bounds, given.scale, options)
+        options = options._replace(q_index=work.tables.q_index, k_index=stage.keys)
+    if heads == work.every:
+        k, v = (repeat_heads(x, work.team.mine.kv_map) for x in (k, v))
+    q = work.call.q[:, heads]
+    return replace(work.call, q=q, k=k, v=v, bounds=bounds, options=options)
 
 
 def _changes_anything(options: Options) -> bool:
@@ -295,15 +293,15 @@ def _changes_anything(options: Options) -> bool:
     return given or options.softcap != 0.0 or options.dropout_p != 0.0
 
 
-def _attend_some(call: Call, out: Tensor) -> Tensor:
+def _attend_some(work: Work, call: Call, out: Tensor) -> Tensor:
     """The kernel, where there is anything for it: a member may have no heads."""
     if call.q.shape[1] == 0:
         return out.new_empty(call.q.shape[:3], dtype=torch.float64)
-    return attend(call, out)
+    return work.backend.forward(call, out)
 
 
 def _differentiate_some(
-    given: Given, call: Call, done: Done, dq: Tensor, dkv: tuple[Tensor, Tensor]
+    work: Work, call: Call, done: Done, dq: Tensor, dkv: tuple[Tensor, Tensor]
 ) -> tuple[Tensor | None, Tensor | None]:
     if call.q.shape[1] == 0:
         for x in dkv:
@@ -311,15 +309,14 @@ def _differentiate_some(
         return None, None
     dout = done.dout if done.dout.stride(-1) == 1 else done.dout.contiguous()
     dlse = None if done.dlse is None else done.dlse.contiguous()
-    # All of the row's keys are here, or some: the kernel takes float32 for its own, and may compute it anew.
-    out, lse = done.out, done.lse.contiguous()
-    part = len(given.tables.stages) > 1
+    has_more = len(work.tables.stages) > 1
+    softmax = Whole(done.out, done.lse.contiguous(), dout, dlse, has_more=has_more)
     if call.k.shape[1] == dkv[0].shape[1]:
-        return differentiate(call, dout, dlse, out, lse, (dq, *dkv), part=part)
+        return work.backend.backward(call, softmax, (dq, *dkv))
     repeated = [torch.empty(x.shape, dtype=dkv[0].dtype, device=x.device) for x in (call.k, call.v)]
-    found = differentiate(call, dout, dlse, out, lse, (dq, *repeated), part=part)
+    found = work.backend.backward(call, softmax, (dq, *repeated))
     for grad, into in zip(repeated, dkv, strict=True):
-        fold_heads(grad, given.team.mine.kv_map, into)
+        fold_heads(grad, work.team.mine.kv_map, into)
     return found
 
 

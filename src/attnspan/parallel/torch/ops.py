@@ -7,6 +7,7 @@ while it attends. docs/design.md has the contract.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -14,18 +15,22 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from attnspan.call import Call, Problem
 from attnspan.call.options import Options
 from attnspan.parallel.local import decode
 from attnspan.parallel.strategy import split_heads
 from attnspan.torch import compat
+from attnspan.torch._front import capability_of
+from attnspan.torch.backends import BACKENDS
+from attnspan.torch.choice import backend_for
 from attnspan.torch.compile import save_also
 from attnspan.torch.ops import autograd_kernel, below_autograd, readable
 
 from .comm import Ranks
-from .engine import Done, Given, backward, forward
+from .engine import Done, Work, backward, forward
 from .heads import Team, gather, key_heads, query_heads, scatter
 
-__all__ = ["sharded_attention", "sharded_attention_backward"]
+__all__ = ["backend_for_parts", "sharded_attention", "sharded_attention_backward"]
 
 _library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
 # A captured graph would replay the exchanges of one step's plan.
@@ -35,11 +40,11 @@ _TAGS = (
     torch.Tag.cudagraph_unsafe,
 )
 # `plan` and `numbers` are what `local.encode` makes; `heads_here`: the query heads that this rank attends
-# with.
+# with; `backend`: what runs its parts.
 _SHARED = (
-    "Tensor plan, Tensor numbers, str group, int members, int heads_here, int kv_heads_here, float scale,"
-    " float softcap=0.0, Tensor? bias=None, int bias_kind=0, Tensor? sinks=None, float dropout_p=0.0,"
-    " Tensor? dropout_seed=None"
+    "Tensor plan, Tensor numbers, str group, int members, int heads_here, int kv_heads_here, str backend,"
+    " float scale, float softcap=0.0, Tensor? bias=None, int bias_kind=0, Tensor? sinks=None,"
+    " float dropout_p=0.0, Tensor? dropout_seed=None"
 )
 # Behind out and lse, for backward: q, k, v and out of all rows of the group where heads are shared out, and
 # always the lse in float64, because float32 keeps too little of a large one.
@@ -59,7 +64,7 @@ _library.define(  # type: ignore[no-untyped-call]
 
 _OPTIONS: tuple[Any, ...] = (0.0, None, 0, None, 0.0, None)
 # Among the arguments of forward: where the options begin, bias and sinks.
-_FIRST_OPTION, _BIAS, _SINKS = 10, 11, 13
+_FIRST_OPTION, _BIAS, _SINKS = 11, 12, 14
 
 
 def _all(inputs: tuple[Any, ...], first: int) -> tuple[Any, ...]:
@@ -84,17 +89,17 @@ def _read(options: tuple[Any, ...]) -> Options | None:
 
 @contextmanager
 def _reading(
-    what: str, heads: tuple[int, int], q: Tensor, v: Tensor, given: tuple[Any, ...]
-) -> Iterator[tuple[Team, Callable[..., Given]]]:
+    what: str, heads: tuple[int, int], q: Tensor, k: Tensor, v: Tensor, given: tuple[Any, ...]
+) -> Iterator[tuple[Team, Callable[..., Work]]]:
     """The ranks that take part in a call, and the engine's inputs, given q, k and v of this rank's heads.
 
     Args:
         what: Which call it is; the ranks compare their calls.
         heads: (Hq, Hkv) of all members.
-        q, v: For their dtype and head dims.
+        q, k, v: For their dtype and sizes.
         given: All arguments that forward and backward share.
     """
-    data, numbers, group, members, _, _, scale, *options = given
+    data, numbers, group, members, _, _, backend, scale, *options = given
     ranks, read = Ranks.named(group, members), _read(tuple(options))
     o = read or Options()
     sizes = [None if x is None else x.numel() for x in (o.bias, o.sinks)]
@@ -104,18 +109,19 @@ def _reading(
             "batch rows": q.shape[0],
             "head dims": (q.shape[3], v.shape[3]),
             "dtype": str(q.dtype),
-            "options": (scale, o.softcap, o.bias_kind, o.dropout_p, *sizes),
+            "options": (backend, scale, o.softcap, o.bias_kind, o.dropout_p, *sizes),
         }
         ranks.agreement.note(facts)
         tables = decode(data, numbers.tolist())
         team = Team(ranks, tables.numbers, split_heads(*heads, members), scratch)
-        yield team, lambda q, k, v: Given(tables, team, q, k, v, scale, read)
+        problem, runs = Problem.of(q, k, v, None), BACKENDS[backend]
+        yield team, lambda q, k, v: Work(tables, team, Call(q, k, v, None, scale, read, problem), runs)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
     shared = _all((q, k, v, *given), _FIRST_OPTION)[3:]
     q, k, v = (readable(x) for x in (q, k, v))
-    with _reading("forward", (q.shape[1], k.shape[1]), q, v, shared) as (team, mine):
+    with _reading("forward", (q.shape[1], k.shape[1]), q, k, v, shared) as (team, mine):
         if len(team.heads) == 1:
             out, wide_lse = forward(mine(q, k, v))
             # An operator's results are apart from each other.
@@ -141,7 +147,7 @@ def _backward(*inputs: Any) -> tuple[Tensor, ...]:
     dout, q, k, v, out = (readable(x) for x in (dout, q, k, v, out))
     heads = dout.shape[1], kv_heads
     what = "backward" if dlse is None else "backward of out and lse"
-    with _reading(what, heads, q, v, _all(tuple(given), 7)) as (team, mine):
+    with _reading(what, heads, q, k, v, _all(tuple(given), 8)) as (team, mine):
         if len(team.heads) > 1:
             whole = [dout] if dlse is None else [dout, dlse[..., None]]
             arriving = [scatter(team, x, query_heads, f"d{i}") for i, x in enumerate(whole)]
@@ -180,7 +186,7 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor,
 
 def _backward_fake(*inputs: Any) -> tuple[Tensor, ...]:
     dout, _, q, k, v, _, _, kv_heads, *given = inputs
-    _, _, _, members, _, _, _, *options = _all(tuple(given), 7)
+    _, _, _, members, _, _, _, _, *options = _all(tuple(given), 8)
     dq = _stored_bshd(q, dout.shape[1], dout.shape[2], q.shape[3])
     dk, dv = (_stored_bshd(x, kv_heads, x.shape[2] // members, x.shape[3]) for x in (k, v))
     bias, sinks = options[1], options[3]
@@ -201,6 +207,21 @@ torch.library.register_fake("attnspan::sharded_attention_backward", _backward_fa
 
 sharded_attention = torch.ops.attnspan.sharded_attention.default
 sharded_attention_backward = torch.ops.attnspan.sharded_attention_backward.default
+
+
+def backend_for_parts(q: Tensor, k: Tensor, v: Tensor, k_len: int, requested: str | None) -> str:
+    """Name of the backend that runs the parts of a call under a plan, on all ranks and in both directions.
+
+    Args:
+        q, k, v: This rank's, (B, H, S, D).
+        k_len: Keys of all ranks.
+        requested: The backend that the call names, or None.
+
+    Raises:
+        OptionError, BackendError: As `attnspan.kernels.choose`.
+    """
+    more = ("", "plan over ranks", capability_of(q.device)) if q.is_cuda else ()
+    return backend_for(replace(Problem.of(q, k, v, None, more=more), k_len=k_len), requested)
 
 
 class _Forward(torch.autograd.Function):

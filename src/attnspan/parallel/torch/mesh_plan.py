@@ -24,7 +24,7 @@ from attnspan.torch.dtensor import Places, ShardedMask, is_dtensor
 
 from .comm import Ranks, group_of, moved
 from .dtensor import attend
-from .ops import sharded_attention
+from .ops import backend_for_parts, sharded_attention
 
 __all__ = ["Frame", "MeshPlan", "on_mesh"]
 
@@ -179,7 +179,7 @@ class MeshPlan(ShardedMask):
             k: This rank's keys, (B, Hkv, n, D); n is `keys_per_rank` in cross attention.
             v: Its values, (B, Hkv, n, Dv).
             scale, layout, return_lse: As of `attnspan.torch.attention`.
-            backend: Not taken: the CPU kernel or FlexAttention, where they run, else framework code.
+            backend: As of `attnspan.torch.attention`, the same on all ranks; "vendor" takes no plan.
             q_index: ``rows["q_index"]`` of `Layout.shard`: the rows that q holds, (n,) or (L | B, n). If they
                 are another layout's it raises, or, on devices and in compiled code, the output is NaN.
             **options: Options of `attention`: a bias, which must not be dense, and sinks are those of all
@@ -197,13 +197,9 @@ class MeshPlan(ShardedMask):
             NotImplementedError: A second derivative or a forward-mode one is asked of it.
         """
         given, front = Given(**options), _Front(self)
-        remedy = (
-            "Leave it out, or the block of attnspan.backend or sdpa_kernel around the call: the plan knows"
-        )
-        remedy += " where keys are, and the device which backend runs"
-        for name, value in (("k_index", given.k_index), ("backend", backend)):
-            expect(value is None, f"{name} with context parallelism", "None", type(value).__name__, remedy)
-        asked = {"scale": scale, "layout": layout}
+        what, got, remedy = "k_index with context parallelism", given.k_index, "Leave it out: the plan knows"
+        expect(got is None, what, "None", type(got).__name__, f"{remedy} where keys are")
+        asked: dict[str, Any] = {"scale": scale, "layout": layout}
         if is_dtensor(q) or is_dtensor(k) or is_dtensor(v):
             check_layout(front, layout, q, k, v)
             places = cast(Places, front.split(q, k, v, given, layout))
@@ -211,13 +207,14 @@ class MeshPlan(ShardedMask):
             remedy += "dtensor_rows='plan' to plan.on(...), or use a layout with method='contiguous'"
             what, wanted = "DTensors with context parallelism", "rows in the plan's order, which must be said"
             expect(self.frame.ordered, what, wanted, "a plan whose layout changes the order", remedy)
-            found = attend(self, places, q, k, v, given, return_lse=return_lse, **asked)
+            found = attend(self, places, q, k, v, given, return_lse=return_lse, backend=backend, **asked)
             return self._marked(found, q_index)
         call = Call.of(front, q, k, v, given, mask=None, **asked)
         frame = self.frame
+        chosen = backend_for_parts(call.q, call.k, call.v, frame.k_len, backend)
         out, lse, *_ = sharded_attention(
             *(call.q, call.k, call.v, self.data, self.numbers, frame.group, frame.strategy.members),
-            *(*frame.heads_here, call.scale, *_arguments(call)),
+            *(*frame.heads_here, chosen, call.scale, *_arguments(call)),
         )
         return self._marked(from_bhsd(out, lse, layout, return_lse), q_index)
 
@@ -238,7 +235,7 @@ class MeshPlan(ShardedMask):
             return found
         return pytree.tree_map(lambda x: torch.where(same, x, torch.nan), found)
 
-    def _check_local(self, given: Given, q: Tensor, k: Tensor) -> None:
+    def _check_rows_and_heads(self, given: Given, q: Tensor, k: Tensor) -> None:
         frame, at = self.frame, "{} with context parallelism".format
         sizes = zip("qk", (q, k), frame.heads, (frame.rows_per_rank, frame.keys_per_rank), strict=True)
         for name, x, heads, rows in sizes:
@@ -281,7 +278,7 @@ class _Front(TorchFront):
         self.plan, self.mesh = plan, plan.frame.mesh
 
     def check_given(self, given: Given, q: Any, k: Any) -> None:
-        self.plan._check_local(given, q, k)
+        self.plan._check_rows_and_heads(given, q, k)
 
     def lower(self, mask: Any, q: Any, k: Any, given: Given) -> tuple[None, Given]:  # type: ignore[override]
         del mask, q, k

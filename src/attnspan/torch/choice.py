@@ -1,4 +1,4 @@
-"""The backends that torch can drive, and which of them runs a call that names none."""
+"""Choice of the backend of a call: the one that it names, else the fastest that can run it."""
 
 import warnings
 from types import ModuleType
@@ -7,22 +7,13 @@ from typing import Any
 import torch
 
 from attnspan.call import Problem
-from attnspan.kernels import Choice, SlowPathWarning, choose, cpu, flex, triton, vendor
-from attnspan.kernels import math as math_kernel
+from attnspan.kernels import Choice, SlowPathWarning, choose
 
 from . import compat
 from ._watched import constant_when_traced
+from .backends import BACKENDS
 
-__all__ = ["MODULES", "candidates", "choose_backend", "torchs_backend", "warn_if_slow"]
-
-#: By name, the preferred one first.
-MODULES: dict[str, Any] = {
-    "cpu": cpu,
-    "vendor": vendor,
-    "flex": flex,
-    "triton": triton,
-    "math": math_kernel,
-}
+__all__ = ["MOST_KEYS", "backend_for", "candidates", "choose_backend", "torchs_backend"]
 
 #: Keys beyond which a device that has kernels never stores every score unasked.
 MOST_KEYS = 4096
@@ -43,7 +34,7 @@ class _Outside(ModuleType):
         return _math_alone()
 
 
-_outside = _Outside("attnspan.torch._backends._outside")
+_outside = _Outside("attnspan.torch.choice._outside")
 
 
 def torchs_backend() -> str | None:
@@ -66,7 +57,7 @@ class _Unnamed:
         self.name = name
 
     def supports(self, problem: Problem) -> str | None:
-        reason: str | None = MODULES[self.name].supports(problem)
+        reason: str | None = BACKENDS[self.name].supports(problem)
         if reason is not None:
             return reason
         if self.name == "triton":
@@ -76,35 +67,41 @@ class _Unnamed:
         return None
 
 
-_UNNAMED = {name: _Unnamed(name) for name in MODULES}
+_UNNAMED = {name: _Unnamed(name) for name in BACKENDS}
 _ON_GPUS = {name: _UNNAMED[name] for name in ("vendor", "flex", "math")}
 _BY_DEVICE = {"cpu": {name: _UNNAMED[name] for name in ("cpu", "math")}}
 
 
 def candidates(*, named: bool) -> dict[str, Any]:
     """All backends as `choose` sees them, for calls that name one and for those that do not."""
-    return MODULES if named else _UNNAMED
+    return BACKENDS if named else _UNNAMED
 
 
 def choose_backend(problem: Problem, requested: str | None) -> Choice:
-    """The backend that runs a problem.
+    """The backend that runs a problem, and why each one preferred to it does not.
 
     Raises:
         OptionError, BackendError: As `attnspan.kernels.choose`.
     """
     if requested is not None:
-        return choose(problem, MODULES, requested)
+        return choose(problem, BACKENDS, requested)
     return choose(problem, _BY_DEVICE.get(problem.device, _ON_GPUS), None)
 
 
-def warn_if_slow(choice: Choice) -> None:
-    """Warn once per reason when the math backend stands in for a kernel."""
+def backend_for(problem: Problem, requested: str | None) -> str:
+    """Name of the backend that runs a call; warns once per reason where framework code does a kernel's work.
+
+    Raises:
+        OptionError, BackendError: As `attnspan.kernels.choose`.
+    """
+    choice = choose_backend(problem, requested)
     if choice.name == "math":
         for name, reason in choice.refusals.items():
             _warn_once(
                 "attention runs as plain framework code, which stores every score: "
                 f"backend {name!r} refused ({reason})"
             )
+    return choice.name
 
 
 @constant_when_traced

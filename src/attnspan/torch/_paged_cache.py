@@ -20,10 +20,10 @@ from attnspan.masks import Mask
 
 from . import compat
 from ._attention import attention
-from ._backends import choose_backend
 from ._cache_rows import CacheRows, row_numbers
 from ._cache_write import LOST, apart, check_new, check_room, guard
 from ._front import TorchFront, from_bhsd
+from .choice import choose_backend
 from .ops import OPTION_SCHEMA, new_outputs, read_options, readable
 
 __all__ = ["PagedCache"]

@@ -1,0 +1,243 @@
+"""The backends of torch: one protocol, one table.
+
+A backend runs whole calls, which autograd differentiates, and parts of them inside of an operator, where a
+plan over ranks adds up what several calls find. `attnspan.torch.choice` chooses the backend of a call.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from attnspan.call import Call, Problem
+from attnspan.call.options import Options
+from attnspan.kernels import cpu, flex, triton, vendor
+from attnspan.kernels import math as math_kernel
+
+from ._options import dropout_seeds
+from ._vendor import attend as attend_by_vendor
+from .dtensor import is_dtensor, replicated
+from .ops import forward_op, with_autograd
+
+__all__ = ["BACKENDS", "Backend", "Whole"]
+
+#: Gradients of a call's bias and of its sinks, None for what has none.
+OfOptions = tuple[Tensor | None, Tensor | None]
+
+
+class Whole:
+    """The softmax of which a part's keys are some: what came of it, and the gradients that came back.
+
+    Args:
+        out: Shape (B, H, n, Dv), in q's dtype.
+        lse: Shape (B, H, n), float64.
+        dout: Gradient of ``out``.
+        dlse: Gradient of ``lse``, or None.
+        has_more: Whether it has other keys than the part.
+    """
+
+    def __init__(
+        self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *, has_more: bool
+    ) -> None:
+        self.out, self.lse, self.dout, self.dlse, self.has_more = out, lse, dout, dlse, has_more
+
+
+class Backend(Protocol):
+    """Runner of calls. Tensors are in (B, H, S, D) order; a row that sees nothing has output 0."""
+
+    def supports(self, problem: Problem) -> str | None:
+        """Return None, or why it cannot run the problem."""
+
+    def attend(self, call: Call, *, return_lse: bool) -> tuple[Tensor, Tensor]:
+        """Run a call, differentiably: out, and lse, which the caller is given if ``return_lse``."""
+
+    def forward(self, part: Call, out: Tensor) -> Tensor:
+        """Run a part of a call, without autograd.
+
+        Args:
+            part: Some of a call's heads and keys. Its problem is that of the call.
+            out: Shape (B, H, n, Dv), written; in q's dtype or float32, with a unit last stride.
+
+        Returns:
+            lse, shape (B, H, n), float64: parts of a softmax are merged by differences of lse, which float32
+            loses where lse is large.
+        """
+
+    def backward(self, part: Call, whole: Whole, grads: Sequence[Tensor]) -> OfOptions:
+        """Write the gradients of a part to q, k and v into ``grads``, in q's dtype or float32.
+
+        Returns:
+            Gradients of the bias and of the sinks of the part's options, None where there is none.
+        """
+
+
+class _Kernel:
+    """A kernel that writes into arrays: the operator `attnspan::attention`, which picks it by device.
+
+    Args:
+        module: One of `attnspan.kernels`.
+        more: What its backward is told of a part besides the call.
+    """
+
+    def __init__(self, module: Any, *more: str) -> None:
+        self.module, self.more = module, more
+
+    def supports(self, problem: Problem) -> str | None:
+        reason: str | None = self.module.supports(problem)
+        return reason
+
+    def attend(self, call: Call, *, return_lse: bool) -> tuple[Tensor, Tensor]:
+        bounds, options, k_len = _on_mesh(call.q, call.bounds, call.options, call.lowered_for)
+        out, lse = forward_op(call.q, call.k, call.v, bounds, _number(call.scale), *options, k_len=k_len)
+        return out, (lse.float() if return_lse else lse)
+
+    def forward(self, part: Call, out: Tensor) -> Tensor:
+        lse: Tensor = part.q.new_empty(part.q.shape[:3], dtype=torch.float64)
+        threads = torch.get_num_threads()
+        arrays = part.q, part.k, part.v, part.bounds, out, lse
+        self.module.forward(*arrays, scale=part.scale, num_threads=threads, options=part.options)
+        return lse
+
+    def backward(self, part: Call, whole: Whole, grads: Sequence[Tensor]) -> OfOptions:
+        options = part.options or Options()
+        dbias, dsinks = (
+            None if x is None else torch.empty(x.shape, dtype=torch.float32, device=x.device)
+            for x in (options.bias, options.sinks)
+        )
+        told: dict[str, Any] = {"part": whole.has_more} if "part" in self.more else {}
+        self.module.backward(
+            *(whole.dout, whole.dlse, part.q, part.k, part.v, whole.out, whole.lse, part.bounds, *grads),
+            scale=part.scale,
+            num_threads=torch.get_num_threads(),
+            options=part.options,
+            dbias=dbias,
+            dsinks=dsinks,
+            **told,
+        )
+        return dbias, dsinks
+
+
+class _Framework:
+    """Framework code, which autograd differentiates.
+
+    Args:
+        module: One of `attnspan.kernels`.
+        exact: Whether it computes in the dtype of what it is given: parts of a sum are then not rounded
+            before they are added. Else it is made for 16 bits.
+    """
+
+    def __init__(self, module: Any, *, exact: bool) -> None:
+        self.module, self.exact = module, exact
+
+    def supports(self, problem: Problem) -> str | None:
+        reason: str | None = self.module.supports(problem)
+        return reason
+
+    def attend(self, call: Call, *, return_lse: bool) -> tuple[Tensor, Tensor]:
+        del return_lse
+        numbers: Any = {"scale": _number(call.scale), "options": call.options}
+        arrays = call.q, call.k, call.v, call.bounds
+        return self.module.forward(*arrays, lowered_for=call.lowered_for, **numbers)  # type: ignore[no-any-return]
+
+    def forward(self, part: Call, out: Tensor) -> Tensor:
+        if self.exact:
+            part = replace(part, **{name: getattr(part, name).to(out.dtype) for name in "qkv"})
+        found, lse = self._part(part)
+        out.copy_(found)
+        return lse
+
+    def _part(self, part: Call) -> tuple[Tensor, Tensor]:
+        """The output in q's dtype, lse in float64, or in float32 to float64's rounding."""
+        more: dict[str, Any] = {"wide_lse": True} if self.exact else {}
+        out, lse = self.module.forward(
+            part.q, part.k, part.v, part.bounds, scale=part.scale, options=part.options, **more
+        )
+        return out, lse.double()
+
+    def backward(self, part: Call, whole: Whole, grads: Sequence[Tensor]) -> OfOptions:
+        """By autograd through the code and the merge, out = sum of exp(lse_part - lse) out_part."""
+        options = part.options or Options()
+        leaves = {"q": part.q, "k": part.k, "v": part.v, "bias": options.bias, "sinks": options.sinks}
+        dtype = torch.promote_types(part.q.dtype, torch.float32)
+        as_given = () if self.exact else ("q", "k", "v")
+        known = {
+            name: x.detach().to(x.dtype if name in as_given else dtype).requires_grad_()
+            for name, x in leaves.items()
+            if x is not None
+        }
+        with with_autograd():
+            own = options._replace(bias=known.get("bias"), sinks=known.get("sinks"))
+            own_out, own_lse = self._part(replace(part, **{x: known[x] for x in "qkv"}, options=own))
+            # A row that sees nothing has lse -inf, whose derivative is none.
+            known_lse = own_lse.masked_fill(own_lse == -torch.inf, 0.0)
+        weight = (own_lse - whole.lse).exp().masked_fill(own_lse == -torch.inf, 0.0).detach().to(dtype)
+        dout = whole.dout.to(dtype)
+        slack = (dout * (own_out.detach().to(dtype) - whole.out.to(dtype))).sum(-1)
+        slack = slack if whole.dlse is None else slack + whole.dlse
+        cotangents = (dout * weight[..., None]).to(own_out.dtype), (slack * weight).to(own_lse.dtype)
+        found = torch.autograd.grad((own_out, known_lse), list(known.values()), cotangents, allow_unused=True)
+        by_name: dict[str, Any] = dict(zip(known, found, strict=True))
+        for grad, name in zip(grads, "qkv", strict=True):
+            if by_name[name] is None:
+                grad.zero_()
+            else:
+                grad.copy_(by_name[name])
+        return by_name.get("bias"), by_name.get("sinks")
+
+
+class _Vendor:
+    """Kernels of torch for masks that are bands; they run whole calls alone."""
+
+    def supports(self, problem: Problem) -> str | None:
+        return vendor.supports(problem)
+
+    def attend(self, call: Call, *, return_lse: bool) -> tuple[Tensor, Tensor]:
+        del return_lse
+        assert call.band is not None, "vendor.supports wants one"
+        return attend_by_vendor(call.q, call.k, call.v, call.band, _number(call.scale))
+
+    def forward(self, part: Call, out: Tensor) -> Tensor:
+        raise NotImplementedError("vendor.supports refuses plans")
+
+    def backward(self, part: Call, whole: Whole, grads: Sequence[Tensor]) -> OfOptions:
+        raise NotImplementedError("vendor.supports refuses plans")
+
+
+#: By name, the preferred one first.
+BACKENDS: dict[str, Backend] = {
+    "cpu": _Kernel(cpu, "part"),  # others take lse as it is
+    "vendor": _Vendor(),
+    "flex": _Framework(flex, exact=False),
+    "triton": _Kernel(triton),
+    "math": _Framework(math_kernel, exact=True),
+}
+
+
+def _number(scale: Any) -> float:
+    """The scale; of a size, in torch.jit.trace, it is a tensor."""
+    return float(scale) if isinstance(scale, Tensor) else scale
+
+
+def _on_mesh(
+    q: Tensor, bounds: Tensor, options: Options | None, k_len: Tensor | None
+) -> tuple[Any, tuple[Any, ...], Any]:
+    """Bounds, option arguments and k_len as the operator takes them: on q's mesh where q is a DTensor.
+
+    Every rank has made the same ones from the same arguments.
+    """
+    if not is_dtensor(q):
+        return bounds, options or (), k_len
+    from . import _strategies as _strategies  # registers them; importing DTensor takes long
+
+    seed = None if options is None else options.dropout_seed
+    if options is not None and seed is not None and seed.dim() == 0:
+        # Each rank numbers its batch rows and heads from 0: it must be handed the seeds of those it has.
+        seed = dropout_seeds(seed.full_tensor() if is_dtensor(seed) else seed, q.shape[0], q.shape[1])
+        options = options._replace(dropout_seed=seed)
+    mesh = q.device_mesh  # type: ignore[attr-defined]
+    bounds, *arguments, k_len = (
+        x if is_dtensor(x) else replicated(x, mesh) for x in (bounds, *(options or ()), k_len)
+    )
+    return bounds, tuple(arguments), k_len
