@@ -87,6 +87,35 @@ def test_imports_point_one_way():
     assert not upward
 
 
+def _imported_files(path, parts, known):
+    """Names of the files that a file imports when it runs, at its top or inside a function."""
+    package = ["attnspan", *parts[:-1]]
+    tree = ast.parse(path.read_text())
+    typed = [x for x in ast.walk(tree) if isinstance(x, ast.If) and "TYPE_CHECKING" in ast.unparse(x.test)]
+    for_types = {id(x) for block in typed for x in ast.walk(block)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and id(node) not in for_types:
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            names = {module, *(f"{module}.{alias.name}" for alias in node.names)}
+            yield from names & known
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    files = {".".join(["attnspan", *parts]): (path, parts) for path, parts in _modules()}
+    files = {name: x for name, x in files.items() if not name.endswith(".__init__")}
+    imports = {name: set(_imported_files(*x, files.keys())) for name, x in files.items()}
+    circles = []
+    for name in files:
+        seen, ahead = set(), [name]
+        while ahead:
+            ahead += (new := imports[ahead.pop()] - seen)
+            seen |= new
+        if name in seen:
+            circles.append(name)
+    assert circles == []
+
+
 def test_only_the_front_ends_know_a_framework():
     knowing = {
         "kernels",
