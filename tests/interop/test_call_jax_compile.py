@@ -261,7 +261,7 @@ def test_opcheck() -> None:
     x, w = _randn(5, 3, requires_grad=True), _randn(3, 4, seed=1, requires_grad=True)
     kinds = [(t.dtype, t.dim(), t.device) for t in (x, w)]
     fn = lambda x, w: (jnp.tanh(x @ w), jnp.exp(x), x.astype(int))  # noqa: E731
-    call = functions.Call(fn, None, (), kinds)
+    call = functions.JaxCall(fn, None, (), kinds)
     handle, wanted = call.handle, [True, True]
     torch.library.opcheck(bridge.call_op, ([x, w], handle))
     tensors = [x.detach(), w.detach()]

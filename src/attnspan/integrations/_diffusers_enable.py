@@ -10,7 +10,7 @@ from torch import nn
 from attnspan.errors import UsageError, expect
 
 from ._diffusers_attention import check_config
-from ._diffusers_reroute import Route, is_rerouted, restored, uses_attention
+from ._diffusers_reroute import Reroute, is_rerouted, restored, uses_attention
 
 __all__ = ["NAME", "Enabled", "disable", "enable"]
 
@@ -66,7 +66,7 @@ def enable(model: Any, components: Iterable[str] | None = None) -> Enabled:
     """
     layers: list[str] = []
     left: list[str] = []
-    route = Route.to()
+    route = Reroute.to()
     for prefix, part in _parts(model, components):
         before = len(layers)
         for name, x, owner in _processors(part):

@@ -22,16 +22,16 @@ from attnspan.errors import ShapeError, expect
 
 from ._diffusers_attention import attend
 
-__all__ = ["Route", "is_rerouted", "restored", "uses_attention"]
+__all__ = ["Reroute", "is_rerouted", "restored", "uses_attention"]
 
 _SDPA = F.scaled_dot_product_attention
 _NAMES = {"scaled_dot_product_attention", "dispatch_attention_fn"}
 
 _lock = threading.RLock()
-_routes: WeakValueDictionary[int, "Route"] = WeakValueDictionary()
+_routes: WeakValueDictionary[int, "Reroute"] = WeakValueDictionary()
 
 
-class Route:
+class Reroute:
     """Functions that stand for the names of attention in the objects that it is given.
 
     Args:
@@ -49,7 +49,7 @@ class Route:
         self._classes: dict[type, type] = {}
 
     @classmethod
-    def to(cls, config: Any = None) -> "Route":
+    def to(cls, config: Any = None) -> "Reroute":
         """The one route with that config: layers that share it share their classes."""
         with _lock:
             found = _routes.get(id(config))
@@ -158,7 +158,7 @@ def _config_of(x: Any) -> Any:
 
 
 def _set_config(x: Any, config: Any) -> None:
-    x.__class__ = Route.to(config).class_of(type(x))
+    x.__class__ = Reroute.to(config).class_of(type(x))
 
 
 def _reduce(self: Any, _: Any) -> Any:
@@ -167,7 +167,7 @@ def _reduce(self: Any, _: Any) -> Any:
 
 
 def _remade(base: type, config: Any) -> Any:
-    found: Any = Route.to(config).class_of(base)
+    found: Any = Reroute.to(config).class_of(base)
     return found.__new__(found)
 
 
@@ -206,7 +206,7 @@ def is_rerouted(x: Any) -> bool:
 
 
 def restored(x: Any) -> Any:
-    """The object as it was before `Route.give`; a copy unless it is a module."""
+    """The object as it was before `Reroute.give`; a copy unless it is a module."""
     x = x if isinstance(x, nn.Module) else copy(x)
     x.__class__ = type(x)._attnspan_base
     return x

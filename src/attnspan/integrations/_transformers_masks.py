@@ -129,7 +129,7 @@ def _see_documents_beside_a_new_cache() -> None:
     _replace("_preprocess_mask_arguments", read, read_documents)
 
 
-class _Sizes(NamedTuple):
+class _Extent(NamedTuple):
     """The part of the whole sequence that a mask is made for.
 
     Keys are numbered from the first that is here: windows and documents do not change with it.
@@ -192,7 +192,7 @@ def make_mask(
         made: Tensor = masking_utils.eager_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **rest)
         return made
     q_index = torch.arange(q_length, device=device) + (q_offset - kv_offset)
-    sizes = _Sizes(batch_size, q_length, kv_length, kv_offset, q_index)
+    sizes = _Extent(batch_size, q_length, kv_length, kv_offset, q_index)
     mask = _lower(mask_function, sizes)
     if attention_mask is not None:
         mask = mask & keys(_local(attention_mask.to(torch.bool), sizes, fill=False))
@@ -217,14 +217,14 @@ def write(bounds: Tensor, k_len: int) -> Tensor:
     return torch.cat([torch.nn.functional.pad(bounds, (0, empty)), number], 3)
 
 
-def _local(x: Tensor, sizes: _Sizes, fill: Any) -> Tensor:
+def _local(x: Tensor, sizes: _Extent, fill: Any) -> Tensor:
     """The entries (B, k_len) of the keys that are here; tokens that it does not describe have ``fill``."""
     missing = sizes.whole - x.shape[1]
     x = torch.nn.functional.pad(x, (0, missing), value=fill) if missing > 0 else x
     return x[:, sizes.first_key : sizes.whole]
 
 
-def _lower(fn: Callable[..., Any], sizes: _Sizes) -> Mask:
+def _lower(fn: Callable[..., Any], sizes: _Extent) -> Mask:
     """The mask that a mask function describes."""
     if fn is masking_utils.causal_mask_function:
         return causal()
@@ -254,7 +254,7 @@ def _lower(fn: Callable[..., Any], sizes: _Sizes) -> Mask:
     return from_predicate(_Shifted(fn, sizes.first_key, sizes.positions))
 
 
-def _chunks(size: int, left_padding: Tensor, sizes: _Sizes) -> Mask:
+def _chunks(size: int, left_padding: Tensor, sizes: _Extent) -> Mask:
     """Chunks that start at each row's first token, or at each document's."""
     if sizes.positions is not None:
         ids = sizes.positions // size

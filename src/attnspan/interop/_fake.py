@@ -16,7 +16,7 @@ from torch import SymInt, Tensor
 
 from attnspan.torch import compat
 
-from ._functions import Call, find, pin
+from ._functions import JaxCall, find, pin
 from ._programs import Program
 from .call_jax import SpecializedShapesWarning
 
@@ -46,7 +46,7 @@ def backward(
 
 
 def trace(
-    bound: Call, tensors: Sequence[Tensor], wanted: Sequence[bool]
+    bound: JaxCall, tensors: Sequence[Tensor], wanted: Sequence[bool]
 ) -> tuple[Program, Callable[[Any], Any]]:
     """The traced program, and how to read the sizes of its results.
 
@@ -60,7 +60,7 @@ def trace(
             first: dict[int, Any] = {}
             for n in symbols:
                 bool(n == first.setdefault(n.node.hint, n))  # Asked, it becomes a guard of the graph.
-        sizes = _Sizes([tuple(x.shape) for x in tensors])
+        sizes = _TracedSizes([tuple(x.shape) for x in tensors])
         try:
             return bound.program(sizes.shapes, (), sizes.key), sizes.as_torch
         except Exception as error:  # An error that is not about symbols is raised by the trace below.
@@ -80,7 +80,7 @@ def _numbers(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
     return [tuple(map(int, x.shape)) for x in tensors]
 
 
-class _Sizes:
+class _TracedSizes:
     """The sizes of a call's tensors as JAX traces with them."""
 
     def __init__(self, shapes: Sequence[tuple[Any, ...]]) -> None:

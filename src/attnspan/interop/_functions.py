@@ -134,7 +134,7 @@ def static_key(x: Any) -> Hashable:
     return type(x), x, (frozenset if isinstance(x, frozenset) else tuple)(map(static_key, parts))
 
 
-class Call:
+class JaxCall:
     """A function with its arguments but for the tensors: what the operators run.
 
     ``spec`` is the arguments' tree, whose ``leaves`` have the class `Tensor` in the place of each tensor; it
@@ -219,17 +219,17 @@ class Call:
 # Compiled code may be kept on disk, where a number would mean another function in the next process.
 _process = secrets.token_hex(6)
 _counter = itertools.count()
-_live: weakref.WeakValueDictionary[str, Call] = weakref.WeakValueDictionary()
-_pinned: set[Call] = set()
+_live: weakref.WeakValueDictionary[str, JaxCall] = weakref.WeakValueDictionary()
+_pinned: set[JaxCall] = set()
 
 
-def pin(call: Call) -> str:
+def pin(call: JaxCall) -> str:
     """Keep a call for the life of the process, for a graph that holds its name."""
     _pinned.add(call)
     return call.handle
 
 
-def find(handle: str) -> Call:
+def find(handle: str) -> JaxCall:
     """The call of a name."""
     found = _live.get(handle)
     if found is None:

@@ -1,6 +1,6 @@
 """`call_jax`: a JAX function on torch tensors. JAX is imported by the first call, not by this module.
 
-The operators take a list of tensors and the name of a `_functions.Call`: the function with everything else.
+The operators take a list of tensors and the name of a `_functions.JaxCall`: the function and all the rest.
 """
 
 import functools
@@ -73,7 +73,7 @@ def call_jax(fn: Callable[..., Any], /, *args: Any, **static: Any) -> Any:
     spec, leaves, tensors = (None, (), list(args)) if plain else _split(args, static)
     for x in tensors:
         check_plain("call_jax: argument", x)
-    call = functions.Call(fn, spec, leaves, [(x.dtype, x.dim(), x.device) for x in tensors])
+    call = functions.JaxCall(fn, spec, leaves, [(x.dtype, x.dim(), x.device) for x in tensors])
     if is_watched() or not all(type(x) in _PLAIN for x in tensors):
         results = call_op(tensors, call.handle if compat.get_proxy_mode() is None else functions.pin(call))
     elif torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
@@ -143,7 +143,7 @@ def _spec(described: tuple[Any, ...]) -> pytree.TreeSpec:
 def _handle_of(fn: Any, method: Any, number: int, spec: Any, leaves: tuple[Any, ...], kinds: Any) -> str:
     del number  # The identity of the function, so that it is guarded.
     fn = fn if method is None else MethodType(method, fn)
-    return _functions().pin(_functions().Call(fn, _spec(spec), leaves, kinds))  # type: ignore[no-any-return]
+    return _functions().pin(_functions().JaxCall(fn, _spec(spec), leaves, kinds))  # type: ignore[no-any-return]
 
 
 @constant_when_traced
@@ -152,7 +152,7 @@ def _results_of(handle: str) -> Any:
 
 
 def _rebuild(nested: tuple[Any, ...], results: list[Tensor]) -> Any:
-    """The results in the structure that `_functions.Call.results` describes."""
+    """The results in the structure that `_functions.JaxCall.results` describes."""
     if nested[0] == "leaf":
         return results[int(nested[1])] if nested[1] else None
     kind, keys, children = nested

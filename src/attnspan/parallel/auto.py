@@ -14,7 +14,7 @@ from .strategy import Strategy, members_of_node
 if TYPE_CHECKING:
     from .plan import Plan
 
-__all__ = ["Choice", "Prediction", "Rates", "candidates", "choose"]
+__all__ = ["Prediction", "Rates", "StrategyChoice", "candidates", "choose"]
 
 #: Predicted times that differ by less are alike, as no prediction is so exact: then the fewest bytes decide.
 _ALIKE = 1.05
@@ -48,7 +48,7 @@ class Rates(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
+class StrategyChoice:
     """The strategy that "auto" takes, and all that were considered.
 
     Attributes:
@@ -104,7 +104,7 @@ def candidates(ranks: int, q_heads: int) -> list[Strategy]:
     return found
 
 
-def choose(plan: Plan, *, node_size: int | None, machine: Rates | None, memory: int | None) -> Choice:
+def choose(plan: Plan, *, node_size: int | None, machine: Rates | None, memory: int | None) -> StrategyChoice:
     """Choose a strategy for a plan; the same arguments give the same choice in every process.
 
     Without rates it takes the strategy whose busiest rank receives the fewest bytes. With them it takes the
@@ -140,4 +140,4 @@ def choose(plan: Plan, *, node_size: int | None, machine: Rates | None, memory: 
 
     order = sorted(range(len(costs)), key=rank)
     times = tuple(predicted[x] for x in order) if predicted else ()
-    return Choice(tuple(costs[x] for x in order), times, machine, memory, members)
+    return StrategyChoice(tuple(costs[x] for x in order), times, machine, memory, members)

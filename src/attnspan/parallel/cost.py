@@ -148,7 +148,7 @@ def cost_of(plan: Plan, strategy: Strategy, node_size: int | None = None) -> Cos
     members, groups, ranks = strategy.members, strategy.groups, strategy.ranks
     node_size = ranks if node_size is None else node_size
     heads, node = split_heads(*plan.sizes.heads, members), np.arange(ranks) // node_size
-    call = _Call(plan, heads)
+    call = _Elements(plan, heads)
     forward: dict[str, Phase] = {}
     backward: dict[str, Phase] = {}
     fetched = np.full(groups, (groups - 1) * members * plan.keys.rows_per_rank * plan.planes)
@@ -185,7 +185,7 @@ def cost_of(plan: Plan, strategy: Strategy, node_size: int | None = None) -> Cos
     )
 
 
-class _Call:
+class _Elements:
     """Elements of one rank's rows that each member attends with, int64 (u,): q, out, lse, and k with v.
 
     `row` are those of one key that travels: for all batch rows that share its plane.

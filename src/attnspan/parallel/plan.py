@@ -20,7 +20,7 @@ from attnspan.errors import DtypeError, OptionError, ShapeError, expect
 from attnspan.masks import Mask, Prepared
 from attnspan.masks.bounds import Spans
 
-from .auto import Choice, Rates, choose
+from .auto import Rates, StrategyChoice, choose
 from .chunks import Chunks
 from .cost import Cost, Sizes, cost_of
 from .intervals import expand, read_only
@@ -142,13 +142,13 @@ class Plan:
     mask: Prepared
     strategy: Strategy
     sizes: Sizes
-    choice: Choice | None = field(default=None, repr=False)
+    choice: StrategyChoice | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         sizes = f"q_len={self.layout.q_len}, k_len={self.k_len}, heads={self.sizes.heads}"
         return f"Plan({self.strategy.name} on {self.strategy.ranks} ranks, {sizes})"
 
-    def with_strategy(self, strategy: Strategy, choice: Choice | None = None) -> Plan:
+    def with_strategy(self, strategy: Strategy, choice: StrategyChoice | None = None) -> Plan:
         """The same problem under another strategy."""
         return replace(self, strategy=strategy, choice=choice)
 

@@ -20,7 +20,7 @@ from attnspan_lab.doctor.steps import outcome_of
 from attnspan_lab.doctor.subject import Subject
 from attnspan_lab.zoo.step import Outcome
 
-__all__ = ["ATTENTIONS", "MASKS", "Given", "Trial"]
+__all__ = ["ATTENTIONS", "MASKS", "GivenModel", "Trial"]
 
 #: "causal"; "function", causal within documents, by a mask function; "spans", the same by ids.
 MASKS: tuple[str, ...] = ("causal", "function", "spans")
@@ -160,7 +160,7 @@ def _whole(gradient: Tensor, ranks: str) -> Tensor:
     return gradient
 
 
-class Given:
+class GivenModel:
     """A model that was given, as a `Trial`: its own batches, in evaluation mode, on one rank."""
 
     kernel_calls = 0  # Not known.

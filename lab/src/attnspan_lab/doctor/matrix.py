@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from attnspan.kernels.cpu import counters
 from attnspan_lab.doctor.compiler import CompilerLog
-from attnspan_lab.doctor.example import MASKS, Given, Trial
+from attnspan_lab.doctor.example import MASKS, GivenModel, Trial
 from attnspan_lab.doctor.subject import Subject
 from attnspan_lab.zoo.step import Outcome, differences, in_float64
 
@@ -163,8 +163,8 @@ def _run(cell: Cell, attention: str, backend: str, subject: Subject | None) -> s
     torch._dynamo.reset()
     try:
         if subject is not None:
-            exact = Given(subject.copy())
-            return _compared(cell, Given(subject.copy()), exact.outcome(exact.model, 0), backend)
+            exact = GivenModel(subject.copy())
+            return _compared(cell, GivenModel(subject.copy()), exact.outcome(exact.model, 0), backend)
         written = Trial("written out", cell.mask)
         written.model.double()
         with in_float64():
@@ -174,7 +174,7 @@ def _run(cell: Cell, attention: str, backend: str, subject: Subject | None) -> s
         return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
 
 
-def _compared(cell: Cell, trial: Trial | Given, want: Outcome, backend: str) -> str:
+def _compared(cell: Cell, trial: Trial | GivenModel, want: Outcome, backend: str) -> str:
     blocks = [x for part in trial.model.modules() if isinstance(part, nn.ModuleList) for x in part]
     call = _with_features(cell, trial.model, blocks, backend)
     with CompilerLog() as first:

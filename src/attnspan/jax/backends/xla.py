@@ -24,9 +24,9 @@ from . import Gradients, Operands, Static, result_dtype
 from .tiles import capped, common_of, gradients_of_scores, illegal_rows, sinks_gradient
 from .xla_bias import Bias, bias_of
 from .xla_tiles import (
-    Keys,
-    Rows,
-    Sizes,
+    KeyBlock,
+    QueryBlock,
+    Tiling,
     add_block,
     grouped,
     kept_of,
@@ -114,13 +114,13 @@ def _wide(q: jax.Array) -> Any:
     return jnp.float64 if q.dtype == jnp.float64 else jnp.float32
 
 
-class _Given(NamedTuple):
+class _QueryInputs(NamedTuple):
     """A block of queries and what comes back to it; `_t` has rows along the last axis.
 
     A weight is exp(x - top) * factor.
     """
 
-    rows: Rows
+    rows: QueryBlock
     q: jax.Array
     q_t: jax.Array
     dout: jax.Array
@@ -134,7 +134,7 @@ class _Loops:
     """The bodies of both loops over blocks of queries, and of those over blocks of keys within."""
 
     def __init__(self, q: jax.Array, k: jax.Array, v: jax.Array, given: Operands, static: Static) -> None:
-        self.sizes: Sizes = sizes_of(q, k)
+        self.sizes: Tiling = sizes_of(q, k)
         self.q, self.k, self.v = grouped(q, self.sizes), k, v
         # Turned once and for all: turning blocks, or worse tiles, in the loops costs as much as a product.
         self.k_t, self.v_t = k.swapaxes(2, 3), v.swapaxes(2, 3)
@@ -149,7 +149,7 @@ class _Loops:
         """A loop over blocks; all that it carries varies, inside `shard_map`, as the arguments do."""
         return lax.fori_loop(jnp.int32(0), jnp.int32(blocks), body, spread(start, self.axes))
 
-    def rows(self, i: jax.Array) -> Rows:
+    def rows(self, i: jax.Array) -> QueryBlock:
         """The i-th block of queries."""
         rows = rows_of(i, self.given, self.static, self.sizes)
         return rows if self.bias is None else self.bias.placed(rows, self.given)
@@ -160,7 +160,9 @@ class _Loops:
         a, b = a.astype(self.narrow), b.astype(self.narrow)
         return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=self.wide)
 
-    def scores(self, q: jax.Array, rows: Rows, keys: Keys) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    def scores(
+        self, q: jax.Array, rows: QueryBlock, keys: KeyBlock
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """A tile's scores less the rows' bases, which pairs it sees, and the derivative of the softcap."""
         raw = self.product("bhgmd,bhdn->bhgmn", q, self.block(self.k_t, keys, 3)) * self.static.scale
         x, slope = capped(raw, self.static.softcap)
@@ -172,7 +174,7 @@ class _Loops:
                 visible = visible & ~(bias < HIDES)
         return x, visible, slope
 
-    def block(self, x: jax.Array, keys: Keys, axis: int) -> jax.Array:
+    def block(self, x: jax.Array, keys: KeyBlock, axis: int) -> jax.Array:
         """A block of keys or values, with 0 for those that no row of the tile sees, whatever they hold."""
         seen = keys.seen[..., None] if axis == 2 else keys.seen[:, :, None]
         return jnp.where(seen, lax.dynamic_slice_in_dim(x, keys.start, self.sizes.block_k, axis), 0)
@@ -195,7 +197,7 @@ class _Loops:
         logs = jnp.where(total == 0, -jnp.inf, logs)
         return self.write_rows(out, sums, rows), self.write_rows(lse, logs[..., 0], rows)
 
-    def no_keys(self, rows: Rows, q: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def no_keys(self, rows: QueryBlock, q: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The maximum and the sum of a block's rows before the first key: those of the sink."""
         top, total = jnp.full((*q.shape[:4], 1), -jnp.inf, self.wide), jnp.zeros((*q.shape[:4], 1), self.wide)
         if self.given.sinks is None:
@@ -204,7 +206,7 @@ class _Loops:
         sinks = sinks if rows.base is None else sinks - rows.base
         return jnp.broadcast_to(sinks, top.shape), jnp.where(sinks == -jnp.inf, total, 1)
 
-    def sums_of_tile(self, state: Any, rows: Rows, keys: Keys, q: jax.Array) -> Any:
+    def sums_of_tile(self, state: Any, rows: QueryBlock, keys: KeyBlock, q: jax.Array) -> Any:
         """The maximum and the sum with one tile more; its weights, and what becomes of those so far."""
         top, total = state
         x, visible, _ = self.scores(q, rows, keys)
@@ -215,7 +217,7 @@ class _Loops:
         weights, fade = jnp.exp(x - finite_top), jnp.exp(top - finite_top)
         return (new_top, total * fade + weights.sum(-1, keepdims=True)), weights, fade
 
-    def forward_tile(self, t: jax.Array, state: Any, rows: Rows, q: jax.Array) -> Any:
+    def forward_tile(self, t: jax.Array, state: Any, rows: QueryBlock, q: jax.Array) -> Any:
         """One step of the online softmax; `top` is subtracted from all scores so far."""
         *state, sums = state
         keys = keys_of(t, rows, self.given, self.sizes)
@@ -238,13 +240,13 @@ class _Loops:
         # Of rows that see nothing, nothing is read: 0 * NaN would reach every key of the tile.
         q, dout = jnp.where(rows.alive, q, 0), jnp.where(rows.alive, dout, 0)
         top, factor = self.normalizers(rows, q, lse)
-        given = _Given(rows, q, q.swapaxes(3, 4), dout, dout.swapaxes(3, 4), top, factor, common)
+        given = _QueryInputs(rows, q, q.swapaxes(3, 4), dout, dout.swapaxes(3, 4), top, factor, common)
         start = (jnp.zeros(q.shape, self.wide), *rest)
         block, *rest = self.run(rows.blocks, lambda t, s: self.backward_tile(t, s, given), start)
         block = (block * self.static.scale).astype(dq.dtype)
         return self.write_rows(dq, block, rows), *rest
 
-    def normalizers(self, rows: Rows, q: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def normalizers(self, rows: QueryBlock, q: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Normalizers of the scores: the lse, or sums anew where it is too large to tell weights apart."""
         lse, lost = lse.real, lse.imag if jnp.iscomplexobj(lse) else None
         large = jnp.abs(lse) > _MOST_LSE
@@ -259,7 +261,7 @@ class _Loops:
         top, total = self.run(jnp.where(large.any(), rows.blocks, 0), tile, self.no_keys(rows, q))
         return jnp.where(large, top, lse), jnp.where(large, 1 / total, 1 if lost is None else jnp.exp(-lost))
 
-    def backward_tile(self, t: jax.Array, state: Any, given: _Given) -> Any:
+    def backward_tile(self, t: jax.Array, state: Any, given: _QueryInputs) -> Any:
         """Add what one tile contributes."""
         dq, dk_t, dv_t, dbias = state
         rows = given.rows
@@ -277,7 +279,7 @@ class _Loops:
         dv_t = add_block(dv_t, self.product("bhgem,bhgmn->bhen", given.dout_t, met), keys.start, 3)
         return dq, dk_t, dv_t, dbias
 
-    def write_rows(self, x: jax.Array, block: jax.Array, rows: Rows) -> jax.Array:
+    def write_rows(self, x: jax.Array, block: jax.Array, rows: QueryBlock) -> jax.Array:
         """`x` (B, Hkv, G, Sq, ...) with a block of queries in it, but for rows of the block before."""
         if rows.own is not None:
             old = lax.dynamic_slice_in_dim(x, rows.start, self.sizes.block_q, 3)

@@ -18,10 +18,10 @@ from attnspan.call.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
 
 from . import Operands, Static
 from .tiles import by_distance
-from .xla_tiles import Keys, Rows, Sizes, add_block, grouped, take, ungrouped
+from .xla_tiles import KeyBlock, QueryBlock, Tiling, add_block, grouped, take, ungrouped
 
 
-def bias_of(given: Operands, static: Static, sizes: Sizes, wide: Any) -> Bias | None:
+def bias_of(given: Operands, static: Static, sizes: Tiling, wide: Any) -> Bias | None:
     """The bias of a call, computed in `wide`."""
     if static.bias_kind == 0:
         return None
@@ -35,7 +35,7 @@ def bias_of(given: Operands, static: Static, sizes: Sizes, wide: Any) -> Bias | 
     return _Slopes(given.bias, sizes, wide, signed=static.bias_kind == SIGNED_ALIBI)
 
 
-def _distance(rows: Rows, keys: Keys) -> jax.Array:
+def _distance(rows: QueryBlock, keys: KeyBlock) -> jax.Array:
     """(B|1, m, n)."""
     return keys.indices[:, None, :] - rows.indices[:, :, None]
 
@@ -66,7 +66,7 @@ def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 class _Plain:
     """Biases that are added as they are."""
 
-    def placed(self, rows: Rows, given: Operands) -> Rows:
+    def placed(self, rows: QueryBlock, given: Operands) -> QueryBlock:
         del given
         return rows
 
@@ -78,15 +78,15 @@ _MOST_PLAIN = 64.0
 class _Slopes:
     """ALiBi: a slope (B|1, Hkv, G) times a function of the distance."""
 
-    def __init__(self, slopes: jax.Array, sizes: Sizes, wide: Any, *, signed: bool) -> None:
+    def __init__(self, slopes: jax.Array, sizes: Tiling, wide: Any, *, signed: bool) -> None:
         self.slopes = grouped(slopes[..., None, None].astype(wide), sizes)
         self.shape, self.signed = slopes.shape, signed
 
-    def _factor(self, rows: Rows, keys: Keys) -> jax.Array:
+    def _factor(self, rows: QueryBlock, keys: KeyBlock) -> jax.Array:
         distance = _distance(rows, keys)[:, None, None]
         return distance if self.signed else -jnp.abs(distance)
 
-    def placed(self, rows: Rows, given: Operands) -> Rows:
+    def placed(self, rows: QueryBlock, given: Operands) -> QueryBlock:
         """`rows` with the largest bias of each as its base, where all of its keys are far away.
 
         Of keys that do not ascend the base may be another one, which is as right and less precise.
@@ -105,14 +105,14 @@ class _Slopes:
         far = rows.alive & (jnp.abs(base) > _MOST_PLAIN)
         return rows._replace(origin=jnp.where(far, origin, 0), base=jnp.where(far, base, 0))
 
-    def tile(self, rows: Rows, keys: Keys) -> jax.Array:
+    def tile(self, rows: QueryBlock, keys: KeyBlock) -> jax.Array:
         # Integers: a float32 of a distance beyond 2^24 would tell no neighbours apart.
         return self.slopes * (self._factor(rows, keys) - rows.origin).astype(self.slopes.dtype)
 
     def zeros(self) -> jax.Array:
         return jnp.zeros_like(self.slopes)
 
-    def add(self, gradient: jax.Array, rows: Rows, keys: Keys, dx: jax.Array) -> jax.Array:
+    def add(self, gradient: jax.Array, rows: QueryBlock, keys: KeyBlock, dx: jax.Array) -> jax.Array:
         factor = self._factor(rows, keys).astype(self.slopes.dtype)
         return gradient + _sum_to(dx * factor, gradient.shape)
 
@@ -123,18 +123,18 @@ class _Slopes:
 class _Dense(_Plain):
     """Values (B|1, Hkv|1, G|1, Sq|1, Sk)."""
 
-    def __init__(self, values: jax.Array, sizes: Sizes, wide: Any) -> None:
+    def __init__(self, values: jax.Array, sizes: Tiling, wide: Any) -> None:
         self.shape, self.wide, self.sizes = values.shape, wide, sizes
         self.values = grouped(values, sizes)
 
-    def tile(self, rows: Rows, keys: Keys) -> jax.Array:
+    def tile(self, rows: QueryBlock, keys: KeyBlock) -> jax.Array:
         block = take(self.values, rows.start, self.sizes.block_q, 3)
         return take(block, keys.start, self.sizes.block_k, 4).astype(self.wide)
 
     def zeros(self) -> jax.Array:
         return jnp.zeros(self.values.shape, self.wide)
 
-    def add(self, gradient: jax.Array, rows: Rows, keys: Keys, dx: jax.Array) -> jax.Array:
+    def add(self, gradient: jax.Array, rows: QueryBlock, keys: KeyBlock, dx: jax.Array) -> jax.Array:
         lead = self.values.shape[:4]
         block = _sum_to(dx, (*lead, dx.shape[4]))
         start = [jnp.int32(0)] * 3 + [rows.start if lead[3] > 1 else jnp.int32(0), keys.start]
@@ -148,16 +148,16 @@ class _Dense(_Plain):
 class _Table(_Plain):
     """Values by distance (Hq, 2L + 1) where indices are given: every pair looks up its own."""
 
-    def __init__(self, table: jax.Array, sizes: Sizes, wide: Any) -> None:
+    def __init__(self, table: jax.Array, sizes: Tiling, wide: Any) -> None:
         self.table, self.sizes = table.astype(wide), sizes
 
-    def tile(self, rows: Rows, keys: Keys) -> jax.Array:
+    def tile(self, rows: QueryBlock, keys: KeyBlock) -> jax.Array:
         return grouped(by_distance(self.table, rows.indices, keys.indices), self.sizes)
 
     def zeros(self) -> jax.Array:
         return jnp.zeros_like(self.table)
 
-    def add(self, gradient: jax.Array, rows: Rows, keys: Keys, dx: jax.Array) -> jax.Array:
+    def add(self, gradient: jax.Array, rows: QueryBlock, keys: KeyBlock, dx: jax.Array) -> jax.Array:
         reach = self.table.shape[1] // 2
         columns = jnp.clip(_distance(rows, keys), -reach, reach) + reach
         dx = _sum_to(dx, (columns.shape[0], *dx.shape[1:]))
@@ -174,17 +174,17 @@ class _Diagonals(_Plain):
     one element to the right with every row: that is a tile by diagonals, and read backwards the sum of each.
     """
 
-    def __init__(self, table: jax.Array, sizes: Sizes, wide: Any) -> None:
+    def __init__(self, table: jax.Array, sizes: Tiling, wide: Any) -> None:
         self.sizes, self.reach = sizes, table.shape[1] // 2
         distance = np.arange(1 - sizes.k_len, sizes.q_len)
         columns = np.clip(distance, -self.reach, self.reach) + self.reach
         self.values = table.astype(wide)[:, columns].reshape(sizes.kv_heads, sizes.group, len(distance))
 
-    def _start(self, rows: Rows, keys: Keys) -> jax.Array:
+    def _start(self, rows: QueryBlock, keys: KeyBlock) -> jax.Array:
         """First distance of a tile: that of its last query and first key."""
         return keys.start - rows.start + np.int32(self.sizes.q_len - self.sizes.block_q)
 
-    def tile(self, rows: Rows, keys: Keys) -> jax.Array:
+    def tile(self, rows: QueryBlock, keys: KeyBlock) -> jax.Array:
         m, n = self.sizes.block_q, self.sizes.block_k
         values = lax.dynamic_slice_in_dim(self.values, self._start(rows, keys), m + n - 1, 2)
         period = jnp.concatenate([values[..., m - 1 :], values[..., :1], values[..., : m - 1]], -1)
@@ -195,7 +195,7 @@ class _Diagonals(_Plain):
     def zeros(self) -> jax.Array:
         return jnp.zeros_like(self.values)
 
-    def add(self, gradient: jax.Array, rows: Rows, keys: Keys, dx: jax.Array) -> jax.Array:
+    def add(self, gradient: jax.Array, rows: QueryBlock, keys: KeyBlock, dx: jax.Array) -> jax.Array:
         m, n = self.sizes.block_q, self.sizes.block_k
         lead = gradient.shape[:2]
         wide = jnp.pad(dx.sum(0), [(0, 0)] * 3 + [(0, m - 1)]).reshape(*lead, m * (m + n - 1))

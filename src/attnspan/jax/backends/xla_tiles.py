@@ -26,7 +26,7 @@ _TILE, _LEAST = 2**22, 128
 
 
 @dataclass(frozen=True)
-class Sizes(InBlocks):
+class Tiling(InBlocks):
     """The sides of a call and of its tiles."""
 
     batch: int
@@ -38,7 +38,7 @@ class Sizes(InBlocks):
     block_k: int
 
 
-class Rows(NamedTuple):
+class QueryBlock(NamedTuple):
     """One block of queries: where it starts, which it owns, and what they see.
 
     The last block starts early, so that it is as long as the others; the rows that it shares with the one
@@ -64,7 +64,7 @@ class Rows(NamedTuple):
         return (self.lo < self.hi).any(-1, keepdims=True)
 
 
-class Keys(NamedTuple):
+class KeyBlock(NamedTuple):
     """One block of keys, for a block of queries."""
 
     start: jax.Array
@@ -77,7 +77,7 @@ class Keys(NamedTuple):
         return self.visible.any((2, 3))
 
 
-def sizes_of(q: jax.Array, k: jax.Array) -> Sizes:
+def sizes_of(q: jax.Array, k: jax.Array) -> Tiling:
     """The sides of a call, and those of its tiles."""
     batch, q_heads, q_len, _ = q.shape
     kv_heads, k_len = k.shape[1:3]
@@ -87,10 +87,10 @@ def sizes_of(q: jax.Array, k: jax.Array) -> Sizes:
     while rows * q_block * k_block > _TILE and (q_block > _LEAST or k_block > _LEAST):
         q_block, k_block = (q_block, k_block // 2) if k_block > q_block else (q_block // 2, k_block)
     group = q_heads // kv_heads
-    return Sizes(batch, kv_heads, group, q_len, k_len, min(q_block, q_len), min(k_block, k_len))
+    return Tiling(batch, kv_heads, group, q_len, k_len, min(q_block, q_len), min(k_block, k_len))
 
 
-def grouped(x: jax.Array, sizes: Sizes) -> jax.Array:
+def grouped(x: jax.Array, sizes: Tiling) -> jax.Array:
     """(B|1, Hq|1, ...) as (B|1, Hkv|1, G|1, ...)."""
     heads = (1, 1) if x.shape[1] == 1 else (sizes.kv_heads, sizes.group)
     return x.reshape(x.shape[0], *heads, *x.shape[2:])
@@ -120,7 +120,7 @@ def count_from(start: Any, size: int) -> jax.Array:
     return lax.broadcasted_iota(jnp.int32, (1, size), 1) + start  # type: ignore[no-any-return]
 
 
-def rows_of(i: jax.Array, given: Operands, static: Static, sizes: Sizes) -> Rows:
+def rows_of(i: jax.Array, given: Operands, static: Static, sizes: Tiling) -> QueryBlock:
     """The i-th block of queries."""
     begin = i * np.int32(sizes.block_q)
     start = jnp.minimum(begin, np.int32(sizes.q_len - sizes.block_q))
@@ -140,10 +140,10 @@ def rows_of(i: jax.Array, given: Operands, static: Static, sizes: Sizes) -> Rows
         assert given.seeds is not None, "dropout has seeds"
         seeds = grouped(given.seeds, sizes)[:, :, :, None]
         words = row_words(seeds[..., :1], seeds[..., 1:], index[:, None, None, :, None])
-    return Rows(start, own, lo, hi, index, words, *_touched(lo, hi, sizes))
+    return QueryBlock(start, own, lo, hi, index, words, *_touched(lo, hi, sizes))
 
 
-def _touched(lo: jax.Array, hi: jax.Array, sizes: Sizes) -> tuple[jax.Array, jax.Array]:
+def _touched(lo: jax.Array, hi: jax.Array, sizes: Tiling) -> tuple[jax.Array, jax.Array]:
     """The blocks of keys in which some row has a key, in ascending order, and their number."""
     blocks = jnp.arange(sizes.k_blocks, dtype=jnp.int32)
     first, last = lo[..., None] // np.int32(sizes.block_k), (hi[..., None] - 1) // np.int32(sizes.block_k)
@@ -152,7 +152,7 @@ def _touched(lo: jax.Array, hi: jax.Array, sizes: Sizes) -> tuple[jax.Array, jax
     return order, touched.sum(dtype=jnp.int32)
 
 
-def keys_of(t: jax.Array, rows: Rows, given: Operands, sizes: Sizes) -> Keys:
+def keys_of(t: jax.Array, rows: QueryBlock, given: Operands, sizes: Tiling) -> KeyBlock:
     """The t-th of the blocks of keys that a block of queries touches."""
     begin = lax.dynamic_index_in_dim(rows.order, t, keepdims=False) * np.int32(sizes.block_k)
     start = jnp.minimum(begin, np.int32(sizes.k_len - sizes.block_k))
@@ -162,11 +162,11 @@ def keys_of(t: jax.Array, rows: Rows, given: Operands, sizes: Sizes) -> Keys:
     if sizes.k_len % sizes.block_k:  # The last block starts early; its first keys belong to the one before.
         visible = visible & (place >= begin)
     if given.k_index is None:
-        return Keys(start, place[None], visible)
-    return Keys(start, lax.dynamic_slice_in_dim(given.k_index, start, sizes.block_k, 1), visible)
+        return KeyBlock(start, place[None], visible)
+    return KeyBlock(start, lax.dynamic_slice_in_dim(given.k_index, start, sizes.block_k, 1), visible)
 
 
-def kept_of(rows: Rows, keys: Keys, static: Static) -> jax.Array:
+def kept_of(rows: QueryBlock, keys: KeyBlock, static: Static) -> jax.Array:
     """Return whether dropout keeps each weight of a tile, (B, Hkv, G, m, n)."""
     first, second = rows.words
     kept: jax.Array = keeps(static.dropout_p, first, second, keys.indices[:, None, None, None, :])

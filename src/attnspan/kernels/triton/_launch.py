@@ -28,7 +28,7 @@ from ._ranges import key_ranges_kernel, order_kernel, row_ranges_kernel
 __all__ = ["backward", "forward", "row_ranges"]
 
 
-def _config(kernel: str, q: Tensor, k: Tensor, v: Tensor, given: _Given) -> Config:
+def _config(kernel: str, q: Tensor, k: Tensor, v: Tensor, given: _OptionArrays) -> Config:
     """The configuration for a call."""
     at = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
     rows, dim = q.shape[2] * (q.shape[1] // k.shape[1]), max(q.shape[3], v.shape[3])
@@ -52,7 +52,7 @@ def _precision(dtype: torch.dtype) -> str:
 
 
 @dataclass(frozen=True)
-class _Given:
+class _OptionArrays:
     """The options as kernels take them."""
 
     softcap: float
@@ -68,7 +68,7 @@ class _Given:
     k_index: Tensor | None
 
     @classmethod
-    def of(cls, options: Options | None, q: Tensor) -> _Given:
+    def of(cls, options: Options | None, q: Tensor) -> _OptionArrays:
         options = options or Options()
         bias, seeds, p = options.bias, options.dropout_seed, options.dropout_p
         strides: tuple[int, ...] = (0, 0, 0)
@@ -231,7 +231,7 @@ def forward(
     if out.shape[0] * out.shape[1] * out.shape[2] == 0:
         return
     group = q_heads // k.shape[1]
-    given = _Given.of(options, q)
+    given = _OptionArrays.of(options, q)
     config = config or _config("forward", q, k, v, given)
     if scale <= 0:  # The kernel takes the largest product of a row for its largest score.
         q, scale = (-q, -scale) if scale < 0 else (q * scale, 1.0)
@@ -320,7 +320,7 @@ def backward(
         if dsinks is not None and batch * q_heads * q_len:
             _sink_gradients(dsinks, lse, _delta(dout, dlse, out), options)
         return
-    k_len, given, delta = k.shape[2], _Given.of(options, q), _delta(dout, dlse, out)
+    k_len, given, delta = k.shape[2], _OptionArrays.of(options, q), _delta(dout, dlse, out)
     common = given.numbers(scale) | {"dout": dout, "lse": lse, "delta": delta}
     common |= dict(zip(("dout_b", "dout_h", "dout_s"), _strides(dout), strict=True))
     configs = configs or {}

@@ -20,7 +20,7 @@ from attnspan.parallel.rows import Evidence
 
 from .attention import attention
 from .axes import Axes, AxisNames
-from .route import Route, Sizes, make_route
+from .route import Capacity, Route, make_route
 from .rows import Placing, check_placed_rows
 
 __all__ = ["PlacedPlan", "Sharded", "place", "shard"]
@@ -160,7 +160,7 @@ class _Frame(NamedTuple):
     q_len: int
     k_len: int
     heads: tuple[int, int]
-    sizes: Sizes
+    sizes: Capacity
 
 
 class PlacedPlan(Sharded):

@@ -25,7 +25,7 @@ from attnspan.parallel.plan import Plan
 
 from .axes import Axes
 
-__all__ = ["NOWHERE", "Exchange", "Route", "Sizes", "flat_rows", "make_route", "place_table"]
+__all__ = ["NOWHERE", "Capacity", "Exchange", "Route", "flat_rows", "make_route", "place_table"]
 
 Ints = NDArray[np.int32]
 
@@ -33,7 +33,7 @@ Ints = NDArray[np.int32]
 NOWHERE = np.iinfo(np.int32).max
 
 
-class Sizes(NamedTuple):
+class Capacity(NamedTuple):
     """Sizes that depend on the mask, with room for other masks. A ring has runs only.
 
     Attributes:
@@ -49,7 +49,7 @@ class Sizes(NamedTuple):
     readers: int = 0
 
     @classmethod
-    def of(cls, plan: Plan, traffic: Traffic | None, like: Sizes | None) -> Sizes:
+    def of(cls, plan: Plan, traffic: Traffic | None, like: Capacity | None) -> Capacity:
         """The sizes of a plan, which only grow from those of another step."""
         needed, ranks = cls(plan.bounds.shape[3]), plan.layout.ranks
         most = needed
@@ -147,7 +147,7 @@ def _place(axes: Axes, shape: tuple[int, ...], shard: Any) -> jax.Array:
     return jax.make_array_from_callback(shape, sharding, shard)
 
 
-def make_route(plan: Plan, axes: Axes, like: Sizes | None) -> tuple[Route, Sizes]:
+def make_route(plan: Plan, axes: Axes, like: Capacity | None) -> tuple[Route, Capacity]:
     """The arrays of a plan, of which each host makes the shards of its own devices.
 
     Args:
@@ -158,7 +158,7 @@ def make_route(plan: Plan, axes: Axes, like: Sizes | None) -> tuple[Route, Sizes
     parts, ranks = axes.size("batch") if plan.planes > 1 else 1, plan.layout.ranks
     is_ring = plan.strategy.kind == "ring" or plan.strategy.groups == 1
     traffic = None if is_ring else plan.traffic(parts)
-    sizes = Sizes.of(plan, traffic, like)
+    sizes = Capacity.of(plan, traffic, like)
     of_part = lru_cache(parts)(lambda part: plan.of_planes(part, parts))
 
     @lru_cache(parts * ranks)
@@ -181,14 +181,14 @@ def make_route(plan: Plan, axes: Axes, like: Sizes | None) -> tuple[Route, Sizes
     return Route(bounds, q_index, Exchange(*lists) if lists else None, rows, keys), sizes
 
 
-def _of_device(plan: Plan, rank: int, sizes: Sizes, counts: Any) -> tuple[Any, ...]:
+def _of_device(plan: Plan, rank: int, sizes: Capacity, counts: Any) -> tuple[Any, ...]:
     """Bounds, with all heads, q_index and the exchange of one device."""
     tables = plan.tables(rank)
     bounds = _padded(np.stack([stage.bounds for stage in tables.stages]), sizes.runs, axis=4)
     return bounds, tables.q_index, None if counts is None else _exchange(tables, sizes, counts)
 
 
-def _exchange(tables: Tables, sizes: Sizes, counts: Any) -> Exchange:
+def _exchange(tables: Tables, sizes: Capacity, counts: Any) -> Exchange:
     (stage,), transfer, numbers = tables.stages, tables.transfer, tables.numbers
     assert transfer is not None
     found, room, rank = max(stage.keys.shape[1], 1), sizes.keys, numbers.rank

@@ -21,7 +21,7 @@ from attnspan.torch.backends import Backend, Whole
 
 from .comm import Pending
 from .heads import Team, fold_heads, repeat_heads
-from .keys import Route, from_rows, pass_on, to_rows, unsorted, whole
+from .keys import KeyRoute, from_rows, pass_on, to_rows, unsorted, whole
 
 __all__ = ["Done", "Gradients", "Work", "backward", "forward", "merged"]
 
@@ -109,7 +109,7 @@ def _forward_at_once(work: Work) -> tuple[Tensor, Tensor]:
     q, stage = work.call.q, work.tables.stages[0]
     out = _like_bshd(q, q.shape[1], q.shape[2], work.call.v.shape[3], q.dtype)
     lse = q.new_empty(q.shape[:3], dtype=torch.float64)
-    route, parts = Route(work.tables, work.team), _parts(work)
+    route, parts = KeyRoute(work.tables, work.team), _parts(work)
     # All exchanges at once: while one part is computed, the others travel.
     coming = [route.fetch(work.call.k[:, at], work.call.v[:, at], i) for i, (_, at) in enumerate(parts)]
     for (heads, _), fetched in zip(parts, coming, strict=True):
@@ -122,7 +122,7 @@ def _backward_at_once(work: Work, done: Done) -> Gradients:
     q, stage = work.call.q, work.tables.stages[0]
     dq = _like_bshd(q, q.shape[1], q.shape[2], q.shape[3], q.dtype)
     sums = _OptionSums(work.call.options)
-    route, parts = Route(work.tables, work.team), _parts(work)
+    route, parts = KeyRoute(work.tables, work.team), _parts(work)
     coming = [route.fetch(work.call.k[:, at], work.call.v[:, at], i) for i, (_, at) in enumerate(parts)]
     returned = []
     for i, ((heads, at), fetched) in enumerate(zip(parts, coming, strict=True)):

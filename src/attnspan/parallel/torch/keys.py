@@ -16,7 +16,7 @@ from attnspan.parallel.local import Tables, Transfer
 from .comm import Pending, exchange
 from .heads import Team
 
-__all__ = ["Route", "as_rows", "from_rows", "move", "pass_on", "to_rows", "unsorted", "whole"]
+__all__ = ["KeyRoute", "as_rows", "from_rows", "move", "pass_on", "to_rows", "unsorted", "whole"]
 
 _MOVED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -89,7 +89,7 @@ def as_rows(x: Tensor, planes: int) -> Tensor:
     return x.view(planes, batch // planes, heads, length, dim).permute(0, 3, 1, 2, 4)
 
 
-class Route(NamedTuple):
+class KeyRoute(NamedTuple):
     """Route of the keys of a plan's only stage and of their gradients, with the buffers for them.
 
     Args:
