@@ -15,7 +15,7 @@ from attnspan.errors import OptionError
 from attnspan_lab.cli import build_app
 from attnspan_lab.doctor import Finding, Place, diagnose, run
 from attnspan_lab.doctor.findings import merged
-from attnspan_lab.doctor.run import _isolated, _with_known_issues
+from attnspan_lab.doctor.run import _crash, _isolated, _with_known_issues
 
 HERE = Path(__file__).parent
 LINES = (HERE / "bad_inputs.py").read_text().splitlines()
@@ -220,3 +220,27 @@ def test_known_issues_are_matched_by_kind_words_and_version(monkeypatch: pytest.
     assert _with_known_issues([old])[0].known == ()
     monkeypatch.setattr(run, "version", lambda _: "2.7.1+cpu")
     assert "attention-gym/issues/94" in _with_known_issues([old])[0].known[0]
+
+
+_THREAD = "Current thread 0x1 (most recent call first):\n"
+
+
+@pytest.mark.parametrize(
+    "dump",
+    [
+        "",
+        "  File ",
+        '  File ", /x/pytorch._C._special", line 1778 in _call\n',
+        f'  File "{bad_inputs.__file__}", line 9 in outer\n',
+    ],
+    ids=["none", "cut off", "written over", "without the innermost"],
+)
+def test_a_crash_without_a_whole_stack_has_the_line_where_it_was_last_seen(dump: str) -> None:
+    seen = Place(bad_inputs.__file__, 12, "inner"), Place(bad_inputs.__file__, 9, "outer")
+    assert _crash(_THREAD + dump, -11, "eager", "running", seen).places == seen
+
+
+def test_a_whole_stack_is_believed() -> None:
+    dump = f'  File "{bad_inputs.__file__}", line 15 in other\n'
+    seen = (Place(bad_inputs.__file__, 9, "outer"),)
+    assert [x.line for x in _crash(_THREAD + dump, -11, "eager", "running", seen).places] == [15]

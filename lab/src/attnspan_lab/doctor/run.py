@@ -305,6 +305,7 @@ def _dumped(errors: str) -> tuple[Place, ...]:
     # Read the thread that failed. If it runs no Python code, read the main thread, which is dumped last.
     threads = re.split(r"^(?=(?:Current thread|Thread) 0x)", errors, flags=re.MULTILINE)
     failed = next((x for x in threads if x.startswith("Current") and 'File "' in x), threads[-1])
-    found = re.findall(r'File "([^"\n]+)", line (\d+) in (\S+)', failed)
-    places = [Place(file, int(line), name) for file, line, name in found]
+    found = re.findall(r'^  File "([^"\n]+)", line (\d+) in (\S+)$', failed, re.MULTILINE)
+    # A dump of frames that were written over has pieces of other names in it.
+    places = [Place(file, int(line), name) for file, line, name in found if Path(file).is_file()]
     return tuple([x for x in places if is_users(x.file)][:3] or lines_in(errors)[:3])
