@@ -15,7 +15,7 @@ FILE = Path(ailing.__file__)
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(x, marks=() if x in ("gpt_oss", "doge") else pytest.mark.long) for x in ailing.AILMENTS],
+    [pytest.param(x, marks=() if x == "gpt_oss" else pytest.mark.long) for x in ailing.AILMENTS],
 )
 def test_the_first_finding_is_the_cause_and_its_remedy_mends_it(name: str) -> None:
     ailment = ailing.AILMENTS[name]
