@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from eager_flex import eager
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -272,6 +273,22 @@ def test_the_backend_that_a_call_names_runs_its_parts(meshes: Meshes, how: str, 
     assert calls == 0
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [False, True], ids=["plain", "options"])
+@pytest.mark.parametrize("backend", ["cpu", "flex", "math"])
+def test_a_rank_of_padding_alone_has_no_keys(meshes: Meshes, backend: str, options: bool) -> None:
+    layout = Layout.contiguous(9, ranks=4)
+    plan = make(meshes(4, rank=3), layout)
+    inputs = [x.requires_grad_() for x in tensors(layout.rows_per_rank)]
+    slopes, sinks = torch.rand(4).requires_grad_(), torch.randn(4).requires_grad_()
+    more: Any = {"bias": alibi(slopes), "sinks": sinks, "softcap": 3.0} if options else {}
+    more |= {"dropout_p": 0.25, "dropout_seed": torch.tensor(7)} if options else {}
+    with eager():
+        out = attention(*inputs, mask=plan, backend=backend, **more)
+        gradients = torch.autograd.grad(out.sum(), [*inputs, *([slopes, sinks] if options else [])])
+    assert not out.any()
+    assert not any(x.any() for x in gradients)
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -1,6 +1,6 @@
-"""Backends, one file each, and the choice between them.
+"""Kernels, one file each, and the choice between backends.
 
-A backend is a module with ``supports(problem) -> None | reason`` and its forward and backward. Backends never
+A kernel is a module with ``supports(problem) -> None | reason`` and its forward and backward. Kernels never
 import each other. A front end lists the ones it can drive, fastest first, and `choose` picks from that list.
 """
 

@@ -17,7 +17,7 @@ from attnspan.call import Call
 from attnspan.call.options import DISTANCE, Options
 from attnspan.parallel.cost import exchange_parts
 from attnspan.parallel.local import Stage, Tables
-from attnspan.torch.backends import Backend, Whole
+from attnspan.torch.backends import BACKENDS, Backend, Whole
 
 from .comm import Pending
 from .heads import Team, fold_heads, repeat_heads
@@ -293,11 +293,16 @@ def _changes_anything(options: Options) -> bool:
     return given or options.softcap != 0.0 or options.dropout_p != 0.0
 
 
+def _backend_of(work: Work, call: Call) -> Backend:
+    """The backend of a part. A rank whose rows see nothing has no keys, which FlexAttention does not take."""
+    return work.backend if call.k.shape[2] else BACKENDS["math"]
+
+
 def _attend_some(work: Work, call: Call, out: Tensor) -> Tensor:
     """The kernel, where there is anything for it: a member may have no heads."""
     if call.q.shape[1] == 0:
         return out.new_empty(call.q.shape[:3], dtype=torch.float64)
-    return work.backend.forward(call, out)
+    return _backend_of(work, call).forward(call, out)
 
 
 def _differentiate_some(
@@ -312,9 +317,9 @@ def _differentiate_some(
     has_more = len(work.tables.stages) > 1
     softmax = Whole(done.out, done.lse.contiguous(), dout, dlse, has_more=has_more)
     if call.k.shape[1] == dkv[0].shape[1]:
-        return work.backend.backward(call, softmax, (dq, *dkv))
+        return _backend_of(work, call).backward(call, softmax, (dq, *dkv))
     repeated = [torch.empty(x.shape, dtype=dkv[0].dtype, device=x.device) for x in (call.k, call.v)]
-    found = work.backend.backward(call, softmax, (dq, *repeated))
+    found = _backend_of(work, call).backward(call, softmax, (dq, *repeated))
     for grad, into in zip(repeated, dkv, strict=True):
         fold_heads(grad, work.team.mine.kv_map, into)
     return found
