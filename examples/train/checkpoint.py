@@ -194,7 +194,7 @@ class CheckpointStore:
         return CheckpointError.of(wanted, got, self._without(path.parent))
 
     def _without(self, folder: Path) -> str:
-        """Say what to do without a checkpoint that is of no use."""
+        """Say what to do where a checkpoint cannot be used."""
         others = [step for step in self.steps() if f"step-{step:08d}" != folder.name]
         if not others:
             return "Start the run anew, under another --name"

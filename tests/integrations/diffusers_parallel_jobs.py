@@ -16,6 +16,7 @@ from diffusers_parallel_models import ODD, Sizes, make, noise
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import attnspan
 from attnspan.errors import UsageError
 from attnspan.integrations import _diffusers_hooks as hooks
 from attnspan.integrations._diffusers_plans import known_plans
@@ -28,6 +29,7 @@ from attnspan.integrations.diffusers import (
     parallelized,
     unparallelize,
 )
+from attnspan.kernels import cpu
 from attnspan.parallel.torch.comm import counted_bytes
 
 
@@ -126,6 +128,14 @@ class Counted:
 
     def __exit__(self, *_: Any) -> None:
         hooks.attend_rows = self._own
+
+
+def in_a_block(name: str) -> dict[str, float]:
+    """Calls of the CPU kernel within a block of another backend, and the distances from one rank."""
+    before = sum(x["calls"] for x in cpu.counters().values())
+    with attnspan.backend("math"):
+        found = same_as_one_rank(name, Mesh((dist.get_world_size(),)))
+    return found | {"kernel": sum(x["calls"] for x in cpu.counters().values()) - before}
 
 
 def rounding(name: str, sizes: Sizes) -> list[float]:

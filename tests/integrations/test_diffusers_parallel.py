@@ -59,6 +59,14 @@ def test_output_and_gradients_are_those_of_one_rank(
     check(ranks, name, Mesh((ranks,)), strategy, Sizes(padded=padded), calls=MODELS[name])
 
 
+def test_a_block_of_another_backend_holds_on_several_ranks() -> None:
+    for found in world(2).run("diffusers_parallel_jobs:in_a_block", "flux"):
+        assert found.pop("kernel") == 0
+        assert found.pop("calls") == MODELS["flux"]
+        del found["bytes"]
+        assert max(found.values()) < CLOSE, found
+
+
 @pytest.mark.parametrize(
     ("name", "calls"),
     [

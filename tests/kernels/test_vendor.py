@@ -120,6 +120,7 @@ def test_what_is_handed_on_and_what_is_not() -> None:
         other = replace(PLAIN, **{change: reason[0]})
         assert reason[1] in str(vendor.supports(other)), change
         assert choose_backend(replace(other, dtype="float32"), None).name in ("flex", "math"), change
+    assert "no plan over ranks" in str(vendor.supports(replace(PLAIN, band="", extras="plan over ranks")))
     wide = replace(PLAIN, head_dim=256, v_dim=256)
     assert vendor.supports(wide) is None
     assert "up to 192" in str(vendor.supports(replace(wide, capability=89)))

@@ -86,6 +86,8 @@ def call_otherwise(what: str, strategy: str, early: bool = True) -> tuple[str, s
         options: dict[str, Any] = {}
         if what in ("scale", "softcap"):
             options[what] = 0.5 if odd else 0.25
+        if what == "backend":
+            options["backend"] = "math" if odd else "cpu"
         if what == "sinks" and not odd:
             options["sinks"] = torch.zeros(4)
         if what == "dropout_p":

@@ -36,7 +36,7 @@ def test_a_mask_that_differs_at_a_later_step_is_an_error_on_all() -> None:
 CALLS = {
     **dict.fromkeys(["scale", "softcap", "sinks", "dropout_p"], "options"),
     "gradients_of_lse": "call",
-    **{name: name for name in ("batch rows", "head dims", "dtype")},
+    **{name: name for name in ("batch rows", "head dims", "dtype", "backend")},
 }
 
 

@@ -9,11 +9,11 @@ from eager_flex import eager
 from torch import Tensor
 
 from attnspan import causal
-from attnspan.call import Call, Problem
+from attnspan.call import Part
 from attnspan.call.options import ALIBI, Options, alibi
 from attnspan.kernels import flex, triton
 from attnspan.torch import attention
-from attnspan.torch.backends import BACKENDS, Whole
+from attnspan.torch.backends import BACKENDS, Softmax
 
 WITHIN: dict[str, Any] = {
     "cpu": nullcontext,
@@ -44,11 +44,7 @@ def test_parts_merge(name: str, dtype: torch.dtype, options: bool) -> None:
         return Options(softcap=4.0, bias=slopes, bias_kind=ALIBI, **indices) if options else None
 
     ends = [(0, 9), (9, 20)]  # some rows see nothing of the second
-    problem = Problem.of(q, k, v, bounds)
-    calls = [
-        Call(q, k[:, :, a:b], v[:, :, a:b], part_of(bounds, a, b), 0.25, given(a, b), problem)
-        for a, b in ends
-    ]
+    calls = [Part(q, k[:, :, a:b], v[:, :, a:b], part_of(bounds, a, b), 0.25, given(a, b)) for a, b in ends]
     wide = [x.double().requires_grad_() for x in (q, k, v, slopes)]
     with WITHIN[name]():
         outs = [torch.empty(1, 4, 12, 16) for _ in calls]
@@ -58,7 +54,7 @@ def test_parts_merge(name: str, dtype: torch.dtype, options: bool) -> None:
         dout = torch.randn(out.shape).to(dtype)
         found = [torch.zeros(x.shape) for x in (q, k, v)]
         of_slopes = torch.zeros(slopes.shape)
-        whole = Whole(out.to(dtype), lse, dout, None, has_more=True)
+        whole = Softmax(out.to(dtype), lse, dout, None, has_more=True)
         for call, (a, b) in zip(calls, ends, strict=True):
             grads = [torch.empty(x.shape) for x in (call.q, call.k, call.v)]
             dbias, dsinks = backend.backward(call, whole, grads)
@@ -88,12 +84,12 @@ def test_flex_compiles_itself_inside_of_an_operator(monkeypatch: pytest.MonkeyPa
     torch._dynamo.reset()
     q = torch.randn(1, 2, 32, 16)
     bounds = torch.tensor(causal().spans(32, 32).lowered.bounds)
-    problem, out = Problem.of(q, q, q, bounds), torch.empty(1, 2, 32, 16)
-    call, backend = Call(q, q, q, bounds, 0.25, None, problem), BACKENDS["flex"]
+    out = torch.empty(1, 2, 32, 16)
+    call, backend = Part(q, q, q, bounds, 0.25, None), BACKENDS["flex"]
     with torch._C._AutoDispatchBelowAutograd(), torch.no_grad():
         lse = backend.forward(call, out)
         grads = [torch.empty_like(q) for _ in range(3)]
-        backend.backward(call, Whole(out, lse, torch.ones_like(q), None, has_more=False), grads)
+        backend.backward(call, Softmax(out, lse, torch.ones_like(q), None, has_more=False), grads)
     leaf = q.clone().requires_grad_()
     wanted = attention(leaf, leaf, leaf, mask=causal(), scale=0.25)
     torch.testing.assert_close(out, wanted)

@@ -4,6 +4,7 @@ from .call import LAYOUTS as LAYOUTS
 from .call import MAX_LENGTH as MAX_LENGTH
 from .call import Call as Call
 from .call import Front as Front
+from .call import Part as Part
 from .call import Problem as Problem
 from .call import check_k_len as check_k_len
 from .call import check_keywords as check_keywords
@@ -17,6 +18,7 @@ __all__ = [
     "MAX_LENGTH",
     "Call",
     "Front",
+    "Part",
     "Problem",
     "check_k_len",
     "check_keywords",

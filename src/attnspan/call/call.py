@@ -27,6 +27,7 @@ __all__ = [
     "MAX_LENGTH",
     "Call",
     "Front",
+    "Part",
     "Problem",
     "check_k_len",
     "check_keywords",
@@ -206,8 +207,8 @@ class Front:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
-    """One call of attention, checked.
+class Part:
+    """Arrays and numbers of a call, or of some of its heads and keys: what a kernel computes at once.
 
     Attributes:
         q: Shape (B, Hq, Sq, D), or what has its shape and dtype; as k and v.
@@ -215,12 +216,7 @@ class Call:
         v: Shape (B, Hkv, Sk, Dv).
         bounds: int32 (B|1, Hq|1, Sq, R, 2), the mask as spans; None where a plan has it.
         scale: Factor of the scores.
-        options: Softcap, bias, sinks and dropout as kernels take them; None for a plain call.
-        problem: The sizes, for the choice of a backend; where a call is done in parts, those of the whole.
-        given: The options as the caller gave them.
-        layout: Order of the dims of the caller's q, k, v and output.
-        lowered_for: Shape (), the number of keys that the mask was lowered for, if it is not checked yet.
-        band: The mask in the form that other libraries' kernels take; None if they have none, and on CPUs.
+        options: Softcap, bias, sinks and dropout as kernels take them; None for none.
     """
 
     q: Any
@@ -229,9 +225,23 @@ class Call:
     bounds: Any
     scale: float
     options: Options | None
+
+
+@dataclass(frozen=True, eq=False)
+class Call(Part):
+    """One call of attention, checked.
+
+    Attributes:
+        problem: The sizes, for the choice of a backend.
+        given: The options as the caller gave them.
+        layout: Order of the dims of the caller's q, k, v and output.
+        lowered_for: Shape (), the number of keys that the mask was lowered for, if it is not checked yet.
+        band: The mask in the form that other libraries' kernels take; None if they have none, and on CPUs.
+    """
+
     problem: Problem
-    given: Given = NO_OPTIONS
-    layout: str = "bhsd"
+    given: Given
+    layout: str
     lowered_for: Any = None
     band: Band | None = None
 

@@ -8,7 +8,6 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.weak import WeakIdKeyDictionary
 
 from attnspan.call import MAX_LENGTH
-from attnspan.call.backend import asked
 from attnspan.call.options import dense_bias
 from attnspan.errors import DtypeError, ShapeError, expect
 from attnspan.masks import Mask, Prepared, causal, from_block_mask, from_dense, keys
@@ -76,8 +75,6 @@ def attend(
         check_config(_parallel_config)
         remedy = "Call attend without a configuration"
         expect(not return_lse, "return_lse", "False over several ranks", "True", remedy)
-        named, remedy = asked(torchs_backend()), "Leave the block of attnspan.backend or sdpa_kernel"
-        expect(named is None, "backend over several ranks", "None", named, remedy)
         options = {"is_causal": is_causal, "scale": scale, "dropout_p": dropout_p}
         return _parallel_config.attend(query, key, value, attn_mask=attn_mask, **options)
     if torch.compiler.is_compiling():  # Mochi's lengths are data, of which the compiler would know no limit.

@@ -24,6 +24,7 @@ from attnspan.parallel.local import LocalPlan
 from attnspan.parallel.strategy import Strategy, split_heads
 from attnspan.parallel.torch.comm import Agreement, raise_broken
 from attnspan.parallel.torch.ops import backend_for_parts, sharded_attention
+from attnspan.torch.choice import torchs_backend
 
 __all__ = ["attend_rows", "cut", "entered", "gather", "share", "watch"]
 
@@ -267,7 +268,7 @@ def attend_rows(
     q, k, v = (_padded(x, 1, most).transpose(1, 2) for x in (q, k, v))
     here = split_heads(*heads, strategy.members)[rank % strategy.members]
     plan = _plan_of_rows(q, strategy.kind, strategy.members, strategy.groups, rank, *heads, streams)
-    backend = backend_for_parts(q, k, v, sum(streams), None)
+    backend = backend_for_parts(q, k, v, sum(streams), torchs_backend())
     shared = *plan, group, strategy.members, here.heads, len(here.kv), backend, scale
     out = sharded_attention(q, k, v, *shared)[0]
     return out.transpose(1, 2)[:, :rows].contiguous()  # type: ignore[no-any-return]

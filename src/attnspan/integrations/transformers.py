@@ -238,7 +238,7 @@ _local = _Local()
 
 @contextmanager
 def plans_only() -> Iterator[None]:
-    """Refuse every attention of this thread without a plan: a rank's rows alone would see nobody else's."""
+    """Refuse calls of this thread without a plan: a rank's rows would attend to each other alone."""
     before, _local.plans_only = _local.plans_only, True
     try:
         yield

@@ -6,12 +6,12 @@ plan over ranks adds up what several calls find. `attnspan.torch.choice` chooses
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from attnspan.call import Call, Problem
+from attnspan.call import Call, Part, Problem
 from attnspan.call.options import Options
 from attnspan.kernels import cpu, flex, triton, vendor
 from attnspan.kernels import math as math_kernel
@@ -21,31 +21,32 @@ from ._vendor import attend as attend_by_vendor
 from .dtensor import is_dtensor, replicated
 from .ops import forward_op, with_autograd
 
-__all__ = ["BACKENDS", "Backend", "Whole"]
+__all__ = ["BACKENDS", "Backend", "Softmax"]
 
-#: Gradients of a call's bias and of its sinks, None for what has none.
-OfOptions = tuple[Tensor | None, Tensor | None]
+#: The gradients of the bias and the sinks; None for one that the call does not have.
+OptionGradients = tuple[Tensor | None, Tensor | None]
 
 
-class Whole:
-    """The softmax of which a part's keys are some: what came of it, and the gradients that came back.
+class Softmax(NamedTuple):
+    """A whole softmax: its results and their gradients. A part has some of its keys, or all.
 
     Args:
         out: Shape (B, H, n, Dv), in q's dtype.
         lse: Shape (B, H, n), float64.
         dout: Gradient of ``out``.
         dlse: Gradient of ``lse``, or None.
-        has_more: Whether it has other keys than the part.
+        has_more: Whether it has keys that the part does not have.
     """
 
-    def __init__(
-        self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *, has_more: bool
-    ) -> None:
-        self.out, self.lse, self.dout, self.dlse, self.has_more = out, lse, dout, dlse, has_more
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+    has_more: bool
 
 
 class Backend(Protocol):
-    """Runner of calls. Tensors are in (B, H, S, D) order; a row that sees nothing has output 0."""
+    """The protocol of a backend. Tensors are in (B, H, S, D) order; a row that sees nothing has output 0."""
 
     def supports(self, problem: Problem) -> str | None:
         """Return None, or why it cannot run the problem."""
@@ -53,24 +54,20 @@ class Backend(Protocol):
     def attend(self, call: Call, *, return_lse: bool) -> tuple[Tensor, Tensor]:
         """Run a call, differentiably: out, and lse, which the caller is given if ``return_lse``."""
 
-    def forward(self, part: Call, out: Tensor) -> Tensor:
+    def forward(self, part: Part, out: Tensor) -> Tensor:
         """Run a part of a call, without autograd.
 
         Args:
-            part: Some of a call's heads and keys. Its problem is that of the call.
+            part: What to compute.
             out: Shape (B, H, n, Dv), written; in q's dtype or float32, with a unit last stride.
 
         Returns:
-            lse, shape (B, H, n), float64: parts of a softmax are merged by differences of lse, which float32
-            loses where lse is large.
+            lse, shape (B, H, n), float64. Parts are merged by differences of lse. Where lse is large, float32
+            loses them; FlexAttention, and Triton where it splits keys, have no more than float32.
         """
 
-    def backward(self, part: Call, whole: Whole, grads: Sequence[Tensor]) -> OfOptions:
-        """Write the gradients of a part to q, k and v into ``grads``, in q's dtype or float32.
-
-        Returns:
-            Gradients of the bias and of the sinks of the part's options, None where there is none.
-        """
+    def backward(self, part: Part, whole: Softmax, grads: Sequence[Tensor]) -> OptionGradients:
+        """Write the gradients of a part to q, k and v into ``grads``, in q's dtype or float32."""
 
 
 class _Kernel:
@@ -78,11 +75,10 @@ class _Kernel:
 
     Args:
         module: One of `attnspan.kernels`.
-        more: What its backward is told of a part besides the call.
     """
 
-    def __init__(self, module: Any, *more: str) -> None:
-        self.module, self.more = module, more
+    def __init__(self, module: Any) -> None:
+        self.module = module
 
     def supports(self, problem: Problem) -> str | None:
         reason: str | None = self.module.supports(problem)
@@ -93,20 +89,19 @@ class _Kernel:
         out, lse = forward_op(call.q, call.k, call.v, bounds, _number(call.scale), *options, k_len=k_len)
         return out, (lse.float() if return_lse else lse)
 
-    def forward(self, part: Call, out: Tensor) -> Tensor:
+    def forward(self, part: Part, out: Tensor) -> Tensor:
         lse: Tensor = part.q.new_empty(part.q.shape[:3], dtype=torch.float64)
         threads = torch.get_num_threads()
         arrays = part.q, part.k, part.v, part.bounds, out, lse
         self.module.forward(*arrays, scale=part.scale, num_threads=threads, options=part.options)
         return lse
 
-    def backward(self, part: Call, whole: Whole, grads: Sequence[Tensor]) -> OfOptions:
+    def backward(self, part: Part, whole: Softmax, grads: Sequence[Tensor]) -> OptionGradients:
         options = part.options or Options()
         dbias, dsinks = (
             None if x is None else torch.empty(x.shape, dtype=torch.float32, device=x.device)
             for x in (options.bias, options.sinks)
         )
-        told: dict[str, Any] = {"part": whole.has_more} if "part" in self.more else {}
         self.module.backward(
             *(whole.dout, whole.dlse, part.q, part.k, part.v, whole.out, whole.lse, part.bounds, *grads),
             scale=part.scale,
@@ -114,7 +109,7 @@ class _Kernel:
             options=part.options,
             dbias=dbias,
             dsinks=dsinks,
-            **told,
+            part=whole.has_more,
         )
         return dbias, dsinks
 
@@ -124,8 +119,8 @@ class _Framework:
 
     Args:
         module: One of `attnspan.kernels`.
-        exact: Whether it computes in the dtype of what it is given: parts of a sum are then not rounded
-            before they are added. Else it is made for 16 bits.
+        exact: Whether parts are computed in float32 or wider. Else a part's output is rounded to q's dtype
+            before it is added.
     """
 
     def __init__(self, module: Any, *, exact: bool) -> None:
@@ -141,23 +136,23 @@ class _Framework:
         arrays = call.q, call.k, call.v, call.bounds
         return self.module.forward(*arrays, lowered_for=call.lowered_for, **numbers)  # type: ignore[no-any-return]
 
-    def forward(self, part: Call, out: Tensor) -> Tensor:
+    def forward(self, part: Part, out: Tensor) -> Tensor:
         if self.exact:
             part = replace(part, **{name: getattr(part, name).to(out.dtype) for name in "qkv"})
         found, lse = self._part(part)
         out.copy_(found)
         return lse
 
-    def _part(self, part: Call) -> tuple[Tensor, Tensor]:
-        """The output in q's dtype, lse in float64, or in float32 to float64's rounding."""
+    def _part(self, part: Part) -> tuple[Tensor, Tensor]:
+        """The output in q's dtype, and lse as float64."""
         more: dict[str, Any] = {"wide_lse": True} if self.exact else {}
         out, lse = self.module.forward(
             part.q, part.k, part.v, part.bounds, scale=part.scale, options=part.options, **more
         )
         return out, lse.double()
 
-    def backward(self, part: Call, whole: Whole, grads: Sequence[Tensor]) -> OfOptions:
-        """By autograd through the code and the merge, out = sum of exp(lse_part - lse) out_part."""
+    def backward(self, part: Part, whole: Softmax, grads: Sequence[Tensor]) -> OptionGradients:
+        """Differentiate the code and the merge, out = sum of exp(lse_part - lse) * out_part, by autograd."""
         options = part.options or Options()
         leaves = {"q": part.q, "k": part.k, "v": part.v, "bias": options.bias, "sinks": options.sinks}
         dtype = torch.promote_types(part.q.dtype, torch.float32)
@@ -170,7 +165,7 @@ class _Framework:
         with with_autograd():
             own = options._replace(bias=known.get("bias"), sinks=known.get("sinks"))
             own_out, own_lse = self._part(replace(part, **{x: known[x] for x in "qkv"}, options=own))
-            # A row that sees nothing has lse -inf, whose derivative is none.
+            # The lse of a row without keys is -inf, which has no derivative.
             known_lse = own_lse.masked_fill(own_lse == -torch.inf, 0.0)
         weight = (own_lse - whole.lse).exp().masked_fill(own_lse == -torch.inf, 0.0).detach().to(dtype)
         dout = whole.dout.to(dtype)
@@ -198,16 +193,16 @@ class _Vendor:
         assert call.band is not None, "vendor.supports wants one"
         return attend_by_vendor(call.q, call.k, call.v, call.band, _number(call.scale))
 
-    def forward(self, part: Call, out: Tensor) -> Tensor:
+    def forward(self, part: Part, out: Tensor) -> Tensor:
         raise NotImplementedError("vendor.supports refuses plans")
 
-    def backward(self, part: Call, whole: Whole, grads: Sequence[Tensor]) -> OfOptions:
+    def backward(self, part: Part, whole: Softmax, grads: Sequence[Tensor]) -> OptionGradients:
         raise NotImplementedError("vendor.supports refuses plans")
 
 
 #: By name, the preferred one first.
 BACKENDS: dict[str, Backend] = {
-    "cpu": _Kernel(cpu, "part"),  # others take lse as it is
+    "cpu": _Kernel(cpu),
     "vendor": _Vendor(),
     "flex": _Framework(flex, exact=False),
     "triton": _Kernel(triton),

@@ -30,7 +30,7 @@ def crashes() -> Any:
 
 
 def is_killed() -> Any:
-    """As by a system without memory: nobody writes down where it stood."""
+    """End as if the system had no memory left and killed the process: no traceback is written."""
     end = time.monotonic() + 0.5
     while True:
         os.kill(os.getpid(), signal.SIGKILL) if time.monotonic() > end else time.sleep(0.01)  # here

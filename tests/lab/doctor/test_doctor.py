@@ -222,25 +222,25 @@ def test_known_issues_are_matched_by_kind_words_and_version(monkeypatch: pytest.
     assert "attention-gym/issues/94" in _with_known_issues([old])[0].known[0]
 
 
-_THREAD = "Current thread 0x1 (most recent call first):\n"
+_OUTER, _INNER = Place(bad_inputs.__file__, 9, "outer"), Place(bad_inputs.__file__, 12, "inner")
+_LINE = f'  File "{bad_inputs.__file__}", line 9 in outer\n'
+_WHOLE = '  File "<frozen runpy>", line 198 in _run_module_as_main\n'
+
+
+def crashed(dump: str, *last: Place) -> Finding:
+    return _crash(f"Current thread 0x1 (most recent call first):\n{dump}", -11, "eager", "running", last)
 
 
 @pytest.mark.parametrize(
-    "dump",
-    [
-        "",
-        "  File ",
-        '  File ", /x/pytorch._C._special", line 1778 in _call\n',
-        f'  File "{bad_inputs.__file__}", line 9 in outer\n',
-    ],
-    ids=["none", "cut off", "written over", "without the innermost"],
+    "dump", ["", "  File ", '  File ", /x/pytorch._C._special", line 1778 in _call\n', _LINE]
 )
-def test_a_crash_without_a_whole_stack_has_the_line_where_it_was_last_seen(dump: str) -> None:
-    seen = Place(bad_inputs.__file__, 12, "inner"), Place(bad_inputs.__file__, 9, "outer")
-    assert _crash(_THREAD + dump, -11, "eager", "running", seen).places == seen
+def test_after_a_crash_without_a_whole_stack_the_line_last_seen_counts(dump: str) -> None:
+    assert crashed(dump, _INNER, _OUTER).places == (_INNER, _OUTER)
 
 
-def test_a_whole_stack_is_believed() -> None:
-    dump = f'  File "{bad_inputs.__file__}", line 15 in other\n'
-    seen = (Place(bad_inputs.__file__, 9, "outer"),)
-    assert [x.line for x in _crash(_THREAD + dump, -11, "eager", "running", seen).places] == [15]
+def test_a_whole_stack_counts_and_the_line_last_seen_is_evidence() -> None:
+    """It may be of a call that had returned."""
+    found = crashed(_LINE + _WHOLE, _INNER, _OUTER)
+    assert found.places == (_OUTER,)
+    assert found.evidence == (f"at most 50 ms before, it was seen at {_INNER}: {_INNER.text}",)
+    assert crashed(_LINE + _WHOLE, _OUTER).evidence == ()

@@ -21,8 +21,6 @@ from attnspan_lab.files import to_plain
 
 __all__: list[str] = []
 
-_PERIOD = 0.05  # Seconds between two looks at where the process stands.
-
 
 def _main(task: dict[str, Any]) -> None:
     # Threads and frames where a process hangs are in its errors when the parent ends it.
@@ -38,7 +36,9 @@ def _main(task: dict[str, Any]) -> None:
                     out.write(json.dumps(to_plain(what)) + "\n")
                     out.flush()
 
-        threading.Thread(target=_follow, args=(threading.get_ident(), say), daemon=True).start()
+        threading.Thread(
+            target=_follow, args=(threading.get_ident(), task["period"], say), daemon=True
+        ).start()
         say(begin="loading")
         try:
             from attnspan_lab.doctor.subject import load
@@ -58,8 +58,8 @@ def _main(task: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _follow(thread: int, say: Callable[..., None]) -> None:
-    """Tell where a thread stands, so that a crash has a line although it left no stack to read."""
+def _follow(thread: int, period: float, say: Callable[..., None]) -> None:
+    """Tell which line a thread runs. After a crash that destroys the stack, the parent still has a line."""
     last: list[Place] = []
     with suppress(ValueError):  # The file is closed: the stage is done.
         while True:
@@ -67,7 +67,7 @@ def _follow(thread: int, say: Callable[..., None]) -> None:
             if now and now != last:
                 say(at=now)
                 last = now
-            time.sleep(_PERIOD)
+            time.sleep(period)
 
 
 def _unloadable(error: BaseException, target: str) -> Finding:

@@ -29,6 +29,8 @@ DEFAULT_STAGES = ("eager", "compiled", "parity")
 #: What can be asked for besides.
 MORE_STAGES = ("cure", "features", "ranks")
 _PAUSE = 0.02
+_PERIOD = 0.05  # Seconds between two looks at the line that a process runs.
+_OUTERMOST = "in _run_module_as_main"  # The last line of a whole stack.
 _QUIET = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 #: What the user of a library changes, whose lines are not theirs.
 _SWITCHES = {
@@ -217,6 +219,7 @@ class _Stage:
                 "stage": self.stage,
                 "backend": self.backend,
                 "limit": self.limit,
+                "period": _PERIOD,
                 "out": str(out),
             }
             with errors.open("wb") as sink:
@@ -288,16 +291,19 @@ def _crash(errors: str, code: int, stage: str, at: str, last: tuple[Place, ...])
     native = code < 0
     why = f"signal {signal.Signals(-code).name}" if native else f"exit code {code}, {lines[-1][:200]}"
     places = _dumped(errors)
-    # Native code that writes over Python's frames leaves a dump without the innermost lines, or without any.
-    if set(places) <= set(last):
-        places = last
+    evidence: tuple[str, ...] = ()
+    # Native code that writes over memory may also write over Python's stack, of which the dump is made.
+    if _OUTERMOST not in errors:
+        places = last or places
+    elif last and last[0] not in places:
+        evidence = (f"at most {_PERIOD * 1e3:.0f} ms before, it was seen at {last[0]}: {last[0].text}",)
     cause = "A crash of native code" if native else "The code ended its process"
     remedy = ""
-    if native and any("flex_attention" in x.text for x in places):
+    if native and any("flex_attention" in x.text for x in (*places, *last)):
         cause = "FlexAttention's compiled kernel; it loses its way in score_mods like s + x[b][h][i][j]"
         remedy = "Index what score_mod captures in one step, x[b, h, i, j], or try without it"
     what = f"The process ended while {at or 'ending'}: {why}"
-    return Finding("crash", what, places, cause=cause, remedy=remedy, stage=stage)
+    return Finding("crash", what, places, evidence, cause, remedy, stage=stage)
 
 
 def _dumped(errors: str) -> tuple[Place, ...]:

@@ -135,7 +135,7 @@ def _marked(found: Any, claimed: Any, route: Any) -> Any:
 
 
 def _local(axes: Axes, whole: Problem, route: Route | None = None) -> Problem:
-    """Compute the part of one device in one call of a backend."""
+    """The sizes of one device's part in one call of a backend."""
     heads, batch = whole.q_heads // axes.size("heads"), whole.batch // axes.size("batch")
     # As many key heads as the kernels are given, where each device picks those that it reads.
     kv_heads = heads // math.gcd(whole.group_size, heads)

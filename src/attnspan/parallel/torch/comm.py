@@ -336,6 +336,7 @@ _REMEDY = {
     **dict.fromkeys(
         ("sequence of calls", "call", "batch rows", "head dims", "dtype", "options", "shape"), _SAME_CALLS
     ),
+    "backend": "Ranks differ in their devices or packages, so name one that all have: backend=",
     "layout": "Make it of the same mask, method and rows_per_chunk on every rank",
     "strategy and heads": "Pass the same strategy and heads, and for 'auto' the same machine, on every rank",
 }

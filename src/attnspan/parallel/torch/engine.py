@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnspan.call import Call
+from attnspan.call import Part
 from attnspan.call.options import DISTANCE, Options
 from attnspan.parallel.cost import exchange_parts
 from attnspan.parallel.local import Stage, Tables
-from attnspan.torch.backends import BACKENDS, Backend, Whole
+from attnspan.torch.backends import BACKENDS, Backend, Softmax
 
 from .comm import Pending
 from .heads import Team, fold_heads, repeat_heads
@@ -39,7 +39,7 @@ class Work(NamedTuple):
 
     tables: Tables
     team: Team
-    call: Call
+    call: Part
     backend: Backend
 
     @property
@@ -274,7 +274,7 @@ def _options_of(options: Options, heads: slice) -> Options:
     )
 
 
-def _call(work: Work, stage: Stage, k: Tensor, v: Tensor, options: Options | None, heads: slice) -> Call:
+def _call(work: Work, stage: Stage, k: Tensor, v: Tensor, options: Options | None, heads: slice) -> Part:
     """A call for some of this rank's heads on the keys of a stage."""
     bounds, at = stage.bounds, work.among_all(heads)
     if bounds.shape[1] > 1:
@@ -293,12 +293,12 @@ def _changes_anything(options: Options) -> bool:
     return given or options.softcap != 0.0 or options.dropout_p != 0.0
 
 
-def _backend_of(work: Work, call: Call) -> Backend:
+def _backend_of(work: Work, call: Part) -> Backend:
     """The backend of a part. A rank whose rows see nothing has no keys, which FlexAttention does not take."""
     return work.backend if call.k.shape[2] else BACKENDS["math"]
 
 
-def _attend_some(work: Work, call: Call, out: Tensor) -> Tensor:
+def _attend_some(work: Work, call: Part, out: Tensor) -> Tensor:
     """The kernel, where there is anything for it: a member may have no heads."""
     if call.q.shape[1] == 0:
         return out.new_empty(call.q.shape[:3], dtype=torch.float64)
@@ -306,7 +306,7 @@ def _attend_some(work: Work, call: Call, out: Tensor) -> Tensor:
 
 
 def _differentiate_some(
-    work: Work, call: Call, done: Done, dq: Tensor, dkv: tuple[Tensor, Tensor]
+    work: Work, call: Part, done: Done, dq: Tensor, dkv: tuple[Tensor, Tensor]
 ) -> tuple[Tensor | None, Tensor | None]:
     if call.q.shape[1] == 0:
         for x in dkv:
@@ -315,7 +315,7 @@ def _differentiate_some(
     dout = done.dout if done.dout.stride(-1) == 1 else done.dout.contiguous()
     dlse = None if done.dlse is None else done.dlse.contiguous()
     has_more = len(work.tables.stages) > 1
-    softmax = Whole(done.out, done.lse.contiguous(), dout, dlse, has_more=has_more)
+    softmax = Softmax(done.out, done.lse.contiguous(), dout, dlse, has_more)
     if call.k.shape[1] == dkv[0].shape[1]:
         return _backend_of(work, call).backward(call, softmax, (dq, *dkv))
     repeated = [torch.empty(x.shape, dtype=dkv[0].dtype, device=x.device) for x in (call.k, call.v)]

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from attnspan.call import Call, Problem
+from attnspan.call import Part, Problem
+from attnspan.call.backend import asked
 from attnspan.call.options import Options
 from attnspan.parallel.local import decode
 from attnspan.parallel.strategy import split_heads
@@ -89,14 +90,14 @@ def _read(options: tuple[Any, ...]) -> Options | None:
 
 @contextmanager
 def _reading(
-    what: str, heads: tuple[int, int], q: Tensor, k: Tensor, v: Tensor, given: tuple[Any, ...]
+    what: str, heads: tuple[int, int], q: Tensor, v: Tensor, given: tuple[Any, ...]
 ) -> Iterator[tuple[Team, Callable[..., Work]]]:
     """The ranks that take part in a call, and the engine's inputs, given q, k and v of this rank's heads.
 
     Args:
         what: Which call it is; the ranks compare their calls.
         heads: (Hq, Hkv) of all members.
-        q, k, v: For their dtype and sizes.
+        q, v: For their dtype and head dims.
         given: All arguments that forward and backward share.
     """
     data, numbers, group, members, _, _, backend, scale, *options = given
@@ -109,19 +110,20 @@ def _reading(
             "batch rows": q.shape[0],
             "head dims": (q.shape[3], v.shape[3]),
             "dtype": str(q.dtype),
-            "options": (backend, scale, o.softcap, o.bias_kind, o.dropout_p, *sizes),
+            "backend": backend,
+            "options": (scale, o.softcap, o.bias_kind, o.dropout_p, *sizes),
         }
         ranks.agreement.note(facts)
         tables = decode(data, numbers.tolist())
         team = Team(ranks, tables.numbers, split_heads(*heads, members), scratch)
-        problem, runs = Problem.of(q, k, v, None), BACKENDS[backend]
-        yield team, lambda q, k, v: Work(tables, team, Call(q, k, v, None, scale, read, problem), runs)
+        runs = BACKENDS[backend]
+        yield team, lambda q, k, v: Work(tables, team, Part(q, k, v, None, scale, read), runs)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
     shared = _all((q, k, v, *given), _FIRST_OPTION)[3:]
     q, k, v = (readable(x) for x in (q, k, v))
-    with _reading("forward", (q.shape[1], k.shape[1]), q, k, v, shared) as (team, mine):
+    with _reading("forward", (q.shape[1], k.shape[1]), q, v, shared) as (team, mine):
         if len(team.heads) == 1:
             out, wide_lse = forward(mine(q, k, v))
             # An operator's results are apart from each other.
@@ -147,7 +149,7 @@ def _backward(*inputs: Any) -> tuple[Tensor, ...]:
     dout, q, k, v, out = (readable(x) for x in (dout, q, k, v, out))
     heads = dout.shape[1], kv_heads
     what = "backward" if dlse is None else "backward of out and lse"
-    with _reading(what, heads, q, k, v, _all(tuple(given), 8)) as (team, mine):
+    with _reading(what, heads, q, v, _all(tuple(given), 8)) as (team, mine):
         if len(team.heads) > 1:
             whole = [dout] if dlse is None else [dout, dlse[..., None]]
             arriving = [scatter(team, x, query_heads, f"d{i}") for i, x in enumerate(whole)]
@@ -215,13 +217,13 @@ def backend_for_parts(q: Tensor, k: Tensor, v: Tensor, k_len: int, requested: st
     Args:
         q, k, v: This rank's, (B, H, S, D).
         k_len: Keys of all ranks.
-        requested: The backend that the call names, or None.
+        requested: The backend that the call names, or None for that of the block around it.
 
     Raises:
         OptionError, BackendError: As `attnspan.kernels.choose`.
     """
     more = ("", "plan over ranks", capability_of(q.device)) if q.is_cuda else ()
-    return backend_for(replace(Problem.of(q, k, v, None, more=more), k_len=k_len), requested)
+    return backend_for(replace(Problem.of(q, k, v, None, more=more), k_len=k_len), asked(requested))
 
 
 class _Forward(torch.autograd.Function):
