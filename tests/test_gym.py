@@ -1,6 +1,6 @@
 """Score functions of attention-gym and of FlexAttention's documents, compared with their originals.
 
-Their masks are in library_samples.py.
+Their masks are in samples/library.py.
 
 Each original is written anew as it stands there, in the signature of FlexAttention. It is applied twice: by
 FlexAttention itself, forward, and by a plain softmax that autograd differentiates. Everything is float64.

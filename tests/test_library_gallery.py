@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from library_samples import LIBRARY
+from samples.library import LIBRARY
 
 import attnspan
 from attnspan import library
@@ -54,7 +54,7 @@ def test_the_page_names_it(name):
 
 @pytest.mark.parametrize("name", MASKS)
 def test_it_has_a_definition(name):
-    assert any(sample.function == name for sample in LIBRARY), f"add {name} to tests/library_samples.py"
+    assert any(sample.function == name for sample in LIBRARY), f"add {name} to tests/samples/library.py"
 
 
 @pytest.mark.parametrize("name", pictures.README)

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import library_samples as samples
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from mask_samples import Sample
+from samples import library as samples
+from samples.masks import Sample
 
 import attnspan as a
 from attnspan import library as lib

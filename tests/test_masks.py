@@ -6,8 +6,8 @@ import re
 import numpy as np
 import pytest
 import torch
-from library_samples import LIBRARY
-from mask_samples import BATCH, KEYS, SAMPLES
+from samples.library import LIBRARY
+from samples.masks import BATCH, KEYS, SAMPLES
 
 import attnspan as a
 import attnspan.torch

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from library_samples import LIBRARY
-from mask_samples import SAMPLES
+from samples.library import LIBRARY
+from samples.masks import SAMPLES
 
 import attnspan as a
 from attnspan import library as lib

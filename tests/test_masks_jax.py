@@ -5,8 +5,8 @@
 import numpy as np
 import pytest
 from covering import everything, few
-from library_samples import LIBRARY
-from mask_samples import SAMPLES
+from samples.library import LIBRARY
+from samples.masks import SAMPLES
 
 import attnspan as a
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from covering import everything, few
-from mask_samples import BATCH, KEYS, SAMPLES
+from samples.masks import BATCH, KEYS, SAMPLES
 
 import attnspan as a
 import attnspan.torch

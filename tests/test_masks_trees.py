@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from covering import everything
-from mask_samples import BATCH, KEYS, SAMPLES, Sample
+from samples.masks import BATCH, KEYS, SAMPLES, Sample
 
 import attnspan as a
 

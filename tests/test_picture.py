@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from mask_samples import BATCH, IDS, KEYS, SAMPLES
+from samples.masks import BATCH, IDS, KEYS, SAMPLES
 
 import attnspan as a
 from attnspan.masks.picture import svg, text

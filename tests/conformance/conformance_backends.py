@@ -12,7 +12,7 @@ import conformance_jax
 import numpy as np
 import torch
 from eager_flex import eager
-from problems import DTYPES, Problem
+from samples.problems import DTYPES, Problem
 
 from attnspan.jax.backends.tiles import interpreted
 from attnspan.kernels import cpu, triton

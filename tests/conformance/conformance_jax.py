@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from problems import Problem
+from samples.problems import Problem
 from torch.utils._pytree import tree_map
 
 import attnspan as a

@@ -14,8 +14,8 @@ import pytest
 import torch
 from closeness import relative_error
 from covering import cells
-from problem_parts import Case
-from problems import DTYPES, Problem, make
+from samples.parts import Case
+from samples.problems import DTYPES, Problem, make
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention

@@ -7,10 +7,10 @@ from itertools import product
 import numpy as np
 import pytest
 from conformance_backends import BACKENDS, WIDEST
-from conformance_cases import OPTIONS, SHAPES, SMALL
 from covering import covering, everything
-from problem_parts import MASKS, Case
-from problems import DTYPES, check, make, oracle
+from samples.conformance import OPTIONS, SHAPES, SMALL
+from samples.parts import MASKS, Case
+from samples.problems import DTYPES, check, make, oracle
 
 from attnspan.errors import BackendError
 

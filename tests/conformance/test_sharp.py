@@ -15,7 +15,7 @@ import pytest
 import torch
 from closeness import error
 from covering import cells
-from problems import DTYPES
+from samples.problems import DTYPES
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 

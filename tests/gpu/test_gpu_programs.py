@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from bands import BANDS, qkv
 from on_gpu import move, needs_gpu
+from samples.bands import BANDS, qkv
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts

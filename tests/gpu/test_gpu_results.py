@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from bands import BANDS, qkv, results
-from conformance_cases import OPTIONS, SHAPES, SMALL
 from covering import covering
 from on_gpu import move, needs_gpu
-from problem_parts import MASKS
-from problems import DTYPES, check, make, replace
+from samples.bands import BANDS, qkv, results
+from samples.conformance import OPTIONS, SHAPES, SMALL
+from samples.parts import MASKS
+from samples.problems import DTYPES, check, make, replace
 
 from attnspan.torch import attention, explain
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from covering import everything
-from oracle_cases import Case, Problem, causal_window, check, make, oracle, random_bounds
+from samples.jax_problems import Case, Problem, causal_window, check, make, oracle, random_bounds
 
 from attnspan.jax.backends import Operands, Static, module_of, pallas_tpu, xla, xla_tiles
 from attnspan.jax.backends.tiles import interpreted

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle_cases as cases
 import pytest
-from oracle_cases import Case
+from samples import jax_problems as cases
+from samples.jax_problems import Case
 
 import attnspan as a
 from attnspan.call import Problem

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle_cases import Case, make, random_bounds
+from samples.jax_problems import Case, make, random_bounds
 from test_backends import QUICKLY, run
 
 from attnspan.jax.backends import Operands, Static, math, products

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from covering import few
 from jax.experimental.pallas import tpu as pltpu
-from oracle_cases import Case, check, make, random_bounds
+from samples.jax_problems import Case, check, make, random_bounds
 
 from attnspan.call import Problem
 from attnspan.call.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI

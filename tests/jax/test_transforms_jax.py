@@ -12,7 +12,7 @@ jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
 from jax import export  # noqa: E402
-from transform_samples import (  # noqa: E402
+from samples.jax_transforms import (  # noqa: E402
     DIM,
     HEADS,
     IDS,

@@ -11,7 +11,7 @@ from covering import everything
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
-from transform_samples import (  # noqa: E402
+from samples.jax_transforms import (  # noqa: E402
     DIM,
     HEADS,
     IDS,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from problems import Case, Problem, check, oracle
+from samples.problems import Case, Problem, check, oracle
 from torch import Tensor
 
 from attnspan.call.options import Options

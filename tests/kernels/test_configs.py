@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from kernel_run import check_run, run
-from problems import Case, make
+from samples.problems import Case, make
 
 from attnspan.call import Problem
 from attnspan.kernels import cpu

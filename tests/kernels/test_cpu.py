@@ -8,7 +8,7 @@ import pytest
 import torch
 from closeness import relative_error
 from kernel_run import check_run, forward, run
-from problems import Case, compare, make
+from samples.problems import Case, compare, make
 from torch import Tensor
 
 from attnspan.call.options import Options

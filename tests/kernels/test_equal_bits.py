@@ -6,8 +6,8 @@ import pytest
 import torch
 from covering import everything
 from kernel_run import forward
-from problems import Case, make
 from programs import run_program
+from samples.problems import Case, make
 
 from attnspan.kernels import cpu
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from kernel_run import forward, run
-from problems import Case, Problem, compare, make, oracle, rounding
+from samples.problems import Case, Problem, compare, make, oracle, rounding
 from torch import Tensor
 
 from attnspan.call.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from kernel_run import run
-from problems import Case, compare, make
+from samples.problems import Case, compare, make
 
 from attnspan import causal, documents, global_keys, key_padding, library, window
 from attnspan.kernels import cpu

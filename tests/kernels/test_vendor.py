@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bands import BANDS, OFFSETS, qkv, results
+from samples.bands import BANDS, OFFSETS, qkv, results
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode

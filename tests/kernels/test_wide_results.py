@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from problems import Case, make
+from samples.problems import Case, make
 
 from attnspan.kernels import cpu
 

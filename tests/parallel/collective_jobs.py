@@ -3,8 +3,8 @@
 from typing import Any
 
 import torch
-from parity_cases import OPTIONS, Case
 from parity_jobs import local_inputs, place
+from samples.parallel import OPTIONS, Case
 
 from attnspan.parallel.strategy import split_heads
 from attnspan.parallel.torch.comm import counted_bytes

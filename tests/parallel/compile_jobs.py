@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parity_cases import OPTIONS, Case, segment_ids
 from parity_jobs import Placed, local_inputs, place
+from samples.parallel import OPTIONS, Case, segment_ids
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts

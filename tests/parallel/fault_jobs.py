@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parity_cases import Case, segment_ids
 from parity_jobs import Placed, attend, local_inputs, place
+from samples.parallel import Case, segment_ids
 from worlds import mesh
 
 import attnspan

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import numpy as jnp
-from mask_samples import BATCH, KEYS, SAMPLES
+from samples.masks import BATCH, KEYS, SAMPLES
 
 import attnspan
 from attnspan import reference

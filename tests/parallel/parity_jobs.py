@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parity_cases import MASKS, OPTIONS, Case, inputs, parameters
+from samples.parallel import MASKS, OPTIONS, Case, inputs, parameters
 from torch import Tensor
 from worlds import mesh
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parity_cases import Case
 from parity_jobs import attend, place
+from samples.parallel import Case
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor

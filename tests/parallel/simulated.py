@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-from random_problems import any_spans
+from samples.random_spans import any_spans
 
 from attnspan.parallel import Layout, Plan, Strategy
 from attnspan.parallel.local import Tables, Transfer

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from covering import everything, few
-from parity_cases import MASKS, Case
+from samples.parallel import MASKS, Case
 from test_parity import WORLDS
 from worlds import world
 

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 from covering import everything, few
-from parity_cases import Case
+from samples.parallel import Case
 from worlds import World, world
 
 #: What compiled programs have of a strategy is a plan; the long run has hybrid ones too, on four ranks.

@@ -13,7 +13,7 @@ pytest.importorskip("jax")
 
 from covering import few
 from jax_jobs import Split
-from mask_samples import IDS
+from samples.masks import IDS
 from virtual_devices import devices
 
 BATCH_HEADS = Split(batch=2, heads=2)

@@ -11,7 +11,7 @@ import torch
 from covering import everything, few
 from hypothesis import given
 from hypothesis import strategies as st
-from parity_cases import CROSS_MASKS, HEADS, MASKS, OPTIONS, Case, Results, exact, pairs, unsharded
+from samples.parallel import CROSS_MASKS, HEADS, MASKS, OPTIONS, Case, Results, exact, pairs, unsharded
 from torch import Tensor
 from worlds import world
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from random_problems import any_spans, as_set, seen
+from samples.random_spans import any_spans, as_set, seen
 
 from attnspan import Mask, Spans, causal, documents, full, global_keys, key_padding, prefix, segments, window
 from attnspan.parallel import Layout

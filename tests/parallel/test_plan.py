@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mask_samples import BATCH, IDS, KEYS, SAMPLES, Sample
+from samples.masks import BATCH, IDS, KEYS, SAMPLES, Sample
 from simulated import NOTHING, STRATEGIES, any_plan, anyhow, arrivals, held, lists, returned, rows_of, sent
 
 import attnspan

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from covering import few
-from parity_cases import Case
+from samples.parallel import Case
 from test_parity import FLOAT32, assert_parity
 from worlds import world
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from samples import OPTIONS, qkv
+from samples.torch_calls import OPTIONS, qkv
 
 import attnspan
 from attnspan import causal, documents, full, library, segments

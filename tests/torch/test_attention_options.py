@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from closeness import relative_error
-from problem_parts import leaves
-from samples import OPTIONS, qkv
+from samples.parts import leaves
+from samples.torch_calls import OPTIONS, qkv
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

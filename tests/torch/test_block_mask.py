@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from samples import BATCH, MASKS
+from samples.torch_calls import BATCH, MASKS
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask

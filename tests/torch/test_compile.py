@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from covering import everything, few
-from problem_parts import leaves
 from programs import run_program
-from samples import OPTIONS
+from samples.parts import leaves
+from samples.torch_calls import OPTIONS
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from covering import everything
-from length_samples import CALLS, DIM, HEADS, KV_HEADS, MASKS, PROBLEMS, Call, Sample, Sizes
+from samples.lengths import CALLS, DIM, HEADS, KV_HEADS, MASKS, PROBLEMS, Call, Sample, Sizes
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from closeness import relative_error
-from problem_parts import leaves
-from samples import OPTIONS
+from samples.parts import leaves
+from samples.torch_calls import OPTIONS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from covering import everything, few
-from length_samples import MASKS, PROBLEMS, Sample, Sizes
+from samples.lengths import MASKS, PROBLEMS, Sample, Sizes
 from test_dynamic_lengths import dynamic_shapes
 from torch import Tensor, nn
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from library_samples import LIBRARY
-from mask_samples import BATCH, KEYS, SAMPLES
+from samples.library import LIBRARY
+from samples.masks import BATCH, KEYS, SAMPLES
 from test_masks_trees import Tree
 from torch import Tensor
 

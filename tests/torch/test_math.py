@@ -4,9 +4,9 @@ import pytest
 import torch
 from closeness import relative_error
 from covering import everything
-from problem_parts import ALL
-from problems import Problem
-from samples import small
+from samples.parts import ALL
+from samples.problems import Problem
+from samples.torch_calls import small
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 

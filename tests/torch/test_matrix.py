@@ -10,7 +10,7 @@ import torch
 from checkpointing import FORWARD_CALLS, checkpointed
 from closeness import relative_error
 from covering import cells, few
-from samples import K_LEN, MASKS, Q_LEN, counted_kernel_calls
+from samples.torch_calls import K_LEN, MASKS, Q_LEN, counted_kernel_calls
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 

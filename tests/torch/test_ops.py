@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from covering import everything
-from problem_parts import ALL
-from samples import OPTIONS, counted_kernel_calls, small
+from samples.parts import ALL
+from samples.torch_calls import OPTIONS, counted_kernel_calls, small
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode

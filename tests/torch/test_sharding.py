@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from problem_parts import leaves
-from samples import OPTIONS, small
+from samples.parts import leaves
+from samples.torch_calls import OPTIONS, small
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import problems
 import torch
 import torch_xla
-from problem_parts import Case
-from problems import Problem, make
+from samples import problems
+from samples.parts import Case
+from samples.problems import Problem, make
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch_xla
-from conformance_cases import OPTIONS, SHAPES, SMALL
-from problem_parts import MASKS
-from problems import DTYPES
+from samples.conformance import OPTIONS, SHAPES, SMALL
+from samples.parts import MASKS
+from samples.problems import DTYPES
 from xla_cells import check, on_xla
 
 import attnspan as a

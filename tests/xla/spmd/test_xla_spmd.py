@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.distributed.spmd as xs
-from conformance_cases import OPTIONS, RANDOM, SMALL
-from problem_parts import MASKS, Case
+from samples.conformance import OPTIONS, RANDOM, SMALL
+from samples.parts import MASKS, Case
 from torch_xla.experimental.custom_kernel import _shard_map
 from xla_cells import check, on_xla
 from xla_meshes import SPLITS, mesh

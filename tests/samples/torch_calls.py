@@ -7,14 +7,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from mask_samples import BATCH, SAMPLES
-from mask_samples import KEYS as K_LEN
-from problem_parts import ALL, Case, keywords
-from problems import Problem, make
 from torch import Tensor
 
 import attnspan
 from attnspan.kernels import cpu
+from samples.masks import BATCH, SAMPLES
+from samples.masks import KEYS as K_LEN
+from samples.parts import ALL, Case, keywords
+from samples.problems import Problem, make
 
 Q_LEN = K_LEN
 

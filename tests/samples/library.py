@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from mask_samples import BATCH, Sample, document
 
 import attnspan as a
 from attnspan import library as lib
+from samples.masks import BATCH, Sample, document
 
 __all__ = ["BATCH", "HEADS", "LIBRARY"]
 

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from closeness import FACTOR, FACTOR_OF_FEW, FEW, error, sensitivity
-from problem_parts import LONG_MASKS, MASKS, Case, Draw, Setting, random_bounds
 from torch import Tensor
 
 from attnspan import Prepared, Spans, reference
 from attnspan.call.options import Given, Options
 from attnspan.torch._front import PLAIN
+from samples.parts import LONG_MASKS, MASKS, Case, Draw, Setting, random_bounds
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from problem_parts import Case
+from samples.parts import Case
 
 SMALL = Case(batch=2, kv_heads=1, q_len=17, k_len=17, head_dim=16, v_dim=16, stored="bshd")
 RANDOM = replace(SMALL, runs=2, mask_heads=1)
@@ -17,7 +17,7 @@ SHAPES = {
     "odd head dims": replace(RANDOM, batch=1, heads=3, kv_heads=3, q_len=33, k_len=65, head_dim=37, v_dim=53),
 }
 
-#: Names of options in tests/problems.py that go together in a call.
+#: Names of options in tests/samples/parts.py that go together in a call.
 OPTIONS: dict[str, tuple[str, ...]] = {
     "none": (),
     **{
