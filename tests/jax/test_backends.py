@@ -14,8 +14,9 @@ import pytest
 from covering import everything
 from samples.jax_problems import Case, Problem, causal_window, check, make, oracle, random_bounds
 
-from attnspan.jax.backends import Operands, Static, module_of, pallas_tpu, xla, xla_tiles
+from attnspan.jax.backends import BACKENDS, pallas_tpu, xla, xla_tiles
 from attnspan.jax.backends.tiles import interpreted
+from attnspan.jax.part import JaxPart, Static
 
 pytestmark = pytest.mark.below_promotion
 
@@ -40,31 +41,30 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @cache
-def _program(name: str, static: Static) -> Any:
-    module = module_of(name)
+def _program(name: str) -> Any:
+    backend = BACKENDS[name]
 
-    def by_backward(arrays: Any, given: Operands) -> Any:
-        q, k, v = (arrays[n] for n in "qkv")
-        out, lse = module.forward(q, k, v, given, static)
-        dlse = jnp.where(jnp.isfinite(lse) | (given.sinks is not None), arrays["dlse"], jnp.nan)
-        dlse = dlse if name == "xla" else jnp.where(jnp.isfinite(lse), arrays["dlse"], 0)
-        return out, lse, *module.backward(arrays["dout"], dlse, q, k, v, given, out, lse, static, True)
+    def by_backward(part: JaxPart, dout: Any, dlse: Any) -> Any:
+        out, lse = backend.forward(part)
+        alive = jnp.isfinite(lse)
+        read, unread = (alive | (part.sinks is not None), jnp.nan) if name == "xla" else (alive, 0)
+        dlse = jnp.where(read, dlse, unread)
+        return out, lse, *backend.backward(part, out, lse, dout, dlse, True)
 
-    def by_jax(arrays: Any, given: Operands) -> Any:
+    def by_jax(part: JaxPart, dout: Any, dlse: Any) -> Any:
         def attend(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Any:
-            return module.forward(q, k, v, given._replace(bias=bias, sinks=sinks), static)
+            return backend.forward(replace(part, q=q, k=k, v=v, bias=bias, sinks=sinks))
 
-        (out, lse), pull = jax.vjp(attend, *(arrays[n] for n in "qkv"), given.bias, given.sinks)
-        return out, lse, *pull((arrays["dout"], jnp.where(jnp.isfinite(lse), arrays["dlse"], 0)))
+        (out, lse), pull = jax.vjp(attend, part.q, part.k, part.v, part.bias, part.sinks)
+        return out, lse, *pull((dout, jnp.where(jnp.isfinite(lse), dlse, 0)))
 
-    own = getattr(module, "OWN_DERIVATIVE", False)
-    return jax.jit(by_jax if own else by_backward, compiler_options=QUICKLY)
+    return jax.jit(by_jax if backend.own_derivative else by_backward, compiler_options=QUICKLY)
 
 
 def run(name: str, problem: Problem) -> dict[str, np.ndarray]:
     """Results and gradients, in their dtypes, whatever is not there left out."""
     with interpreted() if "pallas" in name else nullcontext():
-        found = _program(name, problem.case.static)(problem.arrays, problem.given)
+        found = _program(name)(problem.part, problem.arrays["dout"], problem.arrays["dlse"])
     results = {n: x for n, x in zip(NAMES, found, strict=True) if x is not None}
     wide = problem.arrays["dlse"].dtype
     for n, x in results.items():
@@ -207,20 +207,21 @@ def test_float64() -> None:
 def test_a_block_of_queries_visits_the_blocks_that_it_touches() -> None:
     case = Case(lead=(2, 4), k_len=150, q_len=24)
     bounds = causal_window(case)
-    sizes = xla_tiles.sizes_of(jnp.zeros((2, 4, 24, 8)), jnp.zeros((2, 2, 150, 8)))
+    part = make(case, bounds).part
+    sizes = xla_tiles.sizes_of(part.q, part.k)
     keys = np.arange(160)
     seen = ((keys >= bounds[..., :1]) & (keys < bounds[..., 1:])).any((0, 1, 3))
     want = seen.reshape(3, 8, 10, 16).any((1, 3))
     assert not want.all()
     for i in range(3):
-        rows = xla_tiles.rows_of(jnp.int32(i), Operands(jnp.asarray(bounds)), Static(1.0), sizes)
+        rows = xla_tiles.rows_of(jnp.int32(i), part, sizes)
         assert rows.order[: int(rows.blocks)].tolist() == np.flatnonzero(want[i]).tolist()
 
 
 def _step(q: Any, k: Any, v: Any, dout: Any, bounds: Any) -> Any:
-    given, static = Operands(bounds), Static(0.25)
-    out, lse = xla.forward(q, k, v, given, static)
-    return out, xla.backward(dout, None, q, k, v, given, out, lse, static, True)[:3]
+    part = JaxPart(q, k, v, bounds, static=Static(0.25))
+    out, lse = xla.forward(part)
+    return out, xla.backward(part, out, lse, dout, None, True)[:3]
 
 
 def _shapes(length: int) -> list[jax.ShapeDtypeStruct]:

@@ -16,7 +16,8 @@ from samples.jax_problems import Case
 import attnspan as a
 from attnspan.call import Problem
 from attnspan.call.options import ALIBI, DENSE
-from attnspan.jax.backends import MaskWords, Operands, Static, cudnn
+from attnspan.jax.backends import cudnn
+from attnspan.jax.part import JaxPart, MaskWords, Static
 
 PROBLEM = Problem(1, 4, 2, 128, 128, 64, 64, 1, "bfloat16", "gpu")
 CAUSAL = Static(scale=0.125, mask=("causal",), want_lse=False)
@@ -52,7 +53,7 @@ def test_the_function_that_is_called_means_the_same(
     exact, _ = cases.oracle(problem)
 
     def attend(q: Any, k: Any, v: Any) -> Any:
-        return cudnn.forward(q, k, v, problem.given, static)[0]
+        return cudnn.forward(replace(problem.part, q=q, k=k, v=v, static=static))[0]
 
     with jax.default_matmul_precision("highest"):
         out, pull = jax.vjp(attend, *(jnp.asarray(problem.arrays[name]) for name in "qkv"))
@@ -104,6 +105,6 @@ def test_what_to_install_is_said() -> None:
 
 def test_options_that_would_be_ignored_are_no_call_of_ours() -> None:
     q = jnp.zeros((1, 4, 8, 64), jnp.bfloat16)
-    given = Operands(jnp.zeros((1, 1, 8, 1, 2), np.int32), sinks=jnp.zeros(4))
+    part = JaxPart(q, q, q, jnp.zeros((1, 1, 8, 1, 2), np.int32), sinks=jnp.zeros(4), static=CAUSAL)
     with pytest.raises(AssertionError):
-        cudnn.forward(q, q, q, given, CAUSAL)
+        cudnn.forward(part)

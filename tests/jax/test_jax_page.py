@@ -26,4 +26,4 @@ def test_the_examples_run_one_after_the_other() -> None:
 
 def test_the_table_has_every_back_end() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)
-    assert sorted(rows) == sorted(backends.MODULES)
+    assert sorted(rows) == sorted(backends.BACKENDS)

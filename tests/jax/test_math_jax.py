@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 from samples.jax_problems import Case, make, random_bounds
 from test_backends import QUICKLY, run
 
-from attnspan.jax.backends import Operands, Static, math, products
+from attnspan.jax.backends import math, products
+from attnspan.jax.part import JaxPart, Static
 
 pytestmark = pytest.mark.below_promotion
 
@@ -99,8 +101,7 @@ def test_second_derivatives_in_every_mode() -> None:
         along = {name: jnp.cos(1.0 + jnp.arange(x.size)).reshape(x.shape) for name, x in point.items()}
 
         def loss(x: Any) -> Any:
-            given = problem.given._replace(bias=x["bias"], sinks=x["sinks"])
-            out, lse = math.forward(x["q"], x["k"], x["v"], given, SMALL.static)
+            out, lse = math.forward(replace(problem.part, **x))
             lse = jnp.where(jnp.isfinite(lse), lse, 0)
             return (out * problem.arrays["dout"]).sum() + (lse * problem.arrays["dlse"]).sum()
 
@@ -132,7 +133,7 @@ def test_vmap_over_everything() -> None:
 
     def one(q: Any, k: Any, v: Any, bounds: Any) -> Any:
         def loss(q: Any, k: Any, v: Any) -> Any:
-            return math.forward(q, k, v, Operands(bounds), Static(0.3))[0].sum()
+            return math.forward(JaxPart(q, k, v, bounds, static=Static(0.3)))[0].sum()
 
         return jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
 

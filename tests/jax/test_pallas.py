@@ -17,10 +17,11 @@ from samples.jax_problems import Case, check, make, random_bounds
 
 from attnspan.call import Problem
 from attnspan.call.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
-from attnspan.jax.backends import Operands, Static, pallas_tpu
+from attnspan.jax.backends import pallas_tpu
 from attnspan.jax.backends.pallas_tpu import lists as tables
 from attnspan.jax.backends.pallas_tpu.visits import key_visits, query_visits
 from attnspan.jax.backends.tiles import legal
+from attnspan.jax.part import JaxPart, Static
 
 pytestmark = pytest.mark.below_promotion
 
@@ -198,14 +199,14 @@ def test_empty_blocks_take_no_step_on_a_tpu() -> None:
         return token
 
     @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-    def both(arrays: Any, given: Operands) -> Any:
-        call, size = (*(arrays[name] for name in "qkv"), given), (128, 128)
-        out, lse = pallas_tpu.forward(*call, case.static, size)
-        call = (arrays["dout"], arrays["dlse"], *call, out, lse, case.static, False)
-        return out, lse, *pallas_tpu.backward(*call, size=size)[:3]
+    def both(part: JaxPart, dout: Any, dlse: Any) -> Any:
+        size = (128, 128)
+        out, lse = pallas_tpu.forward(part, size)
+        return out, lse, *pallas_tpu.backward(part, out, lse, dout, dlse, False, size)[:3]
 
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(grid_point_recorder=record)):
-        found = jax.block_until_ready(both(problem.arrays, problem.given))
+        found = both(problem.part, problem.arrays["dout"], problem.arrays["dlse"])
+        found = jax.block_until_ready(found)
     check(problem, dict(zip(("out", "lse", "dq", "dk", "dv"), found, strict=True)))
     forward = [(0, 0, i, step) for i in range(3) for step in range(2)]
     of_keys = [(0, 0, j, 0, step) for j in range(3) for step in range(2)]
@@ -239,13 +240,14 @@ def _lowered(option: str, dtype: str, head_dim: int, runs: int = 2) -> str:
     numbers, arrays = LOWERED[option]
     static = Static(scale=0.1, **numbers)
     q, k = shaped((2, 4, ROW, head_dim)), shaped((2, 2, KEY, head_dim))
-    given = Operands(shaped((2, 1, ROW, runs, 2), "int32"), **{n: shaped(*x) for n, x in arrays.items()})
+    options: Any = {n: shaped(*x) for n, x in arrays.items()}
+    part = JaxPart(q, k, k, shaped((2, 1, ROW, runs, 2), "int32"), **options, static=static)  # type: ignore[arg-type]
 
-    def both(q: Any, k: Any, v: Any, given: Operands, dout: Any, dlse: Any) -> Any:
-        out, lse = pallas_tpu.forward(q, k, v, given, static)
-        return out, pallas_tpu.backward(dout, dlse, q, k, v, given, out, lse, static, True)
+    def both(part: JaxPart, dout: Any, dlse: Any) -> Any:
+        out, lse = pallas_tpu.forward(part)
+        return out, pallas_tpu.backward(part, out, lse, dout, dlse, True)
 
-    traced = jax.jit(both).trace(q, k, k, given, q, shaped((2, 4, ROW), "float32"))
+    traced = jax.jit(both).trace(part, q, shaped((2, 4, ROW), "float32"))
     return str(traced.lower(lowering_platforms=("tpu",)).as_text())
 
 

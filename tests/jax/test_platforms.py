@@ -17,6 +17,7 @@ from attnspan import causal, segments
 from attnspan.errors import BackendError
 from attnspan.jax import SlowPathWarning, attention, backends, explain
 from attnspan.jax.backends import cudnn
+from attnspan.jax.part import Static
 from attnspan.kernels.cpu import MAX_HEAD_DIM
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((1, 2, 16, 8)), jnp.bfloat16)
@@ -90,10 +91,10 @@ def test_cudnn_is_of_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_was_never_measured_runs_by_name_only() -> None:
     found = explain(X, X, X, mask=causal())
     assert found.backend == "cpu"
-    problem, static = found.problem, backends.Static(1.0)
+    problem, static = found.problem, Static(1.0)
     for device in backends.DEFAULTS:
         names = backends.DEFAULTS[device]
-        assert not set(names) & set(backends.BY_NAME)
+        assert not any(backends.BACKENDS[name].by_name for name in names)
     on_tpu = backends.candidates(static, unasked=True)["pallas"]
     assert "by name only" in str(on_tpu.supports(replace(problem, device="tpu")))
 

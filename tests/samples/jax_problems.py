@@ -11,7 +11,7 @@ import numpy as np
 from attnspan import reference
 from attnspan.call.dropout import dropout_seeds
 from attnspan.call.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
-from attnspan.jax.backends import Operands, Static
+from attnspan.jax.part import JaxPart, Static
 
 KINDS = {"alibi": ALIBI, "signed alibi": SIGNED_ALIBI, "table": DISTANCE, "dense": DENSE, "": 0}
 
@@ -78,12 +78,14 @@ class Problem:
     k_index: np.ndarray | None = None
 
     @property
-    def given(self) -> Operands:
+    def part(self) -> JaxPart:
+        """The arrays that a backend gets."""
         words = None
         if self.seeds is not None:
             words = np.stack([self.seeds & 0xFFFFFFFF, self.seeds >> 32 & 0xFFFFFFFF], -1).astype(np.uint32)
-        rest = (self.bounds, self.arrays.get("bias"), self.arrays.get("sinks"), words)
-        return Operands(*jax.tree.map(jnp.asarray, (*rest, self.q_index, self.k_index)))
+        options = (self.bounds, self.arrays.get("bias"), self.arrays.get("sinks"), words)
+        arrays = (*(self.arrays[name] for name in "qkv"), *options, self.q_index, self.k_index)
+        return JaxPart(*jax.tree.map(jnp.asarray, arrays), static=self.case.static)
 
     def options(self, arrays: dict[str, np.ndarray]) -> Options:
         return Options(

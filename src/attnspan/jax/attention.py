@@ -18,11 +18,12 @@ from attnspan.kernels import Explanation
 from attnspan.masks import Mask, Prepared, full
 from attnspan.masks.bounds import Spans
 
-from .backends import Static, branches_of, candidates, choice_of, static_for, warn_if_slow, words_of
-from .front import JaxFront, ShardedMask, operands_of, static_of
+from .backends import branches_of, candidates, choice_of, static_for, warn_if_slow
+from .front import JaxFront, ShardedMask
+from .part import Static, part_of, static_of, words_of
 from .placement import check_devices, check_sharding, explicit_sharding, in_auto_mode, is_traced
 from .promotion import own_promotion
-from .rules import How, attend
+from .rules import attend
 
 __all__ = ["attention", "explain"]
 
@@ -140,8 +141,8 @@ def _run(
     warn_if_slow(call.problem, static, backend)
     branches = branches_of(call.problem, static, backend)
     static = static_for([branch.backend for branch in branches], static)
-    how = How(static, branches, "bhsd" if layout == "bhsd" else "bshd")
-    out, lse = attend(*front.inputs, operands_of(call), how)
+    part = part_of(call, front.inputs, static, "bhsd" if layout == "bhsd" else "bshd")
+    out, lse = attend(part, branches)
     out = out[..., :0] if empty else out
     if layout == "thd":
         out, lse = out[0], None if lse is None else lse[0]

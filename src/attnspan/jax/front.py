@@ -15,18 +15,17 @@ from jax import Array
 from attnspan.base.arrays import own
 from attnspan.base.mistakes import OneMask
 from attnspan.base.pytrees import register_pytrees
-from attnspan.call import Call, Front, lower_mask
+from attnspan.call import Front, lower_mask
 from attnspan.call.backend import follow
-from attnspan.call.options import Given, Options
+from attnspan.call.options import Given
 from attnspan.errors import DtypeError
 from attnspan.masks import Mask, Prepared, from_predicate
 from attnspan.masks.bounds import Spans
 
 from . import dropout
-from .backends import MaskWords, Operands, Static
 from .placement import check_devices, check_sharding, is_traced, platform_of
 
-__all__ = ["JaxFront", "ShardedMask", "operands_of", "static_of"]
+__all__ = ["JaxFront", "ShardedMask"]
 
 
 def _register(cls: type, flatten: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
@@ -147,16 +146,3 @@ def _refuse_tensors(mask: Any, given: Given) -> None:
             wanted, got = "arrays of JAX or NumPy, as q, k and v", "a torch.Tensor"
             remedy = "Convert it by jax.dlpack.from_dlpack, or call attnspan.torch.attention"
             raise DtypeError(name, expected=wanted, got=got, remedy=remedy)
-
-
-def operands_of(call: Call) -> Operands:
-    """The arrays of a call other than q, k and v."""
-    o = call.options or Options()
-    return Operands(call.bounds, o.bias, o.sinks, o.dropout_seed, o.q_index, o.k_index)
-
-
-def static_of(call: Call, words: MaskWords | None, want_lse: bool = True, wide: bool = False) -> Static:
-    """The part of a call that a program is compiled for; `words` is the mask, where words say it."""
-    o, sinks = call.options or Options(), call.options is not None and call.options.sinks is not None
-    numbers = float(call.scale), float(o.softcap), o.bias_kind, float(o.dropout_p)
-    return Static(*numbers, words, want_lse, sinks, wide)

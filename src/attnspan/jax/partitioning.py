@@ -8,7 +8,7 @@ of other devices is refused by name: a plan of `attnspan.parallel` fetches them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -22,40 +22,40 @@ from jax.sharding import NamedSharding, PartitionSpec
 from attnspan.call.options import DISTANCE
 from attnspan.errors import OptionError, expect
 
-from .backends import Operands, Static
+from .part import OPTIONS, JaxPart
 
 __all__ = ["partitioned", "refuse"]
 
 #: The remedy where JAX cannot tell which axes a `shard_map` over some of them left to its compiler.
 INSIDE = "inside of a shard_map over some axes, pass mask=attnspan.jax.shard(mesh, mask=..., heads=...)"
 
-# The axes of an array in letters: b batch row, h query head, g key head, a dot for one that no device splits,
+# The axes of arrays in letters: b batch row, h query head, g key head, a dot for one that no device splits,
 # a dash for that of a single key head, which all query heads share.
 _AXES = {"bhsd": {"q": "bh..", "k": "bg.."}, "bshd": {"q": "b.h.", "k": "b.g."}}
 
 
-def partitioned(run: Callable[..., Any], names: Sequence[str], static: Static, layout: str) -> Any:
+def partitioned(run: Callable[..., Any]) -> Any:
     """`run` with a partitioning rule.
 
     Args:
-        run: Function of arrays, None and one `Operands`; returns (out, lse) or gradients.
-        names: What each argument is: "q" or "k" for arrays of their axes, "lse", or "given".
-        static: What it was made for.
-        layout: "bhsd" or "bshd".
+        run: Function of a `JaxPart` that returns (out, lse), or of one, out, lse, dout and perhaps dlse that
+            returns gradients.
     """
     # Jitted: it is traced once, and closes over no constants, which a backend may make of numbers.
     run = jax.jit(run)
 
-    def call(*args: Any) -> Any:
+    def call(part: JaxPart, *rest: Any) -> Any:
+        args = (part, *rest)
         leaves: list[Any]
         tree: Any
         leaves, tree = jax.tree.flatten(args)
-        axes = [a for name, x in zip(names, args, strict=True) for a in _axes_of(name, x, static, layout)]
-        whole = [name == "given" for name, x in zip(names, args, strict=True) for _ in jax.tree.leaves(x)]
+        of_part = _axes_of(part)
+        of_rows = {4: of_part["q"], 3: "bh."}
+        axes = [*of_part.values(), *(of_rows[x.ndim] for x in rest if x is not None)]
+        whole = [name not in "qkv" for name in of_part] + [False] * (len(axes) - len(of_part))
         out_tree: Any
         out, out_tree = jax.tree.flatten(jax.eval_shape(run, *args))
-        given = next(x for x in args if isinstance(x, Operands))
-        result_axes = _axes_of_results(len(out), "lse" in names, given, static, layout)
+        result_axes = [of_part["q"], "bh."] if len(out) == 2 else _axes_of_gradients(of_part, len(out))
         group, kv_heads = _heads(leaves, axes)
         if kv_heads == 1:  # The one key head is of every device, its gradient the sum over all.
             axes, result_axes = ([word.replace("g", "-") for word in words] for words in (axes, result_axes))
@@ -171,32 +171,30 @@ def _spec(word: str, sides: dict[str, Any]) -> PartitionSpec:
     return PartitionSpec(*(None if a in ".-" else sides["b" if a == "b" else "h"] for a in word))
 
 
-def _axes_of(name: str, x: Any, static: Static, layout: str) -> list[str]:
-    """The axes of each array of one argument."""
-    if x is None:
-        return []
-    if name == "given":
-        return [_operand_axes(key, y, static) for key, y in x._asdict().items() if y is not None]
-    return ["bh."] if name == "lse" else [_AXES[layout][name]]
+def _axes_of(part: JaxPart) -> dict[str, str]:
+    """The axes of each array of a part, by name."""
+    letters = _AXES[part.layout]
+    found = {"q": letters["q"], "k": letters["k"], "v": letters["k"]}
+    for name in OPTIONS:
+        if (x := getattr(part, name)) is not None:
+            by_head = name == "sinks" or (name == "bias" and part.static.bias_kind == DISTANCE)
+            found[name] = "h" + "." * (x.ndim - 1) if by_head else _axes_by_row(name, x)
+    return found
 
 
-def _operand_axes(name: str, x: Any, static: Static) -> str:
-    rank: int = x.ndim
-    if name == "sinks" or (name == "bias" and static.bias_kind == DISTANCE):
-        return "h" + "." * (rank - 1)
+def _axes_by_row(name: str, x: Any) -> str:
     first = "b" if x.shape[0] != 1 else "."
     if name in ("q_index", "k_index"):
         return first + "."
-    return first + ("h" if x.shape[1] != 1 else ".") + "." * (rank - 2)
+    rest = "." * int(x.ndim - 2)
+    return first + ("h" if x.shape[1] != 1 else ".") + rest
 
 
-def _axes_of_results(n: int, backward: bool, given: Operands, static: Static, layout: str) -> list[str]:
-    q, k = _AXES[layout]["q"], _AXES[layout]["k"]
-    if not backward:
-        return [q, "bh."]
-    sinks = [] if given.sinks is None else ["h"]
-    bias = [_operand_axes("bias", given.bias, static)] if n > 3 + len(sinks) else []
-    return [q, k, k, *bias, *sinks]
+def _axes_of_gradients(of_part: dict[str, str], n: int) -> list[str]:
+    """The axes of n gradients: of q, k, v, perhaps the bias, and the sinks if there are any."""
+    sinks = [of_part["sinks"]] if "sinks" in of_part else []
+    bias = [of_part["bias"]] if n > 3 + len(sinks) else []
+    return [of_part["q"], of_part["k"], of_part["v"], *bias, *sinks]
 
 
 def _heads(arrays: list[Any], axes: list[str]) -> tuple[int, int]:

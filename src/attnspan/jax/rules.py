@@ -7,9 +7,9 @@ The layers, from outside: a custom derivative (`_attend`), a batching rule (`bat
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,50 +21,41 @@ from jax.interpreters import ad, batching, mlir
 from attnspan.call.options import DISTANCE
 from attnspan.errors import BackendError
 
-from .backends import Branch, Operands, Static, module_of
+from .backends import BACKENDS, Branch
+from .part import OPTIONS, JaxPart
 from .partitioning import partitioned
 from .promotion import own_promotion
 from .varying import axes_of, spread
 
-__all__ = ["SAVE_NAMES", "How", "attend", "batched", "differentiable", "first_order"]
+__all__ = ["SAVE_NAMES", "attend", "batched", "differentiable", "first_order"]
 
 #: What `jax.checkpoint` has to keep, by the names of its policies, so that no kernel runs twice.
 SAVE_NAMES = ("attnspan.out", "attnspan.lse")
 
-
-class How(NamedTuple):
-    """Static part of a call, for which it is compiled: numbers, backends, layout of q, k, v and out."""
-
-    static: Static
-    branches: tuple[Branch, ...]
-    layout: str
+Branches = tuple[Branch, ...]
 
 
 # Eager calls then find the compiled program; inside another jit its trace is shared by the layers of a model.
-@partial(jax.jit, static_argnames=("how",))
-def attend(q: Array, k: Array, v: Array, given: Operands, how: How) -> tuple[Array, Array | None]:
-    """Attention in the layout "bhsd" or "bshd", checked arguments; lse is (B, H, Sq).
+@partial(jax.jit, static_argnames=("branches",))
+def attend(part: JaxPart, branches: Branches) -> tuple[Array, Array | None]:
+    """Attention in the layout of the part, checked arguments; lse is (B, H, Sq).
 
-    A backend may have a derivative of its own (``OWN_DERIVATIVE``): JAX then differentiates what it calls.
+    A backend may have a derivative of its own: JAX then differentiates what it calls.
     """
-    q, k, v, given = spread((q, k, v, given), axes_of(q, k, v, given))
-    own = {b.backend for b in how.branches if getattr(module_of(b.backend), "OWN_DERIVATIVE", False)}
+    part = spread(part, axes_of(part))
+    own = {b.backend for b in branches if BACKENDS[b.backend].own_derivative}
     if not own:
-        return _attend(how, q, k, v, given)  # type: ignore[no-any-return]
-    rest = tuple(branch for branch in how.branches if branch.backend not in own)
+        return _attend(branches, part)  # type: ignore[no-any-return]
+    rest = tuple(branch for branch in branches if branch.backend not in own)
 
-    def run(backend: str, q: Array, k: Array, v: Array, given: Operands) -> tuple[Array, Array | None]:
-        if backend not in own:
-            return _attend(how._replace(branches=rest), q, k, v, given)[0], None
-        q, k, v = (_to_bhsd(x, how.layout) for x in (q, k, v))
-        out, lse = module_of(backend).forward(q, k, v, given, how.static)
-        return _to_bhsd(out, how.layout), lse
+    def run(backend: str, part: JaxPart) -> tuple[Array, Array | None]:
+        return BACKENDS[backend].forward(part) if backend in own else (_attend(rest, part)[0], None)
 
-    branches = how.branches if not rest else (*(b for b in how.branches if b.backend in own), rest[-1])
-    return _by_platform(branches, run, q, k, v, given)  # type: ignore[no-any-return]
+    branches = branches if not rest else (*(b for b in branches if b.backend in own), rest[-1])
+    return _by_platform(branches, run, part)  # type: ignore[no-any-return]
 
 
-def _by_platform(branches: tuple[Branch, ...], run: Callable[..., Any], *args: Any) -> Any:
+def _by_platform(branches: Branches, run: Callable[..., Any], *args: Any) -> Any:
     """``run(backend, *args)`` by the backend of the platform that the program is compiled for."""
     *own, last = branches
     if not own and not last.refusal:
@@ -77,7 +68,8 @@ def _by_platform(branches: tuple[Branch, ...], run: Callable[..., Any], *args: A
 
 def _refused(run: Callable[..., Any], branch: Branch, *args: Any) -> Any:
     """Results of the shapes that `run` gives, which cannot be compiled."""
-    zero = _refusal.bind(args[0], text=f"backend={branch.backend!r}", reason=branch.refusal).sum() * 0
+    like = jax.tree.leaves(args)[0]
+    zero = _refusal.bind(like, text=f"backend={branch.backend!r}", reason=branch.refusal).sum() * 0
     return jax.tree.map(lambda x: jnp.broadcast_to(zero.astype(x.dtype), x.shape), jax.eval_shape(run, *args))
 
 
@@ -96,16 +88,15 @@ batching.primitive_batchers[_refusal] = lambda args, dims, **words: (_refusal.bi
 def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
     """`forward` with `backward` as its derivative.
 
-    ``forward(how, q, k, v, given, *rest)`` gives out and lse; `how` is hashable, and the rest has no
-    gradient. The lse may be complex: what a float of it loses, |lse| * 2^-24 of each weight, is then its
-    imaginary part, which only the derivative sees.
-    ``backward(how, want_dbias, dout, dlse, q, k, v, given, out, lse, *rest)`` gives `Gradients`.
+    ``forward(how, part, *rest)`` gives out and lse; `how` is hashable, and the rest has no gradient. The lse
+    may be complex: what a float of it loses is then its imaginary part, which only the derivative sees.
+    ``backward(how, want_dbias, part, out, lse, dout, dlse, *rest)`` gives `Gradients`.
     """
 
     @own_promotion
     def attend_forward(how: Any, *primals: Any) -> tuple[Any, Any]:
         # With symbolic zeros each argument says whether its gradient is wanted: a dense bias's is expensive.
-        wanted = primals[3].bias is not None and primals[3].bias.perturbed
+        wanted = primals[0].bias is not None and primals[0].bias.perturbed
         primals = jax.tree.map(lambda x: x.value, primals, is_leaf=lambda x: hasattr(x, "perturbed"))
         found = zip(forward(how, *primals), SAVE_NAMES, strict=True)
         out, lse = (checkpoint_name(x, name) for x, name in found)
@@ -113,15 +104,11 @@ def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) ->
 
     @own_promotion
     def attend_backward(how: Any, saved: Any, cotangents: Any) -> tuple[Any, ...]:
-        (q, k, v, given, *rest), out, lse, wanted = saved
+        (part, *rest), out, lse, wanted = saved
         dout, dlse = (None if isinstance(x, jax.custom_derivatives.SymbolicZero) else x for x in cotangents)
         dout = jnp.zeros_like(out) if dout is None else dout
-        found = backward(how, wanted.on, dout, dlse, q, k, v, given, out, lse, *rest)
-        dq, dk, dv, dbias, dsinks = found
-        # A dense bias may have q's dtype; its gradient is summed in float32.
-        dbias = None if dbias is None else dbias.astype(given.bias.dtype)
-        dgiven = Operands(None, dbias, dsinks, None, None, None)  # type: ignore[arg-type]
-        return dq, dk, dv, dgiven, *(None for _ in rest)
+        found = backward(how, wanted.on, part, out, lse, dout, dlse, *rest)
+        return part.with_gradients(found), *(None for _ in rest)
 
     @own_promotion
     def primal(how: Any, *primals: Any) -> tuple[Any, Any]:
@@ -142,51 +129,34 @@ class _Flag:
 
 
 @cache
-def _forward(how: How) -> Any:
-    def run(q: Array, k: Array, v: Array, given: Operands) -> tuple[Array, Array]:
-        return _by_platform(how.branches, partial(_forward_of, how), q, k, v, given)  # type: ignore[no-any-return]
+def _forward(branches: Branches) -> Any:
+    def run(part: JaxPart) -> tuple[Array, Array]:
+        return _by_platform(branches, _forward_by, part)  # type: ignore[no-any-return]
 
-    parted = partitioned(run, ("q", "k", "k", "given"), how.static, how.layout)
-    return first_order(how.branches[-1].backend, batched(parted, how.static))
+    return first_order(branches[-1].backend, batched(partitioned(run)))
 
 
 @own_promotion
-def _forward_of(how: How, backend: str, q: Array, k: Array, v: Array, given: Operands) -> tuple[Array, Array]:
-    module = module_of(backend)
-    fine = {"fine": True} if getattr(module, "FINE_LSE", False) else {}
-    if how.layout in getattr(module, "LAYOUTS", ()):
-        return module.forward(q, k, v, given, how.static, layout=how.layout, **fine)  # type: ignore[no-any-return]
-    q, k, v = (_to_bhsd(x, how.layout) for x in (q, k, v))
-    out, lse = module.forward(q, k, v, given, how.static, **fine)
-    # Backends by platform have results of one kind.
-    return _to_bhsd(out, how.layout), lse if fine else lax.complex(lse, jnp.zeros_like(lse))
+def _forward_by(backend: str, part: JaxPart) -> tuple[Array, Array]:
+    return BACKENDS[backend].forward(part, fine=True)  # Branches have results of one kind.
 
 
 @cache
-def _backward(how: How, want_dbias: bool) -> Any:
+def _backward(branches: Branches, want_dbias: bool) -> Any:
+    @own_promotion
+    def run_by(backend: str, *args: Any) -> Any:
+        return BACKENDS[backend].backward(*args, want_dbias)  # type: ignore[call-arg]
+
     def run(*args: Any) -> Any:
-        return _by_platform(how.branches, partial(_backward_of, how, want_dbias), *args)
+        return _by_platform(branches, run_by, *args)
 
-    parted = partitioned(run, ("q", "lse", "q", "k", "k", "given", "q", "lse"), how.static, how.layout)
-    mapped = batched(parted, how.static, sums=True, want_dbias=want_dbias)
-    return first_order(how.branches[-1].backend, mapped)
-
-
-@own_promotion
-def _backward_of(how: How, want_dbias: bool, backend: str, *args: Any) -> Any:
-    module, rest = module_of(backend), (how.static, want_dbias)
-    if not getattr(module, "FINE_LSE", False):
-        args = (*args[:-1], args[-1].real)
-    if how.layout in getattr(module, "LAYOUTS", ()):
-        return module.backward(*args, *rest, layout=how.layout)
-    dout, dlse, q, k, v, given, out, lse = args
-    dout, q, k, v, out = (_to_bhsd(x, how.layout) for x in (dout, q, k, v, out))
-    found = module.backward(dout, dlse, q, k, v, given, out, lse, *rest)
-    return (*(_to_bhsd(x, how.layout) for x in found[:3]), *found[3:])
+    mapped = batched(partitioned(run), sums=True, want_dbias=want_dbias)
+    return first_order(branches[-1].backend, mapped)
 
 
 _attend: Any = differentiable(
-    lambda how, *args: _forward(how)(*args), lambda how, want_dbias, *args: _backward(how, want_dbias)(*args)
+    lambda branches, part: _forward(branches)(part),
+    lambda branches, want_dbias, *args: _backward(branches, want_dbias)(*args),
 )
 
 
@@ -205,36 +175,28 @@ def _refuse_second(backend: str, primals: Any, tangents: Any) -> Any:
     )
 
 
-def _to_bhsd(x: Array, layout: str) -> Array:
-    return x if layout == "bhsd" else x.swapaxes(1, 2)
+def batched(run: Callable[..., Any], *, sums: bool = False, want_dbias: bool = False) -> Any:
+    """`run(part, *rest)` with a batching rule: a mapped axis joins the batch, and one call does all of it.
 
-
-def batched(run: Callable[..., Any], static: Static, *, sums: bool = False, want_dbias: bool = False) -> Any:
-    """`run` with a batching rule: a mapped axis joins the batch, so that one call of a kernel does all of it.
-
-    All arrays but those of one `Operands`, and all results, have the batch as their first axis. With ``sums``
-    the results are also gradients of the sinks, and of the bias where `want_dbias`, that are summed over the
-    batch: mapped calls must not share those.
+    All results, and all arrays but options, have the batch as their first axis. With ``sums`` the results are
+    also gradients of the sinks, and of the bias where `want_dbias`, that are summed over the batch: mapped
+    calls must not share those.
     """
     mapped = jax.custom_batching.custom_vmap(run)
 
     @mapped.def_vmap  # type: ignore[untyped-decorator]
     @own_promotion
-    def rule(size: int, flags: list[Any], *args: Any) -> tuple[Any, Any]:
-        at = next(i for i, x in enumerate(args) if isinstance(x, Operands))
-        given, given_flags = args[at], flags[at]
-        table = static.bias_kind == DISTANCE and given_flags.bias
-        summed = sums and (given.sinks is not None or (want_dbias and given.bias is not None))
+    def rule(size: int, flags: list[Any], part: JaxPart, *rest: Any) -> tuple[Any, Any]:
+        of_part, *of_rest = flags
+        table = part.static.bias_kind == DISTANCE and of_part.bias
+        summed = sums and (part.sinks is not None or (want_dbias and part.bias is not None))
         # Sinks and tables have no batch axis that a mapped one could join.
-        if given_flags.sinks or table or summed:
-            return _in_turn(mapped, flags, args)
-        # The first argument is an array with a batch axis.
-        batch = args[0].shape[1] if flags[0] else args[0].shape[0]
-        folded = [
-            _fold_operands(x, f, size, batch, static) if i == at else _fold(x, f, size, batch)
-            for i, (x, f) in enumerate(zip(args, flags, strict=True))
-        ]
-        out = jax.tree.map(lambda x: x.reshape(batch, size, *x.shape[1:]).swapaxes(0, 1), mapped(*folded))
+        if of_part.sinks or table or summed:
+            return _in_turn(mapped, flags, (part, *rest))
+        batch = part.q.shape[1] if of_part.q else part.q.shape[0]
+        folded = (_fold(x, flag, size, batch) for x, flag in zip(rest, of_rest, strict=True))
+        out = mapped(_fold_part(part, of_part, size, batch), *folded)
+        out = jax.tree.map(lambda x: x.reshape(batch, size, *x.shape[1:]).swapaxes(0, 1), out)
         return out, jax.tree.map(lambda _: True, out)
 
     return mapped
@@ -249,15 +211,19 @@ def _fold(x: Array | None, mapped: bool | None, size: int, batch: int) -> Array 
     return jnp.broadcast_to(x, (batch, size, *x.shape[2:])).reshape(batch * size, *x.shape[2:])
 
 
-def _fold_operands(given: Operands, flags: Any, size: int, batch: int, static: Static) -> Operands:
+#: Arrays that may have one batch row for all.
+_SHARED = ("bounds", "bias", "q_index", "k_index")
+
+
+def _fold_part(part: JaxPart, flags: Any, size: int, batch: int) -> JaxPart:
     folded: dict[str, Any] = {}
-    for name, x in given._asdict().items():
-        mapped = getattr(flags, name)
-        by_head = name == "sinks" or (name == "bias" and static.bias_kind == DISTANCE)
+    for name in ("q", "k", "v", *OPTIONS):
+        x, mapped = getattr(part, name), getattr(flags, name)
+        by_head = name == "sinks" or (name == "bias" and part.static.bias_kind == DISTANCE)
         # What all rows share stays so; seeds are of each row by contract.
-        shared = x is None or by_head or (not mapped and x.shape[0] == 1 and name != "seeds")
+        shared = x is None or by_head or (name in _SHARED and not mapped and x.shape[0] == 1)
         folded[name] = x if shared else _fold(x, mapped, size, batch)
-    return Operands(**folded)
+    return replace(part, **folded)
 
 
 def _in_turn(run: Callable[..., Any], flags: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:

@@ -145,7 +145,7 @@ forward_op.register_autograd(_differentiate, setup_context=_save)
 
 def _static(scale: float, softcap: float, bias_kind: int, dropout_p: float) -> Any:
     programs.jax_of_xla()
-    from attnspan.jax.backends import Static
+    from attnspan.jax.part import Static
 
     return Static(scale=scale, softcap=softcap, bias_kind=bias_kind, dropout_p=dropout_p)
 

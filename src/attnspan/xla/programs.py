@@ -16,7 +16,7 @@ from torch import Tensor
 from attnspan.call.options import DISTANCE
 
 if TYPE_CHECKING:
-    from attnspan.jax.backends import Operands, Static
+    from attnspan.jax.part import JaxPart, Static
 
 __all__ = ["Program", "backward", "call", "forward", "jax_of_xla", "lowering", "shapes", "splitting"]
 
@@ -118,7 +118,7 @@ def forward(static: "Static") -> Program:
     def program(q: Any, k: Any, v: Any, given: Sequence[Any]) -> list[Any]:
         from attnspan.jax.backends import xla
 
-        return list(xla.forward(q, k, v, _operands(given), static))
+        return list(xla.forward(_part(q, k, v, given, static)))
 
     return program
 
@@ -136,7 +136,7 @@ def backward(static: "Static", want_dbias: bool) -> Program:
     ) -> list[Any]:
         from attnspan.jax.backends import xla
 
-        found = xla.backward(dout, dlse, q, k, v, _operands(given), out, lse, static, want_dbias)
+        found = xla.backward(_part(q, k, v, given, static), out, lse, dout, dlse, want_dbias)
         *results, dbias, dsinks = found
         if want_dbias:
             results.append(dbias[None] if static.bias_kind == DISTANCE else dbias)
@@ -145,11 +145,11 @@ def backward(static: "Static", want_dbias: bool) -> Program:
     return program
 
 
-def _operands(given: Sequence[Any]) -> "Operands":
+def _part(q: Any, k: Any, v: Any, given: Sequence[Any], static: "Static") -> "JaxPart":
     from jax.lax import bitcast_convert_type
 
-    from attnspan.jax.backends import Operands
+    from attnspan.jax.part import JaxPart
 
     bounds, bias, sinks, seeds, q_index, k_index = given
     seeds = None if seeds is None else bitcast_convert_type(seeds, "uint32")
-    return Operands(bounds, bias, sinks, seeds, q_index, k_index)
+    return JaxPart(q, k, v, bounds, bias, sinks, seeds, q_index, k_index, static=static)

@@ -8,19 +8,13 @@ import numpy as np
 from jax import Array
 
 from attnspan.call import Problem, dropout
+from attnspan.jax.part import Gradients, JaxPart, Static, result_dtype
 from attnspan.jax.varying import axes_of, spread
 from attnspan.kernels import cpu
-
-from . import Gradients, Operands, Static, result_dtype
-
-#: Takes q, k, v in either order of heads and rows, without a copy.
-LAYOUTS = ("bhsd", "bshd")
 
 # Bits of the attribute `given`, as csrc/xla.cc reads them.
 _BITS = {"bias": 1, "sinks": 2, "seeds": 4, "q_index": 8, "k_index": 16}
 _DLSE, _WANT_DBIAS, _LSE_LOW = 32, 64, 128
-#: Keeps what a float of lse has lost, in its imaginary part (see `attnspan.jax.rules`).
-FINE_LSE = True
 
 #: 0 runs on XLA's threads; else on as many of the process's own, as torch's calls do. There is no difference
 #: that could be measured (docs/performance.md).
@@ -35,63 +29,59 @@ def supports(problem: Problem, static: Static) -> str | None:
     return cpu.supports(problem)
 
 
-def forward(
-    q: Array, k: Array, v: Array, given: Operands, static: Static, layout: str = "bhsd", *, fine: bool = False
-) -> tuple[Array, Array]:
-    """Out in the layout of q, and lse (B, H, Sq), complex if it is to be `fine`."""
-    batch, heads, q_len = q.shape[:3] if layout == "bhsd" else (q.shape[0], q.shape[2], q.shape[1])
-    out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), result_dtype(q, static))
+def forward(part: JaxPart, fine: bool = False) -> tuple[Array, Array]:
+    """Out in the layout of the part, and lse (B, H, Sq), complex if it is to be `fine`."""
+    q = part.q
+    batch, heads, q_len = q.shape[:3] if part.layout == "bhsd" else (q.shape[0], q.shape[2], q.shape[1])
+    out = jax.ShapeDtypeStruct((*q.shape[:3], part.v.shape[3]), result_dtype(q, part.static))
     lse = jax.ShapeDtypeStruct((batch, heads, q_len), np.float32)
-    arrays, bits = _arrays(given)
-    operands = (q, k, v, given.bounds, *arrays)
+    arrays, bits = _options(part)
+    operands = (q, part.k, part.v, part.bounds, *arrays)
     if not fine:
-        return _call("attnspan_forward", (out, lse), operands, static, layout, bits)  # type: ignore[return-value]
-    found = _call("attnspan_forward", (out, lse, lse), operands, static, layout, bits | _LSE_LOW)
+        return _call("attnspan_forward", (out, lse), operands, part, bits)  # type: ignore[return-value]
+    found = _call("attnspan_forward", (out, lse, lse), operands, part, bits | _LSE_LOW)
     return found[0], jax.lax.complex(found[1], found[2])
 
 
-def backward(*call: Any, layout: str = "bhsd") -> Gradients:
-    """Gradients in the layout of q."""
-    dout, dlse, q, k, v, given, out, lse, static, want_dbias = call
-    arrays, bits = _arrays(given)
-    results = [jax.ShapeDtypeStruct(x.shape, result_dtype(x, static)) for x in (q, k, v)]
-    if want_dbias and given.bias is not None:
+def backward(
+    part: JaxPart, out: Array, lse: Array, dout: Array, dlse: Array | None, want_dbias: bool
+) -> Gradients:
+    """Gradients in the layout of the part."""
+    arrays, bits = _options(part)
+    inputs = part.q, part.k, part.v
+    results = [jax.ShapeDtypeStruct(x.shape, result_dtype(x, part.static)) for x in inputs]
+    if want_dbias and part.bias is not None:
         bits |= _WANT_DBIAS
-        results.append(jax.ShapeDtypeStruct(given.bias.shape, np.float32))
-    if given.sinks is not None:
-        results.append(jax.ShapeDtypeStruct(given.sinks.shape, np.float32))
+        results.append(jax.ShapeDtypeStruct(part.bias.shape, np.float32))
+    if part.sinks is not None:
+        results.append(jax.ShapeDtypeStruct(part.sinks.shape, np.float32))
     if dlse is not None:
         bits |= _DLSE
         arrays = (*arrays, dlse)
     if jnp.iscomplexobj(lse):
         bits |= _LSE_LOW
         arrays, lse = (*arrays, lse.imag), lse.real
-    operands = (dout, q, k, v, out, lse, given.bounds, *arrays)
-    found = list(_call("attnspan_backward", tuple(results), operands, static, layout, bits))
-    dsinks = found.pop() if given.sinks is not None else None
+    operands = (dout, *inputs, out, lse, part.bounds, *arrays)
+    found = list(_call("attnspan_backward", tuple(results), operands, part, bits))
+    dsinks = found.pop() if part.sinks is not None else None
     dbias = found.pop() if bits & _WANT_DBIAS else None
     dq, dk, dv = found
     return dq, dk, dv, dbias, dsinks
 
 
-def _arrays(given: Operands) -> tuple[tuple[Array, ...], int]:
-    """The arrays that are there, in the order of their bits."""
-    there = {name: getattr(given, name) for name in _BITS if getattr(given, name) is not None}
+def _options(part: JaxPart) -> tuple[tuple[Array, ...], int]:
+    """The arrays of options that are there, in the order of their bits."""
+    there = {name: getattr(part, name) for name in _BITS if getattr(part, name) is not None}
     return tuple(there.values()), sum(_BITS[name] for name in there)
 
 
 def _call(
-    target: str,
-    results: tuple[Any, ...],
-    operands: tuple[Array, ...],
-    static: Static,
-    layout: str,
-    given: int,
+    target: str, results: tuple[Any, ...], operands: tuple[Array, ...], part: JaxPart, given: int
 ) -> tuple[Array, ...]:
     register()
     if 0 in operands[0].shape:  # No query, so nothing has a value or a gradient.
         return tuple(jnp.zeros(x.shape, x.dtype) for x in results)
-    axes = axes_of(*operands)
+    axes, static = axes_of(*operands), part.static
     call = jax.ffi.ffi_call(target, results)
     found: tuple[Array, ...] = call(  # type: ignore[assignment]
         *spread(operands, axes),
@@ -100,7 +90,7 @@ def _call(
         bias_kind=np.int64(static.bias_kind),
         dropout_threshold=np.int64(dropout.threshold(static.dropout_p) if static.dropout_p else 0),
         given=np.int64(given),
-        bshd=np.int64(layout == "bshd"),
+        bshd=np.int64(part.layout == "bshd"),
         own_threads=np.int64(OWN_THREADS),
     )
     varying: tuple[Array, ...] = spread(tuple(found), axes)

@@ -11,14 +11,9 @@ from typing import Any
 import jax
 
 from attnspan.call import Problem
+from attnspan.jax.part import JaxPart, Static
 
-from . import Operands, Static, symbols
-
-#: JAX differentiates `forward` itself; there is no `backward` here.
-OWN_DERIVATIVE = True
-
-#: It has kernels for the masks that words say.
-READS_MASK = True
+from . import symbols
 
 MAX_HEAD_DIM = 128
 _WIDE_HEAD_DIM = 256  # from Hopper on
@@ -82,17 +77,16 @@ def window_of(static: Static) -> tuple[bool, int | None] | None:
     return (True, left) if right == 0 else None
 
 
-def forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, given: Operands, static: Static
-) -> tuple[jax.Array, None]:
+def forward(part: JaxPart) -> tuple[jax.Array, None]:
     """Out, differentiably by JAX, of a call that `supports` takes; no lse. The mask is that of ``static``."""
-    mask = window_of(static)
-    assert mask is not None, static.mask
-    assert all(x is None for x in (given.bias, given.sinks, given.seeds)), "options that would be ignored"
+    mask = window_of(part.static)
+    assert mask is not None, part.static.mask
+    assert all(x is None for x in (part.bias, part.sinks, part.seeds)), "options that would be ignored"
     causal, left = mask
-    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    part = part.in_layout("bshd")
     given_mask: Any = {"is_causal": causal, "local_window_size": None if left is None else (left, 0)}
-    out = jax.nn.dot_product_attention(q, k, v, scale=static.scale, implementation="cudnn", **given_mask)
+    given_mask |= {"scale": part.static.scale, "implementation": "cudnn"}
+    out = jax.nn.dot_product_attention(part.q, part.k, part.v, **given_mask)
     return out.swapaxes(1, 2), None
 
 

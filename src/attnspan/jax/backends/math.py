@@ -17,13 +17,10 @@ from attnspan.call.biases import HIDES
 from attnspan.call.dropout import scale_of_kept
 from attnspan.call.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
 from attnspan.jax.dropout import kept
+from attnspan.jax.part import JaxPart, Static, result_dtype
 
-from . import Operands, Static, result_dtype
 from .products import pair_product, row_product
 from .tiles import by_distance, capped, illegal_rows, positions_of
-
-#: JAX differentiates `forward` itself: there is no `backward` here.
-OWN_DERIVATIVE = True
 
 
 def supports(problem: Problem, static: Static) -> str | None:
@@ -32,30 +29,30 @@ def supports(problem: Problem, static: Static) -> str | None:
     return None
 
 
-def forward(q: Array, k: Array, v: Array, given: Operands, static: Static) -> tuple[Array, Array]:
+def forward(part: JaxPart) -> tuple[Array, Array]:
     """See `attnspan.jax.backends`; differentiable to any order and in both modes, bias and sinks too."""
+    q, k, v, static = part.q, part.k, part.v, part.static
     batch, q_heads, q_len, _ = q.shape
     wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     fold = _Fold(q_heads, k.shape[1], q_len)
-    visible_bhms = fold(_visible(given.bounds, k.shape[2]))
+    visible_bhms = fold(_visible(part.bounds, k.shape[2]))
     scores_bhms = pair_product(fold(q.astype(wide) * static.scale), k.astype(wide), visible_bhms)
     scores_bhms, _ = capped(scores_bhms, static.softcap)
     base_bhm1: Any = 0
     if static.bias_kind and k.shape[2]:
-        bias_bhms, base_bhm1, visible_bhms = _bias(given, static, fold, visible_bhms, wide)
+        bias_bhms, base_bhm1, visible_bhms = _bias(part, fold, visible_bhms, wide)
         scores_bhms = scores_bhms + bias_bhms
     sink_bhm1 = None
-    if given.sinks is not None:
-        sink_bhm1 = fold(given.sinks.astype(wide)[None, :, None, None]) - base_bhm1
+    if part.sinks is not None:
+        sink_bhm1 = fold(part.sinks.astype(wide)[None, :, None, None]) - base_bhm1
     weights_bhms, lse_bhm1 = _softmax(jnp.where(visible_bhms, scores_bhms, -jnp.inf), visible_bhms, sink_bhm1)
     if static.dropout_p:
-        assert given.seeds is not None, "dropout needs seeds"
-        positions = positions_of(given, q_len, k.shape[2])
-        keep_bhms = fold(kept(static.dropout_p, given.seeds, *positions))
+        assert part.seeds is not None, "dropout needs seeds"
+        keep_bhms = fold(kept(static.dropout_p, part.seeds, *positions_of(part)))
         weights_bhms = jnp.where(keep_bhms, weights_bhms * scale_of_kept(static.dropout_p), 0)
     out_bhme = row_product(weights_bhms, v.astype(wide), visible_bhms)
     out = out_bhme.reshape(batch, q_heads, q_len, v.shape[3]).astype(result_dtype(q, static))
-    illegal = illegal_rows(given.bounds, k.shape[2])
+    illegal = illegal_rows(part.bounds, k.shape[2])
     lse = jnp.where(illegal, jnp.nan, (lse_bhm1 + base_bhm1).reshape(batch, q_heads, q_len))
     return jnp.where(illegal[..., None], jnp.nan, out), lse
 
@@ -96,15 +93,13 @@ def _visible(bounds: Array, k_len: int) -> Array:
     return ((lo <= keys) & (keys < hi)).any(-2)
 
 
-def _bias(
-    given: Operands, static: Static, fold: _Fold, visible: Array, wide: Any
-) -> tuple[Array, Array, Array]:
+def _bias(part: JaxPart, fold: _Fold, visible: Array, wide: Any) -> tuple[Array, Array, Array]:
     """The bias of the scores, (B|1, Hkv, m, Sk), less each row's largest one; that one; and what is visible.
 
     A sum of a score and a large bias would lose the score. What all biases of a row share changes nothing but
     the lse.
     """
-    kind, bias, k_len = static.bias_kind, given.bias, visible.shape[3]
+    kind, bias = part.static.bias_kind, part.bias
     assert bias is not None, "a kind of bias needs its parameter"
 
     def largest(x: Array) -> Array:
@@ -115,7 +110,7 @@ def _bias(
         bias_bhms = fold(bias.astype(wide))
         visible = visible & ~(bias_bhms < HIDES)
         return bias_bhms - largest(bias_bhms), largest(bias_bhms), visible
-    queries, keys = positions_of(given, fold.rows, k_len)
+    queries, keys = positions_of(part)
     if kind == DISTANCE:
         bias_bhms = fold(by_distance(bias, queries, keys).astype(wide))
         return bias_bhms - largest(bias_bhms), largest(bias_bhms), visible

@@ -13,8 +13,7 @@ from jax import lax
 
 from attnspan.call.dropout import scale_of_kept
 from attnspan.jax.dropout import row_words
-
-from . import Operands, Static
+from attnspan.jax.part import JaxPart, Static
 
 #: Kernels for devices compute powers of two: their scores and lse are in units of log2.
 LOG2E, LN2 = math.log2(math.e), math.log(2)
@@ -113,9 +112,9 @@ def sinks_gradient(sinks: Any, lse: Any, common: Any) -> Any:
     return jnp.where(weight == 0, 0, weight * common).sum((0, 2))
 
 
-def positions_of(given: Operands, q_len: int, k_len: int) -> tuple[jax.Array, jax.Array]:
-    """Global indices of queries (B|1, Sq) and keys (B|1, Sk), int32."""
-    queries, keys = given.q_index, given.k_index
+def positions_of(part: JaxPart) -> tuple[jax.Array, jax.Array]:
+    """Global indices of queries (B|1, Sq) and keys (B|1, Sk), int32, of a part in the layout "bhsd"."""
+    queries, keys, q_len, k_len = part.q_index, part.k_index, part.q.shape[2], part.k.shape[2]
     if queries is None:
         queries = jnp.arange(k_len - q_len, k_len, dtype=jnp.int32)[None]
     return queries, jnp.arange(k_len, dtype=jnp.int32)[None] if keys is None else keys
@@ -130,11 +129,11 @@ def by_distance(table: Any, queries: Any, keys: Any) -> jax.Array:
     return table.reshape(-1)[at]  # type: ignore[no-any-return]
 
 
-def words_of_rows(given: Operands, q_len: int, k_len: int) -> tuple[jax.Array, jax.Array]:
+def words_of_rows(part: JaxPart) -> tuple[jax.Array, jax.Array]:
     """The two words of each query row that dropout hashes with its keys, uint32 (B, Hq, Sq)."""
-    assert given.seeds is not None, "dropout needs seeds"
-    rows = positions_of(given, q_len, k_len)[0]
-    return row_words(given.seeds[..., :1], given.seeds[..., 1:], rows[:, None, :])
+    assert part.seeds is not None, "dropout needs seeds"
+    rows = positions_of(part)[0]
+    return row_words(part.seeds[..., :1], part.seeds[..., 1:], rows[:, None, :])
 
 
 def illegal_rows(bounds: jax.Array, k_len: int) -> jax.Array:

@@ -18,9 +18,9 @@ from attnspan.call import Problem
 from attnspan.call.biases import HIDES
 from attnspan.call.dropout import scale_of_kept
 from attnspan.call.options import DENSE
+from attnspan.jax.part import Gradients, JaxPart, Static, result_dtype
 from attnspan.jax.varying import axes_of, spread
 
-from . import Gradients, Operands, Static, result_dtype
 from .tiles import capped, common_of, gradients_of_scores, illegal_rows, sinks_gradient
 from .xla_bias import Bias, bias_of
 from .xla_tiles import (
@@ -50,28 +50,23 @@ def supports(problem: Problem, static: Static) -> str | None:
     return None if problem.dtype in _DTYPES else f"it computes in {', '.join(_DTYPES)}, not {problem.dtype}"
 
 
-#: Keeps what a float of lse has lost, in its imaginary part (see `attnspan.jax.rules`).
-FINE_LSE = True
-
-
-def forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, given: Operands, static: Static, *, fine: bool = False
-) -> tuple[jax.Array, jax.Array]:
+def forward(part: JaxPart, fine: bool = False) -> tuple[jax.Array, jax.Array]:
     """See `attnspan.jax.backends`."""
+    q, k, v, static = part.q, part.k, part.v, part.static
     batch, q_heads, q_len, _ = q.shape
     wide = _wide(q)
     out = jnp.zeros((batch, q_heads, q_len, v.shape[3]), result_dtype(q, static))
     lse = jnp.full(out.shape[:3], -jnp.inf, wide)
-    if given.sinks is not None:
-        lse = jnp.broadcast_to(given.sinks.astype(wide)[:, None], lse.shape)
+    if part.sinks is not None:
+        lse = jnp.broadcast_to(part.sinks.astype(wide)[:, None], lse.shape)
     if fine:
         lse = lax.complex(lse, jnp.zeros_like(lse))
     if lse.size and k.shape[2]:
-        loops = _Loops(q, k, v, given, static)
+        loops = _Loops(part)
         body = loops.forward_rows
         start = (grouped(out, loops.sizes), grouped(lse, loops.sizes))
         out, lse = map(ungrouped, loops.run(loops.sizes.q_blocks, body, start))
-    illegal = illegal_rows(given.bounds, k.shape[2])
+    illegal = illegal_rows(part.bounds, k.shape[2])
     return jnp.where(illegal[..., None], jnp.nan, out), jnp.where(illegal, jnp.nan, lse)
 
 
@@ -83,19 +78,26 @@ def _fine(a: jax.Array, b: jax.Array) -> jax.Array:
     return lax.complex(total, jnp.where(jnp.isfinite(total), lost, 0))
 
 
-def backward(*call: Any) -> Gradients:
+def backward(
+    part: JaxPart,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+    want_dbias: bool,
+) -> Gradients:
     """See `attnspan.jax.backends`."""
-    dout, dlse, q, k, v, given, out, lse, static, want_dbias = call
+    q, k, v, static = part.q, part.k, part.v, part.static
     wide = _wide(q)
-    alive = (given.bounds[..., 0] < given.bounds[..., 1]).any(-1)
+    alive = (part.bounds[..., 0] < part.bounds[..., 1]).any(-1)
     common = common_of(dout, out, dlse, alive, wide)
-    dsinks = sinks_gradient(given.sinks, lse.real, common)
+    dsinks = sinks_gradient(part.sinks, lse.real, common)
     want_dbias = want_dbias and static.bias_kind != 0
     if not (lse.size and k.shape[2]):
-        dbias = jnp.zeros(given.bias.shape, wide) if want_dbias and given.bias is not None else None
+        dbias = jnp.zeros(part.bias.shape, wide) if want_dbias and part.bias is not None else None
         dq, dk, dv = (jnp.zeros(x.shape, result_dtype(x, static)) for x in (q, k, v))
         return dq, dk, dv, dbias, dsinks
-    loops = _Loops(q, k, v, given, static)
+    loops = _Loops(part)
     rest = tuple(grouped(x, loops.sizes) for x in (dout, lse, common))
     dbias = loops.bias.zeros() if want_dbias and loops.bias is not None else None
     turned = (jnp.zeros(loops.k_t.shape, wide), jnp.zeros(loops.v_t.shape, wide))
@@ -133,17 +135,18 @@ class _QueryInputs(NamedTuple):
 class _Loops:
     """The bodies of both loops over blocks of queries, and of those over blocks of keys within."""
 
-    def __init__(self, q: jax.Array, k: jax.Array, v: jax.Array, given: Operands, static: Static) -> None:
+    def __init__(self, part: JaxPart) -> None:
+        q, k, v, static = part.q, part.k, part.v, part.static
         self.sizes: Tiling = sizes_of(q, k)
         self.q, self.k, self.v = grouped(q, self.sizes), k, v
         # Turned once and for all: turning blocks, or worse tiles, in the loops costs as much as a product.
         self.k_t, self.v_t = k.swapaxes(2, 3), v.swapaxes(2, 3)
-        self.given, self.static = given, static
-        self.axes = axes_of(q, k, v, given)
+        self.part, self.static = part, static
+        self.axes = axes_of(part)
         self.wide = _wide(q)
         # Weights and their gradients fit bfloat16's range, but not float16's.
         self.narrow = q.dtype if q.dtype == jnp.bfloat16 else self.wide
-        self.bias: Bias | None = bias_of(given, static, self.sizes, self.wide)
+        self.bias: Bias | None = bias_of(part, self.sizes, self.wide)
 
     def run(self, blocks: Any, body: Any, start: Any) -> Any:
         """A loop over blocks; all that it carries varies, inside `shard_map`, as the arguments do."""
@@ -151,8 +154,8 @@ class _Loops:
 
     def rows(self, i: jax.Array) -> QueryBlock:
         """The i-th block of queries."""
-        rows = rows_of(i, self.given, self.static, self.sizes)
-        return rows if self.bias is None else self.bias.placed(rows, self.given)
+        rows = rows_of(i, self.part, self.sizes)
+        return rows if self.bias is None else self.bias.placed(rows, self.part)
 
     def product(self, subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
         """A product of two tiles, summed in float32 or wider."""
@@ -200,9 +203,9 @@ class _Loops:
     def no_keys(self, rows: QueryBlock, q: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The maximum and the sum of a block's rows before the first key: those of the sink."""
         top, total = jnp.full((*q.shape[:4], 1), -jnp.inf, self.wide), jnp.zeros((*q.shape[:4], 1), self.wide)
-        if self.given.sinks is None:
+        if self.part.sinks is None:
             return top, total
-        sinks = self.given.sinks.astype(self.wide).reshape(1, *q.shape[1:3], 1, 1)
+        sinks = self.part.sinks.astype(self.wide).reshape(1, *q.shape[1:3], 1, 1)
         sinks = sinks if rows.base is None else sinks - rows.base
         return jnp.broadcast_to(sinks, top.shape), jnp.where(sinks == -jnp.inf, total, 1)
 
@@ -220,7 +223,7 @@ class _Loops:
     def forward_tile(self, t: jax.Array, state: Any, rows: QueryBlock, q: jax.Array) -> Any:
         """One step of the online softmax; `top` is subtracted from all scores so far."""
         *state, sums = state
-        keys = keys_of(t, rows, self.given, self.sizes)
+        keys = keys_of(t, rows, self.part, self.sizes)
         (new_top, total), weights, fade = self.sums_of_tile(state, rows, keys, q)
         if self.static.dropout_p:
             weights = jnp.where(kept_of(rows, keys, self.static), weights, 0)
@@ -255,7 +258,7 @@ class _Loops:
         large = large & rows.alive & jnp.isfinite(lse)
 
         def tile(t: jax.Array, state: Any) -> Any:
-            keys = keys_of(t, rows, self.given, self.sizes)
+            keys = keys_of(t, rows, self.part, self.sizes)
             return self.sums_of_tile(state, rows, keys, q)[0]
 
         top, total = self.run(jnp.where(large.any(), rows.blocks, 0), tile, self.no_keys(rows, q))
@@ -265,7 +268,7 @@ class _Loops:
         """Add what one tile contributes."""
         dq, dk_t, dv_t, dbias = state
         rows = given.rows
-        keys = keys_of(t, rows, self.given, self.sizes)
+        keys = keys_of(t, rows, self.part, self.sizes)
         x, visible, slope = self.scores(given.q, rows, keys)
         weights = jnp.exp(x - given.top) * given.factor
         dweights = self.product("bhgme,bhen->bhgmn", given.dout, self.block(self.v_t, keys, 3))

@@ -1,6 +1,6 @@
 """Biases of the blockwise backend, tile by tile, and their gradients.
 
-A `Bias` has `placed(rows, given)`, the rows with the base that is subtracted from their biases;
+A `Bias` has `placed(rows, part)`, the rows with the base that is subtracted from their biases;
 `tile(rows, keys)`, what is added to the scores (B|1, Hkv|1, G|1, m, n); `zeros()`, an empty gradient, to
 which `add(gradient, rows, keys, dx)` adds a tile; and `finish(gradient)`, in the shape of the parameter.
 """
@@ -15,24 +15,25 @@ import numpy as np
 from jax import lax
 
 from attnspan.call.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
+from attnspan.jax.part import JaxPart
 
-from . import Operands, Static
 from .tiles import by_distance
 from .xla_tiles import KeyBlock, QueryBlock, Tiling, add_block, grouped, take, ungrouped
 
 
-def bias_of(given: Operands, static: Static, sizes: Tiling, wide: Any) -> Bias | None:
+def bias_of(part: JaxPart, sizes: Tiling, wide: Any) -> Bias | None:
     """The bias of a call, computed in `wide`."""
-    if static.bias_kind == 0:
+    kind = part.static.bias_kind
+    if kind == 0:
         return None
-    assert given.bias is not None, "a kind of bias needs its parameter"
-    if static.bias_kind == DENSE:
-        return _Dense(given.bias, sizes, wide)
-    if static.bias_kind == DISTANCE:
-        placed = given.q_index is not None or given.k_index is not None
-        return _Table(given.bias, sizes, wide) if placed else _Diagonals(given.bias, sizes, wide)
-    assert static.bias_kind in (ALIBI, SIGNED_ALIBI), static.bias_kind
-    return _Slopes(given.bias, sizes, wide, signed=static.bias_kind == SIGNED_ALIBI)
+    assert part.bias is not None, "a kind of bias needs its parameter"
+    if kind == DENSE:
+        return _Dense(part.bias, sizes, wide)
+    if kind == DISTANCE:
+        placed = part.q_index is not None or part.k_index is not None
+        return _Table(part.bias, sizes, wide) if placed else _Diagonals(part.bias, sizes, wide)
+    assert kind in (ALIBI, SIGNED_ALIBI), kind
+    return _Slopes(part.bias, sizes, wide, signed=kind == SIGNED_ALIBI)
 
 
 def _distance(rows: QueryBlock, keys: KeyBlock) -> jax.Array:
@@ -66,8 +67,8 @@ def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 class _Plain:
     """Biases that are added as they are."""
 
-    def placed(self, rows: QueryBlock, given: Operands) -> QueryBlock:
-        del given
+    def placed(self, rows: QueryBlock, part: JaxPart) -> QueryBlock:
+        del part
         return rows
 
 
@@ -86,16 +87,16 @@ class _Slopes:
         distance = _distance(rows, keys)[:, None, None]
         return distance if self.signed else -jnp.abs(distance)
 
-    def placed(self, rows: QueryBlock, given: Operands) -> QueryBlock:
+    def placed(self, rows: QueryBlock, part: JaxPart) -> QueryBlock:
         """`rows` with the largest bias of each as its base, where all of its keys are far away.
 
         Of keys that do not ascend the base may be another one, which is as right and less precise.
         """
         lo, hi = rows.lo, rows.hi
         queries = rows.indices[:, None, None, :, None]
-        place = _places(rows.indices, given.k_index)[:, None, None, :, None]
+        place = _places(rows.indices, part.k_index)[:, None, None, :, None]
         ends = [lo, hi - 1, jnp.clip(place - 1, lo, hi - 1), jnp.clip(place, lo, hi - 1)]
-        near = jnp.concatenate([_index_at(at, given.k_index) - queries for at in ends], -1)
+        near = jnp.concatenate([_index_at(at, part.k_index) - queries for at in ends], -1)
         near = near if self.signed else -jnp.abs(near)
         seen = jnp.concatenate([lo < hi] * 4, -1)
         up = jnp.where(seen, jnp.where(self.slopes < 0, -near, near), np.iinfo(np.int32).min)

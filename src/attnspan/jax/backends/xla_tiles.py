@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 
 from attnspan.jax.dropout import keeps, row_words
+from attnspan.jax.part import JaxPart, Static
 
-from . import Operands, Static
 from .tiles import InBlocks
 
 #: Queries and keys of a tile where there is room: larger ones cost as much processor time per visible pair or
@@ -120,25 +120,25 @@ def count_from(start: Any, size: int) -> jax.Array:
     return lax.broadcasted_iota(jnp.int32, (1, size), 1) + start  # type: ignore[no-any-return]
 
 
-def rows_of(i: jax.Array, given: Operands, static: Static, sizes: Tiling) -> QueryBlock:
+def rows_of(i: jax.Array, part: JaxPart, sizes: Tiling) -> QueryBlock:
     """The i-th block of queries."""
     begin = i * np.int32(sizes.block_q)
     start = jnp.minimum(begin, np.int32(sizes.q_len - sizes.block_q))
-    bounds = lax.dynamic_slice_in_dim(grouped(given.bounds, sizes), start, sizes.block_q, 3)
+    bounds = lax.dynamic_slice_in_dim(grouped(part.bounds, sizes), start, sizes.block_q, 3)
     own = None
     if sizes.q_len % sizes.block_q:
         own = count_from(start, sizes.block_q)[0] >= begin
         bounds = jnp.where(own[:, None, None], bounds, 0)
     bounds = jnp.clip(bounds, 0, sizes.k_len)
     lo, hi = bounds[..., 0], bounds[..., 1]
-    if given.q_index is None:
+    if part.q_index is None:
         index = count_from(start + np.int32(sizes.k_len - sizes.q_len), sizes.block_q)
     else:
-        index = lax.dynamic_slice_in_dim(given.q_index, start, sizes.block_q, 1)
+        index = lax.dynamic_slice_in_dim(part.q_index, start, sizes.block_q, 1)
     words = None
-    if static.dropout_p:
-        assert given.seeds is not None, "dropout has seeds"
-        seeds = grouped(given.seeds, sizes)[:, :, :, None]
+    if part.static.dropout_p:
+        assert part.seeds is not None, "dropout has seeds"
+        seeds = grouped(part.seeds, sizes)[:, :, :, None]
         words = row_words(seeds[..., :1], seeds[..., 1:], index[:, None, None, :, None])
     return QueryBlock(start, own, lo, hi, index, words, *_touched(lo, hi, sizes))
 
@@ -152,7 +152,7 @@ def _touched(lo: jax.Array, hi: jax.Array, sizes: Tiling) -> tuple[jax.Array, ja
     return order, touched.sum(dtype=jnp.int32)
 
 
-def keys_of(t: jax.Array, rows: QueryBlock, given: Operands, sizes: Tiling) -> KeyBlock:
+def keys_of(t: jax.Array, rows: QueryBlock, part: JaxPart, sizes: Tiling) -> KeyBlock:
     """The t-th of the blocks of keys that a block of queries touches."""
     begin = lax.dynamic_index_in_dim(rows.order, t, keepdims=False) * np.int32(sizes.block_k)
     start = jnp.minimum(begin, np.int32(sizes.k_len - sizes.block_k))
@@ -161,9 +161,9 @@ def keys_of(t: jax.Array, rows: QueryBlock, given: Operands, sizes: Tiling) -> K
     visible = ((lo <= place) & (place < hi)).any(-2)
     if sizes.k_len % sizes.block_k:  # The last block starts early; its first keys belong to the one before.
         visible = visible & (place >= begin)
-    if given.k_index is None:
+    if part.k_index is None:
         return KeyBlock(start, place[None], visible)
-    return KeyBlock(start, lax.dynamic_slice_in_dim(given.k_index, start, sizes.block_k, 1), visible)
+    return KeyBlock(start, lax.dynamic_slice_in_dim(part.k_index, start, sizes.block_k, 1), visible)
 
 
 def kept_of(rows: QueryBlock, keys: KeyBlock, static: Static) -> jax.Array:

@@ -19,8 +19,9 @@ from jax import numpy as jnp
 from attnspan.call import Call, Problem
 from attnspan.call.options import DISTANCE, Given
 from attnspan.errors import ShapeError, expect
-from attnspan.jax.backends import Operands, choose_backend, static_for, words_of
-from attnspan.jax.front import JaxFront, operands_of, static_of
+from attnspan.jax.backends import choose_backend, static_for
+from attnspan.jax.front import JaxFront
+from attnspan.jax.part import OPTIONS, JaxPart, part_of, static_of, words_of
 from attnspan.jax.rules import differentiable, first_order
 from attnspan.masks import Prepared
 
@@ -100,8 +101,7 @@ def attention(
     claimed = None if route is None else options.pop("q_index", None)
     given = Given(**options)
     call = Call.of(front, q, k, v, given, mask=sharded.mask, scale=scale, layout=layout)
-    q, k, v = front.inputs
-    split_kv = k.shape[1] % axes.size("heads") == 0
+    split_kv = call.k.shape[1] % axes.size("heads") == 0
     words = None
     if route is None:
         indexed = given.q_index is not None or given.k_index is not None
@@ -109,12 +109,12 @@ def attention(
     # Parts of sums over devices are not rounded before they are added.
     static = static_of(call, words, wide=route is not None or not split_kv)
     chosen = choose_backend(_local(axes, call.problem, route), static, backend)
-    static = static_for(chosen, static)
-    work = Work(axes, chosen, static, call.problem.group_size, split_kv, sharded.piece)
-    arrays: Any = (q, k, v, operands_of(call), route)
+    part = part_of(call, front.inputs, static_for([chosen], static), "bhsd")
+    work = Work(axes, chosen, call.problem.group_size, split_kv, sharded.piece)
+    arrays: Any = (part, route)
     if axes.explicit:  # Arrays get the shardings of the types that are asked for: what is whole is cut.
-        q_spec, kv_spec, _, *rest = _specs(work, *arrays[3:])
-        arrays = jax.tree.map(axes.put, arrays, (q_spec, kv_spec, kv_spec, *rest))
+        _, *specs = _specs(work, *arrays)
+        arrays = jax.tree.map(axes.put, arrays, tuple(specs))
     found = _attend(work, *arrays)
     out, lse = found if claimed is None else _marked(found, claimed, route)
     if layout == "thd":
@@ -151,44 +151,44 @@ def _local(axes: Axes, whole: Problem, route: Route | None = None) -> Problem:
 # Eager calls then find the compiled program.
 @partial(jax.jit, static_argnums=0)
 def _attend(work: Work, *args: Any) -> tuple[Array, Array]:
-    """out and lse of q, k, v, the other operands, and the route, if there is one."""
+    """out and lse of a part, and the route, if there is one."""
     # A backend that JAX can differentiate has all derivatives, and so have collectives.
-    found: tuple[Array, Array] = (_run if work.has_derivative else _run_once)(work, *args)
+    found: tuple[Array, Array] = (_run if work.runs.own_derivative else _run_once)(work, *args)
     return found
 
 
-def _specs(work: Work, given: Operands, route: Route | None) -> tuple[Any, ...]:
-    """Partition specs of q, k, v, lse and all that goes with them: as those are split, by construction."""
+def _specs(work: Work, part: JaxPart, route: Route | None) -> tuple[Any, ...]:
+    """Partition specs of lse, of a part and of all that goes with it: split as q is, by construction."""
     axes = work.axes
+    rows = axes.spec("batch", "heads", "sequence")
+    keys = axes.spec("batch", "heads" if work.split_kv else None, "sequence")
     dims: Any = {"sinks": ("heads",), "q_index": ("batch",), "k_index": ("batch",)}
-    if work.static.bias_kind == DISTANCE:
+    if part.static.bias_kind == DISTANCE:
         dims["bias"] = ("heads",)
 
     def split(name: str, x: Any) -> Any:
         return None if x is None else axes.spec_of(x.shape, *dims.get(name, ("batch", "heads")))
 
-    return (
-        axes.spec("batch", "heads", "sequence"),
-        axes.spec("batch", "heads" if work.split_kv else None, "sequence"),
-        axes.spec("batch", "heads", "sequence"),
-        Operands(*map(split, given._fields, given)),
-        None if route is None else route.specs(axes),
-    )
+    specs: Any = {name: split(name, getattr(part, name)) for name in OPTIONS}
+    specs |= {"q": rows, "k": keys, "v": keys}
+    of_part = replace(part, **specs)
+    return rows, of_part, None if route is None else route.specs(axes)
 
 
 def _run(work: Work, *args: Any) -> Any:
-    q, kv, lse, *rest = _specs(work, *args[3:])
-    return work.axes.on_each(partial(forward, work), (q, kv, kv, *rest), (q, lse))(*args)
+    rows, *specs = _specs(work, *args)
+    return work.axes.on_each(partial(forward, work), tuple(specs), (rows, rows))(*args)
 
 
 def _differentiate(work: Work, want_dbias: bool, *args: Any) -> Any:
-    dlse, axes = args[1], work.axes
-    q, kv, lse, given, route = _specs(work, args[5], args[8])
+    part, _, _, _, dlse, route = args
+    axes = work.axes
+    rows, specs, of_route = _specs(work, part, route)
     # Over the axes that split a bias no further, each device finds a part of its gradient.
-    split = jax.tree.leaves(tuple(given.bias or ()))
+    split = jax.tree.leaves(tuple(specs.bias or ()))
     over = tuple(name for name in (*axes.sequence, *axes.batch, *axes.heads) if name not in split)
-    in_specs = q, None if dlse is None else lse, q, kv, kv, given, q, lse, route
-    out_specs = q, kv, kv, given.bias if want_dbias else None, given.sinks
+    in_specs = specs, rows, rows, rows, None if dlse is None else rows, of_route
+    out_specs = specs.q, specs.k, specs.v, specs.bias if want_dbias else None, specs.sinks
     run = axes.on_each(partial(backward, work, want_dbias, over), in_specs, out_specs)
     return first_order(work.backend, run)(*args)
 

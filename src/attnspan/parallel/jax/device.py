@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,8 @@ import jax
 from jax import Array, lax
 from jax import numpy as jnp
 
-from attnspan.jax.backends import Operands, Static, module_of
+from attnspan.jax.backends import BACKENDS, Backend
+from attnspan.jax.part import Gradients, JaxPart
 from attnspan.jax.rules import batched, first_order
 
 from .axes import Axes
@@ -33,7 +34,6 @@ class Work:
     Attributes:
         axes: Who holds what.
         backend: Name of the backend that attends.
-        static: What it is told.
         groups: Query heads of one key head.
         split_kv: Key heads are split as the query heads are; else each device holds all of them.
         piece: Most rows between two parts of the sequence.
@@ -41,84 +41,81 @@ class Work:
 
     axes: Axes
     backend: str
-    static: Static
     groups: int
     split_kv: bool
     piece: int
 
     @property
-    def has_derivative(self) -> bool:
-        """Whether JAX differentiates the backend itself."""
-        return bool(getattr(module_of(self.backend), "OWN_DERIVATIVE", False))
+    def runs(self) -> Backend:
+        return BACKENDS[self.backend]
 
 
-def forward(
-    work: Work, q: Array, k: Array, v: Array, given: Operands, route: Route | None
-) -> tuple[Array, Array]:
+def forward(work: Work, part: JaxPart, route: Route | None) -> tuple[Array, Array]:
     """Attend: out (B, H, N, Dv) in q's dtype, lse (B, H, N)."""
-    k, v = (_take_heads(work, x, q.shape[1]) for x in (k, v))
+    part = _with_heads(work, part)
     if route is not None:
         route = route.own()
         if route.exchange is None:
-            return _forward_ring(work, q, k, v, given, route)
-        given = _at_stage(work, given, route, 0, route.exchange.keys)
-        k, v = fetch(k, v, route.exchange, work.piece, work.axes.sequence)
-    out, lse = _attended(work, q, k, v, given)
-    return out.astype(q.dtype), lse
+            return _forward_ring(work, part, route)
+        fetched = fetch(part.k, part.v, route.exchange, work.piece, work.axes.sequence)
+        part = _at_stage(part, *fetched, route, 0, route.exchange.keys)
+    out, lse = _attended(work, part)
+    return out.astype(part.q.dtype), lse
 
 
 def backward(
     work: Work,
     want_dbias: bool,
     bias_axes: tuple[str, ...],
-    dout: Array,
-    dlse: Array | None,
-    q: Array,
-    k: Array,
-    v: Array,
-    given: Operands,
+    held: JaxPart,
     out: Array,
     lse: Array,
+    dout: Array,
+    dlse: Array | None,
     route: Route | None,
-) -> Any:
-    """`Gradients` of `forward`, summed over devices; that of the bias over `bias_axes`, if it is wanted."""
+) -> Gradients:
+    """Gradients of `forward`, summed over devices; that of the bias over `bias_axes`, if it is wanted."""
     if route is not None:
         route = route.own()
         # Else a compiler may find that forward has fetched these keys already, and keep them until now.
-        k, v, dout, out, lse = lax.optimization_barrier((k, v, dout, out, lse))
-    held = k, v
-    k, v = (_take_heads(work, x, q.shape[1]) for x in held)
+        k, v, dout, out, lse = lax.optimization_barrier((held.k, held.v, dout, out, lse))
+        held = replace(held, k=k, v=v)
+    part = _with_heads(work, held)
 
-    def differentiate(k: Array, v: Array, given: Operands) -> Any:
+    def differentiate(part: JaxPart) -> Any:
         def run(*args: Any) -> Any:
-            return module_of(work.backend).backward(*args, work.static, want_dbias)
+            return work.runs.backward(*args, want_dbias)  # type: ignore[call-arg]
 
-        mapped = batched(run, work.static, sums=True, want_dbias=want_dbias)
-        return mapped(dout, dlse, q, k, v, given, out, lse)
+        return batched(run, sums=True, want_dbias=want_dbias)(part, out, lse, dout, dlse)
 
     if route is None:
-        dq, dk, dv, dbias, dsinks = differentiate(k, v, given)
+        dq, dk, dv, dbias, dsinks = differentiate(part)
     elif route.exchange is None:
-        dq, dk, dv, dbias = _backward_ring(work, differentiate, q, k, v, given, route)
-        dsinks = None if given.sinks is None else _sink_gradients(given.sinks, dout, dlse, out, lse)
+        dq, dk, dv, dbias = _backward_ring(work, differentiate, part, route)
+        dsinks = None if part.sinks is None else _sink_gradients(part.sinks, out, lse, dout, dlse)
     else:
         lists, axis = route.exchange, work.axes.sequence
-        stage = fetch(k, v, lists, work.piece, axis)
-        dq, dk, dv, dbias, dsinks = differentiate(*stage, _at_stage(work, given, route, 0, lists.keys))
-        dk, dv = give_back(dk, dv, k.shape[2], lists, work.piece, axis)
-    dk, dv = (_put_heads(work, grad, like, q.shape[1]) for grad, like in zip((dk, dv), held, strict=True))
+        fetched = fetch(part.k, part.v, lists, work.piece, axis)
+        dq, dk, dv, dbias, dsinks = differentiate(_at_stage(part, *fetched, route, 0, lists.keys))
+        dk, dv = give_back(dk, dv, part.k_len, lists, work.piece, axis)
+    heads, like = part.q.shape[1], (held.k, held.v)
+    dk, dv = (_put_heads(work, grad, x, heads) for grad, x in zip((dk, dv), like, strict=True))
     dbias = _sum(dbias, bias_axes) if want_dbias else None
     dsinks = None if dsinks is None else _sum(dsinks, (*work.axes.batch, *work.axes.sequence))
-    return dq.astype(q.dtype), dk, dv, dbias, dsinks
+    return dq.astype(part.q.dtype), dk, dv, dbias, dsinks
 
 
-def _take_heads(work: Work, x: Array, q_heads: int) -> Array:
-    """The key heads that a device's query heads read, each as often as the kernels' groups need it."""
-    return x if work.split_kv else jnp.take(x, _kv_map(work, q_heads), axis=1, mode="clip")
+def _with_heads(work: Work, part: JaxPart) -> JaxPart:
+    """The part with the key heads that a device's query heads read, each as often as groups need it."""
+    if work.split_kv:
+        return part
+    heads = _kv_map(work, part.q.shape[1])
+    k, v = (jnp.take(x, heads, axis=1, mode="clip") for x in (part.k, part.v))
+    return replace(part, k=k, v=v)
 
 
 def _put_heads(work: Work, grad: Array, like: Array, q_heads: int) -> Array:
-    """The gradient of what `_take_heads` was given, in its dtype, summed over all that read a head."""
+    """The gradient of what `_with_heads` was given, in its dtype, summed over all that read a head."""
     if work.split_kv:
         return grad.astype(like.dtype)
     wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
@@ -134,21 +131,19 @@ def _kv_map(work: Work, q_heads: int) -> Array:
     return (first + each * jnp.arange(q_heads // each)) // work.groups
 
 
-def _attended(work: Work, q: Array, k: Array, v: Array, given: Operands) -> Any:
-    def run(q: Array, k: Array, v: Array, given: Operands) -> Any:
-        return module_of(work.backend).forward(q, k, v, given, work.static)
+def _attended(work: Work, part: JaxPart) -> Any:
+    def run(part: JaxPart) -> tuple[Array, Array]:
+        return work.runs.forward(part)
 
-    if work.has_derivative:
-        return run(q, k, v, given)
-    return first_order(work.backend, batched(run, work.static))(q, k, v, given)
+    return run(part) if work.runs.own_derivative else first_order(work.backend, batched(run))(part)
 
 
-def _at_stage(work: Work, given: Operands, route: Route, stage: Any, keys: Array) -> Operands:
-    """Operands of the backend for the keys of a stage."""
-    given = given._replace(bounds=route.bounds[stage])
-    if work.static.dropout_p == 0 and work.static.bias_kind == 0:
-        return given
-    return given._replace(q_index=route.q_index, k_index=keys)
+def _at_stage(part: JaxPart, k: Array, v: Array, route: Route, stage: Any, keys: Array) -> JaxPart:
+    """The part of a stage: its keys and values, whose indices are `keys`."""
+    part = replace(part, k=k, v=v, bounds=route.bounds[stage])
+    if part.static.dropout_p == 0 and part.static.bias_kind == 0:
+        return part
+    return replace(part, q_index=route.q_index, k_index=keys)
 
 
 def _round(work: Work, step: Callable[..., Any], total: Any, k: Array, v: Array, route: Route) -> Any:
@@ -177,40 +172,38 @@ def _round(work: Work, step: Callable[..., Any], total: Any, k: Array, v: Array,
     return total, passed(grads)
 
 
-def _forward_ring(
-    work: Work, q: Array, k: Array, v: Array, given: Operands, route: Route
-) -> tuple[Array, Array]:
-    bare = given._replace(sinks=None)  # They join once: at the end.
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+def _forward_ring(work: Work, part: JaxPart, route: Route) -> tuple[Array, Array]:
+    bare = replace(part, sinks=None)  # They join once: at the end.
+    wide = jnp.promote_types(part.q.dtype, jnp.float32)
 
     def step(total: Any, none: None, stage: Any, k: Array, v: Array, places: Array) -> Any:
-        found = _attended(work, q, k, v, _at_stage(work, bare, route, stage, places))
+        found = _attended(work, _at_stage(bare, k, v, route, stage, places))
         return _merge(*total, *found), none
 
-    start = jnp.zeros((*q.shape[:3], v.shape[3]), wide), jnp.full(q.shape[:3], -jnp.inf, wide)
-    (out, lse), _ = _round(work, step, (start, None), k, v, route)
-    if given.sinks is not None:
-        sinks = jnp.broadcast_to(given.sinks[:, None], lse.shape)
+    rows = part.q.shape[:3]
+    start = jnp.zeros((*rows, part.v.shape[3]), wide), jnp.full(rows, -jnp.inf, wide)
+    (out, lse), _ = _round(work, step, (start, None), part.k, part.v, route)
+    if part.sinks is not None:
+        sinks = jnp.broadcast_to(part.sinks[:, None], lse.shape)
         out, lse = _merge(out, lse, jnp.zeros_like(out), sinks)
-    return out.astype(q.dtype), lse
+    return out.astype(part.q.dtype), lse
 
 
-def _backward_ring(
-    work: Work, differentiate: Any, q: Array, k: Array, v: Array, given: Operands, route: Route
-) -> Any:
+def _backward_ring(work: Work, differentiate: Any, part: JaxPart, route: Route) -> Any:
     """dq, dk, dv and dbias; the sums of dk and dv go round with their keys, and come home at last."""
-    bare = given._replace(sinks=None)
+    bare = replace(part, sinks=None)
 
     def step(sums: Any, grads: Any, stage: Any, k: Array, v: Array, places: Array) -> Any:
-        dq, dk, dv, dbias, _ = differentiate(k, v, _at_stage(work, bare, route, stage, places))
+        dq, dk, dv, dbias, _ = differentiate(_at_stage(bare, k, v, route, stage, places))
         add = partial(jax.tree.map, lambda total, x: total + x.astype(total.dtype))
         return add(sums, (dq, dbias)), add(grads, (dk, dv))
 
     def zeros(x: Array | None) -> Any:
         return None if x is None else jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
 
-    *_, dbias, _ = jax.eval_shape(differentiate, k, v, _at_stage(work, bare, route, 0, route.keys))
-    start = (zeros(q), zeros(dbias)), (zeros(k), zeros(v))
+    k, v = part.k, part.v
+    *_, dbias, _ = jax.eval_shape(differentiate, _at_stage(bare, k, v, route, 0, route.keys))
+    start = (zeros(part.q), zeros(dbias)), (zeros(k), zeros(v))
     (dq, dbias), (dk, dv) = _round(work, step, start, k, v, route)
     return dq, dk, dv, dbias
 
@@ -228,7 +221,7 @@ def _weight(part: Array, total: Array) -> Array:
     return jnp.where(nothing, 0.0, jnp.exp(jnp.where(nothing, 0.0, part - total)))[..., None]
 
 
-def _sink_gradients(sinks: Array, dout: Array, dlse: Array | None, out: Array, lse: Array) -> Array:
+def _sink_gradients(sinks: Array, out: Array, lse: Array, dout: Array, dlse: Array | None) -> Array:
     """The gradient of a sink s is the sum over its rows of exp(s - lse) * (dlse - dout . out)."""
     slack = -(dout.astype(lse.dtype) * out.astype(lse.dtype)).sum(-1)
     slack = slack if dlse is None else slack + dlse

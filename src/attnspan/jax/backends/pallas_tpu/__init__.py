@@ -4,15 +4,15 @@ They run on any machine under `interpreted` of tiles.py, slowly, for tests.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from attnspan.call import Problem
 from attnspan.call.options import DENSE, DISTANCE
-from attnspan.jax.backends import Gradients, Operands, Static, symbols
+from attnspan.jax.backends import symbols
 from attnspan.jax.backends.tiles import by_distance, common_of, interpret, legal, positions_of, sinks_gradient
+from attnspan.jax.part import Gradients, JaxPart, Static
 
 from . import kernels
 from .tile import Tile
@@ -60,67 +60,68 @@ def supports(problem: Problem, static: Static) -> str | None:
     return None
 
 
-def forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    given: Operands,
-    static: Static,
-    size: tuple[int, int] | None = None,
-) -> tuple[jax.Array, jax.Array]:
+def forward(part: JaxPart, size: tuple[int, int] | None = None) -> tuple[jax.Array, jax.Array]:
     """See `attnspan.jax.backends`; ``size`` are rows and keys of a tile, None for the default."""
-    tile = _tile(q, k, static, size or default(Problem.of(q, k, v, given.bounds, "tpu"), "forward"))
-    given = _expanded(given, static, q.shape[2], k.shape[2])
-    return kernels.forward(tile, q, k, v, legal(given.bounds, k.shape[2]), given)
+    part = _for_kernels(part)
+    return kernels.forward(_tile(part, size, "forward"), part)
 
 
-def backward(*call: Any, size: tuple[int, int] | None = None) -> Gradients:
+def backward(
+    part: JaxPart,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+    want_dbias: bool,
+    size: tuple[int, int] | None = None,
+) -> Gradients:
     """See `attnspan.jax.backends`; ``size`` as in `forward`, for all kernels."""
-    dout, dlse, q, k, v, given, out, lse, static, want_dbias = call
-    tile = _tile(q, k, static, size or default(Problem.of(q, k, v, given.bounds, "tpu"), "backward"))
-    bounds = legal(given.bounds, k.shape[2])
-    illegal = bounds[..., 0, 0] < 0
+    own = _for_kernels(part)
+    tile = _tile(own, size, "backward")
+    illegal = own.bounds[..., 0, 0] < 0
     common = jnp.where(illegal, 0, common_of(dout, out, dlse, ~illegal))
     finite_lse = jnp.where(illegal | (lse == -jnp.inf), 0, lse)
-    expanded = _expanded(given, static, q.shape[2], k.shape[2])
-    inputs = kernels.Inputs(q, k, v, dout.astype(q.dtype), bounds, finite_lse, common, expanded)
+    inputs = kernels.Inputs(own, dout.astype(part.q.dtype), finite_lse, common)
     dq, dslopes = kernels.d_queries(tile, inputs)
     dk, dv = kernels.d_keys(tile, inputs)
     dbias = None
-    if want_dbias and static.bias_kind:
-        dbias = _d_bias(tile, inputs, given, static, dslopes)
-    return dq, dk, dv, dbias, sinks_gradient(given.sinks, lse, common)
+    if want_dbias and part.static.bias_kind:
+        dbias = _d_bias(tile, inputs, part, dslopes)
+    return dq, dk, dv, dbias, sinks_gradient(part.sinks, lse, common)
 
 
-def _d_bias(
-    tile: Tile, inputs: kernels.Inputs, given: Operands, static: Static, dslopes: jax.Array | None
-) -> jax.Array:
-    assert given.bias is not None
+def _d_bias(tile: Tile, inputs: kernels.Inputs, part: JaxPart, dslopes: jax.Array | None) -> jax.Array:
+    assert part.bias is not None
     if dslopes is not None:
         found = dslopes.sum(2)
-        return found.sum(0, keepdims=True) if given.bias.shape[0] == 1 else found
+        return found.sum(0, keepdims=True) if part.bias.shape[0] == 1 else found
     dense = kernels.d_bias(tile, inputs)
-    if static.bias_kind == DENSE:
+    if part.static.bias_kind == DENSE:
         return dense
-    places = positions_of(given, *dense.shape[2:])
-    _, pull = jax.vjp(lambda table: by_distance(table, *places), given.bias.astype(jnp.float32))
+    places = positions_of(part)
+    _, pull = jax.vjp(lambda table: by_distance(table, *places), part.bias.astype(jnp.float32))
     (found,) = pull(dense)
     return found  # type: ignore[no-any-return]
 
 
-def _tile(q: jax.Array, k: jax.Array, static: Static, size: tuple[int, int]) -> Tile:
-    (_, heads, q_len, _), (_, kv_heads, k_len, _) = q.shape, k.shape
+def _tile(part: JaxPart, size: tuple[int, int] | None, direction: str) -> Tile:
+    size = size or default(Problem.of(part.q, part.k, part.v, part.bounds, "tpu"), direction)
+    (_, heads, q_len, _), (_, kv_heads, k_len, _) = part.q.shape, part.k.shape
     lengths = zip(size, (q_len, k_len), strict=True)
     block_q, block_k = (min(rows, -(-length // LANES) * LANES) for rows, length in lengths)
-    static = replace(static, bias_kind=DENSE) if static.bias_kind == DISTANCE else static
-    return Tile(block_q, block_k, q_len, k_len, heads, heads // kv_heads, static)
+    return Tile(block_q, block_k, q_len, k_len, heads, heads // kv_heads, part.static)
 
 
-def _expanded(given: Operands, static: Static, q_len: int, k_len: int) -> Operands:
-    """With a dense bias in the place of a distance table, as kernels cannot look up an element per pair."""
-    if static.bias_kind != DISTANCE:
-        return given
-    return given._replace(bias=by_distance(given.bias, *positions_of(given, q_len, k_len)))
+def _for_kernels(part: JaxPart) -> JaxPart:
+    """The part with bounds of `legal`, and with a dense bias in the place of a distance table.
+
+    Kernels cannot look up an element per pair.
+    """
+    part = replace(part, bounds=legal(part.bounds, part.k_len))
+    if part.static.bias_kind != DISTANCE:
+        return part
+    dense = by_distance(part.bias, *positions_of(part))
+    return replace(part, bias=dense, static=replace(part.static, bias_kind=DENSE))
 
 
 def vmem_bytes(problem: Problem, direction: str, block_q: int, block_k: int) -> int:

@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 
 from attnspan.call.dropout import scale_of_kept
 from attnspan.call.options import ALIBI, SIGNED_ALIBI
-from attnspan.jax.backends import Operands, result_dtype
 from attnspan.jax.backends.tiles import LN2, LOG2E, gradients_of_scores
+from attnspan.jax.part import JaxPart, result_dtype
 
 from . import lists as tables
 from .launch import (
@@ -39,21 +39,19 @@ from .tile import NN, NT, TN, Place, Refs, Tile, column, dot, only, some
 _LEAST = np.finfo(np.float32).min
 
 
-def forward(
-    tile: Tile, q: jax.Array, k: jax.Array, v: jax.Array, bounds: jax.Array, given: Operands
-) -> tuple[jax.Array, jax.Array]:
+def forward(tile: Tile, part: JaxPart) -> tuple[jax.Array, jax.Array]:
     """Attend over bounds of `legal`; out (B, Hq, Sq, Dv) in q's dtype, lse float32 (B, Hq, Sq)."""
-    batch, heads, q_len, _ = q.shape
-    bounds = padded_bounds(tile, bounds)
+    (batch, heads, q_len, _), v_dim = part.q.shape, part.v.shape[3]
+    bounds = padded_bounds(tile, part.bounds)
     blocks = tables.blocks(bounds, tile.k_len, tile.block_q, tile.block_k)
-    reads = operands(tile, q, k, v, bounds, given)
-    if given.sinks is not None:
-        reads["sinks"] = Operand(given.sinks.astype(jnp.float32))
-    out = jax.ShapeDtypeStruct((batch, heads, q_len, v.shape[3]), result_dtype(q, tile.static))
+    reads = operands(tile, part, bounds)
+    if part.sinks is not None:
+        reads["sinks"] = Operand(part.sinks.astype(jnp.float32))
+    out = jax.ShapeDtypeStruct((batch, heads, q_len, v_dim), result_dtype(part.q, tile.static))
     lse = jax.ShapeDtypeStruct((batch, heads, 1, tile.q_blocks * tile.block_q), jnp.float32)
 
     results = {"out": of_rows(tile, out), "lse": by_row(tile, lse)}
-    scratch = {"top": (1, tile.block_q), "total": (1, tile.block_q), "sums": (v.shape[3], tile.block_q)}
+    scratch = {"top": (1, tile.block_q), "total": (1, tile.block_q), "sums": (v_dim, tile.block_q)}
     phases = _begin, partial(_add, tile), partial(_finish, tile)
     found = _by_queries("attnspan_forward", tile, batch, blocks, phases, reads, results, scratch)
     return found["out"], found["lse"][:, :, 0, :q_len]
@@ -133,22 +131,18 @@ def _finish(tile: Tile, refs: Refs) -> None:
 class Inputs(NamedTuple):
     """Operands of the three kernels: those of the forward pass and its results.
 
-    ``bounds`` are those of `legal`; ``lse`` is 0 where it was infinite, and ``common`` in illegal rows.
+    The bounds are those of `legal`; ``lse`` is 0 where it was infinite, and ``common`` in illegal rows.
     """
 
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
+    part: JaxPart
     dout: jax.Array
-    bounds: jax.Array
     lse: jax.Array
     common: jax.Array
-    given: Operands
 
 
 def _prepare(tile: Tile, x: Inputs) -> tuple[tables.Blocks, dict[str, Operand]]:
-    bounds = padded_bounds(tile, x.bounds)
-    reads = operands(tile, x.q, x.k, x.v, bounds, x.given)
+    bounds = padded_bounds(tile, x.part.bounds)
+    reads = operands(tile, x.part, bounds)
     reads["dout"] = of_rows(tile, x.dout)
     reads["sums"] = by_row(tile, jnp.stack([x.lse * np.float32(LOG2E), x.common], 2))
     return tables.blocks(bounds, tile.k_len, tile.block_q, tile.block_k), reads
@@ -156,10 +150,10 @@ def _prepare(tile: Tile, x: Inputs) -> tuple[tables.Blocks, dict[str, Operand]]:
 
 def d_queries(tile: Tile, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
     """dq, and for slopes the sum over the keys of each row, float32 (B, Hq, Sq), of their gradient."""
-    batch, heads, q_len, head_dim = x.q.shape
+    batch, heads, q_len, head_dim = x.part.q.shape
     blocks, reads = _prepare(tile, x)
     slopes = tile.static.bias_kind in (ALIBI, SIGNED_ALIBI)
-    writes = {"dq": of_rows(tile, jax.ShapeDtypeStruct(x.q.shape, result_dtype(x.q, tile.static)))}
+    writes = {"dq": of_rows(tile, jax.ShapeDtypeStruct(x.part.q.shape, result_dtype(x.part.q, tile.static)))}
     scratch = {"dq_sums": (head_dim, tile.block_q)}
     if slopes:
         rows = jax.ShapeDtypeStruct((batch, heads, 1, tile.q_blocks * tile.block_q), jnp.float32)
@@ -190,12 +184,12 @@ def d_keys(tile: Tile, x: Inputs) -> tuple[jax.Array, jax.Array]:
     blocks, reads = _prepare(tile, x)
     lists, of_queries = blocks.of_keys, blocks.of_queries
     writes = {
-        "dk": of_keys(tile, jax.ShapeDtypeStruct(x.k.shape, result_dtype(x.k, tile.static))),
-        "dv": of_keys(tile, jax.ShapeDtypeStruct(x.v.shape, result_dtype(x.v, tile.static))),
+        "dk": of_keys(tile, jax.ShapeDtypeStruct(x.part.k.shape, result_dtype(x.part.k, tile.static))),
+        "dv": of_keys(tile, jax.ShapeDtypeStruct(x.part.v.shape, result_dtype(x.part.v, tile.static))),
     }
     scratch = {
-        "dk_sums": (tile.block_k, x.k.shape[3]),
-        "dv_sums": (tile.block_k, x.v.shape[3]),
+        "dk_sums": (tile.block_k, x.part.k.shape[3]),
+        "dv_sums": (tile.block_k, x.part.v.shape[3]),
     }
 
     def add(refs: Refs, p: Place, masked: bool) -> None:
@@ -224,16 +218,16 @@ def d_keys(tile: Tile, x: Inputs) -> tuple[jax.Array, jax.Array]:
         pl.when(done)(partial(finish, refs))
 
     scalars = (*lists.flat(), *_flat(blocks.full), *of_queries.flat())
-    grid = over_queries(tile, x.q.shape[0], lists)
+    grid = over_queries(tile, x.part.q.shape[0], lists)
     found = launch("attnspan_dkv", body, grid, scalars, reads, writes, scratch)
     return found["dk"], found["dv"]
 
 
 def d_bias(tile: Tile, x: Inputs) -> jax.Array:
     """The gradient of a dense bias, float32, in its shape; what shares an element adds up in order."""
-    assert x.given.bias is not None
+    assert x.part.bias is not None
     blocks, reads = _prepare(tile, x)
-    lists, shape = blocks.of_queries, x.given.bias.shape
+    lists, shape = blocks.of_queries, x.part.bias.shape
     each_row = shape[2] != 1
     writes = {"dbias": reads["bias"]._replace(array=jax.ShapeDtypeStruct(shape, jnp.float32))}
     scratch = {"bias_sums": (tile.block_k, tile.block_q)}
@@ -252,7 +246,7 @@ def d_bias(tile: Tile, x: Inputs) -> jax.Array:
         _each(touched, False, partial(add, refs, p))
         pl.when(at[4] == pl.num_programs(4) - 1)(partial(finish, refs))
 
-    grid = over_bias(tile, x.q.shape[0], shape)
+    grid = over_bias(tile, x.part.q.shape[0], shape)
     return launch("attnspan_dbias", body, grid, lists.flat(), reads, writes, scratch)["dbias"]
 
 

@@ -9,8 +9,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from attnspan.call.options import ALIBI, DENSE, SIGNED_ALIBI
-from attnspan.jax.backends import Operands
 from attnspan.jax.backends.tiles import interpret, words_of_rows
+from attnspan.jax.part import JaxPart
 from attnspan.jax.varying import axes_of, declared, spread
 
 from . import lists as tables
@@ -88,31 +88,29 @@ def launch(
     return dict(zip(outputs, found, strict=True))
 
 
-def operands(
-    tile: Tile, q: jax.Array, k: jax.Array, v: jax.Array, bounds: jax.Array, given: Operands
-) -> dict[str, Operand]:
-    """Operands that every kernel reads: blocks of q, k, v, of `padded_bounds`, and of the given options."""
+def operands(tile: Tile, part: JaxPart, bounds: jax.Array) -> dict[str, Operand]:
+    """Operands that every kernel reads: blocks of q, k, v, of `padded_bounds`, and of the options."""
     runs, bq, bk = bounds.shape[3], tile.block_q, tile.block_k
     found = {
-        "q": of_rows(tile, q),
-        "k": of_keys(tile, k),
-        "v": of_keys(tile, v),
+        "q": of_rows(tile, part.q),
+        "k": of_keys(tile, part.k),
+        "v": of_keys(tile, part.v),
         # (b, h, 2 R, rows): rows along lanes.
         "rows": by_row(tile, bounds.reshape(*bounds.shape[:3], 2 * runs).swapaxes(2, 3)),
     }
     if tile.static.bias_kind in (ALIBI, SIGNED_ALIBI):
-        assert given.bias is not None
-        found["slopes"] = Operand(given.bias.astype(jnp.float32).reshape(-1))
+        assert part.bias is not None
+        found["slopes"] = Operand(part.bias.astype(jnp.float32).reshape(-1))
     elif tile.static.bias_kind == DENSE:
-        found["bias"] = _dense(tile, given.bias)
-    if given.q_index is not None:
-        q_index = _padded(given.q_index[:, None].astype(jnp.int32), tile.q_blocks * bq)
+        found["bias"] = _dense(tile, part.bias)
+    if part.q_index is not None:
+        q_index = _padded(part.q_index[:, None].astype(jnp.int32), tile.q_blocks * bq)
         found["q_index"] = Operand(q_index, (1, 1, bq), lambda p: (_or0(q_index.shape[0], p.b), 0, p.i))
-    if given.k_index is not None:
-        k_index = _padded(given.k_index[:, None].astype(jnp.int32), tile.k_blocks * bk)
+    if part.k_index is not None:
+        k_index = _padded(part.k_index[:, None].astype(jnp.int32), tile.k_blocks * bk)
         found["k_index"] = Operand(k_index, (1, 1, bk), lambda p: (_or0(k_index.shape[0], p.b), 0, p.j))
     if tile.static.dropout_p:
-        words = [jnp.broadcast_to(word, q.shape[:3]) for word in words_of_rows(given, tile.q_len, tile.k_len)]
+        words = [jnp.broadcast_to(word, part.q.shape[:3]) for word in words_of_rows(part)]
         found["words"] = by_row(tile, jnp.stack(words, 2))
     return found
 

@@ -17,9 +17,9 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from attnspan.call.biases import ALIBI, DENSE, HIDES, SIGNED_ALIBI
-from attnspan.jax.backends import Static
 from attnspan.jax.backends.tiles import LOG2E, InBlocks, scores_of_products
 from attnspan.jax.dropout import keeps
+from attnspan.jax.part import Static
 
 from . import lists as tables
 
