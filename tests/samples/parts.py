@@ -137,7 +137,11 @@ MASKS: dict[str, Callable[[Case], tuple[Any, np.ndarray | None]]] = {
     "R = 5 per batch row and head": _random(5, per_batch=True, per_head=True),
 }
 #: For any numbers of queries and keys.
-LONG_MASKS = {"documents of 50": _documents_of_50}
+LONG_MASKS: dict[str, Callable[[Case], tuple[Any, None]]] = {
+    "documents of 50": _documents_of_50,
+    "window of 40": lambda _: (a.causal() & a.window(40), None),
+    "first key and window": lambda _: (a.causal() & (a.window(10) | a.global_keys(1)), None),
+}
 
 
 # Options.
@@ -181,6 +185,12 @@ def _fixed(**keywords: Any) -> Setting:
 
 def _sinks(draw: Draw, dtype: torch.dtype = torch.float32) -> Setting:
     return Setting({"sinks": draw.normal(draw.case.heads, dtype=dtype)}, lambda p: {"sinks": p["sinks"]})
+
+
+def _sinks_of_which_one_is_none(draw: Draw) -> Setting:
+    setting = _sinks(draw)
+    setting.parameters["sinks"][0] = -torch.inf
+    return setting
 
 
 def _alibi(slopes: Tensor, signed: bool = False) -> Setting:
@@ -236,6 +246,7 @@ OPTIONS: dict[str, Callable[[Draw], Setting]] = {
     "softcap": lambda _: _fixed(softcap=1.5),
     "strong softcap": lambda _: _fixed(softcap=0.2),
     "sinks": _sinks,
+    "sinks, one none": _sinks_of_which_one_is_none,
     "sinks, bf16": lambda draw: _sinks(draw, torch.bfloat16),
     "alibi": lambda draw: _alibi(torch.from_numpy(a.alibi_slopes(draw.case.heads))),
     "alibi, per batch row": lambda draw: _alibi(_slopes(draw)),
@@ -250,11 +261,13 @@ OPTIONS: dict[str, Callable[[Draw], Setting]] = {
     "dense, per head": _dense(False, True, True),
     "dense, per head, float32": _dense(False, True, True, FLOAT),
     "dense, all heads": _dense(True, False, True),
+    "dense, all heads, float32": _dense(True, False, True, FLOAT),
     "dense, all heads, float16": _dense(True, False, True, torch.float16),
     "dense, one for all": _dense(False, False, True),
     "dense, one for all, float32": _dense(False, False, True, FLOAT),
     "dense, per key": _dense(True, True, False),
     "dense, per key and head, float32": _dense(False, True, False, FLOAT, three_dims=True),
+    "dense, per key, all heads": _dense(True, False, False),
     "dense, per key, one for all": _dense(False, False, False),
     "dense with holes": _dense(False, True, True, FLOAT, _make_holes),
     "dense with deep rows": _dense(False, True, True, FLOAT, _make_deep_rows),
