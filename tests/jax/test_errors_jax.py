@@ -1,7 +1,4 @@
-"""What JAX adds to the checks of a call: what is said of arrays, dtypes, seeds, devices and tracers.
-
-The checks that all front ends share are in tests/torch/test_call_errors.py.
-"""
+"""Wrong calls of `attention` in JAX: of arrays, seeds, devices and tracers."""
 
 import os
 import subprocess
@@ -11,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from samples import mistakes
+from samples.mistakes import call, check, error_of, of_framework
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -18,58 +17,25 @@ jnp = jax.numpy
 import attnspan as a  # noqa: E402
 from attnspan.jax import attention, dropout_seeds, explain, shard  # noqa: E402
 
-Q = jnp.zeros((2, 4, 7, 16))
-K = jnp.zeros((2, 2, 9, 16))
+Q, K = jnp.zeros((2, 4, 7, 16)), jnp.zeros((2, 2, 9, 16))
 RAW_KEY = jax.random.PRNGKey(0)
 
-WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "list": ({"q": [[0.0]]}, TypeError, r"q: expected a JAX or NumPy array, got list"),
-    "int": ({"q": Q.astype(int)}, TypeError, "q: expected a floating dtype .*got int32"),
+OWN: dict[str, mistakes.Mistake] = {
     "float8": ({"k": K.astype(jnp.float8_e4m3fn)}, TypeError, "k: expected a floating dtype .*float8_e4m3fn"),
     "two dtypes": (
-        {"k": K.astype(jnp.bfloat16)},
+        {"k": K.astype(jnp.bfloat16), "v": K},
         TypeError,
         r"q, k and v: expected one dtype, got float32, bfloat16, float32\. Convert them .*\.astype",
     ),
-    "heads": ({"q": Q[:, :3]}, ValueError, "heads: expected a multiple of the key heads"),
-    "packed": (
-        {"q": Q[0, :, :2], "k": K[0, :, :2], "v": K[0, :, :2], "layout": "thd", "mask": a.key_padding(2)},
-        ValueError,
-        "mask with layout='thd': expected one that keeps packed documents apart",
-    ),
-    "backend": ({"backend": "ffi"}, ValueError, "backend: expected None or one of cpu, .*got 'ffi'"),
     "backend of TPUs": (
         {"backend": "pallas"},
         ValueError,
         "backend='pallas': expected .* got pallas: it runs on TPUs, not on cpu",
     ),
-    "mask": ({"mask": np.ones((7, 9), bool)}, TypeError, r"mask: expected a mask.*got ndarray.*from_dense"),
-    "mask of other sizes": (
-        {"mask": a.causal().prepare(8, 9)},
-        ValueError,
-        r"bounds: expected .*q_len=7, got \(",
-    ),
-    "mask of other keys": ({"mask": a.full().prepare(7, 8)}, ValueError, "mask: expected spans over k_len=9"),
-    "scale": (
-        {"scale": jnp.array(0.5)},
-        TypeError,
-        "scale: expected a Python number, got .*Multiply q by it",
-    ),
-    "sinks": ({"sinks": jnp.zeros(4, int)}, TypeError, "sinks: expected a floating array, got int32"),
-    "sinks kind": ({"sinks": [0.0] * 4}, TypeError, "sinks: expected a floating array, got list"),
-    "dense dtype": ({"bias": jnp.ones((7, 9), bool)}, TypeError, "dense_bias: expected a floating array"),
-    "dense": ({"bias": jnp.zeros((7, 8))}, ValueError, r"dense bias: expected .*k_len=9, got \(7, 8\)"),
-    "bias kind": ({"bias": lambda s, *_: s}, TypeError, "bias: expected an array, or what .* got function"),
-    "no seed": ({"dropout_p": 0.5}, ValueError, "dropout_seed: expected an integer .* got None.*fold_in"),
-    "bare spans": (
-        {"mask": a.full().spans(7, 9).lowered, "bias": a.alibi(jnp.ones(4))},
-        ValueError,
-        "q_index: expected the rows' indices with bare spans",
-    ),
 }
 SEEDS: dict[str, tuple[Any, type[Exception], str]] = {
+    "none": (None, ValueError, "got None.*fold_in"),
     "number": (3, TypeError, r"expected an integer array or a jax\.random\.key, got int"),
-    "float": (jnp.array(1.0), TypeError, "expected .*, got float32"),
     "shape": (
         jnp.zeros((2, 4), int),
         ValueError,
@@ -82,25 +48,25 @@ SEEDS: dict[str, tuple[Any, type[Exception], str]] = {
         r"got uint32 \(2,\)\. If it is a raw .*jax\.random\.wrap_key_data\(key\)\.$",
     ),
 }
-for _name, (_seed, _kind, _message) in SEEDS.items():
-    _given = {"dropout_p": 0.5, "dropout_seed": _seed}
-    WRONG[f"seed, {_name}"] = _given, _kind, f"dropout_seed: .*{_message}"
+CASES = mistakes.of("array") | OWN
+CASES |= {
+    f"seed, {name}": ({"dropout_p": 0.5, "dropout_seed": seed}, kind, f"dropout_seed: .*{text}")
+    for name, (seed, kind, text) in SEEDS.items()
+}
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_what_does_not_fit_is_named(case: str) -> None:
-    given, kind, message = WRONG[case]
-    with pytest.raises(kind, match=message):
-        attention(**{"q": Q, "k": K, "v": K, **given})
+@pytest.mark.parametrize("name", CASES)
+def test_a_wrong_call_says_what_how_and_why(name: str) -> None:
+    given, *wanted = CASES[name]
+    check(error_of(call, attention, of_framework(given, jnp.asarray)), *wanted)
 
 
-@pytest.mark.parametrize("case", ["two dtypes", "heads", "seed, shape", "dense"])
-def test_the_same_is_said_under_jit(case: str) -> None:
-    given, kind, message = WRONG[case]
-    arguments = {"q": Q, "k": K, "v": K, **given}
-    arrays = {n: arguments.pop(n) for n in ("q", "k", "v")}
-    with pytest.raises(kind, match=message):
-        jax.jit(lambda arrays: attention(**arrays, **arguments))(arrays)
+@pytest.mark.parametrize("name", ["two dtypes", "groups", "seed, shape", "bias", "ids, length"])
+def test_the_same_is_said_under_jit(name: str) -> None:
+    given, *wanted = CASES[name]
+    given = of_framework(given, jnp.asarray)
+    arrays = {n: given.pop(n) for n in ("q", "k", "v")}
+    check(error_of(jax.jit(lambda arrays: call(attention, {**arrays, **given})), arrays), *wanted)
 
 
 def test_seeds_of_rows_and_heads() -> None:
@@ -185,14 +151,11 @@ class TestTwoFrameworks:
         with pytest.raises(a.errors.DeviceError, match=r"^mask: expected arrays of one framework"):
             mask.spans(6, 6, batch=2)
 
-    def test_what_is_elsewhere_or_spread_in_torch(self) -> None:
-        from attnspan.torch import attention as torchs
+    def test_explaining_what_is_spread_in_torch(self) -> None:
         from attnspan.torch import explain as torch_explain
         from attnspan.torch.dtensor import ShardedMask
 
         q = self.torch.zeros(2, 4, 6, 8)
-        with pytest.raises(ValueError, match=r"^q_index: expected device cpu \(as q\), got meta"):
-            torchs(q, q, q, q_index=self.torch.arange(6, device="meta"))
         with pytest.raises(TypeError, match=r"explain: mask: .*got ShardedMask, .*its own explain\(\)"):
             torch_explain(q, q, q, mask=ShardedMask())
 
