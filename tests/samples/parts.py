@@ -114,9 +114,12 @@ def _two_sided_documents(case: Case) -> tuple[Any, np.ndarray]:
     return a.causal() & a.documents(torch.from_numpy(cu_q), torch.from_numpy(cu_k)), q_index[None]
 
 
-def _documents_of_50(case: Case) -> tuple[Any, None]:
-    cu = torch.arange(0, case.k_len + 50, 50).clamp(max=case.k_len)
-    return a.causal() & a.documents(cu), None
+def _documents_of(length: int) -> Callable[[Case], tuple[Any, None]]:
+    def make(case: Case) -> tuple[Any, None]:
+        cu = torch.arange(0, case.k_len + length, length).clamp(max=case.k_len)
+        return a.causal() & a.documents(cu), None
+
+    return make
 
 
 #: For 17 queries and 17 keys; "full", "causal" and "segments" for any.
@@ -138,8 +141,10 @@ MASKS: dict[str, Callable[[Case], tuple[Any, np.ndarray | None]]] = {
 }
 #: For any numbers of queries and keys.
 LONG_MASKS: dict[str, Callable[[Case], tuple[Any, None]]] = {
-    "documents of 50": _documents_of_50,
+    "documents of 50": _documents_of(50),
+    "documents of 700": _documents_of(700),
     "window of 40": lambda _: (a.causal() & a.window(40), None),
+    "window of 300": lambda _: (a.causal() & a.window(300), None),
     "first key and window": lambda _: (a.causal() & (a.window(10) | a.global_keys(1)), None),
 }
 
