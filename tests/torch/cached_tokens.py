@@ -1,7 +1,6 @@
 """Rows of tokens that go through caches in pieces, and what attention over each row as a whole gives."""
 
 import random
-from collections.abc import Callable
 
 import torch
 from closeness import relative_error
@@ -74,14 +73,7 @@ class Tokens:
         return new
 
 
-def feed(
-    cache: Cache,
-    tokens: Tokens,
-    out: Tensor,
-    counts: list[int],
-    n: int,
-    call: Callable[..., Tensor] | None = None,
-) -> None:
+def feed(cache, tokens, out, counts, n, call=None):
     """One step of ragged chunks through the cache; the outputs of real tokens go into ``out``."""
     lengths = cache.lengths.tolist()
     q, k, v = (tokens.chunk(x, lengths, counts, n) for x in (tokens.q, tokens.k, tokens.v))
