@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import torch
 import transformers
 from closeness import relative_error
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from watching import Watching
 
 SIZES = {
     "vocab_size": 64,
@@ -48,24 +47,6 @@ POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 0, 1, 0, 1, 2]] * 2)
 FORWARD, BACKWARD = "attnspan.attention.default", "attnspan.attention_backward.default"
 
 
-class Operators(TorchDispatchMode):
-    """Counts calls by name, and keeps the size of the largest result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-        self.largest = 0
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(op)] += 1
-        out = op(*args, **(kwargs or {}))
-        sizes = [
-            x.numel() for x in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(x, Tensor)
-        ]
-        self.largest = max([self.largest, *sizes])
-        return out
-
-
 def build(name: str, auto: str = "AutoModelForCausalLM", **sizes: Any) -> Any:
     """A model of a `model_type`, in evaluation mode; the weights are the same each time."""
     torch.manual_seed(0)
@@ -85,7 +66,7 @@ def computed(model, implementation, inputs, read, valid=...):
     """The results of valid tokens, the gradients of all parameters, and the operators that ran."""
     model.set_attn_implementation(implementation)
     model.zero_grad()
-    with Operators() as operators:
+    with Watching() as operators:
         out = read(model(**inputs))[valid]
         out.pow(2).mean().backward()
     gradients = torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])
