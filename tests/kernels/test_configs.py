@@ -18,6 +18,7 @@ CASES = [
     Case(q_len=130, k_len=1100, runs=3, heads=2, kv_heads=1),
     Case(q_len=400, k_len=400, mask="documents of 50", head_dim=128, v_dim=96, heads=1, kv_heads=1),
     Case(q_len=3, k_len=700, heads=8),
+    Case(("dropout",), q_len=100, k_len=520, mask="full"),
 ]
 
 

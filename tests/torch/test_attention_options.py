@@ -16,7 +16,7 @@ from watching import Watching
 import attnspan
 from attnspan import alibi, causal, documents, full, reference, relative
 from attnspan.call.options import ALIBI, Options
-from attnspan.torch import Attention, attention, dropout_seeds, explain
+from attnspan.torch import Attention, attention, explain
 
 B, H, S = 2, 4, 24
 BACKENDS = ["cpu", "math"]
@@ -171,27 +171,6 @@ def test_a_prepared_mask_is_placed_once() -> None:
 
 
 # Dropout and the rest --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("q_len", [100, 12, 1])
-def test_shards_drop_what_the_whole_drops(q_len: int, backend: str) -> None:
-    # One value for each key, of which a row's output tells whether it was kept.
-    q, k, _ = qkv(q_len=q_len, k_len=200)
-    v = torch.eye(200).expand(B, 2, 200, 200)
-
-    def kept(*inputs: Tensor, **given: Any) -> Tensor:
-        return attention(*inputs, dropout_p=0.5, backend=backend, **given) != 0
-
-    seeds = dropout_seeds(SEED, B, H)
-    whole = kept(q, k, v, dropout_seed=SEED)
-    assert torch.equal(kept(q, k, v, dropout_seed=seeds), whole)
-    assert torch.equal(dropout_seeds(SEED, 9, 7)[:B, :H], seeds)
-    assert not torch.equal(kept(q, k, v, dropout_seed=SEED + 1), whole)
-    rows, keys = torch.arange(0, q_len, 2), torch.arange(3, 200, 3)
-    inputs = q[1:, 2:, rows], k[1:, 1:, keys], v[1:, 1:, keys]
-    part = kept(*inputs, dropout_seed=seeds[1:, 2:], q_index=rows + 200 - q_len, k_index=keys)
-    assert torch.equal(part[..., keys], whole[1:, 2:, rows][..., keys])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
