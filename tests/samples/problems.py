@@ -69,7 +69,7 @@ class Problem:
 
         `misread(out)` is added to dlse: what a backward pass makes of an `out` that is not the exact one.
         """
-        options = Options(*map(_as_numpy, self.options or Options()))
+        options = Options(*map(as_numpy, self.options or Options()))
         call = (*(arrays[n] for n in "qkv"), self.bounds.detach().numpy(), self.case.factor, options)
         out, lse = reference.forward(*call)
         # What comes into the lse of a row that sees nothing must not matter.
@@ -104,7 +104,7 @@ def _is_floating(x: object) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-def _as_numpy(x: Any) -> Any:
+def as_numpy(x: Any) -> Any:
     if not isinstance(x, Tensor):
         return x
     return (x.detach().double() if x.is_floating_point() else x).numpy()
