@@ -10,31 +10,18 @@ from closeness import relative_error
 from torch import Tensor
 from watching import Watching
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128}
+SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+LLAMA4 = {"num_hidden_layers": 4, "attention_chunk_size": 5}
+LLAMA4 |= {"num_local_experts": 2, "intermediate_size_mlp": 64}
 DECODERS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 4},
     "gemma2": {"sliding_window": 4, "attn_logit_softcapping": 0.05},  # windows in every other layer
     "gemma3_text": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
     "gpt_oss": {"sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2},  # sinks
-    "llama4_text": {  # chunks in three layers of four
-        "num_hidden_layers": 4,
-        "attention_chunk_size": 5,
-        "num_local_experts": 2,
-        "intermediate_size_mlp": 64,
-    },
+    "llama4_text": LLAMA4,  # chunks in three layers of four
     "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 128},
 }
 TOKENS = torch.arange(24).reshape(2, 12) % 60 + 3
