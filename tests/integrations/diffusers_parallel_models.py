@@ -137,10 +137,7 @@ def wan(s: Sizes) -> Made:
     config |= {"in_channels": 4, "out_channels": 4, "text_dim": 12, "freq_dim": 16, "ffn_dim": 24}
     config |= {"num_layers": 2}
     config |= {"cross_attn_norm": True, "qk_norm": "rms_norm_across_heads", "rope_max_seq_len": 32}
-    inputs = {
-        "hidden_states": _film(s, 4),
-        **_text(s),
-    }
+    inputs = {"hidden_states": _film(s, 4), **_text(s)}
     if s.padded:  # Wan 2.2: a time for each token, instead of padding.
         inputs["timestep"] = torch.linspace(0.1, 0.9, 3 * s.height * s.width).repeat(s.batch, 1)
     return WanTransformer3DModel, config, inputs
@@ -233,11 +230,7 @@ def mochi(s: Sizes) -> Made:
     config = {"patch_size": 2, **_heads(s, 8), "num_layers": 2}
     config |= {"pooled_projection_dim": 16, "in_channels": 4, "text_embed_dim": 16, "time_embed_dim": 4}
     config |= {"activation_fn": "swiglu", "max_sequence_length": 16}
-    inputs = {
-        "hidden_states": _film(s, 4),
-        **_text(s, 16),
-        "encoder_attention_mask": _shown(s),
-    }
+    inputs = {"hidden_states": _film(s, 4), **_text(s, 16), "encoder_attention_mask": _shown(s)}
     return MochiTransformer3DModel, config, inputs
 
 

@@ -129,9 +129,9 @@ def test_under_jit_and_vmap() -> None:
 def test_more_runs_under_jit_than_static() -> None:
     mask = jnp.tile(jnp.array([True, False]), 10)[None].repeat(20, 0)
     q = _normal(5, 1, 20, 1, H)
-    ours = jax.jit(
-        lambda q, mask: dot_product_attention(q, q, q, mask=from_dense(mask, max_runs=10)),
-    )(q, mask)
+    ours = jax.jit(lambda q, mask: dot_product_attention(q, q, q, mask=from_dense(mask, max_runs=10)))(
+        q, mask
+    )
     _close(ours, theirs(q, q, q, mask=mask))
 
 

@@ -8,16 +8,7 @@ import pytest
 import torch
 from covering import everything
 from samples import mistakes
-from samples.mistakes import (
-    CU,
-    MIXING,
-    PREPARED,
-    SPANS,
-    call,
-    error_of,
-    ids,
-    of_framework,
-)
+from samples.mistakes import CU, MIXING, PREPARED, SPANS, call, error_of, ids, of_framework
 from torch import Tensor, nn
 
 import attnspan as a
@@ -75,10 +66,7 @@ TYPES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "k, NumPy": ({"k": K.numpy(), "v": K}, r"k: expected a torch\.Tensor, got ndarray"),
     "dtypes": ({"k": K.bfloat16(), "v": K}, "one dtype, got float32, bfloat16, float32"),
-    "sparse": (
-        {"k": K.to_sparse(), "v": K},
-        "k: expected a dense tensor, got one of torch.sparse_coo",
-    ),
+    "sparse": ({"k": K.to_sparse(), "v": K}, "k: expected a dense tensor, got one of torch.sparse_coo"),
     "long bounds": (
         {"mask": a.Spans(torch.zeros(1, 1, 7, 1, 2).long(), 9)},
         "bounds: expected int32, got int64",
