@@ -1,12 +1,11 @@
 """Kinds of models of transformers other than plain decoders, each against the eager implementation."""
 
 import importlib
-import subprocess
-import sys
 
 import pytest
 import torch
 from closeness import relative_error
+from programs import run_program
 
 transformers = pytest.importorskip("transformers")
 
@@ -188,8 +187,7 @@ print(describe(before.sliding_window_overlay(4)))
 
 
 def test_mask_functions_that_a_model_imported_before_are_known():
-    found = subprocess.run([sys.executable, "-c", BOUND_FIRST], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "window(4)"
+    assert run_program("-c", BOUND_FIRST).strip() == "window(4)"
 
 
 @pytest.mark.parametrize(

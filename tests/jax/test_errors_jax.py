@@ -1,13 +1,11 @@
 """Wrong calls of `attention` in JAX: of arrays, seeds, devices and tracers."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from programs import run_program
 from samples import mistakes
 from samples.mistakes import call, check, error_of, of_framework
 
@@ -264,7 +262,4 @@ split rows, xla refused True
 @pytest.mark.long
 def test_arrays_on_other_devices_are_named() -> None:
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    code = [sys.executable, "-c", DEVICES]
-    done = subprocess.run(code, env={**os.environ, **flags}, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == SAID
+    assert run_program("-c", DEVICES, timeout=120, **flags) == SAID
