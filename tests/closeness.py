@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -34,9 +32,7 @@ FACTOR, FACTOR_OF_FEW = 3, 6
 Arrays = dict[str, np.ndarray]
 
 
-def sensitivity(
-    solve: Callable[..., Arrays], arrays: Arrays, exact: Arrays, rounded: Callable[[str], bool], draws: int
-) -> dict[str, float]:
+def sensitivity(solve, arrays, exact, rounded, draws):
     """How far results of attention move, relatively, where inputs that are `rounded` move by at most 1/2.
 
     `solve(arrays, misread)` gives the results, with `misread(out)` added to dlse. How far a vector of a few

@@ -52,9 +52,7 @@ def _program(name: str, problem: Problem) -> Callable[..., Any]:
     return _programs[key]
 
 
-def _differentiated(
-    name: str, problem: Problem, leaves: Arrays, mask: Any, arrays: Arrays, dout: Any, dlse: Any
-) -> Any:
+def _differentiated(name, problem, leaves, mask, arrays, dout, dlse):
     def call(leaves: Arrays) -> Any:
         keywords = {**problem.setting.build(leaves), **arrays}
         q, k, v = (leaves[n] for n in ("q", "k", "v"))

@@ -184,9 +184,7 @@ _TYPES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def of_kinds(
-    values: dict[str, tuple[dict[str, Any], str]], types: dict[str, tuple[dict[str, Any], str]]
-) -> dict[str, Mistake]:
+def of_kinds(values, types):
     """Those of two tables, which are errors of values and of types."""
     kinds = (ValueError, values), (TypeError, types)
     return {name: (given, kind, text) for kind, table in kinds for name, (given, text) in table.items()}
