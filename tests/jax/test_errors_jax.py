@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from programs import run_program
 from samples import mistakes
-from samples.mistakes import call, check, error_of, of_framework
+from samples.mistakes import PREPARED, call, check, error_of, ids, of_framework, zeros
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -89,57 +89,55 @@ def test_explaining_what_is_spread() -> None:
         explain(Q, K, K, mask=sharded)
 
 
+INDICES = "expected an array of torch or NumPy, got one of jax. Convert it"
+FRAMEWORKS = "expected arrays of one framework on one device, got torch on cpu and jax. Move them"
+SLOPES = (lambda: a.alibi([0.5] * 4),)
+#: Keywords whose arrays are the other framework's: the argument that JAX names, and what PyTorch says.
+FOREIGN: dict[str, tuple[dict[str, Any], str, str]] = {
+    "sinks": ({"sinks": zeros(4)}, "sinks", "sinks: expected a floating tensor"),
+    "dense bias": ({"bias": zeros(7, 9)}, "bias", "bias: expected a tensor, or what"),
+    "slopes": ({"bias": (a.alibi, zeros(4))}, "bias", f"bias: {FRAMEWORKS}"),
+    "table": ({"bias": (a.relative, zeros(4, 9))}, "bias", f"bias: {FRAMEWORKS}"),
+    "seed": ({"dropout_p": 0.5, "dropout_seed": np.array(1)}, "dropout_seed", "dropout_seed: expected"),
+    "ids": ({"mask": (a.segments, ids(9))}, "mask", f"mask: {INDICES}"),
+    "prepared": (
+        {"mask": (lambda x: a.full().prepare(7, 9, like=x), zeros(1))},
+        "mask",
+        f"mask: {INDICES}",
+    ),
+    "q_index": ({"q_index": np.arange(7), "bias": SLOPES}, "q_index", f"q_index: {INDICES}"),
+    "k_index": (
+        {"mask": PREPARED, "k_index": np.arange(9), "bias": SLOPES},
+        "k_index",
+        f"k_index: {INDICES}",
+    ),
+}
+
+
 class TestTwoFrameworks:
     """Arrays of PyTorch here, and arrays of JAX there, are called by the name of their argument."""
 
     torch = pytest.importorskip("torch")
 
-    @pytest.mark.parametrize(
-        ("name", "make"),
-        [
-            ("sinks", lambda t: t.zeros(4)),
-            ("bias", lambda t: a.alibi(t.zeros(4))),
-            ("dropout_seed", lambda t: t.tensor(1)),
-            ("q_index", lambda t: t.arange(7)),
-            ("mask", lambda t: a.segments(t.zeros(9, dtype=t.long))),
-            ("mask", lambda t: a.full().prepare(7, 9, like=t.zeros(1))),
-        ],
-        ids=["sinks", "slopes", "seed", "q_index", "ids", "prepared"],
-    )
-    def test_tensors_here(self, name: str, make: Callable[[Any], Any]) -> None:
-        message = rf"{name}: expected arrays of JAX or NumPy, as q, k and v, got a torch\.Tensor"
-        with pytest.raises(TypeError, match=message):
-            attention(Q, K, K, **{name: make(self.torch), "dropout_p": 0.5 * (name == "dropout_seed")})
-        with pytest.raises(TypeError, match=r"v: expected a JAX or NumPy array, got torch\.Tensor"):
-            attention(Q, K, self.torch.zeros(K.shape))
-
-    INDICES = "expected an array of torch or NumPy, got one of jax. Convert it"
-    FRAMEWORKS = "expected arrays of one framework on one device, got torch on cpu and jax. Move them"
-
-    @pytest.mark.parametrize(
-        ("given", "message"),
-        [
-            ({"q": Q}, "q: expected a torch.Tensor, got ArrayImpl"),
-            ({"sinks": jnp.zeros(4)}, "sinks: expected a floating tensor"),
-            ({"bias": jnp.zeros((7, 9))}, "bias: expected a tensor, or what"),
-            ({"bias": a.alibi(jnp.zeros(4))}, f"bias: {FRAMEWORKS}"),
-            ({"bias": a.relative(jnp.zeros((4, 9)))}, f"bias: {FRAMEWORKS}"),
-            ({"mask": a.segments(jnp.zeros(9, int))}, f"mask: {INDICES}"),
-            ({"mask": a.full().prepare(7, 9, like=Q)}, f"mask: {INDICES}"),
-            ({"q_index": jnp.arange(7), "bias": a.alibi([0.5] * 4)}, f"q_index: {INDICES}"),
-            (
-                {"mask": a.full().prepare(7, 9), "k_index": jnp.arange(9), "bias": a.alibi([0.5] * 4)},
-                f"k_index: {INDICES}",
-            ),
-        ],
-    )
-    def test_arrays_of_jax_there(self, given: dict[str, Any], message: str) -> None:
+    @pytest.mark.parametrize("name", FOREIGN)
+    def test_arrays_of_the_other_one(self, name: str) -> None:
         from attnspan.torch import attention as torchs
 
+        given, argument, text = FOREIGN[name]
+        here = {**of_framework(given, self.torch.from_numpy), "q": Q, "k": K, "v": K}
+        wanted = rf"^{argument}: expected arrays of JAX or NumPy, as q, k and v, got a torch\.Tensor"
+        check(error_of(call, attention, here), TypeError, wanted)
         q, k = self.torch.zeros(Q.shape), self.torch.zeros(K.shape)
-        with pytest.raises((TypeError, ValueError)) as raised:
-            torchs(**{"q": q, "k": k, "v": k, **given})
-        assert str(raised.value).startswith(message)
+        there = {**of_framework(given, jnp.asarray), "q": q, "k": k, "v": k}
+        assert str(error_of(call, torchs, there)).startswith(text)
+
+    def test_inputs_of_the_other_one(self) -> None:
+        from attnspan.torch import attention as torchs
+
+        with pytest.raises(TypeError, match=r"v: expected a JAX or NumPy array, got torch\.Tensor"):
+            attention(Q, K, self.torch.zeros(K.shape))
+        with pytest.raises(TypeError, match=r"q: expected a torch\.Tensor, got ArrayImpl"):
+            torchs(Q, *[self.torch.zeros(K.shape)] * 2)
 
     def test_a_mask_and_a_bias_of_both(self) -> None:
         message = r"^relative: table and buckets: expected arrays of one framework"
