@@ -35,9 +35,7 @@ def test_versions_are_said_for_a_report(capsys: pytest.CaptureFixture[str]) -> N
         (["show", "causal", "--svg", "/proc/nowhere/a.svg"], "No such file or directory"),
     ],
 )
-def test_a_users_error_is_one_message(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_users_error_is_one_message(arguments, message, capsys):
     with pytest.raises(SystemExit) as end:
         main(arguments)
     assert end.value.code == 2

@@ -16,19 +16,9 @@ _BY_NAME = {sample.name: sample for sample in SAMPLES}
 # Per batch row, from the left and from the right: none of them knows the number of rows.
 _PER_BATCH = ("key_padding", "key_padding, left", "prefix, per batch row")
 _OTHERS = (
-    "causal",
-    "window",
-    "window, both sides",
-    "segments",
-    "segments, per batch row",
-    "segments, three runs",
-    "documents",
-    "prefix, int",
-    "groups",
-    "key_padding, int",
-    "global_keys",
-    "prefix-LM",
-    "window and sinks",
+    *("causal", "window", "window, both sides", "segments", "segments, per batch row"),
+    *("segments, three runs", "documents", "prefix, int", "groups", "key_padding, int", "global_keys"),
+    *("prefix-LM", "window and sinks"),
 )
 _TREES = 60 if everything() else 20
 _OTHER_ROWS = "q_index of a prepared mask: expected the rows that it was prepared for"
@@ -58,9 +48,7 @@ class Tree:
         root: it is an operator.
     """
 
-    def __init__(
-        self, random: np.random.Generator, depth: int, *, prepares: bool = False, root: bool = False
-    ) -> None:
+    def __init__(self, random, depth, *, prepares=False, root=False):
         self.operands: list[Tree | Sample]
         self.rows: str | None = None
         if prepares and not root and random.random() < 0.4:

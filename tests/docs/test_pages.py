@@ -123,6 +123,16 @@ def test_decoding_of_the_page_agrees_with_no_cache() -> None:
                 assert model(ids[:, : count + t], caches).argmax() == ids[0, count + t]
 
 
+def test_the_page_of_jax_compiles_once_and_names_every_back_end() -> None:
+    backends = pytest.importorskip("attnspan.jax.backends")
+    names = names_of(DOCS / "jax.md")
+    assert names["out"].shape == names["q"].shape
+    assert names["dq"].any()
+    assert names["attend"]._cache_size() == 1
+    rows = re.findall(r"^\| `(\w+)` \|", (DOCS / "jax.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(rows) == sorted(backends.BACKENDS)
+
+
 def written(folder: Path, text: str) -> Path:
     page = folder / "page.md"
     page.write_text(text, encoding="utf-8")

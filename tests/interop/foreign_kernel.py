@@ -66,24 +66,13 @@ class Library:
         """The output alone."""
         return self.forward(q, k, v, softmax_scale, causal)[0]
 
-    def backward(
-        self,
-        dout: Tensor,
-        dlse: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        softmax_scale: float | None,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout, dlse, q, k, v, softmax_scale, causal):
         """The gradients of q, k and v."""
         for x in (dout, dlse, q, k, v):
             assert x.is_contiguous(), "the C library would read other memory"
         dq, dk, dv = (torch.full_like(x, float("nan")) for x in (q, k, v))
         failed = self._library.foreign_backward(
-            *map(_address, (dout, dlse, q, k, v, dq, dk, dv)),
-            *self._sizes(q, k, softmax_scale),
-            int(causal),
+            *map(_address, (dout, dlse, q, k, v, dq, dk, dv)), *self._sizes(q, k, softmax_scale), int(causal)
         )
         assert not failed
         return dq, dk, dv

@@ -25,9 +25,7 @@ def _normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> Any:
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
-def _inputs(
-    dtype: Any = jnp.float32, group: int = 1, keys: int = KEYS, lead: tuple[int, ...] = (BATCH,)
-) -> Any:
+def _inputs(dtype=jnp.float32, group=1, keys=KEYS, lead=(BATCH,)):
     lengths, heads = (QUERIES, keys, keys), (HEADS, HEADS // group, HEADS // group)
     return [
         _normal(i, *lead, n, h, WIDTH, dtype=dtype)
@@ -42,13 +40,7 @@ def _run(fn: Any, arrays: Any, dtype: Any = jnp.float32, **options: Any) -> Any:
     return [x.astype(jnp.float32) for x in (out, *back(jnp.ones_like(out)))]
 
 
-def _compare(
-    arrays: Any,
-    dtype: Any = jnp.float32,
-    ours: Any = dot_product_attention,
-    peer: Any = theirs,
-    **options: Any,
-) -> None:
+def _compare(arrays, dtype=jnp.float32, ours=dot_product_attention, peer=theirs, **options):
     found = _run(ours, arrays, dtype, **options)
     exact = _run(peer, arrays, jnp.float32, **options)
     # JAX's function does not run in float16 on a CPU.
@@ -121,15 +113,11 @@ def test_gradients_of_a_bias_that_broadcasts(shape: tuple[int, ...], mapped: boo
         return lambda q, k, v, b: fn(q, k, v, b, is_causal=True)
 
     fns = [call(fn) for fn in (dot_product_attention, theirs)]
-    arrays = [*_inputs(), bias]
+    q, k, v = _inputs()
     if mapped:  # over heads of the bias and the queries, with shared keys
-        arrays = (
-            [jnp.stack([x, 2 * x, -x]) for x in arrays[:1]]
-            + arrays[1:3]
-            + [jnp.stack([bias, -bias, bias / 2])]
-        )
+        q, bias = jnp.stack([q, 2 * q, -q]), jnp.stack([bias, -bias, bias / 2])
         fns = [jax.vmap(fn, (0, None, None, 0)) for fn in fns]
-    _compare(arrays, jnp.float32, *fns)
+    _compare([q, k, v, bias], jnp.float32, *fns)
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.3, -0.3, 4.0])

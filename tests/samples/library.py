@@ -112,9 +112,7 @@ def tree(note: str, parents: np.ndarray, prefix: Any = 0, depth: int | None = No
     return own(f"tree{note}", build, sees, *arrays, keys=int(keys), runs=build(parents).depth + 1)
 
 
-def near(
-    n: int, kernel: int, x: int, y: int, dilation: int = 1, stride: int = 1, causal: bool = False
-) -> bool:
+def near(n, kernel, x, y, dilation=1, stride=1, causal=False):
     """NATTEN's flex back end along one axis, without its grouping into tiles."""
     if x % dilation != y % dilation:
         return False
@@ -238,14 +236,7 @@ def temporal_heads(prompt: int, frames: int, frame: int, width: float) -> Sample
     return own("temporal_heads", build, sees, keys=prompt + frames * frame, runs=frames + 1)
 
 
-def selected_blocks(
-    note: str,
-    chosen: np.ndarray,
-    block: int,
-    sizes: np.ndarray | None = None,
-    runs: int | None = 3,
-    keys: int = 24,
-) -> Sample:
+def selected_blocks(note, chosen, block, sizes=None, runs=3, keys=24):
     """attention-gym, generate_vsa_mask_mod."""
 
     def sees(b: int, h: int, i: int, j: int) -> bool:
@@ -263,9 +254,7 @@ def per_document(mask: a.Mask, inner: Pair, cu: np.ndarray, runs: int = 1, keys:
     return own("per_document", build, in_documents(cu, inner), cu, runs=runs, keys=keys)
 
 
-def batchify(
-    note: str, build: Callable[..., a.Mask], inner: Pair, size: int, *arrays: Any, **options: Any
-) -> Sample:
+def batchify(note, build, inner, size, *arrays, **options):
     return own(
         f"batchify{note}",
         lambda *given: lib.batchify(build(*given), size),
@@ -376,17 +365,10 @@ LIBRARY = [
         runs=2,
     ),
     per_document(
-        lib.global_sliding(1, 2),
-        lambda x, y: abs(x - y) <= 1 or x < 2 or y < 2,
-        _CU_TWO_ROWS,
-        runs=2,
+        lib.global_sliding(1, 2), lambda x, y: abs(x - y) <= 1 or x < 2 or y < 2, _CU_TWO_ROWS, runs=2
     ),
     batchify(
-        "",
-        lambda: lib.global_sliding(1, 2, rows=False),
-        lambda x, y: abs(x - y) <= 1 or y < 2,
-        7,
-        runs=2,
+        "", lambda: lib.global_sliding(1, 2, rows=False), lambda x, y: abs(x - y) <= 1 or y < 2, 7, runs=2
     ),
     batchify(
         ", segments",

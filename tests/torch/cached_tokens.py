@@ -1,7 +1,6 @@
 """Rows of tokens that go through caches in pieces, and what attention over each row as a whole gives."""
 
 import random
-from collections.abc import Callable
 
 import torch
 from closeness import relative_error
@@ -18,9 +17,7 @@ Width = int | tuple[int, int] | None
 class Tokens:
     """Rows of random tokens, and what attention over each row as a whole gives, in float64 by plain torch."""
 
-    def __init__(
-        self, batch: int, length: int, *, v_dim: int = DIM, dtype: torch.dtype = torch.float32, seed: int = 0
-    ) -> None:
+    def __init__(self, batch, length, *, v_dim=DIM, dtype=torch.float32, seed=0):
         generator = torch.Generator().manual_seed(seed)
 
         def normal(heads: int, dim: int) -> Tensor:
@@ -36,9 +33,7 @@ class Tokens:
         """
         return self._attend(torch.float64, width, slopes)
 
-    def error(
-        self, out: Tensor, width: Width = None, slopes: Tensor | None = None, keep: Tensor | None = None
-    ) -> float:
+    def error(self, out, width=None, slopes=None, keep=None):
         """Relative error of the tokens of ``keep`` (B, length), all by default, as a multiple of torch's own.
 
         The worst token counts as well as all of them: one among a thousand would vanish in the norm.
@@ -74,14 +69,7 @@ class Tokens:
         return new
 
 
-def feed(
-    cache: Cache,
-    tokens: Tokens,
-    out: Tensor,
-    counts: list[int],
-    n: int,
-    call: Callable[..., Tensor] | None = None,
-) -> None:
+def feed(cache, tokens, out, counts, n, call=None):
     """One step of ragged chunks through the cache; the outputs of real tokens go into ``out``."""
     lengths = cache.lengths.tolist()
     q, k, v = (tokens.chunk(x, lengths, counts, n) for x in (tokens.q, tokens.k, tokens.v))
