@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -32,7 +34,9 @@ FACTOR, FACTOR_OF_FEW = 3, 6
 Arrays = dict[str, np.ndarray]
 
 
-def sensitivity(solve, arrays, exact, rounded, draws):
+def sensitivity(
+    solve: Callable[..., Arrays], arrays: Arrays, exact: Arrays, rounded: Callable[[str], bool], draws: int
+) -> dict[str, float]:
     """How far results of attention move, relatively, where inputs that are `rounded` move by at most 1/2.
 
     `solve(arrays, misread)` gives the results, with `misread(out)` added to dlse. How far a vector of a few

@@ -53,7 +53,9 @@ def covering(rows: Sequence[Sequence[Hashable]], strength: int = 2) -> list[int]
     return sorted(taken)
 
 
-def cells(*factors, strength=2, named=()):
+def cells(
+    *factors: Iterable[Any], strength: int = 2, named: Iterable[tuple[Any, ...]] = ()
+) -> list[tuple[Any, ...]]:
     """Rows of the product of factors: a covering array and the named rows, in the long run all of them."""
     values = [list(factor) for factor in factors]
     rows = list(product(*values))

@@ -121,7 +121,9 @@ def _optional(x: Any) -> Array | None:
     return None if x is None else _described(x)
 
 
-def _extra(options, dbias, dsinks):
+def _extra(
+    options: tuple[Any, ...] | None, dbias: Any, dsinks: Any
+) -> tuple[tuple[Any, ...], list[Array | None]]:
     """The options, and their arrays: bias, sinks, seeds, q_index, k_index, dbias, dsinks."""
     options = options or NO_OPTIONS
     _, bias, _, sinks, _, seed, q_index, k_index = options

@@ -35,7 +35,9 @@ def test_versions_are_said_for_a_report(capsys: pytest.CaptureFixture[str]) -> N
         (["show", "causal", "--svg", "/proc/nowhere/a.svg"], "No such file or directory"),
     ],
 )
-def test_a_users_error_is_one_message(arguments, message, capsys):
+def test_a_users_error_is_one_message(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         main(arguments)
     assert end.value.code == 2

@@ -60,7 +60,9 @@ OTHER_ROWS = "q_index of a prepared mask: expected the rows that it was prepared
     ],
     ids=["q_index", "cache", "prepared cache", "documents", "per_row"],
 )
-def test_rows_that_are_the_last_of_the_keys_are_these_alone(own, other, q_index, join):
+def test_rows_that_are_the_last_of_the_keys_are_these_alone(
+    own: a.Mask, other: a.Mask, q_index: np.ndarray | None, join: Any
+) -> None:
     want = join(own, a.causal()).spans(8, 16).dense()
     for prepared in (own.prepare(8, 16), own.prepare(8, 16, q_index=np.arange(8, 16))):
         with pytest.raises(ValueError, match=OTHER_ROWS):

@@ -48,7 +48,9 @@ class Tree:
         root: it is an operator.
     """
 
-    def __init__(self, random, depth, *, prepares=False, root=False):
+    def __init__(
+        self, random: np.random.Generator, depth: int, *, prepares: bool = False, root: bool = False
+    ) -> None:
         self.operands: list[Tree | Sample]
         self.rows: str | None = None
         if prepares and not root and random.random() < 0.4:

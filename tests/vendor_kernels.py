@@ -82,14 +82,18 @@ def _documents(q: Tensor, k: Tensor, *given: Any) -> list[tuple[slice, slice]]:
     return list(zip(*found, strict=True))
 
 
-def _band(max_k, scale, is_causal, window_size_left, window_size_right):
+def _band(
+    max_k: int, scale: float, is_causal: bool, window_size_left: int, window_size_right: int
+) -> tuple[int, int]:
     assert scale > 0, "the largest product would not be the largest score"
     if is_causal:
         return -1, 0
     return window_size_left, -1 if window_size_right >= max_k else window_size_right
 
 
-def _flash_forward(q, k, v, cu_q, cu_k, max_q, max_k, *rest, **band):
+def _flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Any, cu_k: Any, max_q: int, max_k: int, *rest: Any, **band: Any
+) -> tuple[Any, ...]:
     dropout_p, is_causal, debug = rest
     assert (dropout_p, debug) == (0.0, False)
     if cu_q is None:
@@ -151,7 +155,9 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: float) ->
     return out.transpose(1, 2), lse[..., None], None, None, q.shape[2], k.shape[2], None, None, None
 
 
-def _cudnn_backward(dout, q, k, v, out, lse, *rest, scale):
+def _cudnn_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, scale: float
+) -> tuple[Tensor, ...]:
     seed, offset, bias, cu_q, cu_k, max_q, max_k, dropout_p, is_causal = rest
     assert seed.dtype == offset.dtype == torch.int64
     assert bias is cu_q is cu_k is None

@@ -52,7 +52,9 @@ def _program(name: str, problem: Problem) -> Callable[..., Any]:
     return _programs[key]
 
 
-def _differentiated(name, problem, leaves, mask, arrays, dout, dlse):
+def _differentiated(
+    name: str, problem: Problem, leaves: Arrays, mask: Any, arrays: Arrays, dout: Any, dlse: Any
+) -> Any:
     def call(leaves: Arrays) -> Any:
         keywords = {**problem.setting.build(leaves), **arrays}
         q, k, v = (leaves[n] for n in ("q", "k", "v"))

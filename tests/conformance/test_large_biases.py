@@ -1,6 +1,8 @@
 """Biases of millions and more: what all keys of a row share changes nothing but the lse, the rest decides."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +23,9 @@ def _arrays(length: int) -> list[Tensor]:
     return [torch.randn(1, HEADS, length, WIDTH) for _ in range(4)]
 
 
-def _by_torch(backend, bias_of, values, dout=None, **call):
+def _by_torch(
+    backend: str, bias_of: Callable[..., Any], values: np.ndarray, dout: Tensor | None = None, **call: Any
+) -> Results:
     *qkv, own = _arrays(call.pop("length", LENGTH))
     leaves = [x.requires_grad_() for x in (*qkv, torch.from_numpy(values))]
     attend = attention
@@ -33,7 +37,9 @@ def _by_torch(backend, bias_of, values, dout=None, **call):
     return [*(x.detach() for x in found), *torch.autograd.grad(found, leaves, gradients)]
 
 
-def _by_jax(backend, bias_of, values, dout=None, **call):
+def _by_jax(
+    backend: str, bias_of: Callable[..., Any], values: np.ndarray, dout: Tensor | None = None, **call: Any
+) -> Results:
     jax = pytest.importorskip("jax")
     ours = pytest.importorskip("attnspan.jax")
     *qkv, own = _arrays(call.pop("length", LENGTH))

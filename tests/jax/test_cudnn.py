@@ -35,7 +35,9 @@ MASKS: dict[MaskWords, tuple[a.Mask, bool, tuple[int, int] | None]] = {
 
 
 @pytest.mark.parametrize("words", MASKS)
-def test_the_function_that_is_called_means_the_same(words, monkeypatch):
+def test_the_function_that_is_called_means_the_same(
+    words: MaskWords, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """JAX's own implementation of what cuDNN is asked for, against the oracle."""
     plain = partial(jax.nn.dot_product_attention, implementation="xla")
 
@@ -84,7 +86,9 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
 
 
 @pytest.mark.parametrize(("sizes", "numbers", "reason"), REFUSED)
-def test_what_it_refuses(sizes, numbers, reason, monkeypatch):
+def test_what_it_refuses(
+    sizes: dict[str, Any], numbers: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cudnn, "_missing", lambda: None)
     found = cudnn.supports(replace(PROBLEM, **sizes), replace(CAUSAL, **numbers))
     assert found is None if reason is None else reason in str(found)

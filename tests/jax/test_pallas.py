@@ -153,7 +153,9 @@ def test_lists(mask: str) -> None:
 
 
 @pytest.mark.parametrize(("most", "lead"), [(2**14, (2, 3)), (100, (2, 1)), (30, (1, 1))])
-def test_heads_and_batch_rows_share_tables_that_would_be_too_large(monkeypatch, most, lead):
+def test_heads_and_batch_rows_share_tables_that_would_be_too_large(
+    monkeypatch: pytest.MonkeyPatch, most: int, lead: tuple[int, int]
+) -> None:
     monkeypatch.setattr(tables, "MOST_ENTRIES", most)
     blocks, tiles = _tables(MASKS["three runs"]), _tiles(MASKS["three runs"])
     assert blocks.of_queries.dims[:2] == lead

@@ -48,7 +48,9 @@ def test_a_program_has_the_backend_of_its_platform(platform: str, calls: int) ->
     ("backend", "platform", "reason"),
     [("cpu", "tpu", "it runs on CPU arrays, not on tpu"), ("pallas", "cpu", "it runs on TPUs, not on cpu")],
 )
-def test_a_named_backend_raises_where_it_does_not_run(backend, platform, reason, wrap):
+def test_a_named_backend_raises_where_it_does_not_run(
+    backend: str, platform: str, reason: str, wrap: Any
+) -> None:
     function = wrap(partial(_loss, backend=backend))
     x = jnp.stack([X, X]) if wrap is jax.vmap else X
     assert jax.eval_shape(function, x) is not None

@@ -269,7 +269,9 @@ AHEAD = [
 
 @pytest.mark.parametrize("shapes", [False, True], ids=["mask", "shapes"])
 @pytest.mark.parametrize("mask", AHEAD, ids=repr)
-def test_a_program_compiled_ahead_takes_the_mask_or_the_shapes_that_it_was_lowered_with(mask, shapes):
+def test_a_program_compiled_ahead_takes_the_mask_or_the_shapes_that_it_was_lowered_with(
+    mask: Any, shapes: bool
+) -> None:
     def call(q: Any, mask: Any) -> Any:
         return attention(q, *QKV[1:], mask=mask)
 

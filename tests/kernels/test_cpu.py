@@ -101,7 +101,9 @@ def test_options_against_the_oracle(case: Case, dtype: torch.dtype) -> None:
         (FLOAT, ("alibi", "softcap")),
     ],
 )
-def test_same_bits_every_time_and_from_several_threads_at_once(dtype, options):
+def test_same_bits_every_time_and_from_several_threads_at_once(
+    dtype: torch.dtype, options: tuple[str, ...]
+) -> None:
     problem = make(Case(q_len=300, k_len=500, heads=6, kv_heads=3, dtype=dtype, options=options))
     first = run(problem)
     with ThreadPoolExecutor(4) as pool:
@@ -126,7 +128,9 @@ NON_FINITE += [(("softcap", "alibi", "sinks", "dropout"), q_len, "k", torch.nan)
 
 
 @pytest.mark.parametrize(("options", "q_len", "where", "value"), NON_FINITE, ids=str)
-def test_a_non_finite_value_reaches_what_may_see_it_and_nothing_else(options, q_len, where, value):
+def test_a_non_finite_value_reaches_what_may_see_it_and_nothing_else(
+    options: tuple[str, ...], q_len: int, where: str, value: float
+) -> None:
     problem = make(Case(q_len=q_len, k_len=300, heads=1, kv_heads=1, runs=2, options=options))
     clean = run(problem)
     sees = _seen(problem.bounds, torch.arange(300))
@@ -323,7 +327,9 @@ LONE = {"plain": (), "sinks": ("sinks",), "dropout": ("dropout",), "dense": ("de
 @pytest.mark.parametrize("options", LONE.values(), ids=LONE)
 @pytest.mark.parametrize("q_len", [3, 12, 70])
 @pytest.mark.parametrize("hidden", [1.0, torch.nan], ids=["", "next to nan"])
-def test_a_lone_key_has_a_weight_of_1(hidden, q_len, options, dtype):
+def test_a_lone_key_has_a_weight_of_1(
+    hidden: float, q_len: int, options: tuple[str, ...], dtype: torch.dtype
+) -> None:
     # Rows see one key, two of which one has all weight, or many of which one has.
     problem = make(Case(q_len=q_len, k_len=90, scale=-1e4, mask="full", options=options, dtype=dtype))
     bounds = problem.bounds.clone()

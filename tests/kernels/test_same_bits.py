@@ -65,7 +65,9 @@ problems = {
 }
 
 
-def numbers(length, dtype, dims, heads, seed):
+def numbers(
+    length: int, dtype: str, dims: tuple[int, int], heads: tuple[int, int], seed: int
+) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     (dim, v_dim), (q_heads, kv_heads) = dims, heads
     shapes = {"q": (q_heads, dim), "k": (kv_heads, dim), "v": (kv_heads, v_dim), "dout": (q_heads, v_dim)}
@@ -127,7 +129,9 @@ FEW = [
 @pytest.mark.parametrize("dims", [(64, 64), (96, 80), (72, 40), (576, 512)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("queries", "group", "length"), FEW)
-def test_few_queries_of_many_heads(queries, group, length, dtype, dims):
+def test_few_queries_of_many_heads(
+    queries: int, group: int, length: int, dtype: str, dims: tuple[int, int]
+) -> None:
     """Few rows of a key head read keys as they lie, in two layouts; many read packed blocks."""
     inputs, last = numbers(length, dtype, dims, (group, 1), 5), slice(length - queries, length)
     whole = run(inputs, spans("full", length, length), 1, backward=False)

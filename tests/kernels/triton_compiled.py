@@ -43,7 +43,9 @@ class Recorder:
         return launch
 
 
-def launches_of(options, dtype, dim, v_dim, group, parts):
+def launches_of(
+    options: Options, dtype: torch.dtype, dim: int, v_dim: int, group: int, parts: int
+) -> list[Any]:
     """The launches of a forward and a backward pass."""
     launches: list[Any] = []
     kept = {name: x for name, x in vars(_launch).items() if name.endswith("_kernel")}

@@ -25,7 +25,9 @@ def _normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> Any:
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
-def _inputs(dtype=jnp.float32, group=1, keys=KEYS, lead=(BATCH,)):
+def _inputs(
+    dtype: Any = jnp.float32, group: int = 1, keys: int = KEYS, lead: tuple[int, ...] = (BATCH,)
+) -> Any:
     lengths, heads = (QUERIES, keys, keys), (HEADS, HEADS // group, HEADS // group)
     return [
         _normal(i, *lead, n, h, WIDTH, dtype=dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -37,7 +37,9 @@ SHARP = {"atol": 1e-4, "rtol": 1e-4}  # of single elements in float32, with scor
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-def _samples(dtype, *, dropout, grad=True):
+def _samples(
+    dtype: torch.dtype, *, dropout: bool, grad: bool = True
+) -> Iterator[tuple[list[Tensor], dict[str, Any]]]:
     torch.manual_seed(0)
     for sample in SDPA.sample_inputs("cpu", dtype, requires_grad=grad):
         if bool(sample.kwargs["dropout_p"]) == dropout:

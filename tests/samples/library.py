@@ -112,7 +112,9 @@ def tree(note: str, parents: np.ndarray, prefix: Any = 0, depth: int | None = No
     return own(f"tree{note}", build, sees, *arrays, keys=int(keys), runs=build(parents).depth + 1)
 
 
-def near(n, kernel, x, y, dilation=1, stride=1, causal=False):
+def near(
+    n: int, kernel: int, x: int, y: int, dilation: int = 1, stride: int = 1, causal: bool = False
+) -> bool:
     """NATTEN's flex back end along one axis, without its grouping into tiles."""
     if x % dilation != y % dilation:
         return False
@@ -254,7 +256,9 @@ def per_document(mask: a.Mask, inner: Pair, cu: np.ndarray, runs: int = 1, keys:
     return own("per_document", build, in_documents(cu, inner), cu, runs=runs, keys=keys)
 
 
-def batchify(note, build, inner, size, *arrays, **options):
+def batchify(
+    note: str, build: Callable[..., a.Mask], inner: Pair, size: int, *arrays: Any, **options: Any
+) -> Sample:
     return own(
         f"batchify{note}",
         lambda *given: lib.batchify(build(*given), size),

@@ -184,7 +184,9 @@ _TYPES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def of_kinds(values, types):
+def of_kinds(
+    values: dict[str, tuple[dict[str, Any], str]], types: dict[str, tuple[dict[str, Any], str]]
+) -> dict[str, Mistake]:
     """Those of two tables, which are errors of values and of types."""
     kinds = (ValueError, values), (TypeError, types)
     return {name: (given, kind, text) for kind, table in kinds for name, (given, text) in table.items()}

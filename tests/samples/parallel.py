@@ -6,7 +6,7 @@ Shapes: B batch rows, H query heads, G key/value heads, S queries, D and Dv head
 import functools
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -215,7 +215,9 @@ def exact(case: Case) -> Results:
     return _cached(case.problem, True)
 
 
-def pairs(factors, seed=0, without=()):
+def pairs(
+    factors: Iterable[Sequence[Any]], seed: int = 0, without: Collection[tuple[int, int]] = ()
+) -> Iterator[tuple[Any, ...]]:
     """Few rows of a product that is too large to list, in which each pair of values of two factors occurs.
 
     Pairs of the columns `without` occur by chance.

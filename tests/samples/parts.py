@@ -64,7 +64,9 @@ class Case:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
 
-def random_bounds(generator, batch, heads, q_len, k_len, runs, empty=True):
+def random_bounds(
+    generator: torch.Generator, batch: int, heads: int, q_len: int, k_len: int, runs: int, empty: bool = True
+) -> Tensor:
     """Legal spans; every fifth row sees nothing if ``empty`` and there are several, else each sees a key."""
     cuts = torch.randint(0, k_len + 1, (batch, heads, q_len, 2 * runs), generator=generator).sort(-1).values
     bounds = cuts.view(batch, heads, q_len, runs, 2).to(torch.int32)

@@ -180,7 +180,9 @@ def compare(got: Mapping[str, Any], exact: Mapping[str, np.ndarray], bounds: Map
         assert found <= bounds[name], f"{name}: error {found:.3g}, allowed {bounds[name]:.3g}"
 
 
-def check(of, got, extra=0.0, exponential=None):
+def check(
+    of: Case | Problem, got: Mapping[str, Any], extra: float = 0.0, exponential: float | None = None
+) -> None:
     """Compare results with the oracle's, within what roundings explain."""
     case, (exact, unavoidable) = (of, oracle(of)) if isinstance(of, Case) else (of.case, solved(of))
     inherent = rounding(case, exponential) + extra

@@ -17,7 +17,9 @@ Width = int | tuple[int, int] | None
 class Tokens:
     """Rows of random tokens, and what attention over each row as a whole gives, in float64 by plain torch."""
 
-    def __init__(self, batch, length, *, v_dim=DIM, dtype=torch.float32, seed=0):
+    def __init__(
+        self, batch: int, length: int, *, v_dim: int = DIM, dtype: torch.dtype = torch.float32, seed: int = 0
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
 
         def normal(heads: int, dim: int) -> Tensor:
@@ -33,7 +35,9 @@ class Tokens:
         """
         return self._attend(torch.float64, width, slopes)
 
-    def error(self, out, width=None, slopes=None, keep=None):
+    def error(
+        self, out: Tensor, width: Width = None, slopes: Tensor | None = None, keep: Tensor | None = None
+    ) -> float:
         """Relative error of the tokens of ``keep`` (B, length), all by default, as a multiple of torch's own.
 
         The worst token counts as well as all of them: one among a thousand would vanish in the norm.

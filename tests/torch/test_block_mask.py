@@ -47,7 +47,9 @@ def _same_lists(a: BlockMask, b: BlockMask) -> None:
 
 
 @pytest.mark.parametrize(("q_len", "k_len", "block_size"), SIZES)
-def test_the_blocks_are_those_of_create_block_mask_and_are_read_exactly(q_len, k_len, block_size):
+def test_the_blocks_are_those_of_create_block_mask_and_are_read_exactly(
+    q_len: int, k_len: int, block_size: object
+) -> None:
     mask, mask_mod = _documents(q_len, k_len)
     ours = to_block_mask(mask, q_len, k_len, batch=2, block_size=block_size)
     theirs = create_block_mask(mask_mod, 2, None, q_len, k_len, device="cpu", BLOCK_SIZE=block_size)

@@ -151,7 +151,9 @@ def test_a_last_stride_other_than_one_is_still_right(taken: list[bool]) -> None:
     assert taken == [False, True]
 
 
-def test_without_the_exchange_table_the_ordinary_way_is_left(monkeypatch, taken):
+def test_without_the_exchange_table_the_ordinary_way_is_left(
+    monkeypatch: pytest.MonkeyPatch, taken: list[bool]
+) -> None:
     wanted = attention(*_qkv())
     monkeypatch.setattr(_eager, "_READABLE", False)
     assert torch.equal(attention(*_qkv()), wanted)

@@ -114,7 +114,9 @@ KEY = 4
 @pytest.mark.parametrize("where", ["k", "v"])
 @pytest.mark.parametrize("backend", ["math", "cpu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_nan_reaches_exactly_the_rows_that_may_see_it(backend, where, value, dtype):
+def test_a_nan_reaches_exactly_the_rows_that_may_see_it(
+    backend: str, where: str, value: float, dtype: torch.dtype
+) -> None:
     sample = small(seed=9, q_len=70, k_len=150, runs=2, dtype=dtype)
     getattr(sample, where)[:, 0, KEY] = value
     mask, inputs = Spans(sample.bounds, 150), tuple(sample.requires_grad().inputs.values())

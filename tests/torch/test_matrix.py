@@ -58,7 +58,9 @@ class Checkpointed(nn.Module):
         return checkpointed(self.ac, self.block, x, given)  # type: ignore[no-any-return]
 
 
-def _run(mode, ac, given, backend="aot_eager", compiled=None):
+def _run(
+    mode: str, ac: str, given: Any, backend: str = "aot_eager", compiled: bool | None = None
+) -> tuple[list[Tensor], list[str]]:
     attend, compile_it = MODES[mode]
     torch.manual_seed(0)
     model = Checkpointed(ac, attend, isinstance(given, Tensor))
