@@ -31,7 +31,19 @@ class Runner:
         self.command = list(command)
         self.machine, self._active, *self._levels = self._run(["levels"], b"").decode().split()
 
-    def forward(self, q, k, v, out, lse, bounds, scale, num_threads, config=None, options=None):
+    def forward(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        lse: Any,
+        bounds: Any,
+        scale: float,
+        num_threads: int,
+        config: Config | None = None,
+        options: tuple[Any, ...] | None = None,
+    ) -> None:
         q, k, v, out, lse, bounds = map(_described, (q, k, v, out, lse, bounds))
         header = _header(False, q, k, v, bounds, scale, num_threads, config)
         extra = _extra(options, None, None)
@@ -39,25 +51,25 @@ class Runner:
 
     def backward(
         self,
-        dout,
-        dlse,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        bounds,
-        dq,
-        dk,
-        dv,
-        scale,
-        num_threads,
-        config=None,
-        options=None,
-        dbias=None,
-        dsinks=None,
-        part=False,
-    ):
+        dout: Any,
+        dlse: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        lse: Any,
+        bounds: Any,
+        dq: Any,
+        dk: Any,
+        dv: Any,
+        scale: float,
+        num_threads: int,
+        config: Config | None = None,
+        options: tuple[Any, ...] | None = None,
+        dbias: Any = None,
+        dsinks: Any = None,
+        part: bool = False,
+    ) -> None:
         assert not part, "the program takes no parts of a softmax"
         q, k, v, out, lse, bounds = map(_described, (q, k, v, out, lse, bounds))
         grads = [_described(x) for x in (dq, dk, dv)]
@@ -140,7 +152,16 @@ def _options(options: tuple[Any, ...], arrays: list[Array | None]) -> bytes:
     return struct.pack(OPTIONS, kind, code, *extents, threshold, per_head, *rows, softcap)
 
 
-def _header(backward, q, k, v, bounds, scale, num_threads, config):
+def _header(
+    backward: bool,
+    q: Array,
+    k: Array,
+    v: Array,
+    bounds: Array,
+    scale: float,
+    num_threads: int,
+    config: Config | None,
+) -> bytes:
     batch, q_heads, q_len, head_dim = q[2]
     kv_heads, k_len, v_dim = k[2][1], k[2][2], v[2][3]
     runs, batches, heads = bounds[2][3], bounds[2][0], bounds[2][1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -49,7 +51,13 @@ def states(out: Any) -> Tensor:
     return out.last_hidden_state
 
 
-def computed(model, implementation, inputs, read, valid=...):
+def computed(
+    model: Any,
+    implementation: str,
+    inputs: Mapping[str, Any],
+    read: Callable[[Any], Tensor],
+    valid: Any = ...,
+) -> tuple[Tensor, Tensor, Counter[str]]:
     """The results of valid tokens, the gradients of all parameters, and the operators that ran."""
     model.set_attn_implementation(implementation)
     model.zero_grad()
@@ -60,7 +68,14 @@ def computed(model, implementation, inputs, read, valid=...):
     return out.detach(), gradients, operators.counts
 
 
-def assert_equals_eager(model, inputs, calls, read=logits, valid=..., within=3e-6):
+def assert_equals_eager(
+    model: Any,
+    inputs: Mapping[str, Any],
+    calls: int,
+    read: Callable[[Any], Tensor] = logits,
+    valid: Any = ...,
+    within: float = 3e-6,
+) -> None:
     """Our operator runs `calls` times and gives the results and gradients of the eager implementation."""
     wanted = computed(model, "eager", inputs, read, valid)
     got = computed(model, "attnspan", inputs, read, valid)

@@ -66,7 +66,16 @@ class Library:
         """The output alone."""
         return self.forward(q, k, v, softmax_scale, causal)[0]
 
-    def backward(self, dout, dlse, q, k, v, softmax_scale, causal):
+    def backward(
+        self,
+        dout: Tensor,
+        dlse: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax_scale: float | None,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v."""
         for x in (dout, dlse, q, k, v):
             assert x.is_contiguous(), "the C library would read other memory"

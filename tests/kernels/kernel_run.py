@@ -10,7 +10,12 @@ from attnspan.call.options import Options
 from attnspan.kernels import cpu
 
 
-def run(problem, config=None, backward=None, threads=2):
+def run(
+    problem: Problem,
+    config: dict[str, int] | None = None,
+    backward: dict[str, int] | None = None,
+    threads: int = 2,
+) -> dict[str, Tensor]:
     """Both directions; without one of its own, backward has the configuration with square blocks.
 
     Results are NaN before the kernel writes them, and `out` is stored (B, S, H, D).

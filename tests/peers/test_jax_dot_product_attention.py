@@ -42,7 +42,13 @@ def _run(fn: Any, arrays: Any, dtype: Any = jnp.float32, **options: Any) -> Any:
     return [x.astype(jnp.float32) for x in (out, *back(jnp.ones_like(out)))]
 
 
-def _compare(arrays, dtype=jnp.float32, ours=dot_product_attention, peer=theirs, **options):
+def _compare(
+    arrays: Any,
+    dtype: Any = jnp.float32,
+    ours: Any = dot_product_attention,
+    peer: Any = theirs,
+    **options: Any,
+) -> None:
     found = _run(ours, arrays, dtype, **options)
     exact = _run(peer, arrays, jnp.float32, **options)
     # JAX's function does not run in float16 on a CPU.

@@ -238,7 +238,14 @@ def temporal_heads(prompt: int, frames: int, frame: int, width: float) -> Sample
     return own("temporal_heads", build, sees, keys=prompt + frames * frame, runs=frames + 1)
 
 
-def selected_blocks(note, chosen, block, sizes=None, runs=3, keys=24):
+def selected_blocks(
+    note: str,
+    chosen: np.ndarray,
+    block: int,
+    sizes: np.ndarray | None = None,
+    runs: int | None = 3,
+    keys: int = 24,
+) -> Sample:
     """attention-gym, generate_vsa_mask_mod."""
 
     def sees(b: int, h: int, i: int, j: int) -> bool:

@@ -211,7 +211,14 @@ def _table(draw: Draw, columns: int, buckets: np.ndarray | None = None) -> Setti
     return Setting({"table": table}, lambda p: {"bias": a.relative(p["table"], buckets)})
 
 
-def _dense(per_batch, per_head, per_row, dtype=None, spoil=lambda _: None, three_dims=False):
+def _dense(
+    per_batch: bool,
+    per_head: bool,
+    per_row: bool,
+    dtype: torch.dtype | None = None,
+    spoil: Callable[[Tensor], object] = lambda _: None,
+    three_dims: bool = False,
+) -> Callable[[Draw], Setting]:
     def make(draw: Draw) -> Setting:
         case = draw.case
         sizes = case.batch if per_batch else 1, case.heads if per_head else 1, case.q_len if per_row else 1

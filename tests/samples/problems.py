@@ -5,7 +5,7 @@ Inputs are standard-normal. `attention` takes a problem as it is; kernels and th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -64,7 +64,11 @@ class Problem:
         arrays = {name: getattr(self, name).detach().double().numpy() for name in MOVED}
         return self.solve(arrays | {"dlse": self.dlse.double().numpy()})
 
-    def solve(self, arrays, misread=None):
+    def solve(
+        self,
+        arrays: dict[str, np.ndarray],
+        misread: Callable[[np.ndarray], np.ndarray] | None = None,
+    ) -> dict[str, np.ndarray]:
         """The same for other q, k, v, dout and dlse.
 
         `misread(out)` is added to dlse: what a backward pass makes of an `out` that is not the exact one.

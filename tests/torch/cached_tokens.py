@@ -1,6 +1,7 @@
 """Rows of tokens that go through caches in pieces, and what attention over each row as a whole gives."""
 
 import random
+from collections.abc import Callable
 
 import torch
 from closeness import relative_error
@@ -73,7 +74,14 @@ class Tokens:
         return new
 
 
-def feed(cache, tokens, out, counts, n, call=None):
+def feed(
+    cache: Cache,
+    tokens: Tokens,
+    out: Tensor,
+    counts: list[int],
+    n: int,
+    call: Callable[..., Tensor] | None = None,
+) -> None:
     """One step of ragged chunks through the cache; the outputs of real tokens go into ``out``."""
     lengths = cache.lengths.tolist()
     q, k, v = (tokens.chunk(x, lengths, counts, n) for x in (tokens.q, tokens.k, tokens.v))

@@ -63,7 +63,13 @@ def _outside(q: Tensor, k: Tensor, mask: Mask, several: list[dict[str, Any]]) ->
     return [attention(q, k, k, mask=mask, **options) for options in several]
 
 
-def _compilations(shapes, *names, inside=True, mark=False, backend="aot_eager"):
+def _compilations(
+    shapes: list[tuple[int, int]],
+    *names: str,
+    inside: bool = True,
+    mark: bool = False,
+    backend: str = "aot_eager",
+) -> list[int]:
     """Run fullgraph over shapes with new values of everything; the number of compilations after each call.
 
     Outputs and every gradient are compared with those of eager calls, under options of these names.

@@ -52,7 +52,14 @@ CALLS = {name: (make, "") for name, make in MASKS.items()} | {name: (causal, nam
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("return_lse", [False, True])
-def test_both_ways_give_the_same_bits_and_strides(monkeypatch, taken, dtype, name, layout, return_lse):
+def test_both_ways_give_the_same_bits_and_strides(
+    monkeypatch: pytest.MonkeyPatch,
+    taken: list[bool],
+    dtype: torch.dtype,
+    name: str,
+    layout: Any,
+    return_lse: bool,
+) -> None:
     make, option = CALLS[name]
 
     def run() -> list[Tensor]:
