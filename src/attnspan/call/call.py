@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any, TypeVar
 
+import numpy as np
+
 from attnspan.base.mistakes import not_a_mask, refuse_keywords
 from attnspan.base.plain import check_plain
 from attnspan.base.recorded import agree, sure
@@ -296,13 +298,16 @@ def widened(q: Any, k: Any, v: Any, pad: Callable[[Any], Any]) -> tuple[Any, Any
     ``pad`` appends a zero along the last dim.
     """
     # Those of nested tensors cannot be asked for, and are refused by name later.
-    q_dim, k_dim, v_dim = (
-        () if getattr(x, "is_nested", False) else tuple(getattr(x, "shape", ()))[-1:] for x in (q, k, v)
-    )
+    q_dim, k_dim, v_dim = (() if _is_nested(x) else tuple(getattr(x, "shape", ()))[-1:] for x in (q, k, v))
     if q_dim == k_dim == (0,):
         q, k = pad(q), pad(k)
     empty = v_dim == (0,)
     return q, k, pad(v) if empty else v, empty
+
+
+def _is_nested(x: Any) -> bool:
+    # Of arrays of NumPy a compiler cannot ask for what they do not have.
+    return not isinstance(x, np.ndarray) and getattr(x, "is_nested", False)
 
 
 def lower_mask(mask: Mask, q: Any, k: Any, given: Given, like: Any) -> Prepared:
