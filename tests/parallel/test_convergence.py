@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from copying import BATCH, MOTIF, RUNS, SEQ_LEN, VOCABULARY, Run, make_batch, misplace
+from copying import BATCH, MOTIF, RUNS, SEQ_LEN, VOCABULARY, Run, make_batch, misplace, train
 from worlds import world
 
 from attnspan import causal, segments
@@ -19,7 +19,7 @@ EARLY, ALIKE_EARLY, ALIKE = 20, 1e-5, 1e-2
 @functools.cache
 def losses(ranks: int, run: Run) -> list[float]:
     """The loss of each step; all ranks must have seen the same one."""
-    first, *others = world(ranks).run("copying:train", run)
+    first, *others = world(ranks).run(train, run)
     assert all(other == first for other in others)
     return first
 

@@ -209,9 +209,7 @@ def test_a_rank_that_hangs_makes_the_others_fail_in_the_time_of_the_group() -> N
 def second_derivative(placed: Placed) -> None:
     rows = placed.mask.frame.rows_per_rank
     q, k, v = (torch.randn(2, heads, rows, 16).requires_grad_() for heads in (4, 2, 2))
-    (first,) = torch.autograd.grad(
-        attention(q, k, v, mask=placed.mask).square().sum(), q, create_graph=True
-    )
+    (first,) = torch.autograd.grad(attention(q, k, v, mask=placed.mask).square().sum(), q, create_graph=True)
     first.square().sum().backward()
 
 

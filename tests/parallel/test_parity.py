@@ -2,7 +2,8 @@
 
 import functools
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +12,14 @@ import torch
 from covering import everything, few
 from hypothesis import given
 from hypothesis import strategies as st
+from placed import attend, place
 from samples.parallel import CROSS_MASKS, HEADS, MASKS, OPTIONS, Case, Results, exact, pairs, unsharded
 from torch import Tensor
+from worlds import ranks as on_ranks
 from worlds import world
 
 from attnspan.parallel import Strategy
+from attnspan.torch import SlowPathWarning
 
 #: Norm-wise, of float32 results; those of one process are up to 3e-7 from float64.
 FLOAT32 = 2e-6
@@ -111,10 +115,32 @@ def rounding(case: Case, name: str) -> float:
     return max(FLOAT32, 2**-24 * pairs**0.5) if in_table else FLOAT32
 
 
-def check(ranks: int, cases: list[Case]) -> None:
+def attend_all(cases: list[Case], plainly: bool = False) -> list[dict[str, Any]]:
+    """Forward and backward of many cases on a rank, each named if it fails; plainly where no kernel runs."""
+    found = []
+    with warnings.catch_warnings():
+        if plainly:
+            warnings.simplefilter("ignore", SlowPathWarning)
+        for case in cases:
+            try:
+                found.append(attend(place(case), case))
+            except Exception as error:
+                error.add_note(repr(case))
+                raise
+    return found
+
+
+def attended(
+    ranks: int, cases: list[Case], plainly: bool = False
+) -> Iterator[tuple[Case, Sequence[dict[str, Any]]]]:
+    """Each case with what each of that many ranks has of its results."""
+    by_rank = world(ranks).run(attend_all, cases, plainly)
+    return zip(cases, zip(*by_rank, strict=True), strict=True)
+
+
+def check(ranks: int, cases: list[Case], plainly: bool = False) -> None:
     """Run cases on that many ranks and hold them to one process alone."""
-    by_rank = world(ranks).run("parity_jobs:attend_all", cases)
-    for case, parts in zip(cases, zip(*by_rank, strict=True), strict=True):
+    for case, parts in attended(ranks, cases, plainly):
         assert_parity(case, parts)
 
 
@@ -170,8 +196,7 @@ def test_parts_of_rows_with_large_biases_merge(ranks: int, strategy: str) -> Non
         Case(mask=mask, option="deep relative", heads=(4, 2), dims=dims, strategy=strategy)
         for mask, dims in (("full", (16, 16)), ("causal", (16, 16)), ("causal", (264, 8)))
     ]
-    by_rank = world(ranks).run("parity_jobs:attend_plainly", cases)
-    for case, parts in zip(cases, zip(*by_rank, strict=True), strict=True):
+    for case, parts in attended(ranks, cases, plainly=True):
         true = exact(case)
         for name, got in assemble(case, parts).items():
             size = float(true[name].norm()) if name in ("out", "lse", "dv") else float(true["dv"].norm())
@@ -201,9 +226,7 @@ def test_where_no_kernel_runs(ranks: int, strategy: str, dtype: str, dims: tuple
         for i, mask in enumerate(MASKS)
     ]
     cases = cases if everything() else cases[WORLDS.index((ranks, strategy)) % 2 :: 2]
-    by_rank = world(ranks).run("parity_jobs:attend_plainly", cases)
-    for case, parts in zip(cases, zip(*by_rank, strict=True), strict=True):
-        assert_parity(case, list(parts))
+    check(ranks, cases, plainly=True)
 
 
 @pytest.mark.covering(1)
@@ -215,10 +238,9 @@ def test_low_precision_is_no_worse_than_one_process(ranks: int, strategy: str, d
         Case(mask=mask, option=options[i % 7], heads=HEADS[i % 5], length=101, strategy=strategy, dtype=dtype)
         for i, mask in enumerate(MASKS)
     ]
-    by_rank = world(ranks).run("parity_jobs:attend_all", cases)
     ours: dict[str, list[Tensor]] = {}
     alone: dict[str, list[Tensor]] = {}
-    for case, parts in zip(cases, zip(*by_rank, strict=True), strict=True):
+    for case, parts in attended(ranks, cases):
         true, single = exact(case), unsharded(case)
         for name, got in assemble(case, parts).items():
             seen = true[name].isfinite()
@@ -266,13 +288,14 @@ def test_cross_attention(ranks: int, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
+@on_ranks(lambda ranks: ranks)
 def test_the_same_call_gives_the_same_bits(ranks: int) -> None:
-    cases = [
-        Case(mask=mask, option="all", length=101, strategy=strategy, heads=(5, 1))
-        for strategy in (strategy for each, strategy in WORLDS if each == ranks)
-        for mask in ("segments", "spans per head")
-    ]
-    assert not any(world(ranks).run("parity_jobs:twice", cases))
+    for strategy in (strategy for each, strategy in WORLDS if each == ranks):
+        for mask in ("segments", "spans per head"):
+            case = Case(mask=mask, option="all", length=101, strategy=strategy, heads=(5, 1))
+            first, second = (attend(place(case), case) for _ in range(2))
+            for name in first:
+                assert torch.equal(first[name], second[name]), f"{name} of {case}"
 
 
 @st.composite

@@ -6,8 +6,8 @@
     parts = world(2).run(attend, cases)                # [result of rank 0, result of rank 1]
 
 A process that loads torch takes seconds, so worlds are shared by all tests and forked from one process that
-has loaded it. A body that raises on a rank fails the test with that rank's traceback; a rank that dies or does
-not answer fails it too; the world is then ended, and the next test gets a new one.
+has loaded it. A body that raises on a rank fails the test with that rank's traceback; a rank that dies or
+does not answer fails it too; the world is then ended, and the next test gets a new one.
 """
 
 import atexit
@@ -31,7 +31,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-import sending  # noqa: E402
+import sending
 
 #: Seconds that a body may take, unless its test says otherwise; a loaded machine is no failure.
 SECONDS = 300.0
