@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from placed import attend, place
 from samples.parallel import CROSS_MASKS, HEADS, MASKS, OPTIONS, Case, Results, exact, pairs, unsharded
 from torch import Tensor
+from worlds import named, world
 from worlds import ranks as on_ranks
-from worlds import world
 
 from attnspan.parallel import Strategy
 from attnspan.torch import SlowPathWarning
@@ -122,11 +122,8 @@ def attend_all(cases: list[Case], plainly: bool = False) -> list[dict[str, Any]]
         if plainly:
             warnings.simplefilter("ignore", SlowPathWarning)
         for case in cases:
-            try:
+            with named(case):
                 found.append(attend(place(case), case))
-            except Exception as error:
-                error.add_note(repr(case))
-                raise
     return found
 
 

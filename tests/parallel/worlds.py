@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -265,6 +265,16 @@ def _raise_warnings() -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
     warnings.filterwarnings("ignore", ".torch.jit.script_method. is deprecated", DeprecationWarning)
+
+
+@contextlib.contextmanager
+def named(case: Any) -> Iterator[None]:
+    """Errors of one of many cases say which it was."""
+    try:
+        yield
+    except BaseException as error:  # Also that of `pytest.raises`, where nothing was raised.
+        error.add_note(repr(case))
+        raise
 
 
 def error(got: Any, wanted: Any) -> float:
