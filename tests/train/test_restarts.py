@@ -12,12 +12,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
-from train_jobs import figures, scores
+import torch.distributed as dist
+from runs import Dying, figures, scores, train
 from worlds import World, world
 
-from train.config import TrainConfig
+from train import parallelize
+from train.config import JobError, TrainConfig
 
 Tiny = Callable[..., TrainConfig]
 
@@ -66,7 +69,7 @@ def test_after_restarts_by_torchrun_losses_are_those_of_an_undisturbed_run(
     tiny: Tiny, tmp_path: Path
 ) -> None:
     config = tiny(cp=2, steps=6, checkpoint_every=2, timeout=60.0)
-    world(2).run("train_jobs:train", config, tmp_path / "calm")
+    world(2).run(train, config, tmp_path / "calm")
     kill = int(signal.SIGKILL)
     out = torchrun(config, tmp_path / "run", {0: {"step": 6, "signal": kill}})
     assert out.count("parameters") == 2, "started, and started again"
@@ -88,12 +91,19 @@ def test_the_others_say_which_step_failed_within_the_timeout(
     tiny: Tiny, tmp_path: Path, kind: signal.Signals, fsdp: bool
 ) -> None:
     timeout = 10.0
-    config = tiny(dp=2, fsdp=fsdp, batch_size=1, timeout=timeout)
+    config, folder = tiny(dp=2, fsdp=fsdp, batch_size=1, timeout=timeout), tmp_path / "run"
+    text = (
+        "ranks: expected all 2 ranks to take part in step 3, got no answer from rank 1, after(.|\n)*--resume"
+    )
+
+    def dying() -> None:
+        dies = lambda _: contextlib.nullcontext(Dying(3, int(kind)))  # noqa: E731
+        quick = patch.object(parallelize, "_ROLL_CALL_SECONDS", 2.0)
+        with quick, pytest.raises(JobError, match=f"ranks: {text}"):
+            train(config, folder, observe=dies if dist.get_rank() == 1 else None)
+
     began = time.monotonic()
-    ranks = World(2, group_seconds=timeout)
     may = {"may_die": (1,)} if kind == signal.SIGKILL else {"may_hang": (1,)}
-    error, _ = ranks.run("train_jobs:dying", config, tmp_path / "run", 3, int(kind), **may)
-    assert "ranks: expected all 2 ranks to take part in step 3, got no answer from rank 1, after" in error
-    assert "--resume" in error
-    assert figures(tmp_path / "run")[-1][0] == 2
+    World(2, group_seconds=timeout).call(dying, **may)
+    assert figures(folder)[-1][0] == 2
     assert time.monotonic() - began < timeout + 60, "the margin is for a loaded machine"
