@@ -17,6 +17,7 @@ import inspect
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import sys
 import tempfile
@@ -275,6 +276,18 @@ def named(case: Any) -> Iterator[None]:
     except BaseException as error:  # Also that of `pytest.raises`, where nothing was raised.
         error.add_note(repr(case))
         raise
+
+
+@contextlib.contextmanager
+def raising(pattern: str) -> Iterator[None]:
+    """What is raised is, as "Type: text", what the pattern says."""
+    try:
+        yield
+    except Exception as error:
+        if not re.match(pattern, f"{type(error).__name__}: {error}", re.DOTALL):
+            raise AssertionError(f"expected {pattern}") from error
+    else:
+        raise AssertionError(f"nothing raised, expected {pattern}")
 
 
 def error(got: Any, wanted: Any) -> float:
