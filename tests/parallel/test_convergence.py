@@ -31,8 +31,7 @@ def end(curve: list[float]) -> float:
 
 @pytest.mark.long  # Each step's gradients are those of tests/parallel/test_parity.py.
 @pytest.mark.parametrize(
-    ("ranks", "strategy"),
-    [(2, "exchange"), (4, "exchange"), (2, "ring"), (4, "hybrid(2, 2)")],
+    ("ranks", "strategy"), [(2, "exchange"), (4, "exchange"), (2, "ring"), (4, "hybrid(2, 2)")]
 )
 def test_ranks_learn_what_one_process_learns(ranks: int, strategy: str) -> None:
     alone, together = losses(1, Run()), losses(ranks, Run(strategy))

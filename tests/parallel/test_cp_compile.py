@@ -139,11 +139,7 @@ def compile_each(modules: Any) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "compiled"),
-    [
-        ("exchange", True),
-        ("hybrid(2, 2)", False),
-        pytest.param("hybrid(2, 2)", True, marks=pytest.mark.long),
-    ],
+    [("exchange", True), ("hybrid(2, 2)", False), pytest.param("hybrid(2, 2)", True, marks=pytest.mark.long)],
 )
 @ranks(ranks_of)
 def test_checkpointing_keeps_attention_or_runs_it_again(strategy: str, compiled: bool) -> None:

@@ -332,11 +332,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: planned(node_size=0), OptionError, "node_size: expected 1 to"),
     (lambda: planned(memory="1GB"), DtypeError, "memory: expected a number of bytes, got '1GB'"),
     (lambda: planned(keys=5), DtypeError, "keys: expected a Layout, got 5"),
-    (
-        lambda: planned(machine="rates.json"),
-        DtypeError,
-        "machine: expected measured rates, got 'rates.json'",
-    ),
+    (lambda: planned(machine="rates.json"), DtypeError, "machine: expected measured rates, got 'rates.json'"),
     (lambda: planned().local(-1), OptionError, "rank: expected 0 to 3, got -1"),
     (lambda: planned().tables(4), OptionError, "rank: expected 0 to 3, got 4"),
     (lambda: planned().cost("zigzag"), OptionError, r"u \* r = 4 ranks, got 'zigzag'"),
