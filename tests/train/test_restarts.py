@@ -25,23 +25,19 @@ from train.config import JobError, TrainConfig
 Tiny = Callable[..., TrainConfig]
 
 SCRIPT = Path(__file__).parent / "dying_rank.py"
-SOURCE = os.pathsep.join([str(Path(__file__).parents[2] / "src"), str(Path(__file__).parent)])
 LIMIT = 120.0  # seconds; a loaded machine is no failure, a rank that waits forever is
 
 
-def environment(**more: str) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"} | more
-
-
 @contextlib.contextmanager
-def process(command: list[str], **more: str) -> Iterator[subprocess.Popen[str]]:
+def process(command: list[str]) -> Iterator[subprocess.Popen[str]]:
     """A process of a session of its own, which is ended with all that it started."""
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]])
     child = subprocess.Popen(
         [sys.executable, *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment(**more),
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         start_new_session=True,
     )
     try:
