@@ -109,29 +109,22 @@ def test_without_keys_the_output_is_nothing(meshes: Meshes, strategy: str) -> No
     assert x[1].grad.shape == (1, 2, 0, 16)
 
 
-def test_two_levels_share_heads_within_a_node_and_need_names(meshes: Meshes) -> None:
-    mesh = meshes(2, 4)
-    layout = layout_of(8)
-    found = {
-        make(mesh, layout, mask=mask, strategy="auto", node_size=4).frame.strategy.members
-        for mask in (causal(), full())
-    }
-    assert found == {4}
-    assert make(mesh, layout).frame.strategy.members == 1, "unless told otherwise"
-    dist.destroy_process_group()
-    with pytest.raises(OptionError, match="names of both"):
-        make(meshes(2, 2, named=False))
-
-
 def test_meshes_that_do_not_fit(meshes: Meshes) -> None:
     mesh = meshes(1, 2, 2)
     with pytest.raises(OptionError, match=r"expected one dimension, or two.*got 3\. Take a part"):
         make(mesh)
-    with pytest.raises(OptionError, match=r"mesh: expected rank 0 of 3, got rank 0 of 2"):
-        make(mesh["intra"], layout_of(3))
+    for layout, rank, text in (
+        (layout_of(3), 0, "rank 0 of 3, got rank 0"),
+        (layout_of(2), 1, "rank 1 of 2, got rank 0"),
+    ):
+        with pytest.raises(OptionError, match=f"mesh: expected {text} of 2"):
+            layout.plan(causal(), heads=HEADS).local(rank).on(mesh["intra"], rows="unchecked")
     for other in (4, None, dist.group.WORLD):
         with pytest.raises(DtypeError, match="expected a DeviceMesh, such as mesh\\['cp'\\]"):
             layout_of(2).plan(causal(), heads=HEADS).on(other, rows="unchecked")
+    dist.destroy_process_group()
+    with pytest.raises(OptionError, match="names of both"):
+        make(meshes(2, 2, named=False))
 
 
 def test_a_plan_without_evidence_of_its_rows_is_refused(meshes: Meshes) -> None:
@@ -142,6 +135,17 @@ def test_a_plan_without_evidence_of_its_rows_is_refused(meshes: Meshes) -> None:
         ):
             on(mesh)
         assert on(mesh, rows="unchecked").q_index.tolist() == layout_of(2).rows[0].tolist()
+
+
+def test_rows_of_another_layout_or_rank_are_refused(meshes: Meshes) -> None:
+    mesh, layout = meshes(2), layout_of(2)
+    for rows, whose in (
+        (layout_of(2, method="contiguous").shard({}, 0), "layout"),
+        (layout.shard({}, 1), "rank"),
+    ):
+        text = rf"rows of plan.on\(mesh, rows=...\): expected rows of {whose}"
+        with pytest.raises(PlanMismatchError, match=text):
+            layout.plan(causal(), heads=HEADS).on(mesh, rows=rows)
 
 
 def test_a_plan_is_a_pytree_of_tensors(meshes: Meshes) -> None:

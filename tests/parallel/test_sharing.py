@@ -238,65 +238,18 @@ def test_dtensors_in_their_own_order_need_a_layout_that_keeps_it() -> None:
     assert error(out.full_tensor(), attention(*whole, mask=CAUSAL)) < FLOAT32
 
 
-def step_of(salt: int, rank: int | None = None) -> tuple[Layout, Any]:
-    """The layout of a step's documents, and a rank's rows of x, by default of this one."""
-    layout = layout_of(documents(salt))
-    return layout, layout.shard({"x": inputs()[0]}, dist.get_rank() if rank is None else rank, dim=2)
-
-
-def plan_step(mask: Any = None, **changes: Any) -> MeshPlan:
-    """The plan of the second of two steps."""
-    layout, rows = step_of(4)
-    return layout.plan(mask, heads=HEADS, strategy="exchange").on(here(), **{"rows": rows, **changes})  # type: ignore[no-any-return]
-
-
-def call(x: Tensor, plan: MeshPlan, q_index: Any = None) -> Any:
-    return attention(x, x[:, ::2], x[:, 1::2], mask=plan, q_index=q_index)
-
-
-def plan_of_another_layout() -> None:
-    layout_of(WINDOW).plan(heads=HEADS, batch=B).on(here(), rows=step_of(4)[1])
-
-
-def another_mask_on_one_rank() -> None:
-    call(step_of(4)[1]["x"], plan_step(documents(5) if dist.get_rank() == 0 else documents(4)))
-    plan_step(documents(4))
-
-
-def rows_of_before_in_the_model() -> None:
-    call(step_of(4)[1]["x"], plan_step(), step_of(3)[1]["q_index"])
-
-
-ROWS = r"PlanMismatchError: rows of plan.on\(mesh, rows=...\): expected rows of "
-#: What is said -> the ordinary loop, two steps of it, played wrongly in one way.
-WRONG: dict[str, list[Callable[[], Any]]] = {
-    f"{ROWS}layout": [lambda: plan_step(rows=step_of(3)[1]), plan_of_another_layout],
-    f"{ROWS}rank": [lambda: plan_step(rows=step_of(4, 1 - dist.get_rank())[1])],
-    "PlanMismatchError: q_index with context parallelism": [rows_of_before_in_the_model],
-    "ShapeError: q with context parallelism: expected 4 heads and this rank": [
-        lambda: call(inputs()[0], plan_step())
-    ],
-    "PlanMismatchError: context parallelism on 2 ranks": [another_mask_on_one_rank],
-    "OptionError: DTensors with context parallelism": [
-        lambda: call(distribute_tensor(inputs()[0], here(), [Shard(2)]), plan_step())
-    ],
-}
-
-
-@pytest.mark.parametrize("text", WRONG)
-@ranks(2)
-def test_the_ordinary_loop_played_wrongly_raises(text: str) -> None:
-    for play in WRONG[text]:
-        with raising(text):
-            play()
-
-
 @ranks(2)
 def test_rows_of_the_step_before_in_a_compiled_model_give_nan() -> None:
-    run = torch.compile(call, backend="aot_eager", fullgraph=True)
-    (_, before), (_, rows) = step_of(3), step_of(4)
-    assert run(rows["x"], plan_step(), before["q_index"]).isnan().all()
-    assert not call(rows["x"], plan_step(), rows["q_index"]).isnan().any()
+    layouts = [layout_of(documents(salt)) for salt in (3, 4)]
+    before, rows = (layout.shard({"x": inputs()[0]}, dist.get_rank(), dim=2) for layout in layouts)
+    plan, x = layouts[1].plan(heads=HEADS, strategy="exchange").on(here(), rows=rows), rows["x"]
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def call(x: Tensor, plan: MeshPlan, q_index: Tensor) -> Tensor:
+        return attention(x, x[:, ::2], x[:, 1::2], mask=plan, q_index=q_index)
+
+    assert call(x, plan, before["q_index"]).isnan().all()
+    assert not call(x, plan, rows["q_index"]).isnan().any()
 
 
 UNMARKED = {
