@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,9 +20,9 @@ pytest.importorskip("accelerate")
 # The worlds of processes that tests over several ranks share.
 sys.path.append(str(Path(__file__).parents[1] / "parallel"))
 
-from trainers import SIZES, as_started_by_torchrun, documents, model_of  # noqa: E402
+from trainers import OPTIONS, SIZES, as_started_by_torchrun, documents, model_of  # noqa: E402
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments  # noqa: E402
-from worlds import preload, ranks, world  # noqa: E402
+from worlds import preload, ranks, torchrun, world  # noqa: E402
 
 from attnspan.errors import OptionError  # noqa: E402
 from attnspan.integrations._accelerate_rows import _split, examine  # noqa: E402
@@ -67,20 +65,7 @@ class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
 
 def trainer_of(model: Any, data: str, degree: int, folder: str, **given: Any) -> Any:
     """A trainer of uneven documents; gradients are not clipped, so that their size counts."""
-    options = {
-        "max_steps": 20,
-        "per_device_train_batch_size": 3,
-        "per_device_eval_batch_size": 3,
-        "learning_rate": 0.1,
-        "optim": "sgd",
-        "max_grad_norm": 0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        **given,
-    }
+    options = {**OPTIONS, "max_steps": 20, **given}
     stream = options.pop("stream", False)
     functions = {"compute_loss_func": own_loss} if options.pop("own_loss", False) else {}
     trainer = Trainer(
@@ -293,21 +278,12 @@ def test_trainers_that_are_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_example_prints_the_same_losses_on_one_rank_and_on_two(tmp_path: Path) -> None:
     program = Path(__file__).parents[2] / "examples" / "pretrain_packed.py"
-    options = [str(program), "--cpu", "--steps", "10"]
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    printed = []
-    for command in (options, [*ranks, *options, "--context-parallel", "2"]):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        printed.append(json.loads(done.stdout.splitlines()[-1]))
+    given = [program, "--cpu", "--steps", "10"]
+    found = [
+        torchrun(None, *given, cwd=tmp_path),
+        torchrun(2, *given, "--context-parallel", "2", cwd=tmp_path),
+    ]
+    printed = [json.loads(text.splitlines()[-1]) for text in found]
     assert len(printed[0]) == 2
     assert printed[0] == pytest.approx(printed[1], abs=2e-4)
     assert printed[0][1] < printed[0][0] - 0.3

@@ -4,9 +4,7 @@ import contextlib
 import copy
 import logging
 import math
-import os
 import re
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -25,7 +23,7 @@ sys.path.append(str(Path(__file__).parents[1] / "parallel"))
 import diffusers
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from diffusers_parallel_models import IMPORTED, ODD, Sizes, make, noise
-from worlds import preload, ranks
+from worlds import preload, ranks, torchrun
 
 import attnspan
 from attnspan.errors import UsageError
@@ -462,16 +460,7 @@ def test_the_page_runs_on_two_ranks() -> None:
 
 
 def test_the_example_is_as_close_as_it_says() -> None:
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *launch, str(REPOSITORY / "examples" / "diffusion_two_ranks.py")],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = re.findall(r"(?:latents|gradients) differ by (\S+)", done.stdout)
+    printed = torchrun(2, REPOSITORY / "examples" / "diffusion_two_ranks.py")
+    found = re.findall(r"(?:latents|gradients) differ by (\S+)", printed)
     assert len(found) == 2
     assert max(map(float, found)) < CLOSE

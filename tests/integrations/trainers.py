@@ -35,6 +35,21 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+#: Gradients are not clipped, so that their size counts.
+OPTIONS: dict[str, Any] = {
+    "per_device_train_batch_size": 3,
+    "per_device_eval_batch_size": 3,
+    "learning_rate": 0.1,
+    "optim": "sgd",
+    "max_grad_norm": 0,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+    "use_cpu": True,
+}
+
+
 def model_of(name: str, seed: int = 0, **changes: Any) -> Any:
     """A tiny model with the same random weights in every process."""
     torch.manual_seed(seed)

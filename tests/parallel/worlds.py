@@ -19,6 +19,7 @@ import os
 import pickle
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -232,6 +233,20 @@ def close_worlds() -> None:
     for one in _worlds.values():
         one.close()
     _worlds.clear()
+
+
+def torchrun(ranks: int | None, *command: object, **options: Any) -> str:
+    """What a program prints that torchrun starts on so many ranks; None starts it alone."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run(
+        [sys.executable, *(launch if ranks else []), *map(str, command)],
+        **{"env": os.environ | {"OMP_NUM_THREADS": "1"}, "timeout": SECONDS, **options},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def _serve(pipe: Connection, rank: int, ranks: int, store: str, group_seconds: float) -> None:

@@ -15,7 +15,7 @@ for room in ("integrations", "parallel", ""):  # Tiny models and documents, worl
 from closeness import relative_error  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from tokenizers import Tokenizer, models  # noqa: E402
-from trainers import as_started_by_torchrun, documents, model_of  # noqa: E402
+from trainers import OPTIONS, as_started_by_torchrun, documents, model_of  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 from trl import SFTConfig, SFTTrainer  # noqa: E402
 from worlds import preload, world  # noqa: E402
@@ -43,23 +43,8 @@ def tokenizer() -> Any:
 
 def run(name: str, way: str, degree: int, folder: str, given: dict[str, Any]) -> dict[str, Any]:
     """Train a model by name on documents of uneven lengths; for each rank of a world, or alone."""
-    options = {
-        "max_steps": 12,
-        "per_device_train_batch_size": 3,
-        "per_device_eval_batch_size": 3,
-        "learning_rate": 0.1,
-        "optim": "sgd",
-        "max_grad_norm": 0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        **WAYS[way],
-        **given,
-    }
+    own = {"max_steps": 12, "bf16": False, "gradient_checkpointing": False}
+    options = {**OPTIONS, **own, **WAYS[way], **given}
     with as_started_by_torchrun():
         trainer = SFTTrainer(
             model_of(name),
