@@ -205,23 +205,20 @@ def test_one_rank_and_eight(ranks: int, strategy: str) -> None:
     check(ranks, grid(ranks, strategy) if everything() else grid(ranks, strategy)[::8])
 
 
+def each_mask(**given: Any) -> list[Case]:
+    """A case of each mask, with options and heads in turn."""
+    options = ["none", "softcap", "sinks", "alibi", "relative", "dropout", "all"]
+    return [
+        Case(mask=mask, option=options[i % 7], heads=HEADS[i % 5], **given) for i, mask in enumerate(MASKS)
+    ]
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("dtype", "dims"), [("float64", (16, 16)), ("float32", (264, 8))], ids=str)
 @pytest.mark.parametrize(("ranks", "strategy"), few([x for x in WORLDS if x[1] != "auto"], 3))
 def test_where_no_kernel_runs(ranks: int, strategy: str, dtype: str, dims: tuple[int, int]) -> None:
     # float64 and wide heads on this machine; everything on a device without a kernel.
-    options = ["none", "softcap", "sinks", "alibi", "relative", "dropout", "all"]
-    cases = [
-        Case(
-            mask=mask,
-            option=options[i % 7],
-            heads=HEADS[i % len(HEADS)],
-            strategy=strategy,
-            dtype=dtype,
-            dims=dims,
-        )
-        for i, mask in enumerate(MASKS)
-    ]
+    cases = each_mask(strategy=strategy, dtype=dtype, dims=dims)
     cases = cases if everything() else cases[WORLDS.index((ranks, strategy)) % 2 :: 2]
     check(ranks, cases, plainly=True)
 
@@ -230,11 +227,7 @@ def test_where_no_kernel_runs(ranks: int, strategy: str, dtype: str, dims: tuple
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("ranks", "strategy"), few(WORLDS, 2))
 def test_low_precision_is_no_worse_than_one_process(ranks: int, strategy: str, dtype: str) -> None:
-    options = ["none", "softcap", "sinks", "alibi", "relative", "dropout", "all"]
-    cases = [
-        Case(mask=mask, option=options[i % 7], heads=HEADS[i % 5], length=101, strategy=strategy, dtype=dtype)
-        for i, mask in enumerate(MASKS)
-    ]
+    cases = each_mask(strategy=strategy, dtype=dtype, length=101)
     ours: dict[str, list[Tensor]] = {}
     alone: dict[str, list[Tensor]] = {}
     for case, parts in attended(ranks, cases):
