@@ -45,7 +45,7 @@ EVERY_WORLD = [(ranks, strategy) for ranks in (2, 3, 4) for strategy in STRATEGI
 WORLDS = EVERY_WORLD if everything() else FEW_WORLDS
 EIGHT = [pytest.param(8, strategy, marks=pytest.mark.long) for strategy in STRATEGIES[8]]
 ALONE = [(1, "exchange"), (1, "ring"), (1, "ulysses")]
-LENGTHS = (37, 101, 257)
+LENGTHS = (1, 3, 37, 101, 257)  # Ranks without rows, too.
 PARTITIONS = ("balanced", "contiguous", "zigzag")
 
 
@@ -139,13 +139,6 @@ def check(ranks: int, cases: list[Case], plainly: bool = False) -> None:
     """Run cases on that many ranks and hold them to one process alone."""
     for case, parts in attended(ranks, cases, plainly):
         assert_parity(case, parts)
-
-
-def of_each_world(values: Sequence[Any], place: tuple[int, str], row: int, count: int) -> list[Any]:
-    """Some values for the row of a world's cases, others for the next world; in the long run all of them."""
-    first = row + WORLDS.index(place)
-    taken = {(first + i) % len(values) for i in range(len(values) if everything() else count)}
-    return [values[i] for i in sorted(taken)]
 
 
 def _with_members(case: Case, ranks: int) -> Case:
@@ -250,31 +243,15 @@ def test_low_precision_is_no_worse_than_one_process(ranks: int, strategy: str, d
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), few(WORLDS, 3))
-def test_fewer_rows_and_documents_than_ranks(ranks: int, strategy: str) -> None:
-    masks = ("causal", "segments", "documents", "spans", "key_padding")
-    options = ("none", "sinks", "all", "dropout", "alibi")
-    kinds = list(zip(masks, options, HEADS[:5], strict=True))
-    check(
-        ranks,
-        [
-            Case(mask=mask, length=length, strategy=strategy, option=option, heads=heads)
-            for i, length in enumerate((1, 2, 3, 5, 7))
-            for mask, option, heads in of_each_world(kinds, (ranks, strategy), i, 2)
-        ],
-    )
-
-
-@pytest.mark.parametrize(("ranks", "strategy"), few(WORLDS, 3))
 def test_cross_attention(ranks: int, strategy: str) -> None:
-    options, lengths = list(OPTIONS), ((37, 101), (101, 37), (41, 3))
-    check(
-        ranks,
-        [
-            Case(mask=mask, length=length, k_len=k_len, option=options[i % len(options)], strategy=strategy)
-            for i, mask in enumerate(CROSS_MASKS)
-            for length, k_len in of_each_world(lengths, (ranks, strategy), i, 1)
-        ],
-    )
+    options, first = list(OPTIONS), WORLDS.index((ranks, strategy))
+    cases = []
+    for i, mask in enumerate(CROSS_MASKS):
+        lengths = [(37, 101), (101, 37), (41, 3), (3, 41)]
+        for length, k_len in lengths if everything() else [lengths[(first + i) % 4]]:
+            option = options[i % len(options)]
+            cases.append(Case(mask=mask, length=length, k_len=k_len, option=option, strategy=strategy))
+    check(ranks, cases)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
