@@ -243,10 +243,11 @@ def test_each_mistake_is_named() -> None:
     def apart(batch: int) -> Any:
         return attnspan.segments(np.arange(batch)[:, None].repeat(8, 1))
 
-    def lying(*spec: Any) -> Any:
+    def lying(*spec: Any, mesh: Any = mesh) -> Any:
         return jax.device_put(q, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
 
     whole, placed = shard(mesh, batch="data", heads="context"), on()
+    spread, ring = whole.attention, placed.attention
     q, k = jnp.ones((BATCH, 4, 8, DIM)), jnp.ones((BATCH, 2, 8, DIM))
     four = [jnp.ones((4, heads, 8, DIM)) for heads in (4, 2, 2)]
     turned = jax.sharding.Mesh(mesh.devices[::-1], mesh.axis_names)
@@ -265,30 +266,18 @@ def test_each_mistake_is_named() -> None:
         ),
         "batch rows of the plan: expected a multiple of 2": lambda: on(apart(3), batch=3),
         "strategy on a JAX mesh: .* got 'ulysses'": lambda: on(strategy="ulysses"),
-        "q with a split sequence: expected 4 heads and 8 rows": lambda: placed.attention(k, k, k),
-        "k with a split sequence: expected 2 heads and 8 rows": lambda: placed.attention(q, q, q),
+        "q with a split sequence: expected 4 heads and 8 rows": lambda: ring(k, k, k),
+        "k with a split sequence: expected 2 heads and 8 rows": lambda: ring(q, q, q),
         "expected 2 batch rows, 4 heads and 8 rows": lambda: on(apart(2)).attention(*four),
-        "batch rows of q: expected a multiple of 2": lambda: whole.attention(q[:1], k[:1], k[:1]),
-        "heads of q: expected a multiple of 2": lambda: whole.attention(q[:, :3], q[:, :3], q[:, :3]),
-        "sharding of q: expected the sequence whole": lambda: whole.attention(
-            lying(None, None, "context"), k, k
-        ),
-        "sharding of q: expected head_dim whole": lambda: whole.attention(
-            lying(None, None, None, "data"), k, k
-        ),
-        "sharding of q: expected batch rows split over": lambda: placed.attention(lying("context"), k, k),
-        "k: expected the devices of the mask's mesh": lambda: placed.attention(
-            q, jax.device_put(k, jax.devices()[1]), k
-        ),
-        "q: expected the devices of the mask's mesh": lambda: whole.attention(
-            jax.device_put(q, jax.sharding.NamedSharding(turned, jax.sharding.PartitionSpec())), k, k
-        ),
-        "bias with a split sequence: expected alibi": lambda: placed.attention(
-            q, k, k, bias=jnp.zeros((8, 8))
-        ),
-        "k_index with a split sequence: expected None": lambda: placed.attention(
-            q, k, k, k_index=jnp.arange(8)
-        ),
+        "batch rows of q: expected a multiple of 2": lambda: spread(q[:1], k[:1], k[:1]),
+        "heads of q: expected a multiple of 2": lambda: spread(q[:, :3], q[:, :3], q[:, :3]),
+        "sharding of q: expected the sequence whole": lambda: spread(lying(None, None, "context"), k, k),
+        "sharding of q: expected head_dim whole": lambda: spread(lying(None, None, None, "data"), k, k),
+        "sharding of q: expected batch rows split over": lambda: ring(lying("context"), k, k),
+        "k: expected the devices of the mask's mesh": lambda: ring(q, jax.device_put(k, jax.devices()[1]), k),
+        "q: expected the devices of the mask's mesh": lambda: spread(lying(mesh=turned), k, k),
+        "bias with a split sequence: expected alibi": lambda: ring(q, k, k, bias=jnp.zeros((8, 8))),
+        "k_index with a split sequence: expected None": lambda: ring(q, k, k, k_index=jnp.arange(8)),
         "layout='thd' with split batch rows": lambda: thd.attention(q[0], q[0], q[0], layout="thd"),
         "plan: expected what plan.on": lambda: jax.jit(lambda x: x.explain())(placed),
         "shard: x: expected 8 rows along axis 1": lambda: placed.shard(jnp.ones((2, 9))),
