@@ -5,6 +5,7 @@ and that of a test belongs to its decorated form. Here those travel as their cod
 other process has the module's own names by importing it.
 """
 
+import ast
 import importlib
 import io
 import marshal
@@ -13,7 +14,13 @@ import sys
 import traceback
 import types
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
 from typing import Any
+
+from _pytest.assertion.rewrite import rewrite_asserts
+
+_TESTS = str(Path(__file__).parent)
 
 
 def dumps(value: Any) -> bytes:
@@ -31,6 +38,30 @@ def answer(request: bytes) -> bytes:
     except BaseException as error:  # A test is to see whatever it was, even SystemExit.
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # Without this frame.
         return pickle.dumps(("raised", "".join(traceback.format_exception(error))))
+
+
+def explain_asserts() -> None:
+    """Let `assert` in modules of the tests say which values it met, as pytest has it in its own process."""
+    sys.meta_path.insert(0, _Finder)
+
+
+class _Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        spec = super().find_spec(name, path, target)
+        if spec and isinstance(spec.loader, SourceFileLoader) and str(spec.origin).startswith(_TESTS):
+            spec.loader = _Loader(name, str(spec.origin))
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    def get_code(self, fullname: str) -> types.CodeType:
+        """Compile anew: 50 ms for a long test, once in each process."""
+        path = self.get_filename(fullname)
+        source = self.get_data(path)
+        tree = ast.parse(source)
+        rewrite_asserts(tree, source, path)
+        return compile(tree, path, "exec", dont_inherit=True)
 
 
 class _Pickler(pickle.Pickler):
@@ -57,9 +88,6 @@ def _function(
     module: str, name: str, code: bytes, defaults: Any, keyword_defaults: Any, enclosed: tuple[Any, ...]
 ) -> Callable[..., Any]:
     names = vars(importlib.import_module(module))
-    # What pytest has made of `assert`, for the messages, asks for these.
-    for alias, needed in (("@py_builtins", "builtins"), ("@pytest_ar", "_pytest.assertion.rewrite")):
-        names.setdefault(alias, importlib.import_module(needed))
     cells = tuple(map(types.CellType, enclosed))
     function = types.FunctionType(marshal.loads(code), names, name, defaults, cells)
     function.__kwdefaults__ = keyword_defaults

@@ -87,5 +87,6 @@ def _serve(pipe: Connection, path: list[str]) -> None:
         f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
     )
     os.environ["JAX_PLATFORMS"] = "cpu"
+    sending.explain_asserts()
     while True:
         pipe.send_bytes(sending.answer(pipe.recv_bytes()))

@@ -42,9 +42,14 @@ def test_a_function_in_a_test_gives_what_each_rank_returns(add: Callable[[float]
     assert world(2).run(add, more) == [1.5, 1.5]
 
 
+def assert_rank(number: int) -> None:
+    assert dist.get_rank() == number, "not here"
+
+
 @ranks(2)
 def compare(number: int) -> None:
-    assert dist.get_rank() == number, "not here"
+    assert number == 0, "another number"
+    assert_rank(number)
 
 
 def test_an_error_of_one_rank_is_shown_and_the_next_body_has_a_new_world() -> None:

@@ -45,7 +45,7 @@ GRACE = 1.0
 _processes = multiprocessing.get_context("forkserver")
 # The compiler too, which takes seconds in each process that compiles, and what test modules import.
 _PRELOADED = ["torch.distributed", "torch._functorch.aot_autograd", "attnspan.torch", "train.train"]
-_PRELOADED += ["pytest", "_pytest.assertion.rewrite", "hypothesis.strategies"]
+_PRELOADED += ["pytest", "hypothesis.strategies"]
 _processes.set_forkserver_preload(_PRELOADED)
 
 
@@ -255,6 +255,7 @@ def _serve(pipe: Connection, rank: int, ranks: int, store: str, group_seconds: f
     import torch.distributed as dist
 
     _raise_warnings()
+    sending.explain_asserts()
     torch.set_num_threads(1)
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(ranks)
     dist.init_process_group(
