@@ -58,7 +58,7 @@ class Planned:
     batch: int = BATCH
     heads: tuple[int, int] = HEADS
 
-    def mask(self, rows: slice) -> Any:
+    def mask(self, rows: Any) -> Any:
         """For some of the batch rows."""
         if self.k_len is None:
             return causal() & segments(ids(self.batch)[rows])
@@ -70,34 +70,28 @@ class Part:
 
     def __init__(self, case: Planned) -> None:
         self.case, self.mesh = case, grid(*case.sizes)
-        two = len(case.sizes) == 2
-        self.parts, self.at = (case.sizes[0], self.mesh.get_local_rank("dp")) if two else (1, 0)
-        if case.role in ("whole", "rows"):
-            self.parts, self.at = 1, 0
-        rows = self._range(case.batch) if case.role == "batch" else slice(0, case.batch)
-        heads = tuple(case.heads)
-        if case.role == "heads":
-            heads = tuple(self._range(n).stop - self._range(n).start for n in case.heads)
-        mesh, batch = self.mesh if case.role == "rows" else self.mesh["cp"], rows.stop - rows.start
+        self.parts, self.at = 1, 0
+        if case.role in ("batch", "heads"):
+            self.parts, self.at = case.sizes[0], self.mesh.get_local_rank("dp")
+        rows = torch.arange(case.batch)
+        rows = self.cut(rows) if case.role == "batch" else rows
+        heads = [len(self.cut(torch.arange(n)) if case.role == "heads" else range(n)) for n in case.heads]
+        mesh, batch = self.mesh if case.role == "rows" else self.mesh["cp"], len(rows)
         self.rank, given = group_of(mesh).rank(), {"k_len": case.k_len, "batch": batch}
         self.layout = Layout.of(mask := case.mask(rows), q_len=LENGTH, ranks=mesh.size(), **given)
-        plan = self.layout.plan(mask, heads=heads, strategy=case.strategy, **given)  # type: ignore[arg-type]
+        plan = self.layout.plan(mask, heads=tuple(heads), strategy=case.strategy, **given)  # type: ignore[arg-type]
         rows = self.layout.shard({}, self.rank)
         self.keys, self.plan = plan.keys, plan.on(mesh, rows=rows, dtensor_rows="plan")
         self.order = (0, 2, 1) if case.layout == "bshd" else (0, 1, 2)  # of batch rows, heads, rows
         self.dims = {"batch": 0, "heads": self.order[1]}
         self.first = [Shard(self.dims[case.role])] if case.role in self.dims else [Replicate()]
 
-    def _range(self, size: int) -> slice:
-        each = -(-size // self.parts)
-        return slice(min(each * self.at, size), min(each * (self.at + 1), size))
+    def cut(self, x: Tensor, dim: int = 0) -> Tensor:
+        return x.chunk(self.parts, dim)[self.at]
 
     def of(self, x: Tensor, keys: bool = False) -> Tensor:
         """This rank's part of a tensor (B, H, S, ...)."""
-        dim = {"batch": 0, "heads": 1}.get(self.case.role)
-        if dim is not None:
-            at = self._range(x.shape[dim])
-            x = x.narrow(dim, at.start, at.stop - at.start)
+        x = self.cut(x, {"batch": 0}.get(self.case.role, 1))
         return (self.keys if keys else self.layout).shard(x, self.rank, dim=2)
 
     def join(self, x: Tensor, keys: bool = False) -> DTensor:
@@ -125,7 +119,7 @@ class Part:
             place = Replicate() if dim is None or self.case.place == "replicated" else Shard(dim)
             found = distribute_tensor(found, self.mesh, [place, Replicate()][2 - self.mesh.ndim :])
         elif self.case.place == "local" and dim is not None:
-            found = found.chunk(self.parts, dim)[self.at].clone()
+            found = self.cut(found, dim).clone()
         return found.requires_grad_(x.requires_grad)
 
     def gradient(self, x: Any, wanted: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,8 +133,8 @@ class Part:
         dim = DIMS[self.case.option].get(self.case.role)
         x = x.clone()
         dist.all_reduce(x, group=self.mesh.get_group("cp"))
-        if dim is not None and self.case.role != "whole":
-            return x, wanted.chunk(self.parts, dim)[self.at]
+        if dim is not None:
+            return x, self.cut(wanted, dim)
         if self.case.role in ("batch", "rows"):
             dist.all_reduce(x, group=self.mesh.get_group("dp"))
         return x, wanted
