@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "parallel"))
 
-from copying import Run  # noqa: E402
+from copying import Run, train  # noqa: E402
 from worlds import world  # noqa: E402
 
 from attnspan_lab.files import write_json  # noqa: E402
@@ -73,7 +73,7 @@ def draw(curves: dict[str, list[float]]) -> str:
 def main() -> None:
     curves = {}
     for name, (ranks, run, _, _) in CURVES.items():
-        curves[name] = world(ranks).run("copying:train", run)[0]
+        curves[name] = world(ranks).run(train, run)[0]
         print(f"{name:24} first {curves[name][0]:.4f}  last ten {sum(curves[name][-10:]) / 10:.6f}")
     apart = max(
         abs(loss / alone - 1)

@@ -1,32 +1,34 @@
-"""Four devices for tests of JAX: a process of its own, whose CPU is four devices, runs jobs by name.
+"""Four devices for tests of JAX: a process of its own, whose CPU is four devices, runs the bodies of tests.
 
-    def job(scale: float) -> float: ...                # in a module that tests can import
-    devices().run("jax_jobs:job", 0.5)
+    @on_devices
+    def test_of_meshes() -> None: ...                  # the body runs there
 
-How many devices there are is decided before JAX starts, so the tests' own process cannot have them. A job
+How many devices there are is decided before JAX starts, so the tests' own process cannot have them. A body
 that raises fails the test with its traceback.
 """
 
 import atexit
 import functools
-import importlib
 import multiprocessing
 import os
+import pickle
 import sys
-import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import sending
+
 #: Devices of the process.
 DEVICES = 4
-#: Seconds that a job may take; a loaded machine is no failure.
-JOB_SECONDS = 300.0
+#: Seconds that a body may take; a loaded machine is no failure.
+SECONDS = 300.0
 
 _processes = multiprocessing.get_context("spawn")
 
 
-class JobError(AssertionError):
-    """A job failed; the message holds what it raised."""
+class DevicesError(AssertionError):
+    """A body failed; the message holds what it raised."""
 
 
 class Devices:
@@ -38,18 +40,19 @@ class Devices:
         self._worker.start()
         there.close()
 
-    def run(self, job: str, *arguments: Any) -> Any:
-        """The result of ``module:function``."""
-        self._pipe.send((job, arguments))
+    def run(self, body: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """The result of a function."""
+        __tracebackhide__ = True
+        self._pipe.send_bytes(sending.dumps((body, arguments, named)))
         try:
-            if not self._pipe.poll(JOB_SECONDS):
+            if not self._pipe.poll(SECONDS):
                 raise EOFError
-            kind, value = self._pipe.recv()
+            kind, value = pickle.loads(self._pipe.recv_bytes())
         except EOFError:
             self.close()
-            raise JobError(f"{job}{arguments}: no answer, or the process ended") from None
+            raise DevicesError(f"{body.__name__}: no answer, or the process ended") from None
         if kind == "raised":
-            raise JobError(f"{job}{arguments}:\n{value}")
+            raise DevicesError(f"{body.__name__}\n{value}")
         return value
 
     def close(self) -> None:
@@ -67,16 +70,23 @@ def devices() -> Devices:
     return found
 
 
+def on_devices(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the body of a function, mostly of a test, run where there are four devices."""
+
+    @functools.wraps(body)
+    def there(*arguments: Any, **named: Any) -> Any:
+        __tracebackhide__ = True
+        return devices().run(body, *arguments, **named)
+
+    return there
+
+
 def _serve(pipe: Connection, path: list[str]) -> None:
     sys.path[:] = path
     os.environ["XLA_FLAGS"] = (
         f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
     )
     os.environ["JAX_PLATFORMS"] = "cpu"
+    sending.explain_asserts()
     while True:
-        job, arguments = pipe.recv()
-        try:
-            module, _, name = job.partition(":")
-            pipe.send(("done", getattr(importlib.import_module(module), name)(*arguments)))
-        except Exception:
-            pipe.send(("raised", traceback.format_exc()))
+        pipe.send_bytes(sending.answer(pipe.recv_bytes()))

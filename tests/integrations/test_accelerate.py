@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from closeness import relative_error
 
 transformers = pytest.importorskip("transformers")
@@ -20,19 +20,89 @@ pytest.importorskip("accelerate")
 # The worlds of processes that tests over several ranks share.
 sys.path.append(str(Path(__file__).parents[1] / "parallel"))
 
-from accelerate_jobs import SIZES, as_started_by_torchrun, documents, model_of, run, trainer_of  # noqa: E402
-from transformers import Trainer  # noqa: E402
-from worlds import JobError, preload, world  # noqa: E402
+from trainers import OPTIONS, SIZES, as_started_by_torchrun, documents, model_of  # noqa: E402
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments  # noqa: E402
+from worlds import preload, ranks, torchrun, world  # noqa: E402
 
 from attnspan.errors import OptionError  # noqa: E402
 from attnspan.integrations._accelerate_rows import _split, examine  # noqa: E402
 from attnspan.integrations.accelerate import context_parallel  # noqa: E402
 from attnspan.integrations.transformers import plans_only  # noqa: E402
+from attnspan.testing import probe  # noqa: E402
 
 preload("transformers.trainer")
 
 # Sums of the same float32 numbers in other orders, over twenty steps.
 CLOSE = 20 * torch.finfo(torch.float32).eps
+
+
+def padded(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """One document per row, with tokens of no meaning in front of it or behind it."""
+    shape = len(examples), max(len(x["input_ids"]) for x in examples)
+    tokens, mask = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+    for row, example in enumerate(examples):
+        size = len(example["input_ids"])
+        place = slice(0, size) if size % 2 else slice(shape[1] - size, None)
+        tokens[row, place], mask[row, place] = torch.tensor(example["input_ids"]), 1
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
+
+
+COLLATORS = {"packed": DataCollatorWithFlattening(), "padded": padded}
+
+
+def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    """A loss that compares neighbours: targets are shifted in here."""
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
+
+class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """The documents one after the other, as from a file that is too large."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        yield from documents(70, 24)
+
+
+def trainer_of(model: Any, data: str, degree: int, folder: str, **given: Any) -> Any:
+    """A trainer of uneven documents; gradients are not clipped, so that their size counts."""
+    options = {**OPTIONS, "max_steps": 20, **given}
+    stream = options.pop("stream", False)
+    functions = {"compute_loss_func": own_loss} if options.pop("own_loss", False) else {}
+    trainer = Trainer(
+        model,
+        TrainingArguments(output_dir=folder, **options),
+        data_collator=COLLATORS[data],
+        train_dataset=Stream() if stream else documents(70, 24),
+        eval_dataset=documents(7, 30),
+        **functions,
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    return context_parallel(trainer, degree) if degree > 1 else trainer
+
+
+def results(trainer: Any) -> dict[str, Any]:
+    """What training, evaluation and prediction give."""
+    trainer.train()
+    losses = [x["loss"] for x in trainer.state.log_history if "loss" in x]
+    weights = torch.cat([x.detach().flatten() for x in trainer.model.parameters()])
+    predicted = trainer.predict(trainer.eval_dataset)
+    return {
+        "losses": losses,
+        "weights": weights,
+        "eval_loss": predicted.metrics["test_loss"],
+        "logits": predicted.predictions,
+        "labels": predicted.label_ids,
+        "operations": trainer.state.total_flos,
+    }
+
+
+def run(name: str, data: str, degree: int, folder: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Train a model by name; for each rank of a world, or alone."""
+    with as_started_by_torchrun():
+        found = results(trainer_of(model_of(name), data, degree, folder, **given))
+    if dist.is_initialized() and dist.get_rank() > 0:  # The rest is large, and compared by rank 0's.
+        found = {key: found[key] for key in ("losses", "weights", "eval_loss")}
+    return found
 
 
 def assert_same(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
@@ -53,7 +123,7 @@ def assert_same(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "ranks", "given"),
+    ("name", "data", "count", "given"),
     [
         ("llama", "packed", 2, {}),
         ("gemma3_text", "packed", 3, {}),  # layers with and without a window
@@ -64,13 +134,13 @@ def assert_same(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
     ],
 )
 def test_ranks_train_and_evaluate_as_one_process_does(
-    name: str, data: str, ranks: int, given: dict[str, Any], tmp_path: Path
+    name: str, data: str, count: int, given: dict[str, Any], tmp_path: Path
 ) -> None:
-    if ranks == 3 and data == "packed":
+    if count == 3 and data == "packed":
         lengths = [len(x["input_ids"]) for x in documents(70, 24)]
-        assert any(sum(lengths[i : i + 3]) % ranks for i in range(0, 60, 3)), "some rows are odd"
+        assert any(sum(lengths[i : i + 3]) % count for i in range(0, 60, 3)), "some rows are odd"
     expected = run(name, data, 1, str(tmp_path), given)
-    assert_same(world(ranks).run("accelerate_jobs:run", name, data, ranks, str(tmp_path), given), expected)
+    assert_same(world(count).run(run, name, data, count, str(tmp_path), given), expected)
 
 
 @pytest.mark.slow
@@ -78,39 +148,58 @@ def test_compiled_models_train_as_others_do(tmp_path: Path) -> None:
     given = {"max_steps": 2}
     expected = run("gemma3_text", "padded", 1, str(tmp_path), given)
     compiled = {**given, "torch_compile": True, "torch_compile_backend": "aot_eager"}
-    found = world(2).run("accelerate_jobs:run", "gemma3_text", "padded", 2, str(tmp_path), compiled)
+    found = world(2).run(run, "gemma3_text", "padded", 2, str(tmp_path), compiled)
     assert_same(found, expected)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("data", ["packed", "padded"])
 def test_groups_of_ranks_share_batches_and_read_different_ones(data: str, tmp_path: Path) -> None:
-    expected = world(2).run("accelerate_jobs:run", "gemma3_text", data, 1, str(tmp_path), {})[0]
-    assert_same(world(4).run("accelerate_jobs:run", "gemma3_text", data, 2, str(tmp_path), {}), expected)
+    expected = world(2).run(run, "gemma3_text", data, 1, str(tmp_path), {})[0]
+    assert_same(world(4).run(run, "gemma3_text", data, 2, str(tmp_path), {}), expected)
 
 
 @pytest.mark.long
+@ranks(2)
 def test_what_was_saved_goes_on(tmp_path: Path) -> None:
-    for whole, again in world(2).run("accelerate_jobs:resumed", 2, str(tmp_path)):
-        assert torch.equal(whole, again)
+    folder = str(tmp_path)
+    saved = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+    with as_started_by_torchrun():
+        whole = trainer_of(model_of("llama"), "packed", 2, folder, **saved)
+        whole.train()
+        again = trainer_of(model_of("llama", seed=1), "packed", 2, folder, max_steps=6)
+        again.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+    pairs = zip(whole.model.parameters(), again.model.parameters(), strict=True)
+    assert all(torch.equal(x, y) for x, y in pairs)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@ranks(2)
 def test_packed_documents_do_not_see_each_other_on_two_ranks(name: str, tmp_path: Path) -> None:
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4, 5]])
-    tokens, ids = torch.arange(13)[None] + 3, (positions == 0).cumsum(1)
-    for found in world(2).run("accelerate_jobs:shared", name, 2, str(tmp_path), tokens, positions, ids):
-        assert found.isolated, str(found)
-        assert found.documents == 3
-    seen = world(2).run("accelerate_jobs:shared", name, 2, str(tmp_path), tokens, torch.arange(13)[None], ids)
-    assert not seen[0].isolated, "else this finds nothing"
+    ids = (positions == 0).cumsum(1)
+
+    def probed(positions: Any) -> Any:
+        batch = {"input_ids": torch.arange(13)[None] + 3, "position_ids": positions}
+        with as_started_by_torchrun():
+            trainer = trainer_of(model_of(name), "packed", 2, str(tmp_path))
+            call = lambda **inputs: trainer.prediction_step(trainer.model, inputs, False)[1]  # noqa: E731
+            return probe(trainer.model, batch, ids, call=call)
+
+    found = probed(positions)
+    assert found.isolated, str(found)
+    assert found.documents == 3
+    assert not probed(torch.arange(13)[None]).isolated, "else this finds nothing"
 
 
+@ranks(2)
 def test_ranks_that_bring_other_batches_are_told(tmp_path: Path) -> None:
-    with pytest.raises(
-        JobError, match="context_parallel: batches: expected the same on all ranks of a group"
-    ):
-        world(2).run("accelerate_jobs:other_data", str(tmp_path))
+    text = "context_parallel: batches: expected the same on all ranks of a group"
+    with as_started_by_torchrun():
+        trainer = trainer_of(model_of("llama"), "packed", 2, str(tmp_path))
+        trainer.train_dataset = trainer.train_dataset[dist.get_rank() :]
+        with pytest.raises(OptionError, match=text):
+            trainer.train()
 
 
 REFUSED = {
@@ -189,21 +278,12 @@ def test_trainers_that_are_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_example_prints_the_same_losses_on_one_rank_and_on_two(tmp_path: Path) -> None:
     program = Path(__file__).parents[2] / "examples" / "pretrain_packed.py"
-    options = [str(program), "--cpu", "--steps", "10"]
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    printed = []
-    for command in (options, [*ranks, *options, "--context-parallel", "2"]):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        printed.append(json.loads(done.stdout.splitlines()[-1]))
+    given = [program, "--cpu", "--steps", "10"]
+    found = [
+        torchrun(None, *given, cwd=tmp_path),
+        torchrun(2, *given, "--context-parallel", "2", cwd=tmp_path),
+    ]
+    printed = [json.loads(text.splitlines()[-1]) for text in found]
     assert len(printed[0]) == 2
     assert printed[0] == pytest.approx(printed[1], abs=2e-4)
     assert printed[0][1] < printed[0][0] - 0.3

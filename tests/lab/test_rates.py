@@ -147,7 +147,7 @@ def test_flops_count_two_products_forward_and_five_backward() -> None:
 
 @pytest.mark.parametrize("node_size", [None, 1])
 def test_ranks_measure_the_same_figures(node_size: int | None) -> None:
-    first, second = world(2).run("machine_jobs:measure", node_size)
+    first, second = world(2).run(lambda: Machine.calibrate(node_size=node_size, head_dim=32, seconds=0.2))
     assert first == second
     assert first.node_size == (node_size or 2)
     assert "2 ranks" in first.name

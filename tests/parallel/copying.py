@@ -128,7 +128,7 @@ def misplace(ids: Tensor, ranks: int) -> Tensor:
 
 
 def train(run: Run) -> list[float]:
-    """Train and return the loss of each step, that of all ranks together. A job for the ranks of a world."""
+    """Train and return the loss of each step, that of all ranks together."""
     torch.manual_seed(0)
     model = Decoder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.lr, betas=(0.9, 0.98), weight_decay=0.0)

@@ -6,10 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from covering import everything, few
-from samples.parallel import MASKS, Case
+from placed import local_inputs, place
+from samples.parallel import MASKS, OPTIONS, Case
 from test_parity import WORLDS
 from worlds import world
+
+from attnspan.parallel.strategy import split_heads
+from attnspan.parallel.torch.comm import counted_bytes
+from attnspan.torch import attention
 
 #: An exchange may bring so much more than the rows that somebody may see.
 OVERHEAD = 1.05
@@ -31,33 +37,50 @@ def _cases(ranks: int, strategy: str) -> list[Case]:
     return [*self_attention, *cross, low]
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), few(WORLDS, 3))
-def test_counted_bytes_are_those_of_the_plan(ranks: int, strategy: str) -> None:
-    for case, parts in _counts(ranks, strategy):
-        for rank, part in enumerate(parts):
-            assert _without_zeros(part["counted"]) == _without_zeros(part["foretold"]), f"{rank}: {case}"
-        for direction in ("forward", "backward"):
-            sums = [
-                sum(sum(part["counted"][direction][way].values()) for part in parts)
-                for way in ("sent", "received")
-            ]
-            assert sums[0] == sums[1], f"{direction} of {case}"
+def count(case: Case) -> dict[str, Any]:
+    """Bytes of this rank by direction, way and phase, which are those that the plan foretells; its keys."""
+    placed = place(case)
+    leaves, (dout, _) = local_inputs(placed, case)
+    with counted_bytes() as forward:
+        out = attention(*leaves, mask=placed.mask, **OPTIONS[case.option](case))
+    with counted_bytes() as backward:
+        torch.autograd.grad(out, leaves, dout)
+    plan, cost, found = placed.plan, placed.plan.cost(), dict[str, Any]()
+    for direction, counts in (("forward", forward), ("backward", backward)):
+        phases = getattr(cost, direction)
+        for way in ("received", "sent"):
+            counted = _moved(getattr(counts, way))
+            foretold = {phase: int(getattr(x, way)[placed.rank]) for phase, x in phases.items()}
+            assert counted == _moved(foretold), f"{direction} {way}: {case}"
+            found[direction, way] = counted
+    group, member = divmod(placed.rank, plan.strategy.members)
+    return {
+        **found,
+        "rows": plan._rows(plan.layout, group),
+        "keys": plan._rows(plan.keys, group),
+        "kv_heads": len(split_heads(*case.heads, plan.strategy.members)[member].kv),
+    }
+
+
+def _moved(phases: dict[str, int]) -> dict[str, int]:
+    """A phase in which nothing moves may be counted or left out."""
+    return {phase: n for phase, n in phases.items() if n}
 
 
 @functools.cache
 def _counts(ranks: int, strategy: str) -> list[tuple[Case, Sequence[dict[str, Any]]]]:
     """Cases, with what each rank has counted."""
     cases = _cases(ranks, strategy)
-    counts = world(ranks).run("collective_jobs:count_all", cases)
+    counts = world(ranks).run(lambda: [count(case) for case in cases])
     return list(zip(cases, zip(*counts, strict=True), strict=True))
 
 
-def _without_zeros(counts: dict[str, Any]) -> dict[str, Any]:
-    """A phase in which nothing moves may be counted or left out."""
-    return {
-        direction: {way: {phase: n for phase, n in phases.items() if n} for way, phases in ways.items()}
-        for direction, ways in counts.items()
-    }
+@pytest.mark.parametrize(("ranks", "strategy"), few(WORLDS, 3))
+def test_counted_bytes_are_those_of_the_plan(ranks: int, strategy: str) -> None:
+    for case, parts in _counts(ranks, strategy):
+        for direction in ("forward", "backward"):
+            sums = [sum(sum(part[direction, way].values()) for part in parts) for way in ("sent", "received")]
+            assert sums[0] == sums[1], f"{direction} of {case}"
 
 
 def needed(case: Case, part: dict[str, Any]) -> int:
@@ -83,5 +106,5 @@ def test_an_exchange_brings_what_is_needed_and_little_else(ranks: int, strategy:
         for part in parts:
             least = needed(case, part)
             for direction in ("forward", "backward"):
-                brought = part["counted"][direction]["received"].get("exchange", 0)
+                brought = part[direction, "received"].get("exchange", 0)
                 assert least <= brought <= OVERHEAD * least, f"{direction}: {brought} of {least} in {case}"

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from copying import BATCH, MOTIF, RUNS, SEQ_LEN, VOCABULARY, Run, make_batch, misplace
+from copying import BATCH, MOTIF, RUNS, SEQ_LEN, VOCABULARY, Run, make_batch, misplace, train
 from worlds import world
 
 from attnspan import causal, segments
@@ -19,7 +19,7 @@ EARLY, ALIKE_EARLY, ALIKE = 20, 1e-5, 1e-2
 @functools.cache
 def losses(ranks: int, run: Run) -> list[float]:
     """The loss of each step; all ranks must have seen the same one."""
-    first, *others = world(ranks).run("copying:train", run)
+    first, *others = world(ranks).run(train, run)
     assert all(other == first for other in others)
     return first
 
@@ -31,8 +31,7 @@ def end(curve: list[float]) -> float:
 
 @pytest.mark.long  # Each step's gradients are those of tests/parallel/test_parity.py.
 @pytest.mark.parametrize(
-    ("ranks", "strategy"),
-    [(2, "exchange"), (4, "exchange"), (2, "ring"), (4, "hybrid(2, 2)")],
+    ("ranks", "strategy"), [(2, "exchange"), (4, "exchange"), (2, "ring"), (4, "hybrid(2, 2)")]
 )
 def test_ranks_learn_what_one_process_learns(ranks: int, strategy: str) -> None:
     alone, together = losses(1, Run()), losses(ranks, Run(strategy))

@@ -2,30 +2,84 @@
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-from cp_benchmark_jobs import OURS
 from rich.console import Console
-from worlds import world
+from worlds import mesh, ranks, world
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import _cp_ranks
 import context_parallel
 from _cp_checks import why_wrong
 from _cp_problem import head_tail
+
+#: Contestants that compile for seconds are left out.
+OURS = ("exchange", "ring, zigzag", "ulysses", "auto", "all-gather + our kernel", "zigzag ring, ATen flash")
+SMALL: dict[str, Any] = {
+    "q_len": 128,
+    "rounds": 2,
+    "ranks": 2,
+    "cases": ("causal",),
+    "dtypes": ("float32",),
+    "heads": ((4, 2),),
+    "head_dims": (16,),
+    "modes": ("forward+backward",),
+    "only": OURS,
+    "calibrate": 0.0,
+}
+
 
 ONE, GATHER, RING = "1 rank x 2 threads", "all-gather + our kernel", "zigzag ring, ATen flash"
 CASES, MODES, DTYPES = ("causal", "documents"), ("forward", "forward+backward"), ("float32", "bfloat16")
 
 
+def call(**given: Any) -> list[dict[str, Any]]:
+    """The runs with these settings, on a rank."""
+    settings = _cp_ranks.Settings(**{**SMALL, **given})
+    return _cp_ranks.run(settings, mesh(settings.ranks))["runs"]  # type: ignore[no-any-return]
+
+
+def spoil(prepare: Any, how: str) -> Any:
+    """A contestant that raises, or mistakes whose rows it has."""
+
+    def prepared(*given: Any) -> Any:
+        if how == "raises":
+            try:
+                raise NotImplementedError("no backward\n on this device")
+            except NotImplementedError as error:
+                raise RuntimeError("compilation failed") from error
+        ready = prepare(*given)
+        return type(ready)(ready.call, ready.rows.roll(1), ready.about)
+
+    return prepared
+
+
+def call_with_spoiled(name: str, how: str, may_fail: bool, only: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The runs of some contestants, of which one is spoiled."""
+    known = _cp_ranks.contestants
+
+    def contestants(ranks: int, machine: Any) -> list[Any]:
+        found = known(ranks, machine)
+        for each in found:
+            if each.name == name:  # They may be frozen.
+                object.__setattr__(each, "prepare", spoil(each.prepare, how))
+                object.__setattr__(each, "may_fail", may_fail)
+        return found
+
+    with patch.object(_cp_ranks, "contestants", contestants):
+        return call(only=only)
+
+
 @pytest.fixture(scope="module")
 def runs() -> list[dict[str, Any]]:
-    given = {"cases": CASES, "modes": MODES, "dtypes": DTYPES}
-    # As it is when it comes out of the file of the ranks.
-    found = json.loads(json.dumps(world(2).run("cp_benchmark_jobs:call", given)[0]["runs"]))
+    # As they are when they come out of the file of the ranks.
+    found = json.loads(json.dumps(world(2).run(call, cases=CASES, modes=MODES, dtypes=DTYPES)[0]))
     for run in found:
         context_parallel.judge(run)
     return found  # type: ignore[no-any-return]
@@ -72,32 +126,34 @@ def test_the_report_names_everyone_and_why_some_are_missing(runs: list[dict[str,
 
 
 @pytest.mark.parametrize("name", OURS)
+@ranks(2)
 def test_rows_that_are_misplaced_end_the_run(name: str) -> None:
-    for answer in world(2).run("cp_benchmark_jobs:spoiled", name, "is wrong", False, (name,)):
-        assert answer.startswith(f"{name}: out is off by")
+    with pytest.raises(AssertionError, match=f"^{re.escape(name)}: out is off by"):
+        call_with_spoiled(name, "is wrong", False, (name,))
 
 
 @pytest.mark.parametrize(
     ("how", "reason"),
     [("raises", "NotImplementedError: no backward on this device"), ("is wrong", "out is off by ")],
 )
+@ranks(2)
 def test_another_library_that_fails_is_reported_and_left_out(how: str, reason: str) -> None:
-    for found in world(2).run("cp_benchmark_jobs:spoiled", GATHER, how, True, (GATHER, "exchange")):
-        (run,) = found["runs"]
-        assert list(run["contestants"]) == [ONE, "exchange"]
-        assert run["refused"][GATHER].startswith(reason)
+    (run,) = call_with_spoiled(GATHER, how, True, (GATHER, "exchange"))
+    assert list(run["contestants"]) == [ONE, "exchange"]
+    assert run["refused"][GATHER].startswith(reason)
 
 
 @pytest.mark.long
+@ranks(4)
 def test_more_ranks_have_a_hybrid_and_longer_rings() -> None:
-    given = {"ranks": 4, "only": (*OURS, "hybrid"), "modes": ("forward+backward",), "rounds": 1}
-    [run] = world(4).run("cp_benchmark_jobs:call", given)[0]["runs"]
+    [run] = call(ranks=4, only=(*OURS, "hybrid"), rounds=1)
     assert set(run["contestants"]) == {"1 rank x 4 threads", "hybrid", *OURS}
     assert run["contestants"]["hybrid"]["strategy"] == "hybrid(2, 2)"
 
 
+@ranks(2)
 def test_rows_that_do_not_divide_are_for_us_alone() -> None:
-    [run] = world(2).run("cp_benchmark_jobs:call", {"q_len": 129})[0]["runs"]
+    [run] = call(q_len=129)
     assert set(run["refused"].values()) == {"129 rows are no multiple of 4"}
     assert set(run["contestants"]) == {ONE, *OURS[:4]}
 

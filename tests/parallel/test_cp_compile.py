@@ -1,13 +1,29 @@
 """Compiled models over ranks: one graph, no other one for another mask, checkpointing and FSDP2 as ever."""
 
+from collections.abc import Callable
+from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from covering import everything, few
-from samples.parallel import Case
-from worlds import World, world
+from placed import Placed, local_inputs, place
+from samples.parallel import OPTIONS, Case, segment_ids
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from worlds import World, error, mesh, ranks
 
+import attnspan
+from attnspan.parallel import MeshPlan
+from attnspan.parallel.torch import ops
+from attnspan.parallel.torch.comm import counted_bytes
+from attnspan.torch import attention, checkpoint_policy
+
+LENGTH, BATCH, WIDTH = 101, 2, 32
 #: What compiled programs have of a strategy is a plan; the long run has hybrid ones too, on four ranks.
 STRATEGIES = ["exchange", "ring", "ulysses"]
 STRATEGIES += ["hybrid(2, 2)", "hybrid(2, 2, ring)"] if everything() else []
@@ -15,51 +31,151 @@ STRATEGIES += ["hybrid(2, 2)", "hybrid(2, 2, ring)"] if everything() else []
 CLOSE = 5e-6
 
 
-def _ranks(strategy: str) -> int:
+def ranks_of(strategy: str) -> int:
     return 4 if strategy.startswith("hybrid") else 2
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: MeshPlan, options: dict[str, Any]) -> Tensor:
+    return attention(q * 1.5, k, v, mask=mask, **options) + 1.0
+
+
+def gradients(function: Callable[..., Tensor], case: Case, placed: Placed) -> list[Tensor]:
+    leaves, (dout, _) = local_inputs(placed, case)
+    out = function(*leaves, placed.mask, OPTIONS[case.option](case))
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def assert_as_eager(compiled: Callable[..., Tensor], case: Case, placed: Placed) -> None:
+    pairs = zip(gradients(compiled, case, placed), gradients(attend, case, placed), strict=True)
+    for got, wanted in pairs:
+        assert float((got - wanted).abs().max()) < 1e-5
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_fullgraph_at_the_first_call_of_a_fresh_process(backend: str) -> None:
-    ranks = World(2)
-    try:
+    def first_call() -> None:
         case = Case(option="all", heads=(4, 2), return_lse=False)
-        for worst in ranks.run("compile_jobs:first_call", case, backend):
-            assert worst < 1e-5
+        assert_as_eager(torch.compile(attend, fullgraph=True, backend=backend), case, place(case))
+
+    fresh = World(2)
+    try:
+        fresh.run(first_call)
     finally:
-        ranks.close()
+        fresh.close()
 
 
 @pytest.mark.parametrize("strategy", few(STRATEGIES, 2))  # An exchange, and what has fixed sizes.
+@ranks(ranks_of)
 def test_a_new_mask_and_plan_at_each_step_is_no_recompilation(strategy: str) -> None:
-    case = Case(length=101, strategy=strategy, return_lse=False)
-    results = world(_ranks(strategy)).run("compile_jobs:many_masks", case, 4)
-    for compilations, _, worst in results:
-        assert compilations == [1] * 4
-        assert worst < 1e-5
+    torch._dynamo.reset()
+    case, received = Case(length=101, strategy=strategy, return_lse=False), set()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, fullgraph=True, backend=counter)
+    for step in range(4):
+        ids = segment_ids(case, case.batch, mean=5 + 4 * step, salt=step)
+        placed = place(case, mask=attnspan.causal() & attnspan.segments(ids))
+        with counted_bytes() as counts:
+            gradients(compiled, case, placed)
+        received.add(sum(counts.received.values()))
+        assert_as_eager(compiled, case, placed)
+        assert counter.frame_count == 1
     if "ring" not in strategy and strategy != "ulysses":
-        assert all(len(set(received)) > 2 for _, received, _ in results), "other numbers of rows each time"
+        assert len(received) > 2, "other numbers of rows each time"
+
+
+class Layer(nn.Module):
+    """Attention between two projections, recomputed in backward as ``keep`` says."""
+
+    def __init__(self, heads: tuple[int, int], keep: str = "all", head_dim: int = 8) -> None:
+        super().__init__()
+        self.heads, self.keep = heads, keep
+        self.qkv = nn.Linear(WIDTH, (heads[0] + 2 * heads[1]) * head_dim)
+        self.out = nn.Linear(heads[0] * head_dim, WIDTH)
+
+    def _layer(self, x: Tensor, mask: Any) -> Tensor:
+        h, g = self.heads
+        q, k, v = self.qkv(x).unflatten(2, (h + 2 * g, -1)).split([h, g, g], 2)
+        return x + self.out(attention(q, k, v, mask=mask, layout="bshd").flatten(2))
+
+    def forward(self, x: Tensor, mask: Any) -> Tensor:
+        if self.keep == "all":
+            return self._layer(x, mask)
+        contexts = partial(create_selective_checkpoint_contexts, checkpoint_policy)
+        extra: dict[str, Any] = {"context_fn": contexts} if self.keep == "attention" else {}
+        out: Tensor = checkpoint(self._layer, x, mask, use_reentrant=False, **extra)
+        return out
+
+
+class Model(nn.Module):
+    """Two such layers."""
+
+    def __init__(self, heads: tuple[int, int], keep: str = "all") -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(heads, keep) for _ in range(2))
+
+    def forward(self, x: Tensor, mask: Any) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x
+
+
+def problem_of(heads: tuple[int, int], strategy: str) -> tuple[Tensor, attnspan.Mask, Placed]:
+    case = Case(length=LENGTH, batch=BATCH, heads=heads, strategy=strategy, dims=(8, 8))
+    x = torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(3))
+    mask = attnspan.causal() & attnspan.segments(segment_ids(case, BATCH))
+    return x, mask, place(case, mask=mask)
+
+
+def model_of(heads: tuple[int, int], keep: str = "all") -> Model:
+    torch.manual_seed(heads[0])
+    return Model(heads, keep)
+
+
+def compile_each(modules: Any) -> None:
+    torch._dynamo.reset()
+    for module in modules:
+        module.compile(fullgraph=True, backend="aot_eager")
 
 
 @pytest.mark.parametrize(
     ("strategy", "compiled"),
-    [
-        ("exchange", True),
-        ("hybrid(2, 2)", False),
-        pytest.param("hybrid(2, 2)", True, marks=pytest.mark.long),
-    ],
+    [("exchange", True), ("hybrid(2, 2)", False), pytest.param("hybrid(2, 2)", True, marks=pytest.mark.long)],
 )
+@ranks(ranks_of)
 def test_checkpointing_keeps_attention_or_runs_it_again(strategy: str, compiled: bool) -> None:
-    run, job = world(_ranks(strategy)).run, "compile_jobs:checkpointed"
-    steps = {keep: run(job, strategy, keep, compiled) for keep in ("attention", "nothing")}
-    steps["all"] = run(job, strategy, "all", False)
-    for rank, (gradients, sent) in enumerate(steps["all"]):
-        assert steps["attention"][rank][1] == sent, "selective: forward ran once"
-        assert steps["nothing"][rank][1] > sent, "full: its exchange ran again"
-        for keep in ("attention", "nothing"):
-            for got, wanted in zip(steps[keep][rank][0], gradients, strict=True):
-                assert float(wanted.norm()) > 0
-                torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6 * float(wanted.norm()))
+    x, _, placed = problem_of((4, 2), strategy)
+
+    def step(keep: str, compiled: bool) -> tuple[list[Tensor], int]:
+        """Gradients of the parameters on this rank, and the bytes that the step sent."""
+        model = model_of((4, 2), keep)
+        if compiled:
+            compile_each(model.layers)
+        with counted_bytes() as counts:
+            model(placed.shard(x), placed.mask).square().sum().backward()
+        return [p.grad for p in model.parameters()], sum(counts.sent.values())
+
+    wanted, sent = step("all", False)
+    for keep in ("attention", "nothing"):
+        grads, again = step(keep, compiled)
+        assert (again == sent) if keep == "attention" else (again > sent), "how often its exchange ran"
+        for got, x_wanted in zip(grads, wanted, strict=True):
+            assert float(x_wanted.norm()) > 0
+            torch.testing.assert_close(got, x_wanted, rtol=0, atol=1e-6 * float(x_wanted.norm()))
+
+
+def assert_as_alone(heads: tuple[int, int], grads: list[Tensor]) -> None:
+    """Gradients of all ranks together are those of one process."""
+    x, mask, _ = problem_of(heads, "exchange")
+    model = model_of(heads)
+    loss = model(x, mask.prepare(LENGTH, LENGTH, batch=BATCH)).square().sum()
+    for got, wanted in zip(grads, torch.autograd.grad(loss, list(model.parameters())), strict=True):
+        assert error(got, wanted) < CLOSE
+
+
+def loss_of(model: nn.Module, x: Tensor, placed: Placed) -> Tensor:
+    """Rows of padding have no loss."""
+    out: Tensor = model(placed.shard(x), placed.mask)
+    return (out.square() * placed.mask.valid[:, :, None]).sum()
 
 
 @pytest.mark.parametrize(
@@ -68,22 +184,64 @@ def test_checkpointing_keeps_attention_or_runs_it_again(strategy: str, compiled:
     if everything()
     else [("exchange", "attention", True), ("hybrid(2, 2)", "nothing", False), ("exchange", "all", False)],
 )
+@ranks(ranks_of)
 def test_fsdp_around_context_parallelism_gives_the_gradients_of_one_process(
     strategy: str, keep: str, compiled: bool
 ) -> None:
-    for error in world(_ranks(strategy)).run("compile_jobs:under_fsdp", strategy, keep, compiled):
-        assert error < CLOSE
+    x, _, placed = problem_of((4, 2), strategy)
+    model = model_of((4, 2), keep)
+    if compiled:
+        compile_each(model.layers)
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh(dist.get_world_size())["cp"])
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    loss_of(model, x, placed).backward()
+    assert_as_alone((4, 2), [p.grad.full_tensor() for p in model.parameters()])
 
 
 @pytest.mark.parametrize("compiled", few([True, False], 1), ids=str)
+@ranks(2)
 def test_models_of_other_head_counts_do_not_meet(compiled: bool) -> None:
-    for errors in world(2).run("compile_jobs:two_models", compiled):
-        assert max(errors) < CLOSE, errors
+    kinds = {(4, 2): "exchange", (5, 1): "ulysses", (6, 6): "ring"}
+    models = {heads: model_of(heads) for heads in kinds}
+    if compiled:
+        compile_each(models.values())
+    for heads in (*kinds, *kinds):  # In turn in one process.
+        x, _, placed = problem_of(heads, kinds[heads])
+        grads = torch.autograd.grad(loss_of(models[heads], x, placed), list(models[heads].parameters()))
+        for grad in grads:
+            dist.all_reduce(grad)
+        assert_as_alone(heads, list(grads))
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("option", few(["all", "alibi", "none"], 2))
 @pytest.mark.parametrize("strategy", few(STRATEGIES, 2))
+@ranks(ranks_of)
 def test_the_operators_keep_torchs_contract(strategy: str, option: str) -> None:
+    """What `torch.library.opcheck` asks of forward and backward, on the real group."""
     case = Case(strategy=strategy, option=option, length=37, heads=(4, 2))
-    assert world(_ranks(strategy)).run("compile_jobs:check_operators", case) == [2] * _ranks(strategy)
+    calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in (ops.sharded_attention, ops.sharded_attention_backward):
+                calls.append((func, args))
+            return func(*args, **(kwargs or {}))
+
+    placed = place(case)
+    leaves, (dout, dlse) = local_inputs(placed, case)
+    options = OPTIONS[case.option](case)
+    with Recorder():
+        out, lse = attention(*leaves, mask=placed.mask, return_lse=True, **options)
+        torch.autograd.grad([out, lse], leaves, [dout, dlse])
+    for op, arguments in calls:
+        fresh = tuple(
+            x.detach().clone().requires_grad_(x.is_floating_point() and op is ops.sharded_attention)
+            if isinstance(x, Tensor)
+            else x
+            for x in arguments
+        )
+        torch.library.opcheck(op, fresh)
+    assert len(calls) == 2

@@ -1,35 +1,160 @@
 """DTensors on real ranks: what goes together gives what one process gives, all else an error with reasons."""
 
+import functools
 import itertools
 import re
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from covering import few
-from dtensor_jobs import DIMS, MASKS
-from dtensor_plan_jobs import Planned
-from worlds import world
+from dtensors import (
+    BATCH,
+    DIMS,
+    HEADS,
+    LENGTH,
+    assert_same,
+    grid,
+    ids,
+    options_of,
+    parameters,
+    placements,
+    whole,
+)
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map
+from worlds import named, ranks
 
-#: Norm-wise, of float32 results.
-FLOAT32 = 2e-6
+import attnspan as a
+from attnspan import Spans, alibi, causal, segments
+from attnspan.errors import OptionError, ShapeError
+from attnspan.torch import attention
+
 PLACES = ("R", "S0", "S1", "S2", "S3")
 
 
-def _attend(kind: str, cases: list[Any], ranks: int = 2, **changes: Any) -> list[Any]:
-    """The results of all ranks, which must agree on whether there is one."""
-    found = world(ranks).run("dtensor_jobs:attend", kind, cases, *changes.values())
-    for case, *results in zip(cases, *found, strict=True):
-        assert len({isinstance(x, str) for x in results}) == 1, f"{case}: {results}"
-    return found[0]
+def place(x: Tensor, mesh: DeviceMesh, words: str) -> Any:
+    """The same tensor as a DTensor; "plain" leaves it as it is, "P" makes parts that sum up to it."""
+    if words == "plain":
+        return x
+    if "P" not in words.split():
+        return distribute_tensor(x, mesh, placements(words))
+    return DTensor.from_local(x / mesh.size(), mesh, placements(words))
 
 
-def _assert_same(result: Any, case: object) -> None:
-    assert not isinstance(result, str), f"{case}: {result}"
-    assert result <= FLOAT32, f"{case}: {result}"
+def full(x: Any) -> Tensor:
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
 
 
-def _good(kind: str) -> set[tuple[str, ...]]:
+def run(call: Any, leaves: list[Any], dout: Tensor, **options: Any) -> list[Tensor]:
+    """Output and gradients, of the options' parameters too, whole."""
+    out = call(*leaves, **options)
+    dout = distribute_tensor(dout, out.device_mesh, out.placements) if isinstance(out, DTensor) else dout
+    return [full(x) for x in (out, *torch.autograd.grad(out, [*leaves, *parameters(options)], dout))]
+
+
+def per_head(heads: int) -> Spans:
+    like = torch.empty(0)
+    bounds = [(causal() & a.window(2 + i)).spans(LENGTH, LENGTH, like=like).bounds for i in range(heads)]
+    return Spans(torch.cat(bounds, 1), LENGTH)
+
+
+def _lowered(batch: int, _: int) -> Tensor:
+    found: Tensor = (causal() & segments(ids(batch))).spans(LENGTH, LENGTH, batch=batch).bounds
+    return found
+
+
+def _ids(batch: int, _: int) -> Tensor:
+    return ids(batch)
+
+
+def _dense(batch: int, _: int) -> Tensor:
+    return ids(batch)[:, None, :, None] == ids(batch)[:, None, None]
+
+
+#: Masks by kind: an array with batch rows, of (batch, heads), and the mask of it, of (array, batch).
+MASKS: dict[str, tuple[Callable[[int, int], Tensor], Callable[[Any, int], Any]]] = {
+    "ids": (_ids, lambda x, _: causal() & segments(x)),
+    # With DTensors, plain arrays are those of all batch rows.
+    "ids and lengths": (
+        _ids,
+        lambda x, b: causal() & segments(x) & a.key_padding(torch.arange(LENGTH, LENGTH - b, -1)),
+    ),
+    "groups": (_ids, lambda x, _: causal() | a.groups(x)),
+    "cache": (lambda b, _: torch.arange(LENGTH, LENGTH - b, -1), lambda x, _: causal() & a.cache(x)),
+    "prefix": (lambda b, _: torch.arange(3, 3 + b), lambda x, _: causal() | a.prefix(x)),
+    "dense": (_dense, lambda x, _: a.from_dense(x)),
+    "dense per head": (lambda b, h: per_head(h).dense().expand(b, -1, -1, -1), lambda x, _: a.from_dense(x)),
+    "explicit": (
+        lambda b, h: per_head(h).bounds.expand(b, -1, -1, -1, -1),
+        lambda x, _: causal() & a.spans(x),
+    ),
+    "spans": (_lowered, lambda x, _: Spans(x, LENGTH)),
+    "spans per head": (
+        lambda b, h: per_head(h).bounds.expand(b, -1, -1, -1, -1),
+        lambda x, _: Spans(x, LENGTH),
+    ),
+    "prepared": (_lowered, lambda x, _: a.Prepared(Spans(x, LENGTH))),
+}
+
+
+#: The error where arrays of a call do not go together.
+APART = ((OptionError, ShapeError), r"^(q|k|v|bounds|mask)\b.*: expected .*got .*\. ")
+
+
+def check(
+    kind: str,
+    cases: list[tuple[str, ...]],
+    good: set[tuple[str, ...]],
+    compiled: bool = False,
+    batch: int = BATCH,
+    heads: tuple[int, int] = HEADS,
+    sizes: tuple[int, ...] = (2,),
+    error: tuple[Any, str] = APART,
+) -> None:
+    """Attention under a mask of a kind, where q, k, v and the mask lie so.
+
+    The output and all gradients of good cases are those of one process, the others raise.
+    """
+    mesh, (inputs, dout) = grid(*sizes), whole(batch, heads)
+    make, mask_of = MASKS[kind]
+    array = make(batch, heads[0])
+    # What goes by position shows where the rows are.
+    options: dict[str, Any] = {"bias": alibi(torch.arange(1.0, 1.0 + heads[0]) / 8)}
+    if kind in ("ids and lengths", "groups"):
+        index = torch.arange(LENGTH)
+        options["q_index"] = index if kind == "groups" else index.repeat(batch, 1)
+    wanted = run(attention, inputs, dout, mask=mask_of(array, batch), **options)
+    call = torch.compile(attention, backend="aot_eager", fullgraph=True) if compiled else attention
+    put = functools.cache(lambda i, words: place([*inputs, array][i].detach(), mesh, words))
+
+    def found(case: tuple[str, ...]) -> list[Tensor]:
+        if compiled:
+            torch._dynamo.reset()
+        *leaves, x = (put(i, words) for i, words in enumerate(case))
+        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+        return run(call, leaves, dout, mask=mask_of(x, batch), **options)
+
+    check_each(cases, good, found, wanted, error)
+
+
+def check_each(
+    cases: list[Any], good: set[Any], found: Callable[..., list[Tensor]], wanted: list[Tensor], error: Any
+) -> None:
+    """Good cases find what is wanted, the others raise."""
+    for case in cases:
+        with named(case):
+            if case in good:
+                assert_same(found(case), wanted)
+            else:
+                with pytest.raises(error[0], match=error[1]):
+                    found(case)
+
+
+def good_of(kind: str) -> set[tuple[str, ...]]:
     """The placements of q, k, v and the mask that go together."""
     per_head = kind in ("dense per head", "explicit", "spans per head")
     return {
@@ -41,48 +166,44 @@ def _good(kind: str) -> set[tuple[str, ...]]:
     }
 
 
+@ranks(2)
 def test_every_placement_gives_what_one_process_gives_or_an_error() -> None:
     cases = list(itertools.product(PLACES, PLACES, PLACES, (*PLACES, "S4")))
     cases += [("P", "P", "P", "R"), ("R", "P", "R", "R"), ("R", "R", "P", "R")]
-    _check(cases, _attend("spans", cases), _good("spans"))
-
-
-def _check(cases: list[Any], results: list[Any], good: set[Any]) -> None:
-    for case, result in zip(cases, results, strict=True):
-        if case in good:
-            _assert_same(result, case)
-        else:
-            assert isinstance(result, str), f"{case}: no error, {result} from one process"
-            assert re.match(r"(Option|Shape)Error: (q|k|v|bounds|mask)\b.*: expected .*got .*\. ", result), (
-                f"{case}: {result}"
-            )
+    check("spans", cases, good_of("spans"))
 
 
 @pytest.mark.parametrize("kind", list(MASKS))
+@ranks(2)
 def test_arrays_of_masks_lie_as_q_or_whole(kind: str) -> None:
     dims = {"cache": 1, "prefix": 1, "ids": 2, "ids and lengths": 2, "groups": 2}.get(kind, 4)
     places = PLACES[: 1 + dims]
     cases = [(place,) * 3 + (at,) for place in ("R", "S0", "S1") for at in (*places, "plain")]
     cases += [("plain",) * 3 + (at,) for at in places]
-    good = {case for case in cases if case in _good(kind) or (case[3] == "plain" and case[0] != "plain")}
-    _check(cases, _attend(kind, cases), good)
+    good = good_of(kind) | {case for case in cases if case[3] == "plain" and case[0] != "plain"}
+    check(kind, cases, good)
 
 
 @pytest.mark.parametrize("name", list(DIMS))
+@ranks(2)
 def test_options_lie_as_q_or_whole(name: str) -> None:
+    # Where q, k and v lie, and where the tensor of the option.
     ndim = 2 if name in ("alibi per row", "relative", "dropout seeds") else 1
     cases = list(itertools.product(("R", "S0", "S1"), ("plain", *PLACES[: 1 + ndim])))
     dims = {"S0": DIMS[name].get("batch"), "S1": DIMS[name].get("heads")}
     good = {case for case in cases if case[1] in ("plain", "R") or case[1] == f"S{dims.get(case[0])}"}
-    for rank in world(2).run("dtensor_jobs:attend_with_option", name, cases):
-        for case, result in zip(cases, rank, strict=True):
-            if case in good:
-                _assert_same(result, case)
-            else:
-                assert isinstance(result, str), f"{case}: {result}"
-                assert re.match(
-                    r"OptionError: (bias\.|sinks|dropout_seed).* as a DTensor: expected \[", result
-                ), result
+    mesh, (inputs, dout), options = grid(2), whole(), options_of(name, BATCH, HEADS[0])
+
+    def put(words: str, x: Any) -> Any:
+        return place(x.detach(), mesh, words).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+
+    def found(case: tuple[str, str]) -> list[Tensor]:
+        placed = tree_map(functools.partial(put, case[1]), options)
+        return run(attention, [put(case[0], x) for x in inputs], dout, mask=causal(), **placed)
+
+    wanted = run(attention, inputs, dout, mask=causal(), **options)
+    error = OptionError, r"^(bias\.|sinks|dropout_seed).* as a DTensor: expected \["
+    check_each(cases, good, found, wanted, error)
 
 
 @pytest.mark.parametrize(
@@ -96,125 +217,59 @@ def test_options_lie_as_q_or_whole(name: str) -> None:
         (1, (4, 2), "S0", "expected batch rows for each of 2 ranks, got 1"),
     ],
 )
+@ranks(2)
 def test_uneven_parts(batch: int, heads: tuple[int, int], place: str, error: str | None) -> None:
     """A rank that holds query heads without their key heads would take those of others for them."""
-    changes = {"compiled": False, "batch": batch, "heads": heads}
+    case = (place, place, place, "R")
     for kind in ("spans", "ids"):
-        (result,) = _attend(kind, [(place, place, place, "R")], **changes)
-        if error is None:
-            _assert_same(result, (batch, heads))
-        else:
-            assert re.search(f"ShapeError: q, k and v as DTensors: {error}", result), result
+        text = f"^q, k and v as DTensors: {error}"
+        check(kind, [case], set() if error else {case}, batch=batch, heads=heads, error=(ShapeError, text))
 
 
+@ranks(4)
 def test_two_mesh_axes() -> None:
     good = {("S0 S1",) * 3 + (at,) for at in ("R R", "S0 R")} | {("S0 S0",) * 3 + ("S0 S0",)}
     bad = {("S0 S1", "S1 S0", "S0 S1", "R R"), ("S0 S2",) * 3 + ("R R",), ("S0 S1",) * 3 + ("R S0",)}
-    cases = sorted(good | bad)
-    sizes = {"compiled": False, "batch": 4, "heads": (4, 2), "sizes": (2, 2)}
     for kind in ("spans", "ids"):
-        _check(cases, _attend(kind, cases, 4, **sizes), good)
+        check(kind, sorted(good | bad), good, batch=4, sizes=(2, 2))
 
 
+@ranks(2)
 def test_compiled_programs_are_right_or_fail_too() -> None:
-    good = few(sorted(_good("ids"))[::-1], 1)
+    good = few(sorted(good_of("ids"))[::-1], 1)
     assert good[0] == ("S1", "S1", "S1", "R")
     bad = [("R", "S2", "R", "R"), ("S0", "R", "S0", "R"), ("R", "R", "R", "S0"), ("plain", "S0", "S0", "R")]
-    cases = [*good, *few(bad, 2)]
-    for case, result in zip(cases, _attend("ids", cases, compiled=True), strict=True):
-        if case in good:
-            _assert_same(result, case)
-        else:
-            # The compiler's own error, around ours.
-            assert "as a DTensor: expected" in result or "q: expected a DTensor" in result, (
-                f"{case}: {result}"
-            )
+    # The compiler's own error, around ours.
+    error = Exception, "as a DTensor: expected|q: expected a DTensor"
+    check("ids", [*good, *few(bad, 2)], set(good), compiled=True, error=error)
 
 
-def _check_planned(ranks: int, cases: list[Planned]) -> None:
-    for case, *results in zip(cases, *world(ranks).run("dtensor_plan_jobs:plan_all", cases), strict=True):
-        for result in results:
-            assert not isinstance(result, str), f"{case}: {result}"
-            assert max(result.values()) <= FLOAT32, f"{case}: {result}"
-
-
-@pytest.mark.parametrize("role", ["alone", *few(["heads", "whole", "rows", "batch"], 2)])
-def test_a_plan_alone_and_with_another_mesh_axis(role: str) -> None:
-    base = Planned() if role == "alone" else Planned(sizes=(2, 2), role=role)
-    others = [
-        base,
-        replace(base, layout="bshd", strategy="ulysses"),
-        replace(base, strategy="ring", k_len=9),
-        replace(base, option="dropout", strategy="auto"),
-        # Parts of other sizes: two of three batch rows or heads on the first rank.
-        replace(base, option="dropout", batch=3, heads=(3, 3)),
-    ]
-    options = itertools.product(DIMS, ("local", "split", "replicated"))
-    others += [replace(base, option=name, place=place) for name, place in options]
-    _check_planned(2 if role == "alone" else 4, others)
-
-
-def test_compiled_plans() -> None:
-    base = Planned(sizes=(2, 2), role="batch", compiled=True)
-    heads = replace(base, role="heads")
-    each = [replace(heads, option="sinks", place="split"), replace(base, option="dropout")]
-    each += [replace(base, option="sinks", place="split"), replace(heads, option="dropout")]
-    _check_planned(4, few(each, 1))
-
-
-@pytest.mark.parametrize("role", ["heads", "batch"])
-def test_plain_options_of_the_whole_are_refused_with_a_plan(role: str) -> None:
-    case = Planned(sizes=(2, 2), role=role, option="alibi per row", place="whole")
-    size = {"heads": 4, "batch": 2}[role]
-    for results in world(4).run("dtensor_plan_jobs:plan_all", [case]):
-        expected = rf"bias.slopes with .* expected that of this rank's {role}, {size // 2}, or a DTensor, got"
-        assert re.search(expected, results[0]), results[0]
-
-
-def test_rows_that_do_not_lie_as_the_plan_are_refused() -> None:
-    cases = list(itertools.product((*PLACES, "plain"), repeat=3))
-    good = {("S2", "S2", "S2"), ("plain", "plain", "plain")}
-    for errors in world(2).run("dtensor_plan_jobs:misplaced", cases):
-        for case, error in zip(cases, errors, strict=True):
-            assert (error == "") == (case in good), f"{case}: {error or 'no error'}"
-            assert not error or re.match(r"OptionError: (q|k|v)\b.*: expected .*got ", error), error
-    # The last one would be rows of all four ranks, of which the plan knows two.
-    some = [("R S2",) * 3, ("S0 S2",) * 3, ("S2 R",) * 3, ("R R",) * 3, ("S2 S2",) * 3]
-    for errors in world(4).run("dtensor_plan_jobs:misplaced", some, (2, 2)):
-        assert errors[:2] == ["", ""]
-        for error in errors[2:]:
-            assert "expected Shard(2) along mesh axes [1] only: the plan's ranks hold its rows" in error, (
-                error
-            )
-
-
-@pytest.mark.parametrize(
-    ("job", "ranks", "expected"),
-    [
+@ranks(4)
+def test_tensors_on_other_meshes_than_q_are_named() -> None:
+    mesh, (inputs, _) = grid(2, 2), whole()
+    both = [distribute_tensor(x.detach(), mesh, placements("R R")) for x in inputs]
+    one = [distribute_tensor(x.detach(), mesh["cp"], placements("R")) for x in inputs]
+    spans = causal().spans(LENGTH, LENGTH, like=inputs[0])
+    bounds = distribute_tensor(spans.bounds, mesh["cp"], placements("R"))
+    for given, mask, text in (
         (
-            "on_other_meshes",
-            4,
-            {
-                "k": "k as a DTensor: expected the mesh of q, DeviceMesh((dp=2, cp=2)",
-                "v": "v as a DTensor: expected the mesh of q, DeviceMesh((cp=2)",
-                "bounds": "bounds of the mask as a DTensor: expected the mesh of q, DeviceMesh((dp=2",
-                "plan": "q as a DTensor with context parallelism: expected a mesh with the ranks",
-            },
+            (both[0], one[1], both[2]),
+            causal(),
+            "k as a DTensor: expected the mesh of q, DeviceMesh((dp=2, cp=2)",
         ),
+        ((one[0], one[1], both[2]), causal(), "v as a DTensor: expected the mesh of q, DeviceMesh((cp=2)"),
         (
-            "of_other_sizes",
-            2,
-            {
-                "rows": "q as a DTensor with context parallelism: expected 14 rows: those of 2 ranks",
-                "heads": "q with context parallelism: expected 2 heads and this rank's",
-                "order": "rows in the plan's order, which must be said",
-                "ids": "ShapeError: segments: q_ids: expected 1 or 4 along the batch axis, got 2",
-            },
+            both,
+            Spans(bounds, LENGTH),
+            "bounds of the mask as a DTensor: expected the mesh of q, DeviceMesh((dp=2",
         ),
-    ],
-)
-def test_what_does_not_fit_the_plan_is_named(job: str, ranks: int, expected: dict[str, str]) -> None:
-    for errors in world(ranks).run(f"dtensor_plan_jobs:{job}"):
-        assert set(errors) == set(expected)
-        for name, words in expected.items():
-            assert words in errors[name], errors[name]
+    ):
+        with pytest.raises(OptionError, match=re.escape(text)):
+            attention(*given, mask=mask)
+
+
+@ranks(2)
+def test_ids_of_other_batch_rows_are_named() -> None:
+    four = [distribute_tensor(x.detach(), grid(2), placements("S0")) for x in whole(batch=4)[0]]
+    with pytest.raises(ShapeError, match=r"^segments: q_ids: expected 1 or 4 along the batch axis, got 2"):
+        attention(*four, mask=segments(ids(2)))

@@ -1,119 +1,234 @@
 """What goes wrong is said on every rank, before anything is exchanged or else within the timeout."""
 
-import re
+import contextlib
+import os
+import signal
 import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
-from worlds import Died, JobError, World, world
+import torch
+import torch.distributed as dist
+from placed import Placed, attend, local_inputs, place
+from samples.parallel import Case, segment_ids
+from worlds import Died, RankError, World, mesh, raising, ranks
 
+from attnspan import causal, segments, window
+from attnspan.parallel import Layout, ShardedCache
+from attnspan.parallel.torch.comm import Ranks, counted_bytes
+from attnspan.parallel.torch.loss import sum_gradients
+from attnspan.torch import attention
+
+CASE = Case(length=37)
+
+
+@contextlib.contextmanager
+def refused(pattern: str, before: bool = True) -> Iterator[None]:
+    """An error on this rank, by default before anything is exchanged."""
+    with counted_bytes() as counts, raising(pattern):
+        yield
+    assert not before or sum(counts.sent.values()) == 0
+
+
+OTHER = "got another one on rank 2 than on rank 0"
+
+
+def is_odd() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def agree() -> None:
+    """The ranks still work."""
+    for _ in range(2):
+        attend(place(CASE), CASE)
+
+
+IDS = segment_ids(CASE, CASE.batch)
 DISAGREEMENTS = {
-    "ids": "the same mask on every rank",
-    "mask": "the same mask on every rank",
-    "strategy": "the same strategy and heads on every rank",
-    "layout": "the same layout on every rank",
+    "ids": ("mask", {"mask": causal() & segments(IDS.roll(1, -1), max_runs=2)}),
+    "mask": ("mask", {"mask": causal()}),
+    "strategy": ("strategy and heads", {"strategy": "ring"}),
+    "layout": ("layout", {"method": "zigzag", "rows_per_chunk": 3}),
 }
 
 
-@pytest.mark.parametrize("what", DISAGREEMENTS)
-def test_other_plans_on_one_rank_are_an_error_on_all_before_any_exchange(what: str) -> None:
+@pytest.mark.parametrize(("same", "changes"), DISAGREEMENTS.values(), ids=DISAGREEMENTS)
+@ranks(3)
+def test_other_plans_on_one_rank_are_an_error_on_all_before_any_exchange(
+    same: str, changes: dict[str, Any]
+) -> None:
     # gloo's collectives are driven by the host, so that the answer is there before the first one; engines
     # abort the process, or hang, where sizes do not meet.
-    for name, text, exchanged in world(3).run("fault_jobs:disagree", what):
-        assert name == "PlanMismatchError", text
-        assert DISAGREEMENTS[what] in text
-        assert "got another one on rank 2 than on rank 0" in text
-        assert exchanged == 0
-    assert {name for name, _, _ in world(3).run("fault_jobs:agree")} == {""}, "and the ranks still work"
+    given = {"mask": causal() & segments(IDS, max_runs=2), "rows_per_chunk": 3}
+    with refused(f"PlanMismatchError: .*the same {same} on every rank.*{OTHER}"):
+        attend(place(CASE, **(given | changes if is_odd() else given)), CASE)
+    agree()
 
 
+@ranks(3)
 def test_a_mask_that_differs_at_a_later_step_is_an_error_on_all() -> None:
-    for name, text, exchanged in world(3).run("fault_jobs:disagree_later"):
-        assert name == "PlanMismatchError", text
-        assert "another one on ranks 1, 2 than on rank 0" in text
-        assert exchanged == 0
+    attend(place(CASE), CASE)
+    with refused("PlanMismatchError: .*another one on ranks 1, 2 than on rank 0"):
+        attend(place(CASE, mask=causal() & window(5 + dist.get_rank())), CASE)
 
 
-CALLS = {
-    **dict.fromkeys(["scale", "softcap", "sinks", "dropout_p"], "options"),
-    "gradients_of_lse": "call",
-    **{name: name for name in ("batch rows", "head dims", "dtype", "backend")},
+SEED = {"dropout_seed": torch.tensor(1)}
+#: What differs -> what the error names, how most ranks call, and how the last does.
+CALLS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "scale": ("options", {"scale": 0.25}, {"scale": 0.5}),
+    "softcap": ("options", {"softcap": 0.25}, {"softcap": 0.5}),
+    "sinks": ("options", {"sinks": torch.zeros(4)}, {}),
+    "dropout_p": ("options", {"dropout_p": 0.25, **SEED}, {"dropout_p": 0.5, **SEED}),
+    "gradients_of_lse": ("call", {"gradients": ["out"]}, {"gradients": ["out", "lse"]}),
+    "batch rows": ("batch rows", {}, {"batch": 3}),
+    "head dims": ("head dims", {}, {"dim": 24}),
+    "dtype": ("dtype", {}, {"dtype": torch.bfloat16}),
+    "backend": ("backend", {"backend": "cpu"}, {"backend": "math"}),
 }
+
+
+def call(
+    gradients: Any = (), batch: int = 2, dim: int = 16, dtype: torch.dtype = torch.float32, **options: Any
+) -> None:
+    """Forward, and backward where gradients of results are named."""
+    placed = place(CASE, mask=causal())
+    shapes = [(batch, heads, placed.mask.frame.rows_per_rank, dim) for heads in (4, 2, 2)]
+    inputs = (torch.randn(shape).to(dtype).requires_grad_() for shape in shapes)
+    out, lse = attention(*inputs, mask=placed.mask, return_lse=True, **options)
+    if gradients:
+        results = {"out": out, "lse": lse.nan_to_num(neginf=0.0)}
+        torch.stack([results[name].sum() for name in gradients]).sum().backward()
 
 
 @pytest.mark.parametrize("what", CALLS)
+@ranks(3)
 def test_another_call_on_one_rank_is_an_error_on_all_before_it_exchanges_anything(what: str) -> None:
-    # Of other sizes gloo would abort the process.
-    for name, text, exchanged in world(3).run("fault_jobs:call_otherwise", what, "exchange"):
-        assert name == "PlanMismatchError", text
-        assert (
-            f"expected the same {CALLS[what]} on every rank, got another one on rank 2 than on rank 0" in text
-        )
-        assert what == "gradients_of_lse" or exchanged == 0
-    assert {name for name, _, _ in world(3).run("fault_jobs:agree")} == {""}, "and the ranks still work"
+    name, common, odd = CALLS[what]
+    text = f"PlanMismatchError: .*expected the same {name} on every rank, {OTHER}"
+    with refused(text, before=what != "gradients_of_lse"):  # Of other sizes gloo would abort the process.
+        call(**(odd if is_odd() else common))
+    agree()
 
 
+@ranks(3)
 def test_where_the_host_does_not_wait_another_call_is_an_error_one_step_late() -> None:
-    for name, text, _ in world(3).run("fault_jobs:call_otherwise", "scale", "exchange", False):
-        assert name == "PlanMismatchError", text
-        assert "expected the same sequence of calls on every rank, got another one on rank 2" in text
+    agreement = Ranks.of(mesh(3)["cp"], CASE.members).agreement
+    agreement.early = False
+    try:
+        call(scale=0.5 if is_odd() else 0.25)
+        text = f"PlanMismatchError: .*expected the same sequence of calls on every rank, {OTHER}"
+        with refused(text, before=False):
+            for _ in range(2):
+                call(scale=0.25)
+    finally:
+        agreement.early = True
 
 
-@pytest.mark.parametrize("what", ["gather", "sum_gradients", "ShardedCache"])
-def test_other_sizes_on_one_rank_are_an_error_on_all(what: str) -> None:
-    for name, text, _ in world(3).run("fault_jobs:gather_otherwise", what):
-        assert name == "PlanMismatchError", text
-        assert "expected the same shape on every rank, got another one on rank 2 than on rank 0" in text
+def gather(line: Any, wide: int) -> None:
+    Layout.contiguous(12, 3).gather(torch.zeros(2, 4, wide), line)
+
+
+def sum_of_gradients(line: Any, wide: int) -> None:
+    sum_gradients([torch.zeros(wide, requires_grad=True)], line)
+
+
+def step_of_a_cache(line: Any, wide: int) -> None:
+    cache = ShardedCache(line, batch=1, kv_heads=1, max_len=9, head_dim=8)
+    cache.attend(*(torch.zeros(1, 1, wide, 8) for _ in range(3)))
+
+
+@pytest.mark.parametrize("action", [gather, sum_of_gradients, step_of_a_cache])
+@ranks(3)
+def test_other_sizes_on_one_rank_are_an_error_on_all(action: Callable[[Any, int], None]) -> None:
+    text = f"PlanMismatchError: .*expected the same shape on every rank, {OTHER}"
+    with refused(text, before=False):
+        action(mesh(3)["cp"], 3 + is_odd())
+
+
+@ranks(2)
+def call_unchecked() -> None:
+    """Another scale on one rank; only the plan of the third call compares."""
+    for check in (False, False, True):
+        placed = place(CASE, mask=causal(), check=check)
+        rows = [torch.randn(2, heads, placed.mask.frame.rows_per_rank, 16) for heads in (4, 2, 2)]
+        attention(*rows, mask=placed.mask, scale=0.5 if is_odd() and not check else 0.25)
 
 
 def test_nothing_is_compared_unless_asked() -> None:
-    with pytest.raises(JobError, match="the same sequence of calls on every rank"):
-        world(2).run("fault_jobs:disagree_unchecked")
+    with pytest.raises(RankError, match="the same sequence of calls on every rank"):
+        call_unchecked()
+
+
+ADVICE = "expected an answer from every rank.*resume from a checkpoint"
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("strategy", ["exchange", "ring", "ulysses"])
 def test_a_killed_rank_makes_the_others_fail_with_what_to_do(strategy: str, phase: str) -> None:
+    def die() -> None:
+        case = Case(length=101, strategy=strategy, heads=(4, 4))
+        placed = place(case)
+        leaves, (dout, _) = local_inputs(placed, case)
+        attend(placed, case)
+
+        def die_in(now: str) -> None:
+            if phase == now and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        die_in("forward")
+        with refused(f"CommunicationError: .*rank {dist.get_rank()} of 3.*{ADVICE}", before=False):
+            out = attention(*leaves, mask=placed.mask)
+            die_in("backward")
+            torch.autograd.grad(out, leaves, dout)
+            # Small sends may have left before the other end died; the next step must notice.
+            torch.autograd.grad(attention(*leaves, mask=placed.mask), leaves, dout)
+
     start = time.monotonic()
-    ranks = World(3, group_seconds=20)
-    results = ranks.run("fault_jobs:die_in_mid_step", strategy, phase, may_die=(1,))
-    assert results[1] == Died(-9)
-    for rank in (0, 2):
-        name, text, _ = results[rank]
-        assert name == "CommunicationError", text
-        assert f"rank {rank} of 3" in text
-        assert "expected an answer from every rank" in text
-        assert "resume from a checkpoint" in text
+    assert World(3, group_seconds=20).call(die, may_die=(1,)) == [None, Died(-9), None]
     assert time.monotonic() - start < 60
 
 
 def test_a_rank_that_hangs_makes_the_others_fail_in_the_time_of_the_group() -> None:
-    ranks = World(3, group_seconds=3)
-    ranks.run("world_jobs:add_ranks")
+    def hang() -> None:
+        case = Case(length=101, heads=(4, 4))
+        placed = place(case)
+        leaves, _ = local_inputs(placed, case)
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        with refused("CommunicationError: .*expected an answer from every rank", before=False):
+            attention(*leaves, mask=placed.mask)
+
+    three = World(3, group_seconds=3)
+    three.run(dist.barrier)
     start = time.monotonic()
     # The stopped rank never answers: it is ended from outside once the others have.
-    results = ranks.run("fault_jobs:hang_in_mid_step", seconds=60, may_hang=(1,))
+    three.call(hang, seconds=60, may_hang=(1,))
     assert time.monotonic() - start < 40
-    for rank in (0, 2):
-        name, text, _ = results[rank]
-        assert name == "CommunicationError", text
-        assert "expected an answer from every rank" in text
 
 
-MISFITS = {
-    "shard": ("ShapeError", "37 rows"),
-    "gather": ("ShapeError", r"Layout.gather: x: expected this rank's \d+ rows"),
-    "another rank's plan": ("OptionError", r"mesh: expected rank \d of 3, got rank \d of 3"),
-    "another mesh": ("OptionError", r"mesh: expected rank 0 of 2, got rank \d of 3"),
-    "second derivative": ("NotImplementedError", "second derivatives"),
+def second_derivative(placed: Placed) -> None:
+    rows = placed.mask.frame.rows_per_rank
+    q, k, v = (torch.randn(2, heads, rows, 16).requires_grad_() for heads in (4, 2, 2))
+    (first,) = torch.autograd.grad(attention(q, k, v, mask=placed.mask).square().sum(), q, create_graph=True)
+    first.square().sum().backward()
+
+
+#: What is said -> what every rank does.
+MISFITS: dict[str, Callable[[Placed], Any]] = {
+    "ShapeError: .*37 rows": lambda placed: placed.shard(torch.zeros(2, 36)),
+    r"ShapeError: .*Layout.gather: x: expected this rank's \d+ rows": lambda placed: placed.gather(
+        torch.zeros(2, 36)
+    ),
+    "NotImplementedError: .*second derivatives": second_derivative,
 }
 
 
-@pytest.mark.parametrize("what", MISFITS)
-def test_a_misfit_is_one_clear_error_on_every_rank(what: str) -> None:
-    kind, message = MISFITS[what]
-    for name, text, exchanged in world(3).run("fault_jobs:misfit", what, seconds=30):
-        assert name, f"{what} was taken"
-        assert re.fullmatch(kind, name), f"{name}: {text}"
-        assert re.search(message, text, re.DOTALL), text
-        assert what == "second derivative" or exchanged == 0
+@pytest.mark.parametrize("text", MISFITS)
+@ranks(3, seconds=30)
+def test_a_misfit_is_one_clear_error_on_every_rank(text: str) -> None:
+    placed = place(CASE)
+    attend(placed, CASE)  # What was compared does not count.
+    with refused(text, before=MISFITS[text] is not second_derivative):
+        MISFITS[text](placed)

@@ -5,12 +5,26 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from loss_jobs import model_of
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
-from worlds import JobError, world
+from worlds import mesh, ranks
 
 from attnspan.errors import DtypeError, OptionError
-from attnspan.parallel.torch.loss import next_token_targets, sum_gradients, token_mean
+from attnspan.parallel.torch.loss import (
+    global_token_count,
+    next_token_targets,
+    sum_gradients,
+    sum_over,
+    token_mean,
+)
+
+
+def model_of() -> nn.Sequential:
+    torch.manual_seed(0)
+    head = nn.Linear(8, 5)
+    return nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 8), nn.ReLU(), head)
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -22,22 +36,26 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("sizes", [(2,), (1, 2), (2, 1)])
 @pytest.mark.parametrize("bucket_bytes", [1, 300, 2**20])
+@ranks(2)
 def test_parts_and_summed_gradients_are_those_of_one_process(
     sizes: tuple[int, ...], bucket_bytes: int
 ) -> None:
-    tokens, targets = batch()
-    model = model_of()
-    loss = functional.cross_entropy(model(tokens), targets)
+    (tokens, targets), both, model, whole = batch(), mesh(*sizes), model_of(), model_of()
+    loss = functional.cross_entropy(whole(tokens), targets)
     loss.backward()
-    expected = [parameter.grad for parameter in model.parameters()]
-    results = world(2).run("loss_jobs:gradients", tokens, targets, sizes, bucket_bytes)
-    for found, count, grads in results:
-        assert count == 18
-        assert found == pytest.approx(loss.item(), rel=1e-6)
-        for mine, whole in zip(grads, expected, strict=True):
-            # The same float32 sum in another order.
-            assert (mine - whole).norm() <= 10 * torch.finfo(torch.float32).eps * whole.norm()
-    assert all(torch.equal(a, b) for a, b in zip(results[0][2], results[1][2], strict=True)), "bit by bit"
+    mine = slice(13) if dist.get_rank() == 0 else slice(13, None)
+    count = global_token_count(targets[mine], both)
+    assert int(count) == 18
+    part = token_mean(functional.cross_entropy(model(tokens[mine]), targets[mine], reduction="sum"), count)
+    part.backward()
+    sum_gradients(model.parameters(), both, bucket_bytes=bucket_bytes)
+    assert float(sum_over(part, both)) == pytest.approx(loss.item(), rel=1e-6)
+    for got, wanted in zip(model.parameters(), whole.parameters(), strict=True):
+        # The same float32 sum in another order.
+        assert (got.grad - wanted.grad).norm() <= 10 * torch.finfo(torch.float32).eps * wanted.grad.norm()
+        of_rank_0 = got.grad.clone()
+        dist.broadcast(of_rank_0, 0)
+        assert torch.equal(got.grad, of_rank_0), "bit by bit"
 
 
 def test_a_mean_of_local_means_would_be_another_number() -> None:
@@ -48,14 +66,26 @@ def test_a_mean_of_local_means_would_be_another_number() -> None:
     assert abs(sum(each.item() for each in local) / 2 - whole) > 1e-3 * whole, "else this file tests nothing"
 
 
+@ranks(2)
 def test_a_parameter_that_one_rank_does_not_use_has_the_gradient_of_the_others() -> None:
-    assert world(2).run("loss_jobs:unused_on_one_rank") == [[3.0, 3.0]] * 2
+    used, frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)
+    if dist.get_rank() == 1:
+        (3 * used).sum().backward()
+    sum_gradients([frozen, used], dist.group.WORLD)
+    assert frozen.grad is None
+    assert used.grad.tolist() == [3.0, 3.0]
 
 
+@ranks(2)
 def test_each_dtype_is_summed_in_itself() -> None:
-    for answer in world(2).run("loss_jobs:two_dtypes"):
-        assert [dtype for dtype, _ in answer] == [torch.float32] * 3 + [torch.float64] * 2
-        assert [values for _, values in answer] == [[3.0]] * 5
+    model = model_of()
+    model[3].to(torch.float64)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1.0 + dist.get_rank())
+    sum_gradients(model.parameters(), mesh(2))
+    found = [parameter.grad for parameter in model.parameters()]
+    assert [x.dtype for x in found] == [torch.float32] * 3 + [torch.float64] * 2
+    assert all((x == 3.0).all() for x in found)
 
 
 @pytest.mark.parametrize(
@@ -65,9 +95,15 @@ def test_each_dtype_is_summed_in_itself() -> None:
         ("sparse", r"expected dense gradients, got torch.sparse_coo. Make the layer without sparse"),
     ],
 )
+@ranks(2)
 def test_what_cannot_be_summed_is_refused_with_what_to_do(how: str, words: str) -> None:
-    with pytest.raises(JobError, match=words):
-        world(2).run("loss_jobs:refused", how)
+    model = nn.Embedding(4, 4, sparse=how == "sparse")
+    if how == "sharded":
+        fully_shard(model, mesh=mesh(2))
+    else:
+        model(torch.tensor([1])).sum().backward()
+    with pytest.raises(OptionError, match=words):
+        sum_gradients(model.parameters(), mesh(2))
 
 
 def test_no_target_at_all_is_no_loss_and_no_nan() -> None:

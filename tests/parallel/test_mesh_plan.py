@@ -77,20 +77,10 @@ def test_rows_positions_and_padding_of_a_rank(meshes: Meshes, rank: int) -> None
 def test_one_line_switches(meshes: Meshes, strategy: str, layout: str) -> None:
     mask = causal() & segments(np.repeat([0, 1, 2], [9, 4, 24]))
     plan = make(meshes(1), layout_of(1, mask=mask), mask=mask, strategy=strategy)
-    x = list(tensors(Q_LEN))
-    if layout != "bhsd":
-        x = [part.transpose(1, 2) for part in x]
-    if layout == "thd":
-        x = [part[0] for part in x]
-    options: dict[str, Any] = {
-        "bias": alibi(torch.rand(4)),
-        "sinks": torch.rand(4),
-        "softcap": 2.0,
-        "dropout_p": 0.2,
-        "dropout_seed": torch.tensor(3),
-        "layout": layout,
-        "return_lse": True,
-    }
+    order = {"bhsd": lambda x: x, "bshd": lambda x: x.transpose(1, 2), "thd": lambda x: x[0].transpose(0, 1)}
+    x = [order[layout](part) for part in tensors(Q_LEN)]
+    options: dict[str, Any] = {"bias": alibi(torch.rand(4)), "sinks": torch.rand(4), "softcap": 2.0}
+    options |= {"dropout_p": 0.2, "dropout_seed": torch.tensor(3), "layout": layout, "return_lse": True}
     got, wanted = (attention(*x, mask=each, **options) for each in (plan, mask))
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b)
@@ -109,39 +99,41 @@ def test_without_keys_the_output_is_nothing(meshes: Meshes, strategy: str) -> No
     assert x[1].grad.shape == (1, 2, 0, 16)
 
 
-def test_two_levels_share_heads_within_a_node_and_need_names(meshes: Meshes) -> None:
-    mesh = meshes(2, 4)
-    layout = layout_of(8)
-    found = {
-        make(mesh, layout, mask=mask, strategy="auto", node_size=4).frame.strategy.members
-        for mask in (causal(), full())
-    }
-    assert found == {4}
-    assert make(mesh, layout).frame.strategy.members == 1, "unless told otherwise"
+def test_meshes_that_do_not_fit(meshes: Meshes) -> None:
+    mesh = meshes(1, 2, 2)
+    with pytest.raises(OptionError, match=r"expected one dimension, or two.*got 3\. Take a part"):
+        make(mesh)
+    for layout, rank, text in (
+        (layout_of(3), 0, "rank 0 of 3, got rank 0"),
+        (layout_of(2), 1, "rank 1 of 2, got rank 0"),
+    ):
+        with pytest.raises(OptionError, match=f"mesh: expected {text} of 2"):
+            layout.plan(causal(), heads=HEADS).local(rank).on(mesh["intra"], rows="unchecked")
+    for other in (4, None, dist.group.WORLD):
+        with pytest.raises(DtypeError, match="expected a DeviceMesh, such as mesh\\['cp'\\]"):
+            layout_of(2).plan(causal(), heads=HEADS).on(other, rows="unchecked")
     dist.destroy_process_group()
     with pytest.raises(OptionError, match="names of both"):
         make(meshes(2, 2, named=False))
 
 
-def test_meshes_that_do_not_fit(meshes: Meshes) -> None:
-    mesh = meshes(1, 2, 2)
-    with pytest.raises(OptionError, match=r"expected one dimension, or two.*got 3\. Take a part"):
-        make(mesh)
-    with pytest.raises(OptionError, match=r"mesh: expected rank 0 of 3, got rank 0 of 2"):
-        make(mesh["intra"], layout_of(3))
-    for other in (4, None, dist.group.WORLD):
-        with pytest.raises(DtypeError, match="expected a DeviceMesh, such as mesh\\['cp'\\]"):
-            layout_of(2).plan(causal(), heads=HEADS).on(other, rows="unchecked")
-
-
 def test_a_plan_without_evidence_of_its_rows_is_refused(meshes: Meshes) -> None:
     plan, mesh = layout_of(2).plan(causal(), heads=HEADS), meshes(2)
     for on in (plan.on, plan.local(0).on):
-        with pytest.raises(
-            OptionError, match=r'layout.shard\(...\) gave, its batch.marks, or .*rows="unchecked"'
-        ):
+        with pytest.raises(OptionError, match=r'shard\(...\) gave, its batch.marks, or .*rows="unchecked"'):
             on(mesh)
         assert on(mesh, rows="unchecked").q_index.tolist() == layout_of(2).rows[0].tolist()
+
+
+def test_rows_of_another_layout_or_rank_are_refused(meshes: Meshes) -> None:
+    mesh, layout = meshes(2), layout_of(2)
+    for rows, whose in (
+        (layout_of(2, method="contiguous").shard({}, 0), "layout"),
+        (layout.shard({}, 1), "rank"),
+    ):
+        text = rf"rows of plan.on\(mesh, rows=...\): expected rows of {whose}"
+        with pytest.raises(PlanMismatchError, match=text):
+            layout.plan(causal(), heads=HEADS).on(mesh, rows=rows)
 
 
 def test_a_plan_is_a_pytree_of_tensors(meshes: Meshes) -> None:
@@ -175,13 +167,8 @@ def test_any_form_of_the_rows_numbers(meshes: Meshes, batch: int) -> None:
     layout = layout_of(4, mask=mask, batch=batch)
     plan, index = make(meshes(4), layout, mask=mask), torch.tensor(layout.rows[0]).long()
     x = [x.expand(2, -1, -1, -1) for x in tensors(plan.frame.rows_per_rank)]
-    for form in (
-        index,
-        index.int(),
-        index.numpy(),
-        index.expand(2, -1),
-        *[index[0], index.tolist()][: 3 - batch],
-    ):
+    shared = [index[0], index.tolist()][: 3 - batch]
+    for form in (index, index.int(), index.numpy(), index.expand(2, -1), *shared):
         assert attention(*x, mask=plan, q_index=form).shape == (2, 4, plan.frame.rows_per_rank, 16)
         with pytest.raises(PlanMismatchError, match="the rows of the plan's layout"):
             attention(*x, mask=plan, q_index=torch.as_tensor(form) + 1)
@@ -218,16 +205,8 @@ CALLS: dict[str, tuple[dict[str, Any] | Callable[[Inputs], dict[str, Any]], type
     "no backend": ({"backend": "cudnn"}, OptionError, "backend: expected None or one of cpu, vendor"),
     "q_index": ({"q_index": torch.arange(10)[None]}, PlanMismatchError, "the rows of the plan's layout"),
     "q_index's shape": ({"q_index": torch.arange(9)[None]}, ShapeError, r"q_index .*got \(1, 9\)"),
-    "rows": (
-        lambda x: {"q": x["q"][:, :, :9]},
-        ShapeError,
-        "q with .* this rank's 10 rows, padding included",
-    ),
-    "all rows": (
-        lambda x: {"q": x["q"].repeat(1, 1, 4, 1)[:, :, :37]},
-        ShapeError,
-        r"got shape \(1, 4, 37, 16\) in layout bhsd. Shard the model's inputs by layout.shard",
-    ),
+    "rows": (lambda x: {"q": x["q"][:, :, :9]}, ShapeError, "q .* this rank's 10 rows, padding included"),
+    "all rows": ({"q": tensors(37)[0]}, ShapeError, r"got shape \(1, 4, 37, 16\) .* by layout.shard"),
     "heads": (lambda x: {"q": x["q"][:, :2]}, ShapeError, "q with context parallelism: expected 4 heads"),
     "key heads": (lambda x: {"k": x["k"][:, :1], "v": x["v"][:, :1]}, ShapeError, "k with .* 2 heads"),
     "keys": (lambda x: {"k": x["k"][:, :, :9], "v": x["v"][:, :, :9]}, ShapeError, "k with .* 10 rows"),

@@ -1,14 +1,12 @@
 """What docs/parallel.md shows runs, and its formulas are those of the code."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from worlds import torchrun
 
 from attnspan import window
 from attnspan.parallel import Layout, Strategy
@@ -25,17 +23,7 @@ def losses(folder: Path, ranks: int, backend: str) -> list[float]:
     compiled = LOOP.replace("compile(fullgraph=True)", f"compile(fullgraph=True, backend={backend!r})")
     assert compiled != LOOP
     script.write_text(MODEL + compiled + START, encoding="utf-8")
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(script)]
-    done = subprocess.run(
-        [sys.executable, *launch],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = [float(x) for x in re.findall(r"loss ([\d.]+)", done.stdout)]
+    found = [float(x) for x in re.findall(r"loss ([\d.]+)", torchrun(ranks, script))]
     assert found == sorted(found, key=found.index)
     return found[::ranks]
 

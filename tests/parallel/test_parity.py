@@ -2,7 +2,8 @@
 
 import functools
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +12,14 @@ import torch
 from covering import everything, few
 from hypothesis import given
 from hypothesis import strategies as st
+from placed import attend, place
 from samples.parallel import CROSS_MASKS, HEADS, MASKS, OPTIONS, Case, Results, exact, pairs, unsharded
 from torch import Tensor
-from worlds import world
+from worlds import named, world
+from worlds import ranks as on_ranks
 
 from attnspan.parallel import Strategy
+from attnspan.torch import SlowPathWarning
 
 #: Norm-wise, of float32 results; those of one process are up to 3e-7 from float64.
 FLOAT32 = 2e-6
@@ -41,7 +45,7 @@ EVERY_WORLD = [(ranks, strategy) for ranks in (2, 3, 4) for strategy in STRATEGI
 WORLDS = EVERY_WORLD if everything() else FEW_WORLDS
 EIGHT = [pytest.param(8, strategy, marks=pytest.mark.long) for strategy in STRATEGIES[8]]
 ALONE = [(1, "exchange"), (1, "ring"), (1, "ulysses")]
-LENGTHS = (37, 101, 257)
+LENGTHS = (1, 3, 37, 101, 257)  # Ranks without rows, too.
 PARTITIONS = ("balanced", "contiguous", "zigzag")
 
 
@@ -111,18 +115,30 @@ def rounding(case: Case, name: str) -> float:
     return max(FLOAT32, 2**-24 * pairs**0.5) if in_table else FLOAT32
 
 
-def check(ranks: int, cases: list[Case]) -> None:
+def attend_all(cases: list[Case], plainly: bool = False) -> list[dict[str, Any]]:
+    """Forward and backward of many cases on a rank, each named if it fails; plainly where no kernel runs."""
+    found = []
+    with warnings.catch_warnings():
+        if plainly:
+            warnings.simplefilter("ignore", SlowPathWarning)
+        for case in cases:
+            with named(case):
+                found.append(attend(place(case), case))
+    return found
+
+
+def attended(
+    ranks: int, cases: list[Case], plainly: bool = False
+) -> Iterator[tuple[Case, Sequence[dict[str, Any]]]]:
+    """Each case with what each of that many ranks has of its results."""
+    by_rank = world(ranks).run(attend_all, cases, plainly)
+    return zip(cases, zip(*by_rank, strict=True), strict=True)
+
+
+def check(ranks: int, cases: list[Case], plainly: bool = False) -> None:
     """Run cases on that many ranks and hold them to one process alone."""
-    by_rank = world(ranks).run("parity_jobs:attend_all", cases)
-    for case, parts in zip(cases, zip(*by_rank, strict=True), strict=True):
+    for case, parts in attended(ranks, cases, plainly):
         assert_parity(case, parts)
-
-
-def of_each_world(values: Sequence[Any], place: tuple[int, str], row: int, count: int) -> list[Any]:
-    """Some values for the row of a world's cases, others for the next world; in the long run all of them."""
-    first = row + WORLDS.index(place)
-    taken = {(first + i) % len(values) for i in range(len(values) if everything() else count)}
-    return [values[i] for i in sorted(taken)]
 
 
 def _with_members(case: Case, ranks: int) -> Case:
@@ -170,8 +186,7 @@ def test_parts_of_rows_with_large_biases_merge(ranks: int, strategy: str) -> Non
         Case(mask=mask, option="deep relative", heads=(4, 2), dims=dims, strategy=strategy)
         for mask, dims in (("full", (16, 16)), ("causal", (16, 16)), ("causal", (264, 8)))
     ]
-    by_rank = world(ranks).run("parity_jobs:attend_plainly", cases)
-    for case, parts in zip(cases, zip(*by_rank, strict=True), strict=True):
+    for case, parts in attended(ranks, cases, plainly=True):
         true = exact(case)
         for name, got in assemble(case, parts).items():
             size = float(true[name].norm()) if name in ("out", "lse", "dv") else float(true["dv"].norm())
@@ -183,42 +198,32 @@ def test_one_rank_and_eight(ranks: int, strategy: str) -> None:
     check(ranks, grid(ranks, strategy) if everything() else grid(ranks, strategy)[::8])
 
 
+def each_mask(**given: Any) -> list[Case]:
+    """A case of each mask, with options and heads in turn."""
+    options = ["none", "softcap", "sinks", "alibi", "relative", "dropout", "all"]
+    return [
+        Case(mask=mask, option=options[i % 7], heads=HEADS[i % 5], **given) for i, mask in enumerate(MASKS)
+    ]
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("dtype", "dims"), [("float64", (16, 16)), ("float32", (264, 8))], ids=str)
 @pytest.mark.parametrize(("ranks", "strategy"), few([x for x in WORLDS if x[1] != "auto"], 3))
 def test_where_no_kernel_runs(ranks: int, strategy: str, dtype: str, dims: tuple[int, int]) -> None:
     # float64 and wide heads on this machine; everything on a device without a kernel.
-    options = ["none", "softcap", "sinks", "alibi", "relative", "dropout", "all"]
-    cases = [
-        Case(
-            mask=mask,
-            option=options[i % 7],
-            heads=HEADS[i % len(HEADS)],
-            strategy=strategy,
-            dtype=dtype,
-            dims=dims,
-        )
-        for i, mask in enumerate(MASKS)
-    ]
+    cases = each_mask(strategy=strategy, dtype=dtype, dims=dims)
     cases = cases if everything() else cases[WORLDS.index((ranks, strategy)) % 2 :: 2]
-    by_rank = world(ranks).run("parity_jobs:attend_plainly", cases)
-    for case, parts in zip(cases, zip(*by_rank, strict=True), strict=True):
-        assert_parity(case, list(parts))
+    check(ranks, cases, plainly=True)
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("ranks", "strategy"), few(WORLDS, 2))
 def test_low_precision_is_no_worse_than_one_process(ranks: int, strategy: str, dtype: str) -> None:
-    options = ["none", "softcap", "sinks", "alibi", "relative", "dropout", "all"]
-    cases = [
-        Case(mask=mask, option=options[i % 7], heads=HEADS[i % 5], length=101, strategy=strategy, dtype=dtype)
-        for i, mask in enumerate(MASKS)
-    ]
-    by_rank = world(ranks).run("parity_jobs:attend_all", cases)
+    cases = each_mask(strategy=strategy, dtype=dtype, length=101)
     ours: dict[str, list[Tensor]] = {}
     alone: dict[str, list[Tensor]] = {}
-    for case, parts in zip(cases, zip(*by_rank, strict=True), strict=True):
+    for case, parts in attended(ranks, cases):
         true, single = exact(case), unsharded(case)
         for name, got in assemble(case, parts).items():
             seen = true[name].isfinite()
@@ -238,41 +243,26 @@ def test_low_precision_is_no_worse_than_one_process(ranks: int, strategy: str, d
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), few(WORLDS, 3))
-def test_fewer_rows_and_documents_than_ranks(ranks: int, strategy: str) -> None:
-    masks = ("causal", "segments", "documents", "spans", "key_padding")
-    options = ("none", "sinks", "all", "dropout", "alibi")
-    kinds = list(zip(masks, options, HEADS[:5], strict=True))
-    check(
-        ranks,
-        [
-            Case(mask=mask, length=length, strategy=strategy, option=option, heads=heads)
-            for i, length in enumerate((1, 2, 3, 5, 7))
-            for mask, option, heads in of_each_world(kinds, (ranks, strategy), i, 2)
-        ],
-    )
-
-
-@pytest.mark.parametrize(("ranks", "strategy"), few(WORLDS, 3))
 def test_cross_attention(ranks: int, strategy: str) -> None:
-    options, lengths = list(OPTIONS), ((37, 101), (101, 37), (41, 3))
-    check(
-        ranks,
-        [
-            Case(mask=mask, length=length, k_len=k_len, option=options[i % len(options)], strategy=strategy)
-            for i, mask in enumerate(CROSS_MASKS)
-            for length, k_len in of_each_world(lengths, (ranks, strategy), i, 1)
-        ],
-    )
+    options, first = list(OPTIONS), WORLDS.index((ranks, strategy))
+    cases = []
+    for i, mask in enumerate(CROSS_MASKS):
+        lengths = [(37, 101), (101, 37), (41, 3), (3, 41)]
+        for length, k_len in lengths if everything() else [lengths[(first + i) % 4]]:
+            option = options[i % len(options)]
+            cases.append(Case(mask=mask, length=length, k_len=k_len, option=option, strategy=strategy))
+    check(ranks, cases)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
+@on_ranks(lambda ranks: ranks)
 def test_the_same_call_gives_the_same_bits(ranks: int) -> None:
-    cases = [
-        Case(mask=mask, option="all", length=101, strategy=strategy, heads=(5, 1))
-        for strategy in (strategy for each, strategy in WORLDS if each == ranks)
-        for mask in ("segments", "spans per head")
-    ]
-    assert not any(world(ranks).run("parity_jobs:twice", cases))
+    for strategy in (strategy for each, strategy in WORLDS if each == ranks):
+        for mask in ("segments", "spans per head"):
+            case = Case(mask=mask, option="all", length=101, strategy=strategy, heads=(5, 1))
+            first, second = (attend(place(case), case) for _ in range(2))
+            for name in first:
+                assert torch.equal(first[name], second[name]), f"{name} of {case}"
 
 
 @st.composite

@@ -50,9 +50,7 @@ def check(plan: Plan, q_index: np.ndarray | None = None) -> None:
                 total[..., keys[:known]] += sees[..., :known]
             assert (total == wanted).all()
             expected = np.where(own < 0, 0, index[plane % len(index)][own])
-            assert (placed[plane] == expected).all(), (
-                "biases go by global indices, and those of padding are 0"
-            )
+            assert (placed[plane] == expected).all(), "biases go by global indices; those of padding are 0"
 
 
 def _check_stage(plan: Plan, stage: Any, flat: np.ndarray) -> None:
@@ -80,9 +78,7 @@ def test_an_exchange_moves_what_somebody_sees_and_brings_its_gradients_home(plan
     stages = [stages[0] for stages in arrivals(plan, every)]
     for rank, tables in enumerate(every):
         group, transfer = tables.numbers.group, lists(tables)
-        assert transfer.send_counts[group] == transfer.receive_counts[group] == 0, (
-            "nothing is sent to oneself"
-        )
+        assert transfer.send_counts[group] == transfer.receive_counts[group] == 0, "nothing to oneself"
         bounds = np.broadcast_to(tables.stages[0].bounds, (plan.planes, *tables.stages[0].bounds.shape[1:]))
         used = np.asarray(Spans(bounds, stages[rank].shape[1]).dense()).any(axis=(1, 2))
         assert (used == (stages[rank] != NOTHING)).all(), "what arrives is seen by some row"
@@ -280,27 +276,17 @@ def planned(mask: Any = None, **given: Any) -> Plan:
 
 PER_HEAD = attnspan.spans(np.zeros((1, 8, 32, 1, 2), np.int32))
 THREE = Layout.of(segments(np.arange(96).reshape(3, 32) // 8), q_len=32, ranks=4, batch=3)
+FOUR, ROWS = segments(np.zeros((4, 32), int)), np.arange(32)
+CROSS = Layout.of(full(), q_len=8, k_len=5, ranks=2)
 REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: planned(torch.ones(32, 32, dtype=torch.bool)), DtypeError, "Tensor of bool.*Wrap booleans"),
     (lambda: planned(causal), DtypeError, "the function causal. Call it"),
-    (
-        lambda: planned(causal().prepare(31, 32)),
-        ShapeError,
-        "expected 32 rows and 32 keys, the whole problem",
-    ),
+    (lambda: planned(causal().prepare(31, 32)), ShapeError, "32 rows and 32 keys, the whole problem"),
     (lambda: planned(full().spans(32, 31)), ShapeError, "expected 32 rows and 32 keys"),
     (lambda: planned(segments(np.zeros((2, 16), int))), ShapeError, "expected arrays that describe 32 keys"),
-    (
-        lambda: planned(segments(np.zeros((4, 32), int)).prepare(32, 32, batch=4)),
-        ShapeError,
-        r"expected 2 batch rows, or 1 that all share, got Spans\(B=4",
-    ),
+    (lambda: planned(FOUR.prepare(32, 32, batch=4)), ShapeError, r"2 batch rows, or 1 .*, got Spans\(B=4"),
     (lambda: planned(PER_HEAD.prepare(32, 32, heads=8)), ShapeError, "expected 4 heads, or 1 that all share"),
-    (
-        lambda: planned(causal().prepare(32, 32, k_index=np.arange(32))),
-        OptionError,
-        "Describe the whole problem",
-    ),
+    (lambda: planned(causal().prepare(32, 32, k_index=ROWS)), OptionError, "Describe the whole problem"),
     (lambda: planned(Spans(np.full((1, 1, 32, 1, 2), 40), 32)), OptionError, "ascending, disjoint"),
     (lambda: planned(segments(np.tile([0, 1], 16))), OptionError, "Raise max_runs or mend the data"),
     (lambda: planned(segments(np.tile([0, 1], 16)).spans(32, 32)), OptionError, "batch 0, head 0, row 0"),
@@ -311,17 +297,9 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: planned(heads=(4, 3)), OptionError, r"the second a divisor of the first, got \(4, 3\)"),
     (lambda: planned(heads=4), OptionError, "heads: expected"),
     (lambda: planned(heads=(True, True)), OptionError, "heads: expected"),
-    (
-        lambda: planned(keys=Layout.contiguous(32, 2)),
-        OptionError,
-        "keys: expected a layout of 4 ranks, got 2",
-    ),
+    (lambda: planned(keys=Layout.contiguous(32, 2)), OptionError, "keys: .* layout of 4 ranks, got 2"),
     (lambda: planned(keys=Layout.contiguous(9, 4), k_len=8), ShapeError, "keys: expected 8 rows"),
-    (
-        lambda: planned(keys=THREE),
-        ShapeError,
-        "planes of a plan: expected 1 or 3, got 1|expected 1 or 2, got 3",
-    ),
+    (lambda: planned(keys=THREE), ShapeError, "expected 1 or 3, got 1|expected 1 or 2, got 3"),
     (lambda: THREE.plan(causal(), heads=(4, 2), batch=2), ShapeError, "batch"),
     (lambda: planned(strategy=["ring"]), OptionError, r"u \* r = 4 ranks, got \['ring'\]"),
     (lambda: Layout.of(causal(), q_len=8, ranks=2).plan(heads=([4], 2)), OptionError, "heads: expected"),
@@ -332,22 +310,14 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: planned(node_size=0), OptionError, "node_size: expected 1 to"),
     (lambda: planned(memory="1GB"), DtypeError, "memory: expected a number of bytes, got '1GB'"),
     (lambda: planned(keys=5), DtypeError, "keys: expected a Layout, got 5"),
-    (
-        lambda: planned(machine="rates.json"),
-        DtypeError,
-        "machine: expected measured rates, got 'rates.json'",
-    ),
+    (lambda: planned(machine="rates.json"), DtypeError, "machine: expected measured rates, got 'rates.json'"),
     (lambda: planned().local(-1), OptionError, "rank: expected 0 to 3, got -1"),
     (lambda: planned().tables(4), OptionError, "rank: expected 0 to 3, got 4"),
     (lambda: planned().cost("zigzag"), OptionError, r"u \* r = 4 ranks, got 'zigzag'"),
     (lambda: planned().cost(Strategy("ring", 1, 2)), OptionError, "one for 4 ranks, got ring for 2"),
     (lambda: planned().cost(node_size=0), OptionError, "node_size: expected 1 to"),
     (lambda: planned().cost().received("fwd"), OptionError, "direction: expected 'forward', 'backward' or"),
-    (
-        lambda: Layout.of(full(), q_len=8, k_len=5, ranks=2).plan(heads=(4, 2)),
-        ShapeError,
-        "of cross attention pass k_len=",
-    ),
+    (lambda: CROSS.plan(heads=(4, 2)), ShapeError, "of cross attention pass k_len="),
     (lambda: planned(memory=10), OptionError, r"memory: expected at least \d+ bytes.*got 10"),
     (lambda: Kept.of(_everything(), 0, planes=3, k_len=2**30), ShapeError, "below 2,147,483,648, got 3 x"),
 ]

@@ -1,106 +1,258 @@
-"""Layouts that several plans share, meshes of several kinds, pipelines, decoding, loops played wrongly."""
+"""Layouts that several plans share, meshes of several kinds, pipelines, loops played wrongly."""
 
-import re
-from dataclasses import replace
+import contextlib
+import warnings
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from covering import few
+from placed import attend, place
 from samples.parallel import Case
 from test_parity import FLOAT32, assert_parity
-from worlds import world
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils import _pytree as pytree
+from worlds import error, mesh, ranks, world
+
+import attnspan
+from attnspan.errors import OptionError
+from attnspan.parallel import Layout, MeshPlan
+from attnspan.parallel.torch.loss import global_token_count, next_token_targets, sum_gradients
+from attnspan.testing import assert_same_as_one_rank
+from attnspan.torch import SlowPathWarning, attention
+
+B, S, HEADS = 2, 192, (4, 2)
+CAUSAL, WINDOW = attnspan.causal(), attnspan.causal() & attnspan.window(9)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+def here() -> Any:
+    return mesh(dist.get_world_size())["cp"]
+
+
+def on_mesh(layout: Layout, plan: Any) -> MeshPlan:
+    return plan.on(here(), rows=layout.shard({}, dist.get_rank()))  # type: ignore[no-any-return]
+
+
+def documents(salt: int = 3) -> attnspan.Mask:
+    lengths = torch.randint(5, 60, (B, S), generator=torch.Generator().manual_seed(salt))
+    ids = torch.stack([torch.repeat_interleave(torch.arange(S), row)[:S] for row in lengths])
+    return CAUSAL & attnspan.segments(ids)
+
+
+def inputs(keys: int = S) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    shapes = ((B, HEADS[0], S, 16), (B, HEADS[1], keys, 16), (B, HEADS[1], keys, 16))
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def layout_of(mask: attnspan.Mask, **options: Any) -> Layout:
+    return Layout.of(mask, **{"q_len": S, "ranks": dist.get_world_size(), "batch": B, **options})
+
+
+def assert_alike(got: Any, wanted: Any, limit: float = FLOAT32) -> None:
+    for pair in zip(got, wanted, strict=True):
+        assert error(*pair) < limit
+
+
+def weights_of(shape: tuple[int, ...], rank: int) -> Tensor:
+    # Whole numbers, whose sums are exact in any order.
+    return torch.randint(100, shape, generator=torch.Generator().manual_seed(rank)).float()
+
+
+SHAPES = [(37,), (2, 37), (2, 37, 3), (37, 2, 3), (2, 3, 37)]
+
+
+@pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("method", ["zigzag", "contiguous", "balanced"])
-def test_the_whole_comes_back_with_its_gradient(ranks: int, method: str) -> None:
-    assert world(ranks).run("sharing_jobs:gather", method) == [[]] * ranks
+@ranks(lambda count: count)
+def test_the_whole_comes_back_with_its_gradient(count: int, method: str) -> None:
+    layout = Layout.of(CAUSAL, q_len=37, ranks=count, method=method, rows_per_chunk=3)  # type: ignore[arg-type]
+    packed = layout_of(documents())
+    for one, shape in [(layout, shape) for shape in SHAPES] + [(packed, (B, S, 3)), (packed, (B, 3, S))]:
+        for dim in (shape.index(one.q_len), shape.index(one.q_len) - len(shape)):
+            whole = torch.arange(float(torch.tensor(shape).prod())).reshape(shape)
+            x = one.shard(whole, dist.get_rank(), dim=dim, fill=torch.nan).requires_grad_()
+            found = one.gather(x, here(), dim=dim)
+            assert torch.equal(found, whole), f"{shape} along {dim}"
+            # Each rank weighs the whole in another way: the gradient is the sum of what all of them find.
+            (found * weights_of(shape, dist.get_rank())).sum().backward()
+            total = torch.stack([weights_of(shape, rank) for rank in range(count)]).sum(0)
+            assert torch.equal(x.grad, one.shard(total, dist.get_rank(), dim=dim)), f"{shape} along {dim}"
+
+
+@ranks(4)
+def attend_on_two_levels(case: Case, strategy: str, name: str) -> dict[str, Any]:
+    """Results on a mesh of two nodes of two ranks each, and what has come of the strategy."""
+    placed = place(case, mesh(2, 2), strategy=strategy, node_size=2)
+    assert placed.plan.strategy.name.replace(", ring", "") == name
+    return attend(placed, case)
 
 
 def test_on_two_levels_heads_are_shared_within_a_node() -> None:
     case = Case(length=101, heads=(6, 2))
     for strategy, name in (("auto", "hybrid(2, 2)"), ("exchange", "exchange"), ("hybrid(4, 1)", "ulysses")):
-        results = world(4).run("sharing_jobs:two_levels", case, strategy)
-        for chosen, _ in results:
-            assert chosen.replace(", ring", "") == name
-        assert_parity(case, [part for _, part in results])
+        assert_parity(case, attend_on_two_levels(case, strategy, name))
 
 
 @pytest.mark.parametrize("strategy", ["exchange", "ring", "ulysses"])
 def test_a_dimension_of_a_mesh_is_a_world_of_its_own(strategy: str) -> None:
     case = Case(length=101, strategy=strategy)
-    parts = world(4).run("sharing_jobs:part_of_a_mesh", case)
-    for pair in (0, 1):
-        assert_parity(replace(case), [part for part in parts if part["pair"] == pair])
+
+    parts = world(4).run(lambda: attend(place(case, mesh(2, 2)["intra"]), case))
+    for pair in (parts[:2], parts[2:]):
+        assert_parity(case, pair)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "strategies"),
+    ("count", "strategies"),
     [(2, ("exchange", "exchange")), (2, ("ulysses", "exchange")), (4, ("hybrid(2, 2, ring)", "exchange"))],
 )
+@ranks(lambda count: count)
 def test_layers_of_one_layout_have_masks_and_strategies_of_their_own(
-    ranks: int, strategies: tuple[str, str]
+    count: int, strategies: tuple[str, str]
 ) -> None:
-    assert max(world(ranks).run("sharing_jobs:layers", strategies)) < FLOAT32
+    masks, rank = [documents(), WINDOW], dist.get_rank()
+    layout = layout_of(masks[0])
+    rows = layout.shard({"x": inputs()[0].transpose(1, 2)}, rank)  # Once, for both kinds of layers.
+    x, whole = rows["x"].transpose(1, 2), inputs()[0]
+    for mask, strategy in zip(masks, strategies, strict=True):
+        plan = layout.plan(mask, heads=HEADS, strategy=strategy).on(here(), rows=rows)
+        x = attention(x, x[:, ::2], x[:, 1::2], mask=plan, q_index=rows["q_index"])
+        whole = attention(whole, whole[:, ::2], whole[:, 1::2], mask=mask)
+    assert error(layout.gather(x, here(), dim=2), whole) < FLOAT32
 
 
+@ranks(3)
 def test_a_mesh_of_some_ranks_serves_these_and_refuses_others() -> None:
-    for rank, found in enumerate(world(3).run("sharing_jobs:on_some_ranks", (2, 1))):
-        wanted = f"OptionError: mesh: expected this rank, {rank}, among its ranks, got DeviceMesh"
-        assert found == "nan: False" if rank else found.startswith(wanted), found
+    some, layout, me = (2, 1), Layout.of(CAUSAL, q_len=S, ranks=2), dist.get_rank()  # In any order.
+    part = DeviceMesh("cpu", some, mesh_dim_names=("cp",))
+    rank = part.get_local_rank() if me in some else 0
+    plan = layout.plan(heads=HEADS, strategy="ulysses").local(rank)
+    text = rf"mesh: expected this rank, {me}, among its ranks, got DeviceMesh"
+    with contextlib.nullcontext() if me in some else pytest.raises(OptionError, match=text):
+        placed, whole = plan.on(part, rows=layout.shard({}, rank)), inputs()
+        out = attention(*(layout.shard(x, rank, dim=2) for x in whole), mask=placed)
+        assert error(layout.gather(out, part, dim=2), attention(*whole, mask=CAUSAL)) < FLOAT32
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_cross_attention_between_two_layouts(ranks: int) -> None:
-    assert max(world(ranks).run("sharing_jobs:encoder_and_decoder")) < FLOAT32
+@pytest.mark.parametrize("count", [2, 3])
+@ranks(lambda count: count)
+def test_cross_attention_between_two_layouts(count: int) -> None:
+    (q, k, v), rank = inputs(keys=150), dist.get_rank()
+    encoder = layout_of(attnspan.window(20, 20), q_len=150)
+    decoder = layout_of(documents())
+    sees = attnspan.key_padding(torch.tensor([150, 77]))
+    plan = decoder.plan(sees, heads=HEADS, keys=encoder, strategy="exchange")
+    rows, keys = decoder.shard({"q": q}, rank, dim=2), (encoder.shard(x, rank, dim=2) for x in (k, v))
+    out = attention(rows["q"], *keys, mask=plan.on(here(), rows=rows))
+    assert error(decoder.gather(out, here(), dim=2), attention(q, k, v, mask=sees)) < FLOAT32
 
 
 @pytest.mark.parametrize("strategy", few(["exchange", "ring", "ulysses"], 2))
+@ranks(2)
 def test_any_strides(strategy: str) -> None:
-    assert max(world(2).run("sharing_jobs:strided", strategy)) < FLOAT32
+    # q, k, v and dout without a unit last stride, as plain attention takes them.
+    layout, results = layout_of(CAUSAL), []
+    plan = on_mesh(layout, layout.plan(heads=HEADS, strategy=strategy, batch=B))
+    for mask, shard in ((plan, True), (CAUSAL, False)):
+        made = []
+        for x in (*inputs(), inputs()[0] + 1):
+            x = layout.shard(x, dist.get_rank(), dim=2) if shard else x
+            made.append(x.transpose(2, 3).contiguous().transpose(2, 3).requires_grad_())
+        *leaves, dout = made
+        out = attention(*leaves, mask=mask)
+        results.append([out, *torch.autograd.grad(out, leaves, dout.detach())])
+    mine, wanted = results
+    assert_alike([layout.gather(x, here(), dim=2) for x in mine], wanted)
 
 
+@ranks(2)
 def test_a_plan_of_inference_mode_serves_training() -> None:
-    assert max(world(2).run("sharing_jobs:made_while_evaluating")) < FLOAT32
+    layout = layout_of(CAUSAL)
+    with torch.inference_mode():
+        plan = on_mesh(layout, layout.plan(heads=HEADS, strategy="exchange"))
+    leaves = [layout.shard(x, dist.get_rank(), dim=2).requires_grad_() for x in inputs()]
+    attention(*leaves, mask=plan).sum().backward()
+    wanted = [x.requires_grad_() for x in inputs()]
+    attention(*wanted, mask=CAUSAL).sum().backward()
+    assert_alike((layout.gather(x.grad, here(), dim=2) for x in leaves), (x.grad for x in wanted))
 
 
 @pytest.mark.parametrize("strategy", ["exchange", "ring", "ulysses"])
+@ranks(2)
 def test_sums_of_float64_calls_are_float64(strategy: str) -> None:
-    assert max(world(2).run("sharing_jobs:float64_sums", strategy)) < 1e-14
+    generator = torch.Generator().manual_seed(6)
+    given = [torch.randn(B, heads, 60, 8, generator=generator).double() for heads in (4, 2, 2, 4)]
+    parameters = [torch.randn(4, generator=generator).double() for _ in range(2)]
+    layout = Layout.of(CAUSAL, q_len=60, ranks=dist.get_world_size())
+    plan = on_mesh(layout, layout.plan(heads=HEADS, strategy=strategy, batch=B))
+
+    def gradients(mask: Any, *inputs: Tensor) -> list[Tensor]:
+        *leaves, dout = (x.clone().requires_grad_() for x in inputs)
+        slopes, sinks = (x.clone().requires_grad_() for x in parameters)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SlowPathWarning)
+            out, lse = attention(
+                *leaves, mask=mask, bias=attnspan.alibi(slopes), sinks=sinks, softcap=2.0, return_lse=True
+            )
+        seen = lse.masked_fill(lse == -torch.inf, 0.0)
+        return list(
+            torch.autograd.grad((out * dout).sum() + seen.sum(), [*leaves, slopes, sinks], allow_unused=True)
+        )
+
+    mine = gradients(plan, *(layout.shard(x, dist.get_rank(), dim=2) for x in given))
+    for x in mine[3:]:
+        dist.all_reduce(x)
+    whole = [*(layout.gather(x, here(), dim=2) for x in mine[:3]), *mine[3:]]
+    assert_alike(whole, gradients(CAUSAL, *given), 1e-14)
 
 
 @pytest.mark.parametrize("strategy", ["exchange", "ring"])
+@ranks(2)
 def test_sinks_of_nothing_have_finite_gradients(strategy: str) -> None:
-    assert all(world(2).run("sharing_jobs:sinks_of_nothing", strategy))
+    # A sink of -inf next to rows that see nothing.
+    layout = layout_of(CAUSAL, q_len=S - 1)
+    plan = on_mesh(layout, layout.plan(heads=HEADS, strategy=strategy, batch=B))
+    sinks = torch.tensor([-torch.inf, 0.0, 1.0, -torch.inf], requires_grad=True)
+    rows = (layout.shard(x[:, :, 1:], dist.get_rank(), dim=2) for x in inputs())
+    attention(*rows, mask=plan, sinks=sinks).sum().backward()
+    assert sinks.grad.isfinite().all()
 
 
+@ranks(2)
 def test_dtensors_in_their_own_order_need_a_layout_that_keeps_it() -> None:
-    for found in world(2).run("sharing_jobs:natural_order"):
-        assert "rows in the plan's order, which must be said" in found["zigzag"]
-        assert found["contiguous"] < FLOAT32
+    whole = inputs()
+    spread = [distribute_tensor(x, here(), [Shard(2)]) for x in whole]
+    zigzag, contiguous = (
+        on_mesh(layout, layout.plan(heads=HEADS, strategy="exchange", batch=B))
+        for layout in (layout_of(CAUSAL, method=method) for method in ("zigzag", "contiguous"))
+    )
+    with pytest.raises(OptionError, match="rows in the plan's order, which must be said"):
+        attention(*spread, mask=zigzag)
+    out = attention(*spread, mask=contiguous)
+    assert isinstance(out, DTensor)
+    assert error(out.full_tensor(), attention(*whole, mask=CAUSAL)) < FLOAT32
 
 
-_ROWS = "PlanMismatchError: rows of plan.on(mesh, rows=...): expected rows of"
-WRONG = {
-    "the batch of the step before": f"{_ROWS} layout",
-    "its rows in the model": "PlanMismatchError: q_index with context parallelism",
-    "its rows in a compiled model": "nan: True",
-    "a plan of a layout of its own": f"{_ROWS} layout",
-    "the rows of another rank": f"{_ROWS} rank",
-    "rows that are not sharded": "ShapeError: q with context parallelism: expected 4 heads and this rank",
-    "another mask on one rank": "PlanMismatchError: context parallelism on 2 ranks",
-    "DTensors in their own order": "OptionError: DTensors with context parallelism",
-    "rightly": "taken",
-}
+@ranks(2)
+def test_rows_of_the_step_before_in_a_compiled_model_give_nan() -> None:
+    layouts = [layout_of(documents(salt)) for salt in (3, 4)]
+    before, rows = (layout.shard({"x": inputs()[0]}, dist.get_rank(), dim=2) for layout in layouts)
+    plan, x = layouts[1].plan(heads=HEADS, strategy="exchange").on(here(), rows=rows), rows["x"]
 
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def call(x: Tensor, plan: MeshPlan, q_index: Tensor) -> Tensor:
+        return attention(x, x[:, ::2], x[:, 1::2], mask=plan, q_index=q_index)
 
-@pytest.mark.parametrize("way", WRONG)
-def test_the_ordinary_loop_played_wrongly_raises(way: str) -> None:
-    for found in world(2).run("sharing_jobs:play", way):
-        assert found.startswith(WRONG[way]), found
+    assert call(x, plan, before["q_index"]).isnan().all()
+    assert not call(x, plan, rows["q_index"]).isnan().any()
 
 
 UNMARKED = {
-    "rightly": "the same",
+    "rightly": None,
     "labels shifted after sharding": "losses: .* the last rows of .*: labels or targets were shifted after",
     "ids of another batch": "logits: .*batch row, token.* The mask or the ids are another batch's",
     "old tensors under new marks": "x: .* on ranks .* They are other rows of the whole: tensors of another",
@@ -110,35 +262,95 @@ UNMARKED = {
 
 
 @pytest.mark.parametrize("way", UNMARKED)
+@ranks(2)
 def test_a_step_next_to_one_rank_names_what_marks_cannot_tell(way: str) -> None:
-    for found in world(2).run("sharing_jobs:same_as_one_rank", way):
-        assert re.match(UNMARKED[way], found), found
+    generator, rank = torch.Generator().manual_seed(9), dist.get_rank()
+    tokens = torch.randint(50, (2, 40), generator=generator)
+    ids, later = (torch.arange(40).expand(2, -1) // size for size in (9, 13))
+    table, out = (torch.randn(50, 32, generator=generator) for _ in range(2))
+
+    def step(batch: Any, on: Any) -> dict[str, Tensor]:
+        weights = [x.clone().requires_grad_() for x in (table, out)]
+        targets, mask = next_token_targets(*batch), CAUSAL & attnspan.segments(batch[1])
+        rows: Any = {"tokens": batch[0], "targets": targets}
+        if on is not None:
+            sees = CAUSAL & attnspan.segments(later) if way == "ids of another batch" else mask
+            layout = Layout.of(mask, q_len=40, ranks=on.size(), batch=2)
+            rows, mask = layout.shard(rows, rank), layout.plan(sees, heads=(2, 2), strategy="ring")
+            if way == "labels shifted after sharding":
+                rows["targets"] = next_token_targets(rows["tokens"], layout.shard(batch[1], rank))
+            if way == "old tensors under new marks":
+                rows["tokens"] = Layout.contiguous(40, on.size()).shard(batch[0], rank)
+            mask = mask.on(on, rows=rows)
+        x = weights[0][rows["tokens"]]
+        y = attention(*[x.unflatten(2, (2, 16))] * 3, mask=mask, layout="bshd").flatten(2)
+        logits = (x + y) @ weights[1].T
+        losses = torch.nn.functional.cross_entropy(
+            logits.transpose(1, 2), rows["targets"], reduction="none", ignore_index=-100
+        )
+        local = None if way == "a mean of local means" else on
+        loss = losses.sum() / global_token_count(rows["targets"], local)
+        loss.backward()
+        if on is not None and way != "gradients of one rank":
+            sum_gradients(weights, on)
+        grads = {"table": weights[0].grad, "out": weights[1].grad}
+        index = {} if on is None else {"q_index": rows["q_index"]}
+        return {"x": x, "logits": logits, "losses": losses, "loss": loss, **grads, **index}  # type: ignore[dict-item]
+
+    text = UNMARKED[way]
+    with pytest.raises(AssertionError, match=f"^{text}") if text else contextlib.nullcontext():
+        assert_same_as_one_rank(step, (tokens, ids), here())
 
 
-@pytest.mark.parametrize(("ranks", "prefill", "split"), [(2, 0, False), (3, 61, False), (2, 50, True)])
-def test_decoding_with_a_sharded_cache(ranks: int, prefill: int, split: bool) -> None:
-    assert max(world(ranks).run("sharing_jobs:decode", prefill, 200, split)) < FLOAT32
+class Stage(torch.nn.Module):
+    """One layer of a pipeline; the plan comes as an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(32, 128)
+        self.out = torch.nn.Linear(64, 32)
+
+    def forward(self, x: Tensor, mask: Any) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(2, (8, 16)).split([4, 2, 2], 2)
+        mixed: Tensor = self.out(attention(q, k, v, mask=mask, layout="bshd").flatten(2))
+        return x + mixed
 
 
-def test_a_cache_refuses_what_does_not_fit_and_is_left_as_it_was() -> None:
-    expected = {
-        "too long": "ShapeError: ShardedCache.attend: expected at most 6 tokens, got 7",
-        "heads": "ShapeError: ShardedCache.attend: k: expected (2, 2, 1, 8), got (2, 1, 1, 8)",
-        "tokens": "ShapeError: ShardedCache.attend: k: expected (2, 2, 2, 8), got (2, 2, 1, 8)",
-        "values": "ShapeError: ShardedCache.attend: v: expected (2, 2, 1, 8), got (2, 2, 1, 1)",
-        "dtype": "DtypeError: ShardedCache.attend: k: expected torch.float32, got torch.float64",
-        "sinks": "ShapeError: sinks: expected (4,), got (1,)",
-        "softcap": "OptionError: softcap: expected a positive",
-        "filled heads": "ShapeError: ShardedCache.fill: k: expected (2, 2, 3, 8), got (2, 1, 3, 8)",
-        "filled rows": "ShapeError: ShardedCache.fill: k: expected (2, 2, 3, 8), got (2, 2, 2, 8)",
-        "filled length": "ShapeError: ShardedCache.fill: q_index: expected each of the 3 tokens on one rank",
-        "rightly": "nan: False",
-    }
-    for found in world(2).run("sharing_jobs:misuse_cache"):
-        for name, (met, length) in found.items():
-            assert met.startswith(expected[name]), met
-            assert length == (name == "rightly"), name
+def stages() -> list[Stage]:
+    torch.manual_seed(5)
+    return [Stage(), Stage()]
 
 
+@ranks(4)
 def test_pipeline_stages_take_plans_as_arguments() -> None:
-    assert max(world(4).run("sharing_jobs:pipeline")) < 5e-6
+    """Two pipeline stages of two ranks each, which share rows."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+    from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
+
+    both = mesh(2, 2)  # stages, and the ranks that share a sequence
+    stage, rank = both.get_coordinate()
+    mask = CAUSAL & attnspan.segments(torch.arange(S) // 50)
+    layout = Layout.of(mask, q_len=S, ranks=2)
+    x = torch.randn(4, S, 32, generator=torch.Generator().manual_seed(8))
+    rows = layout.shard({"x": x}, rank)
+    plan = layout.plan(heads=HEADS, strategy="exchange").on(both["intra"], rows=rows)
+    model = stages()[stage]
+    part = PipelineStage(model, stage, 2, torch.device("cpu"), group=both["inter"].get_group())
+    loss = lambda out, target: (out.square() * target).sum()  # noqa: E731
+    whole = pytree.tree_map(lambda _: _Replicate(), plan)  # every microbatch has the whole plan
+    chunked = {"args_chunk_spec": (TensorChunkSpec(0),)} if stage == 0 else {}
+    schedule = ScheduleGPipe(
+        part, 2, loss_fn=loss, kwargs_chunk_spec={"mask": whole}, scale_grads=False, **chunked
+    )
+    valid = torch.from_numpy(layout.valid(rank)).float()[:, :, None].expand(4, -1, 32)
+    if stage == 0:
+        schedule.step(rows["x"], mask=plan)
+    else:
+        schedule.step(mask=plan, target=valid)
+    grads = [p.grad for p in model.parameters()]
+    for grad in grads:
+        dist.all_reduce(grad, group=both["intra"].get_group())
+    alone = stages()
+    out = alone[1](alone[0](x, mask), mask)
+    out.square().sum().backward()
+    assert_alike(grads, (parameter.grad for parameter in alone[stage].parameters()), 5e-6)

@@ -1,41 +1,51 @@
-"""Real ranks for tests: processes that joined one gloo group and run jobs by name, again and again.
+"""Real ranks for tests: processes that joined one gloo group and run the bodies of tests, again and again.
 
-    def job(scale: float) -> float: ...                # in a module of this folder, run by every rank
-    world(2).run("parity_jobs:job", 0.5)               # [result of rank 0, result of rank 1]
+    @ranks(3)
+    def test_sums() -> None: ...                       # the body runs on each of three ranks
+
+    parts = world(2).run(attend, cases)                # [result of rank 0, result of rank 1]
 
 A process that loads torch takes seconds, so worlds are shared by all tests and forked from one process that
-has loaded it. A job that raises on a rank fails the test with that rank's traceback; a rank that dies or does
-not answer fails it too; the world is then ended, and the next test gets a new one.
+has loaded it. A body that raises on a rank fails the test with that rank's traceback; a rank that dies or
+does not answer fails it too; the world is then ended, and the next test gets a new one.
 """
 
 import atexit
 import contextlib
 import functools
-import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
-import traceback
 import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
-#: Seconds that a job may take, unless its test says otherwise; a loaded machine is no failure.
-JOB_SECONDS = 300.0
+sys.path.append(str(Path(__file__).parents[1]))
+
+import sending
+
+#: Seconds that a body may take, unless its test says otherwise; a loaded machine is no failure.
+SECONDS = 300.0
 #: Seconds that one collective may take: the timeout of the process groups.
 GROUP_SECONDS = 120.0
 #: Seconds in which the other ranks may still answer when one has failed.
 GRACE = 1.0
 
 _processes = multiprocessing.get_context("forkserver")
-# The compiler too, which takes seconds in each process that compiles.
+# The compiler too, which takes seconds in each process that compiles, and what test modules import.
 _PRELOADED = ["torch.distributed", "torch._functorch.aot_autograd", "attnspan.torch", "train.train"]
+_PRELOADED += ["pytest", "hypothesis.strategies"]
 _processes.set_forkserver_preload(_PRELOADED)
 
 
@@ -44,8 +54,8 @@ def preload(*modules: str) -> None:
     _processes.set_forkserver_preload([*_PRELOADED, *modules])
 
 
-class JobError(AssertionError):
-    """A job failed on some ranks; the message holds what each of them raised."""
+class RankError(AssertionError):
+    """A body failed on some ranks; the message holds what each of them raised."""
 
 
 @dataclass(frozen=True)
@@ -79,40 +89,51 @@ class World:
         self._wait_until_joined(group_seconds)
 
     def _wait_until_joined(self, seconds: float) -> None:
-        """A job that ends a rank must not meet others that are still on their way into the group."""
+        """A body that ends a rank must not meet others that are still on their way into the group."""
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(seconds) or self._receive(rank)[0] != "joined":
                 self.close()
-                raise JobError(f"rank {rank} of {self.ranks} did not join its group")
+                raise RankError(f"rank {rank} of {self.ranks} did not join its group")
 
     @property
     def alive(self) -> bool:
         return bool(self._workers) and all(worker.is_alive() for worker in self._workers)
 
-    def run(
+    def run(self, body: Callable[..., Any], *arguments: Any, **named: Any) -> list[Any]:
+        """Run a function on every rank, with the same arguments.
+
+        Returns:
+            The result of each rank.
+
+        Raises:
+            RankError: A rank raised, died or did not answer.
+        """
+        return self.call(body, arguments, named)
+
+    def call(
         self,
-        job: str,
-        *arguments: Any,
-        seconds: float = JOB_SECONDS,
+        body: Callable[..., Any],
+        arguments: tuple[Any, ...] = (),
+        named: dict[str, Any] | None = None,
+        seconds: float = SECONDS,
         may_die: tuple[int, ...] = (),
         may_hang: tuple[int, ...] = (),
     ) -> list[Any]:
-        """Run a job on every rank.
+        """The same where ranks may fail.
 
         Args:
-            job: "module:function", importable in the tests.
-            *arguments: Its arguments, the same for every rank.
+            body: The function.
+            arguments: Those by place.
+            named: Those by name.
             seconds: How long the slowest rank may take.
-            may_die: Ranks that may end instead of answering; the world ends after the job.
-            may_hang: Ranks that are not waited for; the world ends after the job.
+            may_die: Ranks that may end instead of answering; the world ends afterwards.
+            may_hang: Ranks that are not waited for; the world ends afterwards.
 
         Returns:
             The result of each rank, `Died` for one of `may_die` that ended, None for those of `may_hang`.
-
-        Raises:
-            JobError: A rank raised, died or did not answer.
         """
-        request = pickle.dumps((job, arguments))
+        __tracebackhide__ = True  # Nothing here says why a body failed.
+        request = sending.dumps((body, arguments, named or {}))
         answers: dict[int, tuple[str, Any]] = dict.fromkeys(may_hang, ("returned", None))
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):  # Seen below as a rank that died.
@@ -127,7 +148,7 @@ class World:
                     deadline = min(deadline, time.monotonic() + GRACE)
         if may_die or may_hang:
             self.close()
-        return self._results(job, answers, may_die)
+        return self._results(body.__name__, answers, may_die)
 
     def _receive(self, rank: int) -> tuple[str, Any]:
         try:
@@ -137,7 +158,8 @@ class World:
             return "died", Died(self._workers[rank].exitcode)
         return kind, value
 
-    def _results(self, job: str, answers: dict[int, tuple[str, Any]], may_die: tuple[int, ...]) -> list[Any]:
+    def _results(self, body: str, answers: dict[int, tuple[str, Any]], may_die: tuple[int, ...]) -> list[Any]:
+        __tracebackhide__ = True
         failures = []
         for rank in range(self.ranks):
             kind, value = answers.get(rank, ("silent", "did not answer in time"))
@@ -145,7 +167,7 @@ class World:
                 failures.append(f"rank {rank} of {self.ranks} {kind}: {value}")
         if failures:
             self.close()
-            raise JobError(f"{job}\n" + "\n".join(failures))
+            raise RankError(f"{body}\n" + "\n".join(failures))
         return [answers[rank][1] for rank in range(self.ranks)]
 
     def close(self) -> None:
@@ -171,6 +193,40 @@ def world(ranks: int) -> World:
     return _worlds[ranks]
 
 
+def ranks(
+    count: int | Callable[..., int], seconds: float = SECONDS, may_die: tuple[int, ...] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Let the body of a function, mostly of a test, run on each rank of a shared world.
+
+    Args:
+        count: How many ranks, or what says so from some of the function's arguments, by their names.
+        seconds: How long the slowest rank may take.
+        may_die: Ranks that may end instead of answering.
+
+    Returns:
+        A decorator. The function then returns the results of all ranks, or None where none returns anything.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(body)
+
+        def size(arguments: tuple[Any, ...], named: dict[str, Any]) -> int:
+            if isinstance(count, int):
+                return count
+            given = signature.bind(*arguments, **named).arguments
+            return count(**{name: given[name] for name in inspect.signature(count).parameters})
+
+        @functools.wraps(body)
+        def on_ranks(*arguments: Any, **named: Any) -> list[Any] | None:
+            __tracebackhide__ = True
+            found = world(size(arguments, named)).call(body, arguments, named, seconds, may_die)
+            return found if any(x is not None for x in found) else None
+
+        return on_ranks
+
+    return decorate
+
+
 @atexit.register
 def close_worlds() -> None:
     """End the ranks of all shared worlds."""
@@ -179,12 +235,27 @@ def close_worlds() -> None:
     _worlds.clear()
 
 
+def torchrun(ranks: int | None, *command: object, **options: Any) -> str:
+    """What a program prints that torchrun starts on so many ranks; None starts it alone."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run(
+        [sys.executable, *(launch if ranks else []), *map(str, command)],
+        **{"env": os.environ | {"OMP_NUM_THREADS": "1"}, "timeout": SECONDS, **options},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def _serve(pipe: Connection, rank: int, ranks: int, store: str, group_seconds: float) -> None:
-    """The life of one rank: join the group, run jobs, end when the tests end."""
+    """The life of one rank: join the group, run bodies, end when the tests end."""
     import torch
     import torch.distributed as dist
 
     _raise_warnings()
+    sending.explain_asserts()
     torch.set_num_threads(1)
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(ranks)
     dist.init_process_group(
@@ -200,7 +271,7 @@ def _serve(pipe: Connection, rank: int, ranks: int, store: str, group_seconds: f
             request = pipe.recv_bytes()
         except (EOFError, ConnectionResetError):
             os._exit(0)  # The tests are gone; leaving the group in good order would wait for the others.
-        answer = _answer(request)
+        answer = sending.answer(request)
         sys.stdout.flush()
         with contextlib.suppress(BrokenPipeError):
             pipe.send_bytes(answer)
@@ -213,24 +284,37 @@ def _raise_warnings() -> None:
     warnings.filterwarnings("ignore", ".torch.jit.script_method. is deprecated", DeprecationWarning)
 
 
-def _answer(request: bytes) -> bytes:
+@contextlib.contextmanager
+def named(case: Any) -> Iterator[None]:
+    """Errors of one of many cases say which it was."""
     try:
-        job, arguments = pickle.loads(request)
-        module, name = job.split(":")
-        return pickle.dumps(("returned", getattr(importlib.import_module(module), name)(*arguments)))
-    except BaseException:  # A test is to see whatever it was, even SystemExit.
-        return pickle.dumps(("raised", traceback.format_exc()))
+        yield
+    except BaseException as error:  # Also that of `pytest.raises`, where nothing was raised.
+        error.add_note(repr(case))
+        raise
+
+
+@contextlib.contextmanager
+def raising(pattern: str) -> Iterator[None]:
+    """What is raised is, as "Type: text", what the pattern says."""
+    try:
+        yield
+    except Exception as error:
+        if not re.match(pattern, f"{type(error).__name__}: {error}", re.DOTALL):
+            raise AssertionError(f"expected {pattern}") from error
+    else:
+        raise AssertionError(f"nothing raised, expected {pattern}")
 
 
 def error(got: Any, wanted: Any) -> float:
-    """Distance of a tensor from another one, relative to the other's norm. For use in jobs."""
+    """Distance of a tensor from another one, relative to the other's norm. For use on ranks."""
     assert got.shape == wanted.shape, (got.shape, wanted.shape)
     return float(((got - wanted).norm() / wanted.norm()).detach())
 
 
 @functools.cache
 def mesh(*sizes: int) -> Any:
-    """The device mesh of this rank's world: one axis "cp", or ("inter", "intra"). For use in jobs."""
+    """The device mesh of this rank's world: one axis "cp", or ("inter", "intra"). For use on ranks."""
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh("cpu", sizes, mesh_dim_names=("cp",) if len(sizes) == 1 else ("inter", "intra"))

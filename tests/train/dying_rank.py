@@ -9,7 +9,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-from train_jobs import Dying
+from runs import Dying
 
 from train.config import JobError, TrainConfig
 from train.train import train

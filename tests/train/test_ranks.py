@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from shutil import rmtree
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from covering import few
+from runs import figures, scores, train
 from tiny import TINY
-from train_jobs import figures, scores, train, weights
-from worlds import JobError, world
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from worlds import ranks, world
 
 from train import train as training
-from train.config import CheckpointError, ConfigError, DataError, RankError, TrainConfig
+from train.config import CheckpointError, ConfigError, DataError, JobError, RankError, TrainConfig
 from train.parallelize import ALONE, open_ranks
 from train.progress import Graphs
 
@@ -49,6 +54,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory, text_folder: Path) -> tuple[
     return config, folder
 
 
+def weights(config: TrainConfig, folder: Path) -> dict[str, torch.Tensor]:
+    """All weights of a run's latest checkpoint."""
+    with open_ranks(config) as alone:
+        run = training._open(config, folder, alone, True, None)
+        return get_model_state_dict(run.stepper.model, options=StateDictOptions(full_state_dict=True))
+
+
 # The first one has every axis, sharded.
 ON: list[dict[str, Any]] = [{"cp": 2, "dp": 2, "fsdp": True}, {"cp": 2}, {"dp": 2}, {"cp": 2, "dp": 2}]
 ON += [{"cp": 2, "strategy": name} for name in ("ring", "ulysses", "exchange")]
@@ -59,8 +71,8 @@ ON += [{"dp": 2, "fsdp": True}, {"cp": 2, "fsdp": True, "accumulate": 2}, {"dp":
 @pytest.mark.parametrize("on", few(ON, 2), ids=str)
 def test_ranks_compute_what_one_computes(alone: Any, tmp_path: Path, on: dict[str, Any]) -> None:
     config, expected = alone
-    ranks, folder = config.moved(**on), tmp_path / "run"
-    answers = world(ranks.world).run("train_jobs:train", ranks, folder)
+    moved, folder = config.moved(**on), tmp_path / "run"
+    answers = world(moved.world).run(train, moved, folder)
     assert_same(folder, expected)
     whole = weights(config, expected)
     for name, weight in weights(config, folder).items():
@@ -74,7 +86,7 @@ def test_ranks_compute_what_one_computes(alone: Any, tmp_path: Path, on: dict[st
 def test_sharded_bfloat16_is_near_to_that_of_one_rank(alone: Any, tmp_path: Path) -> None:
     config = replace(alone[0], dtype="bfloat16")
     train(config, tmp_path / "one")
-    world(2).run("train_jobs:train", config.moved(dp=2, fsdp=True), tmp_path / "sharded")
+    world(2).run(train, config.moved(dp=2, fsdp=True), tmp_path / "sharded")
     # Products of rounded factors; the roundings of eight steps add up.
     assert_same(tmp_path / "sharded", tmp_path / "one", 2 * torch.finfo(torch.bfloat16).eps)
 
@@ -83,8 +95,8 @@ def test_a_run_goes_on_on_other_ranks_and_for_more_steps(alone: Any, tmp_path: P
     config, expected = alone
     folder = tmp_path / "run"
     first = config.moved(cp=2, fsdp=True)
-    world(2).run("train_jobs:train", first, folder)
-    world(2).run("train_jobs:resume", first.moved(cp=1, dp=2, fsdp=False), folder, 4)
+    world(2).run(train, first, folder)
+    world(2).run(train, first.moved(cp=1, dp=2, fsdp=False), folder, resume=True, from_step=4)
     assert_same(folder, expected)
     train(first.moved(cp=1, dp=1, fsdp=False), folder, resume=True, from_step=4)
     assert_same(folder, expected)
@@ -135,33 +147,67 @@ def test_a_restart_goes_on_with_the_run_of_its_own_job_alone(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+@ranks(2)
 def test_compiled_sharded_ranks_have_one_graph_and_never_compile_again(
     alone: Any, tmp_path: Path, backend: str
 ) -> None:
     config, expected = alone
-    ranks = replace(config.moved(cp=2, fsdp=True), compile=True, ac="selective")
-    for _, summary in world(2).run("train_jobs:compiled", ranks, tmp_path / "run", backend):
-        assert summary.warm == Graphs(compiled=1, breaks=0)
-        assert summary.later == Graphs(compiled=0, breaks=0)
+    compiled = replace(config.moved(cp=2, fsdp=True), compile=True, ac="selective")
+    with patch.object(torch, "compile", partial(torch.compile, backend=backend)):
+        _, summary = train(compiled, tmp_path / "run")
+    assert summary.warm == Graphs(compiled=1, breaks=0)
+    assert summary.later == Graphs(compiled=0, breaks=0)
+    dist.barrier()  # The first rank writes the figures.
     assert_same(tmp_path / "run", expected)
 
 
-def test_what_one_rank_cannot_do_all_of_them_say(alone: Any, tmp_path: Path, text_folder: Path) -> None:
-    ranks, folder = alone[0].moved(dp=2), tmp_path / "run"
-    all_say = r"rank 0 (.|\n)*{0}(.|\n)*rank 1 (.|\n)*{0}"
-    with pytest.raises(JobError, match=all_say.format("DataError: .*/none")):
-        world(2).run("train_jobs:data_of_its_own", ranks, folder, [str(text_folder), "/none"])
-    (tmp_path / "other.txt").write_text("\n\n".join(f"document {number}" for number in range(99)))
-    others = [str(text_folder), str(tmp_path / "other.txt")]
-    with pytest.raises(JobError, match=r"expected the same training documents on all ranks, sha256"):
-        world(2).run("train_jobs:data_of_its_own", ranks, folder, others)
+@pytest.fixture
+def unread(tmp_path: Path) -> str:
+    """Other documents than those of the run."""
+    path = tmp_path / "other.txt"
+    path.write_text("\n\n".join(f"document {number}" for number in range(99)))
+    return str(path)
+
+
+@ranks(2)
+def test_all_ranks_say_that_one_finds_no_or_other_documents(alone: Any, tmp_path: Path, unread: str) -> None:
+    config, folder = alone[0].moved(dp=2), tmp_path / "run"
+    for data, text in (
+        ("/none", "/none"),
+        (unread, "expected the same training documents on all ranks, sha256"),
+    ):
+        mine = replace(config, data=data) if dist.get_rank() == 1 else config
+        with pytest.raises(DataError, match=text):
+            train(mine, folder)
     assert not folder.exists()
-    (folder / "checkpoints" / "step-00000001").mkdir(parents=True)
-    with pytest.raises(JobError, match=all_say.format("shared: options: expected a new run")):
-        world(2).run("train_jobs:shared_error", ranks, folder)
-    rmtree(folder)
-    with pytest.raises(JobError, match=all_say.format("Free space")):
-        world(2).run("train_jobs:without_room", ranks, folder)
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> Path:
+    """The folder of a run that has a checkpoint."""
+    (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
+    return tmp_path / "run"
+
+
+@ranks(2)
+def test_the_first_rank_says_for_all_that_a_run_is_not_new(alone: Any, begun: Path) -> None:
+    with pytest.raises(JobError, match="options: expected a new run") as caught:
+        train(alone[0].moved(dp=2), begun)
+    assert caught.value.shared
+
+
+@ranks(2)
+def test_all_ranks_say_that_the_disk_of_one_is_full(alone: Any, tmp_path: Path) -> None:
+    original = FileSystemWriter.write_data
+
+    def full(self: FileSystemWriter, *args: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(self, *args)
+
+    disk = patch.object(FileSystemWriter, "write_data", full)
+    with disk, pytest.raises(CheckpointError, match="Free space"):
+        train(alone[0].moved(dp=2), tmp_path / "run")
 
 
 def test_other_numbers_of_ranks_are_refused(tiny: Tiny) -> None:

@@ -12,33 +12,32 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
-from train_jobs import figures, scores
+import torch.distributed as dist
+from runs import Dying, figures, scores, train
 from worlds import World, world
 
-from train.config import TrainConfig
+from train import parallelize
+from train.config import JobError, TrainConfig
 
 Tiny = Callable[..., TrainConfig]
 
 SCRIPT = Path(__file__).parent / "dying_rank.py"
-SOURCE = os.pathsep.join([str(Path(__file__).parents[2] / "src"), str(Path(__file__).parent)])
 LIMIT = 120.0  # seconds; a loaded machine is no failure, a rank that waits forever is
 
 
-def environment(**more: str) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"} | more
-
-
 @contextlib.contextmanager
-def process(command: list[str], **more: str) -> Iterator[subprocess.Popen[str]]:
+def process(command: list[str]) -> Iterator[subprocess.Popen[str]]:
     """A process of a session of its own, which is ended with all that it started."""
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]])
     child = subprocess.Popen(
         [sys.executable, *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment(**more),
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         start_new_session=True,
     )
     try:
@@ -66,7 +65,7 @@ def test_after_restarts_by_torchrun_losses_are_those_of_an_undisturbed_run(
     tiny: Tiny, tmp_path: Path
 ) -> None:
     config = tiny(cp=2, steps=6, checkpoint_every=2, timeout=60.0)
-    world(2).run("train_jobs:train", config, tmp_path / "calm")
+    world(2).run(train, config, tmp_path / "calm")
     kill = int(signal.SIGKILL)
     out = torchrun(config, tmp_path / "run", {0: {"step": 6, "signal": kill}})
     assert out.count("parameters") == 2, "started, and started again"
@@ -88,12 +87,19 @@ def test_the_others_say_which_step_failed_within_the_timeout(
     tiny: Tiny, tmp_path: Path, kind: signal.Signals, fsdp: bool
 ) -> None:
     timeout = 10.0
-    config = tiny(dp=2, fsdp=fsdp, batch_size=1, timeout=timeout)
+    config, folder = tiny(dp=2, fsdp=fsdp, batch_size=1, timeout=timeout), tmp_path / "run"
+    text = (
+        "ranks: expected all 2 ranks to take part in step 3, got no answer from rank 1, after(.|\n)*--resume"
+    )
+
+    def dying() -> None:
+        dies = lambda _: contextlib.nullcontext(Dying(3, int(kind)))  # noqa: E731
+        quick = patch.object(parallelize, "_ROLL_CALL_SECONDS", 2.0)
+        with quick, pytest.raises(JobError, match=text):
+            train(config, folder, observe=dies if dist.get_rank() == 1 else None)
+
     began = time.monotonic()
-    ranks = World(2, group_seconds=timeout)
     may = {"may_die": (1,)} if kind == signal.SIGKILL else {"may_hang": (1,)}
-    error, _ = ranks.run("train_jobs:dying", config, tmp_path / "run", 3, int(kind), **may)
-    assert "ranks: expected all 2 ranks to take part in step 3, got no answer from rank 1, after" in error
-    assert "--resume" in error
-    assert figures(tmp_path / "run")[-1][0] == 2
+    World(2, group_seconds=timeout).call(dying, **may)
+    assert figures(folder)[-1][0] == 2
     assert time.monotonic() - began < timeout + 60, "the margin is for a loaded machine"

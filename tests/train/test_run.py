@@ -21,8 +21,8 @@ import torch
 import typer
 from covering import everything
 from rich.console import Console
+from runs import figures, scores
 from torch.distributed import run as torchrun
-from train_jobs import figures, scores
 
 from attnspan.errors import OptionError
 from train import train as training

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from titan_jobs import DENSE, OURS, Case, torchtitan_debug
+from titan_runs import DENSE, OURS, Case, torchtitan_debug
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -92,7 +92,7 @@ def runs(ranks, folder):
     """What all runs on so many ranks found, by name."""
     out = folder / f"{ranks}.json"
     torchrun(
-        ranks, ROOT / "tests/zoo/titan_jobs.py", out, json.dumps([asdict(x) for x in CASES[ranks].values()])
+        ranks, ROOT / "tests/zoo/titan_runs.py", out, json.dumps([asdict(x) for x in CASES[ranks].values()])
     )
     return dict(zip(CASES[ranks], json.loads(out.read_text()), strict=True))
 

@@ -1,19 +1,38 @@
-"""What ranks do for the tests of DTensors whose rows are split by a plan."""
+"""DTensors whose rows are split by a plan: results of one process, and errors that name what does not fit."""
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from dtensor_jobs import BATCH, DIMS, HEADS, LENGTH, grid, ids, off, options_of, parameters, placements, whole
+from covering import few
+from dtensors import (
+    BATCH,
+    DIMS,
+    HEADS,
+    LENGTH,
+    assert_same,
+    grid,
+    ids,
+    options_of,
+    parameters,
+    placements,
+    whole,
+)
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from worlds import named, ranks
 
-from attnspan import Spans, causal, key_padding, segments
+from attnspan import causal, key_padding, segments
+from attnspan.errors import OptionError, ShapeError
 from attnspan.parallel import Layout
 from attnspan.parallel.torch.comm import group_of
 from attnspan.torch import attention
+
+PLACES = ("R", "S0", "S1", "S2", "S3")
 
 
 @dataclass(frozen=True)
@@ -39,7 +58,7 @@ class Planned:
     batch: int = BATCH
     heads: tuple[int, int] = HEADS
 
-    def mask(self, rows: slice) -> Any:
+    def mask(self, rows: Any) -> Any:
         """For some of the batch rows."""
         if self.k_len is None:
             return causal() & segments(ids(self.batch)[rows])
@@ -51,34 +70,28 @@ class Part:
 
     def __init__(self, case: Planned) -> None:
         self.case, self.mesh = case, grid(*case.sizes)
-        two = len(case.sizes) == 2
-        self.parts, self.at = (case.sizes[0], self.mesh.get_local_rank("dp")) if two else (1, 0)
-        if case.role in ("whole", "rows"):
-            self.parts, self.at = 1, 0
-        rows = self._range(case.batch) if case.role == "batch" else slice(0, case.batch)
-        heads = tuple(case.heads)
-        if case.role == "heads":
-            heads = tuple(self._range(n).stop - self._range(n).start for n in case.heads)
-        mesh, batch = self.mesh if case.role == "rows" else self.mesh["cp"], rows.stop - rows.start
+        self.parts, self.at = 1, 0
+        if case.role in ("batch", "heads"):
+            self.parts, self.at = case.sizes[0], self.mesh.get_local_rank("dp")
+        rows = torch.arange(case.batch)
+        rows = self.cut(rows) if case.role == "batch" else rows
+        heads = [len(self.cut(torch.arange(n)) if case.role == "heads" else range(n)) for n in case.heads]
+        mesh, batch = self.mesh if case.role == "rows" else self.mesh["cp"], len(rows)
         self.rank, given = group_of(mesh).rank(), {"k_len": case.k_len, "batch": batch}
         self.layout = Layout.of(mask := case.mask(rows), q_len=LENGTH, ranks=mesh.size(), **given)
-        plan = self.layout.plan(mask, heads=heads, strategy=case.strategy, **given)  # type: ignore[arg-type]
+        plan = self.layout.plan(mask, heads=tuple(heads), strategy=case.strategy, **given)  # type: ignore[arg-type]
         rows = self.layout.shard({}, self.rank)
         self.keys, self.plan = plan.keys, plan.on(mesh, rows=rows, dtensor_rows="plan")
         self.order = (0, 2, 1) if case.layout == "bshd" else (0, 1, 2)  # of batch rows, heads, rows
         self.dims = {"batch": 0, "heads": self.order[1]}
         self.first = [Shard(self.dims[case.role])] if case.role in self.dims else [Replicate()]
 
-    def _range(self, size: int) -> slice:
-        each = -(-size // self.parts)
-        return slice(min(each * self.at, size), min(each * (self.at + 1), size))
+    def cut(self, x: Tensor, dim: int = 0) -> Tensor:
+        return x.chunk(self.parts, dim)[self.at]
 
     def of(self, x: Tensor, keys: bool = False) -> Tensor:
         """This rank's part of a tensor (B, H, S, ...)."""
-        dim = {"batch": 0, "heads": 1}.get(self.case.role)
-        if dim is not None:
-            at = self._range(x.shape[dim])
-            x = x.narrow(dim, at.start, at.stop - at.start)
+        x = self.cut(x, {"batch": 0}.get(self.case.role, 1))
         return (self.keys if keys else self.layout).shard(x, self.rank, dim=2)
 
     def join(self, x: Tensor, keys: bool = False) -> DTensor:
@@ -106,7 +119,7 @@ class Part:
             place = Replicate() if dim is None or self.case.place == "replicated" else Shard(dim)
             found = distribute_tensor(found, self.mesh, [place, Replicate()][2 - self.mesh.ndim :])
         elif self.case.place == "local" and dim is not None:
-            found = found.chunk(self.parts, dim)[self.at].clone()
+            found = self.cut(found, dim).clone()
         return found.requires_grad_(x.requires_grad)
 
     def gradient(self, x: Any, wanted: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,26 +133,20 @@ class Part:
         dim = DIMS[self.case.option].get(self.case.role)
         x = x.clone()
         dist.all_reduce(x, group=self.mesh.get_group("cp"))
-        if dim is not None and self.case.role != "whole":
-            return x, wanted.chunk(self.parts, dim)[self.at]
+        if dim is not None:
+            return x, self.cut(wanted, dim)
         if self.case.role in ("batch", "rows"):
             dist.all_reduce(x, group=self.mesh.get_group("dp"))
         return x, wanted
 
 
-def _valid(part: Part, x: Tensor) -> Tensor:
-    """Which rows of a result (B, H, n, ...) are no padding."""
-    valid = part.plan.valid[:, None]
-    return valid.reshape(*valid.shape, *[1] * (x.dim() - 3))
-
-
-def _order(x: Tensor, local: Tensor) -> list[int]:
+def order_of(x: Tensor, local: Tensor) -> list[int]:
     """The dims as they are stored, but for those of one element."""
     return sorted((dim for dim in range(x.dim()) if local.shape[dim] > 1), key=lambda dim: -x.stride(dim))
 
 
-def planned(case: Planned) -> dict[str, float]:
-    """The distance of each result of a planned call from that of one process."""
+def check(case: Planned) -> None:
+    """Each result of a planned call is that of one process."""
     (q, k, v), dout = whole(case.batch, case.heads)
     if case.k_len is not None:
         k, v = (x.detach()[:, :, : case.k_len].contiguous().requires_grad_() for x in (k, v))
@@ -148,6 +155,7 @@ def planned(case: Planned) -> dict[str, float]:
     outs = attention(q, k, v, mask=mask, return_lse=True, **options)
     wanted = torch.autograd.grad(outs, [q, k, v, *parameters(options)], [dout, dlse])
 
+    torch._dynamo.reset()
     part = Part(case)
     leaves = [part.join(x, keys=x is not q).requires_grad_() for x in (q, k, v)]
     given = torch.utils._pytree.tree_map(part.option, options)
@@ -158,39 +166,66 @@ def planned(case: Planned) -> dict[str, float]:
     call = torch.compile(call, backend="aot_eager", fullgraph=True) if case.compiled else call
     found = call(*leaves, **given)
     gradients = torch.autograd.grad(found, [*leaves, *parameters(given)], [part.join(dout), part.join(dlse)])
-    pairs = {}
-    for name, x, y in zip(
-        ("out", "dq", "dk", "dv", "lse"),
-        (found[0], *gradients[:3], found[1]),
-        (outs[0], *wanted[:3], outs[1]),
-        strict=True,
-    ):
+    results = zip((found[0], *gradients[:3], found[1]), (outs[0], *wanted[:3], outs[1]), strict=True)
+    for name, (x, y) in zip(("out", "dq", "dk", "dv", "lse"), results, strict=True):
         x = x.to_local().transpose(1, 2) if case.layout == "bshd" and name != "lse" else x.to_local()
-        wanted_x = part.of(y.detach(), keys=name in ("dk", "dv"))
-        # Padding rows see nothing: their results are 0, and so are gradients.
-        pairs[name] = (x.masked_fill(~_valid(part, x), 0) if name == "lse" else x), wanted_x
-    for i, (x, y) in enumerate(zip(gradients[3:], wanted[3:], strict=True)):
-        pairs[f"parameter {i}"] = part.gradient(x, y)
+        if name == "lse":  # Padding rows see nothing: other results are 0, and so are gradients.
+            x = x.masked_fill(~part.plan.valid[:, None], 0)
+        with named(name):
+            assert_same([x.detach()], [part.of(y.detach(), keys=name in ("dk", "dv"))])
+    for x, y in zip(gradients[3:], wanted[3:], strict=True):
+        x, y = part.gradient(x, y)
+        assert_same([x.detach()], [y])
     assert found[0].placements == leaves[0].placements
     for x in found:
         local = x.to_local()
-        assert _order(x, local) == _order(local, local)
-    return {name: off([x.detach()], [y.detach()]) for name, (x, y) in pairs.items()}
+        assert order_of(x, local) == order_of(local, local)
 
 
-def plan_all(cases: list[Planned]) -> list[Any]:
-    """The distances of each case, or its error in words."""
-    found: list[Any] = []
-    for case in cases:
-        torch._dynamo.reset()
-        try:
-            found.append(planned(case))
-        except ValueError as error:
-            found.append(f"{type(error).__name__}: {error}")
-        except Exception as error:
-            error.add_note(repr(case))
-            raise
-    return found
+@pytest.mark.parametrize("role", ["alone", *few(["heads", "whole", "rows", "batch"], 2)])
+@ranks(lambda role: 2 if role == "alone" else 4)
+def test_a_plan_alone_and_with_another_mesh_axis(role: str) -> None:
+    base = Planned() if role == "alone" else Planned(sizes=(2, 2), role=role)
+    others = [
+        base,
+        replace(base, layout="bshd", strategy="ulysses"),
+        replace(base, strategy="ring", k_len=9),
+        replace(base, option="dropout", strategy="auto"),
+        # Parts of other sizes: two of three batch rows or heads on the first rank.
+        replace(base, option="dropout", batch=3, heads=(3, 3)),
+    ]
+    options = itertools.product(DIMS, ("local", "split", "replicated"))
+    for case in [*others, *(replace(base, option=name, place=place) for name, place in options)]:
+        with named(case):
+            check(case)
+
+
+COMPILED = Planned(sizes=(2, 2), role="heads", option="sinks", place="split", compiled=True)
+
+
+@pytest.mark.parametrize(
+    "case",
+    few(
+        [
+            COMPILED,
+            replace(COMPILED, role="batch", option="dropout", place="local"),
+            replace(COMPILED, role="batch"),
+            replace(COMPILED, option="dropout", place="local"),
+        ],
+        1,
+    ),
+)
+@ranks(4)
+def test_compiled_plans(case: Planned) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize(("role", "size"), [("heads", 2), ("batch", 1)])
+@ranks(4)
+def test_plain_options_of_the_whole_are_refused_with_a_plan(role: str, size: int) -> None:
+    text = rf"bias.slopes with .* expected that of this rank's {role}, {size}, or a DTensor, got"
+    with pytest.raises((OptionError, ShapeError), match=text):
+        check(Planned(sizes=(2, 2), role=role, option="alibi per row", place="whole"))
 
 
 def causal_rows(mesh: DeviceMesh, heads: tuple[int, int] = HEADS) -> tuple[Any, list[Tensor]]:
@@ -201,53 +236,60 @@ def causal_rows(mesh: DeviceMesh, heads: tuple[int, int] = HEADS) -> tuple[Any, 
     return plan.on(mesh, rows=layout.shard({}, rank), dtensor_rows="plan"), rows
 
 
-def _placed(x: Tensor, mesh: DeviceMesh, words: str) -> Any:
+def put(x: Tensor, mesh: DeviceMesh, words: str) -> Any:
     return x if words == "plain" else DTensor.from_local(x, mesh, placements(words), run_check=False)
 
 
-def _error(*inputs: Any, mask: Any) -> str:
-    try:
-        attention(*inputs, mask=mask)
-    except ValueError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def misplaced(cases: list[tuple[str, str, str]], sizes: tuple[int, ...] = (2,)) -> list[str]:
-    """The errors of planned calls whose q, k and v lie in these ways; "plain" is this rank's rows."""
-    mesh = grid(*sizes)
+@ranks(2)
+def test_rows_that_do_not_lie_as_the_plan_are_refused() -> None:
+    mesh = grid(2)
     plan, rows = causal_rows(mesh["cp"])
-    return [
-        _error(*(_placed(x, mesh, w) for x, w in zip(rows, case, strict=True)), mask=plan) for case in cases
-    ]
+    for case in itertools.product((*PLACES, "plain"), repeat=3):  # "plain" is this rank's rows.
+        given = [put(x, mesh, words) for x, words in zip(rows, case, strict=True)]
+        with named(case):
+            if case in {("S2", "S2", "S2"), ("plain", "plain", "plain")}:
+                attention(*given, mask=plan)
+            else:
+                with pytest.raises(OptionError, match=r"^(q|k|v)\b.*: expected .*got "):
+                    attention(*given, mask=plan)
 
 
-def on_other_meshes() -> dict[str, str]:
-    """The errors of calls whose tensors do not lie on one mesh, or not on the plan's; four ranks."""
-    mesh, ((q, k, v), _) = grid(2, 2), whole()
+@ranks(4)
+def test_rows_along_another_axis_are_refused() -> None:
+    mesh = grid(2, 2)
     plan, rows = causal_rows(mesh["cp"])
-    both = [distribute_tensor(x.detach(), mesh, placements("R R")) for x in (q, k, v)]
-    one = [distribute_tensor(x.detach(), mesh["cp"], placements("R")) for x in (q, k, v)]
-    bounds = distribute_tensor(causal().spans(LENGTH, LENGTH, like=q).bounds, mesh["cp"], placements("R"))
-    return {
-        "k": _error(both[0], one[1], both[2], mask=causal()),
-        "v": _error(one[0], one[1], both[2], mask=causal()),
-        "bounds": _error(*both, mask=Spans(bounds, LENGTH)),
-        "plan": _error(*(_placed(x, mesh["dp"], "S2") for x in rows), mask=plan),
-    }
+
+    def call(words: str) -> None:
+        attention(*(put(x, mesh, words) for x in rows), mask=plan)
+
+    call("R S2")
+    call("S0 S2")
+    # The last one would be rows of all four ranks, of which the plan knows two.
+    for words in ("S2 R", "R R", "S2 S2"):
+        text = r"expected Shard\(2\) along mesh axes \[1\] only: the plan's ranks hold its rows"
+        with named(words), pytest.raises(OptionError, match=text):
+            call(words)
+    with pytest.raises(
+        OptionError, match=r"^q as a DTensor with context parallelism: expected a mesh with the ranks"
+    ):
+        attention(*(put(x, mesh["dp"], "S2") for x in rows), mask=plan)
 
 
-def of_other_sizes() -> dict[str, str]:
-    """The errors of calls of other rows, heads or batch rows, and of rows in an unnamed order; two ranks."""
+@ranks(2)
+def test_rows_and_heads_that_are_not_the_plans_are_refused() -> None:
     mesh, (inputs, _) = grid(2), whole()
-    four = [distribute_tensor(x.detach(), mesh, placements("S0")) for x in whole(batch=4)[0]]
-    natural = [distribute_tensor(x.detach(), mesh, placements("S2")) for x in inputs]
     plan, rows = causal_rows(mesh)
-    placed = [_placed(x, mesh, "S2") for x in rows]
+    placed = [put(x, mesh, "S2") for x in rows]
+    natural = [distribute_tensor(x.detach(), mesh, placements("S2")) for x in inputs]
     unnamed = Layout.of(causal(), q_len=LENGTH, ranks=2).plan(heads=HEADS, strategy="exchange")
-    return {
-        "rows": _error(*natural, mask=plan),
-        "heads": _error(*placed, mask=causal_rows(mesh, heads=(2, 1))[0]),
-        "order": _error(*placed, mask=unnamed.on(mesh, rows="unchecked")),
-        "ids": _error(*four, mask=segments(ids(2))),
-    }
+    for given, mask, text in (
+        (natural, plan, "q as a DTensor with context parallelism: expected 14 rows: those of 2 ranks"),
+        (
+            placed,
+            causal_rows(mesh, heads=(2, 1))[0],
+            "q with context parallelism: expected 2 heads and this rank's",
+        ),
+        (placed, unnamed.on(mesh, rows="unchecked"), "rows in the plan's order, which must be said"),
+    ):
+        with pytest.raises((OptionError, ShapeError), match=text):
+            attention(*given, mask=mask)

@@ -1,6 +1,5 @@
-"""What every rank does for the parity tests: its share of each case, results as plain tensors."""
+"""A case of context parallelism on one rank: its plan, its share of the inputs, its part of the results."""
 
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from worlds import mesh
 
 from attnspan.parallel import Layout, MeshPlan, Plan
-from attnspan.torch import SlowPathWarning, attention
+from attnspan.torch import attention
 
 
 @dataclass(frozen=True)
@@ -99,33 +98,3 @@ def attend(placed: Placed, case: Case) -> dict[str, Any]:
     found |= {f"parameter {i}": x for i, x in enumerate(got[3:])}
     rows, keys = (torch.tensor(each.rows[placed.rank]) for each in (placed.layout, placed.keys))
     return {**found, "rows": rows, "keys": keys}
-
-
-def attend_all(cases: list[Case]) -> list[dict[str, Any]]:
-    """Forward and backward of many cases, each named if it fails."""
-    found = []
-    for case in cases:
-        try:
-            found.append(attend(place(case), case))
-        except Exception as error:
-            error.add_note(repr(case))
-            raise
-    return found
-
-
-def attend_plainly(cases: list[Case]) -> list[dict[str, Any]]:
-    """The same where no kernel runs and framework code takes its place."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SlowPathWarning)
-        return attend_all(cases)
-
-
-def twice(cases: list[Case]) -> list[str]:
-    """The cases whose second run differs in a bit from the first."""
-    return [
-        f"{case}: {name}"
-        for case in cases
-        for first, second in [(attend(place(case), case), attend(place(case), case))]
-        for name in first
-        if not torch.equal(first[name], second[name])
-    ]

@@ -1,15 +1,22 @@
 """Programs over the devices of a JAX mesh: what they consist of, what travels, and what is refused."""
 
 import functools
+import re
 from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
+pytest.importorskip("jax")
+
 import jax
 import numpy as np
-import pytest
 from jax import numpy as jnp
-from jax_jobs import ALIKE, BATCH, DIM, Split, check, inputs, oracle, packed
+from jax_split import ALIKE, BATCH, DIM, Split, check, inputs, oracle, packed
+from virtual_devices import on_devices
 
 import attnspan
 from attnspan.errors import DeviceError, DtypeError, OptionError, ShapeError
@@ -17,8 +24,9 @@ from attnspan.jax import attention, shard
 from attnspan.parallel import Layout, Plan, PlanMismatchError
 
 
-def layers(length: int = 21) -> None:
-    """Two layers with masks of their own share rows, within remat."""
+@on_devices
+def test_layers_with_masks_of_their_own_share_rows_within_remat() -> None:
+    length = 21
     split = Split(sequence=4)
     masks = attnspan.causal(), attnspan.window(4) & packed(1, length)
     first = split.place(masks[0], length)
@@ -45,8 +53,9 @@ def layers(length: int = 21) -> None:
     check(got, want | {f"out {i}": x["out"] for i, x in enumerate(wanted)})
 
 
-def mapped(length: int = 21) -> None:
-    """Under vmap a call and its gradients are those of each mapped call, and can be lowered for TPUs."""
+@on_devices
+def test_a_vmap_is_each_mapped_call_and_can_be_lowered_for_tpus() -> None:
+    length = 21
     placed = Split(batch=2, sequence=2).place(packed(1, length), length)
     rows = placed.shard(inputs((4, 2), length, length), axis=2)
     stacked = [jnp.stack([rows[x], 2 * rows[x]]) for x in "qkv"]
@@ -63,8 +72,9 @@ def mapped(length: int = 21) -> None:
     assert text.count("@ragged_all_to_all") == 3
 
 
-def inside(length: int = 21) -> None:
-    """Within a shard_map over other axes, a plan has what that left of the mesh."""
+@on_devices
+def test_within_a_shard_map_a_plan_has_what_that_left_of_the_mesh() -> None:
+    length = 21
     mask = attnspan.causal() & attnspan.documents(np.array([0, 4, 15, length]))
     given = inputs((4, 2), length, length)
     want = {name: oracle(given, mask)[name] for name in ("out", "lse", "dq", "dk", "dv")}
@@ -98,8 +108,10 @@ def inside(length: int = 21) -> None:
             jax.jit(run)(*(given[x] for x in "qkv"))
 
 
-def packed_rows(length: int = 40) -> None:
+@on_devices
+def test_the_one_row_of_packed_rows_is_split_as_a_sequence() -> None:
     """Layout "thd", whose one row is split as a sequence."""
+    length = 40
     mask = attnspan.causal() & attnspan.documents(np.array([0, 11, 12, 30, length]))
     given = inputs((4, 2), length, length)
     placed = Split(sequence=4).place(mask, length, batch=1, layout=Layout.of(mask, q_len=length, ranks=4))
@@ -111,8 +123,7 @@ def packed_rows(length: int = 40) -> None:
     check({"out": np.asarray(out).swapaxes(0, 1), "lse": np.asarray(lse), "dv": want["dv"]}, want)
 
 
-def second_derivative(backend: str) -> None:
-    """Where one device has second derivatives, many have the same."""
+def assert_second_derivatives(backend: str) -> None:
     split = Split(1, 2, 2, backend=backend, shared=True)
     q, k, v, *_ = map(jnp.asarray, inputs(split.num_heads, 8, 8).values())
 
@@ -127,8 +138,18 @@ def second_derivative(backend: str) -> None:
     assert np.linalg.norm(got - want) < 2 * ALIKE * np.linalg.norm(want)
 
 
-def wrong_rows(length: int = 24) -> None:
-    """The loop played wrongly: rows of one layout with the plan of another."""
+@on_devices
+def test_second_derivatives_are_those_of_one_device_or_refused() -> None:
+    assert_second_derivatives("math")
+    with pytest.raises(
+        NotImplementedError, match=r"second derivatives of .*attention.*'xla'.*attnspan.backend..math"
+    ):
+        assert_second_derivatives("xla")
+
+
+@on_devices
+def test_rows_of_another_layout_are_refused() -> None:
+    length = 24
     split, axes = Split(sequence=4), {"sequence": "context"}
     plans = [split.plan(packed(seed, length), length) for seed in range(2)]
     x = {name: inputs((4, 2), length, length)[name] for name in "qkv"}
@@ -163,8 +184,10 @@ def wrong_rows(length: int = 24) -> None:
             plans[0].on(split.mesh, **given, **axes)
 
 
-def lists(length: int = 48) -> None:
+@on_devices
+def test_an_exchange_moves_the_keys_that_each_device_needs() -> None:
     """What a ragged exchange moves, by its definition in NumPy, are the keys that each device needs."""
+    length = 48
     split, asked, tables = Split(batch=2, sequence=2), Counter[Any](), Plan.tables
     plan = split.plan(packed(0, length), length)
     with mock.patch.object(Plan, "tables", lambda self, rank: (asked.update([rank]), tables(self, rank))[1]):
@@ -188,8 +211,9 @@ def lists(length: int = 48) -> None:
             assert len(keys[got >= 0]) == len(set(keys[got >= 0])) > len(own[rank]) // 2
 
 
-def lowering(length: int = 48) -> None:
-    """The platform that a program is compiled for decides which exchange it has."""
+@on_devices
+def test_the_platform_decides_which_exchange_a_program_has() -> None:
+    length = 48
     placed = Split(batch=2, sequence=2).place(packed(0, length), length)
     rows = dict(placed.shard(inputs((4, 2), length, length), axis=2))
 
@@ -204,8 +228,8 @@ def lowering(length: int = 48) -> None:
         assert counts == (text.count("@ragged_all_to_all"), text.count('"stablehlo.all_to_all"')), platform
 
 
-def refusals() -> None:
-    """What is said about each mistake."""
+@on_devices
+def test_each_mistake_is_named() -> None:
     mesh = jax.make_mesh((2, 2), ("data", "context"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     layout, axes = Layout.of(attnspan.causal(), q_len=8, ranks=2), {"batch": "data", "sequence": "context"}
 
@@ -219,10 +243,11 @@ def refusals() -> None:
     def apart(batch: int) -> Any:
         return attnspan.segments(np.arange(batch)[:, None].repeat(8, 1))
 
-    def lying(*spec: Any) -> Any:
+    def lying(*spec: Any, mesh: Any = mesh) -> Any:
         return jax.device_put(q, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
 
     whole, placed = shard(mesh, batch="data", heads="context"), on()
+    spread, ring = whole.attention, placed.attention
     q, k = jnp.ones((BATCH, 4, 8, DIM)), jnp.ones((BATCH, 2, 8, DIM))
     four = [jnp.ones((4, heads, 8, DIM)) for heads in (4, 2, 2)]
     turned = jax.sharding.Mesh(mesh.devices[::-1], mesh.axis_names)
@@ -241,30 +266,18 @@ def refusals() -> None:
         ),
         "batch rows of the plan: expected a multiple of 2": lambda: on(apart(3), batch=3),
         "strategy on a JAX mesh: .* got 'ulysses'": lambda: on(strategy="ulysses"),
-        "q with a split sequence: expected 4 heads and 8 rows": lambda: placed.attention(k, k, k),
-        "k with a split sequence: expected 2 heads and 8 rows": lambda: placed.attention(q, q, q),
+        "q with a split sequence: expected 4 heads and 8 rows": lambda: ring(k, k, k),
+        "k with a split sequence: expected 2 heads and 8 rows": lambda: ring(q, q, q),
         "expected 2 batch rows, 4 heads and 8 rows": lambda: on(apart(2)).attention(*four),
-        "batch rows of q: expected a multiple of 2": lambda: whole.attention(q[:1], k[:1], k[:1]),
-        "heads of q: expected a multiple of 2": lambda: whole.attention(q[:, :3], q[:, :3], q[:, :3]),
-        "sharding of q: expected the sequence whole": lambda: whole.attention(
-            lying(None, None, "context"), k, k
-        ),
-        "sharding of q: expected head_dim whole": lambda: whole.attention(
-            lying(None, None, None, "data"), k, k
-        ),
-        "sharding of q: expected batch rows split over": lambda: placed.attention(lying("context"), k, k),
-        "k: expected the devices of the mask's mesh": lambda: placed.attention(
-            q, jax.device_put(k, jax.devices()[1]), k
-        ),
-        "q: expected the devices of the mask's mesh": lambda: whole.attention(
-            jax.device_put(q, jax.sharding.NamedSharding(turned, jax.sharding.PartitionSpec())), k, k
-        ),
-        "bias with a split sequence: expected alibi": lambda: placed.attention(
-            q, k, k, bias=jnp.zeros((8, 8))
-        ),
-        "k_index with a split sequence: expected None": lambda: placed.attention(
-            q, k, k, k_index=jnp.arange(8)
-        ),
+        "batch rows of q: expected a multiple of 2": lambda: spread(q[:1], k[:1], k[:1]),
+        "heads of q: expected a multiple of 2": lambda: spread(q[:, :3], q[:, :3], q[:, :3]),
+        "sharding of q: expected the sequence whole": lambda: spread(lying(None, None, "context"), k, k),
+        "sharding of q: expected head_dim whole": lambda: spread(lying(None, None, None, "data"), k, k),
+        "sharding of q: expected batch rows split over": lambda: ring(lying("context"), k, k),
+        "k: expected the devices of the mask's mesh": lambda: ring(q, jax.device_put(k, jax.devices()[1]), k),
+        "q: expected the devices of the mask's mesh": lambda: spread(lying(mesh=turned), k, k),
+        "bias with a split sequence: expected alibi": lambda: ring(q, k, k, bias=jnp.zeros((8, 8))),
+        "k_index with a split sequence: expected None": lambda: ring(q, k, k, k_index=jnp.arange(8)),
         "layout='thd' with split batch rows": lambda: thd.attention(q[0], q[0], q[0], layout="thd"),
         "plan: expected what plan.on": lambda: jax.jit(lambda x: x.explain())(placed),
         "shard: x: expected 8 rows along axis 1": lambda: placed.shard(jnp.ones((2, 9))),
@@ -277,8 +290,12 @@ def refusals() -> None:
             call()
 
 
-def page(blocks: list[str]) -> None:
-    """The examples of a page, run one after the other, give what one device gives."""
+@pytest.mark.skipif(find_spec("flax") is None, reason="the page shows modules of Flax")
+@on_devices
+def test_the_examples_of_the_page_give_what_one_device_gives() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "spmd.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 4
     names: dict[str, Any] = {"__name__": "page"}
     before: list[Any] = []
     for block in blocks:

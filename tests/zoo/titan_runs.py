@@ -1,4 +1,4 @@
-"""Runs of torchtitan's trainer, one after the other in each rank's process: torchrun titan_jobs.py OUT CASES.
+"""Runs of torchtitan's trainer, one after the other in each rank's process: torchrun titan_runs.py OUT CASES.
 
 Reads a list of `Case` as JSON, and writes for each what `run` returns.
 """

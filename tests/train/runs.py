@@ -1,0 +1,57 @@
+"""Runs of the training job, and what came of them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from train import train as training
+from train.config import TrainConfig
+from train.step import Unobserved
+
+
+def figures(folder: Path) -> list[tuple[int, float, float]]:
+    """(step, loss, gradient norm) of all whole lines, exact: JSON keeps every bit of a float."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
+
+
+def scores(folder: Path) -> tuple[float, float]:
+    """Held-out bits per byte at the start and at the end."""
+    summary = json.loads((folder / "summary.json").read_text())
+    return summary["bits_per_byte_start"], summary["bits_per_byte_end"]
+
+
+class Dying(Unobserved):
+    """Sends itself a signal when backward of a step begins."""
+
+    def __init__(self, step: int, signal: int) -> None:
+        self.at, self.signal, self.now = step, signal, 0
+
+    def step(self, *, number: int | None = None, tokens: int = 0) -> AbstractContextManager[object]:
+        del tokens
+        self.now = number or 0
+        return nullcontext()
+
+    def phase(self, name: str) -> AbstractContextManager[object]:
+        if name == "backward" and self.now == self.at:
+            os.kill(os.getpid(), self.signal)
+        return nullcontext()
+
+
+def train(config: TrainConfig, folder: Path, **options: Any) -> Any:
+    """(what was printed, the summary) of a run."""
+    console = Console(file=io.StringIO(), width=200)
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    summary = training.train(config, folder, console=console, **({"sample": 4} | options))
+    return console.file.getvalue(), summary  # type: ignore[attr-defined]
