@@ -329,7 +329,7 @@ class Backward : BackwardTiles<E> {
     const int64_t b = head.b, h = head.h, hk = h / a.group(), last = keys.first + keys.keys;
     const int32_t* spans = a.bounds.slice(b, h) + i * a.runs * 2;
     if (const Hull seen = hull_of(spans, 1, a.runs); seen.lo >= last || seen.hi <= keys.first) return;
-    const KeyValues<T> x{at<T>(a.k, b, hk, 0), at<T>(a.v, b, hk, 0), a.k.row, a.v.row, a.head_dim, a.v_dim};
+    const KeyValues<T> x(a, b, hk);
     const bool recorded = head.bias.present() && head.bias.wants_gradient();
     alignas(64) float row[max_dim] = {};
     const double lse = o.whole_lse[i];
