@@ -53,8 +53,8 @@ def _write(keys: Tensor, values: Tensor, lengths: Tensor, table: Tensor, *new: A
     The last page of keys and values is a scratch page: it takes what must not be stored.
     """
     *chunk, counts, max_len = new
-    n = check_new(keys.shape[2], keys, values, lengths, *chunk, counts)
-    pages, page = keys.shape[0] - 1, keys.shape[1]
+    n = check_new(keys.shape[1], keys, values, lengths, *chunk, counts)
+    pages, page = keys.shape[0] - 1, keys.shape[2]
     room = min(max_len, table.shape[1] * page)
     token, start = torch.arange(n, device=keys.device), lengths.to(torch.int64)[:, None]
     own = torch.full_like(start, n) if counts is None else counts.to(torch.int64)[:, None]
@@ -78,16 +78,16 @@ def _write(keys: Tensor, values: Tensor, lengths: Tensor, table: Tensor, *new: A
             got = "one that another row uses"
             remedy = "reorder(range(batch)) gives each row pages of its own to write; nothing was written"
         expect(False, f"cache row {row}", "pages for {} more tokens", got, remedy, int(own[row]))
-    slot = torch.where(mine & legal[:, None], of_page * page + at % page, pages * page)
+    own_page, place = torch.where(mine & legal[:, None], of_page, pages), at % page
     chunks = [x.transpose(1, 2).contiguous() for x in apart((keys, values), (chunk[0], chunk[1]))]
     for cache, x in zip((keys, values), chunks, strict=True):
-        cache.view(-1, *cache.shape[2:])[slot] = x
+        cache[own_page, :, place] = x
     lengths.copy_(torch.where(legal, (start + own)[:, 0], LOST))
 
 
 def _write_fake(keys: Tensor, values: Tensor, lengths: Tensor, table: Tensor, *new: Any) -> None:
     del table
-    check_new(keys.shape[2], keys, values, lengths, *new[:3])
+    check_new(keys.shape[1], keys, values, lengths, *new[:3])
 
 
 def _is_page(table: Tensor, pages: int) -> Tensor:
@@ -99,12 +99,11 @@ def _forward(q: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> tuple[Tenso
     given += _DEFAULTS[len(given) :]
     k_len, backend = given[-2:]
     if k_len is not None:
-        check_k_len(int(k_len), table.shape[1] * keys.shape[1])
-    k, v = keys.transpose(1, 2), values.transpose(1, 2)
-    out, lse = new_outputs(q, v, torch.float32)
+        check_k_len(int(k_len), table.shape[1] * keys.shape[2])
+    out, lse = new_outputs(q, values, torch.float32)
     how: dict[str, Any] = {"scale": scale, "options": read_options(Options(*given[:-2]))}
     how["table"] = table.contiguous()
-    arrays = readable(q), k, v, bounds.contiguous(), out, lse
+    arrays = readable(q), keys, values, bounds.contiguous(), out, lse
     if backend == "triton":
         triton.forward(*arrays, **how)
     else:
@@ -114,7 +113,7 @@ def _forward(q: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> tuple[Tenso
 
 def _forward_fake(q: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     del keys, rest
-    return new_outputs(q, values.transpose(1, 2), torch.float32)
+    return new_outputs(q, values, torch.float32)
 
 
 def _refuse_gradients(keyset: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -190,7 +189,7 @@ class PagedCache(CacheRows):
         max_len = count("max_len", max_len, least=1)
         sizes: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": head_dim, "v_dim": v_dim, "batch": batch}
         axes, pool = (
-            ("pages", "page_len", "kv_heads"),
+            ("pages", "kv_heads", "page_len"),
             {"pages": pages + 1, "page_len": page_len},
         )  # see _write
         super().__init__(axes, max_len, dtype=dtype, device=device, **sizes | pool)
@@ -209,7 +208,7 @@ class PagedCache(CacheRows):
             TypeError: A length that is no integer.
         """
         given = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
-        page, rows = self._keys.shape[1], self.table.tolist()
+        page, rows = self._keys.shape[2], self.table.tolist()
         expected = "a length for each of {} rows"
         expect(len(given) == len(rows), "reserve", expected, len(given), "Pass all", len(rows))
         wanted = [count(f"reserve: lengths[{b}]", n) for b, n in enumerate(given)]
@@ -256,16 +255,16 @@ class PagedCache(CacheRows):
 
         Where the table names no page there are zeros, or NaN if the row has tokens there.
         """
-        pages, page = self._keys.shape[0] - 1, self._keys.shape[1]
+        pages, page = self._keys.shape[0] - 1, self._keys.shape[2]
         real = _is_page(self.table, pages)
         first = torch.arange(self.table.shape[1], device=real.device) * page
-        absent = torch.where(first < self.lengths[:, None], torch.nan, 0.0)[:, :, None, None, None]
+        absent = torch.where(first < self.lengths[:, None], torch.nan, 0.0)[:, :, None, None]
         numbers = self.table.clamp(0, pages - 1).long()
         picked = (
-            torch.where(real[:, :, None, None, None], x[numbers], absent.to(x.dtype))
+            torch.where(real[:, :, None, None], x.transpose(0, 1)[:, numbers], absent.to(x.dtype))
             for x in (self._keys, self._values)
         )
-        k, v = (x.flatten(1, 2).transpose(1, 2) for x in picked)
+        k, v = (x.flatten(2, 3).transpose(0, 1) for x in picked)
         return k, v
 
     def attention(self, q: Tensor, *, mask: Mask | None = None, **options: Any) -> Any:
@@ -292,7 +291,7 @@ class PagedCache(CacheRows):
         batch, columns = self.table.shape
         # Arrays of the right sizes without memory of their own: a call reads only their sizes.
         k, v = (
-            x[0, 0, 0, :1].expand(batch, x.shape[2], columns * x.shape[1], x.shape[3])
+            x[0, 0, 0, :1].expand(batch, x.shape[1], columns * x.shape[2], x.shape[3])
             for x in (self._keys, self._values)
         )
         call = Call.of(TorchFront(), q, k, v, Given(**asked), mask=mask, scale=scale, layout="bhsd")
@@ -324,7 +323,7 @@ class PagedCache(CacheRows):
                 changes.
         """
         sources = row_numbers("reorder: rows", rows, self.lengths, whole=True)[0].tolist()
-        page, old, lengths = self._keys.shape[1], self.table.tolist(), self.lengths.tolist()
+        page, old, lengths = self._keys.shape[2], self.table.tolist(), self.lengths.tolist()
         table = [list(old[b]) for b in sources]
         full = [max(lengths[b], 0) // page for b in sources]
         taken = {x for row, n in zip(table, full, strict=True) for x in row[:n]}
