@@ -3,9 +3,9 @@
     python benchmarks/paged.py
 
 Requests have from 4,096 to 16,384 keys; pages lie in random order. "pages" reads them where they lie. "one
-piece" is attention over a contiguous cache: nothing can beat it. "copy" gathers all pages at each step. "loop"
-gathers those of one request after the other and calls torch's attention, as servers without such a kernel do.
-All in turn; medians of milliseconds, and how often "pages" is as fast as each.
+piece" is attention over a contiguous cache: nothing can beat it. "copy" gathers all pages at each step.
+"loop" gathers those of one request after the other and calls torch's attention, as servers without such a
+kernel do. All in turn; medians of milliseconds, and how often "pages" is as fast as each.
 """
 
 import argparse
