@@ -76,7 +76,7 @@ class Backward : BackwardTiles<E> {
       const bool numbers = q.finite && k.finite && v.finite && dout.finite,
                  small = may_vanish(dout.squares, v.squares, std::fmin(q.squares, k.squares));
       const FlushSubnormals flush(!small);
-      if (share == 0) partial.small[b * a.q_heads + h] = small;
+      if (share == 0 && shares > 1) partial.small[b * a.q_heads + h] = small;  // else of one thread alone, which has it
       const Large large = prepare(b, h, o);
       const bool tiles = numbers && !(small && always_flushes<E>) &&
                          (large.exact == 0 || (large.exact < a.q_len && within_tiles(b, h)));
