@@ -91,13 +91,23 @@ BiasGradient bias_gradient_of(const std::optional<Array>& x, const Problem& p) {
   return {static_cast<float*>(a.data), bias.batch, bias.head, 0};
 }
 
+Pages pages_of(const Array& table, const Problem& p, int64_t pool, int64_t length) {
+  if (table.dtype != code_i32 || table.ndim != 2 || table.shape[0] != p.batch)
+    fail("table: expected int32 (batch, pages of a row) with batch " + std::to_string(p.batch) + ", got " +
+         table.shape_text());
+  check_packed("table", table);
+  if (pool < 1 || length < 1) fail("k: expected a pool of at least one page of at least one key");
+  return {static_cast<const int32_t*>(table.data), length, table.shape[1], pool};
+}
+
 std::string text_of(const BlockRange& range) {
   return "multiples of " + std::to_string(range.step) + " up to " + std::to_string(range.most);
 }
 
 }  // namespace
 
-Problem problem_of(const Array& q, const Array& k, const Array& v, const Array& bounds, float scale) {
+Problem problem_of(const Array& q, const Array& k, const Array& v, const Array& bounds, float scale,
+                   const std::optional<Array>& table) {
   Problem p{};
   if (q.ndim != 4 || k.ndim != 4 || v.ndim != 4) fail("q, k, v: expected 4 axes (batch, heads, length, dim)");
   if (q.dtype < 0 || q.dtype > 2) fail("q: expected float32, bfloat16 or float16");
@@ -110,10 +120,12 @@ Problem problem_of(const Array& q, const Array& k, const Array& v, const Array& 
   if (p.head_dim < 1 || p.head_dim > max_dim || p.v_dim < 1 || p.v_dim > max_dim)
     fail("head_dim: expected 1 to " + std::to_string(max_dim) + ", got " + std::to_string(p.head_dim) + " and " +
          std::to_string(p.v_dim));
+  const int64_t planes = table ? k.shape[0] : p.batch, length = p.k_len;
+  if (table) p.pages = pages_of(*table, p, planes, length), p.k_len = p.pages.columns * length;
   if (p.k_len > INT32_MAX - 64 || p.q_len > INT32_MAX - 64) fail("lengths: expected at most 2**31 - 65");
   p.q = tensor_of("q", q, q.dtype, {p.batch, p.q_heads, p.q_len, p.head_dim});
-  p.k = tensor_of("k", k, q.dtype, {p.batch, p.kv_heads, p.k_len, p.head_dim});
-  p.v = tensor_of("v", v, q.dtype, {p.batch, p.kv_heads, p.k_len, p.v_dim});
+  p.k = tensor_of("k", k, q.dtype, {planes, p.kv_heads, length, p.head_dim});
+  p.v = tensor_of("v", v, q.dtype, {planes, p.kv_heads, length, p.v_dim});
   fill_bounds(p, bounds);
   p.scale = scale;
   return p;

@@ -24,7 +24,9 @@ struct GradientArrays {
 };
 
 // These throw std::invalid_argument, which says what was expected and what came.
-Problem problem_of(const Array& q, const Array& k, const Array& v, const Array& bounds, float scale);
+// With a table, int32 (batch, pages of a row), k and v are pools: (pages, kv_heads, keys of a page, dim).
+Problem problem_of(const Array& q, const Array& k, const Array& v, const Array& bounds, float scale,
+                   const std::optional<Array>& table = {});
 Options options_of(const OptionArrays& given, const Problem& p);
 float* rows_of(const char* name, const Array& a, const Problem& p);  // (batch, q_heads, q_len), float
 // lse may be float, with or without `low`, which has what is lost so, or double.

@@ -66,6 +66,19 @@ struct Options {
   bool change_weights() const { return change_scores() || dropout.on(); }
 };
 
+// Where keys lie that are not in one piece: key j of a batch row is on page j / length of the row's table, which names
+// pages of a pool. The `batch` stride of k and v then leads from one page of the pool to the next.
+struct Pages {
+  const int32_t* table = nullptr;             // (batch, columns), contiguous; null: no pages
+  int64_t length = 0, columns = 0, pool = 0;  // keys of a page, pages of a batch row, and of the pool
+  const int32_t* missing = nullptr;           // (batch, columns + 1): see `Snapshot`
+  const int32_t* row(int64_t b) const { return table + b * columns; }
+  bool misses(int64_t b, int64_t lo, int64_t hi) const {  // a page with a key of [lo, hi)
+    const int32_t* const before = missing + b * (columns + 1);
+    return lo < hi && before[lo / length] != before[(hi - 1) / length + 1];
+  }
+};
+
 // How a kernel cuts a problem up. 0 leaves a choice to the kernel. The meaning of a result does not depend on it.
 struct Config {
   int64_t block_q = 0, block_k = 0;  // rows and keys of a block
@@ -78,6 +91,7 @@ struct Problem {
   float scale;
   Bounds bounds;
   Tensor q, k, v;
+  Pages pages = {};  // of the forward pass
   Config config = {};
   Options options = {};
   int64_t group() const { return q_heads / kv_heads; }

@@ -76,7 +76,7 @@ class Backward : BackwardTiles<E> {
       const bool numbers = q.finite && k.finite && v.finite && dout.finite,
                  small = may_vanish(dout.squares, v.squares, std::fmin(q.squares, k.squares));
       const FlushSubnormals flush(!small);
-      if (share == 0) partial.small[b * a.q_heads + h] = small;
+      if (share == 0 && shares > 1) partial.small[b * a.q_heads + h] = small;  // else of one thread alone, which has it
       const Large large = prepare(b, h, o);
       const bool tiles = numbers && !(small && always_flushes<E>) &&
                          (large.exact == 0 || (large.exact < a.q_len && within_tiles(b, h)));
@@ -329,7 +329,7 @@ class Backward : BackwardTiles<E> {
     const int64_t b = head.b, h = head.h, hk = h / a.group(), last = keys.first + keys.keys;
     const int32_t* spans = a.bounds.slice(b, h) + i * a.runs * 2;
     if (const Hull seen = hull_of(spans, 1, a.runs); seen.lo >= last || seen.hi <= keys.first) return;
-    const KeyValues<T> x{at<T>(a.k, b, hk, 0), at<T>(a.v, b, hk, 0), a.k.row, a.v.row, a.head_dim, a.v_dim};
+    const KeyValues<T> x(a, b, hk);
     const bool recorded = head.bias.present() && head.bias.wants_gradient();
     alignas(64) float row[max_dim] = {};
     const double lse = o.whole_lse[i];

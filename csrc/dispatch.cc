@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -242,6 +243,30 @@ Result run(const Args& args, const Pair& pair, const Parallel& parallel) {
   return {};
 }
 
+// Rows that see a key on a page that there is not have no result.
+void spoil(const BackwardArgs&) {}
+void spoil(const ForwardArgs& a) {
+  if (a.pages.table == nullptr) return;
+  const bool wide = a.out.wide || a.dtype == Dtype::f32;
+  for (int64_t b = 0; b < a.batch; ++b)
+    for (int64_t i = 0; i < a.q_len; ++i)
+      for (int64_t h = 0; h < a.q_heads; ++h) {
+        const int32_t* const spans = a.bounds.slice(b, h) + i * a.runs * 2;
+        bool lost = false;
+        for (int64_t r = 0; r < a.runs; ++r) lost = lost || a.pages.misses(b, spans[2 * r], spans[2 * r + 1]);
+        if (!lost && a.bounds.heads == 1) break;
+        if (!lost) continue;
+        const int64_t at = b * a.out.batch + h * a.out.head + i * a.out.row, row = (b * a.q_heads + h) * a.q_len + i;
+        if (wide)
+          std::fill_n(static_cast<float*>(a.out.data) + at, a.v_dim, NAN);
+        else  // of either kind
+          std::fill_n(static_cast<uint16_t*>(a.out.data) + at, a.v_dim, uint16_t{0x7fff});
+        for (float* lse : {a.lse, a.lse_low})
+          if (lse != nullptr) lse[row] = NAN;
+        if (a.wide_lse != nullptr) a.wide_lse[row] = static_cast<double>(NAN);
+      }
+}
+
 // Memory for a snapshot: few bytes, those of most small calls, are on the stack.
 class SnapshotMemory {
  public:
@@ -271,6 +296,7 @@ Result launch(Args args, Direction direction, const Pair& pair, Parallel paralle
   if (args.config.threads != 0 && args.config.threads < parallel.threads)
     parallel.threads = static_cast<int>(args.config.threads);
   result = run(args, pair, parallel);
+  if (result.status == Status::ok) spoil(args);
   counters[static_cast<int>(direction)].add(std::chrono::steady_clock::now() - start, flops_of(args, pairs, direction));
   return result;
 }

@@ -37,8 +37,7 @@ class ExactRow {
         spans_(a.bounds.slice(b, h) + i * a.runs * 2),
         options_(a, b, h, i, 1.0f),
         q_(at<T>(a.q, b, h, i)),
-        k_(at<T>(a.k, b, h / a.group(), 0)),
-        v_(at<T>(a.v, b, h / a.group(), 0)) {}
+        x_(a, b, h / a.group()) {}
 
   // Has the row lost precision in floats, given its large lse and the base taken from its biases? Yes if a score is
   // beyond floats. No if only the scores are large: floats hold them as well as they do without a bias.
@@ -64,7 +63,8 @@ class ExactRow {
     for_each_key([&](int64_t j) {
       const PairWeight w = weigh(j, whole);
       const double p = static_cast<double>(w.p) * static_cast<double>(w.kept);
-      for (int64_t d = 0; d < a_.v_dim; ++d) sum[d] += p * static_cast<double>(to_float(v_[j * a_.v.row + d]));
+      const T* const value = x_.value(j);
+      for (int64_t d = 0; d < a_.v_dim; ++d) sum[d] += p * static_cast<double>(to_float(value[d]));
     });
     for (int64_t d = 0; d < a_.v_dim; ++d) out[d] = static_cast<float>(sum[d]);
     return whole;
@@ -106,11 +106,12 @@ class ExactRow {
   // Is all that the row sees finite? What is not has made its results NaN already.
   bool sees_numbers() const {
     if (!finite(q_, 0, 1, a_.head_dim)) return false;
-    for (int64_t r = 0; r < a_.runs; ++r)
-      if (const int64_t lo = spans_[2 * r], hi = spans_[2 * r + 1];
-          lo < hi && !finite(k_ + lo * a_.k.row, a_.k.row, hi - lo, a_.head_dim))
-        return false;
     bool numbers = true;
+    for (int64_t r = 0; r < a_.runs; ++r)
+      x_.k.each_run(spans_[2 * r], spans_[2 * r + 1], [&](int64_t, int64_t n, const T* keys) {
+        numbers = numbers && finite(keys, a_.k.row, n, a_.head_dim);
+      });
+    if (!numbers) return false;
     if (a_.options.bias.kind != BiasKind::none)
       for_each_key([&](int64_t j) { numbers = numbers && options_.scores().bias_of(i_, j) < HUGE_VAL; });
     return numbers;
@@ -130,7 +131,7 @@ class ExactRow {
 
   // Scores beyond floats are infinite, as in every other implementation.
   [[gnu::noinline]] double exponent(int64_t j, float* slope) const {
-    double x = product(q_, k_ + j * a_.k.row, a_.head_dim) * static_cast<double>(a_.scale);
+    double x = product(q_, x_.key(j), a_.head_dim) * static_cast<double>(a_.scale);
     if (std::fabs(x) > static_cast<double>(std::numeric_limits<float>::max())) x = x > 0.0 ? HUGE_VAL : -HUGE_VAL;
     if (const auto cap = static_cast<double>(a_.options.softcap); cap > 0.0) {
       const double t = std::tanh(x / cap);
@@ -145,7 +146,8 @@ class ExactRow {
   const float* const sink_;
   const int32_t* const spans_;
   const RowOptions options_;
-  const T *const q_, *const k_, *const v_;
+  const T* const q_;
+  const KeyValues<T> x_;
 };
 
 // The same question, of most rows answered by their lse alone.
@@ -157,7 +159,7 @@ template <class T>
 // A row whose weight is all that of key j: a weight of 1 leaves its value as it is.
 template <class T>
 void write_value(const ForwardArgs& a, int64_t b, int64_t h, int64_t i, int64_t j, const RowEnd& end) {
-  const T* const value = at<T>(a.v, b, h / a.group(), j);
+  const T* const value = lines_of<T>(a, a.v, b, h / a.group()).at(j);
   const float weight = end.weight * (a.options.dropout.on() ? RowOptions(a, b, h, i, 1.0f).kept_weight(j) : 1.0f);
   if (weight == 1.0f && !a.out.wide) {
     std::memcpy(at<T>(a.out, b, h, i), value, static_cast<size_t>(a.v_dim) * sizeof(T));

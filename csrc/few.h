@@ -71,8 +71,8 @@ class FewTiles {
 
   struct Own {
     C *q, *k, *v, *p;
-    C* q_lines;  // for `Straight`, as `last_keys`
-    float* last_keys;
+    C* q_lines;            // for `Straight`
+    float *keys, *values;  // copies of those that lie in pieces
     float *scores, *out, *maximum, *sums;
     RowOptions* options;  // of each row, null for a plain call
     uint32_t* kept;       // of dropout: a bit for each key of a block, row after row of a strip
@@ -81,7 +81,8 @@ class FewTiles {
     Own o;
     o.q = carver.take<C>(E::pieces * q_plane());
     o.q_lines = carver.take<C>(E::strip * ldq);
-    o.last_keys = carver.take<float>(key_step * a.head_dim);
+    o.keys = carver.take<float>((a.pages.table == nullptr ? key_step : block) * a.head_dim);
+    o.values = carver.take<float>((a.pages.table == nullptr ? 0 : block) * a.v_dim);
     o.k = carver.take<C>(E::pieces * k_plane());
     o.v = carver.take<C>(E::pieces * v_plane());
     o.p = carver.take<C>(E::pieces * p_plane);
@@ -192,7 +193,7 @@ class FewQueries : FewTiles<E> {
   void share_of_keys(const Unit& u, int64_t share, const Own& o, float* records) const {
     const int64_t begin = u.sums() * share / shares, end = u.sums() * (share + 1) / shares;
     if (begin == end) return;
-    const KeyValues<T> x{at<T>(a.k, u.b, u.hk, 0), at<T>(a.v, u.b, u.hk, 0), a.k.row, a.v.row, a.head_dim, a.v_dim};
+    const KeyValues<T> x(a, u.b, u.hk);
     for (int64_t m = 0; changes && m < u.rows; ++m)
       o.options[m] = RowOptions(a, u.b, this->row_of(u, m).h, this->row_of(u, m).i, magnitude_of(a.scale));
     const FlushSubnormals flush(!keeps_subnormals(u));
@@ -207,8 +208,7 @@ class FewQueries : FewTiles<E> {
         // 0 * inf may have come from a key that the row does not see, and products of small values may have vanished.
         const float* out = o.out + m * v_cols;
         const float size = reduce_add(squares(out, v_cols));
-        const bool small =
-            o.maximum[m] > -infinity && may_vanish(sized(size, x.value(first), x.v_stride, last - first, a.v_dim));
+        const bool small = o.maximum[m] > -infinity && may_vanish(sized(size, x.v, first, last, a.v_dim));
         if (!finite(out, 0, 1, v_cols) || small || (always_flushes<E> && keeps_subnormals(u)))
           by_itself(u, x, m, first, last, o);
         this->write_record(o, m, to);
@@ -263,24 +263,37 @@ class FewQueries : FewTiles<E> {
     const bool straight = Few::serves(u.rows, a.head_dim, a.v_dim);
     for (int64_t key = first; key < last; key += block) {
       const int64_t valid = min(block, last - key), n = round_up(valid, key_step);
-      const T *k = x.key(key), *v = x.value(key);
       if (straight) {
+        Groups<T> k, v;
+        k.find(x.k, key, valid, n, x.dim, true, reinterpret_cast<T*>(o.keys));
+        v.find(x.v, key, valid, valid, x.v_dim, false, reinterpret_cast<T*>(o.values));
         for (int64_t from = 0, rows; from < u.rows; from += rows) {
           rows = min(Few::together, u.rows - from);
-          Few::scores(o.q + from * depth, depth, k, x.k_stride, x.dim, rows, n, valid, o.scores, this->lds, o.q_lines,
-                      reinterpret_cast<T*>(o.last_keys));
+          Few::scores(o.q + from * depth, depth, k, x.dim, rows, n, o.scores, this->lds, o.q_lines);
           this->ready_strip(u, from, rows, key, n, nullptr, o);
-          Few::values(o.p, v, x.v_stride, x.v_dim, rows, valid, o.out + from * v_cols, v_cols);
+          Few::values(o.p, v, x.v_dim, rows, valid, o.out + from * v_cols, v_cols);
         }
         continue;
       }
-      Pack::keys(k, x.k_stride, valid, x.dim, {o.k, this->k_plane()}, depth * panel, 0, n, depth);
-      Pack::dims(v, x.v_stride, valid, x.v_dim, {o.v, this->v_plane()}, block * panel, 0, n, v_cols);
+      pack_block(x, key, valid, n, o);
       Ahead ahead(this->pauses_of_block(u.rows));
-      const int64_t left = max(0, min(block, last - key - block)), size = sizeof(T);
-      ahead.read(k + block * x.k_stride, x.k_stride * size, left, x.dim * size);
-      ahead.read(v + block * x.v_stride, x.v_stride * size, left, x.v_dim * size);
+      const int64_t left = max(0, min(block, last - key - block));
+      read_ahead(ahead, x.k, key + block, left, x.dim);
+      read_ahead(ahead, x.v, key + block, left, x.v_dim);
       for (int64_t from = 0; from < u.rows; from += E::strip) this->add_strip(u, from, key, n, ahead, o);
+    }
+  }
+
+  // In whole steps of keys: what lies in pieces of other sizes is copied first.
+  void pack_block(const KeyValues<T>& x, int64_t key, int64_t valid, int64_t n, const Own& o) const {
+    for (int64_t at = 0, count; at < n; at += count) {
+      const int64_t left = valid - at, run = min(x.k.run(key + at, left), x.v.run(key + at, left));
+      count = run == left ? n - at : max(key_step, round_down(run, key_step));
+      const int64_t rows = min(count, left);
+      const auto k = x.k.together(key + at, rows, x.dim, reinterpret_cast<T*>(o.keys)),
+                 v = x.v.together(key + at, rows, x.v_dim, reinterpret_cast<T*>(o.values));
+      Pack::keys(k.data, k.stride, rows, x.dim, {o.k + at * depth, this->k_plane()}, depth * panel, 0, count, depth);
+      Pack::dims(v.data, v.stride, rows, x.v_dim, {o.v + at * panel, this->v_plane()}, block * panel, 0, count, v_cols);
     }
   }
 

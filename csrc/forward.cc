@@ -94,8 +94,8 @@ class Forward : ForwardTiles<E> {
     const Range places = plan.places_of(blocks);
     const int64_t first = s.key + places.begin - s.place, keys = min(places.size(), s.key + s.keys - first);
     const int64_t from = first + keys * n / count, rows = first + keys * (n + 1) / count - from;
-    ahead.read(at<T>(a.k, b, hk, from), a.k.row * size, rows, a.head_dim * size);
-    ahead.read(at<T>(a.v, b, hk, from), a.v.row * size, rows, a.v_dim * size);
+    read_ahead(ahead, lines_of<T>(a, a.k, b, hk), from, rows, a.head_dim);
+    read_ahead(ahead, lines_of<T>(a, a.v, b, hk), from, rows, a.v_dim);
   }
   void fetch_queries(Ahead& ahead, int64_t b, int64_t h, const QueryBlock& block) const {
     ahead.read(at<T>(a.q, b, h, block.row), a.q.row * size, block.rows, a.head_dim * size);
@@ -121,14 +121,26 @@ class Forward : ForwardTiles<E> {
   // A step of keys from `key` on: the first `valid` of `count`, then zeros. What looks at so few rows leaves them in L1
   // for what copies them.
   void pack_step(const Packed& to, int64_t place, int64_t key, int64_t count, int64_t valid) const {
-    const T *k = at<T>(a.k, to.b, to.hk, key), *v = at<T>(a.v, to.b, to.hk, key);
+    const KeyValues<T> x(a, to.b, to.hk);
+    if (a.pages.table != nullptr) return pack_pages(x, to, place, key, count, valid);
+    pack_rows({x.key(key), a.k.row}, {x.value(key), a.v.row}, to, place, count, valid);
+  }
+  [[gnu::noinline]] void pack_pages(const KeyValues<T>& x, const Packed& to, int64_t place, int64_t key, int64_t count,
+                                    int64_t valid) const {
+    alignas(64) T keys[key_step * max_dim], values[key_step * max_dim];
+    pack_rows(x.k.together(key, valid, a.head_dim, keys), x.v.together(key, valid, a.v_dim, values), to, place, count,
+              valid);
+  }
+  void pack_rows(typename Lines<T>::Place k, typename Lines<T>::Place v, const Packed& to, int64_t place, int64_t count,
+                 int64_t valid) const {
     const int64_t first = place - to.place;
     Norms& norms = to.norms[first / key_step];
-    norms.k = largest_norm(k, a.k.row, valid, a.head_dim);
-    Pack::keys(k, a.k.row, valid, a.head_dim, {to.k + first / panel * this->k_panel(), this->k_plane()},
+    norms.k = largest_norm(k.data, k.stride, valid, a.head_dim);
+    Pack::keys(k.data, k.stride, valid, a.head_dim, {to.k + first / panel * this->k_panel(), this->k_plane()},
                this->k_panel(), 0, count, depth);
-    norms.v = largest_norm(v, a.v.row, valid, a.v_dim);
-    Pack::dims(v, a.v.row, valid, a.v_dim, {to.v + first * panel, this->v_plane()}, this->v_panel(), 0, count, v_cols);
+    norms.v = largest_norm(v.data, v.stride, valid, a.v_dim);
+    Pack::dims(v.data, v.stride, valid, a.v_dim, {to.v + first * panel, this->v_plane()}, this->v_panel(), 0, count,
+               v_cols);
   }
 
   void query_block(int64_t h, const QueryBlock& block, const Packed& packed, Ahead ahead, const Own& o) const {
@@ -136,10 +148,11 @@ class Forward : ForwardTiles<E> {
     const T* q = at<T>(a.q, packed.b, h, rows.first);
     const float q_norm = largest_norm(q, a.q.row, rows.count, a.head_dim);
     const Norms norms = this->norms_of(packed, plan.sequences[block.sequence].places_of(rows.all));
-    const int64_t first = min(rows.all.lo, rows.all.hi), seen = rows.all.hi - first;
+    const int64_t first = min(rows.all.lo, rows.all.hi);
+    const KeyValues<T> x(a, packed.b, packed.hk);
     const bool small = may_vanish(sized(q_norm, q, a.q.row, rows.count, a.head_dim)) ||
-                       may_vanish(sized(norms.k, at<T>(a.k, packed.b, packed.hk, first), a.k.row, seen, a.head_dim)) ||
-                       may_vanish(sized(norms.v, at<T>(a.v, packed.b, packed.hk, first), a.v.row, seen, a.v_dim));
+                       may_vanish(sized(norms.k, x.k, first, rows.all.hi, a.head_dim)) ||
+                       may_vanish(sized(norms.v, x.v, first, rows.all.hi, a.v_dim));
     const FlushSubnormals flush(!small);
     // 0 * inf would reach rows that may not see the key, and pieces of an infinite number are no numbers.
     if (!std::isfinite(norms.v) || (E::pieces > 1 && !(std::isfinite(norms.k) && std::isfinite(q_norm))) ||
@@ -177,7 +190,7 @@ class Forward : ForwardTiles<E> {
 
   void row(int64_t b, int64_t h, int64_t i) const {
     const int64_t hk = h / a.group();
-    const KeyValues<T> x{at<T>(a.k, b, hk, 0), at<T>(a.v, b, hk, 0), a.k.row, a.v.row, a.head_dim, a.v_dim};
+    const KeyValues<T> x(a, b, hk);
     std::optional<RowOptions> options;
     if (changes) options.emplace(a, b, h, i, magnitude_of(a.scale));
     alignas(64) float sum_v[max_dim] = {};

@@ -10,6 +10,7 @@
 
 #include <type_traits>
 
+#include "lines.h"
 #include "transpose.h"
 
 namespace attnspan::ATTNSPAN_ISA {
@@ -338,6 +339,16 @@ inline float sized(float squares, const T* p, int64_t stride, int64_t rows, int6
       any = static_cast<unsigned char>(any | bytes[j]);
   }
   return any == 0 ? 1.0f : 0.0f;
+}
+
+template <class T>
+inline float sized(float squares, const Lines<T>& x, int64_t from, int64_t to, int64_t dim) {
+  float found = squares != 0.0f ? squares : 1.0f;
+  if (squares == 0.0f)
+    x.each_run(from, to, [&](int64_t, int64_t n, const T* rows) {
+      if (sized(0.0f, rows, x.stride, n, dim) == 0.0f) found = 0.0f;
+    });
+  return found;
 }
 
 // The sum of all squares, 1 for zeros, and whether all elements are finite.

@@ -23,9 +23,7 @@ using namespace attnspan;
 
 namespace {
 
-Problem problem_of(nb::handle q, nb::handle k, nb::handle v, nb::handle bounds, float scale) {
-  return problem_of(array_of(q), array_of(k), array_of(v), array_of(bounds), scale);
-}
+std::optional<Array> given(nb::handle x) { return x.is_none() ? std::nullopt : std::optional(array_of(x)); }
 
 // Runs a pass without the GIL.
 template <class Args>
@@ -39,7 +37,10 @@ void run(Result (*pass)(const Args&, Isa, const Parallel&), const Args& args, Di
   raise_unless_ok(result, args, direction, isa);
 }
 
-std::optional<Array> given(nb::handle x) { return x.is_none() ? std::nullopt : std::optional(array_of(x)); }
+Problem problem_of(nb::handle q, nb::handle k, nb::handle v, nb::handle bounds, float scale,
+                   nb::handle table = nb::none()) {
+  return problem_of(array_of(q), array_of(k), array_of(v), array_of(bounds), scale, given(table));
+}
 
 // None, or (block_q, block_k, threads).
 Config config_of(nb::handle x) {
@@ -59,9 +60,9 @@ Options options_of(nb::handle x, const Problem& p) {
 }
 
 void run_forward(nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse, nb::handle bounds,
-                 float scale, int threads, nb::handle config, nb::handle options) {
+                 float scale, int threads, nb::handle config, nb::handle options, nb::handle table) {
   ForwardArgs args{};
-  static_cast<Problem&>(args) = problem_of(q, k, v, bounds, scale);
+  static_cast<Problem&>(args) = problem_of(q, k, v, bounds, scale, table);
   args.config = config_of(config);
   args.options = options_of(options, args);
   fill(args, array_of(out), given(lse));
@@ -272,7 +273,7 @@ NB_MODULE(_core, m) {
   m.doc() = "The CPU kernel. Use it through attnspan.kernels.cpu.";
   m.def("forward", &run_forward, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("out"), nb::arg("lse").none(),
         nb::arg("bounds"), nb::arg("scale"), nb::arg("num_threads"), nb::arg("config").none() = nb::none(),
-        nb::arg("options").none() = nb::none());
+        nb::arg("options").none() = nb::none(), nb::arg("table").none() = nb::none());
   m.def("backward", &run_backward, nb::arg("dout"), nb::arg("dlse").none(), nb::arg("q"), nb::arg("k"), nb::arg("v"),
         nb::arg("out"), nb::arg("lse"), nb::arg("bounds"), nb::arg("dq"), nb::arg("dk"), nb::arg("dv"),
         nb::arg("scale"), nb::arg("num_threads"), nb::arg("config").none() = nb::none(),

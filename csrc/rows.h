@@ -2,6 +2,7 @@
 // where 0 * inf in a masked tile would reach rows that may not see the key.
 #pragma once
 
+#include "lines.h"
 #include "softmax.h"
 #include "spans.h"
 
@@ -69,15 +70,6 @@ struct RowSums {
   float top = -infinity, total = 0.0f;
   float* v;                      // round_up(v_dim, Vec::width) floats, zero at first
   int64_t weights = 0, key = 0;  // how many are not 0, and the key of the last of them
-};
-
-// Keys and values of one head, as they lie in memory.
-template <class T>
-struct KeyValues {
-  const T *k, *v;
-  int64_t k_stride, v_stride, dim, v_dim;
-  const T* key(int64_t j) const { return k + j * k_stride; }
-  const T* value(int64_t j) const { return v + j * v_stride; }
 };
 
 template <class T>

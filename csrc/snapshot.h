@@ -19,7 +19,7 @@ void copy_once(const T* from, int64_t count, T* to) {
   for (int64_t i = 0; i < count; ++i) to[i] = read_once(from[i]);
 }
 
-// Copies of a problem's bounds, indices and seeds, in memory of the caller's.
+// Copies of a problem's bounds, indices, seeds and pages, in memory of the caller's.
 class Snapshot {
  public:
   explicit Snapshot(const Problem& p)
@@ -29,11 +29,12 @@ class Snapshot {
         k_index_(size_of(p.options.k_index, p.batch, p.k_len)),
         seeds_(!p.options.dropout.on()      ? 0
                : p.options.dropout.per_head ? p.batch * p.q_heads
-                                            : 1) {}
+                                            : 1),
+        table_(p.pages.table == nullptr ? 0 : p.batch * (2 * p.pages.columns + 1)) {}
 
   size_t bytes() const {
     return static_cast<size_t>(seeds_) * sizeof(int64_t) +
-           static_cast<size_t>(bounds_ + q_index_ + k_index_) * sizeof(int32_t);
+           static_cast<size_t>(bounds_ + q_index_ + k_index_ + table_) * sizeof(int32_t);
   }
 
   // Makes `p` read the copies. Returns how many pairs of all heads are visible, or -1 and the first bad row.
@@ -45,6 +46,7 @@ class Snapshot {
     if (seeds_ > 0) copy_once(p.options.dropout.seeds, seeds_, seeds), p.options.dropout.seeds = seeds;
     take_indices(p.options.q_index, q_index_, bounds + bounds_);
     take_indices(p.options.k_index, k_index_, bounds + bounds_ + q_index_);
+    if (table_ > 0) take_pages(p, bounds + bounds_ + q_index_ + k_index_);
     return pairs;
   }
 
@@ -57,6 +59,23 @@ class Snapshot {
     if (x.data == nullptr) return;
     copy_once(x.data, size, to);
     x.data = to;
+  }
+
+  // Numbers that are no pages become 0. Behind the table is, for each batch row, how many such there are before each
+  // page and in all.
+  static void take_pages(Problem& p, int32_t* to) {
+    Pages& pages = p.pages;
+    const int32_t* const from = pages.table;
+    int32_t* missing = to + p.batch * pages.columns;
+    pages.table = to, pages.missing = missing;
+    for (int64_t b = 0; b < p.batch; ++b, missing += pages.columns + 1) {
+      missing[0] = 0;
+      for (int64_t c = 0; c < pages.columns; ++c) {
+        const int32_t number = read_once(from[b * pages.columns + c]);
+        const bool there = number >= 0 && number < pages.pool;
+        *to++ = there ? number : 0, missing[c + 1] = missing[c] + (there ? 0 : 1);
+      }
+    }
   }
 
   // Keys that a row sees, or -1 for illegal spans.
@@ -94,7 +113,7 @@ class Snapshot {
     return pairs * (p.batch / given.batches) * (p.q_heads / given.heads);
   }
 
-  const int64_t slice_, bounds_, q_index_, k_index_, seeds_;
+  const int64_t slice_, bounds_, q_index_, k_index_, seeds_, table_;
 };
 
 }  // namespace attnspan

@@ -4,10 +4,47 @@
 
 #include <bit>
 
+#include "lines.h"
 #include "pack.h"
 #include "rows.h"
 
 namespace attnspan::ATTNSPAN_ISA {
+
+// Where keys or values lie, sixteen by sixteen: those of a block, and those after it, which are fetched meanwhile.
+template <class T>
+struct Groups {
+  static constexpr int64_t size = 16, ahead = 64, most = 256 / size + ahead / size;
+  const T* first[most];
+  int64_t stride[most];
+  struct Place {
+    const T* data;
+    int64_t stride;
+  };
+  Place at(int64_t j) const {
+    const int64_t g = j / size;
+    return {first[g] + j % size * stride[g], stride[g]};
+  }
+
+  // Of the rows from `row` on, `valid` of `count`. Groups in pieces are copied; so is a last one that is to be
+  // `padded` with zeros.
+  void find(const Lines<T>& x, int64_t row, int64_t valid, int64_t count, int64_t dim, bool padded, T* copies) {
+    int64_t g = 0;
+    for (; g * size < count; ++g) {
+      const int64_t from = row + g * size, rows = max(0, min(size, valid - g * size));
+      if ((rows == size || !padded) && x.run(from, rows) == rows) {
+        first[g] = x.at(from), stride[g] = x.stride;
+        continue;
+      }
+      x.copy(from, rows, dim, copies);
+      std::memset(copies + rows * dim, 0, static_cast<size_t>((size - rows) * dim) * sizeof(T));
+      first[g] = copies, stride[g] = dim, copies += size * dim;
+    }
+    for (int64_t end = g + ahead / size; g < end; ++g) {
+      const bool there = x.table == nullptr || row + (g + 1) * size <= x.rows;
+      first[g] = there ? x.at(row + g * size) : first[0], stride[g] = x.stride;
+    }
+  }
+};
 
 // `ldp` and `ldq`: elements from one row of weights, and of those of A that there is room for, to the next.
 template <class T, class E, int64_t ldp, int64_t ldq>
@@ -18,39 +55,30 @@ struct Straight {
   using Line = typename Step<C>::Line;
   static constexpr int64_t pair = E::pair, line = 64 / sizeof(T);
   static constexpr int64_t width = Vec::width, together = width == 16 ? 16 : 8;  // rows whose sums registers hold
-  static constexpr int64_t ahead = 64;  // keys, which are fetched meanwhile: line after line, or no hardware helps
+  static constexpr int64_t ahead = Groups<T>::ahead;  // line after line, or no hardware helps
 
   // Whole lines only. More rows are packed, which costs them little.
   static bool serves(int64_t rows, int64_t dim, int64_t v_dim) {
     return rows <= (width > 4 ? 4 * together : together) && dim % line == 0 && v_dim % width == 0;
   }
 
-  // Scores of at most `together` rows of A and n keys: `valid`, rounded up to a multiple of key_step. There is room for
-  // these rows, and for the last keys with zeros after them.
-  static void scores(const C* q, int64_t stride_of_q, const T* k, int64_t stride, int64_t dim, int64_t rows, int64_t n,
-                     int64_t valid, float* s, int64_t lds, C* rows_of_q, T* rest) {
+  // Scores of at most `together` rows of A and the keys of n / 16 groups. There is room for these rows.
+  static void scores(const C* q, int64_t stride_of_q, const Groups<T>& k, int64_t dim, int64_t rows, int64_t n,
+                     float* s, int64_t lds, C* rows_of_q) {
     for (int64_t m = 0; m < rows; ++m)
       std::memcpy(rows_of_q + m * ldq, q + m * stride_of_q, static_cast<size_t>(dim) * sizeof(C));
-    const int64_t whole = round_down(valid, width);
-    if (whole < n) std::memset(rest, 0, static_cast<size_t>((n - whole) * dim) * sizeof(T));
-    for (int64_t i = whole; i < valid; ++i)
-      std::memcpy(rest + (i - whole) * dim, k + i * stride, static_cast<size_t>(dim) * sizeof(T));
-    in_groups(rows, [&](auto count, int64_t m) {
-      scores_of<count>(rows_of_q + m * ldq, k, stride, dim, whole, s + m * lds, lds);
-      if (whole < n) scores_of<count>(rows_of_q + m * ldq, rest, dim, dim, n - whole, s + m * lds + whole, lds);
-    });
+    in_groups(rows, [&](auto count, int64_t m) { scores_of<count>(rows_of_q + m * ldq, k, dim, n, s + m * lds, lds); });
   }
   // Adds weights times values, in one sum.
-  static void values(const C* p, const T* v, int64_t stride, int64_t dim, int64_t rows, int64_t valid, float* out,
+  static void values(const C* p, const Groups<T>& v, int64_t dim, int64_t rows, int64_t valid, float* out,
                      int64_t ldo) {
     in_groups(rows, [&](auto count, int64_t m) {
       constexpr int64_t wide = max(1, min(8, together / std::bit_ceil(uint64_t{count})));  // vectors of a tile
       const C* weights = p + m * ldp;
       float* to = out + m * ldo;
       int64_t d = 0;
-      for (; d + width * wide <= dim; d += width * wide)
-        values_of<count, wide>(weights, v + d, stride, valid, to + d, ldo);
-      for (; d < dim; d += width) values_of<count, 1>(weights, v + d, stride, valid, to + d, ldo);
+      for (; d + width * wide <= dim; d += width * wide) values_of<count, wide>(weights, v, d, valid, to + d, ldo);
+      for (; d < dim; d += width) values_of<count, 1>(weights, v, d, valid, to + d, ldo);
     });
   }
 
@@ -69,22 +97,24 @@ struct Straight {
   }
 
   template <int R>
-  [[gnu::noinline]] static void scores_of(const C* q, const T* k, int64_t stride, int64_t dim, int64_t n, float* s,
+  [[gnu::noinline]] static void scores_of(const C* q, const Groups<T>& groups, int64_t dim, int64_t n, float* s,
                                           int64_t lds) {
     for (int64_t j = 0; j < n; j += width) {
+      const auto [k, stride] = groups.at(j);
+      const auto [soon, step] = groups.at(j + ahead);
       Vec sum[R];
 #pragma GCC unroll 16
       for (auto& x : sum) x = zero();
-      const T* fetched = k + (j + ahead) * stride;
+      const T* fetched = soon;
       int64_t left = dim;  // elements of its row
       for (int64_t d = 0; d < dim; d += Pack::in_block) {
 #pragma GCC unroll 4
         for (int i = 0; i < width / 4; ++i) {  // 16 bytes of each row
           __builtin_prefetch(fetched, 0, 2);
           fetched += line, left -= line;
-          if (left == 0) left = dim, fetched += stride - dim;
+          if (left == 0) left = dim, fetched += step - dim;
         }
-        Pack::steps(k + j * stride + d, stride, [&](int i, Vec keys) {
+        Pack::steps(k + d, stride, [&](int i, Vec keys) {
 #pragma GCC unroll 16
           for (int m = 0; m < R; ++m)
             sum[m] = Step<C>::multiply_add(Step<C>::broadcast(q + m * ldq + d + i * pair), as_line(keys), sum[m]);
@@ -96,27 +126,33 @@ struct Straight {
   }
 
   template <int R, int64_t N>
-  [[gnu::noinline]] static void values_of(const C* p, const T* v, int64_t stride, int64_t valid, float* out,
+  [[gnu::noinline]] static void values_of(const C* p, const Groups<T>& groups, int64_t d, int64_t valid, float* out,
                                           int64_t ldo) {
     Vec sum[R][N];
 #pragma GCC unroll 16
     for (auto& row : sum)
 #pragma GCC unroll 16
       for (auto& x : row) x = zero();
-    for (int64_t j = 0; j < valid; j += pair) {
-      const T* value = v + j * stride;
-      const int64_t next = j + 1 < valid ? stride : 0;  // the weight of one that is not there is 0
-      Line line[N];
+    for (int64_t first = 0; first < valid; first += Groups<T>::size) {
+      const auto [v, stride] = groups.at(first);
+      const auto [soon, step] = groups.at(first + ahead);
+      const int64_t count = min(Groups<T>::size, valid - first);
+      for (int64_t j = 0; j < count; j += pair) {
+        const T* value = v + j * stride + d;
+        const T* fetched = soon + j * step + d;
+        const int64_t next = j + 1 < count ? stride : 0;  // the weight of one that is not there is 0
+        Line line[N];
 #pragma GCC unroll 16
-      for (int n = 0; n < N; ++n) {
-        line[n] = as_line(Pack::whole_step(value + width * n, next));
-        for (int i = 0; i < pair; ++i) __builtin_prefetch(value + width * n + (ahead + i) * stride, 0, 2);
+        for (int n = 0; n < N; ++n) {
+          line[n] = as_line(Pack::whole_step(value + width * n, next));
+          for (int i = 0; i < pair; ++i) __builtin_prefetch(fetched + width * n + i * step, 0, 2);
+        }
+#pragma GCC unroll 16
+        for (int m = 0; m < R; ++m)
+#pragma GCC unroll 16
+          for (int n = 0; n < N; ++n)
+            sum[m][n] = Step<C>::multiply_add(Step<C>::broadcast(p + m * ldp + first + j), line[n], sum[m][n]);
       }
-#pragma GCC unroll 16
-      for (int m = 0; m < R; ++m)
-#pragma GCC unroll 16
-        for (int n = 0; n < N; ++n)
-          sum[m][n] = Step<C>::multiply_add(Step<C>::broadcast(p + m * ldp + j), line[n], sum[m][n]);
     }
 #pragma GCC unroll 16
     for (int m = 0; m < R; ++m)

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <optional>
 #include <random>
 #include <thread>
 #include <vector>
@@ -178,6 +179,33 @@ class Vandal {
   std::thread thread_;
 };
 
+// The forward pass over keys on pages, in any order; some numbers in the table are no pages. Legal as the mask is.
+class RandomPages {
+ public:
+  explicit RandomPages(const Problem& p) : p_(p), length_(pick({1, 5, 16, 32, 48})) {
+    const int64_t columns = (p.k_len + length_ - 1) / length_, pool = std::max<int64_t>(1, p.batch * columns);
+    k_ = Array(p.dtype, pool, p.kv_heads, length_, p.head_dim), v_ = Array(p.dtype, pool, p.kv_heads, length_, p.v_dim);
+    table.resize(static_cast<size_t>(p.batch * columns));
+    for (size_t i = 0; i < table.size(); ++i) table[i] = static_cast<int32_t>(i);
+    if (pick({0, 1})) std::shuffle(table.begin(), table.end(), random_bits);
+    if (pick({0, 1}) && !table.empty()) table[random_bits() % table.size()] = static_cast<int32_t>(pick({-1, pool}));
+    p_.k = k_.tensor, p_.v = v_.tensor, p_.k_len = columns * length_;
+    p_.pages = {table.data(), length_, columns, pool};
+  }
+  Status run(const ForwardArgs& plain, Isa level, const Parallel& parallel) const {
+    ForwardArgs args = plain;
+    static_cast<Problem&>(args) = p_;
+    return forward(args, level, parallel).status;
+  }
+
+  std::vector<int32_t> table;
+
+ private:
+  Problem p_;
+  int64_t length_;
+  Array k_{Dtype::f32, 0, 0, 0, 0}, v_{Dtype::f32, 0, 0, 0, 0};
+};
+
 bool run_one(Isa level) {
   Problem p{};
   p.dtype = static_cast<Dtype>(random_bits() % 3);
@@ -222,8 +250,15 @@ bool run_one(Isa level) {
                  p.options.sinks == nullptr ? nullptr : options.dsinks.data()};
   if (forward(f, level, parallel).status != Status::ok || backward(b, level, parallel).status != Status::ok)
     return false;
-  const Vandal vandal({&bounds, &options.q_index, &options.k_index}, options.seeds);
-  for (int i = 0; i < 2; ++i) forward(f, level, parallel), backward(b, level, parallel);
+  std::optional<RandomPages> pages;
+  if (!p.options.change_weights() && p.options.sinks == nullptr) pages.emplace(p);
+  if (pages && pages->run(f, level, parallel) != Status::ok) return false;
+  std::vector<int32_t> none;
+  const Vandal vandal({&bounds, &options.q_index, &options.k_index, pages ? &pages->table : &none}, options.seeds);
+  for (int i = 0; i < 2; ++i) {
+    forward(f, level, parallel), backward(b, level, parallel);
+    if (pages) pages->run(f, level, parallel);
+  }
   return true;
 }
 

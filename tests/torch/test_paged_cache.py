@@ -1,5 +1,6 @@
 """Paged caches: the results of a static cache, wherever pages lie; nothing written where nothing may be."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from attnspan import cache as cache_mask
 from attnspan import causal, window
 from attnspan.call.options import alibi
-from attnspan.errors import DtypeError, OptionError
+from attnspan.errors import DtypeError, OptionError, UsageError
 from attnspan.kernels import triton
 from attnspan.torch import PagedCache, StaticCache, attention
 from attnspan.torch._cache_write import LOST
@@ -31,7 +32,7 @@ ALL = {"softcap": 4.0, "bias": alibi(torch.rand(HEADS)), "sinks": torch.randn(HE
 
 
 @pytest.mark.parametrize("options", [{}, ALL], ids=["none", "all"])
-@pytest.mark.parametrize("backend", [None, "math", "triton"])
+@pytest.mark.parametrize("backend", [None, "cpu", "math", "triton"])
 def test_a_few_steps_equal_those_of_a_static_cache(backend: str | None, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     ours, theirs = paged(), StaticCache(3, KV, 20, D, DV)
@@ -43,7 +44,7 @@ def test_a_few_steps_equal_those_of_a_static_cache(backend: str | None, options:
         keys, values = theirs.update(k, v, own if counts else None)
         q = torch.randn(3, HEADS, n, D)
         wanted = attention(q, keys, values, mask=theirs.mask(n), backend="math", **options)
-        with triton.interpreted():
+        with triton.interpreted() if backend == "triton" else nullcontext():
             found = ours.attention(q, backend=backend, **options)
         pairs = zip(found, wanted, strict=True) if options else [(found, wanted)]
         for a, b in pairs:
@@ -144,22 +145,45 @@ def test_elsewhere_it_is_lost_and_others_are_not(bad: int, monkeypatch: pytest.M
     monkeypatch.undo()
     assert cache.lengths.tolist() == [2, LOST, 2]
     held = cache.table[2, 0]
-    assert torch.equal(cache._keys[held, :2].transpose(0, 1), k[2])
+    assert torch.equal(cache._keys[held, :, :2], k[2])
     assert not cache._keys[:-1].flatten(1).any(1)[[i for i in range(12) if i not in cache.table[:, 0]]].any()
 
 
-def test_a_page_that_is_none_gives_nan_to_its_row_alone() -> None:
+def test_pages_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, (k, v) = paged(), chunk(6)
+    cache.reserve([6] * 3)
+    cache.update(k, v)
+    q = torch.randn(3, HEADS, 2, D)
+    wanted = cache.attention(q, backend="math")
+    with torch.autocast("cpu", torch.bfloat16):  # which casts keys, here float32 ones
+        cast = cache.attention(q)
+    assert cast.dtype == torch.bfloat16
+    torch.testing.assert_close(cast.float(), wanted, rtol=0.02, atol=0.02)
+    leaf = q.clone().requires_grad_()
+    cache.attention(leaf).sum().backward()
+    cache.attention(q_math := q.clone().requires_grad_(), backend="math").sum().backward()
+    torch.testing.assert_close(leaf.grad, q_math.grad, rtol=1e-4, atol=1e-5)
+    monkeypatch.setattr(PagedCache, "gathered", lambda _: pytest.fail("a copy of all pages"))
+    for backend in (None, "cpu"):
+        torch.testing.assert_close(cache.attention(q, backend=backend), wanted, rtol=1e-4, atol=1e-5)
+    with pytest.raises(OptionError, match=r"mask: expected spans over k_len=20 keys .* got spans over 16"):
+        cache.attention(q, mask=cache.mask(2).prepare(2, 16, batch=3, like=q))
+
+
+@pytest.mark.parametrize("backend", [None, "triton"])
+def test_a_page_that_is_none_gives_nan_to_its_row_alone(backend: str | None) -> None:
     cache, (k, v) = paged(), chunk(6)
     cache.reserve([6] * 3)
     cache.update(k, v)
     cache.table[1, 1] = 77
-    with triton.interpreted():
-        out = cache.attention(torch.randn(3, HEADS, 1, D), backend="triton")
+    with triton.interpreted() if backend else nullcontext():
+        out = cache.attention(torch.randn(3, HEADS, 1, D), backend=backend)
     assert out[1].isnan().all()
     assert out[[0, 2]].isfinite().all()
 
 
-def test_a_compiled_step_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", [None, "triton"])
+def test_a_compiled_step_is_compiled_once(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr(
         triton, "supports", lambda _: None
@@ -169,13 +193,13 @@ def test_a_compiled_step_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> No
     @torch.no_grad()
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cache.update(k, v)
-        return cache.attention(q, backend="triton")  # type: ignore[no-any-return]
+        return cache.attention(q, backend=backend)  # type: ignore[no-any-return]
 
     compiled = torch.compile(step, fullgraph=True, backend=counter)
     for length in range(1, 6):
         cache.reserve([length] * 3)
         inputs = torch.randn(3, HEADS, 1, D), *chunk(1)
-        with triton.interpreted():
+        with triton.interpreted() if backend else nullcontext():
             found = compiled(*inputs)
         wanted = attention(inputs[0], *cache.gathered(), mask=cache.mask(1), backend="math")
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
@@ -188,8 +212,8 @@ def test_wrong_calls() -> None:
     q = torch.randn(3, HEADS, 1, D, requires_grad=True)
     with triton.interpreted(), pytest.raises(OptionError, match="without gradients"):
         cache.attention(q, backend="triton")
-    with pytest.raises(OptionError, match="is_causal"):
-        cache.attention(q.detach(), backend="triton", is_causal=True)
+    with pytest.raises(UsageError, match="is_causal"):
+        cache.attention(q.detach(), is_causal=True)
     with pytest.raises(OptionError, match="page_len"):
         PagedCache(4, 0, 1, 8, batch=1, max_len=4)
 
@@ -200,5 +224,4 @@ def test_operators() -> None:
     torch.library.opcheck(_write_op, (cache._keys, cache._values, cache.lengths, cache.table, k, v, None, 20))
     bounds = cache.mask(1).spans(1, 20, batch=3, like=k).lowered.bounds.contiguous()
     pool = cache._keys[:-1], cache._values[:-1], cache.table
-    with triton.interpreted():
-        torch.library.opcheck(_forward_op, (torch.randn(3, HEADS, 1, D), *pool, bounds, 0.25))
+    torch.library.opcheck(_forward_op, (torch.randn(3, HEADS, 1, D), *pool, bounds, 0.25))

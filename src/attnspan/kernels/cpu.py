@@ -68,6 +68,7 @@ def forward(
     num_threads: int,
     config: Mapping[str, int] | None = None,
     options: Options | None = None,
+    table: Any = None,
 ) -> None:
     """Attend, writing ``out`` and ``lse``.
 
@@ -82,6 +83,10 @@ def forward(
         num_threads: Threads to use, at least 1.
         config: One of `configs`. None leaves the choice to the kernel.
         options: Softcap, bias, sinks, dropout and positions.
+        table: int32 (B, columns), the pages of each batch row. Keys and values are then pools, (pages, Hkv,
+            page_len, D) and (pages, Hkv, page_len, Dv), and Sk is columns * page_len: key j of batch row b
+            is number j % page_len of page table[b, j // page_len]. A row of queries that sees a key on a page
+            that is not in the pool has NaN.
 
     Raises:
         ValueError: Illegal bounds, configuration or options, or arrays that do not fit each other.
@@ -98,7 +103,9 @@ def forward(
         return
     bounds = _packed(bounds)  # A name keeps a copy alive while the kernel reads it.
     arrays = [_array(x) for x in (q, k, v, out, lse, bounds)]
-    _compiled().forward(*arrays, scale, num_threads, _config(config), arguments(options))
+    table = None if table is None else _packed(table)
+    pages = () if table is None else (_array(table),)
+    _compiled().forward(*arrays, scale, num_threads, _config(config), arguments(options), *pages)
 
 
 def backward(

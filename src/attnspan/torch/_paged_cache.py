@@ -1,7 +1,8 @@
 """Caches whose rows take pages from one pool, and attention over them.
 
 The operators ``attnspan::paged_write`` and ``attnspan::paged_attention``. Spans are intervals of a row's
-tokens, wherever these lie: Triton's kernel looks up pages while it reads, other backends are given a copy.
+tokens, wherever these lie: the CPU kernel and Triton's look up pages while they read, other backends are
+given a copy.
 """
 
 from collections.abc import Sequence
@@ -12,10 +13,11 @@ from torch import Tensor
 
 from attnspan import masks
 from attnspan.base.checks import count
-from attnspan.call import Call
+from attnspan.call import Call, check_keywords
+from attnspan.call.backend import asked as asked_for
 from attnspan.call.options import Given, Options
 from attnspan.errors import OptionError, expect
-from attnspan.kernels import triton
+from attnspan.kernels import cpu, triton
 from attnspan.masks import Mask
 
 from . import compat
@@ -23,8 +25,8 @@ from ._attention import attention
 from ._cache_rows import CacheRows, row_numbers
 from ._cache_write import LOST, apart, check_new, check_room, guard
 from ._front import TorchFront, from_bhsd
-from .choice import choose_backend
-from .ops import OPTION_SCHEMA, new_outputs, read_options, readable
+from .choice import backend_for
+from .ops import OPTION_SCHEMA, check_k_len, new_outputs, read_options, readable
 
 __all__ = ["PagedCache"]
 
@@ -36,9 +38,13 @@ _library.define(  # type: ignore[no-untyped-call]
 )
 _library.define(  # type: ignore[no-untyped-call]
     "paged_attention(Tensor q, Tensor keys, Tensor values, Tensor table, Tensor bounds, float scale,"
-    f" {OPTION_SCHEMA}) -> (Tensor out, Tensor lse)",
+    f" {OPTION_SCHEMA}, Tensor? k_len=None, str backend='cpu') -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+
+
+# Of the operator's arguments behind the scale; torch leaves trailing ones out.
+_DEFAULTS = (*Options(), None, "cpu")
 
 
 def _write(keys: Tensor, values: Tensor, lengths: Tensor, table: Tensor, *new: Any) -> None:
@@ -47,8 +53,8 @@ def _write(keys: Tensor, values: Tensor, lengths: Tensor, table: Tensor, *new: A
     The last page of keys and values is a scratch page: it takes what must not be stored.
     """
     *chunk, counts, max_len = new
-    n = check_new(keys.shape[2], keys, values, lengths, *chunk, counts)
-    pages, page = keys.shape[0] - 1, keys.shape[1]
+    n = check_new(keys.shape[1], keys, values, lengths, *chunk, counts)
+    pages, page = keys.shape[0] - 1, keys.shape[2]
     room = min(max_len, table.shape[1] * page)
     token, start = torch.arange(n, device=keys.device), lengths.to(torch.int64)[:, None]
     own = torch.full_like(start, n) if counts is None else counts.to(torch.int64)[:, None]
@@ -72,16 +78,16 @@ def _write(keys: Tensor, values: Tensor, lengths: Tensor, table: Tensor, *new: A
             got = "one that another row uses"
             remedy = "reorder(range(batch)) gives each row pages of its own to write; nothing was written"
         expect(False, f"cache row {row}", "pages for {} more tokens", got, remedy, int(own[row]))
-    slot = torch.where(mine & legal[:, None], of_page * page + at % page, pages * page)
+    own_page, place = torch.where(mine & legal[:, None], of_page, pages), at % page
     chunks = [x.transpose(1, 2).contiguous() for x in apart((keys, values), (chunk[0], chunk[1]))]
     for cache, x in zip((keys, values), chunks, strict=True):
-        cache.view(-1, *cache.shape[2:])[slot] = x
+        cache[own_page, :, place] = x
     lengths.copy_(torch.where(legal, (start + own)[:, 0], LOST))
 
 
 def _write_fake(keys: Tensor, values: Tensor, lengths: Tensor, table: Tensor, *new: Any) -> None:
     del table
-    check_new(keys.shape[2], keys, values, lengths, *new[:3])
+    check_new(keys.shape[1], keys, values, lengths, *new[:3])
 
 
 def _is_page(table: Tensor, pages: int) -> Tensor:
@@ -90,17 +96,24 @@ def _is_page(table: Tensor, pages: int) -> Tensor:
 
 def _forward(q: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     table, bounds, scale, *given = rest
-    k, v = keys.transpose(1, 2), values.transpose(1, 2)
-    out, lse = new_outputs(q, v, torch.float32)
-    options = read_options(Options(*given))
-    arrays = readable(q), k, v, bounds.contiguous(), out, lse
-    triton.forward(*arrays, scale=scale, options=options, table=table.contiguous())
+    given += _DEFAULTS[len(given) :]
+    k_len, backend = given[-2:]
+    if k_len is not None:
+        check_k_len(int(k_len), table.shape[1] * keys.shape[2])
+    out, lse = new_outputs(q, values, torch.float32)
+    how: dict[str, Any] = {"scale": scale, "options": read_options(Options(*given[:-2]))}
+    how["table"] = table.contiguous()
+    arrays = readable(q), keys, values, bounds.contiguous(), out, lse
+    if backend == "triton":
+        triton.forward(*arrays, **how)
+    else:
+        cpu.forward(*arrays, num_threads=torch.get_num_threads(), **how)
     return out, lse
 
 
 def _forward_fake(q: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     del keys, rest
-    return new_outputs(q, values.transpose(1, 2), torch.float32)
+    return new_outputs(q, values, torch.float32)
 
 
 def _refuse_gradients(keyset: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -176,7 +189,7 @@ class PagedCache(CacheRows):
         max_len = count("max_len", max_len, least=1)
         sizes: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": head_dim, "v_dim": v_dim, "batch": batch}
         axes, pool = (
-            ("pages", "page_len", "kv_heads"),
+            ("pages", "kv_heads", "page_len"),
             {"pages": pages + 1, "page_len": page_len},
         )  # see _write
         super().__init__(axes, max_len, dtype=dtype, device=device, **sizes | pool)
@@ -195,7 +208,7 @@ class PagedCache(CacheRows):
             TypeError: A length that is no integer.
         """
         given = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
-        page, rows = self._keys.shape[1], self.table.tolist()
+        page, rows = self._keys.shape[2], self.table.tolist()
         expected = "a length for each of {} rows"
         expect(len(given) == len(rows), "reserve", expected, len(given), "Pass all", len(rows))
         wanted = [count(f"reserve: lengths[{b}]", n) for b, n in enumerate(given)]
@@ -242,47 +255,55 @@ class PagedCache(CacheRows):
 
         Where the table names no page there are zeros, or NaN if the row has tokens there.
         """
-        pages, page = self._keys.shape[0] - 1, self._keys.shape[1]
+        pages, page = self._keys.shape[0] - 1, self._keys.shape[2]
         real = _is_page(self.table, pages)
         first = torch.arange(self.table.shape[1], device=real.device) * page
-        absent = torch.where(first < self.lengths[:, None], torch.nan, 0.0)[:, :, None, None, None]
+        absent = torch.where(first < self.lengths[:, None], torch.nan, 0.0)[:, :, None, None]
         numbers = self.table.clamp(0, pages - 1).long()
         picked = (
-            torch.where(real[:, :, None, None, None], x[numbers], absent.to(x.dtype))
+            torch.where(real[:, :, None, None], x.transpose(0, 1)[:, numbers], absent.to(x.dtype))
             for x in (self._keys, self._values)
         )
-        k, v = (x.flatten(1, 2).transpose(1, 2) for x in picked)
+        k, v = (x.flatten(2, 3).transpose(0, 1) for x in picked)
         return k, v
 
     def attention(self, q: Tensor, *, mask: Mask | None = None, **options: Any) -> Any:
         """`attnspan.torch.attention` of q to the tokens of each row.
 
+        The CPU kernel and Triton's read the pages where they lie, without gradients; every other backend, and
+        a call on a CPU whose query or option wants one, is given a copy.
+
         Args:
             q: Shape (B, Hq, n, D): the newest n tokens of each row.
             mask: What they see; by default ``mask(n)``.
-            **options: Of `attnspan.torch.attention`, without ``layout``. With ``backend="triton"`` the kernel
-                reads the pages; every other one is given a copy of them.
+            **options: Of `attnspan.torch.attention`, without ``layout``.
+
+        Returns:
+            As of `attnspan.torch.attention`. A query that sees a token on a page that the pool does not have
+            gets NaN.
         """
-        mask = self.mask(q.shape[2]) if mask is None else mask
-        if options.get("backend") != "triton":
-            return attention(q, *self.gathered(), mask=mask, **options)
+        check_keywords(attention, options)
         asked = {**(attention.__kwdefaults__ or {}), **options}
-        unknown = sorted(set(options) - set(attention.__kwdefaults__ or ()))
-        expect(not unknown, "PagedCache.attention", "keywords of attention", unknown, "Drop them")
         expect(asked["layout"] == "bhsd", "layout", "bhsd", asked["layout"], "Transpose q", error=OptionError)
-        return_lse, scale = asked.pop("return_lse"), asked.pop("scale")
-        for name in ("mask", "layout"):
-            del asked[name]
-        backend, (batch, rows) = asked.pop("backend"), self.table.shape
+        mask = self.mask(q.shape[2]) if mask is None else mask
+        return_lse, scale, backend = (asked.pop(name) for name in ("return_lse", "scale", "backend"))
+        del asked["mask"], asked["layout"]
+        batch, columns = self.table.shape
         # Arrays of the right sizes without memory of their own: a call reads only their sizes.
         k, v = (
-            x[0, 0, 0, :1].expand(batch, x.shape[2], rows * x.shape[1], x.shape[3])
+            x[0, 0, 0, :1].expand(batch, x.shape[1], columns * x.shape[2], x.shape[3])
             for x in (self._keys, self._values)
         )
         call = Call.of(TorchFront(), q, k, v, Given(**asked), mask=mask, scale=scale, layout="bhsd")
-        choose_backend(call.problem, backend)
+        chosen = backend_for(call.problem, asked_for(backend))
+        options_of = call.options or Options()
+        wants_gradient = torch.is_grad_enabled() and compat.any_requires_grad(q, *options_of)
+        cast = call.k.dtype != self._keys.dtype  # by autocast
+        if cast or chosen not in ("cpu", "triton") or (chosen == "cpu" and wants_gradient):
+            return attention(q, *self.gathered(), mask=mask, **options)
         pool = self._keys[:-1], self._values[:-1], self.table
-        out, lse = _forward_op(call.q, *pool, call.bounds, call.scale, *(call.options or ()))
+        rest = *options_of, call.lowered_for, chosen
+        out, lse = _forward_op(call.q, *pool, call.bounds, call.scale, *rest)
         return from_bhsd(out, lse, "bhsd", return_lse)
 
     def reset(self, rows: Tensor | Sequence[int] | None = None) -> None:
@@ -302,7 +323,7 @@ class PagedCache(CacheRows):
                 changes.
         """
         sources = row_numbers("reorder: rows", rows, self.lengths, whole=True)[0].tolist()
-        page, old, lengths = self._keys.shape[1], self.table.tolist(), self.lengths.tolist()
+        page, old, lengths = self._keys.shape[2], self.table.tolist(), self.lengths.tolist()
         table = [list(old[b]) for b in sources]
         full = [max(lengths[b], 0) // page for b in sources]
         taken = {x for row, n in zip(table, full, strict=True) for x in row[:n]}

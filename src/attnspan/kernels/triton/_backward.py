@@ -104,8 +104,8 @@ def query_tile(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The keys of one more tile: the gradient of the rows, and what they add to that of their bias."""
-    x = load_tile(keys, at, k_s, tl.arange(0, BLOCK_D), first, last, None, 0, D, BLOCK_N, 0)
-    y = load_tile(values, at, v_s, tl.arange(0, BLOCK_DV), first, last, None, 0, DV, BLOCK_N, 0)
+    x = load_tile(keys, at, k_s, tl.arange(0, BLOCK_D), first, last, None, 0, 0, D, BLOCK_N, 0)
+    y = load_tile(values, at, v_s, tl.arange(0, BLOCK_DV), first, last, None, 0, 0, DV, BLOCK_N, 0)
     key = at + tl.arange(0, BLOCK_N)
     there = key < k_len
     k_at = indices_of(k_index, k_index_b, batch, key, key, there, K_INDEX)

@@ -30,7 +30,7 @@ def forward_kernel(
     scale, softcap, threshold, kept_scale, q_len, k_len, runs, blocks, kv_heads, reach,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, out_b, out_h, out_s, lse_b, lse_h,
     bounds_b, bounds_h, ranges_b, ranges_h, bias_b, bias_h, bias_s, q_index_b, k_index_b, out_part, lse_part,
-    described_k, described_v, table, table_b, pages, order,
+    described_k, described_v, table, table_b, pages, step, order,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, SOFTCAP: tl.constexpr,
     BIAS: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr, Q_INDEX: tl.constexpr,
@@ -75,8 +75,8 @@ def forward_kernel(
         # Tiles of which all rows see all keys, then those before and behind them.
         for at in tl.range(whole, until, BLOCK_N, warp_specialize=SPECIALIZED):
             top, total, sums = add_tile(
-                top, total, sums, rows, keys, values, described_k, described_v, of_table, pages, kv_head, k_s,
-                v_s, at, 0,
+                top, total, sums, rows, keys, values, described_k, described_v, of_table, pages, step,
+                kv_head, k_s, v_s, at, 0,
                 k_len, lo, hi, of_rows, inside,
                 k_index, k_index_b, batch, q_at, reach, first_word, second_word, scale, softcap, threshold,
                 kept_scale, k_len, False, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, BIAS, DROPOUT, K_INDEX,
@@ -87,8 +87,8 @@ def forward_kernel(
         for tile in range(before + behind):
             at = tl.where(tile < before, start + tile * BLOCK_N, until + (tile - before) * BLOCK_N)
             top, total, sums = add_tile(
-                top, total, sums, rows, keys, values, None, None, of_table, pages, kv_head, k_s, v_s, at,
-                first, last, lo, hi, of_rows, inside,
+                top, total, sums, rows, keys, values, None, None, of_table, pages, step, kv_head, k_s, v_s,
+                at, first, last, lo, hi, of_rows, inside,
                 k_index, k_index_b, batch, q_at, reach, first_word, second_word, scale, softcap, threshold,
                 kept_scale, k_len, True, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, SOFTCAP, BIAS, DROPOUT, K_INDEX,
                 PRECISION, PAGE,
@@ -117,7 +117,7 @@ def forward_kernel(
 
 @triton.jit
 def add_tile(
-    top, total, sums, rows, keys, values, described_k, described_v, table, pages, kv_head, k_s, v_s, at,
+    top, total, sums, rows, keys, values, described_k, described_v, table, pages, step, kv_head, k_s, v_s, at,
     first, last, lo, hi, of_rows, inside, k_index, k_index_b, batch, q_at, reach, first_word, second_word,
     scale, softcap, threshold, kept_scale, k_len,
     MASKED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -126,7 +126,7 @@ def add_tile(
 ):  # fmt: skip
     """The keys of one more tile: the largest score, the sum of weights and that of weighted values."""
     x = take_tile(
-        described_k, keys, batch, kv_head, at, k_s, first, last, table, pages, D, BLOCK_D, BLOCK_N, PAGE
+        described_k, keys, batch, kv_head, at, k_s, first, last, table, pages, step, D, BLOCK_D, BLOCK_N, PAGE
     )
     x = multiply(rows, tl.trans(x), PRECISION)
     key = at + tl.arange(0, BLOCK_N)
@@ -151,21 +151,22 @@ def add_tile(
         kept = are_kept(first_word[:, None], second_word[:, None], k_at[None, :], threshold)
         weights = tl.where(kept, weights * kept_scale, 0.0)
     x = take_tile(
-        described_v, values, batch, kv_head, at, v_s, first, last, table, pages, DV, BLOCK_DV, BLOCK_N, PAGE
-    )
+        described_v, values, batch, kv_head, at, v_s, first, last, table, pages, step, DV, BLOCK_DV, BLOCK_N,
+        PAGE,
+    )  # fmt: skip
     sums = sums * factor[:, None] + multiply(weights.to(x.dtype), x, PRECISION)
     return new, total, sums
 
 
 @triton.jit
 def take_tile(
-    described, pointer, batch, kv_head, at, stride, first, last, table, pages, SIZE: tl.constexpr,
+    described, pointer, batch, kv_head, at, stride, first, last, table, pages, step, SIZE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Keys or values of a tile: by their descriptor, where there is one, else those between two ends."""
     if described is None:
         column = tl.arange(0, BLOCK)
-        tile = load_tile(pointer, at, stride, column, first, last, table, pages, SIZE, BLOCK_N, PAGE)
+        tile = load_tile(pointer, at, stride, column, first, last, table, pages, step, SIZE, BLOCK_N, PAGE)
     else:
         tile = described.load([batch.to(tl.int32), kv_head.to(tl.int32), at, 0]).reshape(BLOCK_N, BLOCK)
     return tile

@@ -222,7 +222,7 @@ def forward(
     """See `attnspan.kernels.triton.forward`.
 
     Args:
-        table: int32 (B, n): k and v are pages, (pages, Hkv, page, D), that lie one behind the other, and this
+        table: int32 (B, n): k and v are pages, (pages, Hkv, page, D), with equal strides in rows, and this
             says which of them hold a batch row's keys; those that no query sees may be of any number.
         config: Block sizes; None takes `config_of`.
         parts: Into how many parts the keys are split; None takes as many as fill the GPU.
@@ -240,9 +240,10 @@ def forward(
     parts = parts or _parts(programs, k_len, q.device)
     numbers = _sizes(q, k, v, bounds, config.block_m, k_len) | given.numbers(scale) | config.launch()
     described = [_described(x, config) if table is None else None for x in (k, v)]
-    paged: dict[str, Any] = {"table": table, "table_b": 0, "pages": k.shape[0], "PAGE": 0}
+    paged: dict[str, Any] = {"table": table, "table_b": 0, "pages": k.shape[0], "step": 0, "PAGE": 0}
     if table is not None:
-        paged |= {"table_b": table.stride(0), "PAGE": k.shape[2]}
+        paged |= {"table_b": table.stride(0), "PAGE": k.shape[2], "step": k.stride(0) // k.stride(2)}
+        assert all(x.stride(0) == paged["step"] * x.stride(2) for x in (k, v)), "pages in steps of rows"
         numbers |= {"k_b": 0, "v_b": 0}
     to, to_lse = out, lse
     if parts > 1:

@@ -138,13 +138,13 @@ def are_kept(first, second, k_at, threshold):
 
 @triton.jit
 def load_tile(
-    pointer, at, stride, column, first, last, table, pages, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    pointer, at, stride, column, first, last, table, pages, step, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
 ):  # fmt: skip
     """Keys or values of a tile; 0 for those before ``first`` and from ``last`` on, which no row sees.
 
-    With PAGE, keys are in pages of that many, and ``table`` lists the pages of a batch row; a number
-    outside of 0 to ``pages`` gives NaN.
+    With PAGE, keys are in pages of that many, ``step`` rows apart, and ``table`` lists those of a batch row;
+    a number outside of 0 to ``pages`` gives NaN.
     """
     key = at + tl.arange(0, BLOCK)
     seen = (key >= first) & (key < last)
@@ -153,7 +153,7 @@ def load_tile(
     else:
         page = tl.load(table + key // PAGE, mask=seen, other=0).to(tl.int64)
         known = (page >= 0) & (page < pages)
-        tile = load_rows(pointer, page * PAGE + key % PAGE, stride, column, seen & known, SIZE)
+        tile = load_rows(pointer, page * step + key % PAGE, stride, column, seen & known, SIZE)
         tile = tl.where(known[:, None], tile, float("nan")).to(pointer.dtype.element_ty)
     return tile
 

@@ -1,0 +1,95 @@
+"""A step of decoding over keys on pages, next to keys in one piece, to a copy at each step, and to a loop.
+
+    python benchmarks/paged.py
+
+Requests have from 4,096 to 16,384 keys; pages lie in random order. "pages" reads them where they lie. "one
+piece" is attention over a contiguous cache: nothing can beat it. "copy" gathers all pages at each step.
+"loop" gathers those of one request after the other and calls torch's attention, as servers without such a
+kernel do. All in turn; medians of milliseconds, and how often "pages" is as fast as each.
+"""
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from attnspan import cache, causal
+from attnspan.torch import PagedCache, attention
+from attnspan_lab.bench.devices import Device
+from attnspan_lab.bench.timing import Budget, Subject, interleave
+
+HEADS, KV_HEADS, DIM = 32, 8, 128
+
+
+def filled(requests: int, page: int, dtype: torch.dtype, most: int) -> PagedCache:
+    """A cache whose pages are in random order; what is in them is random too."""
+    lengths = torch.linspace(most // 4, most, requests).int()
+    held = PagedCache(
+        requests * (most // page), page, KV_HEADS, DIM, batch=requests, max_len=most, dtype=dtype
+    )
+    held._keys.normal_(), held._values.normal_()
+    order = torch.randperm(requests * (most // page)).view(requests, -1).int()
+    held.table.copy_(order)
+    held.lengths.copy_(lengths)
+    for row, length in zip(held.table, lengths.tolist(), strict=True):
+        row[-(-length // page) :] = -1
+    return held
+
+
+def looped(held: PagedCache, q: Tensor) -> Tensor:
+    """One request after the other."""
+    out, page = torch.empty_like(q), held._keys.shape[2]
+    for b, length in enumerate(held.lengths.tolist()):
+        pages = held.table[b, : -(-length // page)]
+        k, v = (
+            x.transpose(0, 1)[:, pages].flatten(1, 2)[None, :, :length] for x in (held._keys, held._values)
+        )
+        out[b] = scaled_dot_product_attention(q[b : b + 1], k, v, enable_gqa=True)[0]
+    return out
+
+
+def measure(requests: int, page: int, dtype: torch.dtype, most: int, budget: Budget) -> str:
+    held = filled(requests, page, dtype, most)
+    q = torch.randn(requests, HEADS, 1, DIM, dtype=dtype)
+    # Zeros where no token is: nobody reads them.
+    k, v = (x.nan_to_num().contiguous() for x in held.gathered())
+    mask = (causal() & cache(held.lengths)).prepare(1, k.shape[2], batch=requests, like=q)
+    calls: dict[str, Callable[[], object]] = {
+        "pages": lambda: held.attention(q, mask=mask),
+        "one piece": lambda: attention(q, k, v, mask=mask),
+        "copy": lambda: attention(q, *held.gathered(), mask=mask),
+        "loop": lambda: looped(held, q),
+    }
+    wanted = calls["one piece"]()
+    for name, call in calls.items():
+        torch.testing.assert_close(call(), wanted, rtol=0.05, atol=0.05, msg=name)
+    found = interleave([Subject(name, call, Device()) for name, call in calls.items()], budget)
+    times = "  ".join(
+        f"{name} {x.execute.median * 1e3:8.2f} ms" for name, x in zip(calls, found, strict=True)
+    )
+    ratios = "  ".join(
+        f"{name} {x.ratio.median:5.2f}" for name, x in list(zip(calls, found, strict=True))[1:]
+    )
+    return f"{str(dtype)[6:]:9}{requests:>3} requests  pages of {page:>3}  {times}  | {ratios}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=10.0, help="for each row")
+    parser.add_argument("--requests", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--most", type=int, default=16384, help="keys of the longest request")
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for dtype in (torch.bfloat16, torch.float32):
+            for requests in given.requests:
+                for page in (16, 64, 256):
+                    print(
+                        measure(requests, page, dtype, given.most, Budget(seconds=given.seconds)), flush=True
+                    )
+
+
+if __name__ == "__main__":
+    main()
