@@ -96,7 +96,7 @@ def smallest(failing: C, fails: Callable[[C], bool]) -> C:
     while changed:
         changed = False
         for feature in fields(failing):
-            plain = replace(failing, **{feature.name: feature.default})
+            plain = replace(failing, **{feature.name: str(feature.default)})
             # Without one of the two an order means nothing.
             plain = plain if plain.is_distinct else replace(plain, order="inside")
             if plain != failing and fails(plain):
@@ -112,7 +112,7 @@ class Trial(Protocol):
     """
 
     model: nn.Module
-    batches: Sequence[Any]
+    batches: list[Any]
     against: str
 
     def outcome(self, call: Callable[..., Any], number: int) -> Outcome:

@@ -42,7 +42,9 @@ BENCH = replace(
     window=512,
 )
 
-_FIELDS = tomllib.loads((Path(__file__).parent / "fields.toml").read_text(encoding="utf-8"))
+_FIELDS: dict[str, dict[str, Any]] = tomllib.loads(
+    (Path(__file__).parent / "fields.toml").read_text(encoding="utf-8")
+)
 _SPELLINGS: dict[str, list[str]] = {kind: names.split() for kind, names in _FIELDS["spellings"].items()}
 
 

@@ -80,7 +80,12 @@ def zoo(
         start = ZooResults.load(resume) if resume is not None and resume.exists() else ZooResults()
         start = replace(start, left_out=left_out(SOURCES, library))
         if speed:
-            sizes = {"rounds": rounds, "tokens": time_tokens, "memory_tokens": memory_tokens, "limit": limit}
+            sizes: dict[str, Any] = {
+                "rounds": rounds,
+                "tokens": time_tokens,
+                "memory_tokens": memory_tokens,
+                "limit": limit,
+            }
             results = _speed(found, SpeedSettings(**common, **sizes), start, path, console)
         else:
             settings = Settings(**common, full=full, modes=wanted_modes)
