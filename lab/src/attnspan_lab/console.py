@@ -30,6 +30,7 @@ __all__ = [
     "ratio_digits",
     "seconds_text",
     "stdout",
+    "times_text",
     "words",
 ]
 
@@ -57,6 +58,16 @@ def ratio_digits(value: float) -> str:
     """
     size = abs(float(f"{value:.3g}"))
     return f"{value:,.0f}" if size >= 100 or size == 0 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"
+
+
+def times_text(ratio: float | None) -> str:
+    """A ratio with three digits.
+
+    Example:
+        >>> times_text(1.234), times_text(None)
+        ('1.23x', '-')
+    """
+    return NONE if ratio is None else f"{ratio_digits(ratio)}x"
 
 
 def seconds_text(seconds: float | None) -> str:

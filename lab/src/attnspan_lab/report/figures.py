@@ -9,7 +9,7 @@ from typing import Any
 from attnspan_lab.bench.cells import OURS, Ceilings, Cell, Run, verdicts
 from attnspan_lab.bench.results import Results
 from attnspan_lab.bench.standings import View, reached
-from attnspan_lab.console import bytes_text, percent, rate_text, ratio_digits, seconds_text
+from attnspan_lab.console import bytes_text, percent, rate_text, seconds_text, times_text
 from attnspan_lab.report.charts import (
     Chart,
     Palette,
@@ -110,7 +110,7 @@ def _peer_bars(
         "type": "scatter",
         "mode": "text",
         "x": [edge] * len(members),
-        "text": [f"{'~' if noisy else ''}{ratio_digits(ratio.median)}x" for ratio, noisy in found],
+        "text": [f"{'~' if noisy else ''}{times_text(ratio.median)}" for ratio, noisy in found],
         "textposition": "middle right",
         "cliponaxis": False,
         "textfont": {"size": 11},

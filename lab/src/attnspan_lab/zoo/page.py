@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from attnspan_lab.bench.cells import OURS
-from attnspan_lab.console import NONE, bytes_text, percent, ratio_digits, seconds_text
+from attnspan_lab.console import NONE, bytes_text, percent, seconds_text, times_text
 from attnspan_lab.report.charts import (
     Chart,
     Entry,
@@ -148,7 +148,7 @@ def _points(rows: Sequence[Row], name: str) -> dict[str, Any]:
     symbols = {"attnspan": "circle", "sdpa": "square-open", "flex": "x"}
     return hovered(
         "scatter",
-        [f"{plain(row.name)}, {name}: {ratio_digits(x)}x" for x, _, row in points],
+        [f"{plain(row.name)}, {name}: {times_text(x)}" for x, _, row in points],
         mode="markers",
         name=name,
         x=[x for x, *_ in points],
@@ -192,7 +192,7 @@ def _figures(x: Speed) -> tuple[float | None, ...]:
 
 def _ratios(title: str, found: Sequence[tuple[str, float, float, float]]) -> Chart:
     found = sorted(found, key=lambda x: -x[1])
-    words = [f"{name} {ratio_digits(x)}x" for name, x, *_ in found]
+    words = [f"{name} {times_text(x)}" for name, x, *_ in found]
     drawn = bars(
         [(low, x, high) for _, x, low, high in found],
         list(map(plain, words)),
@@ -262,7 +262,7 @@ def _cell(row: Row, cell: Cell) -> TableRow:
         Entry(cell.mode),
         Entry(cell.layout),
         *(Entry(NONE if x is None else f"{x:.1e}", _finite(x)) for x in errors),
-        Entry(NONE if ratio is None else f"{ratio_digits(ratio)}x", _finite(ratio)),
+        Entry(times_text(ratio), _finite(ratio)),
         Entry(NONE if cell.graphs is None else f"{cell.graphs}", cell.graphs),
         Entry(seconds_text(cell.compile_seconds), cell.compile_seconds),
         Entry(seconds_text(seconds), seconds),
