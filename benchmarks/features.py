@@ -15,9 +15,10 @@ import warnings
 from dataclasses import asdict
 from pathlib import Path
 
+from _features import ATTENTIONS, FACTORS, Cell, run_cells
+
 from attnspan_lab.bench.environment import describe_environment
-from attnspan_lab.doctor.example import ATTENTIONS
-from attnspan_lab.doctor.matrix import FACTORS, Cell, all_cells, covering, run_cells
+from attnspan_lab.doctor.matrix import all_cells, covering
 from attnspan_lab.files import write_json
 
 RESULTS = Path(__file__).parent / "results" / "features.json"
@@ -27,7 +28,7 @@ ROWS = [(c, k, o) for c in FACTORS["compile"] for k in FACTORS["checkpoint"] for
 def cells_of(attention: str) -> list[Cell]:
     """Those that an attention can have: sharding a sequence is attnspan's alone here."""
     ranks = FACTORS["ranks"] if attention == "attnspan" else FACTORS["ranks"][:2]
-    return all_cells(ATTENTIONS[attention], ranks)
+    return all_cells(Cell, FACTORS | {"mask": ATTENTIONS[attention], "ranks": ranks})
 
 
 def table(found: dict[str, dict[Cell, str]]) -> list[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from attnspan.errors import OptionError, expect
@@ -18,15 +19,18 @@ __all__ = [
     "NONE",
     "Column",
     "bytes_text",
+    "chosen",
     "numbers",
     "option",
     "options_of",
     "percent",
     "print_table",
+    "progress",
     "rate_text",
     "ratio_digits",
     "seconds_text",
     "stdout",
+    "times_text",
     "words",
 ]
 
@@ -54,6 +58,16 @@ def ratio_digits(value: float) -> str:
     """
     size = abs(float(f"{value:.3g}"))
     return f"{value:,.0f}" if size >= 100 or size == 0 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"
+
+
+def times_text(ratio: float | None) -> str:
+    """A ratio with three digits.
+
+    Example:
+        >>> times_text(1.234), times_text(None)
+        ('1.23x', '-')
+    """
+    return NONE if ratio is None else f"{ratio_digits(ratio)}x"
 
 
 def seconds_text(seconds: float | None) -> str:
@@ -230,6 +244,27 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
+def chosen(name: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
+    """The words of a list with commas, each of which must be known.
+
+    Args:
+        name: The option, for the error.
+        text: Its value.
+        known: What can be chosen.
+
+    Raises:
+        OptionError: A word is not known.
+
+    Example:
+        >>> chosen("--modes", "eager", ["eager", "compiled"])
+        ('eager',)
+    """
+    known = tuple(known)
+    for word in words(text):
+        expect(word in known, name, f"some of {', '.join(known)}", repr(word), "Name one of these")
+    return words(text)
+
+
 def numbers(name: str, text: str) -> tuple[int, ...]:
     """The positive numbers of a list with commas.
 
@@ -254,6 +289,27 @@ def numbers(name: str, text: str) -> tuple[int, ...]:
             f"Write it like {name} 128,512",
         )
     return tuple(map(int, words(text)))
+
+
+@contextmanager
+def progress(console: Console, total: int, first: str = "") -> Iterator[Callable[..., None]]:
+    """A bar, with what is in progress, that is gone at the end; where nobody watches, only lines.
+
+    Yields:
+        A function of a line to print above the bar, its style, and what rich's `Progress.update` takes.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(first, total=total)
+
+        def tell(line: str = "", *, style: str | None = None, **update: Any) -> None:
+            bar.update(task, **update)
+            if line:
+                bar.console.print(line, style=style, markup=False)
+
+        yield tell
 
 
 def option(panel: str, comment: str, *names: str, default: Any) -> Any:

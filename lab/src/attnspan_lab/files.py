@@ -19,7 +19,15 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from attnspan.errors import OptionError, expect
 
-__all__ = ["check_writable", "from_plain", "read_json", "to_plain", "write_json", "write_whole"]
+__all__ = [
+    "check_writable",
+    "from_plain",
+    "read_json",
+    "read_results",
+    "to_plain",
+    "write_json",
+    "write_whole",
+]
 
 T = TypeVar("T")
 
@@ -95,6 +103,26 @@ def read_json(path: Path, what: str = "a JSON file") -> Any:
     except (OSError, ValueError, EOFError, zlib.error) as error:
         got, remedy = str(error), "Write the file anew"
     raise OptionError(str(path), expected=what, got=got, remedy=remedy)
+
+
+def read_results(kind: type[T], path: Path, what: str, *, schema: int, remedy: str) -> T:
+    """Read a dataclass that has a field ``schema``.
+
+    Args:
+        kind: The dataclass.
+        path: The file.
+        what: What it should be, for the error.
+        schema: The version that can be read.
+        remedy: What to do about another version.
+
+    Raises:
+        OptionError: The file is missing, not JSON, of another schema, or damaged.
+    """
+    data = read_json(path, what)
+    found = data.get("schema") if isinstance(data, dict) else None
+    got = f"schema {found}" if found is not None else "a file without a schema"
+    expect(found == schema, str(path), f"results of schema {schema}", got, remedy)
+    return from_plain(kind, data, str(path))
 
 
 def to_plain(value: Any) -> Any:

@@ -6,7 +6,7 @@ A function ``sick_...`` returns the patient, ``well_...`` its twin; `KINDS` says
 import inspect
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -80,6 +80,26 @@ class Model(nn.Module):
 CAUSAL = {"causal": True}
 
 
+def attends(
+    kind: str | None,
+    *,
+    expected: dict[str, Any] = CAUSAL,
+    lengths: tuple[int, ...] = (LENGTH,),
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Callable[[Callable[..., Tensor]], Factory]:
+    """Make the factory of a model whose attention is the function; without a kind it is healthy."""
+
+    def made(attend: Callable[..., Tensor]) -> Factory:
+        @wraps(attend)
+        def factory() -> Any:
+            return Model(attend, **options).to(dtype), tokens(lengths), expected
+
+        return factory if kind is None else sick(kind)(factory)
+
+    return made
+
+
 def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
@@ -91,23 +111,17 @@ def well_fused() -> Any:
 # Scores that are stored
 
 
-@sick("unfused")
-def sick_written_out() -> Any:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
-        return scores.softmax(-1) @ v  # sick
-
-    return Model(attend), tokens()
+@attends("unfused", expected={})
+def sick_written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    return scores.softmax(-1) @ v  # sick
 
 
-@sick("unfused")
-def sick_einsum() -> Any:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        weights = torch.einsum("bhqd,bhkd->bhqk", q, k).mul(q.shape[-1] ** -0.5)
-        weights = F.dropout(F.softmax(weights, dim=-1), 0.0)  # sick
-        return torch.einsum("bhqk,bhkd->bhqd", weights, v)
-
-    return Model(attend), tokens()
+@attends("unfused", expected={})
+def sick_einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = torch.einsum("bhqd,bhkd->bhqk", q, k).mul(q.shape[-1] ** -0.5)
+    weights = F.dropout(F.softmax(weights, dim=-1), 0.0)  # sick
+    return torch.einsum("bhqk,bhkd->bhqd", weights, v)
 
 
 def with_sinks(scores: Tensor, v: Tensor) -> Tensor:
@@ -117,41 +131,28 @@ def with_sinks(scores: Tensor, v: Tensor) -> Tensor:
     return F.softmax(both, -1)[..., 1:] @ v  # sick: sick_sinks, sick_future_beside_sinks
 
 
-@sick("unfused")
-def sick_sinks() -> Any:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        later = torch.ones(q.shape[2], q.shape[2]).triu(1) * -1e9
-        return with_sinks(q @ k.mT + later, v)
-
-    return Model(attend), tokens(), CAUSAL
+@attends("unfused")
+def sick_sinks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    later = torch.ones(q.shape[2], q.shape[2]).triu(1) * -1e9
+    return with_sinks(q @ k.mT + later, v)
 
 
-@sick("causality-lost")
-def sick_future_beside_sinks() -> Any:
+@attends("causality-lost")
+def sick_future_beside_sinks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The first column is a sink: the diagonal above the main one is seen."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        later = torch.ones(q.shape[2], q.shape[2]).triu(2) * -1e9
-        return with_sinks(q @ k.mT + later, v)
-
-    return Model(attend), tokens(), CAUSAL
+    later = torch.ones(q.shape[2], q.shape[2]).triu(2) * -1e9
+    return with_sinks(q @ k.mT + later, v)
 
 
-@sick("unfused")
-def sick_dropout_in_sdpa() -> Any:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)  # sick
-
-    return Model(attend), tokens(), CAUSAL
+@attends("unfused")
+def sick_dropout_in_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)  # sick
 
 
-@sick("dense-mask")
-def sick_dense_mask() -> Any:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()  # sick
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-    return Model(attend), tokens(), CAUSAL
+@attends("dense-mask")
+def sick_dense_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()  # sick
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 @sick("dense-mask")
@@ -178,13 +179,10 @@ def well_segments() -> Any:
 # Copies
 
 
-@sick("kv-copy")
-def sick_repeat_interleave() -> Any:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (x.repeat_interleave(2, 1) for x in (k, v))  # sick
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    return Model(attend, kv_heads=2), tokens(), CAUSAL
+@attends("kv-copy", kv_heads=2)
+def sick_repeat_interleave(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))  # sick
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 @sick("kv-copy")
@@ -199,39 +197,29 @@ def sick_repeat_kv() -> Any:
     return Model(attend, kv_heads=2), tokens(), CAUSAL
 
 
-def well_shared_heads() -> Any:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-    return Model(attend, kv_heads=2), tokens(), CAUSAL
+@attends(None, kv_heads=2)
+def well_shared_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
-@sick("copy")
-def sick_contiguous() -> Any:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.contiguous() for x in (q, k, v))  # sick
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    return Model(attend), tokens(), CAUSAL
+@attends("copy")
+def sick_contiguous(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.contiguous() for x in (q, k, v))  # sick
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-@sick("upcast")
-def sick_upcast() -> Any:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        cos = torch.linspace(0, 1, q.shape[2])[:, None].cos()
-        q, k = q * cos, k * cos  # sick
-        return F.scaled_dot_product_attention(q, k, v.float(), is_causal=True).to(v.dtype)
-
-    return Model(attend).bfloat16(), tokens(), CAUSAL
+@attends("upcast", dtype=torch.bfloat16)
+def sick_upcast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    cos = torch.linspace(0, 1, q.shape[2])[:, None].cos()
+    q, k = q * cos, k * cos  # sick
+    return F.scaled_dot_product_attention(q, k, v.float(), is_causal=True).to(v.dtype)
 
 
-def well_half() -> Any:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        cos = torch.linspace(0, 1, q.shape[2])[:, None].cos()
-        q, k = (q * cos).to(v.dtype), (k * cos).to(v.dtype)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    return Model(attend).bfloat16(), tokens(), CAUSAL
+@attends(None, dtype=torch.bfloat16)
+def well_half(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    cos = torch.linspace(0, 1, q.shape[2])[:, None].cos()
+    q, k = (q * cos).to(v.dtype), (k * cos).to(v.dtype)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 # Checkpointing
@@ -374,92 +362,65 @@ def padded_decoder() -> Any:
     return Decoder(attend), tokens((24,), **more)
 
 
-@sick("causality-lost")
-def sick_causality_lost() -> Any:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v)  # sick
-
-    return Model(attend), tokens(), CAUSAL
+@attends("causality-lost")
+def sick_causality_lost(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v)  # sick
 
 
-@sick("hidden-rows")
-def sick_hidden_rows() -> Any:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        index = torch.arange(q.shape[2])
-        scores = q @ k.transpose(-2, -1)
-        scores = scores.masked_fill(index[:, None] <= index, float("-inf"))
-        return scores.softmax(-1) @ v  # sick
-
-    return Model(attend), tokens(), CAUSAL
+@attends("hidden-rows")
+def sick_hidden_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    index = torch.arange(q.shape[2])
+    scores = q @ k.transpose(-2, -1)
+    scores = scores.masked_fill(index[:, None] <= index, float("-inf"))
+    return scores.softmax(-1) @ v  # sick
 
 
-@sick("nan")
-def sick_nan() -> Any:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        rest = out - out
-        return out + rest / rest.sum(-1, keepdim=True)  # sick
-
-    return Model(attend), tokens(), CAUSAL
+@attends("nan")
+def sick_nan(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    rest = out - out
+    return out + rest / rest.sum(-1, keepdim=True)  # sick
 
 
-@sick("nan")
-def sick_nan_gradient() -> Any:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return out + (out - out).sqrt()  # sick
-
-    return Model(attend), tokens(), CAUSAL
+@attends("nan")
+def sick_nan_gradient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return out + (out - out).sqrt()  # sick
 
 
 # The compiler
 
 
-@sick("nan")
-def sick_overflow() -> Any:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = (q * 3000) @ (k * 3000).transpose(-2, -1)  # sick
-        return scores.softmax(-1) @ v
-
-    return Model(attend).half(), tokens(), {}
+@attends("nan", expected={}, dtype=torch.float16)
+def sick_overflow(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q * 3000) @ (k * 3000).transpose(-2, -1)  # sick
+    return scores.softmax(-1) @ v
 
 
-@sick("upcast")
-def sick_double() -> Any:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        turn = torch.arange(q.shape[2], dtype=torch.float64)[:, None].cos()
-        q, k, v = q * turn, k * turn, v.double()  # sick
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).float()
-
-    return Model(attend), tokens(), CAUSAL
+@attends("upcast")
+def sick_double(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    turn = torch.arange(q.shape[2], dtype=torch.float64)[:, None].cos()
+    q, k, v = q * turn, k * turn, v.double()  # sick
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).float()
 
 
-@sick("sync")
-def sick_reads() -> Any:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if q.abs().max().item() > 1e4:  # sick
-            raise ValueError("q is too large")
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    return Model(attend), tokens(), CAUSAL
+@attends("sync")
+def sick_reads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    if q.abs().max().item() > 1e4:  # sick
+        raise ValueError("q is too large")
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-@sick("graph-break")
-def sick_print() -> Any:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        print("attention of", q.shape[2], "tokens")  # sick
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    return Model(attend), tokens(), CAUSAL
+@attends("graph-break")
+def sick_print(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    print("attention of", q.shape[2], "tokens")  # sick
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-@sick("graph-break")
-def sick_written_and_printed() -> Any:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        print(end="")  # sick
-        return (q @ k.mT).softmax(-1) @ v
-
-    return Model(attend), tokens()
+@attends("graph-break", expected={})
+def sick_written_and_printed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    print(end="")  # sick
+    return (q @ k.mT).softmax(-1) @ v
 
 
 @sick("graph-break")
@@ -530,20 +491,14 @@ for _name in ("flash_attention", "attention_without_fake"):
 torch.library.register_fake("patients::flash_attention", lambda q, *_: q.new_empty(q.shape), lib=_FLASH)
 
 
-@sick("operator")
-def sick_strides() -> Any:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.ops.patients.flash_attention(q.detach(), k.detach(), v.detach())  # sick
-
-    return Model(attend), tokens(), CAUSAL
+@attends("operator")
+def sick_strides(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.ops.patients.flash_attention(q.detach(), k.detach(), v.detach())  # sick
 
 
-@sick("operator")
-def sick_no_fake() -> Any:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.ops.patients.attention_without_fake(q.detach(), k.detach(), v.detach())  # sick
-
-    return Model(attend), tokens(), CAUSAL
+@attends("operator")
+def sick_no_fake(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.ops.patients.attention_without_fake(q.detach(), k.detach(), v.detach())  # sick
 
 
 class Branching(Block):
@@ -577,11 +532,9 @@ def sick_mask_function() -> Any:
     return Model(attend).requires_grad_(False), tokens(documents=documents)
 
 
-def well_attnspan() -> Any:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attnspan_attention(q, k, v, mask=causal())
-
-    return Model(attend), tokens((24, 40, 33)), CAUSAL
+@attends(None, lengths=(24, 40, 33))
+def well_attnspan(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attnspan_attention(q, k, v, mask=causal())
 
 
 @sick("error")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,12 +19,10 @@ from attnspan_lab.bench.runner import Plan, run_plan
 from attnspan_lab.bench.table import show_comparison, show_results, show_summary
 from attnspan_lab.bench.timing import LEAST_ROUNDS, Budget
 from attnspan_lab.bench.workloads import DTYPES, MODES, builtin, grid, load_workloads, select
-from attnspan_lab.console import Column, numbers, print_table, seconds_text, stdout, words
+from attnspan_lab.console import Column, chosen, numbers, print_table, progress, seconds_text, stdout, words
 from attnspan_lab.files import check_writable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from rich.console import Console
 
 __all__ = ["execute", "plan_of", "run_bench"]
@@ -98,10 +95,8 @@ def plan_of(options: BenchOptions) -> Plan:
         >>> plan_of(BenchOptions(("dense-*",), dtypes="float32")).total
         4
     """
-    dtypes, modes, peers = words(options.dtypes), words(options.modes), words(options.peers)
-    for name, given, known in (("--dtypes", dtypes, DTYPES), ("--modes", modes, MODES)):
-        for value in given:
-            expect(value in known, name, f"some of {', '.join(known)}", repr(value), "Name one of these")
+    dtypes = chosen("--dtypes", options.dtypes, DTYPES)
+    modes, peers = chosen("--modes", options.modes, MODES), words(options.peers)
     peers_named(peers)
     if _TRAINING in options.asked and options.device != "cpu":
         raise OptionError(
@@ -117,10 +112,10 @@ def plan_of(options: BenchOptions) -> Plan:
     budget = Budget(options.seconds, options.samples, options.width)
     own = load_workloads(options.workloads) if options.workloads else ()
     names = tuple(name for name in options.asked if name != _TRAINING)
-    chosen: tuple[Workload, ...] = ()
+    found: tuple[Workload, ...] = ()
     if names or options.full or _TRAINING not in options.asked:
         everything = (*own, *builtin(), *grid()) if names or options.full else own or builtin()
-        chosen = select(
+        found = select(
             everything,
             names,
             dtypes=dtypes or (DTYPES if options.full or own else _DEFAULT_DTYPES),
@@ -129,7 +124,7 @@ def plan_of(options: BenchOptions) -> Plan:
         )
     memory = options.full if options.memory is None else options.memory
     where = (options.device, options.threads)
-    return Plan(chosen, modes or MODES, peers, *where, budget, memory, native_probe(), options.cold)
+    return Plan(found, modes or MODES, peers, *where, budget, memory, native_probe(), options.cold)
 
 
 def run_bench(options: BenchOptions, console: Console, write_page: WritePage) -> Results:
@@ -143,7 +138,16 @@ def run_bench(options: BenchOptions, console: Console, write_page: WritePage) ->
     plan = plan_of(options)
     if options.json is not None:
         check_writable(options.json)
-    with _progress(plan, console) as (before, after):
+    with progress(console, plan.total, "ceilings") as tell:
+
+        def before(workload: Workload, mode: str) -> None:
+            tell(description=f"{workload.label} {mode}")
+
+        def after(cell: Cell) -> None:
+            ratios = ", ".join(f"{run.peer} {run.ratio.median:.2f}x" for run in cell.peers if run.ratio)
+            line = f"{cell.label}: {seconds_text(cell.seconds(cell.ours))} {ratios}".rstrip()
+            tell(line, advance=1)
+
         results = run_plan(plan, path=options.json, before=before, after=after)
     wants_training = _TRAINING in options.asked or (options.full and options.device == "cpu")
     if results.complete and wants_training:
@@ -169,28 +173,6 @@ def _with_training(results: Results, options: BenchOptions, plan: Plan, console:
         return replace(results, training=measure_training(config, options.rounds, memory=plan.memory))
     except KeyboardInterrupt:
         return replace(results, complete=False)
-
-
-@contextmanager
-def _progress(
-    plan: Plan, console: Console
-) -> Iterator[tuple[Callable[[Workload, str], None], Callable[[Cell], None]]]:
-    """A bar with the cell in progress; where nobody watches, a line for each cell that is done."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("ceilings", total=plan.total)
-
-        def before(workload: Workload, mode: str) -> None:
-            progress.update(task, description=f"{workload.label} {mode}")
-
-        def after(cell: Cell) -> None:
-            progress.update(task, advance=1)
-            ratios = ", ".join(f"{run.peer} {run.ratio.median:.2f}x" for run in cell.peers if run.ratio)
-            progress.console.print(f"{cell.label}: {seconds_text(cell.seconds(cell.ours))} {ratios}".rstrip())
-
-        yield before, after
 
 
 def _list_workloads(options: BenchOptions, console: Console) -> None:

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["caches", "describe_environment", "same_machine"]
+__all__ = ["caches", "describe_environment", "same_machine", "version_of"]
 
 _PACKAGES = ("attnspan", "torch", "numpy", "jax", "jaxlib", "tokamax", "flash-attn", "triton", "transformers")
 _VARIABLES = ("ATEN_CPU_CAPABILITY", "CUDA_VISIBLE_DEVICES", "LD_PRELOAD", "XLA_FLAGS", "NPROC")
@@ -32,7 +32,7 @@ def describe_environment(device: str = "cpu") -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device,
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "versions": {name: version_of(name) for name in _PACKAGES},
         "revision": _revision(),
         "system": platform.platform(),
         "cpu": _cpu_model(),
@@ -65,7 +65,8 @@ def same_machine(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     ]
 
 
-def _version(name: str) -> str | None:
+def version_of(name: str) -> str | None:
+    """The version of a package; None where it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:

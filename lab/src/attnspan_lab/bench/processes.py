@@ -8,13 +8,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from attnspan_lab.bench.timing import MeasurementError
 
-__all__ = ["forget_peak", "fresh_process", "resident_memory", "resident_peak", "trim"]
+__all__ = ["forget_peak", "fresh_process", "resident_memory", "resident_peak", "threads_set", "trim"]
 
 _STATM, _STATUS = Path("/proc/self/statm"), Path("/proc/self/status")
 _RESET = Path("/proc/self/clear_refs")
@@ -57,6 +60,17 @@ def fresh_process(
             return json.loads(done.stdout.splitlines()[-1])
         got = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     raise MeasurementError(what, expected="a process that ends with a figure", got=got, remedy=remedy)
+
+
+@contextmanager
+def threads_set(number: int | None) -> Iterator[None]:
+    """Give torch so many threads; None leaves its own number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def resident_memory() -> int | None:

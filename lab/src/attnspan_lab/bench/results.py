@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attnspan.errors import OptionError
 from attnspan_lab.bench.cells import Ceilings, Cell, Timing
 from attnspan_lab.bench.statistics import Interval, Samples
-from attnspan_lab.files import from_plain, read_json, write_json
+from attnspan_lab.files import read_results, write_json
 
 __all__ = ["SCHEMA", "MonitorRecord", "PhaseShares", "RankTimes", "Results", "TrainingCell"]
 
@@ -174,13 +173,5 @@ class Results:
         Raises:
             OptionError: The file is missing, not JSON, of another schema, or damaged.
         """
-        data = read_json(path, "a results file")
-        found = data.get("schema") if isinstance(data, dict) else None
-        if found != SCHEMA:
-            raise OptionError(
-                str(path),
-                expected=f"results of schema {SCHEMA}",
-                got=f"schema {found}" if found is not None else "a file without a schema",
-                remedy="Measure again with this version, or read it with the version that wrote it",
-            )
-        return from_plain(cls, data, str(path))
+        remedy = "Measure again with this version, or read it with the version that wrote it"
+        return read_results(cls, path, "a results file", schema=SCHEMA, remedy=remedy)

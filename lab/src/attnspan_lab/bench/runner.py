@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from attnspan_lab.bench.devices import cache_evictor
 from attnspan_lab.bench.environment import describe_environment
 from attnspan_lab.bench.memory import cuda_peak, high_water_refusal, process_peak
 from attnspan_lab.bench.peers import Job, Peer, Ready, peers_named
+from attnspan_lab.bench.processes import threads_set
 from attnspan_lab.bench.results import Results
 from attnspan_lab.bench.timing import (
     Budget,
@@ -116,7 +117,7 @@ def run_plan(
         >>> run_plan(plan).complete
         True
     """
-    with _threads_set(plan.threads):
+    with threads_set(plan.threads):
         meter = Meter(threads=torch.get_num_threads())
         environment = describe_environment(plan.device) | {"samples": plan.budget.rounds}
         memory: PeakOf | None = None
@@ -151,16 +152,6 @@ def run_plan(
     if path is not None and results.cells:
         results.save(path)
     return results
-
-
-@contextmanager
-def _threads_set(number: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _peak_of(device: str, threads: int) -> tuple[PeakOf | None, str]:

@@ -9,7 +9,6 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from attnspan.errors import expect
 from attnspan_lab.bench.cells import OURS, Timing
 from attnspan_lab.bench.checkout import find_train
-from attnspan_lab.bench.processes import forget_peak, fresh_process, resident_peak, trim
+from attnspan_lab.bench.processes import forget_peak, fresh_process, resident_peak, threads_set, trim
 from attnspan_lab.bench.results import RankTimes, TrainingCell
 from attnspan_lab.bench.statistics import Samples, paired
 from attnspan_lab.bench.timing import LEAST_ROUNDS, MeasurementError, orders
@@ -92,7 +91,7 @@ def measure_training(
     expect(rounds >= LEAST_ROUNDS, "rounds", "{} or more", rounds, "Take more steps", LEAST_ROUNDS)
     for kind in kinds:
         expect(kind in KINDS, "attention", f"one of {', '.join(KINDS)}", repr(kind), "Name one of these")
-    with _threads(config.threads or torch.get_num_threads()):
+    with threads_set(config.threads):
         config = _settled(config)
         seconds = _step_times(config, rounds, kinds)
     return tuple(_cell(config, kind, seconds, memory) for kind in kinds)
@@ -225,7 +224,7 @@ def _compare_with_one(config: TrainConfig, ranks: Ranks, rounds: int) -> RankTim
     steppers = {"all_ranks": RowStepper(config, size, ranks)}
     found = [steppers["all_ranks"].step(next(ours), i) for i in range(rounds)]
     if ranks.is_first:
-        with _threads(alone.threads):
+        with threads_set(alone.threads):
             steppers["one_rank"] = RowStepper(alone, size)
             repeated = [steppers["one_rank"].step(next(theirs), i) for i in range(rounds)]
             steppers["sdpa"] = RowStepper(replace(alone, attention="sdpa"), size)
@@ -237,7 +236,7 @@ def _compare_with_one(config: TrainConfig, ranks: Ranks, rounds: int) -> RankTim
             dist.barrier(group=waiting)
             if name in steppers:
                 rows = shared if name == "all_ranks" else whole
-                with _threads(steppers[name].config.threads):
+                with threads_set(steppers[name].config.threads):
                     times[name].append(steppers[name].step(rows, last).seconds)
     dist.barrier(group=waiting)
     if not ranks.is_first:
@@ -247,16 +246,6 @@ def _compare_with_one(config: TrainConfig, ranks: Ranks, rounds: int) -> RankTim
         for name in ("loss", "grad_norm")
     )
     return RankTimes(config.world, losses, norms, **{name: tuple(x) for name, x in times.items()})
-
-
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _main(task: dict[str, Any]) -> None:

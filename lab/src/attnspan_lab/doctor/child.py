@@ -12,12 +12,11 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
+from attnspan_lab.children import telling
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, lines_in, lines_of
-from attnspan_lab.files import to_plain
 
 __all__: list[str] = []
 
@@ -26,16 +25,7 @@ def _main(task: dict[str, Any]) -> None:
     # Threads and frames where a process hangs are in its errors when the parent ends it.
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(task["limit"] - 2.0, 1.0), exit=False)
-    owner = os.getpid()
-    with Path(task["out"]).open("a") as out:
-        lock = threading.Lock()
-
-        def say(**what: Any) -> None:
-            if os.getpid() == owner:  # A factory may fork.
-                with lock:
-                    out.write(json.dumps(to_plain(what)) + "\n")
-                    out.flush()
-
+    with telling(task["out"]) as say:
         threading.Thread(
             target=_follow, args=(threading.get_ident(), task["period"], say), daemon=True
         ).start()

@@ -3,61 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typer import Argument, Exit, Option
 
 from attnspan.errors import expect
-from attnspan_lab.console import stdout, words
+from attnspan_lab.console import chosen, progress, stdout
 from attnspan_lab.doctor.findings import Diagnosis, Finding
 from attnspan_lab.doctor.run import DEFAULT_STAGES, MORE_STAGES, diagnose
 from attnspan_lab.files import check_writable, write_json
 
 __all__ = ["doctor"]
 
-_WHAT, _LIMITS, _WHERE = "What is examined", "Limits for CI", "Where results go"
+_KNOWN = (*DEFAULT_STAGES, *MORE_STAGES)
+_what, _limit, _where = (
+    partial(Option, rich_help_panel=title)
+    for title in ("What is examined", "Limits for CI", "Where results go")
+)
+_TARGET = "pkg.module:factory, a class of transformers or diffusers, or -- python train.py ..."
 
 
 def doctor(
-    target: Annotated[
-        list[str],
-        Argument(
-            help="pkg.module:factory, a class of transformers or diffusers, or -- python train.py ...",
-            metavar="TARGET",
-        ),
-    ],
-    stages: Annotated[
-        str, Option(help=f"some of {', '.join((*DEFAULT_STAGES, *MORE_STAGES))}", rich_help_panel=_WHAT)
-    ] = ",".join(DEFAULT_STAGES),
-    backend: Annotated[
-        str, Option(help="of the compiled step that is compared with eager", rich_help_panel=_WHAT)
-    ] = "inductor",
-    limit: Annotated[float, Option(min=5, help="seconds for each stage", rich_help_panel=_WHAT)] = 300.0,
-    max_breaks: Annotated[
-        int | None, Option(min=0, help="most graph breaks", rich_help_panel=_LIMITS)
-    ] = None,
-    max_graphs: Annotated[
-        int | None, Option(min=0, help="most compiled graphs", rich_help_panel=_LIMITS)
-    ] = None,
-    max_recompiles: Annotated[
-        int | None, Option(min=0, help="most recompilations", rich_help_panel=_LIMITS)
-    ] = None,
-    max_copies: Annotated[
-        int | None, Option(min=0, help="most lines that copy q, k or v", rich_help_panel=_LIMITS)
-    ] = None,
-    try_: Annotated[
-        str, Option("--try", help="attnspan: also run the model with its attention", rich_help_panel=_WHAT)
-    ] = "",
-    parity: Annotated[
-        bool, Option("--parity", help="compiled results have to equal eager ones", rich_help_panel=_LIMITS)
-    ] = False,
-    json: Annotated[Path | None, Option(help="all findings and figures", rich_help_panel=_WHERE)] = None,
-    junit: Annotated[Path | None, Option(help="findings as failed tests", rich_help_panel=_WHERE)] = None,
-    page: Annotated[
-        Path | None, Option(help="a page that needs nothing else", rich_help_panel=_WHERE)
-    ] = None,
+    target: Annotated[list[str], Argument(help=_TARGET, metavar="TARGET")],
+    stages: Annotated[str, _what(help=f"some of {', '.join(_KNOWN)}")] = ",".join(DEFAULT_STAGES),
+    backend: Annotated[str, _what(help="of the compiled step that is compared with eager")] = "inductor",
+    limit: Annotated[float, _what(min=5, help="seconds for each stage")] = 300.0,
+    max_breaks: Annotated[int | None, _limit(min=0, help="most graph breaks")] = None,
+    max_graphs: Annotated[int | None, _limit(min=0, help="most compiled graphs")] = None,
+    max_recompiles: Annotated[int | None, _limit(min=0, help="most recompilations")] = None,
+    max_copies: Annotated[int | None, _limit(min=0, help="most lines that copy q, k or v")] = None,
+    try_: Annotated[str, _what("--try", help="attnspan: also run the model with its attention")] = "",
+    parity: Annotated[bool, _limit("--parity", help="compiled results have to equal eager ones")] = False,
+    json: Annotated[Path | None, _where(help="all findings and figures")] = None,
+    junit: Annotated[Path | None, _where(help="findings as failed tests")] = None,
+    page: Annotated[Path | None, _where(help="a page that needs nothing else")] = None,
 ) -> None:
     """Say what is wrong with a model's attention under torch.compile."""
     from attnspan_lab.doctor.show import show, write_junit, write_page
@@ -66,31 +47,23 @@ def doctor(
         if path is not None:
             check_writable(path)
     expect(try_ in ("", "attnspan"), "--try", "attnspan", repr(try_), "There is one cure")
-    chosen = (*words(stages), *(["cure"] if try_ else []))
-    known = (*DEFAULT_STAGES, *MORE_STAGES)
-    wanted = f"some of {', '.join(known)}"
-    expect(chosen, "--stages", wanted, "none", "Name one of these")
-    for stage in chosen:
-        expect(stage in known, "--stages", wanted, repr(stage), "Name one of these")
+    wanted = (*chosen("--stages", stages, _KNOWN), *(["cure"] if try_ else []))
+    expect(wanted, "--stages", f"some of {', '.join(_KNOWN)}", "none", "Name one of these")
     is_python = target[0].rpartition("/")[2].startswith("python") and len(target) > 1
     name, *arguments = target[1:] if is_python else target
     is_script = ":" not in name and name.endswith(".py")
     got, remedy = " ".join(target), "Only a script has arguments; write them after --"
     expect(is_script or not arguments, "attnspan doctor", "one target", got, remedy)
     console = stdout()
-    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(chosen[0], total=len(chosen))
+    with progress(console, len(wanted), wanted[0]) as tell:
 
         def after(stage: str, found: Sequence[Finding]) -> None:
-            step = chosen.index(stage) + 1 if stage in chosen else None
-            next_ = chosen[step] if step is not None and step < len(chosen) else "done"
-            progress.update(task, completed=step, description=next_)
-            progress.console.print(
-                f"{stage}: {len(found)} findings" if found else f"{stage}: ok", style="dim"
-            )
+            step = wanted.index(stage) + 1 if stage in wanted else None
+            next_ = wanted[step] if step is not None and step < len(wanted) else "done"
+            line = f"{stage}: {len(found)} findings" if found else f"{stage}: ok"
+            tell(line, style="dim", completed=step, description=next_)
 
-        found = diagnose(name, arguments, stages=chosen, backend=backend, limit=limit, after=after)
+        found = diagnose(name, arguments, stages=wanted, backend=backend, limit=limit, after=after)
     limits = {"breaks": max_breaks, "graphs": max_graphs, "recompiles": max_recompiles, "copies": max_copies}
     exceeded = _exceeded(found, limits, parity=parity)
     show(found, console)

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from attnspan_lab.bench.environment import describe_environment
+from attnspan_lab.children import Child, why_ended
 from attnspan_lab.doctor.findings import Diagnosis, Finding, merged
 from attnspan_lab.doctor.places import Place, is_users, lines_in
 from attnspan_lab.files import from_plain
@@ -28,7 +23,6 @@ __all__ = ["DEFAULT_STAGES", "MORE_STAGES", "diagnose"]
 DEFAULT_STAGES = ("eager", "compiled", "parity")
 #: What can be asked for besides.
 MORE_STAGES = ("cure", "features", "ranks")
-_PAUSE = 0.02
 _PERIOD = 0.05  # Seconds between two looks at the line that a process runs.
 _OUTERMOST = "in _run_module_as_main"  # The last line of a whole stack.
 _QUIET = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
@@ -210,56 +204,27 @@ class _Stage:
 
     def run(self) -> None:
         """Run the process to its end, or to the limit."""
-        with tempfile.TemporaryDirectory(prefix="attnspan-doctor-") as folder:
-            out, errors = Path(folder) / "out.jsonl", Path(folder) / "errors.txt"
-            out.touch()
-            task = {
-                "target": self.target,
-                "arguments": list(self.arguments),
-                "stage": self.stage,
-                "backend": self.backend,
-                "limit": self.limit,
-                "period": _PERIOD,
-                "out": str(out),
-            }
-            with errors.open("wb") as sink:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", _MODULE, json.dumps(task)],
-                    stdout=subprocess.DEVNULL,
-                    stderr=sink,
-                    stdin=subprocess.DEVNULL,
-                    # Ctrl-C is for the parent, which ends its processes.
-                    start_new_session=True,
-                    env=os.environ | _QUIET,
-                )
-            try:
-                code = self._wait(process)
-            finally:
-                _end(process)
-            ended = self._read(out.read_text())
+        task = {
+            "target": self.target,
+            "arguments": list(self.arguments),
+            "stage": self.stage,
+            "backend": self.backend,
+            "limit": self.limit,
+            "period": _PERIOD,
+        }
+        with Child(_MODULE, task, _QUIET) as child:
+            code = child.wait(self.limit)
+            child.end()
+            ended = self._take(child.told())
             if code is None:
-                self.findings.append(_hang(errors.read_text(errors="replace"), self.limit, self.stage, ended))
+                self.findings.append(_hang(child.errors, self.limit, self.stage, ended))
             elif code != 0 or ended != "":
-                said = errors.read_text(errors="replace")
-                self.findings.append(_crash(said, code, self.stage, ended, self.last_lines))
+                self.findings.append(_crash(child.errors, code, self.stage, ended, self.last_lines))
 
-    def _wait(self, process: subprocess.Popen[bytes]) -> int | None:
-        start = time.monotonic()
-        while time.monotonic() - start < self.limit:
-            code = process.poll()
-            if code is not None:
-                return code
-            time.sleep(_PAUSE)
-        return None
-
-    def _read(self, text: str) -> str:
+    def _take(self, all_told: list[dict[str, Any]]) -> str:
         """Take what the process told; what it was at when it ended, "" if it was done."""
         current = "starting"
-        for line in text.splitlines():
-            try:
-                told = json.loads(line)
-            except json.JSONDecodeError:
-                continue
+        for told in all_told:
             current = "" if told.get("end") else told.get("begin", current)
             self.subject = told.get("subject", self.subject)
             if "at" in told:
@@ -269,16 +234,8 @@ class _Stage:
             if "cell" in told:
                 self.cells.append(told["cell"])
             if "facts" in told:
-                facts = self.facts.setdefault(told.get("stage", self.stage), {})
-                facts.update(told["facts"])
+                self.facts.setdefault(told.get("stage", self.stage), {}).update(told["facts"])
         return current
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and those that it started."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _hang(errors: str, limit: float, stage: str, at: str) -> Finding:
@@ -287,10 +244,7 @@ def _hang(errors: str, limit: float, stage: str, at: str) -> Finding:
 
 
 def _crash(errors: str, code: int, stage: str, at: str, last: tuple[Place, ...]) -> Finding:
-    lines = [x for x in errors.strip().splitlines() if x.strip()] or [""]
-    native = code < 0
-    why = f"signal {signal.Signals(-code).name}" if native else f"exit code {code}, {lines[-1][:200]}"
-    places = _dumped(errors)
+    native, places = code < 0, _dumped(errors)
     evidence: tuple[str, ...] = ()
     # Native code that writes over memory may also write over Python's stack, of which the dump is made.
     if _OUTERMOST not in errors:
@@ -302,7 +256,7 @@ def _crash(errors: str, code: int, stage: str, at: str, last: tuple[Place, ...])
     if native and any("flex_attention" in x.text for x in (*places, *last)):
         cause = "FlexAttention's compiled kernel; it loses its way in score_mods like s + x[b][h][i][j]"
         remedy = "Index what score_mod captures in one step, x[b, h, i, j], or try without it"
-    what = f"The process ended while {at or 'ending'}: {why}"
+    what = f"The process ended while {at or 'ending'}: {why_ended(code, errors)}"
     return Finding("crash", what, places, evidence, cause, remedy, stage=stage)
 
 

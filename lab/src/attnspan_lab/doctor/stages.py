@@ -15,7 +15,7 @@ import torch
 from attnspan_lab.doctor.attention import findings_of
 from attnspan_lab.doctor.compiler import CompilerLog, compile_error
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.matrix import Cell, all_cells, covering, run_cells, smallest
+from attnspan_lab.doctor.matrix import FACTORS, Cell, all_cells, covering, failure, smallest
 from attnspan_lab.doctor.parity import parity
 from attnspan_lab.doctor.places import lines_in
 from attnspan_lab.doctor.ranks import compare_ranks
@@ -188,21 +188,20 @@ def _measured(subject: Subject, backend: str) -> tuple[dict[str, Any], Outcome |
 
 def features(subject: Subject, say: Say, backend: str) -> None:
     """Run the model with the compiler and checkpointing combined, and find the smallest that fails."""
-    cells = all_cells(("own",), ("one",))
     known: dict[Cell, str] = {}
 
-    def failure(cell: Cell) -> str:
+    def said_of(cell: Cell) -> str:
         if cell not in known:
-            known[cell] = next(run_cells([cell], backend=backend, subject=subject))[1]
-            say(cell={**{k: v for k, v in asdict(cell).items() if k != "mask"}, "result": known[cell]})
+            known[cell] = failure(cell, subject, backend)
+            say(cell={**asdict(cell), "ranks": "one", "result": known[cell]})
         return known[cell]
 
-    failing = next((x for x in covering(cells) if failure(x)), None)
+    failing = next((x for x in covering(all_cells(Cell, FACTORS)) if said_of(x)), None)
     if failing is not None:
-        least = smallest(failing, lambda x: bool(failure(x)))
+        least = smallest(failing, lambda x: bool(said_of(x)))
         what = f"Fails with {least}, and with no part of it"
-        what = what if least != Cell("own") else "Two eager steps of one batch differ, without any feature"
-        say(finding=Finding("combination", what, (), (failure(least),), stage="features"))
+        what = what if least != Cell() else "Two eager steps of one batch differ, without any feature"
+        say(finding=Finding("combination", what, (), (said_of(least),), stage="features"))
 
 
 def ranks(subject: Subject, say: Say, backend: str) -> None:

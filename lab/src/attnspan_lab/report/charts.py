@@ -12,7 +12,22 @@ from attnspan_lab.bench.standings import View
 from attnspan_lab.bench.statistics import Interval
 from attnspan_lab.console import ratio_digits
 
-__all__ = ["Chart", "Entry", "Palette", "Section", "Table", "axis", "facets", "plain", "ratio_text", "trace"]
+__all__ = [
+    "Chart",
+    "Entry",
+    "Palette",
+    "Section",
+    "Table",
+    "axis",
+    "bars",
+    "facets",
+    "hovered",
+    "line_at",
+    "names_axis",
+    "plain",
+    "ratio_text",
+    "trace",
+]
 
 _COLORS = 7
 _MANY = 12  # Cells of a family from which on it is split by mask and head dim.
@@ -124,16 +139,40 @@ def axis(title: str, *, log: bool = False, **more: Any) -> dict[str, Any]:
 
 def trace(palette: Palette, peer: str, hover: Sequence[str], **more: Any) -> dict[str, Any]:
     """A scatter of one peer, in its colour and with a text for each point."""
-    marker = {"color": palette.color(peer), "symbol": palette.symbol(peer)}
-    return {
-        "type": "scatter",
-        "name": plain(peer),
-        "meta": {"peer": peer},
-        "customdata": list(hover),
-        "hovertemplate": "%{customdata}<extra></extra>",
-        **more,
-        "marker": marker | more.get("marker", {}),
+    marker = {"color": palette.color(peer), "symbol": palette.symbol(peer)} | more.pop("marker", {})
+    return hovered("scatter", hover, name=plain(peer), meta={"peer": peer}, marker=marker, **more)
+
+
+def hovered(kind: str, hover: Sequence[str], **more: Any) -> dict[str, Any]:
+    """A trace of a kind of Plotly's with a text for each point."""
+    template = "%{customdata}<extra></extra>"
+    return {"type": kind, "customdata": list(hover), "hovertemplate": template, **more}
+
+
+def bars(spans: Sequence[tuple[float, float, float]], hover: Sequence[str], **more: Any) -> dict[str, Any]:
+    """Horizontal bars from 0, or from `base`, with whiskers: low, middle and high of each."""
+    base = more.get("base", [0.0] * len(spans))
+    whiskers = {
+        "type": "data",
+        "symmetric": False,
+        "array": [high - middle for _, middle, high in spans],
+        "arrayminus": [middle - low for low, middle, _ in spans],
+        "color": "@ink",
+        **more.pop("error_x", {}),
     }
+    x = [middle - start for (_, middle, _), start in zip(spans, base, strict=True)]
+    return hovered("bar", hover, orientation="h", x=x, error_x=whiskers, **more)
+
+
+def names_axis(names: Sequence[str], **more: Any) -> dict[str, Any]:
+    """A vertical axis with a name at 0, 1, 2 and so on, from top to bottom."""
+    texts = [plain(name) for name in names]
+    return {"tickvals": list(range(len(names))), "ticktext": texts, "range": [len(names) - 0.5, -0.5], **more}
+
+
+def line_at(x: float, **look: Any) -> dict[str, Any]:
+    """A vertical line over the whole height."""
+    return {"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1, "line": look}
 
 
 def plain(text: str) -> str:

@@ -9,8 +9,21 @@ from typing import Any
 from attnspan_lab.bench.cells import OURS, Ceilings, Cell, Run, verdicts
 from attnspan_lab.bench.results import Results
 from attnspan_lab.bench.standings import View, reached
-from attnspan_lab.console import bytes_text, percent, rate_text, ratio_digits, seconds_text
-from attnspan_lab.report.charts import Chart, Palette, Section, axis, facets, plain, ratio_text, trace
+from attnspan_lab.console import bytes_text, percent, rate_text, seconds_text, times_text
+from attnspan_lab.report.charts import (
+    Chart,
+    Palette,
+    Section,
+    axis,
+    bars,
+    facets,
+    hovered,
+    line_at,
+    names_axis,
+    plain,
+    ratio_text,
+    trace,
+)
 
 __all__ = ["memory_section", "ratio_section", "roofline_section", "scaling_sections"]
 
@@ -21,17 +34,17 @@ def ratio_section(results: Results, palette: Palette) -> Section | None:
     """Bars from 1 on a logarithmic axis, for each family of each view; None where nothing was compared."""
     said, charts = verdicts(results.cells), []
     for view, title, members in facets(results.cells):
-        bars = [(label, cell, run) for label, cell in members for run in cell.peers if run.ratio is not None]
-        if not bars:
+        drawn = [(label, cell, run) for label, cell in members for run in cell.peers if run.ratio is not None]
+        if not drawn:
             continue
-        behind = [f"{n} against {r.peer}" for n, c, r in bars if said[c.label, r.peer] == "behind"]
-        alt = f"{title}, {view.label}: {len(bars)} ratios of time, peer over {OURS}, " + (
+        behind = [f"{n} against {r.peer}" for n, c, r in drawn if said[c.label, r.peer] == "behind"]
+        alt = f"{title}, {view.label}: {len(drawn)} ratios of time, peer over {OURS}, " + (
             f"{OURS} is slower in {'; '.join(behind)}." if behind else "none of them below 1 beyond doubt."
         )
-        places, middles = _places([cell for _, cell, _ in bars])
+        places, middles = _places([cell for _, cell, _ in drawn])
         height = 64 + round(_BAR * (places[-1] + _GAP))
-        data, layout = _ratio_bars(bars, places, palette)
-        labels = list({id(cell): plain(label) for label, cell, _ in bars}.values())
+        data, layout = _ratio_bars(drawn, places, palette)
+        labels = list({id(cell): plain(label) for label, cell, _ in drawn}.values())
         layout["yaxis"] |= {"tickvals": middles, "ticktext": labels}
         charts.append(Chart(title, view.label, alt, data, layout, height, view))
     lead = (
@@ -55,63 +68,49 @@ def _places(cells: Sequence[Cell]) -> tuple[list[float], list[float]]:
 
 
 def _ratio_bars(
-    bars: Sequence[tuple[str, Cell, Run]], places: Sequence[float], palette: Palette
+    drawn: Sequence[tuple[str, Cell, Run]], places: Sequence[float], palette: Palette
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    ratios = [run.ratio for _, _, run in bars if run.ratio is not None]
+    ratios = [run.ratio for _, _, run in drawn if run.ratio is not None]
     low, high = min(1.0, *(r.low for r in ratios)) / 1.06, max(1.0, *(r.high for r in ratios)) * 1.04
     high = max(high, low * 1.5)
     ends = [math.log10(low), math.log10(high)]
     data = []
-    for peer in dict.fromkeys(run.peer for _, _, run in bars):
-        mine = [(at, cell, run) for at, (_, cell, run) in zip(places, bars, strict=True) if run.peer == peer]
+    for peer in dict.fromkeys(run.peer for _, _, run in drawn):
+        mine = [(at, cell, run) for at, (_, cell, run) in zip(places, drawn, strict=True) if run.peer == peer]
         data += _peer_bars(peer, mine, palette, high)
-    one = {"type": "line", "x0": 1, "x1": 1, "y0": 0, "y1": 1, "yref": "paper"}
     layout = {
         "barmode": "overlay",
         "margin": {"r": 58},
         "xaxis": axis(f"time of peer / time of {OURS}", log=True, range=ends, ticksuffix="x"),
         "yaxis": {"range": [places[-1] + 1, _GAP], "showgrid": False, "zeroline": False},
-        "shapes": [{**one, "line": {"color": "@ink", "width": 1.5}}],
+        "shapes": [line_at(1, color="@ink", width=1.5)],
     }
     return data, layout
 
 
 def _peer_bars(
-    peer: str, bars: Sequence[tuple[float, Cell, Run]], palette: Palette, edge: float
+    peer: str, members: Sequence[tuple[float, Cell, Run]], palette: Palette, edge: float
 ) -> list[dict[str, Any]]:
     """The bars of one peer, and their figures in the right margin."""
-    found = [(run.ratio, run.noisy) for _, _, run in bars if run.ratio is not None]
-    common = {"meta": {"peer": peer}, "y": [at for at, _, _ in bars]}
-    drawn = {
+    found = [(run.ratio, run.noisy) for _, _, run in members if run.ratio is not None]
+    common: dict[str, Any] = {"meta": {"peer": peer}, "y": [at for at, _, _ in members]}
+    pattern = {"shape": ["/" if noisy else "" for _, noisy in found], "size": 6, "solidity": 0.4}
+    drawn = bars(
+        [(ratio.low, ratio.median, ratio.high) for ratio, _ in found],
+        [_ratio_hover(cell, run) for _, cell, run in members],
+        name=plain(peer),
+        base=[1.0] * len(members),
+        width=0.84,
+        marker={"color": palette.color(peer), "pattern": pattern},
+        error_x={"thickness": 1.2, "width": 2},
         **common,
-        "type": "bar",
-        "orientation": "h",
-        "name": plain(peer),
-        "base": [1.0] * len(bars),
-        "x": [ratio.median - 1 for ratio, _ in found],
-        "width": 0.84,
-        "marker": {
-            "color": palette.color(peer),
-            "pattern": {"shape": ["/" if noisy else "" for _, noisy in found], "size": 6, "solidity": 0.4},
-        },
-        "error_x": {
-            "type": "data",
-            "symmetric": False,
-            "array": [ratio.high - ratio.median for ratio, _ in found],
-            "arrayminus": [ratio.median - ratio.low for ratio, _ in found],
-            "color": "@ink",
-            "thickness": 1.2,
-            "width": 2,
-        },
-        "customdata": [_ratio_hover(cell, run) for _, cell, run in bars],
-        "hovertemplate": "%{customdata}<extra></extra>",
-    }
+    )
     figures = {
         **common,
         "type": "scatter",
         "mode": "text",
-        "x": [edge] * len(bars),
-        "text": [f"{'~' if noisy else ''}{ratio_digits(ratio.median)}x" for ratio, noisy in found],
+        "x": [edge] * len(members),
+        "text": [f"{'~' if noisy else ''}{times_text(ratio.median)}" for ratio, noisy in found],
         "textposition": "middle right",
         "cliponaxis": False,
         "textfont": {"size": 11},
@@ -264,15 +263,9 @@ def _line_title(cell: Cell) -> str:
 
 def _roof_line(cells: Sequence[Cell], roof: Ceilings) -> dict[str, Any]:
     rates = [roof.attainable(cell.workload.dtype, cell.intensity) for cell in cells]
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "x": [cell.workload.k_len for cell in cells],
-        "y": rates,
-        "line": {"color": "@faint", "width": 1, "dash": "dash"},
-        "customdata": [f"roof {rate_text(rate)}" for rate in rates],
-        "hovertemplate": "%{customdata}<extra></extra>",
-    }
+    hover, x = [f"roof {rate_text(rate)}" for rate in rates], [cell.workload.k_len for cell in cells]
+    line = {"color": "@faint", "width": 1, "dash": "dash"}
+    return hovered("scatter", hover, mode="lines", x=x, y=rates, line=line)
 
 
 def _curves(
@@ -308,12 +301,9 @@ def memory_section(results: Results, palette: Palette) -> Section | None:
         ticks = {"tickvals": [2**n for n in powers], "ticktext": [bytes_text(2.0**n) for n in powers]}
         layout = {
             "xaxis": axis("bytes above the inputs", log=True, **ticks),
-            "yaxis": {
-                "tickvals": list(range(len(known))),
-                "ticktext": [plain(label) for label, _ in known],
-                "range": [len(known) - 0.4, -0.6],
-                "zeroline": False,
-            },
+            "yaxis": names_axis(
+                [label for label, _ in known], range=[len(known) - 0.4, -0.6], zeroline=False
+            ),
         }
         alt = f"{title}, {view.label}: peak memory of {len(known)} workloads by peer."
         charts.append(Chart(title, view.label, alt, data, layout, 70 + 24 * len(known), view))

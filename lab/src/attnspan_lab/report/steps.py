@@ -8,7 +8,18 @@ from typing import Any
 from attnspan_lab.bench.cells import OURS
 from attnspan_lab.bench.results import MonitorRecord, Results, TrainingCell
 from attnspan_lab.console import NONE, bytes_text, percent, rate_text, seconds_text
-from attnspan_lab.report.charts import Chart, Entry, Section, Table, axis, plain, ratio_text
+from attnspan_lab.report.charts import (
+    Chart,
+    Entry,
+    Section,
+    Table,
+    axis,
+    bars,
+    hovered,
+    names_axis,
+    plain,
+    ratio_text,
+)
 
 __all__ = ["monitor_section", "training_section"]
 
@@ -52,32 +63,20 @@ def _training_row(cell: TrainingCell) -> tuple[Entry, ...]:
 
 
 def _tokens_chart(cells: Sequence[TrainingCell]) -> Chart:
-    found = [(cell.attention, *cell.tokens_per_second.quartiles) for cell in cells if cell.tokens_per_second]
-    rows = list(range(len(found)))
-    words = [f"{name} {middle:,.0f}" for name, _, middle, _ in found]
-    bars = {
-        "type": "bar",
-        "orientation": "h",
-        "y": rows,
-        "x": [middle for _, _, middle, _ in found],
-        "width": 0.6,
-        "marker": {"color": ["@ours" if name == OURS else "@peer7" for name, *_ in found]},
-        "error_x": {
-            "type": "data",
-            "symmetric": False,
-            "array": [high - middle for _, _, middle, high in found],
-            "arrayminus": [middle - low for _, low, middle, _ in found],
-            "color": "@ink",
-        },
-        "customdata": [f"{plain(text)} tokens/s" for text in words],
-        "hovertemplate": "%{customdata}<extra></extra>",
-    }
-    names = {"tickvals": rows, "ticktext": [plain(name) for name, *_ in found]}
-    y_axis = {**names, "range": [len(rows) - 0.5, -0.5], "showgrid": False}
+    found = [(cell.attention, cell.tokens_per_second.quartiles) for cell in cells if cell.tokens_per_second]
+    words = [f"{name} {middle:,.0f}" for name, (_, middle, _) in found]
+    drawn = bars(
+        [quartiles for _, quartiles in found],
+        [f"{plain(text)} tokens/s" for text in words],
+        y=list(range(len(found))),
+        width=0.6,
+        marker={"color": ["@ours" if name == OURS else "@peer7" for name, *_ in found]},
+    )
+    y_axis = names_axis([name for name, *_ in found], showgrid=False)
     layout = {"xaxis": axis("tokens per second", rangemode="tozero"), "yaxis": y_axis}
     alt = f"Tokens per second: {'; '.join(words)}."
     note = "median, whiskers at the quartiles"
-    return Chart("Tokens per second", note, alt, [bars], layout, 70 + 42 * len(rows))
+    return Chart("Tokens per second", note, alt, [drawn], layout, 70 + 42 * len(found))
 
 
 def monitor_section(results: Results) -> Section | None:
@@ -160,5 +159,4 @@ def _points(
     points: Sequence[tuple[MonitorRecord, float]], scale: float, hover: Sequence[str], **look: Any
 ) -> dict[str, Any]:
     x, y = [record.step for record, _ in points], [value / scale for _, value in points]
-    common = {"type": "scatter", "customdata": hover, "hovertemplate": "%{customdata}<extra></extra>"}
-    return {**common, "x": x, "y": y, **look}
+    return hovered("scatter", hover, x=x, y=y, **look)

@@ -9,14 +9,10 @@ from attnspan_lab.bench.cells import OURS, Cell, Run, verdicts
 from attnspan_lab.bench.results import Results
 from attnspan_lab.bench.standings import MEAN_LENGTHS, Standing, View, reached, standings, targets
 from attnspan_lab.bench.table import figures
-from attnspan_lab.console import NONE, percent, ratio_digits
+from attnspan_lab.console import percent, times_text
 from attnspan_lab.report.charts import Entry, Section, Table, ratio_text
 
 __all__ = ["Filtered", "Row", "cards", "cell_table", "standing_section", "target_section"]
-
-
-def _times(value: float | None) -> str:
-    return NONE if value is None else f"{ratio_digits(value)}x"
 
 
 def cards(results: Results) -> list[tuple[str, str, list[str]]]:
@@ -29,16 +25,16 @@ def cards(results: Results) -> list[tuple[str, str, list[str]]]:
         ahead, behind, total = standing.count("ahead"), standing.count("behind"), len(standing.ratios)
         notes = [
             f"{ahead} of {total} cells ahead, {behind} behind",
-            f"lowest {_times(lowest.median)}, {label}",
+            f"lowest {times_text(lowest.median)}, {label}",
         ]
         top = reached(results.cells, results.roof, standing.view)
         notes += [f"up to {percent(top[1])} of the measured peak"] if top else []
-        found.append((standing.view.label, _times(standing.mean), notes))
+        found.append((standing.view.label, times_text(standing.mean), notes))
     ratios = [(cell.ratio, cell.attention) for cell in results.training if cell.ratio is not None]
     if ratios:
         ratio, peer = min(ratios, key=lambda entry: entry[0].median)
         notes = [f"against {peer}, the closest", ratio_text(ratio)]
-        found.append(("whole training steps", _times(ratio.median), notes))
+        found.append(("whole training steps", times_text(ratio.median), notes))
     return found
 
 
@@ -69,7 +65,7 @@ def _table(caption: str, found: Sequence[Standing]) -> Table:
         (
             Entry(", ".join(filter(None, (standing.view.label, standing.mask)))),
             Entry(standing.peer or "fastest of each cell"),
-            Entry(_times(standing.mean), standing.mean),
+            Entry(times_text(standing.mean), standing.mean),
             Entry(ratio_text(standing.lowest[1]), standing.lowest[1].median, small=standing.lowest[0]),
             Entry(f"{len(standing.ratios)}", len(standing.ratios)),
             *(Entry(f"{standing.count(x)}", standing.count(x)) for x in ("ahead", "open", "behind")),

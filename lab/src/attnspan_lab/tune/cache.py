@@ -9,11 +9,10 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from attnspan_lab.bench.environment import describe_environment
+from attnspan_lab.bench.environment import describe_environment, version_of
 from attnspan_lab.files import write_json
 from attnspan_lab.tune.search import Found, search
 
@@ -60,7 +59,7 @@ def tuned(
         (2, 1)
     """
     path = path or cache_path()
-    key = {"name": name, "machine": _machine(), "versions": {x: _version(x) for x in packages}}
+    key = {"name": name, "machine": _machine(), "versions": {x: version_of(x) for x in packages}}
     known: dict[str, Any] = next((x["found"] for x in entries(path) if x["key"] == key), {})
     for config in (default, *configs) if known else ():
         if str(config) == known["config"]:
@@ -117,13 +116,6 @@ def _machine() -> str:
     found = describe_environment()
     names = ("cpu", "isa", "usable_cores", "threads", "gpu")
     return ", ".join(f"{x} {found[x]}" for x in names if found.get(x))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _other_seconds() -> float:

@@ -1,6 +1,8 @@
 """Small configurations of any model of transformers, by the names of their fields."""
 
+import tomllib
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
@@ -40,83 +42,21 @@ BENCH = replace(
     window=512,
 )
 
-# The fields of a kind have the same meaning in all libraries' families, and about twenty spellings.
-_HIDDEN = """hidden_size d_model n_embd dim embed_dim embedding_size out_hidden_size projection_dim output_dim
-    encoder_hidden_size decoder_hidden_size encoder_width projector_hidden_size hidden_dim width
-    word_embed_proj_dim projection_hidden_size vision_output_dim pooler_output_size text_hidden_size
-    proj_codevector_dim codevector_dim classifier_proj_size output_hidden_size
-    cross_attention_hidden_size vision_hidden_size audio_hidden_size adapter_hidden_size model_dim
-    projector_input_dim projector_output_dim mm_hidden_size text_embed_dim project_dim
-    hidden_size_per_layer_input mm_projector_hidden_size downsample_hidden_size"""
-_LAYERS = """num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers
-    depth num_encoder_layers num_global_layers encoder_num_hidden_layers decoder_num_hidden_layers"""
-_HEADS = """num_attention_heads num_heads n_head n_heads encoder_attention_heads decoder_attention_heads
-    attention_heads encoder_num_attention_heads decoder_num_attention_heads nhead
-    linear_num_value_heads linear_num_key_heads mamba_num_heads mamba_n_heads linear_num_heads
-    index_n_heads"""
-_KEY_HEADS = """num_key_value_heads n_head_kv multi_query_group_num num_kv_heads encoder_num_key_value_heads
-    decoder_num_key_value_heads num_global_key_value_heads"""
-_HEAD_DIMS = """head_dim d_kv qk_rope_head_dim qk_nope_head_dim v_head_dim global_head_dim attention_head_dim
-    kv_channels swa_head_dim swa_v_head_dim linear_key_head_dim linear_value_head_dim index_head_dim
-    mamba_head_dim mamba_d_head linear_head_dim ssm_state_size mamba_d_state"""
-_INTERMEDIATE = """intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff ffn_hidden_size n_inner
-    alignment_intermediate_size intermediate_size_mlp ffn_config_hidden mlp_dim
-    encoder_intermediate_size projector_intermediate_size"""
-_EXPERT_INTERMEDIATE = """moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size
-    shared_intermediate_size moe_shared_expert_intermediate_size expert_intermediate_size"""
-_POSITIONS = """max_position_embeddings n_positions max_target_positions max_sequence_length n_ctx
-    max_2d_position_embeddings text_max_position_embeddings max_seq_len block_size_max"""
-_EXPERTS = """num_experts num_local_experts n_routed_experts moe_num_experts num_moe_experts"""
-_CHOSEN = (
-    """num_experts_per_tok moe_k moe_topk num_experts_per_token experts_per_token top_k_experts moe_top_k"""
+_FIELDS: dict[str, dict[str, Any]] = tomllib.loads(
+    (Path(__file__).parent / "fields.toml").read_text(encoding="utf-8")
 )
-_WINDOWS = """sliding_window attention_chunk_size local_attention sliding_window_size window_size_attention
-    attention_window"""
-_LATENT = "q_lora_rank kv_lora_rank o_lora_rank"
-_CONSTANTS: dict[str, Any] = {
-    "n_group": 1,
-    "topk_group": 1,
-    "num_expert_group": 1,
-    "first_k_dense_replace": 1,
-    "num_dense_layers": 1,
-    "decoder_start_token_id": 1,
-    "use_cache": False,
-    "apply_spec_augment": False,
-    "mask_time_prob": 0.0,
-    "mask_feature_prob": 0.0,
-    "router_jitter_noise": 0.0,
-    "input_jitter_noise": 0.0,
-    "encoder_layerdrop": 0.0,
-    "num_mel_bins": 16,
-    "max_source_positions": 64,
-    "conv_dim": [32, 32, 32],
-    "conv_kernel": [8, 3, 3],
-    "conv_stride": [4, 2, 2],
-    "num_feat_extract_layers": 3,
-    "num_conv_pos_embeddings": 16,
-    "num_conv_pos_embedding_groups": 4,
-    "type_vocab_size": 2,
-}
+_SPELLINGS: dict[str, list[str]] = {kind: names.split() for kind, names in _FIELDS["spellings"].items()}
 
 
 def _table(sizes: Sizes) -> dict[str, Any]:
     """Values for the fields of each name."""
-    values: list[tuple[str, Any]] = [
-        (_HIDDEN, sizes.hidden),
-        (_LAYERS, sizes.layers),
-        (_HEADS, sizes.heads),
-        (_HEAD_DIMS, sizes.head_dim),
-        ("qk_head_dim", 2 * sizes.head_dim),
-        (_EXPERT_INTERMEDIATE, sizes.hidden // 2),
-        ("vocab_size vocab_size_per_layer_input text_vocab_size decoder_vocab_size", sizes.vocab),
-        (_POSITIONS, sizes.positions),
-        (_EXPERTS, sizes.experts),
-        (_CHOSEN, sizes.experts // 2),
-        (f"{_WINDOWS} index_topk chunk_size mamba_chunk_size", sizes.window),
-        ("mamba_d_ssm", sizes.heads * sizes.head_dim),
-        (_LATENT, sizes.hidden // 2),
-    ]
-    return {name: value for names, value in values for name in names.split()} | _CONSTANTS
+    plain = ("hidden", "layers", "heads", "head_dim", "vocab", "positions", "experts", "window")
+    values = {kind: getattr(sizes, kind) for kind in plain}
+    values |= {"chosen": sizes.experts // 2, "expert_intermediate": sizes.hidden // 2}
+    values |= {"latent": sizes.hidden // 2}
+    table = {name: value for kind, value in values.items() for name in _SPELLINGS[kind]}
+    table |= {"qk_head_dim": 2 * sizes.head_dim, "mamba_d_ssm": sizes.heads * sizes.head_dim}
+    return table | _FIELDS["constants"]
 
 
 def small_configuration(
@@ -140,7 +80,7 @@ def _small(default: PreTrainedConfig, sizes: Sizes, changes: dict[str, Any]) -> 
     for name, value in had.items():
         if isinstance(value, PreTrainedConfig):
             given[name] = _small(value, sizes, changes.get(name, {}))
-        elif name in _LAYERS.split() and kinds:
+        elif name in _SPELLINGS["layers"] and kinds:
             given[name] = layers
         elif name.endswith("layer_types") and value:
             given[name] = _first_of_each(value, layers)
@@ -153,10 +93,10 @@ def _small(default: PreTrainedConfig, sizes: Sizes, changes: dict[str, Any]) -> 
 
 def _field(name: str, value: Any, had: dict[str, Any], sizes: Sizes, table: dict[str, Any]) -> Any:
     """Value for one field; None if it stays."""
-    if name in _KEY_HEADS.split():
-        heads = next((had[x] for x in _HEADS.split() if isinstance(had.get(x), int)), value)
+    if name in _SPELLINGS["key_heads"]:
+        heads = next((had[x] for x in _SPELLINGS["heads"] if isinstance(had.get(x), int)), value)
         return sizes.heads if value in (heads, 0) else sizes.heads // sizes.groups
-    if name in _INTERMEDIATE.split():
+    if name in _SPELLINGS["intermediate"]:
         return _intermediate(value, had, sizes)
     if name in table and isinstance(value, list | tuple) == isinstance(table[name], list):
         return table[name]
@@ -177,7 +117,7 @@ def _first_of_each(kinds: list[str], layers: int) -> list[str]:
 def _intermediate(value: Any, had: dict[str, Any], sizes: Sizes) -> Any:
     if sizes.intermediate is not None or not isinstance(value, int):
         return sizes.intermediate
-    hidden = next((had[x] for x in _HIDDEN.split() if isinstance(had.get(x), int)), value)
+    hidden = next((had[x] for x in _SPELLINGS["hidden"] if isinstance(had.get(x), int)), value)
     return max(64, round(value / hidden * sizes.hidden / 64) * 64)
 
 

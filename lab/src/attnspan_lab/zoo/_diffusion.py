@@ -1,16 +1,17 @@
-"""Common parts of the models of diffusers in this zoo: sizes, and parts of inputs."""
+"""Common parts of the models of diffusers in this zoo: sizes, small configurations, and parts of inputs."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import diffusers
 import torch
 from torch import Tensor
 
 __all__ = [
     "BENCH",
     "CHANNELS",
-    "LATENT",
     "MASKED",
     "ROWS",
     "TEXT",
@@ -18,14 +19,15 @@ __all__ = [
     "Model",
     "Scale",
     "clip",
-    "heads",
     "image_inputs",
     "latents",
     "noise",
     "positions",
+    "small_configuration",
     "text",
     "turns",
     "valid_text",
+    "video_inputs",
 ]
 
 ROWS = 2
@@ -58,23 +60,58 @@ BENCH = Scale(layers=12, heads=8, head_dim=64, text=128)
 
 @dataclass(frozen=True)
 class Model:
-    """A model's configuration, and inputs with ``n`` * ``n`` tokens of an image or of one frame of two.
+    """Inputs with ``n`` * ``n`` tokens of an image or of one frame of two, and what sets a model apart.
 
     Attributes:
-        config: From a scale to the arguments of the class.
-        inputs: From a scale and n to those of its forward, but for the mask.
+        inputs: From a scale and n to the arguments of its forward, but for the mask.
+        changes: Fields of its configuration that must have other values than `small_configuration` gives.
+        axes: Parts of the head dim for each axis of its rotary embeddings, in eighths.
         frames: How many images a sample has.
         mask: Masks of the text: names and dtypes. Of a name that ends in "lens", the lengths.
         needs_mask: Whether the model cannot do without.
         image_in_mask: Whether the mask goes on over the image.
     """
 
-    config: Callable[[Scale], dict[str, Any]]
     inputs: Callable[[Scale, int], dict[str, Any]]
+    changes: dict[str, Any] = field(default_factory=dict)
+    axes: tuple[int, ...] = (2, 3, 3)
     frames: int = 1
     mask: dict[str, torch.dtype] = field(default_factory=dict)
     needs_mask: bool = False
     image_in_mask: bool = False
+
+
+def small_configuration(name: str, model: Model, s: Scale) -> dict[str, Any]:
+    """Small sizes for the fields that a class has: a name has one meaning in all classes."""
+    parameters = inspect.signature(getattr(diffusers, name).__init__).parameters
+    single = s.layers * 2 // 3  # blocks that have text and image in one stream
+    double = s.layers - single
+    values: list[tuple[str, Any]] = [
+        ("num_layers", double if "num_single_layers" in parameters else s.layers),
+        ("n_layers depth mmdit_layers", s.layers),
+        ("num_single_layers num_single_dit_layers", single),
+        ("num_mmdit_layers", double),
+        ("num_refiner_layers n_refiner_layers approximator_layers num_text_blocks num_visual_blocks", 1),
+        ("num_attention_heads num_heads n_heads n_kv_heads num_key_value_heads", s.heads),
+        ("num_cross_attention_heads", s.heads),
+        ("num_kv_heads num_key_value_attention_heads", s.heads // 2),
+        ("attention_head_dim cross_attention_head_dim", s.head_dim),
+        ("hidden_size dim model_dim caption_projection_dim cross_attention_dim", s.hidden),
+        ("ffn_hidden_size intermediate_size", 2 * s.hidden),
+        ("ffn_dim ff_dim", 4 * s.hidden),
+        ("joint_attention_dim caption_channels text_embed_dim cap_feat_dim text_dim text_in_dim", TEXT),
+        ("context_in_dim in_text_dim cross_attention_input_dim cross_attention_dim_t5", TEXT),
+        ("in_channels out_channels in_visual_dim out_visual_dim", CHANNELS),
+        ("max_sequence_length max_text_seq_length text_len text_len_t5", s.text),
+        ("axes_dims_rope rope_axes_dim axes_dims axes_dim axes_dim_rope", s.axes(*model.axes)),
+        ("pooled_projection_dim global_states_input_dim in_text_dim2 adaln_lora_dim", 16),
+        ("approximator_hidden_dim", 16),
+        ("time_embed_dim approximator_num_channels vace_in_channels", 8),
+        ("sample_size sample_width sample_height freq_dim time_dim time_proj_dim time_step_dim", 32),
+        ("timestep_guidance_channels", 32),
+    ]
+    table = {field: value for fields, value in values for field in fields.split()}
+    return {field: value for field, value in table.items() if field in parameters} | model.changes
 
 
 def valid_text(s: Scale, padded: bool) -> Tensor:
@@ -110,18 +147,17 @@ def positions(axes: int, s: Scale, n: int, *lead: int) -> dict[str, Tensor]:
     return {"img_ids": grid.expand(*lead, -1, -1), "txt_ids": torch.zeros(*lead, s.text, axes)}
 
 
-def heads(s: Scale) -> dict[str, int]:
-    """The fields of most models for their heads."""
-    return {"num_attention_heads": s.heads, "attention_head_dim": s.head_dim}
-
-
-LATENT = {"in_channels": CHANNELS, "out_channels": CHANNELS}
 MASKED = {"encoder_attention_mask": torch.bool}
 
 
 def image_inputs(s: Scale, n: int) -> dict[str, Any]:
     """Latents of an image with n * n patches, text and times."""
     return {"hidden_states": latents(n), **text(s)}
+
+
+def video_inputs(s: Scale, n: int) -> dict[str, Any]:
+    """Latents of two frames with n * n patches each, text and times."""
+    return {"hidden_states": clip(n), **text(s)}
 
 
 def turns(tokens: int, dim: int) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,7 @@
-"""Exceptions to the rules of the other modules, family by family."""
+"""Exceptions to the rules of the other modules, family by family; some are in families.toml."""
 
+import tomllib
+from pathlib import Path
 from typing import Any
 
 __all__ = ["BENCHES", "CHANGES", "IMAGE_FORMS", "LEFT_OUT", "NOT_PACKED", "NOT_PADDED", "TOWERS"]
@@ -74,82 +76,17 @@ BENCHES: dict[str, dict[str, Any]] = {
 }
 
 
-def _families(reasons: dict[str, str]) -> dict[str, str]:
-    return {name: reason for reason, names in reasons.items() for name in names.split()}
+_TABLES = tomllib.loads((Path(__file__).parent / "families.toml").read_text(encoding="utf-8"))
 
 
-#: Decoders that do not read documents from position ids, and why.
-NOT_PACKED: dict[str, str] = _families(
-    {
-        "makes its masks without position ids, so that packed documents see each other": """
-        afmoe biogpt bert-generation gpt_oss opt
-        """,
-        "its recurrent or convolutional layers go on across documents": """
-        bailing_hybrid falcon_h1 inkling_text inkling2_text kimi_linear lfm3 minimax nemotron_h
-        olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_text qwen3_5_moe_text qwen3_next zaya
-        """,
-        "its compressed keys are shared by documents": "deepseek_v4",
-    }
-)
-#: Families whose rows cannot be padded, and why.
-NOT_PADDED: dict[str, str] = _families(
-    {
-        "reads a field that its configuration does not have": "qwen2_5_omni_thinker qwen3_omni_moe_thinker",
-    }
-)
-#: How a family takes its images, a form of `image_inputs`.
-IMAGE_FORMS: dict[str, str] = _families(
-    {
-        "pixels": """
-        aria aya_vision blip-2 cohere2_vision deepseek_vl gemma3 got_ocr2 internvl llama4 llava
-        ovis2 paligemma qianfan_ocr video_llava vipllava
-        """,
-        "pixels in tiles": "idefics2 idefics3 smolvlm",
-        "pixels and sizes": "lighton_ocr mistral3 mistral_large4",
-        "tiles and sizes": "llava_next llava_next_video llava_onevision",
-        "patches and grid": """
-        cosmos3_edge cosmos3_omni exaone4_5 glm46v glm4v glm4v_moe glm_ocr hyperclovax_vision_v2
-        lfm3_vl minimax_m3_vl qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe
-        qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe
-        """,
-    }
-)
-#: Encoders without a head of their own.
-TOWERS = {
-    "vision": """
-        aimv2_vision_model chinese_clip_vision_model clip_vision_model dinov3_vit dpt
-        internvl_vision mlcd pixio pixtral qianfan_ocr_vision sapiens2 siglip_vision_model
-        tipsv2_vision_model yolos
-        """,
-    "audio": """
-        glmasr_encoder moss_transcribe_diarize_audio qwen2_audio_encoder voxtral_encoder
-        voxtral_realtime_encoder
-        """,
-}
-#: Families that are missing, and why.
-LEFT_OUT: dict[str, str] = _families(
-    {
-        "its attention is code of its own, not transformers' AttentionInterface": """
-        bamba big_bird bit bloom codegen convbert convnext convnextv2 cpmant ctrl cvt
-        data2vec-vision dbrx deberta deberta-v2 donut-swin efficientnet falcon flaubert fnet
-        focalnet fsmt funnel gpt_neo gpt_neox_japanese gptj granitemoehybrid hgnet_v2 hiera ibert
-        imagegpt jamba led levit longformer luke megatron-bert mobilebert mobilenet_v1 mobilenet_v2
-        mobilevit mobilevitv2 mpnet mpt mra mvp nystromformer openai-gpt perceiver poolformer
-        pp_lcnet prophetnet pvt pvt_v2 recurrent_gemma reformer regnet rembert resnet roformer rwkv
-        sew-d speecht5 squeezebert swiftformer swin swinv2 tapas textnet timesformer trocr wavlm
-        xglm xlm xlnet xlstm yoso
-        """,
-        "has no attention": "mamba mamba2 falcon_mamba",
-        "needs the package timm or natten": "gemma3n timm_wrapper dinat fast_vlm perception_lm",
-        "its class is that of another family": "glmga pp_chart2table shieldgemma2 mistral4",
-        "its configuration or its inputs follow no rule of this zoo": """
-        audio-spectrogram-transformer audioflamingo3 blt canary cohere_asr cohere_compass_text dia
-        dots3_note fun_asr_nano gemma4_assistant gemma4_unified_assistant git glmasr granite_speech
-        granite_speech5_ctc granite_speech_plus kyutai_speech_to_text lasr_ctc lfm2_moe
-        moonshine_streaming moss_transcribe_diarize musicflamingo musicgen musicgen_melody
-        nemo_speechlm parakeet_ctc pop2piano qwen2_audio qwen3_asr qwen4_exp qwen4_exp_text siglip2
-        speech-encoder-decoder speech_to_text vibevoice vibevoice_asr videoprism_vision_model vjepa2
-        voxtral voxtral_realtime wav2vec2-bert zamba zamba2
-        """,
-    }
-)
+def _families(table: str) -> dict[str, str]:
+    """What a table of families.toml says of each family."""
+    return {name: said for said, names in _TABLES[table].items() for name in names.split()}
+
+
+NOT_PACKED = _families("not_packed")
+NOT_PADDED = _families("not_padded")
+IMAGE_FORMS = _families("image_forms")
+LEFT_OUT = _families("left_out")
+#: The families of each kind of encoder without a head of its own.
+TOWERS: dict[str, str] = _TABLES["towers"]

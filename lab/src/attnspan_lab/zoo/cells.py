@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attnspan.errors import OptionError
 from attnspan_lab.bench.cells import Timing
 from attnspan_lab.bench.statistics import Interval
-from attnspan_lab.files import from_plain, read_json, write_json
+from attnspan_lab.files import read_results, write_json
 
 __all__ = ["SCHEMA", "Cell", "Generation", "Row", "Speed", "ZooResults"]
 
@@ -189,10 +188,5 @@ class ZooResults:
         Raises:
             OptionError: The file is missing, not JSON, of another schema, or damaged.
         """
-        data = read_json(path, "a file of the zoo")
-        found = data.get("schema") if isinstance(data, dict) else None
-        if found != SCHEMA or "rows" not in data:
-            got = f"schema {found}" if found is not None else "a file without a schema"
-            remedy = "Run attnspan zoo again with this version"
-            raise OptionError(str(path), expected=f"the zoo's schema {SCHEMA}", got=got, remedy=remedy)
-        return from_plain(cls, data, str(path))
+        remedy = "Run attnspan zoo again with this version"
+        return read_results(cls, path, "a file of the zoo", schema=SCHEMA, remedy=remedy)

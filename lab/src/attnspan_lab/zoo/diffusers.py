@@ -9,15 +9,14 @@ from torch import nn
 
 from attnspan.errors import UsageError, expect
 from attnspan.integrations.diffusers import enable
-from attnspan_lab.zoo import _diffusion_images, _diffusion_videos
-from attnspan_lab.zoo._diffusion import BENCH, TINY, valid_text
+from attnspan_lab.zoo._diffusion import BENCH, TINY, small_configuration, valid_text
+from attnspan_lab.zoo._diffusion_models import MODELS
 from attnspan_lab.zoo._weights import draw_weights
 from attnspan_lab.zoo.architecture import Architecture
 from attnspan_lab.zoo.torch_attention import eager, identity, instead_of_sdpa
 
 __all__ = ["architectures", "left_out"]
 
-_MODELS = _diffusion_images.MODELS | _diffusion_videos.MODELS
 _SCALES = {"tiny": TINY, "bench": BENCH}
 _BENCHES = (
     "SD3Transformer2DModel",
@@ -47,7 +46,7 @@ def architectures() -> list[Architecture]:
             make=partial(_make, name),
             batch=partial(_batch, name),
         )
-        for name in _MODELS
+        for name in MODELS
     ]
 
 
@@ -56,14 +55,15 @@ def left_out() -> dict[str, str]:
     return {
         name: "its inputs are not written down in this zoo"
         for name in dir(diffusers)
-        if "Transformer" in name and name.endswith("Model") and name not in _MODELS
+        if "Transformer" in name and name.endswith("Model") and name not in MODELS
     }
 
 
 def _make(name: str, implementation: str, size: str) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: nn.Module = getattr(diffusers, name)(**_MODELS[name].config(_SCALES[size]))
+        config = small_configuration(name, MODELS[name], _SCALES[size])
+        model: nn.Module = getattr(diffusers, name)(**config)
     draw_weights(model)
     for part in model.modules():  # of labels, at random
         if hasattr(part, "dropout_prob"):
@@ -95,7 +95,7 @@ def _dispatch_to_flex(model: nn.Module) -> None:
 
 
 def _batch(name: str, layout: str, tokens: int, size: str) -> dict[str, Any] | None:
-    model, scale = _MODELS[name], _SCALES[size]
+    model, scale = MODELS[name], _SCALES[size]
     if layout == "packed" or (layout == "padded" and not model.mask):
         return None
     n = max(2, 2 * round((tokens / model.frames) ** 0.5 / 2))

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,14 +18,26 @@ from attnspan.testing import probe
 from attnspan_lab.bench.cells import OURS
 from attnspan_lab.bench.devices import Device
 from attnspan_lab.bench.timing import LEAST_ROUNDS, Budget, Subject, interleave
-from attnspan_lab.files import from_plain, to_plain
+from attnspan_lab.children import telling
+from attnspan_lab.files import from_plain
 from attnspan_lab.zoo.architecture import IMPLEMENTATIONS, LAYOUTS, MODES, Architecture
 from attnspan_lab.zoo.cells import Cell, Generation
 from attnspan_lab.zoo.step import Outcome, differences, documents_of, in_float64, run_step, take_step
 from attnspan_lab.zoo.verdicts import compared_layout
 from attnspan_lab.zoo.watch import Backend, Shapes, Watch, profiled
 
-__all__ = ["SOURCES", "TOKENS", "Keeper", "Key", "Settings", "collect", "left_out", "plan", "results"]
+__all__ = [
+    "SOURCES",
+    "TOKENS",
+    "Keeper",
+    "Key",
+    "Settings",
+    "architecture_of",
+    "collect",
+    "left_out",
+    "plan",
+    "results",
+]
 
 #: Modules with a function `architectures`, by library.
 SOURCES = {name: f"attnspan_lab.zoo.{name}" for name in ("transformers", "diffusers")}
@@ -365,18 +376,16 @@ def _unexplained(found: dict[Key, Cell]) -> list[Key]:
     ]
 
 
+def architecture_of(task: dict[str, Any]) -> Architecture:
+    """The architecture of a process's task, by its sources, library and name."""
+    return next(x for x in collect(task["sources"], task["library"]) if x.name == task["name"])
+
+
 def _main(task: dict[str, Any]) -> None:
-    settings = from_plain(Settings, task["settings"], "settings")
-    architectures = collect(task["sources"], task["library"])
-    architecture = next(x for x in architectures if x.name == task["name"])
-    with Path(task["out"]).open("a") as out:
-
-        def tell(**what: Any) -> None:
-            out.write(json.dumps(to_plain(what)) + "\n")
-            out.flush()
-
+    keeper = Keeper(architecture_of(task), from_plain(Settings, task["settings"], "settings"))
+    with telling(task["out"]) as tell:
         tell(begin="start")
-        for label, work in results(Keeper(architecture, settings), task["done"]):
+        for label, work in results(keeper, task["done"]):
             tell(begin=label)
             made = work()
             tell(**{"cell" if isinstance(made, Cell) else "generation": made})

@@ -8,8 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from attnspan_lab.bench.cells import OURS
-from attnspan_lab.console import NONE, bytes_text, percent, ratio_digits, seconds_text
-from attnspan_lab.report.charts import Chart, Entry, Section, Table, axis, plain
+from attnspan_lab.console import NONE, bytes_text, percent, seconds_text, times_text
+from attnspan_lab.report.charts import (
+    Chart,
+    Entry,
+    Section,
+    Table,
+    axis,
+    bars,
+    hovered,
+    line_at,
+    names_axis,
+    plain,
+)
 from attnspan_lab.report.page import Page
 from attnspan_lab.report.tables import Filtered
 from attnspan_lab.report.tables import Row as TableRow
@@ -117,8 +128,8 @@ def _errors(rows: Sequence[Row]) -> Section | None:
     ends = [math.log10(0.2), math.log10(max(10.0, 1.5 * most))]
     layout = {
         "xaxis": axis("error over the eager implementation's", log=True, range=ends, dtick="D2"),
-        "yaxis": _names_axis([plain(row.name) for row in found]),
-        "shapes": [_line_at(FACTOR)],
+        "yaxis": names_axis([row.name for row in found]),
+        "shapes": [line_at(FACTOR, color="@peer4")],
         "showlegend": True,
     }
     alt = f"Errors of {', '.join(names)} in {len(found)} architectures, up to {most:.3g} times eager's."
@@ -132,28 +143,18 @@ def _worst(row: Row, name: str) -> float | None:
     return max(ratios, default=None)
 
 
-def _line_at(x: float) -> dict[str, Any]:
-    return {"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1, "line": {"color": "@peer4"}}
-
-
-def _names_axis(names: Sequence[str]) -> dict[str, Any]:
-    rows = list(range(len(names)))
-    return {"tickvals": rows, "ticktext": list(names), "range": [len(names) - 0.5, -0.5]}
-
-
 def _points(rows: Sequence[Row], name: str) -> dict[str, Any]:
     points = [(value, i, row) for i, row in enumerate(rows) if (value := _worst(row, name)) is not None]
     symbols = {"attnspan": "circle", "sdpa": "square-open", "flex": "x"}
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": name,
-        "x": [x for x, *_ in points],
-        "y": [i for _, i, _ in points],
-        "marker": {"color": _COLORS[name], "symbol": symbols[name], "size": 8},
-        "customdata": [f"{plain(row.name)}, {name}: {ratio_digits(x)}x" for x, _, row in points],
-        "hovertemplate": "%{customdata}<extra></extra>",
-    }
+    return hovered(
+        "scatter",
+        [f"{plain(row.name)}, {name}: {times_text(x)}" for x, _, row in points],
+        mode="markers",
+        name=name,
+        x=[x for x, *_ in points],
+        y=[i for _, i, _ in points],
+        marker={"color": _COLORS[name], "symbol": symbols[name], "size": 8},
+    )
 
 
 def _speed(speeds: Sequence[Speed]) -> Section | None:
@@ -191,34 +192,24 @@ def _figures(x: Speed) -> tuple[float | None, ...]:
 
 def _ratios(title: str, found: Sequence[tuple[str, float, float, float]]) -> Chart:
     found = sorted(found, key=lambda x: -x[1])
-    words = [f"{name} {ratio_digits(x)}x" for name, x, *_ in found]
-    bars = {
-        "type": "bar",
-        "orientation": "h",
-        "y": list(range(len(found))),
-        "x": [x for _, x, *_ in found],
-        "width": 0.65,
-        "marker": {"color": "@ours"},
-        "error_x": {
-            "type": "data",
-            "symmetric": False,
-            "array": [high - x for _, x, _, high in found],
-            "arrayminus": [x - low for _, x, low, _ in found],
-            "color": "@ink",
-        },
-        "customdata": list(map(plain, words)),
-        "hovertemplate": "%{customdata}<extra></extra>",
-    }
+    words = [f"{name} {times_text(x)}" for name, x, *_ in found]
+    drawn = bars(
+        [(low, x, high) for _, x, low, high in found],
+        list(map(plain, words)),
+        y=list(range(len(found))),
+        width=0.65,
+        marker={"color": "@ours"},
+    )
     layout = {
         "xaxis": axis("times", rangemode="tozero"),
-        "yaxis": _names_axis([plain(name) for name, *_ in found]) | {"showgrid": False},
-        "shapes": [_line_at(1.0)],
+        "yaxis": names_axis([name for name, *_ in found], showgrid=False),
+        "shapes": [line_at(1.0, color="@peer4")],
     }
     return Chart(
         title,
         "above 1, attnspan is better",
         f"{title}: {'; '.join(words)}.",
-        [bars],
+        [drawn],
         layout,
         90 + 24 * len(found),
     )
@@ -242,18 +233,8 @@ def _cells(rows: Sequence[Row]) -> Filtered | None:
     if not found:
         return None
     columns = (
-        *(
-            "architecture",
-            "attention",
-            "state",
-            "mode",
-            "layout",
-            "error",
-            "gradients",
-            "over eager",
-            "graphs",
-        ),
-        *("compilation", "step", "memory", "largest tensor", "all pairs"),
+        *("architecture", "attention", "state", "mode", "layout", "error", "gradients", "over eager"),
+        *("graphs", "compilation", "step", "memory", "largest tensor", "all pairs"),
     )
     return Filtered(
         "All cells",
@@ -281,7 +262,7 @@ def _cell(row: Row, cell: Cell) -> TableRow:
         Entry(cell.mode),
         Entry(cell.layout),
         *(Entry(NONE if x is None else f"{x:.1e}", _finite(x)) for x in errors),
-        Entry(NONE if ratio is None else f"{ratio_digits(ratio)}x", _finite(ratio)),
+        Entry(times_text(ratio), _finite(ratio)),
         Entry(NONE if cell.graphs is None else f"{cell.graphs}", cell.graphs),
         Entry(seconds_text(cell.compile_seconds), cell.compile_seconds),
         Entry(seconds_text(seconds), seconds),

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from attnspan_lab.bench.environment import describe_environment
+from attnspan_lab.children import Child, why_ended
 from attnspan_lab.files import from_plain, to_plain
 from attnspan_lab.zoo.architecture import Architecture
 from attnspan_lab.zoo.cells import Cell, Generation, Row, ZooResults
@@ -92,69 +89,46 @@ class _Process:
     reason: str = ""
 
     def __post_init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="attnspan-zoo-")
-        self._number = 0
         self._launch()
 
     def _launch(self) -> None:
-        self._number += 1
-        self._out = Path(self._folder.name) / f"{self._number}.jsonl"
-        self._errors = Path(self._folder.name) / f"{self._number}.txt"
-        self._out.touch()
         task = {
             "name": self.architecture.name,
             "library": self.architecture.library,
             "sources": dict(self.sources),
             "settings": asdict(self.settings),
             "done": [*self.cells, *(f"generate {x}" for x in self.generations)],
-            "out": str(self._out),
         }
         threads = max(1, len(os.sched_getaffinity(0)) // self.jobs)
-        with self._errors.open("wb") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, json.dumps(task)],
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                # Ctrl-C is for the parent, which ends its processes.
-                start_new_session=True,
-                env=os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"},
-            )
-        self._reader, self._current, self._since = 0, "start", time.monotonic()
+        self._child = Child(_MODULE, task, {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"})
+        self._current, self._since = "start", time.monotonic()
 
     def is_over(self) -> bool:
         """Take what the process told; True where there is nothing left to run."""
-        code = self._process.poll()
-        self._read()
+        code = self._child.code
+        for told in self._child.told():
+            self._take(told)
         if self._current == "":
-            self._process.wait()
             return True
         if code is None:
             limit = _START if self._current == "start" else self.limit
             if time.monotonic() - self._since < limit:
                 return False
-            self.end()
             return self._go_on("time", f"not done after {limit:.0f} s")
-        lines = self._errors.read_text(errors="replace").strip().splitlines() or [""]
-        why = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}, {lines[-1][:300]}"
-        return self._go_on("crash", f"the process ended with {why}")
+        return self._go_on("crash", f"the process ended with {why_ended(code, self._child.errors)}")
 
-    def _read(self) -> None:
-        text = self._out.read_text()
-        whole = text[self._reader : text.rfind("\n") + 1]
-        self._reader += len(whole)
-        for line in whole.splitlines():
-            told = json.loads(line)
-            self._since = time.monotonic()
-            if "begin" in told:
-                self._current = told["begin"]
-            elif "cell" in told:
-                cell = from_plain(Cell, told["cell"], "cell")
-                self.cells[cell.label] = cell
-            elif "generation" in told:
-                made = from_plain(Generation, told["generation"], "generation")
-                self.generations[made.cache] = made
-            else:
-                self._current = ""
+    def _take(self, told: dict[str, Any]) -> None:
+        self._since = time.monotonic()
+        if "begin" in told:
+            self._current = told["begin"]
+        elif "cell" in told:
+            cell = from_plain(Cell, told["cell"], "cell")
+            self.cells[cell.label] = cell
+        elif "generation" in told:
+            made = from_plain(Generation, told["generation"], "generation")
+            self.generations[made.cache] = made
+        else:
+            self._current = ""
 
     def _go_on(self, failed: str, reason: str) -> bool:
         """Keep the failure as the cell's, and start a process for the cells after it."""
@@ -168,25 +142,17 @@ class _Process:
         else:
             mode, layout = rest
             self.cells[self._current] = Cell(kind, mode, layout, failed=failed, reason=reason)
+        self._child.close()
         self._launch()
         return False
 
     def end(self) -> None:
-        """End the process and those that it started, such as compilers."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        """End the process."""
+        self._child.close()
 
     def row(self) -> Row:
         """The row that was found."""
-        self._folder.cleanup()
+        self._child.close()
         model, seconds = self.architecture, time.monotonic() - self.began
-        return Row(
-            model.name,
-            model.library,
-            model.kind,
-            tuple(self.cells.values()),
-            tuple(self.generations.values()),
-            self.reason,
-            seconds,
-        )
+        cells, generations = tuple(self.cells.values()), tuple(self.generations.values())
+        return Row(model.name, model.library, model.kind, cells, generations, self.reason, seconds)

@@ -22,7 +22,7 @@ from attnspan_lab.bench.timing import LEAST_ROUNDS, Budget, MeasurementError, Me
 from attnspan_lab.files import from_plain, to_plain
 from attnspan_lab.zoo.architecture import LAYOUTS, Architecture
 from attnspan_lab.zoo.cells import Speed, ZooResults
-from attnspan_lab.zoo.measure import SOURCES, collect
+from attnspan_lab.zoo.measure import SOURCES, architecture_of
 from attnspan_lab.zoo.step import objective, results_of
 from attnspan_lab.zoo.verdicts import compared_layout
 
@@ -189,8 +189,7 @@ def _forget_gradients(model: nn.Module) -> None:
 
 
 def _main(task: dict[str, Any]) -> None:
-    architectures = collect(task["sources"], task["library"])
-    architecture = next(x for x in architectures if x.name == task["name"])
+    architecture = architecture_of(task)
     found = _peak(architecture, task) if "implementation" in task else _times(architecture, task)
     print(json.dumps(to_plain(found)))
 

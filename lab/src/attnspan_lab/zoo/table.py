@@ -7,12 +7,13 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from attnspan_lab.bench.cells import OURS
-from attnspan_lab.console import NONE, Column, bytes_text, print_table, ratio_digits, seconds_text
-from attnspan_lab.zoo.cells import Cell, Row, Speed, ZooResults
+from attnspan_lab.console import NONE, Column, bytes_text, print_table, seconds_text, times_text
+from attnspan_lab.report.charts import ratio_text
+from attnspan_lab.zoo.cells import Row, Speed, ZooResults
 from attnspan_lab.zoo.verdicts import (
     JUDGED,
     Summary,
-    compared_layout,
+    compiled_cell,
     complaints,
     is_own,
     own_pairs,
@@ -84,7 +85,7 @@ def line_of(row: Row) -> tuple[str, ...]:
         row.kind,
         " ".join(layouts) or NONE,
         f"{ran}/{len(eager)}",
-        f"{ratio_digits(max(ratios))}x" if ratios else NONE,
+        times_text(max(ratios, default=None)),
         *(_compiles(row, name) for name in ("sdpa", "flex", OURS)),
         _graphs(row),
         _leaks(row),
@@ -93,13 +94,8 @@ def line_of(row: Row) -> tuple[str, ...]:
     )
 
 
-def _compared(row: Row, name: str) -> Cell | None:
-    layout = compared_layout(x.layout for x in row.cells)
-    return None if layout is None else row.cell(name, "compiled", layout)
-
-
 def _compiles(row: Row, name: str) -> str:
-    cell = _compared(row, name)
+    cell = compiled_cell(row, name)
     if cell is None:
         return NONE
     if is_own(row, cell):
@@ -108,7 +104,7 @@ def _compiles(row: Row, name: str) -> str:
 
 
 def _graphs(row: Row) -> str:
-    found = [_compared(row, name) for name in (OURS, "sdpa")]
+    found = [compiled_cell(row, name) for name in (OURS, "sdpa")]
     texts = [NONE if x is None or x.graphs is None or x.failed else str(x.graphs) for x in found]
     return NONE if texts == [NONE, NONE] else "/".join(texts)
 
@@ -166,18 +162,13 @@ def speed_line(speed: Speed) -> tuple[str, ...]:
     """Line of the table for a timed architecture, a text for each of `SPEED_COLUMNS`."""
     steps = [speed.seconds.get(x) for x in ("sdpa", OURS)]
     peaks = [speed.peaks.get(x) for x in ("sdpa", OURS)]
-    ratio = (
-        ""
-        if speed.ratio is None
-        else f" ({ratio_digits(speed.ratio.low)} to {ratio_digits(speed.ratio.high)})"
-    )
     return (
         speed.name,
         f"{speed.layout}, {speed.tokens:,} and {speed.memory_tokens:,} tokens",
         *(seconds_text(x.median if x else None) for x in steps),
-        f"{_times(speed.ratio.median if speed.ratio else None)}{ratio}{'~' if speed.noisy else ''}",
+        f"{ratio_text(speed.ratio)}{'~' if speed.noisy else ''}",
         *map(bytes_text, peaks),
-        _times(speed.memory_ratio),
+        times_text(speed.memory_ratio),
         "; ".join(f"{what}: {why}" for what, why in speed.reasons.items()),
     )
 
@@ -186,12 +177,8 @@ def median_line(speeds: Sequence[Speed]) -> tuple[str, ...]:
     """The medians over models of both ratios."""
     times = [x.ratio.median for x in speeds if x.ratio is not None]
     sizes = [x.memory_ratio for x in speeds if x.memory_ratio is not None]
-    ratios = [_times(median(x)) if x else NONE for x in (times, sizes)]
+    ratios = [times_text(median(x) if x else None) for x in (times, sizes)]
     return (f"median of {len(times)}", "", "", "", ratios[0], "", "", ratios[1], "")
-
-
-def _times(x: float | None) -> str:
-    return NONE if x is None else f"{ratio_digits(x)}x"
 
 
 def show_zoo(results: ZooResults, console: Console) -> None:

@@ -16,6 +16,7 @@ __all__ = [
     "Share",
     "Summary",
     "compared_layout",
+    "compiled_cell",
     "complaints",
     "is_exact",
     "is_own",
@@ -212,12 +213,12 @@ def summary_of(rows: Sequence[Row]) -> Summary:
         return {name: _share(ran, name, holds) for name in JUDGED}
 
     def alone(name: str) -> int:
-        found = [_compiled(row, name) for row in ran]
+        found = [compiled_cell(row, name) for row in ran]
         return sum(x is not None and not x.failed and not x.backward for x in found)
 
     graphs, generates = Share(), dict.fromkeys(("dynamic", "static"), Share())
     for row in ran:
-        ours = _compiled(row, OURS)
+        ours = compiled_cell(row, OURS)
         graphs += None if ours is None else _graphs_no_more(row, ours)
         for made in row.generations:
             generates[made.cache] += made.equal
@@ -248,7 +249,8 @@ def _cells(row: Row, name: str, mode: str = "eager") -> list[Cell]:
     return [x for x in row.cells if x.implementation == name and x.mode == mode]
 
 
-def _compiled(row: Row, name: str) -> Cell | None:
+def compiled_cell(row: Row, name: str) -> Cell | None:
+    """The compiled cell in which implementations are compared; None where there is none."""
     layout = compared_layout(x.layout for x in row.cells)
     return None if layout is None else row.cell(name, "compiled", layout)
 
@@ -259,7 +261,7 @@ def _runs(row: Row, name: str) -> list[bool | None]:
 
 def _compiles(row: Row, name: str) -> list[bool | None]:
     """Whether the compared layout compiles; None where it was not tried, or is the model's own failure."""
-    cell = _compiled(row, name)
+    cell = compiled_cell(row, name)
     return [] if cell is None or _nobody(row, cell) else [_reached(cell) == 2]
 
 

@@ -1,8 +1,12 @@
-"""A small model whose attention and mask can be chosen, whole and on several ranks."""
+"""A small model whose attention and mask can be chosen, on one rank and on two, with every feature."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,17 +14,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from attnspan import Mask, causal, from_predicate, segments
+from attnspan.kernels.cpu import counters
 from attnspan.parallel import Layout
 from attnspan.torch import attention
-from attnspan_lab.doctor.steps import outcome_of
-from attnspan_lab.doctor.subject import Subject
-from attnspan_lab.zoo.step import Outcome
+from attnspan_lab.doctor import matrix
+from attnspan_lab.doctor.matrix import blocks_of, compared, with_features, without_raising
+from attnspan_lab.zoo.step import Outcome, in_float64
 
-__all__ = ["ATTENTIONS", "MASKS", "GivenModel", "Trial"]
+__all__ = ["ATTENTIONS", "FACTORS", "MASKS", "Cell", "Example", "run_cells"]
 
 #: "causal"; "function", causal within documents, by a mask function; "spans", the same by ids.
 MASKS: tuple[str, ...] = ("causal", "function", "spans")
@@ -30,7 +36,23 @@ ATTENTIONS: dict[str, tuple[str, ...]] = {
     "flex": MASKS[:2],
     "sdpa": MASKS[:1],
 }
+#: The values of each feature; the first one is the plain one.
+FACTORS = {"mask": MASKS, **matrix.FACTORS, "ranks": ("one", "data", "context")}
 _HEADS, _DIM, _VOCABULARY, _BATCH, _LENGTH, _LAYERS = 2, 32, 40, 2, 32, 2
+
+
+@dataclass(frozen=True)
+class Cell(matrix.Cell):
+    """One combination.
+
+    Args:
+        mask: One of `MASKS`.
+        ranks: "one"; "data", two with parts of the batch (FSDP, or summed gradients where the whole is
+            compiled); "context", two with parts of the sequence.
+    """
+
+    mask: str = "causal"
+    ranks: str = "one"
 
 
 def _mask(name: str, ids: Any) -> Mask:
@@ -89,18 +111,19 @@ class _Model(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-class Trial:
-    """The example: a model, three batches of one shape whose documents differ, and steps of it.
+class Example:
+    """A trial: a model, three batches of one shape whose documents differ, and steps of it.
 
     Args:
         kind: One of `ATTENTIONS`, or "written out".
         mask: One of `MASKS`.
+        ranks: As of a `Cell`.
     """
 
     against = "eager float64"
 
-    def __init__(self, kind: str, mask: str) -> None:
-        self.mask, self.model = mask, _Model(kind, mask)
+    def __init__(self, kind: str, mask: str, ranks: str = "one") -> None:
+        self.mask, self.ranks, self.model = mask, ranks, _Model(kind, mask)
         self.kernel_calls = _LAYERS if kind == "attnspan" else 0
         draw = torch.Generator().manual_seed(1)
         self.batches = [
@@ -111,14 +134,9 @@ class Trial:
             for _ in range(3)
         ]
 
-    def outcome(self, call: Callable[..., Any], number: int, ranks: str = "one") -> Outcome:
-        """A step: results and gradients of the whole, also where ranks have parts of it.
-
-        Args:
-            call: The model, compiled or not.
-            number: Of the batch.
-            ranks: "one", "data" (batch rows) or "context" (tokens).
-        """
+    def outcome(self, call: Callable[..., Any], number: int) -> Outcome:
+        """A step: results and gradients of the whole, also where ranks have parts of it."""
+        ranks = self.ranks
         tokens, ids = self.batches[number]
         self.model.zero_grad(set_to_none=True)
         size = _BATCH * _LENGTH * _VOCABULARY
@@ -160,17 +178,75 @@ def _whole(gradient: Tensor, ranks: str) -> Tensor:
     return gradient
 
 
-class GivenModel:
-    """A model that was given, as a `Trial`: its own batches, in evaluation mode, on one rank."""
+def run_cells(
+    cells: Iterable[Cell], attention: str = "attnspan", *, backend: str = "aot_eager"
+) -> Iterator[tuple[Cell, str]]:
+    """Run combinations; of each "" or what failed.
 
-    kernel_calls = 0  # Not known.
-    against = "plain eager mode"
+    A cell asserts results and gradients, that no graph breaks, that another mask compiles nothing again, and
+    that the kernel ran as often as checkpointing says.
 
-    def __init__(self, subject: Subject) -> None:
-        self.subject, self.model = subject, subject.model.eval()
-        self.batches = subject.batches[:1] * 2
+    Args:
+        cells: In this order; those of two ranks are run together, in two processes.
+        attention: One of `ATTENTIONS`.
+        backend: Of torch.compile.
+    """
+    cells = list(cells)
+    for cell in cells:
+        if cell.ranks == "one":
+            yield cell, _run(cell, attention, backend)
+    shared = [x for x in cells if x.ranks != "one"]
+    if shared:
+        with tempfile.TemporaryDirectory(prefix="attnspan-matrix-") as folder:
+            context, given = get_context("spawn"), (folder, shared, attention, backend)
+            processes = [context.Process(target=_rank, args=(x, *given), daemon=True) for x in range(2)]
+            for process in processes:
+                process.start()
+            for process in processes:
+                process.join()
+            said = [_read(Path(folder) / f"{rank}.txt", len(shared)) for rank in range(2)]
+        for cell, *found in zip(shared, *said, strict=True):
+            yield cell, next(filter(None, found), "")
 
-    def outcome(self, call: Callable[..., Any], number: int, ranks: str = "one") -> Outcome:
-        """A step of a batch."""
-        assert ranks == "one"
-        return outcome_of(self.subject, call, self.batches[number])
+
+def _read(path: Path, count: int) -> list[str]:
+    """Read what a rank said of each cell; it says all at the end, or nothing."""
+    return path.read_text().split("\0") if path.exists() else ["the process of a rank ended"] * count
+
+
+def _rank(rank: int, folder: str, cells: list[Cell], attention: str, backend: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    said = [_run(x, attention, backend) for x in cells]
+    (Path(folder) / f"{rank}.txt").write_text("\0".join(said))
+    dist.destroy_process_group()
+
+
+def _run(cell: Cell, attention: str, backend: str) -> str:
+    """Run a cell; the failure, or ""."""
+
+    def run() -> str:
+        written = Example("written out", cell.mask)
+        written.model.double()
+        with in_float64():
+            want = written.outcome(written.model, 0)
+        example = Example(attention, cell.mask, cell.ranks)
+        call = with_features(cell, example.model, backend)
+        # The hooks of fully_shard break graphs, and are meant to lie between compiled blocks.
+        if cell.ranks == "data" and cell.compile != "whole":
+            for part in (*blocks_of(example.model), example.model):
+                fully_shard(part)
+        return compared(example, call, want) or _counted(cell, example, call)
+
+    return without_raising(run)
+
+
+def _counted(cell: Cell, example: Example, call: Callable[..., Any]) -> str:
+    """How often the kernel ran, where that is not as often as the cell says."""
+    before = counters()["forward"]["calls"]
+    example.outcome(call, 0)
+    ran = int(counters()["forward"]["calls"] - before)
+    wanted = example.kernel_calls * (2 if cell.checkpoint == "full" else 1)
+    # Own keys and those of others may be two calls.
+    good = ran in (wanted, 2 * wanted) if cell.ranks == "context" else ran == wanted
+    return "" if good or not wanted else f"the kernel ran {ran} times, not {wanted}"
