@@ -1,0 +1,129 @@
+"""What `make docs` adds to MkDocs: pages for the examples, and the promise that the reference is whole.
+
+Links out of `docs/` work in the repository. On the site an example is a page of its own, and any other path is
+shown as text.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import griffe
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files, InclusionLevel
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+#: Modules that users import. Everything that their `__all__` names has an anchor in the reference.
+MODULES = (
+    "attnspan",
+    "attnspan.errors",
+    "attnspan.integrations.accelerate",
+    "attnspan.integrations.diffusers",
+    "attnspan.integrations.torchtitan",
+    "attnspan.integrations.transformers",
+    "attnspan.jax",
+    "attnspan.library",
+    "attnspan.masks",
+    "attnspan.parallel",
+    "attnspan.parallel.jax",
+    "attnspan.parallel.torch.loss",
+    "attnspan.reference",
+    "attnspan.testing",
+    "attnspan.torch",
+    "attnspan.xla",
+)
+LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?:\.\./)+(?P<path>(?:examples|lab|benchmarks|src|tests)/?[^)#]*)\)")
+DIRECTIVE = re.compile(r"^::: (?P<path>[\w.]+)$", re.MULTILINE)
+ANCHOR = re.compile(r'\bid="([^"]+)"')
+
+
+def names_of(module: str) -> list[str]:
+    """Names in a module's `__all__`, read without importing it where it is a list."""
+    path = ROOT / "src" / module.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            if isinstance(node.value, ast.List):
+                return list(ast.literal_eval(node.value))
+            return list(importlib.import_module(module).__all__)
+    raise PluginError(f"{module} has no __all__")
+
+
+@cache
+def public() -> dict[str, griffe.Object]:
+    """Every public name of `MODULES`, dotted, and the definition it stands for."""
+    extensions = griffe.load_extensions(str(ROOT / "docs" / "docstrings.py"))
+    package = griffe.load("attnspan", search_paths=[ROOT / "src"], extensions=extensions, resolve_aliases=False)
+    return {f"{module}.{name}": _definition(package, f"{module}.{name}") for module in MODULES for name in names_of(module)}
+
+
+def _definition(package: Any, path: str) -> griffe.Object:
+    found = package[path.removeprefix("attnspan.")]
+    if found.is_module:  # a function of the same name, which the package shows in its place
+        found = found[found.name]
+    return found.final_target if found.is_alias else found
+
+
+@cache
+def _aliases() -> dict[str, list[str]]:
+    """By the path of a definition: the public names that stand for it."""
+    found: dict[str, list[str]] = {}
+    for name, definition in public().items():
+        found.setdefault(definition.path, []).append(name)
+    return found
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add a page for each example."""
+    for path in sorted((ROOT / "examples").rglob("*.py")):
+        name = path.relative_to(ROOT).as_posix()
+        text = f"# {name}\n\n````python\n{path.read_text(encoding='utf-8')}\n````\n"
+        page = File.generated(config, _page_of(name), content=text, inclusion=InclusionLevel.NOT_IN_NAV)
+        files.append(page)
+    return files
+
+
+def _page_of(example: str) -> str:
+    return f"sources/{example.removesuffix('.py')}.md"
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Lead links out of `docs/` to the pages of examples, and give each definition all its public names."""
+    up = "../" * page.file.src_uri.count("/")
+
+    def inside(match: re.Match[str]) -> str:
+        text, path = match["text"], match["path"]
+        if path.startswith("examples/") and path.endswith(".py"):
+            return f"[{text}]({up}{_page_of(path)})"
+        return text if "`" in text or text != path else f"`{text}`"
+
+    def named(match: re.Match[str]) -> str:
+        path = match["path"]
+        others = _aliases().get(public()[path].path if path in public() else path, [])
+        return "".join(f"[](){{ #{name} }}\n" for name in others if name != path) + f"\n{match[0]}"
+
+    return DIRECTIVE.sub(named, LINK.sub(inside, markdown))
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Refuse a site that leaves out a public name, or shows one without a docstring."""
+    missing = missing_names(Path(config.site_dir))
+    bare = [name for name, definition in public().items() if not definition.has_docstring]
+    if missing or bare:
+        raise PluginError(f"not in docs/reference: {missing}; without a docstring: {bare}")
+
+
+def missing_names(site: Path) -> list[str]:
+    """Public names without an anchor in the pages of the reference."""
+    pages = (site / "reference").glob("*.html")
+    anchors = {name for page in pages for name in ANCHOR.findall(page.read_text(encoding="utf-8"))}
+    return sorted(set(public()) - anchors)
