@@ -7,7 +7,9 @@ It is only compiled.
 import functools
 import linecache
 import re
+import sys
 import traceback
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +71,9 @@ def run(page: Path) -> dict[str, Any]:
     blocks = blocks_of(text)
     file = name_in_tracebacks(page)
     _give_source(file, text.count("\n"), blocks)
-    names: dict[str, Any] = {"__name__": f"docs.{page.stem}"}
+    module = types.ModuleType(f"page_{page.stem}".replace("-", "_"))
+    sys.modules[module.__name__] = module  # where compilers look for the globals of a function
+    names = vars(module)
     torch.manual_seed(0)
     for block in blocks:
         lines_above = "\n" * (block.line - 1)
