@@ -42,6 +42,7 @@ MODULES = (
     "attnspan.xla",
 )
 LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?:\.\./)+(?P<path>(?:examples|lab|benchmarks|src|tests)/?[^)#]*)\)")
+NAMED = re.compile(r"\[(?P<name>[\w-]+\.md)\]\((?P<path>[\w./-]+\.md)(?P<anchor>#[^)]*)?\)")
 DIRECTIVE = re.compile(r"^::: (?P<path>[\w.]+)$", re.MULTILINE)
 ANCHOR = re.compile(r'\bid="([^"]+)"')
 
@@ -96,8 +97,18 @@ def _page_of(example: str) -> str:
     return f"sources/{example.removesuffix('.py')}.md"
 
 
+PIPE_IN_CODE = re.compile(r"`[^`\n]*`")
+
+
+def _unescaped(line: str) -> str:
+    """A row of a table: GitHub wants `|` in code escaped, MkDocs shows the escape."""
+    if not line.startswith("|"):
+        return line
+    return PIPE_IN_CODE.sub(lambda code: code[0].replace("\\|", "|"), line)
+
+
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Lead links out of `docs/` to the pages of examples, and give each definition all its public names."""
+    """Lead links where the site has what they name, and give each definition all its public names."""
     up = "../" * page.file.src_uri.count("/")
 
     def inside(match: re.Match[str]) -> str:
@@ -106,12 +117,20 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
             return f"[{text}]({up}{_page_of(path)})"
         return text if "`" in text or text != path else f"`{text}`"
 
+    def titled(match: re.Match[str]) -> str:
+        path = ROOT / "docs" / Path(page.file.src_uri).parent / match["path"]
+        if not path.exists():
+            return match[0]  # MkDocs complains of it
+        title = re.search(r"^# (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        return f"[{title[1] if title else match['name']}]({match['path']}{match['anchor'] or ''})"
+
     def named(match: re.Match[str]) -> str:
         path = match["path"]
         others = _aliases().get(public()[path].path if path in public() else path, [])
         return "".join(f"[](){{ #{name} }}\n" for name in others if name != path) + f"\n{match[0]}"
 
-    return DIRECTIVE.sub(named, LINK.sub(inside, markdown))
+    markdown = "\n".join(map(_unescaped, markdown.split("\n")))
+    return DIRECTIVE.sub(named, NAMED.sub(titled, LINK.sub(inside, markdown)))
 
 
 def on_post_build(config: MkDocsConfig) -> None:
