@@ -22,7 +22,9 @@ class Docstrings(griffe.Extension):
             return
         fields = [x for x in cls.members.values() if x.is_attribute and x.annotation is not None]
         fields = [x for x in fields if "ClassVar" not in str(x.annotation) and not x.name.startswith("_")]
-        given = [griffe.Parameter(x.name, annotation=x.annotation, kind=KIND, default=x.value) for x in fields]
+        given = [
+            griffe.Parameter(x.name, annotation=x.annotation, kind=KIND, default=x.value) for x in fields
+        ]
         parameters = griffe.Parameters(griffe.Parameter("self", kind=KIND), *given)
         cls.set_member("__init__", griffe.Function("__init__", parameters=parameters))
         for field in fields:

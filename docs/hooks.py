@@ -1,7 +1,7 @@
 """What `make docs` adds to MkDocs: pages for the examples, and the promise that the reference is whole.
 
-Links out of `docs/` work in the repository. On the site an example is a page of its own, and any other path is
-shown as text.
+Links out of `docs/` work in the repository. On the site an example is a page of its own, and any other path
+is shown as text.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ MODULES = (
     "attnspan.torch",
     "attnspan.xla",
 )
-LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?:\.\./)+(?P<path>(?:examples|lab|benchmarks|src|tests)/?[^)#]*)\)")
+LINK = re.compile(
+    r"\[(?P<text>[^\]]+)\]\((?:\.\./)+(?P<path>(?:examples|lab|benchmarks|src|tests)/?[^)#]*)\)"
+)
 NAMED = re.compile(r"\[(?P<name>[\w-]+\.md)\]\((?P<path>[\w./-]+\.md)(?P<anchor>#[^)]*)?\)")
 DIRECTIVE = re.compile(r"^::: (?P<path>[\w.]+)$", re.MULTILINE)
 ANCHOR = re.compile(r'\bid="([^"]+)"')
@@ -63,8 +65,14 @@ def names_of(module: str) -> list[str]:
 def public() -> dict[str, griffe.Object]:
     """Every public name of `MODULES`, dotted, and the definition it stands for."""
     extensions = griffe.load_extensions(str(ROOT / "docs" / "docstrings.py"))
-    package = griffe.load("attnspan", search_paths=[ROOT / "src"], extensions=extensions, resolve_aliases=False)
-    return {f"{module}.{name}": _definition(package, f"{module}.{name}") for module in MODULES for name in names_of(module)}
+    package = griffe.load(
+        "attnspan", search_paths=[ROOT / "src"], extensions=extensions, resolve_aliases=False
+    )
+    return {
+        f"{module}.{name}": _definition(package, f"{module}.{name}")
+        for module in MODULES
+        for name in names_of(module)
+    }
 
 
 def _definition(package: Any, path: str) -> griffe.Object:

@@ -84,7 +84,9 @@ def blocks_of(text: str) -> list[Block]:
         if reason is not None:
             reason = reason.removeprefix(":").strip()
             assert reason, f"no reason: {match[0].splitlines()[0]}"
-        found.append(Block(text.count("\n", 0, match.start("code")) + 1, match["code"], reason, match["shown"]))
+        found.append(
+            Block(text.count("\n", 0, match.start("code")) + 1, match["code"], reason, match["shown"])
+        )
     assert len(found) == len(FENCE.findall(text)), "a block is not read as one"
     marked = [block for block in found if block.not_run]
     assert len(marked) == text.count(MARK), "a mark is not above a block"
@@ -179,7 +181,9 @@ CONSOLE = re.compile(r"^```\n\$ python -m attnspan (?P<command>.*)\n(?P<shown>(?
 
 
 @pytest.mark.compiled_module("it runs by default")
-@pytest.mark.parametrize("page", [page for page in ALL if "$ python" in (DOCS / f"{page}.md").read_text("utf-8")])
+@pytest.mark.parametrize(
+    "page", [page for page in ALL if "$ python" in (DOCS / f"{page}.md").read_text("utf-8")]
+)
 def test_a_command_prints_what_its_page_shows(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = CONSOLE.findall((DOCS / f"{page}.md").read_text(encoding="utf-8"))
     assert found

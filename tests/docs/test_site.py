@@ -73,7 +73,7 @@ def test_a_name_that_is_left_out_is_found(site: Path, tmp_path: Path) -> None:
         (tmp_path / "reference" / path.name).write_text(text, encoding="utf-8")
     assert 'id="attnspan.torch.wrap"' in page
     assert hooks.missing_names(tmp_path) == ["attnspan.torch.wrap"]
-    with pytest.raises(PluginError, match="attnspan.torch.wrap"):
+    with pytest.raises(PluginError, match=r"attnspan\.torch\.wrap"):
         hooks.on_post_build(settings(tmp_path))
 
 
@@ -99,7 +99,9 @@ def test_links_into_the_repository_become_pages_or_text(site: Path) -> None:
     training = (site / "training.html").read_text(encoding="utf-8")
     assert 'href="sources/examples/train/config.html"' in training
     assert (site / "sources/examples/train/config.html").exists()
-    assert "../" not in re.sub(r'(href|src|base)="[^"]*"|"base": *"[^"]*"', "", (site / "performance.html").read_text())
+    assert "../" not in re.sub(
+        r'(href|src|base)="[^"]*"|"base": *"[^"]*"', "", (site / "performance.html").read_text()
+    )
 
 
 # The browser.
@@ -169,7 +171,9 @@ def test_a_reader_clicks_from_the_start_to_a_name(visit: Callable[..., Any]) -> 
 
 def test_every_page_of_the_navigation_opens(visit: Callable[..., Any], site: Path) -> None:
     with visit("index.html") as page:
-        links = page.locator(".md-nav--primary a.md-nav__link").evaluate_all("links => links.map(a => a.href)")
+        links = page.locator(".md-nav--primary a.md-nav__link").evaluate_all(
+            "links => links.map(a => a.href)"
+        )
         names = {link.partition("#")[0] for link in links}
         assert len(names) > 50
         for name in sorted(names):
@@ -179,12 +183,17 @@ def test_every_page_of_the_navigation_opens(visit: Callable[..., Any], site: Pat
 
 
 @pytest.mark.parametrize(
-    ("words", "page_of_it"), [("RollingCache", "reference/torch.html"), ("prefix trees", "howto/prefix-trees.html")]
+    ("words", "page_of_it"),
+    [("RollingCache", "reference/torch.html"), ("prefix trees", "howto/prefix-trees.html")],
 )
-def test_the_search_finds_a_name_and_a_subject(visit: Callable[..., Any], words: str, page_of_it: str) -> None:
+def test_the_search_finds_a_name_and_a_subject(
+    visit: Callable[..., Any], words: str, page_of_it: str
+) -> None:
     with visit("index.html") as page:
         page.locator(".md-search__input").fill(words)
-        expect(page.locator(f".md-search-result__link[href*='{page_of_it}']").first).to_be_visible(timeout=20_000)
+        expect(page.locator(f".md-search-result__link[href*='{page_of_it}']").first).to_be_visible(
+            timeout=20_000
+        )
 
 
 def test_dark_and_light_follow_the_reader_and_the_button(visit: Callable[..., Any]) -> None:
