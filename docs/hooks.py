@@ -45,7 +45,7 @@ MODULES = (
 #: It lists names of torch, under one roof.
 NAMES_OF_TORCH = "attnspan.torch.compat"
 LINK = re.compile(
-    r"\[(?P<text>[^\]]+)\]\((?:\.\./)+(?P<path>(?:examples|lab|benchmarks|src|tests)/?[^)#]*)\)"
+    r"\[(?P<text>[^\]]+)\]\((?:\.\./)+(?P<path>(?:examples|lab|benchmarks|src|tests)(?:/[^)#]*)?)\)"
 )
 NAMED = re.compile(r"\[(?P<name>[\w-]+\.md)\]\((?P<path>[\w./-]+\.md)(?P<anchor>#[^)]*)?\)")
 DIRECTIVE = re.compile(r"^::: (?P<path>[\w.]+)$", re.MULTILINE)

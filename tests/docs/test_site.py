@@ -94,6 +94,7 @@ def test_links_by_file_names_show_titles(site: Path) -> None:
     text = (site / "library.html").read_text(encoding="utf-8")
     assert '<a href="masks.html">Masks</a>' in text
     assert ".md</a>" not in text
+    assert '<a href="../benchmarks.html">Measurement</a>' in (site / "figures/index.html").read_text()
 
 
 def test_links_into_the_repository_become_pages_or_text(site: Path) -> None:
