@@ -18,7 +18,7 @@ help:
 	@echo "make gpu     on a machine with a GPU: tests, tuning and figures, with its own Python and torch; or gpu-test, gpu-tune, gpu-bench"
 	@echo "make test-xla the tests of PyTorch/XLA, in an environment of their own (.venv-xla, 4 GB of packages)"
 	@echo "make zoo     every architecture of transformers and diffusers with attnspan, and the tests that need TRL and torchtitan"
-	@echo "make docs    build the documentation site into build/site, seconds; ARGS=serve shows it at http://127.0.0.1:8000"
+	@echo "make docs    build the documentation site into build/site, 9 seconds; ARGS=serve shows it at http://127.0.0.1:8000"
 	@echo "make lint    formatters, linters, type checker"
 	@echo "make bench   measure against torch's own CPU kernels, about half an hour on an idle machine"
 	@echo "make wheel   build the wheel into dist/"

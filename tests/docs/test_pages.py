@@ -25,6 +25,7 @@ torch = pytest.importorskip("torch")
 
 from attnspan.__main__ import main  # noqa: E402
 from attnspan.torch import StaticCache  # noqa: E402
+from attnspan_lab.bench.monitor import Monitor  # noqa: E402
 from attnspan_lab.cli import build_app  # noqa: E402
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -232,6 +233,22 @@ def test_decoding_of_the_page_agrees_with_no_cache() -> None:
             caches = [StaticCache(1, 2, 64, 16, layout="bshd") for _ in range(2)]
             with torch.no_grad():
                 assert model(ids[:, : count + t], caches).argmax() == ids[0, count + t]
+
+
+def test_the_trainer_of_the_page_is_watched(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    names: dict[str, Any] = {}
+    exec(blocks_of((DOCS / "monitoring.md").read_text(encoding="utf-8"))[-1].code, names)
+    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2))
+    quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
+    arguments = transformers.TrainingArguments(str(tmp_path / "out"), max_steps=3, use_cpu=True, **quiet)
+    data = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 24
+    monitor = Monitor(tmp_path / "watched")
+    names["MonitoredTrainer"](model, arguments, train_dataset=data, monitor=monitor).train()
+    records = monitor.results().monitor
+    assert [record.step for record in records] == [1, 2, 3]
+    assert all(record.phases.forward > 0 and record.phases.backward > 0 for record in records)
 
 
 def written(folder: Path, text: str) -> Path:

@@ -45,6 +45,9 @@ def settings(folder: Path, **changes: Any) -> Any:
     return load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder), **changes)
 
 
+# The machine may be busy.
+expect.set_options(timeout=20_000)
+
 # The reference.
 
 
