@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -62,27 +60,3 @@ def sensitivity(
         for name in exact:
             squares[name] += (error(near[name], exact[name]) / step) ** 2 / draws
     return {name: square**0.5 for name, square in squares.items()}
-
-
-def check(
-    got: Mapping[str, np.ndarray],
-    exact: Mapping[str, np.ndarray],
-    unavoidable: Mapping[str, float],
-    sizes: Any,
-    exponential: float,
-    unit: float = 2.0**-24,
-) -> None:
-    """Compare results by norm with exact ones, within what rounding to `unit`, half an epsilon, explains.
-
-    ``exponential`` is the relative error of an exponential.
-    """
-    assert got.keys() == exact.keys()
-    # Roundings walk at random over as many terms as a sum has.
-    terms = max(sizes.k_len, sizes.q_len * sizes.heads // sizes.kv_heads)
-    pairs = sizes.batch * sizes.q_len * sizes.k_len
-    for name, value in got.items():
-        walk = unit * math.sqrt(terms if name in ("out", "lse", "dq", "dk", "dv") else pairs)
-        factor = FACTOR if value.size >= FEW else FACTOR_OF_FEW
-        bound = factor * (unavoidable[name] + walk + exponential)
-        found = error(np.asarray(value, np.float64), exact[name])
-        assert found <= bound, f"{name}: error {found:.3g}, allowed {bound:.3g}"

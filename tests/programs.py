@@ -5,16 +5,10 @@ import subprocess
 import sys
 
 
-def run_program(*arguments: str, timeout: float = 300, **environment: str) -> str:
-    """What a Python process prints; it has to end well."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+def run_program(*arguments: str, timeout: float = 300, errors: bool = False, **environment: str) -> str:
+    """What a Python process prints, and what it says as errors if asked for; it has to end well."""
+    command, env = [sys.executable, *arguments], os.environ | environment
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
     said = done.stdout[-3000:] + done.stderr[-3000:]
     assert done.returncode == 0, f"exit status {done.returncode}: {said}"
-    return done.stdout
+    return done.stderr + done.stdout if errors else done.stdout

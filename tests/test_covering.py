@@ -9,13 +9,7 @@ from pathlib import Path
 import pytest
 from covering import SWITCH, covering
 
-FACTORS = {
-    "three small": (3, 3, 3),
-    "one large": (40, 7, 3, 2),
-    "two": (5, 4),
-    "one": (6,),
-    "none": (),
-}
+FACTORS = {"three small": (3, 3, 3), "one large": (40, 7, 3, 2), "two": (5, 4), "one": (6,), "none": ()}
 
 
 def _held(rows, strength):

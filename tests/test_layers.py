@@ -117,17 +117,7 @@ def test_no_file_imports_itself_by_way_of_others():
 
 
 def test_only_the_front_ends_know_a_framework():
-    knowing = {
-        "kernels",
-        "torch",
-        "jax",
-        "interop",
-        "parallel",
-        "xla",
-        "integrations",
-        "testing",
-        "__main__",
-    }
+    knowing = {"kernels", "torch", "jax", "interop", "parallel", "xla", "integrations", "testing", "__main__"}
     found = [
         f"{path.relative_to(PACKAGE)} imports {name}"
         for path, parts in _modules()

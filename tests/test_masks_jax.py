@@ -32,11 +32,7 @@ def _array(x):
 def _lower(masks, samples, like, rows):
     return [
         mask.spans(
-            Q_LEN,
-            sample.keys,
-            like=like,
-            **sample.sizes,
-            **({} if sample in SAMPLES else {"q_index": rows}),
+            Q_LEN, sample.keys, like=like, **sample.sizes, **({} if sample in SAMPLES else {"q_index": rows})
         ).bounds
         for mask, sample in zip(masks, samples, strict=True)
     ]

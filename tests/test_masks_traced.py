@@ -1,59 +1,11 @@
-"""Masks under torch.compile: one graph, no break, the spans of the eager lowering."""
+"""Masks under torch.compile: what depends on values. tests/torch/test_dynamic_lengths.py has each mask."""
 
 # ruff: noqa: ARG005  (functions of a fixed signature, most of which need a part of it)
-import numpy as np
 import pytest
 import torch
-from covering import everything, few
-from samples.masks import BATCH, KEYS, SAMPLES
 
 import attnspan as a
 import attnspan.torch
-
-_COMBINED = {"segments, three runs", "documents", "causal cache", "prefix-LM in documents", "images in text"}
-
-
-class Graphs:
-    """A backend that counts compilations and runs the graph as it is."""
-
-    def __init__(self):
-        self.count = 0
-
-    def __call__(self, graph, _inputs):
-        self.count += 1
-        return graph.forward
-
-
-def _check_in_one_graph(samples, q_lens, **options):
-    torch._dynamo.reset()
-    tensors = {}
-    arrays = [[tensors.setdefault(id(x), torch.from_numpy(x)) for x in sample.arrays] for sample in samples]
-
-    @torch.compile(fullgraph=True, **options)
-    def lower(q, arrays):
-        masks = [sample.build(*x) for sample, x in zip(samples, arrays, strict=True)]
-        return [mask.spans(q.shape[0], KEYS, batch=BATCH, like=q).bounds for mask in masks]
-
-    for q_len in q_lens:
-        got = lower(torch.zeros(q_len), arrays)
-        for sample, bounds in zip(samples, got, strict=True):
-            want = sample.mask().spans(q_len, KEYS, batch=BATCH).bounds
-            np.testing.assert_array_equal(bounds.numpy(), want, err_msg=sample.name)
-
-
-@pytest.mark.slow
-def test_every_mask_lowers_in_one_graph_for_all_lengths():
-    graphs = Graphs()
-    # tests/torch/test_dynamic_lengths.py has each mask in a call.
-    samples = [sample for sample in SAMPLES if everything() or sample.name in _COMBINED]
-    # No array has one of these lengths: equal sizes would be taken for one and the same size.
-    _check_in_one_graph(samples, (6, 9, 17), backend=graphs, dynamic=True)
-    assert graphs.count == 1
-
-
-def test_masks_lower_through_functionalisation():
-    combined = few([sample for sample in SAMPLES if sample.name in _COMBINED], 2)
-    _check_in_one_graph(combined, (5,), backend="aot_eager")
 
 
 def test_broken_promises_are_illegal_spans_when_traced():

@@ -16,19 +16,9 @@ _BY_NAME = {sample.name: sample for sample in SAMPLES}
 # Per batch row, from the left and from the right: none of them knows the number of rows.
 _PER_BATCH = ("key_padding", "key_padding, left", "prefix, per batch row")
 _OTHERS = (
-    "causal",
-    "window",
-    "window, both sides",
-    "segments",
-    "segments, per batch row",
-    "segments, three runs",
-    "documents",
-    "prefix, int",
-    "groups",
-    "key_padding, int",
-    "global_keys",
-    "prefix-LM",
-    "window and sinks",
+    *("causal", "window", "window, both sides", "segments", "segments, per batch row"),
+    *("segments, three runs", "documents", "prefix, int", "groups", "key_padding, int", "global_keys"),
+    *("prefix-LM", "window and sinks"),
 )
 _TREES = 60 if everything() else 20
 _OTHER_ROWS = "q_index of a prepared mask: expected the rows that it was prepared for"

@@ -230,12 +230,7 @@ def test_return_lse_is_read_as_a_truth_value():
 
 @pytest.mark.parametrize("other", [SPANS, causal(), VISIBLE, VISIBLE.numpy(), 1, None], ids=repr)
 def test_spans_are_wrapped_before_they_are_combined(other):
-    for use in (
-        lambda: SPANS & other,
-        lambda: SPANS | other,
-        lambda: other & SPANS,
-        lambda: other | SPANS,
-    ):
+    for use in (lambda: SPANS & other, lambda: SPANS | other, lambda: other & SPANS, lambda: other | SPANS):
         with pytest.raises(
             TypeError, match=r"[&|] \.\.\.: expected two masks, got Spans\(.*Wrap it in spans"
         ):

@@ -1,10 +1,7 @@
 """attnspan with one framework, with the other, with neither: each in a process of its own."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+from programs import run_program
 
 # A framework that no finder finds is one that is not installed.
 HIDE = """
@@ -69,22 +66,13 @@ mask.prepare(3, 3)._repr_svg_()
 """
 
 
-def python(code: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
-    return subprocess.run(
-        [sys.executable, "-c", HIDE + code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=environment,
-    )
-
-
 def printed(code: str) -> str:
-    done = python(code)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip().splitlines()[-1]
+    environment = {"OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
+    return run_program("-c", HIDE + code, timeout=120, errors=True, **environment)
+
+
+def last(code: str) -> str:
+    return printed(code).strip().splitlines()[-1]
 
 
 def missing(package: str, *attempts: str) -> str:
@@ -117,29 +105,26 @@ SHOW = COMMAND.format("show causal&(window(2)|global_keys(1)) --q-len 8", 0)
 
 @pytest.mark.slow
 def test_torch_without_jax() -> None:
-    assert printed(f"{TORCH}print(loaded())") == "['torch']"
+    assert last(f"{TORCH}print(loaded())") == "['torch']"
     code = f"hide('jax', 'jaxlib')\n{TORCH}import attnspan.torch\n{NO_JAX}print(loaded())"
-    assert printed(code) == "['torch']"
+    assert last(code) == "['torch']"
 
 
 @pytest.mark.slow
 def test_jax_without_torch() -> None:
-    assert printed(f"{JAX}print(loaded())") == "['jax', 'jaxlib']"
-    assert (
-        printed(f"hide('torch')\n{JAX}import attnspan.jax\n{NO_TORCH}print(loaded())") == "['jax', 'jaxlib']"
-    )
+    assert last(f"{JAX}print(loaded())") == "['jax', 'jaxlib']"
+    code = f"hide('torch')\n{JAX}import attnspan.jax\n{NO_TORCH}print(loaded())"
+    assert last(code) == "['jax', 'jaxlib']"
 
 
 def test_without_either() -> None:
     bench = COMMAND.format("bench", 2)
-    done = python(f"hide('torch', 'jax', 'jaxlib')\n{NEITHER}{SHOW}{bench}print(loaded())")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().splitlines()[-1] == "[]"
-    assert "8 queries x 8 keys" in done.stdout
-    assert "torch is not installed: pip install ./lab" in done.stderr
+    said = printed(f"hide('torch', 'jax', 'jaxlib')\n{NEITHER}{SHOW}{bench}print(loaded())")
+    assert said.strip().splitlines()[-1] == "[]"
+    assert "8 queries x 8 keys" in said
+    assert "torch is not installed: pip install ./lab" in said
 
 
 def test_neither_the_compiler_nor_dtensors_are_loaded_before_they_are_used() -> None:
     heavy = "{'torch._dynamo', 'torch.distributed.tensor', 'sympy'}"
-    done = python(f"import attnspan.torch\nprint(sorted({heavy} & set(sys.modules)))")
-    assert done.stdout.strip() == "[]", done.stderr
+    assert last(f"import attnspan.torch\nprint(sorted({heavy} & set(sys.modules)))") == "[]"

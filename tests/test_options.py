@@ -158,11 +158,7 @@ def test_jax():
             OptionError,
             "relative: buckets: expected columns of the table, 0 to 15, got 0 to 31. Make",
         ),
-        (
-            lambda: a.relative(torch.ones(4, 3), torch.tensor([0, -1, 2])),
-            OptionError,
-            "0 to 2, got -1 to 2",
-        ),
+        (lambda: a.relative(torch.ones(4, 3), torch.tensor([0, -1, 2])), OptionError, "0 to 2, got -1 to 2"),
         (
             lambda: a.relative(np.ones((5, 3))).lower(**SIZES),
             ShapeError,

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from samples.conformance import OPTIONS
+from samples.problems import Case, as_numpy, make
 
 from attnspan import causal, from_dense, full, segments, window
 from attnspan.call.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
@@ -76,52 +78,22 @@ def test_bad_input_is_named():
 
 
 HEADS, Q_LEN, K_LEN = 4, 5, 7
-RNG = np.random.default_rng(7)
-Q_INDEX = np.array([[30, 2, 9, 4, 100], [3, 3, 12, 0, 8]])
-K_INDEX = np.stack([RNG.permutation(40)[:K_LEN], RNG.permutation(40)[:K_LEN]])
-PLACES = {"q_index": Q_INDEX, "k_index": K_INDEX}
+SIZES = {"batch": 2, "heads": HEADS, "q_len": Q_LEN, "k_len": K_LEN, "head_dim": 3, "v_dim": 4, "runs": 2}
 
 
 def _normal(*shape):
     return np.random.default_rng(len(shape)).standard_normal(shape)
 
 
-OPTIONS = {
-    "none": Options(),
-    "softcap": Options(softcap=1.5),
-    "sinks": Options(sinks=_normal(HEADS)),
-    "alibi": Options(bias=_normal(1, HEADS), bias_kind=ALIBI),
-    "alibi per batch row": Options(bias=_normal(2, HEADS), bias_kind=ALIBI),
-    "signed alibi": Options(bias=_normal(2, HEADS), bias_kind=SIGNED_ALIBI),
-    "distance": Options(bias=_normal(HEADS, 5), bias_kind=DISTANCE),
-    "dense": Options(bias=_normal(2, HEADS, Q_LEN, K_LEN), bias_kind=DENSE),
-    "dense, one row": Options(bias=_normal(1, HEADS, 1, K_LEN), bias_kind=DENSE),
-    "dense, one head": Options(bias=_normal(2, 1, Q_LEN, K_LEN), bias_kind=DENSE),
-    "dropout": Options(dropout_p=0.4, dropout_seed=np.array(11)),
-    "dropout by seeds": Options(dropout_p=0.4, dropout_seed=np.arange(8).reshape(2, 4)),
-    "alibi by index": Options(bias=0.1 * _normal(2, HEADS), bias_kind=ALIBI, **PLACES),
-    "distance by index": Options(bias=_normal(HEADS, 31), bias_kind=DISTANCE, **PLACES),
-    "dropout by index": Options(dropout_p=0.4, dropout_seed=np.array(11), **PLACES),
-    "all": Options(
-        softcap=2.0,
-        bias=_normal(HEADS, 31),
-        bias_kind=DISTANCE,
-        sinks=_normal(HEADS),
-        dropout_p=0.25,
-        dropout_seed=np.array(-3),
-        **PLACES,
-    ),
-}
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 def test_gradients_equal_finite_differences(name):
-    options = OPTIONS[name]
-    rng = np.random.default_rng(3)
-    q, k, v = _problem(3)
-    bounds = _random_bounds(rng, Q_LEN, K_LEN, batch=2, heads=4).bounds
-    dout, dlse = rng.standard_normal((2, 4, 5, 4)), rng.standard_normal((2, 4, 5))
-    inputs = {"q": q, "k": k, "v": v, "bias": options.bias, "sinks": options.sinks}
+    problem = make(Case(OPTIONS[name], dtype=torch.float64, **SIZES))
+    q, k, v, dout, dlse = (x.double().numpy() for x in (*problem.inputs.values(), problem.dout, problem.dlse))
+    options, bounds = Options(*map(as_numpy, problem.options or Options())), problem.bounds.numpy()
+    inputs, rng = (
+        {"q": q, "k": k, "v": v, "bias": options.bias, "sinks": options.sinks},
+        np.random.default_rng(3),
+    )
 
     def loss(q, k, v, bias, sinks):
         out, lse = forward(q, k, v, bounds, 0.9, options._replace(bias=bias, sinks=sinks))
@@ -136,9 +108,8 @@ def test_gradients_equal_finite_differences(name):
         assert grads[which].shape == given.shape
         direction = rng.standard_normal(given.shape)
         # Slopes and tables act through distances of up to 100, whatever their own size.
-        direction /= np.linalg.norm(direction) * (
-            100 if which == "bias" and options.k_index is not None else 1
-        )
+        far = which == "bias" and options.k_index is not None
+        direction /= np.linalg.norm(direction) * (100 if far else 1)
         ahead = loss(**{**inputs, which: given + step * direction})
         behind = loss(**{**inputs, which: given - step * direction})
         slope = (ahead - behind) / (2 * step)

@@ -33,7 +33,7 @@ class Backend:
         dtypes: Those that it takes.
         programs: Where each option is a program to compile: those that the ordinary run has besides WIDEST.
         shapes: How many shapes the ordinary run has there. The kernels of Pallas have their own programs
-            and shapes in tests/jax/test_pallas_*.py.
+            and shapes in tests/jax/test_backends.py.
         long: How many factors at a time the long run covers: of option, mask and dtype; of option, shape and
             dtype.
         within: What the backend needs around a call.
@@ -74,19 +74,11 @@ NO_HANDLERS = "" if hasattr(cpu.core, "xla_handlers") else "there is no compiled
 WIDEST = "everything, dense"
 #: With WIDEST these hold all that options consist of, and each shape that a dense bias may have.
 PARTS = (
-    "none",
-    "alibi, signed, per batch row",
-    "distance table",
-    "everything, indices given",
-    "dense, per head, float32",
-    "dense, all heads",
-    "dense, one for all",
-    "dense, per key",
-    "dense, per key, one for all",
-    "dropout by seeds",
-    "alibi, indices given",
+    *("none", "alibi, signed, per batch row", "distance table", "everything, indices given"),
+    *("dense, per head, float32", "dense, all heads", "dense, one for all", "dense, per key"),
+    *("dense, per key, one for all", "dropout by seeds", "alibi, indices given"),
 )
-#: What plain JAX computes by ways of its own; tests/jax/testxla.py and test_math_jax.py have the rest.
+#: What plain JAX computes by ways of its own; tests/jax/test_backends.py has the rest.
 OF_JAX = ("none", "distance table", "everything, indices given", "dense, per key, one for all")
 
 #: Programs of JAX take a second or more to compile, so those back ends run fewer cells.

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
+from samples.jax_problems import seed_to_jax, to_jax
 from samples.problems import Problem
 from torch.utils._pytree import tree_map
 
@@ -29,7 +29,7 @@ def run(name: str, problem: Problem) -> dict[str, np.ndarray]:
     """Results and gradients to every differentiable input, under the oracle's names."""
     leaves = {**problem.inputs, **problem.setting.parameters}
     built = problem.setting.build(problem.setting.parameters)
-    arrays = {n: (_seed if n == "dropout_seed" else to_jax)(built[n]) for n in ARRAYS & built.keys()}
+    arrays = {n: (seed_to_jax if n == "dropout_seed" else to_jax)(built[n]) for n in ARRAYS & built.keys()}
     given = {n: to_jax(x) for n, x in leaves.items()}
     call = _program(name, problem)
     out, lse, gradients = call(given, _mask(problem), arrays, to_jax(problem.dout), to_jax(problem.dlse))
@@ -78,24 +78,3 @@ def _mask(problem: Problem) -> a.Mask:
     rows = np.arange(case.k_len - case.q_len, case.k_len)[None] if given is None else given.numpy()
     rows = np.broadcast_to(rows, (case.batch, case.q_len))
     return a.Prepared(a.Spans(jnp.asarray(wide), case.k_len), jnp.asarray(rows, jnp.int32))
-
-
-def to_jax(x: Any) -> Any:
-    """A torch tensor as a JAX array of the same bits; 64-bit integers, which JAX may lack, as int32."""
-    if not _is_tensor(x):
-        return x
-    if x.dtype == torch.bfloat16:
-        return jnp.asarray(x.contiguous().view(torch.int16).numpy()).view(jnp.bfloat16)
-    return jnp.asarray(x.to(torch.int32).numpy() if x.dtype == torch.int64 else x.numpy())
-
-
-def _seed(seed: torch.Tensor) -> Any:
-    """A seed as JAX takes it; those of rows and heads, which need 64 bits, as two words each."""
-    if seed.ndim == 0:
-        return to_jax(seed)
-    words = torch.stack([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], -1)
-    return jnp.asarray(words.numpy().astype(np.uint32))
-
-
-def _is_tensor(x: Any) -> bool:
-    return isinstance(x, torch.Tensor)

@@ -118,10 +118,11 @@ def _asked(problem: Problem) -> Asked:
     return Asked(mask, case.factor, softcap, None if bias is None else bias.float(), given.get("sinks"))
 
 
-def _results(problem: Problem, attend: Callable[..., Tensor], *given: Any, **keywords: Any) -> list[Tensor]:
-    inputs = [x.detach().requires_grad_() for x in problem.inputs.values()]
+def _results(attend, inputs, dout, *given, **keywords):
+    """The output and the gradients, where there are any."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
     out = attend(*inputs, *given, **keywords)
-    gradients = torch.autograd.grad(out, inputs, problem.dout) if out.requires_grad else ()
+    gradients = torch.autograd.grad(out, inputs, dout) if out.requires_grad else ()
     return [x.detach() for x in (out, *gradients)]
 
 
@@ -136,10 +137,10 @@ def _assert_no_worse(cases: list[Case], peers: Sequence[Peer]) -> None:
         problem = make(case)
         exact = replace(problem, dlse=torch.zeros_like(problem.dlse)).oracle()
         found.setdefault("exact", []).append([torch.from_numpy(exact[name]) for name in NAMES])
-        call = problem.keywords(problem.setting.parameters)
-        found.setdefault("ours", []).append(_results(problem, attention, backend="cpu", **call))
+        call, given = problem.keywords(problem.setting.parameters), (problem.inputs.values(), problem.dout)
+        found.setdefault("ours", []).append(_results(attention, *given, backend="cpu", **call))
         for peer in peers:
-            found.setdefault(peer.__name__, []).append(_results(problem, peer, _asked(problem)))
+            found.setdefault(peer.__name__, []).append(_results(peer, *given, _asked(problem)))
     pooled = {name: _pooled(results) for name, results in found.items()}
     exact, ours = pooled.pop("exact"), pooled.pop("ours")
     for i, name in enumerate(NAMES):
@@ -227,23 +228,16 @@ def test_no_less_accurate_than_aten_where_means_are_not_zero(shifted: str, shift
                 given[name] = torch.full_like(given[name], 1.2345) if mean is None else given[name] + mean
         *inputs, dout = given.values()
 
-        def results(attend: Callable[..., Tensor], inputs: list[Tensor], dout: Tensor) -> list[Tensor]:
-            leaves = [x.detach().requires_grad_() for x in inputs]
-            out = attend(*leaves)
-            return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-
         def peer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return scaled_dot_product_attention(q, k, v, is_causal=causal)
 
         def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attention(q, k, v, mask=attnspan.causal() if causal else None, backend="cpu")
 
-        exact = results(peer, [x.double() for x in inputs], dout.double())
+        exact = _results(peer, [x.double() for x in inputs], dout.double())
         for name, attend in (("ours", ours), ("flash", peer)):
-            found = results(attend, inputs, dout)
-            errors[name].append(
-                torch.stack([(x.double() - y).square().sum() for x, y in zip(found, exact, strict=True)])
-            )
+            pairs = zip(_results(attend, inputs, dout), exact, strict=True)
+            errors[name].append(torch.stack([(x.double() - y).square().sum() for x, y in pairs]))
     ratios = (sum(errors["ours"]) / sum(errors["flash"])).sqrt()
     allowed = MISSED.get((shifted, shift, causal), FACTOR)
     assert (ratios <= allowed).all(), dict(zip(NAMES, ratios.tolist(), strict=True))

@@ -19,8 +19,6 @@ from samples.problems import DTYPES
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from attnspan.call.options import Options
-from attnspan.kernels import cpu
 from attnspan.torch import attention
 
 FACTOR, SIZES, SEEDS = 1.5, (1, 2, 96, 32), range(3)
@@ -123,34 +121,3 @@ def test_no_less_accurate_than_others_where_rows_are_sharp(name: str, dtype: str
         # Rows of one key are copies, so that the norm of all errors may be a small part of one rounding.
         allowed = FACTOR * max(min(errors), least, torch.finfo(kind).eps / 8)
         assert error(x, y) <= allowed, (("out", "dq", "dk", "dv", "option")[i], errors)
-
-
-@pytest.mark.parametrize("scale", [10.0, 1e4])
-def test_a_part_of_a_softmax_has_the_gradients_of_the_whole(scale: float) -> None:
-    """What rings do: two halves of the keys, each with the lse of all."""
-    case = Sharp(bias=scale)
-    (q, k, v, bias), dout = _inputs(case, torch.float32, 0)
-    exact = _results(eager, [x.double() for x in (q, k, v, bias)], dout, case)
-    whole = _results(ours, [q, k, v, bias], dout, case)
-    halves = [slice(0, 48), slice(48, 96)]
-    bounds = torch.tensor([0, 48], dtype=torch.int32).expand(1, 1, 96, 1, 2).contiguous()
-    options = [Options(bias=bias[..., at].contiguous(), bias_kind=4) for at in halves]
-    outs, lses = torch.empty(2, *SIZES), torch.empty(2, *SIZES[:3], dtype=torch.float64)
-    keys = [(k[:, :, at].contiguous(), v[:, :, at].contiguous()) for at in halves]
-    more: dict[str, Any] = {"scale": case.scale, "num_threads": 1}
-    for i, (part, given) in enumerate(zip(keys, options, strict=True)):
-        cpu.forward(q, *part, bounds, outs[i], lses[i], options=given, **more)
-    lse = torch.logsumexp(lses, 0)
-    out = ((lses - lse).exp().float()[..., None] * outs).sum(0)
-    grads = [torch.empty(SIZES) for _ in range(2)]
-    parts = [[torch.empty(1, 2, 48, 32) for _ in range(2)] for _ in range(2)]
-    for grad, part, given, turned in zip(grads, keys, options, parts, strict=True):
-        cpu.backward(
-            *(dout, None, q, *part, out, lse, bounds, grad, *turned), options=given, part=True, **more
-        )
-    found = [out, grads[0] + grads[1], *(torch.cat(pair, 2) for pair in zip(*parts, strict=True))]
-    for x, y, z in zip(found, exact, whole, strict=False):
-        assert y is not None
-        assert z is not None
-        limit = 3 * max(error(z.double().numpy(), y.numpy()), 1e-7)
-        assert error(x.double().numpy(), y.numpy()) <= limit

@@ -35,6 +35,7 @@ NEEDS = {
     "bridge": ("jax",),
     "howto/diffusion": ("diffusers",),
     "howto/lora": ("transformers", "peft"),
+    "jax": ("jax", "flax"),
     "switch/jax": ("jax",),
     "transformers": ("transformers",),
 }
@@ -44,7 +45,6 @@ QUICKER = {"howto/packed-gpt": (".compile(fullgraph=True)", '.compile(fullgraph=
 ELSEWHERE = {
     "diffusers": "integrations/test_diffusers.py",
     "diffusers-parallel": "integrations/test_diffusers_parallel.py",
-    "jax": "jax/test_jax_page.py",
     "monitoring": "lab/bench/test_monitor.py",
     "parallel": "parallel/test_parallel_page.py",
     "spmd": "parallel/test_jax_plans.py",
@@ -249,6 +249,16 @@ def test_the_trainer_of_the_page_is_watched(tmp_path: Path) -> None:
     records = monitor.results().monitor
     assert [record.step for record in records] == [1, 2, 3]
     assert all(record.phases.forward > 0 and record.phases.backward > 0 for record in records)
+
+
+def test_the_page_of_jax_compiles_once_and_names_every_back_end() -> None:
+    backends = pytest.importorskip("attnspan.jax.backends")
+    names = names_of(DOCS / "jax.md", None)
+    assert names["out"].shape == names["q"].shape
+    assert names["dq"].any()
+    assert names["attend"]._cache_size() == 1
+    rows = re.findall(r"^\| `(\w+)` \|", (DOCS / "jax.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(rows) == sorted(backends.BACKENDS)
 
 
 def written(folder: Path, text: str) -> Path:

@@ -37,6 +37,8 @@ class Sizes(NamedTuple):
 
 
 ODD = Sizes()
+#: The class of a model, its configuration, and inputs.
+Made = tuple[type, dict[str, Any], dict[str, Any]]
 
 
 def noise(*shape: int) -> Tensor:
@@ -51,6 +53,16 @@ def _steps(s: Sizes) -> Tensor:
     return torch.linspace(0.2, 0.8, s.batch)
 
 
+def _text(s: Sizes, dim: int = 12) -> dict[str, Tensor]:
+    """Text, and the time of a step."""
+    return {"encoder_hidden_states": noise(s.batch, s.text, dim), "timestep": _steps(s)}
+
+
+def _shown(s: Sizes) -> Tensor:
+    """A mask of the text, which models want without padding too."""
+    return s.keep if s.padded else torch.ones_like(s.keep)
+
+
 def _ids(s: Sizes, axes: int) -> tuple[Tensor, Tensor]:
     image = torch.zeros(s.height, s.width, axes)
     image[..., 1], image[..., 2] = torch.arange(s.height)[:, None], torch.arange(s.width)
@@ -59,66 +71,47 @@ def _ids(s: Sizes, axes: int) -> tuple[Tensor, Tensor]:
     return image.flatten(0, 1), text
 
 
-def flux(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    sizes = {
-        "num_layers": 2,
-        "num_single_layers": 2,
-        "num_attention_heads": s.heads,
-        "attention_head_dim": 16,
-    }
-    config = {
-        "in_channels": 4,
-        "joint_attention_dim": 12,
-        "pooled_projection_dim": 8,
-        "axes_dims_rope": (4, 4, 8),
-    }
+def flux(s: Sizes) -> Made:
+    config = {"num_layers": 2, "num_single_layers": 2, **_heads(s, 16), "in_channels": 4}
+    config |= {"joint_attention_dim": 12, "pooled_projection_dim": 8, "axes_dims_rope": (4, 4, 8)}
     image, text = _ids(s, 3)
     inputs = {
         "hidden_states": noise(s.batch, s.height * s.width, 4),
-        "encoder_hidden_states": noise(s.batch, s.text, 12),
+        **_text(s),
         "pooled_projections": noise(s.batch, 8),
-        "timestep": _steps(s),
         "img_ids": image,
         "txt_ids": text,
     }
-    return FluxTransformer2DModel, sizes | config, inputs
+    return FluxTransformer2DModel, config, inputs
 
 
-def flux2(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    sizes = {
-        "num_layers": 1,
-        "num_single_layers": 2,
-        "num_attention_heads": s.heads,
-        "attention_head_dim": 16,
-    }
-    config = {"in_channels": 4, "joint_attention_dim": 12, "axes_dims_rope": (4, 4, 4, 4)}
-    config |= {"timestep_guidance_channels": 16}
+def flux2(s: Sizes) -> Made:
+    config = {"num_layers": 1, "num_single_layers": 2, **_heads(s, 16), "in_channels": 4}
+    config |= {"joint_attention_dim": 12, "axes_dims_rope": (4, 4, 4, 4), "timestep_guidance_channels": 16}
     image, text = _ids(s, 4)
     inputs = {
         "hidden_states": noise(s.batch, s.height * s.width, 4),
-        "encoder_hidden_states": noise(s.batch, s.text, 12),
-        "timestep": _steps(s),
+        **_text(s),
         "guidance": torch.ones(s.batch),
         "img_ids": image,
         "txt_ids": text,
     }
-    return Flux2Transformer2DModel, sizes | config, inputs
+    return Flux2Transformer2DModel, config, inputs
 
 
-def qwen_image(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    config = {"num_layers": 2, "num_attention_heads": s.heads, "attention_head_dim": 16, "in_channels": 16}
+def qwen_image(s: Sizes) -> Made:
+    config = {"num_layers": 2, **_heads(s, 16), "in_channels": 16}
     config |= {"out_channels": 4, "joint_attention_dim": 12, "axes_dims_rope": (4, 4, 8), "patch_size": 2}
     inputs = {
         "hidden_states": noise(s.batch, s.height * s.width, 16),
-        "encoder_hidden_states": noise(s.batch, s.text, 12),
+        **_text(s),
         "encoder_hidden_states_mask": s.keep.long() if s.padded else None,
-        "timestep": _steps(s),
         "img_shapes": [[(1, s.height, s.width)]] * s.batch,
     }
     return QwenImageTransformer2DModel, config, inputs
 
 
-def sd3(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
+def sd3(s: Sizes) -> Made:
     config = {"sample_size": 16, "patch_size": 2, "in_channels": 4, "num_layers": 3, "attention_head_dim": 8}
     config |= {
         "num_attention_heads": s.heads,
@@ -129,9 +122,8 @@ def sd3(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
     config |= {"dual_attention_layers": (0,), "qk_norm": "rms_norm"}
     inputs = {
         "hidden_states": noise(s.batch, 4, 2 * s.height, 2 * s.width),
-        "encoder_hidden_states": noise(s.batch, s.text, 12),
+        **_text(s),
         "pooled_projections": noise(s.batch, 8),
-        "timestep": _steps(s),
     }
     return SD3Transformer2DModel, config, inputs
 
@@ -140,36 +132,25 @@ def _film(s: Sizes, channels: int) -> Tensor:
     return noise(s.batch, channels, 3, 2 * s.height, 2 * s.width)
 
 
-def wan(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    config = {"patch_size": (1, 2, 2), "num_attention_heads": s.heads, "attention_head_dim": 12}
-    config |= {
-        "in_channels": 4,
-        "out_channels": 4,
-        "text_dim": 12,
-        "freq_dim": 16,
-        "ffn_dim": 24,
-        "num_layers": 2,
-    }
+def wan(s: Sizes) -> Made:
+    config = {"patch_size": (1, 2, 2), **_heads(s, 12)}
+    config |= {"in_channels": 4, "out_channels": 4, "text_dim": 12, "freq_dim": 16, "ffn_dim": 24}
+    config |= {"num_layers": 2}
     config |= {"cross_attn_norm": True, "qk_norm": "rms_norm_across_heads", "rope_max_seq_len": 32}
-    inputs = {
-        "hidden_states": _film(s, 4),
-        "timestep": _steps(s),
-        "encoder_hidden_states": noise(s.batch, s.text, 12),
-    }
+    inputs = {"hidden_states": _film(s, 4), **_text(s)}
     if s.padded:  # Wan 2.2: a time for each token, instead of padding.
         inputs["timestep"] = torch.linspace(0.1, 0.9, 3 * s.height * s.width).repeat(s.batch, 1)
     return WanTransformer3DModel, config, inputs
 
 
-def ltx(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    config = {"in_channels": 8, "out_channels": 8, "num_attention_heads": s.heads, "attention_head_dim": 8}
+def ltx(s: Sizes) -> Made:
+    config = {"in_channels": 8, "out_channels": 8, **_heads(s, 8)}
     config |= {"cross_attention_dim": 8 * s.heads, "num_layers": 2, "caption_channels": 12}
     config |= {"qk_norm": "rms_norm_across_heads"}
     inputs = {
         "hidden_states": noise(s.batch, 3 * s.height * s.width, 8),
-        "encoder_hidden_states": noise(s.batch, s.text, 12),
-        "timestep": _steps(s),
-        "encoder_attention_mask": s.keep if s.padded else torch.ones_like(s.keep),
+        **_text(s),
+        "encoder_attention_mask": _shown(s),
         "num_frames": 3,
         "height": s.height,
         "width": s.width,
@@ -179,68 +160,47 @@ def ltx(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
     return LTXVideoTransformer3DModel, config, inputs
 
 
-def hunyuan_video(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    config = {"in_channels": 4, "out_channels": 4, "num_attention_heads": s.heads, "attention_head_dim": 16}
-    config |= {
-        "num_layers": 1,
-        "num_single_layers": 2,
-        "num_refiner_layers": 1,
-        "patch_size": 2,
-        "patch_size_t": 1,
-    }
-    config |= {
-        "guidance_embeds": True,
-        "text_embed_dim": 12,
-        "pooled_projection_dim": 8,
-        "rope_axes_dim": (4, 4, 8),
-    }
+def hunyuan_video(s: Sizes) -> Made:
+    config = {"in_channels": 4, "out_channels": 4, **_heads(s, 16)}
+    config |= {"num_layers": 1, "num_single_layers": 2, "num_refiner_layers": 1, "patch_size": 2}
+    config |= {"patch_size_t": 1, "guidance_embeds": True, "text_embed_dim": 12}
+    config |= {"pooled_projection_dim": 8, "rope_axes_dim": (4, 4, 8)}
     inputs = {
         "hidden_states": _film(s, 4),
-        "timestep": _steps(s),
-        "encoder_hidden_states": noise(s.batch, s.text, 12),
-        "encoder_attention_mask": (s.keep if s.padded else torch.ones_like(s.keep)).long(),
+        **_text(s),
+        "encoder_attention_mask": _shown(s).long(),
         "pooled_projections": noise(s.batch, 8),
         "guidance": torch.ones(s.batch),
     }
     return HunyuanVideoTransformer3DModel, config, inputs
 
 
-def hunyuan_video_replaced(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
+def hunyuan_video_replaced(s: Sizes) -> Made:
     kind, config, inputs = hunyuan_video(s)
     return kind, config | {"image_condition_type": "token_replace"}, inputs
 
 
-def lumina2(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    config = {
-        "sample_size": 16,
-        "patch_size": 2,
-        "in_channels": 4,
-        "hidden_size": 8 * s.heads,
-        "num_layers": 2,
-    }
-    config |= {"num_refiner_layers": 1, "num_attention_heads": s.heads, "num_kv_heads": 1}
-    config |= {"multiple_of": 2}
-    config |= {"norm_eps": 1e-5, "scaling_factor": 1.0, "axes_dim_rope": (4, 2, 2)}
-    config |= {"axes_lens": (32, 32, 32)}
-    config |= {"cap_feat_dim": 12}
+def lumina2(s: Sizes) -> Made:
+    config = {"sample_size": 16, "patch_size": 2, "in_channels": 4, "hidden_size": 8 * s.heads}
+    config |= {"num_layers": 2, "num_refiner_layers": 1, "num_attention_heads": s.heads, "num_kv_heads": 1}
+    config |= {"multiple_of": 2, "norm_eps": 1e-5, "scaling_factor": 1.0, "axes_dim_rope": (4, 2, 2)}
+    config |= {"axes_lens": (32, 32, 32), "cap_feat_dim": 12}
     inputs = {
         "hidden_states": noise(s.batch, 4, 2 * s.height, 2 * s.width),
-        "timestep": _steps(s),
-        "encoder_hidden_states": noise(s.batch, s.text, 12),
-        "encoder_attention_mask": s.keep if s.padded else torch.ones_like(s.keep),
+        **_text(s),
+        "encoder_attention_mask": _shown(s),
     }
     return Lumina2Transformer2DModel, config, inputs
 
 
-def pixart(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
+def pixart(s: Sizes) -> Made:
     config = {"sample_size": 8, "num_layers": 2, "patch_size": 2, "attention_head_dim": 8, "in_channels": 4}
     config |= {"num_attention_heads": s.heads, "out_channels": 8, "cross_attention_dim": 8 * s.heads}
     config |= {"caption_channels": 12, "use_additional_conditions": False, "attention_bias": True}
     config |= {"norm_num_groups": 1, "norm_elementwise_affine": False, "norm_eps": 1e-6}
     inputs = {
         "hidden_states": noise(s.batch, 4, 2 * s.height, 2 * s.width),
-        "encoder_hidden_states": noise(s.batch, s.text, 12),
-        "timestep": _steps(s),
+        **_text(s),
         "added_cond_kwargs": {"aspect_ratio": None, "resolution": None},
         "encoder_attention_mask": s.keep.long() if s.padded else None,
     }
@@ -251,66 +211,56 @@ def pixart(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
     return PixArtTransformer2DModel, config, inputs
 
 
-def cogvideox(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    config = {"num_attention_heads": s.heads, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4}
+def cogvideox(s: Sizes) -> Made:
+    config = {**_heads(s, 16), "in_channels": 4, "out_channels": 4}
     config |= {"time_embed_dim": 4, "text_embed_dim": 12, "num_layers": 2, "sample_width": 2 * s.width}
-    config |= {
-        "sample_height": 2 * s.height,
-        "sample_frames": 9,
-        "patch_size": 2,
-        "max_text_seq_length": s.text,
-    }
+    config |= {"sample_height": 2 * s.height, "sample_frames": 9, "patch_size": 2}
+    config |= {"max_text_seq_length": s.text}
     config |= {"temporal_compression_ratio": 4, "use_rotary_positional_embeddings": True}
     angles = torch.randn(3 * s.height * s.width, 16)
     inputs = {
         "hidden_states": noise(s.batch, 3, 4, 2 * s.height, 2 * s.width),
-        "encoder_hidden_states": noise(s.batch, s.text, 12),
-        "timestep": _steps(s),
+        **_text(s),
         "image_rotary_emb": (angles.cos(), angles.sin()),
     }
     return CogVideoXTransformer3DModel, config, inputs
 
 
-def mochi(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    config = {"patch_size": 2, "num_attention_heads": s.heads, "attention_head_dim": 8, "num_layers": 2}
+def mochi(s: Sizes) -> Made:
+    config = {"patch_size": 2, **_heads(s, 8), "num_layers": 2}
     config |= {"pooled_projection_dim": 16, "in_channels": 4, "text_embed_dim": 16, "time_embed_dim": 4}
     config |= {"activation_fn": "swiglu", "max_sequence_length": 16}
-    inputs = {
-        "hidden_states": _film(s, 4),
-        "encoder_hidden_states": noise(s.batch, s.text, 16),
-        "timestep": _steps(s),
-        "encoder_attention_mask": s.keep if s.padded else torch.ones_like(s.keep),
-    }
+    inputs = {"hidden_states": _film(s, 4), **_text(s, 16), "encoder_attention_mask": _shown(s)}
     return MochiTransformer3DModel, config, inputs
 
 
-def flux_controlled(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
+def flux_controlled(s: Sizes) -> Made:
     kind, config, inputs = flux(s)
     for name in ("controlnet_block_samples", "controlnet_single_block_samples"):
         inputs[name] = [noise(s.batch, s.height * s.width, 16 * s.heads) for _ in range(2)]
     return kind, config, inputs
 
 
-def qwen_image_edited(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
+def qwen_image_edited(s: Sizes) -> Made:
     kind, config, inputs = qwen_image(s)
     inputs["img_shapes"] = [[(1, s.height, s.width - 2), (1, s.height, 2)]] * s.batch
     return kind, config | {"zero_cond_t": True}, inputs
 
 
-def cogvideox_in_time(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
+def cogvideox_in_time(s: Sizes) -> Made:
     kind, config, inputs = cogvideox(s)
     config |= {"patch_size_t": 3, "patch_bias": False}
     angles = torch.randn(s.height * s.width, 16)
     return kind, config, inputs | {"image_rotary_emb": (angles.cos(), angles.sin())}
 
 
-def wan_of_image(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
+def wan_of_image(s: Sizes) -> Made:
     kind, config, inputs = wan(s)
     inputs["encoder_hidden_states_image"] = noise(s.batch, 5, 12)
     return kind, config | {"image_dim": 12, "added_kv_proj_dim": 12 * s.heads}, inputs
 
 
-def sd3_controlled(s: Sizes) -> tuple[type, dict[str, Any], dict[str, Any]]:
+def sd3_controlled(s: Sizes) -> Made:
     kind, config, inputs = sd3(s)
     inputs["block_controlnet_hidden_states"] = [noise(s.batch, s.height * s.width, 8 * s.heads)] * 2
     return kind, config, inputs | {"skip_layers": [1]}

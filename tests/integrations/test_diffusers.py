@@ -5,7 +5,6 @@ import gc
 import pickle
 import re
 import threading
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils import _python_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
+from watching import Watching
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -46,23 +45,17 @@ def _the_backend_is_process_wide():
     registry.set_active_backend(before)
 
 
-class Operators(TorchDispatchMode):
-    """Counts attention by its operator."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        name = str(op)
-        if name.startswith("attnspan.") or "scaled_dot_product" in name:
-            self.counts["torch" if name.startswith("aten") else name.split(".")[1]] += 1
-        return op(*args, **(kwargs or {}))
+def _attends(operator, *_):
+    """The name of an operator of attention."""
+    name = str(operator)
+    if name.startswith("attnspan."):
+        return name.split(".")[1]
+    return "torch" if "scaled_dot_product" in name else None
 
 
 def _run(model, inputs):
     model.zero_grad()
-    with Operators() as operators:
+    with Watching(_attends) as operators:
         out = model(**inputs, return_dict=False)[0]
         out.pow(2).mean().backward()
     gradients = torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])
@@ -310,7 +303,7 @@ def test_a_pipeline_but_not_its_autoencoder():
 
     def images():
         generator = torch.Generator().manual_seed(0)
-        with Operators() as operators:
+        with Watching(_attends) as operators:
             found = pipeline([1], num_inference_steps=2, generator=generator, output_type="np").images
         return torch.from_numpy(found), operators.counts
 

@@ -15,12 +15,12 @@ from transformers_models import (
     LEFT_PADDED,
     POSITIONS,
     TOKENS,
-    Operators,
     assert_equals_eager,
     build,
     computed,
     logits,
 )
+from watching import Watching, tensors_of
 
 import attnspan.integrations.transformers  # noqa: F401
 from attnspan.testing import assert_isolated
@@ -79,13 +79,14 @@ PACKED = {
 }
 
 
+def _named_with_size(operator, _, result):
+    return str(operator), max((x.numel() for x in tensors_of(result)), default=0)
+
+
 def _largest(graph, seen):
     """Keep the size of the largest tensor of a program, and run it."""
     values = [node.meta.get("val") for node in graph.graph.nodes]
-    sizes = [
-        x.numel() for v in values for x in (v if isinstance(v, (tuple, list)) else [v]) if hasattr(x, "numel")
-    ]
-    seen.append(max(sizes))
+    seen.append(max(x.numel() for x in tensors_of(values)))
     return make_boxed_func(graph.forward)
 
 
@@ -108,15 +109,15 @@ def test_packed_training_makes_no_tensor_of_all_pairs(compiled, given):
         assert max(seen) <= LONG * 128
     else:
         model.set_attn_implementation("attnspan")
-        with Operators() as operators:
+        with Watching(_named_with_size) as operators:
             model(**inputs).logits.pow(2).mean().backward()
-        assert operators.counts[FORWARD] == operators.counts[BACKWARD] == 2
-        assert operators.largest <= LONG * 128
+        assert [sum(name == x for name, _ in operators.seen) for x in (FORWARD, BACKWARD)] == [2, 2]
+        assert max(size for _, size in operators.seen) <= LONG * 128
     # The check sees such tensors.
     model.set_attn_implementation("eager")
-    with Operators() as operators, torch.no_grad():
+    with Watching(_named_with_size) as operators, torch.no_grad():
         model(**inputs)
-    assert operators.largest >= LONG * LONG
+    assert max(size for _, size in operators.seen) >= LONG * LONG
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "llama4_text"])

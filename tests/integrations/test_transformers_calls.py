@@ -11,7 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 transformers = pytest.importorskip("transformers")
 
-from transformers_models import LEFT_PADDED, TOKENS, Operators, assert_equals_eager, build  # noqa: E402
+from transformers_models import FORWARD, LEFT_PADDED, TOKENS, assert_equals_eager, build  # noqa: E402
+from watching import Watching  # noqa: E402
 
 import attnspan.integrations.transformers as adapter  # noqa: E402
 from attnspan.errors import OptionError, ShapeError  # noqa: E402
@@ -189,18 +190,9 @@ def test_functions_of_masks_take_keywords_as_before():
         masking.sliding_window_overlay(2, window=3)
 
 
-class Seeds(Operators):
-    """Keeps the seeds that forward calls are given."""
-
-    def __init__(self):
-        super().__init__()
-        self.seeds = []
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if str(op) == "attnspan.attention.default":
-            given = dict(zip([x.name for x in op._schema.arguments], args, strict=False), **(kwargs or {}))
-            self.seeds.append(int(given["dropout_seed"]))
-        return super().__torch_dispatch__(op, types, args, kwargs)
+def _seed(operator, arguments, _):
+    """The seed of a forward call."""
+    return int(arguments["dropout_seed"]) if str(operator) == FORWARD else None
 
 
 def _step(model, call, seed):
@@ -220,15 +212,15 @@ def _dropping():
 
 def test_each_layer_and_step_draws_a_seed_of_its_own():
     model = _dropping()
-    with Seeds() as first:
+    with Watching(_seed) as first:
         out, gradients = _step(model, model, 0)
-    with Seeds() as again:
+    with Watching(_seed) as again:
         equal = _step(model, model, 0)
         model(input_ids=TOKENS, use_cache=False)
     assert torch.equal(out, equal[0])
     assert torch.equal(gradients, equal[1])
-    assert first.seeds == again.seeds[:2]
-    assert len(set(again.seeds)) == 4
+    assert first.seen == again.seen[:2]
+    assert len(set(again.seen)) == 4
     assert relative_error(_step(model, model, 1)[0], out) > 0.1
 
 
@@ -253,10 +245,10 @@ def test_recomputed_layers_draw_the_same_seeds(reentrant):
     model = _dropping()
     wanted = _step(model, model, 0)
     model.activation_checkpointing_enable({"use_reentrant": reentrant})
-    with Seeds() as seen:
+    with Watching(_seed) as seen:
         got = _step(model, model, 0)
-    assert len(seen.seeds) == 4
-    assert len(set(seen.seeds)) == 2
+    assert len(seen.seen) == 4
+    assert len(set(seen.seen)) == 2
     assert torch.equal(got[0], wanted[0])
     assert relative_error(got[1], wanted[1]) < 1e-6
 

@@ -15,9 +15,9 @@ from transformers_models import (  # noqa: E402
     LEFT_PADDED,
     RIGHT_PADDED,
     TOKENS,
-    Operators,
     build,
 )
+from watching import Watching  # noqa: E402
 
 import attnspan.integrations.transformers  # noqa: E402, F401
 
@@ -35,7 +35,7 @@ def _generated(model, implementation, inputs, **options):
     model.set_attn_implementation(implementation)
     steps = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False}
     shown = {"return_dict_in_generate": True, "output_logits": True}
-    with Operators() as operators:
+    with Watching() as operators:
         found = model.generate(**inputs, **steps, **shown, **options)
     return found.sequences, torch.stack(found.logits), operators.counts[FORWARD]
 
@@ -106,7 +106,7 @@ def test_assisted_decoding(accepts):
     assistant.set_attn_implementation("attnspan")
     lengths = []
     hook = model.model.layers[0].register_forward_hook(lambda _, args, __: lengths.append(args[0].shape[1]))
-    with Operators() as operators:
+    with Watching() as operators:
         got = model.generate(tokens, assistant_model=assistant, max_new_tokens=STEPS, do_sample=False)
     hook.remove()
     assert torch.equal(got, wanted)
@@ -157,7 +157,7 @@ def test_a_static_cache_in_compiled_code(name, times):
 def test_the_example_generates_what_eager_attention_does(monkeypatch, capsys):
     example = Path(__file__).parents[2] / "examples" / "generate_static_cache.py"
     monkeypatch.setattr("sys.argv", [str(example), "--compare", "--tokens", "20"])
-    with Operators() as operators:
+    with Watching() as operators:
         runpy.run_path(str(example), run_name="__main__")
     *rows, equal = capsys.readouterr().out.splitlines()
     assert [len(row.split(",")) for row in rows] == [20, 20]

@@ -1,12 +1,11 @@
 """Kinds of models of transformers other than plain decoders, each against the eager implementation."""
 
 import importlib
-import subprocess
-import sys
 
 import pytest
 import torch
 from closeness import relative_error
+from programs import run_program
 
 transformers = pytest.importorskip("transformers")
 
@@ -25,33 +24,15 @@ from transformers_models import (  # noqa: E402
 import attnspan.integrations.transformers as adapter  # noqa: E402
 from attnspan.errors import OptionError  # noqa: E402
 
+NO_MARKERS = {"cls_token_id": 1, "sep_token_id": 2}
 PADDING = {"plain": {}, "padded": {"attention_mask": RIGHT_PADDED}}
-BART = {
-    "d_model": 64,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 96,
-    "decoder_ffn_dim": 96,
-    "dropout": 0.0,
-}
+BART = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4}
+BART |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "dropout": 0.0}
 T5 = {"d_model": 64, "d_kv": 16, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "d_ff": 96}
 #: Attention to latents, with experts.
-LATENT = {
-    "head_dim": 8,
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 48,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-}
+LATENT = {"head_dim": 8, "num_key_value_heads": 4, "moe_intermediate_size": 48, "q_lora_rank": 24}
+LATENT |= {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "n_routed_experts": 4}
+LATENT |= {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
 
 
 @pytest.mark.parametrize("padding", PADDING.values(), ids=PADDING)
@@ -61,21 +42,15 @@ LATENT = {
     ids=["bert", "modernbert"],
 )
 def test_encoders(name, sizes, padding):
-    no_markers = {"cls_token_id": 1, "sep_token_id": 2}
-    model = build(name, "AutoModel", **sizes, **no_markers)
+    model = build(name, "AutoModel", **sizes, **NO_MARKERS)
     valid = padding.get("attention_mask", torch.ones(2, 12)).bool()
     assert_equals_eager(model, {"input_ids": TOKENS, **padding}, 2, states, valid)
 
 
 def test_local_windows_of_encoders_are_seen():
     """Layers with windows of 3 to each side pass a change on by 3 tokens each."""
-    sizes = {
-        "local_attention": 6,
-        "layer_types": ["sliding_attention"] * 2,
-        "cls_token_id": 1,
-        "sep_token_id": 2,
-    }
-    model = build("modernbert", "AutoModel", **sizes)
+    sizes = {"local_attention": 6, "layer_types": ["sliding_attention"] * 2}
+    model = build("modernbert", "AutoModel", **sizes, **NO_MARKERS)
     model.set_attn_implementation("attnspan")
     changed = TOKENS.clone()
     changed[:, 0] += 1
@@ -107,51 +82,19 @@ def test_values_of_another_head_dim_than_keys(padding):
     )
 
 
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 8,
-    "patch_size": 4,
-}
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+VISION |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
 #: Images of two rows, wider than the window.
 IMAGES = torch.tensor([[0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 0]])
-GROUPS = {
-    "gemma3": (
-        "token_type_ids",
-        {
-            "vision_config": VISION,
-            "mm_tokens_per_image": 4,
-            "image_token_index": 63,
-            "boi_token_index": 61,
-            "eoi_token_index": 62,
-        },
-        {},
-    ),
-    "gemma4": (
-        "mm_token_type_ids",
-        {
-            "vision_config": {
-                **VISION,
-                "head_dim": 16,
-                "pooling_kernel_size": 2,
-                "position_embedding_size": 16,
-            },
-            "audio_config": None,
-            "image_token_id": 63,
-            "boi_token_id": 61,
-            "eoi_token_id": 62,
-        },
-        {
-            "vocab_size_per_layer_input": 64,
-            "hidden_size_per_layer_input": 8,
-            "num_kv_shared_layers": 0,
-            "use_bidirectional_attention": "vision",
-            "global_head_dim": 16,
-        },
-    ),
-}
+GEMMA3 = {"vision_config": VISION, "mm_tokens_per_image": 4, "image_token_index": 63}
+GEMMA3 |= {"boi_token_index": 61, "eoi_token_index": 62}
+VISION4 = {**VISION, "head_dim": 16, "pooling_kernel_size": 2, "position_embedding_size": 16}
+GEMMA4 = {"vision_config": VISION4, "audio_config": None, "image_token_id": 63}
+GEMMA4 |= {"boi_token_id": 61, "eoi_token_id": 62}
+TEXT4 = {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0}
+TEXT4 |= {"use_bidirectional_attention": "vision", "global_head_dim": 16}
+#: The name of the groups, and sizes of the model and of its text.
+GROUPS = {"gemma3": ("token_type_ids", GEMMA3, {}), "gemma4": ("mm_token_type_ids", GEMMA4, TEXT4)}
 
 
 @pytest.mark.parametrize("padding", [{}, {"attention_mask": LEFT_PADDED}], ids=PADDING)
@@ -170,22 +113,18 @@ def test_images_that_see_themselves_inside_windows(name, padding):
     assert relative_error(with_groups[1, 4:], without[1, 4:]) > 1e-3
 
 
+FFN = {"intermediate_size": 48, "out_hidden_size": 32}
 TOWERS = {
     "Qwen2VL": ("qwen2_vl", "Qwen2VisionTransformerPretrainedModel", {"embed_dim": 32, "mlp_ratio": 2}),
     "Qwen2_5_VL": (
         "qwen2_5_vl",
         "Qwen2_5_VisionTransformerPretrainedModel",
-        {"intermediate_size": 48, "out_hidden_size": 32, "window_size": 56, "fullatt_block_indexes": [1]},
+        {**FFN, "window_size": 56, "fullatt_block_indexes": [1]},
     ),
     "Qwen3VL": (
         "qwen3_vl",
         "Qwen3VLVisionModel",
-        {
-            "intermediate_size": 48,
-            "out_hidden_size": 32,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0],
-        },
+        {**FFN, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
     ),
 }
 
@@ -248,8 +187,7 @@ print(describe(before.sliding_window_overlay(4)))
 
 
 def test_mask_functions_that_a_model_imported_before_are_known():
-    found = subprocess.run([sys.executable, "-c", BOUND_FIRST], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "window(4)"
+    assert run_program("-c", BOUND_FIRST).strip() == "window(4)"
 
 
 @pytest.mark.parametrize(

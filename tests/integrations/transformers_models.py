@@ -10,33 +10,20 @@ import torch
 import transformers
 from closeness import relative_error
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from watching import Watching
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128}
+SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+LLAMA4 = {"num_hidden_layers": 4, "attention_chunk_size": 5}
+LLAMA4 |= {"num_local_experts": 2, "intermediate_size_mlp": 64}
 DECODERS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 4},
     "gemma2": {"sliding_window": 4, "attn_logit_softcapping": 0.05},  # windows in every other layer
     "gemma3_text": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
     "gpt_oss": {"sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2},  # sinks
-    "llama4_text": {  # chunks in three layers of four
-        "num_hidden_layers": 4,
-        "attention_chunk_size": 5,
-        "num_local_experts": 2,
-        "intermediate_size_mlp": 64,
-    },
+    "llama4_text": LLAMA4,  # chunks in three layers of four
     "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 128},
 }
 TOKENS = torch.arange(24).reshape(2, 12) % 60 + 3
@@ -47,24 +34,6 @@ RIGHT_PADDED[0, 9:] = 0
 POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 0, 1, 0, 1, 2]] * 2)
 
 FORWARD, BACKWARD = "attnspan.attention.default", "attnspan.attention_backward.default"
-
-
-class Operators(TorchDispatchMode):
-    """Counts calls by name, and keeps the size of the largest result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-        self.largest = 0
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(op)] += 1
-        out = op(*args, **(kwargs or {}))
-        sizes = [
-            x.numel() for x in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(x, Tensor)
-        ]
-        self.largest = max([self.largest, *sizes])
-        return out
 
 
 def build(name: str, auto: str = "AutoModelForCausalLM", **sizes: Any) -> Any:
@@ -92,7 +61,7 @@ def computed(
     """The results of valid tokens, the gradients of all parameters, and the operators that ran."""
     model.set_attn_implementation(implementation)
     model.zero_grad()
-    with Operators() as operators:
+    with Watching() as operators:
         out = read(model(**inputs))[valid]
         out.pow(2).mean().backward()
     gradients = torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])

@@ -81,9 +81,7 @@ class Library:
             assert x.is_contiguous(), "the C library would read other memory"
         dq, dk, dv = (torch.full_like(x, float("nan")) for x in (q, k, v))
         failed = self._library.foreign_backward(
-            *map(_address, (dout, dlse, q, k, v, dq, dk, dv)),
-            *self._sizes(q, k, softmax_scale),
-            int(causal),
+            *map(_address, (dout, dlse, q, k, v, dq, dk, dv)), *self._sizes(q, k, softmax_scale), int(causal)
         )
         assert not failed
         return dq, dk, dv

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from watching import Watching
 
 from attnspan import causal, segments
 from attnspan.torch import SpecializedShapesWarning, attention, call_jax
@@ -302,19 +303,6 @@ def test_a_name_of_another_process_is_refused() -> None:
         bridge.call_op([torch.ones(1)], "fn#1")
 
 
-class Calls(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts the operators of the bridge."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "call_jax" in str(func):
-            self.names.append(str(func).split(".")[1])
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(
     "way", ["none", "full", "reentrant", "selective", pytest.param("compiled", marks=compiles)]
 )
@@ -332,10 +320,10 @@ def test_checkpointing(way: str) -> None:
     if way == "compiled":
         got = torch.autograd.grad(torch.compile(run, fullgraph=True, backend="aot_eager")(x, w), (x, w))
     else:
-        with Calls() as calls:
+        with Watching() as operators:
             run(x, w).backward()  # The only way that the reentrant kind knows.
         got = (x.grad, w.grad)
-        assert calls.names.count("call_jax_vjp") == (2 if way == "full" else 1)
-        assert calls.names.count("call_jax_backward") == 1
+        assert operators.counts["attnspan.call_jax_vjp.default"] == (2 if way == "full" else 1)
+        assert operators.counts["attnspan.call_jax_backward.default"] == 1
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)

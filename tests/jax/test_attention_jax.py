@@ -1,4 +1,4 @@
-"""torch and JAX agree: the same inputs give the same numbers, and drop the same elements."""
+"""torch and JAX agree: the same inputs give the same numbers; seeds have the same bits."""
 
 from typing import Any
 
@@ -80,29 +80,6 @@ def test_the_kernel_gives_the_same_bits_from_either() -> None:
     names = ("out", "lse", *(f"d{name}" for name in _inputs()))
     for name, ours, theirs in zip(names, _by_jax(), _by_torch(), strict=True):
         assert np.array_equal(ours, theirs), (name, torch.get_num_threads())
-
-
-def _dropped(out: Any) -> np.ndarray:
-    """Which weights were dropped: with the unit matrix for values, the output is the weights."""
-    return np.asarray(out) == 0
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("backend", ["xla", "math", pytest.param("cpu", marks=no_kernel)])
-@pytest.mark.parametrize("seed", [0, 77, -1, 2**31 - 1])
-def test_the_same_weights_are_dropped(backend: str, seed: int) -> None:
-    length = 40
-    q, k = _normal(1, B, HEADS, length, DIM), _normal(2, B, HEADS, length, DIM)
-    v = np.broadcast_to(np.eye(length, dtype=np.float32), (B, HEADS, length, length))
-    theirs = torchs(
-        *(torch.from_numpy(np.array(x)) for x in (q, k, v)),
-        dropout_p=0.3,
-        dropout_seed=torch.tensor(seed),
-        backend="math",
-    )
-    ours = attention(q, k, v, dropout_p=0.3, dropout_seed=jnp.array(seed), backend=backend)
-    np.testing.assert_array_equal(_dropped(ours), _dropped(theirs))
-    assert 0.28 < _dropped(ours).mean() < 0.32
 
 
 @pytest.mark.parametrize("seed", [5, -1, 2**40 + 3, -(2**62)])

@@ -11,8 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from covering import everything
-from samples.jax_problems import Case, Problem, causal_window, check, make, oracle, random_bounds
+from samples.jax_problems import cotangents_of, part_of
+from samples.parts import Case
+from samples.problems import EXPONENTIAL, Problem, check, make
 
 from attnspan.jax.backends import BACKENDS, pallas_tpu, xla, xla_tiles
 from attnspan.jax.backends.tiles import interpreted
@@ -21,16 +24,21 @@ from attnspan.jax.part import JaxPart, Static
 pytestmark = pytest.mark.below_promotion
 
 #: A problem of several tiles, the last ones ragged.
+PLAIN = Case(
+    batch=2, heads=4, kv_heads=2, q_len=21, k_len=37, head_dim=8, v_dim=12, runs=2, mask_batch=1, mask_heads=1
+)
 BASE = {
-    "xla": Case(),
-    "math": Case(),
-    "pallas": Case(q_len=150, k_len=300, head_dim=16, v_dim=24, lead=(2, 1)),
+    "xla": PLAIN,
+    "math": PLAIN,
+    "pallas": replace(PLAIN, q_len=150, k_len=300, head_dim=16, v_dim=24, mask_batch=2),
 }
 KERNELS = ("xla", "pallas")
 # Programs run once or twice here: optimising them would take most of the time.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 NAMES = ("out", "lse", "dq", "dk", "dv", "dbias", "dsinks")
-ALL = {"softcap": 2.0, "sinks": True, "dropout_p": 0.3, "placed": True}
+GIVEN = ("queries given", "keys given")
+ALL = ("softcap", "sinks, one none", "dropout", *GIVEN)
+BF16, HALF = torch.bfloat16, torch.float16
 
 
 @pytest.fixture(autouse=True)
@@ -48,8 +56,7 @@ def _program(name: str) -> Any:
         out, lse = backend.forward(part)
         alive = jnp.isfinite(lse)
         read, unread = (alive | (part.sinks is not None), jnp.nan) if name == "xla" else (alive, 0)
-        dlse = jnp.where(read, dlse, unread)
-        return out, lse, *backend.backward(part, out, lse, dout, dlse, True)
+        return out, lse, *backend.backward(part, out, lse, dout, jnp.where(read, dlse, unread), True)
 
     def by_jax(part: JaxPart, dout: Any, dlse: Any) -> Any:
         def attend(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Any:
@@ -64,91 +71,81 @@ def _program(name: str) -> Any:
 def run(name: str, problem: Problem) -> dict[str, np.ndarray]:
     """Results and gradients, in their dtypes, whatever is not there left out."""
     with interpreted() if "pallas" in name else nullcontext():
-        found = _program(name)(problem.part, problem.arrays["dout"], problem.arrays["dlse"])
+        part, (dout, dlse) = part_of(problem), cotangents_of(problem)
+        found = _program(name)(part, dout, dlse)
     results = {n: x for n, x in zip(NAMES, found, strict=True) if x is not None}
-    wide = problem.arrays["dlse"].dtype
     for n, x in results.items():
-        assert (
-            x.dtype == (problem.case.dtype if n in ("out", "dq", "dk", "dv") else wide) or name == "math"
-        ), n
+        wanted = (part.q if n in ("out", "dq", "dk", "dv") else dlse).dtype
+        assert x.dtype == wanted or name == "math", n
     return {n: np.asarray(x) for n, x in results.items()}
 
 
 # Of each backend, the first cases hold what the others do.
-CASES: dict[str, list[dict[str, Any]]] = {
+CASES: dict[str, list[tuple[tuple[str, ...], dict[str, Any]]]] = {
     "xla": [
-        {**ALL, "bias": "table"},
-        {"bias": "table", "reach": 60, "q_len": 40, "k_len": 17, "runs": 3, "dtype": "bfloat16"},
-        {
-            "lead": (1, 4),
-            "bias": "dense",
-            "bias_shape": (2, 1, 21, 37),
-            "dtype": "float16",
-            "wide_bias": True,
-        },
+        ((*ALL, "distance table"), {}),
+        (("long distance table",), {"q_len": 40, "k_len": 17, "runs": 3, "dtype": BF16}),
+        (("dense, all heads, float32",), {"mask_heads": 4, "dtype": HALF}),
     ],
     "math": [
-        {**ALL, "lead": (1, 4), "bias": "table"},
-        {"lead": (2, 1), "bias": "dense", "bias_shape": (2, 1, 21, 37), "runs": 3, "dtype": "bfloat16"},
+        ((*ALL, "distance table"), {"mask_heads": 4}),
+        (("dense, all heads",), {"mask_batch": 2, "runs": 3, "dtype": BF16}),
     ],
-    "pallas": [{**ALL, "bias": "signed alibi", "bias_shape": (2, 4)}],
+    "pallas": [((*ALL, "alibi, signed, per batch row"), {})],
 }
-MORE: dict[str, list[dict[str, Any]]] = {
+MORE: dict[str, list[tuple[tuple[str, ...], dict[str, Any]]]] = {
     "xla": [
-        {},
-        {"lead": (2, 4), "bias": "signed alibi", "bias_shape": (2, 4), "placed": True},
-        {"bias": "table", "reach": 0, "sinks": True, "kv_heads": 4},
-        {"bias": "dense", "bias_shape": (2, 4, 21, 37), "softcap": 2.0, "sinks": True, "dropout_p": 0.3},
-        {"bias": "dense", "bias_shape": (1, 4, 1, 37), "dtype": "bfloat16", "kv_heads": 1, "dropout_p": 0.5},
+        ((), {}),
+        (("alibi, signed, per batch row", *GIVEN), {"mask_batch": 2, "mask_heads": 4}),
+        (("one distance", "sinks, one none"), {"kv_heads": 4}),
+        (("dense with holes", "softcap", "sinks, one none", "dropout"), {}),
+        (("dense, per key and head, float32", "dropout by seeds"), {"dtype": BF16, "kv_heads": 1}),
     ],
     "math": [
-        {},
-        {"lead": (2, 1), "softcap": 1.5, "sinks": True, "dtype": "bfloat16"},
-        {"lead": (2, 4), "bias": "signed alibi", "bias_shape": (2, 4), "placed": True},
-        {"bias": "table", "runs": 3, "dtype": "float16"},
-        {"bias": "dense", "bias_shape": (1, 4, 1, 37), "kv_heads": 1},
+        ((), {}),
+        (("softcap", "sinks, one none"), {"mask_batch": 2, "dtype": BF16}),
+        (("alibi, signed, per batch row", *GIVEN), {"mask_batch": 2, "mask_heads": 4}),
+        (("distance table",), {"runs": 3, "dtype": HALF}),
+        (("dense, per key and head, float32",), {"kv_heads": 1}),
     ],
     "pallas": [
-        {**ALL, "bias": "dense", "bias_shape": (1, 4, 150, 300)},
-        {"dtype": "bfloat16", "kv_heads": 4, "head_dim": 37, "v_dim": 21, "runs": 11, "bias": "alibi"},
-        {"runs": 11, "k_len": 600, "bias": "dense", "bias_shape": (2, 1, 1, 600)},
-        {"bias": "table"},
+        ((*ALL, "dense with holes"), {}),
+        (("alibi",), {"dtype": BF16, "kv_heads": 4, "head_dim": 37, "v_dim": 21, "runs": 11}),
+        (("dense, per key, all heads",), {"runs": 11, "k_len": 600}),
+        (("distance table",), {}),
     ],
 }
+CELLS = [
+    (name, replace(BASE[name], options=options, **sizes))
+    for table in (CASES, MORE if everything() else {})
+    for name, cases in table.items()
+    for options, sizes in cases
+]
 
 
-def _cells() -> list[Any]:
-    short = [(name, case) for name, cases in CASES.items() for case in cases]
-    long = [(name, case) for name, cases in MORE.items() for case in cases] * everything()
-    return [
-        pytest.param(n, replace(BASE[n], **c), id=f"{n}-{replace(BASE[n], **c)}") for n, c in short + long
-    ]
-
-
-@pytest.mark.parametrize(("name", "case"), _cells())
+@pytest.mark.parametrize(("name", "case"), CELLS, ids=str)
 def test_against_the_oracle(name: str, case: Case) -> None:
-    for bounds in (causal_window(case), random_bounds(case)):
-        problem = make(case, bounds)
-        check(problem, run(name, problem))
+    for mask in ("first key and window", "random"):
+        problem = make(replace(case, mask=mask))
+        check(problem, run(name, problem), exponential=EXPONENTIAL[torch.float32])
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_what_no_row_of_a_tile_sees_may_hold_anything(name: str) -> None:
     """Keys behind the last visible one, in the middle of a tile that is computed; rows that see nothing."""
-    case = BASE[name]
-    bounds = np.zeros((2, 1, case.q_len, 2, 2), np.int32)
-    rows, lengths = np.arange(case.q_len), (case.k_len - 12, case.k_len - 5)
+    problem = make(replace(BASE[name], mask_batch=2))
+    q_len, k_len, bounds = problem.case.q_len, problem.case.k_len, torch.zeros_like(problem.bounds)
+    lengths = k_len - 12, k_len - 5
     for b, length in enumerate(lengths):
-        bounds[b, 0, :, 0, 1] = np.minimum(rows + case.k_len - case.q_len, length)
+        bounds[b, 0, :, 0, 1] = (torch.arange(q_len) + k_len - q_len).clamp(max=length)
     bounds[:, :, 7] = 0
-    problem = make(replace(case, lead=(2, 1)), bounds)
+    problem.bounds = bounds
     clean = run(name, problem)
     assert (clean["out"][:, :, 7] == 0).all()
     assert (clean["lse"][:, :, 7] == -np.inf).all()
     for b, length in enumerate(lengths):
-        problem.arrays["k"][b, :, length:] = np.nan
-        problem.arrays["v"][b, :, length:] = np.inf
-    problem.arrays["q"][:, :, 7] = problem.arrays["dout"][:, :, 7] = np.nan
+        problem.k[b, :, length:], problem.v[b, :, length:] = np.nan, np.inf
+    problem.q[:, :, 7], problem.dout[:, :, 7] = np.nan, np.nan
     found = run(name, problem)
     for n, x in clean.items():
         assert np.isfinite(x).all() or n == "lse", n
@@ -168,13 +165,11 @@ ILLEGAL = [
 
 @pytest.mark.parametrize("name", BASE)
 def test_illegal_rows_are_nan_and_leave_the_others_alone(name: str) -> None:
-    case = BASE[name]
-    bounds, rows = causal_window(case).copy(), np.arange(len(ILLEGAL)) * 3
-    bounds[..., rows, :, :] = 0
-    problem = make(case, bounds.copy())
-    exact, _ = oracle(problem)
-    problem.bounds[:, :, rows] = ILLEGAL
-    found, others = run(name, problem), np.setdiff1d(np.arange(case.q_len), rows)
+    problem, rows = make(replace(BASE[name], mask="first key and window")), np.arange(len(ILLEGAL)) * 3
+    problem.bounds[:, :, rows] = 0
+    exact = problem.oracle()
+    problem.bounds[:, :, rows] = torch.tensor(ILLEGAL, dtype=torch.int32)
+    found, others = run(name, problem), np.setdiff1d(np.arange(problem.case.q_len), rows)
     for n in ("out", "lse"):
         assert np.isnan(found[n][:, :, rows]).all()
         np.testing.assert_allclose(found[n][:, :, others], exact[n][:, :, others], atol=2e-5)
@@ -185,29 +180,29 @@ def test_illegal_rows_are_nan_and_leave_the_others_alone(name: str) -> None:
 @pytest.mark.parametrize("sizes", [{"q_len": 0}, {"k_len": 0}, {"batch": 0}], ids=str)
 @pytest.mark.parametrize("name", ["xla", "math"])
 def test_nothing_to_do(name: str, sizes: dict[str, int]) -> None:
-    case = Case(**sizes, sinks=True, bias="table")
-    problem = make(case, np.zeros((1, 1, case.q_len, 2, 2), np.int32))
-    got = run(name, problem)
-    assert got["out"].shape == problem.arrays["dout"].shape
-    assert (got["lse"] == problem.arrays["sinks"][:, None]).all()
+    problem = make(replace(PLAIN, **sizes, options=("sinks, one none", "distance table")))
+    problem.bounds[:] = 0
+    got, sinks = run(name, problem), problem.options.sinks.numpy()
+    assert got["out"].shape == problem.dout.shape
+    assert (got["lse"] == sinks[:, None]).all()
     assert not any(got[n].any() for n in ("out", "dq", "dk", "dv", "dbias"))
     # A sink alone is the lse of its row.
-    alone = problem.arrays["dlse"].sum((0, 2)) * (problem.arrays["sinks"] > -np.inf)
+    alone = problem.dlse.numpy().sum((0, 2)) * (sinks > -np.inf)
     np.testing.assert_allclose(got["dsinks"], alone, rtol=1e-5)
 
 
 @pytest.mark.long
 def test_float64() -> None:
     with jax.enable_x64(True):
-        case = Case(dtype="float64", lead=(2, 1), softcap=2.0, bias="alibi", dropout_p=0.2)
-        problem = make(case, random_bounds(case))
+        options = ("softcap", "alibi", "dropout")
+        problem = make(replace(PLAIN, dtype=torch.float64, mask_batch=2, options=options))
         check(problem, run("xla", problem))
 
 
 def test_a_block_of_queries_visits_the_blocks_that_it_touches() -> None:
-    case = Case(lead=(2, 4), k_len=150, q_len=24)
-    bounds = causal_window(case)
-    part = make(case, bounds).part
+    part = part_of(make(replace(PLAIN, mask="first key and window", k_len=150, q_len=24)))
+    bounds = np.broadcast_to(part.bounds, (2, 4, *part.bounds.shape[2:]))
+    part = replace(part, bounds=jnp.asarray(bounds))
     sizes = xla_tiles.sizes_of(part.q, part.k)
     keys = np.arange(160)
     seen = ((keys >= bounds[..., :1]) & (keys < bounds[..., 1:])).any((0, 1, 3))

@@ -1,16 +1,13 @@
-"""What JAX adds to the checks of a call: what is said of arrays, dtypes, seeds, devices and tracers.
+"""Wrong calls of `attention` in JAX: of arrays, seeds, devices and tracers."""
 
-The checks that all front ends share are in tests/torch/test_call_errors.py.
-"""
-
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from programs import run_program
+from samples import mistakes
+from samples.mistakes import PREPARED, call, check, error_of, ids, of_framework, zeros
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -18,58 +15,25 @@ jnp = jax.numpy
 import attnspan as a  # noqa: E402
 from attnspan.jax import attention, dropout_seeds, explain, shard  # noqa: E402
 
-Q = jnp.zeros((2, 4, 7, 16))
-K = jnp.zeros((2, 2, 9, 16))
+Q, K = jnp.zeros((2, 4, 7, 16)), jnp.zeros((2, 2, 9, 16))
 RAW_KEY = jax.random.PRNGKey(0)
 
-WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "list": ({"q": [[0.0]]}, TypeError, r"q: expected a JAX or NumPy array, got list"),
-    "int": ({"q": Q.astype(int)}, TypeError, "q: expected a floating dtype .*got int32"),
+OWN: dict[str, mistakes.Mistake] = {
     "float8": ({"k": K.astype(jnp.float8_e4m3fn)}, TypeError, "k: expected a floating dtype .*float8_e4m3fn"),
     "two dtypes": (
-        {"k": K.astype(jnp.bfloat16)},
+        {"k": K.astype(jnp.bfloat16), "v": K},
         TypeError,
         r"q, k and v: expected one dtype, got float32, bfloat16, float32\. Convert them .*\.astype",
     ),
-    "heads": ({"q": Q[:, :3]}, ValueError, "heads: expected a multiple of the key heads"),
-    "packed": (
-        {"q": Q[0, :, :2], "k": K[0, :, :2], "v": K[0, :, :2], "layout": "thd", "mask": a.key_padding(2)},
-        ValueError,
-        "mask with layout='thd': expected one that keeps packed documents apart",
-    ),
-    "backend": ({"backend": "ffi"}, ValueError, "backend: expected None or one of cpu, .*got 'ffi'"),
     "backend of TPUs": (
         {"backend": "pallas"},
         ValueError,
         "backend='pallas': expected .* got pallas: it runs on TPUs, not on cpu",
     ),
-    "mask": ({"mask": np.ones((7, 9), bool)}, TypeError, r"mask: expected a mask.*got ndarray.*from_dense"),
-    "mask of other sizes": (
-        {"mask": a.causal().prepare(8, 9)},
-        ValueError,
-        r"bounds: expected .*q_len=7, got \(",
-    ),
-    "mask of other keys": ({"mask": a.full().prepare(7, 8)}, ValueError, "mask: expected spans over k_len=9"),
-    "scale": (
-        {"scale": jnp.array(0.5)},
-        TypeError,
-        "scale: expected a Python number, got .*Multiply q by it",
-    ),
-    "sinks": ({"sinks": jnp.zeros(4, int)}, TypeError, "sinks: expected a floating array, got int32"),
-    "sinks kind": ({"sinks": [0.0] * 4}, TypeError, "sinks: expected a floating array, got list"),
-    "dense dtype": ({"bias": jnp.ones((7, 9), bool)}, TypeError, "dense_bias: expected a floating array"),
-    "dense": ({"bias": jnp.zeros((7, 8))}, ValueError, r"dense bias: expected .*k_len=9, got \(7, 8\)"),
-    "bias kind": ({"bias": lambda s, *_: s}, TypeError, "bias: expected an array, or what .* got function"),
-    "no seed": ({"dropout_p": 0.5}, ValueError, "dropout_seed: expected an integer .* got None.*fold_in"),
-    "bare spans": (
-        {"mask": a.full().spans(7, 9).lowered, "bias": a.alibi(jnp.ones(4))},
-        ValueError,
-        "q_index: expected the rows' indices with bare spans",
-    ),
 }
 SEEDS: dict[str, tuple[Any, type[Exception], str]] = {
+    "none": (None, ValueError, "got None.*fold_in"),
     "number": (3, TypeError, r"expected an integer array or a jax\.random\.key, got int"),
-    "float": (jnp.array(1.0), TypeError, "expected .*, got float32"),
     "shape": (
         jnp.zeros((2, 4), int),
         ValueError,
@@ -82,25 +46,25 @@ SEEDS: dict[str, tuple[Any, type[Exception], str]] = {
         r"got uint32 \(2,\)\. If it is a raw .*jax\.random\.wrap_key_data\(key\)\.$",
     ),
 }
-for _name, (_seed, _kind, _message) in SEEDS.items():
-    _given = {"dropout_p": 0.5, "dropout_seed": _seed}
-    WRONG[f"seed, {_name}"] = _given, _kind, f"dropout_seed: .*{_message}"
+CASES = mistakes.of("array") | OWN
+CASES |= {
+    f"seed, {name}": ({"dropout_p": 0.5, "dropout_seed": seed}, kind, f"dropout_seed: .*{text}")
+    for name, (seed, kind, text) in SEEDS.items()
+}
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_what_does_not_fit_is_named(case: str) -> None:
-    given, kind, message = WRONG[case]
-    with pytest.raises(kind, match=message):
-        attention(**{"q": Q, "k": K, "v": K, **given})
+@pytest.mark.parametrize("name", CASES)
+def test_a_wrong_call_says_what_how_and_why(name: str) -> None:
+    given, *wanted = CASES[name]
+    check(error_of(call, attention, of_framework(given, jnp.asarray)), *wanted)
 
 
-@pytest.mark.parametrize("case", ["two dtypes", "heads", "seed, shape", "dense"])
-def test_the_same_is_said_under_jit(case: str) -> None:
-    given, kind, message = WRONG[case]
-    arguments = {"q": Q, "k": K, "v": K, **given}
-    arrays = {n: arguments.pop(n) for n in ("q", "k", "v")}
-    with pytest.raises(kind, match=message):
-        jax.jit(lambda arrays: attention(**arrays, **arguments))(arrays)
+@pytest.mark.parametrize("name", ["two dtypes", "groups", "seed, shape", "bias", "ids, length"])
+def test_the_same_is_said_under_jit(name: str) -> None:
+    given, *wanted = CASES[name]
+    given = of_framework(given, jnp.asarray)
+    arrays = {n: given.pop(n) for n in ("q", "k", "v")}
+    check(error_of(jax.jit(lambda arrays: call(attention, {**arrays, **given})), arrays), *wanted)
 
 
 def test_seeds_of_rows_and_heads() -> None:
@@ -125,57 +89,55 @@ def test_explaining_what_is_spread() -> None:
         explain(Q, K, K, mask=sharded)
 
 
+INDICES = "expected an array of torch or NumPy, got one of jax. Convert it"
+FRAMEWORKS = "expected arrays of one framework on one device, got torch on cpu and jax. Move them"
+SLOPES = (lambda: a.alibi([0.5] * 4),)
+#: Keywords whose arrays are the other framework's: the argument that JAX names, and what PyTorch says.
+FOREIGN: dict[str, tuple[dict[str, Any], str, str]] = {
+    "sinks": ({"sinks": zeros(4)}, "sinks", "sinks: expected a floating tensor"),
+    "dense bias": ({"bias": zeros(7, 9)}, "bias", "bias: expected a tensor, or what"),
+    "slopes": ({"bias": (a.alibi, zeros(4))}, "bias", f"bias: {FRAMEWORKS}"),
+    "table": ({"bias": (a.relative, zeros(4, 9))}, "bias", f"bias: {FRAMEWORKS}"),
+    "seed": ({"dropout_p": 0.5, "dropout_seed": np.array(1)}, "dropout_seed", "dropout_seed: expected"),
+    "ids": ({"mask": (a.segments, ids(9))}, "mask", f"mask: {INDICES}"),
+    "prepared": (
+        {"mask": (lambda x: a.full().prepare(7, 9, like=x), zeros(1))},
+        "mask",
+        f"mask: {INDICES}",
+    ),
+    "q_index": ({"q_index": np.arange(7), "bias": SLOPES}, "q_index", f"q_index: {INDICES}"),
+    "k_index": (
+        {"mask": PREPARED, "k_index": np.arange(9), "bias": SLOPES},
+        "k_index",
+        f"k_index: {INDICES}",
+    ),
+}
+
+
 class TestTwoFrameworks:
     """Arrays of PyTorch here, and arrays of JAX there, are called by the name of their argument."""
 
     torch = pytest.importorskip("torch")
 
-    @pytest.mark.parametrize(
-        ("name", "make"),
-        [
-            ("sinks", lambda t: t.zeros(4)),
-            ("bias", lambda t: a.alibi(t.zeros(4))),
-            ("dropout_seed", lambda t: t.tensor(1)),
-            ("q_index", lambda t: t.arange(7)),
-            ("mask", lambda t: a.segments(t.zeros(9, dtype=t.long))),
-            ("mask", lambda t: a.full().prepare(7, 9, like=t.zeros(1))),
-        ],
-        ids=["sinks", "slopes", "seed", "q_index", "ids", "prepared"],
-    )
-    def test_tensors_here(self, name: str, make: Callable[[Any], Any]) -> None:
-        message = rf"{name}: expected arrays of JAX or NumPy, as q, k and v, got a torch\.Tensor"
-        with pytest.raises(TypeError, match=message):
-            attention(Q, K, K, **{name: make(self.torch), "dropout_p": 0.5 * (name == "dropout_seed")})
-        with pytest.raises(TypeError, match=r"v: expected a JAX or NumPy array, got torch\.Tensor"):
-            attention(Q, K, self.torch.zeros(K.shape))
-
-    INDICES = "expected an array of torch or NumPy, got one of jax. Convert it"
-    FRAMEWORKS = "expected arrays of one framework on one device, got torch on cpu and jax. Move them"
-
-    @pytest.mark.parametrize(
-        ("given", "message"),
-        [
-            ({"q": Q}, "q: expected a torch.Tensor, got ArrayImpl"),
-            ({"sinks": jnp.zeros(4)}, "sinks: expected a floating tensor"),
-            ({"bias": jnp.zeros((7, 9))}, "bias: expected a tensor, or what"),
-            ({"bias": a.alibi(jnp.zeros(4))}, f"bias: {FRAMEWORKS}"),
-            ({"bias": a.relative(jnp.zeros((4, 9)))}, f"bias: {FRAMEWORKS}"),
-            ({"mask": a.segments(jnp.zeros(9, int))}, f"mask: {INDICES}"),
-            ({"mask": a.full().prepare(7, 9, like=Q)}, f"mask: {INDICES}"),
-            ({"q_index": jnp.arange(7), "bias": a.alibi([0.5] * 4)}, f"q_index: {INDICES}"),
-            (
-                {"mask": a.full().prepare(7, 9), "k_index": jnp.arange(9), "bias": a.alibi([0.5] * 4)},
-                f"k_index: {INDICES}",
-            ),
-        ],
-    )
-    def test_arrays_of_jax_there(self, given: dict[str, Any], message: str) -> None:
+    @pytest.mark.parametrize("name", FOREIGN)
+    def test_arrays_of_the_other_one(self, name: str) -> None:
         from attnspan.torch import attention as torchs
 
+        given, argument, text = FOREIGN[name]
+        here = {**of_framework(given, self.torch.from_numpy), "q": Q, "k": K, "v": K}
+        wanted = rf"^{argument}: expected arrays of JAX or NumPy, as q, k and v, got a torch\.Tensor"
+        check(error_of(call, attention, here), TypeError, wanted)
         q, k = self.torch.zeros(Q.shape), self.torch.zeros(K.shape)
-        with pytest.raises((TypeError, ValueError)) as raised:
-            torchs(**{"q": q, "k": k, "v": k, **given})
-        assert str(raised.value).startswith(message)
+        there = {**of_framework(given, jnp.asarray), "q": q, "k": k, "v": k}
+        assert str(error_of(call, torchs, there)).startswith(text)
+
+    def test_inputs_of_the_other_one(self) -> None:
+        from attnspan.torch import attention as torchs
+
+        with pytest.raises(TypeError, match=r"v: expected a JAX or NumPy array, got torch\.Tensor"):
+            attention(Q, K, self.torch.zeros(K.shape))
+        with pytest.raises(TypeError, match=r"q: expected a torch\.Tensor, got ArrayImpl"):
+            torchs(Q, *[self.torch.zeros(K.shape)] * 2)
 
     def test_a_mask_and_a_bias_of_both(self) -> None:
         message = r"^relative: table and buckets: expected arrays of one framework"
@@ -185,14 +147,11 @@ class TestTwoFrameworks:
         with pytest.raises(a.errors.DeviceError, match=r"^mask: expected arrays of one framework"):
             mask.spans(6, 6, batch=2)
 
-    def test_what_is_elsewhere_or_spread_in_torch(self) -> None:
-        from attnspan.torch import attention as torchs
+    def test_explaining_what_is_spread_in_torch(self) -> None:
         from attnspan.torch import explain as torch_explain
         from attnspan.torch.dtensor import ShardedMask
 
         q = self.torch.zeros(2, 4, 6, 8)
-        with pytest.raises(ValueError, match=r"^q_index: expected device cpu \(as q\), got meta"):
-            torchs(q, q, q, q_index=self.torch.arange(6, device="meta"))
         with pytest.raises(TypeError, match=r"explain: mask: .*got ShardedMask, .*its own explain\(\)"):
             torch_explain(q, q, q, mask=ShardedMask())
 
@@ -301,7 +260,4 @@ split rows, xla refused True
 @pytest.mark.long
 def test_arrays_on_other_devices_are_named() -> None:
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    code = [sys.executable, "-c", DEVICES]
-    done = subprocess.run(code, env={**os.environ, **flags}, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == SAID
+    assert run_program("-c", DEVICES, timeout=120, **flags) == SAID

@@ -1,12 +1,11 @@
 """The compiled kernel inside XLA: its buffers, its threads, its errors."""
 
 import re
-import subprocess
-import sys
 import threading
 
 import numpy as np
 import pytest
+from programs import run_program
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
@@ -118,21 +117,22 @@ def test_explain_names_it():
     assert found.pairs == 2 * 33 * 34 // 2
 
 
+WITHOUT = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name == 'attnspan._core': raise ImportError('built without a compiler')
+sys.meta_path.insert(0, Block())
+import jax.numpy as jnp
+from attnspan.jax import attention, explain
+x = jnp.ones((1, 2, 8, 16))
+print(attention(x, x, x).shape, explain(x, x, x).backend, explain(x, x, x).refusals['cpu'])
+"""
+
+
 def test_without_the_compiled_module_xla_code_runs():
-    code = (
-        "import sys\n"
-        "class Block:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'attnspan._core': raise ImportError('built without a compiler')\n"
-        "sys.meta_path.insert(0, Block())\n"
-        "import jax.numpy as jnp\n"
-        "from attnspan.jax import attention, explain\n"
-        "x = jnp.ones((1, 2, 8, 16))\n"
-        "print(attention(x, x, x).shape, explain(x, x, x).backend, explain(x, x, x).refusals['cpu'])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "(1, 2, 8, 16) xla the compiled module attnspan._core is missing" in done.stdout
+    printed = run_program("-c", WITHOUT)
+    assert "(1, 2, 8, 16) xla the compiled module attnspan._core is missing" in printed
 
 
 def test_masks_in_other_words_share_a_program():

@@ -10,8 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from samples.jax_problems import Case, make, random_bounds
-from test_backends import QUICKLY, run
+import torch
+from samples.jax_problems import cotangents_of, part_of
+from samples.parts import ALL, Case
+from samples.problems import make
+from test_backends import PLAIN, QUICKLY, run
 
 from attnspan.jax.backends import math, products
 from attnspan.jax.part import JaxPart, Static
@@ -21,18 +24,17 @@ pytestmark = pytest.mark.below_promotion
 B, H, S, K = 2, 4, 21, 37
 
 
-def _seen(bounds: np.ndarray) -> np.ndarray:
+def _seen(bounds: torch.Tensor) -> np.ndarray:
     """The dense mask (B|1, H|1, Sq, Sk)."""
-    at = np.arange(K)
+    bounds, at = bounds.numpy(), np.arange(K)
     return ((bounds[..., :1] <= at) & (at < bounds[..., 1:])).any(-2)
 
 
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_a_bad_key_reaches_the_rows_that_see_it_and_no_other(name: str) -> None:
-    case = Case(lead=(B, 1), softcap=1.5, dropout_p=0.2)
-    problem = make(case, random_bounds(case))
+    problem = make(replace(PLAIN, mask_batch=B, options=("softcap", "dropout")))
     clean = run("math", problem)
-    problem.arrays[name][1, 1, 9] = np.nan
+    getattr(problem, name)[1, 1, 9] = np.nan
     got = run("math", problem)
     rows = np.zeros((B, H, S), bool)
     rows[1, 2:] = _seen(problem.bounds)[1, :, :, 9]  # heads 2 and 3 share key head 1
@@ -46,10 +48,9 @@ def test_a_bad_key_reaches_the_rows_that_see_it_and_no_other(name: str) -> None:
 
 
 def test_a_bad_gradient_reaches_the_keys_that_its_row_sees_and_no_other() -> None:
-    case = Case(lead=(B, 1))
-    problem = make(case, random_bounds(case))
+    problem = make(replace(PLAIN, mask_batch=B))
     clean = run("math", problem)
-    problem.arrays["dout"][0, 3, 7] = np.nan
+    problem.dout[0, 3, 7] = np.nan
     got = run("math", problem)
     keys = np.zeros((B, 2, K), bool)
     keys[0, 1] = _seen(problem.bounds)[0, 0, 7]
@@ -87,23 +88,22 @@ def test_products_read_visible_pairs_only_in_every_derivative(product: Any) -> N
     assert jnp.argwhere(jnp.isfinite(to_right).all(-1)).tolist() == [[2]]
 
 
-EVERYTHING: dict[str, Any] = {"softcap": 2.0, "bias": "table", "sinks": True, "dropout_p": 0.2}
-SMALL = Case("float64", 1, 2, 1, q_len=6, k_len=8, head_dim=3, v_dim=2, **EVERYTHING)
+SMALL = Case(ALL, dtype=torch.float64, kv_heads=1, q_len=6, k_len=8, head_dim=3, v_dim=2, runs=2)
 
 
 def test_second_derivatives_in_every_mode() -> None:
     """Against differences of gradients, which the oracle has checked, in float64."""
     with jax.enable_x64(True):
-        problem = make(SMALL, random_bounds(SMALL))
-        problem.arrays["sinks"][0] = 0.3
+        problem = make(SMALL)
+        part, (dout, dlse) = part_of(problem), cotangents_of(problem)
         names = ("q", "k", "v", "bias", "sinks")
-        point = {name: jnp.asarray(problem.arrays[name], "float64") for name in names}
+        point = {name: jnp.asarray(getattr(part, name), "float64") for name in names}
         along = {name: jnp.cos(1.0 + jnp.arange(x.size)).reshape(x.shape) for name, x in point.items()}
 
         def loss(x: Any) -> Any:
-            out, lse = math.forward(replace(problem.part, **x))
+            out, lse = math.forward(replace(part, **x))
             lse = jnp.where(jnp.isfinite(lse), lse, 0)
-            return (out * problem.arrays["dout"]).sum() + (lse * problem.arrays["dlse"]).sum()
+            return (out * dout).sum() + (lse * dlse).sum()
 
         slope, step = jax.grad(loss), 1e-5
 
@@ -127,9 +127,8 @@ def test_second_derivatives_in_every_mode() -> None:
 
 
 def test_vmap_over_everything() -> None:
-    case = Case(batch=3, heads=2, kv_heads=1, q_len=5, k_len=7, lead=(3, 1))
-    problem = make(case, random_bounds(case))
-    problem.arrays["v"][2, 0, 3] = np.nan
+    problem = make(Case(batch=3, kv_heads=1, q_len=5, k_len=7, head_dim=8, v_dim=12, runs=2, mask_heads=1))
+    problem.v[2, 0, 3] = np.nan
 
     def one(q: Any, k: Any, v: Any, bounds: Any) -> Any:
         def loss(q: Any, k: Any, v: Any) -> Any:
@@ -137,7 +136,7 @@ def test_vmap_over_everything() -> None:
 
         return jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
 
-    rows = [x[:, None] for x in (*(problem.arrays[name] for name in "qkv"), problem.bounds)]
+    rows = [x.numpy()[:, None] for x in (*problem.inputs.values(), problem.bounds)]
     found, single = jax.jit(jax.vmap(one))(*rows), jax.jit(one)
     for i in range(3):
         want = single(*(x[i] for x in rows))

@@ -11,9 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from covering import few
 from jax.experimental.pallas import tpu as pltpu
-from samples.jax_problems import Case, check, make, random_bounds
+from samples.jax_problems import cotangents_of, part_of
+from samples.parts import Case, random_bounds
+from samples.problems import check, make
 
 from attnspan.call import Problem
 from attnspan.call.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
@@ -161,7 +164,7 @@ def test_heads_and_batch_rows_share_tables_that_would_be_too_large(
 
 
 def test_visits_cover_what_is_visible_once() -> None:
-    bounds = random_bounds(Case(q_len=75, k_len=90, lead=(2, 4), runs=3))
+    bounds = random_bounds(torch.Generator().manual_seed(3), 2, 4, 75, 90, runs=3).numpy()
     visits = jax.jit(lambda b: key_visits(legal(b, 90), 90, 8, 4))(jnp.asarray(bounds))
     q_visits, visits = np.asarray(query_visits(visits, 23)), np.asarray(visits)
     keys = np.arange(92)[:, None]
@@ -190,9 +193,9 @@ def test_illegal_rows_are_marked_and_see_nothing() -> None:
 
 def test_empty_blocks_take_no_step_on_a_tpu() -> None:
     """A window of 40 keys in 384: a list has two blocks, not three. Simulated, with copies as on a TPU."""
-    case, rows = Case(batch=1, heads=1, kv_heads=1, q_len=384, k_len=384, v_dim=8), np.arange(384)
-    bounds = np.stack([np.maximum(rows - 40, 0), rows + 1], -1)[None, None, :, None]
-    problem, points = make(case, bounds.astype(np.int32)), []
+    sizes = {"heads": 1, "kv_heads": 1, "q_len": 384, "k_len": 384, "head_dim": 8, "v_dim": 8}
+    case = Case(mask="window of 40", **sizes)
+    problem, points = make(case), []
 
     def record(token: Any, at: Any, core: Any) -> Any:
         points.append(tuple(map(int, at)))
@@ -205,9 +208,8 @@ def test_empty_blocks_take_no_step_on_a_tpu() -> None:
         return out, lse, *pallas_tpu.backward(part, out, lse, dout, dlse, False, size)[:3]
 
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(grid_point_recorder=record)):
-        found = both(problem.part, problem.arrays["dout"], problem.arrays["dlse"])
-        found = jax.block_until_ready(found)
-    check(problem, dict(zip(("out", "lse", "dq", "dk", "dv"), found, strict=True)))
+        found = jax.block_until_ready(both(part_of(problem), *cotangents_of(problem)))
+    check(case, dict(zip(("out", "lse", "dq", "dk", "dv"), found, strict=True)))
     forward = [(0, 0, i, step) for i in range(3) for step in range(2)]
     of_keys = [(0, 0, j, 0, step) for j in range(3) for step in range(2)]
     assert sorted(points, key=lambda at: (len(at), at)) == sorted(2 * forward) + of_keys

@@ -257,3 +257,24 @@ def test_with_64_bits(wide: None) -> None:
     for out in outs:
         assert out.dtype == jnp.float32
         np.testing.assert_allclose(out, exact, rtol=0, atol=2e-6)
+
+
+#: What programs that are compiled ahead of their calls take.
+AHEAD = [
+    (causal() & segments(IDS)).prepare(LENGTH, LENGTH, batch=2, like=jnp.ones(1)),
+    causal() & segments(jnp.asarray(IDS)),
+    segments(jnp.asarray(IDS), jnp.asarray(IDS)) | window(1),
+]
+
+
+@pytest.mark.parametrize("shapes", [False, True], ids=["mask", "shapes"])
+@pytest.mark.parametrize("mask", AHEAD, ids=repr)
+def test_a_program_compiled_ahead_takes_the_mask_or_the_shapes_that_it_was_lowered_with(
+    mask: Any, shapes: bool
+) -> None:
+    def call(q: Any, mask: Any) -> Any:
+        return attention(q, *QKV[1:], mask=mask)
+
+    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), mask) if shapes else mask
+    compiled = jax.jit(call).lower(QKV[0], given).compile()
+    np.testing.assert_allclose(compiled(QKV[0], mask), call(QKV[0], mask), atol=1e-6)

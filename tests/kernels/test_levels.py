@@ -16,11 +16,8 @@ TESTS = [
     for name in ("test_cpu.py", "test_large_scores.py", "test_same_bits.py")
 ]
 #: In the ordinary run the lowest level alone: every option and dtype, numbers of any size, the same bits.
-SHORT = (
-    ()
-    if everything()
-    else ("-k", "options_against_the_oracle or end_of_floats or packed_or_alone or chunks or lone or small")
-)
+SOME = ("options_against", "end_of_floats", "packed_or_alone", "chunks", "threads_under", "lone", "small")
+SHORT = () if everything() else ("-k", " or ".join(SOME))
 OTHERS = [level for level in cpu.isa_levels() if level != cpu.isa()]
 LEVELS = OTHERS if everything() else OTHERS[:1]
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_run import forward
+from samples.problems import Case, make
 from torch import Tensor
 
 from attnspan.kernels import cpu
@@ -144,3 +146,39 @@ def test_few_queries_of_many_heads(
 def test_threads(length: int, mask: str, threads: int, **problem: Any) -> None:
     inputs, bounds = numbers(length, **problem), spans(mask, length, length)
     assert_same(run(inputs, bounds, threads, backward=True), run(inputs, bounds, 1, backward=True))
+
+
+#: Key heads, query heads of each, and a factor of one value: where that is infinite, another one is exact.
+HEADS = [(1, 1, 1.0), (2, 1, np.inf), (1, 2, 1.0), (3, 1, np.inf)]
+OPTIONS = [(), ("softcap",), ("alibi",), ("sinks",), ("dropout",), ("dense, float32",)]
+OPTIONS += [("softcap", "alibi"), ("softcap", "sinks", "dropout", "dense, one for all, float32")]
+
+
+@pytest.mark.parametrize("q_len", [1, 5, 17, 200])
+@pytest.mark.parametrize("k_len", [1, 2048, 9000])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask", ["full", "causal", "documents of 700", "window of 300", "random"])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_threads_under_options(q_len, k_len, dtype, mask, heads, options):
+    kv_heads, group, factor = heads
+    sizes = {"heads": kv_heads * group, "kv_heads": kv_heads, "head_dim": 16, "v_dim": 16, "runs": 2}
+    problem = make(Case(options, mask, DTYPES[dtype], q_len=q_len, k_len=k_len, **sizes))
+    # A key whose products are beyond what needs no maximum: who meets it computes in another way.
+    problem.k[:, :, k_len * 2 // 3] *= 40
+    problem.v[:, :, k_len // 3] *= factor
+    first = forward(problem, threads=1)
+    for threads in (2, 3, 5):
+        for name, x, other in zip(("out", "lse"), first, forward(problem, threads), strict=True):
+            assert torch.equal(x.nan_to_num(7.0), other.nan_to_num(7.0)), name
+
+
+@pytest.mark.parametrize("q_len", [3, 200])
+def test_a_configuration_of_threads_changes_no_bit(q_len: int) -> None:
+    problem = make(Case(heads=1, kv_heads=1, q_len=q_len, k_len=4096, head_dim=16, v_dim=16, mask="full"))
+    problem.k[0, 0, 4000] *= 40
+    first, *others = (
+        forward(problem, 5, config={"block_q": 0, "block_k": 0, "threads": threads}) for threads in (0, 1, 3)
+    )
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(other, first, strict=True))

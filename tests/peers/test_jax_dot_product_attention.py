@@ -121,15 +121,11 @@ def test_gradients_of_a_bias_that_broadcasts(shape: tuple[int, ...], mapped: boo
         return lambda q, k, v, b: fn(q, k, v, b, is_causal=True)
 
     fns = [call(fn) for fn in (dot_product_attention, theirs)]
-    arrays = [*_inputs(), bias]
+    q, k, v = _inputs()
     if mapped:  # over heads of the bias and the queries, with shared keys
-        arrays = (
-            [jnp.stack([x, 2 * x, -x]) for x in arrays[:1]]
-            + arrays[1:3]
-            + [jnp.stack([bias, -bias, bias / 2])]
-        )
+        q, bias = jnp.stack([q, 2 * q, -q]), jnp.stack([bias, -bias, bias / 2])
         fns = [jax.vmap(fn, (0, None, None, 0)) for fn in fns]
-    _compare(arrays, jnp.float32, *fns)
+    _compare([q, k, v, bias], jnp.float32, *fns)
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.3, -0.3, 4.0])

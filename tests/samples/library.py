@@ -376,17 +376,10 @@ LIBRARY = [
         runs=2,
     ),
     per_document(
-        lib.global_sliding(1, 2),
-        lambda x, y: abs(x - y) <= 1 or x < 2 or y < 2,
-        _CU_TWO_ROWS,
-        runs=2,
+        lib.global_sliding(1, 2), lambda x, y: abs(x - y) <= 1 or x < 2 or y < 2, _CU_TWO_ROWS, runs=2
     ),
     batchify(
-        "",
-        lambda: lib.global_sliding(1, 2, rows=False),
-        lambda x, y: abs(x - y) <= 1 or y < 2,
-        7,
-        runs=2,
+        "", lambda: lib.global_sliding(1, 2, rows=False), lambda x, y: abs(x - y) <= 1 or y < 2, 7, runs=2
     ),
     batchify(
         ", segments",

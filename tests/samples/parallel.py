@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 import attnspan
-from attnspan.torch import attention, dropout_seeds
+from attnspan.torch import attention
+from samples.parts import ALL, keywords
+from samples.parts import leaves as parameters
 
 Ids = Callable[[int], Tensor]
 
@@ -124,55 +126,31 @@ def _normal(case: Case, salt: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=_generator(case, salt))
 
 
-def _slopes(case: Case, *shape: int) -> Tensor:
-    return (_normal(case, 5, *shape).abs() / 16).requires_grad_()
-
-
-def _seed(case: Case) -> Tensor:
-    return torch.tensor(0x0123_4567_89AB_CDEF + case.seed)
+def _part(*names: str) -> Callable[[Case], dict[str, Any]]:
+    """Options of tests/samples/parts.py."""
+    return lambda case: keywords(names, case.batch, case.heads[0], case.length, case.keys, seed=case.seed)
 
 
 #: Keywords of `attention` by option; parameters are leaves that require gradients.
 OPTIONS: dict[str, Callable[[Case], dict[str, Any]]] = {
     "none": lambda _: {},
-    "softcap": lambda _: {"softcap": 1.5},
-    "sinks": lambda case: {"sinks": _normal(case, 6, case.heads[0]).requires_grad_()},
-    "alibi": lambda case: {"bias": attnspan.alibi(_slopes(case, case.heads[0]))},
-    "alibi per row": lambda case: {"bias": attnspan.alibi(_slopes(case, case.batch, case.heads[0]))},
-    "relative": lambda case: {
-        "bias": attnspan.relative(_normal(case, 7, case.heads[0], 41).requires_grad_())
-    },
+    "softcap": _part("softcap"),
+    "sinks": _part("sinks"),
+    "alibi": _part("alibi"),
+    "alibi per row": _part("alibi, per batch row"),
+    "relative": _part("distance table"),
     "deep relative": lambda case: {
         "bias": attnspan.relative((_normal(case, 7, case.heads[0], 41) * 300 - 1e9).requires_grad_()),
         "sinks": (_normal(case, 6, case.heads[0]) - 1e9).requires_grad_(),
     },
-    "t5": lambda case: {
-        "bias": attnspan.relative(
-            _normal(case, 7, case.heads[0], 8).requires_grad_(), attnspan.t5_buckets(8, 16)
-        )
-    },
-    "dropout": lambda case: {"dropout_p": 0.3, "dropout_seed": _seed(case)},
-    "dropout seeds": lambda case: {
-        "dropout_p": 0.3,
-        "dropout_seed": dropout_seeds(_seed(case), case.batch, case.heads[0]),
-    },
-    "all": lambda case: {
-        "softcap": 2.0,
-        "bias": attnspan.relative(_normal(case, 7, case.heads[0], 41).requires_grad_()),
-        "sinks": _normal(case, 6, case.heads[0]).requires_grad_(),
-        "dropout_p": 0.2,
-        "dropout_seed": _seed(case),
-    },
+    "t5": _part("T5"),
+    "dropout": _part("dropout"),
+    "dropout seeds": _part("dropout by seeds"),
+    "all": _part(*ALL),
 }
 
 #: MHA, GQA, MQA, and numbers that 2, 3 or 4 ranks do not divide, or that are fewer than the ranks.
 HEADS = ((4, 4), (4, 2), (4, 1), (5, 5), (6, 3), (7, 1), (2, 1))
-
-
-def parameters(options: object) -> list[Tensor]:
-    """The tensors of options that require gradients."""
-    leaves = torch.utils._pytree.tree_leaves(options)
-    return [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
 
 
 @dataclass(frozen=True)

@@ -114,9 +114,12 @@ def _two_sided_documents(case: Case) -> tuple[Any, np.ndarray]:
     return a.causal() & a.documents(torch.from_numpy(cu_q), torch.from_numpy(cu_k)), q_index[None]
 
 
-def _documents_of_50(case: Case) -> tuple[Any, None]:
-    cu = torch.arange(0, case.k_len + 50, 50).clamp(max=case.k_len)
-    return a.causal() & a.documents(cu), None
+def _documents_of(length: int) -> Callable[[Case], tuple[Any, None]]:
+    def make(case: Case) -> tuple[Any, None]:
+        cu = torch.arange(0, case.k_len + length, length).clamp(max=case.k_len)
+        return a.causal() & a.documents(cu), None
+
+    return make
 
 
 #: For 17 queries and 17 keys; "full", "causal" and "segments" for any.
@@ -137,7 +140,13 @@ MASKS: dict[str, Callable[[Case], tuple[Any, np.ndarray | None]]] = {
     "R = 5 per batch row and head": _random(5, per_batch=True, per_head=True),
 }
 #: For any numbers of queries and keys.
-LONG_MASKS = {"documents of 50": _documents_of_50}
+LONG_MASKS: dict[str, Callable[[Case], tuple[Any, None]]] = {
+    "documents of 50": _documents_of(50),
+    "documents of 700": _documents_of(700),
+    "window of 40": lambda _: (a.causal() & a.window(40), None),
+    "window of 300": lambda _: (a.causal() & a.window(300), None),
+    "first key and window": lambda _: (a.causal() & (a.window(10) | a.global_keys(1)), None),
+}
 
 
 # Options.
@@ -181,6 +190,12 @@ def _fixed(**keywords: Any) -> Setting:
 
 def _sinks(draw: Draw, dtype: torch.dtype = torch.float32) -> Setting:
     return Setting({"sinks": draw.normal(draw.case.heads, dtype=dtype)}, lambda p: {"sinks": p["sinks"]})
+
+
+def _sinks_of_which_one_is_none(draw: Draw) -> Setting:
+    setting = _sinks(draw)
+    setting.parameters["sinks"][0] = -torch.inf
+    return setting
 
 
 def _alibi(slopes: Tensor, signed: bool = False) -> Setting:
@@ -236,6 +251,7 @@ OPTIONS: dict[str, Callable[[Draw], Setting]] = {
     "softcap": lambda _: _fixed(softcap=1.5),
     "strong softcap": lambda _: _fixed(softcap=0.2),
     "sinks": _sinks,
+    "sinks, one none": _sinks_of_which_one_is_none,
     "sinks, bf16": lambda draw: _sinks(draw, torch.bfloat16),
     "alibi": lambda draw: _alibi(torch.from_numpy(a.alibi_slopes(draw.case.heads))),
     "alibi, per batch row": lambda draw: _alibi(_slopes(draw)),
@@ -250,11 +266,13 @@ OPTIONS: dict[str, Callable[[Draw], Setting]] = {
     "dense, per head": _dense(False, True, True),
     "dense, per head, float32": _dense(False, True, True, FLOAT),
     "dense, all heads": _dense(True, False, True),
+    "dense, all heads, float32": _dense(True, False, True, FLOAT),
     "dense, all heads, float16": _dense(True, False, True, torch.float16),
     "dense, one for all": _dense(False, False, True),
     "dense, one for all, float32": _dense(False, False, True, FLOAT),
     "dense, per key": _dense(True, True, False),
     "dense, per key and head, float32": _dense(False, True, False, FLOAT, three_dims=True),
+    "dense, per key, all heads": _dense(True, False, False),
     "dense, per key, one for all": _dense(False, False, False),
     "dense with holes": _dense(False, True, True, FLOAT, _make_holes),
     "dense with deep rows": _dense(False, True, True, FLOAT, _make_deep_rows),

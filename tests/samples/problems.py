@@ -73,7 +73,7 @@ class Problem:
 
         `misread(out)` is added to dlse: what a backward pass makes of an `out` that is not the exact one.
         """
-        options = Options(*map(_as_numpy, self.options or Options()))
+        options = Options(*map(as_numpy, self.options or Options()))
         call = (*(arrays[n] for n in "qkv"), self.bounds.detach().numpy(), self.case.factor, options)
         out, lse = reference.forward(*call)
         # What comes into the lse of a row that sees nothing must not matter.
@@ -108,7 +108,7 @@ def _is_floating(x: object) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-def _as_numpy(x: Any) -> Any:
+def as_numpy(x: Any) -> Any:
     if not isinstance(x, Tensor):
         return x
     return (x.detach().double() if x.is_floating_point() else x).numpy()
@@ -147,28 +147,33 @@ def _mask(case: Case, generator: torch.Generator) -> tuple[Any, np.ndarray | Non
     return Spans(bounds, case.k_len), None
 
 
-@lru_cache(maxsize=8)
-def oracle(case: Case) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+def solved(problem: Problem) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """The exact results, and how far they move when what has the case's dtype moves by half a unit of it.
 
     No implementation that rounds its intermediate values to that dtype can be asked for less.
     """
-    problem = make(case)
     arrays = {name: getattr(problem, name).double().numpy() for name in (*MOVED, "dlse")}
     exact, few = problem.solve(arrays), any(x.numel() < FEW for x in problem.setting.parameters.values())
     moved = sensitivity(problem.solve, arrays, exact, MOVED.__contains__, 3 if few else 1)
     # Products of 16-bit numbers are exact in float32, and lse is a sum over those: the dtype is no excuse.
-    own, single = torch.finfo(case.dtype).eps, torch.finfo(torch.float32).eps
-    return exact, {name: (single if name == "lse" else own) * x for name, x in moved.items()}
+    own, single = torch.finfo(problem.case.dtype).eps, torch.finfo(torch.float32).eps
+    return exact, {name: (min(own, single) if name == "lse" else own) * x for name, x in moved.items()}
 
 
-#: Relative error of the kernel's exponential, see csrc/softmax.h: in bf16 it is cut to what that needs.
-EXPONENTIAL = {torch.float32: 6.5e-8, torch.bfloat16: 3.3e-6, torch.float16: 6.5e-8}
+@lru_cache(maxsize=8)
+def oracle(case: Case) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    return solved(make(case))
+
+
+#: Relative error of an exponential. In bf16 it is that of the kernel, which cuts it to what that needs: see
+#: csrc/softmax.h.
+EXPONENTIAL = {torch.float64: 1.3e-16, torch.float32: 6.5e-8, torch.bfloat16: 3.3e-6, torch.float16: 6.5e-8}
 
 
 def rounding(case: Case, exponential: float | None = None) -> float:
-    """Sums and exponentials are in float32; roundings of sums walk at random over as many terms."""
-    walk = 2**-24 * max(case.k_len, case.q_len * case.heads // case.kv_heads) ** 0.5
+    """Sums and exponentials are in float32, or in float64; roundings of a sum walk at random."""
+    unit = 2**-53 if case.dtype == torch.float64 else 2**-24
+    walk = unit * max(case.k_len, case.q_len * case.heads // case.kv_heads) ** 0.5
     return walk + (EXPONENTIAL[case.dtype] if exponential is None else exponential)
 
 
@@ -179,9 +184,11 @@ def compare(got: Mapping[str, Any], exact: Mapping[str, np.ndarray], bounds: Map
         assert found <= bounds[name], f"{name}: error {found:.3g}, allowed {bounds[name]:.3g}"
 
 
-def check(case: Case, got: Mapping[str, Any], extra: float = 0.0, exponential: float | None = None) -> None:
+def check(
+    of: Case | Problem, got: Mapping[str, Any], extra: float = 0.0, exponential: float | None = None
+) -> None:
     """Compare results with the oracle's, within what roundings explain."""
-    exact, unavoidable = oracle(case)
+    case, (exact, unavoidable) = (of, oracle(of)) if isinstance(of, Case) else (of.case, solved(of))
     inherent = rounding(case, exponential) + extra
     factors = {name: FACTOR if x.size >= FEW else FACTOR_OF_FEW for name, x in exact.items()}
     compare(got, exact, {name: factors[name] * (unavoidable[name] + inherent) for name in exact})

@@ -19,17 +19,8 @@ from attnspan.torch import attention
 # Dynamo itself makes an instance of each autograd function that it traces.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
-NOT_MASKS = {
-    "Interval",
-    "Lowering",
-    "Mask",
-    "Prepared",
-    "Rows",
-    "Spans",
-    "SpansLargerThanMask",
-    "names",
-    "register_pytrees",
-}
+NOT_MASKS = {"Interval", "Lowering", "Mask", "Prepared", "Rows", "Spans"}
+NOT_MASKS |= {"SpansLargerThanMask", "names", "register_pytrees"}
 ORDERS = {"morton_order", "strided_order", "tile_order"}
 
 
@@ -63,13 +54,14 @@ Program = Lowered | Call
 PROGRAMS: tuple[Program, ...] = (*map(Lowered, sorted(MASKS, key=lambda x: bool(x.outside))), *CALLS)
 MARKED = EXPORTED = PROGRAMS
 if not everything():
-    # Half the library's classes, and each kind of array of an option or layout, meet sizes that are symbols.
-    # Other masks do in test_masks_traced.py, lengths of which the compiler learns in test_compile.py.
+    # Half the library's classes, masks that are combined, and each kind of array of an option or layout, meet
+    # sizes that are symbols. test_compile.py has lengths that the compiler learns.
     compositions = {"prefix_lm", "global_sliding", "block_causal", "sasa", "tiled_natten", "morton_natten"}
     calls = {"q_index", "layout thd", "alibi, cache", "relative, documents", "dense bias, key_padding"}
     classes = {x.function: x.name for x in MASKS if x.function in attnspan.library.__all__ and not x.outside}
     kinds = sorted(name for function, name in classes.items() if function not in compositions)
-    names = {*kinds[::2], *calls}
+    combined = {"segments", "documents, keys", "prefix, documents", "cache"}
+    names = {*kinds[::2], *calls, *combined}
     MARKED = tuple(x for x in PROGRAMS if x.name in names)
     EXPORTED = tuple(x for x in PROGRAMS if x.name in ("segments", "natten"))
 

@@ -11,7 +11,7 @@ from closeness import relative_error
 from samples.parts import leaves
 from samples.torch_calls import OPTIONS
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from watching import Watching
 
 from attnspan import causal, full, global_keys, segments, window
 from attnspan.kernels import cpu
@@ -97,19 +97,9 @@ def test_plain_calls_go_the_short_way(taken: list[bool]) -> None:
     assert taken == [True] * 6
 
 
-class _Watching(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def test_whoever_watches_sees_the_operator(taken: list[bool]) -> None:
     q, k, v = _qkv()
-    with _Watching() as mode:
+    with Watching() as mode:
         attention(q, k, v)
     assert "attnspan.attention.default" in mode.seen
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
@@ -126,7 +116,7 @@ def test_whoever_watches_sees_the_operator(taken: list[bool]) -> None:
 def test_a_watcher_of_the_backward_pass_sees_the_operator() -> None:
     q, k, v = (x.requires_grad_() for x in _qkv())
     loss = attention(q, k, v).square().sum()
-    with _Watching() as mode:
+    with Watching() as mode:
         loss.backward()
     assert "attnspan.attention_backward.default" in mode.seen
 

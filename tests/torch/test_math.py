@@ -4,7 +4,7 @@ import pytest
 import torch
 from closeness import relative_error
 from covering import everything
-from samples.parts import ALL
+from samples.conformance import OPTIONS
 from samples.problems import Problem
 from samples.torch_calls import small
 from torch import Tensor
@@ -17,19 +17,7 @@ from attnspan.torch import attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch.func's own
 
-GIVEN = ("queries given", "keys given")
-OPTIONS: dict[str, tuple[str, ...]] = {
-    "none": (),
-    "softcap": ("softcap",),
-    "sinks": ("sinks",),
-    "alibi": ("alibi",),
-    "signed alibi": ("alibi, signed, per batch row", *GIVEN),
-    "distance": ("distance table", *GIVEN),
-    "dense": ("dense",),
-    "dense, one row": ("dense, per key, one for all",),
-    "dropout": ("dropout",),
-    "all": (*ALL[:-1], "dropout by seeds", *GIVEN),
-}
+SIGNED, EVERYTHING = "alibi, signed, per batch row", "everything, indices given"
 
 
 def _tiny(*options: str, dtype: torch.dtype = torch.float64) -> Problem:
@@ -53,7 +41,7 @@ def _attend(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *parameters: Tens
 
 # tests/conformance holds the values to the oracle.
 @pytest.mark.parametrize(
-    "name", OPTIONS if everything() else ["none", "signed alibi", "dense", "dropout", "all"]
+    "name", OPTIONS if everything() else ["none", SIGNED, "dense", "dropout", EVERYTHING]
 )
 def test_every_derivative(name: str) -> None:
     problem = _tiny(*OPTIONS[name])
@@ -68,7 +56,7 @@ def test_every_derivative(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler's own
-@pytest.mark.parametrize("name", OPTIONS if everything() else ["signed alibi", "all"])
+@pytest.mark.parametrize("name", OPTIONS if everything() else [SIGNED, EVERYTHING])
 def test_compiles_without_a_break(name: str) -> None:
     problem = _tiny(*OPTIONS[name], dtype=torch.float32)
 

@@ -22,25 +22,11 @@ GIVEN = ("queries given", "keys given")
 
 #: Shapes, dtypes and masks; each value of a factor comes once or more. The last ones are for the long run.
 SAMPLES: dict[str, dict[str, Any]] = {
-    "mqa": {
-        "dtype": torch.bfloat16,
-        "heads": 6,
-        "kv_heads": 1,
-        "runs": 4,
-        "mask_batch": 2,
-        "mask_heads": 6,
-    },
+    "mqa": {"dtype": torch.bfloat16, "heads": 6, "kv_heads": 1, "runs": 4, "mask_batch": 2, "mask_heads": 6},
     "decode": {"q_len": 1, "k_len": 33, "empty": False, "mask_batch": 2},
     "no queries": {"q_len": 0},
     "fp32": {},
-    "mha": {
-        "dtype": torch.float16,
-        "heads": 2,
-        "v_dim": 24,
-        "runs": 2,
-        "stored": "bhsd",
-        "mask_heads": 2,
-    },
+    "mha": {"dtype": torch.float16, "heads": 2, "v_dim": 24, "runs": 2, "stored": "bhsd", "mask_heads": 2},
     "no batch": {"batch": 0},
     "no keys": {"k_len": 0},
 }

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from attnspan import cache as cache_mask
 from attnspan import causal, window
 from attnspan.call.options import alibi
-from attnspan.errors import DtypeError, OptionError, ShapeError
+from attnspan.errors import DtypeError, OptionError
 from attnspan.kernels import triton
 from attnspan.torch import PagedCache, StaticCache, attention
 from attnspan.torch._cache_write import LOST
@@ -27,20 +27,12 @@ def chunk(n: int, batch: int = 3) -> tuple[Tensor, Tensor]:
     return torch.randn(batch, KV, n, D), torch.randn(batch, KV, n, DV)
 
 
-OPTIONS: dict[str, Any] = {
-    "none": {},
-    "all": {
-        "softcap": 4.0,
-        "bias": alibi(torch.rand(HEADS)),
-        "sinks": torch.randn(HEADS),
-        "return_lse": True,
-    },
-}
+ALL = {"softcap": 4.0, "bias": alibi(torch.rand(HEADS)), "sinks": torch.randn(HEADS), "return_lse": True}
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", [{}, ALL], ids=["none", "all"])
 @pytest.mark.parametrize("backend", [None, "math", "triton"])
-def test_a_few_steps_equal_those_of_a_static_cache(backend: str | None, options: str) -> None:
+def test_a_few_steps_equal_those_of_a_static_cache(backend: str | None, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     ours, theirs = paged(), StaticCache(3, KV, 20, D, DV)
     for n, counts in ((5, [5, 2, 0]), (1, None), (3, [1, 3, 2]), (1, None)):
@@ -50,10 +42,10 @@ def test_a_few_steps_equal_those_of_a_static_cache(backend: str | None, options:
         ours.update(k, v, own if counts else None)
         keys, values = theirs.update(k, v, own if counts else None)
         q = torch.randn(3, HEADS, n, D)
-        wanted = attention(q, keys, values, mask=theirs.mask(n), backend="math", **OPTIONS[options])
+        wanted = attention(q, keys, values, mask=theirs.mask(n), backend="math", **options)
         with triton.interpreted():
-            found = ours.attention(q, backend=backend, **OPTIONS[options])
-        pairs = zip(found, wanted, strict=True) if options == "all" else [(found, wanted)]
+            found = ours.attention(q, backend=backend, **options)
+        pairs = zip(found, wanted, strict=True) if options else [(found, wanted)]
         for a, b in pairs:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     assert ours.lengths.equal(theirs.lengths)
@@ -115,18 +107,14 @@ def test_rows_that_go_on_as_others_share_full_pages() -> None:
     ours.update(*chunk(1))
 
 
-def test_no_more_than_max_len_and_no_page_that_is_none() -> None:
+def test_no_page_that_is_none() -> None:
     cache = PagedCache(4, 4, KV, D, DV, batch=1, max_len=10)
     cache.reserve([10])
     cache.update(*chunk(9, 1))
-    with pytest.raises(OptionError, match="room for 2 more tokens, got 9 of 10 taken"):
-        cache.update(*chunk(2, 1))
     with pytest.raises(DtypeError, match=r"lengths\[0\]: expected an int, got float"):
         cache.reserve([2.5])
     with pytest.raises(OptionError, match=r"lengths\[0\]: expected 0 to .*got -1"):
         cache.reserve([-1])
-    with pytest.raises(ShapeError, match="at most 10 query rows, got 11"):
-        cache.mask(11)
     for bad in (4, 99, -1):  # 4: the scratch page
         cache.table[0, 2] = bad
         keys, _ = cache.gathered()
@@ -194,20 +182,9 @@ def test_a_compiled_step_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert counter.frame_count == 1
 
 
+# tests/torch/test_kv_cache_errors.py has those of every cache.
 def test_wrong_calls() -> None:
-    cache, (k, v) = paged(), chunk(1)
-    with pytest.raises(ShapeError, match="k_new: expected batch 3, 2 heads and head dim 16"):
-        cache.update(k[:, :1], v)
-    with pytest.raises(DtypeError, match=r"v_new: expected torch\.float32"):
-        cache.update(k, v.half())
-    with pytest.raises(OptionError, match="keys and values without gradients"):
-        cache.update(k.requires_grad_(), v)
-    with pytest.raises(DtypeError, match="counts: expected integers"):
-        cache.update(*chunk(1), torch.ones(3))
-    with pytest.raises(ShapeError, match=r"counts: expected one entry per batch row, shape \(3,\)"):
-        cache.update(*chunk(1), torch.ones(1, dtype=torch.int32))
-    with pytest.raises(OptionError, match="numbers that differ"):
-        cache.reset(torch.tensor([0, 1, 1]))
+    cache = paged()
     q = torch.randn(3, HEADS, 1, D, requires_grad=True)
     with triton.interpreted(), pytest.raises(OptionError, match="without gradients"):
         cache.attention(q, backend="triton")

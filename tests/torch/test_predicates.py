@@ -280,9 +280,7 @@ def test_the_operator_encodes_runs(shape: tuple[int, ...]) -> None:
         assert torch.equal(_encode_device(visible, runs), bounds)
 
 
-def test_the_operator_takes_any_strides_and_a_few_rows_at_a_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_operator_takes_any_strides_and_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     strided = _noise(2, 1, 9, 5).transpose(2, 3).expand(2, 3, 5, 9)
     torch.library.opcheck(encode_op, (strided, 6))
     assert torch.equal(encode_op(strided, 6), encode_op(strided.contiguous(), 6))

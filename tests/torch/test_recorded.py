@@ -8,68 +8,48 @@ from typing import Any
 
 import pytest
 import torch
+from samples import lengths
+from samples.lengths import Sizes
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from attnspan import (
-    cache,
-    causal,
-    documents,
-    from_dense,
-    from_predicate,
-    global_keys,
-    groups,
-    key_padding,
-    keys,
-    prefix,
-    segments,
-    spans,
-    window,
-)
+import attnspan
+from attnspan import cache, causal, documents, from_dense, from_predicate, key_padding, keys, prefix, segments
 from attnspan.torch import attention, scaled_dot_product_attention
 
-FIRST, OTHER = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([0, 0, 1, 1, 2, 2])
-DENSE = torch.ones(6, 6, dtype=torch.bool).tril(), torch.arange(6)[None].expand(6, 6) < 3
-Mask = Callable[[Tensor], Any]
-
-#: Masks of an array, with the array that is recorded and another one.
-MASKS: dict[str, tuple[Mask, Tensor, Tensor]] = {
-    "from_dense": (from_dense, *DENSE),
-    "from_predicate": (lambda x: from_predicate(lambda *at: x[at[2]] == x[at[3]]), FIRST, OTHER),
-    "segments": (lambda x: causal() & segments(x), FIRST, OTHER),
-    "keys": (keys, FIRST == 0, OTHER != 1),
-    "key_padding": (key_padding, torch.tensor([4]), torch.tensor([2])),
-    "documents": (documents, torch.tensor([0, 3, 6]), torch.tensor([0, 2, 6])),
-    "groups": (lambda x: causal() | groups(x), FIRST, torch.tensor([0, 1, 1, 1, 2, 2])),
-    "prefix": (prefix, torch.tensor([4]), torch.tensor([2])),
-    "global_keys": (lambda x: (window(1) | global_keys(1)) & segments(x), FIRST, OTHER),
-    "spans": (spans, causal().prepare(6, 6, like=FIRST).bounds, window(2).prepare(6, 6, like=FIRST).bounds),
-}
-
-
-def _call_with(mask: Mask) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda q, x: attention(q, q, q, mask=mask(x))
+SIZES, LENGTH = Sizes(batch=2, length=12, parts=3), 12
+Call, Arrays = Callable[..., Tensor], tuple[Tensor, ...]
 
 
 def _decode(q: Tensor, lengths: Tensor) -> Tensor:
     return attention(q[:, :, :2], q, q, mask=cache(lengths) & causal())
 
 
-def _prefill(q: Tensor, lengths: Tensor) -> Tensor:
-    return attention(q, q, q, mask=cache(lengths) & causal())
-
-
 def _drop_in(q: Tensor, mask: Tensor) -> Tensor:
     return scaled_dot_product_attention(q, q, q, attn_mask=mask)
 
 
-CALLS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor]] = {
-    name: (_call_with(mask), *arrays) for name, (mask, *arrays) in MASKS.items()
-} | {
-    "decode": (_decode, torch.tensor([6]), torch.tensor([3])),
-    "prefill": (_prefill, torch.tensor([6]), torch.tensor([6])),
-    "drop-in": (_drop_in, *DENSE),
-    "floating": (_drop_in, torch.randn(6, 6), torch.randn(6, 6)),
+def _call_with(build: Callable[..., Any]) -> Call:
+    return lambda q, *arrays: attention(q, q, q, mask=build(LENGTH, *arrays))
+
+
+def _of_ids(n: int, ids: Tensor) -> Any:
+    return from_predicate(lambda b, _, q, k: ids[b, q] == ids[b, k])
+
+
+#: Calls of q and of arrays, with the arrays that are recorded and other ones: each mask that reads an array.
+CALLS: dict[str, tuple[Call, Arrays, Arrays]] = {
+    x.name: (_call_with(x.build), x.arrays(SIZES), x.arrays(SIZES))
+    for x in lengths.MASKS
+    if x.function in attnspan.masks.__all__ and x.arrays(SIZES)
+}
+IDS = torch.arange(LENGTH).expand(2, -1)
+DENSE = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(), torch.arange(LENGTH).expand(LENGTH, -1) < 3
+CALLS |= {
+    "from_predicate, ids": (_call_with(_of_ids), (IDS // 3,), (IDS // 2,)),
+    "decode": (_decode, (torch.tensor([6, 12]),), (torch.tensor([3, 4]),)),
+    "drop-in": (_drop_in, DENSE[:1], DENSE[1:]),
+    "floating": (_drop_in, (torch.randn(LENGTH, LENGTH),), (torch.randn(LENGTH, LENGTH),)),
 }
 
 
@@ -77,14 +57,14 @@ CALLS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_a_recorded_mask_is_that_of_the_arrays(name: str, recorder: str) -> None:
     call, first, other = CALLS[name]
-    q = torch.randn(1, 2, 6, 8)
+    q = torch.randn(2, lengths.HEADS, LENGTH, 8)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.jit.trace", category=DeprecationWarning)
         if recorder == "jit":
-            recorded = torch.jit.trace(call, (q, first), check_trace=False)
+            recorded = torch.jit.trace(call, (q, *first), check_trace=False)
         else:
-            recorded = make_fx(call, tracing_mode=recorder)(q, first)
-    torch.testing.assert_close(recorded(q, other), call(q, other))
+            recorded = make_fx(call, tracing_mode=recorder)(q, *first)
+    torch.testing.assert_close(recorded(q, *other), call(q, *other))
 
 
 def test_a_recorded_mask_meets_other_lengths() -> None:

@@ -10,9 +10,8 @@ from closeness import relative_error
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import scaled_dot_product_attention as torchs
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+from watching import Watching, tensors_of
 
 from attnspan import causal, from_dense, window
 from attnspan.errors import ShapeError
@@ -95,26 +94,15 @@ def test_parity(name: str) -> None:
             assert relative_error(got, wanted) <= 16 * torch.finfo(torch.float32).eps
 
 
-class _Largest(TorchDispatchMode):
-    """The most bytes of a tensor that an operator made in memory of its own."""
-
-    size = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        made = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
-        self.size = max([self.size, *(x.untyped_storage().nbytes() for x in made)])
-        return found
-
-
 @pytest.mark.parametrize("boolean", [False, True])
 @pytest.mark.parametrize("shape", [(2, 1, 4, 24, 24), (1, 24, 4, 24, 24), (2, 24, 1, 1, 24)])
 def test_what_batch_dims_share_is_not_expanded(shape: tuple[int, ...], boolean: bool) -> None:
     q, mask = torch.randn(2, 24, 4, 24, 8), torch.randn(shape)
     mask = mask < torch.tensor(9.0) if boolean else mask
-    with _Largest() as largest:
+    with Watching(lambda _, __, result: tensors_of(result)) as made:
         out = ours(q, q, q, attn_mask=mask)
-    assert largest.size <= 4 * max(q.numel(), mask.numel())
+    largest = max(x.untyped_storage().nbytes() for each in made.seen for x in each)
+    assert largest <= 4 * max(q.numel(), mask.numel()), "bytes in memory of its own"
     assert relative_error(out, torchs(q, q, q, attn_mask=mask)) <= 16 * torch.finfo(torch.float32).eps
 
 

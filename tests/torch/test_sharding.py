@@ -1,9 +1,6 @@
 """DTensors: batch and heads shard without communication, the sequence is refused by name."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -114,59 +111,6 @@ def test_indices_shard_by_batch_only(mesh: object, placement: object) -> None:
     sharded = _placed(mesh, placement, *inputs)
     wanted = _first_part(attention(*inputs, **options), placement)
     torch.testing.assert_close(attention(*sharded, **options).to_local(), wanted)
-
-
-TWO_RANKS = """
-import sys
-import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
-from attnspan import alibi, causal
-from attnspan.torch import attention
-
-rank, store = int(sys.argv[1]), sys.argv[2]
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-mesh = init_device_mesh("cpu", (2,))
-torch.manual_seed(0)
-q, k, v, dout = (torch.randn(2, heads, 24, 16) for heads in (4, 2, 2, 4))
-
-def run(place):
-    slopes, sinks = torch.arange(1.0, 5.0).div(8).requires_grad_(), torch.ones(4, requires_grad=True)
-    inputs = [x if place is None else distribute_tensor(x, mesh, [place]) for x in (q, k, v, dout)]
-    out = attention(
-        *inputs[:3],
-        mask=causal(),
-        bias=alibi(slopes),
-        sinks=sinks,
-        dropout_p=0.4,
-        dropout_seed=torch.tensor(5),
-    )
-    out.backward(inputs[3])
-    return [x.full_tensor() if isinstance(x, DTensor) else x for x in (out, slopes.grad, sinks.grad)]
-
-for place in (Shard(0), Shard(1)):
-    for got, wanted in zip(run(place), run(None), strict=True):
-        torch.testing.assert_close(got, wanted)
-dist.destroy_process_group()
-print("same")
-"""
-
-
-@pytest.mark.long
-def test_two_ranks_drop_what_one_drops_and_sum_the_gradients(tmp_path: Path) -> None:
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    store = str(tmp_path / "store")
-    ranks = [subprocess.Popen([sys.executable, "-c", TWO_RANKS, str(i), store], **pipes) for i in range(2)]
-    try:
-        for rank in ranks:
-            out, err = rank.communicate(timeout=300)
-            assert rank.returncode == 0, err
-            assert out.strip() == "same"
-    finally:
-        for rank in ranks:  # One that waits for a rank that failed.
-            rank.kill()
-            rank.communicate()
 
 
 def test_a_sharded_sequence_is_refused(mesh: object) -> None:

@@ -3,10 +3,13 @@
 # ruff: noqa: ARG005  (functions of a fixed signature, most of which need a part of it)
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from samples import lengths
+from samples.lengths import Sizes
 from torch import Tensor
 from torch.func import functional_call, grad, stack_module_state, vmap
 
@@ -16,31 +19,23 @@ from attnspan.torch import Attention, StaticCache, attention, dropout_seeds
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.searchsorted:UserWarning")
 
-CALLS, BATCH, HEADS, LENGTH, DIM = 3, 2, 2, 6, 8
+CALLS, BATCH, HEADS, LENGTH, DIM = 3, 2, 2, 8, 8
 _generator = torch.Generator().manual_seed(0)
+_IDS = torch.randint(0, 3, (CALLS, BATCH, LENGTH), generator=_generator).sort().values
+_LENGTHS = torch.randint(0, LENGTH + 1, (CALLS, BATCH), generator=_generator)
 
-
-def _random(most: int, *shape: int) -> Tensor:
-    return torch.randint(0, most, (CALLS, *shape), generator=_generator)
-
-
-_IDS = _random(3, BATCH, LENGTH).sort().values
-_LENGTHS = _random(LENGTH + 1, BATCH)
-_DENSE = _random(2, BATCH, 1, LENGTH, LENGTH) > 0
-
-#: The array that is mapped over, and the mask that each call makes of its part.
-MASKS: dict[str, tuple[Tensor, Callable[[Tensor], a.Mask | a.Spans]]] = {
-    "segments": (_IDS, lambda x: a.causal() & a.segments(x)),
-    "segments of one row": (_IDS[:, 0], a.segments),
-    "groups": (_IDS, lambda x: a.causal() | a.groups(x)),
-    "documents": (torch.tensor([[0, 2, 6], [0, 3, 6], [0, 1, 5]]), a.documents),
-    "both sides": (_LENGTHS, lambda x: a.key_padding(x, side="left") & a.prefix(x)),
-    "cache": (_LENGTHS, lambda x: a.causal() & a.cache(x)),
-    "from_dense": (_DENSE, a.from_dense),
-    "from_dense, max_runs": (_DENSE[:, 0, 0], lambda x: a.from_dense(x, max_runs=4)),
-    "from_predicate": (torch.arange(CALLS), lambda x: a.from_predicate(lambda b, h, q, k: q >= k + x)),
+#: Arrays that are mapped over, and the mask that each call makes of its parts: each mask that reads an array.
+MASKS: dict[str, tuple[list[Tensor], Callable[..., a.Mask | a.Spans]]] = {}
+for x in lengths.MASKS:
+    each = [x.arrays(Sizes(BATCH, LENGTH, parts=3)) for _ in range(CALLS)]
+    if x.function in a.masks.__all__ and each[0]:
+        MASKS[x.name] = [torch.stack(parts) for parts in zip(*each, strict=True)], partial(x.build, LENGTH)
+MASKS |= {
+    "both sides": ([_LENGTHS], lambda x: a.key_padding(x, side="left") & a.prefix(x)),
+    "from_dense, any runs": ([(_IDS[..., None] == _IDS[:, :, None])[:, :, None]], a.from_dense),
+    "from_predicate": ([torch.arange(CALLS)], lambda x: a.from_predicate(lambda b, h, q, k: q >= k + x)),
     "bounds": (
-        torch.stack([a.window(i).spans(LENGTH, LENGTH, like=_IDS).bounds for i in range(CALLS)]),
+        [torch.stack([a.window(i).spans(LENGTH, LENGTH, like=_IDS).bounds for i in range(CALLS)])],
         lambda x: a.Spans(x, LENGTH),
     ),
 }
@@ -48,18 +43,18 @@ MASKS: dict[str, tuple[Tensor, Callable[[Tensor], a.Mask | a.Spans]]] = {
 
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_are_those_of_each_call(name: str) -> None:
-    array, make = MASKS[name]
+    arrays, make = MASKS[name]
     q = torch.randn(CALLS, BATCH, HEADS, LENGTH, DIM, generator=_generator)
 
-    def attend(q: Tensor, array: Tensor) -> Tensor:
-        return attention(q, q, q, mask=make(array))
+    def attend(q: Tensor, *arrays: Tensor) -> Tensor:
+        return attention(q, q, q, mask=make(*arrays))
 
-    def gradient(q: Tensor, array: Tensor) -> Tensor:
-        return torch.func.grad(lambda q: attend(q, array).square().sum())(q)
+    def gradient(q: Tensor, *arrays: Tensor) -> Tensor:
+        return torch.func.grad(lambda q: attend(q, *arrays).square().sum())(q)
 
     for function in (attend, gradient):
-        want = torch.stack([function(q[i], array[i]) for i in range(CALLS)])
-        torch.testing.assert_close(vmap(function)(q, array), want)
+        want = torch.stack([function(*each) for each in zip(q, *arrays, strict=True)])
+        torch.testing.assert_close(vmap(function)(q, *arrays), want)
 
 
 def test_a_cache_is_no_buffer_of_several_calls() -> None:
@@ -188,7 +183,7 @@ def test_an_ensemble_is_one_call() -> None:
 
 
 def test_a_compiled_program_encodes_mapped_masks() -> None:
-    q, visible = _randn(BATCH, HEADS, LENGTH, DIM), _DENSE
-    function = vmap(lambda q, visible: attention(q, q, q, mask=a.from_dense(visible, max_runs=3)))
+    q, visible = _randn(BATCH, HEADS, LENGTH, DIM), _randn(BATCH, 1, LENGTH, LENGTH) > 0
+    function = vmap(lambda q, visible: attention(q, q, q, mask=a.from_dense(visible, max_runs=4)))
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(q, visible), function(q, visible))

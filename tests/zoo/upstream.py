@@ -23,18 +23,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MODELS = [
-    "llama",
-    "mistral",
-    "gemma3",
-    "deepseek_v3",
-    "bert",
-    "modernbert",
-    "bart",
-    "t5",
-    "whisper",
-    "qwen2_5_vl",
-]
+MODELS = ["llama", "mistral", "gemma3", "deepseek_v3", "bert", "modernbert", "bart", "t5"]
+MODELS += ["whisper", "qwen2_5_vl"]
 #: What their tests import, besides pytest.
 NEEDED = ["parameterized", "timeout_decorator"]
 #: Parts of names of tests that are left out, and why.

@@ -41,8 +41,9 @@ jax.tree_util.register_dataclass(
 )
 
 
-# Part of the key of every jit, those of users too: a program is traced for one backend.
-_backend = jax.make_user_context(None)
+# Part of the key of every jit, those of users too: a program is traced for one backend. PyTorch/XLA brings an
+# older JAX, without such keys; programs there are made for the backend that they name.
+_backend = jax.make_user_context(None) if hasattr(jax, "make_user_context") else None
 
 
 class _Entered(threading.local):
@@ -56,12 +57,13 @@ _entered = _Entered()
 def _follow(name: str | None) -> None:
     if _entered.context is not None:
         _entered.context.__exit__(None, None, None)
-    _entered.context = None if name is None else _backend(name)
-    if name is not None:
+    _entered.context = None if name is None or _backend is None else _backend(name)
+    if _entered.context is not None:
         _entered.context.__enter__()
 
 
-follow(_follow)
+if _backend is not None:
+    follow(_follow)
 
 
 class ShardedMask(OneMask):

@@ -6,10 +6,12 @@ import sys
 import numpy as np
 import pytest
 import torch
+from samples import mistakes
+from samples.mistakes import call, check, error_of, of_framework
 from xla_cells import on_xla
 
 import attnspan as a
-from attnspan.errors import DeviceError, DtypeError, OptionError, ShapeError
+from attnspan.errors import DeviceError, DtypeError, OptionError
 from attnspan.xla import attention
 
 Q = torch.zeros(1, 2, 6, 8)
@@ -37,24 +39,23 @@ def test_arrays_of_numpy_are_moved() -> None:
     assert torch.equal(got.cpu(), attention(q, q, q, mask=a.segments(on_xla(torch.from_numpy(ids)))).cpu())
 
 
-def test_arguments_that_do_not_fit() -> None:
+# There is one way to compute, so no backend to name.
+CASES = {name: case for name, case in mistakes.of("tensor").items() if "backend" not in case[0]}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_wrong_call_says_what_how_and_why(name: str) -> None:
+    given, *wanted = CASES[name]
+    given = of_framework(given, lambda x: on_xla(torch.from_numpy(x)))
+    check(error_of(call, attention, given), *wanted)
+
+
+def test_words_of_other_libraries_and_arrays_of_numpy() -> None:
     q = on_xla(Q)
     with pytest.raises(DtypeError, match=r"q: expected a torch\.Tensor, got ndarray"):
         attention(Q.numpy(), q, q)
-    with pytest.raises(DtypeError, match="mask: expected a mask expression"):
-        attention(q, q, q, mask="causal")
-    with pytest.raises(ShapeError, match="expected arrays that describe 6 keys, got 5"):
-        attention(q, q, q, mask=a.segments(on_xla(IDS[:, :5])))
-    with pytest.raises(OptionError, match=r"spans over k_len=6 keys \(as k\), got spans over 5"):
-        attention(q, q, q, mask=a.causal().prepare(6, 5))
-    with pytest.raises(DtypeError, match="q_index: expected an integer"):
-        attention(q, q, q, q_index=on_xla(torch.zeros(6)))
-    with pytest.raises(OptionError, match="dropout_seed: expected an integer tensor"):
-        attention(q, q, q, dropout_p=0.1)
     with pytest.raises(TypeError, match=r"got is_causal=\. Pass mask=causal\(\)"):
         attention(q, q, q, is_causal=True)
-    with pytest.raises(OptionError, match="documents"):
-        attention(q[0], q[0], q[0], layout="thd", mask=a.causal())
 
 
 def test_arrays_of_jax() -> None:

@@ -1,0 +1,129 @@
+"""Biases of millions and more: what all keys of a row share changes nothing but the lse, the rest decides."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from closeness import relative_error
+from torch import Tensor
+
+from attnspan import alibi, causal, dense_bias, full, relative, t5_buckets
+from attnspan.torch import attention
+
+LENGTH, HEADS, WIDTH = 300, 2, 16  # more than a tile of any backend
+Results = list[Tensor]  # out, lse, and the gradients of q, k, v and of the bias's own values
+DLSE = torch.linspace(-1, 1, HEADS)[:, None]
+
+
+def _arrays(length: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(1, HEADS, length, WIDTH) for _ in range(4)]
+
+
+def _by_torch(
+    backend: str, bias_of: Callable[..., Any], values: np.ndarray, dout: Tensor | None = None, **call: Any
+) -> Results:
+    *qkv, own = _arrays(call.pop("length", LENGTH))
+    leaves = [x.requires_grad_() for x in (*qkv, torch.from_numpy(values))]
+    attend = attention
+    if call.pop("compiled", False):
+        torch._dynamo.reset()
+        attend = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    found = attend(*leaves[:3], bias=bias_of(leaves[3]), backend=backend, return_lse=True, **call)
+    gradients = own if dout is None else dout, DLSE.expand_as(found[1])
+    return [*(x.detach() for x in found), *torch.autograd.grad(found, leaves, gradients)]
+
+
+def _by_jax(
+    backend: str, bias_of: Callable[..., Any], values: np.ndarray, dout: Tensor | None = None, **call: Any
+) -> Results:
+    jax = pytest.importorskip("jax")
+    ours = pytest.importorskip("attnspan.jax")
+    *qkv, own = _arrays(call.pop("length", LENGTH))
+    call = {name: jax.numpy.asarray(x.numpy()) if isinstance(x, Tensor) else x for name, x in call.items()}
+    leaves = [jax.numpy.asarray(x) for x in (*qkv, values)]
+    call |= {"backend": backend, "return_lse": True}
+    found, back = jax.vjp(lambda *x: ours.attention(*x[:3], bias=bias_of(x[3]), **call), *leaves)
+    gradients = own if dout is None else dout, DLSE.expand(found[1].shape)
+    return [torch.from_dlpack(x) for x in (*found, *back(tuple(map(jax.numpy.asarray, gradients))))]
+
+
+SLOPES = {"down": np.array([0.5, 0.1], np.float32), "up": np.array([-0.5, -0.1], np.float32)}
+
+
+def _exact(slopes: np.ndarray, queries: Tensor, keys: Tensor, *, signed: bool) -> list[Tensor]:
+    *qkv, dout = (x.double() for x in _arrays(LENGTH))
+    q, k, v = (x.requires_grad_() for x in qkv)
+    distance = (keys - queries[:, None]).double()
+    bias = torch.tensor(slopes).double()[:, None, None] * (distance if signed else -distance.abs())
+    scores = q @ k.mT / WIDTH**0.5 + bias
+    found = scores.softmax(-1) @ v, scores.logsumexp(-1)
+    return [*found, *torch.autograd.grad(found, (q, k, v), (dout, DLSE.expand_as(found[1]).double()))]
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("offset", [0, 10**3, 10**5, 10**7, 10**8])
+@pytest.mark.parametrize("keys", ["all", "chosen"])
+@pytest.mark.parametrize("signed", [False, True], ids=["distance", "signed"])
+@pytest.mark.parametrize("slopes", SLOPES.values(), ids=SLOPES)
+@pytest.mark.parametrize(
+    ("call", "backend"), [(_by_torch, "cpu"), (_by_torch, "math"), (_by_jax, "xla"), (_by_jax, "math")]
+)
+def test_slopes_far_from_their_keys(call, backend, slopes, signed, keys, offset):
+    index = {"q_index": torch.arange(LENGTH, dtype=torch.int32) + offset}
+    places = torch.arange(LENGTH, dtype=torch.int32)
+    if keys == "chosen":  # with a gap, in which queries may lie
+        places = places * 3 + 200 * (places > 100)
+        index["k_index"] = places
+    run = partial(call, backend, partial(alibi, signed=signed), slopes, mask=full(), **index)
+    if backend == "cpu" and offset > 2**24:
+        with pytest.raises(ValueError, match=r"distances .* at most 2\^24 .* got 100"):
+            run()
+        return
+    exact = _exact(slopes, index["q_index"], places, signed=signed)
+    for got, wanted in zip(run()[:5], exact, strict=True):
+        assert relative_error(got, wanted) < 1.5e-6
+
+
+#: The shape of the values, and the bias that has the same one for all keys if they are all alike.
+SHARED = {
+    "T5": ((HEADS, 8), lambda x: relative(x, t5_buckets(8, 16))),
+    "table": ((HEADS, 41), relative),
+    "dense": ((1, HEADS, 40, 40), dense_bias),
+}
+
+
+@pytest.mark.parametrize("depth", [-1e6, -1e9])
+@pytest.mark.parametrize("kind", SHARED)
+@pytest.mark.parametrize(
+    "call",
+    [
+        *(partial(_by_torch, "cpu", compiled=compiled) for compiled in (False, True)),
+        *(
+            partial(call, backend)
+            for call, backend in ((_by_torch, "math"), (_by_jax, "cpu"), (_by_jax, "math"))
+        ),
+    ],
+    ids=["torch cpu", "compiled", "torch math", "jax cpu", "jax math"],
+)
+def test_what_all_keys_share_changes_no_result(call, kind, depth):
+    shape, bias_of = SHARED[kind]
+    found, plain = (
+        call(bias_of, np.full(shape, x, np.float32), mask=causal(), length=40) for x in (depth, 0.0)
+    )
+    torch.testing.assert_close(found.pop(1).mean(), torch.tensor(depth), rtol=1e-3, atol=10)
+    for got, wanted in zip(found, (plain[0], *plain[2:]), strict=True):
+        assert relative_error(got, wanted) <= 4e-6
+
+
+@pytest.mark.parametrize("depth", [-1e6, -1e9])
+@pytest.mark.parametrize("kind", ["table", "dense"])
+def test_weights_of_code_without_a_kernel_sum_to_1(kind, depth):
+    # It adds the bias to float32 scores, as plain code does; the sum of what is left is still 1.
+    shape, bias_of = SHARED[kind]
+    ones = torch.ones(1, HEADS, 40, WIDTH)
+    dv = _by_jax("xla", bias_of, np.full(shape, depth, np.float32), ones, mask=causal(), length=40)[4]
+    torch.testing.assert_close(dv.sum(2), torch.full((1, HEADS, WIDTH), 40.0), rtol=1e-5, atol=0)
