@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 NATIVE := $(wildcard csrc/*.cc csrc/*.h) CMakeLists.txt pyproject.toml lab/pyproject.toml constraints.txt
 
-.PHONY: help setup needed train test test-all test-torch test-cuda test-xla gpu gpu-test gpu-tune gpu-bench zoo lint format bench wheel sanitize aarch64 tiles clean
+.PHONY: help setup needed train test test-all test-torch test-cuda test-xla gpu gpu-test gpu-tune gpu-bench zoo docs lint format bench wheel sanitize aarch64 tiles clean
 
 help:
 	@echo "make train   train a small language model on real text for four minutes, and let it write"
@@ -18,6 +18,7 @@ help:
 	@echo "make gpu     on a machine with a GPU: tests, tuning and figures, with its own Python and torch; or gpu-test, gpu-tune, gpu-bench"
 	@echo "make test-xla the tests of PyTorch/XLA, in an environment of their own (.venv-xla, 4 GB of packages)"
 	@echo "make zoo     every architecture of transformers and diffusers with attnspan, and the tests that need TRL and torchtitan"
+	@echo "make docs    build the documentation site into build/site, 9 seconds; ARGS=serve shows it at http://127.0.0.1:8000"
 	@echo "make lint    formatters, linters, type checker"
 	@echo "make bench   measure against torch's own CPU kernels, about half an hour on an idle machine"
 	@echo "make wheel   build the wheel into dist/"
@@ -149,6 +150,10 @@ $(VENV)/.zoo: $(STAMP)
 zoo: $(VENV)/.zoo
 	$(BIN)/attnspan zoo --jobs $(JOBS) --json benchmarks/results/zoo.json.gz --page build/zoo.html $(ARGS)
 	$(PYTEST) --zoo tests/zoo src/attnspan/integrations
+
+# Strict: a broken link or anchor, or a public name without an entry in the reference, ends it. No network is used.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(or $(ARGS),build)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -18,7 +18,9 @@ from attnspan.masks.bounds import Spans
 
 __all__ = ["Float", "Index", "backward", "forward"]
 
+#: Arrays of numbers: float64, whatever came.
 Float = np.ndarray[Any, np.dtype[np.float64]]
+#: Arrays of indices: int64.
 Index = np.ndarray[Any, np.dtype[np.int64]]
 
 

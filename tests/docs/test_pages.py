@@ -1,40 +1,73 @@
 """The Python of the pages runs: every block, from top to bottom, in one namespace per page.
 
 A block that cannot run here has a comment on the line above it, such as `<!-- not run: needs two ranks -->`.
-It is only compiled.
+It is only compiled. Where a block of text follows, it is what the Python above it prints.
 """
 
+import contextlib
 import functools
+import io
 import linecache
 import re
+import shlex
+import sys
 import traceback
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from covering import everything
 
 torch = pytest.importorskip("torch")
 
+from attnspan.__main__ import main  # noqa: E402
 from attnspan.torch import StaticCache  # noqa: E402
+from attnspan_lab.bench.monitor import Monitor  # noqa: E402
+from attnspan_lab.cli import build_app  # noqa: E402
 
 DOCS = Path(__file__).parents[2] / "docs"
 README = DOCS.parent / "README.md"
-PAGES = ("caches", "library", "masks", "options", "partition", "scale", "torch")
+#: Packages that some pages need besides torch.
+NEEDS = {
+    "bridge": ("jax",),
+    "howto/diffusion": ("diffusers",),
+    "howto/lora": ("transformers", "peft"),
+    "jax": ("jax", "flax"),
+    "switch/jax": ("jax",),
+    "transformers": ("transformers",),
+}
+#: What the ordinary run does not wait for: Inductor's compilation of a whole model.
+QUICKER = {"howto/packed-gpt": (".compile(fullgraph=True)", '.compile(fullgraph=True, backend="aot_eager")')}
+#: Pages that tests of other rooms run, because they need ranks, devices or a folder.
+ELSEWHERE = {
+    "diffusers": "integrations/test_diffusers.py",
+    "diffusers-parallel": "integrations/test_diffusers_parallel.py",
+    "monitoring": "lab/bench/test_monitor.py",
+    "parallel": "parallel/test_parallel_page.py",
+    "spmd": "parallel/test_jax_plans.py",
+}
+ALL = sorted(path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.rglob("*.md"))
 MARK = "<!-- not run"
-BLOCK = re.compile(rf"^(?:{MARK}(?P<reason>.*)-->\n)?```python\n(?P<code>(?:.*\n)*?)```$", re.MULTILINE)
+BLOCK = re.compile(
+    rf"^(?:{MARK}(?P<reason>.*)-->\n)?```python\n(?P<code>(?:.*\n)*?)```$"
+    r"(?:\n+```text\n(?P<shown>(?:.*\n)*?)```$)?",
+    re.MULTILINE,
+)
 FENCE = re.compile(r"^[> \t]*```+ *py", re.MULTILINE)
 IMPORT_OF_COMPILER = "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"
 
 
 @dataclass(frozen=True)
 class Block:
-    """Python of a page: its first line there, counted from 1, and why it does not run, if it does not."""
+    """Python of a page: its first line there, counted from 1, what it prints, and why it does not run."""
 
     line: int
     code: str
     not_run: str | None = None
+    shown: str | None = None
 
 
 @pytest.fixture(autouse=True)
@@ -52,31 +85,51 @@ def blocks_of(text: str) -> list[Block]:
         if reason is not None:
             reason = reason.removeprefix(":").strip()
             assert reason, f"no reason: {match[0].splitlines()[0]}"
-        found.append(Block(text.count("\n", 0, match.start("code")) + 1, match["code"], reason))
+        found.append(
+            Block(text.count("\n", 0, match.start("code")) + 1, match["code"], reason, match["shown"])
+        )
     assert len(found) == len(FENCE.findall(text)), "a block is not read as one"
     marked = [block for block in found if block.not_run]
     assert len(marked) == text.count(MARK), "a mark is not above a block"
     return found
 
 
-def run(page: Path) -> dict[str, Any]:
+def run(page: Path, swap: tuple[str, str] | None = None) -> dict[str, Any]:
     """Execute the blocks of a page. Errors name the page and the line.
+
+    Args:
+        page: The file.
+        swap: Text of the page, and what runs in its place.
 
     Returns:
         The names that the page has defined.
     """
     text = page.read_text(encoding="utf-8")
+    if swap is not None:
+        assert swap[0] in text
+        text = text.replace(*swap)
     blocks = blocks_of(text)
     file = name_in_tracebacks(page)
     _give_source(file, text.count("\n"), blocks)
-    names: dict[str, Any] = {"__name__": f"docs.{page.stem}"}
+    module = types.ModuleType(f"page_{page.stem}".replace("-", "_"))
+    sys.modules[module.__name__] = module  # where compilers look for the globals of a function
+    names = vars(module)
     torch.manual_seed(0)
     for block in blocks:
         lines_above = "\n" * (block.line - 1)
         program = compile(lines_above + block.code, file, "exec", dont_inherit=True)
-        if block.not_run is None:
+        if block.not_run is not None:
+            continue
+        with contextlib.redirect_stdout(io.StringIO()) as said:
             exec(program, names)
+        if block.shown is not None:
+            assert plain(said.getvalue()) == plain(block.shown), f"{file}, line {block.line}"
     return names
+
+
+def plain(text: str) -> str:
+    """Printed text without what depends on the machine."""
+    return re.sub(r"\d+ threads?, \w+", "machine", text)
 
 
 def name_in_tracebacks(page: Path) -> str:
@@ -96,24 +149,83 @@ def _give_source(file: str, length: int, blocks: list[Block]) -> None:
 names_of = functools.cache(run)
 
 
-@pytest.mark.filterwarnings(IMPORT_OF_COMPILER)
-@pytest.mark.parametrize("page", PAGES)
-def test_the_page_runs(page: str) -> None:
-    assert names_of(DOCS / f"{page}.md")
+def runs_here(page: str) -> bool:
+    """Whether a page has Python that runs, and that no test of another room runs."""
+    blocks = blocks_of((DOCS / f"{page}.md").read_text(encoding="utf-8"))
+    return page not in ELSEWHERE and any(block.not_run is None for block in blocks)
+
+
+@pytest.mark.filterwarnings(
+    IMPORT_OF_COMPILER,
+    "ignore:flex_attention called without:UserWarning",  # the page says so
+    "ignore:The .grad attribute of a Tensor:UserWarning",  # the compiler's own
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # PEFT's call
+)
+@pytest.mark.parametrize("page", [page for page in ALL if runs_here(page)])
+def test_the_page_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NEEDS.get(page, ()):
+        pytest.importorskip(name)
+    if page == "bridge" and torch.__version__ < "2.13":
+        pytest.skip("call_jax in compiled code needs torch 2.13")
+    monkeypatch.setenv("ATTNSPAN_TUNE_CACHE", "off")
+    monkeypatch.chdir(README.parent)
+    swap = None if everything() else QUICKER.get(page)
+    assert names_of(DOCS / f"{page}.md", swap)
+
+
+@pytest.mark.parametrize("page", ELSEWHERE)
+def test_the_other_pages_are_run_by_a_test_that_names_them(page: str) -> None:
+    assert f"{page}.md" in (README.parent / "tests" / ELSEWHERE[page]).read_text(encoding="utf-8")
+
+
+CONSOLE = re.compile(r"^```\n\$ python -m attnspan (?P<command>.*)\n(?P<shown>(?:.*\n)*?)```$", re.MULTILINE)
 
 
 @pytest.mark.compiled_module("it runs by default")
-def test_readme_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "page", [page for page in ALL if "$ python" in (DOCS / f"{page}.md").read_text("utf-8")]
+)
+def test_a_command_prints_what_its_page_shows(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = CONSOLE.findall((DOCS / f"{page}.md").read_text(encoding="utf-8"))
+    assert found
+    for command, shown in found:
+        main(shlex.split(command))
+        assert plain(capsys.readouterr().out).strip() == plain(shown).strip()
+
+
+COMMANDS = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", ALL)
+def test_commands_name_what_there_is(page: str) -> None:
+    """A command without output is not run: the programs, targets and files that it names are there."""
+    root = README.parent
+    commands = [command.name for command in build_app().registered_commands]
+    targets = re.findall(r"^([\w-]+):", (root / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    for block in COMMANDS.findall((DOCS / f"{page}.md").read_text(encoding="utf-8")):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if "cd" in words:
+                break  # what follows is of another folder
+            if words[:1] == ["make"]:
+                assert words[1] in targets, line
+            if words[:1] == ["attnspan"] and len(words) > 1:
+                assert words[1] in commands, line
+            for word in words:
+                if word.startswith(("examples/", "benchmarks/", "tests/")) and "results" not in word:
+                    assert (root / word.partition(":")[0]).exists(), line
+
+
+@pytest.mark.compiled_module("it runs by default")
+def test_readme_prints_what_it_shows() -> None:
+    (block,) = (block for block in blocks_of(README.read_text(encoding="utf-8")) if block.shown)
+    assert "runs     cpu" in block.shown
     run(README)
-    shown = re.search(r"^```text\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    assert shown
-    said, wanted = (re.sub(r"\d+ threads?, \w+", "machine", x) for x in (capsys.readouterr().out, shown[1]))
-    assert said == wanted
 
 
 @pytest.mark.filterwarnings(IMPORT_OF_COMPILER)
 def test_decoding_of_the_page_agrees_with_no_cache() -> None:
-    names = names_of(DOCS / "caches.md")
+    names = names_of(DOCS / "caches.md", None)
     prompts, counts, generated, model = (names[name] for name in ("prompts", "counts", "generated", "model"))
     for b, count in enumerate(counts.tolist()):
         ids = torch.cat([prompts[b, 12 - count :], generated[b]])[None]
@@ -123,9 +235,25 @@ def test_decoding_of_the_page_agrees_with_no_cache() -> None:
                 assert model(ids[:, : count + t], caches).argmax() == ids[0, count + t]
 
 
+def test_the_trainer_of_the_page_is_watched(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    names: dict[str, Any] = {}
+    exec(blocks_of((DOCS / "monitoring.md").read_text(encoding="utf-8"))[-1].code, names)
+    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2))
+    quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
+    arguments = transformers.TrainingArguments(str(tmp_path / "out"), max_steps=3, use_cpu=True, **quiet)
+    data = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 24
+    monitor = Monitor(tmp_path / "watched")
+    names["MonitoredTrainer"](model, arguments, train_dataset=data, monitor=monitor).train()
+    records = monitor.results().monitor
+    assert [record.step for record in records] == [1, 2, 3]
+    assert all(record.phases.forward > 0 and record.phases.backward > 0 for record in records)
+
+
 def test_the_page_of_jax_compiles_once_and_names_every_back_end() -> None:
     backends = pytest.importorskip("attnspan.jax.backends")
-    names = names_of(DOCS / "jax.md")
+    names = names_of(DOCS / "jax.md", None)
     assert names["out"].shape == names["q"].shape
     assert names["dq"].any()
     assert names["attend"]._cache_size() == 1
@@ -153,6 +281,13 @@ def test_a_warning_is_an_error(tmp_path: Path) -> None:
     page = written(tmp_path, '```python\nimport warnings\nwarnings.warn("old")\n```\n')
     with pytest.raises(UserWarning, match="old"):
         run(page)
+
+
+def test_what_a_block_prints_is_compared(tmp_path: Path) -> None:
+    page = "```python\nprint(1 + 1)\n```\n\n```text\n{}\n```\n"
+    run(written(tmp_path, page.format(2)))
+    with pytest.raises(AssertionError, match="line 2"):
+        run(written(tmp_path, page.format(3)))
 
 
 def test_a_marked_block_is_compiled_only(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ __all__ = [
 Array = Any
 """A NumPy array, a torch tensor or a JAX array."""
 
+#: Largest int32: the end of an interval without an end.
 INT32_MAX = 2**31 - 1
 
 
@@ -345,6 +346,7 @@ class TorchArrays(Arrays):
         return zeros.index_add(0, index.to(self.xp.int64), values.to(self.xp.int64))
 
 
+#: Array functions of NumPy.
 NUMPY = Arrays()
 
 

@@ -13,6 +13,7 @@ from .arrays import is_array
 
 __all__ = ["Node", "Registrar", "arrays_in", "register_pytrees", "short"]
 
+#: Tells a framework of a class: the class, how to take an object apart, and how to make it again.
 Registrar = Callable[[type, Callable[..., Any], Callable[..., Any]], None]
 
 

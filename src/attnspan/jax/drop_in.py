@@ -153,6 +153,7 @@ def _lengths(name: str, given: Any, batch: int) -> jax.Array:
 
 
 def masks_of(mask: Any, shape: tuple[int, ...]) -> list[Mask | Spans]:
+    """Masks that an argument `mask` stands for: none, itself, or a boolean array encoded as spans."""
     if mask is None:
         return []
     if isinstance(mask, Mask | Spans):
@@ -168,6 +169,7 @@ def masks_of(mask: Any, shape: tuple[int, ...]) -> list[Mask | Spans]:
 
 
 def bias_of(bias: Any, shape: tuple[int, ...]) -> jax.Array:
+    """Array that an argument `bias` stands for, with four axes."""
     known = isinstance(bias, jax.Array | np.ndarray)
     expect(known, "bias", "an array", type(bias).__name__, "Convert it first", error=DtypeError)
     return jnp.asarray(_whole("bias", bias, shape, (3,)))
@@ -194,6 +196,7 @@ def read(x: Any) -> Any:
 
 
 def joined(masks: list[Mask | Spans]) -> Mask | Spans:
+    """Join masks by `&`; without any, all keys are visible."""
     if len(masks) == 1:
         return masks[0]
     return reduce(and_, (spans(mask) if isinstance(mask, Spans) else mask for mask in masks), full())

@@ -13,6 +13,7 @@ from jax import lax
 
 __all__ = ["Axes", "axes_of", "axes_of_types", "declared", "spread"]
 
+#: Names of mesh axes.
 Axes = frozenset[str]
 
 

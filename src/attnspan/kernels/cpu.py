@@ -28,6 +28,7 @@ __all__ = [
     "threading",
 ]
 
+#: Largest head dim that the compiled kernel takes.
 MAX_HEAD_DIM = 576
 
 # In the core's order; 0 is the kernel's own choice.

@@ -72,9 +72,9 @@ class causal(Mask):
 
 
 class window(Mask):
-    """Hugging Face's sliding_window=W is window(W - 1); flash-attn's (l, r) is window(l, r), None for -1.
+    """Query i sees key j iff i - left <= j <= i + right, in global indices.
 
-    Query i sees key j iff i - left <= j <= i + right, in global indices.
+    Hugging Face's sliding_window=W is window(W - 1); flash-attn's (l, r) is window(l, r), None for -1.
 
     Args:
         left: keys before the query that it sees, at least 0; None for all.

@@ -45,6 +45,7 @@ class Interval:
     anchored: bool = False
 
 
+#: Interval of all keys.
 FULL = Interval(anchored=True)
 
 

@@ -17,6 +17,7 @@ from .lowering import Lowering
 
 __all__ = ["Function", "call", "call_traced", "name_of"]
 
+#: FlexAttention's `mask_mod`: a function of batch row, head, query and key.
 Function = Callable[[Any, Any, Any, Any], Any]
 
 _ALL_AXES = "Index with all axes at once, ids[b, q] and not ids[b][q]"

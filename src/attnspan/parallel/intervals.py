@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 __all__ = ["Ints", "below", "covered", "expand", "read_only", "union"]
 
+#: Whole numbers, int64.
 Ints = NDArray[np.int64]
 T = TypeVar("T")
 

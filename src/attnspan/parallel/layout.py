@@ -189,12 +189,12 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """P."""
+        """Number of ranks, P."""
         return int(self.rows.shape[0])
 
     @property
     def planes(self) -> int:
-        """L."""
+        """Number of batch rows that are partitioned one by one, L; 1 where they share a mask."""
         return int(self.rows.shape[1])
 
     @property

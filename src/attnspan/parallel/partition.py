@@ -23,7 +23,9 @@ from .search import Assignment
 
 __all__ = ["Method", "Owner", "by_pairs", "chunk_size", "contiguous", "owners", "rows_of", "zigzag"]
 
+#: Names of the ways in which rows are partitioned.
 Method = Literal["balanced", "contiguous", "zigzag"]
+#: The group of each chunk, int32.
 Owner = NDArray[np.int32]
 
 #: Chunks per group. With 32, text packed on 64 ranks needs 0.46 of a ring's rows, with 8 it needs 0.50; more

@@ -18,6 +18,7 @@ from .needs import Needs
 
 __all__ = ["Kept", "Places", "Slots", "ascending", "check_places", "key_order", "take_rows"]
 
+#: Numbers of rows or keys, int32.
 Places = NDArray[np.int32]
 
 
@@ -118,6 +119,7 @@ class Kept:
 
 
 def check_places(planes: int, keys: int) -> None:
+    """Refuse a problem whose numbers of keys do not fit into int32."""
     # Places are int32, as everything else in a plan: numbers that wrap would silently move other keys.
     remedy = "Use more ranks or fewer batch rows, or a mask that batch rows share"
     what, wanted = "context parallelism: mask", f"batch rows times keys of a group below {2**31:,}"

@@ -76,6 +76,7 @@ Evidence = Mapping[str, Any] | Marks | Array | Literal["unchecked"] | None
 
 
 def marked(values: Mapping[str, Any], marks: Marks | None) -> Rows:
+    """Make a batch of rows that knows its layout."""
     rows = Rows(values)
     rows.marks = marks
     return rows

@@ -46,8 +46,9 @@ __all__ = [
 _library = torch.library.Library("attnspan", "DEF")  # type: ignore[no-untyped-call]
 # Strides in the order of eager mode are what a unit last stride needs; exact ones would add copies.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-# `bias_kind` says how `bias` is read; the indices are those of queries and keys in the whole sequence, for
-# biases of position and dropout. docs/options.md has the meaning of each.
+#: Options in the schemas of both operators. `bias_kind` says how `bias` is read; the indices are those of
+#: queries and keys in the whole sequence, for biases of position and dropout. docs/options.md has the meaning
+#: of each.
 OPTION_SCHEMA = (
     "float softcap=0.0, Tensor? bias=None, int bias_kind=0, Tensor? sinks=None, float dropout_p=0.0,"
     " Tensor? dropout_seed=None, Tensor? q_index=None, Tensor? k_index=None"
@@ -269,6 +270,7 @@ class _Backward(torch.autograd.Function):
 
 
 def below_autograd(op: compat.OpOverload, keyset: Any, inputs: tuple[Any, ...]) -> Any:
+    """Call an operator below autograd, without the derivatives of outer transformations."""
     below = keyset & compat.after_autograd
     if compat.are_functorch_transforms_active():
         # A Function's forward runs with derivatives off, which the outer levels of torch.func must not
@@ -332,10 +334,11 @@ def autograd_kernel(op: compat.OpOverload, function: type[torch.autograd.Functio
 
 
 def has_tangent(x: Any) -> bool:
+    """Tell whether forward mode follows a tensor."""
     return isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
 
 
-# For results that the kernel has computed outside the operator.
+#: Records a call for autograd whose results the kernel has computed outside the operator.
 record_forward = super(torch.autograd.Function, _Forward).apply  # type: ignore[misc]
 
 for _op, _function in ((forward_op, _Forward), (backward_op, _Backward)):

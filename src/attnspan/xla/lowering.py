@@ -21,6 +21,7 @@ from .recipe import OpaqueError, encode
 
 __all__ = ["Specs", "lower_all"]
 
+#: Partition specs by the names of arguments.
 Specs = Mapping[str, tuple[Any, ...]]
 
 #: Options that are tensors, by their keywords.

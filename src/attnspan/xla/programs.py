@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Program", "backward", "call", "forward", "jax_of_xla", "lowering", "shapes", "splitting"]
 
+#: Function of arrays that JAX traces.
 Program = Callable[..., Any]
 
 # torch_xla notes the arguments of a call on an object that all calls of one function share.

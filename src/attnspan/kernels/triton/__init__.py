@@ -27,6 +27,7 @@ __all__ = [
     "supports",
 ]
 
+#: Largest head dim that the kernels take.
 MAX_HEAD_DIM = 256
 LEAST_CAPABILITY = 80
 

@@ -17,6 +17,7 @@ from .comm import Pending, Ranks, Scratch, exchange
 
 __all__ = ["Team", "Which", "fold_heads", "gather", "key_heads", "query_heads", "repeat_heads", "scatter"]
 
+#: Tells which of a member's heads are meant.
 Which = Callable[[HeadSlice], slice]
 
 

@@ -37,7 +37,7 @@ __all__ = [
     "token_mean",
 ]
 
-# Which ranks take part: a mesh (all of its dimensions), one group, or None for this process alone.
+#: Ranks that take part: a mesh (all of its dimensions), one group, or None for this process alone.
 RankGroups = DeviceMesh | dist.ProcessGroup | None
 
 _BUCKET_BYTES = 32 * 2**20

@@ -207,7 +207,9 @@ for _device in ("CPU", "CUDA"):
 torch.library.register_fake("attnspan::sharded_attention", _forward_fake, lib=_library)
 torch.library.register_fake("attnspan::sharded_attention_backward", _backward_fake, lib=_library)
 
+#: Operator `attnspan::sharded_attention`: the forward pass under a plan.
 sharded_attention = torch.ops.attnspan.sharded_attention.default
+#: Operator `attnspan::sharded_attention_backward`: its backward pass.
 sharded_attention_backward = torch.ops.attnspan.sharded_attention_backward.default
 
 
