@@ -43,7 +43,9 @@ class Runner:
         num_threads: int,
         config: Config | None = None,
         options: tuple[Any, ...] | None = None,
+        table: Any = None,
     ) -> None:
+        assert table is None, "the program takes no pages"
         q, k, v, out, lse, bounds = map(_described, (q, k, v, out, lse, bounds))
         header = _header(False, q, k, v, bounds, scale, num_threads, config)
         extra = _extra(options, None, None)

@@ -47,7 +47,7 @@ ELSEWHERE = {
     "diffusers-parallel": "integrations/test_diffusers_parallel.py",
     "monitoring": "lab/bench/test_monitor.py",
     "parallel": "parallel/test_parallel_page.py",
-    "spmd": "parallel/test_jax_plans.py",
+    "spmd": "parallel/test_jax_programs.py",
 }
 ALL = sorted(path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.rglob("*.md"))
 MARK = "<!-- not run"

@@ -55,7 +55,7 @@ class Child:
 
     @property
     def code(self) -> int | None:
-        """How it ended; None while it runs."""
+        """Exit code; None while it runs."""
         return self._process.poll()
 
     @property
@@ -64,7 +64,7 @@ class Child:
         return self._errors.read_text(errors="replace")
 
     def told(self) -> list[dict[str, Any]]:
-        """What it told since the last look, in whole lines; a line that a crash cut into is left out."""
+        """Records that it told since the last look, in whole lines; one that a crash cut into is left out."""
         text = self._out.read_text()
         whole = text[self._taken : text.rfind("\n") + 1]
         self._taken += len(whole)
@@ -75,7 +75,7 @@ class Child:
         return found
 
     def wait(self, seconds: float) -> int | None:
-        """How it ended, or None if it still runs after so many seconds."""
+        """Exit code, or None if it still runs after so many seconds."""
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:

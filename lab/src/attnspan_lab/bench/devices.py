@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import torch
-from torch.utils._pytree import tree_leaves
 
 from attnspan.errors import DeviceError, expect
 from attnspan_lab.bench.environment import caches
@@ -15,6 +13,17 @@ from attnspan_lab.bench.environment import caches
 __all__ = ["CudaDevice", "Device", "JaxDevice", "cache_evictor", "device_named", "last_level_bytes"]
 
 _UNKNOWN_CACHE = 64 << 20
+
+
+def _leaves(result: Any) -> Iterator[Any]:
+    """The arrays of a result of nested tuples, lists and dicts."""
+    if isinstance(result, dict):
+        result = list(result.values())
+    if isinstance(result, list | tuple):
+        for item in result:
+            yield from _leaves(item)
+    else:
+        yield result
 
 
 class Device:
@@ -35,7 +44,7 @@ class Device:
 
     def is_idle(self, result: Any) -> bool:
         """Whether it is done, without waiting; False for results that another device still works on."""
-        return not any(hasattr(x, "is_ready") or getattr(x, "is_cuda", False) for x in tree_leaves(result))
+        return not any(hasattr(x, "is_ready") or getattr(x, "is_cuda", False) for x in _leaves(result))
 
     def timer(self) -> _CudaTimer | None:
         """A new timer in the device's queue, or None where it has none."""
@@ -54,6 +63,8 @@ class CudaDevice(Device):
     is_ordered = True
 
     def __init__(self) -> None:
+        import torch
+
         found, wanted = torch.cuda.is_available(), "a CUDA device that torch can use"
         expect(found, "device", wanted, "none", "Measure with --device cpu", error=DeviceError)
         self._cuda = torch.cuda
@@ -94,11 +105,11 @@ class JaxDevice(Device):
         self.name = name
 
     def synchronize(self, result: Any) -> None:
-        for array in tree_leaves(result):
+        for array in _leaves(result):
             array.block_until_ready()
 
     def is_idle(self, result: Any) -> bool:
-        return all(array.is_ready() for array in tree_leaves(result))
+        return all(array.is_ready() for array in _leaves(result))
 
 
 def device_named(name: str) -> Device:
@@ -123,6 +134,8 @@ def cache_evictor(name: str) -> Callable[[], object]:
         >>> _ = evict()
     """
     if name == "cuda":
+        import torch
+
         size = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0) or _UNKNOWN_CACHE
         on_device = torch.zeros(2 * size // 4, dtype=torch.int32, device="cuda")
 

@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from attnspan_lab.bench.timing import MeasurementError
 
 __all__ = ["forget_peak", "fresh_process", "resident_memory", "resident_peak", "threads_set", "trim"]
@@ -65,6 +63,8 @@ def fresh_process(
 @contextmanager
 def threads_set(number: int | None) -> Iterator[None]:
     """Give torch so many threads; None leaves its own number."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(number or before)
     try:

@@ -144,7 +144,7 @@ def failure(cell: Cell, subject: Subject, backend: str) -> str:
 
 
 def without_raising(run: Callable[[], str]) -> str:
-    """What a run says, after a reset of the compiler; an error in one line."""
+    """Words of a run, after a reset of the compiler; an error in one line."""
     torch._dynamo.reset()
     try:
         return run()

@@ -80,7 +80,7 @@ _TABLES = tomllib.loads((Path(__file__).parent / "families.toml").read_text(enco
 
 
 def _families(table: str) -> dict[str, str]:
-    """What a table of families.toml says of each family."""
+    """Words of a table of families.toml for each family."""
     return {name: said for said, names in _TABLES[table].items() for name in names.split()}
 
 
