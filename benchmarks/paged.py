@@ -53,7 +53,7 @@ def looped(held: PagedCache, q: Tensor) -> Tensor:
 def measure(requests: int, page: int, dtype: torch.dtype, most: int, budget: Budget) -> str:
     held = filled(requests, page, dtype, most)
     q = torch.randn(requests, HEADS, 1, DIM, dtype=dtype)
-    # Zeros where no token is: nobody reads them.
+    # Slots without a token hold zeros, which no query reads.
     k, v = (x.nan_to_num().contiguous() for x in held.gathered())
     mask = (causal() & cache(held.lengths)).prepare(1, k.shape[2], batch=requests, like=q)
     calls: dict[str, Callable[[], object]] = {

@@ -16,17 +16,13 @@ struct Groups {
   static constexpr int64_t size = 16, ahead = 64, most = 256 / size + ahead / size;
   const T* first[most];
   int64_t stride[most];
-  struct Place {
-    const T* data;
-    int64_t stride;
-  };
-  Place at(int64_t j) const {
+  typename Lines<T>::Place at(int64_t j) const {
     const int64_t g = j / size;
     return {first[g] + j % size * stride[g], stride[g]};
   }
 
-  // Of the rows from `row` on, `valid` of `count`. Groups in pieces are copied; so is a last one that is to be
-  // `padded` with zeros.
+  // Finds the groups of `count` rows from `row` on, of which `valid` exist. A group whose rows lie in several pieces is
+  // copied. If `padded`, an incomplete group is copied too, with zeros behind its rows.
   void find(const Lines<T>& x, int64_t row, int64_t valid, int64_t count, int64_t dim, bool padded, T* copies) {
     int64_t g = 0;
     for (; g * size < count; ++g) {

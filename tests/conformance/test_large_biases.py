@@ -122,7 +122,7 @@ def test_what_all_keys_share_changes_no_result(call, kind, depth):
 @pytest.mark.parametrize("depth", [-1e6, -1e9])
 @pytest.mark.parametrize("kind", ["table", "dense"])
 def test_weights_of_code_without_a_kernel_sum_to_1(kind, depth):
-    # It adds the bias to float32 scores, as plain code does; the sum of what is left is still 1.
+    # The backend adds the bias to float32 scores, as plain code does; the weights still sum to 1.
     shape, bias_of = SHARED[kind]
     ones = torch.ones(1, HEADS, 40, WIDTH)
     dv = _by_jax("xla", bias_of, np.full(shape, depth, np.float32), ones, mask=causal(), length=40)[4]

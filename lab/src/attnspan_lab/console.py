@@ -293,7 +293,7 @@ def numbers(name: str, text: str) -> tuple[int, ...]:
 
 @contextmanager
 def progress(console: Console, total: int, first: str = "") -> Iterator[Callable[..., None]]:
-    """A bar, with what is in progress, that is gone at the end; where nobody watches, only lines.
+    """Progress bar that names the step in progress and disappears at the end; elsewhere, lines.
 
     Yields:
         A function of a line to print above the bar, its style, and what rich's `Progress.update` takes.

@@ -306,7 +306,7 @@ def widened(q: Any, k: Any, v: Any, pad: Callable[[Any], Any]) -> tuple[Any, Any
 
 
 def _is_nested(x: Any) -> bool:
-    # Of arrays of NumPy a compiler cannot ask for what they do not have.
+    # A compiler cannot look up an attribute that NumPy's arrays lack.
     return not isinstance(x, np.ndarray) and getattr(x, "is_nested", False)
 
 

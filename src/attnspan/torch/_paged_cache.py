@@ -43,7 +43,7 @@ _library.define(  # type: ignore[no-untyped-call]
 )
 
 
-# Of the operator's arguments behind the scale; torch leaves trailing ones out.
+# Defaults of the operator's arguments after `scale`: torch leaves trailing ones out.
 _DEFAULTS = (*Options(), None, "cpu")
 
 

@@ -250,7 +250,7 @@ def _cells(row: Row, name: str, mode: str = "eager") -> list[Cell]:
 
 
 def compiled_cell(row: Row, name: str) -> Cell | None:
-    """The compiled cell in which implementations are compared; None where there is none."""
+    """Compiled cell in which implementations are compared, or None."""
     layout = compared_layout(x.layout for x in row.cells)
     return None if layout is None else row.cell(name, "compiled", layout)
 
