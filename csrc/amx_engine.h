@@ -32,7 +32,8 @@ struct AmxEngine {
   static constexpr int64_t rows = 16, cols = 16, depth = 32, strip = 32, seen_step = 32;
   static constexpr bool overlaps = true;
   // As for vectors; but tiles of one piece go on with the sums that they load, however products are cut.
-  static constexpr int64_t cut = Pieces == 1 ? key_sums : 128, gradient_cut = Pieces == 1 ? 192 : 96;
+  static constexpr int64_t cut = Pieces == 1 ? key_sums : 128, gradient_cut = Pieces == 1 ? 192 : 96,
+                           depth_cut = max_dim;
   // Rows of A made of split vectors hold columns (i, 16 + i) of 32 side by side: two instructions instead of a shuffle.
   static constexpr bool interleaved = Pieces > 1;
 

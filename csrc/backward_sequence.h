@@ -301,7 +301,7 @@ class Backward : BackwardTiles<E> {
         E::diagonal(o.v + p * size, dout + p * size, products + p * panel, v_depth);
     } else {
       Pack::rows(out, a.out.row, rows, a.v_dim, {o.v, this->v_plane()}, v_depth, n, false);
-      E::product({o.v, v_depth, this->v_plane()}, {dout, size, this->v_key_plane()}, o.dp, n, n, n, v_depth, false);
+      cut_product<E>({o.v, v_depth, this->v_plane()}, {dout, size, this->v_key_plane()}, o.dp, n, n, n, v_depth);
       for (int64_t i = 0; i < n; ++i) products[i] = o.dp[i * n + i];
     }
     for (int64_t i = 0; i < rows; ++i) o.delta[first + i] = products[i] - (a.dlse ? a.dlse[row + i] : 0.0f);

@@ -252,9 +252,9 @@ class BackwardTiles {
     const int64_t from = (s.exact.begin - s.seen.begin) * panel, seen = s.exact.size() * panel;
     E::product({o.k + s.key * depth, depth, k_plane()}, {o.q_keys + s.at * depth * panel, depth * panel, key_plane()},
                o.scores + from, ld_scores(), s.keys, seen, depth, false, o.ahead);
-    E::product({o.v + s.key * v_depth, v_depth, v_plane()},
-               {o.dout_keys + s.at * v_depth * panel, v_depth * panel, v_key_plane()}, o.dp + from, ld_scores(), s.keys,
-               seen, v_depth, false, o.ahead);
+    cut_product<E>({o.v + s.key * v_depth, v_depth, v_plane()},
+                   {o.dout_keys + s.at * v_depth * panel, v_depth * panel, v_key_plane()}, o.dp + from, ld_scores(),
+                   s.keys, seen, v_depth, o.ahead);
     const bool less = s.head.deep || a.options.bias.kind == BiasKind::dense;
     const Tile bias{o.bias, ld_scores(), s.first + s.key, s.keys, p0 * panel, n, less ? o.base : nullptr};
     if (a.options.softcap > 0.0f)

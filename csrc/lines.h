@@ -18,8 +18,18 @@ struct Lines {
 
   const T* at(int64_t i) const {
     if (table == nullptr) return data + i * stride;
-    return data + table[i / page_rows] * page + i % page_rows * stride;
+    return at(walk(i));
   }
+
+  // A row's place on the pages, moved on without another division.
+  struct Walk {
+    int64_t number, within;
+    void move(int64_t rows, int64_t page_rows) {
+      for (within += rows; within >= page_rows; within -= page_rows) ++number;
+    }
+  };
+  Walk walk(int64_t i) const { return {i / page_rows, i % page_rows}; }
+  const T* at(const Walk& w) const { return data + table[w.number] * page + w.within * stride; }
 
   // How many of the `most` rows from row i on lie one after the other.
   int64_t run(int64_t i, int64_t most) const {

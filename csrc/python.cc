@@ -3,6 +3,10 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <cmath>
 #include <optional>
 #include <string>
@@ -259,6 +263,15 @@ double peak(const std::string& kind, int threads, double seconds) {
   return peak_rate(which, isa, make_parallel(threads), seconds);
 }
 
+// Asks for pages of 2 MiB for memory to which nothing was written yet.
+void use_large_pages([[maybe_unused]] uintptr_t address, [[maybe_unused]] size_t bytes) {
+#if defined(MADV_HUGEPAGE)
+  constexpr uintptr_t page = 4096;
+  const uintptr_t first = (address + page - 1) & ~(page - 1), end = (address + bytes) & ~(page - 1);
+  if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);  // where refused: as it was
+#endif
+}
+
 double read_bandwidth(int64_t bytes, int threads, double seconds) {
   if (bytes < 4096 * static_cast<int64_t>(threads)) fail("bytes: expected at least 4096 for each thread");
   const Isa isa = level();
@@ -315,5 +328,6 @@ NB_MODULE(_core, m) {
     return kinds;
   });
   m.def("peak", &peak, nb::arg("kind"), nb::arg("threads"), nb::arg("seconds"));
+  m.def("use_large_pages", &use_large_pages, nb::arg("address"), nb::arg("bytes"));
   m.def("read_bandwidth", &read_bandwidth, nb::arg("bytes"), nb::arg("threads"), nb::arg("seconds"));
 }

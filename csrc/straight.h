@@ -24,20 +24,25 @@ struct Groups {
   // Finds the groups of `count` rows from `row` on, of which `valid` exist. A group whose rows lie in several pieces is
   // copied. If `padded`, an incomplete group is copied too, with zeros behind its rows.
   void find(const Lines<T>& x, int64_t row, int64_t valid, int64_t count, int64_t dim, bool padded, T* copies) {
+    const bool pages = x.table != nullptr;
+    typename Lines<T>::Walk w = pages ? x.walk(row) : typename Lines<T>::Walk{};
+    const auto place = [&](int64_t from) { return pages ? x.at(w) : x.at(from); };
     int64_t g = 0;
     for (; g * size < count; ++g) {
       const int64_t from = row + g * size, rows = max(0, min(size, valid - g * size));
-      if ((rows == size || !padded) && x.run(from, rows) == rows) {
-        first[g] = x.at(from), stride[g] = x.stride;
-        continue;
+      if ((rows == size || !padded) && (!pages || x.page_rows - w.within >= rows || x.run(from, rows) == rows)) {
+        first[g] = place(from), stride[g] = x.stride;
+      } else {
+        x.copy(from, rows, dim, copies);
+        std::memset(copies + rows * dim, 0, static_cast<size_t>((size - rows) * dim) * sizeof(T));
+        first[g] = copies, stride[g] = dim, copies += size * dim;
       }
-      x.copy(from, rows, dim, copies);
-      std::memset(copies + rows * dim, 0, static_cast<size_t>((size - rows) * dim) * sizeof(T));
-      first[g] = copies, stride[g] = dim, copies += size * dim;
+      if (pages) w.move(size, x.page_rows);
     }
     for (int64_t end = g + ahead / size; g < end; ++g) {
-      const bool there = x.table == nullptr || row + (g + 1) * size <= x.rows;
-      first[g] = there ? x.at(row + g * size) : first[0], stride[g] = x.stride;
+      const int64_t from = row + g * size;
+      first[g] = !pages || from + size <= x.rows ? place(from) : first[0], stride[g] = x.stride;
+      if (pages) w.move(size, x.page_rows);
     }
   }
 };

@@ -59,6 +59,14 @@ inline void add_product(Side<typename E::Element> a, Side<typename E::Element> b
   }
 }
 
+// C = A * B, with the sum over depth cut too: where all numbers have one sign, a long one loses digits.
+template <class E>
+inline void cut_product(Side<typename E::Element> a, Side<typename E::Element> b, float* c, int64_t ldc, int64_t m,
+                        int64_t n, int64_t k, Ahead* ahead = nullptr) {
+  for (int64_t from = 0; from < k; from += E::depth_cut)
+    E::product(a.from(from), b.from(from * panel), c, ldc, m, n, min(E::depth_cut, k - from), from > 0, ahead);
+}
+
 // Multiply-add of one broadcast step of A with vectors of B, for each compute type.
 template <class C>
 struct Step;
@@ -110,6 +118,7 @@ struct VectorEngine {
   static constexpr bool overlaps = false;   // products use the units that exponentials need
   // Where sums over keys, and those of gradients, are cut. That of many elements of 8 bits errs less than one of them.
   static constexpr int64_t cut = sizeof(C) == 4 ? 128 : 256, gradient_cut = sizeof(C) == 4 ? 96 : 192;
+  static constexpr int64_t depth_cut = sizeof(C) == 4 ? 32 : max_dim;
 
   static constexpr int64_t pause = 16;  // steps of depth
   // About how many pauses a product has, of any two of its sizes and depth.
@@ -156,15 +165,16 @@ struct VectorEngine {
   }
 
   // Products of 16 rows, packed in a panel as B is, with the columns of a panel, each row with its own: the diagonal of
-  // their product, bit for bit.
+  // their `cut_product`, bit for bit.
   static void diagonal(const C* a, const C* b, float* to, int64_t k) {
-    for (int64_t lane = 0; lane < panel; lane += Vec::width) {
-      Vec sum = zero();
-      for (int64_t s = 0; s < k; s += pair)
-        sum = Step<C>::multiply_add(Step<C>::line(a + s * panel + lane * pair),
-                                    Step<C>::line(b + s * panel + lane * pair), sum);
-      store(to + lane, sum);
-    }
+    for (int64_t lane = 0; lane < panel; lane += Vec::width)
+      for (int64_t from = 0; from < k; from += depth_cut) {
+        Vec sum = zero();
+        for (int64_t s = from; s < min(k, from + depth_cut); s += pair)
+          sum = Step<C>::multiply_add(Step<C>::line(a + s * panel + lane * pair),
+                                      Step<C>::line(b + s * panel + lane * pair), sum);
+        store(to + lane, from > 0 ? load(to + lane) + sum : sum);
+      }
   }
 
   // `add`: the sums of this product, each from 0 on, are added to C.

@@ -1,6 +1,7 @@
 """Paged caches: the results of a static cache, wherever pages lie; nothing written where nothing may be."""
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -225,3 +226,35 @@ def test_operators() -> None:
     bounds = cache.mask(1).spans(1, 20, batch=3, like=k).lowered.bounds.contiguous()
     pool = cache._keys[:-1], cache._values[:-1], cache.table
     torch.library.opcheck(_forward_op, (torch.randn(3, HEADS, 1, D), *pool, bounds, 0.25))
+
+
+def flags_of_memory(address: int) -> list[str]:
+    """What Linux was told of the mapping that an address lies in."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if "-" in first and not first.endswith(":"):
+            low, high = (int(x, 16) for x in first.split("-"))
+            inside = low <= address < high
+        elif inside and first == "VmFlags:":
+            return rest.split()
+    return []
+
+
+@pytest.mark.compiled_module("asks the system for large pages")
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(),
+    reason="the system has no pages of 2 MiB to ask for",
+)
+@pytest.mark.parametrize("kind", [StaticCache, PagedCache])
+def test_keys_and_values_are_wished_to_lie_in_large_pages(kind: type) -> None:
+    made = (
+        StaticCache(1, 2, 16384, 64)
+        if kind is StaticCache
+        else PagedCache(1024, 16, 2, 64, batch=1, max_len=16384)
+    )
+    for x in (made._keys, made._values):
+        assert "hg" in flags_of_memory(x.data_ptr() + x.numel() * 2)
+        assert not x.any()
+    plain = torch.zeros(1, 2, 16384, 64)
+    assert "hg" not in flags_of_memory(plain.data_ptr() + plain.numel() * 2)

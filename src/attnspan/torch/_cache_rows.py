@@ -10,6 +10,7 @@ from attnspan.base.arrays import INT32_MAX, arrays_for
 from attnspan.base.checks import count, number
 from attnspan.base.plain import check_plain
 from attnspan.errors import DeviceError, DtypeError, ShapeError, expect
+from attnspan.kernels import cpu
 
 from ._cache_write import INTEGERS, LOST
 
@@ -69,8 +70,10 @@ class CacheRows(WritableBuffers):
         shape, like = [sizes[axis] for axis in axes], {"dtype": dtype, "device": device}
         with torch.inference_mode(False):
             for name, dim in (("_keys", "head_dim"), ("_values", "v_dim")):
-                x = torch.zeros(*shape, sizes[dim], **like)  # type: ignore[arg-type]
-                self.register_buffer(name, x, persistent=False)
+                x = torch.empty(*shape, sizes[dim], **like)  # type: ignore[arg-type]
+                if arrays_for([x]).concrete(x):
+                    cpu.use_large_pages(x)
+                self.register_buffer(name, x.zero_(), persistent=False)
             lengths = torch.zeros(sizes["batch"], dtype=torch.int32, device=device)
             self.register_buffer("lengths", lengths, persistent=False)
         floating = self._keys.is_floating_point()
