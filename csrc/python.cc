@@ -248,6 +248,7 @@ nb::dict counters() {
     const Totals t = totals(direction);
     nb::dict one;
     one["calls"] = t.calls;
+    one["threads"] = t.threads;
     one["seconds"] = t.seconds;
     one["flops"] = t.flops;
     all[direction_names[static_cast<int>(direction)]] = one;

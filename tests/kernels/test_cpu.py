@@ -380,3 +380,21 @@ def test_small_normal_numbers_keep_their_precision(q_len: int, k_len: int, power
     for name, factors in of.items():
         power = sum(powers.get(factor, 0) for factor in factors)
         assert relative_error(got[name].double() * 2.0**-power, usual[name].double()) < 1e-6, name
+
+
+BRIEF = [(8, 1, 64, 1), (1, 16, 16, 1), (8, 1, 1024, 2), (8, 16, 16, 2), (2, 40, 40, 2)]
+
+
+@pytest.mark.compiled_module("counts its threads")
+@pytest.mark.parametrize(("heads", "q_len", "k_len", "threads"), BRIEF)
+def test_a_call_that_is_over_before_others_wake_up_has_one_thread(
+    heads: int, q_len: int, k_len: int, threads: int
+) -> None:
+    problem = make(
+        Case(q_len=q_len, k_len=k_len, heads=heads, kv_heads=heads, head_dim=64, v_dim=64, mask="full")
+    )
+    before = cpu.counters()["forward"]["threads"]
+    forward(problem, threads=2)
+    assert cpu.counters()["forward"]["threads"] - before == threads
+    forward(problem, threads=1)
+    assert cpu.counters()["forward"]["threads"] - before == threads + 1
