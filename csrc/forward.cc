@@ -28,7 +28,7 @@ class Forward : ForwardTiles<E> {
   static constexpr Blocks blocks_allowed = {{E::strip, Tiles::most_strips * E::strip}, {min(E::cut, 256), 1024}, false};
 
   Forward(const ForwardArgs& args, int threads)
-      : Tiles(args, threads), slots(plan.local ? 2 * threads : a.batch * a.kv_heads) {}
+      : Tiles(args, threads), slots(plan.local ? threads : a.batch * a.kv_heads) {}
 
   Scratch scratch() const {
     Carver shared, own;
@@ -52,10 +52,7 @@ class Forward : ForwardTiles<E> {
       });
     const auto whole_head = [&](int64_t n) { return this->packed_in(all, n, n / a.kv_heads, n % a.kv_heads, 0); };
     const int64_t packs = this->packs(), blocks = plan.most_blocks();
-    parallel(slots * packs, [&](int64_t item, int) {
-      const int64_t first = item % packs * Tiles::pack_keys;
-      pack(whole_head(item / packs), {first, min(first + Tiles::pack_keys, plan.places)});
-    });
+    parallel(slots * packs, [&](int64_t item, int) { pack(whole_head(item / packs), item % packs, plan.places); });
     parallel(a.batch * a.q_heads * blocks, [&](int64_t item, int thread) {
       const FlushSubnormals flush;
       const int64_t head = item / blocks, b = head / a.q_heads, h = head % a.q_heads, hk = h / a.group();
@@ -66,49 +63,37 @@ class Forward : ForwardTiles<E> {
   }
 
  private:
-  // One sequence after the other, so that what is packed of it stays in the nearest caches. Of the next one, the keys
-  // of a share are fetched during a block of queries, and packed after it: rows of many heads are as far apart as
-  // caches hold only some of.
-  void part_of_head(int64_t head, int64_t part, const Shared& all, int thread, const Own& o) const {
+  // One sequence after the other, so that what is packed of it stays in the nearest caches; what the next one reads is
+  // fetched meanwhile.
+  void part_of_head(int64_t head, int64_t part, const Shared& all, int slot, const Own& o) const {
     const int64_t b = head / a.kv_heads, hk = head % a.kv_heads;
-    Range left = plan.blocks_of(b, hk, part), own = plan.last_sequence(left), next;
-    int64_t slot = 2 * thread;
-    Packed packed = packed_of(own, all, slot, b, hk), soon = packed;
-    pack(packed, plan.places_of(own));
-    for (; own.size() > 0; own = next, packed = soon) {
-      left.end = own.begin, next = plan.last_sequence(left), slot ^= 1;
-      if (next.size() > 0) soon = packed_of(next, all, slot, b, hk);
+    for (Range left = plan.blocks_of(b, hk, part), own; left.size() > 0;) {
+      own = plan.last_sequence(left), left.end = own.begin;
+      const Range next = left.size() > 0 ? plan.last_sequence(left) : Range{}, places = plan.places_of(own);
+      assert(places.size() <= plan.places && "the slot has room for what the part sees");
+      const Packed packed = this->packed_in(all, slot, b, hk, places.begin);
+      for (int64_t i = 0; i < this->packs(); ++i) pack(packed, i, places.size());
       const int64_t count = a.group() * own.size();
       for (int64_t n = 0; n < count; ++n) {
         const int64_t h = hk * a.group() + n / own.size(), i = own.end - 1 - n % own.size();
-        const Range share = share_of_keys(next, n, count);
         Ahead ahead(this->pauses_of(plan[i]));
-        fetch_keys(ahead, b, hk, next, share);
+        fetch_keys(ahead, b, hk, next, n, count);
         if (n + 1 < count)
           fetch_queries(ahead, b, hk * a.group() + (n + 1) / own.size(), plan[own.end - 1 - (n + 1) % own.size()]);
         else if (next.size() > 0)
           fetch_queries(ahead, b, hk * a.group(), plan[next.end - 1]);
         query_block(h, plan[i], packed, ahead, o);
-        pack(soon, share);
       }
     }
   }
-  Packed packed_of(Range blocks, const Shared& all, int64_t slot, int64_t b, int64_t hk) const {
-    const Range places = plan.places_of(blocks);
-    assert(places.size() <= plan.places && "the slot has room for what the part sees");
-    return this->packed_in(all, slot, b, hk, places.begin);
-  }
 
-  // The n-th of `count` shares of the places that some blocks of one sequence see.
-  Range share_of_keys(Range blocks, int64_t n, int64_t count) const {
-    const Range places = plan.places_of(blocks);
-    const int64_t steps = places.size() / key_step;
-    return {places.begin + steps * n / count * key_step, places.begin + steps * (n + 1) / count * key_step};
-  }
-  void fetch_keys(Ahead& ahead, int64_t b, int64_t hk, Range blocks, Range places) const {
-    if (places.size() == 0) return;
+  // The n-th of `count` shares of the keys and values that some blocks of one sequence see.
+  void fetch_keys(Ahead& ahead, int64_t b, int64_t hk, Range blocks, int64_t n, int64_t count) const {
+    if (blocks.size() == 0) return;
     const Sequence& s = plan.sequences[plan[blocks.begin].sequence];
-    const int64_t from = s.key + places.begin - s.place, rows = min(places.size(), s.key + s.keys - from);
+    const Range places = plan.places_of(blocks);
+    const int64_t first = s.key + places.begin - s.place, keys = min(places.size(), s.key + s.keys - first);
+    const int64_t from = first + keys * n / count, rows = first + keys * (n + 1) / count - from;
     read_ahead(ahead, lines_of<T>(a, a.k, b, hk), from, rows, a.head_dim);
     read_ahead(ahead, lines_of<T>(a, a.v, b, hk), from, rows, a.v_dim);
   }
@@ -116,11 +101,12 @@ class Forward : ForwardTiles<E> {
     ahead.read(at<T>(a.q, b, h, block.row), a.q.row * size, block.rows, a.head_dim * size);
   }
 
-  // What lies at some places of a slice of the mask.
-  void pack(const Packed& to, Range places) const {
+  // The i-th pack of keys, of the first `size` places.
+  void pack(const Packed& to, int64_t i, int64_t size) const {
     const Sequences& sequences = plan.sequences;
-    const int64_t slice = sequences.slice_of(to.b, to.hk), last = sequences.of(slice).end, end = places.end;
-    int64_t place = places.begin;
+    const int64_t slice = sequences.slice_of(to.b, to.hk), last = sequences.of(slice).end,
+                  end = to.place + min((i + 1) * Tiles::pack_keys, size);
+    int64_t place = to.place + i * Tiles::pack_keys;
     if (place >= end) return;
     for (int64_t n = sequences.at_place(slice, place); n < last && place < end; ++n) {
       const Sequence& s = sequences[n];

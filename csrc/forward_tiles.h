@@ -48,7 +48,7 @@ class ForwardTiles {
   int64_t p_plane() const { return E::strip * ldp(); }
   int64_t kept_words() const { return block_keys / 32; }
 
-  // Room for `slots` packed ranges of keys: two for each thread, or all heads.
+  // Room for `slots` packed ranges of keys: one for each thread, or all heads.
   struct Shared {
     C *k, *v;
     Norms* norms;
