@@ -151,3 +151,23 @@ def test_completion_is_installed_for_a_shell(tmp_path: Path, monkeypatch: pytest
     assert done.returncode == 0, done.stderr
     [script] = tmp_path.rglob("attnspan.sh")
     assert "_ATTNSPAN_COMPLETE" in script.read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "step"),
+    [
+        ("simulate causal --tokens 1K --ranks 2", "2 ranks, ulysses"),
+        ("tune made:search --seconds 0.1", "made:search, about 0.1 s"),
+    ],
+)
+def test_a_command_that_may_take_long_names_its_step_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, step: str
+) -> None:
+    case = "{'make_call': lambda n: lambda: sum(range(n)), 'configs': [], 'default': 9}"
+    (tmp_path / "made.py").write_text(f"def search():\n    return {case}\n")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
+    monkeypatch.setenv("ATTNSPAN_TUNE_CACHE", "off")
+    code = "from attnspan_lab.cli import main; main()"
+    done = in_new_process(code, *command.split(), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert step in done.stdout
