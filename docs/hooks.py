@@ -1,4 +1,4 @@
-"""What `make docs` adds to MkDocs: pages for the examples, and the promise that the reference is whole.
+"""What `make docs` adds to MkDocs: pages for examples and notebooks, and a check that the reference is whole.
 
 Links out of `docs/` work in the repository. On the site an example is a page of its own, and any other path
 is shown as text.
@@ -7,9 +7,12 @@ is shown as text.
 from __future__ import annotations
 
 import ast
+import html
 import importlib
 import itertools
+import json
 import re
+from base64 import b64encode
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +51,7 @@ LINK = re.compile(
     r"\[(?P<text>[^\]]+)\]\((?:\.\./)+(?P<path>(?:examples|lab|benchmarks|src|tests)(?:/[^)#]*)?)\)"
 )
 NAMED = re.compile(r"\[(?P<name>[\w-]+\.md)\]\((?P<path>[\w./-]+\.md)(?P<anchor>#[^)]*)?\)")
+NOTEBOOK = re.compile(r"\]\((?P<path>[\w./-]+)\.ipynb\)")
 DIRECTIVE = re.compile(r"^::: (?P<path>[\w.]+)$", re.MULTILINE)
 ANCHOR = re.compile(r'\bid="([^"]+)"')
 
@@ -136,8 +140,31 @@ def _aliases() -> dict[str, list[str]]:
     return found
 
 
+def _of_notebook(path: Path) -> str:
+    """The page of a notebook, with the outputs that it holds: nothing is run."""
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        parts += map(_output, cell.get("outputs", ()))
+    title, *rest = parts[0].split("\n", 1)
+    link = f'<a href="{path.name}" download>Download this notebook</a>'
+    return "\n\n".join([title, link, *rest, *parts[1:]])
+
+
+def _output(output: dict[str, Any]) -> str:
+    data = output.get("data", {})
+    text = "".join(output.get("text") or data["text/plain"])
+    if "image/svg+xml" not in data:
+        return f"```text\n{text.rstrip()}\n```"
+    picture = b64encode("".join(data["image/svg+xml"]).encode()).decode()
+    return f'<img alt="{html.escape(text)}" src="data:image/svg+xml;base64,{picture}">'
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for each example, and one for what is inside of each room."""
+    """Add a page for each example and notebook, and one for what is inside of each room."""
+    for path in sorted((ROOT / "docs/notebooks").glob("*.ipynb")):
+        files.append(File.generated(config, f"notebooks/{path.stem}.md", content=_of_notebook(path)))
     for path in sorted((ROOT / "examples").rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
         text = f"# {name}\n\n````python\n{path.read_text(encoding='utf-8')}\n````\n"
@@ -192,7 +219,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         others = _aliases().get(definition.path if definition else path, [])
         return "".join(f"[](){{ #{name} }}\n" for name in others if name != path) + f"\n{match[0]}"
 
-    markdown = "\n".join(map(_unescaped, markdown.split("\n")))
+    markdown = NOTEBOOK.sub(r"](\g<path>.md)", "\n".join(map(_unescaped, markdown.split("\n"))))
     return DIRECTIVE.sub(named, NAMED.sub(titled, LINK.sub(inside, markdown)))
 
 

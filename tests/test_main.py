@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from attnspan.__main__ import main
+from attnspan.base.machine import openmp_runtimes
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
@@ -17,11 +20,30 @@ def test_a_call_is_explained(framework: str, capsys: pytest.CaptureFixture[str])
     assert f"{4 * (9 * 64 - 36):,} visible pairs" in said
 
 
-def test_versions_are_said_for_a_report(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_environment_is_printed_for_a_report_without_paths(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTNSPAN_TUNE_CACHE", "/home/someone/cache")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/home/someone/dump --xla_cpu_foo=1")
+    monkeypatch.setattr("attnspan.__main__.openmp_runtimes", lambda: ["libgomp.so.1", "libiomp5.so"])
     main(["explain", "--env"])
     said = capsys.readouterr().out
-    assert said.startswith("python ")
-    assert "CPU kernel" in said
+    facts = dict(line.split(maxsplit=1) for line in said.splitlines())
+    assert facts["ATTNSPAN_TUNE_CACHE"] == "(path)"
+    assert facts["XLA_FLAGS"] == "--xla_dump_to=(path) --xla_cpu_foo=1"
+    assert facts["OpenMP"] == "libgomp.so.1, libiomp5.so (they compete for the cores: keep one)"
+    assert {"python", "attnspan", "attnspan-lab", "torch", "jax", "transformers", "diffusers"} <= set(facts)
+    assert "someone" not in said
+    for text in ("CPU kernel ", "GPU  ", "threads "):
+        assert text in said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_openmp_runtimes_of_the_process_are_found() -> None:
+    import torch
+
+    torch.ones(2) + 1
+    assert any(name.startswith(("libgomp", "libomp", "libiomp5")) for name in openmp_runtimes() or ())
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,19 @@ def test_without_either() -> None:
     assert "torch is not installed: pip install ./lab" in said
 
 
-def test_neither_the_compiler_nor_dtensors_are_loaded_before_they_are_used() -> None:
-    heavy = "{'torch._dynamo', 'torch.distributed.tensor', 'sympy'}"
+def test_what_is_slow_to_load_is_loaded_when_it_is_used() -> None:
+    heavy = "{'torch._dynamo', 'torch.distributed.tensor', 'torch.utils.flop_counter', 'triton', 'sympy'}"
     assert last(f"import attnspan.torch\nprint(sorted({heavy} & set(sys.modules)))") == "[]"
+
+
+@pytest.mark.parametrize("first", ["attnspan.torch", "torch.utils.flop_counter"])
+def test_torch_counts_operations_whichever_is_imported_first(first: str) -> None:
+    code = """
+from torch.utils.flop_counter import FlopCounterMode
+import torch, attnspan.torch
+q = torch.zeros(1, 1, 4, 8)
+with FlopCounterMode(display=False) as counter:
+    attnspan.torch.attention(q, q, q)
+print(counter.get_total_flops())
+"""
+    assert last(f"import {first}\n{code}") == str(4 * 16 * 8)

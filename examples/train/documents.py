@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -81,6 +82,10 @@ class Corpus:
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    def nats_per_target(self, bits_per_byte: float) -> float:
+        """The loss of a model that needs so many bits per byte. The mark before a document is no target."""
+        return bits_per_byte * math.log(2) * self.num_bytes / (len(self.tokens) - len(self))
 
     @cached_property
     def digest(self) -> str:

@@ -43,6 +43,12 @@ class Unobserved:
         """Surround one part of a step: "forward", "backward", "optimizer" or "communication"."""
         return nullcontext(name)
 
+    def loss(self, loss: float) -> None:
+        """Take the loss of the step in progress."""
+
+    def held_out(self, loss: float) -> None:
+        """Take the held-out loss after the last step, or before the first."""
+
 
 UNOBSERVED: Any = Unobserved()
 

@@ -212,10 +212,14 @@ def _train(run: Run, console: Console, began: float, observe: Observe | None, sa
         _choose_steps(run, console, began, time.perf_counter() - score_began)
     warm, so_far = Graphs.since(*before), Graphs.since()
     with observe(max(bursts) or None) if observe else nullcontext(UNOBSERVED) as observer:
+        if not run.done:
+            observer.held_out(run.data.held_out.nats_per_target(run.start_score))
         results = _loop(run, console, observer)
-    [memory] = ranks.sum([float(ranks.peak_memory())])
-    run.doing = "the held-out score"
-    score = stepper.bits_per_byte(run.data.held_out)
+        [memory] = ranks.sum([float(ranks.peak_memory())])
+        run.doing = "the held-out score"
+        score = stepper.bits_per_byte(run.data.held_out)
+        if results:
+            observer.held_out(run.data.held_out.nats_per_target(score))
     bursts += peak_flops(run.config, device)
     run.doing = "sampling"
     text = _sample(run, sample)
@@ -265,6 +269,7 @@ def _loop(run: Run, console: Console, observer: Any) -> list[dict[str, float]]:
             run.doing = f"step {run.done + 1}"
             with observer.step(number=run.done + 1, tokens=round(batch.tokens * config.world)):
                 result = run.stepper.step(batch, run.done, observer)
+                observer.loss(result.loss)
             run.done, run.place = run.done + 1, batch.place
             _refuse_divergence(run, result)
             results.append({"step": run.done} | result.figures())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from shutil import get_terminal_size
 
+from attnspan.base.machine import cpu_model, openmp_runtimes, settings, version_of
 from attnspan.errors import expect
 
 _PACKAGES = (
@@ -52,7 +53,7 @@ def _fail(message: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m attnspan", description="Attention whose mask is data.")
-    parser.add_argument("--version", action="version", version=f"attnspan {_version('attnspan')}")
+    parser.add_argument("--version", action="version", version=f"attnspan {version_of('attnspan')}")
     commands = parser.add_subparsers(required=True, metavar="show | explain")
     show = commands.add_parser("show", help="draw a mask")
     show.set_defaults(run=_show)
@@ -71,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--device", default="cpu", help="of torch (cpu)")
     explain.add_argument("--jax", action="store_true", help="explain a call of JAX, not of torch")
     explain.add_argument(
-        "--env", action="store_true", help="print versions and machine, for a report, and stop"
+        "--env", action="store_true", help="print versions, machine and settings, for a report, and stop"
     )
     for command in (show, explain):
         command.add_argument(
@@ -139,23 +140,23 @@ def _explain(options: argparse.Namespace) -> None:
 def _environment() -> None:
     from attnspan.kernels import cpu
 
-    print(f"python       {platform.python_version()} on {platform.platform()}")
-    for name in _PACKAGES:
-        print(f"{name:<12} {_version(name) or 'not installed'}")
-    levels = f"{cpu.isa()} of {', '.join(cpu.isa_levels())}; {cpu.threading()}" if cpu.core else "not built"
-    print(f"{'CPU kernel':<12} {levels}")
-    if _version("torch"):
+    facts = {"python": f"{platform.python_version()} on {platform.platform()}"}
+    facts |= {name: version_of(name) or "not installed" for name in _PACKAGES}
+    facts["CPU"] = f"{cpu_model()}, {os.cpu_count()} logical cores"
+    if version_of("torch"):  # Before the kernel is asked for its threads, which are torch's then.
         import torch
 
-        found = torch.cuda.get_device_name() if torch.cuda.is_available() else "none that torch can use"
-        print(f"{'GPU':<12} {found}")
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+        facts["threads"] = f"{torch.get_num_threads()} of torch"
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none that torch can use"
+        facts["GPU"] = f"{gpu}, CUDA {torch.version.cuda or 'not in this build'}"
+    levels = ", ".join(cpu.isa_levels()) if cpu.core else ""
+    facts["CPU kernel"] = f"{cpu.isa()} of {levels}; {cpu.threading()}" if levels else "not built"
+    runtimes = openmp_runtimes()
+    if runtimes is not None:
+        clash = " (they compete for the cores: keep one)" if len(runtimes) > 1 else ""
+        facts["OpenMP"] = f"{', '.join(runtimes) or 'none'}{clash}"
+    for name, text in (facts | settings()).items():
+        print(f"{name:<12} {text}")
 
 
 if __name__ == "__main__":

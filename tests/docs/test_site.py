@@ -100,6 +100,14 @@ def test_links_by_file_names_show_titles(site: Path) -> None:
     assert '<a href="../benchmarks.html">Measurement</a>' in (site / "figures/index.html").read_text()
 
 
+def test_a_notebook_is_a_page_with_its_pictures_and_a_file(site: Path) -> None:
+    text = (site / "notebooks/masks.html").read_text(encoding="utf-8")
+    assert text.count('src="data:image/svg+xml') == 4
+    assert "query 31 sees keys from, to: [[22, 32]]" in text
+    assert (site / "notebooks/masks.ipynb").exists()
+    assert 'href="notebooks/masks.html"' in (site / "index.html").read_text(encoding="utf-8")
+
+
 def test_links_into_the_repository_become_pages_or_text(site: Path) -> None:
     training = (site / "training.html").read_text(encoding="utf-8")
     assert 'href="sources/examples/train/config.html"' in training
@@ -218,7 +226,18 @@ BEYOND = """() => [...document.querySelectorAll("article *")]
 
 
 @pytest.mark.parametrize(
-    "name", ["index", "masks", "switch/flex", "reference/torch", "performance", "library", "howto/packed-gpt"]
+    "name",
+    [
+        "index",
+        "masks",
+        "switch/flex",
+        "reference/torch",
+        "performance",
+        "library",
+        "howto/packed-gpt",
+        "notebooks/masks",
+        "notebooks/training",
+    ],
 )
 def test_a_phone_scrolls_in_one_direction(visit: Callable[..., Any], name: str) -> None:
     with visit(f"{name}.html", 390, is_mobile=True, has_touch=True) as page:

@@ -125,3 +125,49 @@ def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["attnspan", "show", "causal"])
     with pytest.raises(ValueError, match="a defect"):
         main()
+
+
+@pytest.mark.parametrize("command", ["show", "explain"])
+def test_the_librarys_own_commands_are_passed_on(attnspan: Command, tmp_path: Path, command: str) -> None:
+    code, out, err = attnspan(command, "causal", "--q-len", "4", cwd=tmp_path)
+    assert code == 0, err
+    assert ("10 visible pairs" in out) == (command == "explain")
+
+
+@pytest.mark.parametrize(
+    ("words", "found"), [("attnspan do", "doctor"), ("attnspan doctor --sta", "--stages")]
+)
+def test_a_shell_completes_commands_and_options(tmp_path: Path, words: str, found: str) -> None:
+    asked = {"_ATTNSPAN_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    code = f"import os; os.environ.update({asked!r}); from attnspan_lab.cli import main; main()"
+    assert in_new_process(code, cwd=tmp_path).stdout.split() == [found]
+
+
+def test_completion_is_installed_for_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    code = "from attnspan_lab.cli import main; main()"
+    done = in_new_process(code, "--install-completion", "bash", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    [script] = tmp_path.rglob("attnspan.sh")
+    assert "_ATTNSPAN_COMPLETE" in script.read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "step"),
+    [
+        ("simulate causal --tokens 1K --ranks 2", "2 ranks, ulysses"),
+        ("tune made:search --seconds 0.1", "made:search, about 0.1 s"),
+    ],
+)
+def test_a_command_that_may_take_long_names_its_step_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, step: str
+) -> None:
+    case = "{'make_call': lambda n: lambda: sum(range(n)), 'configs': [], 'default': 9}"
+    (tmp_path / "made.py").write_text(f"def search():\n    return {case}\n")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
+    monkeypatch.setenv("ATTNSPAN_TUNE_CACHE", "off")
+    code = "from attnspan_lab.cli import main; main()"
+    done = in_new_process(code, *command.split(), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert step in done.stdout

@@ -1,6 +1,7 @@
 """Wrong calls of `attention` and of the drop-in in PyTorch: the same text eager and compiled."""
 
 import pickle
+import traceback
 from typing import Any
 
 import numpy as np
@@ -185,6 +186,16 @@ def test_an_error_is_caught_around_a_whole_graph_and_inside_of_others(fullgraph:
             attempt(given)
     else:
         assert attempt(given) == str(error_of(_call, given))
+
+
+def test_an_error_after_a_graph_break_names_the_line_of_the_call() -> None:
+    @torch.compile(backend="eager")
+    def model(given: dict[str, Any]) -> Any:
+        return _call(given)
+
+    given, *_ = CASES["sinks"]
+    names = [frame.name for frame in traceback.extract_tb(error_of(model, given).__traceback__)]
+    assert "model" in names
 
 
 @pytest.mark.parametrize("way", ["recomputed", "exported", pytest.param("strict", marks=pytest.mark.long)])

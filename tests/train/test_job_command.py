@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -72,12 +73,14 @@ def test_train_writes_a_summary(trained: Path) -> None:
 
 def test_train_leaves_a_page_of_its_steps_unless_told_not_to(train: Command, trained: Path) -> None:
     folder = trained / "runs" / "first"
-    assert [record["step"] for record in json.loads((folder / "monitor.json").read_text())["monitor"]] == [
-        1,
-        2,
-        3,
-    ]
-    assert "Steps 1 to 3 of a watched training" in (folder / "monitor.html").read_text()
+    found = json.loads((folder / "monitor.json").read_text())
+    assert [record["step"] for record in found["monitor"]] == [1, 2, 3]
+    losses = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["loss"] for record in found["monitor"]] == losses
+    # An untrained model knows nothing: the logarithm of 256 bytes and the mark.
+    assert [entry["step"] for entry in found["evaluations"]] == [0, 3]
+    assert found["evaluations"][0]["held_out"] == pytest.approx(math.log(257), rel=0.03)
+    assert "<p>Steps 1 to 3." in (folder / "monitor.html").read_text()
     args = ["--name", "alone", "--data", "data.txt", *TINY, "--no-monitor"]
     code, out, _ = train(*args, cwd=trained)
     assert code == 0
@@ -101,7 +104,7 @@ def test_a_run_that_fails_leaves_a_page_of_the_steps_before(
     args = ["--name", "failed", "--data", "data.txt", *TINY]
     with pytest.raises(MemoryError):
         train(*args, cwd=trained)
-    assert "Steps 1 to 2 of a watched training" in (trained / "runs" / "failed" / "monitor.html").read_text()
+    assert "<p>Steps 1 to 2." in (trained / "runs" / "failed" / "monitor.html").read_text()
 
 
 def test_resume_takes_the_last_run_and_its_options(train: Command, trained: Path) -> None:

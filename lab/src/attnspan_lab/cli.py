@@ -56,7 +56,7 @@ def build_app() -> "typer.Typer":
 
     Example:
         >>> [command.name for command in build_app().registered_commands]
-        ['show', 'tune', 'bench', 'doctor', 'zoo', 'simulate']
+        ['show', 'explain', 'tune', 'bench', 'doctor', 'zoo', 'simulate']
     """
     from attnspan_lab.bench.options import command as bench
     from attnspan_lab.doctor.command import doctor
@@ -67,7 +67,6 @@ def build_app() -> "typer.Typer":
     app = typer.Typer(
         help="Attention whose mask is data.",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
@@ -79,7 +78,9 @@ def build_app() -> "typer.Typer":
 
     # The library's own command reads its arguments.
     through = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
-    app.command("show", help="Draw a mask.", context_settings=through)(_show)
+    app.command("show", help="Draw a mask.", context_settings=through)(_of_the_library)
+    why = "Say which backend runs a call, and why not the others; --env: versions and machine."
+    app.command("explain", help=why, context_settings=through)(_of_the_library)
     app.command("tune", help="Find the fastest configurations on this machine.")(tune)
     app.command("bench", help="Compare attention with its peers on this machine.")(bench(_write_page))
     app.command("doctor", help="Say what is wrong with a model's attention under the compiler.")(doctor)
@@ -88,8 +89,8 @@ def build_app() -> "typer.Typer":
     return app
 
 
-def _show(context: "typer.Context") -> None:
-    show_or_explain(["show", *context.args])
+def _of_the_library(context: "typer.Context") -> None:
+    show_or_explain([context.info_name or "", *context.args])
 
 
 def _print_version(wanted: bool) -> None:

@@ -307,7 +307,7 @@ def progress(console: Console, total: int, first: str = "") -> Iterator[Callable
         def tell(line: str = "", *, style: str | None = None, **update: Any) -> None:
             bar.update(task, **update)
             if line:
-                bar.console.print(line, style=style, markup=False)
+                bar.console.print(line, style=style, markup=False, soft_wrap=True)
 
         yield tell
 

@@ -3,7 +3,7 @@
 They are those of a real run. Time is predicted, where rates were measured. No rank is started.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +19,7 @@ from attnspan.parallel import Layout, Strategy
 from attnspan.parallel.partition import Method
 from attnspan.parallel.strategy import members_of_node
 from attnspan_lab.bench.workloads import corpus_offsets
-from attnspan_lab.console import Column, bytes_text, numbers, print_table, seconds_text, stdout
+from attnspan_lab.console import Column, bytes_text, numbers, print_table, progress, seconds_text, stdout
 from attnspan_lab.files import write_json
 from attnspan_lab.machine import Machine
 
@@ -265,7 +265,9 @@ def command(
     for size in (tokens_of(text) for text in tokens.split(",")):
         given = _mask_of(mask, size, mean, seed)
         chosen = [x for count in numbers("--ranks", ranks) for x in setups(count, q_heads, node_size)]
-        found = simulate(given, size, chosen, machine=rates, node_size=node_size, **sizes)
+        with progress(console, len(chosen)) as tell:
+            told = _told(chosen, tell)
+            found = simulate(given, size, told, machine=rates, node_size=node_size, **sizes)
         columns = _COLUMNS if rates is None else (*_COLUMNS, *_TIMES)
         print_table(console, f"{mask}, {size:,} tokens", columns, map(_cells, found))
         outcomes += found
@@ -276,6 +278,13 @@ def command(
     console.print(said, highlight=False)
     if json is not None:
         write_json(json, {"mask": mask, "machine": rates, "outcomes": outcomes}, indent=1)
+
+
+def _told(chosen: Iterable[Setup], tell: Callable[..., None]) -> Iterator[Setup]:
+    for each in chosen:
+        tell(description=f"{each.strategy.ranks} ranks, {each.name}")
+        yield each
+        tell(advance=1)
 
 
 def _mask_of(mask: str, tokens: int, mean: int, seed: int) -> Mask:

@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from attnspan.errors import expect
 from attnspan.torch import compat
@@ -135,7 +134,7 @@ def register(
     library, backward = torch.library.Library(NAMESPACE, "FRAGMENT"), None  # type: ignore[no-untyped-call]
     try:
         forward = _define_forward(library, name, kernel, outputs, check)
-        register_flop_formula(forward.overloadpacket, get_raw=True)(flops)
+        compat.flop_formula(forward.overloadpacket)(flops)
         if derivative is None:
             text = (
                 f"{outputs.owner}: expected a kernel with a derivative, got backward() of one that was "
@@ -149,7 +148,7 @@ def register(
             # Twice and a half the forward operations, and those that run again.
             first, halves = len(derivative.incoming), 7 if derivative.recomputes else 5
             inputs = slice(first, first + len(outputs.parameters.names))
-            formula = register_flop_formula(backward.overloadpacket, get_raw=True)
+            formula = compat.flop_formula(backward.overloadpacket)
             formula(lambda *values, **_: flops(*values[inputs]) * halves // 2)
     except BaseException:
         # What was half defined must not keep the name.

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from attnspan.base.arrays import own
 from attnspan.kernels import vendor
 from attnspan.kernels._on_device import on_device_of
 from attnspan.masks.bands import Band
 
+from . import compat
 from ._front import is_captured
 from ._lowered import stream_of
 from ._watched import is_transformed
@@ -178,13 +178,13 @@ def _band_pairs(q_len: int, k_len: int, left: int, right: int) -> int:
     return int((last.clip(0, k_len) - first.clip(0, k_len)).clip(0).sum())
 
 
-@register_flop_formula(torch.ops.attnspan.vendor_attention, get_raw=True)  # type: ignore[untyped-decorator]
+@compat.flop_formula(torch.ops.attnspan.vendor_attention)
 def _forward_flops(q: Tensor, k: Tensor, v: Tensor, cu_q: Any, cu_k: Any, *band: Any, **_: Any) -> int:
     left, right = band[2:4]
     return 2 * _pairs(q, k, cu_q, cu_k, left, right) * (q.shape[3] + v.shape[3])
 
 
-@register_flop_formula(torch.ops.attnspan.vendor_attention_backward, get_raw=True)  # type: ignore[untyped-decorator]
+@compat.flop_formula(torch.ops.attnspan.vendor_attention_backward)
 def _backward_flops(dout: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> int:
     del dout
     return _forward_flops(q, k, v, *rest[2:]) * 5 // 2

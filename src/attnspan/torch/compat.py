@@ -7,6 +7,11 @@ look their few up where torch is loaded already (`base/arrays.py`, `base/recorde
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,6 +21,7 @@ try:
     from torch._functorch.autograd_function import (  # type: ignore[attr-defined]
         enable_single_level_autograd_function,
     )
+    from torch._guards import TracingContext
     from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.utils import _pytree as pytree
@@ -69,6 +75,7 @@ __all__ = [
     "FakeTensorMode",
     "ForceDispatchKeyGuard",
     "OpOverload",
+    "TracingContext",
     "after_autograd",
     "after_inplace_or_view",
     "any_requires_grad",
@@ -83,6 +90,7 @@ __all__ = [
     "enable_single_level_autograd_function",
     "excluded_keys",
     "flash_enabled",
+    "flop_formula",
     "function_modes",
     "get_proxy_mode",
     "guard_scalar",
@@ -156,3 +164,51 @@ def tuple_to_list(annotation: Any) -> Any:
     from torch._library import infer_schema
 
     return infer_schema.tuple_to_list(annotation)
+
+
+_FLOP_COUNTER = "torch.utils.flop_counter"
+_formulas: list[tuple[Any, Callable[..., int]]] = []
+
+
+def flop_formula(packet: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Register a function as the FLOP formula of an operator, with the arguments of the operator itself.
+
+    torch's counter loads Triton, which takes longer than all of attnspan. Formulas wait for its import.
+    """
+
+    def register(formula: Callable[..., int]) -> Callable[..., int]:
+        _formulas.append((packet, formula))
+        if _FLOP_COUNTER in sys.modules:
+            _register_formulas(sys.modules[_FLOP_COUNTER])
+        return formula
+
+    return register
+
+
+def _register_formulas(counter: ModuleType) -> None:
+    while _formulas:
+        packet, formula = _formulas.pop()
+        counter.register_flop_formula(packet, get_raw=True)(formula)
+
+
+class _OnFlopCounter:
+    """Finds torch's counter as Python would, and registers the formulas once it is loaded."""
+
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+        if name != _FLOP_COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_register(module: ModuleType) -> None:
+                load(module)
+                _register_formulas(module)
+
+            spec.loader.exec_module = load_and_register  # type: ignore[method-assign]
+        return spec
+
+
+if _FLOP_COUNTER not in sys.modules:
+    sys.meta_path.insert(0, _OnFlopCounter())

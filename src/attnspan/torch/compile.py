@@ -86,10 +86,12 @@ def _raise(kind: type[Exception], text: str) -> None:
         _raise_now(kind, text)
 
 
-# Run by the compiler as it reads the call: what it reads would lose the text.
+# Run by the compiler as it reads the call: what it reads would lose the text. After a graph break Python runs
+# it, and the error is the ordinary one: from its own errors the compiler cuts the frames of the user's code.
 @constant_when_traced
 def _raise_now(kind: type[Exception], text: str) -> None:
-    raise _traced(kind)(text)  # type: ignore[arg-type]
+    if compat.TracingContext.try_get() is not None:
+        raise _traced(kind)(text)  # type: ignore[arg-type]
 
 
 @cache

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils.flop_counter import register_flop_formula
 
 from attnspan.call import check_k_len
 from attnspan.call.options import DENSE, Options
@@ -362,7 +361,7 @@ def visible_pairs(q: Tensor, k: Tensor, bounds: Tensor) -> int:
 
 
 # Without these formulas, counters and memory-budget partitioners think that attention is free.
-@register_flop_formula(torch.ops.attnspan.attention, get_raw=True)  # type: ignore[untyped-decorator]
+@compat.flop_formula(torch.ops.attnspan.attention)
 def forward_flops(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *args: Any, **kwargs: Any) -> int:
     """Floating-point operations of one call of the forward operator: 2 * visible pairs * (D + Dv).
 
@@ -382,7 +381,7 @@ def forward_flops(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *args: Any, *
     return 2 * visible_pairs(q, k, bounds) * (q.shape[3] + v.shape[3])
 
 
-@register_flop_formula(torch.ops.attnspan.attention_backward, get_raw=True)  # type: ignore[untyped-decorator]
+@compat.flop_formula(torch.ops.attnspan.attention_backward)
 def backward_flops(dout: Tensor, dlse: Tensor | None, *args: Any, **kwargs: Any) -> int:
     """Floating-point operations of one call of the backward operator: 2.5 times those of `forward_flops`."""
     del dout, dlse

@@ -27,7 +27,7 @@ from attnspan_lab.bench.monitor import Monitor, log, probes
 from attnspan_lab.bench.monitor import monitor as module
 from attnspan_lab.bench.monitor.log import Thinned
 from attnspan_lab.bench.monitor.probes import CudaProbe
-from attnspan_lab.bench.results import MonitorRecord, PhaseShares, Results
+from attnspan_lab.bench.results import Evaluation, MonitorRecord, PhaseShares, Results
 from train.train import train
 
 
@@ -132,7 +132,9 @@ def test_nothing_waits_for_an_asynchronous_device_before_the_end(world: World, t
 
 
 def journal(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "monitor.jsonl").read_text().splitlines()]
+    """The records of steps; held-out losses have lines of their own."""
+    lines = [json.loads(line) for line in (folder / "monitor.jsonl").read_text().splitlines()]
+    return [line for line in lines if "held_out" not in line]
 
 
 def board(folder: Path) -> EventAccumulator:
@@ -212,11 +214,48 @@ def test_tensorboard_has_means_over_the_steps_between(world: World, tmp_path: Pa
     assert wanted <= set(events.Tags()["scalars"])
 
 
+def test_losses_of_steps_and_of_held_out_data_are_kept_when_a_run_is_resumed(
+    world: World, tmp_path: Path
+) -> None:
+    with world.monitor(tmp_path) as monitor:
+        monitor.held_out(6.0)
+        with monitor.step():
+            world.work(1)
+            loss = torch.tensor(5.0, requires_grad=True)
+            monitor.loss(loss)
+            loss.data += 1
+        monitor.held_out(4.0)
+        with monitor.step():  # cut off
+            world.work(1)
+            monitor.loss(0.0)
+        monitor.held_out(0.0)
+    with world.monitor(tmp_path) as resumed, resumed.step(number=2):
+        world.work(1)
+        resumed.loss(3.0)
+    found = Results.load(tmp_path / "monitor.json")
+    assert [record.loss for record in found.monitor] == [5.0, 3.0]
+    assert found.evaluations == (Evaluation(0, 6.0), Evaluation(1, 4.0))
+
+
+def test_losses_out_of_place_are_refused(world: World, tmp_path: Path) -> None:
+    monitor = world.monitor(tmp_path)
+    with pytest.raises(OptionError, match="loss: expected a loss within a step, got it outside of one"):
+        monitor.loss(1.0)
+    with monitor.step():
+        world.work(1)
+        with pytest.raises(OptionError, match="held_out: expected an open monitor between steps"):
+            monitor.held_out(1.0)
+    monitor.close()
+    with pytest.raises(OptionError, match="got a closed monitor"):
+        monitor.held_out(1.0)
+
+
 def test_thinning_keeps_the_sums_and_bounds_the_number() -> None:
     thinned, seconds = Thinned(most=16), [1.0 + index % 7 for index in range(1000)]
     for step, length in enumerate(seconds, 1):
         shares = PhaseShares(forward=1.0) if step % 2 else PhaseShares(backward=1.0)
-        thinned.add(MonitorRecord(step, length, 10, shares, attention_seconds=length / 2, memory=step))
+        known = {"attention_seconds": length / 2, "memory": step, "loss": float(step)}
+        thinned.add(MonitorRecord(step, length, 10, shares, **known))
     records = thinned.all()
     assert len(records) <= 17
     assert sum(record.steps for record in records) == 1000
@@ -224,6 +263,7 @@ def test_thinning_keeps_the_sums_and_bounds_the_number() -> None:
     assert records[-1].step == records[-1].memory == 1000
     total = sum(record.steps * record.seconds for record in records)
     assert total == pytest.approx(sum(seconds))
+    assert sum(record.steps * (record.loss or 0) for record in records) == pytest.approx(1000 * 1001 / 2)
     forward = sum(record.steps * record.seconds * record.phases.forward for record in records)
     assert forward == pytest.approx(sum(seconds[::2]))
     assert all(record.attention_share == pytest.approx(0.5) for record in records)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import product
 
 from attnspan_lab.bench.cells import Ceilings, Cell, Run, Timing, Workload
-from attnspan_lab.bench.results import MonitorRecord, PhaseShares, Results, TrainingCell
+from attnspan_lab.bench.results import Evaluation, MonitorRecord, PhaseShares, Results, TrainingCell
 from attnspan_lab.bench.statistics import Samples, paired
 
 CEILINGS = Ceilings(
@@ -70,6 +70,7 @@ def sample_results(
         cells=tuple(cells),
         training=training(),
         monitor=monitor(),
+        evaluations=(Evaluation(0, 5.6), Evaluation(120, 2.9)),
     )
 
 
@@ -178,7 +179,7 @@ def _tokens(seconds: tuple[float, ...]) -> Samples:
 
 
 def monitor(steps: int = 120) -> tuple[MonitorRecord, ...]:
-    """A watched run: the first step compiles, a page of data is slow now and then."""
+    """A training: the first step compiles, a page of data is slow now and then."""
     draw = random.Random(2)
     records = []
     for step in range(1, steps + 1):
@@ -200,6 +201,7 @@ def monitor(steps: int = 120) -> tuple[MonitorRecord, ...]:
                 compile_seconds=compiled,
                 memory=int((1.2 + 0.2 * min(step, 10) / 10) * 2**30),
                 utilisation=0.92 + draw.random() * 0.05,
+                loss=2.5 + 3 / step**0.5 + draw.gauss(0, 0.2),
             )
         )
     return tuple(records)

@@ -15,9 +15,10 @@ from sample_results import CEILINGS, monitor, sample_results, training
 
 import attnspan_lab
 from attnspan_lab.bench.cells import Run, verdicts
-from attnspan_lab.bench.results import Results
+from attnspan_lab.bench.results import Evaluation, Results
 from attnspan_lab.bench.standings import standings
 from attnspan_lab.report import write_page
+from attnspan_lab.report.steps import monitor_section
 
 HOSTILE = '<img src=x onerror="window.hacked=1">"\'</script><script>window.hacked=1</script>{{ 7 * 7 }} %{x}'
 SECTIONS = {
@@ -109,6 +110,27 @@ def test_sections_without_data_are_absent(results: Results, wanted: set[str], tm
     assert bool(found.all("form", id="controls")) == bool(results.cells)
     assert bool(found.all("table", id="cell-table")) == bool(results.cells)
     assert bool(found.all("dl", **{"class": "cards"})) == bool(results.cells or results.training)
+
+
+def test_a_training_shows_its_loss_first_and_then_its_speed(tmp_path: Path) -> None:
+    records = monitor(120)
+    results = Results(monitor=records, evaluations=(Evaluation(0, 5.6), Evaluation(120, 2.9)))
+    section = monitor_section(results)
+    assert section is not None
+    loss, speed, *_ = section.charts
+    assert (loss.title, speed.title) == ("Loss", "Tokens per second")
+    assert loss.alt.endswith("at last; held out 5.600 at first, 2.900 at last.")
+    raw, smooth, held_out = loss.data
+    assert raw["y"] == [record.loss for record in records]
+    assert smooth["x"] == raw["x"]
+    assert smooth["y"][60] == sorted(raw["y"][54:67])[6]
+    assert (held_out["x"], held_out["y"]) == ([0, 120], [5.6, 2.9])
+    few = monitor_section(Results(monitor=records[:3]))
+    assert few is not None
+    assert [trace["y"] for trace in few.charts[0].data] == [raw["y"][:3]]
+    unknown = monitor_section(Results(monitor=tuple(replace(record, loss=None) for record in records)))
+    assert unknown is not None
+    assert unknown.charts[0].title == "Tokens per second"
 
 
 def test_every_run_of_every_cell_is_a_row(page: Page) -> None:

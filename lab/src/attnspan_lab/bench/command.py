@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -165,14 +166,14 @@ def run_bench(options: BenchOptions, console: Console, write_page: WritePage) ->
 def _with_training(results: Results, options: BenchOptions, plan: Plan, console: Console) -> Results:
     from attnspan_lab.bench.training import measure_ranks, measure_training, reference_config
 
-    console.print("training steps")
     config = reference_config(threads=plan.threads or 0)
-    try:
+    with suppress(KeyboardInterrupt), progress(console, 1 + (options.ranks > 1), "training steps") as tell:
         if options.ranks > 1:
+            tell(description=f"training steps on {options.ranks} ranks and on one")
             results = replace(results, ranks=measure_ranks(replace(config, cp=options.ranks), options.rounds))
+            tell(advance=1, description="training steps")
         return replace(results, training=measure_training(config, options.rounds, memory=plan.memory))
-    except KeyboardInterrupt:
-        return replace(results, complete=False)
+    return replace(results, complete=False)
 
 
 def _list_workloads(options: BenchOptions, console: Console) -> None:

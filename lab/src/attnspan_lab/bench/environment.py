@@ -7,15 +7,14 @@ import platform
 import subprocess
 import sys
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["caches", "describe_environment", "same_machine", "version_of"]
+from attnspan.base.machine import cpu_model, settings, version_of
+
+__all__ = ["caches", "describe_environment", "same_machine"]
 
 _PACKAGES = ("attnspan", "torch", "numpy", "jax", "jaxlib", "tokamax", "flash-attn", "triton", "transformers")
-_VARIABLES = ("ATEN_CPU_CAPABILITY", "CUDA_VISIBLE_DEVICES", "LD_PRELOAD", "XLA_FLAGS", "NPROC")
-_PREFIXES = ("ATTNSPAN_", "OMP_", "GOMP_", "KMP_", "MKL_", "ONEDNN_", "TORCHINDUCTOR_")
 _SYSTEM = Path("/sys/devices/system/cpu")
 # What makes two machines different; the rest of the environment may change on one machine.
 _IDENTITY = ("cpu", "cores", "gpu", "isa", "threads")
@@ -35,7 +34,7 @@ def describe_environment(device: str = "cpu") -> dict[str, Any]:
         "versions": {name: version_of(name) for name in _PACKAGES},
         "revision": _revision(),
         "system": platform.platform(),
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "usable_cores": _usable_cores(),
         "threads": torch.get_num_threads(),
@@ -47,7 +46,7 @@ def describe_environment(device: str = "cpu") -> dict[str, Any]:
         "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
         "memory_bytes": _memory_bytes(),
         "gpu": _gpu() if device == "cuda" else None,
-        "variables": _variables(),
+        "variables": settings(),
     }
 
 
@@ -63,14 +62,6 @@ def same_machine(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         for name in _IDENTITY
         if old.get(name) != new.get(name)
     ]
-
-
-def version_of(name: str) -> str | None:
-    """The version of a package; None where it is not installed."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _revision() -> str | None:
@@ -92,15 +83,6 @@ def _git(folder: Path, *arguments: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def _cpu_model() -> str | None:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or None
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith(("model name", "Model"))]
-    return names[0] if names else platform.machine()
 
 
 def _usable_cores() -> int | None:
@@ -141,12 +123,4 @@ def _gpu() -> dict[str, Any]:
         "capability": f"{properties.major}.{properties.minor}",
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
-    }
-
-
-def _variables() -> dict[str, str]:
-    return {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if name in _VARIABLES or name.startswith(_PREFIXES)
     }

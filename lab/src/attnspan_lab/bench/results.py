@@ -13,7 +13,7 @@ from attnspan_lab.bench.cells import Ceilings, Cell, Timing
 from attnspan_lab.bench.statistics import Interval, Samples
 from attnspan_lab.files import read_results, write_json
 
-__all__ = ["SCHEMA", "MonitorRecord", "PhaseShares", "RankTimes", "Results", "TrainingCell"]
+__all__ = ["SCHEMA", "Evaluation", "MonitorRecord", "PhaseShares", "RankTimes", "Results", "TrainingCell"]
 
 SCHEMA = 3
 
@@ -72,7 +72,7 @@ class PhaseShares:
 
 @dataclass(frozen=True)
 class MonitorRecord:
-    """One step of a watched training.
+    """One step of a training that a monitor records.
 
     Args:
         step: Number of the step.
@@ -86,6 +86,7 @@ class MonitorRecord:
         memory: Resident bytes of the process.
         device_memory: Bytes allocated on the accelerator, or None.
         utilisation: Busy share of the cores or of the device, 0..1, or None.
+        loss: Of the step, or None.
         steps: Steps up to `step` that the other figures are means of (memory: the largest).
     """
 
@@ -100,6 +101,7 @@ class MonitorRecord:
     memory: int | None = None
     device_memory: int | None = None
     utilisation: float | None = None
+    loss: float | None = None
     steps: int = 1
 
     @property
@@ -126,6 +128,14 @@ class MonitorRecord:
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """The loss on held-out data after a step; step 0 is before the first one."""
+
+    step: int
+    held_out: float
+
+
+@dataclass(frozen=True)
 class Results:
     """All that one run of the benchmark found; the JSON file.
 
@@ -135,7 +145,8 @@ class Results:
         cells: Single calls.
         training: Whole training steps.
         ranks: The same on several ranks and on one, or None.
-        monitor: Steps of a watched training.
+        monitor: Steps of a training.
+        evaluations: Its held-out losses.
         complete: False when it was stopped before the last cell.
         schema: Version of this layout.
     """
@@ -146,6 +157,7 @@ class Results:
     training: tuple[TrainingCell, ...] = ()
     ranks: RankTimes | None = None
     monitor: tuple[MonitorRecord, ...] = ()
+    evaluations: tuple[Evaluation, ...] = ()
     complete: bool = True
     schema: int = SCHEMA
 

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 __all__ = ["Page", "write_page"]
 
 _MOST_NAMES = 4  # families in a title
+_MEASURED = (
+    "Every time is the median of raw samples, taken in turn with the peers' in one run; every ratio is the "
+    "median over pairs, with an interval by order statistics."
+)
+_TRAINED = "How the loss fell, how fast the steps were, and where their time went."
 
 
 def write_page(results: Results, path: Path, *, title: str = "") -> None:
@@ -62,8 +67,7 @@ def write_page(results: Results, path: Path, *, title: str = "") -> None:
     sections = [section for section in found if section is not None]
     page = Page(
         title=title or _title(results),
-        lead="Every time is the median of raw samples, taken in turn with the peers' in one run; every ratio "
-        "is the median over pairs, with an interval by order statistics.",
+        lead=_TRAINED if results.monitor and not (results.cells or results.training) else _MEASURED,
         sections=sections,
         environment=results.environment,
         glance="geometric means of the time of each cell's fastest peer over attnspan's. Above 1, attnspan "

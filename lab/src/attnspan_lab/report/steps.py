@@ -1,8 +1,9 @@
-"""Whole training steps: the table of attentions, and the steps of a watched run."""
+"""Whole training steps: the table of attentions, and the loss and speed of a training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any
 
 from attnspan_lab.bench.cells import OURS
@@ -80,13 +81,13 @@ def _tokens_chart(cells: Sequence[TrainingCell]) -> Chart:
 
 
 def monitor_section(results: Results) -> Section | None:
-    """Phase shares and curves over the steps of a watched training; None where none was watched."""
+    """Loss, speed and phases over the steps of a training; None where none was recorded."""
     records = results.monitor
     if not records:
         return None
     curves: tuple[tuple[str, str, Callable[[MonitorRecord], float | None], Callable[[float], str]], ...] = (
-        ("Time of a step", "seconds", lambda r: r.seconds, seconds_text),
         ("Tokens per second", "tokens/s", lambda r: r.tokens_per_second, "{:,.0f} tokens/s".format),
+        ("Time of a step", "seconds", lambda r: r.seconds, seconds_text),
         ("Attention speed", "FLOP/s over visible pairs", lambda r: r.attention_flops_per_second, rate_text),
         ("Attention, share of the ceiling", "share", lambda r: r.ceiling_share, percent),
         ("Attention, share of the step", "share", lambda r: r.attention_share, percent),
@@ -94,14 +95,59 @@ def monitor_section(results: Results) -> Section | None:
         ("Device memory", "GiB", lambda r: r.device_memory, bytes_text),
         ("Utilisation", "busy share", lambda r: r.utilisation, percent),
     )
-    charts = [chart for curve in curves if (chart := _steps_chart(records, *curve)) is not None]
+    speed, time, *others = [chart for curve in curves if (chart := _steps_chart(records, *curve)) is not None]
     widest = max(record.steps for record in records)
-    thinned = f" A point is the mean of up to {widest:,} steps." if widest > 1 else ""
-    lead = (
-        f"Steps {records[0].step:,} to {records[-1].step:,} of a watched training: where each step's "
-        f"time went, and what it reached. A triangle marks a step in which something was compiled.{thinned}"
-    )
-    return Section("monitor", "Steps of a training", lead, (_phases_chart(records), *charts))
+    lead = f"Steps {records[0].step:,} to {records[-1].step:,}."
+    lead += f" Each point is the mean of up to {widest:,} steps." if widest > 1 else ""
+    if len(records) > _BARS:
+        window = _window(records)
+        lead += f" Faint lines show single points, strong lines the running median of {window} points."
+    if any(record.compile_seconds for record in records):
+        lead += " A triangle marks a step in which something was compiled."
+    charts = (*_loss_charts(results), speed, time, _phases_chart(records), *others)
+    return Section("monitor", "Training", lead, charts)
+
+
+def _loss_charts(results: Results) -> list[Chart]:
+    losses = [(record.step, record.loss) for record in results.monitor if record.loss is not None]
+    held_out = [(evaluation.step, evaluation.held_out) for evaluation in results.evaluations]
+    data, words = [], []
+    if losses:
+        data += _lines(losses, "{:.3f}".format, name="training")
+        words.append(_ends("training", losses))
+    if held_out:
+        x, y = [step for step, _ in held_out], [loss for _, loss in held_out]
+        hover = [f"after step {step}: {loss:.3f} held out" for step, loss in held_out]
+        marker = {"color": "@peer1", "symbol": "diamond", "size": 10}
+        data.append(hovered("scatter", hover, x=x, y=y, mode="markers", marker=marker, name="held out"))
+        words.append(_ends("held out", held_out))
+    layout = {"xaxis": axis("step"), "yaxis": axis("loss"), "showlegend": True}
+    return [Chart("Loss", "", f"Loss: {'; '.join(words)}.", data, layout, 330)] if data else []
+
+
+def _ends(name: str, points: Sequence[tuple[int, float]]) -> str:
+    return f"{name} {points[0][1]:.3f} at first, {points[-1][1]:.3f} at last"
+
+
+def _window(points: Sequence[object]) -> int:
+    """Points of a running median."""
+    return 2 * (len(points) // 20) + 1
+
+
+def _lines(
+    points: Sequence[tuple[int, float]], text: Callable[[float], str], scale: float = 1.0, **look: Any
+) -> list[dict[str, Any]]:
+    """A line with a mark for each of a few points; for many, their running median over a faint line."""
+    x, y = [step for step, _ in points], [value / scale for _, value in points]
+    hover = [f"step {step}: {text(value)}" for step, value in points]
+    look["line"] = {"color": "@ours", "width": 2}
+    if len(x) <= _BARS:
+        return [hovered("scatter", hover, x=x, y=y, mode="lines+markers", **look)]
+    half = _window(x) // 2
+    smooth = [median(y[max(0, i - half) : i + half + 1]) for i in range(len(y))]
+    faint = {"line": {"color": "@ours", "width": 1}, "opacity": 0.45, "showlegend": False}
+    strong = {"type": "scatter", "x": x, "y": smooth, "mode": "lines", "hoverinfo": "skip", **look}
+    return [hovered("scatter", hover, x=x, y=y, mode="lines", **faint), strong]
 
 
 def _phases_chart(records: Sequence[MonitorRecord]) -> Chart:
@@ -141,22 +187,14 @@ def _steps_chart(
         return None
     compiled = [point for point in points if point[0].compile_seconds] if unit == "seconds" else []
     scale = 2.0**30 if unit == "GiB" else 1.0
-    mode = "lines+markers" if len(points) <= _BARS else "lines"
-    hover = [f"step {record.step}: {text(value)}" for record, value in points]
-    data = [_points(points, scale, hover, mode=mode, line={"color": "@ours", "width": 2})]
+    data = _lines([(record.step, value) for record, value in points], text, scale)
     if compiled:
         hover = [f"step {r.step}: {seconds_text(r.compile_seconds)} of compilation" for r, _ in compiled]
         marker = {"color": "@peer4", "symbol": "triangle-up", "size": 11}
-        data.append(_points(compiled, scale, hover, mode="markers", marker=marker))
+        x, y = [record.step for record, _ in compiled], [seconds for _, seconds in compiled]
+        data.append(hovered("scatter", hover, x=x, y=y, mode="markers", marker=marker))
     # Compilation takes as long as many steps: a linear axis would show nothing else.
     y_axis = axis(unit, log=True) if compiled else axis(unit, rangemode="tozero")
     y_axis |= {"tickformat": ".0%"} if text is percent else {}
     alt = f"{title} over {len(points)} steps: {text(points[0][1])} at first, {text(points[-1][1])} at last."
     return Chart(title, "", alt, data, {"xaxis": axis("step"), "yaxis": y_axis})
-
-
-def _points(
-    points: Sequence[tuple[MonitorRecord, float]], scale: float, hover: Sequence[str], **look: Any
-) -> dict[str, Any]:
-    x, y = [record.step for record, _ in points], [value / scale for _, value in points]
-    return hovered("scatter", hover, x=x, y=y, **look)

@@ -12,7 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from attnspan_lab.bench.environment import describe_environment, version_of
+from attnspan.base.machine import version_of
+from attnspan_lab.bench.environment import describe_environment
 from attnspan_lab.files import write_json
 from attnspan_lab.tune.search import Found, search
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from attnspan.errors import OptionError, expect
-from attnspan_lab.console import numbers, words
+from attnspan_lab.console import numbers, progress, stdout, words
 from attnspan_lab.files import write_json
 from attnspan_lab.tune.cache import cache_path, entries, tuned
 
@@ -51,18 +51,17 @@ def tune(
     fits = isinstance(found, dict) and {"make_call", "configs", "default"} <= set(found)
     wanted = "a dict with make_call, configs and default"
     expect(fits, target, wanted, type(found).__name__, "Return what `search` takes")
-    _say(target, tuned(found.pop("name", target), seconds=seconds, **found))
+    with progress(stdout(), 1, f"{target}, about {seconds:g} s") as tell:
+        tell(_said(target, tuned(found.pop("name", target), seconds=seconds, **found)), advance=1)
 
 
-def _say(name: str, found: Any) -> None:
+def _said(name: str, found: Any) -> str:
     ratio = (
         found.ratio
         and f", {found.ratio.median:.3f} times as fast [{found.ratio.low:.3f}, {found.ratio.high:.3f}]"
     )
-    print(
-        f"{name}: {found.config}{ratio or ''}, {found.reason}; {len(found.failures)} of {found.tried} failed",
-        flush=True,
-    )
+    failed = f"{len(found.failures)} of {found.tried} failed"
+    return f"{name}: {found.config}{ratio or ''}, {found.reason}; {failed}"
 
 
 def _tune_triton(
@@ -72,13 +71,18 @@ def _tune_triton(
     from attnspan_lab.tune.gpu import KERNELS, KINDS, blocks, capability_of_gpu, rank
 
     capability, times = capability_of_gpu(), []
-    with suppress(KeyboardInterrupt):
-        for dtype, dim, kernel in product(dtypes, head_dims, KERNELS):
+    searches, kinds = (list(product(dtypes, head_dims, x)) for x in (KERNELS, KINDS))
+    total = len(searches) + len(kinds)
+    with suppress(KeyboardInterrupt), progress(stdout(), total) as tell:
+        for dtype, dim, kernel in searches:
             name = f"triton {kernel} {dtype} D={dim} causal S=4096"
-            _say(name, tuned(name, seconds=seconds, **blocks(kernel, dtype, dim, capability=capability)))
-        for dtype, dim, kind in product(dtypes, head_dims, KINDS):
+            tell(description=name)
+            found = tuned(name, seconds=seconds, **blocks(kernel, dtype, dim, capability=capability))
+            tell(_said(name, found), advance=1)
+        for dtype, dim, kind in kinds:
+            tell(description=f"backends: {kind} {dtype} D={dim}")
             nanoseconds, reasons = rank(kind, dtype, dim, seconds=seconds)
-            print(f"{kind} {dtype} D={dim}: {nanoseconds} {reasons or ''}", flush=True)
+            tell(f"{kind} {dtype} D={dim}: {nanoseconds} {reasons or ''}", advance=1)
             times.append({"kind": kind, "dtype": dtype, "head_dim": dim, "nanoseconds": nanoseconds})
     if json is not None:
         write_json(json, times)

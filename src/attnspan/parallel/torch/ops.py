@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from attnspan.call import Part, Problem
 from attnspan.call.backend import asked
@@ -306,13 +305,13 @@ def _flops(given: Sequence[Any], batch: int, rows: int, keys: int, dims: int) ->
     return int(2 * dims * pairs)
 
 
-@register_flop_formula(sharded_attention.overloadpacket, get_raw=True)  # type: ignore[untyped-decorator]
+@compat.flop_formula(sharded_attention.overloadpacket)
 def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *given: Any, **_: Any) -> int:
     """Operations of one rank's forward call."""
     return _flops(given, q.shape[0], q.shape[2] * given[3], k.shape[2], q.shape[3] + v.shape[3])
 
 
-@register_flop_formula(sharded_attention_backward.overloadpacket, get_raw=True)  # type: ignore[untyped-decorator]
+@compat.flop_formula(sharded_attention_backward.overloadpacket)
 def _backward_flops(dout: Tensor, _dlse: Any, q: Tensor, k: Tensor, v: Tensor, *given: Any, **_: Any) -> int:
     """Operations of one rank's backward call, 2.5 times the forward's."""
     keys: int = k.shape[2] // given[6]

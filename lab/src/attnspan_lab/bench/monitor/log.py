@@ -15,7 +15,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import FileWriter
 
 from attnspan_lab.bench.monitor.lines import MetricsLog
-from attnspan_lab.bench.results import MonitorRecord, PhaseShares, Results
+from attnspan_lab.bench.results import Evaluation, MonitorRecord, PhaseShares, Results
 from attnspan_lab.files import from_plain, to_plain
 
 __all__ = ["RecordLog", "Thinned"]
@@ -54,6 +54,7 @@ def _mean(records: Sequence[MonitorRecord]) -> MonitorRecord:
         memory=largest("memory"),
         device_memory=largest("device_memory"),
         utilisation=mean(lambda r: r.utilisation, over_time=True),
+        loss=mean(lambda r: r.loss),
         steps=sum(record.steps for record in records),
     )
 
@@ -136,9 +137,9 @@ class RecordLog:
         folder.mkdir(parents=True, exist_ok=True)
         self._path, journal = folder / "monitor.json", folder / "monitor.jsonl"
         self._journal = MetricsLog(journal, taken)
-        self._records = Thinned()
+        self._records, self._evaluations = Thinned(), list[Evaluation]()
         for number, line in enumerate(journal.read_text().splitlines(), 1):
-            self._records.add(from_plain(MonitorRecord, json.loads(line), f"{journal} line {number}"))
+            self._take(json.loads(line), f"{journal} line {number}")
         self._board = FileWriter(str(folder / "tensorboard" / "monitor"), flush_secs=_BOARD_SECONDS)
         # TensorBoard drops what an earlier process wrote from this step on.
         self._board.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step=taken + 1)
@@ -156,9 +157,21 @@ class RecordLog:
         if time.monotonic() - self._saved >= self._save_seconds:
             self.save()
 
+    def evaluate(self, evaluation: Evaluation) -> None:
+        """Take a held-out loss."""
+        self._journal.write(to_plain(evaluation))
+        self._evaluations.append(evaluation)
+
     def results(self) -> Results:
         """The records so far, as the page and other readers take them."""
-        return Results(environment=self._environment, monitor=self._records.all())
+        evaluations = tuple(self._evaluations)
+        return Results(environment=self._environment, monitor=self._records.all(), evaluations=evaluations)
+
+    def _take(self, line: dict[str, Any], where: str) -> None:
+        if "held_out" in line:
+            self._evaluations.append(from_plain(Evaluation, line, where))
+        else:
+            self._records.add(from_plain(MonitorRecord, line, where))
 
     def save(self) -> None:
         """Replace ``monitor.json``."""

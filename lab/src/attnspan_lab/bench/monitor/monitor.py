@@ -24,7 +24,7 @@ from attnspan_lab.bench.monitor.probes import (
     compile_seconds,
 )
 from attnspan_lab.bench.processes import resident_memory
-from attnspan_lab.bench.results import MonitorRecord, PhaseShares, Results
+from attnspan_lab.bench.results import Evaluation, MonitorRecord, PhaseShares, Results
 
 __all__ = ["Monitor"]
 
@@ -57,6 +57,7 @@ class _Step:
     waited: float = 0.0
     attention: AttentionTotals | None = None
     compiling: float = 0.0
+    loss: float | torch.Tensor | None = None
     memory: int | None = None
     device_memory: int | None = None
 
@@ -88,6 +89,7 @@ class _Step:
             memory=self.memory,
             device_memory=self.device_memory,
             utilisation=utilisation,
+            loss=None if self.loss is None else float(self.loss),
         )
 
 
@@ -124,6 +126,7 @@ class Monitor:
         ...                 loss = attention(batch, batch, batch, mask=causal()).sum()
         ...             with monitor.phase("backward"):
         ...                 loss.backward()
+        ...             monitor.loss(loss)
         >>> [record.step for record in monitor.results().monitor]
         [1, 2]
     """
@@ -156,6 +159,7 @@ class Monitor:
         self._pending: deque[_Step] = deque()
         self._last = 0
         self._closed = False
+        self._first_evaluation: float | None = None
         self._own_seconds = self._seconds = 0.0
         # Since the end of the last step; None before the first one.
         self._begin: object | None = None
@@ -232,6 +236,31 @@ class Monitor:
                 interval.stop = self._probe.mark()
                 interval.compiling = compile_seconds() - compiled
 
+    def loss(self, loss: float | torch.Tensor) -> None:
+        """Record the loss of the step in progress. A tensor is read once the device has finished the step.
+
+        Raises:
+            OptionError: Outside of a step.
+        """
+        if self._step is None:
+            remedy = "Surround it with monitor.step()"
+            raise OptionError("loss", expected="a loss within a step", got="it outside of one", remedy=remedy)
+        self._step.loss = loss.detach().clone() if isinstance(loss, torch.Tensor) else loss
+
+    def held_out(self, loss: float) -> None:
+        """Record the loss on held-out data after the last step, or before the first one.
+
+        Raises:
+            OptionError: Within a step, or after `close`.
+        """
+        got = "a closed monitor" if self._closed else "it within a step"
+        outside = not self._closed and self._step is None
+        expect(outside, "held_out", "an open monitor between steps", got, "Evaluate after the step")
+        if self._log is None:
+            self._first_evaluation = float(loss)
+        else:
+            self._log.evaluate(Evaluation(self._last, float(loss)))
+
     def results(self) -> Results:
         """The records so far, with the environment: what `attnspan_lab.report` makes a page of."""
         return Results(environment=self._environment) if self._log is None else self._log.results()
@@ -274,6 +303,8 @@ class Monitor:
         if self._log is None:
             how = {"every": self._every, "save_seconds": self._save_seconds}
             self._log = RecordLog(self._folder, taken=number - 1, environment=self._environment, **how)  # type: ignore[arg-type]
+            if self._first_evaluation is not None:
+                self._log.evaluate(Evaluation(number - 1, self._first_evaluation))
         self._step = _Step(number, tokens, self._begin, self._attention())
 
     def _end_step(self) -> None:

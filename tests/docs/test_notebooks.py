@@ -1,0 +1,27 @@
+"""The notebooks run, and the pictures that they hold are those that the library draws."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "docs"))
+
+nbformat = pytest.importorskip("nbformat")
+pytest.importorskip("nbclient")
+pytest.importorskip("ipykernel")
+
+from notebooks import NOTEBOOKS, executed  # noqa: E402
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")))
+def test_a_notebook_runs_and_holds_what_it_prints(name: str) -> None:
+    path = NOTEBOOKS / f"{name}.ipynb"
+    kept, found = nbformat.read(path, as_version=4), executed(path)
+    for old, new in zip(kept.cells, found.cells, strict=True):
+        kinds = [[sorted(x.get("data", [])) for x in cell.get("outputs", [])] for cell in (old, new)]
+        assert kinds[0] == kinds[1]
+        if name == "masks":  # What a training prints depends on the machine.
+            assert old.get("outputs") == new.get("outputs"), "run python docs/notebooks.py"
