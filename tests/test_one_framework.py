@@ -130,7 +130,10 @@ def test_what_is_slow_to_load_is_loaded_when_it_is_used() -> None:
     assert last(f"import attnspan.torch\nprint(sorted({heavy} & set(sys.modules)))") == "[]"
 
 
-@pytest.mark.parametrize("first", ["attnspan.torch", "torch.utils.flop_counter"])
+LOOKED_FOR = "attnspan.torch, importlib.util as at; at.find_spec('torch.utils.flop_counter')"
+
+
+@pytest.mark.parametrize("first", ["attnspan.torch", "torch.utils.flop_counter", LOOKED_FOR])
 def test_torch_counts_operations_whichever_is_imported_first(first: str) -> None:
     code = """
 from torch.utils.flop_counter import FlopCounterMode

@@ -194,16 +194,22 @@ def _register_formulas(counter: ModuleType) -> None:
 class _OnFlopCounter:
     """Finds torch's counter as Python would, and registers the formulas once it is loaded."""
 
+    _looks = False
+
     def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
-        if name != _FLOP_COUNTER:
+        if name != _FLOP_COUNTER or self._looks:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._looks = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._looks = False
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
             def load_and_register(module: ModuleType) -> None:
                 load(module)
+                sys.meta_path.remove(self)
                 _register_formulas(module)
 
             spec.loader.exec_module = load_and_register  # type: ignore[method-assign]
