@@ -133,14 +133,17 @@ def test_memory_that_cannot_be_measured_leaves_the_times():
     assert peer.note.endswith("memory: OSError: no process")
 
 
-def test_the_grid_is_against_the_fused_kernels_unless_others_are_named():
-    for names, device, wanted in (
-        ([], "cpu", ["attnspan", "sdpa-flash"]),
-        ([], "cuda", ["attnspan", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn"]),
-        (["jax"], "cpu", ["attnspan", "jax"]),
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_grid_is_against_the_fused_kernels_unless_others_are_named(monkeypatch, installed):
+    monkeypatch.setattr(runner, "find_spec", lambda _: installed or None)
+    for names, mode, device, wanted in (
+        ([], "forward", "cpu", ["attnspan", "sdpa-flash", *(["openvino"] if installed else [])]),
+        ([], "forward+backward", "cpu", ["attnspan", "sdpa-flash"]),
+        ([], "forward", "cuda", ["attnspan", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn"]),
+        (["jax"], "forward", "cpu", ["attnspan", "jax"]),
     ):
-        assert [peer.name for peer in peers_for(grid()[0], names, device)] == wanted
-    assert len(peers_for(WORK, [], "cpu")) == len(peers_by_name())
+        assert [peer.name for peer in peers_for(grid()[0], mode, names, device)] == wanted
+    assert len(peers_for(WORK, "forward", [], "cpu")) == len(peers_by_name())
 
 
 def _plan(**changes):

@@ -14,7 +14,8 @@ from attnspan.base.machine import cpu_model, settings, version_of
 
 __all__ = ["caches", "describe_environment", "same_machine"]
 
-_PACKAGES = ("attnspan", "torch", "numpy", "jax", "jaxlib", "tokamax", "flash-attn", "triton", "transformers")
+_OTHERS = ("tokamax", "flash-attn", "triton", "transformers", "openvino", "onnxruntime")
+_PACKAGES = ("attnspan", "torch", "numpy", "jax", "jaxlib", *_OTHERS)
 _SYSTEM = Path("/sys/devices/system/cpu")
 # What makes two machines different; the rest of the environment may change on one machine.
 _IDENTITY = ("cpu", "cores", "gpu", "isa", "threads")

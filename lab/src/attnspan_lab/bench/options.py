@@ -32,7 +32,9 @@ class BenchOptions:
     modes: str = _what("forward, forward+backward; default: both", default="")
     lengths: str = _what("numbers of keys; default: any", default="")
     head_dims: str = _what("head dims; default: any", default="")
-    peers: str = _what("default: all, on the grid torch's fused kernels", default="")
+    peers: str = _what(
+        "default: all; on the grid torch's fused kernels, and OpenVINO if it is installed", default=""
+    )
     workloads: Path | None = _what("JSON file of workloads of one's own", default=None)
 
     device: str = _how("cpu or cuda", default="cpu")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +86,17 @@ class Plan:
         return workload.family in COLD_FAMILIES if self.cold is None else self.cold
 
 
-def peers_for(workload: Workload, names: Sequence[str], device: str) -> tuple[Peer, ...]:
-    """The peers of a workload: those asked for, else all; on the grid torch's fused kernels alone."""
+def peers_for(workload: Workload, mode: str, names: Sequence[str], device: str) -> tuple[Peer, ...]:
+    """The peers of a workload: those asked for, else all; on the grid torch's fused kernels.
+
+    On CPU, where it is installed, OpenVINO joins the forward cells of the grid.
+    """
     if names or workload.family != "grid":
         return peers_named(names)
-    fused = ["sdpa-flash"] if device == "cpu" else ["sdpa-flash", "sdpa-efficient", "sdpa-cudnn"]
-    return peers_named(fused)
+    if device != "cpu":
+        return peers_named(["sdpa-flash", "sdpa-efficient", "sdpa-cudnn"])
+    joins = mode == "forward" and find_spec("openvino") is not None
+    return peers_named(["sdpa-flash", "openvino"] if joins else ["sdpa-flash"])
 
 
 def run_plan(
@@ -134,7 +140,7 @@ def run_plan(
                 cell = measure_cell(
                     workload,
                     mode,
-                    peers_for(workload, plan.peers, plan.device),
+                    peers_for(workload, mode, plan.peers, plan.device),
                     plan.budget,
                     device=plan.device,
                     meter=meter,

@@ -6,10 +6,13 @@ from torch.nn.attention import SDPBackend
 
 from attnspan.errors import OptionError
 from attnspan_lab.bench.peers.flex import Flex
+from attnspan_lab.bench.peers.inductor import Inductor
 from attnspan_lab.bench.peers.jax_peers import AttnspanJax, JaxAttention
 from attnspan_lab.bench.peers.job import Job as Job
 from attnspan_lab.bench.peers.job import Peer as Peer
 from attnspan_lab.bench.peers.job import Ready as Ready
+from attnspan_lab.bench.peers.onnxruntime_peer import OnnxRuntime
+from attnspan_lab.bench.peers.openvino_peer import OpenVino
 from attnspan_lab.bench.peers.torch_peers import Attnspan, DenseMask, FlashAttn, FusedKernel, PerDocument
 
 __all__ = ["PEERS", "Job", "Peer", "Ready", "peers_by_name", "peers_named"]
@@ -26,6 +29,9 @@ PEERS: tuple[Peer, ...] = (
     DenseMask(),
     PerDocument(),
     Flex(),
+    Inductor(),
+    OpenVino(),
+    OnnxRuntime(),
     AttnspanJax(),
     JaxAttention("jax", "jax.nn"),
     JaxAttention("tokamax", "tokamax"),

@@ -5,6 +5,7 @@ Inputs are as a model makes them: (B, S, H, D) in memory, seen as (B, H, S, D).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,13 +16,14 @@ import torch
 from torch import Tensor
 
 from attnspan import masks
+from attnspan.kernels import cpu
 from attnspan.masks import Mask
 from attnspan.masks.expression import And, Prepared
 from attnspan_lab.bench.cells import Workload
 from attnspan_lab.bench.devices import Device
 from attnspan_lab.bench.workloads import mask_of
 
-__all__ = ["Forward", "Job", "Peer", "Ready", "differentiated", "enough_memory"]
+__all__ = ["Forward", "Job", "Peer", "Ready", "differentiated", "enough_memory", "held_below"]
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -136,6 +138,19 @@ class Job:
         dense: Tensor = self.prepared.lowered.dense()
         return dense
 
+    def folded_mask(self) -> Tensor:
+        """The mask (B|1, Hkv|1, Hq / Hkv * Sq, Sk), bool, with grouped heads as rows of their key head."""
+        w, dense = self.workload, self.dense_mask()
+        if dense.shape[1] == 1:
+            return dense.repeat(1, 1, w.q_heads // w.kv_heads, 1)
+        return dense.reshape(len(dense), w.kv_heads, -1, w.k_len)
+
+    @property
+    def folded_pairs(self) -> int:
+        """Number of elements of `folded_mask`."""
+        w, (rows, heads) = self.workload, self.prepared.lowered.bounds.shape[:2]
+        return int(rows * max(heads, w.q_heads // w.kv_heads) * w.q_len * w.k_len)
+
     @property
     def square_bytes(self) -> int:
         """Bytes of a score for each query, key, head and batch row, in float32."""
@@ -213,6 +228,27 @@ def enough_memory(job: Job, needed: float, what: str) -> str | None:
     if free is None or needed <= free / 2:
         return None
     return f"{what} would need {needed / 2**30:.1f} GiB of the {free / 2**30:.1f} GiB that are free"
+
+
+def held_below(level: str | None = None, holders: Sequence[str] = ()) -> str | None:
+    """None, or that attnspan is held to a lower instruction-set level (``ATTNSPAN_ISA``) than a peer.
+
+    Args:
+        level: The highest one that the peer uses; None for the machine's best.
+        holders: Variables that hold the peer to a level; where all are set, it is taken to be held.
+
+    Example:
+        >>> held_below()
+    """
+    levels = cpu.isa_levels() if cpu.core is not None else []
+    highest = level or (levels[-1] if levels else "")
+    if highest not in levels or levels.index(cpu.isa()) >= levels.index(highest):
+        return None
+    missing = [name for name in holders if name not in os.environ]
+    if holders and not missing:
+        return None
+    remedy = f"set {', '.join(missing)}" if missing else "no setting does that"
+    return f"attnspan is held to {cpu.isa()}, this peer is not: {remedy}"
 
 
 def _free_bytes(device: str) -> float | None:
