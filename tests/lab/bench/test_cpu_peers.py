@@ -151,7 +151,13 @@ def test_inductor_computes_it_by_products_of_matrices(shape, dtype):
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
 def test_what_inductor_compiles_is_right_and_a_function_of_its_own(monkeypatch, shape):
     compiled = []
-    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function) or function)
+
+    def compile(function, *, options, **_):
+        assert options == {"cpp.threads": job.threads}
+        compiled.append(function)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile)
     job = _job(shape)
     for _ in range(2):
         assert difference(_expected(job), [INDUCTOR.prepare(job).call()]) < 1e-5

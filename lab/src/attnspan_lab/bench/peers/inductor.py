@@ -33,7 +33,7 @@ class Inductor:
         mask = None if job.is_full else job.folded_mask()
         # The compiler counts recompilations by code object: an own one to each job never meets the limit.
         attend = FunctionType(_attend.__code__.replace(), _attend.__globals__)
-        # Kernels have their number of threads compiled in.
+        # Kernels have their number of threads compiled in, and are found again on disk.
         compiled = torch.compile(attend, dynamic=False, fullgraph=True, options={"cpp.threads": job.threads})
         scale, folded = w.head_dim**-0.5, (w.batch, w.kv_heads, -1, w.head_dim)
 
