@@ -3,22 +3,26 @@
     python benchmarks/paged.py
 
 Requests have from 4,096 to 16,384 keys; pages lie in random order. "pages" reads them where they lie. "one
-piece" is attention over a contiguous cache: nothing can beat it. "copy" gathers all pages at each step.
-"loop" gathers those of one request after the other and calls torch's attention, as servers without such a
-kernel do. All in turn; medians of milliseconds, and how often "pages" is as fast as each.
+piece" is attention over a contiguous cache, whose memory lies in pages of 2 MiB as that of "pages" does;
+"tensors" is the same over tensors as torch makes them. "copy" gathers all pages at each step. "loop" gathers
+those of one request after the other and calls torch's attention, as servers without such a kernel do. All in
+turn; medians of milliseconds, and how often "pages" is as fast as each.
 """
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnspan import cache, causal
-from attnspan.torch import PagedCache, attention
+from attnspan.torch import PagedCache, StaticCache, attention
 from attnspan_lab.bench.devices import Device
 from attnspan_lab.bench.timing import Budget, Subject, interleave
+from attnspan_lab.files import write_json
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 
@@ -50,15 +54,18 @@ def looped(held: PagedCache, q: Tensor) -> Tensor:
     return out
 
 
-def measure(requests: int, page: int, dtype: torch.dtype, most: int, budget: Budget) -> str:
+def measure(requests: int, page: int, dtype: torch.dtype, most: int, budget: Budget) -> tuple[str, Any]:
     held = filled(requests, page, dtype, most)
     q = torch.randn(requests, HEADS, 1, DIM, dtype=dtype)
     # Slots without a token hold zeros, which no query reads.
     k, v = (x.nan_to_num().contiguous() for x in held.gathered())
+    whole = StaticCache(requests, KV_HEADS, k.shape[2], DIM, dtype=dtype)
+    whole._keys.copy_(k), whole._values.copy_(v)
     mask = (causal() & cache(held.lengths)).prepare(1, k.shape[2], batch=requests, like=q)
     calls: dict[str, Callable[[], object]] = {
         "pages": lambda: held.attention(q, mask=mask),
-        "one piece": lambda: attention(q, k, v, mask=mask),
+        "one piece": lambda: attention(q, whole._keys, whole._values, mask=mask),
+        "tensors": lambda: attention(q, k, v, mask=mask),
         "copy": lambda: attention(q, *held.gathered(), mask=mask),
         "loop": lambda: looped(held, q),
     }
@@ -66,13 +73,11 @@ def measure(requests: int, page: int, dtype: torch.dtype, most: int, budget: Bud
     for name, call in calls.items():
         torch.testing.assert_close(call(), wanted, rtol=0.05, atol=0.05, msg=name)
     found = interleave([Subject(name, call, Device()) for name, call in calls.items()], budget)
-    times = "  ".join(
-        f"{name} {x.execute.median * 1e3:8.2f} ms" for name, x in zip(calls, found, strict=True)
-    )
-    ratios = "  ".join(
-        f"{name} {x.ratio.median:5.2f}" for name, x in list(zip(calls, found, strict=True))[1:]
-    )
-    return f"{str(dtype)[6:]:9}{requests:>3} requests  pages of {page:>3}  {times}  | {ratios}"
+    named = dict(zip(calls, found, strict=True))
+    times = "  ".join(f"{name} {x.execute.median * 1e3:8.2f} ms" for name, x in named.items())
+    ratios = "  ".join(f"{name} {x.ratio.median:5.2f}" for name, x in list(named.items())[1:])
+    case = f"{str(dtype)[6:]:9}{requests:>3} requests  pages of {page:>3}"
+    return f"{case}  {times}  | {ratios}", {name: x.execute.samples for name, x in named.items()}
 
 
 def main() -> None:
@@ -80,15 +85,21 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="for each row")
     parser.add_argument("--requests", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--most", type=int, default=16384, help="keys of the longest request")
+    parser.add_argument("--json", type=Path, help="raw samples, in seconds")
     given = parser.parse_args()
     torch.manual_seed(0)
+    kept: dict[str, Any] = {}
     with torch.no_grad():
         for dtype in (torch.bfloat16, torch.float32):
             for requests in given.requests:
                 for page in (16, 64, 256):
-                    print(
-                        measure(requests, page, dtype, given.most, Budget(seconds=given.seconds)), flush=True
+                    case = f"{str(dtype)[6:]}:{requests}:{page}"
+                    row, kept[case] = measure(
+                        requests, page, dtype, given.most, Budget(seconds=given.seconds)
                     )
+                    print(row, flush=True)
+                    if given.json:
+                        write_json(given.json, kept)
 
 
 if __name__ == "__main__":
