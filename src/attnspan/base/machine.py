@@ -10,7 +10,7 @@ __all__ = ["cpu_model", "openmp_runtimes", "settings", "version_of"]
 
 _NAMES = ("ATEN_CPU_CAPABILITY", "CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS", "LD_PRELOAD", "NPROC", "XLA_FLAGS")
 _PREFIXES = (
-    *("ATTNSPAN_", "OMP_", "GOMP_", "KMP_", "MKL_", "ONEDNN_"),
+    *("ATTNSPAN_", "OMP_", "GOMP_", "KMP_", "MKL_", "ONEDNN_", "OV_CPU_"),
     *("PYTORCH_", "TORCHINDUCTOR_", "TORCH_COMPILE_", "TRITON_"),
 )
 _PATH = re.compile(r"[^\s=,:;]*[/\\][^\s=,:;]*")
