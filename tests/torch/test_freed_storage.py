@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnspan import causal, segments
+from attnspan import causal, relative, segments, t5_buckets
 from attnspan.call.options import Options
 from attnspan.kernels import cpu
-from attnspan.torch import attention
+from attnspan.torch import PagedCache, RollingCache, StaticCache, attention
 
 pytestmark = pytest.mark.compiled_module("what is refused would end the process")
 REFUSED = r"storage of at least \d+ bytes, got \d+: it was freed or shrunk"
@@ -69,12 +69,55 @@ def test_eager_calls_and_saved_tensors(strided: bool) -> None:
         out.sum().backward()
 
 
-def test_ids_of_a_mask() -> None:
-    q, ids = torch.randn(1, 2, 20, 16), (torch.arange(20) // 7)[None]
+@pytest.mark.parametrize(("dtype", "size"), [(torch.int64, 160), (torch.int16, 40)])
+def test_ids_of_a_mask(dtype: torch.dtype, size: int) -> None:
+    q, ids = torch.randn(1, 2, 20, 16), (torch.arange(20, dtype=dtype) // 7)[None]
     mask = segments(ids)
     _shrink(ids, 0)
-    with pytest.raises(ValueError, match=r"expected a storage of 160 bytes .* got 0 bytes"):
+    with pytest.raises(ValueError, match=rf"expected a storage of {size} bytes .* got 0 bytes"):
         attention(q, q, q, mask=mask)
+
+
+def test_a_table_of_which_columns_are_taken() -> None:
+    q, table = torch.randn(1, 2, 20, 16), torch.randn(2, 32)
+    bias = relative(table, t5_buckets())
+    _shrink(table, 0.5)
+    with pytest.raises(ValueError, match=r"expected a storage of 256 bytes .* got 128 bytes"):
+        attention(q, q, q, bias=bias)
+
+
+@pytest.mark.parametrize("part", [0, 0.5])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_framework_code(name: str, part: float) -> None:
+    x = {n: torch.randn(1, 2, 20, 16) for n in ("q", "k", "v")}
+    _shrink(x[name], part)
+    with pytest.raises(ValueError, match=rf"{name}: expected a storage of 2560 bytes .* got \d+ bytes"):
+        attention(**x, backend="math")
+
+
+CACHES = {
+    "static": lambda: StaticCache(2, 1, max_len=8, head_dim=4),
+    "rolling": lambda: RollingCache(2, 1, window=7, head_dim=4),
+    "paged": lambda: PagedCache(4, 8, 1, 4, batch=2, max_len=8),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "call"),
+    [
+        *((kind, "lengths", call) for kind in CACHES for call in ("reset", "positions")),
+        *(("rolling", "_lost", call) for call in ("reset", "mask")),
+        *(("paged", name, call) for name in ("table", "lengths") for call in ("reset", "update")),
+    ],
+)
+def test_buffers_of_a_cache(kind: str, name: str, call: str) -> None:
+    cache, new = CACHES[kind](), torch.randn(2, 1, 1, 4)
+    if kind == "paged":
+        cache.reserve([2, 2])
+    _shrink(getattr(cache, name), 0)
+    given = {"positions": (1,), "mask": (1,), "update": (new, new)}.get(call, ())
+    with pytest.raises(ValueError, match=r"cache.*: expected a storage of \d+ bytes .* got 0 bytes"):
+        getattr(cache, call)(*given)
 
 
 def test_views_of_a_part_are_measured_from_where_they_begin() -> None:

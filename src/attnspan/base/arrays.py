@@ -293,7 +293,7 @@ class TorchArrays(Arrays):
         return bool(plain and x.device.type == "cpu")
 
     def asarray(self, x: Any, dtype: str) -> Array:
-        return self.xp.as_tensor(own(x), device=self.device).to(self._dtypes[dtype])
+        return self.cast(self.xp.as_tensor(own(x), device=self.device), dtype)
 
     def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
         # NumPy indices may come with torch bounds.
@@ -308,7 +308,8 @@ class TorchArrays(Arrays):
         return x.contiguous()
 
     def cast(self, x: Array, dtype: str) -> Array:
-        return x.to(self._dtypes[dtype])
+        wanted = self._dtypes[dtype]
+        return x if x.dtype is wanted else stored(x).to(wanted)
 
     def minimum(self, a: Array, b: Any) -> Array:
         return self.xp.minimum(a, b) if _is_torch(b) else self.xp.clamp(a, max=b)
@@ -329,7 +330,7 @@ class TorchArrays(Arrays):
         return self.xp.sort(x).values
 
     def take(self, x: Array, index: Array, axis: int) -> Array:
-        return self.xp.index_select(x, axis, index)
+        return self.xp.index_select(stored(x), axis, index)
 
     def take_along(self, x: Array, index: Array) -> Array:
         # Not take_along_dim: its broadcasting would fix dynamic sizes to the ones it sees.
@@ -391,19 +392,25 @@ def read_only(x: Any) -> Any:
     return x
 
 
-def stored(x: Any) -> Any:
-    """The torch tensor itself; raises if its storage was freed or shrunk, so that it cannot be read."""
-    wrapped = sys.modules["torch"]._C._are_functorch_transforms_active()  # then it may have no storage
-    if x.is_cpu and x.numel() and not wrapped:
-        last = x.numel() - 1
-        if not x.is_contiguous():
-            last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-        held, needed = x.untyped_storage().nbytes(), (x.storage_offset() + 1 + last) * x.itemsize
-        if held >= needed:
-            return x
+def stored(x: Any, name: str = "array") -> Any:
+    """The torch tensor itself; raises if its storage was freed or shrunk, where much of torch would read on.
+
+    Tensors that may have no storage of their own pass: fake ones and other subclasses, and under torch.func.
+    """
+    torch = sys.modules["torch"]
+    plain = type(x) is torch.Tensor or type(x) is torch.nn.Parameter
+    if not plain or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return x
+    if not (x.is_cpu and x.numel()):
+        return x
+    last = x.numel() - 1
+    if not x.is_contiguous():
+        last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    held, needed = x.untyped_storage().nbytes(), (x.storage_offset() + 1 + last) * x.itemsize
+    if held < needed:
         remedy = "Restore it first: untyped_storage().resize_() freed or shrank it"
         wanted, got = "a storage of {} bytes for its shape {}", f"{held} bytes"
-        expect(False, "array", wanted, got, remedy, needed, tuple(x.shape), error=ShapeError)
+        expect(False, name, wanted, got, remedy, needed, tuple(x.shape), error=ShapeError)
     return x
 
 

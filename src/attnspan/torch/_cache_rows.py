@@ -6,7 +6,7 @@ from typing import Any, Literal, Self, TypedDict
 import torch
 from torch import Tensor, nn
 
-from attnspan.base.arrays import INT32_MAX, arrays_for
+from attnspan.base.arrays import INT32_MAX, arrays_for, stored
 from attnspan.base.checks import count, number
 from attnspan.base.plain import check_plain
 from attnspan.errors import DeviceError, DtypeError, ShapeError, expect
@@ -82,6 +82,7 @@ class CacheRows(WritableBuffers):
     def q_index(self, q_len: int) -> Tensor:
         """Shape (B, q_len), int32: the global indices of each row's newest tokens; negative for padding."""
         offset = torch.arange(q_len, dtype=torch.int32, device=self.lengths.device) - q_len
+        stored(self.lengths, "cache: lengths")
         return self.lengths[:, None] + offset
 
     def positions(self, n: int, counts: Tensor | None = None) -> Tensor:
@@ -132,6 +133,7 @@ class CacheRows(WritableBuffers):
             TypeError: ``rows`` is neither integer nor bool.
         """
         chosen, legal = self._chosen(rows)
+        stored(self.lengths, "cache: lengths")
         self._set_lengths(torch.where(legal, self.lengths.masked_fill(chosen, 0), LOST))
 
     def reorder(self, rows: Tensor | Sequence[int]) -> None:

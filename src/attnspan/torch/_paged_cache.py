@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attnspan import masks
+from attnspan.base.arrays import stored
 from attnspan.base.checks import count
 from attnspan.call import Call, check_keywords
 from attnspan.call.backend import asked as asked_for
@@ -54,6 +55,7 @@ def _write(keys: Tensor, values: Tensor, lengths: Tensor, table: Tensor, *new: A
     """
     *chunk, counts, max_len = new
     n = check_new(keys.shape[1], keys, values, lengths, *chunk, counts)
+    stored(table, "cache: table"), stored(lengths, "cache: lengths")
     pages, page = keys.shape[0] - 1, keys.shape[2]
     room = min(max_len, table.shape[1] * page)
     token, start = torch.arange(n, device=keys.device), lengths.to(torch.int64)[:, None]
@@ -309,6 +311,7 @@ class PagedCache(CacheRows):
     def reset(self, rows: Tensor | Sequence[int] | None = None) -> None:
         """Empty the cache, or some of its batch rows; their pages become free. See `StaticCache.reset`."""
         chosen, _ = self._chosen(rows)
+        stored(self.table, "cache: table")
         super().reset(rows)
         self.table.masked_fill_(chosen[:, None], -1)
 

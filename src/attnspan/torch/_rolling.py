@@ -5,7 +5,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from attnspan.base.arrays import arrays_for
+from attnspan.base.arrays import arrays_for, stored
 from attnspan.base.checks import count
 from attnspan.masks import Prepared
 from attnspan.masks.bounds import Spans
@@ -128,7 +128,7 @@ class RollingCache(SlotCache):
 
     def _intact(self) -> Tensor:
         """Shape (B,): the oldest token of the ring whose slot still holds it."""
-        return torch.maximum(self._lost, self.lengths - (self.slots - self.keep))
+        return torch.maximum(stored(self._lost, "cache"), self.lengths - (self.slots - self.keep))
 
     def _least(self) -> tuple[Tensor, int]:
         # The next query sees `window` tokens before its own; those from its own on are yet to come. Up to

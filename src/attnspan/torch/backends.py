@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from attnspan.base.arrays import stored
 from attnspan.call import Call, Part, Problem
 from attnspan.call.options import Options
 from attnspan.kernels import cpu, flex, triton, vendor
@@ -133,7 +134,7 @@ class _Framework:
     def attend(self, call: Call, *, return_lse: bool) -> tuple[Tensor, Tensor]:
         del return_lse
         numbers: Any = {"scale": _number(call.scale), "options": call.options}
-        arrays = call.q, call.k, call.v, call.bounds
+        arrays = stored(call.q, "q"), stored(call.k, "k"), stored(call.v, "v"), stored(call.bounds, "mask")
         return self.module.forward(*arrays, lowered_for=call.lowered_for, **numbers)  # type: ignore[no-any-return]
 
     def forward(self, part: Part, out: Tensor) -> Tensor:
