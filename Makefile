@@ -7,12 +7,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 NATIVE := $(wildcard csrc/*.cc csrc/*.h) CMakeLists.txt pyproject.toml lab/pyproject.toml constraints.txt
 
-.PHONY: help setup needed train test test-all test-torch test-cuda test-xla gpu gpu-test gpu-tune gpu-bench zoo docs lint format bench wheel sanitize aarch64 tiles clean
+.PHONY: help setup needed train test test-all fuzz test-torch test-cuda test-xla gpu gpu-test gpu-tune gpu-bench zoo docs lint format bench wheel sanitize aarch64 tiles clean
 
 help:
 	@echo "make train   train a small language model on real text for four minutes, and let it write"
 	@echo "make test    run every behaviour once, options and masks in pairs, 14 to 40 minutes on two cores"
 	@echo "make test-all whole products, long tests, every instruction-set level, sanitizers: hours, before a release"
+	@echo "make fuzz MINUTES=2 tests that draw their cases, with new seeds until the minutes are used; failing cases are shrunk"
 	@echo "make test-torch TORCH=2.15.0  the tests of PyTorch with another version of it, in .venv-torch-2.15.0 (3 GB of packages)"
 	@echo "make test-cuda what a compiler sees of CUDA tensors, with torch's CUDA build and without a GPU; the same environment"
 	@echo "make gpu     on a machine with a GPU: tests, tuning and figures, with its own Python and torch; or gpu-test, gpu-tune, gpu-bench"
@@ -68,6 +69,12 @@ test-all: setup
 	for level in $(LEVELS); do ATTNSPAN_ISA=$$level $(PYTEST) --all $(KERNEL_ROOMS) $(ARGS) || exit 1; done
 	if $(BIN)/python -c 'import sys; from attnspan.kernels import cpu; sys.exit("avx512bf16" not in cpu.isa_levels())'; then $(MAKE) tiles; fi
 	$(MAKE) sanitize
+
+# Tests that draw their cases, with new seeds. `ARGS=--seed=7` begins with that one; ARGS may name files too.
+MINUTES ?= 2
+
+fuzz: setup
+	OMP_WAIT_POLICY=passive $(BIN)/python tests/fuzzing.py $(MINUTES) $(ARGS)
 
 # The wheel is tied to no version of torch: .venv compiles it, and other environments install it. Where only Python
 # files have changed, nothing is compiled again.

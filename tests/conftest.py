@@ -27,6 +27,8 @@ from attnspan.kernels import cpu
 # In the ordinary run examples are the same every time; a slow machine is no failure.
 hypothesis.settings.register_profile("short", derandomize=True, deadline=None, max_examples=20)
 hypothesis.settings.register_profile("long", derandomize=False, deadline=None, max_examples=500)
+# `make fuzz` draws so many before it is the next test's turn.
+hypothesis.settings.register_profile("fuzz", derandomize=False, deadline=None, max_examples=20)
 
 # A conftest is no module of its own, whose name others could take; --doctest-modules would read it as one.
 # sitecustomize is for processes that have the module that it loads.
