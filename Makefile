@@ -18,6 +18,7 @@ help:
 	@echo "make test-cuda what a compiler sees of CUDA tensors, with torch's CUDA build and without a GPU; the same environment"
 	@echo "make gpu     on a machine with a GPU: tests, tuning and figures, with its own Python and torch; or gpu-test, gpu-tune, gpu-bench"
 	@echo "make test-xla the tests of PyTorch/XLA, in an environment of their own (.venv-xla, 4 GB of packages)"
+	@echo "make sanitize CASES=360 SEED=0  the kernel over random problems, under the sanitizers for addresses, undefined behaviour and threads"
 	@echo "make zoo     every architecture of transformers and diffusers with attnspan, and the tests that need TRL and torchtitan"
 	@echo "make docs    build the documentation site into build/site, 9 seconds; ARGS=serve shows it at http://127.0.0.1:8000"
 	@echo "make lint    formatters, linters, type checker"
@@ -195,12 +196,16 @@ bench: setup
 wheel: setup
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
-# The kernel over random problems, while a second thread writes into the mask: once under the address and
-# undefined-behaviour sanitizers, once under the thread sanitizer.
+# The kernel over random problems, while a second thread writes into the mask, and while allocations fail: once under
+# the address and undefined-behaviour sanitizers, once under the thread sanitizer. CASES problems over all levels, drawn
+# from SEED; `make sanitize CASES=100000` takes hours.
+CASES ?= 360
+SEED ?= 0
+
 sanitize:
 	@for preset in sanitize sanitize-thread; do \
 	  cmake --preset $$preset && cmake --build --preset $$preset --target attnspan_memory_check && \
-	  build/$$preset/attnspan_memory_check $(ARGS) || exit 1; \
+	  build/$$preset/attnspan_memory_check $(CASES) $(SEED) || exit 1; \
 	done
 
 # The kernel compiled for aarch64, and its tests against that program under user-mode emulation.

@@ -11,6 +11,7 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <new>
 #include <optional>
 #include <string>
 #include <utility>
@@ -151,8 +152,9 @@ Array array_of(const Held& x) {
 
 Held empty(const int64_t* sizes, const int64_t* strides, int dims, int dtype) {
   Handle made = nullptr;
-  check(torch.empty_strided(dims, sizes, strides, torch.dtypes[static_cast<size_t>(dtype)], torch.cpu, 0, &made),
-        "empty_strided");
+  // Nothing but memory can be missing.
+  if (torch.empty_strided(dims, sizes, strides, torch.dtypes[static_cast<size_t>(dtype)], torch.cpu, 0, &made) != 0)
+    throw std::bad_alloc();
   return Held(made);
 }
 
