@@ -145,6 +145,7 @@ class RandomPages {
     if (pick({0, 1}) && !table.empty()) table[random_bits() % table.size()] = static_cast<int32_t>(pick({-1, pool}));
     p_.k = k_.tensor, p_.v = v_.tensor, p_.k_len = columns * length_;
     p_.pages = {table.data(), length_, columns, pool};
+    p_.options.k_index = {};  // of fewer keys
   }
   Status run(const ForwardArgs& plain, Isa level, const Parallel& parallel) const {
     ForwardArgs args = plain;

@@ -1,4 +1,6 @@
-"""A forked child computes: the threads of its parent do not survive the fork, and nobody waits for them."""
+"""Forked and spawned children and 64 threads at once compute. Threads of a parent do not survive a fork."""
+
+from pathlib import Path
 
 import pytest
 from programs import run_program
@@ -61,6 +63,70 @@ rows = torch.cat(list(loader))
 assert torch.equal(rows, expected[0, 0, 0, :4])
 print("done")
 """
+
+
+# A spawned child unpickles masks and tensors before it has seen the library.
+SPAWNED = """
+import sys
+import torch.multiprocessing as multiprocessing
+from attnspan import segments
+from attnspan.torch import attention
+import torch
+
+def child(pipe, q, *masks):
+    pipe.send([attention(q, q, q, mask=mask).numpy() for mask in masks])
+
+if __name__ == "__main__":
+    q, expression = torch.randn(1, 2, 40, 16), segments((torch.arange(40) // 9)[None])
+    masks = expression, expression.prepare(40, 40, like=q)
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=child, args=(theirs, q, *masks))
+    process.start()
+    assert ours.poll(60), "the child hangs"
+    for found, mask in zip(ours.recv(), masks, strict=True):
+        assert torch.equal(torch.from_numpy(found), attention(q, q, q, mask=mask))
+    process.join(30)
+    assert process.exitcode == 0
+    print("done")
+"""
+
+# Each thread has a problem of its own and shares the process, masks and scratch memory with 63 others.
+THREADS = """
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from attnspan import window
+
+def problem(i):
+    torch.set_num_threads(1 + i % 3)
+    x = torch.randn(1, 2, 16 + 13 * i, 16, generator=torch.Generator().manual_seed(i))
+    q, k, v = (x.clone().requires_grad_() for _ in range(3))
+    out, lse = attention(q, k, v, mask=causal() & window(1 + i % 7), return_lse=True)
+    out.backward(x)
+    return [x.detach() for x in (out, lse, q.grad, k.grad, v.grad)]
+
+def together(i):
+    start.wait()
+    return [problem(i) for _ in range(5)]
+
+expected, start = [problem(i) for i in range(64)], Barrier(64)
+with ThreadPoolExecutor(64) as pool:
+    for found, wanted in zip(pool.map(together, range(64)), expected, strict=True):
+        for one in found:
+            assert all(torch.equal(a, b) for a, b in zip(one, wanted, strict=True))
+print("done")
+"""
+
+
+@pytest.mark.slow
+def test_a_spawned_child_attends_under_the_masks_of_its_parent(tmp_path: Path) -> None:
+    (tmp_path / "spawned.py").write_text(SPAWNED)
+    assert run_program("-W", "error", str(tmp_path / "spawned.py"), timeout=120).split() == ["done"]
+
+
+@pytest.mark.slow
+def test_64_threads_at_once() -> None:
+    assert run_program("-W", "error", "-c", COMMON + THREADS, timeout=300).split() == ["done"]
 
 
 @pytest.mark.slow

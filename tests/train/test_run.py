@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -144,10 +145,11 @@ def start(config: TrainConfig, folder: Path, how: str) -> subprocess.Popen[bytes
     )
 
 
-def kill_when(child: subprocess.Popen[bytes], condition: Callable[[], bool]) -> bool:
-    """Kill as soon as the condition holds; whether that was before the end."""
+def kill_when(child: subprocess.Popen[bytes], condition: Callable[[], bool], delay: float = 0.0) -> bool:
+    """Kill some seconds after the condition holds; whether that was before the end."""
     while child.poll() is None:
         if condition():
+            time.sleep(delay)
             child.send_signal(signal.SIGKILL)
             child.communicate()
             return True
@@ -179,6 +181,34 @@ def test_after_kill_at_several_moments_losses_equal_the_uninterrupted_run(tiny: 
     train(replace(config, workers=0), cut, resume=True)
     assert figures(cut) == figures(whole)
     assert [step for step, _, _ in figures(whole)] == list(range(1, 25))
+    assert scores(cut) == scores(whole)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_after_twenty_kills_at_random_moments_losses_equal_the_uninterrupted_run(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    config, random = tiny(steps=500, checkpoint_every=2, workers=1), Random(0)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    checkpoints, metrics = cut / "checkpoints", cut / "metrics.jsonl"
+
+    def bytes_written() -> int:
+        return metrics.stat().st_size if metrics.exists() else 0
+
+    for kill in range(20):
+        # After some steps, of which each writes a line, and then at any moment of a step or of a checkpoint.
+        before, more, delay = bytes_written(), random.randrange(1500), random.random() / 20
+
+        def moment() -> bool:
+            return any(checkpoints.glob("step-*")) and bytes_written() > before + more  # noqa: B023
+
+        child = start(config, cut, "resume" if kill else "start")
+        assert kill_when(child, moment, delay), f"the run was over after {kill} kills"
+        assert list(checkpoints.glob("step-*"))
+    train(replace(config, workers=0), whole)
+    train(replace(config, workers=0), cut, resume=True)
+    assert figures(cut) == figures(whole)
     assert scores(cut) == scores(whole)
 
 
