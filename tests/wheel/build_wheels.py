@@ -103,13 +103,13 @@ def sbom(release: str, files: list[Path]) -> str:
     from cyclonedx.validation.json import JsonStrictValidator
     from packageurl import PackageURL
 
-    def library(name: str, license_id: str, version: str | None = None, **fields: object) -> Component:
+    def library(name: str, license_id: str = "", version: str | None = None, **fields: object) -> Component:
         url = (
             PackageURL("github", "tessil", name)
             if name == "robin-map"
             else PackageURL("pypi", None, name, version)
         )
-        licenses = [LicenseExpression(license_id)]
+        licenses = [LicenseExpression(license_id)] if license_id else []
         return Component(name=name, version=version, purl=url, bom_ref=name, licenses=licenses, **fields)
 
     hashes = {x.name: [HashType(alg=HashAlgorithm.SHA_256, content=sha256(x))] for x in files}
@@ -117,7 +117,7 @@ def sbom(release: str, files: list[Path]) -> str:
     root = library("attnspan", "Apache-2.0", release.partition("-")[2], components=archives)
     versions = {"nanobind": pinned("nanobind")}
     linked = [library(name, license_id, versions.get(name)) for name, license_id in LINKED]
-    numpy = library("numpy", "BSD-3-Clause", scope=ComponentScope.REQUIRED, description="not in the wheel")
+    numpy = library("numpy", scope=ComponentScope.REQUIRED, description="not in the wheel")
     bom = Bom(components=[*linked, numpy], serial_number=uuid.uuid5(uuid.NAMESPACE_URL, str(hashes)))
     bom.metadata.component = root
     bom.metadata.timestamp = datetime.fromtimestamp(int(os.environ["SOURCE_DATE_EPOCH"]), UTC)
