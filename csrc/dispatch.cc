@@ -281,8 +281,8 @@ class SnapshotMemory {
   std::optional<ScratchPool::Block> far_;
 };
 
-// Does a call end before other threads have woken up? Decoding over few keys does (8 heads over 64 keys of float32: 13 us
-// on one thread, 16 on two; over 256: 22 and 19); all else gains from 10 us on. Measured with two threads.
+// Does a call end before other threads have woken up? Decoding over few keys does (8 heads over 64 keys of float32: 13
+// us on one thread, 16 on two; over 256: 22 and 19); all else gains from 10 us on. Measured with two threads.
 bool is_brief(const BackwardArgs&, int64_t) { return false; }
 bool is_brief(const ForwardArgs& a, int64_t pairs) {
   constexpr int64_t bytes_of_a_row = 3072, most = int64_t{1} << 19;
