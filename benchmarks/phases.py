@@ -7,7 +7,8 @@ Needs Linux's `perf`, and a build that keeps the names of functions:
 
 One thread, eight heads. Cycles for each visible score: samples of `perf record`, times the clock at which
 `peak` multiplies and adds. The bound counts instructions: products at the measured peak of the level, softmax
-at 11 micro-operations for a vector of scores, two of them in a cycle.
+at 11 micro-operations for a vector of scores, two of them in a cycle. Products are told apart by whether
+they add to what is there: of float32's dP, whose sum over depth is cut, all parts but the first do.
 """
 
 import argparse

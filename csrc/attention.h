@@ -169,7 +169,8 @@ const char* isa_request_error();  // why ATTNSPAN_ISA cannot be honoured, or nul
 Result forward(const ForwardArgs& args, Isa level, const Parallel& parallel);
 Result backward(const BackwardArgs& args, Isa level, const Parallel& parallel);
 
-// Totals over all calls of the process so far; `flops` counts visible pairs only, `threads` those that each call had.
+// Totals over all calls of the process so far; `flops` counts visible pairs only, `threads` those that each call might
+// use.
 struct Totals {
   int64_t calls, threads;
   double seconds, flops;

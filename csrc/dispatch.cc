@@ -281,15 +281,17 @@ class SnapshotMemory {
   std::optional<ScratchPool::Block> far_;
 };
 
-// Does a call end before other threads have woken up? Decoding over few keys does (8 heads over 64 keys of float32: 13
-// us on one thread, 16 on two; over 256: 22 and 19); all else gains from 10 us on. Measured with two threads.
+// Does a call end before other threads have woken up? Decoding over few keys does (AVX-512, 8 heads over 64 keys of
+// float32: 13 us on one thread, 16 on two; over 256: 22 and 19); all else gains from 10 us on. Measured with two
+// threads.
 bool is_brief(const BackwardArgs&, int64_t) { return false; }
 bool is_brief(const ForwardArgs& a, int64_t pairs) {
-  constexpr int64_t bytes_of_a_row = 3072, most = int64_t{1} << 19;
-  if (a.q_len > 16) return false;
+  constexpr int64_t bytes_of_a_row = 3072, most_bytes = int64_t{1} << 19, most_products = int64_t{1} << 17;
+  if (a.q_len > 16 || a.options.change_weights()) return false;
   const int64_t size = a.dtype == Dtype::f32 ? 4 : 2, rows = a.batch * a.q_heads * a.q_len,
-                together = std::min<int64_t>(4, a.q_heads / a.kv_heads * a.q_len);
-  return pairs * (a.head_dim + a.v_dim) * size / together + rows * bytes_of_a_row < most;
+                together = std::min<int64_t>(4, a.q_heads / a.kv_heads * a.q_len),
+                products = pairs * (a.head_dim + a.v_dim);
+  return products < most_products && products * size / together + rows * bytes_of_a_row < most_bytes;
 }
 
 template <class Args, class Pair>

@@ -264,10 +264,10 @@ double peak(const std::string& kind, int threads, double seconds) {
   return peak_rate(which, isa, make_parallel(threads), seconds);
 }
 
-// Asks for pages of 2 MiB for memory to which nothing was written yet.
+// Asks for pages of 2 MiB for the whole ones that lie in memory to which nothing was written yet.
 void use_large_pages([[maybe_unused]] uintptr_t address, [[maybe_unused]] size_t bytes) {
 #if defined(MADV_HUGEPAGE)
-  constexpr uintptr_t page = 4096;
+  constexpr uintptr_t page = uintptr_t{1} << 21;
   const uintptr_t first = (address + page - 1) & ~(page - 1), end = (address + bytes) & ~(page - 1);
   if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);  // where refused: as it was
 #endif

@@ -152,7 +152,7 @@ Array array_of(const Held& x) {
 
 Held empty(const int64_t* sizes, const int64_t* strides, int dims, int dtype) {
   Handle made = nullptr;
-  // Nothing but memory can be missing.
+  // Sizes were checked: what is missing is memory.
   if (torch.empty_strided(dims, sizes, strides, torch.dtypes[static_cast<size_t>(dtype)], torch.cpu, 0, &made) != 0)
     throw std::bad_alloc();
   return Held(made);

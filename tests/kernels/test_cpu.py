@@ -382,19 +382,46 @@ def test_small_normal_numbers_keep_their_precision(q_len: int, k_len: int, power
         assert relative_error(got[name].double() * 2.0**-power, usual[name].double()) < 1e-6, name
 
 
-BRIEF = [(8, 1, 64, 1), (1, 16, 16, 1), (8, 1, 1024, 2), (8, 16, 16, 2), (2, 40, 40, 2)]
+BRIEF = [
+    (FLOAT, 8, 8, 1, 64, 1),
+    (BF16, 8, 8, 1, 100, 1),
+    (FLOAT, 4, 1, 1, 60, 1),
+    (FLOAT, 1, 1, 16, 16, 1),
+    (FLOAT, 8, 8, 1, 1024, 2),
+    (BF16, 8, 8, 1, 130, 2),
+    (FLOAT, 32, 8, 1, 64, 2),
+    (FLOAT, 8, 8, 16, 16, 2),
+    (FLOAT, 2, 2, 40, 40, 2),
+]
 
 
 @pytest.mark.compiled_module("counts its threads")
-@pytest.mark.parametrize(("heads", "q_len", "k_len", "threads"), BRIEF)
+@pytest.mark.parametrize(("dtype", "heads", "kv_heads", "q_len", "k_len", "threads"), BRIEF)
 def test_a_call_that_is_over_before_others_wake_up_has_one_thread(
-    heads: int, q_len: int, k_len: int, threads: int
+    dtype: torch.dtype, heads: int, kv_heads: int, q_len: int, k_len: int, threads: int
 ) -> None:
-    problem = make(
-        Case(q_len=q_len, k_len=k_len, heads=heads, kv_heads=heads, head_dim=64, v_dim=64, mask="full")
-    )
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": 64, "v_dim": 64}
+    problem = make(Case(q_len=q_len, k_len=k_len, mask="full", dtype=dtype, **sizes))
     before = cpu.counters()["forward"]["threads"]
     forward(problem, threads=2)
     assert cpu.counters()["forward"]["threads"] - before == threads
     forward(problem, threads=1)
     assert cpu.counters()["forward"]["threads"] - before == threads + 1
+
+
+@pytest.mark.parametrize("q_len", [5, 70])
+@pytest.mark.parametrize("dim", [33, 64, 80, 128])
+def test_a_row_that_sees_one_key_has_no_gradient_of_its_score(dim: int, q_len: int) -> None:
+    """Its dP and its delta are one product, bit for bit, wherever the sums are cut."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 1, n, dim) for n in (q_len, 50, 50, q_len))
+    key = torch.randint(50, (q_len,), dtype=torch.int32)
+    bounds = torch.stack([key, key + 1], -1)[None, None, :, None]
+    out, lse, grads = torch.empty_like(q), torch.empty(1, 1, q_len), [torch.ones_like(x) for x in (q, k, v)]
+    v, dout = v + 1, dout + 1
+    cpu.forward(q, k, v, bounds, out, lse, scale=0.1, num_threads=1)
+    cpu.backward(dout, None, q, k, v, out, lse, bounds, *grads, scale=0.1, num_threads=1)
+    assert out.equal(v[:, :, key.long()])
+    assert not grads[0].any()
+    assert not grads[1].any()
+    assert grads[2].any()

@@ -107,7 +107,10 @@ CACHES = {
     [
         *((kind, "lengths", call) for kind in CACHES for call in ("reset", "positions")),
         *(("rolling", "_lost", call) for call in ("reset", "mask")),
-        *(("paged", name, call) for name in ("table", "lengths") for call in ("reset", "update")),
+        *(("paged", name, call) for name in ("table", "lengths") for call in ("reset", "update", "gathered")),
+        *((kind, name, "update") for kind in CACHES for name in ("_keys", "_values", "lengths")),
+        *((kind, name, "reorder") for kind in CACHES if kind != "paged" for name in ("_keys", "_values")),
+        *((kind, "lengths", "truncate") for kind in CACHES),
     ],
 )
 def test_buffers_of_a_cache(kind: str, name: str, call: str) -> None:
@@ -115,7 +118,13 @@ def test_buffers_of_a_cache(kind: str, name: str, call: str) -> None:
     if kind == "paged":
         cache.reserve([2, 2])
     _shrink(getattr(cache, name), 0)
-    given = {"positions": (1,), "mask": (1,), "update": (new, new)}.get(call, ())
+    given = {
+        "positions": (1,),
+        "mask": (1,),
+        "update": (new, new),
+        "reorder": ([1, 0],),
+        "truncate": (0,),
+    }.get(call, ())
     with pytest.raises(ValueError, match=r"cache.*: expected a storage of \d+ bytes .* got 0 bytes"):
         getattr(cache, call)(*given)
 

@@ -13,7 +13,7 @@ _PREFIXES = (
     *("ATTNSPAN_", "OMP_", "GOMP_", "KMP_", "MKL_", "ONEDNN_", "OV_CPU_"),
     *("PYTORCH_", "TORCHINDUCTOR_", "TORCH_COMPILE_", "TRITON_"),
 )
-_PATH = re.compile(r"[^\s=,:;]*[/\\][^\s=,:;]*")
+_PATH = re.compile(r"[^\s=,:;]*[/\\](?:(?! --)[^=,:;])*")  # names of folders may hold spaces
 _RUNTIME = re.compile(r"/((?:libgomp|libomp|libiomp5)[^/\s]*)$", re.MULTILINE)
 
 

@@ -230,8 +230,8 @@ def counters() -> dict[str, dict[str, float]]:
     """Totals over all calls of this process so far, for "forward" and "backward".
 
     ``calls``, ``seconds`` inside the kernel, ``flops`` over visible pairs (2 * pairs * (D + Dv) forward and
-    2.5 times as many backward), and ``threads``, the sum of those that each call had: one where the call ends
-    before others have woken up.
+    2.5 times as many backward), and ``threads``, the sum of those that each call might use: one where
+    the call ends before others have woken up.
     """
     return dict(_compiled().counters())
 

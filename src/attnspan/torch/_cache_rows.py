@@ -109,6 +109,7 @@ class CacheRows(WritableBuffers):
         if not isinstance(lengths, Tensor):
             own = number("truncate: lengths", lengths, "Pass an int, or a tensor of one for each row")
             lengths = torch.full_like(self.lengths, min(max(own, LOST), INT32_MAX))
+        self._check_storage()
         self._check_rows("lengths", lengths)
         wanted = lengths.to(torch.int64).clamp(LOST, INT32_MAX).to(torch.int32)
         least, most = self._least()
@@ -132,8 +133,8 @@ class CacheRows(WritableBuffers):
                 or is there twice. Elsewhere such a number makes the masks of all rows illegal.
             TypeError: ``rows`` is neither integer nor bool.
         """
+        self._check_storage()
         chosen, legal = self._chosen(rows)
-        stored(self.lengths, "cache: lengths")
         self._set_lengths(torch.where(legal, self.lengths.masked_fill(chosen, 0), LOST))
 
     def reorder(self, rows: Tensor | Sequence[int]) -> None:
@@ -156,12 +157,17 @@ class CacheRows(WritableBuffers):
             >>> cache.lengths.tolist(), keys[2, :, :2].equal(new[0])
             ([1, 1, 2], True)
         """
+        self._check_storage()
         numbers, legal = row_numbers("reorder: rows", rows, self.lengths, whole=True)
         # All memory is taken before anything is written.
         moved = [(x, x.index_select(0, numbers)) for x in self.buffers(recurse=False)]
         for x, new in moved:
             x.copy_(new)
         self.lengths.masked_fill_(~legal, LOST)
+
+    def _check_storage(self) -> None:
+        for name, x in self.named_buffers(recurse=False):
+            stored(x, f"cache: {name.strip('_')}")
 
     def _chosen(self, rows: Tensor | Sequence[int] | None) -> tuple[Tensor, Tensor]:
         """Rows to reset as bool (B,), and whether the numbers were legal, of shape ()."""

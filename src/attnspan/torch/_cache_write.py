@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnspan.base.arrays import INT32_MAX
+from attnspan.base.arrays import INT32_MAX, stored
 from attnspan.errors import DeviceError, DtypeError, ShapeError, expect
 
 from . import compat
@@ -122,6 +122,8 @@ def check_new(heads: int, keys: Tensor, values: Tensor, lengths: Tensor, *new: A
         lengths: Shape (B,).
         *new: k_new (B, Hkv, n, D), v_new (B, Hkv, n, Dv), counts (B,) or None.
     """
+    for name, x in (("keys", keys), ("values", values), ("lengths", lengths)):
+        stored(x, f"cache: {name}")
     k_new, v_new, counts = new
     same, shape = keys.shape[:-1] == values.shape[:-1], tuple(keys.shape[:-1])
     got, remedy = tuple(values.shape[:-1]), "Pass the buffers of one cache"

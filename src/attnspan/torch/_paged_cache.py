@@ -55,7 +55,7 @@ def _write(keys: Tensor, values: Tensor, lengths: Tensor, table: Tensor, *new: A
     """
     *chunk, counts, max_len = new
     n = check_new(keys.shape[1], keys, values, lengths, *chunk, counts)
-    stored(table, "cache: table"), stored(lengths, "cache: lengths")
+    stored(table, "cache: table")
     pages, page = keys.shape[0] - 1, keys.shape[2]
     room = min(max_len, table.shape[1] * page)
     token, start = torch.arange(n, device=keys.device), lengths.to(torch.int64)[:, None]
@@ -257,6 +257,7 @@ class PagedCache(CacheRows):
 
         Where the table names no page there are zeros, or NaN if the row has tokens there.
         """
+        self._check_storage()
         pages, page = self._keys.shape[0] - 1, self._keys.shape[2]
         real = _is_page(self.table, pages)
         first = torch.arange(self.table.shape[1], device=real.device) * page
@@ -310,8 +311,8 @@ class PagedCache(CacheRows):
 
     def reset(self, rows: Tensor | Sequence[int] | None = None) -> None:
         """Empty the cache, or some of its batch rows; their pages become free. See `StaticCache.reset`."""
+        self._check_storage()
         chosen, _ = self._chosen(rows)
-        stored(self.table, "cache: table")
         super().reset(rows)
         self.table.masked_fill_(chosen[:, None], -1)
 

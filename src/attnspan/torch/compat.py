@@ -7,6 +7,7 @@ look their few up where torch is loaded already (`base/arrays.py`, `base/recorde
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -179,14 +180,15 @@ def flop_formula(packet: Any) -> Callable[[Callable[..., int]], Callable[..., in
     def register(formula: Callable[..., int]) -> Callable[..., int]:
         _formulas.append((packet, formula))
         if _FLOP_COUNTER in sys.modules:
-            _register_formulas(sys.modules[_FLOP_COUNTER])
+            # Another thread may be half way through it: an import waits for that.
+            _register_formulas(importlib.import_module(_FLOP_COUNTER))
         return formula
 
     return register
 
 
 def _register_formulas(counter: ModuleType) -> None:
-    while _formulas:
+    while _formulas and hasattr(counter, "register_flop_formula"):
         packet, formula = _formulas.pop()
         counter.register_flop_formula(packet, get_raw=True)(formula)
 
@@ -205,15 +207,29 @@ class _OnFlopCounter:
         finally:
             self._looks = False
         if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def load_and_register(module: ModuleType) -> None:
-                load(module)
-                sys.meta_path.remove(self)
-                _register_formulas(module)
-
-            spec.loader.exec_module = load_and_register  # type: ignore[method-assign]
+            spec.loader = _Loads(spec.loader)  # type: ignore[assignment]
         return spec
+
+
+class _Loads:
+    """Loads torch's counter by its own loader, which others may share, and leaves that in its place."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)  # type: ignore[no-any-return]
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        sys.meta_path[:] = [x for x in sys.meta_path if not isinstance(x, _OnFlopCounter)]
+        _register_formulas(module)
 
 
 if _FLOP_COUNTER not in sys.modules:

@@ -73,7 +73,10 @@ class OnnxRuntime:
         tried: list[tuple[float, float, _Form, Callable[[], Tensor]]] = []
         for form in _forms(job):
             start = time.perf_counter()
-            call = _bound(form, job.threads)
+            try:
+                call = _bound(form, job.threads)
+            except Exception:  # `refuses` has found one that loads, which need not be this one.
+                continue
             done = time.perf_counter()
             tried.append((min(_seconds(call) for _ in range(_TRIALS)), done - start, form, call))
         _, compiling, form, call = min(tried, key=lambda each: each[0])
