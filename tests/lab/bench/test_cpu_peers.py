@@ -1,6 +1,9 @@
 """OpenVINO, ONNX Runtime and inductor compute the same attention on our threads, or say why not."""
 
+import subprocess
+import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,6 +35,11 @@ SHAPES = (
     ("causal & packed(3)", 96, 96, 4, 4, 64, 32, 1, 2),
     ("window(5)", 96, 96, 6, 2, 64, 64, 2, 2),
 )
+
+
+def _needs_openvino():
+    if not find_spec("openvino"):
+        pytest.skip("openvino is not installed")
 
 
 def _job(shape=SHAPES[2], dtype="float32", mode="forward"):
@@ -69,7 +77,7 @@ def _is_right(job, call):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
 def test_openvino_computes_what_the_reference_does(shape, dtype):
-    pytest.importorskip("openvino")
+    _needs_openvino()
     job = _job(shape, dtype)
     if (reason := OPENVINO.refuses(job)) is not None:
         assert reason.endswith("not in bfloat16"), reason
@@ -99,7 +107,7 @@ def test_onnx_runtime_refuses_a_dtype_by_its_own_words():
 
 
 def test_openvino_has_the_threads_of_the_job_and_says_which_kernels_run():
-    pytest.importorskip("openvino")
+    _needs_openvino()
     for shape in (SHAPES[2], SHAPES[3]):
         job = _job(shape)
         note = OPENVINO.prepare(job).note
@@ -245,3 +253,15 @@ def test_inductor_refuses_scores_that_do_not_fit(monkeypatch):
     )
     assert INDUCTOR.refuses(_job()) == (3, "the scores")
     assert INDUCTOR.refuses(_job(mode="forward+backward")) == (6, "the scores")
+
+
+def test_openvino_tells_nobody_of_its_use():
+    _needs_openvino()
+    code = """
+import os
+os.register_at_fork(before=lambda: print("a process was started"))
+from attnspan_lab.bench.peers import openvino_peer
+print(openvino_peer._core().available_devices)
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said == "['CPU']\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from functools import cache
 from importlib import import_module
@@ -49,7 +50,7 @@ class OpenVino:
         return enough_memory(job, 9.0 * pairs, "the array of its mask")
 
     def prepare(self, job: Job) -> Ready:
-        ov = import_module("openvino")
+        ov = _module("openvino")
         w, kind = job.workload, getattr(ov.Type, _PRECISIONS[job.workload.dtype][1])
         # Its natural layout. Grouped heads are more rows of a key head, which copies no keys.
         rows = (w.batch, w.kv_heads, w.q_heads // w.kv_heads * w.q_len)
@@ -73,13 +74,19 @@ class OpenVino:
         return Ready(call, device_named("cpu"), compile_seconds=done - start, note=_note(compiled, job))
 
 
+def _module(name: str) -> Any:
+    # Its import starts a process that tells its makers of the use, unless that package is missing.
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+    return import_module(name)
+
+
 @cache
 def _core() -> Any:
-    return import_module("openvino").Core()
+    return _module("openvino").Core()
 
 
 def _compiled(ov: Any, kind: Any, shapes: list[list[int]], job: Job) -> Any:
-    ops = import_module("openvino.opset13")
+    ops = _module("openvino.opset13")
     inputs = [ops.parameter(shape, kind) for shape in shapes]
     flag = job.needs_causal_flag and not job.grouped
     mask = [] if flag or job.is_full else [ops.constant(job.folded_mask().numpy())]
