@@ -1,4 +1,4 @@
-"""Where the CPU kernel's time goes, phase by phase, beside a bound of each: python benchmarks/phases.py WHEEL
+"""The time of the CPU kernel by phase, beside a lower bound of each: python benchmarks/phases.py WHEEL
 
 Needs Linux's `perf`, and a build that keeps the names of functions:
 
@@ -102,18 +102,8 @@ def measure(library: str, case: str, folder: str) -> None:
             print(file=child.stdin, flush=True)
             seconds, scores, clock, isa = child.stdout.read().split()
             recorder.wait()
-    report = [
-        "perf",
-        "report",
-        "-i",
-        data,
-        "--stdio",
-        "--no-children",
-        "-F",
-        "overhead,sym",
-        "--percent-limit",
-        "0",
-    ]
+    report = ["perf", "report", "-i", data, "--stdio", "--no-children", "-F", "overhead,sym"]
+    report += ["--percent-limit", "0"]
     lines = subprocess.run(report, capture_output=True, text=True, check=True).stdout
     shares: Counter[str] = Counter()
     for share, symbol in re.findall(r"^\s*([\d.]+)%\s+\[.\]\s+(.*)$", lines, re.MULTILINE):

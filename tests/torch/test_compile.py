@@ -4,6 +4,7 @@ import random
 from itertools import combinations
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from covering import everything, few
@@ -13,7 +14,7 @@ from samples.torch_calls import OPTIONS
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from attnspan import Mask, Spans, alibi, cache, causal, segments
+from attnspan import Mask, Spans, alibi, cache, causal, documents, key_padding, segments
 from attnspan.torch import attention
 
 # Dynamo itself makes an instance of each autograd function that it traces.
@@ -181,3 +182,24 @@ def test_illegal_spans_are_never_plausible(row: list[int], compiled: bool) -> No
     else:
         with pytest.raises(ValueError, match="row 1"):
             attend(x, bounds, "math")
+
+
+HOST = {
+    "documents": lambda: causal() & documents([0, 50, 96]),
+    "documents, NumPy": lambda: documents(np.array([0, 50, 96])),
+    "segments": lambda: causal() & segments(np.repeat([3, 5], 48)[None]),
+    "key padding": lambda: key_padding([70]),
+}
+
+
+@pytest.mark.parametrize("name", HOST)
+def test_a_mask_of_host_data_from_outside_of_the_program(name: str) -> None:
+    torch.manual_seed(0)
+    mask, (q, k, v) = HOST[name](), (torch.randn(1, 2, 96, 16, requires_grad=True) for _ in range(3))
+    compiled = torch.compile(
+        lambda q, k, v: attention(q, k, v, mask=mask), backend="aot_eager", fullgraph=True
+    )
+    found, wanted = compiled(q, k, v), attention(q, k, v, mask=mask)
+    assert found.equal(wanted)
+    pairs = zip(*(torch.autograd.grad(x.sum(), (q, k, v)) for x in (found, wanted)), strict=True)
+    assert all(a.equal(b) for a, b in pairs)

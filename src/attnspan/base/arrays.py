@@ -295,6 +295,10 @@ class TorchArrays(Arrays):
     def asarray(self, x: Any, dtype: str) -> Array:
         return self.cast(self.xp.as_tensor(own(x), device=self.device), dtype)
 
+    def to_int32(self, x: Any) -> Array:
+        # A compiler records NumPy arrays as tensors, and cannot read their dtype.
+        return super().to_int32(self.xp.as_tensor(x) if is_recorded() and not _is_torch(x) else x)
+
     def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
         # NumPy indices may come with torch bounds.
         if not _is_torch(x):

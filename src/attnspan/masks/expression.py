@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import reduce
 from typing import Any, ClassVar, NoReturn
 
+import numpy as np
+
 from attnspan.base.arrays import Array, arrays_for, outside_inference_mode, own, read_only
 from attnspan.base.mistakes import refuse_operand, refuse_operator, refuse_truth
 from attnspan.base.pytrees import Node, arrays_in
@@ -416,13 +418,17 @@ class Prepared(Mask):
 
 def _apart(x: Any, given: Any) -> Any:
     """An array that shares no memory with one that the caller gave, and may write into later."""
-    return x if given is None or arrays_for([x]).tracing() else x.clone() if hasattr(x, "clone") else own(x)
+    return x if given is None or arrays_for([x]).tracing() else _copy(x)
+
+
+def _copy(x: Any) -> Any:
+    # NumPy first: a compiler, which records its arrays as tensors, says that they have `clone`.
+    return own(x) if isinstance(x, np.ndarray) or not hasattr(x, "clone") else x.clone()
 
 
 def _known_as(band: Band | None, mask: Prepared) -> Prepared:
     if band is not None:  # A copy: what is lowered does not change when the caller writes into an array.
-        copies = (x.clone() if hasattr(x, "clone") else own(x) for x in (band.cu_q, band.cu_k))
-        object.__setattr__(mask, "_of", Band(band.left, band.right, *copies))
+        object.__setattr__(mask, "_of", Band(band.left, band.right, _copy(band.cu_q), _copy(band.cu_k)))
     return mask
 
 
