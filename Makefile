@@ -7,14 +7,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 NATIVE := $(wildcard csrc/*.cc csrc/*.h) CMakeLists.txt pyproject.toml lab/pyproject.toml constraints.txt
 
-.PHONY: help setup needed train test test-all fuzz test-torch test-cuda test-xla gpu gpu-test gpu-tune gpu-bench zoo docs lint format bench wheel release committed sanitize aarch64 tiles clean
+.PHONY: help setup needed train test test-all fuzz test-with test-cuda test-xla gpu gpu-test gpu-tune gpu-bench zoo docs lint format bench wheel release committed sanitize aarch64 tiles clean
 
 help:
 	@echo "make train   train a small language model on real text for four minutes, and let it write"
 	@echo "make test    run every behaviour once, options and masks in pairs, 14 to 40 minutes on two cores"
 	@echo "make test-all whole products, long tests, every instruction-set level, sanitizers: hours, before a release"
 	@echo "make fuzz MINUTES=2 tests that draw their cases, with new seeds until the minutes are used; failing cases are shrunk"
-	@echo "make test-torch TORCH=2.15.0  the tests of PyTorch with another version of it, in .venv-torch-2.15.0 (3 GB of packages)"
+	@echo "make test-with WITH='torch==2.15.0'  the tests of what has another version (torch, jax, transformers, diffusers), in an environment of their own"
 	@echo "make test-cuda what a compiler sees of CUDA tensors, with torch's CUDA build and without a GPU; the same environment"
 	@echo "make gpu     on a machine with a GPU: tests, tuning and figures, with its own Python and torch; or gpu-test, gpu-tune, gpu-bench"
 	@echo "make test-xla the tests of PyTorch/XLA, in an environment of their own (.venv-xla, 4 GB of packages)"
@@ -84,28 +84,36 @@ WHEEL = $(1)/bin/python -m pip wheel --quiet --disable-pip-version-check --no-de
 INSTALL := -m pip install --quiet --disable-pip-version-check
 SOURCES := $(NATIVE) $(shell find src lab/src -name '*.py')
 
-# Another version of torch. Its ordinary build brings CUDA, and runs on machines without it.
-TORCH ?= 2.15.0
-TORCH_VENV := .venv-torch-$(TORCH)
+# Other versions of what attnspan plugs into, in an environment that is named after them. torch's ordinary build brings
+# CUDA, about 3 GB, and runs on machines without it. Another Python: PYTHON=python3.12, which JAX 0.11 asks for.
+WITH ?= torch==2.15.0
+WITH_VENV := .venv-with-$(subst ==,-,$(subst $(eval ) ,-,$(strip $(WITH))))
+WITH_NAMES := $(foreach x,$(WITH),$(firstword $(subst ==, ,$(x))))
+TESTS_OF_torch := tests/torch tests/docs tests/interop
+TESTS_OF_jax := tests/jax tests/interop
+TESTS_OF_transformers := tests/integrations
+TESTS_OF_diffusers := tests/integrations
+TESTS ?= $(sort $(foreach x,$(WITH_NAMES),$(TESTS_OF_$(x))))
 
-$(TORCH_VENV)/.ready: constraints.txt pyproject.toml $(SOURCES) | setup
-	@test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
-	grep -v '^torch==' constraints.txt > $(TORCH_VENV)/constraints.txt
-	echo 'torch==$(TORCH)' >> $(TORCH_VENV)/constraints.txt
-	rm -rf $(TORCH_VENV)/wheel
-	$(call WHEEL,$(VENV),$(TORCH_VENV))
-	$(TORCH_VENV)/bin/python $(INSTALL) --constraint $(TORCH_VENV)/constraints.txt "$$(echo $(TORCH_VENV)/wheel/attnspan-*.whl)[dev]"
-	$(TORCH_VENV)/bin/python $(INSTALL) --no-deps --force-reinstall $(TORCH_VENV)/wheel/attnspan-*.whl
-	$(TORCH_VENV)/bin/python $(INSTALL) ./lab
+$(WITH_VENV)/.ready: constraints.txt pyproject.toml $(SOURCES) | needed
+	@test -x $(WITH_VENV)/bin/python || $(PYTHON) -m venv $(WITH_VENV)
+	grep -vE '^($(subst $(eval ) ,|,$(strip $(WITH_NAMES)$(if $(filter jax,$(WITH_NAMES)), jaxlib))))==' constraints.txt > $(WITH_VENV)/constraints.txt
+	printf '%s\n' $(WITH) >> $(WITH_VENV)/constraints.txt
+	rm -rf $(WITH_VENV)/wheel
+	PIP_CONSTRAINT=constraints.txt $(call WHEEL,$(WITH_VENV),$(WITH_VENV))
+	$(WITH_VENV)/bin/python $(INSTALL) --constraint $(WITH_VENV)/constraints.txt "$$(echo $(WITH_VENV)/wheel/attnspan-*.whl)[dev]"
+	$(WITH_VENV)/bin/python $(INSTALL) --no-deps --force-reinstall $(WITH_VENV)/wheel/attnspan-*.whl
+	$(WITH_VENV)/bin/python $(INSTALL) ./lab
 	@touch $@
 
-test-torch: $(TORCH_VENV)/.ready
-	$(TORCH_VENV)/bin/python -m pytest tests/torch tests/docs $(ARGS)
-	$(TORCH_VENV)/bin/python -m pytest tests/interop $(ARGS)
+# Room by room: one whose files cannot be imported does not end the others.
+test-with: $(WITH_VENV)/.ready
+	for room in $(TESTS); do OMP_WAIT_POLICY=passive $(WITH_VENV)/bin/python -m pytest $(SIDE_BY_SIDE) $$room $(ARGS) || failed=1; done; \
+	  test -z "$$failed"
 
 # Fake CUDA tensors need CUDA's build of torch, and no GPU.
-test-cuda: $(TORCH_VENV)/.ready
-	$(TORCH_VENV)/bin/python -m pytest tests/cuda $(ARGS)
+test-cuda: $(WITH_VENV)/.ready
+	$(WITH_VENV)/bin/python -m pytest tests/cuda $(ARGS)
 
 # What needs a GPU: tests, then which backend and which blocks are fastest on it, then figures. Nothing is installed and
 # nothing is fetched: the source tree runs with the machine's own Python and torch, without the CPU kernel.

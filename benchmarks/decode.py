@@ -1,7 +1,8 @@
 """Decoding next to the least time that this machine could take, and next to SDPA: python benchmarks/decode.py
 
-That time is the longer of reading K and V as fast as memory is read, and of doing the products at the best
-rate of the processor's instructions for the dtype, on registers. For machines with one last-level cache.
+That time is the longer of reading K and V as fast as a loop that only reads so many bytes, in turn with the
+calls, and of doing the products at the best rate of the processor's instructions for the dtype, on registers.
+For machines with one last-level cache.
 """
 
 import sys
@@ -36,22 +37,24 @@ def measure(heads: int, kv_heads: int, k_len: int, q_len: int, dtype: torch.dtyp
     kinds = {"fma_f32", "amx_f32"} if dtype == torch.float32 else {"fma_f32", "dot_bf16", "amx_bf16"}
     kinds &= set(cpu.peak_kinds())
     mask = causal().prepare(q_len, k_len, like=q)
-    # Bottom-right alignment hides at most 15 of the keys from SDPA's full mask: nothing next to 4,096.
-    calls = {
-        "attnspan": lambda: attention(q, k, v, mask=mask),
-        "sdpa": lambda: scaled_dot_product_attention(q, k, v, enable_gqa=True),
-    }
     reads: list[float] = []
     peaks: list[float] = []
 
-    # The machine is measured right before each sample. Reading so much leaves nothing of the problem in the
-    # caches, and nothing that has to be written back.
+    def read_once() -> None:
+        reads.append(cpu.read_bandwidth(READ, num_threads=threads, seconds=0))
+
+    # Reading so much leaves nothing of the problem in the caches, and nothing that has to be written back.
     def before() -> None:
         peaks.append(max(cpu.peak(kind, num_threads=threads, seconds=0.02) for kind in kinds))
-        reads.append(cpu.read_bandwidth(READ, num_threads=threads, seconds=0.05))
+        cpu.read_bandwidth(READ, num_threads=threads, seconds=0)
 
-    subjects = [Subject(name, call, Device()) for name, call in calls.items()]
-    ours, theirs = interleave(subjects, BUDGET, evict=before)
+    # Bottom-right alignment hides at most 15 of the keys from SDPA's full mask: nothing next to 4,096.
+    subjects = [
+        Subject("attnspan", lambda: attention(q, k, v, mask=mask), Device()),
+        Subject("sdpa", lambda: scaled_dot_product_attention(q, k, v, enable_gqa=True), Device()),
+        Subject("read", read_once, Device()),
+    ]
+    ours, theirs, _ = interleave(subjects, BUDGET, evict=before)
     read = size / Samples(tuple(reads)).median
     products = 4 * heads * q_len * k_len * DIM / Samples(tuple(peaks)).median
     assert ours.execute is not None

@@ -1,7 +1,8 @@
 """The workloads of GPUs: python benchmarks/gpu.py > benchmarks/gpu.json, for `attnspan bench --workloads`.
 
 bfloat16, 16 heads: full, causal, windows and documents of 2,048 to 65,536 tokens with head dims 64 and 128;
-eight query heads for each key head; decoding; the shape of the 2025 report.
+eight query heads for each key head; decoding; the shape of the 2025 report. Those of `gpu_15_minutes.sh` are
+named `quick-plain-*` and `quick-masks-*`: 32 heads, head dim 128.
 """
 
 import json
@@ -32,6 +33,10 @@ def workloads() -> Iterator[dict[str, Any]]:
             yield work(f"gpu-gqa-d{dim}-s{length}", "gqa", "causal", length, length, (32, 4), dim)
         for length in (8192, 65536):
             yield work(f"gpu-decode-d{dim}-s{length}", "decode", "causal", 1, length, (32, 4), dim)
+    for kind, length in (("full", 4096), ("causal", 4096), ("full", 16384), ("causal", 16384)):
+        yield work(f"quick-plain-{kind}-s{length}", kind, kind, length, length, (32, 32), 128)
+    for kind, mask in (("documents", "causal & packed(32)"), ("window", "window(1024)")):
+        yield work(f"quick-masks-{kind}", kind, mask, 16384, 16384, (32, 32), 128)
     yield work("gpu-report-shape", "report", "full", 16384, 16384, (5, 5), 128)
 
 

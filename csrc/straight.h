@@ -111,7 +111,7 @@ struct Straight {
       for (int64_t d = 0; d < dim; d += Pack::in_block) {
 #pragma GCC unroll 4
         for (int i = 0; i < width / 4; ++i) {  // 16 bytes of each row
-          __builtin_prefetch(fetched, 0, 2);
+          __builtin_prefetch(fetched);
           fetched += line, left -= line;
           if (left == 0) left = dim, fetched += step - dim;
         }
@@ -146,7 +146,7 @@ struct Straight {
 #pragma GCC unroll 16
         for (int n = 0; n < N; ++n) {
           line[n] = as_line(Pack::whole_step(value + width * n, next));
-          for (int i = 0; i < pair; ++i) __builtin_prefetch(fetched + width * n + i * step, 0, 2);
+          for (int i = 0; i < pair; ++i) __builtin_prefetch(fetched + width * n + i * step);
         }
 #pragma GCC unroll 16
         for (int m = 0; m < R; ++m)

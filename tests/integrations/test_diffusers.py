@@ -77,7 +77,7 @@ def test_models_compute_what_the_native_backend_does(name):
     assert torch.equal(_run(model, inputs)[0], wanted[0])
 
 
-# One of either kind; the second with a mask.
+# One of either kind; the second with a mask. Only the others are compiled with diffusers' own attention too.
 QUICK = ("CogView4", "QwenImage")
 
 
@@ -90,7 +90,7 @@ def test_models_are_one_graph_for_all_sizes(name):
     batches = [inputs_of(name, tokens) for tokens in (64, 100, 144)]
     model, graphs = build(name), []
     wanted = [model(**batch, return_dict=False)[0] for batch in batches]
-    for enabled in (False, True):
+    for enabled in (True,) if name in QUICK else (False, True):
         if enabled:
             adapter.enable(model)
         torch._dynamo.reset()
@@ -100,7 +100,7 @@ def test_models_are_one_graph_for_all_sizes(name):
         graphs.append(counter.frame_count)
     for x, y in zip(got, wanted, strict=True):
         assert relative_error(x, y) < 1e-6
-    assert graphs[1] <= graphs[0] <= 3
+    assert graphs[-1] <= graphs[0] <= 3
 
 
 B, H, S, T, D = 2, 3, 6, 9, 8  # T keys

@@ -1,4 +1,4 @@
-"""Private names of torch, as they are in 2.13; `make test-torch TORCH=...` tries another version.
+"""Private names of torch, as they are in 2.13; `make test-with WITH=torch==...` tries another version.
 
 Where one is missing, importing `attnspan.torch` fails and names it. No other module from this room on uses a
 private name of torch's modules or of `torch._C` (tests/test_layers.py). The rooms below, which load no torch,

@@ -13,10 +13,8 @@ pytest.importorskip("transformers")
 FILE = Path(ailing.__file__)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=() if x == "gpt_oss" else pytest.mark.long) for x in ailing.AILMENTS],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ailing.AILMENTS)
 def test_the_first_finding_is_the_cause_and_its_remedy_mends_it(name: str) -> None:
     ailment = ailing.AILMENTS[name]
     found = diagnose(f"{FILE}:{name.replace('-', '__')}", stages=(*ailment.stages, "cure"), limit=200)

@@ -60,7 +60,7 @@ def test_bad_input_is_a_finding(name: str, kind: str, said: str) -> None:
 
 
 def test_a_hang_is_a_finding_with_its_line() -> None:
-    (found,) = diagnose("bad_inputs:hangs", stages=["eager"], limit=25).findings
+    (found,) = diagnose("bad_inputs:hangs", stages=["eager"], limit=12).findings
     assert found.kind == "hang"
     assert "the process was loading" in found.what
     assert found.places[0].line == marked("hangs")
