@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 NATIVE := $(wildcard csrc/*.cc csrc/*.h) CMakeLists.txt pyproject.toml lab/pyproject.toml constraints.txt
 
-.PHONY: help setup needed train test test-all fuzz test-with test-cuda test-xla gpu gpu-test gpu-tune gpu-bench zoo docs lint format bench wheel release committed sanitize aarch64 tiles clean
+.PHONY: help setup needed train test test-all fuzz test-with test-cuda test-xla gpu gpu-quick gpu-test gpu-tune gpu-bench zoo docs lint format bench wheel release committed sanitize aarch64 tiles clean
 
 help:
 	@echo "make train   train a small language model on real text for four minutes, and let it write"
@@ -16,7 +16,7 @@ help:
 	@echo "make fuzz MINUTES=2 tests that draw their cases, with new seeds until the minutes are used; failing cases are shrunk"
 	@echo "make test-with WITH='torch==2.15.0'  the tests of what has another version (torch, jax, transformers, diffusers), in an environment of their own"
 	@echo "make test-cuda what a compiler sees of CUDA tensors, with torch's CUDA build and without a GPU; the same environment"
-	@echo "make gpu     on a machine with a GPU: tests, tuning and figures, with its own Python and torch; or gpu-test, gpu-tune, gpu-bench"
+	@echo "make gpu     on a machine with a GPU: tests, tuning and figures, with its own Python and torch; or gpu-test, gpu-tune, gpu-bench; gpu-quick is the most of it in 15 minutes"
 	@echo "make test-xla the tests of PyTorch/XLA, in an environment of their own (.venv-xla, 4 GB of packages)"
 	@echo "make sanitize CASES=360 SEED=0  the kernel over random problems, under the sanitizers for addresses, undefined behaviour and threads"
 	@echo "make zoo     every architecture of transformers and diffusers with attnspan, and the tests that need TRL and torchtitan"
@@ -123,6 +123,9 @@ GPU := PYTHONPATH=$(CURDIR)/src:$(CURDIR)/lab/src TRITON_INTERPRET=0 ATTNSPAN_TU
 GPU_PEERS := attnspan-vendor,attnspan-flex,attnspan-triton,sdpa-flash,sdpa-cudnn,flex,flash-attn,flash-attn-3,flash-attn-4
 
 gpu: gpu-test gpu-tune gpu-bench
+
+gpu-quick:
+	GPU_PYTHON=$(GPU_PYTHON) benchmarks/gpu_15_minutes.sh $(GPU_OUT)
 
 gpu-test:
 	$(GPU) -m pytest -c tests/gpu/pytest.ini --rootdir tests/gpu tests/gpu $(ARGS)

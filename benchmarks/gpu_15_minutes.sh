@@ -15,7 +15,7 @@ export XLA_PYTHON_CLIENT_PREALLOCATE=false
 if [ -n "${REHEARSE:-}" ]; then
   export TRITON_INTERPRET=1
   small="--device cpu" short="--length 40 --first 19" tiny="--length 64 --layers 1 --rounds 2"
-  plain="small-16" masks="packing-* small-17" peers="attnspan,sdpa-flash" fast="--seconds 0.01 --samples 9"
+  plain="small-16" masks="documents-8" peers="attnspan,sdpa-flash" fast="--seconds 0.01 --samples 9"
 else
   export TRITON_INTERPRET=0
   small="" short="" tiny="" plain="quick-plain-*" masks="quick-masks-*" fast="--device cuda --seconds 0.2 --samples 9"

@@ -21,8 +21,9 @@ from attnspan.errors import BackendError
 from attnspan.torch import attention
 
 LENGTH, ENDS = 500, [0, 130, 131, 400, 500]
-#: Errors of results and gradients may be this many times those of `math` in the dtype.
-ALLOWED = 4.0
+#: Errors of results and gradients may be this many times those of `math` in the dtype, which rounds only
+#: results. Triton's interpreter cuts bfloat16 off, where a GPU rounds.
+ALLOWED = {"cuda": 4.0, "cpu": 6.0}
 MASKS: dict[str, Any] = {
     "causal": causal(),
     "full": full(),
@@ -105,7 +106,7 @@ def main() -> None:
                 wrong += 1
                 print(label, f"FAILED: {type(failure).__name__}: {str(failure)[:300]}", flush=True)
                 continue
-            right = all(a <= ALLOWED * b for a, b in zip(errors, plain, strict=True))
+            right = all(a <= ALLOWED[asked.device] * b for a, b in zip(errors, plain, strict=True))
             wrong += not right
             pairs = zip(("out", "dq", "dk", "dv"), errors, plain, strict=True)
             shown = " ".join(f"{x}={a:.1e}/{b:.1e}" for x, a, b in pairs)

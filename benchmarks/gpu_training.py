@@ -45,7 +45,7 @@ class Step:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
 
 def main() -> None:

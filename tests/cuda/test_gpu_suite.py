@@ -1,5 +1,6 @@
-"""The tests of `make gpu-test` are found, and skip themselves, where there is no GPU."""
+"""What runs on GPUs, where there is none: tests skip themselves, and results are checked as there."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,3 +19,17 @@ def test_they_skip_themselves() -> None:
     assert done.returncode == 0, done.stdout
     assert "skipped" in done.stdout.splitlines()[-1]
     assert "passed" not in done.stdout.splitlines()[-1]
+
+
+def test_results_are_checked_as_on_a_gpu() -> None:
+    script = TESTS.parent / "benchmarks" / "gpu_results.py"
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, str(script), "--device", "cpu", "--length", "40", "--first", "3"]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    ).stdout
+    vendor, flex, triton, end = done.splitlines()
+    assert "refused: backend='vendor'" in vendor
+    assert " ok " in flex
+    assert " ok " in triton
+    assert end == "0 wrong"
