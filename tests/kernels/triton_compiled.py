@@ -78,8 +78,8 @@ def launches_of_offsets() -> list[Any]:
     return launches
 
 
-def compiled(kernel: Any, given: dict[str, Any], capability: int) -> dict[str, Any]:
-    """Registers, spills, shared memory and matrix instructions of a launch."""
+def binary(kernel: Any, given: dict[str, Any], capability: int) -> Any:
+    """What Triton makes of a launch."""
     signature, constants, attributes = {}, {}, {}
     for at, parameter in enumerate(kernel.params):
         x = given[parameter.name]
@@ -97,12 +97,22 @@ def compiled(kernel: Any, given: dict[str, Any], capability: int) -> dict[str, A
                 attributes[(at,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     options = {name: given[name] for name in OPTIONS & set(given)}
-    done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def tool(name: str, cubin: bytes, *options: str) -> str:
+    """What a tool of CUDA's prints about a program."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(done.asm["cubin"])
+        file.write(cubin)
         file.flush()
-        command = [str(TOOLS / "cuobjdump"), "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command = [str(TOOLS / name), *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def compiled(kernel: Any, given: dict[str, Any], capability: int) -> dict[str, Any]:
+    """Registers, spills, shared memory and matrix instructions of a launch."""
+    done = binary(kernel, given, capability)
+    usage = tool("cuobjdump", done.asm["cubin"], "--dump-resource-usage")
     found = {name: int(x) for name, x in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     ptx = done.asm["ptx"]
     matrix = sorted({x for x in ("mma.sync", "wgmma", "tcgen05.mma") if x in ptx})

@@ -1,0 +1,108 @@
+"""Triton's kernels as code for a GPU, read without one: python benchmarks/gpu_code.py [capability]
+
+bfloat16, head dims 64 and 128, four query heads for each key head. For each kernel: registers, spilled bytes,
+shared memory, and the instructions of a warp in its shortest loop with matrix products, where no mask touches
+the tile. Then the cycles of a multiprocessor for the tile, by unit: products at the rate that one of 8,192^3
+was measured at on an H100, exponentials at 16 lanes a cycle, and one instruction a cycle for each of four
+schedulers. Predicted: products and then the longer of the others, and all at the same time.
+"""
+
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kernels"))
+
+import torch
+from triton_compiled import binary, launches_of, tool
+
+from attnspan.call.options import Options
+from attnspan.kernels.triton import _launch
+
+#: Of an H100: measured FLOP/s of large products, multiprocessors, clock. Rates a cycle follow.
+PRODUCTS, PROCESSORS, CLOCK = 798e12, 132, 1.755e9
+KERNELS = {"forward_kernel": 2, "query_gradients_kernel": 3, "key_gradients_kernel": 4}  # products of a tile
+CLASSES = {
+    "matrix": r"HGMMA|HMMA|UTCHMMA",
+    "exp2": r"MUFU",
+    "float": r"FADD|FMUL|FFMA|FMNMX|FSETP|FSEL|FMNMX3",
+    "convert": r"F2F",
+    "shared": r"LDS|STS|LDSM|STSM",
+    "global": r"LDG|LDGSTS|UTMA|STG",
+    "shuffle": r"SHFL",
+    "wait": r"BAR|WARPSYNC|DEPBAR|SYNCS|WARPGROUP|LDGDEPBAR",
+}
+
+
+def instructions(sass: str) -> list[tuple[str, str]]:
+    """Labels and instructions in order: ("label", name) or (operation, operands)."""
+    found = []
+    for line in sass.splitlines():
+        if label := re.match(r"^(\.L_x_\d+):", line):
+            found.append(("label", label[1]))
+        elif code := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?);", line):
+            found.append((code[1], code[2]))
+    return found
+
+
+def loops(code: list[tuple[str, str]]) -> list[list[str]]:
+    """The operations of each innermost loop."""
+    at = {name: i for i, (kind, name) in enumerate(code) if kind == "label"}
+    ends = [
+        (at[target[0]], i)
+        for i, (kind, operands) in enumerate(code)
+        if kind.startswith("BRA")
+        and (target := re.findall(r"\.L_x_\d+", operands))
+        and at.get(target[0], i) < i
+    ]
+    inner = [x for x in ends if not any(x[0] <= y[0] and y[1] <= x[1] and x != y for y in ends)]
+    return [[kind for kind, _ in code[a:b] if kind != "label"] for a, b in inner]
+
+
+def counted(operations: list[str]) -> Counter[str]:
+    def kind(operation: str) -> str:
+        return next((name for name, x in CLASSES.items() if re.match(x, operation)), "integer, moves")
+
+    return Counter(kind(x) for x in operations)
+
+
+def row(kernel: Any, given: dict[str, Any], capability: int, dim: int) -> str:
+    done = binary(kernel, given, capability)
+    usage = tool("cuobjdump", done.asm["cubin"], "--dump-resource-usage")
+    size = {name: int(x) for name, x in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    found = [counted(x) for x in loops(instructions(tool("nvdisasm", done.asm["cubin"], "-c")))]
+    loop = min((x for x in found if x["matrix"]), key=lambda x: x.total())
+    m, n, warps = given["BLOCK_M"], given["BLOCK_N"], given["num_warps"]
+    flops = KERNELS[kernel.__name__] * 2 * m * n * dim
+    products = flops / (PRODUCTS / PROCESSORS / CLOCK)
+    exponentials, issued = loop["exp2"] * warps * 32 / 16, loop.total() * warps / 4
+    cycles = products + max(exponentials, issued), max(products, exponentials, issued)
+    rates = " to ".join(f"{flops / x * PROCESSORS * CLOCK / 1e12:.0f}" for x in cycles)
+    cells = [
+        f"{kernel.__name__.removesuffix('_kernel')}, D={dim}",
+        f"{m} x {n}, {warps} warps",
+        f"{size['REG']} / {size['STACK'] + size['LOCAL']} B",
+        f"{done.metadata.shared / 1024:.0f} KiB",
+        ", ".join(f"{name} {loop[name]}" for name in (*CLASSES, "integer, moves") if loop[name]),
+        f"{products:.0f} / {exponentials:.0f} / {issued:.0f}",
+        rates,
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def main(capability: int = 90) -> None:
+    columns = ["kernel", "tile", "registers / spilled", "shared", "a warp's loop"]
+    columns += ["cycles: products / exp2 / issue", "TFLOP/s"]
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    of = _launch.config_of
+    _launch.config_of = lambda *given: of(*given[:4], capability, *given[5:])
+    for dim in (64, 128):
+        for kernel, given in launches_of(Options(), torch.bfloat16, dim, dim, 4, 1):
+            if kernel.__name__ in KERNELS:
+                print(row(kernel, given, capability, dim), flush=True)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
