@@ -99,17 +99,12 @@ def probe(
     if name is None:
         raise OptionError("batch", expected=f"one of {', '.join(_INPUTS)}", got=got, remedy=remedy)
     tokens = batch[name]
-    documents = torch.as_tensor(documents, device=tokens.device).expand(tokens.shape[:2])
-    fits, remedy = documents.shape == tokens.shape[:2], "Give one number for each token"
-    expect(
-        fits,
-        "documents",
-        "shape {}",
-        tuple(documents.shape),
-        remedy,
-        tuple(tokens.shape[:2]),
-        error=ShapeError,
-    )
+    documents, shape = torch.as_tensor(documents, device=tokens.device), tuple(tokens.shape[:2])
+    got = tuple(documents.shape)
+    fits = got in (shape, (1, *shape[1:]), shape[1:])
+    remedy = "Give one number for each token"
+    expect(fits, "documents", "shape {}", got, remedy, shape, error=ShapeError)
+    documents = documents.expand(shape)
     run = _Runner(model, batch, name, call)
     before = run(tokens)
     rows = torch.arange(len(documents), device=documents.device)[:, None]
@@ -138,11 +133,13 @@ def assert_isolated(
         >>> assert_isolated(Shift(), {"x": torch.ones(1, 4, 2)}, torch.tensor([-1, 0, 1, 1]))
         Traceback (most recent call last):
         AssertionError: document 0 is seen by 1 tokens of others, first in Shift: (batch row, token) (0, 2); \
-they change by 3.0e+00 of their size
+they change by 3.0e+00 of their size. Give attention a mask of documents; \
+transformers makes it from position_ids, without attention_mask
     """
     found = probe(model, batch, documents, **options)
     if not found.isolated:
-        raise AssertionError(str(found))
+        remedy = "Give attention a mask of documents; transformers makes it from position_ids"
+        raise AssertionError(f"{found}. {remedy}, without attention_mask")
 
 
 class _Runner:

@@ -32,6 +32,11 @@ _SWITCHES = {
     "after import attnspan.integrations.transformers",
     "diffusers": "The line is diffusers' own. Call attnspan.integrations.diffusers.enable(model)",
 }
+#: The same for documents in transformers, which knows them from the batch alone.
+_PACKED = (
+    "Pass position_ids that start again at each document, no attention_mask, and use_cache=False, "
+    "which attn_implementation=\"attnspan\" does not need"
+)
 _OF_ATTENTION = ("unfused", "dense-mask", "kv-copy", "copy", "upcast", "leak", "mask-lost", "causality-lost")
 _MODULE = "attnspan_lab.doctor.child"
 
@@ -112,6 +117,8 @@ def _in_library(finding: Finding) -> Finding:
     """A finding in a library's attention, which its user does not edit, with the library's own switch."""
     file = finding.places[0].file if finding.places else ""
     remedy = next((text for name, text in _SWITCHES.items() if f"/site-packages/{name}/" in file), "")
+    if remedy and finding.kind == "leak" and "/site-packages/transformers/" in file:
+        remedy = _PACKED
     of_attention = finding.kind in _OF_ATTENTION or "flex_attention" in file
     return replace(finding, remedy=remedy) if remedy and of_attention else finding
 
