@@ -58,8 +58,26 @@ def test_generated_code_writes_into_the_buffers(kind: str) -> None:
     assert f"(2, 2, {slots}, 16)" in body, "the check below must know the cache's shape"
     made = [line for line in body.splitlines() if "empty_strided" in line and f"{slots}, 16)" in line]
     assert not made, "no buffer of the cache's size is allocated"
-    assert "copy_" not in body
+    assert ".copy_(" not in body
     assert "clone" not in body
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generated_code_reads_positions_before_it_advances_them(kind: str) -> None:
+    """RoPE: what follows from positions is used before the write, and once more after it."""
+
+    @torch.no_grad()
+    def rotated(cache: Cache, q: Tensor, k: Tensor) -> Tensor:
+        angles = cache.positions(1)[:, None, :, None].float()
+        keys, values = cache.update(k * angles.cos(), k)
+        return attention(q * angles.cos(), keys, values, mask=cache.mask(1))
+
+    torch.manual_seed(0)
+    q, k = torch.randn(4, 2, HEADS, 1, DIM), torch.randn(4, 2, KV_HEADS, 1, DIM)
+    compiled = torch.compile(rotated, fullgraph=True)
+    ours, theirs = make(kind), make(kind)
+    for i in range(4):
+        torch.testing.assert_close(compiled(ours, q[i], k[i]), rotated(theirs, q[i], k[i]))
 
 
 @pytest.mark.parametrize("kind", KINDS if everything() else ["rolling"])

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from attnspan.errors import DtypeError, ShapeError
 from attnspan.torch import PagedCache, RollingCache, StaticCache, attention
 from attnspan.torch._cache_rows import CacheRows as Cache
-from attnspan.torch._cache_write import LOST, cache_write_op, write_anywhere
-from attnspan.torch._paged_cache import _write_op as paged_write_op
+from attnspan.torch._cache_write import LOST, cache_append_op, write_anywhere
+from attnspan.torch._paged_cache import _write_op as paged_append_op
 
 # Inductor's own.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
@@ -111,11 +111,11 @@ def test_operators_check_sizes_too(name: str) -> None:
     (k, v, *counts), kind, text = BAD_WRITES[name]
     table = torch.arange(6, dtype=torch.int32).reshape(2, 3)
     pool, slots = torch.zeros(7, KV_HEADS, 3, DIM), torch.zeros(2, KV_HEADS, 8, DIM)
-    writes: list[tuple[Any, Tensor, list[Any]]] = [(cache_write_op, slots, [8]), (cache_write_op, slots, [2])]
-    writes += [] if name == "too long" else [(paged_write_op, pool, [8])]
+    writes: list[tuple[Any, Tensor, list[Any]]] = [(cache_append_op, slots, [8]), (cache_append_op, slots, [2])]
+    writes += [] if name == "too long" else [(paged_append_op, pool, [8])]
     for op, cache, rest in writes:
         held = cache, cache.clone(), torch.zeros(2, dtype=torch.int32)
-        given = [*held, *([table] if op is paged_write_op else []), k, v, *(counts or [None]), *rest]
+        given = [*held, *([table] if op is paged_append_op else []), k, v, *(counts or [None]), *rest]
         with pytest.raises(kind, match=text):
             op(*given)
         assert not any(x.any() for x in held)
@@ -236,9 +236,8 @@ def _arguments(seed: int, keep: int, counted: bool = True) -> tuple[Tensor, ...]
 def test_what_other_devices_run_writes_the_same(keep: int, counted: bool) -> None:
     for seed in range(20):
         ours, theirs = _arguments(seed, keep, counted), _arguments(seed, keep, counted)
-        cache_write_op(*ours)
-        write_anywhere(*theirs)
-        assert all(torch.equal(a, b) for a, b in zip(ours[:3], theirs[:3], strict=True))
+        assert torch.equal(cache_append_op(*ours), write_anywhere(*theirs))
+        assert all(torch.equal(a, b) for a, b in zip(ours[:2], theirs[:2], strict=True))
 
 
 def test_other_devices_mark_rows_without_room_and_leave_them_alone() -> None:
@@ -246,8 +245,8 @@ def test_other_devices_mark_rows_without_room_and_leave_them_alone() -> None:
     n = k_new.shape[2]
     before = keys.clone(), values.clone()
     lengths = torch.tensor([9 - n, 9 - n + 1, 2, LOST], dtype=torch.int32)
-    write_anywhere(keys, values, lengths, k_new, v_new, torch.tensor([n, n, n + 1, 0]), 9)
-    assert lengths.tolist() == [9, LOST, LOST, LOST]
+    found = write_anywhere(keys, values, lengths, k_new, v_new, torch.tensor([n, n, n + 1, 0]), 9)
+    assert found.tolist() == [9, LOST, LOST, LOST]
     assert torch.equal(keys[0, :, 9 - n :], k_new[0])
     for cache, was in zip((keys, values), before, strict=True):
         assert torch.equal(cache[1:], was[1:])
@@ -257,7 +256,7 @@ def test_other_devices_mark_rows_without_room_and_leave_them_alone() -> None:
 @pytest.mark.parametrize("keep", [0, 3, 9])
 @pytest.mark.parametrize("counted", [False, True])
 def test_opcheck(keep: int, counted: bool) -> None:
-    torch.library.opcheck(cache_write_op, _arguments(0, keep, counted))
+    torch.library.opcheck(cache_append_op, _arguments(0, keep, counted))
 
 
 @pytest.mark.parametrize("kind", ["static", "rolling", "paged"])
@@ -278,7 +277,7 @@ def test_gradients_are_refused_compiled_too_and_a_write_counts_as_one() -> None:
     cache = make("static")
     arguments = (cache.keys, cache.values, cache.lengths)
     with pytest.raises(ValueError, match="without gradients"):
-        cache_write_op(*arguments, _new(1).requires_grad_(), _new(1), None, 24)
+        cache_append_op(*arguments, _new(1).requires_grad_(), _new(1), None, 24)
     with pytest.raises(RuntimeError, match="without gradients"):
         torch.compile(cache.update, fullgraph=True, backend="aot_eager")(_new(1), _new(1).requires_grad_())
     assert cache.lengths.tolist() == [0, 0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, dataclass_transform
+from typing import Any, ClassVar, dataclass_transform
 
 from attnspan.errors import shown
 
@@ -30,6 +30,8 @@ class Node:
 
     # NumPy then leaves its operators to those of the class, instead of calling them for each element.
     __array_ufunc__ = None
+    # Fields that were children, where a framework put something else in the place of one: an axis, a sharding.
+    _children: ClassVar[tuple[str, ...] | None] = None
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -172,9 +174,9 @@ def _is_placeholder(value: object) -> bool:
 
 def _flatten(x: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     values = [(f.name, getattr(x, f.name)) for f in fields(x) if f.init]
-    names = tuple(name for name, value in values if _is_child(value))
+    names = x._children or tuple(name for name, value in values if _is_child(value))
     static = tuple((name, value) for name, value in values if name not in names)
-    return tuple(value for _, value in values if _is_child(value)), (names, static)
+    return tuple(value for name, value in values if name in names), (names, static)
 
 
 def _unflatten(cls: type, children: Any, context: Any) -> Any:
@@ -183,4 +185,6 @@ def _unflatten(cls: type, children: Any, context: Any) -> Any:
     x: Any = object.__new__(cls)
     for name, value in (*zip(names, children, strict=True), *static):
         object.__setattr__(x, name, value)
+    if not all(map(_is_child, children)):
+        object.__setattr__(x, "_children", names)
     return x

@@ -18,6 +18,7 @@ from attnspan.masks import Mask, causal, from_dense, full, key_padding, spans, w
 from attnspan.masks.bounds import Spans
 
 from .attention import attention
+from .front import ShardedMask
 from .promotion import own_promotion
 
 __all__ = ["aligned_masks", "bias_of", "dot_product_attention", "joined", "masks_of", "read"]
@@ -152,11 +153,11 @@ def _lengths(name: str, given: Any, batch: int) -> jax.Array:
     return x
 
 
-def masks_of(mask: Any, shape: tuple[int, ...]) -> list[Mask | Spans]:
+def masks_of(mask: Any, shape: tuple[int, ...]) -> list[Mask | Spans | ShardedMask]:
     """Masks that an argument `mask` stands for: none, itself, or a boolean array encoded as spans."""
     if mask is None:
         return []
-    if isinstance(mask, Mask | Spans):
+    if isinstance(mask, Mask | Spans | ShardedMask):
         return [mask]
     known = isinstance(mask, jax.Array | np.ndarray) and is_bool(mask)
     got = str(mask.dtype) if hasattr(mask, "dtype") else type(mask).__name__
@@ -195,7 +196,7 @@ def read(x: Any) -> Any:
     return np.asarray(x) if arrays_for([x]).concrete(x) else jnp.asarray(x)
 
 
-def joined(masks: list[Mask | Spans]) -> Mask | Spans:
+def joined(masks: list[Mask | Spans | ShardedMask]) -> Mask | Spans | ShardedMask:
     """Join masks by `&`; without any, all keys are visible."""
     if len(masks) == 1:
         return masks[0]

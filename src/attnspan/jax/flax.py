@@ -18,6 +18,7 @@ from attnspan.masks.bounds import Spans
 from .attention import attention
 from .drop_in import aligned_masks, bias_of, joined, masks_of, read
 from .dropout import split_seeds
+from .front import ShardedMask
 from .promotion import own_promotion
 
 __all__ = ["attention_fn"]
@@ -51,8 +52,8 @@ def attention_fn(
         value: As ``key``; its head dim may be another one.
         bias: Floating, broadcasts to (..., N, T, S), added to the scaled scores; differentiable.
         mask: Broadcasts to (..., N, T, S), True or nonzero where a query may see a key, as flax's
-            ``make_attention_mask`` makes it; or a mask of attnspan, which costs less. The rows of an
-            array that ``jit`` traces may have 8 runs of visible keys: pass ``from_dense(mask, max_runs=...)``
+            ``make_attention_mask`` makes it; or a mask of attnspan, which costs less, also one on a mesh
+            (`attnspan.jax.shard`, `attnspan.parallel.Plan.on`). The rows of an array that ``jit`` traces may have 8 runs of visible keys: pass ``from_dense(mask, max_runs=...)``
             for more.
         broadcast_dropout: Drop the same weights in all batch rows and heads.
         dropout_rng: A key of `jax.random`, typed or raw; needed for dropout.
@@ -121,7 +122,7 @@ def _in_one_row(x: Any, lead: tuple[int, ...]) -> Any:
 
 
 def _booleans(mask: Any, lead: tuple[int, ...]) -> Any:
-    if mask is None or isinstance(mask, Mask | Spans):
+    if mask is None or isinstance(mask, Mask | Spans | ShardedMask):
         return mask
     check_plain("mask", mask)
     return _in_one_row(read(mask) != 0, lead)

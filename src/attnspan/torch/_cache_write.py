@@ -1,8 +1,10 @@
-"""The operator ``attnspan::cache_write``: new tokens into a key-value cache, in place.
+"""The operator ``attnspan::cache_append``: new tokens into a key-value cache, in place.
 
 A mutating operator and not an indexed assignment: what it writes depends on data (each row has its own
 length, and may get fewer tokens than the chunk has), it must never write beyond the cache, and a compiler
-that sees one node with mutated arguments writes into the very buffers, without a copy.
+that sees one node with mutated arguments writes into the very buffers, without a copy. The lengths come back
+as a new tensor: what was read of an operator's mutated argument before it, inductor may read once more after
+it, as of 2.15, and positions are read before each write.
 """
 
 from typing import Any
@@ -17,8 +19,8 @@ from . import compat
 
 _library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
-    "cache_write(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) lengths, Tensor k_new, Tensor v_new,"
-    " Tensor? counts, int keep) -> ()",
+    "cache_append(Tensor(a!) keys, Tensor(b!) values, Tensor lengths, Tensor k_new, Tensor v_new,"
+    " Tensor? counts, int keep) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -41,26 +43,31 @@ def slots_of(tokens: Tensor, keep: int, slots: int) -> Tensor:
     return torch.where(tokens < keep, tokens, (tokens - keep).remainder(slots - keep) + keep)
 
 
-def write_anywhere(keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> None:
+def write_anywhere(keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> Tensor:
     """Write without reading a value on the host, on any device. Rows that would overflow become `LOST`.
 
     Args:
-        keys: Shape (B, Hkv, slots, D), written in place as values (B, Hkv, slots, Dv) and lengths (B,).
+        keys: Shape (B, Hkv, slots, D), written in place as values (B, Hkv, slots, Dv).
+        lengths: Shape (B,).
         *new: k_new (B, Hkv, n, D) and v_new with n <= slots; counts (B,), how many of the last tokens of the
             chunk are the row's own, or None; keep: how many slots hold the first tokens for good. The others
             are a ring; with ``keep == slots`` there is none.
 
+    Returns:
+        The lengths afterwards.
+
     Example:
         >>> keys, values, lengths = torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3, 2), torch.tensor([1])
         >>> new = torch.ones(1, 1, 1, 2)
-        >>> write_anywhere(keys, values, lengths, new, new, None, 3)
-        >>> keys[0, 0, :, 0].tolist(), lengths.tolist()
-        ([0.0, 1.0, 0.0], [2])
+        >>> write_anywhere(keys, values, lengths, new, new, None, 3).tolist()
+        [2]
+        >>> keys[0, 0, :, 0].tolist()
+        [0.0, 1.0, 0.0]
     """
     k_new, v_new, counts, keep = new
     n, slots = _check_chunk(keys, values, lengths, *new), keys.shape[2]
     if n == 0:
-        return
+        return lengths.clone()
     start = lengths.to(torch.int64)
     count = torch.full_like(start, n) if counts is None else counts.to(torch.int64)
     legal = (start >= 0) & (count >= 0) & (count <= n) & (start + count <= _limit(keep, slots))
@@ -78,10 +85,10 @@ def write_anywhere(keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> 
     ]
     for cache, chunk in zip(caches, chunks, strict=True):
         cache[row, slot] = chunk
-    lengths.copy_(torch.where(legal, start + count, LOST))
+    return torch.where(legal, start + count, LOST).to(lengths.dtype)
 
 
-def _write_cpu(keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> None:
+def _write_cpu(keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> Tensor:
     k_new, v_new, counts, keep = new
     n, slots = _check_chunk(keys, values, lengths, *new), keys.shape[2]
     starts = lengths.tolist()
@@ -100,7 +107,7 @@ def _write_cpu(keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> None
                 end = min(n, done + (keep if at < keep else slots) - slot)
                 cache[b, :, slot : slot + end - done].copy_(tokens[b, :, done:end])
                 done = end
-    lengths.add_(n if counts is None else counts)
+    return lengths + (n if counts is None else counts.to(lengths.dtype))
 
 
 def _limit(keep: int, slots: int) -> int:
@@ -177,19 +184,19 @@ def check_not_lost(lengths: list[int]) -> None:
 def guard(library: torch.library.Library, name: str, op: Any) -> None:
     """Make an operator that writes into a cache refuse gradients and vmap, and tell autograd of writes."""
 
-    def refuse_gradients(keyset: Any, *arguments: Any) -> None:
+    def refuse_gradients(keyset: Any, *arguments: Any) -> Tensor:
         # A cache would cut them off silently.
         wanted = torch.is_grad_enabled() and compat.any_requires_grad(*arguments)
         remedy = "Call the model under torch.no_grad() or inference_mode(), or detach them"
         expect(not wanted, "cache", "keys and values without gradients", "ones that require them", remedy)
         with compat.BelowAutograd():
-            op.redispatch(keyset & compat.after_autograd, *arguments)
+            return op.redispatch(keyset & compat.after_autograd, *arguments)  # type: ignore[no-any-return]
 
-    def count_versions(keyset: Any, *arguments: Any) -> None:
+    def count_versions(keyset: Any, *arguments: Any) -> Tensor:
         # What autograd saved before the write must be found changed in backward.
-        torch.autograd.graph.increment_version(arguments[:3])
+        torch.autograd.graph.increment_version(arguments[:2])
         with compat.BelowInplaceOrView():
-            op.redispatch(keyset & compat.after_inplace_or_view, *arguments)
+            return op.redispatch(keyset & compat.after_inplace_or_view, *arguments)  # type: ignore[no-any-return]
 
     library.impl(name, refuse_gradients, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
     library.impl(name, count_versions, "ADInplaceOrView", with_keyset=True)  # type: ignore[no-untyped-call]
@@ -202,13 +209,14 @@ def _refuse_vmap(*_: Any) -> None:
     expect(False, "cache: update under vmap", "tokens of all batch rows at once", got, remedy)
 
 
-def _fake(keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> None:
+def _fake(keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> Tensor:
     # How many tokens there are may be a symbol that nothing is known of: it is compared when the call runs.
     check_new(keys.shape[1], keys, values, lengths, *new[:3])
+    return torch.empty_like(lengths)
 
 
-cache_write_op = torch.ops.attnspan.cache_write.default
-_library.impl("cache_write", _write_cpu, "CPU")  # type: ignore[no-untyped-call]
-_library.impl("cache_write", write_anywhere, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("attnspan::cache_write", _fake, lib=_library)
-guard(_library, "cache_write", cache_write_op)
+cache_append_op = torch.ops.attnspan.cache_append.default
+_library.impl("cache_append", _write_cpu, "CPU")  # type: ignore[no-untyped-call]
+_library.impl("cache_append", write_anywhere, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("attnspan::cache_append", _fake, lib=_library)
+guard(_library, "cache_append", cache_append_op)

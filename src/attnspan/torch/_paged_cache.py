@@ -1,6 +1,6 @@
 """Caches whose rows take pages from one pool, and attention over them.
 
-The operators ``attnspan::paged_write`` and ``attnspan::paged_attention``. Spans are intervals of a row's
+The operators ``attnspan::paged_append`` and ``attnspan::paged_attention``. Spans are intervals of a row's
 tokens, wherever these lie: the CPU kernel and Triton's look up pages while they read, other backends are
 given a copy.
 """
@@ -33,8 +33,8 @@ __all__ = ["PagedCache"]
 
 _library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
-    "paged_write(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) lengths, Tensor table, Tensor k_new,"
-    " Tensor v_new, Tensor? counts, int max_len) -> ()",
+    "paged_append(Tensor(a!) keys, Tensor(b!) values, Tensor lengths, Tensor table, Tensor k_new,"
+    " Tensor v_new, Tensor? counts, int max_len) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(  # type: ignore[no-untyped-call]
@@ -48,7 +48,7 @@ _library.define(  # type: ignore[no-untyped-call]
 _DEFAULTS = (*Options(), None, "cpu")
 
 
-def _write(keys: Tensor, values: Tensor, lengths: Tensor, table: Tensor, *new: Any) -> None:
+def _write(keys: Tensor, values: Tensor, lengths: Tensor, table: Tensor, *new: Any) -> Tensor:
     """New tokens behind those of each row; a row without pages for them is left alone, and `LOST`.
 
     The last page of keys and values is a scratch page: it takes what must not be stored.
@@ -74,7 +74,7 @@ def _write(keys: Tensor, values: Tensor, lengths: Tensor, table: Tensor, *new: A
         check_room(lengths.tolist(), own[:, 0].tolist(), n, room)
         row = int(legal.logical_not().nonzero()[0])
         given = int(_is_page(table[row], pages).sum())
-        got = f"{given} of {page} tokens, of which {int(lengths[row])} are taken"
+        got = f"{given} of {page} tokens each, with {int(lengths[row])} tokens in them"
         remedy = "Call reserve(...) for the tokens to come, or reset() the row; nothing was written"
         if (of_page[row][mine[row]] < pages).all():
             got = "one that another row uses"
@@ -84,12 +84,13 @@ def _write(keys: Tensor, values: Tensor, lengths: Tensor, table: Tensor, *new: A
     chunks = [x.transpose(1, 2).contiguous() for x in apart((keys, values), (chunk[0], chunk[1]))]
     for cache, x in zip((keys, values), chunks, strict=True):
         cache[own_page, :, place] = x
-    lengths.copy_(torch.where(legal, (start + own)[:, 0], LOST))
+    return torch.where(legal, (start + own)[:, 0], LOST).to(lengths.dtype)
 
 
-def _write_fake(keys: Tensor, values: Tensor, lengths: Tensor, table: Tensor, *new: Any) -> None:
+def _write_fake(keys: Tensor, values: Tensor, lengths: Tensor, table: Tensor, *new: Any) -> Tensor:
     del table
     check_new(keys.shape[1], keys, values, lengths, *new[:3])
+    return torch.empty_like(lengths)
 
 
 def _is_page(table: Tensor, pages: int) -> Tensor:
@@ -128,10 +129,10 @@ def _refuse_gradients(keyset: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         return _forward_op.redispatch(keyset & compat.after_autograd, *arguments)  # type: ignore[no-any-return]
 
 
-_write_op, _forward_op = torch.ops.attnspan.paged_write.default, torch.ops.attnspan.paged_attention.default
-_library.impl("paged_write", _write, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("attnspan::paged_write", _write_fake, lib=_library)
-guard(_library, "paged_write", _write_op)
+_write_op, _forward_op = torch.ops.attnspan.paged_append.default, torch.ops.attnspan.paged_attention.default
+_library.impl("paged_append", _write, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("attnspan::paged_append", _write_fake, lib=_library)
+guard(_library, "paged_append", _write_op)
 for _key in ("CPU", "CUDA"):
     _library.impl("paged_attention", _forward, _key)  # type: ignore[no-untyped-call]
 _library.impl("paged_attention", _refuse_gradients, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
@@ -245,7 +246,7 @@ class PagedCache(CacheRows):
         """
         k_new, v_new = self._chunk(k_new, v_new, counts)
         arrays = self._keys, self._values, self.lengths, self.table
-        _write_op(*arrays, k_new, v_new, counts, self.max_len)
+        self.lengths.copy_(_write_op(*arrays, k_new, v_new, counts, self.max_len))
 
     def mask(self, q_len: int) -> Mask:
         """Mask of the newest ``q_len`` tokens of each row: ``causal() & cache(lengths)``."""

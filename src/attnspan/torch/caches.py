@@ -13,7 +13,7 @@ from attnspan.base.checks import count
 from attnspan.masks import Mask
 
 from ._cache_rows import CacheRows, Storage
-from ._cache_write import cache_write_op
+from ._cache_write import cache_append_op
 
 __all__ = ["SlotCache", "StaticCache"]
 
@@ -62,7 +62,8 @@ class SlotCache(CacheRows):
             TypeError: Element types do not fit.
         """
         k_new, v_new = self._chunk(k_new, v_new, counts)
-        cache_write_op(self._keys, self._values, self.lengths, k_new, v_new, counts, self.keep)
+        arrays = self._keys, self._values, self.lengths
+        self.lengths.copy_(cache_append_op(*arrays, k_new, v_new, counts, self.keep))
         return self.keys, self.values
 
     def extra_repr(self) -> str:
