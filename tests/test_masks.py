@@ -126,6 +126,20 @@ def test_pytrees_round_trip(sample):
             assert {id(y) for y in arrays} <= {id(y) for y in leaves}
 
 
+@EACH
+@pytest.mark.parametrize("other", [0, "axis", None])
+def test_what_stands_in_the_place_of_arrays_keeps_the_structure(sample, other):
+    """Axes of vmap and shardings are trees of a mask's structure."""
+    pytree = torch.utils._pytree
+    mask = sample.build(*(torch.from_numpy(x) for x in sample.arrays))
+    leaves, spec = pytree.tree_flatten(mask)
+    axes = pytree.tree_map(lambda _: other, mask)
+    assert pytree.tree_flatten(axes) == ([other] * len(leaves), spec)
+    again = pytree.tree_map(lambda _, x: x, axes, mask)
+    assert repr(again) == repr(mask)
+    assert pytree.tree_structure(again) == spec
+
+
 def test_separate_ids_for_rows_and_keys():
     q_ids, kv_ids = np.array([[2, 9, 0], [5, 5, 1]]), np.array([0, 0, 2, 2, 5])
     spans = a.segments(q_ids, kv_ids).spans(3, 5, batch=2)

@@ -100,10 +100,9 @@ def probe(
         raise OptionError("batch", expected=f"one of {', '.join(_INPUTS)}", got=got, remedy=remedy)
     tokens = batch[name]
     documents, shape = torch.as_tensor(documents, device=tokens.device), tuple(tokens.shape[:2])
-    got = tuple(documents.shape)
-    fits = got in (shape, (1, *shape[1:]), shape[1:])
-    remedy = "Give one number for each token"
-    expect(fits, "documents", "shape {}", got, remedy, shape, error=ShapeError)
+    given, remedy = tuple(documents.shape), "Give one number for each token"
+    fits = given in (shape, (1, *shape[1:]), shape[1:])
+    expect(fits, "documents", "shape {}", given, remedy, shape, error=ShapeError)
     documents = documents.expand(shape)
     run = _Runner(model, batch, name, call)
     before = run(tokens)

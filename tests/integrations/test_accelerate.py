@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from closeness import relative_error
+from torch.distributed.device_mesh import init_device_mesh
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -24,10 +25,12 @@ from trainers import OPTIONS, SIZES, as_started_by_torchrun, documents, model_of
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments  # noqa: E402
 from worlds import preload, ranks, torchrun, world  # noqa: E402
 
+from attnspan import causal, segments  # noqa: E402
 from attnspan.errors import OptionError  # noqa: E402
 from attnspan.integrations._accelerate_rows import _split, examine  # noqa: E402
 from attnspan.integrations.accelerate import context_parallel  # noqa: E402
-from attnspan.integrations.transformers import plans_only  # noqa: E402
+from attnspan.integrations.transformers import attend, plans_only  # noqa: E402
+from attnspan.parallel import Layout  # noqa: E402
 from attnspan.testing import probe  # noqa: E402
 
 preload("transformers.trainer")
@@ -190,6 +193,25 @@ def test_packed_documents_do_not_see_each_other_on_two_ranks(name: str, tmp_path
     assert found.isolated, str(found)
     assert found.documents == 3
     assert not probed(torch.arange(13)[None]).isolated, "else this finds nothing"
+
+
+@ranks(2)
+def test_a_loop_of_ones_own_takes_its_plan_from_a_mask_function_of_its_name() -> None:
+    ids = torch.repeat_interleave(torch.arange(3), torch.tensor([5, 2, 6]))[None]
+    positions, tokens = torch.tensor([[*range(5), *range(2), *range(6)]]), torch.arange(13)[None] + 3
+    model, plans = model_of("llama"), []
+    wanted = model(tokens, position_ids=positions).logits
+    transformers.AttentionInterface.register("attnspan_plan", attend)
+    transformers.AttentionMaskInterface.register("attnspan_plan", lambda *_, **__: plans[-1])
+    model.set_attn_implementation("attnspan_plan")
+    mask, mesh = causal() & segments(ids), init_device_mesh("cpu", (2,))
+    layout = Layout.of(mask, q_len=13, ranks=2)
+    rows = layout.shard({"input_ids": tokens, "position_ids": positions}, dist.get_rank())
+    heads = model.config.num_attention_heads, model.config.num_key_value_heads
+    plans.append(layout.plan(mask, heads=heads).on(mesh, rows=rows))
+    inputs = {name: rows[name] for name in ("input_ids", "position_ids")}
+    found = layout.gather(model(**inputs, use_cache=False).logits, mesh)
+    assert relative_error(found, wanted) < 1e-5
 
 
 @ranks(2)

@@ -312,8 +312,7 @@ def test_the_examples_of_the_page_give_what_one_device_gives() -> None:
     mask, slopes = causal & attnspan.segments(np.asarray(names["ids"])), attnspan.alibi_slopes(names["Hq"])
     alike(names["out"], alone(mask))
     alike(names["biased"], alone(causal & attnspan.window(8), bias=attnspan.alibi(slopes)))
-    layer.attention_fn = functools.partial(names["attention_fn"], mask)
-    alike(names["flax_out"], layer(jnp.asarray(names["hidden"]), deterministic=True))
+    alike(names["flax_out"], layer(jnp.asarray(names["hidden"]), mask=mask, deterministic=True))
     params, losses, step = names["first_params"], [], jax.jit(jax.value_and_grad(names["loss_of"]))
     for seed in range(4):
         whole = {**names["whole_rows"](seed), "q_index": None}

@@ -257,7 +257,7 @@ UNMARKED = {
     "ids of another batch": "logits: .*batch row, token.* The mask or the ids are another batch's",
     "old tensors under new marks": "x: .* on ranks .* They are other rows of the whole: tensors of another",
     "a mean of local means": "loss: the ranks' parts add up to .* a mean of each rank's own mean",
-    "gradients of one rank": r"table: it differs on ranks \[0, 1\].* Use sum_gradients",
+    "gradients of one rank": r"table: it differs on ranks \[0, 1\].* call sum_gradients",
 }
 
 

@@ -111,7 +111,10 @@ def test_operators_check_sizes_too(name: str) -> None:
     (k, v, *counts), kind, text = BAD_WRITES[name]
     table = torch.arange(6, dtype=torch.int32).reshape(2, 3)
     pool, slots = torch.zeros(7, KV_HEADS, 3, DIM), torch.zeros(2, KV_HEADS, 8, DIM)
-    writes: list[tuple[Any, Tensor, list[Any]]] = [(cache_append_op, slots, [8]), (cache_append_op, slots, [2])]
+    writes: list[tuple[Any, Tensor, list[Any]]] = [
+        (cache_append_op, slots, [8]),
+        (cache_append_op, slots, [2]),
+    ]
     writes += [] if name == "too long" else [(paged_append_op, pool, [8])]
     for op, cache, rest in writes:
         held = cache, cache.clone(), torch.zeros(2, dtype=torch.int32)

@@ -159,6 +159,8 @@ def _meant(value: Any) -> tuple[str, str]:
         return "two masks without their parentheses", "Call them, as in causal() | window(2)"
     if kind == "Spans":
         return repr(value), "Wrap it in spans(...)"
+    if kind in ("Plan", "LocalPlan"):
+        return f"a {kind}, which no mesh has yet", "Pass plan.on(mesh, rows=rows)"
     if kind == "BlockMask":
         return kind, "Wrap it in from_block_mask(...)"
     if isinstance(value, str):

@@ -30,7 +30,7 @@ class Node:
 
     # NumPy then leaves its operators to those of the class, instead of calling them for each element.
     __array_ufunc__ = None
-    # Fields that were children, where a framework put something else in the place of one: an axis, a sharding.
+    # Fields that were children, where a framework put something else in the place of one, such as an axis.
     _children: ClassVar[tuple[str, ...] | None] = None
 
     def __init_subclass__(cls, **keywords: Any) -> None:

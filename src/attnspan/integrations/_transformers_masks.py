@@ -60,9 +60,10 @@ def _say_what_they_are() -> None:
         "blockwise_overlay": "groups",
         "padding_mask_function": "keys",
         "packed_sequence_mask_function": "segments",
-        "remap_positions_for_packed_sequence": "positions",
     }
     require_names(masking_utils, kinds, "attnspan.integrations.transformers", "transformers")
+    if hasattr(masking_utils, "remap_positions_for_packed_sequence"):  # from 5.23 on
+        kinds["remap_positions_for_packed_sequence"] = "positions"
     for name, kind in kinds.items():
         make = getattr(masking_utils, name)
         if not hasattr(make, "attnspan_kind"):

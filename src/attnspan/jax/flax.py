@@ -53,8 +53,8 @@ def attention_fn(
         bias: Floating, broadcasts to (..., N, T, S), added to the scaled scores; differentiable.
         mask: Broadcasts to (..., N, T, S), True or nonzero where a query may see a key, as flax's
             ``make_attention_mask`` makes it; or a mask of attnspan, which costs less, also one on a mesh
-            (`attnspan.jax.shard`, `attnspan.parallel.Plan.on`). The rows of an array that ``jit`` traces may have 8 runs of visible keys: pass ``from_dense(mask, max_runs=...)``
-            for more.
+            (`attnspan.jax.shard`, `attnspan.parallel.Plan.on`). The rows of an array that ``jit`` traces may
+            have 8 runs of visible keys: pass ``from_dense(mask, max_runs=...)`` for more.
         broadcast_dropout: Drop the same weights in all batch rows and heads.
         dropout_rng: A key of `jax.random`, typed or raw; needed for dropout.
         dropout_rate: Python number in [0, 1), the share of weights that are dropped.

@@ -359,7 +359,7 @@ def key_len(leaves: list[Any], known: int | None = None, tracing: bool = False) 
             continue
         if known is not None and length is not known and not agree(length, known):
             remedy = "They describe the whole, global sequence. Name layout='bshd' if k is (B, S, H, D)"
-            remedy += ", and pass k_index if only some keys are here"
+            remedy += ", pass a plan if ranks share the sequence, or k_index if only some keys are here"
             expected = "arrays that describe {} keys"
             expect(False, repr(leaf), expected, length, remedy, known, error=ShapeError)
         known = length

@@ -35,7 +35,7 @@ _SWITCHES = {
 #: The same for documents in transformers, which knows them from the batch alone.
 _PACKED = (
     "Pass position_ids that start again at each document, no attention_mask, and use_cache=False, "
-    "which attn_implementation=\"attnspan\" does not need"
+    'which attn_implementation="attnspan" does not need'
 )
 _OF_ATTENTION = ("unfused", "dense-mask", "kv-copy", "copy", "upcast", "leak", "mask-lost", "causality-lost")
 _MODULE = "attnspan_lab.doctor.child"

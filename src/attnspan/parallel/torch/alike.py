@@ -26,12 +26,14 @@ _CAUSES = {
     "first": _SHIFTED.format("first", "tokens, positions or features were shifted"),
     "elsewhere": "They are other rows of the whole: tensors of another layout under the marks of this one. "
     "Shard all of a batch by one layout.shard(...) call",
-    "mask": "The mask or the ids are another batch's or another layout's, or keys do not go with their rows. "
-    "Make layout, plan and rows from the ids of this batch",
+    "mask": "The mask or the ids are another batch's or another layout's, positions are not "
+    "rows['q_index'], or tensors hold other rows than it says. Make layout, plan and rows from the ids of "
+    "this batch",
     "mean": "The ranks' parts do not add up: a mean of each rank's own mean. "
     "Divide by the targets of all ranks, global_token_count(...)",
-    "gradient": "Gradients are neither summed over ranks nor each rank's part of one loss. "
-    "Use sum_gradients(...), or FSDP2 with set_gradient_divide_factor(1.0)",
+    "gradient": "Either gradients are not summed over ranks: call sum_gradients(...), or use FSDP2 with "
+    "set_gradient_divide_factor(1.0). Or a rank's loss is a mean of its own: divide by "
+    "global_token_count(...)",
 }
 
 
