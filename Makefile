@@ -18,7 +18,7 @@ help:
 	@echo "make test-cuda what a compiler sees of CUDA tensors, with torch's CUDA build and without a GPU; the same environment"
 	@echo "make gpu     on a machine with a GPU: tests, tuning and figures, with its own Python and torch; or gpu-test, gpu-tune, gpu-bench; gpu-quick is the most of it in 15 minutes"
 	@echo "make test-xla the tests of PyTorch/XLA, in an environment of their own (.venv-xla, 4 GB of packages)"
-	@echo "make sanitize CASES=360 SEED=0  the kernel over random problems, under the sanitizers for addresses, undefined behaviour and threads"
+	@echo "make sanitize CASES=360 SEED=0 SIZE=small  the kernel over random problems, under the sanitizers for addresses, undefined behaviour and threads"
 	@echo "make zoo     every architecture of transformers and diffusers with attnspan, and the tests that need TRL and torchtitan"
 	@echo "make docs    build the documentation site into build/site, 9 seconds; ARGS=serve shows it at http://127.0.0.1:8000"
 	@echo "make lint    formatters, linters, type checker"
@@ -232,14 +232,15 @@ committed:
 
 # The kernel over random problems, while a second thread writes into the mask, and while allocations fail: once under
 # the address and undefined-behaviour sanitizers, once under the thread sanitizer. CASES problems over all levels, drawn
-# from SEED; `make sanitize CASES=100000` takes hours.
+# from SEED. `make sanitize CASES=100000 SIZE=small` takes half an hour; without `small` it takes a night.
 CASES ?= 360
 SEED ?= 0
+SIZE ?=
 
 sanitize:
 	@for preset in sanitize sanitize-thread; do \
 	  cmake --preset $$preset && cmake --build --preset $$preset --target attnspan_memory_check && \
-	  build/$$preset/attnspan_memory_check $(CASES) $(SEED) || exit 1; \
+	  build/$$preset/attnspan_memory_check $(CASES) $(SEED) $(SIZE) || exit 1; \
 	done
 
 # The kernel compiled for aarch64, and its tests against that program under user-mode emulation.

@@ -2,10 +2,12 @@
 // another thread writes into the mask and the indices, and with each allocation failing in turn. Values are compared
 // with the oracle elsewhere (tests/kernels).
 //
-// Arguments: how many problems in all, and the first of the numbers that they are drawn from.
+// Arguments: how many problems in all, the first of the numbers that they are drawn from, and "small" for small ones.
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <optional>
 #include <thread>
 
@@ -78,6 +80,7 @@ bool run_one(Isa level) {
 
 int main(int argc, char** argv) {
   const int problems = argc > 1 ? std::atoi(argv[1]) : 360, seed = argc > 2 ? std::atoi(argv[2]) : 0;
+  small_problems = argc > 3 && std::strcmp(argv[3], "small") == 0;
   int levels = 0;
   for (int i = 0; i < isa_levels; ++i) levels += isa_supported(static_cast<Isa>(i));
   const int each = (problems + levels - 1) / levels;
@@ -85,7 +88,8 @@ int main(int argc, char** argv) {
   for (int i = 0; i < isa_levels; ++i) {
     const Isa level = static_cast<Isa>(i);
     if (!isa_supported(level)) continue;
-    const int failures = fail_allocations(level, each / 20 + 1);  // forks, so before this process has threads
+    const int failures =
+        fail_allocations(level, std::min(each / 20 + 1, 100));  // forks, so before this process has threads
     for (int n = 0; n < each; ++n)
       if (!run_one(level)) return std::fprintf(stderr, "%s: a legal problem was refused\n", isa_name(level)), 1;
     std::printf("%s: %d problems, %d allocations that failed, seed %d\n", isa_name(level), each, failures, seed);

@@ -14,6 +14,7 @@
 namespace attnspan::native {
 
 inline std::mt19937 random_bits(0);
+inline bool small_problems = false;  // a hundred times as many in the same time
 
 inline int64_t pick(std::initializer_list<int64_t> values) { return values.begin()[random_bits() % values.size()]; }
 
@@ -207,6 +208,11 @@ class RandomProblem {
     p.head_dim = pick({1, 7, 16, 40, 64, 80, 128, 256, 576}), p.v_dim = pick({1, 8, 33, 64, 128, 256, 512});
     if (p.q_len <= 16 && pick({0, 1}))  // keys in several parts
       p.batch = p.kv_heads = 1, p.q_heads = pick({1, 2, 4}), p.k_len = pick({2100, 2100, 9000});
+    if (small_problems) {
+      p.kv_heads = 1, p.q_heads = pick({1, 2}), p.q_len = pick({1, 3, 8, 16, 33, 65}),
+      p.k_len = pick({0, 1, 31, 64, 97});
+      p.head_dim = pick({1, 7, 16, 40, 64}), p.v_dim = pick({1, 8, 33, 64});
+    }
     p.runs = pick({1, 1, 2, 4});
     const auto factor = static_cast<float>(pick({-1, 0, 1, 1}) * pick({1, 1, 1000000}));
     p.scale = factor / std::sqrt(static_cast<float>(p.head_dim));

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from samples.torch_calls import OPERATOR_ERROR
 from torch import Tensor
 
 from attnspan import causal, relative, segments, t5_buckets
@@ -35,10 +36,10 @@ def test_operators_refuse_it(name: str, part: float) -> None:
     rest = (0.2, 0.0, x["bias"], 4, x["sinks"], 0.1, x["dropout_seed"], x["q_index"], x["k_index"])
     _shrink(x[name], part)
     if name in INPUTS:
-        with pytest.raises(ValueError, match=REFUSED):
+        with pytest.raises(OPERATOR_ERROR, match=REFUSED):
             torch.ops.attnspan.attention(x["q"], x["k"], x["v"], x["bounds"], *rest)
     arrays = [x[n] for n in ("dout", "dlse", "q", "k", "v", "bounds", "out", "lse")]
-    with pytest.raises(ValueError, match=REFUSED):
+    with pytest.raises(OPERATOR_ERROR, match=REFUSED):
         torch.ops.attnspan.attention_backward(*arrays, *rest)
 
 
@@ -50,10 +51,10 @@ def test_the_kernel_refuses_it(name: str) -> None:
     _shrink(x[name], 0.5)
     call = {"scale": 0.2, "num_threads": 1, "options": options}
     arrays = [x[n] for n in ("dout", "dlse", "q", "k", "v", "out", "lse", "bounds", "dq", "dk", "dv")]
-    with pytest.raises(ValueError, match=REFUSED):
+    with pytest.raises(OPERATOR_ERROR, match=REFUSED):
         cpu.backward(*arrays, dsinks=x["dsinks"], **call)
     if name in ("out", "lse"):
-        with pytest.raises(ValueError, match=REFUSED):
+        with pytest.raises(OPERATOR_ERROR, match=REFUSED):
             cpu.forward(*(x[n] for n in ("q", "k", "v", "bounds", "out", "lse")), **call)
 
 
@@ -63,9 +64,9 @@ def test_eager_calls_and_saved_tensors(strided: bool) -> None:
     k = torch.randn(1, 2, 20, 32)[..., ::2] if strided else torch.randn(1, 2, 20, 16)
     out = attention(q, k.requires_grad_(), v, mask=causal())
     _shrink(k, 0)
-    with pytest.raises(ValueError, match=REFUSED):
+    with pytest.raises(OPERATOR_ERROR, match=REFUSED):
         attention(q, k, v, mask=causal())
-    with pytest.raises(ValueError, match=REFUSED):
+    with pytest.raises(OPERATOR_ERROR, match=REFUSED):
         out.sum().backward()
 
 
@@ -74,7 +75,7 @@ def test_ids_of_a_mask(dtype: torch.dtype, size: int) -> None:
     q, ids = torch.randn(1, 2, 20, 16), (torch.arange(20, dtype=dtype) // 7)[None]
     mask = segments(ids)
     _shrink(ids, 0)
-    with pytest.raises(ValueError, match=rf"expected a storage of {size} bytes .* got 0 bytes"):
+    with pytest.raises(OPERATOR_ERROR, match=rf"expected a storage of {size} bytes .* got 0 bytes"):
         attention(q, q, q, mask=mask)
 
 
@@ -82,7 +83,7 @@ def test_a_table_of_which_columns_are_taken() -> None:
     q, table = torch.randn(1, 2, 20, 16), torch.randn(2, 32)
     bias = relative(table, t5_buckets())
     _shrink(table, 0.5)
-    with pytest.raises(ValueError, match=r"expected a storage of 256 bytes .* got 128 bytes"):
+    with pytest.raises(OPERATOR_ERROR, match=r"expected a storage of 256 bytes .* got 128 bytes"):
         attention(q, q, q, bias=bias)
 
 
@@ -91,7 +92,7 @@ def test_a_table_of_which_columns_are_taken() -> None:
 def test_framework_code(name: str, part: float) -> None:
     x = {n: torch.randn(1, 2, 20, 16) for n in ("q", "k", "v")}
     _shrink(x[name], part)
-    with pytest.raises(ValueError, match=rf"{name}: expected a storage of 2560 bytes .* got \d+ bytes"):
+    with pytest.raises(OPERATOR_ERROR, match=rf"{name}: expected a storage of 2560 bytes .* got \d+ bytes"):
         attention(**x, backend="math")
 
 
@@ -125,7 +126,7 @@ def test_buffers_of_a_cache(kind: str, name: str, call: str) -> None:
         "reorder": ([1, 0],),
         "truncate": (0,),
     }.get(call, ())
-    with pytest.raises(ValueError, match=r"cache.*: expected a storage of \d+ bytes .* got 0 bytes"):
+    with pytest.raises(OPERATOR_ERROR, match=r"cache.*: expected a storage of \d+ bytes .* got 0 bytes"):
         getattr(cache, call)(*given)
 
 
@@ -135,6 +136,6 @@ def test_views_of_a_part_are_measured_from_where_they_begin() -> None:
     whole = attention(q, k, v)
     x.untyped_storage().resize_(2 * 4 * 640)  # q and k stay whole
     assert torch.isfinite(attention(q, k, k)).all()
-    with pytest.raises(ValueError, match=REFUSED):
+    with pytest.raises(OPERATOR_ERROR, match=REFUSED):
         attention(q, k, v)
     assert whole.isfinite().all()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from covering import everything, few
+from samples.torch_calls import OPERATOR_ERROR
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
@@ -44,7 +45,7 @@ def test_compiled_code_raises_the_whole_text(kind: str) -> None:
     torch.testing.assert_close(compiled(q, k, mask), _attend(q, k, mask))
     q, k = _inputs(8)
     for other in (7, 9, 12):
-        with pytest.raises(ValueError, match=MISFIT.format(other)):
+        with pytest.raises(OPERATOR_ERROR, match=MISFIT.format(other)):
             compiled(q, k, full().prepare(8, other, like=q) if other == 7 else _lower(kind, other))
 
 
@@ -68,7 +69,7 @@ def test_spans_that_a_compiled_function_makes_itself() -> None:
     compiled = torch.compile(run, fullgraph=True, backend="eager", dynamic=True)
     q, k = _inputs(9)
     torch.testing.assert_close(compiled(q, k, cut=0), run(q, k, cut=0))
-    with pytest.raises(ValueError, match=r"k_len=9 keys .* got spans over 8"):
+    with pytest.raises(OPERATOR_ERROR, match=r"k_len=9 keys .* got spans over 8"):
         compiled(q, k, cut=1)
 
 
@@ -85,7 +86,7 @@ def test_exported_programs_check_it_too() -> None:
     q, k = _inputs(9)
     mask = causal().prepare(8, 9, like=q)
     torch.testing.assert_close(program(q, k, mask), _attend(q, k, mask))
-    with pytest.raises(ValueError, match=r"k_len=9 keys .* got spans over 12"):
+    with pytest.raises(OPERATOR_ERROR, match=r"k_len=9 keys .* got spans over 12"):
         program(q, k, full().prepare(8, 12, like=q))
 
 
@@ -101,7 +102,7 @@ def test_dtensors_have_their_own(tmp_path: Any) -> None:
         compiled = torch.compile(_attend, fullgraph=True, backend="aot_eager")
         like = torch.zeros(0)
         assert torch.isfinite(compiled(q, k, full().prepare(8, 8, like=like)).to_local()).all()
-        with pytest.raises(ValueError, match=MISFIT.format(7)):
+        with pytest.raises(OPERATOR_ERROR, match=MISFIT.format(7)):
             compiled(q, k, full().prepare(8, 7, like=like))
     finally:
         torch.distributed.destroy_process_group()
@@ -121,7 +122,7 @@ def test_it_survives() -> None:
     compiled = torch.compile(_attend, fullgraph=True, backend=counter)
     for way, other in others.items():
         for attend in (compiled, _attend):
-            with pytest.raises(ValueError, match=MISFIT.format(9)):
+            with pytest.raises(OPERATOR_ERROR, match=MISFIT.format(9)):
                 attend(*_inputs(8), other)
         assert other.k_len == 9, way
         assert _attend(*_inputs(9), other).shape == (1, 2, 8, 16)
@@ -157,6 +158,6 @@ def test_prepared_masks_alone_and_inside_of_others_are_one_program(kind: str) ->
         torch._dynamo.mark_dynamic(k, 2)
         mask = causal().prepare(8, k_len, like=q)
         torch.testing.assert_close(compiled(q, k, mask), run(q, k, mask))
-    with pytest.raises(ValueError, match=r"mask bounds: .* row 0|got spans over 12"):
+    with pytest.raises(OPERATOR_ERROR, match=r"mask bounds: .* row 0|got spans over 12"):
         compiled(q, k, full().prepare(8, 12, like=q))
     assert counter.frame_count == 1

@@ -28,6 +28,8 @@ def refused(call):
         call()
     except MemoryError:
         return True
+    except RuntimeError as error:  # as which torch passes it on from 2.15 on
+        return "bad_alloc" in str(error)
     finally:
         room(None)
     return False

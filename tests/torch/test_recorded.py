@@ -59,7 +59,7 @@ def test_a_recorded_mask_is_that_of_the_arrays(name: str, recorder: str) -> None
     call, first, other = CALLS[name]
     q = torch.randn(2, lengths.HEADS, LENGTH, 8)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.jit.trace", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", "`torch.jit.trace")
         if recorder == "jit":
             recorded = torch.jit.trace(call, (q, *first), check_trace=False)
         else:
@@ -69,7 +69,7 @@ def test_a_recorded_mask_is_that_of_the_arrays(name: str, recorder: str) -> None
 
 def test_a_recorded_mask_meets_other_lengths() -> None:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.jit.trace", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", "`torch.jit.trace")
         recorded = torch.jit.trace(
             lambda q, k: attention(q, k, k, mask=causal()), (torch.randn(1, 1, 2, 8), torch.randn(1, 1, 4, 8))
         )
