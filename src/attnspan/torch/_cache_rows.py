@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from attnspan.base.arrays import INT32_MAX, arrays_for, stored
 from attnspan.base.checks import count, number
 from attnspan.base.plain import check_plain
-from attnspan.errors import DeviceError, DtypeError, ShapeError, expect
+from attnspan.errors import DeviceError, DtypeError, ShapeError, UsageError, expect
 from attnspan.kernels import cpu
 
 from ._cache_write import INTEGERS, LOST
@@ -62,6 +62,9 @@ class CacheRows(WritableBuffers):
         **sizes: int,
     ) -> None:
         super().__init__()
+        unknown = sorted(set(sizes) - {*axes, "batch", "kv_heads", "head_dim"})
+        wanted = "dtype, device, layout, v_dim and its sizes"
+        expect(not unknown, type(self).__name__, wanted, ", ".join(unknown), "Leave it out", error=UsageError)
         sizes |= {"v_dim": sizes["head_dim"] if v_dim is None else v_dim}
         sizes = {name: count(name, size, least=1) for name, size in sizes.items()}
         known = layout in ("bhsd", "bshd")
@@ -116,7 +119,7 @@ class CacheRows(WritableBuffers):
         legal = (wanted <= self.lengths) & ((wanted >= least) | ((wanted >= 0) & (wanted <= most)))
         if arrays_for([legal]).concrete(legal) and not legal.all():
             b = int(legal.logical_not().nonzero()[0])
-            expected = f"{int(least[b])} to {int(self.lengths[b])}, whose window the row still holds"
+            expected = f"{int(least[b])} to {int(self.lengths[b])}, of which the row holds what it needs"
             remedy = "A cache only gives back tokens that it still holds; reset() empties a row"
             expect(False, f"truncate: lengths[{b}]", expected, f"{lengths[b]}", remedy)
         self._set_lengths(torch.where(legal, wanted, LOST))
@@ -247,6 +250,8 @@ def row_numbers(what: str, rows: Any, of: Tensor, *, whole: bool = False) -> tup
             is no row.
     """
     batch, remedy = of.shape[0], "Pass the numbers of batch rows"
+    if isinstance(rows, int) and not isinstance(rows, bool):
+        expect(False, what, "a list or a tensor of numbers", f"{rows}", f"Pass [{rows}]", error=DtypeError)
     if isinstance(rows, (list, tuple, range)):
         numbers = [number(what, x, remedy) for x in rows]
         rows = torch.tensor(numbers, dtype=torch.int64, device=of.device)

@@ -17,7 +17,7 @@ from attnspan.base.checks import count
 from attnspan.call import Call, check_keywords
 from attnspan.call.backend import asked as asked_for
 from attnspan.call.options import Given, Options
-from attnspan.errors import OptionError, expect
+from attnspan.errors import DtypeError, OptionError, expect
 from attnspan.kernels import cpu, triton
 from attnspan.masks import Mask
 
@@ -210,6 +210,9 @@ class PagedCache(CacheRows):
                 changes.
             TypeError: A length that is no integer.
         """
+        several, got = hasattr(lengths, "__iter__"), type(lengths).__name__
+        remedy = "Pass a list: how many tokens each row has room for afterwards, in all"
+        expect(several, "reserve", "a length for each row", got, remedy, error=DtypeError)
         given = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
         page, rows = self._keys.shape[2], self.table.tolist()
         expected = "a length for each of {} rows"
