@@ -97,7 +97,7 @@ TESTS ?= $(sort $(foreach x,$(WITH_NAMES),$(TESTS_OF_$(x))))
 
 $(WITH_VENV)/.ready: constraints.txt pyproject.toml $(SOURCES) | needed
 	@test -x $(WITH_VENV)/bin/python || $(PYTHON) -m venv $(WITH_VENV)
-	grep -vE '^($(subst $(eval ) ,|,$(strip $(WITH_NAMES)$(if $(filter jax,$(WITH_NAMES)), jaxlib))))==' constraints.txt > $(WITH_VENV)/constraints.txt
+	grep -vE '^($(subst $(eval ) ,|,$(strip $(WITH_NAMES)$(if $(filter jax,$(WITH_NAMES)), jaxlib)$(if $(filter torch,$(WITH_NAMES)), triton))))==' constraints.txt > $(WITH_VENV)/constraints.txt
 	printf '%s\n' $(WITH) >> $(WITH_VENV)/constraints.txt
 	rm -rf $(WITH_VENV)/wheel
 	PIP_CONSTRAINT=constraints.txt $(call WHEEL,$(WITH_VENV),$(WITH_VENV))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from closeness import relative_error
 from torch.distributed.device_mesh import init_device_mesh
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", minversion="5.23")
 pytest.importorskip("accelerate")
 
 # The worlds of processes that tests over several ranks share.

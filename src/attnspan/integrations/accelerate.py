@@ -28,6 +28,8 @@ from attnspan.parallel.torch.loss import sum_over
 from .transformers import plans_only
 
 require("accelerate", "attnspan.integrations.accelerate", "accelerate", ("1.12", "2"))
+# Older trainers count the tokens of padded batches otherwise.
+require("transformers", "attnspan.integrations.accelerate", "accelerate", ("5.23", "6"))
 
 from accelerate import ParallelismConfig  # noqa: E402
 from accelerate.utils import recursively_apply  # noqa: E402
