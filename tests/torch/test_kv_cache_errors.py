@@ -70,7 +70,7 @@ BAD_CALLS = {
         ValueError,
         r"differ, got \[1, 1\]\. .*a mask of rows is bool",
     ),
-    "reset no list": (lambda c: c.reset(1), TypeError, r"expected a list or a tensor of numbers, got 1\. Pass \[1\]"),
+    "reset no list": (lambda c: c.reset(1), TypeError, r"a list or a tensor of numbers, got 1\. Pass \[1\]"),
     "reorder shape": (lambda c: c.reorder([0]), ValueError, r"expected shape \(2,\), one for each row, got"),
     "reorder number": (lambda c: c.reorder(torch.tensor([0, -1])), ValueError, "numbers from 0 to 1"),
     "reorder dtype": (lambda c: c.reorder([0.0, 1.0]), TypeError, "expected an int, got float"),
