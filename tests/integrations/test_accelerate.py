@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from closeness import relative_error
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
@@ -199,7 +200,7 @@ def test_packed_documents_do_not_see_each_other_on_two_ranks(name: str, tmp_path
 def test_a_loop_of_ones_own_takes_its_plan_from_a_mask_function_of_its_name() -> None:
     ids = torch.repeat_interleave(torch.arange(3), torch.tensor([5, 2, 6]))[None]
     positions, tokens = torch.tensor([[*range(5), *range(2), *range(6)]]), torch.arange(13)[None] + 3
-    model, plans = model_of("llama"), []
+    model, plans = model_of("llama"), [None]
     wanted = model(tokens, position_ids=positions).logits
     transformers.AttentionInterface.register("attnspan_plan", attend)
     transformers.AttentionMaskInterface.register("attnspan_plan", lambda *_, **__: plans[-1])
@@ -208,10 +209,14 @@ def test_a_loop_of_ones_own_takes_its_plan_from_a_mask_function_of_its_name() ->
     layout = Layout.of(mask, q_len=13, ranks=2)
     rows = layout.shard({"input_ids": tokens, "position_ids": positions}, dist.get_rank())
     heads = model.config.num_attention_heads, model.config.num_key_value_heads
-    plans.append(layout.plan(mask, heads=heads).on(mesh, rows=rows))
-    inputs = {name: rows[name] for name in ("input_ids", "position_ids")}
-    found = layout.gather(model(**inputs, use_cache=False).logits, mesh)
-    assert relative_error(found, wanted) < 1e-5
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for _ in range(3):
+        plans[:] = [layout.plan(mask, heads=heads).on(mesh, rows=rows)]
+        inputs = {name: rows[name] for name in ("input_ids", "position_ids")}
+        found = layout.gather(compiled(**inputs, use_cache=False).logits, mesh)
+        assert relative_error(found, wanted) < 1e-5
+    assert counter.frame_count == 1
 
 
 @ranks(2)
