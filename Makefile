@@ -85,7 +85,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check
 SOURCES := $(NATIVE) $(shell find src lab/src -name '*.py')
 
 # Other versions of what attnspan plugs into, in an environment that is named after them. torch's ordinary build brings
-# CUDA, about 3 GB, and runs on machines without it. Another Python: PYTHON=python3.12, which JAX 0.11 asks for.
+# CUDA and its own Triton, about 3 GB, and runs on machines without it. Another Python: PYTHON=python3.12, which JAX 0.11 asks for.
 WITH ?= torch==2.15.0
 WITH_VENV := .venv-with-$(subst ==,-,$(subst $(eval ) ,-,$(strip $(WITH))))
 WITH_NAMES := $(foreach x,$(WITH),$(firstword $(subst ==, ,$(x))))
@@ -97,7 +97,7 @@ TESTS ?= $(sort $(foreach x,$(WITH_NAMES),$(TESTS_OF_$(x))))
 
 $(WITH_VENV)/.ready: constraints.txt pyproject.toml $(SOURCES) | needed
 	@test -x $(WITH_VENV)/bin/python || $(PYTHON) -m venv $(WITH_VENV)
-	grep -vE '^($(subst $(eval ) ,|,$(strip $(WITH_NAMES)$(if $(filter jax,$(WITH_NAMES)), jaxlib)$(if $(filter torch,$(WITH_NAMES)), triton))))==' constraints.txt > $(WITH_VENV)/constraints.txt
+	grep -vE '^($(subst $(eval ) ,|,$(strip triton $(WITH_NAMES)$(if $(filter jax,$(WITH_NAMES)), jaxlib))))==' constraints.txt > $(WITH_VENV)/constraints.txt
 	printf '%s\n' $(WITH) >> $(WITH_VENV)/constraints.txt
 	rm -rf $(WITH_VENV)/wheel
 	PIP_CONSTRAINT=constraints.txt $(call WHEEL,$(WITH_VENV),$(WITH_VENV))
