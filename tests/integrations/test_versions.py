@@ -15,7 +15,7 @@ ADAPTERS = sorted((ROOT / "src/attnspan/integrations").glob("[!_]*.py"))
 @pytest.mark.parametrize("path", ADAPTERS, ids=lambda path: path.stem)
 def test_an_adapter_takes_the_versions_that_its_extra_brings(path):
     found = CALL.findall(path.read_text(encoding="utf-8"))
-    assert [module for module, *_ in found] == [path.stem]
+    assert path.stem in [module for module, *_ in found]
     for module, extra, first, beyond in found:
         line = re.search(rf"^{extra} = .*$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
         assert f'"{module}>={first},<{beyond}"' in line.group()

@@ -79,14 +79,10 @@ def _masks(model: Any, inputs: Mapping[str, Any], batch: int, length: int) -> di
     given = {
         name: x.cpu() for name in ("attention_mask", "token_type_ids") if (x := inputs.get(name)) is not None
     }
-    given = {"attention_mask": None, **given}
-    found = make(
-        config=model.config,
-        inputs_embeds=like,
-        past_key_values=None,
-        position_ids=inputs["position_ids"].cpu(),
-        **given,
-    )
+    # The cache has another name from transformers 5.24 on.
+    cache = "cache" if "cache" in inspect.signature(make).parameters else "past_key_values"
+    given = {"attention_mask": None, cache: None, "position_ids": inputs["position_ids"].cpu(), **given}
+    found = make(config=model.config, inputs_embeds=like, **given)
     by_kind = found if isinstance(found, dict) else {"": found}
     for kind, mask in by_kind.items():
         fits = isinstance(mask, Tensor) and mask.dim() == 4

@@ -104,18 +104,14 @@ def _see_documents_beside_a_new_cache() -> None:
     if hasattr(read, "attnspan_documents"):
         return
 
+    # The cache has another name from 5.24 on.
+    names = tuple(inspect.signature(read).parameters)
+
     @functools.wraps(read)
-    def read_documents(
-        config: Any,
-        inputs_embeds: Any,
-        attention_mask: Any,
-        past_key_values: Any,
-        position_ids: Any,
-        *rest: Any,
-        **named: Any,
-    ) -> Any:
-        found = read(config, inputs_embeds, attention_mask, past_key_values, position_ids, *rest, **named)
-        if attention_mask is not None or past_key_values is None or config._attn_implementation != NAME:
+    def read_documents(*args: Any, **named: Any) -> Any:
+        found, given = read(*args, **named), {**dict(zip(names, args, strict=False)), **named}
+        config, inputs_embeds, attention_mask, cache, position_ids = (given[name] for name in names[:5])
+        if attention_mask is not None or cache is None or config._attn_implementation != NAME:
             return found
         ready, mask, packed, q_len, k_len, q_offset, *others = found
         if ready or packed is not None or position_ids is None or position_ids.dim() != 2:
