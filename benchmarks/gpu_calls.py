@@ -1,4 +1,4 @@
-"""What a call costs the host on a GPU, beside SDPA's: python benchmarks/gpu_calls.py
+"""Host time of a call on a GPU, compared with SDPA: python benchmarks/gpu_calls.py
 
 Eight heads of 128 causal rows, head dim 64, bfloat16: microseconds from one call to the next, of 300 in a
 row, while the GPU works less than that; eager, compiled, and as a CUDA graph. Medians and quartiles of 15

@@ -1,7 +1,7 @@
 """Are results and gradients on a GPU right? python benchmarks/gpu_results.py
 
-Each backend, against the same call in float64 of `math`: errors by norm, beside those of torch's flash kernel
-or of `math` in the dtype itself. The most used calls come first; a line is printed as soon as it is known.
+Each backend is compared with `math` in float64. A line shows its errors by norm, and those of `math` in the
+call's own dtype. The most used calls come first; each line is printed as soon as it is known.
 `--device cpu` rehearses with Triton's interpreter and FlexAttention's array code.
 """
 

@@ -1,7 +1,7 @@
 """A compiled training step of a Llama of 12 layers on a GPU: python benchmarks/gpu_training.py
 
-One row of 8,192 tokens in packed documents, bfloat16, through transformers: attnspan beside SDPA and, if
-installed, FlashAttention 2. Times of steps in turn, peak memory, and the losses, which have to agree.
+One row of 8,192 tokens in packed documents, bfloat16, through transformers. Compares attnspan with SDPA and,
+if installed, FlashAttention 2: times of steps in turn, peak memory, and losses, which have to agree.
 `--device cpu` rehearses.
 """
 
@@ -21,7 +21,7 @@ ROUNDS, WIDTH, HEADS, KV_HEADS, VOCABULARY = 12, 1024, 16, 4, 32000
 
 
 def positions(length: int) -> torch.Tensor:
-    """Of documents of uneven lengths, each from 0 on."""
+    """Positions of packed documents of uneven lengths; each document starts at 0."""
     ends = [0, *(int(length * x) for x in (0.02, 0.1, 0.15, 0.4, 0.55, 0.56, 0.9)), length]
     return torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(ends)])[None]
 

@@ -1,4 +1,4 @@
-"""The time of the CPU kernel by phase, beside a lower bound of each: python benchmarks/phases.py WHEEL
+"""CPU kernel time by phase, with a lower bound for each phase: python benchmarks/phases.py WHEEL
 
 Needs Linux's `perf`, and a build that keeps the names of functions:
 

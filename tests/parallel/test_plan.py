@@ -21,6 +21,7 @@ from attnspan.parallel.local import Tables, decode, encode
 from attnspan.parallel.lowered import lower
 from attnspan.parallel.needs import Needs
 from attnspan.parallel.places import Kept
+from attnspan.torch import attention
 
 NAMES = ("exchange", "ring", "ulysses", "hybrid(2, 2)", "hybrid(2, 2, ring)")
 
@@ -235,6 +236,14 @@ def test_plans_are_the_same_in_every_process() -> None:
         for seed in ("1", "2")
     }
     assert len(found) == 1
+
+
+def test_a_plan_without_its_mesh_is_no_mask() -> None:
+    plan = Layout.of(causal(), q_len=8, ranks=2).plan(causal(), heads=(2, 2))
+    x = torch.ones(1, 2, 8, 4)
+    for mask in (plan, plan.local(0)):
+        with pytest.raises(DtypeError, match=r"Pass plan\.on\(mesh, rows=rows\)"):
+            attention(x, x, x, mask=mask)
 
 
 def test_plans_are_pickled() -> None:

@@ -119,8 +119,8 @@ class CacheRows(WritableBuffers):
         legal = (wanted <= self.lengths) & ((wanted >= least) | ((wanted >= 0) & (wanted <= most)))
         if arrays_for([legal]).concrete(legal) and not legal.all():
             b = int(legal.logical_not().nonzero()[0])
-            expected = f"{int(least[b])} to {int(self.lengths[b])}, of which the row holds what it needs"
-            remedy = "A cache only gives back tokens that it still holds; reset() empties a row"
+            expected = f"{int(least[b])} to {int(self.lengths[b])}, whose keys the row still holds"
+            remedy = "Pass one of these, or empty the row by reset()"
             expect(False, f"truncate: lengths[{b}]", expected, f"{lengths[b]}", remedy)
         self._set_lengths(torch.where(legal, wanted, LOST))
 

@@ -15,7 +15,7 @@ from attnspan.errors import OptionError
 from attnspan_lab.cli import build_app
 from attnspan_lab.doctor import Finding, Place, diagnose, run
 from attnspan_lab.doctor.findings import merged
-from attnspan_lab.doctor.run import _crash, _isolated, _with_known_issues
+from attnspan_lab.doctor.run import _crash, _in_library, _isolated, _with_known_issues
 
 HERE = Path(__file__).parent
 LINES = (HERE / "bad_inputs.py").read_text().splitlines()
@@ -244,3 +244,11 @@ def test_a_whole_stack_counts_and_the_line_last_seen_is_evidence() -> None:
     assert found.places == (_OUTER,)
     assert found.evidence == (f"at most 50 ms before, it was seen at {_INNER}: {_INNER.text}",)
     assert crashed(_LINE + _WHOLE, _OUTER).evidence == ()
+
+
+def test_documents_that_see_each_other_in_transformers_are_mended_by_the_batch() -> None:
+    """Its attention may be attnspan's already."""
+    place = Place("/x/site-packages/transformers/models/a.py", 3, "forward")
+    found = {kind: _in_library(Finding(kind, "a", (place,))).remedy for kind in ("leak", "dense-mask")}
+    assert "position_ids" in found["leak"]
+    assert found["dense-mask"].startswith("The line is transformers' own")
