@@ -48,7 +48,7 @@ def instructions(sass: str) -> list[tuple[str, str]]:
 
 
 def loops(code: list[tuple[str, str]]) -> list[list[str]]:
-    """The operations of each innermost loop."""
+    """The operations of each loop."""
     at = {name: i for i, (kind, name) in enumerate(code) if kind == "label"}
     ends = [
         (at[target[0]], i)
@@ -57,8 +57,7 @@ def loops(code: list[tuple[str, str]]) -> list[list[str]]:
         and (target := re.findall(r"\.L_x_\d+", operands))
         and at.get(target[0], i) < i
     ]
-    inner = [x for x in ends if not any(x[0] <= y[0] and y[1] <= x[1] and x != y for y in ends)]
-    return [[kind for kind, _ in code[a:b] if kind != "label"] for a, b in inner]
+    return [[kind for kind, _ in code[a:b] if kind != "label"] for a, b in ends]
 
 
 def counted(operations: list[str]) -> Counter[str]:
@@ -68,28 +67,56 @@ def counted(operations: list[str]) -> Counter[str]:
     return Counter(kind(x) for x in operations)
 
 
-def row(kernel: Any, given: dict[str, Any], capability: int, dim: int) -> str:
-    done = binary(kernel, given, capability)
-    usage = tool("cuobjdump", done.asm["cubin"], "--dump-resource-usage")
-    size = {name: int(x) for name, x in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    found = [counted(x) for x in loops(instructions(tool("nvdisasm", done.asm["cubin"], "-c")))]
-    loop = min((x for x in found if x["matrix"]), key=lambda x: x.total())
-    m, n, warps = given["BLOCK_M"], given["BLOCK_N"], given["num_warps"]
-    flops = KERNELS[kernel.__name__] * 2 * m * n * dim
+def row(label: str, cubin: bytes, blocks: dict[str, Any], flops_of_pair: int, **more: Any) -> str:
+    """What a kernel's loop costs. `more`: its `name`, where the program has others, and `shared` memory."""
+    name = more.get("name", "")
+    usage = tool("cuobjdump", cubin, "--dump-resource-usage").partition(name)[2] if name else ""
+    usage = usage or tool("cuobjdump", cubin, "--dump-resource-usage")
+    size = {kind: int(x) for kind, x in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)[:3]}
+    sass = tool("nvdisasm", cubin, "-c")
+    if name:
+        sass = sass.partition(f".section\t.text.{name},")[2].partition(".section\t")[0]
+    found = [counted(x) for x in loops(instructions(sass))]
+    loop = min((x for x in found if x["matrix"] and x["exp2"]), key=lambda x: x.total())
+    m, n, warps = blocks["BLOCK_M"], blocks["BLOCK_N"], blocks["num_warps"]
+    flops = flops_of_pair * m * n
     products = flops / (PRODUCTS / PROCESSORS / CLOCK)
     exponentials, issued = loop["exp2"] * warps * 32 / 16, loop.total() * warps / 4
     cycles = products + max(exponentials, issued), max(products, exponentials, issued)
     rates = " to ".join(f"{flops / x * PROCESSORS * CLOCK / 1e12:.0f}" for x in cycles)
     cells = [
-        f"{kernel.__name__.removesuffix('_kernel')}, D={dim}",
+        label,
         f"{m} x {n}, {warps} warps",
         f"{size['REG']} / {size['STACK'] + size['LOCAL']} B",
-        f"{done.metadata.shared / 1024:.0f} KiB",
+        f"{more['shared'] / 1024:.0f} KiB" if "shared" in more else "",
         ", ".join(f"{name} {loop[name]}" for name in (*CLASSES, "integer, moves") if loop[name]),
         f"{products:.0f} / {exponentials:.0f} / {issued:.0f}",
         rates,
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def own(capability: int, dim: int) -> None:
+    for kernel, given in launches_of(Options(), torch.bfloat16, dim, dim, 4, 1):
+        if kernel.__name__ in KERNELS:
+            done = binary(kernel, given, capability)
+            label = f"{kernel.__name__.removesuffix('_kernel')}, D={dim}"
+            flops = KERNELS[kernel.__name__] * 2 * dim
+            print(row(label, done.asm["cubin"], given, flops, shared=done.metadata.shared), flush=True)
+
+
+def peers(dim: int) -> None:
+    """FlexAttention as inductor writes it, and FlashAttention 2 as torch's build for CUDA has it."""
+    import _flash_code
+    import _flex_code
+
+    done, blocks = _flex_code.compiled(dim, 90)
+    label = f"FlexAttention, forward, D={dim}"
+    print(row(label, done.asm["cubin"], blocks, 4 * dim, shared=done.metadata.shared), flush=True)
+    for kernel, products in (("forward_kernel", 2), ("backward_kernel", 5)):
+        cubin, name, blocks = _flash_code.binary(kernel, dim)
+        label = f"FlashAttention 2, {kernel.removesuffix('_kernel')}, D={dim}"
+        print(row(label, cubin, blocks, products * 2 * dim, name=name), flush=True)
 
 
 def main(capability: int = 90) -> None:
@@ -99,9 +126,10 @@ def main(capability: int = 90) -> None:
     of = _launch.config_of
     _launch.config_of = lambda *given: of(*given[:4], capability, *given[5:])
     for dim in (64, 128):
-        for kernel, given in launches_of(Options(), torch.bfloat16, dim, dim, 4, 1):
-            if kernel.__name__ in KERNELS:
-                print(row(kernel, given, capability, dim), flush=True)
+        own(capability, dim)
+    if capability == 90 and torch.version.cuda is not None:
+        for dim in (64, 128):
+            peers(dim)
 
 
 if __name__ == "__main__":

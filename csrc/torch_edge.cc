@@ -294,7 +294,7 @@ void check_k_len(const std::optional<Held>& own, int64_t k_len) {
   const int64_t given = *static_cast<const int64_t*>(a.data);
   if (given != k_len)
     fail("mask: expected spans over k_len=" + std::to_string(k_len) + " keys (as k), got spans over " +
-         std::to_string(given) + ". Lower the mask for these keys.");
+         std::to_string(given) + ". Lower the mask for these keys, or pass the layout of q, k and v.");
 }
 
 // Arguments: q, k, v, bounds, scale, options, k_len.

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import types
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,9 @@ def test_a_star_import_rebinds_nothing():
         exec(f"from {name} import *", space)
         rebound = [x for x in mine if space[x] is not mine[x]]
         assert not rebound, f"{name} rebinds {rebound}"
+
+
+def test_the_version_is_that_of_the_distribution():
+    assert attnspan.__version__ == version("attnspan")
+    with pytest.raises(AttributeError, match="no attribute 'versoin'"):
+        attnspan.versoin  # noqa: B018

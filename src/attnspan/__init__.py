@@ -1,7 +1,5 @@
 """attnspan: attention whose mask is data."""
 
-from typing import NoReturn as _NoReturn
-
 from attnspan.masks.bounds import Spans as Spans  # isort: skip  (first: the function `spans` takes the submodule's place as attribute)
 from attnspan.call.backend import backend as backend
 from attnspan.call.options import Bias as Bias
@@ -61,7 +59,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> _NoReturn:
+__version__: str  # looked up when it is asked for: few do, and it takes longer than the rest of the import
+
+
+def __getattr__(name: str) -> str:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("attnspan")
     if name in ("attention", "explain"):
         # An ImportError, as `from attnspan import ...` replaces the text of an AttributeError by its own.
         raise ImportError(

@@ -4,8 +4,12 @@
 by itself, and FlexAttention, which derives itself when it is traced, is traced without gradients.
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,7 +97,7 @@ def test_results_of_the_operators(order: str) -> None:
     bounds = torch.empty(1, 1, 128, 1, 2, dtype=torch.int32, device="cuda")
     out, lse = forward_op(q, k, v, bounds, 0.125)
     assert (out.shape, out.stride(), out.device.type) == (q.shape, (65536, 64, 512, 1), "cuda")
-    assert (lse.shape, lse.dtype, lse.device.type) == ((1, 8, 128), torch.float32, "cuda")
+    assert (lse.shape, lse.dtype, lse.device.type) == ((1, 8, 128), torch.float64, "cuda")
     gradients = backward_op(out, None, q, k, v, bounds, out, lse, 0.125)
     for x, gradient in zip((q, k, v), gradients, strict=False):
         assert (gradient.shape, gradient.dtype, gradient.device.type) == (x.shape, x.dtype, "cuda")
@@ -140,3 +144,15 @@ def _no_kernel() -> Any:
             return lambda *_, **__: None
 
     return Kernel()
+
+
+def test_the_code_of_peers_is_counted_beside_ours() -> None:
+    """The script's own process: it pretends that a GPU is there."""
+    script = Path(__file__).parents[2] / "benchmarks" / "gpu_code.py"
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, script, "90"], env=environment, capture_output=True, text=True)
+    rows = {x.split(" | ")[0][2:]: x for x in done.stdout.splitlines()[2:]}
+    names = "forward", "query_gradients", "key_gradients", "FlexAttention, forward"
+    names += "FlashAttention 2, forward", "FlashAttention 2, backward"
+    assert set(rows) == {f"{name}, D={dim}" for name in names for dim in (64, 128)}, done.stderr
+    assert all("matrix " in x and "exp2 " in x for x in rows.values())

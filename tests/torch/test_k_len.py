@@ -15,7 +15,10 @@ from attnspan import Prepared, Spans, causal, full, window
 from attnspan.library import per_head, per_row
 from attnspan.torch import attention
 
-MISFIT = r"mask: expected spans over k_len=8 keys \(as k\), got spans over {}. Lower the mask for these keys"
+MISFIT = (
+    r"mask: expected spans over k_len=8 keys \(as k\), got spans over {}. "
+    "Lower the mask for these keys, or pass the layout of q, k and v"
+)
 
 
 def _inputs(k_len: int, q_len: int = 8) -> tuple[Tensor, Tensor]:

@@ -76,6 +76,18 @@ def test_pages_go_back_and_serve_others() -> None:
         cache.reserve([0, 8, 21])
 
 
+def test_a_row_keeps_its_pages_when_tokens_are_taken_back() -> None:
+    cache = paged(pages=4)
+    cache.reserve([16, 0, 0])
+    tokens = torch.randn(3, KV, 12, D), torch.randn(3, KV, 12, DV)
+    cache.update(*tokens, counts=torch.tensor([12, 0, 0]))
+    before = cache.table.clone()
+    cache.truncate(torch.tensor([3, 0, 0]))
+    assert torch.equal(cache.table, before)
+    sizes = f"pages=4, page_len=4, kv_heads={KV}, head_dim={D}, batch=3, max_len=20"
+    assert repr(cache) == f"PagedCache({sizes})"
+
+
 def test_rows_that_go_on_as_others_share_full_pages() -> None:
     ours, theirs = paged(pages=9), StaticCache(3, KV, 20, D, DV)
     ours.reserve([8, 8, 4])

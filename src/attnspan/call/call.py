@@ -114,7 +114,7 @@ class Problem:
             fits = fits and (sure(shape[1] == 1) or agree(shape[1], heads))
             fits = fits and agree(shape[2], q_len) and shape[3] >= 1 and shape[4] == 2
             wanted = "(B|1, H|1, q_len, R, 2) with B={}, H={}, q_len={}"
-            remedy = "Lower the mask for these q and k"
+            remedy = "Lower the mask for these q and k, or pass their layout"
             expect(fits, "bounds", wanted, tuple(shape), remedy, batch, heads, q_len, error=ShapeError)
             remedy = "Convert them; lowered masks are int32"
             expect(dtype == "int32", "bounds", "int32", dtype, remedy, error=DtypeError)
@@ -326,11 +326,12 @@ def check_k_len(own: Any, k_len: Any) -> None:
         >>> check_k_len(3, 4)
         Traceback (most recent call last):
         attnspan.errors.OptionError: mask: expected spans over k_len=4 keys (as k), got spans over 3. Lower \
-the mask for these keys.
+the mask for these keys, or pass the layout of q, k and v.
     """
     if own != k_len:
         expected, got = f"spans over k_len={k_len} keys (as k)", f"spans over {own}"
-        raise OptionError("mask", expected=expected, got=got, remedy="Lower the mask for these keys")
+        remedy = "Lower the mask for these keys, or pass the layout of q, k and v"
+        raise OptionError("mask", expected=expected, got=got, remedy=remedy)
 
 
 def forwards_to(target: Callable[..., Any]) -> Callable[[F], F]:

@@ -202,6 +202,12 @@ class PagedCache(CacheRows):
             table = torch.full(shape, -1, dtype=torch.int32, device=device)
             self.register_buffer("table", table, persistent=False)
 
+    def extra_repr(self) -> str:
+        # Sizes, for ``print(model)``.
+        pages, heads, page, dim = self._keys.shape
+        sizes = f"pages={pages - 1}, page_len={page}, kv_heads={heads}, head_dim={dim}"
+        return f"{sizes}, batch={len(self.table)}, max_len={self.max_len}"
+
     def reserve(self, lengths: Any) -> None:
         """Give rows pages until each has room for ``lengths[b]`` tokens. Waits for the device.
 
