@@ -7,11 +7,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 NATIVE := $(wildcard csrc/*.cc csrc/*.h) CMakeLists.txt pyproject.toml lab/pyproject.toml constraints.txt
 
-.PHONY: help setup needed train test test-all fuzz test-with test-cuda test-xla gpu gpu-quick gpu-test gpu-tune gpu-bench zoo docs lint format bench wheel release committed sanitize aarch64 tiles clean
+.PHONY: help setup needed train test test-fast test-all fuzz test-with test-cuda test-xla gpu gpu-quick gpu-test gpu-tune gpu-bench zoo docs lint format bench wheel release committed sanitize aarch64 tiles clean
 
 help:
 	@echo "make train   train a small language model on real text for four minutes, and let it write"
 	@echo "make test    run every behaviour once, options and masks in pairs, 14 to 40 minutes on two cores"
+	@echo "make test-fast what takes no second each, two to three minutes: while you make a change"
 	@echo "make test-all whole products, long tests, every instruction-set level, sanitizers: hours, before a release"
 	@echo "make fuzz MINUTES=2 tests that draw their cases, with new seeds until the minutes are used; failing cases are shrunk"
 	@echo "make test-with WITH='torch==2.15.0'  the tests of what has another version (torch, jax, transformers, diffusers), in an environment of their own"
@@ -60,6 +61,10 @@ SIDE_BY_SIDE := -n $(JOBS) --no-loadscope-reorder
 # Every behaviour once: options and masks by covering arrays (tests/covering.py).
 test: setup
 	$(PYTEST) $(SIDE_BY_SIDE) $(ARGS)
+
+# While a change is made: no test of more than a second, and each value once instead of each pair.
+test-fast: setup
+	$(PYTEST) $(SIDE_BY_SIDE) --fast $(ARGS)
 
 # Before a release: whole products, long tests, hypothesis at length; then what depends on the kernel at each
 # other instruction-set level that the machine runs; then the sanitizers.

@@ -1,5 +1,6 @@
 """Settings that all tests share."""
 
+import gc
 import os
 import shlex
 import sys
@@ -50,6 +51,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all", action="store_true", help="whole products instead of covering arrays; long tests too"
     )
+    parser.addoption(
+        "--fast", action="store_true", help="no slow tests, and each value of a factor once instead of pairs"
+    )
     parser.addoption("--zoo", action="store_true", help="also what needs the packages of `make zoo`")
 
 
@@ -73,6 +77,28 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile(
         os.environ.get("HYPOTHESIS_PROFILE", "long" if everything() else "short")
     )
+
+
+def _settle() -> None:
+    """Leave what is there out of collections of garbage, which would walk through it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    """All modules of tests are there."""
+    _settle()
+
+
+def pytest_unconfigure() -> None:
+    """The end of the process frees all, as it does elsewhere."""
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _settled() -> None:
+    """So are the packages that the last module of tests brought."""
+    _settle()
 
 
 @pytest.fixture(autouse=True)
@@ -110,16 +136,17 @@ def _is_inner_example(item: pytest.Item) -> bool:
     return isinstance(item, DoctestItem) and item.path.name.startswith("_") and item.path.stem != "__init__"
 
 
-def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
-    """What only the long run has: long tests, and cells of a product that its covering array leaves out."""
-    left_out = {item for item in items if item.get_closest_marker("long") or _is_inner_example(item)}
+def _left_out(items: list[pytest.Item], fast: bool) -> set[pytest.Item]:
+    """What only longer runs have: long tests, and cells of a product that its covering array leaves out."""
+    marks = ("long", "slow") if fast else ("long",)
+    left_out = {x for x in items if any(map(x.get_closest_marker, marks)) or _is_inner_example(x)}
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if hasattr(item, "callspec") and item not in left_out:
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for own in tests.values():
         mark = own[0].get_closest_marker("covering")
-        taken = covering(_rows(own), mark.args[0] if mark else 2)
+        taken = covering(_rows(own), 1 if fast else mark.args[0] if mark else 2)
         left_out |= set(own) - {own[i] for i in taken}
     return left_out
 
@@ -149,7 +176,7 @@ def _select(config: pytest.Config, items: list[pytest.Item]) -> None:
     # Who names a cell wants that one.
     if everything() or any("[" in argument for argument in config.args):
         return
-    left_out = _left_out(items)
+    left_out = _left_out(items, config.getoption("--fast"))
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 

@@ -62,6 +62,7 @@ def test_long():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "counts"),
     [

@@ -8,6 +8,7 @@ import attnspan as a
 import attnspan.torch
 
 
+@pytest.mark.slow
 def test_broken_promises_are_illegal_spans_when_traced():
     torch._dynamo.reset()
 
@@ -85,6 +86,7 @@ def test_a_program_traced_without_the_front_end_says_what_it_lacks(monkeypatch):
         mask.spans(4, 4, like=torch.zeros(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_long_masks_are_evaluated_a_few_rows_at_a_time(dynamic, monkeypatch):
     monkeypatch.setattr("attnspan.masks.by_value.CHUNK_PAIRS", 100)

@@ -201,6 +201,7 @@ def test_prepared_subtrees_are_their_definitions_or_refused(convert: Convert, q_
     assert _TREES // 4 < refused < 2 * _TREES - _TREES // 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["jax.jit", "torch.compile"])
 def test_trees_in_a_program_that_is_traced(framework: str) -> None:
     def lower(given: list[tuple[a.Mask, Any]]) -> list[Any]:

@@ -125,6 +125,7 @@ def test_without_either() -> None:
     assert "torch is not installed: pip install ./lab" in said
 
 
+@pytest.mark.slow
 def test_what_is_slow_to_load_is_loaded_when_it_is_used() -> None:
     heavy = "{'torch._dynamo', 'torch.distributed.tensor', 'torch.utils.flop_counter', 'triton', 'sympy'}"
     assert last(f"import attnspan.torch\nprint(sorted({heavy} & set(sys.modules)))") == "[]"
@@ -133,6 +134,7 @@ def test_what_is_slow_to_load_is_loaded_when_it_is_used() -> None:
 LOOKED_FOR = "attnspan.torch, importlib.util as at; at.find_spec('torch.utils.flop_counter')"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["attnspan.torch", "torch.utils.flop_counter", LOOKED_FOR])
 def test_torch_counts_operations_whichever_is_imported_first(first: str) -> None:
     code = """

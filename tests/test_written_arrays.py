@@ -71,6 +71,7 @@ def _torch_gradient(call: dict[str, Any], compiled: bool, write: Callable[[], No
 _COMPILED = ("spans", "prepared", "q_index of a prepared mask", "slopes", "dense bias")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "compiled"), [*((name, False) for name in CALLS), *((name, True) for name in _COMPILED)]
 )

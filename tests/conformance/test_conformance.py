@@ -71,11 +71,13 @@ def _check(option: str, case: Case, dtype: str, name: str) -> None:
     backend.ran[option] += 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("option", "mask", "dtype", "backend"), _cells(MASKS, 0))
 def test_option_under_mask(option: str, mask: str, dtype: str, backend: str) -> None:
     _check(option, replace(SMALL, mask=mask), dtype, backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("option", "shape", "dtype", "backend"), _cells(SHAPES, 1))
 def test_option_in_shape(option: str, shape: str, dtype: str, backend: str) -> None:
     _check(option, SHAPES[shape], dtype, backend)

@@ -64,6 +64,7 @@ def _exact(slopes: np.ndarray, queries: Tensor, keys: Tensor, *, signed: bool) -
     return [*found, *torch.autograd.grad(found, (q, k, v), (dout, DLSE.expand_as(found[1]).double()))]
 
 
+@pytest.mark.slow
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("offset", [0, 10**3, 10**5, 10**7, 10**8])
 @pytest.mark.parametrize("keys", ["all", "chosen"])
@@ -96,6 +97,7 @@ SHARED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [-1e6, -1e9])
 @pytest.mark.parametrize("kind", SHARED)
 @pytest.mark.parametrize(
@@ -119,6 +121,7 @@ def test_what_all_keys_share_changes_no_result(call, kind, depth):
         assert relative_error(got, wanted) <= 4e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [-1e6, -1e9])
 @pytest.mark.parametrize("kind", ["table", "dense"])
 def test_weights_of_code_without_a_kernel_sum_to_1(kind, depth):

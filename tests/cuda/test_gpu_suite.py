@@ -11,6 +11,7 @@ import torch
 TESTS = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make gpu-test runs them")
 def test_they_skip_themselves() -> None:
     suite = str(TESTS / "gpu")
@@ -21,6 +22,7 @@ def test_they_skip_themselves() -> None:
     assert "passed" not in done.stdout.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_results_are_checked_as_on_a_gpu() -> None:
     script = TESTS.parent / "benchmarks" / "gpu_results.py"
     environment = {**os.environ, "TRITON_INTERPRET": "1"}

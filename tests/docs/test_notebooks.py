@@ -16,6 +16,7 @@ pytest.importorskip("ipykernel")
 from notebooks import NOTEBOOKS, executed  # noqa: E402
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")))
 def test_a_notebook_runs_and_holds_what_it_prints(name: str) -> None:
     path = NOTEBOOKS / f"{name}.ipynb"

@@ -155,6 +155,7 @@ def runs_here(page: str) -> bool:
     return page not in ELSEWHERE and any(block.not_run is None for block in blocks)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     IMPORT_OF_COMPILER,
     "ignore:flex_attention called without:UserWarning",  # the page says so
@@ -223,6 +224,7 @@ def test_readme_prints_what_it_shows() -> None:
     run(README)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(IMPORT_OF_COMPILER)
 def test_decoding_of_the_page_agrees_with_no_cache() -> None:
     names = names_of(DOCS / "caches.md", None)
@@ -251,6 +253,7 @@ def test_the_trainer_of_the_page_is_watched(tmp_path: Path) -> None:
     assert all(record.phases.forward > 0 and record.phases.backward > 0 for record in records)
 
 
+@pytest.mark.slow
 def test_the_page_of_jax_compiles_once_and_names_every_back_end() -> None:
     backends = pytest.importorskip("attnspan.jax.backends")
     names = names_of(DOCS / "jax.md", None)

@@ -30,6 +30,8 @@ from mkdocs.exceptions import Abort, PluginError  # noqa: E402
 from playwright.sync_api import Browser, Page, expect, sync_playwright  # noqa: E402
 from test_public_names import MODULES  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 SECTIONS = ["Start", "Switch", "How-to", "Masks and options", "Reference", "Why", "Figures"]
 
 
@@ -51,6 +53,7 @@ expect.set_options(timeout=20_000)
 # The reference.
 
 
+@pytest.mark.slow
 def test_every_public_name_has_an_anchor(site: Path) -> None:
     assert hooks.missing_names(site) == []
     assert len(hooks.public()) > 600
@@ -71,6 +74,7 @@ def test_what_the_pages_import_is_in_the_reference(site: Path) -> None:
     assert {".".join(x) for x in lab} <= set(anchors)
 
 
+@pytest.mark.slow
 def test_a_name_that_is_left_out_is_found(site: Path, tmp_path: Path) -> None:
     shutil.copytree(site / "reference", tmp_path / "reference")
     page = tmp_path / "reference" / "torch.html"
@@ -164,6 +168,7 @@ def visit(browser: Browser, address: str) -> Callable[..., Any]:
     return opened
 
 
+@pytest.mark.slow
 def test_a_reader_clicks_from_the_start_to_a_name(visit: Callable[..., Any]) -> None:
     with visit("index.html") as page:
         tabs = page.locator(".md-tabs__link")
@@ -182,6 +187,7 @@ def test_a_reader_clicks_from_the_start_to_a_name(visit: Callable[..., Any]) -> 
         expect(page.locator("[id='attnspan.torch.StaticCache']").first).to_be_in_viewport()
 
 
+@pytest.mark.slow
 def test_every_page_of_the_navigation_opens(visit: Callable[..., Any], site: Path) -> None:
     with visit("index.html") as page:
         links = page.locator(".md-nav--primary a.md-nav__link").evaluate_all(
@@ -195,6 +201,7 @@ def test_every_page_of_the_navigation_opens(visit: Callable[..., Any], site: Pat
             assert answer.text().count("<h1") == 1, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "page_of_it"),
     [("RollingCache", "reference/torch.html"), ("prefix trees", "howto/prefix-trees.html")],
@@ -209,6 +216,7 @@ def test_the_search_finds_a_name_and_a_subject(
         )
 
 
+@pytest.mark.slow
 def test_dark_and_light_follow_the_reader_and_the_button(visit: Callable[..., Any]) -> None:
     for scheme, first, second in [("light", "default", "slate"), ("dark", "slate", "default")]:
         with visit("masks.html", color_scheme=scheme) as page:
@@ -245,6 +253,7 @@ def test_a_phone_scrolls_in_one_direction(visit: Callable[..., Any], name: str) 
         assert page.evaluate("document.documentElement.scrollWidth") == 390
 
 
+@pytest.mark.slow
 def test_a_phone_has_its_menu(visit: Callable[..., Any]) -> None:
     with visit("index.html", 390, is_mobile=True, has_touch=True) as page:
         menu = page.locator(".md-nav--primary")
@@ -254,6 +263,7 @@ def test_a_phone_has_its_menu(visit: Callable[..., Any]) -> None:
         expect(page.locator("h1")).to_contain_text("How-to")
 
 
+@pytest.mark.slow
 def test_code_stands_side_by_side_where_there_is_room(visit: Callable[..., Any]) -> None:
     tops = "sides => [...sides.children].map(x => x.getBoundingClientRect().top)"
     with visit("switch/sdpa.html") as page:

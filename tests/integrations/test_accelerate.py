@@ -126,6 +126,7 @@ def assert_same(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
     assert first["operations"] == expected["operations"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "data", "count", "given"),
     [
@@ -196,6 +197,7 @@ def test_packed_documents_do_not_see_each_other_on_two_ranks(name: str, tmp_path
     assert not probed(torch.arange(13)[None]).isolated, "else this finds nothing"
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_a_loop_of_ones_own_takes_its_plan_from_a_mask_function_of_its_name() -> None:
     ids = torch.repeat_interleave(torch.arange(3), torch.tensor([5, 2, 6]))[None]

@@ -62,6 +62,7 @@ def _run(model, inputs):
     return out.detach(), gradients, operators.counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_models_compute_what_the_native_backend_does(name):
     model, inputs = build(name), inputs_of(name)
@@ -129,6 +130,7 @@ def _qkv():
 COMPILED = ("keys as numbers", "keys, expanded", "keys of heads", "pairs of heads", "added to keys")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mode"), [(x, "eager") for x in MASKS] + [(x, "compiled") for x in COMPILED]
 )
@@ -155,6 +157,7 @@ def test_masks(name, mode):
         assert relative_error(x, y) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runs", [1, 4, 9])
 def test_compiled_code_takes_any_number_of_runs_of_keys(runs):
     q, k = torch.randn(2, 1, 40, 2, 8, generator=torch.Generator().manual_seed(0)).unbind()

@@ -129,6 +129,7 @@ MISTAKES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", MISTAKES)
 @ranks(2)
 def test_a_mistake_raises_on_every_rank(text: str) -> None:

@@ -224,6 +224,7 @@ def test_batch_rows_and_hybrids(name: str, mesh: Mesh, strategy: str) -> None:
 WHOLE = [name for name in MODELS if name not in ("lumina2", "qwen_image")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen_image", *(pytest.param(x, marks=pytest.mark.long) for x in WHOLE)])
 @ranks(2)
 def test_compiled_without_a_break(name: str) -> None:
@@ -459,6 +460,7 @@ def test_the_page_runs_on_two_ranks() -> None:
     assert distance(got, latents.grad) < CLOSE, "that of all tokens"
 
 
+@pytest.mark.slow
 def test_the_example_is_as_close_as_it_says() -> None:
     printed = torchrun(2, REPOSITORY / "examples" / "diffusion_two_ranks.py")
     found = re.findall(r"(?:latents|gradients) differ by (\S+)", printed)

@@ -128,6 +128,7 @@ def test_packed_documents_do_not_see_each_other(name):
     assert_isolated(model, {"input_ids": TOKENS, **INPUTS["packed"]}, ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_positions_tell_documents_whether_or_not_the_model_makes_a_cache(name, compiled):
@@ -141,6 +142,7 @@ def test_positions_tell_documents_whether_or_not_the_model_makes_a_cache(name, c
     assert relative_error(got.logits, wanted) < 3e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_offsets_of_documents_without_positions(compiled):
     model = build("llama")

@@ -127,6 +127,7 @@ def test_what_is_refused():
             adapter.attend(LAYER, q, k, v, torch.ones(1, 1, 8, 8, dtype=dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["roformer", "xglm"])
 def test_a_model_that_would_misread_our_masks_is_refused(name):
     """Its attention is its own, but its masks are those of transformers."""

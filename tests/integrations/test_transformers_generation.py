@@ -48,6 +48,7 @@ def _assert_equal_generation(model, inputs, calls, **options):
     assert ran == calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 @pytest.mark.parametrize("name", DECODERS)

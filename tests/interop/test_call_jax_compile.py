@@ -102,6 +102,7 @@ FORMS: dict[str, Callable[[float], Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @compiles
 def test_functions_of_one_code_are_told_apart(form: str) -> None:
@@ -205,6 +206,7 @@ def test_one_graph_for_all_sizes() -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 @compiles
 def test_attention_of_jax_is_one_graph_for_all_lengths() -> None:
     from attnspan.jax import attention as attend
@@ -226,6 +228,7 @@ def test_attention_of_jax_is_one_graph_for_all_lengths() -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 @compiles
 def test_one_function_in_graphs_of_fixed_and_of_free_sizes() -> None:
     # Of fixed sizes what backward needs is stored, of free ones it is computed again: one name, two ways.
@@ -258,6 +261,7 @@ def test_sizes_that_jax_cannot_take_as_symbols_are_numbers() -> None:
 # The bridge.
 
 
+@pytest.mark.slow
 def test_opcheck() -> None:
     x, w = _randn(5, 3, requires_grad=True), _randn(3, 4, seed=1, requires_grad=True)
     kinds = [(t.dtype, t.dim(), t.device) for t in (x, w)]

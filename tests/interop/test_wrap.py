@@ -185,6 +185,7 @@ def test_gradients_arrive_as_the_contract_says(foreign: Library) -> None:
 # Around it.
 
 
+@pytest.mark.slow
 def test_autocast() -> None:
     seen: list[tuple[torch.dtype, torch.dtype]] = []
 

@@ -34,6 +34,7 @@ def _around(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
 # Failure 1: the graph breaks at the extension call.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_with_wrap_it_is_one_graph(foreign: Library, backend: str) -> None:
     q, k, v = inputs(grad=True)
@@ -131,6 +132,7 @@ def _scales() -> list[tuple]:
     return [(q, k, v, 0.1 + n / 7) for n in range(12)]
 
 
+@pytest.mark.slow
 def test_a_scale_that_varies_recompiles_to_the_limit_unless_declared(foreign: Library) -> None:
     with pytest.raises(FailOnRecompileLimitHit):
         _count(_around(wrap_foreign(foreign, "constant")), _scales())
@@ -159,6 +161,7 @@ def _shapes(foreign: Library, base: str, *, mark: bool) -> int:
     return _count(_around(wrap_foreign(foreign, base)), calls)
 
 
+@pytest.mark.slow
 def test_few_compilations_over_many_shapes(foreign: Library) -> None:
     assert _shapes(foreign, "shapes", mark=False) <= 4
     assert _shapes(foreign, "marked", mark=True) == 1
@@ -195,6 +198,7 @@ def _step(wrapped: Wrapped, ac: str, compiler: str) -> list[Tensor]:
     return [out.detach(), x.grad, *(p.grad for p in model.parameters())]
 
 
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("ac", FORWARD_CALLS)

@@ -123,6 +123,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "case"), CELLS, ids=str)
 def test_against_the_oracle(name: str, case: Case) -> None:
     for mask in ("first key and window", "random"):
@@ -130,6 +131,7 @@ def test_against_the_oracle(name: str, case: Case) -> None:
         check(problem, run(name, problem), exponential=EXPONENTIAL[torch.float32])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
 def test_what_no_row_of_a_tile_sees_may_hold_anything(name: str) -> None:
     """Keys behind the last visible one, in the middle of a tile that is computed; rows that see nothing."""
@@ -163,6 +165,7 @@ ILLEGAL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BASE)
 def test_illegal_rows_are_nan_and_leave_the_others_alone(name: str) -> None:
     problem, rows = make(replace(BASE[name], mask="first key and window")), np.arange(len(ILLEGAL)) * 3

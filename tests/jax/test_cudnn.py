@@ -34,6 +34,7 @@ MASKS: dict[MaskWords, tuple[a.Mask, bool, tuple[int, int] | None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", MASKS)
 def test_the_function_that_is_called_means_the_same(
     words: MaskWords, monkeypatch: pytest.MonkeyPatch

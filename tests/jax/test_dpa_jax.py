@@ -76,6 +76,7 @@ def _of_all_cases() -> tuple[dict[str, Any], dict[str, Any]]:
     return both(QKV, given)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_as_jax_nn(case: str) -> None:
     ours, other = (jax.tree.leaves(x[case]) for x in _of_all_cases())
@@ -98,6 +99,7 @@ def test_a_row_that_sees_nothing_is_zero() -> None:
     assert theirs(*QKV, mask=mask)[0, 2, 1].any()
 
 
+@pytest.mark.slow
 def test_masks_of_attnspan() -> None:
     ids = jnp.array([[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
     same = (ids[:, None, :, None] == ids[:, None, None, :]) & np.tri(T, dtype=bool)[None, None]

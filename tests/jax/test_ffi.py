@@ -92,6 +92,7 @@ def test_several_kernels_of_one_program_share_its_threads():
         np.testing.assert_array_equal(x, attention(q + i, k, v, mask=causal()))
 
 
+@pytest.mark.slow
 def test_same_bits_whoever_runs_the_loops(monkeypatch):
     from attnspan.jax.backends import cpu
 
@@ -130,6 +131,7 @@ print(attention(x, x, x).shape, explain(x, x, x).backend, explain(x, x, x).refus
 """
 
 
+@pytest.mark.slow
 def test_without_the_compiled_module_xla_code_runs():
     printed = run_program("-c", WITHOUT)
     assert "(1, 2, 8, 16) xla the compiled module attnspan._core is missing" in printed

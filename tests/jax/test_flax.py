@@ -39,6 +39,7 @@ def _close(got, wanted):
     assert error(got, wanted) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_nnx_computes_what_it_did(mask, is_causal):
@@ -84,6 +85,7 @@ def _linen(*arrays, **given):
         return linen.dot_product_attention(*arrays, **given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lead", [(), (3,), (2, 3), (1, 1)])
 def test_any_batch_axes(lead):
     q, k, v = (jax.random.normal(jax.random.key(i), (*lead, n, HEADS, 8)) for i, n in enumerate((5, 7, 7)))
@@ -115,6 +117,7 @@ KEYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", KEYS.values(), ids=KEYS)
 def test_dropout(key):
     shared, own = _weights(key(0)), _weights(key(0), broadcast_dropout=False)
@@ -144,6 +147,7 @@ def test_modules_draw_keys(broadcast):
     assert (a != b).any()
 
 
+@pytest.mark.slow
 def test_decoding_with_the_modules_cache():
     outs = []
     for fn in (attention_fn, nnx.dot_product_attention):

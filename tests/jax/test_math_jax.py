@@ -91,6 +91,7 @@ def test_products_read_visible_pairs_only_in_every_derivative(product: Any) -> N
 SMALL = Case(ALL, dtype=torch.float64, kv_heads=1, q_len=6, k_len=8, head_dim=3, v_dim=2, runs=2)
 
 
+@pytest.mark.slow
 def test_second_derivatives_in_every_mode() -> None:
     """Against differences of gradients, which the oracle has checked, in float64."""
     with jax.enable_x64(True):

@@ -163,6 +163,7 @@ def test_heads_and_batch_rows_share_tables_that_would_be_too_large(
     assert not (_said_whole(blocks) & ~tiles.all((3, 5))).any()
 
 
+@pytest.mark.slow
 def test_visits_cover_what_is_visible_once() -> None:
     bounds = random_bounds(torch.Generator().manual_seed(3), 2, 4, 75, 90, runs=3).numpy()
     visits = jax.jit(lambda b: key_visits(legal(b, 90), 90, 8, 4))(jnp.asarray(bounds))
@@ -191,6 +192,7 @@ def test_illegal_rows_are_marked_and_see_nothing() -> None:
     np.testing.assert_array_equal(found[4], [[0, 0], [2, 3]])
 
 
+@pytest.mark.slow
 def test_empty_blocks_take_no_step_on_a_tpu() -> None:
     """A window of 40 keys in 384: a list has two blocks, not three. Simulated, with copies as on a TPU."""
     sizes = {"heads": 1, "kv_heads": 1, "q_len": 384, "k_len": 384, "head_dim": 8, "v_dim": 8}

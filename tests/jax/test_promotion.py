@@ -35,6 +35,7 @@ def setting(request):
     jax.config.update(request.param, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [None, "math", "xla"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_calls_have_their_values_under_each_setting(setting, mask, backend):

@@ -36,6 +36,7 @@ def _pooled(results: list[list[np.ndarray]]) -> list[np.ndarray]:
     return [np.concatenate([x.ravel() for x in column]) for column in zip(*results, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [10.0, 100.0])
 @pytest.mark.parametrize("backend", ["cpu", "xla"])
 def test_no_less_accurate_than_jaxs_own(backend: str, scale: float) -> None:

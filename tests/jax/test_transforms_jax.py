@@ -43,6 +43,7 @@ def _by_math() -> tuple[Any, Any]:
     return jax.jit(jax.value_and_grad(loss(attend("math")), (0, 1, 2)))(*QKV)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_jit_and_value_and_grad(name: str) -> None:
     step = jax.value_and_grad(loss(attend(name)), (0, 1, 2))
     close(step(*QKV), _by_math())
@@ -246,6 +247,7 @@ def wide() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_with_64_bits(wide: None) -> None:
     """Indices and seeds are int64 there, inputs stay what they are."""
     seed, ids = jnp.array(2**40 + 1), jnp.asarray(IDS)

@@ -83,6 +83,7 @@ def _expected(case: str, gradients: bool = False) -> tuple[list[Any], Any]:
     return given, jax.tree.map(lambda *xs: np.stack(xs), *rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "case"), [*(("cpu", case) for case in CASES), ("xla", "everything")])
 def test_vmap(name: str, case: str) -> None:
     axes = AXES[case]
@@ -92,6 +93,7 @@ def test_vmap(name: str, case: str) -> None:
     close(got, np.moveaxis(want, 0, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "case"),
     [

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.compiled_module("bits are those of this machine's kerne
 SLACK = 30
 
 
+@pytest.mark.slow
 @given(any_call())
 def test_any_call(call: RandomCall) -> None:
     got, plain = call.results(), RandomCall(call.case).results()

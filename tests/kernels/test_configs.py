@@ -93,6 +93,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.compiled_module("its scratch")
 def test_gradients_of_a_long_window_take_memory_for_what_it_sees() -> None:
     """Each 768 keys sum a dQ of their own: of the rows that see them, not of all (16 MiB, 86 times)."""

@@ -27,6 +27,7 @@ def bounds_of(mask: Mask, length: int) -> Tensor:
     return torch.tensor(mask.spans(length, length).lowered.bounds)
 
 
+@pytest.mark.slow
 def test_blocks_are_the_same_in_a_compiled_program() -> None:
     names = [
         f"{kind}_{what}" for kind in ("kv", "full_kv", "q", "full_q") for what in ("num_blocks", "indices")
@@ -43,6 +44,7 @@ def test_blocks_are_the_same_in_a_compiled_program() -> None:
             assert torch.equal(a, b), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [False, True], ids=["none", "all"])
 def test_thirty_masks_and_five_lengths_compile_to_few_graphs(given: bool) -> None:
     """Training steps: forward and backward are one graph each."""
@@ -93,6 +95,7 @@ def test_what_gpus_run() -> None:
     assert "no empty arrays" in str(flex.supports(replace(ON_GPU, k_len=0)))
 
 
+@pytest.mark.slow
 def test_an_uncompiled_call_compiles_once_for_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "program", flex.program.__wrapped__)
     compile_, made = torch.compile, []

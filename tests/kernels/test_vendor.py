@@ -169,6 +169,7 @@ def test_offsets_from_the_host_are_copied_once(vendors: None, monkeypatch: pytes
     assert [x[2] for x in handed] == [(9, 9)] * 3 + [(7, 7)], "the longest document is known"
 
 
+@pytest.mark.slow
 def test_one_graph_for_thirty_packings(vendors: None) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()

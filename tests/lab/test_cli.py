@@ -110,6 +110,7 @@ def test_a_users_error_is_one_message_without_a_traceback(
     assert not list(tmp_path.rglob("*")), "nothing is left behind"
 
 
+@pytest.mark.slow
 def test_a_missing_package_is_named(tmp_path: Path) -> None:
     done = in_new_process(without("plotly"), "bench", "causal", "--html", "x.html", cwd=tmp_path)
     assert done.returncode == 2, done.stderr
@@ -153,6 +154,7 @@ def test_completion_is_installed_for_a_shell(tmp_path: Path, monkeypatch: pytest
     assert "_ATTNSPAN_COMPLETE" in script.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "step"),
     [

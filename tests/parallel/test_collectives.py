@@ -75,6 +75,7 @@ def _counts(ranks: int, strategy: str) -> list[tuple[Case, Sequence[dict[str, An
     return list(zip(cases, zip(*counts, strict=True), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "strategy"), few(WORLDS, 3))
 def test_counted_bytes_are_those_of_the_plan(ranks: int, strategy: str) -> None:
     for case, parts in _counts(ranks, strategy):
@@ -98,6 +99,7 @@ def needed(case: Case, part: dict[str, Any]) -> int:
     return int(seen.sum()) * (case.batch // len(seen)) * part["kv_heads"] * sum(case.dims) * size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "strategy"), [(2, "exchange"), (4, "hybrid(2, 2)")])
 def test_an_exchange_brings_what_is_needed_and_little_else(ranks: int, strategy: str) -> None:
     counts = _counts(ranks, strategy)

@@ -19,6 +19,8 @@ import context_parallel
 from _cp_checks import why_wrong
 from _cp_problem import head_tail
 
+pytestmark = pytest.mark.slow
+
 #: Contestants that compile for seconds are left out.
 OURS = ("exchange", "ring, zigzag", "ulysses", "auto", "all-gather + our kernel", "zigzag ring, ATen flash")
 SMALL: dict[str, Any] = {

@@ -51,6 +51,7 @@ def assert_as_eager(compiled: Callable[..., Tensor], case: Case, placed: Placed)
         assert float((got - wanted).abs().max()) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_fullgraph_at_the_first_call_of_a_fresh_process(backend: str) -> None:
     def first_call() -> None:
@@ -64,6 +65,7 @@ def test_fullgraph_at_the_first_call_of_a_fresh_process(backend: str) -> None:
         fresh.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", few(STRATEGIES, 2))  # An exchange, and what has fixed sizes.
 @ranks(ranks_of)
 def test_a_new_mask_and_plan_at_each_step_is_no_recompilation(strategy: str) -> None:
@@ -137,6 +139,7 @@ def compile_each(modules: Any) -> None:
         module.compile(fullgraph=True, backend="aot_eager")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "compiled"),
     [("exchange", True), ("hybrid(2, 2)", False), pytest.param("hybrid(2, 2)", True, marks=pytest.mark.long)],
@@ -178,6 +181,7 @@ def loss_of(model: nn.Module, x: Tensor, placed: Placed) -> Tensor:
     return (out.square() * placed.mask.valid[:, :, None]).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "keep", "compiled"),
     list(product(("exchange", "hybrid(2, 2)"), ("all", "attention", "nothing"), (False, True)))
@@ -200,6 +204,7 @@ def test_fsdp_around_context_parallelism_gives_the_gradients_of_one_process(
     assert_as_alone((4, 2), [p.grad.full_tensor() for p in model.parameters()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", few([True, False], 1), ids=str)
 @ranks(2)
 def test_models_of_other_head_counts_do_not_meet(compiled: bool) -> None:
@@ -215,6 +220,7 @@ def test_models_of_other_head_counts_do_not_meet(compiled: bool) -> None:
         assert_as_alone(heads, list(grads))
 
 
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("option", few(["all", "alibi", "none"], 2))
 @pytest.mark.parametrize("strategy", few(STRATEGIES, 2))

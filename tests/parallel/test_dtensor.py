@@ -234,6 +234,7 @@ def test_two_mesh_axes() -> None:
         check(kind, sorted(good | bad), good, batch=4, sizes=(2, 2))
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_compiled_programs_are_right_or_fail_too() -> None:
     good = few(sorted(good_of("ids"))[::-1], 1)

@@ -182,6 +182,7 @@ def check(case: Planned) -> None:
         assert order_of(x, local) == order_of(local, local)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["alone", *few(["heads", "whole", "rows", "batch"], 2)])
 @ranks(lambda role: 2 if role == "alone" else 4)
 def test_a_plan_alone_and_with_another_mesh_axis(role: str) -> None:
@@ -203,6 +204,7 @@ def test_a_plan_alone_and_with_another_mesh_axis(role: str) -> None:
 COMPILED = Planned(sizes=(2, 2), role="heads", option="sinks", place="split", compiled=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     few(

@@ -190,6 +190,7 @@ def test_a_killed_rank_makes_the_others_fail_with_what_to_do(strategy: str, phas
     assert time.monotonic() - start < 60
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_makes_the_others_fail_in_the_time_of_the_group() -> None:
     def hang() -> None:
         case = Case(length=101, heads=(4, 4))

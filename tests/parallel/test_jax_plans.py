@@ -51,6 +51,7 @@ def two_rows(mask: Any) -> Prepared:
     return Prepared(Spans(bounds, KEYS), np.arange(KEYS, dtype=np.int32)[None] if index is None else index)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "split",
     [
@@ -144,6 +145,7 @@ def test_cross_attention(split: Split, by_key: bool) -> None:
     check(attend(sharded, given, backend=split.backend), oracle(given, mask))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "split", [Split(heads=2, sequence=2), long(replace(RING, num_heads=(4, 2)))], ids=str
 )
@@ -169,6 +171,7 @@ def test_two_axes_split_the_sequence(strategy: str, axes: tuple[str, str]) -> No
     check(attend(plan.on(mesh, rows="unchecked", sequence=axes), given), oracle(given, mask))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "strategy"), [("bfloat16", "ring"), long("float16", "exchange")])
 @on_devices
 def test_narrow_dtypes_round_no_more_than_one_device_does(dtype: str, strategy: str) -> None:
@@ -182,6 +185,7 @@ def test_narrow_dtypes_round_no_more_than_one_device_does(dtype: str, strategy: 
     assert not {name: (x, one[name]) for name, x in ours.items() if not x < 1.05 * one[name] + ALIKE}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("split", "steps", "most"), [(RING, 4, 1), (EXCHANGE, 12, 4)], ids=str)
 @on_devices
 def test_new_masks_and_layouts_compile_nothing_once_sizes_settle(split: Split, steps: int, most: int) -> None:
@@ -239,6 +243,7 @@ def test_nothing_is_gathered_silently(split: Split, forward: dict[str, int], bac
     assert set(collectives(split, True)) == set(backward)
 
 
+@pytest.mark.slow
 def test_it_needs_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"

@@ -24,6 +24,7 @@ from attnspan.jax import attention, shard
 from attnspan.parallel import Layout, Plan, PlanMismatchError
 
 
+@pytest.mark.slow
 @on_devices
 def test_layers_with_masks_of_their_own_share_rows_within_remat() -> None:
     length = 21
@@ -53,6 +54,7 @@ def test_layers_with_masks_of_their_own_share_rows_within_remat() -> None:
     check(got, want | {f"out {i}": x["out"] for i, x in enumerate(wanted)})
 
 
+@pytest.mark.slow
 @on_devices
 def test_a_vmap_is_each_mapped_call_and_can_be_lowered_for_tpus() -> None:
     length = 21
@@ -72,6 +74,7 @@ def test_a_vmap_is_each_mapped_call_and_can_be_lowered_for_tpus() -> None:
     assert text.count("@ragged_all_to_all") == 3
 
 
+@pytest.mark.slow
 @on_devices
 def test_within_a_shard_map_a_plan_has_what_that_left_of_the_mesh() -> None:
     length = 21
@@ -138,6 +141,7 @@ def assert_second_derivatives(backend: str) -> None:
     assert np.linalg.norm(got - want) < 2 * ALIKE * np.linalg.norm(want)
 
 
+@pytest.mark.slow
 @on_devices
 def test_second_derivatives_are_those_of_one_device_or_refused() -> None:
     assert_second_derivatives("math")
@@ -290,6 +294,7 @@ def test_each_mistake_is_named() -> None:
             call()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("flax") is None, reason="the page shows modules of Flax")
 @on_devices
 def test_the_examples_of_the_page_give_what_one_device_gives() -> None:

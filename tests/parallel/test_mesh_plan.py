@@ -336,6 +336,7 @@ print("torch" in sys.modules, MeshPlan.__name__)
 """
 
 
+@pytest.mark.slow
 def test_planning_loads_no_framework() -> None:
     done = subprocess.run([sys.executable, "-c", PLAIN], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

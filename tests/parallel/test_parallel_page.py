@@ -28,6 +28,7 @@ def losses(folder: Path, ranks: int, backend: str) -> list[float]:
     return found[::ranks]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_the_ordinary_loop_has_the_losses_of_one_rank(tmp_path: Path, backend: str) -> None:
     assert MODEL.startswith("# train_cp.py: torchrun --nproc-per-node 2 train_cp.py\n")

@@ -174,6 +174,7 @@ def grid(ranks: int, strategy: str) -> list[Case]:
     return cases[::6] if strategy == "auto" and everything() else cases
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "strategy"), WORLDS)
 def test_all_pairs_of_masks_heads_options_and_lengths(ranks: int, strategy: str) -> None:
     check(ranks, grid(ranks, strategy))
@@ -206,6 +207,7 @@ def each_mask(**given: Any) -> list[Case]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("dtype", "dims"), [("float64", (16, 16)), ("float32", (264, 8))], ids=str)
 @pytest.mark.parametrize(("ranks", "strategy"), few([x for x in WORLDS if x[1] != "auto"], 3))
@@ -216,6 +218,7 @@ def test_where_no_kernel_runs(ranks: int, strategy: str, dtype: str, dims: tuple
     check(ranks, cases, plainly=True)
 
 
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("ranks", "strategy"), few(WORLDS, 2))
@@ -254,6 +257,7 @@ def test_cross_attention(ranks: int, strategy: str) -> None:
     check(ranks, cases)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @on_ranks(lambda ranks: ranks)
 def test_the_same_call_gives_the_same_bits(ranks: int) -> None:
@@ -288,6 +292,7 @@ def any_case(draw: st.DrawFn) -> tuple[int, Case]:
     return ranks, case
 
 
+@pytest.mark.slow
 @given(any_case())
 def test_any_combination(drawn: tuple[int, Case]) -> None:
     ranks, case = drawn

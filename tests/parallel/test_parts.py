@@ -75,6 +75,7 @@ def test_parts_merge(name: str, dtype: torch.dtype, options: bool) -> None:
         torch.testing.assert_close(a.double(), b, **close)
 
 
+@pytest.mark.slow
 def test_flex_compiles_itself_inside_of_an_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where the operators of context parallelism run it below autograd."""
     monkeypatch.setattr(flex, "program", flex.program.__wrapped__)

@@ -17,6 +17,7 @@ from attnspan.torch import attention
 CAUSAL = attnspan.causal()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "prefill", "split"), [(2, 0, False), (3, 61, False), (2, 50, True)])
 @ranks(lambda count: count)
 def test_decoding_with_a_sharded_cache(count: int, prefill: int, split: bool) -> None:

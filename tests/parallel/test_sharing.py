@@ -237,6 +237,7 @@ def test_dtensors_in_their_own_order_need_a_layout_that_keeps_it() -> None:
     assert error(out.full_tensor(), attention(*whole, mask=CAUSAL)) < FLOAT32
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_rows_of_the_step_before_in_a_compiled_model_give_nan() -> None:
     layouts = [layout_of(documents(salt)) for salt in (3, 4)]

@@ -60,6 +60,7 @@ def _compare(
         assert error <= max(1.5 * of_peer, 1e-6 * size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("group", [1, 2, 4])
 @pytest.mark.parametrize("mapped", [False, True])
@@ -86,6 +87,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("second", [None, *MODES])
 @pytest.mark.parametrize("first", MODES)
@@ -102,6 +104,7 @@ def test_masks_alone_and_combined(first: str, second: str | None) -> None:
     _compare(arrays, jnp.float32, seen(dot_product_attention), seen(theirs), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("causal", [False, True])
 def test_without_a_batch_axis(dtype: Any, causal: bool) -> None:
@@ -111,6 +114,7 @@ def test_without_a_batch_axis(dtype: Any, causal: bool) -> None:
 BIASES = [(b, h, q, k) for b in (1, BATCH) for h in (1, HEADS) for q in (1, QUERIES) for k in (1, KEYS)]
 
 
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", BIASES, ids=str)
 @pytest.mark.parametrize("mapped", [False, True])
@@ -133,6 +137,7 @@ def test_scales(scale: float) -> None:
     _compare(_inputs(), scale=scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 48), (33, 1), (130, 257)], ids=str)
 def test_odd_lengths(lengths: tuple[int, int]) -> None:
     q, k = _normal(0, 2, lengths[0], 2, 8), _normal(1, 2, lengths[1], 2, 8)

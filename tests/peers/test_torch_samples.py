@@ -146,6 +146,7 @@ def test_vmap(in_dims: tuple[int | None, ...]) -> None:
         torch.testing.assert_close(found, torch.stack(exact), **SHARP)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled(backend: str) -> None:
     cases = []
@@ -159,6 +160,7 @@ def test_compiled(backend: str) -> None:
     _assert_as_exact(cases, torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_multi_head_attention_forward(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []

@@ -68,6 +68,7 @@ def test_every_derivative_where_users_cannot_name_a_backend(block: str, attend: 
         _derivatives(attend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_compiled_function_has_a_program_for_each(block: str) -> None:
     kernels = []

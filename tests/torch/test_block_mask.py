@@ -136,6 +136,7 @@ def test_a_block_mask_without_full_blocks() -> None:
     assert torch.equal(from_block_mask(alone).spans(12, 12).dense()[0, 0], wanted)
 
 
+@pytest.mark.slow
 def test_a_block_mask_inside_a_compiled_function() -> None:
     mask, mask_mod = _documents(50, 70)
     block_mask = create_block_mask(mask_mod, 2, None, 50, 70, device="cpu", BLOCK_SIZE=16)

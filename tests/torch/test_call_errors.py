@@ -170,6 +170,7 @@ def test_a_prepared_mask_shows_itself_without_a_length_that_is_a_symbol() -> Non
         compiled(a.segments(torch.zeros(1, 9).int()).prepare(7, 9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_an_error_is_caught_around_a_whole_graph_and_inside_of_others(fullgraph: bool) -> None:
     @torch.compile(fullgraph=fullgraph, backend="eager")
@@ -188,6 +189,7 @@ def test_an_error_is_caught_around_a_whole_graph_and_inside_of_others(fullgraph:
         assert attempt(given) == str(error_of(_call, given))
 
 
+@pytest.mark.slow
 def test_an_error_after_a_graph_break_names_the_line_of_the_call() -> None:
     @torch.compile(backend="eager")
     def model(given: dict[str, Any]) -> Any:

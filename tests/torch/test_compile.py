@@ -47,6 +47,7 @@ print("same")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_fullgraph_at_the_first_call_of_a_fresh_process(backend: str) -> None:
     assert run_program("-c", FRESH.format(backend=backend)).strip() == "same"
@@ -107,6 +108,7 @@ def _shapes(count: int) -> list[tuple[int, int]]:
 SIDES = pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
 
 
+@pytest.mark.slow
 @SIDES
 def test_few_compilations_over_many_shapes(inside: bool) -> None:
     # The short run has no batch of one row, which is a program of its own.
@@ -116,6 +118,7 @@ def test_few_compilations_over_many_shapes(inside: bool) -> None:
     assert counts[-1] == counts[-2], "compilations must end early"
 
 
+@pytest.mark.slow
 @SIDES
 def test_one_compilation_where_dims_are_marked_dynamic(inside: bool) -> None:
     assert _compilations(_shapes(3), inside=inside, mark=True) == [1, 1, 1]
@@ -127,6 +130,7 @@ def test_a_new_mask_of_the_same_shape_is_no_recompilation(inside: bool) -> None:
 
 
 # Each kind of array once: the next test has "all".
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [[x] for x in OPTIONS] if everything() else [["dense, all heads, float16", "alibi, per batch row", "T5"]],
@@ -136,6 +140,7 @@ def test_every_option_compiles_in_full_and_once(names: list[str]) -> None:
     assert _compilations([(2, 33)] * 2, *names) == [1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", few(["all", "dense", "dropout by seeds", "alibi, per batch row"], 1))
 def test_few_compilations_of_options_over_many_shapes(name: str) -> None:
     assert _compilations(_shapes(6 if everything() else 3), name)[-1] <= 2
@@ -165,6 +170,7 @@ def test_positions_of_a_prepared_mask_compile_once() -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("row", [[0, 7], [0, -1], [3, 2], [-1, 3]], ids=str)
 def test_illegal_spans_are_never_plausible(row: list[int], compiled: bool) -> None:

@@ -42,6 +42,7 @@ def _inputs(form: str, s: Sizes) -> tuple[Tensor, Tensor, Any]:
 CELLS = [("expression", "fixed"), ("prepared", "fixed"), ("spans", "varying"), ("expression", "not strict")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "kind"),
     [(x, y) for x in FORMS for y in ("fixed", "varying", "not strict")] if everything() else CELLS,

@@ -39,6 +39,7 @@ def _lower(kind: str, k_len: int) -> Any:
 OTHERS = ["spans", "prepared by numpy"] if everything() else []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["prepared", "spans by numpy", *OTHERS])
 def test_compiled_code_raises_the_whole_text(kind: str) -> None:
     compiled = torch.compile(_attend, fullgraph=True, backend="aot_eager")
@@ -149,6 +150,7 @@ _COMBINED: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", few(_COMBINED, 3))
 def test_prepared_masks_alone_and_inside_of_others_are_one_program(kind: str) -> None:
     def run(q: Tensor, k: Tensor, mask: Any) -> Tensor:

@@ -62,6 +62,7 @@ def test_generated_code_writes_into_the_buffers(kind: str) -> None:
     assert "clone" not in body
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_generated_code_reads_positions_before_it_advances_them(kind: str) -> None:
     """RoPE: what follows from positions is used before the write, and once more after it."""
@@ -80,6 +81,7 @@ def test_generated_code_reads_positions_before_it_advances_them(kind: str) -> No
         torch.testing.assert_close(compiled(ours, q[i], k[i]), rotated(theirs, q[i], k[i]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS if everything() else ["rolling"])
 def test_compiled_chunks_of_many_lengths_and_caches_of_many_layers(kind: str) -> None:
     generator = random.Random(5)

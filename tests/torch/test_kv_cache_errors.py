@@ -176,6 +176,7 @@ def test_a_ring_refuses_chunks_beyond_its_own() -> None:
         cache.mask(3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_a_compiled_step_without_room_raises_and_writes_nothing(backend: str) -> None:
     tokens = Tokens(2, 12)
@@ -192,6 +193,7 @@ def test_a_compiled_step_without_room_raises_and_writes_nothing(backend: str) ->
 
 
 # Dynamo itself makes an instance of each autograd function that it traces.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("kind", few(KINDS, 1))
 def test_a_compiled_truncation_to_what_is_not_there_is_never_plausible(kind: str) -> None:

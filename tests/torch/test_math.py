@@ -55,6 +55,7 @@ def test_every_derivative(name: str) -> None:
         assert gradgradcheck(function, _leaves(problem), check_fwd_over_rev=True, fast_mode=True)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler's own
 @pytest.mark.parametrize("name", OPTIONS if everything() else [SIGNED, EVERYTHING])
 def test_compiles_without_a_break(name: str) -> None:

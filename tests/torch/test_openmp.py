@@ -65,6 +65,7 @@ def _other(path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 @pytest.mark.compiled_module("its threads")
 def test_the_operators_use_as_many_threads_as_torch(tmp_path: Path) -> None:
@@ -77,6 +78,7 @@ def test_the_operators_use_as_many_threads_as_torch(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 @pytest.mark.compiled_module("its threads")
 @pytest.mark.parametrize("order", few(["first", "last"], 1))

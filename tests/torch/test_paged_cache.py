@@ -1,6 +1,7 @@
 """Paged caches: the results of a static cache, wherever pages lie; nothing written where nothing may be."""
 
 from contextlib import nullcontext
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,7 @@ def test_a_page_that_is_none_gives_nan_to_its_row_alone(backend: str | None) -> 
     assert out[[0, 2]].isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [None, "triton"])
 def test_a_compiled_step_is_compiled_once(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
@@ -268,5 +270,5 @@ def test_keys_and_values_are_wished_to_lie_in_large_pages(kind: type) -> None:
     for x in (made._keys, made._values):
         assert "hg" in flags_of_memory(x.data_ptr() + x.numel() * 2)
         assert not x.any()
-    plain = torch.zeros(1, 2, 16384, 64)
-    assert "hg" not in flags_of_memory(plain.data_ptr() + plain.numel() * 2)
+    plain = torch.frombuffer(mmap(-1, 1 << 23), dtype=torch.uint8)  # a heap may hold what was a cache before
+    assert "hg" not in flags_of_memory(plain.data_ptr() + plain.numel() // 2)

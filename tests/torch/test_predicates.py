@@ -121,6 +121,7 @@ def _compare(got: Tensor, wanted: Tensor, q: Tensor) -> None:
     torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_functions_made_inside_the_compiled_region() -> None:
     # "composition" holds the others. Every second one has no mask next to it.
     names = [x for x in FUNCTIONS if everything() or x not in ("closure", "lambda", "partial")]
@@ -145,6 +146,7 @@ def test_the_same_in_eager_mode(name: str) -> None:
         _compare(_attend(q, ids, make, alone), _wanted(q, ids, make, alone), q)
 
 
+@pytest.mark.slow
 def test_masks_made_outside_and_handed_in() -> None:
     counter = CompileCounterWithBackend("eager")
     names = ["closure", "partial", "module"]
@@ -161,6 +163,7 @@ def test_masks_made_outside_and_handed_in() -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_under_activation_checkpointing_of_both_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
@@ -303,6 +306,7 @@ def test_rows_with_too_many_runs() -> None:
     assert bounds[[0, 2], 0].tolist() == [[0, 0], [3, 5]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [2, 8])
 def test_functions_that_index_in_steps(batch: int) -> None:
     """Eight batch rows hold every row number of the queries, so that no index is out of bounds."""
@@ -322,6 +326,7 @@ def test_functions_that_index_in_steps(batch: int) -> None:
         from_predicate(lambda b, _, q, k: host[b][q % 6] == host[b][k % 6]).spans(1500, 1500, batch=batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("array", ["torch", "numpy", "jax"])
 def test_functions_that_reduce_are_asked_for_single_pairs(array: str) -> None:
     """FlexAttention calls a mask function with numbers of one pair, so that ``ids[b].sum()`` is one sum."""

@@ -108,6 +108,7 @@ def _of_kept_tokens(x: Tensor, ids: Tensor, keep: Tensor) -> list[Tensor]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["export", "compile"])
 @pytest.mark.parametrize("call", [_of_kept_rows, _of_kept_tokens])
 def test_sizes_that_only_data_decide(call: Callable[..., list[Tensor]], how: str) -> None:

@@ -162,6 +162,7 @@ def test_mask_expressions_are_taken() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(8, 9), (2, 1, 8, 9), (2, 8, 9), (1, 9)])
 def test_a_dense_mask_in_a_compiled_function(shape: tuple[int, ...]) -> None:
     counter = CompileCounterWithBackend("aot_eager")
@@ -174,6 +175,7 @@ def test_a_dense_mask_in_a_compiled_function(shape: tuple[int, ...]) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_a_dense_mask_with_many_runs_in_a_compiled_function() -> None:
     q, visible = torch.randn(1, 2, 20, 16), torch.arange(20) % 2 == 0
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
@@ -239,6 +241,7 @@ def _one_by_one(q: Tensor, k: Tensor, v: Tensor, **options: bool) -> list[Tensor
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler's own
 @pytest.mark.parametrize(("cross", "compiled"), [(False, False), (True, False), (False, True)])

@@ -78,6 +78,7 @@ CALLS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_an_unknown_subclass_is_refused_by_name(name: str) -> None:
     with pytest.raises(DtypeError, match=r"a plain array or tensor, got .*(Foreign|MaskedArray|CausalBias)"):

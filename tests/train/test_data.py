@@ -108,6 +108,7 @@ TEXTS = [[index] * (index % 30 + 1) for index in range(60)]
 
 
 # Torch starts its workers by fork, about which newer Pythons warn.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("accumulate", [1, 3])

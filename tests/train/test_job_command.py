@@ -17,6 +17,8 @@ from attnspan_lab.cli import run
 from train import sample
 from train.command import command
 
+pytestmark = pytest.mark.slow
+
 JOB = Path(__file__).parents[2] / "examples/train"
 MODEL = {"dim": 16, "layers": 1, "heads": 2, "kv-heads": 1, "head-dim": 8, "hidden": 16, "dtype": "float32"}
 RUN = {"seq-len": 32, "batch-size": 1, "steps": 3, "warmup": 1, "eval-bytes": 64, "threads": 1}
@@ -71,6 +73,7 @@ def test_train_writes_a_summary(trained: Path) -> None:
     assert summary["text"]
 
 
+@pytest.mark.slow
 def test_train_leaves_a_page_of_its_steps_unless_told_not_to(train: Command, trained: Path) -> None:
     folder = trained / "runs" / "first"
     found = json.loads((folder / "monitor.json").read_text())
@@ -107,6 +110,7 @@ def test_a_run_that_fails_leaves_a_page_of_the_steps_before(
     assert "<p>Steps 1 to 2." in (trained / "runs" / "failed" / "monitor.html").read_text()
 
 
+@pytest.mark.slow
 def test_resume_takes_the_last_run_and_its_options(train: Command, trained: Path) -> None:
     code, out, _ = train("--resume", cwd=trained)
     assert code == 0

@@ -68,6 +68,7 @@ ON += [{"cp": 2, "method": name} for name in ("zigzag", "contiguous")]
 ON += [{"dp": 2, "fsdp": True}, {"cp": 2, "fsdp": True, "accumulate": 2}, {"dp": 2, "accumulate": 2}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on", few(ON, 2), ids=str)
 def test_ranks_compute_what_one_computes(alone: Any, tmp_path: Path, on: dict[str, Any]) -> None:
     config, expected = alone
@@ -83,6 +84,7 @@ def test_ranks_compute_what_one_computes(alone: Any, tmp_path: Path, on: dict[st
     assert all(summary == answers[0][1] for _, summary in answers)
 
 
+@pytest.mark.slow
 def test_sharded_bfloat16_is_near_to_that_of_one_rank(alone: Any, tmp_path: Path) -> None:
     config = replace(alone[0], dtype="bfloat16")
     train(config, tmp_path / "one")
@@ -91,6 +93,7 @@ def test_sharded_bfloat16_is_near_to_that_of_one_rank(alone: Any, tmp_path: Path
     assert_same(tmp_path / "sharded", tmp_path / "one", 2 * torch.finfo(torch.bfloat16).eps)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_other_ranks_and_for_more_steps(alone: Any, tmp_path: Path) -> None:
     config, expected = alone
     folder = tmp_path / "run"
@@ -106,6 +109,7 @@ def test_a_run_goes_on_on_other_ranks_and_for_more_steps(alone: Any, tmp_path: P
     assert len({loss for _, loss, _ in figures(folder)}) == 10
 
 
+@pytest.mark.slow
 def test_from_an_older_checkpoint_on_is_from_there_after_a_restart_too(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +131,7 @@ def test_from_an_older_checkpoint_on_is_from_there_after_a_restart_too(
     assert figures(folder) == expected
 
 
+@pytest.mark.slow
 def test_a_restart_goes_on_with_the_run_of_its_own_job_alone(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,6 +75,7 @@ def test_after_restarts_by_torchrun_losses_are_those_of_an_undisturbed_run(
     assert scores(tmp_path / "calm") == scores(tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "fsdp"),
     [

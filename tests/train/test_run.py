@@ -51,6 +51,7 @@ def train(config: TrainConfig, folder: Path, **options: Any) -> Summary:
     return training.train(config, folder, console=console, **({"sample": 0} | options))
 
 
+@pytest.mark.slow
 def test_a_run_leaves_everything_in_its_folder_and_says_it(tiny: Tiny, tmp_path: Path) -> None:
     console, folder = Console(file=io.StringIO(), width=80), tmp_path / "run"
     summary = train(tiny(profile=str(tmp_path / "trace")), folder, console=console, sample=20)
@@ -95,6 +96,7 @@ def test_no_product_is_faster_than_the_ceiling(tiny: Tiny) -> None:
 
 
 # Both are torch's own, raised while it imports its compiler and while it traces.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize(
@@ -116,12 +118,14 @@ def test_a_compiled_run_has_one_graph_and_never_compiles_again(
     assert summary.bits_per_byte_end == pytest.approx(eager.bits_per_byte_end, rel=tolerance)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_losses_and_another_seed_others(tiny: Tiny, tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         train(tiny(steps=3, seed=seed), tmp_path / name)
     assert figures(tmp_path / "a") == figures(tmp_path / "b") != figures(tmp_path / "c")
 
 
+@pytest.mark.slow
 def test_without_steps_a_run_fills_its_minutes(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +216,7 @@ def test_after_twenty_kills_at_random_moments_losses_equal_the_uninterrupted_run
     assert scores(cut) == scores(whole)
 
 
+@pytest.mark.slow
 def test_a_run_is_not_started_twice_nor_resumed_from_nothing(tiny: Tiny, tmp_path: Path) -> None:
     train(tiny(steps=1), tmp_path / "run")
     with pytest.raises(ConfigError, match=r"expected a new run, got .*run, which holds one\. Pass --resume"):
@@ -229,6 +234,7 @@ def test_a_run_is_not_started_twice_nor_resumed_from_nothing(tiny: Tiny, tmp_pat
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["another", "a document more", "none"])
 def test_a_run_is_resumed_only_on_its_own_data(tiny: Tiny, tmp_path: Path, change: str) -> None:
     data, folder = tmp_path / "data.txt", tmp_path / "run"

@@ -110,8 +110,9 @@ class TorchFront(Front):
         spans = mask if isinstance(mask, Spans) else mask.lowered
         k_len = spans._k_len
         # To a compiler the number would be a constant; on a device it is waited for.
-        read = "k_len" in vars(spans) or not isinstance(k_len, Tensor) or k_len.is_cpu
-        if read and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and (
+            "k_len" in vars(spans) or not isinstance(k_len, Tensor) or k_len.is_cpu
+        ):
             return bounds, None
         return bounds, k_len if isinstance(k_len, Tensor) else torch.as_tensor(k_len, device=q.device)
 

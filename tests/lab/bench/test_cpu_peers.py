@@ -255,6 +255,7 @@ def test_inductor_refuses_scores_that_do_not_fit(monkeypatch):
     assert INDUCTOR.refuses(_job(mode="forward+backward")) == (6, "the scores")
 
 
+@pytest.mark.slow
 def test_openvino_tells_nobody_of_its_use():
     _needs_openvino()
     code = """

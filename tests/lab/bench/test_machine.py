@@ -52,6 +52,7 @@ def test_without_a_probe_products_of_matrices_stand_in_by_name():
     assert min(*ceilings.flops.values(), ceilings.read_bandwidth) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.compiled_module("its own microbenchmarks")
 def test_the_compiled_module_measures_plausible_ceilings():
     ceilings = measure_ceilings("cpu", probe=native_probe(), threads=1, seconds=0.05)
@@ -96,6 +97,7 @@ def test_resident_memory_grows_shrinks_and_has_a_peak_that_can_be_forgotten():
     del last
 
 
+@pytest.mark.slow
 @on_linux
 def test_a_dense_mask_is_seen_and_spans_are_not():
     dense = process_peak("sdpa-dense-mask", WORK, "forward", threads=1)
@@ -117,6 +119,7 @@ def test_what_only_the_first_call_needs_is_not_counted():
     assert 32 * MIB <= peak_here(Compiling(), WORK, "forward") < 256 * MIB
 
 
+@pytest.mark.slow
 @on_linux
 def test_a_process_that_fails_says_why():
     with pytest.raises(MeasurementError, match="memory of attnspan: expected a process that ends with a fig"):

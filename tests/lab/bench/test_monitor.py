@@ -179,6 +179,7 @@ def test_every_step_is_in_the_journal_at_once_and_the_results_file_when_it_is_du
     assert not list(tmp_path.glob("*.part"))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_in_the_same_files(world: World, tmp_path: Path) -> None:
     with world.monitor(tmp_path, every=1) as monitor:
         for _ in range(4):
@@ -389,6 +390,7 @@ def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pyte
     assert "Steps 1 to 3" in Path("runs/mine/monitor.html").read_text()
 
 
+@pytest.mark.slow
 def test_training_is_the_same_to_the_bit_whether_watched_or_not(tiny: Any, tmp_path: Path) -> None:
     config = tiny(steps=4, warmup=2, eval_bytes=64, checkpoint_every=2)
 

@@ -90,6 +90,7 @@ def test_a_file_that_is_missing_or_cut_short_is_refused(tmp_path):
     assert not list(tmp_path.parent.glob("*.part"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
 def test_the_committed_results_are_read(path):
     data = read_json(path)

@@ -84,6 +84,7 @@ def _measured(names, problem):
     return take(chosen, problem, replace(problem, length=TINY), 1e-3, QUICK, Meter())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # of torch itself
 @pytest.mark.compiled_module("the kernel is called by itself")
 def test_routes_of_torch_compute_the_same_and_compile_apart():

@@ -32,6 +32,7 @@ def marked(name: str) -> int:
     return next(i for i, line in enumerate(LINES[start:], start + 1) if line.endswith("# here"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind", "said"),
     [
@@ -59,6 +60,7 @@ def test_bad_input_is_a_finding(name: str, kind: str, said: str) -> None:
         assert "GPU" in found[0].cause
 
 
+@pytest.mark.slow
 def test_a_hang_is_a_finding_with_its_line() -> None:
     (found,) = diagnose("bad_inputs:hangs", stages=["eager"], limit=12).findings
     assert found.kind == "hang"
@@ -66,6 +68,7 @@ def test_a_hang_is_a_finding_with_its_line() -> None:
     assert found.places[0].line == marked("hangs")
 
 
+@pytest.mark.slow
 def test_a_factory_that_forks_is_examined_once() -> None:
     found = diagnose("bad_inputs:forks", stages=["eager"])
     assert found.findings == ()
@@ -73,6 +76,7 @@ def test_a_factory_that_forks_is_examined_once() -> None:
     assert hasattr(bad_inputs, "forks")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [[], ["--in-place"]], ids=["torch.compile(model)", "model.compile()"])
 def test_a_script_is_run_with_its_arguments_and_its_model_examined(how: list[str]) -> None:
     found = diagnose("train_script.py", ["--steps", "3", *how], stages=["eager"])
@@ -80,6 +84,7 @@ def test_a_script_is_run_with_its_arguments_and_its_model_examined(how: list[str
     assert found.subject == "train_script.py: Model, 3 batches"
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_it_found_and_keeps_limits(tmp_path: Path) -> None:
     files = {name: tmp_path / f"found.{name}" for name in ("json", "junit", "page")}
     options = [x for name, path in files.items() for x in (f"--{name}", str(path))]
@@ -112,6 +117,7 @@ def test_the_command_writes_what_it_found_and_keeps_limits(tmp_path: Path) -> No
     assert "http-equiv" in page
 
 
+@pytest.mark.slow
 def test_options_may_follow_the_target_and_only_scripts_have_arguments() -> None:
     made = CliRunner().invoke(build_app(), ["doctor", "patients:sick_contiguous", "--stages", "eager"])
     assert made.exit_code == 0, made.output
@@ -122,6 +128,7 @@ def test_options_may_follow_the_target_and_only_scripts_have_arguments() -> None
     assert "Only a script has arguments" in str(made.exception)
 
 
+@pytest.mark.slow
 def test_the_cure_compiles_the_models_own_attention_as_it_is() -> None:
     found = diagnose("patients:well_fused", stages=["compiled", "cure"])
     own, cure = found.facts["compiled"], found.facts["cure"]
@@ -130,6 +137,7 @@ def test_the_cure_compiles_the_models_own_attention_as_it_is() -> None:
     assert found.findings == ()
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_the_example_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     root = HERE.parents[2]
     monkeypatch.chdir(root)
@@ -144,6 +152,7 @@ def test_the_page_shows_what_the_example_prints(monkeypatch: pytest.MonkeyPatch)
     assert [x for x in told if x not in printed] == []
 
 
+@pytest.mark.slow
 def test_a_healthy_model_passes(tmp_path: Path) -> None:
     junit = tmp_path / "found.xml"
     arguments = ["doctor", "--stages", "eager", "--junit", str(junit), "patients:well_fused"]
@@ -185,6 +194,7 @@ def test_whose_a_break_is() -> None:
     assert "cannot be taken out (flash)" in _isolated([own], {"left": "flash"})[0].evidence[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "said"),
     [

@@ -45,6 +45,7 @@ def diagnosis() -> Diagnosis:
     return Diagnosis(f"m.py:factory: {HOSTILE}", findings, facts, {"cpu": "one"}, cells, 3.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
 def test_a_page_in_a_browser(tmp_path: Path, width: int, dark: bool) -> None:
     path = tmp_path / "found.html"

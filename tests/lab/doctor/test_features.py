@@ -85,6 +85,7 @@ def test_the_attention_that_is_written_out_is_the_reference(mask: str) -> None:
         assert max(differences(found.outcome(found.model, 1), want)) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", ["one", "two"])
 def test_attnspan_passes(ranks: str) -> None:
     if ranks == "two" and not everything():

@@ -50,6 +50,7 @@ def test_there_are_enough_of_each() -> None:
     assert all(planted(name) for name in SICK if patients.KINDS[name] != "combination")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SICK)
 def test_the_planted_cause_and_line_come_first(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     kind = patients.KINDS[name]
@@ -67,12 +68,14 @@ def test_the_planted_cause_and_line_come_first(name: str, capsys: pytest.Capture
     assert found[0].remedy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WELL)
 def test_healthy_twins_have_no_finding(name: str) -> None:
     more = ["ranks"] if name == "well_shared" else []
     assert examined(name, "eager", "compiled", "parity", *more) == ()
 
 
+@pytest.mark.slow
 def test_what_mends_a_recompilation_is_tried() -> None:
     (found,) = examined("sick_counter", "compiled")
     assert "calls as a tensor" in found.tried

@@ -19,6 +19,8 @@ from test_page import hostile_results
 from attnspan_lab.bench.results import Results
 from attnspan_lab.report import write_page
 
+pytestmark = pytest.mark.slow
+
 # Everything that a chart is made of: bars, points, lines, areas, texts.
 MARKS = ".point path, path.point, path.js-line, path.js-fill, .textpoint text"
 
@@ -151,6 +153,7 @@ def test_every_chart_has_marks_and_titles(open_page) -> None:
         assert {chart.note for chart in shown[:20]} == {f"{mode}, {dtype}"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["monitor", "hostile", pytest.param("bare", marks=pytest.mark.long)])
 def test_smaller_pages_draw_what_they_have(open_page, name: str) -> None:
     window = open_page(name)
@@ -199,6 +202,7 @@ def test_a_peer_can_be_hidden_everywhere(visit: Window) -> None:
     expect(bars).to_have_count(16)
 
 
+@pytest.mark.slow
 def test_switches_move_to_what_was_measured(browser: Browser, folder: Path) -> None:
     cell, *_ = cells = sample_results().cells
     kept = [c for c in cells if (c.workload.name, c.mode) == (cell.workload.name, "forward")]
@@ -227,6 +231,7 @@ def test_nothing_covers_a_chart_and_a_button_saves_it(visit: Window) -> None:
     assert saved.value.suggested_filename.endswith(".png")
 
 
+@pytest.mark.slow
 def test_legends_overlap_nothing(open_page) -> None:
     window = open_page("monitor")
     holder = window.drawn(window.page.locator(".chart:has(.legend), .chart").first)
@@ -327,6 +332,7 @@ def contrast(one: str, other: str) -> float:
     return (bright + 0.05) / (dark + 0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", few(["dark", "light"], 1))
 def test_both_themes_are_complete(open_page, scheme: str) -> None:
     window = open_page(color_scheme=scheme)

@@ -16,6 +16,7 @@ from attnspan_lab.tune.gpu import KERNELS, blocks, rank
 SMALL: dict[str, Any] = {"length": 32, "heads": 1, "where": "cpu"}
 
 
+@pytest.mark.slow
 def test_blocks_are_searched(tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
     with triton.interpreted():

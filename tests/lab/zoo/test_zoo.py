@@ -77,6 +77,7 @@ def test_a_sound_attention_is_not_blamed() -> None:
     assert str(totals.all_pairs["sdpa"]) == "1 of 1"
 
 
+@pytest.mark.slow
 def test_breaks_of_the_graph_and_more_graphs_than_others_are_said() -> None:
     row = row_of("breaking", *keys("compiled", "plain", names="identity attnspan"))
     (found,) = complaints(row)
@@ -116,6 +117,7 @@ def test_what_one_attention_can_do_is_not_beyond_the_model() -> None:
     assert str(summary_of([row]).compiles["attnspan"]) == "0 of 1"
 
 
+@pytest.mark.slow
 def test_the_identity_runs_where_another_attention_failed() -> None:
     settings = dataclasses.replace(QUICK, tokens=(45,), layouts=("plain", "packed"), modes=("compiled",))
     labels = [label for label, work in results(Keeper(BY_NAME["breaking"], settings), ()) if work()]
@@ -140,6 +142,7 @@ def found_by_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("found_by_processes")
 def test_a_crash_or_a_hang_costs_one_cell() -> None:
     chosen = [BY_NAME["crashing"], BY_NAME["hanging"]]
@@ -154,6 +157,7 @@ def test_a_crash_or_a_hang_costs_one_cell() -> None:
         assert sum(x.failed is None for x in row.cells) == 9
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("found_by_processes")
 def test_an_interrupt_loses_nothing_and_the_next_run_goes_on(tmp_path: Path) -> None:
     chosen, path = [BY_NAME["sound"], BY_NAME["unused"]], tmp_path / "zoo.json"
@@ -181,6 +185,7 @@ def test_a_process_that_cannot_start_is_a_row(monkeypatch: pytest.MonkeyPatch) -
     assert "no_such_module" in said
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("found_by_processes")
 def test_steps_are_timed_and_their_memory_is_measured(tmp_path: Path) -> None:
     settings = SpeedSettings(backend="eager", tokens=64, memory_tokens=1024, rounds=9, seconds=0.2)
@@ -330,6 +335,7 @@ def _pairs() -> list[tuple[str, str, str, str]]:
     return [(name, *way) for name, way in zip(FAMILIES, cycle([*short, compiled[2], *eager]), strict=False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "implementation", "mode", "layout"), _pairs())
 def test_families_run_exactly_and_do_not_leak(name: str, implementation: str, mode: str, layout: str) -> None:
     pytest.importorskip("transformers")
