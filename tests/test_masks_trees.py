@@ -1,6 +1,7 @@
 """Random mask trees, with lengths of each batch row on both sides, against their dense definitions."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from itertools import pairwise
 from typing import Any
 
@@ -240,3 +241,13 @@ def test_illegal_rows_are_illegal_in_every_expression() -> None:
             a.Spans(bounds[:, :, [1, *range(3, KEYS)]], KEYS).validate()
             with pytest.raises(ValueError, match=r"\(0, -1\) marks a row whose mask data break a promise"):
                 mask.prepare(KEYS, KEYS, batch=BATCH)
+
+
+def test_a_key_tells_apart_what_differs_in_one_field() -> None:
+    masks = [a.full(), a.causal(), a.window(3), a.window(3, 1), a.window(2)]
+    masks += [a.global_keys(3), a.global_keys(2)]
+    masks += [a.causal() & a.window(3), a.causal() | a.window(3), a.causal() | a.window(2)]
+    assert len({mask.static_key() for mask in masks}) == len(masks)
+    assert a.documents(np.array([0, 3])).static_key() is None
+    for mask in masks:  # A key is of the fields that a pattern of `match` would name.
+        assert mask.__match_args__ == tuple(field.name for field in fields(mask))

@@ -55,7 +55,9 @@ class Mask(Node):
         if not self._in_numbers:
             return None
         parts: list[Any] = [type(self)]
-        for value in vars(self).values():
+        names: tuple[str, ...] = self.__match_args__  # dynamo of torch 2.11 cannot trace vars(self).values()
+        for name in names:
+            value = getattr(self, name)
             several = type(value) is tuple
             for part in value if several else (value,):
                 key = part.static_key() if isinstance(part, Mask) else (type(part), part)
