@@ -5,6 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
+import build_wheels
 import pytest
 from build_wheels import ROOT, check, contents, pinned, sbom, tracked
 
@@ -66,3 +67,30 @@ def test_the_list_of_parts_names_what_is_linked(tmp_path: Path, monkeypatch: pyt
         "numpy": None,
     }
     assert parts["metadata"]["component"]["version"] == "0.2.0"
+
+
+@pytest.mark.parametrize(
+    ("wheel", "audited"), [(NAME, [NAME]), (NAME.replace("cp312-abi3", "cp311-cp311"), [])]
+)
+def test_only_wheels_of_the_stable_abi_are_audited(
+    wheel: str, audited: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, list[str]] = {}
+
+    def made(name: str) -> Path:
+        (tmp_path / name).write_text("")
+        return tmp_path / name
+
+    def run(tool: str, *arguments: str | Path) -> None:
+        asked[tool] = [x.name for x in arguments if isinstance(x, Path)]
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(build_wheels.sys, "argv", ["build_wheels.py", str(tmp_path), "python3"])
+    monkeypatch.setattr(build_wheels, "build_sdist", lambda _: made("attnspan-0.2.0.tar.gz"))
+    monkeypatch.setattr(build_wheels, "build_wheel", lambda *_: made(wheel))
+    monkeypatch.setattr(build_wheels, "sbom", lambda *_: "{}")
+    monkeypatch.setattr(build_wheels, "run", run)
+    build_wheels.main()
+    assert asked.get("abi3audit", []) == audited
+    assert ("abi3audit" in asked) == bool(audited)
+    assert "attnspan-0.2.0.tar.gz" in (tmp_path / "SHA256SUMS").read_text()
