@@ -11,8 +11,8 @@ NATIVE := $(wildcard csrc/*.cc csrc/*.h) CMakeLists.txt pyproject.toml lab/pypro
 
 help:
 	@echo "make train   train a small language model on real text for four minutes, and let it write"
-	@echo "make test    run every behaviour once, options and masks in pairs, 11 to 35 minutes on two cores"
-	@echo "make test-fast what takes no second each, two to three minutes: while you make a change"
+	@echo "make test    run every behaviour once, options and masks in pairs, 11 minutes on two cores of a Zen 5"
+	@echo "make test-fast the tests that take less than a second each, two to three minutes: while you make a change"
 	@echo "make test-all whole products, long tests, every instruction-set level, sanitizers: hours, before a release"
 	@echo "make fuzz MINUTES=2 tests that draw their cases, with new seeds until the minutes are used; failing cases are shrunk"
 	@echo "make test-with WITH='torch==2.15.0'  the tests of what has another version (torch, jax, transformers, diffusers), in an environment of their own"

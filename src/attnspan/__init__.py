@@ -64,9 +64,12 @@ __version__: str  # looked up when it is asked for: few do, and it takes longer 
 
 def __getattr__(name: str) -> str:
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        return version("attnspan")
+        try:
+            return version("attnspan")
+        except PackageNotFoundError:  # a source tree on the path
+            return "0+unknown"
     if name in ("attention", "explain"):
         # An ImportError, as `from attnspan import ...` replaces the text of an AttributeError by its own.
         raise ImportError(
