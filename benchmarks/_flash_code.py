@@ -34,7 +34,7 @@ def _listed() -> list[tuple[str, list[str]]]:
 def binary(kernel: str, dim: int) -> tuple[bytes, str, dict[str, int]]:
     """The program that has a kernel of `PLAIN`, the kernel's name in it, and its blocks.
 
-    Of several the largest blocks: an H100 has the shared memory that they ask for.
+    If several match, the one with the largest blocks, since an H100 has enough shared memory for them.
     """
     name, flags = PLAIN[kernel]
     found = []

@@ -234,7 +234,8 @@ void raise_unless_ok(const Result& result, const Problem& p, Direction direction
          std::to_string(result.bad.batch) + ", head " + std::to_string(result.bad.head) +
          ") breaks this. If the mask has segment ids, an id may stand in more than max_runs "
          "separate places: raise max_runs, or give each document an id of its own. If it has booleans, a row may have "
-         "more than max_runs runs of visible keys: pass max_runs to from_dense. If it has lengths (cache, "
+         "more than max_runs runs of visible keys: pass max_runs to what made it, such as from_dense. If it has "
+         "lengths (cache, "
          "key_padding), one may be beyond the keys: pass as many keys as it counts. mask.prepare() says which");
   if (result.status == Status::ok) return;
   const Blocks blocks = blocks_of(direction, p.dtype, isa);

@@ -70,6 +70,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the run before a test is imported, as modules multiply their cells themselves too."""
+    if config.getoption("--all") and config.getoption("--fast"):
+        raise pytest.UsageError("--all runs more than the ordinary run and --fast less: pass one of them")
     if config.getoption("--all"):
         os.environ[SWITCH] = "1"
     if not everything():
@@ -91,13 +93,13 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """The end of the process frees all, as it does elsewhere."""
+    """Let the end of the process free what was frozen; nanobind reports what is left."""
     gc.unfreeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _settled() -> None:
-    """So are the packages that the last module of tests brought."""
+    """Freeze what the last module of tests imported."""
     _settle()
 
 

@@ -1,5 +1,7 @@
 """attnspan: attention whose mask is data."""
 
+import typing as _typing
+
 from attnspan.masks.bounds import Spans as Spans  # isort: skip  (first: the function `spans` takes the submodule's place as attribute)
 from attnspan.call.backend import backend as backend
 from attnspan.call.options import Bias as Bias
@@ -62,7 +64,7 @@ __all__ = [
 __version__: str  # looked up when it is asked for: few do, and it takes longer than the rest of the import
 
 
-def __getattr__(name: str) -> str:
+def _look_up(name: str) -> str:
     if name == "__version__":
         from importlib.metadata import PackageNotFoundError, version
 
@@ -77,3 +79,7 @@ def __getattr__(name: str) -> str:
             f"{name}`, or `from attnspan.jax import {name}`"
         )
     raise AttributeError(f"module 'attnspan' has no attribute {name!r}")
+
+
+if not _typing.TYPE_CHECKING:  # A type checker would take every misspelt name for a str.
+    __getattr__ = _look_up

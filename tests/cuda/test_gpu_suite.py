@@ -1,4 +1,4 @@
-"""What runs on GPUs, where there is none: tests skip themselves, and results are checked as there."""
+"""The GPU tests and scripts on a machine without a GPU: tests are skipped, and results are still checked."""
 
 import os
 import subprocess

@@ -178,7 +178,7 @@ class TestTracers:
         call = jax.jit(
             lambda visible, b: attention(Q, k, k, mask=a.from_dense(visible), backend=b), static_argnums=1
         )
-        with pytest.raises(Exception, match="pass max_runs to from_dense"):
+        with pytest.raises(Exception, match="pass max_runs to what made it"):
             jax.block_until_ready(call(visible, "cpu"))
         assert jnp.isnan(call(visible, "xla")).all()
 

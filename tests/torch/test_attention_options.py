@@ -61,9 +61,7 @@ def test_only_what_needs_a_gradient_gets_one() -> None:
 
 def _copied(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> list[int]:
     """The sizes of all copies that a call makes."""
-    with torch.profiler.profile(
-        record_shapes=True, acc_events=True
-    ) as profile:  # beside which the operator is called
+    with torch.profiler.profile(record_shapes=True, acc_events=True) as profile:
         attention(q, k, v, bias=bias)
     events = profile.events()
     assert [event.name for event in events].count("attnspan::attention") == 1

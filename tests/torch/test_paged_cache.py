@@ -85,7 +85,7 @@ def test_a_row_keeps_its_pages_when_tokens_are_taken_back() -> None:
     before = cache.table.clone()
     cache.truncate(torch.tensor([3, 0, 0]))
     assert torch.equal(cache.table, before)
-    sizes = f"pages=4, page_len=4, kv_heads={KV}, head_dim={D}, batch=3, max_len=20"
+    sizes = f"pages=4, page_len=4, kv_heads={KV}, head_dim={D}, v_dim={DV}, batch=3, max_len=20"
     assert repr(cache) == f"PagedCache({sizes})"
 
 

@@ -205,7 +205,8 @@ class PagedCache(CacheRows):
     def extra_repr(self) -> str:
         # Sizes, for ``print(model)``.
         pages, heads, page, dim = self._keys.shape
-        sizes = f"pages={pages - 1}, page_len={page}, kv_heads={heads}, head_dim={dim}"
+        v_dim = self._values.shape[3]
+        sizes = f"pages={pages - 1}, page_len={page}, kv_heads={heads}, head_dim={dim}, v_dim={v_dim}"
         return f"{sizes}, batch={len(self.table)}, max_len={self.max_len}"
 
     def reserve(self, lengths: Any) -> None:
