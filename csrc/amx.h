@@ -22,6 +22,11 @@ template <int tile>
 inline void load_tile(const void* from, int64_t stride) {
   asm volatile("tileloadd (%1,%2,1), %%tmm%c0" : : "i"(tile), "r"(from), "r"(stride));
 }
+// The same, for what is not read again soon: it leaves what the nearest cache holds alone.
+template <int tile>
+inline void stream_tile(const void* from, int64_t stride) {
+  asm volatile("tileloaddt1 (%1,%2,1), %%tmm%c0" : : "i"(tile), "r"(from), "r"(stride));
+}
 template <int tile>
 inline void store_tile(void* to, int64_t stride) {
   asm volatile("tilestored %%tmm%c0, (%1,%2,1)" : : "i"(tile), "r"(to), "r"(stride) : "memory");

@@ -13,6 +13,9 @@
 
 namespace attnspan::ATTNSPAN_ISA {
 
+template <class E, bool Bounded, int64_t Cols, int64_t Ldp>
+struct PlainRows;
+
 // Four accumulators of 16 x 16 (tiles 0 1 / 2 3) and two operands of each side (4 5, 6 7).
 //
 // With one piece an element is a bfloat16. With two or three it is the exact sum of so many bfloat16 numbers: float16
@@ -34,11 +37,13 @@ struct AmxEngine {
   // As for vectors; but tiles of one piece go on with the sums that they load, however products are cut.
   static constexpr int64_t cut = Pieces == 1 ? key_sums : 128, gradient_cut = Pieces == 1 ? 192 : 96,
                            depth_cut = max_dim;
+  // Rounded weights are summed by tiles, see `add_row_sums`: vectors would take a sixth of the softmax for it.
+  static constexpr bool sums_rows = Pieces == 1;
   // Rows of A made of split vectors hold columns (i, 16 + i) of 32 side by side: two instructions instead of a shuffle.
   static constexpr bool interleaved = Pieces > 1;
 
-  // Products do not pause: the softmax of the forward pass does, after each four rows.
-  static int64_t pauses(int64_t rows, int64_t, int64_t) { return rows / 4; }
+  // Products do not pause: the softmax of the forward pass does, twice for each four rows.
+  static int64_t pauses(int64_t rows, int64_t, int64_t) { return rows / 2; }
 
   // The processor's tiles are configured while it lives.
   class Session {
@@ -73,6 +78,77 @@ struct AmxEngine {
         else
           n2 ? block<false, true>(ai, bj, cij, ldc, k, add) : block<false, false>(ai, bj, cij, ldc, k, add);
       }
+    }
+  }
+
+  // C = A * B for 32 rows of A and `step` columns, with 32 calls of rows() spread between the instructions: they run on
+  // other parts of the processor. The bits are those of `product`. The processor could hardly take in instructions fast
+  // enough if what they need were not known as this is compiled. None begins while a tile is stored, and a sum that is
+  // stored right away is waited for: rows come first.
+  static constexpr int64_t step = 64;
+  template <bool Bounded, int64_t Ldp>
+  using Rows = PlainRows<AmxEngine, Bounded, step, Ldp>;
+  template <int Depths, class Rows>
+  [[gnu::always_inline]] static void step_beside(Side<C> a, Side<C> b, float* c, Rows& rows) {
+    constexpr int passes = Pieces == 1 ? 1 : 2, slots = 2 * Depths * passes;  // of a panel, which has 8 rows
+    constexpr int64_t a_bytes = Depths * depth * 2, c_bytes = step * 4;
+    const auto some_rows = [&](int slot) __attribute__((always_inline)) {
+#pragma GCC unroll 1
+      for (int n = (slot + 1) * 8 / slots - slot * 8 / slots; n > 0; --n) rows();
+    };
+    asm volatile("" : : : "memory");  // tile loads do not say that they read memory
+#pragma GCC unroll 1
+    for (int64_t j = 0; j < step; j += panel, c += panel, b.data += b.stride) {
+#pragma GCC unroll 16
+      for (int slot = 0; slot < slots; slot += 2) {
+        const int64_t s = slot / 2 % Depths * depth;
+        const bool main = slot >= slots - 2 * Depths;
+        if (slot == 0) {
+          if (j > 0) store_tile<0>(c - panel, c_bytes);
+          clear_tile<0>();
+          if constexpr (Pieces > 1) {
+            if (j > 0) store_tile<2>(c - panel + 16 * step, c_bytes);
+            clear_tile<2>();
+          }
+        }
+        if (main) {
+          stream_tile<6>(b.data + s * panel, 64);
+          load_tile<4>(a.data + s, a_bytes);
+          multiply_tiles<C, 0, 4, 6>();
+        } else {
+          small_begin(a, b, s);
+        }
+        some_rows(slot);
+        if (Pieces == 1 && slot == 0) {
+          if (j > 0) store_tile<2>(c - panel + 16 * step, c_bytes);
+          clear_tile<2>();
+        }
+        if (main) {
+          load_tile<5>(a.data + 16 * Depths * depth + s, a_bytes);
+          multiply_tiles<C, 2, 5, 6>();
+        } else {
+          small_end(a, b, s);
+        }
+        some_rows(slot + 1);
+      }
+    }
+    store_tile<0>(c - panel, c_bytes);
+    store_tile<2>(c - panel + 16 * step, c_bytes);
+  }
+
+  // Adds the sum of each of m rows of A to the first of `panel` lanes, which are `stride` floats from one row to the
+  // next.
+  [[gnu::noinline]] static void add_row_sums(const C* a, int64_t lda, float* lanes, int64_t stride, int64_t m,
+                                             int64_t k) {
+    asm volatile("" : : : "memory");
+    load_tile<6>(ones().data, 64);
+    for (int64_t i = 0; i < m; i += 16, lanes += 16 * stride, a += 16 * lda) {
+      load_tile<0>(lanes, stride * 4);
+      for (int64_t s = 0; s < k; s += depth) {
+        load_tile<4>(a + s, lda * 2);
+        multiply_tiles<C, 0, 4, 6>();
+      }
+      store_tile<0>(lanes, stride * 4);
     }
   }
 
@@ -153,8 +229,8 @@ struct AmxEngine {
   template <bool N2>
   static void load_b(Side<C> b, int piece, int64_t s) {
     const C* p = b.data + piece * b.plane + s * panel;
-    load_tile<6>(p, 64);
-    if constexpr (N2) load_tile<7>(p + b.stride, 64);
+    stream_tile<6>(p, 64);
+    if constexpr (N2) stream_tile<7>(p + b.stride, 64);
   }
   template <bool M2, bool N2>
   static void multiply_loaded() {
@@ -188,10 +264,10 @@ struct AmxEngine {
   static void multiply(const C* a, int64_t lda, const C* b, int64_t bs, int64_t k) {
     for (int64_t s = 0; s < k; s += 32) {
       load_tile<4>(a + s, lda * 2);
-      load_tile<6>(b + s * panel, 64);
+      stream_tile<6>(b + s * panel, 64);
       multiply_tiles<C, 0, 4, 6>();
       if constexpr (N2) {
-        load_tile<7>(b + bs + s * panel, 64);
+        stream_tile<7>(b + bs + s * panel, 64);
         multiply_tiles<C, 1, 4, 7>();
       }
       if constexpr (M2) {
@@ -214,13 +290,42 @@ struct AmxEngine {
     }
   }
 
+  // What `multiply_small` does for one step of depth, in two halves.
+  [[gnu::always_inline]] static void small_begin(Side<C> a, Side<C> b, int64_t s) {
+    if constexpr (Pieces > 1) {
+      load_a<true>(a, Pieces - 1, s), load_b<false>(b, Pieces == 3 ? 0 : 1, s), multiply_loaded<true, false>();
+      Pieces == 3 ? load_a<true>(a, 1, s) : load_b<false>(b, 0, s), multiply_loaded<true, false>();
+    }
+  }
+  [[gnu::always_inline]] static void small_end(Side<C> a, Side<C> b, int64_t s) {
+    if constexpr (Pieces > 1) {
+      if constexpr (Pieces == 3) load_b<false>(b, 1, s), multiply_loaded<true, false>();
+      load_a<true>(a, 0, s);
+      if constexpr (Pieces == 3) multiply_loaded<true, false>();
+      load_b<false>(b, Pieces - 1, s), multiply_loaded<true, false>();
+    }
+  }
+
+  // A panel whose first column is 1.
+  struct Ones {
+    alignas(64) C data[depth * panel] = {};
+    constexpr Ones() {
+      for (int64_t i = 0; i < depth / pair; ++i)
+        for (int64_t j = 0; j < pair; ++j) data[i * panel * pair + j] = {std::is_same_v<C, f16> ? 0x3c00 : 0x3f80};
+    }
+  };
+  static const Ones& ones() {
+    static constexpr Ones panel_of_ones;
+    return panel_of_ones;
+  }
+
   // 32 rows times one panel, in one of two pairs of accumulators.
   template <int Pair>
   static void multiply_panel(const C* a, int64_t lda, const C* b, int64_t k) {
     clear_tile<2 * Pair>();
     clear_tile<2 * Pair + 1>();
     for (int64_t s = 0; s < k; s += 32) {
-      load_tile<6 + Pair>(b + s * panel, 64);
+      stream_tile<6 + Pair>(b + s * panel, 64);
       load_tile<4>(a + s, lda * 2);
       multiply_tiles<C, 2 * Pair, 4, 6 + Pair>();
       load_tile<5>(a + 16 * lda + s, lda * 2);

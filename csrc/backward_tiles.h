@@ -20,6 +20,7 @@ class BackwardTiles {
                            block_step = strip % key_step == 0 ? strip : 96, most_block = 384,
                            most_strips = most_block / strip;
   static_assert(block_step % strip == 0 && block_step % key_step == 0);
+  static constexpr bool rounds_once = std::is_same_v<C, bf16> && pieces == 1;  // see `store_both_ways`
 
   BackwardTiles(const BackwardArgs& args, int threads)
       : a(args),
@@ -46,7 +47,10 @@ class BackwardTiles {
     return {group * blocks_of_group(), min((group + 1) * blocks_of_group(), k_blocks)};
   }
   int64_t panels() const { return block / panel; }
-  int64_t ld_scores() const { return block + 16; }
+  // Panels of queries whose scores are in work at once: matrix units store them, which is slow but for the nearest
+  // cache. Options look at whole rows.
+  int64_t together() const { return E::overlaps && !changes ? 4 : panels(); }
+  int64_t ld_scores() const { return E::overlaps && !changes ? 4 * panel : block + 16; }
   int64_t ld_weights() const { return sizeof(C) == 4 ? ld_scores() : block + 32; }
   int64_t queries() const { return q_blocks * block; }
   int64_t packed() const { return chunks.query_blocks * block; }  // queries that are packed at once, at most
@@ -250,21 +254,20 @@ class BackwardTiles {
     const int64_t p0 = s.query_block * panels() + s.seen.begin, n = s.seen.size() * panel;
     // Columns of a pair that no query sees are not computed: the mask hides whatever is there.
     const int64_t from = (s.exact.begin - s.seen.begin) * panel, seen = s.exact.size() * panel;
-    E::product({o.k + s.key * depth, depth, k_plane()}, {o.q_keys + s.at * depth * panel, depth * panel, key_plane()},
-               o.scores + from, ld_scores(), s.keys, seen, depth, false, o.ahead);
-    cut_product<E>({o.v + s.key * v_depth, v_depth, v_plane()},
-                   {o.dout_keys + s.at * v_depth * panel, v_depth * panel, v_key_plane()}, o.dp + from, ld_scores(),
-                   s.keys, seen, v_depth, o.ahead);
     const bool less = s.head.deep || a.options.bias.kind == BiasKind::dense;
     const Tile bias{o.bias, ld_scores(), s.first + s.key, s.keys, p0 * panel, n, less ? o.base : nullptr};
-    if (a.options.softcap > 0.0f)
-      for (int64_t j = 0; j < s.keys; ++j) s.head.cap.apply(o.scores + j * ld_scores(), n);
-    if (s.head.bias.present()) s.head.bias.fill(bias);
-    for (int64_t p = 0; p < s.seen.size(); p += 2)
-      if (covers(o.mask, p0 + p, s.first + s.key))
-        changes ? weights<false, true>(s, p) : weights<false, false>(s, p);
-      else
-        changes ? weights<true, true>(s, p) : weights<true, false>(s, p);
+    for (int64_t first = 0; first < s.seen.size(); first += together()) {
+      const int64_t last = min(s.seen.size(), first + together());
+      scores_of(s, from, first * panel, max(from, first * panel), min(from + seen, last * panel));
+      if (a.options.softcap > 0.0f)
+        for (int64_t j = 0; j < s.keys; ++j) s.head.cap.apply(o.scores + j * ld_scores(), n);
+      if (s.head.bias.present()) s.head.bias.fill(bias);
+      for (int64_t p = first; p < last; p += 2)
+        if (covers(o.mask, p0 + p, s.first + s.key))
+          changes ? weights<false, true>(s, first, p) : weights<false, false>(s, first, p);
+        else
+          changes ? weights<true, true>(s, first, p) : weights<true, false>(s, first, p);
+    }
     if (s.head.bias.present() && s.head.bias.wants_gradient()) s.head.bias.record(bias);
     add_product<E, E::gradient_cut>({o.p + from, ld_weights(), weight_plane()},
                                     {o.dout_dims + s.at * panel * panel, column_panel(), v_dim_plane()}, dv, v_cols,
@@ -272,6 +275,19 @@ class BackwardTiles {
     add_product<E, E::gradient_cut>({o.ds + from, ld_weights(), weight_plane()},
                                     {o.q_dims + s.at * panel * panel, column_panel(), dim_plane()}, dk, cols, s.keys,
                                     cols, p0 * panel + from, seen, o.ahead);
+  }
+
+  // Scores, and products of dout with values, of columns [begin, end) of a strip, of which `from` is the first one that
+  // is seen, and `origin` that with which the arrays begin.
+  void scores_of(const KeyStrip& s, int64_t from, int64_t origin, int64_t begin, int64_t end) const {
+    const Own& o = s.own;
+    const int64_t at = s.at * panel + begin - from, n = end - begin;
+    if (n <= 0) return;
+    E::product({o.k + s.key * depth, depth, k_plane()}, {o.q_keys + at * depth, depth * panel, key_plane()},
+               o.scores + begin - origin, ld_scores(), s.keys, n, depth, false, o.ahead);
+    cut_product<E>({o.v + s.key * v_depth, v_depth, v_plane()},
+                   {o.dout_keys + at * v_depth, v_depth * panel, v_key_plane()}, o.dp + begin - origin, ld_scores(),
+                   s.keys, n, v_depth, o.ahead);
   }
 
   static bool covers(const Columns& mask, int64_t p, int64_t key) {
@@ -285,9 +301,10 @@ class BackwardTiles {
   };
 
   // P = 2^(S - lse) and dS = P * (dP - delta) for a strip of keys and two panels of queries, from panel p of the strip
-  // on. `Masked`: they see only some of the keys. `Changed`: the call has options.
+  // on, where scores begin with panel `first`. `Masked`: they see only some of the keys. `Changed`: the call has
+  // options.
   template <bool Masked, bool Changed>
-  void weights(const KeyStrip& s, int64_t p) const {
+  void weights(const KeyStrip& s, int64_t first, int64_t p) const {
     const Own& o = s.own;
     const int64_t to = s.seen.begin + p, query = s.query_block * panels() + to;
     const Vec c = set(a.options.softcap > 0.0f ? 1.0f : a.scale * log2_e);  // capped scores have their units
@@ -302,7 +319,7 @@ class BackwardTiles {
         for (int64_t i = 0; i < pair; ++i) {
           const int64_t group = (j + i) * ld_weights() + p * panel;
           for (int64_t side = 0; side < 2; ++side) {
-            const int64_t score = (j + i) * ld_scores() + (p + side) * panel + lane;
+            const int64_t score = (j + i) * ld_scores() + (p - first + side) * panel + lane;
             const Queries& x = at[side];
             Mask seen{};
             if constexpr (Masked) seen = o.mask.see(s.first + s.key + j + i, x.index);
@@ -311,7 +328,7 @@ class BackwardTiles {
               weight[side] = changed_weight<Masked>(s, place, c, x, seen, &ds[side][i]);
             } else {
               // The bits of the forward pass, but for the factor of the row: errors of the exponent cancel in lse.
-              weight[side] = exp2_shifted<typename E::Exponential>(load(o.scores + score) * c, x.lse) * x.rest;
+              weight[side] = exp2_near<typename E::Exponential>(load(o.scores + score) * c, x.lse) * x.rest;
               ds[side][i] = weight[side] * (load(o.dp + score) - x.delta);
             }
             if constexpr (Masked) {
@@ -320,10 +337,16 @@ class BackwardTiles {
             }
           }
           E::store_group(o.p + group, lane, weight_plane(), weight[0], weight[1]);
-          E::store_group(o.ds + group, lane, weight_plane(), ds[0][i], ds[1][i]);
+          if constexpr (!rounds_once) E::store_group(o.ds + group, lane, weight_plane(), ds[0][i], ds[1][i]);
         }
-        for (int64_t side = 0; side < 2; ++side)
-          E::store_line(packed_line(o.ds_keys, to + side, s.key + j) + lane * pair, tile_plane(), ds[side]);
+        C* const lines[2] = {packed_line(o.ds_keys, to, s.key + j) + lane * pair,
+                             packed_line(o.ds_keys, to + 1, s.key + j) + lane * pair};
+        if constexpr (rounds_once) {
+          C* const rows = o.ds + j * ld_weights() + p * panel;
+          store_both_ways(rows, rows + ld_weights(), lines, ds);
+        } else {
+          for (int64_t side = 0; side < 2; ++side) E::store_line(lines[side], tile_plane(), ds[side]);
+        }
       }
     }
   }

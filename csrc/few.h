@@ -124,13 +124,14 @@ class FewTiles {
       hide(scores, key, n, row_of(u, from + m).spans, a.runs);
     }
     const float c = a.options.change_scores() ? 1.0f : magnitude_of(a.scale);
-    const auto nothing = [](int64_t) {};
-    const auto meanwhile = [ahead](int64_t) {
+    const auto pause = [ahead](int64_t) {
       if (E::overlaps && ahead != nullptr) ahead->pause();
     };
     const Running run{o.maximum + from, o.sums + from * sum_lanes};
-    softmax_strip<E, false>(o.scores, lds, o.p, ldp, p_plane, count, n, c, 0.0f, run, o.out + from * v_cols, v_cols,
-                            Strip{nothing, drops ? o.kept : nullptr, kept_words}, meanwhile);
+    const Weigh<E> all{o.scores, lds, o.p, ldp, p_plane, count, n, c, 0.0f, run, o.out + from * v_cols, v_cols, 0};
+    const Strip strip{pause, drops ? o.kept : nullptr, kept_words};
+    all.template strip<false>(strip);
+    sum_rounded<E>(o.p, ldp, run.sums, count, n, drops);
   }
 
   // A strip of rows and n packed keys from `key` on.

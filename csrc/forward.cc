@@ -25,7 +25,8 @@ class Forward : ForwardTiles<E> {
 
  public:
   static constexpr int64_t size = sizeof(T);
-  static constexpr Blocks blocks_allowed = {{E::strip, Tiles::most_strips * E::strip}, {min(E::cut, 256), 1024}, false};
+  static constexpr Blocks blocks_allowed = {
+      {E::strip, Tiles::most_strips * E::strip}, {min(E::cut, 256), Tiles::most_keys}, false};
 
   Forward(const ForwardArgs& args, int threads)
       : Tiles(args, threads), slots(plan.local ? threads : a.batch * a.kv_heads) {}

@@ -22,18 +22,29 @@ class ForwardTiles {
  protected:
   using C = typename E::Element;
   static constexpr int64_t pack_keys = 512, pack_steps = pack_keys / key_step, most_strips = 16;
+  static constexpr int64_t most_keys = E::overlaps ? 256 : 1024;  // of a key block
+  static constexpr int64_t weight_stride = most_keys + 32;
   static constexpr int64_t half = E::overlaps ? E::strip : E::strip / 2;
-  static constexpr bool in_place = E::pieces == 1;  // probabilities overwrite the scores of their row: both stay in L1
+  // Probabilities overwrite the scores of their row, unless these are a step of a key block: both stay in L1.
+  static constexpr bool in_place = E::pieces == 1 && !E::overlaps;
 
   ForwardTiles(const ForwardArgs& args, int threads)
       : a(args),
-        block_rows(a.config.block_q ? a.config.block_q : 4 * E::strip),
+        block_rows(a.config.block_q ? a.config.block_q : (E::overlaps ? strips_of(a, threads) : 4) * E::strip),
         block_keys(a.config.block_k ? a.config.block_k : 256),
+        step_keys(E::overlaps ? 64 : block_keys),
         depth(round_up(a.head_dim, E::depth)),
         v_cols(round_up(a.v_dim, panel)),
         changes(a.options.change_weights()),
         drops(a.options.dropout.on()),
         plan(a, block_rows, (depth + v_cols) * E::pieces * static_cast<int64_t>(sizeof(C)), threads) {}
+
+  // Keys are read from a distant cache once for each block of rows: many rows, if that leaves all threads enough
+  // blocks.
+  static int64_t strips_of(const ForwardArgs& a, int threads) {
+    const int64_t most = max(a.head_dim, a.v_dim) > 128 ? 8 : most_strips;
+    return a.batch * a.q_heads * a.q_len >= 4 * threads * most * E::strip ? most : 4;
+  }
 
   // Elements of a range of packed keys. One more step keeps panels of values off powers of two.
   int64_t packs() const { return (plan.places + pack_keys - 1) / pack_keys; }
@@ -43,8 +54,11 @@ class ForwardTiles {
   int64_t v_plane() const { return v_cols / panel * v_panel(); }
   int64_t q_plane() const { return block_rows * depth; }
   // Rows of scores are off powers of two as well: fewer cache conflicts.
-  int64_t lds() const { return block_keys + 16; }
-  int64_t ldp() const { return in_place ? lds() * 4 / static_cast<int64_t>(sizeof(C)) : block_keys + 32; }
+  int64_t lds() const { return E::overlaps ? step_keys : block_keys + 16; }
+  int64_t ldp() const {
+    if constexpr (E::overlaps) return weight_stride;
+    return in_place ? lds() * 4 / static_cast<int64_t>(sizeof(C)) : block_keys + 32;
+  }
   int64_t p_plane() const { return E::strip * ldp(); }
   int64_t kept_words() const { return block_keys / 32; }
 
@@ -89,7 +103,7 @@ class ForwardTiles {
     Own o;
     o.q = carver.take<C>(E::pieces * q_plane());
     o.p = carver.take<C>(in_place ? 0 : E::pieces * p_plane());
-    for (auto& scores : o.scores) scores = carver.take<float>(E::strip * lds());
+    for (int i = 0; i < (E::overlaps ? 2 : 1); ++i) o.scores[i] = carver.take<float>(E::strip * lds());
     for (float** x : {&o.out, &o.whole}) *x = carver.take<float>(block_rows * v_cols);
     for (float** x : {&o.maximum, &o.whole_maximum}) *x = carver.take<float>(block_rows);
     for (float** x : {&o.sums, &o.whole_sums}) *x = carver.take<float>(block_rows * sum_lanes);
@@ -137,7 +151,6 @@ class ForwardTiles {
   [[gnu::noinline]] void attend(const Packed& packed, int64_t h, const Rows& rows, float q_norm, Norms norm,
                                 Ahead& ahead, const Own& o) const {
     for (int64_t i = 0; i < rows.padded(); ++i) o.maximum[i] = o.whole_maximum[i] = -infinity;
-    clear(rows, o.out, o.sums);
     const float c = magnitude_of(a.scale), product = largest_product(q_norm, norm.k, c);
     Head head{.keys = packed, .rows = rows, .ahead = ahead, .c = c};
     if (changes) head.scoring = Scores(a, packed.b, h, c, product / log2_e);
@@ -150,43 +163,89 @@ class ForwardTiles {
       head.slack = moderate(norm.v) ? 8.0f : 0.0f;
       head.bounded = within_range(exponent + bias.spread, norm.v) && start_at_ceilings(head, bias.top, o);
     }
+    head.plain = !changes && !drops && product < 0x1p17f;
     if (drops) {
       const uint64_t seed = seed_of_head(a, packed.b, h);
       for (int64_t i = 0; i < rows.count; ++i) o.random[i] = random_of_row(a, seed, packed.b, rows.first + i);
     }
-    Job job = next_job(head, {first_key(rows), 0, 0, {}});
-    int64_t sum = 0, sums = 0;
-    if (E::overlaps && job.valid(rows)) scores(head, o, job, o.scores[0], 0, block_keys);
-    for (int side = 0; job.valid(rows); side = E::overlaps ? 1 - side : 0) {
-      if (const int64_t now = (job.key - rows.origin) / key_sums; sums == 0 || now != sum) {
-        if (sums > 0) add_whole(rows, sums == 1, o.whole, o.whole_sums, o), clear(rows, o.out, o.sums);
-        sum = now, ++sums;
-      }
-      const Job next = next_job(head, job);
-      if (!E::overlaps) scores(head, o, job, o.scores[0], 0, block_keys);
-      values(head, o, job, o.scores[side], next, o.scores[1 - side]);
-      job = next;
-    }
-    if (sums > 1) add_whole(rows, false, o.out, o.sums, o);
+    if constexpr (E::overlaps)
+      attend_by_strips(head, o);
+    else
+      attend_by_blocks(head, o);
   }
 
   const ForwardArgs& a;
-  const int64_t block_rows, block_keys, depth, v_cols;
+  const int64_t block_rows, block_keys, step_keys, depth, v_cols;
   const bool changes, drops;
   const ForwardPlan plan;
 
  private:
-  void clear(const Rows& rows, float* out, float* sums) const {
-    std::memset(out, 0, static_cast<size_t>(rows.padded() * v_cols) * sizeof(float));
-    std::memset(sums, 0, static_cast<size_t>(rows.padded() * sum_lanes) * sizeof(float));
+  // A block of rows of one head, and how its exponents are found.
+  struct Head {
+    const Packed& keys;
+    const Rows& rows;
+    Ahead& ahead;
+    float c;             // turns products into exponents
+    float slack = 0.0f;  // see `raise_maxima`, and `Weigh` for `bounded`
+    bool bounded = false, plain = false;
+    Scores scoring{};
+  };
+
+  void attend_by_blocks(const Head& head, const Own& o) const {
+    const Rows& rows = head.rows;
+    const int64_t all = rows.padded();
+    clear(0, all, true, o);
+    int64_t sum = 0, sums = 0;
+    for (Job job = next_job(head, {first_key(rows), 0, 0, {}}); job.valid(rows); job = next_job(head, job)) {
+      if (const int64_t now = (job.key - rows.origin) / key_sums; sums == 0 || now != sum) {
+        if (sums > 0) add_whole(0, rows.count, sums == 1, o.whole, o.whole_sums, o), clear(0, all, true, o);
+        sum = now, ++sums;
+      }
+      scores(head, o, job, o.scores[0]);
+      weigh(head, o, job, o.scores[0], 0);
+      values(head, o, job, false);
+    }
+    if (sums > 1) add_whole(0, rows.count, false, o.out, o.sums, o);
+  }
+
+  // Strip by strip for each sum of keys: an engine with a matrix unit is fast where all that a strip needs is near.
+  void attend_by_strips(const Head& head, const Own& o) const {
+    const Rows& rows = head.rows;
+    bool begun[most_strips] = {};
+    Job job = next_job(head, {first_key(rows), 0, 0, {}});
+    if (job.valid(rows)) scores(head, o, part_of(rows, job, 0), o.scores[0]);
+    const auto end_of_sum = [&](const Job& x) {
+      return rows.origin + round_down(x.key - rows.origin, key_sums) + key_sums;
+    };
+    int side = 0;
+    for (bool first = true; job.valid(rows);) {
+      const Job next = next_job(head, job);
+      if (first) clear(job.row, E::strip, E::pieces > 1, o);
+      weights_in_steps(head, o, job, next, side);
+      values(head, o, job, first && E::pieces == 1);
+      first = !next.valid(rows) || next.row != job.row || end_of_sum(next) != end_of_sum(job);
+      if (first) {
+        const int64_t strip = job.row / E::strip;
+        const bool last = rows.hull[strip].hi <= end_of_sum(job), before = begun[strip];
+        if (before || !last)
+          add_whole(job.row, job.rows, !before, last ? o.out : o.whole, last ? o.sums : o.whole_sums, o);
+        begun[strip] = true;
+      }
+      job = next;
+    }
+  }
+
+  void clear(int64_t row, int64_t rows, bool out, const Own& o) const {
+    if (out) std::memset(o.out + row * v_cols, 0, static_cast<size_t>(rows * v_cols) * sizeof(float));
+    std::memset(o.sums + row * sum_lanes, 0, static_cast<size_t>(rows * sum_lanes) * sizeof(float));
   }
 
   // The sum of some keys and of all before them (`first`: there are none) goes to `out` and `sums`.
-  void add_whole(const Rows& rows, bool first, float* out, float* sums, const Own& o) const {
+  void add_whole(int64_t row, int64_t rows, bool first, float* out, float* sums, const Own& o) const {
     const auto add = [](float* to, const float* x, const float* y, int64_t n, float factor) {
       for (int64_t j = 0; j < n; j += Vec::width) store(to + j, load(x + j) * set(factor) + load(y + j));
     };
-    for (int64_t i = 0; i < rows.count; ++i) {
+    for (int64_t i = row; i < row + rows; ++i) {
       const float before = first ? -infinity : o.whole_maximum[i];
       const float factor = before == -infinity ? 0.0f : power_of_two(before - o.maximum[i]);
       o.whole_maximum[i] = o.maximum[i];
@@ -200,17 +259,6 @@ class ForwardTiles {
       add(sums + lanes, o.whole_sums + lanes, o.sums + lanes, sum_lanes, factor);
     }
   }
-
-  // A block of rows of one head, and how its exponents are found.
-  struct Head {
-    const Packed& keys;
-    const Rows& rows;
-    Ahead& ahead;
-    float c;             // turns products into exponents
-    float slack = 0.0f;  // see `softmax_strip`, as for `bounded`
-    bool bounded = false;
-    Scores scoring{};
-  };
 
   // Key blocks start where sums are cut, so that no sum is cut elsewhere.
   int64_t first_key(const Rows& rows) const { return rows.origin + round_down(rows.all.lo - rows.origin, E::cut); }
@@ -228,12 +276,14 @@ class ForwardTiles {
     Seen seen;
     bool valid(const Rows& rows) const { return key < rows.all.hi; }
     int64_t size() const { return seen.hi - seen.lo; }
+    bool whole() const { return rows == E::strip && size() == E::step; }
   };
 
   // The one after `job`: strips innermost, so that they share the key block while it is in cache. Strips that see only
   // some of it are worked on in halves, which see less each.
   Job next_job(const Head& head, Job job) const {
     const Rows& rows = head.rows;
+    if constexpr (E::overlaps) return next_of_strip(rows, job);
     for (job.row += job.rows; job.valid(rows); job.key = end_of_block(rows, job.key), job.row = 0)
       for (; job.row < rows.count; job.row += job.rows) {
         const int64_t strip = job.row / E::strip, begin = strip * E::strip;
@@ -250,6 +300,22 @@ class ForwardTiles {
         job.seen = look_at(rows, job, hull_of(rows.spans + job.row * a.runs * 2, job.rows, a.runs));
         if (job.size() > 0) return job;
       }
+    return job;
+  }
+  // With the keys of a sum innermost: what a strip sums up stays in the nearest cache, keys in the next one.
+  Job next_of_strip(const Rows& rows, Job job) const {
+    while (job.valid(rows)) {
+      const int64_t sum = rows.origin + round_down(job.key - rows.origin, key_sums);
+      if (job.rows > 0) job.key = end_of_block(rows, job.key);
+      if (job.key >= min(sum + key_sums, rows.all.hi)) {
+        job.row += E::strip, job.key = max(sum, first_key(rows));
+        if (job.row >= rows.count) job.row = 0, job.key = sum + key_sums;
+        if (!job.valid(rows)) break;
+      }
+      job.rows = min(E::strip, rows.count - job.row);
+      job.seen = look_at(rows, job, rows.hull[job.row / E::strip]);
+      if (job.size() > 0) return job;
+    }
     return job;
   }
   Seen look_at(const Rows& rows, const Job& job, const Hull& hull) const {
@@ -294,47 +360,107 @@ class ForwardTiles {
     }
   }
 
-  // Scores of a job's keys [from, to), counted from the first that it sees.
-  void scores(const Head& head, const Own& o, const Job& job, float* to_scores, int64_t from, int64_t to) const {
-    to = min(to, job.size());
-    if (from >= to) return;
-    const C* k = head.keys.k + (place_of(head, job.seen.lo) + from) / panel * k_panel();
-    E::product({o.q + job.row * depth, depth, q_plane()}, {k, k_panel(), k_plane()}, to_scores + from, lds(),
-               round_up(job.rows, E::rows), to - from, depth, false, &head.ahead);
+  // The step of a job's keys that begins at number `from`.
+  Job part_of(const Rows& rows, Job job, int64_t from) const {
+    job.seen.lo += from;
+    job.seen.hi = min(job.seen.lo + step_keys, job.seen.hi);
+    const Hull& hull = rows.hull[job.row / E::strip];
+    if (a.runs == 1) job.seen.full = hull.all_lo <= job.seen.lo && hull.all_hi >= job.seen.hi;
+    return job;
   }
 
-  // Softmax and product with V of one job, whose scores are ready. An engine with a matrix unit computes the scores of
-  // the next one meanwhile, a few columns after each few rows of exponentials: the two run on different parts of the
-  // processor.
-  void values(const Head& head, const Own& o, const Job& job, float* ready, const Job& next, float* ahead) const {
-    const int64_t step = round_up(block_keys / (E::strip / 4), panel);  // columns for each four rows
-    const bool prepare = E::overlaps && next.valid(head.rows);
-    int64_t done = 0;
-    softmax(head, o, job, ready, [&](int64_t) {
-      if (E::overlaps) head.ahead.pause();
-      if (prepare) scores(head, o, next, ahead, done, done + step);
-      done += step;
-    });
-    if (prepare) scores(head, o, next, ahead, done, block_keys);
-    add_product<E, E::cut>({weights_in(o, ready), ldp(), p_plane()},
-                           {head.keys.v + place_of(head, job.seen.lo) * panel, v_panel(), v_plane()},
-                           o.out + job.row * v_cols, v_cols, round_up(job.rows, E::rows), v_cols,
-                           job.seen.lo - head.rows.origin,
-                           min(job.size(), round_up(job.seen.end - job.seen.lo, E::depth)), &head.ahead);
+  Side<C> queries_of(const Job& job, const Own& o) const { return {o.q + job.row * depth, depth, q_plane()}; }
+  Side<C> keys_of(const Head& head, const Job& job) const {
+    return {head.keys.k + place_of(head, job.seen.lo) / panel * k_panel(), k_panel(), k_plane()};
   }
-  C* weights_in(const Own& o, float* ready) const { return in_place ? reinterpret_cast<C*>(ready) : o.p; }
+  void scores(const Head& head, const Own& o, const Job& job, float* to) const {
+    E::product(queries_of(job, o), keys_of(head, job), to, lds(), round_up(job.rows, E::rows), job.size(), depth, false,
+               &head.ahead);
+  }
 
-  void softmax(const Head& head, const Own& o, const Job& job, float* ready, const Each& between) const {
+  // An engine with a matrix unit computes the scores of the next step of keys, or of the next job, while those of this
+  // one become weights.
+  void weights_in_steps(const Head& head, const Own& o, const Job& job, const Job& next, int& side) const {
+    for (int64_t from = 0; from < job.size(); from += step_keys, side = 1 - side) {
+      const Job now = part_of(head.rows, job, from), then = from + step_keys < job.size()
+                                                                ? part_of(head.rows, job, from + step_keys)
+                                                                : part_of(head.rows, next, 0);
+      float* const next_scores = o.scores[1 - side];
+      if (!(then.valid(head.rows) && then.whole() && now.whole() && now.seen.full && head.plain &&
+            whole_step(head, o, now, from, side, then))) {
+        if (then.valid(head.rows)) scores(head, o, then, next_scores);
+        weigh(head, o, now, o.scores[side], from);
+      }
+      for (int64_t i = 1; head.ahead.wants() && i < now.rows; i += 2) head.ahead.pause();
+    }
+  }
+
+  // Of one job, and beside it the scores of another one; false where that is not made for the head dim.
+  bool whole_step(const Head& head, const Own& o, const Job& job, int64_t from, int side, const Job& then) const {
+    const auto by = [&]<bool Bounded>() {
+      const typename E::template Rows<Bounded, weight_stride> rows{o.scores[side],
+                                                                   weights_in(o) + from,
+                                                                   p_plane(),
+                                                                   set(head.c),
+                                                                   head.slack,
+                                                                   {o.maximum + job.row, o.sums + job.row * sum_lanes},
+                                                                   o.out + job.row * v_cols,
+                                                                   v_cols,
+                                                                   from};
+      const Side<C> q = queries_of(then, o), k = keys_of(head, then);
+      switch (depth / E::depth) {
+        case 1:
+          return step_of<1>(rows, q, k, o.scores[1 - side]);
+        case 2:
+          return step_of<2>(rows, q, k, o.scores[1 - side]);
+        case 3:
+          return step_of<3>(rows, q, k, o.scores[1 - side]);
+        case 4:
+          return step_of<4>(rows, q, k, o.scores[1 - side]);
+        case 8:
+          return step_of<8>(rows, q, k, o.scores[1 - side]);
+        default:
+          return false;
+      }
+    };
+    return head.bounded ? by.template operator()<true>() : by.template operator()<false>();
+  }
+  template <int Depths, class Rows>
+  [[gnu::noinline]] static bool step_of(Rows rows, Side<C> q, Side<C> k, float* to) {
+    E::template step_beside<Depths>(q, k, to, rows);
+    return true;
+  }
+
+  // Adds the product of a job's weights with its values, or begins with it.
+  void values(const Head& head, const Own& o, const Job& job, bool first) const {
+    add_product<E, E::cut>(
+        {weights_in(o), ldp(), p_plane()}, {head.keys.v + place_of(head, job.seen.lo) * panel, v_panel(), v_plane()},
+        o.out + job.row * v_cols, v_cols, round_up(job.rows, E::rows), v_cols, job.seen.lo - head.rows.origin,
+        min(job.size(), round_up(job.seen.end - job.seen.lo, E::depth)), &head.ahead, first);
+    sum_rounded<E>(weights_in(o), ldp(), o.sums + job.row * sum_lanes, job.rows, job.size(), drops);
+  }
+  C* weights_in(const Own& o) const { return in_place ? reinterpret_cast<C*>(o.scores[0]) : o.p; }
+
+  void weigh(const Head& head, const Own& o, const Job& job, float* ready, int64_t before) const {
+    const Weigh<E> all{ready,
+                       lds(),
+                       weights_in(o) + before,
+                       ldp(),
+                       p_plane(),
+                       job.rows,
+                       job.size(),
+                       a.options.change_scores() ? 1.0f : head.c,
+                       head.slack,
+                       Running{o.maximum + job.row, o.sums + job.row * sum_lanes},
+                       o.out + job.row * v_cols,
+                       v_cols,
+                       before};
     const uint32_t* kept = drops ? o.kept : nullptr;
     Vec tops[4] = {set(-infinity), set(-infinity), set(-infinity), set(-infinity)}, *told = nullptr;
     const auto prepare = [&](int64_t i) { ready_rows(head, o, job, ready, i, told); };
     const auto by = [&](const auto& strip) {
       using S = std::remove_cvref_t<decltype(strip)>;
-      const Running run{o.maximum + job.row, o.sums + job.row * sum_lanes};
-      const auto run_strip = S::fused || head.bounded ? &softmax_strip<E, true, S> : &softmax_strip<E, false, S>;
-      run_strip(ready, lds(), weights_in(o, ready), ldp(), p_plane(), job.rows, job.size(),
-                a.options.change_scores() ? 1.0f : head.c, head.slack, run, o.out + job.row * v_cols, v_cols, strip,
-                between);
+      S::fused || head.bounded ? all.template strip<true>(strip) : all.template strip<false>(strip);
     };
     if (!a.options.change_scores()) return by(Strip{prepare, kept, kept_words()});
     // Where no maximum is looked for, products become exponents as they become weights.

@@ -321,6 +321,17 @@ inline float larger_or_nan(float x, float y) { return y > x || y != y ? y : x; }
 template <class T>
 inline Vec squares(const T* p, int64_t dim) {
   Vec sum = zero();
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, bf16>) {
+    Vec other = zero();
+    for (; dim >= 2 * Vec::width; dim -= 2 * Vec::width, p += 2 * Vec::width) {
+      const Vec two = load(reinterpret_cast<const float*>(p));
+      const Vec x = halves<bf16, 0>(two), y = halves<bf16, 1>(two);
+      sum = fma(x, x, sum), other = fma(y, y, other);
+    }
+    sum = sum + other;
+  }
+#endif
   for (int64_t d = 0; d < dim; d += Vec::width) {
     const Vec x = dim - d >= Vec::width ? load(p + d) : load_part(p + d, dim - d);
     sum = fma(x, x, sum);
@@ -367,17 +378,24 @@ inline Magnitude measure(const T* p, int64_t stride, int64_t rows, int64_t dim) 
 // The largest squared norm of the rows; not finite if an element is not.
 template <class T>
 [[gnu::noinline]] inline float largest_norm(const T* p, int64_t stride, int64_t rows, int64_t dim) {
-  float largest = 0.0f;
-  int64_t i = 0;
-  for (; i + 4 <= rows; i += 4) {
+  constexpr int64_t together = 16;
+  Vec largest = zero(), all = zero();  // NaN where a norm is
+  for (int64_t i = 0; i < rows; i += together) {
+    alignas(64) float norms[together] = {};
+    const int64_t count = min(together, rows - i);
     const T* x = p + i * stride;
-    float four[4];
-    reduce_add4(squares(x, dim), squares(x + stride, dim), squares(x + 2 * stride, dim), squares(x + 3 * stride, dim),
-                four);
-    for (const float norm : four) largest = larger_or_nan(largest, norm);
+    int64_t r = 0;
+    for (; r + 4 <= count; r += 4, x += 4 * stride)
+      reduce_add4(squares(x, dim), squares(x + stride, dim), squares(x + 2 * stride, dim), squares(x + 3 * stride, dim),
+                  norms + r);
+    for (; r < count; ++r, x += stride) norms[r] = reduce_add(squares(x, dim));
+    for (r = 0; r < together; r += Vec::width) {
+      const Vec some = load(norms + r);
+      largest = vmax(some, largest), all = all + some;
+    }
   }
-  for (; i < rows; ++i) largest = larger_or_nan(largest, reduce_add(squares(p + i * stride, dim)));
-  return largest;
+  const float sum = reduce_add(all);
+  return sum != sum ? sum : reduce_max(largest);
 }
 
 }  // namespace attnspan::ATTNSPAN_ISA

@@ -91,8 +91,8 @@ inline void prefetch_row(const T* p, int64_t n) {
     sums->top = now;
   }
   alignas(64) float lanes[sum_lanes] = {};
-  exponentials<float, true>(s, padded, Scaled{set(c)}, sums->top == -infinity ? 0.0f : sums->top, lanes,
-                            [&](int64_t j, auto... p) { ((store(s + j, p), j += Vec::width), ...); });
+  exponentials<float, Shift::any>(s, padded, Scaled{set(c)}, sums->top == -infinity ? 0.0f : sums->top, lanes,
+                                  [&](int64_t j, auto... p) { ((store(s + j, p), j += Vec::width), ...); });
   sums->total += whole_sum(lanes);
 }
 

@@ -16,6 +16,7 @@ inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
 inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 // The second operand where either is NaN.
 inline Vec vmax(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline Vec vmin(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline float reduce_add(Vec a) { return _mm512_reduce_add_ps(a.v); }
 inline float reduce_max(Vec a) { return _mm512_reduce_max_ps(a.v); }
 inline Vec floor(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)}; }
@@ -70,6 +71,20 @@ inline void store(bf16* p, Vec a) { _mm256_storeu_si256(reinterpret_cast<__m256i
 inline void store_two(bf16* p, Vec a, Vec b) {
   _mm512_storeu_si512(p, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b.v, a.v)));
 }
+// Two rows of 32 numbers, x[side][row]: as they are, and as lines of 16 pairs of the rows.
+inline void store_both_ways(bf16* first, bf16* second, bf16* const (&lines)[2], const Vec (&x)[2][2]) {
+  alignas(64) static constexpr uint16_t order[2][32] = {
+      {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+       8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47},
+      {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55,
+       24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63}};
+  const auto a = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(x[1][0].v, x[0][0].v)),
+             b = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(x[1][1].v, x[0][1].v));
+  _mm512_storeu_si512(first, a);
+  _mm512_storeu_si512(second, b);
+  for (int side = 0; side < 2; ++side)
+    _mm512_storeu_si512(lines[side], _mm512_permutex2var_epi16(a, _mm512_load_si512(order[side]), b));
+}
 // sum + a + b, rounded as they are stored.
 inline Vec add_rounded(const bf16*, Vec sum, Vec a, Vec b = zero()) {
   const auto ones = reinterpret_cast<__m512bh>(_mm512_set1_epi16(0x3f80));
@@ -88,6 +103,7 @@ inline Vec add_rounded(const f16*, Vec sum, Vec a, Vec b = zero()) {
   return {_mm512_add_ps(sum.v, _mm512_add_ps(round(a), round(b)))};
 }
 
+inline bool any(Mask m) { return m != 0; }
 inline Mask greater(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ); }
 
 struct Ints {  // unsigned 32-bit integers, modulo 2^32
@@ -115,6 +131,20 @@ inline uint32_t bits_at_least(Ints a, uint32_t least) {
   return _mm512_cmpge_epi32_mask(a.v, _mm512_set1_epi32(static_cast<int>(least)));
 }
 inline Mask from_bits(uint32_t bits) { return static_cast<Mask>(bits); }
+
+// Modulo 16, how many sixteenths there are below x, for |x| < 2^18: the lowest bits of a sum that has no smaller ones.
+inline Ints sixteenths(Vec x) {
+  return {_mm512_castps_si512(
+      _mm512_add_round_ps(x.v, _mm512_set1_ps(0x1.8p19f), _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC))};
+}
+// x less the largest sixteenth below it, 0 for infinities.
+inline Vec beyond_sixteenth(Vec x) {
+  return {_mm512_reduce_ps(x.v, (4 << 4) | _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};
+}
+// Of 16 numbers those at `place`, modulo 16.
+inline Vec look_up(const float* numbers, Ints place) {
+  return {_mm512_permutexvar_ps(place.v, _mm512_load_ps(numbers))};
+}
 
 // Vectors as units of 32 bits, a float or two halves side by side: `lanes` takes 16 bytes from each of several rows,
 // the others mix two vectors within 128 bits, and `halves` makes floats of the first or the second ones.

@@ -28,10 +28,54 @@ inline Vec exp2_fraction(Vec f) {
   }
 }
 
+#if defined(__AMX_BF16__)
+// The powers of two at sixteenths, with their slopes and curvatures up to the next one.
+template <class C>
+struct Sixteenths {
+  static constexpr float k = std::is_same_v<C, f16> ? 0x1p15f : 1.0f;
+  alignas(64) static constexpr float power[16] = {
+      k * 0x1.000000p+0f, k * 0x1.0b5586p+0f, k * 0x1.172b84p+0f, k * 0x1.2387a6p+0f,
+      k * 0x1.306fe0p+0f, k * 0x1.3dea64p+0f, k * 0x1.4bfdaep+0f, k * 0x1.5ab07ep+0f,
+      k * 0x1.6a09e6p+0f, k * 0x1.7a1148p+0f, k * 0x1.8ace54p+0f, k * 0x1.9c4918p+0f,
+      k * 0x1.ae89fap+0f, k * 0x1.c199bep+0f, k * 0x1.d5818ep+0f, k * 0x1.ea4afap+0f};
+  alignas(64) static constexpr float slope[16] = {
+      k * 0x1.62d7d0p-1f, k * 0x1.728da2p-1f, k * 0x1.82f584p-1f, k * 0x1.941758p-1f,
+      k * 0x1.a5fb5ap-1f, k * 0x1.b8aa22p-1f, k * 0x1.cc2caap-1f, k * 0x1.e08c52p-1f,
+      k * 0x1.f5d2e6p-1f, k * 0x1.06054ep+0f, k * 0x1.119f12p+0f, k * 0x1.1dbc52p+0f,
+      k * 0x1.2a62e0p+0f, k * 0x1.3798cep+0f, k * 0x1.45647ap+0f, k * 0x1.53cc80p+0f};
+  alignas(64) static constexpr float curve[16] = {
+      k * 0x1.f5f9dap-3f, k * 0x1.0619a6p-2f, k * 0x1.11b450p-2f, k * 0x1.1dd280p-2f,
+      k * 0x1.2a7a0ap-2f, k * 0x1.37b100p-2f, k * 0x1.457dbcp-2f, k * 0x1.53e6e2p-2f,
+      k * 0x1.62f35cp-2f, k * 0x1.72aa66p-2f, k * 0x1.831390p-2f, k * 0x1.9436b8p-2f,
+      k * 0x1.a61c1cp-2f, k * 0x1.b8cc58p-2f, k * 0x1.cc5062p-2f, k * 0x1.e0b1a0p-2f};
+};
+
+// 2^(x - floor(x)), for weights of 16 bits 2^15 times that for float16. While tiles work, one of two units multiplies
+// vectors, and the one that shuffles them has little to do: two products and a table (minimax in relative error,
+// 6.3e-7 with roundings, exact at both ends) are faster than four products.
+//
+// `Near`: |x| < 2^18, or x is so small that 2^x is 0.
+template <class C, bool Near>
+inline Vec power_of_fraction(Vec x) {
+  if constexpr (sizeof(C) == 4) return exp2_fraction<C>(fraction(x));
+  using Table = Sixteenths<C>;
+  // Rounded, the fraction of a small negative number is 1.
+  const Ints place = sixteenths(Near ? x : vmin(fraction(x), set(0x1.fffffep-1f)));
+  const Vec rest = beyond_sixteenth(x);
+  const Vec slope = fma(look_up(Table::curve, place), rest, look_up(Table::slope, place));
+  return fma(slope, rest, look_up(Table::power, place));
+}
+#else
+template <class C, bool>
+inline Vec power_of_fraction(Vec x) {
+  return exp2_fraction<C>(fraction(x));
+}
+#endif
+
 // 2^x for x <= 128: 0 for -inf, NaN for NaN. 2^15 times that for float16.
 template <class C>
 inline Vec exp2(Vec x) {
-  return scale_by_floor(exp2_fraction<C>(fraction(x)), x);
+  return scale_by_floor(power_of_fraction<C, true>(x), x);
 }
 
 // 2^(x - shift) for a shift that is a whole number: exactly 2^x times 2^-shift, and as exact as 2^x.
@@ -40,7 +84,13 @@ inline Vec exp2(Vec x) {
 // or next to rows that need a maximum, has the bits of one that needed none.
 template <class C>
 inline Vec exp2_shifted(Vec x, Vec shift) {
-  return scale_by_floor(exp2_fraction<C>(fraction(x)), x, shift);
+  return scale_by_floor(power_of_fraction<C, false>(x), x, shift);
+}
+
+// The same where |x| < 2^18, or the power is 0, or what comes of it is not used.
+template <class C>
+inline Vec exp2_near(Vec x, Vec shift) {
+  return scale_by_floor(power_of_fraction<C, true>(x), x, shift);
 }
 
 // 2^n for a whole number n <= 0; NaN for NaN.
@@ -129,6 +179,14 @@ inline int lone_lane(const float* sums, float sum) {
   return std::has_single_bit(lanes) ? std::countr_zero(lanes) : -1;
 }
 
+// std::frexp, without a call where the number is not subnormal.
+inline float split(float x, int* exponent) {
+  const uint32_t bits = as_bits(x), biased = bits >> 23 & 0xffu;
+  if (biased == 0 || biased == 0xffu) return std::frexp(x, exponent);
+  *exponent = static_cast<int>(biased) - 126;
+  return as_float((bits & 0x807fffffu) | 0x3f000000u);
+}
+
 // From the row's maximum (in units of log2) and the sum of its weights relative to that, with a sink, which is one more
 // logit without a value (null: none), where exponents are less `base`. A sum of 0 saw nothing.
 [[gnu::noinline]] inline RowEnd end_of_row(float maximum, float sum, const float* sink, float kept_weight,
@@ -137,7 +195,7 @@ inline int lone_lane(const float* sums, float sum) {
   // Of all maxima that mean the same, the one that leaves the sum between 1/2 and 1: lse does not depend on which was
   // taken.
   int exponent = 0;
-  sum = std::frexp(sum, &exponent);
+  sum = split(sum, &exponent);
   const double given = static_cast<double>(maximum) + exponent;
   double top = given;
   float seen = 1.0f, weight = 1.0f;
@@ -149,7 +207,9 @@ inline int lone_lane(const float* sums, float sum) {
     sum = keys + static_cast<float>(std::exp2(s - top));
     weight = keys / sum;
   }
-  return {std::ldexp(seen / sum * kept_weight, -exponent),
+  const float factor = seen / sum * kept_weight;
+  return {exponent > -64 && exponent < 64 ? factor * as_float(static_cast<uint32_t>(127 - exponent) << 23)
+                                          : std::ldexp(factor, -exponent),
           top * 0.69314718055994530942 + static_cast<double>(std::log(sum)) + base, weight};
 }
 
@@ -170,12 +230,18 @@ struct Scaled {
   Vec operator()(int64_t, Vec s) const { return s * factor; }
 };
 
+// What is known of the shift of a row's exponents: that there is none, or that the exponents are those of `exp2_near`.
+enum class Shift { none, near, any };
+
 // 2^(from(j, s[j]) - shift) for one row of whole vectors, added to its sums; `put(j, x...)` stores two vectors from
 // column j on, or the last one.
-template <class C, bool Shifted, class From, class Put>
+template <class C, Shift shifted, class From, class Put>
 inline void exponentials(const float* s, int64_t cols, const From& from, float shift, float* sums, const Put& put) {
   constexpr int w = Vec::width, vectors = weight_lanes / w;
-  const auto weight = [by = set(shift)](Vec x) { return Shifted ? exp2_shifted<C>(x, by) : exp2<C>(x); };
+  const auto weight = [by = set(shift)](Vec x) {
+    if constexpr (shifted == Shift::none) return exp2<C>(x);
+    return shifted == Shift::near ? exp2_near<C>(x, by) : exp2_shifted<C>(x, by);
+  };
   Vec sum[vectors];
   for (int i = 0; i < vectors; ++i) sum[i] = load(sums + i * w);
   const auto two = [&](int64_t j, int i) {
@@ -201,13 +267,14 @@ inline void exponentials(const float* s, int64_t cols, const From& from, float s
 
 // The same, times 2^exponent_offset, as a row of A of an engine's products; p may be s itself where an element is one
 // piece. With `Drops`, weights whose bit in `kept` is not set become 0 after they are summed.
-template <class E, bool Drops, bool Shifted, class From>
+template <class E, bool Drops, Shift shifted, class From>
 inline void weights_of(const float* s, typename E::Element* p, int64_t plane, int64_t cols, const From& from,
                        float shift, float* sums, const uint32_t* kept) {
+  constexpr bool rounds = rounds_weights<E> && (Drops || !E::sums_rows);
   Vec rounded = zero();
-  if constexpr (rounds_weights<E>) rounded = load(sums + weight_lanes);
+  if constexpr (rounds) rounded = load(sums + weight_lanes);
   const auto put = [=, &rounded]<class... Last>(int64_t j, Vec x, Last... y) {
-    if constexpr (rounds_weights<E>) rounded = add_rounded(p, rounded, x, y...);
+    if constexpr (rounds) rounded = add_rounded(p, rounded, x, y...);
     if constexpr (Drops) {
       const uint32_t bits = kept[j / 32] >> (j % 32);
       x = select(from_bits(bits), x, zero());
@@ -221,8 +288,16 @@ inline void weights_of(const float* s, typename E::Element* p, int64_t plane, in
       store_two(p + j, x, y...);
     }
   };
-  exponentials<typename E::Exponential, Shifted>(s, cols, from, shift, sums, put);
-  if constexpr (rounds_weights<E>) store(sums + weight_lanes, rounded);
+  exponentials<typename E::Exponential, shifted>(s, cols, from, shift, sums, put);
+  if constexpr (rounds) store(sums + weight_lanes, rounded);
+}
+
+// What `weights_of` leaves to do for a strip of rows of weights: where none is dropped, some engines sum rounded ones.
+template <class E>
+inline void sum_rounded(const typename E::Element* p, int64_t ldp, float* sums, int64_t rows, int64_t cols,
+                        bool drops) {
+  if constexpr (E::sums_rows)
+    if (!drops) E::add_row_sums(p, ldp, sums + weight_lanes, sum_lanes, round_up(rows, E::rows), cols);
 }
 
 // Any function of an index, called through a pointer: what is compiled once need not be a template of it.
@@ -272,11 +347,11 @@ inline void weights_of_row(const S& strip, int64_t i, const float* s, typename E
                            int64_t cols, float c, float shift, float* sums) {
   const auto from = strip.exponents(i, c);
   if (strip.bits != nullptr)
-    weights_of<E, true, true>(s, p, plane, cols, from, shift, sums, strip.bits + i * strip.words);
+    weights_of<E, true, Shift::any>(s, p, plane, cols, from, shift, sums, strip.bits + i * strip.words);
   else if (S::fused || shift != 0.0f)
-    weights_of<E, false, true>(s, p, plane, cols, from, shift, sums, nullptr);
+    weights_of<E, false, Shift::any>(s, p, plane, cols, from, shift, sums, nullptr);
   else
-    weights_of<E, false, false>(s, p, plane, cols, from, shift, sums, nullptr);
+    weights_of<E, false, Shift::none>(s, p, plane, cols, from, shift, sums, nullptr);
 }
 
 inline void scale_row(float* o, int64_t n, float factor) {
@@ -284,11 +359,28 @@ inline void scale_row(float* o, int64_t n, float factor) {
   for (int64_t j = 0; j < n; j += Vec::width) store(o + j, load(o + j) * f);
 }
 
-// Raises the running maxima of up to four rows to what `tops` has lanes of, and rescales what the rows have summed
-// (Milakov & Gimelshein 2018, eq. 3): by powers of two, which is exact. A maximum is left alone while it rises by at
-// most `slack`: rescaling is then rare.
-inline void raise_maxima(const Vec (&tops)[4], int rows, float c, float slack, Running run, float* out,
-                         int64_t v_cols) {
+// Weights that wait for their product, of one row: `cols` of them, in planes of pieces.
+template <class C>
+struct Waiting {
+  C* p;
+  int64_t plane, cols;
+  int pieces;
+  // By a power of two, which is exact.
+  void scale(float factor) const {
+    for (int piece = 0; piece < pieces; ++piece)
+      for (int64_t j = 0; j < cols; j += Vec::width) {
+        C* x = p + piece * plane + j;
+        store(x, load(x) * set(factor));
+      }
+  }
+};
+
+// Raises the running maxima of up to four rows to what `tops` has lanes of, and rescales what the rows have summed, and
+// what waits(r) says of row r (Milakov & Gimelshein 2018, eq. 3): by powers of two, which is exact. A maximum is left
+// alone while it rises by at most `slack`: rescaling is then rare.
+template <class Waits>
+inline void raise_maxima(const Vec (&tops)[4], int rows, float c, float slack, Running run, float* out, int64_t v_cols,
+                         const Waits& waits) {
   float now[4];
   reduce_max4(tops[0], tops[1], tops[2], tops[3], now);
   for (int r = 0; r < rows; ++r) {
@@ -299,33 +391,82 @@ inline void raise_maxima(const Vec (&tops)[4], int rows, float c, float slack, R
     const float factor = maximum == -infinity ? 0.0f : power_of_two(maximum - to);
     scale_row(out + r * v_cols, v_cols, factor);
     scale_row(run.sums + r * sum_lanes, sum_lanes, factor);
+    waits(r).scale(factor);
     maximum = to;
   }
 }
 
-// Turns a strip of scores (rows x cols, hidden ones -inf) into probabilities relative to the running maximum, which
-// `raise_maxima` raises first. c > 0. `between` is called after each four rows, with the first of them.
-//
-// `Bounded`: the exponential of every score, less the row's maximum as it is given, is at most 2^40, and at least 2^-40
-// for one that the row sees (see `within_range`). Then the maximum need not be found: it stays.
-template <class E, bool Bounded, class S>
-[[gnu::noinline]] inline void softmax_strip(float* s, int64_t lds, typename E::Element* p, int64_t ldp, int64_t plane,
-                                            int64_t rows, int64_t cols, float c, float slack, Running run, float* out,
-                                            int64_t v_cols, const S& strip, const Each& between) {
-  for (int64_t i = 0; i < rows; i += 4) {
-    const int count = static_cast<int>(min(4, rows - i));
-    strip.prepare(i);
+#if defined(__AMX_BF16__)
+// Rows of `Cols` scores become weights one after the other, `Ldp` apart, where nothing is hidden or changed. `Bounded`:
+// the maxima are 0, and stay. Else they are within what `exp2_near` takes, and are raised for a row of its own.
+template <class E, bool Bounded, int64_t Cols, int64_t Ldp>
+struct PlainRows {
+  const float* s;
+  typename E::Element* p;
+  int64_t plane;
+  Vec c;
+  float slack;
+  Running run;
+  float* out;
+  int64_t v_cols, before;  // so many weights stand before p, and wait for their product
+  [[gnu::always_inline]] void operator()() {
+    constexpr Shift shift = Bounded ? Shift::none : Shift::near;
     if constexpr (!Bounded) {
-      const auto top = [&](int64_t r) { return strip.maximum(i + r, s + (i + r) * lds, cols); };
-      const Vec tops[4] = {top(0), top(min(1, count - 1)), top(min(2, count - 1)), top(count - 1)};
-      raise_maxima(tops, count, c, slack, {run.maximum + i, run.sums + i * sum_lanes}, out + i * v_cols, v_cols);
+      const Vec top = row_maximum(s, Cols) * c;
+      if (any(greater(top, set(*run.maximum + slack)))) raise();
     }
-    for (int64_t r = i; r < i + count; ++r) {
+    weights_of<E, false, shift>(s, p, plane, Cols, Scaled{c}, Bounded ? 0.0f : *run.maximum, run.sums, nullptr);
+    s += Cols, p += Ldp, run.sums += sum_lanes;
+    if constexpr (!Bounded) run.maximum += 1, out += v_cols;
+  }
+
+ private:
+  [[gnu::noinline, gnu::cold]] void raise() const {
+    const Vec top = row_maximum(s, Cols), tops[4] = {top, top, top, top};
+    alignas(64) float factor[Vec::width];
+    store(factor, c);
+    raise_maxima(tops, 1, factor[0], slack, run, out, v_cols,
+                 [&](int64_t) { return Waiting{p - before, plane, before, E::pieces}; });
+  }
+};
+#endif
+
+// Rows of scores (hidden ones -inf) become weights relative to the running maximum, in their order. c > 0.
+template <class E>
+struct Weigh {
+  float* s;
+  int64_t lds;
+  typename E::Element* p;
+  int64_t ldp, plane, rows, cols;
+  float c, slack;
+  Running run;
+  float* out;
+  int64_t v_cols, before;  // so many weights stand before p, and wait for their product
+
+  // `Bounded`: the exponential of every score, less the row's maximum as it is given, is at most 2^40, and at least
+  // 2^-40 for one that the row sees (see `within_range`). Then the maximum need not be found: it stays. Else it is
+  // raised first, for four rows at once.
+  template <bool Bounded, class S>
+  [[gnu::noinline]] void strip(const S& strip) const {
+    for (int64_t r = 0; r < rows; ++r) {
+      if (r % 4 == 0) {
+        strip.prepare(r);
+        if constexpr (!Bounded) raise(strip, r);
+      }
       const float shift = run.maximum[r] == -infinity ? 0.0f : run.maximum[r];
       weights_of_row<E>(strip, r, s + r * lds, p + r * ldp, plane, cols, c, shift, run.sums + r * sum_lanes);
     }
-    between(i);
   }
-}
+
+ private:
+  template <class S>
+  void raise(const S& strip, int64_t i) const {
+    const int count = static_cast<int>(min(4, rows - i));
+    const auto top = [&](int64_t r) { return strip.maximum(i + r, s + (i + r) * lds, cols); };
+    const Vec tops[4] = {top(0), top(min(1, count - 1)), top(min(2, count - 1)), top(count - 1)};
+    raise_maxima(tops, count, c, slack, {run.maximum + i, run.sums + i * sum_lanes}, out + i * v_cols, v_cols,
+                 [&](int64_t r) { return Waiting{p + (i + r) * ldp - before, plane, before, E::pieces}; });
+  }
+};
 
 }  // namespace attnspan::ATTNSPAN_ISA

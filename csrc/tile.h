@@ -47,15 +47,15 @@ struct Side {
   Side from(int64_t offset) const { return {data + offset, stride, plane}; }
 };
 
-// C += A * B, where step 0 of k is number `at` of all steps whose products C will hold. The sum is cut at multiples of
-// `Cut`: long sums of floats lose digits, and where a sum is cut decides its last ones. So its bits depend on the
-// numbers of its steps alone; steps of zeros may be left out anywhere.
+// C += A * B (`first`: C = A * B), where step 0 of k is number `at` of all steps whose products C will hold. The sum is
+// cut at multiples of `Cut`: long sums of floats lose digits, and where a sum is cut decides its last ones. So its bits
+// depend on the numbers of its steps alone; steps of zeros may be left out anywhere.
 template <class E, int64_t Cut>
 inline void add_product(Side<typename E::Element> a, Side<typename E::Element> b, float* c, int64_t ldc, int64_t m,
-                        int64_t n, int64_t at, int64_t k, Ahead* ahead = nullptr) {
+                        int64_t n, int64_t at, int64_t k, Ahead* ahead = nullptr, bool first = false) {
   for (int64_t from = 0, to; from < k; from = to) {
     to = min(k, round_down(at + from, Cut) + Cut - at);
-    E::product(a.from(from), b.from(from * panel), c, ldc, m, n, to - from, true, ahead);
+    E::product(a.from(from), b.from(from * panel), c, ldc, m, n, to - from, !first || from > 0, ahead);
   }
 }
 
@@ -116,6 +116,8 @@ struct VectorEngine {
   static constexpr int64_t strip = 24;      // rows of a softmax strip
   static constexpr int64_t seen_step = 16;  // columns of a strip of scores, for plain calls
   static constexpr bool overlaps = false;   // products use the units that exponentials need
+  static constexpr int64_t step = 1;
+  static constexpr bool sums_rows = false;  // no product is cheaper than summing rounded weights as they are made
   // Where sums over keys, and those of gradients, are cut. That of many elements of 8 bits errs less than one of them.
   static constexpr int64_t cut = sizeof(C) == 4 ? 128 : 256, gradient_cut = sizeof(C) == 4 ? 96 : 192;
   static constexpr int64_t depth_cut = sizeof(C) == 4 ? 32 : max_dim;
