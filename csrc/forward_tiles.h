@@ -35,6 +35,7 @@ class ForwardTiles {
         step_keys(E::overlaps ? 64 : block_keys),
         depth(round_up(a.head_dim, E::depth)),
         v_cols(round_up(a.v_dim, panel)),
+        near_keys(keys_at_once()),
         changes(a.options.change_weights()),
         drops(a.options.dropout.on()),
         plan(a, block_rows, (depth + v_cols) * E::pieces * static_cast<int64_t>(sizeof(C)), threads) {}
@@ -44,6 +45,16 @@ class ForwardTiles {
   static int64_t strips_of(const ForwardArgs& a, int threads) {
     const int64_t most = max(a.head_dim, a.v_dim) > 128 ? 8 : most_strips;
     return a.batch * a.q_heads * a.q_len >= 4 * threads * most * E::strip ? most : 4;
+  }
+
+  // As many keys as stay in the second cache, a part of `key_sums`.
+  int64_t keys_at_once() const {
+    constexpr int64_t cached = int64_t{1} << 20;
+    int64_t keys = key_sums;
+    while (E::overlaps && keys > block_keys &&
+           keys * (depth + v_cols) * E::pieces * static_cast<int64_t>(sizeof(C)) > cached)
+      keys /= 2;
+    return keys;
   }
 
   // Elements of a range of packed keys. One more step keeps panels of values off powers of two.
@@ -175,7 +186,7 @@ class ForwardTiles {
   }
 
   const ForwardArgs& a;
-  const int64_t block_rows, block_keys, step_keys, depth, v_cols;
+  const int64_t block_rows, block_keys, step_keys, depth, v_cols, near_keys;
   const bool changes, drops;
   const ForwardPlan plan;
 
@@ -208,31 +219,32 @@ class ForwardTiles {
     if (sums > 1) add_whole(0, rows.count, false, o.out, o.sums, o);
   }
 
-  // Strip by strip for each sum of keys: an engine with a matrix unit is fast where all that a strip needs is near.
+  // Strip by strip for some keys: an engine with a matrix unit is fast where all that a strip needs is near.
   void attend_by_strips(const Head& head, const Own& o) const {
     const Rows& rows = head.rows;
-    bool begun[most_strips] = {};
+    int64_t sum_of[most_strips];  // the sum that a strip is at
+    bool more[most_strips] = {};  // has it had others?
+    std::fill_n(sum_of, most_strips, -1);
     Job job = next_job(head, {first_key(rows), 0, 0, {}});
     if (job.valid(rows)) scores(head, o, part_of(rows, job, 0), o.scores[0]);
-    const auto end_of_sum = [&](const Job& x) {
-      return rows.origin + round_down(x.key - rows.origin, key_sums) + key_sums;
-    };
-    int side = 0;
-    for (bool first = true; job.valid(rows);) {
+    for (int side = 0; job.valid(rows);) {
+      const int64_t strip = job.row / E::strip, sum = (job.key - rows.origin) / key_sums;
+      const bool first = sum_of[strip] != sum;
+      if (first) {
+        if (sum_of[strip] >= 0) {
+          add_whole(job.row, job.rows, !more[strip], o.whole, o.whole_sums, o);
+          more[strip] = true;
+        }
+        clear(job.row, E::strip, E::pieces > 1, o);
+        sum_of[strip] = sum;
+      }
       const Job next = next_job(head, job);
-      if (first) clear(job.row, E::strip, E::pieces > 1, o);
       weights_in_steps(head, o, job, next, side);
       values(head, o, job, first && E::pieces == 1);
-      first = !next.valid(rows) || next.row != job.row || end_of_sum(next) != end_of_sum(job);
-      if (first) {
-        const int64_t strip = job.row / E::strip;
-        const bool last = rows.hull[strip].hi <= end_of_sum(job), before = begun[strip];
-        if (before || !last)
-          add_whole(job.row, job.rows, !before, last ? o.out : o.whole, last ? o.sums : o.whole_sums, o);
-        begun[strip] = true;
-      }
       job = next;
     }
+    for (int64_t row = 0; row < rows.count; row += E::strip)
+      if (more[row / E::strip]) add_whole(row, min(E::strip, rows.count - row), false, o.out, o.sums, o);
   }
 
   void clear(int64_t row, int64_t rows, bool out, const Own& o) const {
@@ -263,7 +275,7 @@ class ForwardTiles {
   // Key blocks start where sums are cut, so that no sum is cut elsewhere.
   int64_t first_key(const Rows& rows) const { return rows.origin + round_down(rows.all.lo - rows.origin, E::cut); }
   int64_t end_of_block(const Rows& rows, int64_t key) const {
-    return min(key + block_keys, rows.origin + round_down(key - rows.origin, key_sums) + key_sums);
+    return min(key + block_keys, rows.origin + round_down(key - rows.origin, near_keys) + near_keys);
   }
   // What is packed of a key.
   int64_t place_of(const Head& head, int64_t key) const {
@@ -302,14 +314,14 @@ class ForwardTiles {
       }
     return job;
   }
-  // With the keys of a sum innermost: what a strip sums up stays in the nearest cache, keys in the next one.
+  // With some keys innermost: what a strip sums up stays in the nearest cache, the keys in the next one.
   Job next_of_strip(const Rows& rows, Job job) const {
     while (job.valid(rows)) {
-      const int64_t sum = rows.origin + round_down(job.key - rows.origin, key_sums);
+      const int64_t begin = rows.origin + round_down(job.key - rows.origin, near_keys), end = begin + near_keys;
       if (job.rows > 0) job.key = end_of_block(rows, job.key);
-      if (job.key >= min(sum + key_sums, rows.all.hi)) {
-        job.row += E::strip, job.key = max(sum, first_key(rows));
-        if (job.row >= rows.count) job.row = 0, job.key = sum + key_sums;
+      if (job.key >= min(end, rows.all.hi)) {
+        job.row += E::strip, job.key = max(begin, first_key(rows));
+        if (job.row >= rows.count) job.row = 0, job.key = end;
         if (!job.valid(rows)) break;
       }
       job.rows = min(E::strip, rows.count - job.row);
