@@ -43,6 +43,11 @@ inline void load_tile(const void* from, int64_t stride) {
 }
 
 template <int n>
+inline void stream_tile(const void* from, int64_t stride) {
+  load_tile<n>(from, stride);
+}
+
+template <int n>
 inline void store_tile(void* to, int64_t stride) {
   demand_tiles();
   for (int i = 0; i < 16; ++i) std::memcpy(static_cast<char*>(to) + i * stride, tiles().tile[n][i], 64);
