@@ -57,7 +57,8 @@ def _compare(
     for got, other, wanted in zip(found, peers, exact, strict=True):
         error, of_peer = (float(jnp.linalg.norm(x - wanted)) for x in (got, other))
         of_peer /= 8 if dtype == jnp.float16 else 1
-        assert error <= max(1.5 * of_peer, 1e-6 * size)
+        # In float32 the peer is exact by definition: the bound is that of the errors of two kernels.
+        assert error <= max(1.5 * of_peer, 2e-6 * size)
 
 
 @pytest.mark.slow
