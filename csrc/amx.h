@@ -22,7 +22,7 @@ template <int tile>
 inline void load_tile(const void* from, int64_t stride) {
   asm volatile("tileloadd (%1,%2,1), %%tmm%c0" : : "i"(tile), "r"(from), "r"(stride));
 }
-// The same, for what is not read again soon: it leaves what the nearest cache holds alone.
+// The same for data that is not read again soon: the load does not displace other lines of L1.
 template <int tile>
 inline void stream_tile(const void* from, int64_t stride) {
   asm volatile("tileloaddt1 (%1,%2,1), %%tmm%c0" : : "i"(tile), "r"(from), "r"(stride));

@@ -407,7 +407,8 @@ class ForwardTiles {
     }
   }
 
-  // Of one job, and beside it the scores of another one; false where that is not made for the head dim.
+  // Computes the weights of `job` and, interleaved with them, the scores of `then`. Returns false if no code was
+  // compiled for this head dim.
   bool whole_step(const Head& head, const Own& o, const Job& job, int64_t from, int side, const Job& then) const {
     const auto by = [&]<bool Bounded>() {
       const typename E::template Rows<Bounded, weight_stride> rows{o.scores[side],

@@ -230,7 +230,7 @@ struct Scaled {
   Vec operator()(int64_t, Vec s) const { return s * factor; }
 };
 
-// What is known of the shift of a row's exponents: that there is none, or that the exponents are those of `exp2_near`.
+// What the compiler may assume about a row: its shift is 0, its exponents are in the range of `exp2_near`, or nothing.
 enum class Shift { none, near, any };
 
 // 2^(from(j, s[j]) - shift) for one row of whole vectors, added to its sums; `put(j, x...)` stores two vectors from

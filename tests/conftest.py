@@ -93,7 +93,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Let the end of the process free what was frozen; nanobind reports what is left."""
+    """Unfreeze at exit, or nanobind reports the frozen objects as leaks."""
     gc.unfreeze()
 
 

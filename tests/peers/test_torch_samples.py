@@ -22,6 +22,7 @@ pytest.importorskip("expecttest", reason="torch.testing._internal imports it")
 common = pytest.importorskip("torch.testing._internal.common_methods_invocations")
 modules = pytest.importorskip("torch.testing._internal.common_modules")
 
+from attnspan.kernels import cpu  # noqa: E402
 from attnspan.torch import scaled_dot_product_attention as ours  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::attnspan.kernels.SlowPathWarning")  # of float64
@@ -188,7 +189,7 @@ def test_multi_head_attention_forward(dtype: torch.dtype, monkeypatch: pytest.Mo
             found.append([out.detach(), *torch.autograd.grad(out, given, weights, allow_unused=True)])
         cases.append(tuple(found))
     # Of 192 samples the same four, with scores of 5,000, decide: 3.2 on matrix tiles, below 2 without.
-    _assert_as_exact(cases, dtype, factor=4)
+    _assert_as_exact(cases, dtype, factor=4 if cpu.isa().startswith("amx") else 2)
     assert 2 * calls.count(ours) == calls.count(theirs) > 100
 
 
