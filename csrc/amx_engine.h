@@ -39,8 +39,6 @@ struct AmxEngine {
                            depth_cut = max_dim;
   // Rounded weights are summed by tiles, see `add_row_sums`: vectors would take a sixth of the softmax for it.
   static constexpr bool sums_rows = Pieces == 1;
-  // Rows of A made of split vectors hold columns (i, 16 + i) of 32 side by side: two instructions instead of a shuffle.
-  static constexpr bool interleaved = Pieces > 1;
 
   // Products do not pause: the softmax of the forward pass does, twice for each four rows.
   static int64_t pauses(int64_t rows, int64_t, int64_t) { return rows / 2; }
@@ -62,6 +60,8 @@ struct AmxEngine {
     Session& operator=(const Session&) = delete;
   };
 
+  // `Turned`: pieces are multiplied in the order of the product of B^T and A^T, so that each sum has its bits.
+  template <bool Turned = false>
   [[gnu::noinline]] static void product(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t m, int64_t n, int64_t k,
                                         bool add, Ahead* = nullptr) {
     asm volatile("" : : : "memory");  // tile loads do not say that they read memory
@@ -74,9 +74,11 @@ struct AmxEngine {
         const Side<C> ai = a.from(i * a.stride);
         float* cij = c + i * ldc + j;
         if (m - i >= 32)
-          n2 ? block<true, true>(ai, bj, cij, ldc, k, add) : block<true, false>(ai, bj, cij, ldc, k, add);
+          n2 ? block<true, true, Turned>(ai, bj, cij, ldc, k, add)
+             : block<true, false, Turned>(ai, bj, cij, ldc, k, add);
         else
-          n2 ? block<false, true>(ai, bj, cij, ldc, k, add) : block<false, false>(ai, bj, cij, ldc, k, add);
+          n2 ? block<false, true, Turned>(ai, bj, cij, ldc, k, add)
+             : block<false, false, Turned>(ai, bj, cij, ldc, k, add);
       }
     }
   }
@@ -162,7 +164,8 @@ struct AmxEngine {
     for (int64_t i = 0; i < rounds; ++i) multiply_loaded<true, true>();
   }
 
-  // Columns [0, 16) and [16, 32) of a group of 32 in a row of A.
+  // Columns [0, 16) and [16, 32) of a group of 32 in a row of A. Split, columns (i, 16 + i) lie side by side: two
+  // instructions instead of a shuffle.
   static void store_group(C* group, int64_t, int64_t plane, Vec x, Vec y) {
     if constexpr (Pieces == 1)
       store_two(group, x, y);
@@ -179,7 +182,7 @@ struct AmxEngine {
   }
 
  private:
-  template <bool M2, bool N2>
+  template <bool M2, bool N2, bool Turned>
   static void block(Side<C> a, Side<C> b, float* c, int64_t ldc, int64_t k, bool add) {
     if constexpr (Pieces == 1) {
       add ? load_sums<M2, N2>(c, ldc) : zero_sums();
@@ -189,7 +192,7 @@ struct AmxEngine {
     }
     // Small products first, and sums from zero: their rounding then weighs less than that of one long float sum.
     zero_sums();
-    multiply_small<M2, N2>(a, b, k, !add);
+    multiply_small<M2, N2, Turned>(a, b, k, !add);
     multiply<M2, N2>(a.data, a.stride, b.data, b.stride, k);
     if (!add) return store_sums<M2, N2>(c, ldc);
     alignas(64) float sums[32 * 32];
@@ -242,20 +245,22 @@ struct AmxEngine {
 
   // All products but that of the first pieces, in an order in which each shares a side with the one before. Scores
   // (`all`) are exponents, where an error is absolute: float16 keeps its fourth product for them.
-  template <bool M2, bool N2>
+  template <bool M2, bool N2, bool Turned>
   static void multiply_small(Side<C> a, Side<C> b, int64_t k, bool all) {
     for (int64_t s = 0; s < k; s += 32) {
+      const auto first = [&](int piece) { Turned ? load_b<N2>(b, piece, s) : load_a<M2>(a, piece, s); };
+      const auto second = [&](int piece) { Turned ? load_a<M2>(a, piece, s) : load_b<N2>(b, piece, s); };
       if constexpr (Pieces == 3) {
-        load_a<M2>(a, 2, s), load_b<N2>(b, 0, s), multiply_loaded<M2, N2>();
-        load_a<M2>(a, 1, s), multiply_loaded<M2, N2>();
-        load_b<N2>(b, 1, s), multiply_loaded<M2, N2>();
-        load_a<M2>(a, 0, s), multiply_loaded<M2, N2>();
-        load_b<N2>(b, 2, s), multiply_loaded<M2, N2>();
+        first(2), second(0), multiply_loaded<M2, N2>();
+        first(1), multiply_loaded<M2, N2>();
+        second(1), multiply_loaded<M2, N2>();
+        first(0), multiply_loaded<M2, N2>();
+        second(2), multiply_loaded<M2, N2>();
       } else {
-        load_a<M2>(a, 1, s);
-        if (all) load_b<N2>(b, 1, s), multiply_loaded<M2, N2>();
-        load_b<N2>(b, 0, s), multiply_loaded<M2, N2>();
-        load_a<M2>(a, 0, s), load_b<N2>(b, 1, s), multiply_loaded<M2, N2>();
+        first(1);
+        if (all) second(1), multiply_loaded<M2, N2>();
+        second(0), multiply_loaded<M2, N2>();
+        first(0), second(1), multiply_loaded<M2, N2>();
       }
     }
   }
@@ -282,11 +287,11 @@ struct AmxEngine {
   static void store_pieces(C* p, int64_t plane, Vec x, Vec y) {
     const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
     for (int i = 0; i < Pieces; ++i) {
-      const __m512i a = _mm512_castps_si512(x.v), b = _mm512_and_si512(_mm512_castps_si512(y.v), upper);
-      _mm512_storeu_si512(p + i * plane, _mm512_or_si512(_mm512_srli_epi32(a, 16), b));
+      const __m512i a = _mm512_castps_si512(x.v), b = _mm512_castps_si512(y.v);
+      _mm512_storeu_si512(p + i * plane, _mm512_ternarylogic_epi32(_mm512_srli_epi32(a, 16), b, upper, 0xf8));
       if (i + 1 == Pieces) break;
       x.v = _mm512_sub_ps(x.v, _mm512_castsi512_ps(_mm512_and_si512(a, upper)));
-      y.v = _mm512_sub_ps(y.v, _mm512_castsi512_ps(b));
+      y.v = _mm512_sub_ps(y.v, _mm512_castsi512_ps(_mm512_and_si512(b, upper)));
     }
   }
 

@@ -10,6 +10,7 @@
 #include "parts.h"
 #include "row_options.h"
 #include "straight.h"
+#include "straight_tiles.h"
 
 namespace attnspan::ATTNSPAN_ISA {
 
@@ -20,10 +21,10 @@ template <class E>
 class FewTiles {
  protected:
   using C = typename E::Element;
-  static constexpr int64_t block = min(E::cut, 256);  // keys packed at once: they stay in L1 and L2
-  static constexpr int64_t lds = block + 16, ldp = block + 32, ldq = max_dim + 64 / sizeof(C), kept_words = block / 32,
-                           p_plane = E::strip * ldp;
-  static_assert(key_sums % block == 0);
+  // Keys that are worked on at once. Packed, they stay in L1 and L2; on tiles, a slice of their values stays in L1.
+  static constexpr int64_t block = E::overlaps ? 128 : min(E::cut, 256);
+  static constexpr int64_t lds = block + 16, ldp = block + 32, ldq = max_dim + 64 / sizeof(C), kept_words = block / 32;
+  static_assert(key_sums % block == 0 && (block == E::cut || E::pieces == 1), "sums are cut as in ForwardTiles");
 
   FewTiles(const ForwardArgs& args, int threads)
       : a(args),
@@ -65,13 +66,16 @@ class FewTiles {
   // About how many pauses there are in the products of a block of keys.
   int64_t pauses_of_block(int64_t rows) const { return E::pauses(rows, block, depth + v_cols); }
   int64_t padded_rows() const { return round_up(most_rows, E::strip); }
+  // Rows whose scores and weights are held at once: on tiles all, for which each slice of values is packed once.
+  int64_t rows_at_once() const { return E::overlaps ? padded_rows() : E::strip; }
+  int64_t p_plane() const { return rows_at_once() * ldp; }
   int64_t q_plane() const { return padded_rows() * depth; }
-  int64_t k_plane() const { return block * depth; }
-  int64_t v_plane() const { return v_cols * block; }
+  int64_t k_plane() const { return E::overlaps ? StraightRoom<E>::key_plane(depth) : block * depth; }
+  int64_t v_plane() const { return E::overlaps ? StraightRoom<E>::value_plane(block) : v_cols * block; }
 
   struct Own {
     C *q, *k, *v, *p;
-    C* q_lines;            // for `Straight`
+    C* q_lines;            // for `Straight`; panels for `StraightTiles`
     float *keys, *values;  // copies of those that lie in pieces
     float *scores, *out, *maximum, *sums;
     RowOptions* options;  // of each row, null for a plain call
@@ -80,13 +84,14 @@ class FewTiles {
   Own lay_out(Carver& carver) const {
     Own o;
     o.q = carver.take<C>(E::pieces * q_plane());
-    o.q_lines = carver.take<C>(E::strip * ldq);
-    o.keys = carver.take<float>((a.pages.table == nullptr ? key_step : block) * a.head_dim);
-    o.values = carver.take<float>((a.pages.table == nullptr ? 0 : block) * a.v_dim);
+    o.q_lines = carver.take<C>(E::overlaps ? E::pieces * q_plane() : E::strip * ldq);
+    const bool few = E::overlaps || a.pages.table == nullptr;  // rows are copied, of both in one place on tiles
+    o.keys = carver.take<float>((few ? key_step : block) * (E::overlaps ? max(a.head_dim, a.v_dim) : a.head_dim));
+    o.values = carver.take<float>(few ? 0 : block * a.v_dim);
     o.k = carver.take<C>(E::pieces * k_plane());
     o.v = carver.take<C>(E::pieces * v_plane());
-    o.p = carver.take<C>(E::pieces * p_plane);
-    o.scores = carver.take<float>(E::strip * lds);
+    o.p = carver.take<C>(E::pieces * p_plane());
+    o.scores = carver.take<float>(rows_at_once() * lds);
     o.out = carver.take<float>(padded_rows() * v_cols);
     o.maximum = carver.take<float>(padded_rows());
     o.sums = carver.take<float>(padded_rows() * sum_lanes);
@@ -112,10 +117,12 @@ class FewTiles {
   }
 
   // What becomes of the products of a strip of rows and of n keys from `key` on.
-  [[gnu::noinline]] void ready_strip(const Unit& u, int64_t from, int64_t count, int64_t key, int64_t n, Ahead* ahead,
+  [[gnu::noinline]] void ready_strip(const Unit& u, int64_t from, int64_t count, int64_t key, int64_t n,
                                      const Own& o) const {
+    float* const s = o.scores + (E::overlaps ? from * lds : 0);
+    C* const p = o.p + (E::overlaps ? from * ldp : 0);
     for (int64_t m = 0; m < count; ++m) {
-      float* scores = o.scores + m * lds;
+      float* scores = s + m * lds;
       if (changes) {
         const RowOptions& row = o.options[from + m];
         row.exponents(scores, n, key, 1.0f);
@@ -124,14 +131,12 @@ class FewTiles {
       hide(scores, key, n, row_of(u, from + m).spans, a.runs);
     }
     const float c = a.options.change_scores() ? 1.0f : magnitude_of(a.scale);
-    const auto pause = [ahead](int64_t) {
-      if (E::overlaps && ahead != nullptr) ahead->pause();
-    };
+    const auto nothing = [](int64_t) {};
     const Running run{o.maximum + from, o.sums + from * sum_lanes};
-    const Weigh<E> all{o.scores, lds, o.p, ldp, p_plane, count, n, c, 0.0f, run, o.out + from * v_cols, v_cols, 0};
-    const Strip strip{pause, drops ? o.kept : nullptr, kept_words};
+    const Weigh<E> all{s, lds, p, ldp, p_plane(), count, n, c, 0.0f, run, o.out + from * v_cols, v_cols, 0};
+    const Strip strip{nothing, drops ? o.kept : nullptr, kept_words};
     all.template strip<false>(strip);
-    sum_rounded<E>(o.p, ldp, run.sums, count, n, drops);
+    sum_rounded<E>(p, ldp, run.sums, count, n, drops);
   }
 
   // A strip of rows and n packed keys from `key` on.
@@ -139,8 +144,8 @@ class FewTiles {
     const int64_t rows = round_up(min(E::strip, u.rows - from), E::rows);
     E::product({o.q + from * depth, depth, q_plane()}, {o.k, depth * panel, k_plane()}, o.scores, lds, rows, n, depth,
                false, &ahead);
-    ready_strip(u, from, min(E::strip, u.rows - from), key, n, &ahead, o);
-    E::product({o.p, ldp, p_plane}, {o.v, block * panel, v_plane()}, o.out + from * v_cols, v_cols, rows, v_cols, n,
+    ready_strip(u, from, min(E::strip, u.rows - from), key, n, o);
+    E::product({o.p, ldp, p_plane()}, {o.v, block * panel, v_plane()}, o.out + from * v_cols, v_cols, rows, v_cols, n,
                true, &ahead);
   }
 
@@ -203,7 +208,10 @@ class FewQueries : FewTiles<E> {
     for (int64_t n = begin; n < end; ++n) {
       const int64_t first = u.sequence.key + n * key_sums, last = min(first + key_sums, last_key);
       this->clear(u, o);
-      by_blocks(u, x, first, last, o);
+      if constexpr (E::overlaps)
+        on_tiles(u, x, first, last, o);
+      else
+        by_blocks(u, x, first, last, o);
       float* to = records + (u.record + n * u.rows) * this->record();
       for (int64_t m = 0; m < u.rows; ++m, to += this->record()) {
         // 0 * inf may have come from a key that the row does not see, and products of small values may have vanished.
@@ -254,6 +262,19 @@ class FewQueries : FewTiles<E> {
     for (int piece = 0; piece < E::pieces; ++piece)
       std::memset(o.q + piece * plane + u.rows * depth, 0,
                   static_cast<size_t>((padded - u.rows) * depth) * sizeof(*o.q));
+    if constexpr (E::overlaps) StraightTiles<T, E>::queries({o.q, depth, plane}, padded, {o.q_lines, plane});
+  }
+
+  void on_tiles(const Unit& u, const KeyValues<T>& x, int64_t first, int64_t last, const Own& o) const {
+    [[maybe_unused]] const typename E::Session session;
+    for (int64_t key = first; key < last; key += block) {
+      const int64_t valid = min(block, last - key), n = round_up(valid, key_step);
+      const StraightTiles<T, E> few(x, key, valid, u.sequence.key + u.sequence.keys, reinterpret_cast<T*>(o.keys));
+      few.scores({o.q_lines, depth * panel, this->q_plane()}, depth, u.rows, o.scores, this->lds, o.k);
+      for (int64_t from = 0; from < u.rows; from += E::strip)
+        this->ready_strip(u, from, min(E::strip, u.rows - from), key, n, o);
+      few.values({o.p, this->ldp, this->p_plane()}, u.rows, block, o.out, v_cols, o.v);
+    }
   }
 
   // As the tiles of many queries, but each block is packed right before it is used, if at all.
@@ -271,7 +292,7 @@ class FewQueries : FewTiles<E> {
         for (int64_t from = 0, rows; from < u.rows; from += rows) {
           rows = min(Few::together, u.rows - from);
           Few::scores(o.q + from * depth, depth, k, x.dim, rows, n, o.scores, this->lds, o.q_lines);
-          this->ready_strip(u, from, rows, key, n, nullptr, o);
+          this->ready_strip(u, from, rows, key, n, o);
           Few::values(o.p, v, x.v_dim, rows, valid, o.out + from * v_cols, v_cols);
         }
         continue;

@@ -188,38 +188,46 @@ struct Packer {
   [[gnu::noinline]] static void dims(const T* p, int64_t stride, int64_t rows, int64_t dim, Target<C> b, int64_t bs,
                                      int64_t first, int64_t count, int64_t padded_dim) {
     alignas(64) uint32_t unit[16];
-    for (int64_t i = first; i < first + count; i += pair)
-      for (int64_t d = 0; d < padded_dim; d += panel) {
-#if defined(__AVX512F__)
-        if (i + pair <= rows && d + 16 <= dim) {
-          store(reinterpret_cast<float*>(b.data + d / panel * bs + i * panel), whole_step(p + i * stride + d, stride));
-          continue;
-        }
-#endif
+    for (int64_t i = first; i < first + count; i += pair) {
+      int64_t d = 0;
+      if (i + pair <= rows) d = whole_dims(p + i * stride, stride, min(dim, padded_dim), b.data + i * panel, bs);
+      for (; d < padded_dim; d += panel) {
         step(p + i * stride + d, stride, rows - i, dim - d, unit);
         std::memcpy(b.data + d / panel * bs + i * panel, unit, 64);
       }
+    }
   }
+  // Packs the whole panels among `dim` dims of `pair` rows, and returns how many dims these have.
+#if defined(__AVX512F__)
+  static int64_t whole_dims(const T* p, [[maybe_unused]] int64_t stride, int64_t dim, C* to, int64_t bs) {
+    int64_t d = 0;
+    if constexpr (same) {
+      static constexpr Sides sides;
+      const __m512i low = _mm512_load_si512(sides.index), high = _mm512_load_si512(sides.index + 32);
+      for (; d + 32 <= dim; d += 32, to += 2 * bs) {
+        const __m512i even = _mm512_loadu_si512(p + d), odd = _mm512_loadu_si512(p + stride + d);
+        _mm512_storeu_si512(to, _mm512_permutex2var_epi16(even, low, odd));
+        _mm512_storeu_si512(to + bs, _mm512_permutex2var_epi16(even, high, odd));
+      }
+    }
+    for (; d + panel <= dim; d += panel, to += bs) store(reinterpret_cast<float*>(to), whole_step(p + d, stride));
+    return d;
+  }
+#else
+  static int64_t whole_dims(const T*, int64_t, int64_t, C*, int64_t) { return 0; }
+#endif
+  // Elements of two rows by turns, of their first halves and of their second ones.
+  struct Sides {
+    alignas(64) uint16_t index[64] = {};
+    constexpr Sides() {
+      for (int i = 0; i < 64; ++i) index[i] = static_cast<uint16_t>(i / 2 + i % 2 * 32);
+    }
+  };
 };
 
 #if defined(__AMX_BF16__)
-// `n` elements as planes of bfloat16 pieces whose sum they are; up to `padded` zeros follow.
-template <class T, int Pieces>
-inline void split_row(const T* p, int64_t n, int64_t padded, bool negate, bf16* to, int64_t plane) {
-  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-  for (int64_t d = 0; d < padded; d += Vec::width) {
-    Vec x = n - d >= Vec::width ? load(p + d) : n > d ? load_part(p + d, n - d) : zero();
-    if (negate) x = zero() - x;
-    for (int i = 0; i < Pieces; ++i) {
-      const __m512i bits = _mm512_castps_si512(x.v);
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i * plane + d),
-                          _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
-      if (i + 1 < Pieces) x.v = _mm512_sub_ps(x.v, _mm512_castsi512_ps(_mm512_and_si512(bits, upper)));
-    }
-  }
-}
-
-// For engines whose elements are sums of pieces: a plane for each.
+// For engines whose elements are sums of pieces: a plane for each. Depth is in the order of `store_group`, columns (i,
+// 16 + i) of 32 side by side, for both sides of a product of `rows` and `keys`, or of weights and `dims`.
 template <class T, class E>
 struct SplitPacker {
   using C = typename E::Element;
@@ -228,9 +236,10 @@ struct SplitPacker {
   static void rows(const T* p, int64_t stride, int64_t rows, int64_t dim, Target<C> a, int64_t lda, int64_t padded_rows,
                    bool negate) {
     for (int64_t i = 0; i < padded_rows; ++i)
-      split_row<T, E::pieces>(p + i * stride, i < rows ? dim : 0, lda, negate, a.data + i * lda, a.plane);
+      split_row(p + i * stride, i < rows ? dim : 0, negate, a.data + i * lda, a.plane, lda);
   }
 
+  // Depth is the rows here, in their own order.
   static void columns(const T* p, int64_t stride, int64_t rows, int64_t dim, Target<C> a, int64_t lda,
                       int64_t padded_rows, int64_t padded_dim) {
     for (int64_t i = 0; i < padded_rows; i += chunk) {
@@ -249,38 +258,62 @@ struct SplitPacker {
     }
   }
 
-  // Rows in the order in which `store_group` puts them: for an interleaving engine `first` is a multiple of 32.
+  // Rows in the order of `store_group`: `first` is a multiple of 32.
   static void dims(const T* p, int64_t stride, int64_t rows, int64_t dim, Target<C> b, int64_t bs, int64_t first,
                    int64_t count, int64_t padded_dim) {
-    for (int64_t i = first; i < first + count; i += chunk) {
-      const Pieces x(p + i * stride, stride, rows - i, dim, padded_dim);
-      for (int n = 0; n < E::pieces; ++n)
-        for (int64_t r = 0; r < chunk / 2; ++r)
-          for (int64_t d = 0; d < padded_dim; d += panel)
-            Plane::step(x.plane(n) + r * Pieces::width + d, chunk / 2 * Pieces::width, 2, panel,
-                        reinterpret_cast<uint32_t*>(b.data + n * b.plane + d / panel * bs + (i + 2 * r) * panel));
-    }
+    for (int64_t i = first; i < first + count; i += chunk)
+      for (int64_t r = i; r < i + half; ++r) {
+        const T *x = p + r * stride, *y = x + half * stride;
+        C* to = b.data + (2 * r - i) * panel;
+        const int64_t of_x = r < rows ? dim : 0, of_y = r + half < rows ? dim : 0;
+        int64_t d = 0;
+        for (; d + panel <= min(of_y, padded_dim); d += panel, to += bs)
+          E::store_line(to, b.plane, {load(x + d), load(y + d)});
+        for (; d < padded_dim; d += panel, to += bs)
+          E::store_line(to, b.plane, {load_some(x + d, of_x - d), load_some(y + d, of_y - d)});
+      }
   }
 
  private:
-  static constexpr int64_t chunk = 32;
+  static constexpr int64_t chunk = 32, half = chunk / 2;
+
+  static Vec load_some(const T* p, int64_t n) { return n >= Vec::width ? load(p) : n > 0 ? load_part(p, n) : zero(); }
+
+  // `n` elements, and zeros up to `padded`, a multiple of 32.
+  static void split_row(const T* p, int64_t n, bool negate, C* to, int64_t plane, int64_t padded) {
+    int64_t d = 0;
+    for (; !negate && d + 32 <= n; d += 32) E::store_group(to + d, 0, plane, load(p + d), load(p + d + 16));
+    for (; d < padded; d += 32) {
+      Vec x = load_some(p + d, n - d), y = load_some(p + d + 16, n - d - 16);
+      if (negate) x = zero() - x, y = zero() - y;
+      E::store_group(to + d, 0, plane, x, y);
+    }
+  }
 
   // The planes of 32 rows, beyond whose valid part everything is zero.
   struct Pieces {
     static constexpr int64_t width = max_dim + 32;
-    alignas(64) bf16 x[E::pieces][chunk * width];
+    alignas(64) C x[E::pieces][chunk * width];
     Pieces(const T* p, int64_t stride, int64_t rows, int64_t dim, int64_t padded) {
       for (int64_t r = 0; r < chunk; ++r)
-        split_row<T, E::pieces>(r < rows ? p + r * stride : p, r < rows ? dim : 0, round_up(padded, 32), false,
-                                x[0] + r * width, chunk * width);
+        split_row(r < rows ? p + r * stride : p, r < rows ? dim : 0, false, x[0] + r * width, chunk * width,
+                  round_up(padded, 32));
     }
-    const bf16* plane(int n) const { return x[n]; }
+    const C* plane(int n) const { return x[n]; }
     void columns(int n, C* a, int64_t lda, int64_t padded_dim) const {
-      Block block;
-      for (int64_t d = 0; d < padded_dim; d += 16) {
-        for (int64_t s = 0; s < 16; ++s) Plane::step(x[n] + 2 * s * width + d, width, 2, 16, block.unit[s]);
-        transpose(block);
-        for (int64_t r = 0; r < min(16, padded_dim - d); ++r) std::memcpy(a + (d + r) * lda, block.unit[r], 64);
+      const __m512i low = _mm512_set1_epi32(0xffff);
+      Block first, second;  // dims d and 16 + d
+      for (int64_t d = 0; d < padded_dim; d += 32) {
+        for (int64_t s = 0; s < 16; ++s) {
+          const C* row = x[n] + 2 * s * width + d;
+          const __m512i even = _mm512_loadu_si512(row), odd = _mm512_loadu_si512(row + width);
+          _mm512_store_si512(first.unit[s], _mm512_or_si512(_mm512_and_si512(even, low), _mm512_slli_epi32(odd, 16)));
+          _mm512_store_si512(second.unit[s],
+                             _mm512_or_si512(_mm512_srli_epi32(even, 16), _mm512_andnot_si512(low, odd)));
+        }
+        transpose(first), transpose(second);
+        for (int64_t r = 0; r < min(32, padded_dim - d); ++r)
+          std::memcpy(a + (d + r) * lda, (r < 16 ? first : second).unit[r % 16], 64);
       }
     }
   };

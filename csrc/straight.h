@@ -50,7 +50,6 @@ struct Groups {
 // `ldp` and `ldq`: elements from one row of weights, and of those of A that there is room for, to the next.
 template <class T, class E, int64_t ldp, int64_t ldq>
 struct Straight {
-#if !defined(__AMX_BF16__)  // tiles sum in an order of their own
   using C = typename E::Element;
   using Pack = Packer<T, C>;
   using Line = typename Step<C>::Line;
@@ -163,14 +162,6 @@ struct Straight {
         store(to, load(to) + sum[m][n]);
       }
   }
-#else
-  static constexpr int64_t together = 1;
-  static bool serves(int64_t, int64_t, int64_t) { return false; }
-  template <class... Any>
-  static void scores(const Any&...) {}
-  template <class... Any>
-  static void values(const Any&...) {}
-#endif
 };
 
 }  // namespace attnspan::ATTNSPAN_ISA

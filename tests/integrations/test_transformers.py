@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 
 from transformers_models import (
     BACKWARD,
+    CACHE,
     DECODERS,
     FORWARD,
     LEFT_PADDED,
@@ -138,7 +139,7 @@ def test_positions_tell_documents_whether_or_not_the_model_makes_a_cache(name, c
     torch._dynamo.reset()
     call = torch.compile(model, fullgraph=True, backend="eager") if compiled else model
     got = call(TOKENS, position_ids=POSITIONS)
-    assert got.past_key_values.get_seq_length() == TOKENS.shape[1]
+    assert got[CACHE].get_seq_length() == TOKENS.shape[1]
     assert relative_error(got.logits, wanted) < 3e-6
 
 

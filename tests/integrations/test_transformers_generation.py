@@ -10,6 +10,7 @@ from closeness import relative_error
 transformers = pytest.importorskip("transformers")
 
 from transformers_models import (  # noqa: E402
+    CACHE,
     DECODERS,
     FORWARD,
     LEFT_PADDED,
@@ -122,8 +123,8 @@ def test_a_prompt_in_pieces():
         model.set_attn_implementation("attnspan")
         wanted, cache, found = model(TOKENS, attention_mask=LEFT_PADDED).logits, None, []
         for first, last in ((0, 6), (6, 7), (7, 12)):
-            out = model(TOKENS[:, first:last], attention_mask=LEFT_PADDED[:, :last], past_key_values=cache)
-            cache = out.past_key_values
+            out = model(TOKENS[:, first:last], attention_mask=LEFT_PADDED[:, :last], **{CACHE: cache})
+            cache = out[CACHE]
             found.append(out.logits)
         valid = LEFT_PADDED.bool()
         assert relative_error(torch.cat(found, 1)[valid], wanted[valid]) < 3e-6

@@ -9,9 +9,13 @@ from typing import Any
 import torch
 import transformers
 from closeness import relative_error
+from packaging.version import Version
 from torch import Tensor
 from watching import Watching
 
+#: transformers 5.24 gave caches another name, and GPT-J the common interface.
+RENAMED = Version(transformers.__version__) >= Version("5.24")
+CACHE = "cache" if RENAMED else "past_key_values"
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128}
 SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -26,6 +30,8 @@ DECODERS: dict[str, dict[str, Any]] = {
     "llama4_text": LLAMA4,  # chunks in three layers of four
     "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 128},
 }
+if RENAMED:
+    DECODERS["gptj"] = {**DECODERS["gpt2"], "rotary_dim": 8}
 TOKENS = torch.arange(24).reshape(2, 12) % 60 + 3
 LEFT_PADDED = torch.ones(2, 12, dtype=torch.long)
 LEFT_PADDED[0, :4] = 0
