@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 NATIVE := $(wildcard csrc/*.cc csrc/*.h) CMakeLists.txt pyproject.toml lab/pyproject.toml constraints.txt
 
-.PHONY: help setup needed train test test-fast test-all fuzz test-with test-cuda test-xla gpu gpu-quick gpu-test gpu-tune gpu-bench zoo docs lint format bench wheel release committed sanitize aarch64 tiles clean
+.PHONY: help setup needed train test test-fast test-all fuzz test-with test-cuda test-xla gpu gpu-quick gpu-test gpu-tune gpu-bench zoo docs lint format bench wheel release pythons committed sanitize aarch64 tiles clean
 
 help:
 	@echo "make train   train a small language model on real text for four minutes, and let it write"
@@ -228,9 +228,14 @@ wheel: $(VENV)/.release
 
 # All of a release but its upload: the files of a commit, the same bytes when built again, each wheel in bare environments.
 release: PYTHONS = python3.11 python3.12
-release: committed wheel
+release: pythons committed wheel
 	rm -rf build/again && $(BIN)/python tests/wheel/build_wheels.py build/again $(PYTHONS) >/dev/null && diff -r dist build/again
 	$(BIN)/python tests/wheel/try_wheels.py dist $(or $(TRIED),$(PYTHONS) python3.13)
+
+# A name on PATH may be a launcher of versions that are not there.
+pythons:
+	@for python in $(PYTHONS) $(or $(TRIED),python3.13); do $$python -c "" 2>/dev/null || { \
+	  echo "$$python does not run here. Install it, or name others: make release PYTHONS='python3.11 python3.12' TRIED='python3.12'"; exit 1; }; done
 
 committed:
 	@test -z "$$(git status --porcelain)" || { echo "make release builds a commit, and these files are in none:"; git status --short; exit 1; }
