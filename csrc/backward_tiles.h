@@ -327,7 +327,8 @@ class BackwardTiles {
               const Place place{score, s.key + j + i, (to + side) * panel + lane};
               weight[side] = changed_weight<Masked>(s, place, c, x, seen, &ds[side][i]);
             } else {
-              // The bits of the forward pass, but for the factor of the row: errors of the exponent cancel in lse.
+              // As the forward pass does it, but for the factor of the row and the order of pieces: errors of the
+              // exponent cancel in lse.
               weight[side] = exp2_near<typename E::Exponential>(load(o.scores + score) * c, x.lse) * x.rest;
               ds[side][i] = weight[side] * (load(o.dp + score) - x.delta);
             }
