@@ -54,33 +54,30 @@ def _inputs() -> np.ndarray:
     return np.random.default_rng(0).standard_normal((1, 2, LENGTH, 16)).astype(np.float32)
 
 
-def _torch_gradient(call: dict[str, Any], compiled: bool, write: Callable[[], None]) -> torch.Tensor:
-    q = torch.from_numpy(_inputs()).requires_grad_()
-    k = torch.from_numpy(_inputs())
-
-    def attend(q: torch.Tensor, call: dict[str, Any]) -> torch.Tensor:
-        return at.attention(q, k, k, **call)
-
-    out = (torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend)(q, call)
-    write()
-    (gradient,) = torch.autograd.grad(out.square().sum(), q)
-    return gradient
-
-
 # A compiler cannot ask a NumPy array for its dtype: `bounds` and bare indices are refused there.
 _COMPILED = ("spans", "prepared", "q_index of a prepared mask", "slopes", "dense bias")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "compiled"), [*((name, False) for name in CALLS), *((name, True) for name in _COMPILED)]
-)
-def test_torch(name: str, compiled: bool) -> None:
-    make, call = CALLS[name]
-    array = make()
-    want = _torch_gradient(call(make()), compiled, lambda: None)
-    got = _torch_gradient(call(array), compiled, lambda: array.fill(0))
-    assert torch.equal(got, want)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_torch(compiled: bool) -> None:
+    names = _COMPILED if compiled else CALLS
+    k = torch.from_numpy(_inputs())
+
+    def attend(q: torch.Tensor, calls: list[dict[str, Any]]) -> list[torch.Tensor]:
+        return [at.attention(q, k, k, **call) for call in calls]
+
+    run = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
+
+    def gradients(written: bool) -> list[torch.Tensor]:
+        q, arrays = torch.from_numpy(_inputs()).requires_grad_(), [CALLS[name][0]() for name in names]
+        outs = run(q, [CALLS[name][1](array) for name, array in zip(names, arrays, strict=True)])
+        for array in arrays if written else ():
+            array.fill(0)
+        return [torch.autograd.grad(x.square().sum(), q, retain_graph=True)[0] for x in outs]
+
+    for name, got, want in zip(names, gradients(written=True), gradients(written=False), strict=True):
+        assert torch.equal(got, want), name
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}], ids=["short way", "operator"])

@@ -10,6 +10,7 @@ from functools import partial
 
 import conformance_jax
 import numpy as np
+import quick_triton  # noqa: F401
 import torch
 from eager_flex import eager
 from samples.problems import DTYPES, Problem
@@ -19,6 +20,9 @@ from attnspan.kernels import cpu, triton
 from attnspan.torch import attention
 
 Results = dict[str, np.ndarray]
+
+#: It holds softcap, sinks, dropout and a dense bias.
+WIDEST = "everything, dense"
 
 
 @dataclass
@@ -31,7 +35,8 @@ class Backend:
         unsupported: Reasons by the name of an option that it does not have; it has to refuse those by name.
             A cell that is not declared here has to pass.
         dtypes: Those that it takes.
-        programs: Where each option is a program to compile: those that the ordinary run has besides WIDEST.
+        programs: Where each option is a program to compile: those that the ordinary run has besides `widest`.
+        widest: The one that meets every mask.
         shapes: How many shapes the ordinary run has there. The kernels of Pallas have their own programs
             and shapes in tests/jax/test_backends.py.
         long: How many factors at a time the long run covers: of option, mask and dtype; of option, shape and
@@ -45,6 +50,7 @@ class Backend:
     unsupported: dict[str, str] = field(default_factory=dict)
     dtypes: tuple[str, ...] = tuple(DTYPES)
     programs: tuple[str, ...] = ()
+    widest: str = WIDEST
     shapes: int = 4
     long: tuple[int, int] = (3, 3)
     within: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -70,8 +76,6 @@ NOT_COMPILED = "" if cpu.core is not None else "the compiled module is missing"
 NO_HANDLERS = "" if hasattr(cpu.core, "xla_handlers") else "there is no compiled module in this process"
 
 
-#: It holds softcap, sinks, dropout and a dense bias.
-WIDEST = "everything, dense"
 #: With WIDEST these hold all that options consist of, and each shape that a dense bias may have.
 PARTS = (
     *("none", "alibi, signed, per batch row", "distance table", "everything, indices given"),
@@ -85,7 +89,8 @@ OF_JAX = ("none", "distance table", "everything, indices given", "dense, per key
 BACKENDS = {
     "torch:cpu": Backend(partial(_torch, "cpu"), missing=NOT_COMPILED),
     "torch:math": Backend(partial(_torch, "math")),
-    "torch:flex": Backend(partial(_torch, "flex"), programs=PARTS, shapes=4, long=(3, 3), within=eager),
+    # Dropout is three calls of FlexAttention, of the same mask.
+    "torch:flex": Backend(partial(_torch, "flex"), programs=(WIDEST, *PARTS), widest="dense", within=eager),
     "torch:triton": Backend(
         partial(_torch, "triton"), programs=PARTS, shapes=4, long=(3, 3), within=triton.interpreted
     ),

@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from conformance_backends import BACKENDS, WIDEST
+from conformance_backends import BACKENDS
 from covering import covering, everything
 from samples.conformance import OPTIONS, SHAPES, SMALL
 from samples.parts import MASKS, Case
@@ -44,7 +44,7 @@ def _programs(name: str, rows: Sequence[str], share: int) -> list[Names]:
     backend = BACKENDS[name]
     if share == 0:
         wanted = [(option, rows[i]) for i, option in enumerate(backend.programs, start=1)]
-        widest = [(WIDEST, row, backend.dtypes[0], name) for row in rows]
+        widest = [(backend.widest, row, backend.dtypes[0], name) for row in rows]
     else:
         some = rows[:: len(rows) // backend.shapes] if backend.shapes else []
         wanted, widest = list(zip(("none", "dense") * backend.shapes, some, strict=False)), []
@@ -88,4 +88,6 @@ def test_every_backend_meets_every_mask_dtype_and_program(name: str) -> None:
     cells, backend = [cell for cell in _cells(MASKS, 0) if cell[3] == name], BACKENDS[name]
     assert {cell[1] for cell in cells} == set(MASKS)
     assert {cell[2] for cell in cells} == set(backend.dtypes)
-    assert {cell[0] for cell in cells} >= ({WIDEST, *backend.programs} if backend.programs else set(OPTIONS))
+    assert {cell[0] for cell in cells} >= (
+        {backend.widest, *backend.programs} if backend.programs else set(OPTIONS)
+    )

@@ -30,7 +30,6 @@ def _by_torch(
     leaves = [x.requires_grad_() for x in (*qkv, torch.from_numpy(values))]
     attend = attention
     if call.pop("compiled", False):
-        torch._dynamo.reset()
         attend = torch.compile(attention, backend="aot_eager", fullgraph=True)
     found = attend(*leaves[:3], bias=bias_of(leaves[3]), backend=backend, return_lse=True, **call)
     gradients = own if dout is None else dout, DLSE.expand_as(found[1])
@@ -112,6 +111,7 @@ SHARED = {
     ids=["torch cpu", "compiled", "torch math", "jax cpu", "jax math"],
 )
 def test_what_all_keys_share_changes_no_result(call, kind, depth):
+    torch._dynamo.reset()
     shape, bias_of = SHARED[kind]
     found, plain = (
         call(bias_of, np.full(shape, x, np.float32), mask=causal(), length=40) for x in (depth, 0.0)

@@ -28,6 +28,7 @@ class Sizes(NamedTuple):
     width: int = 5
     padded: bool = False
     heads: int = 3
+    layers: int = 2  # of Qwen-Image
 
     @property
     def keep(self) -> Tensor:
@@ -100,7 +101,7 @@ def flux2(s: Sizes) -> Made:
 
 
 def qwen_image(s: Sizes) -> Made:
-    config = {"num_layers": 2, **_heads(s, 16), "in_channels": 16}
+    config = {"num_layers": s.layers, **_heads(s, 16), "in_channels": 16}
     config |= {"out_channels": 4, "joint_attention_dim": 12, "axes_dims_rope": (4, 4, 8), "patch_size": 2}
     inputs = {
         "hidden_states": noise(s.batch, s.height * s.width, 16),

@@ -97,7 +97,7 @@ def _largest(graph, seen):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_packed_training_makes_no_tensor_of_all_pairs(compiled, given):
     """The largest tensor of a step, forward and backward, is linear in the number of tokens."""
-    model = build("llama", max_position_embeddings=LONG, vocab_size=128)
+    model = build("llama", max_position_embeddings=LONG, vocab_size=128, num_hidden_layers=1)
     inputs = {"input_ids": torch.arange(LONG)[None] % 60 + 3, "use_cache": False, **given}
     if compiled:
         torch._dynamo.reset()
@@ -112,7 +112,7 @@ def test_packed_training_makes_no_tensor_of_all_pairs(compiled, given):
         model.set_attn_implementation("attnspan")
         with Watching(_named_with_size) as operators:
             model(**inputs).logits.pow(2).mean().backward()
-        assert [sum(name == x for name, _ in operators.seen) for x in (FORWARD, BACKWARD)] == [2, 2]
+        assert [sum(name == x for name, _ in operators.seen) for x in (FORWARD, BACKWARD)] == [1, 1]
         assert max(size for _, size in operators.seen) <= LONG * 128
     # The check sees such tensors.
     model.set_attn_implementation("eager")
@@ -130,6 +130,7 @@ def test_packed_documents_do_not_see_each_other(name):
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_positions_tell_documents_whether_or_not_the_model_makes_a_cache(name, compiled):

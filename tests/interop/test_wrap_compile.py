@@ -134,7 +134,7 @@ def _scales() -> list[tuple]:
 
 @pytest.mark.slow
 def test_a_scale_that_varies_recompiles_to_the_limit_unless_declared(foreign: Library) -> None:
-    with pytest.raises(FailOnRecompileLimitHit):
+    with torch._dynamo.config.patch(recompile_limit=3), pytest.raises(FailOnRecompileLimitHit):
         _count(_around(wrap_foreign(foreign, "constant")), _scales())
 
 

@@ -126,7 +126,9 @@ CELLS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "case"), CELLS, ids=str)
 def test_against_the_oracle(name: str, case: Case) -> None:
-    for mask in ("first key and window", "random"):
+    # An interpreted kernel takes a second for each; illegal rows have the second mask.
+    masks = ["random", "first key and window"]
+    for mask in masks[: 1 if name == "pallas" and not everything() else 2]:
         problem = make(replace(case, mask=mask))
         check(problem, run(name, problem), exponential=EXPONENTIAL[torch.float32])
 
@@ -168,7 +170,8 @@ ILLEGAL = [
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BASE)
 def test_illegal_rows_are_nan_and_leave_the_others_alone(name: str) -> None:
-    problem, rows = make(replace(BASE[name], mask="first key and window")), np.arange(len(ILLEGAL)) * 3
+    problem = make(replace(BASE[name], mask="first key and window", mask_batch=2))
+    rows = np.arange(len(ILLEGAL)) * 3
     problem.bounds[:, :, rows] = 0
     exact = problem.oracle()
     problem.bounds[:, :, rows] = torch.tensor(ILLEGAL, dtype=torch.int32)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covering import everything
 
 from attnspan import Mask, alibi, causal, from_predicate, key_padding, keys, reference, segments
 from attnspan.jax import attention, dot_product_attention
@@ -27,15 +28,19 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(params=SETTINGS)
+@pytest.fixture(params=["all", *(SETTINGS if everything() else ())])
 def setting(request):
-    before = getattr(jax.config, request.param)
-    jax.config.update(request.param, SETTINGS[request.param])
-    yield request.param
-    jax.config.update(request.param, before)
+    names = SETTINGS if request.param == "all" else [request.param]
+    before = {name: getattr(jax.config, name) for name in names}
+    for name in names:
+        jax.config.update(name, SETTINGS[name])
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)  # backends meet a mask as spans
 @pytest.mark.parametrize("backend", [None, "math", "xla"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_calls_have_their_values_under_each_setting(setting, mask, backend):

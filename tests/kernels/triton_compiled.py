@@ -1,6 +1,6 @@
 """Compile each kernel as its launches would, for GPUs that this machine lacks, and say what came of it.
 
-    python tests/kernels/triton_compiled.py 90 bfloat16 128 dense
+    python tests/kernels/triton_compiled.py '[[90, "bfloat16", 128, "dense", 0]]'
 
 A process of its own: in one that interprets Triton nothing can be compiled.
 """
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ def launches_of(
     return launches
 
 
+@cache
 def launches_of_offsets() -> list[Any]:
     """Those of checked offsets, for a call of 512 tokens in bfloat16."""
     launches: list[Any] = []
@@ -144,16 +146,19 @@ def options_named(name: str, dtype: torch.dtype) -> Options:
 _launch._has_waves = lambda *_: True  # type: ignore[assignment]  # blocks start in an order of their own
 
 
-def main(capability: str, dtype: str, dim: str, options: str, descriptors: str = "0") -> None:
+config_of = _launch.config_of
+
+
+def main(calls: str) -> None:
+    """For each call a capability, dtype, head dim, option, and whether there are descriptors."""
     found = []
-    of = _launch.config_of
-    _launch.config_of = lambda *given: replace(
-        of(*given[:4], int(capability), *given[5:]), descriptors=int(descriptors)
-    )
-    kind = getattr(torch, dtype)
-    launches = launches_of(options_named(options, kind), kind, int(dim), int(dim), 4, 1)
-    for kernel, given in [*launches, *launches_of_offsets()]:
-        found.append(compiled(kernel, given, int(capability)))
+    for capability, dtype, dim, options, descriptors in json.loads(calls):
+        _launch.config_of = lambda *given, at=capability, by_engine=descriptors: replace(
+            config_of(*given[:4], at, *given[5:]), descriptors=by_engine
+        )
+        kind = getattr(torch, dtype)
+        launches = launches_of(options_named(options, kind), kind, dim, dim, 4, 1)
+        found.append([compiled(*each, capability) for each in (*launches, *launches_of_offsets())])
     print(json.dumps(found))
 
 

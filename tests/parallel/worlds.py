@@ -51,7 +51,8 @@ _processes.set_forkserver_preload(_PRELOADED)
 
 def preload(*modules: str) -> None:
     """Load further modules once for all ranks to come, unless some have been started already."""
-    _processes.set_forkserver_preload([*_PRELOADED, *modules])
+    _PRELOADED.extend(modules)
+    _processes.set_forkserver_preload(_PRELOADED)
 
 
 class RankError(AssertionError):
@@ -81,7 +82,7 @@ class World:
         for rank in range(ranks):
             here, there = _processes.Pipe()
             arguments = (there, rank, ranks, os.path.join(self._folder, "store"), group_seconds)
-            worker = _processes.Process(target=_serve, args=arguments, daemon=True)
+            worker = _processes.Process(target=_serve, args=arguments)
             worker.start()
             there.close()  # Else the end of the worker would not end its pipe.
             self._pipes.append(here)
@@ -257,6 +258,7 @@ def _serve(pipe: Connection, rank: int, ranks: int, store: str, group_seconds: f
     _raise_warnings()
     sending.explain_asserts()
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # As in a process that torchrun starts.
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(ranks)
     dist.init_process_group(
         "gloo",

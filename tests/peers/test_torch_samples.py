@@ -148,7 +148,7 @@ def test_vmap(in_dims: tuple[int | None, ...]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.long), "aot_eager"])
 def test_compiled(backend: str) -> None:
     cases = []
     for inputs, options in list(_samples(torch.float32, dropout=False))[::2]:  # each kind comes twice

@@ -53,6 +53,7 @@ def _derivatives(attend: Callable[..., Tensor], x: Tensor = Q) -> list[Tensor]:
     return [out, tangent, *torch.autograd.grad(grad.square().sum(), q)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("attend", [ours, _of_transformers, _of_diffusers])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_every_derivative_where_users_cannot_name_a_backend(block: str, attend: Any) -> None:

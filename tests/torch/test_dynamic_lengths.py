@@ -54,16 +54,16 @@ Program = Lowered | Call
 PROGRAMS: tuple[Program, ...] = (*map(Lowered, sorted(MASKS, key=lambda x: bool(x.outside))), *CALLS)
 MARKED = EXPORTED = PROGRAMS
 if not everything():
-    # Half the library's classes, masks that are combined, and each kind of array of an option or layout, meet
-    # sizes that are symbols. test_compile.py has lengths that the compiler learns.
+    # A fourth of the library's classes, masks of two arrays, and each kind of array of an option or layout,
+    # meet sizes that are symbols. test_compile.py has segments, and lengths that the compiler learns;
+    # test_export_masks.py exports segments.
     compositions = {"prefix_lm", "global_sliding", "block_causal", "sasa", "tiled_natten", "morton_natten"}
     calls = {"q_index", "layout thd", "alibi, cache", "relative, documents", "dense bias, key_padding"}
     classes = {x.function: x.name for x in MASKS if x.function in attnspan.library.__all__ and not x.outside}
     kinds = sorted(name for function, name in classes.items() if function not in compositions)
-    combined = {"segments", "documents, keys", "prefix, documents", "cache"}
-    names = {*kinds[::2], *calls, *combined}
+    names = {*kinds[::4], *calls, "prefix, documents"}
     MARKED = tuple(x for x in PROGRAMS if x.name in names)
-    EXPORTED = tuple(x for x in PROGRAMS if x.name in ("segments", "natten"))
+    EXPORTED = tuple(x for x in PROGRAMS if x.name == "natten")
 
 
 class Several(nn.Module):

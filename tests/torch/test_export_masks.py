@@ -39,7 +39,7 @@ def _inputs(form: str, s: Sizes) -> tuple[Tensor, Tensor, Any]:
     return torch.randn(s.batch, 4, s.length, 8), torch.randn(s.batch, 2, s.length, 8), FORMS[form](s)
 
 
-CELLS = [("expression", "fixed"), ("prepared", "fixed"), ("spans", "varying"), ("expression", "not strict")]
+CELLS = [("prepared", "fixed"), ("spans", "varying"), ("expression", "not strict")]
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def test_every_mask_is_an_input_of_an_exported_program() -> None:
     samples = [sample for sample in MASKS if _keeps_its_keys(sample)]
     assert len(samples) > 30
     # test_dynamic_lengths.py compiles the others, made inside of the program.
-    samples = few(samples, 6)
+    samples = few(samples, 4)
 
     def make() -> list[a.Mask]:
         return [sample.build(20, *sample.arrays(PROBLEMS[0])) for sample in samples]

@@ -125,15 +125,11 @@ def test_a_spawned_child_attends_under_the_masks_of_its_parent(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_64_threads_at_once() -> None:
-    assert run_program("-W", "error", "-c", COMMON + THREADS, timeout=300).split() == ["done"]
+def test_a_forked_child_attends_after_its_parent_did_and_then_64_threads_at_once() -> None:
+    program = COMMON + PROCESSES + THREADS
+    assert run_program("-W", "error", "-c", program, timeout=300).split() == ["done", "done"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "program",
-    [PROCESSES, pytest.param(LOADER, marks=pytest.mark.long)],
-    ids=["multiprocessing", "DataLoader"],
-)
-def test_a_forked_child_attends_after_its_parent_did(program: str) -> None:
-    assert run_program("-W", "error", "-c", COMMON + program, timeout=120).split() == ["done"]
+@pytest.mark.long
+def test_forked_workers_of_a_loader_attend() -> None:
+    assert run_program("-W", "error", "-c", COMMON + LOADER, timeout=120).split() == ["done"]

@@ -210,7 +210,7 @@ def test_a_compiled_truncation_to_what_is_not_there_is_never_plausible(kind: str
     compiled = torch.compile(
         lambda: attention(q, cache.keys, cache.values, mask=cache.mask(1), backend="math"),
         fullgraph=True,
-        backend="aot_eager",
+        backend="eager",
     )
     assert compiled().isnan().all(-1).all(1).flatten().tolist() == [False, True]
     with pytest.raises(ValueError, match=r"cache row 1: .*lost.*reset"):

@@ -318,7 +318,8 @@ def test_functions_that_index_in_steps(batch: int) -> None:
     for index in (None, q_index):
         wanted = attention(q, q, q, mask=at_once, q_index=index)
         assert torch.equal(attention(q, q, q, mask=in_steps, q_index=index), wanted)
-        assert torch.equal(compiled(q, q, q, mask=in_steps, q_index=index), wanted)
+        if everything() or (index is None) == (batch == 2):
+            assert torch.equal(compiled(q, q, q, mask=in_steps, q_index=index), wanted)
     host = ids.numpy()
     found = from_predicate(lambda b, _, q, k: host[b][q] == host[b][k]).spans(6, 6, batch=batch)
     assert (found.dense() == at_once.spans(6, 6, batch=batch, like=q).dense().numpy()).all()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import multiprocessing
 import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
 
+from attnspan.kernels import cpu
 from train import train as training
 from train.config import TrainConfig
 from train.step import Unobserved
@@ -48,10 +51,22 @@ class Dying(Unobserved):
         return nullcontext()
 
 
+_peak = cpu.peak
+#: Each run would measure the peak of its cores for a second.
+briefly = patch.object(cpu, "peak", lambda kind, **given: _peak(kind, **(given | {"seconds": 0.002})))
+
+
 def train(config: TrainConfig, folder: Path, **options: Any) -> Any:
     """(what was printed, the summary) of a run."""
     console = Console(file=io.StringIO(), width=200)
     torch.set_num_threads(1)
     torch._dynamo.reset()
-    summary = training.train(config, folder, console=console, **({"sample": 4} | options))
+    with briefly:
+        summary = training.train(config, folder, **({"console": console, "sample": 4} | options))
     return console.file.getvalue(), summary  # type: ignore[attr-defined]
+
+
+def train_apart(*arguments: Any, **options: Any) -> None:
+    """The same in a forked process, whose own processes would else load torch anew."""
+    multiprocessing.set_start_method("fork", force=True)
+    train(*arguments, **options)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from runs import briefly
 
 from attnspan_lab.cli import run
 from train import sample
@@ -44,7 +45,7 @@ def train(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) ->
         app = typer.Typer(add_completion=False)
         app.command()(sample._command if args[:1] == ("sample",) else command())
         monkeypatch.setattr(sys, "argv", [x for x in sys.argv if x != "sample"])
-        with pytest.raises(SystemExit) as end:
+        with briefly, pytest.raises(SystemExit) as end:
             run(app)
         out, err = capfd.readouterr()
         return int(end.value.code or 0), out, err

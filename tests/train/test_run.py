@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import io
 import json
-import os
+import multiprocessing
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,7 +21,8 @@ import torch
 import typer
 from covering import everything
 from rich.console import Console
-from runs import figures, scores
+from runs import figures, scores, train_apart
+from runs import train as run
 from torch.distributed import run as torchrun
 
 from attnspan.errors import OptionError
@@ -36,19 +36,9 @@ from train.step import Stepper, Unobserved
 
 Tiny = Callable[..., TrainConfig]
 
-CHILD = """
-import json, sys
-from pathlib import Path
-from train.config import TrainConfig
-from train.train import train
-
-train(TrainConfig(**json.loads(sys.argv[1])), Path(sys.argv[2]), resume=sys.argv[3] == "resume", sample=0)
-"""
-
 
 def train(config: TrainConfig, folder: Path, **options: Any) -> Summary:
-    console = options.pop("console", Console(file=io.StringIO(), width=100))
-    return training.train(config, folder, console=console, **({"sample": 0} | options))
+    return run(config, folder, **({"sample": 0} | options))[1]
 
 
 @pytest.mark.slow
@@ -129,38 +119,32 @@ def test_the_same_seed_gives_the_same_losses_and_another_seed_others(tiny: Tiny,
 def test_without_steps_a_run_fills_its_minutes(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "_TRIAL_SECONDS", 0.05)
-    monkeypatch.setattr(training, "_RESERVE_SECONDS", 0.5)
+    monkeypatch.setattr(training, "_TRIAL_SECONDS", 0.3)
+    monkeypatch.setattr(training, "_RESERVE_SECONDS", 3.5)
     began, folder, console = time.monotonic(), tmp_path / "run", Console(file=io.StringIO(), width=100)
     summary = train(tiny(steps=0, minutes=0.1, warmup=10_000), folder, console=console)
-    assert 1 < time.monotonic() - began < 30, "six seconds; a loaded machine is no failure"
+    assert 1 < time.monotonic() - began < 30, "three seconds; a loaded machine is no failure"
     kept = TrainConfig.load(folder / "config.json")
     assert summary.steps == kept.steps == len(figures(folder)) > 1
     assert kept.warmup <= kept.steps // 10
     assert f"0.1 minutes are {kept.steps:,} steps of" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def start(config: TrainConfig, folder: Path, how: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-c", CHILD, json.dumps(asdict(config)), str(folder), how],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-
-
-def kill_when(child: subprocess.Popen[bytes], condition: Callable[[], bool], delay: float = 0.0) -> bool:
-    """Kill some seconds after the condition holds; whether that was before the end."""
-    while child.poll() is None:
-        if condition():
-            time.sleep(delay)
-            child.send_signal(signal.SIGKILL)
-            child.communicate()
-            return True
+def kill_when(
+    condition: Callable[[], bool], config: TrainConfig, folder: Path, *, resume: bool, delay: float = 0.0
+) -> bool:
+    """Run in a process, killed some seconds after the condition holds; whether that was before the end."""
+    # Forked from one that has loaded torch, as the ranks of other tests are.
+    forked = multiprocessing.get_context("forkserver")
+    child = forked.Process(target=train_apart, args=(config, folder), kwargs={"resume": resume})
+    child.start()
+    while child.is_alive() and not condition():
         time.sleep(0.001)
-    _, error = child.communicate()
-    assert child.returncode == 0, error.decode()
-    return False
+    time.sleep(delay)
+    child.kill()
+    child.join()
+    assert child.exitcode in (0, -signal.SIGKILL)
+    return child.exitcode != 0
 
 
 @pytest.mark.slow
@@ -176,11 +160,9 @@ def test_after_kill_at_several_moments_losses_equal_the_uninterrupted_run(tiny: 
             len(figures(cut)) >= 11 and any((cut / "checkpoints").glob(".step-*.tmp/__0_0*"))
         ),  # amid its files
     ]
-    how = "start"
-    for moment in moments if everything() else moments[1:]:
-        assert kill_when(start(config, cut, how), moment), "the moment passed unseen"
+    for kill, moment in enumerate(moments if everything() else moments[1:]):
+        assert kill_when(moment, config, cut, resume=kill > 0), "the moment passed unseen"
         assert list((cut / "checkpoints").glob("step-*"))
-        how = "resume"
     train(replace(config, workers=0), whole)
     train(replace(config, workers=0), cut, resume=True)
     assert figures(cut) == figures(whole)
@@ -207,8 +189,8 @@ def test_after_twenty_kills_at_random_moments_losses_equal_the_uninterrupted_run
         def moment() -> bool:
             return any(checkpoints.glob("step-*")) and bytes_written() > before + more  # noqa: B023
 
-        child = start(config, cut, "resume" if kill else "start")
-        assert kill_when(child, moment, delay), f"the run was over after {kill} kills"
+        ended = kill_when(moment, config, cut, resume=kill > 0, delay=delay)
+        assert ended, f"the run was over after {kill} kills"
         assert list(checkpoints.glob("step-*"))
     train(replace(config, workers=0), whole)
     train(replace(config, workers=0), cut, resume=True)

@@ -143,22 +143,22 @@ def found_by_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("found_by_processes")
+@pytest.mark.usefixtures("found_by_processes", "forked")
 def test_a_crash_or_a_hang_costs_one_cell() -> None:
     chosen = [BY_NAME["crashing"], BY_NAME["hanging"]]
     settings = dataclasses.replace(QUICK, layouts=("packed", "padded"), modes=("eager",))
-    found = run_zoo(chosen, settings, jobs=2, limit=10, sources=SOURCES)
+    found = run_zoo(chosen, settings, jobs=2, limit=5, sources=SOURCES)
     assert found.complete
     rows = {row.name: row for row in found.rows}
     assert complaints(rows["crashing"]) == ["eager padded: crash: the process ended with signal SIGABRT"]
-    assert complaints(rows["hanging"]) == ["eager packed: time: not done after 10 s"]
+    assert complaints(rows["hanging"]) == ["eager packed: time: not done after 5 s"]
     for row in rows.values():
         assert len(row.cells) == 10
         assert sum(x.failed is None for x in row.cells) == 9
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("found_by_processes")
+@pytest.mark.usefixtures("found_by_processes", "forked")
 def test_an_interrupt_loses_nothing_and_the_next_run_goes_on(tmp_path: Path) -> None:
     chosen, path = [BY_NAME["sound"], BY_NAME["unused"]], tmp_path / "zoo.json"
     settings = dataclasses.replace(QUICK, layouts=("plain",), modes=("eager",))
@@ -186,7 +186,7 @@ def test_a_process_that_cannot_start_is_a_row(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("found_by_processes")
+@pytest.mark.usefixtures("found_by_processes", "forked")
 def test_steps_are_timed_and_their_memory_is_measured(tmp_path: Path) -> None:
     settings = SpeedSettings(backend="eager", tokens=64, memory_tokens=1024, rounds=9, seconds=0.2)
     path = tmp_path / "zoo.json"

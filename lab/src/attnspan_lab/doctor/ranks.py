@@ -52,7 +52,7 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def compare_ranks(subject: Subject) -> Iterator[Finding]:
     """Differences between ranks, and between many and one. The subject's factory is loaded by each rank."""
     with tempfile.TemporaryDirectory(prefix="attnspan-ranks-") as folder:
-        context = get_context("spawn")
+        context = get_context("forkserver")
         processes = [
             context.Process(target=_rank, args=(x, folder, subject.target), daemon=True)
             for x in range(_RANKS)
