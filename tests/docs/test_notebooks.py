@@ -9,16 +9,17 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "docs"))
 
-nbformat = pytest.importorskip("nbformat")
-pytest.importorskip("nbclient")
-pytest.importorskip("ipykernel")
-
-from notebooks import NOTEBOOKS, executed  # noqa: E402
+NOTEBOOKS = Path(__file__).parents[2] / "docs" / "notebooks"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")))
 def test_a_notebook_runs_and_holds_what_it_prints(name: str) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    from notebooks import executed
+
     path = NOTEBOOKS / f"{name}.ipynb"
     kept, found = nbformat.read(path, as_version=4), executed(path)
     for old, new in zip(kept.cells, found.cells, strict=True):

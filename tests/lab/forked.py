@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "parallel"))
@@ -19,9 +20,11 @@ preload("attnspan_lab.doctor.stages", "attnspan_lab.zoo.measure", "torch._dynamo
 class Forked:
     """What `children` takes of `subprocess.Popen`, without the seconds that an interpreter needs to start."""
 
-    def __init__(self, command: list[str], *, stderr: Any, env: Mapping[str, str], **_: Any) -> None:
+    def __init__(
+        self, command: list[str], *, stderr: Any, env: Mapping[str, str], said: str = os.devnull, **_: Any
+    ) -> None:
         _, _, module, task = command
-        arguments = module, task, stderr.name, dict(env), os.getcwd()
+        arguments = module, task, said, stderr.name, dict(env), os.getcwd()
         self._process = get_context("forkserver").Process(target=_run, args=arguments)
         self._process.start()
         self.pid = self._process.pid
@@ -36,9 +39,16 @@ class Forked:
         return self._process.exitcode
 
 
-def _run(module: str, task: str, errors: str, variables: dict[str, str], folder: str) -> None:
+def run(command: list[str], *, env: Mapping[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
+    """The same for `subprocess.run`, with what the process writes."""
+    with NamedTemporaryFile("r") as out, NamedTemporaryFile("r") as errors:
+        code = Forked(command, stderr=errors, env=env, said=out.name).wait()
+        return subprocess.CompletedProcess(command, code, out.read(), errors.read())
+
+
+def _run(module: str, task: str, out: str, errors: str, variables: dict[str, str], folder: str) -> None:
     os.setsid()
-    for stream, path in enumerate((os.devnull, os.devnull, errors)):
+    for stream, path in enumerate((os.devnull, out, errors)):
         os.dup2(os.open(path, os.O_RDWR), stream)
     os.environ.update(variables)
     os.chdir(folder)

@@ -69,9 +69,10 @@ def test_a_crash_is_a_finding_with_its_line(name: str, signal: str) -> None:
     assert found.places[0].line == marked(name)
 
 
+@FORKED
 @pytest.mark.slow
 def test_a_hang_is_a_finding_with_its_line() -> None:
-    (found,) = diagnose("bad_inputs:hangs", stages=["eager"], limit=8).findings
+    (found,) = diagnose("bad_inputs:hangs", stages=["eager"], limit=6).findings
     assert found.kind == "hang"
     assert "the process was loading" in found.what
     assert found.places[0].line == marked("hangs")

@@ -23,7 +23,7 @@ def test_blocks_are_searched(tmp_path: Path) -> None:
         for kernel in KERNELS:
             case = blocks(kernel, "float32", 16, **SMALL)
             case["configs"] = [Config(16, 16, 4, 1), Config(32, 16, 4, 1)]
-            found = tuned(kernel, path=path, seconds=0.2, **case)
+            found = tuned(kernel, path=path, seconds=1.0, **case)
             assert found.tried >= 1
             assert not found.failures
     assert [x["key"]["name"] for x in entries(path)] == list(KERNELS)
