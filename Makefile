@@ -11,7 +11,7 @@ NATIVE := $(wildcard csrc/*.cc csrc/*.h) CMakeLists.txt pyproject.toml lab/pypro
 
 help:
 	@echo "make train   train a small language model on real text for four minutes, and let it write"
-	@echo "make test    run every behaviour once, options and masks in pairs, 11 minutes on two cores of a Zen 5"
+	@echo "make test    run every behaviour once, options and masks in pairs, 10 minutes on two cores of a Xeon"
 	@echo "make test-fast the tests that take less than a second each, two to three minutes: while you make a change"
 	@echo "make test-all whole products, long tests, every instruction-set level, sanitizers: hours, before a release"
 	@echo "make fuzz MINUTES=2 tests that draw their cases, with new seeds until the minutes are used; failing cases are shrunk"

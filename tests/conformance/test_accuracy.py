@@ -195,6 +195,7 @@ PEERS: dict[str, list[Peer]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.compiled_module("errors are those of this machine's kernel")
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES)

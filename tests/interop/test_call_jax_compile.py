@@ -41,6 +41,7 @@ def _step(x: Tensor, w: Tensor, k: float = 2.0) -> Tensor:
 
 
 # The other tests take aot_eager.
+@pytest.mark.slow
 @compiles
 def test_compiled_by_inductor_is_eager() -> None:
     x, w = _randn(5, 3, requires_grad=True), _randn(3, 4, seed=1, requires_grad=True)

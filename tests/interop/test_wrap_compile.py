@@ -64,6 +64,7 @@ def _head_major(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return nn.functional.scaled_dot_product_attention(q, k, v).contiguous().transpose(1, 2)
 
 
+@pytest.mark.slow
 def test_with_wrap_declared_as_they_are_they_work() -> None:
     def stored(q: Tensor) -> Tensor:
         batch, length, heads, dim = q.shape

@@ -63,6 +63,7 @@ def test_the_drop_in_and_vmap_under_each_setting(setting):
     np.testing.assert_allclose(ours, dot_product_attention(x, x, x, is_causal=True), atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [None, "math"])
 def test_options_under_each_setting(setting, backend):
     seed = jax.random.key(3)

@@ -106,6 +106,7 @@ def test_ranges_of_long_rows_take_little_memory() -> None:
 
 
 # The keys are two tiles, so that the third part has none.
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [2, 3, pytest.param(64, marks=pytest.mark.long)])
 def test_keys_in_parts_give_the_same(parts: int) -> None:
     q, k, v = qkv(q_len=3)
@@ -118,6 +119,7 @@ def test_keys_in_parts_give_the_same(parts: int) -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [-0.25, 0.0])
 def test_scales_that_are_not_positive(scale: float) -> None:
     q, k, v = (x.requires_grad_() for x in qkv())

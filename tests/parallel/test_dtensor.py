@@ -166,6 +166,7 @@ def good_of(kind: str) -> set[tuple[str, ...]]:
     }
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_every_placement_gives_what_one_process_gives_or_an_error() -> None:
     cases = list(itertools.product(PLACES, PLACES, PLACES, (*PLACES, "S4")))

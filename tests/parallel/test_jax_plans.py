@@ -101,6 +101,7 @@ def options_of(kind: str, heads: int, length: int) -> tuple[dict[str, Any], Opti
     return {"bias": attnspan.dense_bias(values)}, Options(0.0, values, DENSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("split", "kind"),
     [

@@ -193,6 +193,7 @@ def test_multi_head_attention_forward(dtype: torch.dtype, monkeypatch: pytest.Mo
     assert 2 * calls.count(ours) == calls.count(theirs) > 100
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True", "ignore:.*nested tensors is in prototype")
 @pytest.mark.parametrize("info", MODULES, ids=[m.name for m in MODULES])
 @pytest.mark.parametrize("training", [False, True])

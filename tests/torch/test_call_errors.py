@@ -131,6 +131,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("name", [x for x in CASES if x not in EAGER_ONLY] if everything() else COMPILED)

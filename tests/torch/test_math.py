@@ -40,6 +40,7 @@ def _attend(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *parameters: Tens
 
 
 # tests/conformance holds the values to the oracle.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", OPTIONS if everything() else ["none", SIGNED, "dense", "dropout", EVERYTHING]
 )

@@ -174,6 +174,7 @@ def unread(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_all_ranks_say_that_one_finds_no_or_other_documents(alone: Any, tmp_path: Path, unread: str) -> None:
     config, folder = alone[0].moved(dp=2), tmp_path / "run"

@@ -53,6 +53,7 @@ def test_an_sdist_takes_nothing_that_git_ignores() -> None:
     assert not [x for x in files if x.startswith((".venv", "build/", "dist/"))]
 
 
+@pytest.mark.slow
 def test_the_list_of_parts_names_what_is_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cyclonedx")
     monkeypatch.setitem(os.environ, "SOURCE_DATE_EPOCH", "0")

@@ -99,6 +99,7 @@ def test_routes_of_torch_compute_the_same_and_compile_apart():
     assert "forward" in refused.reason
 
 
+@pytest.mark.slow
 def test_routes_of_jax_compute_the_same():
     pytest.importorskip("jax")
     for route in _measured(["torch-eager", "jax-jit", "call-jax", "jax-nn"], replace(SMALL, backward=True))[
@@ -151,6 +152,7 @@ def test_what_goes_wrong_in_the_other_environment_is_the_reason(other_python):
     assert "make test-xla" in route.reason
 
 
+@pytest.mark.slow
 @pytest.mark.compiled_module("the other route of the worker takes it")
 def test_the_worker_takes_both_routes(monkeypatch):
     """With a stand-in for torch_xla, on the CPU: its own environment is not here."""
