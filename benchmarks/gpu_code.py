@@ -1,4 +1,4 @@
-"""Triton's kernels as code for a GPU, read without one: python benchmarks/gpu_code.py [capability]
+"""Triton's kernels as code for an H100, read without one: python benchmarks/gpu_code.py
 
 bfloat16, head dims 64 and 128, four query heads for each key head. For each kernel: registers, spilled bytes,
 shared memory, and the instructions of a warp in its shortest loop with matrix products, where no mask touches
@@ -22,11 +22,11 @@ from triton_compiled import binary, launches_of, tool
 from attnspan.call.options import Options
 from attnspan.kernels.triton import _launch
 
-#: Of an H100: multiprocessors, clock, and FLOP/s by instruction. HGMMA: a product of 8,192^3, measured.
-#: HMMA: 62.9 % of the peak, 989e12, which is the mean that arXiv 2402.13499 measured.
-PROCESSORS, CLOCK = 132, 1.755e9
+#: Of an H100: capability, multiprocessors, clock, and FLOP/s by instruction. HGMMA: measured, a product of
+#: 8,192^3. HMMA: 62.9 % of the peak, 989e12, which is the mean that arXiv 2402.13499 measured.
+CAPABILITY, PROCESSORS, CLOCK = 90, 132, 1.755e9
 RATES = {"HGMMA": 798e12, "HMMA": 0.629 * 989e12}
-#: Of a multiprocessor: registers, bytes of shared memory, and how many of these a block takes beside its own.
+#: A multiprocessor has so many registers and bytes of shared memory. Each block reserves a further kibibyte.
 REGISTERS, SHARED, RESERVED = 65_536, 228 << 10, 1 << 10
 KERNELS = {"forward_kernel": 2, "query_gradients_kernel": 3, "key_gradients_kernel": 4}  # products of a tile
 CLASSES = {
@@ -109,10 +109,10 @@ def row(label: str, cubin: bytes, blocks: dict[str, Any], flops_of_pair: int, **
     return f"| {' | '.join(cells)} |"
 
 
-def own(capability: int, dim: int) -> None:
+def own(dim: int) -> None:
     for kernel, given in launches_of(Options(), torch.bfloat16, dim, dim, 4, 1):
         if kernel.__name__ in KERNELS:
-            done = binary(kernel, given, capability)
+            done = binary(kernel, given, CAPABILITY)
             label = f"{kernel.__name__.removesuffix('_kernel')}, D={dim}"
             flops = KERNELS[kernel.__name__] * 2 * dim
             print(row(label, done.asm["cubin"], given, flops, shared=done.metadata.shared), flush=True)
@@ -123,7 +123,7 @@ def peers(dim: int) -> None:
     import _flash_code
     import _flex_code
 
-    done, blocks = _flex_code.compiled(dim, 90)
+    done, blocks = _flex_code.compiled(dim, CAPABILITY)
     label = f"FlexAttention, forward, D={dim}"
     print(row(label, done.asm["cubin"], blocks, 4 * dim, shared=done.metadata.shared), flush=True)
     for kernel, products in (("forward_kernel", 2), ("backward_kernel", 5)):
@@ -132,18 +132,18 @@ def peers(dim: int) -> None:
         print(row(label, cubin, blocks, products * 2 * dim, name=name), flush=True)
 
 
-def main(capability: int = 90) -> None:
+def main() -> None:
     columns = ["kernel", "tile", "registers / spilled", "shared", "blocks at once", "a warp's loop"]
     columns += ["cycles: products / exp2 / issue", "TFLOP/s"]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     of = _launch.config_of
-    _launch.config_of = lambda *given: of(*given[:4], capability, *given[5:])
+    _launch.config_of = lambda *given: of(*given[:4], CAPABILITY, *given[5:])
     for dim in (64, 128):
-        own(capability, dim)
-    if capability == 90 and torch.version.cuda is not None:
+        own(dim)
+    if torch.version.cuda is not None:
         for dim in (64, 128):
             peers(dim)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main()

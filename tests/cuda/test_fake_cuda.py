@@ -151,7 +151,7 @@ def test_the_code_of_peers_is_counted_beside_ours() -> None:
     """The script's own process: it pretends that a GPU is there."""
     script = Path(__file__).parents[2] / "benchmarks" / "gpu_code.py"
     environment = os.environ | {"TRITON_INTERPRET": "0"}
-    command = [sys.executable, script, "90"]
+    command = [sys.executable, script]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     rows = {x.split(" | ")[0][2:]: x for x in done.stdout.splitlines()[2:]}

@@ -1,4 +1,4 @@
-"""Children of the lab that start in no time."""
+"""What tests of the lab share."""
 
 import subprocess
 from types import SimpleNamespace

@@ -39,10 +39,12 @@ class Forked:
         return self._process.exitcode
 
 
-def run(command: list[str], *, env: Mapping[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
+def run(
+    command: list[str], *, env: Mapping[str, str], timeout: float | None, **_: Any
+) -> subprocess.CompletedProcess[str]:
     """The same for `subprocess.run`, with what the process writes."""
     with NamedTemporaryFile("r") as out, NamedTemporaryFile("r") as errors:
-        code = Forked(command, stderr=errors, env=env, said=out.name).wait()
+        code = Forked(command, stderr=errors, env=env, said=out.name).wait(timeout)
         return subprocess.CompletedProcess(command, code, out.read(), errors.read())
 
 

@@ -228,6 +228,7 @@ def ranks(
     return decorate
 
 
+# Registered after multiprocessing's own handler, which waits for all ranks, and so called before it.
 @atexit.register
 def close_worlds() -> None:
     """End the ranks of all shared worlds."""

@@ -18,7 +18,7 @@ from attnspan_lab.doctor.findings import merged
 from attnspan_lab.doctor.run import _crash, _in_library, _isolated, _with_known_issues
 
 HERE = Path(__file__).parent
-#: A process for each stage as elsewhere, started in no time.
+#: Each stage has a process of its own, which is forked: no interpreter starts.
 FORKED = pytest.mark.usefixtures("forked")
 LINES = (HERE / "bad_inputs.py").read_text().splitlines()
 
