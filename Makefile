@@ -7,10 +7,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 NATIVE := $(wildcard csrc/*.cc csrc/*.h) CMakeLists.txt pyproject.toml lab/pyproject.toml constraints.txt
 
-.PHONY: help setup needed train test test-fast test-all fuzz test-with test-cuda test-xla gpu gpu-quick gpu-test gpu-tune gpu-bench zoo docs lint format bench wheel release pythons committed sanitize aarch64 tiles clean
+.PHONY: help setup needed train failures test test-fast test-all fuzz test-with test-cuda test-xla gpu gpu-quick gpu-test gpu-tune gpu-bench zoo docs lint format bench wheel release pythons committed sanitize aarch64 tiles clean
 
 help:
 	@echo "make train   train a small language model on real text for four minutes, and let it write"
+	@echo "make failures the four failures that attnspan prevents, each as a program, four minutes"
 	@echo "make test    run every behaviour once, options and masks in pairs, 10 minutes on two cores of a Xeon"
 	@echo "make test-fast the tests that take less than a second each, two to three minutes: while you make a change"
 	@echo "make test-all whole products, long tests, every instruction-set level, sanitizers: hours, before a release"
@@ -51,6 +52,9 @@ $(STAMP): $(NATIVE) | needed
 
 train: setup
 	$(BIN)/python examples/train $(ARGS)
+
+failures: setup
+	for name in graph_breaks mask_functions timing segment_ids; do $(BIN)/python examples/failures/$$name.py || exit 1; done
 
 # Processes that run tests side by side. Those of ranks and devices stay with
 # one of them. Threads that wait for each other must not take the cores from the others.

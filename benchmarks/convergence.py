@@ -3,7 +3,7 @@
     python benchmarks/convergence.py
 
 Writes benchmarks/results/convergence.json.gz and docs/images/convergence.svg; a minute or two on two cores.
-The model, its data and the ranks are those of tests/parallel.
+The model and its data are in examples/failures/task.py, the ranks in tests/parallel.
 """
 
 import math
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "parallel"))
+sys.path[:0] = [str(ROOT / "tests" / "parallel"), str(ROOT / "examples")]
 
 from copying import Run, train  # noqa: E402
 from worlds import world  # noqa: E402

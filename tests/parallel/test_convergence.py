@@ -4,11 +4,12 @@ import functools
 
 import pytest
 import torch
-from copying import BATCH, MOTIF, RUNS, SEQ_LEN, VOCABULARY, Run, make_batch, misplace, train
+from copying import RUNS, Run, misplace, train
 from worlds import world
 
 from attnspan import causal, segments
 from attnspan.errors import OptionError
+from failures.task import BATCH, MOTIF, SEQ_LEN, VOCABULARY, make_batch
 
 #: Below it, nothing is left to learn; above the other, tokens are still being guessed.
 LEARNED, STALLED = 1e-3, 0.05
