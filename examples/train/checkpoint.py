@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,8 +45,14 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def _resumed(step: int) -> str:
+    return f"Resume from one that is there: --resume --from-step {step}"
+
+
 class CheckpointStore:
     """The checkpoints of one run, in a folder. All ranks call `save`, `wait` and `load` together.
+
+    Where one cannot be used, ``instead`` says how another is used, from its step.
 
     Example:
         >>> import tempfile, torch
@@ -58,8 +64,8 @@ class CheckpointStore:
         ((10, {'epoch': 0}), [1.0, 1.0])
     """
 
-    def __init__(self, root: Path, ranks: Ranks = ALONE) -> None:
-        self.root, self.ranks = root, ranks
+    def __init__(self, root: Path, ranks: Ranks = ALONE, instead: Callable[[int], str] = _resumed) -> None:
+        self.root, self.ranks, self._instead = root, ranks, instead
         # Written or read by this process, oldest first: what must not be removed are the last two of these.
         self._kept: list[str] = []
         self._writing: tuple[Path, Future[None]] | None = None
@@ -98,7 +104,8 @@ class CheckpointStore:
         except OSError as error:
             if self.ranks.is_first:
                 shutil.rmtree(_hidden(target, "tmp"), ignore_errors=True)
-            remedy = f"Free space on the disk of {self.root} and make it writable, then pass --resume"
+            again = "pass --resume" if self.steps() else "start the run again"
+            remedy = f"Free space on the disk of {self.root} and make it writable, then {again}"
             failure = CheckpointError.of(f"to write {target}", error, remedy)
             failure.shared = True  # What torch and the first rank report reaches all ranks.
             raise failure from error
@@ -166,7 +173,7 @@ class CheckpointStore:
         wanted = step if step is not None else there[-1] if there else None
         folder = self.root / ("none" if wanted is None else f"step-{wanted:08d}")
         got = "none" if wanted is None else f"no folder {folder.name} (steps that are there: {there})"
-        remedy = "Name one that exists with --from-step" if there else "Start the run without --resume"
+        remedy = self._without(folder) if there else "Start the run without --resume, or let it write one"
         CheckpointError.unless(folder.is_dir(), f"a checkpoint in {self.root}", got, remedy)
         path, needed = folder / _MANIFEST, {".metadata", *(file.name for file in folder.glob("*.distcp"))}
         try:
@@ -198,7 +205,7 @@ class CheckpointStore:
         others = [step for step in self.steps() if f"step-{step:08d}" != folder.name]
         if not others:
             return "Start the run anew, under another --name"
-        return f"Resume from one that is there: --resume --from-step {others[-1]}"
+        return self._instead(others[-1])
 
 
 @contextmanager

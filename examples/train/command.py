@@ -2,6 +2,8 @@
 
 import inspect
 import logging
+import math
+import multiprocessing
 import os
 import signal
 import sys
@@ -62,14 +64,24 @@ def command() -> Callable[..., None]:
 def _run(config: TrainConfig, folder: Path, monitor: bool, how: dict[str, Any]) -> None:
     """Run one rank, or a job without ranks."""
     from train.parallelize import open_ranks
+    from train.stop import Stopped
     from train.train import train
 
+    stopped: Stopped | None = None
     with open_ranks(config) as ranks:
         try:
             folder = ranks.first(lambda: folder)
             watched = _monitored(folder, ranks.device) if monitor and ranks.is_first else nullcontext()
             with watched as observe:
                 train(config, folder, ranks=ranks, observe=observe, **how)
+        except Stopped as end:
+            stopped = end  # All ranks leave together, as at the end of a run.
+        except KeyboardInterrupt:
+            # At once: workers, the thread of a checkpoint and other ranks are not waited for.
+            sys.stdout.flush()
+            for child in multiprocessing.active_children():
+                child.kill()
+            os._exit(128 + signal.SIGINT)
         except JobError as error:
             cause: BaseException | None = error
             while cause is not None:  # Process groups that frames hold at exit abort the process.
@@ -78,6 +90,8 @@ def _run(config: TrainConfig, folder: Path, monitor: bool, how: dict[str, Any]) 
             if not error.shared or ranks.is_first:
                 raise
             raise SystemExit(2) from None  # The first rank says it for all.
+    if stopped:
+        raise stopped
 
 
 @contextmanager
@@ -130,20 +144,24 @@ def _start_ranks(config: TrainConfig, folder: Path) -> None:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # What it logs of a rank that failed is said below, once.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # What it logs of a rank that failed, or of a signal, is said below or by the rank, once.
+    for package in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):
+        logging.getLogger(package).setLevel(logging.CRITICAL)
     share = max(1, torch.get_num_threads() // config.world)
     os.environ.setdefault("OMP_NUM_THREADS", str(config.threads or share))
     # The name is settled: ranks that looked at the clock could disagree.
     this = str(Path(__file__).parent)
     command = [this, *sys.argv[1:], "--runs-dir", str(folder.parent), "--name", folder.name]
-    arguments = ["--standalone", "--nproc-per-node", str(config.world), *command]
+    # Ranks that are told to stop have as long to end their step and to save as for a collective.
+    patience = ["--shutdown-timeout", str(math.ceil(config.timeout))]
+    arguments = ["--standalone", "--nproc-per-node", str(config.world), *patience, *command]
     try:
         torchrun.run(torchrun.parse_args(arguments))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
-        if code != 2:  # Then the rank has said itself what is wrong.
+        # Else the rank has said itself what is wrong, or which signal has stopped it.
+        if code not in (2, 128 + signal.SIGINT, 128 + signal.SIGTERM):
             how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
             print(f"train: rank {rank} ended: {how}", file=sys.stderr)
         raise SystemExit(code if code > 0 else 1) from None

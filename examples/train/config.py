@@ -178,7 +178,7 @@ class TrainConfig:
         try:
             return cls(**json.loads(path.read_text()))
         except (OSError, TypeError, ValueError) as error:
-            got, remedy = f"{path}: {error}", "Start a new run without --resume"
+            got, remedy = f"{path}: {error}", "Restore the file, or start a new run under another --name"
             raise ConfigError.of("a run configuration", got, remedy) from None
 
 

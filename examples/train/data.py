@@ -10,6 +10,7 @@ Shapes: B rows of a batch, S tokens of a row, n tokens of a row that a rank hold
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -194,9 +195,16 @@ class Batches(IterableDataset[Batch]):
         """The batches in order, made ahead by `TrainConfig.workers` processes."""
         workers = self.config.workers
         how: dict[str, Any] = {"num_workers": workers, "prefetch_factor": 2 if workers else None}
+        how["worker_init_fn"] = _leave_signals
         if workers and "jax" in sys.modules:
             how["multiprocessing_context"] = "forkserver"  # JAX has threads, which a fork would lose.
         return DataLoader(self, batch_size=None, collate_fn=_unchanged, **how)
+
+
+def _leave_signals(_: int) -> None:
+    """The process that takes the steps decides: a terminal and torchrun signal its workers too."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
 
 
 def _unchanged(batch: Any) -> Any:

@@ -50,7 +50,9 @@ class _TokenizerVocabulary(Vocabulary):
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # The library raises bare Exception, also for a missing file.
-            remedy = "Save one with tokenizers.Tokenizer.save, or leave --tokenizer away to train on bytes"
+            remedy = (
+                "Save one there with tokenizers.Tokenizer.save; a new run without --tokenizer takes bytes"
+            )
             wanted, got = "--tokenizer to name a tokenizers JSON file", f"{path}: {error}"
             raise DataError.of(wanted, got, remedy) from None
         self.end = int(self._tokenizer.get_vocab_size())
@@ -175,31 +177,40 @@ def read_documents(path: str | None, text_field: str = "text") -> list[bytes]:
     root = Path(sysconfig.get_path("stdlib") if path is None else path)
     wanted = "--data to name a folder or a .txt, .jsonl or .parquet file"
     DataError.unless(root.exists(), wanted, f"{root}, which does not exist", "Check the path")
-    remedy = "Rename it, or put it into a folder: there every text file is a document"
+    remedy = "Unpack or convert it, or name a folder: there every text file is a document"
     DataError.unless(root.is_dir() or root.suffix in {".txt", *_TABLES}, wanted, root, remedy)
-    files = [root] if root.is_file() else _text_files(root, standard=path is None)
     found: list[bytes] = []
-    for file in files:
-        try:
+    try:
+        for file in [root] if root.is_file() else _text_files(root, standard=path is None):
             if file.suffix in _TABLES:
                 found += _rows(file, text_field)
             elif root.is_file():
-                found += [part.strip("\n").encode() for part in file.read_text("utf-8").split("\n\n")]
+                found += [part.strip("\n").encode() for part in _decoded(file).split("\n\n")]
             elif b"\0" not in (content := file.read_bytes())[:8192]:
                 found.append(content)
-        except DataError:
-            raise
-        except (OSError, ValueError) as error:  # Readers of JSON, Parquet and UTF-8 raise ValueError.
-            kind, remedy = f"a readable {file.suffix or 'text'} file", "Write it anew, in UTF-8"
-            raise DataError.of(kind, f"{file}: {error}", remedy) from None
+    except OSError as error:
+        remedy = "Let this user read it, or move it out of --data"
+        raise DataError.of(f"readable files in {root}", error, remedy) from None
     documents = [document for document in found if document.strip()]
     DataError.unless(documents, f"text in {root}", "none", "Check that the files are not empty")
     return documents
 
 
+def _decoded(path: Path) -> str:
+    try:
+        return path.read_text("utf-8-sig")
+    except ValueError as error:
+        kind, remedy = f"a readable {path.suffix} file", "Write it anew, in UTF-8"
+        raise DataError.of(kind, f"{path}: {error}", remedy) from None
+
+
+def _refuse(error: OSError) -> None:
+    raise error
+
+
 def _text_files(root: Path, standard: bool) -> Iterator[Path]:
     """Files of a folder, without hidden ones; of the standard library its modules."""
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(root, onerror=_refuse):
         without = _NOT_STANDARD if standard else set()
         folders[:] = sorted(name for name in folders if name not in without and not name.startswith("."))
         for path in (Path(folder, name) for name in sorted(names) if not name.startswith(".")):
@@ -207,24 +218,40 @@ def _text_files(root: Path, standard: bool) -> Iterator[Path]:
                 yield path
 
 
-def _table(path: Path, field: str) -> Iterator[Any]:
-    """The rows of a table, without other columns where that saves reading them."""
-    if path.suffix == ".jsonl":
-        with path.open(encoding="utf-8") as lines:
-            yield from (json.loads(line) for line in lines if line.strip())
-    elif path.stat().st_size:
-        from pyarrow import parquet
+def _lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """The rows of a .jsonl file, each with its line as an editor counts: blank lines too."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                if text := line.decode("utf-8-sig").strip():
+                    yield f"line {number}", json.loads(text)
+            except (ValueError, RecursionError) as error:
+                got = str(error).replace("line 1 column", "column")  # of what the reader was given
+                remedy = "Mend that line, or remove it"
+                where = f"line {number} of {path}"
+                raise DataError.of(f"JSON in UTF-8 in {where}", got, remedy) from None
 
+
+def _table(path: Path, field: str) -> Iterator[tuple[str, Any]]:
+    """The rows of a .parquet file, without other columns where that saves reading them."""
+    if not path.stat().st_size:
+        return
+    from pyarrow import ArrowException, parquet
+
+    try:
         table = parquet.ParquetFile(path)
-        for batch in table.iter_batches(columns=[field] if field in table.schema_arrow.names else None):
-            yield from batch.to_pylist()
+        columns = [field] if field in table.schema_arrow.names else None
+        rows = (row for batch in table.iter_batches(columns=columns) for row in batch.to_pylist())
+        yield from ((f"row {number}", row) for number, row in enumerate(rows, 1))
+    except (OSError, ArrowException) as error:
+        raise DataError.of("a readable .parquet file", f"{path}: {error}", "Write it anew") from None
 
 
 def _rows(path: Path, field: str) -> Iterator[bytes]:
-    for row in _table(path, field):
-        text: Any = row.get(field) if isinstance(row, dict) else row
-        got = f"a row with the fields {sorted(row)}" if text is None else type(text).__name__
-        wanted = f"a string in the field {field!r} of every row of {path}"
+    for place, row in _lines(path) if path.suffix == ".jsonl" else _table(path, field):
+        fields = row if isinstance(row, dict) else {}
+        text, wanted = fields.get(field), f"a string in the field {field!r} in {place} of {path}"
+        got = type(text).__name__ if field in fields else f"a row with the fields {sorted(fields)}"
         remedy = "Name the column that holds the documents with --text-field"
-        DataError.unless(isinstance(text, str) and isinstance(row, dict), wanted, got, remedy)
+        DataError.unless(isinstance(text, str), wanted, got, remedy)
         yield text.encode("utf-8", errors="replace")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +43,9 @@ def generate(path: Path, prompt: str, *, tokens: int, temperature: float, seed: 
     config = TrainConfig.load(folder / "config.json")
     vocabulary = load_vocabulary(config.tokenizer)
     model = Decoder(config, vocabulary.end + 1)
-    CheckpointStore(folder / "checkpoints").load({"state": {"model": model.state_dict()}}, step)
+    root, state = folder / "checkpoints", {"state": {"model": model.state_dict()}}
+    another = f"Sample one that is there: sample.py {shlex.quote(str(root))}/step-"
+    CheckpointStore(root, instead=lambda other: f"{another}{other:08d}").load(state, step)
     yield from continue_text(model, vocabulary, prompt, tokens, temperature, seed)
 
 

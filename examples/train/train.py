@@ -29,6 +29,7 @@ from train.parallelize import Ranks, faster_dtype, open_ranks, peak_flops
 from train.progress import Graphs, Reporter, Summary
 from train.sample import continue_text
 from train.step import UNOBSERVED, Stepper, StepResult
+from train.stop import Stop, Stopped
 
 __all__ = ["Run", "train"]
 
@@ -58,6 +59,9 @@ class Run:
     place: dict[str, int] | None = None  # where the data go on; None is the beginning
     start_score: float = float("nan")  # held-out bits per byte of the untrained model
     doing: str = "compiling"  # what the ranks are doing together, for messages
+
+    def __post_init__(self) -> None:
+        self.stop = Stop(self.ranks)
 
     def batches(self, steps: int) -> Batches:
         """The batches of the next steps."""
@@ -101,7 +105,8 @@ def train(
 
     With several ranks each of them calls this; the first one prints and writes. After a restart by torchrun
     they go on from the latest checkpoint of their own job, if there is one, whatever ``resume`` and
-    ``from_step`` say. What goes wrong raises a subclass of `JobError` that says which option mends it.
+    ``from_step`` say. What goes wrong raises a subclass of `JobError` that says which option mends it. After
+    Ctrl-C or SIGTERM the step ends and is saved, and `Stopped` is raised; after another, a KeyboardInterrupt.
 
     Args:
         config: Options. When resuming, those of the run itself, moved at most (`TrainConfig.moved`).
@@ -130,15 +135,20 @@ def train(
 
 @contextmanager
 def _interruptible(run: Run, console: Console) -> Iterator[None]:
+    """Say how to go on after an interruption, which is either patient or at once."""
+    resume = f"go on with python examples/train --resume {_named(run)}"
     try:
-        yield
+        with run.stop.listening():
+            yield
+    except Stopped:
+        _say(console, "stop", f"after step {run.done}, which is saved: {resume}")
+        raise
     except KeyboardInterrupt:
-        if run.ranks.world == 1:  # Others may have ended already.
-            run.store.wait()
-        if steps := run.store.steps():
-            _say(
-                console, "next", f"python examples/train --resume {_named(run)}   go on from step {steps[-1]}"
-            )
+        steps = run.store.steps()
+        anew = f"nothing is saved: start {run.folder} anew"
+        _say(
+            console, "stop", f"at once, step {steps[-1]} is saved: {resume}" if steps else f"at once, {anew}"
+        )
         raise
 
 
@@ -260,6 +270,7 @@ def _loop(run: Run, console: Console, observer: Any) -> list[dict[str, float]]:
     """The steps that are left; figures of each."""
     config, results = run.config, []
     with ExitStack() as stack:
+        stack.enter_context(run.stop.patient())
         profiler = stack.enter_context(_profiler(config, run.ranks.number)) if config.profile else None
         reporter = Reporter(console, run.folder, run.done, config.steps) if run.ranks.is_first else None
         if reporter:
@@ -278,10 +289,15 @@ def _loop(run: Run, console: Console, observer: Any) -> list[dict[str, float]]:
             if profiler:
                 profiler.step()
             due = config.checkpoint_every and run.done % config.checkpoint_every == 0
-            if due or run.done == config.steps:
+            stopped = run.stop.agreed()
+            if due or stopped or run.done == config.steps:
                 run.doing = f"the checkpoint of step {run.done}"
                 run.save()
+            if stopped:
+                break
         run.store.wait()
+        if stopped := run.stop.agreed():
+            raise stopped
     return results
 
 

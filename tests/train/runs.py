@@ -6,18 +6,25 @@ import io
 import json
 import multiprocessing
 import os
+import signal
+import sys
+import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import typer
 from rich.console import Console
 
 from attnspan.kernels import cpu
+from attnspan_lab.cli import run
+from train import stop
 from train import train as training
+from train.command import command
 from train.config import TrainConfig
-from train.step import Unobserved
+from train.step import Stepper, Unobserved
 
 
 def figures(folder: Path) -> list[tuple[int, float, float]]:
@@ -35,10 +42,11 @@ def scores(folder: Path) -> tuple[float, float]:
 
 
 class Dying(Unobserved):
-    """Sends itself a signal when backward of a step begins."""
+    """Sends itself a signal, or several, when backward of a step begins."""
 
-    def __init__(self, step: int, signal: int) -> None:
-        self.at, self.signal, self.now = step, signal, 0
+    def __init__(self, step: int, *signals: int, signal: int | None = None) -> None:
+        self.at, self.now = step, 0
+        self.signals = signals if signal is None else (signal,)
 
     def step(self, *, number: int | None = None, tokens: int = 0) -> AbstractContextManager[object]:
         del tokens
@@ -47,8 +55,33 @@ class Dying(Unobserved):
 
     def phase(self, name: str) -> AbstractContextManager[object]:
         if name == "backward" and self.now == self.at:
-            os.kill(os.getpid(), self.signal)
+            for each in self.signals:
+                os.kill(os.getpid(), each)
+                time.sleep(0.01)  # Two that wait together are heard as one.
         return nullcontext()
+
+
+def interrupted(folder: Path, arguments: list[str], count: int) -> None:
+    """Run the command in a process group, all of which hears Ctrl-C so many times amid the third step."""
+    multiprocessing.set_start_method("fork", force=True)
+    os.setpgid(0, 0)
+    os.chdir(folder)
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY), number)
+    sys.argv, sys.stdout = ["train", *arguments], os.fdopen(1, "w")
+    step = Stepper.step
+
+    def signalled(self: Stepper, batch: Any, index: int, *rest: Any) -> Any:
+        for _ in range(count * (index == 2)):
+            os.killpg(0, signal.SIGINT)
+            time.sleep(0.05)
+        return step(self, batch, index, *rest)
+
+    app = typer.Typer(add_completion=False)
+    app.command()(command())
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with briefly, patch.object(Stepper, "step", signalled), patch.object(stop, "_SAME_SECONDS", 0.0):
+        run(app)
 
 
 _peak = cpu.peak

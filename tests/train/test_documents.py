@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -115,6 +118,7 @@ def test_a_tokenizer_file_gives_the_ids(tmp_path: Path) -> None:
     assert corpus.tokens.tolist() == [vocabulary.end, *ids, vocabulary.end]
 
 
+ROW = '{"text": "one"}\n'
 CASES = {
     "missing.txt": (None, r"which does not exist\. Check the path\."),
     "table.csv": (
@@ -123,13 +127,25 @@ CASES = {
     ),
     "empty.txt": ("", r"expected text in .*empty\.txt, got none"),
     "blank.jsonl": ('{"text": " "}', r"expected text in .*blank\.jsonl, got none"),
-    "broken.jsonl": ("{nope", r"expected a readable \.jsonl file, got .*broken\.jsonl"),
-    "other.jsonl": (
-        '{"body": "x"}',
-        r"field 'text' of every row of .*other\.jsonl, got a row with the fields \['body'\]",
+    "packed.jsonl.gz": (b"\x1f\x8b", r"packed\.jsonl\.gz\. Unpack or convert it"),
+    "broken.jsonl": (
+        ROW + "{nope\n" + ROW,
+        r"in line 2 of .*broken\.jsonl, got .*: column 2 .*Mend that line",
     ),
+    "cut.jsonl": (ROW + '{"text":  \r\n', r"in line 2 of .*cut\.jsonl, got Expecting value: column 9 "),
+    "mark.jsonl": (
+        "\ufeff" + ROW + "\r\n \n]",
+        r"in line 4 of .*mark\.jsonl, got Expecting value: column 1 ",
+    ),
+    "bytes.jsonl": (ROW.encode() + b'{"text": "\xff"}', r"JSON in UTF-8 in line 2 of .*bytes\.jsonl, got "),
+    "deep.jsonl": (ROW + "[" * 99_999, r"in line 2 of .*deep\.jsonl, got maximum recursion depth"),
+    "other.jsonl": (
+        "\n" + ROW + '{"body": "x"}',
+        r"field 'text' in line 3 of .*other\.jsonl, got a row with the fields \['body'\]",
+    ),
+    "null.jsonl": (ROW + "null", r"in line 2 of .*null\.jsonl, got a row with the fields \[\]"),
     "number.jsonl": ('{"text": 5}', r"got int\. Name the column that holds the documents with --text-field"),
-    "broken.parquet": ("PAR1", r"expected a readable \.parquet file, got .*broken\.parquet"),
+    "broken.parquet": ("PAR1", r"expected a readable \.parquet file, got .*broken\.parquet.*Write it anew\."),
     "latin.txt": (
         b"\xff\xfe\x80",
         r"expected a readable \.txt file, got .*latin\.txt.*Write it anew, in UTF-8",
@@ -144,6 +160,36 @@ def test_unusable_data_gets_one_clear_error(tmp_path: Path, name: str) -> None:
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=message):
         read_documents(str(tmp_path / name))
+
+
+def test_the_row_of_a_table_without_a_text_is_named(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["one", None]}), tmp_path / "b.parquet")
+    write(tmp_path / "a.jsonl")
+    with pytest.raises(DataError, match=r"'text' in row 2 of .*b\.parquet, got NoneType"):
+        read_documents(str(tmp_path))
+
+
+def test_a_mark_of_the_byte_order_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n\ntwo", "utf-8-sig")
+    (tmp_path / "a.jsonl").write_text(ROW, "utf-8-sig")
+    assert read_documents(str(tmp_path / "a.txt")) == [b"one", b"two"]
+    assert read_documents(str(tmp_path / "a.jsonl")) == [b"one"]
+
+
+@pytest.mark.parametrize("name", ["scandir", "read_bytes"])
+def test_what_the_system_refuses_to_read_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A folder below is not left out in silence. The superuser, as tests may be, reads everything."""
+    (tmp_path / "a.md").write_text("text")
+
+    def refuse(path: Any, *_: Any, **__: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os if name == "scandir" else Path, name, refuse)
+        with pytest.raises(DataError, match=r"got .*Permission denied.*\. Let this user read it"):
+            read_documents(str(tmp_path))
 
 
 def test_one_document_cannot_be_split() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from runs import briefly
+from runs import briefly, interrupted
 
 from attnspan_lab.cli import run
 from train import sample
@@ -90,6 +92,50 @@ def test_train_leaves_a_page_of_its_steps_unless_told_not_to(train: Command, tra
     assert code == 0
     assert "monitor" not in out
     assert not list((trained / "runs" / "alone").glob("monitor*"))
+
+
+@pytest.mark.parametrize(
+    ("count", "last", "said"),
+    [
+        (1, 3, "after step 3, which is saved: go on with python examples/train --resume --name x1\n"),
+        (2, 2, "at once, nothing is saved: start runs/x2 anew\n"),
+    ],
+)
+def test_an_interrupted_command_leaves_its_page_and_one_sentence(
+    trained: Path, tmp_path: Path, count: int, last: int, said: str
+) -> None:
+    args = ["--name", f"x{count}", "--data", str(trained / "data.txt"), *TINY, "--steps=9", "--workers=1"]
+    apart = multiprocessing.get_context("forkserver")
+    child = apart.Process(target=interrupted, args=(tmp_path, args, count))
+    child.start()
+    child.join(120)
+    out, err = ((tmp_path / name).read_text() for name in ("out", "err"))
+    assert child.exitcode == 130, err
+    assert said in out
+    assert err.strip().count("\n") == 0, "what the first one does; nothing of workers"
+    assert f"<p>Steps 1 to {last}." in (tmp_path / f"runs/x{count}/monitor.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("older", "remedy"),
+    [
+        (True, "Sample one that is there: sample.py runs/first/checkpoints/step-00000001."),
+        (False, "Start the run anew, under another --name."),
+    ],
+)
+def test_a_damaged_checkpoint_names_another_to_sample(
+    train: Command, trained: Path, tmp_path: Path, older: bool, remedy: str
+) -> None:
+    shutil.copytree(trained / "runs", tmp_path / "runs")
+    checkpoints = tmp_path / "runs/first/checkpoints"
+    if older:
+        shutil.copytree(checkpoints / "step-00000003", checkpoints / "step-00000001")
+    (checkpoints / "step-00000003/manifest.json").write_text("{")
+    code, _, err = train("sample", "runs/first", "abc", cwd=tmp_path)
+    assert code == 2
+    assert "a damaged file: it is missing, or does not list" in err
+    assert remedy in err
+    assert "--resume" not in err
 
 
 def test_a_run_that_fails_leaves_a_page_of_the_steps_before(

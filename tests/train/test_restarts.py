@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -21,6 +22,7 @@ from worlds import World, world
 
 from train import parallelize
 from train.config import JobError, TrainConfig
+from train.stop import Stopped
 
 Tiny = Callable[..., TrainConfig]
 
@@ -73,6 +75,24 @@ def test_after_restarts_by_torchrun_losses_are_those_of_an_undisturbed_run(
     assert figures(tmp_path / "run") == figures(tmp_path / "calm"), "bit by bit"
     assert len(figures(tmp_path / "calm")) == 6
     assert scores(tmp_path / "calm") == scores(tmp_path / "run")
+
+
+def stopping(config: TrainConfig, folder: Path) -> Any:
+    """The exit status of a rank, the last of which alone is told to stop."""
+    told = lambda _: contextlib.nullcontext(Dying(3, signal.SIGTERM))  # noqa: E731
+    with pytest.raises(Stopped) as end:
+        train(config, folder, observe=told if dist.get_rank() == 1 else None)
+    return end.value.code
+
+
+@pytest.mark.slow
+def test_all_ranks_stop_at_the_step_in_which_one_is_told_to(tiny: Tiny, tmp_path: Path) -> None:
+    config = tiny(cp=2, steps=5, checkpoint_every=0)
+    assert world(2).run(stopping, config, tmp_path / "run") == [128 + signal.SIGTERM] * 2
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000003"]
+    world(2).run(train, config, tmp_path / "run", resume=True)
+    world(2).run(train, config, tmp_path / "calm")
+    assert figures(tmp_path / "run") == figures(tmp_path / "calm"), "bit by bit"
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import multiprocessing
+import re
 import shlex
 import signal
 import sys
@@ -21,18 +22,20 @@ import torch
 import typer
 from covering import everything
 from rich.console import Console
-from runs import figures, scores, train_apart
+from runs import Dying, figures, scores, train_apart
 from runs import train as run
 from torch.distributed import run as torchrun
 
 from attnspan.errors import OptionError
+from train import stop
 from train import train as training
 from train.command import command
 from train.config import CheckpointError, ConfigError, TrainConfig
 from train.parallelize import peak_flops
 from train.progress import Graphs, Summary
 from train.sample import generate
-from train.step import Stepper, Unobserved
+from train.step import Stepper
+from train.stop import Stopped
 
 Tiny = Callable[..., TrainConfig]
 
@@ -250,22 +253,38 @@ def test_a_diverged_step_stops_the_run_and_its_weights_replace_no_checkpoint(
     assert kept == ["step-00000002", "step-00000003"]
 
 
-@pytest.mark.parametrize("last", [3, 1])
-def test_an_interruption_says_how_to_go_on(tiny: Tiny, tmp_path: Path, last: int) -> None:
-    class Interrupting(Unobserved):
-        def step(self, *, number: int | None = None, tokens: int = 0) -> Any:
-            if number == last + 1:
-                raise KeyboardInterrupt
-            return super().step(number=number, tokens=tokens)
-
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_saves_the_step_and_a_resumed_run_has_the_same_losses(
+    tiny: Tiny, tmp_path: Path, number: int
+) -> None:
     console, folder = Console(file=io.StringIO(), width=80), tmp_path / "run"
-    config, observe = tiny(checkpoint_every=2), lambda _: nullcontext(Interrupting())
+    config = tiny(steps=6, checkpoint_every=0, workers=0)
+    with pytest.raises(Stopped) as end:
+        train(config, folder, console=console, observe=lambda _: nullcontext(Dying(3, number, number)))
+    assert end.value.code == 128 + number
+    assert signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL), "as it was"
+    said = f"after step 3, which is saved: go on with python examples/train --resume --runs-dir {tmp_path} "
+    assert said in console.file.getvalue()  # type: ignore[attr-defined]
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000003"]
+    train(config, folder, resume=True)
+    train(config, tmp_path / "calm")
+    assert figures(folder) == figures(tmp_path / "calm")
+    assert scores(folder) == scores(tmp_path / "calm")
+
+
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [(5, "at once, step [24] is saved: go on with"), (1, "at once, nothing is saved: start")],
+)
+def test_the_second_signal_ends_at_once_and_says_what_is_saved(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int, said: str
+) -> None:
+    monkeypatch.setattr(stop, "_SAME_SECONDS", 0.0)
+    console, twice = Console(file=io.StringIO(), width=80), Dying(last, signal.SIGTERM, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        train(config, folder, console=console, observe=observe)
-    said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert (f"python examples/train --resume --runs-dir {tmp_path} --name run   go on from" in said) == (
-        last > 2
-    )
+        train(tiny(checkpoint_every=2), tmp_path, console=console, observe=lambda _: nullcontext(twice))
+    assert len(figures(tmp_path)) == last - 1
+    assert re.search(said, console.file.getvalue())  # type: ignore[attr-defined]
 
 
 def test_folders_that_cannot_be_written_are_said_before_the_first_step(tiny: Tiny, tmp_path: Path) -> None:
