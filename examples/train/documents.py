@@ -50,9 +50,7 @@ class _TokenizerVocabulary(Vocabulary):
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # The library raises bare Exception, also for a missing file.
-            remedy = (
-                "Save one there with tokenizers.Tokenizer.save; a new run without --tokenizer takes bytes"
-            )
+            remedy = "Save one there with tokenizers.Tokenizer.save. New runs without --tokenizer take bytes"
             wanted, got = "--tokenizer to name a tokenizers JSON file", f"{path}: {error}"
             raise DataError.of(wanted, got, remedy) from None
         self.end = int(self._tokenizer.get_vocab_size())
@@ -180,37 +178,35 @@ def read_documents(path: str | None, text_field: str = "text") -> list[bytes]:
     remedy = "Unpack or convert it, or name a folder: there every text file is a document"
     DataError.unless(root.is_dir() or root.suffix in {".txt", *_TABLES}, wanted, root, remedy)
     found: list[bytes] = []
+    file = root
     try:
         for file in [root] if root.is_file() else _text_files(root, standard=path is None):
             if file.suffix in _TABLES:
                 found += _rows(file, text_field)
             elif root.is_file():
-                found += [part.strip("\n").encode() for part in _decoded(file).split("\n\n")]
+                found += [part.strip("\n").encode() for part in file.read_text("utf-8-sig").split("\n\n")]
             elif b"\0" not in (content := file.read_bytes())[:8192]:
                 found.append(content)
-    except OSError as error:
-        remedy = "Let this user read it, or move it out of --data"
-        raise DataError.of(f"readable files in {root}", error, remedy) from None
+    except DataError:
+        raise
+    except (OSError, ValueError) as error:
+        # The system says which path it refuses; readers of Parquet and UTF-8 do not.
+        refused = getattr(error, "filename", None)
+        remedy = "Let this user read it" if refused else "Write it anew, text in UTF-8"
+        got = error if refused else f"{file}: {error}"
+        raise DataError.of(f"a readable {file.suffix or 'text'} file", got, remedy) from None
     documents = [document for document in found if document.strip()]
     DataError.unless(documents, f"text in {root}", "none", "Check that the files are not empty")
     return documents
 
 
-def _decoded(path: Path) -> str:
-    try:
-        return path.read_text("utf-8-sig")
-    except ValueError as error:
-        kind, remedy = f"a readable {path.suffix} file", "Write it anew, in UTF-8"
-        raise DataError.of(kind, f"{path}: {error}", remedy) from None
-
-
-def _refuse(error: OSError) -> None:
-    raise error
-
-
 def _text_files(root: Path, standard: bool) -> Iterator[Path]:
     """Files of a folder, without hidden ones; of the standard library its modules."""
-    for folder, folders, names in os.walk(root, onerror=_refuse):
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for folder, folders, names in os.walk(root, onerror=refuse):
         without = _NOT_STANDARD if standard else set()
         folders[:] = sorted(name for name in folders if name not in without and not name.startswith("."))
         for path in (Path(folder, name) for name in sorted(names) if not name.startswith(".")):
@@ -226,31 +222,27 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
                 if text := line.decode("utf-8-sig").strip():
                     yield f"line {number}", json.loads(text)
             except (ValueError, RecursionError) as error:
-                got = str(error).replace("line 1 column", "column")  # of what the reader was given
-                remedy = "Mend that line, or remove it"
-                where = f"line {number} of {path}"
-                raise DataError.of(f"JSON in UTF-8 in {where}", got, remedy) from None
+                wanted = f"JSON in UTF-8 in line {number} of {path}"
+                got = str(error).replace("line 1 column", "column")  # It knows this line alone.
+                raise DataError.of(wanted, got, "Mend that line, or remove it") from None
 
 
 def _table(path: Path, field: str) -> Iterator[tuple[str, Any]]:
     """The rows of a .parquet file, without other columns where that saves reading them."""
-    if not path.stat().st_size:
-        return
-    from pyarrow import ArrowException, parquet
+    if path.stat().st_size:
+        from pyarrow import parquet
 
-    try:
         table = parquet.ParquetFile(path)
-        columns = [field] if field in table.schema_arrow.names else None
-        rows = (row for batch in table.iter_batches(columns=columns) for row in batch.to_pylist())
+        batches = table.iter_batches(columns=[field] if field in table.schema_arrow.names else None)
+        rows = (row for batch in batches for row in batch.to_pylist())
         yield from ((f"row {number}", row) for number, row in enumerate(rows, 1))
-    except (OSError, ArrowException) as error:
-        raise DataError.of("a readable .parquet file", f"{path}: {error}", "Write it anew") from None
 
 
 def _rows(path: Path, field: str) -> Iterator[bytes]:
     for place, row in _lines(path) if path.suffix == ".jsonl" else _table(path, field):
         fields = row if isinstance(row, dict) else {}
-        text, wanted = fields.get(field), f"a string in the field {field!r} in {place} of {path}"
+        text: Any = fields.get(field)
+        wanted = f"a string in the field {field!r} in {place} of {path}"
         got = type(text).__name__ if field in fields else f"a row with the fields {sorted(fields)}"
         remedy = "Name the column that holds the documents with --text-field"
         DataError.unless(isinstance(text, str), wanted, got, remedy)

@@ -14,7 +14,7 @@ from train.parallelize import Ranks
 __all__ = ["Stop", "Stopped"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# A scheduler signals every process, and torchrun passes the signal on to its ranks: to a rank that is one wish.
+# A scheduler signals every process, and torchrun passes its signal on to the ranks: they hear one wish twice.
 _SAME_SECONDS = 0.5
 _HEARD = b"\ntrain: the step ends, then a checkpoint is written. Ctrl-C again ends at once, without it.\n"
 

@@ -144,11 +144,8 @@ def _interruptible(run: Run, console: Console) -> Iterator[None]:
         _say(console, "stop", f"after step {run.done}, which is saved: {resume}")
         raise
     except KeyboardInterrupt:
-        steps = run.store.steps()
-        anew = f"nothing is saved: start {run.folder} anew"
-        _say(
-            console, "stop", f"at once, step {steps[-1]} is saved: {resume}" if steps else f"at once, {anew}"
-        )
+        steps, anew = run.store.steps(), f"nothing is saved: start {run.folder} anew"
+        _say(console, "stop", "at once, " + (f"step {steps[-1]} is saved: {resume}" if steps else anew))
         raise
 
 

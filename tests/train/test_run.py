@@ -274,7 +274,7 @@ def test_the_first_signal_saves_the_step_and_a_resumed_run_has_the_same_losses(
 
 @pytest.mark.parametrize(
     ("last", "said"),
-    [(5, "at once, step [24] is saved: go on with"), (1, "at once, nothing is saved: start")],
+    [(5, "at once, step [24] is saved: go on"), (1, "at once, nothing is saved: start")],
 )
 def test_the_second_signal_ends_at_once_and_says_what_is_saved(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int, said: str
