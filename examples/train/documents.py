@@ -196,7 +196,7 @@ def read_documents(path: str | None, text_field: str = "text") -> list[bytes]:
         got = error if refused else f"{file}: {error}"
         raise DataError.of(f"a readable {file.suffix or 'text'} file", got, remedy) from None
     documents = [document for document in found if document.strip()]
-    DataError.unless(documents, f"text in {root}", "none", "Check that the files are not empty")
+    DataError.unless(documents, f"text in {root}", "none", "Check that its files are text and not empty")
     return documents
 
 
