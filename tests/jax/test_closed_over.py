@@ -1,5 +1,7 @@
 """Masks whose arrays a jitted function closes over: lowered while it is traced, so that XLA folds nothing."""
 
+# ruff: noqa: ARG005  (functions of a fixed signature, most of which need a part of it)
+
 from typing import Any
 
 import numpy as np

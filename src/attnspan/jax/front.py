@@ -134,7 +134,7 @@ class JaxFront(Front):
         like = self.inputs[0] if traced or _calls_functions(mask) else None
         arrays = jax.tree.leaves((mask, given.q_index, given.k_index))
         if arrays and _is_ours(mask) and _have_values(arrays, traced):
-            # NumPy is faster than eager JAX, and XLA would fold what a program does to constants, for minutes.
+            # NumPy is faster than eager JAX, and XLA would fold what a program does to constants, slowly.
             indices = _in_numpy((given.q_index, given.k_index))
             numpy_given = replace(given, q_index=indices[0], k_index=indices[1])
             return lower_mask(_in_numpy(mask), q, k, numpy_given, None), given
