@@ -121,7 +121,7 @@ def attention_fn(
 
 
 def _rows(shape: tuple[int, ...], mask: Any, is_causal: bool, layer_mask: Mask | None) -> dict[str, Any]:
-    """Where the queries stand, unless they are the last of the keys."""
+    """The option that says where the queries stand; none where they are the last of the keys."""
     _, _, q_len, k_len = shape
     if q_len == 1:
         if layer_mask is None or mask is None or isinstance(mask, Mask | Spans | ShardedMask):
