@@ -9,7 +9,7 @@ under `torch.compile`, with another softmax scale at each step. You see five way
 2. A custom operator whose fake kernel promises other strides than the kernel returns: an error.
 3. A custom operator with a right fake kernel: each new scale recompiles, until the limit.
 4. `attnspan.torch.wrap(extension)`: no break, and one recompile.
-5. `attnspan.torch.attention`: the same, with a faster kernel.
+5. `attnspan.torch.attention`: no break, one recompile, and a faster kernel.
 """
 
 import ctypes
@@ -88,11 +88,8 @@ def measure(attend: Callable[..., Tensor]) -> dict[str, str]:
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
-    layer, x, counter = (
-        Layer(attend),
-        torch.randn(BATCH, LENGTH, WIDTH),
-        CompileCounterWithBackend("inductor"),
-    )
+    layer, x = Layer(attend), torch.randn(BATCH, LENGTH, WIDTH)
+    counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(layer, backend=counter)
     try:
         for step in range(STEPS):

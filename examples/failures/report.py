@@ -33,15 +33,17 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
 
 
+def seconds(call: Callable[[], object]) -> float:
+    """The time of one call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
 def milliseconds(call: Callable[[], object], rounds: int = 7) -> str:
     """The median time of a call in milliseconds, after one call that is not measured."""
     call()
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return f"{statistics.median(times) * 1e3:.0f}"
+    return f"{statistics.median(seconds(call) for _ in range(rounds)) * 1e3:.0f}"
 
 
 def peak_megabytes(call: Callable[[], object]) -> str:

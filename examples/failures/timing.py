@@ -14,15 +14,15 @@ one wait, and the result is a median. Then you see what block sizes do to the ke
 """
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 import torch
-from report import show
+from report import seconds, show
 
 import attnspan.jax
 import attnspan.torch
@@ -42,6 +42,10 @@ class Way:
     fresh: Callable[[], list[Any]]
     wait: Callable[[Any], Any]
 
+    def calls(self, inputs: list[Any]) -> Any:
+        """A row of calls with one wait."""
+        return self.wait([self.call(*inputs) for _ in range(CALLS)])
+
 
 def tensors() -> list[torch.Tensor]:
     return [torch.randn(SHAPE) for _ in range(3)]
@@ -60,12 +64,6 @@ WAYS = {
     "JAX": Way(jax_attention, arrays, jax.block_until_ready),
     "call_jax": Way(lambda *x: attnspan.torch.call_jax(jax_attention, *x), tensors, ready),
 }
-
-
-def seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def first_call_counted(way: Way) -> float:
@@ -92,8 +90,7 @@ def right() -> dict[str, float]:
     samples: dict[str, list[float]] = {name: [] for name in WAYS}
     for _ in range(ROUNDS):
         for name, way in WAYS.items():
-            row = lambda way=way, name=name: way.wait([way.call(*inputs[name]) for _ in range(CALLS)])  # noqa: E731
-            samples[name].append(seconds(row) / CALLS)
+            samples[name].append(seconds(partial(way.calls, inputs[name])) / CALLS)
     return {name: statistics.median(x) for name, x in samples.items()}
 
 
@@ -107,9 +104,8 @@ def block_sizes() -> dict[str, float]:
     times: list[list[float]] = [[] for _ in chosen]
     for _ in range(ROUNDS):
         for config, samples in zip(chosen, times, strict=True):
-            start = time.perf_counter()
-            cpu.forward(q, k, v, bounds, out, lse, scale=0.125, num_threads=threads, config=config)
-            samples.append(time.perf_counter() - start)
+            run = partial(cpu.forward, q, k, v, bounds, out, lse, scale=0.125, num_threads=threads)
+            samples.append(seconds(partial(run, config=config)))
     names = ["the kernel's choice", *(f"{x['block_q']} x {x['block_k']}" for x in chosen[1:])]
     return {name: statistics.median(x) for name, x in zip(names, times, strict=True)}
 
