@@ -11,12 +11,13 @@ from attnspan.errors import shown
 
 from .arrays import is_array
 
-__all__ = ["Node", "Registrar", "arrays_in", "register_pytrees", "short"]
+__all__ = ["Node", "Registrar", "arrays_in", "is_ours", "register_pytrees", "short"]
 
 #: Tells a framework of a class: the class, how to take an object apart, and how to make it again.
 Registrar = Callable[[type, Callable[..., Any], Callable[..., Any]], None]
 
 
+_PACKAGE = __name__.partition(".")[0] + "."
 _classes: list[type] = []
 _registrars: list[Registrar] = []
 
@@ -115,6 +116,11 @@ def register_pytrees(registrar: Registrar) -> None:
         registrar(cls, _flatten, partial(_unflatten, cls))
 
 
+def is_ours(cls: type) -> bool:
+    """Whether a class is of this library: the methods of others may read what is no field of theirs."""
+    return issubclass(cls, Node) and cls.__module__.startswith(_PACKAGE)
+
+
 def arrays_in(x: Any) -> list[Any]:
     """The arrays of a node and of those in it."""
     found = []
@@ -129,10 +135,13 @@ def arrays_in(x: Any) -> list[Any]:
 
 
 def _structure(x: Node) -> tuple[Any, ...] | None:
-    """The class and the fields of a node without arrays, and of those in it; None with arrays."""
+    """The class and the attributes of a node without arrays, and of those in it; None with arrays."""
     parts: list[Any] = [type(x)]
-    for field in fields(x):  # type: ignore[arg-type]
-        value = getattr(x, field.name)
+    names = [field.name for field in fields(x)]  # type: ignore[arg-type]
+    # A class of the user derives attributes, perhaps from more than its fields.
+    derived = [] if is_ours(type(x)) else [name for name in vars(x) if name not in names]
+    for name in (*names, *derived):
+        value = getattr(x, name)
         for part in value if type(value) is tuple else (value,):
             if is_array(part):
                 return None

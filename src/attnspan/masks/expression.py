@@ -12,8 +12,9 @@ from attnspan.base.arrays import Array, arrays_for, outside_inference_mode, own,
 from attnspan.base.mistakes import refuse_operand, refuse_operator, refuse_truth
 from attnspan.base.pytrees import Node, arrays_in
 from attnspan.base.recorded import without_tracer_warnings
-from attnspan.errors import OptionError, ShapeError, expect
+from attnspan.errors import OptionError, ShapeError, UsageError, expect
 
+from .answers import forget_answers_of_others
 from .bands import Band
 from .bounds import Spans
 from .intervals import FULL, Interval, Rows, clip_rows, either_illegal, merge_known
@@ -24,6 +25,8 @@ __all__ = ["And", "Combined", "Mask", "Or", "Prepared", "RowNumbered"]
 
 # Numbers and words that a mask may hold and still say all there is to know.
 _STATIC = (bool, int, float, str, type(None))
+# What a class says of its own lowering: a subclass that changes anything of it must say this anew.
+_ANSWERS = ("band", "static_key", "_in_numbers", "may_separate", "_separates", "_first_keys", "array_dims")
 
 
 class Mask(Node):
@@ -45,6 +48,10 @@ class Mask(Node):
     _in_numbers: ClassVar[bool] = False
     # Number of dims that its arrays have besides batch rows; None if their parts are unknown.
     array_dims: ClassVar[int | None] = None
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        forget_answers_of_others(cls, Mask, _ANSWERS)
 
     def may_separate(self) -> bool:
         """Whether it may keep the packed documents of a row apart."""
@@ -283,7 +290,7 @@ class And(Combined):
         # Single intervals go into the operands of each `|` first: many of those then have unions known to be
         # one.
         lowered = [
-            operand._lower_within(low, clip) if isinstance(operand, Or) else clip_rows(low.arrays, rows, clip)
+            operand._lower_within(low, clip) if type(operand) is Or else clip_rows(low.arrays, rows, clip)
             for operand, rows in wide
         ]
         return reduce(low.intersection, lowered)
@@ -343,6 +350,12 @@ class Prepared(Mask):
     _of: ClassVar[Band | None] = None
     # How many of the first tokens a rolling cache keeps, and shows to all later ones. No field either.
     _kept: ClassVar[int | None] = None
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        del keywords
+        expected, got = "a subclass of Mask", "one of Prepared, whose spans are read past its methods"
+        remedy = "Write a Mask that holds the lowered one, and lower that one in its _lower"
+        raise UsageError(f"class {cls.__name__}", expected=expected, got=got, remedy=remedy)
 
     def band(self) -> Band | None:
         return self._of

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnspan.base.arrays import NUMPY, stored
-from attnspan.base.pytrees import Node
+from attnspan.base.pytrees import is_ours
 from attnspan.call import lower_mask
 from attnspan.call.options import Given
 from attnspan.masks.bounds import Spans
@@ -29,7 +29,6 @@ _MOST_SIZES = 4
 _MOST_STATIC = 16
 
 
-_PACKAGE = __name__.partition(".")[0] + "."
 _FIXED = object()  # the value of an array of a prepared mask, which is read-only
 
 
@@ -180,7 +179,7 @@ def _twin(x: Any, sources: dict[int, tuple[Any, Any]]) -> Any:
         return sources[id(x)][1]
     # A mask of a class of the user is lowered as it is, anew in each call: it may want tensors, or read
     # what is no field of it.
-    if not isinstance(x, Node) or not type(x).__module__.startswith(_PACKAGE):
+    if not is_ours(type(x)):
         raise _UnknowableError
     twin = object.__new__(type(x))
     for field in fields(x):  # type: ignore[arg-type]
