@@ -11,7 +11,7 @@ from attnspan.errors import shown
 
 from .arrays import is_array
 
-__all__ = ["Node", "Registrar", "arrays_in", "is_ours", "register_pytrees", "short"]
+__all__ = ["Node", "Registrar", "arrays_in", "library_classes", "register_pytrees", "short"]
 
 #: Tells a framework of a class: the class, how to take an object apart, and how to make it again.
 Registrar = Callable[[type, Callable[..., Any], Callable[..., Any]], None]
@@ -19,6 +19,8 @@ Registrar = Callable[[type, Callable[..., Any], Callable[..., Any]], None]
 
 _PACKAGE = __name__.partition(".")[0] + "."
 _classes: list[type] = []
+#: The classes of this library: methods of any other may read what is no field of theirs.
+library_classes: set[type] = set()
 _registrars: list[Registrar] = []
 
 
@@ -38,6 +40,8 @@ class Node:
         super().__init_subclass__(**keywords)
         dataclass(frozen=True, eq=False, repr=False)(cls)
         _classes.append(cls)
+        if cls.__module__.startswith(_PACKAGE):
+            library_classes.add(cls)
         for registrar in _registrars:
             registrar(cls, _flatten, partial(_unflatten, cls))
 
@@ -116,11 +120,6 @@ def register_pytrees(registrar: Registrar) -> None:
         registrar(cls, _flatten, partial(_unflatten, cls))
 
 
-def is_ours(cls: type) -> bool:
-    """Whether a class is of this library: the methods of others may read what is no field of theirs."""
-    return issubclass(cls, Node) and cls.__module__.startswith(_PACKAGE)
-
-
 def arrays_in(x: Any) -> list[Any]:
     """The arrays of a node and of those in it."""
     found = []
@@ -139,7 +138,7 @@ def _structure(x: Node) -> tuple[Any, ...] | None:
     parts: list[Any] = [type(x)]
     names = [field.name for field in fields(x)]  # type: ignore[arg-type]
     # A class of the user derives attributes, perhaps from more than its fields.
-    derived = [] if is_ours(type(x)) else [name for name in vars(x) if name not in names]
+    derived = [] if type(x) in library_classes else [name for name in vars(x) if name not in names]
     for name in (*names, *derived):
         value = getattr(x, name)
         for part in value if type(value) is tuple else (value,):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
-from attnspan.base.arrays import Array, arrays_for, outside_inference_mode, own, read_only
+from attnspan.base.arrays import Array, arrays_for, frozen, outside_inference_mode, own
 from attnspan.base.mistakes import refuse_operand, refuse_operator, refuse_truth
 from attnspan.base.pytrees import Node, arrays_in
 from attnspan.base.recorded import without_tracer_warnings
@@ -144,10 +144,10 @@ class Mask(Node):
             arrays = arrays_for([*arrays_in(self), q_index, k_index], like)
             low = begin(arrays, self.leaves(), q_len, k_len, batch, heads, q_index, k_index)
             spans = Spans(low.bounds(self), low.top)
-            rows_at = None if low.counted_back else _apart(low.q_index[:, 0], q_index)
+            rows_at = None if low.counted_back else _apart(low.q_index[:, 0])
             if k_index is None:
                 return _known_as(self.band() if q_index is None else None, Prepared(spans, rows_at))
-            k_index = _apart(arrays.asarray(k_index, "int32"), k_index)
+            k_index = _apart(arrays.asarray(k_index, "int32"))
             return Prepared(spans.take_keys(k_index), rows_at, k_index[None])
 
     def prepare(self, q_len: int, k_len: int, **options: Any) -> Prepared:
@@ -175,11 +175,11 @@ class Mask(Node):
         found = self.spans(q_len, k_len, **options)
         found.lowered._require_values("prepare", of="mask")
         with outside_inference_mode():
-            exact = replace(found, lowered=found.lowered.compact().validate())
+            exact = found.lowered.compact().validate()
             # Layers share it: a write would change the mask of all of them.
-            for x in (exact.lowered.bounds, exact.q_index, exact.k_index):
-                read_only(x)
-            return _known_as(found.band(), exact)
+            spans = Spans(frozen(exact.bounds), exact.k_len)
+            mask = Prepared(spans, frozen(found.q_index), frozen(found.k_index), found.bare)
+            return _known_as(found.band(), mask)
 
     def show(self, q_len: int = 64, k_len: int | None = None, **options: Any) -> None:
         """Print a picture of the mask, as `attnspan.masks.picture.show` does, which has the options."""
@@ -381,7 +381,7 @@ class Prepared(Mask):
             q_index = (arrays.arange(q_len) + (self.lowered.k_len - q_len))[None]
         found = super()._spans(q_len, k_len, batch, heads, q_index, k_index, like)
         own = found.k_index if self.k_index is None else arrays.take_along(self.k_index, found.k_index)
-        return Prepared(found.lowered, q_index, own)
+        return Prepared(found.lowered, found.q_index, own)
 
     def _check_fit(self, own_k_len: int, q_len: int, k_len: int, batch: int, heads: int) -> None:
         own_batch, own_heads, own_q_len = self.lowered.bounds.shape[:3]
@@ -431,9 +431,9 @@ class Prepared(Mask):
         return repr(self.lowered).replace("Spans", "Prepared")
 
 
-def _apart(x: Any, given: Any) -> Any:
+def _apart(x: Any) -> Any:
     """An array that shares no memory with one that the caller gave, and may write into later."""
-    return x if given is None or arrays_for([x]).tracing() else _copy(x)
+    return x if arrays_for([x]).tracing() else _copy(x)
 
 
 def _copy(x: Any) -> Any:
