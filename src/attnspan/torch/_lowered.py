@@ -5,7 +5,6 @@ Lowering is arithmetic on small arrays. On the CPU NumPy does it, whose calls co
 
 from collections import OrderedDict
 from dataclasses import fields
-from threading import Lock
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attnspan.base.arrays import NUMPY, is_frozen, stored
+from attnspan.base.forks import ForkSafeLock
 from attnspan.base.pytrees import library_classes
 from attnspan.call import lower_mask
 from attnspan.call.options import Given
@@ -70,7 +70,7 @@ class _ByIdentity:
 
 _memory = _ByIdentity()
 _static: OrderedDict[tuple[Any, ...], Prepared] = OrderedDict()
-_lock = Lock()
+_lock = ForkSafeLock()
 
 
 def lowered(mask: Any, q: Tensor, k: Tensor) -> Prepared | None:
@@ -217,7 +217,7 @@ def _without_data(mask: Mask, key: tuple[Any, ...]) -> Prepared | None:
         found = _by_numpy(mask, (*key[2:], 1, 1), key[0][0])
     except (ValueError, TypeError):
         return None
-    with _lock:
+    with _lock.held():
         _static[key] = found
         while len(_static) > _MOST_STATIC:
             _static.popitem(last=False)
