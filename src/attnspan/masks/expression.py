@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any, ClassVar, NoReturn
@@ -29,6 +30,10 @@ _STATIC = (bool, int, float, str, type(None))
 _ANSWERS = ("band", "static_key", "_in_numbers", "may_separate", "_separates", "_first_keys", "array_dims")
 
 
+# Operators of one kind in a row are one level. Lowering takes three of Python's 1,000 frames for each level.
+_MOST_LEVELS = 200
+
+
 class Mask(Node):
     """Mask: an immutable description of the keys that each query may see, composed with `&` and `|`.
 
@@ -48,6 +53,10 @@ class Mask(Node):
     _in_numbers: ClassVar[bool] = False
     # Number of dims that its arrays have besides batch rows; None if their parts are unknown.
     array_dims: ClassVar[int | None] = None
+    # Levels of masks in it, where it knows them: no field.
+    _depth: ClassVar[int] = 0
+    # Whether masks of its own class that it holds become one with it.
+    _is_flat: ClassVar[bool] = False
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -74,6 +83,14 @@ class Mask(Node):
             if several:
                 parts.append((tuple, len(value)))
         return tuple(parts)
+
+    def _nest(self, masks: Sequence[Mask]) -> None:
+        """Note how deep masks are nested in it: Python cannot walk through more than some levels."""
+        # Masks of its own class that an operator joined are of its own level.
+        depth = max([mask._depth + (type(mask) is not type(self) or not mask._is_flat) for mask in masks])
+        expected, remedy = "at most {} levels of masks", "Prepare an inner part first, by prepare(...)"
+        expect(depth <= _MOST_LEVELS, type(self).__name__, expected, depth, remedy, _MOST_LEVELS)
+        self._set(_depth=depth)
 
     def __and__(self, other: Mask) -> Mask:
         return And(_one_order(self, other)) if isinstance(other, Mask) else refuse_operand("&", self, other)
@@ -244,20 +261,23 @@ class Combined(Mask):
     """Masks joined by an operator."""
 
     _in_numbers = True
+    _is_flat = True
 
     operands: tuple[Mask, ...]
+
+    def __post_init__(self) -> None:
+        # In one level, so that masks joined in a loop are not nested as often as the loop runs.
+        flat: list[Mask] = []
+        for operand in self.operands:
+            flat += operand.operands if type(operand) is type(self) else [operand]  # type: ignore[attr-defined]
+        self._nest(self.operands)
+        self._set(operands=tuple(flat))
 
     def leaves(self) -> list[Mask]:
         leaves: list[Mask] = []
         for operand in self.operands:
             leaves += operand.leaves()
         return leaves
-
-    def _flat(self) -> list[Mask]:
-        flat: list[Mask] = []
-        for operand in self.operands:
-            flat += operand._flat() if type(operand) is type(self) else [operand]  # type: ignore[attr-defined]
-        return flat
 
 
 class And(Combined):
@@ -268,17 +288,17 @@ class And(Combined):
 
     def band(self) -> Band | None:
         band: Band | None = Band()
-        for operand in self._flat():
+        for operand in self.operands:
             other = operand.band()
             band = None if band is None or other is None else band & other
         # Rows that were lowered before may be others than those of the documents, which the lowering finds.
-        fixed = any(isinstance(operand, Prepared) for operand in self._flat())
+        fixed = any(isinstance(operand, Prepared) for operand in self.operands)
         return None if fixed and band is not None and band.cu_k is not None else band
 
     def _lower(self, low: Lowering) -> Rows:
         clip: Rows | None = None
         wide = []
-        for operand in self._flat():
+        for operand in self.operands:
             rows = low.lower(operand)
             if len(rows.intervals) > 1:
                 wide.append((operand, rows))
@@ -312,7 +332,7 @@ class Or(Combined):
         """Lower the union intersected with `clip`, which has a single interval per row."""
         pool: list[Interval] = []
         illegal = None
-        for operand in self._flat():
+        for operand in self.operands:
             rows = clip_rows(low.arrays, low.lower(operand), clip)
             pool.extend(rows.intervals)
             illegal = either_illegal(illegal, rows.illegal)
