@@ -197,3 +197,37 @@ def test_prepare_shares_no_memory_with_what_it_was_given(convert: Any, name: str
         wanted = {"q_index": given.q_index, "k_index": given.k_index, "bounds": given.lowered.bounds}[name]
         got = getattr(each, name)
         assert got is None or (np.asarray(got) == wanted).all()
+
+
+def test_keys_that_differ_by_batch_row_are_lowered_row_by_row() -> None:
+    index, q = torch.tensor([[0, 1, 4], [2, 3, 5]]), torch.randn(2, 1, 3, 8)
+    mask, text = (
+        a.causal() & a.window(1),
+        r"k_index: expected \(k_len,\), for all .* attnspan.spans\(bounds\)",
+    )
+    for call in (
+        lambda: at.attention(q, q, q, mask=mask, k_index=index),
+        lambda: mask.spans(3, 3, batch=2, k_index=index),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
+    each = [mask.spans(3, 3, k_index=row).bounds for row in index]
+    out = at.attention(q, q, q, mask=a.spans(torch.cat(each)))
+    for b, row in enumerate(index):
+        one = q[b, None]
+        assert torch.equal(out[b, None], at.attention(one, one, one, mask=mask, k_index=row))
+
+
+def test_a_layout_of_masks_by_head_or_with_two_default_rows() -> None:
+    by_head = per_head([a.causal(), a.window(2)])
+    with pytest.raises(ValueError, match=r"per_head: .* Layout\.of\(\) take heads="):
+        Layout.of(by_head, q_len=8, ranks=2)
+    layout = Layout.of(by_head, q_len=8, ranks=2, heads=2)
+    assert (layout._source.mask.bounds == by_head.spans(8, 8, heads=2).bounds).all()  # type: ignore[union-attr]
+    two = a.cache(8) & a.cache([8, 7])
+    with pytest.raises(
+        ValueError, match=r"q_index: .* Layout\.of takes mask\.prepare\(q_len, k_len, q_index"
+    ):
+        Layout.of(two, q_len=8, ranks=2, batch=2)
+    layout = Layout.of(two.prepare(8, 8, batch=2, q_index=np.arange(8)), q_len=8, ranks=2, batch=2)
+    assert layout._source.mask.lowered.cost().sum() == 8 * 8 + 8 * 7  # type: ignore[union-attr]
