@@ -410,7 +410,8 @@ def frozen(x: Any) -> Any:
 
 def is_frozen(x: Any) -> bool:
     """Whether an array of NumPy was made by `frozen`, and so has its values for good."""
-    return _frozen.get(id(x)) is x and not x.flags.writeable
+    known = _frozen.get(id(x))
+    return known is not None and known is x and not known.flags.writeable
 
 
 def stored(x: Any, name: str = "array") -> Any:

@@ -207,9 +207,7 @@ class Lowering:
         own = self.batch if axis == "batch" else self.heads
         if not (sure(size == 1) or agree(size, own)):
             expected = f"{'' if isinstance(own, int) and own == 1 else '1 or '}{{}} along the {axis} axis"
-            remedy = (
-                f"It must fit q. prepare(), spans() and Layout.of() take {axis}=, or prepare it with like=q"
-            )
+            remedy = f"It must fit q; prepare(), spans() and Layout.of() take {axis}=, the first two like=q"
             expect(False, what, expected, size, remedy, own, error=ShapeError)
 
     def check_rows(self, what: str, size: int) -> None:
