@@ -1,5 +1,8 @@
 """Which rows and keys a mask is for, where it was prepared, came as spans, or is made of several."""
 
+import pickle
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,7 +10,9 @@ import pytest
 import torch
 
 import attnspan as a
+from attnspan import torch as at
 from attnspan.library import global_sliding, per_head, per_row, selected_blocks
+from attnspan.parallel import Layout
 
 ROWS = np.array([2, 5, 0])
 
@@ -110,3 +115,119 @@ def test_what_is_counted_from_the_first_key_says_nothing_of_rows_before_it() -> 
     assert before.dense()[0, 0].tolist() == [[True, True, False, False]]
     none = selected_blocks(np.full((1, 1, 1, 1), -(2**30)), 4).spans(4, 8, q_index=np.arange(4))
     assert none.cost().sum() == 0
+
+
+def _locked(x: np.ndarray) -> np.ndarray:
+    x.flags.writeable = False
+    return x
+
+
+def _as_memmap(x: np.ndarray, path: Path) -> tuple[np.ndarray, np.ndarray]:
+    base = np.memmap(path, x.dtype, "w+", shape=x.shape)
+    base[...] = x
+    base.flush()
+    return base, np.memmap(path, x.dtype, "r", shape=x.shape)
+
+
+#: Of spans: an array that can be written, and one that shows its values but refuses writes.
+SHOWN: dict[str, Callable[[np.ndarray, Path], tuple[np.ndarray, np.ndarray]]] = {
+    "a read-only view": lambda x, _: (x, _locked(x.view())),
+    "an owner with a view that can be written": lambda x, _: (x.view(), _locked(x)),
+    "broadcast": lambda x, _: (x, np.broadcast_to(x, (2, *x.shape[1:]))),
+    "a file": _as_memmap,
+    "a tensor by DLPack": lambda x, _: (x, np.from_dlpack(torch.from_numpy(x))),
+    "unpickled from memory that is shared": lambda x, _: (x, _out_of_band(x)),
+    "the caller's own": lambda x, _: (x, x),
+}
+
+
+def _out_of_band(x: np.ndarray) -> np.ndarray:
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(x, protocol=5, buffer_callback=buffers.append)
+    found: np.ndarray = pickle.loads(data, buffers=[memoryview(x).cast("B").toreadonly()])
+    return found
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_values_decide_whatever_an_array_allows(name: str, tmp_path: Path) -> None:
+    wide, narrow = a.causal().spans(8, 8).bounds, (a.causal() & a.window(1)).spans(8, 8).bounds
+    writable, shown = SHOWN[name](np.array(wide), tmp_path / "bounds")
+    could = shown.flags.writeable
+    q = torch.randn(len(shown), 1, 8, 16)
+
+    def out(mask: a.Mask) -> torch.Tensor:
+        return at.attention(q, q, q, mask=mask)
+
+    made = {"Prepared": a.Prepared(a.Spans(shown, 8)), "joined": a.Prepared(a.Spans(shown, 8)) & a.full()}
+    fixed = {
+        "prepare": made["Prepared"].prepare(8, 8, batch=len(shown)),
+        "spans": made["joined"].spans(8, 8, batch=len(shown)),
+    }
+    layout = Layout.of(made["Prepared"], q_len=8, ranks=2, batch=len(shown))
+    plan = layout.plan(heads=(1, 1), strategy="exchange", batch=len(shown))
+    assert shown.flags.writeable == could  # The caller's own array stays as it was.
+    old, new = out(a.causal()), out(a.causal() & a.window(1))
+    for mask in (*made.values(), *fixed.values(), pickle.loads(pickle.dumps(made["Prepared"]))):
+        assert torch.equal(out(mask), old)
+    writable[...] = narrow
+    for mask in made.values():
+        assert torch.equal(out(mask), new)
+    for mask in fixed.values():
+        assert torch.equal(out(mask), old)
+    assert (plan.bounds == wide).all()
+    assert (layout.plan(heads=(1, 1), strategy="exchange", batch=len(shown)).bounds == wide).all()
+
+
+@pytest.mark.parametrize("name", ["q_index", "k_index", "bounds"])
+@pytest.mark.parametrize("convert", [np.array, torch.tensor])
+def test_prepare_shares_no_memory_with_what_it_was_given(convert: Any, name: str) -> None:
+    given = a.causal().spans(4, 4, q_index=np.arange(4), k_index=np.arange(4))
+    arrays = {
+        "q_index": convert(given.q_index),
+        "k_index": convert(given.k_index),
+        "bounds": convert(given.lowered.bounds),
+    }
+    mask = a.Prepared(a.Spans(arrays["bounds"], 4), arrays["q_index"], arrays["k_index"])
+    kept = (mask.prepare(4, 4), mask.spans(4, 4, k_index=np.arange(4)))
+    if name != "k_index":
+        bare = a.Prepared(a.Spans(arrays["bounds"], 4), arrays["q_index"])
+        kept += ((bare & a.full()).spans(4, 4), (a.window(9) & bare).prepare(4, 4))
+    arrays[name][...] = 7
+    for each in kept:
+        wanted = {"q_index": given.q_index, "k_index": given.k_index, "bounds": given.lowered.bounds}[name]
+        got = getattr(each, name)
+        assert got is None or (np.asarray(got) == wanted).all()
+
+
+def test_keys_that_differ_by_batch_row_are_lowered_row_by_row() -> None:
+    index, q = torch.tensor([[0, 1, 4], [2, 3, 5]]), torch.randn(2, 1, 3, 8)
+    mask, text = (
+        a.causal() & a.window(1),
+        r"k_index: expected \(k_len,\), for all .* attnspan.spans\(bounds\)",
+    )
+    for call in (
+        lambda: at.attention(q, q, q, mask=mask, k_index=index),
+        lambda: mask.spans(3, 3, batch=2, k_index=index),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
+    each = [mask.spans(3, 3, k_index=row).bounds for row in index]
+    out = at.attention(q, q, q, mask=a.spans(torch.cat(each)))
+    for b, row in enumerate(index):
+        one = q[b, None]
+        assert torch.equal(out[b, None], at.attention(one, one, one, mask=mask, k_index=row))
+
+
+def test_a_layout_of_masks_by_head_or_with_two_default_rows() -> None:
+    by_head = per_head([a.causal(), a.window(2)])
+    with pytest.raises(ValueError, match=r"per_head: .* Layout\.of\(\) take heads="):
+        Layout.of(by_head, q_len=8, ranks=2)
+    layout = Layout.of(by_head, q_len=8, ranks=2, heads=2)
+    assert (layout._source.mask.bounds == by_head.spans(8, 8, heads=2).bounds).all()  # type: ignore[union-attr]
+    two = a.cache(8) & a.cache([8, 7])
+    with pytest.raises(
+        ValueError, match=r"q_index: .* Layout\.of takes mask\.prepare\(q_len, k_len, q_index"
+    ):
+        Layout.of(two, q_len=8, ranks=2, batch=2)
+    layout = Layout.of(two.prepare(8, 8, batch=2, q_index=np.arange(8)), q_len=8, ranks=2, batch=2)
+    assert layout._source.mask.lowered.cost().sum() == 8 * 8 + 8 * 7  # type: ignore[union-attr]

@@ -118,6 +118,55 @@ print("done")
 """
 
 
+# Children are forked while other threads hold the library's locks, and compute something each.
+BUSY = """
+import os, signal, threading, time, warnings
+warnings.filterwarnings("ignore", message=".*multi-threaded.*fork")
+import torch
+from attnspan import window
+from attnspan.parallel import Layout
+from attnspan.torch import _lowered, attention
+
+q = torch.zeros(1, 1, 4, 8)
+class Slow(type(_lowered._static)):  # what the lock guards takes as long as a fork
+    def __setitem__(self, key, value):
+        time.sleep(1e-3)
+        super().__setitem__(key, value)
+_lowered._static = Slow()
+
+def slow(layout):
+    time.sleep(1e-3)
+    return True
+vars(Layout)["is_natural"].func = slow
+
+done = threading.Event()
+def lower(first):
+    while not done.is_set():
+        attention(q, q, q, mask=window(first))
+        assert Layout.contiguous(4, ranks=2).is_natural
+        first += 3
+
+threads = [threading.Thread(target=lower, args=(first,), daemon=True) for first in range(3)]
+[thread.start() for thread in threads]
+hung, until = 0, time.monotonic() + 60
+for i in range(40):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(4)
+        attention(q, q, q, mask=window(10**6 + i))
+        os._exit(0 if Layout.contiguous(4, ranks=2).is_natural else 1)
+    hung += os.waitpid(child, 0)[1] != 0
+    if hung > 3 or time.monotonic() > until:
+        break
+done.set()
+print(f"{hung} of {i + 1} children hung")
+"""
+
+
+def test_a_child_forked_while_others_lower_finds_no_lock_held() -> None:
+    assert run_program("-c", BUSY, timeout=120).strip() == "0 of 40 children hung"
+
+
 @pytest.mark.slow
 def test_a_spawned_child_attends_under_the_masks_of_its_parent(tmp_path: Path) -> None:
     (tmp_path / "spawned.py").write_text(SPAWNED)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -26,13 +27,14 @@ __all__ = [
     "JaxArrays",
     "TorchArrays",
     "arrays_for",
+    "frozen",
     "is_array",
     "is_bool",
+    "is_frozen",
     "is_integer",
     "kind_of",
     "outside_inference_mode",
     "own",
-    "read_only",
     "stored",
 ]
 
@@ -382,18 +384,34 @@ def own(x: Any) -> Any:
     return x.astype(x.dtype.newbyteorder("="), order="C")
 
 
-def read_only(x: Any) -> Any:
-    """The array itself; of NumPy, one that refuses writes from now on.
+# NumPy arrays whose memory nothing else can write, by identity: a view that is read-only may have a base that
+# is not.
+_frozen: WeakValueDictionary[int, np.ndarray[Any, Any]] = WeakValueDictionary()
+
+
+def frozen(x: Any) -> Any:
+    """A copy of an array that shares no memory with any other; of NumPy one that refuses writes.
 
     Example:
-        >>> read_only(np.arange(3)).flags.writeable
-        False
+        >>> x = np.arange(3)
+        >>> y = frozen(x)
+        >>> y.flags.writeable, x.flags.writeable, frozen(y) is y
+        (False, True, True)
     """
-    torch = sys.modules.get("torch")
-    compiling = torch is not None and torch.compiler.is_compiling()
-    if isinstance(x, np.ndarray) and not compiling:
-        x.flags.writeable = False
-    return x
+    if x is None or is_frozen(x):
+        return x
+    if not isinstance(x, np.ndarray):
+        return x.detach().clone() if _is_torch(x) else x.copy()
+    found = own(x)
+    found.flags.writeable = False
+    _frozen[id(found)] = found
+    return found
+
+
+def is_frozen(x: Any) -> bool:
+    """Whether an array of NumPy was made by `frozen`, and so has its values for good."""
+    known = _frozen.get(id(x))
+    return known is not None and known is x and not known.flags.writeable
 
 
 def stored(x: Any, name: str = "array") -> Any:

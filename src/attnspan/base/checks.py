@@ -13,7 +13,7 @@ import numpy as np
 from attnspan.errors import DtypeError, ShapeError, expect
 
 from .arrays import INT32_MAX, Array, is_array, is_bool, is_integer, kind_of
-from .plain import check_plain
+from .plain import check_plain, check_strided
 
 __all__ = [
     "booleans",
@@ -70,6 +70,7 @@ def _rank(what: str, x: Array, ranks: tuple[int, ...]) -> Array:
 def _array(what: str, x: Any) -> Any:
     """A list as a NumPy array, anything else as it is; a subclass of arrays that is not known raises."""
     check_plain(what, x)
+    check_strided(what, x)
     if not isinstance(x, (list, tuple)):
         return x
     try:
@@ -102,6 +103,7 @@ def booleans(what: str, x: Any, ranks: tuple[int, ...] = (1, 2)) -> Array:
 def lengths(what: str, x: Any, ranks: tuple[int, ...] = (0, 1)) -> int | Array:
     """An integer, or an array of them."""
     check_plain(what, x)
+    check_strided(what, x)
     if is_array(x) and is_bool(x):
         remedy = "Take keys(valid) for a mask of valid keys, or pass valid.sum(-1)"
         expect(False, what, "integers", kind_of(x), remedy, error=DtypeError)

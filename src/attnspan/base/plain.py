@@ -6,7 +6,7 @@ import numpy as np
 
 from attnspan.errors import DtypeError
 
-__all__ = ["check_plain"]
+__all__ = ["check_plain", "check_strided"]
 
 #: Subclasses that torch and NumPy read as what they are, by module and name: asking loads nothing.
 _PLAIN = frozenset(
@@ -48,3 +48,20 @@ storage may not hold what it stands for. Convert it to a plain one.
             )
             remedy += " upper left one; scaled_dot_product_attention takes both"
         raise DtypeError(what, expected="a plain array or tensor", got=got, remedy=remedy)
+
+
+def check_strided(what: str, x: object) -> None:
+    """Raise for a tensor without one value of a common type in each place: nested, sparse and quantized ones.
+
+    Most functions of torch fail on them, some by an internal error.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(x, torch.Tensor) or torch.compiler.is_compiling():
+        return
+    for kind, holds, remedy in (
+        ("a nested tensor", x.is_nested, "Pad it by torch.nested.to_padded_tensor, or pass lengths"),
+        ("a sparse tensor", x.layout is not torch.strided, "Convert it by .to_dense()"),
+        ("a quantized tensor", x.is_quantized, "Convert it by .int_repr() or .dequantize()"),
+    ):
+        if holds:
+            raise DtypeError(what, expected="a dense tensor", got=kind, remedy=remedy)

@@ -11,13 +11,16 @@ from attnspan.errors import shown
 
 from .arrays import is_array
 
-__all__ = ["Node", "Registrar", "arrays_in", "nodes_in", "register_pytrees", "short"]
+__all__ = ["Node", "Registrar", "arrays_in", "library_classes", "nodes_in", "register_pytrees", "short"]
 
 #: Tells a framework of a class: the class, how to take an object apart, and how to make it again.
 Registrar = Callable[[type, Callable[..., Any], Callable[..., Any]], None]
 
 
+_PACKAGE = __name__.partition(".")[0] + "."
 _classes: list[type] = []
+#: The classes of this library: methods of any other may read what is no field of theirs.
+library_classes: set[type] = set()
 _registrars: list[Registrar] = []
 
 
@@ -37,6 +40,8 @@ class Node:
         super().__init_subclass__(**keywords)
         dataclass(frozen=True, eq=False, repr=False)(cls)
         _classes.append(cls)
+        if cls.__module__.startswith(_PACKAGE):
+            library_classes.add(cls)
         for registrar in _registrars:
             registrar(cls, _flatten, partial(_unflatten, cls))
 
@@ -139,10 +144,13 @@ def nodes_in(x: Node) -> Iterator[Node]:
 
 
 def _structure(x: Node) -> tuple[Any, ...] | None:
-    """The class and the fields of a node without arrays, and of those in it; None with arrays."""
+    """The class and the attributes of a node without arrays, and of those in it; None with arrays."""
     parts: list[Any] = [type(x)]
-    for field in fields(x):  # type: ignore[arg-type]
-        value = getattr(x, field.name)
+    names = [field.name for field in fields(x)]  # type: ignore[arg-type]
+    # A class of the user derives attributes, perhaps from more than its fields.
+    derived = [] if type(x) in library_classes else [name for name in vars(x) if name not in names]
+    for name in (*names, *derived):
+        value = getattr(x, name)
         for part in value if type(value) is tuple else (value,):
             if is_array(part):
                 return None

@@ -11,7 +11,7 @@ import numpy as np
 from attnspan.base import checks
 from attnspan.base.arrays import NUMPY, Array, Arrays, arrays_for, is_array, kind_of, own
 from attnspan.base.mistakes import refuse_truth_of_bias
-from attnspan.base.plain import check_plain
+from attnspan.base.plain import check_plain, check_strided
 from attnspan.base.pytrees import Node, arrays_in
 from attnspan.base.recorded import agree, sure
 from attnspan.errors import DtypeError, ShapeError, expect
@@ -282,6 +282,7 @@ def is_floating(x: object) -> bool:
 def _floats(what: str, x: Any, ranks: tuple[int, ...]) -> Array:
     """Check that `x` is a floating array of one of the ranks; lists become NumPy arrays."""
     check_plain(what, x)
+    check_strided(what, x)
     x = _readable(np.asarray(x, np.float64) if isinstance(x, (list, tuple)) else x)
     expect(is_floating(x), what, "a floating array", kind_of(x), "Convert it to float32", error=DtypeError)
     remedy = "Drop or add axes; heads come before distances, a batch axis comes first"

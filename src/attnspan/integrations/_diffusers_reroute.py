@@ -7,7 +7,6 @@ ordinary functions, and one class for all layers.
 """
 
 import dis
-import threading
 from collections.abc import Callable
 from copy import copy
 from types import CodeType, FunctionType, ModuleType
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
 
+from attnspan.base.forks import ForkSafeLock
 from attnspan.errors import ShapeError, expect
 
 from ._diffusers_attention import attend
@@ -27,7 +27,7 @@ __all__ = ["Reroute", "is_rerouted", "restored", "uses_attention"]
 _SDPA = F.scaled_dot_product_attention
 _NAMES = {"scaled_dot_product_attention", "dispatch_attention_fn"}
 
-_lock = threading.RLock()
+_lock = ForkSafeLock()
 _routes: WeakValueDictionary[int, "Reroute"] = WeakValueDictionary()
 
 
@@ -51,7 +51,7 @@ class Reroute:
     @classmethod
     def to(cls, config: Any = None) -> "Reroute":
         """The one route with that config: layers that share it share their classes."""
-        with _lock:
+        with _lock.held():
             found = _routes.get(id(config))
             if found is None:
                 found = _routes[id(config)] = cls(config)
@@ -66,7 +66,7 @@ class Reroute:
     def class_of(self, base: type) -> type:
         """The subclass of ``base`` whose attention goes this way."""
         base = vars(base).get("_attnspan_base", base)
-        with _lock:
+        with _lock.held():
             if base not in self._classes:
                 # An ancestor's method, called by super(), is found in a twin right before that ancestor.
                 twins = tuple(self._twin(x) for x in base.__mro__ if x is base or _methods(x))

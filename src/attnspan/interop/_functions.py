@@ -10,7 +10,6 @@ import functools
 import inspect
 import itertools
 import secrets
-import threading
 import warnings
 import weakref
 from collections import Counter
@@ -22,6 +21,7 @@ import jax
 import numpy as np
 from torch import Tensor
 
+from attnspan.base.forks import ForkSafeLock, without_locks
 from attnspan.call.backend import asked
 from attnspan.errors import DtypeError, expect
 from attnspan.torch.compat import pytree
@@ -35,7 +35,7 @@ MOST_FUNCTIONS, MOST_PROGRAMS = 1024, 256
 # A function that is traced as often as this for the same shapes is worth a warning.
 MANY_TRACES = 64
 
-_lock = threading.RLock()
+_lock = ForkSafeLock()
 _counts: Counter[Hashable] = Counter()
 
 
@@ -44,7 +44,7 @@ class Programs:
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.name, self._where = getattr(fn, "__qualname__", type(fn).__name__), _where(fn)
-        self._lock = threading.RLock()
+        self._lock = ForkSafeLock()
         self._made: dict[Hashable, Program] = {}
 
     def get(self, structure: Hashable, shapes: Hashable, make: Callable[[], Program]) -> Program:
@@ -54,7 +54,7 @@ class Programs:
         found = self._made.get(key)
         if found is not None:
             return found
-        with self._lock:
+        with self._lock.held():
             if key not in self._made:
                 _count(self._where, shapes)
                 self._made[key] = make()
@@ -72,7 +72,7 @@ def programs_of(fn: Callable[..., Any]) -> Programs:
     # Each access to a bound method makes a new one; its parts live on.
     parts = (fn.__self__, fn.__func__) if isinstance(fn, MethodType) else (fn,)
     key = tuple(map(id, parts))
-    with _lock:
+    with _lock.held():
         if key in _programs:
             return _programs[key][1]
         made = Programs(fn)
@@ -134,6 +134,7 @@ def static_key(x: Any) -> Hashable:
     return type(x), x, (frozenset if isinstance(x, frozenset) else tuple)(map(static_key, parts))
 
 
+@without_locks
 class JaxCall:
     """A function with its arguments but for the tensors: what the operators run.
 

@@ -15,7 +15,7 @@ from jax import Array
 
 from attnspan.base.arrays import own
 from attnspan.base.mistakes import OneMask
-from attnspan.base.pytrees import nodes_in, register_pytrees
+from attnspan.base.pytrees import library_classes, nodes_in, register_pytrees
 from attnspan.call import Front, lower_mask
 from attnspan.call.backend import follow
 from attnspan.call.options import Given
@@ -27,8 +27,6 @@ from . import dropout
 from .placement import check_devices, check_sharding, is_traced, platform_of
 
 __all__ = ["JaxFront", "ShardedMask"]
-
-_PACKAGE = __name__.partition(".")[0] + "."
 
 
 def _register(cls: type, flatten: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
@@ -152,7 +150,7 @@ def _calls_functions(mask: Mask) -> bool:
 
 def _is_ours(mask: Mask) -> bool:
     """Whether this package knows what all parts of a mask read: masks of users may want arrays of JAX."""
-    ours = all(type(node).__module__.startswith(_PACKAGE) for node in nodes_in(mask))
+    ours = all(type(node) in library_classes for node in nodes_in(mask))
     return ours and not _calls_functions(mask)
 
 

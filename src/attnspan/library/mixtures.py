@@ -32,6 +32,7 @@ class Mixture(Mask):
 
     def __post_init__(self) -> None:
         self._set(masks=_several(type(self).__name__, self.masks))
+        self._nest(self.masks)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}([{', '.join(map(repr, self.masks))}])"
@@ -158,6 +159,7 @@ class per_document(Mask):
 
     def __post_init__(self) -> None:
         _check_inner("per_document", self.mask, None)
+        self._nest([self.mask])
         self._check(cu_seqlens=checks.offsets)
 
     def _lower(self, low: Lowering) -> Rows:
@@ -189,6 +191,7 @@ class batchify(Mask):
     def __post_init__(self) -> None:
         self._check(size=checks.positive)
         _check_inner("batchify", self.mask, self.size)
+        self._nest([self.mask])
 
     def _lower(self, low: Lowering) -> Rows:
         index = low.q_index
@@ -239,9 +242,11 @@ class reordered(Mask):
 
     def __post_init__(self) -> None:
         _several("reordered", [self.mask])
+        self._nest([self.mask])
         self._check(order=partial(checks.integers, ranks=(1,)))
         arrays = arrays_for([self.order])
-        if not arrays.tracing():
+        # A tensor on the meta device has no values.
+        if not arrays.tracing() and getattr(arrays.device, "type", None) != "meta":
             values, last = arrays.to_numpy(self.order), self.order.shape[0] - 1
             fits = np.array_equal(np.sort(values), np.arange(len(values)))
             remedy = "Pass the token at each place, each token once"
@@ -305,7 +310,7 @@ def _padded(arrays: Arrays, bounds: Array, runs: int) -> Array:
 
 def _several(what: str, masks: Any) -> tuple[Mask, ...]:
     several = isinstance(masks, list | tuple) and len(masks) > 0
-    got = type(masks).__name__ if masks else "none"
+    got = "none" if isinstance(masks, list | tuple) else type(masks).__name__
     expect(several, what, "a list of masks", got, "Pass one mask for each", error=DtypeError)
     for mask in masks:
         remedy = "Make them by the functions of attnspan"

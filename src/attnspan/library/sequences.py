@@ -100,10 +100,12 @@ def global_sliding(window: int, tokens: int | Array, rows: bool = True, max_runs
         [[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 1, 1]]
     """
     window = checks.count("global_sliding: window", window)
-    marked: Any = np.asarray(tokens) if isinstance(tokens, list | tuple) else tokens
+    rows = checks.flag("global_sliding: rows", rows)
+    marked: Any
     seen: Mask
-    if is_array(marked):
-        seen = masks.keys(checks.booleans("global_sliding: tokens", marked), max_runs)
+    if is_array(tokens) or isinstance(tokens, list | tuple):
+        marked = checks.booleans("global_sliding: tokens", tokens)
+        seen = masks.keys(marked, max_runs)
     else:
         marked = checks.count("global_sliding: tokens", tokens)
         seen = masks.global_keys(marked)

@@ -37,6 +37,9 @@ from .vision import flamingo, selected_blocks, spatial_heads, temporal_heads, vi
 
 __all__ = ["names", "parse", "parse_with"]
 
+#: Characters of a text that an error shows.
+_MOST_SHOWN = 400
+
 _MASKS: tuple[Callable[..., Any], ...] = (
     *(full, causal, window, segments, documents, prefix, groups, key_padding, keys, cache, global_keys),
     *(spans, from_dense),
@@ -81,11 +84,19 @@ def parse(text: str) -> Mask:
 def parse_with(text: str, names: Mapping[str, Callable[..., Any]]) -> Mask:
     """Read `text`, with the mask functions, and functions that make their arguments, given by name."""
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        return _Reader(text, names).mask(_parsed(text))
+    except (RecursionError, MemoryError):  # Python's parser has a stack of its own.
+        what, expected = f"mask {_cut(text)!r}", "an expression that Python can parse"
+        remedy = "Shorten it, or write it in Python and join its parts in a loop, by & and |"
+        raise OptionError(what, expected=expected, got=f"{len(text)} characters", remedy=remedy) from None
+
+
+def _parsed(text: str) -> ast.expr:
+    try:
+        return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError) as error:  # ValueError: null bytes
         where = f" at column {error.offset}" if isinstance(error, SyntaxError) else ""
         raise _misread(text, f"{getattr(error, 'msg', error)}{where}") from None
-    return _Reader(text, names).mask(tree)
 
 
 @dataclass
@@ -108,8 +119,7 @@ class _Reader:
     def _value(self, node: ast.expr) -> Any:
         """Read an argument: a number, text, None, a mask, or lists and calls of those."""
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd | ast.BitOr):
-            left, right = self.mask(node.left), self.mask(node.right)
-            return left & right if isinstance(node.op, ast.BitAnd) else left | right
+            return self._joined(node)
         if isinstance(node, ast.List | ast.Tuple):
             return self._list(node)
         if isinstance(node, ast.Name):  # A mask without arguments may leave its parentheses out.
@@ -121,6 +131,19 @@ class _Reader:
             if isinstance(value, int | float | str | None):
                 return value
         raise self._misread(node)
+
+    def _joined(self, node: ast.BinOp) -> Mask:
+        """Read operands from the left on. Python nests them as deep as there are operators."""
+        first: ast.expr = node
+        later: list[ast.BinOp] = []
+        while isinstance(first, ast.BinOp) and isinstance(first.op, ast.BitAnd | ast.BitOr):
+            later.append(first)
+            first = first.left
+        found = self.mask(first)
+        for each in reversed(later):
+            right = self.mask(each.right)
+            found = found & right if isinstance(each.op, ast.BitAnd) else found | right
+        return found
 
     def _list(self, node: ast.List | ast.Tuple) -> Any:
         """Masks and text as a list, sizes in parentheses as a tuple, other numbers as an array."""
@@ -147,7 +170,7 @@ class _Reader:
         try:
             return self.names[name](*args, **options)
         except TypeError as error:
-            what, got = f"mask {self.text!r}", str(error).removesuffix(".")
+            what, got = f"mask {_cut(self.text)!r}", str(error).removesuffix(".")
             remedy = f"See help({self.names[name].__module__}.{name})"
             raise OptionError(
                 what, expected=f"arguments that {name}() takes", got=got, remedy=remedy
@@ -158,10 +181,14 @@ class _Reader:
         value = f"Write the value of {name} in its place, such as [0, 10, 22, 32]"
         remedy = f"Write {' or '.join(close)}" if close else value if bare else "Name a known mask"
         expected = "the name of a mask" if close else f"one of {', '.join(self.names)}"
-        return OptionError(f"mask {self.text!r}", expected=expected, got=name, remedy=remedy)
+        return OptionError(f"mask {_cut(self.text)!r}", expected=expected, got=name, remedy=remedy)
 
 
 def _misread(text: str, got: str) -> OptionError:
     expected = "mask calls with numbers and lists of numbers, composed with & and |"
     remedy = 'Write it like "causal & window(128)"'
-    return OptionError(f"mask {text!r}", expected=expected, got=got, remedy=remedy)
+    return OptionError(f"mask {_cut(text)!r}", expected=expected, got=_cut(got), remedy=remedy)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

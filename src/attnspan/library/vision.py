@@ -129,6 +129,7 @@ def spatial_heads(prompt: int, frame: int, width: float, sink: bool = False, mul
     prompt = checks.count("spatial_heads: prompt", prompt)
     frame = checks.positive("spatial_heads: frame", frame)
     multiple = checks.positive("spatial_heads: multiple", multiple)
+    sink = checks.flag("spatial_heads: sink", sink)
     _check_width("spatial_heads: width", width)
     band = math.floor(width * frame / multiple) * multiple
     always = masks.global_keys(prompt + frame if sink else prompt) | global_rows(prompt)
@@ -136,8 +137,8 @@ def spatial_heads(prompt: int, frame: int, width: float, sink: bool = False, mul
 
 
 def _check_width(what: str, width: Any) -> None:
-    fits = isinstance(width, (int, float)) and not isinstance(width, bool) and 0 <= width < math.inf
-    expect(fits, what, "a number of at least 0", repr(width), "Pass how many frames a row sees")
+    fits = isinstance(width, (int, float)) and not isinstance(width, bool) and 0 <= width < 2**31
+    expect(fits, what, "a number of at least 0, below 2^31", repr(width), "Pass how many frames a row sees")
 
 
 class temporal_heads(Mask):
@@ -170,7 +171,7 @@ class temporal_heads(Mask):
         _check_width("temporal_heads: width", self.width)
 
     def _reach(self) -> int:
-        return math.floor(self.width * self.frame / self.frames)
+        return min(math.floor(self.width * self.frame / self.frames), self.frame)
 
     def _key_len(self) -> Any:
         return self.prompt + self.frames * self.frame

@@ -11,6 +11,7 @@ import numpy as np
 from attnspan.base import checks
 from attnspan.base.arrays import INT32_MAX, Array, Arrays, arrays_for, is_array, is_integer, kind_of
 from attnspan.base.mistakes import refuse_operand, refuse_truth
+from attnspan.base.plain import check_strided
 from attnspan.base.pytrees import Node
 from attnspan.errors import DtypeError, OptionError, ShapeError, expect
 
@@ -48,6 +49,7 @@ class Spans(Node):
     def __post_init__(self) -> None:
         bounds: Array = self.bounds
         k_len: Any = self.k_len
+        check_strided("Spans", bounds)
         holds, remedy = is_array(bounds) and is_integer(bounds), "Convert the bounds to int32"
         expect(holds, "Spans", "an int32 array", kind_of(bounds), remedy, error=DtypeError)
         fits, shape = bounds.ndim == 5 and bounds.shape[-1] == 2, tuple(bounds.shape)
@@ -60,9 +62,12 @@ class Spans(Node):
             k_len = int(k_len)
             object.__setattr__(self, "k_len", k_len)
         holds = not (k_len is None or isinstance(k_len, (bool, float, str)) or is_array(k_len))
+        # Symbols count as numbers do. Whatever cannot be divided is no number.
+        holds = holds and (arrays.tracing() or hasattr(k_len, "__floordiv__"))
         expect(holds, what, "an int", type(k_len).__name__, remedy, error=DtypeError)
         if not arrays.tracing() and isinstance(k_len, int):
             expect(k_len >= 0, what, "at least 0", k_len, remedy)
+            expect(k_len <= INT32_MAX, what, "at most {}", k_len, remedy, INT32_MAX)
         object.__setattr__(self, "_k_len", self._k_len_as_data())
 
     @classmethod

@@ -134,7 +134,8 @@ class key_padding(Mask):
 
     def __post_init__(self) -> None:
         sides, remedy = ("right", "left"), "Name the side the padding is on"
-        expect(self.side in sides, "key_padding: side", '"right" or "left"', repr(self.side), remedy)
+        known = isinstance(self.side, str) and self.side in sides
+        expect(known, "key_padding: side", '"right" or "left"', repr(self.side), remedy)
         self._check(lengths=checks.lengths, start=checks.count)
         remedy = "Pass the first key after the part that may be padded"
         self._check(stop=checks.optional(partial(checks.count, least=self.start, remedy=remedy)))

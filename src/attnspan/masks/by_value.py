@@ -281,7 +281,7 @@ def _table(counts: Array, indices: Array, blocks: int) -> Array:
 
 def is_traced(low: Lowering, x: Array) -> bool:
     """Whether the values of `x` are not there: what is on a device can be waited for."""
-    on_host = getattr(getattr(x, "device", None), "type", "cpu") == "cpu"
+    on_host = getattr(getattr(x, "device", None), "type", "cpu") in ("cpu", "meta")
     return low.arrays.tracing() or (on_host and not low.arrays.concrete(x))
 
 

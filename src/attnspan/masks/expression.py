@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
-from attnspan.base.arrays import Array, arrays_for, outside_inference_mode, own, read_only
+from attnspan.base.arrays import Array, arrays_for, frozen, outside_inference_mode, own
 from attnspan.base.mistakes import refuse_operand, refuse_operator, refuse_truth, refuse_use_as_array
 from attnspan.base.pytrees import Node, arrays_in
 from attnspan.base.recorded import without_tracer_warnings
-from attnspan.errors import OptionError, ShapeError, expect
+from attnspan.errors import OptionError, ShapeError, UsageError, expect
 
+from .answers import forget_answers_of_others
 from .bands import Band
 from .bounds import Spans
 from .intervals import FULL, Interval, Rows, clip_rows, either_illegal, merge_known
@@ -24,6 +26,12 @@ __all__ = ["And", "Combined", "Mask", "Or", "Prepared", "RowNumbered"]
 
 # Numbers and words that a mask may hold and still say all there is to know.
 _STATIC = (bool, int, float, str, type(None))
+# What a class says of its own lowering: a subclass that changes anything of it must say this anew.
+_ANSWERS = ("band", "static_key", "_in_numbers", "may_separate", "_separates", "_first_keys", "array_dims")
+
+
+# Operators of one kind in a row are one level. Lowering takes three of Python's 1,000 frames for each level.
+_MOST_LEVELS = 200
 
 
 class Mask(Node):
@@ -45,6 +53,14 @@ class Mask(Node):
     _in_numbers: ClassVar[bool] = False
     # Number of dims that its arrays have besides batch rows; None if their parts are unknown.
     array_dims: ClassVar[int | None] = None
+    # Levels of masks in it, where it knows them: no field.
+    _depth: ClassVar[int] = 0
+    # Whether masks of its own class that it holds become one with it.
+    _is_flat: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        forget_answers_of_others(cls, Mask, _ANSWERS)
 
     def may_separate(self) -> bool:
         """Whether it may keep the packed documents of a row apart."""
@@ -67,6 +83,14 @@ class Mask(Node):
             if several:
                 parts.append((tuple, len(value)))
         return tuple(parts)
+
+    def _nest(self, masks: Sequence[Mask]) -> None:
+        """Note how deep masks are nested in it: Python cannot walk through more than some levels."""
+        # Masks of its own class that an operator joined are of its own level.
+        depth = max([mask._depth + (type(mask) is not type(self) or not mask._is_flat) for mask in masks])
+        expected, remedy = "at most {} levels of masks", "Prepare an inner part first, by prepare(...)"
+        expect(depth <= _MOST_LEVELS, type(self).__name__, expected, depth, remedy, _MOST_LEVELS)
+        self._set(_depth=depth)
 
     def __and__(self, other: Mask) -> Mask:
         return And(_one_order(self, other)) if isinstance(other, Mask) else refuse_operand("&", self, other)
@@ -141,10 +165,10 @@ class Mask(Node):
             arrays = arrays_for([*arrays_in(self), q_index, k_index], like)
             low = begin(arrays, self.leaves(), q_len, k_len, batch, heads, q_index, k_index)
             spans = Spans(low.bounds(self), low.top)
-            rows_at = None if low.counted_back else _apart(low.q_index[:, 0], q_index)
+            rows_at = None if low.counted_back else _apart(low.q_index[:, 0])
             if k_index is None:
                 return _known_as(self.band() if q_index is None else None, Prepared(spans, rows_at))
-            k_index = _apart(arrays.asarray(k_index, "int32"), k_index)
+            k_index = _apart(arrays.asarray(k_index, "int32"))
             return Prepared(spans.take_keys(k_index), rows_at, k_index[None])
 
     def prepare(self, q_len: int, k_len: int, **options: Any) -> Prepared:
@@ -172,11 +196,11 @@ class Mask(Node):
         found = self.spans(q_len, k_len, **options)
         found.lowered._require_values("prepare", of="mask")
         with outside_inference_mode():
-            exact = replace(found, lowered=found.lowered.compact().validate())
+            exact = found.lowered.compact().validate()
             # Layers share it: a write would change the mask of all of them.
-            for x in (exact.lowered.bounds, exact.q_index, exact.k_index):
-                read_only(x)
-            return _known_as(found.band(), exact)
+            spans = Spans(frozen(exact.bounds), exact.k_len)
+            mask = Prepared(spans, frozen(found.q_index), frozen(found.k_index), found.bare)
+            return _known_as(found.band(), mask)
 
     def show(self, q_len: int = 64, k_len: int | None = None, **options: Any) -> None:
         """Print a picture of the mask, as `attnspan.masks.picture.show` does, which has the options."""
@@ -241,20 +265,23 @@ class Combined(Mask):
     """Masks joined by an operator."""
 
     _in_numbers = True
+    _is_flat = True
 
     operands: tuple[Mask, ...]
+
+    def __post_init__(self) -> None:
+        # In one level, so that masks joined in a loop are not nested as often as the loop runs.
+        flat: list[Mask] = []
+        for operand in self.operands:
+            flat += operand.operands if type(operand) is type(self) else [operand]  # type: ignore[attr-defined]
+        self._nest(self.operands)
+        self._set(operands=tuple(flat))
 
     def leaves(self) -> list[Mask]:
         leaves: list[Mask] = []
         for operand in self.operands:
             leaves += operand.leaves()
         return leaves
-
-    def _flat(self) -> list[Mask]:
-        flat: list[Mask] = []
-        for operand in self.operands:
-            flat += operand._flat() if type(operand) is type(self) else [operand]  # type: ignore[attr-defined]
-        return flat
 
 
 class And(Combined):
@@ -265,17 +292,17 @@ class And(Combined):
 
     def band(self) -> Band | None:
         band: Band | None = Band()
-        for operand in self._flat():
+        for operand in self.operands:
             other = operand.band()
             band = None if band is None or other is None else band & other
         # Rows that were lowered before may be others than those of the documents, which the lowering finds.
-        fixed = any(isinstance(operand, Prepared) for operand in self._flat())
+        fixed = any(isinstance(operand, Prepared) for operand in self.operands)
         return None if fixed and band is not None and band.cu_k is not None else band
 
     def _lower(self, low: Lowering) -> Rows:
         clip: Rows | None = None
         wide = []
-        for operand in self._flat():
+        for operand in self.operands:
             rows = low.lower(operand)
             if len(rows.intervals) > 1:
                 wide.append((operand, rows))
@@ -287,7 +314,7 @@ class And(Combined):
         # Single intervals go into the operands of each `|` first: many of those then have unions known to be
         # one.
         lowered = [
-            operand._lower_within(low, clip) if isinstance(operand, Or) else clip_rows(low.arrays, rows, clip)
+            operand._lower_within(low, clip) if type(operand) is Or else clip_rows(low.arrays, rows, clip)
             for operand, rows in wide
         ]
         return reduce(low.intersection, lowered)
@@ -309,7 +336,7 @@ class Or(Combined):
         """Lower the union intersected with `clip`, which has a single interval per row."""
         pool: list[Interval] = []
         illegal = None
-        for operand in self._flat():
+        for operand in self.operands:
             rows = clip_rows(low.arrays, low.lower(operand), clip)
             pool.extend(rows.intervals)
             illegal = either_illegal(illegal, rows.illegal)
@@ -348,6 +375,12 @@ class Prepared(Mask):
     # How many of the first tokens a rolling cache keeps, and shows to all later ones. No field either.
     _kept: ClassVar[int | None] = None
 
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        del keywords
+        expected, got = "a subclass of Mask", "one of Prepared, whose spans are read past its methods"
+        remedy = "Write a Mask that holds the lowered one, and lower that one in its _lower"
+        raise UsageError(f"class {cls.__name__}", expected=expected, got=got, remedy=remedy)
+
     def band(self) -> Band | None:
         return self._of
 
@@ -374,7 +407,7 @@ class Prepared(Mask):
             q_index = (arrays.arange(q_len) + (self.lowered.k_len - q_len))[None]
         found = super()._spans(q_len, k_len, batch, heads, q_index, k_index, like)
         own = found.k_index if self.k_index is None else arrays.take_along(self.k_index, found.k_index)
-        return Prepared(found.lowered, q_index, own)
+        return Prepared(found.lowered, found.q_index, own)
 
     def _check_fit(self, own_k_len: int, q_len: int, k_len: int, batch: int, heads: int) -> None:
         own_batch, own_heads, own_q_len = self.lowered.bounds.shape[:3]
@@ -424,9 +457,9 @@ class Prepared(Mask):
         return repr(self.lowered).replace("Spans", "Prepared")
 
 
-def _apart(x: Any, given: Any) -> Any:
+def _apart(x: Any) -> Any:
     """An array that shares no memory with one that the caller gave, and may write into later."""
-    return x if given is None or arrays_for([x]).tracing() else _copy(x)
+    return x if arrays_for([x]).tracing() else _copy(x)
 
 
 def _copy(x: Any) -> Any:

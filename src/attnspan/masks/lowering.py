@@ -158,6 +158,7 @@ class Lowering:
                 if not _same_anchor(leaf, first):
                     got = f"one from {first!r} and another from {leaf!r}"
                     remedy = "Pass q_index, or make both from one and the same array"
+                    remedy += "; Layout.of takes mask.prepare(q_len, k_len, q_index=...)"
                     expect(False, "q_index", "one default for the rows' indices", got, remedy)
             self.q_index = first._anchor_index(self)
         elif k_index is not None:
@@ -206,7 +207,7 @@ class Lowering:
         own = self.batch if axis == "batch" else self.heads
         if not (sure(size == 1) or agree(size, own)):
             expected = f"{'' if isinstance(own, int) and own == 1 else '1 or '}{{}} along the {axis} axis"
-            remedy = f"It must fit q; prepare() and spans() take {axis}=, or like=q"
+            remedy = f"It must fit q; prepare(), spans() and Layout.of() take {axis}=, the first two like=q"
             expect(False, what, expected, size, remedy, own, error=ShapeError)
 
     def check_rows(self, what: str, size: int) -> None:
@@ -330,6 +331,11 @@ def begin(
             elif not 0 <= size <= INT32_MAX:
                 expect(False, name, "0 to {}", size, "Use fewer", INT32_MAX)
     if k_index is not None:
+        if is_array(k_index) and k_index.ndim == 2:
+            remedy = "Pass k_index[0] if its rows are equal. Else lower the mask for each b with k_index[b], "
+            remedy += "join the bounds along their first axis, and pass attnspan.spans(bounds) as the mask"
+            got = tuple(k_index.shape)
+            expect(False, "k_index", "(k_len,), for all batch rows", got, remedy, error=ShapeError)
         k_index = check_index(arrays, k_index, "k_index", below=None, ascending=True)
         n, remedy = k_index.shape[0], "Pass the global indices of the keys that are here"
         expect(n == k_len, "k_index", "one index per key, {}", n, remedy, k_len, error=ShapeError)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from attnspan.base.arrays import Array, arrays_for, is_array
 from attnspan.base.checks import count, number
+from attnspan.base.forks import without_locks
 from attnspan.errors import DtypeError, ShapeError, expect
 from attnspan.masks import Mask, Prepared, full
 from attnspan.masks.bounds import Spans
@@ -67,6 +68,7 @@ class Runs:
     rank: Ints
 
 
+@without_locks
 @dataclass(frozen=True, eq=False)
 class Layout:
     """Rows that each rank owns.

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from attnspan.base.arrays import frozen, is_frozen
 from attnspan.base.mistakes import not_a_mask
 from attnspan.errors import ShapeError, expect
 from attnspan.masks import Mask, Prepared
 from attnspan.masks.bounds import Spans
-
-from .intervals import read_only
 
 __all__ = ["digest", "lower"]
 
@@ -60,8 +59,9 @@ def lower(
         remedy = "Pass batch=... and heads=... of the whole problem, and lower the mask for these"
         wanted = f"{whole} {name}, or 1 that all share"
         expect(got in (1, whole), what, wanted, repr(spans), remedy, error=ShapeError)
-    if not isinstance(spans.bounds, np.ndarray) or found is not mask:
-        found = Prepared(Spans(_numpy(spans.bounds), k_len), _numpy(found.q_index))
+    if not (is_frozen(spans.bounds) and (found.q_index is None or is_frozen(found.q_index))):
+        # Plans are remembered: what is written into the caller's arrays must not change them.
+        found = Prepared(Spans(frozen(_numpy(spans.bounds)), k_len), frozen(_numpy(found.q_index)))
     if isinstance(mask, Prepared) and not known:
         # On the keys of a rank an illegal span may look like a legal one.
         found.lowered.validate()
@@ -69,8 +69,6 @@ def lower(
 
 
 def _numpy(x: Any) -> Any:
-    """A read-only view in NumPy, because plans are remembered."""
     if x is None:
         return None
-    found = x.detach().cpu().numpy() if hasattr(x, "detach") else np.asarray(x)
-    return read_only(found.view())
+    return x.detach().cpu().numpy() if hasattr(x, "detach") else np.asarray(x)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnspan.base.checks import count
+from attnspan.base.forks import without_locks
 from attnspan.errors import DtypeError, OptionError, ShapeError, expect
 from attnspan.masks import Mask, Prepared
 from attnspan.masks.bounds import Spans
@@ -117,6 +118,7 @@ def _check_sizes(heads: Any, *sizes: Any) -> None:
     expect(whole and heads[0] % heads[1] == 0, "heads", wanted, repr(heads), remedy, error=OptionError)
 
 
+@without_locks
 @dataclass(frozen=True, eq=False)
 class Plan:
     """Plan of one attention over ranks: its mask, and the keys that cross the network for it; picklable.

@@ -5,7 +5,6 @@ Lowering is arithmetic on small arrays. On the CPU NumPy does it, whose calls co
 
 from collections import OrderedDict
 from dataclasses import fields
-from threading import Lock
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -13,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnspan.base.arrays import NUMPY, stored
-from attnspan.base.pytrees import Node
+from attnspan.base.arrays import NUMPY, is_frozen, stored
+from attnspan.base.forks import ForkSafeLock
+from attnspan.base.pytrees import library_classes
 from attnspan.call import lower_mask
 from attnspan.call.options import Given
 from attnspan.masks.bounds import Spans
@@ -29,8 +29,7 @@ _MOST_SIZES = 4
 _MOST_STATIC = 16
 
 
-_PACKAGE = __name__.partition(".")[0] + "."
-_FIXED = object()  # the value of an array of a prepared mask, which is read-only
+_FIXED = object()  # the value of an array that nothing can write
 
 
 class _Known(NamedTuple):
@@ -71,7 +70,7 @@ class _ByIdentity:
 
 _memory = _ByIdentity()
 _static: OrderedDict[tuple[Any, ...], Prepared] = OrderedDict()
-_lock = Lock()
+_lock = ForkSafeLock()
 
 
 def lowered(mask: Any, q: Tensor, k: Tensor) -> Prepared | None:
@@ -127,7 +126,7 @@ def stream_of(q: Tensor) -> int:
 
 def _unchanged(x: Any, value: Any) -> bool:
     if value is _FIXED:
-        return True
+        return is_frozen(x)
     if isinstance(x, np.ndarray):  # bytes compare in a tenth of the time of np.array_equal
         return bool(x.shape == value[0] and x.dtype == value[1] and x.tobytes() == value[2])
     return x.dtype == value.dtype and torch.equal(x, value) if x.is_cpu else x._version == value
@@ -148,7 +147,7 @@ def _lower(mask: Mask, q: Tensor, k: Tensor, sizes: tuple[int, ...]) -> _Known:
         arrays.append(x)
         if isinstance(x, Tensor):
             values.append(x._version if copy is None else torch.from_numpy(copy))
-        elif isinstance(mask, Prepared) and not x.flags.writeable:
+        elif is_frozen(x):
             values.append(_FIXED)
         else:
             values.append((copy.shape, copy.dtype, copy.tobytes()))
@@ -180,7 +179,7 @@ def _twin(x: Any, sources: dict[int, tuple[Any, Any]]) -> Any:
         return sources[id(x)][1]
     # A mask of a class of the user is lowered as it is, anew in each call: it may want tensors, or read
     # what is no field of it.
-    if not isinstance(x, Node) or not type(x).__module__.startswith(_PACKAGE):
+    if type(x) not in library_classes:
         raise _UnknowableError
     twin = object.__new__(type(x))
     for field in fields(x):  # type: ignore[arg-type]
@@ -218,7 +217,7 @@ def _without_data(mask: Mask, key: tuple[Any, ...]) -> Prepared | None:
         found = _by_numpy(mask, (*key[2:], 1, 1), key[0][0])
     except (ValueError, TypeError):
         return None
-    with _lock:
+    with _lock.held():
         _static[key] = found
         while len(_static) > _MOST_STATIC:
             _static.popitem(last=False)

@@ -115,7 +115,8 @@ def _collate(batch: list[Any], **_: Any) -> Any:
     if all(x == first for x in others):
         return first
     trees = [pytree.tree_flatten(x) for x in batch]
-    alike = all(spec == trees[0][1] for _, spec in trees)
+    # Without arrays they differ in what is no field of theirs.
+    alike = bool(trees[0][0]) and all(spec == trees[0][1] for _, spec in trees)
     remedy = "Make the mask of the batch from the collated arrays"
     expect(alike, "default_collate", "masks of one structure", " and ".join(map(repr, batch[:2])), remedy)
     columns = list(zip(*(leaves for leaves, _ in trees), strict=True))

@@ -4,7 +4,6 @@ torch_xla keys what it has traced by the identity of the function, and keeps it 
 is made once for what is static about it, and its arguments are arrays only.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from attnspan.base.forks import ForkSafeLock
 from attnspan.call.options import DISTANCE
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ __all__ = ["Program", "backward", "call", "forward", "jax_of_xla", "lowering", "
 Program = Callable[..., Any]
 
 # torch_xla notes the arguments of a call on an object that all calls of one function share.
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 
 
 def call(program: Program, *args: Any) -> list[Tensor]:
@@ -34,7 +34,7 @@ def call(program: Program, *args: Any) -> list[Tensor]:
     """
     import torch_xla.core.xla_builder as xb
 
-    with _lock, _wide(args):
+    with _lock.held(), _wide(args):
         return list(xb.call_jax(program, args))
 
 

@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from attnspan.base.arrays import Array, is_array
-from attnspan.base.pytrees import register_pytrees
+from attnspan.base.pytrees import library_classes, register_pytrees
 from attnspan.masks import Mask
 from attnspan.masks.bounds import Spans
 
@@ -21,7 +21,8 @@ _CLASSES: dict[str, Callable[..., Any]] = {}
 
 
 def _register(cls: type, _: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
-    _CLASSES[cls.__name__] = unflatten
+    if cls in library_classes:
+        _CLASSES[cls.__name__] = unflatten
 
 
 register_pytrees(_register)
@@ -51,7 +52,7 @@ def decode(text: str, arrays: Sequence[Array]) -> Mask:
 
 
 def _words(x: Any, name: str, arrays: list[Array], names: list[str]) -> str:
-    if isinstance(x, (Mask, Spans)) and type(x).__name__ in _CLASSES:
+    if isinstance(x, (Mask, Spans)) and type(x) in library_classes:
         values = [(field.name, getattr(x, field.name)) for field in fields(x) if field.init]  # type: ignore[arg-type]
         parts = [f"{field!r}: {_words(value, field, arrays, names)}, " for field, value in values]
         return f"{{'': {type(x).__name__!r}, " + "".join(parts) + "}"

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from attnspan.base.forks import without_locks
 from attnspan.call import Problem
 from attnspan.jax.part import Gradients, JaxPart, Static
 from attnspan.kernels import Choice, SlowPathWarning, choose
@@ -43,6 +44,7 @@ __all__ = [
 ]
 
 
+@without_locks
 @dataclass(frozen=True)
 class Backend:
     """One backend, whose module is imported when it is first asked for.
