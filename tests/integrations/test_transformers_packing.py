@@ -19,7 +19,6 @@ MODELS = {
     "modernbert": ("AutoModel", {"local_attention": 6, "global_attn_every_n_layers": 2, **MARKERS}),
     "eurobert": ("AutoModel", {}),
     "llama": ("AutoModel", {"is_causal": False}),
-    "gemma3_text": ("AutoModel", {"use_bidirectional_attention": True}),
     "gpt_oss": ("AutoModel", {}),
     "opt": ("AutoModel", {"word_embed_proj_dim": 64, "ffn_dim": 96}),
     "biogpt": ("AutoModel", {}),

@@ -265,7 +265,7 @@ def write(bounds: Tensor, k_len: int) -> Tensor:
     """
     bounds = bounds.flatten(3)
     number = bounds.new_full((*bounds.shape[:3], 1), k_len)
-    return torch.cat([torch.nn.functional.pad(bounds, (0, 1)), number], 3).view(WRITTEN)
+    return torch.cat([torch.nn.functional.pad(bounds, (0, 1)), number], 3).to(WRITTEN)
 
 
 def _local(x: Tensor, sizes: _Extent, fill: Any) -> Tensor:

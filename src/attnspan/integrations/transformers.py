@@ -200,7 +200,7 @@ def _read(
             return full() if packed is None else packed, None
         fits, shape = given.shape[2] == q_len, tuple(given.shape)
         expect(fits, "attention_mask", "bounds for {} rows", shape, remedy, q_len, error=ShapeError)
-        written = given.view(torch.int32).unflatten(3, (-1, 2))
+        written = given.to(torch.int32).unflatten(3, (-1, 2))
         prepared = Prepared(_spans(written, k_len), bare=True)
         return prepared if packed is None else prepared & packed, None
     kind = given.dtype == torch.bool or given.is_floating_point()
