@@ -75,7 +75,7 @@ def follow(kind: type[PreTrainedModel], name: str) -> None:
             _local.positions = before
 
     keep_positions.attnspan_positions = True  # type: ignore[attr-defined]
-    owner.forward = keep_positions
+    owner.forward = keep_positions  # type: ignore[attr-defined]
 
 
 def follow_all(name: str) -> None:
@@ -85,6 +85,7 @@ def follow_all(name: str) -> None:
 
 
 def _kinds(kind: type) -> Iterator[type]:
+    below: type
     for below in type.__subclasses__(kind):
         yield below
         yield from _kinds(below)
