@@ -33,7 +33,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments 
 from worlds import preload, ranks, torchrun, world  # noqa: E402
 
 from attnspan import causal, segments  # noqa: E402
-from attnspan.errors import OptionError  # noqa: E402
+from attnspan.errors import DtypeError, OptionError  # noqa: E402
 from attnspan.integrations._accelerate_rows import _split, examine  # noqa: E402
 from attnspan.integrations.accelerate import context_parallel  # noqa: E402
 from attnspan.integrations.transformers import attend, plans_only  # noqa: E402
@@ -300,17 +300,35 @@ def test_trainers_that_are_refused(tmp_path: Path) -> None:
         trainer = trainer_of(model_of("llama"), "packed", 1, str(tmp_path))
         smoothed = trainer_of(model_of("llama"), "packed", 1, str(tmp_path), label_smoothing_factor=0.1)
         own = Own(model_of("llama"), trainer.args, train_dataset=documents(3, 9))
-    with pytest.raises(OptionError, match="expected a divisor of 1 ranks, got 2"):
-        context_parallel(trainer, 2)
+    for degree in (2, 0, -1):
+        with pytest.raises(OptionError, match=f"expected a divisor of 1 ranks, got {degree}. Pass a divisor"):
+            context_parallel(trainer, degree)
+    for degree in (True, "2", 1.0):
+        with pytest.raises(DtypeError, match=f"degree: expected an int, got {type(degree).__name__}"):
+            context_parallel(trainer, degree)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match=r"label_smoothing_factor: expected 0, got 0\.1"):
         context_parallel(smoothed)
     with pytest.raises(
         OptionError, match="expected the loss of Trainer or SFTTrainer, got the compute_loss of Own"
     ):
         context_parallel(own)
-    with pytest.raises(OptionError, match="expected a Trainer, got int"):
-        context_parallel(3)  # type: ignore[type-var]
-    assert context_parallel(trainer) is trainer, "one rank shares nothing"
+    with pytest.raises(OptionError, match=r"expected a Trainer, got Accelerator\. Pass the trainer itself"):
+        context_parallel(trainer.accelerator)
+    trainer.state.global_step = 1
+    with pytest.raises(OptionError, match="expected a trainer before its first step, got one after step 1"):
+        context_parallel(trainer)
+    trainer.state.global_step = 0
+    assert context_parallel(context_parallel(trainer)) is trainer, "one rank shares nothing"
+
+
+@ranks(2)
+def test_a_trainer_is_taken_once(tmp_path: Path) -> None:
+    with as_started_by_torchrun():
+        trainer = trainer_of(model_of("llama"), "packed", 2, str(tmp_path))
+        with pytest.raises(OptionError, match="expected a trainer on single ranks, got one in groups"):
+            context_parallel(trainer, 2)
+        with pytest.raises(OptionError, match="expected a divisor of 2 ranks, got 3"):
+            trainer_of(model_of("llama"), "packed", 3, str(tmp_path))
 
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "pretrain_packed.py"

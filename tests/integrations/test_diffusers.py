@@ -270,6 +270,26 @@ def test_diffusers_own_switch(name):
         )
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_a_model_that_checks_the_name_of_its_backend_takes_ours():
+    """AnyFlow asks for a name of FlexAttention, whose masks are spans here."""
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 1}
+    sizes = {"in_channels": 4, "out_channels": 4, "text_dim": 16, "freq_dim": 16, "ffn_dim": 32}
+    model = diffusers.AnyFlowFARTransformer3DModel(**heads, **sizes).requires_grad_(False)
+    inputs = {"hidden_states": torch.randn(1, 2, 4, 8, 8), "timestep": torch.tensor([[0.5, 0.5]])}
+    inputs |= {"r_timestep": torch.tensor([[0.1, 0.1]]), "encoder_hidden_states": torch.randn(1, 3, 16)}
+    inputs |= {"chunk_partition": [1, 1]}
+    wanted = model(**inputs).sample
+    model.set_attention_backend("attnspan")
+    with Watching() as operators:
+        got = model(**inputs).sample
+    assert operators.counts["attnspan.attention.default"] == 2
+    assert relative_error(got, wanted) < 1e-5
+    adapter.disable(model)
+    assert relative_error(model(**inputs).sample, wanted) < 1e-6
+
+
 class Several:
     """Stands for a configuration over several ranks."""
 

@@ -175,7 +175,7 @@ def test_an_unknown_function_has_the_positions_of_packed_documents():
             and_mask_function=lambda b, h, q, k: (k < 2) | (q - k < 2),  # noqa: ARG005
         )
         shown.append(mask)
-    bounds = shown[1].unflatten(3, (-1, 2))[:, :, :, :-1].contiguous()
+    bounds = shown[1].to(torch.int32).unflatten(3, (-1, 2))[:, :, :, :-1].contiguous()
     assert torch.equal(Spans(bounds, 12).dense(), shown[0] == 0)
 
 

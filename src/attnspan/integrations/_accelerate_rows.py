@@ -27,7 +27,7 @@ from attnspan.testing import probe
 from attnspan.torch.dtensor import ShardedMask
 
 from . import transformers as adapter
-from ._transformers_masks import describe, write
+from ._transformers_masks import WRITTEN, describe, write
 
 __all__ = ["Kind", "Sharded", "Sharding", "base_of", "examine"]
 
@@ -91,7 +91,7 @@ def _masks(model: Any, inputs: Mapping[str, Any], batch: int, length: int) -> di
             got = "layers whose masks transformers does not make"
         expect(fits, f"context_parallel: {name}", "attention in every layer", got, _WITHOUT)
         got = "layers that choose keys by what they contain"
-        expect(mask.dtype == torch.int32, f"context_parallel: {name}", "masks of spans", got, _WITHOUT)
+        expect(mask.dtype == WRITTEN, f"context_parallel: {name}", "masks of spans", got, _WITHOUT)
     return by_kind
 
 

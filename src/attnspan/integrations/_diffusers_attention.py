@@ -16,7 +16,10 @@ from attnspan.torch import attention, compat
 from attnspan.torch._sdpa import of_causal_bias
 from attnspan.torch.choice import torchs_backend
 
-__all__ = ["attend", "check_config", "read_mask"]
+__all__ = ["NAME", "attend", "check_config", "read_mask"]
+
+#: The name under which diffusers knows this attention.
+NAME = "attnspan"
 
 # Runs of valid keys that compiled code tells apart: padded text and an image have two. It computes the scores
 # of padding behind the last of them, and a bias hides those.

@@ -9,13 +9,10 @@ from torch import nn
 
 from attnspan.errors import UsageError, expect
 
-from ._diffusers_attention import check_config
+from ._diffusers_attention import NAME, check_config
 from ._diffusers_reroute import Reroute, is_rerouted, restored, uses_attention
 
 __all__ = ["NAME", "Enabled", "disable", "enable"]
-
-#: The name under which diffusers knows this attention.
-NAME = "attnspan"
 
 
 @dataclass(frozen=True)
@@ -103,7 +100,7 @@ def disable(model: Any, components: Iterable[str] | None = None) -> None:
     for _, part in _parts(model, components):
         for _, x, owner in _processors(part):
             if getattr(x, "_attention_backend", None) == NAME:
-                x._attention_backend = None
+                del x._attention_backend  # Its class has the one that it was made with.
             if is_rerouted(x):
                 new = restored(x)
                 if owner is not None:

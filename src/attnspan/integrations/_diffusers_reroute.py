@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from attnspan.base.forks import ForkSafeLock
 from attnspan.errors import ShapeError, expect
 
-from ._diffusers_attention import attend
+from ._diffusers_attention import NAME, attend
 
 __all__ = ["Reroute", "is_rerouted", "restored", "uses_attention"]
 
@@ -71,6 +71,8 @@ class Reroute:
                 # An ancestor's method, called by super(), is found in a twin right before that ancestor.
                 twins = tuple(self._twin(x) for x in base.__mro__ if x is base or _methods(x))
                 members = {"_attnspan_base": base, "_attnspan_route": self, "__reduce_ex__": _reduce}
+                if hasattr(base, "_SUPPORTED_BACKENDS"):  # AnyFlow asks for one that takes a BlockMask.
+                    members["_SUPPORTED_BACKENDS"] = (*base._SUPPORTED_BACKENDS, NAME)
                 if not hasattr(base, "_parallel_config"):
                     members["_parallel_config"] = property(_config_of, _set_config)
                 self._classes[base] = _named_as(base, twins, members)

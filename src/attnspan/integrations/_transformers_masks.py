@@ -16,10 +16,14 @@ from attnspan.base.recorded import is_recorded
 from attnspan.masks import Mask, causal, from_predicate, full, global_keys, groups, keys, segments, window
 from attnspan.torch._watched import constant_when_traced
 
-__all__ = ["NAME", "AllPairsWarning", "describe", "make_mask", "reads_masks", "write"]
+from ._transformers_positions import documents_of, is_new, positions_of
+
+__all__ = ["NAME", "WRITTEN", "AllPairsWarning", "describe", "make_mask", "reads_masks", "write"]
 
 #: The name under which transformers knows this attention.
 NAME = "attnspan"
+#: The dtype of written masks, whose numbers are those of int32. No other mask has it.
+WRITTEN = torch.uint32
 
 # Models that read their masks, to put them together or to add them to scores of their own; and kinds of
 # layers, which choose keys by what they contain.
@@ -126,6 +130,42 @@ def _see_documents_beside_a_new_cache() -> None:
     _replace("_preprocess_mask_arguments", read, read_documents)
 
 
+def _see_documents_without_positions() -> None:
+    """Let all masks of a model's own tokens look at the positions that it was called with."""
+    for kind in ("causal", "sliding_window_causal", "chunked_causal", "bidirectional", _BOTH_WAYS):
+        name = f"create_{kind}_mask"
+        require_names(masking_utils, [name], "attnspan.integrations.transformers", "transformers")
+        make = getattr(masking_utils, name)
+        if not hasattr(make, "attnspan_documents"):
+            _replace(name, make, _with_documents(make))
+
+
+_BOTH_WAYS = "bidirectional_sliding_window"
+
+
+def _with_documents(make: Callable[..., Any]) -> Callable[..., Any]:
+    names = tuple(inspect.signature(make).parameters)
+    cache = "cache" if "cache" in names else "past_key_values"
+
+    @functools.wraps(make)
+    def with_documents(*args: Any, **named: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **named}
+        positions = positions_of(given["inputs_embeds"])
+        ours = given["config"]._attn_implementation == NAME and given.get("encoder_hidden_states") is None
+        if not ours or positions is None:
+            return make(**given)
+        if "position_ids" in names and given.get("attention_mask") is None:
+            given["position_ids"] = positions if given.get("position_ids") is None else given["position_ids"]
+        elif is_new(given.get(cache)) and (packed := documents_of(positions)) is not None:
+            # By the module, whose functions say what they are.
+            own, found = given.get("and_mask_function"), masking_utils.packed_sequence_mask_function(packed)
+            given["and_mask_function"] = found if own is None else masking_utils.and_masks(own, found)
+        return make(**given)
+
+    with_documents.attnspan_documents = True  # type: ignore[attr-defined]
+    return with_documents
+
+
 class _Extent(NamedTuple):
     """The part of the whole sequence that a mask is made for.
 
@@ -167,13 +207,16 @@ def make_mask(
         attention_mask: Bool (batch_size, tokens): True for tokens that may be seen. None: all.
         device: Where the mask is wanted.
         config: The model's; its ``layer_types`` say what kinds of attention it has.
-        **rest: Of a mask that the model reads: its ``dtype`` above all.
+        **rest: ``allow_is_bidirectional_skip``: the model takes a mask of no width. And what a mask that the
+            model reads is made with, its ``dtype`` above all.
 
     Returns:
-        The bounds of its spans, and then 0 and kv_length: int32 of shape (batch_size or 1, 1, q_length,
+        The bounds of its spans, and then 0 and kv_length: uint32 of shape (batch_size or 1, 1, q_length,
         2 * R + 2), as `attend` takes them. In compiled code R is 8 with ``attention_mask``; elsewhere it is
-        the smallest that fits. For models that read their masks, what the eager implementation gets: 0 or
-        the lowest number of ``dtype`` for all pairs, (batch_size, 1, q_length, kv_length).
+        the smallest that fits. Of width 0 where every query sees all keys, however many: an encoder's cache
+        has keys that transformers does not count. For models that read their masks, what the eager
+        implementation gets: 0 or the lowest number of ``dtype`` for all pairs, (batch_size, 1, q_length,
+        kv_length).
 
     Raises:
         OptionError: Data break a promise, such as blocks of tokens that are not contiguous.
@@ -188,6 +231,9 @@ def make_mask(
         rest |= {"allow_is_bidirectional_skip": False}
         made: Tensor = masking_utils.eager_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **rest)
         return made
+    alone = mask_function is masking_utils.bidirectional_mask_function
+    if alone and rest.get("allow_is_bidirectional_skip") and _hides_nothing(attention_mask):
+        return torch.empty(batch_size, 1, q_length, 0, dtype=WRITTEN, device=device)
     q_index = torch.arange(q_length, device=device) + (q_offset - kv_offset)
     sizes = _Extent(batch_size, q_length, kv_length, kv_offset, q_index)
     mask = _lower(mask_function, sizes)
@@ -199,6 +245,13 @@ def make_mask(
     return write(torch.as_tensor(found, device=device), kv_length)
 
 
+def _hides_nothing(attention_mask: Tensor | None) -> bool:
+    """Whether all tokens are known to be seen, without a device being waited for."""
+    if attention_mask is None:
+        return True
+    return attention_mask.is_cpu and not is_recorded() and bool(attention_mask.all())
+
+
 def reads_masks(config: Any) -> bool:
     """Whether models of this configuration need masks of all pairs."""
     layers = getattr(config, "layer_types", None) or ()
@@ -206,12 +259,13 @@ def reads_masks(config: Any) -> bool:
 
 
 def write(bounds: Tensor, k_len: int) -> Tensor:
-    """Bounds (B|1, 1, Sq, R, 2) as a tensor of four dims, with the number of keys that they are for."""
+    """Bounds (B|1, 1, Sq, R, 2) as a tensor of four dims, with the number of keys that they are for.
+
+    The dtype tells it from masks of all pairs: programs for any length may not ask for a width.
+    """
     bounds = bounds.flatten(3)
-    # Never as wide as a mask of all pairs, so that `attend` can tell one of integers from it.
-    empty = 3 if bounds.shape[3] + 2 == k_len else 1
     number = bounds.new_full((*bounds.shape[:3], 1), k_len)
-    return torch.cat([torch.nn.functional.pad(bounds, (0, empty)), number], 3)
+    return torch.cat([torch.nn.functional.pad(bounds, (0, 1)), number], 3).to(WRITTEN)
 
 
 def _local(x: Tensor, sizes: _Extent, fill: Any) -> Tensor:
@@ -307,3 +361,4 @@ def _say_once(what: str) -> None:
 
 _say_what_they_are()
 _see_documents_beside_a_new_cache()
+_see_documents_without_positions()

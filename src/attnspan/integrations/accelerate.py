@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnspan.base.checks import count
+from attnspan.base.checks import number
 from attnspan.base.installed import require
 from attnspan.errors import expect
 from attnspan.parallel.lowered import digest
@@ -82,14 +82,20 @@ def context_parallel(trainer: _Trainer, degree: int | None = None, *, strategy: 
 
 
 def _check_trainer(trainer: Any) -> None:
-    known = isinstance(trainer, Trainer) and not isinstance(trainer, _ContextParallel)
-    remedy = "Call it once, with a trainer of transformers or TRL"
-    expect(known, "context_parallel: trainer", "a Trainer", type(trainer).__name__, remedy)
+    what, got = "context_parallel: trainer", type(trainer).__name__
+    remedy = "Pass the trainer itself, of transformers or TRL. A loop of your own shards rows by a Layout"
+    expect(isinstance(trainer, Trainer), what, "a Trainer", got, remedy)
+    if isinstance(trainer, _ContextParallel):
+        got, remedy = f"one in groups of {trainer._sharding.mesh.size()} ranks", "Call context_parallel once"
+        expect(False, what, "a trainer on single ranks", got, f"{remedy}, or make the trainer anew")
+    step, remedy = trainer.state.global_step, "Call context_parallel before trainer.train()"
+    started = bool(step) or trainer.is_in_train
+    expect(not started, what, "a trainer before its first step", f"one after step {step}", remedy)
     owner = next(kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
     fits = owner is Trainer or (owner.__name__ == "SFTTrainer" and owner.__module__.startswith("trl."))
     remedy = "Pass compute_loss_func=... to Trainer, which gets the logits of whole rows"
     got = f"the compute_loss of {owner.__name__}"
-    expect(fits, "context_parallel: trainer", "the loss of Trainer or SFTTrainer", got, remedy)
+    expect(fits, what, "the loss of Trainer or SFTTrainer", got, remedy)
     args, what = trainer.args, "context_parallel: TrainingArguments"
     remedy = "Pass the smoothed loss as compute_loss_func"
     smoothed = args.label_smoothing_factor
@@ -104,9 +110,10 @@ def _degree(trainer: Any, degree: int | None) -> int:
     config, ranks = trainer.accelerator.parallelism_config, trainer.accelerator.num_processes
     asked = config.cp_size if config is not None and config.cp_enabled else None
     degree = (asked or ranks) if degree is None else degree
-    count("context_parallel: degree", degree, least=1)
-    remedy = "Start as many processes as groups need"
-    expect(ranks % degree == 0, "context_parallel: degree", f"a divisor of {ranks} ranks", degree, remedy)
+    degree = number("context_parallel: degree", degree)
+    remedy = "Pass a divisor, or start as many processes as groups need"
+    fits = degree > 0 and ranks % degree == 0
+    expect(fits, "context_parallel: degree", f"a divisor of {ranks} ranks", degree, remedy)
     remedy = "Leave one of the two out"
     expect(asked in (None, degree), "context_parallel: degree", f"cp_size={asked}", degree, remedy)
     return degree

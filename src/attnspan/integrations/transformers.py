@@ -34,7 +34,8 @@ require("transformers", "attnspan.integrations.transformers", "transformers", ("
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel  # noqa: E402
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: E402
 
-from ._transformers_masks import NAME, AllPairsWarning, make_mask  # noqa: E402
+from ._transformers_masks import NAME, WRITTEN, AllPairsWarning, make_mask  # noqa: E402
+from ._transformers_positions import follow, follow_all  # noqa: E402
 
 __all__ = ["NAME", "AllPairsWarning", "OwnAttentionWarning", "attend", "make_mask", "plans_only"]
 
@@ -194,12 +195,13 @@ def _read(
     fits = isinstance(given, Tensor) and given.dim() == 4
     got = f"{given.dim()} dims" if isinstance(given, Tensor) else type(given).__name__
     expect(fits, "attention_mask", expected, got, remedy, error=DtypeError)
-    if given.dtype == torch.int32 and given.shape[3] != k_len:
-        fits = given.shape[2] == q_len and given.shape[3] % 2 == 0
-        expect(
-            fits, "attention_mask", "bounds for {} rows", tuple(given.shape), remedy, q_len, error=ShapeError
-        )
-        prepared = Prepared(_spans(given.unflatten(3, (-1, 2)), k_len), bare=True)
+    if given.dtype == WRITTEN:
+        if given.shape[3] == 0:
+            return full() if packed is None else packed, None
+        fits, shape = given.shape[2] == q_len, tuple(given.shape)
+        expect(fits, "attention_mask", "bounds for {} rows", shape, remedy, q_len, error=ShapeError)
+        written = given.to(torch.int32).unflatten(3, (-1, 2))
+        prepared = Prepared(_spans(written, k_len), bare=True)
         return prepared if packed is None else prepared & packed, None
     kind = given.dtype == torch.bool or given.is_floating_point()
     expect(kind, "attention_mask", expected, given.dtype, remedy, error=DtypeError)
@@ -219,7 +221,8 @@ def _spans(written: Tensor, k_len: int) -> Spans:
     if is_recorded():
         spans._set(_k_len=lowered_for.to(torch.int64))  # The kernel looks.
     elif written.is_cpu:
-        remedy = "Load the model with another attn_implementation: it puts masks together"
+        remedy = "Give attention_mask an entry for each key, those of a cache too, or leave it out. "
+        remedy += "A model that puts masks together needs another attn_implementation"
         got = int(lowered_for)
         expect(got == k_len, "attention_mask", "a mask for {} keys", got, remedy, k_len, error=ShapeError)
     else:
@@ -342,6 +345,7 @@ def _around_making_a_model() -> None:
     @functools.wraps(post_init)
     def and_look(self: PreTrainedModel) -> None:
         post_init(self)  # type: ignore[no-untyped-call]
+        follow(type(self), NAME)
         _expect_our_attention(self)
         _give_offsets(self)
 
@@ -350,5 +354,6 @@ def _around_making_a_model() -> None:
 
 
 _around_making_a_model()
+follow_all(NAME)
 AttentionInterface.register(NAME, attend)
 AttentionMaskInterface.register(NAME, make_mask)

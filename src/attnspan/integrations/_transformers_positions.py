@@ -1,0 +1,91 @@
+"""Documents that positions tell, in masks that transformers makes without positions.
+
+Its masks of encoders never look at positions, and several decoders do not hand them over, or make masks of
+ones. Here each model keeps the positions that it is called with while it runs, and the masks that it makes
+meanwhile look at them.
+"""
+
+import functools
+import inspect
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from attnspan.base.recorded import is_recorded
+
+__all__ = ["documents_of", "follow", "follow_all", "is_new", "positions_of"]
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        # In the thread's own dict, where compilers guard on it.
+        self.positions: Any = None
+
+
+_local = _Local()
+
+
+def positions_of(inputs_embeds: Tensor) -> Tensor | None:
+    """The positions (B, S) of tokens, if the model that runs was called with them and without a mask."""
+    given = _local.positions
+    if not isinstance(given, Tensor) or given.dim() != 2 or given.shape[1] != inputs_embeds.shape[1]:
+        return None
+    return given.to(inputs_embeds.device).expand(inputs_embeds.shape[0], -1)
+
+
+def documents_of(positions: Tensor) -> Tensor | None:
+    """A number for each token's document, where positions (B, S) do not go up by one within a row.
+
+    None if all rows are one document. On devices and in recorded code only the program knows that, so that
+    there are numbers.
+    """
+    starts = positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1
+    if positions.is_cpu and not is_recorded() and not starts.any():
+        return None
+    return starts.cumsum(-1)
+
+
+def is_new(cache: Any) -> bool:
+    """Whether all keys are those of this step."""
+    return cache is None or (not cache.is_compileable and cache.get_seq_length() == 0)
+
+
+def follow(kind: type[PreTrainedModel], name: str) -> None:
+    """Let models of a class, where their attention is ``name``, keep their positions while they run."""
+    owner = next(x for x in kind.__mro__ if "forward" in vars(x))
+    forward = vars(owner)["forward"]
+    if not issubclass(owner, PreTrainedModel) or hasattr(forward, "attnspan_positions"):
+        return
+    names = list(inspect.signature(forward).parameters)[1:]
+
+    @functools.wraps(forward)
+    def keep_positions(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.config._attn_implementation != name:
+            return forward(self, *args, **kwargs)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        # A mask beside positions says that the positions are no documents, here as in transformers.
+        positions = given.get("position_ids") if given.get("attention_mask") is None else None
+        before, _local.positions = _local.positions, positions
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            _local.positions = before
+
+    keep_positions.attnspan_positions = True  # type: ignore[attr-defined]
+    owner.forward = keep_positions  # type: ignore[attr-defined]
+
+
+def follow_all(name: str) -> None:
+    """Call `follow` for the classes that there are."""
+    for kind in _kinds(PreTrainedModel):
+        follow(kind, name)
+
+
+def _kinds(kind: type) -> Iterator[type]:
+    below: type
+    for below in type.__subclasses__(kind):
+        yield below
+        yield from _kinds(below)
