@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from attnspan.base.plain import check_plain
 from attnspan.errors import DtypeError, expect
 
-from .comm import compare
+from .agreement import agreement_of
 
 __all__ = [
     "RankGroups",
@@ -165,8 +165,11 @@ def sum_gradients(
         return
     for gradients in _buckets(parameters, bucket_bytes):
         flat = torch.cat([gradient.flatten() for gradient in gradients])
+        # In bfloat16 and float16 each addition would round.
+        flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
         for group in groups:
-            compare(group, "gradients", {"shape": len(flat), "dtype": str(flat.dtype)})
+            facts = {"call": "sum of gradients", "shape": len(flat), "dtype": str(gradients[0].dtype)}
+            agreement_of(group).note(facts)
             dist.all_reduce(flat, group=group)
         sizes = [gradient.numel() for gradient in gradients]
         for gradient, part in zip(gradients, torch.split(flat, sizes), strict=True):

@@ -22,8 +22,10 @@ from attnspan.torch._options import dropout_seeds
 from attnspan.torch.compat import pytree
 from attnspan.torch.dtensor import Places, ShardedMask, is_dtensor
 
-from .comm import Ranks, group_of, moved
+from .agreement import moved
+from .comm import Ranks
 from .dtensor import attend
+from .groups import group_of
 from .ops import backend_for_parts, sharded_attention
 
 __all__ = ["Frame", "MeshPlan", "on_mesh"]
