@@ -19,6 +19,7 @@ from attnspan.parallel.strategy import Strategy, split_heads
 from attnspan.torch import compat
 from attnspan.torch._front import TorchFront, from_bhsd
 from attnspan.torch._options import dropout_seeds
+from attnspan.torch._unplanned import Held, remember
 from attnspan.torch.compat import pytree
 from attnspan.torch.dtensor import Places, ShardedMask, is_dtensor
 
@@ -147,7 +148,10 @@ class MeshPlan(ShardedMask):
             numbers = moved(plan.numbers, "cpu")
         # The plan of the next step has another length: no reason to compile anything.
         compat.mark_dynamic(data, 0)
-        return cls(frame, data, numbers, q_index)
+        found = cls(frame, data, numbers, q_index)
+        if strategy.ranks > 1:
+            remember(found, Held(frame.rows_per_rank, frame.keys_per_rank, *frame.heads))
+        return found
 
     @property
     def positions(self) -> Tensor:
