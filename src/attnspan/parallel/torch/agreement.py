@@ -219,7 +219,7 @@ _ODD = 0x9E3779B97F4A7C1  # Multiplied by it, 64 bits lose nothing.
 def digest_of(x: Tensor) -> Tensor:
     """A number for the bits of a tensor and their order, int64 (), on its device; no host waits."""
     bits = x.detach().reshape(-1).contiguous().view(_INTEGERS[x.element_size()]).long()
-    weights = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)
+    weights = 2 * torch.arange(bits.numel(), device=bits.device) + 1
     return (bits * weights * _ODD).sum()
 
 

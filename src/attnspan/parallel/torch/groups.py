@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -87,9 +88,10 @@ def _shown_ranks(ranks: list[int]) -> str:
 
 def announce() -> None:
     """Tell the other ranks, in the store of the process groups, which process this rank is."""
-    _get_default_store().set(
-        _KEY("process", dist.get_rank()), f"{_machine()} {os.getpid()} {_state(os.getpid())}"
-    )
+    process = f"{_machine()} {os.getpid()} {_state(os.getpid())}"
+    # The store of torch's fake group keeps nothing, and no rank of that group can fall silent.
+    with contextlib.suppress(RuntimeError):
+        _get_default_store().set(_KEY("process", dist.get_rank()), process)
 
 
 def silence_of(group: Any) -> str:
