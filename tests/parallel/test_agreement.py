@@ -13,7 +13,7 @@ from worlds import mesh, raising, ranks
 
 from attnspan import alibi, causal, segments, window
 from attnspan.parallel import Layout, ShardedCache
-from attnspan.parallel.torch.agreement import digest_of
+from attnspan.parallel.torch.agreement import Agreement, digest_of
 from attnspan.torch import MissingPlanWarning, _unplanned, attention
 
 CASE = Case(length=37)
@@ -28,6 +28,18 @@ def test_a_digest_knows_bits_and_order_of_any_dtype() -> None:
         assert int(digest_of(x)) == int(digest_of(x.repeat_interleave(2)[::2])), "strides do not matter"
     assert int(digest_of(torch.tensor(7))) != int(digest_of(torch.tensor(8)))
     assert int(digest_of(some[:0])) == 0
+
+
+def test_values_on_a_device_are_folded_without_a_word_to_the_host() -> None:
+    # Tensors of the meta device cannot be read: a host that asked would be told so.
+    assert digest_of(torch.empty(3, device="meta")).device.type == "meta"
+    agreement = Agreement.__new__(Agreement)
+    agreement._forget()
+    numbers: dict[str, int] = {}
+    for _ in range(2):
+        agreement._fold("sinks", [torch.empty(3, device="meta")], numbers)
+    assert agreement._on_device["sinks"].device.type == "meta"
+    assert numbers["sinks"] != 0, "dtype and shape are known"
 
 
 @pytest.mark.parametrize("strategy", ["exchange", "ring", "ulysses"])

@@ -18,7 +18,7 @@ from attnspan import alibi, causal, relative, segments, window
 from attnspan.parallel import Layout, ShardedCache
 from attnspan.parallel.torch import agreement as comparing
 from attnspan.parallel.torch.comm import Ranks, counted_bytes
-from attnspan.parallel.torch.loss import sum_gradients
+from attnspan.parallel.torch.loss import sum_gradients, sum_over
 from attnspan.torch import attention
 
 CASE = Case(length=37)
@@ -193,17 +193,33 @@ def sum_of_gradients(line: Any, wide: int) -> None:
     sum_gradients([torch.zeros(wide, requires_grad=True)], line)
 
 
+def sum_of_losses(line: Any, wide: int) -> None:
+    sum_over(torch.zeros(wide), line)
+
+
 def step_of_a_cache(line: Any, wide: int) -> None:
     cache = ShardedCache(line, batch=1, kv_heads=1, max_len=9, head_dim=8)
     cache.attend(*(torch.zeros(1, 1, wide, 8) for _ in range(3)))
 
 
-@pytest.mark.parametrize("action", [gather, sum_of_gradients, step_of_a_cache])
+@pytest.mark.parametrize("action", [gather, sum_of_gradients, sum_of_losses, step_of_a_cache])
 @ranks(3)
 def test_other_sizes_on_one_rank_are_an_error_on_all(action: Callable[[Any, int], None]) -> None:
     text = f"PlanMismatchError: .*expected the same shape on every rank, {OTHER}"
     with refused(text, before=False):
         action(mesh(3)["cp"], 3 + is_odd())
+
+
+@ranks(3)
+def test_ranks_at_different_places_of_a_program_find_that_out() -> None:
+    placed = place(CASE, mask=causal())
+    with refused("PlanMismatchError: .*the same step of the program on every rank", before=False):
+        if is_odd():  # It left attention out, or gave it no plan.
+            placed = place(CASE, mask=causal())
+        attention(
+            *(torch.randn(2, n, placed.mask.frame.rows_per_rank, 16) for n in (4, 2, 2)), mask=placed.mask
+        )
+    agree()
 
 
 @ranks(2)

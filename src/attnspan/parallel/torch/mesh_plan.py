@@ -114,8 +114,8 @@ class MeshPlan(ShardedMask):
             rows: The batch that the plan is used with, as `Layout.shard` gave it, its ``marks`` or its
                 ``"q_index"`` on the host: they must be this rank's, of the plan's layout. "unchecked"
                 compares nothing.
-            check: Compare the plans and calls of all ranks, by small all-gathers that are read one step late;
-                with gloo before the first exchange of each call.
+            check: Compare the plans, calls and values of options of all ranks, by small all-gathers that are
+                read one step late; with gloo before the first exchange of each call.
             dtensor_rows: What rows of a DTensor are: "natural", in their own order, which is right only where
                 the layout keeps it (``method="contiguous"``), or "plan", as `Layout.shard` gives them. They
                 look the same, so it must be said.
