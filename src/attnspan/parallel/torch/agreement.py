@@ -60,7 +60,6 @@ _REMEDIES = {
     "order of batch rows": "Choose the rows once and broadcast them",
 }
 _PLACES = {name: at for at, name in enumerate(_REMEDIES)}
-_CALL = _PLACES["call"]
 #: Kinds of messages: their first number.
 _OF_A_PLAN, _OF_A_CALL = 1, 2
 #: Facts of a call by name, and tensors whose values must be the same.
@@ -142,11 +141,12 @@ class Agreement:
     def _fold(self, name: str, tensors: Sequence[Tensor], numbers: dict[str, int]) -> None:
         """Add the values of tensors to what is compared under a name."""
         for x in tensors:
-            number = digest_of(x)
-            shown = f"{x.dtype} {tuple(x.shape)} {int(number) if _on_host(x) else ''}"
-            numbers[name] = zlib.crc32(shown.encode(), numbers.get(name, 0))
-            if not _on_host(x):
-                self._on_device[name] = self._on_device.get(name, 0) * _ODD + number
+            known = zlib.crc32(f"{x.dtype} {tuple(x.shape)}".encode(), numbers.get(name, 0))
+            if _on_host(x):
+                numbers[name] = zlib.crc32(_bits(x, torch.uint8).numpy(), known)
+            else:
+                numbers[name] = known
+                self._on_device[name] = self._on_device.get(name, 0) * _ODD + digest_of(x)
 
     def _gather(self, what: str, mine: Tensor) -> _Check:
         """Start to gather the numbers of all ranks."""
@@ -218,9 +218,13 @@ _ODD = 0x9E3779B97F4A7C1  # Multiplied by it, 64 bits lose nothing.
 
 def digest_of(x: Tensor) -> Tensor:
     """A number for the bits of a tensor and their order, int64 (), on its device; no host waits."""
-    bits = x.detach().reshape(-1).contiguous().view(_INTEGERS[x.element_size()]).long()
+    bits = _bits(x, _INTEGERS[x.element_size()]).long()
     weights = 2 * torch.arange(bits.numel(), device=bits.device) + 1
     return (bits * weights * _ODD).sum()
+
+
+def _bits(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.detach().reshape(-1).contiguous().view(dtype)
 
 
 def _brought_home(every: Tensor, work: Any) -> tuple[Tensor, Any]:
