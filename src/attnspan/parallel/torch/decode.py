@@ -195,8 +195,8 @@ class ShardedCache(WritableBuffers):
             expect(fits, "sinks", "({},)", tuple(sinks.shape), remedy, q.shape[1], error=ShapeError)
         seen = causal() if mask is None else causal() & mask
         facts = {"scale": scale, "softcap": softcap, "bias": repr(bias), "mask of the cache": repr(seen)}
-        values = {"sinks": sinks, "bias": bias, "mask of the cache": seen}
-        self._agree("attend", (*q.shape, split_batch, self.length), facts, values)
+        compared = {"sinks": sinks, "bias": bias, "mask of the cache": seen}
+        self._agree("attend", (*q.shape, split_batch, self.length), facts, compared)
         if split_batch:
             q, k, v = (torch.cat(self._gather(x)) for x in (q, k, v))
         tokens = torch.arange(self.length, self.length + new, device=q.device)

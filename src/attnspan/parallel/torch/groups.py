@@ -133,7 +133,7 @@ def _machine() -> str:
 
 
 def _state(pid: int) -> str:
-    """When a process began, "ended" for one that has, or "unknown"."""
+    """The time at which a process began, "ended" if it has ended, or "unknown"."""
     if not Path("/proc/self/stat").exists():
         return "unknown"
     try:
