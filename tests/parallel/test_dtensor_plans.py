@@ -29,7 +29,7 @@ from worlds import named, ranks
 from attnspan import causal, key_padding, segments
 from attnspan.errors import OptionError, ShapeError
 from attnspan.parallel import Layout
-from attnspan.parallel.torch.comm import group_of
+from attnspan.parallel.torch.groups import group_of
 from attnspan.torch import attention
 
 PLACES = ("R", "S0", "S1", "S2", "S3")

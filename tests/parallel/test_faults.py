@@ -14,10 +14,11 @@ from placed import Placed, attend, local_inputs, place
 from samples.parallel import Case, segment_ids
 from worlds import Died, RankError, World, mesh, raising, ranks
 
-from attnspan import causal, segments, window
+from attnspan import alibi, causal, relative, segments, window
 from attnspan.parallel import Layout, ShardedCache
+from attnspan.parallel.torch import agreement as comparing
 from attnspan.parallel.torch.comm import Ranks, counted_bytes
-from attnspan.parallel.torch.loss import sum_gradients
+from attnspan.parallel.torch.loss import sum_gradients, sum_over
 from attnspan.torch import attention
 
 CASE = Case(length=37)
@@ -76,10 +77,20 @@ def test_a_mask_that_differs_at_a_later_step_is_an_error_on_all() -> None:
 SEED = {"dropout_seed": torch.tensor(1)}
 #: What differs -> what the error names, how most ranks call, and how the last does.
 CALLS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "scale": ("options", {"scale": 0.25}, {"scale": 0.5}),
-    "softcap": ("options", {"softcap": 0.25}, {"softcap": 0.5}),
-    "sinks": ("options", {"sinks": torch.zeros(4)}, {}),
-    "dropout_p": ("options", {"dropout_p": 0.25, **SEED}, {"dropout_p": 0.5, **SEED}),
+    "scale": ("scale", {"scale": 0.25}, {"scale": 0.5}),
+    "softcap": ("softcap", {"softcap": 0.25}, {"softcap": 0.5}),
+    "sinks or none": ("sinks", {"sinks": torch.zeros(4)}, {}),
+    "sinks": ("sinks", {"sinks": torch.zeros(4)}, {"sinks": torch.tensor([0.0, 0.0, 0.0, 1e-3])}),
+    "sinks in another order": ("sinks", {"sinks": torch.arange(4.0)}, {"sinks": torch.arange(4.0).flip(0)}),
+    "slopes": ("bias", {"bias": alibi(torch.ones(4))}, {"bias": alibi(torch.ones(4) / 2)}),
+    "table": ("bias", {"bias": relative(torch.zeros(4, 9))}, {"bias": relative(torch.ones(4, 9))}),
+    "kind of bias": ("bias", {"bias": alibi(torch.ones(4))}, {"bias": relative(torch.ones(4, 9))}),
+    "dropout_p": ("dropout_p", {"dropout_p": 0.25, **SEED}, {"dropout_p": 0.5, **SEED}),
+    "dropout_seed": (
+        "dropout_seed",
+        {"dropout_p": 0.25, **SEED},
+        {"dropout_p": 0.25, "dropout_seed": torch.tensor(2)},
+    ),
     "gradients_of_lse": ("call", {"gradients": ["out"]}, {"gradients": ["out", "lse"]}),
     "batch rows": ("batch rows", {}, {"batch": 3}),
     "head dims": ("head dims", {}, {"dim": 24}),
@@ -111,26 +122,79 @@ def test_another_call_on_one_rank_is_an_error_on_all_before_it_exchanges_anythin
     agree()
 
 
-@ranks(3)
-def test_where_the_host_does_not_wait_another_call_is_an_error_one_step_late() -> None:
+@contextlib.contextmanager
+def answering_late(on_a_device: bool) -> Iterator[None]:
+    """As where collectives do not wait for the host; its tensors may count as a device's."""
     agreement = Ranks.of(mesh(3)["cp"], CASE.members).agreement
     agreement.early = False
     try:
-        call(scale=0.5 if is_odd() else 0.25)
-        text = f"PlanMismatchError: .*expected the same sequence of calls on every rank, {OTHER}"
-        with refused(text, before=False):
-            for _ in range(2):
-                call(scale=0.25)
+        with pytest.MonkeyPatch.context() as patch:
+            if on_a_device:
+                patch.setattr(comparing, "_on_host", lambda _: False)
+            yield
     finally:
         agreement.early = True
+
+
+#: Those that meet no exchange of other sizes.
+LATE = ["scale", "sinks", "sinks in another order", "slopes", "table", "dropout_seed"]
+
+
+@pytest.mark.parametrize("what", LATE)
+@pytest.mark.parametrize("on_a_device", [False, True], ids=["host", "device"])
+@ranks(3)
+def test_where_the_host_does_not_wait_another_call_is_an_error_one_step_late(
+    what: str, on_a_device: bool
+) -> None:
+    name, common, odd = CALLS[what]
+    with answering_late(on_a_device):
+        for _ in range(2):
+            call(**common)
+        call(**(odd if is_odd() else common))
+        with refused(f"PlanMismatchError: .*expected the same {name} on every rank, {OTHER}", before=False):
+            for _ in range(2):
+                call(**common)
+    agree()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@ranks(3)
+def test_the_plan_of_the_step_before_on_one_rank_is_an_error_on_all(late: bool) -> None:
+    def attend_by(placed: Placed) -> None:
+        rows = placed.mask.frame.rows_per_rank  # A ring of masks of one size: all shapes fit.
+        attention(*(torch.randn(2, heads, rows, 16) for heads in (4, 2, 2)), mask=placed.mask)
+
+    with answering_late(on_a_device=False) if late else contextlib.nullcontext():
+        before = place(CASE, mask=causal() & window(5), strategy="ring")
+        attend_by(before)
+        now = place(CASE, mask=causal() & window(6), strategy="ring")
+        text = f"PlanMismatchError: .*expected the same plan of the call on every rank, {OTHER}"
+        with refused(text, before=not late):
+            attend_by(before if is_odd() else now)
+            for width in (7, 8):
+                attend_by(place(CASE, mask=causal() & window(width), strategy="ring"))
+    agree()
 
 
 def gather(line: Any, wide: int) -> None:
     Layout.contiguous(12, 3).gather(torch.zeros(2, 4, wide), line)
 
 
+@ranks(3)
+def test_another_layout_of_equal_size_is_refused_by_gather() -> None:
+    layouts = [Layout.of(causal(), q_len=12, ranks=3, method=x) for x in ("contiguous", "zigzag")]  # type: ignore[arg-type]
+    assert layouts[0].rows_per_rank == layouts[1].rows_per_rank
+    with refused(f"PlanMismatchError: .*expected the same layout of the rows on every rank, {OTHER}"):
+        layouts[is_odd()].gather(torch.zeros(2, layouts[0].rows_per_rank), mesh(3)["cp"])
+    agree()
+
+
 def sum_of_gradients(line: Any, wide: int) -> None:
     sum_gradients([torch.zeros(wide, requires_grad=True)], line)
+
+
+def sum_of_losses(line: Any, wide: int) -> None:
+    sum_over(torch.zeros(wide), line)
 
 
 def step_of_a_cache(line: Any, wide: int) -> None:
@@ -138,12 +202,24 @@ def step_of_a_cache(line: Any, wide: int) -> None:
     cache.attend(*(torch.zeros(1, 1, wide, 8) for _ in range(3)))
 
 
-@pytest.mark.parametrize("action", [gather, sum_of_gradients, step_of_a_cache])
+@pytest.mark.parametrize("action", [gather, sum_of_gradients, sum_of_losses, step_of_a_cache])
 @ranks(3)
 def test_other_sizes_on_one_rank_are_an_error_on_all(action: Callable[[Any, int], None]) -> None:
     text = f"PlanMismatchError: .*expected the same shape on every rank, {OTHER}"
     with refused(text, before=False):
         action(mesh(3)["cp"], 3 + is_odd())
+
+
+@ranks(3)
+def test_ranks_at_different_places_of_a_program_find_that_out() -> None:
+    placed = place(CASE, mask=causal())
+    with refused("PlanMismatchError: .*the same step of the program on every rank", before=False):
+        if is_odd():  # It left attention out, or gave it no plan.
+            placed = place(CASE, mask=causal())
+        attention(
+            *(torch.randn(2, n, placed.mask.frame.rows_per_rank, 16) for n in (4, 2, 2)), mask=placed.mask
+        )
+    agree()
 
 
 @ranks(2)
@@ -156,11 +232,13 @@ def call_unchecked() -> None:
 
 
 def test_nothing_is_compared_unless_asked() -> None:
-    with pytest.raises(RankError, match="the same sequence of calls on every rank"):
+    with pytest.raises(RankError, match="the same scale on every rank"):
         call_unchecked()
 
 
-ADVICE = "expected an answer from every rank.*resume from a checkpoint"
+NOBODY = (
+    r"expected an answer from every rank, got none from global rank 1, {}.*resume from a checkpoint".format
+)
 
 
 @pytest.mark.covering(1)
@@ -178,7 +256,8 @@ def test_a_killed_rank_makes_the_others_fail_with_what_to_do(strategy: str, phas
                 os.kill(os.getpid(), signal.SIGKILL)
 
         die_in("forward")
-        with refused(f"CommunicationError: .*rank {dist.get_rank()} of 3.*{ADVICE}", before=False):
+        here = rf"rank {dist.get_rank()} of (a part of )?mesh dimension 'cp' \(global ranks 0 to 2\)"
+        with refused(f"CommunicationError: .*{here}.*{NOBODY('whose process has ended')}", before=False):
             out = attention(*leaves, mask=placed.mask)
             die_in("backward")
             torch.autograd.grad(out, leaves, dout)
@@ -198,7 +277,7 @@ def test_a_rank_that_hangs_makes_the_others_fail_in_the_time_of_the_group() -> N
         leaves, _ = local_inputs(placed, case)
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
-        with refused("CommunicationError: .*expected an answer from every rank", before=False):
+        with refused(f"CommunicationError: .*{NOBODY('not heard of for 5 s')}", before=False):
             attention(*leaves, mask=placed.mask)
 
     three = World(3, group_seconds=3)

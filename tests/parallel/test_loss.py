@@ -88,6 +88,17 @@ def test_each_dtype_is_summed_in_itself() -> None:
     assert all((x == 3.0).all() for x in found)
 
 
+@ranks(4)
+def test_gradients_in_low_precision_are_added_in_float32_and_rounded_once() -> None:
+    # bfloat16 has no 257: ones that are added to 256 one by one would vanish, whichever rank has it.
+    parameter = torch.zeros(16, dtype=torch.bfloat16, requires_grad=True)
+    large = torch.arange(16) % 4 == dist.get_rank()
+    parameter.grad = torch.where(large, 256.0, 1.0).bfloat16()
+    sum_gradients([parameter], mesh(4))
+    assert parameter.grad.dtype == torch.bfloat16
+    assert parameter.grad.tolist() == [float(torch.tensor(259.0).bfloat16())] * 16
+
+
 @pytest.mark.parametrize(
     ("how", "words"),
     [

@@ -210,6 +210,42 @@ def test_sums_of_float64_calls_are_float64(strategy: str) -> None:
     assert_alike(whole, gradients(CAUSAL, *given), 1e-14)
 
 
+def of_slopes_and_sinks(seed: int, dtype: torch.dtype, cut: Any, mask: Any) -> list[Tensor]:
+    """Slopes and sinks in a dtype with their gradients; q, k, v are bfloat16, or all is float64."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(B, heads, 101, 16) for heads in (4, 2, 2, 4)]
+    *qkv, dout = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+    wide = torch.float64 if dtype == torch.float64 else torch.bfloat16
+    found = [torch.rand(4, generator=generator).bfloat16().to(dtype).requires_grad_() for _ in range(2)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SlowPathWarning)
+        out = attention(
+            *(cut(x).to(wide) for x in qkv), mask=mask, bias=attnspan.alibi(found[0]), sinks=found[1]
+        )
+    (out * cut(dout)).sum().backward()
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.05), (torch.bfloat16, 1.4)], ids=str)
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+@ranks(4)
+def test_gradients_of_slopes_and_sinks_are_as_exact_as_on_one_rank(
+    strategy: str, dtype: torch.dtype, factor: float
+) -> None:
+    layout = Layout.of(CAUSAL, q_len=101, ranks=4)
+    plan = on_mesh(layout, layout.plan(heads=HEADS, strategy=strategy, batch=B))
+    errors = torch.zeros(2, 2, dtype=torch.float64)
+    for seed in range(12):
+        mine = of_slopes_and_sinks(seed, dtype, lambda x: layout.shard(x, dist.get_rank(), dim=2), plan)
+        sum_gradients(mine, here())
+        alone, exact = (of_slopes_and_sinks(seed, x, lambda x: x, CAUSAL) for x in (dtype, torch.float64))
+        for at, found in enumerate((mine, alone)):
+            errors[at] += torch.stack(
+                [(x.grad - y.grad).norm() ** 2 for x, y in zip(found, exact, strict=True)]
+            )
+    assert (errors[0] <= factor**2 * errors[1]).all(), (errors[0] / errors[1]).sqrt()
+
+
 @pytest.mark.parametrize("strategy", ["exchange", "ring"])
 @ranks(2)
 def test_sinks_of_nothing_have_finite_gradients(strategy: str) -> None:

@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnspan.errors import OptionError, expect
 from attnspan.masks import full
 from attnspan.parallel import Layout, Strategy
-from attnspan.parallel.torch.comm import Ranks, group_of
+from attnspan.parallel.torch.comm import Ranks
+from attnspan.parallel.torch.groups import group_of
 from attnspan.parallel.torch.loss import sum_gradients
 
 from ._diffusers_enable import enable

@@ -22,7 +22,7 @@ from attnspan.masks import full
 from attnspan.parallel.layout import Layout
 from attnspan.parallel.local import LocalPlan
 from attnspan.parallel.strategy import Strategy, split_heads
-from attnspan.parallel.torch.comm import Agreement, raise_broken
+from attnspan.parallel.torch.agreement import Agreement, raise_broken
 from attnspan.parallel.torch.ops import backend_for_parts, sharded_attention
 from attnspan.torch.choice import torchs_backend
 
@@ -132,10 +132,9 @@ def watch(group: Any) -> str:
 def _entered(x: Tensor, group: str, sizes: Sequence[int]) -> Tensor:
     if sizes:
         agreement, _ = _watched[group]
-        agreement.note({"call": "inputs", "sizes": list(sizes)})
-        agreement.start({}, x.device.type)
-        if agreement.early:
-            agreement.settle()
+        agreement.note({"call": "inputs", "shape": list(sizes)})
+        if not agreement.early:
+            agreement.start({}, x.device.type)
     return x.clone()
 
 
@@ -194,7 +193,7 @@ def _sizes(kind: str, members: int, groups: int, streams: Sequence[int]) -> tupl
     slots = members * sum(share(rows, members * groups, 0) for rows in streams)
     transfer = kind == "exchange" and groups > 1
     stages = 1 if transfer else groups
-    numbers = 8 + stages + 3 + 2 + stages * (3 + 6) + (2 * groups + 4 * 2 if transfer else 0)
+    numbers = 9 + stages + 3 + 2 + stages * (3 + 6) + (2 * groups + 4 * 2 if transfer else 0)
     return slots * (3 * groups + 5), numbers
 
 

@@ -62,12 +62,14 @@ class Numbers(NamedTuple):
         rank: Its number.
         planes: Batch rows of the mask.
         key_slots: Keys of a group, padding included.
+        plan: Fingerprint of the plan of all ranks, which they compare at each call; 0 if nobody does.
     """
 
     strategy: Strategy
     rank: int
     planes: int
     key_slots: int
+    plan: int = 0
 
     @property
     def group(self) -> int:
@@ -173,9 +175,9 @@ def decode(data: Any, numbers: Sequence[int]) -> Tables:
         >>> decode(data, numbers.tolist()).stages[0].bounds.shape
         (1, 1, 2, 1, 2)
     """
-    ring, members, groups, rank, planes, key_slots, stages = numbers[:7]
-    visible, has_transfer = numbers[7 : 7 + stages], numbers[7 + stages]
-    at = 8 + stages
+    ring, members, groups, *sizes, stages = numbers[:8]
+    visible, has_transfer = numbers[8 : 8 + stages], numbers[8 + stages]
+    at = 9 + stages
     counts = numbers[at : at + groups], numbers[at + groups : at + 2 * groups]
     at += 2 * groups * has_transfer
     arrays, offset = [], 0
@@ -189,7 +191,7 @@ def decode(data: Any, numbers: Sequence[int]) -> Tables:
     send, place, own, own_place = rest[2 * stages :] if has_transfer else [None] * 4
     transfer = Transfer(send, place, own, own_place, *counts) if has_transfer else None
     strategy = Strategy("ring" if ring else "exchange", members, groups)
-    return Tables(Numbers(strategy, rank, planes, key_slots), q_index, key_order, found, transfer)
+    return Tables(Numbers(strategy, *sizes), q_index, key_order, found, transfer)
 
 
 def _arrays(tables: Tables) -> list[Any]:

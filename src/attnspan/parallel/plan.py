@@ -233,7 +233,8 @@ class Plan:
         """One rank's part."""
         if rank in self._parts:
             return self._parts[rank]
-        data, numbers = encode(self.tables(rank))
+        tables, facts = self.tables(rank), np.array(list(self.facts.values()))
+        data, numbers = encode(tables._replace(numbers=tables.numbers._replace(plan=digest(facts))))
         self._parts[rank] = LocalPlan(
             strategy=self.strategy,
             rank=rank,

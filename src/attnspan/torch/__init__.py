@@ -14,6 +14,7 @@ from ._options import dropout_seeds as dropout_seeds
 from ._paged_cache import PagedCache as PagedCache
 from ._rolling import RollingCache as RollingCache
 from ._sdpa import scaled_dot_product_attention as scaled_dot_product_attention
+from ._unplanned import MissingPlanWarning as MissingPlanWarning
 from .block_mask import to_block_mask as to_block_mask
 from .caches import StaticCache as StaticCache
 from .compile import SAVE_OPS as SAVE_OPS
@@ -34,6 +35,7 @@ __all__ = [
     "Attention",
     "DeclarationError",
     "Explanation",
+    "MissingPlanWarning",
     "PagedCache",
     "RetraceWarning",
     "RollingCache",

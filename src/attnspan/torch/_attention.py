@@ -15,6 +15,7 @@ from attnspan.masks.bounds import Spans
 
 from . import _eager
 from ._front import TorchFront, from_bhsd, pad_last
+from ._unplanned import plans, warn_without_plan
 from .backends import BACKENDS
 from .choice import backend_for
 from .dtensor import ShardedMask
@@ -127,10 +128,13 @@ def attention(
     if isinstance(mask, ShardedMask):
         asked = {"scale": scale, "layout": layout, "return_lse": return_lse, "backend": backend}
         return mask.attention(q, k, v, **asked, **given.keywords())  # type: ignore[no-any-return]
-    if not torch.compiler.is_compiling() and backend in (None, "cpu"):
-        found = _eager.attend(q, k, v, mask, scale, layout, bool(return_lse), given)
-        if found is not None:
-            return found  # type: ignore[no-any-return]
+    if not torch.compiler.is_compiling():
+        if plans:
+            warn_without_plan(q, k, mask, layout)
+        if backend in (None, "cpu"):
+            found = _eager.attend(q, k, v, mask, scale, layout, bool(return_lse), given)
+            if found is not None:
+                return found  # type: ignore[no-any-return]
     front = TorchFront()
     front.return_lse = bool(return_lse)
     with without_tracer_warnings():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnspan.errors import ShapeError, expect
 
-from .comm import group_of
+from .groups import group_of
 
 __all__ = ["differences"]
 

@@ -1,4 +1,4 @@
-"""Exchange of rows between ranks, and comparison of what they do: subgroups, collectives, kept buffers.
+"""Exchange of rows between ranks: subgroups, collectives, kept buffers.
 
 Every exchange is an all-to-all with uneven parts on the subgroup that talks: a step of a ring is one whose
 parts but one are empty. So there is one kind of collective, in the same order on all ranks.
@@ -8,36 +8,22 @@ from __future__ import annotations
 
 import math
 import weakref
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
-from attnspan.errors import DtypeError, expect
-from attnspan.parallel.errors import CommunicationError, PlanMismatchError
+from .agreement import Agreement, agreement_of, raise_broken
+from .groups import group_of, named_part
 
-__all__ = [
-    "Agreement",
-    "Counts",
-    "Pending",
-    "Ranks",
-    "Scratch",
-    "compare",
-    "counted_bytes",
-    "exchange",
-    "group_of",
-    "moved",
-    "raise_broken",
-]
+__all__ = ["Counts", "Pending", "Ranks", "Scratch", "counted_bytes", "exchange"]
 
 #: On the CPU fresh pages cost more than what is written to them: buffers from this size on are kept for the
 #: next call, unless those of one call exceed the second figure.
@@ -136,25 +122,6 @@ def _bytes(x: Tensor) -> Tensor:
     return x.reshape(-1).view(torch.uint8)
 
 
-def raise_broken(group: Any, phase: str, error: Exception) -> NoReturn:
-    """Say which exchange failed, and what to do.
-
-    Raises:
-        PlanMismatchError: The ranks have different plans.
-        CommunicationError: Otherwise.
-    """
-    for known in _known.values():
-        if group.group_name in known._names:
-            known.agreement.settle()
-    raise CommunicationError(
-        f"context parallelism, {phase}, rank {group.rank()} of {group.size()} ({group.group_name})",
-        expected="an answer from every rank",
-        got=f"{type(error).__name__}: {str(error).splitlines()[0]}",
-        remedy="A rank has died, hangs or runs another program: look at the first one that failed, and "
-        "resume from a checkpoint",
-    ) from error
-
-
 class Scratch:
     """Buffers of one call by name, kept for the next call of the same ranks.
 
@@ -183,163 +150,6 @@ class Scratch:
     def size(self) -> int:
         """Bytes of all buffers."""
         return sum(x.numel() for x in self._kept.values())
-
-
-class _Check(NamedTuple):
-    """A comparison under way: names of facts, those of all ranks, what to wait for, calls before it."""
-
-    names: list[str]
-    found: Tensor
-    done: Any
-    calls: int
-
-
-def compare(group: Any, what: str, facts: Mapping[str, object]) -> None:
-    """Raise, on all ranks, unless they have the same facts; only where the host waits anyway.
-
-    Under gloo sizes that do not meet end the process, with no word of which. Other engines would make the
-    host wait for the device here.
-
-    Raises:
-        PlanMismatchError: The ranks differ; it names them and what differs.
-        CommunicationError: A rank did not answer.
-    """
-    if group.size() == 1 or not _is_driven_by_host(group):
-        return
-    mine = torch.tensor([zlib.crc32(repr(x).encode()) for x in facts.values()])
-    every = mine.new_empty((group.size(), len(facts)))
-    try:
-        dist.all_gather(list(every.unbind()), mine, group=group)
-    except RuntimeError as error:
-        raise_broken(group, f"comparison of {what}", error)
-    for name, rows in zip(facts, every.T.tolist(), strict=True):
-        _expect_alike(group.size(), group.group_name, name, rows)
-
-
-def _is_driven_by_host(group: Any) -> bool:
-    return "gloo" in str(dist.get_backend(group))
-
-
-def _expect_alike(ranks: int, group: str, name: str, rows: list[int]) -> None:
-    odd = [str(rank) for rank, value in enumerate(rows) if value != rows[0]]
-    wanted, plural = f"the same {name} on every rank", "s"[: len(odd) - 1]
-    got = f"another one on rank{plural} {', '.join(odd)} than on rank 0"
-    what, remedy = f"context parallelism on {ranks} ranks ({group})", _REMEDY.get(name, _SAME_MASK)
-    expect(not odd, what, wanted, got, remedy, error=PlanMismatchError)
-
-
-class Agreement:
-    """Whether all ranks of a group have the same plans and make the same calls, asked one step late.
-
-    Each plan starts an all-gather of its fingerprints when it is put on the mesh. The answer is read when a
-    later step's plans come; where the host drives the collectives anyway (gloo), before the first exchange,
-    and there each call is compared before its first exchange.
-
-    Attributes:
-        compares: Whether the last plan that was put on the mesh is compared, and the calls after it.
-        early: Whether answers are read before the first exchange.
-    """
-
-    compares = False
-
-    def __init__(self, group: Any) -> None:
-        self._name, self._ranks = group.group_name, group.size()
-        self._pending: list[_Check] = []
-        self._calls = self._count = 0
-        self.early = _is_driven_by_host(group)
-
-    def start(self, facts: Mapping[str, int], device: str) -> None:
-        """Compare facts of a plan, and the calls since the last plan.
-
-        Raises:
-            PlanMismatchError: An earlier step's plans or calls differed; on all ranks.
-        """
-        if any(check.calls < self._count for check in self._pending):
-            self.settle()
-        if self._ranks == 1:
-            return
-        group = _resolve_process_group(self._name)
-        facts = {**facts, "sequence of calls": self._calls}
-        mine = moved(np.array(list(facts.values())), device)
-        every = mine.new_empty((self._ranks, len(facts)))
-        try:
-            work = dist.all_gather(list(every.unbind()), mine, group=group, async_op=True)
-        except RuntimeError as error:
-            raise_broken(group, "comparison of plans", error)
-        found, done = _brought_home(every, work) if every.is_cuda else (every, work.wait)
-        self._pending.append(_Check(list(facts), found, done, self._count))
-
-    def note(self, facts: Mapping[str, object]) -> None:
-        """Remember a call, which the next comparison includes; compare now what costs little to compare.
-
-        Raises:
-            PlanMismatchError: The ranks' plans or calls differ.
-        """
-        self._calls = zlib.crc32(repr(facts).encode(), self._calls)
-        self._count += 1
-        if not self.early:
-            return
-        self.settle()
-        if self.compares:
-            try:
-                compare(_resolve_process_group(self._name), "calls", facts)
-            except PlanMismatchError:
-                self._forget()
-                raise
-
-    def settle(self) -> None:
-        """Read the answers.
-
-        Raises:
-            PlanMismatchError: The ranks differ.
-        """
-        pending, self._pending = self._pending, []
-        for check in pending:
-            try:
-                check.done()
-            except RuntimeError as error:
-                raise_broken(_resolve_process_group(self._name), "comparison of plans", error)
-            for name, rows in zip(check.names, check.found.T.tolist(), strict=True):
-                try:
-                    _expect_alike(self._ranks, self._name, name, rows)
-                except PlanMismatchError:
-                    self._forget()
-                    raise
-
-    def _forget(self) -> None:
-        self._calls = self._count = 0  # On all ranks alike: whoever goes on begins anew.
-
-
-def _brought_home(every: Tensor, work: Any) -> tuple[Tensor, Any]:
-    """A tensor on the host, filled once what `work` stands for is done; nobody waits before it is read."""
-    stream = torch.cuda.Stream(every.device)  # type: ignore[no-untyped-call]
-    home = torch.empty_like(every, device="cpu", pin_memory=True)
-    with torch.cuda.stream(stream):
-        work.wait()
-        home.copy_(every, non_blocking=True)
-    every.record_stream(stream)
-    return home, stream.record_event().synchronize
-
-
-def moved(x: Any, device: str) -> Tensor:
-    """A copy of an array of NumPy on a device; the host does not wait."""
-    found = torch.from_numpy(x.copy())
-    return found if device == "cpu" else found.pin_memory().to(device, non_blocking=True)
-
-
-_SAME_MASK = "Give every rank the same mask, with global ids, and the same options"
-_SAME_CALLS = (
-    "Ranks hold parts of one problem: every rank makes the same calls, with the same sizes and options, in "
-    "the same order"
-)
-_REMEDY = {
-    **dict.fromkeys(
-        ("sequence of calls", "call", "batch rows", "head dims", "dtype", "options", "shape"), _SAME_CALLS
-    ),
-    "backend": "Ranks differ in their devices or packages, so name one that all have: backend=",
-    "layout": "Make it of the same mask, method and rows_per_chunk on every rank",
-    "strategy and heads": "Pass the same strategy and heads, and for 'auto' the same machine, on every rank",
-}
 
 
 def _group_named(at: int) -> Any:
@@ -372,7 +182,7 @@ class Ranks:
             return known
         ranks, rank = dist.get_process_group_ranks(whole), whole.rank()
         if mesh.ndim == 2 and mesh.size(1) == members:
-            inner, outer = mesh.get_group(1), mesh.get_group(0)
+            inner, outer = (group_of(mesh[name]) for name in reversed(mesh.mesh_dim_names or ()))
         else:
             first = rank // members * members
             inner = _subgroup(whole, ranks[first : first + members], mesh.device_type)
@@ -381,8 +191,9 @@ class Ranks:
             of = _known[name, u]._is_of()
             if of is None or (name == whole.group_name and of is not whole):
                 del _known[name, u]  # With its buffers.
-        agreement = next((x.agreement for x in _known.values() if x._is_of() is whole), None)
-        _known[key] = cls(whole, inner, outer, agreement or Agreement(whole))
+        agreement = agreement_of(whole)
+        agreement.groups |= {inner.group_name, outer.group_name}
+        _known[key] = cls(whole, inner, outer, agreement)
         return _known[key]
 
     @classmethod
@@ -406,28 +217,5 @@ def _subgroup(whole: Any, ranks: Sequence[int], device: str) -> Any:
     if len(ranks) == whole.size():
         return whole
     timeout = getattr(whole._get_backend(torch.device(device)).options, "_timeout", None)
-    return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
-
-
-def group_of(mesh: DeviceMesh) -> Any:
-    """The process group of all ranks of a mesh of one dimension, or of two: nodes, and the ranks of a node.
-
-    Raises:
-        DtypeError: It is no DeviceMesh.
-        OptionError: It has more dimensions, or two without names.
-    """
-    remedy = "Make one by torch.distributed.device_mesh.init_device_mesh"
-    is_mesh = isinstance(mesh, DeviceMesh)
-    expect(is_mesh, "mesh", "a DeviceMesh, such as mesh['cp']", type(mesh).__name__, remedy, error=DtypeError)
-    remedy, wanted = "Call it on the ranks of the mesh alone", "this rank, {}, among its ranks"
-    expect(mesh.get_coordinate() is not None, "mesh", wanted, repr(mesh), remedy, dist.get_rank())
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    wanted, remedy = (
-        "one dimension, or two: nodes and the ranks of a node",
-        "Take a part of it, as mesh['cp']",
-    )
-    expect(mesh.ndim == 2, "mesh", wanted, str(mesh.ndim), remedy)
-    remedy = "Make it with mesh_dim_names=('inter', 'intra')"
-    expect(mesh.mesh_dim_names is not None, "mesh of two dimensions", "names of both", repr(mesh), remedy)
-    return mesh._flatten().get_group()
+    part = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+    return named_part(part, whole)

@@ -5,7 +5,7 @@ Shapes: B batch rows, G key heads, H query heads, n new tokens, P ranks, C slots
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,16 +13,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnspan.base.arrays import is_array
 from attnspan.base.checks import count
 from attnspan.errors import DeviceError, DtypeError, ShapeError, expect
 from attnspan.masks import Mask, causal
 from attnspan.torch import attention
 from attnspan.torch._cache_rows import WritableBuffers, row_numbers
+from attnspan.torch.compat import pytree
 
-from .comm import compare, group_of, raise_broken
+from .agreement import agreement_of, raise_broken
 from .engine import merged
+from .groups import group_of
 
 __all__ = ["ShardedCache"]
+
+_NONE: Mapping[str, Any] = {}
 
 
 class ShardedCache(WritableBuffers):
@@ -118,7 +123,7 @@ class ShardedCache(WritableBuffers):
         expect(shared, what, wanted, tuple(q_index.shape), remedy, error=ShapeError)
         rows = q_index.flatten()
         self._check("fill", k, v, self.keys.shape[0], len(rows), length)
-        compare(group_of(self._mesh), "caches", {"call": "fill", "shape": length})
+        self._agree("fill", length)
         # Padding first, and what is beyond the sequence last.
         mine = torch.bincount(rows.clamp(-1, length) + 1, minlength=length + 2)
         counts = torch.stack(self._gather(mine)).sum(0)[1:]
@@ -145,6 +150,7 @@ class ShardedCache(WritableBuffers):
             ValueError, TypeError: As there, where values can be read.
         """
         numbers, _ = row_numbers("ShardedCache.reorder: rows", rows, self.keys, whole=True)
+        self._agree("reorder", len(numbers), values={"order of batch rows": numbers})
         moved = [(x, x.index_select(0, numbers)) for x in (self.keys, self.values)]
         for x, new in moved:
             x.copy_(new)
@@ -187,9 +193,10 @@ class ShardedCache(WritableBuffers):
         if sinks is not None:
             fits, remedy = sinks.shape == q.shape[1:2], "Pass one for each query head"
             expect(fits, "sinks", "({},)", tuple(sinks.shape), remedy, q.shape[1], error=ShapeError)
-        compare(
-            group_of(self._mesh), "caches", {"call": "attend", "shape": (*q.shape, split_batch, self.length)}
-        )
+        seen = causal() if mask is None else causal() & mask
+        facts = {"scale": scale, "softcap": softcap, "bias": repr(bias), "mask of the cache": repr(seen)}
+        compared = {"sinks": sinks, "bias": bias, "mask of the cache": seen}
+        self._agree("attend", (*q.shape, split_batch, self.length), facts, compared)
         if split_batch:
             q, k, v = (torch.cat(self._gather(x)) for x in (q, k, v))
         tokens = torch.arange(self.length, self.length + new, device=q.device)
@@ -197,7 +204,6 @@ class ShardedCache(WritableBuffers):
         used = self._used + len(tokens[mine])
         for held, x in ((self.keys, k), (self.values, v), (self.k_index[None, None], tokens[None, None])):
             held[:, :, self._used : used] = x[:, :, mine]
-        seen = causal() if mask is None else causal() & mask
         options: Any = {"scale": scale, "softcap": softcap, "bias": bias, "q_index": tokens}
         options["k_index"] = self.k_index[:used]
         keys, values = self.keys[:, :, :used], self.values[:, :, :used]
@@ -218,6 +224,17 @@ class ShardedCache(WritableBuffers):
             expect(fits, where, str(held.dtype), str(x.dtype), "Convert it, or the cache", error=DtypeError)
         remedy, wanted = "Make the cache with a larger max_len", f"at most {self.max_len} tokens"
         expect(length <= self.max_len, f"ShardedCache.{what}", wanted, length, remedy, error=ShapeError)
+
+    def _agree(
+        self, call: str, shape: Any, facts: Mapping[str, object] = _NONE, values: Mapping[str, Any] = _NONE
+    ) -> None:
+        """Let the ranks compare a call, and the tensors that its options are made of."""
+        leaves = {
+            name: [torch.as_tensor(x) for x in pytree.tree_leaves(given) if is_array(x)]
+            for name, given in values.items()
+        }
+        facts = {"call": f"{call} of a cache", "shape": shape, **facts}
+        agreement_of(group_of(self._mesh)).note(facts, leaves)
 
     def _gather(self, x: Tensor) -> list[Tensor]:
         group, x = group_of(self._mesh), x.contiguous()

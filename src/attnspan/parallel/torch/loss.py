@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from attnspan.base.plain import check_plain
 from attnspan.errors import DtypeError, expect
 
-from .comm import compare
+from .agreement import agreement_of
 
 __all__ = [
     "RankGroups",
@@ -60,8 +60,15 @@ def sum_over(x: Tensor, ranks: RankGroups) -> Tensor:
     check_plain("sum_over", x)
     total = x.detach().clone()
     for group in _groups(ranks):
+        _agree(group, "sum_over", total.shape, total.dtype)
         dist.all_reduce(total, group=group)
     return total
+
+
+def _agree(group: dist.ProcessGroup, call: str, shape: object, dtype: torch.dtype) -> None:
+    """Let the ranks compare what they add; in compiled code nothing is compared."""
+    if not torch.compiler.is_compiling():
+        agreement_of(group).note({"call": call, "shape": shape, "dtype": str(dtype)})
 
 
 def global_token_count(targets: Tensor, ranks: RankGroups, *, ignore_index: int = -100) -> Tensor:
@@ -165,8 +172,10 @@ def sum_gradients(
         return
     for gradients in _buckets(parameters, bucket_bytes):
         flat = torch.cat([gradient.flatten() for gradient in gradients])
+        # In bfloat16 and float16 each addition would round.
+        flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
         for group in groups:
-            compare(group, "gradients", {"shape": len(flat), "dtype": str(flat.dtype)})
+            _agree(group, "sum_gradients", len(flat), gradients[0].dtype)
             dist.all_reduce(flat, group=group)
         sizes = [gradient.numel() for gradient in gradients]
         for gradient, part in zip(gradients, torch.split(flat, sizes), strict=True):

@@ -19,11 +19,14 @@ from attnspan.parallel.strategy import Strategy, split_heads
 from attnspan.torch import compat
 from attnspan.torch._front import TorchFront, from_bhsd
 from attnspan.torch._options import dropout_seeds
+from attnspan.torch._unplanned import Held, remember
 from attnspan.torch.compat import pytree
 from attnspan.torch.dtensor import Places, ShardedMask, is_dtensor
 
-from .comm import Ranks, group_of, moved
+from .agreement import moved
+from .comm import Ranks
 from .dtensor import attend
+from .groups import group_of
 from .ops import backend_for_parts, sharded_attention
 
 __all__ = ["Frame", "MeshPlan", "on_mesh"]
@@ -111,8 +114,8 @@ class MeshPlan(ShardedMask):
             rows: The batch that the plan is used with, as `Layout.shard` gave it, its ``marks`` or its
                 ``"q_index"`` on the host: they must be this rank's, of the plan's layout. "unchecked"
                 compares nothing.
-            check: Compare the plans and calls of all ranks, by small all-gathers that are read one step late;
-                with gloo before the first exchange of each call.
+            check: Compare the plans, calls and values of options of all ranks, by small all-gathers that are
+                read one step late; with gloo before the first exchange of each call.
             dtensor_rows: What rows of a DTensor are: "natural", in their own order, which is right only where
                 the layout keeps it (``method="contiguous"``), or "plan", as `Layout.shard` gives them. They
                 look the same, so it must be said.
@@ -145,7 +148,10 @@ class MeshPlan(ShardedMask):
             numbers = moved(plan.numbers, "cpu")
         # The plan of the next step has another length: no reason to compile anything.
         compat.mark_dynamic(data, 0)
-        return cls(frame, data, numbers, q_index)
+        found = cls(frame, data, numbers, q_index)
+        if strategy.ranks > 1:
+            remember(found, Held(frame.rows_per_rank, frame.keys_per_rank, *frame.heads))
+        return found
 
     @property
     def positions(self) -> Tensor:

@@ -94,7 +94,7 @@ def _reading(
     """The ranks that take part in a call, and the engine's inputs, given q, k and v of this rank's heads.
 
     Args:
-        what: Which call it is; the ranks compare their calls.
+        what: Which call it is; the ranks compare their calls, and in forward the values of options.
         heads: (Hq, Hkv) of all members.
         q, v: For their dtype and head dims.
         given: All arguments that forward and backward share.
@@ -102,18 +102,24 @@ def _reading(
     data, numbers, group, members, _, _, backend, scale, *options = given
     ranks, read = Ranks.named(group, members), _read(tuple(options))
     o = read or Options()
-    sizes = [None if x is None else x.numel() for x in (o.bias, o.sinks)]
+    tables = decode(data, numbers.tolist())
+    tensors = {"bias": o.bias, "sinks": o.sinks, "dropout_seed": o.dropout_seed}
+    facts = {
+        "call": what,
+        "plan of the call": tables.numbers.plan,
+        "batch rows": q.shape[0],
+        "head dims": (q.shape[3], v.shape[3]),
+        "dtype": str(q.dtype),
+        "backend": backend,
+        "scale": scale,
+        "softcap": o.softcap,
+        "bias": (o.bias_kind, None if o.bias is None else o.bias.shape),
+        "sinks": None if o.sinks is None else o.sinks.shape,
+        "dropout_p": o.dropout_p,
+    }
+    given_ones = {name: [x] for name, x in tensors.items() if x is not None}
+    ranks.agreement.note(facts, given_ones if what == "forward" else None)
     with ranks.scratch() as scratch:
-        facts = {
-            "call": what,
-            "batch rows": q.shape[0],
-            "head dims": (q.shape[3], v.shape[3]),
-            "dtype": str(q.dtype),
-            "backend": backend,
-            "options": (scale, o.softcap, o.bias_kind, o.dropout_p, *sizes),
-        }
-        ranks.agreement.note(facts)
-        tables = decode(data, numbers.tolist())
         team = Team(ranks, tables.numbers, split_heads(*heads, members), scratch)
         runs = BACKENDS[backend]
         yield team, lambda q, k, v: Work(tables, team, Part(q, k, v, None, scale, read), runs)

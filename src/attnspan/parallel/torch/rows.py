@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnspan.errors import ShapeError, expect
 from attnspan.parallel.layout import Layout
 
-from .comm import compare, group_of, moved, raise_broken
+from .agreement import agreement_of, moved, raise_broken
+from .groups import group_of
 
 __all__ = ["gather_rows"]
 
@@ -32,6 +33,8 @@ def gather_rows(x: Tensor, layout: Layout, mesh: DeviceMesh, dim: int = 1) -> Te
     remedy = "Batch rows have rows of their own in this layout: keep all of them, as dimension 0"
     what, wanted = "Layout.gather: x", f"{layout.planes} batch rows as dimension 0"
     expect(alone, what, wanted, tuple(x.shape), remedy, error=ShapeError)
+    facts = {"call": "gather", "shape": (dim % x.dim(), *x.shape), "dtype": str(x.dtype)}
+    agreement_of(group).note({**facts, "layout of the rows": layout.fingerprint})
     places = moved(layout.places, x.device.type)
     return _GatherRows.apply(x, dim, places, layout.ranks, group)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -49,7 +52,6 @@ class _GatherRows(torch.autograd.Function):
         ctx.dim, ctx.rows, ctx.ranks, ctx.group = dim, x.shape[dim], ranks, group
         ctx.save_for_backward(places)
         rows = x.movedim(dim, 0).contiguous()
-        compare(group, "gather", {"shape": tuple(rows.shape), "dtype": str(rows.dtype)})
         every = rows.new_empty((ranks * rows.shape[0], *rows.shape[1:]))
         try:
             dist.all_gather(list(every.chunk(ranks)), rows, group=group)

@@ -1,0 +1,143 @@
+"""Process groups of meshes: their names in errors, and the ranks of them that do not answer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store  # type: ignore[attr-defined]
+
+from attnspan.errors import DtypeError, expect
+
+__all__ = ["announce", "group_of", "named_part", "shown_group", "silence_of"]
+
+#: What errors call groups, by the groups' own names, which are numbers.
+_labels: dict[str, str] = {}
+#: Seconds in which ranks that see a failure hear of others that see it too, and how often they look.
+_ROLL_CALL, _PAUSE = 5.0, 0.05
+_KEY = "attnspan/{}/{}".format
+
+
+def group_of(mesh: DeviceMesh) -> Any:
+    """The process group of all ranks of a mesh of one dimension, or of two: nodes, and the ranks of a node.
+
+    Raises:
+        DtypeError: It is no DeviceMesh.
+        OptionError: It has more dimensions, or two without names.
+    """
+    remedy = "Make one by torch.distributed.device_mesh.init_device_mesh"
+    is_mesh = isinstance(mesh, DeviceMesh)
+    expect(is_mesh, "mesh", "a DeviceMesh, such as mesh['cp']", type(mesh).__name__, remedy, error=DtypeError)
+    remedy, wanted = "Call it on the ranks of the mesh alone", "this rank, {}, among its ranks"
+    expect(mesh.get_coordinate() is not None, "mesh", wanted, repr(mesh), remedy, dist.get_rank())
+    wanted, remedy = (
+        "one dimension, or two: nodes and the ranks of a node",
+        "Take a part of it, as mesh['cp']",
+    )
+    expect(mesh.ndim in (1, 2), "mesh", wanted, str(mesh.ndim), remedy)
+    names = mesh.mesh_dim_names
+    remedy = "Make it with mesh_dim_names=('inter', 'intra')"
+    named = mesh.ndim == 1 or names is not None
+    expect(named, "mesh of two dimensions", "names of both", repr(mesh), remedy)
+    group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+    if names is not None:
+        dims = " and ".join(map(repr, names))
+        _labels[group.group_name] = f"mesh dimension{'s'[: mesh.ndim - 1]} {dims}"
+    return group
+
+
+def named_part(part: Any, whole: Any) -> Any:
+    """A group of some ranks of another one, which errors then name by the other one."""
+    if part is not whole:
+        _labels.setdefault(part.group_name, f"a part of {_label(whole)}")
+    return part
+
+
+def _label(group: Any) -> str:
+    return _labels.get(group.group_name) or f"process group {group.group_desc or group.group_name}"
+
+
+def shown_group(group: Any) -> str:
+    """A group by the mesh dimension that it belongs to and its global ranks.
+
+    Example:
+        >>> from torch.testing._internal.distributed.fake_pg import FakeStore
+        >>> dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+        >>> mesh = dist.device_mesh.init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+        >>> shown_group(group_of(mesh))
+        "mesh dimension 'cp' (global ranks 0 to 3)"
+        >>> dist.destroy_process_group()
+    """
+    return f"{_label(group)} ({_shown_ranks(dist.get_process_group_ranks(group))})"
+
+
+def _shown_ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"global rank {ranks[0]}"
+    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[0] + len(ranks))):
+        return f"global ranks {ranks[0]} to {ranks[-1]}"
+    more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
+    return f"global ranks {', '.join(map(str, ranks[:16]))}{more}"
+
+
+def announce() -> None:
+    """Tell the other ranks, in the store of the process groups, which process this rank is."""
+    process = f"{_machine()} {os.getpid()} {_state(os.getpid())}"
+    # The store of torch's fake group keeps nothing, and no rank of that group can fall silent.
+    with contextlib.suppress(RuntimeError):
+        _get_default_store().set(_KEY("process", dist.get_rank()), process)
+
+
+def silence_of(group: Any) -> str:
+    """The ranks of a group that an exchange waits for in vain, as far as can be known within a few seconds.
+
+    A rank that sees a failure says so in the store of the process groups. What is looked for are ranks that
+    do not: first those on this machine whose process has ended, then all others.
+    """
+    try:
+        store, me = _get_default_store(), dist.get_rank()
+        store.set(_KEY("saw a failure", me), "")
+        others = [rank for rank in dist.get_process_group_ranks(group) if rank != me]
+        end = time.monotonic() + _ROLL_CALL
+        while others := [rank for rank in others if not store.check([_KEY("saw a failure", rank)])]:
+            ended = [rank for rank in others if _has_ended(store, rank)]
+            if ended:
+                return f"{_shown_ranks(ended)}, whose process has ended"
+            if time.monotonic() > end:
+                return f"{_shown_ranks(others)}, not heard of for {_ROLL_CALL:.0f} s after the failure"
+            time.sleep(_PAUSE)
+    except RuntimeError as error:
+        return f"the store of the process groups either ({str(error).splitlines()[0]})"
+    return ""
+
+
+def _has_ended(store: Any, rank: int) -> bool:
+    """Whether a rank's process was on this machine and is no more."""
+    key = _KEY("process", rank)
+    if not store.check([key]):
+        return False
+    machine, pid, began = store.get(key).decode().rsplit(" ", 2)
+    return bool(machine == _machine() and _state(int(pid)) != began)
+
+
+def _machine() -> str:
+    """This machine, and the space in which process numbers mean something."""
+    space = Path("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {os.readlink(space) if space.exists() else 'unknown'}"
+
+
+def _state(pid: int) -> str:
+    """The time at which a process began, "ended" if it has ended, or "unknown"."""
+    if not Path("/proc/self/stat").exists():
+        return "unknown"
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "ended"
+    return "ended" if fields[0] in "ZX" else fields[19]
