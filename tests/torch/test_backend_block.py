@@ -1,7 +1,7 @@
 """`attnspan.backend` and torch's `sdpa_kernel`: which backend runs the calls of a block."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as torchs
 
 import attnspan
+from attnspan.call.backend import asked
 from attnspan.errors import DtypeError, OptionError
 from attnspan.jax import attention as attention_of_jax
 from attnspan.torch import attention, call_jax, explain
@@ -119,6 +120,52 @@ def test_blocks_nest_and_belong_to_a_thread() -> None:
         thread.join()
     look()
     assert names == ["cpu", "math", "cpu", "cpu"]
+
+
+def test_threads_share_a_block() -> None:
+    """Both are in it at once, and each leaves it to the name that it came from."""
+    block, both, names = attnspan.backend("math"), threading.Barrier(2), []
+
+    def run(outer: str | None, first: bool) -> None:
+        with attnspan.backend(outer):
+            if not first:
+                both.wait()
+            block.__enter__()
+            if first:
+                both.wait()
+            both.wait()
+            if first:
+                block.__exit__(None, None, None)
+            both.wait()
+            if not first:
+                block.__exit__(None, None, None)
+            names.append((outer, asked(None)))
+        names.append((None, asked(None)))
+
+    threads = [threading.Thread(target=run, args=x) for x in (("cpu", True), (None, False))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(names, key=str) == sorted([("cpu", "cpu"), (None, None), (None, None), (None, None)], key=str)
+
+
+def test_a_block_that_ends_inside_of_another() -> None:
+    """A generator's, which was suspended in it, and one that an error leaves."""
+
+    def suspended() -> Iterator[None]:
+        with attnspan.backend("math"):
+            yield
+
+    generator = suspended()
+    next(generator)
+    with attnspan.backend("triton"):
+        generator.close()
+        assert asked(None) == "triton"
+        with pytest.raises(KeyError), attnspan.backend("flex"):
+            raise KeyError
+        assert asked(None) == "triton"
+    assert asked(None) is None
 
 
 def test_it_is_part_of_the_key_of_every_jit() -> None:
