@@ -60,7 +60,14 @@ if not everything():
     # meet sizes that are symbols. test_compile.py has segments, and lengths that the compiler learns;
     # test_export_masks.py exports segments.
     compositions = {"prefix_lm", "global_sliding", "block_causal", "sasa", "tiled_natten", "morton_natten"}
-    calls = {"dropout, math", "q_index", "layout thd", "alibi, cache", "relative, documents", "dense bias, key_padding"}
+    calls = {
+        "dropout, math",
+        "q_index",
+        "layout thd",
+        "alibi, cache",
+        "relative, documents",
+        "dense bias, key_padding",
+    }
     classes = {x.function: x.name for x in MASKS if x.function in attnspan.library.__all__ and not x.outside}
     kinds = sorted(name for function, name in classes.items() if function not in compositions)
     names = {*kinds[::4], *calls, "prefix, documents"}

@@ -268,6 +268,24 @@ def test_jagged_tensors_are_sequences_of_their_own(cross: bool, compiled: bool) 
         assert relative_error(got, wanted) <= 16 * torch.finfo(torch.float32).eps
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("cross", [False, True])
+def test_jagged_tensors_of_grouped_queries_compile_with_symbols(cross: bool) -> None:
+    """Views, whose values have sizes that the compiler has no name for."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ours(q, k, v, is_causal=True, enable_gqa=True)
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="eager")
+    for lengths in ((3, 5, 1), (1, 7, 6)):
+        values, starts = torch.randn(sum(lengths), 4, 16), torch.tensor([0, *itertools.accumulate(lengths)])
+        q = torch.nested.nested_tensor_from_jagged(values, starts)
+        k = _jagged(4, 2, 6) if cross else _jagged(*lengths, like=q)
+        inputs = [x.transpose(1, 2) for x in (q, k, _jagged(*((4, 2, 6) if cross else lengths), like=k))]
+        assert torch.equal(compiled(*inputs).values(), attend(*inputs).values())
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_what_jagged_tensors_must_be() -> None:
     jagged, other = _jagged(3, 5), _jagged(4, 4)
