@@ -90,7 +90,7 @@ def test_definition(seed, dtype, convert):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # inductor's own
 @pytest.mark.parametrize("lanes", [1, *(pytest.param(x, marks=pytest.mark.long) for x in (None, 256))])
 def test_generated_code_is_the_definition(lanes):
-    """At every number of heads that a loop of vectors leaves over, of a number that is known and of a symbol."""
+    """At every number of heads that vectors leave over; the first is a constant, the others a symbol."""
     torch._dynamo.reset()
     with inductor_config.patch({"cpp.simdlen": lanes}):
         compiled = torch.compile(lambda seed, x: seeds_of_torch(seed, *x.shape), fullgraph=True)

@@ -151,4 +151,4 @@ def run():
 threading.Thread(target=run, daemon=True).start()
 started.wait()
 """
-    run_program(program)
+    run_program("-c", program)

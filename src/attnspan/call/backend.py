@@ -26,11 +26,11 @@ class backend:
     """A block in which every call of attention that names no backend runs one, as ``backend=`` of each would.
 
     It serves calls that a user does not write, such as the calls of models, of drop-ins and of integrations.
-    Blocks nest, and one object may be entered any number of times. A block belongs to the thread that enters
-    it, as `torch.no_grad` does: until it ends, it covers all calls of that thread, also those of a generator's
-    caller and of other tasks of asyncio, and no call of another thread. Compiled functions of torch and jitted
-    ones of JAX are compiled once for each backend that they are called under. For activation checkpointing
-    see `attnspan.torch.keep_backend`.
+    Blocks nest, and you may enter one object any number of times. A block belongs to the thread that enters
+    it, as in `torch.no_grad`. Until it ends, it covers all calls of that thread, also in a generator's caller
+    and in other tasks of asyncio, and no call of another thread. Functions under torch.compile and jax.jit are
+    compiled once for each backend that they are called under. For activation checkpointing see
+    `attnspan.torch.keep_backend`.
 
     Args:
         name: Name of a backend of the framework whose attention is called, such as "math", which has

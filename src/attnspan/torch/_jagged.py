@@ -55,7 +55,7 @@ def _check(name: str, x: Any) -> None:
 def _values(x: Any) -> Tensor:
     """The values (H, T, D) of a jagged tensor (B, H, j, D)."""
     values: Tensor = x.values()
-    # To a compiler the values of a view have sizes of their own, which no guard can name: it learns which they are.
+    # In a compiler's eyes the values of a view have sizes of their own, which no guard can name.
     assert values.shape[0] == x.shape[1]
     assert values.shape[2] == x.shape[3]
     return values
