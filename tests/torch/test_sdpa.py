@@ -279,12 +279,13 @@ def test_jagged_tensors_of_grouped_queries_compile_with_symbols(cross: bool) -> 
         return ours(q, k, v, is_causal=True, enable_gqa=True)
 
     compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="eager")
-    for lengths in ((3, 5, 1), (1, 7, 6)):
-        values, starts = torch.randn(sum(lengths), 4, 8), torch.tensor([0, *itertools.accumulate(lengths)])
-        q = torch.nested.nested_tensor_from_jagged(values, starts)
-        k = _jagged(4, 2, 6) if cross else _jagged(*lengths, like=q)
-        v = _jagged(*((4, 2, 6) if cross else lengths), like=k)
-        inputs = [x.transpose(1, 2) for x in (q, k, v)]
+    for lengths in ((3, 5, 2), (1, 7, 6)):
+        starts = torch.tensor([0, *itertools.accumulate(lengths)])
+        ends = torch.tensor([0, 2, 5, 9]) if cross else starts
+        inputs = [
+            torch.nested.nested_tensor_from_jagged(torch.randn(int(x[-1]), heads, 8), x).transpose(1, 2)
+            for x, heads in ((starts, 4), (ends, 2), (ends, 2))
+        ]
         wanted = attend(*inputs)
         assert torch.equal(compiled(*inputs).values(), wanted.values())
 

@@ -28,7 +28,7 @@ class backend:
     It serves calls that a user does not write, such as the calls of models, of drop-ins and of integrations.
     Blocks nest, and you may enter one object any number of times. A block belongs to the thread that enters
     it, as in `torch.no_grad`. Until it ends, it covers all calls of that thread, also in a generator's caller
-    and in other tasks of asyncio, and no call of another thread. Functions under torch.compile and jax.jit are
+    and in other tasks of asyncio, and no call of another thread. Functions of torch.compile and jax.jit are
     compiled once for each backend that they are called under. For activation checkpointing see
     `attnspan.torch.keep_backend`.
 
@@ -59,7 +59,7 @@ class backend:
 
     def __exit__(self, *_: object) -> None:
         # Not always the innermost one: a suspended generator may end its block inside of its caller's.
-        outer, inner = list(_local.names), []
+        outer, inner = list(_local.names), list[str | None]()
         while outer and outer[-1] != self.name:
             inner.insert(0, outer.pop())
         _enter((*outer[:-1], *inner))
