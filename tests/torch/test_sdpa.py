@@ -268,28 +268,6 @@ def test_jagged_tensors_are_sequences_of_their_own(cross: bool, compiled: bool) 
         assert relative_error(got, wanted) <= 16 * torch.finfo(torch.float32).eps
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-@pytest.mark.parametrize("cross", [False, True])
-def test_jagged_tensors_of_grouped_queries_compile_with_symbols(cross: bool) -> None:
-    """Views, whose values have sizes that the compiler has no name for."""
-    torch._dynamo.reset()
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ours(q, k, v, is_causal=True, enable_gqa=True)
-
-    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="eager")
-    for lengths in ((3, 5, 2), (1, 7, 6)):
-        starts = torch.tensor([0, *itertools.accumulate(lengths)])
-        ends = torch.tensor([0, 2, 5, 9]) if cross else starts
-        inputs = [
-            torch.nested.nested_tensor_from_jagged(torch.randn(int(x[-1]), heads, 8), x).transpose(1, 2)
-            for x, heads in ((starts, 4), (ends, 2), (ends, 2))
-        ]
-        wanted = attend(*inputs)
-        assert torch.equal(compiled(*inputs).values(), wanted.values())
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_what_jagged_tensors_must_be() -> None:
     jagged, other = _jagged(3, 5), _jagged(4, 4)

@@ -36,7 +36,7 @@ def attend_jagged(
             rows = torch.arange(q.values().shape[1], device=cu_q.device)
             own = torch.searchsorted(cu_q, rows, right=True) - 1
             q_index = rows + (cu_k - cu_q)[own]
-    inputs = (_values(x).unsqueeze(0) for x in (q, k, v))
+    inputs = (x.values().unsqueeze(0) for x in (q, k, v))
     out = attention(*inputs, mask=mask, q_index=q_index, **options)[0].transpose(0, 1)
     # One tensor of offsets is one symbolic length: sums with the query's own residual stay legal.
     return torch.nested.nested_tensor_from_jagged(out, cu_q).transpose(1, 2)  # type: ignore[no-untyped-call]
@@ -50,15 +50,6 @@ def _check(name: str, x: Any) -> None:
     expect(x.dim() == 4 and x._ragged_idx == 2, name, wanted, f"{x.dim()} dims", remedy, error=ShapeError)
     remedy = "Pack it anew: torch.nested.nested_tensor(list(x.unbind()), layout=torch.jagged)"
     expect(x.lengths() is None, name, "sequences without gaps", "lengths", remedy, error=ShapeError)
-
-
-def _values(x: Any) -> Tensor:
-    """The values (H, T, D) of a jagged tensor (B, H, j, D)."""
-    values: Tensor = x.values()
-    # In a compiler's eyes the values of a view have sizes of their own, which no guard can name.
-    assert values.shape[0] == x.shape[1]
-    assert values.shape[2] == x.shape[3]
-    return values
 
 
 def _alike(x: Any, y: Any) -> bool:
