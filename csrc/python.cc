@@ -6,6 +6,7 @@
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
+#include <unistd.h>
 
 #include <cmath>
 #include <optional>
@@ -29,13 +30,33 @@ namespace {
 
 std::optional<Array> given(nb::handle x) { return x.is_none() ? std::nullopt : std::optional(array_of(x)); }
 
+// The GIL is released for the time of a scope. At the exit of the interpreter, Python up to 3.13 ends a daemon thread
+// that asks for the GIL by unwinding its stack, which no noexcept function survives: the thread waits for the end of
+// the process instead, as in Python 3.14.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+  ~WithoutGil() {
+    try {
+      PyEval_RestoreThread(state_);
+    } catch (...) {
+      for (;;) pause();
+    }
+  }
+
+ private:
+  PyThreadState* state_;
+};
+
 // Runs a pass without the GIL.
 template <class Args>
 void run(Result (*pass)(const Args&, Isa, const Parallel&), const Args& args, Direction direction, int threads) {
   const Isa isa = level();
   Result result;
   {
-    const nb::gil_scoped_release release;
+    const WithoutGil release;
     result = pass(args, isa, make_parallel(threads));
   }
   raise_unless_ok(result, args, direction, isa);
@@ -131,7 +152,7 @@ void move_rows(nb::handle target, nb::handle to, nb::handle source, nb::handle f
     fail("row " + std::to_string(bad) + ": expected numbers below " + std::to_string(move.target.rows()) + " and " +
          std::to_string(move.source.rows()) + ", got " + std::to_string(move.to.of(bad)) + " and " +
          std::to_string(move.from.of(bad)));
-  const nb::gil_scoped_release release;
+  const WithoutGil release;
   move(make_parallel(threads));
 }
 
@@ -260,7 +281,7 @@ double peak(const std::string& kind, int threads, double seconds) {
   const auto which = static_cast<PeakKind>(index_of("kind", kind, peak_kind_names, peak_kinds));
   const Isa isa = level();
   if (!has_peak(which, isa)) fail("kind: expected one of attnspan._core.peak_kinds(), got '" + kind + "'");
-  const nb::gil_scoped_release release;
+  const WithoutGil release;
   return peak_rate(which, isa, make_parallel(threads), seconds);
 }
 
@@ -276,7 +297,7 @@ void use_large_pages([[maybe_unused]] uintptr_t address, [[maybe_unused]] size_t
 double read_bandwidth(int64_t bytes, int threads, double seconds) {
   if (bytes < 4096 * static_cast<int64_t>(threads)) fail("bytes: expected at least 4096 for each thread");
   const Isa isa = level();
-  const nb::gil_scoped_release release;
+  const WithoutGil release;
   std::vector<char> memory(static_cast<size_t>(bytes), 1);
   return read_rate(isa, memory.data(), bytes, make_parallel(threads), seconds);
 }

@@ -5,12 +5,15 @@ import math
 import numpy as np
 import pytest
 import torch
+from overflows import within_range
+from torch._inductor import config as inductor_config
 
 from attnspan import reference
 from attnspan.call.dropout import dropout_seeds, kept, philox, scale_of_kept, split_seeds, threshold
 from attnspan.call.options import Options
 from attnspan.kernels import math as math_kernel
 from attnspan.torch import attention
+from attnspan.torch import dropout_seeds as seeds_of_torch
 
 WORD = 2**32 - 1
 
@@ -81,6 +84,31 @@ def test_definition(seed, dtype, convert):
     assert tuple(got.shape) == (2, 3, len(INDICES), len(INDICES))
     for b, h, i, j in np.ndindex(*got.shape):
         assert bool(got[b, h, i, j]) == _keeps(0.3, want[b][h], int(INDICES[i]), int(INDICES[j]))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # inductor's own
+@pytest.mark.parametrize("lanes", [1, *(pytest.param(x, marks=pytest.mark.long) for x in (None, 256))])
+def test_generated_code_is_the_definition(lanes):
+    """At every number of heads that vectors leave over; the first is a constant, the others a symbol."""
+    torch._dynamo.reset()
+    with inductor_config.patch({"cpp.simdlen": lanes}):
+        compiled = torch.compile(lambda seed, x: seeds_of_torch(seed, *x.shape), fullgraph=True)
+        for heads in (4, *range(5, 41)):
+            for seed in (0, 77, -1, 2**63 - 1, -(2**63)):
+                seeds = compiled(torch.tensor(seed), torch.zeros(2, heads))
+                assert np.array_equal(seeds, dropout_seeds(seed, 2, heads))
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**63 - 1, 0x0123456789ABCDEF])
+def test_no_word_leaves_int64(seed):
+    """Compiled C++ leaves the overflow of a product undefined."""
+    index = torch.from_numpy(INDICES)[None]
+
+    def words(seed):
+        return kept(0.3, seeds_of_torch(seed, 2, 33), index, index)
+
+    torch.compile(words, fullgraph=True, backend=within_range)(torch.tensor(seed))
 
 
 @pytest.mark.parametrize("p", [1e-9, 2**-16, 0.01, 0.1, 0.25, 0.5, 0.9, 1 - 2**-16, 1 - 1e-9])

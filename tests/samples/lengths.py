@@ -286,6 +286,11 @@ CALLS = (
         ),
         lambda s: (*_seed(s), *_cu(s)),
     ),
+    Call(
+        "dropout, math",
+        lambda q, k, x: attention(q, k, k, dropout_p=0.3, dropout_seed=x, backend="math"),
+        _seed,
+    ),
     Call("sdpa", lambda q, k: scaled_dot_product_attention(q, k, k, is_causal=True), shapes=_all_heads),
     Call(
         "sdpa, booleans", lambda q, k, x: scaled_dot_product_attention(q, k, k, x), _dense, shapes=_all_heads

@@ -1,8 +1,9 @@
 """`attnspan.backend` and torch's `sdpa_kernel`: which backend runs the calls of a block."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,11 +14,13 @@ from closeness import relative_error
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as torchs
+from torch.utils.checkpoint import CheckpointError, checkpoint, create_selective_checkpoint_contexts
 
 import attnspan
+from attnspan.call.backend import asked
 from attnspan.errors import DtypeError, OptionError
 from attnspan.jax import attention as attention_of_jax
-from attnspan.torch import attention, call_jax, explain
+from attnspan.torch import attention, call_jax, checkpoint_policy, explain, keep_backend
 from attnspan.torch import scaled_dot_product_attention as ours
 
 # Of torch's own: of what forward mode loads, and of how compilers read an autograd function.
@@ -119,6 +122,96 @@ def test_blocks_nest_and_belong_to_a_thread() -> None:
         thread.join()
     look()
     assert names == ["cpu", "math", "cpu", "cpu"]
+
+
+def test_threads_share_a_block() -> None:
+    """Both are in it at once, and each leaves it to the name that it came from."""
+    block, both, names = attnspan.backend("math"), threading.Barrier(2), []
+
+    def run(outer: str | None, first: bool) -> None:
+        with attnspan.backend(outer):
+            if not first:
+                both.wait()
+            block.__enter__()
+            if first:
+                both.wait()
+            both.wait()
+            if first:
+                block.__exit__(None, None, None)
+            both.wait()
+            if not first:
+                block.__exit__(None, None, None)
+            names.append((outer, asked(None)))
+        names.append((None, asked(None)))
+
+    threads = [threading.Thread(target=run, args=x) for x in (("cpu", True), (None, False))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(names, key=str) == sorted(
+        [("cpu", "cpu"), (None, None), (None, None), (None, None)], key=str
+    )
+
+
+def test_a_block_that_ends_inside_of_another() -> None:
+    """A generator's, which was suspended in it, and one that an error leaves."""
+
+    def suspended() -> Iterator[None]:
+        with attnspan.backend("math"):
+            yield
+
+    generator = suspended()
+    next(generator)
+    with attnspan.backend("triton"):
+        generator.close()
+        assert asked(None) == "triton"
+        with pytest.raises(KeyError), attnspan.backend("flex"):
+            raise KeyError
+        assert asked(None) == "triton"
+    assert asked(None) is None
+
+
+def _gradient(block: str | None, call: Callable[[Tensor], Tensor]) -> Tensor:
+    """Of a call in a block that has ended before the backward pass."""
+    x = Q.clone().requires_grad_()
+    with attnspan.backend(block):
+        out = call(x)
+    return torch.autograd.grad(out.square().sum(), x)[0]
+
+
+SELECTIVE = partial(create_selective_checkpoint_contexts, checkpoint_policy)
+
+
+@pytest.mark.parametrize(
+    "contexts", [keep_backend, partial(keep_backend, SELECTIVE)], ids=["all", "selective"]
+)
+def test_a_checkpoint_keeps_the_backend_of_its_block(contexts: Any) -> None:
+    def attend(x: Tensor) -> Tensor:
+        return attention(x, x, x)
+
+    def kept(x: Tensor) -> Any:
+        return checkpoint(attend, x, use_reentrant=False, context_fn=contexts)
+
+    assert torch.equal(_gradient("math", kept), _gradient("math", attend))
+    with attnspan.backend("math"):  # The forward pass had none.
+        assert torch.equal(_gradient(None, kept), _gradient(None, attend))
+
+
+def test_a_checkpoint_that_is_recomputed_twice() -> None:
+    x = Q.clone().requires_grad_()
+    with attnspan.backend("math"):
+        out = checkpoint(attention, x, x, x, use_reentrant=False, context_fn=keep_backend)
+    (first,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+    assert torch.equal(first, torch.autograd.grad(out.sum(), x)[0])
+
+
+def test_a_checkpoint_without_it() -> None:
+    def kept(x: Tensor) -> Any:
+        return checkpoint(lambda x: attention(x, x, x), x, use_reentrant=False)
+
+    with pytest.raises(CheckpointError):
+        _gradient("math", kept)
 
 
 def test_it_is_part_of_the_key_of_every_jit() -> None:

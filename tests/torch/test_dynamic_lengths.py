@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from covering import everything
+from overflows import within_range
 from samples.lengths import CALLS, DIM, HEADS, KV_HEADS, MASKS, PROBLEMS, Call, Sample, Sizes
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor import config as inductor_config
 from torch.export import Dim
 from torch.utils._pytree import tree_leaves
 
@@ -58,7 +60,14 @@ if not everything():
     # meet sizes that are symbols. test_compile.py has segments, and lengths that the compiler learns;
     # test_export_masks.py exports segments.
     compositions = {"prefix_lm", "global_sliding", "block_causal", "sasa", "tiled_natten", "morton_natten"}
-    calls = {"q_index", "layout thd", "alibi, cache", "relative, documents", "dense bias, key_padding"}
+    calls = {
+        "dropout, math",
+        "q_index",
+        "layout thd",
+        "alibi, cache",
+        "relative, documents",
+        "dense bias, key_padding",
+    }
     classes = {x.function: x.name for x in MASKS if x.function in attnspan.library.__all__ and not x.outside}
     kinds = sorted(name for function, name in classes.items() if function not in compositions)
     names = {*kinds[::4], *calls, "prefix, documents"}
@@ -101,8 +110,8 @@ def _varying(inputs: Any, others: Any) -> list[tuple[Tensor, dict[int, tuple[int
     ]
 
 
-def _count(module: Several, problems: Sequence[Sizes], marked: bool) -> int:
-    counter = CompileCounterWithBackend("eager")
+def _count(module: Several, problems: Sequence[Sizes], marked: bool, backend: Any = within_range) -> int:
+    counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(module, fullgraph=True, backend=counter)
     axes = [dims for _, dims in _varying(*(module.inputs(s) for s in PROBLEMS[:2]))]
     for problem in problems:
@@ -119,6 +128,14 @@ def _count(module: Several, problems: Sequence[Sizes], marked: bool) -> int:
 @_groups(PROGRAMS)
 def test_few_compilations(group: Sequence[Program]) -> None:
     assert _count(Several(group), PROBLEMS, marked=False) <= 4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lanes", [None, 1])
+@_groups(PROGRAMS)
+def test_generated_code_is_eager_code(group: Sequence[Program], lanes: int | None) -> None:
+    with inductor_config.patch({"cpp.simdlen": lanes}):
+        assert _count(Several(group), PROBLEMS, marked=False, backend="inductor") <= 4
 
 
 @pytest.mark.slow

@@ -182,3 +182,22 @@ def test_a_forked_child_attends_after_its_parent_did_and_then_64_threads_at_once
 @pytest.mark.long
 def test_forked_workers_of_a_loader_attend() -> None:
     assert run_program("-W", "error", "-c", COMMON + LOADER, timeout=120).split() == ["done"]
+
+
+@pytest.mark.slow
+@pytest.mark.compiled_module("the exit of the process that the kernel runs in")
+def test_the_interpreter_exits_while_a_daemon_thread_computes() -> None:
+    program = """
+import threading, torch
+from attnspan.torch import attention
+started, x = threading.Event(), torch.randn(1, 8, 2048, 64)
+
+def run():
+    while True:
+        started.set()
+        attention(x, x, x)
+
+threading.Thread(target=run, daemon=True).start()
+started.wait()
+"""
+    run_program("-c", program)

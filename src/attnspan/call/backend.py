@@ -15,6 +15,7 @@ class _Local(threading.local):
     def __init__(self) -> None:
         # In the thread's own dict, where compilers guard on it; an attribute of the class they would not see.
         self.name: str | None = None
+        self.names: tuple[str | None, ...] = ()  # of the blocks that the thread is in, the innermost one last
 
 
 _local = _Local()
@@ -24,9 +25,12 @@ _followers: list[Callable[[str | None], None]] = []
 class backend:
     """A block in which every call of attention that names no backend runs one, as ``backend=`` of each would.
 
-    It serves calls that a user does not write: those of models, of drop-ins and of integrations. Blocks nest,
-    and belong to the thread that enters them. Compiled functions of torch and jitted ones of JAX are compiled
-    once for each backend that they are called under.
+    It serves calls that a user does not write, such as the calls of models, of drop-ins and of integrations.
+    Blocks nest, and you may enter one object any number of times. A block belongs to the thread that enters
+    it, as in `torch.no_grad`. Until it ends, it covers all calls of that thread, also in a generator's caller
+    and in other tasks of asyncio, and no call of another thread. Functions of torch.compile and jax.jit are
+    compiled once for each backend that they are called under. For activation checkpointing see
+    `attnspan.torch.keep_backend`.
 
     Args:
         name: Name of a backend of the framework whose attention is called, such as "math", which has
@@ -49,18 +53,21 @@ class backend:
         known, remedy = name is None or isinstance(name, str), 'Pass a name, such as "math"'
         expect(known, "backend", "a name or None", type(name).__name__, remedy, error=DtypeError)
         self.name = name
-        self._before: list[str | None] = []
 
     def __enter__(self) -> None:
-        self._before.append(_local.name)
-        _choose(self.name)
+        _enter((*_local.names, self.name))
 
     def __exit__(self, *_: object) -> None:
-        _choose(self._before.pop())
+        # Not always the innermost one: a suspended generator may end its block inside of its caller's.
+        outer, inner = list(_local.names), list[str | None]()
+        while outer and outer[-1] != self.name:
+            inner.insert(0, outer.pop())
+        _enter((*outer[:-1], *inner))
 
 
-def _choose(name: str | None) -> None:
-    _local.name = name
+def _enter(names: tuple[str | None, ...]) -> None:
+    _local.names = names
+    _local.name = name = names[-1] if names else None
     torch = sys.modules.get("torch")
     if torch is not None and torch.compiler.is_compiling():  # whose programs hold no call of JAX
         return

@@ -1,8 +1,8 @@
 """Dropout as a function of the seed, the batch row, the head and the two global indices.
 
 Nothing is drawn in sequence, so every tiling, thread count and shard of one problem drops the same elements.
-Words of 32 bits are kept in int64, of NumPy or torch: a product that overflows keeps its low 64 bits, of
-which only the low 32 are read.
+Words of 32 bits are kept in int64, of NumPy or torch. No product leaves int64: in the C++ that torch.compile
+writes, the overflow of a signed product is undefined, and g++ gives other words than the processor does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from attnspan.base.arrays import Array
 
-__all__ = ["dropout_seeds", "kept", "philox", "scale_of_kept", "split_seeds", "threshold"]
+__all__ = ["dropout_seeds", "kept", "mixed", "philox", "scale_of_kept", "split_seeds", "threshold"]
 
 _WORD = 0xFFFFFFFF
 
@@ -36,15 +36,31 @@ def philox(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[An
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        even, odd = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = (
-            (odd >> 32 & _WORD) ^ c1 ^ k0,
-            odd & _WORD,
-            (even >> 32 & _WORD) ^ c3 ^ k1,
-            even & _WORD,
-        )
+        (even_high, even_low), (odd_high, odd_low) = _product(c0, 0xD2511F53), _product(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = odd_high ^ c1 ^ k0, odd_low, even_high ^ c3 ^ k1, even_low
         k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
     return c0, c1, c2, c3
+
+
+def _product(a: Any, factor: int) -> tuple[Any, Any]:
+    """High and low word of the product of a word and a constant, by halves of the constant."""
+    low = a * (factor & 0xFFFF)
+    rest = a * (factor >> 16) + (low >> 16)
+    return rest >> 16, (rest & 0xFFFF) << 16 | low & 0xFFFF
+
+
+def mixed(key: Any, first: Any, second: Any) -> Any:
+    """The hash of words of keys with the two words of their rows; its low or high half decides for a key.
+
+    One hash serves keys j and j + 16, which lie in one vector of the kernels: 16 bits for each.
+    """
+    x = ((key >> 5) << 4 | (key & 15)) ^ first
+    x = ((x ^ x >> 16) * 0x7FEB352D) & _WORD
+    x = ((x ^ x >> 15) + second) & _WORD
+    # The factor is 0x846CA68B, less 2**32: the product stays within int64 and has the same low word.
+    x = (x * (0x846CA68B - 2**32)) & _WORD
+    x = x ^ x >> 16
+    return x >> ((key >> 4 & 1) << 4) & 0xFFFF
 
 
 def split_seeds(seed: Array, batch_index: Array, head_index: Array) -> Array:
@@ -55,9 +71,7 @@ def split_seeds(seed: Array, batch_index: Array, head_index: Array) -> Array:
         batch_index: int64 (B, 1), global indices of the batch rows.
         head_index: int64 (1, H), global indices of the query heads.
     """
-    zero = (batch_index + head_index) * 0  # One shape for all four words: NumPy warns where scalars overflow.
-    key = (zero + seed) & _WORD, (zero + seed) >> 32 & _WORD
-    low, high, _, _ = philox((batch_index + zero, head_index + zero, zero, zero + 1), key)
+    low, high, _, _ = philox((batch_index, head_index, 0, 1), (seed & _WORD, seed >> 32 & _WORD))
     return low | high << 32
 
 
@@ -81,18 +95,11 @@ def kept(p: float, seeds: Array, q_index: Array, k_index: Array) -> Array:
         k_index: integer (B|1, Sk), global indices of the keys, in any order.
     """
     seeds = seeds[:, :, None]
-    zero = seeds * 0
+    zero = seeds * 0  # int64, which the indices need not be
     row = (q_index[:, None, :] + zero) & _WORD
-    zero = row * 0
-    r0, r1, _, _ = philox((row, zero, zero, zero), ((zero + seeds) & _WORD, (zero + seeds) >> 32 & _WORD))
+    first, second, _, _ = philox((row, 0, 0, 0), (seeds & _WORD, seeds >> 32 & _WORD))
     key = (k_index[:, None, None, :] + zero[..., None]) & _WORD
-    # One hash serves keys j and j + 16, which lie in one vector of the kernels: 16 bits for each.
-    x = ((key >> 5) << 4 | (key & 15)) ^ r0[..., None]
-    x = ((x ^ x >> 16) * 0x7FEB352D) & _WORD
-    x = ((x ^ x >> 15) + r1[..., None]) & _WORD
-    x = (x * 0x846CA68B) & _WORD
-    x = x ^ x >> 16
-    half = x >> ((key >> 4 & 1) << 4) & 0xFFFF
+    half = mixed(key, first[..., None], second[..., None])
     return half >= threshold(p)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from attnspan.base.installed import lacking
 from attnspan.call import Problem
 from attnspan.call.biases import HIDES
-from attnspan.call.dropout import philox, scale_of_kept, split_seeds, threshold
+from attnspan.call.dropout import mixed, philox, scale_of_kept, split_seeds, threshold
 from attnspan.call.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
 from attnspan.masks.bounds import Spans
 
@@ -231,17 +231,12 @@ def _dropping(
         rows, heads = (torch.arange(n, device=q.device) for n in q.shape[:2])
         seeds = split_seeds(seeds, rows[:, None], heads[None])
     row = (q_index[:, None, :].to(torch.int64) + seeds[:, :, None] * 0) & _WORD
-    key = seeds[:, :, None] & _WORD, seeds[:, :, None] >> 32 & _WORD
-    first, second, _, _ = philox((row, row * 0, row * 0, row * 0), key)
+    first, second, _, _ = philox((row, 0, 0, 0), (seeds[:, :, None] & _WORD, seeds[:, :, None] >> 32 & _WORD))
     k_rows, dropped = k_index.shape[0] != 1, threshold(options.dropout_p)
 
     def modify_and_drop(x: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         at = k_index[b if k_rows else 0, j].to(torch.int64) & _WORD
-        word = ((at >> 5) << 4 | (at & 15)) ^ first[b, h, i]
-        word = ((word ^ word >> 16) * 0x7FEB352D) & _WORD
-        word = ((word ^ word >> 15) + second[b, h, i]) & _WORD
-        word = (word * 0x846CA68B) & _WORD
-        half = (word ^ word >> 16) >> ((at >> 4 & 1) << 4) & 0xFFFF
+        half = mixed(at, first[b, h, i], second[b, h, i])
         x = x if modify is None else modify(x, b, h, i, j)
         return torch.where(half >= dropped, x, -torch.inf)
 

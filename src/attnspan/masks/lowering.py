@@ -178,7 +178,8 @@ class Lowering:
             largest = self.arrays.to_numpy(q_index).max(initial=0)
             # The key after a row's own is an int32 too.
             expect(largest < INT32_MAX, "q_index", "int32 indices", str(largest), "Use smaller ones")
-        return self.per_batch("q_index", q_index)[:, None]
+            return self.per_batch("q_index", q_index)[:, None]
+        return self.arrays.minimum(self.per_batch("q_index", q_index)[:, None], INT32_MAX - 1)
 
     def int32(self, what: str, x: Array) -> Array:
         """`x` as int32. Values beyond that raise where they can be read, and saturate elsewhere."""

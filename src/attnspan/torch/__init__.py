@@ -19,6 +19,7 @@ from .block_mask import to_block_mask as to_block_mask
 from .caches import StaticCache as StaticCache
 from .compile import SAVE_OPS as SAVE_OPS
 from .compile import checkpoint_policy as checkpoint_policy
+from .compile import keep_backend as keep_backend
 from .ops import backward_flops as backward_flops
 from .ops import forward_flops as forward_flops
 
@@ -50,6 +51,7 @@ __all__ = [
     "dropout_seeds",
     "explain",
     "forward_flops",
+    "keep_backend",
     "scaled_dot_product_attention",
     "to_block_mask",
     "wrap",

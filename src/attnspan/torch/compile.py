@@ -5,14 +5,16 @@ text while a compiler reads a program, masks and biases as pytrees, and a policy
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, noop_context_fn
 
 from attnspan.base.pytrees import register_pytrees
+from attnspan.call.backend import asked, backend
 from attnspan.errors import expect, register_raiser
 from attnspan.masks.bounds import Spans
 from attnspan.masks.encoding import CHUNK_PAIRS, encode, register_operator
@@ -24,7 +26,7 @@ from ._watched import constant_when_traced
 from .compat import pytree
 from .ops import forward_op
 
-__all__ = ["SAVE_OPS", "checkpoint_policy", "save_also"]
+__all__ = ["SAVE_OPS", "checkpoint_policy", "keep_backend", "save_also"]
 
 _library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
@@ -188,6 +190,51 @@ def checkpoint_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
     """
     del ctx, args, kwargs
     return CheckpointPolicy.MUST_SAVE if op in _saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def keep_backend(context_fn: Callable[[], Contexts] = noop_context_fn) -> Contexts:
+    """Recompute the calls of a checkpoint with the backend of the block that the forward pass ran in.
+
+    Torch recomputes during the backward pass, where a block of `attnspan.backend` may have ended: another
+    backend would save other tensors, and torch would raise a `CheckpointError`.
+
+    Args:
+        context_fn: The ``context_fn`` that the checkpoint has otherwise, such as a partial of
+            ``create_selective_checkpoint_contexts``.
+
+    Returns:
+        The contexts of the forward pass and of the recomputation, for ``context_fn`` of
+        ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``.
+
+    Example:
+        >>> import attnspan
+        >>> from torch.utils.checkpoint import checkpoint
+        >>> from attnspan.torch import attention, keep_backend
+        >>> x = torch.randn(1, 2, 4, 8, requires_grad=True)
+        >>> with attnspan.backend("math"):
+        ...     out = checkpoint(attention, x, x, x, use_reentrant=False, context_fn=keep_backend)
+        >>> out.sum().backward()
+    """
+    forward, recomputation = context_fn()
+    return forward, _Both(backend(asked(None)), recomputation)
+
+
+class _Both(AbstractContextManager[None]):
+    """Two contexts as one, which is entered for each backward pass of a graph that is kept."""
+
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self.outer, self.inner = outer, inner
+
+    def __enter__(self) -> None:
+        self.outer.__enter__()
+        self.inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.inner.__exit__(*error)
+        self.outer.__exit__(*error)
 
 
 def save_also(op: compat.OpOverload) -> None:
