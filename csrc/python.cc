@@ -6,11 +6,12 @@
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
-#include <unistd.h>
 
+#include <chrono>
 #include <cmath>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "arguments.h"
@@ -42,7 +43,7 @@ class WithoutGil {
     try {
       PyEval_RestoreThread(state_);
     } catch (...) {
-      for (;;) pause();
+      for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
     }
   }
 
