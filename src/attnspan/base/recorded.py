@@ -38,11 +38,11 @@ def called_apart(fn: Any, args: Any) -> Any:
     Recorders other than the compiler fail at the tensors within vmap, and record what raises. The recorder
     pauses while the operators are found, and then records these.
     """
-    if not is_recorded():
-        return fn(*args)
     torch = sys.modules["torch"]
+    if torch.compiler.is_dynamo_compiling() or not is_recorded():
+        return fn(*args)
     if torch.compiler.is_compiling():
-        # As FlexAttention does: in torch.export an index would be read as a number.
+        # As FlexAttention does: torch.export without the compiler would read an index as a number.
         from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
         with TransformGetItemToIndex():
@@ -101,4 +101,6 @@ def _symbols_of_torch(holds: Any) -> Any:
     # A compiler takes symbols for numbers, so it is not asked about their type.
     if torch is None or not (torch.compiler.is_compiling() or isinstance(holds, torch.SymBool)):
         return None
-    return torch.fx.experimental.symbolic_shapes
+    from torch.fx.experimental import symbolic_shapes
+
+    return symbolic_shapes

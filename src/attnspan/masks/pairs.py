@@ -1,7 +1,7 @@
 """A function of indices for all pairs at once: by vmap, as FlexAttention calls it, or by NumPy.
 
-A mask means what its function returns for the numbers of one pair. Given index arrays of all pairs, a function
-that reduces, such as ``k < ids[b].sum()``, would sum over the whole batch.
+A mask means what its function returns for the numbers of one pair. A function that reduces, such as
+``k < ids[b].sum()``, would sum over the whole batch if it were given index arrays of all pairs.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def by_numpy(what: str, fn: Function, one: Callable[..., bool], indices: list[Ar
         int(np.prod(shape)),
         "comparisons and sums of indices and of captured arrays, or at most {} pairs",
     )
-    remedy = "Compute what it reduces outside of it, or write it for torch or JAX and pass like="
+    remedy = "Index with all axes at once, ids[b, q], and reduce outside of it, or use tensors or JAX arrays"
     expect(pairs <= MOST_CALLS, what, wanted, pairs, remedy, MOST_CALLS, error=UsageError)
     visible = np.empty(shape, bool)
     for i, at in enumerate(zip(*(x.flat for x in np.broadcast_arrays(*indices)), strict=True)):

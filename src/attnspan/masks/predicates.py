@@ -11,7 +11,7 @@ from attnspan.base.arrays import NUMPY, Array, Arrays, TorchArrays, arrays_for, 
 from attnspan.base.recorded import is_jit_traced
 from attnspan.errors import DtypeError, OptionError, ShapeError, UsageError, expect
 
-from .captured import captured
+from .captured import captured, with_arrays
 from .lowering import Lowering
 from .pairs import Function, by_numpy, by_vmap
 
@@ -71,6 +71,9 @@ def _frameworks(fn: Function, low: Lowering) -> list[Arrays]:
 
 def _evaluated(what: str, fn: Function, arrays: Arrays, low: Lowering, rows: Array) -> Array:
     """`fn` for each pair, by the framework `arrays`: bool (B|1, H|1, rows|1, k_len|1)."""
+    if arrays.tracing() and not sys.modules["torch"].compiler.is_dynamo_compiling():
+        # NumPy reads no tensor that is being recorded, not even as an index.
+        fn = with_arrays(fn, lambda x: arrays.xp.asarray(x) if isinstance(x, np.ndarray) else x)
 
     def one(b: Any, h: Any, q: Any, k: Any) -> Any:
         # Compilers quote the next line in their errors, with its comment.
