@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
-from attnspan import Spans, from_block_mask, from_predicate
+from attnspan import Spans, causal, from_block_mask, from_predicate
 from attnspan.parallel import Layout
 from attnspan.torch import attention
 
@@ -182,6 +182,15 @@ def test_recorders_read_captured_arrays_of_numpy() -> None:
     q = torch.randn(2, 1, 8, 16)
     recorded = make_fx(lambda q: attention(q, q, q, mask=mask), tracing_mode="symbolic")(q)
     torch.testing.assert_close(recorded(q), attention(q, q, q, mask=mask))
+
+
+def test_the_reference_kernel_is_traced() -> None:
+    def call(q: Tensor) -> Tensor:
+        return attention(q, q, q, mask=causal(), backend="math")
+
+    q = torch.randn(1, 1, 4, 8, dtype=torch.float64)
+    traced = torch.jit.trace(call, q, check_trace=False)
+    torch.testing.assert_close(traced(2 * q), call(2 * q))
 
 
 def test_a_fresh_process_traces_a_function() -> None:
