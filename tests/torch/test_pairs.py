@@ -184,6 +184,7 @@ def test_recorders_read_captured_arrays_of_numpy() -> None:
     torch.testing.assert_close(recorded(q), attention(q, q, q, mask=mask))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
 def test_the_reference_kernel_is_traced() -> None:
     def call(q: Tensor) -> Tensor:
         return attention(q, q, q, mask=causal(), backend="math")
