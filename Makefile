@@ -279,4 +279,4 @@ tiles: setup
 	done
 
 clean:
-	rm -rf build dist $(VENV) $(XLA_VENV) .venv-torch-*
+	rm -rf build dist $(VENV) $(XLA_VENV) .venv-with-*

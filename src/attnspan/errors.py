@@ -9,6 +9,7 @@ __all__ = [
     "BackendError",
     "DeviceError",
     "DtypeError",
+    "NotAnArrayError",
     "OptionError",
     "ShapeError",
     "UsageError",
@@ -82,6 +83,10 @@ class OptionError(_Explained, ValueError):
 
 class BackendError(_Explained, ValueError):
     """No backend, or not the requested one, can run the problem."""
+
+
+class NotAnArrayError(_Explained, AttributeError):
+    """Code of another library reads a mask as if it were an array."""
 
 
 class UsageError(_Explained, TypeError):

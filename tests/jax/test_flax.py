@@ -1,5 +1,7 @@
 """flax's attention modules with `attention_fn`: their own results, gradients, masks, dropout and caches."""
 
+from functools import partial
+
 import pytest
 
 flax = pytest.importorskip("flax")
@@ -9,7 +11,8 @@ import numpy as np  # noqa: E402
 from closeness import error  # noqa: E402
 from flax import linen, nnx  # noqa: E402
 
-from attnspan import causal, key_padding, segments  # noqa: E402
+from attnspan import causal, full, key_padding, segments, window  # noqa: E402
+from attnspan import keys as key_mask  # noqa: E402
 from attnspan.jax import attention_fn  # noqa: E402
 
 jnp = jax.numpy
@@ -158,6 +161,54 @@ def test_decoding_with_the_modules_cache():
         outs.append(jnp.stack([model(X[:, i : i + 1], decode=True)[:, 0] for i in range(4)], 1))
     _close(*outs)
     _close(outs[0], _nnx(attention_fn)(X[:, :4], is_causal=True))
+
+
+def _decoded(fn, **given):
+    model = _nnx(fn)
+    model.init_cache((BATCH, LENGTH, WIDTH))
+    step = nnx.jit(lambda model, x: model(x, decode=True, **given)[:, 0])
+    return jnp.stack([step(model, X[:, i : i + 1]) for i in range(LENGTH)], 1)
+
+
+def test_decoding_is_causal_up_to_the_cache():
+    _close(_decoded(attention_fn, is_causal=True), _nnx(nnx.dot_product_attention)(X, is_causal=True))
+
+
+LAYER_MASKS = {
+    "window": (causal() & window(2), {}),
+    "packed": (causal() & segments(CHUNKS), {"is_causal": True}),
+    "next to an array": (window(2), {"mask": jnp.arange(LENGTH)[None, None, None] != 1}),
+}
+
+
+@pytest.mark.parametrize("case", LAYER_MASKS)
+def test_a_mask_of_the_layer_in_training_and_decoding(case):
+    mask, given = LAYER_MASKS[case]
+    whole = mask & causal() & (key_mask(given["mask"][0, 0]) if "mask" in given else full())
+    wanted = _nnx(attention_fn)(X, mask=whole)
+    fn = partial(attention_fn, layer_mask=mask)
+    _close(_decoded(fn, **given), wanted)
+    _close(_nnx(fn)(X, **{"is_causal": True, **given}), wanted)
+
+
+def test_the_cache_of_linen_takes_a_mask_of_the_layer():
+    fn = partial(attention_fn, layer_mask=causal() & window(2))
+    layer = linen.MultiHeadDotProductAttention(HEADS, attention_fn=fn, decode=True)
+    variables = layer.init(jax.random.key(1), X)
+    weights, outs = {"params": variables["params"]}, []
+    for i in range(4):
+        out, variables = layer.apply({**variables, **weights}, X[:, i : i + 1], mutable=["cache"])
+        outs.append(out[:, 0])
+    whole = linen.MultiHeadDotProductAttention(HEADS, attention_fn=linen.dot_product_attention)
+    near = (TRIANGLE - jnp.tril(TRIANGLE, -3))[:1]
+    _close(jnp.stack(outs, 1), whole.apply(weights, X, mask=near)[:, :4])
+
+
+@pytest.mark.parametrize("mask", [window(2), causal().prepare(1, LENGTH)], ids=repr)
+def test_masks_that_modules_combine_with_arrays_are_refused(mask):
+    with pytest.raises(AttributeError, match=r"an array, got a mask of attnspan\. Give .*layer_mask=mask"):
+        _decoded(attention_fn, mask=mask)
+    assert not hasattr(mask, "ndim")
 
 
 def test_dtypes():

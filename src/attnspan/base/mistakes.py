@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from attnspan.errors import DtypeError, UsageError, shown
+from attnspan.errors import DtypeError, NotAnArrayError, UsageError, shown
 
 from .arrays import is_array, is_bool
 from .plain import check_plain
@@ -20,6 +20,7 @@ __all__ = [
     "refuse_operator",
     "refuse_truth",
     "refuse_truth_of_bias",
+    "refuse_use_as_array",
 ]
 
 _REMEDIES = {
@@ -109,6 +110,13 @@ def refuse_operand(sign: str, mask: Any, other: Any) -> NoReturn:
     """Raise for an operand of `&` or `|` that is not a mask."""
     got, remedy = _meant(other)
     raise UsageError(f"{mask!r} {sign} ...", expected="two masks", got=got, remedy=remedy)
+
+
+def refuse_use_as_array(mask: Any) -> NoReturn:
+    """Raise for a mask that code of others combines with an array, as flax's modules do in decoding."""
+    remedy = "Give the mask to the layer, by attention_fn=functools.partial(attention_fn, layer_mask=mask), "
+    remedy += "or pass an array where code of others reads ndim"
+    raise NotAnArrayError(f"ndim of {mask!r}", expected="an array", got="a mask of attnspan", remedy=remedy)
 
 
 def refuse_operator(mask: Any) -> NoReturn:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, ClassVar, dataclass_transform
@@ -11,7 +11,7 @@ from attnspan.errors import shown
 
 from .arrays import is_array
 
-__all__ = ["Node", "Registrar", "arrays_in", "register_pytrees", "short"]
+__all__ = ["Node", "Registrar", "arrays_in", "nodes_in", "register_pytrees", "short"]
 
 #: Tells a framework of a class: the class, how to take an object apart, and how to make it again.
 Registrar = Callable[[type, Callable[..., Any], Callable[..., Any]], None]
@@ -126,6 +126,16 @@ def arrays_in(x: Any) -> list[Any]:
             elif is_array(part):
                 found.append(part)
     return found
+
+
+def nodes_in(x: Node) -> Iterator[Node]:
+    """A node and those in it, at any depth."""
+    yield x
+    for field in fields(x):  # type: ignore[arg-type]
+        value = getattr(x, field.name)
+        for part in value if type(value) is tuple else (value,):
+            if isinstance(part, Node):
+                yield from nodes_in(part)
 
 
 def _structure(x: Node) -> tuple[Any, ...] | None:

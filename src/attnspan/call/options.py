@@ -8,7 +8,7 @@ has the formulas. Positions are global indices, as for masks.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Generic, NamedTuple, TypedDict, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 
@@ -75,7 +75,7 @@ class Keywords(TypedDict, Generic[A, M], total=False):
     dropout_seed: A | None
     q_index: A | None
     k_index: A | None
-    layout: Any
+    layout: Literal["bhsd", "bshd", "thd"]
     backend: str | None
 
 

@@ -23,7 +23,7 @@ from .front import JaxFront, ShardedMask
 from .part import Static, part_of, static_of, words_of
 from .placement import check_devices, check_sharding, explicit_sharding, in_auto_mode, is_traced
 from .promotion import own_promotion
-from .rules import attend
+from .rules import attend, remedy_of_forward_mode
 
 __all__ = ["attention", "explain"]
 
@@ -88,7 +88,8 @@ def attention(
     Raises:
         ValueError: Shapes, devices, shardings or options do not fit; no backend can run the call.
         TypeError: Element types do not fit, ``mask`` is no mask, or a keyword is unknown.
-        NotImplementedError: A second derivative is asked of a kernel.
+        NotImplementedError: A second derivative or forward mode is asked of a kernel. In a jitted function,
+            JAX raises a TypeError about ``custom_vjp`` for forward mode.
 
     Example:
         >>> import jax.numpy as jnp
@@ -142,7 +143,8 @@ def _run(
     branches = branches_of(call.problem, static, backend)
     static = static_for([branch.backend for branch in branches], static)
     part = part_of(call, front.inputs, static, "bhsd" if layout == "bhsd" else "bshd")
-    out, lse = attend(part, branches)
+    with remedy_of_forward_mode():
+        out, lse = attend(part, branches)
     out = out[..., :0] if empty else out
     if layout == "thd":
         out, lse = out[0], None if lse is None else lse[0]

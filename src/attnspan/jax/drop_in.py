@@ -58,7 +58,7 @@ def dot_product_attention(
         key_value_seq_lengths: int32 (B,): keys from there on are padding that nobody sees.
         local_window_size: (left, right), or one int for both: query i sees keys i - left to i + right.
         implementation: Name of a backend of `attention`; None for the fastest that can run the call.
-        return_residual: Also return the logarithm of each row's sum of exponentials, without gradient.
+        return_residual: Also return the logarithm of each row's sum of exponentials; it is differentiable.
 
     Returns:
         The output, in the shape of ``query`` with the head dim of ``value``; with ``return_residual`` also
@@ -67,6 +67,8 @@ def dot_product_attention(
 
     What JAX's own function takes or gives otherwise:
         A row that sees nothing has there the mean of all values and a large negative residual.
+        The residual has no gradient there, so that partial results that are merged by it have wrong ones; for
+        the same here, pass it through ``jax.lax.stop_gradient``.
         ``scale`` may be an array there; here multiply ``query`` by it.
         ``bias`` may be of integers there; here convert it to a floating dtype.
         A side of ``local_window_size`` may be negative there, which shifts the window off the diagonal; here
@@ -109,7 +111,7 @@ def dot_product_attention(
     out = out.reshape(*lead, out.shape[-1])
     if not return_residual:
         return out
-    residual: jax.Array = jax.lax.stop_gradient(lse).swapaxes(1, 2).astype(k.dtype)
+    residual: jax.Array = lse.swapaxes(1, 2).astype(k.dtype)
     return out, residual.reshape(lead)
 
 

@@ -43,6 +43,7 @@ def attention_fn(
     force_fp32_for_softmax: bool = False,
     qk_attn_weights_einsum: Any = None,
     attn_weights_value_einsum: Any = None,
+    layer_mask: Mask | None = None,
 ) -> jax.Array:
     """flax's `dot_product_attention` on attnspan's kernels, for ``nnx.MultiHeadAttention(attention_fn=...)``.
 
@@ -62,9 +63,13 @@ def attention_fn(
         dtype: Of the computation; by default the one that the inputs promote to.
         precision: At least that of products. Products of float32 are never rounded to fewer bits here.
         module: None. flax passes the module where weights shall be sown, which are not stored here.
-        is_causal: Query i sees keys 0..i, also where T != S.
+        is_causal: Query i sees keys 0..i, also where T != S. However, a single query, as in decoding, is the
+            last token and sees all keys that ``mask`` shows. flax's own function shows it the first key only.
         force_fp32_for_softmax: The softmax is of float32 at least, whatever this says.
         qk_attn_weights_einsum, attn_weights_value_einsum: None. Linen's replacements of products.
+        layer_mask: A mask of attnspan for all calls of a layer, in addition to ``mask``. Set it with
+            `functools.partial`. In decoding, flax's modules need an array as ``mask`` and add the cache's to
+            it. A single query then stands at the last key that the array shows, the newest in the cache.
 
     Returns:
         Shape (..., T, N, head dim of ``value``). A row that sees nothing is 0; in flax it is the mean of all
@@ -79,6 +84,13 @@ def attention_fn(
         >>> layer = nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0), attention_fn=attention_fn)
         >>> layer(jnp.ones((2, 6, 32)), is_causal=True).shape
         (2, 6, 32)
+        >>> from functools import partial
+        >>> from attnspan import causal, window
+        >>> local = partial(attention_fn, layer_mask=causal() & window(4))
+        >>> layer = nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0), attention_fn=local)
+        >>> layer.init_cache((2, 6, 32))
+        >>> layer(jnp.ones((2, 1, 32)), decode=True).shape
+        (2, 1, 32)
     """
     del precision, force_fp32_for_softmax  # Both are lower bounds, which hold.
     remedy = "Call the module without sow_weights=True, or leave this layer to flax's own attention_fn"
@@ -99,12 +111,24 @@ def attention_fn(
     if dropout_rate and not deterministic:
         options["dropout_p"] = dropout_rate
         options["dropout_seed"] = _seeds(dropout_rng, shape[0], shape[1], shared=broadcast_dropout)
-    aligned = aligned_masks(is_causal, None)
-    if aligned and shape[2] != shape[3]:
-        options["q_index"] = jnp.arange(shape[2], dtype=jnp.int32)
-    mask = joined([*masks_of(_booleans(mask, lead), shape), *aligned])
-    out: jax.Array = attention(q, k, v, mask=mask, layout="bshd", **options)
+    mask = _booleans(mask, lead)
+    options |= _rows(shape, mask, is_causal, layer_mask)
+    # A single query is the last token, which no causal mask hides keys from.
+    masks = [*masks_of(mask, shape), *aligned_masks(is_causal and shape[2] > 1, None)]
+    masks += [] if layer_mask is None else [layer_mask]
+    out: jax.Array = attention(q, k, v, mask=joined(masks), layout="bshd", **options)
     return out.reshape(*lead, *out.shape[1:])
+
+
+def _rows(shape: tuple[int, ...], mask: Any, is_causal: bool, layer_mask: Mask | None) -> dict[str, Any]:
+    """The option that says where the queries stand; none where they are the last of the keys."""
+    _, _, q_len, k_len = shape
+    if q_len == 1:
+        if layer_mask is None or mask is None or isinstance(mask, Mask | Spans | ShardedMask):
+            return {}
+        shown = jnp.broadcast_to(mask, (*np.shape(mask)[:-1], k_len)).any((1, 2))
+        return {"q_index": jnp.where(shown, jnp.arange(k_len, dtype=jnp.int32), -1).max(-1, keepdims=True)}
+    return {"q_index": jnp.arange(q_len, dtype=jnp.int32)} if is_causal and q_len != k_len else {}
 
 
 def _in_one_row(x: Any, lead: tuple[int, ...]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jax import Array
 
 from attnspan.base.arrays import own
 from attnspan.base.mistakes import OneMask
-from attnspan.base.pytrees import register_pytrees
+from attnspan.base.pytrees import nodes_in, register_pytrees
 from attnspan.call import Front, lower_mask
 from attnspan.call.backend import follow
 from attnspan.call.options import Given
@@ -26,6 +27,8 @@ from . import dropout
 from .placement import check_devices, check_sharding, is_traced, platform_of
 
 __all__ = ["JaxFront", "ShardedMask"]
+
+_PACKAGE = __name__.partition(".")[0] + "."
 
 
 def _register(cls: type, flatten: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
@@ -125,9 +128,16 @@ class JaxFront(Front):
     def lower(self, mask: Any, q: Any, k: Any, given: Given) -> tuple[Prepared | None, Given]:
         if isinstance(mask, Prepared | Spans):
             return mask if isinstance(mask, Prepared) else Prepared(mask, bare=True), given
-        # Eager masks without arrays are lowered by NumPy, at once; under a tracer they become part of the
-        # program, where a constant of the size of the bounds would be copied into it.
-        like = self.inputs[0] if is_traced(self.inputs[0]) or _calls_functions(mask) else None
+        traced = is_traced(self.inputs[0])
+        # Under a tracer, masks without arrays become part of the program, where a constant of the size of the
+        # bounds would be copied into it.
+        like = self.inputs[0] if traced or _calls_functions(mask) else None
+        arrays = jax.tree.leaves((mask, given.q_index, given.k_index))
+        if arrays and _is_ours(mask) and _have_values(arrays, traced):
+            # NumPy is faster than eager JAX, and XLA would fold what a program does to constants, slowly.
+            indices = _in_numpy((given.q_index, given.k_index))
+            numpy_given = replace(given, q_index=indices[0], k_index=indices[1])
+            return lower_mask(_in_numpy(mask), q, k, numpy_given, None), given
         return lower_mask(mask, q, k, given, like), given
 
     def bounds(self, placed: Prepared, mask: Any, q: Any) -> tuple[Array, None]:
@@ -135,9 +145,31 @@ class JaxFront(Front):
         return jnp.asarray(own(placed.lowered.bounds)), None
 
 
-def _calls_functions(mask: Any) -> bool:
+def _calls_functions(mask: Mask) -> bool:
     """Whether a mask calls a function, which may close over what is traced while q is not."""
-    return isinstance(mask, Mask) and any(isinstance(leaf, from_predicate) for leaf in mask.leaves())
+    return any(isinstance(node, from_predicate) for node in nodes_in(mask))
+
+
+def _is_ours(mask: Mask) -> bool:
+    """Whether this package knows what all parts of a mask read: masks of users may want arrays of JAX."""
+    ours = all(type(node).__module__.startswith(_PACKAGE) for node in nodes_in(mask))
+    return ours and not _calls_functions(mask)
+
+
+def _have_values(arrays: list[Any], traced: bool) -> bool:
+    """Whether NumPy may read arrays at no cost: on this host, or constants of a program that jit traces."""
+    of_jax = [x for x in arrays if isinstance(x, jax.Array)]
+    if is_traced(*of_jax) or not all(x.is_fully_addressable for x in of_jax):
+        return False
+    constants = traced and is_traced(jnp.zeros(()))  # jit traces this too, grad and vmap alone do not
+    on_host = (len(x.devices()) == 1 and platform_of(x) == "cpu" for x in of_jax)
+    return constants or all(on_host)
+
+
+def _in_numpy(tree: Any) -> Any:
+    """A pytree with arrays of NumPy. An array in two places stays one, as masks know it by identity."""
+    found: dict[int, Any] = {}
+    return jax.tree.map(lambda x: found.setdefault(id(x), np.asarray(x)), tree)
 
 
 def _refuse_tensors(mask: Any, given: Given) -> None:

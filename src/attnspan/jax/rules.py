@@ -6,7 +6,8 @@ The layers, from outside: a custom derivative (`_attend`), a batching rule (`bat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -27,10 +28,12 @@ from .partitioning import partitioned
 from .promotion import own_promotion
 from .varying import axes_of, spread
 
-__all__ = ["SAVE_NAMES", "attend", "batched", "differentiable", "first_order"]
+__all__ = ["SAVE_NAMES", "attend", "batched", "differentiable", "first_order", "remedy_of_forward_mode"]
 
 #: What `jax.checkpoint` has to keep, by the names of its policies, so that no kernel runs twice.
 SAVE_NAMES = ("attnspan.out", "attnspan.lse")
+
+_MATH = 'Pass backend="math", or call it `with attnspan.backend("math"):` where no backend is passed'
 
 Branches = tuple[Branch, ...]
 
@@ -133,7 +136,7 @@ def _forward(branches: Branches) -> Any:
     def run(part: JaxPart) -> tuple[Array, Array]:
         return _by_platform(branches, _forward_by, part)  # type: ignore[no-any-return]
 
-    return first_order(branches[-1].backend, batched(partitioned(run)))
+    return first_order(batched(partitioned(run)))
 
 
 @own_promotion
@@ -150,8 +153,7 @@ def _backward(branches: Branches, want_dbias: bool) -> Any:
     def run(*args: Any) -> Any:
         return _by_platform(branches, run_by, *args)
 
-    mapped = batched(partitioned(run), sums=True, want_dbias=want_dbias)
-    return first_order(branches[-1].backend, mapped)
+    return first_order(batched(partitioned(run), sums=True, want_dbias=want_dbias))
 
 
 _attend: Any = differentiable(
@@ -160,19 +162,31 @@ _attend: Any = differentiable(
 )
 
 
-def first_order(backend: str, run: Any) -> Any:
+def first_order(run: Any, remedy: str = _MATH) -> Any:
     """`run`, whose derivative is asked for only where a second one of attention is."""
     guarded = jax.custom_jvp(run)
-    guarded.defjvp(partial(_refuse_second, backend))
+    guarded.defjvp(partial(_refuse_second, remedy))
     return guarded
 
 
-def _refuse_second(backend: str, primals: Any, tangents: Any) -> Any:
+def _refuse_second(remedy: str, primals: Any, tangents: Any) -> Any:
     del primals, tangents
     raise NotImplementedError(
-        f"second derivatives of attention: expected first ones, which backend {backend!r} has; got a "
-        'derivative of its gradient. Call it `with attnspan.backend("math"):` for higher ones.'
+        "second derivatives of attention: expected first ones, the only ones of a kernel, got a derivative "
+        f"of its gradient. {remedy}."
     )
+
+
+@contextmanager
+def remedy_of_forward_mode() -> Iterator[None]:
+    """Say what to do where JAX refuses forward mode; in a user's `jit` it does so after the call."""
+    try:
+        yield
+    except TypeError as error:
+        if "custom_vjp" not in str(error):
+            raise
+        text = "forward-mode derivatives of attention: expected reverse mode, the only one of a kernel"
+        raise NotImplementedError(f"{text}, got jvp. {_MATH}.") from None
 
 
 def batched(run: Callable[..., Any], *, sums: bool = False, want_dbias: bool = False) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 
 from attnspan.base.arrays import Array, arrays_for, outside_inference_mode, own, read_only
-from attnspan.base.mistakes import refuse_operand, refuse_operator, refuse_truth
+from attnspan.base.mistakes import refuse_operand, refuse_operator, refuse_truth, refuse_use_as_array
 from attnspan.base.pytrees import Node, arrays_in
 from attnspan.base.recorded import without_tracer_warnings
 from attnspan.errors import OptionError, ShapeError, expect
@@ -83,6 +83,10 @@ class Mask(Node):
 
     def __bool__(self) -> NoReturn:
         refuse_truth(self)
+
+    @property
+    def ndim(self) -> NoReturn:
+        refuse_use_as_array(self)
 
     def _no_operator(self, *_: object) -> NoReturn:
         refuse_operator(self)
@@ -349,6 +353,8 @@ class Prepared(Mask):
 
     def __getattr__(self, name: str) -> Any:
         # What `Spans` can do, a lowered mask can: `mask.spans(4, 4).dense()`.
+        if name == "ndim":  # reached where the property has raised
+            refuse_use_as_array(self)
         if name.startswith("__") or name == "lowered":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.lowered, name)

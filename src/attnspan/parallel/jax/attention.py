@@ -190,7 +190,7 @@ def _differentiate(work: Work, want_dbias: bool, *args: Any) -> Any:
     in_specs = specs, rows, rows, rows, None if dlse is None else rows, of_route
     out_specs = specs.q, specs.k, specs.v, specs.bias if want_dbias else None, specs.sinks
     run = axes.on_each(partial(backward, work, want_dbias, over), in_specs, out_specs)
-    return first_order(work.backend, run)(*args)
+    return first_order(run, 'Leave the sequence whole, and pass backend="math"')(*args)
 
 
 _run_once = differentiable(_run, _differentiate)

@@ -135,7 +135,7 @@ def _attended(work: Work, part: JaxPart) -> Any:
     def run(part: JaxPart) -> tuple[Array, Array]:
         return work.runs.forward(part)
 
-    return run(part) if work.runs.own_derivative else first_order(work.backend, batched(run))(part)
+    return run(part) if work.runs.own_derivative else first_order(batched(run))(part)
 
 
 def _at_stage(part: JaxPart, k: Array, v: Array, route: Route, stage: Any, keys: Array) -> JaxPart:
