@@ -59,10 +59,9 @@ class backend:
 
     def __exit__(self, *_: object) -> None:
         # Not always the innermost one: a suspended generator may end its block inside of its caller's.
-        outer, inner = list(_local.names), list[str | None]()
-        while outer and outer[-1] != self.name:
-            inner.insert(0, outer.pop())
-        _enter((*outer[:-1], *inner))
+        names = _local.names
+        ended = max((at for at, name in enumerate(names) if name == self.name), default=len(names))
+        _enter((*names[:ended], *names[ended + 1 :]))
 
 
 def _enter(names: tuple[str | None, ...]) -> None:
