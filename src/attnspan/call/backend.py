@@ -60,7 +60,9 @@ class backend:
     def __exit__(self, *_: object) -> None:
         # Not always the innermost one: a suspended generator may end its block inside of its caller's.
         names = _local.names
-        ended = max((at for at, name in enumerate(names) if name == self.name), default=len(names))
+        ended = len(names) - 1
+        while ended > 0 and names[ended] != self.name:  # a loop that compilers trace
+            ended -= 1
         _enter((*names[:ended], *names[ended + 1 :]))
 
 
