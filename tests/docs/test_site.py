@@ -105,7 +105,7 @@ def test_links_by_file_names_show_titles(site: Path) -> None:
     text = (site / "library.html").read_text(encoding="utf-8")
     assert '<a href="masks.html">Masks</a>' in text
     assert ".md</a>" not in text
-    assert '<a href="../benchmarks.html">Measurement</a>' in (site / "figures/index.html").read_text()
+    assert '<a href="../benchmarks.html">How we measure</a>' in (site / "figures/index.html").read_text()
 
 
 def test_a_notebook_is_a_page_with_its_pictures_and_a_file(site: Path) -> None:
