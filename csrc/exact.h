@@ -1,5 +1,4 @@
-// One query row in double precision, for rows whose scores or biases are so large that floats lose what tells keys
-// apart. Several times slower than a row in floats, and many times slower than one in tiles.
+// One query row in double precision, for rows with scores that floats do not hold. Many times slower than one in tiles.
 #pragma once
 
 #include "pack.h"
@@ -7,8 +6,8 @@
 
 namespace attnspan::ATTNSPAN_ISA {
 
-// Scores of this size differ by 2^-14 from one order of summation to the next, and a float of such an lse is as fine.
-inline constexpr double most_lse_of_tiles = 1024.0;
+// Up to here a double of an lse tells the weights of its row to a float's precision.
+inline constexpr double most_lse_of_tiles = 0x1p29;
 
 // The logarithm of a sum of exponentials, one after the other; NaN beside NaN or infinity.
 class LogSum {
@@ -39,13 +38,18 @@ class ExactRow {
         q_(at<T>(a.q, b, h, i)),
         x_(a, b, h / a.group()) {}
 
-  // Has the row lost precision in floats, given its large lse and the base taken from its biases? Yes if a score is
-  // beyond floats. No if only the scores are large: floats hold them as well as they do without a bias.
-  bool is_lost(double lse, double base) const {
-    if (!std::isfinite(lse)) return lse != -HUGE_VAL && sees_numbers();
-    const BiasKind kind = a_.options.bias.kind;
-    if (kind == BiasKind::none || kind == BiasKind::dense) return false;
-    return base != 0.0 || options_.scores().large_in_places();
+  // Is all that the row sees finite? What is not has made its results NaN already.
+  bool sees_numbers() const {
+    if (!finite(q_, 0, 1, a_.head_dim)) return false;
+    bool numbers = true;
+    for (int64_t r = 0; r < a_.runs; ++r)
+      x_.k.each_run(spans_[2 * r], spans_[2 * r + 1], [&](int64_t, int64_t n, const T* keys) {
+        numbers = numbers && finite(keys, a_.k.row, n, a_.head_dim);
+      });
+    if (!numbers) return false;
+    if (a_.options.bias.kind != BiasKind::none)
+      for_each_key([&](int64_t j) { numbers = numbers && options_.scores().bias_of(i_, j) < HUGE_VAL; });
+    return numbers;
   }
 
   // Logarithm of the sum over all keys that the row sees, and the sink.
@@ -103,20 +107,6 @@ class ExactRow {
       for (int64_t j = spans_[2 * r]; j < spans_[2 * r + 1]; ++j) use(j);
   }
 
-  // Is all that the row sees finite? What is not has made its results NaN already.
-  bool sees_numbers() const {
-    if (!finite(q_, 0, 1, a_.head_dim)) return false;
-    bool numbers = true;
-    for (int64_t r = 0; r < a_.runs; ++r)
-      x_.k.each_run(spans_[2 * r], spans_[2 * r + 1], [&](int64_t, int64_t n, const T* keys) {
-        numbers = numbers && finite(keys, a_.k.row, n, a_.head_dim);
-      });
-    if (!numbers) return false;
-    if (a_.options.bias.kind != BiasKind::none)
-      for_each_key([&](int64_t j) { numbers = numbers && options_.scores().bias_of(i_, j) < HUGE_VAL; });
-    return numbers;
-  }
-
   // Eight sums: processors need not wait for one addition after the other.
   static double product(const T* x, const T* y, int64_t n) {
     constexpr int lanes = 8;
@@ -150,10 +140,10 @@ class ExactRow {
   const KeyValues<T> x_;
 };
 
-// The same question, of most rows answered by their lse alone.
+// Is the lse of a row infinite or NaN because a score is beyond floats?
 template <class T>
-[[gnu::always_inline]] inline bool is_lost(const Problem& a, int64_t b, int64_t h, int64_t i, double lse, double base) {
-  return !(std::fabs(lse - base) <= most_lse_of_tiles) && ExactRow<T>(a, b, h, i).is_lost(lse, base);
+[[gnu::always_inline]] inline bool is_lost(const Problem& a, int64_t b, int64_t h, int64_t i, double lse) {
+  return !std::isfinite(lse) && lse != -HUGE_VAL && ExactRow<T>(a, b, h, i).sees_numbers();
 }
 
 // A row whose weight is all that of key j: a weight of 1 leaves its value as it is.
