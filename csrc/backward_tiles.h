@@ -88,8 +88,8 @@ class BackwardTiles {
     C *k, *v, *k_columns;  // one key block
     float *scores, *dp;    // one strip
     C *p, *ds;
-    C* ds_keys;   // one tile, packed for dQ
-    float* bias;  // of one strip, then the gradient of its exponents
+    C* ds_keys;     // one tile, packed for dQ
+    float* bias;    // of one strip, then the gradient of its exponents
     float* slopes;  // of one strip's softcap
     BiasTiles::Room bias_room;
     uint32_t* kept;      // of one tile, for each 32 keys and each query: which weights dropout keeps
@@ -257,7 +257,7 @@ class BackwardTiles {
     const int64_t p0 = s.query_block * panels() + s.seen.begin, n = s.seen.size() * panel;
     // Columns of a pair that no query sees are not computed: the mask hides whatever is there.
     const int64_t from = (s.exact.begin - s.seen.begin) * panel, seen = s.exact.size() * panel;
-    const bool any = changes || s.head.far, less = s.head.deep || a.options.bias.kind == BiasKind::dense;
+    const bool changed = changes || s.head.far, less = s.head.deep || a.options.bias.kind == BiasKind::dense;
     const Tile bias{o.bias, ld_scores(), s.first + s.key, s.keys, p0 * panel, n, less ? o.base : nullptr};
     for (int64_t first = 0; first < s.seen.size(); first += together()) {
       const int64_t last = min(s.seen.size(), first + together());
@@ -267,9 +267,9 @@ class BackwardTiles {
       if (s.head.bias.present()) s.head.bias.fill(bias);
       for (int64_t p = first; p < last; p += 2)
         if (covers(o.mask, p0 + p, s.first + s.key))
-          any ? weights<false, true>(s, first, p) : weights<false, false>(s, first, p);
+          changed ? weights<false, true>(s, first, p) : weights<false, false>(s, first, p);
         else
-          any ? weights<true, true>(s, first, p) : weights<true, false>(s, first, p);
+          changed ? weights<true, true>(s, first, p) : weights<true, false>(s, first, p);
     }
     if (s.head.bias.present() && s.head.bias.wants_gradient()) s.head.bias.record(bias);
     add_product<E, E::gradient_cut>({o.p + from, ld_weights(), weight_plane()},

@@ -74,22 +74,20 @@ class ExactRow {
     return whole;
   }
 
-  // The key that has all of the row's weight, to floats, among those as far from key `place` as whole vectors are: a
-  // lane of the row's sums. -1 if several have.
-  int64_t lone_key(int64_t place) const {
+  // The likeliest key, to floats, among those as far from key `place` as whole vectors are: a lane of the row's sums.
+  // -1 if none is likely at all.
+  int64_t likeliest_key(int64_t place) const {
+    alignas(64) float query[max_dim];
+    widen(q_, query, a_.head_dim);
     int64_t key = -1;
-    double top = -HUGE_VAL, next = -HUGE_VAL;
+    float top = -infinity;
     for (int64_t r = 0; r < a_.runs; ++r) {
       const int64_t lo = spans_[2 * r], hi = spans_[2 * r + 1];
-      for (int64_t j = lo + ((place - lo) & (Vec::width - 1)); j < hi; j += Vec::width) {
-        const double x = exponent(j, nullptr);
-        if (x > top)
-          next = top, top = x, key = j;
-        else if (x > next)
-          next = x;
-      }
+      for (int64_t j = lo + ((place - lo) & (Vec::width - 1)); j < hi; j += Vec::width)
+        if (const float x = options_.exponent(j, dot(query, x_.key(j), a_.head_dim) * a_.scale); x > top)
+          top = x, key = j;
     }
-    return std::isfinite(top) && next - top < -126.0 * 0.69314718055994530942 ? key : -1;
+    return key;
   }
 
   // Of key j, for this lse.
@@ -161,14 +159,29 @@ void write_value(const ForwardArgs& a, int64_t b, int64_t h, int64_t i, int64_t 
   write_lse(a, b, h, i, end.lse);
 }
 
-// The same where one lane of the row's sums, which count from key `origin` on, has all of its weight; false if several
-// keys share it.
+// For a row whose weight is nearly all in the lane of its sums that has key `place`. Where its output is within two
+// units in the last place of what the likeliest key alone would give, it becomes that. Returns the factor that is left.
 template <class T>
-[[gnu::noinline, gnu::cold]] bool write_lone(const ForwardArgs& a, int64_t b, int64_t h, int64_t i, int64_t origin,
-                                             int lane, const RowEnd& end) {
-  const int64_t key = ExactRow<T>(a, b, h, i).lone_key(origin + lane);
-  if (key >= 0) write_value<T>(a, b, h, i, key, end);
-  return key >= 0;
+[[gnu::noinline, gnu::cold]] float settle(const ForwardArgs& a, int64_t b, int64_t h, int64_t i, int64_t place,
+                                          float weight, float factor, float* out) {
+  const int64_t key = ExactRow<T>(a, b, h, i).likeliest_key(place);
+  if (key < 0) return factor;
+  if (a.options.dropout.on()) weight *= RowOptions(a, b, h, i, 1.0f).kept_weight(key);
+  alignas(64) float value[max_dim];
+  widen(lines_of<T>(a, a.v, b, h / a.group()).at(key), value, a.v_dim);
+  for (int64_t d = 0; d < a.v_dim; d += Vec::width) {
+    // Halves: the output may be a unit above the largest float.
+    const Vec x = load(value + d) * set(0.5f * weight), y = load(out + d) * set(0.5f * factor);
+    const Mask near = greater(magnitude(x) * set(0x1p-22f), magnitude(y - x));
+    store(out + d, select(near, x + x, y + y));
+  }
+  return 1.0f;
+}
+
+// The lane for `settle`, or -1. Outputs of 16 bits need none: rounding makes them the key's value.
+template <class T>
+inline int lane_to_settle(const ForwardArgs& a, const float* sums, float sum) {
+  return sizeof(T) == 4 || a.out.wide ? lone_lane(sums, sum) : -1;
 }
 
 }  // namespace attnspan::ATTNSPAN_ISA
