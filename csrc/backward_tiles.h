@@ -263,7 +263,8 @@ class BackwardTiles {
       const int64_t last = min(s.seen.size(), first + together());
       scores_of(s, from, first * panel, max(from, first * panel), min(from + seen, last * panel));
       if (a.options.softcap > 0.0f)
-        for (int64_t j = 0; j < s.keys; ++j) s.head.cap.apply(o.scores + j * ld_scores(), n, o.slopes + j * ld_scores());
+        for (int64_t j = 0; j < s.keys; ++j)
+          s.head.cap.apply(o.scores + j * ld_scores(), n, o.slopes + j * ld_scores());
       if (s.head.bias.present()) s.head.bias.fill(bias);
       for (int64_t p = first; p < last; p += 2)
         if (covers(o.mask, p0 + p, s.first + s.key))

@@ -74,8 +74,8 @@ class ExactRow {
     return whole;
   }
 
-  // The likeliest key, to floats, among those as far from key `place` as whole vectors are: a lane of the row's sums.
-  // -1 if none is likely at all.
+  // The likeliest key, to floats, among those as far from key `place` as whole panels are, as a lane of the row's sums
+  // has them. -1 if none is likely at all.
   int64_t likeliest_key(int64_t place) const {
     alignas(64) float query[max_dim];
     widen(q_, query, a_.head_dim);
@@ -83,7 +83,7 @@ class ExactRow {
     float top = -infinity;
     for (int64_t r = 0; r < a_.runs; ++r) {
       const int64_t lo = spans_[2 * r], hi = spans_[2 * r + 1];
-      for (int64_t j = lo + ((place - lo) & (Vec::width - 1)); j < hi; j += Vec::width)
+      for (int64_t j = lo + ((place - lo) & (panel - 1)); j < hi; j += panel)
         if (const float x = options_.exponent(j, dot(query, x_.key(j), a_.head_dim) * a_.scale); x > top)
           top = x, key = j;
     }
