@@ -83,9 +83,11 @@ class ExactRow {
     float top = -infinity;
     for (int64_t r = 0; r < a_.runs; ++r) {
       const int64_t lo = spans_[2 * r], hi = spans_[2 * r + 1];
-      for (int64_t j = lo + ((place - lo) & (panel - 1)); j < hi; j += panel)
-        if (const float x = options_.exponent(j, dot(query, x_.key(j), a_.head_dim) * a_.scale); x > top)
-          top = x, key = j;
+      for (int64_t j = lo + ((place - lo) & (panel - 1)); j < hi; j += panel) {
+        float x = dot(query, x_.key(j), a_.head_dim) * a_.scale;
+        if (a_.options.change_scores()) x = options_.exponent(j, x);
+        if (x > top) top = x, key = j;
+      }
     }
     return key;
   }
