@@ -19,7 +19,7 @@ TESTS = [
 SOME = (
     *("options_against", "end_of_floats", "packed_or_alone", "chunks", "threads_under", "lone", "one_key"),
     "small and not 1000",
-    "flash_kernel and 1500 and float32",
+    "flash_kernel and 1500 and fp32",
 )
 SHORT = () if everything() else ("-k", " or ".join(SOME))
 OTHERS = [level for level in cpu.isa_levels() if level != cpu.isa()]
