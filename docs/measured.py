@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
-from attnspan_lab.bench.cited import cite
+from attnspan.errors import expect
+from attnspan_lab.bench.cited import cite, reasons_not_to_cite
 from attnspan_lab.bench.results import Results
+from attnspan_lab.console import ratio_digits
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -50,6 +53,7 @@ class Machine:
     files: tuple[tuple[str, str, str], ...]
 
 
+_ZEN4 = "zen4-documents-avx512.json.gz"
 GRID = "attnspan bench grid --lengths {lengths} --head-dims {dims} --dtypes {dtypes}"
 
 MACHINES = (
@@ -81,7 +85,7 @@ MACHINES = (
         "zen4",
         "AMD EPYC (Zen 4), 2 cores",
         "This machine has AVX-512. The run measured packed documents.",
-        (("zen4-documents-avx512.json.gz", "Packed documents, AVX-512", "attnspan bench documents"),),
+        ((_ZEN4, "Packed documents, AVX-512", "attnspan bench documents"),),
     ),
 )
 
@@ -108,7 +112,7 @@ def page(machine: Machine) -> str:
                 table=cite(results),
             )
         )
-    return "".join(parts)
+    return re.sub(r"\n{3,}", "\n\n", "".join(parts))
 
 
 def _command(command: str, results: Results) -> str:
@@ -123,10 +127,78 @@ def _command(command: str, results: Results) -> str:
     return f"{prefix}{found}{f' --modes {modes[0]}' if len(modes) == 1 else ''}"
 
 
+@dataclass(frozen=True)
+class Row:
+    """A row of README's table: lowest and highest speedup of a file's cells over one peer."""
+
+    what: str
+    file: str
+    peer: str
+    workloads: str  # a pattern of names
+
+
+_GRIDS = (
+    ("Zen 5 with AVX-512", "zen5-avx512bf16.json.gz"),
+    ("Zen 5 held to AVX2", "zen5-avx2.json.gz"),
+    ("Xeon with matrix tiles", "tiles-amx.json.gz"),
+)
+ROWS = (
+    *(
+        Row(f"{machine}, {mask} mask", file, "sdpa-flash", f"grid-{mask}-*")
+        for machine, file in _GRIDS
+        for mask in ("full", "causal")
+    ),
+)
+COLUMNS = (
+    ("float32", "forward"),
+    ("float32", "forward+backward"),
+    ("bfloat16", "forward"),
+    ("bfloat16", "forward+backward"),
+)
+MARKS = ("<!-- measured -->\n", "<!-- end of measured -->")
+
+
+def readme_table() -> str:
+    """Speedups over SDPA, lowest to highest, with "~" where an interval is wide; "-" was not measured."""
+    lines = ["| speedup over SDPA | " + " | ".join(f"{dtype}, {mode}" for dtype, mode in COLUMNS) + " |"]
+    lines.append("|---|" + "---:|" * len(COLUMNS))
+    for row in ROWS:
+        results = Results.load(RESULTS / row.file)
+        expect(
+            not (reasons := reasons_not_to_cite(results)),
+            row.file,
+            "a file to cite",
+            reasons,
+            "Measure again",
+        )
+        lines.append(f"| {row.what} | {' | '.join(_range(results, row, *column) for column in COLUMNS)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _range(results: Results, row: Row, dtype: str, mode: str) -> str:
+    cells = [
+        x for x in results.cells if fnmatch(x.workload.name, row.workloads) and x.workload.dtype == dtype
+    ]
+    runs = [run for x in cells if x.mode == mode and (run := x.run(row.peer)) and run.ratio]
+    if not runs:
+        return "-"
+    low, high = (ratio_digits(pick(run.ratio.median for run in runs)) for pick in (min, max))
+    noisy = " ~" if any(run.noisy for run in runs) else ""
+    return f"{low}{noisy}" if low == high else f"{low} to {high}{noisy}"
+
+
+def readme() -> str:
+    """README with the table of today's files."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    before, _, rest = text.partition(MARKS[0])
+    _, _, after = rest.partition(MARKS[1])
+    return f"{before}{MARKS[0]}{readme_table()}{MARKS[1]}{after}"
+
+
 def main() -> None:
+    (ROOT / "README.md").write_text(readme(), encoding="utf-8")
     for machine in MACHINES:
-        text = re.sub(r"\n{3,}", "\n\n", page(machine))
-        (FOLDER / f"{machine.name}.md").write_text(text, encoding="utf-8")
+        (FOLDER / f"{machine.name}.md").write_text(page(machine), encoding="utf-8")
 
 
 if __name__ == "__main__":
