@@ -224,7 +224,7 @@ SEARCHES = {
     "RollingCache": "reference/torch",
     "prefix trees": "howto/prefix-trees",
     "from_predicate(": "reference/attnspan",
-    "documents(cu_q": "concepts/pictures",
+    "documents(cu_q": "howto/packed-gpt",
     "torch.compile": "torch",
     "KV cache": "caches",
     "changelog": "changelog",
