@@ -168,6 +168,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in sorted((ROOT / "examples").rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
         text = f"# {name}\n\n````python\n{path.read_text(encoding='utf-8')}\n````\n"
+        text = f"---\nsearch: {{boost: 0.01}}\n---\n\n{text}"  # after all other pages
         page = File.generated(config, _page_of(name), content=text, inclusion=InclusionLevel.NOT_IN_NAV)
         files.append(page)
     shown = {definition.path for name, definition in public().items() if definition and _of_users(name)}
@@ -196,8 +197,12 @@ def _unescaped(line: str) -> str:
     return PIPE_IN_CODE.sub(lambda code: code[0].replace("\\|", "|"), line)
 
 
-def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Lead links where the site has what they name, and give each definition all its public names."""
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) -> str:
+    """Lead links where the site has what they name, and give each definition all its public names.
+
+    The search reads a page's tags, which nothing else shows.
+    """
+    page.meta["tags"] = config.extra.get("search_terms", {}).get(page.file.src_uri, [])
     up = "../" * page.file.src_uri.count("/")
 
     def inside(match: re.Match[str]) -> str:

@@ -1,4 +1,7 @@
-"""The pictures of README and docs/library.md, which `python docs/pictures.py` writes, and tests compare."""
+"""The pictures of README, of docs/library.md and of docs/concepts/pictures.md.
+
+`python docs/pictures.py` writes them, and tests compare the files with what is drawn.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,17 @@ import re
 from pathlib import Path
 from typing import Any
 
+import drawing as d
 import numpy as np
+from concept_pictures import CONCEPTS
 
 import attnspan
 from attnspan import library
 from attnspan.masks.picture import svg
+from attnspan_lab.bench.statistics import Interval
 from attnspan_lab.files import read_json
 
 IMAGES = Path(__file__).parent / "images"
-FOLDER = IMAGES / "library"
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
 GALLERY: dict[str, tuple[str, int, int]] = {
@@ -78,120 +83,88 @@ def _beside(pictures: list[str]) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(inner)}</svg>'
 
 
-# README's first picture.
+# README's pictures.
 
-_INK = 'fill="#1f2328" font-family="system-ui, sans-serif" font-size="12"'
-_BLUE, _PALE, _GREY = "#4263eb", "#b4c1fa", "#e9ebef"
-_OFFSETS, _TILE, _CELL = [0, 10, 22, 32], 4, 7
+_OFFSETS, _TILE = [0, 10, 22, 32], 4
 
 
 def spans_picture() -> str:
     """A mask, its spans, and the tiles that a kernel visits."""
     spans = (attnspan.causal() & attnspan.documents(_OFFSETS)).spans(32, 32)
-    seen, size = spans.dense()[0, 0], 32 * _CELL
-    pairs = [_square(j, i, 1, _BLUE if seen[i, j] else _GREY) for i in range(32) for j in range(32)]
-    blocks = seen.reshape(32 // _TILE, _TILE, 32 // _TILE, _TILE).mean((1, 3))
-    tiles = [
-        _square(j * _TILE, i * _TILE, _TILE, _GREY if share == 0 else _BLUE if share == 1 else _PALE)
-        for (i, j), share in np.ndenumerate(blocks)
-    ]
-    rows = [0, 1, 9, 10, 11, 21, 22, 31]
-    ends = [spans.bounds[0, 0, i, 0].tolist() for i in rows]
+    queries = [0, 1, 9, 10, 11, 21, 22, 31]
     lines = [
-        f'<text x="0" y="{14 + 25 * n}">query {i:>2} sees keys</text>'
-        f'<text x="120" y="{14 + 25 * n}" font-weight="600">[{lo}, {hi})</text>'
-        for n, (i, (lo, hi)) in enumerate(zip(rows, ends, strict=True))
+        d.label(0, 14 + 25 * n, f"query {i} sees keys")
+        + d.label(128, 14 + 25 * n, d.interval(spans.bounds[0, 0, i, 0]), bold=True)
+        for n, i in enumerate(queries)
     ]
-    empty, whole = int((blocks == 0).sum()), int((blocks == 1).sum())
-    keys = (
-        (_GREY, f"{empty} of {blocks.size} tiles skipped"),
-        (_BLUE, f"{whole} without mask arithmetic"),
-        (_PALE, f"{blocks.size - empty - whole} at an edge"),
+    states = spans.block_states(_TILE, _TILE)[0, 0]
+    visits = np.array([d.GREY, d.PALE, d.BLUE])[states]
+    pairs = d.grid(d.colored(spans.dense()[0, 0]), 7, step=8, title=f"causal() & documents({_OFFSETS})")
+    return d.card(
+        790,
+        370,
+        d.at(44, 62, pairs),
+        d.at(44, 310, d.label(0, 0, "the mask: which keys a query sees")),
+        d.at(320, 62, d.label(0, -33, "its spans: an int32 tensor", bold=True), *lines),
+        d.at(320, 310, d.label(0, 0, "8 bytes for each query and span")),
+        d.at(556, 62, d.grid(visits, 7 * _TILE, scale=_TILE, title="tiles that a kernel visits")),
+        d.at(556, 300, d.legend_of_tiles(states)),
     )
-    legend = [
-        f'<rect x="0" y="{size + 14 + 18 * n}" width="11" height="11" fill="{color}"/>'
-        f'<text x="17" y="{size + 24 + 18 * n}">{text}</text>'
-        for n, (color, text) in enumerate(keys)
-    ]
-    panels = (
-        (
-            "causal() &amp; documents([0, 10, 22, 32])",
-            [*pairs, '<text x="0" y="248">the mask: who sees whom</text>'],
-        ),
-        (
-            "its spans: an int32 tensor",
-            [*lines, '<text x="0" y="248">8 bytes for a row and span</text>'],
-        ),
-        ("what a kernel visits", tiles + legend),
-    )
-    starts = (20, 290, 530)
-    body = [
-        f'<g transform="translate({x} 52)">{_text(0, -16, title, bold=True)}{"".join(parts)}</g>'
-        for x, (title, parts) in zip(starts, panels, strict=True)
-    ]
-    return _card(770, 52 + size + 74, body)
 
-
-def _square(x: int, y: int, side: int, color: str) -> str:
-    at = f'x="{x * _CELL}" y="{y * _CELL}" width="{side * _CELL - 1}" height="{side * _CELL - 1}"'
-    return f'<rect {at} fill="{color}"/>'
-
-
-def _card(width: int, height: int, body: list[str]) -> str:
-    # A card of its own: the picture of an <img> does not know whether the page around it is dark.
-    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    card = f'<rect width="{width}" height="{height}" rx="6" fill="#ffffff"/>'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{card}<g {_INK}>{"".join(body)}</g></svg>\n'
-
-
-# README's second picture.
 
 _PEERS = {
     "sdpa-per-document": "SDPA, a call per document",
     "flex": "FlexAttention",
     "sdpa-dense-mask": "SDPA, dense mask",
 }
-_MACHINES = {"tiles": "with matrix tiles (AMX)", "avx2": "held to AVX2"}
-_MOST, _WIDE = 100.0, 330
+_MACHINES = {"tiles": "with matrix tiles (AMX)", "avx2": "limited to AVX2"}
+_LEFT, _RIGHT, _MOST = 200, 330, 100.0
+#: As `attnspan bench --width`. The marks in the results are of an earlier rule.
+_UNSURE = 0.04
 
 
 def bars_picture() -> str:
-    """How much longer others take for 32 packed documents, on a logarithmic axis from 1."""
-    body, y = (
-        [
-            _text(
-                20,
-                26,
-                "32 packed documents, 8,192 tokens, 8 heads of 64, causal, forward",
-                bold=True,
-            )
-        ],
-        48,
-    )
-    body.append(_text(20, y, "time over attnspan's, logarithmic from 1; ~ marks a wide interval"))
-    for machine, title in _MACHINES.items():
-        cells = read_json(RESULTS / f"packed-{machine}.json.gz")["cells"]
-        for cell in sorted(cells, key=lambda x: x["workload"]["dtype"], reverse=True):
+    """Speedups over other libraries for 32 packed documents, on a logarithmic axis from 1."""
+    results = {title: read_json(RESULTS / f"packed-{name}.json.gz") for name, title in _MACHINES.items()}
+    body, y = [], 82
+    for title, found in results.items():
+        for cell in sorted(found["cells"], key=lambda x: x["workload"]["dtype"], reverse=True):
             y += 34
-            body.append(_text(20, y, f"{cell['workload']['dtype']}, {title}", bold=True))
+            body.append(d.label(20, y, f"{cell['workload']['dtype']}, {title}", bold=True))
             runs = {run["peer"]: run for run in cell["runs"]}
             for peer, name in _PEERS.items():
                 y += 21
-                ratio = (runs[peer].get("ratio") or {}).get("median")
-                body.append(_text(190, y, name, anchor="end"))
-                if ratio is None:
-                    body.append(_text(202, y, "no figure: its result differs from the others'"))
-                    continue
-                length = max(2.0, _WIDE * math.log(ratio) / math.log(_MOST))
-                body.append(f'<rect x="200" y="{y - 11}" width="{length:.1f}" height="15" fill="{_BLUE}"/>')
-                noisy = " ~" if runs[peer].get("noisy") else ""
-                body.append(_text(206 + length, y, f"{ratio:.2g}x{noisy}", bold=True))
-    return _card(600, y + 22, body)
+                body.append(d.label(_LEFT - 10, y, name, anchor="end"))
+                body.append(d.at(_LEFT, y, _bar(runs[peer]["ratio"])))
+    about = found["environment"]
+    axis = [
+        d.line(_reach(x), 92, _reach(x), y + 8, color=d.GREY)
+        + d.label(_reach(x), y + 22, f"{x}x", anchor="middle")
+        for x in (1, 2, 5, 10, 20, 50, 100)
+    ]
+    return d.card(
+        600,
+        y + 58,
+        d.label(20, 26, "32 packed documents, 8,192 tokens, 8 heads of 64, causal, forward", bold=True),
+        d.label(20, 46, f"{about['cpu']}, {about['cores']} cores, PyTorch {about['versions']['torch']}"),
+        d.label(20, 64, "Speedup of attnspan over each alternative: its time / the time of attnspan"),
+        d.label(20, 82, f"~ marks a speedup whose interval is wider than {100 * _UNSURE:.0f} % of it"),
+        d.at(_LEFT, 0, *axis, d.label(0, y + 42, "speedup of attnspan over the alternative, log scale")),
+        *body,
+    )
 
 
-def _text(x: float, y: float, text: str, *, bold: bool = False, anchor: str = "start") -> str:
-    weight = ' font-weight="600"' if bold else ""
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{weight}>{text}</text>'
+def _reach(speedup: float) -> float:
+    return max(2.0, _RIGHT * math.log(speedup) / math.log(_MOST)) if speedup > 1 else 0.0
+
+
+def _bar(ratio: dict[str, Any] | None) -> str:
+    if ratio is None:
+        return d.label(2, 0, "not timed: its result differs from the others")
+    speedup = Interval(**ratio)
+    mark = " ~" if speedup.width > _UNSURE else ""
+    reach, shown = _reach(speedup.median), f"{speedup.median:.2g}x{mark}"
+    return d.rect(0, -11, reach, 15, d.BLUE) + d.label(reach + 6, 0, shown, bold=True)
 
 
 README = {"spans": spans_picture, "packed-bars": bars_picture}
@@ -199,11 +172,13 @@ README = {"spans": spans_picture, "packed-bars": bars_picture}
 
 def main() -> None:
     """Write all pictures."""
-    for name, picture in README.items():
-        (IMAGES / f"{name}.svg").write_text(picture(), encoding="utf-8")
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    for name in GALLERY:
-        (FOLDER / f"{name}.svg").write_text(draw(name), encoding="utf-8")
+    drawn = {name: picture() for name, picture in README.items()}
+    drawn |= {f"library/{name}": draw(name) for name in GALLERY}
+    drawn |= {f"concepts/{name}": picture() for name, picture in CONCEPTS.items()}
+    for name, text in drawn.items():
+        path = IMAGES / f"{name}.svg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

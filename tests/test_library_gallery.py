@@ -1,8 +1,8 @@
 """Every mask of the library has a picture, an entry in docs/library.md and a definition beside it."""
 
-import importlib.util
 import inspect
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,19 +11,15 @@ from samples.library import LIBRARY
 
 import attnspan
 from attnspan import library
+from attnspan_lab.bench.statistics import Interval
+from attnspan_lab.files import read_json
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "library.md").read_text(encoding="utf-8")
+sys.path.append(str(DOCS))
 
+import pictures  # noqa: E402
 
-def _pictures():
-    spec = importlib.util.spec_from_file_location("pictures", DOCS / "pictures.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-pictures = _pictures()
 FUNCTIONS = sorted(library.__all__)
 
 
@@ -64,6 +60,28 @@ def test_the_pictures_of_readme_are_those_of_their_data(name):
     assert f"docs/images/{name}.svg" in (DOCS.parent / "README.md").read_text(encoding="utf-8")
 
 
+def test_the_readme_picture_marks_every_wide_interval():
+    drawn = pictures.bars_picture()
+    ratios = [
+        Interval(**run["ratio"])
+        for machine in ("tiles", "avx2")
+        for cell in read_json(pictures.RESULTS / f"packed-{machine}.json.gz")["cells"]
+        for run in cell["runs"]
+        if run["ratio"]
+    ]
+    assert len(ratios) == len(re.findall(r"[\d.]+x(?: ~)?</text>", drawn)) - 7  # numbers of the axis
+    assert sum(ratio.width > 0.04 for ratio in ratios) == drawn.count("x ~</text>") > 0
+
+
+@pytest.mark.parametrize("name", pictures.CONCEPTS)
+def test_the_pictures_of_concepts_are_those_of_their_masks(name):
+    written = (DOCS / "images" / "concepts" / f"{name}.svg").read_text(encoding="utf-8")
+    assert written == pictures.CONCEPTS[name](), "run python docs/pictures.py"
+    assert f"(../images/concepts/{name}.svg)" in (DOCS / "concepts" / "pictures.md").read_text(
+        encoding="utf-8"
+    )
+
+
 @pytest.mark.parametrize("name", MASKS)
 def test_it_has_a_picture_which_is_that_of_its_row(name):
     written = (DOCS / "images" / "library" / f"{name}.svg").read_text(encoding="utf-8")
@@ -75,6 +93,7 @@ def test_it_has_a_picture_which_is_that_of_its_row(name):
 def test_no_picture_is_left_over():
     files = {path.stem for path in (DOCS / "images" / "library").iterdir()}
     assert files == set(pictures.GALLERY) == set(MASKS)
+    assert {path.stem for path in (DOCS / "images" / "concepts").iterdir()} == set(pictures.CONCEPTS)
 
 
 @pytest.mark.parametrize("name", MASKS)
