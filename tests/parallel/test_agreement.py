@@ -89,7 +89,7 @@ def test_a_cache_whose_ranks_attend_otherwise_is_refused_on_all(what: str) -> No
         cache.attend(*new, **{**usual, **odd})
     assert cache.length == 0
     cache.attend(*new, **usual)
-    with raising("PlanMismatchError: .*the same order of batch rows on every rank"):
+    with raising("PlanMismatchError: .*the same order of batch elements on every rank"):
         ShardedCache(mesh(2)["cp"], batch=2, kv_heads=2, max_len=2, head_dim=8).reorder([dist.get_rank(), 0])
 
 

@@ -92,7 +92,7 @@ CALLS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"dropout_p": 0.25, "dropout_seed": torch.tensor(2)},
     ),
     "gradients_of_lse": ("call", {"gradients": ["out"]}, {"gradients": ["out", "lse"]}),
-    "batch rows": ("batch rows", {}, {"batch": 3}),
+    "batch size": ("batch size", {}, {"batch": 3}),
     "head dims": ("head dims", {}, {"dim": 24}),
     "dtype": ("dtype", {}, {"dtype": torch.bfloat16}),
     "backend": ("backend", {"backend": "cpu"}, {"backend": "math"}),

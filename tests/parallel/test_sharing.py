@@ -291,7 +291,7 @@ def test_rows_of_the_step_before_in_a_compiled_model_give_nan() -> None:
 UNMARKED = {
     "rightly": None,
     "labels shifted after sharding": "losses: .* the last rows of .*: labels or targets were shifted after",
-    "ids of another batch": "logits: .*batch row, token.* The mask or the ids are another batch's",
+    "ids of another batch": "logits: .*batch element, token.* The mask or the ids are another batch's",
     "old tensors under new marks": "x: .* on ranks .* They are other rows of the whole: tensors of another",
     "a mean of local means": "loss: the ranks' parts add up to .* a mean of each rank's own mean",
     "gradients of one rank": r"table: it differs on ranks \[0, 1\].* call sum_gradients",

@@ -1,4 +1,4 @@
-"""Explanation of a plan: figures and words."""
+"""Explanation of a plan as text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_RANKS = 16  # lines of a printed table
 
 
 def explain(plan: Plan) -> str:
-    """Pairs, fetched rows and bytes of each rank, the lower bounds, and what "auto" compared.
+    """Explain pairs, fetched keys and bytes of each rank, the lower bounds, and the comparison by "auto".
 
     Example:
         >>> from attnspan import causal

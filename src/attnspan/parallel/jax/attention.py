@@ -55,9 +55,9 @@ class _Front(JaxFront):
             axes.check_placed(name, x, _BHSD)
         remedy = "Split its sequence: layout.plan(...).on(mesh, rows=rows, sequence=...)"
         fits = layout != "thd" or axes.size("batch") == 1
-        what, wanted, got = "layout='thd' with split batch rows", "batch rows to split", "one packed row"
+        what, wanted, got = "layout='thd' with split batch elements", "batch elements to split", "one packed row"
         expect(fits, what, wanted, got, remedy, error=ShapeError)
-        axes.check_divides("batch rows of q", q.shape[0], "batch")
+        axes.check_divides("batch elements of q", q.shape[0], "batch")
         axes.check_divides("heads of q", q.shape[1], "heads")
         return self.shapes(q, k, v, "bhsd")
 
@@ -72,7 +72,7 @@ class _Front(JaxFront):
 def _check_planned(route: Route, heads: tuple[int, int], given: Given, q: Any, k: Any) -> None:
     for name, x, count, rows in (("q", q, heads[0], route.rows), ("k", k, heads[1], route.keys)):
         fits = x.shape[1:3] == (count, rows.shape[1]) and route.planes in (1, x.shape[0])
-        batch = f"{route.planes} batch rows, " if route.planes > 1 else ""
+        batch = f"{route.planes} batch elements, " if route.planes > 1 else ""
         wanted = f"{batch}{count} heads and {rows.shape[1]} rows, those of all devices with padding"
         got, remedy = f"shape {tuple(x.shape)} in layout bhsd", "Place inputs by placed.shard(...)"
         expect(fits, f"{name} with a split sequence", wanted, got, remedy, error=ShapeError)

@@ -21,12 +21,12 @@ __all__ = ["Axes", "AxisNames"]
 AxisNames = str | Sequence[str] | None
 
 #: The dims that axes may split, and their names in errors.
-_WORDS = {"batch": "batch rows", "heads": "heads", "sequence": "the sequence", None: "head_dim"}
+_WORDS = {"batch": "batch elements", "heads": "heads", "sequence": "the sequence", None: "head_dim"}
 
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes of a mesh by what they split: batch rows, heads, or rows and keys.
+    """The axes of a mesh by what they split: batch elements, heads, or rows and keys.
 
     Example:
         >>> axes = Axes.of(jax.make_mesh((1, 1), ("data", "model")), batch="data", heads="model")

@@ -1,6 +1,6 @@
 """Computation of one device, forward and backward, with the collectives between the parts of the sequence.
 
-Shapes of one device: B batch rows, H query heads, G key heads as they are held and g as they are attended
+Shapes of one device: B batch elements, H query heads, G key heads as they are held and g as they are attended
 to, N rows, S keys that it holds, D and Dv head dims.
 """
 

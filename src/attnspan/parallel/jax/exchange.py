@@ -1,6 +1,6 @@
 """The keys that a device attends to, fetched from those that hold them, and their gradients given back.
 
-Shapes of one device: B batch rows, p planes (B or 1), h key heads, m keys that it holds, K keys of a stage of
+Shapes of one device: B batch elements, p planes (B or 1), h key heads, m keys that it holds, K keys of a stage of
 each plane, D and Dv head dims, C parts of the sequence, N room for rows on their way. A row that travels
 holds the key and the value of all heads: (B / p, h, D + Dv).
 """

@@ -1,4 +1,4 @@
-"""Masks of global arrays: over batch rows and heads, or a plan of a split sequence; both are pytrees."""
+"""Masks of global arrays: over batch elements and heads, or a plan of a split sequence; both are pytrees."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Sharded(ShardedMask):
             x: An array of the whole problem in its own order, of NumPy (each host then takes the rows of its
                 own devices) or JAX; or a mapping of them, such as a batch of a data loader.
             axis: The axis of the rows.
-            batch_axis: The axis of batch rows, which mesh axes split as well; None if there is none.
+            batch_axis: The axis of batch elements, which mesh axes split as well; None if there is none.
             fill: Value of padding rows, as of `attnspan.parallel.Layout.shard`.
 
         Returns:
@@ -91,14 +91,14 @@ class Sharded(ShardedMask):
         return self._keys.shard(x, axis, batch_axis, fill)
 
     def unshard(self, x: Any, axis: int = 1, *, batch_axis: int | None = 0) -> Array:
-        """The inverse of `shard`: the whole in its own order, without padding; batch rows stay split."""
+        """The inverse of `shard`: the whole in its own order, without padding; batch elements stay split."""
         return self._queries.unshard(x, axis, batch_axis)  # type: ignore[no-any-return]
 
     def attention(self, q: Array, k: Array, v: Array, **options: Any) -> Any:
         """`attnspan.jax.attention` of global arrays, each device with its part; inside or outside of jit.
 
         q, k and v have the rows of all devices, and the output is split as q is. Seeds, slopes, sinks and
-        tables are those of all batch rows and heads. Where a plan splits the sequence, ``k_index`` and a
+        tables are those of all batch elements and heads. Where a plan splits the sequence, ``k_index`` and a
         dense bias are not taken, and ``q_index`` is that of `shard`: of rows of another layout the output is
         NaN. Padding rows see nothing: their output is 0.
         """
@@ -120,7 +120,7 @@ class Sharded(ShardedMask):
 def shard(
     mesh: Mesh, *, mask: Mask | Spans | None = None, batch: AxisNames = None, heads: AxisNames = None
 ) -> Sharded:
-    """Spread attention over a mesh: batch rows and heads, each over axes of their own.
+    """Spread attention over a mesh: batch elements and heads, each over axes of their own.
 
     Everything that goes with q, k and v is split as they are: the mask's bounds, biases, sinks, seeds. No key
     crosses the network. A sequence is split by a plan: `attnspan.parallel.Plan.on`.
@@ -128,7 +128,7 @@ def shard(
     Args:
         mesh: The devices, with axes of any type.
         mask: What each query may see; everything if None.
-        batch: Mesh axis, or a tuple of them, that splits batch rows; None if no axis does.
+        batch: Mesh axis, or a tuple of them, that splits batch elements; None if no axis does.
         heads: Those that split heads. They divide the query heads. Key heads that they do not divide are held
             by all devices, each of which takes those that its query heads read.
 
@@ -231,10 +231,10 @@ def place(
     """Put a plan on a JAX mesh; see `attnspan.parallel.Plan.on`. Each host builds what its devices hold.
 
     Args:
-        plan: Of the whole problem; its heads and batch rows are those of the global arrays.
+        plan: Of the whole problem; its heads and batch elements are those of the global arrays.
         mesh: The devices, with axes of any type.
         sequence: Mesh axis, or a tuple of them, that splits rows and keys: the ranks of the layout.
-        batch, heads: Those that split batch rows and heads, as in `shard`.
+        batch, heads: Those that split batch elements and heads, as in `shard`.
         rows: The batch that the plan is used with, of `Layout.on` or of `Layout.shard` in a data loader, its
             ``marks``, or its ``"q_index"``. "unchecked" compares nothing: right where `PlacedPlan.shard`
             makes all rows.
@@ -250,7 +250,7 @@ def place(
     plan = _between_groups(plan)
     axes.check_ranks(plan.layout.ranks)
     axes.check_divides("query heads of the plan", plan.sizes.q_heads, "heads")
-    axes.check_divides("batch rows of the plan", plan.sizes.batch, "batch" if plan.planes > 1 else None)
+    axes.check_divides("batch elements of the plan", plan.sizes.batch, "batch" if plan.planes > 1 else None)
     check_placed_rows(rows, plan.layout)
     wanted, remedy = "a placed plan, or None", "Pass what plan.on(...) returned"
     fits, kind = like is None or isinstance(like, PlacedPlan), type(like).__name__

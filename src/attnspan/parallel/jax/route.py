@@ -4,8 +4,8 @@ A plan is data: it is an argument of compiled programs, not a constant in them. 
 its own devices. Sizes that depend on the mask are counted for all devices, without their lists, and rounded
 up, so that the next step's mask has the same ones.
 
-Shapes: C parts of the sequence, E parts of the batch where batch rows have plans of their own (else 1), P
-planes (such batch rows) and, of one part of the batch, p; n rows and m keys of a part of the sequence, K keys
+Shapes: C parts of the sequence, E parts of the batch where batch elements have plans of their own (else 1), P
+planes (such batch elements) and, of one part of the batch, p; n rows and m keys of a part of the sequence, K keys
 of a stage of each plane, N rows on their way, D devices that need one key.
 """
 

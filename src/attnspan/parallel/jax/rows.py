@@ -1,6 +1,6 @@
 """Rows of global arrays in the order in which devices hold them, and back.
 
-Shapes: L batch rows that are partitioned one by one (1 where they share rows), C * n rows of all devices.
+Shapes: L batch elements that are partitioned one by one (1 where they share rows), C * n rows of all devices.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Placing:
         dims[axis] = "sequence"
         planes = 1 if self.rows is None else self.rows.shape[0]
         fits = planes == 1 or (dims[0] == "batch" and x.shape[0] == planes)
-        wanted, remedy = f"{planes} batch rows as axis 0, each with rows of its own", "Pass the whole batch"
+        wanted, remedy = f"{planes} batch elements as axis 0, each with rows of its own", "Pass the whole batch"
         expect(fits, what, wanted, tuple(x.shape), remedy, error=ShapeError)
         return axis % x.ndim, dims
 

@@ -44,7 +44,7 @@ _REMEDIES = {
     "strategy and heads": "Pass the same strategy and heads, and for 'auto' the same machine, on every rank",
     "call": _SAME_CALLS,
     "plan of the call": _SAME_PLAN,
-    "batch rows": _SAME_CALLS,
+    "batch size": _SAME_CALLS,
     "head dims": _SAME_CALLS,
     "shape": _SAME_CALLS,
     "dtype": _SAME_CALLS,
@@ -57,7 +57,7 @@ _REMEDIES = {
     "sinks": _SAME_VALUES,
     "dropout_seed": _SAME_SEED,
     "mask of the cache": _SAME_MASK,
-    "order of batch rows": "Choose the rows once and broadcast them",
+    "order of batch elements": "Choose the rows once and broadcast them",
 }
 _PLACES = {name: at for at, name in enumerate(_REMEDIES)}
 #: Kinds of messages: their first number.

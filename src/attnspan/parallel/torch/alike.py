@@ -1,6 +1,6 @@
 """A sharded step next to the same step on one rank: what differs, where, and what that usually means.
 
-Shapes: B batch rows, S rows of the whole, n of a rank, P ranks.
+Shapes: B batch elements, S rows of the whole, n of a rank, P ranks.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _compare_rows(want: Tensor, parts: list[Tensor], rows: Tensor, within: float
     shown = ", ".join(map(str, places[:4])) + ", ..." * (len(places) > 4)
     owners = sorted(set(owner[wrong].tolist()))
     text = f"{len(places)} of {batch * length} rows differ, by up to {float(change[wrong].max()):.1e}"
-    text += f" of their size, on ranks {owners}: (batch row, token) {shown}"
+    text += f" of their size, on ranks {owners}: (batch element, token) {shown}"
     edge = torch.ones(batch, 1, dtype=torch.bool)
     leaves = owner[:, 1:] != owner[:, :-1]
     if not (wrong & ~torch.cat([leaves, edge], 1)).any():

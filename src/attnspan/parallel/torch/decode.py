@@ -1,6 +1,6 @@
 """Decoding with a cache whose keys are spread over ranks: keys stay where they are, queries travel.
 
-Shapes: B batch rows, G key heads, H query heads, n new tokens, P ranks, C slots of a rank.
+Shapes: B batch elements, G key heads, H query heads, n new tokens, P ranks, C slots of a rank.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ShardedCache(WritableBuffers):
     """Keys and values of a growing sequence, each on one rank of a mesh.
 
     A token's keys never move. New token t goes to rank t % P; after a prefill with a plan, `fill` takes this
-    rank's rows as they lie. All batch rows have the same length. Not for training: nothing here is
+    rank's rows as they lie. All batch elements have the same length. Not for training: nothing here is
     differentiable.
 
     Args:
@@ -111,15 +111,15 @@ class ShardedCache(WritableBuffers):
             length: Tokens of the whole sequence.
 
         Raises:
-            ShapeError: The sequence is longer than `max_len`, batch rows are partitioned one by one, or the
+            ShapeError: The sequence is longer than `max_len`, batch elements are partitioned one by one, or the
                 ranks do not hold each token once.
             DtypeError: k or v have another dtype than the cache.
         """
-        what, wanted = "ShardedCache.fill: q_index", "(1, rows), one order for all batch rows"
+        what, wanted = "ShardedCache.fill: q_index", "(1, rows), one order for all batch elements"
         whole = not (q_index.is_floating_point() or q_index.dtype == torch.bool)
         expect(whole, what, "integers", str(q_index.dtype), "Pass rows['q_index']", error=DtypeError)
         shared = q_index.dim() == 1 or q_index.shape[0] == 1
-        remedy = "Prefill with a layout whose mask all batch rows share"
+        remedy = "Prefill with a layout whose mask all batch elements share"
         expect(shared, what, wanted, tuple(q_index.shape), remedy, error=ShapeError)
         rows = q_index.flatten()
         self._check("fill", k, v, self.keys.shape[0], len(rows), length)
@@ -140,17 +140,17 @@ class ShardedCache(WritableBuffers):
 
     @torch.no_grad()
     def reorder(self, rows: Tensor | Sequence[int]) -> None:
-        """Make each batch row what another one was, as `attnspan.torch.StaticCache.reorder`, for beams.
+        """Make each batch element what another one was, as `attnspan.torch.StaticCache.reorder`, for beams.
 
         Args:
-            rows: Shape (B,), integer, or a list: the same on all ranks, and all batch rows with
+            rows: Shape (B,), integer, or a list: the same on all ranks, and all batch elements with
                 ``split_batch`` too.
 
         Raises:
             ValueError, TypeError: As there, where values can be read.
         """
         numbers, _ = row_numbers("ShardedCache.reorder: rows", rows, self.keys, whole=True)
-        self._agree("reorder", len(numbers), values={"order of batch rows": numbers})
+        self._agree("reorder", len(numbers), values={"order of batch elements": numbers})
         moved = [(x, x.index_select(0, numbers)) for x in (self.keys, self.values)]
         for x, new in moved:
             x.copy_(new)
@@ -173,11 +173,11 @@ class ShardedCache(WritableBuffers):
 
         Args:
             q: Queries of the new tokens, (B, H, n, D), the same on all ranks; or with ``split_batch`` this
-                rank's B / P batch rows, in the order of the ranks.
+                rank's B / P batch elements, in the order of the ranks.
             k: Their keys, (B, G, n, D), accordingly.
             v: Their values, (B, G, n, Dv).
             mask: What they may see besides ``causal()``, as ``window(4095)``; its arrays are global.
-            split_batch: Whether ranks hold different batch rows.
+            split_batch: Whether ranks hold different batch elements.
             sinks, scale, softcap, bias: As of `attnspan.torch.attention`.
 
         Returns:

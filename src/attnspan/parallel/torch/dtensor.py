@@ -1,4 +1,4 @@
-"""Context parallelism of DTensors: a plan splits the rows, other mesh axes may split batch rows and heads.
+"""Context parallelism of DTensors: a plan splits the rows, other mesh axes may split batch elements and heads.
 
 A DTensor whose sequence is split by a plan holds the rows in the order of its ranks, padding included, P * n
 of them: ``DTensor.from_local(layout.shard(x, rank), mesh, [Shard(1)])`` makes one, and everything but
@@ -6,7 +6,7 @@ attention may work on it. One of rows in their natural order, as ``distribute_te
 same: so a plan whose order is another one takes DTensors only with ``dtensor_rows="plan"``.
 
 The plan knows only its own ranks: its mask, ``heads`` and ``batch`` describe what they hold together, which
-is a part of the batch rows and heads where other mesh axes split these. So do options that are plain tensors;
+is a part of the batch elements and heads where other mesh axes split these. So do options that are plain tensors;
 those that are DTensors describe the whole, and so does a seed of shape ().
 """
 
@@ -81,7 +81,7 @@ def attend(
 
 
 def _local_options(places: Places, given: Given, whole: tuple[Any, Any], here: tuple[Any, Any]) -> Given:
-    """The options of a call as this rank takes them; ``whole`` and ``here`` are batch rows and heads of q."""
+    """The options of a call as this rank takes them; ``whole`` and ``here`` are batch elements and heads of q."""
     parts = {}
     for name, x, *dims in option_tensors(given):
         if is_dtensor(x):
@@ -96,7 +96,7 @@ def _local_options(places: Places, given: Given, whole: tuple[Any, Any], here: t
             parts[name.rpartition(".")[2]] = x
     seed, sinks = parts.pop("dropout_seed", None), parts.pop("sinks", None)
     if seed is not None and seed.dim() == 0 and {BATCH, HEADS} & set(places.roles):
-        # Each rank numbers its batch rows and heads from 0: it needs the seeds of those it has.
+        # Each rank numbers its batch elements and heads from 0: it needs the seeds of those it has.
         seed = places.part("dropout_seed", dropout_seeds(seed, *whole), 0, 1)
     bias: Any = given.bias
     if parts and not isinstance(bias, Tensor):

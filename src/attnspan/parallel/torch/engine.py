@@ -1,6 +1,6 @@
 """Attention of one rank's rows to the keys of all, forward and backward: exchanges, the kernel, sums.
 
-Shapes: B batch rows, H query heads and G key heads of this rank while it attends, N rows of its group, S keys
+Shapes: B batch elements, H query heads and G key heads of this rank while it attends, N rows of its group, S keys
 of its group, K keys of a stage, D and Dv head dims. Of several calls for one row the parts are added in
 float32, whatever the inputs are.
 """

@@ -1,6 +1,6 @@
 """Ulysses: from all heads of some rows to some heads of all rows of a group, and back.
 
-Shapes: B batch rows, n rows of a rank, u members of a group, D head dim. Pieces travel as (n, B, heads, D),
+Shapes: B batch elements, n rows of a rank, u members of a group, D head dim. Pieces travel as (n, B, heads, D),
 so that what arrives from all members is one array of u * n rows.
 """
 

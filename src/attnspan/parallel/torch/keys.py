@@ -1,6 +1,6 @@
 """Keys and values as rows that travel, and where they lie.
 
-Shapes: B batch rows, P planes (batch rows of the mask: B or 1), h heads, S keys of a group, K keys of a
+Shapes: B batch elements, P planes (batch elements of the mask: B or 1), h heads, S keys of a group, K keys of a
 stage. A row holds the key and the value of h heads: (B / P, h, D + Dv).
 """
 

@@ -45,7 +45,7 @@ class Frame(NamedTuple):
         heads_here: The same while this rank attends.
         q_len, k_len: Rows and keys of the whole problem.
         rows_per_rank, keys_per_rank: Those of a rank, padding included.
-        planes: Batch rows of the mask.
+        planes: Batch elements of the mask.
         ordered: Whether DTensors hold rows in the plan's order.
     """
 
@@ -250,7 +250,7 @@ class MeshPlan(ShardedMask):
                 got = f"shape {tuple(x.shape)} in layout bhsd"
                 expect(False, at(name), wanted, got, _SHARD, heads, rows, error=ShapeError)
         fits, remedy = frame.planes in (1, q.shape[0]), "Plan with the mask and layout of this batch"
-        wanted = "{} batch rows, as the plan has"
+        wanted = "{} batch elements, as the plan has"
         expect(fits, at("q"), wanted, q.shape[0], remedy, frame.planes, error=ShapeError)
         got = "a dense bias, which holds a value for each pair of rows of all ranks"
         remedy = "Use a bias by position, or fold what is visible into the mask"
@@ -292,7 +292,7 @@ class _Front(TorchFront):
 
 
 def _arguments(call: Call) -> tuple[Any, ...]:
-    """The options as `sharded_attention` takes them, with a seed for each batch row and head."""
+    """The options as `sharded_attention` takes them, with a seed for each batch element and head."""
     if (o := call.options) is None:
         return ()
     seed = o.dropout_seed

@@ -107,7 +107,7 @@ def _reading(
     facts = {
         "call": what,
         "plan of the call": tables.numbers.plan,
-        "batch rows": q.shape[0],
+        "batch size": q.shape[0],
         "head dims": (q.shape[3], v.shape[3]),
         "dtype": str(q.dtype),
         "backend": backend,

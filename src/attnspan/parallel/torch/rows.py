@@ -30,8 +30,8 @@ def gather_rows(x: Tensor, layout: Layout, mesh: DeviceMesh, dim: int = 1) -> Te
     )
     expect(fits, "Layout.gather: x", f"this rank's {wanted}", tuple(x.shape), remedy, error=ShapeError)
     alone = layout.planes == 1 or (dim % x.dim() > 0 and x.shape[0] == layout.planes)
-    remedy = "Batch rows have rows of their own in this layout: keep all of them, as dimension 0"
-    what, wanted = "Layout.gather: x", f"{layout.planes} batch rows as dimension 0"
+    remedy = "Batch elements have rows of their own in this layout: keep all of them, as dimension 0"
+    what, wanted = "Layout.gather: x", f"{layout.planes} batch elements as dimension 0"
     expect(alone, what, wanted, tuple(x.shape), remedy, error=ShapeError)
     facts = {"call": "gather", "shape": (dim % x.dim(), *x.shape), "dtype": str(x.dtype)}
     agreement_of(group).note({**facts, "layout of the rows": layout.fingerprint})
