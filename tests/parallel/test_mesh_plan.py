@@ -120,7 +120,9 @@ def test_meshes_that_do_not_fit(meshes: Meshes) -> None:
 def test_a_plan_without_evidence_of_its_rows_is_refused(meshes: Meshes) -> None:
     plan, mesh = layout_of(2).plan(causal(), heads=HEADS), meshes(2)
     for on in (plan.on, plan.local(0).on):
-        with pytest.raises(OptionError, match=r'shard\(...\) returned, its batch.marks, or .*rows="unchecked"'):
+        with pytest.raises(
+            OptionError, match=r'shard\(...\) returned, its batch.marks, or .*rows="unchecked"'
+        ):
             on(mesh)
         assert on(mesh, rows="unchecked").q_index.tolist() == layout_of(2).rows[0].tolist()
 

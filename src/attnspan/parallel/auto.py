@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Prediction", "Rates", "StrategyChoice", "candidates", "choose"]
 
-#: Times within this ratio count as equal, because predictions are not more exact. Then the fewest bytes decide.
+#: Times within this ratio count as equal, because predictions are no more exact. Then bytes decide.
 _ALIKE = 1.05
 
 

@@ -32,7 +32,7 @@ class Chunks:
         edges: int64 (n + 1,), chunk c has the flat rows edges[c]:edges[c + 1].
         pairs: int64 (n,), visible pairs of each chunk, summed over the heads of the mask.
         starts: int64 (n + 1,), chunk c needs the intervals starts[c]:starts[c + 1].
-        lo, hi: int64 (m,), half-open intervals of flat keys. The intervals of a chunk ascend and do not touch.
+        lo, hi: int64 (m,), half-open intervals of flat keys. Intervals of a chunk ascend and do not touch.
 
     Example:
         >>> from attnspan import causal

@@ -115,7 +115,7 @@ class LocalPlan:
         planes: Batch elements of the mask.
         natural: Whether the ranks hold rows and keys in their original order.
         layout: Fingerprint of the layout.
-        facts: Fingerprints by name, which ranks compare to detect different plans.
+        facts: Named fingerprints, which ranks compare to detect different plans.
         data, numbers: The rank's tables as `encode` returned them.
 
     Example:

@@ -227,7 +227,7 @@ class Plan:
 
     @cached_property
     def facts(self) -> dict[str, int]:
-        """Fingerprints by name, which ranks compare to detect different plans."""
+        """Named fingerprints, which ranks compare to detect different plans."""
         index = np.zeros(0) if self.mask.q_index is None else np.asarray(self.mask.q_index)
         words = f"{self.strategy.name} {self.sizes.heads}".encode()
         return {

@@ -97,8 +97,8 @@ def check_evidence(given: Evidence, mine: NDArray[Any], marks: Marks) -> None:
     """Raise unless `given`, the ``rows`` of `Plan.on`, shows that a model holds the rows of a plan.
 
     Args:
-        given: One of: a batch, which is compared by its marks and, on the host, by its "q_index"; `Marks`;
-            the indices of the rows on the host, (n,), (L, n) or (B, n); "unchecked".
+        given: Batch, `Marks`, indices of the rows on the host, (n,), (L, n) or (B, n), or "unchecked". A
+            batch is compared by its marks and, on the host, by its "q_index".
         mine: The rows of the plan, (L, n).
         marks: Marks of the plan.
 
