@@ -283,7 +283,7 @@ def test_each_mistake_is_named() -> None:
         "bias with a split sequence: expected alibi": lambda: ring(q, k, k, bias=jnp.zeros((8, 8))),
         "k_index with a split sequence: expected None": lambda: ring(q, k, k, k_index=jnp.arange(8)),
         "layout='thd' with split batch elements": lambda: thd.attention(q[0], q[0], q[0], layout="thd"),
-        "plan: expected what plan.on": lambda: jax.jit(lambda x: x.explain())(placed),
+        "plan: expected a plan that plan.on": lambda: jax.jit(lambda x: x.explain())(placed),
         "shard: x: expected 8 rows along axis 1": lambda: placed.shard(jnp.ones((2, 9))),
         "shard: x: expected no entry 'q_index'": lambda: placed.shard({"q_index": np.ones((2, 8))}),
         "shard: x: expected an array, got list": lambda: placed.shard([1, 2]),

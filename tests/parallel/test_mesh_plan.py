@@ -101,7 +101,7 @@ def test_without_keys_the_output_is_nothing(meshes: Meshes, strategy: str) -> No
 
 def test_meshes_that_do_not_fit(meshes: Meshes) -> None:
     mesh = meshes(1, 2, 2)
-    with pytest.raises(OptionError, match=r"expected one dimension, or two.*got 3\. Take a part"):
+    with pytest.raises(OptionError, match=r"expected one dimension, or two.*got 3\. Pass a part"):
         make(mesh)
     for layout, rank, text in (
         (layout_of(3), 0, "rank 0 of 3, got rank 0"),

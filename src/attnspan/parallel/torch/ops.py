@@ -287,8 +287,7 @@ class _Backward(torch.autograd.Function):
         del ctx, grads
         raise NotImplementedError(
             "second derivatives of attnspan::sharded_attention: expected a first derivative, got a "
-            "derivative of its backward. On one rank, use higher derivatives of "
-            '`with attnspan.backend("math"):`.'
+            'derivative of its backward. On one rank, `with attnspan.backend("math"):` has all derivatives.'
         )
 
 
