@@ -158,7 +158,7 @@ class Plan:
         return f"Plan({self.strategy.name} on {self.strategy.ranks} ranks, {sizes})"
 
     def with_strategy(self, strategy: Strategy, choice: StrategyChoice | None = None) -> Plan:
-        """Copy the plan with another strategy."""
+        """Copy the plan with another strategy, and the choice that led to it."""
         return replace(self, strategy=strategy, choice=choice)
 
     @property
@@ -238,7 +238,18 @@ class Plan:
         }
 
     def explain(self) -> str:
-        """Explain pairs and bytes of each rank, the lower bounds, and the comparison by "auto", as text."""
+        """Explain pairs and bytes of each rank, the lower bounds, and the comparison by "auto".
+
+        ``print`` the text.
+
+        Example:
+            >>> from attnspan import causal
+            >>> from attnspan.parallel import Layout
+            >>> plan = Layout.contiguous(8, ranks=2).plan(causal(), heads=(4, 2), strategy="exchange")
+            >>> print(plan.explain())  # doctest: +ELLIPSIS
+            exchange on 2 ranks: 8 rows, 8 keys, 4/2 heads
+            ...
+        """
         from .explain import explain
 
         return explain(self)

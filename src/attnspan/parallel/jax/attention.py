@@ -1,7 +1,7 @@
 """Sharded attention: checks, and a forward and a backward pass by `shard_map` on all devices.
 
 The gradient is written by hand. So a device keeps only its own q, k, v and output, and not the keys that it
-fetched, and sums over devices are taken only of parts of gradients.
+fetched. Sums over devices are taken only of parts of gradients.
 """
 
 from __future__ import annotations

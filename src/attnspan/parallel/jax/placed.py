@@ -120,7 +120,7 @@ class Sharded(ShardedMask):
         return attention(self, q, k, v, **options)
 
     def explain(self) -> str:
-        """Explain the split of the work and the communication, as text."""
+        """Explain the split of the work and the communication, as text to ``print``."""
         return f"split: {self._split()}\nno keys cross the network: each device has whole sequences"
 
     def _split(self) -> str:
@@ -231,13 +231,13 @@ class PlacedPlan(Sharded):
         return jnp.greater_equal(self._queries.rows, 0)
 
     def explain(self) -> str:
-        """Explain the split of the work and the communication, as text.
+        """Explain the split of the work and the communication, as text to ``print``.
 
         Raises:
             OptionError: You call it inside a compiled function.
         """
         sizes, plan = self.frame.sizes, self.plan
-        room = f"room for {sizes.keys:,} keys that a device attends to, {sizes.rows:,} of them on their way\n"
+        room = f"capacity: {sizes.keys:,} keys that a device attends to, {sizes.rows:,} keys that travel\n"
         return f"split: {self._split()}\n{room if sizes.keys else ''}{plan.explain()}"
 
 

@@ -4,9 +4,9 @@ A plan is data: an argument of compiled programs, not a constant in them. Each h
 own devices. Sizes that depend on the mask are counted for all devices, without making their lists. They are
 rounded up, so that the next step's mask has the same sizes.
 
-Shapes: C parts of the sequence, E parts of the batch (1 if batch elements share a plan), P planes (batch
-elements with different plans), p planes of one part of the batch, n rows and m keys of a part of the
-sequence, K keys of a stage of each plane, N rows that travel, D devices that need one key.
+Shapes: C parts of the sequence with n rows and m keys each, E parts of the batch (1 if batch elements share a
+plan). P planes (batch elements with different plans), p planes of one part of the batch. K keys of a stage of
+each plane, N rows that travel, D devices that need one key.
 """
 
 from __future__ import annotations

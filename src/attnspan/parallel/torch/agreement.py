@@ -77,8 +77,8 @@ class Agreement:
     """Comparison of the plans and calls of all ranks of a group, whose answers are read one step late.
 
     When a plan is put on the mesh, it starts an all-gather of its fingerprints, and of fingerprints of the
-    calls before it. The answer is read when the next step's plan is put on the mesh. With gloo, where the
-    host drives the collectives anyway, the answer is read before the first exchange, and each call is
+    calls before it. The answer is read when the next step's plan is put on the mesh. With gloo the host
+    drives the collectives anyway. There the answer is read before the first exchange, and each call is
     compared before its first exchange.
 
     Attributes:

@@ -175,7 +175,7 @@ class KeyRoute(NamedTuple):
             total, at = whole[..., heads_of, :], 0
             move(total, lists.own, grads, lists.own_place)
             for part in torch.split(pending.wait(), [n for n in lists.send_counts if n]):
-                # A key occurs once in each part, so the order of the sums is that of the groups.
+                # A key occurs once in each part, so the sums follow the order of the groups.
                 move(total, lists.send[at : at + part.shape[0]], part[None], None, add=True)
                 at += part.shape[0]
         return whole
