@@ -117,7 +117,7 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     "OptionError: transformer: expected no copy of a parallel model, got a copy": lambda: unparallelize(
         copy.deepcopy(parallel())
     ),
-    "PlanMismatchError: .*expected the same shape .*, got another one on rank 1": lambda: on_ranks(
+    "PlanMismatchError: .*expected the same shape .*, got a different one on rank 1": lambda: on_ranks(
         drop_tokens_of_rank_1
     ),
     "ShapeError: text tokens: expected at least 2, one for each rank, got 1": lambda: on_ranks(

@@ -84,12 +84,14 @@ def test_a_cache_whose_ranks_attend_otherwise_is_refused_on_all(what: str) -> No
     cache = ShardedCache(mesh(2)["cp"], batch=1, kv_heads=2, max_len=2, head_dim=8)
     new = [torch.randn(1, heads, 1, 8) for heads in (4, 2, 2)]
     odd = OTHERWISE[what] if dist.get_rank() else {}
-    text = f"PlanMismatchError: .*the same {what.partition(',')[0]} on every rank, got another one on rank 1"
+    text = (
+        f"PlanMismatchError: .*the same {what.partition(',')[0]} on every rank, got a different one on rank 1"
+    )
     with raising(text):
         cache.attend(*new, **{**usual, **odd})
     assert cache.length == 0
     cache.attend(*new, **usual)
-    with raising("PlanMismatchError: .*the same order of batch rows on every rank"):
+    with raising("PlanMismatchError: .*the same order of batch elements on every rank"):
         ShardedCache(mesh(2)["cp"], batch=2, kv_heads=2, max_len=2, head_dim=8).reorder([dist.get_rank(), 0])
 
 

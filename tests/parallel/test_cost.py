@@ -206,8 +206,11 @@ class Slow:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, ["chosen by auto", "ulysses", "hybrid(2, 2)", "no rates were measured"]),
-        ({"machine": Slow()}, ["Shortest predicted time; within 5 %", "Rates: a slow machine", "bound by"]),
+        ({}, ["chosen by auto", "ulysses", "hybrid(2, 2)", "No rates were measured"]),
+        (
+            {"machine": Slow()},
+            ["Shortest predicted time. Of times within 5 %", "Rates: a slow machine", "bound by"],
+        ),
         ({"memory": 10**9}, ["Buffers may take 1000 MB"]),
         ({"strategy": "ring"}, ["ring on 4 ranks: 100 rows, 100 keys, 8/4 heads", "the strategy was given"]),
         ({"strategy": "exchange"}, ["% of a ring's 75", "no layout needs fewer than"]),

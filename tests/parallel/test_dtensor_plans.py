@@ -225,7 +225,7 @@ def test_compiled_plans(case: Planned) -> None:
 @pytest.mark.parametrize(("role", "size"), [("heads", 2), ("batch", 1)])
 @ranks(4)
 def test_plain_options_of_the_whole_are_refused_with_a_plan(role: str, size: int) -> None:
-    text = rf"bias.slopes with .* expected that of this rank's {role}, {size}, or a DTensor, got"
+    text = rf"bias.slopes with .* expected a tensor for this rank's {role}, {size}, or a DTensor, got"
     with pytest.raises((OptionError, ShapeError), match=text):
         check(Planned(sizes=(2, 2), role=role, option="alibi per row", place="whole"))
 
@@ -285,13 +285,13 @@ def test_rows_and_heads_that_are_not_the_plans_are_refused() -> None:
     natural = [distribute_tensor(x.detach(), mesh, placements("S2")) for x in inputs]
     unnamed = Layout.of(causal(), q_len=LENGTH, ranks=2).plan(heads=HEADS, strategy="exchange")
     for given, mask, text in (
-        (natural, plan, "q as a DTensor with context parallelism: expected 14 rows: those of 2 ranks"),
+        (natural, plan, "q as a DTensor with context parallelism: expected 14 rows of 2 ranks together"),
         (
             placed,
             causal_rows(mesh, heads=(2, 1))[0],
             "q with context parallelism: expected 2 heads and this rank's",
         ),
-        (placed, unnamed.on(mesh, rows="unchecked"), "rows in the plan's order, which must be said"),
+        (placed, unnamed.on(mesh, rows="unchecked"), "dtensor_rows='plan', or rows in original order"),
     ):
         with pytest.raises((OptionError, ShapeError), match=text):
             attention(*given, mask=mask)

@@ -32,7 +32,7 @@ def refused(pattern: str, before: bool = True) -> Iterator[None]:
     assert not before or sum(counts.sent.values()) == 0
 
 
-OTHER = "got another one on rank 2 than on rank 0"
+OTHER = "got a different one on rank 2 than on rank 0"
 
 
 def is_odd() -> bool:
@@ -70,7 +70,7 @@ def test_other_plans_on_one_rank_are_an_error_on_all_before_any_exchange(
 @ranks(3)
 def test_a_mask_that_differs_at_a_later_step_is_an_error_on_all() -> None:
     attend(place(CASE), CASE)
-    with refused("PlanMismatchError: .*another one on ranks 1, 2 than on rank 0"):
+    with refused("PlanMismatchError: .*a different one on ranks 1, 2 than on rank 0"):
         attend(place(CASE, mask=causal() & window(5 + dist.get_rank())), CASE)
 
 
@@ -92,7 +92,7 @@ CALLS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"dropout_p": 0.25, "dropout_seed": torch.tensor(2)},
     ),
     "gradients_of_lse": ("call", {"gradients": ["out"]}, {"gradients": ["out", "lse"]}),
-    "batch rows": ("batch rows", {}, {"batch": 3}),
+    "batch size": ("batch size", {}, {"batch": 3}),
     "head dims": ("head dims", {}, {"dim": 24}),
     "dtype": ("dtype", {}, {"dtype": torch.bfloat16}),
     "backend": ("backend", {"backend": "cpu"}, {"backend": "math"}),
@@ -277,7 +277,7 @@ def test_a_rank_that_hangs_makes_the_others_fail_in_the_time_of_the_group() -> N
         leaves, _ = local_inputs(placed, case)
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
-        with refused(f"CommunicationError: .*{NOBODY('not heard of for 5 s')}", before=False):
+        with refused(f"CommunicationError: .*{NOBODY('silent for 5 s')}", before=False):
             attention(*leaves, mask=placed.mask)
 
     three = World(3, group_seconds=3)

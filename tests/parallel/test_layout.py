@@ -227,7 +227,7 @@ def test_rows_by_hand() -> None:
         with pytest.raises(OptionError, match=message):
             Layout(3, np.array(changed))
     for wrong in (rows[:, 0], rows.astype(float), rows.tolist()):
-        with pytest.raises(ShapeError, match="ranks, batch rows, rows of a rank"):
+        with pytest.raises(ShapeError, match="ranks, batch elements, rows of a rank"):
             Layout(3, wrong)
 
 
@@ -339,9 +339,9 @@ def of(**given: Any) -> Layout:
         (lambda: SMALL.shard({"q_index": np.zeros((1, 3))}, 0), OptionError, "no entry 'q_index'"),
         (lambda: SMALL.unshard([np.zeros((1, 2))]), ShapeError, "2 parts, got 1"),
         (lambda: SMALL.unshard([np.zeros((1, 3))] * 2), ShapeError, "2 rows along dimension 1"),
-        (lambda: TWO.shard(np.zeros((1, 4)), 0), ShapeError, "2 batch rows as dimension 0"),
-        (lambda: TWO.shard(np.zeros((4, 2)), 0, dim=0), ShapeError, "2 batch rows as dimension 0"),
-        (lambda: TWO.unshard([np.zeros((1, 2))] * 2), ShapeError, "2 batch rows as dimension 0"),
+        (lambda: TWO.shard(np.zeros((1, 4)), 0), ShapeError, "2 batch elements as dimension 0"),
+        (lambda: TWO.shard(np.zeros((4, 2)), 0, dim=0), ShapeError, "2 batch elements as dimension 0"),
+        (lambda: TWO.unshard([np.zeros((1, 2))] * 2), ShapeError, "2 batch elements as dimension 0"),
         (lambda: Layout.contiguous(4, ranks=0), OptionError, "ranks"),
         (lambda: Layout.contiguous(-1, ranks=2), OptionError, "q_len"),
     ],

@@ -101,7 +101,7 @@ def test_without_keys_the_output_is_nothing(meshes: Meshes, strategy: str) -> No
 
 def test_meshes_that_do_not_fit(meshes: Meshes) -> None:
     mesh = meshes(1, 2, 2)
-    with pytest.raises(OptionError, match=r"expected one dimension, or two.*got 3\. Take a part"):
+    with pytest.raises(OptionError, match=r"expected one dimension, or two.*got 3\. Pass a part"):
         make(mesh)
     for layout, rank, text in (
         (layout_of(3), 0, "rank 0 of 3, got rank 0"),
@@ -120,7 +120,9 @@ def test_meshes_that_do_not_fit(meshes: Meshes) -> None:
 def test_a_plan_without_evidence_of_its_rows_is_refused(meshes: Meshes) -> None:
     plan, mesh = layout_of(2).plan(causal(), heads=HEADS), meshes(2)
     for on in (plan.on, plan.local(0).on):
-        with pytest.raises(OptionError, match=r'shard\(...\) gave, its batch.marks, or .*rows="unchecked"'):
+        with pytest.raises(
+            OptionError, match=r'shard\(...\) returned, its batch.marks, or .*rows="unchecked"'
+        ):
             on(mesh)
         assert on(mesh, rows="unchecked").q_index.tolist() == layout_of(2).rows[0].tolist()
 
@@ -275,7 +277,7 @@ def test_a_mask_per_batch_row_is_for_so_many_rows(meshes: Meshes, batch: int) ->
     mask = segments(np.repeat([[0, 1], [2, 3]], [9, 28], axis=1))
     plan = make(meshes(4), layout_of(4, mask=mask, batch=2), mask=mask, strategy="ring")
     inputs = [x.expand(batch, -1, -1, -1) for x in tensors(plan.frame.rows_per_rank)]
-    with pytest.raises(ShapeError, match=f"expected 2 batch rows, as the plan has, got {batch}"):
+    with pytest.raises(ShapeError, match=f"expected 2 batch elements, as the plan has, got {batch}"):
         attention(*inputs, mask=plan)
 
 

@@ -293,9 +293,17 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: planned(causal().prepare(31, 32)), ShapeError, "32 rows and 32 keys, the whole problem"),
     (lambda: planned(full().spans(32, 31)), ShapeError, "expected 32 rows and 32 keys"),
     (lambda: planned(segments(np.zeros((2, 16), int))), ShapeError, "expected arrays that describe 32 keys"),
-    (lambda: planned(FOUR.prepare(32, 32, batch=4)), ShapeError, r"2 batch rows, or 1 .*, got Spans\(B=4"),
+    (
+        lambda: planned(FOUR.prepare(32, 32, batch=4)),
+        ShapeError,
+        r"2 batch elements, or 1 .*, got Spans\(B=4",
+    ),
     (lambda: planned(PER_HEAD.prepare(32, 32, heads=8)), ShapeError, "expected 4 heads, or 1 that all share"),
-    (lambda: planned(causal().prepare(32, 32, k_index=ROWS)), OptionError, "Describe the whole problem"),
+    (
+        lambda: planned(causal().prepare(32, 32, k_index=ROWS)),
+        OptionError,
+        "Pass a mask of the whole problem",
+    ),
     (lambda: planned(Spans(np.full((1, 1, 32, 1, 2), 40), 32)), OptionError, "ascending, disjoint"),
     (lambda: planned(segments(np.tile([0, 1], 16))), OptionError, "Raise max_runs or mend the data"),
     (lambda: planned(segments(np.tile([0, 1], 16)).spans(32, 32)), OptionError, "batch 0, head 0, row 0"),
@@ -326,7 +334,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: planned().cost(Strategy("ring", 1, 2)), OptionError, "one for 4 ranks, got ring for 2"),
     (lambda: planned().cost(node_size=0), OptionError, "node_size: expected 1 to"),
     (lambda: planned().cost().received("fwd"), OptionError, "direction: expected 'forward', 'backward' or"),
-    (lambda: CROSS.plan(heads=(4, 2)), ShapeError, "of cross attention pass k_len="),
+    (lambda: CROSS.plan(heads=(4, 2)), ShapeError, "For cross attention pass k_len="),
     (lambda: planned(memory=10), OptionError, r"memory: expected at least \d+ bytes.*got 10"),
     (lambda: Kept.of(_everything(), 0, planes=3, k_len=2**30), ShapeError, "below 2,147,483,648, got 3 x"),
 ]

@@ -266,7 +266,7 @@ def test_dtensors_in_their_own_order_need_a_layout_that_keeps_it() -> None:
         on_mesh(layout, layout.plan(heads=HEADS, strategy="exchange", batch=B))
         for layout in (layout_of(CAUSAL, method=method) for method in ("zigzag", "contiguous"))
     )
-    with pytest.raises(OptionError, match="rows in the plan's order, which must be said"):
+    with pytest.raises(OptionError, match="dtensor_rows='plan', or rows in original order"):
         attention(*spread, mask=zigzag)
     out = attention(*spread, mask=contiguous)
     assert isinstance(out, DTensor)
@@ -291,9 +291,9 @@ def test_rows_of_the_step_before_in_a_compiled_model_give_nan() -> None:
 UNMARKED = {
     "rightly": None,
     "labels shifted after sharding": "losses: .* the last rows of .*: labels or targets were shifted after",
-    "ids of another batch": "logits: .*batch row, token.* The mask or the ids are another batch's",
-    "old tensors under new marks": "x: .* on ranks .* They are other rows of the whole: tensors of another",
-    "a mean of local means": "loss: the ranks' parts add up to .* a mean of each rank's own mean",
+    "ids of another batch": "logits: .*batch element, token.* The mask or the ids are another batch's",
+    "old tensors under new marks": "x: .* on ranks .* They equal other rows of the sequence: the tensors",
+    "a mean of local means": "loss: the ranks' parts add up to .* each rank averages over its own targets",
     "gradients of one rank": r"table: it differs on ranks \[0, 1\].* call sum_gradients",
 }
 

@@ -1,4 +1,4 @@
-"""One attention over many ranks: who owns which rows, what crosses the network, and how it gets there."""
+"""Attention over many ranks (context parallelism): layouts of tokens, and plans of what ranks exchange."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> object:
-    # Layouts and plans serve any framework: only what needs torch loads it.
+    # Layouts and plans serve any framework. Only names that need torch load it.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,4 +1,4 @@
-"""The choice of a strategy: by predicted time where rates were measured, else by bytes."""
+"""Choice of a strategy, by predicted time if rates were measured, else by bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Prediction", "Rates", "StrategyChoice", "candidates", "choose"]
 
-#: Predicted times that differ by less are alike, as no prediction is so exact: then the fewest bytes decide.
+#: Times within this ratio count as equal, because predictions are no more exact. Then bytes decide.
 _ALIKE = 1.05
 
 
@@ -24,11 +24,10 @@ class Prediction(NamedTuple):
     """Predicted time of a call, forward and backward.
 
     Attributes:
-        seconds: In each direction all wait for the slowest rank.
-        compute_seconds: Lower bound: the mean of all ranks' pairs at the machine's full rate.
-        network_seconds: Lower bound of the strategy's communication, of the rank with the most.
-        bound: What the slowest rank spends most of its time on: "compute", "exchange" or "scatter and
-            gather".
+        seconds: Time of the call. In each direction, all ranks wait for the slowest rank.
+        compute_seconds: Lower bound: the mean pairs per rank at the machine's full rate.
+        network_seconds: Lower bound for the strategy's communication, for the rank with the most bytes.
+        bound: Longest phase of the slowest rank: "compute", "exchange" or "scatter and gather".
     """
 
     seconds: float
@@ -39,24 +38,24 @@ class Prediction(NamedTuple):
 
 @runtime_checkable
 class Rates(Protocol):
-    """Measured rates of a machine, whose text says whose they are."""
+    """Measured rates of a machine. ``str`` names the machine."""
 
     node_size: int  # ranks of a node
 
     def predict(self, cost: Cost, sizes: Sizes) -> Prediction:
-        """Predict the time of a call."""
+        """Predict the time of a call with this cost and these sizes."""
 
 
 @dataclass(frozen=True, eq=False)
 class StrategyChoice:
-    """The strategy that "auto" takes, and all that were considered.
+    """Strategy that "auto" chose, and all strategies that it compared.
 
     Attributes:
         considered: All candidates, the choice first.
-        predicted: The time of each, where rates were measured; else empty.
-        machine: Whose rates; None where bytes decided.
-        memory: The bytes that buffers of one call may take; None for no limit.
-        members: Ranks of a node that share heads; None where any ranks may.
+        predicted: Predicted time of each candidate. Empty if no rates were measured.
+        machine: Measured rates. None if bytes decided.
+        memory: Limit for the buffers of one call, in bytes. None for no limit.
+        members: Ranks of a node that share heads. None if any ranks may.
     """
 
     considered: tuple[Cost, ...]
@@ -67,7 +66,7 @@ class StrategyChoice:
 
     @property
     def best(self) -> Cost:
-        """The choice."""
+        """Cost of the chosen strategy."""
         return self.considered[0]
 
     def __str__(self) -> str:
@@ -78,9 +77,9 @@ class StrategyChoice:
             cells += f"{'-':>11}" if time is None else f"{time.seconds * 1e3:>11.4g}  {time.bound}"
             beyond = "" if self.memory is None or memory <= self.memory else "  too large"
             lines.append(f"{cost.strategy.name:<20}{cells}{beyond}")
-        rule = "The busiest rank receives the fewest bytes, forward and backward; no rates were measured."
+        rule = "The busiest rank receives the fewest bytes, forward and backward. No rates were measured."
         if self.machine is not None:
-            rule = "Shortest predicted time; within 5 % the fewest bytes."
+            rule = "Shortest predicted time. Of times within 5 %, the fewest bytes."
         if self.memory is not None:
             rule += f" Buffers may take {self.memory / 1e6:.4g} MB."
         if self.members is not None:
@@ -89,7 +88,7 @@ class StrategyChoice:
 
 
 def candidates(ranks: int, q_heads: int) -> list[Strategy]:
-    """All strategies that so many ranks and heads allow, simple ones first; each member has a query head.
+    """List all strategies for these ranks and heads, simple ones first. Each member has a query head.
 
     Example:
         >>> [each.name for each in candidates(ranks=4, q_heads=3)]
@@ -105,16 +104,17 @@ def candidates(ranks: int, q_heads: int) -> list[Strategy]:
 
 
 def choose(plan: Plan, *, node_size: int | None, machine: Rates | None, memory: int | None) -> StrategyChoice:
-    """Choose a strategy for a plan; the same arguments give the same choice in every process.
+    """Choose a strategy for a plan. The same arguments give the same choice in every process.
 
-    Without rates it takes the strategy whose busiest rank receives the fewest bytes. With them it takes the
-    shortest predicted time, and of those within 5 % the fewest bytes. Strategies whose buffers exceed
-    `memory` are left out. With `node_size`, and more ranks than those, groups that share heads are as large
-    as a node allows: no group lies in two nodes, and each rank has a query head.
+    Without rates, the choice is the strategy whose busiest rank receives the fewest bytes. With rates, it is
+    the shortest predicted time. Of strategies within 5 % of it, the one with the fewest bytes is chosen.
+    Strategies whose buffers exceed `memory` are left out. If there are more ranks than `node_size`, groups
+    that share heads are as large as a node allows. No group then lies in two nodes, and each rank has a query
+    head.
 
     Args:
         plan: The problem.
-        node_size, machine, memory: As of `attnspan.parallel.plan.make_plan`.
+        node_size, machine, memory: See `attnspan.parallel.plan.make_plan`.
 
     Raises:
         OptionError: No strategy fits into `memory`.
@@ -130,7 +130,7 @@ def choose(plan: Plan, *, node_size: int | None, machine: Rates | None, memory: 
     fits = [memory is None or bool(cost.memory.max() <= memory) for cost in costs]
     least = min(int(cost.memory.max()) for cost in costs)
     remedy = "Use more ranks, or allow more memory"
-    expect(any(fits), "memory", f"at least {least} bytes, which the smallest strategy takes", memory, remedy)
+    expect(any(fits), "memory", f"at least {least} bytes, which the smallest strategy needs", memory, remedy)
     shortest = min((time.seconds for time, fit in zip(predicted, fits, strict=False) if fit), default=0.0)
 
     def rank(number: int) -> tuple[bool, float, int]:

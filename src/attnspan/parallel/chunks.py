@@ -1,6 +1,7 @@
-"""Rows cut into chunks: the work of each chunk and the keys that it needs. A partition looks at nothing else.
+"""Chunks of rows, with the work of each chunk and the keys that it needs. Partitions use nothing else.
 
-Shapes: L batch rows (planes), H heads and S query rows of the mask, R spans per row; n chunks, m intervals.
+Shapes: L batch elements (planes), H heads and S queries of the mask, R spans per query, n chunks, m
+intervals of keys.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ __all__ = ["Chunks"]
 class Chunks:
     """Runs of neighbouring rows, with their visible pairs and the keys that they need.
 
-    Rows and keys are numbered flat: row i of plane p is p * q_len + i, key j is p * k_len + j. Heads of a
-    mask are merged: whoever needs a key for one head gets it.
+    Rows and keys have flat numbers: row i of plane p is p * q_len + i, key j is p * k_len + j. Heads of a
+    mask are merged: a chunk needs a key if one of its heads needs it.
 
     Attributes:
-        planes: L, batch rows that are partitioned one by one; 1 where all share a mask.
-        q_len, k_len: query rows and keys of a plane.
+        planes: Batch elements that are partitioned one by one, L. It is 1 if all share a mask.
+        q_len, k_len: Queries and keys of a plane.
         edges: int64 (n + 1,), chunk c has the flat rows edges[c]:edges[c + 1].
-        pairs: int64 (n,), visible pairs of each chunk, over the heads of the mask.
+        pairs: int64 (n,), visible pairs of each chunk, summed over the heads of the mask.
         starts: int64 (n + 1,), chunk c needs the intervals starts[c]:starts[c + 1].
-        lo, hi: int64 (m,), half-open intervals of flat keys; those of a chunk ascend, disjoint, not touching.
+        lo, hi: int64 (m,), half-open intervals of flat keys. Intervals of a chunk ascend and do not touch.
 
     Example:
         >>> from attnspan import causal
@@ -57,7 +58,7 @@ class Chunks:
 
     @staticmethod
     def even_edges(q_len: int, planes: int, size: int) -> Ints:
-        """Edges of chunks of `size` rows; the last chunk of each plane may be shorter.
+        """Make the edges of chunks of `size` rows. The last chunk of each plane may be shorter.
 
         Example:
             >>> Chunks.even_edges(5, 2, size=3).tolist()
@@ -69,7 +70,7 @@ class Chunks:
 
     @classmethod
     def of(cls, spans: Spans, edges: Ints, planes: int = 1) -> Chunks:
-        """Cut the rows of a lowered mask, in O(S * R) for each plane and head; each plane begins a chunk."""
+        """Cut the rows of a lowered mask, in O(S * R) per plane and head. Each plane begins a new chunk."""
         bounds: NDArray[Any] = spans.bounds
         mask_planes, heads, q_len, runs, _ = bounds.shape
         planes = max(planes, mask_planes)
@@ -93,7 +94,7 @@ class Chunks:
         return cls(planes, q_len, spans.k_len, edges, pairs, *union(family, low, high, count))
 
     def of_plane(self, plane: int) -> Chunks:
-        """The chunks of one plane, with its rows and keys numbered from 0."""
+        """Chunks of one plane, with rows and keys numbered from 0."""
         row, key = plane * self.q_len, plane * self.k_len
         first, last = np.searchsorted(self.edges, [row, row + self.q_len])
         starts, pairs = self.starts[first : last + 1], self.pairs[first:last]
@@ -103,9 +104,9 @@ class Chunks:
 
 
 def _strips(lo: NDArray[Any], hi: NDArray[Any], edges: Ints) -> tuple[Ints, Ints, Ints]:
-    """Join the spans of neighbouring rows that overlap or touch: (chunk, lo, hi) of each, int64 (m,).
+    """Join spans of neighbouring queries that overlap or touch, as (chunk, lo, hi), each int64 (m,).
 
-    Rows of a chunk mostly see what the row before them sees and a little more: few strips are left to sort.
+    Most queries see the keys of the query before them and a few more, so few strips are left to sort.
     """
     begins = np.zeros(len(lo) + 1, bool)
     begins[edges] = True

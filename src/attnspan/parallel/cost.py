@@ -1,10 +1,10 @@
-"""Pairs, bytes and memory of one call, per rank: arithmetic on counts, no data.
+"""Pairs, bytes and memory of one call for each rank, computed from counts without data.
 
-Shapes: P ranks, u members of a group, r groups; P = u * r and rank p = b * u + a is member a of group b.
+Shapes: P ranks, u members of a group, r groups. P = u * r, and rank p = b * u + a is member a of group b.
 
-Every figure counts what a rank receives from (sends to) *other* ranks, in elements of the arrays that are
-handed to the collectives: no headers, and nothing for what a rank keeps. Scatter, gather and ring move whole
-shards, padding included, and do not depend on the mask; the exchange moves the rows that are needed.
+Bytes are the sizes of the arrays that a rank receives from or sends to *other* ranks, without headers.
+Scatter, gather and ring move whole shards, padding included, and do not depend on the mask. An exchange moves
+only the keys that are needed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["Cost", "Phase", "Sizes", "cost_of", "exchange_parts"]
 
 Floats = NDArray[np.float64]
 
-#: An exchange is cut into so many parts by heads at most: while one is computed the next ones travel.
+#: Most parts, by heads, into which an exchange is cut. While one part is computed, the next ones travel.
 _PARTS = 4
 
 
 class Sizes(NamedTuple):
-    """The sizes of a call that its mask does not tell: heads, head dims, bytes of an element, batch rows."""
+    """Sizes of a call that are not in its mask: heads, head dims, bytes of an element, batch size."""
 
     q_heads: int
     kv_heads: int
@@ -46,17 +46,17 @@ class Sizes(NamedTuple):
 
     @property
     def heads(self) -> tuple[int, int]:
-        """(Hq, Hkv)."""
+        """Query heads and key heads, (Hq, Hkv)."""
         return self.q_heads, self.kv_heads
 
     @property
     def wide(self) -> int:
-        """Bytes of an element of lse, and of gradients that are summed over ranks: float32, or float64."""
+        """Bytes of an element of lse and of summed gradients: 4, or 8 for float64."""
         return max(4, self.itemsize)
 
 
 class Phase(NamedTuple):
-    """Bytes of one phase, each int64 (P,): received, sent, and those of them from and to other nodes."""
+    """Bytes of one phase for each rank, int64 (P,). "across" counts only bytes between nodes."""
 
     received: Ints
     sent: Ints
@@ -69,18 +69,19 @@ class Cost:
     """Cost of a strategy.
 
     Attributes:
-        strategy: Members, groups, and what happens between groups.
+        strategy: The strategy.
         pairs: Visible (query, key, head) triples that each rank computes, float64 (P,).
-        fetched: Key rows that each rank's group receives, padding of a ring included, int64 (P,).
-        least_fetched: Of any layout with groups of this size, some group fetches so many: the row that sees
-            the most keys must have them all, and its group owns no more than its own rows.
-        forward: By phase: "scatter" (q, k, v to the members that own the heads), "exchange" or "ring" (k, v
-            between groups), "gather" (out and lse back to the ranks that own the rows).
-        backward: "scatter" (the gradient of out), "exchange" or "ring" (k and v anew), "gradients" (dk, dv in
-            float32 to the groups that own the keys), "gather" (dq, dk, dv to the ranks that own the rows).
-        memory: Bytes of the buffers of one call and of what it keeps for backward, beyond q, k, v and out,
+        fetched: Keys that each rank's group receives, padding of a ring included, int64 (P,).
+        least_fetched: Lower bound of `fetched` for the busiest group, over all layouts with groups of this
+            size. The query that sees the most keys needs all of them, and its group owns only its own rows.
+        forward: Bytes by phase: "scatter" (q, k, v to the members that own the heads), "exchange" or "ring"
+            (k, v between groups), "gather" (out and lse back to the ranks that own the rows).
+        backward: Bytes by phase: "scatter" (the gradient of out), "exchange" or "ring" (k and v again),
+            "gradients" (dk, dv in float32 to the groups that own the keys), "gather" (dq, dk, dv to the ranks
+            that own the rows).
+        memory: Bytes of the buffers of one call and of the arrays kept for backward, besides q, k, v and out,
             int64 (P,).
-        parts: Into how many parts the work between groups is cut, so that they overlap.
+        parts: Number of parts into which the work between groups is cut, so that they overlap.
     """
 
     strategy: Strategy
@@ -97,12 +98,16 @@ class Cost:
 
     @property
     def balance(self) -> float:
-        """Pairs of the busiest rank over the mean; 1.0 where nobody sees anything."""
+        """Pairs of the busiest rank over the mean, 1.0 if there are no visible pairs."""
         mean = self.pairs.mean()
         return float(self.pairs.max() / mean) if mean else 1.0
 
     def received(self, direction: str = "both") -> Ints:
-        """Bytes that each rank receives, int64 (P,), in "forward", "backward" or "both"."""
+        """Count the bytes that each rank receives in "forward", "backward" or "both", int64 (P,).
+
+        Raises:
+            OptionError: `direction` is unknown.
+        """
         known = {
             "forward": [self.forward],
             "backward": [self.backward],
@@ -118,7 +123,7 @@ class Cost:
 
 
 def exchange_parts(heads: list[HeadSlice]) -> int:
-    """Into how many parts, by heads, an exchange is cut; the same number on all ranks, so that these meet.
+    """Count the parts, by heads, into which an exchange is cut. All ranks cut into the same number.
 
     Example:
         >>> exchange_parts(split_heads(32, 8, members=4)), exchange_parts(split_heads(12, 3, members=2))
@@ -133,10 +138,10 @@ def cost_of(plan: Plan, strategy: Strategy, node_size: int | None = None) -> Cos
     """Predict what a plan's call costs under a strategy.
 
     Args:
-        plan: The problem; its own strategy does not matter.
-        strategy: What to cost.
-        node_size: Ranks of a node; None: all ranks lie in one. Where a group lies in two nodes, its exchange
-            is counted as if all other groups were in other nodes.
+        plan: The problem. Its own strategy does not matter.
+        strategy: The strategy to predict.
+        node_size: Ranks of a node. None if all ranks are in one node. If a group lies in two nodes, its
+            exchange is counted as if all other groups were in other nodes.
 
     Example:
         >>> from attnspan import causal
@@ -163,7 +168,7 @@ def cost_of(plan: Plan, strategy: Strategy, node_size: int | None = None) -> Cos
         fetched, returned = foreign(needs, holders), lent(needs, holders)
         near = max(1, node_size // members)
         across = foreign(needs, holders, near) if near < groups else np.zeros(groups, np.int64)
-        # What is lent to other nodes is not counted one by one: as large a share as of what is received.
+        # Bytes sent to other nodes are estimated: their share equals the share of the received bytes.
         sent_across = (returned * (across.sum() / max(fetched.sum(), 1))).astype(np.int64)
         forward["exchange"] = backward["exchange"] = _weighed(
             (fetched, returned, across, sent_across), call.row * call.itemsize
@@ -188,7 +193,7 @@ def cost_of(plan: Plan, strategy: Strategy, node_size: int | None = None) -> Cos
 class _Elements:
     """Elements of one rank's rows that each member attends with, int64 (u,): q, out, lse, and k with v.
 
-    `row` are those of one key that travels: for all batch rows that share its plane.
+    `row` counts the elements of one key that travels, for all batch elements that share its plane.
     """
 
     def __init__(self, plan: Plan, heads: list[HeadSlice]) -> None:
@@ -202,18 +207,18 @@ class _Elements:
         self.itemsize, self.wide = sizes.itemsize, sizes.wide
 
     def scatter(self, node: Ints) -> tuple[Phase, Phase]:
-        """Rows that a member receives from each other member; they depend on its own heads."""
+        """Bytes that a member receives from each other member. They depend on its own heads."""
         forward, backward = (self.q + self.kv) * self.itemsize, self.out * self.itemsize
         return _inside(forward[:, None], node), _inside(backward[:, None], node)
 
     def gather(self, node: Ints) -> tuple[Phase, Phase]:
-        """Rows that a member receives from another one; they depend on the other's heads."""
+        """Bytes that a member receives from another member. They depend on the other member's heads."""
         forward = self.out * self.itemsize + self.lse * self.wide
         backward = self.q * self.itemsize + self.kv * self.wide
         return _inside(forward[None], node), _inside(backward[None], node)
 
     def ring(self, groups: int, node: Ints) -> tuple[Phase, Phase]:
-        """Blocks come from the same member of the group before; gradients travel along, a full turn."""
+        """Bytes from the same member of the previous group. Gradients travel along, a full turn."""
         members = len(self.kv)
         keys = np.tile((groups - 1) * members * self.kv * self.itemsize, groups)
         gradients = np.tile(groups * members * self.kv * self.wide, groups)
@@ -223,16 +228,17 @@ class _Elements:
         )
 
     def memory(self, strategy: Strategy, fetched: Ints, returned: Ints, parts: int) -> Ints:
-        """Bytes in backward, where they are most, int64 (P,)."""
+        """Bytes of buffers in backward, where they are largest, int64 (P,)."""
         members, groups = strategy.members, strategy.groups
         own = members * self.kv
         if groups == 1:
             used = own * self.wide
         elif strategy.kind == "ring":
-            # Two blocks of keys, two of gradients; dq and a part of it in float32.
+            # Two blocks of keys, two blocks of gradients, and dq and a part of it in float32.
             used = 2 * own * (self.itemsize + self.wide) + 2 * members * self.q * self.wide
         else:
-            # What was fetched, as received and (one part at a time) in order; gradients of all, lent and own.
+            # Fetched keys, as received and (one part at a time) in order, and gradients of fetched, lent and
+            # own keys.
             rows, lent_rows = np.outer(fetched, self.row), np.outer(returned, self.row)
             used = rows * self.itemsize + (rows + own) // parts * self.itemsize
             used = used + (rows + lent_rows + 2 * own) * self.wide
@@ -242,12 +248,12 @@ class _Elements:
 
 
 def _weighed(rows: tuple[Ints, ...], weight: Ints) -> Phase:
-    """Rows of each group as bytes of each rank."""
+    """Phase of bytes per rank, from keys per group and bytes per key."""
     return Phase(*(np.outer(x, weight).reshape(-1) for x in rows))
 
 
 def _inside(size: Ints, node: Ints) -> Phase:
-    """A phase inside of each group: size[a, c] bytes go from member c to member a."""
+    """Phase inside each group: size[a, c] bytes go from member c to member a."""
     members = max(size.shape)
     size = np.where(~np.eye(members, dtype=bool), size, 0)
     place = node.reshape(-1, members)

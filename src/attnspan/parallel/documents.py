@@ -1,9 +1,10 @@
-"""A first assignment of chunks that keeps documents together, before swaps even it out.
+"""First assignment of chunks that keeps documents together, before swaps even it out.
 
-A group that owns a late row of a document needs all rows before it. So each group is given the last chunks of
-one document (the heaviest rows there are, and the fetching that cannot be avoided), chunks of that same
-document from its beginning (whose keys it fetches anyway), and, where that is still too much work, chunks
-that hardly need anything: small documents, and the beginnings of others.
+A group that owns a late row of a document needs all keys before it. So each group gets
+
+- the last chunks of one document, which are the heaviest, and whose fetches cannot be avoided,
+- chunks from the beginning of the same document, whose keys it fetches anyway,
+- and, if that is too much work, chunks that need few keys: small documents, and beginnings of others.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from .chunks import Chunks
 
 __all__ = ["document_edges", "share_documents"]
 
-_TRIED = 8  # documents that are looked at when one is wanted whose last chunks weigh just enough
+_TRIED = 8  # documents to look at in a search for one whose last chunks weigh just enough
 
 
 def document_edges(chunks: Chunks) -> NDArray[Any]:
-    """Start of each run of chunks that see much of what their predecessor sees, then the end of the last run.
+    """Find the documents: runs of chunks that see mostly the same keys as their predecessor.
 
-    Two neighbours are of one run when they share at least half of what the one that sees more sees.
+    Two neighbours are in one run if they share at least half of the keys that the larger one sees. The
+    result has the start of each run, then the end of the last run.
 
     Example:
         >>> from attnspan import causal, documents
@@ -37,7 +39,7 @@ def document_edges(chunks: Chunks) -> NDArray[Any]:
     count = len(chunks)
     widths = np.append(0, np.cumsum(chunks.hi - chunks.lo))
     seen = widths[chunks.starts[1:]] - widths[chunks.starts[:-1]]
-    # Where each chunk needs a single interval, as most masks make it, two of them share one interval at most.
+    # With most masks each chunk needs a single interval, so that two chunks share at most one interval.
     first = np.minimum(chunks.starts[:-1], max(len(chunks.lo) - 1, 0))
     last = np.maximum(chunks.starts[1:] - 1, 0)
     if not len(chunks.lo):
@@ -49,7 +51,7 @@ def document_edges(chunks: Chunks) -> NDArray[Any]:
 
 
 class _Pool:
-    """The chunks that nobody has yet, by document and in order."""
+    """Chunks without a group, by document and in order."""
 
     def __init__(self, cost: list[int], edges: list[int]) -> None:
         self.cost = cost
@@ -61,11 +63,11 @@ class _Pool:
         heapq.heapify(self.fronts)
 
     def heaviest(self) -> int:
-        """The document whose last chunk weighs most."""
+        """Find the document whose last chunk weighs most."""
         return int(self.last.argmax())
 
     def sufficient(self, count: int, work: float) -> int:
-        """The lightest among the documents whose `count` last chunks weigh at least `work`."""
+        """Find the lightest document whose `count` last chunks weigh at least `work`."""
         enough = np.flatnonzero(self.last >= max(work / count, 0))
         for number in enough[np.argsort(self.last[enough], kind="stable")[:_TRIED]].tolist():
             ends = self.left[number][-count:]
@@ -74,7 +76,7 @@ class _Pool:
         return self.heaviest()
 
     def share(self, number: int, slots: int, work: float) -> int:
-        """Number of a document's chunks that a group takes if all groups take equally many."""
+        """Count a document's chunks that a group takes if all groups take equally many."""
         chunks, light = len(self.left[number]), self.fronts[0][1] if self.fronts else 0
         beyond, room = self.work[number] - light * chunks, work - light * slots
         if beyond <= 0 or room <= 0:
@@ -82,7 +84,7 @@ class _Pool:
         return max(1, min(slots, chunks, round(chunks * room / beyond)))
 
     def fillers(self, count: int) -> list[int]:
-        """Up to `count` chunks from the fronts of documents, first what needs least before it."""
+        """Take up to `count` chunks from the fronts of documents, fewest keys before them first."""
         found: list[int] = []
         while self.fronts and len(found) < count:
             number = self.fronts[0][2]
@@ -98,7 +100,7 @@ class _Pool:
         return found
 
     def ends(self, number: int, count: int, work: float) -> list[int]:
-        """`count` chunks of a document that weigh about `work`: last ones, first ones, one between."""
+        """Take `count` chunks of a document that weigh about `work`: last ones, first ones, one between."""
         left, cost = self.left[number], self.cost
         front = [0, *accumulate(cost[x] for x in left[:count])]
         back = [0, *accumulate(cost[x] for x in reversed(left[-count:]))]
@@ -135,10 +137,10 @@ def share_documents(
 
     Args:
         cost: int64 (groups * slots,), visible pairs of each chunk.
-        edges: where documents begin, and the end of the last one.
+        edges: Beginnings of documents, and the end of the last document.
         load: int64 (groups,), pairs that groups have already.
-        share: part of a document's fair share that each group takes: below 1, more of its room is left for
-            light chunks.
+        share: Part of a document's fair share that each group takes. Below 1, more slots are left for light
+            chunks.
 
     Example:
         >>> share_documents(np.array([1, 2, 3, 4]), np.array([0, 4]), np.zeros(2, int), 1.0).tolist()

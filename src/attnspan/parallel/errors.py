@@ -1,4 +1,4 @@
-"""Errors of work that is spread over ranks."""
+"""Errors of context parallelism."""
 
 from attnspan.errors import _Explained
 
@@ -6,8 +6,18 @@ __all__ = ["CommunicationError", "PlanMismatchError"]
 
 
 class PlanMismatchError(_Explained, ValueError):
-    """Ranks that are to work together have different plans."""
+    """Ranks have different plans, calls or options, or rows belong to another layout or rank.
+
+    Example:
+        >>> issubclass(PlanMismatchError, ValueError)
+        True
+    """
 
 
 class CommunicationError(_Explained, RuntimeError):
-    """An exchange between ranks failed: one of them is gone, or runs another program."""
+    """An exchange between ranks failed, because a rank died, hangs or runs another program.
+
+    Example:
+        >>> issubclass(CommunicationError, RuntimeError)
+        True
+    """

@@ -1,4 +1,4 @@
-"""Explanation of a plan: figures and words."""
+"""Explanation of a plan as text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_RANKS = 16  # lines of a printed table
 
 
 def explain(plan: Plan) -> str:
-    """Pairs, fetched rows and bytes of each rank, the lower bounds, and what "auto" compared.
+    """Explain pairs, fetched keys and bytes of each rank, the lower bounds, and the comparison by "auto".
 
     Example:
         >>> from attnspan import causal
@@ -28,7 +28,7 @@ def explain(plan: Plan) -> str:
     heads = "/".join(map(str, plan.sizes.heads))
     lines = [
         f"{strategy.name} on {layout.ranks} ranks: {layout.q_len:,} rows, {plan.k_len:,} keys, {heads} heads",
-        f"  rows     {layout.rows_per_rank:,} per rank; {spare:,} of all are padding",
+        f"  rows     {layout.rows_per_rank:,} per rank, with {spare:,} rows of padding in all",
         "".join(f"{name:>14}" for name in ("rank", "pairs", "of mean", "fetched", "fwd MB", "bwd MB")),
     ]
     moved = [cost.received(direction) / 1e6 for direction in ("forward", "backward")]
@@ -38,13 +38,13 @@ def explain(plan: Plan) -> str:
         lines.append(cells + "".join(f"{received[rank]:>14,.3f}" for received in moved))
     if layout.ranks > _MOST_RANKS:
         lines.append(f"{'...':>14}")
-    lines.append(f"  balance  busiest rank {cost.balance:.3f} of the mean; 1 is the lower bound")
+    lines.append(f"  balance  busiest rank {cost.balance:.3f} of the mean (lower bound: 1)")
     if strategy.groups > 1:
         ring = (strategy.groups - 1) * strategy.members * plan.keys.rows_per_rank * plan.planes
         most = int(cost.fetched.max())
         lines.append(
-            f"  fetched  at most {most:,} key rows, {most / max(ring, 1):.1%} of a ring's {ring:,}; "
-            f"no layout needs fewer than {cost.least_fetched:,}"
+            f"  fetched  at most {most:,} keys, {most / max(ring, 1):.1%} of a ring's {ring:,} "
+            f"(no layout needs fewer than {cost.least_fetched:,})"
         )
     lines.append(f"  memory   at most {cost.memory.max() / 1e6:,.3f} MB of buffers in one call")
     if plan.choice is None:

@@ -1,6 +1,6 @@
-"""Unions of key intervals, many at a time: sorted arrays instead of loops.
+"""Unions of many sets of key intervals at once, by sorted arrays instead of loops.
 
-Shapes: m intervals in, k intervals out. A family is a set of intervals of its own (a chunk's, a group's).
+Shapes: m intervals in, k intervals out. A family is one set of intervals, for example of a chunk or a group.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ T = TypeVar("T")
 
 
 def read_only(x: T) -> T:
-    """Take away the right to write to an array, or to those of tuples, mappings and dataclasses.
+    """Make an array read-only, or all arrays of a tuple, mapping or dataclass.
 
-    Layouts and plans are remembered: who writes to what was handed out would change those of all others.
+    Layouts and plans are cached, so a write to a returned array would change them for all callers.
 
     Example:
         >>> read_only((np.zeros(2), None))[0][0] = 1
@@ -39,7 +39,7 @@ def read_only(x: T) -> T:
 
 
 def union(family: NDArray[Any], lo: NDArray[Any], hi: NDArray[Any], families: int) -> tuple[Ints, Ints, Ints]:
-    """The union of the intervals of each family: ascending, disjoint, not touching.
+    """Unite the intervals of each family into ascending intervals that do not touch.
 
     Returns:
         starts (families + 1,) and lo, hi (k,): family f has the intervals starts[f]:starts[f + 1].
@@ -69,7 +69,7 @@ def union(family: NDArray[Any], lo: NDArray[Any], hi: NDArray[Any], families: in
 
 
 def covered(starts: Ints, lo: Ints, hi: Ints, family: NDArray[Any], a: Ints, b: Ints) -> Ints:
-    """Count keys of [a, b) that a family of `union` holds, for many (family, a, b) at once.
+    """Count the keys of [a, b) that a family of `union` holds, for many (family, a, b) at once.
 
     Example:
         >>> one = (np.array([0, 2]), np.array([1, 6]), np.array([3, 8]))
@@ -83,7 +83,7 @@ def covered(starts: Ints, lo: Ints, hi: Ints, family: NDArray[Any], a: Ints, b: 
 
 
 def below(lo: Ints, sums: Ints, x: Ints) -> Ints:
-    """Count integers below each x in ascending ranges: range i starts at lo[i], behind sums[i] others.
+    """Count integers below each x in ascending ranges. Range i starts at lo[i], after sums[i] other integers.
 
     Example:
         >>> below(np.array([1, 6]), np.array([0, 2, 4]), np.array([0, 2, 6, 9])).tolist()
@@ -97,7 +97,7 @@ def below(lo: Ints, sums: Ints, x: Ints) -> Ints:
 
 
 def expand(lo: Ints, hi: Ints) -> Ints:
-    """All numbers of half-open ranges, one range after the other.
+    """List the integers of half-open ranges, one range after the other.
 
     Example:
         >>> expand(np.array([3, 7]), np.array([5, 8])).tolist()

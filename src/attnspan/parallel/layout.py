@@ -1,7 +1,7 @@
-"""Layout of rows over ranks: made in a data loader from a mask, without a process group, and pickled.
+"""Layouts of tokens over ranks. A data loader makes them from a mask, without a process group.
 
-Shapes: P ranks, L batch rows that are partitioned one by one (1 where they share a mask), S rows of the whole
-problem, n rows of a rank, padding included.
+Shapes: P ranks, L batch elements that are partitioned one by one (1 if they share a mask), S rows of the
+whole problem, n rows of a rank, padding included.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Layout", "Runs", "Source"]
 
-#: Layouts of masks without data, as `causal()`, are the same at every step: so many are remembered.
+#: Number of cached layouts and plans. Layouts of masks without data, such as `causal()`, never change.
 _MOST_REMEMBERED = 16
 _remembered: dict[Any, Layout] = {}
 
 
 class Source(NamedTuple):
-    """Mask that a layout was made of: plans for the same mask need not find it again.
+    """Mask that a layout was made from, with its chunks, which plans for the same mask reuse.
 
     Attributes:
-        mask: Lowered.
-        chunks: Its chunks.
+        mask: The lowered mask.
+        chunks: Chunks of its rows.
         owner: int32 (planes * n_chunks,), the group of each chunk.
-        members: Ranks of such a group.
+        members: Ranks of a group.
     """
 
     mask: Prepared
@@ -57,11 +57,11 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Runs:
-    """Neighbouring rows with one owner, in ascending flat order; row i of plane p is p * S + i.
+    """Runs of neighbouring rows with one owner, in ascending flat order. Row i of plane p is p * S + i.
 
     Attributes:
         edges: int64 (m + 1,), run r has the rows edges[r]:edges[r + 1].
-        rank: int64 (m,), its owner.
+        rank: int64 (m,), the owner of each run.
     """
 
     edges: Ints
@@ -71,11 +71,15 @@ class Runs:
 @without_locks
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Rows that each rank owns.
+    """Partition of a sequence: the rows that each rank owns.
 
     Attributes:
-        q_len: S.
-        rows: int32 (P, L, n), the rows of each rank, ascending; -1 is padding, at the end. Read-only.
+        q_len: Rows of the whole problem, S.
+        rows: int32 (P, L, n), read-only. The rows of each rank, ascending, then -1 for padding.
+
+    Raises:
+        ShapeError: `rows` has another shape or dtype.
+        OptionError: `rows` does not hold each row once in ascending order, or `q_len` is negative.
 
     Example:
         >>> from attnspan import causal
@@ -91,7 +95,7 @@ class Layout:
     _source: Source | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if self._source is None:  # A search has not found them.
+        if self._source is None:  # Rows that a search found are right already.
             object.__setattr__(self, "rows", checked_rows(self.q_len, self.rows))
         read_only(self.rows)
 
@@ -110,29 +114,39 @@ class Layout:
         rows_per_chunk: int | None = None,
         tolerance: float = 1.01,
     ) -> Layout:
-        """Decide who owns which rows.
+        """Partition a sequence over ranks.
 
-        The same arguments give the same layout in every process. The rows per rank depend on `q_len`,
-        `ranks`, `members` and `rows_per_chunk` alone, so shapes stay when the mask changes.
+        The same arguments give the same layout in every process. The rows per rank depend only on `q_len`,
+        `ranks`, `members` and `rows_per_chunk`, so shapes stay when the mask changes.
 
         Args:
-            mask: What each query may see, of the whole problem; of a model with several kinds of layers, that
-                of the most costly kind. None is ``full()``.
-            q_len: Rows of the whole problem.
-            ranks: P.
-            k_len: Keys of the mask in cross attention; None where they are the rows.
-            batch: Batch rows. Where they have masks of their own, each is partitioned, and their work is
-                balanced together.
-            heads: Query heads, for masks that differ between them.
-            members: Ranks that share heads in the plans to come (Ulysses): rows are balanced over groups of
-                this many neighbours.
-            method: "balanced": visible pairs equal within `tolerance`, then as few rows to fetch as possible;
-                "contiguous": rows in order; "zigzag": two runs of rows per group, one from each end.
-            rows_per_chunk: Neighbouring rows that stay together; None for 24 to 48 chunks per group.
-            tolerance: Largest over mean visible pairs of a group that "balanced" aims at, at least 1.
+            mask: Mask of the whole problem. If a model has several kinds of layers, pass the mask of the most
+                expensive kind. None is ``full()``.
+            q_len: Rows of the whole problem, S.
+            ranks: Number of ranks, P.
+            k_len: Keys of the mask in cross attention. None for self-attention.
+            batch: Batch size. If batch elements have different masks, each element is partitioned, and their
+                work is balanced together.
+            heads: Number of query heads, for masks that differ between heads.
+            members: Ranks that share heads in the plans of this layout (Ulysses). Work is balanced over
+                groups of this many neighbours.
+            method: "balanced" makes visible pairs equal within `tolerance`, then fetches as few keys as
+                possible. "contiguous" keeps rows in order. "zigzag" gives each group one part from the front
+                and one from the back.
+            rows_per_chunk: Neighbouring rows that stay together. None for 24 to 48 chunks per group.
+            tolerance: Goal of "balanced": visible pairs of the busiest group over the mean, at least 1.
 
         Raises:
-            OptionError, ShapeError, DtypeError: An argument does not fit.
+            OptionError: A size is less than 1, `members` does not divide `ranks`, `tolerance` is less than 1,
+                `method` is unknown, or the mask's data are illegal.
+            ShapeError: The mask was lowered for another problem.
+            DtypeError: `mask` is no mask, or a size is no int.
+
+        Example:
+            >>> from attnspan import causal, documents
+            >>> mask = causal() & documents([0, 3, 8])
+            >>> Layout.of(mask, q_len=8, ranks=2, rows_per_chunk=2).rows_per_rank
+            4
         """
         sizes = {"q_len": q_len, "ranks": ranks, "batch": batch, "heads": heads, "members": members}
         for name, size in sizes.items():
@@ -165,7 +179,10 @@ class Layout:
 
     @classmethod
     def contiguous(cls, q_len: int, ranks: int) -> Layout:
-        """Rows in order, ceil(q_len / ranks) to each rank as far as they go.
+        """Partition the rows in order: ceil(q_len / ranks) rows to each rank, until none are left.
+
+        Raises:
+            OptionError: `q_len` is negative, or `ranks` is less than 1.
 
         Example:
             >>> Layout.contiguous(5, ranks=2).rows.tolist()
@@ -178,7 +195,7 @@ class Layout:
         return cls(q_len, np.where(rows < q_len, rows, -1).astype(np.int32).reshape(ranks, 1, each))
 
     def __getstate__(self) -> dict[str, Any]:
-        # The mask and what was made of it stay in the process that needs them for plans.
+        # The mask and its chunks are large. They stay in the process that plans.
         return {"q_len": self.q_len, "rows": self.rows, "_source": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -196,27 +213,27 @@ class Layout:
 
     @property
     def planes(self) -> int:
-        """Number of batch rows that are partitioned one by one, L; 1 where they share a mask."""
+        """Number of batch elements that are partitioned one by one, L. It is 1 if they share a mask."""
         return int(self.rows.shape[1])
 
     @property
     def rows_per_rank(self) -> int:
-        """n, the same on all ranks."""
+        """Rows of each rank, n, padding included. It is the same on all ranks."""
         return int(self.rows.shape[2])
 
     @cached_property
     def fingerprint(self) -> int:
-        """60 bits that other layouts do not share."""
+        """Hash of the layout with 60 bits."""
         return digest(np.array([self.q_len]), self.rows)
 
     @cached_property
     def is_natural(self) -> bool:
-        """Whether the ranks hold the rows in their own order, one rank after the other."""
+        """Whether the ranks hold the rows in their original order, one rank after the other."""
         flat = self.rows.transpose(1, 0, 2).reshape(self.planes, -1)[:, : self.q_len]
         return bool((flat == np.arange(self.q_len)).all())
 
     def runs(self, planes: int) -> Runs:
-        """The rows as runs of neighbours with one owner, over at least as many planes as the layout has."""
+        """Runs of neighbouring rows with one owner, for at least as many planes as the layout has."""
         one = self._runs
         if self.planes == planes:
             return one
@@ -237,53 +254,64 @@ class Layout:
         return read_only(Runs(np.append(starts[order], planes * self.q_len), owner[order]))
 
     def valid(self, rank: int) -> NDArray[np.bool_]:
-        """Mask of a rank's rows that is true for real ones, bool (L, n)."""
+        """Mask of a rank's rows, bool (L, n): True for tokens, False for padding.
+
+        Raises:
+            OptionError: There is no such rank.
+        """
         return np.asarray(self.rows[self.checked_rank(rank)] >= 0)
 
     def shard(self, x: Any, rank: int, dim: int = 1, fill: Any = None) -> Any:
-        """One rank's rows of whole inputs.
+        """Take one rank's rows of whole inputs.
 
         Args:
-            x: An array or tensor with S rows along `dim`, or a mapping of them, such as a batch. Where batch
-                rows are partitioned one by one, they are dimension 0.
-            rank: 0..P-1, the rank within the context-parallel mesh.
-            dim: The dimension of the rows.
-            fill: Value of padding rows, None for 0. For a mapping a number for all entries, or a mapping by
-                name; by default integers get -1 if they are ids, -100 if their name contains "label" or
-                "target", and all else gets 0.
+            x: Array or tensor with S rows along `dim`, or a mapping of them, such as a batch. If batch
+                elements are partitioned one by one, they must be dimension 0.
+            rank: The rank within the context-parallel mesh, 0 to P - 1.
+            dim: Dimension of the rows.
+            fill: Value of padding, default 0. For a mapping: one number for all entries, or a mapping from
+                names to numbers. Its default for integers is -1 for the names "ids" and "segment_ids", -100
+                for names that contain "label" or "target", and 0 for others.
 
         Returns:
-            A copy with n rows along `dim`; for a mapping `Rows`, which also holds "q_index".
+            A copy with n rows along `dim`. A mapping becomes `Rows`, which also holds "q_index".
 
         Raises:
-            ShapeError: Another number of rows.
+            ShapeError: `x` has another number of rows.
             OptionError: There is no such rank, the mapping has a "q_index", or an array cannot hold its fill.
-            DtypeError: Something is no array.
+            DtypeError: `x` or an entry is no array.
+
+        Example:
+            >>> layout = Layout.contiguous(5, ranks=2)
+            >>> layout.shard(np.arange(5)[None], rank=1, fill=-1).tolist()
+            [[3, 4, -1]]
         """
         self.checked_rank(rank)
         if not isinstance(x, Mapping):
             return self._shard("x", x, rank, dim, fill)
-        remedy = "Name it otherwise: attention's q_index of these rows goes there"
+        remedy = "Rename it, because shard stores the q_index of these rows for attention there"
         expect("q_index" not in x, "Layout.shard: x", "no entry 'q_index'", "one", remedy)
         unknown = set(fill) - set(x) if isinstance(fill, Mapping) else set()
-        expect(not unknown, "Layout.shard: fill", f"names of {list(x)}", f"{list(unknown)}", "Mend the names")
+        expect(not unknown, "Layout.shard: fill", f"names of {list(x)}", f"{list(unknown)}", "Fix the names")
         parts = {name: self._shard(name, part, rank, dim, fill) for name, part in x.items()}
         arrays = arrays_for(list(x.values())[:1])
         parts["q_index"] = arrays.asarray(self.rows[rank].astype(np.int64), "int64")
         return marked(parts, Marks(self.fingerprint, rank))
 
     def on(self, mesh: Any, **axes: Any) -> Any:
-        """The layout on a JAX mesh: `shard` places whole inputs as devices hold them, `unshard` undoes it.
+        """Put the layout on a JAX mesh.
 
         Args:
-            mesh: The devices.
-            **axes: ``sequence``, ``batch`` and ``heads``, as of `Plan.on`.
+            mesh: Mesh of the devices.
+            **axes: Mesh axes ``sequence``, ``batch`` and ``heads``, as in `Plan.on`.
 
         Returns:
-            An `attnspan.parallel.jax.rows.Placing`. A batch that it shards is the ``rows`` of `Plan.on`.
+            An `attnspan.parallel.jax.rows.Placing`. Its `shard` places whole inputs on the devices, and its
+            `unshard` undoes it. Pass a batch that it sharded as ``rows`` to `Plan.on`.
 
         Raises:
             ValueError: Axes do not fit the mesh or the layout.
+            TypeError: ``mesh`` is no JAX mesh.
 
         Example:
             >>> import jax
@@ -299,7 +327,7 @@ class Layout:
         found = take(x, np.maximum(rows, 0), dim)
         if self.rows_per_rank * self.ranks == self.q_len:
             return found
-        value = fill_of(name, fill, x)  # On all ranks, so that all raise or none does.
+        value = fill_of(name, fill, x)  # also on ranks without padding, so that all ranks raise alike
         if (rows >= 0).all():
             return found
         shape = [1] * x.ndim
@@ -310,10 +338,15 @@ class Layout:
         return xp.where(valid, found, xp.full_like(found[:1], value))  # type: ignore[no-any-return]
 
     def unshard(self, parts: Sequence[Array], dim: int = 1) -> Array:
-        """The whole from the rows of all ranks, in the order of the ranks; padding is dropped.
+        """Join the rows of all ranks, in the order of the ranks, and drop padding.
+
+        Args:
+            parts: The rows of each rank, as `shard` gave them.
+            dim: Dimension of the rows.
 
         Raises:
-            ShapeError: Another number of parts or rows.
+            ShapeError: The number of parts or rows does not fit.
+            DtypeError: A part is no array.
 
         Example:
             >>> layout = Layout.contiguous(3, ranks=2)
@@ -329,24 +362,30 @@ class Layout:
         return take(joined, self.places, dim)
 
     def gather(self, x: Any, mesh: Any, dim: int = 1) -> Any:
-        """The whole from the rows of all ranks, on every rank; an all-gather.
+        """Gather the rows of all ranks on every rank, differentiably.
 
-        Its gradient is the sum over the ranks' gradients, of which each rank takes its rows: as for
-        parameters, the loss is the sum of the ranks' losses.
+        The backward pass sums the ranks' gradients, and each rank takes its rows of the sum. As for
+        parameters, this assumes that the loss is the sum of the ranks' losses.
 
         Args:
-            x: A tensor with this rank's n rows along `dim`.
+            x: Tensor with this rank's n rows along `dim`.
             mesh: The DeviceMesh of the plans.
-            dim: The dimension of the rows.
+            dim: Dimension of the rows.
 
         Returns:
-            S rows along `dim`; padding is dropped.
+            Tensor with S rows along `dim`, without padding.
+
+        Raises:
+            OptionError: The mesh has another number of ranks.
+            ShapeError: `x` has another number of rows.
+            PlanMismatchError: The calls differ between ranks.
+            CommunicationError: A rank did not answer.
         """
         return step("rows", "torch")(x, self, mesh, dim)
 
     @cached_property
     def places(self) -> Ints:
-        """Place of each row among the rows of all ranks, one rank after the other: int64 (L, S)."""
+        """Place of each row among the concatenated rows of all ranks, int64 (L, S)."""
         flat = self.rows.transpose(1, 0, 2).reshape(self.planes, -1)
         place = np.empty((self.planes, self.q_len), np.int64)
         plane, at = np.nonzero(flat >= 0)
@@ -354,12 +393,18 @@ class Layout:
         return read_only(place)
 
     def plan(self, mask: Mask | Spans | None = None, *, heads: tuple[int, int], **options: Any) -> Plan:
-        """Plan what layers of one kind need from other ranks; a model has a plan for each kind of layer.
+        """Plan the communication of one kind of layers. Make one plan for each kind of layers in a model.
 
         Args:
-            mask: What each query of these layers may see, of the whole problem; None for the layout's own.
-            heads: Query heads and key heads of a rank's q and k, (Hq, Hkv); Hkv divides Hq.
-            **options: ``strategy``, ``batch``, ``keys`` and the rest of `attnspan.parallel.plan.make_plan`.
+            mask: Mask of these layers for the whole problem. None for the layout's own mask.
+            heads: Query heads and key heads of a rank's q and k, (Hq, Hkv). Hkv must divide Hq.
+            **options: ``strategy``, ``batch``, ``keys`` and the other options of
+                `attnspan.parallel.plan.make_plan`.
+
+        Raises:
+            OptionError: An option is illegal, or a pickled layout has no mask and you pass none.
+            ShapeError: Sizes of the mask, the layouts or the batch do not fit.
+            DtypeError: An argument has another type.
 
         Example:
             >>> from attnspan import causal, window
@@ -369,16 +414,16 @@ class Layout:
         """
         from .plan import make_plan
 
-        # The layout's own mask, or one without data; what an array holds may change.
+        # Only plans of the layout's own mask, or of masks without data, are cached: arrays may change.
         same = "own" if mask is None else mask.static_key() if isinstance(mask, Mask) else None
         key = None if same is None else (same, heads, *options.items())
         try:
             if key in self._plans:
                 return self._plans[key]
         except TypeError:
-            key = None  # An option that cannot be hashed is none: make_plan says so.
+            key = None  # An option that cannot be hashed is illegal, and make_plan raises.
         if mask is None:
-            remedy = "Pass the layers' mask: a pickled layout has none"
+            remedy = "Pass the layers' mask, because a pickled layout has none"
             expect(self._source is not None, "Layout.plan: mask", "a mask", "None", remedy)
             mask = self._source.mask  # type: ignore[union-attr]
         plan = make_plan(self, mask, heads=heads, **options)
@@ -388,15 +433,19 @@ class Layout:
 
     @cached_property
     def _plans(self) -> dict[Any, Plan]:
-        """Plans of the layout's own mask and of masks without data: they are the same at the next call."""
+        """Cached plans of the layout's own mask and of masks without data."""
         return {}
 
     def source_of(self, mask: Any) -> Source | None:
-        """The source of this layout, if it is this lowered mask."""
+        """Return the source of this layout if `mask` is its lowered mask, else None."""
         return self._source if self._source is not None and mask is self._source.mask else None
 
     def checked_rank(self, rank: int) -> int:
-        """The rank, if there is such a one."""
+        """Return the rank as an int.
+
+        Raises:
+            OptionError: There is no such rank.
+        """
         rank, remedy = number("Layout: rank", rank), "Pass the rank within the context-parallel mesh"
         expect(0 <= rank < self.ranks, "Layout: rank", f"0 to {self.ranks - 1}", rank, remedy)
         return rank
@@ -405,12 +454,12 @@ class Layout:
         remedy = "Leave it out of the batch"
         expect(is_array(x), what, "an array or a tensor", type(x).__name__, remedy, error=DtypeError)
         fits = -x.ndim <= dim < x.ndim and x.shape[dim] == rows
-        remedy = "Pass the dimension of the rows as `dim`, or leave out what has no rows"
+        remedy = "Pass the dimension of the rows as `dim`, or leave out tensors without rows"
         got = tuple(x.shape)
         expect(fits, what, f"{rows} rows along dimension {dim}", got, remedy, error=ShapeError)
         alone = self.planes == 1 or (dim % x.ndim > 0 and x.shape[0] == self.planes)
-        remedy = "Batch rows have rows of their own in this layout: keep all of them, as dimension 0"
-        expect(alone, what, f"{self.planes} batch rows as dimension 0", got, remedy, error=ShapeError)
+        remedy = "This layout partitions each batch element differently: pass all of them, as dimension 0"
+        expect(alone, what, f"{self.planes} batch elements as dimension 0", got, remedy, error=ShapeError)
         return arrays_for([x]).xp
 
 

@@ -1,7 +1,7 @@
-"""Plan of one rank as arrays, and these arrays as two flat ones.
+"""One rank's plan as arrays, and their encoding as two flat arrays.
 
-A plan is data, as a mask is: it passes through compilers, checkpointing and operators as a tensor, and may be
-another one at each step.
+A plan is data, like a mask. It passes through compilers, checkpointing and operators as tensors, and may
+change at each step.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Stage(NamedTuple):
     """Keys that a group attends to in one call, and the mask on them.
 
     Attributes:
-        keys: int32 (planes|1, K), their global numbers, ascending; 0 behind the last one of a plane.
-        bounds: int32 (planes, H|1, rows of the group, R, 2), on these keys.
-        visible: whether any row sees any of them.
+        keys: int32 (planes|1, K), global indices of the keys, ascending. 0 after the last key of a plane.
+        bounds: int32 (planes, H|1, rows of the group, R, 2), spans over these keys.
+        visible: Whether any query sees any of the keys.
     """
 
     keys: Any
@@ -36,14 +36,14 @@ class Stage(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Keys that an exchange sends and receives, in slots: plane * (keys of the group) + place among them.
+    """Keys that an exchange sends and receives. A slot is plane * (keys of the group) + place in the group.
 
     Attributes:
         send: int32 (n,), slots to send, by destination group and then ascending.
-        place: int32 (m,), where received keys go: plane * K + place among the stage's keys, by source group.
+        place: int32 (m,), places of received keys, plane * K + place among the stage's keys, by source group.
         own: int32 (l,), slots of own keys that the group itself needs.
-        own_place: int32 (l,), where they go.
-        send_counts, receive_counts: how many go to and come from each group.
+        own_place: int32 (l,), places of these keys.
+        send_counts, receive_counts: Numbers of keys sent to and received from each group.
     """
 
     send: Any
@@ -58,11 +58,11 @@ class Numbers(NamedTuple):
     """Sizes of a rank's plan.
 
     Attributes:
-        strategy: Of all ranks.
-        rank: Its number.
-        planes: Batch rows of the mask.
+        strategy: Strategy of all ranks.
+        rank: The rank.
+        planes: Batch elements of the mask.
         key_slots: Keys of a group, padding included.
-        plan: Fingerprint of the plan of all ranks, which they compare at each call; 0 if nobody does.
+        plan: Fingerprint of the whole plan, which ranks compare at each call. 0 if they do not.
     """
 
     strategy: Strategy
@@ -73,12 +73,12 @@ class Numbers(NamedTuple):
 
     @property
     def group(self) -> int:
-        """The group that the rank belongs to."""
+        """Group of the rank."""
         return self.rank // self.strategy.members
 
     @property
     def member(self) -> int:
-        """Its place in the group."""
+        """Place of the rank in its group."""
         return self.rank % self.strategy.members
 
 
@@ -87,11 +87,11 @@ class Tables(NamedTuple):
 
     Attributes:
         numbers: Sizes.
-        q_index: int32 (planes|1, rows of the group), global indices of the rows; 0 for padding.
-        key_order: int32 (planes * S,), slots of the group's keys in ascending order of the keys; empty where
-            they lie so, or where an exchange puts them in order.
-        stages: One for an exchange, one for each group in a ring, in the order in which they come by.
-        transfer: Of an exchange; None for a ring.
+        q_index: int32 (planes|1, rows of the group), global indices of the queries. 0 for padding.
+        key_order: int32 (planes * S,), slots of the group's keys in ascending order of the keys. Empty if the
+            keys are in order, or if an exchange sorts them.
+        stages: One stage for an exchange. For a ring, one stage for each group, in order of arrival.
+        transfer: Transfer of an exchange. None for a ring.
     """
 
     numbers: Numbers
@@ -103,20 +103,27 @@ class Tables(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LocalPlan:
-    """One rank's part of a plan: small, picklable, made in a data loader's worker.
+    """One rank's part of a plan. It is small and picklable: make it in a data loader's worker.
 
     Attributes:
-        strategy: Of all ranks.
-        rank: Its number within the mesh.
+        strategy: Strategy of all ranks.
+        rank: The rank within the mesh.
         heads: (Hq, Hkv).
-        q_len, k_len: Rows and keys of the whole problem.
-        rows: int32 (L, n), global numbers of this rank's rows, -1 for padding.
+        q_len, k_len: Queries and keys of the whole problem.
+        rows: int32 (L, n), global indices of this rank's rows, -1 for padding.
         keys_per_rank: Keys of this rank, padding included.
-        planes: Batch rows of the mask.
-        natural: Whether ranks hold rows and keys in their own order.
+        planes: Batch elements of the mask.
+        natural: Whether the ranks hold rows and keys in their original order.
         layout: Fingerprint of the layout.
-        facts: Fingerprints by which ranks compare plans, by name.
-        data, numbers: What `encode` made of the rank's tables.
+        facts: Named fingerprints, which ranks compare to detect different plans.
+        data, numbers: The rank's tables as `encode` returned them.
+
+    Example:
+        >>> from attnspan import causal
+        >>> from attnspan.parallel import Layout
+        >>> plan = Layout.contiguous(8, ranks=2).plan(causal(), heads=(4, 2), strategy="exchange")
+        >>> plan.local(1).rows.tolist()
+        [[4, 5, 6, 7]]
     """
 
     strategy: Strategy
@@ -137,17 +144,23 @@ class LocalPlan:
         read_only(self)
 
     def on(self, mesh: Any, **options: Any) -> Any:
-        """The plan as tensors on a DeviceMesh: a mask for `attnspan.torch.attention`.
+        """Put the plan on a DeviceMesh, as a mask for `attnspan.torch.attention`.
 
         Args:
-            mesh: The ranks.
-            **options: As of `Plan.on`.
+            mesh: DeviceMesh of one dimension, or of two (nodes, ranks of a node).
+            **options: The options of `Plan.on` for torch. You must pass ``rows``.
+
+        Raises:
+            OptionError: There are no ``rows``, or the mesh does not fit.
+            PlanMismatchError: ``rows`` belong to another layout or rank.
+            DtypeError: ``rows`` do not identify their layout.
+            ShapeError: ``rows`` have another length.
         """
         return step("local plan", "torch")(self, mesh, **options)
 
 
 def encode(tables: Tables) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """A rank's tables as two flat arrays, which pass through compilers and operators like any other data.
+    """Encode a rank's tables as two flat arrays, which compilers and operators pass on like other data.
 
     Returns:
         data: int32, all arrays one after the other.
@@ -165,7 +178,7 @@ def encode(tables: Tables) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
 
 
 def decode(data: Any, numbers: Sequence[int]) -> Tables:
-    """Decode what `encode` returned; arrays are views of `data`, of whichever framework that is.
+    """Decode the result of `encode`. The arrays are views of `data`, in the framework of `data`.
 
     Example:
         >>> stage = Stage(np.zeros((1, 2), np.int32), np.ones((1, 1, 2, 1, 2), np.int32))

@@ -1,4 +1,4 @@
-"""The mask of a whole problem, as layouts and plans read it: bounds and indices in NumPy."""
+"""Mask of a whole problem with bounds and indices in NumPy, as layouts and plans read it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from attnspan.masks.bounds import Spans
 
 __all__ = ["digest", "lower"]
 
-_PROBLEM = "Describe the whole problem, with global ids: the layout shards it; of cross attention pass k_len="
+_PROBLEM = (
+    "Pass a mask of the whole problem with global ids: the layout shards it. For cross attention pass k_len="
+)
 
 
 def digest(*arrays: Any) -> int:
-    """60 bits of some arrays of NumPy, never 0."""
+    """Hash of NumPy arrays with 60 bits, never 0."""
     found = hashlib.blake2b(digest_size=8)
     for x in arrays:
         x = np.ascontiguousarray(x)
@@ -31,12 +33,14 @@ def digest(*arrays: Any) -> int:
 def lower(
     mask: Mask | Spans, q_len: int, k_len: int, batch: int, heads: int, known: bool = False
 ) -> Prepared:
-    """The mask of a whole problem, with bounds and indices in NumPy; `known` bounds are legal.
+    """Lower the mask of a whole problem to bounds and indices in NumPy.
+
+    `known` says that the bounds are known to be legal.
 
     Raises:
-        DtypeError: It is no mask.
-        ShapeError: It was lowered for another problem.
-        OptionError: Its data break a promise.
+        DtypeError: `mask` is no mask.
+        ShapeError: The mask was lowered for another problem.
+        OptionError: The mask's data are illegal.
 
     Example:
         >>> from attnspan import causal
@@ -54,16 +58,17 @@ def lower(
     fits = spans.q_len == q_len and spans.k_len == k_len
     what, wanted = "mask with context parallelism", f"{q_len} rows and {k_len} keys, the whole problem"
     expect(fits, what, wanted, repr(spans), _PROBLEM, error=ShapeError)
-    # A mask that was lowered for other batch rows or heads would give some of them the first ones' mask.
-    for name, got, whole in zip(("batch rows", "heads"), spans.bounds.shape[:2], (batch, heads), strict=True):
+    # A mask lowered for fewer batch elements or heads would give the rest the mask of the first ones.
+    names = ("batch elements", "heads")
+    for name, got, whole in zip(names, spans.bounds.shape[:2], (batch, heads), strict=True):
         remedy = "Pass batch=... and heads=... of the whole problem, and lower the mask for these"
         wanted = f"{whole} {name}, or 1 that all share"
         expect(got in (1, whole), what, wanted, repr(spans), remedy, error=ShapeError)
     if not (is_frozen(spans.bounds) and (found.q_index is None or is_frozen(found.q_index))):
-        # Plans are remembered: what is written into the caller's arrays must not change them.
+        # Plans are cached: writing into the caller's arrays must not change them.
         found = Prepared(Spans(frozen(_numpy(spans.bounds)), k_len), frozen(_numpy(found.q_index)))
     if isinstance(mask, Prepared) and not known:
-        # On the keys of a rank an illegal span may look like a legal one.
+        # Among the keys of one rank, an illegal span may look like a legal one.
         found.lowered.validate()
     return found
 

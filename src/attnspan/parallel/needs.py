@@ -1,4 +1,4 @@
-"""Keys that each group of ranks needs, and those that it must fetch, with their source.
+"""Keys that each group of ranks needs, and keys that it must fetch, with their source.
 
 Keys are flat: plane * k_len + key. Shapes: r groups, m intervals.
 """
@@ -20,11 +20,11 @@ __all__ = ["Holders", "Needs", "Pieces", "Traffic", "foreign", "lent", "needs_of
 
 
 class Needs(NamedTuple):
-    """The keys that the rows of each group see, as intervals: ascending, disjoint, not touching.
+    """Keys that the queries of each group see, as ascending intervals that do not touch.
 
     Attributes:
         starts: int64 (r + 1,), group b needs the intervals starts[b]:starts[b + 1].
-        lo, hi: int64 (m,), half-open.
+        lo, hi: int64 (m,), half-open intervals.
     """
 
     starts: Ints
@@ -33,18 +33,18 @@ class Needs(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """r."""
+        """Number of groups, r."""
         return len(self.starts) - 1
 
     @property
     def rows(self) -> Ints:
-        """Keys that each group needs, its own among them, int64 (r,)."""
+        """Number of keys that each group needs, including its own, int64 (r,)."""
         before: Ints = np.concatenate([[0], np.cumsum(self.hi - self.lo)])
         return before[self.starts[1:]] - before[self.starts[:-1]]
 
 
 class Holders(NamedTuple):
-    """Keys that each group holds: intervals lo:hi of group, ascending and disjoint, int64 (m,)."""
+    """Keys that each group holds, as ascending disjoint intervals lo:hi of a group, int64 (m,)."""
 
     lo: Ints
     hi: Ints
@@ -52,7 +52,7 @@ class Holders(NamedTuple):
 
     @classmethod
     def of(cls, keys: Layout, planes: int, members: int) -> Holders:
-        """The holders of a layout's rows, over at least as many planes as it has.
+        """Holders of a layout's rows, for at least as many planes as the layout has.
 
         Example:
             >>> from attnspan.parallel import Layout
@@ -64,7 +64,7 @@ class Holders(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Keys on their way: `source` sends the flat keys lo:hi to `group`; ordered by group, then by key."""
+    """Keys that travel: `source` sends the flat keys lo:hi to `group`. Ordered by group, then by key."""
 
     group: Ints
     source: Ints
@@ -73,7 +73,7 @@ class Pieces(NamedTuple):
 
 
 def needs_of(chunks: Chunks, owner: NDArray[Any], groups: int) -> Needs:
-    """The union of the keys that the chunks of each group need; `owner` is the group of each chunk.
+    """Unite the keys that the chunks of each group need. `owner` is the group of each chunk.
 
     Example:
         >>> from attnspan import window
@@ -87,7 +87,9 @@ def needs_of(chunks: Chunks, owner: NDArray[Any], groups: int) -> Needs:
 
 
 def foreign(needs: Needs, holders: Holders, node: int = 1) -> Ints:
-    """Count flat keys that each group needs and no group of its node of `node` groups holds, int64 (r,).
+    """Count the keys that each group needs and no group of its node holds, int64 (r,).
+
+    A node has `node` groups.
 
     Example:
         >>> needs = Needs(np.array([0, 1, 2]), np.array([0, 0]), np.array([2, 4]))
@@ -96,7 +98,7 @@ def foreign(needs: Needs, holders: Holders, node: int = 1) -> Ints:
     """
     found = needs.rows.astype(np.float64)  # exact below 2**53
     for step in range(node):
-        # The needs of each group against what one group of its node holds.
+        # The needs of each group against the keys that one group of its node holds.
         group = holders.group // node * node + (holders.group + step) % node
         inside = group < needs.groups
         lo, hi, group = holders.lo[inside], holders.hi[inside], group[inside]
@@ -106,7 +108,7 @@ def foreign(needs: Needs, holders: Holders, node: int = 1) -> Ints:
 
 
 def lent(needs: Needs, holders: Holders) -> Ints:
-    """Count keys that each group sends, once for each receiver, int64 (r,).
+    """Count the keys that each group sends, once for each receiver, int64 (r,).
 
     Example:
         >>> needs = Needs(np.array([0, 1, 2]), np.array([0, 0]), np.array([2, 4]))
@@ -119,7 +121,7 @@ def lent(needs: Needs, holders: Holders) -> Ints:
 
 
 def _read(needs: Needs, x: Ints) -> Ints:
-    """Count keys below each x that are read, once for each reader."""
+    """Count the keys below each x that groups need, once for each group."""
 
     def since(starts: Ints) -> Ints:
         starts = np.sort(starts)
@@ -130,7 +132,7 @@ def _read(needs: Needs, x: Ints) -> Ints:
 
 
 def pieces(needs: Needs, holders: Holders, *, group: int | None = None, source: int | None = None) -> Pieces:
-    """Pieces that must travel: all of them, or those that one group receives or sends.
+    """List the pieces that must travel: all pieces, or only the pieces that one group receives or sends.
 
     Example:
         >>> needs = Needs(np.array([0, 1, 2]), np.array([0, 0]), np.array([2, 4]))
@@ -158,12 +160,12 @@ def pieces(needs: Needs, holders: Holders, *, group: int | None = None, source: 
 
 
 class Traffic(NamedTuple):
-    """Counts of what an exchange moves, for all groups.
+    """Counts of the keys that an exchange moves.
 
     Attributes:
-        counts: int64 (parts, r, r), the keys that the second group receives from the first one.
-        keys: The most keys of a plane that a group needs, its own among them.
-        readers: The most groups that need one key.
+        counts: int64 (parts, r, r), number of keys that the second group receives from the first group.
+        keys: Most keys of a plane that a group needs, including its own.
+        readers: Most groups that need one key.
     """
 
     counts: Ints
@@ -172,7 +174,7 @@ class Traffic(NamedTuple):
 
 
 def traffic(needs: Needs, holders: Holders, planes: int, k_len: int, parts: int = 1) -> Traffic:
-    """Count an exchange without listing its keys, for each of so many parts of the planes.
+    """Count the keys of an exchange without listing them, for each part of the planes.
 
     Example:
         >>> needs = Needs(np.array([0, 1, 2]), np.array([0, 0]), np.array([2, 4]))
@@ -189,7 +191,7 @@ def traffic(needs: Needs, holders: Holders, planes: int, k_len: int, parts: int 
     plane = np.tile(np.arange(planes, dtype=np.int64) * k_len, groups)
     family = np.repeat(np.arange(groups), planes)
     keys = covered(*needs, family, plane, plane + k_len)
-    # Where a need begins, as many are under way as have begun and not yet ended.
+    # Readers at the beginning of an interval: intervals that began, less intervals that ended.
     begun = np.arange(len(needs.lo)) + 1
     readers = (begun - np.searchsorted(np.sort(needs.hi), np.sort(needs.lo), "right")).max(initial=0)
     return Traffic(

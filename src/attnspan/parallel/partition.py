@@ -23,33 +23,32 @@ from .search import Assignment
 
 __all__ = ["Method", "Owner", "by_pairs", "chunk_size", "contiguous", "owners", "rows_of", "zigzag"]
 
-#: Names of the ways in which rows are partitioned.
+#: Names of the methods of partition.
 Method = Literal["balanced", "contiguous", "zigzag"]
 #: The group of each chunk, int32.
 Owner = NDArray[np.int32]
 
-#: Chunks per group. With 32, text packed on 64 ranks needs 0.46 of a ring's rows, with 8 it needs 0.50; more
-#: chunks cost planning time and cut rows into smaller runs.
+#: Chunks per group. Packed text on 64 ranks fetches 0.46 of a ring's keys with 32 chunks, and 0.50 with 8.
+#: More chunks take planning time and cut the rows into smaller runs.
 _CHUNKS_PER_GROUP = range(24, 49)
-#: An order whose largest group has 1.25 times the mean work costs more swaps than it saves.
+#: An order whose busiest group has more than this ratio of the mean work costs more swaps than it saves.
 _TOO_UNEVEN = 1.25
-#: Up to so many groups, four first assignments are tried; beyond, one, because planning must end within a
-#: step.
+#: Up to this number of groups, four first assignments are tried. For more groups one is tried, because
+#: planning must end within a step.
 _FEW_GROUPS = 256
-#: Parts of a document's fair share that a group takes first: the best of four is a tenth better than any one
-#: alone.
+#: Parts of a document's fair share that a group takes first. The best of four is a tenth better than one.
 _SHARES = (0.8, 1.0, 0.9, 0.6)
-#: Swaps end after so many rounds: steps, not seconds, because all ranks must find the same partition.
+#: Most rounds of swaps. The limit is rounds, not seconds, because all ranks must find the same partition.
 _ROUNDS = 384
-#: Unevenness counts in steps of 0.5 %: less is not worth a fetched row.
+#: Unevenness counts in steps of 0.5 %, because less is not worth a fetched key.
 _STEP = 0.005
-#: A row that is lent to many comes back as many gradients. Of assignments that fetch alike, one may send the
-#: busiest lender twice as many as another: what is received in all counts an eighth of what is fetched.
+#: Weight of all received keys and gradients, relative to fetched keys. A key that is lent to many groups
+#: comes back as many gradients. Assignments that fetch equally may differ by 2x for the busiest lender.
 _LENT = 1 / 8
 
 
 def chunk_size(q_len: int, groups: int) -> int:
-    """Rows per chunk that pad the fewest rows; of equal ones the largest.
+    """Find the chunk size with the least padding. Of equal sizes, the largest.
 
     Example:
         >>> [chunk_size(*x) for x in [(131_072, 8), (100_003, 8), (3, 8)]]
@@ -66,7 +65,7 @@ def chunk_size(q_len: int, groups: int) -> int:
 
 
 def owners(chunks: Chunks, groups: int, method: Method, tolerance: float) -> Owner:
-    """The group of each chunk, (planes * n,); all planes together are balanced. See `Layout.of`."""
+    """Assign each chunk to a group, (planes * n,). All planes together are balanced. See `Layout.of`."""
     found: list[Owner] = []
     load, foreign = np.zeros(groups, np.int64), np.zeros(groups, np.int64)
     for number in range(chunks.planes):
@@ -74,7 +73,7 @@ def owners(chunks: Chunks, groups: int, method: Method, tolerance: float) -> Own
         if method != "balanced":
             found.append(_ORDERS[method](len(plane), groups))
             continue
-        # Each plane makes up for what the ones before it left uneven.
+        # Each plane evens out the planes before it.
         best = _balanced(plane, groups, tolerance, load, foreign)
         load, foreign = best.load, best.foreign
         found.append(_owner_of(best.table)[: len(plane)])
@@ -82,10 +81,10 @@ def owners(chunks: Chunks, groups: int, method: Method, tolerance: float) -> Own
 
 
 def rows_of(owner: Owner, q_len: int, groups: int, members: int, size: int) -> NDArray[np.int32]:
-    """The rows of each rank, (P, L, n), from the group of each chunk of `size` rows, (L, n_chunks)."""
+    """List the rows of each rank, (P, L, n), from the group of each chunk of `size` rows, (L, n_chunks)."""
     planes, count = owner.shape
     slots = -(-count // groups)
-    # A group may have a short chunk; chunks ascend, so its padding still comes last.
+    # A group may have a short chunk. Chunks ascend, so its padding still comes last.
     order = np.argsort(owner, axis=1, kind="stable")
     sorted_owner = np.take_along_axis(owner, order, 1)
     counts = np.array([np.bincount(row, minlength=groups) for row in owner])
@@ -102,7 +101,7 @@ def rows_of(owner: Owner, q_len: int, groups: int, members: int, size: int) -> N
 
 
 def contiguous(count: int, groups: int) -> Owner:
-    """Chunks in order, in shares that differ by at most one.
+    """Assign chunks in order, in shares that differ by at most one chunk.
 
     Example:
         >>> contiguous(5, 2).tolist()
@@ -112,7 +111,7 @@ def contiguous(count: int, groups: int) -> Owner:
 
 
 def zigzag(count: int, groups: int) -> Owner:
-    """One run of chunks per group from the front, and one from the back in the opposite order.
+    """Assign each group one run of chunks from the front, and one from the back in the opposite order.
 
     Example:
         >>> zigzag(8, 2).tolist()
@@ -131,7 +130,7 @@ def _shares(count: int, groups: int) -> NDArray[Any]:
 
 
 def by_pairs(pairs: Ints, load: Ints) -> Ints:
-    """The heaviest chunk first, each to the group with the least load that has room: (r, slots).
+    """Assign the heaviest chunk first, to the least loaded group that is not full: (r, slots).
 
     Example:
         >>> by_pairs(np.array([1, 2, 3, 4]), np.array([0, 0])).tolist()
@@ -150,9 +149,9 @@ def by_pairs(pairs: Ints, load: Ints) -> Ints:
 
 
 def _balanced(chunks: Chunks, groups: int, tolerance: float, load: Ints, foreign: Ints) -> Assignment:
-    """Equal pairs within `tolerance` as far as possible, then few keys to fetch and to lend.
+    """Assign chunks so that pairs are equal within `tolerance`, then so that few keys are fetched and lent.
 
-    First assignments are evened out by swaps, and the best one is kept. Where none becomes even, as for masks
+    Swaps even out several first assignments, and the best one is kept. If none becomes even, as for masks
     without any order, pairs alone decide.
     """
     full, found = _filled(chunks, groups), []
@@ -187,7 +186,7 @@ def _first_tables(chunks: Chunks, groups: int, load: Ints) -> Iterator[Ints]:
 
 
 def _least_foreign(chunks: Chunks, groups: int) -> int:
-    """About as few foreign keys as the largest group can have: those of the chunk that needs most."""
+    """Approximate lower bound of foreign keys of a group: the foreign keys of the chunk that needs most."""
     needs = np.append(0, np.cumsum(chunks.hi - chunks.lo))
     most = int((needs[chunks.starts[1:]] - needs[chunks.starts[:-1]]).max())
     return max(most - -(-chunks.q_len // groups), 0)
@@ -198,7 +197,7 @@ def _unevenness(one: Assignment) -> float:
 
 
 def _merit(one: Assignment, tolerance: float) -> tuple[int, float, int]:
-    """Less is better: steps of unevenness beyond the tolerance, then the largest counts of rows, then all."""
+    """Key for sorting, less is better: unevenness beyond the tolerance, largest counts, sum of counts."""
     beyond, moved = max(_unevenness(one) - tolerance, 0), one.foreign
     if one.chunks.q_len == one.chunks.k_len:
         edges, owner = one.chunks.edges, _owner_of(one.table)
@@ -209,7 +208,7 @@ def _merit(one: Assignment, tolerance: float) -> tuple[int, float, int]:
 
 
 def _filled(chunks: Chunks, groups: int) -> Chunks:
-    """Chunks of no rows are added, which need nothing, until all groups have equally many."""
+    """Add empty chunks until all groups have equally many."""
     more = -len(chunks) % groups
     return replace(
         chunks,

@@ -1,4 +1,4 @@
-"""Places of a group's rows and keys: index arrays of one rank's plan.
+"""Index arrays of one rank's plan: places of a group's rows and keys.
 
 Shapes: L planes, N rows and S keys of a group, K keys of a stage. Keys are flat: plane * k_len + key.
 """
@@ -23,7 +23,7 @@ Places = NDArray[np.int32]
 
 
 def take_rows(bounds: Any, rows: Places, planes: int) -> Places:
-    """The bounds of some rows, (planes, H|1, N, R, 2); padding sees nothing."""
+    """Take the bounds of some rows, (planes, H|1, N, R, 2). Padding sees no key."""
     at = np.maximum(rows, 0)
     taken = np.stack([bounds[x % len(bounds)][:, at[x % len(rows)]] for x in range(planes)])
     taken[np.broadcast_to((rows < 0)[:, None], taken.shape[:3])] = 0
@@ -31,14 +31,14 @@ def take_rows(bounds: Any, rows: Places, planes: int) -> Places:
 
 
 def ascending(rows: Places) -> Places:
-    """Rows in ascending order, padding last."""
+    """Sort rows in ascending order, padding last."""
     found: Places = np.sort(np.where(rows < 0, np.iinfo(np.int32).max, rows), axis=1)
     found[found == np.iinfo(np.int32).max] = -1
     return found
 
 
 def key_order(slots: Places, planes: int) -> Places:
-    """Slots of a group's keys in ascending order of the keys, padding last."""
+    """List the slots of a group's keys in ascending order of the keys, padding last."""
     order = np.argsort(np.where(slots < 0, np.iinfo(np.int32).max, slots), axis=1, kind="stable")
     flat = np.broadcast_to(order, (planes, order.shape[1])) + np.arange(planes)[:, None] * order.shape[1]
     found: Places = flat.reshape(-1).astype(np.int32)
@@ -49,7 +49,7 @@ class Slots:
     """Places of flat keys among the keys of a group, which may be in any order.
 
     Attributes:
-        keys: int64 (n,), the flat keys that the group holds, ascending.
+        keys: int64 (n,), flat keys that the group holds, ascending.
     """
 
     def __init__(self, rows: Places, planes: int, k_len: int) -> None:
@@ -65,14 +65,14 @@ class Slots:
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """The keys that a group needs, as ascending ranges of flat keys, and where each one lies among them.
+    """Keys that a group needs, as ascending ranges of flat keys, and the place of each key among them.
 
     Attributes:
         lo: int64 (n,), first flat key of each range.
-        sums: int64 (n + 1,), keys before each range.
-        before: int64 (planes,), keys in the planes before each one.
-        k_len: keys of a plane.
-        keys: int32 (planes, K), global numbers of the keys of each plane, 0 behind the last.
+        sums: int64 (n + 1,), number of keys before each range.
+        before: int64 (planes,), number of keys in the planes before each plane.
+        k_len: Keys of a plane.
+        keys: int32 (planes, K), global indices of the keys of each plane, 0 after the last key.
     """
 
     lo: Ints
@@ -83,7 +83,7 @@ class Kept:
 
     @classmethod
     def of(cls, needs: Needs, group: int, planes: int, k_len: int) -> Kept:
-        """The keys of one group.
+        """Collect the keys of one group.
 
         Example:
             >>> needs = Needs(np.array([0, 2]), np.array([1, 6]), np.array([3, 8]))
@@ -93,7 +93,7 @@ class Kept:
         at = slice(needs.starts[group], needs.starts[group + 1])
         lo, hi = needs.lo[at], needs.hi[at]
         sums = np.append(0, np.cumsum(hi - lo))
-        k_len = max(k_len, 1)  # a divisor, also where there are no keys
+        k_len = max(k_len, 1)  # a divisor, also without keys
         before = below(lo, sums, np.arange(planes + 1) * k_len)
         most = int(np.diff(before).max(initial=0))
         check_places(planes, most)
@@ -104,7 +104,7 @@ class Kept:
         return cls(lo, sums, before[:-1], k_len, keys)
 
     def count(self, flat: Ints) -> Ints:
-        """Number of kept keys below each flat key."""
+        """Count the kept keys below each flat key."""
         return below(self.lo, self.sums, flat)
 
     def has(self, flat: Ints) -> NDArray[np.bool_]:
@@ -119,8 +119,12 @@ class Kept:
 
 
 def check_places(planes: int, keys: int) -> None:
-    """Refuse a problem whose numbers of keys do not fit into int32."""
-    # Places are int32, as everything else in a plan: numbers that wrap would silently move other keys.
-    remedy = "Use more ranks or fewer batch rows, or a mask that batch rows share"
-    what, wanted = "context parallelism: mask", f"batch rows times keys of a group below {2**31:,}"
+    """Check that places of keys fit into int32.
+
+    Raises:
+        ShapeError: They do not fit.
+    """
+    # Numbers that wrap around would silently move other keys.
+    remedy = "Use more ranks, fewer batch elements, or one mask for all batch elements"
+    what, wanted = "context parallelism: mask", f"batch size times keys of a group below {2**31:,}"
     expect(planes * keys < 2**31, what, wanted, f"{planes:,} x {keys:,}", remedy, error=ShapeError)

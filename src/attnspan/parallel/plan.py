@@ -1,7 +1,7 @@
-"""Plan of what layers of one kind need from other ranks: arithmetic on bounds, in NumPy, for any framework.
+"""Plans: the keys that layers of one kind need from other ranks, computed in NumPy for any framework.
 
-Keys that travel are numbered flat, as plane * k_len + key, where a plane is a batch row of the mask.
-docs/parallel.md tells the whole story. Shapes: P ranks, u members of each of r groups, L planes, N rows and S
+Keys that travel have flat numbers: plane * k_len + key, where a plane is a batch element of the mask.
+docs/parallel.md describes context parallelism. Shapes: P ranks, r groups of u members, L planes, N rows and S
 keys of a group.
 """
 
@@ -54,29 +54,36 @@ def make_plan(
     machine: Rates | None = None,
     memory: int | None = None,
 ) -> Plan:
-    """Plan an attention; the same arguments give the same plan in every process. See `Layout.plan`.
+    """Plan an attention. The same arguments give the same plan in every process. See `Layout.plan`.
 
     Args:
-        layout: Who owns which query rows.
-        mask: What each query may see, of the whole problem.
+        layout: Layout of the queries.
+        mask: Mask of the whole problem.
         heads: (Hq, Hkv) of a rank's q and k.
-        strategy: "exchange" (only keys that somebody may see cross the network), "ring" (all of them, from
-            neighbour to neighbour), "ulysses" (each rank gets all rows of some heads), "hybrid(u, r)"
-            (Ulysses among u neighbours, an exchange between r groups of them), "hybrid(u, r, ring)", or
-            "auto". Layers of one layout may have different ones.
-        keys: Who owns which keys in cross attention; None for self-attention, or with `k_len` for
+        strategy: One of these, which may differ between layers of one layout:
+
+            - "exchange": only keys that the receiver needs cross the network.
+            - "ring": all keys go from neighbour to neighbour.
+            - "ulysses": each rank gets all rows of some heads.
+            - "hybrid(u, r)": Ulysses among u neighbours, an exchange between r groups of them.
+            - "hybrid(u, r, ring)": Ulysses among u neighbours, a ring between r groups of them.
+            - "auto" (default): the strategy with the fewest bytes, or with `machine` the shortest time.
+
+        keys: Layout of the keys in cross attention. None for self-attention, or if you pass `k_len`.
+        k_len: Keys of the whole problem in cross attention. Without `keys`, their layout is
             ``Layout.contiguous(k_len, ranks)``.
-        k_len: Keys of the whole problem in cross attention.
-        batch: Batch rows of a rank's q; None for those of the layout.
-        head_dim, v_dim, itemsize: Elements of a row of q and k, and of v, and bytes of an element: for "auto"
-            and `explain` alone.
-        node_size: Ranks of a node. Under "auto" as many of these as can share heads, and no others, so that
-            few keys cross between nodes twice.
-        machine: Measured rates. With them "auto" predicts times; without, it takes the fewest bytes.
-        memory: Bytes that the buffers of one call may take; "auto" leaves out strategies that need more.
+        batch: Batch size of a rank's q. None for the layout's number of batch elements.
+        head_dim, v_dim: Head dims of q and k, and of v. Only "auto" and `explain` use them.
+        itemsize: Bytes of an element. Only "auto" and `explain` use it.
+        node_size: Ranks of a node. With "auto", as many ranks of a node as possible share heads, and ranks of
+            different nodes never do. Few keys then cross between nodes twice.
+        machine: Measured rates, with which "auto" predicts times.
+        memory: Limit for the buffers of one call, in bytes. "auto" leaves out strategies that need more.
 
     Raises:
-        OptionError, ShapeError, DtypeError: An argument does not fit.
+        OptionError: An option is illegal, or no strategy fits into `memory`.
+        ShapeError: Sizes of the mask, the layouts or the batch do not fit.
+        DtypeError: An argument has another type.
     """
     _check_sizes(heads, batch, head_dim, v_dim, itemsize, node_size)
     kinds = ("keys", keys, type(layout), "a Layout"), ("machine", machine, Rates, "measured rates")
@@ -89,7 +96,7 @@ def make_plan(
     prepared = lower(mask, layout.q_len, given.q_len, batch, heads[0], known)
     sizes = Sizes(*heads, head_dim, head_dim if v_dim is None else v_dim, itemsize, batch)
     plan = Plan(layout, given, prepared, Strategy("exchange", 1, layout.ranks), sizes)
-    what, remedy = "planes of a plan", "Pass batch=..., and layouts and a mask of the same batch rows"
+    what, remedy = "batch elements of a plan", "Pass batch=..., and layouts and a mask of the same batch"
     for got in (layout.planes, plan.keys.planes):
         expect(got in (1, batch), what, f"1 or {batch}", got, remedy, error=ShapeError)
     if isinstance(strategy, str) and strategy == "auto":
@@ -121,15 +128,15 @@ def _check_sizes(heads: Any, *sizes: Any) -> None:
 @without_locks
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Plan of one attention over ranks: its mask, and the keys that cross the network for it; picklable.
+    """Plan of one attention over ranks: its mask, and the keys that cross the network. Plans are picklable.
 
     Attributes:
-        layout: Who owns which query rows.
-        keys: Who owns which keys; the layout itself in self-attention.
-        mask: Lowered for the whole problem, with bounds in NumPy.
-        strategy: How ranks work together.
+        layout: Layout of the queries.
+        keys: Layout of the keys. In self-attention it is `layout` itself.
+        mask: The mask, lowered for the whole problem with bounds in NumPy.
+        strategy: Strategy of the ranks.
         sizes: Sizes of a call.
-        choice: How "auto" found the strategy.
+        choice: Strategies that "auto" compared. None if you named the strategy.
 
     Example:
         >>> from attnspan import causal
@@ -151,12 +158,12 @@ class Plan:
         return f"Plan({self.strategy.name} on {self.strategy.ranks} ranks, {sizes})"
 
     def with_strategy(self, strategy: Strategy, choice: StrategyChoice | None = None) -> Plan:
-        """The same problem under another strategy."""
+        """Copy the plan with another strategy, and the choice that led to it."""
         return replace(self, strategy=strategy, choice=choice)
 
     @property
     def bounds(self) -> Any:
-        """int32 (L|1, H|1, q_len, R, 2) of the whole problem."""
+        """Bounds of the mask for the whole problem, int32 (L|1, H|1, q_len, R, 2)."""
         return self.mask.lowered.bounds
 
     @property
@@ -166,17 +173,17 @@ class Plan:
 
     @cached_property
     def planes(self) -> int:
-        """Batch rows that the plan tells apart."""
+        """Number of batch elements that have plans of their own, L. It is 1 if they share one."""
         return max(self.layout.planes, self.keys.planes, int(self.bounds.shape[0]))
 
     @cached_property
     def _cut(self) -> tuple[Chunks, NDArray[Any]]:
-        """Chunks of the rows, and the rank of each."""
+        """Chunks of the rows, and the rank of each chunk."""
         runs = self.layout.runs(self.planes)
         return Chunks.of(self.mask.lowered, runs.edges, self.planes), runs.rank
 
     def _chunks(self, strategy: Strategy) -> tuple[Chunks, NDArray[Any]]:
-        """Rows in chunks, and the group of each."""
+        """Chunks of the rows, and the group of each chunk."""
         source, u = self.layout.source_of(self.mask), strategy.members
         if source is not None and source.chunks.planes == self.planes and u % source.members == 0:
             return source.chunks, source.owner // (u // source.members)
@@ -192,12 +199,27 @@ class Plan:
         return Holders.of(self.keys, self.planes, strategy.members)
 
     def pairs(self, strategy: Strategy) -> NDArray[np.float64]:
-        """Visible pairs of each group, over batch rows and heads of the mask."""
+        """Visible pairs of each group, summed over the mask's batch elements and heads."""
         chunks, owner = self._chunks(strategy)
         return np.bincount(owner, chunks.pairs, strategy.groups).astype(np.float64)
 
     def cost(self, strategy: str | Strategy | None = None, node_size: int | None = None) -> Cost:
-        """Pairs, bytes and memory of each rank, under this strategy or another."""
+        """Predict pairs, bytes and memory of each rank.
+
+        Args:
+            strategy: Another strategy than the plan's.
+            node_size: Ranks of a node. None if all ranks are in one node.
+
+        Raises:
+            OptionError: An argument is illegal.
+
+        Example:
+            >>> from attnspan import causal
+            >>> from attnspan.parallel import Layout
+            >>> plan = Layout.contiguous(8, ranks=2).plan(causal(), heads=(4, 2), strategy="exchange")
+            >>> plan.cost().fetched.tolist(), plan.cost("ring").fetched.tolist()
+            ([0, 4], [4, 4])
+        """
         if node_size is not None:
             count("node_size", node_size, least=1)
         found = self.strategy if strategy is None else Strategy.parse(strategy, self.layout.ranks)
@@ -205,7 +227,7 @@ class Plan:
 
     @cached_property
     def facts(self) -> dict[str, int]:
-        """Fingerprints by which ranks compare whether they have the same plan."""
+        """Named fingerprints, which ranks compare to detect different plans."""
         index = np.zeros(0) if self.mask.q_index is None else np.asarray(self.mask.q_index)
         words = f"{self.strategy.name} {self.sizes.heads}".encode()
         return {
@@ -216,13 +238,24 @@ class Plan:
         }
 
     def explain(self) -> str:
-        """Pairs and bytes of each rank, the lower bounds, and what "auto" compared; ``print`` it."""
+        """Explain pairs and bytes of each rank, the lower bounds, and the comparison by "auto".
+
+        ``print`` the text.
+
+        Example:
+            >>> from attnspan import causal
+            >>> from attnspan.parallel import Layout
+            >>> plan = Layout.contiguous(8, ranks=2).plan(causal(), heads=(4, 2), strategy="exchange")
+            >>> print(plan.explain())  # doctest: +ELLIPSIS
+            exchange on 2 ranks: 8 rows, 8 keys, 4/2 heads
+            ...
+        """
         from .explain import explain
 
         return explain(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What was derived stays here.
+        # Cached tables are large. They stay in the process that made them.
         return type(self), tuple(getattr(self, each.name) for each in fields(self))
 
     @cached_property
@@ -230,7 +263,12 @@ class Plan:
         return {}
 
     def local(self, rank: int) -> LocalPlan:
-        """One rank's part."""
+        """Make one rank's part of the plan.
+
+        Raises:
+            OptionError: There is no such rank.
+            ShapeError: The batch size times the keys that a group needs is not below 2^31.
+        """
         if rank in self._parts:
             return self._parts[rank]
         tables, facts = self.tables(rank), np.array(list(self.facts.values()))
@@ -253,27 +291,40 @@ class Plan:
         return self._parts[rank]
 
     def on(self, mesh: Any, **options: Any) -> Any:
-        """The plan on a mesh: a mask for `attention`, of torch for a DeviceMesh, of JAX for a JAX mesh.
+        """Put the plan on a mesh. The result is a mask for `attention`.
+
+        A DeviceMesh gives a mask for torch, a JAX mesh gives a mask for JAX.
 
         Args:
-            mesh: The ranks: a DeviceMesh of one dimension, or of two (nodes, ranks of a node); or a JAX mesh.
-            **options: ``rows``, which must be given: the batch of `Layout.shard` that this plan is used with,
-                its ``marks``, or its ``"q_index"``. Those of another layout or rank raise. "unchecked"
-                compares nothing: equal shapes then hide wrong rows. For torch also ``check`` (compare the
-                ranks' plans and calls; True by default) and ``dtensor_rows``; for JAX those of
-                `attnspan.parallel.jax.place`: ``sequence``, ``batch`` and ``heads``, the mesh axes that split
-                these, and ``like``.
+            mesh: A JAX mesh, or a DeviceMesh of one dimension or of two (nodes, ranks of a node).
+            **options: You must pass ``rows``: the batch from `Layout.shard` that you use the plan with, its
+                ``marks``, or its ``"q_index"``. ``rows="unchecked"`` compares nothing. Use it only if you are
+                sure of the order, because equal shapes hide wrong rows.
+
+                Other options for torch: ``check`` compares the ranks' plans and calls (default True), and
+                ``dtensor_rows``, see `MeshPlan.of`. Other options for JAX: the mesh axes ``sequence``,
+                ``batch`` and ``heads``, and ``like``, see `attnspan.parallel.jax.place`.
 
         Raises:
-            OptionError: No ``rows``; or the mesh does not fit.
-            PlanMismatchError: ``rows`` are those of another layout or rank.
-            DtypeError, ShapeError: ``rows`` say nothing of their layout, or are others in number.
+            OptionError: There are no ``rows``, or the mesh does not fit.
+            PlanMismatchError: ``rows`` belong to another layout or rank.
+            DtypeError: ``rows`` do not identify their layout.
+            ShapeError: ``rows`` have another length.
+
+        Example:
+            >>> import jax
+            >>> from attnspan import causal
+            >>> from attnspan.parallel import Layout
+            >>> layout, mesh = Layout.of(causal(), q_len=9, ranks=1), jax.make_mesh((1,), ("context",))
+            >>> plan = layout.plan(heads=(4, 2), strategy="exchange")
+            >>> plan.on(mesh, sequence="context", rows=layout.shard({"x": np.zeros((1, 9))}, rank=0))
+            PlacedPlan(sequence over 'context' (1))
         """
         framework = "jax" if type(mesh).__module__.startswith("jax") else "torch"
         return step("plan", framework)(self, mesh, **options)
 
     def of_planes(self, part: int, parts: int) -> Plan:
-        """The plan of one of several equal parts of the batch rows."""
+        """Make the plan of one of `parts` equal parts of the batch elements."""
         if parts == 1:
             return self
         each = self.planes // parts
@@ -289,11 +340,11 @@ class Plan:
         return Plan(layouts[self.layout], layouts[self.keys], mask, self.strategy, sizes)
 
     def traffic(self, parts: int = 1) -> Traffic:
-        """Count what the exchange moves, for each part of the batch rows."""
+        """Count the keys that an exchange moves, for each part of the batch elements."""
         return traffic(*self._needs_and_holders, self.planes, self.k_len, parts)
 
     def tables(self, rank: int) -> Tables:
-        """Tables that the operator of one rank reads; those of a group differ in `rank` only."""
+        """Make the tables that the operator of one rank reads. Ranks of a group differ only in `rank`."""
         strategy, rank = self.strategy, self.layout.checked_rank(rank)
         group = rank // strategy.members
         rows = self._rows(self.layout, group)
@@ -310,12 +361,12 @@ class Plan:
 
     @cached_property
     def _keys_ascend(self) -> bool:
-        """Whether the keys of all groups lie in ascending order; else all groups sort theirs."""
+        """Whether the keys of all groups lie in ascending order. If not, all groups sort their keys."""
         every = np.concatenate([self._rows(self.keys, group) for group in range(self.strategy.groups)])
         return bool((np.diff(np.where(every < 0, np.iinfo(np.int32).max, every), axis=1) >= 0).all())
 
     def _rows(self, layout: Layout, group: int) -> Places:
-        """The rows of a group in the order of its members, (L of the layout, u * n); -1 for padding."""
+        """Rows of a group in the order of its members, (L of the layout, u * n), -1 for padding."""
         u = self.strategy.members
         part = layout.rows[group * u : (group + 1) * u]
         rows: Places = part.transpose(1, 0, 2).reshape(layout.planes, -1)

@@ -1,6 +1,6 @@
-"""Rows of arrays taken by index, batches that know their layout, and the evidence that they belong to a plan.
+"""Rows of arrays taken by index, batches marked with their layout, and checks of batches against plans.
 
-Shapes: L batch rows that are partitioned one by one, n rows of a rank.
+Shapes: L batch elements that are partitioned one by one, n rows of a rank.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from .errors import PlanMismatchError
 
 __all__ = ["Evidence", "Marks", "Rows", "check_evidence", "checked_rows", "fill_of", "marked", "take"]
 
-#: What padding rows of integers are filled with, by name of the entry.
+#: Name of an entry of integers -> value of its padding rows.
 _FILLS = {"ids": -1, "segment_ids": -1}
 
 
 class Marks(NamedTuple):
-    """Marks of a batch that say whose rows it holds.
+    """Marks of a batch: the layout and the rank of its rows.
 
     Attributes:
         layout: Fingerprint of the layout.
-        rank: Its rank; -1 for the rows of all devices of a JAX mesh.
+        rank: The rank. -1 for the rows of all devices of a JAX mesh.
     """
 
     layout: int
@@ -37,30 +37,37 @@ class Marks(NamedTuple):
 
 
 class Rows(dict[str, Any]):
-    """One rank's rows of a batch: a dict that knows its layout.
+    """One rank's rows of a batch, as a dict with marks of its layout.
 
-    ``rows["q_index"]`` holds the number of each row in the whole sequence, int64 (L, n), -1 for padding.
+    ``rows["q_index"]`` holds the index of each row in the whole sequence, int64 (L, n), -1 for padding.
 
     Attributes:
-        marks: Whose rows they are. `to`, pinning, pickling and ``copy.copy`` keep them. What builds a new
-            dict of the entries, or collates it, loses them (None): "q_index" is the evidence then.
+        marks: Layout and rank of the rows. `to`, pinning, pickling and ``copy.copy`` keep the marks. Code
+            that builds a new dict of the entries, or collates it, loses them (None). Plans then compare
+            "q_index".
     """
 
     marks: Marks | None = None
 
     def update(self, *given: Any, **more: Any) -> None:
-        """As of dict. What collates batches updates a copy of the first one, which then is another's too."""
+        """Update as a dict does. Collating updates a copy of the first batch, whose marks are then wrong."""
         before = getattr(self.get("q_index"), "shape", None)
         super().update(*given, **more)
         if getattr(self.get("q_index"), "shape", None) != before:
             self.marks = None
 
     def to(self, *arguments: Any, **keywords: Any) -> Rows:
-        """The same with every tensor's `to` called, as ``rows.to("cuda", non_blocking=True)``."""
+        """Call `to` of every tensor and keep the marks, for example ``rows.to("cuda", non_blocking=True)``.
+
+        Example:
+            >>> rows = marked({"x": np.zeros(2)}, Marks(layout=7, rank=0))
+            >>> rows.to("cuda").marks  # NumPy arrays have no `to`, and stay as they are
+            Marks(layout=7, rank=0)
+        """
         return self._each("to", arguments, keywords)
 
     def pin_memory(self) -> Rows:
-        """The same in pinned memory; data loaders with ``pin_memory=True`` call it."""
+        """Copy to pinned memory and keep the marks. Data loaders with ``pin_memory=True`` call it."""
         return self._each("pin_memory", (), {})
 
     def _each(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Rows:
@@ -71,18 +78,18 @@ class Rows(dict[str, Any]):
         return marked(values, self.marks)
 
 
-#: What shows that rows belong to a plan; see `check_evidence`.
+#: Evidence that rows belong to a plan. See `check_evidence`.
 Evidence = Mapping[str, Any] | Marks | Array | Literal["unchecked"] | None
 
 
 def marked(values: Mapping[str, Any], marks: Marks | None) -> Rows:
-    """Make a batch of rows that knows its layout."""
+    """Make a batch of rows with these marks."""
     rows = Rows(values)
     rows.marks = marks
     return rows
 
 
-_WAYS = "the batch that layout.shard(...) gave, its batch.marks, or its batch['q_index']"
+_WAYS = "the batch that layout.shard(...) returned, its batch.marks, or its batch['q_index']"
 _OTHERS = "Use the plan with the batch of the layout that made it"
 
 
@@ -90,19 +97,19 @@ def check_evidence(given: Evidence, mine: NDArray[Any], marks: Marks) -> None:
     """Raise unless `given`, the ``rows`` of `Plan.on`, shows that a model holds the rows of a plan.
 
     Args:
-        given: A batch, which is compared by its marks and, on the host, by its "q_index"; `Marks`; the
-            numbers of the rows, (n,), (L, n) or (B, n), on the host; or "unchecked".
+        given: Batch, `Marks`, indices of the rows on the host, (n,), (L, n) or (B, n), or "unchecked". A
+            batch is compared by its marks and, on the host, by its "q_index".
         mine: The rows of the plan, (L, n).
-        marks: Those of the plan.
+        marks: Marks of the plan.
 
     Raises:
-        OptionError: Nothing was given.
-        DtypeError: What was given says nothing about rows, or its values are on a device.
-        ShapeError: Other numbers of rows.
-        PlanMismatchError: Other rows.
+        OptionError: `given` is None or an unknown text.
+        DtypeError: `given` does not identify rows, or its values are on a device.
+        ShapeError: `given` has another number of rows.
+        PlanMismatchError: The rows differ.
     """
     what = "rows of plan.on(mesh, rows=...)"
-    remedy = 'Pass one of these; rows="unchecked" says that you know the order of the rows'
+    remedy = 'Pass one of these, or rows="unchecked" if you are sure of the order of the rows'
     expect(given is not None, what, _WAYS, "none", remedy)
     if isinstance(given, str):
         expect(given == "unchecked", what, _WAYS, repr(given), remedy)
@@ -129,14 +136,18 @@ def check_evidence(given: Evidence, mine: NDArray[Any], marks: Marks) -> None:
 def _check_index(what: str, index: NDArray[Any], mine: NDArray[Any]) -> None:
     fits = index.ndim in (1, 2) and index.shape[-1] == mine.shape[1]
     fits = fits and (index.ndim == 1 or len(mine) in (1, len(index)))
-    remedy = "Pass the batch as layout.shard(...) gave it, not collated with others (batch_size=None)"
+    remedy = "Pass the batch as layout.shard(...) returned it, not collated with others (batch_size=None)"
     expect(fits, what, "q_index of shape {}", index.shape, remedy, mine.shape, error=ShapeError)
     same, wanted = bool((index == mine).all()), "the rows of the plan's layout"
     expect(same, what, wanted, "others in q_index", _OTHERS, error=PlanMismatchError)
 
 
 def fill_of(name: Any, fill: Any, x: Array) -> Any:
-    """The value of padding rows of an entry. Marks by name are for integers: others have no invalid value."""
+    """Value of an entry's padding rows. Only integers get -1 or -100: other dtypes have no such value.
+
+    Raises:
+        OptionError: `x` cannot hold the value.
+    """
     marks = is_array(x) and is_integer(x)
     given = fill.get(name) if isinstance(fill, Mapping) else fill
     if given is None:
@@ -153,7 +164,7 @@ def fill_of(name: Any, fill: Any, x: Array) -> Any:
 
 
 def take(x: Array, index: NDArray[Any], dim: int) -> Array:
-    """Rows along `dim` by number, (L, n); with L > 1 dimension 0 of x is that of the planes."""
+    """Take rows along `dim` by index, (L, n). With L > 1, dimension 0 of x is the batch."""
     arrays = arrays_for([x])
     if index.shape[0] == 1:
         return arrays.take(x, arrays.asarray(index[0].astype(np.int64), "int64"), dim)
@@ -166,10 +177,15 @@ def take(x: Array, index: NDArray[Any], dim: int) -> Array:
 
 
 def checked_rows(q_len: int, rows: Any) -> NDArray[np.int32]:
-    """The rows of each rank as int32. A row without an owner, or with two, would be silently wrong."""
+    """Return the rows of each rank as int32, checked.
+
+    Raises:
+        ShapeError: `rows` has another shape or dtype.
+        OptionError: `rows` does not hold each row once in ascending order, which would silently be wrong.
+    """
     count("Layout: q_len", q_len)
     fits = isinstance(rows, np.ndarray) and rows.ndim == 3 and rows.dtype.kind == "i"
-    what, wanted = "Layout: rows", "an integer array (ranks, batch rows, rows of a rank) of NumPy"
+    what, wanted = "Layout: rows", "a NumPy integer array (ranks, batch elements, rows of a rank)"
     got = f"{kind_of(rows)} of shape {np.shape(rows)}"
     expect(fits, what, wanted, got, "Stack the rows of all ranks, padded by -1", error=ShapeError)
     ends = np.where(rows < 0, q_len, rows)
@@ -181,6 +197,6 @@ def checked_rows(q_len: int, rows: Any) -> NDArray[np.int32]:
     each = found.shape[1] >= q_len and (found[:, :q_len] == np.arange(q_len)).all()
     whole = each and (found[:, q_len:] == q_len).all()
     wanted, remedy = f"each of {q_len} rows once", "Give every row one owner, and pad with -1"
-    expect(whole, what, wanted, "rows that are missing, come twice or are beyond", remedy)
+    expect(whole, what, wanted, "rows that are missing, repeated or out of range", remedy)
     checked: NDArray[np.int32] = np.maximum(rows, -1).astype(np.int32)
     return checked

@@ -1,4 +1,4 @@
-"""Swaps of chunks between groups: work is made even, at the least cost in foreign keys.
+"""Swaps of chunks between groups, which even out the work at the least cost in foreign keys.
 
 Shapes: r groups of s chunks each, all of one plane.
 """
@@ -16,16 +16,16 @@ from .intervals import Ints, covered, union
 
 __all__ = ["Assignment"]
 
-#: With few heavy groups, each looks at many partners; with many, rounds would be too many: one of 64 groups a
-#: round.
+#: One of this many groups swaps in each round. With few heavy groups, each looks at many partners. With many
+#: groups, one swap per round would take too many rounds.
 _AT_ONCE = 64
-#: Lightest groups that a heavy one looks at for a swap, and chunks of a group that are looked at in one
-#: round: a round then scores 8 * 32 * 32 swaps per group, which takes about a millisecond.
+#: Light groups that a heavy group looks at for a swap, and chunks of a group that it looks at in one round. A
+#: round then scores 8 * 32 * 32 swaps per group, which takes about a millisecond.
 _PARTNERS, _LOOKED_AT = 8, 32
-#: Chunks that are looked at change from round to round: after four rounds without a swap there is none.
+#: Rounds without a swap after which the search ends. The chunks that it looks at change from round to round.
 _IDLE = 4
-#: Prices of a swap, in shares of the excess work that it removes: a growth of the largest foreign count by
-#: its own size costs five, any other growth a fifth. The first is what ranks wait for.
+#: Prices of a swap, in shares of the excess work that it removes. If the largest foreign count grows by its
+#: own size, the price is the first number, because ranks wait for it. Other growth has the second price.
 _LARGEST, _ANY = 5.0, 0.2
 
 
@@ -33,13 +33,13 @@ class Assignment:
     """Assignment of chunks to groups, with the work and the foreign keys of each group.
 
     Args:
-        chunks: r * s chunks of one plane; the last ones may be empty.
+        chunks: r * s chunks of one plane. The last chunks may be empty.
         table: int64 (r, s), the chunks of each group.
-        load, foreign: int64 (r,), what groups have in other planes.
+        load, foreign: int64 (r,), load and foreign keys of the groups in other planes.
 
     Attributes:
         load: int64 (r,), visible pairs, other planes included.
-        foreign: int64 (r,), keys that are needed and not owned, other planes included.
+        foreign: int64 (r,), keys that a group needs and does not own, other planes included.
 
     Example:
         >>> from attnspan import causal
@@ -64,7 +64,7 @@ class Assignment:
         self._refresh(np.arange(len(table)))
 
     def even(self, aim: float, rounds: int) -> None:
-        """Swap until no group has more than `aim` times the mean work, or no swap helps, or rounds end."""
+        """Swap until every group has at most `aim` times the mean work, no swap helps, or rounds end."""
         most, idle = aim * self.load.mean(), 0
         for number in range(rounds):
             if self.load.max() <= most or idle == _IDLE:
@@ -72,13 +72,13 @@ class Assignment:
             idle = 0 if self._round(most, number) else idle + 1
 
     def _round(self, most: float, number: int) -> bool:
-        """One swap for each of the heaviest groups, with light groups of its own; False if there is none."""
+        """Swap once for each of the heaviest groups, with different light groups. False if no swap helps."""
         order = np.argsort(self.load, kind="stable")
         count = min(int((self.load > most).sum()), max(len(order) // _AT_ONCE, 1))
         partners = min(_PARTNERS, (len(order) - count) // count)
         heavy = order[::-1][:count]
         light = np.roll(order[: count * partners].reshape(partners, count), number, axis=1).T
-        # Of many chunks a part is looked at, in each round another one.
+        # If there are many chunks, each round looks at another part of them.
         step = -(-self.table.shape[1] // _LOOKED_AT)
         columns = np.arange(number % step, self.table.shape[1], step)
         score = self._score(heavy, light, columns, most).reshape(count, -1)
@@ -90,10 +90,10 @@ class Assignment:
         return len(good) > 0
 
     def _score(self, heavy: Ints, light: Ints, columns: Ints, most: float) -> NDArray[np.float64]:
-        """Score of each swap; inf if it does not help.
+        """Score each swap, inf if it does not help.
 
-        The h heavy groups have l light partners each, and c `columns` of a group's chunks are looked at: the
-        result is (h, l, c, c), by partner, its chunk, and the chunk of the heavy group.
+        There are h heavy groups with l light partners each, and c `columns` of a group's chunks. The result
+        is (h, l, c, c): heavy group, partner, the partner's chunk, the heavy group's chunk.
         """
         mine, theirs = self.table[heavy][:, columns], self.table[light][:, :, columns]
         pairs, load = self.chunks.pairs, self.load.astype(np.float64)
@@ -115,7 +115,7 @@ class Assignment:
         return score
 
     def _swap(self, a: Ints, i: Ints, b: Ints, j: Ints) -> None:
-        """Chunk i of each group of `a` against chunk j of its partner in `b`; no group comes twice."""
+        """Swap chunk i of each group of `a` with chunk j of its partner in `b`. No group occurs twice."""
         table, pairs = self.table, self.chunks.pairs
         given = pairs[table[a, i]] - pairs[table[b, j]]
         table[a, i], table[b, j] = table[b, j], table[a, i]
@@ -132,7 +132,7 @@ class Assignment:
         self.foreign[groups] = self._before[groups] + self._foreign(groups)
 
     def _intervals(self, numbers: NDArray[Any]) -> tuple[Ints, Ints]:
-        """Places of the intervals of some chunks, and for each the place of its chunk in `numbers`."""
+        """Places of the intervals of some chunks, and the place of each interval's chunk in `numbers`."""
         first, counts = self.chunks.starts[numbers], np.diff(self.chunks.starts)[numbers]
         which = np.repeat(np.arange(len(numbers)), counts)
         return np.arange(len(which)) + np.repeat(first - (np.cumsum(counts) - counts), counts), which
@@ -143,7 +143,7 @@ class Assignment:
         return starts, np.concatenate([lo for lo, _ in needs]), np.concatenate([hi for _, hi in needs])
 
     def _extra(self, groups: Ints, numbers: NDArray[Any]) -> NDArray[np.float64]:
-        """Foreign keys that a group gains with a chunk, about; numbers and result (groups, m)."""
+        """Estimate the foreign keys that a group gains with a chunk. Numbers and result: (groups, m)."""
         at, which = self._intervals(numbers.reshape(-1))
         lo, hi = self.chunks.lo[at], self.chunks.hi[at]
         new = hi - lo - covered(*self._needs_of(groups), which // numbers.shape[1], lo, hi)
@@ -151,7 +151,7 @@ class Assignment:
         return gained.reshape(numbers.shape) - self._size * self._own
 
     def _foreign(self, groups: Ints) -> Ints:
-        """Keys that groups need and do not own; in cross attention, that they need."""
+        """Count the keys that groups need and do not own. In cross attention, all keys that they need."""
         needs = self._needs_of(groups)
         widths = np.append(0, np.cumsum(needs[2] - needs[1]))
         rows: Ints = widths[needs[0][1:]] - widths[needs[0][:-1]]

@@ -1,4 +1,4 @@
-"""The one step from plain data to a framework: what `on` and `gather` of layouts and plans call."""
+"""Step from plain data to a framework: the functions that `on` and `gather` of layouts and plans call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["step"]
 
-# By what is placed and where: module and function, which take the data, the mesh and options.
+# (data, framework) -> module and function, which take the data, the mesh and options.
 _STEPS = {
     ("plan", "torch"): ("torch.mesh_plan", "on_mesh"),
     ("local plan", "torch"): ("torch.mesh_plan", "MeshPlan.of"),
@@ -19,7 +19,7 @@ _STEPS = {
 
 
 def step(what: str, framework: str) -> Callable[..., Any]:
-    """The function that puts data on a mesh of a framework, which it loads.
+    """Load the function that puts data on a mesh of a framework.
 
     Args:
         what: "layout", "plan", "local plan" or "rows".

@@ -1,4 +1,4 @@
-"""Strategies of ranks by name, and the split of the heads."""
+"""Strategies, their names, and the split of the heads."""
 
 from __future__ import annotations
 
@@ -18,12 +18,18 @@ _HYBRID = re.compile(r"hybrid\(\s*(\d+)\s*,\s*(\d+)\s*(?:,\s*(exchange|ring)\s*)
 
 @dataclass(frozen=True)
 class Strategy:
-    """Strategy of ranks: `members` neighbours share out heads, `groups` of them share out rows.
+    """Strategy of ranks: `members` neighbours split the heads, `groups` of such neighbours split the tokens.
 
     Attributes:
-        kind: what happens between groups: "exchange" sends the keys that somebody needs, "ring" all of them.
-        members: ranks of a group, u; while attending each has all rows of the group and a part of its heads.
-        groups: r; there are u * r ranks, and rank p is member p % u of group p // u.
+        kind: Communication between groups. "exchange" sends the keys that the receiver needs, "ring" sends
+            all keys.
+        members: Ranks of a group, u. While a member attends, it has all rows of the group for a part of the
+            heads.
+        groups: Number of groups, r. There are u * r ranks, and rank p is member p % u of group p // u.
+
+    Raises:
+        OptionError: `kind` is unknown, or `members` or `groups` is less than 1.
+        DtypeError: `members` or `groups` is no int.
 
     Example:
         >>> Strategy("exchange", members=2, groups=4).name
@@ -47,7 +53,7 @@ class Strategy:
 
     @property
     def name(self) -> str:
-        """The text that `parse` reads."""
+        """Name that `parse` reads."""
         if self.groups == 1:
             return "ulysses"
         if self.members == 1:
@@ -59,7 +65,7 @@ class Strategy:
         """Read "exchange", "ring", "ulysses", "hybrid(u, r)" or "hybrid(u, r, ring)", or check a strategy.
 
         Raises:
-            OptionError: for something else, or a strategy for another number of ranks.
+            OptionError: The text is no strategy, or the strategy is for another number of ranks.
 
         Example:
             >>> Strategy.parse("hybrid(2, 2, ring)", ranks=4)
@@ -67,7 +73,7 @@ class Strategy:
         """
         if isinstance(text, Strategy):
             wanted, got = f"one for {ranks} ranks", f"{text.name} for {text.ranks}"
-            expect(text.ranks == ranks, "strategy", wanted, got, "Its members times its groups are the ranks")
+            expect(text.ranks == ranks, "strategy", wanted, got, "Make members * groups equal to the ranks")
             return text
         hybrid = _HYBRID.fullmatch(text) if isinstance(text, str) else None
         if hybrid:
@@ -82,19 +88,19 @@ class Strategy:
             "strategy",
             expected=f"'auto', 'exchange', 'ring', 'ulysses', or 'hybrid(u, r)' with u * r = {ranks} ranks",
             got=repr(text),
-            remedy="A hybrid may end in ', ring)' to pass all keys round instead of those needed",
+            remedy="Pass one of these. A hybrid may end in ', ring)', which sends all keys round",
         )
 
 
 @dataclass(frozen=True)
 class HeadSlice:
-    """The heads of one member of a group, while it attends.
+    """Heads of one member of a group, while it attends.
 
     Attributes:
-        q_start, q_stop: its query heads.
-        kv: the key heads that these read, ascending.
-        kv_map: for each key head that the kernel is given, its place in `kv`: query heads of one key head
-            must be as many for all, so a key head may be given more than once.
+        q_start, q_stop: Its query heads.
+        kv: The key heads that these query heads read, ascending.
+        kv_map: The place in `kv` of each key head that the kernel gets. All key heads of a call must have
+            equally many query heads, so the kernel may get a key head more than once.
 
     Example:
         >>> HeadSlice(0, 4, (0, 1), (0, 1)).heads
@@ -113,7 +119,9 @@ class HeadSlice:
 
 
 def members_of_node(node_size: int, ranks: int, q_heads: int) -> int:
-    """The most ranks of a node that can share heads: no group lies in two nodes, each rank has a query head.
+    """Largest group of a node's ranks that can share heads.
+
+    No group lies in two nodes, and each rank has a query head.
 
     Example:
         >>> members_of_node(8, 64, 32), members_of_node(8, 64, 6), members_of_node(8, 12, 32)
@@ -124,9 +132,9 @@ def members_of_node(node_size: int, ranks: int, q_heads: int) -> int:
 
 
 def split_heads(q_heads: int, kv_heads: int, members: int) -> list[HeadSlice]:
-    """Share query heads out among the members of a group, as evenly as can be, with the key heads they read.
+    """Split query heads evenly among the members of a group, with the key heads that they read.
 
-    Where there are more members than query heads, some have none.
+    If there are more members than query heads, some members have none.
 
     Example:
         >>> split_heads(8, 2, 4)[1]

@@ -1,4 +1,4 @@
-"""One attention over the devices of a JAX mesh: `attnspan.jax.shard`, and `Plan.on` for plans."""
+"""Attention over the devices of a JAX mesh: `attnspan.jax.shard`, and `Plan.on` for plans."""
 
 from .placed import PlacedPlan as PlacedPlan
 from .placed import Sharded as Sharded

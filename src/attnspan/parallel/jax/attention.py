@@ -1,8 +1,7 @@
-"""A call of sharded attention: checked, run by `shard_map` on all devices, forward and backward.
+"""Sharded attention: checks, and a forward and a backward pass by `shard_map` on all devices.
 
-The gradient is written down and not left to JAX: what a device keeps of a call is its own q, k, v and output,
-never the keys that it fetched; and sums over devices are taken where parts of a gradient are, and nowhere
-else.
+The gradient is written by hand. So a device keeps only its own q, k, v and output, and not the keys that it
+fetched. Sums over devices are taken only of parts of gradients.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _BHSD = ("batch", "heads", "sequence", None)
 
 
 class _Front(JaxFront):
-    """Global arrays, which lie as a mesh and perhaps a plan say."""
+    """Front end for global arrays, split by a mesh and optionally by a plan."""
 
     def __init__(self, sharded: Sharded) -> None:
         self.sharded = sharded
@@ -55,9 +54,10 @@ class _Front(JaxFront):
             axes.check_placed(name, x, _BHSD)
         remedy = "Split its sequence: layout.plan(...).on(mesh, rows=rows, sequence=...)"
         fits = layout != "thd" or axes.size("batch") == 1
-        what, wanted, got = "layout='thd' with split batch rows", "batch rows to split", "one packed row"
+        what = "layout='thd' with split batch elements"
+        wanted, got = "batch elements to split", "one packed sequence"
         expect(fits, what, wanted, got, remedy, error=ShapeError)
-        axes.check_divides("batch rows of q", q.shape[0], "batch")
+        axes.check_divides("batch elements of q", q.shape[0], "batch")
         axes.check_divides("heads of q", q.shape[1], "heads")
         return self.shapes(q, k, v, "bhsd")
 
@@ -72,15 +72,15 @@ class _Front(JaxFront):
 def _check_planned(route: Route, heads: tuple[int, int], given: Given, q: Any, k: Any) -> None:
     for name, x, count, rows in (("q", q, heads[0], route.rows), ("k", k, heads[1], route.keys)):
         fits = x.shape[1:3] == (count, rows.shape[1]) and route.planes in (1, x.shape[0])
-        batch = f"{route.planes} batch rows, " if route.planes > 1 else ""
-        wanted = f"{batch}{count} heads and {rows.shape[1]} rows, those of all devices with padding"
+        batch = f"{route.planes} batch elements, " if route.planes > 1 else ""
+        wanted = f"{batch}{count} heads and {rows.shape[1]} rows of all devices, padding included"
         got, remedy = f"shape {tuple(x.shape)} in layout bhsd", "Place inputs by placed.shard(...)"
         expect(fits, f"{name} with a split sequence", wanted, got, remedy, error=ShapeError)
-    kind, remedy = type(given.k_index).__name__, "The plan knows where keys are"
+    kind, remedy = type(given.k_index).__name__, "Leave it out: the plan knows the keys' indices"
     expect(given.k_index is None, "k_index with a split sequence", "None", kind, remedy)
     dense = hasattr(given.bias, "values") or hasattr(given.bias, "shape")
-    got = "a dense bias, which holds a value for each pair of rows of all devices"
-    remedy = "Use a bias by position, or fold what is visible into the mask"
+    got = "a dense bias, which holds a value for each pair of tokens of all devices"
+    remedy = "Use a bias by position, or put the visibility into the mask"
     expect(not dense, "bias with a split sequence", "alibi(...) or relative(...)", got, remedy)
 
 
@@ -106,13 +106,13 @@ def attention(
     if route is None:
         indexed = given.q_index is not None or given.k_index is not None
         words = words_of(sharded.mask, _local(axes, call.problem), not indexed)
-    # Parts of sums over devices are not rounded before they are added.
+    # Parts of sums over devices must not be rounded before they are added.
     static = static_of(call, words, wide=route is not None or not split_kv)
     chosen = choose_backend(_local(axes, call.problem, route), static, backend)
     part = part_of(call, front.inputs, static_for([chosen], static), "bhsd")
     work = Work(axes, chosen, call.problem.group_size, split_kv, sharded.piece)
     arrays: Any = (part, route)
-    if axes.explicit:  # Arrays get the shardings of the types that are asked for: what is whole is cut.
+    if axes.explicit:  # Types contain shardings, so whole arrays are cut to the expected shardings.
         _, *specs = _specs(work, *arrays)
         arrays = jax.tree.map(axes.put, arrays, tuple(specs))
     found = _attend(work, *arrays)
@@ -125,7 +125,7 @@ def attention(
 
 
 def _marked(found: Any, claimed: Any, route: Any) -> Any:
-    """The results, if q's rows are those of the plan; else NaN."""
+    """Return the results if q's rows belong to the plan, else NaN."""
     claimed = jnp.asarray(claimed)
     what, wanted = "q_index with a split sequence", f"the rows of the plan's layout, {route.rows.shape}"
     fits, remedy = claimed.shape == route.rows.shape, "Pass rows['q_index'] of placed.shard(...)"
@@ -135,9 +135,9 @@ def _marked(found: Any, claimed: Any, route: Any) -> Any:
 
 
 def _local(axes: Axes, whole: Problem, route: Route | None = None) -> Problem:
-    """The sizes of one device's part in one call of a backend."""
+    """Sizes of one device's part in one call of a backend."""
     heads, batch = whole.q_heads // axes.size("heads"), whole.batch // axes.size("batch")
-    # As many key heads as the kernels are given, where each device picks those that it reads.
+    # Number of key heads that the kernel gets, if each device picks the heads that it reads.
     kv_heads = heads // math.gcd(whole.group_size, heads)
     local = replace(whole, batch=batch, q_heads=heads, kv_heads=kv_heads)
     if route is None:
@@ -148,17 +148,17 @@ def _local(axes: Axes, whole: Problem, route: Route | None = None) -> Problem:
     return replace(local, q_len=n, k_len=k_len, runs=runs)
 
 
-# Eager calls then find the compiled program.
+# With jit, eager calls reuse the compiled program.
 @partial(jax.jit, static_argnums=0)
 def _attend(work: Work, *args: Any) -> tuple[Array, Array]:
-    """out and lse of a part, and the route, if there is one."""
-    # A backend that JAX can differentiate has all derivatives, and so have collectives.
+    """Compute out and lse of a part, along the route if there is one."""
+    # JAX can differentiate such a backend, and collectives, to any order.
     found: tuple[Array, Array] = (_run if work.runs.own_derivative else _run_once)(work, *args)
     return found
 
 
 def _specs(work: Work, part: JaxPart, route: Route | None) -> tuple[Any, ...]:
-    """Partition specs of lse, of a part and of all that goes with it: split as q is, by construction."""
+    """Partition specs of lse, of a part and of its options, which are split like q by construction."""
     axes = work.axes
     rows = axes.spec("batch", "heads", "sequence")
     keys = axes.spec("batch", "heads" if work.split_kv else None, "sequence")
@@ -184,7 +184,7 @@ def _differentiate(work: Work, want_dbias: bool, *args: Any) -> Any:
     part, _, _, _, dlse, route = args
     axes = work.axes
     rows, specs, of_route = _specs(work, part, route)
-    # Over the axes that split a bias no further, each device finds a part of its gradient.
+    # Along axes that do not split a bias, each device computes a part of the bias's gradient.
     split = jax.tree.leaves(tuple(specs.bias or ()))
     over = tuple(name for name in (*axes.sequence, *axes.batch, *axes.heads) if name not in split)
     in_specs = specs, rows, rows, rows, None if dlse is None else rows, of_route

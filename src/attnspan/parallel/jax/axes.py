@@ -1,4 +1,4 @@
-"""Axes of a mesh that split the dims of q, k and v."""
+"""Mesh axes that split the dims of q, k and v."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from attnspan.jax.varying import axes_of
 
 __all__ = ["Axes", "AxisNames"]
 
-#: One axis of a mesh, several (the first is the outermost), or none.
+#: One mesh axis, several axes (the first is the outermost), or none.
 AxisNames = str | Sequence[str] | None
 
 #: The dims that axes may split, and their names in errors.
-_WORDS = {"batch": "batch rows", "heads": "heads", "sequence": "the sequence", None: "head_dim"}
+_WORDS = {"batch": "batch elements", "heads": "heads", "sequence": "the sequence", None: "head_dim"}
 
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes of a mesh by what they split: batch rows, heads, or rows and keys.
+    """Mesh axes that split the batch, the heads, or queries and keys.
 
     Example:
         >>> axes = Axes.of(jax.make_mesh((1, 1), ("data", "model")), batch="data", heads="model")
@@ -41,7 +41,12 @@ class Axes:
 
     @classmethod
     def of(cls, mesh: Mesh, **given: AxisNames) -> Axes:
-        """Check names against the mesh; raises where it lacks one, or one would split two dims."""
+        """Check axis names against a mesh.
+
+        Raises:
+            DtypeError: `mesh` is no mesh, or a name is no text.
+            OptionError: The mesh lacks an axis, or an axis would split two dims.
+        """
         remedy = "Make one by jax.make_mesh((2, 2), ('data', 'model'))"
         is_mesh, kind = isinstance(mesh, Mesh), type(mesh).__name__
         expect(is_mesh, "mesh", "a jax.sharding.Mesh", kind, remedy, error=DtypeError)
@@ -55,31 +60,31 @@ class Axes:
         return cls(mesh, **named)
 
     def names(self, dim: str | None) -> tuple[str, ...]:
-        """The axes that split a dim, "batch", "heads" or "sequence"; none for any other."""
+        """List the axes that split "batch", "heads" or "sequence". Empty for any other dim."""
         return () if dim is None or dim not in _WORDS else getattr(self, dim)
 
     def size(self, dim: str | None) -> int:
-        """Into how many parts a dim is split."""
+        """Number of parts into which a dim is split."""
         return math.prod(self.mesh.shape[name] for name in self.names(dim))
 
     def places(self, dim: str) -> list[int]:
-        """The numbers of a dim's parts in `jax.lax.ppermute`, which counts in the mesh's order of axes."""
+        """Numbers of a dim's parts in `jax.lax.ppermute`, which counts in the mesh's order of axes."""
         names = self.names(dim)
         ordered = [name for name in self.mesh.axis_names if name in names]
         numbers = np.arange(self.size(dim)).reshape([self.mesh.shape[name] for name in ordered])
         return numbers.transpose([ordered.index(name) for name in names]).ravel().tolist()  # type: ignore[no-any-return]
 
     def spec(self, *dims: str | None) -> PartitionSpec:
-        """The spec of an array with these dims; None for a dim that is whole everywhere."""
+        """Make the spec of an array with these dims. Pass None for a dim that is whole everywhere."""
         every = map(self.names, dims)
         return PartitionSpec(*(None if not x else x[0] if len(x) == 1 else x for x in every))
 
     def spec_of(self, shape: Sequence[int], *dims: str | None) -> PartitionSpec:
-        """The spec of an array with these first dims; one of size 1, which all share, is whole everywhere."""
+        """Make the spec of an array with these first dims. A dim of size 1 is whole everywhere."""
         return self.spec(*(dim if size > 1 else None for dim, size in zip(dims, shape, strict=False)))
 
     def sharding(self, *dims: str | None) -> NamedSharding:
-        """The sharding of an array with these dims."""
+        """Make the sharding of an array with these dims."""
         return NamedSharding(self.mesh, self.spec(*dims))
 
     @property
@@ -89,19 +94,19 @@ class Axes:
 
     @property
     def here(self) -> Any:
-        """The mesh; inside a `shard_map` over other axes than these, what that left of it."""
+        """The mesh, or the rest of it inside a `shard_map` over other axes than these."""
         inside = jax.sharding.get_abstract_mesh()
         return inside if inside.manual_axes else self.mesh
 
     def on_each(self, run: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
-        """`run` on each device with its parts."""
+        """Call `run` on each device with its parts."""
         inside = jax.sharding.get_abstract_mesh().manual_axes
         axes = {name for name in self.mesh.axis_names if name not in inside}
         how: Any = {"mesh": self.here, "axis_names": axes, "check_vma": False}
         return jax.shard_map(run, **how, in_specs=in_specs, out_specs=out_specs)
 
     def check_around(self, *arrays: Any) -> None:
-        """Raise inside of a `shard_map` that split these axes already, or that checks which arrays vary."""
+        """Raise inside a `shard_map` that split these axes already, or that checks which arrays vary."""
         taken = set(jax.sharding.get_abstract_mesh().manual_axes)
         free = bool(set(self.mesh.axis_names) - taken) and not taken & {
             *self.batch,
@@ -111,16 +116,17 @@ class Axes:
         what, wanted = "a mask over a mesh, inside of shard_map", "axes of the mask that it leaves whole"
         remedy = "Call attention with a plain mask there, or leave these axes out of axis_names"
         expect(free, what, wanted, ", ".join(sorted(taken)), remedy)
-        wanted, remedy = "shard_map(..., check_vma=False)", "JAX cannot nest ours in one that checks"
+        wanted = "shard_map(..., check_vma=False)"
+        remedy = "Pass check_vma=False, because JAX cannot nest shard_map otherwise"
         expect(not axes_of(*arrays), what, wanted, "check_vma=True", remedy)
 
     def place(self, x: Any, *dims: str | None) -> jax.Array:
-        """The array on the mesh, with these dims split; traceable and differentiable."""
+        """Put an array on the mesh, with these dims split. It is traceable and differentiable."""
         self.check_dims(x.shape, dims)
         return self.put(x, self.spec(*dims))
 
     def put(self, x: Any, spec: PartitionSpec) -> jax.Array:
-        """The array with a sharding."""
+        """Put an array on the mesh with this spec."""
         if not is_traced(x):
             return jax.device_put(x, NamedSharding(self.mesh, spec))  # type: ignore[no-any-return]
         groups = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
@@ -147,20 +153,20 @@ class Axes:
         expect(length % self.size(dim) == 0, what, wanted, length, remedy, error=ShapeError)
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise unless the axes of the sequence have a device for each rank of a layout."""
+        """Raise unless the sequence axes have one device for each rank of a layout."""
         parts = self.size("sequence")
         wanted, remedy = (
             "axes of {} devices, the ranks of the layout",
-            "Make the layout for the axis's devices",
+            "Make the layout for as many ranks as the axis has devices",
         )
         fits, got = bool(self.sequence) and ranks == parts, f"{parts}: {self.words('sequence')}"
         expect(fits, "sequence", wanted, got, remedy, ranks)
 
     def check_placed(self, name: str, x: Any, dims: Sequence[str | None]) -> None:
-        """Raise for an array that is split over other axes: nothing is gathered silently.
+        """Raise for an array that is split over other axes, so that nothing is gathered silently.
 
-        What is whole on all devices passes: each takes its part. Of tracers on meshes whose axes are not
-        explicit the sharding is unknown.
+        Arrays that are whole on all devices pass, and each device takes its part. Tracers on meshes without
+        explicit axes pass, because their sharding is unknown.
         """
         sharding: Any = getattr(jax.typeof(x) if is_traced(x) else x, "sharding", None)
         if not is_traced(x) and x.committed:
@@ -185,7 +191,7 @@ class Axes:
             expect(not names or names == mine, f"sharding of {name}", wanted, f"{sharding.spec}", remedy)
 
     def words(self, dim: str | None) -> str:
-        """The axes of a dim for messages."""
+        """Axes of a dim as text for messages."""
         return " x ".join(map(repr, self.names(dim)))
 
 

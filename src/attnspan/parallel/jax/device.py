@@ -1,7 +1,7 @@
 """Computation of one device, forward and backward, with the collectives between the parts of the sequence.
 
-Shapes of one device: B batch rows, H query heads, G key heads as they are held and g as they are attended
-to, N rows, S keys that it holds, D and Dv head dims.
+Shapes of one device: B batch elements, H query heads, G key heads that it holds, g key heads that it attends
+to, N queries, S keys that it holds, D and Dv head dims.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = ["Work", "backward", "forward"]
 
 @dataclass(frozen=True)
 class Work:
-    """Static facts of a call, known when it is traced; hashable.
+    """Static facts of a call, known at trace time and hashable.
 
     Attributes:
-        axes: Who holds what.
-        backend: Name of the backend that attends.
-        groups: Query heads of one key head.
-        split_kv: Key heads are split as the query heads are; else each device holds all of them.
+        axes: Mesh axes.
+        backend: Name of the backend.
+        groups: Query heads per key head.
+        split_kv: Whether key heads are split like query heads. If not, each device holds all of them.
         piece: Most rows between two parts of the sequence.
     """
 
@@ -51,7 +51,7 @@ class Work:
 
 
 def forward(work: Work, part: JaxPart, route: Route | None) -> tuple[Array, Array]:
-    """Attend: out (B, H, N, Dv) in q's dtype, lse (B, H, N)."""
+    """Compute out (B, H, N, Dv) in q's dtype and lse (B, H, N)."""
     part = _with_heads(work, part)
     if route is not None:
         route = route.own()
@@ -74,10 +74,13 @@ def backward(
     dlse: Array | None,
     route: Route | None,
 ) -> Gradients:
-    """Gradients of `forward`, summed over devices; that of the bias over `bias_axes`, if it is wanted."""
+    """Gradients of `forward`, summed over devices.
+
+    The bias's gradient is summed over `bias_axes`, and computed only if `want_dbias`.
+    """
     if route is not None:
         route = route.own()
-        # Else a compiler may find that forward has fetched these keys already, and keep them until now.
+        # Without the barrier, a compiler may reuse the keys that forward fetched, and keep them until here.
         k, v, dout, out, lse = lax.optimization_barrier((held.k, held.v, dout, out, lse))
         held = replace(held, k=k, v=v)
     part = _with_heads(work, held)
@@ -106,7 +109,7 @@ def backward(
 
 
 def _with_heads(work: Work, part: JaxPart) -> JaxPart:
-    """The part with the key heads that a device's query heads read, each as often as groups need it."""
+    """Part with the key heads that a device's query heads read, repeated as groups need it."""
     if work.split_kv:
         return part
     heads = _kv_map(work, part.q.shape[1])
@@ -115,7 +118,7 @@ def _with_heads(work: Work, part: JaxPart) -> JaxPart:
 
 
 def _put_heads(work: Work, grad: Array, like: Array, q_heads: int) -> Array:
-    """The gradient of what `_with_heads` was given, in its dtype, summed over all that read a head."""
+    """Gradient of the heads that `_with_heads` got, in their dtype, summed over all readers of a head."""
     if work.split_kv:
         return grad.astype(like.dtype)
     wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
@@ -125,7 +128,7 @@ def _put_heads(work: Work, grad: Array, like: Array, q_heads: int) -> Array:
 
 
 def _kv_map(work: Work, q_heads: int) -> Array:
-    # Query heads of one key head must be as many for all, so a key head may be taken more than once.
+    # All key heads need equally many query heads, so a key head may occur more than once.
     each = math.gcd(work.groups, q_heads)
     first = lax.axis_index(work.axes.heads) * q_heads
     return (first + each * jnp.arange(q_heads // each)) // work.groups
@@ -139,7 +142,7 @@ def _attended(work: Work, part: JaxPart) -> Any:
 
 
 def _at_stage(part: JaxPart, k: Array, v: Array, route: Route, stage: Any, keys: Array) -> JaxPart:
-    """The part of a stage: its keys and values, whose indices are `keys`."""
+    """Part with a stage's keys and values, whose indices are `keys`."""
     part = replace(part, k=k, v=v, bounds=route.bounds[stage])
     if part.static.dropout_p == 0 and part.static.bias_kind == 0:
         return part
@@ -147,10 +150,10 @@ def _at_stage(part: JaxPart, k: Array, v: Array, route: Route, stage: Any, keys:
 
 
 def _round(work: Work, step: Callable[..., Any], total: Any, k: Array, v: Array, route: Route) -> Any:
-    """Keys go round once: while one part of them is worked on, the next ones travel.
+    """Send keys round once. While one part of them is computed, the next one travels.
 
-    ``step(total, grads, stage, k, v, places)`` gives another total, and grads, which travel on with their
-    keys; `total` is what both start from.
+    ``step(total, grads, stage, k, v, places)`` returns a new total, and new grads, which travel on with their
+    keys. `total` has the initial values of both.
     """
     parts, axis = work.axes.size("sequence"), work.axes.sequence
     place = work.axes.places("sequence")
@@ -173,7 +176,7 @@ def _round(work: Work, step: Callable[..., Any], total: Any, k: Array, v: Array,
 
 
 def _forward_ring(work: Work, part: JaxPart, route: Route) -> tuple[Array, Array]:
-    bare = replace(part, sinks=None)  # They join once: at the end.
+    bare = replace(part, sinks=None)  # Sinks are added once, at the end.
     wide = jnp.promote_types(part.q.dtype, jnp.float32)
 
     def step(total: Any, none: None, stage: Any, k: Array, v: Array, places: Array) -> Any:
@@ -190,7 +193,7 @@ def _forward_ring(work: Work, part: JaxPart, route: Route) -> tuple[Array, Array
 
 
 def _backward_ring(work: Work, differentiate: Any, part: JaxPart, route: Route) -> Any:
-    """dq, dk, dv and dbias; the sums of dk and dv go round with their keys, and come home at last."""
+    """Compute dq, dk, dv and dbias. The sums of dk and dv travel with their keys, and end at their owner."""
     bare = replace(part, sinks=None)
 
     def step(sums: Any, grads: Any, stage: Any, k: Array, v: Array, places: Array) -> Any:
@@ -209,20 +212,20 @@ def _backward_ring(work: Work, differentiate: Any, part: JaxPart, route: Route) 
 
 
 def _merge(out: Array, lse: Array, more: Array, its_lse: Array) -> tuple[Array, Array]:
-    """Two parts of a softmax over disjoint keys as one; Milakov and Gimelshein 2018, section 3.1."""
+    """Merge two parts of a softmax over disjoint keys (Milakov and Gimelshein 2018, section 3.1)."""
     total = jnp.logaddexp(lse, its_lse.astype(lse.dtype))
     return out * _weight(lse, total) + more * _weight(its_lse, total), total
 
 
 def _weight(part: Array, total: Array) -> Array:
-    """exp(part - total) as (B, H, N, 1); 0 for parts of nothing, whose difference may be NaN."""
+    """Weight exp(part - total) as (B, H, N, 1), and 0 for empty parts, whose difference may be NaN."""
     nothing = part == -jnp.inf
     # The second `where` keeps that NaN from derivatives as well.
     return jnp.where(nothing, 0.0, jnp.exp(jnp.where(nothing, 0.0, part - total)))[..., None]
 
 
 def _sink_gradients(sinks: Array, out: Array, lse: Array, dout: Array, dlse: Array | None) -> Array:
-    """The gradient of a sink s is the sum over its rows of exp(s - lse) * (dlse - dout . out)."""
+    """Gradient of each sink s: the sum over its queries of exp(s - lse) * (dlse - dout . out)."""
     slack = -(dout.astype(lse.dtype) * out.astype(lse.dtype)).sum(-1)
     slack = slack if dlse is None else slack + dlse
     share = _weight(jnp.broadcast_to(sinks[:, None].astype(lse.dtype), lse.shape), lse)[..., 0]

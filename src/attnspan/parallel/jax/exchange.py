@@ -1,8 +1,8 @@
-"""The keys that a device attends to, fetched from those that hold them, and their gradients given back.
+"""Exchange of keys between devices, and of their gradients back to the owners.
 
-Shapes of one device: B batch rows, p planes (B or 1), h key heads, m keys that it holds, K keys of a stage of
-each plane, D and Dv head dims, C parts of the sequence, N room for rows on their way. A row that travels
-holds the key and the value of all heads: (B / p, h, D + Dv).
+Shapes of one device: B batch elements, p planes (B or 1), h key heads, m keys that it holds, K keys of a
+stage of each plane, D and Dv head dims, C parts of the sequence, N capacity for rows that travel. A row that
+travels holds the key and the value of all heads: (B / p, h, D + Dv).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ["fetch", "give_back"]
 
 
 def fetch(k: Array, v: Array, lists: Exchange, piece: int, axis: tuple[str, ...]) -> tuple[Array, Array]:
-    """The keys of the stage, (B, h, K, D), and their values; 0 where a stage has fewer keys than room.
+    """Fetch the keys of the stage, (B, h, K, D), and their values. Unused capacity is 0.
 
     Args:
         k: Shape (B, h, m, D).
         v: Shape (B, h, m, Dv).
-        lists: Of this device.
+        lists: Exchange of this device.
         piece: Most rows between two parts.
         axis: Mesh axes that split the sequence.
     """
@@ -40,9 +40,9 @@ def fetch(k: Array, v: Array, lists: Exchange, piece: int, axis: tuple[str, ...]
 def give_back(
     dk: Array, dv: Array, held: int, lists: Exchange, piece: int, axis: tuple[str, ...]
 ) -> tuple[Array, Array]:
-    """The gradients of the keys that a device holds, (B, h, m, D), and of their values; float32 or wider.
+    """Return the gradients of the device's keys, (B, h, m, D), and of their values, in float32 or wider.
 
-    They are the sums over the stages of all devices, in the order of these. Arguments are as for `fetch`.
+    They are sums over the stages of all devices, in the order of the devices. Arguments are as for `fetch`.
     """
     batch, dim = dk.shape[0], dk.shape[3]
     planes = len(lists.own) // held
@@ -50,7 +50,7 @@ def give_back(
     stage = _to_rows(both.astype(jnp.promote_types(both.dtype, jnp.float32)), planes)
     send, receive, _, back = lists.counts
     returned = _travel(_take(stage, lists.place), receive, send, back, piece, axis)
-    # Each key gathers its parts and sums them: no scatter, whose order of additions devices do not fix.
+    # Each key gathers its parts and sums them, because a scatter adds in no fixed order.
     total = _take(returned, lists.back).sum(1)
     found = _from_rows(_take(stage, lists.own) + total, planes, batch)
     return found[..., :dim], found[..., dim:]
@@ -59,15 +59,15 @@ def give_back(
 def _travel(
     rows: Array, send: Array, receive: Array, there: Array, piece: int, axis: tuple[str, ...]
 ) -> Array:
-    """Rows by destination, (N, ...), in the order of the parts, exchanged for rows by source; 0 behind them.
+    """Exchange rows ordered by destination, (N, ...), for rows ordered by source, 0 after the last one.
 
-    TPUs and GPUs send as many as there are; on other platforms pieces are padded to the largest one.
+    TPUs and GPUs send exactly these rows. On other platforms, pieces are padded to the largest piece.
 
     Args:
-        rows: To send.
-        send, receive: int32 (C,), how many go to and come from each part.
-        there: int32 (C,), where this part's rows begin among those that each part receives.
-        piece, axis: As for `fetch`.
+        rows: Rows to send.
+        send, receive: int32 (C,), numbers of rows for and from each part.
+        there: int32 (C,), begin of this part's rows among the rows that each part receives.
+        piece, axis: See `fetch`.
     """
     ragged, padded = partial(_ragged, axis), partial(_padded, piece, axis)
     platforms = {"tpu": ragged, "cuda": ragged, "rocm": ragged}
@@ -76,7 +76,7 @@ def _travel(
 
 
 def _ragged(axis: tuple[str, ...], rows: Array, send: Array, receive: Array, there: Array) -> Array:
-    # JAX cannot vmap it where rows are mapped and numbers are not: these become so.
+    # JAX can vmap it only if the numbers are mapped like the rows, so they become mapped here.
     mapped = jnp.isnan(rows.reshape(-1)[:1]) & False
     send, receive, there = (x + mapped for x in (send, receive, there))
     begins = jnp.cumsum(send) - send
@@ -100,19 +100,19 @@ def _padded(
 
 
 def _take(rows: Array, index: Array) -> Array:
-    """Rows by number, 0 for a number beyond the end."""
+    """Take rows by number, 0 for a number beyond the end."""
     return rows.at[index].get(mode="fill", fill_value=0)
 
 
 def _to_rows(x: Array, planes: int) -> Array:
-    """(B, h, S, E) as (p * S, B / p, h, E)."""
+    """Turn (B, h, S, E) into (p * S, B / p, h, E)."""
     batch, heads, length, width = x.shape
     x = x.reshape(planes, batch // planes, heads, length, width).transpose(0, 3, 1, 2, 4)
     return x.reshape(planes * length, batch // planes, heads, width)
 
 
 def _from_rows(rows: Array, planes: int, batch: int) -> Array:
-    """(p * S, B / p, h, E) as (B, h, S, E)."""
+    """Turn (p * S, B / p, h, E) into (B, h, S, E)."""
     flat, inner, heads, width = rows.shape
     x = rows.reshape(planes, flat // planes, inner, heads, width).transpose(0, 2, 3, 1, 4)
     return x.reshape(batch, heads, flat // planes, width)

@@ -1,4 +1,4 @@
-"""Masks of global arrays: over batch rows and heads, or a plan of a split sequence; both are pytrees."""
+"""Masks of global arrays, which split batch and heads, or with a plan the sequence. They are pytrees."""
 
 from __future__ import annotations
 
@@ -25,18 +25,24 @@ from .rows import Placing, check_placed_rows
 
 __all__ = ["PlacedPlan", "Sharded", "place", "shard"]
 
-#: What splits the dims of q, k and v, by their names in `LAYOUTS`.
+#: Name of a dim in `LAYOUTS` -> the part of the problem that mesh axes split with it.
 _SPLIT = {"batch": "batch", "heads": "heads", "length": "sequence", "tokens": "sequence", "head_dim": None}
 
 
 class Sharded(ShardedMask):
-    """Attention over the devices of a mesh, under one mask: what `attnspan.jax.shard` returns.
+    """Mask for attention over the devices of a mesh. `attnspan.jax.shard` returns it.
 
-    A pytree: an argument of compiled functions. One that closes over it has it as a constant.
+    It is a pytree: pass it as an argument to compiled functions. A function that closes over it has it as a
+    constant.
 
     Attributes:
-        axes: Which axes of the mesh split what.
-        mask: What each query may see; None where a plan has it.
+        axes: Mesh axes that split the batch, the heads and the sequence.
+        mask: The mask. None if a plan has it.
+
+    Example:
+        >>> from attnspan import causal
+        >>> shard(jax.make_mesh((1,), ("data",)), mask=causal(), batch="data")
+        Sharded(batch over 'data' (1))
     """
 
     route: Route | None = None
@@ -48,12 +54,15 @@ class Sharded(ShardedMask):
         self._queries = self._keys = Placing(axes)
 
     def spec(self, layout: str = "bhsd", split_heads: bool = True) -> PartitionSpec:
-        """Partition spec of q, k, v or the output.
+        """Make the partition spec of q, k, v or the output.
 
         Args:
             layout: "bhsd", "bshd" or "thd".
-            split_heads: False for k and v of fewer heads than the axis of the heads divides: each device
-                holds them all and takes those that it needs.
+            split_heads: Pass False for k and v if the mesh axis of the heads does not divide their heads.
+                Each device then holds all key heads, and uses the ones that it needs.
+
+        Raises:
+            OptionError: `layout` is unknown.
 
         Example:
             >>> mesh = jax.make_mesh((1, 1), ("data", "model"))
@@ -65,47 +74,53 @@ class Sharded(ShardedMask):
         return self.axes.spec(*(None if dim == "heads" and not split_heads else dim for dim in dims))
 
     def shard(self, x: Any, axis: int = 1, *, batch_axis: int | None = 0, fill: Any = None) -> Any:
-        """Whole inputs as the devices hold them, one device's rows after the other's, padding included.
+        """Place whole inputs on the devices, one device's rows after the other, padding included.
 
-        Do this once, at the start of a model; everything but attention works on rows one by one. Inside and
-        outside of compiled functions.
+        Call it once, at the start of a model, inside or outside of compiled functions. All layers but
+        attention work on single rows.
 
         Args:
-            x: An array of the whole problem in its own order, of NumPy (each host then takes the rows of its
-                own devices) or JAX; or a mapping of them, such as a batch of a data loader.
-            axis: The axis of the rows.
-            batch_axis: The axis of batch rows, which mesh axes split as well; None if there is none.
-            fill: Value of padding rows, as of `attnspan.parallel.Layout.shard`.
+            x: Array of the whole problem in its original order, or a mapping of arrays, such as a batch. JAX
+                and NumPy arrays work. From a NumPy array, each host takes the rows of its own devices.
+            axis: Axis of the rows.
+            batch_axis: Axis of the batch, which mesh axes may split too. None if there is none.
+            fill: Value of padding rows, as in `attnspan.parallel.Layout.shard`.
 
         Returns:
-            The same, placed. A mapping becomes `attnspan.parallel.rows.Rows`, which know their layout and
-            also hold "q_index", int32 (L, rows).
+            The placed inputs. A mapping becomes `attnspan.parallel.rows.Rows`, which are marked with their
+            layout and also hold "q_index", int32 (L, rows).
 
         Raises:
-            ShapeError: Another number of rows, or a batch that the mesh axes do not divide.
+            ShapeError: `x` has another number of rows, or the mesh axes do not divide its batch.
+            OptionError: The mapping has a "q_index", or an array cannot hold its fill.
+            DtypeError: `x` or an entry is no array.
         """
         return self._queries.shard(x, axis, batch_axis, fill)
 
     def shard_keys(self, x: Any, axis: int = 1, *, batch_axis: int | None = 0, fill: Any = None) -> Any:
-        """`shard` of what keys are made of in cross attention; `shard` itself in self-attention."""
+        """Place inputs of the keys in cross attention. In self-attention it is `shard`."""
         return self._keys.shard(x, axis, batch_axis, fill)
 
     def unshard(self, x: Any, axis: int = 1, *, batch_axis: int | None = 0) -> Array:
-        """The inverse of `shard`: the whole in its own order, without padding; batch rows stay split."""
+        """Undo `shard`: return the whole in its original order, without padding. The batch stays split."""
         return self._queries.unshard(x, axis, batch_axis)  # type: ignore[no-any-return]
 
     def attention(self, q: Array, k: Array, v: Array, **options: Any) -> Any:
-        """`attnspan.jax.attention` of global arrays, each device with its part; inside or outside of jit.
+        """Compute `attnspan.jax.attention` of global arrays, inside or outside of jit.
 
-        q, k and v have the rows of all devices, and the output is split as q is. Seeds, slopes, sinks and
-        tables are those of all batch rows and heads. Where a plan splits the sequence, ``k_index`` and a
-        dense bias are not taken, and ``q_index`` is that of `shard`: of rows of another layout the output is
-        NaN. Padding rows see nothing: their output is 0.
+        Each device computes its part. q, k and v have the rows of all devices, and the output is split like
+        q. Pass seeds, slopes, sinks and tables for the whole batch and all heads. If a plan splits the
+        sequence, ``k_index`` and a dense bias raise an error. Pass the "q_index" of `shard` as ``q_index``:
+        for rows of another layout the output is NaN. Padding attends to nothing: its output is 0.
+
+        Raises:
+            ValueError: Shapes, shardings or options do not fit.
+            TypeError: Dtypes do not fit.
         """
         return attention(self, q, k, v, **options)
 
     def explain(self) -> str:
-        """Explain what each device computes, what crosses the network, and why; ``print`` it."""
+        """Explain the split of the work and the communication, as text to ``print``."""
         return f"split: {self._split()}\nno keys cross the network: each device has whole sequences"
 
     def _split(self) -> str:
@@ -120,24 +135,24 @@ class Sharded(ShardedMask):
 def shard(
     mesh: Mesh, *, mask: Mask | Spans | None = None, batch: AxisNames = None, heads: AxisNames = None
 ) -> Sharded:
-    """Spread attention over a mesh: batch rows and heads, each over axes of their own.
+    """Split attention over the devices of a mesh by batch and heads.
 
-    Everything that goes with q, k and v is split as they are: the mask's bounds, biases, sinks, seeds. No key
-    crosses the network. A sequence is split by a plan: `attnspan.parallel.Plan.on`.
+    The mask's bounds, biases, sinks and seeds are split like q, k and v. No key crosses the network. To split
+    the sequence, use a plan: `attnspan.parallel.Plan.on`.
 
     Args:
-        mesh: The devices, with axes of any type.
-        mask: What each query may see; everything if None.
-        batch: Mesh axis, or a tuple of them, that splits batch rows; None if no axis does.
-        heads: Those that split heads. They divide the query heads. Key heads that they do not divide are held
-            by all devices, each of which takes those that its query heads read.
+        mesh: Mesh of the devices, with axes of any type.
+        mask: The mask. None for full attention.
+        batch: Mesh axis, or a tuple of axes, that splits the batch. None if no axis does.
+        heads: Mesh axis, or a tuple of axes, that splits the heads. They must divide the query heads. If they
+            do not divide the key heads, all devices hold all key heads, and each uses the ones it needs.
 
     Returns:
         A ``mask`` for `attnspan.jax.attention`.
 
     Raises:
         ValueError: Axes do not fit.
-        TypeError: ``mesh`` is no mesh or ``mask`` no mask.
+        TypeError: ``mesh`` is no JAX mesh, or ``mask`` is no mask.
 
     Example:
         >>> from attnspan import causal
@@ -154,7 +169,7 @@ def shard(
 
 
 class _Frame(NamedTuple):
-    """Static part of a `PlacedPlan`, for which a program is compiled; hashable."""
+    """Static part of a `PlacedPlan`, for which programs are compiled. It is hashable."""
 
     axes: Axes
     q_len: int
@@ -164,12 +179,12 @@ class _Frame(NamedTuple):
 
 
 class PlacedPlan(Sharded):
-    """A plan on the devices of a mesh: what `attnspan.parallel.Plan.on` returns for a JAX mesh.
+    """Plan on the devices of a mesh. `attnspan.parallel.Plan.on` returns it for a JAX mesh.
 
     The next step's plan is other data for the same program.
 
     Attributes:
-        frame: What programs are compiled for.
+        frame: Static part, for which programs are compiled.
         route: The plan's arrays.
 
     Example:
@@ -195,26 +210,34 @@ class PlacedPlan(Sharded):
 
     @property
     def plan(self) -> Plan:
-        """The plan that was placed; raises inside of compiled functions, which have arrays alone."""
-        remedy = "Call it outside, and hand the result in"
-        got = "an argument of a compiled function, which has arrays alone"
-        expect(self._plan is not None, "plan", "what plan.on(...) returned", got, remedy)
+        """The plan that was placed.
+
+        Raises:
+            OptionError: You call it inside a compiled function, which gets only the plan's arrays.
+        """
+        remedy = "Call it outside, and pass in the result"
+        got = "an argument of a compiled function, which has only arrays"
+        expect(self._plan is not None, "plan", "a plan that plan.on(...) returned", got, remedy)
         return self._plan  # type: ignore[return-value]
 
     @property
     def positions(self) -> Array:
-        """Number of each row in the whole sequence, in the devices' order, int32 (L, rows); 0 for padding."""
+        """Index of each row in the whole sequence, in the devices' order, int32 (L, rows), 0 for padding."""
         return jnp.maximum(self._queries.rows, 0)
 
     @property
     def valid(self) -> Array:
-        """Mask of these rows that is true for no padding, bool (L, rows)."""
+        """Mask of these rows, bool (L, rows): True for tokens, False for padding."""
         return jnp.greater_equal(self._queries.rows, 0)
 
     def explain(self) -> str:
-        """Explain what each device computes, what crosses the network, and why; ``print`` it."""
+        """Explain the split of the work and the communication, as text to ``print``.
+
+        Raises:
+            OptionError: You call it inside a compiled function.
+        """
         sizes, plan = self.frame.sizes, self.plan
-        room = f"room for {sizes.keys:,} keys that a device attends to, {sizes.rows:,} of them on their way\n"
+        room = f"capacity: {sizes.keys:,} keys that a device attends to, {sizes.rows:,} keys that travel\n"
         return f"split: {self._split()}\n{room if sizes.keys else ''}{plan.explain()}"
 
 
@@ -228,31 +251,40 @@ def place(
     rows: Evidence = None,
     like: PlacedPlan | None = None,
 ) -> PlacedPlan:
-    """Put a plan on a JAX mesh; see `attnspan.parallel.Plan.on`. Each host builds what its devices hold.
+    """Put a plan on a JAX mesh. See `attnspan.parallel.Plan.on`. Each host makes the parts of its devices.
 
     Args:
-        plan: Of the whole problem; its heads and batch rows are those of the global arrays.
-        mesh: The devices, with axes of any type.
-        sequence: Mesh axis, or a tuple of them, that splits rows and keys: the ranks of the layout.
-        batch, heads: Those that split batch rows and heads, as in `shard`.
-        rows: The batch that the plan is used with, of `Layout.on` or of `Layout.shard` in a data loader, its
-            ``marks``, or its ``"q_index"``. "unchecked" compares nothing: right where `PlacedPlan.shard`
-            makes all rows.
-        like: The placed plan of an earlier step. Sizes that depend on the mask only grow from it, in powers
-            of two: compiled functions soon have met them all.
+        plan: Plan of the whole problem, with the heads and the batch of the global arrays.
+        mesh: Mesh of the devices, with axes of any type.
+        sequence: Mesh axis, or a tuple of axes, that splits queries and keys. Its devices are the ranks of
+            the layout.
+        batch, heads: Mesh axes that split the batch and the heads, as in `shard`.
+        rows: The batch that you use the plan with, from `Layout.on`, or from `Layout.shard` in a data loader,
+            its ``marks``, or its ``"q_index"``. "unchecked" compares nothing, which is safe if
+            `PlacedPlan.shard` makes all rows.
+        like: The placed plan of an earlier step. Sizes that depend on the mask only grow from its sizes, in
+            powers of two, so that recompilations soon end.
 
     Raises:
-        ValueError: Axes or sizes do not fit; the strategy needs ranks that share heads; no ``rows``, or those
-            of another layout.
-        TypeError: ``mesh`` is no mesh, ``rows`` say nothing of their layout, or ``like`` is no placed plan.
+        ValueError: Axes or sizes do not fit, the strategy needs ranks that share heads, there are no
+            ``rows``, or they belong to another layout.
+        TypeError: ``mesh`` is no mesh, ``rows`` do not identify their layout, or ``like`` is no placed plan.
+
+    Example:
+        >>> from attnspan import causal
+        >>> from attnspan.parallel import Layout
+        >>> layout, mesh = Layout.of(causal(), q_len=9, ranks=1), jax.make_mesh((1,), ("context",))
+        >>> plan = layout.plan(heads=(4, 2), strategy="exchange")
+        >>> place(plan, mesh, sequence="context", rows="unchecked")
+        PlacedPlan(sequence over 'context' (1))
     """
     axes = Axes.of(mesh, batch=batch, heads=heads, sequence=sequence)
     plan = _between_groups(plan)
     axes.check_ranks(plan.layout.ranks)
     axes.check_divides("query heads of the plan", plan.sizes.q_heads, "heads")
-    axes.check_divides("batch rows of the plan", plan.sizes.batch, "batch" if plan.planes > 1 else None)
+    axes.check_divides("batch elements of the plan", plan.sizes.batch, "batch" if plan.planes > 1 else None)
     check_placed_rows(rows, plan.layout)
-    wanted, remedy = "a placed plan, or None", "Pass what plan.on(...) returned"
+    wanted, remedy = "a placed plan, or None", "Pass the result of plan.on(...)"
     fits, kind = like is None or isinstance(like, PlacedPlan), type(like).__name__
     expect(fits, "like", wanted, kind, remedy, error=DtypeError)
     route, sizes = make_route(plan, axes, None if like is None else like.frame.sizes)
@@ -260,13 +292,13 @@ def place(
 
 
 def _between_groups(plan: Plan) -> Plan:
-    """The plan, if its groups have one member; of what "auto" considered, the best such plan."""
+    """Return the plan if its groups have one member, else the best such plan that "auto" considered."""
     strategy, choice = plan.strategy, plan.choice
     considered = () if choice is None else choice.considered
     limit = None if choice is None else choice.memory
     fitting = (x.strategy for x in considered if limit is None or x.memory.max() <= limit)
     found = strategy if strategy.members == 1 else next((x for x in fitting if x.members == 1), None)
-    remedy = "Plan with one of these; devices that share out heads are a mesh axis, plan.on(mesh, heads=...)"
+    remedy = "Plan with one of these. To split heads, pass their mesh axis: plan.on(mesh, heads=...)"
     expect(found is not None, "strategy on a JAX mesh", '"exchange" or "ring"', repr(strategy.name), remedy)
     return plan.with_strategy(found or strategy, choice)
 

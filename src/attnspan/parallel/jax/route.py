@@ -1,12 +1,12 @@
-"""The plans of all devices as arrays that are split over the mesh like q, k and v.
+"""Plans of all devices as arrays that are split over the mesh like q, k and v.
 
-A plan is data: it is an argument of compiled programs, not a constant in them. Each host makes the shards of
-its own devices. Sizes that depend on the mask are counted for all devices, without their lists, and rounded
-up, so that the next step's mask has the same ones.
+A plan is data: an argument of compiled programs, not a constant in them. Each host makes the shards of its
+own devices. Sizes that depend on the mask are counted for all devices, without making their lists. They are
+rounded up, so that the next step's mask has the same sizes.
 
-Shapes: C parts of the sequence, E parts of the batch where batch rows have plans of their own (else 1), P
-planes (such batch rows) and, of one part of the batch, p; n rows and m keys of a part of the sequence, K keys
-of a stage of each plane, N rows on their way, D devices that need one key.
+Shapes: C parts of the sequence with n rows and m keys each, E parts of the batch (1 if batch elements share a
+plan). P planes (batch elements with different plans), p planes of one part of the batch. K keys of a stage of
+each plane, N rows that travel, D devices that need one key.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ __all__ = ["NOWHERE", "Capacity", "Exchange", "Route", "flat_rows", "make_route"
 
 Ints = NDArray[np.int32]
 
-#: No place: what takes rows by number fills in 0 there.
+#: Number of no row. Taking it gives 0.
 NOWHERE = np.iinfo(np.int32).max
 
 
 class Capacity(NamedTuple):
-    """Sizes that depend on the mask, with room for other masks. A ring has runs only.
+    """Sizes that depend on the mask, rounded up for other masks. A ring has only `runs`.
 
     Attributes:
-        runs: Spans of a row.
+        runs: Spans of a query, R.
         keys, rows, readers: K, N and D.
         piece: Most rows between two parts of the sequence.
     """
@@ -50,7 +50,7 @@ class Capacity(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, traffic: Traffic | None, like: Capacity | None) -> Capacity:
-        """The sizes of a plan, which only grow from those of another step."""
+        """Compute the sizes of a plan. They are never less than the sizes `like` of another step."""
         needed, ranks = cls(plan.bounds.shape[3]), plan.layout.ranks
         most = needed
         if traffic is not None:
@@ -64,8 +64,8 @@ class Capacity(NamedTuple):
 
 
 def _capacity(needed: int, most: int, before: int) -> int:
-    """A size with room for the masks to come: few different ones ever occur."""
-    # Lists have at least one place. Spans of a row have a few values only.
+    """Round a size up for coming masks, so that few different sizes occur."""
+    # Lists have at least one place. The number of spans has few values, and is not rounded.
     power = most if needed == most else 1 << max(needed - 1, 0).bit_length()
     return before if max(needed, 1) <= before else max(min(power, most), 1)
 
@@ -74,15 +74,15 @@ class Exchange(NamedTuple):
     """Keys that each device sends and receives.
 
     Attributes:
-        keys: int32 (p, K), global numbers of the keys that it attends to.
-        source: int32 (p * K,), where each of them is found: among its own (p * m), then among those that it
-            receives (N).
-        send: int32 (N,), its own keys to send, by destination.
-        place: int32 (N,), where received keys go, among p * K.
-        own: int32 (p * m,), where its own keys go.
-        back: int32 (p * m, D), where gradients of its own keys come back, among N.
-        counts: int32 (4, C), for each other part: rows sent to it and received from it; where the first
-            begin there, among all that it receives; where the second began there, among all that it sends.
+        keys: int32 (p, K), global indices of the keys that the device attends to.
+        source: int32 (p * K,), place of each of these keys among the device's own keys (p * m), followed by
+            the received keys (N).
+        send: int32 (N,), own keys to send, by destination.
+        place: int32 (N,), places of received keys among p * K.
+        own: int32 (p * m,), places of own keys among p * K.
+        back: int32 (p * m, D), places of returned gradients of own keys among N.
+        counts: int32 (4, C), for each other part: rows sent to it, rows received from it, the begin of the
+            sent rows among all rows that it receives, the begin of the received rows among all that it sends.
     """
 
     keys: Any
@@ -95,15 +95,15 @@ class Exchange(NamedTuple):
 
 
 class Route(NamedTuple):
-    """Index arrays that all devices need, a pytree. Of all arrays but `rows` and `keys`, (E, C) come first.
+    """Index arrays of all devices, a pytree. All arrays but `rows` and `keys` have leading dims (E, C).
 
     Attributes:
-        bounds: int32 (stages, p, H|1, n, R, 2), on the keys of each stage. An exchange has one stage, a ring
-            one for each part of the sequence, in the order in which they come by.
-        q_index: int32 (p|1, n), global indices of the rows; 0 for padding.
-        exchange: Of an exchange; None for a ring.
-        rows: int32 (P|1, C * n), the number of each row; -1 for padding.
-        keys: int32 (P|1, C * m), the number of each key that a part holds; -1 for padding.
+        bounds: int32 (stages, p, H|1, n, R, 2), over the keys of each stage. An exchange has one stage. A
+            ring has one stage for each part of the sequence, in order of arrival.
+        q_index: int32 (p|1, n), global indices of the queries, 0 for padding.
+        exchange: Lists of an exchange. None for a ring.
+        rows: int32 (P|1, C * n), index of each row, -1 for padding.
+        keys: int32 (P|1, C * m), index of each key of a part, -1 for padding.
     """
 
     bounds: Any
@@ -114,31 +114,31 @@ class Route(NamedTuple):
 
     @property
     def planes(self) -> int:
-        """P."""
+        """Number of planes, P."""
         return int(self.bounds.shape[0] * self.bounds.shape[3])
 
     def specs(self, axes: Axes) -> Route:
-        """Partition specs of its arrays: as q, k and v are split."""
+        """Partition specs of the arrays, which are split like q, k and v."""
         return jax.tree.map(lambda x: axes.spec_of(x.shape, *_DIMS[: x.ndim]), self)  # type: ignore[no-any-return]
 
     def own(self) -> Route:
-        """On a device: its arrays, without (E, C)."""
+        """Arrays of this device, without the dims (E, C)."""
         mine: Route = jax.tree.map(lambda x: x[0, 0], self._replace(rows=None, keys=None))
         return mine._replace(rows=self.rows, keys=self.keys)
 
 
-# What splits the first dims; of arrays with heads these are the fifth, and no other has as many dims.
+# Splits of the first dims. Only arrays with heads have five dims or more, and heads are the fifth.
 _DIMS = ("batch", "sequence", None, None, "heads")
 
 
 def flat_rows(layout: Layout) -> Ints:
-    """The rows of all ranks, one rank after the other, (L, C * n)."""
+    """Rows of all ranks, one rank after the other, (L, C * n)."""
     rows: Ints = layout.rows.transpose(1, 0, 2).reshape(layout.planes, -1)
     return rows
 
 
 def place_table(axes: Axes, table: Ints) -> jax.Array:
-    """Split the table of `flat_rows` as q is split."""
+    """Place the table of `flat_rows`, split like q."""
     return _place(axes, table.shape, table.__getitem__)
 
 
@@ -148,12 +148,12 @@ def _place(axes: Axes, shape: tuple[int, ...], shard: Any) -> jax.Array:
 
 
 def make_route(plan: Plan, axes: Axes, like: Capacity | None) -> tuple[Route, Capacity]:
-    """The arrays of a plan, of which each host makes the shards of its own devices.
+    """Make the arrays of a plan. Each host makes the shards of its own devices.
 
     Args:
-        plan: Of the whole problem, between groups of one member.
-        axes: Which axes of the mesh split what.
-        like: Sizes of another step, which are kept where they suffice.
+        plan: Plan of the whole problem, whose groups have one member.
+        axes: Mesh axes.
+        like: Sizes of another step, which are kept if they suffice.
     """
     parts, ranks = axes.size("batch") if plan.planes > 1 else 1, plan.layout.ranks
     is_ring = plan.strategy.kind == "ring" or plan.strategy.groups == 1
@@ -172,7 +172,7 @@ def make_route(plan: Plan, axes: Axes, like: Capacity | None) -> tuple[Route, Ca
 
         return _place(axes, (parts, ranks, *own.shape), shard)
 
-    # Shapes are those of any device; this host makes those of its own.
+    # All devices have the same shapes. This host reads them from one of its own devices.
     grid = jax.sharding.NamedSharding(axes.mesh, axes.spec_of((parts, ranks), *_DIMS[:2]))
     local = next(iter(grid.addressable_devices_indices_map((parts, ranks)).values()))
     own = of_device(*(x.start or 0 for x in local or ()))
@@ -182,7 +182,7 @@ def make_route(plan: Plan, axes: Axes, like: Capacity | None) -> tuple[Route, Ca
 
 
 def _of_device(plan: Plan, rank: int, sizes: Capacity, counts: Any) -> tuple[Any, ...]:
-    """Bounds, with all heads, q_index and the exchange of one device."""
+    """Bounds with all heads, q_index and the exchange of one device."""
     tables = plan.tables(rank)
     bounds = _padded(np.stack([stage.bounds for stage in tables.stages]), sizes.runs, axis=4)
     return bounds, tables.q_index, None if counts is None else _exchange(tables, sizes, counts)
@@ -194,7 +194,7 @@ def _exchange(tables: Tables, sizes: Capacity, counts: Any) -> Exchange:
     found, room, rank = max(stage.keys.shape[1], 1), sizes.keys, numbers.rank
 
     def widened(place: Ints) -> Ints:
-        # Places are plane * K + key: with room for other masks the planes lie further apart.
+        # Places are plane * K + key. With a larger K the planes lie further apart.
         moved: Ints = place // found * room + place % found
         return moved
 

@@ -1,6 +1,7 @@
-"""Rows of global arrays in the order in which devices hold them, and back.
+"""Reordering of global arrays to the order of the devices, and back.
 
-Shapes: L batch rows that are partitioned one by one (1 where they share rows), C * n rows of all devices.
+Shapes: L batch elements that are partitioned one by one (1 if they share a layout), C * n rows of all
+devices.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .route import flat_rows, place_table
 
 __all__ = ["Placing", "check_placed_rows"]
 
-# Functions of pytrees see a marked batch as a dict: a mark is another at each step, and no reason to compile.
+# As a pytree, a marked batch is a plain dict. Marks change at each step and must not recompile.
 jax.tree_util.register_pytree_with_keys(
     Rows,
     lambda x: ([(jax.tree_util.DictKey(name), y) for name, y in x.items()], tuple(x)),  # type: ignore[arg-type, return-value]
@@ -35,10 +36,10 @@ class Placing:
     """Placement of rows on a mesh.
 
     Attributes:
-        axes: Which axes of the mesh split what.
-        rows: int32 (L, C * n), the number of each row of the devices; None where rows stay.
-        length: S; 0 where rows stay.
-        layout: Of the rows; None where only the devices know them.
+        axes: Mesh axes.
+        rows: int32 (L, C * n), index of each row of the devices. None if the order does not change.
+        length: Rows of the whole problem, S. 0 if the order does not change.
+        layout: Layout of the rows. None if only the devices have it.
     """
 
     axes: Axes
@@ -71,7 +72,7 @@ class Placing:
         if self.layout is None or not isinstance(x, np.ndarray):
             x = _filled(jnp, self._whole(jnp.asarray(x)), self._whole(self.rows), axis, fill)
             return self.axes.place(x, *dims)
-        # NumPy's rows are taken on the host, by each host those of its own devices.
+        # Each host takes the rows of its own devices from NumPy arrays.
         table = flat_rows(self.layout)
 
         def part(index: Any) -> Any:
@@ -84,13 +85,13 @@ class Placing:
         return jax.make_array_from_callback(shape, self.axes.sharding(*dims), part)
 
     def _shard_each(self, x: Mapping[str, Any], axis: int, batch_axis: int | None, fill: Any) -> Any:
-        # Without padding no fill is needed, so that none has to fit.
+        # Without padding no fill is needed, so it is not checked.
         padded = self.rows is not None and self.rows.shape[1] > self.length
         fills = {name: fill_of(name, fill, y) if padded else None for name, y in x.items()}
         found = {name: self.shard(y, axis, batch_axis, fills[name]) for name, y in x.items()}
         if self.rows is None:
             return found
-        remedy = "Name it otherwise: attention's q_index of these rows goes there"
+        remedy = "Rename it, because shard stores the q_index of these rows for attention there"
         expect("q_index" not in x, "shard: x", "no entry 'q_index'", "one", remedy)
         found["q_index"] = self.rows
         return found if self.layout is None else marked(found, Marks(self.layout.fingerprint, -1))
@@ -107,11 +108,11 @@ class Placing:
         return self.axes.place(x, *dims)
 
     def _whole(self, x: Any) -> Any:
-        # Where shardings are types, rows cannot be taken along a dim that is split.
+        # With explicit axes, JAX cannot take rows along a dim that is split.
         return self.axes.place(x, *([None] * x.ndim)) if self.axes.explicit else x
 
     def _dims(self, what: str, x: Any, axis: int, batch_axis: int | None, length: int) -> tuple[int, Any]:
-        """The axis of the rows, counted from 0, and what splits each dim."""
+        """Axis of the rows, counted from 0, and the split of each dim."""
         is_array, kind = hasattr(x, "shape") and hasattr(x, "dtype"), type(x).__name__
         expect(is_array, what, "an array", kind, "Leave it out of the batch", error=DtypeError)
         fits = -x.ndim <= axis < x.ndim and length in (0, x.shape[axis])
@@ -123,13 +124,13 @@ class Placing:
         dims[axis] = "sequence"
         planes = 1 if self.rows is None else self.rows.shape[0]
         fits = planes == 1 or (dims[0] == "batch" and x.shape[0] == planes)
-        wanted, remedy = f"{planes} batch rows as axis 0, each with rows of its own", "Pass the whole batch"
+        wanted, remedy = f"{planes} batch elements as axis 0, each with its layout", "Pass the whole batch"
         expect(fits, what, wanted, tuple(x.shape), remedy, error=ShapeError)
         return axis % x.ndim, dims
 
 
 def check_placed_rows(rows: Evidence, layout: Layout) -> None:
-    """Raise unless `rows` show that they are a layout's: of all devices, or of a data loader's rank."""
+    """Raise unless `rows` belong to a layout, either all devices' rows or the rows of one rank."""
     marks = rows if isinstance(rows, Marks) else getattr(rows, "marks", None)
     rank = -1 if marks is None else marks.rank
     mine = layout.rows[rank] if 0 <= rank < layout.ranks else flat_rows(layout)
@@ -137,7 +138,7 @@ def check_placed_rows(rows: Evidence, layout: Layout) -> None:
 
 
 def _filled(xp: Any, x: Any, rows: Any, axis: int, fill: Any) -> Any:
-    """Rows of an array by number, (L, m), with a value for those of -1; axis 0 is that of the planes."""
+    """Take rows of an array by index, (L, m), with `fill` for index -1. Axis 0 is the batch."""
     shape = [rows.shape[1] if at == axis else 1 for at in range(x.ndim)]
     if len(rows) > 1:
         shape[0] = len(rows)

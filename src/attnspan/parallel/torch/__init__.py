@@ -1,3 +1,3 @@
-"""Plans on the ranks of a torch mesh: the operators, their collectives, and losses over ranks."""
+"""Plans on the ranks of a torch mesh: operators, their collectives, and losses over ranks."""
 
 __all__: list[str] = []

@@ -1,7 +1,7 @@
-"""Whether the ranks of a group do the same: plans, calls and their options, compared by small all-gathers.
+"""Comparison of plans, calls and options between the ranks of a group, by small all-gathers.
 
-Every comparison is a message of the same size, so that ranks that are at different places of a program find
-that out, where messages of other sizes would make gloo end the process.
+Every comparison is a message of the same size. Ranks at different places of a program can therefore detect
+this, whereas messages of different sizes would make gloo end the process.
 """
 
 from __future__ import annotations
@@ -24,31 +24,28 @@ from .groups import announce, shown_group, silence_of
 __all__ = ["Agreement", "agreement_of", "digest_of", "moved", "raise_broken"]
 
 _SAME_MASK = "Give every rank the same mask, with global ids, and the same options"
-_SAME_CALLS = (
-    "Ranks hold parts of one problem: every rank makes the same calls, with the same sizes and options, in "
-    "the same order"
-)
+_SAME_CALLS = "Make the same calls on every rank, with the same sizes and options, in the same order"
 _SAME_VALUES = (
-    "Give every rank of the group the values of all heads that its q has, bit by bit: broadcast them once, "
-    "and sum the gradients of parameters over ranks"
+    "Pass the values of all heads of q, bit-identical on every rank of the group: broadcast them once, and "
+    "sum the gradients of parameters over ranks"
 )
-_SAME_SEED = "Draw one seed and broadcast it, or draw it from a generator that all ranks seeded alike"
-_SAME_PLAN = "Pass the plan that plan.on(mesh, rows=rows) gave at this step"
-_SAME_LAYOUT = "Make it of the same mask, method and rows_per_chunk on every rank"
-#: What is compared, in the order of the numbers of a message: a place for each, and what to do if it differs.
+_SAME_SEED = "Draw one seed and broadcast it, or draw it from generators with the same seed on all ranks"
+_SAME_PLAN = "Pass the plan that plan.on(mesh, rows=rows) returned at this step"
+_SAME_LAYOUT = "Make it from the same mask, method and rows_per_chunk on every rank"
+#: Compared facts and their remedies, in the order of the numbers of a message.
 _REMEDIES = {
-    "step of the program": "Every rank calls plan.on(...), attention and sums in the same order",
+    "step of the program": "Call plan.on(...), attention and sums in the same order on every rank",
     "mask": _SAME_MASK,
     "layout": _SAME_LAYOUT,
     "layout of the keys": _SAME_LAYOUT,
     "strategy and heads": "Pass the same strategy and heads, and for 'auto' the same machine, on every rank",
     "call": _SAME_CALLS,
     "plan of the call": _SAME_PLAN,
-    "batch rows": _SAME_CALLS,
+    "batch size": _SAME_CALLS,
     "head dims": _SAME_CALLS,
     "shape": _SAME_CALLS,
     "dtype": _SAME_CALLS,
-    "backend": "Ranks differ in their devices or packages, so name one that all have: backend=",
+    "backend": "Ranks have different devices or packages, so pass a backend= that all of them have",
     "layout of the rows": _SAME_LAYOUT,
     "scale": _SAME_CALLS,
     "softcap": _SAME_CALLS,
@@ -57,18 +54,18 @@ _REMEDIES = {
     "sinks": _SAME_VALUES,
     "dropout_seed": _SAME_SEED,
     "mask of the cache": _SAME_MASK,
-    "order of batch rows": "Choose the rows once and broadcast them",
+    "order of batch elements": "Choose the rows once and broadcast them",
 }
 _PLACES = {name: at for at, name in enumerate(_REMEDIES)}
-#: Kinds of messages: their first number.
+#: Kinds of messages, which are the first numbers of messages.
 _OF_A_PLAN, _OF_A_CALL = 1, 2
-#: Facts of a call by name, and tensors whose values must be the same.
+#: Named facts of a call, and named tensors whose values must be the same.
 Facts = Mapping[str, object]
 Values = Mapping[str, Sequence[Tensor]]
 
 
 class _Check(NamedTuple):
-    """A comparison under way: of what, the numbers of all ranks, what to wait for, calls before it."""
+    """Comparison under way: its name, the numbers of all ranks, a function that waits, calls before it."""
 
     what: str
     found: Tensor
@@ -77,16 +74,17 @@ class _Check(NamedTuple):
 
 
 class Agreement:
-    """Whether all ranks of a group have the same plans and make the same calls, asked one step late.
+    """Comparison of the plans and calls of all ranks of a group, whose answers are read one step late.
 
-    Each plan starts an all-gather of its fingerprints, and of those of the calls before it, when it is put on
-    the mesh. The answer is read when a later step's plans come; where the host drives the collectives anyway
-    (gloo), before the first exchange, and there each call is compared before its first exchange.
+    When a plan is put on the mesh, it starts an all-gather of its fingerprints, and of fingerprints of the
+    calls before it. The answer is read when the next step's plan is put on the mesh. With gloo the host
+    drives the collectives anyway. There the answer is read before the first exchange, and each call is
+    compared before its first exchange.
 
     Attributes:
-        compares: Whether calls are compared; the last plan that was put on the mesh says so.
+        compares: Whether calls are compared, which the last plan on the mesh decides.
         early: Whether answers are read before the first exchange.
-        groups: Names of its group and of the parts of the group that talk.
+        groups: Names of the group and of its subgroups that communicate.
     """
 
     def __init__(self, group: Any) -> None:
@@ -100,10 +98,10 @@ class Agreement:
         announce()
 
     def start(self, facts: Mapping[str, int], device: str) -> None:
-        """Compare facts of a plan, and the calls since the last plan; the host does not wait.
+        """Start to compare facts of a plan, and the calls since the last plan. The host does not wait.
 
         Raises:
-            PlanMismatchError: An earlier step's plans or calls differed; on all ranks.
+            PlanMismatchError: Plans or calls of an earlier step differed. All ranks raise it.
         """
         if any(check.calls < self._count for check in self._pending):
             self.settle()
@@ -115,10 +113,10 @@ class Agreement:
         self._pending.append(self._gather("comparison of plans", mine))
 
     def note(self, facts: Facts, values: Values | None = None) -> None:
-        """Remember a call, which the next comparison includes; compare now what costs little to compare.
+        """Record a call for the next comparison. With gloo, compare it now.
 
-        Values on the host join the facts. Those on a device are read by no host: they are folded to numbers
-        that stay there, and travel with the next plan's.
+        Values on the host join the facts. Values on a device are never read by the host. They are folded to
+        numbers on the device, and travel with the numbers of the next plan.
 
         Raises:
             PlanMismatchError: The ranks' plans or calls differ.
@@ -139,7 +137,7 @@ class Agreement:
             self._read(self._gather(what, torch.from_numpy(_message(_OF_A_CALL, numbers))))
 
     def _fold(self, name: str, tensors: Sequence[Tensor], numbers: dict[str, int]) -> None:
-        """Add the values of tensors to what is compared under a name."""
+        """Add the values of tensors to the compared fact `name`."""
         for x in tensors:
             known = zlib.crc32(f"{x.dtype} {tuple(x.shape)}".encode(), numbers.get(name, 0))
             if _on_host(x):
@@ -183,7 +181,7 @@ class Agreement:
                 _refuse(group, late.get(name, name), numbers, _REMEDIES[name])
 
     def _forget(self) -> None:
-        # On all ranks alike: whoever goes on begins anew.
+        # All ranks forget alike, so that a program that catches the error can go on.
         self._chains: dict[str, int] = {}
         self._on_device: dict[str, Any] = {}
         self._count = 0
@@ -203,7 +201,7 @@ def _refuse(group: Any, name: str, numbers: list[int], remedy: str) -> NoReturn:
     raise PlanMismatchError(
         f"context parallelism on {shown_group(group)}",
         expected=f"the same {name} on every rank",
-        got=f"another one on rank{'s'[: len(odd) - 1]} {', '.join(odd)} than on rank {ranks[0]}",
+        got=f"a different one on rank{'s'[: len(odd) - 1]} {', '.join(odd)} than on rank {ranks[0]}",
         remedy=remedy,
     )
 
@@ -213,11 +211,11 @@ def _on_host(x: Tensor) -> bool:
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ODD = 0x9E3779B97F4A7C1  # Multiplied by it, 64 bits lose nothing.
+_ODD = 0x9E3779B97F4A7C1  # Odd, so that multiplying 64 bits by it loses nothing.
 
 
 def digest_of(x: Tensor) -> Tensor:
-    """A number for the bits of a tensor and their order, int64 (), on its device; no host waits."""
+    """Hash the bits of a tensor and their order, int64 (), on its device, without synchronizing."""
     bits = _bits(x, _INTEGERS[x.element_size()]).long()
     weights = 2 * torch.arange(bits.numel(), device=bits.device) + 1
     return (bits * weights * _ODD).sum()
@@ -228,7 +226,7 @@ def _bits(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _brought_home(every: Tensor, work: Any) -> tuple[Tensor, Any]:
-    """A tensor on the host, filled once what `work` stands for is done; nobody waits before it is read."""
+    """Start to copy a tensor to the host after `work`. Return the copy and a function that waits for it."""
     stream = torch.cuda.Stream(every.device)  # type: ignore[no-untyped-call]
     home = torch.empty_like(every, device="cpu", pin_memory=True)
     with torch.cuda.stream(stream):
@@ -239,7 +237,7 @@ def _brought_home(every: Tensor, work: Any) -> tuple[Tensor, Any]:
 
 
 def moved(x: Any, device: str) -> Tensor:
-    """A copy of an array of NumPy on a device; the host does not wait."""
+    """Copy a NumPy array to a device, without synchronizing."""
     found = torch.from_numpy(x.copy())
     return found if device == "cpu" else found.pin_memory().to(device, non_blocking=True)
 
@@ -248,7 +246,7 @@ _known: dict[str, Agreement] = {}
 
 
 def agreement_of(group: Any) -> Agreement:
-    """The agreement of a process group; the first call makes it."""
+    """Return the agreement of a process group. The first call makes it."""
     known = _known.get(group.group_name)
     if known is None or known._is_of() is not group:
         for name in [name for name, x in _known.items() if x._is_of() is None]:
@@ -258,11 +256,11 @@ def agreement_of(group: Any) -> Agreement:
 
 
 def raise_broken(group: Any, what: str, error: Exception) -> NoReturn:
-    """Say which exchange failed, which rank is silent, and what to do.
+    """Raise an error that names the exchange that failed and the silent ranks.
 
     Raises:
         PlanMismatchError: The ranks have different plans.
-        CommunicationError: Otherwise.
+        CommunicationError: The ranks have the same plans.
     """
     for known in list(_known.values()):
         if group.group_name in known.groups:
@@ -272,6 +270,6 @@ def raise_broken(group: Any, what: str, error: Exception) -> NoReturn:
         f"context parallelism, {what}, rank {dist.get_rank()} of {shown_group(group)}",
         expected="an answer from every rank",
         got=f"none from {silent} ({cause})" if silent else cause,
-        remedy="A rank has died, hangs or runs another program: look at the first one that failed, and "
+        remedy="A rank has died, hangs or runs another program: look at the first rank that failed, and "
         "resume from a checkpoint",
     ) from error

@@ -1,6 +1,6 @@
-"""A sharded step next to the same step on one rank: what differs, where, and what that usually means.
+"""Comparison of a sharded step with the same step on one rank, with likely causes of differences.
 
-Shapes: B batch rows, S rows of the whole, n of a rank, P ranks.
+Shapes: B batch elements, S rows of the whole problem, n rows of a rank, P ranks.
 """
 
 from __future__ import annotations
@@ -18,27 +18,30 @@ from .groups import group_of
 __all__ = ["differences"]
 
 _SHIFTED = (
-    "These are the {} rows of runs of neighbours that a rank holds: {} after sharding. "
-    "Look at neighbours before layout.shard(...)"
+    "These are the {} rows of each run of neighbours that a rank holds: {} after sharding. "
+    "Shift before layout.shard(...)"
 )
 _CAUSES = {
     "last": _SHIFTED.format("last", "labels or targets were shifted"),
     "first": _SHIFTED.format("first", "tokens, positions or features were shifted"),
-    "elsewhere": "They are other rows of the whole: tensors of another layout under the marks of this one. "
-    "Shard all of a batch by one layout.shard(...) call",
+    "elsewhere": "They equal other rows of the sequence: the tensors come from another layout than the "
+    "marks. Shard the whole batch by one layout.shard(...) call",
     "mask": "The mask or the ids are another batch's or another layout's, positions are not "
-    "rows['q_index'], or tensors hold other rows than it says. Make layout, plan and rows from the ids of "
-    "this batch",
-    "mean": "The ranks' parts do not add up: a mean of each rank's own mean. "
+    "rows['q_index'], or tensors hold other rows than rows['q_index']. Make layout, plan and rows from the "
+    "ids of this batch",
+    "mean": "The ranks' parts do not add up, probably because each rank averages over its own targets. "
     "Divide by the targets of all ranks, global_token_count(...)",
     "gradient": "Either gradients are not summed over ranks: call sum_gradients(...), or use FSDP2 with "
-    "set_gradient_divide_factor(1.0). Or a rank's loss is a mean of its own: divide by "
+    "set_gradient_divide_factor(1.0). Or a rank averages over its own targets: divide by "
     "global_token_count(...)",
 }
 
 
 def differences(alone: dict[str, Any], sharded: dict[str, Any], mesh: Any, within: float) -> list[str]:
-    """A line for each tensor that differs, the first one explained; see `assert_same_as_one_rank`."""
+    """Describe each tensor that differs in one line, the first with its cause.
+
+    See `attnspan.testing.assert_same_as_one_rank`.
+    """
     group, what, index = group_of(mesh), "step(batch, mesh)", sharded.pop("q_index", None)
     alone.pop("q_index", None)
     remedy = "Return rows['q_index'] too, and the same names with and without a mesh"
@@ -92,12 +95,13 @@ def _compare_same(want: Tensor, got: Tensor, group: Any, within: float) -> str:
     worst = max(wrong, key=lambda rank: errors[rank][0])
     error, factor = errors[worst]
     return (
-        f"it differs on ranks {wrong}, by up to {error:.1e} of its norm, about {factor:.3g} times one rank's"
+        f"it differs on ranks {wrong}, by up to {error:.1e} of its norm, "
+        f"about {factor:.3g} times the value on one rank"
     )
 
 
 def _compare_rows(want: Tensor, parts: list[Tensor], rows: Tensor, within: float) -> tuple[str, str]:
-    """Return the difference and the name of its cause."""
+    """Describe the difference, and name its cause."""
     batch, length = want.shape[:2]
     want = want.reshape(batch, length, -1).double().cpu()
     got, owner = torch.full_like(want, torch.nan), torch.full((batch, length), -1)
@@ -115,7 +119,7 @@ def _compare_rows(want: Tensor, parts: list[Tensor], rows: Tensor, within: float
     shown = ", ".join(map(str, places[:4])) + ", ..." * (len(places) > 4)
     owners = sorted(set(owner[wrong].tolist()))
     text = f"{len(places)} of {batch * length} rows differ, by up to {float(change[wrong].max()):.1e}"
-    text += f" of their size, on ranks {owners}: (batch row, token) {shown}"
+    text += f" of their size, on ranks {owners}: (batch element, token) {shown}"
     edge = torch.ones(batch, 1, dtype=torch.bool)
     leaves = owner[:, 1:] != owner[:, :-1]
     if not (wrong & ~torch.cat([leaves, edge], 1)).any():

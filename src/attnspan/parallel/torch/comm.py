@@ -1,6 +1,6 @@
-"""Exchange of rows between ranks: subgroups, collectives, kept buffers.
+"""Exchange of rows between ranks: subgroups, collectives, reused buffers.
 
-Every exchange is an all-to-all with uneven parts on the subgroup that talks: a step of a ring is one whose
+Every exchange is an all-to-all with uneven parts on the subgroup that communicates. In a step of a ring, all
 parts but one are empty. So there is one kind of collective, in the same order on all ranks.
 """
 
@@ -25,14 +25,14 @@ from .groups import group_of, named_part
 
 __all__ = ["Counts", "Pending", "Ranks", "Scratch", "counted_bytes", "exchange"]
 
-#: On the CPU fresh pages cost more than what is written to them: buffers from this size on are kept for the
-#: next call, unless those of one call exceed the second figure.
+#: On the CPU, allocating fresh memory pages costs more than writing to them. Buffers of at least the first
+#: size are kept for the next call, unless the buffers of one call exceed the second size.
 _WORTH_KEEPING, _MOST_KEPT = 1 << 20, 1 << 29
 
 
 @dataclass
 class Counts:
-    """Bytes that this rank exchanged with others by phase, such as "exchange" or "gradients"."""
+    """Bytes that this rank exchanged with other ranks, by phase, such as "exchange" or "gradients"."""
 
     sent: Counter[str] = field(default_factory=Counter)
     received: Counter[str] = field(default_factory=Counter)
@@ -60,7 +60,7 @@ def counted_bytes() -> Iterator[Counts]:
 
 
 class Pending:
-    """Result of an exchange under way; its buffers live as long as it does."""
+    """Result of an exchange that is under way. It keeps the buffers alive."""
 
     def __init__(self, received: Any, sent: Any = None, work: Any = None, group: Any = None, phase: str = ""):
         self._received, self._sent, self._work = received, sent, work
@@ -68,12 +68,12 @@ class Pending:
         self._change: Callable[[Any], Any] = lambda received: received
 
     def then(self, change: Callable[[Any], Any]) -> Pending:
-        """The same, changed once it is there."""
+        """Apply `change` to the result once it has arrived."""
         self._change = change
         return self
 
     def wait(self) -> Any:
-        """The received rows, once they are there, or what they were to be changed to.
+        """Wait for the received rows, and return them, changed as `then` asked.
 
         Raises:
             CommunicationError: A rank did not answer.
@@ -83,7 +83,7 @@ class Pending:
                 self._work.wait()
             except RuntimeError as error:
                 raise_broken(self._group, self._phase, error)
-            # The rows that were sent are no longer needed.
+            # Frees the rows that were sent.
             self._work = self._sent = None
         return self._change(self._received)
 
@@ -91,15 +91,15 @@ class Pending:
 def exchange(
     send: Tensor, send_rows: Sequence[int], rows: Sequence[int], group: Any, phase: str, received: Tensor
 ) -> Pending:
-    """Start to send rows to the ranks of a group, and to receive theirs.
+    """Start to send rows to the ranks of a group, and to receive their rows.
 
     Args:
-        send: Shape (sum of send_rows, ...), contiguous: the rows for rank 0, for rank 1, ...
-        send_rows: How many go to each rank.
-        rows: How many come from each rank.
+        send: Shape (sum of send_rows, ...), contiguous: the rows for rank 0, for rank 1, and so on.
+        send_rows: Number of rows for each rank.
+        rows: Number of rows from each rank.
         group: The process group.
-        phase: Under which name bytes are counted.
-        received: Where they go, shape (sum of rows, ...), contiguous.
+        phase: Name under which the bytes are counted.
+        received: Buffer for the received rows, shape (sum of rows, ...), contiguous.
 
     Raises:
         CommunicationError: The group is broken.
@@ -111,7 +111,7 @@ def exchange(
         counts.received[phase] += (sum(rows) - rows[me]) * size
     sizes = [n * size for n in rows], [n * size for n in send_rows]
     try:
-        # As bytes: not every engine knows every dtype.
+        # As bytes, because not every engine supports every dtype.
         work = dist.all_to_all_single(_bytes(received), _bytes(send), *sizes, group=group, async_op=True)
     except RuntimeError as error:
         raise_broken(group, phase, error)
@@ -123,25 +123,24 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 class Scratch:
-    """Buffers of one call by name, kept for the next call of the same ranks.
+    """Named buffers of one call, kept for the next call of the same ranks.
 
-    Devices have an allocator that does so.
-
-    A name may be used again in a call once nothing reads or writes what it stood for.
+    Buffers on devices are not kept, because torch's allocator does that. A call may use a name again once
+    nothing reads or writes its buffer any more.
     """
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
 
     def new(self, name: str, shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """An uninitialised, contiguous tensor on the device of ``like``, in its dtype or another one."""
+        """Return an uninitialised, contiguous tensor on the device of ``like``, by default in its dtype."""
         dtype = like.dtype if dtype is None else dtype
         size = math.prod(shape) * dtype.itemsize
         if like.device.type != "cpu" or size < _WORTH_KEEPING:
             return torch.empty(tuple(shape), dtype=dtype, device=like.device)
         buffer = self._kept.get(name)
         if buffer is None or buffer.numel() < size:
-            # An inference tensor could not be written to by a later call outside of that mode.
+            # A later call outside of inference mode could not write to an inference tensor.
             with torch.inference_mode(False):
                 buffer = self._kept[name] = torch.empty(size, dtype=torch.uint8)
         return buffer[:size].view(dtype).view(tuple(shape))
@@ -157,12 +156,12 @@ def _group_named(at: int) -> Any:
 
 
 class Ranks:
-    """The process groups of a mesh under a strategy of u members, and what is kept for them.
+    """Process groups of a mesh under a strategy of u members, with their buffers.
 
-    It refers to groups by name: whoever destroys a process group may do so while plans are alive.
+    Groups are stored as names, so that you can destroy a process group while plans are alive.
 
     Attributes:
-        agreement: Of all ranks.
+        agreement: Comparison of plans and calls of all ranks.
     """
 
     def __init__(self, whole: Any, members: Any, peers: Any, agreement: Agreement) -> None:
@@ -170,12 +169,12 @@ class Ranks:
         self._names = [group.group_name for group in (whole, members, peers)]
         self._free: list[Scratch] = []
 
-    # All ranks; those that share heads, rank p // u * u and those after it; one of each group.
+    # All ranks, the members of this rank's group, and this rank's peers in all groups.
     whole, members, peers = (_group_named(at) for at in range(3))
 
     @classmethod
     def of(cls, mesh: DeviceMesh, members: int) -> Ranks:
-        """The groups of a mesh; the first call makes them, on all ranks together."""
+        """Return the groups of a mesh. The first call makes them, on all ranks together."""
         whole = group_of(mesh)
         known = _known.get(key := (whole.group_name, members))
         if known is not None and known._is_of() is whole:
@@ -190,7 +189,7 @@ class Ranks:
         for name, u in list(_known):
             of = _known[name, u]._is_of()
             if of is None or (name == whole.group_name and of is not whole):
-                del _known[name, u]  # With its buffers.
+                del _known[name, u]  # frees its buffers
         agreement = agreement_of(whole)
         agreement.groups |= {inner.group_name, outer.group_name}
         _known[key] = cls(whole, inner, outer, agreement)
@@ -198,12 +197,12 @@ class Ranks:
 
     @classmethod
     def named(cls, group: str, members: int) -> Ranks:
-        """The groups that `of` made, for an operator, which knows the name of all ranks' group."""
+        """Return groups that `of` made, by the name of the group of all ranks, which operators know."""
         return _known[group, members]
 
     @contextmanager
     def scratch(self) -> Iterator[Scratch]:
-        """Buffers of one call. After an error nobody else gets them: an exchange may still be writing."""
+        """Buffers of one call. After an error they are not reused, because an exchange may still write."""
         scratch = self._free.pop() if self._free else Scratch()
         yield scratch
         if scratch.size <= _MOST_KEPT:

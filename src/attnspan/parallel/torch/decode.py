@@ -1,6 +1,6 @@
-"""Decoding with a cache whose keys are spread over ranks: keys stay where they are, queries travel.
+"""Decoding with a cache whose keys are spread over ranks. Keys stay on their rank, and outputs are merged.
 
-Shapes: B batch rows, G key heads, H query heads, n new tokens, P ranks, C slots of a rank.
+Shapes: B batch elements, G key heads, H query heads, n new tokens, P ranks, C slots of a rank.
 """
 
 from __future__ import annotations
@@ -31,23 +31,27 @@ _NONE: Mapping[str, Any] = {}
 
 
 class ShardedCache(WritableBuffers):
-    """Keys and values of a growing sequence, each on one rank of a mesh.
+    """KV cache of a growing sequence that is spread over the ranks of a mesh.
 
-    A token's keys never move. New token t goes to rank t % P; after a prefill with a plan, `fill` takes this
-    rank's rows as they lie. All batch rows have the same length. Not for training: nothing here is
-    differentiable.
+    A token's keys never move. New token t goes to rank t % P. After a prefill with a plan, `fill` stores this
+    rank's rows in the plan's order. All batch elements have the same length. The cache is not differentiable.
 
     Args:
-        mesh: The ranks; see `attnspan.parallel.Plan.on`.
-        batch: B.
-        kv_heads: G.
+        mesh: DeviceMesh of the ranks, see `attnspan.parallel.Plan.on`.
+        batch: Batch size, B.
+        kv_heads: Key heads, G.
         max_len: Most tokens of the sequence.
-        head_dim: Elements of a key.
-        v_dim: Elements of a value; None for `head_dim`.
-        dtype, device: Of the buffers.
+        head_dim: Head dim of the keys.
+        v_dim: Head dim of the values. None for `head_dim`.
+        dtype: Dtype of the buffers, default float32.
+        device: Device of the buffers.
 
     Attributes:
         length: Tokens so far, on all ranks together.
+
+    Raises:
+        OptionError: A size is less than 1, or the mesh does not fit.
+        DtypeError: ``mesh`` is no DeviceMesh, or a size is no int.
 
     Example:
         >>> from torch.distributed.device_mesh import init_device_mesh
@@ -89,7 +93,7 @@ class ShardedCache(WritableBuffers):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _hold(self, k: Tensor, v: Tensor, index: Tensor, length: int) -> None:
-        """Keep these keys, with room for this rank's share of the tokens to come."""
+        """Store these keys, with slots for this rank's share of the coming tokens."""
         slots = len(index) + -(-(self.max_len - length) // self.ranks)
         for name, x in (("keys", k), ("values", v)):
             buffer = x.new_zeros((*x.shape[:2], slots, x.shape[3]))
@@ -102,32 +106,34 @@ class ShardedCache(WritableBuffers):
 
     @torch.no_grad()
     def fill(self, k: Tensor, v: Tensor, q_index: Tensor, length: int) -> None:
-        """Take the rows of a prefill as a layout has partitioned them. The ranks compare what they hold.
+        """Store this rank's rows of a prefill. The ranks check that each token is on one rank.
 
         Args:
             k: This rank's keys, shape (B, G, m, D).
-            v: Its values, (B, G, m, Dv).
-            q_index: Their numbers in the whole sequence, (1, m), -1 for padding: ``rows["q_index"]``.
+            v: This rank's values, (B, G, m, Dv).
+            q_index: Indices of the rows in the whole sequence, (1, m), -1 for padding: ``rows["q_index"]``.
             length: Tokens of the whole sequence.
 
         Raises:
-            ShapeError: The sequence is longer than `max_len`, batch rows are partitioned one by one, or the
-                ranks do not hold each token once.
-            DtypeError: k or v have another dtype than the cache.
+            ShapeError: The sequence is longer than `max_len`, batch elements are partitioned one by one, or
+                the ranks do not hold each token once.
+            DtypeError: k or v have another dtype than the cache, or ``q_index`` is not integer.
+            DeviceError: k or v are on another device than the cache.
+            CommunicationError: A rank did not answer.
         """
-        what, wanted = "ShardedCache.fill: q_index", "(1, rows), one order for all batch rows"
+        what, wanted = "ShardedCache.fill: q_index", "(1, rows), one order for all batch elements"
         whole = not (q_index.is_floating_point() or q_index.dtype == torch.bool)
         expect(whole, what, "integers", str(q_index.dtype), "Pass rows['q_index']", error=DtypeError)
         shared = q_index.dim() == 1 or q_index.shape[0] == 1
-        remedy = "Prefill with a layout whose mask all batch rows share"
+        remedy = "Prefill with a layout of one mask for all batch elements"
         expect(shared, what, wanted, tuple(q_index.shape), remedy, error=ShapeError)
         rows = q_index.flatten()
         self._check("fill", k, v, self.keys.shape[0], len(rows), length)
         self._agree("fill", length)
-        # Padding first, and what is beyond the sequence last.
+        # Bin 0 counts padding, the last bin counts indices beyond the sequence.
         mine = torch.bincount(rows.clamp(-1, length) + 1, minlength=length + 2)
         counts = torch.stack(self._gather(mine)).sum(0)[1:]
-        remedy = "Pass the rows and the q_index that one layout.shard(...) gave, and its q_len"
+        remedy = "Pass the rows and the q_index that one layout.shard(...) returned, and its q_len"
         once = bool((counts[:-1] == 1).all() and counts[-1] == 0)
         got = f"{int(counts.sum())} of them in all"
         expect(once, what, f"each of the {length} tokens on one rank", got, remedy, error=ShapeError)
@@ -135,22 +141,24 @@ class ShardedCache(WritableBuffers):
         self._hold(k[:, :, seen], v[:, :, seen], rows[seen], length)
 
     def reset(self) -> None:
-        """Empty the cache. Rows cannot be emptied one by one: all have the same length."""
+        """Empty the cache. You cannot empty single batch elements, because all have the same length."""
         self._hold(self.keys[:, :, :0], self.values[:, :, :0], self.k_index[:0], 0)
 
     @torch.no_grad()
     def reorder(self, rows: Tensor | Sequence[int]) -> None:
-        """Make each batch row what another one was, as `attnspan.torch.StaticCache.reorder`, for beams.
+        """Replace batch element ``b`` with batch element ``rows[b]``, for beam search.
 
         Args:
-            rows: Shape (B,), integer, or a list: the same on all ranks, and all batch rows with
-                ``split_batch`` too.
+            rows: Indices of batch elements, an integer tensor (B,) or a list. Pass the same on all ranks, for
+                the whole batch also with ``split_batch``.
 
         Raises:
-            ValueError, TypeError: As there, where values can be read.
+            ValueError: A shape, a device or, on CPU, an index does not fit.
+            TypeError: ``rows`` is not integer.
+            PlanMismatchError: ``rows`` differ between ranks.
         """
         numbers, _ = row_numbers("ShardedCache.reorder: rows", rows, self.keys, whole=True)
-        self._agree("reorder", len(numbers), values={"order of batch rows": numbers})
+        self._agree("reorder", len(numbers), values={"order of batch elements": numbers})
         moved = [(x, x.index_select(0, numbers)) for x in (self.keys, self.values)]
         for x, new in moved:
             x.copy_(new)
@@ -171,22 +179,28 @@ class ShardedCache(WritableBuffers):
     ) -> Tensor:
         """Append n new tokens, and attend with their queries to the keys of all ranks.
 
+        After an error the tokens are not appended.
+
         Args:
-            q: Queries of the new tokens, (B, H, n, D), the same on all ranks; or with ``split_batch`` this
-                rank's B / P batch rows, in the order of the ranks.
-            k: Their keys, (B, G, n, D), accordingly.
-            v: Their values, (B, G, n, Dv).
-            mask: What they may see besides ``causal()``, as ``window(4095)``; its arrays are global.
-            split_batch: Whether ranks hold different batch rows.
-            sinks, scale, softcap, bias: As of `attnspan.torch.attention`.
+            q: Queries of the new tokens, (B, H, n, D), the same on all ranks. With ``split_batch``, this
+                rank's B / P batch elements, in the order of the ranks.
+            k: Keys of the new tokens, (B, G, n, D), split like q.
+            v: Values of the new tokens, (B, G, n, Dv), split like q.
+            mask: Mask that is combined with ``causal()``, such as ``window(4095)``. Its arrays must cover all
+                tokens.
+            split_batch: Whether ranks hold different batch elements.
+            sinks, scale, softcap, bias: See `attnspan.torch.attention`.
 
         Returns:
-            Output for q, as q lies. Parts of the ranks are merged in their order by lse, in float32.
+            Output for q, split like q. The partial results are merged by lse in float32, in the order of the
+            ranks.
 
         Raises:
             ShapeError: The sequence becomes longer than `max_len`, or shapes do not fit the cache.
             DtypeError: k or v have another dtype than the cache.
-            CommunicationError: A rank did not answer. The tokens are not appended after any error.
+            DeviceError: k or v are on another device than the cache.
+            PlanMismatchError: Calls, masks or options differ between ranks.
+            CommunicationError: A rank did not answer.
         """
         batch, new = self.keys.shape[0] // (self.ranks if split_batch else 1), q.shape[2]
         self._check("attend", k, v, batch, new, self.length + new)
@@ -228,7 +242,7 @@ class ShardedCache(WritableBuffers):
     def _agree(
         self, call: str, shape: Any, facts: Mapping[str, object] = _NONE, values: Mapping[str, Any] = _NONE
     ) -> None:
-        """Let the ranks compare a call, and the tensors that its options are made of."""
+        """Compare a call, and the tensors in its options, between ranks."""
         leaves = {
             name: [torch.as_tensor(x) for x in pytree.tree_leaves(given) if is_array(x)]
             for name, given in values.items()

@@ -1,13 +1,13 @@
-"""Context parallelism of DTensors: a plan splits the rows, other mesh axes may split batch rows and heads.
+"""Context parallelism of DTensors: a plan splits the rows, other mesh axes may split batch and heads.
 
-A DTensor whose sequence is split by a plan holds the rows in the order of its ranks, padding included, P * n
-of them: ``DTensor.from_local(layout.shard(x, rank), mesh, [Shard(1)])`` makes one, and everything but
-attention may work on it. One of rows in their natural order, as ``distribute_tensor`` makes it, looks the
-same: so a plan whose order is another one takes DTensors only with ``dtensor_rows="plan"``.
+A DTensor whose sequence is split by a plan has P * n rows in the order of the plan's ranks, padding included.
+``DTensor.from_local(layout.shard(x, rank), mesh, [Shard(1)])`` makes one, which all other layers can use.
+``distribute_tensor`` makes DTensors that look the same, with rows in their original order. So a plan with
+another order raises an error for DTensors without ``dtensor_rows="plan"``.
 
-The plan knows only its own ranks: its mask, ``heads`` and ``batch`` describe what they hold together, which
-is a part of the batch rows and heads where other mesh axes split these. So do options that are plain tensors;
-those that are DTensors describe the whole, and so does a seed of shape ().
+The plan describes the problem of its own ranks. If other mesh axes split the batch and the heads, its mask,
+``heads`` and ``batch`` describe one part of them. Plain tensors in options describe the same part. DTensors
+in options, and a seed of shape (), describe the whole.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ def attend(
     """`MeshPlan.attention` of DTensors.
 
     Args:
-        plan: Of this rank.
-        places: How q, k and v lie, consistently.
-        q, k, v: DTensors; the size of their sequences is that of all ranks together, padding included.
-        given, scale, layout, return_lse, backend: As of `attnspan.torch.attention`.
+        plan: Plan of this rank.
+        places: Placements of q, k and v, which are consistent.
+        q, k, v: DTensors. Their sequence has the rows of all ranks, padding included.
+        given, scale, layout, return_lse, backend: See `attnspan.torch.attention`.
 
     Returns:
-        DTensors that lie as q does.
+        DTensors with the placements of q.
 
     Raises:
         ShapeError: Sizes do not fit the plan.
-        OptionError: An option lies otherwise than q, or describes the whole where a part is needed.
+        OptionError: An option has other placements than q, or describes the whole instead of a part.
     """
     local, dims, frame = [x.to_local() for x in (q, k, v)], LAYOUTS[layout], plan.frame
     rows = dims.index("tokens" if layout == "thd" else "length")
     for name, x, each in (("q", q, frame.rows_per_rank), ("k", k, frame.keys_per_rank)):
         what, whole = f"{name} as a DTensor with context parallelism", each * frame.strategy.ranks
-        wanted = "{} rows: those of {} ranks, in the plan's order and with its padding"
+        wanted = "{} rows of {} ranks together, in the plan's order and with its padding"
         got, ranks = f"shape {tuple(x.shape)} in layout {layout}", frame.strategy.ranks
         remedy = "Make it by DTensor.from_local(layout.shard(x, rank), mesh, [Shard(1)])"
         expect(x.shape[rows] == whole, what, wanted, got, remedy, whole, ranks, error=ShapeError)
@@ -81,22 +81,22 @@ def attend(
 
 
 def _local_options(places: Places, given: Given, whole: tuple[Any, Any], here: tuple[Any, Any]) -> Given:
-    """The options of a call as this rank takes them; ``whole`` and ``here`` are batch rows and heads of q."""
+    """This rank's part of the options. ``whole`` and ``here`` are batch size and heads of q."""
     parts = {}
     for name, x, *dims in option_tensors(given):
         if is_dtensor(x):
             x = _part(places, name, x, *dims)
         for role, dim, all_of_it, mine in zip((BATCH, HEADS), dims, whole, here, strict=True):
             if dim is not None and role in places.roles and x.shape[dim] == all_of_it != mine:
-                wanted = f"that of this rank's {role}, {mine}, or a DTensor"
+                wanted = f"a tensor for this rank's {role}, {mine}, or a DTensor"
                 got = f"a plain tensor for all {all_of_it}, of shape {tuple(x.shape)}"
-                remedy = "Distribute it along the mesh axis that splits q so, or take this rank's part"
+                remedy = "Distribute it along the mesh axis that splits q, or pass this rank's part"
                 expect(False, f"{name} with context parallelism of DTensors", wanted, got, remedy)
         if x is not None:
             parts[name.rpartition(".")[2]] = x
     seed, sinks = parts.pop("dropout_seed", None), parts.pop("sinks", None)
     if seed is not None and seed.dim() == 0 and {BATCH, HEADS} & set(places.roles):
-        # Each rank numbers its batch rows and heads from 0: it needs the seeds of those it has.
+        # Each rank numbers its batch elements and heads from 0, so it needs their own seeds.
         seed = places.part("dropout_seed", dropout_seeds(seed, *whole), 0, 1)
     bias: Any = given.bias
     if parts and not isinstance(bias, Tensor):
@@ -105,7 +105,7 @@ def _local_options(places: Places, given: Given, whole: tuple[Any, Any], here: t
 
 
 def _part(places: Places, name: str, x: Any, batch: int | None, heads: int | None) -> Tensor:
-    """This rank's part of a DTensor; its gradient is summed over ranks that share the part."""
+    """This rank's part of a DTensor. Its gradient is summed over ranks that share the part."""
     from torch.distributed.tensor import Partial, Replicate
 
     check_follower(places, name, x, batch, heads)
@@ -114,14 +114,14 @@ def _part(places: Places, name: str, x: Any, batch: int | None, heads: int | Non
         place if place.is_shard() else Partial() if role in (BATCH, HEADS, ROWS) else Replicate()
         for role, place in zip(places.roles, wanted, strict=True)
     ]
-    if tuple(x.placements) != wanted:  # It is whole: each rank cuts its own part out.
+    if tuple(x.placements) != wanted:  # replicated, so each rank cuts out its part
         x = x.redistribute(places.mesh, wanted)
     part: Tensor = x.to_local(grad_placements=gradient)
     return part
 
 
 def _join(x: Tensor, shape: tuple[Any, ...], dims: tuple[str, ...], places: Places) -> Tensor:
-    """The DTensor of which this rank has computed its part."""
+    """Make a DTensor from this rank's part."""
     names = {"batch": BATCH, "heads": HEADS, "length": ROWS, "tokens": ROWS}
     at = {names[dim]: i for i, dim in enumerate(dims) if dim in names}
     # In layout bhsd the output is stored as in bshd.

@@ -1,8 +1,8 @@
-"""Attention of one rank's rows to the keys of all, forward and backward: exchanges, the kernel, sums.
+"""Attention of one rank's queries to the keys of all ranks, forward and backward: exchanges, kernel, sums.
 
-Shapes: B batch rows, H query heads and G key heads of this rank while it attends, N rows of its group, S keys
-of its group, K keys of a stage, D and Dv head dims. Of several calls for one row the parts are added in
-float32, whatever the inputs are.
+Shapes: B batch elements, H query heads and G key heads of this rank while it attends, N rows and S keys of
+its group, K keys of a stage, D and Dv head dims. If several calls compute parts of one query, the parts are
+added in float32 for any input dtype (float64 for float64).
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,14 +27,14 @@ __all__ = ["Done", "Gradients", "Work", "backward", "forward", "merged"]
 
 
 class Work(NamedTuple):
-    """Work of one rank: its call, its plan, and who takes part.
+    """Work of one rank: its call, its plan, and the participating ranks.
 
     Args:
-        tables: Its plan, with tensors.
-        team: Who takes part.
-        call: Its q (B, H, N, D), its keys k (B, G, S, D) and v (B, G, S, Dv) among those of all ranks, and
-            options of all members' heads, without indices; the tables have the bounds.
-        backend: What runs its parts.
+        tables: The rank's plan, with tensors.
+        team: The participating ranks.
+        call: q (B, H, N, D), k (B, G, S, D) and v (B, G, S, Dv) of this rank, and options for the heads of
+            all members, without indices. The tables have the bounds.
+        backend: Backend that runs the parts.
     """
 
     tables: Tables
@@ -44,17 +44,17 @@ class Work(NamedTuple):
 
     @property
     def every(self) -> slice:
-        """This rank's query heads among themselves."""
+        """Slice of all query heads of this rank."""
         return slice(0, self.call.q.shape[1])
 
     def among_all(self, heads: slice) -> slice:
-        """Some of this rank's query heads, among those of all members."""
+        """Slice of some of this rank's query heads, among the query heads of all members."""
         first = self.team.mine.q_start
         return slice(first + heads.start, first + heads.stop)
 
 
 class Done(NamedTuple):
-    """Results of the forward pass, and the gradients that came in.
+    """Results of the forward pass, and incoming gradients.
 
     Args:
         dout: Shape (B, H, N, Dv).
@@ -75,8 +75,8 @@ class Gradients(NamedTuple):
     Args:
         dq: Shape (B, H, N, D), in q's dtype.
         dkv: Shape (B, G, S, D + Dv), keys and values side by side, float32 (float64 for float64).
-        dbias: In the shape of the options' bias, or None; zero for heads that others have.
-        dsinks: In the shape of the options' sinks, or None.
+        dbias: Gradient with the shape of the options' bias, or None. Zero for the heads of other members.
+        dsinks: Gradient with the shape of the options' sinks, or None.
     """
 
     dq: Tensor
@@ -86,12 +86,12 @@ class Gradients(NamedTuple):
 
 
 def forward(work: Work) -> tuple[Tensor, Tensor]:
-    """Attend: out (B, H, N, Dv) in q's dtype, lse (B, H, N) in float64."""
+    """Compute out (B, H, N, Dv) in q's dtype and lse (B, H, N) in float64."""
     return (_forward_at_once if len(work.tables.stages) == 1 else _forward_ring)(work)
 
 
 def backward(work: Work, done: Done) -> Gradients:
-    """The gradients of `forward`."""
+    """Compute the gradients of `forward`."""
     return (_backward_at_once if len(work.tables.stages) == 1 else _backward_ring)(work, done)
 
 
@@ -110,7 +110,7 @@ def _forward_at_once(work: Work) -> tuple[Tensor, Tensor]:
     out = _like_bshd(q, q.shape[1], q.shape[2], work.call.v.shape[3], q.dtype)
     lse = q.new_empty(q.shape[:3], dtype=torch.float64)
     route, parts = KeyRoute(work.tables, work.team), _parts(work)
-    # All exchanges at once: while one part is computed, the others travel.
+    # Start all exchanges at once. While one part is computed, the other parts travel.
     coming = [route.fetch(work.call.k[:, at], work.call.v[:, at], i) for i, (_, at) in enumerate(parts)]
     for (heads, _), fetched in zip(parts, coming, strict=True):
         k, v = fetched.wait()
@@ -152,7 +152,7 @@ def _forward_ring(work: Work) -> tuple[Tensor, Tensor]:
 
 
 def _backward_ring(work: Work, done: Done) -> Gradients:
-    """Keys go round once more, and each block's gradients with them, one step behind and home at last."""
+    """Send keys round once more. Each block's gradients follow one step behind, and end at their owner."""
     q, options = work.call.q, work.call.options
     bare = None if options is None else options._replace(sinks=None)
     dq = q.new_zeros(q.shape, dtype=_wide(q))
@@ -180,7 +180,7 @@ def _backward_ring(work: Work, done: Done) -> Gradients:
 
 
 def _round(work: Work) -> Iterator[tuple[Stage, Tensor]]:
-    """The blocks of keys as they come by; the next one travels while one is worked on."""
+    """Yield the blocks of keys in order of arrival. The next block travels while one is computed."""
     stages, planes = work.tables.stages, work.tables.numbers.planes
     rows = to_rows(work.call.k, work.call.v, planes, work.tables.key_order)
     for step, stage in enumerate(stages):
@@ -191,7 +191,7 @@ def _round(work: Work) -> Iterator[tuple[Stage, Tensor]]:
 
 
 class _Merged:
-    """Parts of a softmax over disjoint keys, added up; Milakov and Gimelshein 2018, section 3.1."""
+    """Sum of parts of a softmax over disjoint keys (Milakov and Gimelshein 2018, section 3.1)."""
 
     def __init__(self, out: Tensor) -> None:
         self.out = out
@@ -205,14 +205,14 @@ class _Merged:
         self.lse = total
 
     def join(self, sinks: Tensor) -> None:
-        """Let each head's sink, (H,), into the sums; it has no value."""
+        """Add each head's sink, (H,), to the denominators. Sinks have no values."""
         total = torch.logaddexp(self.lse, sinks[None, :, None].to(self.lse.dtype).expand_as(self.lse))
         self.out.mul_(_weight(self.lse, total).to(self.out.dtype))
         self.lse = total
 
 
 def merged(outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None) -> Tensor:
-    """Outputs (B, H, N, Dv) of attention to disjoint keys as that to all of them, by their lse (B, H, N)."""
+    """Merge outputs (B, H, N, Dv) of attention to disjoint keys by their lse (B, H, N)."""
     total = _Merged(torch.zeros_like(outs[0]))
     for out, lse in zip(outs, lses, strict=True):
         total.add(out, lse.double())
@@ -222,22 +222,22 @@ def merged(outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None)
 
 
 def _weight(part: Tensor, total: Tensor) -> Tensor:
-    """exp(part - total) as (B, H, N, 1); 0 for parts of nothing, whose difference may be NaN."""
+    """Weight exp(part - total) as (B, H, N, 1), and 0 for empty parts, whose difference may be NaN."""
     return torch.where(part == -torch.inf, 0.0, (part - total).exp())[..., None]
 
 
 def _sink_gradients(sinks: Tensor, done: Done) -> Tensor:
-    """The gradient of a sink s is the sum over its rows of exp(s - lse) * (dlse - dout . out)."""
+    """Gradient of each sink s: the sum over its queries of exp(s - lse) * (dlse - dout . out)."""
     wide = _wide(done.out)
     slack = -(done.dout.to(wide) * done.out.to(wide)).sum(-1)
     slack = slack if done.dlse is None else slack + done.dlse
-    # A row that sees nothing, not even a sink, has lse -inf.
+    # A query that sees nothing, not even a sink, has lse -inf.
     share = _weight(sinks[None, :, None].to(done.lse.dtype).expand_as(done.lse), done.lse)[..., 0]
     return (share * slack).sum((0, 2)).to(wide)
 
 
 class _OptionSums:
-    """Gradients of bias and sinks, which several calls and heads add to."""
+    """Sums of the gradients of bias and sinks over several calls and heads."""
 
     def __init__(self, options: Options | None) -> None:
         self._options, like = options, torch.contiguous_format
@@ -247,7 +247,7 @@ class _OptionSums:
         )
 
     def add(self, found: tuple[Tensor | None, Tensor | None], heads: slice) -> None:
-        """Add what a call for some heads found."""
+        """Add the gradients of a call for some heads."""
         dbias, dsinks = found
         if dbias is not None and self._options is not None:
             self._bias[_bias_at(self._options, heads)] += dbias  # type: ignore[index]
@@ -260,12 +260,12 @@ class _OptionSums:
 
 
 def _bias_at(options: Options, heads: slice) -> tuple[slice, ...]:
-    """The dim of the heads in the bias: (H, n) by distance, (B|1, H) of slopes."""
+    """Index of some heads in the bias: (H, n) for distance tables, (B|1, H) for slopes."""
     return (heads,) if options.bias_kind == DISTANCE else (slice(None), heads)
 
 
 def _options_of(options: Options, heads: slice) -> Options:
-    """The options of some of the heads."""
+    """Options of some of the heads."""
     seed, sinks, bias = options.dropout_seed, options.sinks, options.bias
     return options._replace(
         bias=None if bias is None else bias[_bias_at(options, heads)].contiguous(),
@@ -275,7 +275,7 @@ def _options_of(options: Options, heads: slice) -> Options:
 
 
 def _call(work: Work, stage: Stage, k: Tensor, v: Tensor, options: Options | None, heads: slice) -> Part:
-    """A call for some of this rank's heads on the keys of a stage."""
+    """Call for some of this rank's heads on the keys of a stage."""
     bounds, at = stage.bounds, work.among_all(heads)
     if bounds.shape[1] > 1:
         bounds = bounds[:, at].contiguous()
@@ -294,12 +294,12 @@ def _changes_anything(options: Options) -> bool:
 
 
 def _backend_of(work: Work, call: Part) -> Backend:
-    """The backend of a part. A rank whose rows see nothing has no keys, which FlexAttention does not take."""
+    """Backend of a part. FlexAttention needs keys, and a rank whose queries see nothing has none."""
     return work.backend if call.k.shape[2] else BACKENDS["math"]
 
 
 def _attend_some(work: Work, call: Part, out: Tensor) -> Tensor:
-    """The kernel, where there is anything for it: a member may have no heads."""
+    """Run the backend, unless this member has no heads."""
     if call.q.shape[1] == 0:
         return out.new_empty(call.q.shape[:3], dtype=torch.float64)
     return _backend_of(work, call).forward(call, out)
@@ -326,15 +326,15 @@ def _differentiate_some(
 
 
 def _some(done: Done, heads: slice) -> Done:
-    """The part of an array that belongs to some of the heads."""
+    """Slice results to some of the heads."""
     return Done(*(None if x is None else x[:, heads] for x in done))  # type: ignore[arg-type]
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """The dtype of sums: float32, or float64 for float64."""
+    """Dtype of sums: float32, or float64 for float64."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def _like_bshd(x: Tensor, heads: int, length: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """An uninitialised (B, heads, length, dim) tensor that is stored as (B, length, heads, dim)."""
+    """Allocate an uninitialised (B, heads, length, dim) tensor, stored as (B, length, heads, dim)."""
     return x.new_empty((x.shape[0], length, heads, dim), dtype=dtype).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Process groups of meshes: their names in errors, and the ranks of them that do not answer."""
+"""Process groups of meshes, their names in errors, and their ranks that do not answer."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ from attnspan.errors import DtypeError, expect
 
 __all__ = ["announce", "group_of", "named_part", "shown_group", "silence_of"]
 
-#: What errors call groups, by the groups' own names, which are numbers.
+#: Name of a group, which is a number -> its label in errors.
 _labels: dict[str, str] = {}
-#: Seconds in which ranks that see a failure hear of others that see it too, and how often they look.
+#: Seconds that a rank waits for failure reports of other ranks, and seconds between two looks.
 _ROLL_CALL, _PAUSE = 5.0, 0.05
 _KEY = "attnspan/{}/{}".format
 
 
 def group_of(mesh: DeviceMesh) -> Any:
-    """The process group of all ranks of a mesh of one dimension, or of two: nodes, and the ranks of a node.
+    """Return the process group of all ranks of a mesh.
+
+    The mesh has one dimension, or two: nodes, and the ranks of a node.
 
     Raises:
-        DtypeError: It is no DeviceMesh.
-        OptionError: It has more dimensions, or two without names.
+        DtypeError: `mesh` is no DeviceMesh.
+        OptionError: The mesh has more dimensions, has two without names, or does not contain this rank.
     """
     remedy = "Make one by torch.distributed.device_mesh.init_device_mesh"
     is_mesh = isinstance(mesh, DeviceMesh)
     expect(is_mesh, "mesh", "a DeviceMesh, such as mesh['cp']", type(mesh).__name__, remedy, error=DtypeError)
-    remedy, wanted = "Call it on the ranks of the mesh alone", "this rank, {}, among its ranks"
+    remedy, wanted = "Call it only on the ranks of the mesh", "this rank, {}, among its ranks"
     expect(mesh.get_coordinate() is not None, "mesh", wanted, repr(mesh), remedy, dist.get_rank())
     wanted, remedy = (
         "one dimension, or two: nodes and the ranks of a node",
-        "Take a part of it, as mesh['cp']",
+        "Pass a part of it, such as mesh['cp']",
     )
     expect(mesh.ndim in (1, 2), "mesh", wanted, str(mesh.ndim), remedy)
     names = mesh.mesh_dim_names
@@ -53,7 +55,7 @@ def group_of(mesh: DeviceMesh) -> Any:
 
 
 def named_part(part: Any, whole: Any) -> Any:
-    """A group of some ranks of another one, which errors then name by the other one."""
+    """Label `part` as a part of `whole` in errors, and return it."""
     if part is not whole:
         _labels.setdefault(part.group_name, f"a part of {_label(whole)}")
     return part
@@ -64,7 +66,7 @@ def _label(group: Any) -> str:
 
 
 def shown_group(group: Any) -> str:
-    """A group by the mesh dimension that it belongs to and its global ranks.
+    """Describe a group by its mesh dimension and its global ranks.
 
     Example:
         >>> from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -87,18 +89,18 @@ def _shown_ranks(ranks: list[int]) -> str:
 
 
 def announce() -> None:
-    """Tell the other ranks, in the store of the process groups, which process this rank is."""
+    """Store this rank's process id in the store of the process groups, for other ranks."""
     process = f"{_machine()} {os.getpid()} {_state(os.getpid())}"
-    # The store of torch's fake group keeps nothing, and no rank of that group can fall silent.
+    # The store of torch's fake group stores nothing, and no rank of that group can fall silent.
     with contextlib.suppress(RuntimeError):
         _get_default_store().set(_KEY("process", dist.get_rank()), process)
 
 
 def silence_of(group: Any) -> str:
-    """The ranks of a group that an exchange waits for in vain, as far as can be known within a few seconds.
+    """Describe the ranks of a group that do not answer, as far as a few seconds can tell.
 
-    A rank that sees a failure says so in the store of the process groups. What is looked for are ranks that
-    do not: first those on this machine whose process has ended, then all others.
+    A rank that sees a failure reports it in the store of the process groups. The result names ranks without
+    a report: ranks on this machine whose process has ended, or else all of them.
     """
     try:
         store, me = _get_default_store(), dist.get_rank()
@@ -110,7 +112,7 @@ def silence_of(group: Any) -> str:
             if ended:
                 return f"{_shown_ranks(ended)}, whose process has ended"
             if time.monotonic() > end:
-                return f"{_shown_ranks(others)}, not heard of for {_ROLL_CALL:.0f} s after the failure"
+                return f"{_shown_ranks(others)}, silent for {_ROLL_CALL:.0f} s after the failure"
             time.sleep(_PAUSE)
     except RuntimeError as error:
         return f"the store of the process groups either ({str(error).splitlines()[0]})"
@@ -118,7 +120,7 @@ def silence_of(group: Any) -> str:
 
 
 def _has_ended(store: Any, rank: int) -> bool:
-    """Whether a rank's process was on this machine and is no more."""
+    """Whether a rank's process ran on this machine and has ended."""
     key = _KEY("process", rank)
     if not store.check([key]):
         return False
@@ -127,13 +129,13 @@ def _has_ended(store: Any, rank: int) -> bool:
 
 
 def _machine() -> str:
-    """This machine, and the space in which process numbers mean something."""
+    """Name of this machine and its namespace of process ids."""
     space = Path("/proc/self/ns/pid")
     return f"{socket.gethostname()} {os.readlink(space) if space.exists() else 'unknown'}"
 
 
 def _state(pid: int) -> str:
-    """The time at which a process began, "ended" if it has ended, or "unknown"."""
+    """Start time of a process, "ended" if it has ended, or "unknown"."""
     if not Path("/proc/self/stat").exists():
         return "unknown"
     try:

@@ -1,7 +1,7 @@
-"""Ulysses: from all heads of some rows to some heads of all rows of a group, and back.
+"""Ulysses: redistribution from all heads of a rank's rows to some heads of a group's rows, and back.
 
-Shapes: B batch rows, n rows of a rank, u members of a group, D head dim. Pieces travel as (n, B, heads, D),
-so that what arrives from all members is one array of u * n rows.
+Shapes: B batch elements, n rows of a rank, u members of a group, D head dim. Pieces travel as (n, B, heads,
+D), so that the pieces of all members arrive as one array of u * n rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,18 +17,18 @@ from .comm import Pending, Ranks, Scratch, exchange
 
 __all__ = ["Team", "Which", "fold_heads", "gather", "key_heads", "query_heads", "repeat_heads", "scatter"]
 
-#: Tells which of a member's heads are meant.
+#: Function that selects the query heads or key heads of a member.
 Which = Callable[[HeadSlice], slice]
 
 
 class Team(NamedTuple):
-    """A rank among the members of its group.
+    """Members of a group, from the view of one rank.
 
     Args:
         ranks: The process groups.
         numbers: The strategy, and this rank.
         heads: The heads of each member.
-        scratch: Where buffers come from.
+        scratch: Source of buffers.
     """
 
     ranks: Ranks
@@ -38,31 +38,31 @@ class Team(NamedTuple):
 
     @property
     def mine(self) -> HeadSlice:
-        """The heads of this rank."""
+        """Heads of this rank."""
         return self.heads[self.numbers.member]
 
 
 def query_heads(heads: HeadSlice) -> slice:
-    """The query heads of a member."""
+    """Slice of the query heads of a member."""
     return slice(heads.q_start, heads.q_stop)
 
 
 def key_heads(heads: HeadSlice) -> slice:
-    """The key heads that a member reads: neighbours, as its query heads are."""
+    """Slice of the key heads that a member reads. They are neighbours, like its query heads."""
     return slice(heads.kv[0], heads.kv[-1] + 1) if heads.kv else slice(0, 0)
 
 
 def scatter(team: Team, x: Tensor, which: Which, name: str) -> Pending:
-    """Start to hand each member its heads of this rank's rows.
+    """Start to send each member its heads of this rank's rows.
 
     Args:
-        team: Who takes part.
-        x: Shape (B, H, n, D), all heads; any strides.
+        team: The members.
+        x: Shape (B, H, n, D), all heads, any strides.
         which: `query_heads` or `key_heads`.
-        name: Of the buffer; other exchanges under way have other names.
+        name: Name of the buffer. Exchanges that overlap must have different names.
 
     Returns:
-        Rows of the whole group under way, (B, heads of this member, u * n, D).
+        Pending rows of the whole group, (B, heads of this member, u * n, D).
     """
     batch, _, rows, dim = x.shape
     slices = [which(heads) for heads in team.heads]
@@ -78,18 +78,18 @@ def scatter(team: Team, x: Tensor, which: Which, name: str) -> Pending:
 
 
 def gather(team: Team, x: Tensor, which: Which, heads: int, name: str) -> Pending:
-    """Start to hand each member its rows of this rank's heads.
+    """Start to send each member its rows of this rank's heads.
 
     Args:
-        team: Who takes part.
+        team: The members.
         x: Shape (B, heads of this member, u * n, D).
-        which: `query_heads` or `key_heads`; of the latter several members may have the same.
-        heads: H, of all members.
-        name: Of the buffers.
+        which: `query_heads` or `key_heads`. Several members may have the same key heads.
+        heads: Number of heads of all members, H.
+        name: Name of the buffers.
 
     Returns:
-        All heads of this rank's rows under way, (B, H, n, D), stored as (B, n, H, D); heads of several
-        members are summed in their order.
+        Pending heads of this rank's rows, (B, H, n, D), stored as (B, n, H, D). Heads of several members are
+        summed in the order of the members.
     """
     members = len(team.heads)
     batch, count, group_rows, dim = x.shape
@@ -113,15 +113,15 @@ def gather(team: Team, x: Tensor, which: Which, heads: int, name: str) -> Pendin
 
 
 def repeat_heads(x: Tensor, kv_map: Sequence[int]) -> Tensor:
-    """Key heads as the kernel is to be given them; x itself where that is all of them once."""
+    """Repeat key heads for the kernel. Return x itself if each is needed once."""
     if list(kv_map) == list(range(x.shape[1])):
         return x
-    # An index would have to be sent to the device, for which the host waits.
+    # Sending an index tensor to the device would synchronize.
     return torch.cat([x[:, head : head + 1] for head in kv_map], 1)
 
 
 def fold_heads(grad: Tensor, kv_map: Sequence[int], out: Tensor) -> None:
-    """Add the gradients of heads that `repeat_heads` repeated; out has each once and is overwritten."""
+    """Sum the gradients of heads that `repeat_heads` repeated into `out`, which is overwritten."""
     if list(kv_map) == list(range(out.shape[1])):
         out.copy_(grad)
         return

@@ -1,7 +1,7 @@
-"""Keys and values as rows that travel, and where they lie.
+"""Keys and values as rows that travel, and their places.
 
-Shapes: B batch rows, P planes (batch rows of the mask: B or 1), h heads, S keys of a group, K keys of a
-stage. A row holds the key and the value of h heads: (B / P, h, D + Dv).
+Shapes: B batch elements, P planes (batch elements of the mask: B or 1), h heads, S keys of a group, K keys of
+a stage. A row holds the key and the value of h heads: (B / P, h, D + Dv).
 """
 
 from collections.abc import Sequence
@@ -22,17 +22,17 @@ _MOVED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def move(target: Tensor, to: Tensor | None, source: Tensor, at: Tensor | None, add: bool = False) -> None:
-    """Copy rows of the source to rows of the target, or add them; each row of the target once.
+    """Copy rows of the source to rows of the target, or add them.
 
-    Arrays are (planes, length, inner, heads, width) with a unit last stride; row i is row i % length of plane
+    Arrays are (planes, length, inner, heads, width) with a unit last stride. Row i is row i % length of plane
     i // length.
 
     Args:
-        target: Written.
-        to: Rows of the target, int32 (n,); None for all in order.
-        source: Of the target's dtype, inner, heads and width.
-        at: Rows of the source, int32 (n,); None for all in order.
-        add: Add to the target.
+        target: Array to write.
+        to: Rows of the target, int32 (n,), each once. None for all in order.
+        source: Array with the target's dtype, inner, heads and width.
+        at: Rows of the source, int32 (n,). None for all in order.
+        add: Add to the target instead of overwriting it.
     """
     if cpu.core is not None and target.device.type == "cpu" and target.dtype in _MOVED:
         cpu.move_rows(target, to, source, at, num_threads=torch.get_num_threads(), add=add)
@@ -49,7 +49,7 @@ def _at(x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_rows(k: Tensor, v: Tensor, planes: int, order: Tensor) -> Tensor:
-    """Keys (B, h, S, D) and values (B, h, S, Dv) in ascending order: (P, S, B / P, h, D + Dv), contiguous."""
+    """Sort keys (B, h, S, D) and values (B, h, S, Dv) to contiguous rows (P, S, B / P, h, D + Dv)."""
     planes = planes if order.numel() else 1
     batch, heads, length, dim = k.shape
     rows = k.new_empty((planes, length, batch // planes, heads, dim + v.shape[3]))
@@ -68,7 +68,7 @@ def from_rows(rows: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def unsorted(grads: Tensor, order: Tensor) -> Tensor:
-    """Gradients of rows of `to_rows` where the keys lay: (P, S, B / P, h, D + Dv)."""
+    """Put gradients of rows of `to_rows` back into the order of the keys: (P, S, B / P, h, D + Dv)."""
     if not order.numel():
         return grads
     found = torch.empty_like(grads)
@@ -77,31 +77,31 @@ def unsorted(grads: Tensor, order: Tensor) -> Tensor:
 
 
 def whole(rows: Tensor) -> Tensor:
-    """A view (B, h, S, width) of rows (P, S, B / P, h, width)."""
+    """View (B, h, S, width) of rows (P, S, B / P, h, width)."""
     planes, length, inner, heads, width = rows.shape
-    # One of the two is 1, so that they merge without a copy.
+    # planes or inner is 1, so that they merge without a copy.
     return rows.permute(0, 2, 3, 1, 4).reshape(planes * inner, heads, length, width)
 
 
 def as_rows(x: Tensor, planes: int) -> Tensor:
-    """A view (P, S, B / P, h, D) of (B, h, S, D)."""
+    """View (P, S, B / P, h, D) of (B, h, S, D)."""
     batch, heads, length, dim = x.shape
     return x.view(planes, batch // planes, heads, length, dim).permute(0, 3, 1, 2, 4)
 
 
 class KeyRoute(NamedTuple):
-    """Route of the keys of a plan's only stage and of their gradients, with the buffers for them.
+    """Route of the keys of a plan with one stage, and of their gradients.
 
     Args:
-        tables: Of this rank. Without a transfer the group has all keys that it needs.
-        team: Who takes part.
+        tables: Tables of this rank. Without a transfer the group has all keys that it needs.
+        team: The participating ranks.
     """
 
     tables: Tables
     team: Team
 
     def fetch(self, k: Tensor, v: Tensor, part: int) -> Pending:
-        """Start to send the keys that other groups need, and to receive those that this one does.
+        """Start to send the keys that other groups need, and to receive the keys that this group needs.
 
         Args:
             k: Shape (B, h, S, D).
@@ -109,7 +109,8 @@ class KeyRoute(NamedTuple):
             part: Number of the part of the heads.
 
         Returns:
-            Keys (B, h, K, D) and values in the order of the stage's keys; valid until the next part's.
+            Pending keys (B, h, K, D) and values in the order of the stage's keys. They are valid until you
+            wait for the next part.
         """
         lists, planes, dim = self.tables.transfer, self.tables.numbers.planes, k.shape[3]
         if lists is None:
@@ -130,7 +131,7 @@ class KeyRoute(NamedTuple):
         planes, keys = self.tables.stages[0].keys.shape
         rows = self.team.scratch.new("rows", (planes, keys, *received.shape[1:]), received)
         if lists.own.shape[0] + lists.place.shape[0] < planes * keys:
-            # Behind the last key of a plane nothing is visible, but garbage may be NaN, which has a slow way.
+            # Nothing after the last key of a plane is visible, but NaN in garbage would be slow.
             rows.zero_()
         for x, half in zip(own, _split(rows, own[0].shape[4]), strict=True):
             move(half, lists.own_place, x, lists.own)
@@ -138,14 +139,14 @@ class KeyRoute(NamedTuple):
         return rows
 
     def gradients(self, k: Tensor, v: Tensor, part: int) -> Tensor:
-        """Rows (P, K, B / P, h, D + Dv) for the gradients of fetched keys, in the dtype of sums."""
+        """Allocate rows (P, K, B / P, h, D + Dv) for gradients of fetched keys, in the dtype of sums."""
         sorted_here = self.tables.transfer is not None or self.tables.key_order.numel()
         planes = self.tables.numbers.planes if sorted_here else 1
         shape = planes, k.shape[2], k.shape[0] // planes, k.shape[1], k.shape[3] + v.shape[3]
         return self.team.scratch.new(f"grads {part}", shape, k, torch.promote_types(k.dtype, torch.float32))
 
     def give_back(self, grads: Tensor, part: int) -> Pending:
-        """Start to send the gradients of fetched keys, rows as of `gradients`, to those who own them."""
+        """Start to send the gradients of fetched keys, rows from `gradients`, to the owners of the keys."""
         lists, width, new = self.tables.transfer, grads.shape[2:], self.team.scratch.new
         if lists is None:
             return Pending(grads)
@@ -156,12 +157,12 @@ class KeyRoute(NamedTuple):
         return exchange(send[0], *counts, self.team.ranks.peers, "gradients", received)
 
     def collect(self, returned: Sequence[tuple[slice, Tensor, Pending]], heads: int, length: int) -> Tensor:
-        """All gradients of this group's keys, (P, S, B / P, G, D + Dv), added in the groups' order.
+        """Sum the gradients of this group's keys in the groups' order, (P, S, B / P, G, D + Dv).
 
         Args:
-            returned: Of each part: its heads, the gradients that this group has found, and the others'.
-            heads: G.
-            length: S.
+            returned: For each part, its heads, this group's gradients, and the other groups' gradients.
+            heads: Key heads, G.
+            length: Keys, S.
         """
         lists, (_, first, _) = self.tables.transfer, returned[0]
         if lists is None:
@@ -174,19 +175,19 @@ class KeyRoute(NamedTuple):
             total, at = whole[..., heads_of, :], 0
             move(total, lists.own, grads, lists.own_place)
             for part in torch.split(pending.wait(), [n for n in lists.send_counts if n]):
-                # A key occurs once in each part, so the order of the sums is that of the groups.
+                # A key occurs once in each part, so the sums follow the order of the groups.
                 move(total, lists.send[at : at + part.shape[0]], part[None], None, add=True)
                 at += part.shape[0]
         return whole
 
 
 def _split(rows: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Views of the keys and of the values among rows."""
+    """Views of the keys and the values in rows."""
     return rows[..., :dim], rows[..., dim:]
 
 
 def pass_on(rows: Tensor, team: Team, phase: str) -> Pending:
-    """Start to send rows (P, S, ...) to the next group of the ring, and to receive the last group's."""
+    """Start to send rows (P, S, ...) to the next group of the ring, and to receive the previous group's."""
     numbers, groups = team.numbers, team.numbers.strategy.groups
     flat = rows.flatten(0, 1)
     send_rows, receive_rows = [0] * groups, [0] * groups

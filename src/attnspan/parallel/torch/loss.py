@@ -1,14 +1,13 @@
-"""The loss over ranks that each hold a part of the tokens, and the gradients of what they share.
+"""Losses over ranks that each hold a part of the tokens, and gradients of replicated parameters.
 
-The convention is one sentence: **the loss is the sum over ranks of their local parts**, each of which is the
-sum over the rank's tokens divided by the number of tokens of all ranks. A mean of local means would be
-another number, because ranks have unequally many targets. Gradients follow: those of replicated parameters
-are summed, never averaged. ::
+**The loss is the sum over ranks of their local parts.** Each part is the sum over the rank's tokens, divided
+by the number of tokens of all ranks. Averaging per-rank means gives a different value, because ranks hold
+different numbers of targets. Gradients of replicated parameters are therefore summed, never averaged. ::
 
     total = cross_entropy(logits, targets, reduction="sum")       # this rank's tokens
-    count = global_token_count(targets, mesh)                     # everybody's
+    count = global_token_count(targets, mesh)                     # targets of all ranks
     token_mean(total, count).backward()
-    sum_gradients(model.parameters(), mesh)                       # FSDP2 does it by itself, see there
+    sum_gradients(model.parameters(), mesh)                       # not with FSDP2, see sum_gradients
 """
 
 from __future__ import annotations
@@ -37,21 +36,24 @@ __all__ = [
     "token_mean",
 ]
 
-#: Ranks that take part: a mesh (all of its dimensions), one group, or None for this process alone.
+#: Participating ranks: a mesh (all of its dimensions), one group, or None for this process alone.
 RankGroups = DeviceMesh | dist.ProcessGroup | None
 
 _BUCKET_BYTES = 32 * 2**20
 
 
 def sum_over(x: Tensor, ranks: RankGroups) -> Tensor:
-    """The sum of a tensor over ranks, outside of autograd: for counts and for losses that are shown.
+    """Sum a tensor over ranks, outside of autograd. Use it for counts and for losses that you print.
 
     Args:
-        x: Any shape and dtype that the group's backend can add; it is left as it is.
+        x: Tensor of any shape, of a dtype that the group's backend can add. It is not changed.
         ranks: A mesh, a process group, or None for this process alone.
 
     Returns:
         A new tensor, the same on all ranks.
+
+    Raises:
+        PlanMismatchError: The calls differ between ranks.
 
     Example:
         >>> sum_over(torch.tensor([1.5, 2.0]), None).tolist()
@@ -66,22 +68,22 @@ def sum_over(x: Tensor, ranks: RankGroups) -> Tensor:
 
 
 def _agree(group: dist.ProcessGroup, call: str, shape: object, dtype: torch.dtype) -> None:
-    """Let the ranks compare what they add; in compiled code nothing is compared."""
+    """Compare the tensors that ranks add. Compiled code compares nothing."""
     if not torch.compiler.is_compiling():
         agreement_of(group).note({"call": call, "shape": shape, "dtype": str(dtype)})
 
 
 def global_token_count(targets: Tensor, ranks: RankGroups, *, ignore_index: int = -100) -> Tensor:
-    """Count the targets of all ranks that carry loss: every rank divides its sum by this.
+    """Count the targets of all ranks that carry loss. Every rank divides its sum by this count.
 
     Args:
-        targets: This rank's targets, any shape, integers.
-        ranks: A mesh, a process group, or None for this process alone. It must hold each token once: the
-            ranks of context parallelism and those of data parallelism together.
-        ignore_index: Target without loss: padding, also that of rows which a partition added.
+        targets: This rank's targets, integers of any shape.
+        ranks: A mesh, a process group, or None for this process alone. Its ranks must hold each token once:
+            pass the ranks of context parallelism and data parallelism together.
+        ignore_index: Target without loss, such as padding.
 
     Returns:
-        0-d int64 on the targets' device, the same on all ranks.
+        0-d int64 tensor on the targets' device, the same on all ranks.
 
     Example:
         >>> int(global_token_count(torch.tensor([[7, 3, -100]]), None))
@@ -92,12 +94,11 @@ def global_token_count(targets: Tensor, ranks: RankGroups, *, ignore_index: int 
 
 
 def token_mean(total: Tensor, count: Tensor | int) -> Tensor:
-    """This rank's part of the mean loss; the parts of all ranks add up to the mean over all tokens.
+    """Compute this rank's part of the mean loss. The parts of all ranks add up to the mean over all tokens.
 
     Args:
         total: Sum of the losses of this rank's tokens, 0-d.
-        count: Tokens of all ranks (`global_token_count`). When there are none, the loss is 0 and so are its
-            gradients.
+        count: Tokens of all ranks, from `global_token_count`. If it is 0, the loss and its gradients are 0.
 
     Example:
         >>> float(token_mean(torch.tensor(6.0), 4)), float(token_mean(torch.tensor(0.0), 0))
@@ -105,22 +106,26 @@ def token_mean(total: Tensor, count: Tensor | int) -> Tensor:
     """
     check_plain("total", total)
     check_plain("count", count)
-    # A sum of loss weights may be below 1; no token at all leaves 0.
+    # The count may be a sum of loss weights below 1.
     divisor = torch.where(count > 0, count, 1) if isinstance(count, Tensor) else (count if count > 0 else 1)
     return total / divisor
 
 
 def next_token_targets(tokens: Any, ids: Any = None, *, ignore_index: int = -100) -> Any:
-    """Each token's successor, found before rows are sharded: afterwards a neighbour is elsewhere.
+    """Shift tokens to targets. Call it before sharding, because a token's successor may be on another rank.
 
     Args:
-        tokens: Whole rows, (..., S), a tensor or a NumPy array of signed integers.
-        ids: Segment of each token, (..., S); a target never belongs to another segment, and negative ids are
-            padding. None: a row is one segment.
-        ignore_index: Target of a token that has no successor.
+        tokens: Whole sequences, (..., S), a tensor or a NumPy array of signed integers.
+        ids: Segment id of each token, (..., S). A target never belongs to another segment, and negative ids
+            are padding. None if each sequence is one segment.
+        ignore_index: Target of a token without successor.
 
     Returns:
-        Targets, like ``tokens``; shard them with `Layout.shard`.
+        Targets, like ``tokens``. Shard them with `Layout.shard`.
+
+    Raises:
+        DtypeError: ``tokens`` are not signed integers.
+        OptionError: ``ids`` have another shape than ``tokens``.
 
     Example:
         >>> next_token_targets(torch.tensor([5, 6, 7, 8, 0]), torch.tensor([0, 0, 1, 1, -1])).tolist()
@@ -134,7 +139,7 @@ def next_token_targets(tokens: Any, ids: Any = None, *, ignore_index: int = -100
     if ids is not None:
         wanted, remedy = tuple(tokens.shape), "Pass the segment ids of these very tokens"
         expect(tuple(ids.shape) == wanted, "ids", "one for each token, {}", tuple(ids.shape), remedy, wanted)
-    # The array's own copy and assignment serve both frameworks.
+    # Copies and assignments work alike for tensors and NumPy arrays.
     targets = tokens.clone() if isinstance(tokens, Tensor) else tokens.copy()
     targets[..., :-1] = tokens[..., 1:]
     targets[..., -1:] = ignore_index
@@ -146,20 +151,21 @@ def next_token_targets(tokens: Any, ids: Any = None, *, ignore_index: int = -100
 def sum_gradients(
     parameters: Iterable[Tensor], ranks: RankGroups, *, bucket_bytes: int = _BUCKET_BYTES
 ) -> None:
-    """Add the gradients of replicated parameters over ranks, in place, a few large buffers at a time.
+    """Sum the gradients of replicated parameters over ranks, in place, in large buffers.
 
-    A parameter that no token of this rank has used counts as 0 and gets the sum of the others, so that all
-    ranks update alike. With FSDP2 there is nothing to add, but its mean must be made a sum: on each sharded
-    module ``set_gradient_divide_factor(1.0)`` and ``set_force_sum_reduction_for_comms(True)``.
+    The gradient of a parameter that this rank has not used counts as 0. The rank gets the sum of the other
+    ranks, so that all ranks update alike. Do not call this function with FSDP2. Instead make FSDP2 sum
+    gradients: call ``set_gradient_divide_factor(1.0)`` and ``set_force_sum_reduction_for_comms(True)`` on
+    each sharded module.
 
     Args:
-        parameters: All of the model's, in the same order on all ranks; frozen ones are left out.
+        parameters: All parameters of the model, in the same order on all ranks. Frozen ones are left out.
         ranks: A mesh, a process group, or None for this process alone (then nothing happens).
-        bucket_bytes: About how much is copied into one buffer and sent at once.
+        bucket_bytes: Approximate size of a buffer, in bytes.
 
     Raises:
-        OptionError: A parameter is a DTensor, whose gradient belongs to whoever sharded it; or a gradient is
-            sparse.
+        OptionError: A parameter is a DTensor, or a gradient is sparse.
+        PlanMismatchError: The calls differ between ranks.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -183,20 +189,20 @@ def sum_gradients(
 
 
 def _groups(ranks: RankGroups) -> list[dist.ProcessGroup]:
-    """Groups whose sums, one after the other, are the sum over all ranks."""
+    """Process groups of the ranks. Summing over one after the other gives the sum over all ranks."""
     if isinstance(ranks, DeviceMesh):
         return ranks.get_all_groups()
     return [] if ranks is None else [ranks]
 
 
 def _buckets(parameters: Iterable[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
-    """Gradients of one dtype and device that together are about as large as a bucket may be."""
+    """Buckets of gradients of one dtype and device, of about `bucket_bytes` each."""
     bucket: list[Tensor] = []
     for parameter in parameters:
         if not parameter.requires_grad:
             continue
         got = f"a DTensor of shape {tuple(parameter.shape)}"
-        remedy = "With FSDP2 leave this call away, and on each sharded module call "
+        remedy = "With FSDP2 leave out this call, and on each sharded module call "
         remedy += "set_gradient_divide_factor(1.0) and set_force_sum_reduction_for_comms(True)"
         expect(not isinstance(parameter, DTensor), "parameters", "replicated parameters", got, remedy)
         if parameter.grad is None:

@@ -1,4 +1,4 @@
-"""A plan on the ranks of a mesh: a mask for `attnspan.torch.attention`, and a pytree of tensors."""
+"""Plans on the ranks of a mesh, which are masks for `attnspan.torch.attention` and pytrees of tensors."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ _SHARD = "Shard the model's inputs by layout.shard(...), and plan with its heads
 
 
 class Frame(NamedTuple):
-    """Static part of a plan, for which a program is compiled; equal for all steps of one layout's sizes.
+    """Static part of a plan, for which programs are compiled. It is equal for all steps of the same sizes.
 
     Attributes:
         mesh: The ranks.
-        group: Name of the process group of all of them.
-        strategy: How they share the work.
+        group: Name of the process group of all ranks.
+        strategy: Strategy of the ranks.
         heads: (Hq, Hkv) of a rank's q and k.
-        heads_here: The same while this rank attends.
-        q_len, k_len: Rows and keys of the whole problem.
-        rows_per_rank, keys_per_rank: Those of a rank, padding included.
-        planes: Batch rows of the mask.
+        heads_here: Query and key heads that this rank attends with.
+        q_len, k_len: Queries and keys of the whole problem.
+        rows_per_rank, keys_per_rank: Rows and keys of a rank, padding included.
+        planes: Batch elements of the mask.
         ordered: Whether DTensors hold rows in the plan's order.
     """
 
@@ -63,18 +63,19 @@ class Frame(NamedTuple):
 
 
 class MeshPlan(ShardedMask):
-    """One rank's plan as tensors: what `Plan.on` and `LocalPlan.on` return, a ``mask`` for `attention`.
+    """One rank's plan as tensors, a ``mask`` for `attention`. `Plan.on` and `LocalPlan.on` return it.
 
-    A pytree: pipeline stages, activation checkpointing and export carry it. The next step's plan is other
-    data for the same program. Losses are sums over ranks: each rank's local loss, divided by the *global*
-    number of tokens, is its part, and the gradient of a parameter that all ranks have is the sum of what they
-    find.
+    A mesh plan is a pytree. Pipeline stages, activation checkpointing and export accept it. The next step's
+    plan is other data for the same program.
+
+    The loss must be a sum over ranks: each rank contributes its local sum, divided by the *global* number of
+    tokens. The gradient of a parameter that all ranks have is the sum of the ranks' gradients.
 
     Attributes:
-        frame: What programs are compiled for.
+        frame: Static part, for which programs are compiled.
         data: int32 (m,), the plan.
-        numbers: int64, on the CPU: its sizes.
-        q_index: int64 (L, n), number of each local row in the whole sequence; -1 for padding.
+        numbers: int64, on the CPU, sizes of the plan.
+        q_index: int64 (L, n), index of each local row in the whole sequence, -1 for padding.
 
     Example:
         >>> import torch.distributed as dist
@@ -106,32 +107,33 @@ class MeshPlan(ShardedMask):
         check: bool = True,
         dtensor_rows: Literal["natural", "plan"] = "natural",
     ) -> MeshPlan:
-        """Put a rank's plan on a mesh. Nothing waits for a device.
+        """Put a rank's plan on a mesh, without synchronizing with a device.
 
         Args:
-            plan: This rank's.
-            mesh: The ranks, of one dimension, or of two (nodes, ranks of a node).
-            rows: The batch that the plan is used with, as `Layout.shard` gave it, its ``marks`` or its
-                ``"q_index"`` on the host: they must be this rank's, of the plan's layout. "unchecked"
-                compares nothing.
-            check: Compare the plans, calls and values of options of all ranks, by small all-gathers that are
-                read one step late; with gloo before the first exchange of each call.
-            dtensor_rows: What rows of a DTensor are: "natural", in their own order, which is right only where
-                the layout keeps it (``method="contiguous"``), or "plan", as `Layout.shard` gives them. They
-                look the same, so it must be said.
+            plan: This rank's plan.
+            mesh: DeviceMesh of one dimension, or of two (nodes, ranks of a node).
+            rows: The batch that you use the plan with, as `Layout.shard` returned it, its ``marks``, or its
+                ``"q_index"`` on the host. They must belong to this rank and to the plan's layout.
+                "unchecked" compares nothing.
+            check: Compare the plans, calls and values of options of all ranks by small all-gathers. They are
+                read one step late, or with gloo before the first exchange of each call.
+            dtensor_rows: Order of the rows in DTensors, which cannot be detected. "natural" is the original
+                order. It works only if the layout keeps this order (`Layout.is_natural`). "plan" is the order
+                of `Layout.shard`.
 
         Raises:
-            PlanMismatchError: ``rows`` are another layout's or another rank's; or the ranks' plans or calls
-                of an earlier step differed, on all ranks.
-            OptionError, DtypeError, ShapeError: No ``rows``, or such that say nothing of their layout; or the
-                mesh does not fit the plan.
+            PlanMismatchError: ``rows`` belong to another layout or rank, or the plans or calls of an earlier
+                step differed between ranks. The latter raises on all ranks.
+            OptionError: There are no ``rows``, or the mesh does not fit the plan.
+            DtypeError: ``rows`` do not identify their layout, or ``mesh`` is no DeviceMesh.
+            ShapeError: ``rows`` have another length.
         """
-        known, remedy = dtensor_rows in ("natural", "plan"), "Say in which order DTensors hold their rows"
+        known, remedy = dtensor_rows in ("natural", "plan"), "Pass the order of the rows in DTensors"
         expect(known, "dtensor_rows", '"natural" or "plan"', repr(dtensor_rows), remedy)
         strategy = plan.strategy
         ranks = Ranks.of(mesh, strategy.members)
         group = ranks.whole
-        remedy = "Make the layout for the ranks of this mesh, and take plan.local(...) of this rank in it"
+        remedy = "Make the layout for the ranks of this mesh, and use plan.local(rank) of this rank in it"
         wanted, got = f"rank {plan.rank} of {strategy.ranks}", f"rank {group.rank()} of {group.size()}"
         expect((group.rank(), group.size()) == (plan.rank, strategy.ranks), "mesh", wanted, got, remedy)
         check_evidence(rows, plan.rows, Marks(plan.layout, plan.rank))
@@ -142,11 +144,11 @@ class MeshPlan(ShardedMask):
         sizes = plan.q_len, plan.k_len, plan.rows.shape[1], plan.keys_per_rank, plan.planes
         heads, ordered = (here.heads, len(here.kv)), plan.natural or dtensor_rows == "plan"
         frame = Frame(mesh, group.group_name, strategy, plan.heads, heads, *sizes, ordered)
-        # A plan may be made while evaluating and serve training, which inference tensors could not.
+        # A plan may be made during evaluation and used in training, where inference tensors would fail.
         with torch.inference_mode(False):
             data, q_index = (moved(x, mesh.device_type) for x in (plan.data, plan.rows.astype("int64")))
             numbers = moved(plan.numbers, "cpu")
-        # The plan of the next step has another length: no reason to compile anything.
+        # The next step's plan has another length, which must not recompile.
         compat.mark_dynamic(data, 0)
         found = cls(frame, data, numbers, q_index)
         if strategy.ranks > 1:
@@ -155,12 +157,12 @@ class MeshPlan(ShardedMask):
 
     @property
     def positions(self) -> Tensor:
-        """Number of each local row in the whole sequence, (L, n) int64; 0 for padding."""
+        """Index of each local row in the whole sequence, int64 (L, n), 0 for padding."""
         return self.q_index.clamp_min(0)  # type: ignore[no-any-return]
 
     @property
     def valid(self) -> Tensor:
-        """Mask of local rows that is true for no padding, (L, n) bool."""
+        """Mask of local rows, bool (L, n): True for tokens, False for padding."""
         return self.q_index >= 0  # type: ignore[no-any-return]
 
     def attention(
@@ -176,42 +178,46 @@ class MeshPlan(ShardedMask):
         q_index: Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """`attnspan.torch.attention` of this rank's rows to the keys of all ranks.
+        """Attend with this rank's queries to the keys of all ranks, as `attnspan.torch.attention` does.
 
         Args:
-            q: This rank's rows, shape (B, Hq, n, D) in layout "bhsd"; or a DTensor of them, as k and v then
-                are, whose sequence is split along the plan's mesh axes and whose other axes may split batch
-                rows and heads (`attnspan.parallel.torch.dtensor`).
-            k: This rank's keys, (B, Hkv, n, D); n is `keys_per_rank` in cross attention.
-            v: Its values, (B, Hkv, n, Dv).
-            scale, layout, return_lse: As of `attnspan.torch.attention`.
-            backend: As of `attnspan.torch.attention`, the same on all ranks; "vendor" takes no plan.
-            q_index: ``rows["q_index"]`` of `Layout.shard`: the rows that q holds, (n,) or (L | B, n). If they
-                are another layout's it raises, or, on devices and in compiled code, the output is NaN.
-            **options: Options of `attention`: a bias, which must not be dense, and sinks are those of all
-                heads; a ``dropout_seed`` is of shape (), the same on all ranks, or (B, Hq): what is dropped
-                is what one rank would drop. ``k_index`` is not taken: the plan knows where keys are.
+            q: This rank's queries, shape (B, Hq, n, D) in layout "bhsd". q, k and v may be DTensors whose
+                sequence is split along the plan's mesh axes. Other mesh axes may split the batch and the
+                heads (`attnspan.parallel.torch.dtensor`).
+            k: This rank's keys, (B, Hkv, n, D). In cross attention n is `keys_per_rank`.
+            v: This rank's values, (B, Hkv, n, Dv).
+            scale, layout, return_lse: See `attnspan.torch.attention`.
+            backend: See `attnspan.torch.attention`. Pass the same on all ranks. "vendor" does not support
+                plans.
+            q_index: ``rows["q_index"]`` of `Layout.shard`: the indices of the queries, (n,) or (L | B, n). If
+                they belong to another layout, the call raises, or the output is NaN on devices and in
+                compiled code.
+            **options: Options of `attention`. A bias must not be dense. Bias and sinks must cover all heads.
+                A ``dropout_seed`` has shape (), the same on all ranks, or (B, Hq). Dropout drops the same
+                weights as on one rank. ``k_index`` raises, because the plan knows where keys are.
 
         Returns:
-            This rank's rows of the output, and of lse. Padding rows see nothing: their output is 0.
+            This rank's rows of the output, and of lse with ``return_lse``. Padding attends to nothing: its
+            output is 0.
 
         Raises:
-            PlanMismatchError: The rows or the ranks' plans do not fit.
+            PlanMismatchError: The rows do not belong to the plan, or the ranks' plans or calls differ.
             CommunicationError: A rank did not answer.
             ValueError: Shapes, devices or options do not fit.
-            TypeError: Element types do not fit.
-            NotImplementedError: A second derivative or a forward-mode one is asked of it.
+            TypeError: Dtypes do not fit.
+            NotImplementedError: You asked for a second derivative or a forward-mode derivative.
         """
         given, front = Given(**options), _Front(self)
         what, got, remedy = "k_index with context parallelism", given.k_index, "Leave it out: the plan knows"
-        expect(got is None, what, "None", type(got).__name__, f"{remedy} where keys are")
+        expect(got is None, what, "None", type(got).__name__, f"{remedy} the keys' indices")
         asked: dict[str, Any] = {"scale": scale, "layout": layout}
         if is_dtensor(q) or is_dtensor(k) or is_dtensor(v):
             check_layout(front, layout, q, k, v)
             places = cast(Places, front.split(q, k, v, given, layout))
             remedy = "Make them by DTensor.from_local(layout.shard(x, rank), ...) and pass "
-            remedy += "dtensor_rows='plan' to plan.on(...), or use a layout with method='contiguous'"
-            what, wanted = "DTensors with context parallelism", "rows in the plan's order, which must be said"
+            remedy += "dtensor_rows='plan' to plan.on(...), or plan with Layout.contiguous(q_len, ranks)"
+            what = "DTensors with context parallelism"
+            wanted = "dtensor_rows='plan', or rows in original order"
             expect(self.frame.ordered, what, wanted, "a plan whose layout changes the order", remedy)
             found = attend(self, places, q, k, v, given, return_lse=return_lse, backend=backend, **asked)
             return self._marked(found, q_index)
@@ -225,7 +231,7 @@ class MeshPlan(ShardedMask):
         return self._marked(from_bhsd(out, lse, layout, return_lse), q_index)
 
     def _marked(self, found: Any, q_index: Any) -> Any:
-        """The results, if q's rows are those of the plan; else NaN, or an error where the host knows."""
+        """Return the results if q's rows belong to the plan. Else raise, or return NaN on devices."""
         if q_index is None:
             return found
         mine = self.q_index
@@ -250,21 +256,21 @@ class MeshPlan(ShardedMask):
                 got = f"shape {tuple(x.shape)} in layout bhsd"
                 expect(False, at(name), wanted, got, _SHARD, heads, rows, error=ShapeError)
         fits, remedy = frame.planes in (1, q.shape[0]), "Plan with the mask and layout of this batch"
-        wanted = "{} batch rows, as the plan has"
+        wanted = "{} batch elements, as the plan has"
         expect(fits, at("q"), wanted, q.shape[0], remedy, frame.planes, error=ShapeError)
-        got = "a dense bias, which holds a value for each pair of rows of all ranks"
-        remedy = "Use a bias by position, or fold what is visible into the mask"
+        got = "a dense bias, which holds a value for each pair of tokens of all ranks"
+        remedy = "Use a bias by position, or put the visibility into the mask"
         by_position = not isinstance(given.bias, Tensor | dense_bias)
         expect(by_position, at("bias"), "alibi(...) or relative(...)", got, remedy)
 
     def __deepcopy__(self, memo: Any) -> MeshPlan:
-        """The plan itself: it is not changed, and a copy of a model works with the same ranks."""
+        """Return the plan itself, which is never changed. A copy of a model works with the same ranks."""
         return self
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "pickling a MeshPlan: expected something without a process group, got one. "
-            "Send the Plan or its local(rank), and call on(mesh) where it is used."
+            "pickling a MeshPlan: expected an object without a process group, got one. "
+            "Send the Plan or its local(rank), and call on(mesh) in the receiving process."
         )
 
     def __repr__(self) -> str:
@@ -278,7 +284,7 @@ _REMEDY = "Use the plan with the batch of the layout that made it"
 
 
 class _Front(TorchFront):
-    """This rank's part of a call: the plan has the mask, and knows where rows are."""
+    """This rank's part of a call. The plan has the mask and the indices of rows."""
 
     def __init__(self, plan: MeshPlan) -> None:
         self.plan, self.mesh = plan, plan.frame.mesh
@@ -292,7 +298,7 @@ class _Front(TorchFront):
 
 
 def _arguments(call: Call) -> tuple[Any, ...]:
-    """The options as `sharded_attention` takes them, with a seed for each batch row and head."""
+    """Options as arguments of `sharded_attention`, with a seed for each batch element and head."""
     if (o := call.options) is None:
         return ()
     seed = o.dropout_seed
@@ -314,5 +320,5 @@ pytree.register_pytree_node(
 
 
 def on_mesh(plan: Plan, mesh: DeviceMesh, **options: Any) -> MeshPlan:
-    """Put this rank's part of a plan on a mesh; see `attnspan.parallel.Plan.on`."""
+    """Put this rank's part of a plan on a mesh. See `attnspan.parallel.Plan.on`."""
     return MeshPlan.of(plan.local(group_of(mesh).rank()), mesh, **options)

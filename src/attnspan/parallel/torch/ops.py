@@ -1,8 +1,8 @@
-"""The operators ``attnspan::sharded_attention`` and its ``_backward``: attention and its exchanges.
+"""Operators ``attnspan::sharded_attention`` and its ``_backward``: attention and its exchanges.
 
-Opaque, as attention on one rank is. The mask and the plan are two tensors among the arguments, so they may
-change at each step without compiling anything; what a compiler must know of a rank is how many heads it has
-while it attends. docs/design.md has the contract.
+They are opaque, like attention on one rank. The mask and the plan are two tensors among the arguments, so
+they may change at each step without recompilation. A compiler must know only the number of heads that a rank
+attends with. docs/design.md has the contract.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,28 +33,28 @@ from .heads import Team, gather, key_heads, query_heads, scatter
 __all__ = ["backend_for_parts", "sharded_attention", "sharded_attention_backward"]
 
 _library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
-# A captured graph would replay the exchanges of one step's plan.
+# Not safe for CUDA graphs, which would replay the exchanges of one step's plan.
 _TAGS = (
     torch.Tag.pt2_compliant_tag,
     torch.Tag.needs_fixed_stride_order,
     torch.Tag.cudagraph_unsafe,
 )
-# `plan` and `numbers` are what `local.encode` makes; `heads_here`: the query heads that this rank attends
-# with; `backend`: what runs its parts.
+# `plan` and `numbers` come from `local.encode`. `heads_here` are the query heads that this rank attends with.
+# `backend` runs the parts.
 _SHARED = (
     "Tensor plan, Tensor numbers, str group, int members, int heads_here, int kv_heads_here, str backend,"
     " float scale, float softcap=0.0, Tensor? bias=None, int bias_kind=0, Tensor? sinks=None,"
     " float dropout_p=0.0, Tensor? dropout_seed=None"
 )
-# Behind out and lse, for backward: q, k, v and out of all rows of the group where heads are shared out, and
-# always the lse in float64, because float32 keeps too little of a large one.
+# After out and lse, for backward: q, k, v and out of all rows of the group if members split the heads, and
+# always lse in float64, because float32 is too coarse for a large lse.
 _library.define(  # type: ignore[no-untyped-call]
     f"sharded_attention(Tensor q, Tensor k, Tensor v, {_SHARED})"
     " -> (Tensor out, Tensor lse, Tensor group_q, Tensor group_k, Tensor group_v, Tensor group_out,"
     " Tensor group_lse)",
     tags=_TAGS,
 )
-# q, k, v, out and lse are those of the group where heads are shared out; `kv_heads` are all of them.
+# q, k, v, out and lse have the rows of the group if members split the heads. `kv_heads` counts all key heads.
 _library.define(  # type: ignore[no-untyped-call]
     "sharded_attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out,"
     " Tensor lse,"
@@ -63,12 +63,12 @@ _library.define(  # type: ignore[no-untyped-call]
 )
 
 _OPTIONS: tuple[Any, ...] = (0.0, None, 0, None, 0.0, None)
-# Among the arguments of forward: where the options begin, bias and sinks.
+# Places of the first option, of bias and of sinks among the arguments of forward.
 _FIRST_OPTION, _BIAS, _SINKS = 11, 12, 14
 
 
 def _all(inputs: tuple[Any, ...], first: int) -> tuple[Any, ...]:
-    """All arguments: torch leaves out defaults at the end."""
+    """All arguments, with trailing defaults, which torch leaves out."""
     return (*inputs, *_OPTIONS[len(inputs) - first :])
 
 
@@ -91,12 +91,12 @@ def _read(options: tuple[Any, ...]) -> Options | None:
 def _reading(
     what: str, heads: tuple[int, int], q: Tensor, v: Tensor, given: tuple[Any, ...]
 ) -> Iterator[tuple[Team, Callable[..., Work]]]:
-    """The ranks that take part in a call, and the engine's inputs, given q, k and v of this rank's heads.
+    """Context of a call: its team, and a function from q, k and v of this rank's heads to `Work`.
 
     Args:
-        what: Which call it is; the ranks compare their calls, and in forward the values of options.
+        what: Name of the call. The ranks compare their calls, and in forward the values of options.
         heads: (Hq, Hkv) of all members.
-        q, v: For their dtype and head dims.
+        q, v: Tensors with the call's dtype and head dims.
         given: All arguments that forward and backward share.
     """
     data, numbers, group, members, _, _, backend, scale, *options = given
@@ -107,7 +107,7 @@ def _reading(
     facts = {
         "call": what,
         "plan of the call": tables.numbers.plan,
-        "batch rows": q.shape[0],
+        "batch size": q.shape[0],
         "head dims": (q.shape[3], v.shape[3]),
         "dtype": str(q.dtype),
         "backend": backend,
@@ -131,7 +131,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]
     with _reading("forward", (q.shape[1], k.shape[1]), q, v, shared) as (team, mine):
         if len(team.heads) == 1:
             out, wide_lse = forward(mine(q, k, v))
-            # An operator's results are apart from each other.
+            # Results of an operator must not alias each other.
             lse = wide_lse.to(_lse_dtype(q), copy=True)
             return out, lse, *(q.new_empty(0) for _ in range(4)), wide_lse
         arriving = [
@@ -219,22 +219,22 @@ sharded_attention_backward = torch.ops.attnspan.sharded_attention_backward.defau
 
 
 def backend_for_parts(q: Tensor, k: Tensor, v: Tensor, k_len: int, requested: str | None) -> str:
-    """Name of the backend that runs the parts of a call under a plan, on all ranks and in both directions.
+    """Name the backend that runs the parts of a call under a plan, on all ranks and in both directions.
 
     Args:
-        q, k, v: This rank's, (B, H, S, D).
+        q, k, v: This rank's tensors, (B, H, S, D).
         k_len: Keys of all ranks.
-        requested: The backend that the call names, or None for that of the block around it.
+        requested: Backend that the call names. None for the backend of the enclosing context.
 
     Raises:
-        OptionError, BackendError: As `attnspan.kernels.choose`.
+        OptionError, BackendError: See `attnspan.kernels.choose`.
     """
     more = ("", "plan over ranks", capability_of(q.device)) if q.is_cuda else ()
     return backend_for(replace(Problem.of(q, k, v, None, more=more), k_len=k_len), asked(requested))
 
 
 class _Forward(torch.autograd.Function):
-    """The derivative of the forward operator."""
+    """Derivative of the forward operator."""
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
@@ -275,7 +275,7 @@ class _Forward(torch.autograd.Function):
 
 
 class _Backward(torch.autograd.Function):
-    """A node that raises: without one, second derivatives would silently be zero."""
+    """Node that raises. Without it, second derivatives would silently be zero."""
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
@@ -286,8 +286,8 @@ class _Backward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> None:
         del ctx, grads
         raise NotImplementedError(
-            "second derivatives of attnspan::sharded_attention: expected first ones, which it has; got a "
-            'derivative of its backward. On one rank, `with attnspan.backend("math"):` has higher ones.'
+            "second derivatives of attnspan::sharded_attention: expected a first derivative, got a "
+            'derivative of its backward. On one rank, `with attnspan.backend("math"):` has all derivatives.'
         )
 
 
@@ -297,7 +297,7 @@ save_also(sharded_attention)
 
 
 def _flops(given: Sequence[Any], batch: int, rows: int, keys: int, dims: int) -> int:
-    """2 * pairs * (D + Dv) over the visible pairs of a rank; over all pairs where the plan has no data."""
+    """2 * pairs * (D + Dv) over the visible pairs of a rank, or over all pairs if the plan has no data."""
     plan, numbers, group, members, heads = given[:5]
     if isinstance(plan, compat.FakeTensor) or plan.is_meta:
         every: int = batch * heads * rows * keys * Ranks.named(group, members).whole.size()
@@ -305,7 +305,7 @@ def _flops(given: Sequence[Any], batch: int, rows: int, keys: int, dims: int) ->
     pairs = 0.0
     for stage in decode(plan, numbers.tolist()).stages:
         lo, hi = stage.bounds.unbind(-1)
-        # Where heads of the mask differ, each is taken to cost their mean.
+        # If heads of the mask differ, each head counts as their mean.
         repeats = batch // stage.bounds.shape[0] * heads / stage.bounds.shape[1]
         pairs += int(int((hi - lo).sum(dtype=torch.int64)) * repeats)
     return int(2 * dims * pairs)
@@ -313,12 +313,12 @@ def _flops(given: Sequence[Any], batch: int, rows: int, keys: int, dims: int) ->
 
 @compat.flop_formula(sharded_attention.overloadpacket)
 def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *given: Any, **_: Any) -> int:
-    """Operations of one rank's forward call."""
+    """FLOPs of one rank's forward call."""
     return _flops(given, q.shape[0], q.shape[2] * given[3], k.shape[2], q.shape[3] + v.shape[3])
 
 
 @compat.flop_formula(sharded_attention_backward.overloadpacket)
 def _backward_flops(dout: Tensor, _dlse: Any, q: Tensor, k: Tensor, v: Tensor, *given: Any, **_: Any) -> int:
-    """Operations of one rank's backward call, 2.5 times the forward's."""
+    """FLOPs of one rank's backward call, 2.5 times the FLOPs of the forward call."""
     keys: int = k.shape[2] // given[6]
     return 5 * _flops(given[3:], dout.shape[0], q.shape[2], keys, q.shape[3] + v.shape[3]) // 2

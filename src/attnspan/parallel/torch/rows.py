@@ -1,4 +1,4 @@
-"""The whole from the rows of all ranks, differentiably."""
+"""Differentiable gathering of the rows of all ranks."""
 
 from typing import Any
 
@@ -30,8 +30,8 @@ def gather_rows(x: Tensor, layout: Layout, mesh: DeviceMesh, dim: int = 1) -> Te
     )
     expect(fits, "Layout.gather: x", f"this rank's {wanted}", tuple(x.shape), remedy, error=ShapeError)
     alone = layout.planes == 1 or (dim % x.dim() > 0 and x.shape[0] == layout.planes)
-    remedy = "Batch rows have rows of their own in this layout: keep all of them, as dimension 0"
-    what, wanted = "Layout.gather: x", f"{layout.planes} batch rows as dimension 0"
+    remedy = "This layout partitions each batch element differently: pass all of them, as dimension 0"
+    what, wanted = "Layout.gather: x", f"{layout.planes} batch elements as dimension 0"
     expect(alone, what, wanted, tuple(x.shape), remedy, error=ShapeError)
     facts = {"call": "gather", "shape": (dim % x.dim(), *x.shape), "dtype": str(x.dtype)}
     agreement_of(group).note({**facts, "layout of the rows": layout.fingerprint})
@@ -40,7 +40,7 @@ def gather_rows(x: Tensor, layout: Layout, mesh: DeviceMesh, dim: int = 1) -> Te
 
 
 def _at(places: Tensor) -> tuple[Tensor, ...]:
-    """Place of each row (S, ...) among those of all ranks."""
+    """Place of each row (S, ...) among the rows of all ranks."""
     if places.shape[0] == 1:
         return (places[0],)
     return places.T, torch.arange(places.shape[0], device=places.device)
