@@ -68,7 +68,7 @@ BAD_CALLS = {
     "reset twice": (
         lambda c: c.reset([1, 1]),
         ValueError,
-        r"differ, got \[1, 1\]\. .*a mask of rows is bool",
+        r"differ, got \[1, 1\]\. .*A mask of rows is bool",
     ),
     "reset no list": (lambda c: c.reset(1), TypeError, r"a list or a tensor of numbers, got 1\. Pass \[1\]"),
     "reorder shape": (lambda c: c.reorder([0]), ValueError, r"expected shape \(2,\), one for each row, got"),
