@@ -173,7 +173,7 @@ _TYPES: dict[str, tuple[dict[str, Any], str]] = {
     "sinks dtype": ({"sinks": ids(4)}, "sinks: expected a floating ARRAY, got"),
     "sinks kind": ({"sinks": [0.0] * 4}, "sinks: expected a floating ARRAY, got list"),
     "dense dtype": ({"bias": ids(7, 9) > 0}, "dense_bias: expected a floating array"),
-    "bias kind": ({"bias": lambda s, *_: s}, "bias: expected an? ARRAY, or what .* got function"),
+    "bias kind": ({"bias": lambda s, *_: s}, "bias: expected an? ARRAY, or the result .* got function"),
     "dropout array": ({"dropout_p": np.array(0.1)}, "dropout_p: expected a Python number"),
     "seed dtype": ({"dropout_p": 0.1, "dropout_seed": np.array(0.5)}, "dropout_seed: expected .*got .*float"),
     "seed without dropout": ({"dropout_seed": np.array(True)}, "dropout_seed: .* got .*bool"),
