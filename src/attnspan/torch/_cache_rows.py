@@ -80,7 +80,7 @@ class CacheRows(WritableBuffers):
             lengths = torch.zeros(sizes["batch"], dtype=torch.int32, device=device)
             self.register_buffer("lengths", lengths, persistent=False)
         floating = self._keys.is_floating_point()
-        expect(floating, "dtype", "a floating dtype", str(dtype), "Pass that of k and v", error=DtypeError)
+        expect(floating, "dtype", "a floating dtype", str(dtype), "Pass k's dtype", error=DtypeError)
 
     def q_index(self, q_len: int) -> Tensor:
         """Global indices of the newest tokens, negative for padding: int32, shape (B, q_len)."""
@@ -114,7 +114,7 @@ class CacheRows(WritableBuffers):
             TypeError: ``lengths`` is not integer.
         """
         if not isinstance(lengths, Tensor):
-            own = number("truncate: lengths", lengths, "Pass an int, or a tensor of one for each row")
+            own = number("truncate: lengths", lengths, "Pass an int, or a tensor with one per element")
             lengths = torch.full_like(self.lengths, min(max(own, LOST), INT32_MAX))
         self._check_storage()
         self._check_rows("lengths", lengths)
@@ -123,8 +123,8 @@ class CacheRows(WritableBuffers):
         legal = (wanted <= self.lengths) & ((wanted >= least) | ((wanted >= 0) & (wanted <= most)))
         if arrays_for([legal]).concrete(legal) and not legal.all():
             b = int(legal.logical_not().nonzero()[0])
-            expected = f"{int(least[b])} to {int(self.lengths[b])}, whose keys the row still holds"
-            remedy = "Pass one of these, or empty the row by reset()"
+            expected = f"{int(least[b])} to {int(self.lengths[b])}, whose keys the cache still holds"
+            remedy = "Pass one of these, or empty the batch element with reset()"
             expect(False, f"truncate: lengths[{b}]", expected, f"{lengths[b]}", remedy)
         self._set_lengths(torch.where(legal, wanted, LOST))
 
@@ -188,8 +188,8 @@ class CacheRows(WritableBuffers):
         hits = numbers[:, None] == torch.arange(len(self.lengths), device=numbers.device)
         once = (hits.sum(0) <= 1).all()
         if arrays_for([once]).concrete(once):
-            remedy = "Pass each number once. A mask of rows is bool"
-            expect(once, "reset: rows", "numbers that differ", f"{numbers.tolist()}", remedy)
+            remedy = "Pass each index once. A mask of batch elements must be bool"
+            expect(once, "reset: rows", "different indices", f"{numbers.tolist()}", remedy)
         return hits.any(0), legal.all() & once
 
     def _least(self) -> tuple[Any, int]:
@@ -226,10 +226,10 @@ class CacheRows(WritableBuffers):
         return tokens
 
     def _check_rows(self, name: str, x: Any, dtypes: tuple[torch.dtype, ...] = INTEGERS) -> None:
-        rows, remedy = self.lengths.shape[0], "Pass one for each row of the cache"
+        rows, remedy = self.lengths.shape[0], "Pass one for each batch element of the cache"
         kind = "integers" if dtypes is INTEGERS else "bool"
         _check_kind(name, x, dtypes, kind, remedy, self.lengths.device)
-        fits, expected = x.dim() == 1 and x.shape[0] == rows, "one entry per batch row, shape ({},)"
+        fits, expected = x.dim() == 1 and x.shape[0] == rows, "one entry per batch element, shape ({},)"
         expect(fits, name, expected, x.shape, remedy, rows, error=ShapeError)
 
     def _check_count(self, name: str, n: int, what: str) -> None:
@@ -254,20 +254,20 @@ def row_numbers(what: str, rows: Any, of: Tensor, *, whole: bool = False) -> tup
         ValueError: Shape or device do not fit, or an index is out of range, if values can be read.
         TypeError: The dtype does not fit.
     """
-    batch, remedy = of.shape[0], "Pass the numbers of batch rows"
+    batch, remedy = of.shape[0], "Pass indices of batch elements"
     if isinstance(rows, int) and not isinstance(rows, bool):
-        expect(False, what, "a list or a tensor of numbers", f"{rows}", f"Pass [{rows}]", error=DtypeError)
+        expect(False, what, "a list or a tensor of indices", f"{rows}", f"Pass [{rows}]", error=DtypeError)
     if isinstance(rows, (list, tuple, range)):
         numbers = [number(what, x, remedy) for x in rows]
         rows = torch.tensor(numbers, dtype=torch.int64, device=of.device)
     _check_kind(what, rows, INTEGERS, "integers", remedy, of.device)
     fits = rows.dim() == 1 and (not whole or rows.shape[0] == batch)
-    expected = f"shape ({batch},), one for each row" if whole else "one axis"
+    expected = f"shape ({batch},), one for each batch element" if whole else "one axis"
     expect(fits, what, expected, tuple(rows.shape), remedy, error=ShapeError)
     rows = rows.to(torch.int64)
     legal = (rows >= 0) & (rows < batch)
     if arrays_for([legal]).concrete(legal):
-        expect(legal.all(), what, "numbers from 0 to {}", f"{rows.tolist()}", remedy, batch - 1)
+        expect(legal.all(), what, "indices from 0 to {}", f"{rows.tolist()}", remedy, batch - 1)
     return torch.where(legal, rows, 0), legal
 
 

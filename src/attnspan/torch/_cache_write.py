@@ -154,7 +154,7 @@ def check_new(heads: int, keys: Tensor, values: Tensor, lengths: Tensor, *new: A
         fits, remedy = x.device == cache.device, "Move the cache with .to(device), or the tensor"
         expect(fits, name, "device {}, as the cache", x.device, remedy, cache.device, error=DeviceError)
     if counts is not None:
-        fits, remedy = counts.shape == lengths.shape, "Pass one for each row of the cache"
+        fits, remedy = counts.shape == lengths.shape, "Pass one for each batch element of the cache"
         expect(
             fits, "counts", "shape {}", tuple(counts.shape), remedy, tuple(lengths.shape), error=ShapeError
         )
@@ -165,7 +165,8 @@ def check_new(heads: int, keys: Tensor, values: Tensor, lengths: Tensor, *new: A
 def _check_chunk(keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> int:
     n, keep = check_new(keys.shape[1], keys, values, lengths, *new[:3]), new[3]
     fits, got = keys.shape[0] == lengths.shape[0], lengths.shape[0]
-    expect(fits, "lengths", "{} rows", got, "Pass one for each row", keys.shape[0], error=ShapeError)
+    remedy = "Pass one for each batch element"
+    expect(fits, "lengths", "batch size {}", got, remedy, keys.shape[0], error=ShapeError)
     most = keys.shape[2] - (keep if keep < keys.shape[2] else 0)
     expect(n <= most, "k_new", "at most {} tokens", n, "Split them into chunks", most, error=ShapeError)
     return n
@@ -175,19 +176,19 @@ def check_room(starts: list[int], own: list[int], n: int, limit: int) -> None:
     """Raise before anything is written."""
     check_not_lost(starts)
     for b, (start, count) in enumerate(zip(starts, own, strict=True)):
-        remedy = "Pass the number of the row's tokens, which are the last ones of the chunk"
+        remedy = "Pass the number of the element's tokens, which are the last ones of the chunk"
         expect(0 <= count <= n, f"counts[{b}]", "0 to {}, the tokens of the chunk", count, remedy, n)
-        remedy = "Allocate a larger max_len, or truncate() or reset() the row. Nothing was written"
+        remedy = "Allocate a larger max_len, or truncate() or reset() it. Nothing was written"
         room, got = start + count <= limit, f"{start} of {limit} taken"
-        expect(room, f"cache row {b}", "room for {} more tokens", got, remedy, count)
+        expect(room, f"cache: batch element {b}", "room for {} more tokens", got, remedy, count)
 
 
 def check_not_lost(lengths: list[int]) -> None:
     """Raise for a batch element with an illegal length."""
     if min(lengths, default=0) < 0:
         remedy = "An earlier call asked for tokens that it did not hold. Call reset() and fill it again"
-        row = f"cache row {lengths.index(min(lengths))}"
-        expect(False, row, "a length of at least 0", "the mark of a lost row", remedy)
+        row = f"cache: batch element {lengths.index(min(lengths))}"
+        expect(False, row, "a length of at least 0", "the mark of lost tokens", remedy)
 
 
 def guard(library: torch.library.Library, name: str, op: Any) -> None:
@@ -215,7 +216,7 @@ def guard(library: torch.library.Library, name: str, op: Any) -> None:
 def _refuse_vmap(*_: Any) -> None:
     got = "the tokens of one call among several that would write into one buffer"
     remedy = "Make the vmapped axis part of the batch axis"
-    expect(False, "cache: update under vmap", "tokens of all batch rows at once", got, remedy)
+    expect(False, "cache: update under vmap", "tokens of the whole batch at once", got, remedy)
 
 
 def _fake(keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> Tensor:

@@ -75,11 +75,12 @@ def _write(keys: Tensor, values: Tensor, lengths: Tensor, table: Tensor, *new: A
         row = int(legal.logical_not().nonzero()[0])
         given = int(_is_page(table[row], pages).sum())
         got = f"{given} of {page} tokens each, with {int(lengths[row])} tokens in them"
-        remedy = "Call reserve(...) for the new tokens, or reset() the row. Nothing was written"
+        remedy = "Call reserve(...) for the new tokens, or reset() it. Nothing was written"
         if (of_page[row][mine[row]] < pages).all():
-            got = "one that another row uses"
-            remedy = "Call reorder(range(batch)) to give each row separate pages. Nothing was written"
-        expect(False, f"cache row {row}", "pages for {} more tokens", got, remedy, int(own[row]))
+            got = "a page that another element uses"
+            remedy = "Call reorder(range(batch)) to give each element separate pages. Nothing was written"
+        what = f"cache: batch element {row}"
+        expect(False, what, "pages for {} more tokens", got, remedy, int(own[row]))
     own_page, place = torch.where(mine & legal[:, None], of_page, pages), at % page
     chunks = [x.transpose(1, 2).contiguous() for x in apart((keys, values), (chunk[0], chunk[1]))]
     for cache, x in zip((keys, values), chunks, strict=True):
@@ -224,11 +225,11 @@ class PagedCache(CacheRows):
             TypeError: A length is not an integer.
         """
         several, got = hasattr(lengths, "__iter__"), type(lengths).__name__
-        remedy = "Pass a list with the total capacity of each row"
-        expect(several, "reserve", "a length for each row", got, remedy, error=DtypeError)
+        remedy = "Pass a list with the total capacity of each batch element"
+        expect(several, "reserve", "a length for each batch element", got, remedy, error=DtypeError)
         given = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
         page, rows = self._keys.shape[2], self.table.tolist()
-        expected = "a length for each of {} rows"
+        expected = "a length for each of {} batch elements"
         expect(len(given) == len(rows), "reserve", expected, len(given), "Pass all", len(rows))
         wanted = [count(f"reserve: lengths[{b}]", n) for b, n in enumerate(given)]
         most, remedy = max(wanted, default=0), "Make the cache with a larger max_len"
@@ -240,7 +241,7 @@ class PagedCache(CacheRows):
     def _take(self, places: list[tuple[int, int]], rows: list[list[int]], taken: set[int]) -> None:
         """Put free pages into these places of the table."""
         free = [x for x in range(self._keys.shape[0] - 1) if x not in taken]
-        remedy = "reset() rows that are done, or make the cache with more pages"
+        remedy = "Call reset(rows) for finished batch elements, or make the cache with more pages"
         expect(len(places) <= len(free), "PagedCache", "{} free pages", len(free), remedy, len(places))
         for (b, i), number in zip(places, free, strict=False):
             rows[b][i] = number
@@ -267,7 +268,7 @@ class PagedCache(CacheRows):
 
     def mask(self, q_len: int) -> Mask:
         """Mask of the newest ``q_len`` tokens of each batch element: ``causal() & cache(lengths)``."""
-        self._check_count("mask", q_len, "query rows")
+        self._check_count("mask", q_len, "queries")
         return masks.causal() & masks.cache(self.lengths)
 
     def gathered(self) -> tuple[Tensor, Tensor]:

@@ -109,7 +109,7 @@ class RollingCache(SlotCache):
             ShapeError: ``q_len`` exceeds ``chunk``.
             OptionError: A batch element is illegal, if its length can be read (CPU, eager).
         """
-        self._check_count("mask", q_len, "query rows")
+        self._check_count("mask", q_len, "queries")
         if arrays_for([self.lengths]).concrete(self.lengths):
             check_not_lost(self.lengths.tolist())
         index = self.q_index(q_len)

@@ -140,5 +140,5 @@ class StaticCache(SlotCache):
             >>> cache.mask(2).spans(2, 8).bounds[0, 0, :, 0].tolist()
             [[0, 2], [0, 3]]
         """
-        self._check_count("mask", q_len, "query rows")
+        self._check_count("mask", q_len, "queries")
         return masks.causal() & masks.cache(self.lengths)
