@@ -95,6 +95,10 @@ class CacheRows(WritableBuffers):
             n: Number of tokens in the chunk.
             counts: The ``counts`` that you will pass to `update`. Padding has indices below the length of its
                 batch element.
+
+        Raises:
+            ValueError: The shape or device of ``counts`` does not fit.
+            TypeError: ``counts`` is not integer.
         """
         if counts is not None:
             self._check_rows("counts", counts)

@@ -199,7 +199,7 @@ def _axes_of_plan(mesh: Any, plan_mesh: Any) -> list[int]:
 
 def _check_parts(places: Places, batch: Any, q_heads: Any, kv_heads: Any) -> None:
     """Raise a ShapeError unless every rank has a batch element, and heads together with their key heads."""
-    for role, what, size in ((BATCH, "batch rows", batch), (HEADS, "key heads", kv_heads)):
+    for role, what, size in ((BATCH, "batch elements", batch), (HEADS, "key heads", kv_heads)):
         counts = [places.mesh.size(axis) for axis, own in enumerate(places.roles) if own == role]
         ranks, sizes = math.prod(counts), {size}
         if ranks == 1 or size % ranks == 0:
