@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 NATIVE := $(wildcard csrc/*.cc csrc/*.h) CMakeLists.txt pyproject.toml lab/pyproject.toml constraints.txt
 
-.PHONY: help setup needed train failures test test-fast test-all fuzz test-with test-cuda test-xla gpu gpu-quick gpu-test gpu-tune gpu-bench zoo docs lint format bench wheel release pythons committed sanitize aarch64 tiles clean
+.PHONY: help setup needed train failures test test-fast test-all fuzz test-with test-cuda test-xla gpu gpu-quick gpu-test gpu-tune gpu-bench zoo docs lint format bench wheel release pythons committed filled canary sanitize aarch64 tiles clean
 
 help:
 	@echo "make train   train a small language model on real text for four minutes, and let it write"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-all whole products, long tests, every instruction-set level, sanitizers: hours, before a release"
 	@echo "make fuzz MINUTES=2 tests that draw their cases, with new seeds until the minutes are used; failing cases are shrunk"
 	@echo "make test-with WITH='torch==2.15.0'  the tests of what has another version (torch, jax, transformers, diffusers), in an environment of their own"
+	@echo "make canary  the tests of torch with the newest torch, in an environment of their own"
 	@echo "make test-cuda what a compiler sees of CUDA tensors, with torch's CUDA build and without a GPU; the same environment"
 	@echo "make gpu     on a machine with a GPU: tests, tuning and figures, with its own Python and torch; or gpu-test, gpu-tune, gpu-bench; gpu-quick is the most of it in 15 minutes"
 	@echo "make test-xla the tests of PyTorch/XLA, in an environment of their own (.venv-xla, 4 GB of packages)"
@@ -119,6 +120,10 @@ $(WITH_VENV)/.ready: constraints.txt pyproject.toml $(SOURCES) | needed
 test-with: $(WITH_VENV)/.ready
 	for room in $(TESTS); do OMP_WAIT_POLICY=passive $(WITH_VENV)/bin/python -m pytest $(SIDE_BY_SIDE) $$room $(ARGS) || failed=1; done; \
 	  test -z "$$failed"
+
+# The newest torch that there is, with whatever private names it has: a failure here is a version to exclude or to support.
+canary:
+	$(MAKE) test-with WITH=torch TESTS='tests/torch tests/interop'
 
 # Fake CUDA tensors need CUDA's build of torch, and no GPU.
 test-cuda: $(WITH_VENV)/.ready
@@ -232,7 +237,7 @@ wheel: $(VENV)/.release
 
 # All of a release but its upload: the files of a commit, the same bytes when built again, each wheel in bare environments.
 release: PYTHONS = python3.11 python3.12
-release: pythons committed wheel
+release: pythons committed filled wheel
 	rm -rf build/again && $(BIN)/python tests/wheel/build_wheels.py build/again $(PYTHONS) >/dev/null && diff -r dist build/again
 	$(BIN)/python tests/wheel/try_wheels.py dist $(or $(TRIED),$(PYTHONS) python3.13)
 
@@ -240,6 +245,11 @@ release: pythons committed wheel
 pythons:
 	@for python in $(PYTHONS) $(or $(TRIED),python3.13); do $$python -c "" 2>/dev/null || { \
 	  echo "$$python does not run here. Install it, or name others: make release PYTHONS='python3.11 python3.12' TRIED='python3.12'"; exit 1; }; done
+
+# Addresses that a release needs and that this repository does not know.
+filled:
+	@! grep -n "example\.invalid" pyproject.toml lab/pyproject.toml SECURITY.md MAINTAINING.md || { \
+	  echo "make release needs real addresses: replace each example.invalid above"; exit 1; }
 
 committed:
 	@test -z "$$(git status --porcelain)" || { echo "make release builds a commit, and these files are in none:"; git status --short; exit 1; }

@@ -112,7 +112,7 @@ struct BiasGradient {
 
 struct BackwardArgs : Problem {
   Tensor out, dout, dq, dk, dv;
-  const float* lse;                  // without `lse_low`, where a float of it is too coarse, it is computed anew
+  const float* lse;                  // alone, it loses |lse| * 2^-24 of the weights
   const float* lse_low = nullptr;    // may be null
   const double* wide_lse = nullptr;  // instead
   bool part = false;                 // lse is of a whole of which these keys are a part

@@ -84,7 +84,7 @@ class Backward : BackwardTiles<E> {
       // On the tiles, `find_delta` has them while queries are packed: a pass over out less.
       if (!tiles || a.dsinks != nullptr) find_deltas(b, h, o);
       if (a.dsinks != nullptr && share == 0) partial.sinks[b * a.q_heads + h] = sink_gradient(h, o);
-      Head head = head_of(b, h, share, large.biases > 0, o, partial);
+      Head head = head_of(b, h, share, large, o, partial);
       Range seen;
       int64_t chunk = -1, held = 0;
       for (int64_t group = share; group < groups; group += shares) {
@@ -142,19 +142,21 @@ class Backward : BackwardTiles<E> {
       store(to + j, load(to + j) + load(head.dq + j));
   }
 
-  // What a head has large: rows whose biases have a base, rows with scores that floats in tiles do not serve.
+  // What a head has large: rows whose biases have a base, rows with scores that floats in tiles do not serve, and rows
+  // beyond what `exp2_near` takes.
   struct Large {
-    int64_t biases = 0, exact = 0;
+    int64_t biases = 0, exact = 0, far = 0;
   };
 
-  Head head_of(int64_t b, int64_t h, int64_t share, bool deep, const Own& o, const Partial& partial) const {
+  Head head_of(int64_t b, int64_t h, int64_t share, const Large& large, const Own& o, const Partial& partial) const {
     const int64_t part = (b * a.q_heads + h) * shares + share, size = BiasTiles::partial_size(a);
     Head head{b,
               h,
               BiasTiles(a, b, h, this->queries(), o.bias_room, size == 0 ? nullptr : partial.bias + part * size),
               {},
               kept_weight_of(a),
-              deep,
+              large.biases > 0,
+              large.far > 0,
               o.dq,
               {}};
     if (a.options.softcap > 0.0f) head.cap = Softcap::make(a.dtype, a.options.softcap, a.scale, largest_score(b, h));
@@ -187,6 +189,7 @@ class Backward : BackwardTiles<E> {
     for (int64_t i = 0; i < a.q_len; ++i) {
       prepare_lse(b, h, i, bias, o);
       large.biases += o.base[i] != 0.0f, large.exact += o.exact[i];
+      large.far += std::fabs(o.lse[i]) >= 0x1p17f && o.lse[i] < infinity;
     }
     for (int64_t i = a.q_len; i < this->queries(); ++i) o.lse[i] = o.lse_rest[i] = o.delta[i] = o.base[i] = 0.0f;
     o.mask.fill(a.bounds.slice(b, h), a.q_len);
@@ -206,21 +209,18 @@ class Backward : BackwardTiles<E> {
     return static_cast<double>(a.lse[row]) + (a.lse_low == nullptr ? 0.0 : static_cast<double>(a.lse_low[row]));
   }
 
-  // The lse of a row, less the base of its biases. A float alone of a large one has lost what the row's weights differ
-  // by: it is computed anew.
+  // The lse of a row, less the base of its biases.
   void prepare_lse(int64_t b, int64_t h, int64_t i, const HeadBias& bias, const Own& o) const {
     const double given = given_lse(a.lse_row(b, h) + i);
-    const bool fine = a.wide_lse != nullptr || a.lse_low != nullptr;
     const bool sees = given != -HUGE_VAL;
     o.base[i] = sees ? bias.base_of(i, a.bounds.slice(b, h) + i * a.runs * 2) : 0.0f;
     const double base = bias.value_of_base(o.base[i]);
     double lse = given - base;
-    const auto anew = [&] { return lse_of_row(b, h, i, RowOptions(a, b, h, i, 1.0f)); };
-    if (!fine && base != 0.0 && std::fabs(given) > most_lse_of_tiles) lse = anew();
     o.exact[i] = sees && std::fabs(lse) > most_lse_of_tiles;
+    // Of a part of the row's keys, the weights are 0 if all weight is elsewhere, else the lse does not tell them.
     if (o.exact[i] && a.part) {
-      o.exact[i] = !(lse - anew() > 200.0);  // else all weight is elsewhere
-      lse = !o.exact[i] ? HUGE_VAL : std::fabs(lse) > most_lse_of_parts ? NAN : lse;
+      o.exact[i] = !(lse - static_cast<double>(largest_score(b, h)) > 300.0);
+      lse = o.exact[i] ? NAN : HUGE_VAL;
     }
     o.whole_lse[i] = lse + base;
     // On the tiles, the weights of rows that see nothing and of those that are worked on by themselves are 2^-infinity.
@@ -230,9 +230,6 @@ class Backward : BackwardTiles<E> {
                     : std::isnan(o.lse[i])  ? o.lse[i]
                                             : 1.0f;
   }
-  // Forward's own scores are out of reach of a call that has a part of the row's keys: beyond this size its weights
-  // would be wrong by more than a hundredth, and are NaN.
-  static constexpr double most_lse_of_parts = 65536.0;
 
   // Are exponents of exact rows finite in tiles too, where their weights become 0?
   bool within_tiles(int64_t b, int64_t h) const {
@@ -242,19 +239,6 @@ class Backward : BackwardTiles<E> {
     if (a.options.bias.kind != BiasKind::distance) return true;  // others are below 64, or less their largest
     const DistanceTable table = HeadBias(a, b, h).table_of_head();
     return *std::max_element(table.values, table.values + table.size()) <= most;
-  }
-
-  double lse_of_row(int64_t b, int64_t h, int64_t i, const RowOptions& options) const {
-    const int64_t hk = h / a.group();
-    const int32_t* spans = a.bounds.slice(b, h) + i * a.runs * 2;
-    alignas(64) float query[max_dim];
-    widen(at<T>(a.q, b, h, i), query, a.head_dim);
-    LogSum sum;
-    if (a.options.sinks != nullptr) sum.add(static_cast<double>(a.options.sinks[h]) - options.base());
-    for (int64_t r = 0; r < a.runs; ++r)
-      for (int64_t j = spans[2 * r]; j < spans[2 * r + 1]; ++j)
-        sum.add(static_cast<double>(options.exponent(j, dot(query, at<T>(a.k, b, hk, j), a.head_dim) * a.scale)));
-    return sum.value();
   }
 
   void find_exact_lse(int64_t b, int64_t h, const Own& o) const {

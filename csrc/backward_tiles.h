@@ -88,8 +88,9 @@ class BackwardTiles {
     C *k, *v, *k_columns;  // one key block
     float *scores, *dp;    // one strip
     C *p, *ds;
-    C* ds_keys;   // one tile, packed for dQ
-    float* bias;  // of one strip, then the gradient of its exponents
+    C* ds_keys;     // one tile, packed for dQ
+    float* bias;    // of one strip, then the gradient of its exponents
+    float* slopes;  // of one strip's softcap
     BiasTiles::Room bias_room;
     uint32_t* kept;      // of one tile, for each 32 keys and each query: which weights dropout keeps
     RandomPair* random;  // of each query
@@ -119,6 +120,7 @@ class BackwardTiles {
     o.ds = sizeof(C) == 4 ? reinterpret_cast<C*>(o.dp) : carver.take<C>(pieces * weight_plane());
     o.ds_keys = carver.take<C>(pieces * tile_plane());
     o.bias = carver.take<float>(a.options.bias.kind == BiasKind::none ? 0 : strip * ld_scores());
+    o.slopes = carver.take<float>(a.options.softcap > 0.0f ? strip * ld_scores() : 0);
     o.bias_room = BiasTiles::lay_out(carver, a, queries());
     o.kept = carver.take<uint32_t>(drops ? block / 32 * block : 0);
     o.random = carver.take<RandomPair>(drops ? queries() : 0);
@@ -149,6 +151,7 @@ class BackwardTiles {
     Softcap cap;
     float kept_weight;
     bool deep;  // does a row's bias have a base?
+    bool far;   // is a row's lse beyond what `exp2_near` takes?
     float* dq;  // of the group's query blocks
     Range rows;
   };
@@ -254,19 +257,20 @@ class BackwardTiles {
     const int64_t p0 = s.query_block * panels() + s.seen.begin, n = s.seen.size() * panel;
     // Columns of a pair that no query sees are not computed: the mask hides whatever is there.
     const int64_t from = (s.exact.begin - s.seen.begin) * panel, seen = s.exact.size() * panel;
-    const bool less = s.head.deep || a.options.bias.kind == BiasKind::dense;
+    const bool changed = changes || s.head.far, less = s.head.deep || a.options.bias.kind == BiasKind::dense;
     const Tile bias{o.bias, ld_scores(), s.first + s.key, s.keys, p0 * panel, n, less ? o.base : nullptr};
     for (int64_t first = 0; first < s.seen.size(); first += together()) {
       const int64_t last = min(s.seen.size(), first + together());
       scores_of(s, from, first * panel, max(from, first * panel), min(from + seen, last * panel));
       if (a.options.softcap > 0.0f)
-        for (int64_t j = 0; j < s.keys; ++j) s.head.cap.apply(o.scores + j * ld_scores(), n);
+        for (int64_t j = 0; j < s.keys; ++j)
+          s.head.cap.apply(o.scores + j * ld_scores(), n, o.slopes + j * ld_scores());
       if (s.head.bias.present()) s.head.bias.fill(bias);
       for (int64_t p = first; p < last; p += 2)
         if (covers(o.mask, p0 + p, s.first + s.key))
-          changes ? weights<false, true>(s, first, p) : weights<false, false>(s, first, p);
+          changed ? weights<false, true>(s, first, p) : weights<false, false>(s, first, p);
         else
-          changes ? weights<true, true>(s, first, p) : weights<true, false>(s, first, p);
+          changed ? weights<true, true>(s, first, p) : weights<true, false>(s, first, p);
     }
     if (s.head.bias.present() && s.head.bias.wants_gradient()) s.head.bias.record(bias);
     add_product<E, E::gradient_cut>({o.p + from, ld_weights(), weight_plane()},
@@ -283,8 +287,12 @@ class BackwardTiles {
     const Own& o = s.own;
     const int64_t at = s.at * panel + begin - from, n = end - begin;
     if (n <= 0) return;
-    E::product({o.k + s.key * depth, depth, k_plane()}, {o.q_keys + at * depth, depth * panel, key_plane()},
-               o.scores + begin - origin, ld_scores(), s.keys, n, depth, false, o.ahead);
+    const Side<C> k{o.k + s.key * depth, depth, k_plane()}, q{o.q_keys + at * depth, depth * panel, key_plane()};
+    float* const scores = o.scores + begin - origin;
+    if constexpr (pieces > 1)
+      E::template product<true>(k, q, scores, ld_scores(), s.keys, n, depth, false);
+    else
+      E::product(k, q, scores, ld_scores(), s.keys, n, depth, false, o.ahead);
     cut_product<E>({o.v + s.key * v_depth, v_depth, v_plane()},
                    {o.dout_keys + at * v_depth, v_depth * panel, v_key_plane()}, o.dp + begin - origin, ld_scores(),
                    s.keys, n, v_depth, o.ahead);
@@ -302,7 +310,7 @@ class BackwardTiles {
 
   // P = 2^(S - lse) and dS = P * (dP - delta) for a strip of keys and two panels of queries, from panel p of the strip
   // on, where scores begin with panel `first`. `Masked`: they see only some of the keys. `Changed`: the call has
-  // options.
+  // options, or rows that are far.
   template <bool Masked, bool Changed>
   void weights(const KeyStrip& s, int64_t first, int64_t p) const {
     const Own& o = s.own;
@@ -327,8 +335,8 @@ class BackwardTiles {
               const Place place{score, s.key + j + i, (to + side) * panel + lane};
               weight[side] = changed_weight<Masked>(s, place, c, x, seen, &ds[side][i]);
             } else {
-              // As the forward pass does it, but for the factor of the row and the order of pieces: errors of the
-              // exponent cancel in lse.
+              // As the forward pass does it, bit for bit but for the factor of the row: weights of a row have a sum of
+              // 1, however large its scores are, and out is the sum that they make.
               weight[side] = exp2_near<typename E::Exponential>(load(o.scores + score) * c, x.lse) * x.rest;
               ds[side][i] = weight[side] * (load(o.dp + score) - x.delta);
             }
@@ -363,8 +371,7 @@ class BackwardTiles {
   Vec changed_weight(const KeyStrip& s, const Place& at, Vec c, const Queries& x, Mask seen, Vec* ds) const {
     const Own& o = s.own;
     const Head& head = s.head;
-    const Vec product = load(o.scores + at.score);
-    Vec exponent = product * c;
+    Vec exponent = load(o.scores + at.score) * c;
     if (head.bias.present()) exponent = fma(load(o.bias + at.score), set(s.bias_factor), exponent);
     // Not -infinity, of which the exponential's two steps would make NaN; and no weight is above 1, however the scores
     // were rounded.
@@ -381,7 +388,7 @@ class BackwardTiles {
     Vec gradient = p * (dp - x.delta);
     if (head.bias.present() && head.bias.wants_gradient())
       store(o.bias + at.score, Masked ? select(seen, gradient, zero()) : gradient);
-    if (a.options.softcap > 0.0f) gradient = gradient * head.cap.derivative(product);
+    if (a.options.softcap > 0.0f) gradient = gradient * load(o.slopes + at.score);
     *ds = gradient;
     return kept;
   }

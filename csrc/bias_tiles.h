@@ -124,14 +124,14 @@ class BiasTiles {
   void record(const Tile& t) const {
     if (kind_ == BiasKind::dense) return record_dense(t);
     if (kind_ == BiasKind::distance) return record_table(t);
-    Vec sum = zero();
     for_each_row(t, [&](int64_t j, int64_t key) {
+      Vec sum = zero();
       for (int64_t i = 0; i < t.queries; i += Vec::width) {
         const Vec d = distance(t.query + i, key);
         sum = fma(load(t.row(j) + i), kind_ == BiasKind::alibi ? magnitude(d) : d, sum);
       }
+      *room_.slope_sum -= static_cast<double>(reduce_add(sum));
     });
-    *room_.slope_sum -= static_cast<double>(reduce_add(sum));
   }
 
   // One pair, off the tiles.

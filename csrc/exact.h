@@ -1,5 +1,4 @@
-// One query row in double precision, for rows whose scores or biases are so large that floats lose what tells keys
-// apart. Several times slower than a row in floats, and many times slower than one in tiles.
+// One query row in double precision, for rows with scores that floats do not hold. Many times slower than one in tiles.
 #pragma once
 
 #include "pack.h"
@@ -7,8 +6,8 @@
 
 namespace attnspan::ATTNSPAN_ISA {
 
-// Scores of this size differ by 2^-14 from one order of summation to the next, and a float of such an lse is as fine.
-inline constexpr double most_lse_of_tiles = 1024.0;
+// Up to here a double of an lse tells the weights of its row to a float's precision.
+inline constexpr double most_lse_of_tiles = 0x1p29;
 
 // The logarithm of a sum of exponentials, one after the other; NaN beside NaN or infinity.
 class LogSum {
@@ -39,13 +38,18 @@ class ExactRow {
         q_(at<T>(a.q, b, h, i)),
         x_(a, b, h / a.group()) {}
 
-  // Has the row lost precision in floats, given its large lse and the base taken from its biases? Yes if a score is
-  // beyond floats. No if only the scores are large: floats hold them as well as they do without a bias.
-  bool is_lost(double lse, double base) const {
-    if (!std::isfinite(lse)) return lse != -HUGE_VAL && sees_numbers();
-    const BiasKind kind = a_.options.bias.kind;
-    if (kind == BiasKind::none || kind == BiasKind::dense) return false;
-    return base != 0.0 || options_.scores().large_in_places();
+  // Is all that the row sees finite? What is not has made its results NaN already.
+  bool sees_numbers() const {
+    if (!finite(q_, 0, 1, a_.head_dim)) return false;
+    bool numbers = true;
+    for (int64_t r = 0; r < a_.runs; ++r)
+      x_.k.each_run(spans_[2 * r], spans_[2 * r + 1], [&](int64_t, int64_t n, const T* keys) {
+        numbers = numbers && finite(keys, a_.k.row, n, a_.head_dim);
+      });
+    if (!numbers) return false;
+    if (a_.options.bias.kind != BiasKind::none)
+      for_each_key([&](int64_t j) { numbers = numbers && options_.scores().bias_of(i_, j) < HUGE_VAL; });
+    return numbers;
   }
 
   // Logarithm of the sum over all keys that the row sees, and the sink.
@@ -70,22 +74,22 @@ class ExactRow {
     return whole;
   }
 
-  // The key that has all of the row's weight, to floats, among those as far from key `place` as whole vectors are: a
-  // lane of the row's sums. -1 if several have.
-  int64_t lone_key(int64_t place) const {
+  // The likeliest key, to floats, among those as far from key `place` as whole panels are, as a lane of the row's sums
+  // has them. -1 if none is likely at all.
+  int64_t likeliest_key(int64_t place) const {
+    alignas(64) float query[max_dim];
+    widen(q_, query, a_.head_dim);
     int64_t key = -1;
-    double top = -HUGE_VAL, next = -HUGE_VAL;
+    float top = -infinity;
     for (int64_t r = 0; r < a_.runs; ++r) {
       const int64_t lo = spans_[2 * r], hi = spans_[2 * r + 1];
-      for (int64_t j = lo + ((place - lo) & (Vec::width - 1)); j < hi; j += Vec::width) {
-        const double x = exponent(j, nullptr);
-        if (x > top)
-          next = top, top = x, key = j;
-        else if (x > next)
-          next = x;
+      for (int64_t j = lo + ((place - lo) & (panel - 1)); j < hi; j += panel) {
+        float x = dot(query, x_.key(j), a_.head_dim) * a_.scale;
+        if (a_.options.change_scores()) x = options_.exponent(j, x);
+        if (x > top) top = x, key = j;
       }
     }
-    return std::isfinite(top) && next - top < -126.0 * 0.69314718055994530942 ? key : -1;
+    return key;
   }
 
   // Of key j, for this lse.
@@ -101,20 +105,6 @@ class ExactRow {
   void for_each_key(const Use& use) const {
     for (int64_t r = 0; r < a_.runs; ++r)
       for (int64_t j = spans_[2 * r]; j < spans_[2 * r + 1]; ++j) use(j);
-  }
-
-  // Is all that the row sees finite? What is not has made its results NaN already.
-  bool sees_numbers() const {
-    if (!finite(q_, 0, 1, a_.head_dim)) return false;
-    bool numbers = true;
-    for (int64_t r = 0; r < a_.runs; ++r)
-      x_.k.each_run(spans_[2 * r], spans_[2 * r + 1], [&](int64_t, int64_t n, const T* keys) {
-        numbers = numbers && finite(keys, a_.k.row, n, a_.head_dim);
-      });
-    if (!numbers) return false;
-    if (a_.options.bias.kind != BiasKind::none)
-      for_each_key([&](int64_t j) { numbers = numbers && options_.scores().bias_of(i_, j) < HUGE_VAL; });
-    return numbers;
   }
 
   // Eight sums: processors need not wait for one addition after the other.
@@ -150,10 +140,10 @@ class ExactRow {
   const KeyValues<T> x_;
 };
 
-// The same question, of most rows answered by their lse alone.
+// Is the lse of a row infinite or NaN because a score is beyond floats?
 template <class T>
-[[gnu::always_inline]] inline bool is_lost(const Problem& a, int64_t b, int64_t h, int64_t i, double lse, double base) {
-  return !(std::fabs(lse - base) <= most_lse_of_tiles) && ExactRow<T>(a, b, h, i).is_lost(lse, base);
+[[gnu::always_inline]] inline bool is_lost(const Problem& a, int64_t b, int64_t h, int64_t i, double lse) {
+  return !std::isfinite(lse) && lse != -HUGE_VAL && ExactRow<T>(a, b, h, i).sees_numbers();
 }
 
 // A row whose weight is all that of key j: a weight of 1 leaves its value as it is.
@@ -171,14 +161,29 @@ void write_value(const ForwardArgs& a, int64_t b, int64_t h, int64_t i, int64_t 
   write_lse(a, b, h, i, end.lse);
 }
 
-// The same where one lane of the row's sums, which count from key `origin` on, has all of its weight; false if several
-// keys share it.
+// For a row whose weight is nearly all in the lane of its sums that has key `place`. Where its output is within two
+// units in the last place of what the likeliest key alone would give, it becomes that. Returns the factor that is left.
 template <class T>
-[[gnu::noinline, gnu::cold]] bool write_lone(const ForwardArgs& a, int64_t b, int64_t h, int64_t i, int64_t origin,
-                                             int lane, const RowEnd& end) {
-  const int64_t key = ExactRow<T>(a, b, h, i).lone_key(origin + lane);
-  if (key >= 0) write_value<T>(a, b, h, i, key, end);
-  return key >= 0;
+[[gnu::noinline, gnu::cold]] float settle(const ForwardArgs& a, int64_t b, int64_t h, int64_t i, int64_t place,
+                                          float weight, float factor, float* out) {
+  const int64_t key = ExactRow<T>(a, b, h, i).likeliest_key(place);
+  if (key < 0) return factor;
+  if (a.options.dropout.on()) weight *= RowOptions(a, b, h, i, 1.0f).kept_weight(key);
+  alignas(64) float value[max_dim];
+  widen(lines_of<T>(a, a.v, b, h / a.group()).at(key), value, a.v_dim);
+  for (int64_t d = 0; d < a.v_dim; d += Vec::width) {
+    // Halves: the output may be a unit above the largest float.
+    const Vec x = load(value + d) * set(0.5f * weight), y = load(out + d) * set(0.5f * factor);
+    const Mask near = greater(magnitude(x) * set(0x1p-22f), magnitude(y - x));
+    store(out + d, select(near, x + x, y + y));
+  }
+  return 1.0f;
+}
+
+// The lane for `settle`, or -1. Outputs of 16 bits need none: rounding makes them the key's value.
+template <class T>
+inline int lane_to_settle(const ForwardArgs& a, const float* sums, float sum) {
+  return sizeof(T) == 4 || a.out.wide ? lone_lane(sums, sum) : -1;
 }
 
 }  // namespace attnspan::ATTNSPAN_ISA

@@ -345,11 +345,10 @@ class FewQueries : FewTiles<E> {
     const float sum = sees ? whole_sum(sums) : 0.0f;
     RowEnd end = end_of_row(top - E::exponent_offset, sum, sink_of(a, row.h), kept_weight_of(a), base);
     end.factor *= correction_of<E>(sums, sum);
-    if (sees && is_lost<T>(a, u.b, row.h, row.i, end.lse, base))
+    if (sees && is_lost<T>(a, u.b, row.h, row.i, end.lse))
       end = {1.0f, ExactRow<T>(a, u.b, row.h, row.i).forward(out)};
-    else if (const int lane = sees ? lone_lane(sums, sum) : -1;
-             lane >= 0 && write_lone<T>(a, u.b, row.h, row.i, u.sequence.key, lane, end))
-      return;
+    else if (const int lane = sees ? lane_to_settle<T>(a, sums, sum) : -1; lane >= 0)
+      end.factor = settle<T>(a, u.b, row.h, row.i, u.sequence.key + lane, end.weight, end.factor, out);
     write_row<T>(out, end.factor, a.out, u.b, row.h, row.i, a.v_dim);
     write_lse(a, u.b, row.h, row.i, end.lse);
   }

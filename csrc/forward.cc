@@ -179,13 +179,13 @@ class Forward : ForwardTiles<E> {
     const float sum = sees ? whole_sum(o.sums + r * sum_lanes) : 0.0f;
     const double base = changes ? HeadBias::value_of_base(a, b, h, o.base[r]) : 0.0;
     const RowEnd end = end_of_row(o.maximum[r] - E::exponent_offset, sum, sink_of(a, h), kept_weight_of(a), base);
-    if (sees && is_lost<T>(a, b, h, i, end.lse, base)) return exact_row(b, h, i);
-    if (const int lane = sees ? lone_lane(o.sums + r * sum_lanes, sum) : -1;
-        lane >= 0 && write_lone<T>(a, b, h, i, rows.origin, lane, end))
-      return;
-    if (!sees) std::memset(o.out + r * v_cols, 0, static_cast<size_t>(v_cols) * sizeof(float));
-    const float factor = end.factor * correction_of<E>(o.sums + r * sum_lanes, sum);
-    write_row<T>(o.out + r * v_cols, factor, a.out, b, h, i, a.v_dim);
+    if (sees && is_lost<T>(a, b, h, i, end.lse)) return exact_row(b, h, i);
+    float* const out = o.out + r * v_cols;
+    if (!sees) std::memset(out, 0, static_cast<size_t>(v_cols) * sizeof(float));
+    float factor = end.factor * correction_of<E>(o.sums + r * sum_lanes, sum);
+    if (const int lane = sees ? lane_to_settle<T>(a, o.sums + r * sum_lanes, sum) : -1; lane >= 0)
+      factor = settle<T>(a, b, h, i, rows.origin + lane, end.weight, factor, out);
+    write_row<T>(out, factor, a.out, b, h, i, a.v_dim);
     write_lse(a, b, h, i, end.lse);
   }
 
@@ -198,7 +198,7 @@ class Forward : ForwardTiles<E> {
     RowSums sums{.v = sum_v};
     const RowEnd end = forward_row(at<T>(a.q, b, h, i), x, a.bounds.slice(b, h) + i * a.runs * 2, a.runs, a.scale,
                                    options ? &*options : nullptr, sink_of(a, h), kept_weight_of(a), sums);
-    if (is_lost<T>(a, b, h, i, end.lse, options ? options->base() : 0.0)) return exact_row(b, h, i);
+    if (is_lost<T>(a, b, h, i, end.lse)) return exact_row(b, h, i);
     if (sums.weights == 1 && std::isfinite(sums.total)) return write_value<T>(a, b, h, i, sums.key, end);
     write_row<T>(sum_v, end.factor, a.out, b, h, i, a.v_dim);
     write_lse(a, b, h, i, end.lse);

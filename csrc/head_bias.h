@@ -31,7 +31,8 @@ struct DistanceTable {
 class HeadBias {
  public:
   HeadBias() = default;
-  HeadBias(const Problem& a, int64_t b, int64_t h) : a_(&a), b_(b), h_(h), k_index_(a.options.k_index.of(b)) {}
+  HeadBias(const Problem& a, int64_t b, int64_t h)
+      : a_(&a), b_(b), h_(h), k_index_(a.options.k_index.of(b)), large_table_(has_large_table()) {}
 
   float slope_of_head() const { return *a_->options.bias.floats(b_, h_); }
   DistanceTable table_of_head() const { return {a_->options.bias.floats(b_, h_), a_->options.bias.reach}; }
@@ -126,14 +127,6 @@ class HeadBias {
     return largest == -infinity ? 0.0f : largest;
   }
 
-  // May a row without a base have large biases all the same? Only one whose table is large in places.
-  bool large_in_places() const {
-    if (a_->options.bias.kind != BiasKind::distance) return false;
-    const DistanceTable table = table_of_head();
-    return !std::all_of(table.values, table.values + table.size(),
-                        [](float x) { return std::fabs(x) <= most_plain_bias; });
-  }
-
   // Biases up to this are added as they are: floats of such scores are fine enough.
   static constexpr float most_plain_bias = 64.0f;
 
@@ -158,8 +151,16 @@ class HeadBias {
   const Problem* a_ = nullptr;
   int64_t b_ = 0, h_ = 0;
   const int32_t* k_index_ = nullptr;
+  bool large_table_ = false;  // is a value of the distance table beyond `most_plain_bias`?
 
  private:
+  bool has_large_table() const {
+    if (a_->options.bias.kind != BiasKind::distance) return false;
+    const DistanceTable table = table_of_head();
+    return !std::all_of(table.values, table.values + table.size(),
+                        [](float x) { return std::fabs(x) <= most_plain_bias; });
+  }
+
   // The distance of the key with the largest bias.
   float base_of_slope(int64_t i, const int32_t* spans) const {
     const float slope = slope_of_head();
@@ -193,16 +194,15 @@ class HeadBias {
     if (a_->options.bias.kind == BiasKind::alibi) meet(nearest);
   }
 
-  // The largest entry that the row sees, if the first one is large: a table is filled as a whole. Where others are,
-  // rows are found by their lse and computed anew.
+  // The largest entry that the row sees, if the table has large ones.
   float base_of_table(int64_t i, const int32_t* spans) const {
+    if (!large_table_) return 0.0f;
     const DistanceTable table = table_of_head();
     const int64_t q = query_index(*a_, b_, i);
     float largest = -infinity;
     for (int64_t r = 0; r < a_->runs; ++r) {
       const int64_t lo = spans[2 * r], hi = spans[2 * r + 1];
       if (lo >= hi) continue;
-      if (largest == -infinity && std::fabs(table.at(key_index(lo) - q)) <= most_plain_bias) return 0.0f;
       if (k_index_ == nullptr)
         largest = std::max(
             largest, *std::max_element(table.values + table.clamp(lo - q), table.values + table.clamp(hi - 1 - q) + 1));

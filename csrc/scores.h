@@ -16,7 +16,7 @@ class Scores : public HeadBias {
   // `c` turns a product into an exponent (it is positive: products come with the sign of the scale); `bound` is the
   // largest magnitude that scaled scores can have.
   Scores(const Problem& a, int64_t b, int64_t h, float c, float bound) : HeadBias(a, b, h), c_(c) {
-    if (a.options.softcap > 0.0f) cap_ = Softcap::make(a.dtype, a.options.softcap, c / log2_e, bound);
+    if (a.options.softcap > 0.0f) cap_ = Softcap::make(a.dtype, a.options.softcap, std::fabs(a.scale), bound);
   }
 
   // s[j] is the product of row i and key first + j; it becomes the exponent, less that of `base` (see `base_of`). Keys

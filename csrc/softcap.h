@@ -104,10 +104,10 @@ class Softcap {
     return s;
   }
 
-  // s[j] for j < n, in place: units of log2.
-  void apply(float* s, int64_t n) const {
-    if (wide_) return apply_wide(s, n);
-    with_degree<TanhPolynomial::most>(degree_, [&](auto degree) { apply_short<degree>(s, n); });
+  // s[j] for j < n, in place: units of log2. `slopes`, if wanted, get the derivatives, 1 - tanh^2.
+  void apply(float* s, int64_t n, float* slopes = nullptr) const {
+    if (wide_) return apply_wide(s, n, slopes);
+    with_degree<TanhPolynomial::most>(degree_, [&](auto degree) { apply_short<degree>(s, n, slopes); });
   }
 
   // Calls use(f) with f(j, s) = capped s, if the cap is one polynomial of s itself in float's range.
@@ -119,13 +119,13 @@ class Softcap {
     return true;
   }
 
-  // The derivative's factor, given a capped score: 1 - tanh^2.
-  Vec derivative(Vec capped) const {
+ private:
+  // Given a capped score, as long as tanh is not all but 1.
+  Vec slope_of(Vec capped) const {
     const Vec t = capped * set(1.0f / to_cap_);
     return fma(zero() - t, t, set(1.0f));
   }
 
- private:
   // Calls use(n) with n as a constant, 1 <= n <= N.
   template <int N, class Use>
   static void with_degree(int n, const Use& use) {
@@ -156,21 +156,28 @@ class Softcap {
     return x * y;
   }
   template <int N>
-  void apply_short(float* s, int64_t n) const {
+  void apply_short(float* s, int64_t n, float* slopes) const {
     const Vec from = set(from_score_);
-    for (int64_t j = 0; j < n; j += Vec::width) store(s + j, polynomial<N>(load(s + j) * from));
+    for (int64_t j = 0; j < n; j += Vec::width) {
+      const Vec capped = polynomial<N>(load(s + j) * from);
+      store(s + j, capped);
+      if (slopes != nullptr) store(slopes + j, slope_of(capped));
+    }
   }
-  // Near 0 by the polynomial, whose error is relative; beyond 1 by 1 - 2 / (e^(2 |x|) + 1).
-  void apply_wide(float* s, int64_t n) const {
+  // Near 0 by the polynomial, whose error is relative; beyond 1 by 1 - r with r = 2 / (e^(2 |x|) + 1). Its derivative,
+  // r * (2 - r), then loses nothing where tanh is all but 1.
+  void apply_wide(float* s, int64_t n, float* slopes) const {
     for (int64_t j = 0; j < n; j += Vec::width) {
       const Vec x = load(s + j) * set(from_score_), size = magnitude(x);
       const Vec e = exp2<float>(zero() - vmax(set(-64.0f), zero() - size * set(2.0f * log2_e)));
-      const Vec far = set(1.0f) - set(2.0f) / (e + set(1.0f)), one = set(1.0f);
+      const Vec one = set(1.0f), r = set(2.0f) / (e + one), far = one - r;
       const Vec side = select(greater(zero(), x), zero() - one, one) * set(to_cap_);
       const Vec t = x * x;
       Vec y = set(c_[degree_]);
       for (int i = degree_; i-- > 0;) y = fma(y, t, set(c_[i]));
-      store(s + j, select(greater(size, one), far * side, x * y));
+      const Mask beyond = greater(size, one);
+      store(s + j, select(beyond, far * side, x * y));
+      if (slopes != nullptr) store(slopes + j, select(beyond, r * (set(2.0f) - r), slope_of(x * y)));
     }
   }
 

@@ -169,10 +169,10 @@ struct RowEnd {
   float weight = 1.0f;  // of all keys: less than 1 with a sink
 };
 
-// Which lane of a row's sums has all of its weight, to floats: those of one key, or of several of its lane. -1: none.
+// Which lane of a row's sums has all of its weight, if each other lane has less than 2^-22 of it. -1: none.
 inline int lone_lane(const float* sums, float sum) {
   if (!(sum < infinity)) return -1;  // a key with NaN or infinity is no lone one
-  const auto least = static_cast<uint32_t>(max(1, as_bits(sum * 0x1p-126f)));  // positive floats ascend as their bits
+  const auto least = static_cast<uint32_t>(max(1, as_bits(sum * 0x1p-22f)));  // positive floats ascend as their bits
   uint32_t lanes = 0;
   for (int i = 0; i < weight_lanes; i += Vec::width)
     lanes |= bits_at_least(load_ints(reinterpret_cast<const int32_t*>(sums + i)), least) << i;

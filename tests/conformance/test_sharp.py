@@ -19,6 +19,7 @@ from samples.problems import DTYPES
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from attnspan import alibi
 from attnspan.torch import attention
 
 FACTOR, SIZES, SEEDS = 1.5, (1, 2, 96, 32), range(3)
@@ -41,6 +42,7 @@ CASES = {
     "q 30, scale 1": Sharp(q=30, scale=1.0),
     "sinks": Sharp(sinks=30),
     "softcap": Sharp(q=30, scale=1.0, softcap=1000),
+    "saturated": Sharp(q=240, softcap=30),
 }
 Attend = Callable[[list[Tensor], Sharp], Tensor]
 
@@ -121,3 +123,34 @@ def test_no_less_accurate_than_others_where_rows_are_sharp(name: str, dtype: str
         # Rows of one key are copies, so that the norm of all errors may be a small part of one rounding.
         allowed = FACTOR * max(min(errors), least, torch.finfo(kind).eps / 8)
         assert error(x, y) <= allowed, (("out", "dq", "dk", "dv", "option")[i], errors)
+
+
+def _sloped(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+    distance = (torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])).abs()
+    return torch.softmax(q @ k.mT / 8 - slopes[:, None, None] * distance.to(q.dtype), -1) @ v
+
+
+def _sloped_by_kernel(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+    return attention(q, k, v, bias=alibi(slopes), backend="cpu")
+
+
+def _of_slopes(attend: Callable[..., Tensor], seed: int, dtype: torch.dtype) -> np.ndarray:
+    generator = torch.Generator().manual_seed(seed)
+    *inputs, dout = (torch.randn(1, 4, 512, 64, generator=generator).to(dtype) for _ in range(4))
+    slopes = (2.0 ** -torch.arange(1.0, 9.0, 2.0)).to(dtype).requires_grad_()
+    return torch.autograd.grad(attend(*inputs, slopes), slopes, dout)[0].double().numpy()
+
+
+@pytest.mark.compiled_module("errors are those of this machine's kernel")
+def test_gradients_of_slopes_err_no_more_than_plain_code() -> None:
+    """Each is one number of a head: the sum of all pairs' gradients times their distances."""
+    kinds = {
+        "exact": (_sloped, torch.float64),
+        "ours": (_sloped_by_kernel, torch.float32),
+        "plain": (_sloped, torch.float32),
+    }
+    found = {
+        name: np.stack([_of_slopes(attend, seed, dtype) for seed in range(4)])
+        for name, (attend, dtype) in kinds.items()
+    }
+    assert error(found["ours"], found["exact"]) <= FACTOR * error(found["plain"], found["exact"])

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md")
+PAGES = ("CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "MAINTAINING.md", "SECURITY.md")
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 FORMS = [x for x in sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")) if x.name != "config.yml"]
 #: Calls that run what a file names.
@@ -36,6 +36,16 @@ def test_make_targets_exist(path: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", text("Makefile"), re.MULTILINE))
     named = re.findall(r"(?:^|`|run: )make ([\w-]+)", text(path), re.MULTILINE)
     assert set(named) <= targets
+
+
+def test_a_release_waits_for_real_addresses() -> None:
+    """Each placeholder stands in a file that `make release` looks at."""
+    looked_at = re.search(r'example\\.invalid" (.*?) \|\|', text("Makefile"))[1].split()  # type: ignore[index]
+    tracked = [x for x in ROOT.iterdir() if x.suffix in (".md", ".toml", ".cff")] + [
+        ROOT / "lab/pyproject.toml"
+    ]
+    holding = {str(x.relative_to(ROOT)) for x in tracked if "example.invalid" in text(x)}
+    assert holding <= set(looked_at)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda x: x.name)

@@ -34,7 +34,7 @@ from test_public_names import MODULES  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
-SECTIONS = ["Start", "Switch", "How-to", "Masks and options", "Reference", "Why", "Figures"]
+SECTIONS = ["Start", "Migrate", "How-to", "Masks and options", "Reference", "Concepts", "Benchmarks"]
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_links_by_file_names_show_titles(site: Path) -> None:
     text = (site / "library.html").read_text(encoding="utf-8")
     assert '<a href="masks.html">Masks</a>' in text
     assert ".md</a>" not in text
-    assert '<a href="../benchmarks.html">Measurement</a>' in (site / "figures/index.html").read_text()
+    assert '<a href="../benchmarks.html">How we measure</a>' in (site / "figures/index.html").read_text()
 
 
 def test_a_notebook_is_a_page_with_its_pictures_and_a_file(site: Path) -> None:
@@ -182,8 +182,8 @@ def test_a_reader_clicks_from_the_start_to_a_name(visit: Callable[..., Any]) -> 
     with visit("index.html") as page:
         tabs = page.locator(".md-tabs__link")
         assert [text.strip() for text in tabs.all_inner_texts()] == SECTIONS
-        tabs.filter(has_text="Switch").click()
-        expect(page.locator("h1")).to_contain_text("Switch")
+        tabs.filter(has_text="Migrate").click()
+        expect(page.locator("h1")).to_contain_text("Migrate")
         page.locator("article").get_by_role("link", name="FlexAttention").first.click()
         expect(page.locator("h1")).to_contain_text("From FlexAttention")
         tabs.filter(has_text="How-to").click()

@@ -22,7 +22,8 @@ def run(
     """
     case, options = problem.case, problem.options or Options()
     out = torch.full((case.batch, case.q_len, case.heads, case.v_dim), torch.nan, dtype=case.dtype)
-    out, lse = out.transpose(1, 2), torch.full(problem.dlse.shape, torch.nan)
+    out = out.transpose(1, 2)
+    lse = torch.full(problem.dlse.shape, torch.nan, dtype=torch.float64)
     grads = {f"d{name}": torch.full_like(x, torch.nan) for name, x in problem.inputs.items()}
     call = {"scale": case.factor, "num_threads": threads, "options": problem.options}
     cpu.forward(*problem.inputs.values(), problem.bounds, out, lse, **call, config=config)

@@ -4,13 +4,18 @@ Every result, forward and backward, is compared with the float64 oracle.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from closeness import error
 from kernel_run import forward, run
-from samples.problems import Case, Problem, compare, make, oracle, rounding
+from samples.problems import DTYPES, Case, Problem, compare, make, oracle, rounding
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from attnspan.call.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
 from attnspan.kernels import cpu
@@ -238,6 +243,71 @@ def test_rows_with_large_scores_stand_next_to_ordinary_ones(large: int, options:
     _within(problem, " ".join(run(problem)), 1e-5)
 
 
+def _with_key_bias(problem: Problem, size: float) -> None:
+    """Two dims have a large mean, as in Qwen2: all scores are about ``size``."""
+    problem.q[..., :2] += 30.0
+    problem.k[..., :2] += size / 60.0 / problem.case.factor
+
+
+def _far_apart(problem: Problem, size: float) -> None:
+    """The largest scores are about ``size``."""
+    for x in (problem.q, problem.k):
+        x *= (size / 3) ** 0.5
+
+
+def _by_flash(problem: Problem) -> dict[str, Tensor]:
+    """Of ATen's flash kernel, with all keys."""
+    inputs = [x.clone().requires_grad_() for x in problem.inputs.values()]
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        out = scaled_dot_product_attention(*inputs, enable_gqa=problem.case.heads > problem.case.kv_heads)
+    found = [out.detach(), *torch.autograd.grad(out, inputs, problem.dout)]
+    return dict(zip(("out", "dq", "dk", "dv"), found, strict=True))
+
+
+EVERY = Case(heads=4, kv_heads=4, q_len=192, k_len=192, mask="full", empty=False)
+SHAPES = {"D64": EVERY, "D128, grouped": replace(EVERY, head_dim=128, v_dim=128, kv_heads=1)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("size", [300.0, 1500.0, 1e4])
+@pytest.mark.parametrize("kind", [_with_key_bias, _far_apart])
+def test_errors_at_large_scores_are_at_most_those_of_atens_flash_kernel(
+    kind: Callable[[Problem, float], None], size: float, shape: str, dtype: str
+) -> None:
+    found: dict[str, list[np.ndarray]] = {}
+    for seed in range(4):
+        problem = make(replace(SHAPES[shape], dtype=DTYPES[dtype], seed=seed))
+        problem.dlse[:] = 0.0
+        kind(problem, size)
+        for who, results in (
+            ("exact", problem.oracle()), ("ours", run(problem)), ("flash", _by_flash(problem)),
+        ):  # fmt: skip
+            for name in ("out", "dq", "dk", "dv"):
+                found.setdefault(f"{who} {name}", []).append(
+                    np.asarray(torch.as_tensor(results[name]).double())
+                )
+    for name in ("out", "dq", "dk", "dv"):
+        exact, ours, flash = (np.stack(found[f"{who} {name}"]) for who in ("exact", "ours", "flash"))
+        assert error(ours, exact) <= 1.5 * error(flash, exact), name
+
+
+@pytest.mark.parametrize("rows", Q_LENS)
+@pytest.mark.parametrize("gap", [17.4, 20.0, 33.3, 50.0, 87.1])
+def test_rows_of_one_key_have_its_value_where_atens_flash_kernel_has(gap: float, rows: str) -> None:
+    problem = make(replace(EVERY, q_len=Q_LENS[rows], k_len=64))
+    # Row i has the score `gap` with key i, 0 with the next one, and -300 with others.
+    key = torch.arange(64)
+    scores = torch.full((64, 64), -300.0).index_put((key, key), torch.tensor(gap))
+    scores[key, (key + 1) % 64] = 0.0
+    of_row = torch.arange(Q_LENS[rows]) % 64
+    problem.q[:], problem.k[:] = scores[of_row] / problem.case.factor, torch.eye(64)
+    value, out, flash = problem.v[:, :, of_row], forward(problem)[0], _by_flash(problem)["out"]
+    exact = flash == value
+    assert exact.float().mean() > 0.5
+    assert torch.equal(out[exact], value[exact])
+
+
 def _seconds(problem: Problem, backward: bool) -> float:
     """Of one thread, whatever else runs."""
     inputs = tuple(problem.inputs.values())
@@ -286,6 +356,7 @@ UNUSUAL = {
         lambda: (_times(_ordinary(SLOPES, 1, 4096), 60), _ordinary(SLOPES, 1, 4096)),
         False,
     ),
+    "large scores": (lambda: (_times(_ordinary(), 900), _ordinary()), True),
     "one row of large scores": (lambda: (_times(_ordinary(), 900, slice(-1, None)), _ordinary()), True),
     "one row of large scores, slopes": (
         lambda: (_times(_ordinary(SLOPES), 900, slice(-1, None)), _ordinary(SLOPES)),

@@ -17,8 +17,9 @@ TESTS = [
 ]
 #: In the ordinary run the lowest level alone: every option and dtype, numbers of any size, the same bits.
 SOME = (
-    *("options_against", "end_of_floats", "packed_or_alone", "chunks", "threads_under", "lone"),
+    *("options_against", "end_of_floats", "packed_or_alone", "chunks", "threads_under", "lone", "one_key"),
     "small and not 1000",
+    "flash_kernel and 1500 and fp32",
 )
 SHORT = () if everything() else ("-k", " or ".join(SOME))
 OTHERS = [level for level in cpu.isa_levels() if level != cpu.isa()]

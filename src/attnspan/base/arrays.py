@@ -281,7 +281,9 @@ class TorchArrays(Arrays):
         return int(size) if _is_torch(size) else size
 
     def is_static(self, size: Any) -> bool:
-        return bool(self.xp.fx.experimental.symbolic_shapes.has_static_value(size))
+        from torch.fx.experimental.symbolic_shapes import has_static_value
+
+        return bool(has_static_value(self.size(size)))
 
     def concrete(self, x: Array) -> bool:
         if is_recorded():

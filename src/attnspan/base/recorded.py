@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-__all__ = ["agree", "is_jit_traced", "is_recorded", "sure", "without_tracer_warnings"]
+__all__ = ["agree", "called_apart", "is_jit_traced", "is_recorded", "sure", "without_tracer_warnings"]
 
 
 def is_recorded() -> bool:
@@ -30,6 +30,33 @@ def is_jit_traced() -> bool:
     if torch is None or torch.compiler.is_compiling():
         return False
     return torch._C._get_tracing_state() is not None  # type: ignore[no-any-return]
+
+
+def called_apart(fn: Any, args: Any) -> Any:
+    """Call a function that uses `torch.vmap` so that any recorder of torch gets operators without vmap.
+
+    Recorders other than the compiler fail at the tensors within vmap, and record what raises. The recorder
+    pauses while the operators are found, and then records these.
+    """
+    torch = sys.modules["torch"]
+    if torch.compiler.is_dynamo_compiling() or not is_recorded():
+        return fn(*args)
+    if torch.compiler.is_compiling():
+        # As FlexAttention does: torch.export without the compiler would read an index as a number.
+        from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+        with TransformGetItemToIndex():
+            return fn(*args)
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)
+    try:
+        with disable_proxy_modes_tracing():
+            program = make_fx(fn)(*args)
+    finally:
+        torch._C._set_tracing_state(state)
+    return program(*args)
 
 
 def without_tracer_warnings() -> AbstractContextManager[Any]:
@@ -74,4 +101,6 @@ def _symbols_of_torch(holds: Any) -> Any:
     # A compiler takes symbols for numbers, so it is not asked about their type.
     if torch is None or not (torch.compiler.is_compiling() or isinstance(holds, torch.SymBool)):
         return None
-    return torch.fx.experimental.symbolic_shapes
+    from torch.fx.experimental import symbolic_shapes
+
+    return symbolic_shapes

@@ -59,10 +59,11 @@ class backend:
 
     def __exit__(self, *_: object) -> None:
         # The block is not always the innermost one: a suspended generator may end it inside its caller's.
-        outer, inner = list(_local.names), list[str | None]()
-        while outer and outer[-1] != self.name:
-            inner.insert(0, outer.pop())
-        _enter((*outer[:-1], *inner))
+        names = _local.names
+        ended = len(names) - 1
+        while ended > 0 and names[ended] != self.name:  # a loop that compilers trace
+            ended -= 1
+        _enter((*names[:ended], *names[ended + 1 :]))
 
 
 def _enter(names: tuple[str | None, ...]) -> None:

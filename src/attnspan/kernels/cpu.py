@@ -138,7 +138,8 @@ def backward(
         dlse: Gradient of ``lse``, (B, Hq, Sq), float32, or None.
         q, k, v, bounds, scale, config, options: As in `forward`.
         out: As `forward` wrote it.
-        lse: As `forward` wrote it. Weights are recomputed from it: float32 loses |lse| * 2^-24 of them.
+        lse: As `forward` wrote it. Weights are recomputed from it: float32 loses |lse| * 2^-24 of them. Pass
+            float64 where scores or biases are large.
         dq, dk, dv: The shapes of q, k and v, written, all in the dtype of q or all in float32.
         num_threads: Threads to use; the same number gives the same bits.
         dbias: The shape of the bias, written, float32 and contiguous, or None.

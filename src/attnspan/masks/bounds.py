@@ -218,8 +218,8 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
             self.validate()
         keys = arrays.arange(self.k_len)[None, None, None]  # JAX can be told to refuse fewer dims.
         lo, hi = self.bounds[..., 0], self.bounds[..., 1]
-        visible: Array = False
-        for r in range(self.bounds.shape[3]):
+        visible: Array = (keys >= lo[..., 0, None]) & (keys < hi[..., 0, None])
+        for r in range(1, self.bounds.shape[3]):
             visible = visible | ((keys >= lo[..., r, None]) & (keys < hi[..., r, None]))
         return visible
 

@@ -131,14 +131,14 @@ class keys(Mask):
 class from_predicate(Mask):
     """A mask given by FlexAttention's `mask_mod`: fn(b, h, q_index, k_index) -> bool, on global indices.
 
-    It is evaluated when the mask is lowered, on int64 arrays of shapes (B, 1, 1, 1), (1, H, 1, 1),
-    (B|1, 1, rows, 1) and (1, 1, 1, k_len), a chunk of rows at a time; O(chunk * k_len) memory. In a traced
-    program it becomes part of that program; any function that the compiler can read will do: a closure, a
-    lambda, a `functools.partial`, a callable object.
+    The mask is the value of `fn` for single pairs, whose indices are integer arrays without axes. It is
+    evaluated when the mask is lowered, by vmap or NumPy, a chunk of rows at a time; O(chunk * k_len) memory.
+    In a traced program it becomes part of that program; any function that the compiler can read will do: a
+    closure, a lambda, a `functools.partial`, a callable object.
 
     Args:
-        fn: a function of four integer arrays, written with `&`, `|` and `where`; in the framework of the
-            other arrays of the expression or of `like`.
+        fn: a function of four integers, written with `&`, `|` and `where`. They are of the framework of the
+            other arrays of the expression or of `like`, else of the arrays that it captures.
         max_runs: R, as for `from_dense`.
 
     Example:

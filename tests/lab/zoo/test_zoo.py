@@ -243,7 +243,7 @@ def test_the_table_fits_and_says_what_is_wrong() -> None:
         show_zoo(sample_results(), Console(file=out, width=width))
         text = out.getvalue()
         for words in (
-            "nothing is wrong with attnspan in 0 of 3",
+            "attnspan passes all checks in 0 of 3",
             "llama, eager packed: leaks: document 0 <b>",
         ):
             assert words in " ".join(text.split())
@@ -278,6 +278,13 @@ def test_figures_go_between_the_marks(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="Add them, or name a new file"):
         write_markdown(sample_results(), path)
     assert path.read_text() == "no marks"
+
+
+def test_the_page_of_the_site_shows_the_results_file() -> None:
+    root = Path(__file__).parents[3]
+    _, _, after = (root / "docs" / "zoo.md").read_text(encoding="utf-8").partition(BEGIN)
+    shown = after.partition(END)[0].strip()
+    assert shown == markdown_of(ZooResults.load(root / "benchmarks/results/zoo.json.gz")).strip()
 
 
 def test_the_command_shows_a_file_and_refuses_unknown_names(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from attnspan.errors import OptionError, expect
 from attnspan_lab.bench.ceilings import native_probe
 from attnspan_lab.bench.cells import Cell, Workload
+from attnspan_lab.bench.cited import cite
 from attnspan_lab.bench.compare import compare
 from attnspan_lab.bench.devices import device_named
 from attnspan_lab.bench.options import BenchOptions
@@ -49,7 +50,7 @@ def execute(options: BenchOptions, write_page: WritePage, console: Console | Non
         OptionError: An option names nothing that exists, or a file cannot be read.
     """
     console = console or stdout()
-    asked = [name for name in ("list", "show", "summary", "compare") if getattr(options, name)]
+    asked = [name for name in ("list", "show", "cite", "summary", "compare") if getattr(options, name)]
     one = " or ".join(f"--{name}" for name in asked)
     expect(len(asked) < 2, "attnspan bench", f"one of {one}", "several", "Run it once for each")
     _check_page(options.html)
@@ -62,6 +63,8 @@ def execute(options: BenchOptions, write_page: WritePage, console: Console | Non
         results = Results.load(options.show)
         show_results(results, console)
         _write_page(results, options, write_page, console)
+    elif options.cite is not None:
+        print(cite(Results.load(options.cite)))  # plain text: a console would wrap its lines
     elif options.summary is not None:
         show_summary(Results.load(options.summary), console)
     elif options.list:

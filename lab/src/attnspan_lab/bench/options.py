@@ -51,6 +51,9 @@ class BenchOptions:
     html: Path | None = _where("a page of figures that needs nothing else; also of --show", default=None)
     list: bool = _where("print workloads and peers, and measure nothing", "--list", default=False)
     show: Path | None = _where("print the tables of a results file", default=None)
+    cite: Path | None = _where(
+        "print a results file as Markdown for a page; incomplete or unclean files are an error", default=None
+    )
     summary: Path | None = _where("print the table of targets of a results file", default=None)
     compare: tuple[Path, Path] | None = _where(
         "results files, old and new: exit code 1 if something became slower", default=None

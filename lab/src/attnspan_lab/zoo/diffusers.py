@@ -53,7 +53,7 @@ def architectures() -> list[Architecture]:
 def left_out() -> dict[str, str]:
     """The reason for each transformer that is missing."""
     return {
-        name: "its inputs are not written down in this zoo"
+        name: "the zoo does not define its inputs"
         for name in dir(diffusers)
         if "Transformer" in name and name.endswith("Model") and name not in MODELS
     }

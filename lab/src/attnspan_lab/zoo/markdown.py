@@ -55,7 +55,7 @@ def markdown_of(results: ZooResults) -> str:
         parts.append("\n".join(f"- {x}" for x in headlines(summary)))
         parts.append(_table(("", *JUDGED), total_lines(summary)))
         wrong = [f"- {row.name}, {x}" for row in results.rows for x in complaints(row)]
-        parts.append("What is wrong with attnspan:\n\n" + "\n".join(wrong) if wrong else "")
+        parts.append("attnspan fails these checks:\n\n" + "\n".join(wrong) if wrong else "")
     if results.speed:
         parts.append(_measured("Training steps, measured", results.speed_environment))
         parts.append(
@@ -65,7 +65,7 @@ def markdown_of(results: ZooResults) -> str:
         lines = _table([x.name for x in COLUMNS], [line_of(row) for row in results.rows])
         parts.append(_folded("All architectures", lines))
     if results.left_out:
-        parts.append(_folded("Left out", _table(("family", "why"), list(results.left_out.items()))))
+        parts.append(_folded("Left out", _table(("family", "reason"), list(results.left_out.items()))))
     return "\n\n".join(x for x in parts if x)
 
 

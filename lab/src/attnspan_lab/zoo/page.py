@@ -65,7 +65,7 @@ def write_page(results: ZooResults, path: Path) -> None:
     sections = [_totals(summary), _wrong(results.rows), _errors(results.rows), _speed(results.speed)]
     sections.append(_architectures(results.rows))
     Page(
-        title="attnspan in other people's models",
+        title="attnspan in other projects' models",
         lead=_LEAD,
         sections=[x for x in sections if x is not None],
         environment=results.environment | {f"zoo {k}": v for k, v in results.settings.items()},
@@ -88,7 +88,7 @@ def _cards(summary: Summary) -> list[tuple[str, str, list[str]]]:
             [f"{OURS} {summary.compiles[OURS]}", *others(summary.compiles)],
         ),
         ("no more graphs than SDPA", str(summary.graphs), ["over three lengths"]),
-        ("cells within eager's own rounding", str(summary.exact[OURS]), others(summary.exact)),
+        ("cells within the rounding error of eager", str(summary.exact[OURS]), others(summary.exact)),
         ("architectures that leak between documents", str(summary.leaking[OURS]), others(summary.leaking)),
         ("architectures with a tensor of all pairs", str(summary.all_pairs[OURS]), others(summary.all_pairs)),
     ]

@@ -136,12 +136,12 @@ def total_lines(summary: Summary) -> list[tuple[str, ...]]:
 
     def compiled(name: str) -> str:
         alone = summary.forward_only[name]
-        return f"{summary.compiles[name]}{f' (forward alone: {alone})' if alone else ''}"
+        return f"{summary.compiles[name]}{f' (forward only: {alone})' if alone else ''}"
 
     return [
-        ("cells that run, gradients too", *(str(summary.runs[x]) for x in JUDGED)),
+        ("cells that run, including gradients", *(str(summary.runs[x]) for x in JUDGED)),
         ("architectures that compile to one graph", *(compiled(x) for x in JUDGED)),
-        ("cells within eager's own rounding", *(str(summary.exact[x]) for x in JUDGED)),
+        ("cells within the rounding error of eager", *(str(summary.exact[x]) for x in JUDGED)),
         ("architectures where packed documents leak", *(str(summary.leaking[x]) for x in JUDGED)),
         ("architectures with a tensor of all pairs", *(str(summary.all_pairs[x]) for x in JUDGED)),
     ]
@@ -150,11 +150,11 @@ def total_lines(summary: Summary) -> list[tuple[str, ...]]:
 def headlines(summary: Summary) -> list[str]:
     """The rest of the totals, of attnspan alone, a sentence each."""
     made = [f"{share} with a {cache} cache" for cache, share in summary.generates.items() if share.total]
-    found = [f"{summary.architectures} architectures; nothing is wrong with attnspan in {summary.spotless}"]
+    found = [f"{summary.architectures} architectures. attnspan passes all checks in {summary.spotless}."]
     if summary.graphs.total:
-        found.append(f"graphs over three lengths no more than SDPA's: {summary.graphs}")
+        found.append(f"attnspan compiles no more graphs than SDPA over three lengths: {summary.graphs}.")
     if made:
-        found.append(f"greedy generation equal to eager's: {', '.join(made)}")
+        found.append(f"greedy generation gives the same tokens as eager: {', '.join(made)}.")
     return found
 
 

@@ -75,7 +75,7 @@ def architectures() -> list[Architecture]:
 
 def left_out() -> dict[str, str]:
     """The reason for each family that is missing."""
-    unknown = "takes its images in a way of its own"
+    unknown = "the zoo has no rule for its image inputs"
     return {
         name: LEFT_OUT.get(name, unknown)
         for name, (class_name, _) in _families().items()
