@@ -162,7 +162,7 @@ def test_jax():
         (
             lambda: a.relative(np.ones((5, 3))).lower(**SIZES),
             ShapeError,
-            r"relative: table: expected \(4, n\).*got \(5, 3\). Pass one row per query head; transpose",
+            r"relative: table: expected \(4, n\).*got \(5, 3\). Pass one row per query head. Transpose",
         ),
         (lambda: a.t5_buckets(3), OptionError, "t5_buckets: num_buckets: expected 4 to"),
         (lambda: a.t5_buckets(33), OptionError, "t5_buckets: expected .* even number"),

@@ -77,14 +77,14 @@ def test_explain_names_what_runs() -> None:
     found = explain(q, k, v, mask=causal())
     assert (found.backend, found.problem.device, found.kernel) == ("vendor", "cuda", "FlashAttention 2")
     assert explain(q, k, v, mask=causal() | window(4, 4)).backend == "flex"
-    assert "by name only" in found.refusals["triton"]
+    assert "opt-in" in found.refusals["triton"]
     assert "on CPU arrays" in found.refusals["cpu"]
     assert explain(q, k, v, backend="triton").backend == "triton"
 
 
 def test_nothing_stores_every_score_unasked() -> None:
     q, k, v = qkv(MOST_KEYS + 1, torch.float64)
-    with pytest.raises(BackendError, match="beyond 4,096 keys it runs by name only"):
+    with pytest.raises(BackendError, match="beyond 4,096 keys it is opt-in"):
         explain(q, k, v)
     assert explain(q, k, v, backend="math").backend == "math"
 

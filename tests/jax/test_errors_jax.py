@@ -95,7 +95,7 @@ SLOPES = (lambda: a.alibi([0.5] * 4),)
 #: Keywords whose arrays are the other framework's: the argument that JAX names, and what PyTorch says.
 FOREIGN: dict[str, tuple[dict[str, Any], str, str]] = {
     "sinks": ({"sinks": zeros(4)}, "sinks", "sinks: expected a floating tensor"),
-    "dense bias": ({"bias": zeros(7, 9)}, "bias", "bias: expected a tensor, or what"),
+    "dense bias": ({"bias": zeros(7, 9)}, "bias", "bias: expected a tensor, or the result of"),
     "slopes": ({"bias": (a.alibi, zeros(4))}, "bias", f"bias: {FRAMEWORKS}"),
     "table": ({"bias": (a.relative, zeros(4, 9))}, "bias", f"bias: {FRAMEWORKS}"),
     "seed": ({"dropout_p": 0.5, "dropout_seed": np.array(1)}, "dropout_seed", "dropout_seed: expected"),

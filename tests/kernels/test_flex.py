@@ -85,11 +85,11 @@ def test_what_gpus_run() -> None:
     assert few.name == "math"
     assert "not float64" in few.refusals["flex"]
     many = replace(double, k_len=MOST_KEYS + 1)
-    with pytest.raises(BackendError, match="beyond 4,096 keys it runs by name only"):
+    with pytest.raises(BackendError, match="beyond 4,096 keys it is opt-in"):
         choose_backend(many, None)
     assert choose_backend(many, "math").name == "math"
     assert choose_backend(ON_GPU, "triton").name == "triton"
-    assert "by name only" in str(candidates(named=False)["triton"].supports(ON_GPU))
+    assert "opt-in" in str(candidates(named=False)["triton"].supports(ON_GPU))
     assert "FlexAttention has no backward there" in str(flex.supports(replace(ON_GPU, device="cpu")))
     assert "it takes no DTensors" in str(flex.supports(replace(ON_GPU, extras="DTensors")))
     assert "no empty arrays" in str(flex.supports(replace(ON_GPU, k_len=0)))

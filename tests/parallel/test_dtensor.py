@@ -212,10 +212,15 @@ def test_options_lie_as_q_or_whole(name: str) -> None:
     [
         (3, (4, 2), "S0", None),
         (2, (5, 5), "S1", None),
-        (2, (6, 3), "S1", "expected a multiple of 2 key heads, as so many ranks share 6 query heads, got 3"),
+        (
+            2,
+            (6, 3),
+            "S1",
+            "expected a multiple of 2 key heads, because this many ranks share 6 query heads, got 3",
+        ),
         (2, (4, 1), "S1", "expected a multiple of 2 key heads"),
         (2, (1, 1), "S1", "expected key heads for each of 2 ranks, got 1"),
-        (1, (4, 2), "S0", "expected batch rows for each of 2 ranks, got 1"),
+        (1, (4, 2), "S0", "expected batch elements for each of 2 ranks, got 1"),
     ],
 )
 @ranks(2)

@@ -110,7 +110,7 @@ _VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "indices twice": ({"mask": PREPARED, "q_index": np.arange(7)}, _INDICES),
     "indices twice, an option that has none": (
         {"mask": PREPARED, "q_index": np.arange(7), "softcap": 3.0},
-        f"{_INDICES} that goes by",
+        f"{_INDICES} that depends on",
     ),
     **{
         f"packed, {mask!r}": (
@@ -126,7 +126,7 @@ _VALUES: dict[str, tuple[dict[str, Any], str]] = {
     # Options.
     "slopes of documents": (
         {**PACKED, "mask": (a.documents, CU), "bias": (a.alibi, np.ones((2, 2), np.float32))},
-        r"alibi: slopes: expected \(2,\) or \(1, 2\).*those of packed documents are not taken: pad",
+        r"alibi: slopes: expected \(2,\) or \(1, 2\).*Slopes for each packed document are not supported: pad",
     ),
     "softcap 0": ({"softcap": 0.0}, "softcap: expected a positive, finite number .* got 0.0"),
     "softcap": ({"softcap": -1.0}, "softcap: expected a positive, finite number .* got -1.0"),
@@ -155,7 +155,7 @@ _VALUES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "bare spans": (
         {"mask": PREPARED.lowered, **WITH_BIAS},
-        r"q_index: expected the rows' indices with bare spans.*prepare",
+        r"q_index: expected the queries' indices with bare spans.*prepare",
     ),
 }
 #: ARRAY is what the front end calls its arrays.
@@ -173,7 +173,7 @@ _TYPES: dict[str, tuple[dict[str, Any], str]] = {
     "sinks dtype": ({"sinks": ids(4)}, "sinks: expected a floating ARRAY, got"),
     "sinks kind": ({"sinks": [0.0] * 4}, "sinks: expected a floating ARRAY, got list"),
     "dense dtype": ({"bias": ids(7, 9) > 0}, "dense_bias: expected a floating array"),
-    "bias kind": ({"bias": lambda s, *_: s}, "bias: expected an? ARRAY, or what .* got function"),
+    "bias kind": ({"bias": lambda s, *_: s}, "bias: expected an? ARRAY, or the result .* got function"),
     "dropout array": ({"dropout_p": np.array(0.1)}, "dropout_p: expected a Python number"),
     "seed dtype": ({"dropout_p": 0.1, "dropout_seed": np.array(0.5)}, "dropout_seed: expected .*got .*float"),
     "seed without dropout": ({"dropout_seed": np.array(True)}, "dropout_seed: .* got .*bool"),

@@ -237,7 +237,7 @@ def test_nested_tensors_are_refused() -> None:
 def test_what_is_lowered_says_where_its_rows_are() -> None:
     q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8)
     mask, bias = a.causal(), a.relative(torch.randn(2, 9))
-    with pytest.raises(ValueError, match=r"q_index: expected the rows' indices with bare spans.*prepare"):
+    with pytest.raises(ValueError, match=r"q_index: expected the queries' indices with bare spans.*prepare"):
         attention(q, k, k, mask=a.spans(mask.spans(3, 9).lowered), bias=bias)
     wanted = attention(q, k, k, mask=mask, bias=bias)
     for lowered in (mask.spans(3, 9, like=q), mask.prepare(3, 9, like=q)):

@@ -32,7 +32,7 @@ def _new(n: int, heads: int = KV_HEADS, dim: int = DIM, dtype: torch.dtype = tor
 
 
 BAD_UPDATES = {
-    "overflow": ((_new(3), _new(3)), ValueError, "row 1: expected room for 3 more tokens, got 6 of 8"),
+    "overflow": ((_new(3), _new(3)), ValueError, "element 1: expected room for 3 more tokens, got 6 of 8"),
     "too long": ((_new(9), _new(9)), ValueError, "k_new: expected at most 8 tokens, got 9.*max_len"),
     "count": ((_new(2), _new(2), torch.tensor([1, 3])), ValueError, r"counts\[1\]: expected 0 to 2.*got 3"),
     "negative count": ((_new(2), _new(2), torch.tensor([-1, 0])), ValueError, r"counts\[0\].*got -1"),
@@ -54,25 +54,29 @@ BAD_UPDATES = {
 
 
 BAD_CALLS = {
-    "mask": (lambda c: c.mask(9), ValueError, "mask: expected at most 8 query rows, got 9"),
+    "mask": (lambda c: c.mask(9), ValueError, "mask: expected at most 8 queries, got 9"),
     "truncate up": (lambda c: c.truncate(5), ValueError, r"lengths\[0\]: expected 0 to 3, .*got 5"),
     "truncate below": (lambda c: c.truncate(-1), ValueError, r"lengths\[0\]: expected 0 to 3, .*got -1"),
-    "truncate shape": (lambda c: c.truncate(torch.tensor([1])), ValueError, "one entry per batch row"),
+    "truncate shape": (lambda c: c.truncate(torch.tensor([1])), ValueError, "one entry per batch element"),
     "truncate dtype": (lambda c: c.truncate(torch.ones(2)), TypeError, "lengths: expected integers"),
     "truncate bool": (lambda c: c.truncate(True), TypeError, "lengths: expected an int, got bool"),
     "mask float": (lambda c: c.mask(1.5), TypeError, "mask: expected an int, got float"),
-    "mask negative": (lambda c: c.mask(-1), ValueError, "mask: expected 0 or more query rows, got -1"),
-    "positions": (lambda c: c.positions(2, torch.tensor([1])), ValueError, "one entry per batch row"),
+    "mask negative": (lambda c: c.mask(-1), ValueError, "mask: expected 0 or more queries, got -1"),
+    "positions": (lambda c: c.positions(2, torch.tensor([1])), ValueError, "one entry per batch element"),
     "reset dtype": (lambda c: c.reset(torch.ones(2)), TypeError, "rows: expected integers"),
-    "reset number": (lambda c: c.reset([0, 2]), ValueError, r"numbers from 0 to 1, got \[0, 2\]"),
+    "reset number": (lambda c: c.reset([0, 2]), ValueError, r"indices from 0 to 1, got \[0, 2\]"),
     "reset twice": (
         lambda c: c.reset([1, 1]),
         ValueError,
-        r"differ, got \[1, 1\]\. .*a mask of rows is bool",
+        r"indices, got \[1, 1\]\. .*A mask of batch elements must be bool",
     ),
-    "reset no list": (lambda c: c.reset(1), TypeError, r"a list or a tensor of numbers, got 1\. Pass \[1\]"),
-    "reorder shape": (lambda c: c.reorder([0]), ValueError, r"expected shape \(2,\), one for each row, got"),
-    "reorder number": (lambda c: c.reorder(torch.tensor([0, -1])), ValueError, "numbers from 0 to 1"),
+    "reset no list": (lambda c: c.reset(1), TypeError, r"a list or a tensor of indices, got 1\. Pass \[1\]"),
+    "reorder shape": (
+        lambda c: c.reorder([0]),
+        ValueError,
+        r"expected shape \(2,\), one for each batch element, got",
+    ),
+    "reorder number": (lambda c: c.reorder(torch.tensor([0, -1])), ValueError, "indices from 0 to 1"),
     "reorder dtype": (lambda c: c.reorder([0.0, 1.0]), TypeError, "expected an int, got float"),
     "reset shape": (lambda c: c.reset(torch.tensor([True])), ValueError, "reset: rows: expected one entry"),
 }
@@ -172,7 +176,7 @@ def test_a_ring_refuses_chunks_beyond_its_own() -> None:
     cache = RollingCache(2, KV_HEADS, 4, DIM, chunk=2)
     with pytest.raises(ValueError, match=r"at most 2 tokens, got 3\. Split the tokens into chunks"):
         cache.update(_new(3), _new(3))
-    with pytest.raises(ValueError, match=r"at most 2 query rows, got 3\. Split"):
+    with pytest.raises(ValueError, match=r"at most 2 queries, got 3\. Split"):
         cache.mask(3)
 
 
@@ -187,7 +191,7 @@ def test_a_compiled_step_without_room_raises_and_writes_nothing(backend: str) ->
         feed(cache, tokens, out, [3, 3], 4)
         feed(cache, tokens, out, [1, 1], 1, compiled)
         before = state(cache)
-        with pytest.raises(ValueError, match="row 0: expected room for 1 more tokens, got 8 of 8"):
+        with pytest.raises(ValueError, match="element 0: expected room for 1 more tokens, got 8 of 8"):
             feed(cache, tokens, out, [1, 1], 1, compiled)
     assert same(before, cache)
 
@@ -202,9 +206,7 @@ def test_a_compiled_truncation_to_what_is_not_there_is_never_plausible(kind: str
     torch.compile(cache.truncate, fullgraph=True, backend="aot_eager")(torch.tensor([2, 5]))
     assert cache.lengths.tolist() == [2, LOST]
     q = torch.ones(2, HEADS, 1, DIM)
-    with pytest.raises(
-        ValueError, match=r"cache: lengths: expected lengths of at least 0|cache row 1: .*lost"
-    ):
+    with pytest.raises(ValueError, match=r"cache: lengths: expected lengths of at least 0|element 1: .*lost"):
         attention(q, cache.keys, cache.values, mask=cache.mask(1))
     # What a device does, which reads no value: NaN in that row, and in no other.
     compiled = torch.compile(
@@ -213,7 +215,7 @@ def test_a_compiled_truncation_to_what_is_not_there_is_never_plausible(kind: str
         backend="eager",
     )
     assert compiled().isnan().all(-1).all(1).flatten().tolist() == [False, True]
-    with pytest.raises(ValueError, match=r"cache row 1: .*lost.*reset"):
+    with pytest.raises(ValueError, match=r"element 1: .*lost.*reset"):
         cache.update(_new(1), _new(1))
     cache.reset(torch.tensor([False, True]))
     cache.update(_new(1), _new(1))

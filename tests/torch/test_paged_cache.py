@@ -113,7 +113,9 @@ def test_rows_that_go_on_as_others_share_full_pages() -> None:
     assert full.table[1:].eq(-1).all()
     # Where it is written, a page belongs to one row.
     ours.truncate(ours.lengths - 4)
-    with pytest.raises(OptionError, match=r"got one that another row uses\. reorder\(range\(batch\)\)"):
+    with pytest.raises(
+        OptionError, match=r"got a page that another element uses\. Call reorder\(range\(batch\)\)"
+    ):
         ours.update(*chunk(1))
     ours.reset([1])
     assert ours.table[1].eq(-1).all()
@@ -141,7 +143,7 @@ def test_no_page_that_is_none() -> None:
 def test_a_row_without_pages_raises_before_anything_is_written() -> None:
     cache, (k, v) = paged(), chunk(2)
     cache.reserve([2, 2, 0])
-    with pytest.raises(OptionError, match="cache row 2: expected pages for 2 more tokens"):
+    with pytest.raises(OptionError, match="element 2: expected pages for 2 more tokens"):
         cache.update(k, v)
     assert not cache._keys.any()
     assert not cache.lengths.any()

@@ -1,4 +1,4 @@
-"""One call of attention: what is asked, checked once for every front end; its options, biases and dropout."""
+"""One call of attention, checked once for every front end, with its options, biases and dropout."""
 
 from .call import LAYOUTS as LAYOUTS
 from .call import MAX_LENGTH as MAX_LENGTH

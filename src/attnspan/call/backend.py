@@ -1,4 +1,4 @@
-"""The backend of calls that name none: `backend`, for every call of a block, in torch and in JAX."""
+"""`backend`: a block that selects the backend of calls without ``backend=``, in torch and in JAX."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["asked", "backend", "follow"]
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        # In the thread's own dict, where compilers guard on it; an attribute of the class they would not see.
+        # An attribute in the thread's dict, because compilers guard on it. They do not see a class attribute.
         self.name: str | None = None
-        self.names: tuple[str | None, ...] = ()  # of the blocks that the thread is in, the innermost one last
+        self.names: tuple[str | None, ...] = ()  # the open blocks of the thread, innermost last
 
 
 _local = _Local()
@@ -23,21 +23,21 @@ _followers: list[Callable[[str | None], None]] = []
 
 
 class backend:
-    """A block in which every call of attention that names no backend runs one, as ``backend=`` of each would.
+    """A block that selects the backend of all calls of attention without ``backend=``.
 
-    It serves calls that a user does not write, such as the calls of models, of drop-ins and of integrations.
-    Blocks nest, and you may enter one object any number of times. A block belongs to the thread that enters
-    it, as in `torch.no_grad`. Until it ends, it covers all calls of that thread, also in a generator's caller
-    and in other tasks of asyncio, and no call of another thread. Functions of torch.compile and jax.jit are
-    compiled once for each backend that they are called under. For activation checkpointing see
+    Use it for calls that you do not write, for example calls in models, drop-ins and integrations. Blocks
+    nest, and you may enter one object any number of times. A block belongs to the thread that enters it, as
+    in `torch.no_grad`. Until it ends, it covers all calls of its thread, including calls in a generator's
+    caller and in other tasks of asyncio. It covers no call of another thread. A function under torch.compile
+    or jax.jit compiles once for each backend that you call it under. For activation checkpointing, see
     `attnspan.torch.keep_backend`.
 
     Args:
-        name: Name of a backend of the framework whose attention is called, such as "math", which has
-            forward-mode and higher derivatives; None for the fastest that can run each call.
+        name: Name of a backend of torch or JAX. For example, "math" has forward-mode and higher derivatives.
+            None selects the fastest backend that can run each call.
 
     Raises:
-        TypeError: The name is not a string. A call raises a ValueError where it has no backend of that name.
+        TypeError: The name is not a string. A call raises a ValueError if it has no backend with this name.
 
     Example:
         >>> import torch, attnspan
@@ -58,7 +58,7 @@ class backend:
         _enter((*_local.names, self.name))
 
     def __exit__(self, *_: object) -> None:
-        # Not always the innermost one: a suspended generator may end its block inside of its caller's.
+        # The block is not always the innermost one: a suspended generator may end it inside its caller's.
         names = _local.names
         ended = len(names) - 1
         while ended > 0 and names[ended] != self.name:  # a loop that compilers trace
@@ -70,18 +70,18 @@ def _enter(names: tuple[str | None, ...]) -> None:
     _local.names = names
     _local.name = name = names[-1] if names else None
     torch = sys.modules.get("torch")
-    if torch is not None and torch.compiler.is_compiling():  # whose programs hold no call of JAX
+    if torch is not None and torch.compiler.is_compiling():  # torch's programs contain no call of JAX
         return
     for follower in _followers:
         follower(name)
 
 
 def asked(own: str | None) -> str | None:
-    """The backend that a call asks for: the one that it names, else that of the block around it."""
+    """The backend that a call requests: its ``backend=``, else the backend of the block around it."""
     return _local.name if own is None else own
 
 
 def follow(follower: Callable[[str | None], None]) -> None:
-    """Call a function with the name of each block that is entered or left, from now on."""
+    """Call a function with the current name, and again whenever a block is entered or left."""
     _followers.append(follower)
     follower(_local.name)

@@ -1,4 +1,4 @@
-"""Biases of the scores: immutable descriptions, and how each becomes the array that kernels read."""
+"""Biases of the scores: immutable descriptions, and their conversion to the arrays that kernels read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
     "to_float",
 ]
 
-#: Kinds of lowered biases; 0 is no bias.
+#: Kinds of lowered biases. 0 is no bias.
 ALIBI, SIGNED_ALIBI, DISTANCE, DENSE = 1, 2, 3, 4
 
 #: A dense bias below this hides its key, as -inf does: masks are often filled with the lowest float32 or
@@ -37,7 +37,7 @@ HIDES = -2.36e38
 
 
 class Bias(Node):
-    """Bias of the scores: made by `attnspan.alibi`, `attnspan.relative` and `attnspan.dense_bias`.
+    """Bias of the scores, the base of `attnspan.alibi`, `attnspan.relative` and `attnspan.dense_bias`.
 
     Example:
         >>> from attnspan import alibi
@@ -48,23 +48,25 @@ class Bias(Node):
     def lower(
         self, *, batch: int, heads: int, q_len: int, k_len: int, like: Array = None, wide: bool = False
     ) -> tuple[Array, int]:
-        """The array that kernels read, and its kind; differentiable and traceable.
+        """The array that kernels read, and its kind. The conversion is differentiable and traceable.
 
-        The result has the framework and device of ``like``, by default those of the bias's arrays, and is
-        float64 instead of float32 if ``wide``, for a float64 q.
+        The result has the framework and device of ``like``, or of the bias's arrays if ``like`` is None. It
+        is float32, or float64 if ``wide`` (for a float64 q).
 
         Returns:
-            ALIBI or SIGNED_ALIBI with slopes (B|1, H), DISTANCE with values (H, 2L + 1) by distance from -L
-            to L, or DENSE with values (B|1, H|1, Sq|1, Sk) in their own dtype (float64 only if `wide`).
+            One of these pairs of an array and a kind:
+            slopes (B|1, H) with ALIBI or SIGNED_ALIBI,
+            values (H, 2L + 1) by distance from -L to L with DISTANCE,
+            values (B|1, H|1, Sq|1, Sk) in their own dtype (float64 only if `wide`) with DENSE.
 
         Raises:
-            ShapeError: for parameters that do not fit the problem.
+            ShapeError: The parameters do not fit the problem.
         """
         arrays = arrays_for([like, *arrays_in(self)], what="bias")
         return self._lower(arrays, wide, (batch, heads, q_len, k_len))
 
     def _lower(self, arrays: Arrays, wide: bool, sizes: tuple[int, int, int, int]) -> tuple[Array, int]:
-        raise NotImplementedError(f"{type(self).__name__} must say how it is lowered")
+        raise NotImplementedError(f"{type(self).__name__} must define _lower")
 
     def __bool__(self) -> NoReturn:
         refuse_truth_of_bias(self)
@@ -73,15 +75,16 @@ class Bias(Node):
 class alibi(Bias):
     """Attention with linear biases, Press et al. 2022 (arXiv:2108.12409), section 3.
 
-    The bias of query i and key j, by global index, is -slope * |j - i|, or slope * (j - i) if signed: the two
-    are equal where a query sees no later keys.
+    The bias of query i and key j, by global index, is -slope * |j - i|. If ``signed``, it is slope * (j - i).
+    The two are equal under a causal mask.
 
     Args:
-        slopes: floating (H,) or (B, H), one for each query head, with gradient.
-        signed: keep the sign of the distance.
+        slopes: Floating, shape (H,) or (B, H): one slope for each query head, with gradient.
+        signed: Whether to keep the sign of the distance.
 
     Raises:
-        DtypeError, ShapeError: for slopes that are not floating or of a wrong rank.
+        DtypeError: The slopes are not floating.
+        ShapeError: The slopes have neither 1 nor 2 dims.
 
     Example:
         >>> alibi(alibi_slopes(8))
@@ -99,9 +102,9 @@ class alibi(Bias):
         shape = self.slopes.shape
         fits = shape[-1] == heads and (len(shape) == 1 or sure(shape[0] == 1) or agree(shape[0], batch))
         wanted = "({},) or ({}, {}): a slope for each query head"
-        remedy = "Pass alibi_slopes(heads), or slopes of your own"
+        remedy = "Pass alibi_slopes(heads), or your own slopes"
         if len(shape) == 2:
-            remedy += "; those of packed documents are not taken: pad the documents to batch rows"
+            remedy += ". Slopes for each packed document are not supported: pad the documents to a batch"
         _fits(fits, "alibi: slopes", wanted, self.slopes, remedy, heads, batch, heads)
         slopes = to_float(arrays, self.slopes, wide)
         return (slopes if len(shape) == 2 else slopes[None]), SIGNED_ALIBI if self.signed else ALIBI
@@ -110,16 +113,20 @@ class alibi(Bias):
 class relative(Bias):
     """A bias by distance: T5's (Raffel et al. 2020, section 2.1), or any table.
 
-    Query i and key j, by global index, are j - i apart; distances beyond -L..L take the value at the end.
+    The distance of query i and key j, by global index, is j - i. Distances beyond -L..L use the value at the
+    end.
 
     Args:
-        table: floating (H, n), with gradient: a row for each query head. T5's embedding is its transpose.
-        buckets: integer (2L + 1,), the column of the table for each distance from -L to L; None where the
-            table has a column for each, n = 2L + 1.
+        table: Floating, shape (H, n), with gradient: a row for each query head. T5's embedding is its
+            transpose.
+        buckets: Integer, shape (2L + 1,): the column of the table for each distance from -L to L. If None,
+            the table has one column for each distance, and n = 2L + 1.
 
     Raises:
-        DtypeError, ShapeError, OptionError: for a table that is not floating, an even number of distances, or
-            a column that the table lacks (where it can be read; elsewhere the gather fails or gives NaN).
+        DtypeError: The table is not floating, or the buckets are not integers.
+        ShapeError: The table is not two-dimensional, or the number of distances is even.
+        OptionError: A bucket refers to a column that the table does not have. If the buckets cannot be read,
+            such as in compiled code, the gather raises an error or returns NaN instead.
 
     Example:
         >>> relative(np.zeros((4, 32), "float32"), t5_buckets())
@@ -131,14 +138,14 @@ class relative(Bias):
 
     def __post_init__(self) -> None:
         self._check(table=partial(_floats, ranks=(2,)))
-        odd = "an odd number of columns with that of distance 0 in the middle"
+        odd = "an odd number of columns, with distance 0 in the middle"
         if self.buckets is None:
             wanted, remedy = "(H, 2L + 1): a column for each distance from -L to L", f"Pass buckets, or {odd}"
             _fits(self.table.shape[1] % 2 == 1, "relative: table", wanted, self.table, remedy)
             return
         self._set(buckets=checks.integers("relative: buckets", _readable(self.buckets), (1,)))
         wanted = "(2L + 1,): the column of the table for each distance from -L to L"
-        remedy = f"Take t5_buckets(...), or {odd}"
+        remedy = f"Pass t5_buckets(...), or {odd}"
         _fits(self.buckets.shape[0] % 2 == 1, "relative: buckets", wanted, self.buckets, remedy)
         arrays = arrays_for([self.table, self.buckets], what="relative: table and buckets")
         if arrays.concrete(self.buckets):
@@ -149,26 +156,27 @@ class relative(Bias):
 
     def _lower(self, arrays: Arrays, wide: bool, sizes: tuple[int, int, int, int]) -> tuple[Array, int]:
         heads, wanted = sizes[1], "({}, n): a row for each query head"
-        remedy = "Pass one row per query head; transpose an embedding's weight of (n, heads)"
+        remedy = "Pass one row per query head. Transpose an embedding's weight of shape (n, heads)"
         _fits(self.table.shape[0] == heads, "relative: table", wanted, self.table, remedy, heads)
         table = to_float(arrays, self.table, wide)
         if self.buckets is None:
             return table, DISTANCE
-        # Nobody may have checked these values: a negative index must fail too, it never means the end.
+        # These values may be unchecked. A negative index must fail too and must not count from the end.
         index = arrays.asarray(self.buckets, "int64")
         index = arrays.where(index < 0, self.table.shape[1], index)
         return arrays.take(table, index, 1), DISTANCE
 
 
 class dense_bias(Bias):
-    """A bias given value by value. It takes the memory of its values: prefer the others where they serve.
+    """A bias given value by value. The other biases need less memory, so prefer them if you can.
 
     Args:
-        values: floating (Sq|1, Sk), (H|1, Sq|1, Sk) or (B|1, H|1, Sq|1, Sk), with gradient. A value of -inf
-            hides the key, as a mask does, but costs time where a mask saves it.
+        values: Floating, shape (Sq|1, Sk), (H|1, Sq|1, Sk) or (B|1, H|1, Sq|1, Sk), with gradient. A value of
+            -inf hides its key, as a mask does. However, it takes time, and a mask saves time.
 
     Raises:
-        DtypeError, ShapeError: for values that are not floating or of a wrong rank.
+        DtypeError: The values are not floating.
+        ShapeError: The values do not have 2 to 4 dims.
 
     Example:
         >>> dense_bias(np.zeros((8, 1, 16), "float32"))
@@ -183,10 +191,10 @@ class dense_bias(Bias):
     def _lower(self, arrays: Arrays, wide: bool, sizes: tuple[int, int, int, int]) -> tuple[Array, int]:
         given = tuple(self.values.shape)
         shape = (1,) * (4 - len(given)) + given
-        # 1 first: a traced size that is known to be 1 then needs no guard against the problem's.
+        # Compare with 1 first: a traced size that is known to be 1 then needs no guard.
         fits = all(sure(x == 1) or agree(x, full) for x, full in zip(shape[:3], sizes[:3], strict=True))
         wanted = "(B|1, H|1, q_len|1, k_len) with B={}, H={}, q_len={}, k_len={}"
-        remedy = "Give it that shape; axes may be missing in front, or be 1, but for the keys"
+        remedy = "Pass this shape. Leading axes may be missing, and all axes except the keys may be 1"
         _fits(fits and shape[3] == sizes[3], "dense bias", wanted, self.values, remedy, *sizes)
         values = _moved(arrays, self.values)
         if wide or str(values.dtype).endswith("float64"):
@@ -198,14 +206,15 @@ def alibi_slopes(heads: int) -> np.ndarray[Any, np.dtype[np.float32]]:
     """The geometric slopes of Press et al. 2022: 2**(-8 i / heads) for i = 1..heads, as in the paper's code.
 
     Args:
-        heads: number of query heads. If it is no power of two, the slopes are those of the next lower power,
-            then every other slope of the next higher one.
+        heads: Number of query heads. If it is not a power of two, the result holds the slopes of the next
+            lower power, and then every other slope of the next higher power.
 
     Returns:
-        float32 (heads,), in NumPy; to train them, make a parameter of them.
+        NumPy float32, shape (heads,). To train the slopes, make a parameter from them.
 
     Raises:
-        DtypeError, OptionError: if `heads` is not an integer or is less than 1.
+        DtypeError: `heads` is not an integer.
+        OptionError: `heads` is less than 1.
 
     Example:
         >>> alibi_slopes(4).tolist()
@@ -221,21 +230,24 @@ def alibi_slopes(heads: int) -> np.ndarray[Any, np.dtype[np.float32]]:
 def t5_buckets(
     num_buckets: int = 32, max_distance: int = 128, bidirectional: bool = True
 ) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """T5's buckets for `relative` (Raffel et al. 2020, section 2.1; arXiv:1910.10683).
+    """T5's buckets for `relative` (Raffel et al. 2020, arXiv:1910.10683, section 2.1).
 
-    Half of the buckets of a side hold one distance each, the others logarithmically more, up to
-    `max_distance` and beyond. Make them once, outside the model.
+    On each side, half of the buckets hold one distance each. The other buckets hold logarithmically more
+    distances, up to `max_distance` and beyond. Make the buckets once, outside the model.
 
     Args:
-        num_buckets: columns of the table; both sides together if bidirectional.
-        max_distance: from here on, all distances share a bucket.
-        bidirectional: tell later keys from earlier ones; False (T5's decoder): later keys have distance 0.
+        num_buckets: Number of columns of the table. If bidirectional, both sides share them.
+        max_distance: Distance from which on all distances share a bucket.
+        bidirectional: Whether later keys have other buckets than earlier keys. If False (T5's decoder), later
+            keys have distance 0.
 
     Returns:
-        int32 (2 * max_distance + 1,), for distances from -max_distance to max_distance.
+        NumPy int32, shape (2 * max_distance + 1,): the buckets of the distances from -max_distance to
+        max_distance.
 
     Raises:
-        DtypeError, OptionError: for numbers that leave some buckets without a distance.
+        DtypeError: A number is not an integer.
+        OptionError: The numbers leave some buckets without a distance.
 
     Example:
         >>> t5_buckets(8, 4).tolist()
@@ -256,7 +268,7 @@ def t5_buckets(
 
 
 def _bucket(distance: int, sides: int, exact: int, max_distance: int) -> int:
-    """Small distances have a bucket each, the others share the rest by logarithm."""
+    """Bucket of a distance: one for each small distance, and the rest shared by logarithm."""
     if distance < exact:
         return distance
     # exact + floor(log(distance / exact) / log(max_distance / exact) * coarse), in integers.
@@ -275,17 +287,17 @@ def to_float(arrays: Arrays, x: Array, wide: bool) -> Array:
 
 
 def is_floating(x: object) -> bool:
-    """Whether `x` is an array of floats, by the name of its dtype: NumPy does not know JAX's bfloat16."""
+    """Whether `x` is a floating array. The dtype's name decides: NumPy does not know JAX's bfloat16."""
     return is_array(x) and "float" in str(x.dtype)  # type: ignore[attr-defined]
 
 
 def _floats(what: str, x: Any, ranks: tuple[int, ...]) -> Array:
-    """Check that `x` is a floating array of one of the ranks; lists become NumPy arrays."""
+    """Check that `x` is a floating array of one of the ranks. Lists become NumPy arrays."""
     check_plain(what, x)
     check_strided(what, x)
     x = _readable(np.asarray(x, np.float64) if isinstance(x, (list, tuple)) else x)
     expect(is_floating(x), what, "a floating array", kind_of(x), "Convert it to float32", error=DtypeError)
-    remedy = "Drop or add axes; heads come before distances, a batch axis comes first"
+    remedy = "Drop or add axes. A batch axis comes first, and heads come before distances"
     _fits(len(x.shape) in ranks, what, "{} axes", x, remedy, " or ".join(map(str, ranks)))
     return x
 
@@ -295,7 +307,7 @@ def _fits(holds: Any, what: str, expected: str, x: Array, remedy: str, *values: 
 
 
 def _readable(x: Any) -> Any:
-    """`x` itself, or a tensor where torch's compiler reads this code, which cannot ask NumPy for a dtype."""
+    """`x` itself, or a tensor under torch's compiler, which cannot ask NumPy for a dtype."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, np.ndarray) and torch.compiler.is_compiling():
         return torch.as_tensor(x)
@@ -303,7 +315,7 @@ def _readable(x: Any) -> Any:
 
 
 def _moved(arrays: Arrays, x: Array) -> Array:
-    """A NumPy array as one of the framework; any other is there already."""
+    """A NumPy array as an array of the framework. Any other array is one already."""
     if arrays.name == "numpy" or not isinstance(x, np.ndarray):
         return x
     if arrays.name == "torch":

@@ -1,8 +1,8 @@
-"""One call of attention: what is asked, checked once for every front end, in the form that backends take.
+"""One call of attention, checked once for every front end, in the form that backends take.
 
-Nothing here knows a framework: an array is whatever has ``shape`` and ``dtype``, and each framework has a
-`Front`. A comparison of traced sizes becomes a guard, so sizes are compared only where they must be equal,
-and are converted to text only when an error is raised.
+This module knows no framework. An array is any object with ``shape`` and ``dtype``, and each framework has a
+`Front`. A comparison of traced sizes becomes a guard. Sizes are therefore compared only if they must be
+equal, and are converted to text only when an error is raised.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 #: The longest q or k. Bounds are int32, and kernels step past the end by at most one block of 64.
 MAX_LENGTH = 2**31 - 65
 
-#: The dims of q, k and v in each layout. ``thd`` packs the documents of a batch into one row of tokens.
+#: Dims of q, k and v in each layout. ``thd`` packs the documents of a batch into one sequence of tokens.
 LAYOUTS = {
     "bhsd": ("batch", "heads", "length", "head_dim"),
     "bshd": ("batch", "length", "heads", "head_dim"),
@@ -56,22 +56,22 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Problem:
-    """The sizes of a call, without its arrays: what a backend must know to say whether it can run it.
+    """Sizes of a call, without its arrays. A backend decides from them whether it can run the call.
 
     Attributes:
-        batch: Number of batch rows.
+        batch: Batch size.
         q_heads: Number of query heads, a multiple of ``kv_heads``.
         kv_heads: Number of key and value heads.
-        q_len: Number of queries per row.
-        k_len: Number of keys per row.
+        q_len: Number of queries per batch element.
+        k_len: Number of keys per batch element.
         head_dim: Elements of one query or key.
         v_dim: Elements of one value.
-        runs: Spans per query row (R); 0 where a plan has the mask.
-        dtype: Name of the element type of q, k and v, such as ``"bfloat16"``.
+        runs: Spans per query (R), or 0 if a plan has the mask.
+        dtype: Dtype of q, k and v, such as ``"bfloat16"``.
         device: Device type, such as ``"cpu"``.
         band: "full", "causal", "window" or "documents" if a call on a GPU has such a mask, else "".
-        extras: What the call on a GPU has besides its mask, in words, or "".
-        capability: Compute capability of the GPU, such as 90; None on other devices and without a driver.
+        extras: Options and other features of a call on a GPU besides its mask, in words, or "".
+        capability: Compute capability of the GPU, such as 90. None on other devices and without a driver.
 
     Example:
         >>> problem = Problem(1, 8, 2, 4, 4, 64, 64, 1, "float32", "cpu")
@@ -97,10 +97,17 @@ class Problem:
     def of(
         cls, q: Any, k: Any, v: Any, bounds: Any, device: str | None = None, more: tuple[Any, ...] = ()
     ) -> Problem:
-        """The sizes of arrays in (B, H, S, D) order, which bounds of (B|1, H|1, Sq, R, 2) must fit.
+        """Sizes of arrays in (B, H, S, D) order and of bounds (B|1, H|1, Sq, R, 2), which must fit them.
 
-        Anything with a shape and a dtype serves as q, k and v. ``bounds`` is None where a plan has the mask;
-        ``device`` is that of q by default, which the bounds must share; ``more`` are those behind it.
+        q, k and v may be any objects with a shape and a dtype.
+
+        Args:
+            q: Shape (B, Hq, Sq, D).
+            k: Shape (B, Hkv, Sk, D).
+            v: Shape (B, Hkv, Sk, Dv).
+            bounds: The mask as spans, or None if a plan has the mask.
+            device: Device type. By default it is q's, and the bounds must be on the same device.
+            more: Values of the fields after ``device``.
 
         Raises:
             ValueError: The bounds do not fit q, or are on another device.
@@ -109,14 +116,14 @@ class Problem:
         batch, heads, q_len, head_dim = q.shape
         if bounds is not None:
             shape, dtype, here = bounds.shape, _dtype(bounds), _device(q)
-            # 1 first: a traced size that is known to be 1 then needs no guard against the batch.
+            # Compare with 1 first: a traced size that is known to be 1 then needs no guard.
             fits = len(shape) == 5 and (sure(shape[0] == 1) or agree(shape[0], batch))
             fits = fits and (sure(shape[1] == 1) or agree(shape[1], heads))
             fits = fits and agree(shape[2], q_len) and shape[3] >= 1 and shape[4] == 2
             wanted = "(B|1, H|1, q_len, R, 2) with B={}, H={}, q_len={}"
             remedy = "Lower the mask for these q and k, or pass their layout"
             expect(fits, "bounds", wanted, tuple(shape), remedy, batch, heads, q_len, error=ShapeError)
-            remedy = "Convert them; lowered masks are int32"
+            remedy = "Convert them to int32, as lowered masks are"
             expect(dtype == "int32", "bounds", "int32", dtype, remedy, error=DtypeError)
             there = here if device is not None else _device(bounds)
             wanted, remedy = f"device {here} (as q)", "Move the mask's arrays"
@@ -128,26 +135,26 @@ class Problem:
 
     @property
     def group_size(self) -> int:
-        """Query heads that share one key head (1 is plain multi-head attention)."""
+        """Number of query heads that share one key head (1 without GQA)."""
         return self.q_heads // self.kv_heads
 
     def flops(self, pairs: int) -> int:
-        """Floating-point operations of the forward pass; the backward pass costs 2.5 times as many.
+        """Floating-point operations of the forward pass. The backward pass needs 2.5 times as many.
 
-        Two products, each one multiplication and one addition per element (FlashAttention-2,
-        arXiv:2307.08691, section 4.1, with the two head dims apart).
+        The forward pass has two products, with one multiplication and one addition per element
+        (FlashAttention-2, arXiv:2307.08691, section 4.1, but with separate head dims for keys and values).
 
         Args:
-            pairs: Visible pairs over all batch rows and query heads.
+            pairs: Number of visible pairs over all batch elements and query heads.
         """
         return 2 * pairs * (self.head_dim + self.v_dim)
 
 
 class Front:
-    """Checks that a front end adds to those of a call. One instance serves one call.
+    """Checks that a front end adds to the checks of a call. One instance serves one call.
 
-    Its words are those of errors: what arrays of the framework and seeds of dropout are called, and how to
-    make one. ``device`` is the device type of the call where arrays do not say it.
+    The strings are words for errors: the names of the framework's arrays and of dropout seeds, and the code
+    that makes one. ``device`` is the device type of the call, or None if the arrays tell it.
     """
 
     expected: str
@@ -162,7 +169,7 @@ class Front:
         raise NotImplementedError
 
     def kind(self, x: Any) -> str:
-        """Name the kind of an object that came instead of an array, for errors."""
+        """Name the kind of an object that the caller passed instead of an array, for errors."""
         return type(x).__name__
 
     def check_taken(self, name: str, x: Any, expected: str) -> None:
@@ -172,53 +179,55 @@ class Front:
         check_plain(name, x)
 
     def enter(self, q: Any, k: Any, v: Any, mask: Any, given: Given, layout: str) -> tuple[Any, Any, Any]:
-        """q, k and v in (B, H, S, D) order, or their shapes; raises where arrays do not lie together."""
+        """q, k and v in (B, H, S, D) order, or their shapes. Raises if their places do not fit together."""
         raise NotImplementedError
 
     def check_place(self, name: str, x: Any, q: Any) -> None:
-        """Raise for an array of an option that is on another device than q."""
+        """Raise if an option's array is on another device than q."""
 
     def check_given(self, given: Given, q: Any, k: Any) -> None:
-        """Raise for options that this front end does not take."""
+        """Raise for options that this front end does not support."""
 
     def lower_seed(self, seed: Any, batch: Any, heads: Any) -> Any:
-        """A ``dropout_seed`` as kernels take it; raises unless it is one, or one per batch row and head."""
+        """``dropout_seed`` as kernels take it. Raises unless it is one seed, or one per batch and head."""
         raise NotImplementedError
 
     def lower(self, mask: Any, q: Any, k: Any, given: Given) -> tuple[Prepared | None, Given]:
-        """The mask as spans, or None where a plan has it; and the options, moved if need be."""
+        """The mask as spans, or None if a plan has it, and the options, moved to the device if necessary."""
         raise NotImplementedError
 
     def bounds(self, placed: Prepared, mask: Any, q: Any) -> tuple[Any, Any]:
-        """The bounds of a lowered mask as an array of the framework, and a ``k_len`` that the program checks.
+        """Bounds of a lowered mask as an array of the framework, and a ``k_len`` that the program checks.
 
-        That is None but for a mask that was lowered before and whose number would cost to read.
+        ``k_len`` is None, except for a mask that was lowered before if reading its number would synchronize.
         """
         raise NotImplementedError
 
     def band(
         self, mask: Any, given: Given, q: Any, k: Any, scale: Any
     ) -> tuple[Band | None, tuple[Any, ...]]:
-        """The mask where it is a band, and what a `Problem` says of that, of the call and of its GPU."""
+        """The mask if it is a band, and the fields of a `Problem` about the band, the call and its GPU."""
         del mask, given, q, k, scale
         return None, ()
 
     def like(self, q: Any) -> Any:
-        """An array of the call, whose framework and device lowered options have."""
+        """An array of the call. Lowered options have its framework and device."""
         return q
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Arrays and numbers of a call, or of some of its heads and keys: what a kernel computes at once.
+    """Arrays and numbers of a call, or of some of its heads and keys, that a kernel computes at once.
+
+    q, k and v may be any objects with a shape and a dtype.
 
     Attributes:
-        q: Shape (B, Hq, Sq, D), or what has its shape and dtype; as k and v.
+        q: Shape (B, Hq, Sq, D).
         k: Shape (B, Hkv, Sk, D).
         v: Shape (B, Hkv, Sk, Dv).
-        bounds: int32 (B|1, Hq|1, Sq, R, 2), the mask as spans; None where a plan has it.
+        bounds: int32, shape (B|1, Hq|1, Sq, R, 2): the mask as spans. None if a plan has the mask.
         scale: Factor of the scores.
-        options: Softcap, bias, sinks and dropout as kernels take them; None for none.
+        options: Softcap, bias, sinks and dropout in the form of kernels, or None.
     """
 
     q: Any
@@ -235,10 +244,10 @@ class Call(Part):
 
     Attributes:
         problem: The sizes, for the choice of a backend.
-        given: The options as the caller gave them.
+        given: The options as the caller passed them.
         layout: Order of the dims of the caller's q, k, v and output.
-        lowered_for: Shape (), the number of keys that the mask was lowered for, if it is not checked yet.
-        band: The mask in the form that other libraries' kernels take; None if they have none, and on CPUs.
+        lowered_for: Shape (): the number of keys that the mask was lowered for, if it is not checked yet.
+        band: The mask in the form of other libraries' kernels. None on CPU, and if they cannot represent it.
     """
 
     problem: Problem
@@ -253,12 +262,19 @@ class Call(Part):
     ) -> Call:
         """Check a call and bring it into the form of backends.
 
-        q, k and v are in ``layout``, a key of ``LAYOUTS``; ``mask`` is a mask, lowered or not, or spans, and
-        None is ``full()``; a ``scale`` of None is 1/sqrt(D).
+        Args:
+            front: The framework's checks.
+            q: Queries in ``layout``.
+            k: Keys in ``layout``.
+            v: Values in ``layout``.
+            given: The caller's options.
+            mask: A mask, lowered or not, or spans. None means ``full()``.
+            scale: Factor of the scores. None means 1/sqrt(D).
+            layout: A key of ``LAYOUTS``.
 
         Raises:
             ValueError: Shapes, devices, options or bounds do not fit.
-            TypeError: Element types do not fit, or ``mask`` is no mask.
+            TypeError: Dtypes do not fit, or ``mask`` is not a mask.
         """
         mask = _FULL if mask is None else mask
         check_layout(front, layout, q, k, v)
@@ -283,7 +299,7 @@ class Call(Part):
                 check_k_len(placed.lowered.k_len, k.shape[2])
             if layout == "thd" and not fixed:
                 _check_packed(mask)  # type: ignore[arg-type]
-        # A mask whose number of keys is yet to be checked is no band: other kernels do not look.
+        # Before the number of keys is checked there is no band: other libraries' kernels do not check it.
         band, more = front.band(None if unread is not None else mask, given, q, k, scale)
         problem = Problem.of(q, k, v, bounds, front.device, more)
         options = given.lower(front, q, k, placed, fixed)
@@ -292,12 +308,12 @@ class Call(Part):
 
 
 def widened(q: Any, k: Any, v: Any, pad: Callable[[Any], Any]) -> tuple[Any, Any, Any, bool]:
-    """q, k and v with a zero where their last dim has no elements, and whether that of v has none.
+    """q, k and v, padded if their last dim is empty, and whether v's last dim is empty.
 
     Scores of queries and keys without elements are 0, as in torch: only the mask and biases count.
     ``pad`` appends a zero along the last dim.
     """
-    # Those of nested tensors cannot be asked for, and are refused by name later.
+    # A nested tensor has no such shape. A later check raises an error for it.
     q_dim, k_dim, v_dim = (() if _is_nested(x) else tuple(getattr(x, "shape", ()))[-1:] for x in (q, k, v))
     if q_dim == k_dim == (0,):
         q, k = pad(q), pad(k)
@@ -311,16 +327,16 @@ def _is_nested(x: Any) -> bool:
 
 
 def lower_mask(mask: Mask, q: Any, k: Any, given: Given, like: Any) -> Prepared:
-    """Lower a mask for q and k in (B, H, S, D) order: the one place that does.
+    """Lower a mask for q and k in (B, H, S, D) order. No other code lowers the mask of a call.
 
-    ``like`` is an array whose framework and device the bounds have; None for those of the mask.
+    The bounds have the framework and device of the array ``like``, or of the mask if ``like`` is None.
     """
     indices = {"q_index": given.q_index, "k_index": given.k_index}
     return mask.spans(q.shape[2], k.shape[2], batch=q.shape[0], heads=q.shape[1], like=like, **indices)
 
 
 def check_k_len(own: Any, k_len: Any) -> None:
-    """Raise unless a mask that was lowered before was lowered for as many keys as there are.
+    """Raise unless a mask was lowered for the number of keys of the call.
 
     Example:
         >>> check_k_len(3, 4)
@@ -335,7 +351,7 @@ the mask for these keys, or pass the layout of q, k and v.
 
 
 def forwards_to(target: Callable[..., Any]) -> Callable[[F], F]:
-    """Let a function of ``(q, k, v, **options)`` show the keywords of `target`, to which it forwards them."""
+    """Give a function of ``(q, k, v, **options)`` the signature of `target`, to which it forwards them."""
 
     def decorate(function: F) -> F:
         returned = signature(function).return_annotation
@@ -347,7 +363,7 @@ def forwards_to(target: Callable[..., Any]) -> Callable[[F], F]:
 
 
 def check_keywords(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Raise for keywords that a function does not have, with what says the same here."""
+    """Raise for keywords that a function does not have, and name the equivalent option."""
     known = function.__kwdefaults__ or ()
     if mistaken := {name: value for name, value in options.items() if name not in known}:
         refuse_keywords(function, mistaken)
@@ -362,7 +378,7 @@ def check_layout(front: Front, layout: Any, q: Any, k: Any, v: Any) -> None:
         front.check_taken(name, x, front.expected)
         if len(x.shape) != len(dims):
             wanted = f"{len(dims)} dims ({', '.join(dims)}) for layout={layout!r}"
-            remedy = "Reshape it, or name the layout that q, k and v have"
+            remedy = "Reshape it, or pass the layout that q, k and v have"
             raise ShapeError(name, expected=wanted, got=shown(tuple(x.shape)), remedy=remedy)
 
 
@@ -394,7 +410,7 @@ def _check_sizes(q: Any, k: Any, v: Any) -> None:
     elif q.shape[3] != k.shape[3]:
         broken = "head_dim", "the same for q and k", "Check the projections"
     elif q.shape[1] % k.shape[1] != 0:
-        grouped = "Grouped-query attention needs q_heads % kv_heads == 0; check the layout"
+        grouped = "Grouped-query attention needs q_heads % kv_heads == 0. Check the layout"
         broken = "heads", "a multiple of the key heads as query heads", grouped
     else:
         broken = None
@@ -402,14 +418,14 @@ def _check_sizes(q: Any, k: Any, v: Any) -> None:
         got = f"q {shown(q.shape)}, k {shown(k.shape)}, v {shown(v.shape)} as (B, H, S, D)"
         raise ShapeError(broken[0], expected=broken[1], got=got, remedy=broken[2])
     for name, length in (("q_len", q.shape[2]), ("k_len", k.shape[2])):
-        # A symbol of a traced size has no limit that could be checked now.
+        # A symbolic size cannot be checked now.
         if isinstance(length, int) and length > MAX_LENGTH:
             wanted = f"at most {MAX_LENGTH} (bounds are int32)"
             raise ShapeError(name, expected=wanted, got=f"{length}", remedy="Split the sequence")
 
 
 def _check_packed(mask: Mask) -> None:
-    # Without data, a mask says nothing of documents: all tokens are one sequence.
+    # A mask without data does not describe documents: all tokens are one sequence.
     if not mask.may_separate() and mask.static_key() is None:
         raise OptionError(
             "mask with layout='thd'",

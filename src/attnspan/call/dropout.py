@@ -1,8 +1,9 @@
-"""Dropout as a function of the seed, the batch row, the head and the two global indices.
+"""Dropout as a function of the seed, the batch index, the head and the two global indices.
 
-Nothing is drawn in sequence, so every tiling, thread count and shard of one problem drops the same elements.
-Words of 32 bits are kept in int64, of NumPy or torch. No product leaves int64: in the C++ that torch.compile
-writes, the overflow of a signed product is undefined, and g++ gives other words than the processor does.
+No number is drawn in sequence, so every tiling, thread count and shard of one problem drops the same weights.
+Words of 32 bits are stored in int64, in NumPy or torch. No product exceeds int64. In the C++ code that
+torch.compile writes, the overflow of a signed product is undefined, and g++ returns other words than the
+processor does.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ def philox(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[An
     """Philox4x32-10, Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3.
 
     Args:
-        counter: four words, int64 arrays or ints of 0 to 2**32 - 1 that broadcast.
-        key: two words.
+        counter: Four words: int64 arrays or ints from 0 to 2**32 - 1, which broadcast.
+        key: Two words.
 
     Returns:
-        Four words, of 0 to 2**32 - 1.
+        Four words from 0 to 2**32 - 1.
 
     Example:
         >>> zero = np.zeros(1, np.int64)
@@ -43,40 +44,40 @@ def philox(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[An
 
 
 def _product(a: Any, factor: int) -> tuple[Any, Any]:
-    """High and low word of the product of a word and a constant, by halves of the constant."""
+    """High and low word of the product of a word and a constant, computed from the constant's halves."""
     low = a * (factor & 0xFFFF)
     rest = a * (factor >> 16) + (low >> 16)
     return rest >> 16, (rest & 0xFFFF) << 16 | low & 0xFFFF
 
 
 def mixed(key: Any, first: Any, second: Any) -> Any:
-    """The hash of words of keys with the two words of their rows; its low or high half decides for a key.
+    """Hash of the words of keys with the two words of their queries: its low or high half decides for a key.
 
-    One hash serves keys j and j + 16, which lie in one vector of the kernels: 16 bits for each.
+    One hash gives 16 bits to key j and 16 bits to key j + 16. The kernels hold both keys in one vector.
     """
     x = ((key >> 5) << 4 | (key & 15)) ^ first
     x = ((x ^ x >> 16) * 0x7FEB352D) & _WORD
     x = ((x ^ x >> 15) + second) & _WORD
-    # The factor is 0x846CA68B, less 2**32: the product stays within int64 and has the same low word.
+    # The factor is 0x846CA68B minus 2**32, so that the product stays within int64. The low word is the same.
     x = (x * (0x846CA68B - 2**32)) & _WORD
     x = x ^ x >> 16
     return x >> ((key >> 4 & 1) << 4) & 0xFFFF
 
 
 def split_seeds(seed: Array, batch_index: Array, head_index: Array) -> Array:
-    """The seeds of batch rows and heads, int64 (B, H).
+    """Seeds of batch elements and heads, int64 (B, H).
 
     Args:
-        seed: int64, () or any shape that broadcasts with the indices.
-        batch_index: int64 (B, 1), global indices of the batch rows.
-        head_index: int64 (1, H), global indices of the query heads.
+        seed: int64, shape () or any shape that broadcasts with the indices.
+        batch_index: int64, shape (B, 1): global indices of the batch elements.
+        head_index: int64, shape (1, H): global indices of the query heads.
     """
     low, high, _, _ = philox((batch_index, head_index, 0, 1), (seed & _WORD, seed >> 32 & _WORD))
     return low | high << 32
 
 
 def threshold(p: float) -> int:
-    """Count of 65,536 equally likely numbers that are dropped: p in (0, 1) as a multiple of 2**-16, not 1.
+    """Number of the 65,536 equally likely numbers that are dropped, at most 65,535, for p in (0, 1).
 
     Example:
         >>> threshold(0.1), threshold(1e-9)
@@ -86,16 +87,16 @@ def threshold(p: float) -> int:
 
 
 def kept(p: float, seeds: Array, q_index: Array, k_index: Array) -> Array:
-    """Return whether each weight is kept, bool (B, H, Sq, Sk); kept ones are multiplied by `scale_of_kept`.
+    """Return whether each weight is kept, bool (B, H, Sq, Sk). Multiply kept weights by `scale_of_kept`.
 
     Args:
-        p: probability of being dropped, in (0, 1).
-        seeds: int64 (B, H), from `split_seeds` or any others.
-        q_index: integer (B|1, Sq), global indices of the queries.
-        k_index: integer (B|1, Sk), global indices of the keys, in any order.
+        p: Probability that a weight is dropped, in (0, 1).
+        seeds: int64, shape (B, H): any seeds, such as the result of `split_seeds`.
+        q_index: Integer, shape (B|1, Sq): global indices of the queries.
+        k_index: Integer, shape (B|1, Sk): global indices of the keys, in any order.
     """
     seeds = seeds[:, :, None]
-    zero = seeds * 0  # int64, which the indices need not be
+    zero = seeds * 0  # int64. The indices may have another dtype
     row = (q_index[:, None, :] + zero) & _WORD
     first, second, _, _ = philox((row, 0, 0, 0), (seeds & _WORD, seeds >> 32 & _WORD))
     key = (k_index[:, None, None, :] + zero[..., None]) & _WORD
@@ -104,20 +105,20 @@ def kept(p: float, seeds: Array, q_index: Array, k_index: Array) -> Array:
 
 
 def scale_of_kept(p: float) -> float:
-    """The factor of kept weights, which keeps their expectation."""
+    """Factor of kept weights. It keeps the weights' expectation."""
     return 65536 / (65536 - threshold(p))
 
 
 def dropout_seeds(seed: int, batch: int, heads: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The seeds of each batch row and head, which a shard may slice; see `attnspan.torch.dropout_seeds`.
+    """Seeds for each batch element and head. A shard slices them: see `attnspan.torch.dropout_seeds`.
 
     Args:
-        seed: any int64.
-        batch: number of batch rows.
-        heads: number of query heads.
+        seed: Any int64.
+        batch: Batch size.
+        heads: Number of query heads.
 
     Returns:
-        int64 (batch, heads).
+        int64, shape (batch, heads).
 
     Example:
         >>> dropout_seeds(1, 2, 4)[:1, 2:].tolist() == dropout_seeds(1, 1, 4)[:, 2:].tolist()

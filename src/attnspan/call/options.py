@@ -1,8 +1,8 @@
-"""Options of a call besides its mask: checked and lowered here for every framework.
+"""Options of a call besides its mask, checked and lowered for every framework.
 
-With x_j = scale * q_i . k_j for query i and its visible keys j: a softcap squashes x_j, a bias is added to
-it, sinks join the denominator of the softmax, and dropout removes weights from its result. docs/options.md
-has the formulas. Positions are global indices, as for masks.
+The score of query i and its visible key j is x_j = scale * q_i . k_j. A softcap limits x_j, and a bias is
+added to it. Sinks join the denominator of the softmax, and dropout removes weights from the softmax's result.
+docs/options.md has the formulas. Positions are global indices, as for masks.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ M = TypeVar("M")
 
 
 class Keywords(TypedDict, Generic[A, M], total=False):
-    """The keywords of ``attention`` but ``return_lse``, for type checkers: of arrays A and masks M."""
+    """Keywords of ``attention`` except ``return_lse``, for type checkers, with arrays A and masks M."""
 
     mask: M | None
     scale: float | None
@@ -80,21 +80,23 @@ class Keywords(TypedDict, Generic[A, M], total=False):
 
 
 class Options(NamedTuple):
-    """Options as operators and kernels take them, in their order: numbers, and arrays of the framework.
+    """Options in the form and order of operators and kernels: numbers, and arrays of the framework.
 
     Float arrays are float32, or float64 for a float64 q (math backend and reference only).
 
     Attributes:
-        softcap: 0 for none, else x becomes softcap * tanh(x / softcap), before the bias.
-        bias: by kind, slopes (B|1, H), values by distance (H, 2L + 1), or values (B|1, H|1, Sq|1, Sk), these
-            in float32, bfloat16 or float16 with a unit last stride; None where the kind is 0.
+        softcap: Number c: x becomes c * tanh(x / c), before the bias. 0 means no softcap.
+        bias: Depends on the kind: slopes (B|1, H), values by distance (H, 2L + 1), or dense values
+            (B|1, H|1, Sq|1, Sk). Dense values are float32, bfloat16 or float16 with a unit last stride. None
+            if the kind is 0.
         bias_kind: 0, ALIBI, SIGNED_ALIBI, DISTANCE or DENSE.
-        sinks: (H,), the logit of each head's sink, or None.
-        dropout_p: probability with which a weight is dropped; 0 for none.
-        dropout_seed: int64, () for one seed or (B, H) for one per batch row and head; in JAX uint32
-            (B, H, 2), low and high words. None without dropout.
-        q_index: int32 (B|1, Sq), global indices of the queries; None for k_len - q_len + row.
-        k_index: int32 (B|1, Sk), global indices of the keys, in any order; None for 0..k_len-1.
+        sinks: Shape (H,): the logit of each head's sink, or None.
+        dropout_p: Probability that a weight is dropped. 0 means no dropout.
+        dropout_seed: int64, shape () for one seed, or (B, H) for one per batch element and head. In JAX
+            uint32, shape (B, H, 2), with low and high words. None without dropout.
+        q_index: int32, shape (B|1, Sq): global indices of the queries. None means k_len - q_len + i for query
+            i.
+        k_index: int32, shape (B|1, Sk): global indices of the keys, in any order. None means 0..k_len-1.
 
     Example:
         >>> Options(softcap=30.0).bias_kind
@@ -113,7 +115,7 @@ class Options(NamedTuple):
 
 @dataclass(frozen=True)
 class Given:
-    """Options as the caller of ``attention`` gave them.
+    """Options as the caller of ``attention`` passed them.
 
     Example:
         >>> print(Given(softcap=30.0, bias=alibi([0.5, 0.25])))
@@ -129,7 +131,7 @@ class Given:
     k_index: Any = None
 
     def keywords(self) -> dict[str, Any]:
-        """The options as keywords of ``attention``."""
+        """Options as keywords of ``attention``."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __str__(self) -> str:
@@ -141,21 +143,22 @@ class Given:
         return ", ".join(words) or "none"
 
     def lower(self, front: Any, q: Any, k: Any, placed: Prepared | None, fixed: bool) -> Options | None:
-        """Check the options of a call against it, and bring them into the form of kernels.
+        """Check the options against the call, and bring them into the form of kernels.
 
         Args:
-            front: What the framework adds, an `attnspan.call.Front`.
-            q, k: Shape (B, H, S, D), or what has their shapes and dtypes.
-            placed: The mask, lowered, with the indices of rows and keys that are not the default ones; None
-                where a plan has it.
-            fixed: The mask was lowered before the call, which did not read the indices that the call gives.
+            front: The framework's checks, an `attnspan.call.Front`.
+            q: Shape (B, H, S, D), or any object with q's shape and dtype.
+            k: The same for the keys.
+            placed: The lowered mask, with the indices of queries and keys that are not the default ones. None
+                if a plan has the mask.
+            fixed: Whether the mask was lowered before the call. Such a mask did not read the call's indices.
 
         Returns:
-            The options; None where none is given.
+            The options. None if the caller passed none.
 
         Raises:
-            ValueError: Values, sizes or devices do not fit, or nothing would read the indices.
-            TypeError: Kinds of values do not fit.
+            ValueError: Values, sizes or devices do not fit, or no option would read the indices.
+            TypeError: A value has the wrong type.
         """
         if self.softcap is not None:
             wanted, remedy = "a positive, finite number (1e-30 or more)", "Leave it out for no softcap"
@@ -178,8 +181,8 @@ class Given:
 
     def _lower_bias(self, front: Any, q: Any, k: Any, wide: bool) -> tuple[Any, int]:
         bias: Any = dense_bias(self.bias) if front.takes(self.bias) else self.bias
-        wanted = f"{front.an_array}, or what alibi(...), relative(...) or dense_bias(...) makes"
-        remedy = f"Other functions of the scores are not taken: give their values as {front.an_array}"
+        wanted = f"{front.an_array}, or the result of alibi(...), relative(...) or dense_bias(...)"
+        remedy = f"Other functions of the scores are not supported: pass their values as {front.an_array}"
         expect(isinstance(bias, Bias), "bias", wanted, type(bias).__name__, remedy, error=DtypeError)
         for field in fields(bias):
             front.check_place(f"bias: {field.name}", getattr(bias, field.name), q)
@@ -187,7 +190,7 @@ class Given:
         lowered, kind = bias.lower(
             batch=batch, heads=heads, q_len=q_len, k_len=k.shape[2], like=like, wide=wide
         )
-        # Kernels read q's dtype or float32; float32 holds every value of another.
+        # Kernels read q's dtype or float32, and float32 holds every value of another dtype.
         if kind == DENSE and not wide and lowered.dtype != q.dtype:
             lowered = to_float(arrays_for([lowered]), lowered, wide)
         return lowered, kind
@@ -203,7 +206,7 @@ class Given:
         return to_float(arrays_for([front.like(q)]), sinks, wide)
 
     def _lower_dropout(self, front: Any, q: Any) -> Any:
-        """The seed where anything is dropped."""
+        """The seed, or None if nothing is dropped."""
         p, seed = self.dropout_p, self.dropout_seed
         check_dropout_p(p)
         if seed is None:
@@ -216,28 +219,28 @@ class Given:
     def _indices(
         self, front: Any, q: Any, k: Any, placed: Any, fixed: bool, positional: bool
     ) -> tuple[Any, Any]:
-        """Global indices of queries and keys where an option reads them: the call's, else the mask's."""
+        """Global indices of queries and keys for an option that reads them: the call's, else the mask's."""
         expect(
             positional,
             "q_index, k_index",
-            "None with a mask that is already lowered and no option that goes by position",
+            "None with a mask that is already lowered and no option that depends on positions",
             "indices and a lowered mask",
-            "Give them to prepare() or spans(); only alibi, relative and dropout read them here",
+            "Pass them to prepare() or spans(). Only alibi, relative and dropout read them here",
         )
         q_index, k_index = placed.q_index, placed.k_index
         if fixed:
             q_index = _index(front, "q_index", self.q_index, q, q.shape[2], q_index)
             k_index = _index(front, "k_index", self.k_index, q, k.shape[2], k_index)
         if placed.bare and self.q_index is None:
-            wanted = "the rows' indices with bare spans, as an option needs positions"
-            remedy = "Pass what prepare() or spans() gives, which knows its rows, or pass q_index"
+            wanted = "the queries' indices with bare spans, because an option needs positions"
+            remedy = "Pass the result of prepare() or spans(), which knows the indices, or pass q_index"
             expect(q.shape[2] == k.shape[2], "q_index", wanted, None, remedy)
         arrays = arrays_for([front.like(q)])
         indices = [arrays.asarray(x, "int32") if isinstance(x, np.ndarray) else x for x in (q_index, k_index)]
         return indices[0], indices[1]
 
 
-#: The options of a call that gives none: building them anew would take a tenth of the time of a small call.
+#: Options of a call without any. To build them at each call would take a tenth of the time of a small call.
 NO_OPTIONS = Given()
 
 
@@ -252,13 +255,13 @@ def check_number(what: str, x: Any, low: float, high: float, expected: str, reme
 
 
 def check_dropout_p(p: Any) -> None:
-    """Raise unless `p` is a number of [0, 1)."""
-    remedy = "It is the share of weights to drop; dropping all leaves nothing"
+    """Raise unless `p` is a number in [0, 1)."""
+    remedy = "It is the share of weights to drop. A rate of 1 would drop every weight"
     check_number("dropout_p", p, 0, _BELOW_1, "at least 0 and below 1", remedy)
 
 
 def _index(front: Any, name: str, index: Any, q: Any, length: Any, own: Any) -> Any:
-    """Given indices as int32 (B|1, length), or the mask's own where there are none."""
+    """The call's indices as int32 (B|1, length), or the mask's indices if the call has none."""
     if index is None:
         return own
     wanted = f"an integer {front.noun}"
@@ -268,7 +271,7 @@ def _index(front: Any, name: str, index: Any, q: Any, length: Any, own: Any) -> 
     shape, batch = index.shape, q.shape[0]
     fits = len(shape) in (1, 2) and shape[-1] == length
     fits = fits and (len(shape) == 1 or sure(shape[0] == 1) or agree(shape[0], batch))
-    wanted, remedy = "({},) or ({}, {})", "Pass one global index for each row of q or k"
+    wanted, remedy = "({},) or ({}, {})", "Pass one global index for each query or key"
     expect(fits, name, wanted, tuple(shape), remedy, length, batch, length, error=ShapeError)
     arrays = arrays_for([index])
     fits = str(index.dtype).rpartition(".")[2] in ("int8", "uint8", "int16", "uint16", "int32")

@@ -64,7 +64,7 @@ _ABOVE = {
 
 
 def __getattr__(name: str) -> Any:
-    # What brings other people's code in stands above this room; it is looked up when it is asked for.
+    # Wrappers of other code are in a package above this one, so they are looked up on access.
     if name not in _ABOVE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_ABOVE[name]), name)

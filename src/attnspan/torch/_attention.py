@@ -69,46 +69,51 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention under a mask of spans: ``softmax(scale * q k^T, over visible keys) v``.
 
-    Arguments may have any strides with a unit last stride; no copy is made of them. Under autocast q, k and v
-    are cast to autocast's dtype, as torch's own attention does (float64 is left alone).
+    Tensors are not copied if their last stride is 1. Autocast casts q, k and v to its dtype, as it does for
+    torch's own attention. It does not cast float64.
 
     Args:
-        q: Shape (B, Hq, Sq, D) in layout "bhsd", (B, Sq, Hq, D) in "bshd", (T, Hq, D) in "thd"; floating.
-        k: Same layout with Hkv heads and Sk keys; Hkv divides Hq (query heads share key heads in groups).
-        v: Same layout, as many heads and rows as ``k``, head dim Dv.
-        mask: What each query may see; None is ``full()``. Lower a mask that many layers share once, by
-            ``mask.prepare(...)``.
-            Over several ranks, a plan on a mesh: `attnspan.parallel.Layout`.
-        scale: Factor of the scores; 1/sqrt(D) by default.
-        softcap: Positive number c: scores x become ``c * tanh(x / c)``, before the bias.
-        bias: Added to the scores: ``alibi(slopes)``, ``relative(table, buckets)``, ``dense_bias(values)`` or
-            a floating tensor of shape (B|1, Hq|1, Sq|1, Sk), which may lack axes in front; with gradients to
-            its tensors. A dense -inf hides its key; a row of nothing else has output 0.
-        sinks: Shape (Hq,), floating: logits that take part in each row's softmax without a value of their
-            own; with gradient.
-        dropout_p: Share of the weights to drop, in [0, 1), as a multiple of 2**-16; needs ``dropout_seed``.
-        dropout_seed: Integer, shape () or, as `dropout_seeds` makes them, (B, Hq). What is dropped depends on
-            it, batch row, head and the global indices of query and key alone.
-        q_index: Shape (Sq,) or (B, Sq), integer: global indices of the queries; by default the last Sq of the
-            keys.
-        k_index: Shape (Sk,), ascending integers: global indices of the keys. With a mask that is already
-            lowered, both are read by ``alibi``, ``relative`` and dropout only, and ``k_index`` may have shape
+        q: Floating queries, shape (B, Hq, Sq, D) in layout "bhsd", (B, Sq, Hq, D) in "bshd", (T, Hq, D) in
+            "thd".
+        k: Keys in the same layout, with Hkv heads and Sk keys. Hkv must divide Hq (GQA).
+        v: Values in the same layout, with k's heads and length, and head dim Dv.
+        mask: The keys that each query may see. None means ``full()``. If many layers share a mask, lower it
+            once with ``mask.prepare(...)``. For several ranks, pass a plan on a mesh:
+            `attnspan.parallel.Layout`.
+        scale: Factor of the scores, 1/sqrt(D) by default.
+        softcap: Positive number c: a score x becomes ``c * tanh(x / c)``, before the bias. None: no softcap.
+        bias: Term added to the scores: ``alibi(slopes)``, ``relative(table, buckets)``,
+            ``dense_bias(values)`` or a floating tensor of shape (B|1, Hq|1, Sq|1, Sk). Leading axes may be
+            missing. The bias's tensors receive gradients. A dense value of -inf hides its key. If all values
+            of a query are -inf, its output is 0.
+        sinks: Shape (Hq,), floating, with gradient: logits that take part in each query's softmax and have no
+            value.
+        dropout_p: Share of the weights to drop, in [0, 1), as a multiple of 2**-16. If it is above 0, pass
+            ``dropout_seed`` too.
+        dropout_seed: Integer tensor, shape (), or shape (B, Hq) as `dropout_seeds` makes it. The dropout mask
+            depends only on the seed, batch index, head, and global indices of query and key.
+        q_index: Integer, shape (Sq,) or (B, Sq): global indices of the queries. By default they are the last
+            Sq of the keys' indices.
+        k_index: Ascending integers, shape (Sk,): global indices of the keys. If the mask is already lowered,
+            only ``alibi``, ``relative`` and dropout read the two indices. ``k_index`` may then have shape
             (B, Sk) and any order.
-        layout: Order of the dims of q, k, v and the output. "thd" packs documents into one row.
-        return_lse: Also return the logarithm of each row's sum of exponentials; it is differentiable.
-        backend: Name of a backend, or None for that of the block of `attnspan.backend` around the call, else
-            for the fastest that can run the call (see `explain`).
-        **mistaken: Keywords of other libraries, such as ``is_causal``: refused, with what says the same here.
+        layout: Order of the dims of q, k, v and the output. "thd" packs documents into one sequence.
+        return_lse: Whether to return the log-sum-exp of each query's scores too. It is differentiable.
+        backend: Name of a backend. None selects the backend of the block of `attnspan.backend` around the
+            call, or else the fastest one that can run the call (see `explain`).
+        **mistaken: Keywords of other libraries, such as ``is_causal``. They raise an error that names the
+            equivalent option.
 
     Returns:
-        The output in q's layout with head dim Dv (stored as (B, Sq, Hq, Dv)); with ``return_lse`` also
-        ``lse``, float32 (float64 for float64 inputs), of shape (B, Hq, Sq), or (Hq, T) in layout "thd"; it
-        counts sinks, and knows no dropout. A row that may see nothing has output 0 and lse -inf, or its sink.
+        The output in q's layout with head dim Dv (stored as (B, Sq, Hq, Dv)). If a query sees no key, its
+        output is 0. With ``return_lse`` also ``lse``, of shape (B, Hq, Sq), or (Hq, T) in layout "thd". It is
+        float32, or float64 for float64 inputs. It includes sinks and ignores dropout. If a query sees no key,
+        its lse is -inf, or its sink.
 
     Raises:
-        ValueError: Shapes, devices, options or bounds do not fit; no backend can run the call.
-        TypeError: Element types do not fit, ``mask`` is no mask, or a keyword is unknown.
-        NotImplementedError: A second derivative or a forward-mode one is asked of a kernel.
+        ValueError: Shapes, devices, options or bounds do not fit, or no backend can run the call.
+        TypeError: Dtypes do not fit, ``mask`` is not a mask, or a keyword is unknown.
+        NotImplementedError: You take a second derivative or a forward-mode derivative of a kernel.
 
     Example:
         >>> import torch

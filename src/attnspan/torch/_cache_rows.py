@@ -1,4 +1,4 @@
-"""Parts that all key-value caches share: a length per batch row, and checks before anything is written."""
+"""Base class of all KV caches: a length per batch element, and checks before anything is written."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Self, TypedDict
@@ -28,7 +28,7 @@ class Storage(TypedDict, total=False):
 
 
 class WritableBuffers(nn.Module):
-    """A module whose buffers are no inference tensors, which could not be written outside of that mode."""
+    """A module whose buffers are never inference tensors, because these are read-only outside that mode."""
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         with torch.inference_mode(False):  # `.to(...)` makes new ones
@@ -36,13 +36,13 @@ class WritableBuffers(nn.Module):
 
 
 class CacheRows(WritableBuffers):
-    """Batch rows of keys and values, each with a length.
+    """Keys and values of batch elements, each with a length.
 
-    The buffers are not part of a state dict; ``.to(...)`` of a model moves and converts them.
+    The buffers are not part of a state dict. A model's ``.to(...)`` moves and converts them.
 
     Attributes:
-        lengths: Shape (B,), int32: tokens that each row has been given, less those taken back. The buffer
-            itself: it changes in place.
+        lengths: int32, shape (B,): the number of tokens that each batch element received, without truncated
+            tokens. This is the buffer itself, and it changes in place.
     """
 
     lengths: Tensor
@@ -80,18 +80,25 @@ class CacheRows(WritableBuffers):
             lengths = torch.zeros(sizes["batch"], dtype=torch.int32, device=device)
             self.register_buffer("lengths", lengths, persistent=False)
         floating = self._keys.is_floating_point()
-        expect(floating, "dtype", "a floating dtype", str(dtype), "Pass that of k and v", error=DtypeError)
+        expect(floating, "dtype", "a floating dtype", str(dtype), "Pass k's dtype", error=DtypeError)
 
     def q_index(self, q_len: int) -> Tensor:
-        """Shape (B, q_len), int32: the global indices of each row's newest tokens; negative for padding."""
+        """Global indices of the newest tokens, negative for padding: int32, shape (B, q_len)."""
         offset = torch.arange(q_len, dtype=torch.int32, device=self.lengths.device) - q_len
         stored(self.lengths, "cache: lengths")
         return self.lengths[:, None] + offset
 
     def positions(self, n: int, counts: Tensor | None = None) -> Tensor:
-        """Shape (B, n), int32: the indices that the n tokens of the next `update` will have, for RoPE.
+        """Indices of the n tokens of the next `update`, for RoPE: int32, shape (B, n).
 
-        ``counts`` as `update` will get them. Entries of padding have indices below the row's length.
+        Args:
+            n: Number of tokens in the chunk.
+            counts: The ``counts`` that you will pass to `update`. Padding has indices below the length of its
+                batch element.
+
+        Raises:
+            ValueError: The shape or device of ``counts`` does not fit.
+            TypeError: ``counts`` is not integer.
         """
         if counts is not None:
             self._check_rows("counts", counts)
@@ -99,18 +106,19 @@ class CacheRows(WritableBuffers):
         return (self.q_index(n) + own).to(torch.int32)
 
     def truncate(self, lengths: Tensor | int) -> None:
-        """Take tokens back: each row keeps its first ``lengths[b]``, as after rejected drafts.
+        """Truncate batch element b to its first ``lengths[b]`` tokens, for example after rejected drafts.
 
         Args:
-            lengths: Shape (B,), integer, or one number for all rows; at most what each row has.
+            lengths: Integer, shape (B,), or one number for all batch elements. It must not exceed the current
+                lengths.
 
         Raises:
-            ValueError: Sizes or devices do not fit; where values can be read (CPU, eager) also a length that
-                the row cannot go back to. Elsewhere its masks are illegal until `reset`.
+            ValueError: Sizes or devices do not fit. If values can be read (CPU, eager), also if a batch
+                element cannot return to a length. Otherwise its masks are illegal until `reset`.
             TypeError: ``lengths`` is not integer.
         """
         if not isinstance(lengths, Tensor):
-            own = number("truncate: lengths", lengths, "Pass an int, or a tensor of one for each row")
+            own = number("truncate: lengths", lengths, "Pass an int, or a tensor with one per element")
             lengths = torch.full_like(self.lengths, min(max(own, LOST), INT32_MAX))
         self._check_storage()
         self._check_rows("lengths", lengths)
@@ -119,21 +127,21 @@ class CacheRows(WritableBuffers):
         legal = (wanted <= self.lengths) & ((wanted >= least) | ((wanted >= 0) & (wanted <= most)))
         if arrays_for([legal]).concrete(legal) and not legal.all():
             b = int(legal.logical_not().nonzero()[0])
-            expected = f"{int(least[b])} to {int(self.lengths[b])}, whose keys the row still holds"
-            remedy = "Pass one of these, or empty the row by reset()"
+            expected = f"{int(least[b])} to {int(self.lengths[b])}, whose keys the cache still holds"
+            remedy = "Pass one of these, or empty the batch element with reset()"
             expect(False, f"truncate: lengths[{b}]", expected, f"{lengths[b]}", remedy)
         self._set_lengths(torch.where(legal, wanted, LOST))
 
     def reset(self, rows: Tensor | Sequence[int] | None = None) -> None:
-        """Empty the cache, or some of its batch rows.
+        """Empty the cache, or some batch elements.
 
         Args:
-            rows: The rows' numbers, each once: a list, or an integer tensor (n,). Or bool of shape (B,), True
-                for the rows to empty. None: all rows.
+            rows: Indices of batch elements, each once: a list, or an integer tensor of shape (n,). Or bool of
+                shape (B,), True for each element to empty. None empties all.
 
         Raises:
-            ValueError: A shape or device does not fit; where values can be read also a number that is no row
-                or is there twice. Elsewhere such a number makes the masks of all rows illegal.
+            ValueError: A shape or device does not fit. If values can be read (CPU, eager), also if an index
+                is out of range or occurs twice. Otherwise such an index makes all masks illegal.
             TypeError: ``rows`` is neither integer nor bool.
         """
         self._check_storage()
@@ -141,14 +149,15 @@ class CacheRows(WritableBuffers):
         self._set_lengths(torch.where(legal, self.lengths.masked_fill(chosen, 0), LOST))
 
     def reorder(self, rows: Tensor | Sequence[int]) -> None:
-        """Make each batch row what another one was: row b continues what row ``rows[b]`` held, for beams.
+        """Replace batch element b with the contents of element ``rows[b]``, for beam search.
 
         Args:
-            rows: Shape (B,), integer, or a list: a row's number, which may occur several times.
+            rows: Integer, shape (B,), or a list. An index may occur several times.
 
         Raises:
-            ValueError: A shape or device does not fit; where values can be read also a number that is no row,
-                before anything is written. Elsewhere that row's masks are illegal until `reset`.
+            ValueError: A shape or device does not fit. If values can be read (CPU, eager), also if an index
+                is out of range, before anything is written. Otherwise the element's masks are illegal until
+                `reset`.
             TypeError: ``rows`` is not integer.
 
         Example:
@@ -162,7 +171,7 @@ class CacheRows(WritableBuffers):
         """
         self._check_storage()
         numbers, legal = row_numbers("reorder: rows", rows, self.lengths, whole=True)
-        # All memory is taken before anything is written.
+        # All memory is allocated before anything is written.
         moved = [(x, x.index_select(0, numbers)) for x in self.buffers(recurse=False)]
         for x, new in moved:
             x.copy_(new)
@@ -173,7 +182,7 @@ class CacheRows(WritableBuffers):
             stored(x, f"cache: {name.strip('_')}")
 
     def _chosen(self, rows: Tensor | Sequence[int] | None) -> tuple[Tensor, Tensor]:
-        """Rows to reset as bool (B,), and whether the numbers were legal, of shape ()."""
+        """Batch elements to reset, bool (B,), and whether the indices were legal, shape ()."""
         if rows is None:
             rows = torch.ones_like(self.lengths, dtype=torch.bool)
         if isinstance(rows, Tensor) and rows.dtype == torch.bool:
@@ -183,12 +192,12 @@ class CacheRows(WritableBuffers):
         hits = numbers[:, None] == torch.arange(len(self.lengths), device=numbers.device)
         once = (hits.sum(0) <= 1).all()
         if arrays_for([once]).concrete(once):
-            remedy = "Pass each number once; a mask of rows is bool"
-            expect(once, "reset: rows", "numbers that differ", f"{numbers.tolist()}", remedy)
+            remedy = "Pass each index once. A mask of batch elements must be bool"
+            expect(once, "reset: rows", "different indices", f"{numbers.tolist()}", remedy)
         return hits.any(0), legal.all() & once
 
     def _least(self) -> tuple[Any, int]:
-        """The shortest length that each row can go back to, (B,), or which of the first it always can."""
+        """Least length to return to, (B,), and the length up to which every length is always possible."""
         return torch.zeros_like(self.lengths), 0
 
     def _set_lengths(self, lengths: Tensor) -> None:
@@ -199,7 +208,7 @@ class CacheRows(WritableBuffers):
         return x.transpose(1, 2) if self.layout == "bshd" and x.dim() == 4 else x
 
     def _chunk(self, k_new: Any, v_new: Any, counts: Any) -> tuple[Tensor, Tensor]:
-        """New tokens as (B, Hkv, n, D), checked."""
+        """New tokens as (B, Hkv, n, D), after checks."""
         k_new, v_new = self._tokens("k_new", k_new, self._keys), self._tokens("v_new", v_new, self._values)
         fits, n = k_new.shape[2] == v_new.shape[2], v_new.shape[2]
         expect(fits, "v_new", "as many tokens as k_new", n, "Check k and v", error=ShapeError)
@@ -215,16 +224,16 @@ class CacheRows(WritableBuffers):
         shape, sizes = tokens.shape, (batch, heads, dim, self.layout)
         fits = len(shape) == 4 and shape[0] == batch and shape[1] == heads and shape[3] == dim
         expected = "batch {}, {} heads and head dim {} in layout {}"
-        remedy = "Make the cache for the model's sizes, and name the layout of k and v"
+        remedy = "Make the cache for the model's sizes, and pass the layout of k and v"
         expect(fits, name, expected, new.shape, remedy, *sizes, error=ShapeError)
         self._check_count(name, shape[2], "tokens")
         return tokens
 
     def _check_rows(self, name: str, x: Any, dtypes: tuple[torch.dtype, ...] = INTEGERS) -> None:
-        rows, remedy = self.lengths.shape[0], "Pass one for each row of the cache"
+        rows, remedy = self.lengths.shape[0], "Pass one for each batch element of the cache"
         kind = "integers" if dtypes is INTEGERS else "bool"
         _check_kind(name, x, dtypes, kind, remedy, self.lengths.device)
-        fits, expected = x.dim() == 1 and x.shape[0] == rows, "one entry per batch row, shape ({},)"
+        fits, expected = x.dim() == 1 and x.shape[0] == rows, "one entry per batch element, shape ({},)"
         expect(fits, name, expected, x.shape, remedy, rows, error=ShapeError)
 
     def _check_count(self, name: str, n: int, what: str) -> None:
@@ -237,32 +246,32 @@ class CacheRows(WritableBuffers):
 
 
 def row_numbers(what: str, rows: Any, of: Tensor, *, whole: bool = False) -> tuple[Tensor, Tensor]:
-    """Numbers of batch rows as int64 (n,), and which are legal; the others are replaced by 0.
+    """Indices of batch elements as int64 (n,), and whether each is legal. Illegal indices become 0.
 
     Args:
-        what: The argument, for errors.
+        what: Name of the argument, for errors.
         rows: A list or a tensor of integers.
-        of: A tensor whose first axis has the batch rows.
-        whole: Whether there must be B numbers.
+        of: A tensor whose first axis is the batch.
+        whole: Whether B indices are required.
 
     Raises:
-        ValueError, TypeError: Shape, device or dtype do not fit; where values can be read also a number that
-            is no row.
+        ValueError: Shape or device do not fit, or an index is out of range, if values can be read.
+        TypeError: The dtype does not fit.
     """
-    batch, remedy = of.shape[0], "Pass the numbers of batch rows"
+    batch, remedy = of.shape[0], "Pass indices of batch elements"
     if isinstance(rows, int) and not isinstance(rows, bool):
-        expect(False, what, "a list or a tensor of numbers", f"{rows}", f"Pass [{rows}]", error=DtypeError)
+        expect(False, what, "a list or a tensor of indices", f"{rows}", f"Pass [{rows}]", error=DtypeError)
     if isinstance(rows, (list, tuple, range)):
         numbers = [number(what, x, remedy) for x in rows]
         rows = torch.tensor(numbers, dtype=torch.int64, device=of.device)
     _check_kind(what, rows, INTEGERS, "integers", remedy, of.device)
     fits = rows.dim() == 1 and (not whole or rows.shape[0] == batch)
-    expected = f"shape ({batch},), one for each row" if whole else "one axis"
+    expected = f"shape ({batch},), one for each batch element" if whole else "one axis"
     expect(fits, what, expected, tuple(rows.shape), remedy, error=ShapeError)
     rows = rows.to(torch.int64)
     legal = (rows >= 0) & (rows < batch)
     if arrays_for([legal]).concrete(legal):
-        expect(legal.all(), what, "numbers from 0 to {}", f"{rows.tolist()}", remedy, batch - 1)
+        expect(legal.all(), what, "indices from 0 to {}", f"{rows.tolist()}", remedy, batch - 1)
     return torch.where(legal, rows, 0), legal
 
 

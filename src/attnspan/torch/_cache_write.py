@@ -1,10 +1,13 @@
-"""The operator ``attnspan::cache_append``: new tokens into a key-value cache, in place.
+"""The operator ``attnspan::cache_append``, which writes new tokens into a KV cache in place.
 
-A mutating operator and not an indexed assignment: what it writes depends on data (each row has its own
-length, and may get fewer tokens than the chunk has), it must never write beyond the cache, and a compiler
-that sees one node with mutated arguments writes into the very buffers, without a copy. The lengths come back
-as a new tensor: what was read of an operator's mutated argument before it, inductor may read once more after
-it, as of 2.15, and positions are read before each write.
+It is a mutating operator and not an indexed assignment, for three reasons:
+
+- The slots depend on data: each batch element has its own length and may receive fewer tokens than the chunk.
+- It must never write beyond the cache.
+- A compiler that sees one node with mutated arguments writes into the buffers without a copy.
+
+The operator returns the lengths as a new tensor. In torch 2.15 and later, inductor may repeat a read of a
+mutated argument after the operator, and positions are read before each write.
 """
 
 from typing import Any
@@ -24,15 +27,15 @@ _library.define(  # type: ignore[no-untyped-call]
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
-#: Where values cannot be read, this length marks a row that was asked for what it does not have. Masks of
-#: such a row are illegal, and it stays so until `reset`.
+#: Length of a batch element after an illegal request, if values cannot be read. The masks of such an element
+#: are illegal until `reset`.
 LOST = -1
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def slots_of(tokens: Tensor, keep: int, slots: int) -> Tensor:
-    """The slot of each token: its number below ``keep``; the other slots are a ring.
+    """Slot of each token. Tokens below ``keep`` have the slot of the same number. The others use a ring.
 
     Example:
         >>> slots_of(torch.arange(7), keep=2, slots=5).tolist()
@@ -44,17 +47,19 @@ def slots_of(tokens: Tensor, keep: int, slots: int) -> Tensor:
 
 
 def write_anywhere(keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> Tensor:
-    """Write without reading a value on the host, on any device. Rows that would overflow become `LOST`.
+    """Write without a synchronization, on any device. A batch element that would overflow becomes `LOST`.
 
     Args:
-        keys: Shape (B, Hkv, slots, D), written in place as values (B, Hkv, slots, Dv).
+        keys: Shape (B, Hkv, slots, D), written in place.
+        values: Shape (B, Hkv, slots, Dv), written in place.
         lengths: Shape (B,).
-        *new: k_new (B, Hkv, n, D) and v_new with n <= slots; counts (B,), how many of the last tokens of the
-            chunk are the row's own, or None; keep: how many slots hold the first tokens for good. The others
-            are a ring; with ``keep == slots`` there is none.
+        *new: Four arguments. k_new and v_new have shape (B, Hkv, n, D) with n <= slots. counts, of shape (B,)
+            or None, is the number of each element's tokens at the end of the chunk. keep is the number of
+            slots that hold the first tokens permanently. The other slots are a ring. With ``keep == slots``
+            there is no ring.
 
     Returns:
-        The lengths afterwards.
+        The new lengths.
 
     Example:
         >>> keys, values, lengths = torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3, 2), torch.tensor([1])
@@ -72,13 +77,13 @@ def write_anywhere(keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> 
     count = torch.full_like(start, n) if counts is None else counts.to(torch.int64)
     legal = (start >= 0) & (count >= 0) & (count <= n) & (start + count <= _limit(keep, slots))
     own = torch.where(legal, count, 0)[:, None]
-    # Every entry of the chunk writes, so that shapes do not depend on data: padding repeats the row's first
-    # token into the same slot, and a row without tokens writes back what is there.
+    # Every entry of the chunk writes, so that shapes do not depend on data. Padding writes the element's
+    # first token into its slot again. An element without tokens writes the stored values back.
     token = torch.maximum(torch.arange(n, device=keys.device), n - own).clamp(max=n - 1)
     slot = slots_of((start[:, None] + token - (n - own)).clamp(min=0), keep, slots).clamp(max=slots - 1)
     row = torch.arange(keys.shape[0], device=keys.device)[:, None]
     caches = keys.transpose(1, 2), values.transpose(1, 2)
-    # All memory is taken before anything is written: without enough of it, nothing is.
+    # All memory is allocated before anything is written, so that a failed allocation writes nothing.
     chunks = [
         torch.where(own[..., None, None] > 0, tokens.transpose(1, 2)[row, token], cache[row, slot])
         for cache, tokens in zip(caches, (k_new, v_new), strict=True)
@@ -95,13 +100,13 @@ def _write_cpu(keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> Tens
     own = [n] * len(starts) if counts is None else counts.tolist()
     check_room(starts, own, n, _limit(keep, slots))
     for cache, tokens in zip((keys, values), apart((keys, values), (k_new, v_new)), strict=True):
-        if n == 1 and min(own, default=1) == 1:  # decoding: all rows at once
+        if n == 1 and min(own, default=1) == 1:  # decoding: all batch elements at once
             slot = slots_of(lengths, keep, slots)
             cache.transpose(1, 2)[torch.arange(len(starts)), slot] = tokens.squeeze(2)
             continue
         for b, (start, count) in enumerate(zip(starts, own, strict=True)):
             done = n - count
-            while done < n:  # to the end of the kept slots, or of the ring
+            while done < n:  # up to the end of the kept slots, or to the end of the ring
                 at = start + done - (n - count)
                 slot = at if at < keep else keep + (at - keep) % (slots - keep)
                 end = min(n, done + (keep if at < keep else slots) - slot)
@@ -115,19 +120,23 @@ def _limit(keep: int, slots: int) -> int:
 
 
 def apart(caches: tuple[Tensor, ...], new: tuple[Tensor, ...]) -> list[Tensor]:
-    """The new tokens, copied if they lie in a cache: writing would change them before they are read."""
+    """New tokens, copied if they share memory with a cache: a write could change them before the read."""
     alias = compat.is_alias_of
     return [x.clone() if any(alias(x, cache) for cache in caches) else x for x in new]
 
 
 def check_new(heads: int, keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> int:
-    """Raise unless new tokens fit a cache; how many they are. Sizes alone are read, as a compiler knows them.
+    """Raise unless new tokens fit a cache. The check reads only sizes, so it also works in compiled code.
 
     Args:
-        heads: Hkv.
-        keys, values: What holds the tokens; their last axes are D and Dv.
+        heads: Number of key heads, Hkv.
+        keys: Storage of keys, with D as the last axis.
+        values: Storage of values, with Dv as the last axis.
         lengths: Shape (B,).
         *new: k_new (B, Hkv, n, D), v_new (B, Hkv, n, Dv), counts (B,) or None.
+
+    Returns:
+        The number of new tokens, n.
     """
     for name, x in (("keys", keys), ("values", values), ("lengths", lengths)):
         stored(x, f"cache: {name}")
@@ -145,7 +154,7 @@ def check_new(heads: int, keys: Tensor, values: Tensor, lengths: Tensor, *new: A
         fits, remedy = x.device == cache.device, "Move the cache with .to(device), or the tensor"
         expect(fits, name, "device {}, as the cache", x.device, remedy, cache.device, error=DeviceError)
     if counts is not None:
-        fits, remedy = counts.shape == lengths.shape, "Pass one for each row of the cache"
+        fits, remedy = counts.shape == lengths.shape, "Pass one for each batch element of the cache"
         expect(
             fits, "counts", "shape {}", tuple(counts.shape), remedy, tuple(lengths.shape), error=ShapeError
         )
@@ -156,7 +165,8 @@ def check_new(heads: int, keys: Tensor, values: Tensor, lengths: Tensor, *new: A
 def _check_chunk(keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> int:
     n, keep = check_new(keys.shape[1], keys, values, lengths, *new[:3]), new[3]
     fits, got = keys.shape[0] == lengths.shape[0], lengths.shape[0]
-    expect(fits, "lengths", "{} rows", got, "Pass one for each row", keys.shape[0], error=ShapeError)
+    remedy = "Pass one for each batch element"
+    expect(fits, "lengths", "batch size {}", got, remedy, keys.shape[0], error=ShapeError)
     most = keys.shape[2] - (keep if keep < keys.shape[2] else 0)
     expect(n <= most, "k_new", "at most {} tokens", n, "Split them into chunks", most, error=ShapeError)
     return n
@@ -166,26 +176,26 @@ def check_room(starts: list[int], own: list[int], n: int, limit: int) -> None:
     """Raise before anything is written."""
     check_not_lost(starts)
     for b, (start, count) in enumerate(zip(starts, own, strict=True)):
-        remedy = "Pass how many of the last tokens of the chunk are the row's own"
+        remedy = "Pass the number of the element's tokens, which are the last ones of the chunk"
         expect(0 <= count <= n, f"counts[{b}]", "0 to {}, the tokens of the chunk", count, remedy, n)
-        remedy = "Allocate a larger max_len, or truncate() or reset() the row; nothing was written"
+        remedy = "Allocate a larger max_len, or truncate() or reset() it. Nothing was written"
         room, got = start + count <= limit, f"{start} of {limit} taken"
-        expect(room, f"cache row {b}", "room for {} more tokens", got, remedy, count)
+        expect(room, f"cache: batch element {b}", "room for {} more tokens", got, remedy, count)
 
 
 def check_not_lost(lengths: list[int]) -> None:
-    """Raise for a row that carries the mark, where it can be read."""
+    """Raise for a batch element with an illegal length."""
     if min(lengths, default=0) < 0:
-        remedy = "It was asked for what it did not hold: reset() it and fill it anew"
-        row = f"cache row {lengths.index(min(lengths))}"
-        expect(False, row, "a length of at least 0", "the mark of a lost row", remedy)
+        remedy = "An earlier call asked for tokens that it did not hold. Call reset() and fill it again"
+        row = f"cache: batch element {lengths.index(min(lengths))}"
+        expect(False, row, "a length of at least 0", "the mark of lost tokens", remedy)
 
 
 def guard(library: torch.library.Library, name: str, op: Any) -> None:
-    """Make an operator that writes into a cache refuse gradients and vmap, and tell autograd of writes."""
+    """Make an operator that writes into a cache reject gradients and vmap, and report writes to autograd."""
 
     def refuse_gradients(keyset: Any, *arguments: Any) -> Tensor:
-        # A cache would cut them off silently.
+        # A cache would detach gradients silently.
         wanted = torch.is_grad_enabled() and compat.any_requires_grad(*arguments)
         remedy = "Call the model under torch.no_grad() or inference_mode(), or detach them"
         expect(not wanted, "cache", "keys and values without gradients", "ones that require them", remedy)
@@ -193,7 +203,7 @@ def guard(library: torch.library.Library, name: str, op: Any) -> None:
             return op.redispatch(keyset & compat.after_autograd, *arguments)  # type: ignore[no-any-return]
 
     def count_versions(keyset: Any, *arguments: Any) -> Tensor:
-        # What autograd saved before the write must be found changed in backward.
+        # The backward pass must detect that tensors saved before the write have changed.
         torch.autograd.graph.increment_version(arguments[:2])
         with compat.BelowInplaceOrView():
             return op.redispatch(keyset & compat.after_inplace_or_view, *arguments)  # type: ignore[no-any-return]
@@ -204,13 +214,13 @@ def guard(library: torch.library.Library, name: str, op: Any) -> None:
 
 
 def _refuse_vmap(*_: Any) -> None:
-    got = "those of one call of several, which would write into one buffer"
+    got = "the tokens of one call among several that would write into one buffer"
     remedy = "Make the vmapped axis part of the batch axis"
-    expect(False, "cache: update under vmap", "tokens of all batch rows at once", got, remedy)
+    expect(False, "cache: update under vmap", "tokens of the whole batch at once", got, remedy)
 
 
 def _fake(keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> Tensor:
-    # How many tokens there are may be a symbol that nothing is known of: it is compared when the call runs.
+    # The number of tokens may be an unknown symbol, so the call compares it when it runs.
     check_new(keys.shape[1], keys, values, lengths, *new[:3])
     return torch.empty_like(lengths)
 

@@ -1,9 +1,10 @@
-"""The short way of an eager call: from plain CPU tensors straight to the compiled kernel.
+"""Fast path of an eager call, from plain CPU tensors directly to the compiled kernel.
 
-The operators exist for whatever looks at a program: compilers, modes, transforms, profilers, tracers. Where
-nothing looks, this way takes 4 to 15 Python calls of this package instead of about 100: half the time of a
-call of 16 rows, two thirds of one of 128 (8 heads of 64 elements, one thread). The compiled module checks
-what it is given; a call that it refuses, or that fails a condition below, takes the ordinary way.
+The operators exist for compilers, modes, transforms, profilers and tracers. If none of these is active, the
+fast path needs 4 to 15 Python calls of this package instead of about 100. A call with 16 queries then takes
+half the time, and a call with 128 queries two thirds (8 heads of 64 elements, one thread). The compiled
+module checks its arguments. If it rejects a call, or if a condition below fails, the call takes the ordinary
+path.
 """
 
 from typing import Any
@@ -21,14 +22,15 @@ from ._lowered import lowered
 from ._watched import is_watched
 from .ops import record_forward
 
-# The compiled module reads such tensors without a Python call; those of an older torch go the ordinary way.
+# The compiled module reads such tensors without a Python call. With an older torch, calls take the ordinary
+# path.
 _READABLE = hasattr(Tensor, "__dlpack_c_exchange_api__")
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def attend(q: Any, k: Any, v: Any, mask: Any, scale: Any, layout: str, return_lse: bool, given: Given) -> Any:
-    """The result of `attention`, or None where the call must take the ordinary way."""
+    """The result of `attention`, or None if the call must take the ordinary path."""
     core, fixed = cpu.core, type(mask) is Prepared
     if core is None or not _READABLE or not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN):
         return None
@@ -43,7 +45,7 @@ def attend(q: Any, k: Any, v: Any, mask: Any, scale: Any, layout: str, return_ls
     elif layout != "bhsd":
         return None
     plain = given is NO_OPTIONS
-    # Indices that the call gives are those of the mask too.
+    # The call's indices also apply to the mask.
     indexed = not (plain or given.q_index is None is given.k_index)
     if not fixed or type(mask.lowered.bounds) is not Tensor:
         mask = None if indexed and not fixed else lowered(mask, q, k)

@@ -1,4 +1,4 @@
-"""Explanation of a call: its backend, why the others do not run it, and how much work it is."""
+"""Explanation of a call: its backend, the reasons against the others, and the amount of work."""
 
 from typing import Any
 
@@ -21,13 +21,21 @@ from .ops import visible_pairs
 
 @forwards_to(attention)
 def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Explanation:
-    """Say what `attention` would do with the same arguments, without doing it.
+    """Explain what `attention` would do with the same arguments, without running it.
 
     Args:
-        q, k, v, **options: As for `attention`.
+        q: Queries, as for `attention`.
+        k: Keys, as for `attention`.
+        v: Values, as for `attention`.
+        **options: Keywords of `attention`.
+
+    Returns:
+        The selected backend, the reason against each other backend, and the number of visible pairs. Print
+        it.
 
     Raises:
-        ValueError, TypeError: As `attention` would.
+        ValueError: As for `attention`.
+        TypeError: As for `attention`, or the mask is a plan. A plan has its own ``explain``.
 
     Example:
         >>> from attnspan import causal

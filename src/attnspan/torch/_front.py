@@ -1,4 +1,4 @@
-"""Checks of a call that are torch's own: autocast, DTensors, masks that are remembered."""
+"""Torch's checks of a call: autocast, DTensors, cached masks."""
 
 from typing import Any
 
@@ -25,12 +25,12 @@ from .dtensor import Places, places_of
 
 
 class TorchFront(Front):
-    """Tensors, plain or DTensors.
+    """Checks for plain tensors and DTensors.
 
     Attributes:
-        mesh: The mesh of a plan, whose axes may split the sequence of DTensors; None without a plan.
-        places: How q, k and v lie on their mesh; None for plain tensors.
-        return_lse: Whether the caller is given lse.
+        mesh: The mesh of a plan, whose axes may shard the sequence of DTensors, or None.
+        places: Placement of q, k and v on their mesh. None for plain tensors.
+        return_lse: Whether the call returns lse.
     """
 
     expected, convert = "a torch.Tensor", "Convert it with torch.as_tensor"
@@ -49,9 +49,9 @@ class TorchFront(Front):
             super().check_taken(name, x, expected)
         if x.is_nested:
             remedy = (
-                "Call scaled_dot_product_attention, which takes jagged (B, H, j, D); or pass the values of"
+                "Call scaled_dot_product_attention, which accepts jagged (B, H, j, D). Or pass x.values() of"
             )
-            remedy += ' jagged (B, j, H, D), x.values(), in layout="thd" with documents(x.offsets())'
+            remedy += ' a jagged (B, j, H, D) in layout="thd" with documents(x.offsets())'
             raise DtypeError(name, expected=expected, got="a nested tensor", remedy=remedy)
         if x.layout is not torch.strided:
             remedy = "Call .to_dense()"
@@ -64,18 +64,18 @@ class TorchFront(Front):
         return (q, k, v) if layout == "bhsd" else (to_bhsd(q, layout), to_bhsd(k, layout), to_bhsd(v, layout))
 
     def split(self, q: Any, k: Any, v: Any, given: Given, layout: str) -> Places | None:
-        """Placement of DTensors on their mesh, those of the options too; None for plain tensors."""
+        """Placement of DTensors on their mesh, including the options. None for plain tensors."""
         self.places = places_of(q, k, v, layout, given, self.mesh)
         return self.places
 
     def check_place(self, name: str, x: Any, q: Any) -> None:
-        # NumPy arrays, such as buckets, are moved when they are lowered.
+        # Lowering moves NumPy arrays, for example buckets.
         if isinstance(x, Tensor) and x.device != q.device:
             wanted, remedy = f"device {q.device} (as q)", "Move it to one device"
             raise DeviceError(name, expected=wanted, got=str(x.device), remedy=remedy)
 
     def check_given(self, given: Given, q: Any, k: Any) -> None:
-        """Raise for indices of another framework or device, which the mask would be blamed for."""
+        """Raise for indices of another framework or device. Otherwise the error would name the mask."""
         del k
         for name, x in (("q_index", given.q_index), ("k_index", given.k_index)):
             if is_array(x) and not isinstance(x, (Tensor, np.ndarray)):
@@ -85,8 +85,8 @@ class TorchFront(Front):
     def lower_seed(self, seed: Any, batch: Any, heads: Any) -> Any:
         _options.check_seed(seed, batch, heads)
         seed = seed.to(torch.int64)
-        # Compiled code saves it, and cannot ask whether it was made in inference mode. A copy was not; a copy
-        # of this kind is not made anew in the backward pass.
+        # Compiled code saves the seed, and cannot check whether it is an inference tensor. A copy is not, and
+        # the backward pass does not recompute a copy of this kind.
         return seed[None].cumsum(0)[0] if torch.compiler.is_compiling() else seed
 
     def lower(self, mask: Any, q: Any, k: Any, given: Given) -> tuple[Prepared, Given]:
@@ -104,12 +104,12 @@ class TorchFront(Front):
         if not isinstance(bounds, Tensor):
             raise _foreign("mask", bounds)
         if not isinstance(mask, (Prepared, Spans)):
-            # A recorded program may be given other lengths than those that its masks were lowered for.
+            # A recorded program may receive other lengths than its masks were lowered for.
             recorded = torch.full((), placed.lowered.k_len, dtype=torch.int64) if is_jit_traced() else None
             return bounds, recorded
         spans = mask if isinstance(mask, Spans) else mask.lowered
         k_len = spans._k_len
-        # To a compiler the number would be a constant; on a device it is waited for.
+        # To a compiler the number would be a constant, and on a GPU reading it synchronizes.
         if not torch.compiler.is_compiling() and (
             "k_len" in vars(spans) or not isinstance(k_len, Tensor) or k_len.is_cpu
         ):
@@ -127,17 +127,17 @@ class TorchFront(Front):
         extras = "DTensors" if self.places is not None else _extras(given)
         if self.return_lse and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
             extras = extras or "gradient of lse"
-        if scale is not None and scale <= 0:  # they take the largest product for the largest score
+        if scale is not None and scale <= 0:  # these kernels expect the largest score at the largest product
             extras = extras or "scale of 0 or below"
         return found, ("" if found is None else found.name, extras, capability_of(q.device))
 
 
 def _one_row(band: Band, q: Any, k: Any) -> Band | None:
-    """A band of documents with their offsets as two arrays of one axis; None where no kernel has it."""
+    """A band of documents with their offsets as two arrays of one axis, or None if no kernel supports it."""
     cu_k = band.cu_q if band.cu_k is None else band.cu_k
     if band.cu_k is None and q.shape[2] != k.shape[2]:
         return None
-    # A document may have more queries than keys; FlashAttention takes a reach beyond all keys for no mask.
+    # A document may have more queries than keys. FlashAttention treats a window beyond all keys as no mask.
     if band.cu_k is not None and band.right not in (None, 0):
         return None
     shapes = {len(x.shape) for x in (band.cu_q, cu_k)}
@@ -159,7 +159,7 @@ def _extras(given: Given) -> str:
 
 @constant_when_traced
 def capability_of(device: torch.device) -> int | None:
-    """The compute capability of a CUDA device, such as 90; None where it is traced only."""
+    """Compute capability of a CUDA device, such as 90, or None if there is no such device."""
     if device not in _capabilities:
         _capabilities[device] = None
         if device.type == "cuda" and torch.cuda.is_available():
@@ -172,17 +172,17 @@ _capabilities: dict[torch.device, int | None] = {}
 
 
 def _foreign(name: str, x: Any) -> DtypeError:
-    remedy = "Convert it by torch.from_dlpack, or call the attention of its own framework"
+    remedy = "Convert it with torch.from_dlpack, or call the attention of its framework"
     got = f"one of {arrays_for([x]).name}"
     return DtypeError(name, expected="an array of torch or NumPy", got=got, remedy=remedy)
 
 
-#: For options of plain tensors, which need nothing of a call.
+#: Front for options of plain tensors, which do not depend on the call.
 PLAIN = TorchFront()
 
 
 def _may_remember(given: Given, q: Any) -> bool:
-    """Whether a mask means here what it means in other calls, and tensors are what they seem."""
+    """Whether the spans of a mask may be cached: the call has no indices and no transform is active."""
     return (
         not torch.compiler.is_compiling()
         and type(q) in (Tensor, torch.nn.Parameter)
@@ -193,12 +193,12 @@ def _may_remember(given: Given, q: Any) -> bool:
 
 
 def is_captured(q: Tensor) -> bool:
-    """Whether a CUDA graph records: its tensors are written when it is replayed, in memory of its own."""
+    """Whether a CUDA graph is recording. A replay writes its tensors later, in the graph's memory."""
     return q.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """q, k and v in autocast's dtype, as torch's own attention casts them; float64 stays."""
+    """q, k and v in autocast's dtype, as torch's own attention casts them, except float64."""
     device = tensors[0].device.type
     if not math_kernel.has_autocast(device) or not torch.is_autocast_enabled(device):
         return tensors
@@ -219,7 +219,7 @@ def pad_last(x: Tensor) -> Tensor:
 
 
 def from_bhsd(out: Tensor, lse: Tensor, layout: str, return_lse: bool) -> Any:
-    """The output as a view in the layout, and if asked lse as (B, H, S), or (H, T) in "thd"."""
+    """The output as a view in the layout, with lse as (B, H, S), or (H, T) in "thd", if ``return_lse``."""
     if layout != "bhsd":
         out = out.transpose(1, 2) if layout == "bshd" else out[0].transpose(0, 1)
     return (out, lse[0] if layout == "thd" else lse) if return_lse else out

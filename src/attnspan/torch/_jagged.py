@@ -1,4 +1,4 @@
-"""The drop-in for nested tensors: jagged (B, H, j, D) as packed documents, without padding."""
+"""Drop-in for nested tensors: jagged (B, H, j, D) as packed documents, without padding."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ __all__ = ["attend_jagged"]
 def attend_jagged(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Any, is_causal: bool, enable_gqa: bool, **options: Any
 ) -> Tensor:
-    """`scaled_dot_product_attention` of jagged tensors; `is_causal` aligns first rows and first keys."""
+    """`scaled_dot_product_attention` of jagged tensors. `is_causal` aligns first queries and first keys."""
     for name, x in (("query", q), ("key", k), ("value", v)):
         _check(name, x)
     remedy = 'Mask the values: attention(..., mask=... & documents(x.offsets()), layout="thd")'
@@ -38,7 +38,7 @@ def attend_jagged(
             q_index = rows + (cu_k - cu_q)[own]
     inputs = (x.values().unsqueeze(0) for x in (q, k, v))
     out = attention(*inputs, mask=mask, q_index=q_index, **options)[0].transpose(0, 1)
-    # One tensor of offsets is one symbolic length: sums with the query's own residual stay legal.
+    # The same tensor of offsets is the same symbolic length, so that you can add the query's residual.
     return torch.nested.nested_tensor_from_jagged(out, cu_q).transpose(1, 2)  # type: ignore[no-untyped-call]
 
 
@@ -48,12 +48,12 @@ def _check(name: str, x: Any) -> None:
     expect(jagged and is_floating(x), name, wanted, "another tensor", remedy, error=DtypeError)
     remedy = "Call .transpose(1, 2) of (B, j, H, D)"
     expect(x.dim() == 4 and x._ragged_idx == 2, name, wanted, f"{x.dim()} dims", remedy, error=ShapeError)
-    remedy = "Pack it anew: torch.nested.nested_tensor(list(x.unbind()), layout=torch.jagged)"
+    remedy = "Pack it again: torch.nested.nested_tensor(list(x.unbind()), layout=torch.jagged)"
     expect(x.lengths() is None, name, "sequences without gaps", "lengths", remedy, error=ShapeError)
 
 
 def _alike(x: Any, y: Any) -> bool:
-    """Whether the sequences are as long as each other's; a compiler knows those that are of one tensor."""
+    """Whether two tensors have equal lengths. A compiler knows this only for the same tensor of offsets."""
     a, b = x.offsets(), y.offsets()
     if a is b or torch.compiler.is_compiling():
         return bool(a is b or x.shape[2] == y.shape[2])

@@ -1,4 +1,4 @@
-"""Attention as a module, for models that keep their options in modules."""
+"""Attention as a module, for models that store their options in modules."""
 
 from dataclasses import fields
 from typing import Any
@@ -13,18 +13,18 @@ from ._attention import AnyMask, attention
 
 
 class Attention(nn.Module):
-    """`attention` with its options fixed.
+    """A module that calls `attention` with fixed options.
 
-    ``sinks`` and the tensors of a ``bias`` become the module's own, under the names ``sinks`` and ``bias``
-    or, as in ``bias_slopes``, ``bias`` and their field: parameters where they are `torch.nn.Parameter`, else
-    buffers, which move with the module and are not in its state. Dropout drops while the module is training,
-    as that of torch's modules does.
+    The module registers ``sinks`` and the tensors of ``bias``. A `torch.nn.Parameter` becomes a parameter of
+    the module. Any other tensor becomes a buffer, which moves with the module and is not in its state dict.
+    Their names are ``sinks`` and ``bias``, or ``bias_`` and the field, such as ``bias_slopes``. Dropout is
+    active only in training mode, as in torch's modules.
 
     Args:
-        **options: Keywords of `attention`, used by every call.
+        **options: Keywords of `attention` for every call.
 
     Raises:
-        TypeError: For an option that `attention` does not have.
+        TypeError: `attention` does not have an option.
 
     Example:
         >>> import torch
@@ -40,7 +40,7 @@ class Attention(nn.Module):
         super().__init__()
         check_keywords(attention, options)
         self.options = options
-        # Of a bias: its type, and its fields, each a value or the name of the tensor that is kept here.
+        # Type and fields of a bias. Tensors among the fields are also registered.
         self._bias: tuple[Any, dict[str, Any]] | None = None
         self._kept: list[str] = []
         bias = options.get("bias")
@@ -64,9 +64,10 @@ class Attention(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AnyMask | None = None, **options: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend; options given here, ``mask`` among them, take the place of the module's.
+        """Call `attention`. Options that you pass here, such as ``mask``, replace the module's options.
 
-        Arguments, results and errors are those of `attention`; ``mask`` may be prepared for this batch.
+        Arguments, results and errors are the same as for `attention`. You may pass a mask that is prepared
+        for this batch.
         """
         own = {**self.options, **{name: getattr(self, name) for name in self._kept if name in self.options}}
         if self._bias is not None:
@@ -80,6 +81,6 @@ class Attention(nn.Module):
         return attention(q, k, v, **{**own, **options})  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
-        """The options, for ``print(model)``."""
+        """Options as text, for ``print(model)``."""
         words = {name: short(x) if isinstance(x, Tensor) else repr(x) for name, x in self.options.items()}
         return ", ".join(f"{name}={word}" for name, word in words.items())

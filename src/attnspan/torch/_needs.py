@@ -1,4 +1,4 @@
-"""Imported first: without torch, the error says what to install."""
+"""Check for torch, imported first. Without torch, the error tells you what to install."""
 
 from attnspan.base.installed import require
 

@@ -1,4 +1,4 @@
-"""Dropout seeds of torch: their checks, and the seeds of every batch row and head."""
+"""Dropout seeds in torch: their checks, and the seeds of every batch element and head."""
 
 from typing import Any
 
@@ -14,22 +14,22 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def dropout_seeds(seed: Tensor, batch: int, heads: int) -> Tensor:
-    """The seeds of every batch row and head, which `attention` makes of a single one.
+    """Seeds for every batch element and head. `attention` makes the same seeds from a single seed.
 
-    Where batch rows or heads are split over devices, make them of the whole and hand each its slice: what is
-    dropped is then what one device alone would drop.
+    If you shard batch or heads over devices, make the seeds of the global batch and slice them for each
+    device. The devices then drop the same weights as a single device.
 
     Args:
-        seed: Integer, shape ().
-        batch: Number of batch rows, of the whole.
-        heads: Number of query heads, of the whole.
+        seed: Integer tensor, shape ().
+        batch: Global batch size.
+        heads: Global number of query heads.
 
     Returns:
-        Shape (batch, heads), int64: a ``dropout_seed`` for `attention`.
+        int64, shape (batch, heads): a ``dropout_seed`` for `attention`.
 
     Raises:
-        TypeError: The seed is no integer tensor.
-        ValueError: It is not of shape ().
+        TypeError: The seed is not an integer tensor.
+        ValueError: The seed does not have shape ().
 
     Example:
         >>> seeds = dropout_seeds(torch.tensor(5), 2, 4)
@@ -42,11 +42,11 @@ def dropout_seeds(seed: Tensor, batch: int, heads: int) -> Tensor:
 
 
 def check_seed(seed: Any, batch: Any = None, heads: Any = None) -> None:
-    """Raise unless a seed is an integer tensor of shape (), or (batch, heads) where these are given."""
+    """Raise unless a seed is an integer tensor of shape (), or (batch, heads) if these are given."""
     check_plain("dropout_seed", seed)
     fits, remedy = (
         isinstance(seed, Tensor) and seed.dtype in _INTEGERS,
-        "Pass torch.tensor(seed): a compiler would take a number for a constant",
+        "Pass torch.tensor(seed): a compiler would treat a number as a constant",
     )
     expect(fits, "dropout_seed", "an integer tensor", kind_of(seed), remedy, error=DtypeError)
     fits = seed.dim() == 0 or (seed.dim() == 2 and seed.shape[0] == batch and seed.shape[1] == heads)

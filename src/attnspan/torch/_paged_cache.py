@@ -1,8 +1,8 @@
-"""Caches whose rows take pages from one pool, and attention over them.
+"""Paged KV caches, whose batch elements take pages from one pool, and attention over them.
 
-The operators ``attnspan::paged_append`` and ``attnspan::paged_attention``. Spans are intervals of a row's
-tokens, wherever these lie: the CPU kernel and Triton's look up pages while they read, other backends are
-given a copy.
+The operators are ``attnspan::paged_append`` and ``attnspan::paged_attention``. Spans are intervals of tokens,
+on whatever pages these tokens are. The CPU kernel and the Triton kernel look up pages while they read. Other
+backends receive a copy.
 """
 
 from collections.abc import Sequence
@@ -44,14 +44,14 @@ _library.define(  # type: ignore[no-untyped-call]
 )
 
 
-# Defaults of the operator's arguments after `scale`: torch leaves trailing ones out.
+# Defaults of the operator's arguments after `scale`. Torch omits trailing defaults.
 _DEFAULTS = (*Options(), None, "cpu")
 
 
 def _write(keys: Tensor, values: Tensor, lengths: Tensor, table: Tensor, *new: Any) -> Tensor:
-    """New tokens behind those of each row; a row without pages for them is left alone, and `LOST`.
+    """Append new tokens to each batch element. One without pages for them is not written and becomes `LOST`.
 
-    The last page of keys and values is a scratch page: it takes what must not be stored.
+    The last page of keys and values is a scratch page for tokens that must not be stored.
     """
     *chunk, counts, max_len = new
     n = check_new(keys.shape[1], keys, values, lengths, *chunk, counts)
@@ -61,7 +61,7 @@ def _write(keys: Tensor, values: Tensor, lengths: Tensor, table: Tensor, *new: A
     token, start = torch.arange(n, device=keys.device), lengths.to(torch.int64)[:, None]
     own = torch.full_like(start, n) if counts is None else counts.to(torch.int64)[:, None]
     at = start + token - (n - own)
-    # Another row's tokens would be overwritten in a page that two rows use.
+    # In a page that two batch elements use, one would overwrite the tokens of the other.
     used = (torch.arange(table.shape[1], device=keys.device) * page < start + own) & _is_page(table, pages)
     numbers = torch.where(used, table, pages).to(torch.int64)
     users = torch.zeros(pages + 1, dtype=torch.int64, device=keys.device)
@@ -75,11 +75,12 @@ def _write(keys: Tensor, values: Tensor, lengths: Tensor, table: Tensor, *new: A
         row = int(legal.logical_not().nonzero()[0])
         given = int(_is_page(table[row], pages).sum())
         got = f"{given} of {page} tokens each, with {int(lengths[row])} tokens in them"
-        remedy = "Call reserve(...) for the tokens to come, or reset() the row; nothing was written"
+        remedy = "Call reserve(...) for the new tokens, or reset() it. Nothing was written"
         if (of_page[row][mine[row]] < pages).all():
-            got = "one that another row uses"
-            remedy = "reorder(range(batch)) gives each row pages of its own to write; nothing was written"
-        expect(False, f"cache row {row}", "pages for {} more tokens", got, remedy, int(own[row]))
+            got = "a page that another element uses"
+            remedy = "Call reorder(range(batch)) to give each element separate pages. Nothing was written"
+        what = f"cache: batch element {row}"
+        expect(False, what, "pages for {} more tokens", got, remedy, int(own[row]))
     own_page, place = torch.where(mine & legal[:, None], of_page, pages), at % page
     chunks = [x.transpose(1, 2).contiguous() for x in apart((keys, values), (chunk[0], chunk[1]))]
     for cache, x in zip((keys, values), chunks, strict=True):
@@ -140,27 +141,29 @@ torch.library.register_fake("attnspan::paged_attention", _forward_fake, lib=_lib
 
 
 class PagedCache(CacheRows):
-    """Keys and values of rows of very different lengths: each takes pages from one pool as it grows.
+    """Keys and values of sequences with very different lengths. Each takes pages from one pool as it grows.
 
-    ``reserve`` gives rows their pages, on the host, ahead of a step; ``update`` and ``attention`` of a step
-    have fixed shapes and wait for nothing. Whoever manages pages elsewhere writes into ``table``.
+    Call ``reserve`` on the host before a step to assign pages. ``update`` and ``attention`` then have fixed
+    shapes and do not synchronize. If other code manages the pages, it writes into ``table``.
 
     Args:
-        pages: Pages of the pool.
-        page_len: Tokens of a page.
-        kv_heads: Key and value heads, Hkv.
+        pages: Number of pages in the pool.
+        page_len: Number of tokens in a page.
+        kv_heads: Number of key and value heads, Hkv.
         head_dim: Elements of a key, D.
-        v_dim: Elements of a value, Dv; ``head_dim`` by default.
-        batch: Rows, B.
-        max_len: The most tokens that a row may have.
-        dtype, device: Of keys and values.
+        v_dim: Elements of a value, Dv. By default it is ``head_dim``.
+        batch: Batch size, B.
+        max_len: Largest number of tokens of a batch element.
+        dtype: Dtype of keys and values, by default torch's.
+        device: Device of keys and values, by default torch's.
 
     Attributes:
-        table: Shape (B, max_len / page_len, rounded up), int32: the pages of each row, -1 for none.
-        lengths: Shape (B,), int32: tokens of each row.
+        table: int32, shape (B, max_len / page_len, rounded up): the pages of each batch element, or -1.
+        lengths: int32, shape (B,): the number of tokens of each batch element.
 
     Raises:
-        ValueError, TypeError: A size is no positive int.
+        ValueError: A size is not positive.
+        TypeError: A size is not an int.
 
     Example:
         >>> cache = PagedCache(pages=4, page_len=2, kv_heads=1, head_dim=4, batch=2, max_len=6)
@@ -210,19 +213,23 @@ class PagedCache(CacheRows):
         return f"{sizes}, batch={len(self.table)}, max_len={self.max_len}"
 
     def reserve(self, lengths: Any) -> None:
-        """Give rows pages until each has room for ``lengths[b]`` tokens. Waits for the device.
+        """Assign pages until batch element b has a capacity of ``lengths[b]`` tokens. Synchronizes.
+
+        Args:
+            lengths: Total capacity of each batch element, not the increment: a list or an integer tensor of B
+                numbers.
 
         Raises:
-            ValueError: A length below 0 or beyond ``max_len``, or fewer free pages than that takes; nothing
+            ValueError: A length is negative or exceeds ``max_len``, or too few pages are free. Then nothing
                 changes.
-            TypeError: A length that is no integer.
+            TypeError: A length is not an integer.
         """
         several, got = hasattr(lengths, "__iter__"), type(lengths).__name__
-        remedy = "Pass a list: how many tokens each row has room for afterwards, in all"
-        expect(several, "reserve", "a length for each row", got, remedy, error=DtypeError)
+        remedy = "Pass a list with the total capacity of each batch element"
+        expect(several, "reserve", "a length for each batch element", got, remedy, error=DtypeError)
         given = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
         page, rows = self._keys.shape[2], self.table.tolist()
-        expected = "a length for each of {} rows"
+        expected = "a length for each of {} batch elements"
         expect(len(given) == len(rows), "reserve", expected, len(given), "Pass all", len(rows))
         wanted = [count(f"reserve: lengths[{b}]", n) for b, n in enumerate(given)]
         most, remedy = max(wanted, default=0), "Make the cache with a larger max_len"
@@ -232,41 +239,42 @@ class PagedCache(CacheRows):
         self.table.copy_(torch.tensor(rows, dtype=torch.int32))
 
     def _take(self, places: list[tuple[int, int]], rows: list[list[int]], taken: set[int]) -> None:
-        """Put pages that are not taken into these places of the rows."""
+        """Put free pages into these places of the table."""
         free = [x for x in range(self._keys.shape[0] - 1) if x not in taken]
-        remedy = "reset() rows that are done, or make the cache with more pages"
+        remedy = "Call reset(rows) for finished batch elements, or make the cache with more pages"
         expect(len(places) <= len(free), "PagedCache", "{} free pages", len(free), remedy, len(places))
         for (b, i), number in zip(places, free, strict=False):
             rows[b][i] = number
 
     def update(self, k_new: Tensor, v_new: Tensor, counts: Tensor | None = None) -> None:
-        """Write each row's new tokens behind those that it has, in place, and advance its length.
+        """Append new tokens to each batch element, in place, and advance its length.
+
+        On CPU, a batch element without pages for its tokens raises before anything is written. On other
+        devices it is not written, and attention returns NaN for it until you call `reset`.
 
         Args:
             k_new: Shape (B, Hkv, n, D), without gradients.
             v_new: Shape (B, Hkv, n, Dv).
-            counts: Shape (B,), integer, 0 to n: how many of the last tokens of the chunk are the row's own;
-                None: all.
+            counts: Integer, shape (B,), from 0 to n: the number of new tokens of each batch element, at the
+                end of the chunk. None means n for each.
 
         Raises:
-            ValueError: Sizes do not fit, or tokens require gradients; on CPU also a row without pages for its
-                tokens, before anything is written. On other devices such a row is left as it is, and
-                attention gives NaN until `reset`.
-            TypeError: Element types do not fit.
+            ValueError: Sizes do not fit, or tokens require gradients. On CPU also if pages are missing.
+            TypeError: Dtypes do not fit.
         """
         k_new, v_new = self._chunk(k_new, v_new, counts)
         arrays = self._keys, self._values, self.lengths, self.table
         self.lengths.copy_(_write_op(*arrays, k_new, v_new, counts, self.max_len))
 
     def mask(self, q_len: int) -> Mask:
-        """Mask of the newest ``q_len`` tokens of each row: ``causal() & cache(lengths)``."""
-        self._check_count("mask", q_len, "query rows")
+        """Mask of the newest ``q_len`` tokens of each batch element: ``causal() & cache(lengths)``."""
+        self._check_count("mask", q_len, "queries")
         return masks.causal() & masks.cache(self.lengths)
 
     def gathered(self) -> tuple[Tensor, Tensor]:
-        """Copies of the rows' keys and values, (B, Hkv, max_len, D) with whole pages.
+        """Copies of keys and values, (B, Hkv, max_len, D), with max_len rounded up to whole pages.
 
-        Where the table names no page there are zeros, or NaN if the row has tokens there.
+        If the table has no page for a place, the copies contain zeros, or NaN if tokens should be there.
         """
         self._check_storage()
         pages, page = self._keys.shape[0] - 1, self._keys.shape[2]
@@ -282,19 +290,23 @@ class PagedCache(CacheRows):
         return k, v
 
     def attention(self, q: Tensor, *, mask: Mask | None = None, **options: Any) -> Any:
-        """`attnspan.torch.attention` of q to the tokens of each row.
+        """Call `attnspan.torch.attention` with q and the tokens of each batch element.
 
-        The CPU kernel and Triton's read the pages where they lie, without gradients; every other backend, and
-        a call on a CPU whose query or option wants one, is given a copy.
+        The CPU kernel and the Triton kernel read the pages in place, without gradients. Every other backend
+        receives a copy. So does a call on CPU if a query or option requires a gradient.
 
         Args:
-            q: Shape (B, Hq, n, D): the newest n tokens of each row.
-            mask: What they see; by default ``mask(n)``.
-            **options: Of `attnspan.torch.attention`, without ``layout``.
+            q: Shape (B, Hq, n, D): queries of the newest n tokens of each batch element.
+            mask: The keys that each query may see. By default it is ``mask(n)``.
+            **options: Keywords of `attnspan.torch.attention`, without ``layout``.
 
         Returns:
-            As of `attnspan.torch.attention`. A query that sees a token on a page that the pool does not have
-            gets NaN.
+            The same as `attnspan.torch.attention`. If a query sees a token on a page that does not exist, its
+            output is NaN.
+
+        Raises:
+            ValueError: As for `attnspan.torch.attention`.
+            TypeError: As for `attnspan.torch.attention`.
         """
         check_keywords(attention, options)
         asked = {**(attention.__kwdefaults__ or {}), **options}
@@ -303,7 +315,7 @@ class PagedCache(CacheRows):
         return_lse, scale, backend = (asked.pop(name) for name in ("return_lse", "scale", "backend"))
         del asked["mask"], asked["layout"]
         batch, columns = self.table.shape
-        # Arrays of the right sizes without memory of their own: a call reads only their sizes.
+        # A call reads only the sizes of these arrays, so they need no memory.
         k, v = (
             x[0, 0, 0, :1].expand(batch, x.shape[1], columns * x.shape[2], x.shape[3])
             for x in (self._keys, self._values)
@@ -321,21 +333,21 @@ class PagedCache(CacheRows):
         return from_bhsd(out, lse, "bhsd", return_lse)
 
     def reset(self, rows: Tensor | Sequence[int] | None = None) -> None:
-        """Empty the cache, or some of its batch rows; their pages become free. See `StaticCache.reset`."""
+        """Empty the cache, or some batch elements, and free their pages. See `StaticCache.reset`."""
         self._check_storage()
         chosen, _ = self._chosen(rows)
         super().reset(rows)
         self.table.masked_fill_(chosen[:, None], -1)
 
     def reorder(self, rows: Tensor | Sequence[int]) -> None:
-        """Make each batch row what another one was, as `StaticCache.reorder`. Waits for the device.
+        """Replace batch element b with the contents of element ``rows[b]``, as `StaticCache.reorder`.
 
-        Rows that continue the same one share its full pages. Each has a page of its own for the tokens to
-        come, into which those of the last page are copied.
+        The call synchronizes. Elements that continue the same element share its full pages. Each receives a
+        separate last page for new tokens, with a copy of the last page's tokens.
 
         Raises:
-            ValueError, TypeError: As for a static cache, and with fewer free pages than that takes; nothing
-                changes.
+            ValueError: As for a static cache, or too few pages are free. Then nothing changes.
+            TypeError: As for a static cache.
         """
         sources = row_numbers("reorder: rows", rows, self.lengths, whole=True)[0].tolist()
         page, old, lengths = self._keys.shape[2], self.table.tolist(), self.lengths.tolist()

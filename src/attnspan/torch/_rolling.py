@@ -1,4 +1,4 @@
-"""A key-value cache of the newest tokens, and of the first ones where these stay."""
+"""A KV cache of the newest tokens and, with ``keep``, of the first tokens."""
 
 from typing import Unpack
 
@@ -18,25 +18,31 @@ __all__ = ["RollingCache"]
 
 
 class RollingCache(SlotCache):
-    """The newest tokens of each batch row, as many as a sliding window needs; token t is in slot t % slots.
+    """The newest tokens of each batch element, for a sliding window. Token t is in slot t % slots.
 
-    The keys that a query may see are a cyclic interval of slots, at most two spans. Softmax does not depend
-    on their order, so nothing is moved or sorted, and rows may be arbitrarily long. The result is that of
-    full attention under ``causal() & window(window)``.
+    A query sees a cyclic interval of slots, which is at most two spans. Softmax does not depend on the order
+    of keys, so no token is moved or sorted, and sequences may have any length. The result equals full
+    attention under ``causal() & window(window)``.
 
-    With ``keep``, the first tokens of each row stay, in slots of their own before those of the ring, and all
-    later tokens see them (attention sinks as in StreamingLLM, arXiv:2309.17453). The result is that of
-    ``causal() & (window(window) | global_keys(keep))``.
+    With ``keep``, the first tokens of each batch element stay in separate slots before the ring, and all
+    later tokens see them (attention sinks as in StreamingLLM, arXiv:2309.17453). The result equals full
+    attention under ``causal() & (window(window) | global_keys(keep))``.
 
     Args:
-        batch, kv_heads, head_dim, v_dim, **storage: As of `StaticCache`.
-        window: Keys before the query that it sees besides its own, as of the mask ``window(window)``.
-        chunk: The most tokens that one `update` brings; the first query of a chunk still sees its whole
-            window, so there are ``keep + window + chunk`` slots. Drafts to be taken back count as well.
-        keep: How many of the first tokens stay.
+        batch: Batch size, B.
+        kv_heads: Number of key and value heads, Hkv.
+        window: Number of keys before the query that it sees, besides its own key, as in ``window(window)``.
+        head_dim: Elements of a key, D.
+        v_dim: Elements of a value, Dv. By default it is ``head_dim``.
+        chunk: Largest number of tokens in one `update`, including drafts that you may truncate later. The
+            cache has ``keep + window + chunk`` slots, so that the first query of a chunk sees its whole
+            window.
+        keep: Number of first tokens that stay.
+        **storage: ``dtype``, ``device`` and ``layout``, as for `StaticCache`.
 
     Raises:
-        ValueError, TypeError: As `StaticCache`, and for a negative ``window`` or ``keep``.
+        ValueError: As for `StaticCache`, or ``window`` or ``keep`` is negative.
+        TypeError: As for `StaticCache`.
 
     Example:
         >>> from attnspan.torch import attention
@@ -69,12 +75,12 @@ class RollingCache(SlotCache):
         super().__init__(keep + window + chunk, keep, chunk, **sizes, **storage)
         self.window, self.chunk = window, chunk
         with torch.inference_mode(False):
-            # Tokens that were overwritten by some that truncate() took back; slots alone do not tell.
+            # Tokens that were overwritten by tokens that truncate() removed. The slots do not show these.
             self.register_buffer("_lost", torch.zeros_like(self.lengths), persistent=False)
 
     @property
     def k_index(self) -> Tensor:
-        """Shape (B, slots), int32: the global index of each slot's token; negative for a slot without one."""
+        """Global index of each slot's token, or a negative number for an empty slot: int32, (B, slots)."""
         newest, ring = self.lengths[:, None] - 1, self.slots - self.keep
         slot = torch.arange(self.slots, dtype=torch.int32, device=newest.device)
         index = newest - (newest - slot).remainder(ring)
@@ -84,36 +90,40 @@ class RollingCache(SlotCache):
         return torch.where(slot < self.keep, first, torch.where(index < self.keep, -1, index)).to(torch.int32)
 
     def mask(self, q_len: int) -> Prepared:
-        """Mask of the newest ``q_len`` tokens of each row, over slots, with the indices of both.
+        """Lowered mask of the newest ``q_len`` tokens of each batch element, over slots.
 
-        Position biases and dropout find the tokens' own indices in it. It is lowered: other masks count slots
-        as if they were tokens, so do not compose it. The exception is ``| global_keys(n)`` with n of at most
-        ``keep``, which is the mask itself: those tokens are seen already. Make it after `update`, anew at
-        each step.
+        The mask contains the indices of queries and keys, for position biases and dropout. Do not combine it
+        with other masks, because they count slots as if they were tokens. The exception is
+        ``| global_keys(n)`` with n of at most ``keep``, which returns the same mask. Make a new mask at each
+        step, after `update`.
+
+        Args:
+            q_len: Number of queries for each batch element.
 
         Returns:
-            A lowered mask with bounds (B, 1, q_len, 2, 2). Rows of padding, which the ring may no longer
-            hold, see nothing; those of a row that was truncated to what it did not hold are illegal.
+            A lowered mask with bounds (B, 1, q_len, 2, 2). Padding queries see no key, because the ring may
+            no longer hold their keys. If a batch element was truncated to tokens that it did not hold, its
+            spans are illegal.
 
         Raises:
-            ShapeError: More rows than ``chunk``.
-            OptionError: Such a row, where it can be read (CPU, eager).
+            ShapeError: ``q_len`` exceeds ``chunk``.
+            OptionError: A batch element is illegal, if its length can be read (CPU, eager).
         """
-        self._check_count("mask", q_len, "query rows")
+        self._check_count("mask", q_len, "queries")
         if arrays_for([self.lengths]).concrete(self.lengths):
             check_not_lost(self.lengths.tolist())
         index = self.q_index(q_len)
         oldest = (index - self.window).clamp(min=self.keep)
-        # The rows of the last update are never gone; earlier ones are there where a row's chunk was shorter.
+        # Queries of the last update always keep their keys. Earlier queries come from a shorter chunk.
         gone = (index < 0) | ((index >= self.keep) & (oldest < self._intact()[:, None]))
         found = Prepared(Spans(self._bounds(oldest, index, gone), self.slots), index, self.k_index)
         object.__setattr__(found, "_kept", self.keep)
         return found
 
     def _bounds(self, oldest: Tensor, index: Tensor, gone: Tensor) -> Tensor:
-        """The slots of the first tokens and of oldest..index.
+        """Spans of the slots of the first tokens and of the tokens oldest..index.
 
-        They are [0, kept) and [lo, hi), or with the ring's end between them [0, hi) and [lo, slots).
+        They are [0, kept) and [lo, hi). If the tokens wrap around, they are [0, hi) and [lo, slots).
         """
         kept, end = (index + 1).clamp(max=self.keep), slots_of(index, self.keep, self.slots) + 1
         start = slots_of(oldest, self.keep, self.slots)
@@ -127,18 +137,18 @@ class RollingCache(SlotCache):
         return spans.to(torch.int32)[:, None]
 
     def _intact(self) -> Tensor:
-        """Shape (B,): the oldest token of the ring whose slot still holds it."""
+        """Oldest token that the ring still holds, shape (B,)."""
         return torch.maximum(stored(self._lost, "cache"), self.lengths - (self.slots - self.keep))
 
     def _least(self) -> tuple[Tensor, int]:
-        # The next query sees `window` tokens before its own; those from its own on are yet to come. Up to
-        # `keep` it sees none of the ring.
+        # The next query sees `window` tokens before its own token. Later tokens are not written yet. Up to
+        # `keep`, it sees no token of the ring.
         intact = self._intact()
         if self.window == 0:
             return super()._least()
         return torch.where(intact > self.keep, intact + self.window, 0), self.keep
 
     def _set_lengths(self, lengths: Tensor) -> None:
-        # Tokens from the new length on will be written anew, into slots of their own.
+        # Tokens from the new length on will be written again.
         self._lost.copy_(torch.minimum(self._intact(), lengths))
         super()._set_lengths(lengths)

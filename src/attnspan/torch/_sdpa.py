@@ -28,34 +28,34 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Torch's function of this name, with its top-left causal alignment, on attnspan's kernels.
+    """Torch's function of the same name, with its top-left causal alignment, on attnspan's kernels.
+
+    If a query sees no key, its output is 0. Some of torch's kernels return NaN.
 
     Args:
-        query: Shape (..., Hq, L, E), any number of batch dims, or (..., L, E) with three dims. Or jagged
-            (B, Hq, j, E), as all three then are: sequences of any lengths, without padding and attn_mask.
-            Of the three, those with fewer dims get leading ones of size 1.
-        key: Shape (..., H, S, E); batch dims of the three broadcast.
+        query: Shape (..., Hq, L, E) with any number of batch dims, or (..., L, E) with three dims. Or jagged
+            (B, Hq, j, E): then all three tensors must be jagged, the sequences may have any lengths, and
+            ``attn_mask`` must be None. Tensors with fewer dims get leading dims of size 1.
+        key: Shape (..., H, S, E). The batch dims of the three tensors broadcast.
         value: Shape (..., H, S, Ev).
-        attn_mask: A tensor that broadcasts to (..., Hq, L, S), boolean, True where a query may see a key, or
-            floating, added to the scores and differentiable; what `torch.nn.attention.bias` makes; or a mask.
-            A boolean tensor is encoded anew at each call: prefer ``from_dense(...).prepare(...)``, made once.
-            Inside a compiled function its rows may have 8 runs of visible keys: pass
-            ``from_dense(attn_mask, max_runs=...)`` for more. A floating -inf hides its key too, but that work
-            is done nevertheless: prefer a mask there. Rows that see nothing have output 0, where some of
-            torch's kernels give NaN.
-        dropout_p: Share of the weights to drop, in [0, 1). The seed comes from torch's default generator, as
-            torch's own does, so that ``torch.manual_seed`` repeats it; which weights it drops is not torch's
-            choice.
-        is_causal: Query i sees keys 0..i, also where L != S; excludes ``attn_mask``.
-        scale: Factor of the scores; 1/sqrt(E) by default.
-        enable_gqa: Let Hq be a multiple of H.
+        attn_mask: A boolean tensor, a floating tensor, a causal bias of `torch.nn.attention.bias`, or a mask.
+            Tensors broadcast to (..., Hq, L, S). A boolean tensor is True for each key that a query may see.
+            It is encoded again at each call, so prefer ``from_dense(...).prepare(...)``, made once. In a
+            compiled function, its queries may have up to 8 runs of visible keys. For more, pass
+            ``from_dense(attn_mask, max_runs=...)``. A floating tensor is added to the scores and receives a
+            gradient. A value of -inf hides its key, but its score is still computed, so prefer a mask.
+        dropout_p: Share of the weights to drop, in [0, 1). The seed comes from torch's default generator, so
+            ``torch.manual_seed`` repeats the dropout. However, attnspan drops other weights than torch.
+        is_causal: Whether query i sees keys 0..i, also if L != S. Not with ``attn_mask``.
+        scale: Factor of the scores, 1/sqrt(E) by default.
+        enable_gqa: Whether Hq may be a multiple of H.
 
     Returns:
         Shape (..., Hq, L, Ev).
 
     Raises:
         ValueError: Sizes or options do not fit.
-        TypeError: Element types do not fit.
+        TypeError: Dtypes do not fit.
 
     Example:
         >>> q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8)
@@ -93,7 +93,7 @@ def _attend(
     expect(not is_causal or attn_mask is None, "is_causal", "no attn_mask with it", "both", remedy)
     query, key, value = _broadcast(query, key, value)
     axis = _own_axis(attn_mask, query)
-    if axis is not None:  # One call for each of its entries: one for all would expand the mask.
+    if axis is not None:  # One call for each entry, because a single call would expand the mask.
         _check_broadcasts(attn_mask, (*query.shape[:-1], key.shape[-2]))
         of = attn_mask[(None,) * (query.dim() - attn_mask.dim())]
         inputs = zip(*(x.unbind(axis) for x in (query, key, value, of)), strict=True)
@@ -119,9 +119,9 @@ def _attend(
 
 
 def of_causal_bias(x: Any, q: Tensor, k_len: int) -> Any:
-    """A causal bias of `torch.nn.attention.bias` as the mask that it stands for; anything else as it is.
+    """A causal bias of `torch.nn.attention.bias` as the equivalent mask. Any other `x` is returned unchanged.
 
-    Its data are uninitialised. ``q`` has shape (B, H, Sq, D).
+    The data of a causal bias are uninitialised. ``q`` has shape (B, H, Sq, D).
     """
     module = None if type(x) is Tensor else sys.modules.get("torch.nn.attention.bias")
     if module is None or not isinstance(x, module.CausalBias):
@@ -139,7 +139,7 @@ def _check(*inputs: Tensor) -> None:
     for name, x in zip(("query", "key", "value"), inputs, strict=True):
         PLAIN.check_taken(name, x, PLAIN.expected)
     if min(x.dim() for x in inputs) < 2:
-        # Only here: shapes that a tracer records, or whose sizes data decide, cannot be written out.
+        # Write shapes only here: traced and data-dependent shapes cannot be written as text.
         got, remedy = ", ".join(shown(x.shape) for x in inputs), "Add the missing dims"
         wanted = "at least 2 dims, (..., heads, length, head_dim)"
         raise ShapeError("query, key and value", expected=wanted, got=got, remedy=remedy)
@@ -152,10 +152,10 @@ def _check_heads(query: Tensor, key: Tensor, enable_gqa: bool) -> None:
 
 
 def _broadcast(*inputs: Tensor) -> tuple[Tensor, ...]:
-    """The inputs with one batch shape, that is all dims before the heads, or the first of three."""
+    """The inputs with one batch shape: all dims before the heads, or the first dim of three."""
     own = 2 if inputs[0].dim() == 3 else 3
     leads = [x.shape[:-own] for x in inputs]
-    # Sizes that are equal stay out of the way of a compiler.
+    # If the sizes are equal, no other operation is traced.
     if leads[0] == leads[1] == leads[2]:
         return inputs
     try:
@@ -168,7 +168,7 @@ def _broadcast(*inputs: Tensor) -> tuple[Tensor, ...]:
 
 
 def _own_axis(attn_mask: Any, query: Tensor) -> int | None:
-    """The first of several batch dims that a floating mask does not share, where it shares another."""
+    """The first batch dim that a floating mask does not broadcast, if it broadcasts another batch dim."""
     if query.dim() < 5 or not isinstance(attn_mask, Tensor) or torch.compiler.is_compiling():
         return None
     own = (1,) * (query.dim() - attn_mask.dim()) + tuple(attn_mask.shape)
@@ -180,7 +180,7 @@ def _own_axis(attn_mask: Any, query: Tensor) -> int | None:
 def _to_4d(x: Tensor) -> Tensor:
     if x.dim() == 3:
         return x.unsqueeze(1)
-    return x if x.dim() == 4 else x.flatten(0, -4)  # reshape(-1, ...) cannot where a size is 0.
+    return x if x.dim() == 4 else x.flatten(0, -4)  # reshape(-1, ...) fails if a size is 0.
 
 
 def _bias(attn_mask: Tensor, query: Tensor, k_len: int) -> Tensor:
@@ -193,13 +193,13 @@ def _bias(attn_mask: Tensor, query: Tensor, k_len: int) -> Tensor:
     if query.dim() == 3:
         return values.unsqueeze(1)
     lead = values.shape[:-3]
-    if query.dim() > 4 and not all(sure(n == 1) for n in lead):  # Several batch dims become one.
+    if query.dim() > 4 and not all(sure(n == 1) for n in lead):  # Several batch dims are merged.
         values = values.expand(*size[:-3], *values.shape[-3:])
     return values if query.dim() == 4 else values.flatten(0, -4)
 
 
 def _check_broadcasts(attn_mask: Tensor, size: tuple[int, ...]) -> Tensor:
-    # Not by catching torch's error: a compiler would end there.
+    # Do not catch torch's error instead: a compiler would stop there.
     own = attn_mask.shape
     fits = len(own) <= len(size)
     fits = fits and all(sure(n == 1) or agree(n, m) for n, m in zip(own[::-1], size[::-1], strict=False))
@@ -216,7 +216,7 @@ def _mask(attn_mask: Tensor | AnyMask, q: Tensor, k: Tensor, lead: torch.Size) -
     dense = _check_broadcasts(attn_mask, (*lead, q.shape[2], k.shape[2]))
     if len(lead) == 1:
         return from_dense(dense.unsqueeze(1))
-    # What batch rows, heads or queries share is encoded once.
+    # Encode once what batch elements, heads or queries share.
     own = attn_mask[(None,) * (len(lead) + 2 - attn_mask.dim())]
     if len(lead) > 2:
         batch = lead[:-1] if not all(sure(n == 1) for n in own.shape[:-3]) else own.shape[:-3]

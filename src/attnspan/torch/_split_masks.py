@@ -1,4 +1,4 @@
-"""Masks of which some arrays are DTensors: each rank lowers its own part."""
+"""Masks with DTensors among their arrays: each rank lowers its own part."""
 
 import sys
 from dataclasses import fields, replace
@@ -20,14 +20,16 @@ from .dtensor import BATCH, HEADS, Follower, Places, batch_dim, check_follower, 
 def lower_parts(
     mask: Any, places: Places | None, q: Tensor, k_len: Any, q_index: Tensor | None, k_index: Tensor | None
 ) -> Prepared | None:
-    """Lower a mask of which some arrays are DTensors; None for any other, and for one that is lowered.
+    """Lower a mask with DTensors among its arrays. Return None for any other mask, and for a lowered mask.
 
-    Plain arrays of a mask describe all batch rows and are the same on all ranks: such masks are lowered
-    whole, as on one rank. Arrays that are split over ranks cannot be, so all of the mask is then cut down to
-    this rank's part, lowered, and put together again as a DTensor. Nothing is moved.
+    Plain arrays of a mask describe the global batch and are the same on all ranks. Such masks are lowered as
+    a whole, as on one rank. Sharded arrays cannot be lowered as a whole. In this case the mask is sliced to
+    this rank's part, lowered, and assembled as a DTensor. No data is moved.
 
-    Raises an OptionError for an array that is split otherwise than q, or where q is plain, and for a mask
-    with a function of batch rows or heads; a ShapeError for an array with other batch rows.
+    Raises:
+        OptionError: An array is sharded differently from q, or q is plain, or the mask has a function of
+            batch or heads.
+        ShapeError: An array has another batch size.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return None
@@ -61,7 +63,7 @@ def _lowered_arrays(mask: Prepared | Spans) -> list[Follower]:
 
 
 class _Cutter:
-    """Cuts the arrays of one mask down to this rank's part, and remembers along what it cut."""
+    """Slicer of one mask's arrays to this rank's part. It records the sliced dims."""
 
     def __init__(self, places: Places, q: Tensor, local: Tensor) -> None:
         self.places = places
@@ -70,7 +72,7 @@ class _Cutter:
         self._known: list[tuple[Tensor, Tensor]] = []
 
     def cut(self, x: Any) -> Any:
-        """A mask, or what one holds, for this rank's batch rows and heads."""
+        """A mask, or a field of a mask, for this rank's batch elements and heads."""
         if isinstance(x, tuple):
             return tuple([self.cut(part) for part in x])
         if isinstance(x, Prepared):
@@ -78,10 +80,10 @@ class _Cutter:
             return Prepared(Spans(bounds, x.lowered.k_len), rows, bare=x.bare)
         if not isinstance(x, Mask):
             return x
-        remedy = "Pass the arrays of all batch rows as plain tensors, or prepare the mask"
+        remedy = "Pass the arrays of the global batch as plain tensors, or prepare the mask"
         if hasattr(x, "fn") and {BATCH, HEADS} & set(self.places.roles):
-            expected = "no function of batch rows and heads next to arrays that are DTensors, as q is split"
-            got = "one, which would number those of this rank from 0"
+            expected = "no function of batch and heads next to arrays that are DTensors, because q is sharded"
+            got = "a function, which would number this rank's batch elements and heads from 0"
             raise OptionError(f"mask {x!r}", expected=expected, got=got, remedy=remedy)
         kind, changes = type(x).__name__, {}
         for name in [field.name for field in fields(x)]:  # type: ignore[arg-type]
@@ -90,7 +92,7 @@ class _Cutter:
                 changes[name] = self.cut(value)
                 continue
             if x.array_dims is None:
-                expected = "arrays of a mask whose parts are known, where some are DTensors"
+                expected = "a mask that declares the dims of its arrays, because some are DTensors"
                 raise OptionError(f"mask {x!r}", expected=expected, got=kind, remedy=remedy)
             per_document = getattr(x, "cu_seqlens", None) is not None
             batch, heads = batch_dim(value, x.array_dims + per_document), 1 if value.ndim > 3 else None
@@ -98,23 +100,23 @@ class _Cutter:
         return replace(x, **changes)  # type: ignore[type-var]
 
     def part(self, name: str, x: Any, batch: int | None, heads: int | None = None) -> Any:
-        """This rank's part of an array; it must have the batch rows and heads of q, or 1."""
+        """This rank's part of an array. Its batch and head dims must have q's sizes, or 1."""
         if x is None:
             return None
-        for known, found in self._known:  # Masks that share an array are lowered together.
+        for known, found in self._known:  # Masks that share an array must share its part too.
             if known is x:
                 return found
         for role, dim in ((BATCH, batch), (HEADS, heads)):
             if dim is not None and x.shape[dim] != 1:
-                expected, size = f"1 or {{}} along the {role} dim, as q has in all", self.sizes[role][0]
-                remedy = "Arrays next to DTensors describe the whole, not this rank's part"
+                expected, size = f"1 or {{}} along the {role} dim, as the global q has", self.sizes[role][0]
+                remedy = "Arrays next to DTensors must be global, not this rank's part"
                 expect(x.shape[dim] == size, name, expected, x.shape, remedy, size, error=ShapeError)
                 self.split |= {role} & set(self.places.roles)
         self._known.append((x, self.places.part(name, torch.as_tensor(own(x)), batch, heads)))
         return self._known[-1][1]
 
     def join(self, x: Any, batch: int | None = None, heads: int | None = None) -> Any:
-        """The DTensor of which each rank has made its part; what was cut has this rank's sizes."""
+        """DTensor of the parts that the ranks have made. Sliced dims have this rank's sizes."""
         if x is None:
             return None
         dims = {role: dim for role, dim in ((BATCH, batch), (HEADS, heads)) if dim is not None}

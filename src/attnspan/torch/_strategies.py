@@ -1,4 +1,4 @@
-"""Strategies of DTensor for the operators: by batch rows or heads. Loaded at the first call of DTensors."""
+"""Sharding strategies of the operators, by batch or heads. Loaded at the first call with DTensors."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from attnspan.call.options import DISTANCE, Options
 from .dtensor import BATCH, HEADS, WHOLE, check_places, follow
 from .ops import backward_op, forward_op
 
-# What one mesh axis may split, and how q, k and v then lie on it.
+# The roles of a mesh axis, and the placements of q, k and v on it.
 _WAYS: tuple[tuple[str, Any], ...] = ((WHOLE, Replicate()), (BATCH, Shard(0)), (HEADS, Shard(1)))
 
 _COUNT = len(Options._fields)
@@ -49,7 +49,7 @@ def _backward(
 
 
 def _option_places(given: tuple[Any, ...], role: str) -> list[Any]:
-    """Placements of the option arguments; trailing ones may have been left out."""
+    """Placements of the option arguments. Trailing arguments may be missing."""
     o = Options(*given)
     of_bias = follow(o.bias, role, None, 0) if o.bias_kind == DISTANCE else follow(o.bias, role)
     of_indices = [follow(index, role, 0, None) for index in (o.q_index, o.k_index)]
@@ -66,13 +66,13 @@ def _option_places(given: tuple[Any, ...], role: str) -> list[Any]:
 
 
 def _summed(place: Any, way: Any) -> Any:
-    """Placement of the gradient of a parameter: where each rank has all of it, it lacks the others' part."""
+    """Placement of a parameter's gradient. If each rank has the whole parameter, its gradient is partial."""
     if place is None:
         return Replicate()
     return Partial() if way.is_shard() and not place.is_shard() else place
 
 
 def _check(q: Any, k: Any, v: Any) -> None:
-    """Check as `attention` does, for programs that call the operators themselves."""
+    """Run the checks of `attention`, for programs that call the operators directly."""
     meshes, placements = (q.mesh, k.mesh, v.mesh), (q.placements, k.placements, v.placements)
     check_places("bhsd", meshes, placements, (q.shape[0], q.shape[1], k.shape[1]))

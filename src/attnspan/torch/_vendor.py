@@ -1,7 +1,7 @@
-"""The operators ``attnspan::vendor_attention`` and its ``_backward``: `attnspan.kernels.vendor`.
+"""The operators ``attnspan::vendor_attention`` and ``attnspan::vendor_attention_backward``.
 
-Tensors are as those of ``attnspan::attention``: (B, H, S, D), with results stored as contiguous (B, S, H, D).
-Offsets stay data: another packing compiles nothing again.
+They run `attnspan.kernels.vendor`. Tensors have the order (B, H, S, D), and results are stored as contiguous
+(B, S, H, D), as in ``attnspan::attention``. Offsets are data, so another packing does not recompile.
 """
 
 from functools import lru_cache
@@ -26,7 +26,7 @@ __all__ = ["attend", "kernel_of", "vendor_op"]
 
 _library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-# Offsets of documents, the lengths of the longest, how far queries see (-1: everything), the scale.
+# Document offsets, lengths of the longest document, number of keys to the left and right (-1: all), scale.
 _BAND = "Tensor? cu_q, Tensor? cu_k, SymInt max_q, SymInt max_k, int left, int right, float scale"
 _library.define(  # type: ignore[no-untyped-call]
     f"vendor_attention(Tensor q, Tensor k, Tensor v, {_BAND}) -> (Tensor out, Tensor lse)", tags=_TAGS
@@ -57,7 +57,7 @@ def _backward_kernel(
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """The tensor, or a copy: these kernels read 16 bytes at a time, and do not look whether they may."""
+    """The tensor, or an aligned copy. These kernels read 16 bytes at a time and do not check alignment."""
     steps = (step for n, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1)
     fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step % 8 == 0 for step in steps)
     return x if fits else x.clone(memory_format=torch.contiguous_format)
@@ -83,7 +83,7 @@ _backward_op = torch.ops.attnspan.vendor_attention_backward.default
 
 
 class _Forward(torch.autograd.Function):
-    """The derivative of the forward operator; lse has none."""
+    """Derivative of the forward operator. lse is not differentiable."""
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
@@ -91,7 +91,7 @@ class _Forward(torch.autograd.Function):
         ctx.mark_non_differentiable(lse)
         q, k, v, cu_q, cu_k, *ctx.band = inputs
         kept = (q, k, v, out, lse, cu_q, cu_k)
-        # What was made in inference mode cannot be saved, but its copy can.
+        # Autograd cannot save a tensor from inference mode, but it can save a copy.
         ctx.save_for_backward(*(x.clone() if x is not None and x.is_inference() else x for x in kept))
         return out, lse
 
@@ -105,7 +105,7 @@ class _Forward(torch.autograd.Function):
 
 
 class _Backward(torch.autograd.Function):
-    """A node that raises: without one, second derivatives would silently be zero."""
+    """A node that raises. Without it, second derivatives would silently be zero."""
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
@@ -116,9 +116,9 @@ class _Backward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> None:
         del ctx, grads
         raise NotImplementedError(
-            "second derivatives of attnspan::vendor_attention: expected first ones, which the kernel has; "
-            "got a derivative of its backward operator. Run both passes "
-            '`with attnspan.backend("math"):` for higher ones.'
+            "second derivatives of attnspan::vendor_attention: expected first derivatives, which the kernel "
+            "has, got a derivative of its backward operator. For higher derivatives, run both passes "
+            '`with attnspan.backend("math"):`.'
         )
 
 
@@ -132,14 +132,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[T
     longest: tuple[Any, Any] = q.shape[2], k.shape[2]
     if band.cu_q is not None:
         ends = band.cu_q, band.cu_k
-        if not any(isinstance(x, Tensor) for x in ends):  # on the host, where they can be read
+        if not any(isinstance(x, Tensor) for x in ends):  # on the host, so they can be read
             longest = tuple(max(int((x[1:] - x[:-1]).max()), 1) for x in ends)  # type: ignore[assignment]
         offsets = [_on_device(x, q) for x in ends]
     return vendor_op(q, k, v, *offsets, *longest, *_reach(band), scale)  # type: ignore[no-any-return]
 
 
 def _on_device(x: Any, q: Tensor) -> Tensor:
-    """Offsets as a tensor; a copy from the host, which is waited for, is kept for the next layer."""
+    """Offsets as a tensor. A copy from the host synchronizes, so it is cached for the next layer."""
     if isinstance(x, Tensor) or torch.compiler.is_compiling() or is_transformed() or is_captured(q):
         return torch.as_tensor(own(x), device=q.device)
     return _copied(x.tobytes(), x.dtype.str, q.device, stream_of(q))
@@ -147,8 +147,8 @@ def _on_device(x: Any, q: Tensor) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _copied(data: bytes, dtype: str, device: torch.device, stream: int) -> Tensor:
-    del stream  # Another one might still read what this cache has let go.
-    with torch.inference_mode(False):  # Autograd could not save a tensor of that mode.
+    del stream  # Part of the key: another stream could still read an evicted copy.
+    with torch.inference_mode(False):  # Autograd could not save an inference tensor.
         return torch.as_tensor(np.frombuffer(data, dtype).astype(np.int64), device=device)
 
 
@@ -162,7 +162,7 @@ def _reach(band: Band) -> tuple[int, int]:
 
 
 def _pairs(q: Tensor, k: Tensor, cu_q: Any, cu_k: Any, left: int, right: int) -> int:
-    """Visible pairs; all of them where sizes are symbols, and those of one document without data."""
+    """Number of visible pairs. Symbolic sizes count all pairs, and offsets without data one document."""
     rows = [(q.shape[2], k.shape[2])]
     if not all(isinstance(n, int) for n in rows[0]):
         return q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]

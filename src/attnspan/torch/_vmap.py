@@ -1,7 +1,7 @@
-"""Batching rules of the operators: under ``torch.func.vmap`` one call of a kernel serves all mapped calls.
+"""Batching rules of the operators: under ``torch.func.vmap``, the kernel runs once for all mapped calls.
 
-The mapped axis joins the batch. Where gradients are summed over the batch, or options have no batch axis, it
-joins the heads: each mapped call then has heads of its own.
+The mapped axis joins the batch. If gradients are summed over the batch, or options have no batch axis, it
+joins the heads instead, and each mapped call has separate heads.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,27 +14,27 @@ from attnspan.call.biases import DISTANCE
 from attnspan.call.dropout import split_seeds
 from attnspan.call.options import Options
 
-#: Arguments and results by operator; results have the names of what they have the shape of.
+#: Arguments by operator. The results are named after arguments of the same shape.
 _NAMES = {
     False: ("q", "k", "v", "bounds", "scale", *Options._fields, "k_len"),
     True: ("dout", "dlse", "q", "k", "v", "bounds", "out", "lse", "scale", *Options._fields, "want_dbias"),
 }
 _RESULTS = {False: ("out", "lse"), True: ("q", "k", "v", "bias", "sinks")}
-#: What has batch or heads as an axis of size 1 where all rows or heads share it.
+#: Arguments whose batch or head axis has size 1 if all batch elements or heads share them.
 _BROADCAST = ("bounds", "bias", "q_index", "k_index")
 
 
 def rule(op: Callable[..., Any], *, backward: bool) -> Callable[..., Any]:
-    """The rule of an operator for ``torch.library.register_vmap``."""
+    """Batching rule of an operator, for ``torch.library.register_vmap``."""
 
     def batched(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
-        # Torch leaves trailing defaults out.
+        # Torch omits trailing defaults.
         given = dict(zip(_NAMES[backward], args, strict=False))
         mapped = {name: at for name, at in zip(given, in_dims, strict=True) if at is not None}
         table, sinks = given.get("bias_kind") == DISTANCE, given.get("sinks") is not None
         want_dbias = bool(given.get("want_dbias")) and given["bias"] is not None
         by_head = "sinks" in mapped or (table and "bias" in mapped) or want_dbias or (backward and sinks)
-        # Indices have no axis of heads, and the number of keys has none at all.
+        # Indices have no head axis, and the number of keys has no axis.
         if "k_len" in mapped or (by_head and not mapped.keys().isdisjoint(("q_index", "k_index"))):
             return _in_turn(op, info.batch_size, in_dims, args)
         q_shape = [n for i, n in enumerate(given["q"].shape) if i != mapped.get("q")]
@@ -64,7 +64,7 @@ def rule(op: Callable[..., Any], *, backward: bool) -> Callable[..., Any]:
 
 
 def _axes(by_head: bool, table: bool) -> dict[str, int]:
-    """The axis that the mapped one joins, by name of an argument; without those that have no such axis."""
+    """Axis that the mapped axis joins, for each argument that has such an axis."""
     names: tuple[str, ...]
     if not by_head:
         names = ("dout", "dlse", "q", "k", "v", "bounds", "out", "lse", "dropout_seed", "q_index", "k_index")
@@ -74,9 +74,9 @@ def _axes(by_head: bool, table: bool) -> dict[str, int]:
 
 
 def _fold(x: Tensor, at: int | None, dim: int, size: int, whole: int | None, shared: bool) -> Tensor:
-    """The mapped axis `at`, or a new one where all calls share `x`, joined with axis `dim`.
+    """`x` with the mapped axis `at`, or a new axis if all calls share `x`, joined with axis `dim`.
 
-    ``whole`` is the size that an axis of size 1 stands for; ``shared``: it may stay so.
+    ``whole`` is the size to which an axis of size 1 expands. If ``shared``, the axis may keep size 1.
     """
     if at is None and shared and x.shape[dim] == 1:
         return x
@@ -89,7 +89,7 @@ def _fold(x: Tensor, at: int | None, dim: int, size: int, whole: int | None, sha
 
 
 def _split_seed(given: dict[str, Any], mapped: dict[str, int], batch: int, heads: int) -> None:
-    """Write the seeds of each batch row and head in the place of single ones, as the kernels would."""
+    """Replace a single seed by the seeds of each batch element and head, as the kernels would."""
     seed, at = given["dropout_seed"], mapped.get("dropout_seed")
     if seed.dim() - (at is not None) == 0:
         rows, columns = (torch.arange(n, device=seed.device) for n in (batch, heads))
@@ -99,7 +99,7 @@ def _split_seed(given: dict[str, Any], mapped: dict[str, int], batch: int, heads
 def _in_turn(
     op: Callable[..., Any], size: int, in_dims: Sequence[Any], args: tuple[Any, ...]
 ) -> tuple[Any, Any]:
-    """One call after the other."""
+    """Results of one call after the other."""
     found = [
         op(*(x if at is None else x.select(at, i) for x, at in zip(args, in_dims, strict=True)))
         for i in range(size)
@@ -108,7 +108,7 @@ def _in_turn(
 
 
 def encode_rule(op: Callable[..., Any]) -> Callable[..., Any]:
-    """The rule of ``attnspan::encode``: the mapped axis joins the batch."""
+    """Batching rule of ``attnspan::encode``: the mapped axis joins the batch."""
 
     def batched(info: Any, in_dims: Sequence[Any], visible: Tensor, runs: int) -> tuple[Tensor, int]:
         visible = visible.movedim(in_dims[0], 0)

@@ -1,4 +1,4 @@
-"""Whether anything looks at a program: where nothing does, a call may go past the operators."""
+"""Check whether torch watches a program. If not, a call may bypass the operators."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -16,13 +16,13 @@ _profiler = compat.profiler_enabled
 
 
 def is_transformed() -> bool:
-    """Are tensors not what they seem: a transform, a mode, a tracer?"""
+    """Whether a transform, a mode or a tracer replaces tensors."""
     return _functorch() or _dispatch_modes() != 0 or _function_modes() != 0 or _tracer() is not None
 
 
 def is_watched() -> bool:
-    """Would someone miss the operator: a transform, a mode, autocast, a tracer, a profiler, a dual level?"""
-    # The conditions of `is_transformed`, repeated: a call less in every eager call.
+    """Whether a transform, mode, autocast, tracer, profiler or dual level needs to see the operator."""
+    # This repeats the conditions of `is_transformed`, to save one Python call in every eager call.
     transformed = _functorch() or _dispatch_modes() != 0 or _function_modes() != 0 or _tracer() is not None
     return transformed or _autocast() or _profiler() or forward_ad._current_level >= 0
 
@@ -31,6 +31,6 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def constant_when_traced(function: F) -> F:
-    """`torch.compiler.assume_constant_result`, which would load the compiler: half the time of our import."""
+    """`torch.compiler.assume_constant_result` without its import of the compiler, half of our import time."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

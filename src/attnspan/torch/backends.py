@@ -1,7 +1,7 @@
 """The backends of torch: one protocol, one table.
 
-A backend runs whole calls, which autograd differentiates, and parts of them inside of an operator, where a
-plan over ranks adds up what several calls find. `attnspan.torch.choice` chooses the backend of a call.
+A backend runs whole calls, which autograd differentiates. It also runs parts of a call inside an operator,
+and a plan over ranks merges the results of the parts. `attnspan.torch.choice` chooses the backend of a call.
 """
 
 from collections.abc import Sequence
@@ -24,19 +24,19 @@ from .ops import forward_op, with_autograd
 
 __all__ = ["BACKENDS", "Backend", "Softmax"]
 
-#: The gradients of the bias and the sinks; None for one that the call does not have.
+#: Gradients of the bias and the sinks, each None if the call does not have it.
 OptionGradients = tuple[Tensor | None, Tensor | None]
 
 
 class Softmax(NamedTuple):
-    """A whole softmax: its results and their gradients. A part has some of its keys, or all.
+    """A whole softmax: its results and their gradients. A part of a call has some or all of its keys.
 
     Args:
         out: Shape (B, H, n, Dv), in q's dtype.
         lse: Shape (B, H, n), float64.
         dout: Gradient of ``out``.
         dlse: Gradient of ``lse``, or None.
-        has_more: Whether it has keys that the part does not have.
+        has_more: Whether the softmax has keys that the part does not have.
     """
 
     out: Tensor
@@ -47,32 +47,36 @@ class Softmax(NamedTuple):
 
 
 class Backend(Protocol):
-    """The protocol of a backend. Tensors are in (B, H, S, D) order; a row that sees nothing has output 0."""
+    """Protocol of a backend, for tensors in (B, H, S, D) order. A query that sees no key has output 0."""
 
     def supports(self, problem: Problem) -> str | None:
-        """Return None, or why it cannot run the problem."""
+        """Return None, or the reason why the backend cannot run the problem."""
 
     def attend(self, call: Call, *, return_lse: bool) -> tuple[Tensor, Tensor]:
-        """Run a call, differentiably: out, and lse, which the caller is given if ``return_lse``."""
+        """Run a call and return out and lse, differentiably. The caller receives lse if ``return_lse``."""
 
     def forward(self, part: Part, out: Tensor) -> Tensor:
         """Run a part of a call, without autograd.
 
         Args:
-            part: What to compute.
-            out: Shape (B, H, n, Dv), written; in q's dtype or float32, with a unit last stride.
+            part: The part to compute.
+            out: Shape (B, H, n, Dv), in q's dtype or float32, with a unit last stride. Written.
 
         Returns:
-            lse, shape (B, H, n), float64. Parts are merged by differences of lse. Where lse is large, float32
-            loses them; FlexAttention, and Triton where it splits keys, have no more than float32.
+            lse, float64, shape (B, H, n). Differences of lse merge the parts. If lse is large, float32 loses
+            these differences. FlexAttention, and Triton if it splits keys, compute lse only in float32.
         """
 
     def backward(self, part: Part, whole: Softmax, grads: Sequence[Tensor]) -> OptionGradients:
-        """Write the gradients of a part to q, k and v into ``grads``, in q's dtype or float32."""
+        """Write a part's gradients for q, k and v into ``grads``, in q's dtype or float32.
+
+        Returns:
+            The gradients of the bias and the sinks.
+        """
 
 
 class _Kernel:
-    """A kernel that writes into arrays: the operator `attnspan::attention`, which picks it by device.
+    """A kernel that writes into arrays. The operator `attnspan::attention` selects it by device.
 
     Args:
         module: One of `attnspan.kernels`.
@@ -120,8 +124,8 @@ class _Framework:
 
     Args:
         module: One of `attnspan.kernels`.
-        exact: Whether parts are computed in float32 or wider. Else a part's output is rounded to q's dtype
-            before it is added.
+        exact: Whether parts are computed in float32 or wider. Otherwise a part's output is rounded to q's
+            dtype before it is added.
     """
 
     def __init__(self, module: Any, *, exact: bool) -> None:
@@ -145,7 +149,7 @@ class _Framework:
         return lse
 
     def _part(self, part: Part) -> tuple[Tensor, Tensor]:
-        """The output in q's dtype, and lse as float64."""
+        """Output in q's dtype, and lse as float64."""
         more: dict[str, Any] = {"wide_lse": True} if self.exact else {}
         out, lse = self.module.forward(
             part.q, part.k, part.v, part.bounds, scale=part.scale, options=part.options, **more
@@ -166,7 +170,7 @@ class _Framework:
         with with_autograd():
             own = options._replace(bias=known.get("bias"), sinks=known.get("sinks"))
             own_out, own_lse = self._part(replace(part, **{x: known[x] for x in "qkv"}, options=own))
-            # The lse of a row without keys is -inf, which has no derivative.
+            # The lse of a query without keys is -inf, which has no derivative.
             known_lse = own_lse.masked_fill(own_lse == -torch.inf, 0.0)
         weight = (own_lse - whole.lse).exp().masked_fill(own_lse == -torch.inf, 0.0).detach().to(dtype)
         dout = whole.dout.to(dtype)
@@ -184,7 +188,7 @@ class _Framework:
 
 
 class _Vendor:
-    """Kernels of torch for masks that are bands; they run whole calls alone."""
+    """Kernels of torch for masks that are bands. They run only whole calls."""
 
     def supports(self, problem: Problem) -> str | None:
         return vendor.supports(problem)
@@ -201,7 +205,7 @@ class _Vendor:
         raise NotImplementedError("vendor.supports refuses plans")
 
 
-#: By name, the preferred one first.
+#: Backends by name, in order of preference.
 BACKENDS: dict[str, Backend] = {
     "cpu": _Kernel(cpu),
     "vendor": _Vendor(),
@@ -212,24 +216,24 @@ BACKENDS: dict[str, Backend] = {
 
 
 def _number(scale: Any) -> float:
-    """The scale; of a size, in torch.jit.trace, it is a tensor."""
+    """The scale as a number. In torch.jit.trace, a scale that is computed from a size is a tensor."""
     return float(scale) if isinstance(scale, Tensor) else scale
 
 
 def _on_mesh(
     q: Tensor, bounds: Tensor, options: Options | None, k_len: Tensor | None
 ) -> tuple[Any, tuple[Any, ...], Any]:
-    """Bounds, option arguments and k_len as the operator takes them: on q's mesh where q is a DTensor.
+    """Bounds, option arguments and k_len for the operator, on q's mesh if q is a DTensor.
 
     Every rank has made the same ones from the same arguments.
     """
     if not is_dtensor(q):
         return bounds, options or (), k_len
-    from . import _strategies as _strategies  # registers them; importing DTensor takes long
+    from . import _strategies as _strategies  # registers them. The import of DTensor is slow
 
     seed = None if options is None else options.dropout_seed
     if options is not None and seed is not None and seed.dim() == 0:
-        # Each rank numbers its batch rows and heads from 0: it must be handed the seeds of those it has.
+        # Each rank numbers its batch elements and heads from 0, so it needs their seeds.
         seed = dropout_seeds(seed.full_tensor() if is_dtensor(seed) else seed, q.shape[0], q.shape[1])
         options = options._replace(dropout_seed=seed)
     mesh = q.device_mesh  # type: ignore[attr-defined]

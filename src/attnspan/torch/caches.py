@@ -1,7 +1,7 @@
-"""Key-value caches of static shape, for decoding and chunked prefill.
+"""KV caches of static shape, for decoding and chunked prefill.
 
-Where a token's key is stored is the cache's affair; which stored keys a query may see is said by spans alone.
-So nothing is ever moved or sorted, and a compiler sees tensors of one shape at every step.
+The cache chooses the slot of each token, and spans say which slots a query may see. Keys and values are
+therefore never moved or sorted, and a compiler sees tensors of one shape at every step.
 """
 
 from typing import Any, Unpack
@@ -19,47 +19,50 @@ __all__ = ["SlotCache", "StaticCache"]
 
 
 class SlotCache(CacheRows):
-    """A cache with slots for each batch row; `StaticCache` and `RollingCache` are the kinds.
+    """A cache with slots for each batch element, the base of `StaticCache` and `RollingCache`.
 
     Attributes:
-        slots: Slots of a row.
-        keep: How many of them hold the row's first tokens for good. The others are a ring.
+        slots: Number of slots of a batch element.
+        keep: Number of slots that hold the first tokens permanently. The other slots are a ring.
     """
 
     def __init__(self, slots: int, keep: int, max_new: int, **sizes: Any) -> None:
-        # Stored head by head in either layout: decoding then reads each head's keys in one piece.
+        # Both layouts store head by head, so that decoding reads each head's keys in one piece.
         super().__init__(("batch", "kv_heads", "slots"), max_new, slots=slots, **sizes)
         self.slots, self.keep = slots, keep
 
     @property
     def keys(self) -> Tensor:
-        """All slots of keys, (B, Hkv, slots, D) in layout "bhsd", (B, slots, Hkv, D) in "bshd": a view."""
+        """View of all slots of keys: (B, Hkv, slots, D) in layout "bhsd", (B, slots, Hkv, D) in "bshd"."""
         return self._in_layout(self._keys)
 
     @property
     def values(self) -> Tensor:
-        """All slots of values, as `keys`."""
+        """View of all slots of values, in the same layout as `keys`."""
         return self._in_layout(self._values)
 
     def update(self, k_new: Tensor, v_new: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Write each row's new tokens behind those that it has, in place, and advance its length.
+        """Append new tokens to each batch element, in place, and advance its length.
+
+        On CPU, a full batch element or a wrong count raises before anything is written. On GPU, a check would
+        force a synchronization. There, the batch element is left as it is and is marked as overflowed, and
+        attention returns NaN for it until you call `reset`.
 
         Args:
-            k_new: Shape (B, Hkv, n, D), or (B, n, Hkv, D) in layout "bshd"; the cache's dtype and device,
-                without gradients.
-            v_new: The same with head dim Dv.
-            counts: Shape (B,), integer, 0 to n: how many tokens of the chunk are the row's own, where rows
-                differ. They stand at its end, with padding before them, so that the last entry is each row's
-                newest token. None: all n.
+            k_new: Shape (B, Hkv, n, D), or (B, n, Hkv, D) in layout "bshd". It must have the cache's dtype
+                and device, and no gradient.
+            v_new: The same, with head dim Dv.
+            counts: Integer, shape (B,), from 0 to n: the number of new tokens of each batch element. They are
+                at the end of the chunk, after padding, so the last entry is always the newest token. None
+                means n for each.
 
         Returns:
             Views of all slots of keys and values, for `attention` with ``mask(n)``.
 
         Raises:
-            ValueError: Sizes or devices do not fit, or tokens require gradients; on CPU also, when the call
-                runs, a row without room or a wrong count, before anything is written. On other devices, such
-                a row is left as it is, and its masks are illegal until `reset`: attention gives NaN.
-            TypeError: Element types do not fit.
+            ValueError: Sizes or devices do not fit, or tokens require gradients. On CPU also if a batch
+                element is full or a count is wrong.
+            TypeError: Dtypes do not fit.
         """
         k_new, v_new = self._chunk(k_new, v_new, counts)
         arrays = self._keys, self._values, self.lengths
@@ -73,22 +76,23 @@ class SlotCache(CacheRows):
 
 
 class StaticCache(SlotCache):
-    """Keys and values of up to ``max_len`` tokens for each batch row; token t is in slot t.
+    """Keys and values of up to ``max_len`` tokens for each batch element. Token t is in slot t.
 
-    ``update`` writes at each row's own length, in place. Its shapes never change, so a compiled step is
-    compiled once.
+    ``update`` writes in place, at each batch element's length. The shapes never change, so a compiled step
+    compiles once.
 
     Args:
-        batch: Rows, B.
-        kv_heads: Key and value heads, Hkv.
-        max_len: Tokens that each row has room for.
+        batch: Batch size, B.
+        kv_heads: Number of key and value heads, Hkv.
+        max_len: Capacity of each batch element, in tokens.
         head_dim: Elements of a key, D.
-        v_dim: Elements of a value, Dv; ``head_dim`` by default.
-        **storage: ``dtype`` of keys and values, torch's default by default; their ``device``; ``layout``,
-            "bhsd" or "bshd": order of the dims of new tokens and of the views that come back.
+        v_dim: Elements of a value, Dv. By default it is ``head_dim``.
+        **storage: ``dtype`` and ``device`` of keys and values, by default torch's. ``layout`` is "bhsd" (the
+            default) or "bshd": the order of the dims of new tokens and of the returned views.
 
     Raises:
-        ValueError, TypeError: A size is no positive int, the layout is unknown, or the dtype not floating.
+        ValueError: A size is not positive, or the layout is unknown.
+        TypeError: A size is not an int, or the dtype is not floating.
 
     Example:
         >>> import torch
@@ -117,14 +121,17 @@ class StaticCache(SlotCache):
         self.max_len = max_len
 
     def mask(self, q_len: int) -> Mask:
-        """Mask of the newest ``q_len`` tokens of each row: ``causal() & cache(lengths)``.
+        """Mask of the newest ``q_len`` tokens of each batch element: ``causal() & cache(lengths)``.
 
-        An expression, to be composed with others; queries have the indices of those tokens, for position
-        biases too. Rows of padding before a row's first token see nothing. The lengths are read when the mask
-        is lowered: lower it after `update`, and make it anew at each step.
+        You can combine the mask with others. The queries have the indices of the newest tokens, also for
+        position biases. Padding queries before the first token see no key. The mask reads the lengths when it
+        is lowered, so lower it after `update`, and make a new mask at each step.
+
+        Args:
+            q_len: Number of queries for each batch element.
 
         Raises:
-            ShapeError: More rows than ``max_len``.
+            ShapeError: ``q_len`` exceeds ``max_len``.
 
         Example:
             >>> import torch
@@ -133,5 +140,5 @@ class StaticCache(SlotCache):
             >>> cache.mask(2).spans(2, 8).bounds[0, 0, :, 0].tolist()
             [[0, 2], [0, 3]]
         """
-        self._check_count("mask", q_len, "query rows")
+        self._check_count("mask", q_len, "queries")
         return masks.causal() & masks.cache(self.lengths)

@@ -1,4 +1,4 @@
-"""Choice of the backend of a call: the one that it names, else the fastest that can run it."""
+"""Choice of a call's backend: the requested backend, or else the fastest one that can run the call."""
 
 import warnings
 from types import ModuleType
@@ -15,14 +15,14 @@ from .backends import BACKENDS
 
 __all__ = ["MOST_KEYS", "backend_for", "candidates", "choose_backend", "torchs_backend"]
 
-#: Keys beyond which a device that has kernels never stores every score unasked.
+#: Largest number of keys for which a GPU stores every score by default.
 MOST_KEYS = 4096
 
 _warned: set[str] = set()
 
 
 def _math_alone() -> bool:
-    """Whether `torch.nn.attention.sdpa_kernel` leaves torch's own attention its math backend alone."""
+    """Whether `torch.nn.attention.sdpa_kernel` allows only torch's math backend."""
     others = compat.flash_enabled() or compat.efficient_enabled()
     others = others or compat.cudnn_enabled() or compat.overrideable_enabled()
     return bool(not others and compat.math_enabled())
@@ -38,19 +38,19 @@ _outside = _Outside("attnspan.torch.choice._outside")
 
 
 def torchs_backend() -> str | None:
-    """The backend of calls in the place of torch's own: "math" within ``sdpa_kernel(SDPBackend.MATH)``."""
-    # A compiler takes the flags for constants, as they are within blocks of the program. On an attribute of a
-    # module it guards: whether the program is entered within such a block.
+    """Backend of drop-in calls: "math" within ``sdpa_kernel(SDPBackend.MATH)``, else None."""
+    # A compiler treats the flags as constants, which is right for blocks inside the program. It guards on an
+    # attribute of a module, so this read recompiles a program that is entered within such a block.
     if torch.compiler.is_compiling() and _outside.math_alone:
         pass
     return "math" if _math_alone() else None
 
 
 class _Unnamed:
-    """A backend for calls that name none: some backends are for their names only.
+    """A backend for calls without ``backend=``. Some backends reject these calls, because they are opt-in.
 
     Args:
-        name: Of the backend.
+        name: Name of the backend.
     """
 
     def __init__(self, name: str) -> None:
@@ -61,9 +61,9 @@ class _Unnamed:
         if reason is not None:
             return reason
         if self.name == "triton":
-            return "it was never measured on a GPU, so it runs by name only"
+            return "it was never measured on a GPU, so it is opt-in"
         if self.name == "math" and problem.device != "cpu" and problem.k_len > MOST_KEYS:
-            return f"it stores every score, so beyond {MOST_KEYS:,} keys it runs by name only"
+            return f"it stores every score, so beyond {MOST_KEYS:,} keys it is opt-in"
         return None
 
 
@@ -73,15 +73,16 @@ _BY_DEVICE = {"cpu": {name: _UNNAMED[name] for name in ("cpu", "math")}}
 
 
 def candidates(*, named: bool) -> dict[str, Any]:
-    """All backends as `choose` sees them, for calls that name one and for those that do not."""
+    """All backends for `choose`: for calls with ``backend=`` if ``named``, else for calls without."""
     return BACKENDS if named else _UNNAMED
 
 
 def choose_backend(problem: Problem, requested: str | None) -> Choice:
-    """The backend that runs a problem, and why each one preferred to it does not.
+    """Choose the backend that runs a problem, with the reason against each faster one.
 
     Raises:
-        OptionError, BackendError: As `attnspan.kernels.choose`.
+        OptionError: As `attnspan.kernels.choose`.
+        BackendError: As `attnspan.kernels.choose`.
     """
     if requested is not None:
         return choose(problem, BACKENDS, requested)
@@ -89,10 +90,11 @@ def choose_backend(problem: Problem, requested: str | None) -> Choice:
 
 
 def backend_for(problem: Problem, requested: str | None) -> str:
-    """Name of the backend that runs a call; warns once per reason where framework code does a kernel's work.
+    """Name of the backend that runs a call. Warns once per reason if framework code is the fallback.
 
     Raises:
-        OptionError, BackendError: As `attnspan.kernels.choose`.
+        OptionError: As `attnspan.kernels.choose`.
+        BackendError: As `attnspan.kernels.choose`.
     """
     choice = choose_backend(problem, requested)
     if choice.name == "math":
@@ -108,5 +110,5 @@ def backend_for(problem: Problem, requested: str | None) -> str:
 def _warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
-        message = f'{message}. Choose it by `with attnspan.backend("math"):` to have no warning.'
+        message = f'{message}. To suppress this warning, request it: `with attnspan.backend("math"):`.'
         warnings.warn(message, SlowPathWarning, stacklevel=4)

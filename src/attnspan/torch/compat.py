@@ -1,8 +1,9 @@
-"""Private names of torch, as they are in 2.13; `make test-with WITH=torch==...` tries another version.
+"""Private names of torch 2.13. `make test-with WITH=torch==...` tests another version.
 
-Where one is missing, importing `attnspan.torch` fails and names it. No other module from this room on uses a
-private name of torch's modules or of `torch._C` (tests/test_layers.py). The rooms below, which load no torch,
-look their few up where torch is loaded already (`base/arrays.py`, `base/recorded.py`, `masks/bounds.py`).
+If a name is missing, the import of `attnspan.torch` raises an error that names it. No other module of this
+package and the packages above it uses a private name of torch's modules or of `torch._C`
+(tests/test_layers.py). The packages below do not import torch. They look up a few private names if torch is
+already loaded (`base/arrays.py`, `base/recorded.py`, `masks/bounds.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ try:
 
     _C: Any = torch._C
 
-    # What looks at a program.
+    # Observers of a program.
     are_functorch_transforms_active = _C._are_functorch_transforms_active
     dispatch_modes = _C._len_torch_dispatch_stack
     function_modes = _C._len_torch_function_stack
@@ -52,7 +53,7 @@ try:
     included_keys = _C._dispatch_tls_local_include_set
     parse_schema = _C.parse_schema
 
-    # Which kernels `torch.nn.attention.sdpa_kernel` allows.
+    # Kernels that `torch.nn.attention.sdpa_kernel` allows.
     flash_enabled = _C._get_flash_sdp_enabled
     efficient_enabled = _C._get_mem_efficient_sdp_enabled
     cudnn_enabled = _C._get_cudnn_sdp_enabled
@@ -113,23 +114,23 @@ __all__ = [
 
 
 def dual_level() -> int:
-    """The level of forward-mode derivatives; below 0 outside of one."""
+    """Level of forward-mode derivatives. It is negative outside of forward mode."""
     return int(forward_ad._current_level)
 
 
 def mark_dynamic(x: Any, dim: int) -> None:
-    """Mark a dim whose size the compiler may take for a constant as one that varies."""
+    """Mark a dim as dynamic, unless the compiler specializes it."""
     torch._dynamo.maybe_mark_dynamic(x, dim)
 
 
 def unsupported_by_compiler() -> type[Exception]:
-    """The compiler's error for what it cannot trace. Loading it takes seconds: only the compiler asks."""
+    """The compiler's error for untraceable code. The import takes seconds: only the compiler calls this."""
     from torch._dynamo.exc import Unsupported
 
     return Unsupported
 
 
-# What follows loads slow parts of torch, so it is loaded when asked for.
+# The functions below import slow parts of torch when they are called.
 
 
 def get_proxy_mode() -> Any:
@@ -140,7 +141,7 @@ def get_proxy_mode() -> Any:
 
 
 def guard_scalar(x: Any) -> Any:
-    """A symbolic number as a plain one; the program is then guarded on it."""
+    """A symbolic number as a plain number, with a guard on it."""
     from torch.fx.experimental import symbolic_shapes
 
     return symbolic_shapes.guard_scalar(x)
@@ -154,14 +155,14 @@ def statically_known_true(x: Any) -> bool:
 
 
 def parameter_types() -> Any:
-    """Annotations that the schema of an operator may have, by type."""
+    """Supported annotations of an operator's schema, by type."""
     from torch._library import infer_schema
 
     return infer_schema.SUPPORTED_PARAM_TYPES
 
 
 def tuple_to_list(annotation: Any) -> Any:
-    """An annotation of a tuple as one of a list, where there is one."""
+    """Annotation of a list that replaces the annotation of a tuple, if there is one."""
     from torch._library import infer_schema
 
     return infer_schema.tuple_to_list(annotation)
@@ -172,15 +173,16 @@ _formulas: list[tuple[Any, Callable[..., int]]] = []
 
 
 def flop_formula(packet: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Register a function as the FLOP formula of an operator, with the arguments of the operator itself.
+    """Register a function as the FLOP formula of an operator. It receives the operator's arguments.
 
-    torch's counter loads Triton, which takes longer than all of attnspan. Formulas wait for its import.
+    The import of torch's counter loads Triton, which takes longer than the import of attnspan. Formulas are
+    therefore registered when other code imports the counter.
     """
 
     def register(formula: Callable[..., int]) -> Callable[..., int]:
         _formulas.append((packet, formula))
         if _FLOP_COUNTER in sys.modules:
-            # Another thread may be half way through it: an import waits for that.
+            # Another thread may still be importing the counter. The import here waits for it.
             _register_formulas(importlib.import_module(_FLOP_COUNTER))
         return formula
 
@@ -194,7 +196,7 @@ def _register_formulas(counter: ModuleType) -> None:
 
 
 class _OnFlopCounter:
-    """Finds torch's counter as Python would, and registers the formulas once it is loaded."""
+    """Finder of torch's counter. It registers the formulas when the counter is loaded."""
 
     _looks = False
 
@@ -212,7 +214,7 @@ class _OnFlopCounter:
 
 
 class _Loads:
-    """Loads torch's counter by its own loader, which others may share, and leaves that in its place."""
+    """Loader of torch's counter. It uses the counter's original loader and then restores it."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

@@ -1,7 +1,9 @@
-"""Support of compiled, exported and checkpointed programs, besides the operators of attention.
+"""Support for compiled, exported and checkpointed programs, besides the operators of attention.
 
-The operator ``attnspan::encode`` (booleans that a compiled program made, as spans), errors that keep their
-text while a compiler reads a program, masks and biases as pytrees, and a policy of selective checkpointing.
+- The operator ``attnspan::encode`` turns booleans of a compiled program into spans.
+- Errors keep their text while a compiler traces a program.
+- Masks and biases are pytrees.
+- There is a policy for selective checkpointing.
 """
 
 from collections.abc import Callable
@@ -39,7 +41,7 @@ def _new_bounds(visible: Tensor, runs: int) -> Tensor:
 
 
 def _encoder(encode_rows: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
-    """A kernel of the operator, which encodes so many rows at once that its memory is bounded."""
+    """A kernel of the operator. It encodes a limited number of queries at once, to bound its memory."""
 
     def kernel(visible: Tensor, runs: int) -> Tensor:
         bounds = _new_bounds(visible, runs)
@@ -54,14 +56,14 @@ def _encoder(encode_rows: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, 
 
 @_encoder
 def _encode_cpu(visible: Tensor, runs: int) -> Tensor:
-    """Bounds of all rows; an OptionError for a row with more than ``runs`` runs."""
+    """Bounds of all queries. Raises an OptionError if a query has more than ``runs`` runs."""
     return torch.from_numpy(encode(visible.numpy(), runs, "from_predicate, from_dense, keys"))
 
 
 @_encoder
 def _encode_device(visible: Tensor, runs: int) -> Tensor:
-    """The same without waiting for the device; (0, -1) in each span of a row with too many runs."""
-    # Edges of a row alternate between starts and stops: the n-th one is an end of span n // 2.
+    """Bounds of all queries without a synchronization. Each span of a query with too many runs is (0, -1)."""
+    # The edges of a query's runs alternate between starts and stops. Edge n is an end of span n // 2.
     padded = torch.nn.functional.pad(visible, (1, 1))
     edges = padded[..., 1:] != padded[..., :-1]
     rank = edges.cumsum(-1, dtype=torch.int32)
@@ -83,13 +85,14 @@ register_operator("torch", encode_op)
 
 
 def _raise(kind: type[Exception], text: str) -> None:
-    """Raise an error from the compiler itself while it reads the program that makes it."""
+    """Raise an error from within the compiler while it traces the program that raises the error."""
     if torch.compiler.is_dynamo_compiling():
         _raise_now(kind, text)
 
 
-# Run by the compiler as it reads the call: what it reads would lose the text. After a graph break Python runs
-# it, and the error is the ordinary one: from its own errors the compiler cuts the frames of the user's code.
+# The compiler runs this function while it traces the call, because a traced error would lose its text. After
+# a graph break Python runs it, and the ordinary error is raised: the compiler would cut the frames of the
+# user's code from its own error.
 @constant_when_traced
 def _raise_now(kind: type[Exception], text: str) -> None:
     if compat.TracingContext.try_get() is not None:
@@ -98,7 +101,7 @@ def _raise_now(kind: type[Exception], text: str) -> None:
 
 @cache
 def _traced(kind: type[Exception]) -> type[Exception]:
-    """`kind` as an error that the compiler hands on as it is; without fullgraph it breaks the graph."""
+    """`kind` as an error that the compiler passes on unchanged. Without fullgraph it breaks the graph."""
     unsupported = compat.unsupported_by_compiler()
 
     def initialise(self: Any, text: str) -> None:
@@ -112,12 +115,12 @@ register_raiser(_raise)
 
 
 def _collate(batch: list[Any], **_: Any) -> Any:
-    """The masks of examples as one of their batch: equal ones, or ones whose arrays (S,) become (B, S)."""
+    """Merge the masks of examples. Equal masks stay as they are, and arrays of shape (S,) become (B, S)."""
     first, *others = batch
     if all(x == first for x in others):
         return first
     trees = [pytree.tree_flatten(x) for x in batch]
-    # Without arrays they differ in what is no field of theirs.
+    # Masks without arrays differ in something that is not a field.
     alike = bool(trees[0][0]) and all(spec == trees[0][1] for _, spec in trees)
     remedy = "Make the mask of the batch from the collated arrays"
     expect(alike, "default_collate", "masks of one structure", " and ".join(map(repr, batch[:2])), remedy)
@@ -134,7 +137,7 @@ def _collate(batch: list[Any], **_: Any) -> Any:
 def _register(cls: type, flatten: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
     def flatten_to_list(x: Any) -> tuple[list[Any], Any]:
         if cls is Spans and x._k_len is not None:
-            # The number of keys is a leaf: in the context it would tie a program to itself.
+            # The number of keys is a leaf. In the context it would specialize a program.
             return [x.bounds, x._k_len], (("bounds", "_k_len"), ())
         children, context = flatten(x)
         return list(children), context
@@ -156,29 +159,30 @@ def _register(cls: type, flatten: Callable[..., Any], unflatten: Callable[..., A
         from_dumpable_context=_as_tuples,
     )
     compat.default_collate_fn_map.setdefault(cls, _collate)
-    # torch.export.load reads the example inputs of a program, which masks may be among.
+    # torch.export.load reads a program's example inputs, and these may contain masks.
     torch.serialization.add_safe_globals([cls])
 
 
 def _as_tuples(value: Any) -> Any:
-    """Turn the lists that JSON has made back into tuples."""
+    """Turn the lists that JSON makes back into tuples."""
     return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 register_pytrees(_register)
 
-#: Operators whose outputs are worth keeping: their recomputation costs most, their outputs are O(S).
+#: Operators whose outputs a policy should save. They cost most to recompute, and their outputs are O(S).
 SAVE_OPS: tuple[compat.OpOverload, ...] = (forward_op, vendor_op, encode_op)
 _saved = set(SAVE_OPS)
 
 
 def checkpoint_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep the results of attention, and of masks encoded in a compiled program; recompute everything else.
+    """Save the results of attention, and of masks encoded in a compiled program. Recompute everything else.
 
-    For ``torch.utils.checkpoint.create_selective_checkpoint_contexts``; the forward kernel then runs once per
-    step instead of twice.
+    Pass this policy to ``torch.utils.checkpoint.create_selective_checkpoint_contexts``. The forward kernel
+    then runs once per step instead of twice.
 
-    Returns ``MUST_SAVE`` for `SAVE_OPS` and the operators of `wrap`, else ``PREFER_RECOMPUTE``.
+    Returns:
+        ``MUST_SAVE`` for `SAVE_OPS` and the operators of `wrap`, else ``PREFER_RECOMPUTE``.
 
     Example:
         >>> from functools import partial
@@ -196,13 +200,13 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def keep_backend(context_fn: Callable[[], Contexts] = noop_context_fn) -> Contexts:
-    """Recompute the calls of a checkpoint with the backend of the block that the forward pass ran in.
+    """Recompute the calls of a checkpoint with the backend of the forward pass's block.
 
-    Torch recomputes during the backward pass, where a block of `attnspan.backend` may have ended: another
+    Torch recomputes during the backward pass, when a block of `attnspan.backend` may have ended. Another
     backend would save other tensors, and torch would raise a `CheckpointError`.
 
     Args:
-        context_fn: The ``context_fn`` that the checkpoint has otherwise, such as a partial of
+        context_fn: Another ``context_fn`` for the same checkpoint, for example a partial of
             ``create_selective_checkpoint_contexts``.
 
     Returns:
@@ -223,7 +227,7 @@ def keep_backend(context_fn: Callable[[], Contexts] = noop_context_fn) -> Contex
 
 
 class _Both(AbstractContextManager[None]):
-    """Two contexts as one, which is entered for each backward pass of a graph that is kept."""
+    """Two contexts as one. A retained graph enters it once for each backward pass."""
 
     def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
         self.outer, self.inner = outer, inner
@@ -238,5 +242,5 @@ class _Both(AbstractContextManager[None]):
 
 
 def save_also(op: compat.OpOverload) -> None:
-    """Let `checkpoint_policy` keep the results of another operator of attention."""
+    """Let `checkpoint_policy` save the results of another operator of attention."""
     _saved.add(op)

@@ -1,10 +1,9 @@
-"""DTensors: how a call's arguments lie on their mesh, and each rank's part of its mask.
+"""DTensors: the placement of a call's arguments on their mesh, and each rank's part of its mask.
 
-Batch rows and heads may be split; every rank then attends to its part alone. The sequence may not: each rank
-would see a part of the keys and be wrong without any error, so it is refused by name unless a plan exchanges
-keys. DTensor would make inconsistent arguments consistent by moving them, silently; here they are refused.
-Only a tensor of the mask or of an option that each rank has whole is cut down to the part that a rank needs,
-which moves nothing.
+Batch and heads may be sharded, and every rank then computes only its part. A sharded sequence raises an error
+unless a plan exchanges keys, because each rank would see only some keys and return wrong results. DTensor
+itself would silently redistribute inconsistent arguments, but here they raise an error. Only a replicated
+tensor of the mask or of an option is sliced to a rank's part, which moves no data.
 """
 
 import math
@@ -37,29 +36,30 @@ __all__ = [
     "replicated",
 ]
 
-#: What a mesh axis splits. `ROWS` is the sequence, which only a plan may split; `WHOLE`: nothing.
+#: Role of a mesh axis: the dim that it shards. `ROWS` is the sequence, which only a plan may shard. `WHOLE`
+#: shards no dim.
 BATCH, HEADS, ROWS, WHOLE = "batch", "heads", "rows", "whole"
 _DIMS = {"batch": BATCH, "heads": HEADS, "length": ROWS, "tokens": ROWS}
 _PLAN = (
-    "Redistribute it, or plan the exchange of keys that a split sequence needs: "
+    "Redistribute it, or plan the exchange of keys that a sharded sequence needs: "
     "mask=attnspan.parallel.Layout.of(...).plan(...).on(mesh, rows=rows)"
 )
-_MOVES_NOTHING = "Redistribute it: attention moves nothing by itself"
+_MOVES_NOTHING = "Redistribute it: attention never moves data by itself"
 
-#: A tensor that belongs to q: its name, its value, and which of its dims are those of batch rows and heads.
+#: A tensor that belongs to q: its name, its value, its batch dim and its head dim.
 Follower = tuple[str, Any, int | None, int | None]
 
 
 class ShardedMask(OneMask):
-    """A mask and who holds which part of the problem: `attention` hands its calls to a plan on a mesh."""
+    """A mask together with a plan on a mesh. `attention` passes its calls to the plan."""
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        """The result of `attnspan.torch.attention`, without ``mask``, for this rank's part of q, k and v."""
-        raise NotImplementedError(f"{type(self).__name__} must say how its part is computed")
+        """Call `attnspan.torch.attention`, without ``mask``, for this rank's part of q, k and v."""
+        raise NotImplementedError(f"{type(self).__name__} must define attention")
 
 
 def is_dtensor(x: object) -> bool:
-    """Whether it is a DTensor; asking loads nothing, as importing DTensor takes long."""
+    """Whether `x` is a DTensor. The check imports nothing, because the import of DTensor is slow."""
     module = None if type(x) is Tensor else sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
@@ -70,30 +70,33 @@ class Places:
 
     Attributes:
         mesh: The DeviceMesh.
-        roles: What each of its axes splits: `BATCH`, `HEADS`, `ROWS` or `WHOLE`.
+        roles: Role of each mesh axis: `BATCH`, `HEADS`, `ROWS` or `WHOLE`.
     """
 
     mesh: Any
     roles: tuple[str, ...]
 
     def wanted(self, x: Tensor, batch: int | None, heads: int | None) -> tuple[Any, ...]:
-        """The placements of a tensor with these dims for batch rows and heads: as q, but for sizes of 1."""
+        """Placements of a tensor with these batch and head dims: q's, except for dims of size 1."""
         return tuple(follow(x, role, batch, heads) for role in self.roles)
 
     def part(self, name: str, x: Any, batch: int | None, heads: int | None) -> Tensor:
-        """This rank's part of a tensor that belongs to q; a plain one is taken to be the whole."""
+        """This rank's part of a tensor that belongs to q. A plain tensor is global."""
         check_follower(self, name, x, batch, heads)
         whole = x if is_dtensor(x) else replicated(x, self.mesh)
-        # From whole to split: each rank cuts its own part out.
+        # From replicated to sharded: each rank slices its own part.
         return whole.redistribute(self.mesh, self.wanted(x, batch, heads)).to_local()  # type: ignore[no-any-return]
 
     def join(
         self, x: Tensor, shape: Sequence[Any], dims: dict[str, int], order: Sequence[int] | None = None
     ) -> Tensor:
-        """The DTensor of which each rank has a part, x.
+        """DTensor of the parts x of all ranks.
 
-        ``shape`` is that of the whole, which is split along ``dims``, by role, where q is; ``order`` names
-        the dims as they are stored, if not as usual.
+        Args:
+            x: This rank's part.
+            shape: Global shape.
+            dims: Dim to shard for each role.
+            order: Dims in storage order, by default ascending.
         """
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -109,10 +112,13 @@ class Places:
 def places_of(
     q: Tensor, k: Tensor, v: Tensor, layout: str, given: Given, plan_mesh: Any = None
 ) -> Places | None:
-    """Find the placement of q, k and v; None where all are plain. Options must lie accordingly.
+    """Find the placement of q, k and v, or None if all are plain. Options must have matching placements.
 
-    ``plan_mesh`` is the mesh of a plan, whose axes split the rows. Raises an OptionError for tensors that lie
-    otherwise, and a ShapeError where a rank would have no batch row, or heads without their key heads.
+    ``plan_mesh`` is the mesh of a plan, whose axes shard the sequence.
+
+    Raises:
+        OptionError: A tensor has another placement.
+        ShapeError: A rank would have no batch element, or heads without their key heads.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return None
@@ -132,26 +138,26 @@ def places_of(
 def check_places(
     layout: str, meshes: Any, placements: Any, sizes: tuple[Any, Any, Any], plan_mesh: Any = None
 ) -> Places:
-    """Find the placement of q, k and v by their meshes; sizes are batch rows, query heads and key heads."""
+    """Find the placement of q, k and v on their meshes. Sizes: batch, query heads and key heads."""
     places = Places(meshes[0], _find_roles(layout, meshes, placements, plan_mesh))
     _check_parts(places, *sizes)
     return places
 
 
-# Run while a compiler reads the call, as placements never change within a program: nothing of it is traced,
-# and an error keeps its message.
+# A compiler runs this function while it traces the call, because placements never change within a program.
+# Its code is not traced, and an error keeps its message.
 @constant_when_traced
 def _find_roles(
     layout: str, meshes: tuple[Any, ...], placements: tuple[Any, ...], plan_mesh: Any
 ) -> tuple[str, ...]:
-    """Find what each mesh axis splits, by the placements of q, k and v, which must agree."""
+    """Find the role of each mesh axis from the placements of q, k and v, which must agree."""
     from torch.distributed.tensor import Replicate, Shard
 
     first = next(i for i, mesh in enumerate(meshes) if mesh is not None)
     mesh, wanted, dims = meshes[first], placements[first], LAYOUTS[layout]
     for name, own, places in zip("qkv", meshes, placements, strict=True):
         what, one = f"{name} as a DTensor", (_words(wanted), mesh, "qkv"[first])
-        remedy = "Give all three as DTensors (DTensor.from_local), or none (to_local)"
+        remedy = "Pass all three as DTensors (DTensor.from_local), or none (to_local)"
         expect(own is not None, name, "a DTensor with {} on {}, as {} is one", "a plain tensor", remedy, *one)
         expect(own == mesh, what, "the mesh of q, {}", own, "Place q, k and v on one mesh", mesh)
         expect(places == wanted, what, "{}, as q", _words(places), _MOVES_NOTHING, _words(wanted))
@@ -161,49 +167,49 @@ def _find_roles(
     for place in wanted:
         dim = place.dim if type(place) is Shard else -1
         rows = split.get(dim) == ROWS
-        got = repr(place) if dim < 0 else f"{place!r}, which splits {'q_len' if rows else dims[dim]}"
+        got = repr(place) if dim < 0 else f"{place!r}, which shards {'q_len' if rows else dims[dim]}"
         fits, remedy = type(place) is Replicate or dim in may, _PLAN if rows else "Redistribute it"
         expect(fits, "q as a DTensor", "{} or Replicate()", got, remedy, expected)
     if plan_mesh is not None:
         axes, rows_at = _axes_of_plan(mesh, plan_mesh), next(i for i, role in split.items() if role == ROWS)
         fits = axes == [i for i, place in enumerate(wanted) if place == Shard(rows_at)]
         expected = "Shard({}) along mesh axes {} only: the plan's ranks hold its rows"
-        remedy = "Make it by DTensor.from_local(...) of rows that layout.shard(...) gave"
+        remedy = "Make it with DTensor.from_local(...) from the rows that layout.shard(...) returned"
         what = "q as a DTensor with context parallelism"
         expect(fits, what, expected, _words(wanted), remedy, rows_at, f"{axes}")
     return tuple(split[place.dim] if place.is_shard() else WHOLE for place in wanted)
 
 
 def _axes_of_plan(mesh: Any, plan_mesh: Any) -> list[int]:
-    """The axes of a mesh whose ranks are those of a plan, in its order."""
+    """Axes of a mesh whose ranks are a plan's ranks, in the plan's order."""
     wanted, here, counts = plan_mesh.mesh.flatten(), mesh.get_coordinate(), range(1, mesh.ndim + 1)
     found: list[list[int]] = []
     for axes in (axes for count in counts for axes in combinations(range(mesh.ndim), count)):
         at = tuple(slice(None) if i in axes else here[i] for i in range(mesh.ndim))
         if mesh.mesh[at].flatten().equal(wanted):
             found.append(list(axes))
-    # Axes of size 1 are told apart by name.
+    # Axes of size 1 differ only in their names.
     own, names = mesh.mesh_dim_names or (), plan_mesh.mesh_dim_names or ()
     found.sort(key=lambda axes: tuple(own[i] for i in axes if own) != names)
     what, expected = "q as a DTensor with context parallelism", "a mesh with the ranks of the plan, {}"
-    remedy = "Make the plan and the DTensors of one mesh: plan.on(mesh['cp'], rows=rows)"
+    remedy = "Make the plan and the DTensors on one mesh: plan.on(mesh['cp'], rows=rows)"
     expect(found, what, expected + ", along its axes", mesh, remedy, f"{wanted.tolist()}")
     return found[0]
 
 
 def _check_parts(places: Places, batch: Any, q_heads: Any, kv_heads: Any) -> None:
-    """Raise a ShapeError unless every rank has a batch row, and heads together with their key heads."""
-    for role, what, size in ((BATCH, "batch rows", batch), (HEADS, "key heads", kv_heads)):
+    """Raise a ShapeError unless every rank has a batch element, and heads together with their key heads."""
+    for role, what, size in ((BATCH, "batch elements", batch), (HEADS, "key heads", kv_heads)):
         counts = [places.mesh.size(axis) for axis, own in enumerate(places.roles) if own == role]
         ranks, sizes = math.prod(counts), {size}
         if ranks == 1 or size % ranks == 0:
             continue
-        name, remedy = "q, k and v as DTensors", "Repeat key heads, or share heads out to fewer ranks"
-        expected = "a multiple of {} key heads, as so many ranks share {} query heads"
+        name, remedy = "q, k and v as DTensors", "Repeat key heads, or shard heads over fewer ranks"
+        expected = "a multiple of {} key heads, because this many ranks share {} query heads"
         fits = role != HEADS or q_heads == kv_heads
         expect(fits, name, expected, kv_heads, remedy, ranks, q_heads, error=ShapeError)
         for count in counts:
-            # The parts that Shard makes: all but the last ones have `each`.
+            # Shard gives `each` elements to every part except the last ones.
             whole = [(n, -(-n // count)) for n in sizes]
             sizes = {min(each, max(n - each * i, 0)) for n, each in whole for i in range(count)}
         expected, remedy = what + " for each of {} ranks", "Use fewer ranks along that axis, or Replicate()"
@@ -215,7 +221,7 @@ def _words(placements: Any) -> str:
 
 
 def follow(x: Any, role: str, batch: int | None = 0, heads: int | None = 1) -> Any:
-    """Placement of a tensor that belongs to q, with these dims, along a mesh axis of this role."""
+    """Placement of a tensor that belongs to q, with these dims, along a mesh axis with this role."""
     from torch.distributed.tensor import Replicate, Shard
 
     if x is None:
@@ -225,7 +231,7 @@ def follow(x: Any, role: str, batch: int | None = 0, heads: int | None = 1) -> A
 
 
 def check_follower(places: Places | None, name: str, x: Any, batch: int | None, heads: int | None) -> None:
-    """Raise an OptionError for a DTensor that does not lie as q does, and for any where q is plain."""
+    """Raise an OptionError for a DTensor without q's placement, and for any DTensor if q is plain."""
     if is_dtensor(x):
         mesh, wanted = (None, ()) if places is None else (places.mesh, places.wanted(x, batch, heads))
         _check_placements(name, x.device_mesh, tuple(x.placements), mesh, wanted)
@@ -236,7 +242,7 @@ def _check_placements(
     name: str, mesh: Any, placements: tuple[Any, ...], q_mesh: Any, wanted: tuple[Any, ...]
 ) -> None:
     got, what = _words(placements), f"{name} as a DTensor"
-    remedy = "Give q, k and v as DTensors too, or its to_local()"
+    remedy = "Pass q, k and v as DTensors too, or pass its to_local()"
     expect(q_mesh is not None, name, "a plain tensor, as q, k and v are", f"a DTensor with {got}", remedy)
     expect(mesh == q_mesh, what, "the mesh of q, {}", mesh, "Place it on the mesh of q, k and v", q_mesh)
     fits = placements == wanted or all(place.is_replicate() for place in placements)
@@ -245,7 +251,7 @@ def _check_placements(
 
 
 def option_tensors(given: Given) -> Iterator[Follower]:
-    """The tensors of a call's options."""
+    """Tensors of a call's options."""
     bias: Any = dense_bias(given.bias) if isinstance(given.bias, Tensor) else given.bias
     for field in fields(bias) if isinstance(bias, Bias) else ():  # type: ignore[arg-type]
         x = getattr(bias, field.name)
@@ -263,12 +269,12 @@ def option_tensors(given: Given) -> Iterator[Follower]:
 
 
 def batch_dim(x: Any, rank: int) -> int | None:
-    """The dim of batch rows of an array that has one in front of this many, or has none."""
+    """Batch dim of an array: 0 if it has more than ``rank`` dims, else None."""
     return 0 if getattr(x, "ndim", 0) > rank else None
 
 
 def replicated(x: Any, mesh: Any) -> Any:
-    """A tensor that all ranks have as a DTensor; anything else as it is."""
+    """A tensor that all ranks have, as a DTensor. Any other `x` is returned unchanged."""
     from torch.distributed.tensor import DTensor, Replicate
 
     if not isinstance(x, Tensor):

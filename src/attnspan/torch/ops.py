@@ -1,8 +1,9 @@
-"""The operators ``attnspan::attention`` and ``attnspan::attention_backward``, as tracers of torch see them.
+"""The operators ``attnspan::attention`` and ``attnspan::attention_backward``, which torch's tracers see.
 
-Schemas, kernels for CPU and CUDA, fake kernels, autograd. Tensors are in (B, H, S, D) order with a unit last
-stride; results are stored as contiguous (B, S, H, D) whatever the strides of the inputs, so that a fake
-kernel does no stride arithmetic and no guard ever depends on a stride. docs/design.md has the contract.
+This module has their schemas, kernels for CPU and CUDA, fake kernels and autograd. Tensors have the order
+(B, H, S, D) with a unit last stride. Results are stored as contiguous (B, S, H, D), whatever the strides of
+the inputs. A fake kernel then computes no strides, and no guard depends on a stride. docs/design.md has the
+contract.
 """
 
 import warnings
@@ -41,18 +42,17 @@ __all__ = [
     "with_autograd",
 ]
 
-# The plain Library instead of the custom_op decorator: the decorator adds Python wrappers to every call.
+# This uses Library, because the custom_op decorator adds Python wrappers to every call.
 _library = torch.library.Library("attnspan", "DEF")  # type: ignore[no-untyped-call]
-# Strides in the order of eager mode are what a unit last stride needs; exact ones would add copies.
+# A unit last stride needs only the stride order of eager mode. Exact strides would add copies.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-#: Options in the schemas of both operators. `bias_kind` says how `bias` is read; the indices are those of
-#: queries and keys in the whole sequence, for biases of position and dropout. docs/options.md has the meaning
-#: of each.
+#: Options in the schemas of both operators. `bias_kind` is the kind of `bias`. The indices are the global
+#: indices of queries and keys, for position biases and dropout. docs/options.md explains each option.
 OPTION_SCHEMA = (
     "float softcap=0.0, Tensor? bias=None, int bias_kind=0, Tensor? sinks=None, float dropout_p=0.0,"
     " Tensor? dropout_seed=None, Tensor? q_index=None, Tensor? k_index=None"
 )
-# `k_len` is the number of keys that a mask was lowered for, where only the running program knows it.
+# `k_len` is the number of keys that a mask was lowered for, if only the running program knows it.
 _library.define(  # type: ignore[no-untyped-call]
     f"attention(Tensor q, Tensor k, Tensor v, Tensor bounds, float scale, {OPTION_SCHEMA},"
     " Tensor? k_len=None) -> (Tensor out, Tensor lse)",
@@ -65,28 +65,28 @@ _library.define(  # type: ignore[no-untyped-call]
     tags=_TAGS,
 )
 
-# Option arguments of both operators, those of `Options` in their order. Torch leaves trailing defaults out.
+# Number of option arguments of both operators, in the order of `Options`. Torch omits trailing defaults.
 _COUNT = len(Options._fields)
 
 
 def stored_bshd(like: Tensor, heads: int, length: int, dim: int) -> Tensor:
-    """An uninitialised (B, H, S, D) tensor that is stored as contiguous (B, S, H, D)."""
+    """Uninitialised (B, H, S, D) tensor that is stored as contiguous (B, S, H, D)."""
     return like.new_empty((like.shape[0], length, heads, dim)).transpose(1, 2)
 
 
 def new_outputs(q: Tensor, v: Tensor, lse_dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """Uninitialised out and lse. float32 would lose |lse| * 2^-24 of the weights that backward recomputes."""
+    """Uninitialised out and lse. A float32 lse would give recomputed weights an error of |lse| * 2^-24."""
     batch, heads, q_len, _ = q.shape
     return stored_bshd(q, heads, q_len, v.shape[3]), q.new_empty((batch, heads, q_len), dtype=lse_dtype)
 
 
 def readable(x: Tensor) -> Tensor:
-    """The tensor itself where its last stride is 1, else the one explicit copy that the kernel needs."""
+    """The tensor itself if its last stride is 1, else the copy that the kernel needs."""
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def read_options(options: Options) -> Options | None:
-    """The options with arrays as the kernel can read them; None where none is given."""
+    """Options with arrays that the kernel can read, or None if the call has no options."""
     softcap, bias, kind, sinks, dropout_p, *rest = options
     if softcap == 0.0 and bias is None and sinks is None and dropout_p == 0.0:
         return None
@@ -97,7 +97,7 @@ def read_options(options: Options) -> Options | None:
 
 
 def _kernel_of(x: Tensor) -> tuple[Any, dict[str, Any]]:
-    """The kernels of a tensor's device, and what they are told besides the call."""
+    """Kernels of a tensor's device, and their additional arguments."""
     on_cpu = x.is_cpu and not triton.interpret.get()
     return (cpu, {"num_threads": torch.get_num_threads()}) if on_cpu else (triton, {})
 
@@ -122,10 +122,10 @@ def _backward_kernel(
     bounds, out, lse, scale, *given = rest
     gradients = _backward_fake(dout, dlse, q, k, v, *rest)
     dq, dk, dv, dbias, dsinks = gradients
-    if lse.numel() == 0:  # No query, so nothing has a gradient; the kernel has nothing to walk over.
+    if lse.numel() == 0:  # Without queries all gradients are 0, and the kernel does not accept the call.
         return dq, *(x.zero_() for x in gradients[1:])
-    # Kept in names until the kernel is done: it is given addresses. Hooks on saved tensors may have changed
-    # the strides of out and lse.
+    # The kernel receives addresses, so these names keep the tensors alive. Hooks on saved tensors may have
+    # changed the strides of out and lse.
     dout, q, k, v, out = (readable(x) for x in (dout, q, k, v, out))
     dlse, bounds, lse = None if dlse is None else dlse.contiguous(), bounds.contiguous(), lse.contiguous()
     options = read_options(Options(*given[:_COUNT]))
@@ -149,7 +149,7 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor,
 def _backward_fake(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    """Uninitialised dq, dk, dv, dbias and dsinks; of what has no gradient, without elements."""
+    """Uninitialised dq, dk, dv, dbias and dsinks. A gradient that is not needed has no elements."""
     del dout, dlse
     options, want_dbias = Options(*rest[4 : 4 + _COUNT]), rest[4 + _COUNT :] == (True,)
     dq, dk, dv = (stored_bshd(x, x.shape[1], x.shape[2], x.shape[3]) for x in (q, k, v))
@@ -165,7 +165,7 @@ def _implement(library: torch.library.Library, key: str, **more: Any) -> None:
 
 @contextmanager
 def python_kernels() -> Iterator[None]:
-    """Both operators run from Python on CPU tensors meanwhile: for what Triton interprets, and to compare."""
+    """Run both operators from Python on CPU tensors, for Triton's interpreter and for comparisons."""
     library = torch.library.Library("attnspan", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")
@@ -176,8 +176,8 @@ def python_kernels() -> Iterator[None]:
         library._destroy()  # type: ignore[no-untyped-call]
 
 
-# On CPU the compiled module is the kernel, without a Python call; those above run what Triton interprets, and
-# say that the module is missing.
+# On CPU the compiled module is the kernel, without a Python call. The Python kernels above run Triton's
+# interpreter, and raise if the compiled module is missing.
 _implement(_library, "CUDA")
 if cpu.core is None or not cpu.core.register_torch_operators():
     _implement(_library, "CPU")
@@ -187,15 +187,16 @@ torch.library.register_fake("attnspan::attention_backward", _backward_fake, lib=
 
 forward_op = torch.ops.attnspan.attention.default
 backward_op = torch.ops.attnspan.attention_backward.default
-# The names of version 0.2, which checkpointing policies outside this package compare operators with.
+# Names of version 0.2, because checkpointing policies outside this package may compare with them.
 for _name, _op in (("forward", forward_op), ("backward", backward_op)):
     setattr(torch.ops.attnspan, _name, _op.overloadpacket)
 
 
 def _past_operator(dout: Tensor, *rest: Any) -> tuple[Any, ...] | None:
-    """The operator's gradients without it, three quarters of the time of a backward of 16 rows.
+    """The operator's gradients without a call of the operator.
 
-    None where the compiled module cannot read a tensor as it is.
+    The backward pass of 16 queries then takes three quarters of the time. Returns None if the compiled module
+    cannot read a tensor.
     """
     q, k, v, bounds, out, lse, scale, *given, want_dbias = rest
     options = read_options(Options(*given))
@@ -209,20 +210,20 @@ def _past_operator(dout: Tensor, *rest: Any) -> tuple[Any, ...] | None:
 
 
 class _Forward(torch.autograd.Function):
-    """The derivative of the forward operator."""
+    """Derivative of the forward operator."""
 
     @staticmethod
     def forward(ctx: Any, source: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        # What autograd records: a call of the operator, or the results of one that the kernel has done.
+        # Autograd records a call of the operator, or results that the kernel has already computed.
         ctx.short = type(source) is tuple
         results = source if ctx.short else below_autograd(forward_op, source, inputs)
-        # An unused output then has gradient None, and the kernel skips the lse term.
+        # The gradient of an unused output is then None, and the kernel skips the lse term.
         ctx.set_materialize_grads(False)
         q, k, v, bounds, scale, *given = inputs
         softcap, bias, kind, sinks, dropout_p, *rest = Options(*given[:_COUNT])
         ctx.numbers = scale, softcap, kind, dropout_p
         kept = [q, k, v, bounds, bias, sinks, *rest]
-        # What was made in inference mode cannot be saved, but its copy can.
+        # Autograd cannot save a tensor from inference mode, but it can save a copy.
         kept = [x.clone() if x is not None and x.is_inference() else x for x in kept]
         ctx.save_for_backward(*results, *kept)
         return results  # type: ignore[no-any-return]
@@ -242,16 +243,16 @@ class _Forward(torch.autograd.Function):
         if ctx.short and dlse is None and not (torch.is_grad_enabled() or dout.is_neg() or is_watched()):
             found = _past_operator(dout, *rest) if type(dout) is Tensor else None
         dq, dk, dv, dbias, dsinks = found or backward_op(dout, dlse, *rest)
-        if want_dbias:  # A dense bias may have q's dtype; its gradient is summed in float32.
+        if want_dbias:  # A dense bias may have q's dtype, but its gradient is summed in float32.
             dbias = dbias.to(bias.dtype)
         gradients = (None, dq, dk, dv, None, None, None, dbias, None, dsinks)
-        # None for the inputs behind these; torch leaves trailing defaults out, so there may be fewer.
+        # Later inputs get None. Torch omits trailing defaults, so there may be fewer inputs.
         pairs = zip_longest(gradients[: len(needed)], needed)
         return tuple(x if need else None for x, need in pairs)
 
 
 class _Backward(torch.autograd.Function):
-    """A node that raises: without one, second derivatives would silently be zero."""
+    """A node that raises. Without it, second derivatives would silently be zero."""
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
@@ -262,18 +263,18 @@ class _Backward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> None:
         del ctx, grads
         raise NotImplementedError(
-            "second derivatives of attnspan::attention: expected first ones, which the kernel has; got a "
-            "derivative of attnspan::attention_backward. Run both passes `with "
-            'attnspan.backend("math"):` for higher ones.'
+            "second derivatives of attnspan::attention: expected first derivatives, which the kernel has, "
+            "got a derivative of attnspan::attention_backward. For higher derivatives, run both passes `with "
+            'attnspan.backend("math"):`.'
         )
 
 
 def below_autograd(op: compat.OpOverload, keyset: Any, inputs: tuple[Any, ...]) -> Any:
-    """Call an operator below autograd, without the derivatives of outer transformations."""
+    """Call an operator below autograd, without the derivatives of outer transforms."""
     below = keyset & compat.after_autograd
     if compat.are_functorch_transforms_active():
-        # A Function's forward runs with derivatives off, which the outer levels of torch.func must not
-        # inherit.
+        # A Function's forward pass switches derivatives off. The outer levels of torch.func must not inherit
+        # this.
         with (
             torch.enable_grad(),
             forward_ad._set_fwd_grad_enabled(True),
@@ -286,7 +287,7 @@ def below_autograd(op: compat.OpOverload, keyset: Any, inputs: tuple[Any, ...]) 
 
 @contextmanager
 def with_autograd() -> Iterator[None]:
-    """Autograd inside an operator, where torch has switched it off."""
+    """Enable autograd inside an operator, because torch switches it off there."""
     key = compat.DispatchKey
     excluded = compat.excluded_keys()
     for x in (key.AutogradFunctionality, key.AutogradOther, key.AutogradNestedTensor, key.ADInplaceOrView):
@@ -297,9 +298,9 @@ def with_autograd() -> Iterator[None]:
 
 
 def single_level(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """The `apply` of a Function for one level, for kernels that torch.func calls when its own is peeled off.
+    """`apply` of a Function for one level, for kernels that run after torch.func has removed its level.
 
-    That of Function itself, from torch 2.15 on also that of its base class, would ask torch.func once more.
+    `Function.apply` would call torch.func again. In torch 2.15 and later, so would `apply` of its base class.
     """
     parts = {name: staticmethod(getattr(function, name)) for name in ("forward", "backward")}
     return type(function.__name__, (torch.autograd.function._SingleLevelFunction,), parts).apply  # type: ignore[attr-defined,no-any-return]
@@ -308,23 +309,23 @@ def single_level(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 def autograd_kernel(op: compat.OpOverload, function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """The operator's kernel at the autograd key.
 
-    Not torch.library.register_autograd: where no input requires a gradient, the kernel that makes drops the
-    tangents of dual tensors, so that forward mode gives zeros; and torch.func cannot differentiate it.
+    torch.library.register_autograd does not work here. If no input requires a gradient, its kernel drops the
+    tangents of dual tensors, so forward mode would return zeros. Also, torch.func cannot differentiate it.
     """
-    # The base class's apply: that of Function would hand the call to torch.func once more.
+    # Use the base class's apply, because Function.apply would pass the call to torch.func again.
     record = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     inner = single_level(function)
 
     def kernel(keyset: Any, *inputs: Any) -> Any:
         if forward_ad._current_level >= 0 and any(map(has_tangent, inputs)):
             raise NotImplementedError(
-                f"forward-mode derivatives of {op}: expected reverse mode, which the kernel has; got a dual "
-                'tensor. Call it `with attnspan.backend("math"):` for forward mode.'
+                f"forward-mode derivatives of {op}: expected reverse mode, which the kernel has, got a dual "
+                'tensor. For forward mode, call it `with attnspan.backend("math"):`.'
             )
         if not (torch.is_grad_enabled() and compat.any_requires_grad(*inputs)):
             return below_autograd(op, keyset, inputs)
         if compat.are_functorch_transforms_active():
-            # torch.func has peeled its level off before this kernel runs; one plain node is left to record.
+            # torch.func has removed its level before this kernel runs, so one plain node is left to record.
             with compat.enable_single_level_autograd_function():
                 return inner(keyset, *inputs)
         return record(keyset, *inputs)
@@ -333,11 +334,11 @@ def autograd_kernel(op: compat.OpOverload, function: type[torch.autograd.Functio
 
 
 def has_tangent(x: Any) -> bool:
-    """Tell whether forward mode follows a tensor."""
+    """Whether a tensor has a tangent of forward mode."""
     return isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
 
 
-#: Records a call for autograd whose results the kernel has computed outside the operator.
+#: Record a call for autograd after the kernel has computed its results outside the operator.
 record_forward = super(torch.autograd.Function, _Forward).apply  # type: ignore[misc]
 
 for _op, _function in ((forward_op, _Forward), (backward_op, _Backward)):
@@ -351,7 +352,7 @@ for _op, _rule in (
 
 
 def visible_pairs(q: Tensor, k: Tensor, bounds: Tensor) -> int:
-    """Number of (query, key) pairs that a call computes; all pairs where bounds have no data (fake, meta)."""
+    """Number of (query, key) pairs that a call computes. Bounds without data (fake, meta) count all pairs."""
     batch, heads, q_len, _ = q.shape
     if isinstance(bounds, compat.FakeTensor) or bounds.is_meta:
         return batch * heads * q_len * k.shape[2]
@@ -360,7 +361,7 @@ def visible_pairs(q: Tensor, k: Tensor, bounds: Tensor) -> int:
     return int((hi - lo).clamp(min=0).sum(dtype=torch.int64)) * repeats
 
 
-# Without these formulas, counters and memory-budget partitioners think that attention is free.
+# Without these formulas, FLOP counters and memory-budget partitioners would treat attention as free.
 @compat.flop_formula(torch.ops.attnspan.attention)
 def forward_flops(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *args: Any, **kwargs: Any) -> int:
     """Floating-point operations of one call of the forward operator: 2 * visible pairs * (D + Dv).
@@ -368,9 +369,15 @@ def forward_flops(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *args: Any, *
     FlashAttention-2, arXiv:2307.08691, section 4.1.
 
     Args:
-        q, k, v: Shapes (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv).
-        bounds: Shape (B|1, Hq|1, Sq, R, 2), int32; without data (fake or meta) every pair counts.
-        *args, **kwargs: Further arguments and the result, as torch's counter passes them, unused.
+        q: Shape (B, Hq, Sq, D).
+        k: Shape (B, Hkv, Sk, D).
+        v: Shape (B, Hkv, Sk, Dv).
+        bounds: int32, shape (B|1, Hq|1, Sq, R, 2). Bounds without data (fake or meta) count every pair.
+        *args: Further arguments of the operator, unused.
+        **kwargs: Further arguments and the result, from torch's counter, unused.
+
+    Returns:
+        The number of operations.
 
     Example:
         >>> x = torch.zeros(1, 1, 2, 8)
@@ -383,6 +390,22 @@ def forward_flops(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *args: Any, *
 
 @compat.flop_formula(torch.ops.attnspan.attention_backward)
 def backward_flops(dout: Tensor, dlse: Tensor | None, *args: Any, **kwargs: Any) -> int:
-    """Floating-point operations of one call of the backward operator: 2.5 times those of `forward_flops`."""
+    """Floating-point operations of one call of the backward operator: 2.5 times `forward_flops`.
+
+    Args:
+        dout: Gradient of the output, unused.
+        dlse: Gradient of lse, or None, unused.
+        *args: q, k, v, bounds and further arguments, as for `forward_flops`.
+        **kwargs: Further arguments and the result, unused.
+
+    Returns:
+        The number of operations.
+
+    Example:
+        >>> x = torch.zeros(1, 1, 2, 8)
+        >>> bounds = torch.tensor([[0, 1], [0, 2]], dtype=torch.int32).view(1, 1, 2, 1, 2)
+        >>> backward_flops(x, None, x, x, x, bounds)
+        240
+    """
     del dout, dlse
     return forward_flops(*args, **kwargs) * 5 // 2
