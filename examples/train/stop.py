@@ -61,7 +61,7 @@ class Stop:
             os.write(2, _HEARD)  # A print may be what the signal has interrupted.
 
     def agreed(self) -> Stopped | None:
-        """What all ranks raise once they have saved, if any of them was asked to stop."""
+        """Exception that all ranks raise once they have saved, if any rank was asked to stop."""
         asked = [float(self._signal == each) for each in _SIGNALS]
         heard = [each for each, ranks in zip(_SIGNALS, self._ranks.sum(asked), strict=True) if ranks]
         return Stopped(128 + heard[0]) if heard else None

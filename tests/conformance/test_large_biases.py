@@ -10,7 +10,7 @@ import torch
 from closeness import relative_error
 from torch import Tensor
 
-from attnspan import alibi, causal, dense_bias, full, relative, t5_buckets
+from attnspan import Spans, alibi, causal, dense_bias, full, relative, t5_buckets
 from attnspan.torch import attention
 
 LENGTH, HEADS, WIDTH = 300, 2, 16  # more than a tile of any backend
@@ -91,18 +91,19 @@ def test_slopes_far_from_their_keys(call, backend, slopes, signed, keys, offset)
 @pytest.mark.parametrize("signed", [False, True], ids=["distance", "signed"])
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 0, 2, 1]], ids=["ascending", "shuffled"])
 def test_only_distances_of_keys_that_are_seen_are_limited(order: list[int], signed: bool) -> None:
-    """A window over a long sequence: far keys are hidden, and their distances are no obstacle."""
+    """A window over a long sequence hides the far keys, whose distances are then no obstacle."""
     last = 2**25
-    places, order = torch.tensor([0, last - 2, last - 1, last]), torch.tensor(order)
-    seen = spans(torch.tensor([0, 0] if order[0] else [1, 4]).view(1, 1, 1, 1, 2).int())
+    places = torch.tensor([0, last - 2, last - 1, last])[order]
+    seen = Spans(torch.tensor([[[[[1, 4], [4, 4]]]]] if order[0] == 0 else [[[[[0, 1], [2, 4]]]]]).int(), 4)
     q, k, v = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 4, 8), torch.randn(1, 2, 4, 8)
-    index = {"q_index": torch.tensor([last]), "k_index": places}
-    bias = alibi(torch.tensor([0.5, 0.25]), signed=signed)
-    found = attention(q, k, v, mask=window(4), bias=bias, backend="cpu", **index)
-    wanted = attention(q.double(), k.double(), v.double(), mask=window(4), bias=bias, backend="math", **index)
+    call = {"q_index": torch.tensor([last]), "k_index": places}
+    call["bias"] = alibi(torch.tensor([0.5, 0.25]), signed=signed)
+    found = attention(q, k, v, mask=seen, backend="cpu", **call)
+    wanted = attention(q.double(), k.double(), v.double(), mask=seen, backend="math", **call)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
+    everything = Spans(torch.tensor([[[[[0, 4]]]]]).int(), 4)
     with pytest.raises(ValueError, match=r"distances .* at most 2\^24 .* got 33554432"):
-        attention(q, k, v, mask=full(), bias=bias, backend="cpu", **index)
+        attention(q, k, v, mask=everything, backend="cpu", **call)
 
 
 #: The shape of the values, and the bias that has the same one for all keys if they are all alike.

@@ -64,7 +64,7 @@ def _over(fn: Function, arrays: Arrays, axes: list[int | None]) -> Function:
 
 
 def _read(fn: Function, indices: list[Array]) -> list[bool]:
-    """Which indices a function of JAX reads."""
+    """For each index, whether a JAX function reads it."""
     program = sys.modules["jax"].make_jaxpr(fn)(*(x[(0,) * x.ndim] for x in indices)).jaxpr
     read = {id(x) for step in program.eqns for x in step.invars} | {id(x) for x in program.outvars}
     return [id(x) in read for x in program.invars]

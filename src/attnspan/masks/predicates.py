@@ -93,7 +93,7 @@ def _evaluated(what: str, fn: Function, arrays: Arrays, low: Lowering, rows: Arr
 
 
 def _boolean(what: str, visible: Any, arrays: Arrays) -> Any:
-    """What a function returned for one pair, checked."""
+    """Check the result of a function for one pair."""
     if isinstance(visible, (bool, np.bool_)):
         return visible if arrays.name == "numpy" else arrays.full((), bool(visible), "bool")
     if not is_array(visible) or not is_bool(visible):
