@@ -73,11 +73,11 @@ _VALUES: dict[str, tuple[dict[str, Any], str]] = {
         "to 576, not 584",
     ),
     "q_index": ({"q_index": ids(8)}, "q_index: expected"),
-    "k_index": ({"k_index": np.arange(10)}, "k_index: expected one index per key, 9, got 10"),
+    "k_index": ({"k_index": np.arange(10)}, "k_index: expected one index for each key, 9, got 10"),
     # Masks.
     "ids, length": ({"mask": (a.segments, ids(2, 11))}, "describe 9 keys, got 11"),
     "ids, batch": ({"mask": (a.segments, ids(3, 9))}, "1 or 2 along the batch axis, got 3"),
-    "ids, queries": ({"mask": (a.segments, ids(8), ids(9))}, "one entry per query row, 7, got 8"),
+    "ids, queries": ({"mask": (a.segments, ids(8), ids(9))}, "one entry for each query, 7, got 8"),
     "ids, rank": ({"mask": (a.segments, ids(1, 2, 9))}, "1 or 2 axes"),
     "lengths, batch": ({"mask": (a.key_padding, ids(3))}, "along the batch axis, got 3"),
     "lengths, int": ({"mask": (a.key_padding, 10)}, "at most 9"),
@@ -89,7 +89,7 @@ _VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "offsets": ({"mask": (a.documents, ids(1))}, "at least 2 offsets"),
     "offsets, keys": ({"mask": (a.documents, ids(4), ids(5))}, "as many documents for keys"),
     "prefixes": ({"mask": (a.prefix, ids(4), ids(7))}, "one length per document"),
-    "spans, rows": ({"mask": (a.spans, ids(1, 1, 8, 1, 2))}, "one entry per query row, 7, got 8"),
+    "spans, rows": ({"mask": (a.spans, ids(1, 1, 8, 1, 2))}, "one entry for each query, 7, got 8"),
     "spans, batch": ({"mask": (a.spans, ids(3, 1, 7, 1, 2))}, "along the batch axis, got 3"),
     "dense, keys": ({"mask": (a.from_dense, ids(7, 10) > 0)}, "describe 9 keys, got 10"),
     "predicate": (

@@ -214,10 +214,10 @@ BAD: list[tuple[Predicate, str]] = [
     (lambda b, h, q, k: 0.5, r"got float\. Compare: x != 0"),
     (lambda b, h, q, k: q - k, r"got an array of torch.int64\. Compare: x != 0"),
     (lambda b, h, q, k: -(q - k).abs().float(), r"got an array of torch.float32\. .* pass bias="),
-    (lambda b, h, q, k: "yes", r"got str\. Return what comparisons"),
+    (lambda b, h, q, k: "yes", r"got str\. Return the result of comparisons"),
     (
         lambda b, h, q, k: (q >= k)[..., :-1],
-        r"raised IndexError: too many indices .* Keep its indices within",
+        r"raised IndexError: too many indices .* Index captured arrays within",
     ),
     (lambda b, h, q, k: (q >= k)[None], r"one boolean for a pair, got \(1,\)\. Reduce or index"),
     (lambda b, h, q, k: torch.zeros(7) == k, r"one boolean for a pair, got \(7,\)\. Reduce or index"),
@@ -250,7 +250,7 @@ RAISING: list[tuple[Predicate, str]] = [
         lambda b, h, q, k: q > k and k > 2,
         "raised RuntimeError: .*data-dependent control flow.*Write it with &",
     ),
-    (lambda b, h, q, k: _TABLE[b][q] == 0, r"raised IndexError: .*Keep its indices within"),
+    (lambda b, h, q, k: _TABLE[b][q] == 0, r"raised IndexError: .*Index captured arrays within"),
     (partial(_within, hight=3), r"from_predicate\(_within\): .* raised TypeError: .*hight"),
     (lambda b, h, q: q > 0, "raised TypeError: .* takes 3 positional arguments but 4 were given"),
 ]
