@@ -98,7 +98,7 @@ _VALUES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "library, chosen": ({"mask": (lambda x: lib.selected_blocks(x, 4), ids(3, 1, 2, 1))}, "axis, got 3"),
     "library, canvas": ({"mask": (lambda: lib.natten((3, 4), (3, 3)),)}, "describe 9 keys, got 12"),
-    "library, prefix": ({"mask": (lib.shared_prefix, ids(4), ids(4))}, "one number per document"),
+    "library, prefix": ({"mask": (lib.shared_prefix, ids(4), ids(4))}, "one number for each document"),
     "library, rows": ({"mask": (lambda: lib.per_row([a.causal()] * 3),)}, "along the batch axis, got 3"),
     "prepared, q_len": ({"mask": _prepared(8, 9)}, "q_len=7"),
     "prepared, batch": ({"mask": _prepared(7, 9, 3)}, "B=2"),
