@@ -69,11 +69,27 @@ class _Explained(Exception):
 
 
 class ShapeError(_Explained, ValueError):
-    """An error for sizes that do not fit each other."""
+    """An error for sizes that do not fit each other.
+
+    Example:
+        >>> from attnspan import documents
+        >>> documents([3])
+        Traceback (most recent call last):
+        attnspan.errors.ShapeError: documents: cu_seqlens_q: expected at least 2 offsets: 0 and the end of \
+the first document, got 1. Pass cumulative lengths with a 0 before them.
+    """
 
 
 class DtypeError(_Explained, TypeError):
-    """An error for types or dtypes that attention does not accept, or that differ."""
+    """An error for types or dtypes that attention does not accept, or that differ.
+
+    Example:
+        >>> from attnspan import segments
+        >>> segments([0.5])
+        Traceback (most recent call last):
+        attnspan.errors.DtypeError: segments: q_ids: expected an integer array, got float64. Convert it to \
+int32 or int64.
+    """
 
 
 class DeviceError(_Explained, ValueError):
@@ -81,7 +97,15 @@ class DeviceError(_Explained, ValueError):
 
 
 class OptionError(_Explained, ValueError):
-    """An error for an argument whose value is not accepted."""
+    """An error for an argument whose value is not accepted.
+
+    Example:
+        >>> from attnspan import global_keys
+        >>> global_keys(-1)
+        Traceback (most recent call last):
+        attnspan.errors.OptionError: global_keys: n: expected 0 to 2147483647, got -1. Lengths and indices \
+are int32.
+    """
 
 
 class BackendError(_Explained, ValueError):
@@ -93,7 +117,16 @@ class NotAnArrayError(_Explained, AttributeError):
 
 
 class UsageError(_Explained, TypeError):
-    """An error for a wrong call, such as an unknown keyword or an operator that masks do not have."""
+    """An error for a wrong call, such as an unknown keyword or an operator that masks do not have.
+
+    Example:
+        >>> from attnspan import causal
+        >>> ~causal()
+        Traceback (most recent call last):
+        attnspan.errors.UsageError: causal(): expected & (keys that both masks show) or | (keys that either \
+shows), got another operator. Masks have no ~, + or -. Describe the visible keys, for example by \
+from_dense(visible) or from_predicate(fn).
+    """
 
 
 def expect(

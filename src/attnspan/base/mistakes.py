@@ -122,7 +122,7 @@ def refuse_use_as_array(mask: Any) -> NoReturn:
 def refuse_operator(mask: Any) -> NoReturn:
     """Raise for an operator that masks do not have."""
     wanted = "& (keys that both masks show) or | (keys that either shows)"
-    remedy = "Masks have no ~, + or -. Describe the visible keys, if need be by from_dense(visible) or"
+    remedy = "Masks have no ~, + or -. Describe the visible keys, for example by from_dense(visible) or"
     remedy += " from_predicate(fn)"
     raise UsageError(repr(mask), expected=wanted, got="another operator", remedy=remedy)
 

@@ -97,7 +97,7 @@ class window(Mask):
     right: int | None = 0
 
     def __post_init__(self) -> None:
-        remedy = "Write window(left, right), and None for all keys of a side, where flash-attn has -1"
+        remedy = "Write window(left, right), and None for all keys of a side (flash-attn: -1)"
         side = checks.optional(partial(checks.count, remedy=remedy))
         self._check(left=side, right=side)
 
