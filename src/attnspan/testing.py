@@ -55,6 +55,11 @@ class Leak:
         module: First module where results of another document change.
         rows: The tokens whose results change, as (batch element, token).
         change: Largest change, as a fraction of the largest result.
+
+    Example:
+        >>> print(Leak(document=0, module="layer", rows=((0, 2),), change=3.0))
+        document 0 is seen by 1 tokens of others, first in layer: (batch element, token) (0, 2). They change \
+by 3.0e+00 of their size
     """
 
     document: int

@@ -161,7 +161,7 @@ def test_block_masks_that_do_not_fit() -> None:
         from_block_mask(three).spans(8, 8, batch=2, heads=2)
     with pytest.raises(ValueError, match="1 or 4 along the heads axis, got 2"):
         from_block_mask(three).spans(8, 8, batch=3, heads=4)
-    with pytest.raises(ValueError, match=r"one that raised .*sliced BlockMask"):
+    with pytest.raises(ValueError, match=r"a function that raised .*sliced BlockMask"):
         from_block_mask(three[0]).spans(8, 8, heads=2)
 
 

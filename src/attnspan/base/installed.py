@@ -58,7 +58,7 @@ def lacking(package: str, first: str) -> str | None:
 
     Example:
         >>> lacking("numpy", "1.0"), lacking("tensorfoo", "1.0")
-        (None, 'the package tensorfoo is missing; run `pip install tensorfoo`')
+        (None, 'the package tensorfoo is missing (run `pip install tensorfoo`)')
     """
     if package not in _lacking:
         _lacking[package] = _why_lacking(package, first)
@@ -75,11 +75,11 @@ def _why_lacking(package: str, first: str) -> str | None:
         got = version(package)
     except PackageNotFoundError:
         if find_spec(package) is None:
-            return f"the package {package} is missing; run `pip install {package}`"
+            return f"the package {package} is missing (run `pip install {package}`)"
         got = str(import_module(package).__version__)  # the distribution has another name
     if _numbers(got) >= _numbers(first):
         return None
-    return f"it needs {package} {first} or newer, not {got}; run `pip install --upgrade {package}`"
+    return f"it needs {package} {first} or newer, not {got} (run `pip install --upgrade {package}`)"
 
 
 def require_names(module: Any, names: Iterable[str], needed_by: str, extra: str) -> None:

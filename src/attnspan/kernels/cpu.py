@@ -54,7 +54,7 @@ def supports(problem: Problem) -> str | None:
     if problem.head_dim == 0 or problem.v_dim == 0:
         return "it takes head dims from 1 on, not 0"
     if core is None:
-        return f"the compiled module attnspan._core is missing ({_core_error}); build it with `pip install .`"
+        return f"the compiled module attnspan._core is missing: {_core_error} (build it with `pip install .`)"
     return None
 
 

@@ -38,7 +38,7 @@ def supports(problem: Problem) -> str | None:
     if problem.dtype not in ("float32", "bfloat16", "float16"):
         return f"it takes float32, bfloat16 and float16, not {problem.dtype}"
     if problem.extras == "DTensors":
-        return "it takes no DTensors; backend='triton' does, or pass each rank's part by to_local()"
+        return "it takes no DTensors: pass backend='triton', or each rank's part by to_local()"
     if 0 in (problem.batch, problem.q_len, problem.k_len, problem.head_dim, problem.v_dim):
         return "it takes no empty arrays"
     if problem.capability is not None and problem.capability < LEAST_CAPABILITY:

@@ -100,7 +100,7 @@ class vision_cross_attention(RowNumbered):
         self._check(intervals=partial(checks.integers, ranks=(2, 3)), image_length=checks.positive)
         what, shape = "vision_cross_attention: intervals", tuple(self.intervals.shape)
         expected = "shape (n, 2) or (B, n, 2), n at least 1"
-        remedy = "Pass the first text token that sees each image, and the first one after it that does not"
+        remedy = "Pass start and stop: text tokens start <= i < stop see the image"
         expect(shape[-1] == 2 and shape[-2] != 0, what, expected, shape, remedy, error=ShapeError)
 
     def _key_len(self) -> Any:
@@ -244,7 +244,7 @@ class selected_blocks(Mask):
     sizes: Array | None = None
 
     def __post_init__(self) -> None:
-        what, remedy = "selected_blocks: chosen", "Choose at least one block; a negative number means none"
+        what, remedy = "selected_blocks: chosen", "Choose at least one block. A negative number means none"
         sizes = checks.optional(partial(checks.integers, ranks=(1,)))
         self._check(chosen=partial(checks.integers, ranks=(4,)), block=checks.positive, sizes=sizes)
         expected, shape = "(B|1, H|1, query blocks, k), none of them 0", tuple(self.chosen.shape)

@@ -363,7 +363,7 @@ spans in [0, 2], got (0, 3). Clip and sort the bounds.
         readable = not on_host or self._arrays.concrete(self.bounds)
         expected, got = "an array whose values can be read", "a traced array"
         remedy = (
-            "Call it outside the compiled function; inside, mask.spans(...) lowers without reading values"
+            "Call it outside the compiled function. Inside, mask.spans(...) lowers without reading values"
         )
         expect(readable, f"{of}.{what}", expected, got, remedy)
 

@@ -63,7 +63,7 @@ class Rows:
     """Key intervals of each query, and the queries that are illegal.
 
     Attributes:
-        intervals: Intervals that are disjoint and ascending for each query. Empty ones may be anywhere.
+        intervals: Intervals that are disjoint and ascending for each query. Empty intervals may be anywhere.
         illegal: bool (B|1, H|1, q_len), or None if no query is illegal.
 
     Example:

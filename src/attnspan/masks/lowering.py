@@ -58,6 +58,14 @@ class Lowering:
         tail: Whether the queries are the last keys, so that taking by `q_index` is a slice.
         counted_back: Whether the queries are counted back from the last key. With more queries than keys,
             indices are then negative.
+
+    Example:
+        >>> from attnspan.masks import Interval, Mask, Rows
+        >>> class first_keys(Mask):
+        ...     def _lower(self, low):
+        ...         return Rows((Interval(0, low.q_len),))
+        >>> first_keys().spans(2, 4).bounds[0, 0, :, 0].tolist()
+        [[0, 2], [0, 2]]
     """
 
     arrays: Arrays
@@ -167,8 +175,8 @@ class Lowering:
             for leaf in rest:
                 if not _same_anchor(leaf, first):
                     got = f"one from {first!r} and another from {leaf!r}"
-                    remedy = "Pass q_index, or make both from one and the same array"
-                    remedy += "; Layout.of takes mask.prepare(q_len, k_len, q_index=...)"
+                    remedy = "Pass q_index, or make both from the same array. For Layout.of, pass"
+                    remedy += " mask.prepare(q_len, k_len, q_index=...)"
                     expect(False, "q_index", "one default q_index for all masks", got, remedy)
             self.q_index = first._anchor_index(self)
         elif k_index is not None:

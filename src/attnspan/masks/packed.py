@@ -200,7 +200,7 @@ class documents(Mask):
         if self.cu_seqlens_k is not None:
             n, m = self.cu_seqlens_q.shape[-1] - 1, self.cu_seqlens_k.shape[-1] - 1
             expected = "as many documents for keys as for queries, {}"
-            remedy = "Give an absent one an empty range"
+            remedy = "Give an absent document an empty range"
             expect(n == m, "documents", expected, m, remedy, n, error=ShapeError)
 
     def _anchor(self) -> tuple[Any, ...] | None:
@@ -291,7 +291,7 @@ def _find_runs(
         max_runs: Number of runs to return for each query.
 
     Returns:
-        `max_runs` pairs lo, hi of int32 (b, q), ascending, with empty ones last as (0, 0). Then bool (b, q):
+        `max_runs` pairs lo, hi of int32 (b, q), ascending, with empty runs last, as (0, 0). Then bool (b, q):
         whether the id has more runs.
     """
     if arrays is NUMPY:

@@ -142,6 +142,6 @@ def _failed(what: str, error: Exception) -> OptionError:
     elif isinstance(error, IndexError):
         remedy = "Index captured arrays within their axes and sizes"
     else:
-        remedy = "Try it on one pair: b, h, q and k are integers, arrays without axes"
+        remedy = "Try it on one pair: b, h, q and k are integers (arrays without axes)"
     expected = "a function of the indices of one pair"
-    return OptionError(what, expected=expected, got=f"one that raised {text}", remedy=remedy)
+    return OptionError(what, expected=expected, got=f"a function that raised {text}", remedy=remedy)
