@@ -140,7 +140,7 @@ REFUSED = {
         (lambda: a.window((3, 0)), r"window: left: expected an int, got tuple. Write window\(left, right\)"),
         (lambda: a.segments(torch.zeros(4)), "q_ids: expected an integer array, got torch.float32"),
         (lambda: a.segments(IDS > 0), "expected an integer array, got bool"),
-        (lambda: a.key_padding(IDS > 0), r"lengths: expected integers, got bool. Take keys\(valid\)"),
+        (lambda: a.key_padding(IDS > 0), r"lengths: expected integers, got bool. Use keys\(valid\)"),
         (lambda: a.keys(IDS), r"keys: valid: expected a bool array, got int64. Compare: .* mask != 0"),
         (lambda: a.from_dense(IDS), "from_dense: visible: expected a bool array, got int64"),
         (lambda: a.from_block_mask(3), "from_block_mask: mask_mod: expected a function"),

@@ -226,7 +226,7 @@ def test_a_layout_of_masks_by_head_or_with_two_default_rows() -> None:
     assert (layout._source.mask.bounds == by_head.spans(8, 8, heads=2).bounds).all()  # type: ignore[union-attr]
     two = a.cache(8) & a.cache([8, 7])
     with pytest.raises(
-        ValueError, match=r"q_index: .* Layout\.of takes mask\.prepare\(q_len, k_len, q_index"
+        ValueError, match=r"q_index: .* For Layout\.of, pass mask\.prepare\(q_len, k_len, q_index"
     ):
         Layout.of(two, q_len=8, ranks=2, batch=2)
     layout = Layout.of(two.prepare(8, 8, batch=2, q_index=np.arange(8)), q_len=8, ranks=2, batch=2)

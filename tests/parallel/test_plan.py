@@ -297,7 +297,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: planned(PER_HEAD.prepare(32, 32, heads=8)), ShapeError, "expected 4 heads, or 1 that all share"),
     (lambda: planned(causal().prepare(32, 32, k_index=ROWS)), OptionError, "Describe the whole problem"),
     (lambda: planned(Spans(np.full((1, 1, 32, 1, 2), 40), 32)), OptionError, "ascending, disjoint"),
-    (lambda: planned(segments(np.tile([0, 1], 16))), OptionError, "Raise max_runs or mend the data"),
+    (lambda: planned(segments(np.tile([0, 1], 16))), OptionError, "Raise max_runs or correct the data"),
     (lambda: planned(segments(np.tile([0, 1], 16)).spans(32, 32)), OptionError, "batch 0, head 0, query 0"),
     (lambda: planned(strategy="zigzag"), OptionError, r"u \* r = 4 ranks, got 'zigzag'"),
     (lambda: planned(strategy="hybrid(3, 2)"), OptionError, r"u \* r = 4 ranks"),

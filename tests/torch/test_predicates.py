@@ -307,7 +307,7 @@ def test_rows_with_too_many_runs() -> None:
     visible = torch.zeros(1, 1, 3, 12, dtype=torch.bool)
     visible[..., 1, ::2] = True
     visible[..., 2, 3:5] = True
-    with pytest.raises(ValueError, match="at most max_runs=5 runs of visible keys, got one with 6"):
+    with pytest.raises(ValueError, match="at most max_runs=5 runs of visible keys.*, got a query with 6"):
         encode_op(visible, 5)
     bounds = _encode_device(visible, 5)[0, 0]
     assert (bounds[1] == torch.tensor([0, -1])).all()
@@ -331,7 +331,7 @@ def test_functions_that_index_in_steps(batch: int) -> None:
     host = ids.numpy()
     found = from_predicate(lambda b, _, q, k: host[b][q] == host[b][k]).spans(6, 6, batch=batch)
     assert (found.dense() == at_once.spans(6, 6, batch=batch, like=q).dense().numpy()).all()
-    with pytest.raises(TypeError, match=r"at most 1048576 pairs.*Index with all axes at once"):
+    with pytest.raises(TypeError, match=r"at most 1048576 pairs.*Index all axes at once"):
         from_predicate(lambda b, _, q, k: host[b][q % 6] == host[b][k % 6]).spans(1500, 1500, batch=batch)
 
 
