@@ -322,7 +322,7 @@ class Lowering:
         return cu, self.broken(what, bad[:, None, None], expected, remedy, total)
 
     def unordered(self, x: Array, *, repeats: bool) -> Array:
-        """Whether a row of `x` (1|B, n) does not ascend, bool (1|B,). Without `repeats`, strictly."""
+        """Whether a row of `x` (1|B, n) descends, or repeats a value without `repeats`, bool (1|B,)."""
         # No slices of n - 1 elements: a compiler would specialize on n = 2, where they have one element.
         place = self.arrays.arange(x.shape[-1])
         before = self.arrays.take_along(x, self.arrays.maximum(place - 1, 0)[None])
