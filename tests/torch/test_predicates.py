@@ -307,7 +307,7 @@ def test_rows_with_too_many_runs() -> None:
     visible = torch.zeros(1, 1, 3, 12, dtype=torch.bool)
     visible[..., 1, ::2] = True
     visible[..., 2, 3:5] = True
-    with pytest.raises(ValueError, match="at most max_runs=5 runs of visible keys.*, got a query with 6"):
+    with pytest.raises(ValueError, match=r"at most max_runs=5 runs of visible keys.*, got a query with 6"):
         encode_op(visible, 5)
     bounds = _encode_device(visible, 5)[0, 0]
     assert (bounds[1] == torch.tensor([0, -1])).all()
