@@ -112,7 +112,7 @@ def _definition(package: Any, path: str) -> griffe.Object | None:
 def _inside(modules: list[str], room: str, shown: set[str]) -> str:
     """The page of a room: what its modules define and no page before it shows."""
     text = ["---", "search: {exclude: true}", "---", "", f"# Inside attnspan.{room}", ""]
-    text += ["For the library itself. [Design](../../design.md) says what the room promises.", ""]
+    text += ["For the library itself. [Design](../../design.md) says what the package promises.", ""]
     for module in modules:
         text += [f"## {module}", ""]
         for name in names_of(module):

@@ -49,7 +49,7 @@ def test_openmp_runtimes_of_the_process_are_found() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["doctor", "m:f"], "doctor is a command of the lab: pip install ./lab in a checkout"),
+        (["doctor", "m:f"], "doctor is a command of attnspan-lab: pip install ./lab in a checkout"),
         (["explain", "nonsense"], "got nonsense"),
         (["explain", "--dtype", "float31"], "--dtype: expected an element type of torch, got float31"),
         (["explain", "--jax", "--dtype", "float31"], "--dtype: expected an element type of JAX, got float31"),

@@ -64,16 +64,16 @@ REFUSED = {
         (lambda: low(a.documents([0, 3, 2])), "cu_seqlens_q: expected ascending offsets that start at 0 and"),
         (lambda: low(a.documents([1, 4])), "ascending offsets that start at 0"),
         (lambda: low(a.documents([0, -1, 4])), "ascending offsets that start at 0"),
-        (lambda: low(a.documents([0, 5])), "end at 4 or before"),
+        (lambda: low(a.documents([0, 5])), "end at 4 or before, .* pass layout='bshd'"),
         (lambda: low(a.documents([0, 4], [0, 5])), "cu_seqlens_k: expected ascending offsets .* end at 4"),
         (lambda: low(a.prefix([-1, 2])), "prefix: lengths: expected lengths of at least 0, got"),
         (lambda: low(a.prefix([-1], [0, 4])), "prefix: lengths: expected lengths of at least 0, got"),
-        (lambda: low(a.key_padding([5, 4])), "lengths: expected lengths of at least 0 and at most 4"),
+        (lambda: low(a.key_padding([5, 4])), "lengths of at least 0 and at most 4, .* pass layout='bshd'"),
         (lambda: low(a.key_padding(5)), "expected a length of at least 0 and at most 4.*, got 5"),
         (lambda: low(a.key_padding(1, stop=5)), "expected a part of the 4 keys, got keys 0 to 5"),
         (lambda: low(a.key_padding(1, start=5)), "expected a part of the 4 keys, got keys 5 to 4"),
         (lambda: low(a.key_padding([3, 0], start=2)), "expected lengths of at least 0 and at most 2"),
-        (lambda: low(a.keys([True, False, True, True], 1)), "keys: expected rows of at most max_runs=1 runs"),
+        (lambda: low(a.keys([True, False, True, True], 1)), "keys: expected at most max_runs=1 runs"),
         (lambda: low(a.cache([5, 4])), "cache: lengths: expected lengths of at least 0 and at most 4"),
         (lambda: low(a.cache(2) & a.cache(3)), r"q_index: .* got one from cache\(2\) and another"),
         (lambda: low(a.cache([2, 2]) & a.documents([0, 4], [0, 4])), "q_index: expected one default"),
@@ -81,7 +81,7 @@ REFUSED = {
             lambda: low(a.from_predicate(lambda b, h, q, k: q > k and k > 2)),
             r"<lambda>\): .* Write it with &",
         ),
-        (lambda: low(a.spans(np.full((1, 1, 4, 1, 2), 5))), r"row 0: .* in \[0, 4\], got \(5, 5\). Clip"),
+        (lambda: low(a.spans(np.full((1, 1, 4, 1, 2), 5))), r"query 0: .* in \[0, 4\], got \(5, 5\). Clip"),
         (lambda: low(a.causal(), q_index=np.full(4, 2**31)), "q_index: expected int32 indices"),
         (lambda: low(a.causal(), k_index=np.array([0, 1, 1, 2])), "k_index: expected strictly ascending"),
         (lambda: low(a.segments(IDS), q_index=IDS, k_index=np.array([0, 1, 2, 4])), r"indices in \[0, 4\)"),
@@ -99,7 +99,7 @@ REFUSED = {
             lambda: lib.tree([-1, 2, 0]),
             r"tree: parents: expected a parent before each .*, got 2 for node 1\.",
         ),
-        (lambda: lib.tree([[-1, 0], [-1, 1]]), "got 1 for node 1 of batch row 1"),
+        (lambda: lib.tree([[-1, 0], [-1, 1]]), "got 1 for node 1 of batch element 1"),
         (lambda: lib.tree([-1, 0, 1], depth=2), "tree: depth: expected at least 3, got 2"),
         (lambda: low(lib.tree([-1, 0], prefix=[1, 3])), "tree: prefix: lengths: .* at least 0 and at most 2"),
         (lambda: lib.tree([-1, 0, 0], prefix=3).spans(3, 5), "at most 2, got 3"),
@@ -126,21 +126,21 @@ REFUSED = {
         ),
         (
             lambda: low(lib.per_row([a.cache(2), a.full()]), k_index=np.array([0, 1, 2, 3])),
-            "q_index: expected the rows' global indices, which differ from mask to mask",
+            "q_index: expected q_index, because its default differs from mask to mask",
         ),
         (
             lambda: lib.per_head([a.cache([2]), a.cache([1])]).spans(1, 2, heads=2),
-            "q_index: expected one default for the rows' indices",
+            "q_index: expected one default q_index for all masks",
         ),
-        (lambda: lib.per_document(a.cache(3), [0, 3]), "a mask that follows from indices alone, got cache"),
+        (lambda: lib.per_document(a.cache(3), [0, 3]), "a mask that depends only on indices, got cache"),
         (lambda: lib.reordered(a.causal(), [0, 2, 2]), r"reordered: order: expected a permutation of 0\.\.2"),
-        (lambda: lib.global_sliding(1, [True, False, True]).spans(3, 3), "rows of at most max_runs=1 runs"),
+        (lambda: lib.global_sliding(1, [True, False, True]).spans(3, 3), "at most max_runs=1 runs"),
     ],
     DtypeError: [
         (lambda: a.window((3, 0)), r"window: left: expected an int, got tuple. Write window\(left, right\)"),
         (lambda: a.segments(torch.zeros(4)), "q_ids: expected an integer array, got torch.float32"),
         (lambda: a.segments(IDS > 0), "expected an integer array, got bool"),
-        (lambda: a.key_padding(IDS > 0), r"lengths: expected integers, got bool. Take keys\(valid\)"),
+        (lambda: a.key_padding(IDS > 0), r"lengths: expected integers, got bool. Use keys\(valid\)"),
         (lambda: a.keys(IDS), r"keys: valid: expected a bool array, got int64. Compare: .* mask != 0"),
         (lambda: a.from_dense(IDS), "from_dense: visible: expected a bool array, got int64"),
         (lambda: a.from_block_mask(3), "from_block_mask: mask_mod: expected a function"),
@@ -167,16 +167,19 @@ REFUSED = {
         ),
         (
             lambda: low(a.segments(IDS[:3], IDS)),
-            "segments: q_ids: expected one entry per query row, 4, got 3",
+            "segments: q_ids: expected one entry for each query, 4, got 3",
         ),
         (lambda: low(a.keys(np.ones(3, bool))), r"keys\(bool\[3\]\): .* that describe 4 keys, got 3"),
         (lambda: low(a.from_dense(np.ones((1, 3, 4, 4), bool))), "1 along the heads axis, got 3. .*heads="),
         (lambda: low(a.causal().prepare(3, 4)), r"expected .* = \(2, 1, 4, 4\), got \(1, 1, 3, 4\)"),
         (
             lambda: low(a.causal(), q_index=IDS[:3]),
-            "q_index: expected one global index per query row, 4, got",
+            "q_index: expected one global index for each query, 4, got",
         ),
-        (lambda: lib.shared_prefix([0, 2, 4], [0]), "prefix_of: expected one number per document, 2, got 1"),
+        (
+            lambda: lib.shared_prefix([0, 2, 4], [0]),
+            "prefix_of: expected one number for each document, 2, got 1",
+        ),
         (lambda: lib.tree([]), "tree: parents: expected at least one node"),
         (lambda: low(lib.block_diffusion(4, 2)), r"block_diffusion\(4, 2\): .* describe 4 keys, got 8"),
         (lambda: lib.natten((4, 4), (3, 3, 3)), "natten: kernel: expected 2 sizes, one for each axis, got 3"),
@@ -189,7 +192,7 @@ REFUSED = {
         ),
         (
             lambda: lib.selected_blocks(np.zeros((1, 1, 2, 0), int), 2),
-            r"selected_blocks: chosen: expected \(B\|1, H\|1, row blocks, k\), none of them 0",
+            r"selected_blocks: chosen: expected \(B\|1, H\|1, query blocks, k\), none of them 0",
         ),
         (lambda: low(lib.per_row([a.full()] * 3)), "per_row: expected 1 or 2 along the batch axis, got 3"),
         (lambda: low(lib.per_row([a.segments(IDS), a.segments(IDS[:3])])), r"describe 4 keys, got 3"),
@@ -275,7 +278,7 @@ def test_ids_beyond_32_bits_do_not_become_equal_in_jax(make):
     want = [[0, 2], [0, 2], [2, 4], [2, 4]]
     assert low(mask).bounds[0, 0, :, 0].tolist() == want
     for lower in (lambda x: low(mask, like=x).bounds, jax.jit(lambda x: low(mask, like=x).bounds)):
-        with pytest.raises(ValueError, match=r"ids: expected ids of int32, .*, got larger ones\. Renumber"):
+        with pytest.raises(ValueError, match=r"ids: expected ids of int32, .*, got larger ids\. Renumber"):
             lower(like)
     with jax.enable_x64(True):
         assert low(mask, like=like).bounds[0, 0, :, 0].tolist() == want

@@ -29,7 +29,7 @@ def test_indices_given_to_a_prepared_mask_are_refused() -> None:
 def test_a_mask_over_keys_of_its_own_order_is_not_combined() -> None:
     some = a.causal().prepare(2, 2, q_index=np.array([5, 6]), k_index=np.array([3, 6]))
     for combine in (lambda: some & a.window(3), lambda: a.window(3) | some):
-        with pytest.raises(ValueError, match=r"keys have indices of their own.*before one is prepared"):
+        with pytest.raises(ValueError, match=r"keys have other indices.*before you prepare one"):
             combine()
 
 
@@ -50,7 +50,7 @@ def test_what_is_prepared_is_not_written_into(way: str) -> None:
     assert mask.q_index.tolist() == [[0, 1, 2]]
 
 
-OTHER_ROWS = "q_index of a prepared mask: expected the rows that it was prepared for"
+OTHER_ROWS = "q_index of a prepared mask: expected the queries that it was prepared for"
 
 
 @pytest.mark.parametrize("join", [lambda x, y: x & y, lambda x, y: y & x, lambda x, y: x | y])
@@ -220,13 +220,13 @@ def test_keys_that_differ_by_batch_row_are_lowered_row_by_row() -> None:
 
 def test_a_layout_of_masks_by_head_or_with_two_default_rows() -> None:
     by_head = per_head([a.causal(), a.window(2)])
-    with pytest.raises(ValueError, match=r"per_head: .* Layout\.of\(\) take heads="):
+    with pytest.raises(ValueError, match=r"per_head: .* pass heads= to"):
         Layout.of(by_head, q_len=8, ranks=2)
     layout = Layout.of(by_head, q_len=8, ranks=2, heads=2)
     assert (layout._source.mask.bounds == by_head.spans(8, 8, heads=2).bounds).all()  # type: ignore[union-attr]
     two = a.cache(8) & a.cache([8, 7])
     with pytest.raises(
-        ValueError, match=r"q_index: .* Layout\.of takes mask\.prepare\(q_len, k_len, q_index"
+        ValueError, match=r"q_index: .* For Layout\.of, pass mask\.prepare\(q_len, k_len, q_index"
     ):
         Layout.of(two, q_len=8, ranks=2, batch=2)
     layout = Layout.of(two.prepare(8, 8, batch=2, q_index=np.arange(8)), q_len=8, ranks=2, batch=2)

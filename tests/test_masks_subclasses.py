@@ -144,7 +144,9 @@ def test_masks_with_other_derived_attributes_are_others(monkeypatch: pytest.Monk
 
 
 def test_spans_that_are_lowered_have_no_subclasses() -> None:
-    with pytest.raises(TypeError, match="class derived: expected a subclass of Mask, got one of Prepared"):
+    with pytest.raises(
+        TypeError, match="class derived: expected a subclass of Mask, got a subclass of Prepared"
+    ):
         _derived(Prepared)
 
 

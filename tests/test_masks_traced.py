@@ -57,9 +57,7 @@ def test_masks_whose_runs_depend_on_data_have_static_ones(make, runs, static):
 def test_more_runs_than_there_is_room_for(make):
     lower = torch.compile(lambda q: make(3).spans(5, 12, like=q).bounds, fullgraph=True, backend="eager")
     for run in (lower, lambda q: make(3).spans(5, 12, like=q)):
-        with pytest.raises(
-            ValueError, match=r"rows of at most max_runs=3 .*, got one with 4. Pass max_runs=4"
-        ):
+        with pytest.raises(ValueError, match=r"at most max_runs=3 .*, got a query with 4. Pass max_runs=4"):
             run(torch.zeros(3))
 
 

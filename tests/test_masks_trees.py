@@ -22,7 +22,7 @@ _OTHERS = (
     *("prefix-LM", "window and sinks"),
 )
 _TREES = 60 if everything() else 20
-_OTHER_ROWS = "q_index of a prepared mask: expected the rows that it was prepared for"
+_OTHER_ROWS = "q_index of a prepared mask: expected the queries that it was prepared for"
 
 Convert = Callable[..., object]
 
@@ -239,7 +239,7 @@ def test_illegal_rows_are_illegal_in_every_expression() -> None:
             bounds = np.asarray(mask.spans(KEYS, KEYS, batch=BATCH).bounds)
             assert (bounds[:, :, [0, 2]] == [0, -1]).all()
             a.Spans(bounds[:, :, [1, *range(3, KEYS)]], KEYS).validate()
-            with pytest.raises(ValueError, match=r"\(0, -1\) marks a row whose mask data break a promise"):
+            with pytest.raises(ValueError, match=r"\(0, -1\) marks a query whose mask data are wrong"):
                 mask.prepare(KEYS, KEYS, batch=BATCH)
 
 

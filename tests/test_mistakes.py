@@ -253,7 +253,7 @@ def test_a_sharded_mask_is_made_of_one_mask(use):
     from attnspan.parallel.jax import PlacedPlan, Sharded
 
     for kind in (MeshPlan, Sharded, PlacedPlan):
-        remedy = r"Combine masks by & and \| before they are sharded; .* by `mask is None`"
+        remedy = r"Combine masks by & and \| before they are sharded\. .* by `mask is None`"
         with pytest.raises(TypeError, match=f"{kind.__name__}: expected one mask, .*{remedy}"):
             use(object.__new__(kind))
 

@@ -113,12 +113,12 @@ def test_pictures_refuse_what_they_cannot_show():
     two_rows = a.segments([[0, 0], [0, 1]]).spans(2, 2, batch=2)
     for at in ((2, 0), (-1, 0), (0, -1)):
         for draw in (text, svg):
-            with pytest.raises(ValueError, match=r"at: expected a batch row and a head of the \(2, 1\)"):
+            with pytest.raises(ValueError, match=r"at: expected a batch element and a head of \(2, 1\)"):
                 draw(two_rows, at=at)
     assert text(two_rows, at=(1, 5)) == text(two_rows, at=(1, 0))  # all heads are alike
     broken = a.segments([1, 0, 1]).spans(3, 3)
     for draw in (text, svg):
-        with pytest.raises(ValueError, match="row 0: expected ascending, disjoint spans"):
+        with pytest.raises(ValueError, match="query 0: expected ascending, disjoint spans"):
             draw(broken)
 
 

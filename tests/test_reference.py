@@ -69,11 +69,11 @@ def test_bad_input_is_named():
         forward(q, np.zeros((2, 3, 7, 3)), v, bounds, scale=1.0)
     illegal = bounds.copy()
     illegal[0, 0, 3] = (0, 8)
-    with pytest.raises(ValueError, match=r"row 3: expected .* in \[0, 7\], got \(0, 8\)"):
+    with pytest.raises(ValueError, match=r"query 3: expected .* in \[0, 7\], got \(0, 8\)"):
         forward(q, k, v, illegal, scale=1.0)
     # An id in two runs writes the marker of broken promises.
     marked = segments(torch.tensor([1, 0, 1, 1, 0, 2, 2])).spans(5, 7).bounds.numpy()
-    with pytest.raises(ValueError, match=r"\(0, -1\) marks a row"):
+    with pytest.raises(ValueError, match=r"\(0, -1\) marks a query"):
         forward(q, k, v, marked, scale=1.0)
 
 

@@ -101,7 +101,7 @@ def test_illegal_rows_are_named_and_stay_illegal(row, framework):
     spans = Spans(CONVERT[framework](bounds), 5)
     # Each of these would give a plausible number for them.
     for read in (spans.validate, spans.dense, spans.coverage, lambda: spans.block_states(2, 2)):
-        with pytest.raises(ValueError, match=r"batch 0, head 1, row 2: expected .* in \[0, 5\], got \("):
+        with pytest.raises(ValueError, match=r"batch 0, head 1, query 2: expected .* in \[0, 5\], got \("):
             read()
     for illegal in (spans.take_keys(np.array([0, 3])), spans.compact()):
         assert (np.asarray(illegal.bounds)[0, 1, 2] == [0, -1]).all()

@@ -1,4 +1,4 @@
-"""attnspan: attention whose mask is data."""
+"""attnspan: exact attention. You pass the mask as data."""
 
 import typing as _typing
 
@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 
-__version__: str  # looked up when it is asked for: few do, and it takes longer than the rest of the import
+__version__: str  # looked up on access, because the look-up takes longer than the rest of the import
 
 
 def _look_up(name: str) -> str:
@@ -73,7 +73,7 @@ def _look_up(name: str) -> str:
         except PackageNotFoundError:  # a source tree on the path
             return "0+unknown"
     if name in ("attention", "explain"):
-        # An ImportError, as `from attnspan import ...` replaces the text of an AttributeError by its own.
+        # An ImportError, because `from attnspan import ...` replaces the text of an AttributeError.
         raise ImportError(
             f"attnspan.{name}: expected the name of a framework, got none. Write `from attnspan.torch import "
             f"{name}`, or `from attnspan.jax import {name}`"

@@ -1,4 +1,7 @@
-"""``python -m attnspan``: draw a mask, explain a call, say what is installed. The lab has other commands."""
+"""The command line ``python -m attnspan``: draw a mask, explain a call, print versions and settings.
+
+The package attnspan-lab has more commands.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +27,21 @@ _PACKAGES = (
     "diffusers",
 )
 _LAB = ("bench", "doctor", "simulate", "tune", "zoo")
-_EXAMPLE = 'a mask, like "causal & documents([0, 10, 32])"; every mask of the library by its name'
+_EXAMPLE = 'a mask, for example "causal & documents([0, 10, 32])" (all names: show --list)'
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line. An error of the user is one message and exit code 2, without a traceback."""
+    """Run the command line. A user's error prints one message and gives exit code 2, without a traceback."""
     given = sys.argv[1:] if arguments is None else arguments
     if given and given[0] in _LAB:
-        _fail(
-            f"{given[0]} is a command of the lab: pip install ./lab in a checkout, then attnspan {given[0]}"
-        )
+        _fail(f"{given[0]} is a command of attnspan-lab: pip install ./lab in a checkout first")
     options = _parser().parse_args(given)
     try:
         options.run(options)
     except ModuleNotFoundError as error:
         _fail(f"{error.name} is not installed")
     except (ValueError, TypeError, OSError) as error:
-        # What attnspan raises is the user's to mend; anything else is a defect and keeps its traceback.
+        # The user can correct an error of attnspan. Any other error is a defect and keeps its traceback.
         if not isinstance(error, OSError) and not type(error).__module__.startswith("attnspan."):
             raise
         _fail(str(error))
@@ -52,34 +53,34 @@ def _fail(message: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m attnspan", description="Attention whose mask is data.")
+    parser = argparse.ArgumentParser("python -m attnspan", description="Exact attention with masks as data.")
     parser.add_argument("--version", action="version", version=f"attnspan {version_of('attnspan')}")
     commands = parser.add_subparsers(required=True, metavar="show | explain")
     show = commands.add_parser("show", help="draw a mask")
     show.set_defaults(run=_show)
     show.add_argument("mask", nargs="?", default="", help=_EXAMPLE)
     show.add_argument(
-        "--at", type=int, nargs=2, default=(0, 0), metavar=("ROW", "HEAD"), help="what is drawn"
+        "--at", type=int, nargs=2, default=(0, 0), metavar=("BATCH", "HEAD"), help="element to draw (0 0)"
     )
-    show.add_argument("--svg", type=Path, help="write a picture to this file instead")
+    show.add_argument("--svg", type=Path, help="write an SVG picture to this file instead")
     show.add_argument("--list", action="store_true", help="print the names of all masks")
-    explain = commands.add_parser("explain", help="say which backend runs a call, and why not the others")
+    explain = commands.add_parser(
+        "explain", help="print the backend that runs a call, and why the others do not"
+    )
     explain.set_defaults(run=_explain)
     explain.add_argument("mask", nargs="?", default="full", help=_EXAMPLE)
-    explain.add_argument("--kv-heads", type=int, help="key heads; default: as many as query heads")
+    explain.add_argument("--kv-heads", type=int, help="key heads (default: as many as query heads)")
     explain.add_argument("--head-dim", type=int, default=64, help="elements of a query (64)")
     explain.add_argument("--dtype", default="float32", help="element type of q, k and v (float32)")
-    explain.add_argument("--device", default="cpu", help="of torch (cpu)")
-    explain.add_argument("--jax", action="store_true", help="explain a call of JAX, not of torch")
+    explain.add_argument("--device", default="cpu", help="device of torch (cpu)")
+    explain.add_argument("--jax", action="store_true", help="explain a call of JAX instead of torch")
     explain.add_argument(
-        "--env", action="store_true", help="print versions, machine and settings, for a report, and stop"
+        "--env", action="store_true", help="print versions, machine and settings for a bug report, and exit"
     )
     for command in (show, explain):
-        command.add_argument(
-            "--q-len", type=int, help="query rows; default: what the mask's lists imply, else 64"
-        )
-        command.add_argument("--k-len", type=int, help="keys; default: as many as queries")
-        command.add_argument("--batch", type=int, default=1, help="batch rows (1)")
+        command.add_argument("--q-len", type=int, help="queries (default: from the mask's lists, else 64)")
+        command.add_argument("--k-len", type=int, help="keys (default: as many as queries)")
+        command.add_argument("--batch", type=int, default=1, help="batch size (1)")
         command.add_argument("--heads", type=int, default=1, help="query heads (1)")
     return parser
 
@@ -91,13 +92,15 @@ def _show(options: argparse.Namespace) -> None:
     if options.list:
         print(*sorted(names()), sep="\n")
         return
-    expect(options.mask, "show", "a mask", "none", 'Write one, like "causal", or see --list')
+    expect(options.mask, "show", "a mask", "none", 'Write a mask, for example "causal", or see --list')
     mask, at = parse(options.mask), tuple(options.at)
     rows, keys = picture.implied_sizes(mask, options.q_len, options.k_len)
     inside = 0 <= at[0] < options.batch and 0 <= at[1] < options.heads
-    expect(inside, "--at", "a row below --batch and a head below --heads", at, "Pass others")
+    expect(
+        inside, "--at", "a batch element below --batch and a head below --heads", at, "Pass smaller numbers"
+    )
     if options.svg is None:
-        # Numbers of rows, a frame, and the last number of a key stand next to the picture.
+        # Query numbers, a frame and the last key number stand next to the picture.
         width = max(min(64, get_terminal_size().columns - 14), 1)
         picture.show(mask, rows, keys, at=at, batch=options.batch, heads=options.heads, width=width)
         return
@@ -143,7 +146,7 @@ def _environment() -> None:
     facts = {"python": f"{platform.python_version()} on {platform.platform()}"}
     facts |= {name: version_of(name) or "not installed" for name in _PACKAGES}
     facts["CPU"] = f"{cpu_model()}, {os.cpu_count()} logical cores"
-    if version_of("torch"):  # Before the kernel is asked for its threads, which are torch's then.
+    if version_of("torch"):  # first, because the kernel then uses torch's threads
         import torch
 
         facts["threads"] = f"{torch.get_num_threads()} of torch"

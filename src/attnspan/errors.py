@@ -1,4 +1,4 @@
-"""One error style for every front end: what was expected, what came, how to mend it."""
+"""Errors of all front ends, in one style: the expected value, the actual value, and a remedy."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -22,16 +22,19 @@ _raisers: list[Callable[[type[Exception], str], None]] = []
 
 
 def register_raiser(raiser: Callable[[type[Exception], str], None]) -> None:
-    """Call `raiser` with the class and the text of each error that is made.
+    """Call `raiser` with the class and the text of each error that is created.
 
-    A compiler that reads a program keeps only the first word of an error. The raiser of its framework raises
-    the whole text instead, and returns if nothing is being read.
+    A compiler that traces a program keeps only the first word of an error. The raiser of its framework raises
+    the whole text instead. It returns if no program is traced.
+
+    Args:
+        raiser: A function of an exception class and a text.
     """
     _raisers.append(raiser)
 
 
 def shown(value: object) -> str:
-    """A size or a shape as text. Unlike ``str``, compilers can trace it where sizes are symbols.
+    """Format a size or a shape. Compilers can trace it if sizes are symbols, which ``str`` does not allow.
 
     Example:
         >>> shown(3), shown((3,)), shown((3, 4))
@@ -48,49 +51,82 @@ def _restored(kind: type[Exception], args: tuple[str, ...]) -> Exception:
 
 
 class _Explained(Exception):
-    """Builds the message, so that no error can leave out one of its parts."""
+    """Base of all errors. It builds the message, so that no error leaves out a part."""
 
-    # The class that users know, if a compiler made another from it.
+    # The class that users know, if a compiler derived another class from it.
     public: ClassVar[type[Exception] | None] = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Worker processes send errors back; the class cannot be called with the text alone.
+        # Worker processes pickle errors, and the class cannot be called with the text alone.
         return _restored, (self.public or type(self), self.args)
 
     def __init__(self, what: str, *, expected: str, got: str, remedy: str) -> None:
         text = f"{what}: expected {expected}, got {got}. {remedy}."
         for raiser in _raisers:
             raiser(type(self), text)
-        # Not super().__init__(), which torch.compile cannot trace.
+        # No super().__init__(), which torch.compile cannot trace.
         self.args = (text,)
 
 
 class ShapeError(_Explained, ValueError):
-    """Sizes that do not fit each other."""
+    """An error for sizes that do not fit each other.
+
+    Example:
+        >>> from attnspan import documents
+        >>> documents([3])
+        Traceback (most recent call last):
+        attnspan.errors.ShapeError: documents: cu_seqlens_q: expected at least 2 offsets: 0 and the end of \
+the first document, got 1. Pass cumulative lengths with a 0 before them.
+    """
 
 
 class DtypeError(_Explained, TypeError):
-    """Element types that attention does not take, or that differ."""
+    """An error for types or dtypes that attention does not accept, or that differ.
+
+    Example:
+        >>> from attnspan import segments
+        >>> segments([0.5])
+        Traceback (most recent call last):
+        attnspan.errors.DtypeError: segments: q_ids: expected an integer array, got float64. Convert it to \
+int32 or int64.
+    """
 
 
 class DeviceError(_Explained, ValueError):
-    """Arguments that live on several devices."""
+    """An error for arguments on several devices or of several frameworks."""
 
 
 class OptionError(_Explained, ValueError):
-    """A keyword whose value is outside what the call accepts."""
+    """An error for an argument whose value is not accepted.
+
+    Example:
+        >>> from attnspan import global_keys
+        >>> global_keys(-1)
+        Traceback (most recent call last):
+        attnspan.errors.OptionError: global_keys: n: expected 0 to 2147483647, got -1. Lengths and indices \
+are int32.
+    """
 
 
 class BackendError(_Explained, ValueError):
-    """No backend, or not the requested one, can run the problem."""
+    """An error for a call that no backend, or not the requested backend, can run."""
 
 
 class NotAnArrayError(_Explained, AttributeError):
-    """Code of another library reads a mask as if it were an array."""
+    """An error for code of another library that reads a mask as if it were an array."""
 
 
 class UsageError(_Explained, TypeError):
-    """A call or an operator of another library, or one that would not do what it seems to."""
+    """An error for a wrong call, such as an unknown keyword or an operator that masks do not have.
+
+    Example:
+        >>> from attnspan import causal
+        >>> ~causal()
+        Traceback (most recent call last):
+        attnspan.errors.UsageError: causal(): expected & (keys that both masks show) or | (keys that either \
+shows), got another operator. Masks have no ~, + or -. Describe the visible keys, for example by \
+from_dense(visible) or from_predicate(fn).
+    """
 
 
 def expect(
@@ -104,17 +140,20 @@ def expect(
 ) -> None:
     """Raise ``error`` unless a rule holds.
 
-    Pass sizes as they are. Formatting a traced size makes it a constant to a compiler, so texts are made only
-    when the rule is broken.
+    Pass sizes unformatted. Formatting a traced size makes it a constant to a compiler, so texts are formatted
+    only if the rule is broken.
 
     Args:
-        holds: The rule.
-        what: The argument that it is about.
-        expected: What the argument must be, with ``{}`` for each of ``values``.
-        got: What came: a text, a size or a shape.
-        remedy: How to mend it, without a full stop.
-        *values: What ``expected`` is formatted with.
-        error: The class of the error.
+        holds: Whether the rule holds.
+        what: Name of the argument that the rule is about.
+        expected: Description of the expected value, with ``{}`` for each of ``values``.
+        got: The actual value: a text, a size or a shape.
+        remedy: A remedy, without a full stop.
+        *values: Values that ``expected`` is formatted with.
+        error: Class of the error.
+
+    Raises:
+        error: If ``holds`` is false.
 
     Example:
         >>> expect(2 == 3, "k", "{} heads", 3, "Repeat them", 2, error=ShapeError)

@@ -1,6 +1,6 @@
-"""Attention and its gradients in NumPy float64, one query row at a time: what every backend is compared with.
+"""Attention and its gradients in NumPy float64, one query at a time. Tests compare every backend with it.
 
-A row touches only the keys it may see, so a NaN in any other key cannot reach it.
+A query reads only the keys that it may see, so a NaN in any other key cannot reach it.
 """
 
 from __future__ import annotations
@@ -18,35 +18,40 @@ from attnspan.masks.bounds import Spans
 
 __all__ = ["Float", "Index", "backward", "forward"]
 
-#: Arrays of numbers: float64, whatever came.
+#: Arrays of numbers, always float64.
 Float = np.ndarray[Any, np.dtype[np.float64]]
-#: Arrays of indices: int64.
+#: Arrays of indices, always int64.
 Index = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def forward(
     q: Any, k: Any, v: Any, bounds: Any, scale: float, options: Options | None = None
 ) -> tuple[Float, Float]:
-    """Softmax attention over the visible keys of each row.
+    """Compute softmax attention over the visible keys of each query.
 
-    With x_j = scale * q_i . k_j, softcapped and biased as the options say: lse_i = log sum_j exp(x_j) and
-    out_i = sum_j exp(x_j - lse_i) v_j (Vaswani et al. 2017, equation 1, restricted to visible keys). A sink
-    is one more term of the sum, without a value. Dropout takes terms out of out_i, not out of lse_i.
+    The formulas restrict equation 1 of Vaswani et al. 2017 to visible keys:
+
+    - x_j = scale * q_i . k_j, with softcap and bias from the options
+    - lse_i = log sum_j exp(x_j)
+    - out_i = sum_j exp(x_j - lse_i) v_j
+
+    A sink is one more term of the sum, without a value. Dropout removes terms from out_i, but not from lse_i.
 
     Args:
-        q: (B, Hq, Sq, D), anything `np.asarray` takes.
-        k: (B, Hkv, Sk, D); Hq is a multiple of Hkv, and query head h uses key head h // (Hq / Hkv).
+        q: (B, Hq, Sq, D), of any type that `np.asarray` accepts.
+        k: (B, Hkv, Sk, D). Hq is a multiple of Hkv, and query head h uses key head h // (Hq / Hkv) (GQA).
         v: (B, Hkv, Sk, Dv).
         bounds: integer (B|1, Hq|1, Sq, R, 2), see `attnspan.Spans`.
-        scale: factor of the scores.
-        options: see `attnspan.call.options.Options`, with anything `np.asarray` takes.
+        scale: Factor of the scores.
+        options: See `attnspan.call.options.Options`. Arrays are of any type that `np.asarray` accepts.
 
     Returns:
-        out (B, Hq, Sq, Dv) and lse (B, Hq, Sq), natural logarithm. A row that sees nothing has out 0, and lse
-        -inf or the sink.
+        out (B, Hq, Sq, Dv) and lse (B, Hq, Sq), the natural log-sum-exp. A query that sees nothing has out 0.
+        Its lse is -inf, or the sink.
 
     Raises:
-        ShapeError, OptionError: for shapes that do not fit and for illegal spans.
+        ShapeError: If shapes do not fit.
+        OptionError: If a span is illegal.
 
     Example:
         >>> x = np.eye(2)[None, None]
@@ -66,24 +71,31 @@ def forward(
 def backward(
     dout: Any, dlse: Any, q: Any, k: Any, v: Any, bounds: Any, scale: float, options: Options | None = None
 ) -> tuple[Float, ...]:
-    """Gradients of sum(out * dout) + sum(lse * dlse).
+    """Compute the gradients of sum(out * dout) + sum(lse * dlse).
 
-    With p the row's probabilities, m_j what dropout multiplies p_j by, and dp_j = m_j dout_i . v_j: dx_j =
-    p_j (dp_j - sum_l p_l dp_l + dlse_i), ds_j = dx_j * d x_j / d s_j, dq_i = scale * sum_j ds_j k_j, dk_j =
-    scale * sum_i ds_j q_i, dv_j = sum_i m_j p_j dout_i (Dao et al. 2022, appendix B.2, with the term of dlse,
-    since d lse / d x_j = p_j). A sink is a key with dp = 0; a bias b_j = c_j * parameter gets c_j dx_j.
+    p_j are the probabilities of query i, and m_j are the factors of dropout. The formulas follow Dao et
+    al. 2022, appendix B.2, with an additional term for dlse, since d lse / d x_j = p_j:
+
+    - dp_j = m_j dout_i . v_j
+    - dx_j = p_j (dp_j - sum_l p_l dp_l + dlse_i)
+    - ds_j = dx_j * d x_j / d s_j
+    - dq_i = scale * sum_j ds_j k_j
+    - dk_j = scale * sum_i ds_j q_i
+    - dv_j = sum_i m_j p_j dout_i
+
+    A sink is a key with dp = 0. The parameter of a bias b_j = c_j * parameter gets the gradient c_j dx_j.
 
     Args:
         dout: (B, Hq, Sq, Dv).
-        dlse: (B, Hq, Sq), or None for zeros.
-        q, k, v, bounds, scale, options: as in `forward`.
+        dlse: (B, Hq, Sq). None means zeros.
+        q, k, v, bounds, scale, options: As in `forward`.
 
     Returns:
-        dq, dk, dv; with `options` also dbias and dsinks, of shape (0,) without a bias or sinks. A row that
+        dq, dk, dv. With `options`, also dbias and dsinks, of shape (0,) without a bias or sinks. A query that
         sees nothing contributes only its dlse, to its sink.
 
     Raises:
-        ShapeError, OptionError: as in `forward`.
+        ShapeError, OptionError: As in `forward`.
 
     Example:
         >>> x = np.eye(2)[None, None]
@@ -116,7 +128,7 @@ def backward(
 
 
 class _Terms:
-    """Terms of the options for one row."""
+    """Terms of the options for one query."""
 
     def __init__(self, options: Options, q: Float, k: Float) -> None:
         batch, heads, q_len, _ = q.shape
@@ -136,7 +148,7 @@ class _Terms:
             self.multiplier = keep * scale_of_kept(options.dropout_p)
 
     def weights(self, x: Float, b: int, h: int, i: int, keys: Index) -> tuple[Any, float, float, Any, Any]:
-        """From scaled scores: p, the sink's p, the lse, dropout's factors m, and the softcap's derivative."""
+        """Compute p, the sink's p, the lse, dropout's factors m and the softcap's derivative from scores."""
         cap = self.options.softcap
         slope: Any = 1.0
         if cap:
@@ -150,7 +162,7 @@ class _Terms:
         return *_softmax(x, self.sinks[h]), m, slope
 
     def bias_of(self, b: int, h: int, i: int, keys: Index) -> tuple[tuple[Any, ...], Any]:
-        """The bias of each key as an element of the parameter, and a factor."""
+        """The bias of each key, as an index into the parameter and a factor."""
         distance = self.k_index[b, keys] - self.q_index[b, i]
         kind, sizes = self.options.bias_kind, self.parameter.shape
         if kind == DENSE:
@@ -170,12 +182,12 @@ def _float64(*arrays: Any) -> list[Float]:
 
 
 def _softmax(scores: Float, sink: float) -> tuple[Float, float, float]:
-    """The weights of the keys, that of the sink, and the lse."""
+    """The weights of the keys, the weight of the sink, and the lse."""
     logits = np.append(scores, sink)
     top = logits.max()
     if top == -np.inf:
         return np.zeros_like(scores), 0.0, -np.inf
-    # Infinite scores give NaN, as in every implementation.
+    # Infinite scores give NaN, as in all backends.
     with np.errstate(invalid="ignore"):
         weights = np.exp(logits - top)
         total = weights.sum()
@@ -183,7 +195,7 @@ def _softmax(scores: Float, sink: float) -> tuple[Float, float, float]:
 
 
 def _rows(q: Float, k: Float, v: Float, bounds: Any) -> Iterator[tuple[int, int, int, int, Index]]:
-    """Batch, query head, row, key head and visible keys of each row."""
+    """Batch element, query head, query, key head and visible keys, for each query."""
     bounds = np.asarray(bounds)
     batch, heads, q_len, head_dim = q.shape
     kv_heads, k_len = k.shape[1:3]
@@ -195,7 +207,7 @@ def _rows(q: Float, k: Float, v: Float, bounds: Any) -> Iterator[tuple[int, int,
         "reference",
         "q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), bounds (B|1, Hq|1, Sq, R, 2)",
         f"{q.shape}, {k.shape}, {v.shape}, {bounds.shape}",
-        "Make the sizes fit; Hq is a multiple of Hkv",
+        "Make the sizes fit. Hq is a multiple of Hkv",
         error=ShapeError,
     )
     Spans(bounds, k_len).validate()

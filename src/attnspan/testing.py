@@ -1,4 +1,4 @@
-"""Checks of other people's models: does a packed document see another, and are many ranks as one?"""
+"""Checks for your own models: isolation of packed documents, and agreement of many ranks with one rank."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Isolation", "Leak", "assert_isolated", "assert_same_as_one_rank", "probe"]
 
-# What a batch may call its tokens, before the embedding or after it.
+# Names of the tokens in a batch, before or after the embedding.
 _INPUTS = ("input_ids", "inputs_embeds", "hidden_states", "x")
 
 
 @dataclass(frozen=True)
 class Isolation:
-    """Result of `probe`; ``print`` it.
+    """Result of `probe`. You can ``print`` it.
 
     Attributes:
-        documents: How many documents were changed, one at a time.
-        leaks: For each document that others see: its number, the first module where rows of another document
-            change, and those rows as (batch row, token).
+        documents: Number of documents that were changed, one at a time.
+        leaks: A `Leak` for each document that other documents see.
+
+    Example:
+        >>> print(Isolation(documents=2))
+        2 documents, none sees another
     """
 
     documents: int
@@ -45,7 +48,19 @@ class Isolation:
 
 @dataclass(frozen=True)
 class Leak:
-    """A document that others see."""
+    """A document that other documents see.
+
+    Attributes:
+        document: Number of the document.
+        module: First module where results of another document change.
+        rows: The tokens whose results change, as (batch element, token).
+        change: Largest change, as a fraction of the largest result.
+
+    Example:
+        >>> print(Leak(document=0, module="layer", rows=((0, 2),), change=3.0))
+        document 0 is seen by 1 tokens of others, first in layer: (batch element, token) (0, 2). They change \
+by 3.0e+00 of their size
+    """
 
     document: int
     module: str
@@ -56,7 +71,7 @@ class Leak:
         shown = ", ".join(f"({b}, {s})" for b, s in self.rows[:4]) + ", ..." * (len(self.rows) > 4)
         return (
             f"document {self.document} is seen by {len(self.rows)} tokens of others, first in {self.module}: "
-            f"(batch row, token) {shown}; they change by {self.change:.1e} of their size"
+            f"(batch element, token) {shown}. They change by {self.change:.1e} of their size"
         )
 
 
@@ -68,23 +83,26 @@ def probe(
     within: float = 1e-4,
     call: Callable[..., Any] | None = None,
 ) -> Isolation:
-    """Change the tokens of one document after the other and see whose results change.
+    """Change one document after the other, and find the results of other documents that change.
 
-    The model runs in evaluation mode without gradients, once for each document of each batch row and once
-    more; any model and any attention will do. A token's results are the rows of every tensor (B, S, ...) that
-    a module returns.
+    You can pass any model with any attention. It runs in evaluation mode without gradients, once for each
+    document of each batch element and once more. The results of a token are its entries in every tensor
+    (B, S, ...) that a module returns.
 
     Args:
-        model: Called as ``model(**batch)``.
-        batch: Its arguments. The tokens are the first of "input_ids" (integer, (B, S)), "inputs_embeds",
-            "hidden_states" and "x" (floating, (B, S, ...)).
-        documents: Integer (B, S) or (S,): the number of each token's document, within its batch row; negative
-            for padding, whose results do not count.
+        model: The model, which is called as ``model(**batch)``.
+        batch: Keyword arguments of the model. The tokens are the first of "input_ids" (integer, (B, S)),
+            "inputs_embeds", "hidden_states" and "x" (floating, (B, S, ...)).
+        documents: Integer (B, S) or (S,), the document number of each token within its batch element. A
+            negative number means padding, whose results do not count.
         within: Largest change that counts as rounding, as a fraction of the largest result.
-        call: What to call instead of the model, such as its compiled form: then only final results are seen.
+        call: A function to call instead of the model, for example the compiled model. Only final results are
+            then compared.
 
     Raises:
-        ValueError: No tokens in the batch, or ``documents`` of another shape.
+        OptionError: If the batch has no tokens.
+        ShapeError: If ``documents`` has another shape, or if the model returns no results of shape
+            (B, S, ...).
 
     Example:
         >>> import torch
@@ -95,12 +113,12 @@ def probe(
     """
     torch = require("torch", "attnspan.testing", "torch")
     name = next((x for x in _INPUTS if x in batch), None)
-    got, remedy = ", ".join(batch) or "nothing", "Name the tokens so"
+    got, remedy = ", ".join(batch) or "nothing", "Pass the tokens under one of these names"
     if name is None:
         raise OptionError("batch", expected=f"one of {', '.join(_INPUTS)}", got=got, remedy=remedy)
     tokens = batch[name]
     documents, shape = torch.as_tensor(documents, device=tokens.device), tuple(tokens.shape[:2])
-    given, remedy = tuple(documents.shape), "Give one number for each token"
+    given, remedy = tuple(documents.shape), "Pass one document number for each token"
     fits = given in (shape, (1, *shape[1:]), shape[1:])
     expect(fits, "documents", "shape {}", given, remedy, shape, error=ShapeError)
     documents = documents.expand(shape)
@@ -119,10 +137,16 @@ def probe(
 def assert_isolated(
     model: torch.nn.Module, batch: Mapping[str, Any], documents: Tensor, **options: Any
 ) -> None:
-    """Raise an AssertionError that names the first module and the rows where a document sees another.
+    """Raise an AssertionError if a packed document sees another document.
+
+    The error names the first module and the tokens where this happens.
 
     Args:
-        model, batch, documents, **options: As of `probe`.
+        model, batch, documents, **options: As for `probe`.
+
+    Raises:
+        AssertionError: If a document sees another document.
+        OptionError, ShapeError: As `probe`.
 
     Example:
         >>> import torch
@@ -131,18 +155,18 @@ def assert_isolated(
         ...         return x.roll(1, 1)
         >>> assert_isolated(Shift(), {"x": torch.ones(1, 4, 2)}, torch.tensor([-1, 0, 1, 1]))
         Traceback (most recent call last):
-        AssertionError: document 0 is seen by 1 tokens of others, first in Shift: (batch row, token) (0, 2); \
-they change by 3.0e+00 of their size. Give attention a mask of documents; \
-transformers makes it from position_ids, without attention_mask
+        AssertionError: document 0 is seen by 1 tokens of others, first in Shift: (batch element, \
+token) (0, 2). They change by 3.0e+00 of their size. Give attention a document mask: \
+transformers makes it from position_ids, without attention_mask.
     """
     found = probe(model, batch, documents, **options)
     if not found.isolated:
-        remedy = "Give attention a mask of documents; transformers makes it from position_ids"
-        raise AssertionError(f"{found}. {remedy}, without attention_mask")
+        remedy = "Give attention a document mask: transformers makes it from position_ids"
+        raise AssertionError(f"{found}. {remedy}, without attention_mask.")
 
 
 class _Runner:
-    """Runs the model and keeps what each of its modules returns for tokens, in order."""
+    """Runner of the model that keeps the results of each module for tokens, in order."""
 
     def __init__(
         self, model: Any, batch: Mapping[str, Any], name: str, call: Callable[..., Any] | None
@@ -173,7 +197,7 @@ class _Runner:
             self.model.train(training)
             for hook in hooks:
                 hook.remove()
-        remedy = "Pass a batch for which the model returns one row of results per token"
+        remedy = "Pass a batch for which the model returns results for each token"
         expect(
             found,
             "model",
@@ -187,7 +211,7 @@ class _Runner:
 
 
 def _tensors(out: Any) -> list[Any]:
-    """The tensors of a result: one, or those of a tuple, list or mapping."""
+    """The tensors of a result: one tensor, or the tensors of a tuple, list or mapping."""
     if hasattr(out, "is_floating_point"):
         return [out]
     parts = out.values() if isinstance(out, Mapping) else out if isinstance(out, (tuple, list)) else ()
@@ -195,7 +219,7 @@ def _tensors(out: Any) -> list[Any]:
 
 
 def _changed(tokens: Tensor, own: Tensor) -> Tensor:
-    """Other tokens in the places of one document; integers stay within the vocabulary."""
+    """Replace the tokens of one document. Integers stay within the vocabulary."""
     import torch
 
     if not tokens.is_floating_point():
@@ -207,12 +231,12 @@ def _changed(tokens: Tensor, own: Tensor) -> Tensor:
 def _first_change(
     before: list[tuple[str, Tensor]], after: list[tuple[str, Tensor]], others: Tensor, within: float
 ) -> tuple[str, tuple[tuple[int, int], ...], float] | None:
-    """The first module that changes rows of ``others``, these rows, and by how much; None if none does."""
+    """The first module that changes ``others``, the changed tokens, and the change. None if none changes."""
     for (name, x), (_, y) in zip(before, after, strict=True):
         known = x[others]
         finite = known[known.isfinite()]
         size = float(finite.abs().max()) if finite.numel() else 0.0
-        # Equal infinities, as of masked logits, are no change.
+        # Equal infinities, for example masked logits, are no change.
         change = (x.double() - y.double()).abs().masked_fill(x == y, 0)
         change = change.flatten(2).amax(-1) if change.dim() > 2 else change
         rows = others & ~(change <= within * max(size, 1e-30))
@@ -225,26 +249,32 @@ def _first_change(
 def assert_same_as_one_rank(
     step: Callable[[Any, Any], Mapping[str, Tensor]], batch: Any, mesh: Any, *, within: float = 1e-4
 ) -> None:
-    """Raise an AssertionError, on all ranks, unless a sharded step gives what one rank gives.
+    """Raise an AssertionError, on all ranks, unless a sharded step gives the results of one rank.
 
-    Marks of a batch tell whose rows it holds. They cannot tell labels that were shifted after sharding, ids
-    of another batch, or old tensors in a new batch: this can. A collective; a few hundred tokens will do.
+    The tags of a sharded batch tell which tokens it holds. They do not show labels that were shifted after
+    sharding, ids of another batch, or old tensors in a new batch. This check finds all of these. It is a
+    collective, so call it on all ranks. A batch of a few hundred tokens is enough.
 
     Args:
-        step: One forward and backward pass. ``step(batch, None)`` computes the whole on one rank;
-            ``step(batch, mesh)`` shards as the training loop does, from the same parameters. Both return
-            named tensors, in the order of the model; the first one that differs is explained:
-            "q_index", of a sharded step, ``rows["q_index"]``;
-            rows (B, S, ...) of the whole, (B, n, ...) of a rank: embeddings, logits, losses of tokens;
-            without dims: a rank's part of a sum over ranks, such as its part of the loss;
-            any others are the same on all ranks: gradients of parameters, as the optimizer sees them.
-        batch: Whole inputs, the same on all ranks.
+        step: One forward and backward pass. ``step(batch, None)`` computes the whole batch on one rank.
+            ``step(batch, mesh)`` shards as your training loop does, from the same parameters. Both return
+            named tensors, in the order of the model. The error explains the first tensor that differs. These
+            tensors are compared:
+
+            - "q_index": in a sharded step, ``rows["q_index"]``.
+            - Tensors of tokens, such as embeddings, logits and losses: (B, S, ...) for the whole batch, and
+              (B, n, ...) for a rank.
+            - Tensors without dims: a rank's part of a sum over ranks, such as its part of the loss.
+            - Any other tensor is the same on all ranks, such as gradients of parameters as the optimizer sees
+              them.
+        batch: Inputs of the whole batch, the same on all ranks.
         mesh: The DeviceMesh of the plans.
-        within: Largest difference that counts as rounding, as a fraction of the size of a row or a tensor.
+        within: Largest difference that counts as rounding, as a fraction of the size of a token's entries or
+            of a tensor.
 
     Raises:
-        AssertionError: Which tensors and rows differ, and what that usually means.
-        ValueError: The two steps return other names, or shapes that do not fit "q_index".
+        AssertionError: If a tensor differs. The error names the tensors and tokens, and the usual cause.
+        ValueError: If the two steps return other names, or shapes that do not fit "q_index".
 
     Example:
         >>> assert_same_as_one_rank(step, batch, mesh)  # doctest: +SKIP

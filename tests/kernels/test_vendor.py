@@ -119,7 +119,7 @@ def test_what_is_handed_on_and_what_is_not() -> None:
     wide = replace(PLAIN, head_dim=256, v_dim=256)
     assert vendor.supports(wide) is None
     assert "up to 192" in str(vendor.supports(replace(wide, capability=89)))
-    assert "one batch row" in str(vendor.supports(replace(PLAIN, band="documents", batch=2)))
+    assert "one batch element" in str(vendor.supports(replace(PLAIN, band="documents", batch=2)))
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,10 @@ def test_the_page_shows_the_command_of_each_of_its_pictures() -> None:
     ("args", "message"),
     [
         (["show", "causal & nonsense"], "got nonsense"),
-        (["show", "causal", "--at", "1", "0"], "--at: expected a row below --batch and a head below --heads"),
+        (
+            ["show", "causal", "--at", "1", "0"],
+            "--at: expected a batch element below --batch and a head below --heads",
+        ),
         (
             ["show", "causal", "--svg", "/proc/nowhere/a.svg"],
             "No such file or directory: '/proc/nowhere",

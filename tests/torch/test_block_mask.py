@@ -152,7 +152,7 @@ def test_a_block_mask_inside_a_compiled_function() -> None:
 def test_block_masks_that_do_not_fit() -> None:
     block_mask, _ = _hand_made()
     mask = from_block_mask(block_mask)
-    with pytest.raises(ValueError, match="expected one entry per query row, 5, got 7"):
+    with pytest.raises(ValueError, match="expected one entry for each query, 5, got 7"):
         mask.spans(5, 8)
     with pytest.raises(ValueError, match="expected arrays that describe 9 keys, got 8"):
         mask.spans(7, 9)
@@ -161,7 +161,7 @@ def test_block_masks_that_do_not_fit() -> None:
         from_block_mask(three).spans(8, 8, batch=2, heads=2)
     with pytest.raises(ValueError, match="1 or 4 along the heads axis, got 2"):
         from_block_mask(three).spans(8, 8, batch=3, heads=4)
-    with pytest.raises(ValueError, match=r"one that raised .*sliced BlockMask"):
+    with pytest.raises(ValueError, match=r"a function that raised .*sliced BlockMask"):
         from_block_mask(three[0]).spans(8, 8, heads=2)
 
 
@@ -172,7 +172,7 @@ def test_block_masks_that_do_not_fit() -> None:
         (causal(), {"block_size": 0}, "block_size: expected 1 to"),
         (causal(), {"block_size": 8.0}, "block_size: expected an int, got float"),
         (causal(), {"block_size": (8, 8, 8)}, "block_size: expected an int, or rows and keys, got 3 numbers"),
-        (segments(torch.tensor([0, 1, 0, 1])), {}, "row 0: expected ascending, disjoint spans"),
+        (segments(torch.tensor([0, 1, 0, 1])), {}, "query 0: expected ascending, disjoint spans"),
         (segments(torch.zeros(3, 4, dtype=torch.long)), {}, "expected 1 along the batch axis, got 3"),
         (Spans(torch.full((1, 1, 4, 1, 2), 9), 4), {}, r"expected .* in \[0, 4\], got \(9, 9\)"),
         (Spans(torch.zeros(1, 1, 3, 1, 2, dtype=torch.int32), 4), {}, "prepared mask: expected .* = "),

@@ -183,7 +183,7 @@ def test_dense_masks_in_a_compiled_function() -> None:
 def test_a_dense_mask_with_many_runs_in_a_compiled_function() -> None:
     q, visible = torch.randn(1, 2, 20, 16), torch.arange(20) % 2 == 0
     compiled = torch.compile(ours, fullgraph=True, backend="eager")
-    with pytest.raises(ValueError, match=r"max_runs=8 .*got one with 10\. Pass max_runs=10"):
+    with pytest.raises(ValueError, match=r"max_runs=8 .*got a query with 10\. Pass max_runs=10"):
         compiled(q, q, q, attn_mask=visible.expand(20, 20))
     mask = from_dense(visible.expand(20, 20), max_runs=10)
     torch.testing.assert_close(

@@ -1,3 +1,3 @@
-"""Foundation of every room: arrays of any framework, checks, users' mistakes, installed packages."""
+"""Foundation of all packages: arrays of any framework, checks, users' mistakes, installed packages."""
 
 __all__: list[str] = []

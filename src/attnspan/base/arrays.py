@@ -1,7 +1,7 @@
-"""The handful of array functions that masks need, for NumPy, torch and JAX alike.
+"""The few array functions that masks need, for NumPy, torch and JAX.
 
-A mask is lowered in the framework of its own arrays, by one lowering written against `Arrays`. Neither torch
-nor JAX is imported unless one of its arrays is handed in.
+A mask is lowered in the framework of its own arrays, by one lowering that is written against `Arrays`. This
+module uses torch and JAX only if the program has imported them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 Array = Any
 """A NumPy array, a torch tensor or a JAX array."""
 
-#: Largest int32: the end of an interval without an end.
+#: Largest int32. It ends an interval without a limit.
 INT32_MAX = 2**31 - 1
 
 
@@ -61,7 +61,7 @@ def is_array(x: object) -> bool:
 
 
 def is_integer(x: Array) -> bool:
-    """Whether `x` has an integer dtype, which bool is not."""
+    """Whether `x` has an integer dtype. bool is none."""
     if _is_torch(x):
         return not (x.is_floating_point() or x.is_complex() or is_bool(x))
     return bool(np.issubdtype(x.dtype, np.integer))
@@ -73,7 +73,7 @@ def is_bool(x: Array) -> bool:
 
 
 def kind_of(x: Any) -> str:
-    """The dtype of an array, or the type of anything else: what an error says that it got.
+    """The dtype of an array, or the type of anything else, for the "got" part of an error.
 
     Example:
         >>> kind_of(np.zeros(2)), kind_of([0, 0])
@@ -83,7 +83,7 @@ def kind_of(x: Any) -> str:
 
 
 def _saturated(x: Any) -> Any:
-    """`x` with all integers in the range of int32."""
+    """Clip integers to the range of int32."""
     if _is_torch(x):
         torch = sys.modules["torch"]
         x = x.to(torch.int64) if x.dtype in (torch.uint32, torch.uint64) else x
@@ -96,7 +96,7 @@ def _saturated(x: Any) -> Any:
 
 
 class Arrays:
-    """The functions for NumPy. They reduce, sort, join and gather along the last axis."""
+    """Array functions of NumPy. They reduce, sort, join and gather along the last axis."""
 
     name = "numpy"
     xp: Any = np
@@ -106,15 +106,15 @@ class Arrays:
     _stable: Mapping[str, Any] = {"kind": "stable"}
 
     def tracing(self) -> bool:
-        """Whether a compiler is reading this code: comparing a size would make it a constant."""
+        """Whether a compiler traces this code, where comparing a size would make it a constant."""
         return False
 
     def is_one(self, size: Any) -> bool:
-        """Whether a size is known to be 1; symbols are not."""
+        """Whether a size is known to be 1. A symbol is not."""
         return isinstance(size, int) and size == 1
 
     def size(self, size: Any) -> Any:
-        """A size of an array as a number, or as the symbol that a compiler has for it."""
+        """A size of an array as a number, or as a compiler's symbol."""
         return size
 
     def is_static(self, size: Any) -> bool:
@@ -131,7 +131,7 @@ class Arrays:
         return self.xp.asarray(x, dtype=dtype)
 
     def to_int32(self, x: Any) -> Array:
-        """`x` as int32. Values beyond int32 become its ends, as a wrapped cast would give plausible ones."""
+        """Convert `x` to int32. Larger values are clipped, because wrapped values would look plausible."""
         return self.asarray(_saturated(x), "int32")
 
     def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
@@ -171,7 +171,7 @@ class Arrays:
         return np.maximum.accumulate(x, axis=-1)
 
     def sum(self, x: Array) -> Array:
-        """The sum as int64."""
+        """The sum, as int64."""
         return self.xp.sum(x, axis=-1, dtype=self._dtypes["int64"])
 
     def any(self, x: Array) -> Array:
@@ -195,13 +195,13 @@ class Arrays:
         return self.xp.take(x, index, axis=axis)
 
     def take_along(self, x: Array, index: Array) -> Array:
-        """Gather along the last axis; the leading axes broadcast."""
+        """Gather along the last axis. The leading axes broadcast."""
         if x.ndim == 1 and index.ndim == 1:
             return x[index]
         return self.xp.take_along_axis(*self._aligned(x, index), axis=-1)
 
     def searchsorted(self, table: Array, values: Array, *, right: bool = False) -> Array:
-        """Ranks of `values` (..., m) in the ascending rows of `table` (..., n); leading axes broadcast."""
+        """Ranks of `values` (..., m) in the ascending rows of `table` (..., n). Leading axes broadcast."""
         if table.ndim == 1:
             return np.searchsorted(table, values, side="right" if right else "left")
         tables, rows = self._aligned(table, values)
@@ -211,18 +211,18 @@ class Arrays:
         return ranks
 
     def _aligned(self, x: Array, y: Array) -> tuple[Array, Array]:
-        """Both with all axes but the last broadcast."""
+        """Broadcast all axes but the last of two arrays."""
         lead = self.xp.broadcast_shapes(x.shape[:-1], y.shape[:-1])
         return self.broadcast_to(x, (*lead, x.shape[-1])), self.broadcast_to(y, (*lead, y.shape[-1]))
 
     def scatter_add(self, size: int, index: Array, values: Array) -> Array:
         """A 1-D int64 array of `size` zeros with `values` added at `index`."""
-        # float64 weights are exact here: sums of block remainders stay far below 2**53.
+        # float64 weights are exact here, because sums of block remainders stay far below 2**53.
         return np.bincount(index, weights=values, minlength=size).astype(np.int64)
 
 
 class JaxArrays(Arrays):
-    """The functions for JAX."""
+    """Array functions of JAX."""
 
     name = "jax"
     _stable: Mapping[str, Any] = {"stable": True}
@@ -230,7 +230,7 @@ class JaxArrays(Arrays):
     def __init__(self) -> None:
         self.jax: Any = sys.modules["jax"]
         self.xp = self.jax.numpy
-        # JAX keeps 32 bits unless told otherwise, and warns when asked for more.
+        # JAX has 32 bits by default, and warns if 64 are requested.
         self._dtypes = {name: self.jax.dtypes.canonicalize_dtype(name) for name in Arrays._dtypes}
 
     def concrete(self, x: Array) -> bool:
@@ -246,7 +246,7 @@ class JaxArrays(Arrays):
 
     def searchsorted(self, table: Array, values: Array, *, right: bool = False) -> Array:
         if not isinstance(table.shape[-1], int):
-            # Halving takes as many steps as the size has digits, which a symbol has not: count instead.
+            # Bisection needs the number of digits of the size, which a symbol does not have. Count instead.
             below = self.xp.less_equal if right else self.xp.less
             return self.xp.sum(below(table[..., None, :], values[..., :, None]), axis=-1, dtype="int32")
 
@@ -260,7 +260,7 @@ class JaxArrays(Arrays):
 
 
 class TorchArrays(Arrays):
-    """The functions for torch, on one device."""
+    """Array functions of torch, on one device."""
 
     name = "torch"
     _stable: Mapping[str, Any] = {"stable": True}
@@ -277,7 +277,7 @@ class TorchArrays(Arrays):
         return sure(self.size(size) == 1)
 
     def size(self, size: Any) -> Any:
-        # In torch.jit.trace sizes are tensors. Those of a mask are fixed: kernels refuse others.
+        # In torch.jit.trace, sizes are tensors. The sizes of a mask become fixed, and kernels refuse others.
         return int(size) if _is_torch(size) else size
 
     def is_static(self, size: Any) -> bool:
@@ -290,7 +290,7 @@ class TorchArrays(Arrays):
             return False
         if not _is_torch(x):
             return True
-        # Fake, functional and other subclasses have no values to read, nor have wrappers of torch.func.
+        # Fake, functional and other subclasses, and wrappers of torch.func, have no readable values.
         plain = type(x) is self.xp.Tensor or type(x) is self.xp.nn.Parameter
         if plain and self.xp._C._are_functorch_transforms_active():
             plain = not self.xp._C._functorch.is_functorch_wrapped_tensor(x)
@@ -300,7 +300,7 @@ class TorchArrays(Arrays):
         return self.cast(self.xp.as_tensor(own(x), device=self.device), dtype)
 
     def to_int32(self, x: Any) -> Array:
-        # A compiler records NumPy arrays as tensors, and cannot read their dtype.
+        # A compiler traces NumPy arrays as tensors, and cannot read their dtype.
         return super().to_int32(self.xp.as_tensor(x) if is_recorded() and not _is_torch(x) else x)
 
     def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
@@ -308,7 +308,7 @@ class TorchArrays(Arrays):
         if not _is_torch(x):
             return np.asarray(x)
         functions = self.xp._C._are_functorch_transforms_active()
-        # torch.func would wrap what is read, though this is a plain tensor.
+        # torch.func would wrap the result, although `x` is a plain tensor.
         with self.xp._C._DisableFuncTorch() if functions else nullcontext():
             return np.asarray(stored(x).detach().cpu().numpy())
 
@@ -341,7 +341,7 @@ class TorchArrays(Arrays):
         return self.xp.index_select(stored(x), axis, index)
 
     def take_along(self, x: Array, index: Array) -> Array:
-        # Not take_along_dim: its broadcasting would fix dynamic sizes to the ones it sees.
+        # No take_along_dim, whose broadcasting would specialize dynamic sizes.
         x, index = self._aligned(x, index.to(self.xp.int64))
         return self.xp.gather(x, -1, index)
 
@@ -355,12 +355,12 @@ class TorchArrays(Arrays):
         return zeros.index_add(0, index.to(self.xp.int64), values.to(self.xp.int64))
 
 
-#: Array functions of NumPy.
+#: The array functions of NumPy.
 NUMPY = Arrays()
 
 
 def outside_inference_mode() -> AbstractContextManager[Any]:
-    """Masks are made of ordinary tensors, also in inference mode: autograd cannot save those of that mode."""
+    """Leave inference mode while masks are made, because autograd cannot save inference tensors."""
     torch = sys.modules.get("torch")
     if torch is None or torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
         return nullcontext()
@@ -368,10 +368,10 @@ def outside_inference_mode() -> AbstractContextManager[Any]:
 
 
 def own(x: Any) -> Any:
-    """A NumPy array as a contiguous copy in native byte order; anything else as it is.
+    """Copy a NumPy array, contiguous and in native byte order. Return anything else as it is.
 
-    Frameworks share memory with NumPy arrays where they can. A caller who writes into one after the forward
-    pass would change what the backward pass has saved, and no version counter sees it.
+    Frameworks share memory with NumPy arrays if they can. A write after the forward pass would then change
+    data that the backward pass has saved, and no version counter would notice it.
 
     Example:
         >>> x = np.arange(3)
@@ -386,13 +386,13 @@ def own(x: Any) -> Any:
     return x.astype(x.dtype.newbyteorder("="), order="C")
 
 
-# NumPy arrays whose memory nothing else can write, by identity: a view that is read-only may have a base that
-# is not.
+# NumPy arrays whose memory nothing else can write, by identity. A read-only view may have a writable base, so
+# the flag alone does not show it.
 _frozen: WeakValueDictionary[int, np.ndarray[Any, Any]] = WeakValueDictionary()
 
 
 def frozen(x: Any) -> Any:
-    """A copy of an array that shares no memory with any other; of NumPy one that refuses writes.
+    """Copy an array, so that it shares no memory with another one. A NumPy copy is read-only.
 
     Example:
         >>> x = np.arange(3)
@@ -411,15 +411,16 @@ def frozen(x: Any) -> Any:
 
 
 def is_frozen(x: Any) -> bool:
-    """Whether an array of NumPy was made by `frozen`, and so has its values for good."""
+    """Whether a NumPy array was made by `frozen`, so that its values cannot change."""
     known = _frozen.get(id(x))
     return known is not None and known is x and not known.flags.writeable
 
 
 def stored(x: Any, name: str = "array") -> Any:
-    """The torch tensor itself; raises if its storage was freed or shrunk, where much of torch would read on.
+    """Return the torch tensor itself, or raise if its storage was freed or shrunk.
 
-    Tensors that may have no storage of their own pass: fake ones and other subclasses, and under torch.func.
+    Many functions of torch would read beyond such a storage. Fake tensors, other subclasses and tensors under
+    torch.func are not checked, because they may have no storage.
     """
     torch = sys.modules["torch"]
     plain = type(x) is torch.Tensor or type(x) is torch.nn.Parameter
@@ -439,17 +440,17 @@ def stored(x: Any, name: str = "array") -> Any:
 
 
 def arrays_for(candidates: Iterable[object], like: object = None, what: str = "mask") -> Arrays:
-    """The functions for the framework (and device) of the given arrays.
+    """Find the array functions for the framework and device of some arrays.
 
     Args:
-        candidates: anything; entries that are not arrays are passed over. NumPy arrays go with those of any
-            other framework.
-        like: an array that decides if no candidate is an array of torch or JAX. Default: NumPy.
-        what: the name of the argument, for errors.
+        candidates: Arrays and other objects, which are ignored. NumPy arrays may be mixed with arrays of
+            another framework.
+        like: An array that decides if no candidate is an array of torch or JAX. Default: NumPy.
+        what: Name of the argument, for errors.
 
     Raises:
-        DeviceError: for arrays of two frameworks, or tensors on two devices.
-        DtypeError: if `like` decides and is no array.
+        DeviceError: For arrays of two frameworks, or tensors on two devices.
+        DtypeError: If `like` decides and is no array.
 
     Example:
         >>> arrays_for([np.zeros(3), None, 4]).name
@@ -480,5 +481,5 @@ def _check_same_place(what: str, a: Arrays, b: Arrays) -> None:
             what,
             expected="arrays of one framework on one device",
             got=got,
-            remedy="Move them to one place first, from one framework to another by its from_dlpack",
+            remedy="Move them to one device first. Convert between frameworks by from_dlpack",
         )

@@ -1,4 +1,4 @@
-"""Locks that forked children can take. A child lacks the other threads of its parent, which may hold them."""
+"""Locks that are free in a forked child, which lacks the threads of its parent that may hold them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ForkSafeLock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the lock. A thread that forks meanwhile goes on in the child, and releases what it took."""
+        """Hold the lock. If the thread forks meanwhile, the child releases the lock that its parent took."""
         lock = self._lock
         with lock:
             yield
@@ -49,9 +49,9 @@ if hasattr(os, "register_at_fork"):  # Windows has no fork.
 
 
 def without_locks(cls: C) -> C:
-    """Take the lock from each `cached_property` of a class, which has one up to Python 3.11.
+    """Remove the lock from each `cached_property` of a class. Python 3.11 and older have such a lock.
 
-    All instances share that lock. Without it two threads may compute a value twice.
+    All instances share that lock. Without it, two threads may compute a value twice.
     """
     for member in vars(cls).values():
         if isinstance(member, cached_property):

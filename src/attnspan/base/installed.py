@@ -1,4 +1,4 @@
-"""Packages to install, named where one is needed and is absent or of a version that does not fit."""
+"""Checks of installed packages. Errors tell which package to install if it is absent or does not fit."""
 
 import re
 from collections.abc import Iterable
@@ -11,17 +11,17 @@ __all__ = ["lacking", "require", "require_names"]
 
 
 def require(module: str, needed_by: str, extra: str, versions: tuple[str, str] | None = None) -> Any:
-    """Import a package, or raise an error that says which extra of attnspan brings it.
+    """Import a package, or raise an error that names the extra of attnspan to install.
 
     Args:
-        module: What is imported; the package has the same name.
-        needed_by: The module of ours that needs it.
-        extra: The extra that brings it.
-        versions: The first version that fits, and the first that no longer does; None asks for none.
+        module: Name of the module and of its package.
+        needed_by: The module of attnspan that needs it.
+        extra: The extra that installs it.
+        versions: The first version that fits, and the first later version that does not. None accepts all.
 
     Raises:
-        ModuleNotFoundError: It is not there.
-        ImportError: Another version is there.
+        ModuleNotFoundError: If the package is not installed.
+        ImportError: If another version is installed.
 
     Example:
         >>> require("tensorfoo", "attnspan.foo", "foo")
@@ -37,7 +37,7 @@ pip install 'attnspan[foo]'.
     try:
         found = import_module(module)
     except ModuleNotFoundError as error:
-        if error.name != module:  # It is there, and lacks something of its own.
+        if error.name != module:  # it is installed, but one of its own imports is missing
             raise
         found = None
     if found is None:
@@ -54,11 +54,11 @@ pip install 'attnspan[foo]'.
 
 
 def lacking(package: str, first: str) -> str | None:
-    """None, or why a package that is asked for at each call does not do: it is missing or too old.
+    """The reason why a package cannot be used (it is missing or too old), or None. The answer is cached.
 
     Example:
         >>> lacking("numpy", "1.0"), lacking("tensorfoo", "1.0")
-        (None, 'the package tensorfoo is missing; run `pip install tensorfoo`')
+        (None, 'the package tensorfoo is missing (run `pip install tensorfoo`)')
     """
     if package not in _lacking:
         _lacking[package] = _why_lacking(package, first)
@@ -66,7 +66,7 @@ def lacking(package: str, first: str) -> str | None:
 
 
 _lacking: dict[str, str | None] = {}
-# torch.compile asks while it reads a call, and keeps the answer.
+# torch.compile calls it while it traces, and keeps the answer.
 lacking._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -75,15 +75,15 @@ def _why_lacking(package: str, first: str) -> str | None:
         got = version(package)
     except PackageNotFoundError:
         if find_spec(package) is None:
-            return f"the package {package} is missing; run `pip install {package}`"
-        got = str(import_module(package).__version__)  # from a distribution of another name
+            return f"the package {package} is missing (run `pip install {package}`)"
+        got = str(import_module(package).__version__)  # the distribution has another name
     if _numbers(got) >= _numbers(first):
         return None
-    return f"it needs {package} {first} or newer, not {got}; run `pip install --upgrade {package}`"
+    return f"it needs {package} {first} or newer, not {got} (run `pip install --upgrade {package}`)"
 
 
 def require_names(module: Any, names: Iterable[str], needed_by: str, extra: str) -> None:
-    """Raise an ImportError if a module of another package lacks names that an adapter is built on.
+    """Raise an ImportError if a module of another package lacks names that an adapter needs.
 
     Example:
         >>> import numpy
@@ -103,5 +103,5 @@ pip install 'attnspan[foo]'.
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The release of a version: (5, 23, 0) of 5.23.0.dev1."""
+    """The release numbers of a version, for example (5, 23, 0) for 5.23.0.dev1."""
     return tuple(int(x) for x in re.findall(r"\d+", re.split(r"[^\d.]", version)[0]))

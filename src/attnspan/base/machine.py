@@ -1,4 +1,4 @@
-"""Facts of the machine and of the process for reports, without paths, which may hold the name of a user."""
+"""Facts of the machine and the process for reports. Paths are left out, because they may name the user."""
 
 import os
 import platform
@@ -13,12 +13,12 @@ _PREFIXES = (
     *("ATTNSPAN_", "OMP_", "GOMP_", "KMP_", "MKL_", "ONEDNN_", "OV_CPU_"),
     *("PYTORCH_", "TORCHINDUCTOR_", "TORCH_COMPILE_", "TRITON_"),
 )
-_PATH = re.compile(r"[^\s=,:;]*[/\\](?:(?! --)[^=,:;])*")  # names of folders may hold spaces
+_PATH = re.compile(r"[^\s=,:;]*[/\\](?:(?! --)[^=,:;])*")  # folder names may contain spaces
 _RUNTIME = re.compile(r"/((?:libgomp|libomp|libiomp5)[^/\s]*)$", re.MULTILINE)
 
 
 def cpu_model() -> str:
-    """Name of the processor as the system says it."""
+    """Name of the processor, from the operating system."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -28,7 +28,7 @@ def cpu_model() -> str:
 
 
 def settings() -> dict[str, str]:
-    """Environment variables that change speed or results and are set. "(path)" takes the place of a path.
+    """Environment variables that are set and change speed or results. "(path)" replaces each path.
 
     Example:
         >>> os.environ["ATTNSPAN_EXAMPLE"] = "cache=/home/someone/cache,1"
@@ -41,7 +41,7 @@ def settings() -> dict[str, str]:
 
 
 def version_of(package: str) -> str | None:
-    """Version of an installed package; None if it is not installed.
+    """Version of an installed package, or None if it is not installed.
 
     Example:
         >>> version_of("tensorfoo") is None
@@ -54,7 +54,7 @@ def version_of(package: str) -> str | None:
 
 
 def openmp_runtimes() -> list[str] | None:
-    """File names of the OpenMP runtimes in this process; None where the system does not list them.
+    """File names of the OpenMP runtimes in this process, or None if the system does not list them.
 
     Two runtimes start two sets of threads, which compete for the cores.
     """

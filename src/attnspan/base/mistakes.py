@@ -27,28 +27,28 @@ _REMEDIES = {
     "is_causal causal use_causal_mask is_causal_bottom_right": "Pass mask=causal(), which aligns the last "
     "query with the last key",
     "attn_mask attention_mask dense_mask": "Pass mask=from_dense(visible) for booleans of shape "
-    "(B|1, H|1, Sq, Sk), True where a key is seen, mask=keys(valid) for booleans of shape (B, Sk), or bias= "
+    "(B|1, H|1, Sq, Sk), True for visible keys, mask=keys(valid) for booleans of shape (B, Sk), or bias= "
     "for numbers that are added to the scores",
     "key_padding_mask padding_mask valid_length valid_lens query_seq_lengths key_value_seq_lengths seq_lens "
-    "seqlens": "Pass mask=key_padding(lengths), with the number of valid keys of each batch row, or "
+    "seqlens": "Pass mask=key_padding(lengths), with the number of valid keys of each batch element, or "
     "mask=keys(valid), with booleans of shape (B, Sk), True for valid keys",
     "cu_seqlens cu_seqlens_q cu_seqlens_k cu_seqlens_kv cu_seq_q cu_seq_k cu_seq_lens_q "
     "cu_seq_lens_k": "Pass mask=documents(cu_seqlens_q, cu_seqlens_k), combined by & with causal() for a "
     "causal mask",
     "max_seqlen max_seqlen_q max_seqlen_k max_seqlen_kv max_q max_k max_length_q "
     "max_length_k": "Leave it out: documents(cu_seqlens) knows the lengths",
-    "window_size local_window_size window": "Pass mask=window(left, right), with None where -1 stood for all "
+    "window_size local_window_size window": "Pass mask=window(left, right), with None instead of -1 for all "
     "keys of a side",
-    "sliding_window": "Pass mask=window(sliding_window - 1): the keys before the query, without its own",
+    "sliding_window": "Pass mask=window(sliding_window - 1): it counts only the keys before the query",
     "segment_ids q_segment_ids kv_segment_ids document_ids doc_ids": "Pass mask=segments(q_ids, kv_ids), "
     "combined by & with causal() for a causal mask",
     "cache_seqlens seqused_k kv_lens": "Pass mask=causal() & cache(lengths), with the number of valid keys "
-    "of each batch row",
-    "score_mod": "Name the change of the scores: softcap=, bias=alibi(slopes), bias=relative(table) or "
-    "bias=dense_bias(values); a function that hides keys is mask=from_predicate(mask_mod)",
+    "of each batch element",
+    "score_mod": "Pass the change of the scores as softcap=, bias=alibi(slopes), bias=relative(table) or "
+    "bias=dense_bias(values), and a function that hides keys as mask=from_predicate(mask_mod)",
     "mask_mod": "Pass mask=from_predicate(mask_mod)",
     "block_mask": "Pass mask=from_block_mask(block_mask)",
-    "enable_gqa": "Leave it out: query heads share key heads wherever k and v have fewer",
+    "enable_gqa": "Leave it out: query heads share key heads if k and v have fewer heads",
     "softmax_scale sm_scale scale_factor scaling qk_scale": "Pass scale=",
     "alibi_slopes": "Pass bias=alibi(slopes)",
     "logits_soft_cap logit_soft_cap attn_logits_soft_cap soft_cap logits_softcap logit_softcap "
@@ -62,18 +62,18 @@ _REMEDIES = {
     "qkv_format tensor_layout input_layout tensor_format": 'Pass layout="bhsd", "bshd" or "thd"',
     "implementation": "Pass backend=",
     "deterministic": "Leave it out: the same inputs give the same bits",
-    "training": "Leave dropout_p out where nothing is to be dropped; the module Attention does so by itself",
-    "position_ids": "Apply rotary positions before the call; q_index= and k_index= count along the sequence",
+    "training": "Leave out dropout_p if you want no dropout. The module Attention does so in eval mode",
+    "position_ids": "Apply rotary positions before the call. q_index= and k_index= are sequence indices",
 }
 
-#: Keyword of another library's attention -> what says the same here.
+#: Keyword of another library's attention -> the equivalent of attnspan.
 REMEDIES: Mapping[str, str] = {name: text for names, text in _REMEDIES.items() for name in names.split()}
 
 _TRUTH = "a test for truth, as `and`, `or`, `not` and `if` make"
 
 
 def refuse_keywords(function: Callable[..., Any], mistaken: Mapping[str, Any]) -> NoReturn:
-    """Raise for the unknown keywords of a call, with what says the same here.
+    """Raise for unknown keywords of a call, with the equivalent of attnspan.
 
     Example:
         >>> def attention(q, k, v, *, mask=None, scale=None, **mistaken): ...
@@ -83,7 +83,7 @@ def refuse_keywords(function: Callable[..., Any], mistaken: Mapping[str, Any]) -
 Write scale=.
     """
     name = next(iter(mistaken))
-    # Compilers read this code, so it has no difflib and no inspect.
+    # Compilers trace this code, so it uses neither difflib nor inspect.
     known = list(function.__kwdefaults__ or ())
     close = [x for x in known if 10 * len(set(x) & set(name)) >= 7 * len(set(x) | set(name))]
     expected = "attnspan's keywords" if name in REMEDIES else f"no keywords but {', '.join(known)}"
@@ -92,7 +92,7 @@ Write scale=.
 
 
 def not_a_mask(value: Any, what: str = "mask") -> DtypeError:
-    """The error for a value that is not a mask, with the mask that was probably meant.
+    """Make the error for a value that is not a mask, with the mask that the user probably meant.
 
     Example:
         >>> from attnspan import causal
@@ -113,42 +113,42 @@ def refuse_operand(sign: str, mask: Any, other: Any) -> NoReturn:
 
 
 def refuse_use_as_array(mask: Any) -> NoReturn:
-    """Raise for a mask that code of others combines with an array, as flax's modules do in decoding."""
-    remedy = "Give the mask to the layer, by attention_fn=functools.partial(attention_fn, layer_mask=mask), "
-    remedy += "or pass an array where code of others reads ndim"
+    """Raise for a mask that other libraries combine with an array, as flax's modules do in decoding."""
+    remedy = "Pass the mask to the layer: attention_fn=functools.partial(attention_fn, layer_mask=mask), "
+    remedy += "or pass an array to code that reads ndim"
     raise NotAnArrayError(f"ndim of {mask!r}", expected="an array", got="a mask of attnspan", remedy=remedy)
 
 
 def refuse_operator(mask: Any) -> NoReturn:
     """Raise for an operator that masks do not have."""
     wanted = "& (keys that both masks show) or | (keys that either shows)"
-    remedy = "Masks have no ~, + or -: write what is seen, by from_dense(visible) or from_predicate(fn) if no"
-    remedy += " mask has a name for it"
+    remedy = "Masks have no ~, + or -. Describe the visible keys, for example by from_dense(visible) or"
+    remedy += " from_predicate(fn)"
     raise UsageError(repr(mask), expected=wanted, got="another operator", remedy=remedy)
 
 
 def refuse_truth(mask: Any) -> NoReturn:
-    """Raise for a mask that is tested for truth, which would drop one side of `and` and `or`."""
-    remedy = "Write a & b or a | b; test for a mask that may be missing by `mask is None`"
+    """Raise for a mask in a boolean test, because `and` and `or` would drop one of two masks."""
+    remedy = "Write a & b or a | b. Test for a missing mask by `mask is None`"
     raise UsageError(f"bool({mask!r})", expected="masks combined by & and |", got=_TRUTH, remedy=remedy)
 
 
 def refuse_truth_of_bias(bias: Any) -> NoReturn:
-    """Raise for a bias that is tested for truth."""
+    """Raise for a bias in a boolean test."""
     wanted = "one bias, which is neither true nor false"
-    remedy = "Test for a bias that may be missing by `bias is None`; add two by dense_bias(a + b)"
+    remedy = "Test for a missing bias by `bias is None`. Add two biases by dense_bias(a + b)"
     raise UsageError(f"bool({bias!r})", expected=wanted, got=_TRUTH, remedy=remedy)
 
 
 class OneMask:
-    """A mask that is used as it is: it has no `&` and `|`, and is neither true nor false."""
+    """Base of masks that cannot be combined: `&`, `|` and boolean tests raise."""
 
-    # NumPy then leaves its operators to those below, instead of calling them for each element.
+    # NumPy then uses the operators below, instead of calling them for each element.
     __array_ufunc__ = None
 
     def _refuse(self, *_: object) -> NoReturn:
         wanted, got = "one mask, which is not combined with others", f"`&`, `|`, or {_TRUTH}"
-        remedy = "Combine masks by & and | before they are sharded; test for one that may be missing by"
+        remedy = "Combine masks by & and | before they are sharded. Test for a missing mask by"
         raise UsageError(type(self).__name__, expected=wanted, got=got, remedy=f"{remedy} `mask is None`")
 
     def __bool__(self) -> NoReturn:
@@ -158,7 +158,7 @@ class OneMask:
 
 
 def _meant(value: Any) -> tuple[str, str]:
-    """Describe a value that is not a mask, and how to make the mask that was probably meant."""
+    """Describe a value that is not a mask, and how to make the mask that the user probably meant."""
     kind = type(value).__name__
     if is_array(value):
         got = f"{kind} of {str(value.dtype).removeprefix('torch.')}, shape {shown(tuple(value.shape))}"
@@ -168,7 +168,7 @@ def _meant(value: Any) -> tuple[str, str]:
     if kind == "Spans":
         return repr(value), "Wrap it in spans(...)"
     if kind in ("Plan", "LocalPlan"):
-        return f"a {kind}, which no mesh has yet", "Pass plan.on(mesh, rows=rows)"
+        return f"a {kind} without a mesh", "Pass plan.on(mesh, rows=rows)"
     if kind == "BlockMask":
         return kind, "Wrap it in from_block_mask(...)"
     if isinstance(value, str):
@@ -188,9 +188,9 @@ def _meant(value: Any) -> tuple[str, str]:
 
 def _meant_by_array(x: Any, text: str) -> str:
     if is_bool(x):
-        return "Wrap booleans, True where a key is seen, in from_dense(...)"
+        return "Wrap booleans, True for visible keys, in from_dense(...)"
     if len(x.shape) == 5:
         return "Wrap bounds of shape (B|1, H|1, Sq, R, 2) in spans(...)"
     if "float" in text:
-        return "Pass numbers that are added to the scores as bias=; wrap x > -inf in from_dense(...)"
+        return "Pass numbers that are added to the scores as bias=, or wrap x > -inf in from_dense(...)"
     return "Wrap ids in segments(...), offsets in documents(...), lengths in key_padding(...)"

@@ -1,4 +1,4 @@
-"""Check for plain arrays: a subclass may stand for other values than its storage holds."""
+"""Checks for plain arrays. The storage of a subclass may not hold the values that it represents."""
 
 import sys
 
@@ -8,7 +8,7 @@ from attnspan.errors import DtypeError
 
 __all__ = ["check_plain", "check_strided"]
 
-#: Subclasses that torch and NumPy read as what they are, by module and name: asking loads nothing.
+#: Subclasses that torch and NumPy read correctly, by module and name, so that the check imports nothing.
 _PLAIN = frozenset(
     {
         "numpy.memmap",
@@ -23,13 +23,13 @@ _PLAIN = frozenset(
 
 
 def check_plain(what: str, x: object) -> None:
-    """Raise for an array of a subclass that is not known: its storage may not hold what it stands for.
+    """Raise for an array of an unknown subclass, whose storage may not hold the values that it represents.
 
     Example:
         >>> check_plain("ids", np.ma.array([1, 2], mask=[False, True]))
         Traceback (most recent call last):
         attnspan.errors.DtypeError: ids: expected a plain array or tensor, got a numpy.ma.MaskedArray, whose \
-storage may not hold what it stands for. Convert it to a plain one.
+storage may not hold its values. Convert it to a plain array or tensor.
     """
     kind = type(x)
     torch = sys.modules.get("torch")
@@ -40,20 +40,20 @@ storage may not hold what it stands for. Convert it to a plain one.
         return
     name = f"{kind.__module__}.{kind.__qualname__}"
     if name not in _PLAIN:
-        got = f"a {name}, whose storage may not hold what it stands for"
-        remedy = "Convert it to a plain one"
+        got = f"a {name}, whose storage may not hold its values"
+        remedy = "Convert it to a plain array or tensor"
         if kind.__name__ == "CausalBias":
             remedy = (
-                "Pass mask=causal() for a lower right one, and q_index=torch.arange(q_len) with it for an"
+                "Pass mask=causal() for lower right alignment, and also q_index=torch.arange(q_len) for upper"
             )
-            remedy += " upper left one; scaled_dot_product_attention takes both"
+            remedy += " left alignment. scaled_dot_product_attention accepts both"
         raise DtypeError(what, expected="a plain array or tensor", got=got, remedy=remedy)
 
 
 def check_strided(what: str, x: object) -> None:
-    """Raise for a tensor without one value of a common type in each place: nested, sparse and quantized ones.
+    """Raise for a nested, sparse or quantized tensor.
 
-    Most functions of torch fail on them, some by an internal error.
+    Most functions of torch fail on such a tensor, some with an internal error.
     """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(x, torch.Tensor) or torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""The base of masks, spans and biases: frozen dataclasses that are pytrees of whichever framework asks."""
+"""The base of masks, spans and biases: frozen dataclasses that are pytrees of any framework."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from .arrays import is_array
 
 __all__ = ["Node", "Registrar", "arrays_in", "library_classes", "nodes_in", "register_pytrees", "short"]
 
-#: Tells a framework of a class: the class, how to take an object apart, and how to make it again.
+#: A function that registers a class with a framework. It takes the class, `flatten` and `unflatten`.
 Registrar = Callable[[type, Callable[..., Any], Callable[..., Any]], None]
 
 
 _PACKAGE = __name__.partition(".")[0] + "."
 _classes: list[type] = []
-#: The classes of this library: methods of any other may read what is no field of theirs.
+#: The classes of attnspan. Methods of other classes may read attributes that are no fields.
 library_classes: set[type] = set()
 _registrars: list[Registrar] = []
 
 
 @dataclass_transform(frozen_default=True, eq_default=False)
 class Node:
-    """Base of frozen dataclasses that are pytrees: arrays and other nodes are children, the rest is static.
+    """Base of frozen dataclasses that are pytrees. Arrays and nodes are children, other fields are static.
 
-    A subclass needs no decorator, and is registered with every framework that is loaded, now or later.
+    A subclass needs no decorator. It is registered with every framework, whether it is loaded before or
+    after.
     """
 
-    # NumPy then leaves its operators to those of the class, instead of calling them for each element.
+    # NumPy then uses the operators of the class, instead of calling them for each element.
     __array_ufunc__ = None
-    # Fields that were children, where a framework put something else in the place of one, such as an axis.
+    # Fields that were children, if a framework has replaced one by another object, such as an axis.
     _children: ClassVar[tuple[str, ...] | None] = None
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -46,7 +47,7 @@ class Node:
             registrar(cls, _flatten, partial(_unflatten, cls))
 
     def __eq__(self, other: object) -> Any:
-        """Equal by structure where neither has an array, else only to itself."""
+        """Compare by structure if neither has an array, else by identity."""
         if self is other or type(self) is not type(other):
             return self is other
         mine = _structure(self)
@@ -54,28 +55,35 @@ class Node:
 
     def __hash__(self) -> int:
         structure = _structure(self)
-        # A field of a user's class may have no hash: equal masks then share that of the class.
+        # A field of a user's class may have no hash. Equal masks then share the hash of the class.
         try:
             return object.__hash__(self) if structure is None else hash(structure)
         except TypeError:
             return hash(type(self))
 
     def to(self, device: Any, **options: Any) -> Any:
-        """The same with its tensors on another device, as a batch is moved; what has no tensor is itself.
+        """Move all tensors to a device, as you move a batch. Without tensors, return the object itself.
+
+        NumPy arrays stay, and are moved when the mask is lowered.
 
         Args:
-            device: A torch device. NumPy arrays stay: they are moved when the mask is lowered.
-            **options: Those of `torch.Tensor.to`, such as ``non_blocking``.
+            device: A torch device.
+            **options: Options of `torch.Tensor.to`, such as ``non_blocking``.
+
+        Example:
+            >>> from attnspan import causal
+            >>> causal().to("cpu")
+            causal()
         """
         return _moved(self, {}, device, options)
 
     def _set(self, **values: Any) -> None:
-        """Set fields in `__post_init__`; instances are frozen afterwards."""
+        """Set fields in `__post_init__`. Instances are frozen afterwards."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
     def _check(self, **checks: Callable[[str, Any], Any]) -> None:
-        """Replace each field by what its check makes of it; errors name the class and the field."""
+        """Replace each field by the result of its check. Errors name the class and the field."""
         for name, check in checks.items():
             object.__setattr__(self, name, check(f"{type(self).__name__}: {name}", getattr(self, name)))
 
@@ -83,7 +91,7 @@ class Node:
         words = []
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
-            # Of the class, where defaults are: a compiler knows no MISSING.
+            # Defaults are attributes of the class. A compiler cannot trace dataclasses.MISSING.
             if not hasattr(type(self), field.name):
                 words.append(short(value))
             elif is_array(value) or value != getattr(type(self), field.name):
@@ -92,7 +100,7 @@ class Node:
 
 
 def short(value: object) -> str:
-    """A value as reprs show it: of an array, its dtype and shape."""
+    """Format a value for a repr. An array is shown as its dtype and shape."""
     if is_array(value):
         dtype = str(value.dtype).removeprefix("torch.")  # type: ignore[attr-defined]
         return f"{dtype}[{', '.join([shown(n) for n in value.shape])}]"  # type: ignore[attr-defined]
@@ -102,11 +110,12 @@ def short(value: object) -> str:
 
 
 def register_pytrees(registrar: Registrar) -> None:
-    """Register masks, spans and biases as pytrees of a framework, those that are defined later too.
+    """Register masks, spans and biases as pytrees of a framework, including classes that are defined later.
 
     Args:
-        registrar: called as registrar(cls, flatten, unflatten) for each class, with flatten(x) -> (children,
-            context) and unflatten(children, context) -> x; the context is hashable.
+        registrar: A function that is called as registrar(cls, flatten, unflatten) for each class.
+            flatten(x) returns (children, context), and unflatten(children, context) returns x. The context is
+            hashable.
 
     Example:
         >>> from attnspan import global_keys
@@ -121,9 +130,9 @@ def register_pytrees(registrar: Registrar) -> None:
 
 
 def arrays_in(x: Any) -> list[Any]:
-    """The arrays of a node and of those in it."""
+    """The arrays of a node and of the nodes in it."""
     found = []
-    # A number of keys that a trace reads is a constant from then on.
+    # `k_len` is left out, because a trace that reads it makes it a constant.
     for value in [getattr(x, field.name) for field in fields(x) if field.init and field.name != "k_len"]:
         for part in value if type(value) is tuple else (value,):
             if isinstance(part, Node):
@@ -134,7 +143,7 @@ def arrays_in(x: Any) -> list[Any]:
 
 
 def nodes_in(x: Node) -> Iterator[Node]:
-    """A node and those in it, at any depth."""
+    """A node and the nodes in it, at any depth."""
     yield x
     for field in fields(x):  # type: ignore[arg-type]
         value = getattr(x, field.name)
@@ -144,10 +153,10 @@ def nodes_in(x: Node) -> Iterator[Node]:
 
 
 def _structure(x: Node) -> tuple[Any, ...] | None:
-    """The class and the attributes of a node without arrays, and of those in it; None with arrays."""
+    """The class and the attributes of a node and of the nodes in it, or None if there are arrays."""
     parts: list[Any] = [type(x)]
     names = [field.name for field in fields(x)]  # type: ignore[arg-type]
-    # A class of the user derives attributes, perhaps from more than its fields.
+    # A user's class may derive attributes from more than its fields.
     derived = [] if type(x) in library_classes else [name for name in vars(x) if name not in names]
     for name in (*names, *derived):
         value = getattr(x, name)
@@ -163,7 +172,7 @@ def _structure(x: Node) -> tuple[Any, ...] | None:
 
 
 def _moved(x: Any, moved: dict[int, Any], device: Any, options: dict[str, Any]) -> Any:
-    """A node with its tensors moved. A tensor in two places stays one, as masks know it by identity."""
+    """Move the tensors of a node. A tensor in two places stays one, because masks compare identity."""
     if type(x) is tuple:
         return tuple(_moved(part, moved, device, options) for part in x)
     if isinstance(x, Node):
@@ -179,14 +188,14 @@ def _moved(x: Any, moved: dict[int, Any], device: Any, options: dict[str, Any]) 
 
 
 def _is_child(value: object) -> bool:
-    if value is None or isinstance(value, (int, float, str)):  # Dynamo cannot ask these for their module.
+    if value is None or isinstance(value, (int, float, str)):  # Dynamo cannot read their module
         return False
     several = isinstance(value, tuple) and all(isinstance(x, Node) for x in value)
     return several or isinstance(value, Node) or is_array(value) or _is_placeholder(value)
 
 
 def _is_placeholder(value: object) -> bool:
-    """Whether JAX put something of its own where an array was, as in programs compiled ahead of calls."""
+    """Whether JAX has replaced an array by a placeholder, as in programs that are compiled ahead of time."""
     return type(value) is object or type(value).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
@@ -199,7 +208,7 @@ def _flatten(x: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 def _unflatten(cls: type, children: Any, context: Any) -> Any:
     names, static = context
-    # Past __init__: frameworks also put placeholders where arrays were.
+    # Without __init__, because frameworks also pass placeholders in place of arrays.
     x: Any = object.__new__(cls)
     for name, value in (*zip(names, children, strict=True), *static):
         object.__setattr__(x, name, value)

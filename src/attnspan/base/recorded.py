@@ -1,6 +1,6 @@
-"""Programs that are recorded, and their sizes: what Python may ask of values, and what it may compare.
+"""Traced programs and their sizes: which values Python may read, and which sizes it may compare.
 
-A value that Python reads while a program is recorded becomes a constant of it.
+A value that Python reads while a program is traced becomes a constant of the program.
 """
 
 import sys
@@ -13,19 +13,19 @@ __all__ = ["agree", "called_apart", "is_jit_traced", "is_recorded", "sure", "wit
 
 
 def is_recorded() -> bool:
-    """Whether torch records a program: by its compiler, `torch.jit.trace` or `make_fx`."""
+    """Whether torch traces a program, by its compiler, `torch.jit.trace` or `make_fx`."""
     torch = sys.modules.get("torch")
     if torch is None:
         return False
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return True
-    # make_fx, whose tensors may be plain.
+    # Under make_fx, tensors may be plain.
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
     return proxies is not None and proxies.get_proxy_mode() is not None
 
 
 def is_jit_traced() -> bool:
-    """Whether `torch.jit.trace` records: sizes of tensors are tensors then."""
+    """Whether `torch.jit.trace` traces a program. Sizes of tensors are then tensors."""
     torch = sys.modules.get("torch")
     if torch is None or torch.compiler.is_compiling():
         return False
@@ -33,16 +33,16 @@ def is_jit_traced() -> bool:
 
 
 def called_apart(fn: Any, args: Any) -> Any:
-    """Call a function that uses `torch.vmap` so that any recorder of torch gets operators without vmap.
+    """Call a function that uses `torch.vmap` so that any tracer of torch records operators without vmap.
 
-    Recorders other than the compiler fail at the tensors within vmap, and record what raises. The recorder
-    pauses while the operators are found, and then records these.
+    Tracers other than the compiler fail at the tensors inside vmap, and record code that raises. The tracer
+    pauses while the operators are found, and then records these operators.
     """
     torch = sys.modules["torch"]
     if torch.compiler.is_dynamo_compiling() or not is_recorded():
         return fn(*args)
     if torch.compiler.is_compiling():
-        # As FlexAttention does: torch.export without the compiler would read an index as a number.
+        # As in FlexAttention. Otherwise, torch.export without the compiler would read an index as a number.
         from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
         with TransformGetItemToIndex():
@@ -60,7 +60,7 @@ def called_apart(fn: Any, args: Any) -> Any:
 
 
 def without_tracer_warnings() -> AbstractContextManager[Any]:
-    """Let our checks compare sizes under `torch.jit.trace`, which would warn of each of them."""
+    """Silence the warnings of `torch.jit.trace` for the size checks of attnspan."""
     return _ours_silenced() if is_jit_traced() else nullcontext()
 
 
@@ -73,9 +73,9 @@ def _ours_silenced() -> Iterator[None]:
 
 
 def sure(holds: Any) -> bool:
-    """Whether a comparison of sizes holds for certain, which is not so for sizes that only data decide.
+    """Whether a comparison of sizes certainly holds. For sizes that depend on data, it is false.
 
-    Compilers have such sizes for ``x[keep]``: they cannot be asked, in Python, whether one is 1.
+    Compilers have such sizes for ``x[keep]``. Python cannot ask a compiler whether such a size is 1.
     """
     if holds is True or holds is False:
         return holds
@@ -84,7 +84,7 @@ def sure(holds: Any) -> bool:
 
 
 def agree(size: Any, other: Any) -> bool:
-    """Whether two sizes are equal; the program checks those that only data decide."""
+    """Whether two sizes are equal. The program checks sizes that depend on data."""
     holds = size == other
     if sure(holds):
         return True
@@ -96,9 +96,9 @@ def agree(size: Any, other: Any) -> bool:
 
 
 def _symbols_of_torch(holds: Any) -> Any:
-    """The module for what may be a comparison of torch's symbols, else None."""
+    """The module of symbolic shapes if `holds` may be a comparison of torch's symbols, else None."""
     torch = sys.modules.get("torch")
-    # A compiler takes symbols for numbers, so it is not asked about their type.
+    # A compiler treats symbols as numbers, so their type is not checked while it traces.
     if torch is None or not (torch.compiler.is_compiling() or isinstance(holds, torch.SymBool)):
         return None
     from torch.fx.experimental import symbolic_shapes

@@ -1,7 +1,7 @@
 """Kernels, one file each, and the choice between backends.
 
-A kernel is a module with ``supports(problem) -> None | reason`` and its forward and backward. Kernels never
-import each other. A front end lists the ones it can drive, fastest first, and `choose` picks from that list.
+A kernel is a module with ``supports(problem) -> None | reason``, a forward and a backward function. Kernels
+never import each other. A front end lists its backends, fastest first, and `choose` picks one.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from attnspan.errors import BackendError, OptionError
 __all__ = ["FIRST_TRITON", "Choice", "Explanation", "SlowPathWarning", "choose"]
 
 
-#: The first version of Triton that has what our kernels and torch's compiler are written in.
+#: The first version of Triton that has the features that attnspan's kernels and torch's compiler need.
 FIRST_TRITON = "3.6"
 
 
 class SlowPathWarning(UserWarning):
-    """Attention runs on a slower backend than its device has."""
+    """Warning that attention runs on a slower backend than its device has."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend that runs a problem, and why each one preferred to it does not."""
+    """The backend that runs a problem, and the reasons why each preferred backend does not."""
 
     name: str
     refusals: dict[str, str]  # name -> reason
@@ -37,13 +37,13 @@ def choose(problem: Problem, backends: Mapping[str, Any], requested: str | None 
     """Choose the backend that runs a problem.
 
     Args:
-        problem: What is to be computed.
+        problem: The problem to compute.
         backends: Candidates by name, the preferred one first.
-        requested: Take this one or raise; None takes the first that supports the problem.
+        requested: Name of the backend to use. None uses the first one that supports the problem.
 
     Raises:
-        OptionError: ``requested`` is not a candidate.
-        BackendError: The requested backend, or every one, does not support the problem.
+        OptionError: If ``requested`` is not a candidate.
+        BackendError: If the requested backend, or every backend, does not support the problem.
 
     Example:
         >>> class Always:
@@ -71,17 +71,17 @@ def choose(problem: Problem, backends: Mapping[str, Any], requested: str | None 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Result of ``explain``; ``print`` it.
+    """Result of ``explain``. You can ``print`` it.
 
     Attributes:
         backend: Name of the backend that runs the call.
-        refusals: For every other backend, why it does not.
+        refusals: The reason for every other backend, by name, why it does not run the call.
         problem: The sizes of the call.
-        pairs: Visible (query, key) pairs over all batch rows and query heads.
+        pairs: Visible (query, key) pairs over all batch elements and query heads.
         options: Softcap, bias, sinks and dropout in words.
-        isa: Instruction-set level of the CPU kernel, or None where it does not run.
-        threads: CPU threads that a kernel may use; None where the framework decides.
-        kernel: Whose kernel runs, where the backend hands calls on; else None.
+        isa: Instruction-set level of the CPU kernel, or None if it does not run.
+        threads: CPU threads that a kernel may use, or None if the framework decides.
+        kernel: Name of the kernel, if the backend calls a kernel of another library. Else None.
     """
 
     backend: str
@@ -97,7 +97,7 @@ class Explanation:
     def of(
         cls, call: Call, backends: Mapping[str, Any], chosen: str, asked: bool, pairs: int, **rest: Any
     ) -> Explanation:
-        """The explanation of a call: every other backend says why not. ``asked``: it was named."""
+        """Explain a call, with a reason for every other backend. ``asked``: the caller named the backend."""
         other = "not asked for" if asked else f"slower than {chosen}"
         refusals = {
             name: backends[name].supports(call.problem) or other for name in backends if name != chosen

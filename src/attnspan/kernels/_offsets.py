@@ -1,4 +1,4 @@
-"""Offsets of documents, checked on their device: kernels that follow wrong ones would read beyond arrays."""
+"""Checks of document offsets on their device. With wrong offsets, kernels would read beyond arrays."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ._on_device import on_device_of
 __all__ = ["Offsets"]
 
 _BLOCK = 1024
-#: Programs of a kernel that mostly has nothing to do.
+#: Programs of a kernel that mostly has no work.
 _FEW = 512
 
 
 @triton.jit
 def check_kernel(source, to, broken, count, length, BLOCK: tl.constexpr):
-    """Whether offsets ascend from 0 to at most the length; a copy of them as int32, of zeros if not."""
+    """Check that offsets ascend from 0 to at most the length. Copy them as int32, or zeros if wrong."""
     wrong = 0
     for start in range(0, count, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -39,7 +39,7 @@ def check_kernel(source, to, broken, count, length, BLOCK: tl.constexpr):
 
 @triton.jit
 def clear_kernel(x, last, broken, row, total, BLOCK: tl.constexpr):
-    """Zeros from the row of the last offset on; NaN everywhere where offsets are broken."""
+    """Write zeros from the last offset on, or NaN everywhere if offsets are wrong."""
     wrong = (tl.load(broken) > 0) | (tl.load(broken + 1) > 0)
     first = tl.where(wrong, 0, tl.load(last).to(tl.int64) * row)
     fill = tl.where(wrong, float("nan"), 0.0)
@@ -50,7 +50,7 @@ def clear_kernel(x, last, broken, row, total, BLOCK: tl.constexpr):
 
 @triton.jit
 def lse_kernel(lse, last, broken, length, BLOCK: tl.constexpr):
-    """-inf where a row sees nothing, or is in no document; NaN where offsets are broken."""
+    """Write -inf for queries that see nothing or are in no document, and NaN if offsets are wrong."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     to = lse + tl.program_id(1).to(tl.int64) * length + at
     found = tl.load(to, mask=at < length, other=0)
@@ -65,8 +65,8 @@ class Offsets:
     """Offsets that kernels may follow.
 
     Attributes:
-        cu_q, cu_k: int32 (n + 1,); zeros in place of broken ones.
-        broken: int32 (2,), which of them were.
+        cu_q, cu_k: int32 (n + 1,). Wrong offsets are replaced by zeros.
+        broken: int32 (2,), whether the offsets of queries and of keys were wrong.
     """
 
     cu_q: Tensor
@@ -75,7 +75,7 @@ class Offsets:
 
     @classmethod
     def checked(cls, cu_q: Tensor, cu_k: Tensor, q_len: int, k_len: int) -> Offsets:
-        """Offsets of so many queries and keys, shape (n + 1,), as the mask has them."""
+        """Check the mask's offsets (n + 1,) against the numbers of queries and keys."""
         broken = torch.empty(2, dtype=torch.int32, device=cu_q.device)
         found = []
         for i, (x, length) in enumerate(((cu_q, q_len), (cu_k, k_len))):
@@ -86,11 +86,11 @@ class Offsets:
         return cls(found[0], found[1], broken)
 
     def clear_queries(self, x: Tensor) -> None:
-        """Write what rows in no document have to (1, H, S, D), stored as (1, S, H, D): zeros."""
+        """Write zeros for queries in no document, into (1, H, S, D) stored as (1, S, H, D)."""
         self._clear(x, self.cu_q)
 
     def clear_keys(self, x: Tensor) -> None:
-        """The same for a gradient of keys or values."""
+        """Write zeros for keys in no document, into a gradient of keys or values."""
         self._clear(x, self.cu_k)
 
     def _clear(self, x: Tensor, offsets: Tensor) -> None:
@@ -100,7 +100,7 @@ class Offsets:
             clear_kernel[programs](x, offsets[-1:], self.broken, heads * dim, x.numel(), BLOCK=_BLOCK)
 
     def finish_lse(self, lse: Tensor) -> None:
-        """Bring FlashAttention's lse, contiguous (1, H, S), to what ours is."""
+        """Convert FlashAttention's lse, contiguous (1, H, S), to attnspan's convention."""
         _, heads, length = lse.shape
         blocks = triton.cdiv(length, _BLOCK)
         with on_device_of(lse):

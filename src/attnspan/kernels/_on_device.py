@@ -1,4 +1,4 @@
-"""The device that Triton launches on: the current one, which a tensor's need not be."""
+"""The device that Triton launches on. It is the current device, which may differ from a tensor's device."""
 
 from contextlib import AbstractContextManager, nullcontext
 

@@ -1,6 +1,6 @@
 """The compiled CPU kernel: float32, bfloat16 and float16, forward and backward, any mask.
 
-It takes torch tensors and NumPy arrays, and writes results into arrays that the caller made.
+It reads torch tensors and NumPy arrays, and writes results into arrays of the caller.
 """
 
 from collections.abc import Mapping
@@ -29,17 +29,17 @@ __all__ = [
     "use_large_pages",
 ]
 
-#: Largest head dim that the compiled kernel takes.
+#: Largest head dim of the compiled kernel.
 MAX_HEAD_DIM = 576
 
-# In the core's order; 0 is the kernel's own choice.
+# In the core's order. 0 leaves the choice to the kernel.
 _CONFIG_FIELDS = ("block_q", "block_k", "threads")
 _DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3, "int64": 4, "float64": 5}
 
-# `core` is the compiled module, for a front end whose arrays it reads itself; None where it is missing.
+# The compiled module, for front ends whose arrays it reads without help. None if it is missing.
 try:
     core, _core_error = cast(Any, import_module("attnspan._core")), ""
-except ImportError as error:  # Not built: the other backends still work, and `supports` says why.
+except ImportError as error:  # not built: other backends still work, and `supports` gives the reason
     core, _core_error = None, str(error)
 
 
@@ -54,7 +54,7 @@ def supports(problem: Problem) -> str | None:
     if problem.head_dim == 0 or problem.v_dim == 0:
         return "it takes head dims from 1 on, not 0"
     if core is None:
-        return f"the compiled module attnspan._core is missing ({_core_error}); build it with `pip install .`"
+        return f"the compiled module attnspan._core is missing: {_core_error} (build it with `pip install .`)"
     return None
 
 
@@ -72,26 +72,26 @@ def forward(
     options: Options | None = None,
     table: Any = None,
 ) -> None:
-    """Attend, writing ``out`` and ``lse``.
+    """Compute attention and write ``out`` and ``lse``.
 
     Args:
         q, k, v: (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), float32, bfloat16 or float16. All
-            arrays may have any strides with a unit last one.
+            arrays may have any strides whose last one is 1.
         bounds: (B|1, Hq|1, Sq, R, 2), int32.
-        out: (B, Hq, Sq, Dv), written, in the dtype of q or float32.
-        lse: (B, Hq, Sq), contiguous, written: natural logarithm, -inf for a row without keys. float32 or
-            float64.
+        out: (B, Hq, Sq, Dv), written, in the dtype of q or in float32.
+        lse: (B, Hq, Sq), contiguous, written, float32 or float64: the natural log-sum-exp, or -inf for a
+            query without keys.
         scale: Factor of the scores.
         num_threads: Threads to use, at least 1.
         config: One of `configs`. None leaves the choice to the kernel.
         options: Softcap, bias, sinks, dropout and positions.
-        table: int32 (B, columns), the pages of each batch row. Keys and values are then pools, (pages, Hkv,
-            page_len, D) and (pages, Hkv, page_len, Dv), and Sk is columns * page_len: key j of batch row b
-            is number j % page_len of page table[b, j // page_len]. A row of queries that sees a key on a page
-            that is not in the pool has NaN.
+        table: int32 (B, columns), the pages of each batch element. Keys and values are then pools, (pages,
+            Hkv, page_len, D) and (pages, Hkv, page_len, Dv). Sk is columns * page_len, and key j of batch
+            element b is number j % page_len of page table[b, j // page_len]. A query that sees a key on a
+            page outside the pool has NaN.
 
     Raises:
-        ValueError: Illegal bounds, configuration or options, or arrays that do not fit each other.
+        ValueError: If bounds, configuration or options are illegal, or if arrays do not fit each other.
 
     Example:
         >>> import numpy as np
@@ -103,7 +103,7 @@ def forward(
     """
     if out.shape[0] * out.shape[1] * out.shape[2] == 0:
         return
-    bounds = _packed(bounds)  # A name keeps a copy alive while the kernel reads it.
+    bounds = _packed(bounds)  # the name keeps a copy alive while the kernel reads it
     arrays = [_array(x) for x in (q, k, v, out, lse, bounds)]
     table = None if table is None else _packed(table)
     pages = () if table is None else (_array(table),)
@@ -138,16 +138,16 @@ def backward(
         dlse: Gradient of ``lse``, (B, Hq, Sq), float32, or None.
         q, k, v, bounds, scale, config, options: As in `forward`.
         out: As `forward` wrote it.
-        lse: As `forward` wrote it. Weights are recomputed from it: float32 loses |lse| * 2^-24 of them. Pass
-            float64 where scores or biases are large.
+        lse: As `forward` wrote it. Weights are recomputed from it, so float32 has an error of |lse| * 2^-24.
+            Pass float64 if scores or biases are large.
         dq, dk, dv: The shapes of q, k and v, written, all in the dtype of q or all in float32.
-        num_threads: Threads to use; the same number gives the same bits.
+        num_threads: Threads to use. The same number gives the same bits.
         dbias: The shape of the bias, written, float32 and contiguous, or None.
         dsinks: (Hq,), written, float32, or None.
-        part: ``out`` and ``lse`` are of a softmax of which these keys are a part.
+        part: Whether ``out`` and ``lse`` belong to a softmax over more keys than these.
 
     Raises:
-        ValueError: Illegal bounds or configuration, or arrays that do not fit each other.
+        ValueError: If bounds or configuration are illegal, or if arrays do not fit each other.
 
     Example:
         >>> import numpy as np
@@ -170,19 +170,19 @@ def backward(
 
 
 def move_rows(target: Any, to: Any, source: Any, at: Any, *, num_threads: int, add: bool = False) -> None:
-    """Copy rows by index, or add them: what an exchange between ranks sends and receives.
+    """Copy rows by index, or add them, for exchanges between ranks.
 
-    Row i of an array is row i % length of plane i // length. Each row of the target may be named once.
+    Row i of an array is row i % length of plane i // length. Each row of the target may occur once.
 
     Args:
         target: (planes, length, inner, heads, width), float32, bfloat16 or float16, written.
-        to, at: Rows of the target and of the source, int32 (n,), contiguous; None for all in order.
-        source: The same, with planes and length of its own.
+        to, at: Row numbers in the target and in the source, int32 (n,), contiguous. None means all, in order.
+        source: An array of the same kind, with other planes and length.
         num_threads: Threads to use.
         add: Add to the target, which is then float32.
 
     Raises:
-        ValueError: Shapes, dtypes or numbers of rows do not fit each other; nothing is written.
+        ValueError: If shapes, dtypes or row numbers do not fit each other. Nothing is then written.
 
     Example:
         >>> import numpy as np
@@ -195,15 +195,15 @@ def move_rows(target: Any, to: Any, source: Any, at: Any, *, num_threads: int, a
 
 
 def configs(problem: Problem, direction: str) -> list[dict[str, int]]:
-    """The configurations that are worth trying for a problem, the kernel's own choice first.
+    """List configurations that are worth trying for a problem, with the kernel's own choice first.
 
     Args:
-        problem: What is to be computed.
+        problem: The problem to compute.
         direction: "forward" or "backward".
 
     Returns:
-        Values of ``block_q`` and ``block_k`` (rows and keys of a block) and ``threads`` (the most to use). 0
-        is the kernel's own choice.
+        Values of ``block_q`` and ``block_k`` (queries and keys of a block) and ``threads`` (the most to
+        use). 0 leaves the choice to the kernel.
 
     Example:
         >>> configs(Problem(1, 1, 1, 4096, 4096, 64, 64, 1, "float32", "cpu"), "forward")[0]
@@ -218,7 +218,7 @@ def configs(problem: Problem, direction: str) -> list[dict[str, int]]:
 
 
 def _sizes(step: int, largest: int, length: int) -> list[int]:
-    """Multiples of a step, first all and then ever fewer, up to the first one that holds the length."""
+    """Multiples of a step with growing distances, up to the first one that is at least the length."""
     sizes: list[int] = []
     size = step
     while size <= largest and (not sizes or sizes[-1] < length):
@@ -230,23 +230,26 @@ def _sizes(step: int, largest: int, length: int) -> list[int]:
 def counters() -> dict[str, dict[str, float]]:
     """Totals over all calls of this process so far, for "forward" and "backward".
 
-    ``calls``, ``seconds`` inside the kernel, ``flops`` over visible pairs (2 * pairs * (D + Dv) forward and
-    2.5 times as many backward), and ``threads``, the sum of those that each call might use: one where
-    the call ends before others have woken up.
+    - ``calls``: number of calls
+    - ``seconds``: time inside the kernel
+    - ``flops``: operations over visible pairs, 2 * pairs * (D + Dv) forward and 2.5 times as many backward
+    - ``threads``: sum of the threads that each call might use, which is one for a very short call
     """
     return dict(_compiled().counters())
 
 
 def peak_kinds() -> list[str]:
-    """Return the kinds of multiply-add that the level in use has, for `peak`."""
+    """Return the kinds of multiply-add of the instruction-set level in use, for `peak`."""
     return list(_compiled().peak_kinds())
 
 
 def peak(kind: str, *, num_threads: int, seconds: float) -> float:
-    """Measure for some seconds the best rate of multiply-adds on registers, in FLOP/s over all threads.
+    """Measure the best rate of multiply-adds on registers, in FLOP/s over all threads.
 
     Args:
         kind: One of `peak_kinds`.
+        num_threads: Threads to use.
+        seconds: Time to measure.
 
     Example:
         >>> peak(peak_kinds()[0], num_threads=1, seconds=0.01) > 0
@@ -256,18 +259,21 @@ def peak(kind: str, *, num_threads: int, seconds: float) -> float:
 
 
 def read_bandwidth(size: int, *, num_threads: int, seconds: float) -> float:
-    """Measure for some seconds how fast memory is read, in bytes/s over all threads.
+    """Measure how fast memory is read, in bytes/s over all threads.
 
     Args:
-        size: Bytes to read, each once, at least 4096 for each thread; choose more than the caches hold.
+        size: Bytes to read, each once, at least 4096 for each thread. Choose more than the caches hold.
+        num_threads: Threads to use.
+        seconds: Time to measure.
     """
     return float(_compiled().read_bandwidth(size, num_threads, seconds))
 
 
 def isa() -> str:
-    """Return the instruction-set level in use: the machine's best, or the one that ``ATTNSPAN_ISA`` names.
+    """Return the instruction-set level in use: the machine's best, or the level in ``ATTNSPAN_ISA``.
 
-    Raises a ValueError for a level that the build or the machine lacks.
+    Raises:
+        ValueError: If the build or the machine lacks that level.
 
     Example:
         >>> isa() in isa_levels()
@@ -277,20 +283,20 @@ def isa() -> str:
 
 
 def isa_levels() -> list[str]:
-    """Return the levels that this build has and this machine can run, lowest first."""
+    """Return the instruction-set levels of this build that this machine can run, lowest first."""
     return list(_compiled().isa_levels())
 
 
 def threading() -> str:
-    """Return whose threads run the loops: "OpenMP of the process" (torch's), or "own threads" as in forks."""
+    """Return the threads that run the loops: "OpenMP of the process" (torch's), or "own threads" (forks)."""
     return str(_compiled().threading())
 
 
 def use_large_pages(x: Any) -> None:
-    """Ask the system for pages of 2 MiB under a fresh tensor, to which nothing was written yet.
+    """Ask the system for pages of 2 MiB for a new tensor, before the first write to it.
 
-    Keys and values are then read with far fewer walks of page tables. Linux only, and a wish: where it is not
-    met, or the compiled module is missing, the tensor stays as it is.
+    Reading keys and values then needs far fewer page-table walks. It works only on Linux, and the system may
+    refuse. In that case, or without the compiled module, the tensor stays as it is.
     """
     if core is not None:
         core.use_large_pages(x.data_ptr(), x.numel() * x.element_size())
@@ -315,13 +321,13 @@ def _config(config: Mapping[str, int] | None) -> tuple[int, ...] | None:
     if config is None:
         return None
     unknown, known = sorted(set(config) - set(_CONFIG_FIELDS)), ", ".join(_CONFIG_FIELDS)
-    remedy = "Take one of kernels.cpu.configs(...)"
+    remedy = "Pass one of kernels.cpu.configs(...)"
     expect(not unknown, "config", f"the keys {known}", f"{', '.join(unknown)} as well", remedy)
     return tuple(config.get(name, 0) for name in _CONFIG_FIELDS)
 
 
 def arguments(options: Options | None) -> tuple[Any, ...] | None:
-    """The options as the compiled module takes them."""
+    """Convert the options for the compiled module."""
     if options is None:
         return None
     softcap, bias, kind, sinks, p, *rest = options

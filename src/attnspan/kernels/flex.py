@@ -1,7 +1,7 @@
-"""FlexAttention, which torch compiles for every GPU that it knows: any spans, every option, O(S) memory.
+"""FlexAttention, which torch compiles for its GPUs: any spans, every option, O(S) memory.
 
-The lists of blocks are made from the spans' ends, the mask and the biases read tensors: another mask is other
-data, and nothing is compiled again. On a CPU FlexAttention has no backward, so this runs on GPUs.
+The block lists are made from the ends of the spans, and the mask and the biases read tensors. A new mask is
+only new data and does not recompile. FlexAttention has no backward pass on CPU, so this backend runs on GPUs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def supports(problem: Problem) -> str | None:
     if problem.dtype not in ("float32", "bfloat16", "float16"):
         return f"it takes float32, bfloat16 and float16, not {problem.dtype}"
     if problem.extras == "DTensors":
-        return "it takes no DTensors; backend='triton' does, or pass each rank's part by to_local()"
+        return "it takes no DTensors: pass backend='triton', or each rank's part by to_local()"
     if 0 in (problem.batch, problem.q_len, problem.k_len, problem.head_dim, problem.v_dim):
         return "it takes no empty arrays"
     if problem.capability is not None and problem.capability < LEAST_CAPABILITY:
@@ -60,9 +60,9 @@ def forward(
     options: Options | None = None,
     lowered_for: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend: the arguments and results of `attnspan.kernels.math.forward`.
+    """Compute attention, with the arguments and results of `attnspan.kernels.math.forward`.
 
-    Outside of compiled code it compiles itself, once for each combination of options.
+    Outside compiled code, it compiles itself, once for each combination of options.
     """
     options = options or _NONE
     if torch.compiler.is_compiling():
@@ -73,13 +73,13 @@ def forward(
 
 @cache
 def program(*kinds: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """A compiled `attend` for each kind of call: one function for all would use up torch's limit."""
+    """A compiled `attend` for each kind of call. One function for all would exceed a limit of torch."""
     del kinds
 
     def compiled(*arguments: Any) -> tuple[Tensor, Tensor]:
         return attend(*arguments)
 
-    # The limit is by code object.
+    # The limit counts recompilations of a code object.
     compiled.__code__ = compiled.__code__.replace()
     return torch.compile(compiled, fullgraph=True)
 
@@ -93,7 +93,7 @@ def attend(
     options: Options,
     lowered_for: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """One call of `flex_attention`, two with dropout, and what it lacks around it."""
+    """Call `flex_attention`, more than once with dropout, and add sinks and illegal spans."""
     illegal = Spans._checked(bounds, k.shape[2])._illegal_rows()
     if lowered_for is not None:
         illegal = illegal | (lowered_for != k.shape[2])
@@ -102,14 +102,14 @@ def attend(
     call = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     out, lse = _flex(q, k, v, modify, call)
     if options.dropout_p:
-        # Flex normalises by the weights that are kept; the quotient of both sums makes up for it.
+        # Flex normalizes by the sum of the kept weights. The quotient of both sums corrects this.
         whole = _flex(q, k, v[..., :LEAST_DIM], modify, call)[1]
         kept, of_kept = _flex(q, k, v, _dropping(modify, q, k, options), call)
         share = torch.exp(of_kept - torch.where(whole == -torch.inf, 0.0, whole))
         out, lse = kept * (share * scale_of_kept(options.dropout_p))[..., None], whole
     if options.sinks is not None:
         sink = options.sinks[None, :, None].expand_as(lse)
-        # A row that sees nothing, with a sink of -inf: computing inf - inf would give NaN, also in gradients.
+        # For a query that sees nothing, with a sink of -inf, inf - inf would give NaN, also in gradients.
         nothing = (lse == -torch.inf) & (sink == -torch.inf)
         lse, sink = (torch.where(nothing, 0.0, x) for x in (lse, sink))
         total = torch.logaddexp(lse, sink)
@@ -129,12 +129,12 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, modify: Any, call: dict[str, Any]) ->
 
 
 def block_mask(bounds: Tensor, k_len: int, *, q_block: int = BLOCK, k_block: int = BLOCK) -> Any:
-    """FlexAttention's mask of spans, in O(S * R + blocks), traced or not.
+    """Convert spans to FlexAttention's `BlockMask` in O(S * R + blocks) time, in eager and traced code.
 
     Args:
         bounds: (B|1, H|1, Sq, R, 2), int32.
         k_len: Number of keys.
-        q_block, k_block: Rows and keys of a block.
+        q_block, k_block: Queries and keys of a block.
 
     Example:
         >>> from attnspan import causal
@@ -144,7 +144,7 @@ def block_mask(bounds: Tensor, k_len: int, *, q_block: int = BLOCK, k_block: int
     from torch.nn.attention.flex_attention import BlockMask
 
     pairs = Spans._checked(bounds, k_len).block_pairs(q_block, k_block)
-    # As in torch, a block that sticks out over the last row or key is a partial one.
+    # As in torch, a block that extends beyond the last query or key is a partial block.
     full = pairs == q_block * k_block
     return BlockMask.from_kv_blocks(
         *_lists((pairs > 0) & ~full),
@@ -156,7 +156,7 @@ def block_mask(bounds: Tensor, k_len: int, *, q_block: int = BLOCK, k_block: int
 
 
 def _lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Number of chosen blocks in each row (B, H, q blocks), and their list: those come first, ascending."""
+    """Number of chosen blocks in each row (B, H, q blocks), and a list with these blocks first, ascending."""
     order = torch.argsort(chosen.to(torch.int8), dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
@@ -189,13 +189,13 @@ def _positions(q: Tensor, k: Tensor, options: Options) -> tuple[Tensor, Tensor]:
 
 
 def _score_mod(q: Tensor, k: Tensor, options: Options) -> Callable[..., Tensor] | None:
-    """Softcap and bias of one score; None without either."""
+    """Make the function of softcap and bias for one score, or None without either."""
     kind = options.bias_kind
     bias: Any = options.bias
     if not kind and not options.softcap:
         return None
     capped = options.softcap != 0
-    # A tensor: FlexAttention cannot compile a number that is a symbol.
+    # A tensor, because FlexAttention cannot compile a number that is a symbol.
     cap = torch.full((), options.softcap, device=q.device, dtype=torch.float32)
     q_index, k_index = _positions(q, k, options)
     q_rows, k_rows = q_index.shape[0] != 1, k_index.shape[0] != 1
@@ -225,7 +225,7 @@ def _score_mod(q: Tensor, k: Tensor, options: Options) -> Callable[..., Tensor] 
 def _dropping(
     modify: Callable[..., Tensor] | None, q: Tensor, k: Tensor, options: Options
 ) -> Callable[..., Tensor]:
-    """``modify``, and -inf for what dropout drops: `attnspan.call.dropout.kept`, pair by pair."""
+    """Make ``modify`` with -inf for dropped pairs: `attnspan.call.dropout.kept`, pair by pair."""
     seeds, q_index, k_index = options.dropout_seed, *_positions(q, k, options)
     if seeds.dim() == 0:
         rows, heads = (torch.arange(n, device=q.device) for n in q.shape[:2])

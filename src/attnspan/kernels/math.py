@@ -1,8 +1,8 @@
-"""Attention as plain framework code: every score is stored, every derivative exists.
+"""Attention in plain torch code: it stores every score, and every derivative exists.
 
-Memory is O(q_len * k_len), so this is the backend for derivatives of higher order, forward mode, float64 and
-devices without a kernel. A NaN or inf of a key, a query or an incoming gradient reaches only what may see it,
-where a plain matmul would give 0 * NaN = NaN.
+Memory is O(q_len * k_len). Use this backend for higher derivatives, forward mode, float64 and devices without
+a kernel. A NaN or inf in a key, a query or an incoming gradient reaches only visible pairs. A plain matmul
+would spread it, because 0 * NaN = NaN.
 
 Shape suffixes: b batch, h kv heads, m query heads of one group times queries, s keys, d head_dim, e v_dim, r
 spans.
@@ -27,14 +27,14 @@ _NONE = Options()
 
 
 def supports(problem: Problem) -> str | None:
-    """Return None: plain framework code runs everything that passed validation."""
+    """Return None, because plain torch code runs every validated call."""
     del problem
     return None
 
 
 def has_autocast(device: str) -> bool:
-    """Whether torch has autocast on a kind of device."""
-    # torch is not asked about known devices: Dynamo cannot trace the question, up to torch 2.11.
+    """Whether torch has autocast for a kind of device."""
+    # Known devices are listed, because Dynamo of torch 2.11 and older cannot trace torch's function.
     return device in ("cpu", "cuda", "xla") or torch.amp.is_autocast_available(device)
 
 
@@ -49,26 +49,26 @@ def forward(
     lowered_for: Tensor | None = None,
     wide_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attend, differentiably to any order and in forward mode.
+    """Compute attention that is differentiable to any order and in forward mode.
 
     Args:
         q, k, v: (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), floating.
-        bounds: (B|1, Hq|1, Sq, R, 2), int32. A row with an illegal span raises if its values can be read
-            (CPU, eager) and gives NaN elsewhere.
+        bounds: (B|1, Hq|1, Sq, R, 2), int32. Illegal spans raise if they can be read (CPU, eager).
+            Otherwise, their queries give NaN.
         scale: Factor of the scores.
         options: Softcap, bias, sinks and dropout, as tensors on q's device. Bias and sinks are
             differentiated too.
-        lowered_for: (), integer: the number of keys that the mask was lowered for, if Python cannot read it.
-            All rows are NaN if it is not Sk.
+        lowered_for: (), integer, the number of keys that the mask was lowered for, if Python cannot read it.
+            All results are NaN if it is not Sk.
         wide_lse: Return ``lse`` in float64, for softmaxes that are merged from several calls.
 
     Returns:
-        ``out`` (B, Hq, Sq, Dv) in q's dtype, stored as (B, Sq, Hq, Dv), and ``lse`` (B, Hq, Sq), the natural
-        logarithm of the row's sum of exponentials, float64 for float64 inputs and else float32. A row that
-        sees nothing has out 0, and lse -inf or the head's sink.
+        ``out`` (B, Hq, Sq, Dv) in q's dtype, stored as (B, Sq, Hq, Dv). Then ``lse`` (B, Hq, Sq), the natural
+        log-sum-exp, float64 for float64 inputs and else float32. A query that sees nothing has out 0. Its lse
+        is -inf, or the head's sink.
 
     Raises:
-        OptionError: Illegal spans, naming the row.
+        OptionError: If a span is illegal. The error names the query.
 
     Example:
         >>> x = torch.randn(1, 2, 3, 8)
@@ -100,7 +100,7 @@ def forward(
             sink = _fold(options.sinks.to(wide).view(1, q_heads, 1, 1), kv_heads, q_heads, q_len)
             sink = sink if base_bhm1 is None else sink - base_bhm1
         weights, lse_bhm1 = _softmax(scores, visible_bhms, sink)
-        # A float32 of a large base would lose what parts of a softmax differ by.
+        # In float32, a large base would hide the differences between parts of a softmax.
         lse_bhm1 = lse_bhm1.double() if wide_lse else lse_bhm1
         lse_bhm1 = lse_bhm1 if base_bhm1 is None else lse_bhm1 + base_bhm1
         if options.dropout_p:
@@ -114,8 +114,8 @@ def forward(
 
 
 def _softmax(scores: Tensor, visible: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The weights of each row, and the logarithm of its sum of exponentials."""
-    # The maximum cancels in every result, so it needs no derivative. Of no keys it is -inf.
+    """The weights of each query, and its log-sum-exp."""
+    # The maximum cancels in every result, so it needs no derivative. Without keys it is -inf.
     top = scores.new_full((*scores.shape[:3], 1), -torch.inf)
     if scores.shape[-1]:
         top = scores.detach().amax(-1, keepdim=True)
@@ -128,13 +128,13 @@ def _softmax(scores: Tensor, visible: Tensor, sink: Tensor | None) -> tuple[Tens
         total = total + torch.exp(sink - top)
     empty = total == 0
     total = torch.where(empty, 1.0, total)
-    # Masked again: otherwise a NaN gradient of a masked weight would reach the row through its total.
+    # Masked again, because a NaN gradient of a hidden weight would reach the query through the total.
     weights = torch.where(visible, weights / total, 0.0)
     return weights, torch.where(empty, -torch.inf, top + torch.log(total))
 
 
 def _fold(x: Tensor, kv_heads: int, q_heads: int, q_len: int) -> Tensor:
-    """(B|1, Hq|1, Sq|1, n) as (B|1, Hkv, m, n): query heads of one group become rows."""
+    """Reshape (B|1, Hq|1, Sq|1, n) to (B|1, Hkv, m, n): query heads of one group become rows."""
     x = x.expand(x.shape[0], q_heads, q_len, x.shape[3])
     return x.reshape(x.shape[0], kv_heads, q_heads // kv_heads * q_len, x.shape[3])
 
@@ -152,9 +152,10 @@ def _positions(options: Options, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _bias(options: Options, q: Tensor, k: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """The bias of each pair (B|1, Hkv, m, Sk) less the row's largest, and the largest (B|1, Hkv, m, 1).
+    """The bias of each pair (B|1, Hkv, m, Sk) minus the query's largest, and the largest (B|1, Hkv, m, 1).
 
-    The sum of a score and a large bias would lose the score. What a row's biases share changes only its lse.
+    The sum of a score and a large bias would lose the score. A constant in all biases of a query changes only
+    its lse.
     """
     kind, wide = options.bias_kind, torch.float64 if q.dtype == torch.float64 else torch.float32
 
@@ -179,12 +180,12 @@ def _bias(options: Options, q: Tensor, k: Tensor, visible: Tensor) -> tuple[Tens
     factor = (distance if kind == SIGNED_ALIBI else -distance.abs())[:, None]
     factor = _fold(factor, k.shape[1], q.shape[1], q.shape[2])
     slope = fold(options.bias[:, :, None, None])
-    # Integers: a float32 of a distance beyond 2^24 would tell no neighbours apart.
+    # Integers, because float32 cannot distinguish neighbouring distances beyond 2^24.
     up = torch.where(slope < 0, -factor, factor)
     top = torch.where(visible, up, torch.iinfo(up.dtype).min).amax(-1, keepdim=True)
     seen = visible.any(-1, keepdim=True)
     origin = torch.where(seen, torch.where(slope < 0, -top, top), 0)
-    base = torch.where(seen, slope * origin, 0.0)  # whatever the slope of no key is
+    base = torch.where(seen, slope * origin, 0.0)  # a query without keys has no base, for any slope
     return slope * (factor - origin), base
 
 
@@ -199,12 +200,12 @@ def _kept(options: Options, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _visible(bounds: Tensor, q_heads: int, kv_heads: int, k_len: int) -> tuple[Tensor, Tensor]:
-    """The dense mask (B|1, Hkv|1, m, Sk), and which rows (B|1, Hkv|1, m, 1) have an illegal span."""
+    """The dense mask (B|1, Hkv|1, m, Sk), and the queries (B|1, Hkv|1, m, 1) with an illegal span."""
     spans = Spans._checked(bounds, k_len)
     visible, illegal = spans.dense(), spans._illegal_rows()
     batch, heads, q_len = illegal.shape
-    # Query heads of one group are folded into rows: products are then plain 4-d ones, without a broadcast to
-    # sum over.
+    # Query heads of one group are folded into rows, so that products are plain 4-d products without a
+    # broadcast to sum over.
     group = q_heads // kv_heads
     grouped = (batch, kv_heads, group, q_len) if heads != 1 else (batch, 1, group, q_len)
     spread = (group if heads != 1 else 1, q_len)
@@ -225,7 +226,7 @@ class _Masked(torch.autograd.Function):
 
 
 class _PairProduct(_Masked):
-    """(a, b) -> a @ b^T on visible pairs, 0 elsewhere; its derivatives never multiply a masked 0 by a NaN."""
+    """(a, b) -> a @ b^T on visible pairs, else 0. Its derivatives never multiply a hidden 0 by a NaN."""
 
     @staticmethod
     def forward(a: Tensor, b: Tensor, visible: Tensor) -> Tensor:
@@ -257,7 +258,7 @@ class _RowProduct(_Masked):
 
 
 def _with_jvp(function: type[_Masked], product: Callable[..., Tensor]) -> type[_Masked]:
-    """The function with forward mode. Not one class: compilers refuse an autograd function with a ``jvp``."""
+    """Make a class with forward mode, because compilers refuse an autograd function with a ``jvp``."""
 
     def jvp(ctx: Any, da: Tensor | None, db: Tensor | None, _: None) -> Any:
         a, b, visible = ctx.saved_tensors

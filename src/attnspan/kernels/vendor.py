@@ -1,7 +1,7 @@
-"""Kernels that torch brings for NVIDIA's GPUs, for plain masks: cuDNN's, and FlashAttention 2.
+"""torch's own kernels for plain masks on NVIDIA GPUs: cuDNN and FlashAttention 2.
 
-FlashAttention 3 or 4 takes the place of 2, and goes before cuDNN, once the program has called torch's
-``activate_flash_attention_impl``. None of them has options or a gradient of lse.
+If the program has called torch's ``activate_flash_attention_impl``, FlashAttention 3 or 4 replaces 2 and is
+preferred to cuDNN. None of these kernels has options or a gradient of lse.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 DEVICE = "cuda"
 MAX_HEAD_DIM = 256
 _MIXES_NO_STRIDES = tuple(int(x) for x in torch.__version__.split(".")[:2]) >= (2, 15)
-#: Where FlashAttention has no backward pass beyond it: too little shared memory.
+#: Largest head dim of FlashAttention's backward pass on GPUs with little shared memory.
 _SMALL = {86: 192, 87: 192, 89: 192, 120: 192, 121: 192}
 
 
@@ -36,7 +36,7 @@ def supports(problem: Problem) -> str | None:
     if problem.extras:
         return f"it takes no {problem.extras}"
     if not problem.band:
-        return "it takes full(), causal(), window(...), documents(...) and what & makes of them"
+        return "it takes full(), causal(), window(...), documents(...) and their combinations by &"
     if dim != problem.v_dim or dim % 8 != 0:
         return f"it takes one head dim, a multiple of 8, not {dim} and {problem.v_dim}"
     most = MAX_HEAD_DIM if at is None else _SMALL.get(at, MAX_HEAD_DIM)
@@ -46,7 +46,7 @@ def supports(problem: Problem) -> str | None:
         return "it takes no empty arrays"
     if problem.band == "documents":
         if problem.batch != 1:
-            return f"it takes documents of one batch row, not of {problem.batch}"
+            return f"it takes documents of one batch element, not of {problem.batch}"
         return lacking("triton", FIRST_TRITON)  # offsets are checked on the GPU
     if problem.band != "full" and problem.q_len > problem.k_len:
         return "it takes no more queries than keys"
@@ -56,13 +56,13 @@ def supports(problem: Problem) -> str | None:
 def kernel_of(
     q: Tensor, k: Tensor, v: Tensor, reach: tuple[int, int], documents: bool = False, backward: bool = False
 ) -> str:
-    """Name of a call's kernel: "cuDNN", "FlashAttention 2", or the one that the program has activated."""
+    """Name of a call's kernel: "cuDNN", "FlashAttention 2", or the kernel that the program has activated."""
     left, right = _reach(reach, q)
     other = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
     if other is not None:
         return str(other)
     square = q.shape[2] == k.shape[2] or right < 0
-    wide = q.shape[3] > 128  # its backward does not take all that its forward does
+    wide = q.shape[3] > 128  # the backward pass supports fewer problems than the forward pass
     if documents or left >= 0 or right > 0 or not square or wide or not _has_cudnn(q, backward):
         return "FlashAttention 2"
     grouped = q.shape[1] != k.shape[1]
@@ -71,11 +71,11 @@ def kernel_of(
 
 
 def _has_cudnn(q: Tensor, backward: bool) -> bool:
-    """Whether cuDNN's kernels are there, and trusted: on Hopper and Blackwell, not in decoding.
+    """Whether cuDNN's kernels are installed and trusted: on Hopper and Blackwell, except for decoding.
 
-    torch prefers them after version 9.15.0. Versions after that give wrong results for one query on some GPUs
-    (pytorch#193893, cudnn-frontend#1072). Before torch 2.15, torch takes a backward kernel that it has made
-    before for other strides of the output's gradient.
+    torch prefers cuDNN after version 9.15.0. Later versions give wrong results for one query on some GPUs
+    (pytorch#193893, cudnn-frontend#1072). torch before 2.15 may reuse a backward kernel that it has built
+    for other strides of the output's gradient.
     """
     if q.shape[2] == 1 or not torch.cuda.is_available() or (backward and not _MIXES_NO_STRIDES):
         return False
@@ -94,17 +94,17 @@ def forward(
     reach: tuple[int, int],
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attend.
+    """Compute attention.
 
     Args:
-        q: Shape (B, Hq, Sq, D), with a unit last stride; B is 1 with documents.
-        k, v: Shape (B, Hkv, Sk, D), likewise.
-        cu_q, cu_k: Integer (n + 1,), where documents start among queries and keys, and the last one ends;
-            both or None. Where they do not ascend from 0 to at most the length, results are NaN.
-        longest: Queries and keys of the longest document, or more. (With 1 query, FlashAttention 2 would take
-            the rows for those of all documents in turn.)
-        reach: How many keys each query sees before and after its own, -1 for all. The last query's own key
-            is the last one, in each document.
+        q: Shape (B, Hq, Sq, D), with a last stride of 1. B is 1 with documents.
+        k, v: Shape (B, Hkv, Sk, D), with a last stride of 1.
+        cu_q, cu_k: Integer (n + 1,), the start of each document among queries and keys, and the end of the
+            last one. Both or None. If they do not ascend from 0 to at most the length, results are NaN.
+        longest: Queries and keys of the longest document, or larger numbers. The kernel gets
+            at least 2 queries, because with 1, FlashAttention 2 would expect one query in each document.
+        reach: Number of keys that each query sees before and after its own. -1 means all. In each document,
+            the own key of the last query is the last key.
         scale: Factor of the scores.
 
     Returns:
@@ -148,12 +148,12 @@ def backward(
     reach: tuple[int, int],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `forward` to q, k and v, stored as contiguous (B, S, H, D).
+    """Compute the gradients of `forward` to q, k and v, stored as contiguous (B, S, H, D).
 
-    All of the kernels mean the same by lse: which of them wrote it does not matter.
+    All kernels have the same convention for lse, so any of them may have written it.
     """
     is_causal, band = _window(reach, q, scale)
-    unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # what dropout would have drawn
+    unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout's random state, unused
     if cu_q is None or cu_k is None:
         sizes = q.shape[2], k.shape[2], 0.0, is_causal
         if kernel_of(q, k, v, reach, backward=True) == "cuDNN":
@@ -169,7 +169,7 @@ def backward(
 
     offsets = Offsets.checked(cu_q, cu_k, q.shape[2], k.shape[2])
     rows = (x[0].transpose(0, 1) for x in (dout, q, k, v, out))
-    # FlashAttention has +inf where a row sees nothing.
+    # FlashAttention uses +inf for a query that sees nothing.
     lse = torch.where(lse == -torch.inf, torch.inf, lse)[0]
     sizes = max(longest[0], 2), longest[1], 0.0, is_causal
     found = aten._flash_attention_backward(
@@ -183,7 +183,7 @@ def backward(
 
 
 def _reach(reach: tuple[int, int], q: Tensor) -> tuple[int, int]:
-    """With one query, no key is after its own."""
+    """The reach, where one query has no key after its own."""
     left, right = reach
     return left, -1 if q.shape[2] == 1 and right == 0 else right
 
@@ -195,6 +195,6 @@ def _window(reach: tuple[int, int], q: Tensor, scale: float) -> tuple[bool, dict
 
 
 def _stored(x: Tensor) -> Tensor:
-    """(B, H, S, D), stored as contiguous (B, S, H, D): its strides too, where a dim has one element."""
+    """Store (B, H, S, D) as contiguous (B, S, H, D), with its strides also for a dim of one element."""
     x = x.transpose(1, 2)
     return x.reshape(-1).view(x.shape).transpose(1, 2)

@@ -1,7 +1,7 @@
-"""Masks by name: what attention-gym and the papers call them, composed like all others with `&` and `|`.
+"""Masks of papers and of attention-gym, which you combine with other masks by `&` and `|`.
 
-docs/library.md has a picture of each. Like all masks they raise a ShapeError, DtypeError or OptionError for
-arguments that do not fit.
+docs/library.md has a picture of each. Arguments of a wrong type raise a DtypeError, and sizes that do not fit
+raise a ShapeError. Other values that a mask does not accept raise an OptionError.
 """
 
 from .generation import block_causal, block_diffusion, draft_blocks, tree

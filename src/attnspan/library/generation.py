@@ -1,4 +1,4 @@
-"""Masks of generation: blocks of diffusion, drafts, trees of candidates."""
+"""Masks for generation: block diffusion, drafts, trees of candidates."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ __all__ = ["block_causal", "block_diffusion", "draft_blocks", "tree"]
 
 
 class block_causal(Mask):
-    """Query i sees its own block and those before it: j // block <= i // block. R = 1.
+    """Query i sees its own block and all blocks before it: j // block <= i // block. R = 1.
 
-    Source: the sampling mask of block diffusion (Arriola et al. 2025), and of frames of video.
+    Source: the sampling mask of block diffusion (Arriola et al. 2025). It also serves frames of video.
 
     Args:
-        block: tokens of a block, at least 1.
+        block: Tokens of a block, at least 1.
+
+    Raises:
+        DtypeError: If `block` is not an int.
+        OptionError: If `block` is below 1.
 
     Example:
         >>> block_causal(2).spans(3, 3).bounds[0, 0, :, 0].tolist()
@@ -39,16 +43,21 @@ class block_causal(Mask):
 
 
 class block_diffusion(Mask):
-    """Training by block diffusion, on the noisy sequence followed by the clean one, 2 * length tokens. R = 2.
+    """The training mask of block diffusion: a noisy sequence, followed by the clean sequence. R = 2.
 
-    Noisy tokens see their own noisy block, both ways, and the clean blocks before it; clean tokens see their
-    own clean block and those before it, and no noisy token.
+    Noisy tokens see their own noisy block, in both directions, and the clean blocks before it. Clean tokens
+    see their own clean block and the clean blocks before it. They see no noisy token.
 
-    Source: attention-gym's `block_diffusion`; BD3-LM (Arriola et al. 2025, arXiv 2503.09573), section 3.1.
+    Source: attention-gym's `block_diffusion`. BD3-LM (Arriola et al. 2025, arXiv 2503.09573), section 3.1.
 
     Args:
-        length: tokens of the clean sequence; there are 2 * length keys.
-        block: tokens of a block, at least 1; the last block may be smaller.
+        length: Tokens of the clean sequence. There are 2 * length keys.
+        block: Tokens of a block, at least 1. The last block may be smaller.
+
+    Raises:
+        DtypeError: If an argument is not an int.
+        OptionError: If an argument is below 1.
+        ShapeError: If there are not 2 * length keys. Lowering checks this.
 
     Example:
         >>> block_diffusion(2, 1).spans(4, 4).dense()[0, 0].astype(int).tolist()
@@ -75,14 +84,21 @@ class block_diffusion(Mask):
 
 
 class draft_blocks(Mask):
-    """A causal prefix, then blocks that each see it and, causally, themselves, but no other block. R = 2.
+    """A causal prefix, followed by blocks that see the prefix and themselves, causally. R = 2.
 
-    Source: attention-gym's `generate_jetspec_training_mask_mod` (JetSpec), whose rows are the blocks alone:
-    those are the default rows here with q_len = k_len - prefix.
+    A block sees no other block.
+
+    Source: attention-gym's `generate_jetspec_training_mask_mod` (JetSpec), whose queries are only the blocks.
+    With q_len = k_len - prefix, these are the default queries here.
 
     Args:
-        prefix: int or integer (B,), number of keys before the first block.
-        block: tokens of a block, its anchor included, at least 1.
+        prefix: int or integer (B,), the number of keys before the first block.
+        block: Tokens of a block, including its anchor, at least 1.
+
+    Raises:
+        DtypeError: If an argument is not of integers.
+        ShapeError: If the number of prefixes does not fit the batch. Lowering checks this.
+        OptionError: If `block` is below 1 or a prefix is negative.
 
     Example:
         >>> draft_blocks(1, 2).spans(4, 5).dense()[0, 0].astype(int).tolist()
@@ -107,18 +123,25 @@ class draft_blocks(Mask):
 class tree(Mask):
     """A tree of candidate tokens after a prefix: each node sees the prefix, its ancestors and itself.
 
-    The nodes' keys follow the prefix, in the order of `parents`; keys after them are room to spare in a
-    cache. The default rows are the last of the nodes: all of them with q_len = n. Rows of the prefix are
-    causal. R = 1 + depth, whatever the tree; `prepare` joins what touches, and a chain has R = 1 then.
+    The keys of the nodes follow the prefix, in the order of `parents`. Keys after the nodes are unused space
+    of a cache. The default queries are the last nodes, or all nodes with q_len = n. Queries of the prefix are
+    causal. R = 1 + depth for any tree. `prepare` joins spans that touch, so a chain then has R = 1.
 
-    Source: attention-gym's `generate_jetspec_tree_causal_mask_mod`; tree attention of SpecInfer (Miao et al.
+    Source: attention-gym's `generate_jetspec_tree_causal_mask_mod`. Tree attention of SpecInfer (Miao et al.
     2023) and Medusa (Cai et al. 2024).
 
     Args:
-        parents: integer (n,) or (B, n), the number of each node's parent, below the node's own; -1: a root.
-        prefix: int or integer (B,), number of keys before the tree, those already in the cache.
-        depth: nodes on the longest path from a root; static. None: read from `parents`, which then need
-            values.
+        parents: integer (n,) or (B, n), the number of each node's parent, which is less than the node's own
+            number. -1 means a root.
+        prefix: int or integer (B,), the number of keys before the tree, which are already in the cache.
+        depth: Nodes on the longest path from a root. It is static. None reads it from `parents`, whose
+            values must be readable.
+
+    Raises:
+        DtypeError: If an array is not of integers.
+        ShapeError: If there is no node, or if an array does not fit the batch.
+        OptionError: If a parent does not precede its node, if `depth` is too small or missing, or if prefix
+            and nodes exceed the keys.
 
     Example:
         >>> tree([-1, 0, 0, 2], prefix=1).spans(4, 5).dense()[0, 0].astype(int).tolist()
@@ -137,8 +160,8 @@ class tree(Mask):
         if arrays.concrete(self.parents):
             deepest = _depth(arrays.to_numpy(self.parents))
             depth = deepest if depth is None else depth
-            expect(depth >= deepest, "tree: depth", "at least {}", depth, "Raise it", deepest)
-        expected = "the number of nodes on the longest path, where parents cannot be read"
+            expect(depth >= deepest, "tree: depth", "at least {}", depth, "Raise the depth", deepest)
+        expected = "the number of nodes on the longest path, because parents cannot be read"
         expect(depth is not None, "tree: depth", expected, "None", "Pass depth, which decides R")
         self._set(depth=depth)
 
@@ -153,11 +176,11 @@ class tree(Mask):
         arrays, n = low.arrays, self.parents.shape[-1]
         parents = low.per_batch("tree: parents", self.parents)
         room = None if low.k_len is None else low.k_len - n
-        remedy = "The nodes' keys follow the prefix: make the cache longer, or the tree smaller"
+        remedy = "The keys of the nodes follow the prefix: make the cache longer, or the tree smaller"
         prefix, illegal = low.lengths("tree: prefix", self.prefix, below=room, remedy=remedy)
         node = low.q_index - prefix
         inside = (node >= 0) & (node < n)
-        # -1 is above the roots, and stays there.
+        # -1 is the parent of a root, and its parent is -1 again.
         at, broken, path = arrays.where(inside, node, -1)[:, 0], None, []
         for _ in range(self.depth or 1):
             path.append(at)
@@ -173,12 +196,12 @@ class tree(Mask):
 
 
 def _depth(parents: np.ndarray[Any, Any]) -> int:
-    """Nodes on the longest path of (n,) or (B, n); raises where a node's parent is not before it."""
+    """Number of nodes on the longest path of (n,) or (B, n). Raises if a parent does not precede its node."""
     table = parents.reshape(-1, parents.shape[-1]).astype(np.int64)
     bad = np.argwhere((table >= np.arange(table.shape[1])) | (table < -1))
     if len(bad):
         b, node = (int(x) for x in bad[0])
-        where = f"{table[b, node]} for node {node}" + (f" of batch row {b}" if parents.ndim == 2 else "")
+        where = f"{table[b, node]} for node {node}" + (f" of batch element {b}" if parents.ndim == 2 else "")
         remedy = "Number the nodes so that parents come first"
         expect(False, "tree: parents", "a parent before each node, or -1 for a root", where, remedy)
     depth = np.ones_like(table)

@@ -1,7 +1,7 @@
-"""Masks of images and video: neighbourhoods on a canvas of tokens, and orders in which tokens are stored.
+"""Masks for images and video: neighbourhoods on a canvas of tokens, and orders in which tokens are stored.
 
-Canvases have one axis or more (2-D: height, width; 3-D: time, height, width); tokens are in row-major order
-unless a function says otherwise. An int stands for the same size on every axis.
+A canvas has one axis or more, for example (height, width) or (time, height, width). Tokens are in row-major
+order unless a function says otherwise. You can pass an int for the same size on every axis.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ __all__ = ["morton_natten", "morton_order", "natten", "sasa", "sta", "tile_order
 Sizes = int | Sequence[int]
 Order = np.ndarray[Any, np.dtype[np.int64]]
 Axis = tuple[Array, int, int, Any]
-"""The keys of a row along one axis: `first`, `first + step`, ..., `count` of them, if within [0, stop)."""
+"""Keys of a query along one axis: `count` keys `first`, `first + step`, ... that are within [0, stop)."""
 
 
 class _Grid(Mask):
-    """Masks whose rows see a box on a canvas, and the text after it."""
+    """Masks whose queries see a box on a canvas, and the text after it."""
 
     canvas: Any
 
@@ -40,7 +40,7 @@ class _Grid(Mask):
         return math.prod(self.canvas) + getattr(self, "text", 0)
 
     def _cells(self, arrays: Arrays, index: Array) -> list[tuple[Array, Array]]:
-        raise NotImplementedError(f"{type(self).__name__} must say which tokens a row sees, as runs [lo, hi)")
+        raise NotImplementedError(f"{type(self).__name__} must define _cells")
 
     def _lower(self, low: Lowering) -> Rows:
         index, n, keys = low.q_index, math.prod(self.canvas), self._key_len()
@@ -57,26 +57,33 @@ class _Grid(Mask):
 class natten(_Grid):
     """Neighbourhood attention: each token sees the `kernel` tokens around it, in a window on the canvas.
 
-    On each axis, the window of place x is [start, start + kernel) with start = x - kernel // 2 moved into
-    [0, n - kernel]: tokens at a border see as many keys as others. With a dilation d, places are counted
-    among those of x's residue modulo d; with a stride s, s neighbours share the window of the one in their
-    middle. On a causal axis the window ends at x. This is NATTEN's definition, even kernels included.
+    On each axis, the window of place x is [start, start + kernel), with start = x - kernel // 2 clipped to
+    [0, n - kernel]. Tokens at a border therefore see as many keys as other tokens. With a dilation d, only
+    places with x's residue modulo d count. With a stride s, s neighbours share the window of the neighbour in
+    their middle. On a causal axis, the window ends at x. This is NATTEN's definition, also for even kernels.
 
-    attention-gym's `generate_natten` takes an even kernel as one larger: it is `natten(canvas, kernel | 1)`.
-    It also names its axes the other way round, and is right on square canvases with square kernels only.
+    attention-gym's `generate_natten` rounds an even kernel up to the next odd number, like
+    `natten(canvas, kernel | 1)`. It also swaps its axes, so it is right only for square canvases with square
+    kernels.
 
-    R = product of kernel over all axes but the last, times the last kernel where the last axis is dilated,
-    plus 1 with text. 1-D: R = 1.
+    R = product of kernel over all axes but the last. It is multiplied by the last kernel if the last axis is
+    dilated, and 1 is added with text. In 1-D, R = 1.
 
     Source: NAT (Hassani et al. 2023), DiNAT (Hassani and Shi 2022), GNA (Hassani et al. 2025).
 
     Args:
-        canvas: tokens along each axis.
-        kernel: keys along each axis, at most the canvas.
-        dilation: distance of neighbouring keys; kernel * dilation is at most the canvas.
-        stride: neighbours that share a window, at most the kernel.
-        causal: for each axis, or for all.
-        text: tokens after the canvas, which see everything and are seen by all.
+        canvas: Tokens along each axis.
+        kernel: Keys along each axis, at most the canvas.
+        dilation: Distance of neighbouring keys. kernel * dilation is at most the canvas.
+        stride: Number of neighbours that share a window, at most the kernel.
+        causal: Whether an axis is causal: one bool for each axis, or one for all.
+        text: Number of tokens after the canvas. They see everything, and all tokens see them.
+
+    Raises:
+        DtypeError: If a size is not an int.
+        ShapeError: If a sequence of sizes does not fit the axes, or if the keys are not the tokens of the
+            canvas and the text. Lowering checks the keys.
+        OptionError: If a size is out of range, such as a kernel larger than the canvas.
 
     Example:
         >>> natten(5, 3).spans(5, 5).bounds[0, 0, :, 0].tolist()
@@ -105,7 +112,7 @@ class natten(_Grid):
         return _boxes(arrays, [self._axis(arrays, number, x) for number, x in enumerate(places)], self.canvas)
 
     def _axis(self, arrays: Arrays, number: int, place: Array) -> Axis:
-        """Places of a dilation group count from 0; the leader of the row's stride group has its window."""
+        """Keys on one axis. Places count within dilation groups. A stride group has its leader's window."""
         n, kernel, stride = self.canvas[number], self.kernel[number], self.stride[number]
         step = self.dilation[number]
         group, own = place % step, place // step
@@ -126,15 +133,21 @@ class natten(_Grid):
 
 
 class sasa(_Grid):
-    """Each token sees those at most `radius` away on every axis; windows are cut off at the borders.
+    """Each token sees the tokens at most `radius` away on every axis. Windows are cut off at the borders.
 
     R = product of (2 * radius + 1) over all axes but the last.
 
     Source: stand-alone self-attention (Ramachandran et al. 2019), as in FlexAttention's walkthrough.
 
     Args:
-        canvas: tokens along each axis.
-        radius: places seen on either side, at least 0.
+        canvas: Tokens along each axis.
+        radius: Number of visible places on each side, at least 0.
+
+    Raises:
+        DtypeError: If a size is not an int.
+        ShapeError: If a sequence of sizes does not fit the axes, or if the keys are not the tokens of the
+            canvas. Lowering checks the keys.
+        OptionError: If a size is out of range.
 
     Example:
         >>> sasa(5, 1).spans(5, 5).bounds[0, 0, :, 0].tolist()
@@ -155,16 +168,22 @@ class sasa(_Grid):
 class sta(_Grid):
     """Sliding tile attention: neighbourhood attention of whole tiles, on tokens stored tile by tile.
 
-    Put tokens into `tile_order(canvas, tile)` first: each tile is contiguous then, the mask consists of full
-    blocks, and R = product of kernel / tile over all axes but the last, plus 1 with text.
+    Put your tokens into `tile_order(canvas, tile)` first. Each tile is then contiguous, and the mask consists
+    of full blocks. R = product of kernel / tile over all axes but the last, plus 1 with text.
 
-    Source: attention-gym's `sta`, 2-D and 3-D; Sliding Tile Attention (Zhang et al. 2025, arXiv 2502.04507).
+    Source: attention-gym's `sta`, 2-D and 3-D. Sliding Tile Attention (Zhang et al. 2025, arXiv 2502.04507).
 
     Args:
-        canvas: tokens along each axis, a multiple of the tile.
-        kernel: keys along each axis, a multiple of the tile, at most the canvas.
-        tile: tokens of a tile along each axis.
-        text: tokens after the canvas, which see everything and are seen by all.
+        canvas: Tokens along each axis, a multiple of the tile.
+        kernel: Keys along each axis, a multiple of the tile, at most the canvas.
+        tile: Tokens of a tile along each axis.
+        text: Number of tokens after the canvas. They see everything, and all tokens see them.
+
+    Raises:
+        DtypeError: If a size is not an int.
+        ShapeError: If a sequence of sizes does not fit the axes, or if the keys are not the tokens of the
+            canvas and the text. Lowering checks the keys.
+        OptionError: If a size is out of range, or if the tile does not divide canvas and kernel.
 
     Example:
         >>> sta(8, 4, 2).spans(8, 8).bounds[0, 0, ::2, 0].tolist()
@@ -193,16 +212,21 @@ class sta(_Grid):
 def tiled_natten(canvas: Sizes, kernel: Sizes, tile: Sizes) -> Mask:
     """`natten(canvas, kernel)` on tokens stored tile by tile, in `tile_order(canvas, tile)`.
 
-    The neighbourhood is exact, not rounded to tiles as by `sta`. Each row of the window is cut where a tile
-    ends: R is up to kernel rows times the tiles that a window touches, fewer where it covers a tile's width.
-    It is found by enumerating the visible pairs, O(pairs log pairs), and needs indices that can be read:
-    prepare it once.
+    The neighbourhood is exact, and not rounded to tiles as with `sta`. Each row of the window is cut where a
+    tile ends. R is at most the rows of the kernel times the tiles that a window touches. It is smaller if the
+    window covers the width of a tile.
 
-    Source: attention-gym's `generate_tiled_natten`, with odd kernels as `natten` says.
+    Lowering enumerates the visible pairs, in O(pairs log pairs) time, and reads the indices. Prepare the mask
+    once.
+
+    Source: attention-gym's `generate_tiled_natten`, which rounds kernels up to odd numbers (see `natten`).
 
     Args:
-        canvas, kernel: as for `natten`.
-        tile: tokens of a tile along each axis; it divides the canvas.
+        canvas, kernel: As for `natten`.
+        tile: Tokens of a tile along each axis. It divides the canvas.
+
+    Raises:
+        DtypeError, ShapeError, OptionError: As `natten` and `tile_order`.
 
     Example:
         >>> tiled_natten((4, 4), (3, 3), (2, 2)).spans(16, 16).dense()[0, 0, 0].astype(int).tolist()
@@ -214,13 +238,17 @@ def tiled_natten(canvas: Sizes, kernel: Sizes, tile: Sizes) -> Mask:
 def morton_natten(canvas: Sizes, kernel: Sizes) -> Mask:
     """`natten(canvas, kernel)` on tokens along a Z-order curve, in `morton_order(canvas)`.
 
-    R is by data, 27 for windows of 13 x 13 on 64 x 64. It is found as by `tiled_natten`: prepare it once.
+    R depends on canvas and kernel, for example 27 for windows of 13 x 13 on 64 x 64. Lowering enumerates the
+    visible pairs, as for `tiled_natten`. Prepare the mask once.
 
     Source: attention-gym's `generate_morton_natten`.
 
     Args:
-        canvas: as for `morton_order`.
-        kernel: as for `natten`.
+        canvas: As for `morton_order`.
+        kernel: As for `natten`.
+
+    Raises:
+        DtypeError, ShapeError, OptionError: As `natten` and `morton_order`.
 
     Example:
         >>> morton_natten((4, 4), (3, 3)).spans(16, 16).dense()[0, 0, 0].astype(int).tolist()
@@ -231,15 +259,20 @@ def morton_natten(canvas: Sizes, kernel: Sizes) -> Mask:
 
 
 def tile_order(canvas: Sizes, tile: Sizes) -> Order:
-    """Tokens tile by tile: tiles in row-major order, and within each tile its tokens in row-major order.
+    """Order of tokens tile by tile: tiles in row-major order, and the tokens of each tile in row-major order.
 
     Args:
-        canvas: tokens along each axis, a multiple of the tile.
-        tile: tokens of a tile along each axis.
+        canvas: Tokens along each axis, a multiple of the tile.
+        tile: Tokens of a tile along each axis.
 
     Returns:
-        int64 (tokens,): the row-major token at each place; `x[..., order, :]` puts a sequence into this
-        order, and `np.argsort(order)` back.
+        int64 (tokens,), the row-major token at each place. `x[..., order, :]` puts a sequence into this
+        order, and `np.argsort(order)` puts it back.
+
+    Raises:
+        DtypeError: If a size is not an int.
+        ShapeError: If canvas and tile have different numbers of axes.
+        OptionError: If a size is below 1, or if the tile does not divide the canvas.
 
     Example:
         >>> tile_order((2, 4), (2, 2)).tolist()
@@ -254,15 +287,21 @@ def tile_order(canvas: Sizes, tile: Sizes) -> Order:
 
 
 def morton_order(canvas: Sizes) -> Order:
-    """Tokens along a Z-order (Morton) curve, whose lowest bit is that of the last axis.
+    """Order of tokens along a Z-order (Morton) curve, whose lowest bit belongs to the last axis.
 
-    attention-gym's takes its `x` as the lowest, which is the column if its mask's `y` is the row.
+    attention-gym's curve has the lowest bit on its `x` axis, which is the column if its mask's `y` is the
+    row.
 
     Args:
-        canvas: tokens along each axis, powers of two, all the same; an int stands for two axes.
+        canvas: Tokens along each axis: the same power of two on all axes. An int stands for two axes.
 
     Returns:
-        int64 (tokens,): the row-major token at each place, as `tile_order`.
+        int64 (tokens,), the row-major token at each place, as for `tile_order`.
+
+    Raises:
+        DtypeError: If a size is not an int.
+        ShapeError: If there is no axis.
+        OptionError: If the sizes differ or are not powers of two.
 
     Example:
         >>> morton_order((4, 4))[:8].tolist()
@@ -283,14 +322,14 @@ def morton_order(canvas: Sizes) -> Order:
 
 
 def _places(axis: Axis) -> list[tuple[Array, Array]]:
-    """Each place of an axis, with whether it is inside."""
+    """Each place of an axis, and whether it is inside."""
     first, count, step, stop = axis
     places = [first + step * o for o in range(count)]
     return [(x, (x >= 0) & (x < stop)) for x in places]
 
 
 def _boxes(arrays: Arrays, axes: list[Axis], shape: tuple[int, ...]) -> list[tuple[Array, Array]]:
-    """Cells [lo, hi) of a row-major grid, ascending: the last axis is contiguous, the others multiply."""
+    """Ascending cells [lo, hi) of a row-major grid, whose last axis is contiguous."""
     *leading, last = axes
     first, count, step, stop = last
     if step > 1:
@@ -321,16 +360,16 @@ def _coordinates(index: Array, shape: tuple[int, ...]) -> list[Array]:
 def _sizes(
     what: str, value: Any, axes: int | None = None, check: Callable[[str, Any], Any] = checks.positive
 ) -> tuple[Any, ...]:
-    """One size for each axis: a sequence, or one that all of `axes` share."""
+    """Make one size for each axis, from a sequence or from one size for all axes."""
     if not isinstance(value, list | tuple):
         return (check(what, value),) * (1 if axes is None else axes)
     n, fits = len(value), axes is None or len(value) == axes
-    expect(fits, what, "{} sizes, one for each axis", n, "Pass as many", axes, error=ShapeError)
+    expect(fits, what, "{} sizes, one for each axis", n, "Pass as many sizes", axes, error=ShapeError)
     return tuple(check(what, x) for x in value)
 
 
 def _canvas(what: str, value: Any) -> tuple[int, ...]:
-    """A size for each of at least one axis; the number of tokens must be an index."""
+    """Check sizes of at least one axis. The number of tokens must fit int32."""
     sizes = _sizes(what, value)
     expect(len(sizes) > 0, what, "at least one axis", "none", "Pass a size for each axis", error=ShapeError)
     checks.positive(f"{what}: number of tokens", math.prod(sizes))
@@ -338,7 +377,7 @@ def _canvas(what: str, value: Any) -> tuple[int, ...]:
 
 
 def _tiles(what: str, sizes: Sequence[int], tile: tuple[int, ...]) -> tuple[int, ...]:
-    """Number of tiles of each axis; raises if they do not fit."""
+    """Number of tiles on each axis. Raises if the tile does not divide a size."""
     fits = not any(n % t for n, t in zip(sizes, tile, strict=True))
     remedy = "Pad it, or choose a tile that divides it"
     expect(fits, what, "multiples of the tile {}", tuple(sizes), remedy, tile)
@@ -352,6 +391,6 @@ def _check_kernel(
     dilation = (1,) * len(canvas) if dilation is None else dilation
     times = f" times {shown(dilation)}" if max(dilation) > 1 else ""
     expected = "at most the canvas {}" + (" with its dilation" if times else "")
-    remedy = "Use a smaller kernel, or full() along that axis: a kernel of its size"
+    remedy = "Use a smaller kernel. To see a whole axis, pass its size"
     fits = all(k * d <= n for n, k, d in zip(canvas, kernel, dilation, strict=True))
     expect(fits, f"{what}: kernel", expected, shown(kernel) + times, remedy, canvas)

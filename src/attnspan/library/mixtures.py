@@ -1,4 +1,4 @@
-"""Masks made of masks: by batch row, by head, by document, by batch within a sequence, by order of tokens."""
+"""Masks made of masks: by batch element, head, document, batch within a sequence, or order of tokens."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from attnspan.masks.lowering import Lowering, key_len
 __all__ = ["Mixture", "batchify", "per_document", "per_head", "per_row", "reordered"]
 
 _CHUNK_KEYS = 1 << 22
-"""(query, key) pairs that are put into a new order at once."""
+"""The most (query, key) pairs that are reordered at once."""
 
 
 class Mixture(Mask):
-    """Lowers each mask for its own batch row or head, and pads R to the largest."""
+    """A mask for each batch element or head. R is the largest R of these masks."""
 
     masks: Any
 
@@ -37,7 +37,7 @@ class Mixture(Mask):
     def __repr__(self) -> str:
         return f"{type(self).__name__}([{', '.join(map(repr, self.masks))}])"
 
-    # Lists, not generators: torch 2.15's compiler cannot leave one before its end.
+    # Lists, not generators, because torch 2.15's compiler cannot leave a generator before its end.
 
     def _inner(self) -> list[Mask]:
         inner: list[Mask] = []
@@ -56,7 +56,7 @@ class Mixture(Mask):
         return known[0] if known else None
 
     def _each(self, low: Lowering, number: int) -> Lowering:
-        raise NotImplementedError(f"{type(self).__name__} must say how one of its masks is lowered")
+        raise NotImplementedError(f"{type(self).__name__} must define _each")
 
     def _lower(self, low: Lowering) -> Rows:
         low.check_axis(type(self).__name__, ("batch", "heads")[self.axis], len(self.masks))
@@ -66,16 +66,21 @@ class Mixture(Mask):
         return low.rows_of(self._join(low, [_padded(low.arrays, part, runs) for part in parts]))
 
     def _join(self, low: Lowering, parts: list[Array]) -> Array:
-        """Arrays with 1 along the axis as one with all of them."""
+        """Join arrays with length 1 along the axis."""
         return low.arrays.stack(parts).swapaxes(self.axis, -1)[..., 0]
 
 
 class per_row(Mixture):
-    """A mask of its own for each batch row. R is that of the largest.
+    """A separate mask for each batch element. R is the largest R of these masks.
 
     Args:
-        masks: one for each batch row; arrays in them have no batch axis, or one of length 1. Each may imply
-            its own default rows, as `cache(length)` does.
+        masks: One mask for each batch element. Arrays in them have no batch axis, or a batch axis of length
+            1. Each mask may have its own default `q_index`, such as `cache(length)`.
+
+    Raises:
+        DtypeError: If `masks` is not a list of masks.
+        ShapeError: If there are not as many masks as batch elements, or if their arrays describe different
+            numbers of keys. Lowering checks this.
 
     Example:
         >>> from attnspan import causal, full
@@ -92,7 +97,7 @@ class per_row(Mixture):
         return ("per_row", *(part for anchor in anchors for part in (anchor or (None,))))
 
     def _anchor_index(self, low: Lowering) -> Array:
-        expected, remedy = "the rows' global indices, which differ from mask to mask", "Pass q_index too"
+        expected, remedy = "q_index, because its default differs from mask to mask", "Pass q_index too"
         expect(low.k_len is not None, "q_index", expected, "k_index alone", remedy)
         found = []
         for mask in self.masks:
@@ -107,10 +112,15 @@ class per_row(Mixture):
 
 
 class per_head(Mixture):
-    """A mask of its own for each query head: local and global heads, say. R is that of the largest.
+    """A separate mask for each query head, for example local and global heads. R is their largest R.
 
     Args:
-        masks: one for each query head; arrays in them have no head axis, or one of length 1.
+        masks: One mask for each query head. Arrays in them have no head axis, or a head axis of length 1.
+
+    Raises:
+        DtypeError: If `masks` is not a list of masks.
+        ShapeError: If there are not as many masks as heads, or if their arrays describe different numbers of
+            keys. Lowering checks this.
 
     Example:
         >>> from attnspan import causal, window
@@ -137,16 +147,23 @@ class per_head(Mixture):
 
 
 class per_document(Mask):
-    """Packed documents with a mask inside each, whose indices count from the document's start.
+    """Packed documents with a mask inside each document. Indices count from the start of the document.
 
-    R is the mask's. For masks that compare rows with keys, such as `causal()` and `window(w)`, it is `mask &
-    documents(cu_seqlens)`; it differs where places count: `global_sliding`, `block_causal`, `prefix_lm(n)`.
+    For masks that compare queries with keys, such as `causal()` and `window(w)`, the result equals `mask &
+    documents(cu_seqlens)`. It differs for masks that depend on absolute indices: `global_sliding`,
+    `block_causal`, `prefix_lm(n)`. R is the R of the mask.
 
     Source: attention-gym's `generate_doc_mask_mod(mask_mod, offsets)`.
 
     Args:
-        mask: without arrays that describe keys, and without `cache` or documents of its own.
-        cu_seqlens: integer (n + 1,) or (B, n + 1), where each document starts and the last one ends.
+        mask: A mask without arrays that describe keys, without `cache`, and without documents.
+        cu_seqlens: integer (n + 1,) or (B, n + 1), the start of each document and the end of the last one.
+
+    Raises:
+        DtypeError: If `mask` is no mask or the offsets are not integers.
+        ShapeError: If the mask has arrays for keys.
+        OptionError: If the mask has its own default `q_index`, or if the offsets are wrong. Lowering checks
+            offsets that can be read on the host.
 
     Example:
         >>> from attnspan.library import prefix_lm
@@ -169,15 +186,20 @@ class per_document(Mask):
 
 
 class batchify(Mask):
-    """A sequence of batches of one size, each with the mask, whose indices count from the batch's start.
+    """A sequence of equally long batches, each with the mask. Indices count from the start of the batch.
 
-    R is the mask's.
+    R is the R of the mask.
 
     Source: attention-gym's `batchify_mask_mod`.
 
     Args:
-        mask: its arrays that describe keys, if any, have `size` of them.
-        size: tokens of a batch, at least 1.
+        mask: A mask whose arrays for keys, if any, describe `size` keys.
+        size: Tokens of a batch, at least 1.
+
+    Raises:
+        DtypeError: If `mask` is no mask or `size` is not an int.
+        ShapeError: If an array of the mask describes another number of keys.
+        OptionError: If `size` is below 1, or if the mask has its own default `q_index`.
 
     Example:
         >>> from attnspan import causal
@@ -196,20 +218,20 @@ class batchify(Mask):
     def _lower(self, low: Lowering) -> Rows:
         index = low.q_index
         lo = index // self.size * self.size
-        # A row before the first key is in no batch: an empty span at its own index.
+        # A query before the first key is in no batch. Its span is empty, at its own index.
         lo = low.arrays.where(index >= 0, lo, index)
         hi = low.arrays.where(index >= 0, lo + self.size, index)
         return _inside(low, self.mask, lo, hi, self.size)
 
 
 def _inside(low: Lowering, mask: Mask, lo: Array, hi: Array, length: int | None) -> Rows:
-    """`mask` on indices counted from `lo`, and its keys within [lo, hi)."""
+    """Lower `mask` on indices that count from `lo`, and clip its keys to [lo, hi)."""
     arrays = low.arrays
     local = arrays.where(lo < hi, low.q_index - lo, 0)
     rows = low.part(q_index=local, k_len=length, tail=False).lower(mask)
     intervals = []
     for x in rows.intervals:
-        # Cut before they are shifted: ends may be anything up to int32's own.
+        # Ends are cut before they are shifted, because they may be as large as int32 allows.
         first = lo if x.lo is None else lo + _cut(low, x.lo, hi - lo)
         last = hi if x.hi is None else lo + _cut(low, x.hi, hi - lo)
         intervals.append(Interval(first, last, x.anchored))
@@ -223,13 +245,20 @@ def _cut(low: Lowering, end: Any, size: Array) -> Array:
 class reordered(Mask):
     """A mask for tokens that are stored in another order: place p holds token order[p].
 
-    Rows and keys of the result count places; `mask` counts tokens. R depends on the order. It is found by
-    enumerating the visible pairs, O(pairs log pairs) time and O(rows * R) memory, and needs indices that can
-    be read: prepare it once, outside the compiled function. Exact for every mask and order.
+    Indices of the result count places, and indices of `mask` count tokens. The result is exact for every mask
+    and order. R depends on the order.
+
+    Lowering enumerates the visible pairs, in O(pairs log pairs) time and O(q_len * R) memory. It reads the
+    indices, so prepare the mask once, outside the compiled function.
 
     Args:
-        mask: of the tokens in their own order.
-        order: integer (S,), a permutation of 0..S-1; see `tile_order`, `morton_order`, `strided_order`.
+        mask: The mask of the tokens in their own order.
+        order: integer (S,), a permutation of 0..S-1, for example from `tile_order`, `morton_order` or
+            `strided_order`.
+
+    Raises:
+        DtypeError: If `mask` is no mask or the order is not of integers.
+        OptionError: If the order is no permutation, or if lowering cannot read it.
 
     Example:
         >>> from attnspan import window
@@ -257,7 +286,7 @@ class reordered(Mask):
 
     def _lower(self, low: Lowering) -> Rows:
         readable = not (is_traced(low, self.order) or is_traced(low, low.q_index))
-        expected = "values: the number of spans of such a mask depends on its order"
+        expected = "readable values, because the number of spans depends on the order"
         remedy = "Lower it once outside the compiled function, with mask.prepare(...)"
         expect(readable, "reordered", expected, "a traced array", remedy)
         order = low.arrays.to_numpy(self.order).astype(np.int64)
@@ -276,7 +305,7 @@ class reordered(Mask):
 
 
 def _placed(bounds: np.ndarray[Any, Any], place: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Bounds (B, H, rows, R, 2) of tokens as bounds of the places where those tokens are."""
+    """Convert bounds (B, H, rows, R, 2) of tokens to bounds of their places."""
     *lead, _, _ = bounds.shape
     flat = bounds.reshape(-1, *bounds.shape[-2:])
     cost = np.cumsum((flat[..., 1] - flat[..., 0]).sum(axis=-1))
@@ -290,11 +319,11 @@ def _placed(bounds: np.ndarray[Any, Any], place: np.ndarray[Any, Any]) -> np.nda
 def _runs_of_places(
     flat: np.ndarray[Any, Any], place: np.ndarray[Any, Any], start: int
 ) -> np.ndarray[Any, Any]:
-    """Row, start and stop of each run of rows (n, R, 2), which count from `start`, int64 (3, runs)."""
+    """Row, start and stop of each run, int64 (3, runs), of rows (n, R, 2) that count from `start`."""
     lo, length = flat[..., 0].reshape(-1).astype(np.int64), (flat[..., 1] - flat[..., 0]).reshape(-1)
     keys = np.repeat(lo - (np.cumsum(length) - length), length) + np.arange(length.sum())
     row = np.repeat(np.repeat(np.arange(len(flat)), flat.shape[1]), length)
-    # A gap after each row keeps runs of two rows apart.
+    # A gap after each row keeps the runs of two rows apart.
     wide = len(place) + 1
     at = np.sort(row * wide + place[keys])
     first = np.diff(at, prepend=-2) != 1
@@ -303,7 +332,7 @@ def _runs_of_places(
 
 
 def _padded(arrays: Arrays, bounds: Array, runs: int) -> Array:
-    """Bounds with empty spans up to a number of them."""
+    """Pad bounds with empty spans to `runs` spans."""
     empty = arrays.full((*bounds.shape[:3], 2, runs - bounds.shape[3]), 0)
     return arrays.concat([bounds.swapaxes(-1, -2), empty]).swapaxes(-1, -2)
 
@@ -313,18 +342,18 @@ def _several(what: str, masks: Any) -> tuple[Mask, ...]:
     got = "none" if isinstance(masks, list | tuple) else type(masks).__name__
     expect(several, what, "a list of masks", got, "Pass one mask for each", error=DtypeError)
     for mask in masks:
-        remedy = "Make them by the functions of attnspan"
+        remedy = "Make masks with the functions of attnspan"
         expect(isinstance(mask, Mask), what, "masks", type(mask).__name__, remedy, error=DtypeError)
     return tuple(masks)
 
 
 def _check_inner(what: str, mask: Any, size: int | None) -> None:
-    """Raise unless `mask` can be counted from the start of each of several stretches of keys."""
+    """Raise unless the indices of `mask` can count from the start of each document or batch."""
     (mask,) = _several(what, [mask])
-    remedy = "Leave it outside, and compose with &"
+    remedy = "Leave that part outside, and combine it by &"
     for leaf in mask.leaves():
         free = leaf._anchor() is None and leaf._row_len() is None
-        expect(free, what, "a mask that follows from indices alone", repr(leaf), remedy)
+        expect(free, what, "a mask that depends only on indices", repr(leaf), remedy)
         n = leaf._key_len()
         expected = "a mask without arrays for keys" if size is None else "arrays that describe {} keys"
         expect(n is None or n == size, what, expected, repr(leaf), remedy, size, error=ShapeError)

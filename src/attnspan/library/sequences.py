@@ -1,4 +1,4 @@
-"""Masks of text: dilated and global windows, prefixes."""
+"""Masks for text: dilated and global windows, prefixes."""
 
 from __future__ import annotations
 
@@ -26,19 +26,23 @@ __all__ = [
 
 
 class dilated(Mask):
-    """Query i sees key j iff |i - j| <= window and dilation divides i - j; causal: and j <= i.
+    """Query i sees key j iff |i - j| <= window and dilation divides i - j. With `causal`, also j <= i.
 
-    R = 2 * (window // dilation) + 1, or window // dilation + 1 if causal: one span for each key, so this mask
-    is as large as an index list, and a kernel gains little from it. The same attention has R = 1 on tokens in
-    `strided_order(length, dilation)`: there it is `segments(order % dilation) & window(n, n)` with n = window
-    // dilation (docs/library.md).
+    R = 2 * (window // dilation) + 1, or window // dilation + 1 with `causal`. This is one span for each key,
+    so the mask is as large as an index list, and a kernel gains little from it. The same attention has R = 1
+    on tokens in `strided_order(length, dilation)`. In that order, the mask is `segments(order % dilation) &
+    window(n, n)` with n = window // dilation (docs/library.md).
 
-    Source: attention-gym's `dilated_sliding_window`; Longformer (Beltagy et al. 2020), section 3.1.
+    Source: attention-gym's `dilated_sliding_window`. Longformer (Beltagy et al. 2020), section 3.1.
 
     Args:
-        window: how far the query sees, on both sides, at least 0.
-        dilation: at least 1.
-        causal: nothing after the query.
+        window: Distance that the query sees on both sides, at least 0.
+        dilation: Distance between neighbouring keys, at least 1.
+        causal: Hide the keys after the query.
+
+    Raises:
+        DtypeError: If an argument has another type.
+        OptionError: If `window` is below 0 or `dilation` is below 1.
 
     Example:
         >>> dilated(4, 2, causal=True).spans(1, 8).bounds[0, 0, 0].tolist()
@@ -61,15 +65,19 @@ class dilated(Mask):
 
 
 def strided_order(length: int, stride: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Tokens by residue class: 0, stride, 2 * stride, ..., then 1, 1 + stride, and so on.
+    """Order of tokens by residue class: 0, stride, 2 * stride, ..., then 1, 1 + stride, and so on.
 
     Args:
-        length: number of tokens.
-        stride: at least 1.
+        length: Number of tokens.
+        stride: Distance of neighbours in the new order, at least 1.
 
     Returns:
-        int64 (length,): the token at each place; `x[..., order, :]` puts a sequence into this order, and
-        `np.argsort(order)` back.
+        int64 (length,), the token at each place. `x[..., order, :]` puts a sequence into this order, and
+        `np.argsort(order)` puts it back.
+
+    Raises:
+        DtypeError: If an argument is not an int.
+        OptionError: If `length` is below 0 or `stride` is below 1.
 
     Example:
         >>> strided_order(5, 2).tolist()
@@ -81,19 +89,25 @@ def strided_order(length: int, stride: int) -> np.ndarray[Any, np.dtype[np.int64
 
 
 def global_sliding(window: int, tokens: int | Array, rows: bool = True, max_runs: int = 1) -> Mask:
-    """A window on both sides, and global tokens that all rows see; they see everything themselves if `rows`.
+    """A window on both sides, and global tokens that all queries see.
 
-    Query i sees key j iff |i - j| <= window, or j is global, or i is. R = 2 with the first n tokens as global
-    ones, else 1 + max_runs. Compose with `causal()` for a decoder.
+    Query i sees key j iff |i - j| <= window, or j is global, or (with `rows`) i is global. R = 2 if the first
+    tokens are global, else 1 + max_runs. Combine it with `causal()` for a decoder.
 
-    Source: attention-gym's `global_sliding_window`; Longformer (Beltagy et al. 2020), section 3.1. Keys only:
-    sinks as tokens, StreamingLLM (Xiao et al. 2023).
+    Source: attention-gym's `global_sliding_window`. Longformer (Beltagy et al. 2020), section 3.1. With
+    `rows=False`, global tokens are attention sinks as in StreamingLLM (Xiao et al. 2023).
 
     Args:
-        window: how far a query sees, on both sides, at least 0.
-        tokens: how many of the first tokens are global; or bool (S,) or (B, S), which ones, of all keys.
-        rows: whether the global tokens' rows see everything too.
-        max_runs: with an array, how many runs its true elements form at most.
+        window: Distance that a query sees on both sides, at least 0.
+        tokens: Number of first tokens that are global. Or bool (S,) or (B, S): which of all keys are global.
+        rows: Whether queries of global tokens see everything.
+        max_runs: If `tokens` is an array, the most runs of its true elements.
+
+    Raises:
+        DtypeError: If an argument has another type.
+        ShapeError: If the array does not fit the keys or the batch. Lowering checks this.
+        OptionError: If a number is too small, or if the array has more than `max_runs` runs and is encoded on
+            the host.
 
     Example:
         >>> global_sliding(1, 1).spans(4, 4).dense()[0, 0].astype(int).tolist()
@@ -114,7 +128,7 @@ def global_sliding(window: int, tokens: int | Array, rows: bool = True, max_runs
 
 
 class global_rows(Mask):
-    """The first n rows, or those of marked tokens, see everything."""
+    """Queries of the first n tokens, or of marked tokens, see everything."""
 
     which: int | Array
 
@@ -130,20 +144,27 @@ class global_rows(Mask):
             own, nowhere, beyond = low.take(marked)
             mine = (own == 1 if nowhere is None else (own == 1) & ~nowhere)[:, None]
             beyond = None if beyond is None else beyond[:, None]
-        # A row that sees nothing is an empty span at its own index: still anchored.
+        # A query that sees nothing has an empty span at its own index, which is still anchored.
         lo, hi = low.arrays.where(mine, 0, index), low.arrays.where(mine, INT32_MAX, index)
         return Rows((Interval(lo, hi, anchored=True),), beyond)
 
 
 def prefix_lm(lengths: int | Array, cu_seqlens: Array | None = None) -> Mask:
-    """Causal, and the first keys are seen by all rows: j <= i or j < length. R = 1.
+    """A causal mask whose first keys are visible to all queries: j <= i or j < length. R = 1.
 
-    Source: attention-gym's `prefix_lm`; T5 (Raffel et al. 2020), section 3.2.1.
+    Source: attention-gym's `prefix_lm`. T5 (Raffel et al. 2020), section 3.2.1.
 
     Args:
-        lengths: int or integer (B,), of each batch row; with `cu_seqlens`, int, (n,) or (B, n), of each
-            document.
-        cu_seqlens: integer (n + 1,) or (B, n + 1), where packed documents start and the last one ends.
+        lengths: int or integer (B,), the prefix length of each batch element. With `cu_seqlens`: int, (n,) or
+            (B, n), the prefix length of each document.
+        cu_seqlens: integer (n + 1,) or (B, n + 1), the start of each packed document and the end of the last
+            one.
+
+    Raises:
+        DtypeError: If an array is not of integers.
+        ShapeError: If the numbers of lengths and documents differ, or do not fit the batch.
+        OptionError: If a length is negative or the offsets are wrong. Lowering checks values that can be
+            read on the host.
 
     Example:
         >>> prefix_lm(2).spans(3, 3).bounds[0, 0, :, 0].tolist()
@@ -154,16 +175,22 @@ def prefix_lm(lengths: int | Array, cu_seqlens: Array | None = None) -> Mask:
 
 
 def shared_prefix(cu_seqlens: Array, prefix_of: Array) -> Mask:
-    """Prompts and their continuations in one pack: each document is causal, and sees its prefix document.
+    """Packed prompts and continuations: each document is causal and also sees the document that it continues.
 
-    A prompt with several answers is stored once. R = 2.
+    A prompt with several answers is therefore stored once. R = 2.
 
     Source: attention-gym's `shared_prefix`.
 
     Args:
-        cu_seqlens: integer (n + 1,) or (B, n + 1), where each document starts and the last one ends.
-        prefix_of: integer (n,) or (B, n), the number of the document that each document continues; its own
-            number if it continues none.
+        cu_seqlens: integer (n + 1,) or (B, n + 1), the start of each document and the end of the last one.
+        prefix_of: integer (n,) or (B, n), the number of the document that each document continues. A document
+            that continues none has its own number.
+
+    Raises:
+        DtypeError: If an array is not of integers.
+        ShapeError: If the arrays have different numbers of documents, or do not fit the batch.
+        OptionError: If the offsets or the numbers are wrong. Lowering checks values that can be read on the
+            host.
 
     Example:
         >>> shared_prefix([0, 2, 3, 4], [0, 0, 0]).spans(4, 4).dense()[0, 0].astype(int).tolist()
@@ -173,12 +200,12 @@ def shared_prefix(cu_seqlens: Array, prefix_of: Array) -> Mask:
     table = checks.integers("shared_prefix: prefix_of", prefix_of)
     n, m = offsets.shape[-1] - 1, table.shape[-1]
     what, remedy = "shared_prefix: prefix_of", "Give a document without a prefix its own number"
-    expect(n == m, what, "one number per document, {}", m, remedy, n, error=ShapeError)
+    expect(n == m, what, "one number for each document, {}", m, remedy, n, error=ShapeError)
     return (masks.causal() & masks.documents(offsets)) | prefix_documents(offsets, table)
 
 
 class prefix_documents(Mask):
-    """The keys of another document, which each document names; its own number: none."""
+    """Queries see the keys of the document that their document continues, if it is another one."""
 
     cu_seqlens: Array
     prefix_of: Array

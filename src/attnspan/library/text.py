@@ -1,4 +1,4 @@
-"""Masks from text: a walk over the syntax tree that allows calls by name, `&` and `|`, and nothing else."""
+"""Masks from text: a walk over the syntax tree that allows only calls of masks, `&` and `|`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .vision import flamingo, selected_blocks, spatial_heads, temporal_heads, vi
 
 __all__ = ["names", "parse", "parse_with"]
 
-#: Characters of a text that an error shows.
+#: The most characters of a text that an error shows.
 _MOST_SHOWN = 400
 
 _MASKS: tuple[Callable[..., Any], ...] = (
@@ -54,7 +54,7 @@ _LIBRARY: tuple[Callable[..., Any], ...] = (
 
 
 def names() -> dict[str, Callable[..., Any]]:
-    """Functions that text may name: the masks of `attnspan.masks` and those of `attnspan.library`.
+    """Functions that a text may call, by name: the masks of `attnspan.masks` and `attnspan.library`.
 
     Example:
         >>> names()["window"](2)
@@ -64,15 +64,15 @@ def names() -> dict[str, Callable[..., Any]]:
 
 
 def parse(text: str) -> Mask:
-    """Read a mask from text, as the command line gives it. Nothing is evaluated but the masks by name.
+    """Read a mask from text, for example from a command line. Only calls of masks are evaluated.
 
     Args:
-        text: functions of `attnspan.masks` and `attnspan.library`, called with numbers, strings, None, masks,
-            or lists of those (lists of numbers are arrays), composed with `&`, `|` and parentheses; a mask
-            without arguments may leave its parentheses out.
+        text: Calls of functions of `attnspan.masks` and `attnspan.library`, combined with `&`, `|` and
+            parentheses. Arguments are numbers, strings, None, masks, or lists of these. Lists of numbers
+            become arrays. You may leave out the parentheses of a mask without arguments.
 
     Raises:
-        OptionError: naming the part that is not understood.
+        OptionError: If a part of the text is not understood. The error names that part.
 
     Example:
         >>> parse("causal & (window(128) | global_keys(4))")
@@ -82,10 +82,10 @@ def parse(text: str) -> Mask:
 
 
 def parse_with(text: str, names: Mapping[str, Callable[..., Any]]) -> Mask:
-    """Read `text`, with the mask functions, and functions that make their arguments, given by name."""
+    """Read a mask from `text` with other functions, given by their names."""
     try:
         return _Reader(text, names).mask(_parsed(text))
-    except (RecursionError, MemoryError):  # Python's parser has a stack of its own.
+    except (RecursionError, MemoryError):  # Python's parser has its own stack limit
         what, expected = f"mask {_cut(text)!r}", "an expression that Python can parse"
         remedy = "Shorten it, or write it in Python and join its parts in a loop, by & and |"
         raise OptionError(what, expected=expected, got=f"{len(text)} characters", remedy=remedy) from None
@@ -101,7 +101,7 @@ def _parsed(text: str) -> ast.expr:
 
 @dataclass
 class _Reader:
-    """Reads one text. Equal lists become one array: `prefix(n, cu) & documents(cu)` counts on that."""
+    """Reader of one text. Equal lists become one array, which `prefix(n, cu) & documents(cu)` needs."""
 
     text: str
     names: Mapping[str, Callable[..., Any]]
@@ -117,12 +117,12 @@ class _Reader:
         return _misread(self.text, repr(ast.unparse(node)))
 
     def _value(self, node: ast.expr) -> Any:
-        """Read an argument: a number, text, None, a mask, or lists and calls of those."""
+        """Read an argument: a number, a string, None, a mask, a list or a call."""
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd | ast.BitOr):
             return self._joined(node)
         if isinstance(node, ast.List | ast.Tuple):
             return self._list(node)
-        if isinstance(node, ast.Name):  # A mask without arguments may leave its parentheses out.
+        if isinstance(node, ast.Name):  # the parentheses of a mask without arguments are optional
             return self._call(ast.Call(node, [], []), bare=True)
         if isinstance(node, ast.Call):
             return self._call(node)
@@ -133,7 +133,7 @@ class _Reader:
         raise self._misread(node)
 
     def _joined(self, node: ast.BinOp) -> Mask:
-        """Read operands from the left on. Python nests them as deep as there are operators."""
+        """Read operands from left to right. Python nests them as deep as there are operators."""
         first: ast.expr = node
         later: list[ast.BinOp] = []
         while isinstance(first, ast.BinOp) and isinstance(first.op, ast.BitAnd | ast.BitOr):
@@ -146,7 +146,7 @@ class _Reader:
         return found
 
     def _list(self, node: ast.List | ast.Tuple) -> Any:
-        """Masks and text as a list, sizes in parentheses as a tuple, other numbers as an array."""
+        """Read masks and strings as a list, sizes in parentheses as a tuple, other numbers as an array."""
         items = [self._value(x) for x in node.elts]
         if isinstance(node, ast.Tuple):
             return tuple(items)

@@ -1,4 +1,4 @@
-"""Masks between text and images, of video, and of blocks that are chosen by data."""
+"""Masks between text and images, for video, and for blocks that data choose."""
 
 from __future__ import annotations
 
@@ -23,17 +23,24 @@ __all__ = ["flamingo", "selected_blocks", "spatial_heads", "temporal_heads", "vi
 class flamingo(RowNumbered):
     """Cross attention from text to images: each text token sees the last image at or before it. R = 1.
 
-    Rows are text, counted from 0 unless `q_index` is given; keys are the images' tokens, one image after the
-    other. Tokens before the first image see nothing.
+    Queries are text tokens, counted from 0 unless you pass `q_index`. Keys are the tokens of the images, one
+    image after the other. Text tokens before the first image see nothing.
 
     Source: Flamingo (Alayrac et al. 2022), section 2.1 and equation (1): the function phi. attention-gym's
     `flamingo` is `vision_cross_attention` here.
 
     Args:
-        positions: integer (n,) or (B, n), the place in the text of each image, strictly ascending. Put places
-            of missing images beyond the text.
-        image_length: tokens of an image, at least 1.
-        earlier: see all images at or before the token, as OpenFlamingo's `only_attend_immediate_media=False`.
+        positions: integer (n,) or (B, n), strictly ascending, the place of each image in the text. Put the
+            places of missing images beyond the text.
+        image_length: Tokens of an image, at least 1.
+        earlier: See all images at or before the token, as with OpenFlamingo's
+            `only_attend_immediate_media=False`.
+
+    Raises:
+        DtypeError: If an argument has another type.
+        ShapeError: If the keys are not the tokens of the images. Lowering checks this.
+        OptionError: If the places do not ascend, or if `image_length` is below 1. Lowering checks places
+            that can be read on the host.
 
     Example:
         >>> flamingo([1, 3], 2).spans(5, 4).bounds[0, 0, :, 0].tolist()
@@ -63,16 +70,21 @@ class flamingo(RowNumbered):
 
 
 class vision_cross_attention(RowNumbered):
-    """Cross attention from text to images: each image is seen by an interval of the text.
+    """Cross attention from text to images: an interval of the text sees each image.
 
-    Rows and keys as for `flamingo`. R = number of images; `prepare` brings it down to the runs that there
-    are, 1 if the intervals are in order.
+    Queries and keys are as for `flamingo`. R is the number of images. `prepare` reduces it to the actual
+    number of runs, which is 1 if the intervals are in order.
 
-    Source: attention-gym's `flamingo` (`generate_vision_cross_attention_mask_mod`); Llama 3.2 Vision.
+    Source: attention-gym's `flamingo` (`generate_vision_cross_attention_mask_mod`). Llama 3.2 Vision.
 
     Args:
-        intervals: integer (n, 2) or (B, n, 2): image n is seen by the text tokens start <= i < stop.
-        image_length: tokens of an image, at least 1.
+        intervals: integer (n, 2) or (B, n, 2). The text tokens start <= i < stop of entry n see image n.
+        image_length: Tokens of an image, at least 1.
+
+    Raises:
+        DtypeError: If an argument is not of integers.
+        ShapeError: If `intervals` has another shape, or if the keys are not the tokens of the images.
+        OptionError: If `image_length` is below 1.
 
     Example:
         >>> import numpy as np
@@ -88,7 +100,7 @@ class vision_cross_attention(RowNumbered):
         self._check(intervals=partial(checks.integers, ranks=(2, 3)), image_length=checks.positive)
         what, shape = "vision_cross_attention: intervals", tuple(self.intervals.shape)
         expected = "shape (n, 2) or (B, n, 2), n at least 1"
-        remedy = "Pass the first text token of each image and the one after its last"
+        remedy = "Pass start and stop: text tokens start <= i < stop see the image"
         expect(shape[-1] == 2 and shape[-2] != 0, what, expected, shape, remedy, error=ShapeError)
 
     def _key_len(self) -> Any:
@@ -108,19 +120,23 @@ class vision_cross_attention(RowNumbered):
 
 
 def spatial_heads(prompt: int, frame: int, width: float, sink: bool = False, multiple: int = 1) -> Mask:
-    """Heads of video that look within and near their own frame: a band, and the prompt. R = 2.
+    """Video heads that see keys within and near their own frame: a band, and the prompt. R = 2.
 
-    Query i sees key j iff i or j is of the prompt (with `sink`: or j of the first frame), or |i - j| < w,
-    where w is width * frame rounded down to a multiple.
+    Query i sees key j iff |i - j| < w, or i or j is in the prompt. With `sink`, all queries also see the
+    first frame. w is width * frame, rounded down to a multiple of `multiple`.
 
-    Source: attention-gym's `svg`, spatial heads; Sparse VideoGen (Xi et al. 2025, arXiv 2502.01776).
+    Source: attention-gym's `svg`, spatial heads. Sparse VideoGen (Xi et al. 2025, arXiv 2502.01776).
 
     Args:
-        prompt: text tokens before the first frame.
-        frame: tokens of a frame, at least 1.
-        width: frames on either side.
-        sink: the first frame is seen by all.
-        multiple: attention-gym's `round_width`, 128 there.
+        prompt: Text tokens before the first frame.
+        frame: Tokens of a frame, at least 1.
+        width: Number of frames on each side.
+        sink: Whether all queries see the first frame.
+        multiple: Granularity of the band, at least 1. attention-gym calls it `round_width` and uses 128.
+
+    Raises:
+        DtypeError: If `prompt`, `frame` or `multiple` is not an int, or `sink` is not a bool.
+        OptionError: If `width` is no number, or if a number is out of range.
 
     Example:
         >>> spatial_heads(1, 2, 1).spans(5, 5).dense()[0, 0, 1:].astype(int).tolist()
@@ -138,23 +154,28 @@ def spatial_heads(prompt: int, frame: int, width: float, sink: bool = False, mul
 
 def _check_width(what: str, width: Any) -> None:
     fits = isinstance(width, (int, float)) and not isinstance(width, bool) and 0 <= width < 2**31
-    expect(fits, what, "a number of at least 0, below 2^31", repr(width), "Pass how many frames a row sees")
+    expect(fits, what, "a number of at least 0, below 2^31", repr(width), "Pass how many frames a query sees")
 
 
 class temporal_heads(Mask):
-    """Heads of video that look at the same place of every frame, and at the prompt. R = frames + 1.
+    """Video heads that see the same place of every frame, and the prompt. R = frames + 1.
 
-    Query i sees key j iff i or j is of the prompt, or their places within their frames differ by less than w
-    = width * frame // frames. A span for each frame: with tokens in an order that puts the frames of a place
-    next to each other, Sparse VideoGen's own remedy, the same mask is a band (`spatial_heads`).
+    Query i sees key j iff i or j is in the prompt, or if their places within their frames differ by less than
+    w = width * frame // frames. A query needs a span for each frame. Sparse VideoGen therefore reorders the
+    tokens, so that the frames of a place are neighbours. In that order, the mask is a band (`spatial_heads`).
 
-    Source: attention-gym's `svg`, temporal heads; Sparse VideoGen (Xi et al. 2025, arXiv 2502.01776).
+    Source: attention-gym's `svg`, temporal heads. Sparse VideoGen (Xi et al. 2025, arXiv 2502.01776).
 
     Args:
-        prompt: text tokens before the first frame.
-        frames: number of frames, at least 1.
-        frame: tokens of a frame, at least 1.
-        width: frames' worth of keys that a row sees on either side.
+        prompt: Text tokens before the first frame.
+        frames: Number of frames, at least 1.
+        frame: Tokens of a frame, at least 1.
+        width: Number of keys that a query sees on each side, in frames.
+
+    Raises:
+        DtypeError: If `prompt`, `frames` or `frame` is not an int.
+        ShapeError: If the keys are not the tokens of the prompt and the frames. Lowering checks this.
+        OptionError: If `width` is no number, or if a number is out of range.
 
     Example:
         >>> temporal_heads(0, 2, 2, 1).spans(4, 4).dense()[0, 0].astype(int).tolist()
@@ -190,19 +211,26 @@ class temporal_heads(Mask):
 
 
 class selected_blocks(Mask):
-    """Each block of rows sees the blocks of keys chosen for it: top-k block sparsity. R = k.
+    """Top-k block sparsity: each block of queries sees the blocks of keys that are chosen for it. R = k.
 
-    Query i sees key j iff j // block is among chosen[b, h, i // block]. Heads that share keys share their
-    choice only if the array says so.
+    Query i sees key j iff j // block is among chosen[b, h, i // block]. Query heads of one key head (GQA)
+    may have different choices.
 
-    Source: attention-gym's `vsa` (Video Sparse Attention, Zhang et al. 2025, arXiv 2505.13389); MoBA; the
-    selected branch of NSA.
+    Source: attention-gym's `vsa` (Video Sparse Attention, Zhang et al. 2025, arXiv 2505.13389). It also
+    serves MoBA and the selected branch of NSA.
 
     Args:
-        chosen: integer (B|1, H|1, row blocks, k), numbers of blocks of keys; negative: none. Order does not
-            matter, nor do repeats.
-        block: tokens of a block, at least 1; the last may be smaller.
-        sizes: integer (key blocks,), how many keys at the start of each block are valid: VSA's padded tiles.
+        chosen: integer (B|1, H|1, query blocks, k), numbers of key blocks. A negative number chooses no
+            block. Order and repeats do not matter.
+        block: Tokens of a block, at least 1. The last block may be smaller.
+        sizes: integer (key blocks,), the number of valid keys at the start of each block, for VSA's padded
+            tiles. None means that all keys are valid.
+
+    Raises:
+        DtypeError: If an array is not of integers.
+        ShapeError: If `chosen` has other axes or an axis of length 0, or does not fit batch and heads.
+        OptionError: If `block` is below 1, or if a number is beyond the key blocks. Lowering checks numbers
+            that can be read on the host.
 
     Example:
         >>> import numpy as np
@@ -216,10 +244,10 @@ class selected_blocks(Mask):
     sizes: Array | None = None
 
     def __post_init__(self) -> None:
-        what, remedy = "selected_blocks: chosen", "Choose at least one block; a negative number means none"
+        what, remedy = "selected_blocks: chosen", "Choose at least one block. A negative number means none"
         sizes = checks.optional(partial(checks.integers, ranks=(1,)))
         self._check(chosen=partial(checks.integers, ranks=(4,)), block=checks.positive, sizes=sizes)
-        expected, shape = "(B|1, H|1, row blocks, k), none of them 0", tuple(self.chosen.shape)
+        expected, shape = "(B|1, H|1, query blocks, k), none of them 0", tuple(self.chosen.shape)
         expect(0 not in shape, what, expected, shape, remedy, error=ShapeError)
 
     def _lower(self, low: Lowering) -> Rows:
@@ -229,8 +257,8 @@ class selected_blocks(Mask):
         blocks = -(-low.top // self.block) if self.sizes is None else self.sizes.shape[-1]
         bad = arrays.any(arrays.any(chosen >= blocks))[..., None]
         expected = "numbers of blocks of keys, below {}, or negative for none"
-        illegal = low.broken(what, bad, expected, "Choose among the blocks that there are", blocks)
-        # Sorted, and without repeats, while there are few: one row for each block of rows.
+        illegal = low.broken(what, bad, expected, "Choose existing blocks", blocks)
+        # Sorted and without repeats, while there is only one row for each block of queries.
         ranked = arrays.sort(chosen)
         n, tile = chosen.shape[2], low.q_index // self.block
         inside = (tile >= 0) & (tile < n)

@@ -1,4 +1,7 @@
-"""The answers that a class of masks inherits, which must not describe a lowering that it has changed."""
+"""Members that a mask class inherits and that describe its lowering, such as `band`.
+
+A subclass that changes the lowering must not inherit them.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,16 @@ __all__ = ["forget_answers_of_others"]
 
 
 def forget_answers_of_others(cls: type, base: type, names: tuple[str, ...]) -> None:
-    """Give a class the answers of `base` in place of those that describe the lowering of another class.
+    """Reset inherited members that describe the lowering of another class to the members of `base`.
 
-    An answer describes the first class with a `_lower` that has it. If a class after that one overrides any
-    of its members, the answer may be wrong: a kernel that knows the band of `window` would ignore the
-    `_lower` of a subclass.
+    Such a member describes the first class with a `_lower` that has it. If a later class overrides anything,
+    the member may be wrong. For example, a kernel that knows the band of `window` would ignore the `_lower`
+    of a subclass.
 
     Args:
         cls: The new class.
-        base: The class without a lowering, from which all of them are derived.
-        names: Attributes that say something about the lowering.
+        base: The class without a lowering, from which all mask classes are derived.
+        names: Members that describe the lowering.
     """
     for name in names:
         order = cls.__mro__

@@ -1,4 +1,4 @@
-"""Masks that kernels of other libraries know: a band around the diagonal, of the whole row or by document."""
+"""Bands around the diagonal, for the whole sequence or each document. Other libraries' kernels have them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ __all__ = ["Band"]
 
 
 class Band(NamedTuple):
-    """Reach of each query, from the key at its own place.
+    """Reach of each query, counted from the key at its own place.
 
     Attributes:
-        left: Keys before it, None for all.
-        right: Keys after it, None for all.
-        cu_q: Where documents start and the last one ends; of the queries where ``cu_k`` is given.
-        cu_k: Of the keys; a document's last query then has the place of its last key.
+        left: Number of keys before it. None means all.
+        right: Number of keys after it. None means all.
+        cu_q: Start of each document and end of the last one. With ``cu_k``, they are offsets of queries.
+        cu_k: The same offsets for keys. The last query of a document then has the place of its last key.
     """
 
     left: int | None = None
@@ -23,7 +23,7 @@ class Band(NamedTuple):
     cu_k: Any = None
 
     def __and__(self, other: Band) -> Band | None:
-        """The intersection; None where it is not a band, as with two sets of documents."""
+        """The intersection, or None if it is not a band. Two sets of documents give None."""
         if self.cu_q is not None and other.cu_q is not None:
             return None
         documents = other if self.cu_q is None else self
@@ -31,7 +31,7 @@ class Band(NamedTuple):
 
     @property
     def name(self) -> str:
-        """In a word: full, causal, window or documents."""
+        """Name of the band: full, causal, window or documents."""
         if self.cu_q is not None:
             return "documents"
         if self.left is not None or self.right not in (None, 0):

@@ -1,4 +1,4 @@
-"""The lowered form of a mask: a few half-open key intervals per query row, and the arithmetic on them."""
+"""The lowered form of a mask: a few half-open key intervals for each query, and arithmetic on them."""
 
 from __future__ import annotations
 
@@ -20,20 +20,24 @@ from .intervals import sweep
 __all__ = ["Spans", "check_index"]
 
 _PROMISES = (
-    "(0, -1) marks a row whose mask data break a promise: a segment or group id whose keys form more than "
-    "max_runs runs, or a length or index beyond the keys. Raise max_runs or mend the data"
+    "(0, -1) marks a query whose mask data are wrong: the keys of a segment or group id form more than "
+    "max_runs runs, or a length or index is beyond the keys. Raise max_runs or correct the data"
 )
 
 
 class Spans(Node):
-    """Spans of each query row: row i may see key j iff lo[r] <= j < hi[r] for some r.
+    """Spans of each query: query i may see key j iff lo[r] <= j < hi[r] for some r.
 
     Attributes:
-        bounds: int32 (B|1, H|1, q_len, R, 2), a NumPy array, torch tensor or JAX array. In a row, 0 <= lo <=
-            hi <= k_len, and the non-empty spans are ascending and disjoint. An empty span has lo == hi.
-            Anything else is illegal: lowering writes (0, -1) into each span of a row whose data break a
-            promise.
-        k_len: number of keys.
+        bounds: int32 (B|1, H|1, q_len, R, 2), a NumPy array, torch tensor or JAX array. For each query, 0 <=
+            lo <= hi <= k_len, and the non-empty spans are ascending and disjoint. An empty span has lo == hi.
+            Anything else is illegal. Lowering writes (0, -1) into each span of a query whose data are wrong.
+        k_len: Number of keys.
+
+    Raises:
+        DtypeError: If the bounds are not an integer array, or if `k_len` is not an int.
+        ShapeError: If the bounds have another shape.
+        OptionError: If `k_len` is negative or no int32.
 
     Example:
         >>> from attnspan import causal
@@ -43,7 +47,7 @@ class Spans(Node):
 
     bounds: Array
     k_len: int
-    # The number as an array of shape (): data to a compiler, where an int is a constant. Kernels check it.
+    # `k_len` as an array of shape (). It is data to a compiler, where an int is a constant. Kernels check it.
     _k_len: Array | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,14 +59,14 @@ class Spans(Node):
         fits, shape = bounds.ndim == 5 and bounds.shape[-1] == 2, tuple(bounds.shape)
         expected, remedy = "bounds of shape (B|1, H|1, q_len, R, 2)", "Add the missing axes, each of length 1"
         expect(fits, "Spans", expected, shape, remedy, error=ShapeError)
-        # Symbols of sizes, which compilers have, are of other types; torch.jit.trace has tensors.
+        # Compilers pass symbols of other types as sizes, and torch.jit.trace passes tensors.
         arrays, what, remedy = self._arrays, "Spans: k_len", "Pass the number of keys"
         k_len = arrays.size(k_len)
         if is_array(k_len) and k_len.ndim == 0 and is_integer(k_len) and arrays.concrete(k_len):
             k_len = int(k_len)
             object.__setattr__(self, "k_len", k_len)
         holds = not (k_len is None or isinstance(k_len, (bool, float, str)) or is_array(k_len))
-        # Symbols count as numbers do. Whatever cannot be divided is no number.
+        # Symbols can be divided, as numbers can. Anything else is no number.
         holds = holds and (arrays.tracing() or hasattr(k_len, "__floordiv__"))
         expect(holds, what, "an int", type(k_len).__name__, remedy, error=DtypeError)
         if not arrays.tracing() and isinstance(k_len, int):
@@ -72,7 +76,7 @@ class Spans(Node):
 
     @classmethod
     def _checked(cls, bounds: Array, k_len: int) -> Spans:
-        """Spans of bounds that this package made: they need no checks."""
+        """Make spans from bounds that need no checks, because attnspan made them."""
         spans: Spans = object.__new__(cls)
         spans._set(bounds=bounds, k_len=k_len)
         return spans
@@ -80,7 +84,7 @@ class Spans(Node):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            # Torch's pytrees put spans together from arrays alone: the number is read when it is asked for.
+            # torch's pytrees rebuild spans from arrays alone, so the number is read on first access.
             if name == "k_len" and self.__dict__.get("_k_len") is not None:
                 _refuse_mapped(self._k_len)
                 object.__setattr__(self, "k_len", int(self._k_len))
@@ -92,19 +96,19 @@ class Spans(Node):
 
     def _k_len_as_data(self) -> Array | None:
         arrays = self._arrays
-        # JAX compiles anew for each shape, so that it may hold the number itself.
+        # JAX compiles for each shape anyway, so it needs no array.
         return None if arrays.name == "jax" else arrays.full((), self.k_len, "int64")
 
     def __repr__(self) -> str:
         batch, heads, q_len, runs, _ = self.bounds.shape
-        # The number is one that torch's compiler cannot write, where it is a symbol.
+        # torch's compiler cannot print the number if it is a symbol.
         keys = "" if self._arrays.tracing() else f"k_len={self.k_len}, "
         return f"Spans(B={batch}, H={heads}, q_len={q_len}, {keys}R={runs})"
 
     def __bool__(self) -> NoReturn:
         refuse_truth(self)
 
-    # A mask is the subject of the error, anything else may be long.
+    # The error prints the mask, because the repr of an array may be long.
     def __and__(self, other: object) -> NoReturn:
         refuse_operand("&", self if is_array(other) else other, self)
 
@@ -115,12 +119,12 @@ class Spans(Node):
 
     @property
     def q_len(self) -> int:
-        """Number of query rows."""
+        """Number of queries."""
         return self.bounds.shape[2]  # type: ignore[no-any-return]
 
     @property
     def runs(self) -> int:
-        """Spans per row, R."""
+        """R, the number of spans of a query."""
         return self.bounds.shape[3]  # type: ignore[no-any-return]
 
     @property
@@ -128,10 +132,13 @@ class Spans(Node):
         return arrays_for([self.bounds])
 
     def take_queries(self, index: Array) -> Spans:
-        """The mask of some of the query rows.
+        """Select the spans of some queries.
 
         Args:
-            index: integer (n,), row numbers in any order. Numbers out of range raise if they can be read.
+            index: integer (n,), numbers of queries in any order.
+
+        Raises:
+            OptionError: If a number is out of range and can be read.
 
         Example:
             >>> from attnspan import causal
@@ -141,19 +148,22 @@ class Spans(Node):
         arrays = self._arrays
         index = check_index(arrays, index, "take_queries", below=self.q_len, ascending=False)
         spans = Spans._checked(arrays.take(self.bounds, index, 2), self.k_len)
-        # Not made anew: to a compiler it would be a constant.
+        # The same array, because a new one would be a constant to a compiler.
         spans._set(_k_len=self._k_len)
         return spans
 
     def take_keys(self, index: Array) -> Spans:
-        """The mask on some of the keys. It is exact, has as many spans, and illegal rows stay illegal.
+        """Restrict the spans to some keys. The result is exact, with the same R. Illegal spans stay illegal.
 
-        {j : lo <= index[j] < hi} is contiguous because `index` is sorted; its ends are the ranks of lo and
+        {j : lo <= index[j] < hi} is contiguous because `index` is sorted. Its ends are the ranks of lo and
         hi.
 
         Args:
-            index: integer (n,), strictly ascending key numbers. Others raise if they can be read; elsewhere
-                they make all rows illegal.
+            index: integer (n,), strictly ascending numbers of keys. If other numbers cannot be read, they
+                make all spans illegal.
+
+        Raises:
+            OptionError: If the numbers do not ascend or are out of range, and can be read.
 
         Example:
             >>> from attnspan import causal
@@ -165,8 +175,8 @@ class Spans(Node):
         ranks = arrays.searchsorted(index, arrays.cast(self.bounds, "int32").reshape(-1))
         bounds = arrays.cast(ranks, "int32").reshape(self.bounds.shape)
         illegal = self._illegal_rows()
-        if not arrays.concrete(index):  # Ranks in unsorted numbers would be a plausible wrong mask.
-            # Not by slices of n - 1 elements: a compiler would make n a constant where they have one element.
+        if not arrays.concrete(index):  # ranks in unsorted numbers would be a plausible wrong mask
+            # No slices of n - 1 elements: a compiler would specialize on n = 2, where they have one element.
             place = arrays.arange(index.shape[0])
             before = arrays.take(index, arrays.maximum(place - 1, 0), 0)
             illegal = illegal | arrays.any((index <= before) & (place > 0))
@@ -183,13 +193,18 @@ class Spans(Node):
         return illegal
 
     def validate(self) -> Spans:
-        """Return the spans themselves, or raise an OptionError that names the first illegal row.
+        """Return the spans themselves, or raise an error that names the first illegal query.
+
+        This reads the values, so it synchronizes with the device.
+
+        Raises:
+            OptionError: If a span is illegal, or if the values cannot be read.
 
         Example:
             >>> Spans(np.array([[[[[0, 3]]]]], np.int32), k_len=2).validate()
             Traceback (most recent call last):
-            attnspan.errors.OptionError: spans of batch 0, head 0, row 0: expected ascending, disjoint spans \
-in [0, 2], got (0, 3). Clip and sort the bounds.
+            attnspan.errors.OptionError: spans of batch 0, head 0, query 0: expected ascending, disjoint \
+spans in [0, 2], got (0, 3). Clip and sort the bounds.
         """
         self._require_values("validate")
         rows = np.argwhere(self._arrays.to_numpy(self._illegal_rows()))
@@ -197,16 +212,19 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
             return self
         b, h, i = rows[0].tolist()
         row = [tuple(map(int, span)) for span in self._arrays.to_numpy(self.bounds[b, h, i])]
-        what = f"spans of batch {b}, head {h}, row {i}"
+        what = f"spans of batch {b}, head {h}, query {i}"
         expected = f"ascending, disjoint spans in [0, {self.k_len}]"
         got = ", ".join(map(str, row[:4])) + (", ..." if len(row) > 4 else "")
         remedy = _PROMISES if set(row) == {(0, -1)} else "Clip and sort the bounds"
         raise OptionError(what, expected=expected, got=got, remedy=remedy)
 
     def dense(self) -> Array:
-        """Bool (B|1, H|1, q_len, k_len): True where the row may see the key. O(q_len * k_len) memory.
+        """The mask as bool (B|1, H|1, q_len, k_len): True where the query may see the key.
 
-        Illegal spans raise if their values can be read.
+        It takes O(q_len * k_len) memory.
+
+        Raises:
+            OptionError: If a span is illegal and can be read.
 
         Example:
             >>> from attnspan import causal
@@ -216,7 +234,7 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
         arrays = self._arrays
         if arrays.concrete(self.bounds):
             self.validate()
-        keys = arrays.arange(self.k_len)[None, None, None]  # JAX can be told to refuse fewer dims.
+        keys = arrays.arange(self.k_len)[None, None, None]  # JAX can be configured to refuse fewer dims
         lo, hi = self.bounds[..., 0], self.bounds[..., 1]
         visible: Array = (keys >= lo[..., 0, None]) & (keys < hi[..., 0, None])
         for r in range(1, self.bounds.shape[3]):
@@ -224,7 +242,7 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
         return visible
 
     def cost(self) -> Array:
-        """Visible keys of each row, int64 (B|1, H|1, q_len): the row's share of the work.
+        """Number of visible keys of each query, int64 (B|1, H|1, q_len): the query's share of the work.
 
         Example:
             >>> from attnspan import causal
@@ -234,9 +252,10 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
         return self._arrays.sum(self.bounds[..., 1] - self.bounds[..., 0])
 
     def coverage(self) -> float:
-        """The visible fraction of all (query, key) pairs, in [0, 1]; 0 when there is no pair.
+        """The visible fraction of all (query, key) pairs, in [0, 1]. It is 0 if there is no pair.
 
-        Illegal spans raise.
+        Raises:
+            OptionError: If a span is illegal, or if the values cannot be read.
 
         Example:
             >>> from attnspan import causal
@@ -248,16 +267,17 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
         return float(cost.sum()) / max(cost.size * self.k_len, 1)
 
     def block_pairs(self, q_block: int, k_block: int) -> Array:
-        """Visible pairs of each tile of the mask, from the ends of its spans: O(q_len * R + tiles).
-
-        Illegal spans raise if their values can be read.
+        """Number of visible pairs in each tile of the mask, in O(q_len * R + tiles) time.
 
         Args:
-            q_block: rows of a tile, at least 1; the last tile may be smaller.
-            k_block: keys of a tile, at least 1.
+            q_block: Queries of a tile, at least 1. The last tile may be smaller.
+            k_block: Keys of a tile, at least 1.
 
         Returns:
             int64 (B|1, H|1, ceil(q_len / q_block), ceil(k_len / k_block)).
+
+        Raises:
+            OptionError: If a block size is below 1, or if a span is illegal and can be read.
 
         Example:
             >>> from attnspan import causal
@@ -273,7 +293,7 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
         nq, nk = -(-q_len // q_block), -(-self.k_len // k_block)
         row_block = (arrays.arange(q_len) // q_block)[None, None, :, None, None]
         plane = arrays.arange(batch * heads).reshape(batch, heads, 1, 1, 1)
-        # The keys below an end x fill the tiles before x // k_block and x % k_block keys of that one.
+        # The keys below an end x fill the tiles before x // k_block, and x % k_block keys of that tile.
         at = (plane * nq + row_block) * (nk + 1) + self.bounds // k_block
         sign = arrays.asarray(np.array([-1, 1]), "int64").reshape(1, 1, 1, 1, 2)
 
@@ -286,7 +306,12 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
         return later * k_block + per_tile(sign * (self.bounds % k_block))[..., :nk]
 
     def block_states(self, q_block: int, k_block: int) -> Array:
-        """State of each tile of `block_pairs`: 0 no pair is visible, 1 some, 2 all, int32. Exact.
+        """State of each tile of `block_pairs`, int32: 0 no pair is visible, 1 some pairs, 2 all pairs.
+
+        The states are exact.
+
+        Raises:
+            OptionError: As `block_pairs`.
 
         Example:
             >>> from attnspan import causal
@@ -302,9 +327,13 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
         return arrays.cast(pairs > 0, "int32") + arrays.cast((pairs == whole) & (pairs > 0), "int32")
 
     def compact(self) -> Spans:
-        """The same mask with the smallest R, at least 1: empty spans last as (0, 0), touching ones joined.
+        """Return the same mask with the smallest R, at least 1.
 
-        R depends on data, so this needs values: it raises under tracing. On a device it waits for the device.
+        Spans that touch are joined, and empty spans come last, as (0, 0). R depends on data, so this reads
+        values and synchronizes with the device.
+
+        Raises:
+            OptionError: If the values cannot be read, as in a traced program.
 
         Example:
             >>> from attnspan import causal, global_keys, window
@@ -316,7 +345,7 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
         arrays, illegal = self._arrays, self._illegal_rows()
         lo, hi = self.bounds[..., 0], self.bounds[..., 1]
         if self.runs == 1 and bool((lo < hi).all()) and not bool(illegal.any()):
-            # Most masks: two fifths of the time of lowering long rows is spent below.
+            # Most masks end here. The code below takes two fifths of the time of lowering long sequences.
             return Spans(arrays.contiguous(arrays.cast(self.bounds, "int32")), self.k_len)
         bounds = _mark_illegal(arrays, self.bounds, illegal)
         lo, hi = bounds[..., 0], bounds[..., 1]
@@ -329,18 +358,18 @@ in [0, 2], got (0, 3). Clip and sort the bounds.
         return Spans(arrays.contiguous(bounds), self.k_len)
 
     def _require_values(self, what: str, of: str = "Spans") -> None:
-        # A tensor on a device has values too; reading them waits for the device, which these calls are for.
+        # A tensor on a device has values too. These calls may synchronize to read them.
         on_host = getattr(getattr(self.bounds, "device", None), "type", "cpu") == "cpu"
         readable = not on_host or self._arrays.concrete(self.bounds)
-        expected, got = "an array whose values can be read", "one that is being traced"
+        expected, got = "an array whose values can be read", "a traced array"
         remedy = (
-            "Call it outside the compiled function; inside, mask.spans(...) lowers without reading values"
+            "Call it outside the compiled function. Inside, mask.spans(...) lowers without reading values"
         )
         expect(readable, f"{of}.{what}", expected, got, remedy)
 
 
 def _refuse_mapped(k_len: Array) -> None:
-    """Raise if torch.func.vmap maps over stacked spans, each of which has a number of keys."""
+    """Raise if torch.func.vmap maps over stacked spans, because each would have another number of keys."""
     torch = sys.modules.get("torch")
     if torch is None or torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return
@@ -350,18 +379,18 @@ def _refuse_mapped(k_len: Array) -> None:
 
 
 def _mark_illegal(arrays: Arrays, bounds: Array, illegal: Array) -> Array:
-    """Write (0, -1) into each span of the rows where `illegal` (B|1, H|1, q_len) holds."""
+    """Write (0, -1) into each span of the queries where `illegal` (B|1, H|1, q_len) holds."""
     marker = arrays.asarray(np.array([0, -1]), "int32")
     return arrays.where(illegal[..., None, None], marker, bounds)
 
 
 def check_index(arrays: Arrays, index: Any, what: str, *, below: int | None, ascending: bool) -> Array:
-    """`index` as int32 (n,) in the framework of `arrays`; its values are checked if they can be read."""
+    """Convert `index` to int32 (n,) in the framework of `arrays`. Check the values if they can be read."""
     index = checks.integers(what, index, (1,))
     if arrays.concrete(index) and index.shape[0] > 0:
         values, limit = arrays.to_numpy(index), INT32_MAX if below is None else below
         low, high, remedy = values.min(), values.max(), "Index the whole, global sequence"
         expect(low >= 0 and high < limit, what, "indices in [0, {})", f"{low}..{high}", remedy, limit)
         ordered, remedy = not ascending or (values[1:] > values[:-1]).all(), "Sort keys and index together"
-        expect(ordered, what, "strictly ascending indices", "unsorted ones", remedy)
+        expect(ordered, what, "strictly ascending indices", "unsorted indices", remedy)
     return arrays.to_int32(index)

@@ -1,10 +1,10 @@
-"""Masks that compare indices, by name.
+"""Masks that compare indices, such as `causal()` and `window(...)`.
 
-An argument described as an array may come from NumPy, torch or JAX; lists of integers become NumPy arrays.
-Arguments that do not fit raise a ShapeError, DtypeError or OptionError, where a mask is made or where it is
-lowered. Data that break a promise raise where they can be read at no cost (on the host, not under a tracer);
-elsewhere their rows become illegal spans, which kernels report. Key-side arrays always describe the whole,
-global key sequence.
+An argument described as an array may come from NumPy, torch or JAX. Lists of integers become NumPy arrays.
+Arguments that do not fit raise a ShapeError, DtypeError or OptionError when the mask is made or lowered.
+Wrong data raise if they can be read at no cost, which is on the host and not under a tracer. Otherwise, the
+spans of the queries become illegal, and kernels report them. Arrays that belong to keys always describe the
+whole, global key sequence.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 
 
 class full(Mask):
-    """Every query sees every key.
+    """Every query sees every key. R = 1.
 
     Example:
         >>> full().spans(1, 3).bounds.tolist()
@@ -54,7 +54,7 @@ class full(Mask):
 
 
 class causal(Mask):
-    """Query i sees key j iff j <= i, in global indices.
+    """Query i sees key j iff j <= i, in global indices. R = 1.
 
     Example:
         >>> causal().spans(2, 3).bounds[0, 0, :, 0].tolist()
@@ -72,13 +72,18 @@ class causal(Mask):
 
 
 class window(Mask):
-    """Query i sees key j iff i - left <= j <= i + right, in global indices.
+    """Query i sees key j iff i - left <= j <= i + right, in global indices. R = 1.
 
-    Hugging Face's sliding_window=W is window(W - 1); flash-attn's (l, r) is window(l, r), None for -1.
+    Hugging Face's `sliding_window=W` is `window(W - 1)`. flash-attn's `window_size=(l, r)` is `window(l, r)`,
+    with None instead of -1.
 
     Args:
-        left: keys before the query that it sees, at least 0; None for all.
-        right: keys after it; None for all.
+        left: Number of keys before the query that it sees, at least 0. None means all.
+        right: Number of keys after the query that it sees, at least 0. None means all.
+
+    Raises:
+        DtypeError: If a side is neither an int nor None.
+        OptionError: If a side is negative.
 
     Example:
         >>> window(1).spans(3, 3).bounds[0, 0, :, 0].tolist()
@@ -92,7 +97,7 @@ class window(Mask):
     right: int | None = 0
 
     def __post_init__(self) -> None:
-        remedy = "Write window(left, right), and None for all keys of a side, where flash-attn has -1"
+        remedy = "Write window(left, right), and None for all keys of a side (flash-attn: -1)"
         side = checks.optional(partial(checks.count, remedy=remedy))
         self._check(left=side, right=side)
 
@@ -106,16 +111,23 @@ class window(Mask):
 
 
 class key_padding(Mask):
-    """Only the valid keys of each batch row are seen. R = 1, or 2 with valid keys on both sides of padding.
+    """Queries see only the valid keys of their batch element.
 
-    With `start` or `stop`, the padding is in a part of the keys, as where padded text stands next to image
-    tokens; the other keys are seen by all rows.
+    With `start` or `stop`, only a part of the keys may be padded, for example padded text next to image
+    tokens. All queries see the keys outside that part. R = 1, or 2 with valid keys on both sides of padding.
 
     Args:
-        lengths: int or integer (B,), number of valid keys, at most k_len, or as many as the part has.
-        side: where the padding is: "right" (valid keys come first) or "left".
-        start: first key of the part that may be padded.
-        stop: the key after its last; None for k_len.
+        lengths: int or integer (B,), the number of valid keys in each batch element. It is at most k_len, or
+            at most the number of keys from `start` to `stop`.
+        side: Side of the padding: "right" (valid keys come first) or "left".
+        start: First key of the part that may be padded.
+        stop: First key after that part. None means k_len.
+
+    Raises:
+        DtypeError: If the lengths are not integers. For a boolean mask of valid keys, use `keys`.
+        ShapeError: If the number of lengths does not fit the batch. Lowering checks this.
+        OptionError: If `side` is unknown, the part does not fit the keys, or a length is negative or too
+            large. Lowering checks lengths that can be read on the host. Otherwise, the spans become illegal.
 
     Example:
         >>> key_padding(2, side="left").spans(1, 3).bounds.tolist()
@@ -133,7 +145,7 @@ class key_padding(Mask):
     stop: int | None = None
 
     def __post_init__(self) -> None:
-        sides, remedy = ("right", "left"), "Name the side the padding is on"
+        sides, remedy = ("right", "left"), "Pass the side of the padding"
         known = isinstance(self.side, str) and self.side in sides
         expect(known, "key_padding: side", '"right" or "left"', repr(self.side), remedy)
         self._check(lengths=checks.lengths, start=checks.count)
@@ -144,13 +156,13 @@ class key_padding(Mask):
         if self.stop is None and self.side == "left":
             low.needs_keys("key_padding")
         end = low.top if self.stop is None else self.stop
-        # The number of keys may be a symbol: it is compared only where a part was named.
+        # The number of keys may be a symbol, so it is compared only if a part was passed.
         if self.start > 0 or self.stop is not None:
             fits, got = self.start <= end <= low.top, f"keys {self.start} to {end}"
             remedy = "Pass where the part that may be padded begins and ends"
             expect(fits, "key_padding: start, stop", "a part of the {} keys", got, remedy, low.top)
         lengths, illegal = low.lengths("key_padding", self.lengths, below=end - self.start)
-        # The valid keys of the part join those before it, or those after it.
+        # The valid keys of the part join the keys before it, or the keys after it.
         if self.side == "right":
             valid, rest = Interval(None, self.start + lengths), Interval(end, None)
             return Rows((valid,) if self.stop is None else (valid, rest), illegal)
@@ -159,15 +171,23 @@ class key_padding(Mask):
 
 
 class cache(Mask):
-    """A key-value cache with room to spare: the first keys are valid, and the queries are the last of those.
+    """Mask of a KV cache that is not full: the first keys are valid, and the queries are the last valid keys.
 
-    The default `q_index` of an expression with `cache` is the last q_len valid indices of each batch row, so
-    that `causal() & cache(lengths)` decodes and prefills in chunks.
+    The default `q_index` of an expression with `cache` is the last q_len valid indices of each batch element.
+    Use `causal() & cache(lengths)` for decoding and for chunked prefill. R = 1.
 
     Args:
-        lengths: int or integer (B,), number of valid keys including those of the queries, at most k_len.
+        lengths: int or integer (B,), the number of valid keys, including the keys of the queries. It is at
+            most k_len.
+
+    Raises:
+        DtypeError: If the lengths are not integers.
+        ShapeError: If the number of lengths does not fit the batch. Lowering checks this.
+        OptionError: If a length is negative or larger than k_len. Lowering checks lengths that can be read on
+            the host. Otherwise, the spans become illegal.
 
     Example:
+        >>> from attnspan import causal
         >>> (causal() & cache([2, 4])).spans(2, 5, batch=2).bounds[:, 0, :, 0].tolist()
         [[[0, 1], [0, 2]], [[0, 3], [0, 4]]]
     """
@@ -193,10 +213,16 @@ class cache(Mask):
 
 
 class global_keys(Mask):
-    """Every query sees the first n keys: sinks, as `causal() & (window(w) | global_keys(4))`.
+    """Every query sees the first n keys, for example attention sinks.
+
+    Use `causal() & (window(w) | global_keys(4))` for a sliding window with four sinks. R = 1.
 
     Args:
-        n: number of keys; more than there are means all of them.
+        n: Number of keys. A number beyond the keys means all keys.
+
+    Raises:
+        DtypeError: If `n` is not an int.
+        OptionError: If `n` is negative.
 
     Example:
         >>> (causal() & (window(0) | global_keys(1))).spans(3, 3).bounds[0, 0, 2].tolist()
@@ -220,11 +246,16 @@ class global_keys(Mask):
 
 
 def spans(bounds: Array) -> Mask:
-    """A mask given by its spans.
+    """Make a mask from spans.
 
     Args:
-        bounds: integer (B|1, H|1, q_len, R, 2), rows as they come, keys the global ones; see
-            `attnspan.Spans`. Or a lowered mask, whose rows then fit any others.
+        bounds: integer (B|1, H|1, q_len, R, 2), the spans of the queries of the call, over global keys (see
+            `attnspan.Spans`). Or a lowered mask, which then has no query indices and fits any queries.
+
+    Raises:
+        DtypeError: If the bounds are not integers.
+        ShapeError: If the bounds do not fit the queries, the batch or the heads. Lowering checks the sizes.
+        OptionError: If a span is illegal and can be read on the host. Lowering checks this.
 
     Example:
         >>> import numpy as np

@@ -32,7 +32,7 @@ __all__ = [
 _RUNS = checks.optional(checks.positive)
 
 _TRACED_CHUNKS = 16
-"""Chunks of rows in a traced program, at most: each is a copy of the predicate in it."""
+"""The most chunks of queries in a traced program. Each chunk is a copy of the predicate in the program."""
 
 
 class Explicit(Mask):
@@ -43,7 +43,7 @@ class Explicit(Mask):
     bounds: Array
 
     def __post_init__(self) -> None:
-        Spans(self.bounds, 0)  # checks them
+        Spans(self.bounds, 0)  # checks dtype and shape
 
     def _row_len(self) -> Any:
         return self.bounds.shape[2]
@@ -52,7 +52,7 @@ class Explicit(Mask):
         low.check_rows("spans: bounds", self.bounds.shape[2])
         low.check_planes("spans: bounds", self.bounds)
         if low.arrays.concrete(self.bounds):
-            # As NumPy's: in a trace JAX makes a tracer even of an array whose values it knows.
+            # As a NumPy array: in a trace, JAX makes a tracer even of an array whose values it knows.
             Spans(low.arrays.to_numpy(self.bounds), low.top).validate()
         return low.rows_of(self.bounds)
 
@@ -61,14 +61,19 @@ class Explicit(Mask):
 
 
 class from_dense(Mask):
-    """A mask given by booleans, run-length encoded when it is lowered.
+    """A mask from booleans, which lowering encodes as spans.
 
     Args:
-        visible: bool (q_len, k_len), (B|1, q_len, k_len) or (B|1, H|1, q_len, k_len); True: may see. Rows as
-            they come.
-        max_runs: R, the most runs of visible keys that a row has, at least 1. None: as many as the data have;
-            8 in a traced program, where R cannot follow from data. A row with more raises when it is encoded
-            on the host, and is illegal on a device.
+        visible: bool (q_len, k_len), (B|1, q_len, k_len) or (B|1, H|1, q_len, k_len), for the queries of the
+            call. True means that the query sees the key.
+        max_runs: R, the most runs of visible keys that a query has, at least 1. None takes R from the data in
+            eager code. In a traced program, where R cannot depend on data, None means 8.
+
+    Raises:
+        DtypeError: If `visible` is not boolean.
+        ShapeError: If `visible` does not fit the queries, keys, batch or heads. Lowering checks the sizes.
+        OptionError: If `max_runs` is less than 1, or if a query has more runs and is encoded on the host. In
+            a traced program on a device, the spans of that query become illegal.
 
     Example:
         >>> import numpy as np
@@ -99,11 +104,17 @@ class from_dense(Mask):
 
 
 class keys(Mask):
-    """Only the marked keys of each batch row are seen, wherever they stand.
+    """Queries see only the marked keys of their batch element, which need not be contiguous.
 
     Args:
-        valid: bool (k_len,) or (B, k_len); True: may be seen. An `attention_mask` of Hugging Face is `!= 0`.
+        valid: bool (k_len,) or (B, k_len). True means that all queries may see the key. For a Hugging Face
+            `attention_mask`, pass `attention_mask != 0`.
         max_runs: R, as for `from_dense`.
+
+    Raises:
+        DtypeError: If `valid` is not boolean.
+        ShapeError: If `valid` has other axes, or does not fit the keys or the batch.
+        OptionError: If `max_runs` is less than 1, or if there are more runs and they are encoded on the host.
 
     Example:
         >>> import numpy as np
@@ -129,17 +140,25 @@ class keys(Mask):
 
 
 class from_predicate(Mask):
-    """A mask given by FlexAttention's `mask_mod`: fn(b, h, q_index, k_index) -> bool, on global indices.
+    """A mask from FlexAttention's `mask_mod`: fn(b, h, q_index, k_index) -> bool, on global indices.
 
-    The mask is the value of `fn` for single pairs, whose indices are integer arrays without axes. It is
-    evaluated when the mask is lowered, by vmap or NumPy, a chunk of rows at a time; O(chunk * k_len) memory.
-    In a traced program it becomes part of that program; any function that the compiler can read will do: a
-    closure, a lambda, a `functools.partial`, a callable object.
+    The mask is the value of `fn` for single pairs, whose indices are integer arrays without axes. Lowering
+    evaluates `fn` by vmap or NumPy, for a chunk of queries at a time, in O(chunk * k_len) memory. In a traced
+    program, `fn` becomes part of the program. It can be any function that the compiler can read: a closure, a
+    lambda, a `functools.partial` or a callable object.
 
     Args:
-        fn: a function of four integers, written with `&`, `|` and `where`. They are of the framework of the
-            other arrays of the expression or of `like`, else of the arrays that it captures.
+        fn: A function of four integers, written with `&`, `|` and `where`. The integers are arrays of the
+            framework of the other arrays of the expression, or of `like`. Without these, they are arrays of
+            the framework of the captured arrays.
         max_runs: R, as for `from_dense`.
+
+    Raises:
+        DtypeError: If `fn` is not callable, or if it does not return booleans.
+        ShapeError: If `fn` returns more than one boolean for a pair.
+        OptionError: If `fn` raises, if `max_runs` is less than 1, or if a query has more runs and is encoded
+            on the host.
+        UsageError: If `fn` is a NumPy function that must be called pair by pair, for more than 2^20 pairs.
 
     Example:
         >>> from_predicate(lambda b, h, q, k: q >= k).spans(2, 2).bounds[0, 0, :, 0].tolist()
@@ -162,7 +181,7 @@ class from_predicate(Mask):
         step = max(CHUNK_PAIRS // low.top, 1)
         for i in range(0, low.q_len, step):
             visible = call(self._what(), self.fn, low, low.q_index[:, :, i : i + step])
-            if is_traced(low, visible):  # Under vmap over an array that the function holds.
+            if is_traced(low, visible):  # under vmap over an array that the function captures
                 return self._traced(low)
             chunks.append(encode(low.arrays.to_numpy(visible), self.max_runs, self._what()))
         return _rows(low, chunks)
@@ -182,12 +201,12 @@ class Blocks(RowNumbered, from_predicate):
     """See `from_block_mask`."""
 
     example: Array | None = None
-    """Decides the framework that `fn` computes in."""
+    """An array of the framework that `fn` computes in."""
     lengths: tuple[int, int] | None = None
-    """Rows and keys of the `BlockMask`, where it says them."""
+    """Numbers of queries and keys of the `BlockMask`, if it has them."""
 
     def __post_init__(self) -> None:
-        pass  # from_block_mask checked it.
+        pass  # `from_block_mask` has checked the fields.
 
     def _key_len(self) -> Any:
         return None if self.lengths is None else self.lengths[1]
@@ -210,15 +229,20 @@ class Blocks(RowNumbered, from_predicate):
 
 
 def from_block_mask(block_mask: Any, max_runs: int | None = None) -> Mask:
-    """The mask of a FlexAttention `BlockMask`: of its blocks, and of its `mask_mod` in those that it masks.
+    """Make a mask from a FlexAttention `BlockMask`: its block lists, and its `mask_mod` in partial blocks.
 
-    FlexAttention counts rows and keys from 0, each on its own; so does the default `q_index` of an expression
-    with it. The blocks describe rows as they come: a `q_index` of one's own counts the rows of the
-    `BlockMask`. `attnspan.torch.to_block_mask` is the way back.
+    FlexAttention counts queries and keys from 0 each. The default `q_index` of an expression with this mask
+    does the same. If you pass `q_index`, it has the query numbers of the `BlockMask`.
+    `attnspan.torch.to_block_mask` converts in the other direction.
 
     Args:
-        block_mask: an object with a `mask_mod` attribute; without block lists, that alone decides.
+        block_mask: An object with a `mask_mod` attribute. Without block lists, `mask_mod` decides all pairs.
         max_runs: R, as for `from_dense`.
+
+    Raises:
+        DtypeError: If there is no `mask_mod`. Lowering also raises the errors of `from_predicate`.
+        ShapeError: If the block lists do not fit the queries, keys, batch or heads. Lowering checks this.
+        OptionError: If `max_runs` is less than 1.
 
     Example:
         >>> from types import SimpleNamespace
@@ -237,17 +261,17 @@ def from_block_mask(block_mask: Any, max_runs: int | None = None) -> Mask:
 
 @dataclass(frozen=True, eq=False)
 class _BlockLists:
-    """The predicate of a `BlockMask`: full blocks are seen, `mask_mod` decides in the other listed ones."""
+    """The predicate of a `BlockMask`. Full blocks are visible, and `mask_mod` decides in partial blocks."""
 
     mask_mod: Callable[[Any, Any, Any, Any], Any]
     full: Array  # bool (B|1, H|1, q blocks, k blocks)
-    listed: Array  # of that shape, the full blocks too
-    q_block: int  # rows and keys of a block
+    listed: Array  # the same shape: full and partial blocks
+    q_block: int  # queries of a block, then keys of a block
     k_block: int
 
     @classmethod
     def of(cls, block_mask: Any, mask_mod: Callable[[Any, Any, Any, Any], Any]) -> _BlockLists:
-        """Read the lists of a `BlockMask`, whose order is free and whose tail is undefined."""
+        """Read the lists of a `BlockMask`. They have any order, and unused entries are undefined."""
         q_block, k_block = block_mask.BLOCK_SIZE
         blocks = -(-block_mask.seq_lengths[1] // k_block)
         partial = _table(block_mask.kv_num_blocks, block_mask.kv_indices, blocks)
@@ -259,7 +283,7 @@ class _BlockLists:
     def __call__(self, b: Array, h: Array, q: Array, k: Array) -> Array:
         batch, heads = self.full.shape[:2]
         at = (b if batch > 1 else 0, h if heads > 1 else 0, q // self.q_block, k // self.k_block)
-        # Rows before the first one would count from the end of the lists.
+        # A negative q would index the lists from their end.
         return (q >= 0) & (self.full[at] | (self.listed[at] & self.mask_mod(b, h, q, k)))
 
 
@@ -269,7 +293,7 @@ def _table(counts: Array, indices: Array, blocks: int) -> Array:
     lead = (1,) * (3 - counts.ndim)
     used = arrays.arange(width) < counts[..., None]
     row = arrays.arange(counts.numel())[:, None]
-    # Unused entries may hold anything: they go to a column of their own.
+    # Unused entries may hold anything, so they go to an extra column.
     column = arrays.where(used, indices, blocks).reshape(-1, width)
     hits = arrays.scatter_add(
         counts.numel() * (blocks + 1),
@@ -280,13 +304,13 @@ def _table(counts: Array, indices: Array, blocks: int) -> Array:
 
 
 def is_traced(low: Lowering, x: Array) -> bool:
-    """Whether the values of `x` are not there: what is on a device can be waited for."""
+    """Whether the values of `x` cannot be read. An array on a device can be read, by synchronizing."""
     on_host = getattr(getattr(x, "device", None), "type", "cpu") in ("cpu", "meta")
     return low.arrays.tracing() or (on_host and not low.arrays.concrete(x))
 
 
 def _encoded(low: Lowering, what: str, visible: Array, max_runs: int | None) -> Rows:
-    """Rows of booleans (B|1, H|1, rows|1, k_len)."""
+    """Spans of booleans (B|1, H|1, rows|1, k_len)."""
     low.check_planes(what, visible)
     if is_traced(low, visible):
         return _traced_rows(low, [low.arrays.asarray(visible, "bool")], max_runs)
@@ -294,7 +318,7 @@ def _encoded(low: Lowering, what: str, visible: Array, max_runs: int | None) -> 
 
 
 def _rows(low: Lowering, chunks: list[np.ndarray[Any, Any]]) -> Rows:
-    """Chunks of bounds along the row axis as one set of rows."""
+    """Join chunks of bounds along the query axis."""
     runs = max(chunk.shape[3] for chunk in chunks)
     chunks = [np.pad(x, ((0, 0),) * 3 + ((0, runs - x.shape[3]), (0, 0))) for x in chunks]
     bounds = low.arrays.asarray(np.concatenate(chunks, axis=2), "int32")
@@ -302,7 +326,7 @@ def _rows(low: Lowering, chunks: list[np.ndarray[Any, Any]]) -> Rows:
 
 
 def _traced_chunks(low: Lowering) -> list[Array]:
-    """The rows' indices, (B|1, 1, rows), in few chunks; in one where the lengths are symbols."""
+    """Query indices (B|1, 1, rows) in few chunks, or in one chunk if the lengths are symbols."""
     sizes = (low.q_len, low.top)
     if not (low.arrays.tracing() and all(map(low.arrays.is_static, sizes))):
         return [low.q_index]
@@ -312,7 +336,7 @@ def _traced_chunks(low: Lowering) -> list[Array]:
 
 
 def _traced_rows(low: Lowering, chunks: Iterable[Array], max_runs: int | None) -> Rows:
-    """`_rows` of chunks of booleans; rows with too many runs are illegal."""
+    """Spans of chunks of booleans in a traced program. Queries with too many runs are illegal."""
     runs = TRACED_RUNS if max_runs is None else max_runs
     encoded = [encode_traced(low.arrays, chunk, runs) for chunk in chunks]
     ends = [low.arrays.concat([x[..., r, i] for x in encoded]) for r in range(runs) for i in range(2)]

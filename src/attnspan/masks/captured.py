@@ -1,4 +1,4 @@
-"""The arrays that a user's function captures."""
+"""Arrays that a user's function captures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FRAMEWORKS = ("numpy", "torch", "jax", "jaxlib")
 
 
 def captured(fn: Any) -> list[Array]:
-    """The arrays that a function captures: in closures, globals, defaults, partials, and attributes.
+    """Find the arrays that a function captures: in closures, globals, defaults, partials and attributes.
 
     Example:
         >>> import numpy as np
@@ -35,7 +35,7 @@ def captured(fn: Any) -> list[Array]:
 
 
 def with_arrays(fn: Any, replace: Callable[[Array], Any]) -> Any:
-    """A copy of a function that captures other arrays; itself where `replace` returns what it was given."""
+    """Copy a function with its captured arrays replaced. Without replacements, return the function itself."""
     return _Copier(replace).copy(fn)
 
 
@@ -46,7 +46,7 @@ class _Copier:
     def copy(self, x: Any) -> Any:
         if is_array(x):
             return self.replace(x)
-        # A function of a framework reads no array of the user; one that refers to itself is copied once.
+        # A framework's function reads no array of the user. An object that refers to itself is copied once.
         if id(x) in self.seen or type(x) in (int, float, str) or _is_of_framework(x):
             return x
         self.seen.add(id(x))

@@ -1,4 +1,4 @@
-"""Booleans to spans: run-length encoding of the rows of a mask, on values and in traced programs."""
+"""Run-length encoding of booleans as spans, for values and in traced programs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from attnspan.errors import expect
 __all__ = ["CHUNK_PAIRS", "TRACED_RUNS", "encode", "encode_traced", "register_operator", "table"]
 
 CHUNK_PAIRS = 1 << 22
-"""(query, key) pairs that are encoded at once, per batch row and head: it bounds the memory."""
+"""The most (query, key) pairs that are encoded at once for a batch element and head. It bounds the memory."""
 
 TRACED_RUNS = 8
-"""R in a traced program without `max_runs`: there it cannot follow from data."""
+"""R in a traced program without `max_runs`, because R cannot depend on data there."""
 
 _Values = np.ndarray[Any, Any]
 
@@ -24,17 +24,17 @@ _operators: dict[str, Callable[[Any, int], Any]] = {}
 
 
 def register_operator(framework: str, operator: Callable[[Any, int], Any]) -> None:
-    """Set what `encode_traced` calls in the programs of a framework, by its `Arrays.name`."""
+    """Set the function that `encode_traced` calls in traced programs of a framework (`Arrays.name`)."""
     _operators[framework] = operator
 
 
 def encode_traced(arrays: Arrays, visible: Array, runs: int) -> Array:
     """Encode booleans (B, H, rows, k_len) of a traced program as int32 (B, H, rows, runs, 2).
 
-    A row with more runs raises if the operator runs on the host, and is illegal elsewhere.
+    A query with more runs raises if the operator runs on the host. On a device, its spans are illegal.
 
     Raises:
-        OptionError: if no front end has registered an operator.
+        OptionError: If no front end has registered an operator.
     """
     if arrays.name != "torch":
         return _encode_in_passes(arrays, visible, runs)
@@ -45,11 +45,11 @@ def encode_traced(arrays: Arrays, visible: Array, runs: int) -> Array:
 
 
 def _encode_in_passes(arrays: Arrays, visible: Array, runs: int) -> Array:
-    """In plain operations: two reductions per run, which a compiler fuses with those of the booleans."""
+    """Encode with plain operations: two reductions per run, which a compiler fuses with the predicate."""
     k_len = visible.shape[-1]
     if 0 in visible.shape:
         return arrays.full((*visible.shape[:-1], runs, 2), 0)
-    # All operands have the same number of dims: JAX can be told to refuse others.
+    # All operands have the same number of dims, because JAX can be configured to refuse rank promotion.
     lead = (1,) * (visible.ndim - 1)
     keys, reached, ends = arrays.arange(k_len).reshape(*lead, k_len), 0, []
     for _ in range(runs):
@@ -69,14 +69,14 @@ def encode(visible: _Values, runs: int | None = None, what: str = "from_dense") 
 
     Args:
         visible: bool (B, H, rows, k_len).
-        runs: R. None: the largest number of runs in a row, at least 1.
-        what: the caller, for the error.
+        runs: R. None means the largest number of runs in a row, at least 1.
+        what: Name of the caller, for the error.
 
     Returns:
-        int32 (B, H, rows, R, 2); empty spans last, as (0, 0).
+        int32 (B, H, rows, R, 2), with empty spans last, as (0, 0).
 
     Raises:
-        OptionError: if a row has more than `runs` runs.
+        OptionError: If a row has more than `runs` runs.
 
     Example:
         >>> encode(np.array([[[[True, False, True]]]]))[0, 0, 0].tolist()
@@ -92,12 +92,12 @@ def encode(visible: _Values, runs: int | None = None, what: str = "from_dense") 
     edges[:, -1:] = flat[:, -1:]
     count = edges.sum(axis=1) // 2
     most = int(count.max(initial=0))
-    expected = "rows of at most max_runs={} runs of visible keys"
+    expected = "at most max_runs={} runs of visible keys for each query"
     remedy = (
         f"Pass max_runs={most} or more (in a traced program it is {TRACED_RUNS} unless given), or lower the "
         "mask outside the compiled function, with mask.prepare(...)"
     )
-    expect(runs is None or most <= runs, what, expected, f"one with {most}", remedy, runs)
+    expect(runs is None or most <= runs, what, expected, f"a query with {most}", remedy, runs)
     row, at = np.nonzero(edges)
     # Edges of a row alternate between starts and stops, and come in pairs.
     bounds = table(row[::2], at[::2], at[1::2], len(flat), runs)
@@ -105,7 +105,10 @@ def encode(visible: _Values, runs: int | None = None, what: str = "from_dense") 
 
 
 def table(row: _Values, lo: _Values, hi: _Values, rows: int, runs: int | None = None) -> _Values:
-    """Spans [lo, hi), sorted by row and place, as int32 bounds (rows, runs, 2); runs: at least the most."""
+    """Write spans [lo, hi), sorted by row and place, as int32 bounds (rows, runs, 2).
+
+    `runs` is at least the most spans of a row. None means exactly that number.
+    """
     count = np.bincount(row, minlength=rows)
     runs = max(int(count.max(initial=0)), 1) if runs is None else runs
     bounds = np.zeros((rows, runs, 2), np.int32)

@@ -1,4 +1,4 @@
-"""Mask expressions: what every mask can do, how two are combined, and masks that are lowered already."""
+"""Mask expressions: the base class of masks, the operators `&` and `|`, and lowered masks."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from .lowering import Lowering, begin
 __all__ = ["And", "Combined", "Mask", "Or", "Prepared", "RowNumbered"]
 
 
-# Numbers and words that a mask may hold and still say all there is to know.
+# Types of fields that `static_key` can contain.
 _STATIC = (bool, int, float, str, type(None))
-# What a class says of its own lowering: a subclass that changes anything of it must say this anew.
+# Members that describe the lowering of a class. A subclass that changes the lowering does not inherit them.
 _ANSWERS = ("band", "static_key", "_in_numbers", "may_separate", "_separates", "_first_keys", "array_dims")
 
 
-# Operators of one kind in a row are one level. Lowering takes three of Python's 1,000 frames for each level.
+# A chain of equal operators is one level. Lowering takes three of Python's 1,000 frames for each level.
 _MOST_LEVELS = 200
 
 
 class Mask(Node):
-    """Mask: an immutable description of the keys that each query may see, composed with `&` and `|`.
+    """An immutable description of the keys that each query may see, composed with `&` and `|`.
 
-    A subclass becomes a frozen dataclass, without the decorator, and a pytree. It checks its fields in
-    `__post_init__`, and says in `_lower` which keys each row sees. The masks are in `attnspan.masks` and
-    `attnspan.library`.
+    The masks are in `attnspan.masks` and `attnspan.library`. Your own subclass becomes a frozen dataclass
+    (without the decorator) and a pytree. It checks its fields in `__post_init__`. Its `_lower` returns the
+    key intervals of the queries.
 
     Example:
         >>> from attnspan import causal, window
@@ -47,15 +47,15 @@ class Mask(Node):
         causal() & window(128)
     """
 
-    # Whether it may keep packed documents apart; a mask that knows none says False.
+    # Whether it may keep packed documents apart. A mask without documents or ids says False.
     _separates: ClassVar[bool] = True
-    # Whether its fields are numbers and other masks alone, which then say all there is to know.
+    # Whether its fields are only numbers and other masks, which then define the mask completely.
     _in_numbers: ClassVar[bool] = False
-    # Number of dims that its arrays have besides batch rows; None if their parts are unknown.
+    # Number of dims of its arrays without the batch dim. None if the arrays cannot be split by batch element.
     array_dims: ClassVar[int | None] = None
-    # Levels of masks in it, where it knows them: no field.
+    # Levels of nested masks in it, where it knows them. It is no field.
     _depth: ClassVar[int] = 0
-    # Whether masks of its own class that it holds become one with it.
+    # Whether operands of its own class are merged into it.
     _is_flat: ClassVar[bool] = False
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -63,15 +63,15 @@ class Mask(Node):
         forget_answers_of_others(cls, Mask, _ANSWERS)
 
     def may_separate(self) -> bool:
-        """Whether it may keep the packed documents of a row apart."""
+        """Whether the mask may keep packed documents apart."""
         return self._separates
 
     def static_key(self) -> tuple[Any, ...] | None:
-        """A hashable key that masks without data share if they mean the same; None for a mask with data."""
+        """A hashable key that is equal for masks that mean the same, or None for a mask with arrays."""
         if not self._in_numbers:
             return None
         parts: list[Any] = [type(self)]
-        names: tuple[str, ...] = self.__match_args__  # dynamo of torch 2.11 cannot trace vars(self).values()
+        names: tuple[str, ...] = self.__match_args__  # Dynamo of torch 2.11 cannot trace vars(self).values()
         for name in names:
             value = getattr(self, name)
             several = type(value) is tuple
@@ -85,8 +85,8 @@ class Mask(Node):
         return tuple(parts)
 
     def _nest(self, masks: Sequence[Mask]) -> None:
-        """Note how deep masks are nested in it: Python cannot walk through more than some levels."""
-        # Masks of its own class that an operator joined are of its own level.
+        """Store how deep masks are nested in it. Python's recursion limit bounds the number of levels."""
+        # Operands of its own class are merged, so they add no level.
         depth = max([mask._depth + (type(mask) is not type(self) or not mask._is_flat) for mask in masks])
         expected, remedy = "at most {} levels of masks", "Prepare an inner part first, by prepare(...)"
         expect(depth <= _MOST_LEVELS, type(self).__name__, expected, depth, remedy, _MOST_LEVELS)
@@ -98,7 +98,7 @@ class Mask(Node):
     def __or__(self, other: Mask) -> Mask:
         return _either(self, other) if isinstance(other, Mask) else refuse_operand("|", self, other)
 
-    # Reached where the left operand is no mask.
+    # Python calls these if the left operand is no mask.
     def __rand__(self, other: object) -> NoReturn:
         refuse_operand("&", self, other)
 
@@ -128,26 +128,31 @@ class Mask(Node):
         k_index: Array | None = None,
         like: Any = None,
     ) -> Prepared:
-        """Lower the mask for one problem, inside a traced program too. Nothing waits for data.
+        """Lower the mask for given sizes. It also works inside a traced program, and does not synchronize.
 
         Args:
-            q_len: number of query rows.
-            k_len: number of keys.
-            batch, heads: sizes that arrays of the mask must fit; axes on which nothing depends stay 1. By
-                default 1, and for `batch` that of a `like` with four axes.
-            q_index: integer (q_len,) or (batch, q_len), the rows' global indices. Default: the last q_len of
-                the keys (bottom-right alignment), unless the mask says otherwise, as `cache` and `documents`
-                do.
-            k_index: integer (k_len,), strictly ascending: the global indices of the keys that are here.
-                Default: 0..k_len-1. Arrays in the mask that belong to keys always describe the whole, global
+            q_len: Number of queries.
+            k_len: Number of keys.
+            batch, heads: Sizes that arrays of the mask must fit. An axis stays 1 if the mask does not vary
+                along it. Default: 1, or for `batch` the batch size of a `like` with four axes.
+            q_index: integer (q_len,) or (batch, q_len), the global indices of the queries. Default: the last
+                q_len indices of the keys (bottom-right alignment), except for masks with another default,
+                such as `cache` and `documents`.
+            k_index: integer (k_len,), strictly ascending, the global indices of the keys of the call.
+                Default: 0..k_len-1. Arrays of the mask that belong to keys always describe the whole, global
                 sequence.
-            like: an array such as q, in whose framework and on whose device the mask is lowered, also if its
-                arrays are of NumPy. Default: the framework of the mask's arrays, or NumPy.
+            like: An array such as q. The mask is lowered in its framework and on its device, even if the
+                mask has NumPy arrays. Default: the framework of the mask's arrays, or NumPy.
 
         Returns:
-            A lowered mask that keeps the global indices of its rows and keys, which biases of position and
-            dropout read. Its R depends on the mask's structure, not on data, except for `from_dense`, `keys`
-            and `from_predicate` without `max_runs` outside traced programs.
+            A lowered mask. It keeps the global indices of its queries and keys, which position biases and
+            dropout read. R depends on the expression, not on data. Outside traced programs, `from_dense`,
+            `keys`, `from_predicate` and `from_block_mask` without `max_runs` take R from the data.
+
+        Raises:
+            ShapeError: If arrays of the mask do not fit the sizes.
+            OptionError: If two masks have different default `q_index`, or if data are wrong and can be read.
+            DeviceError: If the arrays are of two frameworks or on two devices.
 
         Example:
             >>> from attnspan import causal, window
@@ -172,21 +177,23 @@ class Mask(Node):
             return Prepared(spans.take_keys(k_index), rows_at, k_index[None])
 
     def prepare(self, q_len: int, k_len: int, **options: Any) -> Prepared:
-        """Lower the mask once, with the smallest R its data need, to be shared by all layers.
+        """Lower the mask once, with the smallest R that its data need, to share it among all layers.
 
-        Use it outside the model, per batch, for instance in a data loader. It reports illegal data by row on
-        every device, and waits for the device to do so. Eager calls of attention remember the lowering of a
-        mask; compiled code lowers it in every layer, as eager code does with `from_predicate`, in
-        O(q_len * k_len). If R varies from batch to batch, so does a shape that a compiler sees: use `spans`.
+        Call it outside the model, once for each batch, for example in a data loader. It checks the data on
+        every device, so it synchronizes with the device.
+
+        In eager mode, attention caches the lowered form of a mask. Compiled code lowers an unprepared mask
+        in every layer. So does eager code with `from_predicate`, in O(q_len * k_len). If R changes between
+        batches, a compiled function recompiles: use `spans` then.
 
         Args:
-            q_len, k_len, **options: as for `spans`.
+            q_len, k_len, **options: As for `spans`.
 
         Returns:
-            The lowered mask, with canonical, contiguous bounds. Arrays of NumPy are read-only.
+            The lowered mask, with canonical, contiguous bounds. NumPy arrays are read-only.
 
         Raises:
-            OptionError: for rows whose data break a promise, besides what `spans` raises.
+            OptionError: If data are wrong, naming the first illegal query. Also the errors of `spans`.
 
         Example:
             >>> from attnspan import causal
@@ -197,13 +204,13 @@ class Mask(Node):
         found.lowered._require_values("prepare", of="mask")
         with outside_inference_mode():
             exact = found.lowered.compact().validate()
-            # Layers share it: a write would change the mask of all of them.
+            # Layers share the mask, and a write would change it for all of them.
             spans = Spans(frozen(exact.bounds), exact.k_len)
             mask = Prepared(spans, frozen(found.q_index), frozen(found.k_index), found.bare)
             return _known_as(found.band(), mask)
 
     def show(self, q_len: int = 64, k_len: int | None = None, **options: Any) -> None:
-        """Print a picture of the mask, as `attnspan.masks.picture.show` does, which has the options."""
+        """Print a picture of the mask. The options are those that `attnspan.masks.picture.show` takes."""
         from .picture import show
 
         show(self, q_len, q_len if k_len is None else k_len, **options)
@@ -213,46 +220,46 @@ class Mask(Node):
 
         return svg_of_mask(self)
 
-    # What a kind of mask says of itself. Sizes may be symbolic while a compiler reads this code; int() would
-    # fix them to one value.
+    # Members that a class of masks overrides. Sizes may be symbolic while a compiler reads this code, and
+    # int() would fix them to one value.
 
     def band(self) -> Band | None:
-        """The band that other libraries' kernels know the mask as; None if they do not."""
+        """The mask as a band, for kernels of other libraries, or None if it is no band."""
         return None
 
     def _first_keys(self) -> int | None:
-        """n of a mask that shows every query the first n keys, and no others."""
+        """n of a mask that shows every query the first n keys and no others, or None."""
         return None
 
     def _lower(self, low: Lowering) -> Rows:
-        raise NotImplementedError(f"{type(self).__name__} must say how it is lowered")
+        raise NotImplementedError(f"{type(self).__name__} must define _lower")
 
     def leaves(self) -> list[Mask]:
-        """The masks that it combines; itself where it combines none."""
+        """The masks that it combines, or only itself."""
         return [self]
 
     def _key_len(self) -> Any:
-        """Length of the global key sequence, if an array says it."""
+        """Length of the global key sequence, if an array of the mask defines it."""
         return None
 
     def _key_len_is_data(self) -> bool:
-        """Whether a program that is being traced must not read that length."""
+        """Whether a traced program must not read that length."""
         return False
 
     def _row_len(self) -> Any:
-        """Number of query rows, if an array of the mask has one entry for each."""
+        """Number of queries, if an array of the mask has one entry for each."""
         return None
 
     def _anchor(self) -> tuple[Any, ...] | None:
-        """Objects that determine the default `q_index`, compared by identity; None for the usual one."""
+        """Objects that define the default `q_index`, compared by identity. None means the usual default."""
         return None
 
     def _anchor_index(self, low: Lowering) -> Array:
-        raise NotImplementedError(f"{type(self).__name__} must say which indices it implies")
+        raise NotImplementedError(f"{type(self).__name__} must define _anchor_index")
 
 
 class RowNumbered(Mask):
-    """A mask whose rows are counted from 0, whatever the keys are: cross attention, or a `BlockMask`."""
+    """A mask whose queries are counted from 0, independent of the keys: cross attention, or a `BlockMask`."""
 
     def _anchor(self) -> tuple[Any, ...] | None:
         return ("row numbers",)
@@ -270,7 +277,7 @@ class Combined(Mask):
     operands: tuple[Mask, ...]
 
     def __post_init__(self) -> None:
-        # In one level, so that masks joined in a loop are not nested as often as the loop runs.
+        # Operands are merged into one level, so that masks joined in a loop are not nested.
         flat: list[Mask] = []
         for operand in self.operands:
             flat += operand.operands if type(operand) is type(self) else [operand]  # type: ignore[attr-defined]
@@ -295,7 +302,7 @@ class And(Combined):
         for operand in self.operands:
             other = operand.band()
             band = None if band is None or other is None else band & other
-        # Rows that were lowered before may be others than those of the documents, which the lowering finds.
+        # A prepared mask may have other queries than the documents. Only the lowering checks that.
         fixed = any(isinstance(operand, Prepared) for operand in self.operands)
         return None if fixed and band is not None and band.cu_k is not None else band
 
@@ -311,8 +318,8 @@ class And(Combined):
         clip = Rows((FULL,)) if clip is None else clip
         if not wide:
             return clip
-        # Single intervals go into the operands of each `|` first: many of those then have unions known to be
-        # one.
+        # Single intervals clip the operands of each `|` first, because many unions are then known to be one
+        # interval.
         lowered = [
             operand._lower_within(low, clip) if type(operand) is Or else clip_rows(low.arrays, rows, clip)
             for operand, rows in wide
@@ -333,7 +340,7 @@ class Or(Combined):
         return self._lower_within(low, Rows((FULL,)))
 
     def _lower_within(self, low: Lowering, clip: Rows) -> Rows:
-        """Lower the union intersected with `clip`, which has a single interval per row."""
+        """Lower the union intersected with `clip`, which has one interval for each query."""
         pool: list[Interval] = []
         illegal = None
         for operand in self.operands:
@@ -347,17 +354,21 @@ class Or(Combined):
 
 
 class Prepared(Mask):
-    """A mask lowered for one problem, by `Mask.prepare` or `Mask.spans`. Rows are as they come.
+    """A lowered mask for given sizes, made by `Mask.prepare` or `Mask.spans`.
 
-    Accepted wherever a mask is, and has the attributes and methods of `Spans`. `spans` checks the sizes it is
-    asked for, restricts it to a `k_index`, and refuses a `q_index`, as its rows are fixed. In an expression,
-    the indices of its rows are the default ones of the other operands too.
+    You can use it wherever a mask is expected. It has the attributes and methods of `Spans`. Its `spans`
+    checks the sizes, restricts the mask to a `k_index`, and raises for a `q_index`, because its queries are
+    fixed. In an expression, its query indices are also the default indices of the other operands.
 
     Attributes:
-        lowered: the spans, over the keys that are here.
-        q_index: int32 (B|1, q_len), the rows' global indices; None where they are the last of the keys.
-        k_index: int32 (1, k_len), the keys' global indices; None where they are 0..k_len-1.
-        bare: it came as spans, which do not say where their rows are: they fit any other rows.
+        lowered: The spans, over the keys of the call.
+        q_index: int32 (B|1, q_len), the global indices of the queries. None means the last keys.
+        k_index: int32 (1, k_len), the global indices of the keys. None means 0..k_len-1.
+        bare: Whether the mask was made from spans without query indices. It then fits any queries.
+
+    Raises:
+        ShapeError: If it is used with other sizes.
+        OptionError: If an expression or a `q_index` assigns other indices to its queries.
 
     Example:
         >>> from attnspan import causal
@@ -370,23 +381,23 @@ class Prepared(Mask):
     k_index: Array | None = None
     bare: bool = False
 
-    # What it was lowered from, where that is a band: no field, so that all lowered masks are of one tree.
+    # The band that it was lowered from, if any. No field, so that all lowered masks have one tree structure.
     _of: ClassVar[Band | None] = None
-    # How many of the first tokens a rolling cache keeps, and shows to all later ones. No field either.
+    # Number of first tokens that a rolling cache keeps and shows to all later tokens. No field either.
     _kept: ClassVar[int | None] = None
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         del keywords
-        expected, got = "a subclass of Mask", "one of Prepared, whose spans are read past its methods"
-        remedy = "Write a Mask that holds the lowered one, and lower that one in its _lower"
+        expected, got = "a subclass of Mask", "a subclass of Prepared, whose spans are read past its methods"
+        remedy = "Write a Mask that holds the lowered mask, and lower it in _lower"
         raise UsageError(f"class {cls.__name__}", expected=expected, got=got, remedy=remedy)
 
     def band(self) -> Band | None:
         return self._of
 
     def __getattr__(self, name: str) -> Any:
-        # What `Spans` can do, a lowered mask can: `mask.spans(4, 4).dense()`.
-        if name == "ndim":  # reached where the property has raised
+        # A lowered mask has the members of `Spans`: `mask.spans(4, 4).dense()`.
+        if name == "ndim":  # reached if the property has raised
             refuse_use_as_array(self)
         if name.startswith("__") or name == "lowered":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -395,15 +406,15 @@ class Prepared(Mask):
     def _spans(
         self, q_len: int, k_len: int, batch: int, heads: int, q_index: Any, k_index: Any, like: Any
     ) -> Prepared:
-        # The mask itself; with `k_index`, restricted to those keys.
-        what, expected = "q_index", "None with a prepared mask, whose rows are known"
-        remedy = "Give them to prepare(), or take rows by mask.lowered.take_queries(...)"
-        expect(q_index is None, what, expected, "indices of rows", remedy)
+        # The mask itself, or with `k_index` restricted to these keys.
+        what, expected = "q_index", "None with a prepared mask, whose queries are known"
+        remedy = "Pass q_index to prepare(), or select queries with mask.lowered.take_queries(...)"
+        expect(q_index is None, what, expected, "indices of queries", remedy)
         if k_index is None:
             self._check_fit(self.lowered.k_len, q_len, k_len, batch, heads)
             return self
         arrays, q_index = arrays_for([self.lowered.bounds]), self.q_index
-        if q_index is None:  # Counted back from all keys, not from those that are left.
+        if q_index is None:  # counted back from all keys, before `k_index` selects some
             q_index = (arrays.arange(q_len) + (self.lowered.k_len - q_len))[None]
         found = super()._spans(q_len, k_len, batch, heads, q_index, k_index, like)
         own = found.k_index if self.k_index is None else arrays.take_along(self.k_index, found.k_index)
@@ -445,11 +456,11 @@ class Prepared(Mask):
         return replace(rows, illegal=illegal)
 
     def _other_rows(self, low: Lowering) -> Array | None:
-        """Rows that the other operands take for those of other indices."""
+        """The queries to which the other operands assign other indices."""
         if self.q_index is None and (self.bare or low.counted_back):
             return None
-        expected = "the rows that it was prepared for"
-        remedy = "Combine masks before they are prepared, or prepare them for the same rows"
+        expected = "the queries that it was prepared for"
+        remedy = "Combine masks before you prepare them, or prepare them for the same queries"
         other = self._anchor_index(low) != low.q_index
         return low.broken("q_index of a prepared mask", other, expected, remedy)
 
@@ -458,37 +469,37 @@ class Prepared(Mask):
 
 
 def _apart(x: Any) -> Any:
-    """An array that shares no memory with one that the caller gave, and may write into later."""
+    """A copy of a caller's array, because the caller may write into it later."""
     return x if arrays_for([x]).tracing() else _copy(x)
 
 
 def _copy(x: Any) -> Any:
-    # NumPy first: a compiler, which records its arrays as tensors, says that they have `clone`.
+    # NumPy first: a compiler records NumPy arrays as tensors and says that they have `clone`.
     return own(x) if isinstance(x, np.ndarray) or not hasattr(x, "clone") else x.clone()
 
 
 def _known_as(band: Band | None, mask: Prepared) -> Prepared:
-    if band is not None:  # A copy: what is lowered does not change when the caller writes into an array.
+    if band is not None:  # a copy, because a lowered mask must not change if the caller writes into an array
         object.__setattr__(mask, "_of", Band(band.left, band.right, _copy(band.cu_q), _copy(band.cu_k)))
     return mask
 
 
 def _either(left: Mask, right: Mask) -> Mask:
-    """The masks joined by `|`. A rolling cache's mask has those first keys already that the cache keeps."""
+    """Join masks by `|`. The mask of a rolling cache already shows the first keys that the cache keeps."""
     for mask, other in ((left, right), (right, left)):
         kept, n = getattr(mask, "_kept", None), other._first_keys()
         if isinstance(mask, Prepared) and kept is not None and n is not None:
             what, remedy = "global_keys with the mask of a rolling cache", f"Make the cache with keep={n}"
-            expect(n <= kept, what, "at most the {} first tokens that it keeps", n, remedy, kept)
+            expect(n <= kept, what, "at most the {} first tokens that the cache keeps", n, remedy, kept)
             return mask
     return Or(_one_order(left, right))
 
 
 def _one_order(*masks: Mask) -> tuple[Mask, ...]:
-    """The masks, if none has keys in an order of their own: another would take slots for indices."""
+    """The masks, unless one has a `k_index`: another mask would mistake slots for indices."""
     for mask in masks:
         if isinstance(mask, Prepared) and mask.k_index is not None:
-            what, got = "& and | with a prepared mask", f"{mask!r}, whose keys have indices of their own"
-            remedy = "Combine the masks before one is prepared for some keys, or for the slots of a cache"
+            what, got = "& and | with a prepared mask", f"{mask!r}, whose keys have other indices"
+            remedy = "Combine the masks before you prepare one for some keys, or for the slots of a cache"
             raise OptionError(what, expected="keys that are 0..k_len-1", got=got, remedy=remedy)
     return masks

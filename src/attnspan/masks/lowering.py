@@ -1,4 +1,4 @@
-"""One lowering of a mask: its framework, the problem's sizes, the indices of rows, and what parts share."""
+"""One lowering of a mask: its framework, sizes and query indices, and results that its parts share."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ from .intervals import Interval, Rows, common, either_illegal, materialise, spli
 
 __all__ = ["DocumentRows", "Lowering", "SpansLargerThanMask", "begin", "key_len"]
 
+_LAYOUT = "pass layout='bshd' if k is (B, S, H, D)"
+"""The remedy for keys that are counted along another axis."""
+
 _SMALL = 1 << 20
-"""Bytes of spans up to which no warning is given."""
+"""The most bytes of spans without a warning."""
 
 
 class SpansLargerThanMask(UserWarning):
-    """The spans of a mask take more memory than its booleans would: its rows have too many runs."""
+    """Warning that the spans of a mask take more memory than booleans, because queries have too many runs."""
 
 
 @dataclass(frozen=True, eq=False)
 class DocumentRows:
-    """Per query row: the document it is in, and the half-open range of that document's keys."""
+    """For each query: its document, and the half-open range of the document's keys."""
 
     number: Array
     lo: Array
@@ -41,14 +44,28 @@ class DocumentRows:
 
 @dataclass(eq=False)
 class Lowering:
-    """One lowering: the problem's sizes, the rows' indices, and what has been computed already.
+    """One lowering of a mask: sizes, query indices, and results that are computed once.
+
+    `_lower` of a mask class receives it.
 
     Attributes:
-        arrays: the framework in use.
-        k_len: length of the global key sequence, None where nothing says it (only with `k_index`).
-        q_index: int32 (B|1, 1, q_len), the rows' global indices.
-        tail: the rows are the last of the keys, so that taking by `q_index` is a slice.
-        counted_back: the rows are counted back from the end of the keys, which may lie before the first.
+        arrays: Array functions of the framework in use.
+        q_len: Number of queries.
+        k_len: Length of the global key sequence. None if nothing defines it, which happens only with
+            `k_index`.
+        batch, heads: Sizes that arrays of the mask must fit.
+        q_index: int32 (B|1, 1, q_len), the global indices of the queries.
+        tail: Whether the queries are the last keys, so that taking by `q_index` is a slice.
+        counted_back: Whether the queries are counted back from the last key. With more queries than keys,
+            indices are then negative.
+
+    Example:
+        >>> from attnspan.masks import Interval, Mask, Rows
+        >>> class first_keys(Mask):
+        ...     def _lower(self, low):
+        ...         return Rows((Interval(0, low.q_len),))
+        >>> first_keys().spans(2, 4).bounds[0, 0, :, 0].tolist()
+        [[0, 2], [0, 2]]
     """
 
     arrays: Arrays
@@ -59,16 +76,16 @@ class Lowering:
     q_index: Array = None
     tail: bool = False
     counted_back: bool = False
-    # Lists searched by identity, not dicts by id(): compilers trace `is` on tensors.
+    # Lists that are searched by identity, not dicts by id(), because compilers trace `is` on tensors.
     lowered: list[tuple[object, Rows]] = field(default_factory=list)
     document_rows: list[tuple[object, object, DocumentRows]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # A bound on key indices, exclusive.
+        # Exclusive bound on key indices.
         self.top = INT32_MAX if self.k_len is None else self.k_len
 
     def part(self, **changes: Any) -> Lowering:
-        """A lowering for a part of the problem, which shares nothing that was computed."""
+        """A lowering for a part of the problem. It shares no computed results."""
         return replace(self, lowered=[], document_rows=[], **changes)
 
     def lower(self, mask: Any) -> Rows:
@@ -81,11 +98,12 @@ class Lowering:
         return lowered
 
     def bounds(self, mask: Any) -> Array:
-        """int32 (B|1, H|1, q_len, R, 2) of a mask; (0, -1) in each span of an illegal row."""
+        """Bounds of a mask, int32 (B|1, H|1, q_len, R, 2). Each span of an illegal query is (0, -1)."""
         arrays, rows = self.arrays, mask._lower(self)
         los, his = materialise(arrays, rows.intervals, self.q_len, self.top)
         illegal = rows.illegal
-        # Marked before they are interleaved, which is faster by far; not at all where none is illegal.
+        # Illegal spans are marked before the ends are interleaved, which is much faster, and only if there
+        # are any.
         if illegal is not None and not (arrays.concrete(illegal) and not illegal.any()):
             los = [arrays.where(illegal, 0, lo) for lo in los]
             his = [arrays.where(illegal, -1, hi) for hi in his]
@@ -101,20 +119,20 @@ class Lowering:
             return
         if 8 * runs > k_len and 8 * runs * q_len > _SMALL:
             warnings.warn(
-                f"mask: its rows have up to {runs} runs, so its spans take {8 * runs * q_len >> 20} MiB "
+                f"mask: its queries have up to {runs} runs, so its spans take {8 * runs * q_len >> 20} MiB "
                 f"where booleans would take {q_len * k_len >> 20} MiB. Spans are meant for masks with few "
-                "runs per row.",
+                "runs for each query.",
                 SpansLargerThanMask,
                 stacklevel=2,
             )
 
     def rows_of(self, bounds: Array) -> Rows:
-        """Bounds (B|1, H|1, q_len, R, 2) that users gave; those that are illegal stay so."""
+        """Spans of a user's bounds (B|1, H|1, q_len, R, 2). Illegal spans stay illegal."""
         bounds = self.arrays.to_int32(bounds)
         return Rows(split(bounds[..., 0], bounds[..., 1]), Spans(bounds, self.top)._illegal_rows())
 
     def union(self, intervals: Sequence[Interval], illegal: Array | None = None) -> Rows:
-        """The union of intervals in any order: as many, ascending and disjoint, those that touch joined."""
+        """The union of intervals in any order, as equally many ascending, disjoint intervals."""
         if len(intervals) == 1:
             return Rows(tuple(intervals), illegal)
         if len(intervals) == 2:
@@ -123,7 +141,7 @@ class Lowering:
         return Rows(self._sweep(intervals, depth=1, count=len(intervals)), illegal)
 
     def intersection(self, a: Rows, b: Rows) -> Rows:
-        """The intersection where both have several intervals: at most Ra + Rb - 1."""
+        """The intersection if both have several intervals, as at most Ra + Rb - 1 intervals."""
         both = (*a.intervals, *b.intervals)
         return Rows(self._sweep(both, depth=2, count=len(both) - 1), either_illegal(a.illegal, b.illegal))
 
@@ -132,38 +150,38 @@ class Lowering:
         return split(*sweep(self.arrays, lo, hi, depth=depth, count=count, top=self.top))
 
     def shifted(self, by: int) -> Array:
-        """The rows' indices plus `by`, held within int32."""
+        """The query indices plus `by`, clipped to int32."""
         if by < 0:
             return self.arrays.maximum(self.q_index, -INT32_MAX - by) + by
         return self.arrays.minimum(self.q_index, INT32_MAX - by) + by
 
     def seen_by(self, rows: Array, lo: Any, hi: Any) -> Interval:
-        """[lo, hi) for the rows where `rows` (bool, B|1, 1, q_len) holds, and nothing for the others."""
+        """Interval [lo, hi) for the queries where `rows` (bool, B|1, 1, q_len) holds, else empty."""
         return Interval(self.arrays.where(rows, lo, 0), self.arrays.where(rows, hi, 0))
 
     def last_rows(self) -> Array:
-        """int32 (1, 1, q_len): the indices of rows that are the last of the keys."""
+        """Indices of queries that are the last keys, int32 (1, 1, q_len)."""
         return self.arrays.arange(self.q_len)[None, None] + (self.top - self.q_len)
 
     def index_rows(self, leaves: list[Any], q_index: Any, k_index: Any) -> None:
-        """Give the rows their indices: those that are given, those that a mask implies, or the last ones."""
+        """Set the query indices: as passed, as a mask defines them, or the last keys."""
         anchored = [leaf for leaf in leaves if leaf._anchor() is not None]
         if q_index is not None:
             self.q_index = self._checked(q_index)
         elif anchored:
-            # A prepared mask compares its rows with those chosen, so that it need not be the same array.
+            # A prepared mask compares its query indices with the chosen ones, so they may be another array.
             others = [leaf for leaf in anchored if leaf._anchor()[0] != "prepared"]
             first, *rest = others or anchored[:1]
             for leaf in rest:
                 if not _same_anchor(leaf, first):
                     got = f"one from {first!r} and another from {leaf!r}"
-                    remedy = "Pass q_index, or make both from one and the same array"
-                    remedy += "; Layout.of takes mask.prepare(q_len, k_len, q_index=...)"
-                    expect(False, "q_index", "one default for the rows' indices", got, remedy)
+                    remedy = "Pass q_index, or make both from the same array. For Layout.of, pass"
+                    remedy += " mask.prepare(q_len, k_len, q_index=...)"
+                    expect(False, "q_index", "one default q_index for all masks", got, remedy)
             self.q_index = first._anchor_index(self)
         elif k_index is not None:
             n = k_index.shape[0]
-            expected, remedy = "no more rows than keys, {}, where it is left out", "Pass q_index with k_index"
+            expected, remedy = "no more queries than keys, {}, without q_index", "Pass q_index with k_index"
             expect(self.q_len <= n, "q_index", expected, self.q_len, remedy, n, error=ShapeError)
             self.q_index = k_index[n - self.q_len :][None, None]
         else:
@@ -172,17 +190,17 @@ class Lowering:
 
     def _checked(self, q_index: Any) -> Array:
         q_index = checks.integers("q_index", q_index)
-        expected, n = "one global index per query row, {}", q_index.shape[-1]
-        expect(n == self.q_len, "q_index", expected, n, "Pass as many", self.q_len, error=ShapeError)
+        expected, n = "one global index for each query, {}", q_index.shape[-1]
+        expect(n == self.q_len, "q_index", expected, n, "Pass as many indices", self.q_len, error=ShapeError)
         if self.arrays.concrete(q_index):
             largest = self.arrays.to_numpy(q_index).max(initial=0)
-            # The key after a row's own is an int32 too.
-            expect(largest < INT32_MAX, "q_index", "int32 indices", str(largest), "Use smaller ones")
+            # The key after the query's own must fit int32 too.
+            expect(largest < INT32_MAX, "q_index", "int32 indices", str(largest), "Use smaller indices")
             return self.per_batch("q_index", q_index)[:, None]
         return self.arrays.minimum(self.per_batch("q_index", q_index)[:, None], INT32_MAX - 1)
 
     def int32(self, what: str, x: Array) -> Array:
-        """`x` as int32. Values beyond that raise where they can be read, and saturate elsewhere."""
+        """Convert `x` to int32. Larger values raise if they can be read, and saturate otherwise."""
         if self.arrays.concrete(x):
             values = self.arrays.to_numpy(x)
             if values.size and not -INT32_MAX <= values.min() <= values.max() <= INT32_MAX:
@@ -191,12 +209,12 @@ class Lowering:
         return self.arrays.to_int32(x)
 
     def per_batch(self, what: str, x: Array, dtype: str = "int32") -> Array:
-        """`x` of shape (n,) or (B, n) as (1|B, n)."""
+        """Convert `x` of shape (n,) or (B, n) to (1|B, n)."""
         if dtype != "int32" and self.arrays.name == "jax" and isinstance(x, np.ndarray):
-            # JAX has 32 bits unless told otherwise: ids that differ beyond them would become equal.
+            # JAX has 32 bits by default, where ids that differ in higher bits would become equal.
             kept = x.astype(self.arrays.full((), 0, dtype).dtype)
             remedy = "Renumber them: np.unique(ids, return_inverse=True)[1]"
-            expect((kept == x).all(), what, f"ids of {kept.dtype}, as JAX has them", "larger ones", remedy)
+            expect((kept == x).all(), what, f"ids of {kept.dtype}, as JAX has them", "larger ids", remedy)
         x = self.int32(what, x) if dtype == "int32" else self.arrays.asarray(x, dtype)
         x = x[None] if x.ndim == 1 else x
         if not self.arrays.is_one(x.shape[0]):
@@ -204,34 +222,34 @@ class Lowering:
         return x
 
     def check_axis(self, what: str, axis: str, size: int) -> None:
-        """Raise unless an array has one entry along "batch" or "heads", or as many as the problem."""
+        """Raise unless an array's "batch" or "heads" axis has length 1 or the size of the problem."""
         own = self.batch if axis == "batch" else self.heads
         if not (sure(size == 1) or agree(size, own)):
             expected = f"{'' if isinstance(own, int) and own == 1 else '1 or '}{{}} along the {axis} axis"
-            remedy = f"It must fit q; prepare(), spans() and Layout.of() take {axis}=, the first two like=q"
+            remedy = f"It must fit q: pass {axis}= to prepare(), spans() or Layout.of()"
             expect(False, what, expected, size, remedy, own, error=ShapeError)
 
     def check_rows(self, what: str, size: int) -> None:
-        """Raise unless an array has an entry for each query row."""
-        expected = "one entry per query row, {}"
-        remedy = "It describes rows as they come: take the rows that the queries are"
+        """Raise unless an array has one entry for each query."""
+        expected = "one entry for each query, {}"
+        remedy = "The array describes the queries of the call: select the entries of these queries"
         expect(size == self.q_len, what, expected, size, remedy, self.q_len, error=ShapeError)
 
     def check_planes(self, what: str, x: Array) -> None:
-        """Raise unless x (B|1, H|1, ...) fits the problem's batch rows and heads."""
+        """Raise unless x (B|1, H|1, ...) fits the batch size and the number of heads."""
         self.check_axis(what, "batch", x.shape[0])
         self.check_axis(what, "heads", x.shape[1])
 
     def needs_keys(self, what: str) -> None:
-        """Raise where only `k_index` says which keys there are."""
+        """Raise if only `k_index` defines the keys."""
         expected, remedy = "the length of the global key sequence", "Lower it over all keys, then take_keys"
         expect(self.k_len is not None, what, expected, "k_index alone", remedy)
 
     def broken(self, what: str, bad: Array, expected: str, remedy: str, *values: Any) -> Array | None:
-        """Raise if any of `bad` holds and can be read; else return it, to make its rows illegal."""
+        """Raise if any of `bad` holds and can be read. Otherwise return it, to make these queries illegal."""
         if not self.arrays.concrete(bad):
             return bad
-        expect(not bool(bad.any()), what, expected, "values outside that", remedy, *values)
+        expect(not bool(bad.any()), what, expected, "other values", remedy, *values)
         return None
 
     def lengths(
@@ -239,9 +257,9 @@ class Lowering:
         what: str,
         lengths: Any,
         below: int | None,
-        remedy: str = "Pass the number of keys of each batch row",
+        remedy: str = f"Pass the number of keys of each batch element, and {_LAYOUT}",
     ) -> tuple[Any, Array | None]:
-        """Lengths as an int or (B, 1, 1), and the rows whose length is negative or above `below`."""
+        """Lengths as an int or (B, 1, 1), and batch elements whose length is negative or above `below`."""
         limit = () if below is None else (below,)
         legal = "at least 0" + (" and at most {}" if limit else "")
         if isinstance(lengths, int):
@@ -255,11 +273,11 @@ class Lowering:
         return values, self.broken(name, bad, f"lengths of {legal}", remedy, *limit)
 
     def take(self, x: Array) -> tuple[Array, Array | None, Array | None]:
-        """`x` (1|B, n), which describes keys, at the rows' own indices.
+        """Take an array of keys, `x` (1|B, n), at the query indices.
 
         Returns:
-            The values (1|B, q_len); where the index is that of no key (None: nowhere): such rows see nothing;
-            and the rows whose index lies beyond the keys, which are illegal.
+            The values (1|B, q_len). Then the queries whose index belongs to no key, which see nothing, or
+            None. Then the queries whose index is beyond the keys, which are illegal, or None.
         """
         if self.tail:
             offset = self.top - self.q_len
@@ -272,9 +290,9 @@ class Lowering:
         return values, (index < 0) | (index >= n), beyond
 
     def documents(self, what: str, cu_q: Array, cu_k: Array | None = None) -> DocumentRows:
-        """The document of each row: by its global index, or with `cu_k` by its number among the rows.
+        """The document of each query, at its global index, or with `cu_k` at its number among the queries.
 
-        The ends are the same objects for the same offsets.
+        The same offsets give the same objects, so that intervals share their ends.
         """
         for known_q, known_k, rows in self.document_rows:
             if known_q is cu_q and known_k is cu_k:
@@ -288,7 +306,7 @@ class Lowering:
         number = arrays.searchsorted(offsets, index, right=True) - 1
         inside = (index >= 0) & (index < offsets[:, -1:])
         number = arrays.clip(number, 0, offsets.shape[-1] - 2)
-        # A row in no document is an empty span at its own index: still anchored.
+        # A query in no document has an empty span at its own index, which is still anchored.
         lo = arrays.where(inside, arrays.take_along(starts, number), index)[:, None]
         hi = arrays.where(inside, arrays.take_along(starts, number + 1), index)[:, None]
         rows = DocumentRows(number, lo, hi, inside, illegal)
@@ -296,16 +314,16 @@ class Lowering:
         return rows
 
     def _offsets(self, what: str, source: Array, total: int) -> tuple[Array, Array | None]:
-        """Offsets of documents as (1|B, n + 1), and the illegal rows (1|B, 1, 1)."""
+        """Offsets of documents as (1|B, n + 1), and the illegal batch elements (1|B, 1, 1)."""
         cu = self.per_batch(what, source)
         bad = self.unordered(cu, repeats=True) | (cu[:, 0] != 0) | (cu[:, -1] > total)
         expected = "ascending offsets that start at 0 and end at {} or before"
-        remedy = "Pass the cumulative lengths of the documents, as torch.cumsum gives with a 0 before them"
+        remedy = f"Pass the cumulative lengths of the documents with a 0 before them, and {_LAYOUT}"
         return cu, self.broken(what, bad[:, None, None], expected, remedy, total)
 
     def unordered(self, x: Array, *, repeats: bool) -> Array:
-        """Bool (1|B,): whether a row of `x` (1|B, n) does not ascend, or repeats a value and must not."""
-        # Not by slices of n - 1 elements: a compiler would make n a constant where they have one element.
+        """Whether a row of `x` (1|B, n) descends, or repeats a value without `repeats`, bool (1|B,)."""
+        # No slices of n - 1 elements: a compiler would specialize on n = 2, where they have one element.
         place = self.arrays.arange(x.shape[-1])
         before = self.arrays.take_along(x, self.arrays.maximum(place - 1, 0)[None])
         return self.arrays.any(x < before if repeats else (x <= before) & (place > 0)[None])
@@ -321,7 +339,7 @@ def begin(
     q_index: Any = None,
     k_index: Any = None,
 ) -> Lowering:
-    """Find the length of the global key sequence, and give the rows of `leaves` their indices."""
+    """Find the length of the global key sequence, and set the query indices."""
     tracing = arrays.tracing()
     if tracing:
         q_len, k_len, batch, heads = map(arrays.size, (q_len, k_len, batch, heads))
@@ -333,13 +351,15 @@ def begin(
                 expect(False, name, "0 to {}", size, "Use fewer", INT32_MAX)
     if k_index is not None:
         if is_array(k_index) and k_index.ndim == 2:
-            remedy = "Pass k_index[0] if its rows are equal. Else lower the mask for each b with k_index[b], "
+            remedy = (
+                "Pass k_index[0] if all its rows are equal. Else lower the mask for each b with k_index[b], "
+            )
             remedy += "join the bounds along their first axis, and pass attnspan.spans(bounds) as the mask"
             got = tuple(k_index.shape)
-            expect(False, "k_index", "(k_len,), for all batch rows", got, remedy, error=ShapeError)
+            expect(False, "k_index", "(k_len,), for all batch elements", got, remedy, error=ShapeError)
         k_index = check_index(arrays, k_index, "k_index", below=None, ascending=True)
-        n, remedy = k_index.shape[0], "Pass the global indices of the keys that are here"
-        expect(n == k_len, "k_index", "one index per key, {}", n, remedy, k_len, error=ShapeError)
+        n, remedy = k_index.shape[0], "Pass the global indices of the keys of the call"
+        expect(n == k_len, "k_index", "one index for each key, {}", n, remedy, k_len, error=ShapeError)
     keys = key_len(leaves, None if k_index is not None else k_len, tracing)
     keys = arrays.size(keys) if tracing else keys
     low = Lowering(arrays, q_len, keys, batch, heads)
@@ -348,7 +368,7 @@ def begin(
 
 
 def _check_size(name: str, size: Any) -> None:
-    """Raise for what is no size. Symbols of a compiler are, and tensors in `torch.jit.trace`."""
+    """Raise for a value that is no size. Symbols of a compiler are sizes, and so are jit.trace's tensors."""
     traced = is_array(size) and "torch" in sys.modules and sys.modules["torch"].jit.is_tracing()
     other = isinstance(size, (bool, float, list, str, tuple)) or size is None or is_array(size)
     if other and not traced:
@@ -358,15 +378,15 @@ def _check_size(name: str, size: Any) -> None:
 
 
 def key_len(leaves: list[Any], known: int | None = None, tracing: bool = False) -> int | None:
-    """The length of the global key sequence, which is known or which masks say; raises where they differ."""
+    """The length of the global key sequence, as known or as masks define it. Raises if they differ."""
     for leaf in leaves:
-        # The program checks a length that is data: read here, it would be a constant.
+        # The program checks a length that is data. Read here, it would become a constant.
         length = None if tracing and known is not None and leaf._key_len_is_data() else leaf._key_len()
         if length is None:
             continue
         if known is not None and length is not known and not agree(length, known):
-            remedy = "They describe the whole, global sequence. Name layout='bshd' if k is (B, S, H, D)"
-            remedy += ", pass a plan if ranks share the sequence, or k_index if only some keys are here"
+            remedy = f"They describe the whole, global sequence: {_LAYOUT}, pass a plan if ranks share the "
+            remedy += "sequence, or pass k_index if the call has only some keys"
             expected = "arrays that describe {} keys"
             expect(False, repr(leaf), expected, length, remedy, known, error=ShapeError)
         known = length

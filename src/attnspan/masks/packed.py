@@ -1,4 +1,4 @@
-"""Masks of packed sequences: rows see the keys of their segment, group or document."""
+"""Masks of packed sequences: a query sees the keys of its segment, group or document."""
 
 from __future__ import annotations
 
@@ -25,16 +25,22 @@ __all__ = ["documents", "groups", "prefix", "segments"]
 class segments(Mask):
     """A query sees the keys with its own segment id.
 
-    Ids need not be sorted, but the keys of each id form at most `max_runs` contiguous runs, and R = max_runs.
-    An id in more runs than that makes the rows of that id illegal: never a plausible wrong mask.
+    Ids need not be sorted. The keys of each id must form at most `max_runs` contiguous runs. If an id has
+    more runs, the spans of its queries become illegal. R = max_runs.
 
     Args:
-        q_ids: integer (S,) or (B, S). Alone, it describes the keys, and query i has the id at its global
-            index.
-        kv_ids: integer (S,) or (B, S), the ids of the keys; then `q_ids` is (q_len,) or (B, q_len), per row
-            as it comes.
-        padding_id: rows with this id see nothing, and so nothing sees keys with it.
-        max_runs: at least 1, static.
+        q_ids: integer (S,) or (B, S). Without `kv_ids`, it has the id of each key, and query i has the id at
+            its global index.
+        kv_ids: integer (S,) or (B, S), the id of each key. With it, `q_ids` is (q_len,) or (B, q_len), the id
+            of each query of the call.
+        padding_id: Queries with this id see nothing. No query sees the keys with this id.
+        max_runs: The most runs of an id, at least 1. It is static: a different number recompiles.
+
+    Raises:
+        DtypeError: If the ids are not integers.
+        ShapeError: If the number of ids does not fit the keys, the queries or the batch. Lowering checks
+            this.
+        OptionError: If `max_runs` is less than 1. `prepare` also raises it for an id with too many runs.
 
     Example:
         >>> segments([7, 7, 3]).spans(3, 3).bounds[0, 0, :, 0].tolist()
@@ -69,11 +75,18 @@ class segments(Mask):
 
 
 class groups(Mask):
-    """Tokens of a group see each other both ways: `causal() | groups(ids)` for image tokens within text.
+    """Tokens of a group see each other in both directions, for example the tokens of an image within text.
+
+    For such text and images, use `causal() | groups(ids)`. R = 1.
 
     Args:
-        ids: integer (S,) or (B, S), of the keys; negative: in no group, such rows see nothing. The keys of a
-            group are contiguous; rows of one that is not are illegal.
+        ids: integer (S,) or (B, S), the group of each key. A negative id means no group: such a query sees
+            nothing. The keys of a group must be contiguous. If they are not, the spans of its queries are
+            illegal.
+
+    Raises:
+        DtypeError: If the ids are not integers.
+        ShapeError: If the number of ids does not fit the keys or the batch. Lowering checks this.
 
     Example:
         >>> from attnspan import causal
@@ -92,15 +105,15 @@ class groups(Mask):
         return self.ids.shape[-1]
 
     def _lower(self, low: Lowering) -> Rows:
-        # Large unsigned ids are negative where they are compared, as signed ones.
+        # Ids are compared as signed integers, where large unsigned ids would look negative.
         unsigned = "uint" in str(self.ids.dtype)
         return _own_runs(low, "groups: ids", self.ids, None if unsigned else lambda ids: ids < 0)
 
 
 def _equal_to(low: Lowering, ids: Array, number: int) -> Callable[[Array], Array]:
-    """Compare ids with a number: as int64, or as int32 where JAX has 32 bits.
+    """Compare ids with a number as int64, or as int32 if JAX has 32 bits.
 
-    A number that the dtype of the ids does not have is none of them.
+    A number outside the range of the ids' dtype equals no id.
     """
     dtype, size = str(ids.dtype), 8 * ids.dtype.itemsize
     wide = 64 if "64" in str(low.arrays._dtypes["int64"]) else 32
@@ -118,7 +131,7 @@ def _own_runs(
     is_padding: Callable[[Array], Array] | None,
     max_runs: int = 1,
 ) -> Rows:
-    """Rows that see the runs of the id at their own index, and nothing where that is padding."""
+    """Spans of queries that see the runs of the id at their own index. Padding sees nothing."""
     ids = low.per_batch(what, ids, "int64")
     if sure(ids.shape[-1] == 0):
         return Rows((Interval(0, 0),))
@@ -137,13 +150,13 @@ def _runs(
     sees_nothing: Array | None,
     anchored: bool = False,
 ) -> Rows:
-    """Rows that see the runs of their id; where `sees_nothing` (1|B, q_len) holds, none whatever the id."""
+    """Spans of queries that see the runs of their id, or nothing where `sees_nothing` (1|B, q_len) holds."""
     if sure(kv_ids.shape[-1] == 0):
         return Rows((Interval(0, 0),))
     arrays = low.arrays
     pairs, broken = _find_runs(arrays, q_ids, kv_ids, max_runs)
     if sees_nothing is not None:
-        # An empty span at the row's own index is still anchored.
+        # An empty span at the query's own index is still anchored.
         rest = low.q_index[:, 0] if anchored else 0
         pairs = [
             (arrays.where(sees_nothing, rest, lo), arrays.where(sees_nothing, rest, hi)) for lo, hi in pairs
@@ -153,16 +166,24 @@ def _runs(
 
 
 class documents(Mask):
-    """Documents packed one after the other: a query sees the keys of its document.
+    """Documents packed one after the other (varlen): a query sees the keys of its document. R = 1.
 
-    Rows and keys at or beyond the last offset are padding: they see nothing and are seen by none.
+    Tokens at or beyond the last offset are padding. They see nothing, and no query sees them. Their outputs
+    are 0, without an error: `documents([0, 5])` over 8 tokens gives 0 for the last three tokens.
 
     Args:
-        cu_seqlens_q: integer (n + 1,) or (B, n + 1), ascending from 0: where each document starts, and where
-            the last one ends. Alone, it describes the keys, and query i is in the document of its global
-            index.
-        cu_seqlens_k: the same for the keys; then `cu_seqlens_q` describes the rows as they come, and the
-            default `q_index` aligns the last row of each document with its last key.
+        cu_seqlens_q: integer (n + 1,) or (B, n + 1), ascending from 0: the start of each document, and the
+            end of the last one. Without `cu_seqlens_k`, it describes the keys, and query i is in the
+            document at its global index.
+        cu_seqlens_k: The same offsets for the keys. With it, `cu_seqlens_q` describes the queries of the
+            call. The default `q_index` aligns the last query of each document with its last key.
+
+    Raises:
+        DtypeError: If the offsets are not integers.
+        ShapeError: If there are fewer than 2 offsets, or if queries and keys have different numbers of
+            documents.
+        OptionError: If the offsets descend, do not start at 0, or end beyond the last token. Lowering checks
+            values that can be read on the host. Otherwise, the spans become illegal.
 
     Example:
         >>> documents([0, 2, 3]).spans(3, 3).bounds[0, 0, :, 0].tolist()
@@ -179,7 +200,7 @@ class documents(Mask):
         if self.cu_seqlens_k is not None:
             n, m = self.cu_seqlens_q.shape[-1] - 1, self.cu_seqlens_k.shape[-1] - 1
             expected = "as many documents for keys as for queries, {}"
-            remedy = "Give an absent one an empty range"
+            remedy = "Give an absent document an empty range"
             expect(n == m, "documents", expected, m, remedy, n, error=ShapeError)
 
     def _anchor(self) -> tuple[Any, ...] | None:
@@ -203,14 +224,20 @@ class documents(Mask):
 
 
 class prefix(Mask):
-    """Every query sees the first keys: `causal() | prefix(n)` is the prefix-LM mask.
+    """Every query sees the first keys. `causal() | prefix(n)` is the prefix-LM mask.
 
     Args:
-        lengths: int or integer (B,), keys of each batch row; with `cu_seqlens`, int or (n,) or (B, n), of
-            each document. More than there are keys means all of them.
-        cu_seqlens: integer (n + 1,) or (B, n + 1), as for `documents`: a query sees the first keys of its
-            document. Pass the very array that `documents` gets: then `(causal() | prefix(n, cu)) &
-            documents(cu)` has R = 1, else 2.
+        lengths: int or integer (B,), the number of leading keys of each batch element. With `cu_seqlens`:
+            int, (n,) or (B, n), the number for each document. A number beyond the keys means all keys.
+        cu_seqlens: integer (n + 1,) or (B, n + 1), as for `documents`. With it, a query sees the first keys
+            of its document. If you pass the same array to `documents`, `(causal() | prefix(n, cu)) &
+            documents(cu)` has R = 1. With another array it has R = 2.
+
+    Raises:
+        DtypeError: If an array is not of integers.
+        ShapeError: If the numbers of lengths and documents differ, or if the lengths do not fit the batch.
+        OptionError: If a length is negative or the offsets are wrong, where lowering can read them.
+            Otherwise, the spans become illegal.
 
     Example:
         >>> from attnspan import causal
@@ -244,10 +271,11 @@ class prefix(Mask):
         if not isinstance(length, int):
             table = low.per_batch("prefix: lengths", length)
             bad = arrays.any(table < 0)[:, None, None]
-            remedy = "Pass the number of leading keys that every row of the document may see"
+            remedy = "Pass the number of leading keys that every query of the document may see"
             illegal = low.broken("prefix: lengths", bad, "lengths of at least 0", remedy)
             length = arrays.take_along(table, own.number)[:, None]
-        # hi - lo first: lo + length may leave int32. Rows in no document have lo == hi and stay empty.
+        # hi - lo first, because lo + length may overflow int32. Queries in no document have lo == hi and stay
+        # empty.
         hi = own.lo + arrays.minimum(own.hi - own.lo, length)
         return Rows((Interval(own.lo, hi),), either_illegal(own.illegal, illegal))
 
@@ -255,16 +283,16 @@ class prefix(Mask):
 def _find_runs(
     arrays: Arrays, q_ids: Array, kv_ids: Array, max_runs: int
 ) -> tuple[list[tuple[Array, Array]], Array]:
-    """The runs of keys whose id is the query's.
+    """Find the runs of keys with the same id as the query.
 
     Args:
         q_ids: int64 (b, q).
         kv_ids: int64 (b, s).
-        max_runs: how many runs are returned per query.
+        max_runs: Number of runs to return for each query.
 
     Returns:
-        `max_runs` pairs lo, hi of int32 (b, q), ascending, the empty ones last as (0, 0), and bool (b, q):
-        the id has more runs.
+        `max_runs` pairs lo, hi of int32 (b, q), ascending, with empty runs last, as (0, 0). Then bool (b, q):
+        whether the id has more runs.
     """
     if arrays is NUMPY:
         ends, broken = _find_on_host(q_ids, kv_ids, max_runs)
@@ -281,7 +309,7 @@ _Host = np.ndarray[Any, Any]
 
 
 def _find_on_host(q_ids: _Host, kv_ids: _Host, max_runs: int) -> tuple[_Host, _Host]:
-    """The ends (max_runs, 2, b, q) and the mark, from values: sorts and looks up runs instead of tokens."""
+    """Ends (max_runs, 2, b, q) and the mark of too many runs, from values. Searches runs, not tokens."""
     batch, rows = max(len(q_ids), len(kv_ids)), q_ids.shape[1]
     ends, broken = np.zeros((max_runs, 2, batch, rows), np.int32), np.zeros((batch, rows), bool)
     for b in range(batch):
@@ -312,11 +340,11 @@ def _run_lengths(ids: _Host) -> tuple[_Host, _Host]:
 def _look_up(
     arrays: Arrays, kv_ids: Array, q_ids: Array, max_runs: int
 ) -> tuple[list[tuple[Array, Array]], Array]:
-    """The same without reading values, from the keys in order of id and place."""
+    """The results of `_find_runs` without reading values, from the keys sorted by id and place."""
     start = arrays.cast(arrays.argsort(kv_ids), "int32")
     ids, end = arrays.take_along(kv_ids, start), start + 1
     n = ids.shape[-1]
-    # Not slices of n - 1 pieces: a compiler would tell a single one from several.
+    # No slices of n - 1 elements: a compiler would specialize on n = 2, where they have one element.
     place = arrays.arange(n)
     before = arrays.maximum(place - 1, 0)
     opens = (ids != arrays.take_along(ids, before)) | (start != arrays.take_along(end, before))
@@ -331,7 +359,7 @@ def _look_up(
         wanted = first_run + r
         exists = known & (wanted <= last_run)
         opening = first if r == 0 else arrays.clip(arrays.searchsorted(run, wanted), 0, n - 1)
-        # A legal row's only run ends with the id's last piece; no search is needed for it.
+        # The only run of a legal query ends with the last key of its id, so that no search is needed.
         closing = last if max_runs == 1 else arrays.searchsorted(run, wanted, right=True) - 1
         lo, hi = arrays.take_along(start, opening), arrays.take_along(end, arrays.clip(closing, 0, n - 1))
         pairs.append((arrays.where(exists, lo, 0), arrays.where(exists, hi, 0)))

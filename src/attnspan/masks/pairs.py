@@ -1,7 +1,7 @@
-"""A function of indices for all pairs at once: by vmap, as FlexAttention calls it, or by NumPy.
+"""Calls of a function of indices for all pairs at once: by vmap, as in FlexAttention, or by NumPy.
 
-A mask means what its function returns for the numbers of one pair. A function that reduces, such as
-``k < ids[b].sum()``, would sum over the whole batch if it were given index arrays of all pairs.
+The mask is the value of the function for single pairs. A function that reduces, such as
+``k < ids[b].sum()``, would sum over the whole batch if it received index arrays of all pairs.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from .captured import with_arrays
 
 __all__ = ["MOST_CALLS", "Function", "by_numpy", "by_vmap"]
 
-#: FlexAttention's `mask_mod`: a function of batch row, head, query and key.
+#: FlexAttention's `mask_mod`: a function of batch element, head, query and key.
 Function = Callable[[Any, Any, Any, Any], Any]
 
 MOST_CALLS = 1 << 20
-"""Pairs for which a function of Python is called one by one, about a second."""
+"""The most pairs for which a Python function is called one by one, which takes about a second."""
 
 
 def by_vmap(fn: Function, arrays: Arrays, b: Array, h: Array, q: Array, k: Array) -> Array:
-    """`fn` of torch or JAX for each pair of b (B,), h (H,), q (B|1, rows) and k (k_len,).
+    """Call a torch or JAX function for each pair of b (B,), h (H,), q (B|1, rows) and k (k_len,).
 
     Returns:
-        Its results, (B|1, H|1, rows|1, k_len|1): an axis on which nothing depends has one entry.
+        The results, (B|1, H|1, rows|1, k_len|1). An axis has length 1 if the results do not vary along it.
     """
     of_batch = not arrays.is_one(q.shape[0])
     indices = [b, h, q if of_batch else q[0], k]
@@ -52,7 +52,7 @@ def by_vmap(fn: Function, arrays: Arrays, b: Array, h: Array, q: Array, k: Array
     visible = called_apart(fn, indices) if arrays.name == "torch" else fn(*indices)
     visible = visible[tuple([slice(None) if i else None for i in mapped])]
     for axis in (0, 1) if arrays.name == "torch" else ():
-        # vmap repeats, without a copy, what does not depend on an axis.
+        # vmap expands results that do not depend on an axis, with a stride of 0.
         visible = visible.narrow(axis, 0, 1) if sure(visible.stride(axis) == 0) else visible
     return visible
 
@@ -64,22 +64,22 @@ def _over(fn: Function, arrays: Arrays, axes: list[int | None]) -> Function:
 
 
 def _read(fn: Function, indices: list[Array]) -> list[bool]:
-    """For each index, whether a JAX function reads it."""
+    """Find which of its indices a JAX function reads."""
     program = sys.modules["jax"].make_jaxpr(fn)(*(x[(0,) * x.ndim] for x in indices)).jaxpr
     read = {id(x) for step in program.eqns for x in step.invars} | {id(x) for x in program.outvars}
     return [id(x) in read for x in program.invars]
 
 
 def by_numpy(what: str, fn: Function, one: Callable[..., bool], indices: list[Array]) -> Array:
-    """`fn` of NumPy for each pair, bool of the shape to which the indices broadcast.
+    """Call a NumPy function for each pair. The result is bool, of the broadcast shape of the indices.
 
-    All pairs are one call where NumPy's protocols prove that each is computed on its own. Other functions
-    are called for one pair after the other.
+    One call computes all pairs if NumPy's protocols prove that each pair is computed on its own. Other
+    functions are called for one pair after the other.
 
     Args:
-        what: the mask, for errors.
-        fn: the function.
-        one: the same, with its result checked.
+        what: Name of the mask, for errors.
+        fn: The function.
+        one: The same function, with its result checked.
         indices: int64 arrays that broadcast.
     """
     shape = np.broadcast_shapes(*(x.shape for x in indices))
@@ -88,7 +88,7 @@ def by_numpy(what: str, fn: Function, one: Callable[..., bool], indices: list[Ar
     except _AmbiguousError:
         raise
     except Exception:
-        found = None  # What is wrong with it, its calls for single pairs show.
+        found = None  # the calls for single pairs raise the error that a user can read
     values = found._values if type(found) is _Pairs else found
     if type(values) in (bool, np.bool_, np.ndarray) and np.asarray(values).dtype == bool:
         return np.broadcast_to(values, shape)
@@ -96,7 +96,7 @@ def by_numpy(what: str, fn: Function, one: Callable[..., bool], indices: list[Ar
         int(np.prod(shape)),
         "comparisons and sums of indices and of captured arrays, or at most {} pairs",
     )
-    remedy = "Index with all axes at once, ids[b, q], and reduce outside of it, or use tensors or JAX arrays"
+    remedy = "Index all axes at once, ids[b, q], and reduce before the function, or use tensors or JAX arrays"
     expect(pairs <= MOST_CALLS, what, wanted, pairs, remedy, MOST_CALLS, error=UsageError)
     visible = np.empty(shape, bool)
     for i, at in enumerate(zip(*(x.flat for x in np.broadcast_arrays(*indices)), strict=True)):
@@ -105,15 +105,15 @@ def by_numpy(what: str, fn: Function, one: Callable[..., bool], indices: list[Ar
 
 
 class _UnprovenError(Exception):
-    """A function does more than to compare, to add and to index."""
+    """Raised if a function does more than compare, add and index."""
 
 
 class _AmbiguousError(ValueError):
-    """As NumPy's own."""
+    """NumPy's error for the truth value of an array."""
 
 
 class _Watched(NDArrayOperatorsMixin):
-    """An array of which nothing can be asked but what a subclass allows."""
+    """An array that refuses every operation that a subclass does not allow."""
 
     def __init__(self, values: Any) -> None:
         self._values = values
@@ -122,12 +122,12 @@ class _Watched(NDArrayOperatorsMixin):
         raise _UnprovenError
 
     __array__ = __array_ufunc__ = __array_function__ = __getattr__ = __iter__ = __hash__ = __bool__ = _refuse  # type: ignore[assignment]
-    # A function may also ask what it is given: numbers of one pair are no arrays.
+    # A function may also test the types of its arguments: numbers of one pair are no arrays.
     __class__ = property(_refuse)  # type: ignore[assignment]
 
 
 class _Pairs(_Watched):
-    """A number for each pair."""
+    """One number for each pair."""
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         if method != "__call__" or ufunc.signature is not None or options:
@@ -145,7 +145,7 @@ class _Pairs(_Watched):
 
 
 class _Table(_Watched):
-    """A captured array: its elements can be read."""
+    """A captured array, whose elements can be read by full indices."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -164,7 +164,7 @@ def _table(x: Array) -> Any:
 
 
 def _number(x: Any) -> Any:
-    """The values of what is one number for each pair, or for all."""
+    """The values of an operand that is one number for each pair, or one for all pairs."""
     if type(x) is _Pairs:
         return x._values
     if type(x) in (bool, int, float) or isinstance(x, np.generic) or (type(x) is np.ndarray and x.ndim == 0):

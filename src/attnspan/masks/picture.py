@@ -1,6 +1,6 @@
 """Pictures of masks: half-blocks in a terminal, runs of keys as shapes in a notebook.
 
-A picture that fits shows every pair. Otherwise a cell shows the visible fraction of its pairs.
+If the mask fits, the picture shows every pair. Otherwise, a cell shows the visible fraction of its pairs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["implied_sizes", "show", "svg", "svg_of_mask", "text"]
 _HALVES = np.array([" ", "▀", "▄", "█"])
 _SHADES = np.array([" ", "░", "▒", "▓", "█"])
 _EXACT = 256
-"""Rows or keys up to which a notebook picture shows every pair."""
+"""The most queries or keys for which a notebook picture shows every pair."""
 
 
 def show(
@@ -39,15 +39,16 @@ def show(
     """Print a picture of a mask.
 
     Args:
-        mask: a mask expression.
-        q_len, k_len: rows and keys of the problem.
-        at: batch row and head to draw.
-        width, height: most characters inside the frame. A character is one key by two rows, or a larger cell.
-        file: where to print; default standard output.
+        mask: A mask expression.
+        q_len, k_len: Numbers of queries and keys.
+        at: Batch element and head to draw.
+        width, height: The most characters inside the frame. A character shows one key and two queries, or a
+            larger cell.
+        file: File to print to. Default: standard output.
         **options: `batch`, `heads`, `q_index`, `k_index` of `Mask.spans`.
 
     Raises:
-        OptionError: for illegal spans, or sizes below 1.
+        OptionError: For illegal spans, or if `width` or `height` is below 1.
 
     Example:
         >>> from attnspan import causal
@@ -65,7 +66,7 @@ def show(
 
 
 def text(spans: Spans, *, at: tuple[int, int] = (0, 0), width: int = 64, height: int = 32) -> str:
-    """The picture of `show` for a lowered mask, without its title.
+    """Draw the picture of `show` for a lowered mask, without a title.
 
     Example:
         >>> from attnspan import window
@@ -102,16 +103,16 @@ def text(spans: Spans, *, at: tuple[int, int] = (0, 0), width: int = 64, height:
 
 
 def svg(spans: Spans, *, title: str = "", at: tuple[int, int] = (0, 0), size: int = 320) -> str:
-    """The picture as a stand-alone SVG element, of O(q_len * R) shapes or of at most 256 x 256 cells.
+    """Draw the picture as a stand-alone SVG element, of O(q_len * R) shapes or at most 256 x 256 cells.
 
     Args:
-        spans: a lowered mask.
-        title: a line above the picture.
-        at: batch row and head to draw.
-        size: pixels of the longer side.
+        spans: A lowered mask.
+        title: A line above the picture.
+        at: Batch element and head to draw.
+        size: Length of the longer side, in pixels.
 
     Raises:
-        OptionError: for illegal spans.
+        OptionError: For illegal spans.
 
     Example:
         >>> from attnspan import causal
@@ -133,7 +134,7 @@ def svg(spans: Spans, *, title: str = "", at: tuple[int, int] = (0, 0), size: in
     # Wide enough for the caption in letters of about 6 pixels, and for a title in letters of about 8.
     total = max(left + wide + 16, left + 8 * len(title) + 8, left + 6 * len(caption))
     full = top + tall + 34
-    # A card of its own: the picture of an <img> does not know whether the page around it is dark.
+    # The background is opaque, because the picture of an <img> does not know whether the page is dark.
     card = f'<rect width="{total:.0f}" height="{full:.0f}" rx="6" fill="#ffffff"/>'
     ink = 'fill="#1f2328" font-family="system-ui, sans-serif" font-size="11"'
     heading = f'font-size="13" font-weight="600">{html.escape(title)}</text>'
@@ -149,9 +150,9 @@ def svg(spans: Spans, *, title: str = "", at: tuple[int, int] = (0, 0), size: in
 
 
 def svg_of_mask(mask: Any) -> str | None:
-    """A small picture of a mask for a notebook, at the sizes its arrays imply, else 64 by 64.
+    """Draw a small picture of a mask for a notebook, at the sizes of its arrays, or at 64 by 64.
 
-    None if the arrays need sizes that a notebook cannot know, such as batch rows.
+    The result is None if the arrays need sizes that a notebook cannot know, such as the batch size.
 
     Example:
         >>> from attnspan import causal
@@ -165,7 +166,7 @@ def svg_of_mask(mask: Any) -> str | None:
 
 
 def implied_sizes(mask: Any, q_len: int | None = None, k_len: int | None = None) -> tuple[int, int]:
-    """Rows and keys of a picture: those that are asked for, else those of the mask's arrays, else 64.
+    """Numbers of queries and keys of a picture: as passed, else from the mask's arrays, else 64.
 
     Example:
         >>> from attnspan import causal, documents
@@ -181,12 +182,12 @@ def implied_sizes(mask: Any, q_len: int | None = None, k_len: int | None = None)
 
 
 def _plane(spans: Spans, at: tuple[int, int]) -> Spans:
-    """One batch row and head, as NumPy, checked."""
+    """Spans of one batch element and head, as NumPy arrays, checked."""
     spans._require_values("show")
     planes = tuple(spans.bounds.shape[:2])
-    # An axis of 1 stands for every batch row or head.
+    # An axis of length 1 stands for every batch element or head.
     fits = all(x >= 0 and (n == 1 or x < n) for x, n in zip(at, planes, strict=True))
-    expect(fits, "at", "a batch row and a head of the {} that there are", at, "Count from 0", planes)
+    expect(fits, "at", "a batch element and a head of {}", at, "Count from 0", planes)
     b, h = (min(x, n - 1) for x, n in zip(at, planes, strict=True))
     bounds = arrays_for([spans.bounds]).to_numpy(spans.bounds[b : b + 1, h : h + 1])
     return Spans(bounds, spans.k_len).validate()
@@ -205,13 +206,13 @@ def _coverage(plane: Spans, q_block: int, k_block: int) -> np.ndarray[Any, Any]:
 
 
 def _shade(coverage: np.ndarray[Any, Any], full: int) -> np.ndarray[Any, Any]:
-    """0 for a coverage of 0, `full` for 1, and even steps between."""
+    """Shade of a coverage: 0 for 0, `full` for 1, and even steps between."""
     between = 1 + np.floor(coverage * (full - 1)).astype(int)
     return np.where(coverage == 0, 0, np.where(coverage == 1, full, np.minimum(between, full - 1)))
 
 
 def _shapes(shades: np.ndarray[Any, Any], exact: bool) -> list[str]:
-    """One path for each shade. An exact picture has one shade. Equal neighbouring rows are drawn as one."""
+    """Draw one path for each shade. Equal neighbouring rows are joined. An exact picture has one shade."""
     paths: dict[int, list[str]] = {}
     changes = np.flatnonzero((shades[1:] != shades[:-1]).any(axis=1)) + 1
     for i, j in pairwise([0, *changes.tolist(), len(shades)]):
@@ -225,7 +226,7 @@ def _shapes(shades: np.ndarray[Any, Any], exact: bool) -> list[str]:
 
 
 def _labels(plane: Spans, scale: int, cell: float, left: int, top: int) -> str:
-    """The numbers of at most five keys above the picture, and of as many rows to its left."""
+    """Numbers of at most five keys above the picture, and of at most five queries to its left."""
 
     def ticks(n: int) -> list[tuple[int, float]]:
         step = 1

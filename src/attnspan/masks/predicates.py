@@ -1,4 +1,4 @@
-"""Calling a user's function of indices, and saying what is wrong with it."""
+"""Calls of a user's function of indices, and errors that explain its mistakes."""
 
 from __future__ import annotations
 
@@ -25,16 +25,21 @@ _AS_NUMBER = ("calling .item()", "TracerIntegerConversionError")
 
 
 def name_of(fn: Any) -> str:
-    """The name of a function, of that in a `functools.partial`, or of a callable object's class."""
+    """Name of a function, of the function in a `functools.partial`, or of a callable object's class."""
     name = getattr(fn, "__name__", None) or getattr(getattr(fn, "func", None), "__name__", None)
     return name if isinstance(name, str) else type(fn).__name__
 
 
 def call(what: str, fn: Function, low: Lowering, rows: Array) -> Array:
-    """`fn` for each pair of the rows, int32 (B|1, 1, rows): bool (B|1, H|1, rows, k_len).
+    """Call `fn` for each pair of the queries with indices `rows`, int32 (B|1, 1, rows).
+
+    Returns:
+        bool (B|1, H|1, rows, k_len).
 
     Raises:
-        DtypeError, ShapeError, OptionError: for no booleans, for more than one for a pair, or if `fn` raises.
+        DtypeError: If `fn` does not return booleans.
+        ShapeError: If `fn` returns more than one boolean for a pair.
+        OptionError: If `fn` raises.
     """
     raised: list[Exception] = []
     for arrays in _frameworks(fn, low):
@@ -50,14 +55,14 @@ def call(what: str, fn: Function, low: Lowering, rows: Array) -> Array:
 
 
 def call_traced(what: str, fn: Function, low: Lowering, rows: Array) -> Array:
-    """`call` in a program that is being traced. What `fn` raises comes as the compiler words it."""
+    """Call `fn` in a traced program. Under torch's compiler, exceptions of `fn` keep the compiler's text."""
     if low.arrays.name == "jax" or is_jit_traced():
         return call(what, fn, low, rows)
     return _broadcast(what, _evaluated(what, fn, low.arrays, low, rows), low, rows)
 
 
 def _frameworks(fn: Function, low: Lowering) -> list[Arrays]:
-    """The frameworks in whose indices `fn` is called, each if it raised in the one before."""
+    """The frameworks whose indices `fn` is called with. Each is tried if `fn` raised with the one before."""
     if low.arrays.tracing():
         return [low.arrays]
     if low.arrays.name != "numpy":
@@ -70,13 +75,13 @@ def _frameworks(fn: Function, low: Lowering) -> list[Arrays]:
 
 
 def _evaluated(what: str, fn: Function, arrays: Arrays, low: Lowering, rows: Array) -> Array:
-    """`fn` for each pair, by the framework `arrays`: bool (B|1, H|1, rows|1, k_len|1)."""
+    """Call `fn` for each pair with indices of `arrays`. The result is bool (B|1, H|1, rows|1, k_len|1)."""
     if arrays.tracing() and not sys.modules["torch"].compiler.is_dynamo_compiling():
-        # NumPy reads no tensor that is being recorded, not even as an index.
+        # NumPy cannot read a tensor that is being recorded, not even as an index.
         fn = with_arrays(fn, lambda x: arrays.xp.asarray(x) if isinstance(x, np.ndarray) else x)
 
     def one(b: Any, h: Any, q: Any, k: Any) -> Any:
-        # Compilers quote the next line in their errors, with its comment.
+        # Compilers quote the next line in their errors, including its comment.
         visible = fn(b, h, q, k)  # A mask function is traced: write it with &, | and where, not and, or, if
         return _boolean(what, visible, arrays)
 
@@ -93,7 +98,7 @@ def _evaluated(what: str, fn: Function, arrays: Arrays, low: Lowering, rows: Arr
 
 
 def _boolean(what: str, visible: Any, arrays: Arrays) -> Any:
-    """Check the result of a function for one pair."""
+    """Check the value that a function returned for one pair."""
     if isinstance(visible, (bool, np.bool_)):
         return visible if arrays.name == "numpy" else arrays.full((), bool(visible), "bool")
     if not is_array(visible) or not is_bool(visible):
@@ -105,12 +110,12 @@ def _boolean(what: str, visible: Any, arrays: Arrays) -> Any:
 
 
 def _broadcast(what: str, visible: Array, low: Lowering, rows: Array) -> Array:
-    """Results as bool (B|1, H|1, rows, k_len) of the framework of the mask."""
+    """Broadcast results to bool (B|1, H|1, rows, k_len), in the framework of the mask."""
     found = arrays_for([visible])
     if found.name != low.arrays.name:
         readable = not found.tracing() and found.concrete(visible)
         got = f"{low.arrays.name} indices and a traced {found.name} result"
-        wanted, remedy = "indices of the framework that is being traced", "Pass like=, an array of it"
+        wanted, remedy = "indices of the framework that is traced", "Pass like=, an array of that framework"
         expect(readable, what, wanted, got, remedy)
         visible = low.arrays.asarray(found.to_numpy(visible), "bool")
     return low.arrays.broadcast_to(visible, (*visible.shape[:2], rows.shape[-1], low.top))
@@ -120,9 +125,9 @@ def _no_booleans(what: str, visible: Any) -> DtypeError:
     if visible is None:
         remedy = "End it with return"
     elif is_array(visible) or isinstance(visible, (int, float)):
-        remedy = "Compare: x != 0; for scores to add, pass bias= instead"
+        remedy = "Compare: x != 0. To add numbers to the scores, pass bias= instead"
     else:
-        remedy = "Return what comparisons of the index arrays give"
+        remedy = "Return the result of comparisons of the indices"
     expected = "a function that returns booleans, True where a query may see a key"
     got = ("an array of " if is_array(visible) else "") + kind_of(visible)
     return DtypeError(what, expected=expected, got=got, remedy=remedy)
@@ -133,10 +138,10 @@ def _failed(what: str, error: Exception) -> OptionError:
     if any(sign in text for sign in _AMBIGUOUS):
         remedy = "Write it with &, | and where instead of and, or, not and if"
     elif any(sign in text for sign in _AS_NUMBER):
-        remedy = "Make the list that it indexes a tensor or an array"
+        remedy = "Convert the list that the function indexes to a tensor or an array"
     elif isinstance(error, IndexError):
-        remedy = "Keep its indices within the axes and the sizes of the arrays that it reads"
+        remedy = "Index captured arrays within their axes and sizes"
     else:
-        remedy = "Try it on one pair: b, h, q and k are integers, arrays without axes"
+        remedy = "Try it on one pair: b, h, q and k are integers (arrays without axes)"
     expected = "a function of the indices of one pair"
-    return OptionError(what, expected=expected, got=f"one that raised {text}", remedy=remedy)
+    return OptionError(what, expected=expected, got=f"a function that raised {text}", remedy=remedy)

@@ -1,7 +1,7 @@
-"""Our own kernels for GPUs, in Triton: any spans, every option, forward and backward, deterministic.
+"""attnspan's Triton kernels for GPUs: any spans, every option, forward and backward, deterministic.
 
-What each block of rows sees follows from the spans' ends (`_ranges`): keys that none of its rows sees cost
-nothing, and those that all of them see are not masked. Triton is imported when a kernel runs.
+The ends of the spans give the keys of each block of rows (`_ranges`). Keys that no row of the block sees cost
+nothing. Keys that all rows see are not masked. Triton is imported when a kernel runs.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ __all__ = [
     "supports",
 ]
 
-#: Largest head dim that the kernels take.
+#: Largest head dim of the kernels.
 MAX_HEAD_DIM = 256
 LEAST_CAPABILITY = 80
 
-#: What else is to be entered meanwhile: an operator's own kernel for CPU tensors gives way.
+#: Contexts to enter meanwhile, in which an operator's own kernel for CPU tensors is replaced.
 around_interpreted: list[Callable[[], AbstractContextManager[None]]] = []
 
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """Run the kernels on CPU tensors, one operation after the other: for tests.
+    """Run the kernels on CPU tensors, one operation after the other, for tests.
 
     Raises:
-        OptionError: The process was started without ``TRITON_INTERPRET=1``, which Triton reads once.
+        OptionError: If the process was started without ``TRITON_INTERPRET=1``, which Triton reads once.
     """
     from triton import knobs
 
@@ -69,7 +69,7 @@ def supports(problem: Problem) -> str | None:
 
 
 def forward(*args: Any, **options: Any) -> None:
-    """Attend, writing ``out`` and ``lse``: the arguments of `attnspan.kernels.cpu.forward`, on a GPU."""
+    """Write ``out`` and ``lse``, with the arguments of `attnspan.kernels.cpu.forward`, on a GPU."""
     from attnspan.kernels._on_device import on_device_of
 
     from ._launch import forward
@@ -79,7 +79,7 @@ def forward(*args: Any, **options: Any) -> None:
 
 
 def backward(*args: Any, **options: Any) -> None:
-    """Write the gradients of `forward`: the arguments of `attnspan.kernels.cpu.backward`, on a GPU."""
+    """Write the gradients of `forward`, with the arguments of `attnspan.kernels.cpu.backward`, on a GPU."""
     from attnspan.kernels._on_device import on_device_of
 
     from ._launch import backward
@@ -90,7 +90,7 @@ def backward(*args: Any, **options: Any) -> None:
 
 @contextmanager
 def _fitting() -> Iterator[None]:
-    """Say what to do where a GPU lacks what the block sizes need, which launches alone find out."""
+    """Add a remedy to errors of launches that need more resources than the GPU has."""
     from triton.runtime.errors import OutOfResources
 
     try:

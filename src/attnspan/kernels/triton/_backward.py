@@ -1,4 +1,4 @@
-"""The backward pass, deterministic: a kernel for queries and one for keys, each of which sums in one order.
+"""The deterministic backward pass: a kernel for queries and a kernel for keys. Each sums in a fixed order.
 
 FlashAttention-2, arXiv:2307.08691, section 3.1.2, with p = exp(x - lse) and ds = p * (dp - delta).
 """
@@ -33,7 +33,7 @@ def delta_kernel(
     dout, out, dlse, delta, q_len, heads, dout_b, dout_h, dout_s, out_b, out_h, out_s,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK: tl.constexpr, DLSE: tl.constexpr,
 ):  # fmt: skip
-    """The sum of dout * out of each row, less the gradient of its lse."""
+    """The sum of dout * out of each row, minus the gradient of its lse."""
     blocks = tl.cdiv(q_len, BLOCK)
     block, plane = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     query = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
@@ -48,10 +48,10 @@ def delta_kernel(
 
 @triton.jit
 def load_results(lse, delta, at_row, inside):
-    """lse in units of log2, and delta. Rows that see nothing, or do not exist, have lse inf: weights of 0."""
+    """Load lse in units of log2, and delta. Rows that see nothing or do not exist get lse inf."""
     found = tl.load(lse + at_row, mask=inside, other=INFINITY).to(tl.float32)
     nothing = found == -INFINITY
-    # The gradient of such an lse, and with it delta, may be infinite; 0 * inf would give NaN.
+    # The gradient of such an lse, and thus delta, may be infinite, and 0 * inf would give NaN.
     of_delta = tl.where(nothing, 0.0, tl.load(delta + at_row, mask=inside, other=0))
     return tl.where(nothing, INFINITY, found * LOG2E), of_delta
 
@@ -64,9 +64,9 @@ def tile_gradients(
 ):  # fmt: skip
     """A tile's weights with dropout, the gradient of its scores, and of its products q * k.
 
-    Either (rows, keys): ``left`` is q, ``left_values`` the gradient of out, ``right`` and ``right_values``
-    are k and v; or (keys, rows), with the two sides changed. The arguments from ``lse`` to ``pairs``
-    broadcast to the tile.
+    The tile is (rows, keys) or (keys, rows). For (rows, keys), ``left`` is q, ``left_values`` is the gradient
+    of out, and ``right`` and ``right_values`` are k and v. For (keys, rows), the two sides are swapped. The
+    arguments from ``lse`` to ``pairs`` broadcast to the tile.
     """
     x = multiply(left, tl.trans(right), PRECISION)
     unit = scale * LOG2E
@@ -103,7 +103,7 @@ def query_tile(
     BIAS: tl.constexpr, WANT_BIAS: tl.constexpr, DROPOUT: tl.constexpr, K_INDEX: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The keys of one more tile: the gradient of the rows, and what they add to that of their bias."""
+    """Add the keys of one more tile to the gradient of the rows and to the gradient of their bias."""
     x = load_tile(keys, at, k_s, tl.arange(0, BLOCK_D), first, last, None, 0, 0, D, BLOCK_N, 0)
     y = load_tile(values, at, v_s, tl.arange(0, BLOCK_DV), first, last, None, 0, 0, DV, BLOCK_N, 0)
     key = at + tl.arange(0, BLOCK_N)
@@ -141,10 +141,11 @@ def query_gradients_kernel(
     WANT_BIAS: tl.constexpr, DROPOUT: tl.constexpr, Q_INDEX: tl.constexpr, K_INDEX: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, and what each row adds to the gradient of slopes or of a table by distance.
+    """Compute dq, and the share of each row in the gradient of slopes or of a table by distance.
 
-    ``row_sums`` is float32 (2, B, H, Sq): for slopes the first holds the row's sum, for a table both hold
-    those of distances beyond its two ends; ``band`` (B, H, Sq, 2 * reach + 1) holds the others one by one.
+    ``row_sums`` is float32 (2, B, H, Sq). For slopes, the first part holds the row's sum. For a table, the
+    parts hold the sums for distances beyond its two ends. ``band`` (B, H, Sq, 2 * reach + 1) holds the other
+    distances one by one.
     """
     block, plane = block_of_program(order, blocks, kv_heads, ranges_b, ranges_h)
     batch, kv_head, query, head, inside = locate(block, plane, kv_heads, q_len, GROUP, BLOCK_M)
@@ -194,7 +195,7 @@ def query_gradients_kernel(
     if WANT_BIAS:
         tl.store(row_sums + at_row, below, mask=inside)
         if BIAS == DISTANCE:
-            count = tl.num_programs(0) // blocks // kv_heads  # batch rows
+            count = tl.num_programs(0) // blocks // kv_heads  # batch elements
             tl.store(row_sums + count * q_heads * q_len + at_row, above, mask=inside)
     to = dq + batch * dq_b + head * dq_h + query * dq_s
     sums = (sums * scale).to(dq.dtype.element_ty)
@@ -210,7 +211,7 @@ def key_tile(
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr,
     BIAS: tl.constexpr, DROPOUT: tl.constexpr, Q_INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One more block of rows: the gradients of the keys and values, in tiles (keys, rows)."""
+    """Add one more block of rows to the gradients of keys and values, in tiles (keys, rows)."""
     batch, _, query, head, inside = locate(block, plane, kv_heads, q_len, GROUP, BLOCK_M)
     visible = inside[None, :]
     if MASKED:
@@ -250,7 +251,7 @@ def key_gradients_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
     DROPOUT: tl.constexpr, Q_INDEX: tl.constexpr, K_INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a block of keys, summed over the rows of all heads that share it."""
+    """Compute dk and dv of a block of keys, summed over the rows of all heads that share it."""
     key_block, plane = tl.program_id(0) % key_blocks, tl.program_id(0) // key_blocks
     if order is not None:
         of_plane = (plane // kv_heads) * ranges_b + (plane % kv_heads) * ranges_h
@@ -315,9 +316,9 @@ def bias_gradients_kernel(
     ONE_ROW: tl.constexpr, DROPOUT: tl.constexpr, Q_INDEX: tl.constexpr, K_INDEX: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a dense bias: a program sums a tile over all batch rows, heads and rows that it is for.
+    """The gradient of a dense bias. A program sums a tile over all elements, heads and rows that share it.
 
-    ``of_batch``, ``of_heads`` and ``of_blocks`` say how many of each share a value.
+    ``of_batch``, ``of_heads`` and ``of_blocks`` are the numbers of each that share a value.
     """
     program = tl.program_id(0)
     key_block, row_block = program % key_blocks, program // key_blocks % row_blocks

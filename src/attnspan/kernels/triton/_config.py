@@ -12,10 +12,10 @@ __all__ = ["Config", "config_of"]
 
 @dataclass(frozen=True)
 class Config:
-    """Rows and keys of a tile, warps of a program, and how many tiles are loaded ahead.
+    """Rows and keys of a tile, warps of a program, and the number of tiles that are loaded ahead.
 
-    ``descriptors`` and ``specialized`` are 0 or 1, of the forward kernel from Hopper on: tiles that no mask
-    touches are loaded by tensor descriptors, and by warps of their own.
+    ``descriptors`` and ``specialized`` are 0 or 1, for the forward kernel from Hopper on. With them, tiles
+    without hidden pairs are loaded by tensor descriptors, and by separate warps.
     """
 
     block_m: int
@@ -45,14 +45,14 @@ _CONFIGS: dict[tuple[str, bool], tuple[Config, Config, Config]] = {
     ("keys", True): (Config(32, 32, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
 }
 
-#: In 16 bits with a bias or dropout, whose values take registers too.
+#: For 16 bits with a bias or dropout, whose values need registers too.
 _HEAVY: dict[str, tuple[Config, Config, Config]] = {
     "forward": (Config(64, 64, 8, 2), Config(64, 32, 8, 2), Config(64, 16, 8, 2)),
     "queries": (Config(32, 64, 8, 2), Config(32, 64, 8, 2), Config(16, 32, 8, 1)),
     "keys": (Config(32, 64, 4, 2), Config(32, 32, 8, 1), Config(16, 32, 8, 1)),
 }
 
-#: In 16 bits on Hopper, by kernel and size: of tiles that spill nothing, those whose code has the fewest
+#: For 16 bits on Hopper, by kernel and size: the tiles without spills whose code has the fewest
 #: cycles by counting (`benchmarks/gpu_code.py`). Its products want 64 rows for each four warps.
 _HOPPER: dict[tuple[str, int], Config] = {
     ("forward", 0): Config(128, 128, 8, 2),
@@ -70,20 +70,20 @@ def config_of(
     capability: int,
     heavy: bool = False,
 ) -> Config:
-    """The block sizes, those of the table above.
+    """Look up the block sizes in the tables above.
 
     Args:
         kernel: "forward", "queries" or "keys".
-        dtype: Of q.
+        dtype: Dtype of q.
         dim: The larger head dim.
         rows: Rows of one key head: queries times heads of a group.
-        capability: Of the GPU, such as 90.
-        heavy: The call has a bias or dropout.
+        capability: Compute capability of the GPU, for example 90.
+        heavy: Whether the call has a bias or dropout.
     """
     size = (dim > 64) + (dim > 128)
     config = _CONFIGS[kernel, dtype == torch.float32][size]
     if kernel == "forward" and config.block_n == 64 and dim > 64 and capability not in (80, 90):
-        config = replace(config, block_m=64)  # the others spill
+        config = replace(config, block_m=64)  # larger tiles spill
     if capability == 90 and dtype != torch.float32:
         config = _HOPPER.get((kernel, size), config)
     if heavy and dtype != torch.float32:

@@ -1,4 +1,4 @@
-"""The forward pass: one program for a block of rows, or for a part of its keys."""
+"""The forward pass, with one program for a block of rows or for a part of its keys."""
 
 import triton
 import triton.language as tl
@@ -37,9 +37,10 @@ def forward_kernel(
     K_INDEX: tl.constexpr, PRECISION: tl.constexpr, SPECIALIZED: tl.constexpr,
     PAGE: tl.constexpr,
 ):  # fmt: skip
-    """``described_k`` and ``described_v`` are descriptors of k and v, or None.
+    """Compute out and lse of a block of rows.
 
-    With PAGE, k and v are pages of that many keys, in the order that ``table`` (B, pages of a row) gives.
+    ``described_k`` and ``described_v`` are descriptors of k and v, or None. With PAGE, k and v are pages of
+    PAGE keys, in the order of ``table`` (B, pages of a batch element).
     """
     block, plane = block_of_program(order, blocks, kv_heads, ranges_b, ranges_h)
     batch, kv_head, query, head, inside = locate(block, plane, kv_heads, q_len, GROUP, BLOCK_M)
@@ -72,7 +73,7 @@ def forward_kernel(
         whole = tl.minimum(whole, last)
         until = tl.minimum(tl.load(of_ranges + 4 * run + 3), last) // BLOCK_N * BLOCK_N
         until = tl.maximum(until, whole)
-        # Tiles of which all rows see all keys, then those before and behind them.
+        # First tiles whose rows all see all keys, then the tiles before and behind them.
         for at in tl.range(whole, until, BLOCK_N, warp_specialize=SPECIALIZED):
             top, total, sums = add_tile(
                 top, total, sums, rows, keys, values, described_k, described_v, of_table, pages, step,
@@ -124,7 +125,7 @@ def add_tile(
     BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
     DROPOUT: tl.constexpr, K_INDEX: tl.constexpr, PRECISION: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """The keys of one more tile: the largest score, the sum of weights and that of weighted values."""
+    """Add the keys of one more tile to the largest score and to the sums of weights and weighted values."""
     x = take_tile(
         described_k, keys, batch, kv_head, at, k_s, first, last, table, pages, step, D, BLOCK_D, BLOCK_N, PAGE
     )
@@ -163,7 +164,7 @@ def take_tile(
     described, pointer, batch, kv_head, at, stride, first, last, table, pages, step, SIZE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values of a tile: by their descriptor, where there is one, else those between two ends."""
+    """Load the keys or values of a tile, by their descriptor, or between two ends without one."""
     if described is None:
         column = tl.arange(0, BLOCK)
         tile = load_tile(pointer, at, stride, column, first, last, table, pages, step, SIZE, BLOCK_N, PAGE)
@@ -174,7 +175,7 @@ def take_tile(
 
 @triton.jit
 def part_of(ranges, runs, k_len, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The keys of this program's part: equal parts of all between the first and the last that a row sees."""
+    """The keys of this program's part, of equal parts of the range from the first to the last visible key."""
     first, last = k_len, 0
     for run in range(runs):
         lo, hi = tl.load(ranges + 4 * run), tl.load(ranges + 4 * run + 1)
@@ -191,7 +192,7 @@ def merge_kernel(
     parts, part_lse, out, lse, sinks, q_len, q_heads, out_b, out_h, out_s, part_rows,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One softmax from those of all parts. ``parts`` is float32 (PARTS, B, H, Sq, DV), a program is a row."""
+    """Merge the softmaxes of all parts of a row. ``parts`` is float32 (PARTS, B, H, Sq, DV)."""
     row = tl.program_id(0).to(tl.int64)
     query, head, batch = row % q_len, row // q_len % q_heads, row // (q_len * q_heads)
     part, e = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_DV)

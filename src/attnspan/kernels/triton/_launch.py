@@ -40,12 +40,12 @@ def _block(dim: int) -> int:
 
 
 def _strides(x: Tensor, count: int = 3) -> tuple[int, ...]:
-    """Strides, 0 for dims of one element: those are broadcast."""
+    """Strides. A dim of one element has stride 0, so that it broadcasts."""
     return tuple(0 if n == 1 else s for n, s in zip(x.shape[:count], x.stride()[:count], strict=True))
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """The precision of products: TF32 only if torch was told to use it."""
+    """The precision of products: TF32 only if torch is set to use it."""
     if interpret.get() and dtype == torch.bfloat16:
         return "widened"
     return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
@@ -53,7 +53,7 @@ def _precision(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class _OptionArrays:
-    """The options as kernels take them."""
+    """The options in the form of kernel arguments."""
 
     softcap: float
     bias: Tensor | None
@@ -97,7 +97,7 @@ class _OptionArrays:
 
     @property
     def is_heavy(self) -> bool:
-        """Whether a kernel holds more for each score than the score."""
+        """Whether a kernel holds more than the score for each pair, as with a bias or dropout."""
         return self.kind != 0 or self.seeds is not None
 
     def numbers(self, scale: float) -> dict[str, Any]:
@@ -125,10 +125,12 @@ class _OptionArrays:
 def row_ranges(
     bounds: Tensor, k_len: int, *, kv_heads: int, group: int, block: int
 ) -> tuple[Tensor, int, int]:
-    """Ranges of the keys that each block of rows sees: int32 (B|1, Hkv|1, blocks, R, 4), see `_ranges`.
+    """Compute the ranges of keys that each block of rows sees: int32 (B|1, Hkv|1, blocks, R, 4).
+
+    `_ranges` explains the numbers.
 
     Returns:
-        The ranges, and their strides in planes between batch rows and key heads.
+        The ranges, and their strides in planes between batch elements and key heads.
     """
     batch, heads, q_len, runs, _ = bounds.shape
     planes = kv_heads if heads > 1 else 1
@@ -143,7 +145,7 @@ def row_ranges(
 def _sizes(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, block: int, k_len: int | None = None
 ) -> dict[str, Any]:
-    """Sizes of a call that all kernels are given."""
+    """Sizes of a call, which all kernels take."""
     group, dim, v_dim = q.shape[1] // k.shape[1], q.shape[3], v.shape[3]
     k_len = k.shape[2] if k_len is None else k_len
     ranges, by_batch, by_head = row_ranges(bounds, k_len, kv_heads=k.shape[1], group=group, block=block)
@@ -168,7 +170,7 @@ def _sizes(
 
 
 def _described(x: Tensor, config: Config) -> TensorDescriptor | None:
-    """Descriptor of keys or values for a GPU's copy engine; None if it is not used or cannot read them."""
+    """Descriptor of keys or values for a GPU's copy engine, or None if it is unused or cannot read them."""
     size = x.element_size()
     fits = x.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in x.stride()[:3])
     if not config.descriptors or not fits or 0 in x.stride():
@@ -178,7 +180,7 @@ def _described(x: Tensor, config: Config) -> TensorDescriptor | None:
 
 
 def _has_waves(programs: int, device: torch.device) -> bool:
-    """Whether programs wait for others to end, so that it matters which start first."""
+    """Whether there are more programs than the GPU runs at once, so that their order matters."""
     return device.type == "cuda" and programs > 2 * _cores(device)
 
 
@@ -187,7 +189,7 @@ def _cores(device: torch.device) -> int:
 
 
 def _order(ranges: Tensor, runs: int, blocks: int, programs: int) -> Tensor | None:
-    """In which order the blocks of each plane start; None for the last ones first."""
+    """The order in which the blocks of each plane start. None means the last blocks first."""
     if not _has_waves(programs, ranges.device):
         return None
     planes = ranges.numel() // max(blocks * runs * 4, 1)
@@ -197,7 +199,7 @@ def _order(ranges: Tensor, runs: int, blocks: int, programs: int) -> Tensor | No
 
 
 def _parts(programs: int, k_len: int, device: torch.device) -> int:
-    """Into how many parts the keys of a block of rows are split, so that few blocks use the whole GPU."""
+    """Number of parts of the keys of a block of rows, so that few blocks use the whole GPU."""
     if device.type != "cuda":
         return 1
     wanted = min(2 * _cores(device) // max(programs, 1), k_len // 512, 64)
@@ -222,10 +224,10 @@ def forward(
     """See `attnspan.kernels.triton.forward`.
 
     Args:
-        table: int32 (B, n): k and v are pages, (pages, Hkv, page, D), with equal strides in rows, and this
-            says which of them hold a batch row's keys; those that no query sees may be of any number.
-        config: Block sizes; None takes `config_of`.
-        parts: Into how many parts the keys are split; None takes as many as fill the GPU.
+        table: int32 (B, n), the pages of each batch element. k and v are then pages, (pages, Hkv, page, D),
+            with equal strides between rows. Entries for keys that no query sees may have any number.
+        config: Block sizes. None uses `config_of`.
+        parts: Number of parts that the keys are split into. None uses as many as fill the GPU.
     """
     batch, q_heads, q_len, v_dim = out.shape
     if out.shape[0] * out.shape[1] * out.shape[2] == 0:
@@ -233,7 +235,7 @@ def forward(
     group = q_heads // k.shape[1]
     given = _OptionArrays.of(options, q)
     config = config or _config("forward", q, k, v, given)
-    if scale <= 0:  # The kernel takes the largest product of a row for its largest score.
+    if scale <= 0:  # the kernel assumes that the largest product of a row gives its largest score
         q, scale = (-q, -scale) if scale < 0 else (q * scale, 1.0)
     programs = batch * k.shape[1] * triton.cdiv(q_len * group, config.block_m)
     k_len = k.shape[2] if table is None else table.shape[1] * k.shape[2]
@@ -311,7 +313,7 @@ def backward(
     """See `attnspan.kernels.triton.backward`.
 
     Args:
-        configs: Block sizes of "queries" and "keys"; what is missing takes `config_of`.
+        configs: Block sizes of "queries" and "keys". Missing entries use `config_of`.
     """
     batch, q_heads, q_len = out.shape[:3]
     if batch * q_heads * q_len == 0 or k.shape[2] == 0:
@@ -400,10 +402,10 @@ def _delta(dout: Tensor, dlse: Tensor | None, out: Tensor) -> Tensor:
 
 
 def _sink_gradients(dsinks: Tensor, lse: Tensor, delta: Tensor, options: Options | None) -> None:
-    """A sink has a weight and no value, so its score's gradient is -delta times the weight."""
+    """Gradients of sinks. A sink has a weight and no value, so its gradient is -delta times the weight."""
     assert options is not None
     weighted = torch.exp(options.sinks[None, :, None] - lse) * delta
-    # lse is -inf where a row sees nothing and its sink is -inf: the weight is 0, whatever delta is.
+    # lse is -inf if a row sees nothing and its sink is -inf. The weight is then 0, for any delta.
     dsinks.copy_(-torch.where(lse == -torch.inf, 0.0, weighted).sum((0, 2)))
 
 

@@ -1,7 +1,7 @@
-"""Functions that all kernels share: rows and spans, scores with options, products that know masks.
+"""Functions that all kernels share: rows and spans, scores with options, products under masks.
 
-Rows are those of one key head: row n is query n // GROUP under head n % GROUP of its group, so that keys and
-values are read once for all heads that share them. Scores become units of log2, for exp2.
+Row n of a key head is query n // GROUP of head n % GROUP of its group. Keys and values are therefore read
+once for all heads that share them. Scores are in units of log2, for exp2.
 """
 
 import triton
@@ -17,7 +17,7 @@ INFINITY = tl.constexpr(float("inf"))
 
 @triton.jit
 def locate(block, plane, kv_heads, q_len, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Batch row, key head, and of each row of a block its query, its head and whether it exists."""
+    """Batch element, key head, and for each row of a block its query, its head and whether it exists."""
     row = block * BLOCK + tl.arange(0, BLOCK)
     batch, kv_head = (plane // kv_heads).to(tl.int64), plane % kv_heads
     query = (row // GROUP).to(tl.int64)
@@ -26,7 +26,7 @@ def locate(block, plane, kv_heads, q_len, GROUP: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def block_of_program(order, blocks, kv_heads, ranges_b, ranges_h):
-    """A program's block of rows, and its plane: in the order of `order_kernel`, or the last ones first."""
+    """A program's block of rows and its plane, in the order of `order_kernel`, or the last blocks first."""
     at, plane = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     if order is None:
         block = blocks - 1 - at
@@ -38,14 +38,14 @@ def block_of_program(order, blocks, kv_heads, ranges_b, ranges_h):
 
 @triton.jit
 def load_rows(pointer, rows, stride, column, inside, SIZE: tl.constexpr):
-    """A tile (rows, columns), 0 outside of the array."""
+    """Load a tile (rows, columns), with 0 outside the array."""
     where = pointer + rows[:, None] * stride + column[None, :]
     return tl.load(where, mask=inside[:, None] & (column < SIZE)[None, :], other=0)
 
 
 @triton.jit
 def load_span(spans, inside, run):
-    """The ends of one span of each row; empty where there is no row."""
+    """Load the ends of one span of each row. Missing rows have empty spans."""
     return tl.load(spans + 2 * run, mask=inside, other=0), tl.load(spans + 2 * run + 1, mask=inside, other=0)
 
 
@@ -64,7 +64,7 @@ def are_legal(spans, inside, runs, k_len, BLOCK: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """To float32's rounding: near 0 the quotient of exponentials would cancel."""
+    """tanh to float32's rounding. Near 0, the quotient of exponentials would cancel."""
     t = tl.exp(-2 * tl.abs(x))
     far = (1 - t) / (1 + t)
     s = x * x
@@ -75,7 +75,7 @@ def tanh(x):
 @triton.jit
 def indices_of(index, batch_stride, batch, at, default, inside, GIVEN: tl.constexpr):
     """Global indices of queries or keys."""
-    # No early returns: Triton compiles what follows them.
+    # No early returns, because Triton compiles the code after them anyway.
     if GIVEN:
         found = tl.load(index + batch * batch_stride + at, mask=inside, other=0)
     else:
@@ -85,7 +85,7 @@ def indices_of(index, batch_stride, batch, at, default, inside, GIVEN: tl.conste
 
 @triton.jit
 def bias_of_rows(bias, stride_b, stride_h, stride_q, batch, head, query, inside, BIAS: tl.constexpr):
-    """By kind: the slope of each row, or where the biases of each row begin."""
+    """The slope of each row, or the start of the biases of each row, by kind of bias."""
     if BIAS == 0:
         found = query
     elif BIAS == DENSE:
@@ -99,7 +99,7 @@ def bias_of_rows(bias, stride_b, stride_h, stride_q, batch, head, query, inside,
 
 @triton.jit
 def add_bias(x, of_rows, key, q_at, k_at, reach, pairs, BIAS: tl.constexpr):
-    """Scores with their bias. All arguments broadcast to the tile; ``pairs`` exist."""
+    """Add the bias to scores. All arguments broadcast to the tile. ``pairs`` marks existing pairs."""
     if BIAS == ALIBI:
         x -= of_rows * tl.abs(k_at - q_at).to(tl.float32)
     elif BIAS == SIGNED_ALIBI:
@@ -115,7 +115,7 @@ def add_bias(x, of_rows, key, q_at, k_at, reach, pairs, BIAS: tl.constexpr):
 
 @triton.jit
 def hash_rows(seeds, q_heads, batch, head, q_at, inside):
-    """Two words of dropout for each row; attnspan.call.dropout has the algorithm."""
+    """Two words of dropout for each row. attnspan.call.dropout has the algorithm."""
     seed = tl.load(seeds + batch * q_heads + head, mask=inside, other=0)
     zero = tl.zeros_like(q_at).to(tl.uint32)
     first, second, _, _ = tl.philox(
@@ -126,7 +126,7 @@ def hash_rows(seeds, q_heads, batch, head, q_at, inside):
 
 @triton.jit
 def are_kept(first, second, k_at, threshold):
-    """Return whether dropout keeps each weight; arguments broadcast to the tile."""
+    """Return whether dropout keeps each weight. The arguments broadcast to the tile."""
     key = k_at.to(tl.uint32, bitcast=True)
     x = (((key >> 5) << 4) | (key & 15)) ^ first
     x = (x ^ (x >> 16)) * 0x7FEB352D
@@ -141,10 +141,10 @@ def load_tile(
     pointer, at, stride, column, first, last, table, pages, step, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values of a tile; 0 for those before ``first`` and from ``last`` on, which no row sees.
+    """Load the keys or values of a tile. Keys outside [``first``, ``last``), which no row sees, are 0.
 
-    With PAGE, keys are in pages of that many, ``step`` rows apart, and ``table`` lists those of a batch row;
-    a number outside of 0 to ``pages`` gives NaN.
+    With PAGE, keys are in pages of PAGE keys, ``step`` rows apart, and ``table`` lists the pages of a batch
+    element. A page number below 0, or from ``pages`` on, gives NaN.
     """
     key = at + tl.arange(0, BLOCK)
     seen = (key >= first) & (key < last)
@@ -167,7 +167,7 @@ def are_visible(key, lo, hi):
 @triton.jit
 def multiply(a, b, PRECISION: tl.constexpr):
     """The matrix product in float32."""
-    if PRECISION == "widened":  # Triton's interpreter multiplies the bits of bfloat16 as numbers.
+    if PRECISION == "widened":  # Triton's interpreter multiplies the bits of bfloat16 as numbers
         found = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
         found = tl.dot(a, b, input_precision=PRECISION)

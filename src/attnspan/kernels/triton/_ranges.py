@@ -1,4 +1,4 @@
-"""Keys that a block of rows sees, and rows that see a block of keys: from the spans' ends, in O(S * R)."""
+"""Keys that a block of rows sees, and rows that see a block of keys, from the ends of spans in O(S * R)."""
 
 import triton
 import triton.language as tl
@@ -20,10 +20,10 @@ def row_ranges_kernel(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """For each block of rows and each span: the first and last key that some row sees, and that all do.
+    """Find the keys that some rows, and that all rows, of each block see in each span.
 
-    ``ranges`` is int32 (planes, blocks, runs, 4): from the first to before the second some row sees keys;
-    from the third to before the fourth every row sees all keys.
+    ``ranges`` is int32 (planes, blocks, runs, 4). Some row sees keys in [first, second). Every row sees all
+    keys in [third, fourth).
     """
     program = tl.program_id(0)
     block, plane = program % blocks, program // blocks
@@ -37,7 +37,7 @@ def row_ranges_kernel(
         last = tl.max(tl.where(some, hi, 0), 0)
         whole = tl.max(tl.where(inside, tl.where(some, lo, k_len), 0), 0)
         until = tl.min(tl.where(inside, tl.where(some, hi, 0), k_len), 0)
-        # Illegal spans may lie outside of the keys.
+        # Illegal spans may lie outside the keys.
         tl.store(to + 4 * run, tl.maximum(first, 0))
         tl.store(to + 4 * run + 1, tl.minimum(last, k_len))
         tl.store(to + 4 * run + 2, tl.maximum(whole, 0))
@@ -46,10 +46,10 @@ def row_ranges_kernel(
 
 @triton.jit
 def key_ranges_kernel(ranges, found, blocks, runs, key_blocks, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """For each block of keys the blocks of rows that see some of them, and those that see all in one span.
+    """Find the blocks of rows that see some, and that see all, keys of each block of keys in one span.
 
-    ``found`` is int32 (planes, key blocks, 4): from the first to before the second some row may see a key;
-    from the third to before the fourth every row of each block sees every key.
+    ``found`` is int32 (planes, key blocks, 4). In the blocks of rows [first, second), some row may see a key.
+    In the blocks of rows [third, fourth), every row sees every key.
     """
     program = tl.program_id(0)
     at, plane = program % key_blocks, (program // key_blocks).to(tl.int64)
@@ -78,10 +78,10 @@ def key_ranges_kernel(ranges, found, blocks, runs, key_blocks, BLOCK: tl.constex
 
 @triton.jit
 def order_kernel(ranges, order, blocks, runs, CHUNK: tl.constexpr):
-    """In which order blocks start: those with the most keys first, so that no long one is left for the end.
+    """Sort blocks by their number of keys, largest first, so that no long block starts at the end.
 
-    ``ranges`` is int32 (planes, blocks, runs, 4), of which the first two numbers count; ``order`` int32
-    (planes, blocks). Each program finds the place of one block. Of equal ones the last goes first.
+    ``ranges`` is int32 (planes, blocks, runs, 4), of which the first two numbers are used. ``order`` is int32
+    (planes, blocks). Each program finds the place of one block. Of equal blocks, the last goes first.
     """
     program = tl.program_id(0)
     block, plane = program % blocks, (program // blocks).to(tl.int64)
