@@ -30,10 +30,10 @@ class Graph:
 
     Args:
         function, place: Function and line of the frame.
-                start, end: Begin and end, in seconds of `time.time`.
-                forward: False for the graph of a backward pass.
-                operators: Number of operators in the graph.
-                failed: The error, or "".
+        start, end: Begin and end, in seconds of `time.time`.
+        forward: False for the graph of a backward pass.
+        operators: Number of operators in the graph.
+        failed: The error, or "".
     """
 
     function: str

@@ -39,14 +39,14 @@ class Finding:
     Args:
         kind: One of `KINDS`.
         what: The problem, in a sentence.
-                cause: Reason of the problem. Default: the kind's cause.
-                remedy: Suggested fix. Default: the kind's remedy.
+        cause: Reason of the problem. Default: the kind's cause.
+        remedy: Suggested fix. Default: the kind's remedy.
         places: Lines of the user's code, the most telling first.
         evidence: Measurements and lines of output.
-                tried: The change with which the doctor tested the remedy, and the outcome.
-                known: Upstream issues about the same problem.
-                count: Number of occurrences.
-                stage: Stage that found it: "eager", "compiled", "parity", "ranks", ...
+        tried: The change with which the doctor tested the remedy, and the outcome.
+        known: Upstream issues about the same problem.
+        count: Number of occurrences.
+        stage: Stage that found it: "eager", "compiled", "parity", "ranks", ...
     """
 
     kind: str

@@ -44,21 +44,21 @@ class Attention:
     Attributes:
         kind: "sdpa", "flex", "attnspan", "custom" (another library's operator) or "written out".
         kernel: The operator that ran, or "" if scores were stored.
-                place: The user's line.
-                q, k: Shapes of q and k.
-                dtype: Dtype of q.
-                recomputed: The call ran in a backward pass, for checkpointing.
-                visible: Pairs that at least one head sees, bool (B, Sq, Sk), or None if unknown.
-                mask: Shape and line of a dense mask or bias, and whether it is floating-point.
-                mask_seconds: Time that operators took to create the mask.
-                hidden: (batch element, query) of queries without a visible key.
-                repeated: Line that copied keys or values for more heads, and the copy's bytes.
-                copied: Line that copied q, k or v to make them contiguous, and the copy's bytes.
-                upcast: Line that converted to a wider dtype.
-                softmax: The softmax of the scores was seen.
-                keys: Number of score columns that are keys, or None without sinks.
-                reason: Reason why torch's fused kernels do not accept the call.
-                lines: All of the user's lines that lead to the call, as "file:line".
+        place: The user's line.
+        q, k: Shapes of q and k.
+        dtype: Dtype of q.
+        recomputed: The call ran in a backward pass, for checkpointing.
+        visible: Pairs that at least one head sees, bool (B, Sq, Sk), or None if unknown.
+        mask: Shape and line of a dense mask or bias, and whether it is floating-point.
+        mask_seconds: Time that operators took to create the mask.
+        hidden: (batch element, query) of queries without a visible key.
+        repeated: Line that copied keys or values for more heads, and the copy's bytes.
+        copied: Line that copied q, k or v to make them contiguous, and the copy's bytes.
+        upcast: Line that converted to a wider dtype.
+        softmax: The softmax of the scores was seen.
+        keys: Number of score columns that are keys, or None without sinks.
+        reason: Reason why torch's fused kernels do not accept the call.
+        lines: All of the user's lines that lead to the call, as "file:line".
     """
 
     kind: str
