@@ -243,7 +243,7 @@ def test_a_table_fits_and_names_what_it_leaves_out(width):
         "1 of 2 ratios have fewer than 25 pairs",
         "nowhere flex: it has no backward pass on CPU",
         "too noisy for 1 of 1 cells",
-        "the pipelined figure is the device's",
+        "for the time of the device itself",
     ):
         assert part in text, part
     figures = {"memory": "3.00 GiB", "in a row": "!3.00 s", "peak": "11 %", "remark": "backend cpu"}
@@ -315,7 +315,7 @@ def test_a_comparison_names_the_cell_and_the_verdict():
     text = _printed(show_comparison, compare(RESULTS, new), width=80)
     for part in (
         "another machine or setting: cpu: a machine, then b",
-        "so times are not compared, only ratios",
+        "Times are not compared, only ratios",
         "documents-corpus-32k",
         "1 cells compared: 0 regressions",
     ):

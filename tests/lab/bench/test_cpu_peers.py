@@ -231,7 +231,7 @@ def test_peers_are_held_to_our_level_or_say_that_they_are_not(installed, held, m
     assert INDUCTOR.refuses(_job()) == f"{start}set ATEN_CPU_CAPABILITY, MKL_ENABLE_INSTRUCTIONS"
     monkeypatch.setenv("OV_CPU_MAX_ISA", "AVX2")
     assert OPENVINO.refuses(_job()) is None
-    assert ONNXRUNTIME.refuses(_job()) == f"{start}no setting does that"
+    assert ONNXRUNTIME.refuses(_job()) == f"{start}no setting limits this peer"
     # Its products are those of AVX-512 anyway.
     held.isa = lambda: "avx512"
     assert jobs.held_below("avx512") is None

@@ -78,7 +78,7 @@ def _nan(out):
     ("ours", "reason"),
     [
         (Changed(name="attnspan", reason="not today"), "not today"),
-        (Changed(_nan, "attnspan"), "its result has values that are not finite"),
+        (Changed(_nan, "attnspan"), "its result contains infinity or NaN"),
     ],
 )
 def test_peers_run_and_show_no_ratio_where_attnspan_cannot(ours, reason):

@@ -132,7 +132,7 @@ def test_the_ratio_of_asynchronous_sides_is_of_pipelined_times_where_asked():
 def test_results_of_an_asynchronous_library_are_not_timed_as_the_hosts():
     jax = pytest.importorskip("jax")
     x = jax.numpy.ones((8, 8))
-    with pytest.raises(MeasurementError, match="Time it on its own device"):
+    with pytest.raises(MeasurementError, match="Time the call on its own device"):
         interleave([Subject("jax", lambda: x @ x, Device())], Budget())
     (found,) = interleave([Subject("jax", lambda: x @ x, JaxDevice("cpu"))], Budget(seconds=0.05))
     assert found.pipelined is not None
