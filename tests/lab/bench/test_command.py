@@ -314,7 +314,7 @@ def test_a_comparison_names_the_cell_and_the_verdict():
     new = replace(RESULTS, environment={"cpu": "b"}, cells=(replace(CELL, runs=(slow,)),))
     text = _printed(show_comparison, compare(RESULTS, new), width=80)
     for part in (
-        "another machine or setting: cpu: a machine, then b",
+        "different machine or setting: cpu: a machine, then b",
         "Times are not compared, only ratios",
         "documents-corpus-32k",
         "1 cells compared: 0 regressions",

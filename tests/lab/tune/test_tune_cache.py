@@ -133,7 +133,7 @@ def test_the_command_tunes_any_callable(tmp_path: Path, monkeypatch: pytest.Monk
     )
     made = CliRunner().invoke(build_app(), ["tune", "mine:search", "--seconds", "0.5"])
     assert "mine:search: 2, " in made.output
-    assert "times as fast" in made.output
+    assert "speedup" in made.output
     assert "mine:search: 2, faster" in CliRunner().invoke(build_app(), ["tune", "--show"]).output
     made = CliRunner().invoke(build_app(), ["tune", "mine:junk"])
     assert "expected a dict with make_call, configs and default, got int" in str(made.exception)

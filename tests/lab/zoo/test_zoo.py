@@ -45,11 +45,14 @@ def keys(mode: str, layout: str, shapes: int = 1, names: str = "identity eager s
 # What is wrong, the layout where it shows, what is said of it.
 WRONG = {
     "leaking": ("packed", ["results and gradients differ", "leaks: document 0 is seen by"]),
-    "all_pairs": ("plain", ["makes a tensor of all pairs of tokens, (2, 2, 45, 45)"]),
+    "all_pairs": ("plain", ["creates a (tokens, tokens) tensor, (2, 2, 45, 45)"]),
     "wrong_gradients": ("plain", ["results and gradients differ"]),
     "wrong": ("padded", ["results and gradients differ"]),
     "no_backward": ("plain", ["no backward: NotImplementedError: no gradients here"]),
-    "half_used": ("plain", ["torch's attention ran 2 times, attnspan's 2", "makes a tensor of all pairs"]),
+    "half_used": (
+        "plain",
+        ["torch's attention ran 2 times, attnspan's 2", "creates a (tokens, tokens) tensor"],
+    ),
     "unused": ("plain", ["unused: attnspan's operator never ran"]),
 }
 
@@ -243,7 +246,7 @@ def test_the_table_fits_and_says_what_is_wrong() -> None:
         show_zoo(sample_results(), Console(file=out, width=width))
         text = out.getvalue()
         for words in (
-            "nothing is wrong with attnspan in 0 of 3",
+            "no problem with attnspan in 0 of 3",
             "llama, eager packed: leaks: document 0 <b>",
         ):
             assert words in " ".join(text.split())
@@ -275,7 +278,7 @@ def test_figures_go_between_the_marks(tmp_path: Path) -> None:
     assert "| rwkv | no attention |" in text
     assert "| architectures that compile to one graph | - | 1 of 1 | 0 of 1 | 1 of 1 |" in text
     path.write_text("no marks")
-    with pytest.raises(OptionError, match="Add them, or name a new file"):
+    with pytest.raises(OptionError, match="Add these lines, or pass a new file"):
         write_markdown(sample_results(), path)
     assert path.read_text() == "no marks"
 
