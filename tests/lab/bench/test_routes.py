@@ -185,7 +185,7 @@ def test_the_worker_takes_both_routes(monkeypatch):
     ("arguments", "said"),
     [
         (["0"], "length: expected 1 or more, got 0"),
-        (["--seconds", "0"], "budget: expected positive limits"),
+        (["--seconds", "0"], "budget: expected positive finite limits"),
         (["--json", "/nowhere/routes.json"], "--json: expected a file in a folder that exists"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
     ],

@@ -100,7 +100,7 @@ def test_a_call_that_fails_while_it_is_timed_is_the_reason_of_its_peer(name):
 
     peers = [Changed(fail if name == x else lambda out: out, x) for x in ("attnspan", "changed", "other")]
     cell = measure_cell(WORK, "forward", peers, QUICK)
-    assert cell.run(name).reason == "it failed while it was timed: RuntimeError: out of memory"
+    assert cell.run(name).reason == "the timed call failed: RuntimeError: out of memory"
     assert [run.ran for run in cell.runs if run.peer != name] == [True, True]
     assert cell.run("other").ratio is None or name != "attnspan"
 
@@ -109,7 +109,7 @@ def test_inputs_that_do_not_fit_are_the_reason_of_all():
     work = replace(WORK, batch=1 << 40)
     found = [run.reason for run in measure_cell(work, "forward", [OURS, Changed()], QUICK).runs]
     assert len(found) == 2
-    assert all(reason.startswith("there is no memory for its inputs: RuntimeError") for reason in found)
+    assert all(reason.startswith("not enough memory for the inputs: RuntimeError") for reason in found)
 
 
 def test_a_peer_that_is_timed_on_the_wrong_device_ends_the_measurement():
@@ -118,7 +118,7 @@ def test_a_peer_that_is_timed_on_the_wrong_device_ends_the_measurement():
             device = VirtualDevice(World(), 0.05, waits=False)
             return Ready(lambda: (device.submit(), torch.zeros(1))[1], device)
 
-    with pytest.raises(MeasurementError, match="expected its work to be done"):
+    with pytest.raises(MeasurementError, match="expected a call whose work is done"):
         _cell(Early())
 
 

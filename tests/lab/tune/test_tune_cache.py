@@ -80,7 +80,7 @@ def test_what_was_found_next_to_busy_processes_is_not_used(
     monkeypatch.setattr(cache, "_other_seconds", lambda: 0.7 * time.monotonic())
     found = Fake().tuned(path)
     assert (found.config, found.contender) == (0, 2)
-    assert found.reason == "not used: other processes kept 0.7 processors busy"
+    assert found.reason == "the default, because other processes kept 0.7 processors busy"
     assert entries(path) == []
 
 
