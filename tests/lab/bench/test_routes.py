@@ -211,7 +211,7 @@ def test_the_command_measures_prints_and_writes(monkeypatch, tmp_path, capsys):
     found = routes.main(arguments)
     said = capsys.readouterr().out
     assert said.startswith("(1, 5, 32, 128) float32, forward, on cpu")
-    for words in ("warm calls", "a hasty loop: 10 calls from cold", "not torch-xla: no environment"):
+    for words in ("warm calls", "naive loop: 10 calls from cold", "not torch-xla: no environment"):
         assert words in said
     assert max(map(len, said.splitlines())) <= 80 or "not torch-xla" in said
     stored = json.loads(file.read_text())
