@@ -1,8 +1,8 @@
 """Decoding, compared with a lower bound of this machine and with SDPA: python benchmarks/decode.py
 
-The lower bound is the larger of two times: the time to read K and V with a pure read loop, which alternates
-with the calls, and the time of the products at the best rate of the dtype's instructions on registers. The
-benchmark is for machines with one last-level cache.
+The lower bound is the larger of two times. The first is the time to read K and V with a pure read loop, which
+alternates with the calls. The second is the time of the products at the best rate of the dtype's instructions
+on registers. The benchmark is for machines with one last-level cache.
 """
 
 import sys

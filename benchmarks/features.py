@@ -3,9 +3,9 @@
     python benchmarks/features.py                  # all cells, about ten minutes on two cores
     python benchmarks/features.py --covering       # a few cells that cover every pair of values
 
-Prints a Markdown table and writes benchmarks/results/features.json. A cell checks results and gradients
-against eager float64, that no graph breaks, that another mask does not recompile, and for attnspan the number
-of kernel runs.
+Prints a Markdown table and writes benchmarks/results/features.json. A cell compares results and
+gradients with eager float64. It also checks that no graph breaks, that another mask does not recompile, and
+for attnspan the number of kernel runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Host time of a call on a GPU, compared with SDPA: python benchmarks/gpu_calls.py
 
 Eight heads of 128 causal queries, head dim 64, bfloat16: microseconds between consecutive calls, over 300
-calls, in a case where the GPU needs less time than the host. Eager, compiled, and as a CUDA graph. Medians
+calls. Here the GPU needs less time than the host. Eager, compiled, and as a CUDA graph. Medians
 and quartiles of 15 alternating rounds. `--device cpu` is a rehearsal without the graph.
 """
 

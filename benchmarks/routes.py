@@ -5,9 +5,8 @@ A report of 2025 measured one flash kernel at (1, 5, 16384, 128): 2.5 ms from JA
 each route is
 
 1. called at length 16, to measure the overhead of a call;
-2. opened again, so that nothing is traced or compiled, and called ten times with synchronization after each
-call, as
-   in a naive benchmark;
+2. opened again, so that nothing is traced or compiled, and called ten times with synchronization after
+   each call, as in a naive benchmark;
 3. compared with the first route's result, in the norm;
 4. timed warm, in turn with the first route: with synchronization after each call, and once after many calls.
 

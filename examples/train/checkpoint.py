@@ -1,6 +1,6 @@
 """Atomic checkpoints, written while training continues. A crash never leaves a partial checkpoint.
 
-`save` copies the state, and a thread writes it into a temporary folder: first the tensors with
+`save` copies the state. A thread writes it into a temporary folder: first the tensors with
 torch.distributed.checkpoint, then a manifest of all files. The folder is flushed to disk and renamed. Only
 then, older checkpoints are removed.
 

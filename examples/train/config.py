@@ -95,7 +95,7 @@ class TrainConfig:
     accumulate: int = _data(1, "micro-batches per step (gradient accumulation)")
     held_out: float = _data(0.02, "share of the documents for evaluation")
     eval_bytes: int = _data(131_072, "bytes of held-out text to score at the start and at the end")
-    workers: int = _data(1, "processes that pack rows and plan attention before the steps (0: this process)")
+    workers: int = _data(1, "processes that pack rows and plan attention in advance (0: this process)")
 
     steps: int = _optimum(0, "optimizer steps (0: as many as fit into --minutes)")
     minutes: float = _optimum(4.0, "without --steps: wall time of the run")

@@ -56,7 +56,7 @@ class Machine:
             if each.type == "str":
                 fits, wanted = isinstance(value, str), "a text"
             else:
-                kind, wanted = int if each.type == "int" else (int, float), "a positive, finite figure"
+                kind, wanted = int if each.type == "int" else (int, float), "a positive, finite rate"
                 fits = isinstance(value, kind) and 0 < value < math.inf
             expect(fits, f"Machine: {each.name}", wanted, repr(value), remedy)
 
@@ -99,7 +99,7 @@ class Machine:
         Raises:
             OptionError: The file is missing or has another content.
         """
-        return from_plain(cls, read_json(Path(path), "the figures of a machine"), str(path))
+        return from_plain(cls, read_json(Path(path), "the rates of a machine"), str(path))
 
     def predict(self, cost: Cost, sizes: Sizes) -> Prediction:
         """Predict the time of one call, forward and backward.
@@ -146,8 +146,8 @@ class Machine:
 def flops_of(pairs: Floats, *, head_dim: int, v_dim: int) -> tuple[Floats, Floats]:
     """Count the FLOPs of attention over visible pairs, forward and backward.
 
-    The forward pass has two products (q k, p v), the backward pass five (q k again, dout v, and one each for
-    dq, dk and dv).
+    The forward pass has two products: q k and p v. The backward pass has five: q k again, dout v, and one
+    each for dq, dk and dv.
 
     Example:
         >>> flops_of(np.array([1.0]), head_dim=64, v_dim=64)

@@ -88,9 +88,9 @@ class Comparison:
 def compare(old: Results, new: Results) -> Comparison:
     """Find regressions.
 
-    A cell is a regression in two cases. First, its time changed: the whole interval of the change lies beyond
-    the tolerance, a common peer did not slow down equally, and the change is significant among all cells
-    (Benjamini and Hochberg). Second, the ratio against the common peer changed in this way.
+    A cell is a regression if its time changed, or if the ratio against a common peer changed. A change
+    counts if its whole interval lies beyond the tolerance, and if it is significant among all cells (Benjamini
+    and Hochberg). A change of the time does not count if the common peer slowed down equally.
 
     Args:
         old: The reference results.

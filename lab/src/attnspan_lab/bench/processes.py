@@ -57,7 +57,7 @@ def fresh_process(
         if done.returncode == 0:
             return json.loads(done.stdout.splitlines()[-1])
         got = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    raise MeasurementError(what, expected="a process that ends with a figure", got=got, remedy=remedy)
+    raise MeasurementError(what, expected="a process that prints its result", got=got, remedy=remedy)
 
 
 @contextmanager

@@ -45,7 +45,7 @@ class Samples:
     @cached_property
     def quartiles(self) -> tuple[float, float, float]:
         """Lower quartile, median and upper quartile, interpolated."""
-        expect(self.samples, "samples", "one or more", "none", "Measure before asking for figures")
+        expect(self.samples, "samples", "one or more", "none", "Measure at least one sample")
         low, middle, high = np.quantile(np.asarray(self.samples, np.float64), [0.25, 0.5, 0.75])
         return float(low), float(middle), float(high)
 
