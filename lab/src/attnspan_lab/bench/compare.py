@@ -89,8 +89,8 @@ def compare(old: Results, new: Results) -> Comparison:
     """Find regressions.
 
     A cell is a regression if its time changed, or if the ratio against a common peer changed. A change
-    counts if its whole interval lies beyond the tolerance, and if it is significant among all cells (Benjamini
-    and Hochberg). A change of the time does not count if the common peer slowed down equally.
+    counts if its whole interval lies beyond the tolerance, and if it is significant among all cells
+    (Benjamini and Hochberg). A change of the time does not count if the common peer slowed down equally.
 
     Args:
         old: The reference results.
