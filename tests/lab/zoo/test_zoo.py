@@ -154,7 +154,7 @@ def test_a_crash_or_a_hang_costs_one_cell() -> None:
     assert found.complete
     rows = {row.name: row for row in found.rows}
     assert complaints(rows["crashing"]) == ["eager padded: crash: the process ended with signal SIGABRT"]
-    assert complaints(rows["hanging"]) == ["eager packed: time: not done after 5 s"]
+    assert complaints(rows["hanging"]) == ["eager packed: time: not finished after 5 s"]
     for row in rows.values():
         assert len(row.cells) == 10
         assert sum(x.failed is None for x in row.cells) == 9
@@ -209,7 +209,7 @@ def test_steps_are_timed_and_their_memory_is_measured(tmp_path: Path) -> None:
 def test_steps_of_two_processors_do_not_share_a_file() -> None:
     there = dataclasses.replace(sample_results(), speed_environment={"cpu": "another <processor>"})
     assert "Training steps, measured on another <processor>, None." in markdown_of(there)
-    with pytest.raises(OptionError, match=r"steps timed on this processor, .* got another's"):
+    with pytest.raises(OptionError, match=r"steps timed on this processor, .* got steps of another processor"):
         measure_speed([], SpeedSettings(), start=there)
     assert measure_speed([], SpeedSettings(), start=ZooResults()).complete
 
