@@ -209,7 +209,9 @@ def test_steps_are_timed_and_their_memory_is_measured(tmp_path: Path) -> None:
 def test_steps_of_two_processors_do_not_share_a_file() -> None:
     there = dataclasses.replace(sample_results(), speed_environment={"cpu": "another <processor>"})
     assert "Training steps, measured on another <processor>, None." in markdown_of(there)
-    with pytest.raises(OptionError, match=r"steps timed on this processor, .* got steps of another processor"):
+    with pytest.raises(
+        OptionError, match=r"steps timed on this processor, .* got steps of another processor"
+    ):
         measure_speed([], SpeedSettings(), start=there)
     assert measure_speed([], SpeedSettings(), start=ZooResults()).complete
 

@@ -43,7 +43,7 @@ class Device:
         """Wait until the result is complete, or all work of an ordered device."""
 
     def is_idle(self, result: Any) -> bool:
-        """Whether the result is complete. This method does not wait."""
+        """Whether the result is complete, without waiting. False for results on another device."""
         return not any(hasattr(x, "is_ready") or getattr(x, "is_cuda", False) for x in _leaves(result))
 
     def timer(self) -> _CudaTimer | None:

@@ -33,8 +33,8 @@ class Place:
 
     Args:
         file: Path of the file.
-                line: Line number, from 1.
-                function: Name of the function that contains the line.
+        line: Line number, from 1.
+        function: Name of the function that contains the line.
     """
 
     file: str

@@ -45,7 +45,7 @@ def compared_layout(layouts: Iterable[str]) -> str | None:
 def is_own(row: Row, cell: Cell) -> bool:
     """Whether a failure is the model's own.
 
-    It is if the identity gets no further, or if no attention computes gradients, for example in a model whose
+    It is if the identity gets no further, and no attention computes gradients. An example is a model whose
     gradients the compiler cannot compute.
     """
     same = row.cell("identity", cell.mode, cell.layout)
