@@ -106,7 +106,7 @@ def run_plan(
     before: Callable[[Workload, str], None] = lambda *_: None,
     after: Callable[[Cell], None] = lambda _: None,
 ) -> Results:
-    """Measure every cell of a plan. An interrupt (Ctrl-C) stops and keeps the finished cells.
+    """Measure every cell of a plan. Ctrl-C stops the run and keeps the finished cells.
 
     Args:
         plan: The plan.

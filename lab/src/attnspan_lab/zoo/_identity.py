@@ -21,7 +21,7 @@ def _identity(
     *more: Any,
     **named: Any,
 ) -> tuple[Tensor, None]:
-    """Return the value of each query's own token, (B, Sq, Hq, Dv), or the mean of the values for other key lengths.
+    """Return the value of each query's own token, (B, Sq, Hq, Dv), or the mean for other key lengths.
 
     All other arguments enter with factor 0, so that the compiler also compiles the code that computes them,
     including its backward pass.
