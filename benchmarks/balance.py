@@ -96,7 +96,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--packings", type=int, default=1000)
-    parser.add_argument("--fresh", action="store_true", help="begin anew")
+    parser.add_argument("--fresh", action="store_true", help="ignore stored results and start again")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     args = parser.parse_args()
     results: dict[str, Any] = {"packings": args.packings, "cases": []}

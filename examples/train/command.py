@@ -121,7 +121,7 @@ def _monitored(folder: Path, device: "torch.device") -> "Iterator[Observe]":
 
 def _folder(name: str | None, runs_dir: Path, resume: bool) -> Path:
     named = name is not None or not int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-    remedy = "Name the run, so that restarted ranks find it"
+    remedy = "Pass a name for the run, so that restarted ranks find it"
     ConfigError.unless(named, "--name with torchrun --max-restarts", "none", remedy)
     if name is not None or not resume:
         return runs_dir / (name or time.strftime("%Y%m%d-%H%M%S"))

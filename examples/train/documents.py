@@ -245,6 +245,6 @@ def _rows(path: Path, field: str) -> Iterator[bytes]:
         text: Any = fields.get(field)
         wanted = f"a string in the field {field!r} in {place} of {path}"
         got = type(text).__name__ if field in fields else f"a row with the fields {sorted(fields)}"
-        remedy = "Name the column that holds the documents with --text-field"
+        remedy = "Pass the column of the documents with --text-field"
         DataError.unless(isinstance(text, str), wanted, got, remedy)
         yield text.encode("utf-8", errors="replace")

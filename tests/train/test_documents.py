@@ -144,7 +144,7 @@ CASES = {
         r"field 'text' in line 3 of .*other\.jsonl, got a row with the fields \['body'\]",
     ),
     "null.jsonl": (ROW + "null", r"in line 2 of .*null\.jsonl, got a row with the fields \[\]"),
-    "number.jsonl": ('{"text": 5}', r"got int\. Name the column that holds the documents with --text-field"),
+    "number.jsonl": ('{"text": 5}', r"got int\. Pass the column of the documents with --text-field"),
     "broken.parquet": (
         "PAR1",
         r"expected a readable \.parquet file, got .*broken\.parquet.*Write the file again,",

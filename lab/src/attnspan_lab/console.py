@@ -338,7 +338,9 @@ def options_of(kind: type, *, names: str = "") -> list[inspect.Parameter]:
         else:
             said = field.metadata
             if "help" not in said:
-                raise OptionError(field.name, expected="a help text", got="none", remedy="Give the field one")
+                raise OptionError(
+                    field.name, expected="a help text", got="none", remedy="Add a help text to the field"
+                )
             shown = typer.Option(*said.get("names", ()), help=said["help"], rich_help_panel=said["panel"])
             default, annotated = field.default, Annotated[annotation, shown]
         return inspect.Parameter(

@@ -51,7 +51,7 @@ def check_writable(path: Path) -> None:
     Raises:
         OptionError: The file cannot be written.
     """
-    expect(not path.is_dir(), str(path), "a writable file", "a folder", "Name a file in it")
+    expect(not path.is_dir(), str(path), "a writable file", "a folder", "Pass a file in this folder")
     with _writing(path), tempfile.TemporaryFile(dir=path.parent):
         pass
 
@@ -103,7 +103,7 @@ def read_json(path: Path, what: str = "a JSON file") -> Any:
     except FileNotFoundError:
         got, remedy = "no such file", "Check the path"
     except (OSError, ValueError, EOFError, zlib.error) as error:
-        got, remedy = str(error), "Write the file anew"
+        got, remedy = str(error), "Write the file again"
     raise OptionError(str(path), expected=what, got=got, remedy=remedy)
 
 
@@ -155,7 +155,7 @@ def from_plain(kind: type[T], data: Any, where: str) -> T:
         Point(x=1.0)
         >>> from_plain(Point, {"y": 1}, "point")
         Traceback (most recent call last):
-        attnspan.errors.OptionError: point: expected the fields x, got y. Write the file anew.
+        attnspan.errors.OptionError: point: expected the fields x, got y. Write the file again.
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     required = {
@@ -165,7 +165,7 @@ def from_plain(kind: type[T], data: Any, where: str) -> T:
     }
     is_whole = isinstance(data, dict) and required <= set(data) <= set(fields)
     got = (", ".join(data) or "nothing") if isinstance(data, dict) else type(data).__name__
-    expect(is_whole, where, f"the fields {', '.join(fields)}", got, "Write the file anew")
+    expect(is_whole, where, f"the fields {', '.join(fields)}", got, "Write the file again")
     hints = get_type_hints(kind)
     return kind(**{name: _build(hints[name], item, f"{where}.{name}") for name, item in data.items()})
 
@@ -183,7 +183,7 @@ def _build(hint: Any, data: Any, where: str) -> Any:
     kind = list if origin is tuple else origin or hint
     if kind is float and type(data) is int:
         return float(data)
-    expect(type(data) is kind, where, kind.__name__, repr(data), "Write the file anew")
+    expect(type(data) is kind, where, kind.__name__, repr(data), "Write the file again")
     if origin is tuple:
         return tuple(_build(args[0], item, f"{where}[{index}]") for index, item in enumerate(data))
     if origin is dict:

@@ -56,7 +56,7 @@ class Machine:
             if each.type == "str":
                 fits, wanted = isinstance(value, str), "a text"
             else:
-                kind, wanted = int if each.type == "int" else (int, float), "a positive, finite rate"
+                kind, wanted = int if each.type == "int" else (int, float), "a positive, finite number"
                 fits = isinstance(value, kind) and 0 < value < math.inf
             expect(fits, f"Machine: {each.name}", wanted, repr(value), remedy)
 

@@ -119,7 +119,7 @@ def device_named(name: str) -> Device:
         DeviceError: The device is unknown or missing.
     """
     kinds: dict[str, Callable[[], Device]] = {"cpu": Device, "cuda": CudaDevice}
-    expect(name in kinds, "device", "cpu or cuda", repr(name), "Name one of the two", error=DeviceError)
+    expect(name in kinds, "device", "cpu or cuda", repr(name), "Use one of the two", error=DeviceError)
     return kinds[name]()
 
 

@@ -204,7 +204,7 @@ def _module(name: str) -> Any:
 
 def _attribute(module: Any, where: str, name: str) -> Any:
     found = getattr(module, name, None)
-    got, remedy = f"no {name!r} in it", "Name a function of the module after the colon"
+    got, remedy = f"no {name!r} in it", "Write a function of the module after the colon"
     expect(found is not None, where, "a factory", got, remedy)
     return found
 
