@@ -120,7 +120,7 @@ def test_an_interrupted_command_leaves_its_page_and_one_sentence(
     ("older", "remedy"),
     [
         (True, "Sample an existing checkpoint: sample.py runs/first/checkpoints/step-00000001."),
-        (False, "Start the run anew, under another --name."),
+        (False, "Start a new run with another --name."),
     ],
 )
 def test_a_damaged_checkpoint_names_another_to_sample(
