@@ -1,5 +1,5 @@
-# Two commands do everything from nothing: `make train` runs the main job, `make test` passes the tests.
-# Both prepare the environment first (`make setup`: .venv, dependencies, the compiled kernel).
+# `make train` runs the main job, and `make test` runs the tests. Both first create the environment (`make setup`:
+# .venv, dependencies and the compiled kernel).
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,36 +10,36 @@ NATIVE := $(wildcard csrc/*.cc csrc/*.h) CMakeLists.txt pyproject.toml lab/pypro
 .PHONY: help setup needed train failures test test-fast test-all fuzz test-with test-cuda test-xla gpu gpu-quick gpu-test gpu-tune gpu-bench zoo docs lint format bench wheel release pythons committed filled canary sanitize aarch64 tiles clean
 
 help:
-	@echo "make train   train a small language model on real text for four minutes, and let it write"
-	@echo "make failures the four failures that attnspan prevents, each as a program, four minutes"
-	@echo "make test    run every behaviour once, options and masks in pairs, 10 minutes on two cores of a Xeon"
-	@echo "make test-fast the tests that take less than a second each, two to three minutes: while you make a change"
-	@echo "make test-all whole products, long tests, every instruction-set level, sanitizers: hours, before a release"
-	@echo "make fuzz MINUTES=2 tests that draw their cases, with new seeds until the minutes are used; failing cases are shrunk"
-	@echo "make test-with WITH='torch==2.15.0'  the tests of what has another version (torch, jax, transformers, diffusers), in an environment of their own"
-	@echo "make canary  the tests of torch with the newest torch, in an environment of their own"
-	@echo "make test-cuda what a compiler sees of CUDA tensors, with torch's CUDA build and without a GPU; the same environment"
-	@echo "make gpu     on a machine with a GPU: tests, tuning and figures, with its own Python and torch; or gpu-test, gpu-tune, gpu-bench; gpu-quick is the most of it in 15 minutes"
-	@echo "make test-xla the tests of PyTorch/XLA, in an environment of their own (.venv-xla, 4 GB of packages)"
-	@echo "make sanitize CASES=360 SEED=0 SIZE=small  the kernel over random problems, under the sanitizers for addresses, undefined behaviour and threads"
-	@echo "make zoo     every architecture of transformers and diffusers with attnspan, and the tests that need TRL and torchtitan"
-	@echo "make docs    build the documentation site into build/site, 9 seconds; ARGS=serve shows it at http://127.0.0.1:8000"
-	@echo "make lint    formatters, linters, type checker"
-	@echo "make bench   measure against torch's own CPU kernels, about half an hour on an idle machine"
-	@echo "make wheel   an sdist and the wheel of .venv's Python, with hashes and an SBOM, into dist/"
-	@echo "make release the same for every Python, built twice and compared, and tried in bare environments: all but the upload"
-	@echo "make aarch64 the kernel compiled for aarch64, its tests under emulation, about two minutes"
-	@echo "make tiles   the levels of matrix tiles (amx, amxfp16) computed on a machine with AVX-512 and its bfloat16 products, and their tests"
-	@echo "make clean   remove what was built"
+	@echo "make train      train a small language model on real text for four minutes, and sample text from it"
+	@echo "make failures   run a program for each of the four failures that attnspan prevents, four minutes"
+	@echo "make test       run the tests, with pairs of options and masks, 10 minutes on two cores of a Xeon"
+	@echo "make test-fast  run the tests that take less than a second each, two to three minutes, for use during a change"
+	@echo "make test-all   run all combinations, long tests, every instruction-set level and the sanitizers, hours, before a release"
+	@echo "make fuzz MINUTES=2  run the randomized tests with new seeds for some minutes, and shrink failing cases"
+	@echo "make test-with WITH='torch==2.15.0'  run the tests with other versions of torch, jax, transformers or diffusers, in a separate environment"
+	@echo "make canary     run the tests of torch with the newest torch, in a separate environment"
+	@echo "make test-cuda  run the compiler's tests with fake CUDA tensors, which need torch's CUDA build but no GPU, in the environment of test-with"
+	@echo "make gpu        on a machine with a GPU: run tests, tuning and benchmarks, with the Python and torch of the machine. Parts: gpu-test, gpu-tune, gpu-bench. gpu-quick runs most of it in 15 minutes"
+	@echo "make test-xla   run the tests of PyTorch/XLA, in a separate environment (.venv-xla, 4 GB of packages)"
+	@echo "make sanitize CASES=360 SEED=0 SIZE=small  run the kernel on random problems with the address, undefined-behaviour and thread sanitizers"
+	@echo "make zoo        run every architecture of transformers and diffusers with attnspan, and the tests that need TRL and torchtitan"
+	@echo "make docs       build the documentation site into build/site, 9 seconds. ARGS=serve serves it at http://127.0.0.1:8000"
+	@echo "make lint       run formatters, linters and the type checker"
+	@echo "make bench      run the benchmarks against torch's own CPU kernels, about half an hour on an idle machine"
+	@echo "make wheel      build an sdist and the wheel for .venv's Python, with hashes and an SBOM, into dist/"
+	@echo "make release    build the wheels for every Python twice, compare them, and test them in bare environments, without the upload"
+	@echo "make aarch64    compile the kernel for aarch64, and run its tests under emulation, about two minutes"
+	@echo "make tiles      emulate the matrix-tile levels (amx, amxfp16) on a machine with AVX-512 and bfloat16 products, and run their tests"
+	@echo "make clean      remove everything that was built"
 
 setup: $(STAMP)
 
-# What no package brings: checked before anything is fetched.
+# Requirements that no package installs, checked before any download.
 needed:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
-	  echo "attnspan needs Python 3.11 or newer as '$(PYTHON)'. Name another: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	  echo "attnspan needs Python 3.11 or newer, and '$(PYTHON)' is not. Pass another one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	@command -v $${CXX:-c++} >/dev/null || command -v g++ >/dev/null || { \
-	  echo "attnspan's CPU kernel needs a C++20 compiler (GCC 11 or Clang 14, or newer), and none was found."; \
+	  echo "attnspan's CPU kernel needs a C++20 compiler (GCC 11, Clang 14, or newer), and none was found."; \
 	  echo "Debian, Ubuntu: sudo apt-get install g++    Fedora: sudo dnf install gcc-c++    macOS: xcode-select --install"; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	  echo "Python's venv module is missing. Debian, Ubuntu: sudo apt-get install python3-venv"; exit 1; }
@@ -57,45 +57,46 @@ train: setup
 failures: setup
 	for name in graph_breaks mask_functions timing segment_ids; do $(BIN)/python examples/failures/$$name.py || exit 1; done
 
-# Processes that run tests side by side. Those of ranks and devices stay with
-# one of them. Threads that wait for each other must not take the cores from the others.
+# Number of parallel test processes. Tests of ranks and devices all run in one of them.
+# Waiting threads must not spin, because they would block the cores of other processes.
 JOBS ?= 2
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
 SIDE_BY_SIDE := -n $(JOBS) --no-loadscope-reorder
 
-# Every behaviour once: options and masks by covering arrays (tests/covering.py).
+# Options and masks are combined by covering arrays (tests/covering.py).
 test: setup
 	$(PYTEST) $(SIDE_BY_SIDE) $(ARGS)
 
-# While a change is made: no test of more than a second, and each value once instead of each pair.
+# For use during a change: no test takes more than a second, and each value is tested once instead of each pair.
 test-fast: setup
 	$(PYTEST) $(SIDE_BY_SIDE) --fast $(ARGS)
 
-# Before a release: whole products, long tests, hypothesis at length; then what depends on the kernel at each
-# other instruction-set level that the machine runs; then the sanitizers.
-KERNEL_ROOMS := tests/kernels tests/torch tests/conformance
+# Before a release: all combinations, long tests, and long runs of hypothesis. Then the tests that depend on the kernel,
+# at each other instruction-set level of the machine. Then the sanitizers.
+KERNEL_FOLDERS := tests/kernels tests/torch tests/conformance
 LEVELS = $(shell $(BIN)/python -c 'from attnspan.kernels.cpu import isa, isa_levels; print(*(x for x in isa_levels() if x != isa()))')
 
 test-all: setup
 	$(PYTEST) --all $(ARGS)
-	for level in $(LEVELS); do ATTNSPAN_ISA=$$level $(PYTEST) --all $(KERNEL_ROOMS) $(ARGS) || exit 1; done
+	for level in $(LEVELS); do ATTNSPAN_ISA=$$level $(PYTEST) --all $(KERNEL_FOLDERS) $(ARGS) || exit 1; done
 	if $(BIN)/python -c 'import sys; from attnspan.kernels import cpu; sys.exit("avx512bf16" not in cpu.isa_levels())'; then $(MAKE) tiles; fi
 	$(MAKE) sanitize
 
-# Tests that draw their cases, with new seeds. `ARGS=--seed=7` begins with that one; ARGS may name files too.
+# Randomized tests with new seeds. `ARGS=--seed=7` begins with seed 7. ARGS may also contain files.
 MINUTES ?= 2
 
 fuzz: setup
 	OMP_WAIT_POLICY=passive $(BIN)/python tests/fuzzing.py $(MINUTES) $(ARGS)
 
-# The wheel is tied to no version of torch: .venv compiles it, and other environments install it. Where only Python
-# files have changed, nothing is compiled again.
+# The wheel works with any version of torch: .venv compiles it, and other environments install it. If only Python files
+# have changed, the kernel is not recompiled.
 WHEEL = $(1)/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(2)/wheel .
 INSTALL := -m pip install --quiet --disable-pip-version-check
 SOURCES := $(NATIVE) $(shell find src lab/src -name '*.py')
 
-# Other versions of what attnspan plugs into, in an environment that is named after them. torch's ordinary build brings
-# CUDA and its own Triton, about 3 GB, and runs on machines without it. Another Python: PYTHON=python3.12, which JAX 0.11 asks for.
+# Other versions of the supported libraries, in an environment that is named after them. torch's default build contains
+# CUDA and its own Triton, about 3 GB, and also runs without a GPU. PYTHON=python3.12 selects another Python, which JAX
+# 0.11 needs.
 WITH ?= torch==2.15.0
 WITH_VENV := .venv-with-$(subst ==,-,$(subst $(eval ) ,-,$(strip $(WITH))))
 WITH_NAMES := $(foreach x,$(WITH),$(firstword $(subst ==, ,$(x))))
@@ -116,9 +117,9 @@ $(WITH_VENV)/.ready: constraints.txt pyproject.toml $(SOURCES) | needed
 	$(WITH_VENV)/bin/python $(INSTALL) ./lab
 	@touch $@
 
-# Room by room: one whose files cannot be imported does not end the others.
+# Folder by folder: if the files of one folder cannot be imported, the other folders still run.
 test-with: $(WITH_VENV)/.ready
-	for room in $(TESTS); do OMP_WAIT_POLICY=passive $(WITH_VENV)/bin/python -m pytest $(SIDE_BY_SIDE) $$room $(ARGS) || failed=1; done; \
+	for folder in $(TESTS); do OMP_WAIT_POLICY=passive $(WITH_VENV)/bin/python -m pytest $(SIDE_BY_SIDE) $$folder $(ARGS) || failed=1; done; \
 	  test -z "$$failed"
 
 # The newest torch that there is, with whatever private names it has: a failure here is a version to exclude or to support.
@@ -129,8 +130,8 @@ canary:
 test-cuda: $(WITH_VENV)/.ready
 	$(WITH_VENV)/bin/python -m pytest tests/cuda $(ARGS)
 
-# What needs a GPU: tests, then which backend and which blocks are fastest on it, then figures. Nothing is installed and
-# nothing is fetched: the source tree runs with the machine's own Python and torch, without the CPU kernel.
+# Targets that need a GPU: tests, then tuning of backends and blocks, then benchmarks. Nothing is installed or downloaded:
+# the source tree runs with the machine's own Python and torch, without the CPU kernel.
 GPU_PYTHON ?= $(PYTHON)
 GPU_OUT ?= build/gpu
 GPU := PYTHONPATH=$(CURDIR)/src:$(CURDIR)/lab/src TRITON_INTERPRET=0 ATTNSPAN_TUNE_CACHE=$(GPU_OUT) $(GPU_PYTHON)
@@ -154,16 +155,16 @@ gpu-bench:
 	$(GPU) -m attnspan_lab bench --workloads $(GPU_OUT)/workloads.json --device cuda --peers $(GPU_PEERS) \
 	  --json $(GPU_OUT)/figures.json.gz --seconds 0.5 $(ARGS)
 	$(GPU) -m attnspan_lab bench --show $(GPU_OUT)/figures.json.gz --html $(GPU_OUT)/figures.html || \
-	  echo "no page: it needs plotly and jinja2. On another machine: attnspan bench --show figures.json.gz --html figures.html"
+	  echo "no page, because it needs plotly and jinja2. Run this on another machine: attnspan bench --show figures.json.gz --html figures.html"
 
-# PyTorch/XLA fits one version of torch and of JAX, older than ours. torch_xla has wheels for Python 3.11 to 3.13.
-# Nothing of .venv is used: the wheel is made by the Python that installs it.
+# PyTorch/XLA needs one older version of torch and of JAX. torch_xla has wheels for Python 3.11 to 3.13.
+# This does not use .venv: the Python that installs the wheel also builds it.
 XLA_VENV := .venv-xla
 XLA_TESTS := PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest -c tests/xla/pytest.ini --rootdir tests/xla
 
 $(XLA_VENV)/.ready: constraints-xla.txt $(SOURCES) | needed
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || { \
-	  echo "PyTorch/XLA needs Python 3.11 to 3.13 as '$(PYTHON)'. Name another: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	  echo "PyTorch/XLA needs Python 3.11 to 3.13, and '$(PYTHON)' is not. Pass another one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	@test -x $(XLA_VENV)/bin/python || $(PYTHON) -m venv $(XLA_VENV)
 	$(XLA_VENV)/bin/python $(INSTALL) --requirement constraints-xla.txt
 	rm -rf $(XLA_VENV)/wheel
@@ -171,12 +172,12 @@ $(XLA_VENV)/.ready: constraints-xla.txt $(SOURCES) | needed
 	$(XLA_VENV)/bin/python $(INSTALL) --no-deps --force-reinstall $(XLA_VENV)/wheel/attnspan-*.whl
 	@touch $@
 
-# A process is in SPMD mode or not, so there are two.
+# SPMD mode holds for a whole process, so there are two processes.
 test-xla: $(XLA_VENV)/.ready
 	$(XLA_TESTS) tests/xla/one --pyargs attnspan.xla $(ARGS)
 	CPU_NUM_DEVICES=4 XLA_FLAGS=--xla_force_host_platform_device_count=4 $(XLA_TESTS) tests/xla/spmd $(ARGS)
 
-# Other people's models. What only this needs is installed by it.
+# Models of other libraries. This target installs its own requirements.
 $(VENV)/.zoo: $(STAMP)
 	$(BIN)/python $(INSTALL) --constraint constraints.txt torchtitan trl
 	@touch $@
@@ -185,7 +186,7 @@ zoo: $(VENV)/.zoo
 	$(BIN)/attnspan zoo --jobs $(JOBS) --json benchmarks/results/zoo.json.gz --page build/zoo.html $(ARGS)
 	$(PYTEST) --zoo tests/zoo src/attnspan/integrations
 
-# Strict: a broken link or anchor, or a public name without an entry in the reference, ends it. No network is used.
+# Strict: a broken link or anchor, or a public name without a reference entry, is an error. The build uses no network.
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(or $(ARGS),build)
 
@@ -205,7 +206,7 @@ format: setup
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i csrc/*.cc csrc/*.h tests/native/*.cc tests/native/*.h
 
-# The tables of README and docs/performance.md, about half an hour on an idle machine; BENCH_OUT is where raw samples go.
+# The tables of README and docs/performance.md, about half an hour on an idle machine. BENCH_OUT is the folder of raw samples.
 BENCH_OUT ?= benchmarks/results
 BENCH := $(BIN)/attnspan bench
 WORKLOADS := 'documents-*' 'long-*' 'decode-*' 'small-*' 'gqa-*' 'cross-*' 'window-*' report-shape
@@ -223,8 +224,8 @@ bench: setup
 	$(BIN)/python benchmarks/decode.py
 	$(BENCH) --summary $(BENCH_OUT)/targets.json.gz
 
-# An sdist, and from it a wheel for each of PYTHONS, with hashes and an SBOM. 3.11 has a wheel of its own, 3.12 makes that
-# of all later ones.
+# An sdist, and from it a wheel for each of PYTHONS, with hashes and an SBOM. Python 3.11 has its own wheel. Python 3.12
+# builds the wheel for 3.12 and later.
 PYTHONS ?= $(BIN)/python
 
 $(VENV)/.release: $(STAMP)
@@ -235,16 +236,17 @@ wheel: $(VENV)/.release
 	rm -rf dist
 	$(BIN)/python tests/wheel/build_wheels.py dist $(PYTHONS)
 
-# All of a release but its upload: the files of a commit, the same bytes when built again, each wheel in bare environments.
+# A release without the upload: build a commit, check that a second build has the same bytes, and test each wheel in bare
+# environments.
 release: PYTHONS = python3.11 python3.12
 release: pythons committed filled wheel
 	rm -rf build/again && $(BIN)/python tests/wheel/build_wheels.py build/again $(PYTHONS) >/dev/null && diff -r dist build/again
 	$(BIN)/python tests/wheel/try_wheels.py dist $(or $(TRIED),$(PYTHONS) python3.13)
 
-# A name on PATH may be a launcher of versions that are not there.
+# A name on PATH may be a launcher of a version that is not installed.
 pythons:
 	@for python in $(PYTHONS) $(or $(TRIED),python3.13); do $$python -c "" 2>/dev/null || { \
-	  echo "$$python does not run here. Install it, or name others: make release PYTHONS='python3.11 python3.12' TRIED='python3.12'"; exit 1; }; done
+	  echo "$$python does not run here. Install it, or pass other versions: make release PYTHONS='python3.11 python3.12' TRIED='python3.12'"; exit 1; }; done
 
 # Addresses that a release needs and that this repository does not know.
 filled:
@@ -252,11 +254,11 @@ filled:
 	  echo "make release needs real addresses: replace each example.invalid above"; exit 1; }
 
 committed:
-	@test -z "$$(git status --porcelain)" || { echo "make release builds a commit, and these files are in none:"; git status --short; exit 1; }
+	@test -z "$$(git status --porcelain)" || { echo "make release builds a commit, and these files are not committed:"; git status --short; exit 1; }
 
-# The kernel over random problems, while a second thread writes into the mask, and while allocations fail: once under
-# the address and undefined-behaviour sanitizers, once under the thread sanitizer. CASES problems over all levels, drawn
-# from SEED. `make sanitize CASES=100000 SIZE=small` takes half an hour; without `small` it takes a night.
+# Run the kernel on random problems, while a second thread writes into the mask, and while allocations fail: once with
+# the address and undefined-behaviour sanitizers, once with the thread sanitizer. There are CASES problems over all levels,
+# drawn from SEED. `make sanitize CASES=100000 SIZE=small` takes half an hour. Without `small` it takes a night.
 CASES ?= 360
 SEED ?= 0
 SIZE ?=
@@ -267,7 +269,7 @@ sanitize:
 	  build/$$preset/attnspan_memory_check $(CASES) $(SEED) $(SIZE) || exit 1; \
 	done
 
-# The kernel compiled for aarch64, and its tests against that program under user-mode emulation.
+# Compile the kernel for aarch64, and run its tests on that program under user-mode emulation.
 KERNEL_TESTS := tests/kernels/test_cpu.py tests/kernels/test_configs.py
 AARCH64_RUNNER := qemu-aarch64 -L /usr/aarch64-linux-gnu build/aarch64/attnspan_run_problem
 
@@ -279,7 +281,7 @@ aarch64: setup
 	cmake --build --preset aarch64 --target attnspan_run_problem
 	ATTNSPAN_RUNNER="$(AARCH64_RUNNER)" $(BIN)/python -m pytest --all $(KERNEL_TESTS) $(ARGS)
 
-# The levels of matrix tiles on a machine that has none: their instructions are computed (tests/native/emulated_tiles.h).
+# The matrix-tile levels on a machine without them: tests/native/emulated_tiles.h emulates their instructions.
 tiles: setup
 	cmake --preset tiles -DPython_EXECUTABLE=$(abspath $(BIN)/python)
 	cmake --build --preset tiles --parallel --target _core

@@ -1,4 +1,4 @@
-"""Whether those who take part in benchmarks/context_parallel.py are right."""
+"""Checks of the contestants in benchmarks/context_parallel.py."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from attnspan import reference
 
-#: Times the error of torch's own attention in the same dtype that a result may have.
+#: A result may have this many times the error of torch's own attention in the same dtype.
 SLACK = 4.0
 NAMES = ("out", "dq", "dk", "dv")
 
 
 def reference_of(problem: Problem) -> tuple[Tensor, ...]:
-    """out, dq, dk and dv of all rows in float64, (1, H, S, D)."""
+    """Compute out, dq, dk and dv of all rows in float64, (1, H, S, D)."""
     q, k, v, dout = (x.double().numpy() for x in problem.take(slice(None)))
     scale = problem.q.shape[3] ** -0.5
     out, _ = reference.forward(q, k, v, problem.bounds, scale)
@@ -29,7 +29,7 @@ def reference_of(problem: Problem) -> tuple[Tensor, ...]:
 
 
 def sdpa_errors(problem: Problem, want: tuple[Tensor, ...]) -> dict[str, float]:
-    """Errors of torch's own attention on the same inputs, by which those of others are judged."""
+    """Compute the errors of torch's own attention on the same inputs, as a reference for other errors."""
     q, k, v, dout = problem.take(slice(None))
     lo, hi = torch.tensor(problem.bounds[0, 0]).unbind(-1)
     at = torch.arange(problem.q_len)
@@ -44,7 +44,7 @@ def sdpa_errors(problem: Problem, want: tuple[Tensor, ...]) -> dict[str, float]:
 
 
 def errors_of(got: tuple[Tensor, ...], want: tuple[Tensor, ...], rows: Tensor, mode: str) -> dict[str, float]:
-    """Relative errors in norm, over the rows of all ranks, which must be all rows."""
+    """Compute relative errors in norm over all ranks. Together, the ranks must have all rows."""
     valid = rows >= 0
     count = len(NAMES) if mode == BOTH else 1
     sums = np.zeros((count, 3))
@@ -61,16 +61,16 @@ def errors_of(got: tuple[Tensor, ...], want: tuple[Tensor, ...], rows: Tensor, m
 
 
 def why_wrong(errors: dict[str, float], bounds: dict[str, float]) -> str | None:
-    """None, or which error is beyond what torch's own attention shows in this dtype."""
+    """Return a description of an error that is too large for this dtype, or None."""
     for what, error in errors.items():
-        # Not "error > bound", which no NaN is.
+        # "error > bound" would be false for NaN.
         if not error <= SLACK * bounds[what]:
-            return f"{what} is off by {error:.2g}, and torch's own attention by {bounds[what]:.2g}"
+            return f"{what} has the error {error:.2g}, torch's own attention {bounds[what]:.2g}"
     return None
 
 
 def from_first(got: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The results of rank 0, on all ranks."""
+    """Send the results of rank 0 to all ranks."""
     held: list[Any] = [[(tuple(x.shape), x.dtype) for x in got]]
     dist.broadcast_object_list(held, src=0)
     whole = got or tuple(torch.empty(shape, dtype=dtype) for shape, dtype in held[0])

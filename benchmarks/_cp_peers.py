@@ -1,4 +1,4 @@
-"""Who takes part in benchmarks/context_parallel.py: ours, what is written by hand, and torch's own."""
+"""The contestants in benchmarks/context_parallel.py: attnspan, hand-written code, and torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from attnspan_lab.machine import Machine
 
 @dataclass(frozen=True)
 class OneRank(Contestant):
-    """The whole problem on one rank with as many threads as there are ranks; the others wait."""
+    """The whole problem on one rank, with one thread per rank of the others, which wait."""
 
     threads: int
 
@@ -45,7 +45,7 @@ class Ours(Contestant):
     """A layout and its plan.
 
     Args:
-        members: Ranks over whose rows together the layout balances: those that share heads.
+        members: Number of ranks that share heads. The layout balances over their rows together.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Ours(Contestant):
 
 @contextmanager
 def our_waits_timed() -> Iterator[None]:
-    """Let our exchanges tell the tally how long they wait."""
+    """Record the waiting times of attnspan's exchanges in the tally."""
     wait = Pending.wait
 
     def timed(self: Any) -> Tensor:
@@ -91,7 +91,7 @@ def our_waits_timed() -> Iterator[None]:
 
 
 class _GatherKeys(torch.autograd.Function):
-    """Keys and values of all ranks in order of rows; backward sums their gradients at their owners."""
+    """All-gather of keys and values in order of rows. Backward sums their gradients on their owners."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, order: Tensor, group: Any) -> Tensor:
@@ -110,7 +110,7 @@ class _GatherKeys(torch.autograd.Function):
         (order,) = ctx.saved_tensors
         every = grad[order]
         local = every.new_empty((every.shape[0] // ctx.ranks, *every.shape[1:]))
-        # An owner gets a part of its gradients from each other rank.
+        # An owner receives a part of its gradients from each other rank.
         TALLY.received += (ctx.ranks - 1) * local.nbytes
         # Renamed in torch 2.13.
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -120,7 +120,7 @@ class _GatherKeys(torch.autograd.Function):
 
 
 class AllGather(Contestant):
-    """What one would write by hand: rows from head and tail, all keys gathered, and our kernel on them."""
+    """Hand-written context parallelism: zigzag rows, all-gather of keys, and attnspan's kernel."""
 
     name = "all-gather + our kernel"
     chunks = 2
@@ -134,7 +134,7 @@ class AllGather(Contestant):
         mask = spans(lowered.bounds).prepare(len(rows), problem.q_len, like=inputs[0])
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            # (n, 1, 2 Hkv, D): rows first, one message for both.
+            # (n, 1, 2 Hkv, D): rows first, so that keys and values are one message.
             local = torch.cat([k.transpose(1, 2), v.transpose(1, 2)], dim=2).transpose(0, 1).contiguous()
             whole = _GatherKeys.apply(local, order, group).transpose(0, 1).transpose(1, 2)  # type: ignore[no-untyped-call]
             return attention(q, *whole.chunk(2, dim=1), mask=mask)
@@ -143,7 +143,7 @@ class AllGather(Contestant):
 
 
 class TorchFlex(Contestant):
-    """torch's context parallelism: FlexAttention, compiled, on the gathered keys of all ranks."""
+    """torch's context parallelism: compiled FlexAttention on the gathered keys of all ranks."""
 
     name = "torch flex, all-gather"
     may_fail = True
@@ -155,10 +155,10 @@ class TorchFlex(Contestant):
         from torch.nn.attention.flex_attention import flex_attention
 
         if mode == BOTH:
-            # Where there is no backward pass, it says so before anything is compiled.
+            # Without a backward pass, report it before anything is compiled.
             tiny = torch.zeros(1, 1, 128, 16, requires_grad=True)
             flex_attention(tiny, tiny, tiny)
-        # A limit of recompilations would end in calls that are not compiled.
+        # Beyond the recompilation limit, calls would run uncompiled.
         torch._dynamo.reset()
         compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
         grouped, length = problem.heads[0] != problem.heads[1], problem.q_len
@@ -186,7 +186,7 @@ class TorchFlex(Contestant):
 
 
 def _mask_mod(problem: Problem) -> Any:
-    """The mask as FlexAttention takes it."""
+    """Build the mask for FlexAttention."""
     if problem.offsets is not None:
         lengths = torch.from_numpy(problem.offsets).diff()
         ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
@@ -198,12 +198,12 @@ def _mask_mod(problem: Problem) -> Any:
 
 
 class TorchRing(Contestant):
-    """torch's context parallelism: its ring of `scaled_dot_product_attention`, which knows causal alone."""
+    """torch's context parallelism: a ring of `scaled_dot_product_attention`, only for causal masks."""
 
     name = "torch SDPA ring"
     may_fail = True
     chunks = 2
-    only_causal = "it takes a causal flag and no mask"
+    only_causal = "it supports only a causal flag, no mask"
 
     def prepare(self, problem: Problem, mode: str, mesh: Any) -> Ready:
         from torch.distributed.tensor.experimental import _attention as torch_cp
@@ -228,7 +228,7 @@ class TorchRing(Contestant):
 
 
 def contestants(ranks: int, machine: Machine | None) -> list[Contestant]:
-    """All who take part, the one that efficiency is measured against first."""
+    """List all contestants. The first one is the reference for efficiency."""
     ours = [Ours("exchange", "exchange"), Ours("ring, zigzag", "ring", "zigzag")]
     ours.append(Ours("ulysses", "ulysses", members=ranks))
     if ranks > 2 and ranks % 2 == 0:

@@ -1,6 +1,6 @@
-"""What is computed in benchmarks/context_parallel.py, by whom it is computed, and what a call took.
+"""Problems, contestants and tallies of benchmarks/context_parallel.py.
 
-Shapes: B = 1 batch row, Hq query and Hkv key heads, S rows in all, n of them on a rank, D head dim.
+Shapes: batch B = 1, Hq query and Hkv key heads, S rows in total, n rows per rank, head dim D.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ FORWARD, BOTH = "forward", "forward+backward"
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A mask and whole inputs, the same on every rank.
+    """A mask and complete inputs, the same on every rank.
 
-    q and dout are (1, S, Hq, D), k and v (1, S, Hkv, D), as a model's projections leave them.
+    q and dout are (1, S, Hq, D), and k and v are (1, S, Hkv, D), like the outputs of a model's projections.
     """
 
     case: str
     mask: Mask
-    offsets: np.ndarray | None  # of documents, (count + 1,)
-    left: int | None  # keys before its own that a query sees; None for all
+    offsets: np.ndarray | None  # offsets of documents, (count + 1,)
+    left: int | None  # number of earlier keys that a query sees; None for all
     q: Tensor
     k: Tensor
     v: Tensor
@@ -42,7 +42,7 @@ class Problem:
     def make(
         cls, case: str, q_len: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, of: int
     ) -> Problem:
-        """Draw the inputs of a case, which is made for ``of`` rows and scaled down where q_len is less."""
+        """Draw the inputs of a case. It is made for ``of`` rows and scaled down to q_len."""
         kind, _, seed = case.partition(":")
         mask, offsets, left = causal(), None, None
         if kind == "documents":
@@ -53,7 +53,7 @@ class Problem:
             left = max(1, WINDOW * q_len // of)
             mask = window(left)
         elif kind != "causal":
-            raise SystemExit(f"cases are causal, documents, documents:SEED and window, not {case!r}")
+            raise SystemExit(f"expected a case of causal, documents, documents:SEED and window, got {case!r}")
         random = torch.Generator().manual_seed(1)
         q, k, v, dout = (
             torch.randn(1, q_len, h, head_dim, generator=random).to(dtype)
@@ -71,17 +71,17 @@ class Problem:
 
     @property
     def bounds(self) -> np.ndarray:
-        """Spans of all rows, (1, 1, S, R, 2)."""
+        """Return the spans of all rows, (1, 1, S, R, 2)."""
         return np.asarray(self.mask.spans(self.q_len, self.q_len).bounds)
 
     @property
     def pairs(self) -> int:
-        """Visible pairs of all query heads."""
+        """Count the visible pairs of all query heads."""
         bounds = self.bounds.astype(np.int64)
         return int((bounds[..., 1] - bounds[..., 0]).sum()) * self.heads[0]
 
     def take(self, rows: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v and dout of some rows, as (1, H, n, D) views of (1, n, H, D) tensors."""
+        """Select q, k, v and dout of some rows, as (1, H, n, D) views of (1, n, H, D) tensors."""
         q, k, v, dout = (x[:, rows].transpose(1, 2) for x in (self.q, self.k, self.v, self.dout))
         return q, k, v, dout
 
@@ -91,10 +91,10 @@ class Ready:
     """A contestant that can be timed.
 
     Args:
-        call: Computes this rank's rows: (out,) or (out, dq, dk, dv), each (1, H, n, D). None: this rank has
-            no part in it.
+        call: Computes this rank's rows: (out,) or (out, dq, dk, dv), each (1, H, n, D). None if this rank
+            does not take part.
         rows: Global row of each local row, int64 (n,); -1 for padding.
-        about: What the results say of it besides.
+        about: Additional data for the results.
     """
 
     call: Callable[[], tuple[Tensor, ...]] | None
@@ -106,11 +106,12 @@ class Contestant:
     """One way to compute a problem on all ranks.
 
     Attributes:
-        name: In tables.
-        threads: Of each rank.
-        may_fail: Whether it is another library's, whose failure is an outcome; ours may not fail.
-        chunks: Equal parts of each rank, into which rows must be divisible; 0: any number of rows.
-        only_causal: Why it computes nothing but causal attention, if so.
+        name: Name for tables.
+        threads: Threads per rank.
+        may_fail: Whether it belongs to another library, whose failure is a result. attnspan must not fail.
+        chunks: Number of equal parts per rank that the rows must be divisible into. 0 allows any number of
+            rows.
+        only_causal: Reason why it computes only causal attention, or "".
     """
 
     name: str
@@ -120,21 +121,21 @@ class Contestant:
     only_causal: str | None = None
 
     def prepare(self, problem: Problem, mode: str, mesh: Any) -> Ready:
-        """Take this rank's rows of the problem, and plan."""
+        """Select this rank's rows of the problem, and plan."""
         raise NotImplementedError
 
     def refuses(self, problem: Problem, ranks: int) -> str | None:
-        """None, or why it does not take part."""
+        """Return the reason why it does not take part, or None."""
         if self.only_causal is not None and problem.case != "causal":
             return self.only_causal
         if self.chunks and problem.q_len % (self.chunks * ranks):
-            return f"{problem.q_len} rows are no multiple of {self.chunks * ranks}"
+            return f"{problem.q_len} rows are not divisible by {self.chunks * ranks}"
         return None
 
 
 @dataclass
 class Tally:
-    """What this rank has spent since `restart`: seconds of waiting for others, bytes received from them."""
+    """Costs of this rank since `restart`: seconds of waiting for others, and received bytes."""
 
     waiting: float = 0.0
     received: int = 0
@@ -157,7 +158,7 @@ TALLY = Tally()
 def differentiated(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: tuple[Tensor, ...], mode: str
 ) -> Callable[[], tuple[Tensor, ...]]:
-    """A call of a function of q, k and v that autograd knows: (out,), or (out, dq, dk, dv)."""
+    """Make a call of a differentiable function of q, k and v. It returns (out,) or (out, dq, dk, dv)."""
     *qkv, dout = inputs
     if mode == FORWARD:
 
@@ -176,6 +177,6 @@ def differentiated(
 
 
 def head_tail(q_len: int, rank: int, ranks: int) -> Tensor:
-    """Rows of a rank, of 2 P chunks the one numbered `rank` from each end: equal work under `causal()`."""
+    """Choose a rank's rows: out of 2 P chunks, chunk number `rank` from each end. Causal work is equal."""
     chunks = torch.arange(q_len).chunk(2 * ranks)
     return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])

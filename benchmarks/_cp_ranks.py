@@ -1,4 +1,4 @@
-"""What every rank of benchmarks/context_parallel.py runs: checks first, then all contestants in turn."""
+"""Program of each rank in benchmarks/context_parallel.py: checks, then all contestants in turn."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from attnspan_lab.bench.environment import describe_environment
 from attnspan_lab.bench.processes import forget_peak, resident_memory, resident_peak, trim
 from attnspan_lab.machine import Machine
 
-#: Rows of a rank in the check against float64.
+#: Number of rows per rank in the check against float64.
 CHECK_ROWS = 256
-#: What is kept of each call of each rank: its seconds, those in the kernel, those of waiting for others,
+#: Values of each call on each rank: seconds in total, in the kernel, and of waiting for other ranks,
 #: and processor seconds of all its threads.
 SAMPLE = ("wall", "kernel", "waiting", "cpu")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to run."""
+    """Settings of a run."""
 
     q_len: int
     rounds: int
@@ -49,11 +49,11 @@ class Settings:
     head_dims: tuple[int, ...]
     modes: tuple[str, ...]
     only: tuple[str, ...]
-    calibrate: float  # seconds; 0: "auto" takes the fewest bytes
+    calibrate: float  # seconds; with 0, "auto" minimizes bytes
 
 
 def serve(rank: int, settings: Settings, store: str, results: str) -> None:
-    """The life of a rank; the first one writes what was found to a file."""
+    """Run one rank. The first rank writes the results to a file."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -70,9 +70,9 @@ def serve(rank: int, settings: Settings, store: str, results: str) -> None:
 
 
 def run(settings: Settings, mesh: Any) -> dict[str, Any]:
-    """Everything, on each of the ranks; all return the same."""
+    """Run everything on all ranks. All ranks return the same results."""
     machines = {dtype: _machine(dtype, settings) for dtype in settings.dtypes}
-    gc.freeze()  # What is there now is not garbage, and need not be searched before each look at memory.
+    gc.freeze()  # Exclude existing objects from the collections before memory measurements.
     with our_waits_timed():
         runs = [
             _Setting(case, dtype, heads, dim, mode, mesh).run(_known(settings, machines[dtype]), settings)
@@ -96,20 +96,20 @@ def _machine(dtype: str, settings: Settings) -> Machine | None:
 
 
 def _known(settings: Settings, machine: Machine | None) -> list[Contestant]:
-    """Who is to take part; the run on one rank always does."""
+    """Select the contestants. The run on one rank always takes part."""
     everyone = contestants(settings.ranks, machine)
     return [x for x in everyone if not settings.only or x.threads > 1 or x.name in settings.only]
 
 
 @dataclass(frozen=True)
 class _Entered:
-    """A contestant that computed a problem, and did so rightly.
+    """A contestant that computed a problem correctly.
 
     Args:
-        ready: To be timed.
-        errors: Of what was found.
-        got: What the first call gave, of all rows.
-        seconds: That it took to prepare, and the first call, which may compile.
+        ready: The contestant, ready to be timed.
+        errors: Errors of its results.
+        got: Results of the first call, for all rows.
+        seconds: Seconds of the preparation and of the first call, which may compile.
     """
 
     ready: Ready
@@ -147,7 +147,7 @@ class _Setting:
             found = each.refuses(whole, settings.ranks) or self._admit(each, small, exact, bounds)
             if isinstance(found, _Entered):
                 errors = found.errors
-                # One rank is off by the error of the dtype too.
+                # The results of one rank have the dtype's rounding error as well.
                 found = self._admit(each, whole, one_rank, {name: 2 * x for name, x in bounds.items()})
             if isinstance(found, str):
                 refused[each.name] = found
@@ -171,10 +171,12 @@ class _Setting:
     def _admit(
         self, each: Contestant, problem: Problem, want: tuple[Tensor, ...] | None, bounds: dict[str, float]
     ) -> _Entered | str:
-        """Let it compute a problem; why it does not take part, where it cannot or another library's is wrong.
+        """Compute a problem with a contestant.
+
+        Return the reason if it cannot, or if another library is wrong.
 
         Args:
-            want: What is to come out; None: what does.
+            want: Expected results. With None, its own results are the reference.
         """
         ready, got, reason, times = None, (), None, [0.0, 0.0]
         dist.barrier()
@@ -185,11 +187,11 @@ class _Setting:
                 times[0] = time.perf_counter() - start
                 got = ready.call() if ready.call else ()
                 times[1] = time.perf_counter() - start - times[0]
-        except Exception as error:  # Whatever befalls another library is what is to be told.
+        except Exception as error:  # Any failure of another library is a result.
             if not each.may_fail:
                 raise
             reason = _root(error)
-        # All ranks must agree on who takes part.
+        # All ranks must agree on the contestants.
         reasons: list[str | None] = [None] * self.mesh.size()
         dist.all_gather_object(reasons, reason)
         if any(reasons) or ready is None:
@@ -204,7 +206,7 @@ class _Setting:
 
 
 def _about(each: Contestant, entered: _Entered) -> dict[str, Any]:
-    """What there is to tell of a contestant besides its times; calls it once."""
+    """Collect a contestant's data besides its times. Calls it once."""
     TALLY.restart()
     with _threads(each), counted_bytes() as counts:
         growth = _growth(entered.ready)
@@ -220,14 +222,17 @@ def _about(each: Contestant, entered: _Entered) -> dict[str, Any]:
 
 
 def _root(error: BaseException) -> str:
-    """What an error began with: a compiler wraps the library's own in several others."""
+    """Find the original error, which a compiler may wrap in several others."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _sample(each: Contestant, ready: Ready) -> list[list[float]]:
-    """One call: for each rank the figures of `SAMPLE`; zeros for a rank that has no part in it."""
+    """Make one call.
+
+    Return the values of `SAMPLE` for each rank, or zeros for ranks that do not take part.
+    """
     mine = [0.0] * len(SAMPLE)
     with _threads(each):
         dist.barrier()
@@ -251,7 +256,7 @@ def _call(ready: Ready) -> None:
 
 
 def _growth(ready: Ready) -> float:
-    """By how much a call's peak of resident memory exceeds what was resident before; NaN: unknown."""
+    """Measure a call's peak of resident memory above the memory before. NaN if unknown."""
     trim()
     dist.barrier()
     try:
@@ -274,7 +279,7 @@ def _threads(each: Contestant) -> Iterator[None]:
 
 
 def _every_rank(values: list[float]) -> np.ndarray:
-    """The figures of all ranks, (P, len(values)); waits for the slowest."""
+    """Gather the values of all ranks, (P, len(values)). Waits for the slowest rank."""
     mine = torch.tensor(values, dtype=torch.float64)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine)

@@ -1,9 +1,9 @@
 """A zigzag ring over torch's own CPU flash kernel, after the published scheme of ring-flash-attention.
 
-Of 2 P chunks of a causal sequence, rank p holds p and 2 P - 1 - p. Keys go round; of each block that comes
-by, either its first half is visible to all of a rank's rows, or all of it to the second half of its rows
-(zhuzilin/ring-flash-attention, zigzag; Liu, Zaharia and Abbeel 2023 for the ring). So all ranks have equal
-work at each step, and only the first step needs a causal mask.
+The causal sequence has 2 P chunks, and rank p holds the chunks p and 2 P - 1 - p. Blocks of keys travel
+around the ring. For each block, either its first half is visible to all rows of a rank, or the whole block is
+visible to the second half of the rows. Therefore all ranks have equal work at each step, and only the first
+step needs a causal mask. (Zigzag: zhuzilin/ring-flash-attention. Ring: Liu, Zaharia and Abbeel 2023.)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from _cp_problem import TALLY, Contestant, Problem, Ready, differentiated, head_
 from torch import Tensor
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_KEYS, _GRADIENTS = 0, 1  # tags, so that what travels at the same time is not mistaken for the other
+_KEYS, _GRADIENTS = 0, 1  # tags, to distinguish messages that travel at the same time
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
@@ -26,7 +26,7 @@ class ZigzagRing(Contestant):
 
     name = "zigzag ring, ATen flash"
     chunks = 2
-    only_causal = "its kernel takes a causal flag, or a dense mask"
+    only_causal = "its kernel supports only a causal flag, or a dense mask"
 
     def prepare(self, problem: Problem, mode: str, mesh: Any) -> Ready:
         group = mesh.get_group()
@@ -40,7 +40,7 @@ class ZigzagRing(Contestant):
 
 
 class _Passing:
-    """A tensor on its way to the next rank, and another one from the rank before."""
+    """A tensor on its way to the next rank, and a tensor from the previous rank."""
 
     def __init__(self, x: Tensor, group: Any, tag: int) -> None:
         self._sent, self._coming = x, torch.empty_like(x)
@@ -61,7 +61,7 @@ class _Passing:
 
 
 def _round(kv: Tensor, group: Any) -> Iterator[tuple[Tensor, slice, slice]]:
-    """Blocks of keys as they come by, (2, 1, H, n, D), with rows that see and keys that are seen."""
+    """Yield blocks of keys as they arrive, (2, 1, H, n, D), with the rows and keys that see each other."""
     rank, ranks, half = group.rank(), group.size(), kv.shape[3] // 2
     every, front, back = slice(None), slice(half), slice(half, None)
     for step in range(ranks):
@@ -103,7 +103,7 @@ class _Ring(torch.autograd.Function):
                 dout[:, :, rows], q[:, :, rows], *_seen(kv, keys, q), *given, 0.0, step == 0
             )
             dq[:, :, rows] += found[0]
-            # The gradients of a block travel one step behind it, so that they hide behind the next step.
+            # The gradients of a block travel one step later, so that they overlap with the next step.
             grads = torch.zeros(kv.shape, dtype=torch.float32) if behind is None else behind.wait()
             for sums, part in zip(grads, found[1:], strict=True):
                 sums[:, :, keys] += _summed(part, k.shape[1])
@@ -114,12 +114,12 @@ class _Ring(torch.autograd.Function):
 
 
 def _seen(kv: Tensor, keys: slice, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values with a head for each query head: the kernel has no groups."""
+    """Repeat keys and values for each query head, because the kernel does not support GQA."""
     group = q.shape[1] // kv.shape[2]
     k, v = kv[:, :, :, keys]
     return (k, v) if group == 1 else (k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
 
 
 def _summed(grad: Tensor, heads: int) -> Tensor:
-    """Gradients of repeated heads, (1, Hq, n, D), as those of the key heads."""
+    """Sum the gradients of repeated heads, (1, Hq, n, D), for each key head."""
     return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).float().sum(2)

@@ -1,4 +1,4 @@
-"""A small model whose attention and mask can be chosen, on one rank and on two, with every feature."""
+"""A small model with selectable attention, mask and features, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from attnspan_lab.zoo.step import Outcome, in_float64
 
 __all__ = ["ATTENTIONS", "FACTORS", "MASKS", "Cell", "Example", "run_cells"]
 
-#: "causal"; "function", causal within documents, by a mask function; "spans", the same by ids.
+#: Masks: "causal", "function" (causal within documents, from a function) and "spans" (the same, from ids).
 MASKS: tuple[str, ...] = ("causal", "function", "spans")
-#: Attentions of the example, and the masks that each can have.
+#: Attentions of the example, and the masks that each one supports.
 ATTENTIONS: dict[str, tuple[str, ...]] = {
     "attnspan": MASKS,
     "flex": MASKS[:2],
     "sdpa": MASKS[:1],
 }
-#: The values of each feature; the first one is the plain one.
+#: The values of each feature. The first value is the plain one.
 FACTORS = {"mask": MASKS, **matrix.FACTORS, "ranks": ("one", "data", "context")}
 _HEADS, _DIM, _VOCABULARY, _BATCH, _LENGTH, _LAYERS = 2, 32, 40, 2, 32, 2
 
@@ -47,8 +47,8 @@ class Cell(matrix.Cell):
 
     Args:
         mask: One of `MASKS`.
-        ranks: "one"; "data", two with parts of the batch (FSDP, or summed gradients where the whole is
-            compiled); "context", two with parts of the sequence.
+        ranks: "one"; "data", two ranks with parts of the batch (FSDP, or summed gradients if the whole model
+            is compiled); "context", two ranks with parts of the sequence.
     """
 
     mask: str = "causal"
@@ -112,12 +112,12 @@ class _Model(nn.Module):
 
 
 class Example:
-    """A trial: a model, three batches of one shape whose documents differ, and steps of it.
+    """A trial: a model, its steps, and three batches of one shape with different documents.
 
     Args:
         kind: One of `ATTENTIONS`, or "written out".
         mask: One of `MASKS`.
-        ranks: As of a `Cell`.
+        ranks: See `Cell`.
     """
 
     against = "eager float64"
@@ -135,7 +135,7 @@ class Example:
         ]
 
     def outcome(self, call: Callable[..., Any], number: int) -> Outcome:
-        """A step: results and gradients of the whole, also where ranks have parts of it."""
+        """Run a step, and return the complete results and gradients, even if each rank has only a part."""
         ranks = self.ranks
         tokens, ids = self.batches[number]
         self.model.zero_grad(set_to_none=True)
@@ -169,7 +169,7 @@ class Example:
 
 
 def _whole(gradient: Tensor, ranks: str) -> Tensor:
-    """The sum over ranks. FSDP has the mean, in parts; without it, each rank has its own."""
+    """Sum gradients over ranks. With FSDP they are sharded means, and without FSDP each rank has its own."""
     if isinstance(gradient, DTensor):
         return gradient.full_tensor().double() * 2
     gradient = gradient.double()
@@ -181,15 +181,15 @@ def _whole(gradient: Tensor, ranks: str) -> Tensor:
 def run_cells(
     cells: Iterable[Cell], attention: str = "attnspan", *, backend: str = "aot_eager"
 ) -> Iterator[tuple[Cell, str]]:
-    """Run combinations; of each "" or what failed.
+    """Run combinations. Return "" or the failure of each.
 
-    A cell asserts results and gradients, that no graph breaks, that another mask compiles nothing again, and
-    that the kernel ran as often as checkpointing says.
+    A cell asserts that results and gradients are right, that no graph breaks, that another mask does not
+    recompile, and that the number of kernel runs fits the checkpointing.
 
     Args:
-        cells: In this order; those of two ranks are run together, in two processes.
+        cells: Cells, in order. Cells with two ranks run together, in two processes.
         attention: One of `ATTENTIONS`.
-        backend: Of torch.compile.
+        backend: Backend of torch.compile.
     """
     cells = list(cells)
     for cell in cells:
@@ -210,7 +210,7 @@ def run_cells(
 
 
 def _read(path: Path, count: int) -> list[str]:
-    """Read what a rank said of each cell; it says all at the end, or nothing."""
+    """Read a rank's result of each cell. A rank reports all cells at the end, or none."""
     return path.read_text().split("\0") if path.exists() else ["the process of a rank ended"] * count
 
 
@@ -223,7 +223,7 @@ def _rank(rank: int, folder: str, cells: list[Cell], attention: str, backend: st
 
 
 def _run(cell: Cell, attention: str, backend: str) -> str:
-    """Run a cell; the failure, or ""."""
+    """Run a cell. Return the failure, or ""."""
 
     def run() -> str:
         written = Example("written out", cell.mask)
@@ -232,7 +232,7 @@ def _run(cell: Cell, attention: str, backend: str) -> str:
             want = written.outcome(written.model, 0)
         example = Example(attention, cell.mask, cell.ranks)
         call = with_features(cell, example.model, backend)
-        # The hooks of fully_shard break graphs, and are meant to lie between compiled blocks.
+        # The hooks of fully_shard break graphs. They are meant to run between compiled blocks.
         if cell.ranks == "data" and cell.compile != "whole":
             for part in (*blocks_of(example.model), example.model):
                 fully_shard(part)
@@ -242,11 +242,11 @@ def _run(cell: Cell, attention: str, backend: str) -> str:
 
 
 def _counted(cell: Cell, example: Example, call: Callable[..., Any]) -> str:
-    """How often the kernel ran, where that is not as often as the cell says."""
+    """Compare the number of kernel runs with the cell. Return a text if it differs, or ""."""
     before = counters()["forward"]["calls"]
     example.outcome(call, 0)
     ran = int(counters()["forward"]["calls"] - before)
     wanted = example.kernel_calls * (2 if cell.checkpoint == "full" else 1)
-    # Own keys and those of others may be two calls.
+    # A rank's own keys and fetched keys may be two calls.
     good = ran in (wanted, 2 * wanted) if cell.ranks == "context" else ran == wanted
     return "" if good or not wanted else f"the kernel ran {ran} times, not {wanted}"

@@ -1,4 +1,4 @@
-"""FlashAttention 2 as torch's build for CUDA ships it, for sm_90."""
+"""FlashAttention 2 for sm_90, from torch's CUDA build."""
 
 import re
 import subprocess
@@ -10,7 +10,7 @@ import torch
 from triton_compiled import TOOLS
 
 LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
-#: Of a call without dropout, window, slopes and softcap, whose lengths are whole blocks.
+#: Flags of a call without dropout, window, slopes and softcap, with lengths of whole blocks.
 PLAIN = {
     "forward_kernel": ("flash_fwd_kernel", "00001100"),
     "backward_kernel": ("flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel", "0000110"),
@@ -24,7 +24,7 @@ def _cuobjdump(*options: str, folder: str | None = None) -> str:
 
 @cache
 def _listed() -> list[tuple[str, list[str]]]:
-    """Each program of sm_90 in the library, with the names of its kernels."""
+    """List each sm_90 program in the library, with the names of its kernels."""
     programs = [x for x in re.findall(r"\S+\.cubin", _cuobjdump("-lelf")) if re.search(r"\.sm_90a?\.", x)]
     parts = _cuobjdump("--dump-resource-usage", "-arch", "sm_90").split("Fatbin elf code:")[1:]
     kernels = [re.findall(r"Function (\w+):", part) for part in parts]
@@ -32,9 +32,9 @@ def _listed() -> list[tuple[str, list[str]]]:
 
 
 def binary(kernel: str, dim: int) -> tuple[bytes, str, dict[str, int]]:
-    """The program that has a kernel of `PLAIN`, the kernel's name in it, and its blocks.
+    """Find the program with a kernel of `PLAIN`, the kernel's name, and its block sizes.
 
-    If several match, the one with the largest blocks, since an H100 has enough shared memory for them.
+    If several match, the result has the largest blocks, because an H100 has enough shared memory for them.
     """
     name, flags = PLAIN[kernel]
     found = []

@@ -1,4 +1,4 @@
-"""FlexAttention's forward kernel as inductor writes it for an H100, on a machine that has none."""
+"""FlexAttention's forward kernel as inductor generates it for an H100, without an H100."""
 
 import importlib.util
 import re
@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-#: What inductor asks of an H100.
+#: Properties of an H100 that inductor reads.
 H100 = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",
     major=9,
@@ -49,10 +49,10 @@ ANSWERS: list[tuple[ModuleType, str, Any]] = [
     (torch.cuda, "get_device_capability", (9, 0)),
     (torch.cuda, "_exchange_device", 0),
     (torch.cuda, "_maybe_exchange_device", 0),
-    # There is no generator of random numbers whose state could be kept.
+    # There is no random number generator whose state could be saved.
     (torch.cuda, "get_rng_state", torch.zeros(16)),
     (torch.cuda, "set_rng_state", None),
-    # Patterns are traced with tensors of the device.
+    # inductor traces its patterns with tensors of the device.
     (joint_graph, "lazy_init", None),
     (post_grad, "lazy_init", None),
     (scheduler, "has_triton", True),
@@ -60,7 +60,7 @@ ANSWERS: list[tuple[ModuleType, str, Any]] = [
 
 
 class Written(Exception):
-    """A kernel's source has been written: nothing is left to do."""
+    """Raised when a kernel's source is written, to stop the compilation."""
 
 
 def _stop(_: Any, name: str, source: str, *__: Any, **___: Any) -> None:
@@ -72,7 +72,7 @@ def _as_if_there() -> Iterator[None]:
     limits = {"max_shared_mem": H100.shared_memory_per_block_optin}
     utils = SimpleNamespace(get_device_properties=lambda _: limits)
     target = GPUTarget("cuda", 90, 32)
-    # Triton's own driver looks for the GPU's.
+    # Triton's own driver would look for a GPU driver.
     triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: target, utils=utils))
     with ExitStack() as stack:
         for module, name, answer in ANSWERS:
@@ -121,7 +121,7 @@ def _source(dim: int, heads: int, kv_heads: int, length: int) -> str:
 
 
 def _loaded(source: str) -> tuple[Any, dict[str, Any]]:
-    """The kernel, and what its decorator is told. Triton reads the file while it compiles."""
+    """Load the kernel, and the arguments of its decorator. Triton reads the file while it compiles."""
     given: dict[str, Any] = {}
 
     def template(**options: Any) -> Any:
@@ -141,7 +141,10 @@ def _loaded(source: str) -> tuple[Any, dict[str, Any]]:
 
 
 def compiled(dim: int, capability: int) -> tuple[Any, dict[str, int]]:
-    """What Triton makes of it, for eight query and two key heads; its BLOCK_M, BLOCK_N and num_warps."""
+    """Compile the kernel with Triton for eight query heads and two key heads.
+
+    Return it with its BLOCK_M, BLOCK_N and num_warps.
+    """
     source = _source(dim, 8, 2, 4096)
     kernel, given = _loaded(source)
     meta = given["triton_meta"]

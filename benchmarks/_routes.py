@@ -1,4 +1,4 @@
-"""What a route to a kernel is, and how all of them are taken. Frameworks are imported by routes alone."""
+"""Routes to a kernel, and their measurement. Only the routes import frameworks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from attnspan_lab.bench.timing import (
 )
 
 HEADS, DIM, TINY, COLD = 5, 128, 16, 10
-# Of a difference from the first route, in the norm.
+# Limits of the difference from the first route, in the norm.
 BOUNDS = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 1e-2}
 
 
@@ -35,7 +35,7 @@ class Problem:
     device: str = "cpu"
 
     def arrays(self) -> list[np.ndarray]:
-        """q, k and v, and where gradients are asked for that of the output; float32."""
+        """Draw q, k and v, and for gradients the output's gradient, in float32."""
         draw = np.random.default_rng(0)
         shape = (1, HEADS, self.length, DIM)
         return [draw.standard_normal(shape, np.float32) for _ in range(3 + self.backward)]
@@ -46,15 +46,15 @@ class Problem:
 
 
 class AbsentError(Exception):
-    """Why a route cannot run here."""
+    """Reason why a route cannot run here."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A route to one problem, nothing of it traced nor compiled.
+    """A route to one problem, not yet traced or compiled.
 
-    ``compiler`` returns the seconds that this process has spent compiling, and is None for a route without a
-    compiler. ``retraces`` has the seconds that each call took to build its graph, if each call builds one.
+    ``compiler`` returns this process's seconds of compilation. It is None for a route without a compiler.
+    ``retraces`` contains the seconds to build the graph in each call, if each call builds one.
     """
 
     call: Callable[[], Any]
@@ -71,10 +71,11 @@ Open = Callable[[Problem], Opened]
 
 @dataclass
 class Route:
-    """The figures of a route, or the reason why there are none; seconds.
+    """Measurements of a route in seconds, or the reason why there are none.
 
-    ``overhead`` is of a tiny problem, ``cold`` of each call from nothing, ``compile`` what of them was the
-    compiler, ``retrace`` the Python of warm calls that each build a graph. ``ratio`` is to ``partner``.
+    ``overhead`` is the time of a tiny problem. ``cold`` has the first calls, including compilation.
+    ``compile`` is the compiler's part of them. ``retrace`` is the Python time of warm calls that build a
+    graph each time. ``ratio`` is relative to ``partner``.
     """
 
     name: str
@@ -91,27 +92,27 @@ class Route:
 
     @property
     def seconds(self) -> float:
-        """Median of the warm calls, pipelined if the device is asynchronous."""
+        """Median time of warm calls, pipelined if the device is asynchronous."""
         timing = self.pipelined or self.execute
         return timing.median if timing else float("nan")
 
     @property
     def trace(self) -> float | None:
-        """Python becoming a graph: the first call less compilation and a warm call."""
+        """Time to trace: the first call minus compilation and a warm call."""
         if self.compile is None or self.execute is None:
             return None
         return max(0.0, self.cold[0] - self.compile - self.execute.median)
 
     @property
     def hasty(self) -> float:
-        """What a loop reports that counts its first call and waits after each."""
+        """Mean time of a loop that includes its first call and waits after each call."""
         return sum(self.cold) / len(self.cold)
 
 
 def take(
     routes: Mapping[str, Open], problem: Any, tiny: Any, bound: float, budget: Budget, meter: Meter
 ) -> list[Route]:
-    """Take every route; ratios are against the first that runs."""
+    """Measure every route. Ratios are relative to the first route that runs."""
     found = {name: Route(name) for name in routes}
     opened: dict[str, Opened] = {}
 
@@ -124,7 +125,7 @@ def take(
                 raise
             except AbsentError as error:
                 route.reason = str(error)
-            except Exception as error:  # Whatever goes wrong with a route is its reason; the others go on.
+            except Exception as error:  # A failure becomes the route's reason, and the others continue.
                 route.reason = (
                     f"it failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
                 )
@@ -148,8 +149,10 @@ def take(
             float(np.linalg.norm(b - a) / np.linalg.norm(a)) for a, b in zip(expected, arrays, strict=True)
         ]
         route.error = max(off)
-        if not max(off) <= bound:  # A NaN is beyond every bound.
-            raise AbsentError(f"its result differs from the first route's by {route.error:.2g} of the norm")
+        if not max(off) <= bound:  # Written so that NaN exceeds every bound.
+            raise AbsentError(
+                f"its result differs from the first route's result by {route.error:.2g} of the norm"
+            )
 
     attempt(warm)
     short = replace(
@@ -174,5 +177,5 @@ def _in_turn(
     found: Mapping[str, Route], opened: Mapping[str, Opened], budget: Budget, meter: Meter
 ) -> dict[str, Run]:
     subjects = [_subject(name, opened) for name in opened if found[name].reason is None]
-    # Where calls return early the pipelined time is the kernel's; the others have no other.
+    # For asynchronous calls, the pipelined time is the kernel's. Other calls have only one time.
     return {x.peer: x for x in interleave(subjects, budget, meter, basis="pipelined")} if subjects else {}

@@ -1,4 +1,4 @@
-"""The routes: through torch, through JAX, and the kernel without a framework."""
+"""The routes: from torch, from JAX, and the kernel without a framework."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from _routes import DIM, AbsentError, Open, Opened, Problem
 
 from attnspan_lab.bench.devices import JaxDevice, device_named
 
-# Through torch.
+# Routes from torch.
 
 
 def through_torch(problem: Problem, forward: Callable[..., Any], where: Any = None, **more: Any) -> Opened:
-    """A torch function on tensors of a device, by default the problem's; `more` are fields of `Opened`."""
+    """Open a torch function on tensors of a device. Default: the problem's device. `more` sets `Opened`."""
     import torch
 
     dtype = getattr(torch, problem.dtype)
@@ -31,14 +31,14 @@ def through_torch(problem: Problem, forward: Callable[..., Any], where: Any = No
 
 
 def torch_eager(problem: Problem) -> Opened:
-    """`attnspan.torch.attention` by its kernel: plain framework code would be another comparison."""
+    """`attnspan.torch.attention` with its kernel: plain framework code would be another comparison."""
     from attnspan.torch import attention
 
     return through_torch(problem, partial(attention, backend="cpu"))
 
 
 def torch_compile(problem: Problem) -> Opened:
-    """The same under `torch.compile(fullgraph=True)`; without caches on disk, which are never cold."""
+    """`attnspan.torch.attention` under `torch.compile(fullgraph=True)`, without disk caches (never cold)."""
     import torch
 
     from attnspan.torch import attention
@@ -52,7 +52,7 @@ def torch_compile(problem: Problem) -> Opened:
 
 
 def _torch_compiler_seconds() -> float:
-    """What the compiler behind Dynamo has taken: everything after Python was traced."""
+    """Return the seconds of the compiler after Dynamo has traced Python."""
     from torch._dynamo.utils import calculate_time_spent
 
     spent = calculate_time_spent()
@@ -67,7 +67,7 @@ def torch_sdpa(problem: Problem) -> Opened:
 
 
 def kernel(block_q: int, block_k: int) -> Open:
-    """The CPU kernel without a framework, with blocks of the nearest sizes that it has; 0: its own choice."""
+    """The CPU kernel without a framework, with the nearest available block sizes. 0: its own choice."""
 
     def start(problem: Problem) -> Opened:
         import torch
@@ -76,7 +76,7 @@ def kernel(block_q: int, block_k: int) -> Open:
         from attnspan.kernels import cpu
 
         if problem.device != "cpu" or problem.backward or cpu.core is None:
-            raise AbsentError("sizes of blocks are compared on the CPU, forward, with the compiled module")
+            raise AbsentError("block sizes are compared only on CPU, forward, with the compiled module")
         q, k, v = (torch.from_numpy(x).to(getattr(torch, problem.dtype)) for x in problem.arrays())
         n = problem.length
         bounds, threads = torch.tensor(full().spans(n, n).bounds), torch.get_num_threads()
@@ -95,11 +95,11 @@ def kernel(block_q: int, block_k: int) -> Open:
     return start
 
 
-# Routes through JAX.
+# Routes from JAX.
 
 
 def _jax(problem: Problem) -> Any:
-    """JAX with as many threads as torch has."""
+    """Start JAX with torch's number of threads."""
     if find_spec("jax") is None:
         raise AbsentError("jax is not installed")
     import torch
@@ -131,7 +131,7 @@ def through_jax(
 
 @cache
 def _xla_seconds() -> Callable[[], float]:
-    """A counter of the seconds that XLA has compiled for JAX since it was first asked for."""
+    """Count the seconds of XLA's compilation for JAX, from the first use of this counter."""
     import jax
 
     spent = [0.0]
@@ -144,7 +144,7 @@ def _xla_seconds() -> Callable[[], float]:
 
 
 def new_function(backend: str | None = None) -> Callable[..., Any]:
-    """A new function, of which JAX knows nothing yet."""
+    """Make a new function, so that JAX has nothing cached."""
     from attnspan.jax import attention
 
     return lambda q, k, v: attention(q, k, v, backend=backend)
@@ -156,7 +156,7 @@ def jax_jit(backend: str | None = None) -> Open:
 
 
 def jax_nn(problem: Problem) -> Opened:
-    """JAX's own attention under jit, on arrays in its own layout."""
+    """JAX's own attention under jit, in its own layout."""
     jax = _jax(problem)
 
     def attend(q: Any, k: Any, v: Any) -> Any:
@@ -166,7 +166,7 @@ def jax_nn(problem: Problem) -> Opened:
 
 
 def through_bridge(problem: Problem) -> Opened:
-    """The JAX function on torch tensors, by `call_jax`."""
+    """The JAX function on torch tensors, through `call_jax`."""
     _jax(problem)
     from attnspan.torch import call_jax
 

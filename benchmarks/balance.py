@@ -1,13 +1,13 @@
-"""Even work and few foreign rows: python benchmarks/balance.py [--packings N]
+"""Balance of work and number of foreign rows: python benchmarks/balance.py [--packings N]
 
 Packs the documents of the training job (the standard library, as bytes) into rows of S tokens, causal within
-documents, and partitions each packing over P ranks by every method. Two figures count: the visible pairs of
-the busiest rank over the mean, and the foreign rows of the rank with the most over the S - n rows that a ring
-brings. No layout is below the bound: who owns the last row of the longest document fetches all of it but its
-own n rows.
+documents, and partitions each packing over P ranks with every method. The benchmark reports two ratios. The
+first is the visible pairs of the busiest rank over the mean. The second is the largest number of foreign rows
+of a rank over the S - n rows of a ring. No layout is below the bound: the rank with the last row of the
+longest document fetches the whole document except its own n rows.
 
-Writes benchmarks/results/balance.json.gz. Finished cases are kept there, so that a run that was stopped goes
-on with the next one.
+Writes benchmarks/results/balance.json.gz. Finished cases are stored there, so that an interrupted run
+continues with the next case.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from attnspan.parallel import Layout
 from attnspan_lab.files import read_json, write_json
 
 OUTPUT = Path(__file__).parents[1] / "benchmarks" / "results" / "balance.json.gz"
-#: Tokens and ranks, with the mean share of a ring's rows that "balanced" may need.
+#: Tokens and ranks, with the maximum mean share of a ring's rows for "balanced".
 CASES = {(131_072, 8): 0.49, (131_072, 64): 0.50, (1_048_576, 64): 0.18}
 MOST_PAIRS = 1.01
 METHODS = ("balanced", "contiguous", "zigzag")
 
 
 def packings(seq_len: int, count: int) -> Iterator[np.ndarray]:
-    """Document offsets of rows of the training job's stream, seed 0."""
+    """Yield document offsets of rows from the training job's stream, seed 0."""
     from train.config import TrainConfig
     from train.data import PackedStream
     from train.documents import Vocabulary, load_data
@@ -46,7 +46,7 @@ def packings(seq_len: int, count: int) -> Iterator[np.ndarray]:
 
 
 def measure(mask: Prepared, seq_len: int, ranks: int, method: Any) -> dict[str, float]:
-    """Unevenness; foreign rows of the busiest and of the mean rank, over those of a ring."""
+    """Compute the imbalance, and the foreign rows of the busiest and the mean rank over a ring's rows."""
     layout = Layout.of(mask, q_len=seq_len, ranks=ranks, method=method)
     cost = layout.plan(heads=(1, 1), strategy="exchange").cost()
     rows = cost.fetched / (seq_len - layout.rows_per_rank)
@@ -54,7 +54,7 @@ def measure(mask: Prepared, seq_len: int, ranks: int, method: Any) -> dict[str, 
 
 
 def case_of(seq_len: int, ranks: int, count: int) -> dict[str, Any]:
-    """Samples of each method over the packings, and of the bound."""
+    """Collect samples of each method and of the bound over the packings."""
     each = -(-seq_len // ranks)
     bound, found = [], {method: [] for method in METHODS}
     for offsets in packings(seq_len, count):
@@ -67,7 +67,7 @@ def case_of(seq_len: int, ranks: int, count: int) -> dict[str, Any]:
 
 
 def show(cases: list[dict[str, Any]]) -> None:
-    """The tables in Markdown, as docs/partition.md has them, and whether the targets are met."""
+    """Print the Markdown tables of docs/partition.md, and whether the targets are met."""
     print("| tokens, ranks | | max/mean pairs: mean (worst) | rows: mean | median | worst | mean rank |")
     print("|---|---|---|---|---|---|---|")
     for case in cases:
@@ -96,7 +96,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--packings", type=int, default=1000)
-    parser.add_argument("--fresh", action="store_true", help="begin anew")
+    parser.add_argument("--fresh", action="store_true", help="ignore stored results and start again")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     args = parser.parse_args()
     results: dict[str, Any] = {"packings": args.packings, "cases": []}

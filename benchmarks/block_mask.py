@@ -1,7 +1,7 @@
-"""A FlexAttention mask of spans against torch's `create_block_mask`, on CPU: python benchmarks/block_mask.py
+"""FlexAttention block masks from spans and from `create_block_mask`, on CPU: python benchmarks/block_mask.py
 
-Causal documents of 16,384 tokens, or of as many as are named. Times are taken in turn; blocks are compared
-bit for bit, also with those that a compiled program makes.
+Causal documents of 16,384 tokens, or of the given lengths. Times alternate. Blocks are compared bit for bit,
+also with the blocks from a compiled program.
 """
 
 import sys
@@ -35,14 +35,14 @@ def main(length: int = 16384) -> None:
         return tensors(create_block_mask(mask_mod, None, None, length, length, device="cpu"))
 
     def ours() -> list[Tensor]:
-        """From offsets to blocks: the mask is lowered too."""
+        """Build blocks from offsets, including the lowering of the mask."""
         bounds = (causal() & documents(ends)).spans(length, length).lowered.bounds
         return tensors(block_mask(torch.tensor(bounds), length))
 
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     for name, found in (("eager", ours()), ("compiled", compiled())):
         same = all(torch.equal(a, b) for a, b in zip(found, theirs(), strict=True))
-        print(f"blocks of ours, {name}: {'equal bit for bit' if same else 'DIFFERENT'}")
+        print(f"blocks from spans, {name}: {'equal bit for bit' if same else 'DIFFERENT'}")
     times: dict[str, list[float]] = {"create_block_mask": [], "ours": []}
     for _ in range(7):
         for name, call in (("create_block_mask", theirs), *[("ours", ours)] * 5):

@@ -1,17 +1,19 @@
-"""What calling JAX from torch costs over JAX itself, in turn: python benchmarks/bridge.py [FILE]
+"""Overhead of calling JAX from torch, over JAX itself: python benchmarks/bridge.py [FILE]
 
-The sum of n small tensors, so that what is measured is the way there and back. In each round, one call of:
+The function sums n small tensors, so that the calls mostly measure the conversions. Each round has one call
+of:
 
-- jax: the jitted function on arrays of JAX, waited for
-- dlpack: the conversions alone, by the public API: each argument, and the result
-- views: the conversions alone, as the bridge makes them
-- by hand: conversions by the public API around the jitted function
+- jax: the jitted function on JAX arrays, with synchronization
+- dlpack: only the conversions of each argument and the result, with the public API
+- views: only the conversions, as the bridge makes them
+- by hand: the jitted function with conversions by the public API
 - bridge: `call_jax`
-- bridge and backward, jax and its gradient: with a derivative; the latter on arrays of JAX
-- dlpack and backward: the conversions alone, also of the incoming and of all outgoing gradients
+- bridge and backward, jax and its gradient: with a derivative, the latter on JAX arrays
+- dlpack and backward: only the conversions, including the incoming and all outgoing gradients
 
-The own cost of the bridge is the median over rounds of bridge - jax, beside that of dlpack; so it is with a
-derivative. Raw samples go to FILE (JSON). Exits with 1 where one of the two is beyond TARGET.
+The bridge's own cost is the median over rounds of bridge - jax, relative to the median of dlpack. The cost
+with a derivative is computed in the same way. Raw samples go to FILE (JSON). The exit code is 1 if one cost
+exceeds TARGET.
 """
 
 import statistics
@@ -30,7 +32,7 @@ from attnspan_lab.bench.timing import Budget, host_times
 from attnspan_lab.files import write_json
 
 TARGET, BUDGET = 1.2, Budget(seconds=2.0, rounds=31, calls=20)
-# What is judged: the bridge, JAX alone, and the conversions alone.
+# The judged calls: the bridge, JAX alone, and the conversions alone.
 WAYS = {
     "forward": ("bridge", "jax", "dlpack"),
     "forward and backward": ("bridge and backward", "jax and its gradient", "dlpack and backward"),
@@ -42,7 +44,7 @@ def _sum(*arrays: Any) -> Any:
 
 
 def calls(count: int, size: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
-    """What is measured, by name, for ``count`` arguments of ``size`` elements."""
+    """Make the measured calls by name, for ``count`` arguments of ``size`` elements."""
     tensors = [torch.ones(size, dtype=dtype) for _ in range(count)]
     arrays = [jax.dlpack.from_dlpack(x) for x in tensors]
     learned = [x.clone().requires_grad_() for x in tensors]
@@ -72,17 +74,17 @@ def calls(count: int, size: int, dtype: torch.dtype) -> dict[str, Callable[[], o
 
 
 def measure(count: int, size: int, dtype: torch.dtype) -> dict[str, tuple[float, ...]]:
-    """Seconds of one call of each."""
+    """Measure the seconds of one call of each."""
 
     def waited(call: Callable[[], object]) -> None:
-        call()  # It has waited for its result, which the timer need not see.
+        call()  # The call has already waited for its result.
 
     found = calls(count, size, dtype)
     return host_times({name: partial(waited, call) for name, call in found.items()}, BUDGET)
 
 
 def judge(way: str, times: dict[str, tuple[float, ...]]) -> bool:
-    """Print the bridge's own cost, and say whether it is within the target."""
+    """Print the bridge's own cost. Return whether it is within the target."""
     bridge, alone, conversions = (times[name] for name in WAYS[way])
     own = statistics.median(a - b for a, b in zip(bridge, alone, strict=True))
     ratio = own / statistics.median(conversions)
@@ -93,7 +95,7 @@ def judge(way: str, times: dict[str, tuple[float, ...]]) -> bool:
 
 
 def main() -> int:
-    """Measure all cells; 0 if all targets are met."""
+    """Measure all cells. Return 0 if all targets are met."""
     kept, met = [], True
     for dtype in (torch.float32, torch.bfloat16):
         for count in (1, 3, 8):

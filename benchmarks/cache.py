@@ -1,11 +1,11 @@
-"""One decoding step through a cache, next to attention over exactly the valid keys, and to torch.cat.
+"""A decoding step with a cache, compared with attention over exactly the valid keys and with torch.cat.
 
     python benchmarks/cache.py
 
-A step writes one token per row and attends. "plain" writes nothing and lowers no mask: no cache can beat it.
-"cat" makes longer keys and values at each step. "static" and "rolling" make their mask in each step; "shared
-mask" is what a layer costs that takes it from the first one. All in turn; medians of milliseconds, and ratios
-to plain.
+A step writes one token per sequence and computes attention. "plain" writes nothing and lowers no mask, so no
+cache can be faster. "cat" concatenates keys and values at each step. "static" and "rolling" build their mask
+in each step. "shared mask" is the cost of a layer that uses the first layer's mask. Calls alternate. The
+results are medians in milliseconds, and ratios to plain.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def calls(batch: int, length: int, dtype: torch.dtype) -> dict[str, tuple[Callab
     static = StaticCache(batch, KV_HEADS, 2 * length, DIM, dtype=dtype)
     static.update(*(x[:, :, 1:] for x in full))
     rolling = RollingCache(batch, KV_HEADS, length - 1, DIM, chunk=2, dtype=dtype)
-    for t in range(1, length + 7, 2):  # Beyond its end, so that rows have two spans.
+    for t in range(1, length + 7, 2):  # Write beyond the end, so that queries have two spans.
         rolling.update(*(x[:, :, t % (length - 1) :][:, :, :2] for x in full))
     compiled = torch.compile(step, fullgraph=True)
     mask, older = causal().prepare(1, length, like=q), [x[:, :, 1:] for x in full]
@@ -61,14 +61,14 @@ def calls(batch: int, length: int, dtype: torch.dtype) -> dict[str, tuple[Callab
 
 
 def measure(batch: int, length: int, dtype: torch.dtype, seconds: float) -> dict[str, float]:
-    """Median milliseconds of each."""
+    """Measure the median milliseconds of each step."""
     torch._dynamo.reset()
     subjects = []
     for name, (call, held) in calls(batch, length, dtype).items():
         call()
         set_back(held)
         subjects.append(Subject(name, call, Device(), lambda held=held: restored(held)))
-    # A sample is one step, after which its token is taken back.
+    # A sample is one step, whose token is then removed.
     found = interleave(subjects, Budget(seconds / len(subjects), rounds=200, sample_seconds=1e-9))
     return {each.peer: each.execute.median * 1e3 for each in found if each.execute}
 
@@ -88,7 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each row of the table")
+    parser.add_argument("--seconds", type=float, default=5.0, help="seconds for each row of the table")
     parser.add_argument("--lengths", default="128,1024,8192", help="valid keys of each row")
     parser.add_argument("--batches", default="1,8")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Line charts as small SVG files, readable on light and on dark pages."""
+"""Line charts as small SVG files, for light and dark pages."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class Panel:
 
 @dataclass(frozen=True)
 class Axis:
-    """A logarithmic axis: what it shows, and where its ticks are. That of y names the whole picture."""
+    """A logarithmic axis with its title and ticks. The title of the y axis is the chart's title."""
 
     label: str
     ticks: Sequence[tuple[float, str]]
 
     def place(self, value: float) -> float:
-        """Where a value lies between the first tick (0) and the last one (1)."""
+        """Return the position of a value between the first tick (0) and the last tick (1)."""
         low, high = math.log(self.ticks[0][0]), math.log(self.ticks[-1][0])
         return (math.log(value) - low) / (high - low)
 
 
 def decades(values: Sequence[float], unit: str = "") -> list[tuple[float, str]]:
-    """Ticks at powers of ten, and between them where there are few, around all values."""
+    """Choose ticks at powers of ten around all values, with ticks in between if there are few."""
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)) - 1e-9)
     steps = (1, 2, 5) if high - low <= 2 else (1,)
     ticks = [digit * 10.0**power for power in range(low, high + 1) for digit in steps]
@@ -51,7 +51,7 @@ def decades(values: Sequence[float], unit: str = "") -> list[tuple[float, str]]:
 
 
 def draw(panels: Sequence[Panel], x: Axis, y: Axis, names: Sequence[str], *, columns: int = 3) -> str:
-    """All panels on common axes, with one legend. Lines of names that begin with "ring" are dashed."""
+    """Draw all panels on common axes, with one legend. Lines whose names begin with "ring" are dashed."""
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
     legend, legend_height = _legend(names, columns * (WIDTH + LEFT) - GAP)
@@ -104,7 +104,7 @@ def _panel(panel: Panel, names: Sequence[str], x: Axis, y: Axis) -> str:
 
 
 def _stroke(number: int, name: str) -> str:
-    # Two rings that coincide are seen in turn.
+    # Dashes of two coinciding rings alternate, so that both are visible.
     offset = 5 * (number % 2)
     dashed = f' stroke-dasharray="5 5" stroke-dashoffset="{offset}"' if name.startswith("ring") else ""
     return f'fill="none" stroke="{COLOURS[number % len(COLOURS)]}" stroke-width="1.8"{dashed}'

@@ -1,11 +1,12 @@
-"""Context parallelism against one process: P ranks of one thread each, compared with one rank of P threads.
+"""Context parallelism: P ranks of one thread each, compared with one rank of P threads.
 
     python benchmarks/context_parallel.py --json benchmarks/results/context_parallel.json.gz
 
-Starts its own ranks, over gloo. All ways to do it are checked first, against float64 at a small size and
-against one rank at the full one; then called in turn, round by round. The time of a call is that of its
-slowest rank, and the efficiency of a way is the time of one rank of P threads over its own. The phases of a
-call are those of its slowest rank: seconds in our kernel, seconds of waiting for others, and the rest.
+Starts its own ranks, with gloo. All contestants are first checked, against float64 at a small size and
+against one rank at the full size. Then they are called in turn, round by round. The time of a call is the
+time of its slowest rank. The efficiency of a contestant is the time of one rank with P threads over its own
+time. The phases of a call belong to its slowest rank: seconds in attnspan's kernel, seconds of waiting for
+others, and the rest.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from rich.table import Table
 from attnspan_lab.bench.statistics import Samples, paired
 from attnspan_lab.files import write_json
 
-#: Whose time the others' are also told in.
+#: Contestant that other times are also compared with.
 OURS = "exchange"
-#: Efficiency that is asked for at 16,384 rows, forward + backward.
+#: Target efficiency at 16,384 rows, forward + backward.
 TARGETS = {"causal": 0.90, "documents": 0.85}
 
 
 def launch(settings: Settings) -> dict[str, Any]:
-    """Start the ranks, and return what they found."""
+    """Start the ranks, and return their results."""
     load = list(os.getloadavg())
     with tempfile.TemporaryDirectory(prefix="attnspan-ranks-") as folder:
         results = Path(folder, "results.json")
@@ -49,7 +50,7 @@ def launch(settings: Settings) -> dict[str, Any]:
 
 
 def judge(run: dict[str, Any]) -> None:
-    """Add to each contestant its times, phases and efficiency, from the samples of its ranks."""
+    """Add times, phases and efficiency to each contestant, from the samples of its ranks."""
     entries = run["contestants"]
     for entry in entries.values():
         slowest = [max(ranks, key=lambda sample: sample[0]) for ranks in entry["ranks"]]
@@ -64,14 +65,14 @@ def judge(run: dict[str, Any]) -> None:
     for entry in entries.values():
         if ours is not None:
             entry["times_ours"] = asdict(paired(ours, entry["seconds"]))
-        # Of times that were taken next to each other, so that drift of the machine cancels.
+        # Ratios of adjacent times, so that drift of the machine cancels.
         ratios = tuple(a / b for a, b in zip(first, entry["seconds"], strict=True))
         found = asdict(paired(entry["seconds"], first))
         entry["efficiency"] = {**found, "quartiles": Samples(ratios).quartiles}
 
 
 def table(run: dict[str, Any]) -> Table:
-    """One run: a row for each contestant."""
+    """Make the table of a run, with one row per contestant."""
     documents = "" if run["documents"] is None else f" of {len(run['documents'])}"
     found = Table(
         title=f"{run['case']}{documents}, {run['dtype']}, heads {run['heads'][0]}/{run['heads'][1]}, "
@@ -99,7 +100,7 @@ def table(run: dict[str, Any]) -> Table:
             f"{middle:.1f} [{low:.1f}, {high:.1f}]",
             f"{score['median']:.1%} [{score['low']:.1%}, {score['high']:.1%}]",
             ratio and f"{ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]",
-            # What FlexAttention and ATen's kernel spend, nobody counts.
+            # There are no counters for the kernels of FlexAttention and ATen.
             *(f"{1e3 * phases[x]:.1f}" if phases["kernel"] else "" for x in ("kernel", "waiting", "rest")),
             f"{entry['received_bytes'] / 1e6:.1f}",
             "" if growth is None else f"{growth / 1e6:.0f}",
@@ -108,7 +109,7 @@ def table(run: dict[str, Any]) -> Table:
 
 
 def losses(run: dict[str, Any], name: str) -> str:
-    """Where a contestant loses time against an ideal split, in per cent of one rank's time."""
+    """Describe a contestant's losses against an ideal split, in percent of one rank's time."""
     one, entry = (run["contestants"][x]["phases"] for x in (next(iter(run["contestants"])), name))
     parts = {
         "a slower kernel": entry["kernel"] - one["kernel"],
@@ -119,7 +120,7 @@ def losses(run: dict[str, Any], name: str) -> str:
 
 
 def report(found: dict[str, Any], console: Console) -> None:
-    """Print all tables, who did not take part and why, and the figures that were asked for."""
+    """Print all tables, the contestants that did not take part with the reasons, and the targets."""
     for run in found["runs"]:
         console.print(table(run))
         for name, reason in run["refused"].items():
@@ -142,32 +143,34 @@ def report(found: dict[str, Any], console: Console) -> None:
 
 
 def settings_of(arguments: Sequence[str] | None = None) -> tuple[Settings, Path | None]:
-    """What the command line asks for, and where the results go."""
+    """Parse the command line: settings, and the file for results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--q-len", type=int, default=16384, help="rows in all")
-    parser.add_argument("--rounds", type=int, default=7, help="calls of each contestant that are timed")
+    parser.add_argument("--q-len", type=int, default=16384, help="total number of rows")
+    parser.add_argument("--rounds", type=int, default=7, help="timed calls of each contestant")
     parser.add_argument(
-        "--ranks", type=int, default=2, help="ranks, and threads of the one rank they are compared with"
+        "--ranks", type=int, default=2, help="number of ranks, and of threads of the single rank"
     )
     parser.add_argument(
         "--cases", default="causal,documents,window", help="causal, documents, documents:SEED, window"
     )
-    parser.add_argument("--dtypes", default="float32,bfloat16", help="of q, k and v")
+    parser.add_argument("--dtypes", default="float32,bfloat16", help="dtypes of q, k and v")
     parser.add_argument("--heads", default="8/8,8/2", help="query heads/key heads")
     parser.add_argument("--head-dims", default="64", help="D")
-    parser.add_argument("--modes", default="forward,forward+backward", help="what a call is")
+    parser.add_argument("--modes", default="forward,forward+backward", help="passes to measure")
     parser.add_argument(
-        "--only", default="", help="contestants that join one rank, with semicolons between; default: all"
+        "--only",
+        default="",
+        help="contestants besides the single rank, separated by semicolons (default: all)",
     )
     parser.add_argument(
-        "--calibrate", type=float, default=6.0, help='seconds to measure rates for "auto"; 0: it counts bytes'
+        "--calibrate", type=float, default=6.0, help='seconds to measure rates for "auto" (0: minimize bytes)'
     )
     parser.add_argument("--json", type=Path, help="write settings, environment and raw samples to this file")
     args = parser.parse_args(arguments)
     if args.ranks < 2 or args.rounds < 1 or args.q_len < 1:
-        parser.error("there are two ranks or more, one round or more, and one row or more")
+        parser.error("expected at least two ranks, one round and one row")
     settings = Settings(
         q_len=args.q_len,
         rounds=args.rounds,

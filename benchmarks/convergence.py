@@ -1,9 +1,9 @@
-"""Copying within packed segments on 1, 2 and 4 ranks, and with ids in the order of another layout.
+"""Training of copying within packed segments on 1, 2 and 4 ranks, also with ids of a wrong layout.
 
     python benchmarks/convergence.py
 
-Writes benchmarks/results/convergence.json.gz and docs/images/convergence.svg; a minute or two on two cores.
-The model and its data are in examples/failures/task.py, the ranks in tests/parallel.
+Writes benchmarks/results/convergence.json.gz and docs/images/convergence.svg, in one or two minutes on two
+cores. The model and its data are in examples/failures/task.py. The code of the ranks is in tests/parallel.
 """
 
 import math
@@ -18,7 +18,7 @@ from worlds import world  # noqa: E402
 
 from attnspan_lab.files import write_json  # noqa: E402
 
-#: Name of a curve -> ranks, run, colour and dashes, by which curves that lie on each other can be told apart.
+#: Name of a curve -> ranks, run, colour, and dashes to distinguish coinciding curves.
 CURVES: dict[str, tuple[int, Run, str, str]] = {
     "1 rank": (1, Run(), "#4263eb", ""),
     "2 ranks, exchange": (2, Run("exchange"), "#f08c00", "9 9"),
@@ -33,7 +33,7 @@ INK = "#1f2328"
 
 
 def draw(curves: dict[str, list[float]]) -> str:
-    """The losses over the steps, logarithmic, as an SVG on a card of its own, legible on dark pages too."""
+    """Draw the losses over the steps on a logarithmic axis, as an SVG for light and dark pages."""
     steps = max(map(len, curves.values()))
 
     def x(step: float) -> float:
@@ -80,7 +80,7 @@ def main() -> None:
         for name in ("2 ranks, exchange", "4 ranks, hybrid(2, 2)")
         for loss, alone in zip(curves[name], curves["1 rank"], strict=True)
     )
-    print(f"curves of ranks lie at most {apart:.2g} of a loss from that of one process")
+    print(f"the curves of several ranks differ from one process by at most {apart:.2g} of the loss")
     write_json(ROOT / "benchmarks" / "results" / "convergence.json.gz", curves)
     (ROOT / "docs" / "images" / "convergence.svg").write_text(draw(curves))
 

@@ -1,8 +1,8 @@
-"""Decoding next to the least time that this machine could take, and next to SDPA: python benchmarks/decode.py
+"""Decoding, compared with a lower bound of this machine and with SDPA: python benchmarks/decode.py
 
-That time is the longer of reading K and V as fast as a loop that only reads so many bytes, in turn with the
-calls, and of doing the products at the best rate of the processor's instructions for the dtype, on registers.
-For machines with one last-level cache.
+The lower bound is the larger of two times. The first is the time to read K and V with a pure read loop, which
+alternates with the calls. The second is the time of the products at the best rate of the dtype's instructions
+on registers. The benchmark is for machines with one last-level cache.
 """
 
 import sys
@@ -19,7 +19,7 @@ from attnspan_lab.bench.timing import Budget, Subject, interleave
 
 BUDGET = Budget(seconds=float(sys.argv[1]) if sys.argv[1:] else 2.0)
 DIM = 64
-#: Bytes that are read to find how fast memory is: of a smaller buffer, the last cache holds a part.
+#: Bytes to read for the memory's speed: the last cache would hold a part of a smaller buffer.
 READ = max(1 << 28, 4 * last_level_bytes())
 #: (query heads, key heads, keys, queries)
 SHAPES = [
@@ -43,12 +43,12 @@ def measure(heads: int, kv_heads: int, k_len: int, q_len: int, dtype: torch.dtyp
     def read_once() -> None:
         reads.append(cpu.read_bandwidth(READ, num_threads=threads, seconds=0))
 
-    # Reading so much leaves nothing of the problem in the caches, and nothing that has to be written back.
+    # Reading this much evicts the problem from the caches, and leaves nothing to write back.
     def before() -> None:
         peaks.append(max(cpu.peak(kind, num_threads=threads, seconds=0.02) for kind in kinds))
         cpu.read_bandwidth(READ, num_threads=threads, seconds=0)
 
-    # Bottom-right alignment hides at most 15 of the keys from SDPA's full mask: nothing next to 4,096.
+    # SDPA's full mask shows at most 15 more keys than bottom-right alignment, which is negligible for 4,096.
     subjects = [
         Subject("attnspan", lambda: attention(q, k, v, mask=mask), Device()),
         Subject("sdpa", lambda: scaled_dot_product_attention(q, k, v, enable_gqa=True), Device()),

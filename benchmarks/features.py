@@ -1,11 +1,11 @@
-"""Every combination of mask, compiler, checkpointing and ranks, with attnspan's attention and its peers.
+"""All combinations of mask, compiler, checkpointing and ranks, with attnspan's attention and its peers.
 
     python benchmarks/features.py                  # all cells, about ten minutes on two cores
-    python benchmarks/features.py --covering       # the few that hold every pair of values
+    python benchmarks/features.py --covering       # a few cells that cover every pair of values
 
-Prints a table in Markdown and writes benchmarks/results/features.json. A cell asserts results and gradients
-against eager float64, that no graph breaks, that another mask compiles nothing again, and (attnspan) how
-often the kernel ran.
+Prints a Markdown table and writes benchmarks/results/features.json. A cell compares results and
+gradients with eager float64. It also checks that no graph breaks, that another mask does not recompile, and
+for attnspan the number of kernel runs.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ ROWS = [(c, k, o) for c in FACTORS["compile"] for k in FACTORS["checkpoint"] for
 
 
 def cells_of(attention: str) -> list[Cell]:
-    """Those that an attention can have: sharding a sequence is attnspan's alone here."""
+    """List the cells that an attention supports. Only attnspan can shard a sequence here."""
     ranks = FACTORS["ranks"] if attention == "attnspan" else FACTORS["ranks"][:2]
     return all_cells(Cell, FACTORS | {"mask": ATTENTIONS[attention], "ranks": ranks})
 
 
 def table(found: dict[str, dict[Cell, str]]) -> list[str]:
-    """Lines of Markdown: how many cells of each attention pass, by features of the compiler."""
+    """Make the Markdown table: the number of passing cells of each attention, by compiler features."""
     names = list(found)
     lines = [
         "| compile | checkpoint | order | " + " | ".join(names) + " |",

@@ -1,8 +1,8 @@
-"""The workloads of GPUs: python benchmarks/gpu.py > benchmarks/gpu.json, for `attnspan bench --workloads`.
+"""GPU workloads for `attnspan bench --workloads`: python benchmarks/gpu.py > benchmarks/gpu.json
 
-bfloat16, 16 heads: full, causal, windows and documents of 2,048 to 65,536 tokens with head dims 64 and 128;
-eight query heads for each key head; decoding; the shape of the 2025 report. Those of `gpu_15_minutes.sh` are
-named `quick-plain-*` and `quick-masks-*`: 32 heads, head dim 128.
+bfloat16, 16 heads: full, causal, windows and documents of 2,048 to 65,536 tokens with head dims 64 and 128,
+eight query heads per key head, decoding, and the shape of the 2025 report. The workloads of
+`gpu_15_minutes.sh` have the names `quick-plain-*` and `quick-masks-*`, with 32 heads and head dim 128.
 """
 
 import json

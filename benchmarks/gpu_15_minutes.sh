@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Fifteen minutes on a GPU, from the source tree alone: benchmarks/gpu_15_minutes.sh [FOLDER]
 #
-# Steps in order of worth, each with a limit, each with a log that is written as it goes: a run that is cut loses one
-# step. Needs torch 2.11, Triton 3.6 and what tests and lab import (numpy, pytest, rich, typer); no network, and not the
-# CPU kernel. The step of training needs transformers 5.20, that of JAX needs it; without, they say so.
-# REHEARSE=1 runs the steps on CPU, with small sizes, as far as that goes.
+# The most valuable steps come first. Each step has a time limit and its own log, so an interrupted run loses only one step.
+# The script needs torch 2.11, Triton 3.6 and the imports of tests and lab (numpy, pytest, rich, typer). It needs neither
+# network nor the CPU kernel. The training step needs transformers 5.20, and the JAX step needs JAX. Without them, these
+# steps report it. REHEARSE=1 runs the steps on CPU with small sizes, as far as possible.
 set -u
 cd "$(dirname "$0")/.."
 out=${1:-build/gpu}
@@ -32,7 +32,7 @@ step() { # name, limit in seconds, command
   tail -n 25 "$out/$name.log"
 }
 
-set -f # patterns of names are the command's
+set -f # attnspan bench expands the name patterns
 $python benchmarks/gpu.py >"$out/workloads.json"
 bench="$python -m attnspan_lab bench --workloads $out/workloads.json"
 step machine 20 $python -c 'import torch, triton; print(torch.__version__, triton.__version__, torch.cuda.is_available() and torch.cuda.get_device_properties(0))'

@@ -1,9 +1,8 @@
 """Host time of a call on a GPU, compared with SDPA: python benchmarks/gpu_calls.py
 
-Eight heads of 128 causal rows, head dim 64, bfloat16: microseconds from one call to the next, of 300 in a
-row, while the GPU works less than that; eager, compiled, and as a CUDA graph. Medians and quartiles of 15
-rounds in turn.
-`--device cpu` rehearses, without the graph.
+Eight heads of 128 causal queries, head dim 64, bfloat16: microseconds between consecutive calls, over 300
+calls. Here the GPU needs less time than the host. Eager, compiled, and as a CUDA graph. Medians
+and quartiles of 15 alternating rounds. `--device cpu` is a rehearsal without the graph.
 """
 
 import argparse
@@ -23,7 +22,7 @@ CALLS, ROUNDS = 300, 15
 
 
 def recorded(call: Callable[[], Any]) -> Callable[[], Any]:
-    """The call as a CUDA graph."""
+    """Capture the call as a CUDA graph."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         call()
@@ -37,7 +36,7 @@ def recorded(call: Callable[[], Any]) -> Callable[[], Any]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--json", help="file for the raw samples")
+    parser.add_argument("--json", help="write raw samples to this file")
     asked = parser.parse_args()
     wait = torch.cuda.synchronize if asked.device == "cuda" else lambda: None
     q, k, v = (torch.randn(1, 8, 128, 64, device=asked.device, dtype=torch.bfloat16) for _ in range(3))

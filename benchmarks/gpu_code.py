@@ -1,11 +1,12 @@
-"""Triton's kernels as code for an H100, read without one: python benchmarks/gpu_code.py
+"""Machine code of the Triton kernels for an H100, analysed without a GPU: python benchmarks/gpu_code.py
 
-bfloat16, head dims 64 and 128, four query heads for each key head. For each kernel: registers, spilled bytes,
-shared memory, and the instructions of a warp in its shortest loop with matrix products, where no mask touches
-the tile. Then the cycles of a multiprocessor for the tile, by unit: products at the rate of their instruction
-on an H100, exponentials at 16 lanes a cycle, and one instruction a cycle for each of four schedulers.
-Predicted: products and then the longer of the others, as in a block alone, and all at the same time. How near
-to the second it comes depends on what else runs: other groups of warps, and other blocks where several fit.
+bfloat16, head dims 64 and 128, four query heads per key head. For each kernel, the benchmark prints
+registers, spilled bytes, shared memory, and the instructions of a warp in its shortest loop with matrix
+products, for tiles without a mask. Then it prints the cycles of a multiprocessor for the tile, by unit:
+products at the rate of their instruction on an H100, exponentials at 16 lanes per cycle, and one instruction
+per cycle for each of four schedulers. There are two predictions: products followed by the longer of the other
+units, as in a single block, and all units at the same time. Other warp groups and blocks on the
+multiprocessor bring a kernel closer to the second prediction.
 """
 
 import re
@@ -26,9 +27,13 @@ from attnspan.kernels.triton import _launch
 #: 8,192^3. HMMA: 62.9 % of the peak, 989e12, which is the mean that arXiv 2402.13499 measured.
 CAPABILITY, PROCESSORS, CLOCK = 90, 132, 1.755e9
 RATES = {"HGMMA": 798e12, "HMMA": 0.629 * 989e12}
-#: A multiprocessor has so many registers and bytes of shared memory. Each block reserves a further kibibyte.
+#: Registers and bytes of shared memory of a multiprocessor. Each block reserves one more kibibyte.
 REGISTERS, SHARED, RESERVED = 65_536, 228 << 10, 1 << 10
-KERNELS = {"forward_kernel": 2, "query_gradients_kernel": 3, "key_gradients_kernel": 4}  # products of a tile
+KERNELS = {
+    "forward_kernel": 2,
+    "query_gradients_kernel": 3,
+    "key_gradients_kernel": 4,
+}  # number of products per tile
 CLASSES = {
     "matrix": r"HGMMA|HMMA|UTCHMMA",
     "exp2": r"MUFU",
@@ -53,7 +58,7 @@ def instructions(sass: str) -> list[tuple[str, str]]:
 
 
 def loops(code: list[tuple[str, str]]) -> list[list[str]]:
-    """The operations of each loop."""
+    """List the operations of each loop."""
     at = {name: i for i, (kind, name) in enumerate(code) if kind == "label"}
     ends = [
         (at[target[0]], i)
@@ -73,13 +78,13 @@ def counted(operations: list[str]) -> Counter[str]:
 
 
 def blocks_at_once(registers: int, shared: int, warps: int) -> int:
-    """How many blocks a multiprocessor has room for; registers are given out by eights."""
+    """Compute the number of blocks per multiprocessor. Registers are allocated in units of eight."""
     room = REGISTERS // (-(-registers // 8) * 8 * 32 * warps)
     return max(1, min(room, SHARED // (shared + RESERVED)))
 
 
 def row(label: str, cubin: bytes, blocks: dict[str, Any], flops_of_pair: int, **more: Any) -> str:
-    """What a kernel's loop costs. `more`: its `name`, where the program has others, and `shared` memory."""
+    """Compute the cost of a kernel's loop. `more`: `name` if the program has several, and `shared` memory."""
     name = more.get("name", "")
     usage = tool("cuobjdump", cubin, "--dump-resource-usage").partition(name)[2] if name else ""
     usage = usage or tool("cuobjdump", cubin, "--dump-resource-usage")
@@ -119,7 +124,7 @@ def own(dim: int) -> None:
 
 
 def peers(dim: int) -> None:
-    """FlexAttention as inductor writes it, and FlashAttention 2 as torch's build for CUDA has it."""
+    """Yield FlexAttention as inductor generates it, and FlashAttention 2 from torch's CUDA build."""
     import _flash_code
     import _flex_code
 

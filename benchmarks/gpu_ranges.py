@@ -1,6 +1,6 @@
-"""The time of the ranges of blocks of 131,072 rows with two spans: python benchmarks/gpu_ranges.py
+"""Time to compute the block ranges of 131,072 queries with two spans: python benchmarks/gpu_ranges.py
 
-The target is 20 microseconds. Medians of CUDA events over 200 calls, after 20 that warm up.
+The target is 20 microseconds. The result is the median of CUDA events over 200 calls, after 20 warm-up calls.
 """
 
 from statistics import median, quantiles

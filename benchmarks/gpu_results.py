@@ -1,8 +1,8 @@
-"""Are results and gradients on a GPU right? python benchmarks/gpu_results.py
+"""Check of results and gradients on a GPU: python benchmarks/gpu_results.py
 
-Each backend is compared with `math` in float64. A line shows its errors by norm, and those of `math` in the
-call's own dtype. The most used calls come first; each line is printed as soon as it is known.
-`--device cpu` rehearses with Triton's interpreter and FlexAttention's array code.
+Each backend is compared with `math` in float64. A line shows the backend's errors by norm, and the errors of
+`math` in the call's own dtype. The most common calls come first, and each line is printed immediately.
+`--device cpu` is a rehearsal with Triton's interpreter and FlexAttention's array code.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from attnspan.errors import BackendError
 from attnspan.torch import attention
 
 LENGTH, ENDS = 500, [0, 130, 131, 400, 500]
-#: Errors of results and gradients may be this many times those of `math` in the dtype, which rounds only
-#: results. Triton's interpreter cuts bfloat16 off, where a GPU rounds.
+#: Errors of results and gradients may be this many times the errors of `math` in the dtype, which rounds only
+#: results. Triton's interpreter truncates bfloat16, but a GPU rounds.
 ALLOWED = {"cuda": 4.0, "cpu": 6.0}
 MASKS: dict[str, Any] = {
     "causal": causal(),
@@ -34,7 +34,7 @@ MASKS: dict[str, Any] = {
 
 
 def cases() -> Iterator[tuple[str, str, int, str, tuple[int, int], list[str]]]:
-    """Backend, mask, head dim, dtype, heads, and the names of options."""
+    """One case: backend, mask, head dim, dtype, heads, and names of options."""
     for name in MASKS:
         for backend in ("vendor", "flex", "triton"):
             yield backend, name, 128, "bfloat16", (8, 2), []
@@ -70,8 +70,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--length", type=int, default=LENGTH)
-    parser.add_argument("--first", type=int, help="only so many cases")
-    parser.add_argument("--backend", help="only this one")
+    parser.add_argument("--first", type=int, help="run only this number of cases")
+    parser.add_argument("--backend", help="run only this backend")
     asked = parser.parse_args()
     rehearsing: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if asked.device == "cpu":

@@ -1,8 +1,8 @@
-"""A compiled training step of a Llama of 12 layers on a GPU: python benchmarks/gpu_training.py
+"""Compiled training step of a Llama with 12 layers on a GPU: python benchmarks/gpu_training.py
 
-One row of 8,192 tokens in packed documents, bfloat16, through transformers. Compares attnspan with SDPA and,
-if installed, FlashAttention 2: times of steps in turn, peak memory, and losses, which have to agree.
-`--device cpu` rehearses.
+One row of 8,192 tokens in packed documents, bfloat16, with transformers. Compares attnspan with SDPA and, if
+installed, FlashAttention 2: times of alternating steps, peak memory, and losses, which must agree.
+`--device cpu` is a rehearsal.
 """
 
 import argparse
@@ -21,13 +21,13 @@ ROUNDS, WIDTH, HEADS, KV_HEADS, VOCABULARY = 12, 1024, 16, 4, 32000
 
 
 def positions(length: int) -> torch.Tensor:
-    """Positions of packed documents of uneven lengths; each document starts at 0."""
+    """Make the positions of packed documents with uneven lengths. Each document starts at 0."""
     ends = [0, *(int(length * x) for x in (0.02, 0.1, 0.15, 0.4, 0.55, 0.56, 0.9)), length]
     return torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(ends)])[None]
 
 
 class Step:
-    """A model, compiled, and its optimizer."""
+    """Make a compiled model and its optimizer."""
 
     def __init__(self, attention: str, layers: int, batch: dict[str, torch.Tensor], device: str) -> None:
         torch.manual_seed(0)
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--json", help="file for the raw samples")
+    parser.add_argument("--json", help="write raw samples to this file")
     asked = parser.parse_args()
     ids = torch.randint(VOCABULARY, (1, asked.length), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids, "position_ids": positions(asked.length)}
@@ -80,7 +80,7 @@ def main() -> None:
     for i in range(asked.rounds):
         for name in list(steps)[:: 1 if i % 2 else -1]:
             began = time.perf_counter()
-            steps[name]()  # its loss is read, so that it has ended
+            steps[name]()  # read the loss, to wait for the step
             samples[name].append(1e3 * (time.perf_counter() - began))
     for name, found in samples.items():
         low, middle, high = quantiles(found, n=4)

@@ -1,8 +1,8 @@
-"""attnspan in JAX beside itself in torch and beside JAX's own attention: python benchmarks/jax_attention.py
+"""attnspan.jax compared with attnspan.torch and with JAX's own attention: python benchmarks/jax_attention.py
 
-Each line is a paired ratio of times taken in turn, A B A B, with its bootstrap interval: how much faster
-attnspan.jax is than the peer. Forward and backward, float32. Then memory: 65,536 causal tokens in a fresh
-process, where the scores of jax.nn.dot_product_attention would not fit. `--json FILE` keeps the raw samples.
+Each line is a paired ratio of alternating times with its interval: the speedup of attnspan.jax over the peer.
+Forward and backward, float32. Then it measures memory: 65,536 causal tokens in a fresh process, where the
+scores of jax.nn.dot_product_attention would not fit. `--json FILE` writes the raw samples.
 """
 
 import argparse
@@ -30,7 +30,7 @@ MODE = "forward+backward"
 
 @dataclass(frozen=True)
 class Found:
-    """Times of one workload by one peer; the ratio is its time over ours."""
+    """Times of one workload and peer. The ratio is the peer's time over attnspan's."""
 
     workload: str
     peer: str
@@ -42,7 +42,7 @@ class Found:
 
 @dataclass
 class Record:
-    """All of a run."""
+    """Results of a run."""
 
     environment: dict[str, object]
     found: list[Found] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Record:
 
 
 def measure(workload: Workload, budget: Budget) -> list[Found]:
-    """Ours first, each peer in turn with it."""
+    """Time attnspan in turn with each peer."""
     job = Job.make(workload, MODE, "cpu")
     found, subjects, expected = [], [], None
     for name in (OURS, *PEERS):
@@ -60,7 +60,7 @@ def measure(workload: Workload, budget: Budget) -> list[Found]:
         reason = peer.refuses(job)
         if reason is not None:
             found.append(Found(workload.name, name, reason))
-            if name == OURS:  # Ratios are against ours.
+            if name == OURS:  # Ratios are relative to attnspan.
                 return found
             continue
         ready = peer.prepare(job)
@@ -69,9 +69,9 @@ def measure(workload: Workload, budget: Budget) -> list[Found]:
         arrays = [x.detach() for x in ready.to_torch(result)]
         expected = arrays if expected is None else expected
         error = difference(expected, arrays)
-        assert error <= BOUNDS[workload.dtype], f"{name} computes something else: {error}"
+        assert error <= BOUNDS[workload.dtype], f"{name} computes a different result: {error}"
         subjects.append(subject)
-    # Waited for each: a training step waits for its own call too, and torch's calls know nothing else.
+    # Synchronize after each call: a training step waits as well, and torch's CPU calls are synchronous.
     timed = interleave(subjects, budget, Meter(threads=torch.get_num_threads()))
     return found + [Found(workload.name, m.peer, None, m.execute, m.pipelined, m.ratio) for m in timed]
 
@@ -88,7 +88,7 @@ def show(found: Found) -> str:
 
 
 def show_memory(record: Record, length: int) -> None:
-    """Peak of a call above its inputs, in fresh processes; what a dense peer would need beside it."""
+    """Measure a call's peak memory above its inputs in fresh processes, and estimate a dense peer's."""
     refusal = high_water_refusal()
     if refusal is not None:
         print(f"memory {refusal}")
@@ -101,7 +101,7 @@ def show_memory(record: Record, length: int) -> None:
     record.inputs, record.scores = 4 * 4 * length * 64, 4 * length * length
     grown = record.peaks[f"causal-{length}"] / max(1, record.peaks[f"causal-{scale}"])
     print(f"four times the length: {grown:.2f}x the memory; the square would be 16x")
-    # Forward stores scores and probabilities, backward the gradients of both.
+    # Forward stores scores and probabilities. Backward stores the gradients of both.
     print(
         f"jax.nn.dot_product_attention stores {4 * record.scores / 2**30:.0f} GiB of scores: "
         f"{peers_by_name()['jax'].refuses(Job.make(long_of(length), MODE, 'cpu')) or 'they fit here'}"
@@ -114,16 +114,16 @@ def long_of(length: int) -> Workload:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--seconds", type=float, default=20.0, help="for each peer")
+    options.add_argument("--seconds", type=float, default=20.0, help="seconds for each peer")
     options.add_argument(
-        "--workloads", default=",".join(NAMES), help="names of attnspan bench --list; '' for none"
+        "--workloads", default=",".join(NAMES), help="names from attnspan bench --list ('' for none)"
     )
     options.add_argument(
-        "--length", type=int, default=65536, help="tokens of the memory demonstration; 0: none"
+        "--length", type=int, default=65536, help="tokens of the memory measurement (0: none)"
     )
-    options.add_argument("--json", type=Path, help="file for the raw samples")
+    options.add_argument("--json", type=Path, help="write raw samples to this file")
     given = options.parse_args()
-    # Its pool of threads is sized when it starts.
+    # JAX sizes its thread pool when it starts.
     start_jax(torch.get_num_threads())
     record = Record(describe_environment())
     names = [name for name in given.workloads.split(",") if name]

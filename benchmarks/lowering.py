@@ -1,7 +1,7 @@
-"""Time of lowering `causal() & segments(ids)`: python benchmarks/lowering.py [--tokens N]
+"""Time to lower `causal() & segments(ids)`: python benchmarks/lowering.py [--tokens N]
 
-The minimum and median of 21 samples on one thread, for ids as documents have them (a few long runs), for
-runs of three tokens, and as a compiled function lowers them (no value read).
+The minimum and median of 21 samples on one thread, for three cases: ids of documents (a few long runs), runs
+of three tokens, and lowering in a compiled function, which reads no values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROUNDS = 21
 
 
 def packed(tokens: int, mean_length: int) -> np.ndarray:
-    """Unsorted ids of documents of random length."""
+    """Draw unsorted ids of documents with random lengths."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 2 * mean_length, 2 * tokens // mean_length + 2)
     return np.repeat(rng.permutation(len(lengths)), lengths)[:tokens]

@@ -1,10 +1,10 @@
-"""Two builds of the compiled module in turn: python benchmarks/modules.py OLD.so NEW.so [CASE...]
+"""Comparison of two builds of the compiled module: python benchmarks/modules.py OLD.so NEW.so [CASE...]
 
-Each build has a process of its own, and calls take turns between them: what the machine does meanwhile
-happens to both. A case is dtype:mode:mask:dim:length, such as
-`float32:forward+backward:documents-32:64:8192`; the masks are full, causal, window-N, documents-N (of equal
-lengths) and decode-H-Q (Q queries of 8 heads over H key heads). Eight heads, torch's number of threads;
-prints the medians, and that of old time / new time with its quartiles.
+Each build has its own process, and calls alternate between them, so noise of the machine affects both. A case
+is dtype:mode:mask:dim:length, such as `float32:forward+backward:documents-32:64:8192`. The masks are full,
+causal, window-N, documents-N (of equal lengths) and decode-H-Q (Q queries of 8 heads over H key heads). The
+calls have eight heads and torch's number of threads. The benchmark prints the medians, and the median of old
+time / new time with its quartiles.
 """
 
 import json
@@ -36,7 +36,7 @@ CASES = tuple(
 
 
 def problem(case: str) -> Callable[[], object]:
-    """The call of a case."""
+    """Make the call of a case."""
     import torch
 
     from attnspan import causal, full, segments, window
@@ -68,7 +68,7 @@ def problem(case: str) -> Callable[[], object]:
 
 
 def work(library: str) -> None:
-    """Answer each case on standard input with the seconds of a call."""
+    """Read cases from standard input, and answer each one with the seconds of a call."""
     import attnspan
 
     spec = spec_from_file_location("attnspan._core", library)

@@ -1,7 +1,7 @@
-"""What each option of attention costs over a plain call, in turn: python benchmarks/options.py [FILE]
+"""Cost of each attention option over a plain call: python benchmarks/options.py [FILE]
 
-Prefill of 2,048 tokens, 8 heads, causal, and with its backward pass. The cost is the median over rounds of
-option time / plain time - 1; raw samples go to FILE (JSON).
+Causal prefill of 2,048 tokens with 8 heads, forward and with backward. Calls alternate. The cost is the
+median over rounds of option time / plain time - 1. Raw samples go to FILE (JSON).
 """
 
 import sys
@@ -17,12 +17,12 @@ from attnspan_lab.bench.timing import Budget, host_times
 from attnspan_lab.files import write_json
 
 HEADS, LENGTH, BUDGET = 8, 2048, Budget(seconds=2.0, rounds=15)
-TARGETS = {"softcap": 15, "sinks": 15, "alibi": 15, "dense bias": 60, "dropout": 60}  # per cent
+TARGETS = {"softcap": 15, "sinks": 15, "alibi": 15, "dense bias": 60, "dropout": 60}  # percent
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def options(dtype: torch.dtype) -> dict[str, dict[str, object]]:
-    """Keywords of `attention` by name; parameters require gradients."""
+    """Make the keyword arguments of each option. Parameters require gradients."""
 
     def learned(*shape: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.randn(shape, dtype=kind).requires_grad_()
@@ -34,7 +34,9 @@ def options(dtype: torch.dtype) -> dict[str, dict[str, object]]:
         "sinks": {"sinks": learned(HEADS)},
         "alibi": {"bias": alibi(torch.from_numpy(alibi_slopes(HEADS)).requires_grad_())},
         "T5 bias": {"bias": relative(learned(HEADS, 32), t5_buckets(32, 128, bidirectional=False))},
-        "dense bias": {"bias": dense_bias(learned(1, HEADS, LENGTH, LENGTH, kind=dtype))},  # as SDPA takes it
+        "dense bias": {
+            "bias": dense_bias(learned(1, HEADS, LENGTH, LENGTH, kind=dtype))
+        },  # SDPA's form of the mask
         "dense bias, one for all heads": {"bias": dense_bias(learned(1, 1, LENGTH, LENGTH, kind=dtype))},
         "dropout": {"dropout_p": 0.1, "dropout_seed": torch.tensor(1)},
     }
@@ -48,7 +50,7 @@ def step(inputs: list[torch.Tensor], mask: object, backward: bool, **given: obje
 
 
 def measure(dtype: torch.dtype, dim: int, backward: bool) -> dict[str, tuple[float, ...]]:
-    """Seconds of each option, one for each round."""
+    """Measure the seconds of each option, once per round."""
     inputs = [torch.randn(1, HEADS, LENGTH, dim, dtype=dtype, requires_grad=True) for _ in range(3)]
     mask = causal().prepare(LENGTH, LENGTH, like=inputs[0])
     calls = {name: partial(step, inputs, mask, backward, **given) for name, given in options(dtype).items()}

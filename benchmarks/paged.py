@@ -1,12 +1,12 @@
-"""A step of decoding over keys on pages, next to keys in one piece, to a copy at each step, and to a loop.
+"""Decoding step with a paged KV cache, compared with a contiguous cache, copies, and a loop over requests.
 
     python benchmarks/paged.py
 
-Requests have from 4,096 to 16,384 keys; pages lie in random order. "pages" reads them where they lie. "one
-piece" is attention over a contiguous cache, whose memory lies in pages of 2 MiB as that of "pages" does;
-"tensors" is the same over tensors as torch makes them. "copy" gathers all pages at each step. "loop" gathers
-those of one request after the other and calls torch's attention, as servers without such a kernel do. All in
-turn; medians of milliseconds, and how often "pages" is as fast as each.
+Requests have 4,096 to 16,384 keys, and pages are in random order. "pages" reads the pages in place. "one
+piece" is attention over a contiguous cache, which uses memory pages of 2 MiB like "pages". "tensors" is the
+same over ordinary torch tensors. "copy" gathers all pages at each step. "loop" gathers the pages of each
+request and calls torch's attention, like servers without a paged kernel. Calls alternate. The results are
+medians in milliseconds, and the speedup of "pages" over each.
 """
 
 import argparse
@@ -28,7 +28,7 @@ HEADS, KV_HEADS, DIM = 32, 8, 128
 
 
 def filled(requests: int, page: int, dtype: torch.dtype, most: int) -> PagedCache:
-    """A cache whose pages are in random order; what is in them is random too."""
+    """Make a cache with random contents and pages in random order."""
     lengths = torch.linspace(most // 4, most, requests).int()
     held = PagedCache(
         requests * (most // page), page, KV_HEADS, DIM, batch=requests, max_len=most, dtype=dtype
@@ -43,7 +43,7 @@ def filled(requests: int, page: int, dtype: torch.dtype, most: int) -> PagedCach
 
 
 def looped(held: PagedCache, q: Tensor) -> Tensor:
-    """One request after the other."""
+    """Process one request after the other."""
     out, page = torch.empty_like(q), held._keys.shape[2]
     for b, length in enumerate(held.lengths.tolist()):
         pages = held.table[b, : -(-length // page)]
@@ -57,7 +57,7 @@ def looped(held: PagedCache, q: Tensor) -> Tensor:
 def measure(requests: int, page: int, dtype: torch.dtype, most: int, budget: Budget) -> tuple[str, Any]:
     held = filled(requests, page, dtype, most)
     q = torch.randn(requests, HEADS, 1, DIM, dtype=dtype)
-    # Slots without a token hold zeros, which no query reads.
+    # Empty slots hold zeros, which no query reads.
     k, v = (x.nan_to_num().contiguous() for x in held.gathered())
     whole = StaticCache(requests, KV_HEADS, k.shape[2], DIM, dtype=dtype)
     whole._keys.copy_(k), whole._values.copy_(v)
@@ -82,10 +82,10 @@ def measure(requests: int, page: int, dtype: torch.dtype, most: int, budget: Bud
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=10.0, help="for each row")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds for each row")
     parser.add_argument("--requests", type=int, nargs="+", default=[8, 32])
-    parser.add_argument("--most", type=int, default=16384, help="keys of the longest request")
-    parser.add_argument("--json", type=Path, help="raw samples, in seconds")
+    parser.add_argument("--most", type=int, default=16384, help="number of keys of the longest request")
+    parser.add_argument("--json", type=Path, help="write raw samples in seconds to this file")
     given = parser.parse_args()
     torch.manual_seed(0)
     kept: dict[str, Any] = {}

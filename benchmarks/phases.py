@@ -1,14 +1,15 @@
 """CPU kernel time by phase, with a lower bound for each phase: python benchmarks/phases.py WHEEL
 
-Needs Linux's `perf`, and a build that keeps the names of functions:
+The benchmark needs Linux's `perf`, and a build that keeps the names of functions:
 
     pip wheel . --no-deps -w build/symbols -C build-dir=build/symbols \\
         -C cmake.define.ATTNSPAN_SYMBOLS=ON -C install.strip=false
 
-One thread, eight heads. Cycles for each visible score: samples of `perf record`, times the clock at which
-`peak` multiplies and adds. The bound counts instructions: products at the measured peak of the level, softmax
-at 11 micro-operations for a vector of scores, two of them in a cycle. Products are told apart by whether
-they add to what is there: of float32's dP, whose sum over depth is cut, all parts but the first do.
+It runs one thread and eight heads. The results are cycles per visible score: samples of `perf record` times
+the clock at which `peak` multiplies and adds. The bound counts instructions: products at the measured peak of
+the level, and softmax at 11 micro-operations per vector of scores, two per cycle. Whether a product adds to
+its result distinguishes the products. In float32's dP, whose sum over depth is split, all parts but the first
+add.
 """
 
 import argparse
@@ -24,8 +25,8 @@ from pathlib import Path
 from zipfile import ZipFile
 
 HEADS, SECONDS = 8, 4.0
-WIDTH = {"portable": 4, "avx2": 8, "avx512": 16, "avx512bf16": 16}  # floats of a vector
-#: A function's name to its phase; the first that fits.
+WIDTH = {"portable": 4, "avx2": 8, "avx512": 16, "avx512bf16": 16}  # floats per vector
+#: Phase -> pattern of function names. The first match counts.
 PHASES = {
     "products: scores, dP": r"(product_of|some_rows|few_rows)<.*false, (true|false)>",
     "products: values, dV, dK, dQ": r"product_of|some_rows|few_rows",
@@ -49,7 +50,7 @@ def parse() -> argparse.Namespace:
 
 
 def work(library: str, case: str) -> None:
-    """Call the kernel for some seconds; print the calls, their seconds, scores and the clock."""
+    """Call the kernel for some seconds, and print the number of calls, seconds, scores and the clock."""
     import torch
 
     from attnspan import causal, documents, full
@@ -85,7 +86,7 @@ def work(library: str, case: str) -> None:
         calls += 1
     scores = int((bounds[..., 1] - bounds[..., 0]).sum()) * HEADS * calls
     print(time.process_time() - start, scores, clock, cpu.isa(), flush=True)
-    os._exit(0)  # what Python does at its end is not measured
+    os._exit(0)  # do not measure Python's exit
 
 
 def measure(library: str, case: str, folder: str) -> None:

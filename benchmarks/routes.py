@@ -1,17 +1,18 @@
 """One kernel by every route from Python, cold and warm: python benchmarks/routes.py [LENGTH] [--backward]
 
-A report of 2025 had one flash kernel at (1, 5, 16384, 128) take 2.5 ms from JAX, 2.6 ms by call_jax and
-3.0 ms from PyTorch/XLA. Its benchmark counted tracing as execution and waited after every call. Here each
-route is
+A report of 2025 measured one flash kernel at (1, 5, 16384, 128): 2.5 ms from JAX, 2.6 ms with call_jax and
+3.0 ms from PyTorch/XLA. Its benchmark counted tracing as execution and synchronized after every call. Here
+each route is
 
-1. called at length 16: what a call costs, whatever it computes;
-2. opened anew, so that nothing is traced or compiled, and called ten times, each call waited for: what a
-   hasty benchmark does;
+1. called at length 16, to measure the overhead of a call;
+2. opened again, so that nothing is traced or compiled, and called ten times with synchronization after
+   each call, as in a naive benchmark;
 3. compared with the first route's result, in the norm;
-4. timed warm, in turn with the first route: each call waited for, and many in a row waited for once.
+4. timed warm, in turn with the first route: with synchronization after each call, and once after many calls.
 
-PyTorch/XLA has a process of its own, by the Python of an environment that has it (`make test-xla` makes
-.venv-xla), in which it takes turns with JAX. Samples go to --json FILE. A route that cannot run says why.
+PyTorch/XLA runs in its own process, with the Python of an environment that has it (`make test-xla` creates
+.venv-xla), in turn with JAX. Samples go to --json FILE. If a route cannot run, the benchmark prints the
+reason.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from attnspan_lab.files import from_plain, to_plain, write_json
 
 ENVIRONMENT = Path(__file__).parents[1] / ".venv-xla" / "bin" / "python"
 
-# PyTorch/XLA, whose torch may be too old for attnspan.torch.
+# PyTorch/XLA. Its torch may be too old for attnspan.torch.
 
 LAZY, PARTNER = "torch-xla", "jax-beside-xla"
 
 
 class _LazyDevice:
-    """PyTorch/XLA's queue: a call traces, hands over its graph, and returns."""
+    """PyTorch/XLA's queue: a call traces, submits its graph, and returns."""
 
     name = "xla"
     is_asynchronous = True
@@ -56,7 +57,7 @@ class _LazyDevice:
 
     def is_idle(self, result: Any) -> bool:
         del result
-        return True  # The queue cannot be asked; it was waited for just before.
+        return True  # The queue has no query, but was synchronized just before.
 
     def timer(self) -> None:
         return None
@@ -94,7 +95,7 @@ def _beside(problem: Problem) -> Opened:
 
 
 def worker(task: dict[str, Any]) -> list[dict[str, Any]]:
-    """The routes of the environment of PyTorch/XLA, as plain data."""
+    """Measure the routes in the PyTorch/XLA environment, as plain data."""
     problem, budget = Problem(**task["problem"]), Budget(**task["budget"])
     routes = {PARTNER: _beside, LAZY: _lazy}
     found = take(routes, problem, replace(problem, length=TINY), BOUNDS[problem.dtype], budget, Meter())
@@ -105,10 +106,12 @@ def worker(task: dict[str, Any]) -> list[dict[str, Any]]:
 def lazy_routes(
     problem: Problem, budget: Budget, python: Path | None, threads: int, timeout: float = 900
 ) -> list[Route]:
-    """Measure lazy PyTorch/XLA and JAX in a process of that environment; a reason if that is impossible."""
+    """Measure lazy PyTorch/XLA and JAX in a process of that environment, or return a reason."""
     if problem.device != "cpu" or python is None or not python.is_file():
         return [
-            Route(LAZY, "no environment with torch_xla: `make test-xla` makes one, or name its --xla-python")
+            Route(
+                LAZY, "no environment with torch_xla: run `make test-xla` to create one, or pass --xla-python"
+            )
         ]
     source = Path(__file__).parents[1] / "src"
     paths = os.pathsep.join([str(source), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -127,7 +130,7 @@ def lazy_routes(
             env=os.environ | environment,
         )
     except subprocess.TimeoutExpired:
-        return [Route(LAZY, f"its process had not ended after {timeout:.0f} s")]
+        return [Route(LAZY, f"its process did not end within {timeout:.0f} s")]
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip() or f"exit code {error.returncode}").splitlines()[-1]
         return [Route(LAZY, f"its process failed: {last[:200]}")]
@@ -140,7 +143,7 @@ def lazy_routes(
 
 
 def show(problem: Problem, found: Sequence[Route]) -> None:
-    """Print what was measured, warm and from cold."""
+    """Print the warm and cold measurements."""
     from attnspan_lab.console import Column, print_table, seconds_text, stdout
 
     warm: list[list[str]] = []
@@ -162,9 +165,13 @@ def show(problem: Problem, found: Sequence[Route]) -> None:
         Column("interval", drop=1),
         Column("tiny call"),
     ]
-    print_table(console, "warm calls; ratio: to the first, or to the one named", [route, *columns], warm)
+    print_table(
+        console, "warm calls; ratio: over the first route, or over the named one", [route, *columns], warm
+    )
     columns = [Column(name) for name in ("reports", "first call", "trace", "compile")]
-    print_table(console, f"a hasty loop: {COLD} calls from cold, each waited for", [route, *columns], cold)
+    print_table(
+        console, f"naive loop: {COLD} cold calls, with synchronization after each", [route, *columns], cold
+    )
     for x in found:
         if x.reason is not None:
             console.print(f"not {x.name}: {x.reason}", style="dim")
@@ -173,19 +180,19 @@ def show(problem: Problem, found: Sequence[Route]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Route]:
-    """Measure, print, and write what was asked for."""
+    """Measure, print, and write the requested file."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "length", type=int, nargs="?", default=512, help="queries and keys; the report had 16384"
+        "length", type=int, nargs="?", default=512, help="number of queries and keys; the report had 16384"
     )
     parser.add_argument("--dtype", default="float32", choices=BOUNDS)
-    parser.add_argument("--backward", action="store_true", help="gradients too")
+    parser.add_argument("--backward", action="store_true", help="measure gradients as well")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each route")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds for each route")
     parser.add_argument(
-        "--xla-python", type=Path, default=ENVIRONMENT, help="of an environment with torch_xla"
+        "--xla-python", type=Path, default=ENVIRONMENT, help="Python of an environment with torch_xla"
     )
-    parser.add_argument("--json", type=Path, help="where figures and samples go")
+    parser.add_argument("--json", type=Path, help="write measurements and samples to this file")
     given = parser.parse_args(arguments)
     if given.length < 1:
         parser.error(f"length: expected 1 or more, got {given.length}")

@@ -1,9 +1,9 @@
-"""Many ranks on one machine: python benchmarks/scale.py strategies | planning | plots | table
+"""Many ranks, simulated on one machine: python benchmarks/scale.py strategies | planning | plots | table
 
 `strategies` counts pairs, rows and bytes of every strategy over masks, tokens and ranks with
-`attnspan_lab.simulate`, and predicts times where a machine's measured rates are given (``--machine``).
-`planning` times a step's planning. Both add to a file in benchmarks/results, where rows of the same case are
-replaced. `plots` draws what is there into docs/images, `table` prints it for a number of tokens per rank.
+`attnspan_lab.simulate`. With a machine's measured rates (``--machine``), it also predicts times. `planning`
+times the planning of a step. Both write to a file in benchmarks/results and replace rows of the same case.
+`plots` draws the results into docs/images, and `table` prints them for a number of tokens per rank.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ Row = dict[str, Any]
 
 
 def mask_of(name: str, tokens: int, seed: int = 0) -> Mask:
-    """Documents of the training job or of drawn lengths, causal within each, or an expression."""
+    """Build a mask: causal documents of the training job or of drawn lengths, or an expression."""
     if name == "corpus":
         return pack(corpus_lengths(tokens, seed))
     return pack(sample_lengths(name, tokens, seed=seed)) if name in ("lognormal", "pareto") else parse(name)
 
 
 def merge(path: Path, key: Sequence[str], rows: Sequence[Row]) -> None:
-    """Add rows to a file; those of the same key are replaced."""
+    """Add rows to a file, and replace rows with the same key."""
     known = read_json(path) if path.exists() else []
     write_json(path, list({tuple(row[x] for x in key): row for row in (*known, *rows)}.values()))
 
@@ -67,7 +67,7 @@ def strategies(args: argparse.Namespace) -> None:
 
 
 def planned(tokens: int, ranks: int, name: str, seed: int) -> Row:
-    """Seconds of each stage of planning, and of the processor in all."""
+    """Measure the seconds of each stage of planning, and the total processor time."""
     mask, busy, times = mask_of(name, tokens, seed), time.process_time(), [time.perf_counter()]
     prepared = mask.prepare(tokens, tokens)
     times.append(time.perf_counter())
@@ -138,7 +138,7 @@ def main() -> None:
         if name == "plots":
             command.add_argument("--at", type=tokens_of, default=4 << 20, help="tokens")
         elif name == "table":
-            command.add_argument("--per-rank", type=tokens_of, default=16 << 10, help="tokens of a rank")
+            command.add_argument("--per-rank", type=tokens_of, default=16 << 10, help="tokens per rank")
         else:
             masks = MASKS if simulated else ("lognormal", "causal")
             tokens, ranks = ("1M,4M,16M", "8,64,256,1024,4096") if simulated else ("1M,2M,4M,8M,16M", "1024")
@@ -146,7 +146,7 @@ def main() -> None:
             command.add_argument("--tokens", type=sizes, default=sizes(tokens))
             command.add_argument("--ranks", type=sizes, default=sizes(ranks))
         if simulated:
-            command.add_argument("--machine", type=Path, help="a file of Machine.save(): predicts times")
+            command.add_argument("--machine", type=Path, help="file from Machine.save(), to predict times")
         if name == "planning":
             command.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()

@@ -1,7 +1,7 @@
-"""Search the tiles of JAX's xla backend on this machine: python benchmarks/tune_xla_tiles.py
+"""Search the tile sizes of attnspan.jax's xla backend on this machine: python benchmarks/tune_xla_tiles.py
 
-Each candidate is a program of its own, compiled ahead, so that all of them stay comparable. The tuner keeps
-what it finds; a second run reads it.
+Each candidate is a separate program, compiled in advance, so that all candidates are comparable. The tuner
+caches the result, and a second run reads it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
 
         def make_call(tiles: tuple[int, int], prepared: Any = prepared) -> Callable[[], Any]:
             xla_tiles._Q_BLOCK, xla_tiles._K_BLOCK = tiles
-            jax.clear_caches()  # The sides are no part of what JAX knows a program by.
+            jax.clear_caches()  # JAX's cache key of a program does not contain the tile sizes.
             call = jax.jit(lambda q, k, v: attention(q, k, v, mask=prepared, backend="xla"))
             program = call.lower(q, k, v).compile()
             xla_tiles._Q_BLOCK, xla_tiles._K_BLOCK = default
@@ -53,7 +53,7 @@ def main() -> None:
         candidates = list(product(SIDES, SIDES))
         found = tuned(named, make_call, candidates, default, seconds=60, check=check, device=JaxDevice("cpu"))
         r = found.ratio
-        gain = f", {r.median:.2f} [{r.low:.2f}, {r.high:.2f}] times as fast" if r else ""
+        gain = f", speedup {r.median:.2f} [{r.low:.2f}, {r.high:.2f}]" if r else ""
         print(f"{name}: {found.config} instead of {default}{gain}; {found.reason}")
 
 

@@ -1,8 +1,8 @@
-"""The reference job: train a language model on packed documents, through attnspan's public API alone.
+"""The reference job: train a language model on packed documents, only with attnspan's public API.
 
-Read it in this order: `config`, `model`, `documents`, `data`, `parallelize`, `checkpoint`, `train`. The rest
-is the command line (`command`), Ctrl-C (`stop`), what is printed and logged (`progress`), and text from a
-model (`sample`).
+Read the modules in this order: `config`, `model`, `documents`, `data`, `parallelize`, `checkpoint`, `train`.
+The other modules are the command line (`command`), Ctrl-C (`stop`), output and logs (`progress`), and text
+from a model (`sample`).
 """
 
 __all__: list[str] = []

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import typer
 
-# Python put this folder first; its parent is where ``import train`` looks.
+# Python puts this folder first on the path, but ``import train`` needs its parent.
 sys.path[0] = str(Path(__file__).parents[1])
 
 from attnspan_lab.cli import run  # noqa: E402

@@ -1,10 +1,11 @@
-"""Checkpoints that are either whole or absent, whenever the process dies, written while training goes on.
+"""Atomic checkpoints, written while training continues. A crash never leaves a partial checkpoint.
 
-A state is copied, and a thread writes it into a temporary folder: torch.distributed.checkpoint its tensors,
-then a manifest of all files. The folder is flushed to the disk and renamed; only then are older ones removed.
+`save` copies the state. A thread writes it into a temporary folder: first the tensors with
+torch.distributed.checkpoint, then a manifest of all files. The folder is flushed to disk and renamed. Only
+then, older checkpoints are removed.
 
-Several ranks write one checkpoint, each its share of the tensors, into a folder that all of them see; the
-first rank alone makes, renames and removes. Any number of ranks can read what another number wrote.
+Several ranks write one checkpoint into a folder that all of them see, each rank its share of the tensors.
+Only the first rank creates, renames and removes folders. A different number of ranks can read the checkpoint.
 """
 
 from __future__ import annotations
@@ -36,23 +37,25 @@ __all__ = ["CheckpointStore", "step_of"]
 _MANIFEST = "manifest.json"
 _KEPT = 2
 _NAME = re.compile(r"step-(\d{8})")
-_HIDDEN = re.compile(r"\.step-\d{8}\.(tmp|left)")  # a draft; one that a run went back behind
+_HIDDEN = re.compile(
+    r"\.step-\d{8}\.(tmp|left)"
+)  # a draft, or a checkpoint after the step that a run went back to
 
 
 def step_of(name: str) -> int | None:
-    """The step of a checkpoint, from the name of its folder; None when no checkpoint has such a name."""
+    """Parse the step of a checkpoint from its folder's name. None for other names."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def _resumed(step: int) -> str:
-    return f"Resume from one that is there: --resume --from-step {step}"
+    return f"Resume from an existing checkpoint: --resume --from-step {step}"
 
 
 class CheckpointStore:
     """The checkpoints of one run, in a folder. All ranks call `save`, `wait` and `load` together.
 
-    Where one cannot be used, ``instead`` says how another is used, from its step.
+    If a checkpoint cannot be used, ``instead`` returns the remedy: how to use another one, from its step.
 
     Example:
         >>> import tempfile, torch
@@ -66,17 +69,17 @@ class CheckpointStore:
 
     def __init__(self, root: Path, ranks: Ranks = ALONE, instead: Callable[[int], str] = _resumed) -> None:
         self.root, self.ranks, self._instead = root, ranks, instead
-        # Written or read by this process, oldest first: what must not be removed are the last two of these.
+        # Steps that this process wrote or read, oldest first. The last two must not be removed.
         self._kept: list[str] = []
         self._writing: tuple[Path, Future[None]] | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        # A warning that there is a single process, which is what ``no_dist`` says. Torch's thread warns too.
+        # torch warns about a single process, although ``no_dist`` requests it. Its thread warns as well.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
     def save(self, step: int, tensors: dict[str, Any], progress: dict[str, Any]) -> None:
         """Copy a state for `torch.distributed.checkpoint` and start to write it, with progress as JSON.
 
-        Once written it is the latest checkpoint.
+        When the write is complete, this is the latest checkpoint.
         """
         self.wait()
         target, group = self.root / f"step-{step:08d}", self.ranks.saver
@@ -90,7 +93,7 @@ class CheckpointStore:
         self._writing = target, task
 
     def wait(self) -> None:
-        """Wait until what `save` began is written; if it cannot be, raise a CheckpointError on all ranks."""
+        """Wait for the write that `save` started. If it fails, all ranks raise a CheckpointError."""
         if self._writing is not None:
             (target, task), self._writing = self._writing, None
             with self._said(target):
@@ -107,14 +110,17 @@ class CheckpointStore:
             again = "pass --resume" if self.steps() else "start the run again"
             remedy = f"Free space on the disk of {self.root} and make it writable, then {again}"
             failure = CheckpointError.of(f"to write {target}", error, remedy)
-            failure.shared = True  # What torch and the first rank report reaches all ranks.
+            failure.shared = True  # Errors of torch and of the first rank reach all ranks.
             raise failure from error
 
     def _finish(self, state: Future[Any], draft: Path, target: Path, progress: dict[str, Any]) -> None:
-        """In the thread: once torch has written the tensors, describe and publish them."""
+        """Write the manifest and publish the checkpoint after torch has written the tensors.
+
+        Runs in the thread.
+        """
         with _torch_errors():
             state.result()
-        # Each rank reads the files that it wrote itself.
+        # Each rank reads its own files.
         own = _describe(draft, f"__{self.ranks.number}_*.distcp")
         everyone: list[Any] = [own] * self.ranks.world
         if self.ranks.saver is not None:
@@ -138,14 +144,14 @@ class CheckpointStore:
 
     def _make_room(self, draft: Path) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed while it wrote
+        shutil.rmtree(draft, ignore_errors=True)  # left by a process that was killed during a write
 
     def steps(self) -> list[int]:
-        """Steps of the checkpoints that are there, damaged or not, in order."""
+        """List the steps of the existing checkpoints in order, including damaged ones."""
         return sorted(step for path in _folders(self.root) if (step := step_of(path.name)) is not None)
 
     def load(self, tensors: dict[str, Any], step: int | None = None) -> tuple[int, dict[str, Any]]:
-        """Overwrite a state by a checkpoint, the latest by default; its step and progress."""
+        """Load a checkpoint into a state, by default the latest. Return its step and progress."""
         folder, manifest = self.ranks.first(lambda: self._manifest(step))
         self.ranks.together(lambda: self._verify(folder, manifest["files"]))
         reader = self.ranks.together(lambda: PlainReader(folder, list(manifest["files"])))
@@ -156,24 +162,28 @@ class CheckpointStore:
                 load(tensors, **given, process_group=group, no_dist=group is None)
         except OSError as error:
             remedy = f"Restore the run's config.json if it was edited. {self._without(folder)}"
-            wanted = f"{folder} to have the state of this configuration"
+            wanted = f"{folder} to contain the state of this configuration"
             raise CheckpointError.of(wanted, error, remedy) from error
         self._kept = [folder.name]
         return int(manifest["progress"].pop("step")), manifest["progress"]
 
     def go_back(self, step: int) -> None:
-        """Put aside the checkpoints of later steps until the next `save`: a restart is to go on from here."""
+        """Set later checkpoints aside until the next `save`, so that a restart continues from this step."""
         for path in (self.root / f"step-{later:08d}" for later in self.steps() if later > step):
             shutil.rmtree(_hidden(path, "left"), ignore_errors=True)
             path.rename(_hidden(path, "left"))
 
     def _manifest(self, step: int | None) -> tuple[Path, dict[str, Any]]:
-        """Folder and manifest of a checkpoint."""
+        """Find the folder and manifest of a checkpoint."""
         there = self.steps()
         wanted = step if step is not None else there[-1] if there else None
         folder = self.root / ("none" if wanted is None else f"step-{wanted:08d}")
-        got = "none" if wanted is None else f"no folder {folder.name} (steps that are there: {there})"
-        remedy = self._without(folder) if there else "Start the run without --resume, or let it write one"
+        got = "none" if wanted is None else f"no folder {folder.name} (existing steps: {there})"
+        remedy = (
+            self._without(folder)
+            if there
+            else "Start the run without --resume, or wait for its first checkpoint"
+        )
         CheckpointError.unless(folder.is_dir(), f"a checkpoint in {self.root}", got, remedy)
         path, needed = folder / _MANIFEST, {".metadata", *(file.name for file in folder.glob("*.distcp"))}
         try:
@@ -186,7 +196,7 @@ class CheckpointStore:
         raise self._damaged(path, "it is missing, or does not list the checkpoint's files")
 
     def _verify(self, folder: Path, files: dict[str, list[Any]]) -> None:
-        """Compare files with the manifest, each rank some: torch reads damaged tensors as they are."""
+        """Compare files with the manifest, each rank a part: torch does not detect damaged tensors."""
         for file, (size, digest) in sorted(files.items())[self.ranks.number :: self.ranks.world]:
             path = folder / file
             if not path.is_file():
@@ -201,16 +211,16 @@ class CheckpointStore:
         return CheckpointError.of(wanted, got, self._without(path.parent))
 
     def _without(self, folder: Path) -> str:
-        """Say what to do where a checkpoint cannot be used."""
+        """Suggest a remedy for a checkpoint that cannot be used."""
         others = [step for step in self.steps() if f"step-{step:08d}" != folder.name]
         if not others:
-            return "Start the run anew, under another --name"
+            return "Start a new run with another --name"
         return self._instead(others[-1])
 
 
 @contextmanager
 def _torch_errors() -> Iterator[None]:
-    """Torch's CheckpointException, which is no Exception, becomes an OSError; ours and an interrupt stay."""
+    """Raise torch's CheckpointException, which is no Exception, as an OSError. Other errors stay."""
     try:
         yield
     except CheckpointException as error:
@@ -239,7 +249,7 @@ def _digest(path: Path) -> str:
 
 
 def _flush_folder(folder: Path) -> None:
-    """A rename or a new name is on the disk only when its folder is."""
+    """Flush a folder to disk. Only then, renames and new names in it are durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

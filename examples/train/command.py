@@ -1,4 +1,4 @@
-"""The command: options in, ranks started where there are to be several, a run out."""
+"""The command: parses the options, starts several ranks if requested, and runs the training."""
 
 import inspect
 import logging
@@ -28,17 +28,23 @@ __all__ = ["command"]
 
 
 def command() -> Callable[..., None]:
-    """The command as a function with its own options, and one for each field of `TrainConfig`."""
+    """Make the command: a function with its own options, and one for each field of `TrainConfig`."""
     import typer
 
     def train(
         context: typer.Context,
-        name: Annotated[str | None, typer.Option(help="name of the run; default: the time")] = None,
+        name: Annotated[str | None, typer.Option(help="name of the run (default: the time)")] = None,
         runs_dir: Annotated[Path, typer.Option(help="folder of all runs")] = Path("runs"),
-        resume: Annotated[bool, typer.Option("--resume", help="go on with --name or the last run")] = False,
-        from_step: Annotated[int | None, typer.Option(help="with --resume: an older checkpoint")] = None,
-        sample: Annotated[int, typer.Option(help="bytes of text of the model at the end", min=0)] = 200,
-        monitor: Annotated[bool, typer.Option(help="record where the time of each step goes")] = True,
+        resume: Annotated[
+            bool, typer.Option("--resume", help="resume the run --name, or the last run")
+        ] = False,
+        from_step: Annotated[
+            int | None, typer.Option(help="with --resume: step of an older checkpoint")
+        ] = None,
+        sample: Annotated[
+            int, typer.Option(help="bytes of text to sample from the model at the end", min=0)
+        ] = 200,
+        monitor: Annotated[bool, typer.Option(help="record the time of each step by phase")] = True,
         **options: Any,
     ) -> None:
         from train.parallelize import is_rank
@@ -46,7 +52,7 @@ def command() -> Callable[..., None]:
         sources = {key: context.get_parameter_source(key) for key in options}
         given = {key for key, source in sources.items() if source and source.name == "COMMANDLINE"}
         config, folder = TrainConfig(**options), _folder(name, runs_dir, resume)
-        whole, remedy = from_step is None or resume, "Add --resume, or leave it away"
+        whole, remedy = from_step is None or resume, "Add --resume, or leave --from-step out"
         ConfigError.unless(whole, "--from-step with --resume", "it alone", remedy)
         if resume:
             config = _stored(folder, config, given)
@@ -62,7 +68,7 @@ def command() -> Callable[..., None]:
 
 
 def _run(config: TrainConfig, folder: Path, monitor: bool, how: dict[str, Any]) -> None:
-    """Run one rank, or a job without ranks."""
+    """Run one rank, or a job of one process."""
     from train.parallelize import open_ranks
     from train.stop import Stopped
     from train.train import train
@@ -75,28 +81,28 @@ def _run(config: TrainConfig, folder: Path, monitor: bool, how: dict[str, Any]) 
             with watched as observe:
                 train(config, folder, ranks=ranks, observe=observe, **how)
         except Stopped as end:
-            stopped = end  # All ranks leave together, as at the end of a run.
+            stopped = end  # All ranks exit together, as at the end of a run.
         except KeyboardInterrupt:
-            # At once: workers, the thread of a checkpoint and other ranks are not waited for.
+            # Exit immediately, without waiting for workers, the checkpoint's thread and other ranks.
             sys.stdout.flush()
             for child in multiprocessing.active_children():
                 child.kill()
             os._exit(128 + signal.SIGINT)
         except JobError as error:
             cause: BaseException | None = error
-            while cause is not None:  # Process groups that frames hold at exit abort the process.
+            while cause is not None:  # A process group that a frame holds at exit would abort the process.
                 traceback.clear_frames(cause.__traceback__)
                 cause = cause.__cause__ or cause.__context__
             if not error.shared or ranks.is_first:
                 raise
-            raise SystemExit(2) from None  # The first rank says it for all.
+            raise SystemExit(2) from None  # The first rank reports the error for all ranks.
     if stopped:
         raise stopped
 
 
 @contextmanager
 def _monitored(folder: Path, device: "torch.device") -> "Iterator[Observe]":
-    """Make the run's monitor, and write its page at the end, even if the run was interrupted."""
+    """Create the run's monitor, and write its page at the end, even if the run was interrupted."""
     made: list[Monitor] = []
 
     def observe(ceiling: float | None) -> Monitor:
@@ -106,53 +112,56 @@ def _monitored(folder: Path, device: "torch.device") -> "Iterator[Observe]":
     try:
         yield observe
     finally:
-        # A run that is resumed at its very end takes no step, and keeps the page that it has.
+        # A run that is resumed at its end takes no step and keeps its page.
         if made and made[0].results().monitor:
             page = folder / "monitor.html"
             write_page(made[0].results(), page)
-            print(f"monitor: {page}; it took {made[0].overhead:.2%} of the time of the steps")
+            print(f"monitor: {page}, overhead {made[0].overhead:.2%} of the time of the steps")
 
 
 def _folder(name: str | None, runs_dir: Path, resume: bool) -> Path:
     named = name is not None or not int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-    remedy = "Name the run, so that restarted ranks find it"
+    remedy = "Pass a name for the run, so that restarted ranks find it"
     ConfigError.unless(named, "--name with torchrun --max-restarts", "none", remedy)
     if name is not None or not resume:
         return runs_dir / (name or time.strftime("%Y%m%d-%H%M%S"))
     folders = sorted(runs_dir.glob("*/checkpoints/step-*"), key=lambda path: path.stat().st_mtime)
     wanted = f"a run with a checkpoint in {runs_dir}"
-    CheckpointError.unless(folders, wanted, "none", "Start one without --resume")
+    CheckpointError.unless(folders, wanted, "none", "Start a run without --resume")
     return folders[-1].parents[1]
 
 
 def _stored(folder: Path, config: TrainConfig, given: set[str]) -> TrainConfig:
-    """The configuration of the run itself, computed as is asked now; other options must agree with it."""
-    path, remedy = folder / "config.json", "Give its name with --name, or start it without --resume"
+    """Load the configuration of a run, with the movable options of this command. Other options must agree."""
+    path, remedy = folder / "config.json", "Pass the run's name with --name, or start it without --resume"
     CheckpointError.unless(path.is_file(), f"a run to resume in {folder}", "nothing there", remedy)
     stored = TrainConfig.load(path)
     for name in sorted(given - set(MOVABLE)):
         flag, before, now = "--" + name.replace("_", "-"), getattr(stored, name), getattr(config, name)
-        wanted, remedy = f"{flag} {before}, as {folder} was started", "Leave it away, or start a new run"
+        wanted, remedy = (
+            f"{flag} {before}, as {folder} was started",
+            "Leave the option out, or start a new run",
+        )
         ConfigError.unless(now == before, wanted, f"{flag} {now}", remedy)
     return stored.moved(**{name: getattr(config, name) for name in given if name in MOVABLE})
 
 
 def _start_ranks(config: TrainConfig, folder: Path) -> None:
-    """Start this very command once per rank, as ``torchrun --standalone`` does; it is torchrun's own code."""
+    """Start this command once per rank with torchrun's own code, as ``torchrun --standalone`` does."""
     import torch
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # What it logs of a rank that failed, or of a signal, is said below or by the rank, once.
+    # Silence its log: failed ranks and signals are reported once, below or by the rank.
     for package in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):
         logging.getLogger(package).setLevel(logging.CRITICAL)
     share = max(1, torch.get_num_threads() // config.world)
     os.environ.setdefault("OMP_NUM_THREADS", str(config.threads or share))
-    # The name is settled: ranks that looked at the clock could disagree.
+    # Fix the name here: ranks that read the clock could disagree.
     this = str(Path(__file__).parent)
     command = [this, *sys.argv[1:], "--runs-dir", str(folder.parent), "--name", folder.name]
-    # Ranks that are told to stop have as long to end their step and to save as for a collective.
+    # When ranks are stopped, they get the timeout of a collective to finish the step and to save.
     patience = ["--shutdown-timeout", str(math.ceil(config.timeout))]
     arguments = ["--standalone", "--nproc-per-node", str(config.world), *patience, *command]
     try:
@@ -160,7 +169,7 @@ def _start_ranks(config: TrainConfig, folder: Path) -> None:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
-        # Else the rank has said itself what is wrong, or which signal has stopped it.
+        # Otherwise the rank itself has reported the error or the signal.
         if code not in (2, 128 + signal.SIGINT, 128 + signal.SIGTERM):
             how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
             print(f"train: rank {rank} ended: {how}", file=sys.stderr)

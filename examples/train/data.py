@@ -1,11 +1,11 @@
-"""Documents into packed rows, and rows into what one rank computes: made ahead of the steps, by workers.
+"""Packing of documents into rows, and partition of rows over ranks. Workers do both before the steps.
 
-The inputs of a document are all but the last of its tokens, end markers among them, its targets all but the
-first, so that no target ever belongs to another document. A document that does not fit into what is left of a
-row goes on in the next row as a segment of its own; the last input of the first part still has its true next
-token as target, so no token is lost and none is seen twice.
+A document's inputs are all tokens but the last, including end markers. Its targets are all tokens but the
+first, so no target belongs to another document. A document that does not fit into a row continues in the next
+row as a new segment. The last target of its first part is still the true next token, so no token is lost or
+used twice.
 
-Shapes: B rows of a batch, S tokens of a row, n tokens of a row that a rank holds.
+Shapes: B rows per batch, S tokens per row, n tokens of a row on one rank.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from train.model import IGNORE, Pieces
 
 __all__ = ["Batch", "Batches", "PackedStream", "Part", "Rows", "make_batch", "pack_once", "settle_strategy"]
 
-PADDING = -1  # segment id of the filler at the end of the last row
+PADDING = -1  # segment id of padding at the end of the last row
 
 
 class Rows(NamedTuple):
-    """Packed rows, whole."""
+    """Complete packed rows."""
 
     tokens: Tensor  # inputs, (B, S) int64
     targets: Tensor  # the next token of the same document, or `IGNORE` on padding, (B, S) int64
@@ -46,7 +46,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def packed(cls, rows: Sequence[Iterable[NDArray[Any]]], seq_len: int, end: int) -> Rows:
-        """Rows from the pieces of each: windows of a document, (inputs + 1,), that fit into ``seq_len``."""
+        """Build rows from their pieces: windows of a document, (inputs + 1,), that fit into ``seq_len``."""
         shape = len(rows), seq_len
         tokens, targets = np.full(shape, end, np.int64), np.full(shape, IGNORE, np.int64)
         ids, positions = np.full(shape, PADDING, np.int32), np.zeros(shape, np.int64)
@@ -60,13 +60,13 @@ class Rows(NamedTuple):
 
 
 class _Cursor:
-    """A place in a sequence of parts, (n, 2) ranges of inputs: which part, and how much of it is used."""
+    """A position in a sequence of parts, (n, 2) ranges of inputs: the part, and its used inputs."""
 
     def __init__(self, corpus: Corpus, parts: NDArray[np.int64], position: int = 0, offset: int = 0) -> None:
         self.corpus, self.parts, self.position, self.offset = corpus, parts, position, offset
 
     def take(self, room: int) -> Iterator[NDArray[Any]]:
-        """Windows that fill ``room`` inputs, or all there is: inputs and the last one's next token."""
+        """Take windows that fill ``room`` inputs, or the rest. Each has its inputs and one next token."""
         while room and self.position < len(self.parts):
             start, stop = (int(end) for end in self.parts[self.position])
             start += self.offset
@@ -79,14 +79,14 @@ class _Cursor:
 
 
 class PackedStream:
-    """Endless batches over a corpus, shuffled anew in each epoch.
+    """Endless batches over a corpus, with a new shuffle in each epoch.
 
-    What is shuffled are documents, and parts of S tokens of longer ones: a document of a megabyte would
-    otherwise be hundreds of steps in a row. The order of an epoch is drawn from (seed, epoch), so that four
-    integers are the whole state.
+    The stream shuffles documents, and parts of S tokens of longer documents. Otherwise, a document of a
+    megabyte would fill hundreds of consecutive steps. The order of an epoch is drawn from (seed, epoch), so
+    four integers are the whole state.
 
-    Each of R replicas gets B (`batch_size`) rows of every R * B: all of them together get what one with
-    batches of R * B rows would get, in the same order.
+    Each of R replicas gets B (`batch_size`) rows of every R * B rows. Together, the replicas get the same
+    rows in the same order as one replica with batches of R * B rows.
     """
 
     def __init__(
@@ -117,19 +117,19 @@ class PackedStream:
         return self
 
     def skip(self) -> list[list[NDArray[Any]]]:
-        """Move on by a batch; the pieces of its rows, those of all replicas, still uncopied."""
+        """Advance by a batch. Return the pieces of the rows of all replicas, without copies."""
         return [self._row() for _ in range(self._rows)]
 
     def __next__(self) -> Rows:
         return Rows.packed(self.skip()[self._own], self.seq_len, self.corpus.end)
 
     def state_dict(self) -> dict[str, int]:
-        """The place in the data: seed, epoch, position in the epoch's order, inputs used of that part."""
+        """Return the position in the data: seed, epoch, index in the epoch's order, used inputs there."""
         cursor = self._cursor
         return {"seed": self.seed, "epoch": self.epoch, "position": cursor.position, "offset": cursor.offset}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Return to a place that `state_dict` named."""
+        """Return to a position from `state_dict`."""
         self.seed, self.epoch = state["seed"], state["epoch"]
         self._start(state["position"], state["offset"])
 
@@ -137,7 +137,10 @@ class PackedStream:
 def pack_once(
     corpus: Corpus, *, seq_len: int, batch_size: int, replica: int = 0, replicas: int = 1
 ) -> Iterator[Rows]:
-    """All documents in order, once, in as many batches for each replica; the last ones have padding."""
+    """Yield all documents once, in order, with equally many batches per replica.
+
+    The last ones have padding.
+    """
     cursor = _Cursor(corpus, np.stack([corpus.offsets[:-1], corpus.offsets[1:] - 1], axis=1))
     first = replica * batch_size
     while cursor.position < len(corpus):
@@ -146,29 +149,29 @@ def pack_once(
 
 
 class Part(NamedTuple):
-    """Rows, or a share of them, that a rank computes at a time."""
+    """Rows, or a part of them, that a rank computes at once."""
 
     tokens: Tensor  # inputs, (B, n) int64
     targets: Tensor  # their next tokens, or `IGNORE`, (B, n) int64
-    positions: Tensor  # within the segment, (B, n) int64: sharing rows moves no token in its text
-    mask: Any  # what the layers attend under; of rows that several ranks share, this rank's plan
-    shared: SharedRows | None = None  # then the rows that the plan is for
+    positions: Tensor  # within the segment, (B, n) int64; partitioning rows does not change them
+    mask: Any  # mask of the layers, or this rank's plan if several ranks share the rows
+    shared: SharedRows | None = None  # with a plan, its rows
 
 
 class Batch(NamedTuple):
-    """Parts that a rank computes in one step. Its counts add up over ranks."""
+    """Micro-batches that a rank computes in one step. Counts add up over ranks."""
 
-    parts: list[Part]  # one after the other: micro-batches
-    tokens: float  # padding included
-    targets: float  # those that carry loss
+    parts: list[Part]  # micro-batches, in order
+    tokens: float  # including padding
+    targets: float  # targets with loss
     pairs: float  # visible (query, key) pairs, for one head
-    place: dict[str, int]  # where the data go on after it (`PackedStream.state_dict`)
+    place: dict[str, int]  # position in the data after the step (`PackedStream.state_dict`)
 
 
 class Batches(IterableDataset[Batch]):
-    """The batches of one rank: rows are packed, partitioned and planned here, in the data loader's workers.
+    """The batches of one rank. The data loader's workers pack, partition and plan the rows here.
 
-    There are ``steps`` of them, from ``place`` (`PackedStream.state_dict`) or from the beginning.
+    There are ``steps`` batches, from ``place`` (`PackedStream.state_dict`) or from the beginning.
     """
 
     def __init__(
@@ -192,17 +195,17 @@ class Batches(IterableDataset[Batch]):
                     self._stream.skip()
 
     def loader(self) -> DataLoader[Batch]:
-        """The batches in order, made ahead by `TrainConfig.workers` processes."""
+        """Load the batches in order, prepared by `TrainConfig.workers` processes."""
         workers = self.config.workers
         how: dict[str, Any] = {"num_workers": workers, "prefetch_factor": 2 if workers else None}
         how["worker_init_fn"] = _leave_signals
         if workers and "jax" in sys.modules:
-            how["multiprocessing_context"] = "forkserver"  # JAX has threads, which a fork would lose.
+            how["multiprocessing_context"] = "forkserver"  # A fork would lose JAX's threads.
         return DataLoader(self, batch_size=None, collate_fn=_unchanged, **how)
 
 
 def _leave_signals(_: int) -> None:
-    """The process that takes the steps decides: a terminal and torchrun signal its workers too."""
+    """Ignore signals in workers. Terminals and torchrun signal them too, but the training process decides."""
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
 
@@ -214,7 +217,7 @@ def _unchanged(batch: Any) -> Any:
 def make_batch(
     config: TrainConfig, batches: Sequence[Rows], rank: int, place: dict[str, int] | None = None
 ) -> Batch:
-    """Make a rank's part of the rows that its replica packed."""
+    """Select a rank's part of the rows that its replica packed."""
     made = [_part(config, rows, rank) for rows in batches]
     tokens, pairs = sum(rows.tokens.numel() for rows in batches), sum(pairs for _, pairs in made)
     targets = sum(int((part.targets != IGNORE).sum()) for part, _ in made)
@@ -222,13 +225,13 @@ def make_batch(
 
 
 def _mask(ids: Any) -> Prepared:
-    """Causal within a segment; padding sees nothing. Ids of NumPy give what plans are made of."""
+    """Build the mask: causal within each segment, and padding sees nothing. Plans need NumPy ids."""
     batch, seq_len = ids.shape
     return (causal() & segments(ids, padding_id=PADDING)).prepare(seq_len, seq_len, batch=batch)
 
 
 def _part(config: TrainConfig, rows: Rows, rank: int) -> tuple[Part, int]:
-    """A rank's part of packed rows, and the visible pairs of all of it."""
+    """Select a rank's part of packed rows, and count the visible pairs of the rows."""
     mask = _mask(rows.ids if config.cp == 1 else rows.ids.numpy())
     pairs, chosen = int(mask.lowered.cost().sum()), cast(Any, mask)
     if config.cp > 1:
@@ -244,7 +247,7 @@ def _part(config: TrainConfig, rows: Rows, rank: int) -> tuple[Part, int]:
 
 
 def _plan(config: TrainConfig, mask: Prepared) -> Plan:
-    """Plan who owns which rows, and what each rank needs from the others to attend."""
+    """Plan the owner of each row, and the keys that each rank fetches from others."""
     strategy, batch = config.strategy, config.batch_size
     members = 1 if strategy == "auto" else Strategy.parse(strategy, config.cp).members
     sizes = {"q_len": config.seq_len, "ranks": config.cp, "batch": batch, "members": members}
@@ -255,7 +258,7 @@ def _plan(config: TrainConfig, mask: Prepared) -> Plan:
 
 
 def settle_strategy(config: TrainConfig, corpus: Corpus) -> TrainConfig:
-    """With strategy "auto", decide by the first rows once, so that all steps are one program."""
+    """Resolve the strategy "auto" once from the first rows, so that all steps use one program."""
     if config.cp == 1 or config.strategy != "auto":
         return config
     rows = next(PackedStream(corpus, seed=config.seed, **config.row_shape(0)))

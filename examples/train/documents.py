@@ -1,4 +1,4 @@
-"""Documents: their source, their tokens, and which of them are held out."""
+"""Documents: their source, their tokens, and the held-out split."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ __all__ = ["Corpus", "Data", "Vocabulary", "load_data", "load_vocabulary", "read
 
 _NOT_STANDARD = {"site-packages", "dist-packages"}
 _TABLES = {".jsonl", ".parquet"}
-# Held-out documents are scored by their beginnings, so that one huge file cannot be the whole evaluation.
+# Only the beginnings of held-out documents are scored, so that one huge file does not dominate.
 _EVAL_DOCUMENT_BYTES = 16_384
 
 
 class Vocabulary:
-    """The 256 bytes, and an end marker: the last id."""
+    """The 256 bytes, and an end marker with the last id."""
 
     end = 256
 
     def encode(self, text: bytes) -> NDArray[Any]:
-        """Token ids of a text, (N,) unsigned integers."""
+        """Encode a text to token ids, (N,) unsigned integers."""
         return np.frombuffer(text, np.uint8)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of token ids; end markers are dropped and broken UTF-8 shows as U+FFFD."""
+        """Decode token ids. End markers are dropped, and invalid UTF-8 becomes U+FFFD."""
         return bytes(token for token in tokens if token < self.end).decode("utf-8", errors="replace")
 
 
 class _TokenizerVocabulary(Vocabulary):
-    """The ids of a `tokenizers` file, and an end marker after the last of them."""
+    """The ids of a `tokenizers` file, and an end marker after the last id."""
 
     def __init__(self, path: Path) -> None:
-        # Imported here: byte-level training does without the library.
+        # Import here, because byte-level training does not need the library.
         from tokenizers import Tokenizer
 
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # The library raises bare Exception, also for a missing file.
-            remedy = "Save one there with tokenizers.Tokenizer.save. New runs without --tokenizer take bytes"
+        except Exception as error:  # The library raises plain Exception, even for a missing file.
+            remedy = "Save a tokenizer there with tokenizers.Tokenizer.save, or start a new run with bytes"
             wanted, got = "--tokenizer to name a tokenizers JSON file", f"{path}: {error}"
             raise DataError.of(wanted, got, remedy) from None
         self.end = int(self._tokenizer.get_vocab_size())
@@ -64,38 +64,39 @@ class _TokenizerVocabulary(Vocabulary):
 
 
 def load_vocabulary(path: str | None) -> Vocabulary:
-    """The vocabulary of a run: that of a `tokenizers` JSON file, or bytes."""
+    """Load the vocabulary of a run: a `tokenizers` JSON file, or bytes."""
     return Vocabulary() if path is None else _TokenizerVocabulary(Path(path))
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokenized documents, one after the other, each stored as ``end, t0, ..., tn-1, end``.
+    """Tokenized documents, each stored as ``end, t0, ..., tn-1, end``.
 
-    Its first token is predicted from the end marker alone, and the target of its last one is the end marker.
+    The model predicts the first token only from the end marker. The target of the last token is the end
+    marker.
     """
 
     tokens: NDArray[Any]  # (N,), unsigned integers
     offsets: NDArray[np.int64]  # document i is tokens[offsets[i] : offsets[i + 1]], (documents + 1,)
-    num_bytes: int  # of the text that the tokens stand for
+    num_bytes: int  # bytes of the tokens' text
     end: int
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def nats_per_target(self, bits_per_byte: float) -> float:
-        """The loss of a model that needs so many bits per byte. The mark before a document is no target."""
+        """Convert bits per byte to a loss. The marker before a document is no target."""
         return bits_per_byte * math.log(2) * self.num_bytes / (len(self.tokens) - len(self))
 
     @cached_property
     def digest(self) -> str:
-        """Fingerprint of the tokens and of where documents begin."""
+        """Compute a fingerprint of the tokens and of the documents' boundaries."""
         digest = hashlib.sha256(self.offsets.tobytes())
         digest.update(np.ascontiguousarray(self.tokens).data)
         return digest.hexdigest()
 
     def parts(self, longest: int) -> NDArray[np.int64]:
-        """Documents as ranges of inputs, those of more than ``longest`` cut into several, (n, 2)."""
+        """List documents as ranges of inputs, (n, 2). Documents longer than ``longest`` are cut."""
         starts, stops = self.offsets[:-1], self.offsets[1:] - 1
         counts = -(-(stops - starts) // longest)
         document = np.repeat(np.arange(len(self)), counts)
@@ -105,7 +106,7 @@ class Corpus:
 
     @classmethod
     def of(cls, documents: Sequence[Any], *, end: int, num_bytes: int, close: bool = True) -> Corpus:
-        """Lay token ids of documents one after the other; without ``close``, no end marker follows them."""
+        """Concatenate the token ids of documents. Without ``close``, no end marker follows a document."""
         dtype = np.uint16 if end < 2**16 else np.uint32
         marker, empty = np.array([end], dtype), np.empty(0, dtype)
         parts: list[NDArray[Any]] = [empty]
@@ -117,15 +118,15 @@ class Corpus:
 
 
 class Data(NamedTuple):
-    """The tokenized halves of the data."""
+    """The tokenized training and held-out documents."""
 
     train: Corpus
-    held_out: Corpus  # beginnings of documents that are never learned from
-    source: str  # for people
+    held_out: Corpus  # beginnings of held-out documents
+    source: str  # as text
 
     @property
     def digests(self) -> dict[str, str]:
-        """Fingerprints of both halves."""
+        """Compute the fingerprints of both parts."""
         return {"training": self.train.digest, "held-out": self.held_out.digest}
 
 
@@ -148,14 +149,14 @@ def load_data(config: TrainConfig, vocabulary: Vocabulary) -> Data:
 
 
 def split(documents: list[bytes], held_out: float) -> tuple[list[bytes], list[bytes]]:
-    """Split by a hash of each document's content: no name, order or neighbour has a say in it.
+    """Split by a hash of each document's content, independent of names, order and other documents.
 
-    Copies of one document fall on the same side. At least one document is held out: the one of lowest hash.
-    The first part keeps its order, the second has that of the hashes.
+    Copies of a document are on the same side. At least one document is held out: the one with the lowest
+    hash. The training documents keep their order. The held-out documents are sorted by hash.
     """
     keys = [hashlib.blake2b(document, digest_size=8).digest() for document in documents]
     wanted = "at least two different documents, one to train on and one to hold out"
-    remedy = "Add documents; in a .txt file an empty line separates them"
+    remedy = "Add documents. In a .txt file, an empty line separates documents"
     DataError.unless(len(set(keys)) > 1, wanted, f"{len(set(keys))} among {len(documents)}", remedy)
     lowest, highest = min(keys), max(keys)
     limit = held_out * 2.0**64
@@ -166,16 +167,16 @@ def split(documents: list[bytes], held_out: float) -> tuple[list[bytes], list[by
 
 
 def read_documents(path: str | None, text_field: str = "text") -> list[bytes]:
-    """All documents of a source, without empty ones, in a stable order.
+    """Read all documents of a source in a stable order, without empty documents.
 
-    A folder gives one document per text file (files with a NUL byte at their beginning are binary and left
-    out), and the rows of the .jsonl and .parquet files in it. A .txt file gives one document per paragraph.
-    None means the source files of the running interpreter's standard library, its tests included.
+    In a folder, each text file is a document, and so is each row of .jsonl and .parquet files. Files that
+    begin with a NUL byte are binary and are left out. In a .txt file, each paragraph is a document. None
+    means the source files of the interpreter's standard library, including its tests.
     """
     root = Path(sysconfig.get_path("stdlib") if path is None else path)
     wanted = "--data to name a folder or a .txt, .jsonl or .parquet file"
     DataError.unless(root.exists(), wanted, f"{root}, which does not exist", "Check the path")
-    remedy = "Unpack or convert it, or name a folder: there every text file is a document"
+    remedy = "Unpack or convert the file, or pass a folder, in which every text file is a document"
     DataError.unless(root.is_dir() or root.suffix in {".txt", *_TABLES}, wanted, root, remedy)
     found: list[bytes] = []
     file = root
@@ -190,9 +191,9 @@ def read_documents(path: str | None, text_field: str = "text") -> list[bytes]:
     except DataError:
         raise
     except (OSError, ValueError) as error:
-        # The system says which path it refuses; readers of Parquet and UTF-8 do not.
+        # Errors of the system name the path, but errors of Parquet and UTF-8 readers do not.
         refused = getattr(error, "filename", None)
-        remedy = "Let this user read it" if refused else "Write it anew, text in UTF-8"
+        remedy = "Give this user permission to read it" if refused else "Write the file again, as UTF-8 text"
         got = error if refused else f"{file}: {error}"
         raise DataError.of(f"a readable {file.suffix or 'text'} file", got, remedy) from None
     documents = [document for document in found if document.strip()]
@@ -201,7 +202,7 @@ def read_documents(path: str | None, text_field: str = "text") -> list[bytes]:
 
 
 def _text_files(root: Path, standard: bool) -> Iterator[Path]:
-    """Files of a folder, without hidden ones; of the standard library its modules."""
+    """List the files of a folder without hidden files, or the modules of the standard library."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -215,7 +216,7 @@ def _text_files(root: Path, standard: bool) -> Iterator[Path]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """The rows of a .jsonl file, each with its line as an editor counts: blank lines too."""
+    """Yield the rows of a .jsonl file with their line numbers. Blank lines count."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
@@ -223,12 +224,12 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
                     yield f"line {number}", json.loads(text)
             except (ValueError, RecursionError) as error:
                 wanted = f"JSON in UTF-8 in line {number} of {path}"
-                got = str(error).replace("line 1 column", "column")  # It knows this line alone.
-                raise DataError.of(wanted, got, "Mend that line, or remove it") from None
+                got = str(error).replace("line 1 column", "column")  # The parser knows only this line.
+                raise DataError.of(wanted, got, "Correct that line, or remove it") from None
 
 
 def _table(path: Path, field: str) -> Iterator[tuple[str, Any]]:
-    """The rows of a .parquet file, without other columns where that saves reading them."""
+    """Read the rows of a .parquet file. Other columns are skipped if possible."""
     if path.stat().st_size:
         from pyarrow import parquet
 
@@ -244,6 +245,6 @@ def _rows(path: Path, field: str) -> Iterator[bytes]:
         text: Any = fields.get(field)
         wanted = f"a string in the field {field!r} in {place} of {path}"
         got = type(text).__name__ if field in fields else f"a row with the fields {sorted(fields)}"
-        remedy = "Name the column that holds the documents with --text-field"
+        remedy = "Pass the column of the documents with --text-field"
         DataError.unless(isinstance(text, str), wanted, got, remedy)
         yield text.encode("utf-8", errors="replace")

@@ -1,6 +1,7 @@
 """A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-Touvron et al. 2023, https://arxiv.org/abs/2302.13971, with the grouped queries of https://arxiv.org/abs/2305.13245.
+Touvron et al. 2023, https://arxiv.org/abs/2302.13971, with the grouped queries of
+https://arxiv.org/abs/2305.13245.
 
 Shapes: B rows, S tokens of a row (of a rank's share of it, with context parallelism), E width, F inner width,
 H query heads, G key/value heads, D head dimension, V vocabulary.
@@ -33,42 +34,42 @@ __all__ = [
     "token_loss",
 ]
 
-IGNORE = -100  # target that carries no loss; torch's own default for cross entropy
+IGNORE = -100  # target without loss, torch's default for cross entropy
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:  # No tuple: a compiler would look into it, and compile anew for other numbers.
-    """Segments of each row, (start, stop), for attention by one call of SDPA per segment."""
+class Pieces:  # Not a tuple: the compiler would guard on its numbers and recompile.
+    """Segments (start, stop) of each row, for one SDPA call per segment."""
 
     rows: list[list[tuple[int, int]]]
 
 
 class Rotary(NamedTuple):
-    """Cosine and sine of each token's angles, (B, S, 1, D / 2) float32, looked up once per step."""
+    """Cosine and sine of each token's angles, (B, S, 1, D / 2) float32, read once per step."""
 
     cos: Tensor
     sin: Tensor
 
 
 def rotary_table(seq_len: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of all positions, 2 x (S, D / 2) float32; Su et al. 2021, equation 15."""
+    """Compute cosines and sines of all positions, 2 x (S, D / 2) float32 (Su et al. 2021, equation 15)."""
     frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angle = torch.arange(seq_len, dtype=torch.float64)[:, None] * frequency
     return angle.cos().float(), angle.sin().float()
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Turn channel pairs (i, i + D / 2) of (B, S, H, D) by the angle of their token, in float32."""
+    """Rotate channel pairs (i, i + D / 2) of (B, S, H, D) by the angle of their token, in float32."""
     a, b = x.float().chunk(2, dim=-1)
     turned = torch.cat((a * rotary.cos - b * rotary.sin, b * rotary.cos + a * rotary.sin), dim=-1)
     return turned.to(x.dtype)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-    """Attention of one layer, (B, S, H, D) with keys and values (B, S, G, D); returns (B, S, H, D).
+    """Compute attention of one layer: q (B, S, H, D) with k and v (B, S, G, D) to (B, S, H, D).
 
-    The mask is what attnspan takes: a prepared mask, or the plan of ranks that share the rows. A dense bool
-    tensor or `Pieces` call torch's own attention instead.
+    The mask is a prepared mask of attnspan, or a plan if several ranks share the rows. With a dense bool
+    tensor or `Pieces`, torch's own attention runs.
     """
     if isinstance(mask, Pieces):
         pieced: Tensor = _attend_pieces(q, k, v, mask)
@@ -83,10 +84,10 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
     return functional.scaled_dot_product_attention(q, k, v, enable_gqa=True, **how).transpose(1, 2)
 
 
-# Not compiled: pieces differ at each step, and each would be a graph of its own.
+# Not compiled: the pieces differ at each step, so each step would recompile.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend_pieces(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> Tensor:
-    """Causal SDPA of each segment by itself; what padding gives carries no loss."""
+    """Compute causal SDPA for each segment separately. Results of padding carry no loss."""
     outs = []
     for row, borders in enumerate(pieces.rows):
         parts = ((x[row, None, start:stop] for x in (q, k, v)) for start, stop in borders)
@@ -98,14 +99,14 @@ _SDPA = ("flash_attention_for_cpu", "flash_attention", "efficient_attention")
 
 
 def keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Policy of selective checkpointing: it keeps results of attention, attnspan's and SDPA's."""
+    """Policy of selective checkpointing: save the results of attention, of attnspan and of SDPA."""
     if any(op is getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in _SDPA):
         return CheckpointPolicy.MUST_SAVE
     return checkpoint_policy(ctx, op, *args, **kwargs)
 
 
 class _Norm(nn.RMSNorm):
-    """RMSNorm in the dtype of its input, also where sharded parameters are gathered in bfloat16."""
+    """RMSNorm in the dtype of its input, even if sharded parameters are gathered in bfloat16."""
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
@@ -121,7 +122,7 @@ class _Attention(nn.Module):
         self.out = nn.Linear(config.heads * config.head_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, rotary: Rotary, mask: Any) -> Tensor:
-        # Views of the projection: attnspan takes any strides, so v is never copied.
+        # Views of the projection: attnspan accepts any strides, so v is never copied.
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
         out = _attend(rotate(q, rotary), rotate(k, rotary), v, mask)
@@ -130,7 +131,7 @@ class _Attention(nn.Module):
 
 
 class _FeedForward(nn.Module):
-    """SwiGLU; Shazeer 2020, equation 6."""
+    """SwiGLU (Shazeer 2020, equation 6)."""
 
     def __init__(self, config: TrainConfig) -> None:
         super().__init__()
@@ -147,7 +148,7 @@ _keep_attention = partial(create_selective_checkpoint_contexts, keep_attention)
 
 
 class _Block(nn.Module):
-    """One pre-norm decoder layer: the unit of compilation, sharding and activation checkpointing."""
+    """One pre-norm decoder layer, the unit of compilation, sharding and activation checkpointing."""
 
     def __init__(self, config: TrainConfig) -> None:
         super().__init__()
@@ -158,7 +159,7 @@ class _Block(nn.Module):
         self.feed_forward = _FeedForward(config)
 
     def layer(self, x: Tensor, rotary: Rotary, mask: Any) -> Tensor:
-        """The layer itself, (B, S, E) to (B, S, E), whatever is kept for backward."""
+        """Compute the layer, (B, S, E) to (B, S, E), without checkpointing."""
         x = x + self.attention(self.attention_norm(x), rotary, mask)
         branch: Tensor = self.feed_forward(self.feed_forward_norm(x))
         return x + branch
@@ -172,14 +173,14 @@ class _Block(nn.Module):
 
 
 class StepFlops(NamedTuple):
-    """Floating-point operations of one training step, recomputation aside."""
+    """Floating-point operations of one training step, without recomputation."""
 
-    matmul: float  # of the dense layers
-    attention: float  # visible pairs only
+    matmul: float  # dense layers
+    attention: float  # attention, only visible pairs
 
     @property
     def total(self) -> float:
-        """Both together."""
+        """Sum of both."""
         return self.matmul + self.attention
 
 
@@ -196,7 +197,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(_Block(config) for _ in range(config.layers))
         self.norm = _Norm(config.dim, eps=config.norm_eps)
         self.head = nn.Linear(config.dim, vocab_size, bias=False)
-        # What every token is multiplied with; the embedding is looked up.
+        # Parameters that every token is multiplied with. The embedding is only looked up.
         linear = (module for module in self.modules() if isinstance(module, nn.Linear))
         self.matmul_weights = sum(module.weight.numel() for module in linear)
         cos, sin = rotary_table(config.seq_len, config.head_dim, config.rope_theta)
@@ -205,13 +206,13 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def initialize(self, device: str | torch.device = "cpu") -> Decoder:
-        """Draw the weights, the same ones whatever the device and however they are sharded."""
+        """Draw the weights. They do not depend on the device or the sharding."""
         self.to_empty(device=device)
         config, draw = self.config, torch.Generator().manual_seed(self.config.seed)
         cos, sin = rotary_table(config.seq_len, config.head_dim, config.rope_theta)
         self.cos.copy_(cos)
         self.sin.copy_(sin)
-        # Residual branches start small, so that the sum over all layers keeps the scale of the embedding.
+        # Residual branches start small, so that the sum over all layers has the scale of the embedding.
         residual = 0.02 / math.sqrt(2 * config.layers)
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
@@ -219,17 +220,21 @@ class Decoder(nn.Module):
                 continue
             std = residual if name.endswith(".out.weight") else 0.02
             whole = torch.empty(parameter.shape).normal_(std=std, generator=draw).to(device)
-            if isinstance(parameter, DTensor):  # Each rank draws all of it and keeps its part.
+            if isinstance(parameter, DTensor):  # Each rank draws the whole tensor and keeps its part.
                 mesh, placements = parameter.device_mesh, parameter.placements
                 whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
             parameter.copy_(whole)
         return self
 
     def forward(self, tokens: Tensor, positions: Tensor, mask: Any) -> Tensor:
-        """Logits of the next token, (B, S, V). Positions are within segments; both are (B, S) int64."""
+        """Compute the logits of the next token, (B, S, V), from tokens and positions, both (B, S) int64.
+
+        Positions count within segments.
+        """
         rotary = Rotary(self.cos[positions][:, :, None], self.sin[positions][:, :, None])
         x = self.embedding(tokens)
-        x = x.to(torch.promote_types(x.dtype, torch.float32))  # The residual stream, in mixed precision too.
+        # The residual stream is float32, even in mixed precision.
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
         half = self.config.dtype == "bfloat16"
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=half):
             for block in self.blocks:
@@ -238,16 +243,17 @@ class Decoder(nn.Module):
         return logits
 
     def step_flops(self, tokens: int, pairs: int) -> StepFlops:
-        """FLOPs of forward and backward on some tokens and visible (query, key) pairs of one head.
+        """Count the FLOPs of forward and backward for tokens and visible (query, key) pairs of one head.
 
-        Dense layers: 2 per weight and token forward, twice that backward; padding counts. Attention: 4 * D
-        per visible pair and query head forward (two products), 2.5 times that backward (five products).
+        Dense layers take 2 FLOPs per weight and token forward, and twice as many backward. Padding counts.
+        Attention takes 4 * D FLOPs per visible pair and query head forward (two products), and 2.5 times as
+        many backward (five products).
         """
         heads, head_dim = self.config.layers * self.config.heads, self.config.head_dim
         return StepFlops(6.0 * self.matmul_weights * tokens, 3.5 * 4.0 * pairs * head_dim * heads)
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the cross entropies of (B, S) targets but those of `IGNORE`, nats, in float32."""
+    """Sum the cross entropies of (B, S) targets without `IGNORE`, in nats and float32."""
     logits, targets = logits.flatten(0, 1).float(), targets.flatten()
     return functional.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")

@@ -1,6 +1,6 @@
-"""The devices and the ranks of a job, and the model on them.
+"""Devices and ranks of a job, and the distributed model.
 
-Rank ``d * cp + c`` is member ``c`` of replica ``d``: the ranks of a replica share its rows.
+Rank ``d * cp + c`` is member ``c`` of replica ``d``. The ranks of a replica share its rows.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ __all__ = ["ALONE", "Ranks", "build_model", "faster_dtype", "is_rank", "open_ran
 
 T = TypeVar("T")
 
-# How long the ranks that are left wait for each other's word when an exchange has failed.
+# Time limit for the surviving ranks to report to each other after a failed exchange.
 _ROLL_CALL_SECONDS = 10.0
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """This process among the ranks of its job; without arguments, a job of one process on the CPU."""
+    """This process among the ranks of its job. Without arguments: a job of one process on the CPU."""
 
-    device: torch.device = _CPU  # where this rank computes
-    number: int = 0  # this rank's
-    world: int = 1  # ranks in all
+    device: torch.device = _CPU  # device of this rank
+    number: int = 0  # number of this rank
+    world: int = 1  # number of ranks
     mesh: DeviceMesh | None = None  # all ranks, with dimensions ("dp", "cp"); None without a process group
-    everyone: DeviceMesh | None = None  # the same in one dimension, for sums and for sharded parameters
-    host: dist.ProcessGroup | None = None  # the same over gloo, for what they agree on
-    saver: dist.ProcessGroup | None = None  # and once more, for the thread that writes checkpoints
+    everyone: DeviceMesh | None = None  # the same ranks in one dimension, for sums and for sharded parameters
+    host: dist.ProcessGroup | None = None  # the same ranks over gloo, for agreements
+    saver: dist.ProcessGroup | None = None  # another gloo group, for the thread that writes checkpoints
 
     @property
     def is_first(self) -> bool:
@@ -58,7 +58,7 @@ class Ranks:
         return self.number == 0
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Add figures of all ranks; whole numbers below 2^53 stay exact."""
+        """Add numbers of all ranks. Integers below 2^53 stay exact."""
         if self.host is None:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
@@ -67,7 +67,7 @@ class Ranks:
         return figures
 
     def first(self, action: Callable[[], T]) -> T:
-        """Do something on the first rank; all ranks get its picklable result, or raise its error."""
+        """Run an action on the first rank. All ranks get its picklable result, or raise its error."""
         if self.host is None:
             return action()
         outcome = [_attempt(action) if self.is_first else (None, None)]
@@ -75,7 +75,7 @@ class Ranks:
         return _settle(outcome[0])
 
     def together(self, action: Callable[[], T]) -> T:
-        """Do something on every rank, without waiting for others; if it fails on one, all raise its error."""
+        """Run an action on every rank, without waiting for others. If one rank fails, all raise its error."""
         if self.host is None:
             return action()
         outcome = _attempt(action)
@@ -84,7 +84,7 @@ class Ranks:
         return _settle((outcome[0], next((each for each in errors if each is not None), None)))
 
     def place(self, part: Part) -> Part:
-        """Put what the data loader made on this rank's device and mesh. Nothing waits for the device."""
+        """Move the data loader's results to this rank's device and mesh, without synchronization."""
         if part.shared is None or self.mesh is None:
             mask = self._moved(part.mask)
         else:
@@ -98,7 +98,7 @@ class Ranks:
         return tree_map_only(Tensor, lambda x: x.to(self.device, non_blocking=True), tree)
 
     def peak_memory(self) -> int:
-        """Largest memory of this process so far, bytes: allocated on a GPU, resident on a CPU."""
+        """Return the process's peak memory in bytes: allocated on a GPU, resident on a CPU."""
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self.device))
         largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -106,22 +106,22 @@ class Ranks:
 
     @contextmanager
     def joined(self, doing: Callable[[], str]) -> Iterator[None]:
-        """Surround what waits for other ranks: a lost one becomes a RankError that names it."""
+        """Guard code that waits for other ranks. If a rank is lost, a RankError names it."""
         try:
             yield
-        except RuntimeError as error:  # The base of all errors of torch's collectives.
+        except RuntimeError as error:  # The base class of all errors of torch's collectives.
             lost = self._lost()
             if not lost:
                 raise
             where = traceback.extract_tb(error.__traceback__)[-1]
             at = f"rank {self.number}, {os.path.basename(where.filename)}:{where.lineno}"
-            remedy = "Look for the rank that ended first; go on with --resume, or let torchrun do it: "
+            remedy = "Look for the rank that ended first. Use --resume, or let torchrun restart the ranks: "
             wanted = f"all {self.world} ranks to take part in {doing()}"
             got = f"no answer from {lost}, after this on {at}: {_line(error)}"
             raise RankError.of(wanted, got, remedy + "--max-restarts N") from error
 
     def _lost(self) -> str:
-        """Call the roll: each rank whose step failed says so in the store. Those that do not, in words."""
+        """Name the ranks that do not respond. Each rank whose step failed reports in the store."""
         if self.host is None:
             return ""
         store, others = _get_default_store(), [rank for rank in range(self.world) if rank != self.number]
@@ -142,18 +142,18 @@ ALONE = Ranks()
 
 
 def is_rank() -> bool:
-    """Whether a launcher started this process as one of several ranks, or of one."""
+    """Whether a launcher started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 @contextmanager
 def open_ranks(config: TrainConfig) -> Iterator[Ranks]:
-    """Join the other ranks, as the launcher's environment says, or those of a group that exists already."""
+    """Join the other ranks, from the launcher's environment or from an existing process group."""
     there = dist.is_initialized()
     world = dist.get_world_size() if there else int(os.environ["WORLD_SIZE"]) if is_rank() else 1
     start = f"Start them: torchrun --nproc-per-node {config.world} examples/train ..."
     wanted = f"{config.world} ranks for --dp {config.dp} and --cp {config.cp}"
-    remedy = f"{start}; or give --dp and --cp whose product is the number of ranks"
+    remedy = f"{start}, or pass --dp and --cp whose product is the number of ranks"
     ConfigError.unless(world == config.world, wanted, world, remedy)
     grouped = there or is_rank() or not config.fsdp
     ConfigError.unless(grouped, "a process group for --fsdp", "none", start)
@@ -172,7 +172,7 @@ def open_ranks(config: TrainConfig) -> Iterator[Ranks]:
     try:
         yield _ranks(config, device, limit)
         if not there:
-            # gloo may abort a process whose peers leave while its meshes are still referenced.
+            # gloo may abort a process if its peers leave while its meshes are still referenced.
             dist.barrier()
     finally:
         if not there:
@@ -183,13 +183,13 @@ def _join(backend: str, limit: timedelta) -> None:
     try:
         store, rank, world = next(rendezvous("env://", timeout=limit))  # type: ignore[no-untyped-call]
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            # torch 2.13 keeps that store over restarts, and with it the addresses of processes that are gone.
+            # torch 2.13 keeps that store over restarts, including the addresses of processes that have ended.
             store = PrefixStore(f"restart-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     except RuntimeError as error:
-        wanted = f"all {os.environ['WORLD_SIZE']} ranks to come within {limit.total_seconds():.0f} s"
-        got, remedy = f"on rank {os.environ['RANK']}: {_line(error)}", "See why the others did not start, "
-        raise RankError.of(wanted, got, remedy + "or give more time with --timeout") from error
+        wanted = f"all {os.environ['WORLD_SIZE']} ranks to join within {limit.total_seconds():.0f} s"
+        got, remedy = f"on rank {os.environ['RANK']}: {_line(error)}", "Check why the others did not start, "
+        raise RankError.of(wanted, got, remedy + "or raise --timeout") from error
 
 
 def _line(error: Exception) -> str:
@@ -197,7 +197,7 @@ def _line(error: Exception) -> str:
 
 
 def _ranks(config: TrainConfig, device: torch.device, limit: timedelta) -> Ranks:
-    """Meshes whose groups wait as long as the configuration says: those of a mesh of sizes do not."""
+    """Make meshes whose groups have the configured timeout, which a mesh from sizes would ignore."""
     kind, numbers = device.type, torch.arange(config.world).view(config.dp, config.cp)
     everyone = init_device_mesh(kind, (config.world,), mesh_dim_names=("ranks",))
     axes = (numbers.T.tolist(), numbers.tolist())
@@ -208,7 +208,10 @@ def _ranks(config: TrainConfig, device: torch.device, limit: timedelta) -> Ranks
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Result and error of an action; only what a user can mend travels, a defect ends the rank at once."""
+    """Run an action and return its result and error.
+
+    Only user errors are returned. A defect ends the rank.
+    """
     try:
         return action(), None
     except (JobError, OSError) as error:
@@ -225,13 +228,14 @@ def _settle(outcome: tuple[T | None, Exception | None]) -> T:
 
 
 def build_model(config: TrainConfig, vocab_size: int, ranks: Ranks = ALONE) -> Decoder:
-    """The model of a rank: made without memory, compiled, sharded, and only then given its weights."""
+    """Make the model of a rank: build it on the meta device, compile, shard, then initialize its weights."""
     with torch.device("meta"):
         model = Decoder(config, vocab_size)
     if config.compile:
         for block in model.blocks:
-            # Forward alone: FSDP's hooks, which gather and free the parameters, stay outside of the graph.
-            # All blocks share one. Calls of SDPA per segment break it: their shapes are never the same.
+            # Compile only forward: FSDP's hooks, which gather and free parameters, stay outside of the graph.
+            # All blocks share one graph. SDPA calls per segment break the graph, because their shapes always
+            # change.
             whole = config.attention != "sdpa-documents"
             block.forward = torch.compile(block.forward, fullgraph=whole, dynamic=False)
     if config.fsdp and ranks.everyone is not None:
@@ -239,16 +243,16 @@ def build_model(config: TrainConfig, vocab_size: int, ranks: Ranks = ALONE) -> D
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for module in (*model.blocks, model):
             fully_shard(module, mesh=ranks.everyone, mp_policy=policy)
-            # Each rank's loss is its part of the whole: FSDP's mean would divide it once more.
+            # Each rank's loss is its part of the sum, so FSDP must not divide by the number of ranks.
             module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
             module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
     return model.initialize(ranks.device)
 
 
 def faster_dtype(device: torch.device = _CPU) -> str:
-    """The training dtype that pays here: bfloat16 where its products are at least 1.5 times as fast.
+    """Choose the training dtype: bfloat16 if its products are at least 1.5 times as fast as float32's.
 
-    A CPU without bfloat16 dot products emulates them and is slower; the margin pays for autocast's casts.
+    A CPU without bfloat16 dot products emulates them and is slower. The margin covers autocast's conversions.
     """
     if device.type == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
@@ -261,13 +265,13 @@ def faster_dtype(device: torch.device = _CPU) -> str:
 
 
 def peak_flops(config: TrainConfig, device: torch.device, bursts: int = 5) -> list[float]:
-    """Peak of this rank's cores, FLOP/s: short bursts of their widest multiply-add on registers.
+    """Measure the peak FLOP/s of this rank's cores, with short bursts of their widest multiply-add.
 
-    No program on these cores is faster, but a burst is slower while others use them.
+    No program on these cores is faster. However, other programs slow down a burst.
 
     Returns:
-        The rate of each burst; zeros where nobody knows a ceiling: on a GPU, without the compiled kernel, or
-        where it has no instructions for the dtype.
+        The rate of each burst. Zeros if no ceiling is known: on a GPU, without the compiled kernel, or
+        without instructions for the dtype.
     """
     known = device == _CPU and cpu.core is not None
     wanted, threads = "_f32" if config.dtype == "float32" else "_bf16", torch.get_num_threads()

@@ -1,7 +1,7 @@
-"""Checkpoints read as data: nothing that a file of theirs names is run.
+"""Safe reading of checkpoints: no code that a file names is executed.
 
-torch.distributed.checkpoint unpickles ``.metadata``, and what is no tensor in the ``.distcp`` files, with
-Python's own unpickler, which calls whatever function a file names.
+torch.distributed.checkpoint reads ``.metadata``, and all values in ``.distcp`` files except tensors, with
+Python's unpickler. That unpickler calls any function that a file names.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NAMES = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
-    # Where it was written, named as each version of Python does.
+    # Module names of the path classes in each version of Python.
     *((module, f"{kind}Path") for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")),
 }
 _REMEDY = "Take a checkpoint that this job wrote; nothing of this one was run"
@@ -56,11 +56,11 @@ class PlainReader(FileSystemReader):
     """Reads ``.metadata`` as sizes, dtypes and places of tensors, and only from the files of its folder.
 
     Args:
-        folder: A checkpoint's.
-        files: Names of the files in it that may be read.
+        folder: Folder of a checkpoint.
+        files: Names of the files in the folder that may be read.
 
     Raises:
-        CheckpointError: The metadata name anything else, or another file.
+        CheckpointError: The metadata contain any other object, or name another file.
     """
 
     def __init__(self, folder: Path, files: list[str]) -> None:
@@ -74,13 +74,13 @@ class PlainReader(FileSystemReader):
                 named = {each.relative_path for each in found.storage_data.values()}
                 outside = sorted(str(x) for x in named if x not in files or Path(x).name != x)
                 got = f"tensors in {outside}" if outside else ""
-        except Exception as error:  # Of bytes that no one vouches for.
+        except Exception as error:  # The bytes are not trusted.
             got = f"{type(error).__name__}: {error}"
         CheckpointError.unless(not got, f"{path} to have only sizes and places of tensors", got, _REMEDY)
         self._metadata: Any = found
 
-    def read_metadata(self) -> Metadata:  # type: ignore[override]  # Not a rank's own file: nobody writes one.
-        """Return what the constructor has read."""
+    def read_metadata(self) -> Metadata:  # type: ignore[override]  # Per-rank files are not supported: no checkpoint has one.
+        """Return the metadata that the constructor has read."""
         if self._metadata.storage_meta is None:
             self._metadata.storage_meta = StorageMeta()
         self._metadata.storage_meta.load_id = self.load_id
@@ -88,7 +88,7 @@ class PlainReader(FileSystemReader):
 
 
 class PlainPlanner(DefaultLoadPlanner):
-    """Reads what is no tensor (an optimizer's options) as numbers, texts and lists of those."""
+    """Reads other values than tensors (an optimizer's options) as numbers, strings and lists."""
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
         """Put a value into the state."""
@@ -96,7 +96,7 @@ class PlainPlanner(DefaultLoadPlanner):
         try:
             found = torch.load(value, weights_only=True)
         except Exception as error:
-            # Torch's text advises to load it without this check.
+            # torch's own text advises to disable this check.
             named = re.search(r"GLOBAL ([\w.]+)", str(error))
             got = f"what names {named[1]}" if named else type(error).__name__
             raise CheckpointError.of(f"{name} to be data", got, _REMEDY) from None

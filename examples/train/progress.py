@@ -1,4 +1,4 @@
-"""Progress of a run: while it runs a bar or lines, TensorBoard and a log; at its end a table."""
+"""Progress of a run: a bar or lines, TensorBoard and a log while it runs, and a table at the end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SMOOTHING = 0.9
 
 
 class Reporter:
-    """Shows and records the figures of a run, for people, TensorBoard and ``metrics.jsonl``."""
+    """Shows the measurements of a run, and records them in TensorBoard and ``metrics.jsonl``."""
 
     def __init__(self, console: Console, folder: Path, step: int, steps: int) -> None:
         self._console, self._step, self._steps = console, step, steps
@@ -38,13 +38,13 @@ class Reporter:
         self._bar.start()
 
     def close(self) -> None:
-        """Leave the terminal and the files."""
+        """Close the bar and the files."""
         self._bar.stop()
         self.board.close()
         self._log.close()
 
     def update(self, figures: dict[str, float]) -> None:
-        """Show and record one step: "step", and what `StepResult.figures` returns."""
+        """Show and record one step: "step", and the values of `StepResult.figures`."""
         step, now = int(figures["step"]), self._smooth
         self._log.write(figures)
         for name, value in figures.items():
@@ -61,14 +61,14 @@ class Reporter:
 
 
 class Graphs(NamedTuple):
-    """Counts of torch's compiler: graphs compiled, and graph breaks."""
+    """Counts of torch's compiler: compiled graphs, and graph breaks."""
 
     compiled: int
     breaks: int
 
     @classmethod
     def since(cls, compiled: int = 0, breaks: int = 0) -> Graphs:
-        """In this process, less what is given."""
+        """Read the counts of this process, minus the given counts."""
         now = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
         return cls(now[0] - compiled, now[1] - breaks)
 
@@ -77,29 +77,29 @@ class Graphs(NamedTuple):
 class Summary:
     """Summary of a run."""
 
-    bits_per_byte_start: float  # held-out score of the untrained model
-    bits_per_byte_end: float  # after the last step
+    bits_per_byte_start: float  # held-out score before training
+    bits_per_byte_end: float  # held-out score after the last step
     steps: int
     tokens_per_second: float  # median over the steps of this process
-    flops_per_second: float  # the same, of useful work
+    flops_per_second: float  # median FLOP/s of useful work
     fastest: float  # largest FLOP/s of a step
-    ceiling: list[float]  # FLOP/s of each burst that measured what the cores can do; zeros where nobody knows
-    compile_seconds: float  # first forward and backward, compilation included
-    warm: Graphs | None  # up to the end of warm-up; None without compilation
-    later: Graphs | None  # after it: all of these are recompilations
-    peak_memory: float  # the sum over ranks, bytes
-    seconds: float  # wall time of this process's part of the run
-    ranks: str  # which took part, in words
+    ceiling: list[float]  # FLOP/s of each burst that measured the peak of the cores; zeros if unknown
+    compile_seconds: float  # first forward and backward, including compilation
+    warm: Graphs | None  # until the end of warm-up; None without compilation
+    later: Graphs | None  # after warm-up: all of these are recompilations
+    peak_memory: float  # sum over ranks, in bytes
+    seconds: float  # wall time of this process
+    ranks: str  # as text
     text: str = ""  # sampled at the end
 
     @property
     def mfu(self) -> float | None:
-        """Median share of the ceiling, 0..1; None where there is none that every step of the run keeps."""
+        """Median share of the ceiling, from 0 to 1. None without a ceiling that every step respects."""
         highest = max(self.ceiling)
         return self.flops_per_second / highest if 0 < self.fastest <= highest else None
 
     def rows(self) -> list[tuple[str, str]]:
-        """Names and texts of the table."""
+        """List the names and texts of the table."""
         score = f"{self.bits_per_byte_start:.3f} at the start, {self.bits_per_byte_end:.3f} at the end"
         rows = [("held-out bits per byte", score)]
         if self.tokens_per_second:  # A run that is resumed at its end takes no step.
@@ -124,7 +124,7 @@ class Summary:
         for name, text in self.rows():
             table.add_row(name, text)
         console.print(table)
-        if self.text:  # A terminal must not obey what a model writes.
+        if self.text:  # A model's text must not send control characters to the terminal.
             clean = (char if char.isprintable() or char == "\n" else "\N{MIDDLE DOT}" for char in self.text)
             shown = "".join(clean)
             console.print(f"text of the model:\n{shown}", markup=False, highlight=False, soft_wrap=True)

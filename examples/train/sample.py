@@ -12,7 +12,7 @@ import torch
 import typer
 
 if __name__ == "__main__":
-    # Python put this folder first; its parent is where ``import train`` looks.
+    # Python puts this folder first on the path, but ``import train`` needs its parent.
     sys.path[0] = str(Path(__file__).parents[1])
 
 from attnspan import causal
@@ -27,10 +27,10 @@ __all__ = ["continue_text", "generate"]
 
 
 def generate(path: Path, prompt: str, *, tokens: int, temperature: float, seed: int) -> Iterator[str]:
-    """Continue a text, piece by piece, until the model ends the document or there are ``tokens`` more.
+    """Continue a text, piece by piece, until the model ends the document or has added ``tokens`` tokens.
 
-    The path is a run's folder, whose latest checkpoint is taken, or the folder of one checkpoint.
-    Temperature 0 takes the likeliest token.
+    The path is the folder of a run, to use its latest checkpoint, or the folder of a checkpoint. Temperature
+    0 takes the most likely token.
     """
     wanted, got = "--temperature and --tokens of 0 or more", f"{temperature} and {tokens}"
     ConfigError.unless(temperature >= 0 <= tokens, wanted, got, "Pass larger numbers")
@@ -38,13 +38,13 @@ def generate(path: Path, prompt: str, *, tokens: int, temperature: float, seed: 
     if step_of(path.name) is not None and path.is_dir():
         folder, step = path.resolve().parents[1], step_of(path.name)
     there, wanted = (folder / "config.json").is_file(), "a run's folder or a checkpoint"
-    remedy = "Give a folder like runs/NAME or runs/NAME/checkpoints/step-00000100"
+    remedy = "Pass a folder like runs/NAME or runs/NAME/checkpoints/step-00000100"
     CheckpointError.unless(there, wanted, path, remedy)
     config = TrainConfig.load(folder / "config.json")
     vocabulary = load_vocabulary(config.tokenizer)
     model = Decoder(config, vocabulary.end + 1)
     root, state = folder / "checkpoints", {"state": {"model": model.state_dict()}}
-    another = f"Sample one that is there: sample.py {shlex.quote(str(root))}/step-"
+    another = f"Sample an existing checkpoint: sample.py {shlex.quote(str(root))}/step-"
     CheckpointStore(root, instead=lambda other: f"{another}{other:08d}").load(state, step)
     yield from continue_text(model, vocabulary, prompt, tokens, temperature, seed)
 
@@ -58,9 +58,12 @@ def continue_text(
     seed: int,
     ranks: Ranks = ALONE,
 ) -> Iterator[str]:
-    """The same of a model. Ranks that hold parts of it all do this, and take the first one's tokens.
+    """Continue a text with a model.
 
-    The whole context is computed anew for each token: simple, and quick enough to look at a small model.
+    Ranks that share the model all call this, and use the first rank's tokens.
+
+    The model computes the whole context again for each token, which is simple and fast enough for a small
+    model.
     """
     draw = torch.Generator().manual_seed(seed)
     context = [vocabulary.end, *vocabulary.encode(prompt.encode()).tolist()]
@@ -68,7 +71,7 @@ def continue_text(
     text = ""
     for _ in range(tokens):
         window = torch.tensor([(context + added)[-model.config.seq_len :]], device=ranks.device)
-        # Lengths grow: compiled blocks would be compiled for each of them.
+        # The lengths grow, so compiled blocks would recompile for each length.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             logits = model(window, torch.arange(window.shape[1], device=ranks.device)[None], causal())
         last = logits[0, -1].float().cpu()
@@ -82,7 +85,7 @@ def continue_text(
         if token == vocabulary.end:
             return
         added.append(token)
-        # A piece may end inside a character: what is broken now may be whole with the next token.
+        # A piece may end inside a character, which the next token may complete.
         longer = vocabulary.decode(added)
         if not longer.endswith("\N{REPLACEMENT CHARACTER}"):
             yield longer[len(text) :]
@@ -92,9 +95,11 @@ def continue_text(
 def _command(
     checkpoint: Annotated[Path, typer.Argument(help="a run's folder, or one of its checkpoints")],
     prompt: Annotated[str, typer.Argument(help="text to continue")] = "",
-    tokens: Annotated[int, typer.Option(help="most tokens to add")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 0.8,
-    seed: Annotated[int, typer.Option(help="seed of the draw")] = 0,
+    tokens: Annotated[int, typer.Option(help="maximum number of tokens to add")] = 256,
+    temperature: Annotated[
+        float, typer.Option(help="sampling temperature; 0 takes the most likely token")
+    ] = 0.8,
+    seed: Annotated[int, typer.Option(help="random seed of the sampling")] = 0,
 ) -> None:
     """Continue a text with a trained model."""
     print(prompt, end="")

@@ -29,32 +29,32 @@ T = TypeVar("T")
 
 
 class Unobserved:
-    """The places of a training loop that someone may want to time, as `attnspan_lab.bench.monitor` does."""
+    """Hooks for an observer of a training loop, such as `attnspan_lab.bench.monitor`."""
 
     def data(self, batches: Iterable[T]) -> Iterator[T]:
-        """Pass on the batches; the time between asking and getting is the wait for data."""
+        """Yield the batches. The time to get a batch is the wait for data."""
         return iter(batches)
 
     def step(self, *, number: int | None = None, tokens: int = 0) -> AbstractContextManager[object]:
-        """Surround one step, numbered from 1, on so many tokens."""
+        """Surround one step. Steps are numbered from 1. ``tokens`` is its number of tokens."""
         return nullcontext((number, tokens))
 
     def phase(self, name: str) -> AbstractContextManager[object]:
-        """Surround one part of a step: "forward", "backward", "optimizer" or "communication"."""
+        """Surround one phase of a step: "forward", "backward", "optimizer" or "communication"."""
         return nullcontext(name)
 
     def loss(self, loss: float) -> None:
-        """Take the loss of the step in progress."""
+        """Record the loss of the current step."""
 
     def held_out(self, loss: float) -> None:
-        """Take the held-out loss after the last step, or before the first."""
+        """Record the held-out loss after the last step, or before the first."""
 
 
 UNOBSERVED: Any = Unobserved()
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """Rate of a step, from 0: linear warm-up, then a cosine to ``min_lr`` of the peak at the last step.
+    """Compute the learning rate of a step, from 0: linear warm-up, then a cosine to ``min_lr`` of the peak.
 
     Example:
         >>> config = TrainConfig(lr=1.0, warmup=2, steps=11, min_lr=0.1)
@@ -69,18 +69,18 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 class StepResult(NamedTuple):
-    """Figures of one step, of all ranks together."""
+    """Measurements of one step, over all ranks."""
 
-    loss: float  # mean per target, nats
-    grad_norm: float  # of the whole gradient, before clipping
+    loss: float  # mean per target, in nats
+    grad_norm: float  # norm of the whole gradient, before clipping
     lr: float
     tokens: float  # padding included
     seconds: float  # wall time
-    flops: StepFlops  # useful work
-    memory: float  # peak so far, the sum of all ranks', bytes
+    flops: StepFlops  # FLOP/s of useful work
+    memory: float  # peak so far, sum over ranks, in bytes
 
     def figures(self) -> dict[str, float]:
-        """Figures for the log: rates instead of counts."""
+        """Values for the log: rates instead of counts."""
         same = {"loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr, "seconds": self.seconds}
         work = {"gflops": self.flops.total / 1e9, "attention_gflops": self.flops.attention / 1e9}
         rates = {name: x / self.seconds for name, x in (work | {"tokens_per_second": self.tokens}).items()}
@@ -88,10 +88,10 @@ class StepResult(NamedTuple):
 
 
 class Stepper(Stateful):
-    """A model with its optimizer, ready to take steps; as a state, what a checkpoint holds of them.
+    """A model with its optimizer, ready to take steps. Its state is stored in checkpoints.
 
-    The optimizer is AdamW (Loshchilov and Hutter 2019); it decays matrices and leaves norms alone. The dtype
-    of the configuration must be resolved ("auto" is not a dtype).
+    The optimizer is AdamW (Loshchilov and Hutter 2019), with weight decay for matrices but not for norms. The
+    configuration's dtype must be resolved ("auto" is not a dtype).
     """
 
     def __init__(self, config: TrainConfig, vocab_size: int, ranks: Ranks = ALONE) -> None:
@@ -104,13 +104,13 @@ class Stepper(Stateful):
         self.optimizer = AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
 
     def loss(self, part: Part, observer: Any = UNOBSERVED) -> Tensor:
-        """Summed loss of this rank's targets."""
+        """Compute the summed loss of this rank's targets."""
         part = self.ranks.place(part)
         with observer.phase("forward"):
             return token_loss(self.model(part.tokens, part.positions, part.mask), part.targets)
 
     def step(self, batch: Batch, index: int, observer: Any = UNOBSERVED) -> StepResult:
-        """Forward and backward of each micro-batch, clip, update. ``index`` steps were taken before."""
+        """Run forward and backward of each micro-batch, clip, and update. ``index`` counts earlier steps."""
         start, config, ranks = time.perf_counter(), self.config, self.ranks
         lr = learning_rate(index, config)
         for group in self.optimizer.param_groups:
@@ -124,7 +124,7 @@ class Stepper(Stateful):
             with observer.phase("backward"):
                 torch.autograd.backward(share)
             loss += share.detach()
-        if ranks.everyone is not None and not config.fsdp:  # Sharded parameters have it done during backward.
+        if ranks.everyone is not None and not config.fsdp:  # FSDP reduces sharded gradients during backward.
             with observer.phase("communication"):
                 sum_gradients(self.model.parameters(), ranks.everyone)
         with observer.phase("optimizer"):
@@ -137,7 +137,7 @@ class Stepper(Stateful):
         return StepResult(total, grad_norm, lr, tokens, time.perf_counter() - start, flops, memory)
 
     def warm_up(self, batch: Batch) -> float:
-        """Forward and backward that change no weight; the first time they compile. Seconds they took."""
+        """Run forward and backward without an update. The first call compiles. Return the seconds."""
         start = time.perf_counter()
         for part in batch.parts:
             torch.autograd.backward(self.loss(part))
@@ -145,15 +145,15 @@ class Stepper(Stateful):
         return time.perf_counter() - start
 
     def bits_per_byte(self, held_out: Corpus) -> float:
-        """Bits that the model needs for a byte of the text.
+        """Compute the model's bits per byte of the text.
 
-        Gradients stay enabled, although none is taken: turning them off would compile every block once more.
+        Gradients stay enabled although none is computed, because disabling them would recompile every block.
         """
         config, rank = self.config, self.ranks.number
         batches = (make_batch(config, [rows], rank) for rows in pack_once(held_out, **config.row_shape(rank)))
         nats = math.fsum(self.loss(part).item() for batch in batches for part in batch.parts)
         if isinstance(self.model, FSDPModule):
-            self.model.reshard()  # What backward would do: gathered weights are let go.
+            self.model.reshard()  # Free the gathered weights, which backward would do.
         return self.ranks.sum([nats])[0] / math.log(2) / held_out.num_bytes
 
     def state_dict(self) -> dict[str, Any]:

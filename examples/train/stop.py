@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first lets a step end and be saved, the second ends the run at once."""
+"""Ctrl-C and SIGTERM: the first signal ends and saves the current step, the second one exits immediately."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from train.parallelize import Ranks
 __all__ = ["Stop", "Stopped"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# A scheduler signals every process, and torchrun passes its signal on to the ranks: they hear one wish twice.
+# A scheduler signals every process, and torchrun passes its signal on: ranks may get one signal twice.
 _SAME_SECONDS = 0.5
-_HEARD = b"\ntrain: the step ends, then a checkpoint is written. Ctrl-C again ends at once, without it.\n"
+_HEARD = (
+    b"\ntrain: stopping after this step and a checkpoint. Ctrl-C again exits now, without a checkpoint.\n"
+)
 
 
 class Stopped(SystemExit):
-    """The run was stopped and saved, as a signal asked; the exit status is the one of that signal."""
+    """The run was stopped and saved after a signal. The signal determines the exit status."""
 
 
 class Stop:
-    """Whether the run is to stop. Outside of `patient` a signal raises a KeyboardInterrupt at once."""
+    """Whether the run should stop. Outside of `patient`, a signal raises a KeyboardInterrupt immediately."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks, self._patient, self._signal, self._at = ranks, False, 0, 0.0
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Hear the signals, unless they are ignored, as those of the keyboard are after nohup."""
-        here = threading.current_thread() is threading.main_thread()  # Others can set no handler.
+        """Handle the signals, unless they are ignored, as keyboard signals are after nohup."""
+        here = threading.current_thread() is threading.main_thread()  # Only the main thread can set handlers.
         heard = [each for each in _SIGNALS if here and signal.getsignal(each) != signal.SIG_IGN]
         before = {each: signal.signal(each, self._hear) for each in heard}
         try:
@@ -43,7 +45,7 @@ class Stop:
 
     @contextmanager
     def patient(self) -> Iterator[None]:
-        """Surround steps that ask `agreed`: the first signal waits for that."""
+        """Surround steps that call `agreed`. The first signal waits until then."""
         self._patient = True
         try:
             yield
@@ -58,10 +60,10 @@ class Stop:
             raise KeyboardInterrupt
         self._signal, self._at = number, now
         if self._ranks.is_first:
-            os.write(2, _HEARD)  # A print may be what the signal has interrupted.
+            os.write(2, _HEARD)  # The signal may have interrupted a print.
 
     def agreed(self) -> Stopped | None:
-        """Exception that all ranks raise once they have saved, if any rank was asked to stop."""
+        """Return the exception that all ranks raise after saving, if any rank got a signal."""
         asked = [float(self._signal == each) for each in _SIGNALS]
         heard = [each for each, ranks in zip(_SIGNALS, self._ranks.sum(asked), strict=True) if ranks]
         return Stopped(128 + heard[0]) if heard else None

@@ -1,4 +1,4 @@
-"""A training run from its options to its summary: opening or resuming it, the loop, and the end."""
+"""A training run from options to summary: start or resume, training loop, and end."""
 
 from __future__ import annotations
 
@@ -34,57 +34,60 @@ from train.stop import Stop, Stopped
 __all__ = ["Run", "train"]
 
 _CONFIG, _SUMMARY = "config.json", "summary.json"
-_JOB = "job"  # Which job of torchrun has opened the run last.
+_JOB = "job"  # File with the torchrun job that opened the run last.
 
-# What --minutes keeps for the end, next to the held-out score: the last checkpoint, text, the monitor's page.
+# Time that --minutes reserves for the last checkpoint, text and the monitor's page, besides the score.
 _RESERVE_SECONDS = 8.0
 _TRIAL_SECONDS, _TRIALS = 3.0, 4
 
-#: Makes the observer of the steps (`Unobserved`) from this rank's ceiling in FLOP/s, or from None.
+#: Makes the observer of the steps (`Unobserved`) from this rank's ceiling in FLOP/s, or None.
 Observe = Callable[[float | None], AbstractContextManager[Any]]
 
 
 @dataclass
 class Run:
-    """Everything that lives as long as a run."""
+    """State that lives as long as a run."""
 
-    config: TrainConfig  # with what is decided at start-up
+    config: TrainConfig  # with the values that are decided at start-up
     folder: Path
     vocabulary: Vocabulary
     data: Data
     stepper: Stepper
     store: CheckpointStore
     ranks: Ranks
-    done: int = 0  # steps taken
-    place: dict[str, int] | None = None  # where the data go on; None is the beginning
-    start_score: float = float("nan")  # held-out bits per byte of the untrained model
-    doing: str = "compiling"  # what the ranks are doing together, for messages
+    done: int = 0  # number of steps taken
+    place: dict[str, int] | None = None  # position in the data; None is the beginning
+    start_score: float = float("nan")  # held-out bits per byte before training
+    doing: str = "compiling"  # current common action of the ranks, for messages
 
     def __post_init__(self) -> None:
         self.stop = Stop(self.ranks)
 
     def batches(self, steps: int) -> Batches:
-        """The batches of the next steps."""
+        """Load the batches of the next steps."""
         return Batches(self.config, self.data.train, self.ranks.number, steps, self.place)
 
     def save(self) -> None:
-        """Start to write a checkpoint of the present state."""
+        """Start to write a checkpoint of the current state."""
         progress = {"place": self.place, "digests": self.data.digests, "start_score": self.start_score}
         self.store.save(self.done, {"state": self.stepper}, progress)
 
     def load(self, step: int | None) -> None:
-        """Return to a checkpoint, the latest by default; one of other data raises a CheckpointError."""
+        """Return to a checkpoint, by default the latest.
+
+        A checkpoint with other data raises a CheckpointError.
+        """
         self.done, progress = self.store.load({"state": self.stepper}, step)
         self.ranks.first(lambda: self._go_back(progress.get("digests", {})))
         self.place, self.start_score = progress["place"], progress["start_score"]
 
     def _go_back(self, digests: dict[str, str]) -> None:
-        steps, remedy = self.config.steps, "Pass more steps, or go back with --from-step"
-        wanted = f"--steps of at least the {self.done} that are taken"
+        steps, remedy = self.config.steps, "Pass a larger --steps, or go back with --from-step"
+        wanted = f"--steps of at least {self.done}, the number of steps already taken"
         ConfigError.unless(steps == 0 or steps >= self.done, wanted, steps, remedy)
         for part, digest in self.data.digests.items():
             wanted = f"the {part} documents that {self.folder} was trained with, sha256 {digests.get(part)}"
-            remedy = "Restore the data and the tokenizer as they were, or start a new run with another --name"
+            remedy = "Restore the original data and tokenizer, or start a new run with another --name"
             same = digest == digests.get(part)
             CheckpointError.unless(same, wanted, f"{digest} from {self.data.source}", remedy)
         self.store.go_back(self.done)
@@ -101,22 +104,22 @@ def train(
     observe: Observe | None = None,
     console: Console | None = None,
 ) -> Summary:
-    """Train a model; at the end print and save what came of it.
+    """Train a model. At the end, print and save the results.
 
-    With several ranks each of them calls this; the first one prints and writes. After a restart by torchrun
-    they go on from the latest checkpoint of their own job, if there is one, whatever ``resume`` and
-    ``from_step`` say. What goes wrong raises a subclass of `JobError` that says which option mends it. After
-    Ctrl-C or SIGTERM the step ends and is saved, and `Stopped` is raised; after another, a KeyboardInterrupt.
+    All ranks call this function. The first rank prints and writes. After a restart by torchrun, the ranks
+    continue from the latest checkpoint of their own job, if there is one, and ignore ``resume`` and
+    ``from_step``. Errors are subclasses of `JobError` that name the option to change. After Ctrl-C or
+    SIGTERM, the step ends and is saved, and `Stopped` is raised. A second signal raises a KeyboardInterrupt.
 
     Args:
-        config: Options. When resuming, those of the run itself, moved at most (`TrainConfig.moved`).
-        folder: The run's folder, which ranks on several machines all see.
-        resume: Go on from a checkpoint: ``from_step``, or the latest.
-        from_step: See ``resume``.
+        config: Options. When resuming, the run's own options, possibly with changes by `TrainConfig.moved`.
+        folder: The run's folder, which must be visible to ranks on all machines.
+        resume: Resume from the checkpoint ``from_step``, or else from the latest.
+        from_step: Step of the checkpoint to resume from.
         sample: Bytes of text to sample at the end.
-        ranks: Who runs it; by default whom the launcher or the present process group names (`open_ranks`).
-        observe: Makes the observer of the steps; it is open during them.
-        console: Standard output by default.
+        ranks: Ranks of the job. Default: from the launcher or the existing process group (`open_ranks`).
+        observe: Makes the observer of the steps, a context manager around them.
+        console: Console to print to. Default: standard output.
     """
     began = time.perf_counter()
     with nullcontext(ranks) if ranks is not None else open_ranks(config) as ranks:
@@ -125,7 +128,7 @@ def train(
             run = _open(config, folder, ranks, resume, from_step)
         with ranks.joined(lambda: run.doing), _interruptible(run, console):
             found = _train(run, console, began, observe, sample)
-            summary = ranks.first(lambda: found)  # It alone has seen all of the run.
+            summary = ranks.first(lambda: found)  # Only the first rank has the whole run.
         if ranks.is_first:
             write_json(folder / _SUMMARY, {**to_plain(summary), "mfu": summary.mfu}, indent=2)
         summary.show(console)
@@ -135,8 +138,8 @@ def train(
 
 @contextmanager
 def _interruptible(run: Run, console: Console) -> Iterator[None]:
-    """Say how to go on after an interruption, which is either patient or at once."""
-    resume = f"go on with python examples/train --resume {_named(run)}"
+    """Print how to resume after an interruption, either after a step or immediately."""
+    resume = f"resume with python examples/train --resume {_named(run)}"
     try:
         with run.stop.listening():
             yield
@@ -144,13 +147,13 @@ def _interruptible(run: Run, console: Console) -> Iterator[None]:
         _say(console, "stop", f"after step {run.done}, which is saved: {resume}")
         raise
     except KeyboardInterrupt:
-        steps, anew = run.store.steps(), f"nothing is saved: start {run.folder} anew"
-        _say(console, "stop", "at once, " + (f"step {steps[-1]} is saved: {resume}" if steps else anew))
+        steps, anew = run.store.steps(), f"nothing is saved: start {run.folder} again"
+        _say(console, "stop", "immediately, " + (f"step {steps[-1]} is saved: {resume}" if steps else anew))
         raise
 
 
 def _open(config: TrainConfig, folder: Path, ranks: Ranks, resume: bool, from_step: int | None) -> Run:
-    """Read the data, build the model, go back to a checkpoint; decide for good what was left open."""
+    """Read the data, build the model, load a checkpoint, and decide all options that are still open."""
     torch.set_num_threads(config.threads or ranks.first(torch.get_num_threads))
     dtype = ranks.first(lambda: faster_dtype(ranks.device)) if config.dtype == "auto" else config.dtype
     config = replace(config, threads=torch.get_num_threads(), dtype=dtype)
@@ -166,7 +169,7 @@ def _open(config: TrainConfig, folder: Path, ranks: Ranks, resume: bool, from_st
     run = Run(config, folder, vocabulary, data, Stepper(config, vocabulary.end + 1, ranks), store, ranks)
     if resume:
         run.load(from_step)
-    # Only now, so that data which cannot be read leave no empty folder behind.
+    # Create the folder only now, so that unreadable data leave no empty folder.
     ranks.first(lambda: _keep(config, folder))
     return run
 
@@ -179,22 +182,22 @@ def _read(config: TrainConfig) -> tuple[Vocabulary, Data]:
 def _refuse_other_data(data: Data, expected: dict[str, str]) -> None:
     for part, digest in data.digests.items():
         wanted = f"the same {part} documents on all ranks, sha256 {expected[part]} as on the first"
-        remedy = "Give all of them the same files, with --data"
+        remedy = "Use the same files on all ranks with --data"
         DataError.unless(digest == expected[part], wanted, f"{digest} from {data.source}", remedy)
 
 
 def _opened_before(folder: Path) -> bool:
-    """Whether this job had opened the run before torchrun restarted it; else it is not its own."""
+    """Whether this job opened the run before torchrun restarted it. Otherwise the run is not its own."""
     mark, job = folder / _JOB, os.environ.get("TORCHELASTIC_RUN_ID")
     ours = job is not None and mark.is_file() and mark.read_text() == job
     if ours and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        mark.unlink()  # Of an earlier job of the same name: --rdzv-id may be given twice.
+        mark.unlink()  # The file may come from an earlier job with the same name: --rdzv-id may repeat.
         return False
     return ours
 
 
 def _keep(config: TrainConfig, folder: Path) -> None:
-    """Write the options of a run, as it goes on now."""
+    """Write the current options of a run."""
     try:
         write_json(folder / _CONFIG, config, indent=2)
         if (job := os.environ.get("TORCHELASTIC_RUN_ID")) is not None:
@@ -202,12 +205,12 @@ def _keep(config: TrainConfig, folder: Path) -> None:
         if config.profile:
             Path(config.profile).mkdir(parents=True, exist_ok=True)
     except (OSError, OptionError) as error:
-        wanted, remedy = "folders that can be written", "Choose others with --runs-dir and --profile"
+        wanted, remedy = "folders that can be written", "Choose other folders with --runs-dir and --profile"
         raise ConfigError.of(wanted, error, remedy) from None
 
 
 def _train(run: Run, console: Console, began: float, observe: Observe | None, sample: int) -> Summary:
-    """From the first compilation to the text of the trained model."""
+    """Run everything from the first compilation to the text of the trained model."""
     ranks, stepper, device = run.ranks, run.stepper, run.ranks.device
     _introduce(run, console)
     bursts, before = peak_flops(run.config, device), Graphs.since()
@@ -230,7 +233,7 @@ def _train(run: Run, console: Console, began: float, observe: Observe | None, sa
     bursts += peak_flops(run.config, device)
     run.doing = "sampling"
     text = _sample(run, sample)
-    # A run that is resumed at its very end has taken no step.
+    # A run that is resumed at its end takes no step.
     speeds = [each["gflops"] * 1e9 for each in results] or [0.0]
     return Summary(
         bits_per_byte_start=run.start_score,
@@ -251,7 +254,7 @@ def _train(run: Run, console: Console, began: float, observe: Observe | None, sa
 
 
 def _choose_steps(run: Run, console: Console, began: float, score_seconds: float) -> None:
-    """Time a few steps that change no weight, and fill the time of the run with as many as fit."""
+    """Time a few steps without updates, and choose the number of steps that fits into the run's time."""
     trials: list[float] = []
     while run.ranks.first(lambda t=trials: sum(t) < _TRIAL_SECONDS):  # type: ignore[misc]
         trials += [run.stepper.warm_up(batch) for batch in run.batches(_TRIALS)]
@@ -264,7 +267,7 @@ def _choose_steps(run: Run, console: Console, began: float, score_seconds: float
 
 
 def _loop(run: Run, console: Console, observer: Any) -> list[dict[str, float]]:
-    """The steps that are left; figures of each."""
+    """Run the remaining steps, and return the measurements of each."""
     config, results = run.config, []
     with ExitStack() as stack:
         stack.enter_context(run.stop.patient())
@@ -299,25 +302,26 @@ def _loop(run: Run, console: Console, observer: Any) -> list[dict[str, float]]:
 
 
 def _refuse_divergence(run: Run, result: StepResult) -> None:
-    """Stop before weights that are not finite replace a good checkpoint. All ranks know the figures."""
+    """Stop before non-finite weights replace a good checkpoint. All ranks have the same values."""
     if math.isfinite(result.loss + result.grad_norm):
         return
     run.store.wait()
     wanted = f"a finite loss and gradient norm at step {run.done}"
     got = f"{result.loss} and {result.grad_norm} at the learning rate {result.lr:.3g}"
-    remedy = "Start a new run with a lower --lr or a longer --warmup; earlier checkpoints are as they were"
+    remedy = "Start a new run with a lower --lr or a longer --warmup. Earlier checkpoints are unchanged"
     run.ranks.first(lambda: ConfigError.unless(False, wanted, got, remedy))
 
 
 def _profiler(config: TrainConfig, rank: int) -> profile:
-    """Traces three steps after the first two, into one file per rank, for Perfetto or TensorBoard."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Its chatter on stderr; read at its first use.
+    """Trace three steps after the first two into one file per rank, for Perfetto or TensorBoard."""
+    # Silence the profiler's log on stderr. The variable is read at first use.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     write = tensorboard_trace_handler(str(config.profile), worker_name=f"rank{rank}")
     return profile(schedule=schedule(wait=1, warmup=1, active=3, repeat=1), on_trace_ready=write)
 
 
 def _sample(run: Run, size: int) -> str:
-    """At most so many tokens of text of the model, about as many bytes, from one document."""
+    """Sample text of one document from the model, with at most ``size`` tokens."""
     prompt = "def " if run.config.data is None else ""
     how = run.stepper.model, run.vocabulary, prompt, size, 0.8, run.config.seed, run.ranks
     return prompt + "".join(continue_text(*how)) if size else ""
@@ -348,7 +352,7 @@ def _in_words(config: TrainConfig) -> str:
 
 
 def _named(run: Run) -> str:
-    """The options that name a run."""
+    """Return the options that name a run."""
     runs, name = shlex.quote(str(run.folder.parent)), shlex.quote(run.folder.name)
     return f"--name {name}" if runs == "runs" else f"--runs-dir {runs} --name {name}"
 

@@ -81,9 +81,9 @@ def test_a_file_that_is_no_machine_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="no such file"):
         Machine.load(tmp_path / "none.json")
     for value in (0.0, -1.0, math.inf, math.nan, "1", None):
-        with pytest.raises(OptionError, match="latency: expected a positive, finite figure"):
+        with pytest.raises(OptionError, match="latency: expected a positive, finite number"):
             replace(PLAIN, latency=value)  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="node_size: expected a positive, finite figure"):
+    with pytest.raises(OptionError, match="node_size: expected a positive, finite number"):
         replace(PLAIN, node_size=2.5)  # type: ignore[arg-type]
     assert Machine.load(str(path)).forward_flops == 1000.0
 

@@ -161,8 +161,8 @@ def test_80_columns_are_enough_and_times_need_rates(run: Any) -> None:
     for setup in setups(16, 32, 8):
         for word in setup.name.split():
             assert word in out, "no word is cut"
-    assert "No times: no rates were measured" in out
-    assert "predicted" not in out
+    assert "No predicted times: pass --machine" in out
+    assert "predicted: " not in out
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_bytes_are_those_of_the_plan_or_all_keys_of_the_other_rank(runs: list[di
 def test_the_report_names_everyone_and_why_some_are_missing(runs: list[dict[str, Any]]) -> None:
     text = io.StringIO()
     context_parallel.report({"runs": runs}, Console(file=text, width=150))
-    for words in (*OURS, ONE, "its kernel takes a causal flag", "(target at 16,384 rows: 90%)"):
+    for words in (*OURS, ONE, "its kernel supports only a causal flag", "(target at 16,384 rows: 90%)"):
         assert words in text.getvalue()
 
 

@@ -212,7 +212,7 @@ def test_absence_and_the_only_one_damaged_are_said(tmp_path: Path) -> None:
     listed = set(json.loads((folder / "manifest.json").read_text())["files"])
     assert listed == {path.name for path in folder.iterdir()} - {"manifest.json"}
     truncate(folder / "__0_0.distcp")
-    with pytest.raises(CheckpointError, match=r"bytes instead of.*Start the run anew"):
+    with pytest.raises(CheckpointError, match=r"bytes instead of.*Start a new run"):
         load(tmp_path)
 
 

@@ -127,10 +127,10 @@ CASES = {
     ),
     "empty.txt": ("", r"expected text in .*empty\.txt, got none"),
     "blank.jsonl": ('{"text": " "}', r"expected text in .*blank\.jsonl, got none"),
-    "packed.jsonl.gz": (b"\x1f\x8b", r"packed\.jsonl\.gz\. Unpack or convert it"),
+    "packed.jsonl.gz": (b"\x1f\x8b", r"packed\.jsonl\.gz\. Unpack or convert the file"),
     "broken.jsonl": (
         ROW + "{nope\n" + ROW,
-        r"in line 2 of .*broken\.jsonl, got .*: column 2 .*Mend that line",
+        r"in line 2 of .*broken\.jsonl, got .*: column 2 .*Correct that line",
     ),
     "cut.jsonl": (ROW + '{"text":  \r\n', r"in line 2 of .*cut\.jsonl, got Expecting value: column 9 "),
     "mark.jsonl": (
@@ -144,11 +144,14 @@ CASES = {
         r"field 'text' in line 3 of .*other\.jsonl, got a row with the fields \['body'\]",
     ),
     "null.jsonl": (ROW + "null", r"in line 2 of .*null\.jsonl, got a row with the fields \[\]"),
-    "number.jsonl": ('{"text": 5}', r"got int\. Name the column that holds the documents with --text-field"),
-    "broken.parquet": ("PAR1", r"expected a readable \.parquet file, got .*broken\.parquet.*Write it anew,"),
+    "number.jsonl": ('{"text": 5}', r"got int\. Pass the column of the documents with --text-field"),
+    "broken.parquet": (
+        "PAR1",
+        r"expected a readable \.parquet file, got .*broken\.parquet.*Write the file again,",
+    ),
     "latin.txt": (
         b"\xff\xfe\x80",
-        r"expected a readable \.txt file, got .*latin\.txt.*Write it anew, text in UTF-8",
+        r"expected a readable \.txt file, got .*latin\.txt.*Write the file again, as UTF-8 text",
     ),
 }
 
@@ -188,7 +191,9 @@ def test_what_the_system_refuses_to_read_is_said(
 
     with monkeypatch.context() as patched:
         patched.setattr(os if name == "scandir" else Path, name, refuse)
-        with pytest.raises(DataError, match=r"got .*Permission denied.*\. Let this user read it"):
+        with pytest.raises(
+            DataError, match=r"got .*Permission denied.*\. Give this user permission to read it"
+        ):
             read_documents(str(tmp_path))
 
 

@@ -97,8 +97,8 @@ def test_train_leaves_a_page_of_its_steps_unless_told_not_to(train: Command, tra
 @pytest.mark.parametrize(
     ("count", "last", "said"),
     [
-        (1, 3, "after step 3, which is saved: go on with python examples/train --resume --name x1\n"),
-        (2, 2, "at once, nothing is saved: start runs/x2 anew\n"),
+        (1, 3, "after step 3, which is saved: resume with python examples/train --resume --name x1\n"),
+        (2, 2, "immediately, nothing is saved: start runs/x2 again\n"),
     ],
 )
 def test_an_interrupted_command_leaves_its_page_and_one_sentence(
@@ -119,8 +119,8 @@ def test_an_interrupted_command_leaves_its_page_and_one_sentence(
 @pytest.mark.parametrize(
     ("older", "remedy"),
     [
-        (True, "Sample one that is there: sample.py runs/first/checkpoints/step-00000001."),
-        (False, "Start the run anew, under another --name."),
+        (True, "Sample an existing checkpoint: sample.py runs/first/checkpoints/step-00000001."),
+        (False, "Start a new run with another --name."),
     ],
 )
 def test_a_damaged_checkpoint_names_another_to_sample(

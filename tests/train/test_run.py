@@ -209,7 +209,8 @@ def test_a_run_is_not_started_twice_nor_resumed_from_nothing(tiny: Tiny, tmp_pat
     train(tiny(steps=3, checkpoint_every=1), tmp_path / "three")
     for step, fewer in ((None, 2), (2, 1)):
         with pytest.raises(
-            ConfigError, match=rf"--steps of at least the {step or 3} that are taken, got {fewer}"
+            ConfigError,
+            match=rf"--steps of at least {step or 3}, the number of steps already taken, got {fewer}",
         ):
             train(tiny(steps=fewer), tmp_path / "three", resume=True, from_step=step)
     assert TrainConfig.load(tmp_path / "three" / "config.json").steps == 3
@@ -232,7 +233,9 @@ def test_a_run_is_resumed_only_on_its_own_data(tiny: Tiny, tmp_path: Path, chang
     if change == "none":
         train(config, folder, resume=True)
         return
-    with pytest.raises(CheckpointError, match=r"documents that .*run was trained with.*Restore the data"):
+    with pytest.raises(
+        CheckpointError, match=r"documents that .*run was trained with.*Restore the original data"
+    ):
         train(config, folder, resume=True)
 
 
@@ -263,7 +266,7 @@ def test_the_first_signal_saves_the_step_and_a_resumed_run_has_the_same_losses(
         train(config, folder, console=console, observe=lambda _: nullcontext(Dying(3, number, number)))
     assert end.value.code == 128 + number
     assert signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL), "as it was"
-    said = f"after step 3, which is saved: go on with python examples/train --resume --runs-dir {tmp_path} "
+    said = f"after step 3, which is saved: resume with python examples/train --resume --runs-dir {tmp_path} "
     assert said in console.file.getvalue()  # type: ignore[attr-defined]
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000003"]
     train(config, folder, resume=True)
@@ -274,7 +277,7 @@ def test_the_first_signal_saves_the_step_and_a_resumed_run_has_the_same_losses(
 
 @pytest.mark.parametrize(
     ("last", "said"),
-    [(5, "at once, step [24] is saved: go on"), (1, "at once, nothing is saved: start")],
+    [(5, "immediately, step [24] is saved: resume"), (1, "immediately, nothing is saved: start")],
 )
 def test_the_second_signal_ends_at_once_and_says_what_is_saved(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int, said: str

@@ -1,3 +1,3 @@
-"""The workshop of attnspan: it measures, tunes, diagnoses and draws; attention imports none of it."""
+"""attnspan-lab: benchmarks, tuner, doctor, monitor and pictures. `attnspan` itself imports none of it."""
 
 __all__: list[str] = []

@@ -20,10 +20,10 @@ from attnspan_lab.machine import Machine, flops_of
 
 __all__ = ["calibrate"]
 
-_BLOCK, _LARGEST = 1 << 22, 1 << 28  # bytes that a rank receives in a timed transfer, at least and at most
-_SMALL = 8  # bytes of a message that costs its latency only
+_BLOCK, _LARGEST = 1 << 22, 1 << 28  # minimum and maximum bytes that a rank receives in a timed transfer
+_SMALL = 8  # bytes of a message whose time is its latency
 _HEADS, _ROWS = 8, {"cpu": 1024, "cuda": 8192}
-_MOST, _LEAST = 200, 3  # repetitions
+_MOST, _LEAST = 200, 3  # maximum and minimum number of repetitions
 
 
 def calibrate(
@@ -50,7 +50,7 @@ def calibrate(
     latency = timer.median(_exchange(timer, range(ranks), _SMALL))
     cuda, processor = where.type == "cuda", f"{platform.machine()} x {torch.get_num_threads()} threads"
     name = torch.cuda.get_device_name(where) if cuda else processor
-    # Where a level has no ranks, its links are as the other's.
+    # A level without ranks gets the bandwidth of the other level.
     return Machine(
         name=f"measured on {ranks} ranks of {name} over {engine}",
         dtype=dtype,
@@ -64,14 +64,14 @@ def calibrate(
 
 
 class _Timer:
-    """Median times, the slowest rank's, so that all ranks have the same figures."""
+    """Timer that returns the slowest rank's median time, so all ranks get the same measurement."""
 
     def __init__(self, group: Any, where: torch.device, seconds: float) -> None:
         self.group, self.where, self.seconds = group, where, seconds
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
 
     def slowest(self, seconds: float) -> float:
-        """The largest of all ranks' figures."""
+        """Return the largest value of all ranks."""
         value = torch.tensor([seconds], dtype=torch.float64, device=self.where)
         dist.all_reduce(value, dist.ReduceOp.MAX, group=self.group)
         return float(value)
@@ -85,16 +85,16 @@ class _Timer:
         return time.perf_counter() - start
 
     def median(self, call: Callable[[], object]) -> float:
-        """Seconds of a call, repeated equally often on all ranks."""
+        """Measure the seconds of a call, with the same number of repetitions on all ranks."""
         call()
-        # The number is agreed on: a rank that stopped before the others would leave them waiting.
+        # All ranks need the same number: if one rank stopped early, the others would wait forever.
         one = self.slowest(self.once(call))
         count = max(_LEAST, min(_MOST, int(self.seconds / one)))
         return self.slowest(statistics.median(self.once(call) for _ in range(count)))
 
 
 def _rates(timer: _Timer, dtype: str, head_dim: int) -> tuple[float, float]:
-    """FLOP/s of attention, forward and backward, while all ranks are at work."""
+    """Measure the FLOP/s of attention, forward and backward, while all ranks compute."""
     rows = _ROWS.get(timer.where.type, _ROWS["cpu"])
     kind = getattr(torch, dtype)
     q, k, v = (
@@ -119,7 +119,7 @@ def _rates(timer: _Timer, dtype: str, head_dim: int) -> tuple[float, float]:
 
 
 def _bandwidth(timer: _Timer, node_size: int, *, near: bool) -> float | None:
-    """Bytes/s of exchanges with all ranks of the same node, or of all others; None where there are none."""
+    """Measure bytes/s of exchanges within a node or across nodes. None if there are no such ranks."""
     node = timer.rank // node_size
     peers = [r for r in range(timer.ranks) if r != timer.rank and (r // node_size == node) == near]
     most = int(timer.slowest(float(len(peers))))
@@ -127,14 +127,14 @@ def _bandwidth(timer: _Timer, node_size: int, *, near: bool) -> float | None:
         return None
     small = timer.median(_exchange(timer, peers, _SMALL))
     block = -(-_BLOCK // most)
-    # On a busy machine a small message may take as long as a large one: their difference would be noise.
+    # On a busy machine, a small message may take as long as a large one. The difference would be noise.
     while (large := timer.median(_exchange(timer, peers, block))) < 2 * small and block * most < _LARGEST:
         block *= 4
     return block * most / (large - small if large > 2 * small else large)
 
 
 def _exchange(timer: _Timer, peers: Sequence[int], size: int) -> Callable[[], object]:
-    """An all-to-all in which ranks of the chosen level alone have something for each other."""
+    """Build an all-to-all in which each rank sends only to the given peers."""
     counts = [size if rank in peers else 0 for rank in range(timer.ranks)]
     send = torch.zeros(sum(counts), dtype=torch.uint8, device=timer.where)
     received = torch.empty_like(send)

@@ -1,4 +1,4 @@
-"""A child process that runs a module on a task, and tells its parent what it finds at once."""
+"""A child process that runs a module on a task and reports its findings immediately."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["Child", "telling", "why_ended"]
 
 
 class Child:
-    """A process that was started; to be closed, as by ``with``.
+    """A running child process. Close it, for example with ``with``.
 
     Args:
-        module: It gets the task, in JSON, as its only argument.
-        task: Plain data; its "out" will be the file that `telling` takes.
-        variables: Of its environment, in addition to those of this process.
+        module: Module to run. Its only argument is the task as JSON.
+        task: Plain data. Its "out" is set to the file for `telling`.
+        variables: Environment variables, in addition to the variables of this process.
     """
 
     def __init__(self, module: str, task: Mapping[str, Any], variables: Mapping[str, str]) -> None:
@@ -40,7 +40,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
-                # Ctrl-C is for the parent, which ends its processes.
+                # Only the parent handles Ctrl-C, and ends its processes.
                 start_new_session=True,
                 env={**os.environ, **variables},
             )
@@ -55,16 +55,16 @@ class Child:
 
     @property
     def code(self) -> int | None:
-        """Exit code; None while it runs."""
+        """Exit code, or None while the process runs."""
         return self._process.poll()
 
     @property
     def errors(self) -> str:
-        """All that it wrote to its stderr so far."""
+        """Return everything that the process wrote to stderr so far."""
         return self._errors.read_text(errors="replace")
 
     def told(self) -> list[dict[str, Any]]:
-        """Records that it told since the last look, in whole lines; one that a crash cut into is left out."""
+        """Return the records since the last call. A line that a crash cut short is left out."""
         text = self._out.read_text()
         whole = text[self._taken : text.rfind("\n") + 1]
         self._taken += len(whole)
@@ -75,14 +75,14 @@ class Child:
         return found
 
     def wait(self, seconds: float) -> int | None:
-        """Exit code, or None if it still runs after so many seconds."""
+        """Wait for the exit code. Return None if the process still runs after the timeout."""
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
 
     def end(self) -> None:
-        """End the process and those that it started, such as compilers."""
+        """End the process and its own children, such as compilers."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -95,12 +95,12 @@ class Child:
 
 @contextmanager
 def telling(path: str) -> Iterator[Callable[..., None]]:
-    """In the child: a function that tells the parent what it is given by name, from any thread."""
+    """Return a function for the child that reports its keyword arguments to the parent, from any thread."""
     owner, lock = os.getpid(), threading.Lock()
     with Path(path).open("a") as out:
 
         def tell(**what: Any) -> None:
-            if os.getpid() == owner:  # A fork says nothing.
+            if os.getpid() == owner:  # Forked processes report nothing.
                 with lock:
                     out.write(json.dumps(to_plain(what)) + "\n")
                     out.flush()
@@ -109,7 +109,7 @@ def telling(path: str) -> Iterator[Callable[..., None]]:
 
 
 def why_ended(code: int, errors: str) -> str:
-    """The signal that ended a process, or its exit code and last words.
+    """Describe the end of a process: its signal, or its exit code and last line of stderr.
 
     Example:
         >>> why_ended(-6, ""), why_ended(1, "a\\nValueError: b\\n")

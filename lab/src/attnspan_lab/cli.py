@@ -1,4 +1,4 @@
-"""The command line. Each command imports what it needs, so that ``show`` works without torch."""
+"""The command line. Each command imports its own dependencies, so that ``show`` works without torch."""
 
 import sys
 from collections.abc import Callable
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["build_app", "main", "run"]
 
-# How a package is installed that may be missing.
+# Optional package -> how the user installs it.
 _INSTALLS = {
     **dict.fromkeys(("typer", "rich", "torch", "jinja2", "plotly"), "pip install ./lab in a checkout"),
     **dict.fromkeys(("pyarrow", "tokenizers", "tensorboard"), "pip install pyarrow tokenizers tensorboard"),
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def run(command: Callable[[], object]) -> None:
-    """Run a command line. An error of the user is one message and exit code 2, without a traceback."""
+    """Run a command line. A user error prints one message and exits with code 2, without a traceback."""
     try:
         command()
     except ModuleNotFoundError as error:
@@ -37,7 +37,7 @@ def run(command: Callable[[], object]) -> None:
             raise
         _fail(f"{package} is not installed: {_INSTALLS[package]}")
     except (ValueError, TypeError, OSError) as error:
-        # What attnspan raises is the user's to mend; anything else is a defect and keeps its traceback.
+        # The user can fix errors that attnspan raises. Any other error is a defect and keeps its traceback.
         if not type(error).__module__.startswith(("attnspan.", "train.")):
             raise
         _fail(str(error))
@@ -49,7 +49,7 @@ def _fail(message: str) -> None:
 
 
 def build_app() -> "typer.Typer":
-    """The commands.
+    """Build the typer application with all commands.
 
     Raises:
         ModuleNotFoundError: typer is not installed.
@@ -65,7 +65,7 @@ def build_app() -> "typer.Typer":
     from attnspan_lab.zoo.command import zoo
 
     app = typer.Typer(
-        help="Attention whose mask is data.",
+        help="Exact attention for PyTorch and JAX. You pass the mask as data.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -76,16 +76,20 @@ def build_app() -> "typer.Typer":
     def common(_version: Annotated[bool, version] = False) -> None:
         pass
 
-    # The library's own command reads its arguments.
+    # `python -m attnspan` parses the arguments of these two commands.
     through = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
-    app.command("show", help="Draw a mask.", context_settings=through)(_of_the_library)
-    why = "Say which backend runs a call, and why not the others; --env: versions and machine."
+    app.command("show", help="Draw a mask in the terminal, or as SVG.", context_settings=through)(
+        _of_the_library
+    )
+    why = "Print which backend runs a call and why the others do not. --env prints versions and the machine."
     app.command("explain", help=why, context_settings=through)(_of_the_library)
-    app.command("tune", help="Find the fastest configurations on this machine.")(tune)
-    app.command("bench", help="Compare attention with its peers on this machine.")(bench(_write_page))
-    app.command("doctor", help="Say what is wrong with a model's attention under the compiler.")(doctor)
-    app.command("zoo", help="Run other libraries' models with each attention.")(zoo)
-    app.command("simulate", help="Predict how strategies compare over many ranks.")(simulate)
+    app.command("tune", help="Find the fastest kernel configurations on this machine.")(tune)
+    app.command("bench", help="Benchmark attnspan against other attention implementations.")(
+        bench(_write_page)
+    )
+    app.command("doctor", help="Find problems of a model's attention under torch.compile.")(doctor)
+    app.command("zoo", help="Run models of transformers and diffusers with each attention.")(zoo)
+    app.command("simulate", help="Compare context-parallel strategies without starting ranks.")(simulate)
     return app
 
 

@@ -1,4 +1,4 @@
-"""Output of all commands: figures as text, tables that fit the terminal, options made from dataclasses."""
+"""Output of all commands: numbers as text, tables that fit the terminal, options from dataclasses."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ __all__ = [
     "words",
 ]
 
-NONE = "-"  #: stands where there is no figure
-_FILE_WIDTH = 160  # of a table that goes into a file
+NONE = "-"  #: placeholder for a missing value
+_FILE_WIDTH = 160  # columns of output that goes into a file
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 _BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
 _PER_SECOND = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1.0, ""))
@@ -44,13 +44,13 @@ _PER_SECOND = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1.0, ""))
 def _scaled(value: float | None, units: Sequence[tuple[float, str]]) -> str:
     if value is None:
         return NONE
-    # By its three digits: 0.9999 s is 1.00 s, not 1,000 ms.
+    # Choose the unit after rounding: 0.9999 s is 1.00 s, not 1,000 ms.
     size, unit = next((entry for entry in units if abs(float(f"{value:.3g}")) >= entry[0]), units[-1])
     return f"{ratio_digits(value / size)} {unit}"
 
 
 def ratio_digits(value: float) -> str:
-    """Three digits: "1.23", "12.3", "1,234".
+    """Format a number with three digits: "1.23", "12.3", "1,234".
 
     Example:
         >>> ratio_digits(1.234), ratio_digits(9.996), ratio_digits(1234.0)
@@ -61,7 +61,7 @@ def ratio_digits(value: float) -> str:
 
 
 def times_text(ratio: float | None) -> str:
-    """A ratio with three digits.
+    """Format a ratio with three digits.
 
     Example:
         >>> times_text(1.234), times_text(None)
@@ -71,7 +71,7 @@ def times_text(ratio: float | None) -> str:
 
 
 def seconds_text(seconds: float | None) -> str:
-    """A time with three digits and its unit.
+    """Format a time with three digits and its unit.
 
     Example:
         >>> seconds_text(0.00123), seconds_text(12.3), seconds_text(None)
@@ -81,7 +81,7 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def bytes_text(size: float | None) -> str:
-    """A size with three digits and its binary unit.
+    """Format a size with three digits and its binary unit.
 
     Example:
         >>> bytes_text(3 * 2**20), bytes_text(None)
@@ -91,7 +91,7 @@ def bytes_text(size: float | None) -> str:
 
 
 def rate_text(rate: float | None, unit: str = "FLOP/s") -> str:
-    """A rate with three digits and its decimal unit.
+    """Format a rate with three digits and its decimal unit.
 
     Example:
         >>> rate_text(2.1e11), rate_text(1.8e10, "B/s")
@@ -101,7 +101,7 @@ def rate_text(rate: float | None, unit: str = "FLOP/s") -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share of 0..1.
+    """Format a share between 0 and 1 in percent.
 
     Example:
         >>> percent(0.87), percent(0.021), percent(None)
@@ -111,10 +111,10 @@ def percent(share: float | None) -> str:
 
 
 def stdout() -> Console:
-    """The terminal; where output goes into a file and COLUMNS does not say otherwise, 160 columns."""
+    """Return the terminal's console. For output to a file, the width is COLUMNS or else 160."""
     from rich.console import Console
 
-    # Names such as a.py:factory are no emoji.
+    # Without emoji, because a.py:factory would be parsed as one.
     console = Console(highlight=False, emoji=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _FILE_WIDTH
@@ -126,9 +126,9 @@ class Column:
     """A column of a table.
 
     Args:
-        name: Its heading.
-        words: Holds words, which are left-aligned and may wrap; figures never wrap.
-        drop: Columns of a higher number are left out first where the terminal is narrow; 0 always stays.
+        name: Heading of the column.
+        words: The column holds words, which are left-aligned and may wrap. Numbers never wrap.
+        drop: On narrow terminals, columns with higher numbers are left out first. 0 always stays.
     """
 
     name: str
@@ -145,15 +145,15 @@ def print_table(
     bold: Callable[[Sequence[str]], bool] = lambda _: False,
     styles: Sequence[str | None] = (),
 ) -> None:
-    """Print a table that fits. Where it does not, columns are left out and named below it.
+    """Print a table that fits the console. Columns that do not fit are left out and listed below.
 
     Args:
-        console: Where to; its width decides.
-        title: Above the table.
-        columns: With the order in which they are dropped.
-        rows: A text for each column.
-        bold: Whether a row is a heading.
-        styles: Of the rows, where they differ.
+        console: Console to print to. Its width limits the table.
+        title: Title above the table.
+        columns: Columns, with the order in which they are left out.
+        rows: One text per column for each row.
+        bold: Returns whether a row is a heading.
+        styles: Style of each row. Default: no styles.
 
     Example:
         >>> from rich.console import Console
@@ -175,7 +175,7 @@ def print_table(
         style = styles[index] if styles else None
         table.add_row(*(row[i] for i in widths), style="bold" if bold(row) else style)
     console.print()
-    # Where even these columns do not fit, a line that the terminal breaks is better than half a figure.
+    # If even these columns do not fit, a line that the terminal breaks is better than half a number.
     needed = sum(widths.values()) + 3 * (len(widths) - 1)
     terminal, console.width = console.width, max(console.width, needed)
     console.print(table)
@@ -186,7 +186,7 @@ def print_table(
 
 
 def _widths(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> dict[int, int]:
-    """Width of each column that is kept, by its index; none cuts a figure or a word."""
+    """Compute the width of each kept column, by index. No width cuts a number or a word."""
 
     def longest(texts: Iterable[str]) -> int:
         return max(map(len, texts), default=0)
@@ -196,7 +196,7 @@ def _widths(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int
         index: longest(part for text in texts[index] for part in (text.split() if column.words else [text]))
         for index, column in enumerate(columns)
     }
-    # Columns are three apart.
+    # Three characters separate columns.
     while width < sum(least.values()) + 3 * (len(least) - 1):
         droppable = [index for index in least if columns[index].drop]
         if not droppable:
@@ -211,7 +211,7 @@ def _widths(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int
 
 
 def _table(title: str, columns: Sequence[tuple[Column, int]]) -> Table:
-    """An empty table of columns with their widths."""
+    """Make an empty table with columns of these widths."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -235,7 +235,7 @@ def _table(title: str, columns: Sequence[tuple[Column, int]]) -> Table:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """The words of a list with commas.
+    """Split a comma-separated list.
 
     Example:
         >>> words("a, b"), words("")
@@ -245,12 +245,12 @@ def words(text: str) -> tuple[str, ...]:
 
 
 def chosen(name: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
-    """The words of a list with commas, each of which must be known.
+    """Split a comma-separated list of known words.
 
     Args:
         name: The option, for the error.
-        text: Its value.
-        known: What can be chosen.
+        text: Value of the option.
+        known: Words that can be chosen.
 
     Raises:
         OptionError: A word is not known.
@@ -261,16 +261,16 @@ def chosen(name: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
     """
     known = tuple(known)
     for word in words(text):
-        expect(word in known, name, f"some of {', '.join(known)}", repr(word), "Name one of these")
+        expect(word in known, name, f"some of {', '.join(known)}", repr(word), "Use one of these")
     return words(text)
 
 
 def numbers(name: str, text: str) -> tuple[int, ...]:
-    """The positive numbers of a list with commas.
+    """Parse a comma-separated list of positive numbers.
 
     Args:
         name: The option, for the error.
-        text: Its value.
+        text: Value of the option.
 
     Raises:
         OptionError: A word is not a positive number.
@@ -284,7 +284,7 @@ def numbers(name: str, text: str) -> tuple[int, ...]:
         expect(
             is_number,
             name,
-            "positive numbers with commas between",
+            "positive numbers, separated by commas",
             repr(word),
             f"Write it like {name} 128,512",
         )
@@ -293,10 +293,13 @@ def numbers(name: str, text: str) -> tuple[int, ...]:
 
 @contextmanager
 def progress(console: Console, total: int, first: str = "") -> Iterator[Callable[..., None]]:
-    """Progress bar that names the step in progress and disappears at the end; elsewhere, lines.
+    """Show a progress bar that names the current step and disappears at the end.
+
+    Without a terminal, only the printed lines appear.
 
     Yields:
-        A function of a line to print above the bar, its style, and what rich's `Progress.update` takes.
+        A function with three kinds of arguments: a line to print above the bar, its style, and arguments of
+        rich's `Progress.update`.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -313,16 +316,16 @@ def progress(console: Console, total: int, first: str = "") -> Iterator[Callable
 
 
 def option(panel: str, comment: str, *names: str, default: Any) -> Any:
-    """A field of a dataclass of options: where the help shows it, its text, and names that are not plain."""
+    """Make a field of an options dataclass: its panel in the help, its help text, and its own flag names."""
     return dataclasses.field(default=default, metadata={"help": comment, "panel": panel, "names": names})
 
 
 def options_of(kind: type, *, names: str = "") -> list[inspect.Parameter]:
-    """The parameters of a command, one for each field of a dataclass whose metadata has "help" and "panel".
+    """Make the parameters of a command from a dataclass with "help" and "panel" in its fields' metadata.
 
     Args:
         kind: The dataclass.
-        names: Help of the field ``names``, which takes the command's arguments; empty if there is none.
+        names: Help text of the field ``names``, which holds the command's arguments. Empty without arguments.
 
     Raises:
         OptionError: A field has no help.
@@ -335,7 +338,9 @@ def options_of(kind: type, *, names: str = "") -> list[inspect.Parameter]:
         else:
             said = field.metadata
             if "help" not in said:
-                raise OptionError(field.name, expected="a help text", got="none", remedy="Give the field one")
+                raise OptionError(
+                    field.name, expected="a help text", got="none", remedy="Add a help text to the field"
+                )
             shown = typer.Option(*said.get("names", ()), help=said["help"], rich_help_panel=said["panel"])
             default, annotated = field.default, Annotated[annotation, shown]
         return inspect.Parameter(

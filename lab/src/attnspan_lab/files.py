@@ -1,6 +1,6 @@
-"""Files that a reader never sees half written; dataclasses as plain JSON and back.
+"""Atomic writes of files, and conversion between dataclasses and JSON.
 
-A path that ends in ``.gz`` is compressed: raw samples are long, and ``zcat file.json.gz`` shows them.
+Files whose name ends in ``.gz`` are compressed. Read them with ``zcat file.json.gz``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ELSEWHERE = "Choose another path"
 
 @contextmanager
 def _writing(path: Path, remedy: str = _ELSEWHERE) -> Iterator[None]:
-    """Make the folder of a file; what the system refuses becomes one sentence."""
+    """Create the folder of a file. Errors of the system become one sentence."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
@@ -46,18 +46,20 @@ def _writing(path: Path, remedy: str = _ELSEWHERE) -> Iterator[None]:
 
 
 def check_writable(path: Path) -> None:
-    """Raise now what `write_whole` would raise after hours of work.
+    """Check that a file can be written, before hours of work.
 
     Raises:
         OptionError: The file cannot be written.
     """
-    expect(not path.is_dir(), str(path), "a writable file", "a folder", "Name a file in it")
+    expect(not path.is_dir(), str(path), "a writable file", "a folder", "Pass a file in this folder")
     with _writing(path), tempfile.TemporaryFile(dir=path.parent):
         pass
 
 
 def write_whole(path: Path, content: str | bytes, remedy: str = _ELSEWHERE) -> None:
-    """Write a file. A reader sees the old one or the whole new one; missing folders are made.
+    """Write a file atomically: readers see the old file or the complete new one.
+
+    Missing folders are created.
 
     Raises:
         OptionError: The file cannot be written.
@@ -81,16 +83,16 @@ def write_whole(path: Path, content: str | bytes, remedy: str = _ELSEWHERE) -> N
 def write_json(path: Path, value: Any, *, indent: int | None = None, remedy: str = _ELSEWHERE) -> None:
     """Write a dataclass or plain data as one JSON document, compressed if the name ends in ``.gz``."""
     text = json.dumps(to_plain(value), indent=indent) + "\n"
-    # Without a time stamp, equal data make equal files.
+    # Without a time stamp, equal data give equal files.
     write_whole(path, gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text, remedy)
 
 
 def read_json(path: Path, what: str = "a JSON file") -> Any:
-    """Read what `write_json` wrote.
+    """Read a file that `write_json` wrote.
 
     Args:
         path: The file.
-        what: What it should be, for the error.
+        what: Name of the expected content, for the error.
 
     Raises:
         OptionError: The file is missing, cut short or not JSON.
@@ -101,7 +103,7 @@ def read_json(path: Path, what: str = "a JSON file") -> Any:
     except FileNotFoundError:
         got, remedy = "no such file", "Check the path"
     except (OSError, ValueError, EOFError, zlib.error) as error:
-        got, remedy = str(error), "Write the file anew"
+        got, remedy = str(error), "Write the file again"
     raise OptionError(str(path), expected=what, got=got, remedy=remedy)
 
 
@@ -111,9 +113,9 @@ def read_results(kind: type[T], path: Path, what: str, *, schema: int, remedy: s
     Args:
         kind: The dataclass.
         path: The file.
-        what: What it should be, for the error.
-        schema: The version that can be read.
-        remedy: What to do about another version.
+        what: Name of the expected content, for the error.
+        schema: The supported schema version.
+        remedy: Remedy for other versions, for the error.
 
     Raises:
         OptionError: The file is missing, not JSON, of another schema, or damaged.
@@ -135,7 +137,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: type[T], data: Any, where: str) -> T:
-    """Build a dataclass from what `to_plain` made of it, by its annotations.
+    """Build a dataclass from the output of `to_plain`, according to its annotations.
 
     Args:
         kind: The dataclass.
@@ -153,7 +155,7 @@ def from_plain(kind: type[T], data: Any, where: str) -> T:
         Point(x=1.0)
         >>> from_plain(Point, {"y": 1}, "point")
         Traceback (most recent call last):
-        attnspan.errors.OptionError: point: expected the fields x, got y. Write the file anew.
+        attnspan.errors.OptionError: point: expected the fields x, got y. Write the file again.
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     required = {
@@ -163,7 +165,7 @@ def from_plain(kind: type[T], data: Any, where: str) -> T:
     }
     is_whole = isinstance(data, dict) and required <= set(data) <= set(fields)
     got = (", ".join(data) or "nothing") if isinstance(data, dict) else type(data).__name__
-    expect(is_whole, where, f"the fields {', '.join(fields)}", got, "Write the file anew")
+    expect(is_whole, where, f"the fields {', '.join(fields)}", got, "Write the file again")
     hints = get_type_hints(kind)
     return kind(**{name: _build(hints[name], item, f"{where}.{name}") for name, item in data.items()})
 
@@ -177,11 +179,11 @@ def _build(hint: Any, data: Any, where: str) -> Any:
         return None if data is None and type(None) in args else _build(kind, data, where)
     if dataclasses.is_dataclass(hint):
         return from_plain(hint, data, where)  # type: ignore[arg-type]
-    # JSON has one kind of list and of number: a tuple is read from a list, a float also from an int.
+    # JSON has only one kind of list and number: lists become tuples, and integers may become floats.
     kind = list if origin is tuple else origin or hint
     if kind is float and type(data) is int:
         return float(data)
-    expect(type(data) is kind, where, kind.__name__, repr(data), "Write the file anew")
+    expect(type(data) is kind, where, kind.__name__, repr(data), "Write the file again")
     if origin is tuple:
         return tuple(_build(args[0], item, f"{where}[{index}]") for index, item in enumerate(data))
     if origin is dict:

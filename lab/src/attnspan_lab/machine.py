@@ -1,6 +1,7 @@
-"""Measured rates of a machine, and the time that a call would need on it.
+"""Measured rates of a machine, and predicted times of attention calls.
 
-A prediction is arithmetic on pairs, bytes and a few figures. It tells what dominates; it is no measurement.
+A prediction is computed from pairs, bytes and a few measured rates. It shows which part dominates, but it is
+not a measurement.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ _VARIABLE = "ATTNSPAN_MACHINE"
 
 @dataclass(frozen=True)
 class Machine:
-    """The rates that a prediction needs, as `calibrate` measures them.
+    """Rates for a prediction, as `calibrate` measures them.
 
     Attributes:
-        name: Whose figures they are; said wherever a prediction is shown.
-        dtype: Element type that the rates hold for.
-        forward_flops, backward_flops: Attention of one rank, FLOP/s over visible pairs.
-        bandwidth_within, bandwidth_across: What one rank receives, while it sends as much, from ranks of its
-            node and from other nodes, bytes/s.
-        latency: What a collective takes that moves nothing, s.
-        node_size: Ranks of a node.
+        name: Name of the measured machine, shown with each prediction.
+        dtype: Element type of the rates.
+        forward_flops, backward_flops: Attention of one rank, in FLOP/s over visible pairs.
+        bandwidth_within, bandwidth_across: Bytes/s that one rank receives from its own node and from other
+            nodes, while it sends the same amount.
+        latency: Seconds of a collective that moves no data.
+        node_size: Number of ranks per node.
 
     Raises:
-        OptionError: A figure is not positive and finite.
+        OptionError: A rate is not positive and finite.
     """
 
     name: str
@@ -55,13 +56,13 @@ class Machine:
             if each.type == "str":
                 fits, wanted = isinstance(value, str), "a text"
             else:
-                kind, wanted = int if each.type == "int" else (int, float), "a positive, finite figure"
+                kind, wanted = int if each.type == "int" else (int, float), "a positive, finite number"
                 fits = isinstance(value, kind) and 0 < value < math.inf
             expect(fits, f"Machine: {each.name}", wanted, repr(value), remedy)
 
     @classmethod
     def default(cls) -> Machine | None:
-        """The file that the environment variable ATTNSPAN_MACHINE names, or None.
+        """Load the file that the environment variable ATTNSPAN_MACHINE names. None if it is not set.
 
         Raises:
             OptionError: The variable names a file that cannot be used.
@@ -71,39 +72,42 @@ class Machine:
 
     @classmethod
     def calibrate(cls, group: Any = None, **options: Any) -> Machine:
-        """Measure attention and the network, on all ranks of a group at once; all get the same figures.
+        """Measure attention and the network on all ranks of a group at once.
+
+        All ranks get the same rates.
 
         Args:
-            group: A process group of torch.distributed; None: the default one.
+            group: A process group of torch.distributed, or None for the default group.
             **options: ``dtype`` ("float32"), ``head_dim`` (128), ``seconds`` to spend (2.0), ``node_size``
-                (LOCAL_WORLD_SIZE, as torchrun sets it), ``device`` (what the group's engine works on).
+                (LOCAL_WORLD_SIZE, which torchrun sets), ``device`` (the device of the group's backend).
 
         Raises:
-            OptionError: There is no process group, or it has one rank only.
+            OptionError: There is no process group, or it has only one rank.
         """
         from attnspan_lab.calibrate import calibrate
 
         return calibrate(group, **options)
 
     def save(self, path: Path | str) -> None:
-        """Write the figures as JSON; a reader sees the old file or the new one."""
+        """Write the rates as JSON. Readers see the old file or the complete new one."""
         write_json(Path(path), self, indent=1)
 
     @classmethod
     def load(cls, path: Path | str) -> Machine:
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
-            OptionError: The file is missing, or is something else.
+            OptionError: The file is missing or has another content.
         """
-        return from_plain(cls, read_json(Path(path), "the figures of a machine"), str(path))
+        return from_plain(cls, read_json(Path(path), "the rates of a machine"), str(path))
 
     def predict(self, cost: Cost, sizes: Sizes) -> Prediction:
-        """The time of one call, forward and backward.
+        """Predict the time of one call, forward and backward.
 
-        The exchange and the ring overlap with compute; scatter and gather do not. Links within and across
-        nodes work at the same time, both directions of each too, and nobody shares one. A ring's steps are
-        taken to cost the same; where a mask makes some heavier, a real ring is slower than this.
+        The prediction assumes the following. The exchange and the ring overlap with compute, but scatter and
+        gather do not. Links within and across nodes work at the same time, in both directions, and no other
+        job uses them. All steps of a ring cost the same. If the mask makes some steps heavier, a real ring is
+        slower than predicted.
         """
         work = flops_of(cost.pairs, head_dim=sizes.head_dim, v_dim=sizes.v_dim)
         rates, directions = (self.forward_flops, self.backward_flops), (cost.forward, cost.backward)
@@ -115,7 +119,7 @@ class Machine:
                 overlaps = name not in ("scatter", "gather")
                 sums = network if overlaps else exposed
                 sums += self._seconds(phase) + self.latency * (cost.parts if overlaps else 1)
-            # Work in equal parts: while one is computed the next ones travel; a ring's first part is there.
+            # Assume equal parts: while one is computed, the next ones travel. A ring's first part is local.
             first = 0.0 if cost.strategy.kind == "ring" else network / cost.parts
             last = compute / cost.parts * (network > 0)
             total = np.maximum(compute + first, network + last) + exposed
@@ -140,9 +144,10 @@ class Machine:
 
 
 def flops_of(pairs: Floats, *, head_dim: int, v_dim: int) -> tuple[Floats, Floats]:
-    """FLOPs of attention over visible pairs, forward and backward.
+    """Count the FLOPs of attention over visible pairs, forward and backward.
 
-    Two products forward (q k, p v), five backward (q k again, dout v, and one each for dq, dk, dv).
+    The forward pass has two products: q k and p v. The backward pass has five: q k again, dout v, and one
+    each for dq, dk and dv.
 
     Example:
         >>> flops_of(np.array([1.0]), head_dim=64, v_dim=64)

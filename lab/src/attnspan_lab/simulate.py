@@ -1,6 +1,7 @@
-"""The command ``attnspan simulate``: layouts, needs and bytes of many ranks on one machine.
+"""The command ``attnspan simulate``: context parallelism of many ranks, computed on one machine.
 
-They are those of a real run. Time is predicted, where rates were measured. No rank is started.
+Layouts, fetched keys and bytes are the same as in a real run. Times are predicted if rates were measured. No
+rank is started.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +36,7 @@ __all__ = [
     "tokens_of",
 ]
 
-_SHORTEST = 16  # tokens of a document that is drawn
+_SHORTEST = 16  # minimum tokens of a drawn document
 _COLUMNS = (
     Column("ranks"),
     Column("strategy, rows", words=True),
@@ -47,19 +48,20 @@ _COLUMNS = (
 )
 _TIMES = (Column("predicted"), Column("least", drop=3), Column("bound by", words=True, drop=5))
 _LEGEND = (
-    "max/mean: visible pairs of the busiest rank over the mean. Of ring: key rows that the busiest group "
-    "fetches, as a share of a ring's. Received, across (from other nodes), memory of buffers: bytes of the "
-    "busiest rank, forward and backward of one layer."
+    "max/mean: visible pairs of the busiest rank over the mean of all ranks. of ring: key rows that the "
+    "busiest group fetches, over the key rows of a ring. received, across, memory: bytes that the busiest "
+    "rank receives in total, receives from other nodes, and keeps in buffers, for the forward and backward "
+    "pass of one layer."
 )
 _TIMES_LEGEND = (
-    "Predicted: time of the slowest rank. Least: the mean of all ranks' pairs at the full rate, or the "
-    "busiest rank's own bytes at the full bandwidth."
+    "predicted: time of the slowest rank. least: lower bound, the larger of the mean work of a rank at the "
+    "full rate and the bytes of the busiest rank at the full bandwidth."
 )
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A strategy with a way of partitioning rows.
+    """A strategy with a method to partition the rows.
 
     Example:
         >>> Setup(Strategy("ring", 1, 8), "zigzag").name
@@ -71,7 +73,7 @@ class Setup:
 
     @property
     def name(self) -> str:
-        """For tables and plots, the number of ranks aside."""
+        """Name for tables and plots, without the number of ranks."""
         members, ring = self.strategy.members, ", ring" * (self.strategy.kind == "ring")
         if self.strategy.groups == 1:
             return "ulysses"
@@ -79,7 +81,7 @@ class Setup:
 
 
 def setups(ranks: int, q_heads: int, node_size: int) -> list[Setup]:
-    """Setups to compare: the balanced exchange, hybrids of it, rings over rows in order and zigzag, Ulysses.
+    """List setups to compare: balanced and zigzag exchange, a hybrid, contiguous and zigzag rings, Ulysses.
 
     Example:
         >>> [each.name for each in setups(ranks=16, q_heads=32, node_size=8)][:3]
@@ -101,17 +103,17 @@ class Outcome:
     """Cost of a setup.
 
     Attributes:
-        setup: Its name.
-        ranks, tokens: P and S.
-        balance: Visible pairs of the busiest rank over the mean.
-        rows, rows_of_ring: Key rows that the group with the most fetches, and that a ring would bring.
-        received, received_across: Bytes of the busiest rank, forward and backward, and those from other
-            nodes.
-        received_mean: Bytes of the average rank.
-        memory: Bytes of buffers, of the rank with the most.
-        seconds: Predicted; None without measured rates.
-        compute_seconds, network_seconds: Lower bounds; see `attnspan.parallel.auto.Prediction`.
-        bound: What the busiest rank spends most of its time on.
+        setup: Name of the setup.
+        ranks, tokens: Numbers of ranks and tokens.
+        balance: Visible pairs of the busiest rank over the mean of all ranks.
+        rows, rows_of_ring: Key rows that the busiest group fetches, and that a ring would fetch.
+        received, received_across: Bytes that the busiest rank receives in total and from other nodes, forward
+            and backward.
+        received_mean: Bytes that the average rank receives.
+        memory: Largest buffer memory of a rank, in bytes.
+        seconds: Predicted time, or None without measured rates.
+        compute_seconds, network_seconds: Lower bounds, see `attnspan.parallel.auto.Prediction`.
+        bound: Largest part of the busiest rank's time.
     """
 
     setup: str
@@ -142,11 +144,11 @@ def simulate(
     """Run the host's part of a step for each setup.
 
     Args:
-        mask: Of a row of so many tokens.
-        tokens: S.
-        chosen: What to compare.
-        machine: Measured rates; None: no time is predicted.
-        node_size: Ranks of a node; None: the machine's, or all.
+        mask: Mask of the packed sequence.
+        tokens: Length of the packed sequence.
+        chosen: Setups to compare.
+        machine: Measured rates. With None, no time is predicted.
+        node_size: Ranks per node. Default: the machine's, or all ranks.
         **sizes: ``heads`` and other arguments of `Layout.plan`.
 
     Example:
@@ -189,23 +191,23 @@ def simulate(
 
 
 def sample_lengths(kind: str, tokens: int, *, mean: int = 4096, seed: int = 0) -> NDArray[np.int64]:
-    """Draw lengths of documents with a heavy tail, until they fill a row; the last one is cut.
+    """Draw document lengths with a heavy tail until they fill a row. The last document is cut.
 
-    "lognormal" has a standard deviation of 1.5 in the logarithm (the mean is three times the median),
-    "pareto" a tail of index 1.2 (one document in sixteen is ten times as long as the shortest). Documents
-    have 16 tokens at least, and the row at most.
+    "lognormal" has a standard deviation of 1.5 in the logarithm, so the mean is three times the median.
+    "pareto" has a tail of index 1.2, so one document in sixteen is ten times as long as the shortest. Each
+    document has at least 16 tokens and at most the whole row.
 
     Raises:
-        OptionError: Another kind, or sizes that make no row.
+        OptionError: ``kind`` is unknown, or the sizes do not give a row.
 
     Example:
         >>> int(sample_lengths("pareto", 100_000, seed=1).sum())
         100000
     """
     fits, wanted = tokens >= 1 and mean > _SHORTEST, f"tokens of at least 1 and a mean above {_SHORTEST}"
-    expect(fits, "sample_lengths", wanted, f"{tokens} and {mean}", "Make the row or its documents longer")
+    expect(fits, "sample_lengths", wanted, f"{tokens} and {mean}", "Pass more tokens or a larger mean")
     known = kind in ("lognormal", "pareto")
-    expect(known, "sample_lengths", "'lognormal' or 'pareto'", repr(kind), "Name one")
+    expect(known, "sample_lengths", "'lognormal' or 'pareto'", repr(kind), "Pass one of these")
     generator, found = np.random.default_rng(seed), np.zeros(0, np.int64)
     while found.sum() < tokens:
         if kind == "lognormal":
@@ -219,17 +221,17 @@ def sample_lengths(kind: str, tokens: int, *, mean: int = 4096, seed: int = 0) -
 
 
 def corpus_lengths(tokens: int, seed: int) -> NDArray[np.integer]:
-    """Lengths of documents of Python's standard library that fill a row of so many tokens."""
+    """Return lengths of documents from Python's standard library that fill a row of ``tokens`` tokens."""
     return np.diff(corpus_offsets(tokens, seed))
 
 
 def pack(lengths: NDArray[np.integer]) -> Mask:
-    """The mask of documents of these lengths packed into one row, causal within each."""
+    """Build the causal document mask of documents with these lengths, packed into one row."""
     return causal() & segments(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
 
 
 def tokens_of(text: str) -> int:
-    """A number of tokens, in units of 1,024 or 1,048,576 where it ends in K or M.
+    """Parse a number of tokens. The suffix K means 1,024, and M means 1,048,576.
 
     Example:
         >>> tokens_of("4M"), tokens_of("100")
@@ -237,7 +239,7 @@ def tokens_of(text: str) -> int:
     """
     unit = {"K": 1 << 10, "M": 1 << 20}.get(text.strip()[-1:].upper(), 1)
     found = numbers("--tokens", text.strip()[:-1] if unit > 1 else text)
-    wanted = "positive numbers with commas between"
+    wanted = "positive numbers, separated by commas"
     expect(len(found) == 1, "--tokens", wanted, repr(text), "Write it like 4M,16M")
     return unit * found[0]
 
@@ -246,19 +248,21 @@ def command(
     mask: Annotated[
         str, Argument(help='corpus, lognormal or pareto documents, or a mask like "causal"')
     ] = "lognormal",
-    tokens: Annotated[str, Option(help="of the row, like 4M; several with commas between")] = "1M",
-    ranks: Annotated[str, Option(help="numbers of ranks, with commas between")] = "8,64,512",
-    q_heads: Annotated[int, Option(help="query heads")] = 32,
-    kv_heads: Annotated[int, Option(help="key heads")] = 8,
-    head_dim: Annotated[int, Option(help="elements of a row of q, k and v")] = 128,
-    itemsize: Annotated[int, Option(help="bytes of an element")] = 2,
-    mean: Annotated[int, Option(help="mean length of documents that are drawn")] = 4096,
-    seed: Annotated[int, Option(help="of the documents")] = 0,
-    node_size: Annotated[int, Option(help="ranks of a node")] = 8,
-    machine: Annotated[Path | None, Option(help="rates of Machine.calibrate(): predicts times")] = None,
-    json: Annotated[Path | None, Option(help="write the outcomes to this file")] = None,
+    tokens: Annotated[str, Option(help="tokens of the packed row, like 4M or 1M,4M")] = "1M",
+    ranks: Annotated[str, Option(help="numbers of ranks, separated by commas")] = "8,64,512",
+    q_heads: Annotated[int, Option(help="number of query heads")] = 32,
+    kv_heads: Annotated[int, Option(help="number of key heads")] = 8,
+    head_dim: Annotated[int, Option(help="head dim of q, k and v")] = 128,
+    itemsize: Annotated[int, Option(help="bytes per element")] = 2,
+    mean: Annotated[int, Option(help="mean length of drawn documents, in tokens")] = 4096,
+    seed: Annotated[int, Option(help="random seed of the drawn documents")] = 0,
+    node_size: Annotated[int, Option(help="ranks per node")] = 8,
+    machine: Annotated[
+        Path | None, Option(help="file of rates from Machine.calibrate(), to predict times")
+    ] = None,
+    json: Annotated[Path | None, Option(help="write the results to this JSON file")] = None,
 ) -> None:
-    """Predict how strategies compare over many ranks: balance, bytes, memory; times where rates are known."""
+    """Compare context-parallel strategies over many ranks: balance, bytes, memory and predicted times."""
     rates = Machine.default() if machine is None else Machine.load(machine)
     console, outcomes = stdout(), []
     sizes = {"heads": (q_heads, kv_heads), "head_dim": head_dim, "itemsize": itemsize}
@@ -272,7 +276,7 @@ def command(
         print_table(console, f"{mask}, {size:,} tokens", columns, map(_cells, found))
         outcomes += found
     console.print(_LEGEND, highlight=False)
-    said = "No times: no rates were measured (Machine.calibrate())."
+    said = "No predicted times: pass --machine, a file from Machine.calibrate()."
     if rates is not None:
         said = f"{_TIMES_LEGEND} Rates: {rates}."
     console.print(said, highlight=False)

@@ -123,11 +123,11 @@ def test_what_other_commands_print_fits_80_columns(run, arguments):
         (("desne",), "workloads: expected a name, a pattern, or one of the families"),
         (("--dtypes", "fp8"), "--dtypes: expected some of float32, bfloat16, float16, got 'fp8'"),
         (("--modes", "backward"), "--modes: expected some of forward, forward+backward"),
-        (("--lengths", "1e3"), "--lengths: expected positive numbers with commas between, got '1e3'"),
+        (("--lengths", "1e3"), "--lengths: expected positive numbers, separated by commas, got '1e3'"),
         (("--peers", "spda"), "peers: expected some of attnspan, attnspan-vendor"),
-        (("--seconds", "0"), "budget: expected positive limits"),
+        (("--seconds", "0"), "budget: expected positive finite limits"),
         (("--samples", "8"), "--samples: expected 9 or more, got 8"),
-        (("--seconds", "inf"), "budget: expected positive limits"),
+        (("--seconds", "inf"), "budget: expected positive finite limits"),
         (("training", "--rounds", "8"), "--rounds: expected 9 or more, got 8"),
         (("training", "--ranks", "0"), "--ranks: expected 1 or more, got 0"),
         (("small-16", "--ranks", "2"), "--ranks: expected a run of training, got none"),
@@ -243,7 +243,7 @@ def test_a_table_fits_and_names_what_it_leaves_out(width):
         "1 of 2 ratios have fewer than 25 pairs",
         "nowhere flex: it has no backward pass on CPU",
         "too noisy for 1 of 1 cells",
-        "the pipelined figure is the device's",
+        "for the time of the device itself",
     ):
         assert part in text, part
     figures = {"memory": "3.00 GiB", "in a row": "!3.00 s", "peak": "11 %", "remark": "backend cpu"}
@@ -314,8 +314,8 @@ def test_a_comparison_names_the_cell_and_the_verdict():
     new = replace(RESULTS, environment={"cpu": "b"}, cells=(replace(CELL, runs=(slow,)),))
     text = _printed(show_comparison, compare(RESULTS, new), width=80)
     for part in (
-        "another machine or setting: cpu: a machine, then b",
-        "so times are not compared, only ratios",
+        "different machine or setting: cpu: a machine, then b",
+        "Times are not compared, only ratios",
         "documents-corpus-32k",
         "1 cells compared: 0 regressions",
     ):

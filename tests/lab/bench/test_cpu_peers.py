@@ -225,17 +225,19 @@ def held(monkeypatch):
 def test_peers_are_held_to_our_level_or_say_that_they_are_not(installed, held, monkeypatch):
     plugin = SimpleNamespace(get_property=lambda *_: ["FP32"])
     monkeypatch.setattr(openvino_peer, "_core", lambda: plugin)
-    start = "attnspan is held to avx2, this peer is not: "
+    start = "attnspan is limited to avx2 and this peer is not: "
     assert OPENVINO.refuses(_job()) == f"{start}set OV_CPU_MAX_ISA, ONEDNN_MAX_CPU_ISA"
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     assert INDUCTOR.refuses(_job()) == f"{start}set ATEN_CPU_CAPABILITY, MKL_ENABLE_INSTRUCTIONS"
     monkeypatch.setenv("OV_CPU_MAX_ISA", "AVX2")
     assert OPENVINO.refuses(_job()) is None
-    assert ONNXRUNTIME.refuses(_job()) == f"{start}no setting does that"
+    assert ONNXRUNTIME.refuses(_job()) == f"{start}no setting limits this peer"
     # Its products are those of AVX-512 anyway.
     held.isa = lambda: "avx512"
     assert jobs.held_below("avx512") is None
-    assert jobs.held_below() == "attnspan is held to avx512, this peer is not: no setting does that"
+    assert (
+        jobs.held_below() == "attnspan is limited to avx512 and this peer is not: no setting limits this peer"
+    )
     held.isa_levels = lambda: ["portable", "avx2"]
     assert jobs.held_below("avx512") is None
 
@@ -244,7 +246,7 @@ def test_openvino_is_held_by_both_of_its_variables(installed, monkeypatch):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     monkeypatch.delenv("OV_CPU_MAX_ISA", raising=False)
     reason = OPENVINO.refuses(_job())
-    assert reason == "OV_CPU_MAX_ISA and ONEDNN_MAX_CPU_ISA differ: its plugin would disagree with itself"
+    assert reason == "OV_CPU_MAX_ISA and ONEDNN_MAX_CPU_ISA differ: set both to the same level"
 
 
 def test_inductor_refuses_scores_that_do_not_fit(monkeypatch):

@@ -122,7 +122,7 @@ def test_what_only_the_first_call_needs_is_not_counted():
 @pytest.mark.slow
 @on_linux
 def test_a_process_that_fails_says_why():
-    with pytest.raises(MeasurementError, match="memory of attnspan: expected a process that ends with a fig"):
+    with pytest.raises(MeasurementError, match="memory of attnspan: expected a process that prints its res"):
         process_peak("attnspan", replace(WORK, dtype="float8"), "forward", threads=1)
 
 

@@ -240,7 +240,9 @@ def test_losses_of_steps_and_of_held_out_data_are_kept_when_a_run_is_resumed(
 
 def test_losses_out_of_place_are_refused(world: World, tmp_path: Path) -> None:
     monitor = world.monitor(tmp_path)
-    with pytest.raises(OptionError, match="loss: expected a loss within a step, got it outside of one"):
+    with pytest.raises(
+        OptionError, match="loss: expected a loss within a step, got a loss outside of a step"
+    ):
         monitor.loss(1.0)
     with monitor.step():
         world.work(1)
@@ -277,10 +279,10 @@ def test_thinning_keeps_the_sums_and_bounds_the_number() -> None:
         ("step forwards", r"phase: expected forward or backward .* got 'forwards'"),
         ("step forward backward", r"phase: expected 'backward' outside .* got it within 'forward'"),
         ("step forward communication communication", r"got it within 'communication'"),
-        ("step step", r"no step within another, got one within step 1"),
-        ("step forward data", r"data: expected a batch to be asked for outside .* got it within 'forward'"),
+        ("step step", r"no step within another, got a step within step 1"),
+        ("step forward data", r"data: expected a request for a batch outside .* got it within 'forward'"),
         ("zeroth", r"step: expected a number above 0, the last one, got 0"),
-        ("close step", r"step: expected an open monitor, got a closed one"),
+        ("close step", r"step: expected an open monitor, got a closed monitor"),
     ],
 )
 def test_misuse_is_named(calls: str, message: str, world: World, tmp_path: Path) -> None:
@@ -306,7 +308,7 @@ def test_impossible_options_are_refused(tmp_path: Path) -> None:
         ({"every": 0}, r"every: expected 1 or more, got 0"),
         ({"ceiling": 0.0}, r"ceiling: expected FLOP/s above 0"),
         ({"ceiling": float("nan")}, r"ceiling: .* got nan"),
-        ({"device": "meta"}, r"device: expected cpu or cuda, got meta\. Give a probe"),
+        ({"device": "meta"}, r"device: expected cpu or cuda, got meta\. Pass your own probe"),
     ):
         with pytest.raises(OptionError, match=message):
             Monitor(tmp_path, **options)

@@ -90,8 +90,8 @@ def test_who_runs_what_on_cpu_and_why_not():
         packages = {"tokamax", "jax", "attnspan-jax", "openvino", "onnxruntime"}
         assert set(_refusers(mask)) - packages == cuda_only | others
     reasons = _refusers("window(3)", "forward+backward")
-    assert reasons["sdpa-flash"] == "it takes no mask but the full and the square causal one"
-    assert reasons["sdpa-per-document"] == "the mask is not made of packed documents"
+    assert reasons["sdpa-flash"] == "it supports only full masks and causal masks with Sq = Sk"
+    assert reasons["sdpa-per-document"] == "the mask is no document mask"
     assert reasons["flex"] == "it has no backward pass on CPU"
     assert reasons["flash-attn"] == "it runs on CUDA devices, not on cpu"
 

@@ -72,8 +72,8 @@ def test_a_wrong_or_failing_or_absent_route_has_a_reason_and_no_times():
     found = _take(world, {"good": Timed(world), **wrong, "broken": lambda _: 1 / 0, "absent": absent})
     assert [x.execute is not None for x in found] == [True, False, False, False, False]
     assert [x.reason for x in found[1:]] == [
-        "its result differs from the first route's by 1 of the norm",
-        "its result differs from the first route's by nan of the norm",
+        "its result differs from the first route's result by 1 of the norm",
+        "its result differs from the first route's result by nan of the norm",
         "it failed: ZeroDivisionError: division by zero",
         "too large",
     ]
@@ -147,7 +147,7 @@ def test_what_goes_wrong_in_the_other_environment_is_the_reason(other_python):
     assert route.reason == "its process failed: ImportError: no torch_xla"
     python = other_python("import time; time.sleep(30)")
     (route,) = routes.lazy_routes(SMALL, QUICK, python, 2, timeout=0.5)
-    assert route.reason == "its process had not ended after 0 s"
+    assert route.reason == "its process did not end within 0 s"
     (route,) = routes.lazy_routes(SMALL, QUICK, Path("/nowhere/python"), 2)
     assert "make test-xla" in route.reason
 
@@ -185,7 +185,7 @@ def test_the_worker_takes_both_routes(monkeypatch):
     ("arguments", "said"),
     [
         (["0"], "length: expected 1 or more, got 0"),
-        (["--seconds", "0"], "budget: expected positive limits"),
+        (["--seconds", "0"], "budget: expected positive finite limits"),
         (["--json", "/nowhere/routes.json"], "--json: expected a file in a folder that exists"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
     ],
@@ -211,7 +211,7 @@ def test_the_command_measures_prints_and_writes(monkeypatch, tmp_path, capsys):
     found = routes.main(arguments)
     said = capsys.readouterr().out
     assert said.startswith("(1, 5, 32, 128) float32, forward, on cpu")
-    for words in ("warm calls", "a hasty loop: 10 calls from cold", "not torch-xla: no environment"):
+    for words in ("warm calls", "naive loop: 10 cold calls", "not torch-xla: no environment"):
         assert words in said
     assert max(map(len, said.splitlines())) <= 80 or "not torch-xla" in said
     stored = json.loads(file.read_text())

@@ -55,7 +55,7 @@ def test_a_wrong_result_is_never_timed(mode):
         return result * 1.01 if mode == "forward" else (result[0], -result[1], *result[2:])
 
     run = _cell(Changed(change), mode=mode).runs[1]
-    assert run.reason.startswith("its result differs from that of attnspan by ")
+    assert run.reason.startswith("its result differs from attnspan by ")
     assert run.execute is run.ratio is None
     assert run.error > 1e-3
 
@@ -66,7 +66,7 @@ def test_failures_and_nan_are_reasons_and_the_others_go_on():
 
     cell = _cell(Changed(fail), Changed(lambda out: out * float("nan"), "nan"), Changed(name="after"))
     assert cell.run("changed").reason == "it failed: RuntimeError: no kernel image"
-    assert cell.run("nan").reason.startswith("its result differs from that of attnspan by nan")
+    assert cell.run("nan").reason.startswith("its result differs from attnspan by nan")
     assert cell.run("after").ran
 
 
@@ -78,7 +78,7 @@ def _nan(out):
     ("ours", "reason"),
     [
         (Changed(name="attnspan", reason="not today"), "not today"),
-        (Changed(_nan, "attnspan"), "its result has values that are not finite"),
+        (Changed(_nan, "attnspan"), "its result contains infinity or NaN"),
     ],
 )
 def test_peers_run_and_show_no_ratio_where_attnspan_cannot(ours, reason):
@@ -86,7 +86,7 @@ def test_peers_run_and_show_no_ratio_where_attnspan_cannot(ours, reason):
     cell = measure_cell(WORK, "forward", peers, QUICK)
     assert cell.ours.reason == reason
     assert [(run.ran, run.ratio) for run in cell.peers] == [(True, None), (True, None), (False, None)]
-    assert cell.peers[2].reason.startswith("its result differs from that of one by 2 ")
+    assert cell.peers[2].reason.startswith("its result differs from one by 2 ")
 
 
 @pytest.mark.parametrize("name", ["attnspan", "changed"])
@@ -100,7 +100,7 @@ def test_a_call_that_fails_while_it_is_timed_is_the_reason_of_its_peer(name):
 
     peers = [Changed(fail if name == x else lambda out: out, x) for x in ("attnspan", "changed", "other")]
     cell = measure_cell(WORK, "forward", peers, QUICK)
-    assert cell.run(name).reason == "it failed while it was timed: RuntimeError: out of memory"
+    assert cell.run(name).reason == "the timed call failed: RuntimeError: out of memory"
     assert [run.ran for run in cell.runs if run.peer != name] == [True, True]
     assert cell.run("other").ratio is None or name != "attnspan"
 
@@ -109,7 +109,7 @@ def test_inputs_that_do_not_fit_are_the_reason_of_all():
     work = replace(WORK, batch=1 << 40)
     found = [run.reason for run in measure_cell(work, "forward", [OURS, Changed()], QUICK).runs]
     assert len(found) == 2
-    assert all(reason.startswith("there is no memory for its inputs: RuntimeError") for reason in found)
+    assert all(reason.startswith("not enough memory for the inputs: RuntimeError") for reason in found)
 
 
 def test_a_peer_that_is_timed_on_the_wrong_device_ends_the_measurement():
@@ -118,7 +118,7 @@ def test_a_peer_that_is_timed_on_the_wrong_device_ends_the_measurement():
             device = VirtualDevice(World(), 0.05, waits=False)
             return Ready(lambda: (device.submit(), torch.zeros(1))[1], device)
 
-    with pytest.raises(MeasurementError, match="expected its work to be done"):
+    with pytest.raises(MeasurementError, match="expected a call whose work is done"):
         _cell(Early())
 
 

@@ -140,7 +140,7 @@ def test_two_ranks_compute_what_one_does(tiny: Tiny, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_ranks_that_fail_say_so(tiny: Tiny) -> None:
-    with pytest.raises(MeasurementError, match="ranks: expected a process that ends with a figure, got"):
+    with pytest.raises(MeasurementError, match="ranks: expected a process that prints its result, got"):
         measure_ranks(tiny(cp=2, data="/nowhere"))
 
 

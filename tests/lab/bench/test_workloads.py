@@ -95,7 +95,7 @@ def test_ones_own_workloads_are_read_and_checked(tmp_path):
     assert select([replace(TINY, k_len=12), TINY, replace(TINY, dtype="float32")])[0].k_len == 12
     assert len(select([TINY, TINY])) == 1, "a label is that of one cell"
     write_json(tmp_path / "twice.json", [TINY, TINY])
-    with pytest.raises(OptionError, match="tiny: expected a name that no other workload of its dtype has"):
+    with pytest.raises(OptionError, match="tiny: expected a unique name among workloads of the same dtype"):
         load_workloads(tmp_path / "twice.json")
     for old, new, message in (
         ('"causal & window(3)"', '"causl"', "expected the name of a mask, got causl"),

@@ -125,7 +125,7 @@ def test_the_command_writes_what_it_found_and_keeps_limits(tmp_path: Path) -> No
     # The finding only costs; the limit makes it a failure.
     assert (suite.get("tests"), suite.get("failures")) == ("2", "1")
     page = files["page"].read_text()
-    assert "Remove it: fused kernels take transposed views" in page
+    assert "Remove the copy: fused kernels accept transposed views" in page
     assert "http-equiv" in page
 
 
@@ -138,7 +138,7 @@ def test_options_may_follow_the_target_and_only_scripts_have_arguments() -> None
     assert "compiler" not in made.output
     made = CliRunner().invoke(build_app(), ["doctor", "patients:well_fused", "--", "--steps", "3"])
     assert isinstance(made.exception, OptionError)
-    assert "Only a script has arguments" in str(made.exception)
+    assert "Only scripts take arguments" in str(made.exception)
 
 
 @FORKED
@@ -174,7 +174,7 @@ def test_a_healthy_model_passes(tmp_path: Path) -> None:
     arguments = ["doctor", "--stages", "eager", "--junit", str(junit), "patients:well_fused"]
     made = CliRunner().invoke(build_app(), arguments)
     assert made.exit_code == 0, made.output
-    assert "Nothing is wrong" in made.output
+    assert "No findings" in made.output
     assert ElementTree.parse(junit).getroot().get("failures") == "0"
 
 
@@ -204,7 +204,7 @@ def test_whose_a_break_is() -> None:
     alone = Finding("graph-break", "b", (Place("a.py", 1),), stage="without attention")
     said = [x.evidence[-1] for x in _isolated([own, theirs, alone], {"graphs": 1})]
     assert "code around it" in said[0]
-    assert "it is attention's" in said[1]
+    assert "attention is the cause" in said[1]
     # Nothing is said of a stage that did not end, and no verdict where attention stayed.
     assert [x.evidence for x in _isolated([own], None)] == [()]
     assert "cannot be taken out (flash)" in _isolated([own], {"left": "flash"})[0].evidence[-1]

@@ -145,7 +145,7 @@ def test_every_run_of_every_cell_is_a_row(page: Page) -> None:
     assert states.count("noisy") == sum(run.noisy for _, run in runs) > 0
     said = verdicts(results.cells)
     faster = [run for cell, run in runs if said.get((cell.label, run.peer)) == "behind" and not run.noisy]
-    assert states.count("faster than ours") == len(faster) > 0
+    assert states.count("faster than attnspan") == len(faster) > 0
     noisy = sum(run.noisy for _, run in runs) + sum(cell.noisy for cell in results.training)
     assert page.words.count("noisy") == noisy + 1  # and the choice in the filter
     for cell, run in runs:

@@ -80,7 +80,7 @@ def test_what_was_found_next_to_busy_processes_is_not_used(
     monkeypatch.setattr(cache, "_other_seconds", lambda: 0.7 * time.monotonic())
     found = Fake().tuned(path)
     assert (found.config, found.contender) == (0, 2)
-    assert found.reason == "not used: other processes kept 0.7 processors busy"
+    assert found.reason == "the default, because other processes kept 0.7 processors busy"
     assert entries(path) == []
 
 
@@ -133,7 +133,7 @@ def test_the_command_tunes_any_callable(tmp_path: Path, monkeypatch: pytest.Monk
     )
     made = CliRunner().invoke(build_app(), ["tune", "mine:search", "--seconds", "0.5"])
     assert "mine:search: 2, " in made.output
-    assert "times as fast" in made.output
+    assert "speedup" in made.output
     assert "mine:search: 2, faster" in CliRunner().invoke(build_app(), ["tune", "--show"]).output
     made = CliRunner().invoke(build_app(), ["tune", "mine:junk"])
     assert "expected a dict with make_call, configs and default, got int" in str(made.exception)

@@ -66,7 +66,7 @@ def test_a_drifting_machine_changes_no_verdict(drift: float) -> None:
 def test_the_default_stays_without_a_certain_gain(cost: float, noise: float, seconds: float) -> None:
     found = Machine({0: 0.01, 1: cost}, noise=noise).search([1], seconds)
     assert (found.config, found.contender) == (0, 1)
-    assert found.reason.startswith("no certain gain of 3% in "), found.reason
+    assert found.reason.startswith("no significant gain of 3% in "), found.reason
 
 
 def test_without_candidates_the_default_stays() -> None:

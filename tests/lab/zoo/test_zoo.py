@@ -45,11 +45,14 @@ def keys(mode: str, layout: str, shapes: int = 1, names: str = "identity eager s
 # What is wrong, the layout where it shows, what is said of it.
 WRONG = {
     "leaking": ("packed", ["results and gradients differ", "leaks: document 0 is seen by"]),
-    "all_pairs": ("plain", ["makes a tensor of all pairs of tokens, (2, 2, 45, 45)"]),
+    "all_pairs": ("plain", ["creates a (tokens, tokens) tensor, (2, 2, 45, 45)"]),
     "wrong_gradients": ("plain", ["results and gradients differ"]),
     "wrong": ("padded", ["results and gradients differ"]),
     "no_backward": ("plain", ["no backward: NotImplementedError: no gradients here"]),
-    "half_used": ("plain", ["torch's attention ran 2 times, attnspan's 2", "makes a tensor of all pairs"]),
+    "half_used": (
+        "plain",
+        ["torch's attention ran 2 times, attnspan's 2", "creates a (tokens, tokens) tensor"],
+    ),
     "unused": ("plain", ["unused: attnspan's operator never ran"]),
 }
 
@@ -151,7 +154,7 @@ def test_a_crash_or_a_hang_costs_one_cell() -> None:
     assert found.complete
     rows = {row.name: row for row in found.rows}
     assert complaints(rows["crashing"]) == ["eager padded: crash: the process ended with signal SIGABRT"]
-    assert complaints(rows["hanging"]) == ["eager packed: time: not done after 5 s"]
+    assert complaints(rows["hanging"]) == ["eager packed: time: not finished after 5 s"]
     for row in rows.values():
         assert len(row.cells) == 10
         assert sum(x.failed is None for x in row.cells) == 9
@@ -206,7 +209,9 @@ def test_steps_are_timed_and_their_memory_is_measured(tmp_path: Path) -> None:
 def test_steps_of_two_processors_do_not_share_a_file() -> None:
     there = dataclasses.replace(sample_results(), speed_environment={"cpu": "another <processor>"})
     assert "Training steps, measured on another <processor>, None." in markdown_of(there)
-    with pytest.raises(OptionError, match=r"steps timed on this processor, .* got another's"):
+    with pytest.raises(
+        OptionError, match=r"steps timed on this processor, .* got steps of another processor"
+    ):
         measure_speed([], SpeedSettings(), start=there)
     assert measure_speed([], SpeedSettings(), start=ZooResults()).complete
 
@@ -275,7 +280,7 @@ def test_figures_go_between_the_marks(tmp_path: Path) -> None:
     assert "| rwkv | no attention |" in text
     assert "| architectures that compile to one graph | - | 1 of 1 | 0 of 1 | 1 of 1 |" in text
     path.write_text("no marks")
-    with pytest.raises(OptionError, match="Add them, or name a new file"):
+    with pytest.raises(OptionError, match="Add these lines, or pass a new file"):
         write_markdown(sample_results(), path)
     assert path.read_text() == "no marks"
 

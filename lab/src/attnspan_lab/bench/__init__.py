@@ -1,3 +1,3 @@
-"""Measurement: what attention costs here, compared with every peer that this machine has."""
+"""Benchmarks: time and memory of attention, compared with the other implementations on this machine."""
 
 __all__: list[str] = []

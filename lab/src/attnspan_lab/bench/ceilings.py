@@ -1,4 +1,4 @@
-"""Ceilings of the machine, measured: products per element type, and reading from memory."""
+"""Measured ceilings of the machine: FLOP/s of products per element type, and read bandwidth."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _READ_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}
 
 
 class Probe(Protocol):
-    """Native microbenchmarks, as the CPU kernel has them: register-only loops and streaming reads."""
+    """Microbenchmarks of the CPU kernel's module: register-only loops and streaming reads."""
 
     def peak_kinds(self) -> Sequence[str]:
-        """Kinds that this machine can run, like "fma_f32", "dot_bf16" or "amx_bf16"."""
+        """List the kinds that this machine can run, such as "fma_f32", "dot_bf16" or "amx_bf16"."""
 
     def peak(self, kind: str, *, num_threads: int, seconds: float) -> float:
-        """FLOP/s of a loop of that instruction."""
+        """Measure the FLOP/s of a loop of this instruction."""
 
     def read_bandwidth(self, size: int, *, num_threads: int, seconds: float) -> float:
-        """Bytes/s of reading a buffer of that many bytes."""
+        """Measure the bytes/s of reading a buffer of this size in bytes."""
 
 
 def native_probe() -> Probe | None:
-    """The microbenchmarks of the compiled module, or None where it is not built."""
+    """Return the microbenchmarks of the compiled module, or None if it is not built."""
     from attnspan.kernels import cpu
 
     return cpu if cpu.core is not None else None
@@ -44,17 +44,17 @@ def native_probe() -> Probe | None:
 def measure_ceilings(
     device: str, *, probe: Probe | None = None, threads: int = 1, seconds: float = 1.0
 ) -> Ceilings:
-    """Measure the ceilings of a device, each in nine rounds through all of them.
+    """Measure the ceilings of a device, in nine rounds over all ceilings.
 
-    The best round counts: whoever shares the machine cannot slow down every round. The spread of the rounds
-    is kept. `Ceilings.lifted` raises a ceiling that a run exceeds.
+    The best round counts, because other processes rarely slow down every round. The spread of the rounds is
+    stored. `Ceilings.lifted` raises a ceiling that a run exceeds.
 
     Args:
         device: "cpu" or "cuda".
-        probe: Native microbenchmarks of the CPU; None measures torch's matrix products instead, a lower
-            bound, as on CUDA.
-        threads: Threads of the probe.
-        seconds: For each ceiling.
+        probe: Native microbenchmarks of the CPU. With None, as on CUDA, torch's matrix products are measured
+            instead, which give a lower bound.
+        threads: Number of threads of the probe.
+        seconds: Time for each ceiling.
     """
     share = seconds / _ROUNDS
     if probe is not None and device == "cpu":
@@ -87,7 +87,10 @@ def measure_ceilings(
 
 
 def _matmul(dtype: torch.dtype, device: Device, seconds: float) -> Callable[[], float]:
-    """FLOP/s of the best size. A CPU without instructions for a dtype takes minutes for the large ones."""
+    """Measure the FLOP/s of the best size.
+
+    Large sizes take minutes on CPUs without instructions for a dtype.
+    """
     best: tuple[float, Callable[[], float]] | None = None
     for size in _SIZES[device.name]:
         work = 2.0 * size**3
@@ -102,7 +105,7 @@ def _matmul(dtype: torch.dtype, device: Device, seconds: float) -> Callable[[], 
 
 
 def _rate(call: Callable[[], Any], work: float, device: Device) -> Callable[[], float]:
-    """A call that returns the work over the time of one call."""
+    """Make a function that runs a call once and returns its work per second."""
 
     def measure() -> float:
         timer = device.timer()

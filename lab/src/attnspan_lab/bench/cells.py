@@ -1,4 +1,4 @@
-"""One workload measured with every peer, and the ceilings it is held against."""
+"""Measurements of one workload with every peer, and the machine's ceilings."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ __all__ = ["OURS", "Ceilings", "Cell", "Run", "Timing", "Workload", "verdicts"]
 
 OURS = "attnspan"
 
-# Kinds of a ceiling end in the element type of their factors.
+# The name of a ceiling's kind ends in the element type of the factors.
 _SUFFIXES = {"float32": "_f32", "bfloat16": "_bf16", "float16": "_f16"}
 
 
 @dataclass(frozen=True)
 class Timing(Samples):
-    """Seconds per call, one number per sample; each sample is of ``calls`` calls in a row."""
+    """Seconds per call, one number per sample. Each sample consists of ``calls`` consecutive calls."""
 
     calls: int = 1
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One attention problem that can be named, stored and run again.
+    """One attention problem with a name, which can be stored and run again.
 
     Args:
-        name: Unique in its file.
-        family: Group it is shown in, like "dense" or "documents".
+        name: Name, unique in its file.
+        family: Group in tables, such as "dense" or "documents".
         batch, q_heads, kv_heads, q_len, k_len, head_dim, v_dim: Sizes; ``kv_heads`` divides ``q_heads``.
         dtype: "float32", "bfloat16" or "float16".
-        mask: Text in the syntax of `attnspan.parse`, or with ``packed(n)`` and ``corpus(seed)``.
-        note: For people.
+        mask: Mask in the syntax of `attnspan.parse`, with ``packed(n)`` and ``corpus(seed)`` as well.
+        note: Comment.
 
     Example:
         >>> Workload("tiny", "dense", 1, 8, 2, 64, 64, 32, 32, "float32", "full()").sizes
@@ -59,7 +59,7 @@ class Workload:
 
     @property
     def sizes(self) -> str:
-        """Heads, lengths and head dim in a few characters."""
+        """Short text of heads, lengths and head dim."""
 
         def either(a: int, b: int, mark: str) -> str:
             return f"{a}" if a == b else f"{a}{mark}{b}"
@@ -71,23 +71,24 @@ class Workload:
 
 @dataclass(frozen=True)
 class Run:
-    """One peer at one workload.
+    """Measurements of one peer on one workload.
 
     Args:
         peer: Name of the peer.
-        reason: Why it cannot do the workload; then it has no figures. None where it ran.
-        trace_seconds: Tracing on the host before the first call, where the peer traces.
-        compile_seconds: First call less a warm call: compilation, packing, allocation.
-        execute: Seconds per call, each waited for.
-        pipelined: Seconds per call of many in a row, waited for once; None where calls are synchronous, or
-            caches were emptied.
-        dispatch: Seconds until a call returns, without waiting for its result; None where synchronous.
-        peak_memory: Bytes above the inputs at the call's peak.
-        utilisation: Processor time over wall time and threads. Threads that spin while they wait are busy.
-        ratio: Its time over attnspan's; None for attnspan itself and where nothing was timed.
-        noisy: The interval of the ratio is wider than was asked for.
-        error: Norm of the difference from attnspan's result over the norm of that result.
-        note: What ran in truth, like the backend's name.
+        reason: Reason why the peer cannot run the workload, or None if it ran.
+        trace_seconds: Time to trace on the host before the first call, if the peer traces.
+        compile_seconds: First call minus a warm call: compilation, packing, allocation.
+        execute: Seconds per call, with synchronization after each call.
+        pipelined: Seconds per call of several calls with one synchronization at the end. None if calls are
+            synchronous or caches were emptied.
+        dispatch: Seconds until a call returns, without waiting for its result. None if calls are synchronous.
+        peak_memory: Peak memory of a call above its inputs, in bytes.
+        utilisation: Processor time over wall time and threads. Threads that spin while they wait count as
+            busy.
+        ratio: The peer's time over attnspan's. None for attnspan itself and without timing.
+        noisy: The ratio's interval is wider than requested.
+        error: Norm of the difference from attnspan's result over the norm of attnspan's result.
+        note: Description of the code that ran, such as the backend's name.
     """
 
     peer: str
@@ -106,24 +107,24 @@ class Run:
 
     @property
     def ran(self) -> bool:
-        """True if there are times."""
+        """Whether the run has times."""
         return self.execute is not None
 
     @property
     def waiting(self) -> float | None:
-        """Per-call time over pipelined time: far above 1, waiting for each call is what was measured."""
+        """Per-call time over pipelined time. Far above 1, the per-call time is mostly waiting."""
         both = self.execute is not None and self.pipelined is not None
         return self.execute.median / self.pipelined.median if both else None  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Ceilings of the machine, measured on it: the best of several rounds.
+    """Measured ceilings of the machine: the best of several rounds.
 
     Args:
-        flops: FLOP/s by kind, like "fma_f32", "dot_bf16", "amx_bf16" or "matmul_f16".
+        flops: FLOP/s by kind, such as "fma_f32", "dot_bf16", "amx_bf16" or "matmul_f16".
         read_bandwidth: Bytes/s of reading a large buffer.
-        notes: How each was measured, by kind.
+        notes: Method of measurement, by kind.
         spread: (highest - lowest) / highest over the rounds of the probe, by kind.
 
     Example:
@@ -137,18 +138,18 @@ class Ceilings:
     spread: dict[str, float] = field(default_factory=dict)
 
     def best(self, dtype: str) -> tuple[str, float] | None:
-        """The highest ceiling for products of a dtype; float32's where its own were not measured."""
+        """Return the highest ceiling for products of a dtype, or float32's if the dtype was not measured."""
         own = {kind: rate for kind, rate in self.flops.items() if kind.endswith(_SUFFIXES.get(dtype, "?"))}
         found = own or {kind: rate for kind, rate in self.flops.items() if kind.endswith("_f32")}
         return max(found.items(), key=lambda item: item[1], default=None)
 
     def attainable(self, dtype: str, intensity: float) -> float | None:
-        """The roofline (Williams et al., CACM 52(4), 2009) at so many FLOP per byte."""
+        """Compute the roofline (Williams et al., CACM 52(4), 2009) at an intensity in FLOP per byte."""
         best = self.best(dtype)
         return min(best[1], intensity * self.read_bandwidth) if best else None
 
     def lifted(self, cells: Iterable[Cell]) -> Ceilings:
-        """The ceilings, raised to the fastest sample of any run: no run may stand above its ceiling."""
+        """Raise the ceilings to the fastest sample of any run, so that no run exceeds its ceiling."""
         flops, notes = dict(self.flops), dict(self.notes)
         for cell in cells:
             best = replace(self, flops=flops).best(cell.workload.dtype)
@@ -162,17 +163,17 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Cell:
-    """One workload in one mode, with every peer.
+    """Measurements of one workload in one mode, with every peer.
 
     Args:
-        workload: What was computed.
+        workload: The attention problem.
         mode: "forward" or "forward+backward".
-        pairs: Visible (query, key) pairs over all batch rows and query heads.
+        pairs: Visible (query, key) pairs over all batch elements and query heads.
         flops: Floating-point operations over visible pairs only.
-        bytes: Bytes that have to be read and written at least: inputs and results once.
-        runs: attnspan first.
+        bytes: Minimum memory traffic: inputs are read once, and results are written once.
+        runs: The runs, attnspan first.
         device: "cpu" or "cuda".
-        basis: Which times ratios and rates are of: "execute", or "pipelined" on asynchronous devices.
+        basis: Times for ratios and rates: "execute", or "pipelined" on asynchronous devices.
         cold: Caches were emptied before each sample.
 
     Example:
@@ -194,7 +195,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """Workload, dtype and mode: unique in a file."""
+        """Workload, dtype and mode. The label is unique in a file."""
         return f"{self.workload.label} {self.mode}{', cold' if self.cold else ''}"
 
     @property
@@ -204,64 +205,64 @@ class Cell:
 
     @property
     def peers(self) -> tuple[Run, ...]:
-        """The other runs."""
+        """All runs except attnspan's."""
         return self.runs[1:]
 
     @property
     def intensity(self) -> float:
-        """Floating-point operations per byte that has to move."""
+        """Floating-point operations per byte of minimum traffic."""
         return self.flops / self.bytes if self.bytes else 0.0
 
     @property
     def noisy(self) -> bool:
-        """Whether a ratio of the cell is uncertain."""
+        """Whether the interval of at least one ratio is too wide."""
         return any(run.noisy for run in self.runs)
 
     def run(self, peer: str) -> Run | None:
-        """The run of a peer by name."""
+        """Return the run of a peer, or None."""
         return next((run for run in self.runs if run.peer == peer), None)
 
     def timing(self, run: Run) -> Timing | None:
-        """The times of a run that the cell's ratios are of."""
+        """Return the times of a run that ratios are computed from."""
         return run.pipelined if self.basis == "pipelined" and run.pipelined else run.execute
 
     def seconds(self, run: Run) -> float | None:
-        """Median seconds per call."""
+        """Return the median seconds per call."""
         timing = self.timing(run)
         return timing.median if timing else None
 
     def flops_per_second(self, run: Run) -> float | None:
-        """Useful FLOP/s: visible pairs only, whatever else the peer computed."""
+        """Return useful FLOP/s. Only visible pairs count as work."""
         seconds = self.seconds(run)
         return self.flops / seconds if seconds else None
 
     def seconds_per_pair(self, run: Run) -> float | None:
-        """Seconds per visible pair: flat where cost grows with visible pairs only."""
+        """Return seconds per visible pair. The value is constant if cost depends only on visible pairs."""
         seconds = self.seconds(run)
         return seconds / self.pairs if seconds and self.pairs else None
 
     def share(self, run: Run, ceilings: Ceilings | None) -> float | None:
-        """Share of the highest ceiling of the dtype, 0..1 of `Results.roof`."""
+        """Return the share of the dtype's highest ceiling in `Results.roof`, from 0 to 1."""
         rate, best = self.flops_per_second(run), ceilings.best(self.workload.dtype) if ceilings else None
         return rate / best[1] if rate and best else None
 
     def bandwidth_share(self, run: Run, ceilings: Ceilings | None) -> float | None:
-        """Share of the measured read bandwidth; None where the data came faster, from a cache."""
+        """Return the share of the measured read bandwidth. None if the data came faster, from a cache."""
         seconds = self.seconds(run)
         share = self.bytes / seconds / ceilings.read_bandwidth if seconds and ceilings else None
         return share if share is not None and share <= 1 else None
 
 
 def verdicts(cells: Sequence[Cell]) -> dict[tuple[str, str], str]:
-    """Verdict on each ratio of a table: attnspan is "ahead", "behind", or it is "open".
+    """Judge each ratio of a table: attnspan is "ahead" or "behind", or the ratio is "open".
 
-    Corrected for the number of ratios: see `attnspan_lab.bench.statistics.discoveries`.
+    The test is corrected for the number of ratios, see `attnspan_lab.bench.statistics.discoveries`.
 
     Args:
-        cells: All that are shown together.
+        cells: All cells of the table.
 
     Returns:
-        By label of the cell and name of the peer.
+        The verdicts by (label of the cell, name of the peer).
 
     Example:
         >>> work = Workload("tiny", "dense", 1, 8, 8, 64, 64, 32, 32, "float32", "full()")

@@ -1,4 +1,4 @@
-"""The reference job of a checkout, `examples/train`, which no package brings."""
+"""Access to the reference job, `examples/train`. It is part of a checkout, but of no package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["find_train"]
 
 
 def find_train() -> None:
-    """Make ``import train`` find the reference job: in a checkout, from its folder or one below.
+    """Make ``import train`` find the reference job, from the folder of a checkout or a folder below.
 
     Raises:
         OptionError: No checkout holds the current folder.

@@ -1,4 +1,4 @@
-"""The body of ``attnspan bench``: what the options mean, and what is printed when."""
+"""The implementation of ``attnspan bench``."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def execute(options: BenchOptions, write_page: WritePage, console: Console | Non
     """Run the command.
 
     Args:
-        options: What is asked for.
+        options: Options of the command.
         write_page: Writes the HTML page of results.
-        console: Where to print; the terminal by default.
+        console: Console to print to. Default: the terminal.
 
     Returns:
         The exit code: 1 if a comparison found something slower, 130 if a measurement was interrupted.
 
     Raises:
-        OptionError: An option names nothing that exists, or a file cannot be read.
+        OptionError: An option has an unknown name, or a file cannot be read.
     """
     console = console or stdout()
     asked = [name for name in ("list", "show", "cite", "summary", "compare") if getattr(options, name)]
     one = " or ".join(f"--{name}" for name in asked)
-    expect(len(asked) < 2, "attnspan bench", f"one of {one}", "several", "Run it once for each")
+    expect(len(asked) < 2, "attnspan bench", f"one of {one}", "several", "Run the command once for each")
     _check_page(options.html)
     if options.compare is not None:
         old, new = options.compare
@@ -75,7 +75,7 @@ def execute(options: BenchOptions, write_page: WritePage, console: Console | Non
 
 
 def _check_page(path: Path | None) -> None:
-    """Whether a page can be written is known before anything is measured."""
+    """Check that the page can be written, before anything is measured."""
     if path is not None:
         import jinja2  # noqa: F401
         import plotly  # noqa: F401
@@ -90,10 +90,10 @@ def _write_page(results: Results, options: BenchOptions, write_page: WritePage, 
 
 
 def plan_of(options: BenchOptions) -> Plan:
-    """Plan of what the options ask for, without the training.
+    """Plan the single calls that the options request, without training steps.
 
     Raises:
-        OptionError: An option names nothing that exists.
+        OptionError: An option has an unknown name.
 
     Example:
         >>> plan_of(BenchOptions(("dense-*",), dtypes="float32")).total
@@ -112,7 +112,7 @@ def plan_of(options: BenchOptions) -> Plan:
         number = getattr(options, what)
         expect(number >= LEAST_ROUNDS, f"--{what}", "{} or more", number, "Pass more", LEAST_ROUNDS)
     expect(options.ranks >= 1, "--ranks", "1 or more", options.ranks, "Pass more")
-    expect(options.ranks == 1 or trains, "--ranks", "a run of training", "none", "Ask for training too")
+    expect(options.ranks == 1 or trains, "--ranks", "a run of training", "none", "Add the name training")
     budget = Budget(options.seconds, options.samples, options.width)
     own = load_workloads(options.workloads) if options.workloads else ()
     names = tuple(name for name in options.asked if name != _TRAINING)
@@ -132,12 +132,12 @@ def plan_of(options: BenchOptions) -> Plan:
 
 
 def run_bench(options: BenchOptions, console: Console, write_page: WritePage) -> Results:
-    """Measure, print, and write what was asked for; also what there is after Ctrl-C.
+    """Measure, print, and write the requested files. After Ctrl-C, partial results are kept.
 
     Args:
-        options: Of the command.
-        console: Where to print.
-        write_page: Writes the HTML page, where the options ask for one.
+        options: Options of the command.
+        console: Console to print to.
+        write_page: Writes the HTML page, if the options request one.
     """
     plan = plan_of(options)
     if options.json is not None:
@@ -180,7 +180,7 @@ def _with_training(results: Results, options: BenchOptions, plan: Plan, console:
 
 
 def _list_workloads(options: BenchOptions, console: Console) -> None:
-    """Print workloads and peers by name."""
+    """Print the names of workloads and peers."""
     own = load_workloads(options.workloads) if options.workloads else ()
     seen: dict[str, Workload] = {}
     for workload in select((*own, *builtin(), *grid()), options.asked):

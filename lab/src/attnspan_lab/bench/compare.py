@@ -1,4 +1,4 @@
-"""Two results files: what became slower beyond the noise, and what came or went."""
+"""Comparison of two results files: significant slowdowns, and new or missing cells."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from attnspan_lab.bench.statistics import Interval, discoveries, quotient
 
 __all__ = ["Change", "Comparison", "compare"]
 
-TOLERANCE = 0.02  # A change that does not matter, as a fraction.
+TOLERANCE = 0.02  # Changes up to this fraction are ignored.
 
 
 @dataclass(frozen=True)
 class Change:
-    """attnspan in one cell, then and now.
+    """Change of attnspan's time in one cell.
 
     Args:
-        label: Of the cell.
+        label: Label of the cell.
         time: New time over old time.
-        peer: Peer that both files have, whose ratio says whether the machine changed; None without one.
-        relative: Ratio against that peer, old over new: above 1, ours lost ground. None without a peer.
-        note: What else changed, like the loss of a backend.
-        real: Whether the change of time, and that of the ratio, are beyond chance among all cells.
-        same_machine: Times are of one machine; otherwise only ratios against a peer are judged.
+        peer: A peer in both files, to detect changes of the machine. None if there is none.
+        relative: Ratio against the peer, old over new. Above 1, attnspan lost ground. None without a peer.
+        note: Other changes, such as the loss of a backend.
+        real: Whether the change of the time, and the change of the ratio, are significant among all cells.
+        same_machine: Both times come from one machine. Otherwise only ratios against a peer are judged.
     """
 
     label: str
@@ -39,11 +39,11 @@ class Change:
 
     @property
     def verdict(self) -> str:
-        """In words; "slower", "lost ground" and "gone" are regressions."""
+        """Verdict in words. "slower", "lost ground" and "gone" are regressions."""
         if self.time is None:
             return "gone" if self.note else "not measured"
         limit, relative = 1 + TOLERANCE, self.relative if self.real[1] else None
-        # A faster machine can hide a slower kernel.
+        # A faster machine can hide a slower kernel, so the ratio is judged as well.
         has_lost = relative is not None and relative.low > limit
         if not self.same_machine:
             has_won = relative is not None and relative.high < 1 / limit
@@ -59,19 +59,19 @@ class Change:
 
     @property
     def is_regression(self) -> bool:
-        """Whether ours became slower, or cannot do it any more."""
+        """Whether attnspan became slower, or can no longer run the cell."""
         return self.verdict in ("slower", "lost ground", "gone")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All cells of two files.
+    """Comparison of all cells of two files.
 
     Args:
-        changes: Of the cells that both have.
+        changes: Changes of the cells in both files.
         appeared: Labels of cells that only the new file has.
         disappeared: Labels of cells that only the old file has.
-        machine: How the machines differ; empty for one machine.
+        machine: Differences of the machines. Empty for the same machine.
     """
 
     changes: tuple[Change, ...]
@@ -81,20 +81,20 @@ class Comparison:
 
     @property
     def regressions(self) -> tuple[Change, ...]:
-        """The changes for the worse."""
+        """Changes that are regressions."""
         return tuple(change for change in self.changes if change.is_regression)
 
 
 def compare(old: Results, new: Results) -> Comparison:
     """Find regressions.
 
-    A cell regressed when the whole interval of its time's change lies beyond the tolerance, a peer that both
-    files have did not slow down alike, and the change is beyond chance among all the cells compared
-    (Benjamini and Hochberg). It also regressed when the ratio against that peer did so.
+    A cell is a regression if its time changed, or if the ratio against a common peer changed. A change
+    counts if its whole interval lies beyond the tolerance, and if it is significant among all cells
+    (Benjamini and Hochberg). A change of the time does not count if the common peer slowed down equally.
 
     Args:
-        old: The reference.
-        new: What is judged.
+        old: The reference results.
+        new: The results to judge.
 
     Example:
         >>> compare(Results(environment={"cpu": "a"}), Results(environment={"cpu": "b"})).machine
@@ -117,7 +117,7 @@ def compare(old: Results, new: Results) -> Comparison:
 
 
 def _key(cell: Cell) -> tuple[object, ...]:
-    """Equal workloads are compared, not equal names: a name may have got other sizes."""
+    """Identify a cell by its workload, not by its name: the sizes behind a name may change."""
     return (replace(cell.workload, family="", note=""), cell.mode, cell.device, cell.cold)
 
 
@@ -127,7 +127,7 @@ def _change(old: Cell, new: Cell) -> Change:
         note = f"it ran; now: {new.ours.reason}" if before is not None else ""
         return Change(new.label, None, None, None, note)
     time = quotient(Interval.of(before.samples), Interval.of(after.samples))
-    # Against the common peer whose two ratios leave the least open.
+    # Use the common peer with the narrowest intervals.
     relatives = [
         (run.peer, quotient(run.ratio, earlier.ratio))
         for run in new.peers

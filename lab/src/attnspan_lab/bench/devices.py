@@ -1,4 +1,4 @@
-"""Devices as a clock must know them: whether calls return early, how to wait, how to empty caches."""
+"""Devices for the timer: whether calls are asynchronous, how to synchronize, how to empty caches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UNKNOWN_CACHE = 64 << 20
 
 
 def _leaves(result: Any) -> Iterator[Any]:
-    """The arrays of a result of nested tuples, lists and dicts."""
+    """Yield the arrays in nested tuples, lists and dicts."""
     if isinstance(result, dict):
         result = list(result.values())
     if isinstance(result, list | tuple):
@@ -27,12 +27,12 @@ def _leaves(result: Any) -> Iterator[Any]:
 
 
 class Device:
-    """Device of a call; as it stands, the processor that runs Python: a call returns with its result.
+    """Device of a call. This base class is the CPU, where a call returns with its result.
 
     Attributes:
-        name: For people.
-        is_asynchronous: Calls return before their results are there.
-        is_ordered: Work is done in the order of the calls, so that waiting for the last waits for all.
+        name: Name for tables.
+        is_asynchronous: Calls return before their results are complete.
+        is_ordered: Work runs in the order of the calls, so waiting for the last call waits for all.
     """
 
     name = "cpu"
@@ -40,14 +40,14 @@ class Device:
     is_ordered = True
 
     def synchronize(self, result: Any) -> None:
-        """Wait until the result, or all work of an ordered device, is done."""
+        """Wait until the result is complete, or all work of an ordered device."""
 
     def is_idle(self, result: Any) -> bool:
-        """Whether it is done, without waiting; False for results that another device still works on."""
+        """Whether the result is complete, without waiting. False for results on another device."""
         return not any(hasattr(x, "is_ready") or getattr(x, "is_cuda", False) for x in _leaves(result))
 
     def timer(self) -> _CudaTimer | None:
-        """A new timer in the device's queue, or None where it has none."""
+        """Return a new timer of the device's queue, or None if the device has none."""
         return None
 
 
@@ -96,7 +96,7 @@ class _CudaTimer:
 
 
 class JaxDevice(Device):
-    """JAX arrays, which become ready on their own, on JAX's platform of that name."""
+    """A platform of JAX, whose arrays become ready independently."""
 
     is_asynchronous = True
     is_ordered = False
@@ -113,18 +113,18 @@ class JaxDevice(Device):
 
 
 def device_named(name: str) -> Device:
-    """The device of a torch call: "cpu" or "cuda".
+    """Return the device of a torch call by its name, "cpu" or "cuda".
 
     Raises:
         DeviceError: The device is unknown or missing.
     """
     kinds: dict[str, Callable[[], Device]] = {"cpu": Device, "cuda": CudaDevice}
-    expect(name in kinds, "device", "cpu or cuda", repr(name), "Name one of the two", error=DeviceError)
+    expect(name in kinds, "device", "cpu or cuda", repr(name), "Use one of the two", error=DeviceError)
     return kinds[name]()
 
 
 def cache_evictor(name: str) -> Callable[[], object]:
-    """A call that empties a device's caches: it walks twice the last-level cache, writing.
+    """Make a function that empties a device's caches by writing to twice the last-level cache.
 
     Args:
         name: "cpu" or "cuda".
@@ -149,7 +149,7 @@ def cache_evictor(name: str) -> Callable[[], object]:
 
 
 def last_level_bytes() -> int:
-    """Size of the largest cache of the first core, in bytes; 64 MiB where the system does not tell.
+    """Read the size of the first core's largest cache, in bytes. Default: 64 MiB if the size is unknown.
 
     Example:
         >>> last_level_bytes() > 0

@@ -1,4 +1,4 @@
-"""The machine, the versions and the settings that a measurement was made with."""
+"""The machine, versions and settings of a measurement."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ __all__ = ["caches", "describe_environment", "same_machine"]
 _OTHERS = ("tokamax", "flash-attn", "triton", "transformers", "openvino", "onnxruntime")
 _PACKAGES = ("attnspan", "torch", "numpy", "jax", "jaxlib", *_OTHERS)
 _SYSTEM = Path("/sys/devices/system/cpu")
-# What makes two machines different; the rest of the environment may change on one machine.
+# Keys that identify a machine. The rest of the environment may change on one machine.
 _IDENTITY = ("cpu", "cores", "gpu", "isa", "threads")
 
 
 def describe_environment(device: str = "cpu") -> dict[str, Any]:
-    """Everything that a reader needs to judge or repeat the figures on "cpu" or "cuda"; None if unknown."""
+    """Describe the machine and versions, so that a reader can judge and repeat the measurement.
+
+    Unknown values are None.
+    """
     import torch
 
     from attnspan.kernels import cpu
@@ -52,7 +55,7 @@ def describe_environment(device: str = "cpu") -> dict[str, Any]:
 
 
 def same_machine(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Difference of two environments in what makes the machine, in words; empty for one machine.
+    """Describe the differences of two machines. The list is empty for the same machine.
 
     Example:
         >>> same_machine({"cpu": "a", "threads": 2}, {"cpu": "b", "threads": 2})
@@ -66,7 +69,7 @@ def same_machine(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def _revision() -> str | None:
-    """Commit of the source tree that the package runs from, with a mark where it was changed since."""
+    """Return the commit of the source tree that the package runs from, with a mark for local changes."""
     folder = Path(__file__).parent
     found = _git(folder, "rev-parse", "HEAD")
     # An installed package may lie inside another project's repository, in its environment.
@@ -91,7 +94,7 @@ def _usable_cores() -> int | None:
 
 
 def caches() -> dict[str, str]:
-    """Size by level of the first core, like {"L1 Data": "48K"}."""
+    """Read the first core's cache sizes by level, such as {"L1 Data": "48K"}."""
     found = {}
     for folder in sorted((_SYSTEM / "cpu0/cache").glob("index*")):
         level, kind, size = (_first_line(folder / name) for name in ("level", "type", "size"))

@@ -1,8 +1,8 @@
-"""Peak memory of one call: on CPU the resident size of a fresh process, on CUDA the allocator's own count.
+"""Peak memory of one call: the resident size of a fresh process on CPU, the allocator's count on CUDA.
 
-The process makes the inputs, warms the libraries up on a tiny problem of the same kind, and makes one call,
-which compiles and allocates what is kept. Then the high-water mark is reset and the second call is measured:
-above the inputs, with the peer's mask, its results and whatever it keeps.
+The process creates the inputs, warms up the libraries with a tiny problem of the same kind, and makes one
+call, which compiles and allocates permanent memory. Then it resets the high-water mark and measures the
+second call. The result excludes the inputs. It includes the peer's mask, results and permanent memory.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from attnspan_lab.files import from_plain, to_plain
 
 __all__ = ["cuda_peak", "high_water_refusal", "peak_here", "process_peak"]
 
-_PATIENCE = 600.0  # Seconds for one call in a fresh process.
+_PATIENCE = 600.0  # Time limit of one call in a fresh process, in seconds.
 
 
 def high_water_refusal() -> str | None:
-    """None, or why this system cannot tell the peak of a call."""
+    """Return the reason why this system cannot measure the peak of a call, or None."""
     try:
         forget_peak()
         resident_peak()
@@ -43,13 +43,13 @@ def high_water_refusal() -> str | None:
 
 
 def process_peak(peer: str, workload: Workload, mode: str, threads: int) -> int:
-    """Peak bytes above the inputs of a call on CPU, in a fresh process.
+    """Measure the peak bytes above the inputs of a call on CPU, in a fresh process.
 
     Args:
         peer: Name of the peer.
-        workload: What it computes.
+        workload: The attention problem.
         mode: "forward" or "forward+backward".
-        threads: Threads of torch.
+        threads: Number of torch's threads.
 
     Raises:
         OptionError: There is no such peer.
@@ -62,7 +62,7 @@ def process_peak(peer: str, workload: Workload, mode: str, threads: int) -> int:
 
 
 def cuda_peak(peer: Peer, workload: Workload, mode: str) -> int:
-    """Peak bytes above the inputs of a call on CUDA."""
+    """Measure the peak bytes above the inputs of a call on CUDA."""
     job = Job.make(workload, mode, "cuda")
     torch.cuda.synchronize()
     inputs = torch.cuda.memory_allocated()
@@ -75,12 +75,12 @@ def cuda_peak(peer: Peer, workload: Workload, mode: str) -> int:
 
 
 def peak_here(peer: Peer, workload: Workload, mode: str) -> int:
-    """Peak bytes above the inputs of a call on CPU, in this process, which should be a fresh one.
+    """Measure the peak bytes above the inputs of a call on CPU, in this process. Use a fresh process.
 
     Raises:
         OSError: The high-water mark cannot be reset (see `high_water_refusal`).
     """
-    # Of the same kind: a peer may know documents and nothing else.
+    # The tiny problem has the same kind of mask: a peer may support only documents.
     packed = any(isinstance(leaf, documents) for leaf in mask_of(workload).leaves())
     tiny = replace(workload, q_len=16, k_len=16, mask="packed(2)" if packed else "full")
     warm = peer.prepare(Job.make(tiny, mode, "cpu"))

@@ -1,4 +1,4 @@
-"""The options of ``attnspan bench``, and the command made from them. Imports no framework."""
+"""The options of ``attnspan bench``, and its command. This module imports no framework."""
 
 # ruff: noqa: RUF009 (`option` makes a field of the dataclass)
 
@@ -15,58 +15,75 @@ from attnspan_lab.console import option, options_of, words
 
 __all__ = ["BenchOptions", "command"]
 
-_what = partial(option, "What is measured")
-_how = partial(option, "How it is measured")
-_where = partial(option, "Where it goes")
-_NAMES = 'workloads, families, patterns like "long-*", "grid", "training"; default: the named workloads'
+_what = partial(option, "Selection")
+_how = partial(option, "Measurement")
+_where = partial(option, "Output")
+_NAMES = (
+    'names of workloads or families, patterns like "long-*", "grid", "training" (default: all but these two)'
+)
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Options of the command; the help text of each is in its metadata. Lists have commas between."""
+    """Options of the command. Each field's metadata has its help text. Lists are comma-separated."""
 
     names: tuple[str, ...] = ()
-    workload: str = _what("more names, with commas between", default="")
-    full: bool = _what("everything: grid, training, every dtype, memory", "--full", default=False)
-    dtypes: str = _what("float32, bfloat16, float16; default: the first two", default="")
-    modes: str = _what("forward, forward+backward; default: both", default="")
-    lengths: str = _what("numbers of keys; default: any", default="")
-    head_dims: str = _what("head dims; default: any", default="")
+    workload: str = _what("more names, separated by commas", default="")
+    full: bool = _what("measure everything: grid, training, every dtype, memory", "--full", default=False)
+    dtypes: str = _what("some of float32, bfloat16, float16 (default: float32,bfloat16)", default="")
+    modes: str = _what("forward or forward+backward (default: both)", default="")
+    lengths: str = _what("keep only workloads with these numbers of keys, such as 1024,4096", default="")
+    head_dims: str = _what("keep only workloads with these head dims, such as 64,128", default="")
     peers: str = _what(
-        "default: all; on the grid torch's fused kernels, and OpenVINO if it is installed", default=""
+        "names from --list (default: all; on the grid torch's fused kernels, and OpenVINO if installed)",
+        default="",
     )
-    workloads: Path | None = _what("JSON file of workloads of one's own", default=None)
+    workloads: Path | None = _what(
+        "JSON file with your own workloads, used instead of the default ones", default=None
+    )
 
     device: str = _how("cpu or cuda", default="cpu")
-    threads: int | None = _how("CPU threads; default: torch's", default=None)
-    samples: int = _how("samples of each peer in a cell, 9 or more", default=25)
-    seconds: float = _how("for each peer in a cell; slow ones get fewer samples, at least 9", default=1.0)
-    width: float = _how("ratios with wider intervals are marked noisy, as a fraction", default=0.04)
-    cold: bool | None = _how("empty the caches first; default: for decoding", "--cold/--warm", default=None)
-    memory: bool | None = _how("peak memory of each peer too", "--memory/--no-memory", default=None)
-    rounds: int = _how("steps of each kind of attention in training, 9 or more", default=20)
-    ranks: int = _how("ranks that share a sequence in training, next to one", default=1)
-
-    json: Path | None = _where("raw samples; written after every cell; .gz compresses", default=None)
-    html: Path | None = _where("a page of figures that needs nothing else; also of --show", default=None)
-    list: bool = _where("print workloads and peers, and measure nothing", "--list", default=False)
-    show: Path | None = _where("print the tables of a results file", default=None)
-    cite: Path | None = _where(
-        "print a results file as Markdown for a page; incomplete or unclean files are an error", default=None
+    threads: int | None = _how("number of CPU threads (default: torch's)", default=None)
+    samples: int = _how("samples per peer and cell, 9 or more", default=25)
+    seconds: float = _how(
+        "seconds per peer and cell; slow peers get fewer samples, but at least 9", default=1.0
     )
-    summary: Path | None = _where("print the table of targets of a results file", default=None)
+    width: float = _how(
+        "mark ratios as noisy if their interval is wider than this fraction of the ratio", default=0.04
+    )
+    cold: bool | None = _how(
+        "empty the caches before each sample (default: only for decoding)", "--cold/--warm", default=None
+    )
+    memory: bool | None = _how(
+        "also measure the peak memory of each peer", "--memory/--no-memory", default=None
+    )
+    rounds: int = _how("training: number of steps with each attention, 9 or more", default=20)
+    ranks: int = _how("training: also compare this number of context-parallel ranks with one rank", default=1)
+
+    json: Path | None = _where(
+        "write raw samples to this JSON file after every cell (.gz compresses)", default=None
+    )
+    html: Path | None = _where(
+        "write a self-contained HTML page of the results, also with --show", default=None
+    )
+    list: bool = _where("print the names of workloads and peers, and exit", "--list", default=False)
+    show: Path | None = _where("print the tables of a results file, and exit", default=None)
+    cite: Path | None = _where(
+        "print a results file as Markdown, and exit; incomplete or unclean files are an error", default=None
+    )
+    summary: Path | None = _where("print the grid's summary of a results file, and exit", default=None)
     compare: tuple[Path, Path] | None = _where(
-        "results files, old and new: exit code 1 if something became slower", default=None
+        "compare two results files, old and new; exit code 1 if something became slower", default=None
     )
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """Every name that was asked for, as an argument or by ``--workload``."""
+        """All requested names, from the arguments and ``--workload``."""
         return (*self.names, *words(self.workload))
 
 
 def command(write_page: Callable[[Any, Path], None]) -> Callable[..., None]:
-    """The command as a function with an option for each field of `BenchOptions`.
+    """Make the command: a function with an option for each field of `BenchOptions`.
 
     Args:
         write_page: Writes the HTML page of results.

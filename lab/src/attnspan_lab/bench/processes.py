@@ -1,4 +1,4 @@
-"""Resident memory of this process, from Linux's /proc, and figures that need a process of their own."""
+"""Measurements in separate processes, and this process's resident memory from Linux's /proc."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def fresh_process(
     timeout: float | None = None,
     variables: dict[str, str] | None = None,
 ) -> Any:
-    """Run a module on a task and return what it prints in its last line; both are JSON.
+    """Run a module on a task, and parse the last line of its output. Task and output are JSON.
 
     Args:
-        what: Name of the figure in errors.
-        module: It gets the task as its only argument.
+        what: Name of the measurement, for errors.
+        module: Module to run. Its only argument is the task.
         task: Plain data.
-        remedy: What to try where the process fails.
-        launcher: Options of Python that come before the module, such as another module that starts it.
-        timeout: Seconds after which the process is ended.
-        variables: Of its environment, in addition to those of this process.
+        remedy: Suggestion if the process fails, for errors.
+        launcher: Arguments of Python before the module, for example a module that launches it.
+        timeout: Time limit in seconds.
+        variables: Environment variables, in addition to the variables of this process.
 
     Raises:
         MeasurementError: The process failed.
@@ -57,12 +57,12 @@ def fresh_process(
         if done.returncode == 0:
             return json.loads(done.stdout.splitlines()[-1])
         got = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    raise MeasurementError(what, expected="a process that ends with a figure", got=got, remedy=remedy)
+    raise MeasurementError(what, expected="a process that prints its result", got=got, remedy=remedy)
 
 
 @contextmanager
 def threads_set(number: int | None) -> Iterator[None]:
-    """Give torch so many threads; None leaves its own number."""
+    """Set torch's number of threads. None keeps the current number."""
     import torch
 
     before = torch.get_num_threads()
@@ -74,7 +74,7 @@ def threads_set(number: int | None) -> Iterator[None]:
 
 
 def resident_memory() -> int | None:
-    """Resident bytes now; None on a system without /proc."""
+    """Return the resident bytes, or None on a system without /proc."""
     try:
         pages = int(_STATM.read_bytes().split()[1])
     except FileNotFoundError:
@@ -83,7 +83,7 @@ def resident_memory() -> int | None:
 
 
 def trim() -> None:
-    """Give freed memory back to the system, so that it is not counted."""
+    """Return freed memory to the system, so that it does not count."""
     gc.collect()
     give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if give_back is not None:
@@ -91,20 +91,20 @@ def trim() -> None:
 
 
 def forget_peak() -> None:
-    """Let the peak of resident memory begin anew at what is resident now.
+    """Reset the peak of resident memory to the current value.
 
     Raises:
-        OSError: The system does not let a process do that.
+        OSError: The system does not allow the reset.
     """
     _RESET.write_text("5")
 
 
 def resident_peak() -> int:
-    """Most resident bytes since the process began, or since `forget_peak`.
+    """Return the peak of resident bytes since the start of the process or since `forget_peak`.
 
     Raises:
-        OSError: The system does not tell.
+        OSError: The system does not report the peak.
     """
-    # Not getrusage: its figure outlives the reset on some kernels.
+    # getrusage does not work here: on some kernels its value is not reset.
     lines = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
     return int(lines["VmHWM"].split()[0]) * 1024

@@ -1,6 +1,6 @@
-"""Results of a measurement: plain data that goes to JSON and back, with every derived figure next to it.
+"""Results of a measurement as dataclasses, which are stored as JSON. Derived values are properties.
 
-Times are seconds, sizes bytes, rates per second. Tables and pages format these figures and compute none.
+Times are in seconds, sizes in bytes, rates per second. Tables and pages only format these values.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ SCHEMA = 3
 
 @dataclass(frozen=True)
 class TrainingCell:
-    """Whole training steps with one kind of attention.
+    """Measurements of whole training steps with one attention.
 
     Args:
-        attention: Name, like "attnspan" or "sdpa".
-        reason: Why it cannot run, or None.
-        seconds: Of each step.
-        tokens_per_second: Of each step.
-        peak_memory: Resident bytes at the peak of a fresh process.
-        ratio: Its step time over attnspan's; None for attnspan.
-        noisy: The ratio is uncertain.
-        note: Configuration of the job, for people.
+        attention: Name of the attention, such as "attnspan" or "sdpa".
+        reason: Reason why it cannot run, or None.
+        seconds: Time of each step.
+        tokens_per_second: Speed of each step.
+        peak_memory: Peak of resident bytes in a fresh process.
+        ratio: Step time over attnspan's step time. None for attnspan.
+        noisy: The ratio's interval is too wide.
+        note: Configuration of the job, as text.
     """
 
     attention: str
@@ -45,9 +45,10 @@ class TrainingCell:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Seconds of the same training steps, taken in turn: by all ranks, and by one with the threads of all.
+    """Seconds of the same training steps on several ranks, and on one rank with the threads of all ranks.
 
-    ``losses`` and ``norms`` are the largest relative differences of the first steps from those of one rank.
+    The steps alternate. ``losses`` and ``norms`` are the largest relative differences of the first steps from
+    the same steps on one rank.
     """
 
     ranks: int
@@ -55,12 +56,12 @@ class RankTimes:
     norms: float
     all_ranks: tuple[float, ...]
     one_rank: tuple[float, ...]
-    sdpa: tuple[float, ...]  # of one rank, under a dense mask
+    sdpa: tuple[float, ...]  # one rank, with a dense mask
 
 
 @dataclass(frozen=True)
 class PhaseShares:
-    """Shares of a training step's time by phase, as fractions of 1; "host" is outside all phases."""
+    """Shares of a training step's time by phase, from 0 to 1. "host" is the time outside all phases."""
 
     data: float = 0.0
     host: float = 0.0
@@ -72,22 +73,22 @@ class PhaseShares:
 
 @dataclass(frozen=True)
 class MonitorRecord:
-    """One step of a training that a monitor records.
+    """A monitor's record of one training step.
 
     Args:
         step: Number of the step.
-        seconds: Wall time of the step, data included.
-        tokens: Learned from in the step.
-        phases: Where the time went.
-        attention_seconds: Inside attention operators, forward and backward.
-        attention_flops: Of attention over visible pairs.
-        ceiling: Measured FLOP/s that the attention is held against, or None.
-        compile_seconds: Compilation during the step.
+        seconds: Wall time of the step, including data.
+        tokens: Number of tokens trained on.
+        phases: Shares of the time by phase.
+        attention_seconds: Time inside attention operators, forward and backward.
+        attention_flops: FLOPs of attention over visible pairs.
+        ceiling: Measured peak FLOP/s for comparison, or None.
+        compile_seconds: Time of compilation during the step.
         memory: Resident bytes of the process.
         device_memory: Bytes allocated on the accelerator, or None.
-        utilisation: Busy share of the cores or of the device, 0..1, or None.
-        loss: Of the step, or None.
-        steps: Steps up to `step` that the other figures are means of (memory: the largest).
+        utilisation: Busy share of the cores or of the device, from 0 to 1, or None.
+        loss: Loss of the step, or None.
+        steps: Number of steps up to `step` that the record averages. Memory is the maximum.
     """
 
     step: int
@@ -106,7 +107,7 @@ class MonitorRecord:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of the step over its wall time."""
+        """Tokens per second of wall time."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
@@ -117,7 +118,7 @@ class MonitorRecord:
 
     @property
     def attention_share(self) -> float | None:
-        """Part of the step spent inside attention operators, 0..1."""
+        """Share of the step inside attention operators, from 0 to 1."""
         return None if self.attention_seconds is None else self.attention_seconds / self.seconds
 
     @property
@@ -129,7 +130,7 @@ class MonitorRecord:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The loss on held-out data after a step; step 0 is before the first one."""
+    """The loss on held-out data after a step. Step 0 is before the first training step."""
 
     step: int
     held_out: float
@@ -137,18 +138,18 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Results:
-    """All that one run of the benchmark found; the JSON file.
+    """Results of one benchmark run, stored as a JSON file.
 
     Args:
         environment: Machine and versions.
-        ceilings: Of this machine, as the probe measured them, or None.
+        ceilings: Ceilings of the machine as the probe measured them, or None.
         cells: Single calls.
         training: Whole training steps.
-        ranks: The same on several ranks and on one, or None.
-        monitor: Steps of a training.
-        evaluations: Its held-out losses.
-        complete: False when it was stopped before the last cell.
-        schema: Version of this layout.
+        ranks: Training steps on several ranks and on one, or None.
+        monitor: Recorded training steps.
+        evaluations: Held-out losses of the recorded training.
+        complete: False if the run was stopped before the last cell.
+        schema: Version of the file format.
     """
 
     environment: dict[str, Any] = field(default_factory=dict)
@@ -163,11 +164,11 @@ class Results:
 
     @property
     def roof(self) -> Ceilings | None:
-        """The ceilings, raised to the fastest sample of any run: no run stands above its ceiling."""
+        """The ceilings, raised to the fastest sample of any run, so that no run exceeds its ceiling."""
         return self.ceilings.lifted(self.cells) if self.ceilings else None
 
     def save(self, path: Path) -> None:
-        """Write the file, compressed if its name ends in ``.gz``; a reader sees the old one or the new one.
+        """Write the file atomically. It is compressed if its name ends in ``.gz``.
 
         Example:
             >>> import tempfile
@@ -180,10 +181,10 @@ class Results:
 
     @classmethod
     def load(cls, path: Path) -> Results:
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
-            OptionError: The file is missing, not JSON, of another schema, or damaged.
+            OptionError: The file is missing or damaged, is not JSON, or has another schema.
         """
         remedy = "Measure again with this version, or read it with the version that wrote it"
         return read_results(cls, path, "a results file", schema=SCHEMA, remedy=remedy)

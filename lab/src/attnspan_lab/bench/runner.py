@@ -1,4 +1,4 @@
-"""From workloads and peers to results: prepare, compare results, time in turn, keep what was found."""
+"""Runner of a benchmark: prepares workloads with all peers, compares results, and times them in turn."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from attnspan_lab.bench.workloads import minimal_bytes, total_flops, visible_pai
 
 __all__ = ["BOUNDS", "Plan", "difference", "measure_cell", "peers_for", "run_plan"]
 
-# Norm of the difference over the norm: far above what rounding does, far below a wrong mask or scale.
+# Limits on the norm of the difference over the norm: far above rounding, far below a wrong mask or scale.
 BOUNDS = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 1e-2}
 
-# Of the inputs of a decoding step, all but the last keys lie in memory: other layers ran since.
+# In a decoding step, all keys but the last ones come from memory, because other layers ran since.
 COLD_FAMILIES = ("decode",)
 
 
@@ -51,15 +51,15 @@ class Plan:
     """Plan of a measurement.
 
     Args:
-        workloads: In this order.
+        workloads: Workloads, in order.
         modes: "forward", "forward+backward", or both.
-        peers: Names; empty takes each workload's own.
+        peers: Names of peers. Empty: the default peers of each workload.
         device: "cpu" or "cuda".
-        threads: CPU threads; None leaves torch's number.
-        budget: How much is sampled.
-        memory: Whether peak memory is measured too.
+        threads: Number of CPU threads. None keeps torch's number.
+        budget: Budget of samples.
+        memory: Whether to measure peak memory as well.
         probe: Native microbenchmarks for the ceilings of the CPU, or None.
-        cold: Whether caches are emptied before each sample; None does so for decoding.
+        cold: Whether to empty the caches before each sample. None empties them only for decoding.
     """
 
     workloads: tuple[Workload, ...]
@@ -82,14 +82,14 @@ class Plan:
         return len(self.workloads) * len(self.modes)
 
     def is_cold(self, workload: Workload) -> bool:
-        """Whether caches are emptied before each sample of a workload."""
+        """Whether the caches are emptied before each sample of a workload."""
         return workload.family in COLD_FAMILIES if self.cold is None else self.cold
 
 
 def peers_for(workload: Workload, mode: str, names: Sequence[str], device: str) -> tuple[Peer, ...]:
-    """The peers of a workload: those asked for, else all; on the grid torch's fused kernels.
+    """Select the peers of a workload: the named peers, or else all. On the grid: torch's fused kernels.
 
-    On CPU, where it is installed, OpenVINO joins the forward cells of the grid.
+    On CPU, forward cells of the grid also run OpenVINO if it is installed.
     """
     if names or workload.family != "grid":
         return peers_named(names)
@@ -106,16 +106,16 @@ def run_plan(
     before: Callable[[Workload, str], None] = lambda *_: None,
     after: Callable[[Cell], None] = lambda _: None,
 ) -> Results:
-    """Measure every cell of a plan. An interrupt (Ctrl-C) ends it and keeps what is there.
+    """Measure every cell of a plan. Ctrl-C stops the run and keeps the finished cells.
 
     Args:
-        plan: What to measure.
-        path: Results file, written anew after every cell; None writes none.
-        before: Told of each cell that begins.
-        after: Told of each cell that is done.
+        plan: The plan.
+        path: Results file, which is rewritten after every cell. None writes no file.
+        before: Called before each cell.
+        after: Called after each cell.
 
     Returns:
-        The results; ``complete`` is False after an interrupt.
+        The results. ``complete`` is False after an interrupt.
 
     Example:
         >>> work = Workload("four", "causal", 1, 2, 2, 4, 4, 8, 8, "float32", "causal")
@@ -153,15 +153,15 @@ def run_plan(
                 after(cell)
             results = replace(results, complete=True)
         except KeyboardInterrupt:
-            pass  # What was measured is whole; `complete` says that more was planned.
-    # Without a cell, an older file is worth more than this one.
+            pass  # The finished cells are complete. `complete` tells that more were planned.
+    # Results without a cell must not replace an older file.
     if path is not None and results.cells:
         results.save(path)
     return results
 
 
 def _peak_of(device: str, threads: int) -> tuple[PeakOf | None, str]:
-    """A way to measure memory where there is one, and how or why not."""
+    """Return the method to measure memory and its description, or None and the reason."""
     if device == "cuda":
         return cuda_peak, "the allocator's peak, above the inputs"
     refusal = high_water_refusal()
@@ -176,7 +176,7 @@ def _peak_of(device: str, threads: int) -> tuple[PeakOf | None, str]:
 
 @dataclass
 class _Entry:
-    """A peer on its way to a run."""
+    """A peer while its run is prepared."""
 
     peer: Peer
     reason: str | None = None
@@ -214,17 +214,17 @@ def measure_cell(
 ) -> Cell:
     """Measure one workload in one mode with every peer.
 
-    A peer that refuses, fails or disagrees with attnspan is listed with the reason, without times.
+    A peer that cannot run, fails or disagrees with attnspan is listed with the reason and without times.
 
     Args:
-        workload: What to compute.
+        workload: The attention problem.
         mode: "forward" or "forward+backward".
-        peers: attnspan first.
-        budget: How much is sampled.
+        peers: The peers, attnspan first.
+        budget: Budget of samples.
         device: "cpu" or "cuda".
         meter: The clocks.
-        memory: Measures the peak of a peer, in bytes; None leaves memory out.
-        evict: Empties the caches before each sample; None leaves them warm.
+        memory: Measures the peak memory of a peer, in bytes. None does not measure memory.
+        evict: Empties the caches before each sample. None keeps them warm.
 
     Raises:
         MeasurementError: A timed region ended before its work was done.
@@ -233,7 +233,7 @@ def measure_cell(
     try:
         job = Job.make(workload, mode, device)
     except (RuntimeError, MemoryError) as error:
-        reason = f"there is no memory for its inputs: {_one_line(error)}"
+        reason = f"not enough memory for the inputs: {_one_line(error)}"
         refused = tuple(Run(peer.name, reason=reason) for peer in peers)
         return Cell(workload, mode, 0, 0.0, 0.0, refused, device)
     expected: dict[str, list[Tensor]] = {}
@@ -242,10 +242,10 @@ def measure_cell(
     basis = "execute" if device == "cpu" or evict else "pipelined"
     timed = _timed(entries, partial(interleave, budget=budget, meter=meter, basis=basis, evict=evict))
     pairs = visible_pairs(workload)
-    # Without ours there is no ratio: the first peer's place as a partner means nothing.
+    # If attnspan did not run, ratios to the first peer would have no meaning.
     has_ratio = entries[0].subject is not None
     runs = [entry.run(timed.get(entry.peer.name), has_ratio) for entry in entries]
-    # Inputs and results are freed before memory is measured in other processes.
+    # Free inputs and results before other processes measure memory.
     del job, expected, entries
     gc.collect()
     if memory is not None:
@@ -255,7 +255,7 @@ def measure_cell(
 
 
 def _timed(entries: Sequence[_Entry], time: Callable[[list[Subject]], tuple[Run, ...]]) -> dict[str, Run]:
-    """The times of all that can be timed; a call that raises is the reason of its peer."""
+    """Time all prepared peers. If a call raises, the error becomes the peer's reason."""
     running: list[_Entry] = []
 
     def watched(entry: _Entry, subject: Subject) -> Subject:
@@ -270,24 +270,24 @@ def _timed(entries: Sequence[_Entry], time: Callable[[list[Subject]], tuple[Run,
             found = time(subjects)
         except MeasurementError:
             raise
-        except Exception as error:  # As in `_prepare`; the others are timed anew without it.
+        except Exception as error:  # As in `_prepare`. The other peers are timed again without this one.
             (failed,) = running
-            failed.subject, failed.reason = None, f"it failed while it was timed: {_one_line(error)}"
+            failed.subject, failed.reason = None, f"the timed call failed: {_one_line(error)}"
         else:
             return {run.peer: run for run in found}
     return {}
 
 
 def _one_line(error: Exception) -> str:
-    """Kind and first line of an error, for a reason."""
+    """Format the type and first line of an error."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
 
 
 def _prepare(entry: _Entry, job: Job, meter: Meter, expected: dict[str, list[Tensor]]) -> None:
-    """Bring a peer to its first result and compare that; whatever goes wrong is its reason.
+    """Compute a peer's first result and compare it. Any failure becomes the peer's reason.
 
-    ``expected`` holds the result of the first peer that has one, attnspan where it can do the job.
+    ``expected`` holds the result of the first peer with a result. This is attnspan if it can run the job.
     """
     try:
         entry.reason = entry.peer.refuses(job)
@@ -299,7 +299,7 @@ def _prepare(entry: _Entry, job: Job, meter: Meter, expected: dict[str, list[Ten
         found = [x.detach() for x in ready.to_torch(result)]
     except MeasurementError:
         raise
-    except Exception as error:  # A peer's failure is a finding; it must not end the measurement.
+    except Exception as error:  # A peer's failure is a result and must not end the benchmark.
         entry.reason = f"it failed: {_one_line(error)}"
         return
     first = next(iter(expected), entry.peer.name)
@@ -308,17 +308,17 @@ def _prepare(entry: _Entry, job: Job, meter: Meter, expected: dict[str, list[Ten
         expected[first] = expected.get(first, found)
         entry.subject = subject
     elif first == entry.peer.name:
-        entry.reason = "its result has values that are not finite"
+        entry.reason = "its result contains infinity or NaN"
     else:
         limits = f"{entry.error:.2g} of the norm, over {bound:.2g}"
-        entry.reason = f"its result differs from that of {first} by {limits}"
+        entry.reason = f"its result differs from {first} by {limits}"
 
 
 def difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
-    """Largest relative error of a result's tensors: norm of the difference over the norm.
+    """Compute the largest relative error of a result's tensors: norm of the difference over the norm.
 
     Returns:
-        The error; infinite for another number of tensors or other shapes.
+        The error. It is infinite if the number of tensors or a shape differs.
 
     Example:
         >>> difference([torch.ones(4)], [torch.full((4,), 1.5)])
@@ -327,7 +327,7 @@ def difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
     if len(expected) != len(found) or any(a.shape != b.shape for a, b in zip(expected, found, strict=True)):
         return float("inf")
     errors = [_relative_error(a.float().cpu(), b.float().cpu()) for a, b in zip(expected, found, strict=True)]
-    # max() would lose a NaN that does not come first.
+    # max() ignores a NaN that does not come first.
     return next((error for error in errors if math.isnan(error)), max(errors, default=0.0))
 
 
@@ -341,5 +341,5 @@ def _with_peak(run: Run, peer: Peer, workload: Workload, mode: str, memory: Peak
         return run
     try:
         return replace(run, peak_memory=memory(peer, workload, mode))
-    except Exception as error:  # The times are there; that the memory is not is said next to them.
+    except Exception as error:  # Keep the times, and note that the memory is missing.
         return replace(run, note="; ".join(filter(None, (run.note, f"memory: {_one_line(error)}"))))

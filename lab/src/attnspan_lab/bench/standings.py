@@ -1,4 +1,4 @@
-"""Standing of attnspan over many cells: geometric means of ratios, lowest cell, share of a ceiling."""
+"""Summary of attnspan over many cells: geometric means of ratios, lowest cell, share of a ceiling."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from attnspan_lab.bench.statistics import Interval
 
 __all__ = ["MEAN_HEAD_DIMS", "MEAN_LENGTHS", "Standing", "View", "reached", "standings", "targets"]
 
-# Cells of the grid that means are over.
+# Cells of the grid that enter the means.
 MEAN_LENGTHS = (1024, 2048, 4096, 8192)
 MEAN_HEAD_DIMS = (64, 128)
 
 
 @dataclass(frozen=True, order=True)
 class View:
-    """Cells that may be averaged: one device, one mode, one element type."""
+    """A set of cells that may be averaged: one device, one mode, one element type."""
 
     device: str
     mode: str
@@ -27,12 +27,12 @@ class View:
 
     @classmethod
     def of(cls, cell: Cell) -> View:
-        """The view that a cell belongs to."""
+        """Return the view of a cell."""
         return cls(cell.device, cell.mode, cell.workload.dtype)
 
     @property
     def label(self) -> str:
-        """For people; the device is named where it is not the CPU."""
+        """Text of the view. The device is omitted on CPU."""
         return f"{self.mode}, {self.dtype}{'' if self.device == 'cpu' else f', {self.device}'}"
 
 
@@ -41,12 +41,12 @@ class Standing:
     """Ratios of one group of cells against one peer.
 
     Args:
-        view: Which cells.
-        peer: Name of the peer; None stands for the fastest peer of each cell.
-        ratios: Name of the workload, its ratio, and whether ours is "ahead", "behind" or it is "open".
-        mean: Geometric mean of the ratios: above 1, ours is faster on the whole. None without ratios.
-        mask: Of the grid, the mask of the cells; "" for others.
-        shares: By head dim, geometric means of ours' shares of the highest ceiling.
+        view: The group of cells.
+        peer: Name of the peer. None means the fastest peer of each cell.
+        ratios: Name of the workload, its ratio, and the verdict "ahead", "behind" or "open".
+        mean: Geometric mean of the ratios. Above 1, attnspan is faster on average. None without ratios.
+        mask: Mask of the grid's cells, or "" for other cells.
+        shares: Geometric means of attnspan's shares of the highest ceiling, by head dim.
     """
 
     view: View
@@ -58,11 +58,11 @@ class Standing:
 
     @property
     def lowest(self) -> tuple[str, Interval]:
-        """The cell that suits ours least."""
+        """The cell with the lowest ratio."""
         return min(self.ratios, key=lambda entry: entry[1].median)[:2]
 
     def count(self, verdict: str) -> int:
-        """Cells that are "ahead", "behind" or "open", corrected for their number."""
+        """Count the cells with a verdict: "ahead", "behind" or "open"."""
         return sum(found == verdict for _, _, found in self.ratios)
 
 
@@ -72,7 +72,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def standings(cells: Sequence[Cell]) -> tuple[Standing, ...]:
-    """For each view the standing against the fastest peer of each cell, then against each peer.
+    """Compute for each view the standing against the fastest peer of each cell, then against each peer.
 
     Example:
         >>> from attnspan_lab.bench.cells import Run, Workload
@@ -103,9 +103,9 @@ def standings(cells: Sequence[Cell]) -> tuple[Standing, ...]:
 
 
 def targets(results: Results, peer: str = "sdpa-flash") -> tuple[Standing, ...]:
-    """The grid by dtype, mode and mask against one peer; empty where the file has no cell of it.
+    """Summarize the grid by dtype, mode and mask against one peer. Empty if the file has no such cell.
 
-    Means are over the cells of `MEAN_LENGTHS` and `MEAN_HEAD_DIMS`; all cells count for the lowest.
+    Means use the cells of `MEAN_LENGTHS` and `MEAN_HEAD_DIMS`. The lowest ratio is taken over all cells.
     """
     said, roof = verdicts(results.cells), results.roof
     groups: dict[tuple[View, str], list[tuple[Cell, Interval]]] = {}
@@ -133,7 +133,7 @@ def targets(results: Results, peer: str = "sdpa-flash") -> tuple[Standing, ...]:
 
 
 def reached(cells: Iterable[Cell], ceilings: Ceilings | None, view: View) -> tuple[str, float] | None:
-    """Cell in which ours comes nearest to the ceiling of its dtype: name of the workload, and its share."""
+    """Find the workload in which attnspan is nearest to the ceiling of the dtype, with its share."""
     found = [
         (cell.workload.name, share)
         for cell in cells

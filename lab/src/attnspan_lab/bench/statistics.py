@@ -1,8 +1,8 @@
-"""Medians with intervals by order statistics, and which of many differences are real.
+"""Medians with intervals from order statistics, and significance of many differences.
 
 The interval of a median lies between two of the sorted samples. Its level follows from the binomial
-distribution, whatever the samples are distributed like (David and Nagaraja, Order Statistics, 2003, section
-7.1): the highest that n samples can give near 95 % is 96.1 % for n = 9, and 93.8 % for n = 5.
+distribution, for any distribution of the samples (David and Nagaraja, Order Statistics, 2003, section 7.1).
+The level nearest to 95 % is 96.1 % for n = 9 samples, and 93.8 % for n = 5.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FALSE_DISCOVERIES = 0.05
 
 @dataclass(frozen=True)
 class Samples:
-    """Raw samples of one figure.
+    """Raw samples of one quantity.
 
     Example:
         >>> Samples((1.0, 2.0, 3.0, 4.0, 5.0)).spread
@@ -44,8 +44,8 @@ class Samples:
 
     @cached_property
     def quartiles(self) -> tuple[float, float, float]:
-        """Lower quartile, median, upper quartile, interpolated."""
-        expect(self.samples, "samples", "one or more", "none", "Measure before asking for figures")
+        """Lower quartile, median and upper quartile, interpolated."""
+        expect(self.samples, "samples", "one or more", "none", "Measure at least one sample")
         low, middle, high = np.quantile(np.asarray(self.samples, np.float64), [0.25, 0.5, 0.75])
         return float(low), float(middle), float(high)
 
@@ -63,12 +63,12 @@ class Samples:
 
 @dataclass(frozen=True)
 class Interval:
-    """A median, the interval that holds it, and how sure that is.
+    """A median with its confidence interval.
 
     Args:
-        median: Of the samples.
-        low: Lower end.
-        high: Upper end.
+        median: Median of the samples.
+        low: Lower end of the interval.
+        high: Upper end of the interval.
         pairs: Number of samples.
         level: Probability that the interval holds the true median.
         p: Probability of samples at least as one-sided as these if the true median were 1.
@@ -88,7 +88,7 @@ class Interval:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Interval:
-        """The interval of some samples, such as the ratios of pairs."""
+        """Compute the interval of samples, such as the ratios of pairs."""
         ordered, middle = sorted(samples), Samples(tuple(samples)).median
         rank, level = order_level(len(ordered))
         low, high = ordered[rank], ordered[-1 - rank]
@@ -96,7 +96,7 @@ class Interval:
 
     @property
     def width(self) -> float:
-        """Width of the interval over the median: what the noise leaves open."""
+        """Width of the interval over the median."""
         return (self.high - self.low) / self.median if self.median else math.inf
 
 
@@ -106,14 +106,14 @@ def _tail(count: int, total: int) -> float:
 
 
 def order_level(count: int) -> tuple[int, float]:
-    """Sorted samples that bound the median, and how sure that is.
+    """Choose the sorted samples that bound the median, and compute their confidence level.
 
     Args:
         count: Number of samples.
 
     Returns:
-        The rank k, from 0, of the lower end (the upper one is count - 1 - k), the largest of which the level
-        reaches 95 %, else 0; and that level, 0 for one sample.
+        The rank k of the lower end, from 0, and the level. The upper end has the rank count - 1 - k. k is the
+        largest rank with a level of at least 95 %, or else 0. The level of one sample is 0.
 
     Example:
         >>> [(n, k, round(100 * level, 1)) for n in (5, 9, 25) for k, level in [order_level(n)]]
@@ -126,7 +126,7 @@ def order_level(count: int) -> tuple[int, float]:
 
 
 def sign_test(samples: Sequence[float]) -> float:
-    """Two-sided p-value of the hypothesis that the median is 1; samples of exactly 1 speak for it.
+    """Compute the two-sided p-value that the median is 1. Samples of exactly 1 support the hypothesis.
 
     Example:
         >>> sign_test([1.1] * 9), sign_test([0.9, 1.1]), sign_test([1.0] * 13 + [1.1] * 12)
@@ -137,10 +137,10 @@ def sign_test(samples: Sequence[float]) -> float:
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
-    """The ratio theirs / ours of samples taken in turn: what the machine does, it does to both of a pair.
+    """Compute the ratio theirs / ours of paired samples. Noise of the machine affects both samples of a pair.
 
     Raises:
-        OptionError: The two sides differ in number, or are empty.
+        OptionError: The two sides have different lengths, or are empty.
 
     Example:
         >>> paired([1.0, 2.0, 4.0], [2.0, 4.0, 8.0]).median
@@ -152,10 +152,10 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
 
 
 def quotient(old: Interval, new: Interval) -> Interval:
-    """new / old of two independent measurements: their errors are added on the scale of logarithms.
+    """Compute new / old of two independent measurements. Their errors add on a logarithmic scale.
 
-    The interval of 95 % and the p-value take the logarithm of each median as normal, with the standard error
-    that its own interval implies.
+    The 95 % interval and the p-value assume that the logarithm of each median is normally distributed. Its
+    standard error follows from its own interval.
 
     Example:
         >>> found = quotient(Interval(2.0, 1.98, 2.02, 9), Interval(3.0, 2.97, 3.03, 9))
@@ -176,12 +176,12 @@ def quotient(old: Interval, new: Interval) -> Interval:
 
 
 def discoveries(p_values: Sequence[float]) -> list[bool]:
-    """Real ones of many differences, by Benjamini and Hochberg's procedure (JRSS B 57, 1995).
+    """Find the significant differences, by Benjamini and Hochberg's procedure (JRSS B 57, 1995).
 
-    Of what is called a difference, on average at most 5 % is none.
+    On average, at most 5 % of the reported differences are false.
 
     Args:
-        p_values: One for each comparison of a table.
+        p_values: One p-value for each comparison of a table.
 
     Example:
         >>> discoveries([0.004, 0.004, 0.04]), discoveries([0.004] + [0.9] * 99).count(True)

@@ -1,4 +1,4 @@
-"""Results as tables that fit their terminal: a narrow one gets fewer columns, and says which are missing."""
+"""Results as tables that fit the terminal. Narrow terminals get fewer columns, and a list of the others."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _short(name: str) -> str:
 
 _Verdicts = dict[tuple[str, str], str]
 
-_SLOW_WAIT = 1.5  # Per-call over pipelined time from which waiting is a third or more of a call.
+_SLOW_WAIT = 1.5  # From this ratio of per-call to pipelined time, waiting is a third or more of a call.
 
 
 def show_results(results: Results, console: Console) -> None:
@@ -104,7 +104,7 @@ def _ceilings_line(ceilings: Ceilings) -> str:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of a run: its name, value and text, and in which order columns are dropped."""
+    """A column of a run: name, value, text, and the order in which columns are left out."""
 
     name: str
     value: Callable[[Cell, Run, Ceilings | None], float | None]
@@ -134,7 +134,7 @@ _FIGURES = (
 
 
 def figures(cells: Sequence[Cell], roof: Ceilings | None) -> list[Figure]:
-    """The figures that at least one run has."""
+    """Select the columns that at least one run has a value for."""
     runs = [(cell, run) for cell in cells for run in cell.runs]
     return [each for each in _FIGURES if any(each.value(*found, roof) is not None for found in runs)]
 
@@ -171,14 +171,14 @@ def _name(cell: Cell) -> str:
 
 
 def _is_bound_by_memory(cell: Cell, ceilings: Ceilings | None) -> bool:
-    """Whether the roofline of the cell is the bandwidth's."""
+    """Whether bandwidth limits the cell in the roofline model."""
     dtype = cell.workload.dtype
     best = ceilings.best(dtype) if ceilings else None
     return ceilings is not None and best is not None and ceilings.attainable(dtype, cell.intensity) != best[1]
 
 
 def ratio_texts(ratio: Interval | None, noisy: bool = False, verdict: str | None = None) -> tuple[str, str]:
-    """The ratio, with "?" where it may be 1, and its interval, with "~" where it is wide."""
+    """Format the ratio, with "?" if it may be 1, and its interval, with "~" if it is wide."""
     if ratio is None:
         return ("", "")
     interval = f"{ratio_digits(ratio.low)}-{ratio_digits(ratio.high)}"
@@ -187,7 +187,7 @@ def ratio_texts(ratio: Interval | None, noisy: bool = False, verdict: str | None
 
 
 def _show_grid(console: Console, cells: Sequence[Cell], mode: str, said: _Verdicts) -> None:
-    """One row for each cell: ours, and the ratio of each peer that ran anywhere."""
+    """Print one row per cell: attnspan's time, and the ratio of each peer that ran in any cell."""
     peers = list(dict.fromkeys(run.peer for cell in cells for run in cell.peers if run.ran))
     columns = [
         Column("cell", words=True),
@@ -208,13 +208,13 @@ def _show_grid(console: Console, cells: Sequence[Cell], mode: str, said: _Verdic
 
 
 def _refused_everywhere(cells: Sequence[Cell]) -> tuple[tuple[str, str], ...]:
-    """Peers that gave the same reason in every cell, with it: said once, not below each table."""
+    """Find the peers that did not run in any cell for the same reason, which is printed only once."""
     given = [[(run.peer, run.reason) for run in cell.runs if run.reason] for cell in cells]
     return tuple(pair for pair in (given[0] if given else ()) if all(pair in others for others in given))
 
 
 def _refusals(cells: Sequence[Cell], said: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Lines on peers that could not do a workload, one for each reason that is not said elsewhere."""
+    """Yield one line per peer and reason for workloads that did not run, except for reasons in ``said``."""
     found: dict[tuple[str, str], list[str]] = {}
     for cell in cells:
         for run in cell.runs:
@@ -231,31 +231,31 @@ def _remarks(results: Results, said: _Verdicts) -> Iterator[str]:
         lowest, highest = (f"{100 * pick(ratio.level for ratio in ratios):.1f}" for pick in (min, max))
         levels = lowest if lowest == highest else f"{lowest} to {highest}"
         fewest = min(ratio.pairs for ratio in ratios)
-        yield f"intervals: order statistics of {fewest} or more pairs each, level {levels} %"
+        yield f"intervals: order statistics of at least {fewest} pairs, level {levels} %"
         asked = results.environment.get("samples", 0)
         lowered = sum(ratio.pairs < asked for ratio in ratios)
         if lowered:
-            yield f"{lowered} of {len(ratios)} ratios have fewer than {asked} pairs, for want of --seconds"
+            yield f"{lowered} of {len(ratios)} ratios have fewer than {asked} pairs: raise --seconds for more"
     undecided = sum(verdict == "open" for verdict in said.values())
     if undecided:
         yield (
-            f"? {undecided} of {len(said)} ratios may be 1: the sign test of their pairs, corrected for "
-            f"{len(said)} ratios (Benjamini-Hochberg, 5 % false discoveries), cannot tell"
+            f"? {undecided} of {len(said)} ratios may be 1: the sign test is not significant, corrected for "
+            f"{len(said)} ratios (Benjamini-Hochberg, 5 % false discoveries)"
         )
     noisy = [cell.label for cell in results.cells if cell.noisy]
     if noisy:
         yield (
             f"~ the machine is too noisy for {len(noisy)} of {len(results.cells)} cells: their intervals are "
-            "wider than --width; give more --samples and --seconds, or quieten the machine"
+            "wider than --width. Raise --samples and --seconds, or stop other processes"
         )
     if any((run.waiting or 0) > _SLOW_WAIT for cell in results.cells for run in cell.runs):
-        yield "! waiting for each call is a third or more of its time: the pipelined figure is the device's"
+        yield '! waiting takes a third or more of each call: see "in a row" for the time of the device itself'
     if not results.complete:
-        yield "stopped before the last cell"
+        yield "the benchmark was stopped before the last cell"
 
 
 def _show_ranks(console: Console, times: RankTimes) -> None:
-    """The same steps on several ranks, on one rank, and on one with torch's attention under a dense mask."""
+    """Print the times of steps on several ranks, on one rank, and on one rank with SDPA and a dense mask."""
     rows = [[f"{times.ranks} ranks", seconds_text(Samples(times.all_ranks).median), "", ""]]
     for name, theirs in (("1 rank", times.one_rank), ("1 rank, SDPA", times.sdpa)):
         rows.append(
@@ -263,10 +263,10 @@ def _show_ranks(console: Console, times: RankTimes) -> None:
         )
     columns = [Column("steps of", words=True), *map(Column, ("median", "ratio", "interval"))]
     rounds = len(times.all_ranks)
-    title = f"training on {times.ranks} ranks, {rounds} steps each in turn; ratio: to the steps of all ranks"
+    title = f"training on {times.ranks} ranks, {rounds} steps each in turn, ratio: over the time of all ranks"
     print_table(console, title, columns, rows)
     far = f"losses {times.losses:.1e}, norms of gradients {times.norms:.1e}"
-    console.print(f"largest relative differences of the first {rounds} steps from one rank: {far}")
+    console.print(f"largest relative difference from one rank in the first {rounds} steps: {far}")
 
 
 def _show_training(console: Console, training: Sequence[TrainingCell]) -> None:
@@ -287,7 +287,7 @@ def _show_training(console: Console, training: Sequence[TrainingCell]) -> None:
 
 
 def show_summary(results: Results, console: Console, peer: str = "sdpa-flash") -> None:
-    """Print the table of targets over the grid, against one peer.
+    """Print the summary of the grid, against one peer.
 
     Example:
         >>> from rich.console import Console
@@ -311,11 +311,11 @@ def show_summary(results: Results, console: Console, peer: str = "sdpa-flash") -
         row += [label.removeprefix("grid-"), ratio_digits(lowest.median)]
         rows.append([*row, f"{target.count('behind')}/{len(target.ratios)}"])
     lengths = f"lengths {min(MEAN_LENGTHS):,} to {max(MEAN_LENGTHS):,}"
-    print_table(console, f"time of {peer} over ours, geometric mean over {lengths}", columns, rows)
+    print_table(console, f"time of {peer} over attnspan's, geometric mean over {lengths}", columns, rows)
 
 
 def show_comparison(comparison: Comparison, console: Console) -> None:
-    """Print what changed between two files.
+    """Print the changes between two files.
 
     Example:
         >>> from rich.console import Console
@@ -324,9 +324,9 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
         0 cells compared: 0 regressions
     """
     for line in comparison.machine:
-        console.print(f"another machine or setting: {line}", style="yellow")
+        console.print(f"different machine or setting: {line}", style="yellow")
     if comparison.machine:
-        console.print("so times are not compared, only ratios against a common peer", style="yellow")
+        console.print("Times are not compared, only ratios against a common peer.", style="yellow")
     changed = [change for change in comparison.changes if change.verdict != "same"]
     if changed:
         columns = [Column("cell", words=True), Column("time"), Column("interval", drop=2)]

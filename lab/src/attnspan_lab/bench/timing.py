@@ -1,7 +1,7 @@
-"""The project's timer: peers take turns in balanced order, over a number of rounds that is fixed before.
+"""The benchmark's timer. Peers take turns in balanced order, for a fixed number of rounds.
 
-A sample is the time per call over a few calls in a row. Where calls return early there are two samples of
-each: every call waited for (`execute`), and all of them waited for once (`pipelined`).
+A sample is the time per call over a few consecutive calls. Asynchronous calls give two samples: with
+synchronization after each call (`execute`), and with one synchronization at the end (`pipelined`).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ __all__ = [
     "orders",
 ]
 
-#: An interval of fewer pairs does not reach 95 %, or spans all of them.
+#: With fewer pairs, an interval does not reach 95 % or spans all samples.
 LEAST_ROUNDS = 9
 
 
 class MeasurementError(OptionError):
-    """A time that would not mean what it says."""
+    """A time that would be misleading."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class Subject:
     """A call that can be timed.
 
     Args:
-        name: For people.
+        name: Name for tables.
         call: Does the work once and returns its result.
-        device: Where it runs.
-        around: Makes a context that every sample is taken in, outside of the timed region.
+        device: Device of the call.
+        around: Makes a context manager around each sample, outside of the timed region.
     """
 
     name: str
@@ -58,14 +58,14 @@ class Subject:
 
 @dataclass(frozen=True)
 class Budget:
-    """Budget of the sampling. Nothing that is measured ends the sampling.
+    """Budget of the sampling. The number of samples does not depend on the measured differences.
 
     Args:
-        seconds: For each subject. If the rounds would take longer, there are fewer of them, but at least 9.
-        rounds: Samples of each subject.
-        width: A ratio whose interval is wider than this fraction of it is called noisy.
-        sample_seconds: Length of a sample at least; short calls are repeated within one.
-        calls: Calls of a sample at least; a row of one call cannot show what pipelining gains.
+        seconds: Time for each subject. Slow subjects get fewer rounds, but at least 9.
+        rounds: Number of samples of each subject.
+        width: A ratio is noisy if its interval is wider than this fraction of the ratio.
+        sample_seconds: Minimum length of a sample. Short calls are repeated within a sample.
+        calls: Minimum number of calls in a sample. A single call cannot show the gain of pipelining.
 
     Raises:
         OptionError: A limit is not positive, or there are fewer than 9 rounds.
@@ -79,19 +79,19 @@ class Budget:
 
     def __post_init__(self) -> None:
         limits = (self.seconds, self.width, self.sample_seconds, self.calls)
-        wanted = "positive limits, none of them infinite"
+        wanted = "positive finite limits"
         expect(all(0 < x < math.inf for x in limits), "budget", wanted, repr(self), "Pass other ones")
         expect(self.rounds >= LEAST_ROUNDS, "rounds", "{} or more", self.rounds, "Take more", LEAST_ROUNDS)
 
 
 @dataclass(frozen=True)
 class Meter:
-    """The clocks; tests give their own.
+    """The clocks. Tests pass their own.
 
     Args:
-        clock: Wall time, s.
-        cpu_clock: Processor time of all threads of this process, s.
-        threads: Threads that a call may use.
+        clock: Wall time, in seconds.
+        cpu_clock: Processor time of all threads of this process, in seconds.
+        threads: Number of threads that a call may use.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -100,7 +100,7 @@ class Meter:
 
 
 def first_call(subject: Subject, meter: Meter) -> tuple[Any, float]:
-    """Make the first call, which compiles, packs and allocates: its result, and the seconds it took."""
+    """Make the first call, which compiles, packs and allocates. Return its result and its seconds."""
     with subject.around():
         start = meter.clock()
         result = subject.call()
@@ -111,9 +111,9 @@ def first_call(subject: Subject, meter: Meter) -> tuple[Any, float]:
 
 
 def orders(count: int, rounds: int, seed: int = 0) -> Iterator[tuple[int, ...]]:
-    """In which order subjects take their turns: A B B A for two, a random order and its reverse for more.
+    """Choose the order of the subjects: A B B A for two, a random order and its reverse for more.
 
-    Over two rounds each subject comes before each other one once, so that drift and after-effects cancel.
+    Over two rounds, each subject precedes each other subject once, so drift and after-effects cancel.
 
     Example:
         >>> list(orders(2, 4))
@@ -134,18 +134,18 @@ def interleave(
     basis: str = "execute",
     evict: Callable[[], object] | None = None,
 ) -> tuple[Run, ...]:
-    """Time subjects in turn, in rounds that each have one sample of every subject.
+    """Time subjects in turn. Each round has one sample of every subject.
 
     Args:
-        subjects: One or more, warm (see `first_call`). Ratios are of the others to the first.
-        budget: How many rounds.
+        subjects: One or more warm subjects (see `first_call`). Ratios compare the others with the first.
+        budget: Budget of samples.
         meter: The clocks.
-        basis: Which times the ratios are of: "execute", or "pipelined" where a subject has such times.
-        evict: Empties the caches; then it is called before each sample, and a sample is one call.
+        basis: Times for the ratios: "execute", or "pipelined" for subjects with such times.
+        evict: Empties the caches before each sample. A sample is then one call.
 
     Returns:
-        The times, in the order of the subjects, each with its subject's name as the peer. Sample i of one
-        is paired with sample i of the others.
+        The times, in the order of the subjects, with the subject's name as the peer. Samples with the same
+        index are pairs.
 
     Raises:
         MeasurementError: A timed region ended before its work was done.
@@ -174,7 +174,7 @@ def interleave(
 
 
 def host_times(calls: Mapping[str, Callable[[], object]], budget: Budget) -> dict[str, tuple[float, ...]]:
-    """Seconds of calls that return with their results, in turn; sample i of one is paired with i of others.
+    """Time synchronous calls in turn, and return their seconds. Samples with the same index are pairs.
 
     Example:
         >>> calls = {"short": lambda: sum(range(9)), "long": lambda: sum(range(9999))}
@@ -191,7 +191,7 @@ def host_times(calls: Mapping[str, Callable[[], object]], budget: Budget) -> dic
 
 @dataclass
 class _Track:
-    """The samples of one subject so far."""
+    """Collected samples of one subject."""
 
     subject: Subject
     meter: Meter
@@ -204,7 +204,7 @@ class _Track:
     busy: float = 0.0
 
     def calibrate(self, budget: Budget) -> float:
-        """Find how many calls fill a sample, and return how long a sample takes, eviction included."""
+        """Choose the number of calls per sample, and return the time of a sample, including eviction."""
         self.calls = 1 if self.evict else budget.calls
         while True:
             start = self.meter.clock()
@@ -213,7 +213,7 @@ class _Track:
             seconds = self.execute[-1] * self.calls
             if self.evict or seconds >= budget.sample_seconds or self.calls >= 1 << 20:
                 break
-            # The clock may read zero; the growth is bounded because the first calls are slow.
+            # The clock may read zero. The growth is bounded because the first calls are slow.
             wanted = budget.sample_seconds / max(seconds / self.calls, 1e-9)
             self.calls = max(self.calls + 1, min(int(wanted * 1.1) + 1, self.calls * 16))
         self.execute, self.pipelined, self.dispatch, self.wall, self.busy = [], [], [], 0.0, 0.0
@@ -264,7 +264,7 @@ class _Track:
             timer.start()
         for _ in range(self.calls):
             result = call()
-            # Results of an ordered device may go at once: their memory is used again, as in a model.
+            # On an ordered device, results may be freed immediately: their memory is reused, as in a model.
             kept = [result] if device.is_ordered else [*kept, result]
         if timer:
             timer.stop()
@@ -280,7 +280,7 @@ class _Track:
         def timing(samples: list[float]) -> Timing | None:
             return Timing(tuple(samples), self.calls) if samples else None
 
-        # The processor's use says nothing of another device.
+        # The processor's utilisation tells nothing about another device.
         on_cpu = self.wall and self.subject.device.name == "cpu"
         return Run(
             self.subject.name,
@@ -297,7 +297,7 @@ def _require_idle(subject: Subject, result: Any) -> None:
     if not subject.device.is_idle(result):
         raise MeasurementError(
             f"time of {subject.name}",
-            expected="its work to be done when the clock stops",
-            got="work that goes on",
-            remedy="Time it on its own device, and wait for the result inside the timed region",
+            expected="a call whose work is done when the clock stops",
+            got="work that continues",
+            remedy="Time the call on its own device, and wait for the result inside the timed region",
         )

@@ -1,6 +1,6 @@
-"""Whole training steps: each kind of attention in turn, and several ranks compared with one.
+"""Whole training steps: each attention in turn, and several ranks compared with one.
 
-A step lasts from the packed rows to the optimizer: the mask or the plan is made in it, whatever attends.
+A step lasts from the packed rows to the optimizer. It includes the creation of the mask or the plan.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ __all__ = ["RowStepper", "measure_ranks", "measure_training", "reference_config"
 
 KINDS = CHOICES["attention"]
 
-# An interval wider than this leaves open which side is faster by how much.
+# Ratios with wider intervals are marked as noisy.
 _NARROW = 0.04
 _PEAK_STEPS = 3
-# The first rank may work alone for longer than ranks otherwise wait.
+# The first rank may work alone for longer than the usual timeout.
 _PATIENCE = timedelta(days=1)
 
 
 class RowStepper(Stepper):
-    """A stepper that is given packed rows: what a data loader would prepare is part of its steps."""
+    """A stepper that starts from packed rows. Its steps include the data loader's preparation."""
 
     def step(self, rows: Rows, index: int, observer: Any = None) -> StepResult:  # type: ignore[override]
-        """`Stepper.step`, with the preparation in its time."""
+        """Run `Stepper.step`, including the preparation."""
         del observer
         start = time.perf_counter()
         batch = make_batch(self.config, self._parts(rows), self.ranks.number)
@@ -60,28 +60,28 @@ class RowStepper(Stepper):
         return super().warm_up(make_batch(self.config, self._parts(rows), self.ranks.number))
 
     def _parts(self, rows: Rows) -> list[Rows]:
-        """Micro-batches of the rows of a step."""
+        """Split the rows of a step into micro-batches."""
         size = self.config.batch_size
         return [Rows(*(x[at : at + size] for x in rows)) for at in range(0, len(rows.tokens), size)]
 
 
 def reference_config(**changes: Any) -> TrainConfig:
-    """The job's own options, but for some."""
+    """Return the job's default options with some changes."""
     return TrainConfig(**changes)
 
 
 def measure_training(
     config: TrainConfig, rounds: int = 20, *, memory: bool = True, kinds: Sequence[str] = KINDS
 ) -> tuple[TrainingCell, ...]:
-    """Time the reference job's step with several kinds of attention, in turn, on the same batches.
+    """Time the reference job's step with several attentions, in turn, on the same batches.
 
-    All start from the same weights and are compiled alike, before any step is timed.
+    All start from the same weights and are compiled in the same way, before any step is timed.
 
     Args:
-        config: The job; its own kind of attention does not matter. With dtype "auto" the faster one is taken.
-        rounds: Timed steps of each kind, 9 or more.
-        memory: Measure peak memory too, each kind in a process of its own.
-        kinds: Values of `TrainConfig.attention`; attnspan is measured in any case, as the first.
+        config: The job. Its own attention is ignored. With dtype "auto", the faster dtype is used.
+        rounds: Timed steps of each attention, 9 or more.
+        memory: Also measure peak memory, with a separate process for each attention.
+        kinds: Values of `TrainConfig.attention`. attnspan is always measured, as the first.
 
     Raises:
         OptionError: Too few rounds, or an unknown kind.
@@ -90,7 +90,7 @@ def measure_training(
     kinds = (OURS, *(kind for kind in kinds if kind != OURS))
     expect(rounds >= LEAST_ROUNDS, "rounds", "{} or more", rounds, "Take more steps", LEAST_ROUNDS)
     for kind in kinds:
-        expect(kind in KINDS, "attention", f"one of {', '.join(KINDS)}", repr(kind), "Name one of these")
+        expect(kind in KINDS, "attention", f"one of {', '.join(KINDS)}", repr(kind), "Use one of these")
     with threads_set(config.threads):
         config = _settled(config)
         seconds = _step_times(config, rounds, kinds)
@@ -98,7 +98,7 @@ def measure_training(
 
 
 def _settled(config: TrainConfig) -> TrainConfig:
-    """The options with what is decided at start-up, so that all processes do the same."""
+    """Resolve options that are decided at start-up, so that all processes use the same values."""
     dtype = faster_dtype() if config.dtype == "auto" else config.dtype
     return replace(config, threads=torch.get_num_threads(), dtype=dtype)
 
@@ -109,7 +109,7 @@ def _job(config: TrainConfig) -> tuple[RowStepper, Iterator[Rows]]:
 
 
 def _steps(config: TrainConfig, corpus: Any, rank: int) -> Iterator[Rows]:
-    """The rows of each step, those of all its micro-batches together."""
+    """Yield the rows of each step, all micro-batches together."""
     stream = PackedStream(corpus, seed=config.seed, **config.row_shape(rank))
     while True:
         parts = [next(stream) for _ in range(config.accumulate)]
@@ -117,7 +117,7 @@ def _steps(config: TrainConfig, corpus: Any, rank: int) -> Iterator[Rows]:
 
 
 def _step_times(config: TrainConfig, rounds: int, kinds: Sequence[str]) -> dict[str, list[float]]:
-    """Seconds of each step of each kind, in balanced order on the same batches, from the same weights."""
+    """Time each step of each attention, in balanced order, on the same batches and from the same weights."""
     first, rows = _job(replace(config, attention=kinds[0]))
     steppers = [first]
     for kind in kinds[1:]:
@@ -163,10 +163,10 @@ def _cell(config: TrainConfig, kind: str, seconds: dict[str, list[float]], with_
 
 
 def steps_peak(config: TrainConfig) -> int:
-    """Take some steps in this process: the largest resident size during them, without what compiling needed.
+    """Run steps in this process and return their peak of resident memory, without memory for compilation.
 
     Raises:
-        OSError: The system does not tell a process its peak.
+        OSError: The system does not report the peak.
     """
     torch.set_num_threads(config.threads)
     stepper, rows = _job(config)
@@ -180,7 +180,7 @@ def steps_peak(config: TrainConfig) -> int:
 
 
 def _far(found: Sequence[float], expected: Sequence[float]) -> float:
-    """Largest relative difference.
+    """Compute the largest relative difference.
 
     Example:
         >>> _far([2.0, 3.0], [2.0, 2.0])
@@ -190,11 +190,11 @@ def _far(found: Sequence[float], expected: Sequence[float]) -> float:
 
 
 def measure_ranks(config: TrainConfig, rounds: int = 9) -> RankTimes:
-    """Compare the ranks of a job on this machine with one rank; starts them through torchrun.
+    """Compare the ranks of a job on this machine with one rank. torchrun starts the ranks.
 
     Args:
         config: The job, on two ranks or more.
-        rounds: Steps that are compared, and steps that are timed, 2 or more.
+        rounds: Number of compared steps, and of timed steps, 2 or more.
     """
     for what, value in (("ranks", config.world), ("rounds", rounds)):
         expect(value >= 2, what, "2 or more", value, "Pass more")
@@ -204,7 +204,7 @@ def measure_ranks(config: TrainConfig, rounds: int = 9) -> RankTimes:
         "ranks",
         __name__,
         {"config": asdict(config), "rounds": rounds},
-        remedy="Try python examples/train first",
+        remedy="Check that python examples/train runs",
         launcher=("-m", "torch.distributed.run", *ranks),
         variables={"OMP_NUM_THREADS": threads},
     )
@@ -212,7 +212,7 @@ def measure_ranks(config: TrainConfig, rounds: int = 9) -> RankTimes:
 
 
 def _compare_with_one(config: TrainConfig, ranks: Ranks, rounds: int) -> RankTimes | None:
-    """Run a rank's part of `measure_ranks`; the times on the first one."""
+    """Run a rank's part of `measure_ranks`. The first rank returns the times."""
     dtype = ranks.first(faster_dtype) if config.dtype == "auto" else config.dtype
     config = replace(config, dtype=dtype, threads=torch.get_num_threads())
     vocabulary = load_vocabulary(config.tokenizer)

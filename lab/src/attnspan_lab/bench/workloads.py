@@ -1,8 +1,8 @@
-"""Named attention problems: what is measured, as data.
+"""Named attention problems for benchmarks.
 
-B batch rows, Hq/Hkv heads, Sq queries, Sk keys, D head dim. Masks are text in the syntax of
-`attnspan.parse`, with two more names that know the number of keys: ``packed(n)``, n equal documents, and
-``corpus(seed)``, documents as long as the files of Python's standard library.
+Sizes: batch B, heads Hq/Hkv, queries Sq, keys Sk, head dim D. Masks are text in the syntax of
+`attnspan.parse`, with two more names. ``packed(n)`` means n documents of equal length. ``corpus(seed)`` means
+documents with the lengths of the files of Python's standard library. Both use the workload's number of keys.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def builtin() -> tuple[Workload, ...]:
-    """The named workloads without the grid, in every dtype.
+    """List the named workloads, without the grid, in every dtype.
 
     Example:
         >>> sorted({workload.family for workload in builtin()})[:3]
@@ -96,13 +96,13 @@ def _named(dtype: str) -> Iterable[Workload]:
         yield work(f"long-{length}", "long", "window(1023)", length, 2, note="fixed window: flat per pair")
     yield work("cross-77", "cross", "full", (4096, 77), note="text condition of an image model")
     yield work("cross-1024-4096", "cross", "full", (1024, 4096), dim=128)
-    yield work("report-shape", "report", "full", 16384, 5, 128, "the shape of the field's report")
+    yield work("report-shape", "report", "full", 16384, 5, 128, "shape of a report from the field")
 
 
 def grid() -> tuple[Workload, ...]:
-    """{full, causal} x dtype x head dim x length, 8 heads: the grid that targets are means over.
+    """List the grid for summaries: {full, causal} x dtype x head dim x length, with 8 heads.
 
-    Lengths of 16,384 and more have 2 heads, so that a cell stays within reach of a small machine.
+    Lengths of 16,384 and more have 2 heads, so that a cell fits on a small machine.
 
     Example:
         >>> len(grid())
@@ -126,10 +126,10 @@ def _grid_cell(mask: str, dtype: str, dim: int, length: int) -> Workload:
 
 
 def mask_of(workload: Workload) -> Mask:
-    """The mask that a workload names.
+    """Parse the mask of a workload.
 
     Raises:
-        OptionError: The text names no mask.
+        OptionError: The text is not a mask.
 
     Example:
         >>> work = Workload("two", "documents", 1, 1, 1, 4, 4, 8, 8, "float32", "causal & packed(2)")
@@ -149,7 +149,7 @@ def mask_of(workload: Workload) -> Mask:
 
 @lru_cache(maxsize=8)
 def _file_tokens() -> tuple[int, ...]:
-    """Tokens of each module of Python's standard library, at four bytes each, in a stable order."""
+    """Count the tokens of each module of Python's standard library, at four bytes each, in stable order."""
     found: list[int] = []
     for folder, folders, files in os.walk(sysconfig.get_path("stdlib")):
         own = (x for x in folders if x not in ("site-packages", "dist-packages") and x[0] != ".")
@@ -160,11 +160,11 @@ def _file_tokens() -> tuple[int, ...]:
 
 
 def corpus_offsets(k_len: int, seed: int) -> np.ndarray:
-    """Cumulative lengths of documents that fill a row, drawn from Python's standard library.
+    """Draw documents from Python's standard library until they fill a row. Return the cumulative lengths.
 
     Args:
-        k_len: Tokens of the row; the last document is cut there.
-        seed: Of the order in which documents are drawn.
+        k_len: Tokens of the row. The last document is cut at the end.
+        seed: Random seed of the documents' order.
 
     Example:
         >>> offsets = corpus_offsets(8192, seed=0)
@@ -181,7 +181,7 @@ def corpus_offsets(k_len: int, seed: int) -> np.ndarray:
 
 
 def visible_pairs(workload: Workload) -> int:
-    """Visible (query, key) pairs over all batch rows and query heads.
+    """Count the visible (query, key) pairs over all batch elements and query heads.
 
     Example:
         >>> visible_pairs(Workload("four", "causal", 1, 2, 2, 4, 4, 8, 8, "float32", "causal"))
@@ -196,7 +196,7 @@ def visible_pairs(workload: Workload) -> int:
 
 
 def total_flops(workload: Workload, mode: str, pairs: int) -> float:
-    """Floating-point operations over visible pairs: 2 * pairs * (D + Dv), and 2.5 times that backward.
+    """Count FLOPs over visible pairs: 2 * pairs * (D + Dv) forward, and 2.5 times as many backward.
 
     Example:
         >>> work = Workload("four", "causal", 1, 2, 2, 4, 4, 8, 8, "float32", "causal")
@@ -208,7 +208,7 @@ def total_flops(workload: Workload, mode: str, pairs: int) -> float:
 
 
 def minimal_bytes(workload: Workload, mode: str) -> float:
-    """Bytes that have to move at least: every input read and every result written once.
+    """Compute the minimum memory traffic: every input is read once, and every result is written once.
 
     Example:
         >>> minimal_bytes(Workload("four", "causal", 1, 2, 2, 4, 4, 8, 8, "float32", "causal"), "forward")
@@ -231,14 +231,14 @@ def select(
     lengths: Sequence[int] = (),
     head_dims: Sequence[int] = (),
 ) -> tuple[Workload, ...]:
-    """Those that are asked for; an empty selection takes all.
+    """Select workloads. An empty selection takes all.
 
     Args:
-        workloads: To choose from.
-        names: Names, families, or patterns of them like "documents-*".
+        workloads: All workloads.
+        names: Names, families, or patterns such as "documents-*".
         dtypes: Element types.
         lengths: Numbers of keys.
-        head_dims: D.
+        head_dims: Head dims.
 
     Raises:
         OptionError: A name matches nothing, or nothing is left.
@@ -247,7 +247,7 @@ def select(
         >>> [work.label for work in select(builtin(), ["dense-*"], dtypes=["float32"])]
         ['dense-d64 float32', 'dense-d128 float32']
     """
-    # Of two with one label the first counts: workloads of one's own come before the named ones.
+    # If two workloads have the same label, the first counts: the user's workloads come before the named ones.
     workloads = list({work.label: work for work in reversed(workloads)}.values())[::-1]
     families = ", ".join(sorted({work.family for work in workloads}))
     for name in names:
@@ -265,7 +265,7 @@ def select(
         and (not head_dims or work.head_dim in head_dims)
     )
     wanted = "at least one with these names, dtypes, lengths and head dims"
-    expect(found, "workloads", wanted, "none", "Ask for less, or see attnspan bench --list")
+    expect(found, "workloads", wanted, "none", "Remove a restriction, or see attnspan bench --list")
     return found
 
 
@@ -274,18 +274,18 @@ def _matches(work: Workload, name: str) -> bool:
 
 
 def load_workloads(path: Path) -> tuple[Workload, ...]:
-    """Read workloads of one's own: a JSON list of objects with the fields of `Workload`.
+    """Read the user's workloads: a JSON list of objects with the fields of `Workload`.
 
     Raises:
         OptionError: The file cannot be read, or a workload is not one.
     """
     what = "a JSON list of workloads"
     data = read_json(path, what)
-    expect(isinstance(data, list), str(path), what, type(data).__name__, "Wrap it in a list")
+    expect(isinstance(data, list), str(path), what, type(data).__name__, "Wrap the workload in a list")
     found = tuple(from_plain(Workload, item, f"{path}[{index}]") for index, item in enumerate(data))
     labels = [work.label for work in found]
     for work in found:
-        twice, remedy = "a name that no other workload of its dtype has", "Rename one of them"
+        twice, remedy = "a unique name among workloads of the same dtype", "Rename one of them"
         expect(labels.count(work.label) == 1, f"{path}: {work.name}", twice, work.label, remedy)
         _check(work, path)
     return found
@@ -298,6 +298,6 @@ def _check(work: Workload, path: Path) -> None:
             f"{path}: {work.name}",
             expected=f"sizes of 1 or more, kv_heads that divide q_heads, a dtype of {', '.join(DTYPES)}",
             got=f"{work.sizes} {work.dtype}",
-            remedy="Mend the workload",
+            remedy="Correct the workload",
         )
-    visible_pairs(work)  # Raises where the mask and the lengths do not fit.
+    visible_pairs(work)  # Raises an error if the mask does not fit the lengths.

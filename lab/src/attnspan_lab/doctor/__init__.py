@@ -1,4 +1,4 @@
-"""Says what is wrong with a model's attention under the compiler, and proves what is right."""
+"""The doctor: finds problems of a model's attention under torch.compile."""
 
 from .findings import Diagnosis as Diagnosis
 from .findings import Finding as Finding

@@ -1,4 +1,4 @@
-"""From watched calls of attention to findings: what was stored, copied, hidden, leaked and run twice."""
+"""Findings on watched attention calls: stored scores, copies, hidden keys, leaks and repeated calls."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from attnspan_lab.doctor.watch import Attention, Watcher
 
 __all__ = ["findings_of"]
 
-_LONG = 32_768  # tokens, for which memory of all pairs is predicted
+_LONG = 32_768  # tokens, for which the memory of a dense mask is predicted
 
 
 def findings_of(watcher: Watcher, subject: Subject, batch: Any, seconds: float) -> Iterator[Finding]:
-    """Findings of a watched step; ``seconds`` is what it takes when it is not watched."""
+    """Yield the findings of a watched step. ``seconds`` is the time of the same step without watching."""
     sites: dict[tuple[Any, str], list[Attention]] = {}
     for call in watcher.calls:
         sites.setdefault((call.place, call.kind), []).append(call)
@@ -42,7 +42,7 @@ def _at(*places: Place | None) -> tuple[Place, ...]:
 
 
 def _costs(site: list[Attention], subject: Subject, seconds: float) -> Iterator[Finding]:
-    """Avoidable costs of the calls of one line."""
+    """Yield avoidable costs of the calls of one line."""
     call, many = site[0], len(site)
     long = prod(call.q[:-2]) * _LONG**2 * call.dtype.itemsize
     if call.stores_scores and call.kind != "flex":
@@ -53,16 +53,16 @@ def _costs(site: list[Attention], subject: Subject, seconds: float) -> Iterator[
         remedy = "Remove what the fused kernels refuse" if call.reason else ""
         yield Finding("unfused", what, _at(call.place), (evidence,), call.reason, remedy, count=many)
     masked = next((x for x in site if x.mask is not None), None)
-    # torch's function makes masks of its own where it stores scores.
+    # Where torch's function stores scores, it also creates masks: these are not the user's.
     if masked is not None and masked.mask is not None and not (call.reason and masked.mask[1] == call.place):
         yield _mask(masked, masked.mask, many, seconds)
     if repeated := next((x.repeated for x in site if x.repeated), None):
         what = "Keys or values are copied once for each query head that shares them"
-        evidence = f"{bytes_text(repeated[1])} a tensor, at least {bytes_text(repeated[1] * many)} a step"
+        evidence = f"{bytes_text(repeated[1])} per tensor, at least {bytes_text(repeated[1] * many)} per step"
         yield Finding("kv-copy", what, _at(repeated[0], call.place), (evidence,), count=many)
     if copied := next((x.copied for x in site if x.copied and x.kernel), None):
-        what = "An operand of attention is copied here only to be contiguous"
-        evidence = f"{bytes_text(copied[1])} a tensor, at least {bytes_text(copied[1] * many)} a step"
+        what = "An operand of attention is copied here only to make it contiguous"
+        evidence = f"{bytes_text(copied[1])} per tensor, at least {bytes_text(copied[1] * many)} per step"
         yield Finding("copy", what, _at(copied[0], call.place), (evidence,), count=many)
     narrow = min((x.itemsize for x in subject.model.parameters() if x.is_floating_point()), default=8)
     upcast = next((x.upcast for x in site if x.upcast and x.dtype.itemsize > narrow), None)
@@ -94,7 +94,7 @@ def _mask(
 
 
 def _hidden(watcher: Watcher, subject: Subject, batch: Any) -> Iterator[Finding]:
-    """Rows without a visible key, and the first NaN that is not theirs."""
+    """Yield queries without a visible key, and the first NaN that they do not cause."""
     nan, found = watcher.first_nan, False
     for call in watcher.calls:
         rows = call.hidden
@@ -105,10 +105,10 @@ def _hidden(watcher: Watcher, subject: Subject, batch: Any) -> Iterator[Finding]
         rows = rows or (call.hidden if nan else [])
         if rows and not call.recomputed:
             found = True
-            what = "their softmax is NaN" if nan else "they return a mean of all values"
+            what = "their softmax is NaN" if nan else "they return the mean of all values"
             places = _at(call.place, call.mask[1] if call.mask else None)
-            evidence = f"{len(rows)} rows, (batch row, query): {', '.join(map(str, rows[:4]))}"
-            what = f"Rows of this attention may see no key: {what}"
+            evidence = f"{len(rows)} queries, (batch element, query): {', '.join(map(str, rows[:4]))}"
+            what = f"Some queries of this attention call see no key: {what}"
             yield Finding("hidden-rows", what, places, (evidence,), count=len(rows))
     if nan is not None and not found:
         name, shape, place, backward = nan
@@ -120,7 +120,7 @@ def _hidden(watcher: Watcher, subject: Subject, batch: Any) -> Iterator[Finding]
 
 
 def _seen(calls: list[Attention], subject: Subject, batch: Any) -> Iterator[Finding]:
-    """Pairs that are visible and must not be: documents, padding and later tokens."""
+    """Yield pairs that must not be visible and are: other documents, padding and later tokens."""
     tokens = subject.tokens(batch)
     if tokens is None:
         return
@@ -147,7 +147,7 @@ def _seen(calls: list[Attention], subject: Subject, batch: Any) -> Iterator[Find
 
 
 class _Visible:
-    """Calls whose visible pairs are known, and the step that they belong to."""
+    """Calls with known visible pairs, and their step."""
 
     def __init__(self, calls: list[Attention], subject: Subject, batch: Any, name: str) -> None:
         self.calls, self.subject, self.batch, self.name = calls, subject, batch, name
@@ -155,13 +155,13 @@ class _Visible:
     def proven(
         self, kind: str, what: str, foreign: Tensor, groups: Tensor, only: int | None
     ) -> Iterator[Finding]:
-        """A finding for each line where foreign pairs are visible, if changed tokens change foreign results.
+        """Yield a finding for each line with visible foreign pairs, if changed tokens change foreign results.
 
         Args:
-            kind, what: Of the finding.
-            foreign: Bool (B, S, S): pairs that should not be visible.
-            groups: Integer (B, S): tokens that are changed together.
-            only: The one group that counts; None: each.
+            kind, what: Kind and text of the finding.
+            foreign: Pairs that must not be visible, bool (B, S, S).
+            groups: Tokens that are changed together, integer (B, S).
+            only: The group to change, or None for every group.
         """
         pairs = {
             id(x): int((x.visible & foreign[: len(x.visible)]).sum())
@@ -171,21 +171,19 @@ class _Visible:
         guilty = [x for x in self.calls if pairs[id(x)]]
         try:
             changed = self._changed(groups, only)
-        except Exception as error:  # The model's own: it may not take other tokens.
+        except Exception as error:  # The model may raise: it may not accept other tokens.
             changed = f"not confirmed by changing tokens: {str(error)[:120]}" if guilty else None
         if changed is None:
             return
         for place, mask in dict.fromkeys((x.place, x.mask[1] if x.mask else None) for x in guilty):
-            most = f"{max(pairs.values())} pairs of tokens that should not see each other"
+            most = f"{max(pairs.values())} visible pairs of tokens that must not see each other"
             yield Finding(kind, what, _at(place, mask), (most, changed))
         if not guilty:
-            what, cause = what.replace(" here", ""), "Something else than attention mixes tokens"
-            yield Finding(
-                kind, f"{what}, by another way than attention", self._first(groups), (changed,), cause
-            )
+            what, cause = what.replace(" here", ""), "Another part of the model mixes tokens"
+            yield Finding(kind, f"{what}, outside of attention", self._first(groups), (changed,), cause)
 
     def _first(self, groups: Tensor) -> tuple[Place, ...]:
-        """Line of the first module whose results change, if the batch can be probed by module."""
+        """Find the line of the first module with changed results, if the batch allows it."""
         if not isinstance(self.batch, dict) or self.name not in ("input_ids", "inputs_embeds", "x"):
             return ()
         leaks = probe(self.subject.model, self.batch, groups).leaks
@@ -194,11 +192,11 @@ class _Visible:
             code = type(modules[name]).forward.__code__
             if is_users(code.co_filename):
                 return (Place(code.co_filename, code.co_firstlineno, code.co_qualname),)
-            name = name.rpartition(".")[0]  # A module of torch's: what it got was already mixed.
+            name = name.rpartition(".")[0]  # A module of torch: its inputs were already mixed.
         return ()
 
     def _changed(self, groups: Tensor, only: int | None) -> str | None:
-        """Say whose results change with other tokens of a group: a sentence, or None."""
+        """Describe the results that change with other tokens of a group. None if no result changes."""
         subject, batch, name = self.subject, self.batch, self.name
         tokens = subject.named(batch)[name]
         key = "x" if tokens.is_floating_point() else "input_ids"
@@ -208,17 +206,17 @@ class _Visible:
 
         before, again = (subject.step(subject.model, batch, backward=False) for _ in range(2))
         if not all(torch.equal(before[x], again[x]) for x in before):
-            raise RuntimeError("the same batch gives other results each time, or NaN")
+            raise RuntimeError("the model returns different results for the same batch, or NaN")
         found = probe(subject.model, {key: tokens}, groups, call=call)
         leaks = [x for x in found.leaks if only is None or x.document == only]
         if not leaks:
             return None
         rows, most = sum(len(x.rows) for x in leaks), max(x.change for x in leaks)
-        return f"other tokens there change {rows} rows of results, by up to {most:.1e} of their size"
+        return f"changing these tokens changes {rows} rows of results by up to {most:.1e} (relative error)"
 
 
 def _operators(watcher: Watcher) -> Iterator[Finding]:
-    """Operators of other libraries whose fake kernels do not return what the real ones return."""
+    """Yield operators of other libraries whose fake kernels and real kernels return different layouts."""
     for name, (op, args, kwargs, outs, place) in watcher.custom.items():
         try:
             with FakeTensorMode() as mode:
@@ -228,12 +226,12 @@ def _operators(watcher: Watcher) -> Iterator[Finding]:
                 promised = [x for x in tree_leaves(op(*given, **named)) if isinstance(x, Tensor)]
         except Exception as error:
             cause = f"It has no working fake kernel: {(str(error).strip().splitlines() or [''])[0][:200]}"
-            what = f"The compiler cannot look through the operator {name}"
+            what = f"The compiler cannot trace the operator {name}"
             yield Finding("operator", what, _at(place), (), cause)
             continue
         for real, fake in zip(outs, promised, strict=False):
             got = [f"{tuple(x.shape)}, strides {x.stride()}, {x.dtype}" for x in (real, fake)]
             if got[0] != got[1] and real.numel() > 1:
-                what = f"The operator {name} returns another layout than its fake kernel promises"
+                what = f"The operator {name} returns a different layout than its fake kernel"
                 yield Finding("operator", what, _at(place), (f"real {got[0]}", f"fake {got[1]}"))
                 break

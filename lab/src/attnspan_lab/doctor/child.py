@@ -1,4 +1,4 @@
-"""One stage of an examination, in this process; what it finds is told to the parent at once."""
+"""One stage of an examination, run in this process. Findings go to the parent immediately."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__: list[str] = []
 
 
 def _main(task: dict[str, Any]) -> None:
-    # Threads and frames where a process hangs are in its errors when the parent ends it.
+    # When the parent ends a process that hangs, its stderr then has the threads and frames.
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(task["limit"] - 2.0, 1.0), exit=False)
     with telling(task["out"]) as say:
@@ -49,9 +49,9 @@ def _main(task: dict[str, Any]) -> None:
 
 
 def _follow(thread: int, period: float, say: Callable[..., None]) -> None:
-    """Tell which line a thread runs. After a crash that destroys the stack, the parent still has a line."""
+    """Report the line that a thread runs. The parent needs it after a crash that destroys the stack."""
     last: list[Place] = []
-    with suppress(ValueError):  # The file is closed: the stage is done.
+    with suppress(ValueError):  # The file is closed because the stage is done.
         while True:
             now = list(islice(lines_of(sys._current_frames().get(thread)), 3))
             if now and now != last:
@@ -63,21 +63,21 @@ def _follow(thread: int, period: float, say: Callable[..., None]) -> None:
 def _unloadable(error: BaseException, target: str) -> Finding:
     text = str(error).strip().splitlines() or [""]
     places = lines_in("".join(traceback.format_exception(error)))
-    remedy = "Make the factory return (model, batches) by itself: python -c 'import m; m.factory()'"
-    cause = "The factory, or the import of its module, raises"
+    remedy = "Make sure that the factory returns (model, batches). Test: python -c 'import m; m.factory()'"
+    cause = "The factory raises, or the import of its module does"
     if any(x in str(error) for x in ("CUDA", "NVIDIA", "cuda")):
         cause, remedy = (
-            "It needs a GPU, and this machine has none",
-            "Choose the device by torch.cuda.is_available()",
+            "The factory needs a GPU, and this machine has none",
+            "Choose the device with torch.cuda.is_available()",
         )
     if type(error).__module__.startswith("attnspan."):
-        cause, remedy = "The doctor cannot use it", text[0].rpartition(". ")[2]
+        cause, remedy = "The doctor cannot use this target", text[0].rpartition(". ")[2]
     what = f"{target} cannot be examined: {type(error).__name__}: {text[0][:300]}"
     return Finding("subject", what, tuple(places[:3]), (), cause, remedy, stage="loading")
 
 
 if __name__ == "__main__":
     _main(json.loads(sys.argv[1]))
-    # What a factory started, such as threads that never end, does not keep the process.
+    # Threads that a factory started and that never end must not keep the process alive.
     sys.stderr.flush()
     os._exit(0)

@@ -19,40 +19,57 @@ __all__ = ["doctor"]
 
 _KNOWN = (*DEFAULT_STAGES, *MORE_STAGES)
 _what, _limit, _where = (
-    partial(Option, rich_help_panel=title)
-    for title in ("What is examined", "Limits for CI", "Where results go")
+    partial(Option, rich_help_panel=title) for title in ("Examination", "Limits for CI", "Output")
 )
-_TARGET = "pkg.module:factory, a class of transformers or diffusers, or -- python train.py ..."
+_JUNIT = (
+    "write JUnit XML to this file, with one test case for each finding and each exceeded limit; "
+    "findings that cost only time or memory pass, all others fail"
+)
+_TARGET = (
+    "file.py:factory, pkg.module:factory, a class of transformers or diffusers, or -- python train.py ..."
+)
 
 
 def doctor(
     target: Annotated[list[str], Argument(help=_TARGET, metavar="TARGET")],
-    stages: Annotated[str, _what(help=f"some of {', '.join(_KNOWN)}")] = ",".join(DEFAULT_STAGES),
-    backend: Annotated[str, _what(help="of the compiled step that is compared with eager")] = "inductor",
-    limit: Annotated[float, _what(min=5, help="seconds for each stage")] = 300.0,
-    max_breaks: Annotated[int | None, _limit(min=0, help="most graph breaks")] = None,
-    max_graphs: Annotated[int | None, _limit(min=0, help="most compiled graphs")] = None,
-    max_recompiles: Annotated[int | None, _limit(min=0, help="most recompilations")] = None,
-    max_copies: Annotated[int | None, _limit(min=0, help="most lines that copy q, k or v")] = None,
-    try_: Annotated[str, _what("--try", help="attnspan: also run the model with its attention")] = "",
-    parity: Annotated[bool, _limit("--parity", help="compiled results have to equal eager ones")] = False,
-    json: Annotated[Path | None, _where(help="all findings and figures")] = None,
-    junit: Annotated[Path | None, _where(help="findings as failed tests")] = None,
-    page: Annotated[Path | None, _where(help="a page that needs nothing else")] = None,
+    stages: Annotated[str, _what(help=f"comma-separated list of {', '.join(_KNOWN)}")] = ",".join(
+        DEFAULT_STAGES
+    ),
+    backend: Annotated[
+        str, _what(help="torch.compile backend of the step that is compared with eager mode")
+    ] = "inductor",
+    limit: Annotated[float, _what(min=5, help="time limit of each stage, in seconds")] = 300.0,
+    max_breaks: Annotated[int | None, _limit(min=0, help="maximum number of graph breaks")] = None,
+    max_graphs: Annotated[int | None, _limit(min=0, help="maximum number of compiled graphs")] = None,
+    max_recompiles: Annotated[int | None, _limit(min=0, help="maximum number of recompilations")] = None,
+    max_copies: Annotated[
+        int | None, _limit(min=0, help="maximum number of lines that copy q, k or v")
+    ] = None,
+    try_: Annotated[
+        str, _what("--try", help='"attnspan" also runs the model with attnspan\'s attention')
+    ] = "",
+    parity: Annotated[
+        bool, _limit("--parity", help="require that compiled results equal eager results")
+    ] = False,
+    json: Annotated[Path | None, _where(help="write findings and measurements to this JSON file")] = None,
+    junit: Annotated[Path | None, _where(help=_JUNIT)] = None,
+    page: Annotated[Path | None, _where(help="write a self-contained HTML page to this file")] = None,
 ) -> None:
-    """Say what is wrong with a model's attention under torch.compile."""
+    """Find problems of a model's attention under torch.compile, and suggest a fix for each."""
     from attnspan_lab.doctor.show import show, write_junit, write_page
 
     for path in (json, junit, page):
         if path is not None:
             check_writable(path)
-    expect(try_ in ("", "attnspan"), "--try", "attnspan", repr(try_), "There is one cure")
+    expect(
+        try_ in ("", "attnspan"), "--try", "attnspan", repr(try_), "Pass --try attnspan, or leave --try out"
+    )
     wanted = (*chosen("--stages", stages, _KNOWN), *(["cure"] if try_ else []))
-    expect(wanted, "--stages", f"some of {', '.join(_KNOWN)}", "none", "Name one of these")
+    expect(wanted, "--stages", f"some of {', '.join(_KNOWN)}", "none", "Pass at least one of these")
     is_python = target[0].rpartition("/")[2].startswith("python") and len(target) > 1
     name, *arguments = target[1:] if is_python else target
     is_script = ":" not in name and name.endswith(".py")
-    got, remedy = " ".join(target), "Only a script has arguments; write them after --"
+    got, remedy = " ".join(target), "Only scripts take arguments. Write them after --"
     expect(is_script or not arguments, "attnspan doctor", "one target", got, remedy)
     console = stdout()
     with progress(console, len(wanted), wanted[0]) as tell:
@@ -83,7 +100,7 @@ def doctor(
 
 
 def _exceeded(found: Diagnosis, limits: dict[str, int | None], *, parity: bool) -> list[str]:
-    """The limits that a diagnosis does not keep; a count that could not be taken keeps none."""
+    """Describe the limits that a diagnosis exceeds. A missing count exceeds its limit."""
     counts = {name: found.facts.get("compiled", {}).get(name) for name in ("breaks", "graphs", "recompiles")}
     copies = [x for x in found.findings if x.kind in ("copy", "kv-copy")]
     counts["copies"] = len(copies) if "eager" in found.facts else None
@@ -95,5 +112,5 @@ def _exceeded(found: Diagnosis, limits: dict[str, int | None], *, parity: bool) 
     if parity and (
         "errors" not in found.facts.get("parity", {}) or any(x.kind == "parity" for x in found.findings)
     ):
-        said.append("parity: compiled results are not those of eager mode, or were not compared")
+        said.append("parity: compiled results differ from eager results, or were not compared")
     return said

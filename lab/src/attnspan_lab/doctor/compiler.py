@@ -1,4 +1,4 @@
-"""Log of torch.compile while a model runs, from the structured log that torch writes for its tools."""
+"""Record of torch.compile's work while a model runs, read from torch's structured log."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["CompilerLog", "Graph", "Recompile", "compile_error"]
 _BREAK = re.compile(r"Graph [Bb]reak in user code at (?P<file>.*):(?P<line>\d+)")
 _GUARD_PLACE = re.compile(r"# (?P<file>[^#\s][^#]*?):(?P<line>\d+) in (?P<function>\w+)")
 _LIMIT = "Dynamo recompile limit exceeded"
-_READ_ERRORS = "TORCHDYNAMO_VERBOSE=1 TORCH_LOGS=+dynamo shows the trace: the lines before the error matter"
+_READ_ERRORS = "TORCHDYNAMO_VERBOSE=1 TORCH_LOGS=+dynamo shows the trace. Read the lines before the error"
 _READ_BREAKS = (
-    "TORCH_LOGS=graph_breaks,recompiles shows the same; TORCHDYNAMO_VERBOSE=1 adds the compiler's own stack"
+    "TORCH_LOGS=graph_breaks,recompiles shows the same. TORCHDYNAMO_VERBOSE=1 adds the compiler's stack"
 )
 
 
@@ -29,11 +29,11 @@ class Graph:
     """One compilation of one frame.
 
     Args:
-        function, place: Of the frame.
-        start, end: Seconds, on the clock of `time.time`.
+        function, place: Function and line of the frame.
+        start, end: Begin and end, in seconds of `time.time`.
         forward: False for the graph of a backward pass.
-        operators: In the graph.
-        failed: What it failed with, or "".
+        operators: Number of operators in the graph.
+        failed: The error, or "".
     """
 
     function: str
@@ -47,12 +47,12 @@ class Graph:
 
 @dataclass(frozen=True)
 class Recompile:
-    """Why a frame was compiled again.
+    """Reason of a recompilation.
 
     Args:
-        guard: The condition that failed, with the names of the frame.
-        place: The line that the condition comes from, if the compiler says it.
-        frame: The number of the frame; of one frame the first compilation is no recompile.
+        guard: The condition that failed, with the frame's names.
+        place: The line that the condition comes from, if the compiler reports it.
+        frame: The frame's number. The first compilation of a frame is no recompilation.
     """
 
     guard: str
@@ -71,7 +71,7 @@ class Recompile:
 
 @dataclass
 class CompilerLog(logging.Handler):
-    """Collects breaks, recompiles and compilations while it is entered."""
+    """Collects graph breaks, recompilations and compilations within a ``with`` block."""
 
     breaks: list[Finding] = field(default_factory=list)
     recompiles: list[Recompile] = field(default_factory=list)
@@ -84,7 +84,7 @@ class CompilerLog(logging.Handler):
         self._log = logging.getLogger("torch.__trace")
         self._warnings = logging.getLogger("torch._dynamo.convert_frame")
 
-    __hash__ = object.__hash__  # Of a handler, which loggers keep in sets.
+    __hash__ = object.__hash__  # Loggers keep handlers in sets, so a handler must be hashable.
 
     def __enter__(self) -> CompilerLog:
         self._log.addHandler(self)
@@ -98,7 +98,7 @@ class CompilerLog(logging.Handler):
         self._warnings.removeFilter(self._is_no_limit)
 
     def _is_no_limit(self, record: logging.LogRecord) -> bool:
-        """Take torch's warning about the limit, which the findings say better."""
+        """Record torch's warning about the recompilation limit, and do not show it: a finding reports it."""
         text = record.getMessage()
         if "torch._dynamo hit config." not in text:
             return True
@@ -106,7 +106,7 @@ class CompilerLog(logging.Handler):
         return False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Note one entry of the log."""
+        """Record one entry of the log."""
         about: dict[str, Any] = getattr(record, "metadata", None) or {}
         payload = str(getattr(record, "payload", None) or "")
         name = about.get("artifact", {}).get("name", "") if isinstance(about.get("artifact"), dict) else ""
@@ -132,7 +132,7 @@ class CompilerLog(logging.Handler):
         if kind != _LIMIT:
             places = list({(x.file, x.line): x for x in places}.values())[:4]
             evidence = tuple(x for x in (link, _READ_BREAKS) if x)
-            what = f"The compiler breaks the graph here: {_first_line(kind)}"
+            what = f"The graph breaks here: {_first_line(kind)}"
             self.breaks.append(
                 Finding("graph-break", what, tuple(places), evidence, explanation, " ".join(hints))
             )
@@ -149,12 +149,12 @@ class CompilerLog(logging.Handler):
 
     @property
     def forward_graphs(self) -> int:
-        """Compilations that made a graph with operators."""
+        """Compilations that produced a graph with operators."""
         return sum(x.forward and x.operators > 0 and not x.failed for x in self.graphs)
 
     @property
     def compile_seconds(self) -> float:
-        """The sum over all compilations, forward and backward."""
+        """Total time of all compilations, forward and backward."""
         return sum(max(x.end - x.start, 0.0) for x in self.graphs)
 
 
@@ -163,11 +163,11 @@ def _function(places: Sequence[Place]) -> str:
 
 
 def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0].strip() if text.strip() else "no reason is given"
+    return text.strip().splitlines()[0].strip() if text.strip() else "no reason was given"
 
 
 def _explained(reason: str) -> tuple[str, str, list[str], str]:
-    """The kind, explanation, hints and page of torch's registry of graph breaks."""
+    """Parse kind, explanation, hints and page of a graph break, as torch's registry has them."""
     head, _, rest = reason.partition("\n  Explanation:")
     kind = head.strip().splitlines()[-1].strip() if head.strip() else "an exception of the compiler"
     explanation = re.split(r"\n  Hint:|\n\s*Developer debug context:", rest)[0]
@@ -179,7 +179,7 @@ def _explained(reason: str) -> tuple[str, str, list[str], str]:
 
 
 def _recompile(payload: str, frame: int) -> Recompile:
-    """From one reason or a JSON list of them, the newest first: the newest is what changed last."""
+    """Parse one reason, or a JSON list with the newest first, and take the newest: it changed last."""
     text = payload.strip()
     if text.startswith("["):
         text = re.sub(r'^\[\s*"|",?\s*$', "", text.split('",\n')[0]).replace("\\n", "\n").replace('\\"', '"')
@@ -194,7 +194,7 @@ def _recompile(payload: str, frame: int) -> Recompile:
 
 
 def compile_error(error: BaseException, stage: str) -> Finding:
-    """A finding for what the compiler, or the code that it made, raised."""
+    """Make a finding from an error that the compiler or compiled code raised."""
     text = str(error)
     user = lines_in(text.partition("from user code:")[2]) or lines_in(
         "".join(traceback.format_exception(error))
@@ -204,7 +204,7 @@ def compile_error(error: BaseException, stage: str) -> Finding:
     cause = cause if "Explanation:" in text else f"{type(error).__name__} while compiling or in compiled code"
     remedy = " ".join(hints)
     if re.search(r"expected size \S+, stride \S+|stride \d+==\d+", text):
-        cause = "An operator's fake kernel promises strides that its real kernel does not return"
+        cause = "An operator's fake kernel and its real kernel return different strides"
         remedy = KINDS["operator"].remedy
     evidence = tuple(x for x in (link, _READ_ERRORS) if x)
     return Finding("compile-error", what, tuple(user[:3]), evidence, cause, remedy, stage=stage)

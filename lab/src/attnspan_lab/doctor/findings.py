@@ -34,19 +34,19 @@ KINDS = {name: Kind(**said) for name, said in tomllib.loads(_FILE.read_text(enco
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong.
+    """One problem of the model.
 
     Args:
         kind: One of `KINDS`.
-        what: What happens, in a sentence.
-        cause: Why; by default what the kind says.
-        remedy: What to do about it; by default what the kind says.
+        what: The problem, in a sentence.
+        cause: Reason of the problem. Default: the kind's cause.
+        remedy: Suggested fix. Default: the kind's remedy.
         places: Lines of the user's code, the most telling first.
-        evidence: Figures and lines of output.
-        tried: What the doctor changed to test the remedy, and what came of it.
-        known: Reports of the same upstream.
-        count: How often it was seen.
-        stage: Where: "eager", "compiled", "parity", "ranks", ...
+        evidence: Measurements and lines of output.
+        tried: The change with which the doctor tested the remedy, and the outcome.
+        known: Upstream issues about the same problem.
+        count: Number of occurrences.
+        stage: Stage that found it: "eager", "compiled", "parity", "ranks", ...
     """
 
     kind: str
@@ -71,27 +71,27 @@ class Finding:
 
     @property
     def label(self) -> tuple[str, str]:
-        """Its kind and line; where no line is known, what happens."""
+        """Kind and line of the finding, or kind and text if the line is unknown."""
         return self.kind, str(self.places[0]) if self.places else self.what
 
     @property
     def fails(self) -> bool:
-        """Whether it is more than a cost."""
+        """Whether the finding is an error, not only lost time or memory."""
         return self.severity in ("stops", "wrong", "compile")
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All that one examination found.
+    """Findings and measurements of one examination.
 
     Args:
-        subject: What was examined.
-        findings: The most severe first.
-        facts: Figures by stage: graphs, compilations, calls of attention, times.
+        subject: Name of the model or script.
+        findings: Findings, the most severe first.
+        facts: Measurements by stage: graphs, compilations, attention calls, times.
         environment: Machine and versions.
-        cells: Of the matrix of features, if it was run: features, and "" or what failed.
-        seconds: That all of it took.
-        complete: False if it was interrupted.
+        cells: Tested combinations of features, each with "" or its failure.
+        seconds: Duration of the examination.
+        complete: False if the examination was interrupted.
     """
 
     subject: str
@@ -104,7 +104,7 @@ class Diagnosis:
 
 
 def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """One finding for each kind, cause and line, the most severe first; of equals, the one seen first."""
+    """Merge findings of the same kind, cause and line. Sort them by severity, then by order of occurrence."""
     found: dict[tuple[Any, ...], Finding] = {}
     for x in findings:
         key = (x.kind, x.cause, x.places[:1] or x.what)

@@ -1,4 +1,4 @@
-"""Compiler and checkpointing in combination around a model, and the smallest combination that fails."""
+"""Combinations of compiler and checkpointing around a model, and the smallest combination that fails."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ __all__ = [
     "without_raising",
 ]
 
-#: The values of each feature; the first one is the plain one.
+#: The values of each feature. The first value is the plain one.
 FACTORS = {
     "compile": ("none", "block", "whole"),
     "checkpoint": ("none", "selective", "full"),
     "order": ("inside", "around"),
 }
-_WITHIN = 128  # roundings of the parameters' dtype: norm of the difference over the norm
+_WITHIN = 128  # tolerance in roundings of the parameters' dtype, for the norm of the difference over the norm
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination; a subclass has more features, each with its plain value as the default.
+    """One combination. A subclass adds features, each with its plain value as the default.
 
     Args:
         compile: "none", "block" (each block by itself) or "whole".
         checkpoint: "none", "selective" (attention is saved) or "full".
-        order: Of the two: checkpoints "inside" compiled code, or "around" it.
+        order: "inside" (checkpoints within compiled code) or "around" (checkpoints around it).
     """
 
     compile: str = "none"
@@ -56,7 +56,7 @@ class Cell:
 
     @property
     def is_distinct(self) -> bool:
-        """Whether no other cell means the same: an order needs two things that have one."""
+        """Whether no other cell describes the same run. The order needs both a compiler and checkpointing."""
         return self.order == "inside" or "none" not in (self.compile, self.checkpoint)
 
     def __str__(self) -> str:
@@ -68,13 +68,13 @@ C = TypeVar("C", bound=Cell)
 
 
 def all_cells(kind: type[C], factors: Mapping[str, Sequence[str]]) -> list[C]:
-    """Every combination of the values of features, each once."""
+    """List every combination of the features' values once."""
     cells = [kind(**dict(zip(factors, values, strict=True))) for values in product(*factors.values())]
     return [x for x in cells if x.is_distinct]
 
 
 def covering(cells: Iterable[C]) -> list[C]:
-    """A few cells in which each pair of values that any cell has comes up."""
+    """Choose a few cells that cover each pair of values."""
     cells = list(cells)
     pairs = {x: set(combinations(vars(x).items(), 2)) for x in cells}
     missing, taken = set().union(*pairs.values()), []
@@ -86,18 +86,18 @@ def covering(cells: Iterable[C]) -> list[C]:
 
 
 def smallest(failing: C, fails: Callable[[C], bool]) -> C:
-    """The smallest combination within a failing one that still fails, by delta debugging.
+    """Find the smallest part of a failing combination that still fails, by delta debugging.
 
     Args:
         failing: A cell that fails.
-        fails: Whether another one fails.
+        fails: Returns whether a cell fails.
     """
     changed = True
     while changed:
         changed = False
         for feature in fields(failing):
             plain = replace(failing, **{feature.name: str(feature.default)})
-            # Without one of the two an order means nothing.
+            # The order has no meaning without both features.
             plain = plain if plain.is_distinct else replace(plain, order="inside")
             if plain != failing and fails(plain):
                 failing, changed = plain, True
@@ -108,7 +108,7 @@ class Trial(Protocol):
     """A model, batches of one shape, and steps of it.
 
     Attributes:
-        against: What its results are compared with, in words.
+        against: Name of the reference that results are compared with.
     """
 
     model: nn.Module
@@ -116,7 +116,7 @@ class Trial(Protocol):
     against: str
 
     def outcome(self, call: Callable[..., Any], number: int) -> Outcome:
-        """A step of a batch by its number; ``call`` is the model, compiled or not."""
+        """Run a step of the batch with this number. ``call`` is the model, compiled or not."""
 
 
 class _GivenModel:
@@ -133,7 +133,7 @@ class _GivenModel:
 
 
 def failure(cell: Cell, subject: Subject, backend: str) -> str:
-    """Run the subject's model with a cell's features; what failed, or ""."""
+    """Run the subject's model with a cell's features. Return the failure, or ""."""
 
     def run() -> str:
         plain, trial = _GivenModel(subject.copy()), _GivenModel(subject.copy())
@@ -144,7 +144,7 @@ def failure(cell: Cell, subject: Subject, backend: str) -> str:
 
 
 def without_raising(run: Callable[[], str]) -> str:
-    """Words of a run, after a reset of the compiler; an error in one line."""
+    """Run after a reset of the compiler, and return its text or the error in one line."""
     torch._dynamo.reset()
     try:
         return run()
@@ -153,7 +153,7 @@ def without_raising(run: Callable[[], str]) -> str:
 
 
 def compared(trial: Trial, call: Callable[..., Any], want: Outcome) -> str:
-    """Assert results and gradients, that no graph breaks, and that other batches compile nothing again."""
+    """Check results and gradients, and that nothing breaks graphs or recompiles for other batches."""
     with CompilerLog() as first:
         found = trial.outcome(call, 0)
     if first.breaks:
@@ -167,17 +167,17 @@ def compared(trial: Trial, call: Callable[..., Any], want: Outcome) -> str:
             trial.outcome(call, number)
     if log.graphs:
         reason = f": {log.recompiles[0].guard}" if log.recompiles else ""
-        return f"another mask compiles {len(log.graphs)} graphs again{reason}"
+        return f"another mask recompiles {len(log.graphs)} graphs{reason}"
     return ""
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The parts of a model that are compiled or checkpointed by themselves."""
+    """List the parts of a model that are compiled or checkpointed separately."""
     return [x for part in model.modules() if isinstance(part, nn.ModuleList) for x in part]
 
 
 def with_features(cell: Cell, model: nn.Module, backend: str) -> Callable[..., Any]:
-    """The model with a cell's features; blocks are changed in place."""
+    """Apply a cell's features to the model. Blocks are changed in place."""
     whole, around = cell.compile == "whole", cell.order == "around"
     for block in blocks_of(model):
         if cell.checkpoint != "none" and not around:

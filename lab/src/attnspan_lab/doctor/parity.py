@@ -1,4 +1,4 @@
-"""Whether compiled code computes what eager code does, and which module does not."""
+"""Comparison of compiled and eager results, and the module that differs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from attnspan_lab.zoo.step import Outcome, differences, in_float64
 
 __all__ = ["parity"]
 
-# A compiled step may err so many times as much as eager does; fused kernels add in another order.
+# A compiled step may have this many times eager's error: fused kernels add in another order.
 _FACTOR, _FLOOR = 16.0, 128
 
 
 def parity(subject: Subject, say: Callable[..., None], backend: str) -> None:
-    """Compare a compiled step, results and gradients, with eager float64, in float32 where it has none.
+    """Compare results and gradients of a compiled step with eager float64.
 
-    A model that is random in training mode is compared in evaluation mode.
+    If the model cannot run in float64, the reference is eager float32. A model that is random in training
+    mode is compared in evaluation mode.
     """
     if backend == "inductor" and not _has_compiler():
         say(finding=_NO_COMPILER)
@@ -41,22 +42,22 @@ def parity(subject: Subject, say: Callable[..., None], backend: str) -> None:
             mode = "training mode" if subject.model.training else "evaluation mode"
             if differences(again, plain)[0] > 0:
                 subject.model.eval()
-                mode = "evaluation mode, since it is random in training"
+                mode = "evaluation mode, because the model is random in training mode"
                 plain = outcome_of(subject, subject.model, batch)
             exact = _exact(subject, batch)
     except Exception:
-        return  # The model's own step raises, which another stage says.
+        return  # The model's own step raises. Another stage reports it.
     torch._dynamo.reset()
     try:
         found = outcome_of(subject, compiled_form(subject.model, backend), batch)
     except Exception as error:
         say(finding=replace(compile_error(error, "parity"), stage=f"compiled by {backend}"))
         return
-    against = "eager float64" if exact is not None else "eager mode, which has no float64 here"
+    against = "eager float64" if exact is not None else "eager mode (the model does not run in float64)"
     exact = exact or plain
     mine, theirs = differences(found, exact), differences(plain, exact)
     if any(x != x for x in theirs):
-        return  # Eager mode itself makes NaN, which another stage says.
+        return  # Eager mode returns NaN as well. Another stage reports it.
     eps = torch.finfo(
         next((x.dtype for x in subject.model.parameters() if x.is_floating_point()), torch.float32)
     ).eps
@@ -64,8 +65,8 @@ def parity(subject: Subject, say: Callable[..., None], backend: str) -> None:
     say(facts=facts, stage="parity")
     for what, own, like in zip(("results", "gradients"), mine, theirs, strict=True):
         if not own <= _FACTOR * like + _FLOOR * eps:
-            text = f"Compiled {what} are {own:.1e} away from {against}; eager itself is {like:.1e} away"
-            evidence = f"backend {backend}, {mode}; norm of the difference over the norm"
+            text = f"Compiled {what} differ from {against} by {own:.1e}, eager {what} by {like:.1e}"
+            evidence = f"backend {backend}, {mode}, norm of the difference over the norm"
             places = _guilty(subject, batch, backend)
             say(finding=Finding("parity", text, places, (evidence,), stage="parity"))
             return
@@ -86,7 +87,7 @@ def _double(batch: Any) -> Any:
 
 
 def _guilty(subject: Subject, batch: Any, backend: str) -> tuple[Place, ...]:
-    """The smallest module whose compiled forward differs from its own, by compiling each alone."""
+    """Compile each module alone, and find the smallest one whose compiled forward differs from eager."""
     inputs: dict[str, Any] = {}
 
     def keep(name: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
@@ -127,8 +128,8 @@ def _has_compiler() -> bool:
 
 _NO_COMPILER = Finding(
     "environment",
-    "There is no C++ compiler on this machine, which torch.compile needs on CPUs",
-    cause="The default backend, inductor, writes C++ and compiles it",
-    remedy="Install g++ or set CXX; without it, backend='aot_eager' traces and runs uncompiled",
+    "This machine has no C++ compiler, which torch.compile needs on CPU",
+    cause="The default backend, inductor, generates C++ code and compiles it",
+    remedy="Install g++ or set CXX. Without it, backend='aot_eager' traces and runs uncompiled",
     stage="parity",
 )

@@ -1,4 +1,4 @@
-"""A step on two ranks against the same step on one: rows, placements and compiled graphs."""
+"""Comparison of a step on two ranks with the same step on one: rows, placements and compiled graphs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SECONDS = 120.0
 
 
 class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes each call of attention: its line, the shapes of its tensors, and how they are placed."""
+    """Records each attention call: its line, and the shapes and placements of its tensors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -50,7 +50,7 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def compare_ranks(subject: Subject) -> Iterator[Finding]:
-    """Differences between ranks, and between many and one. The subject's factory is loaded by each rank."""
+    """Yield differences between ranks, and between two ranks and one. Each rank loads the factory."""
     with tempfile.TemporaryDirectory(prefix="attnspan-ranks-") as folder:
         context = get_context("forkserver")
         processes = [
@@ -64,7 +64,7 @@ def compare_ranks(subject: Subject) -> Iterator[Finding]:
             process.kill()
         files = [Path(folder) / f"{rank}.pickle" for rank in range(_RANKS)]
         if not all(x.exists() for x in files):
-            what = "The ranks did not end: one waits for a collective that another never calls"
+            what = "The ranks did not finish: one rank waits for a collective that another never calls"
             yield Finding("hang", what, remedy="Call the same collectives in the same order on all ranks")
             return
         told = [pickle.loads(x.read_bytes()) for x in files]  # Written by this module.
@@ -74,21 +74,25 @@ def compare_ranks(subject: Subject) -> Iterator[Finding]:
         yield from alike
         return
     first, *rest = wrong["failed"].splitlines()
-    for finding in alike:  # What explains the failure comes before it.
+    for finding in alike:  # The findings that explain the failure come first.
         yield replace(finding, evidence=(*finding.evidence, f"the step fails: {first[:200]}"))
     where = tuple(x[0] for x in wrong["calls"] if x[0] is not None)[:1]
     if wrong["compared"]:
-        what = f"Two ranks do not give what one gives: {first[:300]}"
+        what = f"Two ranks compute a different result than one: {first[:300]}"
         yield Finding("rank-rows", what, where, tuple(rest))
     elif not alike:
         what = f"The step raises on two ranks: {first[:300]}"
         yield Finding(
-            "error", what, tuple(wrong["places"]), cause="On one rank it may not", evidence=tuple(rest)
+            "error",
+            what,
+            tuple(wrong["places"]),
+            cause="The step may still run on one rank",
+            evidence=tuple(rest),
         )
 
 
 def _alike(calls: list[list[Any]], graphs: list[list[Any]]) -> Iterator[Finding]:
-    """Findings where ranks compile other graphs, or attention gets tensors with other placements."""
+    """Yield findings on different graphs per rank, and on attention tensors with different placements."""
     differ = [pair for pair in zip_longest(*graphs) if pair[0] != pair[1]]
     if differ:
         places = tuple(dict.fromkeys(x[0] for x in differ[0] if x is not None and x[0] is not None))
@@ -99,10 +103,10 @@ def _alike(calls: list[list[Any]], graphs: list[list[Any]]) -> Iterator[Finding]
         at = () if place is None else (place,)
         if shapes != others:
             evidence = (f"rank 0: {shapes}", f"rank 1: {others}")
-            yield Finding("rank-graphs", "Attention has other shapes on each rank", at, evidence)
+            yield Finding("rank-graphs", "Attention has different shapes on each rank", at, evidence)
             return
         if len(set(placed)) > 1:
-            what = "q, k and v are placed by different rules"
+            what = "q, k and v have different placements"
             yield Finding("rank-placement", what, at, tuple(placed))
             return
 
@@ -118,7 +122,7 @@ def _rank(rank: int, folder: str, target: str) -> None:
         step, batch = subject.expected["step"], subject.batches[0]
         with calls, torch.compiler.set_stance("force_eager"):
             step(batch, mesh)
-        with CompilerLog() as log:  # Under a mode nothing is compiled.
+        with CompilerLog() as log:  # torch compiles nothing while a dispatch mode is active.
             step(batch, mesh)
         told["graphs"] = [(x.place, x.operators) for x in log.graphs if x.operators]
         told["compared"] = True

@@ -1,4 +1,4 @@
-"""An examination: a process for each stage, so that a crash or a hang is a finding and not the end."""
+"""Examination of a model. Each stage has its own process, so a crash or a hang becomes a finding."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from attnspan_lab.files import from_plain
 
 __all__ = ["DEFAULT_STAGES", "MORE_STAGES", "diagnose"]
 
-#: In the order in which they run.
+#: Default stages, in the order in which they run.
 DEFAULT_STAGES = ("eager", "compiled", "parity")
-#: What can be asked for besides.
+#: Opt-in stages.
 MORE_STAGES = ("cure", "features", "ranks")
 _PERIOD = 0.05  # Seconds between two looks at the line that a process runs.
 _OUTERMOST = "in _run_module_as_main"  # The last line of a whole stack.
 _QUIET = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-#: What the user of a library changes, whose lines are not theirs.
+#: Remedies for findings in a library's own lines, which its user cannot edit.
 _SWITCHES = {
     "transformers": 'The line is transformers\' own. Make the model with attn_implementation="attnspan", '
     "after import attnspan.integrations.transformers",
     "diffusers": "The line is diffusers' own. Call attnspan.integrations.diffusers.enable(model)",
 }
-#: The same for documents in transformers, which knows them from the batch alone.
+#: Remedy for leaks between documents in transformers, which finds documents only in the batch.
 _PACKED = (
     "Pass position_ids that start again at each document, no attention_mask, and use_cache=False, "
     'which attn_implementation="attnspan" does not need'
@@ -50,18 +50,20 @@ def diagnose(
     limit: float = 300.0,
     after: Callable[[str, Sequence[Finding]], None] = lambda *_: None,
 ) -> Diagnosis:
-    """Examine a model: what the compiler does to it, what its attention stores, copies, leaks and loses.
+    """Find problems of a model's attention: in the compiler, in memory, in copies and in masks.
 
     Args:
-        target: ``pkg.module:factory``, where the factory returns a model and an iterable of batches; a model
-            type or class of transformers or diffusers, made tiny; or a script that compiles a model.
-        arguments: Of the script.
-        stages: What is run, of "eager", "compiled", "parity", "cure" (the same with attnspan's attention),
-            "features" (compiler and checkpointing combined, and the smallest combination that fails) and
-            "ranks" (a step on two against one); "without attention" follows where the compiler fails.
-        backend: Of the compiled step whose results are compared. Breaks and recompiles are found by tracing.
-        limit: Seconds for each stage.
-        after: Called with each stage and what it found.
+        target: One of: ``pkg.module:factory``, with a factory that returns a model and an iterable of
+            batches; a model type or class of transformers or diffusers, which is built tiny; a script that
+            compiles a model.
+        arguments: Arguments of the script.
+        stages: Stages to run. "eager", "compiled" and "parity" are the default. "cure" repeats them with
+            attnspan's attention. "features" combines compiler and checkpointing, and finds the smallest
+            combination that fails. "ranks" compares a step on two ranks with one rank. If the compiler fails,
+            the stage "without attention" runs as well.
+        backend: Backend of the compiled step that "parity" compares. Tracing finds breaks and recompilations.
+        limit: Time limit of each stage, in seconds.
+        after: Called with the name of each stage and its findings.
 
     Example:
         >>> from attnspan_lab.doctor import diagnose
@@ -102,11 +104,11 @@ def diagnose(
 
 
 def _completed(findings: list[Finding], facts: dict[str, dict[str, Any]]) -> list[Finding]:
-    """Findings with what other stages and other people say of them."""
+    """Add results of other stages and upstream issues to the findings."""
     isolated = _isolated(findings, facts.get("without attention"))
     ran = facts.get("parity", {})
     if "errors" in ran and ran["backend"] != "aot_eager":
-        said = f"backend {ran['backend']} runs the first batch: perhaps only aot_eager, which traces, fails"
+        said = f"backend {ran['backend']} runs the first batch: perhaps only tracing with aot_eager fails"
         isolated = [
             replace(x, evidence=(*x.evidence, said)) if x.kind == "compile-error" else x for x in isolated
         ]
@@ -114,7 +116,7 @@ def _completed(findings: list[Finding], facts: dict[str, dict[str, Any]]) -> lis
 
 
 def _in_library(finding: Finding) -> Finding:
-    """A finding in a library's attention, which its user does not edit, with the library's own switch."""
+    """Replace the remedy of a finding in a library's attention by the library's own switch."""
     file = finding.places[0].file if finding.places else ""
     remedy = next((text for name, text in _SWITCHES.items() if f"/site-packages/{name}/" in file), "")
     if remedy and finding.kind == "leak" and "/site-packages/transformers/" in file:
@@ -124,11 +126,11 @@ def _in_library(finding: Finding) -> Finding:
 
 
 def _cured(findings: list[Finding], left: Sequence[Sequence[str]] | None) -> list[Finding]:
-    """Findings, each with whether it stays with attnspan's attention.
+    """Mark each finding as gone or not with attnspan's attention.
 
     Args:
-        findings: Of all stages.
-        left: Kind and line of those that stay; None if it was not tried.
+        findings: Findings of all stages.
+        left: Kind and line of the findings that stay, or None if this was not tried.
     """
     if left is None:
         return findings
@@ -136,7 +138,7 @@ def _cured(findings: list[Finding], left: Sequence[Sequence[str]] | None) -> lis
 
     def marked(x: Finding) -> Finding:
         said = f"{'stays' if x.label in stays else 'gone'} with attnspan's attention"
-        # A switch that does not help is no remedy: the kind's own comes back.
+        # A switch that does not help is no remedy, so the kind's remedy returns.
         remedy = "" if said.startswith("stays") and x.remedy in _SWITCHES.values() else x.remedy
         return replace(x, tried="; ".join(filter(None, (x.tried, said))), remedy=remedy)
 
@@ -144,24 +146,24 @@ def _cured(findings: list[Finding], left: Sequence[Sequence[str]] | None) -> lis
 
 
 def _isolated(findings: list[Finding], alone: dict[str, Any] | None) -> list[Finding]:
-    """Findings of the compiler, each with whether it stays without attention.
+    """Mark each finding of the compiler as gone or not without attention.
 
     Args:
-        findings: Of all stages.
-        alone: Facts of the stage without attention; None if it did not end.
+        findings: Findings of all stages.
+        alone: Facts of the stage without attention, or None if it did not end.
     """
     stays = {(x.kind, x.places[:1]) for x in findings if x.stage == "without attention"}
     found = []
     for x in findings:
         if x.stage == "compiled" and x.kind in ("graph-break", "compile-error") and alone is not None:
             if x.places and str(x.places[0]) in alone.get("lines", ()):
-                said = "this line calls attention: the call itself is what fails"
+                said = "this line calls attention, and the call itself fails"
             elif "left" in alone:
-                said = f"whose it is was not tried: attention cannot be taken out ({alone['left']})"
+                said = f"not tested without attention: it cannot be taken out ({alone['left']})"
             elif (x.kind, x.places[:1]) in stays:
-                said = "stays with the identity in the place of attention: code around it"
+                said = "stays if the identity replaces attention: the cause is the code around it"
             else:
-                said = "gone with the identity in the place of attention: it is attention's"
+                said = "gone if the identity replaces attention: attention is the cause"
             x = replace(x, evidence=(*x.evidence, said))
         if x.stage != "without attention":
             found.append(x)
@@ -169,7 +171,7 @@ def _isolated(findings: list[Finding], alone: dict[str, Any] | None) -> list[Fin
 
 
 def _with_known_issues(findings: Sequence[Finding]) -> list[Finding]:
-    """Findings with the reports upstream of their kind and words, for the versions that are installed."""
+    """Add upstream issues that match a finding and the installed versions."""
     issues = json.loads((Path(__file__).parent / "known.json").read_text())
     found = []
     for x in findings:
@@ -184,7 +186,7 @@ def _with_known_issues(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _is_installed(issue: dict[str, str]) -> bool:
-    """Whether the version of a package that is installed is in the range of an issue."""
+    """Whether the installed version of a package is in the range of an issue."""
     try:
         own = _numbers(version(issue["package"]))
     except PackageNotFoundError:
@@ -210,7 +212,7 @@ class _Stage:
     last_lines: tuple[Place, ...] = ()
 
     def run(self) -> None:
-        """Run the process to its end, or to the limit."""
+        """Run the process until it ends or reaches the time limit."""
         task = {
             "target": self.target,
             "arguments": list(self.arguments),
@@ -229,7 +231,7 @@ class _Stage:
                 self.findings.append(_crash(child.errors, code, self.stage, ended, self.last_lines))
 
     def _take(self, all_told: list[dict[str, Any]]) -> str:
-        """Take what the process told; what it was at when it ended, "" if it was done."""
+        """Collect the process's records. Return its activity when it ended, or "" if it was done."""
         current = "starting"
         for told in all_told:
             current = "" if told.get("end") else told.get("begin", current)
@@ -246,33 +248,33 @@ class _Stage:
 
 
 def _hang(errors: str, limit: float, stage: str, at: str) -> Finding:
-    what = f"Not done after {limit:.0f} s: the process was {at or 'ending'}"
+    what = f"Not finished after {limit:.0f} s: the process was {at or 'ending'}"
     return Finding("hang", what, _dumped(errors), stage=stage)
 
 
 def _crash(errors: str, code: int, stage: str, at: str, last: tuple[Place, ...]) -> Finding:
     native, places = code < 0, _dumped(errors)
     evidence: tuple[str, ...] = ()
-    # Native code that writes over memory may also write over Python's stack, of which the dump is made.
+    # Native code that overwrites memory may also overwrite Python's stack, which the dump is made from.
     if _OUTERMOST not in errors:
         places = last or places
     elif last and last[0] not in places:
         evidence = (f"at most {_PERIOD * 1e3:.0f} ms before, it was seen at {last[0]}: {last[0].text}",)
-    cause = "A crash of native code" if native else "The code ended its process"
+    cause = "Native code crashed" if native else "The code ended its process"
     remedy = ""
     if native and any("flex_attention" in x.text for x in (*places, *last)):
-        cause = "FlexAttention's compiled kernel; it loses its way in score_mods like s + x[b][h][i][j]"
-        remedy = "Index what score_mod captures in one step, x[b, h, i, j], or try without it"
+        cause = "FlexAttention's compiled kernel crashes with score_mods like s + x[b][h][i][j]"
+        remedy = "Index captured tensors in one step, x[b, h, i, j], or run without the score_mod"
     what = f"The process ended while {at or 'ending'}: {why_ended(code, errors)}"
     return Finding("crash", what, places, evidence, cause, remedy, stage=stage)
 
 
 def _dumped(errors: str) -> tuple[Place, ...]:
-    """The user's lines of a dump by faulthandler, innermost first, or of a traceback."""
+    """Find the user's lines in a traceback or a dump of faulthandler, the innermost first."""
     # Read the thread that failed. If it runs no Python code, read the main thread, which is dumped last.
     threads = re.split(r"^(?=(?:Current thread|Thread) 0x)", errors, flags=re.MULTILINE)
     failed = next((x for x in threads if x.startswith("Current") and 'File "' in x), threads[-1])
     found = re.findall(r'^  File "([^"\n]+)", line (\d+) in (\S+)$', failed, re.MULTILINE)
-    # A dump of frames that were written over has pieces of other names in it.
+    # A dump of overwritten frames contains pieces of other names.
     places = [Place(file, int(line), name) for file, line, name in found if Path(file).is_file()]
     return tuple([x for x in places if is_users(x.file)][:3] or lines_in(errors)[:3])

@@ -27,11 +27,11 @@ _STYLES = {
     "slow": "bold cyan",
     "note": "dim",
 }
-_LEAD = "What torch.compile and attention do in this model, each finding with its line, cause and remedy."
+_LEAD = "Findings on attention and torch.compile in this model, each with its line, cause and remedy."
 
 
 def rows_of(finding: Finding) -> list[tuple[str, str]]:
-    """The parts of a finding, each with its heading."""
+    """List the parts of a finding, each with its heading."""
     where = [f"{_relative(x.file)}:{x.line}" + (f"  {x.text}" if x.text else "") for x in finding.places]
     rows = [("where" if i == 0 else "via", text) for i, text in enumerate(where)]
     rows += [("why", finding.cause)] if finding.cause else []
@@ -42,14 +42,14 @@ def rows_of(finding: Finding) -> list[tuple[str, str]]:
 
 
 def _relative(file: str) -> str:
-    """A path as short as it is clear: below the folder of packages, or below this one."""
+    """Shorten a path: relative to site-packages, or to the working directory if the file is near it."""
     package = file.rpartition("/site-packages/")[2]
     short = os.path.relpath(file)
     return package if package != file else short if not short.startswith("../..") else file
 
 
 def facts_of(diagnosis: Diagnosis) -> list[tuple[str, str]]:
-    """Measured figures, as headings and texts."""
+    """List measurements as headings and texts."""
     eager, compiled = diagnosis.facts.get("eager", {}), diagnosis.facts.get("compiled", {})
     found = []
     if eager:
@@ -70,7 +70,7 @@ def facts_of(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     found += [(f"with {name}", _cured(cure[name])) for name in ("own", "attnspan") if name in cure]
     if "difference" in cure:
         output, gradient = cure["difference"]
-        text = f"gradients {gradient:.1e}" if isfinite(gradient) else "one has no gradients"
+        text = f"gradients {gradient:.1e}" if isfinite(gradient) else "one of them has no gradients"
         found.append(("they differ by", f"results {output:.1e}, {text}"))
     return found
 
@@ -83,13 +83,13 @@ def _cured(facts: dict[str, Any]) -> str:
 
 
 def show(diagnosis: Diagnosis, console: Console) -> None:
-    """Print findings first, then what was measured."""
+    """Print findings first, then measurements."""
     from rich.padding import Padding
     from rich.table import Table as Grid
 
     console.print(f"\n{diagnosis.subject}", style="bold", markup=False)
     if not diagnosis.findings:
-        console.print("Nothing is wrong: no finding.")
+        console.print("No findings.")
     for number, finding in enumerate(diagnosis.findings, 1):
         style = _STYLES[finding.severity]
         times = f"  x{finding.count}" if finding.count > 1 else ""
@@ -108,9 +108,10 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
 
 
 def write_junit(diagnosis: Diagnosis, exceeded: Sequence[str], path: Path) -> None:
-    """One test case for each finding and each limit that was exceeded.
+    """Write JUnit XML with one test case for each finding and each exceeded limit.
 
-    Findings that only cost time or memory pass, with their text as output: a limit makes them fail.
+    Findings that cost only time or memory pass, with their text as output. All other findings fail, and
+    so do exceeded limits. Without findings and exceeded limits, the file has one case that passes.
     """
     cases = [
         (x.kind, x.what, "\n".join(f"{k}: {v}" for k, v in rows_of(x)), x.fails) for x in diagnosis.findings
@@ -131,7 +132,7 @@ def write_junit(diagnosis: Diagnosis, exceeded: Sequence[str], path: Path) -> No
 
 
 def write_page(diagnosis: Diagnosis, path: Path) -> None:
-    """Write one HTML file: findings, timeline, mask and matrix. It loads nothing from anywhere.
+    """Write one self-contained HTML file with findings, timeline, mask and matrix.
 
     Raises:
         ModuleNotFoundError: jinja2 or plotly is not installed (the extra ``bench``).
@@ -146,21 +147,21 @@ def write_page(diagnosis: Diagnosis, path: Path) -> None:
     for x in diagnosis.findings:
         counts[x.severity] = counts.get(x.severity, 0) + 1
     words = {
-        "stops": "stops the examination",
+        "stops": "stop the examination",
         "wrong": "wrong results",
-        "compile": "of the compiler",
+        "compile": "compiler",
         "slow": "time and memory",
         "note": "notes",
     }
     cards: list[tuple[str, str, list[str]]] = [(words[k], str(n), []) for k, n in counts.items()] or [
-        ("findings", "none", ["nothing is wrong"])
+        ("findings", "none", ["no problem was found"])
     ]
     Page(
         title=f"attnspan doctor: {diagnosis.subject.rpartition(': ')[0] or diagnosis.subject}",
         lead=_LEAD,
         sections=sections,
         environment=diagnosis.environment,
-        glance="findings by what they cost, and what was measured.",
+        glance="findings by severity, and measurements.",
         cards=cards,
         complete=diagnosis.complete,
     ).write(path)
@@ -175,8 +176,12 @@ def _section(number: int, finding: Finding) -> Section:
 
 def _measured(diagnosis: Diagnosis) -> Section | None:
     rows = tuple((Entry(k), Entry(v)) for k, v in facts_of(diagnosis))
-    table = Table("Of the steps that were run", ("", "measured"), rows, frozenset({"", "measured"}))
-    return Section("measured", "Measured", "What ran, and how often.", table=table) if rows else None
+    table = Table("Measurements of the steps", ("", "measured"), rows, frozenset({"", "measured"}))
+    return (
+        Section("measured", "Measured", "Attention calls, kernels and compilations.", table=table)
+        if rows
+        else None
+    )
 
 
 def _timeline(diagnosis: Diagnosis) -> Section | None:
@@ -205,7 +210,7 @@ def _timeline(diagnosis: Diagnosis) -> Section | None:
         "barmode": "overlay",
     }
     chart = Chart(
-        "Compilations", "A bar for each compilation of a frame", f"{len(events)} compilations", bars, layout,
+        "Compilations", "One bar per compilation of a frame", f"{len(events)} compilations", bars, layout,
         height=max(220, 26 * len(events) + 90),
     )  # fmt: skip
     last = [
@@ -219,9 +224,13 @@ def _timeline(diagnosis: Diagnosis) -> Section | None:
     ]
     layout = {"xaxis": axis("step", dtick=1), "yaxis": axis("seconds", log=True)}
     again = Chart(
-        "Steps", "A step that is far above the last one compiles", f"{len(steps)} steps", last, layout
+        "Steps",
+        "A step that takes much longer than the last step compiled something",
+        f"{len(steps)} steps",
+        last,
+        layout,
     )
-    lead = "Tracing and compiling, by frame, and the time of each step."
+    lead = "Time of tracing and compilation for each frame, and time of each step."
     return Section("timeline", "Timeline", lead, (chart, again), layout="single")
 
 
@@ -245,15 +254,19 @@ def _mask(diagnosis: Diagnosis) -> Section | None:
     }
     seen = sum(row.count("1") for row in rows) / max(sum(map(len, rows)), 1)
     chart = Chart(
-        "Who sees whom", f"{seen:.0%} of the pairs are visible", "the mask", data, layout, height=380
+        "Visible pairs", f"{seen:.0%} of the pairs are visible", "the mask", data, layout, height=380
     )
     return Section(
-        "mask", "Mask", "Of the last call of attention, first batch row, any head.", (chart,), layout="single"
+        "mask",
+        "Mask",
+        "The mask of the last attention call, for batch element 0. A pair is shown if any head sees it.",
+        (chart,),
+        layout="single",
     )
 
 
 def _matrix(diagnosis: Diagnosis) -> Section | None:
-    """The combinations of features as a heat map, and a row for each."""
+    """Show the combinations of features as a heat map and as a table."""
     cells = diagnosis.cells
     if not cells:
         return None
@@ -276,13 +289,13 @@ def _matrix(diagnosis: Diagnosis) -> Section | None:
     ]
     names, failed = tuple(cells[0]), sum(bool(x["result"]) for x in cells)
     layout = {"xaxis": axis("checkpointing"), "yaxis": axis("compile", autorange="reversed")}
-    note = "Green passes, red fails, empty was not run"
+    note = "Green: passes. Red: fails. Empty: not run"
     chart = Chart("Combinations", note, f"{failed} of {len(cells)} combinations fail", data, layout)
     rows = tuple(
         tuple(Entry(x[name] or "ok", badge="fails" if name == "result" and x[name] else "") for name in names)
         for x in cells
     )
-    table = Table("A row for each combination", names, rows, frozenset(names))
+    table = Table("One row per combination", names, rows, frozenset(names))
     lead = f"{failed} of {len(cells)} combinations fail."
     return Section("matrix", "Features", lead, (chart,), table, layout="single")
 

@@ -1,4 +1,4 @@
-"""The parts of an examination, each run in a process of its own."""
+"""The stages of an examination. Each one runs in its own process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _OPERATOR = "attnspan::attention"
 
 
 def eager(subject: Subject, say: Say, backend: str) -> None:
-    """Watch the model's own steps."""
+    """Watch the model's eager steps."""
     del backend
     calls = largest = 0
     for batch in _distinct(subject)[:3]:
@@ -64,7 +64,7 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
 
 
 def _timed(subject: Subject, batch: Any) -> float:
-    """Seconds of the second of two eager steps."""
+    """Run two eager steps and return the seconds of the second."""
     with torch.compiler.set_stance("force_eager"):
         subject.step(subject.model, batch)
         start = time.perf_counter()
@@ -73,19 +73,19 @@ def _timed(subject: Subject, batch: Any) -> float:
 
 
 def _sites(calls: list[Attention]) -> list[list[str]]:
-    """Kernel that ran at each line, and how often."""
+    """Count the kernels that ran at each line."""
     found = Counter((str(x.place or "?"), x.kernel or f"{x.kind}, which stores all scores") for x in calls)
     return [[place, kernel, str(count)] for (place, kernel), count in found.items()]
 
 
 def _picture(calls: list[Attention]) -> list[str] | None:
-    """Keys that the first batch row of the last call sees, a string of 0 and 1 for each row."""
+    """Draw the mask of batch element 0 in the last call, as a string of 0 and 1 for each query."""
     shown = [x.visible for x in calls if x.visible is not None and max(x.visible.shape[1:]) <= 256]
     return ["".join("01"[int(x)] for x in row) for row in shown[-1][0].tolist()] if shown else None
 
 
 def _distinct(subject: Subject) -> list[Any]:
-    """One batch of each shape."""
+    """Choose one batch of each shape."""
     found: dict[Any, Any] = {}
     for batch in [*subject.more, *subject.batches]:
         found.setdefault(tuple((k, tuple(x.shape)) for k, x in subject.named(batch).items()), batch)
@@ -97,17 +97,18 @@ def _raised(error: BaseException, stage: str) -> Finding:
     text = (str(error).strip().splitlines() or [""])[0][:200]
     remedy = ""
     if "FlexAttention does not support backward on CPU" in str(error):
-        remedy = "Train on a GPU, or call attnspan.torch.attention, which has a backward pass on CPUs"
-    what = f"The model's own step raises {type(error).__name__}: {text}"
+        remedy = "Train on a GPU, or call attnspan.torch.attention, which has a backward pass on CPU"
+    what = f"The model's eager step raises {type(error).__name__}: {text}"
     return Finding("error", what, tuple(places[:3]), remedy=remedy, stage=stage)
 
 
 def compiled(subject: Subject, say: Say, backend: str, attention: str = "own") -> None:
-    """Compile the model, or leave it as it compiles itself, and run all batches.
+    """Compile the model, unless it compiles itself, and run all batches.
 
     Args:
-        subject, say, backend: As of every stage.
-        attention: "own", or "identity": whether what fails is attention's. Said only if no call is left.
+        subject, say, backend: The arguments of every stage.
+        attention: "own", or "identity" to test whether attention causes a failure. The result counts only if
+            no attention call is left.
     """
     stage, before = ("compiled", copied(subject)) if attention == "own" else ("without attention", subject)
     seen = [] if attention == "own" else _attention_in(subject)
@@ -117,7 +118,7 @@ def compiled(subject: Subject, say: Say, backend: str, attention: str = "own") -
             say(facts={"lines": sorted({line for x in seen for line in x.lines})}, stage=stage)
         if attention != "own" and (left or not seen):
             kernels = ", ".join(sorted({x.kernel or x.kind for x in left}))
-            say(facts={"left": kernels or "no call of it can be seen"}, stage=stage)
+            say(facts={"left": kernels or "no attention call was observed"}, stage=stage)
             return
         log, error, seconds = run_compiled(subject, backend)
     say(facts=_facts(log, seconds), stage=stage)
@@ -131,7 +132,7 @@ def compiled(subject: Subject, say: Say, backend: str, attention: str = "own") -
 
 
 def _attention_in(subject: Subject) -> list[Attention]:
-    """The calls of attention in a forward pass."""
+    """List the attention calls of a forward pass."""
     batch = subject.batches[0]
     with watching(subject.rows(batch)) as watcher, torch.no_grad():
         subject.step(subject.model, batch, backward=False)
@@ -155,7 +156,7 @@ def cure(subject: Subject, say: Say, backend: str) -> None:
     with swapped("attnspan"), implementation(after.model, "attnspan"):
         eager(after, lambda **what: left.append(what["finding"]) if "finding" in what else None, backend)
         found, out, failures = _measured(after, backend)
-    # What the model's own attention does may end the process: this is said before.
+    # The model's own attention may crash the process, so attnspan's results are reported first.
     say(facts={"attnspan": found, "left": [x.label for x in (*left, *failures)]}, stage="cure")
     before, want, _ = _measured(subject, backend)
     say(facts={"own": before}, stage="cure")
@@ -166,7 +167,7 @@ def cure(subject: Subject, say: Say, backend: str) -> None:
 
 
 def _measured(subject: Subject, backend: str) -> tuple[dict[str, Any], Outcome | None, list[Finding]]:
-    """Breaks, recompilations and graphs of all batches; seconds and bytes of the last step; what fails."""
+    """Measure breaks, recompilations and graphs of all batches, and time and memory of the last step."""
     log, error, _ = run_compiled(subject, backend)
     found: dict[str, Any] = {"graphs": log.forward_graphs, "breaks": len(log.breaks)}
     found |= {"recompiles": len(log.recompiles), "error": str(error)[:200] if error else ""}
@@ -187,7 +188,7 @@ def _measured(subject: Subject, backend: str) -> tuple[dict[str, Any], Outcome |
 
 
 def features(subject: Subject, say: Say, backend: str) -> None:
-    """Run the model with the compiler and checkpointing combined, and find the smallest that fails."""
+    """Combine compiler and checkpointing, and find the smallest combination that fails."""
     known: dict[Cell, str] = {}
 
     def said_of(cell: Cell) -> str:
@@ -199,24 +200,28 @@ def features(subject: Subject, say: Say, backend: str) -> None:
     failing = next((x for x in covering(all_cells(Cell, FACTORS)) if said_of(x)), None)
     if failing is not None:
         least = smallest(failing, lambda x: bool(said_of(x)))
-        what = f"Fails with {least}, and with no part of it"
-        what = what if least != Cell() else "Two eager steps of one batch differ, without any feature"
+        what = f"The step fails with {least}, and with no smaller combination"
+        what = what if least != Cell() else "Two eager steps of the same batch differ, without any feature"
         say(finding=Finding("combination", what, (), (said_of(least),), stage="features"))
 
 
 def ranks(subject: Subject, say: Say, backend: str) -> None:
-    """Run the model's step on two ranks and on one, and compare."""
+    """Compare the model's step on two ranks with the step on one."""
     del backend
     step = subject.expected.get("step")
     if step is None:
-        what = "There is no step to compare: the factory's expectations have no 'step'"
-        say(finding=Finding("environment", what, remedy="Return one: step(batch, mesh) of named tensors"))
+        what = "No step to compare: the third value of the factory has no 'step'"
+        say(
+            finding=Finding(
+                "environment", what, remedy="Return a function step(batch, mesh) that returns named tensors"
+            )
+        )
         return
     for finding in compare_ranks(subject):
         say(finding=replace(finding, stage="ranks"))
 
 
-#: What can be run, by name.
+#: Stages by name.
 STAGES: dict[str, Callable[[Subject, Say, str], None]] = {
     "eager": eager,
     "compiled": compiled,

@@ -1,4 +1,4 @@
-"""Steps of a subject, eager and compiled, and copies of it that may be changed."""
+"""Eager and compiled steps of a subject, and copies of it that can be changed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def forward_runs(subject: Subject, batch: Any) -> bool:
 
 
 def copied(subject: Subject) -> Subject:
-    """A copy whose model can be changed; the subject itself if its modules cannot be copied."""
+    """Copy the subject, so that its model can be changed. Return the subject itself if that fails."""
     try:
         return subject.copy()
     except Exception:
@@ -37,7 +37,7 @@ def copied(subject: Subject) -> Subject:
 def run_compiled(
     subject: Subject, backend: str, *, dynamic: bool | None = None
 ) -> tuple[CompilerLog, BaseException | None, list[float]]:
-    """Run all batches; what the compiler did, what it raised, and the seconds of each step that ran."""
+    """Run all batches. Return the compiler's log, its error, and the seconds of each step that ran."""
     torch._dynamo.reset()
     log, seconds, failed = CompilerLog(), [], None
     model = compiled_form(subject.model, backend, dynamic)
@@ -49,7 +49,7 @@ def run_compiled(
             except Exception as error:
                 failed = error
                 if not step_runs(subject, batch):
-                    failed = None  # Eager code raises the same, which another finding says.
+                    failed = None  # Eager code raises the same error. Another finding reports it.
                     try:
                         with torch.no_grad():
                             subject.step(model, batch, backward=False)
@@ -72,7 +72,7 @@ def step_runs(subject: Subject, batch: Any) -> bool:
 
 
 def compiled_form(model: nn.Module, backend: str, dynamic: bool | None = None) -> Callable[..., Any]:
-    """The compiled model, or the model itself where it compiles itself or parts of itself."""
+    """Compile the model. A model that compiles itself or parts of itself stays as it is."""
     compiles = any(
         getattr(x, "_compiled_call_impl", None) or type(x).__name__ == "OptimizedModule"
         for x in model.modules()
@@ -81,7 +81,7 @@ def compiled_form(model: nn.Module, backend: str, dynamic: bool | None = None) -
 
 
 def outcome_of(subject: Subject, model: Callable[..., Any], batch: Any) -> Outcome:
-    """Run a step with random numbers of one seed, and return what it computes."""
+    """Run a step with a fixed random seed, and return its results and gradients."""
     torch.manual_seed(0)
     results = subject.step(model, batch)
     return Outcome({k: x.detach().double().clone() for k, x in results.items()}, subject.gradients())

@@ -1,4 +1,4 @@
-"""Subject of an examination: a model and its batches, from a factory, a class of a library, or a script."""
+"""The subject of an examination: a model and its batches, from a factory, a library or a script."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from attnspan_lab.zoo.step import documents_of, objective, results_of
 
 __all__ = ["MOST_BATCHES", "Subject", "load"]
 
-#: Batches that are taken: more than the compiler's default limit of recompilations.
+#: Maximum number of batches: more than the compiler's default limit of recompilations.
 MOST_BATCHES = 12
 _FACTORY = "a factory that returns (model, batches), or (model, batches, expectations)"
 _EXPECTED = ("causal", "documents", "step")
@@ -31,16 +31,16 @@ _EXPECTED = ("causal", "documents", "step")
 
 @dataclass
 class Subject:
-    """A model and what it is called with.
+    """A model and its batches.
 
     Attributes:
         model: Called with a batch: ``model(**batch)``, ``model(*batch)`` or ``model(batch)``.
-        batches: As the factory gave them, at most `MOST_BATCHES`.
-        expected: What the factory says of the model: "causal", a bool; "documents", a function from a batch
-            to the number of each token's document, integer (B, S); "step", as for
+        batches: The factory's batches, at most `MOST_BATCHES`.
+        expected: The factory's third value. "causal" is a bool. "documents" is a function from a batch to the
+            document number of each token, integer (B, S). "step" is a function for
             `attnspan.testing.assert_same_as_one_rank`.
-        target: The name that it was loaded by.
-        more: Batches of other kinds, which only eager steps see.
+        target: Name that the subject was loaded by.
+        more: Batches of other kinds, only for eager steps.
     """
 
     model: nn.Module
@@ -50,20 +50,20 @@ class Subject:
     more: list[Any] = field(default_factory=list)
 
     def call(self, model: Callable[..., Any], batch: Any) -> Any:
-        """The model's result for a copy of a batch."""
+        """Call the model with a copy of a batch."""
         batch = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, batch)
         if isinstance(batch, Mapping):
             return model(**batch)
         return model(*batch) if isinstance(batch, Sequence) else model(batch)
 
     def results(self, out: Any, batch: Any) -> dict[str, Tensor]:
-        """The floating results of a model, without rows of padding; a scalar loss counts."""
+        """Select the floating-point results of a model without padding rows. A scalar loss is kept."""
         found = results_of(out, batch if isinstance(batch, Mapping) else {})
         leaves = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.is_floating_point()]
         return found or {str(i): x for i, x in enumerate(leaves)}
 
     def step(self, model: Callable[..., Any], batch: Any, *, backward: bool = True) -> dict[str, Tensor]:
-        """One step: the results, and gradients in the parameters if there are any to compute."""
+        """Run one step. It returns the results and leaves gradients in the parameters, if there are any."""
         self.model.zero_grad(set_to_none=True)
         results = self.results(self.call(model, batch), batch)
         if backward and any(x.requires_grad for x in results.values()):
@@ -71,24 +71,24 @@ class Subject:
         return results
 
     def gradients(self) -> dict[str, Tensor]:
-        """Those that the last step left in the parameters, float64."""
+        """Read the gradients that the last step left in the parameters, as float64."""
         return {name: x.grad.double() for name, x in self.model.named_parameters() if x.grad is not None}
 
     def copy(self) -> Subject:
-        """One whose model can be changed; modules that hold what cannot be copied raise."""
+        """Copy the subject, so that its model can be changed. Modules that cannot be copied raise."""
         return Subject(copy.deepcopy(self.model), self.batches, self.expected)
 
     def named(self, batch: Any) -> dict[str, Any]:
-        """The tensors of a batch by name, or by position."""
+        """Name the tensors of a batch by key or position."""
         items = batch.items() if isinstance(batch, Mapping) else enumerate(_listed(batch))
         return {str(name): x for name, x in items if isinstance(x, Tensor)}
 
     def rows(self, batch: Any) -> int:
-        """Batch rows: the first size of its first tensor."""
+        """Return the batch size: the first dimension of the batch's first tensor."""
         return next((len(x) for x in self.named(batch).values() if x.dim()), 1) or 1
 
     def tokens(self, batch: Any) -> tuple[str, Tensor] | None:
-        """The tensor (B, S) or (B, S, D) of tokens, and its name."""
+        """Find the tensor (B, S) or (B, S, D) of tokens, with its name."""
         named = self.named(batch)
         first = [
             x for x in ("input_ids", "inputs_embeds", "hidden_states", "x", "tokens", "idx") if x in named
@@ -102,7 +102,7 @@ class Subject:
         return None
 
     def with_tokens(self, batch: Any, name: str, tokens: Tensor) -> Any:
-        """The batch with other tokens."""
+        """Replace the tokens of a batch."""
         if isinstance(batch, Mapping):
             return {**batch, name: tokens}
         listed = _listed(batch)
@@ -110,7 +110,7 @@ class Subject:
         return tokens if isinstance(batch, Tensor) else listed
 
     def documents(self, batch: Any) -> Tensor | None:
-        """The number of each token's document, (B, S), where the batch says it and has several."""
+        """Find the document number of each token, (B, S), if the batch has several documents."""
         if "documents" in self.expected:
             return torch.as_tensor(self.expected["documents"](batch))
         named = self.named(batch)
@@ -130,13 +130,13 @@ class Subject:
         return found if several else None
 
     def valid(self, batch: Any) -> Tensor | None:
-        """Bool (B, S): tokens that are no padding, where the batch has a mask that says so."""
+        """Find the tokens that are not padding, bool (B, S), if the batch has a padding mask."""
         tokens = self.tokens(batch)
         fits = [x for x in self.masks(batch) if tokens is not None and x.shape == tokens[1].shape[:2]]
         return fits[0] if fits and not bool(fits[0].all()) else None
 
     def masks(self, batch: Any) -> list[Tensor]:
-        """Masks of padding in a batch, bool (B, S), true for what is no padding."""
+        """List the padding masks of a batch, bool (B, S). True marks real tokens."""
         return [
             x == 0 if "padding" in name else x != 0
             for name, x in self.named(batch).items()
@@ -145,7 +145,7 @@ class Subject:
 
     @property
     def is_causal(self) -> bool:
-        """Whether the model says that tokens do not see later ones."""
+        """Whether the model declares that tokens do not see later tokens."""
         if "causal" in self.expected:
             return bool(self.expected["causal"])
         config = getattr(self.model, "config", None)
@@ -160,16 +160,16 @@ def _listed(batch: Any) -> list[Any]:
 
 
 def load(target: str, arguments: Sequence[str] = ()) -> Subject:
-    """The subject that a name stands for.
+    """Load the subject that a name stands for.
 
     Args:
-        target: ``package.module:factory`` or ``file.py:factory``; a class of transformers or diffusers, which
-            is made tiny; or a script ``train.py``, whose first compiled model is examined.
-        arguments: Of the script.
+        target: One of: ``package.module:factory`` or ``file.py:factory``; a class of transformers or
+            diffusers, which is built tiny; a script ``train.py``, whose first compiled model is examined.
+        arguments: Arguments of the script.
 
     Raises:
-        OptionError: There is no such module, function or class, or a factory returns something else. What the
-            factory itself raises goes through.
+        OptionError: The module, function or class does not exist, or a factory returns something else.
+            Exceptions of the factory itself are passed on.
     """
     if target.endswith(".py") and ":" not in target:
         return _of_script(target, arguments)
@@ -180,14 +180,14 @@ def load(target: str, arguments: Sequence[str] = ()) -> Subject:
     made = _attribute(_module(module), module, name)
     made = made() if callable(made) and not isinstance(made, nn.Module) else made
     if os.getpid() != pid:
-        os._exit(0)  # The factory forked and returned twice; its parent goes on.
+        os._exit(0)  # The factory forked and returned in both processes. Only the parent goes on.
     return _subject(made, target)
 
 
 def _module(name: str) -> Any:
     if name.endswith(".py"):
         path = Path(name).resolve()
-        expect(path.is_file(), name, "a file", "none", "Name a file or a module")
+        expect(path.is_file(), name, "a file", "none", "Pass the path of a file, or the name of a module")
         sys.path.insert(0, str(path.parent))
         name = path.stem
     else:
@@ -204,7 +204,7 @@ def _module(name: str) -> Any:
 
 def _attribute(module: Any, where: str, name: str) -> Any:
     found = getattr(module, name, None)
-    got, remedy = f"no {name!r} in it", "Name a function of the module after the colon"
+    got, remedy = f"no {name!r} in it", "Write a function of the module after the colon"
     expect(found is not None, where, "a factory", got, remedy)
     return found
 
@@ -212,7 +212,7 @@ def _attribute(module: Any, where: str, name: str) -> Any:
 def _subject(made: Any, what: str) -> Subject:
     got = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
     fits = isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0])
-    expect(fits, what, _FACTORY, got, "Return the two in a tuple")
+    expect(fits, what, _FACTORY, got, "Return the model and the batches in a tuple")
     model, batches, *rest = made
     expect(
         isinstance(model, nn.Module), what, "a torch.nn.Module first", type(model).__name__, "Wrap it in one"
@@ -220,12 +220,18 @@ def _subject(made: Any, what: str) -> Subject:
     expected: Mapping[str, Any] = rest[0] if rest else {}
     known = isinstance(expected, Mapping) and set(expected) <= set(_EXPECTED)
     wanted = f"expectations, a dict with some of {', '.join(_EXPECTED)}"
-    expect(known, what, wanted, str(expected)[:80], "Use these names")
+    expect(known, what, wanted, str(expected)[:80], "Use only these keys")
     wanted = "an iterable of batches: dicts of arguments, tuples, or tensors"
     iterable = isinstance(batches, Iterable) and not isinstance(batches, (Tensor, Mapping, str))
     expect(iterable, what, wanted, type(batches).__name__, "Return a list of batches, or a generator")
     taken = list(islice(batches, MOST_BATCHES))
-    expect(taken, what, wanted, "no batch", "Yield at least one; lengths that vary show recompilations")
+    expect(
+        taken,
+        what,
+        wanted,
+        "no batch",
+        "Yield at least one batch. Batches of different lengths show recompilations",
+    )
     for batch in taken:
         fits = isinstance(batch, (Mapping, tuple, list, Tensor))
         expect(fits, what, wanted, f"a batch of type {type(batch).__name__}", "Yield such batches")
@@ -233,7 +239,7 @@ def _subject(made: Any, what: str) -> Subject:
 
 
 def _of_library(name: str) -> Subject:
-    """A class of transformers or diffusers, or a model type, with the zoo's tiny configuration."""
+    """Build a class or model type of transformers or diffusers with the zoo's tiny configuration."""
     from attnspan_lab.zoo.measure import SOURCES, TOKENS, collect
 
     plain = name.lower().replace("_", "").replace("-", "")
@@ -243,7 +249,7 @@ def _of_library(name: str) -> Subject:
             continue
         try:
             model = architecture.make("sdpa", "tiny")
-        except ValueError:  # It has no attention by torch's function.
+        except ValueError:  # The model cannot use torch's attention function.
             model = architecture.make("eager", "tiny")
         if name in (architecture.name, type(model).__name__):
             batches, more = (
@@ -257,12 +263,12 @@ def _of_library(name: str) -> Subject:
 
 
 class _Found(BaseException):
-    """Ends a script once its compiled model has seen enough batches."""
+    """Ends a script after enough calls of its compiled model."""
 
 
 def _of_script(path: str, arguments: Sequence[str]) -> Subject:
-    """Run a script until the first model that it compiles was called with enough batches, or it ends."""
-    expect(Path(path).is_file(), path, "a script", "no such file", "Name it as you would for python")
+    """Run a script until its first compiled model was called with enough batches, or until it ends."""
+    expect(Path(path).is_file(), path, "a script", "no such file", "Pass the path as you would to python")
     seen, before = Subject(nn.Identity(), []), (torch.compile, nn.Module.compile, sys.argv)
 
     def record(model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -272,11 +278,11 @@ def _of_script(path: str, arguments: Sequence[str]) -> Subject:
             raise _Found
 
     def watched(model: Any = None, **options: Any) -> Any:
-        """The model itself, uncompiled: what it is called with is noted."""
+        """Return the model itself, uncompiled, and record the batches that it is called with."""
         if not isinstance(model, nn.Module) or seen.model is model or hooks:
             return before[0](model, **options)
         seen.model = model
-        # What torch.compile returns has the model under this name.
+        # The result of torch.compile has the model under this name.
         model.__dict__["_orig_mod"] = model
         hooks.append(model.register_forward_pre_hook(record, with_kwargs=True))
         return model
@@ -294,7 +300,10 @@ def _of_script(path: str, arguments: Sequence[str]) -> Subject:
         for hook in hooks:
             hook.remove()
         seen.model.__dict__.pop("_orig_mod", None)
-    got, remedy = "none that was called", "Compile it by torch.compile(model), or name a factory"
+    got, remedy = (
+        "none that was called",
+        "Compile a model with torch.compile(model) and call it, or pass a factory",
+    )
     expect(seen.batches, path, "a script that compiles a model", got, remedy)
     return seen
 

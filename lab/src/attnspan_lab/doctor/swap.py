@@ -1,4 +1,4 @@
-"""Another function in the place of attention, wherever a module has bound it."""
+"""Replacement of the attention function in every module that has bound it."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ def _flex_as_attnspan(
     return_lse: bool = False,
     kernel_options: Any = None,
 ) -> Any:
-    """FlexAttention's call by attnspan; a score_mod has no translation, and raises."""
+    """Compute FlexAttention's call with attnspan. A score_mod has no translation and raises."""
     del enable_gqa, kernel_options
     if score_mod is not None:
         raise NotImplementedError(
-            "score_mod: name the change of the scores, bias=alibi(...), relative(...) or softcap="
+            "score_mod has no translation: pass bias=alibi(...), bias=relative(...) or softcap= instead"
         )
     mask = full() if block_mask is None else from_block_mask(block_mask)
     out, lse = attention(query, key, value, mask=mask, scale=scale, return_lse=True)
     return (out, lse) if return_lse else out
 
 
-#: What stands in for torch's function, FlexAttention and attnspan's own, by name.
+#: Replacements of torch's function, FlexAttention and attnspan's attention, by name.
 SWAPS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
     "identity": (identity, lambda q, k, v, *_, **__: identity(q, k, v), _identity_of_attnspan),
     "attnspan": (scaled_dot_product_attention, _flex_as_attnspan, attention),
@@ -73,18 +73,18 @@ def swapped(name: str) -> Iterator[None]:
     """Replace torch's function, FlexAttention and attnspan's in every module that has bound them.
 
     Args:
-        name: One of `SWAPS`, or "own": nothing is replaced.
+        name: One of `SWAPS`, or "own" to replace nothing.
     """
     if name == "own":
         yield
         return
     originals = (F.scaled_dot_product_attention, _flex(), attention)
-    # The compiler's table of torch's functions, by name, is made at its first look: not of what stands in.
+    # The compiler builds its table of torch's functions at first use. It must not contain replacements.
     torch._dynamo.trace_rules.lookup(originals[0])
     instead = dict(zip(map(id, originals), SWAPS[name], strict=True))
     own = {id(x) for x in SWAPS[name]}
     bound: list[tuple[dict[str, Any], str, Any]] = []
-    # attnspan's own modules call each other, so only the name that users call is replaced.
+    # attnspan's modules call each other, so only the public name is replaced.
     modules = [
         x
         for key, x in list(sys.modules.items())
@@ -107,11 +107,11 @@ def swapped(name: str) -> Iterator[None]:
 
 @contextmanager
 def implementation(model: nn.Module, name: str) -> Iterator[None]:
-    """Set the attention of a model of transformers; any other model is left as it is.
+    """Set the attention implementation of a transformers model. Other models stay as they are.
 
     Args:
-        model: Changed until the end.
-        name: Of `SWAPS`, or one that transformers knows.
+        model: The model, which is changed until the end of the block.
+        name: One of `SWAPS`, or an implementation that transformers knows.
     """
     choose = getattr(model, "set_attn_implementation", None)
     if choose is None or name == "own":
@@ -131,7 +131,7 @@ def implementation(model: nn.Module, name: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the log of transformers, which says again where a choice cannot be made."""
+    """Silence transformers' warnings about implementations that a model does not support."""
     logger = logging.getLogger("transformers")
     before = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Code that is compiled again: which condition failed, and what mends it, tried."""
+"""Recompilations: the guard that failed, and a test of the remedy."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from attnspan_lab.doctor.subject import Subject
 
 __all__ = ["recompiles_in", "tried"]
 
-#: Recompilations of one frame that are torch's own design: the second size makes a dimension dynamic.
+#: Recompilations per frame that torch intends: the second size makes a dimension dynamic.
 _ALLOWED = 1
 _REMEDIES = {
-    "size": "Mark the dimension: torch._dynamo.mark_dynamic(x, dim), or use torch.compile(dynamic=True)",
+    "size": "Mark the dimension with torch._dynamo.mark_dynamic(x, dim), or use torch.compile(dynamic=True)",
     "number": "Pass the number as a tensor: torch.tensor(n), or a buffer if it is an attribute",
-    "other": "Keep what the condition names the same in all calls",
+    "other": "Keep the guarded value the same in all calls",
 }
 
 
 def recompiles_in(log: CompilerLog) -> Iterator[Finding]:
-    """A finding for each frame that is compiled more often than torch means to."""
+    """Yield a finding for each frame that is compiled more often than torch intends."""
     frames: dict[int, list[Recompile]] = {}
     for x in log.recompiles:
         frames.setdefault(x.frame, []).append(x)
@@ -38,23 +38,21 @@ def recompiles_in(log: CompilerLog) -> Iterator[Finding]:
         limit = any(frame is not None and f"{frame.file}:{frame.line})" in x for x in log.limits)
         what = f"This code is compiled {len(reasons) + 1} times"
         if limit:
-            what = (
-                f"The limit of recompilations is reached after {len(reasons)}: then this code runs uncompiled"
-            )
+            what = f"The recompilation limit is reached after {len(reasons)}, so this code runs uncompiled"
         guards = list(dict.fromkeys(x.guard for x in reversed(reasons)))[:3]
         yield Finding(
             "recompile-limit" if limit else "recompile",
             what,
             tuple(dict.fromkeys(x for x in (place, frame) if x is not None)),
             (*(f"guard that failed: {x}" for x in guards), "TORCH_LOGS=recompiles shows each"),
-            f"Compiled code holds only while {' '.join(last.guard.split())[:120]}, and this changes",
+            f"The compiled code requires {' '.join(last.guard.split())[:120]}, and this changes",
             _REMEDIES[last.kind],
             count=len(reasons),
         )
 
 
 def tried(finding: Finding, log: CompilerLog, subject: Subject, backend: str) -> str:
-    """Try what mends a recompilation, and say what came of it."""
+    """Test the remedy of a recompilation, and describe the outcome."""
     guards, before = " ".join(finding.evidence), len(log.recompiles)
     trials: list[tuple[str, Callable[[], Subject], bool | None]] = []
     if finding.remedy == _REMEDIES["size"]:
@@ -86,7 +84,7 @@ def _values(batch: Any) -> list[Any]:
 
 
 def _numbers(guards: str, subject: Subject) -> list[str]:
-    """Attributes of modules that hold numbers, of the names that guards use."""
+    """List module attributes that hold numbers and that guards name."""
     names = dict.fromkeys(re.findall(r"\.(\w+) *[=!<>]=? *-?\d", guards))
     return [x for x in names if any(_is_number(m.__dict__.get(x)) for m in subject.model.modules())][:3]
 

@@ -1,6 +1,7 @@
-"""Watches eager steps: every call of attention, what it was given, and what was copied on the way.
+"""Watcher of eager steps: records every attention call, its inputs, and copies on the way.
 
-Attention that is written out is found by its data: a product of two tensors whose softmax meets a third.
+Hand-written attention is found by its data flow: a product of two tensors, a softmax, and a product with a
+third tensor.
 """
 
 from __future__ import annotations
@@ -26,38 +27,38 @@ from attnspan_lab.doctor.places import Place, is_direct, lines_here, lines_in, o
 
 __all__ = ["Attention", "Watcher", "watching"]
 
-# Scores at or below this are hidden: -inf, the smallest numbers of dtypes, and the -1e4 of half precision.
+# Scores at or below this value are hidden: -inf, the smallest numbers of dtypes, and -1e4 in half precision.
 _HIDDEN = -9e3
 _PRODUCTS = ("bmm", "matmul", "baddbmm")
 _SOFTMAX = ("_softmax", "_safe_softmax", "exp", "softmax")
 _COPIES = ("clone", "_reshape_copy", "repeat", "expand_copy", "contiguous", "index_select", "cat")
 _CHECKPOINT = torch.utils.checkpoint.__file__
 _ATTNSPAN = str(Path(attnspan.__file__).parent)
-_PAIRS = 2**24  # most pairs of which the visible ones are kept
+_PAIRS = 2**24  # maximum number of pairs for which the mask is kept
 
 
 @dataclass(eq=False)
 class Attention:
-    """One call of attention.
+    """One attention call.
 
     Attributes:
         kind: "sdpa", "flex", "attnspan", "custom" (another library's operator) or "written out".
-        kernel: The operator that ran; "" if scores were stored.
+        kernel: The operator that ran, or "" if scores were stored.
         place: The user's line.
-        q, k: Shapes.
-        dtype: Of q.
-        recomputed: It ran in a backward pass, for checkpointing.
-        visible: Bool (B, Sq, Sk): what some head may see; None if unknown.
-        mask: Shape and place of a mask or bias with an entry for each pair, and whether it is floating.
-        mask_seconds: That operators took to make it.
-        hidden: (batch row, query) without a visible key.
-        repeated: Where keys or values were copied for more heads, and to how many bytes.
-        copied: Where q, k or v were copied to become contiguous, and the bytes.
-        upcast: Where numbers became wider.
-        softmax: Its softmax was seen.
-        keys: Columns of the scores that are keys; None if there are no sinks.
-        reason: Why torch's fused kernels refuse the call.
-        lines: All lines of the user's that lead to the call, "file:line".
+        q, k: Shapes of q and k.
+        dtype: Dtype of q.
+        recomputed: The call ran in a backward pass, for checkpointing.
+        visible: Pairs that at least one head sees, bool (B, Sq, Sk), or None if unknown.
+        mask: Shape and line of a dense mask or bias, and whether it is floating-point.
+        mask_seconds: Time that operators took to create the mask.
+        hidden: (batch element, query) of queries without a visible key.
+        repeated: Line that copied keys or values for more heads, and the copy's bytes.
+        copied: Line that copied q, k or v to make them contiguous, and the copy's bytes.
+        upcast: Line that converted to a wider dtype.
+        softmax: The softmax of the scores was seen.
+        keys: Number of score columns that are keys, or None without sinks.
+        reason: Reason why torch's fused kernels do not accept the call.
+        lines: All of the user's lines that lead to the call, as "file:line".
     """
 
     kind: str
@@ -88,7 +89,7 @@ class Attention:
 
 @dataclass
 class _Tag:
-    """Facts known of a storage."""
+    """Facts about a storage."""
 
     made: Place | None
     seconds: float
@@ -99,7 +100,7 @@ class _Tag:
 
 
 class _Function(TorchFunctionMode):
-    """Notes which of torch's functions an operator runs for."""
+    """Records the torch function that an operator runs for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +118,7 @@ class _Function(TorchFunctionMode):
 
 
 class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collects calls of attention, the first NaN and overflow, reads of values, and custom operators."""
+    """Collects attention calls, the first NaN and overflow, reads of values, and custom operators."""
 
     supports_higher_order_operators = True
 
@@ -154,7 +155,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         held = {_storage(x) for x in inputs}
         known = [tag for x in inputs if (tag := self._tags.get(_storage(x))) is not None]
         self._look_for_nan(name, inputs, outs, place)
-        # attnspan reads masks' arrays in eager mode only: compiled code has no such read.
+        # attnspan reads a mask's arrays only in eager mode, so compiled code has no such read.
         if name == "_local_scalar_dense" and place is not None and not on_stack(_ATTNSPAN, place.file):
             self.reads[place] = self.reads.get(place, 0) + 1
         kind = self._fused_kind(op, name)
@@ -178,7 +179,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         like = [
             self._tags[_storage(y)] for y in inputs if _storage(y) in self._tags and y.numel() >= x.numel()
         ]
-        # What made the operands of a mask is the time that the mask takes.
+        # The time to create a mask includes the time to create its operands.
         tag = _Tag(place, spent + sum(t.seconds for t in like))
         if x.is_floating_point() and x.dim() > 1:
             floats = [y.itemsize for y in inputs if y.is_floating_point() and y.dim() > 1]
@@ -211,7 +212,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._tags[_storage(out)] = _Tag(place, 0.0, scores=call)
 
     def _finish(self, call: Attention, inputs: list[Tensor]) -> None:
-        """The second product of attention that is written out: one of its operands is the values."""
+        """Record the second product of hand-written attention. One of its operands is the values."""
         if call in self.calls:
             return
         values = [x for x in inputs if (t := self._tags.get(_storage(x))) is None or t.scores is not call]
@@ -220,7 +221,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls.append(call)
 
     def _operands(self, call: Attention, inputs: list[Tensor]) -> None:
-        """Note how q, k or v were made."""
+        """Record how q, k or v were made."""
         for x in inputs:
             tag = self._tags.get(_storage(x))
             if tag is not None:
@@ -231,7 +232,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _on_scores(
         self, name: str, inputs: list[Tensor], outs: list[Tensor], call: Attention, place: Place | None
     ) -> None:
-        """Follow an operator on scores, or on the weights that softmax makes of them."""
+        """Follow an operator on scores or on their softmax."""
         own = [x for x in inputs if (t := self._tags.get(_storage(x))) is not None and t.scores is call]
         pairs = own[0].shape[-2:] if own[0].dim() > 1 else ()
         for x in inputs:
@@ -243,7 +244,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             seen = own[0].detach()
             seen = seen if call.keys is None else seen[..., call.keys]
             self._see(call, ~(seen <= _HIDDEN) if name != "exp" else None, seen)
-            call.hidden = call.hidden if call.keys is None else []  # Such rows see their sink.
+            call.hidden = call.hidden if call.keys is None else []  # These queries see their sink.
             if call.kind == "written out" and place is not None:
                 call.place = place
         for x in outs:
@@ -262,7 +263,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call.mask_seconds = tag.seconds if tag else 0.0
 
     def _see(self, call: Attention, visible: Tensor | None, like: Tensor) -> None:
-        """Keep which pairs are visible, (B, Sq, Sk), and the rows that see nothing."""
+        """Store the visible pairs, (B, Sq, Sk), and the queries that see nothing."""
         if visible is None or prod(visible.shape) > _PAIRS or min(like.shape[-2:]) < 1:
             return
         visible = (
@@ -311,7 +312,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             source = self.function.given or ((), {})
             own = [x for x in tree_leaves(source) if _is_plain(x)][3:4]
             if mask.dim() > 1 and min(mask.shape[-2:]) > 1:
-                # torch makes a floating mask of a boolean one: the user's own line made that one.
+                # torch converts a boolean mask to floating point. The user's line made the boolean one.
                 self._mask(call, own[0] if own else mask)
             shown = mask if mask.dtype == torch.bool else mask > _HIDDEN
             visible = visible.unsqueeze(1) & shown.expand(*shown.shape[:-2], *sizes)
@@ -327,7 +328,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             batch, heads, q_len = q.shape[:3]
             visible = create_mask(mask_mod, batch, heads, q_len, k.shape[-2], device=str(q.device))
         except Exception:
-            return  # The function is a score_mod, or reads more than indices.
+            return  # The function is a score_mod, or reads other data than indices.
         self._see(call, visible, torch.empty(q.shape[-2], k.shape[-2], device="meta"))
 
     def _of_attnspan(self, call: Attention, op: Any, args: Any, kwargs: Any) -> None:
@@ -335,7 +336,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         bounds, sizes = given.get("bounds"), (call.q[-2], call.k[-2])
         if isinstance(bounds, Tensor) and prod(sizes) * bounds.shape[0] <= _PAIRS:
             visible = torch.as_tensor(Spans(bounds, sizes[1]).dense())
-            # A row that sees nothing is 0 here, by definition.
+            # attnspan defines the result of a query that sees nothing: 0.
             self._see(call, visible, torch.empty(sizes, device="meta"))
             call.hidden = []
 
@@ -344,7 +345,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         floats = [x.detach() for x in outs if x.is_floating_point() and x.numel()]
         given = [x.detach() for x in inputs if x.is_floating_point()]
-        # A mask puts -inf where it hides; what overflows is positive, too.
+        # Masks add -inf, but only an overflow gives +inf.
         if any(bool(x.isposinf().any()) for x in floats) and not any(bool(x.isinf().any()) for x in given):
             self.first_overflow = self.first_overflow or place
         bad = [x for x in floats if bool(x.isnan().any())]
@@ -354,11 +355,11 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def watching(batch: int = 1) -> Iterator[Watcher]:
-    """Watch the steps inside. What runs is not compiled, also where the model compiles parts of itself."""
+    """Watch the steps in the block. They run uncompiled, even if the model compiles parts of itself."""
     watcher = Watcher(batch)
     with (
         torch.compiler.set_stance("force_eager"),
-        # Keeps the forward line of each operator of the backward pass.
+        # Needed to find the forward line of each operator of the backward pass.
         torch.autograd.set_detect_anomaly(True, check_nan=False),
         watcher.function,
         watcher,
@@ -380,12 +381,12 @@ def _storage(x: Tensor) -> int:
 
 
 def _distinct(x: Tensor) -> int:
-    """Entries of a tensor that have memory of their own; an expanded one repeats them."""
+    """Count the elements that a tensor stores. Expanded dimensions count once."""
     return prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride or n == 0)
 
 
 def _flat(args: Any, kwargs: Any) -> list[Any]:
-    """Arguments, and what tuples among them hold: a BlockMask comes as one."""
+    """List arguments, and the contents of tuples among them: a BlockMask arrives as a tuple."""
     found: list[Any] = []
     for x in (*args, *kwargs.values()):
         found += list(x) if isinstance(x, tuple) else [x]
@@ -398,20 +399,20 @@ def _named(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def _refused(args: Any, kwargs: Any) -> str:
-    """Say what fused kernels refuse in a call of torch's function, as far as its arguments tell."""
+    """Explain why fused kernels do not accept a call of torch's function, as far as its arguments show."""
     names = ("query", "key", "value", "attn_mask", "dropout_p")
     given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
     q, k, v, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
     said = {
-        "the mask wants a gradient": isinstance(mask, Tensor) and mask.requires_grad,
+        "the mask requires a gradient": isinstance(mask, Tensor) and mask.requires_grad,
         "dropout_p is not 0": bool(given.get("dropout_p")),
         f"q has {q.dim()} dims instead of 4": q.dim() != 4,
-        "q and v have different head_dims": q.shape[-1] != v.shape[-1],
+        "q and v have different head dims": q.shape[-1] != v.shape[-1],
         "k and v have fewer heads": q.dim() == 4 and q.shape[1] != k.shape[1],
-        "the last dim of q, k or v is strided": any(x.stride(-1) != 1 for x in (q, k, v)),
+        "the last dim of q, k or v is not contiguous": any(x.stride(-1) != 1 for x in (q, k, v)),
     }
     reasons = [reason for reason, holds in said.items() if holds]
-    return f"torch's fused kernels refuse this call: {'; '.join(reasons)}" if reasons else ""
+    return f"torch's fused kernels do not accept this call: {'; '.join(reasons)}" if reasons else ""
 
 
 def _in_backward() -> bool:
@@ -429,7 +430,7 @@ def _is_custom(op: Any) -> bool:
 
 
 def _place() -> Place | None:
-    """The user's line: on the stack or, in a backward pass, of the operator whose gradient is computed."""
+    """Find the user's line: on the stack, or in a backward pass the line of the forward operator."""
     if not _in_backward() or on_stack(_CHECKPOINT):
         return place_here()
     node = torch._C._current_autograd_node()

@@ -1,6 +1,6 @@
-"""The page of figures: what `attnspan bench` or a monitor measured, in one HTML file that needs no network.
+"""HTML page of results from `attnspan bench` or a monitor, in one self-contained file.
 
-It computes nothing but layout: every figure is a property of the results.
+The page only formats values. All values are properties of the results.
 """
 
 from attnspan_lab.report.page import write_page

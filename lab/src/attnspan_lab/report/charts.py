@@ -1,4 +1,4 @@
-"""Parts of every chart: data for Plotly without a theme, and words for those who do not see it."""
+"""Common parts of charts: theme-independent data for Plotly, and alternative texts."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ __all__ = [
 ]
 
 _COLORS = 7
-_MANY = 12  # Cells of a family from which on it is split by mask and head dim.
+_MANY = 12  # Families with at least this many cells are split by mask and head dim.
 _SYMBOLS = ("square", "diamond", "triangle-up", "triangle-down", "cross", "x", "pentagon")
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One picture.
+    """One chart.
 
     Args:
-        title: What it shows.
-        note: How to read it.
-        alt: What it says, for those who do not see it.
-        data, layout: For Plotly. A colour is a name of page.css after "@", so that both themes have it; a
-            trace whose `meta.peer` names a peer is shown and hidden with it.
-        height: In pixels.
-        view: Shown with the cells of this view only; None is always shown.
+        title: Title of the chart.
+        note: Explanation of how to read the chart.
+        alt: Alternative text for screen readers.
+        data, layout: Data and layout for Plotly. "@" and a name of page.css is a colour in both themes. The
+            page shows and hides a trace with the peer that its `meta.peer` names.
+        height: Height in pixels.
+        view: The view that shows the chart. None shows it in all views.
     """
 
     title: str
@@ -59,7 +59,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Entry:
-    """One cell of a table: its text, the value it is sorted by, a smaller second line, a warning."""
+    """One cell of a table: text, sort value, smaller second line, and warning."""
 
     text: str
     value: float | str | None = None
@@ -69,7 +69,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """A table whose first column heads each row, and whose columns of `words` hold no figures."""
+    """A table. The first column is the heading of each row, and the columns `words` hold text."""
 
     caption: str
     columns: tuple[str, ...]
@@ -79,7 +79,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page; ``layout`` is "", "single" (one chart per line) or "small" (more per line)."""
+    """A section of the page. ``layout`` is "", "single" (one chart per line) or "small" (more per line)."""
 
     anchor: str
     title: str
@@ -90,31 +90,31 @@ class Section:
 
 
 class Palette:
-    """Colour and symbol of each peer that ran, the same all over the page."""
+    """Colour and symbol of each peer that ran, the same in all charts of the page."""
 
     def __init__(self, cells: Iterable[Cell]) -> None:
         self.peers = tuple(dict.fromkeys(run.peer for cell in cells for run in cell.peers if run.ran))
 
     @property
     def drawn(self) -> tuple[str, ...]:
-        """In the order in which they are drawn: ours last, on top of the others."""
+        """Names in drawing order. attnspan is last, on top of the others."""
         return (*self.peers, OURS)
 
     def color(self, peer: str) -> str:
-        """Name of a colour in page.css, after "@"."""
+        """Return "@" and the name of the peer's colour in page.css."""
         return "@ours" if peer == OURS else f"@peer{self.peers.index(peer) % _COLORS + 1}"
 
     def symbol(self, peer: str) -> str:
-        """A marker of Plotly; it tells apart what two eyes in a hundred see in one colour."""
+        """Return the peer's Plotly marker, which distinguishes peers for colour-blind readers."""
         if peer == OURS:
             return "circle"
         index = self.peers.index(peer)
-        # Another symbol when the colours begin again.
+        # Use another symbol when the colours repeat.
         return _SYMBOLS[(index + index // _COLORS) % len(_SYMBOLS)]
 
 
 def facets(cells: Iterable[Cell]) -> list[tuple[View, str, list[tuple[str, Cell]]]]:
-    """Cells that share a chart, with their labels: by family; large families also by mask and head dim."""
+    """Group cells into charts, with labels: by family, and large families also by mask and head dim."""
     families: dict[tuple[View, str], list[Cell]] = {}
     for cell in cells:
         families.setdefault((View.of(cell), cell.workload.family), []).append(cell)
@@ -132,25 +132,25 @@ def facets(cells: Iterable[Cell]) -> list[tuple[View, str, list[tuple[str, Cell]
 
 
 def axis(title: str, *, log: bool = False, **more: Any) -> dict[str, Any]:
-    """An axis; a logarithmic one has its ticks at 1, 2 and 5 times powers of ten, as Plotly sets them."""
+    """Make an axis. Logarithmic axes have ticks at 1, 2 and 5 times powers of ten."""
     kind = {"type": "log", "exponentformat": "SI", "minexponent": 3} if log else {"exponentformat": "SI"}
     return {"title": {"text": plain(title)}, **kind, **more}
 
 
 def trace(palette: Palette, peer: str, hover: Sequence[str], **more: Any) -> dict[str, Any]:
-    """A scatter of one peer, in its colour and with a text for each point."""
+    """Make a scatter trace of one peer, in its colour and with a text for each point."""
     marker = {"color": palette.color(peer), "symbol": palette.symbol(peer)} | more.pop("marker", {})
     return hovered("scatter", hover, name=plain(peer), meta={"peer": peer}, marker=marker, **more)
 
 
 def hovered(kind: str, hover: Sequence[str], **more: Any) -> dict[str, Any]:
-    """A trace of a kind of Plotly's with a text for each point."""
+    """Make a Plotly trace with a hover text for each point."""
     template = "%{customdata}<extra></extra>"
     return {"type": kind, "customdata": list(hover), "hovertemplate": template, **more}
 
 
 def bars(spans: Sequence[tuple[float, float, float]], hover: Sequence[str], **more: Any) -> dict[str, Any]:
-    """Horizontal bars from 0, or from `base`, with whiskers: low, middle and high of each."""
+    """Make horizontal bars from 0 or `base`, with whiskers from the low to the high value."""
     base = more.get("base", [0.0] * len(spans))
     whiskers = {
         "type": "data",
@@ -165,23 +165,23 @@ def bars(spans: Sequence[tuple[float, float, float]], hover: Sequence[str], **mo
 
 
 def names_axis(names: Sequence[str], **more: Any) -> dict[str, Any]:
-    """A vertical axis with a name at 0, 1, 2 and so on, from top to bottom."""
+    """Make a vertical axis with names at 0, 1, 2 and so on, from top to bottom."""
     texts = [plain(name) for name in names]
     return {"tickvals": list(range(len(names))), "ticktext": texts, "range": [len(names) - 0.5, -0.5], **more}
 
 
 def line_at(x: float, **look: Any) -> dict[str, Any]:
-    """A vertical line over the whole height."""
+    """Make a vertical line over the whole height."""
     return {"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1, "line": look}
 
 
 def plain(text: str) -> str:
-    """Text for a chart, which takes tags for markup."""
+    """Escape text for a chart, because Plotly interprets tags."""
     return html.escape(text, quote=False)
 
 
 def ratio_text(ratio: Interval | None) -> str:
-    """A ratio with its interval: "1.42x (1.40 to 1.45)"."""
+    """Format a ratio with its interval: "1.42x (1.40 to 1.45)"."""
     if ratio is None:
         return "-"
     low, middle, high = map(ratio_digits, (ratio.low, ratio.median, ratio.high))

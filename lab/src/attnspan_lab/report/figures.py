@@ -27,11 +27,11 @@ from attnspan_lab.report.charts import (
 
 __all__ = ["memory_section", "ratio_section", "roofline_section", "scaling_sections"]
 
-_BAR, _GAP = 17, 0.6  # Pixels of a bar; bars between two groups.
+_BAR, _GAP = 17, 0.6  # Height of a bar in pixels, and gap between groups in bars.
 
 
 def ratio_section(results: Results, palette: Palette) -> Section | None:
-    """Bars from 1 on a logarithmic axis, for each family of each view; None where nothing was compared."""
+    """Make bars from 1 on a logarithmic axis, for each family and view. None without comparisons."""
     said, charts = verdicts(results.cells), []
     for view, title, members in facets(results.cells):
         drawn = [(label, cell, run) for label, cell in members for run in cell.peers if run.ratio is not None]
@@ -39,7 +39,7 @@ def ratio_section(results: Results, palette: Palette) -> Section | None:
             continue
         behind = [f"{n} against {r.peer}" for n, c, r in drawn if said[c.label, r.peer] == "behind"]
         alt = f"{title}, {view.label}: {len(drawn)} ratios of time, peer over {OURS}, " + (
-            f"{OURS} is slower in {'; '.join(behind)}." if behind else "none of them below 1 beyond doubt."
+            f"{OURS} is slower in {'; '.join(behind)}." if behind else "none is significantly below 1."
         )
         places, middles = _places([cell for _, cell, _ in drawn])
         height = 64 + round(_BAR * (places[-1] + _GAP))
@@ -48,15 +48,14 @@ def ratio_section(results: Results, palette: Palette) -> Section | None:
         layout["yaxis"] |= {"tickvals": middles, "ticktext": labels}
         charts.append(Chart(title, view.label, alt, data, layout, height, view))
     lead = (
-        f"A bar to the right of 1 is a peer that takes longer than {OURS}. Whiskers are the interval of the "
-        "median ratio, by order statistics of the pairs at the level that the hover text gives; hatched bars "
-        "are of cells that the machine was too noisy for."
+        f"A bar to the right of 1 means that the peer takes longer than {OURS}. Whiskers show the interval "
+        "of the median ratio, from order statistics. The hover text has its level. Hatched bars are noisy."
     )
     return Section("ratios", f"Time against {OURS}", lead, tuple(charts)) if charts else None
 
 
 def _places(cells: Sequence[Cell]) -> tuple[list[float], list[float]]:
-    """A place for each bar, and one for the label of each group of bars: in its middle."""
+    """Compute the position of each bar, and the middle of each group for its label."""
     places: list[float] = []
     groups: dict[int, list[float]] = {}
     at = 0.0
@@ -91,7 +90,7 @@ def _ratio_bars(
 def _peer_bars(
     peer: str, members: Sequence[tuple[float, Cell, Run]], palette: Palette, edge: float
 ) -> list[dict[str, Any]]:
-    """The bars of one peer, and their figures in the right margin."""
+    """Make the bars of one peer, with the ratios in the right margin."""
     found = [(run.ratio, run.noisy) for _, _, run in members if run.ratio is not None]
     common: dict[str, Any] = {"meta": {"peer": peer}, "y": [at for at, _, _ in members]}
     pattern = {"shape": ["/" if noisy else "" for _, noisy in found], "size": 6, "solidity": 0.4}
@@ -130,7 +129,7 @@ def _ratio_hover(cell: Cell, run: Run) -> str:
 
 
 def roofline_section(results: Results, palette: Palette) -> Section | None:
-    """Rate of each call under the ceiling of the machine; None where no ceiling was measured."""
+    """Make the roofline: each call's rate below the machine's ceiling. None without measured ceilings."""
     roof, charts = results.roof, []
     if roof is None:
         return None
@@ -149,16 +148,16 @@ def roofline_section(results: Results, palette: Palette) -> Section | None:
         }
         charts.append(Chart("Roofline", view.label, alt, data, layout, 480, view))
     lead = (
-        "Useful FLOP/s (visible pairs only) over the least traffic a call must have. The roof is measured on "
-        f"this machine: reading {rate_text(roof.read_bandwidth, 'B/s')}, and the highest peak of the element "
-        "type, which no run exceeds. Open marks are of noisy cells. Data that stay in a cache may stand "
-        "above the slope."
+        "Useful FLOP/s (visible pairs only) over the FLOP per byte of minimum traffic. The roof was measured "
+        f"on this machine: {rate_text(roof.read_bandwidth, 'B/s')} of read bandwidth, and the highest peak "
+        "of the element type, which no run exceeds. Open marks are noisy cells. Points above the slope read "
+        "data from a cache."
     )
     return Section("roofline", "Roofline", lead, tuple(charts), layout="single") if charts else None
 
 
 def _roof(roof: Ceilings, dtype: str, cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """The slope of the bandwidth up to the peak, then the peak."""
+    """Draw the slope of the bandwidth up to the peak, then the peak."""
     best = roof.best(dtype)
     if best is None:
         return []
@@ -206,7 +205,7 @@ def _points(cells: Sequence[Cell], palette: Palette, roof: Ceilings) -> list[dic
 
 
 def scaling_sections(results: Results, palette: Palette) -> tuple[Section, ...]:
-    """FLOP/s and time per visible pair over the length; none where no length varies."""
+    """Make curves of FLOP/s and time per visible pair over the length. Empty if no length varies."""
     roof, series = results.roof, _series(results.cells)
     if not series:
         return ()
@@ -227,10 +226,10 @@ def scaling_sections(results: Results, palette: Palette) -> tuple[Section, ...]:
         alt = f"{title}, {view.label}: time per visible pair {words}"
         per_pair.append(Chart(title, view.label, alt, curves, layout, 270, view))
     lead = (
-        "Useful FLOP/s, over visible pairs only, whatever else a peer computes. The dashed line is the "
-        "roof: the measured peak of the element type, or what the measured bandwidth feeds."
+        "Useful FLOP/s: only visible pairs count as work. The dashed line is the roof: the measured peak of "
+        "the element type, or the limit from the measured bandwidth."
     )
-    flat = "Flat where cost grows with visible pairs only."
+    flat = "A flat line means that cost depends only on visible pairs."
     return (
         Section("speed", "FLOP/s over length", lead, tuple(flops), layout="small"),
         Section("scaling", "Time per visible pair over length", flat, tuple(per_pair), layout="small"),
@@ -238,7 +237,7 @@ def scaling_sections(results: Results, palette: Palette) -> tuple[Section, ...]:
 
 
 def _series(cells: Sequence[Cell]) -> dict[tuple[View, str], list[Cell]]:
-    """Cells that differ in length alone, by view and title."""
+    """Group cells that differ only in length, by view and title."""
     grouped: dict[tuple[View, str], list[Cell]] = {}
     for cell in cells:
         grouped.setdefault((View.of(cell), _line_title(cell)), []).append(cell)
@@ -250,7 +249,7 @@ def _series(cells: Sequence[Cell]) -> dict[tuple[View, str], list[Cell]]:
 
 
 def _line_title(cell: Cell) -> str:
-    """Everything that a line holds fixed; the number of heads may follow the length."""
+    """Describe the fixed parameters of a line. The number of heads may depend on the length."""
     work = cell.workload
     dim = f"D {work.head_dim}" if work.head_dim == work.v_dim else f"D {work.head_dim}/{work.v_dim}"
     parts = [work.mask.removesuffix("()"), dim]
@@ -289,10 +288,10 @@ def _curves(
 
 
 def memory_section(results: Results, palette: Palette) -> Section | None:
-    """Peak memory of each call; None where it was not measured."""
+    """Make the chart of each call's peak memory. None if memory was not measured."""
     charts = []
     for view, title, members in facets(results.cells):
-        # A logarithmic axis has no place for nothing at all.
+        # A logarithmic axis cannot show 0.
         known = [found for found in members if any(run.peak_memory for run in found[1].runs)]
         if not known:
             continue

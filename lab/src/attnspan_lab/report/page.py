@@ -1,4 +1,4 @@
-"""The page: sections in order, one template, everything inlined."""
+"""The page: its sections in one template, with all scripts and styles inlined."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ _TRAINED = "How the loss fell, how fast the steps were, and where their time wen
 
 
 def write_page(results: Results, path: Path, *, title: str = "") -> None:
-    """Write one HTML file that shows everything the results hold and loads nothing from anywhere.
+    """Write one self-contained HTML file that shows all results.
 
-    Sections without data are absent: results with nothing but `monitor` records make the page of a training.
+    Sections without data are left out. For example, results with only `monitor` records give the page of a
+    training.
 
     Args:
-        results: What was measured; every figure is a property of it.
-        path: The file; its folder is made. A reader sees the old file or the whole new one.
-        title: Of the page; by default what was measured, and where.
+        results: The results.
+        path: The file, which is written atomically. Its folder is created.
+        title: Title of the page. Default: the measured families and the machine.
 
     Raises:
         ModuleNotFoundError: jinja2 or plotly is not installed (the extra ``bench``).
@@ -84,19 +85,19 @@ def write_page(results: Results, path: Path, *, title: str = "") -> None:
 
 @dataclass(frozen=True)
 class Page:
-    """A page, whatever it shows.
+    """Contents of a page.
 
     Args:
-        title, lead: At its top.
-        sections: In order.
-        environment: Of the measurement.
-        glance: What the cards show.
-        cards: Name, figure and small print of each.
-        views: The choices of each switch of the charts.
-        legend: Peers and their colours, of charts with a view.
+        title, lead: Title and first sentence.
+        sections: Sections, in order.
+        environment: Environment of the measurement.
+        glance: Caption of the cards.
+        cards: Name, value and notes of each card.
+        views: Choices of each switch of the charts.
+        legend: Peers and their colours, for charts with a view.
         table: A long table with filters.
-        ceilings: Of the machine.
-        complete: False shows that the measurement was stopped.
+        ceilings: Ceilings of the machine.
+        complete: With False, the page says that the measurement was stopped.
     """
 
     title: str
@@ -112,7 +113,7 @@ class Page:
     complete: bool = True
 
     def write(self, path: Path) -> None:
-        """Write one HTML file; a reader sees the old file or the whole new one.
+        """Write one HTML file, atomically.
 
         Raises:
             ModuleNotFoundError: jinja2 or plotly is not installed (the extra ``bench``).
@@ -125,7 +126,7 @@ class Page:
             **shown,
             facts=_facts(self.environment),
             figures=_script_data([{"data": chart.data, "layout": chart.layout} for chart in charts]),
-            # A page without charts does without the library.
+            # A page without charts does not need the library.
             plotly=get_plotlyjs() if charts else "",
             style=_asset("page.css"),
             script=_asset("page.js"),
@@ -134,7 +135,7 @@ class Page:
 
 
 def _title(results: Results) -> str:
-    """Title: what was measured, and on which machine."""
+    """Make the title from the measured families and the machine."""
     families = list(dict.fromkeys(cell.workload.family for cell in results.cells))
     parts = families[:_MOST_NAMES] + (["more"] if len(families) > _MOST_NAMES else [])
     parts += ["training steps"] if results.training else []
@@ -153,7 +154,7 @@ def _asset(name: str) -> str:
 def _template() -> jinja2.Template:
     import jinja2
 
-    # Everything is escaped but what the template marks as safe: the page's own code.
+    # Only the page's own code, which the template marks as safe, is not escaped.
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -162,24 +163,24 @@ def _template() -> jinja2.Template:
 
 
 def _script_hash(text: str) -> str:
-    """The source of a script as a content policy names it: no other script runs, whatever a string holds."""
+    """Compute the hash of a script for the content policy, so that the page runs no other script."""
     return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
 
 
 def _script_data(data: Any) -> str:
-    """JSON that cannot end the element it stands in."""
+    """Write JSON that cannot close its script element."""
     return json.dumps(data, allow_nan=False).replace("<", "\\u003c")
 
 
 def _views(sections: Iterable[Section]) -> dict[str, list[str]]:
-    """The choices of each switch, in the order of the file."""
+    """List the choices of each switch, in the order of the file."""
     views = [chart.view for section in sections for chart in section.charts if chart.view is not None]
     names = ("device", "mode", "dtype")
     return {name: list(dict.fromkeys(getattr(view, name) for view in views)) for name in names}
 
 
 def _facts(environment: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Names and texts of the environment, nested ones by their path."""
+    """List names and texts of the environment. Nested names are joined."""
     facts: list[tuple[str, str]] = []
     for name, value in environment.items():
         label = f"{prefix}{name}".replace("_", " ")

@@ -1,4 +1,4 @@
-"""Whole training steps: the table of attentions, and the loss and speed of a training."""
+"""Sections on training steps: a table of attentions, and loss and speed of a training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from attnspan_lab.report.charts import (
 
 __all__ = ["monitor_section", "training_section"]
 
-_BARS = 40  # Steps up to which each one gets a bar or a mark.
+_BARS = 40  # With more steps, charts show medians instead of a bar or mark for each step.
 _PHASES = {
     "forward": "@ours",
     "backward": "@peer1",
@@ -36,15 +36,15 @@ _PHASES = {
 
 
 def training_section(results: Results) -> Section | None:
-    """The reference job with each attention; None where it was not run."""
+    """Make the section on the reference job with each attention. None if it was not run."""
     if not results.training:
         return None
     rows = tuple(_training_row(cell) for cell in results.training)
     columns = ("attention", "state", "tokens/s", "step", "ratio", "peak memory", "note")
-    caption = "The same training steps with each attention; ratio: its step time over attnspan's"
+    caption = "The same training steps with each attention. Ratio: step time over attnspan's step time"
     table = Table(caption, columns, rows, frozenset({"attention", "state", "note"}))
     ran = [cell for cell in results.training if cell.tokens_per_second is not None]
-    lead = "Whole steps of the reference job, data and optimizer included, taken in turn."
+    lead = "Whole steps of the reference job, including data and optimizer, in turn."
     charts = (_tokens_chart(ran),) if ran else ()
     return Section("training", "Training steps", lead, charts, table, layout="single")
 
@@ -81,7 +81,7 @@ def _tokens_chart(cells: Sequence[TrainingCell]) -> Chart:
 
 
 def monitor_section(results: Results) -> Section | None:
-    """Loss, speed and phases over the steps of a training; None where none was recorded."""
+    """Make the section on loss, speed and phases of a training. None without records."""
     records = results.monitor
     if not records:
         return None
@@ -103,7 +103,7 @@ def monitor_section(results: Results) -> Section | None:
         window = _window(records)
         lead += f" Faint lines show single points, strong lines the running median of {window} points."
     if any(record.compile_seconds for record in records):
-        lead += " A triangle marks a step in which something was compiled."
+        lead += " A triangle marks a step with a compilation."
     charts = (*_loss_charts(results), speed, time, _phases_chart(records), *others)
     return Section("monitor", "Training", lead, charts)
 
@@ -130,14 +130,14 @@ def _ends(name: str, points: Sequence[tuple[int, float]]) -> str:
 
 
 def _window(points: Sequence[object]) -> int:
-    """Points of a running median."""
+    """Compute the points of a running median."""
     return 2 * (len(points) // 20) + 1
 
 
 def _lines(
     points: Sequence[tuple[int, float]], text: Callable[[float], str], scale: float = 1.0, **look: Any
 ) -> list[dict[str, Any]]:
-    """A line with a mark for each of a few points; for many, their running median over a faint line."""
+    """Draw a line with marks. For many points, draw a running median over a faint line."""
     x, y = [step for step, _ in points], [value / scale for _, value in points]
     hover = [f"step {step}: {text(value)}" for step, value in points]
     look["line"] = {"color": "@ours", "width": 2}
@@ -193,7 +193,7 @@ def _steps_chart(
         marker = {"color": "@peer4", "symbol": "triangle-up", "size": 11}
         x, y = [record.step for record, _ in compiled], [seconds for _, seconds in compiled]
         data.append(hovered("scatter", hover, x=x, y=y, mode="markers", marker=marker))
-    # Compilation takes as long as many steps: a linear axis would show nothing else.
+    # A compilation takes as long as many steps, so a linear axis would hide the other steps.
     y_axis = axis(unit, log=True) if compiled else axis(unit, rangemode="tozero")
     y_axis |= {"tickformat": ".0%"} if text is percent else {}
     alt = f"{title} over {len(points)} steps: {text(points[0][1])} at first, {text(points[-1][1])} at last."

@@ -1,4 +1,4 @@
-"""Headline figures, the standing against each peer, and the table of all cells."""
+"""Cards, summaries against each peer, and the table of all cells."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Filtered", "Row", "cards", "cell_table", "standing_section", "target
 
 
 def cards(results: Results) -> list[tuple[str, str, list[str]]]:
-    """Name, figure and small print: one per view against the fastest peer of each cell, one for training."""
+    """Make cards of name, value and notes: one per view against the fastest peers, and one for training."""
     found = []
     for standing in standings(results.cells):
         if standing.peer is not None:
@@ -33,16 +33,16 @@ def cards(results: Results) -> list[tuple[str, str, list[str]]]:
     ratios = [(cell.ratio, cell.attention) for cell in results.training if cell.ratio is not None]
     if ratios:
         ratio, peer = min(ratios, key=lambda entry: entry[0].median)
-        notes = [f"against {peer}, the closest", ratio_text(ratio)]
+        notes = [f"against {peer}, the fastest peer", ratio_text(ratio)]
         found.append(("whole training steps", times_text(ratio.median), notes))
     return found
 
 
 def standing_section(results: Results) -> Section | None:
-    """Geometric means by view and peer; None where nothing was compared."""
+    """Make the section of geometric means by view and peer. None without comparisons."""
     found = standings(results.cells)
     caption = (
-        f"Time of the peer over {OURS}'s. Ahead, behind: the sign test tells the ratio from 1, corrected for "
+        f"Time of the peer over {OURS}'s time. Ahead, behind: the sign test is significant, corrected for "
         "the number of ratios (Benjamini-Hochberg, 5 % false discoveries)"
     )
     lead = f"Above 1, {OURS} is faster."
@@ -50,12 +50,12 @@ def standing_section(results: Results) -> Section | None:
 
 
 def target_section(results: Results) -> Section | None:
-    """The grid in a few figures; None where it was not measured."""
+    """Make the section that summarizes the grid. None if the grid was not measured."""
     found = targets(results)
-    caption = "Mean and shares are geometric; lowest and behind are over every cell of the grid"
+    caption = "Mean and shares are geometric means. Lowest and behind count every cell of the grid"
     lengths = f"lengths {min(MEAN_LENGTHS):,} to {max(MEAN_LENGTHS):,}"
     title = f"The grid against {found[0].peer}" if found else ""
-    lead = f"Time of the peer over {OURS}'s; the mean is over {lengths}."
+    lead = f"Time of the peer over {OURS}'s time. The mean is over {lengths}."
     return Section("grid", title, lead, table=_table(caption, found)) if found else None
 
 
@@ -83,9 +83,9 @@ class Row:
     """A row of the table of all cells.
 
     Args:
-        entries: Its cells.
-        data: What it is filtered by, by name.
-        marked: It stands out.
+        entries: Cells of the row.
+        data: Values for the filters, by name.
+        marked: Whether the row is highlighted.
     """
 
     entries: tuple[Entry, ...]
@@ -95,14 +95,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Filtered:
-    """A long table with a filter for each name of its rows' data.
+    """A long table with a filter for each name in its rows' data.
 
     Args:
-        title, lead, caption: Above and below it.
-        columns: Of which the first ``words`` hold words.
-        rows: All of them.
-        words: How many.
-        hint: What can be searched for.
+        title, lead, caption: Texts above the table.
+        columns: Names of the columns.
+        rows: All rows.
+        words: Number of leading columns that hold text.
+        hint: Placeholder of the search field.
     """
 
     title: str
@@ -115,12 +115,12 @@ class Filtered:
 
     @property
     def filters(self) -> dict[str, list[str]]:
-        """The values of each name, in the order of the rows."""
+        """Values of each filter, in the order of the rows."""
         return {x: list(dict.fromkeys(row.data[x] for row in self.rows)) for x in self.rows[0].data}
 
 
 def cell_table(results: Results) -> Filtered | None:
-    """Every run, those with their reasons that could not run; None without cells."""
+    """Make the table of all runs, including runs that failed with their reasons. None without cells."""
     roof, said = results.roof, verdicts(results.cells)
     shown = figures(results.cells, roof)
 
@@ -134,7 +134,7 @@ def cell_table(results: Results) -> Filtered | None:
         return None
     return Filtered(
         "All cells",
-        "Every workload with every peer; a peer that could not run says why. A heading sorts by its column.",
+        "Every workload with every peer, or the reason why a peer could not run. Click on a heading to sort.",
         "Times, ratios against attnspan (above 1, attnspan is faster), rates, memory",
         ("workload", "peer", "state", "ratio", *(figure.name for figure in shown)),
         rows,
@@ -146,12 +146,12 @@ def cell_table(results: Results) -> Filtered | None:
 def _row(cell: Cell, run: Run, figures: Sequence[Entry], slower: bool) -> Row:
     work, view = cell.workload, View.of(cell)
     state = "ran" if run.reason is None else "could not run"
-    state = "noisy" if run.noisy else "faster than ours" if slower else state
+    state = "noisy" if run.noisy else f"faster than {OURS}" if slower else state
     cold = ", cold caches" if cell.cold else ""
     entries = (
         Entry(work.name, small=f"{view.label}{cold}; {work.sizes}; {work.mask}"),
         Entry(run.peer, small=run.note),
-        Entry(run.reason or ("faster than ours" if slower else "ran"), badge="noisy" if run.noisy else ""),
+        Entry(run.reason or (f"faster than {OURS}" if slower else "ran"), badge="noisy" if run.noisy else ""),
         Entry(ratio_text(run.ratio), run.ratio.median if run.ratio else None),
         *figures,
     )

@@ -1,3 +1,3 @@
-"""Finds the fastest configuration of a kernel on this machine, and keeps it for later processes."""
+"""The tuner: finds the fastest configuration of a kernel on this machine, and caches it."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""Cache of searches in a file: the next process on this machine reads it and does not search."""
+"""File cache of searches, so that later processes on this machine do not search again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["cache_path", "entries", "tuned"]
 C = TypeVar("C", bound=Hashable)
 
 _SCHEMA = 3  # version of the file format
-_MOST_OTHERS = 0.2  # processors. Next to busy processes, fewer threads look faster than they are.
+_MOST_OTHERS = 0.2  # processors. Next to busy processes, configurations with fewer threads look too fast.
 _PACKAGES = ("attnspan", "torch", "jax", "triton")
 
 
@@ -37,20 +37,21 @@ def tuned(
     path: Path | None = None,
     **more: Any,
 ) -> Found[C]:
-    """The fastest configuration on this machine: the one in the cache, or else the result of a search.
+    """Return the fastest configuration on this machine, from the cache or from a search.
 
-    An entry counts for one name, machine and set of versions. Its configuration must still be a candidate.
+    An entry is valid for one name, machine and set of versions. Its configuration must still be a candidate.
 
     Args:
-        name: What is tuned, with all that decides which configuration is best: shapes, dtype, direction.
-        make_call, configs, default, seconds: As for `attnspan_lab.tune.search.search`.
-        packages: Those whose versions matter.
-        path: The file; by default `cache_path()`. If that is None, nothing is kept.
+        name: Name of the tuned call. It must contain everything that affects the best configuration: shapes,
+            dtype, direction.
+        make_call, configs, default, seconds: Arguments of `attnspan_lab.tune.search.search`.
+        packages: Packages whose versions matter.
+        path: The cache file. Default: `cache_path()`. If that is None, nothing is stored.
         more: Other arguments of `search`.
 
     Raises:
         OptionError: The file cannot be written.
-        Exception: What the call of the default raises.
+        Exception: The call with the default configuration raised it.
 
     Example:
         >>> import tempfile, time
@@ -69,7 +70,7 @@ def tuned(
     found = search(make_call, configs, default, seconds=seconds, **more)
     others = (_other_seconds() - before) / max(time.monotonic() - start, 1e-9)
     if others > _MOST_OTHERS and found.config != default:
-        reason = f"not used: other processes kept {others:.1f} processors busy"
+        reason = f"the default, because other processes kept {others:.1f} processors busy"
         return replace(found, config=default, reason=reason)
     if path is not None:
         kept = [x for x in entries(path) if x["key"] != key]
@@ -81,15 +82,16 @@ def tuned(
 
 
 def _plain(found: Found[Any]) -> dict[str, Any]:
-    """A result as plain data; configurations as text, which candidates are compared with."""
+    """Convert a result to plain data. Configurations become text, which candidates are compared with."""
     shown = {"config": str(found.config), "contender": str(found.contender)}
     return vars(found) | shown | {"failures": [[str(x), why] for x, why in found.failures]}
 
 
 def cache_path() -> Path | None:
-    """The file in the folder ``ATTNSPAN_TUNE_CACHE``; None if that is "off".
+    """Return the cache file in the folder ``ATTNSPAN_TUNE_CACHE``, or None if the variable is "off".
 
-    The default is ``$XDG_CACHE_HOME/attnspan``, else ``~/.cache/attnspan``; None without a home folder.
+    The default folder is ``$XDG_CACHE_HOME/attnspan``, or else ``~/.cache/attnspan``. Without a home folder,
+    the result is None.
     """
     given, base = os.environ.get("ATTNSPAN_TUNE_CACHE", ""), os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification says to ignore a relative folder.
@@ -99,7 +101,7 @@ def cache_path() -> Path | None:
 
 
 def entries(path: Path | None) -> list[dict[str, Any]]:
-    """The well-formed entries of a file; a file that cannot be used is one line in the log."""
+    """Read the well-formed entries of a file. An unusable file gives one warning in the log."""
     if path is None or not path.exists():
         return []
     try:
@@ -107,20 +109,20 @@ def entries(path: Path | None) -> list[dict[str, Any]]:
         if value["schema"] != _SCHEMA:
             raise ValueError(f"expected schema {_SCHEMA}, got {value['schema']}")
         return [x for x in value["entries"] if {"config", "reason"} <= set(x["found"]) and x["key"]["name"]]
-    except Exception as error:  # Whatever a file holds, a search replaces it.
+    except Exception as error:  # The next search replaces an unusable file.
         logging.getLogger("attnspan").warning(f"{path}: {error}. The next search replaces the file.")
         return []
 
 
 def _machine() -> str:
-    """Machine, as far as the best configuration depends on it: processor, usable cores and threads, GPU."""
+    """Describe the machine, as far as it affects the best configuration: CPU, cores, threads, GPU."""
     found = describe_environment()
     names = ("cpu", "isa", "usable_cores", "threads", "gpu")
     return ", ".join(f"{x} {found[x]}" for x in names if found.get(x))
 
 
 def _other_seconds() -> float:
-    """Processor time that other processes have used; constant on systems without /proc/stat."""
+    """Return the processor time of other processes. It is constant on systems without /proc/stat."""
     try:
         user, nice, system, _idle, _wait, *rest = map(int, Path("/proc/stat").read_text().split()[1:9])
     except OSError:

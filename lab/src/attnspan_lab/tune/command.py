@@ -21,17 +21,19 @@ __all__ = ["tune"]
 
 def tune(
     target: Annotated[
-        str, Argument(help="module:function, which returns the arguments of a search; or triton")
+        str, Argument(help='"triton", or module:function, a function that returns the arguments of a search')
     ] = "triton",
     dtypes: Annotated[str, Option(help="triton: element types, separated by commas")] = "bfloat16,float16",
-    head_dims: Annotated[str, Option(help="triton: head dims")] = "64,128",
-    seconds: Annotated[float, Option(min=0.01, help="time for each search, s")] = 10.0,
-    show: Annotated[bool, Option("--show", help="print what is in the cache, and stop")] = False,
-    json: Annotated[Path | None, Option(help="triton: file for times of all backends")] = None,
+    head_dims: Annotated[str, Option(help="triton: head dims, separated by commas")] = "64,128",
+    seconds: Annotated[float, Option(min=0.01, help="time for each search, in seconds")] = 10.0,
+    show: Annotated[bool, Option("--show", help="print the entries of the cache, and exit")] = False,
+    json: Annotated[
+        Path | None, Option(help="triton: write the times of all backends to this JSON file")
+    ] = None,
 ) -> None:
-    """Find the fastest configuration of a kernel on this machine, and keep it for later processes."""
+    """Find the fastest configuration of a kernel on this machine, and cache it for later processes."""
     path = cache_path()
-    print(f"cache: {path or 'off, nothing is written'}")
+    print(f"cache: {path or 'off, results are not stored'}")
     if show:
         for entry in entries(path):
             print(f"{entry['key']['name']}: {entry['found']['config']}, {entry['found']['reason']}")
@@ -40,7 +42,7 @@ def tune(
         _tune_triton(words(dtypes), numbers("--head-dims", head_dims), seconds, json)
         return
     module, _, name = target.partition(":")
-    expect(name, "attnspan tune", "module:function", repr(target), "Name the function after a colon")
+    expect(name, "attnspan tune", "module:function", repr(target), "Write the function after a colon")
     sys.path.insert(0, "")
     try:
         make = getattr(importlib.import_module(module), name)
@@ -50,15 +52,14 @@ def tune(
     found = make()
     fits = isinstance(found, dict) and {"make_call", "configs", "default"} <= set(found)
     wanted = "a dict with make_call, configs and default"
-    expect(fits, target, wanted, type(found).__name__, "Return what `search` takes")
+    expect(fits, target, wanted, type(found).__name__, "Return the arguments of `search` as a dict")
     with progress(stdout(), 1, f"{target}, about {seconds:g} s") as tell:
         tell(_said(target, tuned(found.pop("name", target), seconds=seconds, **found)), advance=1)
 
 
 def _said(name: str, found: Any) -> str:
     ratio = (
-        found.ratio
-        and f", {found.ratio.median:.3f} times as fast [{found.ratio.low:.3f}, {found.ratio.high:.3f}]"
+        found.ratio and f", speedup {found.ratio.median:.3f} [{found.ratio.low:.3f}, {found.ratio.high:.3f}]"
     )
     failed = f"{len(found.failures)} of {found.tried} failed"
     return f"{name}: {found.config}{ratio or ''}, {found.reason}; {failed}"
@@ -67,7 +68,7 @@ def _said(name: str, found: Any) -> str:
 def _tune_triton(
     dtypes: tuple[str, ...], head_dims: tuple[int, ...], seconds: float, json: Path | None
 ) -> None:
-    """Search the blocks of each kernel, then time all backends for each kind of call."""
+    """Search block sizes of each kernel, then time all backends for each kind of call."""
     from attnspan_lab.tune.gpu import KERNELS, KINDS, blocks, capability_of_gpu, rank
 
     capability, times = capability_of_gpu(), []

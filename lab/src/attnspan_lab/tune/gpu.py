@@ -1,4 +1,4 @@
-"""Measurements on a GPU: the blocks of Triton's kernels, and which backend is fastest for what."""
+"""Measurements on a GPU: block sizes of the Triton kernels, and times of all backends."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _DECODING = 16  # queries
 
 
 def capability_of_gpu() -> int:
-    """Compute capability of the GPU, such as 90.
+    """Return the compute capability of the GPU, such as 90.
 
     Raises:
-        DeviceError: torch sees none.
+        DeviceError: torch sees no GPU.
     """
     found, wanted = torch.cuda.is_available(), "a GPU that torch can use"
-    expect(found, "attnspan tune", wanted, "none", "Name a factory, module:function", error=DeviceError)
+    expect(found, "attnspan tune", wanted, "none", "Pass a factory, module:function", error=DeviceError)
     major, minor = torch.cuda.get_device_capability()
     return 10 * major + minor
 
@@ -50,13 +50,13 @@ def blocks(
     where: str = "cuda",
     capability: int = 80,
 ) -> dict[str, Any]:
-    """The arguments of a search for the blocks of one of Triton's kernels, for causal calls.
+    """Make the arguments of a search for block sizes of one Triton kernel, for causal calls.
 
     Args:
         kernel: One of `KERNELS`.
-        dtype_name, head_dim, length, heads: Of q, k and v, which are standard-normal.
+        dtype_name, head_dim, length, heads: Dtype and sizes of q, k and v, which are standard-normal.
         where: Type of the device.
-        capability: Of the GPU.
+        capability: Compute capability of the GPU.
     """
     from attnspan.kernels.triton import _launch
 
@@ -90,9 +90,9 @@ def blocks(
 
 
 def _configs(kernel: str, rows: int, capability: int, seed: int) -> list[Config]:
-    """Blocks, warps and stages that may be fastest; those that do not fit a GPU fail and drop out.
+    """List block sizes, warps and stages that may be fastest. Configurations that do not fit the GPU fail.
 
-    In another order each time: each takes seconds to compile, so that a run tries some of them.
+    The order is random, because each one takes seconds to compile and a run tries only some of them.
     """
     forward = kernel == "forward"
     bits = [(0, 0), *([(1, 0)] if forward and capability >= 90 else [])]
@@ -109,7 +109,7 @@ def _configs(kernel: str, rows: int, capability: int, seed: int) -> list[Config]
 
 
 def _normal(sizes: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -> Tensor:
-    """(B, H, S, D), stored as (B, S, H, D), as models do."""
+    """Draw a tensor (B, H, S, D) that is stored as (B, S, H, D), as in models."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(sizes, generator=generator).to(dtype).to(device).transpose(1, 2)
 
@@ -117,11 +117,11 @@ def _normal(sizes: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) 
 def _check(expected: list[Tensor], allowed: float, result: tuple[Tensor, ...]) -> None:
     for x, y in zip(result, expected, strict=True):
         difference = float((x.float() - y).norm() / y.norm().clamp(min=1e-30))
-        if not difference <= allowed:  # also NaN
-            raise ValueError(f"result differs from the default's by {difference:.1e} of its norm")
+        if not difference <= allowed:  # true for NaN as well
+            raise ValueError(f"the result differs from the default's result by {difference:.1e} of its norm")
 
 
-#: A mask for each kind of call, of so many keys.
+#: Kind of call -> its mask, from the number of keys.
 KINDS: dict[str, Callable[[int], Mask]] = {
     "full": lambda _: full(),
     "causal": lambda _: causal(),
@@ -146,17 +146,17 @@ def rank(
     """Time the backends in turn.
 
     Args:
-        kind: A key of `KINDS`; decoding is a forward pass of 16 queries, the others train.
-        dtype: Of q, k and v.
+        kind: A key of `KINDS`. Decoding is a forward pass of 16 queries. The other kinds include backward.
+        dtype: Dtype of q, k and v.
         dim: Head dim.
         seconds: Time for each backend.
         length: Number of keys.
-        heads: Number of query heads; there are a quarter as many key heads.
+        heads: Number of query heads. There are a quarter as many key heads.
         where: Type of the device.
-        backends: Names of those to time.
+        backends: Names of the backends to time.
 
     Returns:
-        Median nanoseconds by backend, and why others did not run.
+        Median nanoseconds by backend, and the reasons of backends that did not run.
     """
     from attnspan.torch import attention
 
@@ -179,7 +179,7 @@ def rank(
         try:
             first_call(subject, meter)
             subjects.append(subject)
-        except Exception as error:  # It is left out, and the entry says why.
+        except Exception as error:  # The backend is left out, and the entry has the reason.
             reasons[name] = f"{type(error).__name__}: {error}"
     runs = interleave(subjects, Budget(seconds, 50), meter, basis="pipelined") if subjects else ()
     found = {}

@@ -1,7 +1,7 @@
-"""Successive halving, then a comparison of the best candidate with the default.
+"""Search of configurations by successive halving, then a comparison of the best one with the default.
 
-Knows no kernel: it is handed callables and configurations. The samples that chose the best candidate are
-biased in its favour, so the comparison takes new ones. (Jamieson and Talwalkar 2016, arXiv:1502.07943)
+The search knows no kernel: it gets callables and configurations. The samples that chose the best candidate
+are biased in its favour, so the comparison takes new samples. (Jamieson and Talwalkar 2016, arXiv:1502.07943)
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from attnspan_lab.bench.timing import Budget, Meter, Subject, first_call, interl
 
 __all__ = ["MIN_GAIN", "Found", "search"]
 
-#: A candidate replaces the default if the 95 % interval of its gain lies above this.
+#: A candidate replaces the default if the 95 % interval of its gain lies above this value.
 MIN_GAIN = 0.03
 
-_HALVING_SHARE = 0.6  # of the time; the rest is for the comparison
+_HALVING_SHARE = 0.6  # share of the time; the rest is for the comparison
 _SAMPLE_SECONDS = 2e-3  # Shorter calls are repeated to fill a sample.
-_REUSES = 8  # candidates that are compared with the same sample of the default
+_REUSES = 8  # candidates that share one sample of the default
 _MAX_PAIRS = 50  # of the comparison
 
 C = TypeVar("C", bound=Hashable)
@@ -53,15 +53,15 @@ def search(
     device: Device | None = None,
     meter: Meter | None = None,
 ) -> Found[C]:
-    """Find the fastest configuration, if any is clearly faster than the default.
+    """Find the fastest configuration. The default wins unless another one is clearly faster.
 
     Args:
-        make_call: Maps a configuration to a call. What the call of the default raises is raised.
+        make_call: Maps a configuration to a call. Errors of the default's call are passed on.
         configs: Candidates, in any order.
-        default: The configuration to beat.
-        seconds: Time for the whole search. If it is short, not every candidate is tried.
-        check: Is given the result of each first call, the default's first; raises if it is wrong.
-        device: Where the calls run; the host by default.
+        default: The default configuration.
+        seconds: Time for the whole search. If it is short, some candidates are not tried.
+        check: Called with the result of each first call, the default's first. It raises for a wrong result.
+        device: Device of the calls. Default: the CPU.
         meter: The clocks.
 
     Example:
@@ -86,7 +86,7 @@ def search(
 class _Candidate(Generic[C]):
     config: C
     subject: Subject
-    speeds: list[float]  # the default's time over this one's
+    speeds: list[float]  # the default's time over this candidate's time
 
     @property
     def rank(self) -> tuple[int, float]:
@@ -109,7 +109,7 @@ class _Race(Generic[C]):
         self.calls = max(1, round(_SAMPLE_SECONDS / self._seconds(self.base)))
 
     def halve(self, configs: Sequence[C], end: float) -> list[_Candidate[C]]:
-        """The candidates that work, those that stayed longest first."""
+        """Return the working candidates. The candidates that stayed longest come first."""
         racing = entered = self._enter(configs, end)
         passes = 1
         while len(racing) > 1 and self.meter.clock() < end:
@@ -121,7 +121,7 @@ class _Race(Generic[C]):
         return sorted((x for x in entered if x.config not in self.failures), key=lambda x: x.rank)
 
     def compare(self, candidate: _Candidate[C], end: float) -> Found[C] | None:
-        """The verdict on a candidate, or None if it fails."""
+        """Compare a candidate with the default. Return None if it fails."""
         left = max(end - self.meter.clock(), 1e-3)
         budget = Budget(left / 2, _MAX_PAIRS, sample_seconds=_SAMPLE_SECONDS)
         sides = (candidate.subject, self.base)
@@ -132,7 +132,7 @@ class _Race(Generic[C]):
         found, failures = candidate.config, tuple(self.failures.items())
         if ratio.low >= 1 + MIN_GAIN:
             return Found(found, "faster", self.tried, failures, found, ratio, *samples)
-        reason = f"no certain gain of {MIN_GAIN:.0%} in {ratio.pairs} pairs"
+        reason = f"no significant gain of {MIN_GAIN:.0%} in {ratio.pairs} pairs"
         return Found(self.default, reason, self.tried, failures, found, ratio, *samples)
 
     def _enter(self, configs: Sequence[C], end: float) -> list[_Candidate[C]]:
@@ -147,13 +147,13 @@ class _Race(Generic[C]):
         return entered
 
     def _subject(self, config: C) -> Subject:
-        """The first call packs, compiles and allocates; it is checked and not timed."""
+        """Make and check the first call. It packs, compiles and allocates, so it is not timed."""
         subject = Subject(str(config), self.make_call(config), self.device)
         self.check(first_call(subject, self.meter)[0])
         return subject
 
     def _speed(self, config: C, subject: Subject) -> float:
-        """The default's time over the candidate's, in turn because machines drift; 0 if it fails."""
+        """Measure the default's time over the candidate's, in turn because machines drift. 0 if it fails."""
         if self.samples % _REUSES == 0:
             self.base_seconds = self._seconds(self.base)
         self.samples += 1
@@ -161,14 +161,14 @@ class _Race(Generic[C]):
         return 0.0 if seconds is None else self.base_seconds / seconds
 
     def _seconds(self, subject: Subject) -> float:
-        """Seconds per call; never 0, which a coarse clock may say."""
+        """Measure the seconds per call. The result is never 0, even with a coarse clock."""
         start = self.meter.clock()
         for _ in range(self.calls):
             self.device.synchronize(subject.call())
         return max(self.meter.clock() - start, 1e-9) / self.calls
 
     def _attempt(self, config: C, act: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """The result, or None after a failure, which is recorded."""
+        """Run a call and return its result, or record the failure and return None."""
         try:
             return act(*args, **options)
         except Exception as error:

@@ -1,3 +1,3 @@
-"""Every architecture of other libraries, built small, and what becomes of it with each attention."""
+"""The zoo: small models of other libraries' architectures, run with each attention."""
 
 __all__: list[str] = []

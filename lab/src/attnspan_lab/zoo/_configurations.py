@@ -1,4 +1,4 @@
-"""Small configurations of any model of transformers, by the names of their fields."""
+"""Small configurations of transformers models, from rules for the names of their fields."""
 
 import tomllib
 from dataclasses import dataclass, replace
@@ -12,14 +12,14 @@ __all__ = ["BENCH", "TINY", "Sizes", "small_configuration"]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Values for a kind of field. ``groups`` heads share one key head, where the family has that."""
+    """Values for each kind of field. ``groups`` query heads share one key head, if the family supports it."""
 
     layers: int = 2
     hidden: int = 64
     heads: int = 4
     groups: int = 2
     head_dim: int = 16
-    intermediate: int | None = 128  # None: as many times the hidden size as the family has
+    intermediate: int | None = 128  # None keeps the family's multiple of the hidden size
     vocab: int = 128
     positions: int = 512
     window: int = 16
@@ -49,7 +49,7 @@ _SPELLINGS: dict[str, list[str]] = {kind: names.split() for kind, names in _FIEL
 
 
 def _table(sizes: Sizes) -> dict[str, Any]:
-    """Values for the fields of each name."""
+    """Map the names of fields to values."""
     plain = ("hidden", "layers", "heads", "head_dim", "vocab", "positions", "experts", "window")
     values = {kind: getattr(sizes, kind) for kind in plain}
     values |= {"chosen": sizes.experts // 2, "expert_intermediate": sizes.hidden // 2}
@@ -62,12 +62,12 @@ def _table(sizes: Sizes) -> dict[str, Any]:
 def small_configuration(
     model_type: str, sizes: Sizes = TINY, changes: dict[str, Any] | None = None
 ) -> PreTrainedConfig:
-    """The default configuration of a family with small sizes, no dropout and no other chance.
+    """Build the default configuration of a family with small sizes and without dropout or other randomness.
 
     Args:
         model_type: A key of transformers' ``CONFIG_MAPPING``.
-        sizes: What the fields become.
-        changes: Values of fields that the rule gets wrong; a dict for those of a nested configuration.
+        sizes: Values of the fields.
+        changes: Values of fields that need an exception. A dict changes a nested configuration.
     """
     return _small(CONFIG_MAPPING[model_type](), sizes, changes or {})
 
@@ -92,7 +92,7 @@ def _small(default: PreTrainedConfig, sizes: Sizes, changes: dict[str, Any]) -> 
 
 
 def _field(name: str, value: Any, had: dict[str, Any], sizes: Sizes, table: dict[str, Any]) -> Any:
-    """Value for one field; None if it stays."""
+    """Choose the value of one field, or None to keep it."""
     if name in _SPELLINGS["key_heads"]:
         heads = next((had[x] for x in _SPELLINGS["heads"] if isinstance(had.get(x), int)), value)
         return sizes.heads if value in (heads, 0) else sizes.heads // sizes.groups
@@ -108,7 +108,7 @@ def _field(name: str, value: Any, had: dict[str, Any], sizes: Sizes, table: dict
 
 
 def _first_of_each(kinds: list[str], layers: int) -> list[str]:
-    """The family's own order where so many layers show all kinds, and else the kinds in turn."""
+    """Choose the kinds of layers: the family's first layers if they have all kinds, or else each in turn."""
     distinct = list(dict.fromkeys(kinds))
     first = list(kinds[:layers])
     return first if len(first) == layers and set(first) == set(distinct) else (distinct * layers)[:layers]
@@ -126,7 +126,7 @@ def _like(value: Any, number: int) -> Any:
 
 
 def _token_ids(had: dict[str, Any]) -> dict[str, int]:
-    """Ids of special tokens, distinct and less than 32; batches draw tokens from 32 on."""
+    """Choose distinct ids below 32 for special tokens. Batches draw tokens from 32 on."""
     first = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     names = [
         name
@@ -140,7 +140,7 @@ def _token_ids(had: dict[str, Any]) -> dict[str, int]:
 
 
 def _rope(default: PreTrainedConfig, given: dict[str, Any]) -> dict[str, Any]:
-    """Sections of rotary embeddings, in the proportions of the family, that fit the head dim."""
+    """Scale the sections of rotary embeddings to the head dim, in the family's proportions."""
     rope = vars(default).get("rope_parameters")
     if not isinstance(rope, dict) or "mrope_section" not in rope:
         return {}

@@ -1,4 +1,4 @@
-"""Common parts of the models of diffusers in this zoo: sizes, small configurations, and parts of inputs."""
+"""Common parts of the diffusers models in the zoo: sizes, small configurations, and parts of inputs."""
 
 import inspect
 from collections.abc import Callable
@@ -31,13 +31,13 @@ __all__ = [
 ]
 
 ROWS = 2
-CHANNELS = 4  # of latents
-TEXT = 32  # channels of the text's encoding
+CHANNELS = 4  # channels of the latents
+TEXT = 32  # channels of the encoded text
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of a model and the tokens of its text."""
+    """Sizes of a model, and the number of tokens of its text."""
 
     layers: int
     heads: int
@@ -46,11 +46,11 @@ class Scale:
 
     @property
     def hidden(self) -> int:
-        """Channels of a token."""
+        """Number of channels of a token."""
         return self.heads * self.head_dim
 
     def axes(self, *shares: int) -> tuple[int, ...]:
-        """The head dim in parts of so many eighths."""
+        """Split the head dim into parts, given in eighths."""
         return tuple(self.head_dim * share // 8 for share in shares)
 
 
@@ -60,16 +60,16 @@ BENCH = Scale(layers=12, heads=8, head_dim=64, text=128)
 
 @dataclass(frozen=True)
 class Model:
-    """Inputs with ``n`` * ``n`` tokens of an image or of one frame of two, and what sets a model apart.
+    """Inputs and exceptions of one model. An image or each of two frames has ``n`` * ``n`` tokens.
 
     Attributes:
-        inputs: From a scale and n to the arguments of its forward, but for the mask.
-        changes: Fields of its configuration that must have other values than `small_configuration` gives.
-        axes: Parts of the head dim for each axis of its rotary embeddings, in eighths.
-        frames: How many images a sample has.
-        mask: Masks of the text: names and dtypes. Of a name that ends in "lens", the lengths.
-        needs_mask: Whether the model cannot do without.
-        image_in_mask: Whether the mask goes on over the image.
+        inputs: Maps a scale and n to the arguments of the model's forward, without the mask.
+        changes: Configuration fields that need other values than `small_configuration` gives.
+        axes: Parts of the head dim for each axis of the rotary embeddings, in eighths.
+        frames: Number of images of a sample.
+        mask: Names and dtypes of the text's masks. Names that end in "lens" get the lengths.
+        needs_mask: Whether the model requires a mask.
+        image_in_mask: Whether the mask covers the image as well.
     """
 
     inputs: Callable[[Scale, int], dict[str, Any]]
@@ -82,9 +82,9 @@ class Model:
 
 
 def small_configuration(name: str, model: Model, s: Scale) -> dict[str, Any]:
-    """Small sizes for the fields that a class has: a name has one meaning in all classes."""
+    """Choose small sizes for the fields of a class. A name has the same meaning in all classes."""
     parameters = inspect.signature(getattr(diffusers, name).__init__).parameters
-    single = s.layers * 2 // 3  # blocks that have text and image in one stream
+    single = s.layers * 2 // 3  # blocks with text and image in one stream
     double = s.layers - single
     values: list[tuple[str, Any]] = [
         ("num_layers", double if "num_single_layers" in parameters else s.layers),
@@ -115,33 +115,33 @@ def small_configuration(name: str, model: Model, s: Scale) -> dict[str, Any]:
 
 
 def valid_text(s: Scale, padded: bool) -> Tensor:
-    """(ROWS, tokens), bool; where padded the second text is shorter."""
+    """Make a text mask, bool (ROWS, tokens). With padding, the second text is shorter."""
     lengths = torch.tensor([s.text, s.text * 5 // 8 if padded else s.text])
     return torch.arange(s.text) < lengths[:, None]
 
 
 def noise(*shape: int) -> Tensor:
-    """(ROWS, *shape), the same at each call."""
+    """Draw a tensor (ROWS, *shape), the same at each call."""
     return torch.randn(ROWS, *shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def latents(n: int, channels: int = CHANNELS) -> Tensor:
-    """Images of n * n patches of 2 * 2."""
+    """Draw images of n * n patches of 2 * 2."""
     return noise(channels, 2 * n, 2 * n)
 
 
 def clip(n: int, channels: int = CHANNELS) -> Tensor:
-    """Two frames of n * n patches of 2 * 2."""
+    """Draw two frames of n * n patches of 2 * 2."""
     return noise(channels, 2, 2 * n, 2 * n)
 
 
 def text(s: Scale, channels: int = TEXT) -> dict[str, Tensor]:
-    """The encoding of a text, and times of diffusion."""
+    """Draw an encoded text and diffusion times."""
     return {"encoder_hidden_states": noise(s.text, channels), "timestep": torch.tensor([1.0, 5.0])}
 
 
 def positions(axes: int, s: Scale, n: int, *lead: int) -> dict[str, Tensor]:
-    """Positions of an image's tokens, and of the text's."""
+    """Make the positions of an image's tokens and of the text's tokens."""
     grid = torch.zeros(n * n, axes)
     grid[:, 1], grid[:, 2] = torch.arange(n).repeat_interleave(n), torch.arange(n).repeat(n)
     return {"img_ids": grid.expand(*lead, -1, -1), "txt_ids": torch.zeros(*lead, s.text, axes)}
@@ -151,16 +151,16 @@ MASKED = {"encoder_attention_mask": torch.bool}
 
 
 def image_inputs(s: Scale, n: int) -> dict[str, Any]:
-    """Latents of an image with n * n patches, text and times."""
+    """Draw latents of an image with n * n patches, text and times."""
     return {"hidden_states": latents(n), **text(s)}
 
 
 def video_inputs(s: Scale, n: int) -> dict[str, Any]:
-    """Latents of two frames with n * n patches each, text and times."""
+    """Draw latents of two frames with n * n patches each, text and times."""
     return {"hidden_states": clip(n), **text(s)}
 
 
 def turns(tokens: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of rotary embeddings, (tokens, dim)."""
+    """Compute cosines and sines of rotary embeddings, (tokens, dim)."""
     angles = torch.arange(tokens)[:, None] / 100 ** (torch.arange(dim // 2) / dim)
     return angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)

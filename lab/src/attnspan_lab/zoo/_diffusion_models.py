@@ -1,4 +1,4 @@
-"""The models of diffusers: their inputs, and the exceptions to their small configurations."""
+"""The diffusers models: their inputs, and exceptions to their small configurations."""
 
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ def _flux_inputs(s: Scale, n: int) -> dict[str, Any]:
 
 
 def _sized(s: Scale, n: int) -> dict[str, Any]:
-    """Those of the CogView kind."""
+    """Make the inputs of CogView models."""
     size = torch.full((ROWS, 2), 16.0 * n)
     more = {"original_size": size, "target_size": size, "crop_coords": torch.zeros(ROWS, 2)}
     return image_inputs(s, n) | more
@@ -50,7 +50,7 @@ def _omnigen_inputs(s: Scale, n: int) -> dict[str, Any]:
 
 
 def _kandinsky_inputs(s: Scale, n: int) -> dict[str, Any]:
-    """One sample: the model takes no more."""
+    """Make the inputs for one sample, because the model accepts only one."""
     return {
         "hidden_states": clip(n)[:1].permute(0, 2, 3, 4, 1).contiguous(),
         "encoder_hidden_states": noise(s.text, TEXT)[:1],
@@ -61,7 +61,7 @@ def _kandinsky_inputs(s: Scale, n: int) -> dict[str, Any]:
     }
 
 
-_WIDE = {"in_channels": 16}  # patches of 2 * 2 as channels
+_WIDE = {"in_channels": 16}  # patches of 2 * 2 become channels
 _FLUX = _WIDE | {"out_channels": 16}
 _IMAGES: dict[str, Model] = {
     "SD3Transformer2DModel": Model(
@@ -199,7 +199,7 @@ _VIDEOS: dict[str, Model] = {
     ),
     "MochiTransformer3DModel": _video(video_inputs, mask=MASKED, needs_mask=True),
     "AllegroTransformer3DModel": _video(video_inputs, {"sample_frames": 2}, mask=MASKED),
-    # No mask: it has one for a sample and not for each of its frames, and fails.
+    # No mask: the model fails with one, because it has a mask per sample instead of per frame.
     "LatteTransformer3DModel": _video(
         video_inputs,
         {"patch_size": 2, "video_length": 2, "norm_type": "ada_norm_single", "num_embeds_ada_norm": 1000},

@@ -1,4 +1,4 @@
-"""Exceptions to the rules of the other modules, family by family; some are in families.toml."""
+"""Exceptions to the other modules' rules for single families. families.toml contains more of them."""
 
 import tomllib
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 __all__ = ["BENCHES", "CHANGES", "IMAGE_FORMS", "LEFT_OUT", "NOT_PACKED", "NOT_PADDED", "TOWERS"]
 
 _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-#: Fields of configurations that must have other values than the rule gives.
+#: Configuration fields that need other values than the rule gives.
 CHANGES: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {64: 16}},
     "blip-2": {"image_token_index": 9},
@@ -29,7 +29,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "t5gemma2": {"encoder": {"mm_tokens_per_image": 16}},
     "cohere": {"logit_scale": 1.0},
     "cohere2": {"logit_scale": 1.0},
-    "segformer": {"sr_ratios": [2, 2, 1, 1]},  # else there is one key
+    "segformer": {"sr_ratios": [2, 2, 1, 1]},  # otherwise there is only one key
     "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "dots3_note_text": {
@@ -55,9 +55,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }
-# Four query heads share a key head, as in Llama 3 8B, Qwen3 8B and Granite 3 8B; the defaults are older.
+# Four query heads share a key head, as in Llama 3 8B, Qwen3 8B and Granite 3 8B. The defaults are older.
 _GROUPED = {"num_key_value_heads": 2}
-#: Families that have the size "bench", with changes for that size.
+#: Families with the size "bench", and changes for that size.
 BENCHES: dict[str, dict[str, Any]] = {
     "llama": _GROUPED,
     "qwen3": _GROUPED,
@@ -80,7 +80,7 @@ _TABLES = tomllib.loads((Path(__file__).parent / "families.toml").read_text(enco
 
 
 def _families(table: str) -> dict[str, str]:
-    """Words of a table of families.toml for each family."""
+    """Read the texts of a table in families.toml by family."""
     return {name: said for said, names in _TABLES[table].items() for name in names.split()}
 
 
@@ -88,5 +88,5 @@ NOT_PACKED = _families("not_packed")
 NOT_PADDED = _families("not_padded")
 IMAGE_FORMS = _families("image_forms")
 LEFT_OUT = _families("left_out")
-#: The families of each kind of encoder without a head of its own.
+#: Families of each kind of encoder without its own head.
 TOWERS: dict[str, str] = _TABLES["towers"]

@@ -1,4 +1,4 @@
-"""An attention that returns the values: with it, what fails in a model is not attention."""
+"""Attention that returns the values. If a model fails with it, attention is not the cause."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from attnspan.integrations._transformers_masks import make_mask, reads_masks
 
 __all__ = ["NAME"]
 
-#: The name under which transformers knows it.
+#: Name in transformers' registry.
 NAME = "identity"
 
 
@@ -21,9 +21,10 @@ def _identity(
     *more: Any,
     **named: Any,
 ) -> tuple[Tensor, None]:
-    """The value of a query's own token, (B, Sq, Hq, Dv); of other keys, their mean.
+    """Return the value of each query's own token, (B, Sq, Hq, Dv), or the mean for other key lengths.
 
-    All other arguments count 0 times, so that the compiler goes through what makes them, backward too.
+    All other arguments enter with factor 0, so that the compiler also compiles the code that computes them,
+    including its backward pass.
     """
     heads, q_len = query.shape[1], query.shape[2]
     if value.shape[2] != q_len:
@@ -38,7 +39,7 @@ AttentionInterface.register(NAME, _identity)
 
 
 def _no_mask(config: Any = None, **given: Any) -> Tensor | None:
-    """None, so that the tensors of all pairs of tokens which are left are the model's own."""
+    """Return None as the mask, so that any remaining (tokens, tokens) tensor comes from the model itself."""
     return make_mask(config=config, **given) if reads_masks(config) else None
 
 

@@ -1,4 +1,4 @@
-"""Batches of images, and of texts with an image in each."""
+"""Batches of images, and of texts that contain an image."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from attnspan_lab.zoo._text import ROWS, decoder_batch
 
 __all__ = ["FORMS", "image_and_text_batch", "image_batch", "image_inputs"]
 
-#: How a family takes its images.
+#: Forms in which families accept images.
 FORMS = ("pixels", "pixels in tiles", "pixels and sizes", "tiles and sizes", "patches and grid")
 
 
 def image_inputs(form: str, config: PreTrainedConfig) -> dict[str, Tensor]:
-    """One image for each of ROWS rows."""
+    """Draw one image for each of ROWS rows."""
     vision = next((x for x in (getattr(config, n, None) for n in _VISION) if x is not None), config)
     side, channels = _side(vision), getattr(vision, "num_channels", getattr(vision, "in_channels", 3))
     frames = getattr(vision, "num_frames", None) or getattr(vision, "frames_per_clip", None)
@@ -50,7 +50,7 @@ def _noise(*shape: int) -> Tensor:
 
 
 def image_batch(config: PreTrainedConfig, parameters: Any) -> dict[str, Any]:
-    """Images, and their classes where the model learns them."""
+    """Make a batch of images, with classes if the model is trained on classes."""
     batch: dict[str, Any] = dict(image_inputs("pixels", config))
     return batch | ({"labels": torch.arange(ROWS) % 2} if "labels" in parameters else {})
 
@@ -58,7 +58,10 @@ def image_batch(config: PreTrainedConfig, parameters: Any) -> dict[str, Any]:
 def image_and_text_batch(
     layout: str, tokens: int, vocab: int, model: PreTrainedModel, form: str, parameters: Any
 ) -> dict[str, Any]:
-    """Four tokens of text, an image, and text up to ``tokens``, of at least eight tokens."""
+    """Make a batch of four text tokens, an image, and text up to ``tokens``.
+
+    The text has at least 8 tokens.
+    """
     images = image_inputs(form, model.config)
     count = _image_tokens(model, images)
     text = decoder_batch(layout, max(tokens - count, 8), vocab)
@@ -73,15 +76,13 @@ def image_and_text_batch(
     batch = {name: with_image(x, fills[name]) for name, x in text.items()}
     is_image = batch["input_ids"].eq(fills["input_ids"]).long()
     batch |= {name: is_image for name in ("token_type_ids", "mm_token_type_ids") if name in parameters}
-    if (
-        model.config.model_type == "paligemma"
-    ):  # Its types are those of a prefix and of the text that follows.
+    if model.config.model_type == "paligemma":  # The token types mark the prefix and the text after it.
         batch["token_type_ids"] = (torch.arange(is_image.shape[1]) >= count + 6).long().repeat(ROWS, 1)
     return batch | images
 
 
 def _image_tokens(model: PreTrainedModel, images: dict[str, Tensor]) -> int:
-    """Number of tokens of one image."""
+    """Compute the number of tokens of one image."""
     with torch.no_grad():
         holder: Any = model if hasattr(model, "get_image_features") else model.model
         found = holder.get_image_features(**images)

@@ -1,4 +1,4 @@
-"""Weights drawn by a seed, of a scale that makes each layer's attention matter."""
+"""Random weights with a scale that makes each layer's attention matter."""
 
 import torch
 from torch import nn
@@ -7,11 +7,11 @@ __all__ = ["draw_weights"]
 
 
 def draw_weights(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Draws all parameters anew, the same for each implementation, and turns dropout off.
+    """Draw all parameters, equal for each implementation, and turn off dropout.
 
-    Matrices have the variance 1 / inputs, so that scores of normalized activations have a deviation of about
-    one; the small deviations of the libraries' own initializations would make every softmax flat. Vectors
-    keep their first values (1 for most norms, 0 for some) with a little noise, so that each one counts.
+    Matrices have the variance 1 / inputs, so the scores of normalized activations have a standard deviation
+    of about one. The libraries' own small initializations would make every softmax flat. Vectors keep their
+    initial values (1 for most norms, 0 for some) plus a little noise, so that each value matters.
     """
     generator = torch.Generator().manual_seed(seed)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}

@@ -1,4 +1,4 @@
-"""Architecture of the zoo: a model that another library builds from a small random configuration."""
+"""An architecture of the zoo: a model of another library with a small configuration and random weights."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 __all__ = ["IMPLEMENTATIONS", "LAYOUTS", "MODES", "Architecture"]
 
-#: Attentions that are compared. "identity" returns the values: what then fails is the model's own.
+#: Compared attentions. "identity" returns the values: failures with it come from the model itself.
 IMPLEMENTATIONS = ("eager", "sdpa", "flex", "attnspan", "identity")
-#: Batches: all tokens valid; documents in one row; rows of unequal lengths.
+#: Batches: all tokens valid, several documents per row, or rows of unequal lengths.
 LAYOUTS = ("plain", "packed", "padded")
-#: As it is; as one graph of torch.compile.
+#: Uncompiled, or compiled to one graph with torch.compile.
 MODES = ("eager", "compiled")
 
 
@@ -24,14 +24,15 @@ class Architecture:
     """One model, and its batches.
 
     Attributes:
-        name: As its library calls it: the `model_type` in transformers, the class in diffusers.
+        name: Name in the library: the `model_type` in transformers, the class in diffusers.
         library: "transformers" or "diffusers".
         kind: "decoder", "encoder", "encoder-decoder", "vision-language", "vision", "audio" or "diffusion".
-        sizes: "tiny", of two layers; some have "bench" too: 12 layers or more of head_dim 64.
-        make: From an implementation and a size to a float32 model in training mode, without dropout; the
+        sizes: "tiny" with two layers, and for some architectures "bench" with 12 layers or more of head dim
+            64.
+        make: Maps an implementation and a size to a float32 model in training mode, without dropout. The
             weights are the same for each implementation.
-        batch: From a layout, the tokens of a row and a size to the arguments of the model, the same at each
-            call; None where the architecture has no such layout.
+        batch: Maps a layout, the tokens of a row and a size to the model's arguments, the same at each call.
+            The result is None if the architecture does not support the layout.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Results of the zoo: plain data that goes to JSON and back."""
+"""Results of the zoo as dataclasses, which are stored as JSON."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Cell:
-    """One architecture with one attention, mode and layout.
+    """Result of one architecture with one attention, mode and layout.
 
     Args:
         implementation: One of `architecture.IMPLEMENTATIONS`.
         mode: "eager" or "compiled" (fullgraph=True).
         layout: One of `architecture.LAYOUTS`.
-        failed: None, or where it failed: "build", "run", "compile", "unused" (attnspan's operator never ran),
-            "crash" or "time".
-        reason: Why.
-        backward: False where only the forward ran, for ``reason``.
+        failed: None, or the kind of failure: "build", "run", "compile", "unused" (attnspan's operator never
+            ran), "crash" or "time".
+        reason: Reason of the failure.
+        backward: False if only the forward pass ran. ``reason`` says why.
         calls: Calls of attnspan's forward operator in a step.
         others: Calls of torch's own attention in a step.
-        graphs: Compilations over ``shapes`` numbers of tokens.
-        shapes: With how many numbers of tokens it was called.
-        compile_seconds: Of the steps with these numbers of tokens, of which all but the compilation is short.
-        output_error, gradient_error: Norm of the difference from float64 over the norm; None if not compared.
-        ties: A choice of the model, such as of an expert, differs from float64's at each number of tokens.
-        seconds: Of a step, of a tiny model.
-        peak: Most bytes of torch's allocator during a step.
+        graphs: Number of compilations over ``shapes`` different numbers of tokens.
+        shapes: How many different numbers of tokens the model was called with.
+        compile_seconds: Time of the steps with these numbers of tokens. Almost all of it is compilation.
+        output_error, gradient_error: Norm of the difference from float64 over the norm. None if not compared.
+        ties: A choice of the model, such as the choice of an expert, differs from float64's choice at each
+            number of tokens.
+        seconds: Time of a step of a tiny model.
+        peak: Peak bytes of torch's allocator during a step.
         largest: Shape of the largest new tensor of a step.
-        pairs: Shapes of new tensors of which two dims change with the number of tokens, largest first; None
-            if not looked for, or if nothing changes, as with images of one size.
-        leaks: "" if no document sees another, else which; None if not probed.
+        pairs: Shapes of new tensors with two dims that change with the number of tokens, largest first. None
+            if not searched, or if nothing changes, as for images of one size.
+        leaks: "" if no document sees another, or else a description. None if not probed.
     """
 
     implementation: str
@@ -70,13 +71,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Generation:
-    """Greedy generation with left padding: whether the tokens are those of the eager implementation.
+    """Comparison of greedy generation with left padding against the eager implementation.
 
     Args:
         cache: "dynamic" or "static".
-        equal: None where nothing could be compared, for ``reason``.
-        reason: Why it is not equal, or was not compared.
-        own: The eager implementation failed too.
+        equal: Whether the tokens are equal. None if they were not compared.
+        reason: Reason why the tokens differ or were not compared.
+        own: Whether the eager implementation failed as well.
     """
 
     cache: str
@@ -87,14 +88,14 @@ class Generation:
 
 @dataclass(frozen=True)
 class Row:
-    """One architecture.
+    """Results of one architecture.
 
     Args:
-        name, library, kind: As of `architecture.Architecture`.
-        cells: What was run.
-        generations: Of decoders.
-        reason: Why there are no cells.
-        seconds: That all of it took.
+        name, library, kind: Fields of `architecture.Architecture`.
+        cells: Results of the cells.
+        generations: Results of generation, for decoders.
+        reason: Reason why there are no cells.
+        seconds: Total time.
     """
 
     name: str
@@ -106,25 +107,26 @@ class Row:
     seconds: float = 0.0
 
     def cell(self, implementation: str, mode: str, layout: str) -> Cell | None:
-        """The cell, or None."""
+        """Return a cell, or None if there is none."""
         wanted = (implementation, mode, layout)
         return next((x for x in self.cells if (x.implementation, x.mode, x.layout) == wanted), None)
 
 
 @dataclass(frozen=True)
 class Speed:
-    """A training step, compiled, with attnspan and with SDPA.
+    """Comparison of a compiled training step with attnspan and with SDPA.
 
     Args:
-        name, library: Of the architecture.
-        layout: Of the batch.
-        tokens: Of a row, in the step that is timed.
-        seconds: By implementation; sample i of one is paired with sample i of the other.
+        name, library: Name and library of the architecture.
+        layout: Layout of the batch.
+        tokens: Tokens per row in the timed step.
+        seconds: Times by implementation. Samples with the same index are pairs.
         ratio: SDPA's time over attnspan's.
-        noisy: The ratio is uncertain.
-        memory_tokens: Of a row, in the step whose memory is measured.
-        peaks: Most resident bytes above those before the step, by implementation; each in its own process.
-        reasons: What could not be measured, and why.
+        noisy: The interval of the ratio is too wide.
+        memory_tokens: Tokens per row in the step whose memory is measured.
+        peaks: Peak of resident bytes above the bytes before the step, by implementation, each in its own
+            process.
+        reasons: Missing measurements and their reasons.
     """
 
     name: str
@@ -140,24 +142,24 @@ class Speed:
 
     @property
     def memory_ratio(self) -> float | None:
-        """SDPA's peak over attnspan's."""
+        """SDPA's peak memory over attnspan's."""
         both = self.peaks.get("sdpa"), self.peaks.get("attnspan")
         return both[0] / both[1] if both[0] and both[1] else None
 
 
 @dataclass(frozen=True)
 class ZooResults:
-    """All that one run found; the JSON file.
+    """Results of one run of the zoo, stored as a JSON file.
 
     Args:
         environment: Machine and versions.
-        settings: Of the run: the compiler's backend, numbers of tokens, layouts.
-        rows: By architecture.
-        speed: By architecture.
-        left_out: Architectures that are not run, and why.
-        complete: False when it was stopped before the last architecture.
+        settings: Settings of the run: the compiler's backend, numbers of tokens, layouts.
+        rows: Results by architecture.
+        speed: Timed steps by architecture.
+        left_out: Architectures that are not run, and the reasons.
+        complete: False if the run was stopped before the last architecture.
         speed_environment: Machine and versions of ``speed``.
-        schema: Version of this layout.
+        schema: Version of the file format.
     """
 
     environment: dict[str, Any] = field(default_factory=dict)
@@ -170,7 +172,7 @@ class ZooResults:
     schema: int = SCHEMA
 
     def save(self, path: Path) -> None:
-        """Write the file, compressed if its name ends in ``.gz``; a reader sees the old one or the new one.
+        """Write the file atomically. It is compressed if its name ends in ``.gz``.
 
         Example:
             >>> import tempfile
@@ -183,10 +185,10 @@ class ZooResults:
 
     @classmethod
     def load(cls, path: Path) -> ZooResults:
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
-            OptionError: The file is missing, not JSON, of another schema, or damaged.
+            OptionError: The file is missing or damaged, is not JSON, or has another schema.
         """
         remedy = "Run attnspan zoo again with this version"
         return read_results(cls, path, "a file of the zoo", schema=SCHEMA, remedy=remedy)

@@ -26,33 +26,46 @@ __all__ = ["zoo"]
 
 _LIBRARIES, _BACKENDS = ("transformers", "diffusers"), ("aot_eager", "inductor")
 _what, _how, _where = (
-    partial(Option, rich_help_panel=title) for title in ("What is run", "How it is run", "Where it goes")
+    partial(Option, rich_help_panel=title) for title in ("Selection", "Execution", "Output")
 )
 
 
 def zoo(
-    only: Annotated[str, _what(help='names or patterns like "gemma*", commas between')] = "",
-    library: Annotated[str, _what(help="transformers or diffusers")] = "",
-    layouts: Annotated[str, _what(help=f"some of {', '.join(LAYOUTS)}")] = "",
-    modes: Annotated[str, _what(help=f"some of {', '.join(MODES)}")] = "",
-    full: Annotated[bool, _what("--full", help="compile every attention in every layout")] = False,
-    speed: Annotated[bool, _what("--speed", help="time and memory of larger models instead")] = False,
-    list_names: Annotated[bool, _what("--list", help="print the architectures, and run nothing")] = False,
-    show: Annotated[Path | None, _what(help="print what a file holds, and run nothing")] = None,
+    only: Annotated[str, _what(help='names or patterns like "gemma*", separated by commas')] = "",
+    library: Annotated[str, _what(help="transformers or diffusers (default: both)")] = "",
+    layouts: Annotated[str, _what(help=f"some of {', '.join(LAYOUTS)} (default: all)")] = "",
+    modes: Annotated[str, _what(help=f"some of {', '.join(MODES)} (default: all)")] = "",
+    full: Annotated[
+        bool, _what("--full", help="compile every attention in every layout, not only in one")
+    ] = False,
+    speed: Annotated[bool, _what("--speed", help="measure time and memory of larger models instead")] = False,
+    list_names: Annotated[bool, _what("--list", help="print the architectures, and exit")] = False,
+    show: Annotated[Path | None, _what(help="print the results of a file, and exit")] = None,
     backend: Annotated[
-        str, _how(help="aot_eager or inductor; default: aot_eager, with --speed inductor")
+        str,
+        _how(help="torch.compile backend, aot_eager or inductor (default: aot_eager, with --speed inductor)"),
     ] = "",
-    jobs: Annotated[int, _how(min=1, help="processes at once")] = 1,
-    limit: Annotated[float, _how(min=1, help="seconds for a cell; with --speed for a process")] = 900.0,
-    rounds: Annotated[int, _how(min=9, help="samples of a timed step")] = 15,
-    time_tokens: Annotated[int, _how(min=8, help="of a row that is timed")] = 2048,
-    memory_tokens: Annotated[int, _how(min=8, help="of a row whose memory is measured")] = 8192,
-    json: Annotated[Path | None, _where(help="all figures; written after every architecture")] = None,
-    resume: Annotated[Path | None, _where(help="go on with this file: what it has is not run")] = None,
-    page: Annotated[Path | None, _where(help="a page of figures that needs nothing else")] = None,
-    markdown: Annotated[Path | None, _where(help="the tables as Markdown, between the file's marks")] = None,
+    jobs: Annotated[int, _how(min=1, help="number of parallel processes")] = 1,
+    limit: Annotated[
+        float, _how(min=1, help="time limit in seconds, for a cell or with --speed for a process")
+    ] = 900.0,
+    rounds: Annotated[int, _how(min=9, help="with --speed: samples of the timed step, 9 or more")] = 15,
+    time_tokens: Annotated[int, _how(min=8, help="with --speed: tokens per row of the timed step")] = 2048,
+    memory_tokens: Annotated[
+        int, _how(min=8, help="with --speed: tokens per row of the step whose memory is measured")
+    ] = 8192,
+    json: Annotated[
+        Path | None, _where(help="write all results to this JSON file after every architecture")
+    ] = None,
+    resume: Annotated[
+        Path | None, _where(help="continue this JSON file: architectures in it are not run again")
+    ] = None,
+    page: Annotated[Path | None, _where(help="write a self-contained HTML page of the results")] = None,
+    markdown: Annotated[
+        Path | None, _where(help="write the tables as Markdown into this file, between its marks")
+    ] = None,
 ) -> None:
-    """Run the architectures of other libraries with each attention."""
+    """Run architectures of transformers and diffusers with each attention, and compare the results."""
     from attnspan_lab.zoo.cells import ZooResults
     from attnspan_lab.zoo.measure import SOURCES, Settings, left_out
     from attnspan_lab.zoo.run import run_zoo
@@ -65,7 +78,13 @@ def zoo(
     common: dict[str, Any] = {"layouts": chosen("--layouts", layouts, LAYOUTS) or LAYOUTS}
     common["backend"] = backend or ("inductor" if speed else "aot_eager")
     wanted_modes = chosen("--modes", modes, MODES) or MODES
-    expect(not (show and (speed or resume)), "--show", "no run", "--speed or --resume", "Pass one of them")
+    expect(
+        not (show and (speed or resume)),
+        "--show",
+        "no run",
+        "--speed or --resume",
+        "Pass only one of these options",
+    )
     for target in (page, markdown, path):
         if target is not None:
             check_writable(target)
@@ -76,7 +95,7 @@ def zoo(
         if list_names:
             _list(found, library, console)
             return
-        # A file to go on with need not be there yet: the same command starts and resumes.
+        # The file may be missing, so that the same command starts and resumes a run.
         start = ZooResults.load(resume) if resume is not None and resume.exists() else ZooResults()
         start = replace(start, left_out=left_out(SOURCES, library))
         if speed:
@@ -97,7 +116,7 @@ def zoo(
     show_zoo(results, console)
     _write(results, page, markdown, console)
     if path is not None and show is None:
-        console.print(f"figures: {path}")
+        console.print(f"results: {path}")
     raise Exit(0 if results.complete or show is not None else 130)
 
 

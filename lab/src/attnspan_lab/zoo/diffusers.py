@@ -1,4 +1,4 @@
-"""The transformers of diffusers, from small configurations."""
+"""Transformer models of diffusers, with small configurations."""
 
 from functools import partial
 from typing import Any
@@ -32,10 +32,10 @@ _BENCHES = (
 
 
 def architectures() -> list[Architecture]:
-    """The transformers of diffusers; `left_out` says which are missing, and why.
+    """List the transformer models of diffusers. `left_out` lists missing models and the reasons.
 
-    A row's tokens are those of its image, rounded to a square, or of its two frames; texts have a fixed
-    length. The loss is up to the caller.
+    The tokens of a row belong to its image, rounded to a square, or to its two frames. Texts have a fixed
+    length. The caller computes the loss.
     """
     return [
         Architecture(
@@ -51,7 +51,7 @@ def architectures() -> list[Architecture]:
 
 
 def left_out() -> dict[str, str]:
-    """The reason for each transformer that is missing."""
+    """Map each missing transformer model to the reason."""
     return {
         name: "the zoo does not define its inputs"
         for name in dir(diffusers)
@@ -65,7 +65,7 @@ def _make(name: str, implementation: str, size: str) -> nn.Module:
         config = small_configuration(name, MODELS[name], _SCALES[size])
         model: nn.Module = getattr(diffusers, name)(**config)
     draw_weights(model)
-    for part in model.modules():  # of labels, at random
+    for part in model.modules():  # random dropout of labels
         if hasattr(part, "dropout_prob"):
             part.dropout_prob = 0.0  # type: ignore[assignment]
     if implementation == "attnspan":
@@ -78,14 +78,14 @@ def _make(name: str, implementation: str, size: str) -> nn.Module:
 
 
 def _dispatch_to_flex(model: nn.Module) -> None:
-    """`set_attention_backend("flex")`, which silently leaves processors that do not ask for a backend."""
+    """Call `set_attention_backend("flex")`, and raise if processors ignore the backend."""
     processors = [getattr(part, "processor", None) for part in model.modules()]
     asking = [hasattr(x, "_attention_backend") for x in processors if x is not None]
     expect(
         bool(asking) and all(asking),
         type(model).__name__,
-        "processors that ask for a backend",
-        "some that call torch's function",
+        "processors that use the attention backend",
+        "some that call torch's function directly",
         "Compare with another implementation",
         error=UsageError,
     )

@@ -1,4 +1,4 @@
-"""The tables of docs/zoo.md, written between two marks: figures come from a file, not from hands."""
+"""Writer of the tables in docs/zoo.md, between two marks, from a results file."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from attnspan_lab.zoo.verdicts import JUDGED, complaints, summary_of
 
 __all__ = ["BEGIN", "END", "markdown_of", "write_markdown"]
 
-#: What `write_markdown` writes stands between these two lines.
+#: `write_markdown` writes between these two lines.
 BEGIN, END = "<!-- figures of attnspan zoo: begin -->", "<!-- figures of attnspan zoo: end -->"
 
 
 def write_markdown(results: ZooResults, path: Path) -> None:
-    """Write the tables into a file: between its marks, or a new file.
+    """Write the tables into a file, between its marks. A missing file is created.
 
     Raises:
-        OptionError: The file is there and has no marks, or cannot be written.
+        OptionError: The file has no marks, or cannot be written.
     """
     text = f"{BEGIN}\n"
     before, after = text, f"{END}\n"
@@ -38,7 +38,11 @@ def write_markdown(results: ZooResults, path: Path) -> None:
         old = path.read_text(encoding="utf-8")
         fits = old.count(BEGIN) == 1 and old.count(END) == 1 and old.index(BEGIN) < old.index(END)
         expect(
-            fits, str(path), f"the lines {BEGIN} and {END}", "a file without", "Add them, or name a new file"
+            fits,
+            str(path),
+            f"the lines {BEGIN} and {END}",
+            "a file without",
+            "Add these lines, or pass a new file",
         )
         before = old[: old.index(BEGIN)] + before
         after = old[old.index(END) :]
@@ -46,7 +50,7 @@ def write_markdown(results: ZooResults, path: Path) -> None:
 
 
 def markdown_of(results: ZooResults) -> str:
-    """All tables, as Markdown."""
+    """Make all tables as Markdown."""
     parts = [_measured("Measured", results.environment)]
     if not results.complete:
         parts.append("**The run was stopped before its last architecture.**")

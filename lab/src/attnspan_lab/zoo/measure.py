@@ -1,4 +1,4 @@
-"""One architecture in a process of its own: its cells in order, each told to the parent at once."""
+"""Runner of one architecture in its own process. It reports each cell to the parent immediately."""
 
 from __future__ import annotations
 
@@ -39,29 +39,29 @@ __all__ = [
     "results",
 ]
 
-#: Modules with a function `architectures`, by library.
+#: Library -> module with a function `architectures`.
 SOURCES = {name: f"attnspan_lab.zoo.{name}" for name in ("transformers", "diffusers")}
-#: Tokens of a row; the first decides what is compared. Of images, three sizes; unlike any width of a model.
+#: Tokens per row. Results are compared at the first number. No number equals a width of a model.
 TOKENS = (93, 131, 197)
 _CACHES = ("dynamic", "static")
 _GENERATES = ("decoder", "encoder-decoder", "vision-language")
 _PROMPT, _NEW, _PADDED = 12, 8, 4
-_LONGEST = 300  # characters of a reason
-_MOST_SHAPES = 8  # of tensors of all pairs, the largest
+_LONGEST = 300  # maximum maximum characters of a reason
+_MOST_SHAPES = 8  # number of stored (tokens, tokens) shapes, the largest first
 _OPERATOR = "attnspan::attention"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a run of each architecture.
+    """Settings of the run of an architecture.
 
     Args:
-        layouts: Of those that it has.
-        modes: Of `architecture.MODES`.
-        backend: Of torch.compile.
-        tokens: Of a row, as many numbers as the compiler is given shapes.
+        layouts: Layouts to run, if the architecture has them.
+        modes: Modes to run, some of `architecture.MODES`.
+        backend: Backend of torch.compile.
+        tokens: Tokens per row. The compiler sees each number as a new shape.
         full: Compile each implementation in each layout.
-        seconds: That the steps of a cell are timed; 0: not timed.
+        seconds: Time to measure the steps of a cell. 0 measures no time.
     """
 
     layouts: tuple[str, ...] = LAYOUTS
@@ -74,7 +74,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Key:
-    """A cell that is to be run, with so many numbers of tokens."""
+    """A cell to run. ``shapes`` is how many different numbers of tokens it is called with."""
 
     implementation: str
     mode: str
@@ -83,13 +83,13 @@ class Key:
 
 
 def collect(sources: Mapping[str, str], library: str = "") -> list[Architecture]:
-    """The architectures of one library or all; the module of another library is not imported."""
+    """Collect the architectures of one library or all. Modules of other libraries are not imported."""
     modules = [module for name, module in sources.items() if library in ("", name)]
     return [x for module in modules for x in import_module(module).architectures()]
 
 
 def left_out(sources: Mapping[str, str], library: str = "") -> dict[str, str]:
-    """The families that the modules leave out, and why."""
+    """Collect the families that the modules leave out, with the reasons."""
     found: dict[str, str] = {}
     for name, module in sources.items():
         if library in ("", name):
@@ -98,20 +98,20 @@ def left_out(sources: Mapping[str, str], library: str = "") -> dict[str, str]:
 
 
 def plan(layouts: Sequence[str], settings: Settings) -> list[Key]:
-    """The cells of an architecture.
+    """List the cells of an architecture.
 
-    Every attention runs in every layout. Compiled are all but the eager one in one layout, with several
-    shapes, and attnspan in the others, with one.
+    Without the compiler, every attention runs in every layout. With the compiler, all attentions but eager
+    run in one layout with several shapes. In the other layouts, attnspan runs with one shape.
 
     Args:
-        layouts: That it has.
-        settings: Of the run.
+        layouts: Layouts of the architecture.
+        settings: Settings of the run.
 
     Example:
         >>> [key.layout for key in plan(["plain", "padded"], Settings()) if key.shapes > 1]
         ['padded', 'padded', 'padded']
     """
-    # First the one that tells whose a failure of the others is.
+    # The identity runs first, because it shows whether the model itself fails.
     names, shapes = ("identity", *(x for x in IMPLEMENTATIONS if x != "identity")), len(settings.tokens)
     eager = [Key(name, "eager", layout) for layout in layouts for name in names]
     compared = compared_layout(layouts)
@@ -133,7 +133,7 @@ class Keeper:
         self._reached = 1  # number of shapes that the compiler was given so far
 
     def layouts(self) -> list[str]:
-        """The layouts that are wanted and that it has."""
+        """List the requested layouts that the architecture has."""
         return [x for x in self.settings.layouts if self._batch(x, self.settings.tokens[0]) is not None]
 
     def _batch(self, layout: str, tokens: int, size: str = "tiny") -> dict[str, Any] | None:
@@ -142,19 +142,19 @@ class Keeper:
     def _given(self, layout: str, tokens: int) -> dict[str, Any]:
         batch = self._batch(layout, tokens)
         assert batch is not None, "`layouts` was asked first"
-        # The results are compared, not a loss of them; a decoder may get its tokens from the labels.
+        # Results are compared, not a loss. However, a decoder may get its tokens from the labels.
         if self.architecture.kind != "encoder-decoder" or "decoder_input_ids" in batch:
             batch.pop("labels", None)
         return batch
 
     def exact(self, layout: str, tokens: int) -> tuple[Outcome, Watch] | None:
-        """Results of the eager implementation in float64, and what it chooses; None if it cannot."""
+        """Compute results and choices of the eager implementation in float64. None if float64 fails."""
         if (layout, tokens) not in self._exact:
             found = None
             try:
                 model: Any = self.architecture.make("eager", "tiny").double()
                 if hasattr(model, "set_experts_implementation"):
-                    # Products of groups have no float64.
+                    # Grouped products do not support float64.
                     model.set_experts_implementation("eager")
                 batch = {k: _double(x) for k, x in self._given(layout, tokens).items()}
                 watch = Watch()
@@ -166,7 +166,7 @@ class Keeper:
         return self._exact[layout, tokens]
 
     def run(self, key: Key) -> Cell:
-        """One cell; what fails in it is a cell too."""
+        """Run one cell. A failure becomes the cell's result."""
         cell = Cell(key.implementation, key.mode, key.layout, shapes=key.shapes)
         try:
             model = self.architecture.make(key.implementation, "tiny")
@@ -178,7 +178,7 @@ class Keeper:
         except Exception as error:
             failed = "run" if key.mode == "eager" else "compile"
             first = replace(cell, failed=failed, reason=_short(error), shapes=self._reached)
-        # A reader wants to know whether the forward alone would have run.
+        # Test whether the forward pass alone runs.
         try:
             found = measure(cell, model, backward=False)
         except Exception:
@@ -191,7 +191,7 @@ class Keeper:
         return replace(cell, failed="unused", reason="attnspan's operator never ran")
 
     def _eager(self, cell: Cell, model: nn.Module, *, backward: bool) -> Cell:
-        # Some models compile parts of themselves, which takes long and shows nothing here.
+        # Some models compile parts of themselves, which takes long and is not tested here.
         with torch.compiler.set_stance("force_eager"):
             layout, (first, *more) = cell.layout, self.settings.tokens
             batch, watch, other = self._given(layout, first), Watch(), Watch()
@@ -219,7 +219,7 @@ class Keeper:
             )
 
     def _compared(self, cell: Cell, model: nn.Module, outcome: Outcome, watch: Watch, backward: bool) -> Cell:
-        """With its errors, at the first number of tokens where no choice hangs on rounding."""
+        """Add the errors to a cell, at the first number of tokens where rounding changes no choice."""
         for tokens in self.settings.tokens:
             exact = self.exact(cell.layout, tokens)
             if exact is None:
@@ -250,7 +250,7 @@ class Keeper:
         if exact is not None:
             output, gradient = differences(outcomes[0], exact[0])
             cell = replace(cell, output_error=output, gradient_error=gradient if backward else None)
-        # A second shape that was not compiled tells nothing of what grows.
+        # To see which tensors grow, the second shape must be compiled as well.
         pairs = (
             _first(shapes[0].of_pairs(shapes[1], self.settings.tokens[0]))
             if cell.shapes > 1 and shapes[1].seen
@@ -275,7 +275,7 @@ class Keeper:
         return interleave([Subject(name, call, Device())], budget)[0].execute
 
     def generation(self, cache: str) -> Generation:
-        """Greedy generation of a few tokens with one kind of cache."""
+        """Compare greedy generation of a few tokens with one kind of cache."""
         options: dict[str, Any] = {"max_new_tokens": _NEW, "do_sample": False, "pad_token_id": 0}
         if cache == "static":
             options |= {"cache_implementation": "static", "disable_compile": True}
@@ -295,7 +295,7 @@ class Keeper:
         return Generation(cache, equal=False, reason=f"{ours}, eager {eager}"[:_LONGEST])
 
     def _prompt(self) -> dict[str, Any]:
-        """Tokens, and what goes with them; the first row is padded on the left if there is nothing else."""
+        """Make a prompt with its other inputs. If there are none, the first row is padded on the left."""
         left = ("labels", "use_cache", "position_ids")
         batch = {
             k: x
@@ -309,7 +309,7 @@ class Keeper:
         return batch
 
     def generates(self) -> bool:
-        """Whether its models generate text."""
+        """Whether the architecture generates text."""
         if self.architecture.kind not in _GENERATES or "plain" not in self.layouts():
             return False
         try:
@@ -328,7 +328,7 @@ def _double(x: Any) -> Any:
 
 
 def _short(error: object) -> str:
-    """An error in a line. The compiler explains on the second one what it says on the first."""
+    """Format an error in one line. The compiler explains its first line on the second line."""
     lines = [x.strip() for x in str(error).splitlines() if x.strip()][:2]
     text = " ".join(lines if len(lines) > 1 and lines[1].startswith("Explanation") else lines[:1])
     named = f"{type(error).__name__}: {text}" if isinstance(error, Exception) else text
@@ -336,7 +336,7 @@ def _short(error: object) -> str:
 
 
 def results(keeper: Keeper, done: Sequence[str]) -> Iterator[tuple[str, Callable[[], Cell | Generation]]]:
-    """Cells to be run, by label, without those that were; and the identity wherever another one failed."""
+    """Yield the remaining cells with labels, and the identity's cells wherever another attention failed."""
     todo, seen = plan(keeper.layouts(), keeper.settings), set(done)
 
     def cell(key: Key) -> Cell:
@@ -357,14 +357,14 @@ def results(keeper: Keeper, done: Sequence[str]) -> Iterator[tuple[str, Callable
 
 
 def _unexplained(found: dict[Key, Cell]) -> list[Key]:
-    """Cells of the identity that would tell whose a failure is."""
+    """List cells of the identity that show whether a failure comes from the model itself."""
     failed = [
         key
         for key, made in found.items()
         if (made.failed and key.implementation != "identity")
         or (key.implementation == OURS and not made.backward)
     ]
-    # At the number of shapes where it failed; one that fails with fewer says enough.
+    # Use the number of shapes of the failure. A failure with fewer shapes is enough.
     wanted = {(key.mode, key.layout): 0 for key in failed}
     for key in failed:
         wanted[key.mode, key.layout] = max(wanted[key.mode, key.layout], found[key].shapes)
@@ -377,7 +377,7 @@ def _unexplained(found: dict[Key, Cell]) -> list[Key]:
 
 
 def architecture_of(task: dict[str, Any]) -> Architecture:
-    """The architecture of a process's task, by its sources, library and name."""
+    """Find the architecture of a process's task by sources, library and name."""
     return next(x for x in collect(task["sources"], task["library"]) if x.name == task["name"])
 
 

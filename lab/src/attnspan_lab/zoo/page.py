@@ -41,15 +41,15 @@ from attnspan_lab.zoo.verdicts import (
 __all__ = ["write_page"]
 
 _LEAD = (
-    "Small models of random weights, each with several attentions, with and without torch.compile, on plain, "
-    "packed and padded batches. What also fails with the identity in the place of attention is the model's "
-    "own, and is not counted."
+    "Small models with random weights run with several attentions, with and without torch.compile, on plain, "
+    "packed and padded batches. If a model also fails when the identity replaces attention, the failure is "
+    "the model's own and does not count."
 )
 _COLORS = {"attnspan": "@ours", "sdpa": "@peer1", "flex": "@peer2"}
 
 
 def write_page(results: ZooResults, path: Path) -> None:
-    """Write one HTML file that shows everything the results hold and loads nothing from anywhere.
+    """Write one self-contained HTML file with all results.
 
     Raises:
         ModuleNotFoundError: jinja2 or plotly is not installed (the extra ``bench``).
@@ -69,7 +69,7 @@ def write_page(results: ZooResults, path: Path) -> None:
         lead=_LEAD,
         sections=[x for x in sections if x is not None],
         environment=results.environment | {f"zoo {k}": v for k, v in results.settings.items()},
-        glance="what attnspan does in these models.",
+        glance="attnspan in these models.",
         cards=_cards(summary) if results.rows else (),
         table=_cells(results.rows),
         complete=results.complete,
@@ -81,7 +81,7 @@ def _cards(summary: Summary) -> list[tuple[str, str, list[str]]]:
         return [f"{name} {shares[name]}" for name in JUDGED if name != OURS and shares[name].total]
 
     return [
-        ("architectures where nothing is wrong", str(summary.spotless), []),
+        ("architectures without a problem", str(summary.spotless), []),
         (
             "architectures that compile to one graph",
             percent(summary.compiles[OURS].share),
@@ -90,7 +90,11 @@ def _cards(summary: Summary) -> list[tuple[str, str, list[str]]]:
         ("no more graphs than SDPA", str(summary.graphs), ["over three lengths"]),
         ("cells within the rounding error of eager", str(summary.exact[OURS]), others(summary.exact)),
         ("architectures that leak between documents", str(summary.leaking[OURS]), others(summary.leaking)),
-        ("architectures with a tensor of all pairs", str(summary.all_pairs[OURS]), others(summary.all_pairs)),
+        (
+            "architectures with a (tokens, tokens) tensor",
+            str(summary.all_pairs[OURS]),
+            others(summary.all_pairs),
+        ),
     ]
 
 
@@ -99,30 +103,30 @@ def _totals(summary: Summary) -> Section | None:
         return None
     lines = total_lines(summary)
     rows = tuple(tuple(map(Entry, line)) for line in lines)
-    caption = "Of what runs with the identity in the place of attention"
+    caption = "Only models that run when the identity replaces attention count"
     table = Table(caption, ("total", *JUDGED), rows, frozenset({"total"}))
     return Section("totals", "Totals", "Each attention over all architectures.", table=table)
 
 
 def _wrong(rows: Sequence[Row]) -> Section | None:
-    """Section on what is wrong with attnspan; None where nothing is."""
+    """Make the section on problems with attnspan. None without problems."""
     lines = tuple((Entry(row.name), Entry(what)) for row in rows for what in complaints(row))
-    table = Table("A line for each finding", ("architecture", "finding"), lines, frozenset({"finding"}))
-    lead = "What is not the model's own."
-    return Section("wrong", f"What is wrong with {OURS}", lead, table=table) if lines else None
+    table = Table("One row per problem", ("architecture", "finding"), lines, frozenset({"finding"}))
+    lead = "Failures that are not the model's own."
+    return Section("wrong", f"Problems with {OURS}", lead, table=table) if lines else None
 
 
 def _errors(rows: Sequence[Row]) -> Section | None:
-    """Distance of results from float64, by architecture and attention."""
+    """Make the chart of errors against float64, by architecture and attention."""
     names = [name for name in JUDGED if name != "eager"]
     found = [row for row in rows if any(_worst(row, name) is not None for name in names)]
     if not found:
         return None
     data = [_points(found, name) for name in names]
     lead = (
-        "The error of results or gradients, whichever is worse, over that of the eager implementation in "
-        "float32; both are differences from it in float64. "
-        f"Up to {FACTOR:.0f} times it, plus {FLOOR:.1e}, an error counts as rounding."
+        "The larger error of results and gradients, over the float32 error of the eager implementation. "
+        "The reference of both errors is the eager implementation in float64. "
+        f"Errors up to {FACTOR:.0f} times eager's error plus {FLOOR:.1e} count as rounding."
     )
     most = max(x for trace in data for x in trace["x"])
     ends = [math.log10(0.2), math.log10(max(10.0, 1.5 * most))]
@@ -158,12 +162,13 @@ def _points(rows: Sequence[Row], name: str) -> dict[str, Any]:
 
 
 def _speed(speeds: Sequence[Speed]) -> Section | None:
-    """Ratios of time and memory by model; None where nothing was timed."""
+    """Make the section on ratios of time and memory by model. None if nothing was timed."""
     if not speeds:
         return None
     lead = (
-        "Forward and backward of larger models, compiled, on the same batch as with SDPA: time in turn in "
-        "one process, memory above the weights in a process for each. Above 1, attnspan is better."
+        "Compiled training steps (forward and backward) of larger models, with attnspan and with SDPA on the "
+        "same batch. Times alternate. Memory is the peak above the weights, in separate processes. "
+        "Above 1, attnspan is better."
     )
     times = [(x.name, x.ratio.median, x.ratio.low, x.ratio.high) for x in speeds if x.ratio]
     sizes = [(x.name, r, r, r) for x in speeds if (r := x.memory_ratio) is not None]
@@ -179,7 +184,7 @@ def _speed(speeds: Sequence[Speed]) -> Section | None:
         )
         for x in speeds
     )
-    caption = "Medians; ~: the interval of the ratio is wide"
+    caption = "Medians. ~ marks ratios with a wide interval"
     table = Table(caption, columns, rows, frozenset({"batch", "not measured"}))
     return Section("speed", "Training steps", lead, tuple(charts), table)
 
@@ -220,15 +225,13 @@ def _architectures(rows: Sequence[Row]) -> Section | None:
         return None
     found = tuple(tuple(Entry(text) for text in line_of(row)) for row in rows)
     names = tuple(x.name for x in COLUMNS)
-    table = Table("A line for each", names, found, frozenset({"layouts"}))
-    lead = (
-        "own: it also fails with the identity. error: attnspan's largest over the eager implementation's own."
-    )
+    table = Table("One row per architecture", names, found, frozenset({"layouts"}))
+    lead = "own: the model also fails with the identity. error: attnspan's largest error over eager's error."
     return Section("architectures", "Architectures", lead, table=table)
 
 
 def _cells(rows: Sequence[Row]) -> Filtered | None:
-    """Every cell of every architecture."""
+    """Make the table of every cell of every architecture."""
     found = tuple(_cell(row, cell) for row in rows for cell in row.cells)
     if not found:
         return None
@@ -238,9 +241,9 @@ def _cells(rows: Sequence[Row]) -> Filtered | None:
     )
     return Filtered(
         "All cells",
-        "Every architecture with every attention that was run. Times and memory are of tiny models.",
-        "error: from float64; over eager: the larger one over the eager implementation's; memory: of torch's "
-        "allocator",
+        "Every architecture with every attention that ran. Times and memory are measured with tiny models.",
+        "error: difference from float64. over eager: the larger error over eager's error. memory: peak of "
+        "torch's allocator",
         columns,
         found,
         words=3,
@@ -252,7 +255,7 @@ def _cell(row: Row, cell: Cell) -> TableRow:
     state = _state(row, cell)
     ratio, seconds = rounding_ratio(row, cell), cell.seconds.median if cell.seconds else None
     flagged = state not in ("ran", "own")
-    # What returns the values is not meant to be exact.
+    # The identity is not meant to be exact.
     compared = cell.implementation != "identity"
     errors = (cell.output_error, cell.gradient_error) if compared else (None, None)
     entries = (

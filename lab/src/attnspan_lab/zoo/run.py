@@ -1,4 +1,4 @@
-"""From architectures to results: a process for each, so that a crash or a hang costs one cell."""
+"""Runner of the zoo. Each architecture has its own process, so a crash or a hang costs only one cell."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from attnspan_lab.zoo.measure import SOURCES, Settings
 
 __all__ = ["run_zoo"]
 
-_PAUSE = 0.05  # seconds between looks at the processes
-_START = 300.0  # seconds to import libraries
+_PAUSE = 0.05  # seconds between checks of the processes
+_START = 300.0  # time limit to import libraries, in seconds
 _MODULE = "attnspan_lab.zoo.measure"
 
 
@@ -34,17 +34,17 @@ def run_zoo(
     sources: Mapping[str, str] = SOURCES,
     after: Callable[[Row], None] = lambda _: None,
 ) -> ZooResults:
-    """Run architectures, each in a process of its own; what there is stays if it is interrupted.
+    """Run architectures, each in its own process. After an interrupt, finished results are kept.
 
     Args:
-        architectures: In this order; those that ``start`` has are left out.
-        settings: What is run of each.
+        architectures: Architectures, in order. Architectures in ``start`` are left out.
+        settings: Settings of each architecture's run.
         start: Results of an earlier run.
-        path: Where results are written after every architecture.
-        jobs: Processes at once; each has its part of the cores.
-        limit: Seconds for one cell; then its process is ended, and another goes on after it. To start, it has
-            five minutes.
-        sources: Modules where a process finds the architectures.
+        path: File that results are written to after every architecture.
+        jobs: Number of parallel processes. Each one gets its share of the cores.
+        limit: Time limit of one cell, in seconds. Then its process ends, and another process continues after
+            the cell. The start of a process has five minutes.
+        sources: Modules that define the architectures.
         after: Called with each row.
     """
     results = replace(start or ZooResults(), complete=False)
@@ -76,7 +76,7 @@ def run_zoo(
 
 @dataclass
 class _Process:
-    """One architecture, and the process that is at it; another one goes on where one crashed."""
+    """One architecture and its process. After a crash, a new process continues with the next cell."""
 
     architecture: Architecture
     settings: Settings
@@ -104,7 +104,7 @@ class _Process:
         self._current, self._since = "start", time.monotonic()
 
     def is_over(self) -> bool:
-        """Take what the process told; True where there is nothing left to run."""
+        """Collect the process's results. Return True if nothing is left to run."""
         code = self._child.code
         for told in self._child.told():
             self._take(told)
@@ -114,7 +114,7 @@ class _Process:
             limit = _START if self._current == "start" else self.limit
             if time.monotonic() - self._since < limit:
                 return False
-            return self._go_on("time", f"not done after {limit:.0f} s")
+            return self._go_on("time", f"not finished after {limit:.0f} s")
         return self._go_on("crash", f"the process ended with {why_ended(code, self._child.errors)}")
 
     def _take(self, told: dict[str, Any]) -> None:
@@ -131,10 +131,11 @@ class _Process:
             self._current = ""
 
     def _go_on(self, failed: str, reason: str) -> bool:
-        """Keep the failure as the cell's, and start a process for the cells after it."""
+        """Store the failure as the cell's result, and start a process for the cells after it."""
         kind, *rest = self._current.split(" ")
         if self._current in self.cells or self._current == "start":
-            # Between cells, or before the first one: another process would end there again.
+            # The process failed between cells or before the first one. Another process would fail there
+            # again.
             self.reason = reason
             return True
         if kind == "generate":
@@ -151,7 +152,7 @@ class _Process:
         self._child.close()
 
     def row(self) -> Row:
-        """The row that was found."""
+        """Build the row of results."""
         self._child.close()
         model, seconds = self.architecture, time.monotonic() - self.began
         cells, generations = tuple(self.cells.values()), tuple(self.generations.values())

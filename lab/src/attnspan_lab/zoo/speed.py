@@ -1,4 +1,4 @@
-"""A compiled training step of larger models, with attnspan and with SDPA: time in turn, memory alone."""
+"""Comparison of larger models' compiled training steps with attnspan and with SDPA: time and memory."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from attnspan_lab.zoo.verdicts import compared_layout
 
 __all__ = ["PEERS", "SpeedSettings", "measure_speed"]
 
-#: What is compared; ratios are to the first.
+#: Compared implementations. Ratios are relative to the first.
 PEERS = (OURS, "sdpa")
-_WARM = 2  # steps before one is timed: the first compiles, the second allocates what is kept
+_WARM = 2  # warm-up steps: the first compiles, the second allocates permanent memory
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class SpeedSettings:
     """Settings of the timed steps.
 
     Args:
-        layouts: Of those that an architecture has, the one with the harder mask is taken.
-        backend: Of torch.compile.
-        tokens: Of a row, in steps that are timed.
-        memory_tokens: Of a row, in the step whose memory is measured.
-        rounds: Samples of each, 9 or more.
-        seconds: For each; slow steps get fewer samples, at least 9.
-        limit: Seconds for a process.
+        layouts: Allowed layouts. The one with the hardest mask that an architecture has is used.
+        backend: Backend of torch.compile.
+        tokens: Tokens per row in the timed steps.
+        memory_tokens: Tokens per row in the step whose memory is measured.
+        rounds: Samples of each implementation, 9 or more.
+        seconds: Time for each implementation. Slow steps get fewer samples, but at least 9.
+        limit: Time limit of a process, in seconds.
     """
 
     layouts: tuple[str, ...] = LAYOUTS
@@ -65,23 +65,25 @@ def measure_speed(
     sources: Mapping[str, str] = SOURCES,
     after: Callable[[Speed], None] = lambda _: None,
 ) -> ZooResults:
-    """Measure the architectures that have the size "bench", one after the other.
+    """Measure the architectures with the size "bench", one after the other.
 
     Args:
-        architectures: In this order; those that ``start`` has measured are left out.
-        settings: How.
+        architectures: Architectures, in order. Architectures that ``start`` has measured are left out.
+        settings: Settings of the measurement.
         start: Results of an earlier run, which are kept.
-        path: Where results are written after every architecture.
-        sources: Modules where a process finds the architectures.
-        after: Called with what was found of each.
+        path: File that results are written to after every architecture.
+        sources: Modules that define the architectures.
+        after: Called with the result of each architecture.
 
     Raises:
         OptionError: ``start`` was measured on another processor.
     """
     start, here = start or ZooResults(), describe_environment()
     same = not start.speed or start.speed_environment.get("cpu") == here["cpu"]
-    remedy = "Write the figures of this processor into a file of their own"
-    expect(same, "start", "steps timed on this processor, {}", "another's", remedy, here["cpu"])
+    remedy = "Write the results of this processor into another file"
+    expect(
+        same, "start", "steps timed on this processor, {}", "steps of another processor", remedy, here["cpu"]
+    )
     results = replace(start, complete=False, speed_environment=here)
     known = {(x.library, x.name) for x in results.speed}
     try:
@@ -111,13 +113,13 @@ def _measured(architecture: Architecture, settings: SpeedSettings, sources: Mapp
         memory_tokens=settings.memory_tokens,
     )
     if layout is None:
-        return replace(found, reasons={"time": "it has none of the layouts"})
+        return replace(found, reasons={"time": "the architecture has none of the layouts"})
     task = {"name": found.name, "library": found.library, "sources": dict(sources), "layout": layout}
     task |= {"settings": asdict(settings)}
 
     def ask(what: str, **more: Any) -> Any:
         try:
-            remedy = "Run it alone with --only"
+            remedy = "Run the architecture alone with --only"
             return fresh_process(what, __name__, task | more, remedy=remedy, timeout=settings.limit)
         except MeasurementError as error:
             found.reasons[what] = str(error)
@@ -136,11 +138,13 @@ def _measured(architecture: Architecture, settings: SpeedSettings, sources: Mapp
 
 
 def _step(architecture: Architecture, implementation: str, task: dict[str, Any], tokens: int) -> Any:
-    """A compiled step of forward and backward, and its model."""
+    """Make a compiled step of forward and backward, and its model."""
     model = architecture.make(implementation, "bench")
     batch = architecture.batch(task["layout"], tokens, "bench")
     assert batch is not None, "the layout was chosen among those that there are"
-    if task["layout"] == "packed":  # One row has several documents; padding needs rows of unequal lengths.
+    if (
+        task["layout"] == "packed"
+    ):  # One packed row has several documents. Padding needs rows of unequal lengths.
         batch = {name: x[:1] if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
     call = torch.compile(model, backend=task["settings"]["backend"])
 
@@ -172,9 +176,9 @@ def _times(architecture: Architecture, task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _peak(architecture: Architecture, task: dict[str, Any]) -> int:
-    """Most resident bytes of a step above those before it, which hold the weights and the programs."""
+    """Measure the peak of resident bytes in a step, above the bytes before it (weights and compiled code)."""
     step, model = _step(architecture, task["implementation"], task, task["settings"]["memory_tokens"])
-    step()  # It compiles. Another one would not change the figure.
+    step()  # This step compiles. A second warm-up step would not change the measurement.
     _forget_gradients(model)
     before = resident_memory()
     assert before is not None, "a system with /proc"

@@ -1,4 +1,4 @@
-"""One training step of a model: its results, its gradients, and how far they are from float64."""
+"""One training step of a model: results, gradients, and their difference from float64."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Outcome:
     """Results of a step.
 
     Attributes:
-        results: Valid rows of each result, float64, by name.
-        gradients: Of each parameter that has one, float64, by name.
+        results: Results by name in float64, without padding rows.
+        gradients: Gradients by parameter name in float64. Parameters without a gradient are left out.
     """
 
     results: dict[str, Tensor]
@@ -37,10 +37,10 @@ class Outcome:
 
 
 def results_of(out: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The floating results of a model of two dims or more, without the rows of padding.
+    """Select the floating-point results of a model with two dims or more, without padding rows.
 
-    A result belongs to the tokens of ``attention_mask`` (B, S), in a decoder with an encoder to those of
-    ``decoder_attention_mask``, if its first two dims are theirs.
+    A result belongs to the tokens of ``attention_mask`` (B, S) if its first two dims are equal to the mask's
+    dims. In a decoder with an encoder, ``decoder_attention_mask`` is used.
     """
     named = out.items() if isinstance(out, Mapping) else enumerate(out if isinstance(out, tuple) else (out,))
     found = {}
@@ -60,9 +60,10 @@ def _valid_rows(name: str, batch: Mapping[str, Any]) -> Tensor | None:
 
 
 def objective(results: Mapping[str, Tensor]) -> Tensor:
-    """A scalar whose gradient in each result is of the size of normal deviates, and no constant.
+    """Compute a scalar whose gradient in each result is random and of standard-normal size.
 
-    A mean of squares would not do: of normalized rows it is constant, and its gradient rounding alone.
+    A mean of squares would not work: it is constant for normalized rows, so its gradient would be only
+    rounding.
     """
     total = torch.zeros(())
     for x in results.values():
@@ -76,7 +77,7 @@ def objective(results: Mapping[str, Tensor]) -> Tensor:
 def run_step(
     call: Callable[..., Any], model: nn.Module, batch: Mapping[str, Any], *, backward: bool = True
 ) -> dict[str, Tensor]:
-    """Forward and, if wanted, backward: the results, and gradients in the parameters."""
+    """Run forward and optionally backward. Return the results, and leave gradients in the parameters."""
     model.zero_grad(set_to_none=True)
     with torch.set_grad_enabled(backward):
         results = results_of(call(**batch), batch)
@@ -88,14 +89,14 @@ def run_step(
 def take_step(
     call: Callable[..., Any], model: nn.Module, batch: Mapping[str, Any], *, backward: bool = True
 ) -> Outcome:
-    """`run_step`, and what it computed; parameters without a gradient are left out."""
+    """Run `run_step` and return its outcome. Parameters without a gradient are left out."""
     results = run_step(call, model, batch, backward=backward)
     gradients = {name: x.grad.double() for name, x in model.named_parameters() if x.grad is not None}
     return Outcome({name: x.detach().double() for name, x in results.items()}, gradients)
 
 
 class _Promoted(TorchFunctionMode):
-    """Makes float64 of what a program asks for in float32: softmax, norms and positions among others."""
+    """Mode that replaces requests for float32 by float64, for example in softmax, norms and positions."""
 
     def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if fn is Tensor.float:
@@ -107,7 +108,7 @@ class _Promoted(TorchFunctionMode):
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """Compute in float64 throughout, also where a model says float32."""
+    """Compute in float64 throughout, even where a model requests float32."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -118,9 +119,9 @@ def in_float64() -> Iterator[None]:
 
 
 def differences(found: Outcome, exact: Outcome) -> tuple[float, float]:
-    """Norm of the difference over the norm: the largest of the results, and of all gradients together.
+    """Compute the norm of the difference over the norm: the largest of the results, and of all gradients.
 
-    A gradient that only one of them has counts as zeros of the other.
+    All gradients together have one norm. If only one outcome has a gradient, the other one counts as zero.
     """
     errors = [_relative([found.results.get(name)], [x]) for name, x in exact.results.items()]
     names = sorted({*found.gradients, *exact.gradients})
@@ -143,11 +144,14 @@ def _relative(found: list[Tensor | None], exact: list[Tensor | None]) -> float:
 
 
 def documents_of(batch: Mapping[str, Any]) -> Tensor | None:
-    """The number of each token's document, (B, S), where positions start again; None without positions."""
+    """Number the documents of the tokens, (B, S). A document begins where positions restart.
+
+    The result is None without positions.
+    """
     positions = batch.get("position_ids")
     if not isinstance(positions, Tensor):
         return None
-    # Some models have positions for time, height and width, of which the first goes through the text.
+    # Some models have positions for time, height and width. The first one follows the text.
     positions = positions[0] if positions.dim() == 3 else positions
     starts = torch.ones_like(positions, dtype=torch.bool)
     starts[:, 1:] = positions.diff(dim=1) != 1

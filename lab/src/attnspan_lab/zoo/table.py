@@ -1,4 +1,4 @@
-"""The zoo as text: a line for each architecture, the totals, what is wrong, and the steps that were timed."""
+"""Tables of the zoo as text: architectures, totals, problems and timed steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
     "total_lines",
 ]
 
-#: Of the table of architectures, in the order of `line_of`.
+#: Columns of the table of architectures, in the order of `line_of`.
 COLUMNS = (
     Column("architecture", words=True),
     Column("verdict", words=True),
@@ -51,7 +51,7 @@ COLUMNS = (
     Column("all pairs", words=True, drop=4),
     Column("generates", drop=1),
 )
-#: Of the table of steps, in the order of `speed_line`.
+#: Columns of the table of timed steps, in the order of `speed_line`.
 SPEED_COLUMNS = (
     Column("architecture", words=True),
     Column("batch", words=True, drop=3),
@@ -64,15 +64,15 @@ SPEED_COLUMNS = (
     Column("not measured", words=True, drop=4),
 )
 _LEGEND = (
-    "ran: cells of attnspan with gradients, without the compiler; error: its largest over the eager "
-    "implementation's own, both from float64; sdpa, flex, attnspan: compile to one graph (own: the model "
-    "does not, whatever attends); graphs: attnspan's and SDPA's over three lengths; all pairs: attentions "
-    "that make a tensor of all pairs of tokens"
+    "ran: uncompiled cells of attnspan with gradients. error: attnspan's largest error over eager's error, "
+    "both against float64. sdpa, flex, attnspan: whether the model compiles to one graph (own: the model "
+    "fails with every attention). graphs: attnspan's and SDPA's graphs over three lengths. all pairs: "
+    "attentions that create a (tokens, tokens) tensor."
 )
 
 
 def line_of(row: Row) -> tuple[str, ...]:
-    """Line of the table for an architecture, a text for each of `COLUMNS`."""
+    """Make an architecture's row of the table, a text for each of `COLUMNS`."""
     layouts = list(dict.fromkeys(x.layout for x in row.cells))
     ours = [x for x in row.cells if x.implementation == OURS]
     eager = [x for x in ours if x.mode == "eager" and not is_own(row, x)]
@@ -112,7 +112,7 @@ def _graphs(row: Row) -> str:
 def _leaks(row: Row) -> str:
     probed = [x for x in row.cells if x.leaks is not None]
     found = dict.fromkeys(x.implementation for x in probed if x.leaks)
-    # With the values alone, documents see each other through the model's own layers.
+    # With the identity, documents see each other only through the model's own layers.
     own = "identity" in found
     return "own" if own else (" ".join(found) or "none") if probed else NONE
 
@@ -132,7 +132,7 @@ def _generates(row: Row) -> str:
 
 
 def total_lines(summary: Summary) -> list[tuple[str, ...]]:
-    """Totals: what, and a text for each of `JUDGED`."""
+    """Make the rows of totals: a name, and a text for each of `JUDGED`."""
 
     def compiled(name: str) -> str:
         alone = summary.forward_only[name]
@@ -143,12 +143,12 @@ def total_lines(summary: Summary) -> list[tuple[str, ...]]:
         ("architectures that compile to one graph", *(compiled(x) for x in JUDGED)),
         ("cells within the rounding error of eager", *(str(summary.exact[x]) for x in JUDGED)),
         ("architectures where packed documents leak", *(str(summary.leaking[x]) for x in JUDGED)),
-        ("architectures with a tensor of all pairs", *(str(summary.all_pairs[x]) for x in JUDGED)),
+        ("architectures with a (tokens, tokens) tensor", *(str(summary.all_pairs[x]) for x in JUDGED)),
     ]
 
 
 def headlines(summary: Summary) -> list[str]:
-    """The rest of the totals, of attnspan alone, a sentence each."""
+    """Make one sentence for each of attnspan's other totals."""
     made = [f"{share} with a {cache} cache" for cache, share in summary.generates.items() if share.total]
     found = [f"{summary.architectures} architectures. attnspan passes all checks in {summary.spotless}."]
     if summary.graphs.total:
@@ -159,7 +159,7 @@ def headlines(summary: Summary) -> list[str]:
 
 
 def speed_line(speed: Speed) -> tuple[str, ...]:
-    """Line of the table for a timed architecture, a text for each of `SPEED_COLUMNS`."""
+    """Make a timed architecture's row of the table, a text for each of `SPEED_COLUMNS`."""
     steps = [speed.seconds.get(x) for x in ("sdpa", OURS)]
     peaks = [speed.peaks.get(x) for x in ("sdpa", OURS)]
     return (
@@ -174,7 +174,7 @@ def speed_line(speed: Speed) -> tuple[str, ...]:
 
 
 def median_line(speeds: Sequence[Speed]) -> tuple[str, ...]:
-    """The medians over models of both ratios."""
+    """Make the row with the medians of both ratios over all models."""
     times = [x.ratio.median for x in speeds if x.ratio is not None]
     sizes = [x.memory_ratio for x in speeds if x.memory_ratio is not None]
     ratios = [times_text(median(x) if x else None) for x in (times, sizes)]
@@ -182,7 +182,7 @@ def median_line(speeds: Sequence[Speed]) -> tuple[str, ...]:
 
 
 def show_zoo(results: ZooResults, console: Console) -> None:
-    """Print everything that was found."""
+    """Print all results."""
     if results.rows:
         lines = [line_of(row) for row in results.rows]
         styles = [None if line[1] == "ok" else "yellow" for line in lines]
@@ -200,10 +200,10 @@ def show_zoo(results: ZooResults, console: Console) -> None:
         lines = [*map(speed_line, results.speed), median_line(results.speed)]
         print_table(
             console,
-            "a training step, compiled: SDPA over attnspan",
+            "compiled training steps: SDPA over attnspan",
             SPEED_COLUMNS,
             lines,
             bold=lambda line: line[0].startswith("median"),
         )
     if not results.complete:
-        console.print("stopped before the last architecture; --resume goes on", style="yellow")
+        console.print("stopped before the last architecture: continue with --resume", style="yellow")

@@ -1,4 +1,4 @@
-"""A model whose calls of torch's attention function compute something else."""
+"""Replacements of torch's attention function inside a model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ class _Instead(TorchFunctionMode):
 
 
 def instead_of_sdpa(model: nn.Module, attend: Callable[..., Tensor]) -> nn.Module:
-    """``attend`` in place of `F.scaled_dot_product_attention` while the model's forward runs."""
+    """Replace `F.scaled_dot_product_attention` by ``attend`` while the model's forward runs."""
     forward = model.forward
 
     def with_another_attention(*args: Any, **kwargs: Any) -> Any:
@@ -43,7 +43,7 @@ def eager(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Softmax of scaled scores times the values, written out; shapes as in torch's own function."""
+    """Compute the softmax of scaled scores times the values, with the shapes of torch's function."""
     assert dropout_p == 0.0
     if enable_gqa:
         group = query.shape[-3] // key.shape[-3]
@@ -61,7 +61,7 @@ def eager(
 
 
 def identity(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:  # noqa: ARG001
-    """The value of a query's own token; where there are other keys, the mean of the values."""
+    """Return the value of each query's own token, or the mean of the values if the keys are other tokens."""
     if value.shape[-2] != query.shape[-2]:
         value = value.mean(-2, keepdim=True).expand(*value.shape[:-2], query.shape[-2], -1)
     return value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)

@@ -1,4 +1,4 @@
-"""The architectures of transformers: each family of its auto classes, from a small configuration."""
+"""The architectures of transformers: each family of its auto classes, with a small configuration."""
 
 import inspect
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from attnspan_lab.zoo.architecture import Architecture
 
 __all__ = ["architectures", "left_out"]
 
-# The tasks whose classes stand for a family; of several, the first.
+# Tasks whose classes represent a family. If there are several, the first one is used.
 _TASKS = {
     "SEQ_TO_SEQ_CAUSAL_LM": "encoder-decoder",
     "IMAGE_TEXT_TO_TEXT": "vision-language",
@@ -53,11 +53,11 @@ _SIZES = {"tiny": TINY, "bench": BENCH}
 
 
 def architectures() -> list[Architecture]:
-    """The families of transformers that can be built small and use its attention interface.
+    """List the families of transformers that can be built small and use its attention interface.
 
-    `left_out` says which cannot, and why. Images and sounds have a fixed size, whatever the tokens of a row;
-    a row with an image has at least eight tokens of text. A model without ``loss`` in its output is an
-    encoder of images or sounds: its loss is up to the caller.
+    `left_out` lists the other families and the reasons. Images and sounds have a fixed size, which does not
+    depend on the tokens of a row. A row with an image has at least eight tokens of text. A model without
+    ``loss`` in its output is an encoder of images or sounds, and the caller computes the loss.
     """
     return [
         Architecture(
@@ -85,13 +85,13 @@ def left_out() -> dict[str, str]:
 
 @cache
 def _families() -> dict[str, tuple[str, str]]:
-    """The class and the kind of each family."""
+    """Map each family to its class and kind."""
     found: dict[str, tuple[str, str]] = {}
     for task, kind in _TASKS.items():
         for name, classes in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").items():
             if (
                 kind != "vision-language" or name in IMAGE_FORMS
-            ):  # else its text alone, if it has a class for it
+            ):  # otherwise only its text part, if there is a class for it
                 found.setdefault(name, (classes if isinstance(classes, str) else classes[0], kind))
     for kind, names in TOWERS.items():
         for name in names.split():
@@ -104,7 +104,7 @@ def _families() -> dict[str, tuple[str, str]]:
 def _configuration(name: str, class_name: str, size: str) -> transformers.PreTrainedConfig:
     changes = CHANGES.get(name, {}) | (BENCHES.get(name, {}) if size == "bench" else {})
     config = small_configuration(name, _SIZES[size], changes)
-    # The text part of a family that has others too.
+    # The text part of a family with other parts.
     whole = isinstance(config, getattr(transformers, class_name).config_class)
     return config if whole else config.get_text_config()
 

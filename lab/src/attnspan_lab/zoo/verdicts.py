@@ -1,4 +1,4 @@
-"""Verdicts on the figures of the zoo: whose a failure is, what is exact, what leaks, how many compile."""
+"""Verdicts on the zoo's results: the cause of failures, exactness, leaks, and graphs."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ __all__ = [
     "summary_of",
 ]
 
-#: Attentions that are judged; "identity" tells whose a failure is.
+#: Attentions that are judged. "identity" only shows whether a failure is the model's own.
 JUDGED = tuple(name for name in IMPLEMENTATIONS if name != "identity")
-#: An error counts as rounding up to this many times the eager implementation's own, both from float64.
-#: Two float32 programs that round differently have errors of independent signs and about one size.
+#: An error counts as rounding up to this many times eager's error, both against float64.
+#: Two float32 programs that round differently have errors with independent signs and similar sizes.
 FACTOR = 2.0
-#: ... and this much, for models of so few operations that the eager one is exact by luck: 8 roundings.
+#: ... plus this much (8 roundings), for small models whose eager result is exact by chance.
 FLOOR = 8 * 2.0**-24
-# Where masks matter most comes first: only there all implementations are compiled.
+# The layout with the hardest masks comes first: only in the first layout, all implementations are compiled.
 _COMPARED = ("packed", "padded", "plain")
 
 
 def compared_layout(layouts: Iterable[str]) -> str | None:
-    """The layout in which implementations are compared when compiled; None where there is no layout."""
+    """Choose the layout in which compiled implementations are compared, or None if there is no layout."""
     there = set(layouts)
     return next((x for x in _COMPARED if x in there), None)
 
@@ -45,38 +45,38 @@ def compared_layout(layouts: Iterable[str]) -> str | None:
 def is_own(row: Row, cell: Cell) -> bool:
     """Whether a failure is the model's own.
 
-    What returns the values gets no further, and no attention gets to gradients: as of a model in which the
-    compiler gets gradients wrong.
+    It is if the identity gets no further, and no attention computes gradients. An example is a model whose
+    gradients the compiler cannot compute.
     """
     same = row.cell("identity", cell.mode, cell.layout)
     return same is not None and _reached(same) <= _reached(cell) and _nobody(row, cell)
 
 
 def _nobody(row: Row, cell: Cell) -> bool:
-    """Whether no attention gets to gradients, the identity neither."""
+    """Whether no attention computes gradients, not even the identity."""
     others = [x for x in row.cells if (x.mode, x.layout) == (cell.mode, cell.layout)]
     return any(x.implementation == "identity" for x in others) and all(_reached(x) < 2 for x in others)
 
 
 def _reached(cell: Cell) -> int:
-    """0: nothing; 1: results; 2: gradients too."""
+    """Return the progress of a cell: 0 for nothing, 1 for results, 2 for results and gradients."""
     return 0 if cell.failed else 1 + cell.backward
 
 
 def is_exact(row: Row, cell: Cell) -> bool | None:
-    """Whether results and gradients are within the eager implementation's own rounding; None: unknown."""
+    """Whether results and gradients are within eager's rounding error. None if unknown."""
     like = row.cell("eager", "eager", cell.layout)
     if cell.failed or cell.ties or like is None or cell.output_error is None or like.output_error is None:
         return None
     pairs = [(cell.output_error, like.output_error)]
     if cell.gradient_error is not None and like.gradient_error is not None:
         pairs.append((cell.gradient_error, like.gradient_error))
-    # NaN is no rounding.
+    # NaN does not count as rounding.
     return all(mine <= FACTOR * theirs + FLOOR for mine, theirs in pairs)
 
 
 def rounding_ratio(row: Row, cell: Cell) -> float | None:
-    """The larger of a cell's errors over the eager implementation's; None where they are not compared."""
+    """Compute the larger of a cell's errors over eager's error. None if they are not compared."""
     if cell.implementation == "identity" or is_exact(row, cell) is None:
         return None
     like = row.cell("eager", "eager", cell.layout)
@@ -86,25 +86,28 @@ def rounding_ratio(row: Row, cell: Cell) -> float | None:
 
 
 def own_pairs(row: Row, cell: Cell) -> list[tuple[int, ...]]:
-    """Tensors of all pairs of tokens that attention makes: those that the model makes in any case are not."""
+    """List the (tokens, tokens) tensors that attention creates, without the model's own ones."""
     same = row.cell("identity", "eager", cell.layout)
     others = [] if same is None else [_sizes(x) for x in same.pairs or ()]
     return [x for x in cell.pairs or () if _sizes(x) not in others]
 
 
 def _sizes(shape: tuple[int, ...]) -> list[int]:
-    """Sizes in order: a table (S, S, H) of the model's is the same as a bias (1, H, S, S)."""
+    """Sort the sizes, so that a model's table (S, S, H) equals a bias (1, H, S, S)."""
     return sorted(n for n in shape if n > 1)
 
 
 def _leaks(row: Row, cell: Cell) -> bool | None:
-    """Whether attention lets documents see each other; None if not probed, or if the model itself does."""
+    """Whether attention lets documents see each other. None if not probed, or if the model itself leaks."""
     same = row.cell("identity", cell.mode, cell.layout)
     return None if cell.leaks is None or (same is not None and same.leaks) else bool(cell.leaks)
 
 
 def complaints(row: Row, implementation: str = OURS) -> list[str]:
-    """Complaints about an implementation in an architecture, a sentence each; none for a model's own."""
+    """List an implementation's problems in an architecture as sentences.
+
+    The model's own failures do not count.
+    """
     found = [f"{row.name}: {row.reason}"] if row.reason else []
     for cell in row.cells:
         if cell.implementation == implementation:
@@ -122,15 +125,15 @@ def _of_cell(row: Row, cell: Cell) -> list[str]:
     like = row.cell("eager", "eager", cell.layout)
     if is_exact(row, cell) is False and like is not None:
         mine, theirs = (f"{_error(x.output_error)}, {_error(x.gradient_error)}" for x in (cell, like))
-        found.append(f"results and gradients differ from float64 by {mine}; eager by {theirs}")
+        found.append(f"results and gradients differ from float64 by {mine}, eager's by {theirs}")
     if _leaks(row, cell):
         found.append(f"leaks: {cell.leaks}")
     if cell.implementation == OURS:
         same = row.cell("identity", "eager", cell.layout)
         if cell.others > (0 if same is None else same.others):
-            found.append(f"torch's attention ran {cell.others} times, attnspan's {cell.calls}")
+            found.append(f"torch's attention ran {cell.others} times, attnspan's {cell.calls} times")
         if pairs := own_pairs(row, cell):
-            found.append(f"makes a tensor of all pairs of tokens, {pairs[0]}")
+            found.append(f"creates a (tokens, tokens) tensor, {pairs[0]}")
         if _graphs_no_more(row, cell) is False:
             sdpa = row.cell("sdpa", cell.mode, cell.layout)
             assert sdpa is not None, "what was compared"
@@ -143,7 +146,7 @@ def _error(x: float | None) -> str:
 
 
 def _graphs_no_more(row: Row, cell: Cell) -> bool | None:
-    """Whether a compiled cell needs no more graphs than SDPA's; None where they cannot be compared."""
+    """Whether a compiled cell needs no more graphs than SDPA. None if they cannot be compared."""
     sdpa = row.cell("sdpa", cell.mode, cell.layout)
     known = sdpa is not None and sdpa.graphs is not None and not sdpa.failed
     if not known or cell.graphs is None or cell.failed or sdpa is None or sdpa.shapes != cell.shapes:
@@ -153,7 +156,7 @@ def _graphs_no_more(row: Row, cell: Cell) -> bool | None:
 
 @dataclass(frozen=True)
 class Share:
-    """So many of so many."""
+    """A count out of a total."""
 
     count: int = 0
     total: int = 0
@@ -166,7 +169,7 @@ class Share:
 
     @property
     def share(self) -> float | None:
-        """0..1; None of nothing."""
+        """The share from 0 to 1, or None if the total is 0."""
         return self.count / self.total if self.total else None
 
 
@@ -175,17 +178,19 @@ class Summary:
     """Totals over architectures.
 
     Attributes:
-        architectures: How many were run.
-        runs: By implementation, cells without the compiler that run forward and backward, of those that do
-            with identity.
-        compiles: Architectures that compile to one graph, gradients too, of those that do with identity.
-        forward_only: Architectures of which the forward alone compiles.
-        graphs: Architectures of which attnspan needs no more graphs than SDPA, of those compared.
-        exact: Cells within the eager implementation's rounding, of those judged.
-        leaking: Architectures in which a packed document sees another, of those probed.
-        all_pairs: Architectures in which attention makes a tensor of all pairs of tokens, of those that ran.
-        generates: Of attnspan, by cache: equal to the eager implementation, of those compared.
-        spotless: Architectures without a complaint about attnspan.
+        architectures: Number of architectures that ran.
+        runs: Uncompiled cells that run forward and backward, out of the cells that do with identity, by
+            implementation.
+        compiles: Architectures that compile to one graph with gradients, out of the ones that do with
+            identity.
+        forward_only: Architectures in which only the forward pass compiles.
+        graphs: Architectures in which attnspan needs no more graphs than SDPA, out of the compared ones.
+        exact: Cells within eager's rounding error, out of the judged ones.
+        leaking: Architectures in which a packed document sees another, out of the probed ones.
+        all_pairs: Architectures in which attention creates a (tokens, tokens) tensor, out of the ones that
+            ran.
+        generates: Generations with attnspan that equal eager's, out of the compared ones, by cache.
+        spotless: Architectures without a problem with attnspan.
     """
 
     architectures: int = 0
@@ -201,7 +206,7 @@ class Summary:
 
 
 def summary_of(rows: Sequence[Row]) -> Summary:
-    """The totals of some architectures.
+    """Compute the totals of architectures.
 
     Example:
         >>> summary_of([Row("llama", "transformers", "decoder")]).architectures
@@ -250,7 +255,7 @@ def _cells(row: Row, name: str, mode: str = "eager") -> list[Cell]:
 
 
 def compiled_cell(row: Row, name: str) -> Cell | None:
-    """Compiled cell in which implementations are compared, or None."""
+    """Return the compiled cell in which implementations are compared, or None."""
     layout = compared_layout(x.layout for x in row.cells)
     return None if layout is None else row.cell(name, "compiled", layout)
 
@@ -260,7 +265,7 @@ def _runs(row: Row, name: str) -> list[bool | None]:
 
 
 def _compiles(row: Row, name: str) -> list[bool | None]:
-    """Whether the compared layout compiles; None where it was not tried, or is the model's own failure."""
+    """Whether the compared layout compiles. None if it was not tried, or if the model itself fails."""
     cell = compiled_cell(row, name)
     return [] if cell is None or _nobody(row, cell) else [_reached(cell) == 2]
 

@@ -1,4 +1,4 @@
-"""Watch of a step: the tensors that it makes, operators that run, graphs that are compiled."""
+"""Watch of a step: the tensors that it creates, the operators that run, and the compiled graphs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torch.utils._pytree import tree_leaves
 
 __all__ = ["Backend", "Shapes", "Watch", "profiled"]
 
-# Of floating tensors, these return which entries are chosen: rounding may turn a tie the other way.
+# These operators return the chosen entries of floating-point tensors: rounding may decide a tie.
 _CHOOSING = ("topk", "sort", "argmax", "argmin", "max", "min")
 
 
 @dataclass
 class Shapes:
-    """Shapes of the tensors with memory of their own that a step makes."""
+    """Shapes of the tensors with their own memory that a step creates."""
 
     seen: set[tuple[int, ...]] = field(default_factory=set)
 
     def add(self, op: Any, out: Any) -> None:
-        """Note the results of an operator, unless they are views."""
+        """Record the results of an operator, unless they are views."""
         schema = getattr(op, "_schema", None)
         returns = [] if schema is None else schema.returns
         if any(x.alias_info is not None for x in returns):
@@ -35,16 +35,16 @@ class Shapes:
 
     @property
     def largest(self) -> tuple[int, ...]:
-        """The one of most elements."""
+        """The shape with the most elements."""
         return max(self.seen, key=_rank, default=())
 
     def of_pairs(self, others: Shapes, tokens: int) -> tuple[tuple[int, ...], ...] | None:
-        """Those with two dims or more that change with the number of tokens, largest first.
+        """Find the shapes with two dims or more that change with the number of tokens, largest first.
 
         Args:
-            others: Of the same step with another number of tokens. Where all are the same, as of images of
-                one size, nothing can be said: None.
-            tokens: About so many, which a tensor of an image's rows and columns has, and no more.
+            others: Shapes of the same step with another number of tokens. If all are equal, as for images of
+                one size, the result is None.
+            tokens: Approximate number of tokens. A tensor of an image's rows and columns has no more entries.
         """
         if self.seen == others.seen:
             return None
@@ -57,17 +57,17 @@ class Shapes:
 
 
 def _rank(shape: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
-    """By elements; of equals the one of more dims, which says more."""
+    """Sort key: the number of elements, then the number of dims."""
     return math.prod(shape), len(shape), shape
 
 
 def _size(n: Any) -> int:
-    """A size, of a symbolic one the value that it was traced with."""
+    """Return a size, or the value that a symbolic size was traced with."""
     return n if isinstance(n, int) else int(n.node.hint)
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the shapes of new tensors, and which entries of floating tensors are chosen."""
+    """Records the shapes of new tensors, and the chosen entries of floating-point tensors."""
 
     supports_higher_order_operators = True
 
@@ -86,23 +86,23 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def chooses_as(self, other: Watch) -> bool:
-        """Whether both chose the same; True where they cannot be compared."""
+        """Whether both made the same choices. True if they cannot be compared."""
         same_shapes = [x.shape for x in self.choices] == [x.shape for x in other.choices]
         return not same_shapes or all(map(torch.equal, self.choices, other.choices))
 
 
 def profiled(call: Callable[[], Any]) -> tuple[Any, dict[str, int], int]:
-    """Call under the profiler, compiled code or not.
+    """Run a call under the profiler, compiled or not.
 
     Returns:
-        The result; how often each operator of attnspan and torch's fused attention ran; and the most bytes
-        that torch's allocator held at once above those before. A kernel's own scratch memory is not in it.
+        Three values: the result, the number of runs of each attention operator of attnspan and torch, and the
+        allocator's peak bytes above the bytes before. The peak excludes a kernel's own scratch memory.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         out = call()
     calls: dict[str, int] = {}
     held = peak = 0
-    # Events of memory are in the order in which they happened.
+    # Memory events are in chronological order.
     events = record.profiler.kineto_results.events()  # type: ignore[union-attr]
     for event in sorted(events, key=lambda x: x.start_ns()):
         name = event.name()
@@ -115,10 +115,10 @@ def profiled(call: Callable[[], Any]) -> tuple[Any, dict[str, int], int]:
 
 
 class Backend:
-    """A backend of torch.compile that counts what it compiles, and notes the tensors of its graphs.
+    """A torch.compile backend that counts its graphs and records their tensors.
 
     Args:
-        name: "aot_eager", which runs the graphs of forward and backward as they are, or "inductor".
+        name: "inductor", or "aot_eager", which runs the forward and backward graphs unchanged.
     """
 
     def __init__(self, name: str) -> None:

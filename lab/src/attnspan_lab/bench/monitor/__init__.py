@@ -1,4 +1,4 @@
-"""A hook for a running training: how fast its attention is, and where the time of its steps goes."""
+"""A monitor for a running training: the speed of its attention, and the time of its steps by phase."""
 
 from attnspan_lab.bench.monitor.monitor import Monitor as Monitor
 from attnspan_lab.bench.monitor.probes import AttentionTotals as AttentionTotals

@@ -1,4 +1,4 @@
-"""A journal: one JSON line for each step."""
+"""A journal with one JSON line for each step."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ __all__ = ["MetricsLog"]
 
 
 class MetricsLog:
-    """One JSON line per step, continued after ``step`` steps as if nothing had happened."""
+    """Journal with one JSON line per step.
+
+    Lines after ``step`` are removed, and the journal continues there.
+    """
 
     def __init__(self, path: Path, step: int) -> None:
-        # Later lines are of a run that was cut off. The last one may be cut short: then it has no newline.
+        # Later lines come from an interrupted run. The last line may be incomplete, without a newline.
         whole = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
         kept = [line for number, line in enumerate(whole, 1) if _step(line, number, path) <= step]
         write_whole(path, b"".join(line + b"\n" for line in kept))
         self._file = path.open("a")
 
     def write(self, figures: dict[str, Any]) -> None:
-        """Append JSON values, "step" among them, and hand them to the system: a killed process keeps them."""
+        """Append JSON values with a "step", and flush them, so that a killed process loses none."""
         self._file.write(json.dumps(figures) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()
 
 
@@ -37,7 +40,7 @@ def _step(line: bytes, number: int, path: Path) -> int:
         step = json.loads(line)["step"]
     except (ValueError, TypeError, KeyError):
         step = None
-    remedy = "Remove that line, or move the file away; only the log of past steps is lost"
+    remedy = "Remove that line, or move the file away. Only the log of past steps is lost"
     expect(
         isinstance(step, int),
         f"line {number} of {path}",

@@ -1,4 +1,4 @@
-"""Files of a monitor's records: a journal line per step, TensorBoard now and then, a results file."""
+"""Files of a monitor's records: a journal, TensorBoard scalars and a results file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BOARD_SECONDS = 30
 
 
 def _mean(records: Sequence[MonitorRecord]) -> MonitorRecord:
-    """One record for neighbouring ones: means per step, shares weighted by time, the largest memory."""
+    """Merge neighbouring records: means per step, time-weighted shares, and the maximum memory."""
     if len(records) == 1:
         return records[0]
 
@@ -60,10 +60,10 @@ def _mean(records: Sequence[MonitorRecord]) -> MonitorRecord:
 
 
 class Thinned:
-    """Records of a run of any length in bounded memory: when there are too many, neighbours are averaged.
+    """Records of a run of any length in bounded memory. If there are too many, neighbours are averaged.
 
     Args:
-        most: Largest number kept.
+        most: Maximum number of records.
 
     Example:
         >>> records = Thinned(most=4)
@@ -79,7 +79,7 @@ class Thinned:
         self._open: list[MonitorRecord] = []
 
     def add(self, record: MonitorRecord) -> None:
-        """Take one more step."""
+        """Add the record of a step."""
         self._open.append(record)
         if len(self._open) < self._stride:
             return
@@ -90,12 +90,12 @@ class Thinned:
             self._stride *= 2
 
     def all(self) -> tuple[MonitorRecord, ...]:
-        """All steps so far; the last record may stand for fewer steps than the others."""
+        """Return the records so far. The last record may cover fewer steps than the others."""
         return (*self._kept, *([_mean(self._open)] if self._open else []))
 
 
 def _scalars(record: MonitorRecord) -> dict[str, float]:
-    """TensorBoard's view of a record: tag to figure, in the units that people read; only what is known."""
+    """Convert a record to TensorBoard scalars by tag, in common units. Unknown values are left out."""
 
     def scaled(value: float | None, unit: float) -> float | None:
         return None if value is None else value / unit
@@ -116,18 +116,18 @@ def _scalars(record: MonitorRecord) -> dict[str, float]:
 
 
 class RecordLog:
-    """Records of a run, on disk so that a process which dies loses none of them.
+    """Records of a run, stored on disk, so that a process that crashes loses none.
 
-    ``monitor.jsonl`` gets a line per step as soon as it is known. ``tensorboard/monitor/`` gets scalars,
-    means over the steps since the last ones. ``monitor.json`` is a results file, replaced as a whole now and
-    then.
+    ``monitor.jsonl`` gets a line for each finished step. ``tensorboard/monitor/`` gets scalars, which are
+    means over the steps since the previous scalars. ``monitor.json`` is a results file, which is replaced
+    periodically.
 
     Args:
-        folder: Where the files go; made when missing.
-        taken: Steps that were taken before. Their records stay; those of later steps belong to a run that
-            was cut off, and are removed.
-        every: Steps between two sets of scalars.
-        save_seconds: Time between two writings of ``monitor.json``, s.
+        folder: Folder of the files. It is created if it is missing.
+        taken: Number of steps taken before. Their records stay. Records of later steps belong to an
+            interrupted run and are removed.
+        every: Number of steps between two sets of scalars.
+        save_seconds: Seconds between two writes of ``monitor.json``.
         environment: The machine, for ``monitor.json``.
     """
 
@@ -141,14 +141,14 @@ class RecordLog:
         for number, line in enumerate(journal.read_text().splitlines(), 1):
             self._take(json.loads(line), f"{journal} line {number}")
         self._board = FileWriter(str(folder / "tensorboard" / "monitor"), flush_secs=_BOARD_SECONDS)
-        # TensorBoard drops what an earlier process wrote from this step on.
+        # TensorBoard drops scalars that an earlier process wrote from this step on.
         self._board.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step=taken + 1)
         self._every, self._unshown = every, list[MonitorRecord]()
         self._save_seconds, self._saved = save_seconds, time.monotonic()
         self._environment = environment
 
     def write(self, record: MonitorRecord) -> None:
-        """Take the record of the next step."""
+        """Add the record of the next step."""
         self._journal.write(to_plain(record))
         self._records.add(record)
         self._unshown.append(record)
@@ -158,12 +158,12 @@ class RecordLog:
             self.save()
 
     def evaluate(self, evaluation: Evaluation) -> None:
-        """Take a held-out loss."""
+        """Add a held-out loss."""
         self._journal.write(to_plain(evaluation))
         self._evaluations.append(evaluation)
 
     def results(self) -> Results:
-        """The records so far, as the page and other readers take them."""
+        """The records so far, as results."""
         evaluations = tuple(self._evaluations)
         return Results(environment=self._environment, monitor=self._records.all(), evaluations=evaluations)
 
@@ -179,7 +179,7 @@ class RecordLog:
         self._saved = time.monotonic()
 
     def close(self) -> None:
-        """Write what is left, and let go of the files."""
+        """Write the remaining records, and close the files."""
         if self._unshown:
             self._show()
         self.save()
@@ -188,7 +188,7 @@ class RecordLog:
 
     def _show(self) -> None:
         mean = _mean(self._unshown)
-        # One event for all of them: each one wakes the writer's thread.
+        # One event for all scalars, because each event wakes the writer's thread.
         values = [Summary.Value(tag=tag, simple_value=figure) for tag, figure in _scalars(mean).items()]
         self._board.add_summary(Summary(value=values), mean.step)
         self._unshown = []

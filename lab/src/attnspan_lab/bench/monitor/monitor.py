@@ -1,4 +1,4 @@
-"""The monitor itself: what a training loop calls."""
+"""The monitor that a training loop calls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PHASES = ("forward", "backward", "optimizer", "communication")
 
 @dataclass
 class _Interval:
-    """One passage through a phase, within another one or None; ``compiling`` seconds of it do not count."""
+    """One visit to a phase, possibly within another phase. ``compiling`` seconds of it do not count."""
 
     phase: str
     inside: str | None
@@ -46,7 +46,7 @@ class _Interval:
 
 @dataclass
 class _Step:
-    """Marks and readings of a step, in the order in which they come; it begins where the last one ended."""
+    """Marks and readings of a step, in order. The step begins at the end of the previous step."""
 
     number: int
     tokens: int
@@ -62,19 +62,19 @@ class _Step:
     device_memory: int | None = None
 
     def spent(self, probe: HostProbe) -> dict[str, float]:
-        """Seconds in each phase, compilation and inner phases taken out."""
+        """Compute the seconds in each phase, without compilation and inner phases."""
         spent = dict.fromkeys(_PHASES, 0.0)
         for interval in self.intervals:
             working = probe.seconds(interval.start, interval.stop) - interval.compiling
             spent[interval.phase] += working
             if interval.inside is not None:
                 spent[interval.inside] -= working
-        # A device's events may see less of a phase than the host spent compiling in it.
+        # A device's events may measure less time than the host spent compiling in the phase.
         return {phase: max(0.0, seconds) for phase, seconds in spent.items()}
 
     def record(self, seconds: float, spent: dict[str, float], utilisation: float | None) -> MonitorRecord:
         rest = max(0.0, seconds - sum(spent.values()))
-        # On a device that has work queued, the host's wait for data costs only the time left over.
+        # If the device has queued work, waiting for data costs only the remaining time.
         data = min(self.waited, rest)
         parts = {"data": data, "host": rest - data} | spent
         shares = {name: part / seconds if seconds > 0 else 0.0 for name, part in parts.items()}
@@ -94,25 +94,26 @@ class _Step:
 
 
 class Monitor:
-    """Watches the steps of a training, at well under 1 % of their time, and changes nothing of them.
+    """Watches the steps of a training. It takes well under 1 % of the time and does not change the steps.
 
-    A step lasts from the end of the one before to its own end, so that the shares of its phases, of the wait
-    for data and of the host add up to 1. Time inside attention comes from counters of the operators, which
-    need no profiler and see into compiled graphs.
+    A step lasts from the end of the previous step to its own end. The shares of phases, data and host
+    therefore add up to 1. Time inside attention comes from counters of the operators, which need no profiler
+    and also count in compiled graphs.
 
     Args:
-        log_dir: Folder of ``monitor.jsonl``, ``monitor.json`` and ``tensorboard/monitor``; made at the first
-            step.
-        ceiling: Measured FLOP/s that attention is held against, or None. A step that exceeds it raises it.
-        device: Where the model is: "cpu" or a CUDA device, whose phases are timed by events, without any
-            synchronisation.
-        every: Steps between two sets of TensorBoard scalars, which are means over them.
-        save_seconds: Time between two writings of ``monitor.json``, s.
-        attention: Totals of the attention operators so far, or None where there are none.
-        probe: Marks moments, and reads utilisation and memory; by default that of the device.
+        log_dir: Folder of ``monitor.jsonl``, ``monitor.json`` and ``tensorboard/monitor``. The first step
+            creates it.
+        ceiling: Measured peak FLOP/s to compare attention with, or None. A faster step raises it.
+        device: Device of the model: "cpu" or a CUDA device. Events time the phases of a CUDA device without
+            synchronization.
+        every: Number of steps between two sets of TensorBoard scalars, which are means over these steps.
+        save_seconds: Seconds between two writes of ``monitor.json``.
+        attention: Returns the totals of the attention operators so far, or None if there are none.
+        probe: Marks moments, and reads utilisation and memory. Default: the device's own probe.
 
     Raises:
-        OptionError: A step or phase where none can be, an unknown phase, or an option out of range.
+        OptionError: A step or phase begins at a wrong place, a phase is unknown, or an option is out of
+            range.
 
     Example:
         >>> import tempfile
@@ -148,7 +149,7 @@ class Monitor:
         self._folder, self._ceiling, self._every, self._save_seconds = log_dir, ceiling, every, save_seconds
         self._attention = attention
         device = torch.device(device)
-        remedy = "Give a probe of your own for other devices"
+        remedy = "Pass your own probe for other devices"
         expect(device.type in ("cpu", "cuda") or probe, "device", "cpu or cuda", str(device), remedy)
         self._probe = probe or (CudaProbe(device) if device.type == "cuda" else HostProbe())
         self._environment = describe_environment(device.type)
@@ -161,7 +162,7 @@ class Monitor:
         self._closed = False
         self._first_evaluation: float | None = None
         self._own_seconds = self._seconds = 0.0
-        # Since the end of the last step; None before the first one.
+        # Begins at the end of the last step. None before the first step.
         self._begin: object | None = None
         self._compiled_before = 0.0
         self._waited = 0.0
@@ -175,16 +176,16 @@ class Monitor:
         self.close()
 
     def data(self, batches: Iterable[T]) -> Iterator[T]:
-        """Pass on the batches; the time between asking and getting is the wait for data.
+        """Yield the batches, and measure the time to get each batch as the wait for data.
 
         Raises:
-            OptionError: A batch is asked for within a phase, whose time it would be as well.
+            OptionError: A batch is requested within a phase, whose time would include the wait.
         """
         iterator = iter(batches)
         while True:
             self._watch()
             if self._phases:
-                raise _misplaced("data", "a batch to be asked for outside of all phases", self._phases)
+                raise _misplaced("data", "a request for a batch outside of all phases", self._phases)
             start = time.perf_counter()
             try:
                 batch = next(iterator)
@@ -196,15 +197,16 @@ class Monitor:
 
     @contextmanager
     def step(self, *, number: int | None = None, tokens: int = 0) -> Iterator[None]:
-        """Surround one step. A step that raises is not recorded.
+        """Measure the step in a ``with`` block. A step that raises is not recorded.
 
         Args:
-            number: Number of the step, from 1; None counts on. The first one decides what becomes of records
-                that are in the folder already: those of earlier steps stay, as for a run that is resumed.
-            tokens: Tokens that the step trains on, padding included.
+            number: Number of the step, from 1. None continues to count. At the first step, existing records
+                of earlier steps in the folder stay, and records of this and later steps are removed.
+            tokens: Number of tokens that the step trains on, including padding.
 
         Raises:
-            OptionError: Within another step, after `close`, or with a number that is not above the last one.
+            OptionError: The step is within another step, comes after `close`, or its number is not above the
+                last number.
         """
         self._start_step(number, tokens)
         try:
@@ -216,44 +218,47 @@ class Monitor:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Surround one part of a step. Time of a step outside of all phases is the host's.
+        """Measure one phase of a step in a ``with`` block. Time outside all phases counts as the host's.
 
         Args:
-            name: "forward", "backward", "optimizer" or "communication". A phase may be gone through several
-                times. Communication may lie within another phase, from which its time is then taken.
+            name: "forward", "backward", "optimizer" or "communication". A step may enter a phase several
+                times. Communication may lie within another phase, and its time is then subtracted from that
+                phase.
 
         Raises:
-            OptionError: Outside of a step, within another phase, or for another name.
+            OptionError: The phase is outside of a step or within another phase, or its name is unknown.
         """
         interval = self._start_phase(name)
         compiled = compile_seconds()
         try:
             yield
         finally:
-            # An exception has ended the step before, where the loop let it through.
+            # An exception ended the step earlier, and the loop caught it.
             if self._phases and self._phases[-1] is interval:
                 self._phases.pop()
                 interval.stop = self._probe.mark()
                 interval.compiling = compile_seconds() - compiled
 
     def loss(self, loss: float | torch.Tensor) -> None:
-        """Record the loss of the step in progress. A tensor is read once the device has finished the step.
+        """Record the loss of the current step. A tensor is read after the device has finished the step.
 
         Raises:
-            OptionError: Outside of a step.
+            OptionError: The call is outside of a step.
         """
         if self._step is None:
-            remedy = "Surround it with monitor.step()"
-            raise OptionError("loss", expected="a loss within a step", got="it outside of one", remedy=remedy)
+            remedy = "Call it within monitor.step()"
+            raise OptionError(
+                "loss", expected="a loss within a step", got="a loss outside of a step", remedy=remedy
+            )
         self._step.loss = loss.detach().clone() if isinstance(loss, torch.Tensor) else loss
 
     def held_out(self, loss: float) -> None:
         """Record the loss on held-out data after the last step, or before the first one.
 
         Raises:
-            OptionError: Within a step, or after `close`.
+            OptionError: The call is within a step, or after `close`.
         """
-        got = "a closed monitor" if self._closed else "it within a step"
+        got = "a closed monitor" if self._closed else "a call within a step"
         outside = not self._closed and self._step is None
         expect(outside, "held_out", "an open monitor between steps", got, "Evaluate after the step")
         if self._log is None:
@@ -262,12 +267,12 @@ class Monitor:
             self._log.evaluate(Evaluation(self._last, float(loss)))
 
     def results(self) -> Results:
-        """The records so far, with the environment: what `attnspan_lab.report` makes a page of."""
+        """The records so far, with the environment, as results for `attnspan_lab.report`."""
         return Results(environment=self._environment) if self._log is None else self._log.results()
 
     @property
     def overhead(self) -> float:
-        """Share of the watched time that the monitor's own work at the ends of steps took, 0..1."""
+        """Share of the watched time that the monitor's own work took, from 0 to 1."""
         return self._own_seconds / self._seconds if self._seconds else 0.0
 
     def save(self) -> None:
@@ -276,7 +281,7 @@ class Monitor:
             self._log.save()
 
     def close(self) -> None:
-        """Wait for the device, write everything, and let go of the files; a second call does nothing."""
+        """Wait for the device, write everything, and close the files. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -287,17 +292,17 @@ class Monitor:
             self._log.close()
 
     def _watch(self) -> None:
-        """Begin to watch, unless that is done."""
+        """Begin to watch, unless the monitor already watches."""
         if self._begin is None:
             self._begin, self._compiled_before = self._probe.mark(), compile_seconds()
             self._probe.start()
 
     def _start_step(self, number: int | None, tokens: int) -> None:
-        expect(not self._closed, "step", "an open monitor", "a closed one", "Make another")
-        inside = f"one within step {self._step.number}" if self._step else ""
-        expect(self._step is None, "step", "no step within another", inside, "End that one first")
+        expect(not self._closed, "step", "an open monitor", "a closed monitor", "Create a new one")
+        inside = f"a step within step {self._step.number}" if self._step else ""
+        expect(self._step is None, "step", "no step within another", inside, "End the other step first")
         number = self._last + 1 if number is None else number
-        wanted, remedy = "a number above {}, the last one", "Count up, or leave the number away"
+        wanted, remedy = "a number above {}, the last one", "Increase the number, or leave it out"
         expect(number > self._last, "step", wanted, number, remedy, self._last)
         self._watch()
         if self._log is None:
@@ -311,7 +316,7 @@ class Monitor:
         start = time.perf_counter()
         step, self._step = self._step, None
         assert step is not None
-        # The mark at the end of a step is also the next one's begin.
+        # The mark at the end of a step is also the begin of the next step.
         step.end = self._begin = self._probe.mark()
         self._last = step.number
         after = self._attention()
@@ -326,7 +331,7 @@ class Monitor:
         self._own_seconds += time.perf_counter() - start
 
     def _write_known(self) -> None:
-        """Write the steps that the device has finished; on the host those are all."""
+        """Write the steps that the device has finished. On the CPU, these are all steps."""
         while self._pending and self._probe.known(self._pending[0].end):
             step = self._pending.popleft()
             seconds, spent = self._probe.seconds(step.begin, step.end), step.spent(self._probe)
@@ -339,7 +344,7 @@ class Monitor:
 
     def _start_phase(self, name: str) -> _Interval:
         expect(name in _PHASES, "phase", " or ".join(_PHASES), repr(name), "Use one of these")
-        got, remedy = f"{name!r} outside of one", "Surround it with monitor.step()"
+        got, remedy = f"{name!r} outside of a step", "Enter the phase within monitor.step()"
         if self._step is None:
             raise OptionError("phase", expected="a phase within a step", got=got, remedy=remedy)
         if self._phases and (name != "communication" or len(self._phases) > 1):
@@ -352,5 +357,5 @@ class Monitor:
 
 
 def _misplaced(what: str, expected: str, phases: list[_Interval]) -> OptionError:
-    remedy = "End that phase first; only communication may lie within another one"
+    remedy = "End that phase first. Only communication may lie within another phase"
     return OptionError(what, expected=expected, got=f"it within {phases[-1].phase!r}", remedy=remedy)

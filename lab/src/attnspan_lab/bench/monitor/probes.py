@@ -1,4 +1,4 @@
-"""Readings of a monitor at the boundaries of a step; each takes microseconds."""
+"""Readings of a monitor at the boundaries of a step. Each one takes microseconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COMPILE_TIMES = ("entire_frame_compile", "entire_backward_compile")
 
 
 class AttentionTotals(NamedTuple):
-    """Work of the attention operators since the process began, forward and backward: s, and visible FLOPs."""
+    """Totals of the attention operators in this process: seconds and visible FLOPs, forward and backward."""
 
     seconds: float
     flops: float
@@ -27,7 +27,7 @@ class AttentionTotals(NamedTuple):
 
 
 def attention_totals() -> AttentionTotals | None:
-    """Read the counters of the CPU kernel; None without the compiled module."""
+    """Read the counters of the CPU kernel. Return None without the compiled module."""
     try:
         directions = cpu.counters().values()
     except ImportError:
@@ -37,8 +37,8 @@ def attention_totals() -> AttentionTotals | None:
 
 
 def compile_seconds() -> float:
-    """Seconds that torch.compile has spent in this process so far, on forward and backward graphs."""
-    # Looked up, not imported: a process that compiles nothing need not load the compiler.
+    """Return the seconds of torch.compile in this process, for forward and backward graphs."""
+    # Look the module up instead of importing it: most processes need not load the compiler.
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is None:
         return 0.0
@@ -47,10 +47,10 @@ def compile_seconds() -> float:
 
 
 class HostProbe:
-    """Marks moments, and reads what a step used, here of the cores.
+    """Marks moments, and reads the resources of a step. This base class measures the CPU.
 
-    A mark of the host is known at once; that of an asynchronous device, only later. ``now`` reads
-    (wall s, CPU s).
+    A mark on the CPU is known immediately. A mark on an asynchronous device is known later. ``now`` reads
+    (wall seconds, CPU seconds).
     """
 
     utilisation_source = "CPU time of the process over wall time and threads"
@@ -60,40 +60,41 @@ class HostProbe:
         self._before = (0.0, 0.0)
 
     def mark(self) -> Any:
-        """Mark this moment, without waiting for anything."""
+        """Mark this moment, without waiting."""
         return time.perf_counter()
 
     def known(self, mark: Any) -> bool:
-        """Whether the device has come past a mark; does not wait."""
+        """Whether the device has passed a mark. This method does not wait."""
         return mark is not None
 
     def wait(self, mark: Any) -> None:
-        """Wait until the device has come past a mark."""
+        """Wait until the device has passed a mark."""
 
     def seconds(self, start: Any, stop: Any) -> float:
-        """Time between two known marks, s."""
+        """Return the seconds between two known marks."""
         return float(stop - start)
 
     def start(self) -> None:
-        """Forget what was used before this moment."""
+        """Reset the readings at this moment."""
         self._before = self._now()
 
     def utilisation(self, seconds: float, busy: float) -> float | None:
-        """Busy share of the device, 0..1, in a step of ``seconds``, of which ``busy`` are within phases."""
+        """Return the device's busy share of a step, from 0 to 1. ``busy`` are the seconds within phases."""
         del seconds, busy
         before, self._before = self._before, self._now()
         wall = self._before[0] - before[0]
         return (self._before[1] - before[1]) / (wall * torch.get_num_threads()) if wall > 0 else None
 
     def device_memory(self) -> int | None:
-        """Most bytes that were allocated on the accelerator so far; None on the CPU."""
+        """Return the peak of allocated bytes on the accelerator, or None on the CPU."""
         return None
 
 
 class CudaProbe(HostProbe):
-    """A CUDA device: events on its current stream, and NVML's utilisation, else the time within phases.
+    """Probe of a CUDA device: events on its current stream, and NVML's utilisation.
 
-    NVML is read once in ``period`` steps: its own window is longer than a step.
+    Without NVML, the time within phases counts as busy. NVML is read once in ``period`` steps, because its
+    window is longer than a step.
     """
 
     def __init__(self, device: torch.device, period: int = 10) -> None:
@@ -118,7 +119,7 @@ class CudaProbe(HostProbe):
         mark.synchronize()
 
     def seconds(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> float:
-        return float(start.elapsed_time(stop)) / 1e3  # an event counts milliseconds
+        return float(start.elapsed_time(stop)) / 1e3  # events measure milliseconds
 
     def utilisation(self, seconds: float, busy: float) -> float | None:
         if self.utilisation_source != "NVML":
@@ -129,5 +130,5 @@ class CudaProbe(HostProbe):
         return self._share
 
     def device_memory(self) -> int | None:
-        # Not reset from step to step: the statistics belong to whoever trains.
+        # The peak is not reset at each step, because the training program may read these statistics.
         return torch.cuda.max_memory_allocated(self._device)

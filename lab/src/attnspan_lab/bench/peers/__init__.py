@@ -1,4 +1,4 @@
-"""Peers of the comparison: each is adapted in a few lines, and says why it cannot do a workload."""
+"""Peers of the benchmarks: other attention implementations. Each says why it cannot run a workload."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from attnspan_lab.bench.peers.torch_peers import Attnspan, DenseMask, FlashAttn,
 
 __all__ = ["PEERS", "Job", "Peer", "Ready", "peers_by_name", "peers_named"]
 
-#: Every peer, attnspan first.
+#: All peers, attnspan first.
 PEERS: tuple[Peer, ...] = (
     Attnspan(),
     Attnspan("vendor"),
@@ -42,12 +42,12 @@ PEERS: tuple[Peer, ...] = (
 
 
 def peers_by_name() -> dict[str, Peer]:
-    """Every peer by its name, attnspan first."""
+    """Map names to peers, attnspan first."""
     return {peer.name: peer for peer in PEERS}
 
 
 def peers_named(names: Sequence[str]) -> tuple[Peer, ...]:
-    """The peers that are asked for, attnspan first in any case; no name takes all.
+    """Select peers by name. attnspan is always the first. Without names, all peers are selected.
 
     Raises:
         OptionError: A name is unknown.
@@ -58,5 +58,5 @@ def peers_named(names: Sequence[str]) -> tuple[Peer, ...]:
     """
     for name in set(names) - set(peers_by_name()):
         known = ", ".join(peers_by_name())
-        raise OptionError("peers", expected=f"some of {known}", got=repr(name), remedy="Name one of these")
+        raise OptionError("peers", expected=f"some of {known}", got=repr(name), remedy="Use one of these")
     return tuple(peer for i, peer in enumerate(PEERS) if i == 0 or not names or peer.name in names)

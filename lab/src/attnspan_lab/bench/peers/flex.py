@@ -1,4 +1,4 @@
-"""torch's FlexAttention, compiled, with a block mask that was made once."""
+"""torch's FlexAttention, compiled, with a block mask that is created once."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ class Flex:
         if job.device == "cpu" and job.backward:
             return "it has no backward pass on CPU"
         w = job.workload
-        # The block mask is found by evaluating the function for every pair, in a few copies.
+        # To find the block mask, torch evaluates the function for every pair, with a few copies.
         return enough_memory(job, 8.0 * w.q_len * w.k_len, "finding its block mask")
 
     def prepare(self, job: Job) -> Ready:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        # Each workload is compiled on its own: a limit of recompilations would end in slow, uncompiled calls.
+        # Compile each workload separately: beyond the recompilation limit, calls would be slow and
+        # uncompiled.
         torch._dynamo.reset()
         w = job.workload
         compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
@@ -48,7 +49,7 @@ class Flex:
 
 
 def mask_mod(job: Job) -> MaskMod:
-    """A job's mask as FlexAttention's users write it. What has no short form is looked up in the spans."""
+    """Write a job's mask as a user of FlexAttention would. Masks without a short form look up the spans."""
     return _short(job.mask, job) or _looked_up(job)
 
 

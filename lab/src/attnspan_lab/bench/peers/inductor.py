@@ -1,4 +1,4 @@
-"""Attention as two products and a softmax, compiled by inductor: the products are oneDNN's and MKL's."""
+"""Attention as two products and a softmax, compiled by inductor. oneDNN and MKL compute the products."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ _LEVELS = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA
 
 
 class Inductor:
-    """Plain attention under `torch.compile`, forward and backward, with scores in memory."""
+    """Plain attention under `torch.compile`, forward and backward, with stored scores."""
 
     name = "inductor"
 
     def refuses(self, job: Job) -> str | None:
         if job.device != "cpu":
-            return f"it stands for the products of CPU libraries, not of {job.device}"
+            return f"it measures the products of CPU libraries, not of {job.device}"
         if held := held_below(holders=_LEVELS):
             return held
-        # Scores and probabilities; the backward pass has the gradients of both, and copies of other layouts.
+        # Scores and probabilities. The backward pass adds their gradients, and copies in other layouts.
         return enough_memory(job, (6 if job.backward else 3) * job.square_bytes, "the scores")
 
     def prepare(self, job: Job) -> Ready:
         w = job.workload
         mask = None if job.is_full else job.folded_mask()
-        # The compiler counts recompilations by code object: an own one to each job never meets the limit.
+        # The compiler counts recompilations per code object, so a new one for each job never reaches the
+        # limit.
         attend = FunctionType(_attend.__code__.replace(), _attend.__globals__)
-        # Kernels have their number of threads compiled in, and are found again on disk.
+        # The number of threads is compiled into kernels, which are cached on disk.
         compiled = torch.compile(attend, dynamic=False, fullgraph=True, options={"cpp.threads": job.threads})
         scale, folded = w.head_dim**-0.5, (w.batch, w.kv_heads, -1, w.head_dim)
 
@@ -47,7 +48,7 @@ class Inductor:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, folded: tuple[int, ...]
 ) -> Tensor:
-    # Scaled before the product: inductor knows the form that scales scores, and puts SDPA in its place.
+    # Scale before the product: inductor would replace the form that scales scores by SDPA.
     scores = (q * scale).reshape(folded) @ k.mT
     if mask is not None:
         scores = torch.where(mask, scores, float("-inf"))

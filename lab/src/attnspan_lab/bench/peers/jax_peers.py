@@ -1,4 +1,4 @@
-"""Peers of JAX, compiled ahead of the first call: attnspan's own front end, jax.nn's attention, tokamax's."""
+"""JAX peers, compiled before the first call: attnspan's JAX interface, jax.nn's attention and tokamax."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class JaxAttention:
     """A function like `jax.nn.dot_product_attention`.
 
     Args:
-        name: Of the peer, and of the package that must be installed.
-        module: Where the function is.
+        name: Name of the peer, and of the package that must be installed.
+        module: Module that contains the function.
     """
 
     def __init__(self, name: str, module: str) -> None:
@@ -35,7 +35,7 @@ class JaxAttention:
         self._module = module
 
     def refuses(self, job: Job) -> str | None:
-        # XLA stores the scores and the probabilities; the backward pass their gradients too.
+        # XLA stores the scores and the probabilities. The backward pass also stores their gradients.
         copies = 4 if job.backward else 2
         return _missing(job, self.name) or enough_memory(job, copies * job.square_bytes, "the scores")
 
@@ -48,7 +48,7 @@ class JaxAttention:
 
 
 class AttnspanJax:
-    """`attnspan.jax.attention` under jit, with a mask that was lowered once and is an argument."""
+    """`attnspan.jax.attention` under jit. The mask is lowered once and passed as an argument."""
 
     name = "attnspan-jax"
 
@@ -60,7 +60,7 @@ class AttnspanJax:
         except BackendError as error:
             return str(error)
         copies = 6 if job.backward else 3
-        # The only one that stores scores; no call comes to it by itself.
+        # Only this backend stores scores. It runs only if it is requested.
         return enough_memory(job, copies * job.square_bytes, "the scores") if backend == "math" else None
 
     def prepare(self, job: Job) -> Ready:
@@ -90,7 +90,7 @@ def _missing(job: Job, package: str) -> str | None:
 
 
 def _lowered(job: Job) -> Any:
-    """The mask lowered once; on GPUs as an expression, which the kernels for a few masks know by name."""
+    """Lower the mask once. On GPUs, keep the expression: vendor kernels recognize a few kinds of masks."""
     if job.device == "cuda":
         return job.mask
     import jax
@@ -100,7 +100,7 @@ def _lowered(job: Job) -> Any:
 
 
 def _with_mask(attention: Callable[..., Any], job: Job) -> Callable[..., Any]:
-    """The call with the mask in the shortest form that the function has for it."""
+    """Pass the mask in the shortest form that the function supports."""
     given: dict[str, Any] | None = None
     if job.is_full:
         given = {}
@@ -137,13 +137,13 @@ _started_with: int | None = None
 
 
 def start_jax(threads: int) -> Any:
-    """JAX, with as many threads as torch if it was not running: its pool is sized at the start."""
+    """Start JAX with torch's number of threads, unless it is running: JAX sizes its pool at the start."""
     global _started_with
     if "jax" not in sys.modules or _started_with is None:
         fresh = "jax" not in sys.modules
         before = os.environ.get("NPROC")
         os.environ["NPROC"] = str(threads)
-        # Half of the device's memory taken ahead would leave too little to the other peers.
+        # Without this, JAX would reserve most of the device's memory and leave too little for other peers.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         try:
             jax = import_module("jax")
@@ -159,14 +159,14 @@ def start_jax(threads: int) -> Any:
 
 
 def _threads_note(job: Job) -> str:
-    """Empty, or that JAX had been running before its threads could be chosen."""
+    """Return a note if JAX was running before its number of threads could be set, or else ""."""
     if job.device != "cpu" or _started_with == job.threads:
         return ""
     return f"its own number of threads, not {job.threads}: JAX was already running"
 
 
 def _to_jax(x: Tensor) -> Any:
-    """(B, H, S, D) to JAX's (B, S, H, D), which is how it lies in memory."""
+    """Convert (B, H, S, D) to JAX's (B, S, H, D), which is the layout in memory."""
     import jax
 
     rows = x.detach().transpose(1, 2).contiguous().cpu()
@@ -176,7 +176,7 @@ def _to_jax(x: Tensor) -> Any:
 
 
 def _from_jax(result: Any) -> tuple[Tensor, ...]:
-    """Arrays (B, S, H, D) to float32 tensors (B, H, S, D)."""
+    """Convert arrays (B, S, H, D) to float32 tensors (B, H, S, D)."""
     import numpy as np
 
     arrays = result if isinstance(result, tuple | list) else (result,)

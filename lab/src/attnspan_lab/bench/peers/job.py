@@ -1,6 +1,6 @@
-"""Job of a peer: one workload's inputs, and the facts about its mask that decide who can do it.
+"""Job of a peer: a workload's inputs, and properties of its mask that decide which peers can run it.
 
-Inputs are as a model makes them: (B, S, H, D) in memory, seen as (B, H, S, D).
+Inputs have the layout of a model's tensors: (B, S, H, D) in memory, viewed as (B, H, S, D).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Job:
     """One workload in one mode, with its inputs on a device.
 
     Args:
-        workload: What to compute.
-        mode: "forward" or "forward+backward"; with the latter, q, k and v require gradients.
+        workload: The attention problem.
+        mode: "forward" or "forward+backward". With the latter, q, k and v require gradients.
         device: "cpu" or "cuda".
         q: (B, Hq, Sq, D).
         k: (B, Hkv, Sk, D).
         v: (B, Hkv, Sk, Dv).
         dout: Gradient of the output, (B, Hq, Sq, Dv).
-        threads: CPU threads that a peer may use.
+        threads: Number of CPU threads that a peer may use.
 
     Example:
         >>> work = Workload("four", "causal", 1, 2, 2, 4, 4, 8, 8, "float32", "causal")
@@ -77,7 +77,7 @@ class Job:
 
     @property
     def backward(self) -> bool:
-        """Whether gradients are wanted."""
+        """Whether gradients are computed."""
         return self.mode == "forward+backward"
 
     @cached_property
@@ -87,7 +87,7 @@ class Job:
 
     @cached_property
     def prepared(self) -> Prepared:
-        """The mask lowered once, its bounds on the device: a call has nothing to convert."""
+        """The mask, lowered once, with its bounds on the device, so that calls convert nothing."""
         w = self.workload
         return self.mask.spans(w.q_len, w.k_len, batch=w.batch, heads=w.q_heads, like=self.q.detach())
 
@@ -103,24 +103,24 @@ class Job:
 
     @property
     def is_causal(self) -> bool:
-        """Whether the mask is the plain causal one of a square problem, on which all conventions agree."""
+        """Whether the mask is plain causal with Sq = Sk, where all alignment conventions agree."""
         return isinstance(self.mask, masks.causal) and self.workload.q_len == self.workload.k_len
 
     @property
     def needs_causal_flag(self) -> bool:
-        """Whether the causal mask must be asked for; one query that sees every key needs none."""
+        """Whether a causal flag is needed. One query that sees every key needs none."""
         return self.is_causal and not self.is_full
 
     @property
     def window(self) -> masks.window | None:
-        """The mask where it is a plain sliding window, bounded on both sides, of a square problem."""
+        """The mask if it is a plain sliding window with two bounds and Sq = Sk, or else None."""
         mask, square = self.mask, self.workload.q_len == self.workload.k_len
         bounded = isinstance(mask, masks.window) and mask.left is not None and mask.right is not None
         return mask if isinstance(mask, masks.window) and bounded and square else None
 
     @cached_property
     def documents(self) -> tuple[int, ...] | None:
-        """Cumulative lengths where the mask is "within documents", causal or not; else None."""
+        """Cumulative lengths if the mask is a document mask, causal or not, or else None."""
         parts = self.mask.operands if isinstance(self.mask, And) else (self.mask,)
         found = [part for part in parts if isinstance(part, masks.documents)]
         others = [part for part in parts if not isinstance(part, masks.documents | masks.causal)]
@@ -130,7 +130,7 @@ class Job:
 
     @property
     def documents_causal(self) -> bool:
-        """Whether `documents` are causal inside."""
+        """Whether the mask is causal within each of the `documents`."""
         return any(isinstance(leaf, masks.causal) for leaf in self.mask.leaves())
 
     def dense_mask(self) -> Tensor:
@@ -139,7 +139,10 @@ class Job:
         return dense
 
     def folded_mask(self) -> Tensor:
-        """The mask (B|1, Hkv|1, Hq / Hkv * Sq, Sk), bool, with grouped heads as rows of their key head."""
+        """The bool mask (B|1, Hkv|1, Hq / Hkv * Sq, Sk).
+
+        Grouped query heads are more rows of their key head.
+        """
         w, dense = self.workload, self.dense_mask()
         if dense.shape[1] == 1:
             return dense.repeat(1, 1, w.q_heads // w.kv_heads, 1)
@@ -153,13 +156,13 @@ class Job:
 
     @property
     def square_bytes(self) -> int:
-        """Bytes of a score for each query, key, head and batch row, in float32."""
+        """Bytes of all float32 scores, for each query, key, head and batch element."""
         w = self.workload
         return 4 * w.batch * w.q_heads * w.q_len * w.k_len
 
     @property
     def mask_bytes(self) -> int:
-        """Bytes of a dense bool mask and of the additive one that torch makes from it."""
+        """Bytes of a dense bool mask and of the additive mask that torch makes from it."""
         rows, heads = self.prepared.lowered.bounds.shape[:2]
         w = self.workload
         return int(rows * heads * w.q_len * w.k_len * (1 + self.q.element_size()))
@@ -170,13 +173,13 @@ class Ready:
     """A peer, prepared for one job.
 
     Args:
-        call: Computes the job once: the output, or the output and the gradients of q, k and v.
-        device: Where the call runs.
-        to_torch: Maps its result to tensors (B, H, S, D).
-        trace_seconds: Tracing on the host, where the peer traces ahead of the first call.
-        compile_seconds: Its compiler's own time; None takes the first call less a warm one.
-        around: Makes a context that calls are made in.
-        note: What runs in truth.
+        call: Computes the job once. It returns the output, or the output and the gradients of q, k and v.
+        device: Device of the call.
+        to_torch: Converts the result to tensors (B, H, S, D).
+        trace_seconds: Time to trace on the host, if the peer traces before the first call.
+        compile_seconds: Time of the peer's compiler. None means the first call minus a warm call.
+        around: Makes a context manager around calls.
+        note: Description of the code that runs.
     """
 
     call: Callable[[], Any]
@@ -191,19 +194,19 @@ class Ready:
 
 
 class Peer(Protocol):
-    """Something that computes attention; its name is unique among the peers."""
+    """An attention implementation with a unique name."""
 
     name: str
 
     def refuses(self, job: Job) -> str | None:
-        """Return None, or why it cannot do the job."""
+        """Return the reason why the peer cannot run the job, or None."""
 
     def prepare(self, job: Job) -> Ready:
-        """Bring masks and inputs into the peer's natural form, outside of what is timed."""
+        """Convert mask and inputs to the peer's own form. This step is not timed."""
 
 
 def differentiated(forward: Forward, job: Job) -> Callable[[], Tensor | tuple[Tensor, ...]]:
-    """The call of a torch peer: its forward on the job's inputs, or forward and gradients.
+    """Make the call of a torch peer: the forward pass on the job's inputs, or forward and gradients.
 
     Example:
         >>> work = Workload("four", "causal", 1, 2, 2, 4, 4, 8, 8, "float32", "causal")
@@ -223,7 +226,7 @@ def differentiated(forward: Forward, job: Job) -> Callable[[], Tensor | tuple[Te
 
 
 def enough_memory(job: Job, needed: float, what: str) -> str | None:
-    """None, or that ``what`` would need more than half of the free memory, with ``needed`` bytes."""
+    """Return a reason if ``what`` needs more than half of the free memory, or None."""
     free = _free_bytes(job.device)
     if free is None or needed <= free / 2:
         return None
@@ -231,11 +234,11 @@ def enough_memory(job: Job, needed: float, what: str) -> str | None:
 
 
 def held_below(level: str | None = None, holders: Sequence[str] = ()) -> str | None:
-    """None, or that attnspan is held to a lower instruction-set level (``ATTNSPAN_ISA``) than a peer.
+    """Return a reason if ``ATTNSPAN_ISA`` limits attnspan to a lower instruction set than a peer, or None.
 
     Args:
-        level: The highest one that the peer uses; None for the machine's best.
-        holders: Variables that hold the peer to a level; where all are set, it is taken to be held.
+        level: Highest instruction-set level of the peer. None means the machine's best.
+        holders: Environment variables that limit the peer. If all are set, the peer counts as limited.
 
     Example:
         >>> held_below()
@@ -247,8 +250,8 @@ def held_below(level: str | None = None, holders: Sequence[str] = ()) -> str | N
     missing = [name for name in holders if name not in os.environ]
     if holders and not missing:
         return None
-    remedy = f"set {', '.join(missing)}" if missing else "no setting does that"
-    return f"attnspan is held to {cpu.isa()}, this peer is not: {remedy}"
+    remedy = f"set {', '.join(missing)}" if missing else "no setting limits this peer"
+    return f"attnspan is limited to {cpu.isa()} and this peer is not: {remedy}"
 
 
 def _free_bytes(device: str) -> float | None:
@@ -257,6 +260,6 @@ def _free_bytes(device: str) -> float | None:
     try:
         with open("/proc/meminfo") as lines:
             table = dict(line.split(":", 1) for line in lines)
-    except OSError:  # No such file outside Linux: the peer is tried.
+    except OSError:  # Outside Linux, this file does not exist, and the peer runs.
         return None
     return float(table["MemAvailable"].split()[0]) * 1024

@@ -1,4 +1,4 @@
-"""ONNX Runtime's attention on CPU, in the fastest of its operators."""
+"""ONNX Runtime's attention on CPU, with the fastest of its operators."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TRIALS = 3
 
 @dataclass(frozen=True)
 class _Form:
-    """One operator on a job's arrays; inputs that are not given have an empty name."""
+    """One operator on a job's arrays. Missing inputs have an empty name."""
 
     op: str
     domain: str
@@ -40,10 +40,10 @@ class _Form:
 
 
 class OnnxRuntime:
-    """`Attention` of opset 23, `MultiHeadAttention` and `GroupQueryAttention` of its own operators.
+    """`Attention` of opset 23, and ONNX Runtime's operators `MultiHeadAttention` and `GroupQueryAttention`.
 
-    The first takes every mask and stores scores. The others do not, and know the full and the causal mask.
-    Which one is fastest depends on lengths and heads, so each job tries them, before it is timed.
+    The first operator supports every mask and stores scores. The other two store no scores, and support only
+    full and causal masks. Lengths and heads decide which one is fastest, so each job tries all before timing.
     """
 
     name = "onnxruntime"
@@ -56,15 +56,15 @@ class OnnxRuntime:
                 return f"{package} is not installed"
         if job.backward:
             return "it has no backward pass"
-        # Without a setting, its products take AVX-512 where the processor has it, and nothing above that.
+        # By default, its products use AVX-512 if the processor has it, and nothing above.
         if held := held_below("avx512"):
             return held
         words: list[str] = []
         for form in _forms(job):
             try:
                 _session(form, job.threads)
-            except Exception as error:  # Its classes of errors have no public name.
-                words.append(f"it loads no model in {job.workload.dtype}: {error}")
+            except Exception as error:  # The error classes have no public name.
+                words.append(f"it cannot load a model in {job.workload.dtype}: {error}")
             else:
                 return None
         return words[0] if words else enough_memory(job, 2 * job.square_bytes, "the scores")
@@ -75,7 +75,7 @@ class OnnxRuntime:
             start = time.perf_counter()
             try:
                 call = _bound(form, job.threads)
-            except Exception:  # `refuses` has found one that loads, which need not be this one.
+            except Exception:  # `refuses` found an operator that loads, but not necessarily this one.
                 continue
             done = time.perf_counter()
             tried.append((min(_seconds(call) for _ in range(_TRIALS)), done - start, form, call))
@@ -84,12 +84,12 @@ class OnnxRuntime:
 
 
 def _forms(job: Job) -> Iterator[_Form]:
-    """The operators that say the job's mask, where what they store fits into memory."""
+    """Yield the operators that support the job's mask and whose memory is available."""
     w, q = job.workload, job.q
     if enough_memory(job, 2 * job.square_bytes, "the scores") is None:
         heads = {name: x.detach().contiguous() for name, x in zip("qkv", (job.q, job.k, job.v), strict=True)}
         if not (job.is_full or job.is_causal):
-            # Added, not bool: it would be converted in each call.
+            # An additive mask, because a bool mask would be converted in each call.
             hidden = ~job.dense_mask()
             heads["mask"] = torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, float("-inf"))
         out = torch.empty(w.batch, w.q_heads, w.q_len, w.v_dim, dtype=q.dtype)
@@ -104,7 +104,7 @@ def _forms(job: Job) -> Iterator[_Form]:
             "MultiHeadAttention", "com.microsoft", rows, {"out": out}, result, {"num_heads": w.q_heads}
         )
     if job.needs_causal_flag:
-        # A decoder's operator: it also writes keys and values into a cache, which is empty before.
+        # This decoder operator also writes keys and values into a cache, which starts empty.
         lengths = {
             "last": torch.full((w.batch,), w.k_len - 1, dtype=torch.int32),
             "total": torch.tensor([w.k_len], dtype=torch.int32),
@@ -118,7 +118,7 @@ def _forms(job: Job) -> Iterator[_Form]:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """(B, H, S, D) as (B, S, H * D), which is how it lies in memory."""
+    """View (B, H, S, D) as (B, S, H * D), which is the layout in memory."""
     return x.detach().transpose(1, 2).flatten(2)
 
 
@@ -131,16 +131,15 @@ def _session(form: _Form, threads: int) -> Any:
 
     names = list(form.inputs)
     if form.op == "GroupQueryAttention":
-        names[3:3] = ["", ""]  # No keys and values from before.
+        names[3:3] = ["", ""]  # No cached keys and values.
     node = helper.make_node(form.op, names, list(form.outputs), domain=form.domain, **form.attributes)
     graph = helper.make_graph([node], "attention", declared(form.inputs), declared(form.outputs))
     versions = [helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)]
-    # The version of the file's format that came with opset 23: a newer `onnx` would write a newer one.
+    # Use the file format of opset 23, because a newer `onnx` would write a newer format.
     model = helper.make_model(graph, opset_imports=versions, ir_version=11)
     options = runtime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    # Its threads spin within a call, as by default. After a call they would spin for 30 ms more, on the
-    # processors of the peer that is timed next.
+    # By default, threads also spin for 30 ms after a call. They would slow down the next peer.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     return runtime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
@@ -150,7 +149,7 @@ def _type(x: Tensor) -> int:
 
 
 def _bound(form: _Form, threads: int) -> Callable[[], Tensor]:
-    """A call on the memory of the form's arrays: nothing is copied."""
+    """Make a call on the memory of the form's arrays, without copies."""
     session = _session(form, threads)
     binding = session.io_binding()
     for bind, arrays in ((binding.bind_input, form.inputs), (binding.bind_output, form.outputs)):

@@ -1,4 +1,4 @@
-"""OpenVINO's attention on CPU: one operator, compiled by its CPU plugin, in the dtype of the job."""
+"""OpenVINO's attention on CPU: one operator, compiled by the CPU plugin, in the job's dtype."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from attnspan_lab.bench.peers.job import Job, Ready, enough_memory, held_below
 
 __all__ = ["OpenVino"]
 
-# By dtype: the plugin's name of the precision, and the name of the element type.
+# dtype -> the plugin's names of the precision and of the element type.
 _PRECISIONS = {"float32": ("FP32", "f32"), "bfloat16": ("BF16", "bf16"), "float16": ("FP16", "f16")}
-# The first holds the plugin's own kernels, the second its oneDNN.
+# The first variable limits the plugin's own kernels, the second one its oneDNN.
 _LEVELS = ("OV_CPU_MAX_ISA", "ONEDNN_MAX_CPU_ISA")
 
 
 class OpenVino:
-    """`ScaledDotProductAttention` of opset 13: one stream, the lowest latency, one request for all calls."""
+    """`ScaledDotProductAttention` of opset 13: one stream, lowest latency, one request for all calls."""
 
     name = "openvino"
 
@@ -39,20 +39,20 @@ class OpenVino:
         if held := held_below(holders=_LEVELS):
             return held
         if len({os.environ.get(name) for name in _LEVELS}) > 1:
-            return f"{' and '.join(_LEVELS)} differ: its plugin would disagree with itself"
-        # In another precision than asked for it would compute without a word.
+            return f"{' and '.join(_LEVELS)} differ: set both to the same level"
+        # The plugin would silently compute in another precision.
         found = _core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
         if _PRECISIONS[job.workload.dtype][0] not in found:
             known = [dtype for dtype, (name, _) in _PRECISIONS.items() if name in found]
             return f"its CPU plugin computes in {' and '.join(known)} here, not in {job.workload.dtype}"
-        # The causal flag becomes an array too: the plugin has two copies of it in float32 while it compiles.
+        # A causal flag becomes an array as well, with two float32 copies during compilation.
         pairs = 0 if job.is_full else job.folded_pairs
         return enough_memory(job, 9.0 * pairs, "the array of its mask")
 
     def prepare(self, job: Job) -> Ready:
         ov = _module("openvino")
         w, kind = job.workload, getattr(ov.Type, _PRECISIONS[job.workload.dtype][1])
-        # Its natural layout. Grouped heads are more rows of a key head, which copies no keys.
+        # OpenVINO's own layout. Grouped heads become more rows of a key head, which copies no keys.
         rows = (w.batch, w.kv_heads, w.q_heads // w.kv_heads * w.q_len)
         q, k, v = (x.detach().contiguous() for x in (job.q, job.k, job.v))
         out = torch.empty(w.batch, w.q_heads, w.q_len, w.v_dim, dtype=q.dtype)
@@ -67,7 +67,7 @@ class OpenVino:
         request.set_output_tensor(0, result)
 
         def call(_kept: object = arrays) -> Tensor:
-            # Results are written into `out`; by default they would be copied.
+            # Write results into `out`: by default they would be copied.
             request.infer(share_outputs=True)
             return out
 
@@ -75,7 +75,7 @@ class OpenVino:
 
 
 def _module(name: str) -> Any:
-    # Its import starts a process that tells its makers of the use, unless that package is missing.
+    # Importing openvino starts a telemetry process, unless this package is missing.
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     return import_module(name)
 
@@ -96,21 +96,21 @@ def _compiled(ov: Any, kind: Any, shapes: list[list[int]], job: Job) -> Any:
         "NUM_STREAMS": 1,
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_PRECISION_HINT": kind,
-        # Pinned threads would share their cores with torch's, which the system moves.
+        # Pinned threads would compete with torch's threads on the same cores.
         "ENABLE_CPU_PINNING": False,
     }
     return _core().compile_model(ov.Model([attended], inputs, "attention"), "CPU", options)
 
 
 def _shared(ov: Any, x: Tensor, kind: Any) -> Any:
-    """A tensor of OpenVINO over the memory of a contiguous one, which the caller keeps alive."""
-    # NumPy has no bfloat16; the bits are the same.
+    """Make an OpenVINO tensor over the memory of a contiguous tensor. The caller keeps that tensor alive."""
+    # NumPy has no bfloat16, so pass the bits as int16.
     array = (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
     return ov.Tensor(array, list(x.shape), kind) if x.dtype == torch.bfloat16 else ov.Tensor(array, True)
 
 
 def _note(compiled: Any, job: Job) -> str:
-    """The kernels that the plugin chose, and its number of threads where it is another one."""
+    """Name the kernels that the plugin chose, and its number of threads if it differs from the job's."""
     found = [
         node.get_rt_info()["primitiveType"].astype(str) for node in compiled.get_runtime_model().get_ops()
     ]

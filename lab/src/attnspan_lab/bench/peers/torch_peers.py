@@ -1,4 +1,4 @@
-"""Peers of torch: attnspan itself, `scaled_dot_product_attention` in three ways, and flash-attn."""
+"""torch peers: attnspan itself, `scaled_dot_product_attention` in three ways, and flash-attn."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CUDA_CHECKS = {
 
 
 class _TorchPeer:
-    """A peer that is a function of q, k and v (B, H, S, D), which torch differentiates."""
+    """A peer that is a function of q, k and v (B, H, S, D). torch differentiates it."""
 
     def forward(self, job: Job) -> Forward:
         raise NotImplementedError
@@ -41,7 +41,7 @@ class _TorchPeer:
 
 
 class Attnspan(_TorchPeer):
-    """attnspan under a mask that was prepared once: the backend that `explain` names, or one by name."""
+    """attnspan with a mask that is prepared once, on the backend that `explain` names or a given backend."""
 
     def __init__(self, backend: str | None = None) -> None:
         self.backend = backend
@@ -58,7 +58,7 @@ class Attnspan(_TorchPeer):
         return enough_memory(job, copies * job.square_bytes, what) if backend == "math" else None
 
     def forward(self, job: Job) -> Forward:
-        # Named only where it would warn: otherwise the choice is a part of what a call costs.
+        # Pass the backend only to avoid a warning: otherwise its choice is part of a call's cost.
         backend = "math" if self._found(job).backend == "math" else self.backend
         return partial(attention, mask=job.prepared, backend=backend)
 
@@ -72,7 +72,7 @@ class Attnspan(_TorchPeer):
 
 
 class FusedKernel(_TorchPeer):
-    """One of torch's fused kernels, for the masks that it takes without an array."""
+    """One of torch's fused kernels, for the masks that it supports without an array."""
 
     def __init__(self, name: str, backend: SDPBackend) -> None:
         self.name = name
@@ -80,7 +80,7 @@ class FusedKernel(_TorchPeer):
 
     def refuses(self, job: Job) -> str | None:
         if not (job.is_full or job.is_causal):
-            return "it takes no mask but the full and the square causal one"
+            return "it supports only full masks and causal masks with Sq = Sk"
         if job.device == "cuda":
             return _cuda_refusal(job, self._backend)
         if self._backend != SDPBackend.FLASH_ATTENTION:
@@ -96,23 +96,23 @@ class FusedKernel(_TorchPeer):
 
     def prepare(self, job: Job) -> Ready:
         ready = super().prepare(job)
-        # On CPU the choice was checked, and a context would weigh on the shortest calls.
+        # On CPU the kernel was checked before, and a context would slow down short calls.
         return replace(ready, around=lambda: sdpa_kernel(self._backend)) if job.device == "cuda" else ready
 
 
 def _cuda_refusal(job: Job, backend: SDPBackend) -> str | None:
-    """Why torch would not take the kernel, in its own words."""
+    """Return torch's own reason for not using the kernel."""
     inputs = (job.q, job.k, job.v, None, 0.0, job.needs_causal_flag, job.grouped)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         if getattr(torch.backends.cuda, _CUDA_CHECKS[backend])(torch.backends.cuda.SDPAParams(*inputs), True):
             return None
     reasons = [str(entry.message).split(" (Triggered")[0] for entry in said]
-    return reasons[0] if reasons else "torch does not take it for these inputs"
+    return reasons[0] if reasons else "torch does not use it for these inputs"
 
 
 class DenseMask(_TorchPeer):
-    """SDPA with a bool mask of every pair: torch's only way to say any mask."""
+    """SDPA with a dense bool mask, which is torch's only form for arbitrary masks."""
 
     name = "sdpa-dense-mask"
 
@@ -126,12 +126,12 @@ class DenseMask(_TorchPeer):
 
 
 class PerDocument(_TorchPeer):
-    """SDPA called once for each document, the results joined: what users write who need no dense mask."""
+    """SDPA called once for each document, with joined results, as users write it to avoid a dense mask."""
 
     name = "sdpa-per-document"
 
     def refuses(self, job: Job) -> str | None:
-        return None if job.documents is not None else "the mask is not made of packed documents"
+        return None if job.documents is not None else "the mask is no document mask"
 
     def forward(self, job: Job) -> Forward:
         assert job.documents is not None
@@ -151,8 +151,8 @@ class FlashAttn(_TorchPeer):
     """FlashAttention's own package: CUDA, half precision, dense, causal, windowed and packed.
 
     Args:
-        name: Of the peer.
-        module: What has the functions: another one in each generation.
+        name: Name of the peer.
+        module: Module with the functions. Each generation has its own.
     """
 
     def __init__(self, name: str, module: str) -> None:
@@ -164,9 +164,9 @@ class FlashAttn(_TorchPeer):
         if not _is_installed(self._module):
             return f"{self._module} is not installed"
         if job.workload.dtype == "float32":
-            return "it takes bfloat16 and float16"
+            return "it supports only bfloat16 and float16"
         known = job.is_full or job.is_causal or job.window is not None or job.documents is not None
-        return None if known else "it cannot say the mask"
+        return None if known else "it does not support this mask"
 
     def forward(self, job: Job) -> Forward:
         return (_packed if job.documents is not None else _plain)(job, import_module(self._module))
@@ -178,7 +178,7 @@ def _is_installed(module: str) -> bool:
 
 
 def _output(found: Any) -> Tensor:
-    """Some versions also give the lse."""
+    """Take the output of a result. Some versions also return the log-sum-exp."""
     out: Tensor = found[0] if isinstance(found, tuple) else found
     return out
 
