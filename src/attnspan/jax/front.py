@@ -127,12 +127,12 @@ class JaxFront(Front):
         if isinstance(mask, Prepared | Spans):
             return mask if isinstance(mask, Prepared) else Prepared(mask, bare=True), given
         traced = is_traced(self.inputs[0])
-        # Under a tracer, masks without arrays become part of the program, where a constant of the size of the
-        # bounds would be copied into it.
+        # Under a tracer, the program computes the bounds of a mask without arrays. Otherwise a constant of
+        # the size of the bounds would be copied into the program.
         like = self.inputs[0] if traced or _calls_functions(mask) else None
         arrays = jax.tree.leaves((mask, given.q_index, given.k_index))
         if arrays and _is_ours(mask) and _have_values(arrays, traced):
-            # NumPy is faster than eager JAX, and XLA would fold what a program does to constants, slowly.
+            # NumPy is faster than eager JAX, and XLA folds constants slowly.
             indices = _in_numpy((given.q_index, given.k_index))
             numpy_given = replace(given, q_index=indices[0], k_index=indices[1])
             return lower_mask(_in_numpy(mask), q, k, numpy_given, None), given
@@ -144,37 +144,40 @@ class JaxFront(Front):
 
 
 def _calls_functions(mask: Mask) -> bool:
-    """Whether a mask calls a function, which may close over what is traced while q is not."""
+    """Return whether a mask calls a function, which may close over traced arrays even if q has values."""
     return any(isinstance(node, from_predicate) for node in nodes_in(mask))
 
 
 def _is_ours(mask: Mask) -> bool:
-    """Whether this package knows what all parts of a mask read: masks of users may want arrays of JAX."""
+    """Return whether all parts of a mask are known to work with NumPy. Users' masks may need JAX arrays."""
     ours = all(type(node) in library_classes for node in nodes_in(mask))
     return ours and not _calls_functions(mask)
 
 
 def _have_values(arrays: list[Any], traced: bool) -> bool:
-    """Whether NumPy may read arrays at no cost: on this host, or constants of a program that jit traces."""
+    """Return whether NumPy may read arrays at no cost.
+
+    It may if they are on this host, or if they are constants of a program that jit traces.
+    """
     of_jax = [x for x in arrays if isinstance(x, jax.Array)]
     if is_traced(*of_jax) or not all(x.is_fully_addressable for x in of_jax):
         return False
-    constants = traced and is_traced(jnp.zeros(()))  # jit traces this too, grad and vmap alone do not
+    constants = traced and is_traced(jnp.zeros(()))  # jit traces this too, but grad and vmap alone do not
     on_host = (len(x.devices()) == 1 and platform_of(x) == "cpu" for x in of_jax)
     return constants or all(on_host)
 
 
 def _in_numpy(tree: Any) -> Any:
-    """A pytree with arrays of NumPy. An array in two places stays one, as masks know it by identity."""
+    """Return a pytree with NumPy arrays. An array in two places stays one, as masks compare by identity."""
     found: dict[int, Any] = {}
     return jax.tree.map(lambda x: found.setdefault(id(x), np.asarray(x)), tree)
 
 
 def _refuse_tensors(mask: Any, given: Given) -> None:
-    """Raise where the mask or an option holds a torch tensor: JAX or NumPy would copy it without a word."""
+    """Raise if the mask or an option holds a torch tensor, because JAX and NumPy would copy it silently."""
     torch = sys.modules.get("torch")
     for name, x in (("mask", mask), *vars(given).items()) if torch is not None else ():
         if x is not None and any(isinstance(leaf, torch.Tensor) for leaf in jax.tree.leaves(x)):  # type: ignore[union-attr]
-            wanted, got = "arrays of JAX or NumPy, as q, k and v", "a torch.Tensor"
-            remedy = "Convert it by jax.dlpack.from_dlpack, or call attnspan.torch.attention"
+            wanted, got = "JAX or NumPy arrays, as q, k and v", "a torch.Tensor"
+            remedy = "Convert it with jax.dlpack.from_dlpack, or call attnspan.torch.attention"
             raise DtypeError(name, expected=wanted, got=got, remedy=remedy)
