@@ -85,9 +85,7 @@ def _fitting(mask: Any, arrays: dict[str, Tensor], k_len: int) -> Prepared:
 
 
 def _moved(x: Any, name: str, q: Tensor) -> Any:
-    """Return an array as an XLA tensor of a dtype that JAX has without 64 bits, and other values
-    unchanged.
-    """
+    """Return an array as an XLA tensor of a dtype that JAX has without 64 bits. Leave other values."""
     if isinstance(x, Tensor) and x.device != q.device:
         wanted, remedy = f"device {q.device} (as q)", 'Move it with .to("xla")'
         raise DeviceError(name, expected=wanted, got=str(x.device), remedy=remedy)

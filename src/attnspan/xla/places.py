@@ -142,8 +142,8 @@ def mesh_of(key: str) -> Any:
 
     if not key:
         return xs.get_global_mesh()
-    # The check runs when the program is built, because torch.compile cannot trace it and cannot store the
-    # mesh.
+    # The check runs when the program is built, because torch.compile can trace neither the error nor the
+    # storing of a mesh.
     wanted = "the global mesh, or a mesh that an eager call has used"
     remedy = "Call torch_xla.distributed.spmd.set_global_mesh(mesh) first"
     expect(key in _MESHES, "mesh under torch.compile", wanted, "another mesh", remedy)
