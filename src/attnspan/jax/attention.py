@@ -82,8 +82,8 @@ def attention(
             shape (B, Sk) and any order.
         layout: Order of the dims of q, k, v and the output. "thd" packs documents into one sequence.
         return_lse: Also return the log-sum-exp of each query's scores. It is differentiable.
-        backend: Name of a backend. Default: the backend of the surrounding `attnspan.backend` block. Without
-            a block, the fastest backend that can run the call (see `explain`).
+        backend: Name of a backend. Default: the surrounding `attnspan.backend` block's backend, else the
+            fastest backend that can run the call (see `explain`).
         **mistaken: Keywords of other libraries, such as ``is_causal``. They raise an error that names the
             equivalent here.
 
