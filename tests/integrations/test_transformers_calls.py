@@ -118,9 +118,9 @@ def test_what_is_refused():
     for name in ("topk_indices", "block_indices", "block_table", "read_index", "cache"):
         with pytest.raises(OptionError, match=f"{name}: expected None, got a Tensor"):
             adapter.attend(LAYER, q, k, v, **{name: torch.zeros(1)})
-    with pytest.raises(OptionError, match="attention_mask with indices: expected a floating one"):
+    with pytest.raises(OptionError, match="attention_mask with indices: expected a floating mask"):
         adapter.attend(LAYER, q, k, v, indices=torch.zeros(1, 8, 2))
-    with pytest.raises(TypeError, match="boolean or floating tensor of four dims"):
+    with pytest.raises(TypeError, match="boolean or floating tensor with four dims"):
         adapter.attend(LAYER, q, k, v, torch.ones(1, 8))
     for dtype in (torch.int32, torch.int64):
         with pytest.raises(TypeError, match=str(dtype)):

@@ -101,7 +101,7 @@ def test_parameters_are_the_kernels() -> None:
         (
             (q, k, v),
             {"workspace": q},
-            "unknown or repeated workspace.*annotate a parameter without a type, or",
+            "unknown or repeated workspace.*Annotate parameters without a type, or",
         ),
         (
             (q, k, v),

@@ -84,7 +84,7 @@ def test_numpy_arrays_are_taken_as_jax_takes_them() -> None:
 
 def test_explaining_what_is_spread() -> None:
     sharded = shard(jax.make_mesh((1,), ("data",)), batch="data", mask=a.causal())
-    message = r"explain: mask: expected .* got Sharded, which .*Call explain\(\) of the mask"
+    message = r"explain: mask: expected .* got Sharded, a mask.*Call the mask's own explain\(\)"
     with pytest.raises(TypeError, match=message):
         explain(Q, K, K, mask=sharded)
 
@@ -125,7 +125,7 @@ class TestTwoFrameworks:
 
         given, argument, text = FOREIGN[name]
         here = {**of_framework(given, self.torch.from_numpy), "q": Q, "k": K, "v": K}
-        wanted = rf"^{argument}: expected arrays of JAX or NumPy, as q, k and v, got a torch\.Tensor"
+        wanted = rf"^{argument}: expected JAX or NumPy arrays, as q, k and v, got a torch\.Tensor"
         check(error_of(call, attention, here), TypeError, wanted)
         q, k = self.torch.zeros(Q.shape), self.torch.zeros(K.shape)
         there = {**of_framework(given, jnp.asarray), "q": q, "k": k, "v": k}

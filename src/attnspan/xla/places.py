@@ -123,7 +123,7 @@ def _known(mesh: Any) -> tuple[str, Any]:
     common = xs.get_global_mesh()
     if mesh is None or mesh is common:
         remedy = "Pass mesh=, or call torch_xla.distributed.spmd.set_global_mesh(mesh)"
-        wanted = "a torch_xla mesh with partition_spec, or a global mesh"
+        wanted = "a mesh of torch_xla with partition_spec, or a global mesh"
         expect(common is not None, "mesh", wanted, "None", remedy)
         return "", common
     remedy = 'Make a mesh with Mesh(np.arange(n), (n,), ("data",)), or leave it out to use the global mesh'
