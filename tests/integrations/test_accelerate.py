@@ -317,7 +317,9 @@ def test_trainers_that_are_refused(tmp_path: Path) -> None:
     ):
         context_parallel(trainer.accelerator)
     trainer.state.global_step = 1
-    with pytest.raises(OptionError, match="expected a trainer before its first step, got one after step 1"):
+    with pytest.raises(
+        OptionError, match="expected a trainer before its first step, got a trainer after step 1"
+    ):
         context_parallel(trainer)
     trainer.state.global_step = 0
     assert context_parallel(context_parallel(trainer)) is trainer, "one rank shares nothing"

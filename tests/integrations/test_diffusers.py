@@ -400,7 +400,7 @@ def test_what_is_refused():
         adapter.attend(q, k, v, PAIRS.long())
     with pytest.raises(TypeError, match="expected a mask, got str"):
         adapter.attend(q, k, v, "causal")
-    with pytest.raises(OptionError, match="is_causal: expected no attn_mask"):
+    with pytest.raises(OptionError, match="is_causal: expected is_causal or attn_mask"):
         adapter.attend(q, k, v, PAIRS, is_causal=True)
     with pytest.raises(ShapeError, match="enable_gqa=True"):
         adapter.attend(q, k[:, :, :1], v[:, :, :1])

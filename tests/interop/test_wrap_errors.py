@@ -63,7 +63,7 @@ def test_a_name_is_given_once() -> None:
     name = fresh_name()
     wrap(eager, name=name, backward="recompute")
     for taken in (name, f"{name}_backward"):
-        with pytest.raises(ValueError, match=f"got '{taken}', which attnspan_wrapped::{taken} has"):
+        with pytest.raises(ValueError, match=f"got '{taken}', the name of attnspan_wrapped::{taken}"):
             wrap(eager, name=taken)
 
 
@@ -185,7 +185,7 @@ def test_a_gradient_that_the_backward_does_not_take_is_no_loss_in_silence(foreig
     assert grad.abs().sum() > 0
     out, lse = wrapped(*given)
     with pytest.raises(
-        DeclarationError, match=r"gradient of output 'lse': expected none, as .* no parameter dlse"
+        DeclarationError, match=r"gradient of output 'lse': expected none, because .* no parameter dlse"
     ):
         torch.autograd.grad(out.sum() + lse.sum(), given[0])
 

@@ -229,16 +229,20 @@ for backend in ("math", "xla"):
     try:
         print("split rows,", backend, bool(jnp.allclose(call(rows), call(x), atol=1e-6)))
     except Exception as error:
-        print("split rows,", backend, "refused", "no other axis, got axis 2 over 'd'" in str(error))
+        print("split rows,", backend, "refused", "devices of a mesh, got axis 2 over 'd'" in str(error))
 """
-ONE = "expected arrays on ['cpu:0'] (as q, k and v), got one on ['cpu:1']. Move its arrays by jax.device_put."
+ONE = (
+    "expected arrays on ['cpu:0'] (as q, k and v), got an array on ['cpu:1']. "
+    "Move its arrays with jax.device_put."
+)
 TWO = (
-    "expected arrays on ['cpu:0', 'cpu:1'] (as q, k and v), got one on ['cpu:1']. "
-    "Move its arrays by jax.device_put(x, NamedSharding(mesh, PartitionSpec())), to all devices of the mesh."
+    "expected arrays on ['cpu:0', 'cpu:1'] (as q, k and v), got an array on ['cpu:1']. "
+    "Move its arrays with jax.device_put(x, NamedSharding(mesh, PartitionSpec())), "
+    "to all devices of the mesh."
 )
 SAID = f"""\
 keys DeviceError q, k and v: expected one device, or one set of devices, got ['cpu:0'] and ['cpu:1']. \
-Move them by jax.device_put.
+Move them with jax.device_put.
 ids DeviceError mask: {ONE}
 bounds DeviceError mask: {ONE}
 slopes DeviceError bias: {ONE}

@@ -285,7 +285,7 @@ def test_layers_of_flex_attention_keep_their_masks():
 def test_bad_configurations_say_what_to_change():
     with pytest.raises(OptionError, match='attn_backend="flex"'):
         ours.attention(theirs.ScaledDotProductAttention.Config())
-    with pytest.raises(OptionError, match=r"\(any, 0\): causal, got"):
+    with pytest.raises(OptionError, match=r"\(any, 0\), which is causal, got"):
         ours.attention(theirs.VarlenAttention.Config(window_size=(-1, -1)))
 
 

@@ -80,10 +80,10 @@ def attend(
         query: Queries, shape (B, Hq, Sq, D).
         key: Keys, shape (B, Hkv, Sk, D). Hkv divides Hq.
         value: Values, shape (B, Hkv, Sk, Dv).
-        attention_mask: A mask from `make_mask`, a plan on a mesh (q, k and v are then this rank's tokens), or
-            your own mask (B|1, Hq|1, Sq|1, Sk). Your own mask is boolean, or floating to add to the scores.
-            With None, queries see all keys. In a causal layer they see the keys up to their own, and the last
-            query is at the last key.
+        attention_mask: A mask from `make_mask`, a plan on a mesh, or your own mask (B|1, Hq|1, Sq|1, Sk).
+            Your own mask is boolean, or floating to add to the scores. With a plan, q, k and v are this
+            rank's tokens. With None, queries see all keys. In a causal layer they see the keys up to their
+            own, and the last query is at the last key.
         dropout: Probability of dropping a weight. The seed comes from torch's generator.
         scaling: Factor of the scores. Default: 1/sqrt(D).
         is_causal: Overrides the layer's ``is_causal``. It is used only without a mask.
@@ -328,7 +328,10 @@ def _also_ours(asked: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _expect_our_attention(model: PreTrainedModel) -> None:
-    """Warn if a model computes attention in its own code, because transformers accepts any name for it."""
+    """Warn if a model computes attention in its own code, because transformers accepts any name for it.
+
+    Raises if such a model uses transformers' masks.
+    """
     models = [x for x in model.modules() if isinstance(x, PreTrainedModel)]
     if model.config._attn_implementation != NAME or any(getattr(x, _CAN_SET)() for x in models):
         return

@@ -60,7 +60,7 @@ def check_devices(q: Any, k: Any, v: Any, mask: Any, given: Given) -> None:
             elif where != place:
                 remedy = "Move its arrays with jax.device_put"
                 if len(place) > 1:
-                    remedy += "(x, NamedSharding(mesh, PartitionSpec())), on all devices of the mesh"
+                    remedy += "(x, NamedSharding(mesh, PartitionSpec())), to all devices of the mesh"
                 wanted, got = f"arrays on {_words(place)} (as {owner})", f"an array on {_words(where)}"
                 raise DeviceError(name, expected=wanted, got=got, remedy=remedy)
 

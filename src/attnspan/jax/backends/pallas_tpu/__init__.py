@@ -20,7 +20,7 @@ from .tile import Tile
 #: The largest head dim. With it, tiles of 128 x 128 fit easily into vector memory.
 MAX_HEAD_DIM = 512
 
-#: Most spans of a query. The spans of 512 queries then take twice 1 MiB.
+#: Most spans of a query. A block of 512 queries then has 1 MiB of spans, and memory holds two such blocks.
 MAX_RUNS = 256
 
 #: A distance table becomes a dense bias of at most this many elements (64 MiB).

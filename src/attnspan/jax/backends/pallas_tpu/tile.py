@@ -4,7 +4,7 @@ Tiles are transposed, keys by queries. Data of a query (bounds, maxima, sums, ls
 row of lanes takes 1/128 of a column's memory, and it is broadcast and reduced without moving data between
 lanes. Scores are in units of log2, because a TPU only has exp2.
 
-Blocks span whole head dims, so head dims need no padding to 128 lanes: memory is laid out in tiles of 128
+Blocks span whole head dims, so head dims need no padding to 128 lanes. Memory is laid out in tiles of 128
 lanes anyway, and the compiler masks the rest of a contraction. Blocks hold arbitrary values past the end of a
 length.
 """
