@@ -22,7 +22,7 @@ __all__ = ["NAME", "WRITTEN", "AllPairsWarning", "describe", "make_mask", "reads
 
 #: The name of this attention in transformers.
 NAME = "attnspan"
-#: The dtype of written masks, whose bits are int32. No other mask has it.
+#: The dtype of written masks, which hold int32 numbers. No other mask has it.
 WRITTEN = torch.uint32
 
 # Models that read their masks, to combine them or to add them to their own scores. And kinds of layers that

@@ -165,9 +165,9 @@ def wrap(
 ) -> Wrapped:
     """Turn an attention function that compilers cannot trace into one opaque operator.
 
-    Under ``torch.compile``, the call is one node without graph breaks. Arguments that vary between calls do
-    not recompile it. The kernel must be a function of its arguments, must not write to them, and must return
-    new tensors. docs/wrap.md has recipes.
+    Under ``torch.compile``, the call is one node without graph breaks. Integers, and floats in ``varying``,
+    may change between calls without a recompilation. The kernel must be a function of its arguments, must not
+    write to them, and must return new tensors. docs/wrap.md has recipes.
 
     Args:
         kernel: Any Python function of tensors, such as flash-attn's function or one that calls a C library.

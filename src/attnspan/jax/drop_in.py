@@ -68,14 +68,15 @@ def dot_product_attention(
         0 and residual -inf.
 
     Differences from JAX's function:
-        - A query that sees no key: JAX returns the mean of all values and a large negative residual.
-        - The residual has no gradient in JAX, so partial results that you merge with it get wrong gradients.
-          To get JAX's behaviour here, pass the residual through ``jax.lax.stop_gradient``.
-        - ``scale`` may be an array in JAX. Here, multiply ``query`` by it.
-        - ``bias`` may have an integer dtype in JAX. Here, convert it to a floating dtype.
-        - A side of ``local_window_size`` may be negative in JAX, which shifts the window off the diagonal.
-          Here, pass such a window as a boolean ``mask``.
-        - ``implementation`` takes JAX's backend names there, and the backend names of `attention` here.
+
+    - A query that sees no key: JAX returns the mean of all values and a large negative residual.
+    - The residual has no gradient in JAX, so partial results that you merge with it get wrong gradients.
+      To get JAX's behaviour here, pass the residual through ``jax.lax.stop_gradient``.
+    - ``scale`` may be an array in JAX. Here, multiply ``query`` by it.
+    - ``bias`` may have an integer dtype in JAX. Here, convert it to a floating dtype.
+    - A side of ``local_window_size`` may be negative in JAX, which shifts the window off the diagonal.
+      Here, pass such a window as a boolean ``mask``.
+    - ``implementation`` takes JAX's backend names there, and the backend names of `attention` here.
 
     Raises:
         ValueError: Sizes or options do not fit.
