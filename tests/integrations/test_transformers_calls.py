@@ -137,7 +137,7 @@ def test_a_model_that_would_misread_our_masks_is_refused(name):
 
 def test_a_model_that_computes_attention_itself_is_named():
     config = transformers.AutoConfig.for_model("deberta", vocab_size=64, num_hidden_layers=1)
-    with pytest.warns(adapter.OwnAttentionWarning, match="DebertaModel computes attention by code"):
+    with pytest.warns(adapter.OwnAttentionWarning, match="DebertaModel computes attention in its own code"):
         transformers.AutoModel.from_config(config, attn_implementation="attnspan")
 
 
