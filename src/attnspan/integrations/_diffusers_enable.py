@@ -34,7 +34,7 @@ class Enabled:
     left: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        left = f" (unchanged: {', '.join(self.left)})" if self.left else ""
+        left = f", unchanged: {', '.join(self.left)}" if self.left else ""
         return f"attnspan in {len(self.layers)} attention layers{left}"
 
 
