@@ -210,8 +210,10 @@ def _define_backward(
     first, last = [f"Tensor? {x}" for x in incoming], [f"Tensor {x}" for x in derivative.saved]
     schema = ", ".join([*first, parameters.schema, *last, "bool[] gradients_wanted"])
     backward = define(library, f"{name}({schema}) -> Tensor[]", real, fake, _STRIDES)
-    text = f"second derivatives of {backward}: expected first ones, got a derivative of its "
-    text += f"backward. {_FIRST_ORDER}."
+    text = (
+        f"second derivatives of {backward}: expected first ones, got a derivative of its backward. "
+        f"{_FIRST_ORDER}."
+    )
     refuse_derivative(library, backward, text, _FIRST_ORDER, list)
     return backward
 
