@@ -384,9 +384,7 @@ def test_linear_attention_is_left_and_named():
 
 def test_what_is_refused():
     q, k, v = _qkv()
-    with pytest.raises(
-        UsageError, match=r"Linear: expected attention by dispatch_attention_fn or F\.scaled_dot"
-    ):
+    with pytest.raises(UsageError, match=r"Linear: expected calls of dispatch_attention_fn or F\.scaled_dot"):
         adapter.enable(torch.nn.Linear(2, 2))
     with pytest.raises(UsageError, match="expected a module or a pipeline, got int"):
         adapter.enable(3)
@@ -402,7 +400,7 @@ def test_what_is_refused():
         adapter.attend(q, k, v, PAIRS.long())
     with pytest.raises(TypeError, match="expected a mask, got str"):
         adapter.attend(q, k, v, "causal")
-    with pytest.raises(OptionError, match="is_causal: expected no attn_mask"):
+    with pytest.raises(OptionError, match="is_causal: expected is_causal or attn_mask"):
         adapter.attend(q, k, v, PAIRS, is_causal=True)
     with pytest.raises(ShapeError, match="enable_gqa=True"):
         adapter.attend(q, k[:, :, :1], v[:, :, :1])

@@ -88,7 +88,7 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     r"OptionError: TokenPlan: attention: expected names of modules .*, got \['attn9'\]": lambda: plan_of(
         attention={"attn9": ("image",)}
     ),
-    r"OptionError: TokenPlan: streams: expected those that rows counts, .*, got \['sound'\]": lambda: plan_of(
+    r"OptionError: TokenPlan: streams: expected streams in rows, .*, got \['sound'\]": lambda: plan_of(
         stream={"hidden_states": Rows("sound")}
     ),
     r"OptionError: skip_layers on several ranks: expected no layer 0, got \[0\]": lambda: on_ranks(
@@ -100,21 +100,19 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     ),
     "OptionError: attention on several ranks: expected is_causal=False, got True": lambda: attend(None),
     r"ShapeError: attn_mask: expected .*, got \(1, 1, 11, 11\)": lambda: attend(torch.ones(1, 1, 11, 11)),
-    "OptionError: transformer: expected a model whose tokens are known.*, got Linear. Pass": lambda: (
-        parallelize(nn.Linear(2, 2), mesh())
+    "OptionError: transformer: expected a model with a known plan.*, got Linear. Pass": lambda: parallelize(
+        nn.Linear(2, 2), mesh()
     ),
     "OptionError: strategy: expected .*2 ranks, got 'hybrid": lambda: parallel(strategy="hybrid(2, 3)"),
-    "OptionError: batch: expected a dimension of the mesh, of .'cp',., got 'cfg'": lambda: parallel(
-        batch="cfg"
-    ),
-    "OptionError: transformer: expected one on one rank, got one on several": lambda: parallelize(
+    "OptionError: batch: expected a mesh dimension among .'cp',., got 'cfg'": lambda: parallel(batch="cfg"),
+    "OptionError: transformer: expected a model on one rank, got a parallel model": lambda: parallelize(
         parallel(), mesh()
     ),
-    "OptionError: transformer: expected one that is not compiled": lambda: parallel(nn.Module.compile),
-    "OptionError: transformer: expected one on several ranks, got one on one rank": lambda: unparallelize(
+    "OptionError: transformer: expected a model that is not compiled": lambda: parallel(nn.Module.compile),
+    "OptionError: transformer: expected a parallel model, got a model on one rank": lambda: unparallelize(
         unparallelize(parallel())
     ),
-    "OptionError: transformer: expected no copy of a parallel model, got a copy": lambda: unparallelize(
+    "OptionError: transformer: expected the original of a parallel model, got a copy": lambda: unparallelize(
         copy.deepcopy(parallel())
     ),
     "PlanMismatchError: .*expected the same shape .*, got a different one on rank 1": lambda: on_ranks(

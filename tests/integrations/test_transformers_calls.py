@@ -118,9 +118,9 @@ def test_what_is_refused():
     for name in ("topk_indices", "block_indices", "block_table", "read_index", "cache"):
         with pytest.raises(OptionError, match=f"{name}: expected None, got a Tensor"):
             adapter.attend(LAYER, q, k, v, **{name: torch.zeros(1)})
-    with pytest.raises(OptionError, match="attention_mask with indices: expected a floating one"):
+    with pytest.raises(OptionError, match="attention_mask with indices: expected a floating mask"):
         adapter.attend(LAYER, q, k, v, indices=torch.zeros(1, 8, 2))
-    with pytest.raises(TypeError, match="boolean or floating tensor of four dims"):
+    with pytest.raises(TypeError, match="boolean or floating tensor with four dims"):
         adapter.attend(LAYER, q, k, v, torch.ones(1, 8))
     for dtype in (torch.int32, torch.int64):
         with pytest.raises(TypeError, match=str(dtype)):
@@ -137,7 +137,7 @@ def test_a_model_that_would_misread_our_masks_is_refused(name):
 
 def test_a_model_that_computes_attention_itself_is_named():
     config = transformers.AutoConfig.for_model("deberta", vocab_size=64, num_hidden_layers=1)
-    with pytest.warns(adapter.OwnAttentionWarning, match="DebertaModel computes attention by code"):
+    with pytest.warns(adapter.OwnAttentionWarning, match="DebertaModel computes attention in its own code"):
         transformers.AutoModel.from_config(config, attn_implementation="attnspan")
 
 

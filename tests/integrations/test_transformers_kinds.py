@@ -203,5 +203,5 @@ def test_mask_functions_that_a_model_imported_before_are_known():
 def test_models_that_choose_their_attention_from_a_table_are_refused_by_name(name, sizes):
     config = getattr(transformers, f"{name}Config")(**sizes)
     config._attn_implementation = adapter.NAME
-    with pytest.raises(OptionError, match=f"got {name}.*, whose attention is its own"):
+    with pytest.raises(OptionError, match=f"got {name}.*, which has its own attention"):
         getattr(transformers, f"{name}Model")(config)

@@ -104,6 +104,6 @@ def test_encoders_see_keys_of_a_prefix(name):
 def test_a_mask_of_the_new_tokens_alone_is_refused_beside_a_prefix():
     model, mask = _model("bert"), torch.ones_like(TOKENS)
     mask[0, 9:] = 0
-    text = "a mask for 15 keys, got 12. Give attention_mask an entry for each key, those of a cache too"
+    text = "a mask for 15 keys, got 12. Pass an attention_mask with an entry for each key, cached keys too"
     with pytest.raises(ValueError, match=text):
         _with_past(model, attention_mask=mask)

@@ -235,14 +235,14 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
     "tracer": (
         lambda: jax.jit(lambda y: call_jax(jnp.add, ONES, y))(jnp.ones(2)),
         DtypeError,
-        "got a DynamicJaxprTracer.* in JAX, call the function",
+        "got a DynamicJaxprTracer.* In JAX, call the function",
     ),
     "int64": (lambda: call_jax(jnp.sin, ONES.long()), DtypeError, r"got int64\. .*\.int\(\)"),
     "float64": (lambda: call_jax(jnp.sin, ONES.double()), DtypeError, "jax_enable_x64"),
     "float8 of another bias": (
         lambda: call_jax(jnp.sin, torch.zeros(2, dtype=torch.float8_e8m0fnu)),
         DtypeError,
-        r"an element type that JAX has, got torch\.float8_e8m0fnu",
+        r"a dtype that JAX has, got torch\.float8_e8m0fnu",
     ),
     "meta": (lambda: call_jax(jnp.add, ONES, ONES.to("meta")), DeviceError, "one device, got cpu and meta"),
     "sparse": (lambda: call_jax(jnp.sin, torch.eye(2).to_sparse()), BackendError, r"sparse_coo\. .*to_dense"),
@@ -271,5 +271,5 @@ def test_sharded_results_are_refused() -> None:
         def __dlpack__(self) -> None:
             raise BufferError("an array over 4 devices")
 
-    with pytest.raises(BackendError, match="expected arrays that are on one device, got an array over 4"):
+    with pytest.raises(BackendError, match="expected arrays on one device, got an array over 4"):
         convert.as_tensors([Sharded()])

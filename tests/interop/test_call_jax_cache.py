@@ -250,7 +250,9 @@ def _scaled(x: Any, k: float) -> Any:
 def test_what_is_traced_again_and_again_is_warned_of_once(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functions, "MANY_TRACES", 2)
     run, name = RETRACED[case]
-    with pytest.warns(RetraceWarning, match=rf"{name}.* 2 times .*Make the function once.* tensors") as found:
+    with pytest.warns(
+        RetraceWarning, match=rf"{name}.* 2 times .*Create the function once.* tensors"
+    ) as found:
         [run(i) for i in range(4)]
     assert len(found) == 1
 

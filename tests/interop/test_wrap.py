@@ -74,7 +74,7 @@ def test_optional_tensors_with_and_without_gradients() -> None:
         # Torch chooses its kernel by which inputs have gradients, and k and v have none in the run again.
         assert relative_error(a, b) <= 8 * torch.finfo(torch.float32).eps
     constant = wrap(biased, name=fresh_name(), backward="recompute")
-    with pytest.raises(DeclarationError, match="input 'bias': expected no gradient"):
+    with pytest.raises(DeclarationError, match="input 'bias': expected an input without gradient"):
         constant(q, k, v, bias)
     assert torch.equal(constant(q, k, v, bias.detach()), wrapped(q, k, v, bias))
 
@@ -101,7 +101,7 @@ def test_parameters_are_the_kernels() -> None:
         (
             (q, k, v),
             {"workspace": q},
-            "unknown or repeated workspace.*annotate a parameter without a type, or",
+            "unknown or repeated workspace.*Annotate parameters without a type, or",
         ),
         (
             (q, k, v),

@@ -99,8 +99,11 @@ _buffer = torch.empty(2, 6, 3, 8)
 #: Kernels with a defect that verification at each call does not see, and what the check says.
 DEFECTS: dict[str, tuple[Callable[..., object], str]] = {
     "buffer": (lambda *x: _buffer.copy_(eager(*x)), "got the same memory in two calls"),
-    "random": (lambda *x: eager(*x) + torch.rand(()), "got another one at the second call"),
-    "state": (_writes, "input 'k': expected an input that the kernel only reads, got one that it changed"),
+    "random": (lambda *x: eager(*x) + torch.rand(()), "got a different result in the second call"),
+    "state": (
+        _writes,
+        "input 'k': expected an input that the kernel only reads, got an input that it changed",
+    ),
     "wrong": (lambda *x: eager(*x) * 1.001, "expected errors of at most 4 times SDPA's against float64"),
     "scale": (lambda *x: eager(*x, scale=1.0), "expected errors of at most 4 times SDPA's against float64"),
     "nan": (lambda *x: eager(*x) + float("nan"), "out: nan times"),

@@ -21,10 +21,10 @@ from attnspan.torch import DeclarationError, wrap
         ({"name": 3}, "name: expected an identifier, got 3"),
         ({"backward": "recompute", "differentiable": "qk"}, "tensor parameters .* got qk"),
         ({"schema": "Tenser q"}, "schema: expected arguments in torch's schema language"),
-        ({"schema": "Tensor(a!) q, Tensor k, Tensor v"}, "'q' of the kernel: expected one that the k"),
+        ({"schema": "Tensor(a!) q, Tensor k, Tensor v"}, "'q' of the kernel: expected a parameter that the"),
         ({"schema": "Tensor q, Device d"}, "parameter 'd' of the kernel"),
-        ({"schema": "int n"}, "expected a kernel with at least one tensor"),
-        ({"outputs": "output"}, "outputs: expected one of 'out', 'out like q', 'lse'"),
+        ({"schema": "int n"}, "expected a kernel with at least one required tensor"),
+        ({"outputs": "output"}, "outputs: expected 'out', 'out like q', 'lse'"),
         ({"outputs": ()}, "outputs: expected at least one"),
         ({"outputs": {"q": "out"}}, "got q"),
         ({"outputs": lambda q, x: q + x}, "outputs: expected parameters among q, k, v, causal, scale, got x"),
@@ -63,7 +63,7 @@ def test_a_name_is_given_once() -> None:
     name = fresh_name()
     wrap(eager, name=name, backward="recompute")
     for taken in (name, f"{name}_backward"):
-        with pytest.raises(ValueError, match=f"got '{taken}', which attnspan_wrapped::{taken} has"):
+        with pytest.raises(ValueError, match=f"got '{taken}', the name of attnspan_wrapped::{taken}"):
             wrap(eager, name=taken)
 
 
@@ -103,7 +103,7 @@ LIES: dict[str, tuple[Callable[..., object], str]] = {
     ),
     "input": (
         lambda *x: x[2],
-        r"'out': expected memory of its own, got memory that it shares with input 'v'",
+        r"'out': expected memory that nothing else uses, got memory that it shares with input 'v'",
     ),
     "view": (lambda *x: x[1].view(-1)[:288].view(2, 6, 3, 8), r"shares with input 'k'"),
 }
@@ -125,7 +125,9 @@ def test_outputs_that_share_memory_are_refused() -> None:
 
     like_q = {"out": "out", "second": lambda q: torch.empty_like(q)}
     wrapped = wrap(both, name=fresh_name(), outputs=like_q)
-    with pytest.raises(DeclarationError, match=r"'second': expected memory of its own, .* with output 'out'"):
+    with pytest.raises(
+        DeclarationError, match=r"'second': expected memory that nothing else uses, .* with output 'out'"
+    ):
         wrapped(*inputs())
 
 
@@ -166,7 +168,7 @@ def test_without_a_backward_it_raises_at_backward(foreign: Library) -> None:
     wrapped = wrap_foreign(foreign, backward=None)
     q, k, v = inputs(grad=True)
     out, _ = wrapped(q, k, v)
-    with pytest.raises(NotImplementedError, match=r"was wrapped without\. Wrap it with backward=fn"):
+    with pytest.raises(NotImplementedError, match=r"was wrapped without one\. Wrap it with backward=fn"):
         out.sum().backward()
     with torch.no_grad():
         assert not wrapped(q, k, v)[0].requires_grad
@@ -183,7 +185,7 @@ def test_a_gradient_that_the_backward_does_not_take_is_no_loss_in_silence(foreig
     assert grad.abs().sum() > 0
     out, lse = wrapped(*given)
     with pytest.raises(
-        DeclarationError, match=r"gradient of output 'lse': expected none, as .* no parameter dlse"
+        DeclarationError, match=r"gradient of output 'lse': expected none, because .* no parameter dlse"
     ):
         torch.autograd.grad(out.sum() + lse.sum(), given[0])
 

@@ -71,7 +71,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
     ({}, {"bias_kind": DENSE}, "no dense bias"),
     ({}, {"sinks": True}, "no sinks"),
     ({}, {"dropout_p": 0.1}, "drops other weights"),
-    ({}, {"mask": None}, "known when the call is traced"),
+    ({}, {"mask": None}, "known at tracing time"),
     ({}, {"mask": ("window", 3, 2)}, "without keys ahead"),
     ({}, {"mask": ("window", 3, None)}, "without keys ahead"),
     ({"device": "cpu"}, {}, "not on cpu"),

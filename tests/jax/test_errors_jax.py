@@ -84,7 +84,7 @@ def test_numpy_arrays_are_taken_as_jax_takes_them() -> None:
 
 def test_explaining_what_is_spread() -> None:
     sharded = shard(jax.make_mesh((1,), ("data",)), batch="data", mask=a.causal())
-    message = r"explain: mask: expected .* got Sharded, which .*Call explain\(\) of the mask"
+    message = r"explain: mask: expected .* got Sharded, a mask.*Call the mask's own explain\(\)"
     with pytest.raises(TypeError, match=message):
         explain(Q, K, K, mask=sharded)
 
@@ -125,7 +125,7 @@ class TestTwoFrameworks:
 
         given, argument, text = FOREIGN[name]
         here = {**of_framework(given, self.torch.from_numpy), "q": Q, "k": K, "v": K}
-        wanted = rf"^{argument}: expected arrays of JAX or NumPy, as q, k and v, got a torch\.Tensor"
+        wanted = rf"^{argument}: expected JAX or NumPy arrays, as q, k and v, got a torch\.Tensor"
         check(error_of(call, attention, here), TypeError, wanted)
         q, k = self.torch.zeros(Q.shape), self.torch.zeros(K.shape)
         there = {**of_framework(given, jnp.asarray), "q": q, "k": k, "v": k}
@@ -229,16 +229,20 @@ for backend in ("math", "xla"):
     try:
         print("split rows,", backend, bool(jnp.allclose(call(rows), call(x), atol=1e-6)))
     except Exception as error:
-        print("split rows,", backend, "refused", "no other axis, got axis 2 over 'd'" in str(error))
+        print("split rows,", backend, "refused", "devices of a mesh, got axis 2 over 'd'" in str(error))
 """
-ONE = "expected arrays on ['cpu:0'] (as q, k and v), got one on ['cpu:1']. Move its arrays by jax.device_put."
+ONE = (
+    "expected arrays on ['cpu:0'] (as q, k and v), got an array on ['cpu:1']. "
+    "Move its arrays with jax.device_put."
+)
 TWO = (
-    "expected arrays on ['cpu:0', 'cpu:1'] (as q, k and v), got one on ['cpu:1']. "
-    "Move its arrays by jax.device_put(x, NamedSharding(mesh, PartitionSpec())), to all devices of the mesh."
+    "expected arrays on ['cpu:0', 'cpu:1'] (as q, k and v), got an array on ['cpu:1']. "
+    "Move its arrays with jax.device_put(x, NamedSharding(mesh, PartitionSpec())), "
+    "to all devices of the mesh."
 )
 SAID = f"""\
 keys DeviceError q, k and v: expected one device, or one set of devices, got ['cpu:0'] and ['cpu:1']. \
-Move them by jax.device_put.
+Move them with jax.device_put.
 ids DeviceError mask: {ONE}
 bounds DeviceError mask: {ONE}
 slopes DeviceError bias: {ONE}

@@ -32,9 +32,9 @@ PROBLEM = Problem(1, 2, 1, 8, 8, 64, 64, 1, "bfloat16", "gpu")
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
     ({"device": "tpu"}, {}, None),
     ({"device": "cpu"}, {}, "it runs on TPUs, not on cpu"),
-    ({"device": "tpu", "dtype": "float64"}, {}, "which TPUs compute in, not float64"),
+    ({"device": "tpu", "dtype": "float64"}, {}, "the dtypes of TPUs, not float64"),
     ({"device": "tpu", "v_dim": 640}, {}, "it takes head dims up to 512, not 64 and 640"),
-    ({"device": "tpu", "runs": 300}, {}, "it takes up to 256 spans a row, not 300"),
+    ({"device": "tpu", "runs": 300}, {}, "it takes up to 256 spans per query, not 300"),
     ({"device": "tpu", "k_len": 0}, {}, "it takes no empty arrays"),
     ({"device": "tpu", "q_len": 2048, "k_len": 8192}, {"bias_kind": DISTANCE}, "not 33554432"),
 ]

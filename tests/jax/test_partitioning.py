@@ -193,7 +193,7 @@ def test_key_heads_that_the_mesh_does_not_divide_and_one_axis_for_two_uses_are_r
     twice = put(mesh_of(), P("x"), q) + put(mesh_of(), P(None, "x"), k)
     for (q, k), text in (
         (heads, r"expected parts that divide the 2 key heads, got 4 parts.*attnspan.jax.shard\(mesh, heads="),
-        (twice, "expected batch rows and heads over axes of their own, got both over 'x'"),
+        (twice, "expected batch and heads over different mesh axes, got both over 'x'"),
     ):
         with pytest.raises(Exception, match=text):
             jax.jit(attention)(q, k, k).block_until_ready()

@@ -229,7 +229,7 @@ def test_export_of_the_kernel_is_refused_by_jax() -> None:
 
 
 def test_forward_mode_and_second_derivatives_are_refused_by_kernels(name: str) -> None:
-    remedy = r'Pass backend="math", or call it `with attnspan\.backend\("math"\)'
+    remedy = r'Pass backend="math", or call attention inside `with attnspan\.backend\("math"\)'
     for forward in (jax.jvp, lambda f, x, _: jax.jacfwd(f)(*x)):
         with pytest.raises(NotImplementedError, match=f"expected reverse mode.*{remedy}"):
             forward(lambda q: attend(name)(q, *QKV[1:]), QKV[:1], QKV[:1])

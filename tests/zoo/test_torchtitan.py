@@ -285,7 +285,7 @@ def test_layers_of_flex_attention_keep_their_masks():
 def test_bad_configurations_say_what_to_change():
     with pytest.raises(OptionError, match='attn_backend="flex"'):
         ours.attention(theirs.ScaledDotProductAttention.Config())
-    with pytest.raises(OptionError, match=r"\(any, 0\): causal, got"):
+    with pytest.raises(OptionError, match=r"\(any, 0\), which is causal, got"):
         ours.attention(theirs.VarlenAttention.Config(window_size=(-1, -1)))
 
 
@@ -299,12 +299,12 @@ def test_other_masks_and_score_functions_raise():
     layer = ours.Attention.Config().build()
     q = torch.randn(2, 12, 4, 16)
     mask = ours.make_mask(theirs.get_causal_mask_mod(), 2, None, 12, 12)
-    with pytest.raises(UsageError, match="expected a SpanMask, as Decoder makes it, got NoneType"):
+    with pytest.raises(UsageError, match="expected a SpanMask from Decoder, got NoneType"):
         layer(q, q, q, attention_masks=None)
     with pytest.raises(UsageError, match="score_mod: expected None"):
         layer(q, q, q, attention_masks=mask, score_mod=lambda score, *_: score)
     for heads, keys in ((4, 12), (None, 24)):
-        with pytest.raises(UsageError, match="override of your own with fqns="):
+        with pytest.raises(UsageError, match="your own override with fqns="):
             ours.make_mask(theirs.get_causal_mask_mod(), 2, heads, 12, keys)
 
 

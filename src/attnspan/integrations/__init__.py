@@ -1,3 +1,3 @@
-"""attnspan inside models that others wrote: one module per library, imported by its name."""
+"""attnspan in models of other libraries. Import the module that is named after the library."""
 
 __all__: list[str] = []

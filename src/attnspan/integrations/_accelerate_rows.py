@@ -1,7 +1,7 @@
-"""A rank's rows of a batch for a model of transformers, with a plan for each kind of its layers.
+"""A rank's tokens of a batch for a transformers model, with a plan for each kind of its layers.
 
-Shapes: B batch rows, S tokens of a whole row, n of a rank's. A kind of layers is a name in
-``config.layer_types``, or "" where the configuration has none.
+Shapes: B batch elements, S tokens of a whole sequence, n tokens of a rank. A kind of layers is a name in
+``config.layer_types``, or "" if the configuration has no types.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from ._transformers_masks import WRITTEN, describe, write
 
 __all__ = ["Kind", "Sharded", "Sharding", "base_of", "examine"]
 
-# Where packed documents start: the plan has it.
+# Starts of packed documents, which the plan contains.
 _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _WITHOUT = "Train this model without context parallelism"
 
 
 class Kind(NamedTuple):
-    """Kind of layers: numbers of heads, and their dims."""
+    """Numbers of heads and head dims of one kind of layers."""
 
     heads: tuple[int, int]
     head_dim: int
@@ -45,20 +45,20 @@ class Kind(NamedTuple):
 
 
 class ReadyMask(MeshPlan):
-    """A plan that looks ready to transformers' models, which know a prepared mask by its four dims."""
+    """A plan with four dims, which makes transformers' models treat it as a prepared mask."""
 
     ndim = 4
 
 
 class Sharded(NamedTuple):
-    """Arguments of a rank's model: its rows, plans as the mask, and everybody's layout."""
+    """Arguments of a rank's model: its tokens, plans as the mask, and the layout that all ranks share."""
 
     inputs: dict[str, Any]
     layout: Layout
     batch: int
 
     def whole(self, x: Any, mesh: DeviceMesh) -> Any:
-        """All rows of every tensor (B, n, ...) of a model's output, on every rank, differentiably."""
+        """Gather all tokens of every tensor (B, n, ...) of a model's output on every rank, differentiably."""
         if isinstance(x, Tensor):
             mine = x.shape[:2] == (self.batch, self.layout.rows_per_rank)
             return self.layout.gather(x, mesh) if mine else x
@@ -68,29 +68,29 @@ class Sharded(NamedTuple):
 
 
 def base_of(model: Any) -> Any:
-    """The model of transformers inside an adapter of PEFT."""
+    """Return the transformers model inside a PEFT adapter."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _masks(model: Any, inputs: Mapping[str, Any], batch: int, length: int) -> dict[str, Any]:
-    """Masks of layers of each kind, over whole rows: transformers' own masks, lowered by `make_mask`."""
+    """Return each layer kind's mask of the whole sequence: transformers' own mask, lowered by `make_mask`."""
     make = getattr(model, "create_masks_for_generate", masking_utils.create_masks_for_generate)
-    like = torch.empty(batch, length, 0)  # Plans are made on the host.
+    like = torch.empty(batch, length, 0)  # Plans are made on the CPU.
     given = {
         name: x.cpu() for name in ("attention_mask", "token_type_ids") if (x := inputs.get(name)) is not None
     }
-    # The cache has another name from transformers 5.24 on.
+    # transformers 5.24 renamed the cache.
     cache = "cache" if "cache" in inspect.signature(make).parameters else "past_key_values"
     given = {"attention_mask": None, cache: None, "position_ids": inputs["position_ids"].cpu(), **given}
     found = make(config=model.config, inputs_embeds=like, **given)
     by_kind = found if isinstance(found, dict) else {"": found}
     for kind, mask in by_kind.items():
         fits = isinstance(mask, Tensor) and mask.dim() == 4
-        name, got = type(model).__name__, f"layers of kind {kind!r}, which do something else than attention"
+        name, got = type(model).__name__, f"layers of kind {kind!r}, which are not attention layers"
         if not kind:
-            got = "layers whose masks transformers does not make"
+            got = "layers whose masks do not come from transformers"
         expect(fits, f"context_parallel: {name}", "attention in every layer", got, _WITHOUT)
-        got = "layers that choose keys by what they contain"
+        got = "layers that select keys by content"
         expect(mask.dtype == WRITTEN, f"context_parallel: {name}", "masks of spans", got, _WITHOUT)
     return by_kind
 
@@ -103,7 +103,7 @@ class _Watched:
         self.made: list[tuple[Tensor, str]] = []
         self.marks: dict[str, Tensor] = {}
         self.kinds: dict[str, Kind] = {}
-        self.calls: list[str] = []  # what each layer's mask is, or of which kind, in order
+        self.calls: list[str] = []  # description or kind of each layer's mask, in order
 
     def __enter__(self) -> _Watched:
         AttentionInterface.register(adapter.NAME, self.attend)
@@ -136,12 +136,11 @@ class _Watched:
 
 
 def examine(model: Any) -> dict[str, Kind]:
-    """The kinds of a model's layers, found by running it on three tokens, each of which sees itself only.
+    """Find the kinds of a model's layers by running it on three tokens, each of which sees only itself.
 
     Raises:
-        OptionError: Tokens meet elsewhere than in this attention, as in recurrent layers and convolutions;
-            the model makes other masks than plans are made of; or the loss is another one than the cross
-            entropy of next tokens.
+        OptionError: Tokens interact outside of attention, as in recurrent layers and convolutions. Or the
+            model makes masks that plans do not support. Or the loss is not the cross entropy of next tokens.
     """
     base, name = base_of(model), f"context_parallel: {type(base_of(model)).__name__}"
     _check_config(base, name)
@@ -161,10 +160,10 @@ def examine(model: Any) -> dict[str, Kind]:
     theirs = [planned.get(kind, kind) for kind in watched.calls[: len(own)]]
     expected, got = (", ".join(sorted(set(x))) for x in (theirs, own))
     expect(own == theirs, f"{name}: masks of its layers", expected, got, _WITHOUT)
-    got = f"a layer that moves them elsewhere, such as a recurrent one: {isolation}"
-    expect(isolation.isolated, name, "tokens that see each other in attention only", got, _WITHOUT)
+    got = f"a layer that mixes tokens without attention, such as a recurrent one: {isolation}"
+    expect(isolation.isolated, name, "tokens that interact only through attention", got, _WITHOUT)
     expected = "the cross entropy of shift_labels over num_items_in_batch"
-    expect(abs(loss - wanted) <= 1e-3 * wanted, f"{name}: loss", expected, "another", _WITHOUT)
+    expect(abs(loss - wanted) <= 1e-3 * wanted, f"{name}: loss", expected, "another loss", _WITHOUT)
     return watched.kinds
 
 
@@ -174,11 +173,11 @@ def _check_config(model: Any, name: str) -> None:
     got = repr(config._attn_implementation)
     expect(config._attn_implementation == adapter.NAME, name, 'attention "attnspan"', got, remedy)
     alone = not config.is_encoder_decoder and not getattr(config, "add_cross_attention", False)
-    expect(alone, name, "a decoder without cross attention", "an encoder and a decoder", _WITHOUT)
+    expect(alone, name, "a decoder without cross attention", "an encoder-decoder model", _WITHOUT)
     expect(model.can_generate(), name, "a causal language model", "a model that does not generate", _WITHOUT)
     routed = getattr(config.get_text_config(), "output_router_logits", False)
     remedy = "Set config.output_router_logits = False (with TRL router_aux_loss_coef=0.0)"
-    got = "one of the router's, a product of means over all tokens"
+    got = "a router loss, which is a product of means over all tokens"
     expect(not routed, f"{name}: losses", "sums over tokens", got, remedy)
     known = inspect.signature(model.forward).parameters
     expect("position_ids" in known, name, "a model that takes position_ids", "none", _WITHOUT)
@@ -196,7 +195,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _losses(model: Any, batch: dict[str, Any]) -> tuple[float, float]:
-    """The model's loss of shifted labels as a sum over a given number of tokens, and what it must be."""
+    """Return the model's loss of shifted labels as a sum over a given token count, and the right value."""
     shifted, count = torch.tensor([[2, -100, 0]], device=model.device), torch.tensor(5.0, device=model.device)
     labels = batch["input_ids"]
     out = model(**batch, labels=labels, shift_labels=shifted, num_items_in_batch=count)
@@ -206,18 +205,18 @@ def _losses(model: Any, batch: dict[str, Any]) -> tuple[float, float]:
 
 
 def _for_model(by_kind: dict[str, Any]) -> Any:
-    """Masks as models take them, ``attention_mask``: one, or one for each kind where there are several."""
+    """Return masks as models take them in ``attention_mask``: one mask, or one for each of several kinds."""
     return next(iter(by_kind.values())) if len(by_kind) == 1 else dict(by_kind)
 
 
 class Sharding:
-    """Sharding of a model's batches by the ranks of a mesh.
+    """Sharding of a model's batches over the ranks of a mesh.
 
     Args:
-        model: The model of transformers.
-        kinds: What `examine` found.
-        mesh: The ranks, of one dimension.
-        strategy: As of `Layout.plan`; "auto" is settled by the first batch, so that programs stay.
+        model: The transformers model.
+        kinds: Result of `examine`.
+        mesh: The ranks, a mesh with one dimension.
+        strategy: As in `Layout.plan`. The first batch decides "auto", so that programs do not change.
     """
 
     def __init__(self, model: Any, kinds: dict[str, Kind], mesh: DeviceMesh, strategy: str) -> None:
@@ -225,7 +224,7 @@ class Sharding:
         self.strategies: dict[str, Any] = dict.fromkeys(kinds, strategy)
 
     def __call__(self, inputs: Mapping[str, Any]) -> Sharded:
-        """This rank's part of whole inputs of the model, which are the same on all ranks."""
+        """Return this rank's part of the model's whole inputs, which are the same on all ranks."""
         tokens = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
         batch, length = tokens.shape[:2]
         inputs = {name: x for name, x in inputs.items() if x is not None}
@@ -252,7 +251,7 @@ class Sharding:
         found = {}
         for kind, given in _masks(self.model, inputs, batch, length).items():
             mask, bias = adapter._read(given, True, None, like, like, offsets)  # type: ignore[arg-type]
-            remedy = "Pass a boolean one"
+            remedy = "Pass a boolean mask"
             expect(
                 bias is None, "attention_mask with context parallelism", "a mask", "floating scores", remedy
             )
@@ -277,7 +276,7 @@ def _pairs(mask: Prepared) -> int:
 
 
 def _split(inputs: Mapping[str, Any], batch: int, length: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a batch into what has a row for each token, and what all ranks need as it is."""
+    """Split a batch into inputs with an entry for each token, and inputs that all ranks need whole."""
     whole, rest = {}, {}
     for name, x in inputs.items():
         if name == "attention_mask" or name in _OFFSETS:
@@ -285,8 +284,8 @@ def _split(inputs: Mapping[str, Any], batch: int, length: int) -> tuple[dict[str
         if not isinstance(x, Tensor) or (x.numel() == 1 and x.shape[:2] != (batch, length)):
             rest[name] = x
             continue
-        remedy = "Train on tokens alone, or without context parallelism"
-        wanted = f"shape ({batch}, {length}, ...), a row for each token"
+        remedy = "Train only on tokens, or without context parallelism"
+        wanted = f"shape ({batch}, {length}, ...), an entry for each token"
         expect(
             x.shape[:2] == (batch, length), f"{name} with context parallelism", wanted, tuple(x.shape), remedy
         )
@@ -295,7 +294,7 @@ def _split(inputs: Mapping[str, Any], batch: int, length: int) -> tuple[dict[str
 
 
 def _let_plans_pass() -> None:
-    """Let transformers pass on plans as it does prepared masks, which it knows by their four dims."""
+    """Let transformers pass plans on, as it does with prepared masks, which have four dims."""
     read = masking_utils._preprocess_mask_arguments
     if hasattr(read, "attnspan"):
         return

@@ -1,4 +1,4 @@
-"""Attention as diffusers' models call it; their masks as spans, and as a bias where they are numbers."""
+"""Attention as diffusers' models call it. Masks become spans, and floating masks become a bias."""
 
 from typing import Any
 
@@ -18,11 +18,11 @@ from attnspan.torch.choice import torchs_backend
 
 __all__ = ["NAME", "attend", "check_config", "read_mask"]
 
-#: The name under which diffusers knows this attention.
+#: The name of this attention in diffusers.
 NAME = "attnspan"
 
-# Runs of valid keys that compiled code tells apart: padded text and an image have two. It computes the scores
-# of padding behind the last of them, and a bias hides those.
+# Number of runs of valid keys that compiled code encodes as spans. Padded text and an image have two.
+# Compiled code computes the scores of keys after the last span, and a bias hides padding.
 _RUNS = 4
 
 
@@ -38,29 +38,30 @@ def attend(
     return_lse: bool = False,
     _parallel_config: Any = None,
 ) -> Any:
-    """Attention as diffusers' backends compute it: all attention of an enabled model comes here.
+    """Compute attention for diffusers' backends. All attention of an enabled model calls this function.
 
     Args:
-        query: Shape (B, Sq, H, D).
-        key: Shape (B, Sk, Hkv, D).
-        value: Shape (B, Sk, Hkv, Dv).
-        attn_mask: None; padding of shape (B, Sk), boolean or of integers, where 0 is hidden; a tensor that
-            broadcasts to (B, H, Sq, Sk), boolean, True for what is seen, or floating, which is added to the
-            scores; a `BlockMask` of FlexAttention; a mask of attnspan. Rows that see nothing have output 0.
-        dropout_p: Share of the weights to drop, in [0, 1); the seed comes from torch's generator.
-        is_causal: Query i sees keys 0..i, also where Sq != Sk; excludes ``attn_mask``.
-        scale: Factor of the scores; 1/sqrt(D) by default.
-        enable_gqa: Let H be a multiple of Hkv.
-        return_lse: Also return the logarithm of each row's sum of exponentials.
-        _parallel_config: None, or what `attnspan.integrations.diffusers.parallelize` gave the processors; its
-            ``attend`` is called instead.
+        query: Queries, shape (B, Sq, H, D).
+        key: Keys, shape (B, Sk, Hkv, D).
+        value: Values, shape (B, Sk, Hkv, Dv).
+        attn_mask: None, a `BlockMask` of FlexAttention, a mask of attnspan, or a tensor. A tensor of shape
+            (B, Sk), boolean or integer, hides padding where it is 0. Other tensors broadcast to (B, H, Sq,
+            Sk): boolean with True for visible pairs, or floating to add to the scores. A query that sees no
+            key has output 0.
+        dropout_p: Probability of dropping a weight, in [0, 1). The seed comes from torch's generator.
+        is_causal: Query i sees keys 0..i, also if Sq != Sk. You cannot combine it with ``attn_mask``.
+        scale: Factor of the scores. Default: 1/sqrt(D).
+        enable_gqa: Allow H to be a multiple of Hkv.
+        return_lse: Also return the log-sum-exp of each query's scores.
+        _parallel_config: None, or the object that `attnspan.integrations.diffusers.parallelize` gave to the
+            processors. Its ``attend`` is called instead.
 
     Returns:
-        The output, contiguous (B, Sq, H, Dv); with ``return_lse`` also lse, float32 (B, Sq, H).
+        The output, contiguous (B, Sq, H, Dv). With ``return_lse`` also lse, float32 (B, Sq, H).
 
     Raises:
-        ValueError: Sizes or options do not fit, or the configuration is diffusers' own.
-        TypeError: Element types do not fit, or ``attn_mask`` is no mask.
+        ValueError: Sizes or options do not fit, or the parallel configuration is diffusers' own.
+        TypeError: Dtypes do not fit, or ``attn_mask`` is not a mask.
 
     Example:
         >>> q, k, v = torch.randn(3, 2, 8, 4, 16).unbind()
@@ -70,17 +71,17 @@ def attend(
     """
     heads, kv_heads = query.shape[2], key.shape[2]
     remedy = "Pass enable_gqa=True to share key heads"
-    wanted = "as many key as query heads"
+    wanted = "as many key heads as query heads"
     expect(enable_gqa or heads == kv_heads, "heads", wanted, (heads, kv_heads), remedy, error=ShapeError)
     remedy = "Combine masks with causal() & mask, and pass the result as attn_mask"
-    expect(not is_causal or attn_mask is None, "is_causal", "no attn_mask with it", "both", remedy)
+    expect(not is_causal or attn_mask is None, "is_causal", "is_causal or attn_mask", "both", remedy)
     if _parallel_config is not None:
         check_config(_parallel_config)
         remedy = "Call attend without a configuration"
         expect(not return_lse, "return_lse", "False over several ranks", "True", remedy)
         options = {"is_causal": is_causal, "scale": scale, "dropout_p": dropout_p}
         return _parallel_config.attend(query, key, value, attn_mask=attn_mask, **options)
-    if torch.compiler.is_compiling():  # Mochi's lengths are data, of which the compiler would know no limit.
+    if torch.compiler.is_compiling():  # Mochi's lengths are data, so the compiler knows no limit.
         for x in (query, key):
             compat.check_size(x.shape[1] <= MAX_LENGTH)
     mask, bias = read_mask(attn_mask, query, key)
@@ -105,27 +106,27 @@ def attend(
 
 
 def check_config(config: Any) -> None:
-    """Raise an OptionError if attention over several ranks is not attnspan's."""
-    remedy = "Call attnspan.integrations.diffusers.parallelize in place of enable_parallelism"
-    wanted, got = "None or that of parallelize", type(config).__name__
+    """Raise an OptionError if a parallel configuration is not attnspan's."""
+    remedy = "Call attnspan.integrations.diffusers.parallelize instead of enable_parallelism"
+    wanted, got = "None or the configuration from parallelize", type(config).__name__
     expect(hasattr(config, "attend"), "parallel config", wanted, got, remedy)
 
 
 def read_mask(given: Any, q: Tensor, k: Tensor) -> tuple[Mask | Spans | None, Tensor | None]:
-    """Read a call's mask: what its queries see, and what is added to their scores.
+    """Read a call's mask: the keys that its queries see, and the numbers that are added to their scores.
 
     Args:
-        given: None; a tensor (B, Sk), boolean or of integers, where 0 is padding; a tensor that broadcasts to
-            (B, H, Sq, Sk), boolean, True for what is seen, or floating, which is added to the scores; a
-            `BlockMask`; a mask of attnspan.
+        given: None, a `BlockMask`, a mask of attnspan, or a tensor. A tensor of shape (B, Sk), boolean or
+            integer, hides padding where it is 0. Other tensors broadcast to (B, H, Sq, Sk): boolean with True
+            for visible pairs, or floating to add to the scores.
         q: Shape (B, Sq, H, D).
         k: Shape (B, Sk, Hkv, D).
 
     Returns:
-        A mask, or None for all keys; and a bias that broadcasts to (B, H, Sq, Sk), or None.
+        A mask, or None for all keys. And a bias that broadcasts to (B, H, Sq, Sk), or None.
 
     Raises:
-        TypeError: ``given`` is something else, or integers for pairs.
+        TypeError: ``given`` has another type, or has integers for pairs.
         ValueError: Its shape does not broadcast.
     """
     if given is None or isinstance(given, Mask | Spans):
@@ -135,7 +136,7 @@ def read_mask(given: Any, q: Tensor, k: Tensor) -> tuple[Mask | Spans | None, Te
         return given, None
     if isinstance(given, BlockMask):
         return from_block_mask(given), None
-    remedy = "Pass a tensor, boolean or floating, a BlockMask or a mask of attnspan"
+    remedy = "Pass a boolean or floating tensor, a BlockMask or a mask of attnspan"
     expect(isinstance(given, Tensor), "attn_mask", "a mask", type(given).__name__, remedy, error=DtypeError)
     own, sizes = given, (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     given = _in_four_dims(given, sizes)
@@ -144,14 +145,14 @@ def read_mask(given: Any, q: Tensor, k: Tensor) -> tuple[Mask | Spans | None, Te
     if given.shape[2] == 1:
         return _of_keys(given, q.device)
     if q.device.type != "cpu" and torch.compiler.is_compiling():
-        return None, _hiding(given)  # Runs beyond those that a program has room for would be NaN there.
+        return None, _hiding(given)  # Compiled code returns NaN for more runs than it has spans.
     if torch.compiler.is_compiling():
         return from_dense(given), None
     return _remembered(own, given, q, k), None
 
 
 def _in_four_dims(given: Tensor, sizes: tuple[int, int, int, int]) -> Tensor:
-    """A mask as (B|1, H|1, Sq|1, Sk), no larger than it must be; integers for keys become booleans."""
+    """Return a mask as the smallest (B|1, H|1, Sq|1, Sk). Integers for keys become booleans."""
     own = tuple(given.shape)
     if len(own) == 2 and own[0] == sizes[0] and own[1] == sizes[3]:
         integers = not given.is_floating_point() and given.dtype != torch.bool
@@ -162,18 +163,18 @@ def _in_four_dims(given: Tensor, sizes: tuple[int, int, int, int]) -> Tensor:
     expect(taken, "attn_mask", wanted, str(given.dtype), remedy, error=DtypeError)
     fits = given.dim() <= 4
     given = given[(None,) * (4 - given.dim())]
-    # 1 first: a traced size that is known to be 1 then needs no guard.
+    # Compared with 1 first, because a traced size that is known to be 1 then needs no guard.
     fits = fits and all(n == 1 or n == full for n, full in zip(given.shape, sizes, strict=True))
     wanted, remedy = "shape (B, Sk) or one that broadcasts to {}", "Its last dims are queries and keys"
     expect(fits, "attn_mask", wanted, own, remedy, sizes, error=ShapeError)
-    for axis in (0, 1, 2):  # What was expanded says the same again.
+    for axis in (0, 1, 2):  # Expanded axes repeat the same values.
         if given.shape[axis] != 1 and given.stride(axis) == 0:
             given = given.narrow(axis, 0, 1)
     return given if given.shape[3] != 1 else given.expand(-1, -1, -1, sizes[3])
 
 
 def _of_keys(visible: Tensor, device: torch.device) -> tuple[Mask | None, Tensor | None]:
-    """Booleans (B|1, H|1, 1, Sk), exact whatever their pattern, without all pairs."""
+    """Encode booleans (B|1, H|1, 1, Sk), exact for any pattern, without materializing all pairs."""
     if visible.shape[1] != 1 or device.type != "cpu":
         return None, _hiding(visible)
     valid = visible[:, 0, 0]
@@ -192,10 +193,10 @@ _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _remembered(own: Tensor, visible: Tensor, q: Tensor, k: Tensor) -> Prepared:
-    """One encoding for all layers that are given one tensor, as long as it is not written into."""
+    """Encode a tensor once for all layers that receive it, until it is modified."""
     known = _known.get(own)  # type: ignore[no-untyped-call]
     if known is None or not torch.equal(known[0], visible):
-        visible = visible.clone()  # Not the tensor itself, which would then be kept alive.
+        visible = visible.clone()  # A copy, so that the tensor is not kept alive.
         batch, heads = visible.shape[:2]
         mask = from_dense(visible).prepare(q.shape[1], k.shape[1], batch=batch, heads=heads, like=q)
         _known[own] = known = visible, mask

@@ -1,4 +1,4 @@
-"""`enable` and `disable`: attention of one model of diffusers, or of a pipeline's models, and of no other."""
+"""`enable` and `disable`: they change the attention of one diffusers model or pipeline, and no other."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -17,41 +17,45 @@ __all__ = ["NAME", "Enabled", "disable", "enable"]
 
 @dataclass(frozen=True)
 class Enabled:
-    """Result of `enable`; ``print`` it.
+    """Result of `enable`, which you can print.
 
     Attributes:
-        layers: Names of the modules whose attention is attnspan's, with the component's name in front if they
-            are a pipeline's.
-        left: Names of modules with a processor that calls no softmax attention known here, such as linear
-            attention. They are unchanged.
+        layers: Names of the modules whose attention is now attnspan's. In a pipeline, the component's name
+            comes first.
+        left: Names of unchanged modules. Their processor calls no softmax attention known here, such as
+            linear attention.
+
+    Example:
+        >>> print(Enabled(("attn1", "attn2"), ()))
+        attnspan in 2 attention layers
     """
 
     layers: tuple[str, ...]
     left: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        left = f"; unchanged: {', '.join(self.left)}" if self.left else ""
+        left = f", unchanged: {', '.join(self.left)}" if self.left else ""
         return f"attnspan in {len(self.layers)} attention layers{left}"
 
 
 def enable(model: Any, components: Iterable[str] | None = None) -> Enabled:
-    """Compute a model's attention by attnspan.
+    """Switch a model's attention to attnspan.
 
-    Results are those of diffusers' native backend within rounding. The weights and the processors' options
-    stay as they are; no other model is touched. Call it again after processors were exchanged
-    (``set_attn_processor``, ``fuse_qkv_projections``, ``load_ip_adapter``).
+    Results equal diffusers' native backend up to rounding. Weights and the processors' options do not change,
+    and no other model is affected. Call it again after you exchange processors (``set_attn_processor``,
+    ``fuse_qkv_projections``, ``load_ip_adapter``).
 
     Args:
-        model: A model of diffusers, any module that holds one, or a pipeline.
-        components: Names of a pipeline's components; by default all of its models of diffusers that attend,
-            but for autoencoders.
+        model: A diffusers model, a module that contains one, or a pipeline.
+        components: Names of a pipeline's components. Default: all of its diffusers models with attention,
+            except autoencoders.
 
     Returns:
-        The names of the layers it took, and of those it left.
+        The names of the changed and of the unchanged layers.
 
     Raises:
-        UsageError: It found no attention that it could take; a component is absent or of another library; the
-            model runs over several ranks by diffusers' own configuration.
+        UsageError: There is no supported attention, a component is missing or belongs to another library, or
+            the model uses diffusers' own context parallelism.
 
     Example:
         >>> from diffusers import FluxTransformer2DModel
@@ -84,23 +88,33 @@ def enable(model: Any, components: Iterable[str] | None = None) -> Enabled:
 
 
 _NONE_FOUND = (
-    "attention by dispatch_attention_fn or F.scaled_dot_product_attention",
+    "calls of dispatch_attention_fn or F.scaled_dot_product_attention",
     "none in its modules and processors",
     "Set processors that call one of these, such as AttnProcessor2_0",
 )
 
 
 def disable(model: Any, components: Iterable[str] | None = None) -> None:
-    """Undo `enable`; a model where it was never called stays as it is.
+    """Undo `enable`. A model without enabled attention does not change.
 
     Args:
-        model: What was given to `enable`.
-        components: As there.
+        model: The argument of `enable`.
+        components: The argument of `enable`.
+
+    Raises:
+        UsageError: A component is missing or belongs to another library.
+
+    Example:
+        >>> from diffusers.models.attention_processor import Attention
+        >>> layer = Attention(32, heads=2, dim_head=16)
+        >>> print(enable(layer))
+        attnspan in 1 attention layers
+        >>> disable(layer)
     """
     for _, part in _parts(model, components):
         for _, x, owner in _processors(part):
             if getattr(x, "_attention_backend", None) == NAME:
-                del x._attention_backend  # Its class has the one that it was made with.
+                del x._attention_backend  # Its class has the original backend.
             if is_rerouted(x):
                 new = restored(x)
                 if owner is not None:
@@ -108,14 +122,14 @@ def disable(model: Any, components: Iterable[str] | None = None) -> None:
 
 
 def _check_config_of(x: Any) -> None:
-    """Raise if an object attends over several ranks in diffusers' own way."""
+    """Raise if an object uses diffusers' own context parallelism."""
     config = getattr(x, "_parallel_config", None)
     if config is not None:
         check_config(config)
 
 
 def _processors(model: nn.Module) -> Iterator[tuple[str, Any, nn.Module | None]]:
-    """Objects that may attend: plain processors, with the modules that hold them, and modules."""
+    """Yield objects that may attend: plain processors with the modules that hold them, and modules."""
     for name, module in list(model.named_modules()):
         processor = getattr(module, "processor", None)
         if processor is not None and not isinstance(processor, nn.Module):
@@ -124,7 +138,7 @@ def _processors(model: nn.Module) -> Iterator[tuple[str, Any, nn.Module | None]]
 
 
 def _parts(model: Any, components: Iterable[str] | None) -> Iterator[tuple[str, nn.Module]]:
-    """The models to look into, and what stands before their modules' names."""
+    """Yield the models to search, and the prefix of their modules' names."""
     if isinstance(model, nn.Module):
         remedy = "Leave components out, or pass the pipeline"
         expect(components is None, "components", "None for a model", "names", remedy, error=UsageError)
@@ -139,15 +153,15 @@ def _parts(model: Any, components: Iterable[str] | None) -> Iterator[tuple[str, 
     for name in components:
         part = found.get(name)  # type: ignore[union-attr]
         fits = isinstance(part, nn.Module)
-        wanted, remedy = "a component that is a model", f"It has {', '.join(map(str, found))}"  # type: ignore[arg-type]
+        wanted, remedy = "a component that is a model", f"Choose among {', '.join(map(str, found))}"  # type: ignore[arg-type]
         expect(fits, name, wanted, type(part).__name__, remedy, error=UsageError)
         fits = not hasattr(part, "set_attn_implementation")
         wanted, remedy = "a model of diffusers", f'Call pipeline.{name}.set_attn_implementation("attnspan")'
-        expect(fits, name, wanted, "one of transformers", remedy, error=UsageError)
+        expect(fits, name, wanted, "a transformers model", remedy, error=UsageError)
         yield f"{name}.", part  # type: ignore[misc]
 
 
 def _is_model(x: Any) -> bool:
-    # A compiled component is a module around the model.
+    # A compiled component is a module that wraps the model.
     x = getattr(x, "_orig_mod", x)
     return isinstance(x, diffusers.ModelMixin) and ".autoencoders." not in type(x).__module__

@@ -1,6 +1,6 @@
-"""Hooks that cut a transformer's tokens and batch rows for a rank and gather them, and attention among them.
+"""Hooks that cut a transformer's tokens and batch for a rank and gather them, and attention among them.
 
-Each hook is a method, which the compiler follows.
+Each hook is a method, because the compiler can trace methods.
 """
 
 from __future__ import annotations
@@ -50,15 +50,16 @@ class Parallel(_Shared):
 
     Attributes:
         model: The transformer.
-        plan: Where its tokens are.
+        plan: The place of its tokens.
         whole: Name of the group of all ranks.
         tokens: The ranks that share tokens, or None.
-        batch: The ranks that share batch rows, or None.
-        strategy: How the first of them attend.
+        batch: The ranks that share the batch, or None.
+        strategy: How the ranks in ``tokens`` attend.
         names: Names of the model's inputs.
-        rows: Tokens of each stream, of the call under way.
-        undo: What takes it away again.
-        before: `rows` by an argument of a layer, which is the same again where a checkpoint recomputes it.
+        rows: Tokens of each stream in the current call.
+        undo: Functions that remove the hooks and processors.
+        before: `rows`, keyed by an argument of a layer. A checkpoint recomputes a layer with the same
+            argument.
     """
 
     model: nn.Module
@@ -74,30 +75,32 @@ class Parallel(_Shared):
     before: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
 
     def streams(self, names: tuple[str, ...]) -> tuple[Any, ...]:
-        """Tokens of some streams."""
+        """Return the tokens of some streams."""
         return tuple(self.rows[name] for name in names)
 
     def restore(self) -> None:
-        """Take hooks and processors away again, the latest first."""
+        """Remove hooks and processors, the latest first."""
         while self.undo:
             self.undo.pop()()
 
     def recall(self, x: Any) -> None:
-        """Let `rows` be those of the call that this argument of a layer is from, also within backward."""
+        """Restore the `rows` of the call that this argument of a layer belongs to, also within backward."""
         if not torch.compiler.is_compiling() and isinstance(x, Tensor):
             self.rows = self.before.setdefault(x, self.rows)  # type: ignore[no-untyped-call]
 
     def enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """All inputs by name, of this rank's batch rows, and how many tokens there will be."""
+        """Return all inputs by keyword, with this rank's batch elements, and count the tokens."""
         inputs, self.rows = dict(zip(self.names, args, strict=False)) | kwargs, {}
         for name in self.plan.refused:
-            remedy = "Leave it out, or call unparallelize(transformer) first"
+            remedy = "Leave it out, or call unparallelize(transformer) before"
             expect(inputs.get(name) is None, f"{name} on several ranks", "None", "something", remedy)
         inputs = self._entered(inputs)
         if self.batch is not None:
             count = inputs["hidden_states"].shape[0]
-            remedy = "Pass guided and unguided rows in one batch, or a mesh of fewer ranks for it"
-            what, wanted = "hidden_states", "at least {} batch rows, one for each rank of the batch"
+            remedy = (
+                "Pass guided and unguided samples in one batch, or use a mesh with fewer ranks for the batch"
+            )
+            what, wanted = "hidden_states", "at least {} batch elements, one for each rank of the batch"
             fits = count >= self.batch.ranks
             expect(fits, what, wanted, count, remedy, self.batch.ranks, error=ShapeError)
             self.rows["batch"] = count
@@ -114,7 +117,7 @@ class Parallel(_Shared):
             for name, where in self.plan.inputs.items():
                 if name in inputs:
                     inputs[name] = self._cut(name, inputs[name], where)
-            remedy = "Skip others: the first layer cuts the tokens"
+            remedy = "Skip other layers, because the first layer cuts the tokens"
             skipped = inputs.get("skip_layers") or ()
             expect(0 not in skipped, "skip_layers on several ranks", "no layer 0", skipped, remedy)
         return (), inputs
@@ -143,7 +146,7 @@ class Parallel(_Shared):
         return x
 
     def _cut(self, name: str, x: Any, rows: Rows | tuple[Rows, ...]) -> Any:
-        """A rank's rows of an argument: a tensor, a tuple or list of them, or None."""
+        """Return a rank's tokens of an argument: a tensor, a tuple or list of them, or None."""
         if isinstance(x, (tuple, list)):
             each = rows if isinstance(rows, tuple) else (rows,) * len(x)
             return type(x)([self._cut(name, part, of) for part, of in zip(x, each, strict=True)])
@@ -157,12 +160,15 @@ class Parallel(_Shared):
         if got == 1:
             return x
         fits, size = got == sum(streams), tuple(x.shape)
-        wanted, remedy = "{} tokens along dimension {}", "Pass it for all tokens: each rank takes its own"
+        wanted, remedy = (
+            "{} tokens along dimension {}",
+            "Pass it for all tokens, because each rank takes its own part",
+        )
         expect(fits, name, wanted, size, remedy, sum(streams), rows.dim, error=ShapeError)
         return self.tokens.cut(x, rows.dim, streams)
 
     def leave(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """The batch rows of all ranks."""
+        """Gather the batch elements of all ranks."""
         del model, args
         assert self.batch is not None
         rows = (self.rows["batch"],)
@@ -181,22 +187,22 @@ class LayerHooks(_Shared):
         plan = parallel.plan
         self.attending = [name for name, module in layer.named_modules() if streams_of(plan, name, module)]
 
-    # Two hooks for the first layer, as the second is then the same for all and compiled once.
+    # The first layer has two hooks, so that the second hook is the same for all layers and compiles once.
 
     def begin(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """This rank's rows of the streams."""
+        """Cut the streams to this rank's tokens."""
         del layer
         self.parallel.recall(args[0] if args else kwargs.get(self.names[0]))
         return self._changed(args, kwargs, self.parallel.plan.stream, {})
 
     def before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """This rank's rows of what each layer gets whole."""
+        """Cut the arguments that each layer gets whole to this rank's tokens."""
         parallel = self.parallel
         for name in self.attending:
             module = layer.get_submodule(name)
             fits = isinstance(getattr(module.processor, "_parallel_config", None), Sequence)
-            remedy = "Call unparallelize and parallelize again after processors were exchanged"
-            what, wanted = f"processor of {name}", "the one of parallelize"
+            remedy = "Call unparallelize and parallelize again after you exchange processors"
+            what, wanted = f"processor of {name}", "the processor from parallelize"
             expect(fits, what, wanted, type(module.processor).__name__, remedy)
         parallel.recall(args[0] if args else kwargs.get(self.names[0]))
         return self._changed(args, kwargs, parallel.plan.every, parallel.plan.leading)
@@ -226,7 +232,7 @@ class LayerHooks(_Shared):
         return max(0, min(count - start, share(rows, ranks, rank)))
 
     def after(self, layer: nn.Module, args: Any, output: Any) -> Any:
-        """The last layer's result, of all tokens."""
+        """Gather the last layer's result for all tokens."""
         del layer, args
         at = self.parallel.plan.result[0]
         if not isinstance(at, int):
@@ -234,7 +240,7 @@ class LayerHooks(_Shared):
         return (*output[:at], self._whole(output[at]), *output[at + 1 :])
 
     def meet(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments of a module behind the last layer, the first of all tokens."""
+        """Gather the first argument of a module after the last layer."""
         del module
         return self._whole(args[0]), *args[1:]
 
@@ -245,10 +251,10 @@ class LayerHooks(_Shared):
 
 
 class Sequence(_Shared):
-    """The tokens among which an attention module attends, on all ranks: its processor's ``_parallel_config``.
+    """The tokens of all ranks among which an attention module attends. A processor's ``_parallel_config``.
 
     Attributes:
-        streams: Their names, in the module's order.
+        streams: The names of the streams, in the module's order.
     """
 
     def __init__(self, parallel: Parallel, streams: tuple[str, ...]) -> None:
@@ -264,33 +270,34 @@ class Sequence(_Shared):
         scale: float | None = None,
         dropout_p: float = 0.0,
     ) -> Tensor:
-        """Attention of this rank's tokens to those of all ranks.
+        """Attend from this rank's tokens to all ranks' tokens.
 
         Args:
             query: Shape (B, n, Hq, D), this rank's tokens of all streams.
             key: Shape (B, n, Hkv, D).
             value: Shape (B, n, Hkv, Dv).
-            attn_mask: Which of this rank's keys are seen, bool, or what is added to their scores: (B|1, n) or
-                (B|1, 1, n), or (B|1, H|1, 1, n). It is the same for all queries.
-            is_causal, dropout_p: False and 0.
-            scale: Factor of the scores; None for 1 / sqrt(D).
+            attn_mask: This rank's keys: bool, True for visible keys, or floating to add to their scores.
+                Shape (B|1, n), (B|1, 1, n) or (B|1, H|1, 1, n). It is the same for all queries.
+            is_causal: Must be False.
+            scale: Factor of the scores. Default: 1/sqrt(D).
+            dropout_p: Must be 0.
 
         Returns:
             Shape (B, n, Hq, Dv).
 
         Raises:
-            ShapeError: The tokens are not those of the model's plan.
-            OptionError: Something is asked that several ranks do not do.
+            ShapeError: The number of tokens differs from the model's plan.
+            OptionError: Several ranks do not support an option.
         """
         parallel = self._parallel
         assert parallel.tokens is not None
         assert parallel.strategy is not None
         streams, ranks, rank = parallel.streams(self.streams), parallel.tokens.ranks, parallel.tokens.rank
-        what, remedy = "attention on several ranks", "Leave it out, or run the model on one rank"
+        what, remedy = "attention on several ranks", "Leave the option out, or run the model on one rank"
         expect(not is_causal, what, "is_causal=False", "True", remedy)
         expect(not dropout_p, what, "dropout_p=0", dropout_p, remedy)
         rows = sum(share(each, ranks, rank) for each in streams)
-        wanted = "{} tokens of " + " and ".join(self.streams) + ", as the model's inputs have"
+        wanted = "{} tokens of " + " and ".join(self.streams) + ", as in the model's inputs"
         remedy = "Pass a TokenPlan that says which modules join which streams"
         for name, x in (("query", query), ("key", key), ("value", value)):
             expect(x.shape[1] == rows, name, wanted, x.shape[1], remedy, rows, error=ShapeError)
@@ -302,10 +309,10 @@ class Sequence(_Shared):
 
 
 def _bias_of_keys(mask: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """A mask as what is added to the scores of each key, (B|1, n, H|1)."""
+    """Return a mask as numbers that are added to the scores of each key, (B|1, n, H|1)."""
     shape = tuple(mask.shape)
     per_key = mask.shape[-1] == rows and mask.ndim in (2, 3, 4) and (mask.ndim == 2 or mask.shape[-2] == 1)
-    remedy = "On several ranks a mask says which keys are seen, the same for all queries"
+    remedy = "On several ranks, pass a mask of keys that is the same for all queries"
     wanted = "(B, {}), (B, 1, {}) or (B, H, 1, {})"
     expect(per_key, "attn_mask", wanted, shape, remedy, rows, rows, rows, error=ShapeError)
     if mask.dtype == torch.bool:
@@ -317,6 +324,6 @@ def _bias_of_keys(mask: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
 
 
 def streams_of(plan: TokenPlan, name: str, module: nn.Module) -> tuple[str, ...]:
-    """The streams among which a module of a layer attends; none if it is no such one."""
+    """Return the streams among which a module of a layer attends. None if it is not an attention module."""
     known = getattr(module, "processor", None) is not None
     return plan.attention.get(name.rpartition(".")[2], ()) if known else ()

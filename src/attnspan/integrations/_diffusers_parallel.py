@@ -1,8 +1,8 @@
-"""A diffusers transformer on several ranks: tokens and batch rows are cut, and attention joins them again.
+"""A diffusers transformer on several ranks: tokens and the batch are cut, and attention joins them.
 
-In front of the first layer a rank keeps its rows of each stream of tokens, and behind the last one all rows
-are gathered; an attention's processor has a `Sequence` as its ``_parallel_config``, which attends to the rows
-of all ranks by a plan of `attnspan.parallel`. docs/diffusers-parallel.md tells it.
+Before the first layer, each rank keeps its tokens of each stream. After the last layer, all tokens are
+gathered. In between, an attention processor has a `Sequence` as its ``_parallel_config``. It attends to the
+tokens of all ranks by a plan of `attnspan.parallel`. docs/diffusers-parallel.md describes it.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ def parallelize(
     batch: str | None = None,
     plan: TokenPlan | None = None,
 ) -> nn.Module:
-    """Run a transformer of diffusers on several ranks: each has some of the tokens, or of the batch rows.
+    """Run a diffusers transformer on several ranks. Each rank has a part of the tokens or of the batch.
 
-    Every rank calls it with the same inputs and gets the same, whole output, so pipelines and training loops
-    stay as they are. Output and gradients are those of one rank within rounding, for any number of tokens
-    and heads. Compile afterwards.
+    Every rank calls the transformer with the same inputs and gets the same whole output, so you do not change
+    pipelines and training loops. Output and gradients equal one rank's up to rounding, for any number of
+    tokens and heads. Compile the transformer after this call.
 
-    Gradients of parameters: each rank finds a part of them, scaled so that the *mean* over the ranks is the
-    whole. DDP and FSDP2 over the same ranks take that mean; else call `average_gradients`. Gradients of the
-    model's inputs are whole on every rank.
+    Gradients of parameters: each rank computes a part, scaled so that the *mean* over the ranks is the
+    gradient. DDP and FSDP2 over the same ranks compute this mean. Without them, call `average_gradients`.
+    Gradients of the model's inputs are whole on every rank.
 
     Args:
-        transformer: The model; its attention becomes attnspan's, as by `enable`.
-        mesh: The ranks. All its dimensions but ``batch`` share the tokens: one, or two (nodes, ranks of a
-            node), which must have names.
+        transformer: The model. Its attention becomes attnspan's, as with `enable`.
+        mesh: The ranks. All dimensions except ``batch`` share the tokens: one dimension, or two (nodes, ranks
+            of a node), which must have names.
         strategy: How ranks attend: "exchange", "ring", "ulysses", "hybrid(u, r)", "hybrid(u, r, ring)", or
-            "auto", which takes the one that sends least (docs/parallel.md).
-        batch: Name of the mesh dimension that shares the batch rows, such as the guided and the unguided one.
-        plan: Where the model's tokens are; by default that of its class, for CogVideoX, Flux, Flux 2,
-            HunyuanVideo, LTX-Video, Lumina 2, Mochi, PixArt, QwenImage, Stable Diffusion 3 and Wan.
+            "auto". "auto" chooses the strategy that sends the least (docs/parallel.md).
+        batch: Name of the mesh dimension that splits the batch, for example into guided and unguided samples.
+        plan: The place of the model's tokens. Default: the known plan of its class (CogVideoX, Flux, Flux 2,
+            HunyuanVideo, LTX-Video, Lumina 2, Mochi, PixArt, QwenImage, Stable Diffusion 3 and Wan).
 
     Returns:
         The transformer.
@@ -111,15 +111,15 @@ def _plan_of(transformer: nn.Module) -> TokenPlan:
             return known_plans[each.__name__]
     raise OptionError(
         "transformer",
-        expected="a model whose tokens are known: " + ", ".join(known_plans),
+        expected="a model with a known plan: " + ", ".join(known_plans),
         got=type(transformer).__name__,
         remedy="Pass plan=TokenPlan(...)",
     )
 
 
 def _check_plan(transformer: nn.Module, plan: TokenPlan) -> None:
-    """A user's plan names what is there."""
-    remedy = "Mend the TokenPlan"
+    """Check that a user's plan refers to existing parts of the model."""
+    remedy = "Fix the TokenPlan"
     lists = dict(transformer.named_children())
     for name in plan.layers:
         fits = isinstance(lists.get(name), nn.ModuleList)
@@ -144,34 +144,34 @@ def _check_plan(transformer: nn.Module, plan: TokenPlan) -> None:
     expect(fits, "TokenPlan: result", f"a module among {list(lists)}", repr(behind), remedy)
     ends = {name.rpartition(".")[2] for name, *_ in _attention(transformer, plan)}
     wrong = sorted(set(plan.attention) - ends)
-    expect(not wrong, "TokenPlan: attention", "names of modules that have a processor", wrong, remedy)
+    expect(not wrong, "TokenPlan: attention", "names of modules with a processor", wrong, remedy)
     rows = [*plan.stream.values(), *plan.inputs.values(), plan.result[1]]
     rows += [x for each in plan.every.values() for x in (each if isinstance(each, tuple) else (each,))]
     used = {x for each in rows for x in each.streams} | {x for each in plan.attention.values() for x in each}
     wrong = sorted((used | set(plan.leading.values())) - set(plan.rows))
-    expect(not wrong, "TokenPlan: streams", f"those that rows counts, {sorted(plan.rows)}", wrong, remedy)
+    expect(not wrong, "TokenPlan: streams", f"streams in rows, {sorted(plan.rows)}", wrong, remedy)
 
 
 def _check_fresh(transformer: nn.Module) -> None:
     compiled = any(getattr(x, "_compiled_call_impl", None) is not None for x in transformer.modules())
     compiled = compiled or hasattr(transformer, "_orig_mod")
     remedy = "Call parallelize first, then compile"
-    expect(not compiled, "transformer", "one that is not compiled", "a compiled one", remedy)
+    expect(not compiled, "transformer", "a model that is not compiled", "a compiled model", remedy)
     remedy = "Call unparallelize(transformer) first"
-    expect(not hasattr(transformer, _HERE), "transformer", "one on one rank", "one on several", remedy)
+    expect(not hasattr(transformer, _HERE), "transformer", "a model on one rank", "a parallel model", remedy)
 
 
 def _parts(
     transformer: nn.Module, plan: TokenPlan, mesh: DeviceMesh, strategy: str | Strategy, batch: str | None
 ) -> tuple[Part | None, Part | None, Any, Strategy | None]:
-    """The ranks that share tokens, those that share batch rows, the group of all, and the strategy."""
+    """Return the ranks that share tokens, those that share the batch, the group, and the strategy."""
     if batch is None:
         group = group_of(mesh)
         chosen = _strategy(transformer, plan, mesh, strategy)
         return Part(group.size(), group.rank(), group.group_name), None, group, chosen
     names = mesh.mesh_dim_names or ()
-    remedy = "Make it with mesh_dim_names=..., and pass the name of one"
-    expect(batch in names, "batch", f"a dimension of the mesh, of {names}", repr(batch), remedy)
+    remedy = "Make the mesh with mesh_dim_names=..., and pass one of these names"
+    expect(batch in names, "batch", f"a mesh dimension among {names}", repr(batch), remedy)
     group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
     of_rows = mesh[batch].get_group()
     rows = Part(of_rows.size(), of_rows.rank(), of_rows.group_name)
@@ -190,7 +190,7 @@ def _strategy(
     ranks = group_of(mesh).size()
     if strategy == "auto":
         heads = next(module.heads for _, module, _ in _attention(transformer, plan))
-        # With full attention what is sent grows with the tokens alike for all strategies.
+        # With full attention, traffic grows with the number of tokens equally for all strategies.
         each = mesh.size(1) if mesh.ndim == 2 else None
         layout = Layout.contiguous(256 * ranks, ranks)
         chosen = layout.plan(full(), heads=(heads, heads), node_size=each).strategy
@@ -205,7 +205,7 @@ def _layers(transformer: nn.Module, plan: TokenPlan) -> list[nn.Module]:
 
 
 def _attention(transformer: nn.Module, plan: TokenPlan) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
-    """Attention modules that the plan names, with their streams."""
+    """Yield the attention modules in the plan, with their streams."""
     for layer in _layers(transformer, plan):
         for name, module in layer.named_modules():
             if streams := streams_of(plan, name, module):
@@ -234,7 +234,7 @@ def _set_attention(parallel: Parallel) -> None:
     for _, module, streams in list(_attention(parallel.model, parallel.plan)):
         before = module.processor
         sequence, make = known.setdefault(streams, Sequence(parallel, streams)), parallel.plan.processor
-        # Its own one: others may share it that do not attend among these tokens.
+        # Each module gets its own processor, because modules that attend among other tokens may share it.
         module.processor = copy.copy(before) if make is None else make(sequence)
         module.processor._parallel_config = sequence
         parallel.undo.append(partial(setattr, module, "processor", before))
@@ -242,23 +242,28 @@ def _set_attention(parallel: Parallel) -> None:
 
 def _parallel_of(transformer: nn.Module) -> Parallel:
     parallel = getattr(transformer, _HERE, None)
-    remedy = "Pass the model that parallelize was given"
-    expect(parallel is not None, "transformer", "one on several ranks", "one on one rank", remedy)
+    remedy = "Pass the argument of parallelize"
+    expect(parallel is not None, "transformer", "a parallel model", "a model on one rank", remedy)
     return parallel  # type: ignore[return-value]
 
 
 def unparallelize(transformer: nn.Module) -> nn.Module:
-    """Undo `parallelize`: the transformer is one rank's again. Its attention stays attnspan's; see `disable`.
+    """Undo `parallelize`, so that the transformer runs on one rank again.
+
+    Its attention stays attnspan's. To undo this as well, call `disable`.
+
+    Args:
+        transformer: The argument of `parallelize`.
 
     Returns:
         The transformer.
 
     Raises:
-        OptionError: It is not parallel.
+        OptionError: The transformer is not parallel, or it is a copy of a parallel model.
     """
     parallel = _parallel_of(transformer)
-    remedy = "Undo the model that was copied, or copy before parallelize"
-    expect(parallel.model is transformer, "transformer", "no copy of a parallel model", "a copy", remedy)
+    remedy = "Pass the original model, or copy it before parallelize"
+    expect(parallel.model is transformer, "transformer", "the original of a parallel model", "a copy", remedy)
     parallel.restore()
     delattr(transformer, _HERE)
     return transformer
@@ -266,11 +271,15 @@ def unparallelize(transformer: nn.Module) -> nn.Module:
 
 @contextmanager
 def parallelized(transformer: nn.Module, mesh: DeviceMesh, **options: Any) -> Iterator[nn.Module]:
-    """`parallelize` as a context, which undoes it at its end.
+    """Run `parallelize` as a context manager, and undo it at the end.
 
     Args:
-        transformer, mesh: As there.
-        **options: As there.
+        transformer: As for `parallelize`.
+        mesh: As for `parallelize`.
+        **options: As for `parallelize`.
+
+    Raises:
+        OptionError: As for `parallelize`.
     """
     parallelize(transformer, mesh, **options)
     try:
@@ -280,13 +289,16 @@ def parallelized(transformer: nn.Module, mesh: DeviceMesh, **options: Any) -> It
 
 
 def average_gradients(transformer: nn.Module) -> None:
-    """Average the gradients of the parameters over the ranks, in place: without DDP or FSDP2, after backward.
+    """Average the gradients of the parameters over the ranks, in place.
+
+    Call it after backward if you use neither DDP nor FSDP2.
 
     Args:
-        transformer: What `parallelize` was given.
+        transformer: The argument of `parallelize`.
 
     Raises:
-        OptionError: It is not parallel, or a parameter is a DTensor, whose gradient FSDP2 averages.
+        OptionError: The transformer is not parallel, or a parameter is a DTensor, whose gradient FSDP2
+            averages.
     """
     group = _parallel_of(transformer).group
     sum_gradients(transformer.parameters(), group)

@@ -1,8 +1,8 @@
-"""Tokens in diffusers' transformers: what each layer takes and returns, stream by stream.
+"""Tokens in diffusers' transformers: the arguments and results of each layer, stream by stream.
 
-Between the first layer and the last a rank has its rows of each stream; in front and behind all ranks compute
-the same. So what mixes tokens outside of attention (patches, positions, pooled texts, refiners) sees all of
-them, and a plan is only about the layers' arguments.
+Between the first and the last layer, a rank has its tokens of each stream. Before and after, all ranks
+compute the same. Code that mixes tokens outside of attention (patches, positions, pooled texts, refiners)
+therefore sees all tokens, and a plan only describes the layers' arguments.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Rows:
     Attributes:
         streams: The streams along `dim`, in their order.
         dim: The dimension of the tokens.
-        ndim: Only tensors of so many dimensions have them; None for all.
+        ndim: Number of dimensions of tensors that have tokens. None for all tensors.
 
     Example:
         >>> Rows("text", "image", dim=0).streams
@@ -42,25 +42,29 @@ class Rows:
 
 @dataclass(frozen=True)
 class TokenPlan:
-    """Tokens of a transformer's layers: what `parallelize` must know of a model.
+    """Tokens of a transformer's layers. `parallelize` needs such a plan for each model class.
 
     Attributes:
         layers: Names of the model's lists of layers, in the order in which they run.
-        rows: For each stream the number of its tokens, from the model and its inputs by name.
-        stream: Arguments of the first layer that are streams: they are cut there, and each layer passes a
-            rank's rows to the next.
-        every: Arguments that each layer gets whole, such as rotary tables and masks: `Rows` of a tensor or of
-            each tensor of a tuple, or one for each part of a tuple. A tensor of one row is for all tokens.
-        leading: Arguments that count the first tokens of a stream, and which.
-        result: Where the streams that are used behind the layers become whole again, and their rows: a place
-            in the tuple that the last layer returns (None where it returns a tensor), or the name of a module
-            behind it, whose first argument they are, where the model adds something to them in between.
-        attention: Modules that attend among tokens, by the end of their name, with the streams that they
-            join, in their order. All others see a rank's rows as if they were all.
-        inputs: Inputs of the model that are added to tokens between layers, such as those of a control net.
-        without_batch: Inputs of the model that have no batch rows.
-        refused: Inputs that select tokens by number: with them the model raises.
-        processor: Makes the processors of these modules, of the `Sequence`; None keeps the model's own.
+        rows: For each stream, a function of the model and its inputs (keyed by name) that counts the stream's
+            tokens.
+        stream: Arguments of the first layer that are streams. They are cut there, and each layer passes a
+            rank's tokens to the next layer.
+        every: Arguments that each layer gets whole, such as rotary tables and masks. The value is the `Rows`
+            of a tensor or of each tensor of a tuple, or a tuple of `Rows`. A tensor with one token applies to
+            all tokens.
+        leading: Arguments that count the first tokens of a stream, and that stream.
+        result: Where to gather the streams that are used after the layers, and their `Rows`. The place is an
+            index in the tuple that the last layer returns, or None if it returns a tensor. If the model adds
+            something in between, use the name of a later module, whose first argument is gathered.
+        attention: Modules that attend among tokens, with the streams that they join, in their order. A key is
+            the end of the module's name. All other modules process a rank's tokens as if there were no
+            others.
+        inputs: Inputs of the model that are added to tokens between layers, such as a control net's.
+        without_batch: Inputs of the model without a batch dim.
+        refused: Inputs that select tokens by number. The model raises if you pass them.
+        processor: Function that makes these modules' processors from a `Sequence`. None keeps the model's
+            own.
 
     Example:
         >>> TokenPlan(
@@ -87,12 +91,12 @@ class TokenPlan:
 
 
 def _tokens(name: str) -> Callable[[Any, Mapping[str, Any]], int]:
-    """Tokens of an input that is a sequence."""
+    """Count the tokens of an input that is a sequence."""
     return lambda _, inputs: inputs[name].shape[1]
 
 
 def _patches(model: Any, inputs: Mapping[str, Any]) -> int:
-    """Patches of pictures (B, C, height, width) or of films (B, C, frames, height, width)."""
+    """Count the patches of images (B, C, height, width) or videos (B, C, frames, height, width)."""
     config, sizes = model.config, list(inputs["hidden_states"].shape[2:])
     each = config.patch_size
     if not isinstance(each, (tuple, list)):
@@ -105,7 +109,7 @@ def _patches(model: Any, inputs: Mapping[str, Any]) -> int:
 
 
 def _patches_of_cogvideox(model: Any, inputs: Mapping[str, Any]) -> int:
-    """Of films (B, frames, C, height, width)."""
+    """Count the patches of videos (B, frames, C, height, width)."""
     config = model.config
     _, frames, _, height, width = inputs["hidden_states"].shape
     in_time = config.patch_size_t or 1
@@ -116,12 +120,15 @@ def _patches_of_cogvideox(model: Any, inputs: Mapping[str, Any]) -> int:
 
 
 def _longest_of_lumina2(model: Any, inputs: Mapping[str, Any]) -> int:
-    """The model packs each caption and its picture, and pads to the longest; captions differ as data."""
+    """Count the tokens of the longest sample. The model packs each caption and its image, and pads.
+
+    The lengths of captions are data.
+    """
     return int(inputs["encoder_attention_mask"].sum(1).max()) + _patches(model, inputs)
 
 
 class _MochiProcessor:
-    """Mochi's attention under a mask; its own attends sample by sample, to as many rows as are real."""
+    """Mochi's attention under a mask. Mochi's own processor attends sample by sample, to the valid tokens."""
 
     def __init__(self, sequence: Any) -> None:
         self._parallel_config = sequence
@@ -157,7 +164,7 @@ class _MochiProcessor:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Pairs of neighbours of the last dimension, turned in float32."""
+    """Rotate pairs of neighbours along the last dimension, in float32."""
     a, b = x.float()[..., ::2], x.float()[..., 1::2]
     turned = [y.to(x.dtype) for y in (a * cos - b * sin, a * sin + b * cos)]
     return torch.stack(turned, -1).flatten(-2)
@@ -276,7 +283,7 @@ _MOCHI = TokenPlan(
     processor=_MochiProcessor,
 )
 
-#: Plans by the name of the model's class.
+#: Plans, keyed by the name of the model's class.
 known_plans: dict[str, TokenPlan] = {
     "CogVideoXTransformer3DModel": _COGVIDEOX,
     "Flux2Transformer2DModel": _FLUX2,

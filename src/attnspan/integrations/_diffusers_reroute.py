@@ -1,9 +1,9 @@
-"""Attention of single objects of diffusers, rerouted without touching any other's.
+"""Rerouting of the attention of single diffusers objects, without touching other objects.
 
-A processor, or a module with attention of its own, finds `F.scaled_dot_product_attention` or
-`dispatch_attention_fn` in the globals of its Python module. The object gets a subclass of its class, whose
-methods are the same code with other globals: a copy in which these names mean attnspan. A compiler sees
-ordinary functions, and one class for all layers.
+A processor, or a module with its own attention, finds `F.scaled_dot_product_attention` or
+`dispatch_attention_fn` in the globals of its Python module. The object gets a subclass of its class. The
+subclass has the same code with other globals, a copy in which these names mean attnspan's attention. A
+compiler sees ordinary functions, and one class for all layers.
 """
 
 import dis
@@ -32,10 +32,10 @@ _routes: WeakValueDictionary[int, "Reroute"] = WeakValueDictionary()
 
 
 class Reroute:
-    """Functions that stand for the names of attention in the objects that it is given.
+    """Functions that replace the names of attention in the objects that it reroutes.
 
     Args:
-        config: Passed on as ``_parallel_config`` where a processor has none of its own to pass.
+        config: Passed on as ``_parallel_config`` if a processor does not pass its own.
     """
 
     def __init__(self, config: Any = None) -> None:
@@ -50,7 +50,7 @@ class Reroute:
 
     @classmethod
     def to(cls, config: Any = None) -> "Reroute":
-        """The one route with that config: layers that share it share their classes."""
+        """Return the only route with this config. Layers that share a route share their classes."""
         with _lock.held():
             found = _routes.get(id(config))
             if found is None:
@@ -58,20 +58,20 @@ class Reroute:
             return found
 
     def give(self, x: Any) -> Any:
-        """``x`` itself if it is a module, else a copy of it, whose attention goes this way."""
+        """Reroute the attention of ``x``. Returns ``x`` itself if it is a module, else a copy."""
         x = x if isinstance(x, nn.Module) else copy(x)
         x.__class__ = self.class_of(type(x))
         return x
 
     def class_of(self, base: type) -> type:
-        """The subclass of ``base`` whose attention goes this way."""
+        """Return the subclass of ``base`` with rerouted attention."""
         base = vars(base).get("_attnspan_base", base)
         with _lock.held():
             if base not in self._classes:
-                # An ancestor's method, called by super(), is found in a twin right before that ancestor.
+                # A twin stands right before its ancestor, so super() finds the rerouted method.
                 twins = tuple(self._twin(x) for x in base.__mro__ if x is base or _methods(x))
                 members = {"_attnspan_base": base, "_attnspan_route": self, "__reduce_ex__": _reduce}
-                if hasattr(base, "_SUPPORTED_BACKENDS"):  # AnyFlow asks for one that takes a BlockMask.
+                if hasattr(base, "_SUPPORTED_BACKENDS"):  # AnyFlow needs a backend with BlockMask.
                     members["_SUPPORTED_BACKENDS"] = (*base._SUPPORTED_BACKENDS, NAME)
                 if not hasattr(base, "_parallel_config"):
                     members["_parallel_config"] = property(_config_of, _set_config)
@@ -91,9 +91,9 @@ class Reroute:
         return new
 
     def _scope(self, names: dict[str, Any]) -> dict[str, Any]:
-        """A copy of a module's globals with attention replaced, in its functions as well."""
+        """Copy a module's globals with attention replaced, in its functions as well."""
         if id(names) not in self._scopes:
-            # Without the name, by which the compiler would look up the module in their place.
+            # The copy has no __name__, because the compiler would use it to look up the module.
             scope = self._scopes[id(names)] = {k: v for k, v in names.items() if k != "__name__"}
             for name, x in names.items():
                 if id(x) in self._replaced:
@@ -117,7 +117,9 @@ def _replacements(config: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
         remedy = "Add the batch or heads dim"
         wanted = "four dims"
         expect(query.dim() == 4, "query", wanted, query.shape, remedy, error=ShapeError)
-        if isinstance(attn_mask, Tensor) and attn_mask.dim() < 4:  # Pairs, where (B, Sk) would be padding.
+        if (
+            isinstance(attn_mask, Tensor) and attn_mask.dim() < 4
+        ):  # A mask of pairs, but (B, Sk) means padding.
             attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         options = {"scale": scale, "enable_gqa": enable_gqa, "_parallel_config": config}
@@ -138,7 +140,7 @@ def _replacements(config: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
         backend: Any = None,
         parallel_config: Any = None,
     ) -> Any:
-        del backend  # This one.
+        del backend  # It is attnspan's.
         options = {"scale": scale, "enable_gqa": enable_gqa, "_parallel_config": parallel_config}
         options.update(attention_kwargs or {})
         return attend(query, key, value, attn_mask, dropout_p, is_causal, **options)
@@ -164,7 +166,7 @@ def _set_config(x: Any, config: Any) -> None:
 
 
 def _reduce(self: Any, _: Any) -> Any:
-    # Copied and pickled by the class that others can import.
+    # Copies and pickles use the class that can be imported.
     return _remade, (type(self)._attnspan_base, _config_of(self)), self.__dict__
 
 
@@ -174,7 +176,7 @@ def _remade(base: type, config: Any) -> Any:
 
 
 def _calls_attention(fn: FunctionType) -> bool:
-    """Whether a function calls attention by a name of its module."""
+    """Return whether a function calls attention by a name of its module."""
     codes, names = [fn.__code__], fn.__globals__
     for code in codes:
         codes.extend(x for x in code.co_consts if isinstance(x, CodeType))
@@ -190,7 +192,7 @@ def _calls_attention(fn: FunctionType) -> bool:
 
 
 def _methods(cls: type) -> dict[str, FunctionType]:
-    """The methods of a class itself that call attention."""
+    """Return a class's own methods that call attention."""
     if cls.__module__.split(".")[0] in ("torch", "builtins"):
         return {}
     found = {name: x for name, x in vars(cls).items() if isinstance(x, FunctionType)}
@@ -198,17 +200,17 @@ def _methods(cls: type) -> dict[str, FunctionType]:
 
 
 def uses_attention(x: Any) -> bool:
-    """Whether an object calls attention in a way that can be rerouted."""
+    """Return whether an object calls attention in a way that can be rerouted."""
     return any(_methods(cls) for cls in type(x).__mro__)
 
 
 def is_rerouted(x: Any) -> bool:
-    """Whether an object's attention is attnspan's."""
+    """Return whether an object's attention is attnspan's."""
     return "_attnspan_base" in vars(type(x))
 
 
 def restored(x: Any) -> Any:
-    """The object as it was before `Reroute.give`; a copy unless it is a module."""
+    """Return the object before `Reroute.give`: the same module, or a copy of other objects."""
     x = x if isinstance(x, nn.Module) else copy(x)
     x.__class__ = type(x)._attnspan_base
     return x

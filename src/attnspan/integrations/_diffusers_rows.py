@@ -1,8 +1,8 @@
-"""Rows of a sequence on the ranks that share it: cut, gathered, and attended to from every rank.
+"""Tokens of a sequence on the ranks that share it: cut, gathered, and attended to from every rank.
 
-A sequence is one stream of tokens, or several after one another, such as text and image. Each stream is cut
-into runs of neighbours, one for each rank, of sizes that differ by at most one; a rank holds its run of each
-stream. Shapes: B batch rows, n rows of a rank, H heads, D head dim, P ranks.
+A sequence is one stream of tokens or several in a row, such as text and image. Each stream is cut into
+contiguous runs, one for each rank, whose sizes differ by at most one. A rank holds its run of each stream.
+Shapes: B batch elements, n tokens of a rank, H heads, D head dim, P ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["attend_rows", "cut", "entered", "gather", "share", "watch"]
 
 
 def share(rows: int, ranks: int, rank: int) -> int:
-    """Number of a stream's rows that a rank holds.
+    """Return the number of a stream's tokens that a rank holds.
 
     Example:
         >>> [share(7, 3, rank) for rank in range(3)]
@@ -40,15 +40,16 @@ def share(rows: int, ranks: int, rank: int) -> int:
 
 
 def cut(x: Tensor, dim: int, streams: Sequence[int], ranks: int, rank: int) -> Tensor:
-    """A rank's rows of a sequence.
+    """Return a rank's tokens of a sequence.
 
-    Its gradient is zero at the rows of other ranks; `entered` and the mean over ranks add them up.
+    The gradient is zero for other ranks' tokens. `entered` and the mean over ranks add the gradients up.
 
     Args:
-        x: A tensor with the rows of all streams along ``dim``.
-        dim: The dimension of the rows.
-        streams: Rows of each stream.
-        ranks, rank: P, and which of them.
+        x: A tensor with the tokens of all streams along ``dim``.
+        dim: The dimension of the tokens.
+        streams: Tokens of each stream.
+        ranks: Number of ranks, P.
+        rank: This rank.
 
     Example:
         >>> cut(torch.arange(8), 0, (3, 5), ranks=2, rank=1).tolist()
@@ -59,7 +60,7 @@ def cut(x: Tensor, dim: int, streams: Sequence[int], ranks: int, rank: int) -> T
         before = sum(share(rows, ranks, other) for other in range(rank))
         parts.append(x.narrow(dim, start + before, share(rows, ranks, rank)))
         start = start + rows
-    # Strides of views would be one more program for compilers.
+    # A view's strides would cause a recompilation.
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
 
 
@@ -103,9 +104,9 @@ _gather.register_autograd(_ungather, setup_context=_remember_rows)
 
 
 def gather(x: Tensor, dim: int, streams: tuple[int, ...], ranks: int, rank: int, group: str) -> Tensor:
-    """The sequence from the rows of all ranks, on every rank: what undoes `cut`.
+    """Gather the tokens of all ranks on every rank. It undoes `cut`.
 
-    Its gradient is this rank's rows, times the number of ranks: the loss is the same on every rank, and the
+    The gradient is this rank's part, times the number of ranks: the loss is the same on every rank, and the
     *mean* over ranks of a parameter's gradients is its gradient.
     """
     return _gather(x, dim, streams, ranks, rank, group)  # type: ignore[no-any-return]
@@ -122,7 +123,7 @@ _watched: dict[str, tuple[Agreement, int]] = {}
 
 
 def watch(group: Any) -> str:
-    """Let `entered` compare what the ranks of a group do; the group's name."""
+    """Let `entered` compare the calls of a group's ranks. Returns the group's name."""
     name = str(group.group_name)
     _watched[name] = Agreement(group), group.size()
     return name
@@ -159,16 +160,16 @@ _entered.register_autograd(_leave, setup_context=_remember)
 
 
 def entered(x: Tensor, group: str, sizes: Sequence[int] = ()) -> Tensor:
-    """An input that all ranks hold, in front of what they share: its gradient is the mean over the ranks.
+    """Mark an input that all ranks hold, before they split it. Its gradient is the mean over the ranks.
 
     Args:
         x: Any shape.
         group: Name of a process group that `watch` knows.
-        sizes: What must be the same on all ranks; nothing is compared where it is empty.
+        sizes: Numbers that must be the same on all ranks. If empty, nothing is compared.
 
     Raises:
-        PlanMismatchError: Sizes differ between ranks; where collectives do not wait for the host (NCCL) it is
-            raised at the next call.
+        PlanMismatchError: Sizes differ between ranks. If collectives do not block the host (NCCL), the next
+            call raises the error.
     """
     return _entered(x, group, sizes)  # type: ignore[no-any-return]
 
@@ -177,7 +178,7 @@ def entered(x: Tensor, group: str, sizes: Sequence[int] = ()) -> Tensor:
 def _local_plan(
     kind: Any, members: int, groups: int, rank: int, heads: tuple[int, int], streams: tuple[int, ...]
 ) -> LocalPlan:
-    """One rank's plan of full attention to the rows of all ranks, numbered rank by rank."""
+    """Return one rank's plan of full attention to the tokens of all ranks, numbered rank by rank."""
     ranks = members * groups
     held = [sum(share(rows, ranks, other) for rows in streams) for other in range(ranks)]
     rows, start = np.full((ranks, 1, held[0]), -1, np.int32), 0
@@ -189,7 +190,7 @@ def _local_plan(
 
 
 def _sizes(kind: str, members: int, groups: int, streams: Sequence[int]) -> tuple[int, int]:
-    """Elements of a plan's data, at most, and of its numbers: see `attnspan.parallel.local.encode`."""
+    """Return the maximum sizes of a plan's data and numbers (`attnspan.parallel.local.encode`)."""
     slots = members * sum(share(rows, members * groups, 0) for rows in streams)
     transfer = kind == "exchange" and groups > 1
     stages = 1 if transfer else groups
@@ -208,7 +209,7 @@ def _plan_of_rows(
     kv_heads: int,
     streams: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """Plan and numbers as `sharded_attention` takes them; an operator, as it is made by NumPy."""
+    """Make a plan and its numbers for `sharded_attention`. It is an operator because it uses NumPy."""
     plan = _local_plan(kind, members, groups, rank, (q_heads, kv_heads), tuple(streams))
     length, numbers = _sizes(kind, members, groups, streams)
     assert plan.data.size <= length, (plan.data.size, length)
@@ -245,7 +246,7 @@ def attend_rows(
     rank: int,
     group: str,
 ) -> Tensor:
-    """Attention of this rank's rows to those of all ranks.
+    """Attend from this rank's tokens to all ranks' tokens.
 
     Args:
         q: Shape (B, n, Hq, D).
@@ -253,9 +254,10 @@ def attend_rows(
         v: Shape (B, n, Hkv, Dv).
         bias: Added to the scores of this rank's keys, (B|1, n, Hkv|1), or None.
         scale: Factor of the scores.
-        streams: Rows of each stream, of all ranks.
+        streams: Tokens of each stream, over all ranks.
         strategy: How the ranks share the work.
-        rank, group: This rank, and the name of the group of all.
+        rank: This rank.
+        group: Name of the group of all ranks.
 
     Returns:
         Contiguous, shape (B, n, Hq, Dv).
@@ -274,11 +276,11 @@ def attend_rows(
 
 
 def _with_bias(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The bias as one more column of the keys, which travels with them; queries have 1 there.
+    """Append the bias to the keys as one more column, which is sent with them. Queries have 1 there.
 
     Columns of zeros keep the rows aligned.
     """
-    most = 6e4 if k.dtype == torch.float16 else 1e30  # Sums of it and of other products stay finite.
+    most = 6e4 if k.dtype == torch.float16 else 1e30  # Sums with other products stay finite.
     column = (bias / scale).clamp(-most, most).to(k.dtype)[..., None].expand(*k.shape[:3], 1)
     extra = -k.shape[3] % 8 or 8
     ones = q.new_ones((*q.shape[:3], 1))

@@ -14,17 +14,23 @@ __all__ = ["AllPairsWarning", "SpanMask", "make_mask"]
 
 
 class AllPairsWarning(UserWarning):
-    """A mask function is evaluated on all pairs of queries and keys, because nothing says what it is."""
+    """An unknown mask function is evaluated on all pairs of queries and keys, which is slow.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", AllPairsWarning)
+    """
 
 
 class SpanMask(NamedTuple):
-    """Mask that the decoder hands to its layers in place of a BlockMask.
+    """Mask that the decoder passes to its layers instead of a BlockMask. `make_mask` returns it.
 
     Attributes:
-        bounds: int32 (B, 1, rows, R, 2): for each query row here, the keys that it sees.
-        k_order: Integer (1|B, S): where each key of the sequence lies among those gathered from all ranks of
-            context parallelism. None: in order.
-        window: How many keys a row may see, itself included, or 0: any number.
+        bounds: int32 (B, 1, queries, R, 2), the keys that each query of this rank sees.
+        k_order: Integer (1|B, S): the place of each key of the sequence among the keys that context
+            parallelism gathers from all ranks. None if they are in order.
+        window: Number of keys that a query may see, including itself. 0 for no limit.
     """
 
     bounds: Tensor
@@ -41,41 +47,44 @@ def make_mask(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> SpanMask:
-    """The mask of one kind of layer for one step; the arguments are those of FlexAttention's maker.
+    """Make the mask of one kind of layer for one step. The arguments are `create_block_mask`'s.
 
     Args:
-        mask_mod: What a query may see, a function of (batch, head, query, key) indices.
-        B, H, Q_LEN, KV_LEN: Batch rows and heads (None: the same for all), query and key tokens.
-        device: Where the mask is wanted.
+        mask_mod: The visible pairs, a function of (batch, head, query, key) indices.
+        B: Size of the batch. None if all elements share the mask.
+        H: Must be None, because all heads share the mask.
+        Q_LEN: Number of queries.
+        KV_LEN: Number of keys, the same as Q_LEN.
+        device: Device of the mask.
 
     Raises:
-        UsageError: The mask differs between heads, or has other keys than queries.
+        UsageError: The mask differs between heads, or the numbers of keys and queries differ.
 
     Example:
         >>> from torch.nn.attention.flex_attention import noop_mask
         >>> make_mask(noop_mask, 1, None, 3, 3).bounds[0, 0, :, 0].tolist()
         [[0, 3], [0, 3], [0, 3]]
     """
-    remedy = "Leave this attention to torchtitan, by an override of your own with fqns="
-    expect(H is None, "H", "None: one mask for all heads", H, remedy, error=UsageError)
+    remedy = "Keep torchtitan's attention for this layer, with your own override with fqns="
+    expect(H is None, "H", "None, one mask for all heads", H, remedy, error=UsageError)
     expect(Q_LEN == KV_LEN, "KV_LEN", "{}, as many as queries", KV_LEN, remedy, Q_LEN, error=UsageError)
     mask, known = _lower(mask_mod, torch.device(device), KV_LEN)
     like = torch.empty(0, device=device)
-    # The number of spans of a mask that is known follows from its structure: one shape for compiled layers.
+    # A known mask's structure gives its number of spans, so compiled layers see one shape.
     lower = mask.spans if known else lambda *a, **k: mask.prepare(*a, **k).lowered
     found = torch.as_tensor(lower(Q_LEN, KV_LEN, batch=B or 1, like=like).bounds, device=device)
     return SpanMask(found.expand(B or 1, -1, -1, -1, -1).contiguous(), window=_window(mask_mod))
 
 
 def _window(fn: Callable[..., Any]) -> int:
-    """The narrowest window that a mask function is, or has among those that all must hold."""
+    """Return the narrowest window among a mask function and the parts of its intersection."""
     if _name_of(fn) == "and_masks":
         return min(filter(None, map(_window, _captured(fn)["mask_mods"])), default=0)
     return int(_captured(fn)["window_size"]) if _name_of(fn) == "get_sliding_window_mask_mod" else 0
 
 
 def _lower(fn: Callable[..., Any], device: torch.device, k_len: int) -> tuple[Mask, bool]:
-    """The mask that a mask function describes, and whether it is one of torchtitan's or torch's own."""
+    """Return the mask that a mask function describes, and whether torchtitan or torch defines it."""
     if isinstance(fn, _Packed):
         return segments(fn.ids), True
     name, data = _name_of(fn), _captured(fn)
@@ -93,7 +102,7 @@ def _lower(fn: Callable[..., Any], device: torch.device, k_len: int) -> tuple[Ma
     if name == "get_sliding_window_mask_mod":
         return causal() & window(data["window_size"] - 1, None), True
     if name == "get_document_mask_mod":
-        return segments(data["doc_ids"] + 1), True  # Rows may start within a document, with id -1.
+        return segments(data["doc_ids"] + 1), True  # A sequence may start within a document, with id -1.
     if name == "get_fixed_block_mask_mod":
         return segments(torch.arange(k_len, device=device) // data["fixed_block_size"]), True
     if name == "noop_mask":
@@ -107,7 +116,7 @@ _PACKED = "get_efficient_causal_mask_mod_for_packed_document"
 
 
 class _Packed:
-    """torchtitan's mask of packed documents, which keeps them apart together with a causal one only."""
+    """torchtitan's mask of packed documents, which separates them only together with a causal mask."""
 
     def __init__(self, data: dict[str, Any]) -> None:
         one_row = "document_id" in data
@@ -115,7 +124,7 @@ class _Packed:
 
 
 def _name_of(fn: Any) -> str:
-    """The name of a mask function, or of the function of torchtitan or torch that makes it."""
+    """Return the name of a mask function, or of the torchtitan or torch function that makes it."""
     name = str(getattr(fn, "__qualname__", type(fn).__qualname__))
     own = str(getattr(fn, "__module__", "")).startswith(("torchtitan.models.common", "torch.nn.attention."))
     return name.partition(".<locals>")[0] if own else name.replace(".<locals>", "")
@@ -135,7 +144,7 @@ def _say_once(name: str) -> None:
         _said.add(name)
         warnings.warn(
             f"attnspan: the mask function {name} is not one of torchtitan's own, so it is evaluated on all "
-            "pairs of queries and keys at each step.",
+            "pairs of queries and keys in each step.",
             AllPairsWarning,
             stacklevel=2,
         )

@@ -20,13 +20,13 @@ from ._transformers_positions import documents_of, is_new, positions_of
 
 __all__ = ["NAME", "WRITTEN", "AllPairsWarning", "describe", "make_mask", "reads_masks", "write"]
 
-#: The name under which transformers knows this attention.
+#: The name of this attention in transformers.
 NAME = "attnspan"
-#: The dtype of written masks, whose numbers are those of int32. No other mask has it.
+#: The dtype of written masks, which hold int32 numbers. No other mask has it.
 WRITTEN = torch.uint32
 
-# Models that read their masks, to put them together or to add them to scores of their own; and kinds of
-# layers, which choose keys by what they contain.
+# Models that read their masks, to combine them or to add them to their own scores. And kinds of layers that
+# select keys by content.
 _READING = {"bigbird_pegasus", "doge", "t5gemma2_decoder"}
 _READING_LAYERS = {
     "indexed_attention",
@@ -37,11 +37,17 @@ _READING_LAYERS = {
 
 
 class AllPairsWarning(UserWarning):
-    """A mask is one of all pairs of queries and keys: its function is unknown, or the model reads it."""
+    """A mask has all pairs of queries and keys, because its function is unknown or the model reads it.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", AllPairsWarning)
+    """
 
 
 class _Known:
-    """A mask function of transformers, with what it is: called, it is the function itself."""
+    """A mask function of transformers with a description. Calling it calls the function."""
 
     def __init__(self, fn: Callable[..., Any], kind: str, *data: Any) -> None:
         self.fn, self.kind, self.data = fn, kind, data
@@ -51,9 +57,9 @@ class _Known:
 
 
 def _say_what_they_are() -> None:
-    """Let the functions that make mask functions return ones that say what they are.
+    """Let the functions that make mask functions return functions with a description.
 
-    Closures would tell it too, but the compiler does not let a program look into them.
+    Closures contain the same information, but the compiler does not let a program read them.
     """
     kinds = {
         "and_masks": "and",
@@ -66,7 +72,7 @@ def _say_what_they_are() -> None:
         "packed_sequence_mask_function": "segments",
     }
     require_names(masking_utils, kinds, "attnspan.integrations.transformers", "transformers")
-    if hasattr(masking_utils, "remap_positions_for_packed_sequence"):  # from 5.23 on
+    if hasattr(masking_utils, "remap_positions_for_packed_sequence"):  # since 5.23
         kinds["remap_positions_for_packed_sequence"] = "positions"
     for name, kind in kinds.items():
         make = getattr(masking_utils, name)
@@ -75,9 +81,9 @@ def _say_what_they_are() -> None:
 
 
 def _replace(name: str, old: Any, new: Any) -> None:
-    """Replace a function of transformers' masks, also in modules that imported it by name before."""
+    """Replace a function of transformers' masks, also in modules that have already imported it."""
     for module in list(sys.modules.values()):
-        # Not getattr: it would make lazy modules import what they promise.
+        # getattr would make lazy modules import their contents.
         names = getattr(module, "__dict__", {})
         if names.get(name) is old:
             names[name] = new
@@ -97,9 +103,9 @@ def _describing(make: Callable[..., Any], kind: str) -> Callable[..., Any]:
 
 
 def _see_documents_beside_a_new_cache() -> None:
-    """Let positions that start again mean documents where the model makes a cache too, as it does unasked.
+    """Let restarting positions mean documents even if the model makes a cache, as models do by default.
 
-    transformers looks at positions only where there is no cache; with an empty one, all tokens are here too.
+    transformers reads positions only without a cache. With an empty cache, all tokens are present too.
     """
     require_names(
         masking_utils, ["_preprocess_mask_arguments"], "attnspan.integrations.transformers", "transformers"
@@ -108,7 +114,7 @@ def _see_documents_beside_a_new_cache() -> None:
     if hasattr(read, "attnspan_documents"):
         return
 
-    # The cache has another name from 5.24 on.
+    # transformers 5.24 renamed the cache.
     names = tuple(inspect.signature(read).parameters)
 
     @functools.wraps(read)
@@ -131,7 +137,7 @@ def _see_documents_beside_a_new_cache() -> None:
 
 
 def _see_documents_without_positions() -> None:
-    """Let all masks of a model's own tokens look at the positions that it was called with."""
+    """Let all masks of a model's own tokens use the positions that the model was called with."""
     for kind in ("causal", "sliding_window_causal", "chunked_causal", "bidirectional", _BOTH_WAYS):
         name = f"create_{kind}_mask"
         require_names(masking_utils, [name], "attnspan.integrations.transformers", "transformers")
@@ -157,7 +163,7 @@ def _with_documents(make: Callable[..., Any]) -> Callable[..., Any]:
         if "position_ids" in names and given.get("attention_mask") is None:
             given["position_ids"] = positions if given.get("position_ids") is None else given["position_ids"]
         elif is_new(given.get(cache)) and (packed := documents_of(positions)) is not None:
-            # By the module, whose functions say what they are.
+            # Looked up in the module, whose functions have descriptions.
             own, found = given.get("and_mask_function"), masking_utils.packed_sequence_mask_function(packed)
             given["and_mask_function"] = found if own is None else masking_utils.and_masks(own, found)
         return make(**given)
@@ -169,13 +175,13 @@ def _with_documents(make: Callable[..., Any]) -> Callable[..., Any]:
 class _Extent(NamedTuple):
     """The part of the whole sequence that a mask is made for.
 
-    Keys are numbered from the first that is here: windows and documents do not change with it.
+    Keys are numbered from the first present key. Windows and documents do not depend on this origin.
     """
 
     batch: int
     q_len: int
     k_len: int
-    first_key: Any  # index of the first key in the whole sequence
+    first_key: Any  # first key's index in the whole sequence
     q_index: Tensor  # (q_len,), counted from the first key
     positions: Tensor | None = None  # (B, S), within packed documents
 
@@ -197,29 +203,30 @@ def make_mask(
     config: Any = None,
     **rest: Any,
 ) -> Tensor:
-    """The mask of one kind of layer for one step, as transformers asks for it.
+    """Make the mask of one kind of layer for one step, as transformers requests it.
 
     Args:
-        batch_size, q_length, kv_length: Rows, query tokens and key tokens.
+        batch_size: Size of the batch.
+        q_length: Number of queries.
+        kv_length: Number of keys.
         q_offset: Index of the first query in the whole sequence, an int or an integer tensor of one element.
         kv_offset: Index of the first key.
-        mask_function: What a query may see, a function of (batch, head, query, key) indices.
-        attention_mask: Bool (batch_size, tokens): True for tokens that may be seen. None: all.
-        device: Where the mask is wanted.
-        config: The model's; its ``layer_types`` say what kinds of attention it has.
-        **rest: ``allow_is_bidirectional_skip``: the model takes a mask of no width. And what a mask that the
-            model reads is made with, its ``dtype`` above all.
+        mask_function: The visible pairs, a function of (batch, head, query, key) indices.
+        attention_mask: Bool (batch_size, tokens), True for visible tokens. None if all are visible.
+        device: Device of the mask.
+        config: The model's configuration. Its ``layer_types`` are the model's kinds of attention.
+        **rest: ``allow_is_bidirectional_skip``: the model accepts a mask of width 0. And arguments for masks
+            that the model reads, such as ``dtype``.
 
     Returns:
-        The bounds of its spans, and then 0 and kv_length: uint32 of shape (batch_size or 1, 1, q_length,
-        2 * R + 2), as `attend` takes them. In compiled code R is 8 with ``attention_mask``; elsewhere it is
-        the smallest that fits. Of width 0 where every query sees all keys, however many: an encoder's cache
-        has keys that transformers does not count. For models that read their masks, what the eager
-        implementation gets: 0 or the lowest number of ``dtype`` for all pairs, (batch_size, 1, q_length,
-        kv_length).
+        The bounds of the spans, then 0 and kv_length: uint32 of shape (batch_size or 1, 1, q_length, 2 * R +
+        2), for `attend`. In compiled code with ``attention_mask``, R is 8. Otherwise R is the smallest that
+        fits. If every query sees all keys, the width is 0, because an encoder's cache has keys that
+        transformers does not count. Models that read their masks get the mask of the eager implementation: 0
+        or the lowest number of ``dtype`` for all pairs, (batch_size, 1, q_length, kv_length).
 
     Raises:
-        OptionError: Data break a promise, such as blocks of tokens that are not contiguous.
+        OptionError: Data break a promise, for example blocks of tokens that are not contiguous.
 
     Example:
         >>> make_mask(1, 3, 3).tolist()
@@ -246,22 +253,23 @@ def make_mask(
 
 
 def _hides_nothing(attention_mask: Tensor | None) -> bool:
-    """Whether all tokens are known to be seen, without a device being waited for."""
+    """Return whether all tokens are known to be visible, without synchronizing a device."""
     if attention_mask is None:
         return True
     return attention_mask.is_cpu and not is_recorded() and bool(attention_mask.all())
 
 
 def reads_masks(config: Any) -> bool:
-    """Whether models of this configuration need masks of all pairs."""
+    """Return whether models of this configuration need masks of all pairs."""
     layers = getattr(config, "layer_types", None) or ()
     return getattr(config, "model_type", "") in _READING or bool(_READING_LAYERS.intersection(layers))
 
 
 def write(bounds: Tensor, k_len: int) -> Tensor:
-    """Bounds (B|1, 1, Sq, R, 2) as a tensor of four dims, with the number of keys that they are for.
+    """Return bounds (B|1, 1, Sq, R, 2) as a tensor with four dims, followed by their number of keys.
 
-    The dtype tells it from masks of all pairs: programs for any length may not ask for a width.
+    The dtype distinguishes it from masks of all pairs, because programs for any length must not depend on a
+    width.
     """
     bounds = bounds.flatten(3)
     number = bounds.new_full((*bounds.shape[:3], 1), k_len)
@@ -269,14 +277,14 @@ def write(bounds: Tensor, k_len: int) -> Tensor:
 
 
 def _local(x: Tensor, sizes: _Extent, fill: Any) -> Tensor:
-    """The entries (B, k_len) of the keys that are here; tokens that it does not describe have ``fill``."""
+    """Return the entries (B, k_len) of the present keys. Tokens that `x` does not describe get ``fill``."""
     missing = sizes.whole - x.shape[1]
     x = torch.nn.functional.pad(x, (0, missing), value=fill) if missing > 0 else x
     return x[:, sizes.first_key : sizes.whole]
 
 
 def _lower(fn: Callable[..., Any], sizes: _Extent) -> Mask:
-    """The mask that a mask function describes."""
+    """Return the mask that a mask function describes."""
     if fn is masking_utils.causal_mask_function:
         return causal()
     if fn is masking_utils.bidirectional_mask_function:
@@ -287,7 +295,7 @@ def _lower(fn: Callable[..., Any], sizes: _Extent) -> Mask:
         for part in data[1:]:
             found = found & _lower(part, sizes) if kind == "and" else found | _lower(part, sizes)
         return found
-    if kind == "window":  # Of none, where a configuration has a window that no layer uses.
+    if kind == "window":  # The size is None if no layer uses the window.
         return window(data[0] - 1, None) if data[0] > 0 else global_keys(0)
     if kind == "window both ways":
         return window(data[0], data[0])
@@ -299,14 +307,14 @@ def _lower(fn: Callable[..., Any], sizes: _Extent) -> Mask:
         return keys(_local(data[0], sizes, fill=False))
     if kind == "segments":
         return segments(data[0])
-    if kind == "positions":  # Differences of positions are those of indices within a document, as are masks.
+    if kind == "positions":  # Within a document, positions and indices have equal differences.
         return _lower(data[0], sizes._replace(positions=data[1]))
     _say_once(f"the mask function {_name_of(fn)} is not one of transformers' own, so it is evaluated")
     return from_predicate(_Shifted(fn, sizes.first_key, sizes.positions))
 
 
 def _chunks(size: int, left_padding: Tensor, sizes: _Extent) -> Mask:
-    """Chunks that start at each row's first token, or at each document's."""
+    """Return chunks that start at the first token of each batch element or of each document."""
     if sizes.positions is not None:
         ids = sizes.positions // size
         changes = ids.diff(dim=-1, prepend=ids[:, :1]) != 0
@@ -317,7 +325,7 @@ def _chunks(size: int, left_padding: Tensor, sizes: _Extent) -> Mask:
 
 
 class _Shifted:
-    """A mask function of indices in the sequence, or in documents, as one of indices from the first key."""
+    """A mask function of indices in the sequence or in documents, taking indices from the first key."""
 
     def __init__(self, fn: Callable[..., Any], first_key: Any, positions: Tensor | None) -> None:
         self.fn, self.first_key, self.positions = fn, first_key, positions
@@ -336,7 +344,7 @@ def _name_of(fn: Any) -> str:
 
 
 def describe(fn: Callable[..., Any]) -> str:
-    """A mask function as text, without its tensors.
+    """Return a mask function as text, without its tensors.
 
     Example:
         >>> describe(masking_utils.sliding_window_causal_mask_function(4))
@@ -355,7 +363,7 @@ _said: set[str] = set()
 def _say_once(what: str) -> None:
     if what not in _said:
         _said.add(what)
-        message = f"attnspan: {what} for all pairs of queries and keys at each step."
+        message = f"attnspan: {what} for all pairs of queries and keys in each step."
         warnings.warn(message, AllPairsWarning, stacklevel=2)
 
 

@@ -1,8 +1,7 @@
-"""Documents that positions tell, in masks that transformers makes without positions.
+"""Packed documents from position ids, in masks that transformers makes without positions.
 
-Its masks of encoders never look at positions, and several decoders do not hand them over, or make masks of
-ones. Here each model keeps the positions that it is called with while it runs, and the masks that it makes
-meanwhile look at them.
+transformers' encoder masks never read positions. Several decoders do not pass positions on, or make masks of
+ones. With this module, each model stores its position ids while it runs, and its masks read them.
 """
 
 import functools
@@ -21,7 +20,7 @@ __all__ = ["documents_of", "follow", "follow_all", "is_new", "positions_of"]
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        # In the thread's own dict, where compilers guard on it.
+        # Set in the thread's own dict, where compilers guard on it.
         self.positions: Any = None
 
 
@@ -29,7 +28,7 @@ _local = _Local()
 
 
 def positions_of(inputs_embeds: Tensor) -> Tensor | None:
-    """The positions (B, S) of tokens, if the model that runs was called with them and without a mask."""
+    """Return the positions (B, S), if the running model was called with them and without a mask."""
     given = _local.positions
     if not isinstance(given, Tensor) or given.dim() != 2 or given.shape[1] != inputs_embeds.shape[1]:
         return None
@@ -37,10 +36,10 @@ def positions_of(inputs_embeds: Tensor) -> Tensor | None:
 
 
 def documents_of(positions: Tensor) -> Tensor | None:
-    """A number for each token's document, where positions (B, S) do not go up by one within a row.
+    """Number the document of each token. A document starts where positions (B, S) do not go up by one.
 
-    None if all rows are one document. On devices and in recorded code only the program knows that, so that
-    there are numbers.
+    None if each batch element is one document. On devices and in recorded code only the program knows this,
+    so the result is never None there.
     """
     starts = positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1
     if positions.is_cpu and not is_recorded() and not starts.any():
@@ -49,12 +48,12 @@ def documents_of(positions: Tensor) -> Tensor | None:
 
 
 def is_new(cache: Any) -> bool:
-    """Whether all keys are those of this step."""
+    """Return whether all keys belong to this step."""
     return cache is None or (not cache.is_compileable and cache.get_seq_length() == 0)
 
 
 def follow(kind: type[PreTrainedModel], name: str) -> None:
-    """Let models of a class, where their attention is ``name``, keep their positions while they run."""
+    """Let models of a class store their positions while they run, if their attention is ``name``."""
     owner = next(x for x in kind.__mro__ if "forward" in vars(x))
     forward = vars(owner)["forward"]
     if not issubclass(owner, PreTrainedModel) or hasattr(forward, "attnspan_positions"):
@@ -66,7 +65,7 @@ def follow(kind: type[PreTrainedModel], name: str) -> None:
         if self.config._attn_implementation != name:
             return forward(self, *args, **kwargs)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        # A mask beside positions says that the positions are no documents, here as in transformers.
+        # As in transformers, a mask means that positions do not describe documents.
         positions = given.get("position_ids") if given.get("attention_mask") is None else None
         before, _local.positions = _local.positions, positions
         try:
@@ -79,7 +78,7 @@ def follow(kind: type[PreTrainedModel], name: str) -> None:
 
 
 def follow_all(name: str) -> None:
-    """Call `follow` for the classes that there are."""
+    """Call `follow` for all existing classes."""
     for kind in _kinds(PreTrainedModel):
         follow(kind, name)
 

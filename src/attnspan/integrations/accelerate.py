@@ -3,8 +3,9 @@
     trainer = context_parallel(Trainer(model, args, ...), 2)
     trainer.train()
 
-Ranks that share a batch each take rows of it. Attention alone needs the rows of others, and gets them by a
-plan that is made of the whole batch's mask: packed documents, windows and padding stay what they are.
+Ranks that share a batch each take some of its tokens. Only attention needs other ranks' tokens. It gets them
+by a plan that is made from the whole batch's mask, so packed documents, windows and padding keep their
+meaning.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from attnspan.parallel.torch.loss import sum_over
 from .transformers import plans_only
 
 require("accelerate", "attnspan.integrations.accelerate", "accelerate", ("1.12", "2"))
-# Older trainers count the tokens of padded batches otherwise.
+# Older trainers count the tokens of padded batches differently.
 require("transformers", "attnspan.integrations.accelerate", "accelerate", ("5.23", "6"))
 
 from accelerate import ParallelismConfig  # noqa: E402
@@ -41,30 +42,31 @@ __all__ = ["context_parallel"]
 
 _Trainer = TypeVar("_Trainer", bound=Trainer)
 
-# Names that configurations use for the dropout of attention weights.
+# Names of attention dropout in configurations.
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
 def context_parallel(trainer: _Trainer, degree: int | None = None, *, strategy: str = "auto") -> _Trainer:
     """Let groups of `degree` neighbouring ranks share each batch of a trainer.
 
-    Call it once, before training. All ranks of a group read the same batches; groups read different ones.
-    Losses, gradients, metrics and predictions are those of one rank per group.
+    Call it once, before training. All ranks of a group read the same batches, and groups read different
+    batches. Losses, gradients, metrics and predictions equal a run with one rank per group.
 
     Args:
-        trainer: A `Trainer` or TRL's `SFTTrainer`, of a causal language model that runs on "attnspan".
-        degree: Ranks per group, a divisor of all ranks. None: ``cp_size`` of the trainer's
-            ``ParallelismConfig``, or all ranks where it has none. With 1 the trainer stays as it is.
-        strategy: How a group works together, as of `attnspan.parallel.Layout.plan`. "auto" is settled for
-            each kind of layer by the first batch.
+        trainer: A `Trainer` or TRL's `SFTTrainer` with a causal language model that uses "attnspan"
+            attention.
+        degree: Ranks per group, a divisor of the number of ranks. Default: ``cp_size`` of the trainer's
+            ``ParallelismConfig``, or all ranks without one. With 1 the trainer does not change.
+        strategy: How a group works together, as in `attnspan.parallel.Layout.plan`. With "auto", the first
+            batch decides for each kind of layer.
 
     Returns:
-        The trainer, whose class is now one that is derived from its own.
+        The trainer. Its class is now a subclass of its previous class.
 
     Raises:
-        OptionError: The number of ranks, the model, the trainer or an option of it does not fit.
+        OptionError: The number of ranks, the model, the trainer or one of its options does not fit.
 
-    ``examples/pretrain_packed.py`` is a whole program, for one process or several::
+    ``examples/pretrain_packed.py`` is a complete program, for one process or several::
 
         trainer = context_parallel(Trainer(model, args, train_dataset=packed), 2)
         trainer.train()
@@ -83,17 +85,20 @@ def context_parallel(trainer: _Trainer, degree: int | None = None, *, strategy: 
 
 def _check_trainer(trainer: Any) -> None:
     what, got = "context_parallel: trainer", type(trainer).__name__
-    remedy = "Pass the trainer itself, of transformers or TRL. A loop of your own shards rows by a Layout"
+    remedy = "Pass a trainer of transformers or TRL. In your own loop, shard tokens with a Layout"
     expect(isinstance(trainer, Trainer), what, "a Trainer", got, remedy)
     if isinstance(trainer, _ContextParallel):
-        got, remedy = f"one in groups of {trainer._sharding.mesh.size()} ranks", "Call context_parallel once"
-        expect(False, what, "a trainer on single ranks", got, f"{remedy}, or make the trainer anew")
+        got, remedy = (
+            f"a trainer in groups of {trainer._sharding.mesh.size()} ranks",
+            "Call context_parallel once",
+        )
+        expect(False, what, "a trainer on single ranks", got, f"{remedy}, or make a new trainer")
     step, remedy = trainer.state.global_step, "Call context_parallel before trainer.train()"
     started = bool(step) or trainer.is_in_train
-    expect(not started, what, "a trainer before its first step", f"one after step {step}", remedy)
+    expect(not started, what, "a trainer before its first step", f"a trainer after step {step}", remedy)
     owner = next(kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
     fits = owner is Trainer or (owner.__name__ == "SFTTrainer" and owner.__module__.startswith("trl."))
-    remedy = "Pass compute_loss_func=... to Trainer, which gets the logits of whole rows"
+    remedy = "Pass compute_loss_func=... to Trainer. It gets the logits of whole sequences"
     got = f"the compute_loss of {owner.__name__}"
     expect(fits, what, "the loss of Trainer or SFTTrainer", got, remedy)
     args, what = trainer.args, "context_parallel: TrainingArguments"
@@ -101,8 +106,8 @@ def _check_trainer(trainer: Any) -> None:
     smoothed = args.label_smoothing_factor
     expect(smoothed == 0, f"{what}.label_smoothing_factor", "0", smoothed, remedy)
     objects = args.eval_use_gather_object
-    expect(not objects, f"{what}.eval_use_gather_object", "False", objects, "Let predictions be tensors")
-    expect(args.n_gpu <= 1, f"{what}.n_gpu", "a process for each device", args.n_gpu, "Start it by torchrun")
+    expect(not objects, f"{what}.eval_use_gather_object", "False", objects, "Return predictions as tensors")
+    expect(args.n_gpu <= 1, f"{what}.n_gpu", "one process per device", args.n_gpu, "Start it with torchrun")
     expect(not args.deepspeed, f"{what}.deepspeed", "None", "a configuration", "Use DDP or FSDP2")
 
 
@@ -111,26 +116,26 @@ def _degree(trainer: Any, degree: int | None) -> int:
     asked = config.cp_size if config is not None and config.cp_enabled else None
     degree = (asked or ranks) if degree is None else degree
     degree = number("context_parallel: degree", degree)
-    remedy = "Pass a divisor, or start as many processes as groups need"
+    remedy = "Pass a divisor, or change the number of processes"
     fits = degree > 0 and ranks % degree == 0
     expect(fits, "context_parallel: degree", f"a divisor of {ranks} ranks", degree, remedy)
-    remedy = "Leave one of the two out"
+    remedy = "Set only one of the two"
     expect(asked in (None, degree), "context_parallel: degree", f"cp_size={asked}", degree, remedy)
     return degree
 
 
 def _on_mesh(accelerator: Any, degree: int) -> DeviceMesh:
-    """The ranks of this group; accelerate hears of groups, and reads data and counts tokens by them."""
+    """Return the ranks of this group. accelerate loads and counts data by groups instead of ranks."""
     state, config = accelerator.state, accelerator.parallelism_config
     if config is None or not config.cp_enabled:
         others = config is not None and (
             config.tp_enabled or config.sp_enabled or config.dp_replicate_enabled
         )
-        remedy = "Name the degree there, as cp_size"
+        remedy = "Set the degree as its cp_size"
         expect(
             not others,
             "context_parallel: ParallelismConfig",
-            "one with cp_size, or none",
+            "a configuration with cp_size, or none",
             repr(config),
             remedy,
         )
@@ -140,9 +145,9 @@ def _on_mesh(accelerator: Any, degree: int) -> DeviceMesh:
     expect(
         not config.tp_enabled, "context_parallel: tp_size", "1", config.tp_size, "Use data and context ranks"
     )
-    # The hooks of accelerate's own context parallelism take masks away.
+    # The hooks of accelerate's own context parallelism remove masks.
     accelerator._prepare_cp = lambda *prepared: prepared
-    loading, remedy = accelerator.dataloader_config, "Leave it out: each rank reads its own batches"
+    loading, remedy = accelerator.dataloader_config, "Leave it out, because each rank reads its own batches"
     expect(not loading.dispatch_batches, "context_parallel: dispatch_batches", "False", "True", remedy)
     loading.dispatch_batches = False
     mesh: DeviceMesh = state.device_mesh["cp"]
@@ -150,7 +155,7 @@ def _on_mesh(accelerator: Any, degree: int) -> DeviceMesh:
 
 
 def _examined(model: Any) -> Any:
-    """Run `examine`. Ranks that were left without weights take the first one's word."""
+    """Run `examine`. Ranks without weights take the first rank's result."""
     empty = any(x.is_meta for x in model.parameters())
     found = [None if empty else examine(model)]
     if empty or any(_of_all_ranks(empty)):
@@ -169,12 +174,12 @@ def _share(trainer: Any, sharding: Sharding) -> None:
     trainer.__class__ = type(kind.__name__, (_ContextParallel, kind), {"__module__": kind.__module__})
     trainer._sharding, trainer._compared, trainer._wants_logits = sharding, False, False
     trainer._gather = trainer.__dict__.pop("gather_function")
-    if hasattr(trainer, "_tp_size"):  # By this number of ranks with equal batches TRL divides counted tokens.
+    if hasattr(trainer, "_tp_size"):  # TRL divides token counts by the ranks with equal batches.
         trainer._tp_size *= sharding.mesh.size()
 
 
 class _OnRows:
-    """A model that is called with whole inputs and runs on this rank's rows of them."""
+    """A model that is called with whole inputs and runs on this rank's tokens."""
 
     def __init__(self, trainer: Any, model: Any) -> None:
         self.trainer, self.model = trainer, model
@@ -192,7 +197,7 @@ class _OnRows:
 
 
 def _compare(trainer: Any, inputs: Mapping[str, Any]) -> None:
-    """Let the ranks of a group compare their first batches, and the generators that drop weights."""
+    """Let the ranks of a group compare their first batches and their dropout generators."""
     tensors = [x for x in inputs.values() if isinstance(x, Tensor)]
     config = base_of(trainer.model).config.get_text_config()
     drops = any(getattr(config, name, 0) for name in _DROPOUTS)
@@ -203,37 +208,37 @@ def _compare(trainer: Any, inputs: Mapping[str, Any]) -> None:
     every = _of_all_ranks(facts, trainer._sharding.mesh.get_group())
     for name in facts:
         same = len({of_rank[name] for of_rank in every}) == 1
-        remedy = (
-            "Let data and seeds depend on nothing that differs between ranks; accelerate distributes the data"
+        remedy = "Use the same data and seeds on all ranks. accelerate distributes the data"
+        expect(
+            same, f"context_parallel: {name}", "the same on all ranks of a group", "different ones", remedy
         )
-        expect(same, f"context_parallel: {name}", "the same on all ranks of a group", "others", remedy)
 
 
 def _random_state(device: torch.device) -> Tensor:
-    """That of the generator that the attention's seeds come from."""
+    """Return the state of the generator that attention's seeds come from."""
     if device.type == "cpu":
         return torch.get_rng_state()
     return torch.get_device_module(device).get_rng_state(device)  # type: ignore[no-any-return]
 
 
 class _ContextParallel(Trainer):  # type: ignore[misc]
-    """Part of a trainer that differs if ranks share batches."""
+    """Methods of a trainer that differ if ranks share batches."""
 
     _sharding: Sharding
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """This rank's part of the loss; parts are averaged over all ranks, as gradients are."""
+        """Return this rank's part of the loss. Parts are averaged over all ranks, as gradients are."""
         degree, average = self._sharding.mesh.size(), self.args.average_tokens_across_devices
-        if num_items_in_batch is None and "labels" in inputs:  # As TRL evaluates: a mean of each group.
+        if num_items_in_batch is None and "labels" in inputs:  # TRL evaluates this way: one mean per group.
             num_items_in_batch = (inputs["labels"][..., 1:] != -100).sum() / degree
             num_items_in_batch = num_items_in_batch * (self.accelerator.num_processes if average else 1)
-        own = self.compute_loss_func is not None  # It sees whole rows, on every rank of a group.
+        own = self.compute_loss_func is not None  # It gets whole sequences on every rank.
         if own and not average:
             num_items_in_batch = num_items_in_batch * degree
         model = model if isinstance(model, _OnRows) else _OnRows(self, model)
-        with self._gathering(lambda of_ranks: of_ranks.sum(1)):  # TRL's counts of tokens.
+        with self._gathering(lambda of_ranks: of_ranks.sum(1)):  # for TRL's token counts
             found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss = found[0] if return_outputs else found
         if own and average:
@@ -245,7 +250,7 @@ class _ContextParallel(Trainer):  # type: ignore[misc]
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
-        """The loss of whole rows, their logits and labels, on every rank of a group. See `Trainer`."""
+        """Return the loss, logits and labels of whole sequences on every rank of a group. See `Trainer`."""
         self._wants_logits = not prediction_loss_only
         try:
             return super().prediction_step(_OnRows(self, model), inputs, prediction_loss_only, ignore_keys)
@@ -254,7 +259,7 @@ class _ContextParallel(Trainer):  # type: ignore[misc]
 
     @property
     def gather_function(self) -> Callable[[Any], Any]:
-        """Gather results of evaluation: once from each group."""
+        """Gather results of evaluation, once from each group."""
         return self._gather_groups
 
     @gather_function.setter
@@ -262,13 +267,13 @@ class _ContextParallel(Trainer):  # type: ignore[misc]
         self._gather = gather
 
     def _gather_groups(self, data: Any) -> Any:
-        # `gather_for_metrics` cuts off what a last batch repeats, and must count each group once.
+        # `gather_for_metrics` cuts off repeated samples of a last batch, so it must count each group once.
         with self._gathering(lambda of_ranks: of_ranks[:, 0]):
             return self._gather(data)
 
     @contextlib.contextmanager
     def _gathering(self, reduce: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Let accelerate gather one result per group, of those of its ranks (groups, ranks, rows, ...)."""
+        """Let accelerate gather one result per group from its ranks' results (groups, ranks, batch, ...)."""
         accelerator, degree = self.accelerator, self._sharding.mesh.size()
         sizes, everyones = (accelerator.num_processes // degree, degree, -1), accelerator.gather
         accelerator.gather = lambda x: recursively_apply(
@@ -290,5 +295,5 @@ class _ContextParallel(Trainer):  # type: ignore[misc]
         self.state.num_input_tokens_seen = before + counted // self._sharding.mesh.size()
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """This rank's share of the batch's operations. See `Trainer`."""
+        """Return this rank's share of the batch's operations. See `Trainer`."""
         return int(super().floating_point_ops(inputs)) // self._sharding.mesh.size()

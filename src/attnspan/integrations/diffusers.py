@@ -1,8 +1,8 @@
-"""attnspan in Hugging Face diffusers: ``enable(transformer_or_pipeline)``.
+"""attnspan in Hugging Face diffusers: call ``enable(transformer_or_pipeline)``.
 
-Importing this module also registers a backend, ``transformer.set_attention_backend("attnspan")``. Newer
-models of diffusers ask for their backend by name; older ones call torch's function. `enable` takes both, for
-one model and no other.
+Importing this module also registers a backend, so you can call
+``transformer.set_attention_backend("attnspan")``. Newer diffusers models look up their backend, older models
+call torch's function. `enable` supports both, for one model at a time.
 """
 
 import functools
@@ -57,7 +57,7 @@ def _register() -> None:
 
 
 def _follow_set_attention_backend() -> None:
-    """Let a model's own method take older processors too, which it would leave to torch without a word."""
+    """Let a model's own method also change older processors, which would silently keep torch's attention."""
     mixin = diffusers.ModelMixin
     if hasattr(mixin.set_attention_backend, "attnspan"):
         return

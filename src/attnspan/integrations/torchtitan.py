@@ -1,8 +1,8 @@
 """attnspan in torchtitan 0.3: ``--override.imports attnspan.integrations.torchtitan.attention``.
 
-Importing this module registers the override. Models go on asking for FlexAttention's masks; where the layers
-are attnspan's, the function that makes these masks returns spans, and the one that shards them for context
-parallelism takes this rank's rows. Everything else, FlexAttention's own layers too, goes on as before.
+Importing this module registers the override. Models still request FlexAttention's masks. For attnspan's
+layers, the function that makes these masks returns spans, and the function that shards them for context
+parallelism takes this rank's queries. Everything else works as before, also FlexAttention's own layers.
 """
 
 import functools
@@ -47,13 +47,13 @@ __all__ = ["AllPairsWarning", "Attention", "SpanMask", "attention", "make_mask"]
 
 
 class _SpansWanted(int):
-    """A block size that says whose layers a mask is for."""
+    """A block size that marks masks for attnspan's layers."""
 
 
 class Attention(theirs.FlexAttention):  # type: ignore[misc]
-    """The inner attention of a decoder layer, by attnspan.
+    """The inner attention of a decoder layer, computed by attnspan.
 
-    It is a FlexAttention, because torchtitan chooses what it does to masks and ranks by that class.
+    It is a subclass of FlexAttention, because torchtitan treats masks and ranks according to this class.
 
     Example:
         >>> from torch.nn.attention.flex_attention import noop_mask
@@ -64,12 +64,11 @@ class Attention(theirs.FlexAttention):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(theirs.FlexAttention.Config):  # type: ignore[misc]
-        """Config that `attention` puts in place of that of an inner attention.
+        """Config that `attention` puts in place of an inner attention's config.
 
         Attributes:
-            block_size: Tells the maker of masks that spans are wanted; leave it.
-            window: How many keys the layer's masks must show at most, itself included; 0 where they may
-                show any number.
+            block_size: Tells the maker of masks that spans are wanted. Do not change it.
+            window: Most keys that a query may see in the layer's masks, including itself. 0 for no limit.
         """
 
         block_size: int | tuple[int, int] = field(default_factory=lambda: _SpansWanted(128))
@@ -91,30 +90,33 @@ class Attention(theirs.FlexAttention):  # type: ignore[misc]
         score_mod: None = None,
         out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Attention as torchtitan's layers call it; torchtitan shards by the names of the first three.
+        """Compute attention for torchtitan's layers.
+
+        torchtitan shards by the names of the first three arguments.
 
         Args:
-            q_BLNH: Shape (B, rows, Hq, D).
-            k_BLNH: Shape (B, S, Hkv, D): the keys of all ranks of context parallelism; Hkv divides Hq.
-            v_BLNH: Shape (B, S, Hkv, Dv).
-            attention_masks: What `make_mask` returned.
-            scale: Factor of the scores; 1/sqrt(D) by default.
-            enable_gqa: Key heads may be fewer than query heads in any case.
-            score_mod: None; a function is refused.
-            out_transform: Maps the output (B, rows, Hq, Dv) and lse (B, rows, Hq) to the result, such as
-                sinks do.
+            q_BLNH: Queries, shape (B, rows, Hq, D).
+            k_BLNH: Keys of all ranks of context parallelism, shape (B, S, Hkv, D). Hkv divides Hq.
+            v_BLNH: Values, shape (B, S, Hkv, Dv).
+            attention_masks: A mask from `make_mask`.
+            scale: Factor of the scores. Default: 1/sqrt(D).
+            enable_gqa: Has no effect. There may always be fewer key heads than query heads.
+            score_mod: Must be None.
+            out_transform: Function of the output (B, rows, Hq, Dv) and lse (B, rows, Hq) that returns the
+                result. Sinks use it.
 
         Returns:
             Shape (B, rows, Hq, Dv).
 
         Raises:
-            UsageError: The mask is another backend's or lacks the layer's window; there is a ``score_mod``.
+            UsageError: The mask belongs to another backend or lacks the layer's window, or there is a
+                ``score_mod``.
         """
         del enable_gqa
-        remedy = "Leave this layer to torchtitan, by an override of your own with fqns="
+        remedy = "Keep torchtitan's attention for this layer, with your own override with fqns="
         got = type(attention_masks).__name__
         fits = isinstance(attention_masks, SpanMask)
-        expect(fits, "attention_masks", "a SpanMask, as Decoder makes it", got, remedy, error=UsageError)
+        expect(fits, "attention_masks", "a SpanMask from Decoder", got, remedy, error=UsageError)
         expect(score_mod is None, "score_mod", "None", "a function", remedy, error=UsageError)
         fits = self.window in (0, attention_masks.window)
         expected = "a mask with the window of {} that VarlenAttention had"
@@ -133,7 +135,7 @@ class Attention(theirs.FlexAttention):  # type: ignore[misc]
 
 
 def _in_order(x: Tensor, k_order: Tensor | None) -> Tensor:
-    """Rows (B, S, ...) that a load balancer permuted, as they lie in the sequence."""
+    """Return tokens (B, S, ...) that a load balancer permuted in the order of the sequence."""
     if k_order is None:
         return x
     if k_order.shape[0] == 1:
@@ -158,11 +160,17 @@ _InnerAttention.register(theirs.ScaledDotProductAttention.Config)
 def attention(config: Any) -> Attention.Config:
     """Replace the inner attention of a decoder's layers: FlexAttention or VarlenAttention.
 
-    Name it in ``--override.imports attnspan.integrations.torchtitan.attention``, or in
+    Pass it as ``--override.imports attnspan.integrations.torchtitan.attention``, or as
     ``OverrideConfig(imports=["attnspan.integrations.torchtitan.attention"])``.
 
+    Args:
+        config: Config of the layer's inner attention.
+
+    Returns:
+        The config of attnspan's attention.
+
     Raises:
-        OptionError: The layer has another attention, or one that is not causal.
+        OptionError: The layer has another attention, or its attention is not causal.
 
     Example:
         >>> from torchtitan.models.llama3 import model_registry
@@ -175,8 +183,8 @@ def attention(config: Any) -> Attention.Config:
     remedy = 'Build the model with attn_backend="flex"'
     expect(covered, "attention", "FlexAttention or VarlenAttention", got, remedy)
     left, right = getattr(config, "window_size", (-1, 0))
-    expect(right == 0, "window_size", "(any, 0): causal", (left, right), remedy)
-    # The kernel's own options are dropped, among them blocks of Triton.
+    expect(right == 0, "window_size", "(any, 0), which is causal", (left, right), remedy)
+    # The kernel's own options are dropped, such as Triton's block sizes.
     return Attention.Config(
         param_init=config.param_init, sharding_config=config.sharding_config, window=left + 1
     )
@@ -191,7 +199,7 @@ def _shard(
     input_seq_dim: int = 1,
     ptrr_mask_key: str | None = None,
 ) -> tuple[tuple[Any, ...], Any]:
-    """The inputs and masks of this rank of context parallelism."""
+    """Return the inputs and masks of this rank of context parallelism."""
     masks = attention_masks if isinstance(attention_masks, dict) else {"": attention_masks}
     if not any(isinstance(mask, SpanMask) for mask in masks.values()):
         options = load_balancer_type, input_seq_dim, ptrr_mask_key
@@ -215,7 +223,7 @@ def _shard(
 
 
 class _Fixed(_LoadBalancer):
-    """An order of rows that is known: shape (1|B, S)."""
+    """A known order of tokens, shape (1|B, S)."""
 
     def __init__(self, order: Tensor) -> None:
         self.order = order
@@ -227,7 +235,7 @@ class _Fixed(_LoadBalancer):
 def _balancer(
     kind: str | None, masks: dict[str, SpanMask], key: str | None, seq_len: int, cp_mesh: Any
 ) -> Any:
-    """Balancer that permutes rows before each rank takes its part, as the option of that name says."""
+    """Return the balancer that permutes tokens before each rank takes its part."""
     what, remedy = "context parallelism: the length of a sequence", "Change --training.seq_len or the degree"
     ranks, bounds = cp_mesh.size(), next(iter(masks.values())).bounds
     unit = {"headtail": 2 * ranks, "ptrr": 128 * ranks}.get(kind or "", ranks)
@@ -247,30 +255,32 @@ def _balancer(
     expect(kind == "attnspan", "context_parallel_load_balancer", names, kind, remedy)
     costliest = max((mask.bounds for mask in masks.values()), key=_pairs)
     layout = Layout.of(Spans(costliest, seq_len), q_len=seq_len, ranks=ranks, batch=len(bounds))
-    expect(layout.rows_per_rank * ranks == seq_len, what, "a multiple of more", seq_len, remedy)
+    expect(
+        layout.rows_per_rank * ranks == seq_len, what, "a length that the ranks share evenly", seq_len, remedy
+    )
     rows = torch.as_tensor(layout.rows.astype("int64"), device=bounds.device)
     return _Fixed(rows.transpose(0, 1).flatten(1))
 
 
 def _pairs(bounds: Tensor) -> int:
-    """Count the pairs of queries and keys that see each other."""
+    """Count the visible pairs of queries and keys."""
     return int(bounds.diff(dim=-1).clamp(min=0).sum())
 
 
 def _compiled_or_spans(make: Callable[..., Any], *args: Any, **given: Any) -> Any:
-    """Masks for layers of attnspan are spans; those for others are what they were."""
+    """Make spans for attnspan's layers, and the usual masks for other layers."""
     if isinstance(given.get("BLOCK_SIZE"), _SpansWanted):
         return make_mask(*args, **given)
     return make(*args, **given)
 
 
 def _with_ours(make: Callable[[], set[Any]]) -> set[Any]:
-    """Selective checkpointing keeps the results of attention, as it does those of other attentions."""
+    """Let selective checkpointing keep attnspan's results, as it keeps other attentions' results."""
     return make() | set(SAVE_OPS)
 
 
 def _extend() -> None:
-    """Put the three functions above around those of torchtitan, which decide by the layers' attention."""
+    """Wrap torchtitan's functions with the three functions above, which check whose layers they serve."""
     parts = (
         (theirs, "_compiled_create_block_mask", _compiled_or_spans),
         (context_parallel, "cp_shard", _shard),

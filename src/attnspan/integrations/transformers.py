@@ -1,9 +1,9 @@
 """attnspan in Hugging Face transformers: ``from_pretrained(..., attn_implementation="attnspan")``.
 
 Importing this module registers the attention and its mask. transformers describes a mask as a function of
-indices, made of a few known ones; here each known function also says what it is, so that the mask is lowered
-to spans in O(S), once for each kind of layer and step, inside compiled code too. Any other function is
-evaluated on all pairs, which is said once.
+indices that is composed of a few known functions. This module adds a description to each known function. The
+mask is then lowered to spans in O(S), once for each kind of layer and step, also in compiled code. Any other
+function is evaluated on all pairs, and attnspan warns once.
 """
 
 import functools
@@ -42,12 +42,18 @@ __all__ = ["NAME", "AllPairsWarning", "OwnAttentionWarning", "attend", "make_mas
 _CAN_SET = "_can_set_attn_implementation"
 require_names(PreTrainedModel, [_CAN_SET], "attnspan.integrations.transformers", "transformers")
 
-# Lists of blocks of keys, whose sizes nobody tells, and what pages the cache.
+# Lists of key blocks of unknown sizes, and arguments of paged caches.
 _REFUSED = ("topk_indices", "block_indices", "block_table", "read_index", "write_index", "cache")
 
 
 class OwnAttentionWarning(UserWarning):
-    """A part of a model computes attention by code of its own: the name of another one changes nothing."""
+    """A part of a model computes attention in its own code, so ``attn_implementation`` has no effect on it.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", OwnAttentionWarning)
+    """
 
 
 def attend(
@@ -67,44 +73,52 @@ def attend(
     indices: Tensor | None = None,
     **given: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers' models call it.
+    """Compute attention for transformers' models.
 
     Args:
-        module: The attention layer; its ``is_causal`` counts where the call does not say.
-        query: Shape (B, Hq, Sq, D), as key (B, Hkv, Sk, D) and value (B, Hkv, Sk, Dv); Hkv divides Hq.
-        attention_mask: What `make_mask` returned; or a plan on a mesh, where q, k and v are this rank's rows;
-            or a mask of one's own (B|1, Hq|1, Sq|1, Sk), bool, or floating, which is added to the scores.
-            None: all keys, or in a causal layer those up to the query's own, where the last query is at the
-            last key.
-        dropout: Share of the weights to drop; the seed comes from torch's generator.
-        scaling: Factor of the scores; 1/sqrt(D) by default.
-        is_causal: See ``module``.
+        module: The attention layer. Its ``is_causal`` is used if the call has none.
+        query: Queries, shape (B, Hq, Sq, D).
+        key: Keys, shape (B, Hkv, Sk, D). Hkv divides Hq.
+        value: Values, shape (B, Hkv, Sk, Dv).
+        attention_mask: A mask from `make_mask`, a plan on a mesh, or your own mask (B|1, Hq|1, Sq|1, Sk).
+            Your own mask is boolean, or floating to add to the scores. With a plan, q, k and v are this
+            rank's tokens. With None, queries see all keys. In a causal layer they see the keys up to their
+            own, and the last query is at the last key.
+        dropout: Probability of dropping a weight. The seed comes from torch's generator.
+        scaling: Factor of the scores. Default: 1/sqrt(D).
+        is_causal: Overrides the layer's ``is_causal``. It is used only without a mask.
         softcap: Scores x become ``softcap * tanh(x / softcap)``.
-        s_aux: Shape (Hq,): logits of sinks.
-        sliding_window: How many keys a query sees to its left, itself among them, and in a layer that is not
-            causal to its right too. Counts only without a mask, which has it already.
-        position_bias: Shape (B|1, Hq|1, Sq, Sk), added to the scores.
-        sinks: Shape (B, Hq, Sq, 1): a logit of a sink for each query.
-        indices: Shape (B, Sq, n): the only keys that each query sees, of those that a floating
-            ``attention_mask`` lets it see.
-        **given: ``cu_seq_lens_q`` and ``cu_seq_lens_k``, (n + 1,) each: where packed documents start, and the
-            last one ends. Others are of no concern to attention.
+        s_aux: Logits of sinks, shape (Hq,).
+        sliding_window: Number of keys that a query sees to its left, including itself. In a layer that is not
+            causal, it also limits keys to the right. It is used only without a mask, because a mask contains
+            it.
+        position_bias: Added to the scores, shape (B|1, Hq|1, Sq, Sk).
+        sinks: Logit of a sink for each query, shape (B, Hq, Sq, 1).
+        indices: Keys that each query sees, shape (B, Sq, n). They restrict a floating ``attention_mask``.
+        **given: ``cu_seq_lens_q`` and ``cu_seq_lens_k``, (n + 1,) each: starts of packed documents, and the
+            end of the last one. Attention ignores other keywords.
 
     Returns:
         The output, contiguous (B, Sq, Hq, Dv), and None for the weights.
 
     Raises:
-        OptionError: The weights are wanted, or a cache in pages, or attention to a list of blocks. Or there
-            is no mask, because the model's ``attn_implementation`` is a name without a mask function.
-        ShapeError: No mask, a causal layer and more queries than keys.
-        TypeError: The mask is neither of `make_mask` nor boolean nor floating.
+        OptionError: The call asks for weights, a paged cache or a list of blocks. Or there is no mask,
+            because the model's ``attn_implementation`` is a name without a mask function.
+        ShapeError: Without a mask, a causal layer has more queries than keys.
+        TypeError: The mask is neither from `make_mask` nor boolean nor floating.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 2, 4, 8)
+        >>> out, _ = attend(torch.nn.Module(), q, k, v, make_mask(1, 4, 4))
+        >>> out.shape
+        torch.Size([1, 4, 2, 8])
     """
     _refuse(given)
     causal_here = getattr(module, "is_causal", True) if is_causal is None else is_causal
     cu_seqlens = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")
     if _local.plans_only:
-        expected, got = "the plan that the model was given", type(attention_mask).__name__
-        remedy = f"{type(module).__name__} makes its own mask: train this model without context parallelism"
+        expected, got = "the plan that the model received", type(attention_mask).__name__
+        remedy = f"Train it without context parallelism, as {type(module).__name__} makes its own mask"
         expect(isinstance(attention_mask, ShardedMask), "attention_mask", expected, got, remedy)
     if attention_mask is None:
         _expect_no_mask(module, causal_here, query.shape[2], key.shape[2])
@@ -114,7 +128,8 @@ def attend(
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
     seed = torch.randint(2**62, (), device=query.device) if dropout else None
-    # Dropout goes by position, which bounds alone do not tell. Any numbers of rows will do.
+    # Dropout depends on positions, which bounds do not contain. Any distinct numbers of queries are
+    # sufficient.
     numbered = seed is not None and isinstance(mask, Prepared)
     out, lse = attention(
         query,
@@ -131,7 +146,7 @@ def attend(
         return_lse=True,
         backend=torchs_backend(),
     )
-    if sinks is not None:  # It takes its share of each row's sum of exponentials.
+    if sinks is not None:  # The sink adds to each query's sum of exponentials.
         out = out * torch.sigmoid(lse[..., None] - sinks).to(out.dtype)
     return out.transpose(1, 2), None
 
@@ -139,29 +154,29 @@ def attend(
 def _refuse(given: dict[str, Any]) -> None:
     wanted = bool(given.get("output_attentions"))
     remedy = 'Load the model with attn_implementation="eager" to see them'
-    expect(not wanted, "output_attentions", "False: the weights are never stored", "True", remedy)
+    expect(not wanted, "output_attentions", "False, because the weights are never stored", "True", remedy)
     for name in _REFUSED:
         remedy = "Load the model with another attn_implementation"
         expect(given.get(name) is None, name, "None", f"a {type(given.get(name)).__name__}", remedy)
 
 
 def _expect_no_mask(module: torch.nn.Module, is_causal: bool, q_len: int, k_len: int) -> None:
-    """Padding, windows and documents were lost if nobody asked `make_mask` for them."""
+    """Raise if padding, windows and documents would be lost because `make_mask` was not called."""
     name = getattr(getattr(module, "config", None), "_attn_implementation", NAME)
     known = name == NAME or name in ALL_MASK_ATTENTION_FUNCTIONS
     remedy = f"Load the model with {NAME!r}, or call AttentionMaskInterface.register({name!r}, make_mask)"
     expected = "a mask, which transformers makes only for names with a mask function"
     expect(known, "attention_mask", expected, f"None, and attn_implementation={name!r}", remedy)
-    remedy = "Pass is_causal=False for attention to other tokens than the queries' own"
+    remedy = "Pass is_causal=False if queries attend to other tokens, as in cross-attention"
     fits = not is_causal or q_len <= k_len
     expect(fits, "key", "at least as many keys as queries, {}", k_len, remedy, q_len, error=ShapeError)
 
 
 def _of_chosen(mask: Any, indices: Tensor, k_len: int) -> Tensor:
-    """A mask of all pairs, in which a query sees no other keys than those of its list."""
+    """Restrict a mask of all pairs to the keys in each query's list."""
     fits = isinstance(mask, Tensor) and mask.is_floating_point() and mask.dim() == 4
     remedy = "Load the model with another attn_implementation"
-    expect(fits, "attention_mask with indices", "a floating one of four dims", type(mask).__name__, remedy)
+    expect(fits, "attention_mask with indices", "a floating mask with four dims", type(mask).__name__, remedy)
     pairs: Tensor = mask[..., :k_len].expand(len(indices), -1, -1, -1)
     others = torch.ones_like(pairs, dtype=torch.bool).scatter(3, indices[:, None].long(), False)
     return pairs.masked_fill(others, torch.finfo(pairs.dtype).min)
@@ -175,9 +190,9 @@ def _read(
     k: Tensor,
     cu_seqlens: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Any, Tensor | None]:
-    """The mask of a call, and what is added to its scores."""
+    """Return the mask of a call, and the numbers that are added to its scores."""
     if isinstance(given, ShardedMask):
-        whole, remedy = cu_seqlens == (None, None), "Plan with a mask that has the documents"
+        whole, remedy = cu_seqlens == (None, None), "Make the plan from a mask with the documents"
         expect(whole, "cu_seq_lens with a plan", "None", "offsets", remedy)
         return given, None
     q_len, k_len = q.shape[2], k.shape[2]
@@ -190,8 +205,8 @@ def _read(
     given = of_causal_bias(given, q, k_len)
     if isinstance(given, Mask):
         return given if packed is None else given & packed, None
-    remedy = "Pass a boolean mask, True for what may be seen, or a floating one"
-    expected = "a mask of make_mask, or a boolean or floating tensor of four dims"
+    remedy = "Pass a boolean mask, True for visible pairs, or a floating mask"
+    expected = "a mask from make_mask, or a boolean or floating tensor with four dims"
     fits = isinstance(given, Tensor) and given.dim() == 4
     got = f"{given.dim()} dims" if isinstance(given, Tensor) else type(given).__name__
     expect(fits, "attention_mask", expected, got, remedy, error=DtypeError)
@@ -199,7 +214,7 @@ def _read(
         if given.shape[3] == 0:
             return full() if packed is None else packed, None
         fits, shape = given.shape[2] == q_len, tuple(given.shape)
-        expect(fits, "attention_mask", "bounds for {} rows", shape, remedy, q_len, error=ShapeError)
+        expect(fits, "attention_mask", "bounds for {} queries", shape, remedy, q_len, error=ShapeError)
         written = given.to(torch.int32).unflatten(3, (-1, 2))
         prepared = Prepared(_spans(written, k_len), bare=True)
         return prepared if packed is None else prepared & packed, None
@@ -213,26 +228,26 @@ def _read(
 
 
 def _spans(written: Tensor, k_len: int) -> Spans:
-    """Read what `write` wrote: spans, and in the last pair the number of keys that they are for."""
+    """Read the result of `write`: spans, and in the last pair their number of keys."""
     spans = Spans(written[:, :, :, :-1], k_len)
     if not written.numel():
         return spans
     lowered_for = written[0, 0, 0, -1, 1]
     if is_recorded():
-        spans._set(_k_len=lowered_for.to(torch.int64))  # The kernel looks.
+        spans._set(_k_len=lowered_for.to(torch.int64))  # The kernel checks it.
     elif written.is_cpu:
-        remedy = "Give attention_mask an entry for each key, those of a cache too, or leave it out. "
-        remedy += "A model that puts masks together needs another attn_implementation"
+        remedy = "Pass an attention_mask with an entry for each key, cached keys too, or leave it out. "
+        remedy += "A model that combines masks needs another attn_implementation"
         got = int(lowered_for)
         expect(got == k_len, "attention_mask", "a mask for {} keys", got, remedy, k_len, error=ShapeError)
     else:
-        compat.assert_async(lowered_for == k_len, "attention_mask of another number of keys")
+        compat.assert_async(lowered_for == k_len, "attention_mask for a different number of keys")
     return spans
 
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        # In the thread's own dict, where compilers guard on it.
+        # Set in the thread's own dict, where compilers guard on it.
         self.plans_only = False
 
 
@@ -241,7 +256,17 @@ _local = _Local()
 
 @contextmanager
 def plans_only() -> Iterator[None]:
-    """Refuse calls of this thread without a plan: a rank's rows would attend to each other alone."""
+    """Reject calls of this thread without a plan, because a rank's tokens would attend only to each other.
+
+    Use it as a context manager.
+
+    Example:
+        >>> q = torch.randn(1, 2, 4, 8)
+        >>> with plans_only():
+        ...     attend(torch.nn.Module(), q, q, q)  # doctest: +IGNORE_EXCEPTION_DETAIL
+        Traceback (most recent call last):
+        attnspan.errors.OptionError: attention_mask: expected the plan that the model received
+    """
     before, _local.plans_only = _local.plans_only, True
     try:
         yield
@@ -249,13 +274,13 @@ def plans_only() -> Iterator[None]:
         _local.plans_only = before
 
 
-# Of the last few tensors: the mask keeps its tensor, so that nothing else can have the number.
+# Masks of the last few tensors, keyed by id. A mask keeps its tensor alive, so its id stays unique.
 _known: dict[int, Mask] = {}
 _KEPT = 4
 
 
 def _documents(cu_q: Tensor, cu_k: Tensor | None) -> Mask:
-    """One mask for all layers that are given one tensor: a mask remembers how it was lowered."""
+    """Return one mask for all layers that receive the same tensor, because a mask caches its spans."""
     if cu_k is not None and cu_k is not cu_q:
         return documents(cu_q, cu_k)
     if is_recorded():
@@ -263,17 +288,17 @@ def _documents(cu_q: Tensor, cu_k: Tensor | None) -> Mask:
     found = _known.get(id(cu_q))
     if found is None:
         found = documents(cu_q)
-        for old in list(_known)[: 1 - _KEPT]:  # Other threads may do the same.
+        for old in list(_known)[: 1 - _KEPT]:  # Other threads may remove them too.
             _known.pop(old, None)
         _known[id(cu_q)] = found
     return found
 
 
 def _give_offsets(model: PreTrainedModel) -> None:
-    """Let encoders of packed images and sound call this attention once, with offsets.
+    """Let encoders of packed images and audio call this attention once, with offsets.
 
-    They do so for flash-attn alone, and else loop over the parts, whose lengths they read on the host. They
-    ask by a function that each module imported by name.
+    They do so only for flash-attn. Otherwise they loop over the parts and read lengths on the host. They
+    check for flash-attn with a function that each module has imported.
     """
     for part in model.modules():
         module: Any = sys.modules.get(type(part).__module__)
@@ -291,7 +316,7 @@ def _takes_offsets(kind: type) -> bool:
 
 
 def _also_ours(asked: Callable[..., bool]) -> Callable[..., bool]:
-    # Modules ask for other reasons too, with other configurations.
+    # Modules also call it for other reasons, with other configurations.
     kinds: set[type] = set()
 
     def is_flash_attention_requested(config: Any = None, *args: Any, **kwargs: Any) -> bool:
@@ -303,7 +328,10 @@ def _also_ours(asked: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _expect_our_attention(model: PreTrainedModel) -> None:
-    """transformers accepts the name for models that compute attention by code of their own, too."""
+    """Warn if a model computes attention in its own code, because transformers accepts any name for it.
+
+    Raises if such a model uses transformers' masks.
+    """
     models = [x for x in model.modules() if isinstance(x, PreTrainedModel)]
     if model.config._attn_implementation != NAME or any(getattr(x, _CAN_SET)() for x in models):
         return
@@ -311,18 +339,18 @@ def _expect_our_attention(model: PreTrainedModel) -> None:
     if any(getattr(x, "__module__", "") == "transformers.masking_utils" for x in module.values()):
         _refuse_own_attention(model)
     name = type(model).__name__
-    message = f"attnspan: {name} computes attention by code of its own, without masks of transformers."
+    message = f"attnspan: {name} computes attention in its own code, without transformers' masks."
     warnings.warn(message, OwnAttentionWarning, stacklevel=4)
 
 
 def _refuse_own_attention(model: PreTrainedModel) -> None:
     expected, remedy = "a model that calls transformers' AttentionInterface", 'Load it with "eager"'
-    got = f"{type(model).__name__}, whose attention is its own"
+    got = f"{type(model).__name__}, which has its own attention"
     expect(False, "attn_implementation", expected, got, remedy)
 
 
 def _expect_no_table(model: PreTrainedModel) -> None:
-    """Some models choose a class of attention by the name, from a table that has transformers' own names."""
+    """Raise if a model selects its attention class from a table that has only transformers' own names."""
     if model.config._attn_implementation != NAME:
         return
     for table in vars(sys.modules[type(model).__module__]).values():

@@ -1,6 +1,6 @@
-"""Other people's kernels and JAX functions as operators of torch.
+"""Custom attention kernels and JAX functions as PyTorch operators.
 
-Users import `wrap` and `call_jax` from `attnspan.torch`.
+Import `wrap` and `call_jax` from `attnspan.torch`.
 """
 
 __all__: list[str] = []

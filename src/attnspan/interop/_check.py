@@ -22,14 +22,14 @@ Named = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Report:
-    """Result of `Wrapped.check`: errors of the kernel and of torch's own attention on the same inputs.
+    """Result of `Wrapped.check`: errors of the kernel, and of torch's SDPA on the same inputs.
 
     Attributes:
-        errors: For "out" and each gradient (dq, dk, dv) the norm of the difference from float64 over the norm
-            of the float64 result.
-        sdpa: The same of `torch.nn.functional.scaled_dot_product_attention`, at least the rounding of the
-            float64 result to the dtype.
-        opcheck: What `torch.library.opcheck` said of each of its tests.
+        errors: Relative error for "out" and each gradient (dq, dk, dv): the norm of the difference from
+            float64 over the norm of the float64 result.
+        sdpa: The same errors of `torch.nn.functional.scaled_dot_product_attention`. They are at least the
+            rounding error of the float64 result in the dtype.
+        opcheck: The outcome of each test of `torch.library.opcheck`.
 
     Example:
         >>> print(Report({"out": 3e-7}, {"out": 2e-7}, {"test_schema": "SUCCESS"}))
@@ -43,7 +43,7 @@ class Report:
 
     @property
     def ratios(self) -> dict[str, float]:
-        """The kernel's errors over SDPA's."""
+        """The kernel's errors divided by SDPA's errors."""
         return {name: error / self.sdpa[name] for name, error in self.errors.items()}
 
     def __str__(self) -> str:
@@ -57,20 +57,20 @@ class Report:
 def check(
     wrapped: "Wrapped", named: Named, mask: Mask | None, oracle: Callable[..., Any] | None, within: float
 ) -> Report:
-    """The report on one call, whose arguments are given by name."""
+    """Check one call and return the report. The arguments are keyed by name."""
     owner = wrapped.op._schema.name
     _check_repeats(wrapped, named, owner)
     report = Report(*_compare(wrapped, named, mask, oracle), {})
     got = ", ".join(f"{name}: {x:.3g} times" for name, x in report.ratios.items() if not x <= within)
     expected = f"errors of at most {within:g} times SDPA's against float64"
-    remedy = "Check mask, scale and layout of the call, or give oracle=fn"
+    remedy = "Check mask, scale and layout of the call, or pass oracle=fn"
     expect_declared(not got, owner, expected, got, remedy)
     found = torch.library.opcheck(wrapped.op, tuple(_fresh(named, wrapped.differentiable).values()))
     return Report(report.errors, report.sdpa, dict(found))
 
 
 def _fresh(named: Named, sources: Sequence[str], dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """Copies of the arguments, floating ones in another dtype if it is given; the sources want gradients."""
+    """Copy the arguments, floating ones to another dtype if it is given. Sources require gradients."""
     copies = {
         name: x.detach().clone().to(dtype if x.is_floating_point() else None) if isinstance(x, Tensor) else x
         for name, x in named.items()
@@ -82,11 +82,11 @@ def _fresh(named: Named, sources: Sequence[str], dtype: torch.dtype | None = Non
 
 
 def _check_repeats(wrapped: "Wrapped", named: Named, owner: str) -> None:
-    """Refuse a kernel that writes to inputs, gives other bits the second time, or hands out memory twice."""
+    """Raise if a kernel writes to inputs, differs on a second call, or returns the same memory twice."""
     given = _fresh(named, ())
     with torch.no_grad():
         first = as_tuple(wrapped.op(*given.values()))
-        expected, got = "an input that the kernel only reads", "one that it changed"
+        expected, got = "an input that the kernel only reads", "an input that it changed"
         for name, x in given.items():
             same = not isinstance(x, Tensor) or _equal(x, named[name])
             expect_declared(same, f"{owner}, input {name!r}", expected, got, "Let the kernel work on a clone")
@@ -94,9 +94,9 @@ def _check_repeats(wrapped: "Wrapped", named: Named, owner: str) -> None:
         second = as_tuple(wrapped.op(*given.values()))
     for a, b, before in zip(first, second, kept, strict=True):
         own, remedy = not a.numel() or address(a) != address(b), "Let the kernel return a clone of its buffer"
-        expect_declared(own, owner, "new memory at each call", "the same memory in two calls", remedy)
-        expected, got = "the same result for the same arguments", "another one at the second call"
-        remedy = "Pass what it draws on (a seed, a state) as an argument: compilers run it again"
+        expect_declared(own, owner, "new memory for each call", "the same memory in two calls", remedy)
+        expected, got = "the same result for the same arguments", "a different result in the second call"
+        remedy = "Pass its seed or state as an argument, because compilers may run the kernel twice"
         expect_declared(_equal(before, b), owner, expected, got, remedy)
 
 
@@ -107,7 +107,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 def _compare(
     wrapped: "Wrapped", named: Named, mask: Mask | None, oracle: Callable[..., Any] | None
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Relative errors of the kernel and of SDPA against float64, by name."""
+    """Return relative errors of the kernel and of SDPA against float64, keyed by result."""
     parameters, layout = wrapped.parameters, wrapped.layout
     roles = parameters.required[:3]
     mask = _mask_of(named) if mask is None else mask
@@ -134,7 +134,7 @@ def _compare(
 
 
 def _results(function: Callable[[Named], Any], given: Named, sources: Sequence[str]) -> dict[str, Tensor]:
-    """The first output and the gradients of the sources."""
+    """Return the first output and the gradients of the sources."""
     with torch.set_grad_enabled(bool(sources)):
         out = as_tuple(function(given))[0]
     generator = torch.Generator().manual_seed(0)
@@ -144,7 +144,7 @@ def _results(function: Callable[[Named], Any], given: Named, sources: Sequence[s
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
-    """Torch's own attention on the mask's dense form; a row that sees nothing gives 0, as in kernels."""
+    """Run torch's own attention with the dense mask. A query that sees no key gives 0, as in kernels."""
     spans = mask.spans(q.shape[2], k.shape[2], batch=q.shape[0], heads=q.shape[1], like=q)
     dense = torch.as_tensor(spans.dense(), device=q.device).expand(q.shape[0], q.shape[1], -1, -1)
     blind, grouped = ~dense.any(-1, keepdim=True), q.shape[1] != k.shape[1]
@@ -153,14 +153,14 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
 
 
 def _swap(x: Tensor, layout: str, back: bool = False) -> Tensor:
-    """From a layout to "bhsd", or back."""
+    """Convert from a layout to "bhsd", or back."""
     if layout == "thd":
         return x[0].transpose(0, 1) if back else x.transpose(0, 1).unsqueeze(0)
     return x.transpose(1, 2) if layout == "bshd" else x
 
 
 def _mask_of(named: Named) -> Mask:
-    """Mask that the field's parameters describe."""
+    """Return the mask that the parameters of common kernels describe."""
     mask = causal() if named.get("causal", named.get("is_causal", False)) else full()
     if isinstance(named.get("cu_seqlens_q"), Tensor):
         return mask & documents(named["cu_seqlens_q"], named.get("cu_seqlens_k"))

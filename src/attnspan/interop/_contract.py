@@ -15,19 +15,19 @@ from attnspan.torch import compat
 Declaration = str | Callable[..., Tensor]
 Declarations = Declaration | Sequence[str] | Mapping[str, Declaration]
 
-#: The default of a parameter that has none.
+#: Marks a parameter without a default.
 REQUIRED: Any = inspect.Parameter.empty
 _PLAIN = ("Tensor", "bool", "SymInt", "float", "str", "SymInt[]", "float[]")
-# What a default of None stands for in the field's signatures, which carry no annotations.
+# Types of common parameters whose default is None and that have no annotation.
 _KNOWN = dict.fromkeys(("scale", "sm_scale", "softmax_scale"), "float?")
 _KNOWN |= dict.fromkeys(("alibi_slopes", "attn_bias", "attn_mask", "bias", "mask", "sinks"), "Tensor?")
 _KNOWN |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table"), "Tensor?")
-# Declarations are evaluated once for each kind of input, up to this many.
+# Declarations are evaluated once for each kind of input. This many results are cached.
 _MOST_KINDS = 1024
 
 
 class DeclarationError(_Explained, ValueError):
-    """A wrapped kernel or its backward contradicts what was declared of it.
+    """A wrapped kernel or its backward contradicts its declaration.
 
     Example:
         >>> raise DeclarationError("out", expected="dtype float32", got="bfloat16", remedy="Declare it")
@@ -42,7 +42,7 @@ expect_declared = partial(expect, error=DeclarationError)
 class Parameter(NamedTuple):
     """One parameter, with its type in torch's schema language.
 
-    The kernel takes a ``keyword`` one by name only. A ``varying`` one is a float that the operator takes as a
+    A ``keyword`` parameter is keyword-only. A ``varying`` parameter is a float that the operator takes as a
     tensor.
     """
 
@@ -61,13 +61,13 @@ class Parameters:
         self.names = tuple(x.name for x in self.items)
         self.tensors = tuple(x.name for x in self.items if x.type.startswith("Tensor"))
         self.required = tuple(x.name for x in self.items if x.type == "Tensor")
-        # Those whose values are known where a program is traced.
+        # Parameters whose values are known at tracing time.
         self.traced = tuple(x.name for x in self.items if not x.varying)
         types = [x.type.replace("float", "Tensor") if x.varying else x.type for x in self.items]
         self.schema = ", ".join(f"{kind} {name}" for kind, name in zip(types, self.names, strict=True))
 
     def plain(self, values: Iterable[Any]) -> list[Any]:
-        """The operator's values as the kernel takes them: tuples for lists, numbers for varying ones."""
+        """Convert the operator's values to the kernel's: tuples for lists, numbers for varying parameters."""
         return [
             float(x) if item.varying and isinstance(x, Tensor) else tuple(x) if isinstance(x, list) else x
             for item, x in zip(self.items, values, strict=True)
@@ -81,19 +81,19 @@ class Parameters:
 
 
 def names_in(names: str | Sequence[str]) -> tuple[str, ...]:
-    """Names as a tuple; one may stand alone."""
+    """Return names as a tuple. A single name may be a string."""
     return (names,) if isinstance(names, str) else tuple(names)
 
 
 def read_parameters(kernel: Callable[..., Any], schema: str | None, varying: Sequence[str]) -> Parameters:
-    """Read what a kernel takes from ``schema``, without one from the kernel's signature."""
+    """Read the kernel's parameters from ``schema``, or from the kernel's signature without a schema."""
     items = list(_from_signature(kernel) if schema is None else _from_schema(schema))
-    expected, got = "a kernel with at least one tensor that every call gives", [x.name for x in items]
+    expected, got = "a kernel with at least one required tensor", [x.name for x in items]
     remedy = "Describe its arguments with schema='Tensor q, Tensor k, Tensor v'"
     expect(any(x.type == "Tensor" for x in items), "wrap", expected, got, remedy)
     floats = [x.name for x in items if x.type in ("float", "float?")]
     expected = f"names of parameters that are floats ({', '.join(floats) or 'none'})"
-    remedy = "Leave out the others; integers may vary in any case"
+    remedy = "Leave out the others. Integers may always vary"
     varying = names_in(varying)
     expect(set(varying) <= set(floats), "varying", expected, ", ".join(varying), remedy)
     return Parameters(x._replace(varying=x.name in varying) for x in items)
@@ -110,12 +110,18 @@ def _from_schema(schema: str) -> Iterator[Parameter]:
         kind = _text(x.type)
         _expect_type(kind.removesuffix("?") in _PLAIN, x.name, kind)
         what, remedy = f"parameter {x.name!r} of the kernel", "Wrap a function that returns its outputs"
-        expect(x.alias_info is None, what, "one that the kernel only reads", "one that it writes", remedy)
+        expect(
+            x.alias_info is None,
+            what,
+            "a parameter that the kernel only reads",
+            "a parameter that it writes to",
+            remedy,
+        )
         yield Parameter(x.name, kind, x.default_value if x.has_default_value() else REQUIRED, x.kwarg_only)
 
 
 def _text(kind: Any) -> str:
-    """A parsed type as it is written, with SymInt for int, which would be a constant of compiled code."""
+    """Return a parsed type as text, with SymInt for int. An int would be a constant of compiled code."""
     suffix = {"OptionalType": "?", "ListType": "[]"}.get(kind.kind())
     if suffix is None:
         return {"int": "SymInt"}.get(str(kind), str(kind))
@@ -126,11 +132,14 @@ def _from_signature(kernel: Callable[..., Any]) -> Iterator[Parameter]:
     try:
         try:
             signature = inspect.signature(kernel, eval_str=True)
-        except (NameError, SyntaxError):  # Annotations of names that exist for type checkers only.
+        except (NameError, SyntaxError):  # Some annotations exist for type checkers only.
             signature = inspect.signature(kernel)
     except (TypeError, ValueError):
-        expected, got = "a function whose signature Python can read", "one without, as extension modules have"
-        remedy = "Give schema='Tensor q, Tensor k, Tensor v, ...'"
+        expected, got = (
+            "a function whose signature Python can read",
+            "a function without one, such as in an extension module",
+        )
+        remedy = "Pass schema='Tensor q, Tensor k, Tensor v, ...'"
         raise OptionError(f"wrap({kernel!r})", expected=expected, got=got, remedy=remedy) from None
     skipped = False
     for x in signature.parameters.values():
@@ -139,13 +148,13 @@ def _from_signature(kernel: Callable[..., Any]) -> Iterator[Parameter]:
         kind = _type_of(x)
         _expect_type(kind is not None or x.default is not REQUIRED, x.name, str(x.annotation))
         if kind is None:
-            skipped = True  # The operator lacks it, and the positions behind it are others.
+            skipped = True  # The operator lacks it, so later positions change.
         else:
             yield Parameter(x.name, kind, x.default, skipped or x.kind is x.KEYWORD_ONLY)
 
 
 def _type_of(x: inspect.Parameter) -> str | None:
-    """The type in torch's schema language; None where annotation and default do not tell it."""
+    """Return the type in torch's schema language. None if annotation and default do not determine it."""
     if x.annotation is not REQUIRED and not isinstance(x.annotation, str):
         return _annotated(x.annotation)
     if x.default is REQUIRED:
@@ -170,28 +179,31 @@ def _annotated(annotation: Any) -> str | None:
 
 def _expect_type(condition: bool, name: str, got: str) -> None:
     expected = "a tensor, bool, int, float, str, a sequence of ints or floats, or one of these or None"
-    remedy = "Wrap a function that takes one of these, or give schema='...' without the parameter"
+    remedy = "Wrap a function that takes one of these, or pass schema='...' without the parameter"
     expect(condition, f"parameter {name!r} of the kernel", expected, got, remedy)
 
 
 def names_of(function: Callable[..., Any], available: Sequence[str], role: str) -> tuple[str, ...]:
-    """The parameters of a user's function, which is given what they name."""
+    """Return the parameters of a user's function. The function receives the arguments that they name."""
     try:
         wanted = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        expected, remedy = "a Python function, whose parameters have names", "Write a lambda around it"
+        expected, remedy = "a Python function with named parameters", "Wrap it in a lambda"
         raise OptionError(role, expected=expected, got=repr(function), remedy=remedy) from None
     if any(p.kind is p.VAR_KEYWORD for p in wanted):
         return tuple(available)
     named = [p for p in wanted if p.kind is not p.VAR_POSITIONAL]
     unknown = [p.name for p in named if p.name not in available and p.default is REQUIRED]
-    expected, remedy = f"parameters among {', '.join(available)}", "Name them after what it needs"
+    expected, remedy = (
+        f"parameters among {', '.join(available)}",
+        "Name its parameters after the arguments that it needs",
+    )
     expect(not unknown, role, expected, ", ".join(unknown), remedy)
     return tuple(p.name for p in named if p.name in available)
 
 
 class Outputs:
-    """The outputs of a kernel as functions of its inputs; ``owner`` is its operator, for errors."""
+    """The outputs of a kernel as functions of its inputs. Errors name its operator, ``owner``."""
 
     def __init__(
         self, declared: Declarations, parameters: Parameters, strides: str, layout: str, owner: str
@@ -204,29 +216,29 @@ class Outputs:
             declared = {name.split()[0]: name for name in declared}
         self.names = tuple(declared)
         taken = set(declared) & {x for name in parameters.names for x in (name, name.removeprefix("d"))}
-        expected = "at least one, each with a name that neither a parameter nor its gradient has"
-        remedy = "Give other names, as a mapping of names to 'out', 'lse' or functions"
+        expected = "at least one output, with names that differ from all parameters and their gradients"
+        remedy = "Pass a mapping of other names to 'out', 'lse' or functions"
         expect(declared and not taken, "outputs", expected, ", ".join(sorted(taken)) or "none", remedy)
         self._makers = {name: self._maker(x) for name, x in declared.items()}
         self._reads = {name for reads, _ in self._makers.values() for name in reads}
         self._made: dict[Any, list[Any]] = {}
 
     def _maker(self, declaration: Declaration) -> tuple[tuple[str, ...], Callable[..., Any]]:
-        """The names of the inputs that an output follows from, and a function of those."""
+        """Return the names of the inputs that an output depends on, and a function of these inputs."""
         if callable(declaration):
             reads = names_of(declaration, self.parameters.traced, "outputs")
-            # Users see what the kernel sees, inputs that conform.
+            # The user's function receives conforming inputs, as the kernel does.
             return reads, lambda *x: declaration(**dict(zip(reads, map(self.conform, x), strict=True)))
         makers: dict[str, tuple[tuple[int, ...], Callable[..., Any]]] = {
-            # Strides are not asked for where nothing depends on them: no guard of a graph does.
+            # Strides are read only if the output depends on them. Otherwise graphs would guard on strides.
             "out": ((0, 2), lambda q, v: q.new_empty((*q.shape[:-1], v.shape[-1]))),
             "out like q": ((0,), lambda q: torch.empty_like(self.conform(q))),
             "lse": ((0,), self._lse),
         }
-        expected, remedy = "one of 'out', 'out like q', 'lse', or a function of inputs", "Give one of these"
+        expected, remedy = "'out', 'out like q', 'lse', or a function of inputs", "Pass one of these"
         expect(declaration in makers, "outputs", expected, repr(declaration), remedy)
         (places, make), tensors = makers[declaration], self.parameters.required
-        expected, remedy = "q, k, v as the first three tensors, which 'out' speaks of", "Give a function"
+        expected, remedy = "q, k, v as the first three tensors, which 'out' refers to", "Pass a function"
         expect(len(tensors) > max(places), "outputs", expected, ", ".join(tensors), remedy)
         return tuple(tensors[i] for i in places), make
 
@@ -235,16 +247,16 @@ class Outputs:
         return q.new_empty(shape, dtype=torch.float32)
 
     def make(self, named: Mapping[str, Any]) -> list[Tensor]:
-        """The outputs, uninitialised, for these inputs: what the operator's fake kernel returns."""
+        """Return uninitialised outputs for these inputs, as the operator's fake kernel does."""
         made = [make(*(named[name] for name in reads)) for reads, make in self._makers.values()]
-        expected, remedy = "a function that returns a tensor", "Return for example q.new_empty(shape)"
+        expected, remedy = "a function that returns a tensor", "Return a tensor such as q.new_empty(shape)"
         for name, x in zip(self.names, made, strict=True):
             what, got = f"{self.owner}, declaration of output {name!r}", type(x).__name__
             expect_declared(isinstance(x, Tensor), what, expected, got, remedy)
         return made
 
     def conform(self, x: Any) -> Any:
-        """The value itself if its strides are what the kernel accepts, else a copy that has them."""
+        """Return the value itself if the kernel accepts its strides, else a copy with accepted strides."""
         strides = self._strides
         if not isinstance(x, Tensor) or strides == "any" or x.dim() == 0:
             return x
@@ -256,7 +268,7 @@ class Outputs:
         return x.contiguous()
 
     def expected(self, named: Mapping[str, Any]) -> list[Any]:
-        """Kinds of the outputs for these inputs, kept by what the declarations read of them."""
+        """Return the outputs' kinds for these inputs, cached by the inputs that declarations read."""
         read = {name: named[name] for name in self._reads}
         key = tuple(map(_kind, read.values()))
         found = self._made.get(key)
@@ -271,7 +283,7 @@ class Outputs:
         return found
 
     def verify(self, returned: Any, named: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """Return the kernel's result, if it is what was declared, in memory of its own."""
+        """Return the kernel's result if it matches the declaration and shares no memory."""
         found, expected = as_tuple(returned), f"{len(self.names)} ({', '.join(self.names)})"
         got = f"{len(found)} values" if isinstance(returned, tuple | list) else type(returned).__name__
         self._expect(len(found) == len(self.names), "outputs", expected, got)
@@ -283,7 +295,9 @@ class Outputs:
             other = owners.setdefault(address(x), own) if x.numel() else own
             if other != own:
                 what, got = f"{self.owner}, {own}", f"memory that it shares with {other}"
-                expect_declared(False, what, "memory of its own", got, "Let the kernel return a clone")
+                expect_declared(
+                    False, what, "memory that nothing else uses", got, "Let the kernel return a clone"
+                )
         return found
 
     def _compare(self, what: str, x: Any, want: Any) -> None:
@@ -291,27 +305,27 @@ class Outputs:
         *got, strides = _kind(x)
         for name, a, b in zip(("shape", "dtype", "device"), got, want[:-1], strict=True):
             self._expect(a == b, what, f"{name} {b}", str(a))
-        # Strides of dims of one element, and of empty tensors, address nothing.
+        # Strides of dims of size 1 and of empty tensors do not matter.
         moved = any(n > 1 and a != b for n, a, b in zip(x.shape, strides, want[-1], strict=True))
         self._expect(not (moved and x.numel()), what, f"strides {want[-1]}", f"{strides}")
 
     def _expect(self, condition: bool, what: str, expected: str, got: str) -> None:
-        what, remedy = f"{self.owner}, {what}", "Declare what it returns with outputs=..., or mend the kernel"
+        what, remedy = f"{self.owner}, {what}", "Declare its outputs with outputs=..., or fix the kernel"
         expect_declared(condition, what, f"{expected}, as declared", f"{got} from the kernel", remedy)
 
 
 def _kind(x: Any) -> Any:
-    """All of a tensor but its values; anything else as something hashable."""
+    """Return everything but the values of a tensor, and a hashable form of any other value."""
     if isinstance(x, Tensor):
         return tuple(x.shape), x.dtype, x.device, x.stride()
     return tuple(x) if isinstance(x, list) else x
 
 
 def as_tuple(found: Any) -> tuple[Any, ...]:
-    """One result or several as a tuple, which is empty for None."""
+    """Return one result or several as a tuple, which is empty for None."""
     return tuple(found) if isinstance(found, tuple | list) else () if found is None else (found,)
 
 
 def address(x: Tensor) -> int:
-    """The address of the memory that a tensor views."""
+    """Return the address of a tensor's memory."""
     return x.untyped_storage().data_ptr()

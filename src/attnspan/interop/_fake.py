@@ -1,8 +1,8 @@
-"""Fake results of the operators of `call_jax`, without running them: shapes for whatever traces torch.
+"""Fake results of `call_jax`'s operators: shapes for tracing, without running the function.
 
-Sizes that are symbols of torch become dimension variables of JAX, and sizes of results are read back as
-arithmetic on torch's symbols. Where JAX cannot trace a function for symbols, it is traced for the numbers
-that they stand for, which compiles once for each.
+Torch's symbolic sizes become JAX's dimension variables. Sizes of results become arithmetic on torch's
+symbols. If JAX cannot trace a function for symbols, it is traced for concrete sizes, and each size compiles
+once.
 """
 
 import warnings
@@ -22,10 +22,10 @@ from .call_jax import SpecializedShapesWarning
 
 
 def call(tensors: Sequence[Tensor], handle: str, wanted: Sequence[bool] = ()) -> list[Tensor]:
-    """Shapes of the results of ``attnspan::call_jax`` and ``attnspan::call_jax_vjp``."""
+    """Return the shapes of the results of ``attnspan::call_jax`` and ``attnspan::call_jax_vjp``."""
     bound = find(handle)
     pin(bound)
-    # Residuals are those of the sizes in this trace; where sizes are symbols, none are asked for.
+    # Residuals belong to the sizes of this trace. With symbolic sizes, no residuals are requested.
     program, read = (bound.program(_numbers(tensors), wanted), int) if wanted else trace(bound, tensors, ())
     return [tensors[0].new_empty([read(n) for n in shape], dtype=dtype) for shape, dtype in program.made]
 
@@ -38,7 +38,7 @@ def backward(
     wanted: Sequence[bool],
     *_: Any,
 ) -> list[Tensor]:
-    """Shapes of the results of ``attnspan::call_jax_backward``: gradients like the arguments."""
+    """Return the shapes of the results of ``attnspan::call_jax_backward``: gradients like the arguments."""
     like = next(x for x in (*grads, *saved) if x is not None)
     bound = find(handle)
     given = zip(bound.kinds, bound.shapes_of(sizes), wanted, strict=True)
@@ -48,27 +48,27 @@ def backward(
 def trace(
     bound: JaxCall, tensors: Sequence[Tensor], wanted: Sequence[bool]
 ) -> tuple[Program, Callable[[Any], Any]]:
-    """The traced program, and how to read the sizes of its results.
+    """Return the traced program, and a function that reads the sizes of its results.
 
-    Which residuals there are depends on sizes in ways that symbols do not show, so that a program for symbols
-    is made for results alone.
+    The set of residuals can depend on sizes in ways that symbols do not show. A program for symbolic sizes is
+    therefore made for results alone.
     """
     symbols: list[Any] = [n for x in tensors for n in x.shape if isinstance(n, SymInt)]
-    # A function may need sizes to be equal, as rows of keys and values are: then equal ones are joined.
+    # A function may need equal sizes, such as the numbers of keys and values, so equal sizes are joined.
     for joined in (False, True) if symbols else ():
         if joined:
             first: dict[int, Any] = {}
             for n in symbols:
-                bool(n == first.setdefault(n.node.hint, n))  # Asked, it becomes a guard of the graph.
+                bool(n == first.setdefault(n.node.hint, n))  # bool() adds a guard to the graph.
         sizes = _TracedSizes([tuple(x.shape) for x in tensors])
         try:
             return bound.program(sizes.shapes, (), sizes.key), sizes.as_torch
-        except Exception as error:  # An error that is not about symbols is raised by the trace below.
+        except Exception as error:  # The trace below raises errors that symbols did not cause.
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
     if symbols:
         warnings.warn(
-            f"call_jax: {bound.name} cannot be traced by JAX for sizes that are symbols ({reason}), so it "
-            "is compiled anew for each size. Write its sizes so that jax.export's shape polymorphism takes "
+            f"call_jax: {bound.name} cannot be traced by JAX for symbolic sizes ({reason}), so it "
+            "recompiles for each size. Write its sizes so that jax.export's shape polymorphism supports "
             "them, or compile with dynamic=False.",
             SpecializedShapesWarning,
             stacklevel=2,
@@ -81,12 +81,12 @@ def _numbers(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
 
 
 class _TracedSizes:
-    """The sizes of a call's tensors as JAX traces with them."""
+    """The sizes of a call's tensors in the form in which JAX traces them."""
 
     def __init__(self, shapes: Sequence[tuple[Any, ...]]) -> None:
         values: dict[Any, SymInt] = {}
         symbols = [n for shape in shapes for n in shape if isinstance(n, SymInt)]
-        # Symbols first: a polynomial of known ones needs no variable of its own.
+        # Symbols come first, because a polynomial of known symbols needs no new variable.
         for n in sorted(symbols, key=lambda n: not n.node.expr.is_Symbol):
             x = n.node.expr
             if not (x.is_polynomial(*x.free_symbols) and x.free_symbols <= values.keys()):
@@ -106,10 +106,10 @@ class _TracedSizes:
         return self._variables[x] if x in self._variables else sympy.lambdify(list(known), x)(*known.values())
 
     def as_torch(self, n: Any) -> Any:
-        """A size of JAX as arithmetic on torch's symbols."""
+        """Return a JAX size as arithmetic on torch's symbols."""
         if isinstance(n, int):
             return n
-        # Text is the only public form of JAX's expressions; it has no names but these.
+        # Text is the only public form of JAX's expressions, and it contains only these names.
         names = {"floordiv": lambda a, b: a // b, "mod": lambda a, b: a % b}
         names |= {"max": torch.sym_max, "min": torch.sym_min}
         return eval(str(n).replace("^", "**"), {"__builtins__": {}}, {**names, **self._values})

@@ -1,7 +1,7 @@
-"""Functions, their programs, and how long these live.
+"""Functions, their programs, and the lifetime of both.
 
-As in `jax.jit`, a function is identified by its object, and its programs are freed with it. Programs that
-compiled code refers to live as long as the process: there is no signal when a graph is freed.
+As in `jax.jit`, the identity of a function object selects its programs, and they are freed with it. Programs
+that compiled code refers to are kept until the process ends, because nothing reports that a graph is freed.
 """
 
 import contextlib
@@ -30,9 +30,9 @@ from ._convert import check_devices, jax_dtype
 from ._programs import Program
 from .call_jax import RetraceWarning
 
-# Bounds of the caches; the oldest entries make room. Keys are weak, but a program may hold its own function.
+# Sizes of the caches, which evict the oldest entries. Keys are weak, but a program may hold its own function.
 MOST_FUNCTIONS, MOST_PROGRAMS = 1024, 256
-# A function that is traced as often as this for the same shapes is worth a warning.
+# A function that is traced this often for the same shapes causes a warning.
 MANY_TRACES = 64
 
 _lock = ForkSafeLock()
@@ -48,9 +48,9 @@ class Programs:
         self._made: dict[Hashable, Program] = {}
 
     def get(self, structure: Hashable, shapes: Hashable, make: Callable[[], Program]) -> Program:
-        """A program, made once however many threads ask."""
+        """Return a program, made once even if several threads ask for it."""
         key = structure, shapes
-        # First without the lock, which is held while another program is traced.
+        # The first lookup takes no lock, because the lock is held while another program is traced.
         found = self._made.get(key)
         if found is not None:
             return found
@@ -63,20 +63,20 @@ class Programs:
             return self._made[key]
 
 
-# By the ids of what makes a function. The references forget an entry before its ids can be taken again.
+# Keyed by the ids of a function's parts. Weak references remove an entry before its ids can be reused.
 _programs: dict[tuple[int, ...], tuple[list[weakref.ref[Any]], Programs]] = {}
 
 
 def programs_of(fn: Callable[..., Any]) -> Programs:
-    """The programs of a function object; of a method, those of its object and its function."""
-    # Each access to a bound method makes a new one; its parts live on.
+    """Return the programs of a function object. A method is identified by its object and its function."""
+    # Each access to a bound method makes a new object, but its parts stay the same.
     parts = (fn.__self__, fn.__func__) if isinstance(fn, MethodType) else (fn,)
     key = tuple(map(id, parts))
     with _lock.held():
         if key in _programs:
             return _programs[key][1]
         made = Programs(fn)
-        # What has no weak references is traced at each call.
+        # A callable without weak references is traced at each call.
         with contextlib.suppress(TypeError):
             _programs[key] = [weakref.ref(x, lambda _: _programs.pop(key, None)) for x in parts], made
             if len(_programs) > MOST_FUNCTIONS:
@@ -85,23 +85,23 @@ def programs_of(fn: Callable[..., Any]) -> Programs:
 
 
 def _count(where: str, shapes: Hashable) -> None:
-    """Warn once when one function of the source is traced again and again for the same shapes."""
+    """Warn once if one function in the source is traced again and again for the same shapes."""
     if len(_counts) > 4096:
         _counts.clear()
     _counts[where, shapes] += 1
     if _counts[where, shapes] == MANY_TRACES:
         warnings.warn(
             f"call_jax: {where} was traced {MANY_TRACES} times for the same shapes, each time as a new "
-            "function object or for a new static argument. Make the function once, outside of what repeats, "
-            "and pass what changes as tensors.",
+            "function object or for a new static argument. Create the function once, outside of the loop, "
+            "and pass changing values as tensors.",
             RetraceWarning,
-            stacklevel=5,  # The caller of `call_jax`; where gradients are recorded, a frame of ours.
+            stacklevel=5,  # The caller of `call_jax`, or its own frame if gradients are recorded.
         )
 
 
 def _where(fn: Any) -> str:
-    """The name of a function and where it is written; of a callable without code, its class."""
-    fn = inspect.unwrap(fn)  # Transforms and jit wrap what they are given.
+    """Return a function's name and source location, or the class of a callable without code."""
+    fn = inspect.unwrap(fn)  # Transforms and jit wrap functions.
     while isinstance(fn, functools.partial):
         fn = inspect.unwrap(fn.func)
     code = getattr(fn, "__code__", None)
@@ -115,14 +115,14 @@ def _leaf_key(i: int, x: Any) -> Hashable:
         return x if x is Tensor else static_key(x)
     except TypeError:
         expected, got = "a tensor, or something hashable to compile for", f"a {type(x).__name__}"
-        remedy = "Convert it (torch.from_numpy, torch.from_dlpack); in JAX, call the function itself"
+        remedy = "Convert it (torch.from_numpy, torch.from_dlpack). In JAX, call the function itself"
         raise DtypeError(f"argument leaf {i}", expected=expected, got=got, remedy=remedy) from None
 
 
 def static_key(x: Any) -> Hashable:
-    """A key of a static value, which tells 1, True and 1.0 apart, and 0.0 and -0.0, at any depth."""
+    """Return a key of a static value, which distinguishes 1, True and 1.0, and 0.0 and -0.0, at any depth."""
     hash(x)
-    if isinstance(x, jax.Array):  # Tracers may have a hash.
+    if isinstance(x, jax.Array):  # Tracers may be hashable.
         raise TypeError
     if isinstance(x, float | complex | np.generic):
         return type(x), repr(x)
@@ -136,28 +136,27 @@ def static_key(x: Any) -> Hashable:
 
 @without_locks
 class JaxCall:
-    """A function with its arguments but for the tensors: what the operators run.
+    """A function with all its arguments except the tensors. The operators run it.
 
-    ``spec`` is the arguments' tree, whose ``leaves`` have the class `Tensor` in the place of each tensor; it
-    is None for tensors one after the other. ``kinds`` are the tensors' element types, numbers of dims and
-    devices.
+    ``spec`` is the arguments' tree. Its ``leaves`` have the class `Tensor` in place of each tensor. It is
+    None if the arguments are just tensors. ``kinds`` are the tensors' dtypes, numbers of dims and devices.
     """
 
     def __init__(
         self, fn: Callable[..., Any], spec: Any, leaves: Sequence[Any], kinds: Sequence[Any]
     ) -> None:
-        remedy = "Call the function itself where no tensor is involved"
+        remedy = "Without tensors, call the function itself"
         expect(kinds, "call_jax", "at least one tensor", "none", remedy)
         self._fn, self._spec, self._leaves, self.kinds = fn, spec, leaves, tuple(kinds)
         self._structure = spec, tuple(itertools.starmap(_leaf_key, enumerate(leaves)))
         self._programs = programs_of(fn)
         self.name = self._programs.name
-        #: Structure of the results, as the program that was found last has it.
+        #: Structure of the results of the most recent program.
         self.tree: Any = None
 
     @functools.cached_property
     def handle(self) -> str:
-        """A name for the operators, which take no Python objects. It is valid while the call lives."""
+        """A name for the operators, which take no Python objects. It is valid while the call exists."""
         handle = f"{self.name}#{_process}{next(_counter):x}"
         _live[handle] = self
         return handle
@@ -165,11 +164,11 @@ class JaxCall:
     def program(
         self, shapes: Sequence[tuple[Any, ...]], wanted: Sequence[bool] = (), key: Hashable = None
     ) -> Program:
-        """The program for shapes, which ``key`` stands for where they cannot be compared.
+        """Return the program for shapes. ``key`` replaces the shapes if they cannot be compared.
 
-        Without gradients that are wanted, the program makes nothing for backward.
+        If no gradients are wanted, the program returns nothing for backward.
         """
-        config: Any = jax.config  # Settings that change what a trace means.
+        config: Any = jax.config  # These settings change the meaning of a trace.
         settings = (
             config.jax_enable_x64,
             config.jax_default_matmul_precision,
@@ -199,25 +198,25 @@ class JaxCall:
         return self._fn(*args, **kwargs)
 
     def shapes_of(self, sizes: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """The shape of each tensor, of all sizes one after the other."""
+        """Return the shape of each tensor from all sizes in one list."""
         left = iter(sizes)
         return [tuple(itertools.islice(left, dims)) for _, dims, _ in self.kinds]
 
     def results(self) -> Any:
-        """The structure of the results as nested tuples, which a compiler can hold and build."""
+        """Return the structure of the results as nested tuples, which a compiler can store and rebuild."""
         return self._nested(self.tree.unflatten(range(self.tree.num_leaves)))
 
     def _nested(self, x: Any) -> tuple[Any, ...]:
         if type(x) is int or x is None:
             return "leaf", "" if x is None else str(x)
         what, expected = f"the result of {self.name} in compiled code", "arrays in tuples, lists and dicts"
-        remedy, got = "Return one of these and make the object of it outside", f"a {type(x).__name__}"
+        remedy, got = "Return one of these and build the object outside", f"a {type(x).__name__}"
         expect(type(x) in (list, tuple, dict), what, expected, got, remedy, error=DtypeError)
         parts = x.values() if isinstance(x, dict) else x
         return type(x).__name__, tuple(x) if isinstance(x, dict) else (), tuple(map(self._nested, parts))
 
 
-# Compiled code may be kept on disk, where a number would mean another function in the next process.
+# Compiled code may be stored on disk, and the next process would use a plain number for another function.
 _process = secrets.token_hex(6)
 _counter = itertools.count()
 _live: weakref.WeakValueDictionary[str, JaxCall] = weakref.WeakValueDictionary()
@@ -225,17 +224,17 @@ _pinned: set[JaxCall] = set()
 
 
 def pin(call: JaxCall) -> str:
-    """Keep a call for the life of the process, for a graph that holds its name."""
+    """Keep a call until the process ends, for a graph that stores its name."""
     _pinned.add(call)
     return call.handle
 
 
 def find(handle: str) -> JaxCall:
-    """The call of a name."""
+    """Return the call with this name."""
     found = _live.get(handle)
     if found is None:
         raise RuntimeError(
-            f"call_jax: expected a function of this process, got {handle}, which is none. A graph with "
-            "call_jax in it cannot be saved and loaded: trace it anew."
+            f"call_jax: expected a function of this process, got the unknown {handle}. You cannot save and "
+            "load a graph that contains call_jax. Trace it again."
         )
     return found

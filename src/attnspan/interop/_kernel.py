@@ -1,4 +1,4 @@
-"""The operators of a wrapped kernel: forward, backward, their derivatives and what they cost in FLOPs."""
+"""The operators of a wrapped kernel: forward, backward, their derivatives and their FLOP counts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -16,15 +16,15 @@ from ._operators import Op, define, differentiate, refuse_derivative
 NAMESPACE = "attnspan_wrapped"
 Backward = Callable[..., Any] | Literal["recompute"]
 
-# The compiler shows the kernel the very strides of eager mode.
+# The compiler gives the kernel exactly the strides of eager mode.
 _STRIDES = torch.Tag.needs_exact_strides
-_FIRST_ORDER = 'Use `with attnspan.backend("math"):` and attnspan.torch.attention for this'
-# Libraries by the name of their operator; an operator lives as long as its library.
+_FIRST_ORDER = 'Call attnspan.torch.attention inside `with attnspan.backend("math"):` instead'
+# Libraries, keyed by operator name. An operator exists as long as its library.
 _libraries: dict[str, torch.library.Library] = {}
 
 
 class Derivative:
-    """Way to find the gradients of the inputs.
+    """Computation of the inputs' gradients.
 
     Attributes:
         differentiable: Names of the inputs that have gradients.
@@ -41,9 +41,9 @@ class Derivative:
         self.differentiable = parameters.required if names is None else names_in(names)
         unknown = sorted(set(self.differentiable) - set(parameters.tensors))
         expected, got = f"names of tensor parameters ({', '.join(parameters.tensors)})", ", ".join(unknown)
-        holds, remedy = self.differentiable and not unknown, "Name inputs that have a gradient"
+        holds, remedy = self.differentiable and not unknown, "Pass names of inputs with gradients"
         expect(holds, "differentiable", expected, got or "none", remedy)
-        holds, remedy = backward == "recompute" or callable(backward), "Write a function of dout, q, ..."
+        holds, remedy = backward == "recompute" or callable(backward), "Pass a function of dout, q, ..."
         expect(holds, "backward", 'a function, "recompute" or None', repr(backward), remedy)
         self.recomputes = not callable(backward)
         self._needs = (*(f"d{name}" for name in outputs.names), *parameters.names)
@@ -53,14 +53,14 @@ class Derivative:
         self.saved = tuple(name for name in outputs.names if name in self._needs)
 
     def gradients(self, named: Mapping[str, Any], wanted: Sequence[bool]) -> list[Tensor]:
-        """Contiguous gradients, in memory of their own, of those differentiable inputs that are wanted."""
+        """Return contiguous gradients of the wanted inputs, in memory that nothing else uses."""
         if callable(self._backward):
             found = as_tuple(self._backward(**{name: named[name] for name in self._needs}))
         else:
             found = self._rerun(named, wanted)
         names = self.differentiable
         expected = f"{len(names)} gradients (of {', '.join(names)})"
-        remedy = "Return one for each, or name those that have one with differentiable=(...)"
+        remedy = "Return one for each, or list the inputs with gradients in differentiable=(...)"
         expect_declared(len(found) == len(names), f"{self._owner}, backward", expected, len(found), remedy)
         taken = {address(x) for x in named.values() if isinstance(x, Tensor)}
         pairs = [(name, x) for name, x, want in zip(names, found, wanted, strict=True) if want]
@@ -72,14 +72,14 @@ class Derivative:
         expected, got = _described(like), _described(x)
         what, remedy = f"{self._owner}, gradient of {name!r}", "Return gradients like their inputs"
         expect_declared(got == expected, what, f"{expected}, as the input", got, remedy)
-        # The compiler was promised contiguous memory that nothing else owns.
+        # The fake kernel promises contiguous memory that nothing else owns.
         x = x.contiguous()
         own: Tensor = (x.clone() if address(x) in taken else x).detach()
         taken.add(address(own))
         return own
 
     def _rerun(self, named: Mapping[str, Any], wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
-        """Run the kernel again, with autograd, and differentiate that run."""
+        """Run the kernel again under autograd, and differentiate that run."""
         parameters = self._outputs.parameters
         names = [name for name, want in zip(self.differentiable, wanted, strict=True) if want]
         with with_autograd():
@@ -89,16 +89,18 @@ class Derivative:
             incoming = [named[f"d{name}"] for name in self._outputs.names]
             pairs = [(x, dx) for x, dx in zip(found, incoming, strict=True) if x.requires_grad]
             what, got = f"{self._owner}, backward='recompute'", "outputs without a grad_fn"
-            expected, remedy = "a kernel that autograd can differentiate", "Give its own: backward=fn"
+            expected, remedy = "a kernel that autograd can differentiate", "Pass its gradient as backward=fn"
             expect_declared(pairs, what, expected, got, remedy)
             ys, dys = zip(*pairs, strict=True)
             grads = iter(torch.autograd.grad(ys, list(inputs.values()), dys, allow_unused=True))
         return tuple(next(grads) if want else None for want in wanted)
 
     def check_inputs(self, named: Mapping[str, Any]) -> None:
-        """Raise if an input wants a gradient that it will not get."""
-        expected = f"no gradient: its backward has those of {', '.join(self.differentiable)}"
-        got, remedy = "a tensor that requires one", "Give it detached, or name it in differentiable=(...)"
+        """Raise if an input requires a gradient that it will not get."""
+        expected = (
+            f"an input without gradient (its backward returns gradients of {', '.join(self.differentiable)})"
+        )
+        got, remedy = "a tensor that requires one", "Detach it, or list it in differentiable=(...)"
         for name, x in named.items():
             lost = isinstance(x, Tensor) and x.requires_grad and name not in self.differentiable
             expect_declared(not lost, f"{self._owner}, input {name!r}", expected, got, remedy)
@@ -107,8 +109,8 @@ class Derivative:
         """Raise if the gradient of an output would be lost."""
         for name, grad in grads.items():
             what, got = f"{self._owner}, gradient of output {name!r}", "a loss that depends on it"
-            expected = f"none, as its backward has no parameter d{name}"
-            remedy = f"Use {name}.detach(), or give a backward that takes d{name}"
+            expected = f"none, because its backward has no parameter d{name}"
+            remedy = f"Use {name}.detach(), or pass a backward that takes d{name}"
             expect_declared(grad is None or name in self.incoming, what, expected, got, remedy)
 
 
@@ -126,32 +128,35 @@ def register(
 ) -> tuple[Op, Op | None]:
     """Define the operators ``attnspan_wrapped::name`` and, with a derivative, ``name_backward``."""
     legal = isinstance(name, str) and name.isidentifier()
-    expect(legal, "name", "an identifier", repr(name), "Take a name like flash")
+    expect(legal, "name", "an identifier", repr(name), "Choose a name such as flash")
     names = [name] if derivative is None else [name, f"{name}_backward"]
     for each in names:
-        got, remedy = f"{each!r}, which {NAMESPACE}::{each} has", "Use what wrap() returned, or another name"
-        expect(each not in _libraries, "name", "one that no other kernel has", got, remedy)
+        got, remedy = (
+            f"{each!r}, the name of {NAMESPACE}::{each}",
+            "Use the existing wrapped kernel, or another name",
+        )
+        expect(each not in _libraries, "name", "an unused name", got, remedy)
     library, backward = torch.library.Library(NAMESPACE, "FRAGMENT"), None  # type: ignore[no-untyped-call]
     try:
         forward = _define_forward(library, name, kernel, outputs, check)
         compat.flop_formula(forward.overloadpacket)(flops)
         if derivative is None:
             text = (
-                f"{outputs.owner}: expected a kernel with a derivative, got backward() of one that was "
-                'wrapped without. Wrap it with backward=fn, or with backward="recompute" if autograd can '
+                f"{outputs.owner}: expected a kernel with a derivative, got backward() of a kernel that was "
+                'wrapped without one. Wrap it with backward=fn, or with backward="recompute" if autograd can '
                 "differentiate the kernel, or call it under torch.no_grad()."
             )
             refuse_derivative(library, forward, text, _FIRST_ORDER)
         else:
             backward = _define_backward(library, names[1], outputs, derivative)
             differentiate(library, forward, _node(forward, backward, outputs, derivative), _FIRST_ORDER)
-            # Twice and a half the forward operations, and those that run again.
+            # 2.5 times the forward operations, plus the forward pass if it runs again.
             first, halves = len(derivative.incoming), 7 if derivative.recomputes else 5
             inputs = slice(first, first + len(outputs.parameters.names))
             formula = compat.flop_formula(backward.overloadpacket)
             formula(lambda *values, **_: flops(*values[inputs]) * halves // 2)
     except BaseException:
-        # What was half defined must not keep the name.
+        # A partly defined operator must not keep the name.
         library._destroy()  # type: ignore[no-untyped-call]
         raise
     _libraries.update(dict.fromkeys(names, library))
@@ -165,9 +170,9 @@ def _define_forward(
     returns = "Tensor" if single else f"({', '.join(['Tensor'] * len(outputs.names))})"
 
     def real(*values: Any) -> Any:
-        # As in compiled code, where inputs have no history: a kernel may ask and then work in another way.
+        # Inputs are detached, as in compiled code: a kernel may behave differently if they require gradients.
         values = tuple(x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in values)
-        # Autocast ends here, in eager mode as in compiled code, which runs without it.
+        # Autocast ends here, because compiled code also runs the kernel without it.
         with compat.DisableAutocast():
             returned = parameters.call(kernel, map(outputs.conform, values))
         named = dict(zip(parameters.names, values, strict=True))
@@ -205,7 +210,10 @@ def _define_backward(
     first, last = [f"Tensor? {x}" for x in incoming], [f"Tensor {x}" for x in derivative.saved]
     schema = ", ".join([*first, parameters.schema, *last, "bool[] gradients_wanted"])
     backward = define(library, f"{name}({schema}) -> Tensor[]", real, fake, _STRIDES)
-    text = f"second derivatives of {backward}: expected first ones, got one of its backward. {_FIRST_ORDER}."
+    text = (
+        f"second derivatives of {backward}: expected first ones, got a derivative of its backward. "
+        f"{_FIRST_ORDER}."
+    )
     refuse_derivative(library, backward, text, _FIRST_ORDER, list)
     return backward
 
@@ -213,7 +221,7 @@ def _define_backward(
 def _node(
     forward: Op, backward: Op, outputs: Outputs, derivative: Derivative
 ) -> type[torch.autograd.Function]:
-    """The derivative of the forward operator."""
+    """Return the derivative of the forward operator."""
 
     class Node(torch.autograd.Function):
         @staticmethod
@@ -232,7 +240,7 @@ def _node(
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
             given = dict(zip(outputs.names, grads, strict=True))
             derivative.check_incoming(given)
-            # Read once: checkpointing computes them anew at each reading.
+            # Read once, because checkpointing recomputes them at each read.
             saved = dict(zip((*ctx.inputs, *derivative.saved), ctx.saved_tensors, strict=True))
             needed = dict(zip(ctx.inputs, ctx.needs_input_grad[2:], strict=True))
             wanted = [needed.get(name, False) for name in derivative.differentiable]
@@ -245,15 +253,15 @@ def _node(
 
 
 def attention_flops(q: Tensor, k: Tensor, v: Tensor, *, layout: str, causal: bool = False) -> int:
-    """Operations of one forward call, 2 * pairs * (D + Dv) (FlashAttention-2, arXiv:2307.08691, section 4.1).
+    """Count one forward call's operations, 2 * pairs * (D + Dv) (FlashAttention-2, arXiv:2307.08691, 4.1).
 
-    In layout "thd" every pair counts, as documents are unknown; ``causal`` is aligned bottom-right.
+    In layout "thd" every pair counts, because documents are unknown. ``causal`` is aligned bottom-right.
     """
     heads, length = (1, 2) if layout == "bhsd" else (-2, -3)
     q_len, k_len = q.shape[length], k.shape[length]
     pairs = q_len * k_len
     if causal:
-        # Rows see k_len - q_len + 1 .. k_len keys, none fewer than 0.
+        # Queries see k_len - q_len + 1 .. k_len keys, but at least 0.
         first, rows = max(k_len - q_len + 1, 1), min(q_len, k_len)
         pairs = rows * (first + k_len) // 2
     batch = 1 if layout == "thd" else q.shape[0]
@@ -261,7 +269,7 @@ def attention_flops(q: Tensor, k: Tensor, v: Tensor, *, layout: str, causal: boo
 
 
 def flop_formula(own: Callable[..., int] | None, parameters: Parameters, layout: str) -> Callable[..., int]:
-    """The count of operations that torch's counter asks for, with the operator's values."""
+    """Return the operation count for torch's FLOP counter, as a function of the operator's values."""
     reads = () if own is None else names_of(own, parameters.traced, "flops")
 
     def count(*values: Any, **_: Any) -> int:

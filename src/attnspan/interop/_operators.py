@@ -20,7 +20,7 @@ def define(
     fake: Callable[..., Any],
     strides: torch.Tag,
 ) -> Op:
-    """Define an operator; the tag ``strides`` says what a compiler keeps of its inputs' strides."""
+    """Define an operator. The tag ``strides`` says which strides of its inputs a compiler must keep."""
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag, strides))  # type: ignore[no-untyped-call]
     op: Op = getattr(getattr(torch.ops, library.ns), schema.partition("(")[0]).default
     library.impl(op, real, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
@@ -37,11 +37,11 @@ def differentiate(
 ) -> None:
     """Record ``function`` as the derivative of an operator.
 
-    Its ``forward`` takes the keyset, the operator's inputs, and the tensors among them; ``finish`` makes the
-    operator's results of what it returns. torch.library.register_autograd would not do: it drops the tangents
-    of dual tensors, and torch.func cannot differentiate it.
+    Its ``forward`` takes the keyset, the operator's inputs, and the tensors among them. ``finish`` converts
+    its result to the operator's results. torch.library.register_autograd is not suitable: it drops the
+    tangents of dual tensors, and torch.func cannot differentiate it.
     """
-    # The apply of Function itself would hand the call to torch.func once more.
+    # Function.apply itself would pass the call to torch.func again.
     record = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     inner = single_level(function)
 
@@ -55,7 +55,7 @@ def differentiate(
         if not (torch.is_grad_enabled() and compat.any_requires_grad(tensors)):
             return below_autograd(op, keyset, inputs)
         if compat.are_functorch_transforms_active():
-            # torch.func has peeled its level off; one plain node is left to record.
+            # torch.func has handled its level, so only a plain node remains to be recorded.
             with compat.enable_single_level_autograd_function():
                 return finish(inner(keyset, inputs, *tensors))
         return finish(record(keyset, inputs, *tensors))
@@ -70,7 +70,7 @@ def refuse_derivative(
     forward_mode: str,
     finish: Callable[[Any], Any] = lambda made: made,
 ) -> None:
-    """Give an operator a derivative that raises ``text``: without one, gradients would be 0."""
+    """Give an operator a derivative that raises ``text``. Without it, gradients would be 0."""
 
     class Refusal(torch.autograd.Function):
         @staticmethod

@@ -19,15 +19,14 @@ _RESULT = "the result of the JAX function"
 
 
 class Program:
-    """Results and residuals: what backward reads of the forward pass.
+    """A jitted function that returns results and residuals, which backward reads.
 
-    Without gradients that are ``wanted``, the residuals are the arguments, and backward runs the function
-    again.
+    If no gradients are ``wanted``, the residuals are the arguments, and backward runs the function again.
 
     Attributes:
         tree: Structure of the results.
-        made: Shape and dtype of each result, then of what is made for backward alone. Shapes have JAX's
-            expressions where tensors have symbolic sizes.
+        made: Shape and dtype of each result, then of each residual that is computed for backward alone. If
+            tensors have symbolic sizes, shapes contain JAX's expressions.
         count: Number of results.
     """
 
@@ -55,18 +54,18 @@ class Program:
         self._backward: dict[Any, Any] = {}
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Results, then what is made for backward alone."""
+        """Return the results, then the residuals that are computed for backward alone."""
         return as_tensors(self._run(*as_arguments(tensors)))
 
     def saved_of(self, tensors: Sequence[Tensor], made: Sequence[Tensor]) -> list[Tensor]:
-        """Select what backward needs, of the arguments and of the results of the call."""
+        """Select the arguments and results that backward needs."""
         sources = {"argument": tensors, "made": made}
         return [sources[kind][what] for kind, what in self._stored if kind != "constant"]
 
     def backward(
         self, grads: Sequence[Tensor | None], saved: Sequence[Tensor], wanted: Sequence[bool]
     ) -> list[Tensor]:
-        """Gradients of the wanted arguments, from those of the results; None is one that is zero."""
+        """Return gradients of the wanted arguments from the results' gradients. None is a zero gradient."""
         key = tuple(x is not None for x in grads), tuple(wanted)
         run = self._backward.get(key)
         if run is None:
@@ -88,10 +87,10 @@ class Program:
 
 
 def _leaves(fn: Flat, arrays: Sequence[Any], trees: list[Any]) -> list[Any]:
-    """The results of the function as arrays; their structure goes to ``trees``."""
+    """Return the function's results as arrays. Their structure is appended to ``trees``."""
     leaves, tree = jax.tree_util.tree_flatten(fn(*arrays))
-    expected = "arrays, in any structure that is a pytree of JAX"
-    remedy = "Return arrays only; register a class of your own with jax.tree_util"
+    expected = "arrays, in any JAX pytree"
+    remedy = "Return arrays only. Register your own classes with jax.tree_util"
     for x in leaves:
         is_array = isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
         expect(is_array, _RESULT, expected, f"a {type(x).__name__}", remedy, error=DtypeError)
@@ -110,7 +109,7 @@ def _vjp(run: Flat, arrays: Sequence[Any], wanted: Sequence[bool]) -> Any:
 
 
 def _conjugate(x: Any) -> Any:
-    """Complex gradients of torch are the conjugates of JAX's."""
+    """Conjugate complex gradients, because torch's and JAX's conventions are conjugate."""
     return x.conj() if jax.numpy.iscomplexobj(x) else x
 
 

@@ -1,6 +1,7 @@
-"""`call_jax`: a JAX function on torch tensors. JAX is imported by the first call, not by this module.
+"""`call_jax`: a JAX function on torch tensors. The first call imports JAX, not this module.
 
-The operators take a list of tensors and the name of a `_functions.JaxCall`: the function and all the rest.
+The operators take a list of tensors and the name of a `_functions.JaxCall`, which holds the function and all
+other arguments.
 """
 
 import functools
@@ -28,35 +29,49 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class RetraceWarning(UserWarning):
-    """`call_jax` traces one function of the source again and again for the same shapes."""
+    """`call_jax` traces one function of your source again and again for the same shapes.
+
+    Create the function once instead of in each call.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", RetraceWarning)
+    """
 
 
 class SpecializedShapesWarning(UserWarning):
-    """JAX cannot trace a function for symbolic sizes, so it is compiled once for each size."""
+    """JAX cannot trace a function for symbolic sizes, so `call_jax` recompiles it for each size.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", SpecializedShapesWarning)
+    """
 
 
 def call_jax(fn: Callable[..., Any], /, *args: Any, **static: Any) -> Any:
-    """A JAX function on torch tensors: one operator, in the tensors' memory, with JAX's derivative.
+    """Call a JAX function on torch tensors, as one operator with JAX's derivative and without copies.
 
     Args:
-        fn: A function of arrays that JAX can trace; jitted or not, it is compiled, once for each set of
-            shapes and static arguments. As for `jax.jit`, it is known by its identity: make it once, since a
-            closure or a transform that is made at each call is traced at each call (`RetraceWarning`).
-        args: Tensors on one device, in any structure that is a pytree of torch (masks are). Anything else is
-            passed to ``fn`` unchanged; it must be hashable, and each value is traced separately.
-        static: The same by keyword.
+        fn: A function of arrays that JAX can trace, jitted or not. It compiles once for each set of shapes
+            and static arguments. As for `jax.jit`, its identity is the cache key, so create it once. A
+            closure or a transform that you create in each call is traced in each call (`RetraceWarning`).
+        args: Tensors on one device, in any torch pytree (masks are pytrees). Other values are passed to
+            ``fn`` unchanged. They must be hashable, and each value is traced separately.
+        static: Keyword arguments, treated in the same way.
 
     Returns:
-        What ``fn`` returns, with a tensor for each array. It shares the array's memory, and on a CPU each
-        contiguous tensor at an address that is a multiple of 64 is read where it is.
+        The result of ``fn``, with a tensor for each array. The tensor shares the array's memory. On a CPU,
+        JAX reads a contiguous tensor without a copy if its address is a multiple of 64.
 
     Raises:
-        TypeError: An element type that JAX lacks or would narrow; an argument that is neither a tensor nor
-            hashable; a result of ``fn`` that is not an array.
-        ValueError: No tensors, several devices, or one that JAX does not see; in compiled code, torch before
-            2.13.
+        TypeError: JAX lacks or would narrow a dtype, an argument is neither a tensor nor hashable, or a
+            result of ``fn`` is not an array.
+        ValueError: There are no tensors, or they are on several devices or on a device that JAX does not see.
+            In compiled code also if torch is older than 2.13.
         ImportError: JAX is not installed.
-        NotImplementedError: A second derivative; take the inner one in JAX.
+        NotImplementedError: A second derivative is needed. Take the inner derivative in JAX.
 
     Example:
         >>> import jax.numpy as jnp
@@ -84,7 +99,7 @@ def call_jax(fn: Callable[..., Any], /, *args: Any, **static: Any) -> Any:
 
 
 def _split(args: tuple[Any, ...], static: dict[str, Any]) -> tuple[Any, list[Any], list[Tensor]]:
-    """The structure of arguments, their leaves with the class for each tensor, and the tensors."""
+    """Return the arguments' structure, their leaves with `Tensor` in place of tensors, and the tensors."""
     leaves, spec = pytree.tree_flatten((args, static))
     others = [Tensor if isinstance(x, Tensor) else x for x in leaves]
     return spec, others, [x for x in leaves if isinstance(x, Tensor)]
@@ -103,21 +118,21 @@ def _fake() -> Any:
 
 # Compiled code.
 
-# Older ones take functions of one code for one, and would run the first for the second.
+# Older versions confuse functions that share code, and would run the first instead of the second.
 _TELLS_FUNCTIONS_APART = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
 def _in_graph(fn: Any, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
-    """The call as Dynamo traces it: the function is a constant of the graph, guarded by its identity."""
+    """Call `fn` as Dynamo traces it: the function is a constant of the graph, guarded by its identity."""
     what, expected = "call_jax in a compiled function", "torch 2.13 or newer, which guards the function"
-    remedy = "Call it outside, or under torch.compiler.disable"
+    remedy = "Call it outside of the compiled function, or under torch.compiler.disable"
     expect(_TELLS_FUNCTIONS_APART, what, expected, torch.__version__, remedy)
-    if isinstance(fn, functools.partial):  # Dynamo takes it for no constant, but its parts.
+    if isinstance(fn, functools.partial):  # For Dynamo, only its parts are constants.
         return _in_graph(fn.func, (*fn.args, *args), {**fn.keywords, **static})
     spec, leaves, tensors = _split(args, static)
     others = tuple([_number(x) for x in leaves])
     kinds = tuple([(x.dtype, x.dim(), x.device) for x in tensors])
-    # Dynamo takes a method for no constant, but its object and its function for two, which it guards.
+    # For Dynamo, a method is not a constant, but its object and its function are, and it guards both.
     owner, method = (fn.__self__, fn.__func__) if isinstance(fn, MethodType) else (fn, None)
     handle = _handle_of(owner, method, id(owner), _described(spec), others, kinds)
     results = call_op(tensors, handle)
@@ -125,12 +140,12 @@ def _in_graph(fn: Any, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
 
 
 def _number(x: Any) -> Any:
-    """A static number as it is now, where the compiler would make a symbol of one that varies."""
+    """Return a static number as a constant, because the compiler would turn a varying one into a symbol."""
     return compat.guard_scalar(x) if isinstance(x, (int, float)) and not isinstance(x, bool) else x
 
 
 def _described(spec: Any) -> tuple[Any, ...]:
-    """A tree's structure as constants, which Dynamo can hand on."""
+    """Return a tree's structure as constants, which Dynamo can pass on."""
     return spec.type, spec._context, tuple([_described(x) for x in spec.children()])
 
 
@@ -141,7 +156,7 @@ def _spec(described: tuple[Any, ...]) -> pytree.TreeSpec:
 
 @constant_when_traced
 def _handle_of(fn: Any, method: Any, number: int, spec: Any, leaves: tuple[Any, ...], kinds: Any) -> str:
-    del number  # The identity of the function, so that it is guarded.
+    del number  # The function's identity is an argument to get a guard.
     fn = fn if method is None else MethodType(method, fn)
     return _functions().pin(_functions().JaxCall(fn, _spec(spec), leaves, kinds))  # type: ignore[no-any-return]
 
@@ -152,7 +167,7 @@ def _results_of(handle: str) -> Any:
 
 
 def _rebuild(nested: tuple[Any, ...], results: list[Tensor]) -> Any:
-    """The results in the structure that `_functions.JaxCall.results` describes."""
+    """Return the results in the structure that `_functions.JaxCall.results` describes."""
     if nested[0] == "leaf":
         return results[int(nested[1])] if nested[1] else None
     kind, keys, children = nested
@@ -190,12 +205,12 @@ def _define(schema: str, real: Callable[..., Any], fake: Callable[..., Any]) -> 
 
 
 call_op = _define("call_jax(Tensor[] tensors, str handle)", _run, lambda *x: _fake().call(*x))
-# The results, then what backward needs besides them and the arguments.
+# It returns the results, then the residuals that are neither results nor arguments.
 vjp_op = _define(
     "call_jax_vjp(Tensor[] tensors, str handle, bool[] wanted)", _run, lambda *x: _fake().call(*x)
 )
-# Sizes: of all tensors of the forward call, one after the other. The anchor belongs to the forward call in
-# autograd's graph, where what is saved does not show that it depends on the arguments.
+# `sizes` are the sizes of all tensors of the forward call in one list. The anchor links the saved tensors to
+# the forward call in autograd's graph, because residuals do not show that they depend on the arguments.
 backward_op = _define(
     "call_jax_backward(Tensor?[] grads, Tensor[] saved, SymInt[] sizes, str handle, bool[] wanted,"
     " bool recompute, Tensor? anchor=None)",
@@ -205,9 +220,9 @@ backward_op = _define(
 
 
 class _Node(torch.autograd.Function):
-    """A call with a derivative: through the operator, or past it where nothing watches (``keyset`` None).
+    """A call with a derivative, through the operator or directly if nothing watches (``keyset`` None).
 
-    Its last result is the anchor: without elements, and with this node.
+    Its last result is the anchor, which has no elements but has this node.
     """
 
     @staticmethod
@@ -247,11 +262,13 @@ class _Node(torch.autograd.Function):
         return None, None, *(next(made) if want else None for want in ctx.wanted)
 
 
-# The apply of Function itself would ask functorch once more.
+# Function.apply itself would call functorch again.
 _record = super(torch.autograd.Function, _Node).apply  # type: ignore[misc]
 
-_JVP, _GRAD = "Call call_jax(jax.jvp, ...) on a function that holds yours", "call_jax(jax.grad(fn), ...)"
+_JVP, _GRAD = "Call call_jax(jax.jvp, ...) on a function that wraps yours", "call_jax(jax.grad(fn), ...)"
 differentiate(_library, call_op, _Node, _JVP, lambda made: list(made)[:-1])
 _INNER = f"Take the inner derivative in JAX: {_GRAD}"
-_SECOND = f"second derivatives of call_jax: expected first ones, got one of its backward. {_INNER}."
+_SECOND = (
+    f"second derivatives of call_jax: expected first derivatives, got a derivative of its backward. {_INNER}."
+)
 refuse_derivative(_library, backward_op, _SECOND, _INNER, list)

@@ -1,4 +1,4 @@
-"""`wrap`: someone else's attention function as an operator that compilers and exporters understand."""
+"""`wrap`: a third-party attention function as an operator that compilers and exporters understand."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
@@ -25,12 +25,12 @@ Strides = Literal["any", "unit", "contiguous", "bshd", "bhsd"]
 
 
 class Wrapped:
-    """A kernel as an opaque operator; made by `wrap`, called as the kernel is.
+    """A kernel as an opaque operator. `wrap` makes it, and you call it as you call the kernel.
 
     Attributes:
         op: The operator ``attnspan_wrapped::name``, for checkpointing policies and graph passes.
         backward_op: ``attnspan_wrapped::name_backward``, or None without a derivative.
-        kernel: The function that was wrapped.
+        kernel: The wrapped function.
 
     Example:
         >>> def attend(q, k, v, causal: bool = False):
@@ -50,7 +50,7 @@ class Wrapped:
     ) -> None:
         self.kernel, (self.op, self.backward_op) = kernel, ops
         self.parameters, self.differentiable, self.layout = parameters, differentiable, layout
-        # Plain tuples, which a compiler reads without tracing through the parameters.
+        # A compiler reads plain tuples without tracing through the parameters.
         self._names, self._autocast = parameters.names, autocast
         self._defaults = tuple(item.default for item in parameters.items)
         self._varying = tuple(item.varying for item in parameters.items)
@@ -61,12 +61,12 @@ class Wrapped:
         return f"<{self.op._schema.name}({self.parameters.schema})>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the kernel: its positional arguments, its keywords, its defaults.
+        """Call the kernel with its positional arguments, keywords and defaults.
 
         Raises:
-            ValueError: The kernel returned something else than was declared.
-            TypeError: Arguments that the operator does not have; no tensor where it takes one.
-            RuntimeError: Other arguments of another type than the operator's.
+            ValueError: The kernel's result differs from its declaration.
+            TypeError: The operator does not have an argument, or an argument must be a tensor and is not.
+            RuntimeError: Another argument has a different type than the operator's.
         """
         return self.op(*self._bind(args, kwargs))
 
@@ -80,7 +80,7 @@ class Wrapped:
             got += f", unknown or repeated {', '.join(unknown)}" if unknown else ""
             got += f", no {', '.join(missing)}" if missing else ""
             expected = f"arguments among {', '.join(self._names)}"
-            remedy = "Call it as the kernel; annotate a parameter without a type, or give wrap schema=..."
+            remedy = "Call it as the kernel. Annotate parameters without a type, or pass schema=... to wrap"
             expect(False, repr(self), expected, got, remedy, error=UsageError)
         for name, x in zip(self._names, values, strict=True):
             check_plain(name, x)
@@ -91,7 +91,7 @@ class Wrapped:
                 raise DtypeError(what, expected=expected, got=type(x).__name__, remedy=remedy)
         for place, varies in enumerate(self._varying):
             if varies and values[place] is not None and not isinstance(values[place], Tensor):
-                # A product, because compilers know how to leave the number of a product open.
+                # Compilers can keep the value of a product symbolic.
                 values[place] = torch.ones((), dtype=torch.float64) * values[place]
         return self._autocasted(values) if self._autocast else values
 
@@ -113,24 +113,28 @@ class Wrapped:
         within: float = 4.0,
         **kwargs: Any,
     ) -> Report:
-        """Check the operator on one call: its declaration, `torch.library.opcheck`, and float64.
+        """Check the operator on one call: its declaration, `torch.library.opcheck`, and its errors.
+
+        Errors are measured against float64.
 
         Args:
             *args: Arguments of the kernel.
-            mask: What each query may see, for the oracle; None for what the kernel's parameters ``causal`` or
-                ``is_causal``, ``cu_seqlens_q`` and ``cu_seqlens_k`` say, else everything.
-            oracle: A function of all arguments by name (floating tensors in float64) to compare with, for
-                kernels that compute something else than attention under a mask and a scale.
-            within: Largest error that is accepted, as a multiple of SDPA's on the same inputs.
+            mask: The mask of the call, for the oracle. By default it follows from the kernel's parameters
+                ``causal`` or ``is_causal``, ``cu_seqlens_q`` and ``cu_seqlens_k``. Without them, all pairs
+                are visible.
+            oracle: A function that computes the exact result, for kernels that compute more than attention
+                under a mask and a scale. It receives all arguments as keywords, with floating tensors in
+                float64.
+            within: Largest accepted error, as a multiple of SDPA's error on the same inputs.
             **kwargs: Keyword arguments of the kernel.
 
         Returns:
-            The errors. Print it.
+            The errors as a `Report`, which you can print.
 
         Raises:
-            ValueError: The outputs are not as declared, differ from call to call, share memory from call to
-                call, or err more than ``within`` times as much as SDPA; or an input changes.
-            torch.library.OpCheckError: The operator breaks another of torch's rules.
+            ValueError: The outputs differ from their declaration, differ or share memory between calls, or
+                have errors of more than ``within`` times SDPA's. Or the kernel changes an input.
+            torch.library.OpCheckError: The operator breaks another rule of torch.
 
         Example:
             >>> def attend(q, k, v):
@@ -159,40 +163,42 @@ def wrap(
     autocast: bool | torch.dtype = False,
     check: bool = True,
 ) -> Wrapped:
-    """Turn an attention function that compilers cannot trace into one operator that they need not trace.
+    """Turn an attention function that compilers cannot trace into one opaque operator.
 
-    Under ``torch.compile`` the call is then one node: no graph break, no recompilation for what varies from
-    call to call. The kernel must be a function of its arguments, write to none of them and return new
-    tensors. docs/wrap.md has recipes.
+    Under ``torch.compile``, the call is one node without graph breaks. Integers, and floats in ``varying``,
+    may change between calls without a recompilation. The kernel must be a function of its arguments, must not
+    write to them, and must return new tensors. docs/wrap.md has recipes.
 
     Args:
-        kernel: flash-attn's function, one that calls a C library, or any Python function of tensors.
-        name: Of the operator, ``attnspan_wrapped::name``; once per process.
-        schema: The kernel's arguments in torch's schema language, where its signature does not tell them.
-            Parameters without annotation take the type of their default; those without a default are tensors.
-        outputs: What it returns, verified at every call: "out" (contiguous, q's shape with v's last dim, q's
-            dtype), "out like q" (also q's strides), "lse" (contiguous float32 (B, H, S), or (H, T) in layout
-            "thd"), or a function of arguments by their names that returns an empty tensor; several as a
-            sequence of names or a mapping of names to either.
-        backward: A function that takes by name what it needs, ``dout`` and ``dlse`` (after the outputs'
-            names; zeros where the loss does not use the output), inputs and outputs, and returns the
-            gradients; or "recompute", which runs the kernel again under autograd; or None: `backward()`
+        kernel: Any Python function of tensors, such as flash-attn's function or one that calls a C library.
+        name: Name of the operator ``attnspan_wrapped::name``. You can use a name once per process.
+        schema: The kernel's arguments in torch's schema language. By default they are read from its
+            signature. A parameter without annotation has the type of its default. Without both, it is a
+            tensor.
+        outputs: Declaration of the outputs, verified at every call. "out" is contiguous with q's dtype and
+            q's shape, except v's last dim. "out like q" also has q's strides. "lse" is contiguous float32 (B,
+            H, S), or (H, T) in layout "thd". Or pass a function that returns an empty tensor. Its parameters
+            name the kernel's arguments that it needs. For several outputs, pass a sequence or a mapping of
+            names to declarations.
+        backward: A function that returns the gradients. Its parameters name the inputs, outputs and gradients
+            of outputs that it needs, such as ``dout`` and ``dlse``. A gradient is zeros if the loss does not
+            use its output. With "recompute", the kernel runs again under autograd. With None, `backward()`
             raises.
         differentiable: Names of the inputs that have gradients, in the order in which ``backward`` returns
-            them; by default the tensors that every call gives.
+            them. Default: all required tensors.
         layout: Order of the dims of q, k, v, the first three tensors: "bhsd", "bshd" or "thd".
-        strides: What the kernel accepts: "any"; "unit", a last stride of 1; "contiguous"; "bshd" or "bhsd",
-            stored as contiguous in that order. An input that breaks it is copied, no other.
-        varying: Names of floats whose value changes from call to call, which become tensors: any other float
-            is a constant to a compiler, each value another compilation. Integers may vary in any case.
-        flops: A function of arguments by their names that counts forward operations; by default
-            2 * pairs * (D + Dv) over all pairs, or half of them where ``causal`` is true.
-        autocast: Cast q, k, v to autocast's dtype (True) or to a given one in an autocast region. Inside the
-            kernel autocast is off in any case.
-        check: Verify the outputs of each call (some microseconds).
+        strides: Strides that the kernel accepts: "any", "unit" (last stride 1), "contiguous", or "bshd" or
+            "bhsd" (contiguous in that order). Only inputs with other strides are copied.
+        varying: Names of floats whose value changes between calls. They become tensors. A compiler treats any
+            other float as a constant and recompiles for each value. Integers may always vary.
+        flops: A function that counts forward operations. Its parameters name the arguments that it needs.
+            Default: 2 * pairs * (D + Dv) over all pairs, or half of them if ``causal`` is true.
+        autocast: Cast q, k, v in an autocast region: True for autocast's dtype, or a dtype. Autocast is
+            always off inside the kernel.
+        check: Verify the outputs of each call, which takes some microseconds.
 
     Returns:
-        A callable with the kernel's parameters.
+        A `Wrapped`, which you call with the kernel's arguments.
 
     Raises:
         ValueError: The name is taken, or a description contradicts itself.
@@ -211,10 +217,10 @@ def wrap(
     """
     for what, value, choices in (("layout", layout, Layout), ("strides", strides, Strides)):
         known = get_args(choices)
-        expect(value in known, what, f"one of {', '.join(known)}", repr(value), "Take one of them")
+        expect(value in known, what, f"one of {', '.join(known)}", repr(value), "Pass one of them")
     parameters = read_parameters(kernel, schema, varying)
     declared = Outputs(outputs, parameters, strides, layout, f"{NAMESPACE}::{name}")
-    remedy = 'Give backward=fn or backward="recompute"'
+    remedy = 'Pass backward=fn or backward="recompute"'
     holds = backward is not None or differentiable is None
     expect(holds, "differentiable", "None without a backward", repr(differentiable), remedy)
     derivative = None if backward is None else Derivative(backward, kernel, declared, differentiable)

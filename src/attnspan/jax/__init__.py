@@ -1,4 +1,4 @@
-"""attnspan for JAX."""
+"""attnspan's attention and its drop-in replacements for JAX."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # The planning of meshes stands above this room; it is looked up when asked for.
+    # `attnspan.parallel.jax` imports this package, so `shard` can only be imported on first use.
     if name == "shard":
         from attnspan.parallel.jax import shard
 

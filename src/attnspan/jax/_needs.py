@@ -1,4 +1,4 @@
-"""Imported first: without JAX, the error says what to install."""
+"""Check that JAX is installed. The package imports this module first, so the error says what to install."""
 
 from attnspan.base.installed import require
 

@@ -1,4 +1,4 @@
-"""The public ``attention`` and ``explain`` of JAX: one call, the choice of its backend, the program."""
+"""The public ``attention`` and ``explain`` for JAX: they check a call and select its backend."""
 
 from __future__ import annotations
 
@@ -54,42 +54,49 @@ def attention(
 ) -> Any:
     """Softmax attention under a mask of spans: ``softmax(scale * q k^T, over visible keys) v``.
 
-    The same function as `attnspan.torch.attention`, which says what each argument means: masks, options,
-    numbers. It works under jit, grad, vmap, scan and remat; a mask may be an argument of a jitted function,
-    and new ids compile nothing. On CPU, "bshd", the layout of projections, is read without a copy.
+    The function computes the same as `attnspan.torch.attention`, which describes all masks and options in
+    detail. You can call it under jit, grad, vmap, scan and remat. You can pass a mask as an argument of a
+    jitted function: new document ids do not recompile it. On CPU, the kernel reads layout "bshd" without a
+    copy.
 
     Args:
-        q: Shape (B, Hq, Sq, D) in layout "bhsd", (B, Sq, Hq, D) in "bshd", (T, Hq, D) in "thd"; floating.
-        k: Same layout with Hkv heads and Sk keys; Hkv divides Hq (query heads share key heads in groups).
-        v: Same layout, as many heads and rows as ``k``, head dim Dv.
-        mask: None is ``full()``. Lower a mask that many layers share once, by ``mask.prepare(...)``, or under
-            jit by ``mask.spans(...)``. Over several devices, what `shard` or a plan's ``on(mesh)`` makes.
-        scale, softcap: Python numbers; 1/sqrt(D) and none by default.
-        bias: ``alibi(slopes)``, ``relative(table, buckets)``, ``dense_bias(values)`` or a floating array of
-            shape (B|1, Hq|1, Sq|1, Sk), which may lack the batch and head axes; with gradients to its arrays.
-        sinks: Shape (Hq,), floating; with gradient.
-        dropout_p: Python number in [0, 1); needs ``dropout_seed``.
-        dropout_seed: Integer of shape (), a typed key of two words, or uint32 (B, Hq, 2), as `dropout_seeds`
-            makes them. What is dropped is what PyTorch drops.
-        q_index: Shape (Sq,) or (B, Sq), integer; by default the last Sq of the keys.
-        k_index: Shape (Sk,), ascending integers. With a mask that is already lowered, both are read by
-            ``alibi``, ``relative`` and dropout only, and ``k_index`` may have shape (B, Sk) and any order.
-        layout: Order of the dims of q, k, v and the output. "thd" packs documents into one row.
-        return_lse: Also return the logarithm of each row's sum of exponentials; it is differentiable.
-        backend: Name of a backend, or None for that of the block of `attnspan.backend` around the call, else
-            for the fastest that can run the call (see `explain`).
-        **mistaken: Keywords of other libraries, such as ``is_causal``: refused, with what says the same here.
+        q: Queries, floating. Shape (B, Hq, Sq, D) in layout "bhsd", (B, Sq, Hq, D) in "bshd", (T, Hq, D) in
+            "thd".
+        k: Keys, in the same layout, with Hkv heads and Sk keys. Hkv divides Hq (GQA and MQA).
+        v: Values, in the same layout, with as many heads and keys as ``k``, and head dim Dv.
+        mask: A mask, or None for ``full()``. If many layers share a mask, lower it once with
+            ``mask.prepare(...)``, or under jit with ``mask.spans(...)``. On a mesh, pass the mask that
+            `shard` or a plan's ``on(mesh)`` returns.
+        scale: Factor of the scores, a Python number. Default: 1/sqrt(D).
+        softcap: Cap of the scores, a Python number: x becomes ``softcap * tanh(x / softcap)``. Default: no
+            cap.
+        bias: ``alibi(slopes)``, ``relative(table, buckets)``, ``dense_bias(values)``, or a floating array of
+            shape (B|1, Hq|1, Sq|1, Sk), which may lack the batch and head axes. Differentiable.
+        sinks: One floating number per query head, shape (Hq,). Differentiable.
+        dropout_p: Probability of dropping a weight, a Python number in [0, 1). Needs ``dropout_seed``.
+        dropout_seed: An integer of shape (), a typed key of two words, or uint32 (B, Hq, 2) from
+            `dropout_seeds`. PyTorch drops the same weights for the same seed.
+        q_index: Global indices of the queries, integers of shape (Sq,) or (B, Sq). Default: the last Sq keys.
+        k_index: Global indices of the keys, ascending integers of shape (Sk,). If the mask is already
+            lowered, only ``alibi``, ``relative`` and dropout read both indices. ``k_index`` may then have
+            shape (B, Sk) and any order.
+        layout: Order of the dims of q, k, v and the output. "thd" packs documents into one sequence.
+        return_lse: Also return the log-sum-exp of each query's scores. It is differentiable.
+        backend: Name of a backend. Default: the surrounding `attnspan.backend` block's backend, else the
+            fastest backend that can run the call (see `explain`).
+        **mistaken: Keywords of other libraries, such as ``is_causal``. They raise an error that names the
+            equivalent here.
 
     Returns:
-        The output in q's layout with head dim Dv; with ``return_lse`` also ``lse``, float32 (float64 for
-        float64 inputs), of shape (B, Hq, Sq), or (Hq, T) in layout "thd". A row that may see nothing has
-        output 0 and lse -inf, or its sink.
+        The output in q's layout with head dim Dv. With ``return_lse`` also ``lse``: float32 (float64 for
+        float64 inputs) of shape (B, Hq, Sq), or (Hq, T) in layout "thd". A query that sees no key has output
+        0, and as its lse -inf or its head's sink.
 
     Raises:
-        ValueError: Shapes, devices, shardings or options do not fit; no backend can run the call.
-        TypeError: Element types do not fit, ``mask`` is no mask, or a keyword is unknown.
-        NotImplementedError: A second derivative or forward mode is asked of a kernel. In a jitted function,
-            JAX raises a TypeError about ``custom_vjp`` for forward mode.
+        ValueError: Shapes, devices, shardings or options do not fit, or no backend can run the call.
+        TypeError: Dtypes do not fit, ``mask`` is not a mask, or a keyword is unknown.
+        NotImplementedError: A kernel was asked for a second derivative or for forward mode. For forward mode
+            in a jitted function, JAX raises a TypeError about ``custom_vjp`` instead.
 
     Example:
         >>> import jax.numpy as jnp
@@ -120,7 +127,10 @@ def attention(
 def _lowered(
     front: JaxFront, q: Any, k: Any, v: Any, mask: Any, given: Given, scale: Any, layout: str, want_lse: bool
 ) -> tuple[Call, Static]:
-    """A call, checked, and the part of it that a program is compiled for; the front has q, k and v."""
+    """Check and lower a call, and return it with the numbers that its program is compiled for.
+
+    The front keeps q, k and v.
+    """
     call = Call.of(front, q, k, v, given, mask=mask, scale=scale, layout=layout)
     words = words_of(mask, call.problem, given.q_index is None and given.k_index is None)
     return call, static_of(call, words, want_lse)
@@ -138,7 +148,7 @@ def _run(
     front = JaxFront()
     call, static = _lowered(front, q, k, v, mask, given, scale, layout, return_lse)
     if backend is not None and not is_traced(*front.inputs):
-        choice_of(call.problem, static, backend)  # The platform is known: what does not run there raises now.
+        choice_of(call.problem, static, backend)  # The platform is known, so a wrong backend raises now.
     warn_if_slow(call.problem, static, backend)
     branches = branches_of(call.problem, static, backend)
     static = static_for([branch.backend for branch in branches], static)
@@ -155,13 +165,17 @@ def _run(
 def explain(q: Array, k: Array, v: Array, **options: Any) -> Explanation:
     """Say what `attention` would do with the same arguments, without doing it.
 
+    For a mask on a mesh, call the mask's own ``explain``.
+
     Args:
-        q, k, v, **options: As for `attention`, with values. A mask over a mesh has an ``explain`` of its
-            own.
+        q, k, v, **options: As for `attention`. The arrays must have values.
+
+    Returns:
+        An `Explanation`: the chosen backend, why the others do not run, and the cost of the call.
 
     Raises:
-        ValueError: As `attention` would, and for arrays that are being traced.
-        TypeError: As `attention` would.
+        ValueError: `attention` would raise it, or an array is traced.
+        TypeError: `attention` would raise it, or the mask belongs to a mesh.
 
     Example:
         >>> from attnspan import causal
@@ -176,18 +190,18 @@ def explain(q: Array, k: Array, v: Array, **options: Any) -> Explanation:
     )
     backend = asked_for(backend)
     wanted, got = (
-        "the mask of a call on one device",
-        f"{type(mask).__name__}, which spreads a call over a mesh",
+        "a mask for one device",
+        f"{type(mask).__name__}, a mask for a mesh",
     )
-    remedy, single = "Call explain() of the mask", not isinstance(mask, ShardedMask)
+    remedy, single = "Call the mask's own explain()", not isinstance(mask, ShardedMask)
     expect(single, "explain: mask", wanted, got, remedy, error=DtypeError)
     mask = _FULL if mask is None else mask
     q, k, v, _ = widened(q, k, v, _pad_last)
     call, static = _lowered(JaxFront(), q, k, v, mask, Given(**asked), scale, layout, return_lse)
     p, bounds = call.problem, call.bounds
-    remedy, got = "Call it outside of jit, with arrays of the same shapes", "ones that are being traced"
-    expect(not is_traced(bounds), "explain", "arrays whose values can be read", got, remedy)
-    cost = int(Spans(np.asarray(bounds), p.k_len).cost().sum())  # NumPy always has 64 bits.
+    remedy, got = "Call explain outside of jit, with arrays of the same shapes", "traced arrays"
+    expect(not is_traced(bounds), "explain", "arrays with values", got, remedy)
+    cost = int(Spans(np.asarray(bounds), p.k_len).cost().sum())  # JAX may lack int64.
     pairs = cost * (p.batch // bounds.shape[0]) * (p.q_heads // bounds.shape[1])
     chosen = choice_of(p, static, backend).name
     backends = candidates(static, unasked=backend is None)

@@ -1,6 +1,6 @@
-"""A drop-in for ``jax.nn.dot_product_attention``.
+"""A drop-in replacement for ``jax.nn.dot_product_attention``.
 
-Axes as there: B batch, T queries, S keys, N query heads, K key heads, H head dim.
+Axes are named as in JAX: B batch, T queries, S keys, N query heads, K key heads, H head dim.
 """
 
 from functools import reduce
@@ -40,44 +40,47 @@ def dot_product_attention(
     implementation: str | None = None,
     return_residual: bool = False,
 ) -> Any:
-    """JAX's function of this name, with its top-left alignment of rows and keys, on attnspan's kernels.
+    """Drop-in replacement for ``jax.nn.dot_product_attention`` that runs on attnspan's kernels.
+
+    As in JAX, masks align the first query with the first key (top-left alignment).
 
     Args:
-        query: Shape (B, T, N, H) or (T, N, H); floating.
-        key: Shape (B, S, K, H) or (S, K, H) with K a divisor of N; dtype of ``query``.
-        value: As ``key``; its head dim may be another one.
-        bias: Floating, broadcasts to (B, N, T, S), added to the scaled scores; differentiable. A -inf hides
-            its key, but that work is done nevertheless: prefer a mask there.
-        mask: Boolean, broadcasts to (B, N, T, S), True where a query may see a key; or a mask of attnspan. A
-            boolean array is encoded anew at each call: prefer ``from_dense(...).prepare(...)``, made once.
-            One that ``jit`` traces may have 8 runs of visible keys in a row: pass
-            ``from_dense(mask, max_runs=...)`` for more.
-        scale: Factor of the scores; 1/sqrt(H) by default.
-        is_causal: Query i sees keys 0..i, also where T != S.
-        query_seq_lengths: int32 (B,): queries from there on are padding; their output is 0.
-        key_value_seq_lengths: int32 (B,): keys from there on are padding that nobody sees.
-        local_window_size: (left, right), or one int for both: query i sees keys i - left to i + right.
-        implementation: Name of a backend of `attention`; None for the fastest that can run the call.
-        return_residual: Also return the logarithm of each row's sum of exponentials; it is differentiable.
+        query: Queries, floating, shape (B, T, N, H) or (T, N, H).
+        key: Keys, shape (B, S, K, H) or (S, K, H), in the dtype of ``query``. K divides N.
+        value: Values, shaped as ``key``. The head dim may differ.
+        bias: Floating, broadcasts to (B, N, T, S), added to the scaled scores. Differentiable. A -inf hides
+            its key but saves no work, so prefer a mask.
+        mask: Boolean, broadcasts to (B, N, T, S), True where a query may see a key. Or a mask of attnspan.
+            Each call encodes a boolean array again, so prefer ``from_dense(...).prepare(...)``, made once. If
+            jit traces the array, each query may have at most 8 runs of visible keys. For more, pass
+            ``from_dense(mask, max_runs=...)``.
+        scale: Factor of the scores. Default: 1/sqrt(H).
+        is_causal: Query i sees keys 0..i, also if T != S.
+        query_seq_lengths: int32 (B,). Queries from this length on are padding, and their output is 0.
+        key_value_seq_lengths: int32 (B,). Keys from this length on are padding, and no query sees them.
+        local_window_size: (left, right), or one int for both. Query i sees keys i - left to i + right.
+        implementation: Name of a backend of `attention`. Default: the fastest that can run the call.
+        return_residual: Also return the log-sum-exp of each query's scores. It is differentiable.
 
     Returns:
-        The output, in the shape of ``query`` with the head dim of ``value``; with ``return_residual`` also
-        the residual, (B, T, N) or (T, N), in the dtype of ``key``. A row that sees nothing has output 0 and
-        residual -inf.
+        The output, in the shape of ``query`` with the head dim of ``value``. With ``return_residual`` also
+        the residual, shape (B, T, N) or (T, N), in the dtype of ``key``. A query that sees no key has output
+        0 and residual -inf.
 
-    What JAX's own function takes or gives otherwise:
-        A row that sees nothing has there the mean of all values and a large negative residual.
-        The residual has no gradient there, so that partial results that are merged by it have wrong ones; for
-        the same here, pass it through ``jax.lax.stop_gradient``.
-        ``scale`` may be an array there; here multiply ``query`` by it.
-        ``bias`` may be of integers there; here convert it to a floating dtype.
-        A side of ``local_window_size`` may be negative there, which shifts the window off the diagonal; here
-        pass such a window as a boolean ``mask``.
-        ``implementation`` names its backends there, and those of `attention` here.
+    Differences from JAX's function:
+
+    - A query that sees no key: JAX returns the mean of all values and a large negative residual.
+    - The residual has no gradient in JAX, so partial results that you merge with it get wrong gradients.
+      To get JAX's behaviour here, pass the residual through ``jax.lax.stop_gradient``.
+    - ``scale`` may be an array in JAX. Here, multiply ``query`` by it.
+    - ``bias`` may have an integer dtype in JAX. Here, convert it to a floating dtype.
+    - A side of ``local_window_size`` may be negative in JAX, which shifts the window off the diagonal.
+      Here, pass such a window as a boolean ``mask``.
+    - ``implementation`` takes JAX's backend names there, and the backend names of `attention` here.
 
     Raises:
         ValueError: Sizes or options do not fit.
-        TypeError: Element types do not fit.
+        TypeError: Dtypes do not fit.
 
     Example:
         >>> q = jax.random.normal(jax.random.key(0), (1, 6, 4, 16))
@@ -125,7 +128,7 @@ def _four_dims(name: str, x: Any) -> jax.Array:
 
 
 def aligned_masks(is_causal: bool, local_window_size: int | tuple[int, int] | None) -> list[Mask]:
-    """The masks that compare row numbers with key numbers, both counted from 0."""
+    """Return the masks that compare query numbers with key numbers, both counted from 0."""
     masks: list[Mask] = [causal()] if is_causal else []
     if local_window_size is not None:
         sides = local_window_size if isinstance(local_window_size, tuple) else (local_window_size,) * 2
@@ -149,14 +152,14 @@ def _padding(query_lengths: Any, key_lengths: Any, shape: tuple[int, ...]) -> li
 def _lengths(name: str, given: Any, batch: int) -> jax.Array:
     check_plain(name, given)
     x: jax.Array = jnp.asarray(given)
-    integers, remedy = jnp.issubdtype(x.dtype, jnp.integer), "Pass a length for each batch row"
+    integers, remedy = jnp.issubdtype(x.dtype, jnp.integer), "Pass a length for each batch element"
     expect(integers, name, "int32", str(x.dtype), "Convert it", error=DtypeError)
     expect(x.shape == (batch,), name, f"({batch},)", f"shape {x.shape}", remedy, error=ShapeError)
     return x
 
 
 def masks_of(mask: Any, shape: tuple[int, ...]) -> list[Mask | Spans | ShardedMask]:
-    """Masks that an argument `mask` stands for: none, itself, or a boolean array encoded as spans."""
+    """Return the masks of the argument `mask`: none, itself, or a boolean array encoded as spans."""
     if mask is None:
         return []
     if isinstance(mask, Mask | Spans | ShardedMask):
@@ -165,21 +168,21 @@ def masks_of(mask: Any, shape: tuple[int, ...]) -> list[Mask | Spans | ShardedMa
     got = str(mask.dtype) if hasattr(mask, "dtype") else type(mask).__name__
     wanted, remedy = (
         "a boolean array or a mask of attnspan",
-        "Pass numbers that are added to the scores as bias",
+        "If the numbers are added to the scores, pass them as bias",
     )
     expect(known, "mask", wanted, got, remedy, error=DtypeError)
     return [from_dense(_whole("mask", mask, shape, (2, 3)))]
 
 
 def bias_of(bias: Any, shape: tuple[int, ...]) -> jax.Array:
-    """Array that an argument `bias` stands for, with four axes."""
+    """Return the argument `bias` as an array with four axes."""
     known = isinstance(bias, jax.Array | np.ndarray)
     expect(known, "bias", "an array", type(bias).__name__, "Convert it first", error=DtypeError)
     return jnp.asarray(_whole("bias", bias, shape, (3,)))
 
 
 def _whole(name: str, x: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> jax.Array:
-    """`x` in four axes, those of `axes` in full, the others as they are."""
+    """Return `x` with four axes. The axes in `axes` have their full size, the others stay as they are."""
     check_plain(name, x)
     x = read(x)
     x = x.reshape((1,) * (4 - x.ndim) + x.shape)
@@ -194,12 +197,15 @@ def _whole(name: str, x: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> 
 
 
 def read(x: Any) -> Any:
-    """`x` in NumPy where it has values on the host, so that a mask is encoded once, while jit traces."""
+    """Return `x` as a NumPy array if its values are on the host.
+
+    A mask is then encoded once, while jit traces, and not by every run of the program.
+    """
     return np.asarray(x) if arrays_for([x]).concrete(x) else jnp.asarray(x)
 
 
 def joined(masks: list[Mask | Spans | ShardedMask]) -> Mask | Spans | ShardedMask:
-    """Join masks by `&`; without any, all keys are visible."""
+    """Join masks by `&`. Without masks, all keys are visible."""
     if len(masks) == 1:
         return masks[0]
     return reduce(and_, (spans(mask) if isinstance(mask, Spans) else mask for mask in masks), full())

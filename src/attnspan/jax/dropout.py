@@ -1,6 +1,7 @@
-"""Dropout in words of 32 bits: `attnspan.call.dropout` where 64-bit integers are optional.
+"""Dropout in words of 32 bits, for JAX, where 64-bit integers are optional.
 
-What kernels call is operations of one element on uint32 arrays, which their tiles have too.
+The module implements `attnspan.call.dropout` again. Kernels call only elementwise functions on uint32 arrays,
+because their tiles support no others.
 """
 
 from __future__ import annotations
@@ -29,22 +30,23 @@ _LOW_HALF = np.uint32(0xFFFF)
 
 @own_promotion
 def dropout_seeds(seed: Array, batch: int, heads: int) -> Array:
-    """The seeds of every batch row and head, which `attention` makes of a single one.
+    """Return the dropout seeds of every batch element and head, as `attention` derives them from one seed.
 
-    Where batch rows or heads are split over devices, make them of the whole and hand each its slice: what is
-    dropped is then what one device alone would drop, and what PyTorch drops.
+    Use it if you split batch elements or heads over devices yourself. Make the seeds for the whole batch and
+    all heads, and pass each device its slice. The devices together then drop the weights that one device
+    would drop, and that PyTorch drops.
 
     Args:
         seed: Integer array of shape (), or a typed `jax.random.key` of two words.
-        batch: Number of batch rows, of the whole.
-        heads: Number of query heads, of the whole.
+        batch: Size of the whole batch.
+        heads: Number of all query heads.
 
     Returns:
-        Shape (batch, heads, 2), uint32: low and high words; a ``dropout_seed`` for `attention`.
+        uint32 (batch, heads, 2), low and high words. Pass it (or a slice) as ``dropout_seed`` to `attention`.
 
     Raises:
-        TypeError: The seed is neither.
-        ValueError: It is not of shape ().
+        TypeError: The seed is neither an integer array nor a key of two words.
+        ValueError: The seed does not have shape ().
 
     Example:
         >>> seeds = dropout_seeds(jnp.array(5), 2, 4)
@@ -56,17 +58,17 @@ def dropout_seeds(seed: Array, batch: int, heads: int) -> Array:
 
 
 def check_seed(seed: Any, whole: tuple[int, ...] | None = None) -> None:
-    """Raise unless a seed is an integer or a key of shape (), or has the words of a `whole` of seeds."""
+    """Raise unless a seed is an integer or a key of shape (), or has the shape `whole` of seeds."""
     check_plain("dropout_seed", seed)
     key = _is_key(seed)
     integer = (is_array(seed) or isinstance(seed, np.generic)) and jnp.issubdtype(seed.dtype, jnp.integer)
     wanted = "an integer array or a jax.random.key"
-    remedy = "Pass jnp.array(seed): under jit a number would be a constant"
+    remedy = "Pass jnp.array(seed), because jit would compile a number into the program"
     expect(key or integer, "dropout_seed", wanted, kind_of(seed), remedy, error=DtypeError)
     fits = not key or jax.random.key_data(seed).shape[-1] == 2
     wanted, remedy = (
         "a key of two words (threefry2x32)",
-        'Make it by jax.random.key(seed, impl="threefry2x32")',
+        'Make it with jax.random.key(seed, impl="threefry2x32")',
     )
     expect(fits, "dropout_seed", wanted, kind_of(seed), remedy, error=DtypeError)
     remedy = "Pass one seed for all, or dropout_seeds(seed, batch, heads)"
@@ -79,7 +81,7 @@ def check_seed(seed: Any, whole: tuple[int, ...] | None = None) -> None:
 
 
 def lower_seed(seed: Any, batch: int, heads: int) -> Array:
-    """The seeds of all batch rows and heads, uint32 (B, H, 2), of a checked seed."""
+    """Return the seeds of all batch elements and heads, uint32 (B, H, 2), from a checked seed."""
     return jnp.asarray(seed, jnp.uint32) if seed.ndim == 3 else split_seeds(*_words_of(seed), batch, heads)
 
 
@@ -88,11 +90,11 @@ def _is_key(seed: Any) -> bool:
 
 
 def _words_of(seed: Array) -> tuple[Array, Array]:
-    """The low and the high word of a seed; the high word of a narrower one extends its sign."""
+    """Return the low and the high word of a seed. The high word of a narrower seed extends its sign."""
     if _is_key(seed):
         words = jax.random.key_data(seed)
         return words[0], words[1]
-    if isinstance(seed, np.ndarray | np.generic) and seed.dtype.itemsize == 8:  # JAX may have no 64 bits.
+    if isinstance(seed, np.ndarray | np.generic) and seed.dtype.itemsize == 8:  # JAX may lack int64.
         low, high = np.uint32(int(seed) & 0xFFFFFFFF), np.uint32(int(seed) >> 32 & 0xFFFFFFFF)
         return jnp.asarray(low), jnp.asarray(high)
     seed = jnp.asarray(own(seed))
@@ -105,7 +107,7 @@ def _words_of(seed: Array) -> tuple[Array, Array]:
 
 
 def philox(counter: Words, key: tuple[Any, Any]) -> Words:
-    """Philox4x32-10, as `attnspan.call.dropout.philox`, of four uint32 words and a key of two."""
+    """Philox4x32-10 of four uint32 words and a key of two, as `attnspan.call.dropout.philox`."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -117,7 +119,7 @@ def philox(counter: Words, key: tuple[Any, Any]) -> Words:
 
 
 def _product(a: Any, factor: int) -> tuple[Any, Any]:
-    """High and low word of the product of a word and a constant, by halves: every sum stays below 2**32."""
+    """High and low word of a word times a constant, by halves, so that every sum stays below 2**32."""
     high, low = np.uint32(factor >> 16), np.uint32(factor & 0xFFFF)
     a_high, a_low = a >> _HALF, a & _LOW_HALF
     cross, other = a_low * high, a_high * low
@@ -127,7 +129,7 @@ def _product(a: Any, factor: int) -> tuple[Any, Any]:
 
 
 def split_seeds(low: Array, high: Array, batch: int, heads: int) -> Array:
-    """The seeds of batch rows and heads from 0 on, uint32 (B, H, 2), of the two words of one seed."""
+    """Return the seeds of batch elements and heads from 0 on, uint32 (B, H, 2), from one seed's words."""
     rows = jax.lax.broadcasted_iota(jnp.uint32, (batch, heads), 0)
     columns = jax.lax.broadcasted_iota(jnp.uint32, (batch, heads), 1)
     zero = jnp.zeros((batch, heads), jnp.uint32)
@@ -137,7 +139,7 @@ def split_seeds(low: Array, high: Array, batch: int, heads: int) -> Array:
 
 
 def row_words(low: Any, high: Any, q_index: Any) -> tuple[Any, Any]:
-    """The two words of each query row that `keeps` hashes with its keys, of uint32 words of the seeds."""
+    """Return the two words per query that `keeps` hashes with its keys, from uint32 words of the seeds."""
     row = q_index.astype(jnp.uint32)
     zero = row ^ row
     first, second, _, _ = philox((row, zero, zero, zero), (low + zero, high + zero))
@@ -145,7 +147,7 @@ def row_words(low: Any, high: Any, q_index: Any) -> tuple[Any, Any]:
 
 
 def keeps(p: float, first: Any, second: Any, k_index: Any) -> Any:
-    """Return whether each weight of a tile is kept, bool, from its rows' words (`row_words`) and its keys."""
+    """Return whether each weight of a tile is kept, from its queries' words (`row_words`) and its keys."""
     key = k_index.astype(jnp.uint32)
     x = (key >> np.uint32(5) << np.uint32(4) | (key & np.uint32(15))) ^ first
     x = (x ^ x >> _HALF) * np.uint32(0x7FEB352D)
@@ -157,9 +159,9 @@ def keeps(p: float, first: Any, second: Any, k_index: Any) -> Any:
 
 
 def kept(p: float, seeds: Array, q_index: Array, k_index: Array) -> Array:
-    """Return whether each weight is kept, bool (B, H, m, n), as `attnspan.call.dropout.kept`.
+    """Return whether each weight is kept, bool (B, H, m, n), as `attnspan.call.dropout.kept` does.
 
-    From uint32 seeds (B, H, 2), and global indices of queries (B|1, m) and keys (B|1, n), these in any order.
+    Seeds are uint32 (B, H, 2). Global indices of queries are (B|1, m), of keys (B|1, n), in any order.
     """
     first, second = row_words(seeds[..., :1], seeds[..., 1:], q_index[:, None, :])
     kept: Array = keeps(p, first[..., None], second[..., None], k_index[:, None, None, :])

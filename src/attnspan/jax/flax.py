@@ -1,6 +1,6 @@
 """The `attention_fn` of flax's modules: `nnx.MultiHeadAttention` and linen's `MultiHeadDotProductAttention`.
 
-Axes as there: any batch axes, T queries, S keys, N query heads, K key heads, H head dim.
+Axes are named as in flax: any batch axes, T queries, S keys, N query heads, K key heads, H head dim.
 """
 
 import math
@@ -45,39 +45,45 @@ def attention_fn(
     attn_weights_value_einsum: Any = None,
     layer_mask: Mask | None = None,
 ) -> jax.Array:
-    """flax's `dot_product_attention` on attnspan's kernels, for ``nnx.MultiHeadAttention(attention_fn=...)``.
+    """Drop-in replacement for flax's attention function, for ``nnx.MultiHeadAttention(attention_fn=...)``.
+
+    It has the signature of flax's `dot_product_attention` and runs on attnspan's kernels.
 
     Args:
-        query: Shape (..., T, N, H); floating.
-        key: Shape (..., S, K, H) with K a divisor of N.
-        value: As ``key``; its head dim may be another one.
-        bias: Floating, broadcasts to (..., N, T, S), added to the scaled scores; differentiable.
-        mask: Broadcasts to (..., N, T, S), True or nonzero where a query may see a key, as flax's
-            ``make_attention_mask`` makes it; or a mask of attnspan, which costs less, also one on a mesh
-            (`attnspan.jax.shard`, `attnspan.parallel.Plan.on`). The rows of an array that ``jit`` traces may
-            have 8 runs of visible keys: pass ``from_dense(mask, max_runs=...)`` for more.
-        broadcast_dropout: Drop the same weights in all batch rows and heads.
-        dropout_rng: A key of `jax.random`, typed or raw; needed for dropout.
-        dropout_rate: Python number in [0, 1), the share of weights that are dropped.
-        deterministic: Drop nothing.
-        dtype: Of the computation; by default the one that the inputs promote to.
-        precision: At least that of products. Products of float32 are never rounded to fewer bits here.
-        module: None. flax passes the module where weights shall be sown, which are not stored here.
-        is_causal: Query i sees keys 0..i, also where T != S. However, a single query, as in decoding, is the
+        query: Queries, floating, shape (..., T, N, H).
+        key: Keys, shape (..., S, K, H). K divides N.
+        value: Values, shaped as ``key``. The head dim may differ.
+        bias: Floating, broadcasts to (..., N, T, S), added to the scaled scores. Differentiable.
+        mask: Broadcasts to (..., N, T, S), True or nonzero where a query may see a key, as from flax's
+            ``make_attention_mask``. Or a mask of attnspan, which costs less, also one for a mesh
+            (`attnspan.jax.shard`, `attnspan.parallel.Plan.on`). If jit traces the array, each query may have
+            at most 8 runs of visible keys. For more, pass ``from_dense(mask, max_runs=...)``.
+        broadcast_dropout: Drop the same weights in all batch elements and heads.
+        dropout_rng: A key of `jax.random`, typed or raw. Dropout needs it.
+        dropout_rate: Probability of dropping a weight, a Python number in [0, 1).
+        deterministic: Disable dropout.
+        dtype: Dtype of the computation. Default: the dtype that the inputs promote to.
+        precision: Has no effect. It is a lower bound, and attnspan never rounds products of float32 to fewer
+            bits.
+        module: Must be None. flax passes the module if you ask it to sow weights, and attnspan stores none.
+        is_causal: Query i sees keys 0..i, also if T != S. Except a single query, as in decoding: it is the
             last token and sees all keys that ``mask`` shows. flax's own function shows it the first key only.
-        force_fp32_for_softmax: The softmax is of float32 at least, whatever this says.
-        qk_attn_weights_einsum, attn_weights_value_einsum: None. Linen's replacements of products.
+        force_fp32_for_softmax: Has no effect. The softmax always uses float32 or more.
+        qk_attn_weights_einsum: Must be None. It is linen's replacement for the product of queries and keys.
+        attn_weights_value_einsum: Must be None. It is linen's replacement for the product of weights and
+            values.
         layer_mask: A mask of attnspan for all calls of a layer, in addition to ``mask``. Set it with
-            `functools.partial`. In decoding, flax's modules need an array as ``mask`` and add the cache's to
-            it. A single query then stands at the last key that the array shows, the newest in the cache.
+            `functools.partial`. In decoding, flax's modules need an array as ``mask`` and add the cache's
+            mask to it. A single query is then the last key that the array shows, which is the newest key in
+            the cache.
 
     Returns:
-        Shape (..., T, N, head dim of ``value``). A row that sees nothing is 0; in flax it is the mean of all
-        values.
+        Shape (..., T, N, head dim of ``value``). A query that sees no key has output 0. In flax its output is
+        the mean of all values.
 
     Raises:
         ValueError: Sizes or options do not fit, or an option asks for stored weights.
-        TypeError: Element types do not fit.
+        TypeError: Dtypes do not fit.
 
     Example:
         >>> from flax import nnx
@@ -92,13 +98,13 @@ def attention_fn(
         >>> layer(jnp.ones((2, 1, 32)), decode=True).shape
         (2, 1, 32)
     """
-    del precision, force_fp32_for_softmax  # Both are lower bounds, which hold.
+    del precision, force_fp32_for_softmax  # Both are lower bounds, which always hold.
     remedy = "Call the module without sow_weights=True, or leave this layer to flax's own attention_fn"
     expect(module is None, "module", "None", "a module to sow weights in", remedy, error=OptionError)
     products = {"qk": qk_attn_weights_einsum, "value": attn_weights_value_einsum}
     replaced = [name for name, einsum in products.items() if einsum is not None]
     remedy = "Leave quantised layers to flax's own attention_fn"
-    expect(not replaced, "attention_fn", "no einsum of one's own", replaced, remedy, error=OptionError)
+    expect(not replaced, "attention_fn", "no custom einsum", replaced, remedy, error=OptionError)
     lead = np.shape(query)[:-3]
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_plain(name, x)
@@ -113,7 +119,7 @@ def attention_fn(
         options["dropout_seed"] = _seeds(dropout_rng, shape[0], shape[1], shared=broadcast_dropout)
     mask = _booleans(mask, lead)
     options |= _rows(shape, mask, is_causal, layer_mask)
-    # A single query is the last token, which no causal mask hides keys from.
+    # A single query is the last token, and a causal mask hides no key from it.
     masks = [*masks_of(mask, shape), *aligned_masks(is_causal and shape[2] > 1, None)]
     masks += [] if layer_mask is None else [layer_mask]
     out: jax.Array = attention(q, k, v, mask=joined(masks), layout="bshd", **options)
@@ -121,7 +127,7 @@ def attention_fn(
 
 
 def _rows(shape: tuple[int, ...], mask: Any, is_causal: bool, layer_mask: Mask | None) -> dict[str, Any]:
-    """The option that says where the queries stand; none where they are the last of the keys."""
+    """Return the option with the queries' indices, or no option if the queries are the last keys."""
     _, _, q_len, k_len = shape
     if q_len == 1:
         if layer_mask is None or mask is None or isinstance(mask, Mask | Spans | ShardedMask):
@@ -132,14 +138,14 @@ def _rows(shape: tuple[int, ...], mask: Any, is_causal: bool, layer_mask: Mask |
 
 
 def _in_one_row(x: Any, lead: tuple[int, ...]) -> Any:
-    """`x` (..., a, b, c) with its batch axes, which broadcast to `lead`, as one; fewer axes stay."""
+    """Return `x` (..., a, b, c) with its batch axes, which broadcast to `lead`, as one. Fewer axes stay."""
     own, rest = np.shape(x)[:-3], np.shape(x)[-3:]
     if len(rest) < 3:
         return x
     xp: Any = np if isinstance(x, np.ndarray) else jnp
     if any(n != 1 for n in own):
         fits = len(own) <= len(lead) and all(n in (1, m) for n, m in zip(own[::-1], lead[::-1], strict=False))
-        wanted = f"batch axes that broadcast to {lead}, those of query"
+        wanted = f"batch axes that broadcast to {lead}, the batch axes of query"
         expect(fits, "attention_fn", wanted, f"{own}", "Add or drop axes", error=ShapeError)
         x = xp.broadcast_to(x, (*lead, *rest))
     return xp.reshape(x, (math.prod(np.shape(x)[:-3]), *rest))
@@ -153,8 +159,8 @@ def _booleans(mask: Any, lead: tuple[int, ...]) -> Any:
 
 
 def _seeds(rng: Any, batch: int, heads: int, *, shared: bool) -> jax.Array:
-    """Seeds of dropout (B, N, 2) from a key of any kind."""
-    remedy = "Pass a key of jax.random, or deterministic=True; modules of nnx take it from rngs"
+    """Make dropout seeds (B, N, 2) from a key of any kind."""
+    remedy = "Pass a key of jax.random, or deterministic=True. Modules of nnx take the key from rngs"
     expect(rng is not None, "dropout_rng", "a key where dropout_rate > 0", "None", remedy, error=OptionError)
     words = jax.random.bits(rng, (2,), "uint32")
     if shared:

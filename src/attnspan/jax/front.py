@@ -1,4 +1,4 @@
-"""Checks of a call that are JAX's own: arrays of NumPy, tracers, masks over meshes, pytrees."""
+"""JAX's own checks of a call: NumPy arrays, tracers, masks for meshes, pytrees."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ jax.tree_util.register_dataclass(
 )
 
 
-# Part of the key of every jit, those of users too: a program is traced for one backend. PyTorch/XLA brings an
-# older JAX, without such keys; programs there are made for the backend that they name.
+# The backend is part of the cache key of every jit, also in user code, because a program is traced for one
+# backend. PyTorch/XLA brings an older JAX without such keys. Its programs name their backend themselves.
 _backend = jax.make_user_context(None) if hasattr(jax, "make_user_context") else None
 
 
@@ -68,30 +68,31 @@ if _backend is not None:
 
 
 class ShardedMask(OneMask):
-    """A mask together with which device holds which part of the problem: `attention` hands its calls to it.
+    """A mask for a mesh, which knows which device holds which part of the problem.
 
-    `attnspan.jax.shard` makes one, and `attnspan.parallel.Plan.on` of a JAX mesh.
+    `attention` passes its calls on to the mask. `attnspan.jax.shard` makes one, and
+    `attnspan.parallel.Plan.on` does for a JAX mesh.
     """
 
     def attention(self, q: Array, k: Array, v: Array, **options: Any) -> Any:
-        """The result of `attnspan.jax.attention` for global arrays, with its keywords but ``mask``."""
-        raise NotImplementedError(f"{type(self).__name__} must say how its parts are computed")
+        """Compute `attnspan.jax.attention` of global arrays. It takes the same keywords except ``mask``."""
+        raise NotImplementedError(f"{type(self).__name__} must implement attention()")
 
 
 class JaxFront(Front):
-    """Arrays of JAX or NumPy. The call is checked on the shapes of q, k and v in (B, H, S, D) order.
+    """Front for arrays of JAX or NumPy. It checks a call on the shapes of q, k and v in (B, H, S, D) order.
 
     Attributes:
-        inputs: q, k and v as arrays of JAX, with a batch dim, else in the layout of the call.
+        inputs: q, k and v as JAX arrays in the layout of the call. For "thd" they have a batch dim of size 1.
     """
 
     expected = "a JAX or NumPy array"
     convert = (
-        "Convert it by jnp.asarray (of a torch tensor: jax.dlpack.from_dlpack), or call the attention of its "
-        "own framework"
+        "Convert it with jnp.asarray (a torch tensor with jax.dlpack.from_dlpack), or call its own "
+        "framework's attention"
     )
     seed = "an integer array or a jax.random.key"
-    new_seed = "Pass another one for each layer and step, such as jax.random.fold_in(key, step)"
+    new_seed = "Pass a different one for each layer and step, such as jax.random.fold_in(key, step)"
     inputs: tuple[Array, Array, Array]
 
     def takes(self, x: Any) -> bool:
@@ -109,7 +110,7 @@ class JaxFront(Front):
         return self.shapes(q, k, v, layout)
 
     def shapes(self, q: Array, k: Array, v: Array, layout: str) -> tuple[Any, Any, Any]:
-        """Keep the inputs, and return their shapes in (B, H, S, D) order: eager arrays are not transposed."""
+        """Keep the inputs, and return their shapes in (B, H, S, D) order. Eager arrays are not transposed."""
         self.inputs = (q[None], k[None], v[None]) if layout == "thd" else (q, k, v)
         order = (0, 1, 2, 3) if layout == "bhsd" else (0, 2, 1, 3)
         shapes: Any = [jax.ShapeDtypeStruct([x.shape[i] for i in order], x.dtype) for x in self.inputs]
@@ -127,12 +128,12 @@ class JaxFront(Front):
         if isinstance(mask, Prepared | Spans):
             return mask if isinstance(mask, Prepared) else Prepared(mask, bare=True), given
         traced = is_traced(self.inputs[0])
-        # Under a tracer, masks without arrays become part of the program, where a constant of the size of the
-        # bounds would be copied into it.
+        # Under a tracer, the program computes the bounds of a mask without arrays. Otherwise a constant of
+        # the size of the bounds would be copied into the program.
         like = self.inputs[0] if traced or _calls_functions(mask) else None
         arrays = jax.tree.leaves((mask, given.q_index, given.k_index))
         if arrays and _is_ours(mask) and _have_values(arrays, traced):
-            # NumPy is faster than eager JAX, and XLA would fold what a program does to constants, slowly.
+            # NumPy is faster than eager JAX, and XLA folds constants slowly.
             indices = _in_numpy((given.q_index, given.k_index))
             numpy_given = replace(given, q_index=indices[0], k_index=indices[1])
             return lower_mask(_in_numpy(mask), q, k, numpy_given, None), given
@@ -144,37 +145,43 @@ class JaxFront(Front):
 
 
 def _calls_functions(mask: Mask) -> bool:
-    """Whether a mask calls a function, which may close over what is traced while q is not."""
+    """Return whether a mask calls a function, which may close over traced arrays if q is not traced."""
     return any(isinstance(node, from_predicate) for node in nodes_in(mask))
 
 
 def _is_ours(mask: Mask) -> bool:
-    """Whether this package knows what all parts of a mask read: masks of users may want arrays of JAX."""
+    """Return whether all parts of a mask work with NumPy. Users' masks may need JAX arrays."""
     ours = all(type(node) in library_classes for node in nodes_in(mask))
     return ours and not _calls_functions(mask)
 
 
 def _have_values(arrays: list[Any], traced: bool) -> bool:
-    """Whether NumPy may read arrays at no cost: on this host, or constants of a program that jit traces."""
+    """Return whether NumPy may read arrays at no cost.
+
+    It may if they are on this host, or if they are constants of a program that jit traces.
+    """
     of_jax = [x for x in arrays if isinstance(x, jax.Array)]
     if is_traced(*of_jax) or not all(x.is_fully_addressable for x in of_jax):
         return False
-    constants = traced and is_traced(jnp.zeros(()))  # jit traces this too, grad and vmap alone do not
+    constants = traced and is_traced(jnp.zeros(()))  # jit traces this too, but grad and vmap alone do not
     on_host = (len(x.devices()) == 1 and platform_of(x) == "cpu" for x in of_jax)
     return constants or all(on_host)
 
 
 def _in_numpy(tree: Any) -> Any:
-    """A pytree with arrays of NumPy. An array in two places stays one, as masks know it by identity."""
+    """Return a pytree with NumPy arrays. An array in two places stays one array.
+
+    Masks compare arrays by identity.
+    """
     found: dict[int, Any] = {}
     return jax.tree.map(lambda x: found.setdefault(id(x), np.asarray(x)), tree)
 
 
 def _refuse_tensors(mask: Any, given: Given) -> None:
-    """Raise where the mask or an option holds a torch tensor: JAX or NumPy would copy it without a word."""
+    """Raise if the mask or an option holds a torch tensor, because JAX and NumPy would copy it silently."""
     torch = sys.modules.get("torch")
     for name, x in (("mask", mask), *vars(given).items()) if torch is not None else ():
         if x is not None and any(isinstance(leaf, torch.Tensor) for leaf in jax.tree.leaves(x)):  # type: ignore[union-attr]
-            wanted, got = "arrays of JAX or NumPy, as q, k and v", "a torch.Tensor"
-            remedy = "Convert it by jax.dlpack.from_dlpack, or call attnspan.torch.attention"
+            wanted, got = "JAX or NumPy arrays, as q, k and v", "a torch.Tensor"
+            remedy = "Convert it with jax.dlpack.from_dlpack, or call attnspan.torch.attention"
             raise DtypeError(name, expected=wanted, got=got, remedy=remedy)

@@ -1,8 +1,8 @@
-"""The partitioning rule: arrays sharded under jit are computed where they are, by batch row and by head.
+"""The partitioning rule: under jit, each device computes its own batch elements and heads.
 
-A kernel is one opaque operation to XLA's partitioner, which would gather its arguments on every device
-without a word. With this rule each device runs the kernel on its batch rows and heads; what would need keys
-of other devices is refused by name: a plan of `attnspan.parallel` fetches them.
+A kernel is one opaque operation to XLA's partitioner, which would silently gather all arguments on every
+device. With this rule, each device runs the kernel on its batch elements and heads. Shardings that need keys
+from other devices raise an error. For them, use a plan of `attnspan.parallel`, which exchanges keys.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ from .part import OPTIONS, JaxPart
 
 __all__ = ["partitioned", "refuse"]
 
-#: The remedy where JAX cannot tell which axes a `shard_map` over some of them left to its compiler.
-INSIDE = "inside of a shard_map over some axes, pass mask=attnspan.jax.shard(mesh, mask=..., heads=...)"
+#: Remedy if JAX cannot tell which mesh axes a partial `shard_map` left to the compiler.
+INSIDE = "inside a shard_map over some axes, pass mask=attnspan.jax.shard(mesh, mask=..., heads=...)"
 
-# The axes of arrays in letters: b batch row, h query head, g key head, a dot for one that no device splits,
-# a dash for that of a single key head, which all query heads share.
+# The axes of arrays in letters: b batch, h query heads, g key heads, a dot for an axis that no device splits,
+# a dash for the axis of a single key head, which all query heads share.
 _AXES = {"bhsd": {"q": "bh..", "k": "bg.."}, "bshd": {"q": "b.h.", "k": "b.g."}}
 
 
 def partitioned(run: Callable[..., Any]) -> Any:
-    """`run` with a partitioning rule.
+    """Return `run` with a partitioning rule.
 
     Args:
-        run: Function of a `JaxPart` that returns (out, lse), or of one, out, lse, dout and perhaps dlse that
-            returns gradients.
+        run: Function of a `JaxPart` that returns (out, lse). Or function of a part, out, lse, dout and
+            optionally dlse that returns gradients.
     """
-    # Jitted: it is traced once, and closes over no constants, which a backend may make of numbers.
+    # Under jit, `run` is traced once and closes over no constants. Otherwise a backend's numbers may become
+    # constants.
     run = jax.jit(run)
 
     def call(part: JaxPart, *rest: Any) -> Any:
@@ -57,7 +58,7 @@ def partitioned(run: Callable[..., Any]) -> Any:
         out, out_tree = jax.tree.flatten(jax.eval_shape(run, *args))
         result_axes = [of_part["q"], "bh."] if len(out) == 2 else _axes_of_gradients(of_part, len(out))
         group, kv_heads = _heads(leaves, axes)
-        if kv_heads == 1:  # The one key head is of every device, its gradient the sum over all.
+        if kv_heads == 1:  # Every device has the key head, and its gradient is a sum.
             axes, result_axes = ([word.replace("g", "-") for word in words] for words in (axes, result_axes))
             group = 1
 
@@ -81,7 +82,7 @@ def partitioned(run: Callable[..., Any]) -> Any:
 class _Rule:
     """Rule for the partitioner, for arrays whose axes are named.
 
-    ``whole`` are the arrays of which a device may be sent what it lacks: masks and options.
+    ``whole`` marks masks and options. A device may receive the parts of them that it lacks.
     """
 
     run: Callable[..., tuple[Any, ...]]
@@ -91,7 +92,7 @@ class _Rule:
     kv_heads: int
 
     def partition(self, mesh: Any, args: Any, results: Any) -> Any:
-        """Mesh, the function of one device's parts, shardings of results and arguments."""
+        """Return the mesh, the function for one device, and the shardings of results and arguments."""
         sides = self._sides(mesh, args)
 
         def run(*parts: Any) -> tuple[Any, ...]:
@@ -102,13 +103,13 @@ class _Rule:
         return mesh, run, self.infer(mesh, args, results), arguments
 
     def infer(self, mesh: Any, args: Any, results: Any) -> Any:
-        """Shardings of the results."""
+        """Return the shardings of the results."""
         del results
         sides = self._sides(mesh, args)
         return tuple(NamedSharding(mesh, _spec(word, sides)) for word in self.result_axes)
 
     def _sides(self, mesh: Any, args: Any) -> dict[str, Any]:
-        """The mesh axes over which batch rows and heads are spread, as the first array says that has them."""
+        """Return the mesh axes that split batch and heads, according to the first array that is split."""
         sides: dict[str, Any] = {"b": None, "h": None}
         for x, word, whole in zip(args, self.axes, self.whole, strict=True):
             for axis, (letter, mesh_axes) in enumerate(zip(word, _spec_of(x), strict=False)):
@@ -124,19 +125,19 @@ class _Rule:
     def _check(self, mesh: Any, sides: dict[str, Any]) -> None:
         names = {key: (x if isinstance(x, tuple) else (x,)) for key, x in sides.items() if x is not None}
         both = set(names.get("b", ())) & set(names.get("h", ()))
-        wanted, got = "batch rows and heads over axes of their own", f"both over {', '.join(map(repr, both))}"
-        expect(not both, "sharding of q, k and v", wanted, got, "Give q, k and v one PartitionSpec")
+        wanted, got = "batch and heads over different mesh axes", f"both over {', '.join(map(repr, both))}"
+        expect(not both, "sharding of q, k and v", wanted, got, "Use the same PartitionSpec for q, k and v")
         parts = math.prod(mesh.shape[name] for name in names.get("h", ()))
         fits = self.kv_heads == 1 or self.kv_heads % parts == 0
         wanted, got = (
             f"parts that divide the {self.kv_heads} key heads",
-            f"{parts} parts, over {sides['h']!r}",
+            f"{parts} parts over {sides['h']!r}",
         )
         remedy = "Use attnspan.jax.shard(mesh, heads=...), which shares key heads between devices"
         expect(fits, "sharding of the heads", wanted, got, remedy)
 
     def _summed(self, x: Any, word: str, sides: dict[str, Any]) -> Any:
-        """A gradient of what batch rows or heads share is the sum over those."""
+        """Sum a gradient over the mesh axes of the batch or the heads, if they share its parameter."""
         over = [sides["b"] if "b" not in word else None, None if {"h", "g"} & set(word) else sides["h"]]
         if over == [None, None]:
             return x
@@ -147,12 +148,12 @@ class _Rule:
 
 
 def refuse(shape: tuple[int, ...], axis: int, mesh_axes: Any, name: str = "an array") -> None:
-    """Raise for an axis that is spread over devices but must be whole on each."""
+    """Raise for an axis that is split over devices but must be whole on each device."""
     raise OptionError(
         f"sharding of {name} of shape {tuple(shape)}",
-        expected="batch rows and heads over the devices of a mesh, and no other axis",
+        expected="only the batch and head axes split over the devices of a mesh",
         got=f"axis {axis} over {mesh_axes!r}",
-        remedy="Plan its exchange: layout.plan(...).on(mesh, rows=rows, sequence=...); or reshard the array",
+        remedy="Exchange it by a plan, layout.plan(...).on(mesh, rows=rows, sequence=...), or reshard it",
     )
 
 
@@ -160,9 +161,9 @@ def _spec_of(x: Any) -> tuple[Any, ...]:
     sharding = x.sharding
     if isinstance(sharding, NamedSharding):
         return tuple(sharding.spec)
-    # Without a mesh nobody can name its axes: what is split cannot be described, only noticed.
+    # Without a mesh, axes have no names, so the code can notice a split but cannot describe it.
     whole = tuple(sharding.shard_shape(x.shape)) == tuple(x.shape)
-    remedy = "Place the arrays by jax.device_put(x, NamedSharding(mesh, spec)); " + INSIDE
+    remedy = "Place the arrays with jax.device_put(x, NamedSharding(mesh, spec)), or " + INSIDE
     expect(whole, "sharding", "a NamedSharding of a mesh", str(sharding), remedy)
     return (None,) * len(x.shape)
 
@@ -172,7 +173,7 @@ def _spec(word: str, sides: dict[str, Any]) -> PartitionSpec:
 
 
 def _axes_of(part: JaxPart) -> dict[str, str]:
-    """The axes of each array of a part, by name."""
+    """Return the axes of each array of a part, keyed by the array's name."""
     letters = _AXES[part.layout]
     found = {"q": letters["q"], "k": letters["k"], "v": letters["k"]}
     for name in OPTIONS:
@@ -191,20 +192,20 @@ def _axes_by_row(name: str, x: Any) -> str:
 
 
 def _axes_of_gradients(of_part: dict[str, str], n: int) -> list[str]:
-    """The axes of n gradients: of q, k, v, perhaps the bias, and the sinks if there are any."""
+    """Return the axes of n gradients: q, k, v, then the bias and the sinks if there are any."""
     sinks = [of_part["sinks"]] if "sinks" in of_part else []
     bias = [of_part["bias"]] if n > 3 + len(sinks) else []
     return [of_part["q"], of_part["k"], of_part["v"], *bias, *sinks]
 
 
 def _heads(arrays: list[Any], axes: list[str]) -> tuple[int, int]:
-    """Number of query heads that share a key head, and number of key heads."""
+    """Return the number of query heads that share a key head, and the number of key heads."""
     heads = {a: x.shape[i] for x, word in zip(arrays, axes, strict=True) for i, a in enumerate(word)}
     return int(heads["h"] // heads["g"]), int(heads["g"])
 
 
 def _einsum(axes: list[str], result_axes: list[str], group: int) -> str:
-    """The rule in Shardy's notation: batch rows and key heads are shared factors, any other axis its own."""
+    """The rule in Shardy's notation. Batch and key heads are shared factors, all other axes are separate."""
     names = {"b": "b", "g": "g", "h": "g" if group == 1 else "(g r)"}
     number = count()
 

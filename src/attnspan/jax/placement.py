@@ -1,4 +1,4 @@
-"""Placement of the arrays of a call: looked at before JAX moves, gathers or refuses any."""
+"""Placement of a call's arrays. It is checked before JAX moves, gathers or rejects any array."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from .partitioning import INSIDE, refuse
 
 __all__ = ["check_devices", "check_sharding", "explicit_sharding", "in_auto_mode", "is_traced", "platform_of"]
 
-# The axes of q, k and v by layout: batch, heads, and a dot for one that no device splits.
+# The axes of q, k and v by layout: batch, heads, and a dot for an axis that no device splits.
 _AXES = {"bhsd": "bh..", "bshd": "b.h.", "thd": ".h."}
 
 
 def is_traced(*arrays: Any) -> bool:
-    """Whether any of the arrays has no values, and so lies nowhere yet."""
+    """Return whether any of the arrays is traced, so that it has no values and no device yet."""
     return any(isinstance(x, jax.core.Tracer) for x in arrays)
 
 
 def platform_of(*arrays: Any) -> str:
-    """Platform of arrays, "cpu", "gpu" or "tpu"; of those that lie nowhere yet, the one where JAX runs.
+    """Return the platform of arrays: "cpu", "gpu" or "tpu". Without a device, it is JAX's default platform.
 
-    For traced arrays that is a guess, good for a warning: the program itself goes by the platform that it is
-    compiled for.
+    For traced arrays this is a guess, used for warnings. The program uses the platform that it is compiled
+    for.
     """
     placed = next((x for x in arrays if _devices(x)), None)
     if placed is not None:
@@ -39,16 +39,16 @@ def platform_of(*arrays: Any) -> str:
 
 
 def check_devices(q: Any, k: Any, v: Any, mask: Any, given: Given) -> None:
-    """Raise unless all arrays that were put somewhere lie on one device, or on one set of devices.
+    """Raise unless all committed arrays are on one device, or on one set of devices.
 
-    Arrays that nobody put anywhere go where the others are. What a jitted function closes over is a part of
-    it, wherever it lay: with traced q, k or v only the others of these three are looked at.
+    Uncommitted arrays move to the others. A jitted function may close over arrays on any device, because they
+    become part of the program. If q, k or v is traced, only the rest of these three is checked.
     """
     inputs = (q, k, v)
     committed = {where: None for where in map(_devices, inputs) if where}
     if len(committed) > 1:
         got = " and ".join(sorted(map(_words, committed)))
-        wanted, remedy = "one device, or one set of devices", "Move them by jax.device_put"
+        wanted, remedy = "one device, or one set of devices", "Move them with jax.device_put"
         raise DeviceError("q, k and v", expected=wanted, got=got, remedy=remedy)
     if is_traced(*inputs):
         return
@@ -58,15 +58,15 @@ def check_devices(q: Any, k: Any, v: Any, mask: Any, given: Given) -> None:
             if place is None:
                 place, owner = where, name
             elif where != place:
-                remedy = "Move its arrays by jax.device_put"
+                remedy = "Move its arrays with jax.device_put"
                 if len(place) > 1:
                     remedy += "(x, NamedSharding(mesh, PartitionSpec())), to all devices of the mesh"
-                wanted, got = f"arrays on {_words(place)} (as {owner})", f"one on {_words(where)}"
+                wanted, got = f"arrays on {_words(place)} (as {owner})", f"an array on {_words(where)}"
                 raise DeviceError(name, expected=wanted, got=got, remedy=remedy)
 
 
 def _devices(x: Any) -> frozenset[Any] | None:
-    """The devices of an array that was put there; None for any other value."""
+    """Return the devices of a committed array, and None for any other value."""
     if is_traced(x) or not getattr(x, "committed", False):
         return None
     return frozenset(x.devices())
@@ -74,16 +74,17 @@ def _devices(x: Any) -> frozenset[Any] | None:
 
 def _words(devices: frozenset[Any]) -> str:
     names = sorted(map(str, devices))
-    return str(names) if len(names) <= 8 else f"{len(names)} devices, {names[0]} among them"
+    return str(names) if len(names) <= 8 else f"{len(names)} devices, including {names[0]}"
 
 
 def check_sharding(layout: str, **inputs: Array) -> None:
-    """Raise for q, k or v, by name, whose rows or elements are spread over devices without a plan.
+    """Raise if q, k or v is split over devices along its sequence or head dim without a plan.
 
-    Shardings that are known when a call is made are checked here, others when XLA partitions the program.
+    The error names the array. Shardings that are known when a call is made are checked here, others when XLA
+    partitions the program.
     """
     for name, x in inputs.items():
-        # Of a concrete array its own; of a traced one that of its type, which has one on explicit meshes.
+        # A concrete array has a sharding. A traced array's type has one on explicit meshes.
         sharding: Any = jax.typeof(x).sharding if is_traced(x) else x.sharding
         for axis, mesh_axes in enumerate(sharding.spec if isinstance(sharding, NamedSharding) else ()):
             over = mesh_axes if isinstance(mesh_axes, tuple) else (mesh_axes,) if mesh_axes else ()
@@ -92,23 +93,23 @@ def check_sharding(layout: str, **inputs: Array) -> None:
 
 
 def explicit_sharding(q: Array) -> NamedSharding | None:
-    """The sharding in the type of q, on a mesh whose axes are explicit; else None."""
+    """Return the sharding in q's type if the mesh has explicit axes, else None."""
     sharding = jax.typeof(q).sharding if isinstance(q, jax.Array) else None
     if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
-        wanted, got = "a shard_map over all axes of the mesh", f"one over {sharding.mesh.manual_axes}"
-        expect(not sharding.mesh.manual_axes, "shard_map", wanted, got, f"Leave out axis_names; {INSIDE}")
+        wanted, got = "a shard_map over all axes of the mesh", f"a shard_map over {sharding.mesh.manual_axes}"
+        expect(not sharding.mesh.manual_axes, "shard_map", wanted, got, f"Leave out axis_names. Or, {INSIDE}")
         return sharding
     return None
 
 
 def in_auto_mode(run: Callable[..., Any], q: NamedSharding, layout: str, return_lse: bool) -> Any:
-    """`run` where the compiler propagates shardings, with results of explicit ones again.
+    """Return `run` in automatic mode, where the compiler propagates shardings, with explicit results.
 
     Args:
         run: Function that returns out, or out and lse.
         q: Sharding of the queries.
         layout: Order of their axes.
-        return_lse: It returns both.
+        return_lse: Whether `run` returns both.
     """
     spec = (*q.spec, *(None,) * (len(_AXES[layout]) - len(q.spec)))
     sharding: Any = NamedSharding(q.mesh, PartitionSpec(*spec))
@@ -118,7 +119,7 @@ def in_auto_mode(run: Callable[..., Any], q: NamedSharding, layout: str, return_
         sharding = (sharding, NamedSharding(q.mesh, lse))
 
     def call(*args: Any) -> Any:
-        # Arrays apart from their masks: a mask's tree holds what is static of it, which has no sharding.
+        # Only arrays are passed: the static fields in a mask's tree have no sharding.
         leaves, tree = jax.tree.flatten(args)
         arrays = [x if isinstance(x, jax.Array) else None for x in leaves]
 

@@ -1,7 +1,8 @@
-"""The settings of JAX's type and rank promotion that attnspan's own code is written for.
+"""The type and rank promotion settings of JAX that attnspan's own code is written for.
 
 A process may set ``jax_numpy_rank_promotion`` or ``jax_numpy_dtype_promotion`` to find mistakes in its own
-code. They count while JAX traces, and derivatives and batching rules are traced after the call has returned.
+code. JAX reads these settings while it traces, and it traces derivatives and batching rules after the call
+has returned.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,13 +20,13 @@ R = TypeVar("R")
 
 @contextmanager
 def standard_promotion() -> Iterator[None]:
-    """JAX's default promotion, in this thread, until the block ends."""
+    """Use JAX's default promotion in this thread until the block ends."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
 
 
 def own_promotion(fn: Callable[P, R]) -> Callable[P, R]:
-    """`fn` under `standard_promotion`."""
+    """Return `fn` so that it runs under `standard_promotion`."""
 
     @wraps(fn)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

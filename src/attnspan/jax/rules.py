@@ -1,7 +1,8 @@
-"""Attention as JAX sees it: one differentiable function over any backend, with rules for vmap and meshes.
+"""Attention for JAX: one differentiable function over any backend, with rules for vmap and meshes.
 
 The layers, from outside: a custom derivative (`_attend`), a batching rule (`batched`), a partitioning rule
-(`partitioned`), the choice by platform (`_by_platform`), the backend. Each direction has the last four.
+(`partitioned`), the selection by platform (`_by_platform`), the backend. The forward and the backward pass
+each have the last four layers.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ from .varying import axes_of, spread
 
 __all__ = ["SAVE_NAMES", "attend", "batched", "differentiable", "first_order", "remedy_of_forward_mode"]
 
-#: What `jax.checkpoint` has to keep, by the names of its policies, so that no kernel runs twice.
+#: Names for the policies of `jax.checkpoint`. A policy that saves these results runs no kernel twice.
 SAVE_NAMES = ("attnspan.out", "attnspan.lse")
 
-_MATH = 'Pass backend="math", or call it `with attnspan.backend("math"):` where no backend is passed'
+_MATH = 'Pass backend="math", or call attention inside `with attnspan.backend("math"):`'
 
 Branches = tuple[Branch, ...]
 
 
-# Eager calls then find the compiled program; inside another jit its trace is shared by the layers of a model.
+# With jit, eager calls find the compiled program, and the layers of a model share one trace.
 @partial(jax.jit, static_argnames=("branches",))
 def attend(part: JaxPart, branches: Branches) -> tuple[Array, Array | None]:
-    """Attention in the layout of the part, checked arguments; lse is (B, H, Sq).
+    """Compute attention of a checked part in the part's layout. The lse is (B, H, Sq).
 
-    A backend may have a derivative of its own: JAX then differentiates what it calls.
+    If a backend has its own derivative, JAX differentiates the functions that the backend calls.
     """
     part = spread(part, axes_of(part))
     own = {b.backend for b in branches if BACKENDS[b.backend].own_derivative}
@@ -59,25 +60,28 @@ def attend(part: JaxPart, branches: Branches) -> tuple[Array, Array | None]:
 
 
 def _by_platform(branches: Branches, run: Callable[..., Any], *args: Any) -> Any:
-    """``run(backend, *args)`` by the backend of the platform that the program is compiled for."""
+    """Run ``run(backend, *args)`` with the backend of the platform that the program is compiled for."""
     *own, last = branches
     if not own and not last.refusal:
         return run(last.backend, *args)
     runs = {branch.backend: partial(run, branch.backend) for branch in branches}
-    # What the refused backend cannot trace has the shapes that another one gives.
+    # The refused backend may not trace, so another backend's results give the shapes.
     other = partial(_refused, runs[branches[0].backend], last) if last.refusal else runs[last.backend]
     return lax.platform_dependent(*args, default=other, **{b.platform: runs[b.backend] for b in own})
 
 
 def _refused(run: Callable[..., Any], branch: Branch, *args: Any) -> Any:
-    """Results of the shapes that `run` gives, which cannot be compiled."""
+    """Return results of `run`'s shapes that raise when they are compiled."""
     like = jax.tree.leaves(args)[0]
     zero = _refusal.bind(like, text=f"backend={branch.backend!r}", reason=branch.refusal).sum() * 0
     return jax.tree.map(lambda x: jnp.broadcast_to(zero.astype(x.dtype), x.shape), jax.eval_shape(run, *args))
 
 
 def _raise(_: Any, __: Any, *, text: str, reason: str) -> Any:
-    wanted, remedy = "a backend of the platform that the program is compiled for", "Choose another, or none"
+    wanted, remedy = (
+        "a backend for the platform that the program is compiled for",
+        "Pass another one, or none",
+    )
     raise BackendError(text, expected=wanted, got=reason, remedy=remedy)
 
 
@@ -89,16 +93,17 @@ batching.primitive_batchers[_refusal] = lambda args, dims, **words: (_refusal.bi
 
 
 def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
-    """`forward` with `backward` as its derivative.
+    """Return `forward` with `backward` as its derivative.
 
-    ``forward(how, part, *rest)`` gives out and lse; `how` is hashable, and the rest has no gradient. The lse
-    may be complex: what a float of it loses is then its imaginary part, which only the derivative sees.
-    ``backward(how, want_dbias, part, out, lse, dout, dlse, *rest)`` gives `Gradients`.
+    ``forward(how, part, *rest)`` returns out and lse. `how` is hashable, and the rest has no gradient. The
+    lse may be complex: its imaginary part is the rounding error of its real part, and only the derivative
+    reads it. ``backward(how, want_dbias, part, out, lse, dout, dlse, *rest)`` returns `Gradients`.
     """
 
     @own_promotion
     def attend_forward(how: Any, *primals: Any) -> tuple[Any, Any]:
-        # With symbolic zeros each argument says whether its gradient is wanted: a dense bias's is expensive.
+        # With symbolic zeros, each argument says whether its gradient is wanted. A dense bias's gradient is
+        # expensive.
         wanted = primals[0].bias is not None and primals[0].bias.perturbed
         primals = jax.tree.map(lambda x: x.value, primals, is_leaf=lambda x: hasattr(x, "perturbed"))
         found = zip(forward(how, *primals), SAVE_NAMES, strict=True)
@@ -126,7 +131,7 @@ def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) ->
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _Flag:
-    """A bool among residuals that is no array."""
+    """A bool among residuals that is not an array."""
 
     on: bool
 
@@ -141,7 +146,7 @@ def _forward(branches: Branches) -> Any:
 
 @own_promotion
 def _forward_by(backend: str, part: JaxPart) -> tuple[Array, Array]:
-    return BACKENDS[backend].forward(part, fine=True)  # Branches have results of one kind.
+    return BACKENDS[backend].forward(part, fine=True)  # All branches return results of the same kind.
 
 
 @cache
@@ -163,7 +168,7 @@ _attend: Any = differentiable(
 
 
 def first_order(run: Any, remedy: str = _MATH) -> Any:
-    """`run`, whose derivative is asked for only where a second one of attention is."""
+    """Return `run`, which raises if a second derivative of attention is needed."""
     guarded = jax.custom_jvp(run)
     guarded.defjvp(partial(_refuse_second, remedy))
     return guarded
@@ -172,29 +177,29 @@ def first_order(run: Any, remedy: str = _MATH) -> Any:
 def _refuse_second(remedy: str, primals: Any, tangents: Any) -> Any:
     del primals, tangents
     raise NotImplementedError(
-        "second derivatives of attention: expected first ones, the only ones of a kernel, got a derivative "
-        f"of its gradient. {remedy}."
+        "second derivatives of attention: expected first derivatives, the only ones that kernels have, got a "
+        f"derivative of a gradient. {remedy}."
     )
 
 
 @contextmanager
 def remedy_of_forward_mode() -> Iterator[None]:
-    """Say what to do where JAX refuses forward mode; in a user's `jit` it does so after the call."""
+    """Name the remedy if JAX rejects forward mode. In a user's `jit`, JAX does so after the call."""
     try:
         yield
     except TypeError as error:
         if "custom_vjp" not in str(error):
             raise
-        text = "forward-mode derivatives of attention: expected reverse mode, the only one of a kernel"
+        text = "forward-mode derivatives of attention: expected reverse mode, the only mode that kernels have"
         raise NotImplementedError(f"{text}, got jvp. {_MATH}.") from None
 
 
 def batched(run: Callable[..., Any], *, sums: bool = False, want_dbias: bool = False) -> Any:
-    """`run(part, *rest)` with a batching rule: a mapped axis joins the batch, and one call does all of it.
+    """Return `run(part, *rest)` with a batching rule, by which a mapped axis joins the batch in one call.
 
-    All results, and all arrays but options, have the batch as their first axis. With ``sums`` the results are
-    also gradients of the sinks, and of the bias where `want_dbias`, that are summed over the batch: mapped
-    calls must not share those.
+    All results, and all arrays except options, have the batch as their first axis. With ``sums`` the results
+    include gradients of the sinks, and with `want_dbias` of the bias. Both are summed over the batch, so
+    mapped calls must not share them.
     """
     mapped = jax.custom_batching.custom_vmap(run)
 
@@ -204,7 +209,7 @@ def batched(run: Callable[..., Any], *, sums: bool = False, want_dbias: bool = F
         of_part, *of_rest = flags
         table = part.static.bias_kind == DISTANCE and of_part.bias
         summed = sums and (part.sinks is not None or (want_dbias and part.bias is not None))
-        # Sinks and tables have no batch axis that a mapped one could join.
+        # Sinks and tables have no batch axis that a mapped axis could join.
         if of_part.sinks or table or summed:
             return _in_turn(mapped, flags, (part, *rest))
         batch = part.q.shape[1] if of_part.q else part.q.shape[0]
@@ -217,15 +222,15 @@ def batched(run: Callable[..., Any], *, sums: bool = False, want_dbias: bool = F
 
 
 def _fold(x: Array | None, mapped: bool | None, size: int, batch: int) -> Array | None:
-    """(size, batch|1, ...) or (batch|1, ...) as (batch * size, ...)."""
+    """Reshape (size, batch|1, ...) or (batch|1, ...) to (batch * size, ...)."""
     if x is None:
         return None
-    # The batch first: where it is spread over devices, it stays where it is.
+    # The batch comes first, so that a batch that is split over devices does not move.
     x = x.swapaxes(0, 1) if mapped else x[:, None]
     return jnp.broadcast_to(x, (batch, size, *x.shape[2:])).reshape(batch * size, *x.shape[2:])
 
 
-#: Arrays that may have one batch row for all.
+#: Arrays that may have a batch axis of size 1.
 _SHARED = ("bounds", "bias", "q_index", "k_index")
 
 
@@ -234,14 +239,14 @@ def _fold_part(part: JaxPart, flags: Any, size: int, batch: int) -> JaxPart:
     for name in ("q", "k", "v", *OPTIONS):
         x, mapped = getattr(part, name), getattr(flags, name)
         by_head = name == "sinks" or (name == "bias" and part.static.bias_kind == DISTANCE)
-        # What all rows share stays so; seeds are of each row by contract.
+        # Shared arrays stay shared. Each batch element must have its own seeds.
         shared = x is None or by_head or (name in _SHARED and not mapped and x.shape[0] == 1)
         folded[name] = x if shared else _fold(x, mapped, size, batch)
     return replace(part, **folded)
 
 
 def _in_turn(run: Callable[..., Any], flags: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
-    """One call after the other."""
+    """Run one call after the other."""
     leaves: list[Array]
     tree: Any
     leaves, tree = jax.tree.flatten(args)

@@ -1,7 +1,8 @@
-"""Arrays inside `shard_map`: over which axes of the mesh their values differ, as their types say.
+"""Arrays inside `shard_map`, whose types say over which mesh axes their values differ.
 
-There a type names the axes over which its array varies, and operations want equal ones: what a kernel makes
-varies as its arguments do, and zeros that a loop starts from must say so too.
+In `shard_map`, the type of an array names the axes over which the array varies, and operations need equal
+axes. A kernel's results vary as its arguments do. The zeros that a loop starts from must be declared to vary
+as well.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ Axes = frozenset[str]
 
 
 def axes_of(*trees: Any) -> Axes:
-    """The axes over which any array of some pytrees varies; none outside of `shard_map`."""
+    """Return the axes over which any array of some pytrees varies. There are none outside of `shard_map`."""
     return axes_of_types(*map(jax.typeof, jax.tree.leaves(trees)))
 
 
 def axes_of_types(*types: Any) -> Axes:
-    """As `axes_of`, of the types of arrays."""
+    """Return the axes over which arrays of some types vary, as `axes_of` does for arrays."""
     found: Axes = frozenset()
     for type_ in types:
-        kind = getattr(type_, "manual_axis_type", None)  # JAX has renamed it.
+        kind = getattr(type_, "manual_axis_type", None)  # JAX has renamed the attribute.
         found |= getattr(type_, "vma", frozenset()) if kind is None else kind.varying
     return found
 
 
 def spread(tree: Any, axes: Axes) -> Any:
-    """The same arrays, as ones that vary over the axes. Gradients are summed over those that are new."""
+    """Return the same arrays, declared to vary over the axes. Gradients are summed over the added axes."""
     if not axes:
         return tree
 
@@ -44,7 +45,7 @@ def spread(tree: Any, axes: Axes) -> Any:
 
 
 def declared(shape: tuple[int, ...], dtype: Any, axes: Axes) -> jax.ShapeDtypeStruct:
-    """Declare a result that varies over the axes, for a kernel."""
+    """Declare a kernel's result that varies over the axes."""
     if not axes:
         return jax.ShapeDtypeStruct(shape, dtype)
     kind = getattr(jax.sharding, "ManualAxisType", None)

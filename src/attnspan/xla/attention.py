@@ -1,4 +1,4 @@
-"""The public ``attention`` on XLA tensors: lowering of the mask, specs of all tensors, the call."""
+"""The public ``attention`` on XLA tensors. It lowers the mask, derives the specs of all tensors, and runs."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -33,26 +33,36 @@ def attention(
     specs: Mapping[str, tuple[Any, ...]] | None = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`attnspan.torch.attention` on XLA tensors, as a part of the XLA graph that torch_xla builds.
+    """Compute `attnspan.torch.attention` on XLA tensors, as a part of the XLA graph that torch_xla builds.
 
-    Arguments, results and errors are those of `attnspan.torch.attention`, but for ``backend``; here is what
-    differs. Values are not read when the graph is built, so what the others refuse by value (ids in more runs
-    than promised, illegal bounds) makes the rows concerned NaN. Calls that differ in values only share a
-    trace.
+    Arguments, results and errors are the same as in `attnspan.torch.attention`, except for the differences
+    below. Values are not read when the graph is built. If values are invalid (ids in more runs than promised,
+    illegal bounds), the affected queries become NaN instead of raising an error. Calls that differ only in
+    values share a trace.
 
-    With ``partition_spec`` each device computes its own batch rows and heads, and nothing of q, k and v is
-    gathered. Every other tensor (segment ids, bounds, biases, sinks, seeds, indices) is split as q is, on the
-    axes that it shares with q. Heads that share keys may be split further than the keys' heads.
+    With ``partition_spec``, each device computes its own batch elements and heads, and q, k and v are not
+    gathered. Every other tensor (segment ids, bounds, biases, sinks, seeds, indices) is split as q is, along
+    the axes that it shares with q. With GQA, the query heads may be split further than the key heads.
 
     Args:
-        q, k, v: Shapes (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv) in layout "bhsd", on XLA.
-        mesh: A mesh of ``torch_xla.distributed.spmd``; by default the global one.
-        partition_spec: For each dim of q in ``layout``, a mesh axis by name or number, several, or None.
-            Batch and heads may be split; what splits the sequence or the head dim raises.
-        specs: Where other tensors than q, k and v lie, by name: keywords of this function, or names of the
-            mask's and the bias's arrays, such as ``{"q_ids": ("data", None)}``. They never change results.
-        **options: Keywords of `attnspan.torch.attention` but ``backend``. Arrays of the mask are XLA tensors
-            or of NumPy; the function of ``from_predicate`` is given XLA tensors.
+        q: Queries, an XLA tensor of shape (B, Hq, Sq, D) in layout "bhsd".
+        k: Keys, (B, Hkv, Sk, D).
+        v: Values, (B, Hkv, Sk, Dv).
+        mesh: A mesh of ``torch_xla.distributed.spmd``. Default: the global mesh.
+        partition_spec: For each dim of q in ``layout``, a mesh axis (its name or number), several axes, or
+            None. You can split the batch and the heads. Splitting the sequence or the head dim raises.
+        specs: Partition specs of tensors other than q, k and v, keyed by name. Names are keywords of this
+            function, or arrays of the mask and the bias, such as ``{"q_ids": ("data", None)}``. Specs never
+            change results.
+        **options: Keywords of `attnspan.torch.attention` except ``backend``. Arrays of the mask are XLA
+            tensors or NumPy arrays. The function of ``from_predicate`` receives XLA tensors.
+
+    Returns:
+        The output, and with ``return_lse`` also the log-sum-exp, as in `attnspan.torch.attention`.
+
+    Raises:
+        ValueError: Shapes, devices, specs or options do not fit, or a block of `attnspan.backend` is active.
+        TypeError: Dtypes do not fit, ``mask`` is not a mask, or a keyword is unknown.
 
     Example:
         >>> import torch, torch_xla
@@ -63,12 +73,12 @@ def attention(
         torch.Size([1, 4, 6, 16])
     """
     check_keywords(attention, options)
-    named, remedy = asked(None), "Leave the block of attnspan.backend: attention on XLA is XLA's"
+    named, remedy = asked(None), "Call it outside of the attnspan.backend block, because XLA has one backend"
     expect(named is None, "backend", "None", named, remedy)
     return _run(_Front(mesh, partition_spec, specs or {}), q, k, v, **options)  # type: ignore[no-any-return]
 
 
-# What it takes, for `check_keywords` and its remedies.
+# `check_keywords` reads the keywords here, for its remedies.
 _OWN = attention.__kwdefaults__ or {}
 attention.__kwdefaults__ = {**(torchs.__kwdefaults__ or {}), **_OWN}
 del attention.__kwdefaults__["backend"]
@@ -99,7 +109,7 @@ def _run(
 
 
 class _Front(TorchFront):
-    """XLA tensors, which lie where specs say."""
+    """Front for XLA tensors, which are split as the specs say."""
 
     spots: Places | None = None
 
@@ -109,7 +119,10 @@ class _Front(TorchFront):
     def enter(self, q: Any, k: Any, v: Any, mask: Any, given: Given, layout: str) -> tuple[Any, Any, Any]:
         del mask, given
         for name, x in (("q", q), ("k", k), ("v", v)):
-            got, remedy = f"one on {x.device}", 'Move it by .to("xla"), or call attnspan.torch.attention'
+            got, remedy = (
+                f"a tensor on {x.device}",
+                'Move it with .to("xla"), or call attnspan.torch.attention',
+            )
             expect(x.device.type == "xla", name, "an XLA tensor", got, remedy, error=DeviceError)
         self.spots = places_of(q, *self.spec, layout)
         q, k, v = (to_bhsd(x, layout) for x in autocast(q, k, v))
@@ -125,9 +138,9 @@ class _Front(TorchFront):
 
 
 def _seeds(seed: Tensor, q: Tensor) -> Tensor:
-    """Low and high words of the seeds of batch rows and heads, as int32 of the same bits, (B, H, 2)."""
+    """Return low and high words of the seeds of batch elements and heads, as int32 bits, (B, H, 2)."""
     low = seed & _WORD
-    # torch_xla shifts as if it divided, and rounds negative numbers up: what it shifts must divide.
+    # torch_xla implements shifts as divisions and rounds negative numbers up, so a shift must divide evenly.
     high = (seed - low) >> 32
     low = low - ((low >> 31) << 32)
     words = torch.stack([low, high], -1).to(torch.int32)
@@ -135,7 +148,7 @@ def _seeds(seed: Tensor, q: Tensor) -> Tensor:
 
 
 def _heads_for(x: Tensor, parts: int) -> Tensor:
-    """Keys or values with each head repeated, so that every device has the heads that its queries use."""
+    """Repeat each head of keys or values, so that every device has the heads that its queries use."""
     heads = x.shape[1]
     times = 1
     while heads * times % parts != 0:

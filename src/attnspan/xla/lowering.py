@@ -1,4 +1,4 @@
-"""From a mask and options as given to bounds and indices on XLA devices, each where its spec says."""
+"""Lowering of a mask and options to bounds and indices on XLA devices, each split as its spec says."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -21,20 +21,20 @@ from .recipe import OpaqueError, encode
 
 __all__ = ["Specs", "lower_all"]
 
-#: Partition specs by the names of arguments.
+#: Partition specs, keyed by the names of arguments.
 Specs = Mapping[str, tuple[Any, ...]]
 
-#: Options that are tensors, by their keywords.
+#: Keywords of options that are tensors.
 _OPTIONS = ("sinks", "dropout_seed", "q_index", "k_index")
 
 
 def lower_all(
     mask: Any, q: Tensor, k: Tensor, given: Given, places: Places | None, specs: Specs
 ) -> tuple[Given, Prepared]:
-    """Lower the mask of a call, after its tensors and those of its options are where the specs say.
+    """Lower the mask of a call, after its tensors and the options' tensors are placed.
 
-    ``places`` say how q is split; ``specs`` stand, by name, in place of those that follow from q's. Returns
-    the options with tensors in their places, and the mask as bounds with indices.
+    ``places`` says how q is split. ``specs``, keyed by name, override the specs that follow from q's spec.
+    Returns the options with placed tensors, and the mask as bounds with indices.
     """
     words, arrays, names = _worded(mask)
     _check_names(specs, places, [*names, *_names(given)])
@@ -53,7 +53,7 @@ def lower_all(
 
 
 def _worded(mask: Any) -> tuple[str, list[Any], list[str]]:
-    """The mask in words, or no words where it holds a function: that one is called on XLA tensors."""
+    """Return the mask in words. A mask with a function has none, because it needs XLA tensors."""
     if isinstance(mask, (Prepared, Spans)):
         named = {"bounds": mask.bounds if isinstance(mask, Spans) else mask.lowered.bounds}
         if not isinstance(mask, Spans):
@@ -69,7 +69,7 @@ def _worded(mask: Any) -> tuple[str, list[Any], list[str]]:
 def _lower(words: str, arrays: list[Tensor], q: Tensor, k: Tensor, given: Given) -> Prepared:
     q_len, k_len = q.shape[2], k.shape[2]
     indices = [_moved(getattr(given, name), name, q) for name in ("q_index", "k_index")]
-    # An operator without tensors would have no device.
+    # An operator without tensors has no device.
     arrays = arrays or [torch.zeros((), dtype=torch.int32, device=q.device)]
     bounds, *others = lower_op(arrays, words, [q_len, k_len, q.shape[0], q.shape[1]], *indices)
     k_index = None if given.k_index is None else others.pop()
@@ -77,7 +77,7 @@ def _lower(words: str, arrays: list[Tensor], q: Tensor, k: Tensor, given: Given)
 
 
 def _fitting(mask: Any, arrays: dict[str, Tensor], k_len: int) -> Prepared:
-    """A lowered mask with its arrays in their places."""
+    """Return a lowered mask with its arrays placed."""
     lowered = mask if isinstance(mask, Spans) else mask.lowered
     check_k_len(lowered.k_len, k_len)
     bare = isinstance(mask, Spans) or mask.bare
@@ -85,14 +85,14 @@ def _fitting(mask: Any, arrays: dict[str, Tensor], k_len: int) -> Prepared:
 
 
 def _moved(x: Any, name: str, q: Tensor) -> Any:
-    """An array as an XLA tensor of a dtype that JAX has without 64 bits; any other value as it is."""
+    """Return an array as an XLA tensor of a dtype that JAX has without 64 bits. Leave other values."""
     if isinstance(x, Tensor) and x.device != q.device:
-        wanted, remedy = f"device {q.device} (as q)", 'Move it by .to("xla")'
+        wanted, remedy = f"device {q.device} (as q)", 'Move it with .to("xla")'
         raise DeviceError(name, expected=wanted, got=str(x.device), remedy=remedy)
     if not isinstance(x, (Tensor, np.ndarray)):
         if is_array(x):
-            wanted, got = "an XLA tensor, or an array of NumPy", f"one of {arrays_for([x]).name}"
-            remedy = 'Convert it by torch.from_dlpack, and move it by .to("xla")'
+            wanted, got = "an XLA tensor or a NumPy array", f"an array of {arrays_for([x]).name}"
+            remedy = 'Convert it with torch.from_dlpack, and move it with .to("xla")'
             raise DtypeError(f"mask: {name}", expected=wanted, got=got, remedy=remedy)
         return x
     if is_integer(x):
@@ -101,30 +101,30 @@ def _moved(x: Any, name: str, q: Tensor) -> Any:
 
 
 def _fields(bias: Any) -> list[str]:
-    """Names of the fields of a bias that has any."""
+    """Return the names of a bias's fields, if it has any."""
     return [field.name for field in fields(bias)] if isinstance(bias, Bias) else []  # type: ignore[arg-type]
 
 
 def _names(given: Given) -> list[str]:
-    """Names of the tensors among the options."""
+    """Return the names of the tensors among the options."""
     found = [name for name in _OPTIONS if getattr(given, name) is not None]
     found += ["bias"] if isinstance(given.bias, Tensor) else []
     return found + [name for name in _fields(given.bias) if isinstance(getattr(given.bias, name), Tensor)]
 
 
 def _check_names(specs: Specs, places: Places | None, known: list[str]) -> None:
-    """Raise for specs of tensors that the call does not have, and for specs without one of q."""
+    """Raise for specs of tensors that the call does not have, and for specs without a spec of q."""
     fits, remedy = not specs or places is not None, "Pass q's partition_spec first"
-    expect(fits, "specs", "partition_spec with it", "None", remedy)
+    expect(fits, "specs", "partition_spec in the same call", "None", remedy)
     for name in specs:
         if name not in known:
             wanted = f"tensors of this call ({', '.join(known) or 'it has none other than q, k, v'})"
-            remedy = "Name an array of the mask or the bias, or an option by its keyword"
+            remedy = "Use the name of an array of the mask or the bias, or an option's keyword"
             raise OptionError("specs", expected=wanted, got=f"{name!r}", remedy=remedy)
 
 
 def _place_options(given: Given, places: Places | None, specs: Specs) -> Given:
-    """The options, where specs of their own say; without, they follow q when they are used."""
+    """Return the options, placed if they have specs. Without specs, they follow q when they are used."""
     if places is None or not specs:
         return given
 

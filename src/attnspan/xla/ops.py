@@ -1,8 +1,8 @@
-"""The operators of this room, as Dynamo and autograd see them; each is a JAX program within the XLA graph.
+"""The operators of this package for Dynamo and autograd. Each is a JAX program within the XLA graph.
 
-Where q is split over devices, a device computes its own rows and heads by themselves (torch_xla's manual
-sharding): what it is handed and what it returns have specs that follow from q's, and nothing is gathered.
-Tensors are in (B, H, S, D) order.
+If q is split over devices, each device computes its own batch elements and heads (torch_xla's manual
+sharding). The specs of all arguments and results follow from q's spec, and nothing is gathered. Tensors are
+in (B, H, S, D) order.
 """
 
 from ast import literal_eval
@@ -32,7 +32,7 @@ def _op(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
 
 @_op("lower", "(Tensor[] arrays, str recipe, SymInt[] sizes, Tensor? q_index, Tensor? k_index) -> Tensor[]")
 def lower_op(arrays: Any, recipe: str, sizes: Any, q_index: Any, k_index: Any) -> list[Tensor]:
-    """Bounds of a mask, then the rows' and keys' indices where they are not the default ones."""
+    """Return the bounds of a mask, then the queries' and keys' indices if they are not the defaults."""
     return programs.call(programs.lowering(recipe, tuple(sizes)), list(arrays), q_index, k_index)
 
 
@@ -45,7 +45,7 @@ def _(arrays: Any, recipe: str, sizes: Any, q_index: Any, k_index: Any) -> list[
 
 @_op("split_seeds", "(Tensor words, SymInt batch, SymInt heads) -> Tensor")
 def split_seeds_op(words: Tensor, batch: int, heads: int) -> Tensor:
-    """Words (2,) of a seed to those of each batch row and head, (B, H, 2), int32."""
+    """Expand the words (2,) of a seed to the words of each batch element and head, (B, H, 2), int32."""
     return programs.call(programs.splitting(batch, heads), words)[0]
 
 
@@ -56,7 +56,7 @@ def _(words: Tensor, batch: int, heads: int) -> Tensor:
 
 @_op("place", "(Tensor x, str mesh, str spec) -> Tensor")
 def place_op(x: Tensor, mesh: str, spec: str) -> Tensor:
-    """The same values, split over a mesh as a spec says."""
+    """Return the same values, split over a mesh as the spec says."""
     return _placed(x, mesh_of(mesh), literal_eval(spec))
 
 
@@ -70,7 +70,7 @@ place_op.register_autograd(lambda _, dx: (dx, None, None))
 
 @_op("forward", f"({_INPUTS}, {_STATIC}) -> (Tensor, Tensor)")
 def forward_op(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Output and lse of an attention whose mask and options are lowered."""
+    """Compute output and lse of attention with a lowered mask and lowered options."""
     given, static, split = rest[:6], rest[6:10], _split(rest[10])
     program = programs.forward(_static(*static))
     if split is None:
@@ -93,7 +93,7 @@ def _(q: Tensor, _: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
     f"(Tensor dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor lse, {_STATIC}, bool want_dbias) -> Tensor[]",
 )
 def backward_op(dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
-    """dq, dk, dv, then the gradients of the bias, where it is wanted, and of the sinks, if there are any."""
+    """Compute dq, dk, dv, then the gradients of the bias (if wanted) and of the sinks (if there are any)."""
     given, (out, lse), static = rest[:6], rest[6:8], rest[8:12]
     split, want_dbias = _split(rest[12]), rest[13]
     program = programs.backward(_static(*static), want_dbias)
@@ -120,7 +120,7 @@ def _(dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> l
 
 
 def _parameters(given: Sequence[Any], want_dbias: bool) -> list[Tensor]:
-    """The bias, where its gradient is wanted, and the sinks."""
+    """Return the bias, if its gradient is wanted, and the sinks, if there are any."""
     return [x for x in (given[1] if want_dbias else None, given[2]) if x is not None]
 
 
@@ -158,11 +158,11 @@ def _split(places: str) -> Places | None:
 def _given_parts(
     given: Sequence[Any], bias_kind: int, q_shape: Sequence[int], split: Places
 ) -> tuple[Any, ...]:
-    """Each device's part of all but q, k and v: its rows and heads, or all of what all share."""
-    sides = tuple(zip(q_shape[:2], split.spec(True, True), strict=True))  # of batch rows, of heads
+    """Return one device's part of all arguments except q, k and v. Shared arguments stay whole."""
+    sides = tuple(zip(q_shape[:2], split.spec(True, True), strict=True))  # batch, heads
 
     def shared(x: Any, *dims: int | None) -> Any:
-        """The part of a tensor by the dims of its batch rows and heads, None where it has no such dim."""
+        """Return the part of a tensor. `dims` are its batch and head dims, None if it lacks one."""
         if x is None:
             return None
         entries: list[Any] = [None] * x.dim()
@@ -182,15 +182,15 @@ def _placed(x: Tensor, mesh: Any, spec: Spec) -> Tensor:
     import torch_xla.runtime as xr
 
     remedy = "Call torch_xla.runtime.use_spmd() before the first tensor is on a device"
-    expect(xr.is_spmd(), "partition_spec", "SPMD mode", "a process that is not in it", remedy)
-    # Of a copy: the caller's tensor stays where it is, and may lie elsewhere.
+    expect(xr.is_spmd(), "partition_spec", "SPMD mode", "another mode", remedy)
+    # A copy is placed, because the caller's tensor must keep its own placement.
     x = x.clone()
     xs.annotate_custom_sharding(x, mesh, spec)
     return x
 
 
 def _part(x: Tensor, split: Places, spec: Spec) -> Tensor:
-    """The part of a tensor that a device has, as a tensor of that size."""
+    """Return the part of a tensor that a device has, as a tensor of the part's size."""
     import torch_xla
 
     placed = _placed(x, mesh_of(split.key), spec)
@@ -198,7 +198,7 @@ def _part(x: Tensor, split: Places, spec: Spec) -> Tensor:
 
 
 def _whole(x: Tensor, split: Places, spec: Spec) -> Tensor:
-    """The tensor whose parts the devices have computed."""
+    """Return the tensor whose parts the devices have computed."""
     import torch_xla.distributed.spmd as xs
 
     counts = [split.batch_parts, split.head_parts, *[1] * (x.dim() - 2)]
@@ -208,7 +208,7 @@ def _whole(x: Tensor, split: Places, spec: Spec) -> Tensor:
 
 
 def _summed(x: Tensor, like: Tensor) -> Tensor:
-    """A gradient with axes for batch rows and heads in front, summed to the shape of its parameter."""
+    """Sum a gradient with leading axes for batch and heads to the shape of its parameter."""
     shape = [*[1] * (x.dim() - like.dim()), *like.shape]
     for dim in (0, 1):
         if shape[dim] == 1 and x.shape[dim] != 1:

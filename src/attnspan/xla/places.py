@@ -1,7 +1,7 @@
-"""Placement of q, k and v on a mesh of devices, and what follows for all other tensors.
+"""Placement of q, k and v on a device mesh, and the placement of all other tensors that follows.
 
-A partition spec names, for each dim of q, the mesh axes that split it. Batch and heads may be split: each
-device then computes its own rows and heads alone. Everything else follows from q's spec.
+A partition spec names, for each dim of q, the mesh axes that split it. You can split batch and heads. Each
+device then computes its own batch elements and heads alone. All other specs follow from q's spec.
 """
 
 from dataclasses import dataclass
@@ -14,25 +14,25 @@ from attnspan.errors import DtypeError, OptionError, expect
 
 __all__ = ["Axes", "Places", "Spec", "check_spec", "default_spec", "mesh_of", "places_of", "spec_text"]
 
-#: Mesh axes, by name or number, that split one dim together; () for none.
+#: Names or numbers of the mesh axes that split one dim together. () for none.
 Axes = tuple[str | int, ...]
-#: For each dim of a tensor, the mesh axes that split it: what torch_xla takes.
+#: For each dim of a tensor, the mesh axes that split it, as torch_xla takes them.
 Spec = tuple[Any, ...]
 
-#: Meshes by the key under which operators know them; the global mesh has the key "".
+#: Meshes, keyed by the text that operators receive. The global mesh has the key "".
 _MESHES: dict[str, Any] = {}
 
 _PLANS = (
-    "A device would see a part of the keys, and be wrong without any error: split the batch or the heads, or "
-    "share rows by a plan with attnspan.parallel.Layout"
+    "Split the batch or the heads instead, or split the sequence by a plan of attnspan.parallel.Layout. "
+    "Otherwise each device would see only a part of the keys, and results would be wrong"
 )
 
 
 @dataclass(frozen=True)
 class Places:
-    """Split of q: mesh axes that split its batch and its heads, and into how many parts.
+    """Split of q: the mesh axes that split its batch and its heads, and the numbers of parts.
 
-    ``key`` names the mesh for `mesh_of`.
+    ``key`` identifies the mesh for `mesh_of`.
     """
 
     key: str
@@ -42,12 +42,12 @@ class Places:
     head_parts: int
 
     def spec(self, batch: bool, heads: bool, *others: bool) -> Spec:
-        """The spec of a tensor (B, H, ...), by whether its batch and its heads are split; the rest is not."""
+        """Return the spec of a tensor (B, H, ...), with or without split batch and heads."""
         entries = (_entry(self.batch if batch else ()), _entry(self.heads if heads else ()))
         return (*entries, *(None for _ in others))
 
     def text(self) -> str:
-        """Text for an operator: a literal of the attributes."""
+        """Return the attributes as a literal, which an operator can take."""
         axes = f"{spec_text(self.batch)}, {spec_text(self.heads)}"
         return f"({self.key!r}, {axes}, {self.batch_parts}, {self.head_parts})"
 
@@ -57,10 +57,10 @@ def _entry(axes: Axes) -> Any:
 
 
 def places_of(q: Tensor, mesh: Any, partition_spec: Any, layout: str) -> Places | None:
-    """Find how q, in ``layout``, is split over a mesh of torch_xla; None if no partition spec is given."""
+    """Find how q, in ``layout``, is split over a mesh of torch_xla. None without a partition spec."""
     if partition_spec is None:
-        remedy = "Pass q's, such as ('data', None, None, None)"
-        expect(mesh is None, "mesh", "a partition_spec with it", "None", remedy)
+        remedy = "Pass q's partition_spec, such as ('data', None, None, None)"
+        expect(mesh is None, "mesh", "a partition_spec in the same call", "None", remedy)
         return None
     key, mesh = _known(mesh)
     axes = check_spec("partition_spec", partition_spec, len(q.shape), mesh)
@@ -69,11 +69,11 @@ def places_of(q: Tensor, mesh: Any, partition_spec: Any, layout: str) -> Places 
     for dim, size in zip(LAYOUTS[layout], q.shape, strict=True):
         what = f"partition_spec: {dim}"
         if dim in ("batch", "heads"):
-            wanted = f"a size that {parts[dim]} devices can share, a multiple of {parts[dim]}"
+            wanted = f"a multiple of {parts[dim]}, the number of parts"
             expect(size % parts[dim] == 0, what, wanted, size, "Pad it, or split another dim")
         elif parts[dim] != 1:
-            scores = "A score needs all elements of a query and a key: split the batch or the heads"
-            wanted = "None: this dim cannot be split without a plan of who needs which keys"
+            scores = "Split the batch or the heads instead, because a score needs whole queries and keys"
+            wanted = "None, because splitting this dim needs a plan that exchanges keys"
             remedy = scores if dim == "head_dim" else _PLANS
             raise OptionError(what, expected=wanted, got=repr(_entry(by_dim[dim])), remedy=remedy)
     batch = by_dim.get("batch", ())
@@ -81,78 +81,79 @@ def places_of(q: Tensor, mesh: Any, partition_spec: Any, layout: str) -> Places 
 
 
 def check_spec(what: str, spec: Any, rank: int, mesh: Any) -> tuple[Axes, ...]:
-    """The axes of each dim, after checks of their number, of their names, and that none is used twice."""
+    """Check the number and names of a spec's axes and that none is used twice. Returns each dim's axes."""
     fits = isinstance(spec, (tuple, list)) and len(spec) == rank
-    remedy = "Give dims that are not split None"
+    remedy = "Use None for dims that are not split"
     expect(fits, what, f"{rank} entries, one for each dim", f"{spec!r}", remedy)
     axes: tuple[Axes, ...] = tuple(
         () if entry is None else tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
         for entry in spec
     )
     used = [_number_of(axis, mesh, what) for dim in axes for axis in dim]
-    remedy = "An axis can split one dim only; give the other another axis, or None"
+    remedy = "An axis can split only one dim. Use another axis or None for the other dim"
     expect(len(used) == len(set(used)), what, "each mesh axis once", f"{spec!r}", remedy)
     return axes
 
 
 def _number_of(axis: Any, mesh: Any, what: str = "partition_spec") -> int:
-    """The number of a mesh axis that is given by name or number."""
+    """Return the number of a mesh axis from its name or number."""
     names = mesh.axis_names or ()
     if isinstance(axis, str) and axis in names:
         return tuple(names).index(axis)
     if isinstance(axis, int) and not isinstance(axis, bool) and 0 <= axis < len(mesh.mesh_shape):
         return axis
     known = ", ".join([str(x) for x in names or range(len(mesh.mesh_shape))])
-    wanted, remedy = f"axes of the mesh, {known}", "Name an axis that the mesh has, or None"
+    wanted, remedy = f"axes of the mesh, {known}", "Use an axis of the mesh, or None"
     raise OptionError(what, expected=wanted, got=f"{axis!r}", remedy=remedy)
 
 
 def _parts_of(axes: Axes, mesh: Any) -> int:
-    """The number of parts into which mesh axes split a dim."""
-    count = 1  # Not math.prod, which Dynamo of torch 2.9 cannot trace.
+    """Return the number of parts into which mesh axes split a dim."""
+    count = 1  # Dynamo of torch 2.9 cannot trace math.prod.
     for axis in axes:
         count *= int(mesh.mesh_shape[_number_of(axis, mesh)])
     return count
 
 
 def _known(mesh: Any) -> tuple[str, Any]:
-    """The key of a mesh, and the mesh."""
+    """Return the key of a mesh, and the mesh."""
     import torch_xla.distributed.spmd as xs
     from torch import compiler
 
     common = xs.get_global_mesh()
     if mesh is None or mesh is common:
         remedy = "Pass mesh=, or call torch_xla.distributed.spmd.set_global_mesh(mesh)"
-        wanted = "a mesh of torch_xla with partition_spec, or a global one"
+        wanted = "a mesh of torch_xla with partition_spec, or a global mesh"
         expect(common is not None, "mesh", wanted, "None", remedy)
         return "", common
-    remedy = 'Make one: Mesh(np.arange(n), (n,), ("data",)), or leave it out for the global one'
+    remedy = 'Make a mesh with Mesh(np.arange(n), (n,), ("data",)), or leave it out to use the global mesh'
     wanted, got = "a mesh of torch_xla.distributed.spmd", type(mesh).__name__
     expect(isinstance(mesh, xs.Mesh), "mesh", wanted, got, remedy, error=DtypeError)
     key = f"{id(mesh)}"
     if not compiler.is_compiling():
-        # Kept: the number of one that is gone could become another's.
+        # The mesh is kept alive, because another mesh could get the id of a freed one.
         _MESHES[key] = mesh
     return key, mesh
 
 
 def mesh_of(key: str) -> Any:
-    """The mesh of a key of `places_of`."""
+    """Return the mesh of a key from `places_of`."""
     import torch_xla.distributed.spmd as xs
 
     if not key:
         return xs.get_global_mesh()
-    # Said when the program is built: torch.compile reads no errors, and could not remember the mesh.
-    wanted = "the global mesh, or one that a call outside of the compiler has used"
+    # The check runs when the program is built, because torch.compile can trace neither the error nor the
+    # storing of a mesh.
+    wanted = "the global mesh, or a mesh that an eager call has used"
     remedy = "Call torch_xla.distributed.spmd.set_global_mesh(mesh) first"
-    expect(key in _MESHES, "mesh under torch.compile", wanted, "another", remedy)
+    expect(key in _MESHES, "mesh under torch.compile", wanted, "another mesh", remedy)
     return _MESHES[key]
 
 
 def default_spec(x: Any, places: Places, name: str, batch: int, heads: int) -> Spec:
-    """Default partition spec of a mask's array: as q is split, on the axes that it shares with q.
+    """Return the default partition spec of a mask's array: split as q is, on the axes that it shares with q.
 
-    Lowering treats arrays as whole ones, so a spec decides where they lie, never what they mean.
+    Lowering sees whole arrays, so a spec changes only their placement, never their meaning.
     """
     shape = tuple(x.shape)
     entries: list[Any] = [None] * len(shape)
@@ -164,6 +165,6 @@ def default_spec(x: Any, places: Places, name: str, batch: int, heads: int) -> S
 
 
 def spec_text(spec: Spec) -> str:
-    """A spec as a Python literal, which an operator can be told: "('data',None,(0,'model',),)"."""
+    """Return a spec as a Python literal for an operator, such as "('data',None,(0,'model',),)"."""
     entries = [spec_text(tuple(x)) if isinstance(x, (tuple, list)) else f"{x!r}" for x in spec]
     return "(" + "".join([f"{x}," for x in entries]) + ")"

@@ -1,7 +1,7 @@
-"""The JAX functions that become a part of the XLA graph, and the call of one on XLA tensors.
+"""JAX functions that become a part of the XLA graph, and their calls on XLA tensors.
 
-torch_xla keys what it has traced by the identity of the function, and keeps it forever. So each function here
-is made once for what is static about it, and its arguments are arrays only.
+torch_xla keys its traces by the identity of the function, and keeps them forever. Each function here is
+therefore made once for its static arguments, and its own arguments are arrays only.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Program", "backward", "call", "forward", "jax_of_xla", "lowering", "shapes", "splitting"]
 
-#: Function of arrays that JAX traces.
+#: A function of arrays that JAX traces.
 Program = Callable[..., Any]
 
-# torch_xla notes the arguments of a call on an object that all calls of one function share.
+# All calls of a function share one torch_xla object, which stores the arguments of the current call.
 _lock = ForkSafeLock()
 
 
 def call(program: Program, *args: Any) -> list[Tensor]:
-    """The results of a program of this module: lazy tensors, traced once for each set of shapes.
+    """Run a program of this module. Results are lazy tensors, traced once for each set of shapes.
 
     ``args`` are XLA tensors, None, or nested sequences of them.
     """
@@ -39,7 +39,7 @@ def call(program: Program, *args: Any) -> list[Tensor]:
 
 
 def shapes(program: Program, *args: Any) -> list[tuple[tuple[int, ...], str]]:
-    """Shapes and names of the dtypes of a program's results; nothing is computed."""
+    """Return shapes and dtype names of a program's results, without computing them."""
     jax = jax_of_xla()
 
     def abstract(x: Any) -> Any:
@@ -53,7 +53,7 @@ def shapes(program: Program, *args: Any) -> list[tuple[tuple[int, ...], str]]:
 
 
 def jax_of_xla() -> Any:
-    """JAX, imported after torch_xla has its devices: the other way round, TPUs would be JAX's."""
+    """Import JAX after torch_xla has its devices. In the other order, JAX would own the TPUs."""
     from torch_xla._internal.jax_workarounds import jax_env_context, jax_import_guard
 
     jax_import_guard()
@@ -64,7 +64,7 @@ def jax_of_xla() -> Any:
 
 
 def _wide(args: Sequence[Any]) -> Any:
-    """JAX's mode of 64 bits where a tensor has float64."""
+    """Enable JAX's 64-bit mode if a tensor has dtype float64."""
     flat = (x for arg in args for x in (arg if isinstance(arg, (tuple, list)) else (arg,)))
     if not any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in flat):
         return nullcontext()
@@ -76,10 +76,10 @@ def _wide(args: Sequence[Any]) -> Any:
 
 @cache
 def lowering(recipe: str, sizes: tuple[int, int, int, int]) -> Program:
-    """``program(arrays, q_index, k_index)`` lowers the mask of a text of `attnspan.xla.recipe.encode`.
+    """Return ``program(arrays, q_index, k_index)``, which lowers the mask of a text from `recipe.encode`.
 
-    ``sizes`` are q_len, k_len, batch and heads. Its results are the bounds, the rows' indices where those are
-    not the last of the keys, and ``k_index`` where it is given.
+    ``sizes`` are q_len, k_len, batch and heads. Results are the bounds, the queries' indices if they are not
+    the last keys, and ``k_index`` if it is given.
     """
     from .recipe import decode
 
@@ -99,7 +99,7 @@ def lowering(recipe: str, sizes: tuple[int, int, int, int]) -> Program:
 
 @cache
 def splitting(batch: int, heads: int) -> Program:
-    """The seeds of all batch rows and heads: ``program(words)``, int32 (2,) to int32 (B, H, 2)."""
+    """Return ``program(words)``, the seeds of all batch elements and heads: int32 (2,) to int32 (B, H, 2)."""
 
     def program(words: Any) -> list[Any]:
         from jax.lax import bitcast_convert_type
@@ -114,7 +114,7 @@ def splitting(batch: int, heads: int) -> Program:
 
 @cache
 def forward(static: "Static") -> Program:
-    """``program(q, k, v, given)`` with the results out and lse; ``given`` has seeds of int32."""
+    """Return ``program(q, k, v, given)`` with results out and lse. ``given`` has seeds of int32."""
 
     def program(q: Any, k: Any, v: Any, given: Sequence[Any]) -> list[Any]:
         from attnspan.jax.backends import xla
@@ -126,10 +126,10 @@ def forward(static: "Static") -> Program:
 
 @cache
 def backward(static: "Static", want_dbias: bool) -> Program:
-    """``program(dout, dlse, q, k, v, given, out, lse)`` with the results dq, dk, dv, dbias, dsinks.
+    """Return ``program(dout, dlse, q, k, v, given, out, lse)`` with results dq, dk, dv, dbias, dsinks.
 
-    The last two have axes for batch rows and heads in front, of size 1 where they are sums over them; one
-    that does not exist is left out.
+    The last two have leading axes for batch and heads, of size 1 if the gradient is summed over them. Missing
+    gradients are left out.
     """
 
     def program(

@@ -1,7 +1,7 @@
-"""Masks in words and arrays: what crosses an operator, which takes tensors and strings only.
+"""Masks as text and arrays, because operators take only tensors and strings.
 
-A mask becomes the text of a Python literal, in which its arrays have numbers, and the list of those. An array
-that is used twice has one number: masks compare their arrays by identity.
+A mask becomes the text of a Python literal, in which its arrays are numbers, and the list of arrays. An array
+that is used twice has one number, because masks compare their arrays by identity.
 """
 
 from ast import literal_eval
@@ -16,7 +16,7 @@ from attnspan.masks.bounds import Spans
 
 __all__ = ["OpaqueError", "decode", "encode"]
 
-#: Name of each class of masks -> how one is put together from its fields.
+#: Name of each mask class -> function that builds a mask from its fields.
 _CLASSES: dict[str, Callable[..., Any]] = {}
 
 
@@ -29,11 +29,11 @@ register_pytrees(_register)
 
 
 class OpaqueError(Exception):
-    """A mask with a part that has no words: a function, or a class of masks of the user's own."""
+    """A part of a mask has no words: it is a function or a user's own mask class."""
 
 
 def encode(mask: Mask) -> tuple[str, list[Array], list[str]]:
-    """A mask as a text, its arrays, and the names of the fields that hold those; or an OpaqueError.
+    """Encode a mask as a text, its arrays, and the names of their fields. May raise an OpaqueError.
 
     Example:
         >>> from attnspan import causal, segments
@@ -47,7 +47,7 @@ def encode(mask: Mask) -> tuple[str, list[Array], list[str]]:
 
 
 def decode(text: str, arrays: Sequence[Array]) -> Mask:
-    """The mask of a text of `encode`, with these arrays in place of its own."""
+    """Return the mask of a text from `encode`, with these arrays."""
     return _value(literal_eval(text), arrays)  # type: ignore[no-any-return]
 
 

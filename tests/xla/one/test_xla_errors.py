@@ -20,7 +20,7 @@ IDS = torch.zeros(1, 6, dtype=torch.int64)
 
 def test_tensors_elsewhere() -> None:
     q = on_xla(Q)
-    with pytest.raises(DeviceError, match=r'q: expected an XLA tensor, got one on cpu.*\.to\("xla"\)'):
+    with pytest.raises(DeviceError, match=r'q: expected an XLA tensor, got a tensor on cpu.*\.to\("xla"\)'):
         attention(Q, Q, Q)
     with pytest.raises(DeviceError, match="v: expected an XLA tensor"):
         attention(q, q, Q)
@@ -62,7 +62,9 @@ def test_arrays_of_jax() -> None:
     import jax.numpy as jnp
 
     q, ids = on_xla(Q), jnp.zeros((1, 6), jnp.int32)
-    expected = "expected an XLA tensor, or an array of NumPy, got one of jax. Convert it by torch.from_dlpack"
+    expected = (
+        "expected an XLA tensor or a NumPy array, got an array of jax. Convert it with torch.from_dlpack"
+    )
     with pytest.raises(DtypeError, match=f"mask: q_ids: {expected}"):
         attention(q, q, q, mask=a.segments(ids))
     with pytest.raises(DtypeError, match=f"mask: bounds: {expected}"):

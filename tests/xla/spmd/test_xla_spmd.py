@@ -117,7 +117,7 @@ def test_a_split_sequence_is_wrong_in_the_field_and_refused_here() -> None:
     wrong = _shard_map(plain, mesh(), [spec] * 3, [spec])(*on_xla((q, k, v))).cpu().numpy()
     assert wrong.shape == exact.shape
     assert abs(wrong - exact).max() > 2
-    with pytest.raises(OptionError, match=r"partition_spec: length: .*plan with attnspan.parallel.Layout"):
+    with pytest.raises(OptionError, match=r"partition_spec: length: .*plan of attnspan.parallel.Layout"):
         attention(*on_xla((q, k, v)), mesh=mesh(), partition_spec=spec)
 
 

@@ -1,14 +1,15 @@
-"""The backends of JAX: one protocol, one table, and the choice for each platform.
+"""The JAX backends: one protocol, one table, and the selection for each platform.
 
-The module of a backend has ``supports(problem, static)``, which returns None or why it cannot run a call, and
+A backend's module has ``supports(problem, static)``, which returns None or why it cannot run a call, and
 
-* ``forward(part)``: out (B, Hq, Sq, Dv) and lse (B, Hq, Sq). A row that sees nothing has out 0, and lse -inf
-  or its sink; a row of illegal bounds has NaN in both.
-* ``backward(part, out, lse, dout, dlse, want_dbias)``: `Gradients` of sum(out * dout) + sum(lse * dlse); a
-  ``dlse`` of None is zeros. The gradient of the bias is left out unless it is wanted.
+* ``forward(part)``: returns out (B, Hq, Sq, Dv) and lse (B, Hq, Sq). A query that sees no key has out 0, and
+  as its lse -inf or its sink. A query with illegal bounds has NaN in both.
+* ``backward(part, out, lse, dout, dlse, want_dbias)``: returns the `Gradients` of
+  sum(out * dout) + sum(lse * dlse). A ``dlse`` of None means zeros. The gradient of the bias is left out
+  unless it is wanted.
 
-out, dq, dk and dv have the dtypes of q, k and v (see ``Static.wide``), all else is float32, or float64 for
-float64 inputs.
+out, dq, dk and dv have the dtypes of q, k and v (see ``Static.wide``). All other results are float32, or
+float64 for float64 inputs.
 """
 
 from __future__ import annotations
@@ -47,17 +48,18 @@ __all__ = [
 @without_locks
 @dataclass(frozen=True)
 class Backend:
-    """One backend, whose module is imported when it is first asked for.
+    """One backend. Its module is imported when it is first needed.
 
     Attributes:
         name: Its name in ``backend=``.
-        module: Its module here.
-        layouts: The orders of q, k and v that it reads as they are.
-        fine_lse: ``forward(part, fine=True)`` keeps what a float of lse loses, |lse| * 2^-24 of each weight:
-            lse is then complex, and that is its imaginary part, which `backward` reads.
-        own_derivative: JAX differentiates its `forward`; it has no `backward`.
+        module: Its module in this package.
+        layouts: The layouts of q, k and v that it reads without a copy.
+        fine_lse: ``forward(part, fine=True)`` keeps the rounding error of a float lse, which is |lse| * 2^-24
+            of each weight. The lse is then complex, with the error as its imaginary part, and `backward`
+            reads it.
+        own_derivative: JAX differentiates its `forward`, and it has no `backward`.
         reads_mask: It reads ``Static.mask`` and ``Static.want_lse``.
-        by_name: Why it has to be asked for even where it could run a call; empty for a default.
+        by_name: The reason why it must be requested explicitly. Empty for a default backend.
     """
 
     name: str
@@ -73,14 +75,15 @@ class Backend:
         return import_module(f".{self.module}", __name__)
 
     def supports(self, problem: Problem, static: Static) -> str | None:
-        """None, or why it cannot run a call."""
+        """Return None, or the reason why it cannot run a call."""
         reason: str | None = self._code.supports(problem, static)
         return reason
 
     def forward(self, part: JaxPart, fine: bool = False) -> tuple[Array, Array]:
-        """Out in the layout of the part, and lse; ``fine`` makes the lse complex, whether it is finer or not.
+        """Return out in the layout of the part, and lse. ``fine`` makes the lse complex.
 
-        A backend with a derivative of its own gives no lse where it has none.
+        The lse is complex even if it is not finer. A backend with its own derivative returns None if it has
+        no lse.
         """
         own = part if part.layout in self.layouts else part.in_layout("bhsd")
         if fine and self.fine_lse:
@@ -93,7 +96,7 @@ class Backend:
     def backward(
         self, part: JaxPart, out: Array, lse: Array, dout: Array, dlse: Array | None, want_dbias: bool
     ) -> Gradients:
-        """Gradients, those of q, k and v in the layout of the part, as ``out`` and ``dout`` are."""
+        """Return the gradients. dq, dk and dv are in the layout of the part, as ``out`` and ``dout`` are."""
         lse = lse if self.fine_lse else lse.real
         if part.layout in self.layouts:
             return self._code.backward(part, out, lse, dout, dlse, want_dbias)  # type: ignore[no-any-return]
@@ -102,31 +105,31 @@ class Backend:
         return (*(x.swapaxes(1, 2) for x in found[:3]), *found[3:])  # type: ignore[return-value]
 
 
-#: Every backend by name.
+#: All backends, keyed by name.
 BACKENDS = {
     backend.name: backend
     for backend in (
         Backend("cpu", "cpu", layouts=("bhsd", "bshd"), fine_lse=True),
         Backend("xla", "xla", fine_lse=True),
-        Backend("pallas", "pallas_tpu", by_name="it was never measured on hardware, so it runs by name only"),
+        Backend("pallas", "pallas_tpu", by_name="it was never measured on hardware, so it must be requested"),
         Backend("cudnn", "cudnn", own_derivative=True, reads_mask=True),
         Backend(
-            "math", "math", own_derivative=True, by_name="it stores every score, so it runs by name only"
+            "math", "math", own_derivative=True, by_name="it stores every score, so it must be requested"
         ),
     )
 }
 
-#: What a platform takes without a name, the preferred backend first.
+#: The default backends of each platform, the preferred one first.
 DEFAULTS = {"cpu": ("cpu", "xla"), "gpu": ("cudnn", "xla"), "tpu": ("xla",)}
 
-# Each platform by XLA's names.
+# XLA's names of each platform.
 _XLA_NAMES = {"cpu": ("cpu",), "gpu": ("cuda", "rocm"), "tpu": ("tpu",)}
 
 
 class Branch(NamedTuple):
-    """Backend of a program where it is compiled for a platform, by XLA's name of it; "" is any other one.
+    """Backend of a program on one platform. ``platform`` is XLA's name, and "" stands for all others.
 
-    With a ``refusal``, that it is compiled for such a platform is an error.
+    With a ``refusal``, compiling the program for that platform is an error.
     """
 
     platform: str
@@ -135,7 +138,7 @@ class Branch(NamedTuple):
 
 
 def candidates(static: Static, names: Iterable[str] = BACKENDS, unasked: bool = False) -> dict[str, Any]:
-    """Backends by name, as `choose` sees them; where none was asked for, some are for their names only."""
+    """Return backends keyed by name, as `choose` needs them. With ``unasked``, opt-in backends refuse."""
 
     def supports(name: str, problem: Problem) -> str | None:
         reason = BACKENDS[name].supports(problem, static)
@@ -145,31 +148,32 @@ def candidates(static: Static, names: Iterable[str] = BACKENDS, unasked: bool = 
 
 
 def choice_of(problem: Problem, static: Static, requested: str | None) -> Choice:
-    """The backend for the platform of the problem, and why each one preferred to it does not run."""
+    """Return the backend for the problem's platform, and why each preferred backend does not run."""
     names = DEFAULTS.get(problem.device, ("xla",)) if requested is None else BACKENDS
     return choose(problem, candidates(static, names), requested)
 
 
 def choose_backend(problem: Problem, static: Static, requested: str | None) -> str:
-    """The name of the backend for the platform of the problem; warns where a slower one stands in."""
+    """Return the name of the backend for the problem's platform. Warn if it is a slower fallback."""
     warn_if_slow(problem, static, requested)
     return choice_of(problem, static, requested).name
 
 
 def branches_of(problem: Problem, static: Static, requested: str | None) -> tuple[Branch, ...]:
-    """The backend of each platform that a program may be compiled for; the last branch is any other platform.
+    """Return the backend of each platform that a program may be compiled for.
 
-    Raises where there is no backend of that name, or it runs the call on no platform.
+    The last branch stands for all other platforms. Raises if no backend has that name, or if it cannot run
+    the call on any platform.
     """
     problems = {platform: replace(problem, device=platform) for platform in DEFAULTS}
     if requested is None:
         chosen = {p: _first(x, static) for p, x in problems.items()}
         if not any(chosen.values()):
-            choice_of(problem, static, None)  # which says why
+            choice_of(problem, static, None)  # raises the reason
         last = Branch("", "xla", BACKENDS["xla"].supports(problem, static) or "")
     else:
         if requested not in BACKENDS:
-            choice_of(problem, static, requested)  # which says so
+            choice_of(problem, static, requested)  # raises
         reasons = {p: BACKENDS[requested].supports(x, static) for p, x in problems.items()}
         if all(reasons.values()):
             choice_of(problem, static, requested)
@@ -185,13 +189,13 @@ def branches_of(problem: Problem, static: Static, requested: str | None) -> tupl
 
 
 def _first(problem: Problem, static: Static) -> str:
-    """The default backend of a platform; empty where none runs the call."""
+    """Return the default backend of a platform, or an empty string if none can run the call."""
     known = candidates(static, DEFAULTS[problem.device])
     return next((name for name, each in known.items() if each.supports(problem) is None), "")
 
 
 def static_for(backends: Iterable[str], static: Static) -> Static:
-    """Drop static fields that no chosen backend reads; they would force a program of its own."""
+    """Drop static fields that no chosen backend reads, because they would cause recompilations."""
     if any(BACKENDS[name].reads_mask for name in backends):
         return static
     return replace(static, mask=None, want_lse=True)
@@ -201,17 +205,17 @@ _warned: set[str] = set()
 
 
 def warn_if_slow(problem: Problem, static: Static, requested: str | None) -> None:
-    """Warn once per reason where plain XLA code stands in for a kernel."""
+    """Warn once per reason if plain XLA code replaces a kernel."""
     choice = choice_of(problem, static, None) if requested is None else None
     for name, reason in choice.refusals.items() if choice and choice.name == "xla" else ():
         message = f"attention runs as plain XLA code: backend {name!r} refused ({reason})"
         if message not in _warned:
             _warned.add(message)
-            text = f'{message}. Choose it by `with attnspan.backend("xla"):` to have no warning.'
+            text = f'{message}. To silence this warning, select it with `with attnspan.backend("xla"):`.'
             warnings.warn(text, SlowPathWarning, stacklevel=4)
 
 
 def symbols(problem: Problem) -> str | None:
-    """None, or why a kernel whose grid is made when a call is traced cannot run it."""
+    """Return None, or why a kernel whose grid is made at tracing time cannot run the problem."""
     known = all(isinstance(size, int) for size in (problem.batch, problem.q_len, problem.k_len))
-    return None if known else "it needs sizes that are numbers, not symbols"
+    return None if known else "it needs concrete sizes, not symbols"

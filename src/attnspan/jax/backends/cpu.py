@@ -1,4 +1,4 @@
-"""The backend "cpu": the compiled CPU kernel as XLA custom calls, on XLA's buffers and threads."""
+"""Backend "cpu": the compiled CPU kernel as XLA custom calls, on XLA's buffers and threads."""
 
 from typing import Any
 
@@ -16,21 +16,21 @@ from attnspan.kernels import cpu
 _BITS = {"bias": 1, "sinks": 2, "seeds": 4, "q_index": 8, "k_index": 16}
 _DLSE, _WANT_DBIAS, _LSE_LOW = 32, 64, 128
 
-#: 0 runs on XLA's threads; else on as many of the process's own, as torch's calls do. There is no difference
-#: that could be measured (docs/performance.md).
+#: 0 runs on XLA's threads. Another number runs on that many threads of the process, as torch's calls do.
+#: Benchmarks show no difference (docs/performance.md).
 OWN_THREADS = 0
 
 _registered = False
 
 
 def supports(problem: Problem, static: Static) -> str | None:
-    """None, or why the compiled kernel cannot run the problem."""
+    """Return None, or the reason why the compiled kernel cannot run the problem."""
     del static
     return cpu.supports(problem)
 
 
 def forward(part: JaxPart, fine: bool = False) -> tuple[Array, Array]:
-    """Out in the layout of the part, and lse (B, H, Sq), complex if it is to be `fine`."""
+    """Return out in the layout of the part, and lse (B, H, Sq), which is complex if it is `fine`."""
     q = part.q
     batch, heads, q_len = q.shape[:3] if part.layout == "bhsd" else (q.shape[0], q.shape[2], q.shape[1])
     out = jax.ShapeDtypeStruct((*q.shape[:3], part.v.shape[3]), result_dtype(q, part.static))
@@ -46,7 +46,7 @@ def forward(part: JaxPart, fine: bool = False) -> tuple[Array, Array]:
 def backward(
     part: JaxPart, out: Array, lse: Array, dout: Array, dlse: Array | None, want_dbias: bool
 ) -> Gradients:
-    """Gradients in the layout of the part."""
+    """Return the gradients in the layout of the part."""
     arrays, bits = _options(part)
     inputs = part.q, part.k, part.v
     results = [jax.ShapeDtypeStruct(x.shape, result_dtype(x, part.static)) for x in inputs]
@@ -70,7 +70,7 @@ def backward(
 
 
 def _options(part: JaxPart) -> tuple[tuple[Array, ...], int]:
-    """The arrays of options that are there, in the order of their bits."""
+    """Return the arrays of the options that are used, and their bits, in the order of the bits."""
     there = {name: getattr(part, name) for name in _BITS if getattr(part, name) is not None}
     return tuple(there.values()), sum(_BITS[name] for name in there)
 
@@ -79,7 +79,7 @@ def _call(
     target: str, results: tuple[Any, ...], operands: tuple[Array, ...], part: JaxPart, given: int
 ) -> tuple[Array, ...]:
     register()
-    if 0 in operands[0].shape:  # No query, so nothing has a value or a gradient.
+    if 0 in operands[0].shape:  # Without queries, all gradients are zero.
         return tuple(jnp.zeros(x.shape, x.dtype) for x in results)
     axes, static = axes_of(*operands), part.static
     call = jax.ffi.ffi_call(target, results)
@@ -98,7 +98,7 @@ def _call(
 
 
 def register() -> None:
-    """Make the targets of the compiled module known to XLA."""
+    """Register the targets of the compiled module with XLA."""
     global _registered
     if not _registered:
         for name, handler in cpu.core.xla_handlers().items():

@@ -1,7 +1,7 @@
-"""Backend "cudnn": NVIDIA's kernels, by `jax.nn.dot_product_attention`, for the few masks that they have.
+"""Backend "cudnn": NVIDIA's kernels through `jax.nn.dot_product_attention`, for a few masks.
 
-They give no lse that could be used: the one that JAX returns is rounded to q's dtype, and its gradient is
-dropped. So a call that asks for the lse goes elsewhere, and JAX differentiates its own function.
+The kernels return no usable lse: JAX rounds it to q's dtype and drops its gradient. If a call asks for the
+lse, another backend runs it. JAX differentiates its own function.
 """
 
 from functools import cache
@@ -16,11 +16,11 @@ from attnspan.jax.part import JaxPart, Static
 from . import symbols
 
 MAX_HEAD_DIM = 128
-_WIDE_HEAD_DIM = 256  # from Hopper on
+_WIDE_HEAD_DIM = 256  # Hopper and later
 
 
 def supports(problem: Problem, static: Static) -> str | None:
-    """None, or why cuDNN cannot run the problem."""
+    """Return None, or the reason why cuDNN cannot run the problem."""
     if problem.device != "gpu":
         return f"it runs on GPUs, not on {problem.device}"
     return _lacks_option(static) or _lacks_mask(problem, static) or _lacks_size(problem) or _missing()
@@ -39,11 +39,12 @@ def _lacks_option(static: Static) -> str | None:
 
 def _lacks_mask(problem: Problem, static: Static) -> str | None:
     if static.mask is None:
-        return "it needs a mask that is known when the call is traced: full, causal, or a window"
+        return "it needs a mask that is known at tracing time: full, causal, or a window"
     window, lengths = window_of(static), f"{problem.q_len} queries, {problem.k_len} keys"
     if window is None:
         return "its masks are full, causal, and windows without keys ahead"
-    # It counts from the first key; the last ones are the same where there are as many queries as keys.
+    # cuDNN aligns the first query with the first key. With as many queries as keys, both alignments are
+    # equal.
     differ = window[0] and problem.q_len != problem.k_len
     return f"it aligns the first query and key, not the last: {lengths}" if differ else None
 
@@ -64,9 +65,9 @@ def _lacks_size(problem: Problem) -> str | None:
 
 
 def window_of(static: Static) -> tuple[bool, int | None] | None:
-    """The mask as cuDNN has it: whether it is causal, and how many keys before itself a query sees.
+    """Return the mask in cuDNN's form: whether it is causal, and how many keys before itself a query sees.
 
-    None where it is another mask.
+    None for a mask without that form.
     """
     if static.mask is None or static.mask == ("full",) or static.mask == ("window", None, None):
         return None if static.mask is None else (False, None)
@@ -78,7 +79,7 @@ def window_of(static: Static) -> tuple[bool, int | None] | None:
 
 
 def forward(part: JaxPart) -> tuple[jax.Array, None]:
-    """Out, differentiably by JAX, of a call that `supports` takes; no lse. The mask is that of ``static``."""
+    """Return out of a supported call, and no lse. The mask is in ``static``, and JAX differentiates out."""
     mask = window_of(part.static)
     assert mask is not None, part.static.mask
     assert all(x is None for x in (part.bias, part.sinks, part.seeds)), "options that would be ignored"
@@ -92,7 +93,7 @@ def forward(part: JaxPart) -> tuple[jax.Array, None]:
 
 @cache
 def _is_hopper() -> bool:
-    """Whether the devices are Hopper or later, as JAX asks; not where there are none."""
+    """Return whether JAX's GPUs are Hopper or later. False without GPUs."""
     try:
         device = jax.local_devices(backend="gpu")[0]
     except RuntimeError:

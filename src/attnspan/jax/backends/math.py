@@ -1,7 +1,7 @@
-"""Backend "math": attention as plain JAX code, every score stored, every derivative there.
+"""Backend "math": attention as plain JAX code, which stores all scores and has all derivatives.
 
-Memory is O(q_len * k_len), so this is the backend for derivatives of higher order and forward mode. A NaN or
-inf of a key, a query or an incoming gradient reaches only what may see it.
+Memory is O(q_len * k_len), so use it for higher-order derivatives and forward mode. A NaN or inf in a key, a
+query or an incoming gradient reaches only results that may see it.
 
 Shape suffixes: b batch, h kv heads, m query heads of one group times queries, s keys, d head_dim, e v_dim.
 """
@@ -24,13 +24,13 @@ from .tiles import by_distance, capped, illegal_rows, positions_of
 
 
 def supports(problem: Problem, static: Static) -> str | None:
-    """None: plain code runs everything that passed validation."""
+    """Return None: plain code runs everything that passed validation."""
     del problem, static
     return None
 
 
 def forward(part: JaxPart) -> tuple[Array, Array]:
-    """See `attnspan.jax.backends`; differentiable to any order and in both modes, bias and sinks too."""
+    """See `attnspan.jax.backends`. Differentiable to any order and in both modes, also by bias and sinks."""
     q, k, v, static = part.q, part.k, part.v, part.static
     batch, q_heads, q_len, _ = q.shape
     wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
@@ -58,7 +58,7 @@ def forward(part: JaxPart) -> tuple[Array, Array]:
 
 
 class _Fold:
-    """(B|1, Hq|1, Sq|1, n) as (B|1, Hkv, m, n): query heads of one group become rows."""
+    """Reshape (B|1, Hq|1, Sq|1, n) to (B|1, Hkv, m, n): query heads of one group become rows."""
 
     def __init__(self, q_heads: int, kv_heads: int, q_len: int) -> None:
         self.heads, self.kv_heads, self.rows = q_heads, kv_heads, q_len
@@ -69,8 +69,8 @@ class _Fold:
 
 
 def _softmax(scores: Array, visible: Array, sink: Array | None) -> tuple[Array, Array]:
-    """The weights of each row, and the logarithm of its sum of exponentials."""
-    # The maximum cancels in every result, so its derivative is none; of no keys it is -inf.
+    """Return the weights of each row and the log-sum-exp of its scores."""
+    # The maximum cancels in every result, so it needs no derivative. Without keys it is -inf.
     top = lax.stop_gradient(scores).max(-1, keepdims=True, initial=-jnp.inf)
     if sink is not None:
         top = jnp.maximum(top, lax.stop_gradient(sink))
@@ -81,23 +81,24 @@ def _softmax(scores: Array, visible: Array, sink: Array | None) -> tuple[Array, 
         total = total + jnp.exp(sink - top)
     empty = total == 0
     total = jnp.where(empty, 1, total)
-    # Masked once more: with one NaN a row has nothing else, and would give it to keys that it does not see.
+    # Masked again: one NaN fills a whole row of weights, which would pass it to keys that the row does not
+    # see.
     weights = jnp.where(visible, weights / total, 0)
     return weights, jnp.where(empty, -jnp.inf, top + jnp.log(total))
 
 
 def _visible(bounds: Array, k_len: int) -> Array:
-    """The dense mask, (B|1, Hq|1, Sq, Sk)."""
+    """Return the dense mask, (B|1, Hq|1, Sq, Sk)."""
     keys = jnp.arange(k_len, dtype=jnp.int32)
     lo, hi = bounds[..., :1], bounds[..., 1:]
     return ((lo <= keys) & (keys < hi)).any(-2)
 
 
 def _bias(part: JaxPart, fold: _Fold, visible: Array, wide: Any) -> tuple[Array, Array, Array]:
-    """The bias of the scores, (B|1, Hkv, m, Sk), less each row's largest one; that one; and what is visible.
+    """Return the bias less its maximum per row (B|1, Hkv, m, Sk), that maximum, and the visible pairs.
 
-    A sum of a score and a large bias would lose the score. What all biases of a row share changes nothing but
-    the lse.
+    A score plus a large bias would lose the score's digits. A constant that all biases of a row share changes
+    only the lse.
     """
     kind, bias = part.static.bias_kind, part.bias
     assert bias is not None, "a kind of bias needs its parameter"
@@ -118,10 +119,10 @@ def _bias(part: JaxPart, fold: _Fold, visible: Array, wide: Any) -> tuple[Array,
     distance = keys[:, None, :] - queries[:, :, None]
     factor = fold((distance if kind == SIGNED_ALIBI else -jnp.abs(distance))[:, None])
     slope = fold(bias[:, :, None, None].astype(wide))
-    # Integers: a float32 of a distance beyond 2^24 would tell no neighbours apart.
+    # Distances stay integers, because float32 cannot tell neighbours apart beyond 2^24.
     up = jnp.where(slope < 0, -factor, factor)
     top = jnp.where(visible, up, np.iinfo(np.int32).min).max(-1, keepdims=True)
     seen = visible.any(-1, keepdims=True)
     origin = jnp.where(seen, jnp.where(slope < 0, -top, top), 0)
-    base = jnp.where(seen, slope * origin.astype(wide), 0)  # whatever the slope of no key is
+    base = jnp.where(seen, slope * origin.astype(wide), 0)  # a slope may be inf
     return slope * (factor - origin).astype(wide), base, visible

@@ -1,9 +1,9 @@
-"""Products of matrices over visible pairs only, which do not multiply a masked 0 by a NaN in any derivative.
+"""Matrix products over visible pairs only. No derivative multiplies a masked 0 by a NaN.
 
-Two primitives that are each other's derivatives. Each is linear in either factor, so that JAX's own
-machinery makes of their rules both modes, every order, and vmap.
+The two primitives are each other's derivatives. Each is linear in either factor. From their rules, JAX
+therefore derives forward and reverse mode, every order, and vmap.
 
-All arrays have the same number of axes; those before the last two may be 1 in `visible`, but nowhere else.
+All arrays have the same number of axes. In `visible`, the axes before the last two may have size 1.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from attnspan.jax.varying import axes_of_types
 
 
 def pair_product(a: Array, b: Array, visible: Array) -> Array:
-    """a @ b^T for visible pairs, 0 for others: (..., m, d) and (..., n, d) to (..., m, n).
+    """Return a @ b^T for visible pairs, 0 for others: (..., m, d) and (..., n, d) to (..., m, n).
 
     Example:
         >>> a, b = jnp.ones((2, 1)), jnp.array([[1.0], [jnp.nan]])
@@ -30,9 +30,9 @@ def pair_product(a: Array, b: Array, visible: Array) -> Array:
 
 
 def row_product(w: Array, x: Array, visible: Array) -> Array:
-    """w @ x over visible pairs, for a w that is 0 elsewhere: (..., m, n), (..., n, e) to (..., m, e).
+    """Return w @ x over visible pairs: (..., m, n) and (..., n, e) to (..., m, e).
 
-    What is not finite in x becomes NaN in the rows that see it.
+    w must be 0 for other pairs. If an element of x is not finite, the rows that see it become NaN.
 
     Example:
         >>> w, x = jnp.array([[1.0, 0.0], [0.5, 0.5]]), jnp.array([[1.0], [jnp.inf]])
@@ -75,7 +75,7 @@ def _row_transposed(cotangent: Array, w: Any, x: Any, visible: Array) -> list[An
 
 
 def _tangent(primitive: Primitive) -> Callable[..., Any]:
-    """The rule of Leibniz. A tangent of w is masked as w itself is; pairs mask their result."""
+    """Return the product rule. A tangent of w is masked as w itself is. Pair products mask their result."""
 
     def rule(primals: Any, tangents: Any) -> Any:
         a, b, visible = primals
@@ -92,7 +92,7 @@ def _tangent(primitive: Primitive) -> Callable[..., Any]:
 
 
 def _batch(primitive: Primitive) -> Callable[..., Any]:
-    """One more axis in front, which the mask alone may leave at 1."""
+    """Return the rule that adds an axis in front. Only the mask may have size 1 there."""
 
     def rule(args: Any, dims: Any) -> Any:
         size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
@@ -104,14 +104,14 @@ def _batch(primitive: Primitive) -> Callable[..., Any]:
 
 
 def _make(name: str, value: Callable[..., Array], columns: int, transposed: Callable[..., Any]) -> Primitive:
-    """A primitive with all of its rules; the result has as many columns as `b` has on axis `columns`."""
+    """Make a primitive with all of its rules. Its result has `b.shape[columns]` columns."""
     primitive = Primitive(name)
     primitive.def_impl(value)
 
     def shape(a: Any, b: Any, visible: Any) -> ShapedArray:
         del visible
         sizes = (*a.shape[:-1], b.shape[columns])
-        # Inside `shard_map` types say over which axes arrays vary, the same for both by now.
+        # Inside `shard_map`, types say over which axes arrays vary. Both arrays vary over the same axes here.
         return a.update(shape=sizes) if axes_of_types(a, b) else ShapedArray(sizes, a.dtype)
 
     primitive.def_abstract_eval(shape)

@@ -1,4 +1,4 @@
-"""Parts that backends share, for a tile of scores or all of them: softcap, dropout, derivatives."""
+"""Functions that backends share, for one tile of scores or for all: softcap, dropout, derivatives."""
 
 import math
 from collections.abc import Iterator
@@ -15,18 +15,18 @@ from attnspan.call.dropout import scale_of_kept
 from attnspan.jax.dropout import row_words
 from attnspan.jax.part import JaxPart, Static
 
-#: Kernels for devices compute powers of two: their scores and lse are in units of log2.
+#: Kernels for devices compute powers of two, so their scores and lse are in units of log2.
 LOG2E, LN2 = math.log2(math.e), math.log(2)
 
-#: Whether Pallas kernels run as plain array code, see `interpreted`.
+#: Whether Pallas kernels run as plain array code (see `interpreted`).
 interpret = ContextVar("attnspan_interpret", default=False)
 
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """Run Pallas kernels as plain array code, on CPU: for tests.
+    """Run Pallas kernels as plain array code on CPU, for tests.
 
-    What was compiled outside stays what it is.
+    Programs that were compiled outside of the block do not change.
     """
     token = interpret.set(True)
     try:
@@ -53,18 +53,18 @@ class InBlocks:
 
 
 def capped(x: Any, softcap: float) -> tuple[Any, Any]:
-    """The softcapped scores, and their derivative; None for 1."""
+    """Return the softcapped scores and their derivative. None stands for a derivative of 1."""
     if not softcap:
         return x, None
     t = jnp.tanh(x / softcap)
     y = softcap * t
-    if softcap > 1e4:  # Far below the cap tanh changes nothing, but the quotient may underflow.
+    if softcap > 1e4:  # Far below the cap, tanh changes nothing, but the quotient may underflow.
         y = jnp.where(jnp.abs(x) < 1e-4 * softcap, x, y)
     return y, 1 - t * t
 
 
 def scores_of_products(products: Any, static: Static) -> tuple[Any, Any]:
-    """Scores of q . k in units of log2, and their derivative by scaled products; None for 1."""
+    """Return the scores in units of log2 and their derivative by scaled products. None stands for 1."""
     if not static.softcap:
         return products * np.float32(static.scale * LOG2E), None
     t = jnp.tanh(products * np.float32(static.scale / static.softcap))
@@ -74,12 +74,19 @@ def scores_of_products(products: Any, static: Static) -> tuple[Any, Any]:
 def gradients_of_scores(
     weights: Any, dweights: Any, common: Any, static: Static, *, visible: Any, keep: Any, slope: Any
 ) -> tuple[Any, Any, Any]:
-    """The backward pass of a tile; see `attnspan.reference.backward` for the formulas.
+    """The backward pass of a tile. See `attnspan.reference.backward` for the formulas.
 
-    ``weights`` of the softmax, anything where ``visible`` is False; ``dweights``, dout . v of each pair;
-    and ``common`` of `common_of`. ``visible`` and ``keep`` are None for all pairs, ``slope``, the derivative
-    of the softcap, None for 1. Returns the weights that met the values, and the gradients of the scores after
-    and before the softcap.
+    Args:
+        weights: Softmax weights. Their values are ignored where ``visible`` is False.
+        dweights: dout . v of each pair.
+        common: Result of `common_of`.
+        static: The numbers of the call.
+        visible: Visible pairs, None for all.
+        keep: Pairs that dropout keeps, None for all.
+        slope: Derivative of the softcap, None for 1.
+
+    Returns:
+        The weights after dropout, and the gradients of the scores after and before the softcap.
     """
     met = weights
     if keep is not None:
@@ -90,21 +97,21 @@ def gradients_of_scores(
         dx, met = jnp.where(visible, dx, 0), jnp.where(visible, met, 0)
     ds = dx if slope is None else dx * slope
     if visible is not None and slope is not None:
-        ds = jnp.where(visible, ds, 0)  # The slope of a hidden score may be NaN.
+        ds = jnp.where(visible, ds, 0)  # A hidden score's slope may be NaN.
     return met, dx, ds
 
 
 def common_of(dout: Any, out: Any, dlse: Any, alive: Any, wide: Any = jnp.float32) -> Any:
-    """Common term of the gradients of a row's scores: dlse minus the sum of dout * out, (B, H, Sq).
+    """Return the common term of the gradients of a query's scores: dlse - sum(dout * out), (B, H, Sq).
 
-    Of rows that see nothing, where ``alive`` is False, dout is not read.
+    If a query sees no key (``alive`` is False), its dout is not read.
     """
     common = jnp.where(alive, -(dout.astype(wide) * out.astype(wide)).sum(-1), 0)
     return common if dlse is None else common + dlse.astype(wide)
 
 
 def sinks_gradient(sinks: Any, lse: Any, common: Any) -> Any:
-    """A sink is a key without a value: its weight times what its row's weights share."""
+    """Return the gradient of the sinks. A sink is a key without a value: its weight times the common term."""
     if sinks is None:
         return None
     sinks = sinks.astype(common.dtype)[:, None]
@@ -113,7 +120,7 @@ def sinks_gradient(sinks: Any, lse: Any, common: Any) -> Any:
 
 
 def positions_of(part: JaxPart) -> tuple[jax.Array, jax.Array]:
-    """Global indices of queries (B|1, Sq) and keys (B|1, Sk), int32, of a part in the layout "bhsd"."""
+    """Return the global indices of queries (B|1, Sq) and keys (B|1, Sk), int32, of a "bhsd" part."""
     queries, keys, q_len, k_len = part.q_index, part.k_index, part.q.shape[2], part.k.shape[2]
     if queries is None:
         queries = jnp.arange(k_len - q_len, k_len, dtype=jnp.int32)[None]
@@ -121,23 +128,23 @@ def positions_of(part: JaxPart) -> tuple[jax.Array, jax.Array]:
 
 
 def by_distance(table: Any, queries: Any, keys: Any) -> jax.Array:
-    """Values of a distance table (Hq, 2L + 1) for indices (B|1, m) and (B|1, n): (B|1, Hq, m, n)."""
+    """Return values of a distance table (Hq, 2L + 1) for indices (B|1, m), (B|1, n): (B|1, Hq, m, n)."""
     (heads, width), reach = table.shape, table.shape[1] // 2
     columns = jnp.clip(keys[:, None, :] - queries[:, :, None], -reach, reach) + reach
-    # Of one axis: on TPUs gathered columns of all heads would each fill 128 lanes.
+    # Gather from one axis, because on TPUs gathered columns of all heads would each fill 128 lanes.
     at = columns[:, None] + jnp.arange(heads, dtype=jnp.int32)[:, None, None] * width
     return table.reshape(-1)[at]  # type: ignore[no-any-return]
 
 
 def words_of_rows(part: JaxPart) -> tuple[jax.Array, jax.Array]:
-    """The two words of each query row that dropout hashes with its keys, uint32 (B, Hq, Sq)."""
+    """Return the two words per query that dropout hashes with its keys, uint32 (B, Hq, Sq)."""
     assert part.seeds is not None, "dropout needs seeds"
     rows = positions_of(part)[0]
     return row_words(part.seeds[..., :1], part.seeds[..., 1:], rows[:, None, :])
 
 
 def illegal_rows(bounds: jax.Array, k_len: int) -> jax.Array:
-    """Return whether each row (B|1, H|1, Sq) has a span beyond the keys or before its predecessor."""
+    """Return whether each query (B|1, H|1, Sq) has a span beyond the keys or before its previous span."""
     lo, hi = bounds[..., 0], bounds[..., 1]
     filled = lo < hi
     end = lax.cummax(jnp.where(filled, hi, 0), axis=3)
@@ -146,6 +153,9 @@ def illegal_rows(bounds: jax.Array, k_len: int) -> jax.Array:
 
 
 def legal(bounds: jax.Array, k_len: int) -> jax.Array:
-    """Bounds whose illegal rows see nothing, marked by spans [-1, -1); empty spans of others are [0, 0)."""
+    """Return bounds whose illegal queries see nothing, marked by spans [-1, -1).
+
+    Empty spans of other queries become [0, 0).
+    """
     found = jnp.where((bounds[..., 0] < bounds[..., 1])[..., None], bounds, 0)
     return jnp.where(illegal_rows(bounds, k_len)[..., None, None], -1, found)

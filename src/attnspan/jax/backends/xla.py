@@ -1,11 +1,12 @@
-"""Backend "xla": attention by blocks in plain JAX, O(S) memory, on any device that XLA compiles for.
+"""Backend "xla": blockwise attention in plain JAX with O(S) memory, on any device that XLA supports.
 
-FlashAttention-2 (Dao 2023, arXiv:2307.08691, algorithms 1 and 2) as loops of XLA: over blocks of queries, and
-within one over those blocks of keys that some of its rows see. How many those are is read from the bounds
-while the program runs, so a mask costs what it shows. All batch rows and heads share a tile.
+The backend implements FlashAttention-2 (Dao 2023, arXiv:2307.08691, algorithms 1 and 2) with XLA loops. The
+outer loop runs over blocks of queries. The inner loop runs over the blocks of keys that some of these queries
+see. The program reads their number from the bounds while it runs, so masked blocks cost nothing. All batch
+elements and heads share a tile.
 
-A NaN or inf reaches the rows that see its key, and others of the same tile; keys that no row of a tile sees
-do not matter to it.
+A NaN or inf in a key reaches the queries that see the key, and other queries of the same tile. A key that no
+query of a tile sees does not affect the tile.
 """
 
 from typing import Any, NamedTuple
@@ -38,15 +39,15 @@ from .xla_tiles import (
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
-#: Up to this size a float of an lse is as precise as weights are.
+#: Up to this size, a float lse is as precise as the weights.
 _MOST_LSE = 128.0
 
 
 def supports(problem: Problem, static: Static) -> str | None:
-    """None, or why this backend cannot run a call."""
+    """Return None, or the reason why this backend cannot run a call."""
     del static
     if not (isinstance(problem.q_len, int) and isinstance(problem.k_len, int)):
-        return "its blocks need lengths that are numbers, not symbols"
+        return "its blocks need concrete lengths, not symbols"
     return None if problem.dtype in _DTYPES else f"it computes in {', '.join(_DTYPES)}, not {problem.dtype}"
 
 
@@ -71,7 +72,7 @@ def forward(part: JaxPart, fine: bool = False) -> tuple[jax.Array, jax.Array]:
 
 
 def _fine(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a + b, with what its rounding loses as the imaginary part (Knuth 1969, TwoSum)."""
+    """Return a + b with its rounding error as the imaginary part (Knuth 1969, TwoSum)."""
     total = a + b
     of_b = total - a
     lost = (a - (total - of_b)) + (b - of_b)
@@ -117,7 +118,7 @@ def _wide(q: jax.Array) -> Any:
 
 
 class _QueryInputs(NamedTuple):
-    """A block of queries and what comes back to it; `_t` has rows along the last axis.
+    """A block of queries and its incoming gradients. Arrays with `_t` have queries along the last axis.
 
     A weight is exp(x - top) * factor.
     """
@@ -133,13 +134,13 @@ class _QueryInputs(NamedTuple):
 
 
 class _Loops:
-    """The bodies of both loops over blocks of queries, and of those over blocks of keys within."""
+    """The bodies of the loops over blocks of queries, and of the inner loops over blocks of keys."""
 
     def __init__(self, part: JaxPart) -> None:
         q, k, v, static = part.q, part.k, part.v, part.static
         self.sizes: Tiling = sizes_of(q, k)
         self.q, self.k, self.v = grouped(q, self.sizes), k, v
-        # Turned once and for all: turning blocks, or worse tiles, in the loops costs as much as a product.
+        # Transposed once, because transposing blocks or tiles in the loops costs as much as a product.
         self.k_t, self.v_t = k.swapaxes(2, 3), v.swapaxes(2, 3)
         self.part, self.static = part, static
         self.axes = axes_of(part)
@@ -149,16 +150,16 @@ class _Loops:
         self.bias: Bias | None = bias_of(part, self.sizes, self.wide)
 
     def run(self, blocks: Any, body: Any, start: Any) -> Any:
-        """A loop over blocks; all that it carries varies, inside `shard_map`, as the arguments do."""
+        """Run a loop over blocks. Inside `shard_map`, all that it carries varies as the arguments do."""
         return lax.fori_loop(jnp.int32(0), jnp.int32(blocks), body, spread(start, self.axes))
 
     def rows(self, i: jax.Array) -> QueryBlock:
-        """The i-th block of queries."""
+        """Return the i-th block of queries."""
         rows = rows_of(i, self.part, self.sizes)
         return rows if self.bias is None else self.bias.placed(rows, self.part)
 
     def product(self, subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-        """A product of two tiles, summed in float32 or wider."""
+        """Return a product of two tiles, summed in float32 or wider."""
         precision = lax.Precision.DEFAULT if self.narrow == jnp.bfloat16 else lax.Precision.HIGHEST
         a, b = a.astype(self.narrow), b.astype(self.narrow)
         return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=self.wide)
@@ -166,7 +167,7 @@ class _Loops:
     def scores(
         self, q: jax.Array, rows: QueryBlock, keys: KeyBlock
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """A tile's scores less the rows' bases, which pairs it sees, and the derivative of the softcap."""
+        """Return a tile's scores less the queries' bases, its visible pairs, and the softcap's derivative."""
         raw = self.product("bhgmd,bhdn->bhgmn", q, self.block(self.k_t, keys, 3)) * self.static.scale
         x, slope = capped(raw, self.static.softcap)
         visible = keys.visible
@@ -178,7 +179,7 @@ class _Loops:
         return x, visible, slope
 
     def block(self, x: jax.Array, keys: KeyBlock, axis: int) -> jax.Array:
-        """A block of keys or values, with 0 for those that no row of the tile sees, whatever they hold."""
+        """Return a block of keys or values, with 0 for keys that no query of the tile sees."""
         seen = keys.seen[..., None] if axis == 2 else keys.seen[:, :, None]
         return jnp.where(seen, lax.dynamic_slice_in_dim(x, keys.start, self.sizes.block_k, axis), 0)
 
@@ -201,7 +202,7 @@ class _Loops:
         return self.write_rows(out, sums, rows), self.write_rows(lse, logs[..., 0], rows)
 
     def no_keys(self, rows: QueryBlock, q: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The maximum and the sum of a block's rows before the first key: those of the sink."""
+        """Return the maximum and the sum of a block's queries before the first key. Only the sink counts."""
         top, total = jnp.full((*q.shape[:4], 1), -jnp.inf, self.wide), jnp.zeros((*q.shape[:4], 1), self.wide)
         if self.part.sinks is None:
             return top, total
@@ -210,18 +211,18 @@ class _Loops:
         return jnp.broadcast_to(sinks, top.shape), jnp.where(sinks == -jnp.inf, total, 1)
 
     def sums_of_tile(self, state: Any, rows: QueryBlock, keys: KeyBlock, q: jax.Array) -> Any:
-        """The maximum and the sum with one tile more; its weights, and what becomes of those so far."""
+        """Return the maximum and the sum after one more tile, its weights, and the factor of earlier sums."""
         top, total = state
         x, visible, _ = self.scores(q, rows, keys)
         x = jnp.where(visible, x, -jnp.inf)
         new_top = jnp.maximum(top, x.max(-1, keepdims=True))
-        # A row that has seen nothing yet: exp(-inf - 0) = 0, where exp(-inf + inf) would be NaN.
+        # For a query without keys so far, exp(-inf - 0) is 0, but exp(-inf + inf) would be NaN.
         finite_top = jnp.where(new_top == -jnp.inf, 0, new_top)
         weights, fade = jnp.exp(x - finite_top), jnp.exp(top - finite_top)
         return (new_top, total * fade + weights.sum(-1, keepdims=True)), weights, fade
 
     def forward_tile(self, t: jax.Array, state: Any, rows: QueryBlock, q: jax.Array) -> Any:
-        """One step of the online softmax; `top` is subtracted from all scores so far."""
+        """Run one step of the online softmax. `top` is subtracted from all scores so far."""
         *state, sums = state
         keys = keys_of(t, rows, self.part, self.sizes)
         (new_top, total), weights, fade = self.sums_of_tile(state, rows, keys, q)
@@ -233,14 +234,14 @@ class _Loops:
     def backward_rows(
         self, i: jax.Array, state: Any, dout: jax.Array, lse: jax.Array, common: jax.Array
     ) -> Any:
-        """Add what the i-th block of queries contributes to every gradient."""
+        """Add the contributions of the i-th block of queries to every gradient."""
         dq, *rest = state
         rows = self.rows(i)
         q, dout, lse, common = (
             lax.dynamic_slice_in_dim(x, rows.start, self.sizes.block_q, 3)
             for x in (self.q, dout, lse[..., None], common[..., None])
         )
-        # Of rows that see nothing, nothing is read: 0 * NaN would reach every key of the tile.
+        # Inputs of queries that see no key become 0, because 0 * NaN would reach every key of the tile.
         q, dout = jnp.where(rows.alive, q, 0), jnp.where(rows.alive, dout, 0)
         top, factor = self.normalizers(rows, q, lse)
         given = _QueryInputs(rows, q, q.swapaxes(3, 4), dout, dout.swapaxes(3, 4), top, factor, common)
@@ -250,7 +251,10 @@ class _Loops:
         return self.write_rows(dq, block, rows), *rest
 
     def normalizers(self, rows: QueryBlock, q: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Normalizers of the scores: the lse, or sums anew where it is too large to tell weights apart."""
+        """Return the normalizers of the scores: the lse, or new sums if the lse is too large.
+
+        A large lse is not precise enough as a float.
+        """
         lse, lost = lse.real, lse.imag if jnp.iscomplexobj(lse) else None
         large = jnp.abs(lse) > _MOST_LSE
         if rows.base is not None:
@@ -265,7 +269,7 @@ class _Loops:
         return jnp.where(large, top, lse), jnp.where(large, 1 / total, 1 if lost is None else jnp.exp(-lost))
 
     def backward_tile(self, t: jax.Array, state: Any, given: _QueryInputs) -> Any:
-        """Add what one tile contributes."""
+        """Add the contributions of one tile."""
         dq, dk_t, dv_t, dbias = state
         rows = given.rows
         keys = keys_of(t, rows, self.part, self.sizes)
@@ -283,7 +287,7 @@ class _Loops:
         return dq, dk_t, dv_t, dbias
 
     def write_rows(self, x: jax.Array, block: jax.Array, rows: QueryBlock) -> jax.Array:
-        """`x` (B, Hkv, G, Sq, ...) with a block of queries in it, but for rows of the block before."""
+        """Write a block of queries to `x` (B, Hkv, G, Sq, ...), except queries of the block before."""
         if rows.own is not None:
             old = lax.dynamic_slice_in_dim(x, rows.start, self.sizes.block_q, 3)
             own = rows.own.reshape(-1, *[1] * (x.ndim - 4))

@@ -1,8 +1,11 @@
-"""Biases of the blockwise backend, tile by tile, and their gradients.
+"""Biases of the blockwise backend and their gradients, tile by tile.
 
-A `Bias` has `placed(rows, part)`, the rows with the base that is subtracted from their biases;
-`tile(rows, keys)`, what is added to the scores (B|1, Hkv|1, G|1, m, n); `zeros()`, an empty gradient, to
-which `add(gradient, rows, keys, dx)` adds a tile; and `finish(gradient)`, in the shape of the parameter.
+A `Bias` has these methods:
+
+* `placed(rows, part)` returns the rows with the base that is subtracted from their biases.
+* `tile(rows, keys)` returns the numbers that are added to the scores, (B|1, Hkv|1, G|1, m, n).
+* `zeros()` returns an empty gradient, and `add(gradient, rows, keys, dx)` adds a tile to it.
+* `finish(gradient)` returns the gradient in the shape of the parameter.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from .xla_tiles import KeyBlock, QueryBlock, Tiling, add_block, grouped, take, u
 
 
 def bias_of(part: JaxPart, sizes: Tiling, wide: Any) -> Bias | None:
-    """The bias of a call, computed in `wide`."""
+    """Return the bias of a call, computed in `wide`."""
     kind = part.static.bias_kind
     if kind == 0:
         return None
@@ -37,12 +40,12 @@ def bias_of(part: JaxPart, sizes: Tiling, wide: Any) -> Bias | None:
 
 
 def _distance(rows: QueryBlock, keys: KeyBlock) -> jax.Array:
-    """(B|1, m, n)."""
+    """Return key index minus query index, (B|1, m, n)."""
     return keys.indices[:, None, :] - rows.indices[:, :, None]
 
 
 def _places(queries: jax.Array, k_index: jax.Array | None) -> jax.Array:
-    """Count keys before each query (B|1, m), any of which it may see."""
+    """Count the keys before each query (B|1, m), visible or not."""
     if k_index is None:
         return queries
     batch = max(queries.shape[0], k_index.shape[0])
@@ -51,7 +54,7 @@ def _places(queries: jax.Array, k_index: jax.Array | None) -> jax.Array:
 
 
 def _index_at(places: jax.Array, k_index: jax.Array | None) -> jax.Array:
-    """The indices of the keys at places (B|1, H, G, m, R)."""
+    """Return the indices of the keys at places (B|1, H, G, m, R)."""
     if k_index is None:
         return places
     flat = places.reshape(*places.shape[:3], -1)
@@ -60,19 +63,19 @@ def _index_at(places: jax.Array, k_index: jax.Array | None) -> jax.Array:
 
 
 def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The sum over the axes that have one element in `shape`."""
+    """Return the sum over the axes that have size 1 in `shape`."""
     return x.sum([axis for axis, size in enumerate(shape) if size == 1], keepdims=True)
 
 
 class _Plain:
-    """Biases that are added as they are."""
+    """Biases that are added unchanged."""
 
     def placed(self, rows: QueryBlock, part: JaxPart) -> QueryBlock:
         del part
         return rows
 
 
-#: Slopes times distances up to this are added as they are: floats of such scores are fine enough.
+#: Slopes times distances up to this size are added unchanged, because float scores are precise enough.
 _MOST_PLAIN = 64.0
 
 
@@ -88,9 +91,9 @@ class _Slopes:
         return distance if self.signed else -jnp.abs(distance)
 
     def placed(self, rows: QueryBlock, part: JaxPart) -> QueryBlock:
-        """`rows` with the largest bias of each as its base, where all of its keys are far away.
+        """Return `rows` with each row's largest bias as its base, if all of the row's keys are far away.
 
-        Of keys that do not ascend the base may be another one, which is as right and less precise.
+        If the keys do not ascend, the base may be another bias. The result is then correct but less precise.
         """
         lo, hi = rows.lo, rows.hi
         queries = rows.indices[:, None, None, :, None]
@@ -107,7 +110,7 @@ class _Slopes:
         return rows._replace(origin=jnp.where(far, origin, 0), base=jnp.where(far, base, 0))
 
     def tile(self, rows: QueryBlock, keys: KeyBlock) -> jax.Array:
-        # Integers: a float32 of a distance beyond 2^24 would tell no neighbours apart.
+        # Distances stay integers, because float32 cannot tell neighbours apart beyond 2^24.
         return self.slopes * (self._factor(rows, keys) - rows.origin).astype(self.slopes.dtype)
 
     def zeros(self) -> jax.Array:
@@ -122,7 +125,7 @@ class _Slopes:
 
 
 class _Dense(_Plain):
-    """Values (B|1, Hkv|1, G|1, Sq|1, Sk)."""
+    """Dense values (B|1, Hkv|1, G|1, Sq|1, Sk)."""
 
     def __init__(self, values: jax.Array, sizes: Tiling, wide: Any) -> None:
         self.shape, self.wide, self.sizes = values.shape, wide, sizes
@@ -147,7 +150,7 @@ class _Dense(_Plain):
 
 
 class _Table(_Plain):
-    """Values by distance (Hq, 2L + 1) where indices are given: every pair looks up its own."""
+    """Values by distance (Hq, 2L + 1) for given indices. Every pair looks up its own value."""
 
     def __init__(self, table: jax.Array, sizes: Tiling, wide: Any) -> None:
         self.table, self.sizes = table.astype(wide), sizes
@@ -169,10 +172,11 @@ class _Table(_Plain):
 
 
 class _Diagonals(_Plain):
-    """Values by distance where indices count: a diagonal of a tile has one value, and nothing is looked up.
+    """Values by distance for indices that count. Each diagonal of a tile has one value, without lookups.
 
-    Distances run from 1 - k_len to q_len - 1. A vector of period m + n, laid out in rows of m + n - 1, moves
-    one element to the right with every row: that is a tile by diagonals, and read backwards the sum of each.
+    Distances run from 1 - k_len to q_len - 1. A vector of period m + n is laid out in rows of m + n - 1, so
+    it moves one element to the right with every row. This gives a tile its diagonals. Read backwards, it sums
+    each diagonal.
     """
 
     def __init__(self, table: jax.Array, sizes: Tiling, wide: Any) -> None:
@@ -182,7 +186,7 @@ class _Diagonals(_Plain):
         self.values = table.astype(wide)[:, columns].reshape(sizes.kv_heads, sizes.group, len(distance))
 
     def _start(self, rows: QueryBlock, keys: KeyBlock) -> jax.Array:
-        """First distance of a tile: that of its last query and first key."""
+        """Return the first distance of a tile: from its last query to its first key."""
         return keys.start - rows.start + np.int32(self.sizes.q_len - self.sizes.block_q)
 
     def tile(self, rows: QueryBlock, keys: KeyBlock) -> jax.Array:
@@ -205,8 +209,8 @@ class _Diagonals(_Plain):
         return add_block(gradient, sums, self._start(rows, keys), 2)
 
     def finish(self, gradient: jax.Array) -> jax.Array:
-        """The sums by distance as sums by column, whose first and last take all that is further away."""
-        reach, zero = self.reach, self.sizes.k_len - 1  # the place of distance 0
+        """Return sums by column from sums by distance. The outer columns sum all farther distances."""
+        reach, zero = self.reach, self.sizes.k_len - 1  # where distance is 0
         gradient = gradient.reshape(-1, gradient.shape[2])
         if reach == 0:
             return gradient.sum(1, keepdims=True)

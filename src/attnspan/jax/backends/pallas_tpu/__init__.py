@@ -1,6 +1,6 @@
-"""Backend "pallas": span kernels for TPUs, forward and backward, whatever the mask.
+"""Backend "pallas": span kernels for TPUs, forward and backward, for every mask.
 
-They run on any machine under `interpreted` of tiles.py, slowly, for tests.
+For tests, they also run slowly on any machine under `interpreted` from tiles.py.
 """
 
 from dataclasses import replace
@@ -17,20 +17,20 @@ from attnspan.jax.part import Gradients, JaxPart, Static
 from . import kernels
 from .tile import Tile
 
-#: The largest head dim: with it tiles of 128 x 128 fit into vector memory with room to spare.
+#: The largest head dim. With it, tiles of 128 x 128 fit easily into vector memory.
 MAX_HEAD_DIM = 512
 
-#: Most spans of a row. Those of 512 rows are 1 MiB then, twice.
+#: Most spans of a query. A block of 512 queries then has 1 MiB of spans, and memory holds two such blocks.
 MAX_RUNS = 256
 
-#: A distance table becomes a dense bias here, of at most this many elements (64 MiB).
+#: A distance table becomes a dense bias of at most this many elements (64 MiB).
 MOST_TABLE_PAIRS = 2**24
 
-#: What a kernel may use of a core's vector memory, bytes: compilers give a kernel 16 MiB unless told
-#: otherwise, and keep some of it for themselves.
+#: Bytes of a core's vector memory that a kernel may use. By default compilers give a kernel 16 MiB and
+#: reserve some of it.
 BUDGET = 12 * 2**20
 
-#: Rows and keys of a tile are along lanes somewhere, so they come in 128.
+#: Queries and keys of a tile lie along lanes, so they come in multiples of 128.
 LANES = 128
 
 _SIZES = (128, 256, 512)
@@ -38,30 +38,30 @@ _WIDTH = {"float32": 4, "bfloat16": 2}
 
 
 def supports(problem: Problem, static: Static) -> str | None:
-    """None, or why the kernels cannot run the problem."""
+    """Return None, or the reason why the kernels cannot run the problem."""
     if problem.device != "tpu" and not (problem.device == "cpu" and interpret.get()):
         return f"it runs on TPUs, not on {problem.device}"
     if reason := symbols(problem):
         return reason
     if problem.dtype not in ("float32", "bfloat16"):
-        return f"it takes float32 and bfloat16, which TPUs compute in, not {problem.dtype}"
+        return f"it takes float32 and bfloat16, the dtypes of TPUs, not {problem.dtype}"
     if max(problem.head_dim, problem.v_dim) > MAX_HEAD_DIM:
         return f"it takes head dims up to {MAX_HEAD_DIM}, not {problem.head_dim} and {problem.v_dim}"
     if problem.runs > MAX_RUNS:
-        return f"it takes up to {MAX_RUNS} spans a row, not {problem.runs}"
+        return f"it takes up to {MAX_RUNS} spans per query, not {problem.runs}"
     if 0 in (problem.batch, problem.q_len, problem.k_len, problem.runs):
         return "it takes no empty arrays"
     pairs = problem.batch * problem.q_heads * problem.q_len * problem.k_len
     if static.bias_kind == DISTANCE and pairs > MOST_TABLE_PAIRS:
         return (
-            f"it makes a distance table a dense bias, of up to {MOST_TABLE_PAIRS} pairs of a query and a key "
-            f"in all heads and batch rows, not {pairs}"
+            f"it converts a distance table to a dense bias of up to {MOST_TABLE_PAIRS} elements over "
+            f"the batch and all heads, not {pairs}"
         )
     return None
 
 
 def forward(part: JaxPart, size: tuple[int, int] | None = None) -> tuple[jax.Array, jax.Array]:
-    """See `attnspan.jax.backends`; ``size`` are rows and keys of a tile, None for the default."""
+    """See `attnspan.jax.backends`. ``size`` is the queries and keys of a tile, None for the default."""
     part = _for_kernels(part)
     return kernels.forward(_tile(part, size, "forward"), part)
 
@@ -75,7 +75,7 @@ def backward(
     want_dbias: bool,
     size: tuple[int, int] | None = None,
 ) -> Gradients:
-    """See `attnspan.jax.backends`; ``size`` as in `forward`, for all kernels."""
+    """See `attnspan.jax.backends`. ``size`` is as in `forward`, for all kernels."""
     own = _for_kernels(part)
     tile = _tile(own, size, "backward")
     illegal = own.bounds[..., 0, 0] < 0
@@ -113,7 +113,7 @@ def _tile(part: JaxPart, size: tuple[int, int] | None, direction: str) -> Tile:
 
 
 def _for_kernels(part: JaxPart) -> JaxPart:
-    """The part with bounds of `legal`, and with a dense bias in the place of a distance table.
+    """Return the part with `legal` bounds, and with a dense bias in place of a distance table.
 
     Kernels cannot look up an element per pair.
     """
@@ -127,9 +127,9 @@ def _for_kernels(part: JaxPart) -> JaxPart:
 def vmem_bytes(problem: Problem, direction: str, block_q: int, block_k: int) -> int:
     """Estimate the bytes of vector memory that a kernel holds.
 
-    Blocks of q, k, v (and of dout and a result) twice, because the next is copied while one is used; sums in
-    float32; and of the tile itself scores, weights and what they are made of: 4 tiles of float32 forward, 6
-    backward. Head dims fill whole lanes of 128.
+    Blocks of q, k, v (and of dout and a result) count twice, because the next block is copied while one is
+    used. Sums are float32. The tile itself has scores, weights and intermediate values: 4 tiles of float32
+    forward, 6 backward. Head dims fill whole lanes of 128.
     """
     width = _WIDTH[problem.dtype]
     dim, v_dim = (-(-d // LANES) * LANES for d in (problem.head_dim, problem.v_dim))
@@ -144,17 +144,17 @@ def vmem_bytes(problem: Problem, direction: str, block_q: int, block_k: int) -> 
 
 
 def default(problem: Problem, direction: str) -> tuple[int, int]:
-    """Square tiles of 512, or the largest that fit: each score then meets 256 flops per byte of k and v.
+    """Return tiles of 512 x 512, or the largest that fit.
 
-    Rows and keys are multiples of 128 up to the lengths rounded up; the three backward kernels share one
-    size.
+    Each score then meets 256 flops per byte of k and v. Queries and keys of a tile are multiples of 128, up
+    to the lengths rounded up. The three backward kernels share one size.
     """
     q_sizes, k_sizes = (_sizes(length) for length in (problem.q_len, problem.k_len))
-    # The smallest tile always fits, up to the largest head dim that is taken.
+    # The smallest tile always fits, up to the largest supported head dim.
     fitting = [(q, k) for q in q_sizes for k in k_sizes if vmem_bytes(problem, direction, q, k) <= BUDGET]
     return max(fitting, key=lambda size: (size[0] * size[1], size[0]))
 
 
 def _sizes(length: int) -> tuple[int, ...]:
-    """Sizes up to the length rounded up; a tile beyond it would be empty."""
+    """Return sizes up to the length rounded up. A larger tile would be partly empty."""
     return tuple(size for size in _SIZES if size < length + size // 2) or _SIZES[:1]

@@ -1,8 +1,8 @@
-"""The kernels for TPUs: forward, dq, dk with dv, and the gradient of a dense bias.
+"""The TPU kernels: forward, dq, dk with dv, and the gradient of a dense bias.
 
-Forward is an online softmax over the listed blocks of keys of each block of queries. The others recompute the
-weights of their tiles from the lse (Dao 2023, FlashAttention-2, algorithm 2), write their results once, and
-add in a fixed order: nothing is atomic.
+The forward kernel is an online softmax over the listed blocks of keys of each block of queries. The other
+kernels recompute the weights of their tiles from the lse (Dao 2023, FlashAttention-2, algorithm 2). They
+write their results once and add in a fixed order, without atomics.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,13 +34,13 @@ from .launch import (
 )
 from .tile import NN, NT, TN, Place, Refs, Tile, column, dot, only, some
 
-# What hidden scores are, and the maximum of no scores: below every finite score, and finite, so that the
-# difference of two of them is no NaN.
+# Value of hidden scores, and maximum of no scores. It is below every possible score, and finite, so that the
+# difference of two of them is not NaN.
 _LEAST = np.finfo(np.float32).min
 
 
 def forward(tile: Tile, part: JaxPart) -> tuple[jax.Array, jax.Array]:
-    """Attend over bounds of `legal`; out (B, Hq, Sq, Dv) in q's dtype, lse float32 (B, Hq, Sq)."""
+    """Attend over `legal` bounds. Returns out (B, Hq, Sq, Dv) in q's dtype and lse float32 (B, Hq, Sq)."""
     (batch, heads, q_len, _), v_dim = part.q.shape, part.v.shape[3]
     bounds = padded_bounds(tile, part.bounds)
     blocks = tables.blocks(bounds, tile.k_len, tile.block_q, tile.block_k)
@@ -67,7 +67,7 @@ def _by_queries(
     writes: dict[str, Operand],
     scratch: Mapping[str, tuple[int, ...]],
 ) -> dict[str, jax.Array]:
-    """A kernel by blocks of queries: begins, adds each listed block of keys, and finishes."""
+    """Run a kernel by blocks of queries: it begins, adds each listed block of keys, and finishes."""
     (begin, add, finish), lists = phases, blocks.of_queries
 
     def body(p: Place, at: Sequence[Any], scalars: Sequence[Any], refs: Refs) -> None:
@@ -88,7 +88,7 @@ def _begin(refs: Refs, p: Place) -> None:
         top[...] = jnp.full(top.shape, _LEAST)
         total[...] = jnp.zeros(total.shape, jnp.float32)
         return
-    # A sink is a key that has been seen already, without a value.
+    # A sink counts as a key without a value that has already been seen.
     sink = jnp.full(top.shape, refs["sinks"][p.h]) * np.float32(LOG2E)
     none = sink == -jnp.inf
     top[...] = jnp.where(none, _LEAST, sink)
@@ -96,7 +96,7 @@ def _begin(refs: Refs, p: Place) -> None:
 
 
 def _add(tile: Tile, refs: Refs, p: Place, masked: bool) -> None:
-    """One tile more: Dao et al. 2022, algorithm 1, lines 9 to 12, transposed."""
+    """Add one tile: Dao et al. 2022, algorithm 1, lines 9 to 12, transposed."""
     v = refs["v"][0, 0]
     x, _, shown = tile.scores(refs, p, dot(refs["k"][0, 0], refs["q"][0, 0], NT))
     if masked:
@@ -129,9 +129,9 @@ def _finish(tile: Tile, refs: Refs) -> None:
 
 
 class Inputs(NamedTuple):
-    """Operands of the three kernels: those of the forward pass and its results.
+    """Operands of the three backward kernels: the forward pass's operands and results.
 
-    The bounds are those of `legal`; ``lse`` is 0 where it was infinite, and ``common`` in illegal rows.
+    The bounds are `legal`. ``lse`` is 0 where it was infinite, and ``common`` is 0 for illegal queries.
     """
 
     part: JaxPart
@@ -149,7 +149,7 @@ def _prepare(tile: Tile, x: Inputs) -> tuple[tables.Blocks, dict[str, Operand]]:
 
 
 def d_queries(tile: Tile, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
-    """dq, and for slopes the sum over the keys of each row, float32 (B, Hq, Sq), of their gradient."""
+    """Return dq, and for slopes their gradient summed over each query's keys, float32 (B, Hq, Sq)."""
     batch, heads, q_len, head_dim = x.part.q.shape
     blocks, reads = _prepare(tile, x)
     slopes = tile.static.bias_kind in (ALIBI, SIGNED_ALIBI)
@@ -180,7 +180,7 @@ def d_queries(tile: Tile, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
 
 
 def d_keys(tile: Tile, x: Inputs) -> tuple[jax.Array, jax.Array]:
-    """dk and dv, each summed over the query heads that share a key head."""
+    """Return dk and dv, each summed over the query heads that share a key head."""
     blocks, reads = _prepare(tile, x)
     lists, of_queries = blocks.of_keys, blocks.of_queries
     writes = {
@@ -209,7 +209,7 @@ def d_keys(tile: Tile, x: Inputs) -> tuple[jax.Array, jax.Array]:
     def body(p: Place, at: Sequence[Any], scalars: Sequence[Any], refs: Refs) -> None:
         member, step = at[3], at[4]
         last = _length(scalars, lists, p.b, p.h, p.j)
-        # A list is a range of blocks, of which some may not touch this one.
+        # A list is a range of blocks. Some of them may not touch this block.
         touched = tables.touches((scalars[4], scalars[5]), of_queries.dims, p.b, p.h, p.i, p.j)
         pl.when((member == 0) & (step == 0))(partial(_zero, refs, p, scratch))
         whole = tile.whole((scalars[2], scalars[3]), of_queries.dims, p)
@@ -224,7 +224,7 @@ def d_keys(tile: Tile, x: Inputs) -> tuple[jax.Array, jax.Array]:
 
 
 def d_bias(tile: Tile, x: Inputs) -> jax.Array:
-    """The gradient of a dense bias, float32, in its shape; what shares an element adds up in order."""
+    """Return the gradient of a dense bias, float32, in its shape. Shared elements are summed in order."""
     assert x.part.bias is not None
     blocks, reads = _prepare(tile, x)
     lists, shape = blocks.of_queries, x.part.bias.shape
@@ -251,7 +251,7 @@ def d_bias(tile: Tile, x: Inputs) -> jax.Array:
 
 
 def _gradients(tile: Tile, refs: Refs, p: Place, masked: bool) -> tuple[Any, Any, Any, Any]:
-    """Apply `gradients_of_scores` to a tile; also return what is visible."""
+    """Apply `gradients_of_scores` to a tile. Also return the visible pairs."""
     q, k, v, dout = (refs[name][0, 0] for name in ("q", "k", "v", "dout"))
     lse, common = refs["sums"][0, 0, 0:1, :], refs["sums"][0, 0, 1:2, :]
     x, slope, shown = tile.scores(refs, p, dot(k, q, NT))
@@ -272,12 +272,12 @@ def _flat(tables: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
 
 
 def _length(scalars: Sequence[Any], lists: tables.Lists, b: Any, h: Any, i: Any) -> Any:
-    """Number of blocks in the list of block i."""
+    """Return the number of blocks in the list of block i."""
     return scalars[0][tables.place(lists.dims, b, h, i) + lists.dims[3] - 1]
 
 
 def _each(active: Any, whole: Any, add: Any) -> None:
-    """A tile that all rows see whole needs no mask."""
+    """Add a tile, without a mask if all of its queries see all of its keys."""
     if whole is not False:
         pl.when(active & whole)(partial(add, masked=False))
     pl.when(active & jnp.logical_not(whole))(partial(add, masked=True))

@@ -1,4 +1,4 @@
-"""Operands of the TPU's kernels: one list for all of them, by name."""
+"""Operands of the TPU kernels: one list for all kernels, keyed by name."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,9 +18,9 @@ from .tile import Place, Refs, Tile
 
 
 class Operand(NamedTuple):
-    """An array, or its shape and dtype; the block of it that a step sees, and which block that is.
+    """An array (or its shape and dtype), the block of it that a step sees, and the index of that block.
 
-    Without a block it lies in scalar memory as a whole.
+    Without a block, the whole array lies in scalar memory.
     """
 
     array: Any
@@ -29,14 +29,14 @@ class Operand(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """The steps of a kernel, the last of which take their turns on one core; and where each lies."""
+    """The steps of a kernel and the place of each. The last steps run in turn on one core."""
 
     sizes: tuple[Any, ...]
     in_turn: int
     place: Callable[[Sequence[Any], Sequence[Any]], Place]
 
 
-#: Given the place of a step, its grid coordinates, the prefetched tables, and the operands by name.
+#: Takes the place of a step, its grid coordinates, the prefetched tables, and the operands keyed by name.
 Body = Callable[[Place, Sequence[Any], Sequence[Any], Refs], None]
 
 
@@ -51,7 +51,7 @@ def launch(
 ) -> dict[str, jax.Array]:
     """Run a kernel over a grid, and return its outputs.
 
-    ``scalars`` are prefetched tables, which ``grid.place`` reads; ``scratch`` has the shapes of float32
+    ``scalars`` are prefetched tables, which ``grid.place`` reads. ``scratch`` has the shapes of float32
     memory that is kept from step to step.
     """
     names, axes = [*operands, *outputs, *scratch], len(grid.sizes)
@@ -89,13 +89,13 @@ def launch(
 
 
 def operands(tile: Tile, part: JaxPart, bounds: jax.Array) -> dict[str, Operand]:
-    """Operands that every kernel reads: blocks of q, k, v, of `padded_bounds`, and of the options."""
+    """Return the operands that every kernel reads: blocks of q, k, v, `padded_bounds`, and the options."""
     runs, bq, bk = bounds.shape[3], tile.block_q, tile.block_k
     found = {
         "q": of_rows(tile, part.q),
         "k": of_keys(tile, part.k),
         "v": of_keys(tile, part.v),
-        # (b, h, 2 R, rows): rows along lanes.
+        # (b, h, 2 R, rows), with rows along lanes.
         "rows": by_row(tile, bounds.reshape(*bounds.shape[:3], 2 * runs).swapaxes(2, 3)),
     }
     if tile.static.bias_kind in (ALIBI, SIGNED_ALIBI):
@@ -126,7 +126,7 @@ def of_keys(tile: Tile, x: jax.Array | jax.ShapeDtypeStruct) -> Operand:
 
 
 def by_row(tile: Tile, x: Any) -> Operand:
-    """Blocks of a (B|1, Hq|1, n, Sq) array of a few numbers for each row, padded where it is shorter."""
+    """Blocks of a (B|1, Hq|1, n, Sq) array with n numbers per query, padded if it is too short."""
     length = tile.q_blocks * tile.block_q
     x = x if x.shape[3] == length else _padded(x, length)
     batch, heads, count, _ = x.shape
@@ -134,13 +134,13 @@ def by_row(tile: Tile, x: Any) -> Operand:
 
 
 def padded_bounds(tile: Tile, bounds: jax.Array) -> jax.Array:
-    """Bounds with as many rows as the blocks have; those behind the end see nothing."""
+    """Return bounds with as many rows as the blocks have. The added rows see nothing."""
     missing = tile.q_blocks * tile.block_q - bounds.shape[2]
     return jnp.pad(bounds, ((0, 0), (0, 0), (0, missing), (0, 0), (0, 0)))
 
 
 def over_keys(tile: Tile, batch: int, lists: tables.Lists) -> Grid:
-    """A step for each block of keys of each block of queries: b, h, i, step."""
+    """Return a grid with a step for each block of keys of each block of queries: b, h, i, step."""
 
     def place(at: Sequence[Any], scalars: Sequence[Any]) -> Place:
         b, h, i, step = at
@@ -151,7 +151,7 @@ def over_keys(tile: Tile, batch: int, lists: tables.Lists) -> Grid:
 
 
 def over_queries(tile: Tile, batch: int, lists: tables.Lists) -> Grid:
-    """A step for each head and each block of queries of each block of keys: b, kv, j, member, step."""
+    """Return a grid with steps for all heads and query blocks of each key block: b, kv, j, member, step."""
 
     def place(at: Sequence[Any], scalars: Sequence[Any]) -> Place:
         b, kv, j, member, step = at
@@ -163,7 +163,7 @@ def over_queries(tile: Tile, batch: int, lists: tables.Lists) -> Grid:
 
 
 def over_bias(tile: Tile, batch: int, shape: tuple[int, ...]) -> Grid:
-    """Each tile of a dense bias, in turn for what shares it: b, h, i, j, member."""
+    """Return a grid of a dense bias's tiles. Members that share a tile take turns: b, h, i, j, member."""
     full = (batch, tile.q_heads, tile.q_blocks)
     own = tuple(1 if has == 1 else many for has, many in zip(shape[:3], full, strict=True))
     shared = tuple(many // has for many, has in zip(full, own, strict=True))
@@ -184,7 +184,7 @@ def _head(tile: Tile, h: Any) -> Any:
 
 
 def _over(x: Any, by: int) -> Any:
-    """x // by of a scalar that is not negative: Python's division asks for signs, which some TPUs lack."""
+    """Return x // by of a nonnegative scalar. Python's division needs signs, which some TPUs lack."""
     return x if by == 1 else jax.lax.div(x, jnp.int32(by))
 
 

@@ -1,11 +1,12 @@
-"""A tile of scores in a TPU's vector memory: which of it is visible, and what its scores are.
+"""A tile of scores in a TPU's vector memory: its visible pairs and its scores.
 
-Tiles are transposed, keys by queries: whatever belongs to a row (bounds, maxima, sums, lse) is then a row of
-lanes, which takes 1/128 of the memory of a column and is broadcast and reduced without moving between lanes.
-Scores are in units of log2, since a TPU has exp2 alone.
+Tiles are transposed, keys by queries. Data of a query (bounds, maxima, sums, lse) is then a row of lanes. A
+row of lanes takes 1/128 of a column's memory, and it is broadcast and reduced without moving data between
+lanes. Scores are in units of log2, because a TPU only has exp2.
 
-Blocks span whole head dims, so these need no padding to 128 lanes: memory is laid out in tiles of 128 lanes
-anyway, and the compiler masks the rest of a contraction. Blocks over the end of a length hold anything there.
+Blocks span whole head dims, so head dims need no padding to 128 lanes. Memory is laid out in tiles of 128
+lanes anyway, and the compiler masks the rest of a contraction. Blocks hold arbitrary values past the end of a
+length.
 """
 
 from dataclasses import dataclass
@@ -23,14 +24,14 @@ from attnspan.jax.part import Static
 
 from . import lists as tables
 
-#: Contracted dims of products: of a tile with what lies along its lanes or rows.
+#: Contracted dims of products of a tile with an array along its lanes or rows.
 NT = (((1,), (1,)), ((), ()))
 TN = (((0,), (0,)), ((), ()))
 NN = (((1,), (0,)), ((), ()))
 
 
 class Place(NamedTuple):
-    """Place of a tile: batch row, query head, key head, block of queries, block of keys; scalars."""
+    """Place of a tile as scalars: batch element, query head, key head, block of queries, block of keys."""
 
     b: Any
     h: Any
@@ -55,8 +56,8 @@ class Tile(InBlocks):
     static: Static
 
     def whole(self, full: tuple[Any, Any], dims: tuple[int, ...], p: Place) -> Any:
-        """Whether every row of the tile sees every key, as far as the tables know."""
-        if self.static.bias_kind == DENSE:  # which may hide keys
+        """Return whether every query of the tile sees every key, as far as the tables know."""
+        if self.static.bias_kind == DENSE:  # it may hide keys
             return False
         at, found = tables.place(dims, p.b, p.h, p.i), False
         for g in range(dims[3]):
@@ -64,7 +65,7 @@ class Tile(InBlocks):
         return found
 
     def visible(self, refs: Refs, p: Place) -> Any:
-        """Return whether each row sees each key, bool (block_k, block_q); False in rows behind the end."""
+        """Return whether each query sees each key, bool (block_k, block_q). False past the last query."""
         rows = refs["rows"]
         keys = p.j * self.block_k + jax.lax.broadcasted_iota(jnp.int32, (self.block_k, self.block_q), 0)
 
@@ -79,15 +80,15 @@ class Tile(InBlocks):
                 found |= seen(r)
             return found
 
-        def join(r: Any, found: Any) -> Any:  # as numbers: loops carry no vectors of bits
+        def join(r: Any, found: Any) -> Any:  # ints: loops carry no vectors of bits
             return jnp.where(seen(r), 1, found)
 
         return jax.lax.fori_loop(0, runs, join, jnp.zeros(keys.shape, jnp.int32)) > 0
 
     def scores(self, refs: Refs, p: Place, products: Any) -> tuple[Any, Any, Any]:
-        """Scores in units of log2, and their derivative by the scaled products where that is not 1.
+        """Return scores in units of log2, their derivative by the scaled products, and the shown keys.
 
-        The third is which keys a dense bias lets be seen, or None.
+        The derivative is None if it is 1. The shown keys are None unless a dense bias may hide keys.
         """
         static, shown = self.static, None
         x, slope = scores_of_products(products, static)
@@ -105,19 +106,19 @@ class Tile(InBlocks):
         return slopes[p.h if slopes.shape[0] == self.q_heads else p.b * self.q_heads + p.h]
 
     def distance(self, refs: Refs, p: Place) -> Any:
-        """The factor of a slope, float32 (block_k, block_q)."""
+        """Return the factor of a slope, float32 (block_k, block_q)."""
         distance = (self.k_index(refs, p) - self.q_index(refs, p)).astype(jnp.float32)
         return distance if self.static.bias_kind == SIGNED_ALIBI else -jnp.abs(distance)
 
     def q_index(self, refs: Refs, p: Place) -> Any:
-        """Global indices of the rows, int32 (1, block_q)."""
+        """Return the global indices of the queries, int32 (1, block_q)."""
         if "q_index" in refs:
             return refs["q_index"][0]
         first = p.i * self.block_q + (self.k_len - self.q_len)
         return first + jax.lax.broadcasted_iota(jnp.int32, (1, self.block_q), 1)
 
     def k_index(self, refs: Refs, p: Place) -> Any:
-        """Global indices of the keys, int32 (block_k, 1)."""
+        """Return the global indices of the keys, int32 (block_k, 1)."""
         if "k_index" in refs:
             return column(refs["k_index"][0])
         return p.j * self.block_k + jax.lax.broadcasted_iota(jnp.int32, (self.block_k, 1), 0)
@@ -130,21 +131,24 @@ class Tile(InBlocks):
 
 
 def dot(a: Any, b: Any, dims: Any) -> Any:
-    """A product summed in float32; of float32, which a TPU multiplies in one pass of bfloat16 unless told."""
+    """Return a product summed in float32, at full precision for float32.
+
+    By default, a TPU multiplies float32 in one pass of bfloat16.
+    """
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def column(row: Any) -> Any:
-    """(1, n) as (n, 1)."""
+    """Reshape (1, n) to (n, 1)."""
     return jnp.broadcast_to(row, (8, row.shape[1])).T[:, :1]
 
 
 def only(x: Any, which: Any) -> Any:
-    """The rows of `x` that somebody sees, (n, 1); 0 for others, which may hold NaN, and 0 * NaN is NaN."""
+    """Return `x` with 0 in rows where `which` (n, 1) is False: they may hold NaN, and 0 * NaN is NaN."""
     return jnp.where(which, x.astype(jnp.float32), 0).astype(x.dtype)
 
 
 def some(visible: Any, axis: int) -> Any:
-    """Return whether each key (axis 1) or row (axis 0) of a tile of bits has a pair."""
+    """Return whether each key (axis 1) or query (axis 0) of a tile of bits has a pair."""
     return jnp.where(visible, 1.0, 0.0).max(axis, keepdims=True) > 0

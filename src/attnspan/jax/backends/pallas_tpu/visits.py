@@ -1,4 +1,4 @@
-"""Blocks of keys that a block of queries visits, and the other way round: O(S * R) arithmetic on bounds.
+"""Blocks of keys that a block of queries visits, and the reverse: O(S * R) arithmetic on bounds.
 
 Legend: b batch or 1, h heads or 1, m blocks of queries, n blocks of keys, r runs.
 """
@@ -11,22 +11,28 @@ _FAR = 2**30
 
 
 def key_visits(bounds: jax.Array, k_len: int, block_q: int, block_k: int) -> jax.Array:
-    """The blocks of keys that each block of queries has to visit.
+    """Return the blocks of keys that each block of queries has to visit.
 
-    Takes bounds, int32 (b, h, Sq, R, 2), from `attnspan.jax.backends.tiles.legal`; gives int32
-    (b, h, m, R, 4): for each of R disjoint ascending ranges of blocks first and end, and within these first
-    and end of the blocks of which every row sees every key.
+    Args:
+        bounds: int32 (b, h, Sq, R, 2), from `attnspan.jax.backends.tiles.legal`.
+        k_len: Number of keys.
+        block_q: Queries of a block.
+        block_k: Keys of a block.
+
+    Returns:
+        int32 (b, h, m, R, 4). Each of R disjoint ascending ranges of blocks has a first block and an end. The
+        other two numbers are first and end of the blocks in it of which every query sees every key.
     """
     lo, hi = (_blocked(bounds[..., i], block_q, 0) for i in (0, 1))
     filled = lo < hi
     first = jnp.where(filled, lo, _FAR).min(3) // block_k
     end = -(-jnp.where(filled, hi, 0).max(3) // block_k)
-    # Rows that fill up the last block are nobody's: they must not keep a block from being seen by all.
+    # Rows that pad the last block do not count when a block is tested for being visible to all queries.
     inside = _blocked(jnp.ones_like(bounds[..., 0], bool), block_q, False)
     all_first = -(-jnp.where(inside, jnp.where(filled, lo, _FAR), 0).max(3) // block_k)
     all_end = jnp.where(inside, jnp.where(filled, hi, 0), k_len).min(3) // block_k
     if bounds.shape[3] > 1:
-        # Runs of different rows may overlap, in any order: no block may be visited twice.
+        # Runs of different queries may overlap, in any order, but no block may be visited twice.
         ranges = (first, end, all_first, all_end)
         first, end, all_first, all_end = lax.sort(ranges, dimension=3, num_keys=1)
     ends = lax.cummax(end, axis=3)
@@ -39,9 +45,10 @@ def key_visits(bounds: jax.Array, k_len: int, block_q: int, block_k: int) -> jax
 
 
 def query_visits(visits: jax.Array, k_blocks: int) -> jax.Array:
-    """The range of blocks of queries that visit each of `k_blocks` blocks of keys, int32 (b, h, n, 2).
+    """Return the range of query blocks that visit each of `k_blocks` blocks of keys, int32 (b, h, n, 2).
 
-    Takes visits (b, h, m, R, 4) from `key_visits`. Between the ends there may be blocks that do not visit it.
+    `visits` (b, h, m, R, 4) comes from `key_visits`. Some query blocks within the range may not visit the
+    block.
     """
     batch, heads, q_blocks, runs, _ = visits.shape
     first, end = (visits[..., i].reshape(batch * heads, q_blocks * runs) for i in (0, 1))
@@ -54,9 +61,10 @@ def query_visits(visits: jax.Array, k_blocks: int) -> jax.Array:
 
 
 def _least_over_ranges(first: jax.Array, end: jax.Array, value: jax.Array, size: int) -> jax.Array:
-    """For each place below `size`, the least value of the ranges that cover it: O(n log n), no n * n array.
+    """Return the least value of the ranges that cover each place below `size`, in O(n log n).
 
-    Every range is two of a power of two that overlap; minima are then handed down from power to power.
+    It needs no n * n array. Every range is the union of two overlapping ranges whose length is a power of
+    two. Minima are passed down from power to power.
     """
     filled = first < end
     length = jnp.where(filled, end - first, 1)
@@ -75,7 +83,7 @@ def _least_over_ranges(first: jax.Array, end: jax.Array, value: jax.Array, size:
 
 
 def _blocked(x: jax.Array, block_q: int, fill: int | bool) -> jax.Array:
-    """(b, h, Sq, R) as (b, h, m, block_q, R)."""
+    """Reshape (b, h, Sq, R) to (b, h, m, block_q, R)."""
     batch, heads, q_len, runs = x.shape
     x = jnp.pad(x, ((0, 0), (0, 0), (0, -q_len % block_q), (0, 0)), constant_values=fill)
     return x.reshape(batch, heads, -1, block_q, runs)
