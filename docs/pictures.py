@@ -12,6 +12,7 @@ import numpy as np
 import attnspan
 from attnspan import library
 from attnspan.masks.picture import svg
+from attnspan_lab.console import ratio_digits
 from attnspan_lab.files import read_json
 
 IMAGES = Path(__file__).parent / "images"
@@ -146,47 +147,52 @@ def _card(width: int, height: int, body: list[str]) -> str:
 
 # README's second picture.
 
-_PEERS = {
-    "sdpa-per-document": "SDPA, a call per document",
-    "flex": "FlexAttention",
-    "sdpa-dense-mask": "SDPA, dense mask",
+_MEASURED = "zen4-documents-avx512.json.gz"
+_PEERS = {"sdpa-per-document": "a call per document", "sdpa-dense-mask": "dense mask"}
+_WORKLOADS = {
+    "documents-8": "8 documents",
+    "documents-32": "32 documents",
+    "documents-256": "256 documents",
+    "documents-corpus": "documents as long as a corpus's files",
 }
-_MACHINES = {"tiles": "with matrix tiles (AMX)", "avx2": "held to AVX2"}
-_MOST, _WIDE = 100.0, 330
+_TICKS, _MOST, _LEFT, _WIDE = (1, 10, 100), 200.0, 200, 330
 
 
 def bars_picture() -> str:
-    """How much longer others take for 32 packed documents, on a logarithmic axis from 1."""
-    body, y = (
-        [
-            _text(
-                20,
-                26,
-                "32 packed documents, 8,192 tokens, 8 heads of 64, causal, forward",
-                bold=True,
+    """Speedup over SDPA for packed documents, on a logarithmic axis from 1."""
+    cells = read_json(RESULTS / _MEASURED)["cells"]
+    found = {x["workload"]["name"]: x for x in cells if x["mode"] == "forward"}
+    body = [
+        _text(20, 26, "Packed documents, causal, forward, float32: speedup over SDPA", bold=True),
+        _text(20, 46, "two cores of an AMD EPYC (Zen 4), AVX-512, torch 2.13"),
+        _text(20, 64, "8,192 tokens, 8 heads of 64. ~ marks a wide interval"),
+    ]
+    bars, y = [], 68
+    for workload, title in _WORKLOADS.items():
+        y += 30
+        bars.append(_text(20, y, title, bold=True))
+        runs = {run["peer"]: run for run in found[workload]["runs"]}
+        for peer, name in _PEERS.items():
+            y += 21
+            ratio, noisy = runs[peer]["ratio"]["median"], " ~" if runs[peer]["noisy"] else ""
+            end = _place(ratio)
+            bars.append(_text(_LEFT - 10, y, f"SDPA, {name}", anchor="end"))
+            bars.append(
+                f'<rect x="{_LEFT}" y="{y - 11}" width="{end - _LEFT:.1f}" height="15" fill="{_BLUE}"/>'
             )
-        ],
-        48,
-    )
-    body.append(_text(20, y, "time over attnspan's, logarithmic from 1; ~ marks a wide interval"))
-    for machine, title in _MACHINES.items():
-        cells = read_json(RESULTS / f"packed-{machine}.json.gz")["cells"]
-        for cell in sorted(cells, key=lambda x: x["workload"]["dtype"], reverse=True):
-            y += 34
-            body.append(_text(20, y, f"{cell['workload']['dtype']}, {title}", bold=True))
-            runs = {run["peer"]: run for run in cell["runs"]}
-            for peer, name in _PEERS.items():
-                y += 21
-                ratio = (runs[peer].get("ratio") or {}).get("median")
-                body.append(_text(190, y, name, anchor="end"))
-                if ratio is None:
-                    body.append(_text(202, y, "no figure: its result differs from the others'"))
-                    continue
-                length = max(2.0, _WIDE * math.log(ratio) / math.log(_MOST))
-                body.append(f'<rect x="200" y="{y - 11}" width="{length:.1f}" height="15" fill="{_BLUE}"/>')
-                noisy = " ~" if runs[peer].get("noisy") else ""
-                body.append(_text(206 + length, y, f"{ratio:.2g}x{noisy}", bold=True))
-    return _card(600, y + 22, body)
+            bars.append(_text(round(end + 6, 1), y, f"{ratio_digits(ratio)}x{noisy}", bold=True))
+    bottom = y + 14
+    for tick in _TICKS:
+        x = round(_place(tick), 1)
+        body.append(f'<path d="M{x:g} 80V{bottom}" stroke="{_GREY}"/>')
+        body.append(_text(x, bottom + 16, f"{tick}x", anchor="middle"))
+    body.append(_text(_LEFT + _WIDE / 2, bottom + 34, "speedup (logarithmic axis)", anchor="middle"))
+    return _card(600, bottom + 48, body + bars)
+
+
+def _place(ratio: float) -> float:
+    """Where a ratio is on the axis."""
+    return _LEFT + _WIDE * math.log(ratio) / math.log(_MOST)
 
 
 def _text(x: float, y: float, text: str, *, bold: bool = False, anchor: str = "start") -> str:
