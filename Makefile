@@ -206,23 +206,24 @@ format: setup
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i csrc/*.cc csrc/*.h tests/native/*.cc tests/native/*.h
 
-# The tables of README and docs/performance.md, about half an hour on an idle machine. BENCH_OUT is the folder of raw samples.
-BENCH_OUT ?= benchmarks/results
+# Raw files that docs/measured.py can cite, in about half an hour on an idle machine. It writes to BENCH_OUT, outside the
+# tracked files: a tracked file that changes would mark the next ones as measured with uncommitted changes. BENCH_NAME
+# begins each file's name. To show a file on a page, move it to benchmarks/results and add it to MACHINES there.
+BENCH_OUT ?= build/bench
+BENCH_NAME ?= $(shell $(BIN)/python -c 'from attnspan.kernels.cpu import isa; print(isa())')
 BENCH := $(BIN)/attnspan bench
-WORKLOADS := 'documents-*' 'long-*' 'decode-*' 'small-*' 'gqa-*' 'cross-*' 'window-*' report-shape
-TORCH_PEERS := --peers sdpa-flash,sdpa-dense-mask,sdpa-per-document
+BENCH_FILE = $(BENCH_OUT)/$(BENCH_NAME)
+DOCUMENTS := documents-8 documents-32 documents-256 documents-corpus
 
 bench: setup
-	$(BENCH) grid --lengths 1024,2048,4096,8192 --head-dims 64,128 --json $(BENCH_OUT)/targets.json.gz
-	$(BENCH) grid --dtypes float32,bfloat16,float16 --lengths 128,512 --json $(BENCH_OUT)/short.json.gz
-	$(BENCH) grid --dtypes float16 --lengths 2048 --json $(BENCH_OUT)/float16.json.gz
-	$(BENCH) grid --lengths 16384 --modes forward --json $(BENCH_OUT)/long.json.gz
-	$(BENCH) $(WORKLOADS) $(TORCH_PEERS) --dtypes float32 --modes forward --json $(BENCH_OUT)/workloads.json.gz
-	$(BENCH) $(WORKLOADS) $(TORCH_PEERS) --dtypes bfloat16 --modes forward --json $(BENCH_OUT)/workloads-bfloat16.json.gz
-	$(BENCH) documents-32 small-16 'long-*' $(TORCH_PEERS) --modes forward+backward --json $(BENCH_OUT)/backward.json.gz
-	$(BENCH) training --json $(BENCH_OUT)/training.json.gz
-	$(BIN)/python benchmarks/decode.py
-	$(BENCH) --summary $(BENCH_OUT)/targets.json.gz
+	@test -z "$$(git status --porcelain --untracked-files=no)" || { \
+	  echo "make bench measures a commit, and these files have uncommitted changes:"; git status --short --untracked-files=no; exit 1; }
+	@mkdir -p $(BENCH_OUT)
+	$(BENCH) grid --lengths 128,512,1024 --dtypes float32,bfloat16,float16 --seconds 0.1 --samples 13 --json $(BENCH_FILE).json.gz
+	$(BENCH) grid --lengths 4096 --dtypes float32,bfloat16 --seconds 0.01 --samples 9 --json $(BENCH_FILE)-4096.json.gz
+	$(BENCH) $(DOCUMENTS) --peers sdpa-dense-mask,sdpa-per-document --seconds 0.25 --samples 9 --json $(BENCH_FILE)-documents.json.gz
+	for part in "" -4096 -documents; do $(BENCH) --cite $(BENCH_FILE)$$part.json.gz || exit 1; done
+	$(BIN)/python benchmarks/decode.py 0.3 | tee $(BENCH_FILE)-decode.txt
 
 # An sdist, and from it a wheel for each of PYTHONS, with hashes and an SBOM. Python 3.11 has its own wheel. Python 3.12
 # builds the wheel for 3.12 and later.

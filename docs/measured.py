@@ -55,6 +55,10 @@ class Machine:
 
 _ZEN4 = "zen4-documents-avx512.json.gz"
 GRID = "attnspan bench grid --lengths {lengths} --head-dims {dims} --dtypes {dtypes}"
+DOCUMENTS = (
+    "attnspan bench documents-8 documents-32 documents-256 documents-corpus --dtypes {dtypes} "
+    "--peers sdpa-dense-mask,sdpa-per-document"
+)
 
 MACHINES = (
     Machine(
@@ -85,7 +89,7 @@ MACHINES = (
         "zen4",
         "AMD EPYC (Zen 4), 2 cores",
         "This machine has AVX-512. The run measured packed documents.",
-        ((_ZEN4, "Packed documents, AVX-512", "attnspan bench documents"),),
+        ((_ZEN4, "Packed documents, AVX-512", DOCUMENTS),),
     ),
 )
 

@@ -96,6 +96,44 @@ def test_a_small_run_prints_and_writes(run, tmp_path):
     assert again.read_text() == page.read_text()
 
 
+CLEAN = {"revision": "1234567890ab"}
+FEW = replace(DENSE, ratio=replace(DENSE.ratio, pairs=5))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"complete": False}, "the run stopped before its last cell"),
+        ({"environment": {"revision": "abc with changes"}}, "had uncommitted changes (abc with changes)"),
+        ({"environment": {}}, "the code had uncommitted changes (None)"),
+        (
+            {"cells": (replace(CELL, runs=(OURS, FEW, JAX)),)},
+            "1 of 2 ratios have fewer than 9 pairs of samples",
+        ),
+    ],
+)
+def test_a_file_that_must_not_be_cited_is_an_error(run, tmp_path, changes, reason):
+    path = tmp_path / "results.json.gz"
+    good = replace(RESULTS, environment=CLEAN)
+    good.save(path)
+    code, printed, _ = run("bench", "--cite", path)
+    assert code == 0
+    assert "| documents-corpus-32k, bfloat16, forward+backward | 130 ~ | ?1.10 |" in printed
+    replace(good, **changes).save(path)
+    code, printed, errors = run("bench", "--cite", path)
+    assert code == 2
+    assert reason in errors
+    assert "Traceback" not in errors
+    assert not printed
+
+
+def test_a_file_with_several_reasons_names_all(run, tmp_path):
+    path = tmp_path / "results.json.gz"
+    replace(RESULTS, environment={"revision": "abc with changes"}, complete=False).save(path)
+    errors = run("bench", "--cite", path)[2]
+    assert "the run stopped before its last cell, the code had uncommitted changes" in errors
+
+
 def test_the_list_names_workloads_and_peers(run):
     code, printed, _ = run("bench", "--list")
     assert code == 0
@@ -322,7 +360,7 @@ def test_a_comparison_names_the_cell_and_the_verdict():
         assert part in text
 
 
-@pytest.mark.parametrize("name", ["workloads", "targets", "training", "packed-tiles"])
+@pytest.mark.parametrize("name", ["tiles-amx", "zen5-avx512bf16", "zen4-documents-avx512"])
 def test_the_committed_results_print_at_80_columns(run, name):
     path = Path(__file__).parents[3] / "benchmarks" / "results" / f"{name}.json.gz"
     assert run("bench", "--show", path)[0] == 0

@@ -16,8 +16,8 @@ from attnspan.kernels import cpu
 _BITS = {"bias": 1, "sinks": 2, "seeds": 4, "q_index": 8, "k_index": 16}
 _DLSE, _WANT_DBIAS, _LSE_LOW = 32, 64, 128
 
-#: 0 runs on XLA's threads. Another number runs on that many threads of the process, as torch's calls do.
-#: Benchmarks show no difference (docs/performance.md).
+#: 0 runs on XLA's threads. Another number runs on as many threads of the process, as calls from torch do. No
+#: measurement found a difference.
 OWN_THREADS = 0
 
 _registered = False
