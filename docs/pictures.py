@@ -18,6 +18,7 @@ import attnspan
 from attnspan import library
 from attnspan.masks.picture import svg
 from attnspan_lab.bench.statistics import Interval
+from attnspan_lab.console import ratio_digits
 from attnspan_lab.files import read_json
 
 IMAGES = Path(__file__).parent / "images"
@@ -166,7 +167,7 @@ def _bar(ratio: dict[str, Any] | None) -> str:
         return d.label(2, 0, "not timed: its result differs from the others")
     speedup = Interval(**ratio)
     mark = " ~" if speedup.width > _UNSURE else ""
-    reach, shown = _reach(speedup.median), f"{speedup.median:.2g}x{mark}"
+    reach, shown = _reach(speedup.median), f"{ratio_digits(speedup.median)}x{mark}"
     return d.rect(0, -11, reach, 15, d.BLUE) + d.label(reach + 6, 0, shown, bold=True)
 
 
