@@ -130,7 +130,7 @@ def test_the_report_names_everyone_and_why_some_are_missing(runs: list[dict[str,
 @pytest.mark.parametrize("name", OURS)
 @ranks(2)
 def test_rows_that_are_misplaced_end_the_run(name: str) -> None:
-    with pytest.raises(AssertionError, match=f"^{re.escape(name)}: out is off by"):
+    with pytest.raises(AssertionError, match=f"^{re.escape(name)}: out has the error"):
         call_with_spoiled(name, "is wrong", False, (name,))
 
 
