@@ -116,6 +116,21 @@ def test_parameters_are_the_kernels() -> None:
             wrapped(*args, **options)
 
 
+def test_no_position_means_another_parameter_than_in_the_kernel() -> None:
+    def kernel(q, k, v, cache=None, softmax_scale=None, softcap: float | None = None):  # type: ignore[no-untyped-def]
+        return eager(q, k, v, scale=softmax_scale)
+
+    def keyword(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None) -> Tensor:
+        return eager(q, k, v, scale=softmax_scale)
+
+    q, k, v = inputs()
+    for function, args in ((kernel, (None, 0.5)), (kernel, (0.5,)), (keyword, (0.5,))):
+        wrapped = wrap(function, name=fresh_name())
+        with pytest.raises(TypeError, match=f"at most 3 by position, got {3 + len(args)} by position"):
+            wrapped(q, k, v, *args)
+        assert torch.equal(wrapped(q, k, v, softmax_scale=0.5), eager(q, k, v, scale=0.5))
+
+
 def test_functions_without_signature_take_a_schema() -> None:
     q, k, v = inputs()
     # A builtin; it takes its mask and what follows by keyword or position.
