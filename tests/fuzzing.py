@@ -60,6 +60,8 @@ class Fuzz:
         end = time.monotonic() + 60 * self.minutes
         for seed in itertools.count(self.seed):
             left = [item for item in session.items if item.nodeid not in self.failed]
+            if not left:
+                return True
             for item, following in zip(left, [*left[1:], None], strict=True):
                 began = time.monotonic()
                 if began > end:
@@ -71,8 +73,6 @@ class Fuzz:
                 if self.cases[item.nodeid] and item.nodeid in self.failed:
                     self.failed[item.nodeid] = seed
             self.rounds += 1
-            if not left:
-                return True
         return True
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -226,6 +226,7 @@ def test_empty_problems():
     assert nothing.cost().sum() == 0
     assert nothing.coverage() == 0
     assert a.from_predicate(lambda b, h, q, k: q >= k).spans(0, 4).q_len == 0
+    assert a.library.reordered(a.causal(), [1, 0]).spans(0, 2).bounds.shape == (1, 1, 0, 1, 2)
 
 
 def test_masks_are_immutable():
@@ -269,6 +270,7 @@ def test_text_names_masks():
         ("window(True)", "expected an int, got bool"),
         ("window(2 ** 9)", "got '2 ** 9'"),
         ("window(*[3])", "got '*[3]'"),
+        ("window(left=1, left=2)", "got 'window(left=1, left=2)'"),
         ("strided_order(4, 2)", "got 'strided_order(4, 2)'"),
         ("causal and window(2)", "got 'causal and window(2)'"),
         ("not causal", "got 'not causal'"),

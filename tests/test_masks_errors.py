@@ -26,6 +26,13 @@ def low(mask: a.Mask, **options: Any) -> a.Prepared:
     return mask.spans(4, 4, **{"batch": 2, **options})
 
 
+def _of_a_written_order() -> a.Prepared:
+    order = np.array([0, 2, 1, 3])
+    mask = lib.reordered(a.causal(), order)
+    order[:] = 0
+    return low(mask)
+
+
 # One mask of each class that users make, and what no field of it may be.
 LEAVES = {type(x).__name__: x for y in [*SAMPLES, *LIBRARY] for x in y.mask().leaves()}
 LEAVES |= {"from_dense": a.from_dense([[True]]), "from_predicate": EVERY}
@@ -134,6 +141,7 @@ REFUSED = {
         ),
         (lambda: lib.per_document(a.cache(3), [0, 3]), "a mask that depends only on indices, got cache"),
         (lambda: lib.reordered(a.causal(), [0, 2, 2]), r"reordered: order: expected a permutation of 0\.\.2"),
+        (_of_a_written_order, r"reordered: order: expected a permutation of 0\.\.3"),
         (lambda: lib.global_sliding(1, [True, False, True]).spans(3, 3), "at most max_runs=1 runs"),
     ],
     DtypeError: [

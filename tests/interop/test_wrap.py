@@ -116,6 +116,39 @@ def test_parameters_are_the_kernels() -> None:
             wrapped(*args, **options)
 
 
+def test_no_position_means_another_parameter_than_in_the_kernel() -> None:
+    def kernel(q, k, v, cache=None, softmax_scale=None, softcap: float | None = None):  # type: ignore[no-untyped-def]
+        return eager(q, k, v, scale=softmax_scale)
+
+    def keyword(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None) -> Tensor:
+        return eager(q, k, v, scale=softmax_scale)
+
+    q, k, v = inputs()
+    for function, args in ((kernel, (None, 0.5)), (kernel, (0.5,)), (keyword, (0.5,))):
+        wrapped = wrap(function, name=fresh_name())
+        with pytest.raises(TypeError, match=f"at most 3 by position, got {3 + len(args)} by position"):
+            wrapped(q, k, v, *args)
+        assert torch.equal(wrapped(q, k, v, softmax_scale=0.5), eager(q, k, v, scale=0.5))
+
+
+@pytest.mark.parametrize(
+    ("schema", "options"),
+    [
+        ("Tensor q, Tensor k, Tensor v, bool causal", {"causal": True}),
+        ("Tensor v, Tensor q, Tensor k, bool causal=False", {}),
+    ],
+)
+def test_a_schema_names_the_kernels_parameters(schema: str, options: dict[str, bool]) -> None:
+    def kernel(q, k, v, scale=None, causal=False):  # type: ignore[no-untyped-def]
+        return eager(q, k, v, causal, scale=scale)
+
+    q, k, v = inputs()
+    wrapped = wrap(kernel, name=fresh_name(), schema=schema, outputs={"out": lambda q: torch.empty_like(q)})
+    assert torch.equal(wrapped(q=q, k=k, v=v, **options), kernel(q, k, v, **options))
+    with pytest.raises(TypeError, match=f"at most {3 * len(options)} by position"):
+        wrapped(q, k, v, True)
+
+
 def test_functions_without_signature_take_a_schema() -> None:
     q, k, v = inputs()
     # A builtin; it takes its mask and what follows by keyword or position.

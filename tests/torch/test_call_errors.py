@@ -85,6 +85,10 @@ EIGHT = torch.zeros(1, 2, 8, 16)
 SDPA_VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "mask": ({"attn_mask": torch.zeros(8, 7)}, r"a shape that broadcasts .*\(1, 2, 8, 8\)"),
     "mask of five dims": ({"attn_mask": torch.zeros(1, 1, 2, 8, 8)}, "attn_mask: .* broadcasts"),
+    "mask of six dims": (
+        {**dict.fromkeys(("query", "key", "value"), EIGHT[None]), "attn_mask": torch.zeros(3, 1, 1, 2, 8, 8)},
+        r"attn_mask: expected a shape that broadcasts to \(1, 1, 2, 8, 8\), got \(3, 1, 1, 2, 8, 8\)",
+    ),
     "booleans": ({"attn_mask": torch.zeros(8, 7) == 0}, "attn_mask: expected a shape that broadcasts"),
     "two masks": ({"attn_mask": a.causal(), "is_causal": True}, "expected no attn_mask with it"),
     "heads": ({"key": EIGHT[:, :1], "value": EIGHT[:, :1]}, "enable_gqa=True"),

@@ -87,7 +87,7 @@ def names_in(names: str | Sequence[str]) -> tuple[str, ...]:
 
 def read_parameters(kernel: Callable[..., Any], schema: str | None, varying: Sequence[str]) -> Parameters:
     """Read the kernel's parameters from ``schema``, or from the kernel's signature without a schema."""
-    items = list(_from_signature(kernel) if schema is None else _from_schema(schema))
+    items = list(_from_signature(kernel) if schema is None else _from_schema(kernel, schema))
     expected, got = "a kernel with at least one required tensor", [x.name for x in items]
     remedy = "Describe its arguments with schema='Tensor q, Tensor k, Tensor v'"
     expect(any(x.type == "Tensor" for x in items), "wrap", expected, got, remedy)
@@ -99,25 +99,33 @@ def read_parameters(kernel: Callable[..., Any], schema: str | None, varying: Seq
     return Parameters(x._replace(varying=x.name in varying) for x in items)
 
 
-def _from_schema(schema: str) -> Iterator[Parameter]:
+def _from_schema(kernel: Callable[..., Any], schema: str) -> Iterator[Parameter]:
     try:
         arguments = compat.parse_schema(f"kernel({schema}) -> ()").arguments
     except RuntimeError as error:
         expected, got = "arguments in torch's schema language", f"{schema!r} ({str(error).splitlines()[0]})"
         remedy = "Write for example 'Tensor q, Tensor k, Tensor v, float? softmax_scale=None'"
         raise OptionError("schema", expected=expected, got=got, remedy=remedy) from None
-    for x in arguments:
+    places, moved = _places(kernel), False
+    for place, x in enumerate(arguments):
+        # Behind a parameter that the schema leaves out, the kernel's positions are others.
+        moved = moved or places.get(x.name, place) != place
         kind = _text(x.type)
         _expect_type(kind.removesuffix("?") in _PLAIN, x.name, kind)
         what, remedy = f"parameter {x.name!r} of the kernel", "Wrap a function that returns its outputs"
-        expect(
-            x.alias_info is None,
-            what,
-            "a parameter that the kernel only reads",
-            "a parameter that it writes to",
-            remedy,
-        )
-        yield Parameter(x.name, kind, x.default_value if x.has_default_value() else REQUIRED, x.kwarg_only)
+        expected, got = "a parameter that the kernel only reads", "a parameter that it writes to"
+        expect(x.alias_info is None, what, expected, got, remedy)
+        default = x.default_value if x.has_default_value() else REQUIRED
+        yield Parameter(x.name, kind, default, moved or x.kwarg_only)
+
+
+def _places(kernel: Callable[..., Any]) -> dict[str, int | None]:
+    """The position of each parameter of a kernel, None for a keyword-only parameter."""
+    try:
+        parameters = inspect.signature(kernel).parameters.values()
+    except (TypeError, ValueError):  # Extension modules have none.
+        return {}
+    return {x.name: None if x.kind is x.KEYWORD_ONLY else i for i, x in enumerate(parameters)}
 
 
 def _text(kind: Any) -> str:

@@ -53,6 +53,7 @@ class Wrapped:
         # A compiler reads plain tuples without tracing through the parameters.
         self._names, self._autocast = parameters.names, autocast
         self._defaults = tuple(item.default for item in parameters.items)
+        self._positional = sum([not item.keyword for item in parameters.items])
         self._varying = tuple(item.varying for item in parameters.items)
         self._tensors = tuple(i for i, item in enumerate(parameters.items) if item.type == "Tensor")
         self._cast = tuple(name in parameters.required[:3] for name in self._names)
@@ -75,11 +76,11 @@ class Wrapped:
         values = [*args, *map(kwargs.get, left, self._defaults[len(args) :])]
         unknown = [name for name in kwargs if name not in left]
         missing = [name for name, x in zip(self._names, values, strict=False) if x is REQUIRED]
-        if unknown or missing or len(values) > len(self._names):
+        if unknown or missing or len(args) > self._positional:
             got = f"{len(args)} by position"
             got += f", unknown or repeated {', '.join(unknown)}" if unknown else ""
             got += f", no {', '.join(missing)}" if missing else ""
-            expected = f"arguments among {', '.join(self._names)}"
+            expected = f"arguments among {', '.join(self._names)}, at most {self._positional} by position"
             remedy = "Call it as the kernel. Annotate parameters without a type, or pass schema=... to wrap"
             expect(False, repr(self), expected, got, remedy, error=UsageError)
         for name, x in zip(self._names, values, strict=True):

@@ -276,10 +276,7 @@ class reordered(Mask):
         arrays = arrays_for([self.order])
         # A tensor on the meta device has no values.
         if not arrays.tracing() and getattr(arrays.device, "type", None) != "meta":
-            values, last = arrays.to_numpy(self.order), self.order.shape[0] - 1
-            fits = np.array_equal(np.sort(values), np.arange(len(values)))
-            remedy = "Pass the token at each place, each token once"
-            expect(fits, "reordered: order", "a permutation of 0..{}", "another array", remedy, last)
+            _check_order(arrays.to_numpy(self.order))
 
     def _key_len(self) -> Any:
         return self.order.shape[0]
@@ -290,6 +287,7 @@ class reordered(Mask):
         remedy = "Lower it once outside the compiled function, with mask.prepare(...)"
         expect(readable, "reordered", expected, "a traced array", remedy)
         order = low.arrays.to_numpy(self.order).astype(np.int64)
+        _check_order(order)  # It may have been written into.
         index = low.arrays.to_numpy(low.q_index)[:, 0]
         n = len(order)
         inside = (index >= 0) & (index < n)
@@ -304,6 +302,12 @@ class reordered(Mask):
         return Rows(split(bounds[..., 0], bounds[..., 1]))
 
 
+def _check_order(order: np.ndarray[Any, Any]) -> None:
+    fits = np.array_equal(np.sort(order), np.arange(len(order)))
+    remedy = "Pass the token at each place, each token once"
+    expect(fits, "reordered: order", "a permutation of 0..{}", "another array", remedy, len(order) - 1)
+
+
 def _placed(bounds: np.ndarray[Any, Any], place: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Convert bounds (B, H, rows, R, 2) of tokens to bounds of their places."""
     *lead, _, _ = bounds.shape
@@ -313,7 +317,8 @@ def _placed(bounds: np.ndarray[Any, Any], place: np.ndarray[Any, Any]) -> np.nda
     edges = np.unique(np.concatenate([[0], cuts + 1, [len(flat)]]))
     runs = [_runs_of_places(flat[a:b], place, a) for a, b in pairwise(edges)]
     row, lo, hi = np.concatenate([np.zeros((3, 0), np.int64), *runs], axis=1)
-    return table(row, lo, hi, len(flat)).reshape(*lead, -1, 2)
+    found = table(row, lo, hi, len(flat))
+    return found.reshape(*lead, *found.shape[1:])
 
 
 def _runs_of_places(

@@ -160,7 +160,8 @@ class _Reader:
     def _call(self, node: ast.Call, bare: bool = False) -> Any:
         if ast.unparse(node.func) == "np.array" and len(node.args) == 1 and not node.keywords:
             return self._value(node.args[0])
-        if not isinstance(node.func, ast.Name) or any(x.arg is None for x in node.keywords):
+        keywords = {x.arg for x in node.keywords}
+        if not isinstance(node.func, ast.Name) or None in keywords or len(keywords) < len(node.keywords):
             raise self._misread(node)
         name = node.func.id
         if name not in self.names:

@@ -171,6 +171,8 @@ def _own_axis(attn_mask: Any, query: Tensor) -> int | None:
     """The first batch dim that a floating mask does not broadcast, if it broadcasts another batch dim."""
     if query.dim() < 5 or not isinstance(attn_mask, Tensor) or torch.compiler.is_compiling():
         return None
+    if attn_mask.dim() > query.dim():
+        return None  # It does not broadcast, which is found later.
     own = (1,) * (query.dim() - attn_mask.dim()) + tuple(attn_mask.shape)
     sizes = list(zip(own[:-3], query.shape[:-3], strict=True)) if attn_mask.is_floating_point() else []
     shares = any(n == 1 != size for n, size in sizes)
