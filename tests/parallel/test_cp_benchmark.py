@@ -136,7 +136,7 @@ def test_rows_that_are_misplaced_end_the_run(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("how", "reason"),
-    [("raises", "NotImplementedError: no backward on this device"), ("is wrong", "out is off by ")],
+    [("raises", "NotImplementedError: no backward on this device"), ("is wrong", "out has the error ")],
 )
 @ranks(2)
 def test_another_library_that_fails_is_reported_and_left_out(how: str, reason: str) -> None:
@@ -156,7 +156,7 @@ def test_more_ranks_have_a_hybrid_and_longer_rings() -> None:
 @ranks(2)
 def test_rows_that_do_not_divide_are_for_us_alone() -> None:
     [run] = call(q_len=129)
-    assert set(run["refused"].values()) == {"129 rows are no multiple of 4"}
+    assert set(run["refused"].values()) == {"129 rows are not divisible by 4"}
     assert set(run["contestants"]) == {ONE, *OURS[:4]}
 
 
@@ -165,7 +165,7 @@ def test_errors_beyond_those_of_torch_are_wrong(error: float) -> None:
     bounds = {"out": 1e-7, "dq": 1e-7}
     assert why_wrong({"out": 3e-7, "dq": 4e-7}, bounds) is None
     found = why_wrong({"out": 3e-7, "dq": error}, bounds)
-    assert found == f"dq is off by {error:.2g}, and torch's own attention by 1e-07"
+    assert found == f"dq has the error {error:.2g}, torch's own attention 1e-07"
 
 
 def test_efficiency_is_the_ratio_of_neighbours() -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from attnspan.errors import DeviceError, DtypeError, ShapeError, expect
 
 from .plain import check_plain
-from .recorded import is_recorded, sure
+from .recorded import is_recorded, is_static, sure
 
 __all__ = [
     "INT32_MAX",
@@ -281,9 +281,7 @@ class TorchArrays(Arrays):
         return int(size) if _is_torch(size) else size
 
     def is_static(self, size: Any) -> bool:
-        from torch.fx.experimental.symbolic_shapes import has_static_value
-
-        return bool(has_static_value(self.size(size)))
+        return is_static(self.size(size))
 
     def concrete(self, x: Array) -> bool:
         if is_recorded():

@@ -9,7 +9,15 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-__all__ = ["agree", "called_apart", "is_jit_traced", "is_recorded", "sure", "without_tracer_warnings"]
+__all__ = [
+    "agree",
+    "called_apart",
+    "is_jit_traced",
+    "is_recorded",
+    "is_static",
+    "sure",
+    "without_tracer_warnings",
+]
 
 
 def is_recorded() -> bool:
@@ -93,6 +101,13 @@ def agree(size: Any, other: Any) -> bool:
         return False
     sys.modules["torch"]._check(holds)
     return True
+
+
+def is_static(size: Any) -> bool:
+    """Whether a size is the same number in each run of the program that torch records."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return bool(has_static_value(size))
 
 
 def _symbols_of_torch(holds: Any) -> Any:
