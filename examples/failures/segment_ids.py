@@ -104,7 +104,7 @@ def main() -> dict[str, list[float] | str]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    with torch.multiprocessing.Manager() as manager:
+    with torch.multiprocessing.get_context("spawn").Manager() as manager:
         shared = manager.dict()
         torch.multiprocessing.spawn(run_rank, (port, shared), nprocs=RANKS)
         found = dict(shared)

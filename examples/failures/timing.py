@@ -70,7 +70,7 @@ def first_call_counted(way: Way) -> float:
     torch._dynamo.reset()
     jax.clear_caches()
     inputs = way.fresh()
-    return seconds(lambda: [way.wait(way.call(*inputs)) for _ in range(50)]) / 50
+    return seconds(lambda: [way.wait(way.call(*inputs)) for _ in range(10)]) / 10
 
 
 def fresh_inputs(way: Way) -> float:

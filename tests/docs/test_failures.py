@@ -10,6 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+# Inductor's own, at its first import.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+
 FOLDER = Path(__file__).parents[2] / "examples" / "failures"
 #: The newest torch whose failures were seen here. A newer one may have mended them.
 SEEN = (2, 15)

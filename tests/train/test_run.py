@@ -10,7 +10,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -256,6 +256,19 @@ def test_a_diverged_step_stops_the_run_and_its_weights_replace_no_checkpoint(
     assert kept == ["step-00000002", "step-00000003"]
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """A shell may start the tests with signals ignored, which the job respects."""
+    before = {
+        number: signal.signal(number, handler)
+        for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL))
+    }
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_saves_the_step_and_a_resumed_run_has_the_same_losses(
     tiny: Tiny, tmp_path: Path, number: int
@@ -275,6 +288,7 @@ def test_the_first_signal_saves_the_step_and_a_resumed_run_has_the_same_losses(
     assert scores(folder) == scores(tmp_path / "calm")
 
 
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize(
     ("last", "said"),
     [(5, "immediately, step [24] is saved: resume"), (1, "immediately, nothing is saved: start")],
