@@ -186,9 +186,9 @@ def _range(results: Results, row: Row, dtype: str, mode: str) -> str:
     runs = [run for x in cells if x.mode == mode and (run := x.run(row.peer)) and run.ratio]
     if not runs:
         return "-"
-    low, high = (ratio_digits(pick(run.ratio.median for run in runs)) for pick in (min, max))
-    noisy = " ~" if any(run.noisy for run in runs) else ""
-    return f"{low}{noisy}" if low == high else f"{low} to {high}{noisy}"
+    ends = [pick(runs, key=lambda run: run.ratio.median) for pick in (min, max)]
+    low, high = (f"{ratio_digits(run.ratio.median)}{' ~' if run.noisy else ''}" for run in ends)
+    return low if low == high else f"{low} to {high}"
 
 
 def readme() -> str:
