@@ -298,7 +298,7 @@ def test_what_a_graph_calls_lives_on() -> None:
 
 
 def test_a_name_of_another_process_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="expected a function of this process, got fn#1"):
+    with pytest.raises(RuntimeError, match="expected a function of this process, got the unknown fn#1"):
         bridge.call_op([torch.ones(1)], "fn#1")
 
 

@@ -162,13 +162,13 @@ class TestTracers:
     @pytest.mark.parametrize("name", ["compact", "validate", "coverage"])
     def test_spans(self, name: str) -> None:
         spans = a.causal().spans(4, 4, like=Q)
-        message = rf"Spans\.{name}: expected an array whose values can be read, got one that"
+        message = rf"Spans\.{name}: expected an array whose values can be read, got a traced array"
         with pytest.raises(ValueError, match=message):
             jax.jit(lambda bounds: getattr(a.Spans(bounds, 4), name)())(spans.bounds)
 
     @pytest.mark.parametrize("use", [lambda m: m.prepare(4, 4), lambda m: m.show(4)], ids=["prepare", "show"])
     def test_masks(self, use: Callable[[Any], Any]) -> None:
-        with pytest.raises(ValueError, match=r"being traced.*Call it outside the compiled function"):
+        with pytest.raises(ValueError, match=r"got a traced array.*Call it outside the compiled function"):
             jax.jit(lambda ids: use(a.segments(ids)))(jnp.zeros(4, int))
 
     def test_more_runs_than_are_static(self) -> None:

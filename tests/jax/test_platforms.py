@@ -96,7 +96,7 @@ def test_what_was_never_measured_runs_by_name_only() -> None:
         names = backends.DEFAULTS[device]
         assert not any(backends.BACKENDS[name].by_name for name in names)
     on_tpu = backends.candidates(static, unasked=True)["pallas"]
-    assert "by name only" in str(on_tpu.supports(replace(problem, device="tpu")))
+    assert "must be requested" in str(on_tpu.supports(replace(problem, device="tpu")))
 
 
 def test_slower_code_warns_once_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

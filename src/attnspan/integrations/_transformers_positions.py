@@ -73,6 +73,8 @@ def follow(kind: type[PreTrainedModel], name: str) -> None:
         finally:
             _local.positions = before
 
+    # Compilers count the programs of a code object, so each class has its own, as without this function.
+    keep_positions.__code__ = keep_positions.__code__.replace(co_name=forward.__name__)
     keep_positions.attnspan_positions = True  # type: ignore[attr-defined]
     owner.forward = keep_positions  # type: ignore[attr-defined]
 
