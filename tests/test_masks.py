@@ -88,7 +88,7 @@ def test_torch_and_values_that_nobody_can_read_give_the_same_spans(sample, monke
         with monkeypatch.context() as patch:
             patch.setattr(Arrays, "concrete", lambda *_: False)
             if sample.function in BY_DATA:
-                with pytest.raises(ValueError, match=r"reordered: expected values.*prepare"):
+                with pytest.raises(ValueError, match=r"reordered: expected readable values.*prepare"):
                     mask.spans(q_len, sample.keys, **given)
                 continue
             got = mask.spans(q_len, sample.keys, **given)

@@ -206,7 +206,10 @@ def test_the_cache_of_linen_takes_a_mask_of_the_layer():
 
 @pytest.mark.parametrize("mask", [window(2), causal().prepare(1, LENGTH)], ids=repr)
 def test_masks_that_modules_combine_with_arrays_are_refused(mask):
-    with pytest.raises(AttributeError, match=r"an array, got a mask of attnspan\. Pass the mask to the layer: .*layer_mask=mask"):
+    with pytest.raises(
+        AttributeError,
+        match=r"an array, got a mask of attnspan\. Pass the mask to the layer: .*layer_mask=mask",
+    ):
         _decoded(attention_fn, mask=mask)
     assert not hasattr(mask, "ndim")
 

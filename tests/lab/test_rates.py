@@ -57,7 +57,7 @@ def test_with_rates_the_shortest_time_is_taken_and_of_equals_the_fewest_bytes() 
 
 
 def test_the_machine_of_the_environment_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "no rates were measured" in str(plan_of().choice)
+    assert "No rates were measured" in str(plan_of().choice)
     path = tmp_path / "machine.json"
     PLAIN.save(path)
     monkeypatch.setenv("ATTNSPAN_MACHINE", str(path))

@@ -93,7 +93,7 @@ def test_a_slow_path_warns_once_by_name(monkeypatch: pytest.MonkeyPatch) -> None
         attention(x, x, x)
         attention(x, x, x, backend="math")
     monkeypatch.setattr(cpu, "core", None)
-    with pytest.warns(SlowPathWarning, match=r"attnspan\._core is missing .*build it"):
+    with pytest.warns(SlowPathWarning, match=r"attnspan\._core is missing.*build it"):
         attention(x.float(), x.float(), x.float())
     with pytest.raises(ValueError, match=r"attnspan\._core is missing"):
         attention(x.float(), x.float(), x.float(), backend="cpu")

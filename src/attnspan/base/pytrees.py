@@ -120,7 +120,7 @@ def register_pytrees(registrar: Registrar) -> None:
     Example:
         >>> from attnspan import global_keys
         >>> seen = {}
-        >>> register_pytrees(lambda cls, flatten, unflatten: seen.update({cls.__name__: flatten}))
+        >>> register_pytrees(lambda cls, flatten, unflatten, seen=seen: seen.update({cls.__name__: flatten}))
         >>> seen["global_keys"](global_keys(4))
         ((), ((), (('n', 4),)))
     """
