@@ -60,7 +60,6 @@ def follow(kind: type[PreTrainedModel], name: str) -> None:
         return
     names = list(inspect.signature(forward).parameters)[1:]
 
-    @functools.wraps(forward)
     def keep_positions(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.config._attn_implementation != name:
             return forward(self, *args, **kwargs)
@@ -76,7 +75,7 @@ def follow(kind: type[PreTrainedModel], name: str) -> None:
     # Compilers count the programs of a code object, so each class has its own, as without this function.
     keep_positions.__code__ = keep_positions.__code__.replace(co_name=forward.__name__)
     keep_positions.attnspan_positions = True  # type: ignore[attr-defined]
-    owner.forward = keep_positions  # type: ignore[attr-defined]
+    owner.forward = functools.wraps(forward)(keep_positions)  # type: ignore[attr-defined]
 
 
 def follow_all(name: str) -> None:
