@@ -36,7 +36,8 @@ def by_vmap(fn: Function, arrays: Arrays, b: Array, h: Array, q: Array, k: Array
     """
     of_batch = not arrays.is_one(q.shape[0])
     indices = [b, h, q if of_batch else q[0], k]
-    mapped = [not arrays.is_one(x.shape[-1]) for x in indices]
+    # torch reads an index without an axis as a number, which a compiler cannot record.
+    mapped = [arrays.name == "torch" or not arrays.is_one(x.shape[-1]) for x in indices]
     if arrays.name == "jax":
         read = _read(fn, indices)
         read[0] |= of_batch and read[2]
