@@ -51,7 +51,7 @@ def extension(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Tensor:
     return out
 
 
-# What the compiler believes of the result, from q. The kernel returns contiguous memory.
+# The compiler reads the strides of the result from here. The kernel returns contiguous memory.
 wrong = torch.library.custom_op("failures::wrong", extension, mutates_args=())
 wrong.register_fake(lambda q, *_: torch.empty_strided(q.shape, q.stride()))
 right = torch.library.custom_op("failures::right", extension, mutates_args=())
