@@ -25,10 +25,10 @@ def test_illegal_bounds_raise_by_row():
     bounds = causal().spans(33, 33).bounds.copy()
     bounds[0, 0, 7] = (5, 40)
     attend = jax.jit(lambda b: attention(q, k, v, mask=Spans(b, 33), backend="cpu"))
-    with pytest.raises(Exception, match=r"mask bounds: expected spans .* row 7 \(batch 0, head 0\)"):
+    with pytest.raises(Exception, match=r"mask bounds: expected spans .* query 7 \(batch 0, head 0\)"):
         attend(jnp.asarray(bounds)).block_until_ready()
     gradient = jax.jit(jax.grad(lambda q, b: attention(q, k, v, mask=Spans(b, 33)).sum()))
-    with pytest.raises(Exception, match="row 7"):
+    with pytest.raises(Exception, match="query 7"):
         gradient(q, jnp.asarray(bounds)).block_until_ready()
 
 

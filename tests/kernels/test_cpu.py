@@ -171,7 +171,7 @@ def test_illegal_bounds_raise_before_anything_is_written(spans: list[list[int]])
     problem.bounds[0, 1, 37] = torch.tensor(spans, dtype=torch.int32)
     inputs = tuple(problem.inputs.values())
     out, lse = torch.full_like(problem.q, 7.0), torch.full((1, 2, 40), 7.0)
-    with pytest.raises(ValueError, match=r"row 37 \(batch 0, head 1\)"):
+    with pytest.raises(ValueError, match=r"query 37 \(batch 0, head 1\)"):
         cpu.forward(*inputs, problem.bounds, out, lse, scale=1.0, num_threads=2)
     grads = [torch.full_like(x, 7.0) for x in inputs]
     given = (problem.dout, None, *inputs, out, lse, problem.bounds)

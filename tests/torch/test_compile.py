@@ -177,12 +177,12 @@ def test_illegal_spans_are_never_plausible(compiled: bool) -> None:
     attend = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
     for row in ([0, 7], [0, -1], [3, 2], [-1, 3]):
         bounds = torch.tensor([[0, 1], row, [0, 3]], dtype=torch.int32).view(1, 1, 3, 1, 2)
-        with pytest.raises(OPERATOR_ERROR, match="(row|query) 1"):
+        with pytest.raises(OPERATOR_ERROR, match="query 1"):
             attend(x, bounds, "cpu")
         if compiled:  # It waits for no value.
             assert attend(x, bounds, "math").isnan().all(-1).flatten().tolist() == [False, True, False]
             continue
-        with pytest.raises(OPERATOR_ERROR, match="(row|query) 1"):
+        with pytest.raises(OPERATOR_ERROR, match="query 1"):
             attend(x, bounds, "math")
 
 

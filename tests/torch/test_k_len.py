@@ -164,6 +164,6 @@ def test_prepared_masks_alone_and_inside_of_others_are_one_program(kind: str) ->
         torch._dynamo.mark_dynamic(k, 2)
         mask = causal().prepare(8, k_len, like=q)
         torch.testing.assert_close(compiled(q, k, mask), run(q, k, mask))
-    with pytest.raises(OPERATOR_ERROR, match=r"mask bounds: .* row 0|got spans over 12"):
+    with pytest.raises(OPERATOR_ERROR, match=r"mask bounds: .* query 0|got spans over 12"):
         compiled(q, k, full().prepare(8, 12, like=q))
     assert counter.frame_count == 1

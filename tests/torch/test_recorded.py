@@ -97,6 +97,7 @@ def _of_kept_rows(x: Tensor, lengths: Tensor, keep: Tensor, first: int) -> list[
         prefix(lengths),
         keys(valid),
         from_dense(valid[:, None, None].expand(-1, 1, 8, 8)),
+        from_predicate(lambda b, _, __, k: k < lengths[b]),
         documents(torch.tensor([0, 3, 8])),
     ]
     added = lengths[:, None, None, None] * torch.ones(8, 8)
