@@ -29,6 +29,10 @@ def register_raiser(raiser: Callable[[type[Exception], str], None]) -> None:
 
     Args:
         raiser: A function of an exception class and a text.
+
+    Example, which logs each error::
+
+        register_raiser(lambda kind, text: logging.error("%s: %s", kind.__name__, text))
     """
     _raisers.append(raiser)
 
@@ -93,7 +97,17 @@ int32 or int64.
 
 
 class DeviceError(_Explained, ValueError):
-    """An error for arguments on several devices or of several frameworks."""
+    """An error for arguments on several devices or of several frameworks.
+
+    Example:
+        >>> import torch
+        >>> from attnspan.torch import attention
+        >>> q = torch.zeros(1, 2, 4, 16)
+        >>> attention(q, q, q.to("meta"))
+        Traceback (most recent call last):
+        attnspan.errors.DeviceError: q, k and v: expected one device, got cpu, cpu, meta. Move them to one \
+device.
+    """
 
 
 class OptionError(_Explained, ValueError):
@@ -109,11 +123,31 @@ are int32.
 
 
 class BackendError(_Explained, ValueError):
-    """An error for a call that no backend, or not the requested backend, can run."""
+    """An error for a call that no backend, or not the requested backend, can run.
+
+    Example:
+        >>> import torch
+        >>> from attnspan.torch import attention
+        >>> q = torch.zeros(1, 2, 4, 16)
+        >>> attention(q, q, q, backend="triton")
+        Traceback (most recent call last):
+        attnspan.errors.BackendError: backend='triton': expected a backend that can run the call, got triton: \
+it runs on CUDA tensors, not on cpu. Change what the reason names, or choose another by backend= or \
+attnspan.backend.
+    """
 
 
 class NotAnArrayError(_Explained, AttributeError):
-    """An error for code of another library that reads a mask as if it were an array."""
+    """An error for code of another library that reads a mask as if it were an array.
+
+    Example:
+        >>> from attnspan import causal
+        >>> causal().ndim
+        Traceback (most recent call last):
+        attnspan.errors.NotAnArrayError: ndim of causal(): expected an array, got a mask of attnspan. Pass the \
+mask to the layer: attention_fn=functools.partial(attention_fn, layer_mask=mask), or pass an array to code that \
+reads ndim.
+    """
 
 
 class UsageError(_Explained, TypeError):

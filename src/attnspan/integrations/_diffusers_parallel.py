@@ -260,6 +260,12 @@ def unparallelize(transformer: nn.Module) -> nn.Module:
 
     Raises:
         OptionError: The transformer is not parallel, or it is a copy of a parallel model.
+
+    Example, on each rank of a mesh::
+
+        parallelize(pipe.transformer, mesh)
+        images = pipe(prompt).images
+        unparallelize(pipe.transformer)
     """
     parallel = _parallel_of(transformer)
     remedy = "Pass the original model, or copy it before parallelize"
@@ -280,6 +286,11 @@ def parallelized(transformer: nn.Module, mesh: DeviceMesh, **options: Any) -> It
 
     Raises:
         OptionError: As for `parallelize`.
+
+    Example, on each rank of a mesh::
+
+        with parallelized(pipe.transformer, mesh):
+            images = pipe(prompt).images
     """
     parallelize(transformer, mesh, **options)
     try:
@@ -299,6 +310,13 @@ def average_gradients(transformer: nn.Module) -> None:
     Raises:
         OptionError: The transformer is not parallel, or a parameter is a DTensor, whose gradient FSDP2
             averages.
+
+    Example, one training step on each rank of a mesh::
+
+        loss = F.mse_loss(transformer(latents, **conditions).sample, target)
+        loss.backward()
+        average_gradients(transformer)
+        optimizer.step()
     """
     group = _parallel_of(transformer).group
     sum_gradients(transformer.parameters(), group)

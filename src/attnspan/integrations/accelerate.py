@@ -66,7 +66,7 @@ def context_parallel(trainer: _Trainer, degree: int | None = None, *, strategy: 
     Raises:
         OptionError: The number of ranks, the model, the trainer or one of its options does not fit.
 
-    ``examples/pretrain_packed.py`` is a complete program, for one process or several::
+    Example, of which ``examples/pretrain_packed.py`` is the complete program for one process or several::
 
         trainer = context_parallel(Trainer(model, args, train_dataset=packed), 2)
         trainer.train()

@@ -82,6 +82,16 @@ class Explanation:
         isa: Instruction-set level of the CPU kernel, or None if it does not run.
         threads: CPU threads that a kernel may use, or None if the framework decides.
         kernel: Name of the kernel, if the backend calls a kernel of another library. Else None.
+
+    Example:
+        >>> import torch
+        >>> from attnspan import causal
+        >>> from attnspan.torch import explain
+        >>> q = k = v = torch.zeros(1, 2, 4, 16)
+        >>> explain(q, k, v, mask=causal(), backend="math").backend
+        'math'
+        >>> explain(q, k, v, mask=causal()).pairs  # 2 heads, 1 + 2 + 3 + 4 pairs each
+        20
     """
 
     backend: str

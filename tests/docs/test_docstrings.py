@@ -1,0 +1,69 @@
+"""The reference promises that each public name has an example and, if it can raise, its errors."""
+
+import importlib
+import inspect
+
+import pytest
+
+MODULES = (
+    "attnspan",
+    "attnspan.errors",
+    "attnspan.integrations.accelerate",
+    "attnspan.integrations.diffusers",
+    "attnspan.integrations.transformers",
+    "attnspan.jax",
+    "attnspan.library",
+    "attnspan.masks",
+    "attnspan.parallel",
+    "attnspan.parallel.jax",
+    "attnspan.reference",
+    "attnspan.testing",
+    "attnspan.torch",
+)
+#: Functions without a check of their own, and classes that only a function of the library makes.
+RAISE_NOTHING = """
+    Bias Enabled Explanation Float Index Interval Isolation Leak LocalPlan Lowering Mask MeshPlan PlacedPlan Plan
+    Rows Sharded TokenPlan Wrapped backward_flops causal checkpoint_policy forward_flops full keep_backend
+    plans_only register_pytrees register_raiser shown
+""".split()
+
+
+def _public():
+    """Names and documented objects, without types that stand for several types."""
+    for name in MODULES:
+        if "jax" in name:
+            pytest.importorskip("jax")
+        module = importlib.import_module(name)
+        yield from ((name, x, getattr(module, x)) for x in module.__all__ if callable(getattr(module, x)))
+
+
+def _is_error(x):
+    return inspect.isclass(x) and issubclass(x, Exception)
+
+
+def _sections(x):
+    texts = [inspect.getdoc(x) or ""]
+    if inspect.isclass(x):
+        texts.append(inspect.getdoc(x.__init__) or "")
+    return "\n".join(texts)
+
+
+def test_each_public_name_has_an_example():
+    missing = {
+        f"{module}.{name}"
+        for module, name, x in _public()
+        if "Example" not in _sections(x) and not (_is_error(x) and issubclass(x, Warning))
+    }
+    assert not missing
+
+
+def test_each_public_name_that_raises_says_which_errors():
+    silent = {name for _, name, x in _public() if "Raises:" not in _sections(x) and not _is_error(x)}
+    assert silent == set(RAISE_NOTHING)
+
+
+def test_a_name_that_raises_nothing_has_no_check():
+    for _, name, x in _public():
+        if name in RAISE_NOTHING and inspect.isfunction(inspect.unwrap(x)):
+            used = inspect.unwrap(x).__code__.co_names
+            assert not {"expect", "check", "OptionError", "ShapeError"} & set(used), name
