@@ -184,7 +184,7 @@ $(VENV)/.zoo: $(STAMP)
 
 zoo: $(VENV)/.zoo
 	$(BIN)/attnspan zoo --jobs $(JOBS) --json benchmarks/results/zoo.json.gz --page build/zoo.html $(ARGS)
-	$(PYTEST) --zoo tests/zoo src/attnspan/integrations
+	$(PYTEST) --zoo tests/zoo tests/docs/test_scripts.py src/attnspan/integrations
 
 # Strict: a broken link or anchor, or a public name without a reference entry, is an error. The build uses no network.
 docs: setup

@@ -44,7 +44,7 @@ def _sum(*arrays: Any) -> Any:
 
 
 def calls(count: int, size: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
-    """Make the measured calls by name, for ``count`` arguments of ``size`` elements."""
+    """Map the name of each measured call to the call, for ``count`` arguments of ``size`` elements."""
     tensors = [torch.ones(size, dtype=dtype) for _ in range(count)]
     arrays = [jax.dlpack.from_dlpack(x) for x in tensors]
     learned = [x.clone().requires_grad_() for x in tensors]

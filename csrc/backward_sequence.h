@@ -217,7 +217,7 @@ class Backward : BackwardTiles<E> {
     const double base = bias.value_of_base(o.base[i]);
     double lse = given - base;
     o.exact[i] = sees && std::fabs(lse) > most_lse_of_tiles;
-    // Of a part of the row's keys, the weights are 0 if all weight is elsewhere, else the lse does not tell them.
+    // A part of the keys has weights of 0 if all weight is in other parts. Otherwise the lse does not determine them.
     if (o.exact[i] && a.part) {
       o.exact[i] = !(lse - static_cast<double>(largest_score(b, h)) > 300.0);
       lse = o.exact[i] ? NAN : HUGE_VAL;

@@ -12,13 +12,10 @@ under `torch.compile`, with another softmax scale at each step. You see five way
 5. `attnspan.torch.attention`: no break, one recompile, and a faster kernel.
 """
 
-import ctypes
-import subprocess
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from extension import extension
 from report import first_line, milliseconds, peak_megabytes, show
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -28,27 +25,6 @@ from attnspan.torch import attention, wrap
 
 BATCH, LENGTH, HEADS, DIM, STEPS = 1, 512, 8, 64, 12
 WIDTH = HEADS * DIM
-
-
-def build() -> ctypes.CDLL:
-    """Compile the C library, which knows nothing of torch."""
-    source = Path(__file__).with_name("extension.c")
-    with tempfile.TemporaryDirectory() as folder:
-        flags = ["-O3", "-march=native", "-ffast-math", "-shared", "-fPIC", "-lm"]
-        subprocess.run(["cc", source, "-o", f"{folder}/extension.so", *flags], check=True)
-        return ctypes.CDLL(f"{folder}/extension.so")
-
-
-LIBRARY = build()
-
-
-def extension(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Tensor:
-    """Attention of (B, S, H, D) by the C library, which reads contiguous memory only."""
-    q, k, v = (x.contiguous() for x in (q, k, v))
-    out = torch.empty_like(q)
-    pointers = (ctypes.c_void_p(x.data_ptr()) for x in (q, k, v, out))
-    LIBRARY.attend(*pointers, *map(ctypes.c_long, q.shape), ctypes.c_float(softmax_scale))
-    return out
 
 
 # The compiler reads the strides of the result from here. The kernel returns contiguous memory.

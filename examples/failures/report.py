@@ -3,7 +3,7 @@
 import ctypes
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,20 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def medians(calls: Mapping[str, Callable[[], object]], rounds: int = 15) -> dict[str, float]:
+    """The median time of each call in seconds, after one call. They take turns, so a slow moment hits all."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    for _ in range(rounds):
+        for name, call in calls.items():
+            samples[name].append(seconds(call))
+    return {name: statistics.median(x) for name, x in samples.items()}
+
+
 def milliseconds(call: Callable[[], object], rounds: int = 7) -> str:
     """The median time of a call in milliseconds, after one call that is not measured."""
-    call()
-    return f"{statistics.median(seconds(call) for _ in range(rounds)) * 1e3:.0f}"
+    return f"{medians({'': call}, rounds)[''] * 1e3:.0f}"
 
 
 def peak_megabytes(call: Callable[[], object]) -> str:

@@ -73,11 +73,11 @@ def train(share: Callable[[Rows, int], tuple[Rows, Attend]], rank: int) -> list[
         loss = total / (batch["targets"] >= 0).sum()  # by the targets of all ranks
         optimizer.zero_grad()
         loss.backward()
-        for x in (shown := loss.detach(), *(p.grad for p in model.parameters())):
+        for x in (loss.detach(), *(p.grad for p in model.parameters())):
             dist.all_reduce(x)
         optimizer.step()
         schedule.step()
-        losses.append(float(shown))
+        losses.append(loss.item())  # detach() shares its memory, so this is the sum over all ranks
     return losses
 
 
@@ -105,15 +105,13 @@ def main() -> dict[str, list[float] | str]:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     with torch.multiprocessing.get_context("spawn").Manager() as manager:
-        shared = manager.dict()
-        torch.multiprocessing.spawn(run_rank, (port, shared), nprocs=RANKS)
-        found = dict(shared)
+        torch.multiprocessing.spawn(run_rank, (port, results := manager.dict()), nprocs=RANKS)
+        found = dict(results)
     steps = (1, 40, 80, 120, STEPS)
-    rows, notes = [], []
+    notes = [f"{name}: {error}" for name, error in found.items() if isinstance(error, str)]
+    rows = []
     for name, losses in found.items():
-        failed = isinstance(losses, str)
-        notes += [f"{name}: {losses}"] * failed
-        rows.append((name, *("error" if failed else f"{losses[step - 1]:.4f}" for step in steps)))
+        rows.append((name, *("error" if isinstance(losses, str) else f"{losses[i - 1]:.4f}" for i in steps)))
     show("Loss of two ranks", ("segment ids", *(f"step {step}" for step in steps)), rows, notes)
     return found
 

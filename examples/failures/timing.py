@@ -2,18 +2,17 @@
 
     python examples/failures/timing.py
 
-attnspan calls the same CPU kernel from torch, from JAX, and from torch through `call_jax`. This program
-measures that kernel with the mistakes that can make one framework look slower than the other, one at a time:
+attnspan calls one CPU kernel from torch, from JAX, and from torch through `call_jax`. This program measures
+that kernel with three mistakes, one at a time. Each can make one framework look slower than the other:
 
-- compiling or tracing is counted, because the first call is in the mean
-- memory that nobody has touched is counted, because each call gets fresh inputs
-- each call is waited for, which adds the way there and back to every call
+- The first call is in the mean, so compiling or tracing is counted.
+- Each call gets fresh inputs, so their first use of memory is counted.
+- The program waits for each call, so the way there and back is counted for each call.
 
-The last line is right: the first call is left out, the ways take turns, each sample is a row of calls with
-one wait, and the result is a median. Then you see what block sizes do to the kernel's time.
+The last line is right: medians of warm calls, the frameworks in turn, and one wait for several calls. The
+second table shows what block sizes do to the kernel's time.
 """
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 import torch
-from report import seconds, show
+from report import medians, seconds, show
 
 import attnspan.jax
 import attnspan.torch
@@ -30,68 +29,61 @@ from attnspan.call.call import Problem
 from attnspan.kernels import cpu
 
 SHAPE = (1, 5, 512, 64)  # the reported shape is (1, 5, 16384, 128), which takes a CPU seconds
-CALLS, ROUNDS = 8, 15
+CALLS = 8
 jax_attention = jax.jit(attnspan.jax.attention)
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to the kernel: the call, fresh inputs for it, and what waits for a result."""
+    """A way to the kernel."""
 
     call: Callable[..., Any]
-    fresh: Callable[[], list[Any]]
-    wait: Callable[[Any], Any]
-
-    def calls(self, inputs: list[Any]) -> Any:
-        """A row of calls with one wait."""
-        return self.wait([self.call(*inputs) for _ in range(CALLS)])
+    fresh: Callable[[], list[Any]]  # makes new inputs
+    wait: Callable[[Any], Any]  # waits for a result, or for a list of results
 
 
 def tensors() -> list[torch.Tensor]:
     return [torch.randn(SHAPE) for _ in range(3)]
 
 
+def returned(result: Any) -> Any:
+    return result  # torch has computed a CPU tensor when the call returns
+
+
 def arrays() -> list[jax.Array]:
     return [jax.numpy.asarray(x.numpy()) for x in tensors()]
 
 
-def ready(result: Any) -> Any:
-    return result  # torch has computed a CPU tensor when the call returns
-
-
 WAYS = {
-    "torch": Way(torch.compile(attnspan.torch.attention), tensors, ready),
+    "torch": Way(torch.compile(attnspan.torch.attention), tensors, returned),
     "JAX": Way(jax_attention, arrays, jax.block_until_ready),
-    "call_jax": Way(lambda *x: attnspan.torch.call_jax(jax_attention, *x), tensors, ready),
+    "call_jax": Way(lambda *x: attnspan.torch.call_jax(jax_attention, *x), tensors, returned),
 }
 
 
-def first_call_counted(way: Way) -> float:
+def first_call_counted() -> dict[str, float]:
     torch._dynamo.reset()
     jax.clear_caches()
-    inputs = way.fresh()
-    return seconds(lambda: [way.wait(way.call(*inputs)) for _ in range(10)]) / 10
-
-
-def fresh_inputs(way: Way) -> float:
-    return statistics.median(seconds(lambda: way.wait(way.call(*way.fresh()))) for _ in range(ROUNDS))
-
-
-def each_call_waited_for(way: Way) -> float:
-    inputs = way.fresh()
-    return statistics.median(
-        seconds(lambda: [way.wait(way.call(*inputs)) for _ in range(CALLS)]) / CALLS for _ in range(ROUNDS)
-    )
-
-
-def right() -> dict[str, float]:
-    """Warm calls, ways in turn, one wait for each row of calls, medians."""
     inputs = {name: way.fresh() for name, way in WAYS.items()}
-    samples: dict[str, list[float]] = {name: [] for name in WAYS}
-    for _ in range(ROUNDS):
-        for name, way in WAYS.items():
-            samples[name].append(seconds(partial(way.calls, inputs[name])) / CALLS)
-    return {name: statistics.median(x) for name, x in samples.items()}
+    return {
+        name: seconds(lambda way=way, x=inputs[name]: [way.wait(way.call(*x)) for _ in range(10)]) / 10
+        for name, way in WAYS.items()
+    }
+
+
+def fresh_inputs() -> dict[str, float]:
+    return medians({name: lambda way=way: way.wait(way.call(*way.fresh())) for name, way in WAYS.items()})
+
+
+def warm_calls(*, wait_for_each: bool) -> dict[str, float]:
+    """Medians over rows of CALLS calls, after the first call, with one wait for each call or for each row."""
+
+    def row(way: Way, inputs: list[Any]) -> None:
+        wait = way.wait if wait_for_each else returned
+        way.wait([wait(way.call(*inputs)) for _ in range(CALLS)])
+
+    found = medians({name: partial(row, way, way.fresh()) for name, way in WAYS.items()})
+    return {name: x / CALLS for name, x in found.items()}
 
 
 def block_sizes() -> dict[str, float]:
@@ -99,27 +91,21 @@ def block_sizes() -> dict[str, float]:
     q, k, v = np.random.default_rng(0).standard_normal((3, *SHAPE)).astype("float32")
     bounds = np.broadcast_to(np.array([0, SHAPE[2]], "int32"), (1, 1, SHAPE[2], 1, 2)).copy()
     out, lse, threads = np.empty_like(q), np.empty(SHAPE[:3], "float32"), torch.get_num_threads()
-    every = cpu.configs(Problem.of(q, k, v, bounds, "cpu"), "forward")[:-1]
-    chosen = [every[0], every[1], every[len(every) // 2], every[-1]]
-    times: list[list[float]] = [[] for _ in chosen]
-    for _ in range(ROUNDS):
-        for config, samples in zip(chosen, times, strict=True):
-            run = partial(cpu.forward, q, k, v, bounds, out, lse, scale=0.125, num_threads=threads)
-            samples.append(seconds(partial(run, config=config)))
-    names = ["the kernel's choice", *(f"{x['block_q']} x {x['block_k']}" for x in chosen[1:])]
-    return {name: statistics.median(x) for name, x in zip(names, times, strict=True)}
-
-
-MISTAKES = {
-    "wrong: the first call is counted": first_call_counted,
-    "wrong: each call gets fresh inputs": fresh_inputs,
-    "wrong: each call is waited for": each_call_waited_for,
-}
+    run = partial(cpu.forward, q, k, v, bounds, out, lse, scale=0.125, num_threads=threads)
+    first, *every = cpu.configs(Problem.of(q, k, v, bounds, "cpu"), "forward")[:-1]
+    calls = {"the kernel's choice": partial(run, config=first)}
+    for config in (every[0], every[len(every) // 2], every[-1]):
+        calls[f"{config['block_q']} x {config['block_k']}"] = partial(run, config=config)
+    return medians(calls)
 
 
 def main() -> dict[str, dict[str, float]]:
-    found = {name: {x: measure(way) for x, way in WAYS.items()} for name, measure in MISTAKES.items()}
-    found["right"] = right()
+    found = {
+        "wrong: the first call is counted": first_call_counted(),
+        "wrong: each call gets fresh inputs": fresh_inputs(),
+        "wrong: each call is waited for": warm_calls(wait_for_each=True),
+        "right": warm_calls(wait_for_each=False),
+    }
     rows = [(name, *(f"{times[way] * 1e3:.2f}" for way in WAYS)) for name, times in found.items()]
     show(f"One kernel, {SHAPE}, float32: milliseconds for each call", ("measured", *WAYS), rows)
     found["blocks"] = block_sizes()

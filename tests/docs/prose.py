@@ -23,6 +23,15 @@ HABITS = {
     "for example": r"\b(?:for example|for instance|such as|e\.g\.)",
     "you": r"\b(?:you|your|yours)\b",
 }
+_DOCS = ROOT / "docs"
+#: Name of a group -> its files.
+GROUPS = {
+    "README": [ROOT / "README.md"],
+    "how-to": sorted([*_DOCS.glob("howto/*.md"), *_DOCS.glob("switch/*.md"), _DOCS / "caches.md"]),
+    "concepts": sorted([*_DOCS.glob("concepts/*.md"), *_DOCS.glob("why/*.md"), _DOCS / "masks.md"]),
+    "docs": sorted(_DOCS.rglob("*.md")),
+    "docstrings": sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "lab/src").rglob("*.py")]),
+}
 _NOT_PROSE = (
     r"(?s)^---\n.*?\n---\n",  # front matter
     r"(?sm)^ *```.*?^ *```$",
@@ -95,11 +104,7 @@ def text_of(path: Path) -> str:
 
 
 def main(names: list[str]) -> None:
-    groups = {name: [Path(name)] for name in names} or {
-        "README": [ROOT / "README.md"],
-        "docs": sorted((ROOT / "docs").rglob("*.md")),
-        "docstrings": sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "lab/src").rglob("*.py")]),
-    }
+    groups = {name: [Path(name)] for name in names} or GROUPS
     print(f"{'per 1,000 words':44}{'words':>8}" + "".join(f"{name:>14}" for name in HABITS))
     for name, paths in groups.items():
         texts = [text_of(path) for path in paths]

@@ -25,7 +25,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
     known = set(sys.modules)
     yield lambda name: importlib.import_module(name).main()
     torch._dynamo.reset()
-    for name in {"report", "task"} - known:
+    for name in {"report", "task", "extension"} - known:
         sys.modules.pop(name, None)
 
 

@@ -6,6 +6,7 @@ from closeness import relative_error
 
 transformers = pytest.importorskip("transformers")
 
+from transformers import BertModel, LlamaForCausalLM, LlamaModel  # noqa: E402
 from transformers_models import FORWARD, POSITIONS, TOKENS, build  # noqa: E402
 from watching import Watching  # noqa: E402
 
@@ -55,6 +56,12 @@ def test_compiled_models_tell_documents_by_positions_too(name):
     call = torch.compile(model, fullgraph=True, backend="eager")
     for positions, states in zip((rows, torch.arange(12)[None]), wanted, strict=True):
         assert relative_error(call(TOKENS, position_ids=positions).last_hidden_state, states) < 3e-6
+
+
+def test_a_compiler_tells_the_classes_apart():
+    # torch.compile remembers by these three which sizes and numbers vary.
+    codes = [vars(kind)["forward"].__code__ for kind in (LlamaModel, LlamaForCausalLM, BertModel)]
+    assert len({(code.co_filename, code.co_firstlineno, code.co_name) for code in codes}) == 3
 
 
 def test_a_mask_beside_positions_says_that_they_are_no_documents():

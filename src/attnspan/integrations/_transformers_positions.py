@@ -72,8 +72,9 @@ def follow(kind: type[PreTrainedModel], name: str) -> None:
         finally:
             _local.positions = before
 
-    # Compilers count the programs of a code object, so each class has its own, as without this function.
-    keep_positions.__code__ = keep_positions.__code__.replace(co_name=forward.__name__)
+    # torch.compile counts the programs of a code object, and remembers by the name of the code which sizes
+    # and numbers vary. Each class has its own, as without this function.
+    keep_positions.__code__ = keep_positions.__code__.replace(co_name=f"{owner.__qualname__}.forward")
     keep_positions.attnspan_positions = True  # type: ignore[attr-defined]
     owner.forward = functools.wraps(forward)(keep_positions)  # type: ignore[attr-defined]
 

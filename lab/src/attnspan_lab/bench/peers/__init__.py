@@ -47,7 +47,7 @@ def peers_by_name() -> dict[str, Peer]:
 
 
 def peers_named(names: Sequence[str]) -> tuple[Peer, ...]:
-    """Select peers by name. attnspan is always the first. Without names, all peers are selected.
+    """Return the peers with these names. attnspan is always the first. Without names, all peers are selected.
 
     Raises:
         OptionError: A name is unknown.
