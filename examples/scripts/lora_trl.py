@@ -11,8 +11,7 @@ import argparse
 import tempfile
 
 from datasets import Dataset
-from lora_trainer import PROJECTIONS, base_model, documents
-from peft import LoraConfig
+from lora_trainer import LORA, base_model, documents
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, PrinterCallback
@@ -25,7 +24,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="byte 0", eos_token="byte 0")
 
 
-def main(steps: int = 20) -> list[float]:
+def main(steps: int = 40) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         trainer = SFTTrainer(
             base_model(),
@@ -46,7 +45,7 @@ def main(steps: int = 20) -> list[float]:
             ),
             train_dataset=Dataset.from_list(documents()),
             processing_class=byte_tokenizer(),
-            peft_config=LoraConfig(r=8, target_modules=PROJECTIONS),
+            peft_config=LORA,
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
@@ -57,5 +56,5 @@ def main(steps: int = 20) -> list[float]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=40)
     main(parser.parse_args().steps)

@@ -131,8 +131,8 @@ class BackendError(_Explained, ValueError):
         >>> q = torch.zeros(1, 2, 4, 16)
         >>> attention(q, q, q, backend="triton")
         Traceback (most recent call last):
-        attnspan.errors.BackendError: backend='triton': expected a backend that can run the call, got triton: \
-it runs on CUDA tensors, not on cpu. Change what the reason names, or choose another by backend= or \
+        attnspan.errors.BackendError: backend='triton': expected a backend that can run the call, got \
+triton: it runs on CUDA tensors, not on cpu. Change what the reason names, or choose another by backend= or \
 attnspan.backend.
     """
 
@@ -144,9 +144,9 @@ class NotAnArrayError(_Explained, AttributeError):
         >>> from attnspan import causal
         >>> causal().ndim
         Traceback (most recent call last):
-        attnspan.errors.NotAnArrayError: ndim of causal(): expected an array, got a mask of attnspan. Pass the \
-mask to the layer: attention_fn=functools.partial(attention_fn, layer_mask=mask), or pass an array to code that \
-reads ndim.
+        attnspan.errors.NotAnArrayError: ndim of causal(): expected an array, got a mask of attnspan. Pass \
+the mask to the layer: attention_fn=functools.partial(attention_fn, layer_mask=mask), or pass an array to \
+code that reads ndim.
     """
 
 

@@ -7,7 +7,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))
 
-from prose import GROUPS, counts, length, per_thousand, sentences, text_of  # noqa: E402
+from prose import GROUPS, counts, length, per_thousand, sentences, text_of
 
 ROOT = Path(__file__).parents[2]
 MOST = {"semicolons": 3, "that of": 0.3, "nominal what": 0.3, "somebody": 0.3, "by name": 0.5}

@@ -107,10 +107,10 @@ def choose(plan: Plan, *, node_size: int | None, machine: Rates | None, memory: 
     """Choose a strategy for a plan. The same arguments give the same choice in every process.
 
     Without rates, the choice is the strategy whose busiest rank receives the fewest bytes. With rates, it is
-    the shortest predicted time. Among the strategies within 5 % of this time, the one with the fewest bytes is
-    chosen. Strategies whose buffers exceed `memory` are left out. If there are more ranks than `node_size`, groups
-    that share heads are as large as a node allows. No group then lies in two nodes, and each rank has a query
-    head.
+    the shortest predicted time. Among the strategies within 5 % of this time, the one with the fewest bytes
+    is chosen. Strategies whose buffers exceed `memory` are left out. If there are more ranks than
+    `node_size`, groups that share heads are as large as a node allows. No group then lies in two nodes, and
+    each rank has a query head.
 
     Args:
         plan: The problem.
