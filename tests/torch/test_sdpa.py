@@ -232,8 +232,8 @@ def test_sizes_of_zero(lead: tuple[int, ...], kind: str) -> None:
     assert results == (32 if lead else 64)
 
 
-def _jagged(*lengths: int, like: Tensor | None = None) -> Tensor:
-    values, starts = torch.randn(sum(lengths), 2, 16), torch.tensor([0, *itertools.accumulate(lengths)])
+def _jagged(*lengths: int, like: Tensor | None = None, heads: int = 2) -> Tensor:
+    values, starts = torch.randn(sum(lengths), heads, 16), torch.tensor([0, *itertools.accumulate(lengths)])
     starts = starts if like is None else like.offsets()
     return torch.nested.nested_tensor_from_jagged(values, starts)
 
@@ -266,6 +266,28 @@ def test_jagged_tensors_are_sequences_of_their_own(cross: bool, compiled: bool) 
         found.append([torch.cat(parts, 1), *(x.values() for x in grads)])
     for got, wanted in zip(*found, strict=True):
         assert relative_error(got, wanted) <= 16 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_compiled_jagged_tensors_of_sizes_that_are_equal_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The compiler takes equal sizes for one size. Inside of nested tensors it may forget to compare them.
+    monkeypatch.setattr(torch.fx.experimental._config, "use_duck_shape", False)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ours(q, k, v, is_causal=True, enable_gqa=True)
+
+    for heads, kv_heads, batches in (
+        (12, 3, ((9, 7), (9, 4))),  # as many offsets as key heads, as many tokens as the head dim
+        (6, 3, ((2,), (7,))),  # as many tokens as offsets
+    ):
+        torch._dynamo.reset()
+        compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="eager")
+        for lengths in batches:
+            q = _jagged(*lengths, heads=heads)
+            k, v = (_jagged(*lengths, heads=kv_heads, like=q) for _ in range(2))
+            inputs = [x.transpose(1, 2) for x in (q, k, v)]
+            torch.testing.assert_close(compiled(*inputs).values(), attend(*inputs).values())
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
