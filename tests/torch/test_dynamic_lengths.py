@@ -131,6 +131,7 @@ def test_few_compilations(group: Sequence[Program]) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("lanes", [None, 1])
 @_groups(PROGRAMS)
 def test_generated_code_is_eager_code(group: Sequence[Program], lanes: int | None) -> None:

@@ -156,7 +156,7 @@ def test_the_cure_compiles_the_models_own_attention_as_it_is() -> None:
 def test_the_page_shows_what_the_example_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     root = HERE.parents[2]
     monkeypatch.chdir(root)
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "86")
     target = "examples/ailing_gpt.py:factory"
     made = CliRunner().invoke(build_app(), ["doctor", target, "--stages", "eager,compiled"])
     shown = (root / "docs/doctor.md").read_text().partition(f"```text\n{target}")[2].partition("```")[0]
