@@ -11,7 +11,16 @@ import numpy as np  # noqa: E402
 from closeness import error  # noqa: E402
 from flax import linen, nnx  # noqa: E402
 
-from attnspan import causal, full, key_padding, segments, window  # noqa: E402
+from attnspan import (  # noqa: E402
+    alibi,
+    alibi_slopes,
+    causal,
+    full,
+    key_padding,
+    relative,
+    segments,
+    window,
+)
 from attnspan import keys as key_mask  # noqa: E402
 from attnspan.jax import attention_fn  # noqa: E402
 
@@ -202,6 +211,22 @@ def test_the_cache_of_linen_takes_a_mask_of_the_layer():
     whole = linen.MultiHeadDotProductAttention(HEADS, attention_fn=linen.dot_product_attention)
     near = (TRIANGLE - jnp.tril(TRIANGLE, -3))[:1]
     _close(jnp.stack(outs, 1), whole.apply(weights, X, mask=near)[:, :4])
+
+
+SLOPES = jnp.asarray(alibi_slopes(HEADS))
+TABLE = SLOPES[:, None] * jnp.arange(
+    -LENGTH, LENGTH + 1
+)  # equal to the slopes' bias for keys before the query
+
+
+@pytest.mark.parametrize("bias", [alibi(SLOPES), relative(TABLE)], ids=["alibi", "relative"])
+def test_a_bias_of_the_layer_in_training_and_decoding(bias):
+    positions = jnp.arange(LENGTH)
+    dense = -SLOPES[:, None, None] * abs(positions[:, None] - positions[None])[None]
+    wanted = _nnx(partial(nnx.dot_product_attention, bias=dense[None]))(X, mask=TRIANGLE)
+    fn = partial(attention_fn, bias=bias)
+    _close(_nnx(fn)(X, is_causal=True), wanted)
+    _close(_decoded(fn, is_causal=True), wanted)
 
 
 @pytest.mark.parametrize("mask", [window(2), causal().prepare(1, LENGTH)], ids=repr)

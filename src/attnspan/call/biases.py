@@ -296,7 +296,8 @@ def _floats(what: str, x: Any, ranks: tuple[int, ...]) -> Array:
     check_plain(what, x)
     check_strided(what, x)
     x = _readable(np.asarray(x, np.float64) if isinstance(x, (list, tuple)) else x)
-    expect(is_floating(x), what, "a floating array", kind_of(x), "Convert it to float32", error=DtypeError)
+    remedy = "Pass its array, param[...]" if kind_of(x) == "Param" else "Convert it to float32"
+    expect(is_floating(x), what, "a floating array", kind_of(x), remedy, error=DtypeError)
     remedy = "Drop or add axes. A batch axis comes first, and heads come before distances"
     _fits(len(x.shape) in ranks, what, "{} axes", x, remedy, " or ".join(map(str, ranks)))
     return x

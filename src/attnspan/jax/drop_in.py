@@ -177,7 +177,10 @@ def masks_of(mask: Any, shape: tuple[int, ...]) -> list[Mask | Spans | ShardedMa
 def bias_of(bias: Any, shape: tuple[int, ...]) -> jax.Array:
     """Return the argument `bias` as an array with four axes."""
     known = isinstance(bias, jax.Array | np.ndarray)
-    expect(known, "bias", "an array", type(bias).__name__, "Convert it first", error=DtypeError)
+    remedy = (
+        "Pass a JAX or NumPy array, or call attnspan.jax.attention, which takes alibi and relative biases"
+    )
+    expect(known, "bias", "an array", type(bias).__name__, remedy, error=DtypeError)
     return jnp.asarray(_whole("bias", bias, shape, (3,)))
 
 

@@ -64,6 +64,8 @@ def check_seed(seed: Any, whole: tuple[int, ...] | None = None) -> None:
     integer = (is_array(seed) or isinstance(seed, np.generic)) and jnp.issubdtype(seed.dtype, jnp.integer)
     wanted = "an integer array or a jax.random.key"
     remedy = "Pass jnp.array(seed), because jit would compile a number into the program"
+    if kind_of(seed) == "Rngs":
+        remedy = "Pass a key of it, such as rngs.dropout()"
     expect(key or integer, "dropout_seed", wanted, kind_of(seed), remedy, error=DtypeError)
     fits = not key or jax.random.key_data(seed).shape[-1] == 2
     wanted, remedy = (

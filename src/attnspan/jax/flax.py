@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnspan.base.plain import check_plain
+from attnspan.call.biases import Bias, alibi, relative
 from attnspan.errors import OptionError, ShapeError, expect
 from attnspan.masks import Mask
 from attnspan.masks.bounds import Spans
@@ -53,7 +54,8 @@ def attention_fn(
         query: Queries, floating, shape (..., T, N, H).
         key: Keys, shape (..., S, K, H). K divides N.
         value: Values, shaped as ``key``. The head dim may differ.
-        bias: Floating, broadcasts to (..., N, T, S), added to the scaled scores. Differentiable.
+        bias: Floating, broadcasts to (..., N, T, S), added to the scaled scores. Differentiable. Or a bias of
+            attnspan (`alibi`, `relative`), which you set with `functools.partial`.
         mask: Broadcasts to (..., N, T, S), True or nonzero where a query may see a key, as from flax's
             ``make_attention_mask``. Or a mask of attnspan, which costs less, also one for a mesh
             (`attnspan.jax.shard`, `attnspan.parallel.Plan.on`). If jit traces the array, each query may have
@@ -113,12 +115,15 @@ def attention_fn(
     dtype = jnp.result_type(query, key, value) if dtype is None else dtype
     q, k, v = (_in_one_row(jnp.asarray(x, dtype), lead) for x in (query, key, value))
     shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    options: dict[str, Any] = {} if bias is None else {"bias": bias_of(_in_one_row(bias, lead), shape)}
+    if bias is not None and not isinstance(bias, Bias):
+        bias = bias_of(_in_one_row(bias, lead), shape)
+    options: dict[str, Any] = {"bias": bias}
     if dropout_rate and not deterministic:
         options["dropout_p"] = dropout_rate
         options["dropout_seed"] = _seeds(dropout_rng, shape[0], shape[1], shared=broadcast_dropout)
     mask = _booleans(mask, lead)
-    options |= _rows(shape, mask, is_causal, layer_mask)
+    by_distance = layer_mask is not None or isinstance(bias, alibi | relative)
+    options |= _rows(shape, mask, is_causal, by_distance)
     # A single query is the last token, and a causal mask hides no key from it.
     masks = [*masks_of(mask, shape), *aligned_masks(is_causal and shape[2] > 1, None)]
     masks += [] if layer_mask is None else [layer_mask]
@@ -126,11 +131,14 @@ def attention_fn(
     return out.reshape(*lead, *out.shape[1:])
 
 
-def _rows(shape: tuple[int, ...], mask: Any, is_causal: bool, layer_mask: Mask | None) -> dict[str, Any]:
-    """Return the option with the queries' indices, or no option if the queries are the last keys."""
+def _rows(shape: tuple[int, ...], mask: Any, is_causal: bool, by_distance: bool) -> dict[str, Any]:
+    """Return the option with the queries' indices, or no option if the queries are the last keys.
+
+    `by_distance` says whether a mask or bias of the layer compares the index of a query with its keys.
+    """
     _, _, q_len, k_len = shape
     if q_len == 1:
-        if layer_mask is None or mask is None or isinstance(mask, Mask | Spans | ShardedMask):
+        if not by_distance or mask is None or isinstance(mask, Mask | Spans | ShardedMask):
             return {}
         shown = jnp.broadcast_to(mask, (*np.shape(mask)[:-1], k_len)).any((1, 2))
         return {"q_index": jnp.where(shown, jnp.arange(k_len, dtype=jnp.int32), -1).max(-1, keepdims=True)}
