@@ -257,15 +257,15 @@ Isa level() {
 void raise_unless_ok(const Result& result, const Problem& p, Direction direction, Isa isa) {
   if (result.status == Status::out_of_memory) throw std::bad_alloc();
   if (result.status == Status::bad_bounds)
-    fail(
-        "mask bounds: expected spans that are sorted, disjoint and within 0 <= lo <= hi <= k_len = " +
-        std::to_string(p.k_len) + "; query " + std::to_string(result.bad.row) + " (batch " +
-        std::to_string(result.bad.batch) + ", head " + std::to_string(result.bad.head) +
-        ") breaks this. If the mask has segment ids, an id may stand in more than max_runs "
-        "separate places: raise max_runs, or give each document an id of its own. If it has booleans, a query may have "
-        "more than max_runs runs of visible keys: pass max_runs to what made it, such as from_dense. If it has "
-        "lengths (cache, "
-        "key_padding), one may be beyond the keys: pass as many keys as it counts. mask.prepare() says which");
+    fail("mask bounds: expected spans that are sorted, disjoint and within 0 <= lo <= hi <= k_len = " +
+         std::to_string(p.k_len) + "; query " + std::to_string(result.bad.row) + " (batch " +
+         std::to_string(result.bad.batch) + ", head " + std::to_string(result.bad.head) +
+         ") breaks this. If the mask has segment ids, an id may stand in more than max_runs "
+         "separate places: pass the ids in the order of the tokens, give each document an id of its own, or raise "
+         "max_runs. If it has booleans, a query may have "
+         "more than max_runs runs of visible keys: pass max_runs to what made it, such as from_dense. If it has "
+         "lengths (cache, "
+         "key_padding), one may be beyond the keys: pass as many keys as it counts. mask.prepare() says which");
   if (result.status == Status::ok) return;
   const Blocks blocks = blocks_of(direction, p.dtype, isa);
   fail("config: expected block_q of 0 or " + text_of(blocks.q) + " and block_k of 0 or " + text_of(blocks.k) +

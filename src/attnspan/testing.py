@@ -258,8 +258,8 @@ def assert_same_as_one_rank(
     Args:
         step: One forward and backward pass. ``step(batch, None)`` computes the whole batch on one rank.
             ``step(batch, mesh)`` shards as your training loop does, from the same parameters. Both return
-            named tensors, in the order of the model. The error explains the first tensor that differs. These
-            tensors are compared:
+            named tensors, in the order of the model. The error explains the first tensor of tokens that
+            differs, else the first tensor. These tensors are compared:
 
             - "q_index": in a sharded step, ``rows["q_index"]``.
             - Tensors of tokens, such as embeddings, logits and losses: (B, S, ...) for the whole batch, and

@@ -305,7 +305,11 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
         "Pass a mask of the whole problem",
     ),
     (lambda: planned(Spans(np.full((1, 1, 32, 1, 2), 40), 32)), OptionError, "ascending, disjoint"),
-    (lambda: planned(segments(np.tile([0, 1], 16))), OptionError, "Raise max_runs or correct the data"),
+    (
+        lambda: planned(segments(np.tile([0, 1], 16))),
+        OptionError,
+        "Pass ids in the order of the tokens, or raise max_runs",
+    ),
     (lambda: planned(segments(np.tile([0, 1], 16)).spans(32, 32)), OptionError, "batch 0, head 0, query 0"),
     (lambda: planned(strategy="zigzag"), OptionError, r"u \* r = 4 ranks, got 'zigzag'"),
     (lambda: planned(strategy="hybrid(3, 2)"), OptionError, r"u \* r = 4 ranks"),

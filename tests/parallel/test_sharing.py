@@ -332,7 +332,7 @@ def test_a_step_next_to_one_rank_names_what_marks_cannot_tell(way: str) -> None:
             sum_gradients(weights, on)
         grads = {"table": weights[0].grad, "out": weights[1].grad}
         index = {} if on is None else {"q_index": rows["q_index"]}
-        return {"x": x, "logits": logits, "losses": losses, "loss": loss, **grads, **index}  # type: ignore[dict-item]
+        return {"loss": loss, **grads, "x": x, "logits": logits, "losses": losses, **index}  # type: ignore[dict-item]
 
     text = UNMARKED[way]
     with pytest.raises(AssertionError, match=f"^{text}") if text else contextlib.nullcontext():

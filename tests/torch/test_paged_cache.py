@@ -70,9 +70,12 @@ def test_pages_go_back_and_serve_others() -> None:
     with pytest.raises(OptionError, match="1 free pages, got 0"):
         cache.reserve([16, 1, 0])
     assert cache.table[1:].eq(-1).all()
+    assert cache.free_pages == 0
     cache.reset(torch.tensor([True, False, False]))
     cache.reserve([0, 8, 8])
     assert sorted(cache.table[cache.table >= 0].tolist()) == [0, 1, 2, 3]
+    cache.reserve([0, 4, 0])  # less than they have
+    assert cache.free_pages == 0
     with pytest.raises(OptionError, match="at most 20 tokens, got 21"):
         cache.reserve([0, 8, 21])
 
@@ -106,6 +109,7 @@ def test_rows_that_go_on_as_others_share_full_pages() -> None:
     assert ours.table[:, :whole].eq(ours.table[0, :whole]).all()
     writable = ours.table[:, whole:][ours.table[:, whole:] >= 0].tolist()
     assert len(set(writable)) == len(writable) >= 3
+    assert ours.free_pages == 9 - whole - len(writable)
     full = paged(pages=4)
     full.reserve([16, 0, 0])
     with pytest.raises(OptionError, match="expected 8 free pages, got 0"):

@@ -21,7 +21,8 @@ __all__ = ["Spans", "check_index"]
 
 _PROMISES = (
     "(0, -1) marks a query whose mask data are wrong: the keys of a segment or group id form more than "
-    "max_runs runs, or a length or index is beyond the keys. Raise max_runs or correct the data"
+    "max_runs runs, or a length or index is beyond the keys. Pass ids in the order of the tokens, or raise "
+    "max_runs"
 )
 
 

@@ -212,12 +212,24 @@ class PagedCache(CacheRows):
         sizes = f"pages={pages - 1}, page_len={page}, kv_heads={heads}, head_dim={dim}, v_dim={v_dim}"
         return f"{sizes}, batch={len(self.table)}, max_len={self.max_len}"
 
+    @property
+    def free_pages(self) -> int:
+        """Number of pages that no batch element has. Reading it synchronizes.
+
+        Example:
+            >>> cache = PagedCache(pages=4, page_len=2, kv_heads=1, head_dim=4, batch=2, max_len=6)
+            >>> cache.reserve([3, 1])
+            >>> cache.free_pages
+            1
+        """
+        return self._keys.shape[0] - 1 - len(set(self.table.flatten().tolist()) - {-1})
+
     def reserve(self, lengths: Any) -> None:
         """Assign pages until batch element b has a capacity of ``lengths[b]`` tokens. Synchronizes.
 
         Args:
             lengths: Total capacity of each batch element, not the increment: a list or an integer tensor of B
-                numbers.
+                numbers. A number below the current capacity changes nothing.
 
         Raises:
             ValueError: A length is negative or exceeds ``max_len``, or too few pages are free. Then nothing

@@ -17,6 +17,8 @@ from .groups import group_of
 
 __all__ = ["differences"]
 
+#: Tensors that an error lists, and then it counts them.
+_SHOWN = 4
 _SHIFTED = (
     "These are the {} rows of each run of neighbours that a rank holds: {} after sharding. "
     "Shift before layout.shard(...)"
@@ -38,9 +40,10 @@ _CAUSES = {
 
 
 def differences(alone: dict[str, Any], sharded: dict[str, Any], mesh: Any, within: float) -> list[str]:
-    """Describe each tensor that differs in one line, the first with its cause.
+    """Describe tensors that differ, each in one line, the first with its cause.
 
-    See `attnspan.testing.assert_same_as_one_rank`.
+    Tensors with an entry for each token come first, because a wrong loss or gradient follows from them. See
+    `attnspan.testing.assert_same_as_one_rank`.
     """
     group, what, index = group_of(mesh), "step(batch, mesh)", sharded.pop("q_index", None)
     alone.pop("q_index", None)
@@ -49,21 +52,25 @@ def differences(alone: dict[str, Any], sharded: dict[str, Any], mesh: Any, withi
     wanted = f"q_index, {', '.join(alone)}"
     expect(fits, what, wanted, ", ".join(sharded) or "nothing", remedy)
     rows = torch.stack(_gathered(index.reshape(-1, index.shape[-1]).long(), group)).cpu()
-    found: list[str] = []
+    found: list[tuple[int, str, str]] = []  # order, text, cause
     for name, want in alone.items():
         want, got = (_plain(x) for x in (want, sharded[name]))
         if want.dim() == 0:
-            text, cause = _compare_sum(want, got, group, within), "mean"
+            order, text, cause = 1, _compare_sum(want, got, group, within), "mean"
         elif want.shape == got.shape:
-            text, cause = _compare_same(want, got, group, within), "gradient"
+            order, text, cause = 2, _compare_same(want, got, group, within), "gradient"
         else:
             mine = want.dim() > 1 and got.shape == (len(want), rows.shape[2], *want.shape[2:])
             wanted = f"{name} of shape ({len(want)}, {rows.shape[2]}, ...), as q_index says"
             expect(mine, what, wanted, tuple(got.shape), "Return this rank's rows of it", error=ShapeError)
-            text, cause = _compare_rows(want, _gathered(got, group), rows, within)
+            order, (text, cause) = 0, _compare_rows(want, _gathered(got, group), rows, within)
         if text:
-            found.append(f"{name}: {text}. {_CAUSES[cause]}." if not found else f"{name}: {text}")
-    return found
+            found.append((order, f"{name}: {text}", cause))
+    found.sort(key=lambda x: x[0])
+    lines = [text for _, text, _ in found[:_SHOWN]]
+    if found:
+        lines[0] += f". {_CAUSES[found[0][2]]}."
+    return lines + [f"{len(found) - _SHOWN} more tensors differ"] * (len(found) > _SHOWN)
 
 
 def _plain(x: Any) -> Tensor:
