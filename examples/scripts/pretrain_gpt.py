@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 from attnspan import causal, segments
 from attnspan.torch import attention
 
-WIDTH, HEADS, KV_HEADS, LAYERS, BATCH, LENGTH = 128, 4, 2, 2, 4, 256
+WIDTH, HEADS, KV_HEADS, LAYERS, BATCH, LENGTH = 64, 4, 2, 2, 4, 256
 HEAD_DIM = WIDTH // HEADS
 
 
@@ -63,14 +63,15 @@ def rows() -> dict[str, Tensor]:
         "ids": torch.arange(len(texts)).repeat_interleave(sizes),
         "positions": torch.cat([torch.arange(n) for n in sizes.tolist()]),
     }
-    return {name: x[: count * (LENGTH + 1)].view(count, LENGTH + 1) for name, x in packed.items()}
+    order = torch.randperm(count)
+    return {name: x[: count * (LENGTH + 1)].view(count, -1)[order] for name, x in packed.items()}
 
 
-def main(steps: int = 50) -> list[float]:
+def main(steps: int = 30) -> list[float]:
     torch.manual_seed(0)
     data, model = rows(), GPT()
     compiled = torch.compile(model, fullgraph=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     losses = []
     for step in range(steps):
         batch = {name: x[torch.arange(BATCH * step, BATCH * (step + 1)) % len(x)] for name, x in data.items()}
@@ -92,5 +93,5 @@ def main(steps: int = 50) -> list[float]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=30)
     main(parser.parse_args().steps)
