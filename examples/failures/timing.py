@@ -6,7 +6,7 @@ attnspan calls one CPU kernel from torch, from JAX, and from torch through `call
 that kernel with three mistakes, one at a time. Each can make one framework look slower than the other:
 
 - The first call is in the mean, so compiling or tracing is counted.
-- Each call gets fresh inputs, so their first use of memory is counted.
+- Each call gets fresh inputs, so the time to make random inputs is counted.
 - The program waits for each call, so the way there and back is counted for each call.
 
 The last line is right: medians of warm calls, the frameworks in turn, and one wait for several calls. The

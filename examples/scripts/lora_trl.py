@@ -1,9 +1,9 @@
 """Fine-tune with LoRA on packed documents, by TRL's SFTTrainer and PEFT.
 
-    pip install trl
+    pip install ".[accelerate]" peft trl
     python examples/scripts/lora_trl.py
 
-The base model and the data are those of lora_trainer.py. `packing=True` packs them.
+The script imports its base model and documents from lora_trainer.py. `packing=True` packs the documents.
 docs/scripts.md shows the output.
 """
 

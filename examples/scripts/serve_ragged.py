@@ -2,7 +2,8 @@
 
     python examples/scripts/serve_ragged.py
 
-When a request has ended, the next one takes its slot. The other slots go on decoding.
+When a request ends, the next one takes its slot. The other slots wait while its prompt runs.
+Then they go on decoding.
 docs/scripts.md shows the output.
 """
 

@@ -1,6 +1,6 @@
 """Train a flax model on packed documents, with a mask that is an argument of the jitted step.
 
-    pip install optax
+    pip install ".[jax]" flax optax
     python examples/scripts/train_flax.py
 
 The text is the modules of Python's standard library, as bytes. New documents do not recompile the step.
