@@ -9,7 +9,7 @@ and the compiler must trace it. You see one attention layer in every combination
 - compiling: not at all, inside of the checkpointed region, or around it
 - checkpointing: none, selective, full
 
-Each cell runs three steps with new ids. It passes if the results equal float64's, and compiled code compiled once.
+Each cell runs three steps with new ids. It passes if results equal float64's and code compiles once.
 """
 
 import re

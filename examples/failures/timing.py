@@ -62,28 +62,30 @@ WAYS = {
 
 
 def first_call_counted() -> dict[str, float]:
-    torch._dynamo.reset()
-    jax.clear_caches()
-    inputs = {name: way.fresh() for name, way in WAYS.items()}
-    return {
-        name: seconds(lambda way=way, x=inputs[name]: [way.wait(way.call(*x)) for _ in range(10)]) / 10
-        for name, way in WAYS.items()
-    }
+    found = {}
+    for name, way in WAYS.items():
+        torch._dynamo.reset()
+        jax.clear_caches()
+        inputs = way.fresh()
+        found[name] = seconds(lambda way=way, x=inputs: [way.wait(way.call(*x)) for _ in range(10)]) / 10
+    return found
 
 
 def fresh_inputs() -> dict[str, float]:
     return medians({name: lambda way=way: way.wait(way.call(*way.fresh())) for name, way in WAYS.items()})
 
 
-def warm_calls(*, wait_for_each: bool) -> dict[str, float]:
-    """Medians over rows of CALLS calls, after the first call, with one wait for each call or for each row."""
+def warm_calls() -> list[dict[str, float]]:
+    """Medians over rows of CALLS calls, after the first row: with a wait for each call, and for each row."""
 
-    def row(way: Way, inputs: list[Any]) -> None:
-        wait = way.wait if wait_for_each else returned
+    def row(way: Way, inputs: list[Any], wait: Callable[[Any], Any]) -> None:
         way.wait([wait(way.call(*inputs)) for _ in range(CALLS)])
 
-    found = medians({name: partial(row, way, way.fresh()) for name, way in WAYS.items()})
-    return {name: x / CALLS for name, x in found.items()}
+    inputs = {name: way.fresh() for name, way in WAYS.items()}
+    each = {f"{name}, each": partial(row, way, inputs[name], way.wait) for name, way in WAYS.items()}
+    rows = {name: partial(row, way, inputs[name], returned) for name, way in WAYS.items()}
+    found = medians(each | rows)  # all take turns
+    return [{name: found[name + kind] / CALLS for name in WAYS} for kind in (", each", "")]
 
 
 def block_sizes() -> dict[str, float]:
@@ -103,9 +105,8 @@ def main() -> dict[str, dict[str, float]]:
     found = {
         "wrong: the first call is counted": first_call_counted(),
         "wrong: each call gets fresh inputs": fresh_inputs(),
-        "wrong: each call is waited for": warm_calls(wait_for_each=True),
-        "right": warm_calls(wait_for_each=False),
     }
+    found["wrong: each call is waited for"], found["right"] = warm_calls()
     rows = [(name, *(f"{times[way] * 1e3:.2f}" for way in WAYS)) for name, times in found.items()]
     show(f"One kernel, {SHAPE}, float32: milliseconds for each call", ("measured", *WAYS), rows)
     found["blocks"] = block_sizes()
