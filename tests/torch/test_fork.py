@@ -159,6 +159,7 @@ for i in range(40):
     if hung > 3 or time.monotonic() > until:
         break
 done.set()
+[thread.join() for thread in threads]
 print(f"{hung} of {i + 1} children hung")
 """
 
