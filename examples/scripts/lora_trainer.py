@@ -27,7 +27,7 @@ from transformers import (
 
 import attnspan.integrations.transformers  # noqa: F401 (registers "attnspan")
 
-# The output layer is trained whole, because that of this base model is random.
+# The output layer of this base model is random, so it is trained as a whole.
 LORA = LoraConfig(r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], modules_to_save=["lm_head"])
 
 

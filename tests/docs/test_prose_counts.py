@@ -1,4 +1,4 @@
-"""Prose keeps the limits that docs/building.md names: the counts of prose.py per 1,000 words."""
+"""The counts of prose.py per 1,000 words stay below limits."""
 
 import sys
 from pathlib import Path

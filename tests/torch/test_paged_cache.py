@@ -76,6 +76,9 @@ def test_pages_go_back_and_serve_others() -> None:
     assert sorted(cache.table[cache.table >= 0].tolist()) == [0, 1, 2, 3]
     cache.reserve([0, 4, 0])  # less than they have
     assert cache.free_pages == 0
+    cache.table.fill_(99)  # pages of other code that do not exist
+    assert cache.free_pages == 4
+    cache.reset()
     with pytest.raises(OptionError, match="at most 20 tokens, got 21"):
         cache.reserve([0, 8, 21])
 

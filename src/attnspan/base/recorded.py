@@ -12,6 +12,7 @@ from typing import Any
 __all__ = [
     "agree",
     "called_apart",
+    "check_not_empty",
     "is_jit_traced",
     "is_recorded",
     "is_static",
@@ -101,6 +102,12 @@ def agree(size: Any, other: Any) -> bool:
         return False
     sys.modules["torch"]._check(holds)
     return True
+
+
+def check_not_empty(size: Any) -> None:
+    """Let the program check that a size that depends on data is not 0. A known size passes, also 0."""
+    if not (sure(size != 0) or sure(size == 0)):
+        sys.modules["torch"]._check(size != 0)
 
 
 def is_static(size: Any) -> bool:

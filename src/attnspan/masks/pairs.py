@@ -14,7 +14,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from attnspan.base.arrays import Array, Arrays
-from attnspan.base.recorded import called_apart, sure
+from attnspan.base.recorded import called_apart, check_not_empty, sure
 from attnspan.errors import UsageError, expect
 
 from .captured import with_arrays
@@ -51,10 +51,8 @@ def by_vmap(fn: Function, arrays: Arrays, b: Array, h: Array, q: Array, k: Array
                 [0 if i == axis or (axis, i, of_batch) == (0, 2, True) else None for i in range(4)],
             )
     if arrays.name == "torch":
-        for size in (x.shape[-1] for x in indices):
-            # Indexing inside vmap asks for it. A program with a size that only data decide needs an answer.
-            if not (sure(size != 0) or sure(size == 0)):
-                sys.modules["torch"]._check(size != 0)
+        for x in indices:
+            check_not_empty(x.shape[-1])  # Indexing inside vmap asks for it.
     visible = called_apart(fn, indices) if arrays.name == "torch" else fn(*indices)
     visible = visible[tuple([slice(None) if i else None for i in mapped])]
     for axis in (0, 1) if arrays.name == "torch" else ():

@@ -222,7 +222,10 @@ class PagedCache(CacheRows):
             >>> cache.free_pages
             1
         """
-        return self._keys.shape[0] - 1 - len(set(self.table.flatten().tolist()) - {-1})
+        return len(self._free(set(self.table.flatten().tolist())))
+
+    def _free(self, taken: set[int]) -> list[int]:
+        return [x for x in range(self._keys.shape[0] - 1) if x not in taken]
 
     def reserve(self, lengths: Any) -> None:
         """Assign pages until batch element b has a capacity of ``lengths[b]`` tokens. Synchronizes.
@@ -252,7 +255,7 @@ class PagedCache(CacheRows):
 
     def _take(self, places: list[tuple[int, int]], rows: list[list[int]], taken: set[int]) -> None:
         """Put free pages into these places of the table."""
-        free = [x for x in range(self._keys.shape[0] - 1) if x not in taken]
+        free = self._free(taken)
         remedy = "Call reset(rows) for finished batch elements, or make the cache with more pages"
         expect(len(places) <= len(free), "PagedCache", "{} free pages", len(free), remedy, len(places))
         for (b, i), number in zip(places, free, strict=False):
