@@ -270,9 +270,9 @@ def test_jagged_tensors_are_sequences_of_their_own(cross: bool, compiled: bool) 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_compiled_jagged_tensors_of_sizes_that_are_equal_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+@torch.fx.experimental._config.patch(use_duck_shape=False)
+def test_compiled_jagged_tensors_of_sizes_that_are_equal_by_chance() -> None:
     # The compiler takes equal sizes for one size. Inside of nested tensors it may forget to compare them.
-    monkeypatch.setattr(torch.fx.experimental._config, "use_duck_shape", False)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return ours(q, k, v, is_causal=True, enable_gqa=True)
