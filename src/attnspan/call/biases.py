@@ -16,6 +16,8 @@ from attnspan.base.pytrees import Node, arrays_in
 from attnspan.base.recorded import agree, sure
 from attnspan.errors import DtypeError, ShapeError, expect
 
+from .schema import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
+
 __all__ = [
     "HIDES",
     "Bias",
@@ -27,9 +29,6 @@ __all__ = [
     "t5_buckets",
     "to_float",
 ]
-
-#: Kinds of lowered biases. 0 is no bias.
-ALIBI, SIGNED_ALIBI, DISTANCE, DENSE = 1, 2, 3, 4
 
 #: A dense bias below this hides its key, as -inf does: masks are often filled with the lowest float32 or
 #: bfloat16 number. In units of log2 it is beyond float32.

@@ -18,10 +18,6 @@ from attnspan.errors import DtypeError, OptionError, ShapeError, expect, shown
 from attnspan.masks import Prepared
 
 from .biases import (
-    ALIBI,
-    DENSE,
-    DISTANCE,
-    SIGNED_ALIBI,
     Bias,
     alibi,
     alibi_slopes,
@@ -33,6 +29,7 @@ from .biases import (
 )
 from .dropout import dropout_seeds
 from .dropout import threshold as dropout_threshold
+from .schema import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
 
 __all__ = [
     "ALIBI",
