@@ -18,9 +18,8 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 #: Kinds of lowered biases. 0 is no bias.
@@ -57,18 +56,14 @@ class Number:
 
     Attributes:
         name: The argument's name.
-        type: "float" or "int".
+        type: "float", "int" or "bool".
         default: The value that changes nothing. None if the argument is required.
     """
 
     name: str
     type: str = "float"
     default: Any = None
-
-    @property
-    def optional(self) -> bool:
-        """Whether the number may be left out."""
-        return self.default is not None
+    axes = ""
 
 
 Row = Array | Number
@@ -95,8 +90,21 @@ OPTIONS: tuple[Row, ...] = (
 )
 #: The number of keys that a mask was lowered for, if only the running program knows it.
 K_LEN = Array("k_len", "", "int64", optional=True)
+#: The arguments of a forward pass.
+FORWARD: tuple[Row, ...] = (*INPUTS, *OPTIONS, K_LEN)
 #: What a call returns.
 RESULTS: tuple[Array, ...] = (Array("out", "b h q e", grad=True), Array("lse", "b h q", "float64", grad=True))
+
+#: The arguments of a backward pass. A gradient whose "want_" number is False is not computed.
+BACKWARD: tuple[Row, ...] = (
+    Array("dout", "b h q e"),
+    Array("dlse", "b h q", "float32", optional=True),
+    *(row for row in INPUTS if isinstance(row, Array)),
+    *RESULTS,
+    *(row for row in INPUTS if isinstance(row, Number)),
+    *OPTIONS,
+    Number("want_dbias", "bool", default=False),
+)
 
 #: The kind of a bias by the field of its description that has its values.
 KIND_OF_FIELD = {"slopes": ALIBI, "table": DISTANCE, "values": DENSE}
@@ -117,24 +125,23 @@ def with_gradient(rows: Iterable[Row]) -> tuple[str, ...]:
     return tuple(row.name for row in arrays(rows) if row.grad)
 
 
-@cache
+def by_name(rows: Sequence[Row], args: Sequence[Any]) -> dict[str, Any]:
+    """Arguments, keyed by name. Trailing arguments may be missing: they get their defaults."""
+    missing = rows[len(args) :]
+    return dict(zip(names(rows), args, strict=False)) | {row.name: row.default for row in missing}
+
+
 def axes(name: str, kind: int = 0) -> tuple[str, ...]:
-    """The axes of an array, such as ("b?", "q"). ``kind`` is the kind of the call's bias.
-
-    The gradient of an array has its name after a "d", and its axes.
-    """
-    rows = {row.name: row for row in arrays((*INPUTS, *OPTIONS, K_LEN, *RESULTS))}
-    row = rows[name if name in rows else name.removeprefix("d")]
-    words = row.axes if isinstance(row.axes, str) else dict(row.axes).get(kind, "")
-    return tuple(words.split())
+    """The axes of an array, such as ("b?", "q"). ``kind`` is the kind of the call's bias."""
+    words = next(row.axes for row in (*BACKWARD, K_LEN) if row.name == name)
+    return tuple((words if isinstance(words, str) else dict(words).get(kind, "")).split())
 
 
-@cache
 def dim(name: str, letter: str, rank: int | None = None, kind: int = 0) -> int | None:
     """The dim of an array that is axis "b" or "h", or None if the array has no such axis.
 
-    For "h" it is the axis of query or key heads. ``rank`` is the number of the array's dims, if its leading
-    axes may be missing.
+    For "h", it is the axis of the query heads or of the key heads. ``rank`` is the number of the array's
+    dims, if its leading axes may be missing.
     """
     own = axes(name, kind)
     missing = 0 if rank is None else len(own) - rank
@@ -143,7 +150,6 @@ def dim(name: str, letter: str, rank: int | None = None, kind: int = 0) -> int |
     return at if at >= 0 else None
 
 
-@cache
 def is_shared(name: str, letter: str, kind: int = 0) -> bool:
     """Whether an axis of an array may have size 1 and be shared."""
     return letter + "?" in axes(name, kind)

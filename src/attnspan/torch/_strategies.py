@@ -5,64 +5,56 @@ from typing import Any
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from attnspan.call.options import DISTANCE, Options
+from attnspan.call import schema
 
-from .dtensor import BATCH, HEADS, WHOLE, check_places, follow
+from .dtensor import BATCH, HEADS, WHOLE, check_places
 from .ops import backward_op, forward_op
 
-# The roles of a mesh axis, and the placements of q, k and v on it.
-_WAYS: tuple[tuple[str, Any], ...] = ((WHOLE, Replicate()), (BATCH, Shard(0)), (HEADS, Shard(1)))
-
-_COUNT = len(Options._fields)
+#: The axis that is sharded along a mesh axis with each role.
+_LETTERS = {WHOLE: "", BATCH: "b", HEADS: "h"}
 
 _Strategies = list[tuple[list[Any], list[Any]]]
 
 
 @register_sharding(forward_op)  # type: ignore[untyped-decorator]
-def _forward(q: Any, k: Any, v: Any, bounds: Any, scale: float, *given: Any) -> _Strategies:
-    del scale
-    _check(q, k, v)
-    options, k_len = given[:_COUNT], given[_COUNT:]
+def _forward(*args: Any) -> _Strategies:
+    given = schema.by_name(schema.FORWARD, args)
+    _check(given)
     found = []
-    for role, place in _WAYS:
-        inputs = [place, place, place, follow(bounds, role), None, *_option_places(options, role)]
-        found.append(([place, place], [*inputs, *(follow(x, role, None, None) for x in k_len)]))
+    for role in _LETTERS:
+        places = _places(given, role)
+        results = [places["q"]] * len(schema.RESULTS)
+        found.append((results, list(places.values())[: len(args)]))
     return found
 
 
 @register_sharding(backward_op)  # type: ignore[untyped-decorator]
-def _backward(
-    dout: Any, dlse: Any, q: Any, k: Any, v: Any, bounds: Any, out: Any, lse: Any, scale: float, *given: Any
-) -> _Strategies:
-    del dout, out, lse, scale
-    _check(q, k, v)
-    options, want_dbias = given[:_COUNT], given[_COUNT:] == (True,)
+def _backward(*args: Any) -> _Strategies:
+    given = schema.by_name(schema.BACKWARD, args)
+    _check(given)
     found = []
-    for role, place in _WAYS:
-        places = _option_places(options, role)
-        _, bias, _, sinks, *_ = (*places, *(None,) * 8)
-        gradients = [_summed(bias if want_dbias else None, place), _summed(sinks, place)]
-        inputs = [place, None if dlse is None else place, place, place, place, follow(bounds, role)]
-        inputs += [place, place, None, *places, *([None] if want_dbias else [])]
-        found.append(([place, place, place, *gradients], inputs))
+    for role in _LETTERS:
+        places = _places(given, role)
+        gradients = [places[name] for name in schema.with_gradient(schema.INPUTS)]
+        gradients += [
+            _summed(places[name] if given.get(f"want_d{name}", True) else None, places["q"])
+            for name in schema.with_gradient(schema.OPTIONS)
+        ]
+        found.append((gradients, list(places.values())[: len(args)]))
     return found
 
 
-def _option_places(given: tuple[Any, ...], role: str) -> list[Any]:
-    """Placements of the option arguments. Trailing arguments may be missing."""
-    o = Options(*given)
-    of_bias = follow(o.bias, role, None, 0) if o.bias_kind == DISTANCE else follow(o.bias, role)
-    of_indices = [follow(index, role, 0, None) for index in (o.q_index, o.k_index)]
-    places = [
-        None,
-        of_bias,
-        None,
-        follow(o.sinks, role, None, 0),
-        None,
-        follow(o.dropout_seed, role),
-        *of_indices,
-    ]
-    return places[: len(given)]
+def _places(given: dict[str, Any], role: str) -> dict[str, Any]:
+    """Placements of an operator's arguments along a mesh axis with this role. Numbers have none."""
+    kind = given["bias_kind"]
+    return {name: _place(name, x, kind, role) if hasattr(x, "shape") else None for name, x in given.items()}
+
+
+def _place(name: str, x: Any, kind: int, role: str) -> Any:
+    letter = _LETTERS[role]
+    dim = schema.dim(name, letter, None, kind)
+    shared = dim is not None and schema.is_shared(name, letter, kind) and x.shape[dim] == 1
+    return Replicate() if dim is None or shared else Shard(dim)
 
 
 def _summed(place: Any, way: Any) -> Any:
@@ -72,7 +64,8 @@ def _summed(place: Any, way: Any) -> Any:
     return Partial() if way.is_shard() and not place.is_shard() else place
 
 
-def _check(q: Any, k: Any, v: Any) -> None:
+def _check(given: dict[str, Any]) -> None:
     """Run the checks of `attention`, for programs that call the operators directly."""
+    q, k, v = given["q"], given["k"], given["v"]
     meshes, placements = (q.mesh, k.mesh, v.mesh), (q.placements, k.placements, v.placements)
     check_places("bhsd", meshes, placements, (q.shape[0], q.shape[1], k.shape[1]))

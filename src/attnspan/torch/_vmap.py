@@ -10,67 +10,58 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnspan.call.biases import DISTANCE
+from attnspan.call import schema
 from attnspan.call.dropout import split_seeds
-from attnspan.call.options import Options
 
-#: Arguments by operator. The results are named after arguments of the same shape.
-_NAMES = {
-    False: ("q", "k", "v", "bounds", "scale", *Options._fields, "k_len"),
-    True: ("dout", "dlse", "q", "k", "v", "bounds", "out", "lse", "scale", *Options._fields, "want_dbias"),
+_OF_OPTIONS = schema.with_gradient(schema.OPTIONS)
+#: Arguments and results by operator. Gradients are named after their arrays.
+_ROWS = {False: schema.FORWARD, True: schema.BACKWARD}
+_RESULTS = {
+    False: schema.names(schema.RESULTS),
+    True: (*schema.with_gradient(schema.INPUTS), *_OF_OPTIONS),
 }
-_RESULTS = {False: ("out", "lse"), True: ("q", "k", "v", "bias", "sinks")}
-#: Arguments whose batch or head axis has size 1 if all batch elements or heads share them.
-_BROADCAST = ("bounds", "bias", "q_index", "k_index")
 
 
 def rule(op: Callable[..., Any], *, backward: bool) -> Callable[..., Any]:
     """Batching rule of an operator, for ``torch.library.register_vmap``."""
 
     def batched(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
-        # Torch omits trailing defaults.
-        given = dict(zip(_NAMES[backward], args, strict=False))
-        mapped = {name: at for name, at in zip(given, in_dims, strict=True) if at is not None}
-        table, sinks = given.get("bias_kind") == DISTANCE, given.get("sinks") is not None
-        want_dbias = bool(given.get("want_dbias")) and given["bias"] is not None
-        by_head = "sinks" in mapped or (table and "bias" in mapped) or want_dbias or (backward and sinks)
+        given = schema.by_name(_ROWS[backward], args)
+        mapped = {name: at for name, at in zip(given, in_dims, strict=False) if at is not None}
+        size, kind = info.batch_size, given["bias_kind"]
+        summed = _summed(given) if backward else ()
+        letter = "h" if summed or any(schema.dim(x, "b", None, kind) is None for x in mapped) else "b"
+        dims = {name: schema.dim(name, letter, None, kind) for name in (*given, *_RESULTS[backward])}
         # Indices have no head axis, and the number of keys has no axis.
-        if "k_len" in mapped or (by_head and not mapped.keys().isdisjoint(("q_index", "k_index"))):
-            return _in_turn(op, info.batch_size, in_dims, args)
+        if any(dims[name] is None for name in mapped):
+            return _in_turn(op, size, in_dims, args)
         q_shape = [n for i, n in enumerate(given["q"].shape) if i != mapped.get("q")]
-        if given.get("dropout_seed") is not None:
+        if given["dropout_seed"] is not None:
             _split_seed(given, mapped, *q_shape[:2])
-        full, dims, size = q_shape[by_head], _axes(by_head, table), info.batch_size
         folded = dict(given)
         for name, x in given.items():
-            if isinstance(x, Tensor) and name in dims:
-                shared = name in _BROADCAST and not (name == "bias" and want_dbias)
-                whole = full if name in _BROADCAST else None
-                folded[name] = _fold(x, mapped.get(name), dims[name], size, whole, shared)
+            if isinstance(x, Tensor) and (dim := dims[name]) is not None:
+                shared = schema.is_shared(name, letter, kind)
+                whole = q_shape[letter == "h"] if shared else None
+                folded[name] = _fold(x, mapped.get(name), dim, size, whole, shared and name not in summed)
         results, out_dims = [], []
         for name, x in zip(_RESULTS[backward], op(*folded.values()), strict=True):
-            absent = backward and ((name == "bias" and not want_dbias) or (name == "sinks" and not sinks))
-            if not absent:
-                dim = dims[name]
+            dim = None if backward and name in _OF_OPTIONS and name not in summed else dims[name]
+            if dim is not None:
                 x = x.unflatten(dim, (size, x.shape[dim] // size if size else 0))
-                at = mapped.get("bias")
-                one = name == "bias" and given["bias"].shape[dim + (at is not None and at <= dim)] == 1
+                at = mapped.get(name)
+                one = name in summed and given[name].shape[dim + (at is not None and at <= dim)] == 1
                 x = x.sum(dim + 1, keepdim=True) if one else x
             results.append(x)
-            out_dims.append(None if absent else dim)
+            out_dims.append(dim)
         return tuple(results), tuple(out_dims)
 
     return batched
 
 
-def _axes(by_head: bool, table: bool) -> dict[str, int]:
-    """Axis that the mapped axis joins, for each argument that has such an axis."""
-    names: tuple[str, ...]
-    if not by_head:
-        names = ("dout", "dlse", "q", "k", "v", "bounds", "out", "lse", "dropout_seed", "q_index", "k_index")
-        return dict.fromkeys(names if table else (*names, "bias"), 0)
-    names = ("dout", "dlse", "q", "k", "v", "bounds", "out", "lse", "dropout_seed")
-    return {**dict.fromkeys(names, 1), "bias": 0 if table else 1, "sinks": 0}
+def _summed(given: dict[str, Any]) -> tuple[str, ...]:
+    """Options whose gradients a backward call computes. These gradients are summed over the batch."""
+    return tuple(x for x in _OF_OPTIONS if given[x] is not None and given.get(f"want_d{x}", True))
 
 
 def _fold(x: Tensor, at: int | None, dim: int, size: int, whole: int | None, shared: bool) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attnspan.base.mistakes import OneMask
-from attnspan.call import LAYOUTS
+from attnspan.call import LAYOUTS, schema
 from attnspan.call.options import Bias, Given, dense_bias
 from attnspan.errors import ShapeError, expect
 
@@ -255,17 +255,16 @@ def option_tensors(given: Given) -> Iterator[Follower]:
     bias: Any = dense_bias(given.bias) if isinstance(given.bias, Tensor) else given.bias
     for field in fields(bias) if isinstance(bias, Bias) else ():  # type: ignore[arg-type]
         x = getattr(bias, field.name)
-        n = getattr(x, "ndim", 0)
-        dims = {"slopes": (batch_dim(x, 1), n - 1), "table": (None, 0)}
-        dims["values"] = batch_dim(x, 3), n - 3 if n > 2 else None
-        yield f"bias.{field.name}", x, *dims.get(field.name, (None, None))
-    if given.sinks is not None:
-        yield "sinks", given.sinks, None, 0
-    if (seed := given.dropout_seed) is not None:
-        yield "dropout_seed", seed, *((None, None) if batch_dim(seed, 1) is None else (0, 1))
-    for name, index in (("q_index", given.q_index), ("k_index", given.k_index)):
-        if index is not None:
-            yield name, index, batch_dim(index, 1), None
+        yield f"bias.{field.name}", x, *_dims("bias", x, schema.KIND_OF_FIELD.get(field.name, 0))
+    for row in schema.arrays(schema.OPTIONS):
+        if row.name != "bias" and (x := getattr(given, row.name)) is not None:
+            yield row.name, x, *_dims(row.name, x)
+
+
+def _dims(name: str, x: Any, kind: int = 0) -> tuple[int | None, int | None]:
+    """Batch dim and head dim of an option's tensor."""
+    rank = getattr(x, "ndim", 0)
+    return schema.dim(name, "b", rank, kind), schema.dim(name, "h", rank, kind)
 
 
 def batch_dim(x: Any, rank: int) -> int | None:
