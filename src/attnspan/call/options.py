@@ -7,8 +7,9 @@ docs/options.md has the formulas. Positions are global indices, as for masks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar
+from collections import namedtuple
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypedDict, TypeVar
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from attnspan.base.recorded import agree, sure
 from attnspan.errors import DtypeError, OptionError, ShapeError, expect, shown
 from attnspan.masks import Prepared
 
+from . import schema
 from .biases import (
     Bias,
     alibi,
@@ -43,6 +45,7 @@ __all__ = [
     "Options",
     "alibi",
     "alibi_slopes",
+    "changes",
     "check_dropout_p",
     "check_number",
     "dense_bias",
@@ -76,60 +79,85 @@ class Keywords(TypedDict, Generic[A, M], total=False):
     backend: str | None
 
 
-class Options(NamedTuple):
-    """Options in the form and order of operators and kernels: numbers, and arrays of the framework.
+if TYPE_CHECKING:
 
-    Float arrays are float32, or float64 for a float64 q (math backend and reference only).
+    class Options(tuple[Any, ...]):
+        """The fields are the rows of `schema.OPTIONS`."""
 
-    Attributes:
-        softcap: Number c: x becomes c * tanh(x / c), before the bias. 0 means no softcap.
-        bias: Depends on the kind: slopes (B|1, H), values by distance (H, 2L + 1), or dense values
-            (B|1, H|1, Sq|1, Sk). Dense values are float32, bfloat16 or float16 with a unit last stride. None
-            if the kind is 0.
-        bias_kind: 0, ALIBI, SIGNED_ALIBI, DISTANCE or DENSE.
-        sinks: Shape (H,): the logit of each head's sink, or None.
-        dropout_p: Probability that a weight is dropped. 0 means no dropout.
-        dropout_seed: int64, shape () for one seed, or (B, H) for one per batch element and head. In JAX
-            uint32, shape (B, H, 2), with low and high words. None without dropout.
-        q_index: int32, shape (B|1, Sq): global indices of the queries. None means k_len - q_len + i for query
-            i.
-        k_index: int32, shape (B|1, Sk): global indices of the keys, in any order. None means 0..k_len-1.
+        _fields: ClassVar[tuple[str, ...]]
 
-    Example:
-        >>> Options(softcap=30.0).bias_kind
-        0
-    """
+        def __new__(cls, *args: Any, **kwargs: Any) -> Options: ...
+        def __getattr__(self, name: str) -> Any: ...
 
-    softcap: float = 0.0
-    bias: Any = None
-    bias_kind: int = 0
-    sinks: Any = None
-    dropout_p: float = 0.0
-    dropout_seed: Any = None
-    q_index: Any = None
-    k_index: Any = None
+    class _Given:
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    Options = namedtuple(
+        "Options", schema.names(schema.OPTIONS), defaults=[row.default for row in schema.OPTIONS]
+    )
+    _Given = make_dataclass(
+        "_Given",
+        [
+            (row.name, Any, field(default=getattr(row, "unset", None)))
+            for row in schema.OPTIONS
+            if getattr(row, "unset", None) is not schema.HIDDEN
+        ],
+        frozen=True,
+    )
+
+Options.__doc__ = """Options in the form and order of operators and kernels: the rows of `schema.OPTIONS`.
+
+Arrays belong to the framework. Float arrays are float32, or float64 for a float64 q (math backend and
+reference only).
+
+Attributes:
+    softcap: Number c: x becomes c * tanh(x / c), before the bias. 0 means no softcap.
+    bias: Depends on the kind: slopes (B|1, H), values by distance (H, 2L + 1), or dense values
+        (B|1, H|1, Sq|1, Sk). Dense values are float32, bfloat16 or float16 with a unit last stride. None if
+        the kind is 0.
+    bias_kind: 0, ALIBI, SIGNED_ALIBI, DISTANCE or DENSE.
+    sinks: Shape (H,): the logit of each head's sink, or None.
+    dropout_p: Probability that a weight is dropped. 0 means no dropout.
+    dropout_seed: int64, shape () for one seed, or (B, H) for one per batch element and head. In JAX
+        uint32, shape (B, H, 2), with low and high words. None without dropout.
+    q_index: int32, shape (B|1, Sq): global indices of the queries. None means k_len - q_len + i for query i.
+    k_index: int32, shape (B|1, Sk): global indices of the keys, in any order. None means 0..k_len-1.
+
+Example:
+    >>> Options(softcap=30.0).bias_kind
+    0
+"""
+
+_LEADING = tuple(row for row in schema.OPTIONS if not row.serves)
+
+
+def changes(options: Options) -> bool:
+    """Whether a call with these options differs from a call without options."""
+    for row in _LEADING:
+        x = getattr(options, row.name)
+        if x is not None and (isinstance(row, schema.Array) or x != row.default):
+            return True
+    return False
 
 
 @dataclass(frozen=True)
-class Given:
-    """Options as the caller of ``attention`` passed them.
+class Given(_Given):
+    """Options as the caller of ``attention`` passed them. The rows of `schema.OPTIONS` are its fields.
 
     Example:
         >>> print(Given(softcap=30.0, bias=alibi([0.5, 0.25])))
         softcap 30, bias alibi(float64[2])
     """
 
-    softcap: float | None = None
-    bias: Any = None
-    sinks: Any = None
-    dropout_p: float = 0.0
-    dropout_seed: Any = None
-    q_index: Any = None
-    k_index: Any = None
-
     def keywords(self) -> dict[str, Any]:
         """Options as keywords of ``attention``."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    def replacing(self, **values: Any) -> Given:
+        """The same options with other values for some of them."""
+        return Given(**{**self.keywords(), **values})
 
     def __str__(self) -> str:
         words = [f"softcap {self.softcap:g}"] if self.softcap is not None else []
@@ -162,7 +190,7 @@ class Given:
             check_number("softcap", self.softcap, 1e-30, FLOAT32_MAX, wanted, remedy)
         wide = str(q.dtype).endswith("float64")
         bias, kind = (None, 0) if self.bias is None else self._lower_bias(front, q, k, wide)
-        sinks = None if self.sinks is None else self._lower_sinks(front, q, wide)
+        others = {row.name: self._lower_array(front, q, k, row, wide) for row in _PLAIN_ARRAYS}
         drops = self.dropout_seed is not None or type(self.dropout_p) is not float or self.dropout_p != 0.0
         seed = self._lower_dropout(front, q) if drops else None
         positional = seed is not None or kind not in (0, DENSE)
@@ -170,19 +198,25 @@ class Given:
         unread = fixed and (self.q_index is not None or self.k_index is not None)
         if placed is not None and (positional or unread):
             q_index, k_index = self._indices(front, q, k, placed, fixed, positional)
-        if self.softcap is None and bias is None and sinks is None and seed is None:
-            return None
-        softcap = 0.0 if self.softcap is None else self.softcap
-        dropout_p = 0.0 if seed is None else self.dropout_p
-        return Options(softcap, bias, kind, sinks, dropout_p, seed, q_index, k_index)
+        found = Options(
+            softcap=0.0 if self.softcap is None else self.softcap,
+            bias=bias,
+            bias_kind=kind,
+            dropout_p=0.0 if seed is None else self.dropout_p,
+            dropout_seed=seed,
+            q_index=q_index,
+            k_index=k_index,
+            **others,
+        )
+        return found if changes(found) else None
 
     def _lower_bias(self, front: Any, q: Any, k: Any, wide: bool) -> tuple[Any, int]:
         bias: Any = dense_bias(self.bias) if front.takes(self.bias) else self.bias
         wanted = f"{front.an_array}, or the result of alibi(...), relative(...) or dense_bias(...)"
         remedy = f"Other functions of the scores are not supported: pass their values as {front.an_array}"
         expect(isinstance(bias, Bias), "bias", wanted, type(bias).__name__, remedy, error=DtypeError)
-        for field in fields(bias):
-            front.check_place(f"bias: {field.name}", getattr(bias, field.name), q)
+        for each in fields(bias):
+            front.check_place(f"bias: {each.name}", getattr(bias, each.name), q)
         (batch, heads, q_len, _), like = q.shape, front.like(q)
         lowered, kind = bias.lower(
             batch=batch, heads=heads, q_len=q_len, k_len=k.shape[2], like=like, wide=wide
@@ -192,15 +226,21 @@ class Given:
             lowered = to_float(arrays_for([lowered]), lowered, wide)
         return lowered, kind
 
-    def _lower_sinks(self, front: Any, q: Any, wide: bool) -> Any:
-        sinks, heads, noun = self.sinks, q.shape[1], front.noun
-        front.check_taken("sinks", sinks, f"a floating {noun}")
-        remedy = "They are logits: convert them to float32"
-        expect(is_floating(sinks), "sinks", f"a floating {noun}", kind_of(sinks), remedy, error=DtypeError)
-        fits, wanted = len(sinks.shape) == 1 and sinks.shape[0] == heads, "({},): a logit for each query head"
-        expect(fits, "sinks", wanted, tuple(sinks.shape), "Pass one per query head", heads, error=ShapeError)
-        front.check_place("sinks", sinks, q)
-        return to_float(arrays_for([front.like(q)]), sinks, wide)
+    def _lower_array(self, front: Any, q: Any, k: Any, row: schema.Array, wide: bool) -> Any:
+        """A floating array whose shape the schema tells, as float32 (float64 if ``wide``), or None."""
+        x, name, noun = getattr(self, row.name), row.name, front.noun
+        if x is None:
+            return None
+        front.check_taken(name, x, f"a floating {noun}")
+        remedy = "Convert it to float32"
+        expect(is_floating(x), name, f"a floating {noun}", kind_of(x), remedy, error=DtypeError)
+        sizes = {"b": q.shape[0], "h": q.shape[1], "g": k.shape[1], "q": q.shape[2], "k": k.shape[2]}
+        shape = [sizes[axis[0]] for axis in schema.axes(name)]
+        fits = len(x.shape) == len(shape) and all(a == b for a, b in zip(x.shape, shape, strict=True))
+        wanted = f"({', '.join(['{}'] * len(shape))}{',' * (len(shape) == 1)}): {row.words}"
+        expect(fits, name, wanted, tuple(x.shape), "Pass this shape", *shape, error=ShapeError)
+        front.check_place(name, x, q)
+        return to_float(arrays_for([front.like(q)]), x, wide)
 
     def _lower_dropout(self, front: Any, q: Any) -> Any:
         """The seed, or None if nothing is dropped."""
@@ -236,6 +276,9 @@ class Given:
         indices = [arrays.asarray(x, "int32") if isinstance(x, np.ndarray) else x for x in (q_index, k_index)]
         return indices[0], indices[1]
 
+
+#: Arrays that need no code of their own: the schema tells their shape.
+_PLAIN_ARRAYS = tuple(row for row in schema.arrays(schema.OPTIONS) if row.dtype == "float32")
 
 #: Options of a call without any. To build them at each call would take a tenth of the time of a small call.
 NO_OPTIONS = Given()

@@ -36,6 +36,8 @@ class Array:
         dtype: Its dtype, or "q" for an array with q's dtype or a floating one that is converted.
         grad: Whether it has a gradient.
         optional: Whether it may be None.
+        serves: Whether it only serves another option. By itself, it changes nothing.
+        words: What its elements are, for errors.
     """
 
     name: str
@@ -43,11 +45,9 @@ class Array:
     dtype: str = "q"
     grad: bool = False
     optional: bool = False
-
-    @property
-    def default(self) -> None:
-        """The default of an optional array."""
-        return None
+    serves: bool = False
+    words: str = ""
+    default = None
 
 
 @dataclass(frozen=True)
@@ -56,17 +56,22 @@ class Number:
 
     Attributes:
         name: The argument's name.
-        type: "float", "int" or "bool".
+        type: "float", "int", "bool" or "str".
         default: The value that changes nothing. None if the argument is required.
+        serves: Whether it only serves another option. By itself, it changes nothing.
+        unset: What the caller of `attention` passes for the default. `HIDDEN` if callers do not pass it.
     """
 
     name: str
     type: str = "float"
     default: Any = None
+    serves: bool = False
+    unset: Any = None
     axes = ""
 
 
 Row = Array | Number
+HIDDEN = object()
 
 #: What every call has.
 INPUTS: tuple[Row, ...] = (
@@ -81,12 +86,12 @@ _BIAS = (ALIBI, "b? h"), (SIGNED_ALIBI, "b? h"), (DISTANCE, "h n"), (DENSE, "b? 
 OPTIONS: tuple[Row, ...] = (
     Number("softcap", default=0.0),
     Array("bias", _BIAS, grad=True, optional=True),
-    Number("bias_kind", "int", default=0),
-    Array("sinks", "h", "float32", grad=True, optional=True),
-    Number("dropout_p", default=0.0),
-    Array("dropout_seed", "b h", "int64", optional=True),
-    Array("q_index", "b? q", "int32", optional=True),
-    Array("k_index", "b? k", "int32", optional=True),
+    Number("bias_kind", "int", default=0, serves=True, unset=HIDDEN),
+    Array("sinks", "h", "float32", grad=True, optional=True, words="a logit for each query head"),
+    Number("dropout_p", default=0.0, unset=0.0),
+    Array("dropout_seed", "b h", "int64", optional=True, serves=True),
+    Array("q_index", "b? q", "int32", optional=True, serves=True),
+    Array("k_index", "b? k", "int32", optional=True, serves=True),
 )
 #: The number of keys that a mask was lowered for, if only the running program knows it.
 K_LEN = Array("k_len", "", "int64", optional=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -135,7 +134,7 @@ class JaxFront(Front):
         if arrays and _is_ours(mask) and _have_values(arrays, traced):
             # NumPy is faster than eager JAX, and XLA folds constants slowly.
             indices = _in_numpy((given.q_index, given.k_index))
-            numpy_given = replace(given, q_index=indices[0], k_index=indices[1])
+            numpy_given = given.replacing(q_index=indices[0], k_index=indices[1])
             return lower_mask(_in_numpy(mask), q, k, numpy_given, None), given
         return lower_mask(mask, q, k, given, like), given
 

@@ -134,8 +134,8 @@ def _place_options(given: Given, places: Places | None, specs: Specs) -> Given:
     bias = given.bias
     if isinstance(bias, Bias):
         bias = replace(bias, **placed(bias, _fields(bias)))  # type: ignore[type-var]
-        return replace(given, bias=bias, **placed(given, _OPTIONS))
-    return replace(given, **placed(given, (*_OPTIONS, "bias")))
+        return given.replacing(bias=bias, **placed(given, _OPTIONS))
+    return given.replacing(**placed(given, (*_OPTIONS, "bias")))
 
 
 def _place(x: Any, spec: Any, name: str, places: Places) -> Any:

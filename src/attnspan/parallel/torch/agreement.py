@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
+from attnspan.call.schema import OPTIONS, Array
 from attnspan.parallel.errors import CommunicationError, PlanMismatchError
 
 from .groups import announce, shown_group, silence_of
@@ -48,10 +49,7 @@ _REMEDIES = {
     "backend": "Ranks have different devices or packages, so pass a backend= that all of them have",
     "layout of the rows": _SAME_LAYOUT,
     "scale": _SAME_CALLS,
-    "softcap": _SAME_CALLS,
-    "dropout_p": _SAME_CALLS,
-    "bias": _SAME_VALUES,
-    "sinks": _SAME_VALUES,
+    **{row.name: _SAME_VALUES if isinstance(row, Array) else _SAME_CALLS for row in OPTIONS},
     "dropout_seed": _SAME_SEED,
     "mask of the cache": _SAME_MASK,
     "order of batch elements": "Choose the rows once and broadcast them",

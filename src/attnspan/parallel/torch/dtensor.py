@@ -101,7 +101,7 @@ def _local_options(places: Places, given: Given, whole: tuple[Any, Any], here: t
     bias: Any = given.bias
     if parts and not isinstance(bias, Tensor):
         bias = replace(bias, **parts)
-    return replace(given, bias=bias, sinks=sinks, dropout_seed=seed)
+    return given.replacing(bias=bias, sinks=sinks, dropout_seed=seed)
 
 
 def _part(places: Places, name: str, x: Any, batch: int | None, heads: int | None) -> Tensor:

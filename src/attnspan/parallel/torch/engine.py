@@ -5,7 +5,7 @@ its group, K keys of a stage, D and Dv head dims. If several calls compute parts
 added in float32 for any input dtype (float64 for float64).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnspan.call import Part
-from attnspan.call.options import DISTANCE, Options
+from attnspan.call import Part, schema
+from attnspan.call.options import Options, changes
 from attnspan.parallel.cost import exchange_parts
 from attnspan.parallel.local import Stage, Tables
 from attnspan.torch.backends import BACKENDS, Backend, Softmax
@@ -23,7 +23,9 @@ from .comm import Pending
 from .heads import Team, fold_heads, repeat_heads
 from .keys import KeyRoute, from_rows, pass_on, to_rows, unsorted, whole
 
-__all__ = ["Done", "Gradients", "Work", "backward", "forward", "merged"]
+__all__ = ["OPTIONS_WITH_GRADIENT", "Done", "Gradients", "Work", "backward", "forward", "merged"]
+
+OPTIONS_WITH_GRADIENT = schema.with_gradient(schema.OPTIONS)
 
 
 class Work(NamedTuple):
@@ -75,14 +77,13 @@ class Gradients(NamedTuple):
     Args:
         dq: Shape (B, H, N, D), in q's dtype.
         dkv: Shape (B, G, S, D + Dv), keys and values side by side, float32 (float64 for float64).
-        dbias: Gradient with the shape of the options' bias, or None. Zero for the heads of other members.
-        dsinks: Gradient with the shape of the options' sinks, or None.
+        of_options: Gradients of `OPTIONS_WITH_GRADIENT`, or None for an absent option. They have the shape of
+            the option for all members, and are zero for the heads of other members.
     """
 
     dq: Tensor
     dkv: Tensor
-    dbias: Tensor | None
-    dsinks: Tensor | None
+    of_options: tuple[Tensor | None, ...]
 
 
 def forward(work: Work) -> tuple[Tensor, Tensor]:
@@ -132,7 +133,7 @@ def _backward_at_once(work: Work, done: Done) -> Gradients:
         found = _differentiate_some(work, call, _some(done, heads), dq[:, heads], dkv)
         sums.add(found, work.among_all(heads))
         returned.append((at, grads, route.give_back(grads, i)))
-    return Gradients(dq, whole(route.collect(returned, *work.call.k.shape[1:3])), *sums.results())
+    return Gradients(dq, whole(route.collect(returned, *work.call.k.shape[1:3])), sums.results())
 
 
 def _forward_ring(work: Work) -> tuple[Tensor, Tensor]:
@@ -173,10 +174,10 @@ def _backward_ring(work: Work, done: Done) -> Gradients:
         behind = pass_on(grads, work.team, "gradients")
     assert behind is not None
     if options is not None and options.sinks is not None:
-        sums.add((None, _sink_gradients(options.sinks[every], done)), every)
+        sums.add({"sinks": _sink_gradients(options.sinks[every], done)}, every)
     dkv = whole(unsorted(behind.wait().view(shape), work.tables.key_order))
     narrow = _like_bshd(q, q.shape[1], q.shape[2], q.shape[3], q.dtype)
-    return Gradients(narrow.copy_(dq), dkv, *sums.results())
+    return Gradients(narrow.copy_(dq), dkv, sums.results())
 
 
 def _round(work: Work) -> Iterator[tuple[Stage, Tensor]]:
@@ -237,60 +238,60 @@ def _sink_gradients(sinks: Tensor, done: Done) -> Tensor:
 
 
 class _OptionSums:
-    """Sums of the gradients of bias and sinks over several calls and heads."""
+    """Sums of the gradients of options over several calls and heads."""
 
     def __init__(self, options: Options | None) -> None:
-        self._options, like = options, torch.contiguous_format
-        each = (None, None) if options is None else (options.bias, options.sinks)
-        self._bias, self._sinks = (
-            None if x is None else torch.zeros_like(x, memory_format=like) for x in each
-        )
+        self._kind = 0 if options is None else options.bias_kind
+        self._sums: dict[str, Tensor] = {
+            name: torch.zeros_like(x, memory_format=torch.contiguous_format)
+            for name in OPTIONS_WITH_GRADIENT
+            if (x := getattr(options, name, None)) is not None
+        }
 
-    def add(self, found: tuple[Tensor | None, Tensor | None], heads: slice) -> None:
+    def add(self, found: Mapping[str, Tensor | None], heads: slice) -> None:
         """Add the gradients of a call for some heads."""
-        dbias, dsinks = found
-        if dbias is not None and self._options is not None:
-            self._bias[_bias_at(self._options, heads)] += dbias  # type: ignore[index]
-        if dsinks is not None:
-            self._sinks[heads] += dsinks  # type: ignore[index]
+        for name, grad in found.items():
+            if grad is not None:
+                self._sums[name][_index_of(name, heads, self._kind)] += grad
 
-    def results(self) -> tuple[Tensor | None, Tensor | None]:
+    def results(self) -> tuple[Tensor | None, ...]:
         """The sums."""
-        return self._bias, self._sinks
+        return tuple(map(self._sums.get, OPTIONS_WITH_GRADIENT))
 
 
-def _bias_at(options: Options, heads: slice) -> tuple[slice, ...]:
-    """Index of some heads in the bias: (H, n) for distance tables, (B|1, H) for slopes."""
-    return (heads,) if options.bias_kind == DISTANCE else (slice(None), heads)
+def _index_of(name: str, heads: slice, kind: int) -> tuple[slice, ...]:
+    """Index of some heads in an array of the call."""
+    dim = schema.dim(name, "h", None, kind)
+    return () if dim is None else (*[slice(None)] * dim, heads)
+
+
+def _of_heads(name: str, x: Tensor | None, heads: slice, kind: int = 0) -> Tensor | None:
+    """An array of the call for some of the heads. Heads may share it."""
+    dim = schema.dim(name, "h", None, kind)
+    if x is None or dim is None or (schema.is_shared(name, "h", kind) and x.shape[dim] == 1):
+        return x
+    return x[_index_of(name, heads, kind)].contiguous()
 
 
 def _options_of(options: Options, heads: slice) -> Options:
     """Options of some of the heads."""
-    seed, sinks, bias = options.dropout_seed, options.sinks, options.bias
-    return options._replace(
-        bias=None if bias is None else bias[_bias_at(options, heads)].contiguous(),
-        sinks=None if sinks is None else sinks[heads].contiguous(),
-        dropout_seed=None if seed is None else seed[:, heads].contiguous(),
-    )
+    arrays = schema.names(schema.arrays(schema.OPTIONS))
+    kind = options.bias_kind
+    parts = {name: _of_heads(name, getattr(options, name), heads, kind) for name in arrays}
+    return Options(**{**options._asdict(), **parts})
 
 
 def _call(work: Work, stage: Stage, k: Tensor, v: Tensor, options: Options | None, heads: slice) -> Part:
     """Call for some of this rank's heads on the keys of a stage."""
-    bounds, at = stage.bounds, work.among_all(heads)
-    if bounds.shape[1] > 1:
-        bounds = bounds[:, at].contiguous()
-    options = None if options is None or not _changes_anything(options) else _options_of(options, at)
+    at = work.among_all(heads)
+    bounds = _of_heads("bounds", stage.bounds, at)
+    options = None if options is None or not changes(options) else _options_of(options, at)
     if options is not None:
         options = options._replace(q_index=work.tables.q_index, k_index=stage.keys)
     if heads == work.every:
         k, v = (repeat_heads(x, work.team.mine.kv_map) for x in (k, v))
     q = work.call.q[:, heads]
     return replace(work.call, q=q, k=k, v=v, bounds=bounds, options=options)
-
-
-def _changes_anything(options: Options) -> bool:
-    given = options.bias is not None or options.sinks is not None
-    return given or options.softcap != 0.0 or options.dropout_p != 0.0
 
 
 def _backend_of(work: Work, call: Part) -> Backend:
@@ -307,22 +308,24 @@ def _attend_some(work: Work, call: Part, out: Tensor) -> Tensor:
 
 def _differentiate_some(
     work: Work, call: Part, done: Done, dq: Tensor, dkv: tuple[Tensor, Tensor]
-) -> tuple[Tensor | None, Tensor | None]:
+) -> Mapping[str, Tensor | None]:
+    """Write a part's gradients of q, k and v, and return the gradients of its options, keyed by name."""
     if call.q.shape[1] == 0:
         for x in dkv:
             x.zero_()
-        return None, None
+        return {}
     dout = done.dout if done.dout.stride(-1) == 1 else done.dout.contiguous()
     dlse = None if done.dlse is None else done.dlse.contiguous()
     has_more = len(work.tables.stages) > 1
     softmax = Softmax(done.out, done.lse.contiguous(), dout, dlse, has_more)
     if call.k.shape[1] == dkv[0].shape[1]:
-        return _backend_of(work, call).backward(call, softmax, (dq, *dkv))
+        found = _backend_of(work, call).backward(call, softmax, (dq, *dkv))
+        return dict(zip(OPTIONS_WITH_GRADIENT, found, strict=True))
     repeated = [torch.empty(x.shape, dtype=dkv[0].dtype, device=x.device) for x in (call.k, call.v)]
     found = _backend_of(work, call).backward(call, softmax, (dq, *repeated))
     for grad, into in zip(repeated, dkv, strict=True):
         fold_heads(grad, work.team.mine.kv_map, into)
-    return found
+    return dict(zip(OPTIONS_WITH_GRADIENT, found, strict=True))
 
 
 def _some(done: Done, heads: slice) -> Done:

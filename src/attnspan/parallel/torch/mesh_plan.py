@@ -27,7 +27,7 @@ from .agreement import moved
 from .comm import Ranks
 from .dtensor import attend
 from .groups import group_of
-from .ops import backend_for_parts, sharded_attention
+from .ops import PLAN_OPTIONS, backend_for_parts, sharded_attention
 
 __all__ = ["Frame", "MeshPlan", "on_mesh"]
 
@@ -304,7 +304,7 @@ def _arguments(call: Call) -> tuple[Any, ...]:
     seed = o.dropout_seed
     if seed is not None and seed.dim() == 0:
         seed = dropout_seeds(seed, call.q.shape[0], call.q.shape[1])
-    return o.softcap, o.bias, o.bias_kind, o.sinks, o.dropout_p, seed
+    return tuple((o._asdict() | {"dropout_seed": seed})[row.name] for row in PLAN_OPTIONS)
 
 
 _TENSORS = ("data", "numbers", "q_index")

@@ -8,29 +8,29 @@ attends with. docs/design.md has the contract.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnspan.call import Part, Problem
+from attnspan.call import Part, Problem, schema
 from attnspan.call.backend import asked
-from attnspan.call.options import Options
+from attnspan.call.options import Options, changes
 from attnspan.parallel.local import decode
 from attnspan.parallel.strategy import split_heads
 from attnspan.torch import compat
 from attnspan.torch._front import capability_of
+from attnspan.torch._signature import arguments
 from attnspan.torch.backends import BACKENDS
 from attnspan.torch.choice import backend_for
 from attnspan.torch.compile import save_also
 from attnspan.torch.ops import autograd_kernel, below_autograd, readable
 
 from .comm import Ranks
-from .engine import Done, Work, backward, forward
+from .engine import OPTIONS_WITH_GRADIENT, Done, Work, backward, forward
 from .heads import Team, gather, key_heads, query_heads, scatter
 
-__all__ = ["backend_for_parts", "sharded_attention", "sharded_attention_backward"]
+__all__ = ["PLAN_OPTIONS", "backend_for_parts", "sharded_attention", "sharded_attention_backward"]
 
 _library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
 # Not safe for CUDA graphs, which would replay the exchanges of one step's plan.
@@ -39,37 +39,38 @@ _TAGS = (
     torch.Tag.needs_fixed_stride_order,
     torch.Tag.cudagraph_unsafe,
 )
+_Q, _K, _V = schema.arrays(schema.INPUTS)[:3]
+_OUT, _LSE = schema.RESULTS
+#: Options of the operators. The plan knows the indices of queries and keys.
+PLAN_OPTIONS = tuple(row for row in schema.OPTIONS if row.name not in ("q_index", "k_index"))
 # `plan` and `numbers` come from `local.encode`. `heads_here` are the query heads that this rank attends with.
 # `backend` runs the parts.
 _SHARED = (
-    "Tensor plan, Tensor numbers, str group, int members, int heads_here, int kv_heads_here, str backend,"
-    " float scale, float softcap=0.0, Tensor? bias=None, int bias_kind=0, Tensor? sinks=None,"
-    " float dropout_p=0.0, Tensor? dropout_seed=None"
+    *(schema.Array(name, "", "int32") for name in ("plan", "numbers")),
+    *(schema.Number(name, kind) for name, kind in (("group", "str"), ("members", "int"))),
+    *(schema.Number(name, "int") for name in ("heads_here", "kv_heads_here")),
+    *(schema.Number("backend", "str"), schema.Number("scale")),
+    *PLAN_OPTIONS,
+)
+_FORWARD: tuple[schema.Row, ...] = (_Q, _K, _V, *_SHARED)
+# q, k, v, out and lse have the rows of the group if members split the heads. `kv_heads` counts all key heads.
+_BACKWARD: tuple[schema.Row, ...] = (
+    *schema.BACKWARD[:2],
+    *(_Q, _K, _V, _OUT, _LSE, schema.Number("kv_heads", "int")),
+    *_SHARED,
 )
 # After out and lse, for backward: q, k, v and out of all rows of the group if members split the heads, and
 # always lse in float64, because float32 is too coarse for a large lse.
 _library.define(  # type: ignore[no-untyped-call]
-    f"sharded_attention(Tensor q, Tensor k, Tensor v, {_SHARED})"
+    f"sharded_attention({arguments(_FORWARD)})"
     " -> (Tensor out, Tensor lse, Tensor group_q, Tensor group_k, Tensor group_v, Tensor group_out,"
     " Tensor group_lse)",
     tags=_TAGS,
 )
-# q, k, v, out and lse have the rows of the group if members split the heads. `kv_heads` counts all key heads.
+_GRADIENTS = ", ".join(f"Tensor d{name}" for name in ("q", "k", "v", *OPTIONS_WITH_GRADIENT))
 _library.define(  # type: ignore[no-untyped-call]
-    "sharded_attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out,"
-    " Tensor lse,"
-    f" int kv_heads, {_SHARED}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
-    tags=_TAGS,
+    f"sharded_attention_backward({arguments(_BACKWARD)}) -> ({_GRADIENTS})", tags=_TAGS
 )
-
-_OPTIONS: tuple[Any, ...] = (0.0, None, 0, None, 0.0, None)
-# Places of the first option, of bias and of sinks among the arguments of forward.
-_FIRST_OPTION, _BIAS, _SINKS = 11, 12, 14
-
-
-def _all(inputs: tuple[Any, ...], first: int) -> tuple[Any, ...]:
-    """All arguments, with trailing defaults, which torch leaves out."""
-    return (*inputs, *_OPTIONS[len(inputs) - first :])
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:
@@ -80,55 +81,44 @@ def _stored_bshd(like: Tensor, heads: int, length: Any, dim: Any, dtype: torch.d
     return like.new_empty((like.shape[0], length, heads, dim), dtype=dtype).transpose(1, 2)
 
 
-def _read(options: tuple[Any, ...]) -> Options | None:
-    softcap, bias, kind, sinks, dropout_p, seed = options
-    if softcap == 0.0 and bias is None and sinks is None and dropout_p == 0.0:
-        return None
-    return Options(softcap, bias, kind, sinks, dropout_p, seed)
-
-
 @contextmanager
 def _reading(
-    what: str, heads: tuple[int, int], q: Tensor, v: Tensor, given: tuple[Any, ...]
+    what: str, heads: tuple[int, int], given: dict[str, Any]
 ) -> Iterator[tuple[Team, Callable[..., Work]]]:
     """Context of a call: its team, and a function from q, k and v of this rank's heads to `Work`.
 
     Args:
         what: Name of the call. The ranks compare their calls, and in forward the values of options.
         heads: (Hq, Hkv) of all members.
-        q, v: Tensors with the call's dtype and head dims.
-        given: All arguments that forward and backward share.
+        given: The arguments, keyed by name.
     """
-    data, numbers, group, members, _, _, backend, scale, *options = given
-    ranks, read = Ranks.named(group, members), _read(tuple(options))
-    o = read or Options()
-    tables = decode(data, numbers.tolist())
-    tensors = {"bias": o.bias, "sinks": o.sinks, "dropout_seed": o.dropout_seed}
+    q, v, members, scale = (given[name] for name in ("q", "v", "members", "scale"))
+    options = Options(**{row.name: given[row.name] for row in PLAN_OPTIONS})
+    ranks, tables = Ranks.named(given["group"], members), decode(given["plan"], given["numbers"].tolist())
+    tensors = {row.name: given[row.name] for row in schema.arrays(PLAN_OPTIONS)}
     facts = {
         "call": what,
         "plan of the call": tables.numbers.plan,
         "batch size": q.shape[0],
         "head dims": (q.shape[3], v.shape[3]),
         "dtype": str(q.dtype),
-        "backend": backend,
+        "backend": given["backend"],
         "scale": scale,
-        "softcap": o.softcap,
-        "bias": (o.bias_kind, None if o.bias is None else o.bias.shape),
-        "sinks": None if o.sinks is None else o.sinks.shape,
-        "dropout_p": o.dropout_p,
+        **{row.name: given[row.name] for row in PLAN_OPTIONS if isinstance(row, schema.Number)},
+        **{name: None if x is None else x.shape for name, x in tensors.items()},
     }
-    given_ones = {name: [x] for name, x in tensors.items() if x is not None}
-    ranks.agreement.note(facts, given_ones if what == "forward" else None)
+    values = {name: [x] for name, x in tensors.items() if x is not None}
+    ranks.agreement.note(facts, values if what == "forward" else None)
     with ranks.scratch() as scratch:
         team = Team(ranks, tables.numbers, split_heads(*heads, members), scratch)
-        runs = BACKENDS[backend]
+        runs, read = BACKENDS[given["backend"]], options if changes(options) else None
         yield team, lambda q, k, v: Work(tables, team, Part(q, k, v, None, scale, read), runs)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    shared = _all((q, k, v, *given), _FIRST_OPTION)[3:]
-    q, k, v = (readable(x) for x in (q, k, v))
-    with _reading("forward", (q.shape[1], k.shape[1]), q, v, shared) as (team, mine):
+def _forward(*inputs: Any) -> tuple[Tensor, ...]:
+    given = schema.by_name(_FORWARD, inputs)
+    q, k, v = (readable(given[name]) for name in "qkv")
+    with _reading("forward", (q.shape[1], k.shape[1]), given) as (team, mine):
         if len(team.heads) == 1:
             out, wide_lse = forward(mine(q, k, v))
             # Results of an operator must not alias each other.
@@ -150,18 +140,18 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]
 
 
 def _backward(*inputs: Any) -> tuple[Tensor, ...]:
-    dout, dlse, q, k, v, out, lse, kv_heads, *given = inputs
-    dout, q, k, v, out = (readable(x) for x in (dout, q, k, v, out))
+    given = schema.by_name(_BACKWARD, inputs)
+    dout, q, k, v, out = (readable(given[name]) for name in ("dout", "q", "k", "v", "out"))
+    dlse, lse, kv_heads = (given[name] for name in ("dlse", "lse", "kv_heads"))
     heads = dout.shape[1], kv_heads
     what = "backward" if dlse is None else "backward of out and lse"
-    with _reading(what, heads, q, v, _all(tuple(given), 8)) as (team, mine):
+    with _reading(what, heads, given) as (team, mine):
         if len(team.heads) > 1:
             whole = [dout] if dlse is None else [dout, dlse[..., None]]
             arriving = [scatter(team, x, query_heads, f"d{i}") for i, x in enumerate(whole)]
             dout, *rest = (each.wait() for each in arriving)
             dlse = rest[0][..., 0] if rest else None
-        found = backward(mine(q, k, v), Done(dout, dlse, out, lse))
-        dq, dkv = found.dq, found.dkv
+        dq, dkv, of_options = backward(mine(q, k, v), Done(dout, dlse, out, lse))
         if len(team.heads) > 1:
             parts = (dq, query_heads, heads[0], "dq"), (dkv, key_heads, kv_heads, "dkv")
             leaving = [gather(team, *part) for part in parts]
@@ -170,13 +160,14 @@ def _backward(*inputs: Any) -> tuple[Tensor, ...]:
             _stored_bshd(x, kv_heads, dkv.shape[2], x.shape[3]).copy_(part)
             for x, part in ((k, dkv[..., : k.shape[3]]), (v, dkv[..., k.shape[3] :]))
         )
-        each = found.dbias, found.dsinks
-        dbias, dsinks = (q.new_empty(0, dtype=torch.float32) if x is None else x for x in each)
-        return dq, dk, dv, dbias, dsinks
+        nothing = (q.new_empty(0, dtype=torch.float32) if x is None else x for x in of_options)
+        return dq, dk, dv, *nothing
 
 
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    _, _, _, members, heads, kv_heads, *_ = _all((q, k, v, *given), _FIRST_OPTION)[3:]
+def _forward_fake(*inputs: Any) -> tuple[Tensor, ...]:
+    given = schema.by_name(_FORWARD, inputs)
+    q, k, v, members = (given[name] for name in ("q", "k", "v", "members"))
+    heads, kv_heads = given["heads_here"], given["kv_heads_here"]
     batch, q_heads, rows, _ = q.shape
     out = _stored_bshd(q, q_heads, rows, v.shape[3])
     lse = q.new_empty((batch, q_heads, rows), dtype=_lse_dtype(q))
@@ -192,16 +183,16 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor,
 
 
 def _backward_fake(*inputs: Any) -> tuple[Tensor, ...]:
-    dout, _, q, k, v, _, _, kv_heads, *given = inputs
-    _, _, _, members, _, _, _, _, *options = _all(tuple(given), 8)
+    given = schema.by_name(_BACKWARD, inputs)
+    dout, q, k, v = (given[name] for name in ("dout", "q", "k", "v"))
+    kv_heads, members = given["kv_heads"], given["members"]
     dq = _stored_bshd(q, dout.shape[1], dout.shape[2], q.shape[3])
     dk, dv = (_stored_bshd(x, kv_heads, x.shape[2] // members, x.shape[3]) for x in (k, v))
-    bias, sinks = options[1], options[3]
     rest = [
         q.new_empty(0, dtype=torch.float32)
         if x is None
         else torch.empty_like(x, memory_format=torch.contiguous_format)
-        for x in (bias, sinks)
+        for x in map(given.get, OPTIONS_WITH_GRADIENT)
     ]
     return dq, dk, dv, *rest
 
@@ -240,38 +231,34 @@ class _Forward(torch.autograd.Function):
     def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
         found: tuple[Tensor, ...] = below_autograd(sharded_attention, keyset, inputs)
         ctx.set_materialize_grads(False)
-        q, k, v, plan, numbers, *rest = _all(inputs, _FIRST_OPTION)
+        given = schema.by_name(_FORWARD, inputs)
         out, _, *group = found
-        kept = group if rest[1] > 1 else (q, k, v, out, group[-1])
-        *fixed, bias, kind, sinks, dropout_p, seed = rest
-        ctx.save_for_backward(*kept, plan, numbers, bias, sinks, seed)
-        ctx.numbers = k.shape[1], fixed, kind, dropout_p
+        # q, k, v, out and lse of the group if members split the heads, else the rank's own.
+        kept = group if given["members"] > 1 else (*inputs[:3], out, group[-1])
+        given |= dict(zip(("q", "k", "v", "out", "lse"), kept, strict=True), kv_heads=inputs[1].shape[1])
+        rows = _BACKWARD[2:]
+        ctx.save_for_backward(*(given[row.name] for row in schema.arrays(rows)))
+        ctx.numbers = {row.name: given[row.name] for row in rows if isinstance(row, schema.Number)}
         ctx.mark_non_differentiable(*group)
         return found
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *group: None) -> tuple[Any, ...]:
         del group
-        needed: tuple[bool, ...] = ctx.needs_input_grad
+        # The first input is the keyset. Torch leaves out trailing defaults.
+        needed: tuple[bool, ...] = ctx.needs_input_grad[1:]
         if dout is None and dlse is None:
-            return (None,) * len(needed)
-        q, k, v, out, lse, plan, numbers, bias, sinks, seed = ctx.saved_tensors
-        kv_heads, fixed, kind, dropout_p = ctx.numbers
+            return (None,) * (len(needed) + 1)
+        rows = _BACKWARD[2:]
+        given = dict(zip(schema.names(schema.arrays(rows)), ctx.saved_tensors, strict=True)) | ctx.numbers
         if dout is None:
             assert dlse is not None
-            rows = lse.shape[2] // fixed[1]
-            dout = out.new_zeros((*dlse.shape[:2], rows, v.shape[3]))
-        dq, dk, dv, dbias, dsinks = sharded_attention_backward(
-            dout, dlse, q, k, v, out, lse, kv_heads, plan, numbers, *fixed, bias, kind, sinks, dropout_p, seed
-        )
-        gradients: list[Tensor | None] = [None] * (len(needed) + 1)
-        gradients[1:4] = dq, dk, dv
-        for at, grad in ((_BIAS + 1, dbias), (_SINKS + 1, dsinks)):
-            if at < len(needed):
-                gradients[at] = grad
-        return tuple(
-            x if need else None for x, need in zip_longest(gradients[: len(needed)], needed, fillvalue=None)
-        )
+            shape = *dlse.shape[:2], given["lse"].shape[2] // given["members"], given["v"].shape[3]
+            dout = given["out"].new_zeros(shape)
+        found = sharded_attention_backward(dout, dlse, *(given[row.name] for row in rows))
+        grads = dict(zip(("q", "k", "v", *OPTIONS_WITH_GRADIENT), found, strict=True))
+        pairs = zip(schema.names(_FORWARD), needed, strict=False)
+        return None, *(grads.get(name) if need else None for name, need in pairs)
 
 
 class _Backward(torch.autograd.Function):

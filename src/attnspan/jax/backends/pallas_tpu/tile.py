@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from attnspan.call.biases import ALIBI, DENSE, HIDES, SIGNED_ALIBI
+from attnspan.call.biases import HIDES
+from attnspan.call.schema import ALIBI, DENSE, SIGNED_ALIBI
 from attnspan.jax.backends.tiles import LOG2E, InBlocks, scores_of_products
 from attnspan.jax.dropout import keeps
 from attnspan.jax.part import Static
