@@ -17,11 +17,12 @@ import numpy as np
 from attnspan.base.mistakes import not_a_mask, refuse_keywords
 from attnspan.base.plain import check_plain
 from attnspan.base.recorded import agree, sure
-from attnspan.errors import DeviceError, DtypeError, OptionError, ShapeError, expect, shown
+from attnspan.errors import DeviceError, DtypeError, OptionError, ShapeError, shown
 from attnspan.masks import Mask, Prepared, full
 from attnspan.masks.bands import Band
 from attnspan.masks.bounds import Spans
 
+from . import schema
 from .options import FLOAT32_MAX, NO_OPTIONS, Given, Options, check_number
 
 __all__ = [
@@ -115,19 +116,10 @@ class Problem:
         """
         batch, heads, q_len, head_dim = q.shape
         if bounds is not None:
-            shape, dtype, here = bounds.shape, _dtype(bounds), _device(q)
-            # Compare with 1 first: a traced size that is known to be 1 then needs no guard.
-            fits = len(shape) == 5 and (sure(shape[0] == 1) or agree(shape[0], batch))
-            fits = fits and (sure(shape[1] == 1) or agree(shape[1], heads))
-            fits = fits and agree(shape[2], q_len) and shape[3] >= 1 and shape[4] == 2
-            wanted = "(B|1, H|1, q_len, R, 2) with B={}, H={}, q_len={}"
-            remedy = "Lower the mask for these q and k, or pass their layout"
-            expect(fits, "bounds", wanted, tuple(shape), remedy, batch, heads, q_len, error=ShapeError)
-            remedy = "Convert them to int32, as lowered masks are"
-            expect(dtype == "int32", "bounds", "int32", dtype, remedy, error=DtypeError)
-            there = here if device is not None else _device(bounds)
-            wanted, remedy = f"device {here} (as q)", "Move the mask's arrays"
-            expect(there == here, "bounds", wanted, there, remedy, error=DeviceError)
+            _check_bounds(bounds, batch, heads, q_len)
+            if device is None and bounds.device != q.device:
+                wanted, remedy = f"device {_device(q)} (as q)", "Move the mask's arrays"
+                raise DeviceError("bounds", expected=wanted, got=_device(bounds), remedy=remedy)
         device = _device(q).partition(":")[0] if device is None else device
         runs = 0 if bounds is None else bounds.shape[3]
         sizes = batch, heads, k.shape[1], q_len, k.shape[2], head_dim, v.shape[3]
@@ -163,6 +155,8 @@ class Front:
     seed: str
     new_seed: str
     device: str | None = None
+    #: Whether head dims may be 0. See `Call.empty_values`.
+    widens = False
 
     def takes(self, x: Any) -> bool:
         """Whether `x` is an array of the framework."""
@@ -177,6 +171,23 @@ class Front:
         if not self.takes(x):
             raise DtypeError(name, expected=expected, got=self.kind(x), remedy=self.convert)
         check_plain(name, x)
+
+    def check_arrays(self, q: Any, k: Any, v: Any) -> None:
+        """Raise unless q, k and v are arrays of the framework."""
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            self.check_taken(name, x, self.expected)
+
+    def widened(self, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+        """q, k and v, padded if their last dim is empty.
+
+        Scores of queries and keys without elements are 0, as in torch: only the mask and biases count.
+        """
+        q, k = (self.pad_last(x) if q.shape[-1] == k.shape[-1] == 0 else x for x in (q, k))
+        return q, k, self.pad_last(v) if v.shape[-1] == 0 else v
+
+    def pad_last(self, x: Any) -> Any:
+        """`x` with a zero appended along its last dim."""
+        raise NotImplementedError
 
     def enter(self, q: Any, k: Any, v: Any, mask: Any, given: Given, layout: str) -> tuple[Any, Any, Any]:
         """q, k and v in (B, H, S, D) order, or their shapes. Raises if their places do not fit together."""
@@ -248,6 +259,7 @@ class Call(Part):
         layout: Order of the dims of the caller's q, k, v and output.
         lowered_for: Shape (): the number of keys that the mask was lowered for, if it is not checked yet.
         band: The mask in the form of other libraries' kernels. None on CPU, and if they cannot represent it.
+        empty_values: Whether the caller's values have no elements. Here they have one, which is 0.
     """
 
     problem: Problem
@@ -255,6 +267,7 @@ class Call(Part):
     layout: str
     lowered_for: Any = None
     band: Band | None = None
+    empty_values: bool = False
 
     @classmethod
     def of(
@@ -278,6 +291,9 @@ class Call(Part):
         """
         mask = _FULL if mask is None else mask
         check_layout(front, layout, q, k, v)
+        empty_values = bool(front.widens and v.shape[-1] == 0)
+        if front.widens and (empty_values or q.shape[-1] == 0):
+            q, k, v = front.widened(q, k, v)
         q, k, v = front.enter(q, k, v, mask, given, layout)
         _check_kinds(q, k, v)
         _check_sizes(q, k, v)
@@ -285,9 +301,10 @@ class Call(Part):
             wanted, remedy = "a finite float32 number", "Leave it out for 1/sqrt(D)"
             check_number("scale", scale, -FLOAT32_MAX, FLOAT32_MAX, wanted, remedy)
         if given is not NO_OPTIONS:
-            for name in ("sinks", "dropout_seed", "q_index", "k_index"):
-                check_plain(name, getattr(given, name))
-        front.check_given(given, q, k)
+            for row in schema.arrays(schema.OPTIONS):
+                if row.name != "bias":
+                    check_plain(row.name, getattr(given, row.name))
+            front.check_given(given, q, k)
         if not isinstance(mask, (Mask, Spans)):
             raise not_a_mask(mask)
         placed, given = front.lower(mask, q, k, given)
@@ -302,9 +319,9 @@ class Call(Part):
         # Before the number of keys is checked there is no band: other libraries' kernels do not check it.
         band, more = front.band(None if unread is not None else mask, given, q, k, scale)
         problem = Problem.of(q, k, v, bounds, front.device, more)
-        options = given.lower(front, q, k, placed, fixed)
+        options = None if given is NO_OPTIONS else given.lower(front, q, k, placed, fixed)
         scale = q.shape[3] ** -0.5 if scale is None else scale
-        return cls(q, k, v, bounds, scale, options, problem, given, layout, unread, band)
+        return cls(q, k, v, bounds, scale, options, problem, given, layout, unread, band, empty_values)
 
 
 def widened(q: Any, k: Any, v: Any, pad: Callable[[Any], Any]) -> tuple[Any, Any, Any, bool]:
@@ -371,18 +388,39 @@ def check_keywords(function: Callable[..., Any], options: Mapping[str, Any]) -> 
 
 def check_layout(front: Front, layout: Any, q: Any, k: Any, v: Any) -> None:
     """Raise unless q, k and v are arrays of the front end with the dims of the layout."""
-    known = isinstance(layout, str) and layout in LAYOUTS
-    expect(known, "layout", f"one of {', '.join(LAYOUTS)}", repr(layout), "Name the order")
+    if not (isinstance(layout, str) and layout in LAYOUTS):
+        raise OptionError(
+            "layout", expected=f"one of {', '.join(LAYOUTS)}", got=repr(layout), remedy="Name the order"
+        )
     dims = LAYOUTS[layout]
+    front.check_arrays(q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        front.check_taken(name, x, front.expected)
         if len(x.shape) != len(dims):
             wanted = f"{len(dims)} dims ({', '.join(dims)}) for layout={layout!r}"
             remedy = "Reshape it, or pass the layout that q, k and v have"
             raise ShapeError(name, expected=wanted, got=shown(tuple(x.shape)), remedy=remedy)
 
 
+def _check_bounds(bounds: Any, batch: Any, heads: Any, q_len: Any) -> None:
+    shape, dtype = bounds.shape, _dtype(bounds)
+    # Compare with 1 first: a traced size that is known to be 1 then needs no guard.
+    fits = len(shape) == 5 and (sure(shape[0] == 1) or agree(shape[0], batch))
+    fits = fits and (sure(shape[1] == 1) or agree(shape[1], heads))
+    if not (fits and agree(shape[2], q_len) and shape[3] >= 1 and shape[4] == 2):
+        wanted = f"(B|1, H|1, q_len, R, 2) with B={batch}, H={heads}, q_len={q_len}"
+        remedy = "Lower the mask for these q and k, or pass their layout"
+        raise ShapeError("bounds", expected=wanted, got=f"{shown(tuple(shape))}", remedy=remedy)
+    if dtype != "int32":
+        remedy = "Convert them to int32, as lowered masks are"
+        raise DtypeError("bounds", expected="int32", got=dtype, remedy=remedy)
+
+
 def _check_kinds(q: Any, k: Any, v: Any) -> None:
+    dtype, device = q.dtype, getattr(q, "device", None)
+    same_dtype = k.dtype == dtype and v.dtype == dtype
+    same_device = getattr(k, "device", None) == device and getattr(v, "device", None) == device
+    if same_dtype and same_device and _dtype(q) in _FLOATING:
+        return
     dtypes, devices = [_dtype(q), _dtype(k), _dtype(v)], [_device(q), _device(k), _device(v)]
     for name, dtype in zip("qkv", dtypes, strict=True):
         if dtype not in _FLOATING:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnspan.base.plain import check_plain
 from attnspan.errors import DtypeError, UsageError, expect
-from attnspan.kernels.math import has_autocast
+from attnspan.kernels._autocast import autocast_dtype
 from attnspan.masks import Mask
 from attnspan.torch._attention import Layout
 from attnspan.torch.compile import save_also
@@ -98,9 +98,10 @@ class Wrapped:
 
     def _autocasted(self, values: list[Any]) -> list[Any]:
         device = values[self._cast.index(True)].device.type
-        if not has_autocast(device) or not torch.is_autocast_enabled(device):
+        own = autocast_dtype(device)
+        if own is None:
             return values
-        dtype = torch.get_autocast_dtype(device) if self._autocast is True else self._autocast
+        dtype = own if self._autocast is True else self._autocast
         return [
             x.to(dtype) if cast and x.is_floating_point() and x.dtype != torch.float64 else x
             for x, cast in zip(values, self._cast, strict=True)

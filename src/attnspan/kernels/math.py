@@ -21,7 +21,9 @@ from attnspan.call.dropout import kept, scale_of_kept, split_seeds
 from attnspan.call.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
 from attnspan.masks.bounds import Spans
 
-__all__ = ["forward", "has_autocast", "supports"]
+from ._autocast import has_autocast
+
+__all__ = ["forward", "supports"]
 
 _NONE = Options()
 
@@ -30,12 +32,6 @@ def supports(problem: Problem) -> str | None:
     """Return None, because plain torch code runs every validated call."""
     del problem
     return None
-
-
-def has_autocast(device: str) -> bool:
-    """Whether torch has autocast for a kind of device."""
-    # Known devices are listed, because Dynamo of torch 2.11 and older cannot trace torch's function.
-    return device in ("cpu", "cuda", "xla") or torch.amp.is_autocast_available(device)
 
 
 def forward(

@@ -7,14 +7,14 @@ from torch import Tensor
 
 from attnspan.base.mistakes import refuse_keywords
 from attnspan.base.recorded import without_tracer_warnings
-from attnspan.call import Call, widened
+from attnspan.call import Call
 from attnspan.call.backend import asked as asked_for
 from attnspan.call.options import NO_OPTIONS, Bias, Given, Keywords
 from attnspan.masks import Mask, Prepared, full
 from attnspan.masks.bounds import Spans
 
 from . import _eager
-from ._front import TorchFront, from_bhsd, pad_last
+from ._front import TorchFront, from_bhsd
 from ._unplanned import plans, warn_without_plan
 from .backends import BACKENDS
 from .choice import backend_for
@@ -141,11 +141,10 @@ def attention(
             if found is not None:
                 return found  # type: ignore[no-any-return]
     front = TorchFront()
-    front.return_lse = bool(return_lse)
+    front.return_lse, front.widens = bool(return_lse), True
     with without_tracer_warnings():
-        q, k, v, empty = widened(q, k, v, pad_last)
         call = Call.of(front, q, k, v, given, mask=mask, scale=scale, layout=layout)
         chosen = BACKENDS[backend_for(call.problem, backend)]
         out, lse = chosen.attend(call, return_lse=bool(return_lse))
-    out = out[..., :0] if empty else out
+    out = out[..., :0] if call.empty_values else out
     return from_bhsd(out, lse, call.layout, return_lse)  # type: ignore[no-any-return]

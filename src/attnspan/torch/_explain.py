@@ -5,14 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnspan.call import Call, check_keywords, forwards_to, widened
+from attnspan.call import Call, check_keywords, forwards_to
 from attnspan.call.backend import asked as asked_for
 from attnspan.call.options import Given
 from attnspan.errors import DtypeError, expect
 from attnspan.kernels import Explanation
 
 from ._attention import attention
-from ._front import TorchFront, pad_last
+from ._front import TorchFront
 from ._vendor import kernel_of
 from .choice import candidates, choose_backend
 from .dtensor import ShardedMask
@@ -46,7 +46,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Explanation:
     check_keywords(explain, options)
     asked = {**(attention.__kwdefaults__ or {}), **options}
     front = TorchFront()
-    front.return_lse = bool(asked.pop("return_lse"))
+    front.return_lse, front.widens = bool(asked.pop("return_lse")), True
     mask, scale, layout, backend = (asked.pop(name) for name in ("mask", "scale", "layout", "backend"))
     backend = asked_for(backend)
     wanted, got = (
@@ -55,7 +55,6 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Explanation:
     )
     one = not isinstance(mask, ShardedMask)
     expect(one, "explain: mask", wanted, got, "Call its own explain()", error=DtypeError)
-    q, k, v, _ = widened(q, k, v, pad_last)
     call = Call.of(front, q, k, v, Given(**asked), mask=mask, scale=scale, layout=layout)
     chosen, pairs = choose_backend(call.problem, backend).name, visible_pairs(call.q, call.k, call.bounds)
     more: dict[str, Any] = {"threads": torch.get_num_threads() if call.q.is_cpu else None}

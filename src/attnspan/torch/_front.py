@@ -1,5 +1,6 @@
 """Torch's checks of a call: autocast, DTensors, cached masks."""
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,8 @@ from attnspan.base.recorded import is_jit_traced
 from attnspan.call import Front, lower_mask
 from attnspan.call.options import NO_OPTIONS, Given
 from attnspan.errors import DeviceError, DtypeError
-from attnspan.kernels import math as math_kernel
 from attnspan.kernels import vendor
+from attnspan.kernels._autocast import autocast_dtype
 from attnspan.masks import Mask, Prepared
 from attnspan.masks.bands import Band
 from attnspan.masks.bounds import Spans
@@ -22,6 +23,9 @@ from ._lowered import lowered
 from ._split_masks import lower_parts
 from ._watched import constant_when_traced, is_transformed
 from .dtensor import Places, places_of
+
+#: The module of DTensors. Its import is slow, and no tensor is a DTensor before it.
+_DTENSORS = "torch.distributed.tensor"
 
 
 class TorchFront(Front):
@@ -57,9 +61,18 @@ class TorchFront(Front):
             remedy = "Call .to_dense()"
             raise DtypeError(name, expected="a dense tensor", got=f"one of {x.layout}", remedy=remedy)
 
+    def check_arrays(self, q: Any, k: Any, v: Any) -> None:
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if type(x) is not Tensor or x.is_nested or x.layout is not torch.strided:
+                self.check_taken(name, x, self.expected)
+
+    def pad_last(self, x: Any) -> Any:
+        return torch.nn.functional.pad(x, (0, 1))
+
     def enter(self, q: Any, k: Any, v: Any, mask: Any, given: Given, layout: str) -> tuple[Any, Any, Any]:
         del mask
-        self.split(q, k, v, given, layout)
+        if _DTENSORS in sys.modules:
+            self.split(q, k, v, given, layout)
         q, k, v = autocast(q, k, v)
         return (q, k, v) if layout == "bhsd" else (to_bhsd(q, layout), to_bhsd(k, layout), to_bhsd(v, layout))
 
@@ -90,7 +103,9 @@ class TorchFront(Front):
         return seed[None].cumsum(0)[0] if torch.compiler.is_compiling() else seed
 
     def lower(self, mask: Any, q: Any, k: Any, given: Given) -> tuple[Prepared, Given]:
-        found = lower_parts(mask, self.places, q, k.shape[2], given.q_index, given.k_index)
+        found = None
+        if _DTENSORS in sys.modules:
+            found = lower_parts(mask, self.places, q, k.shape[2], given.q_index, given.k_index)
         if found is None and _may_remember(given, q):
             found = lowered(mask, q, k)
         if found is None and isinstance(mask, (Prepared, Spans)):
@@ -199,10 +214,9 @@ def is_captured(q: Tensor) -> bool:
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """q, k and v in autocast's dtype, as torch's own attention casts them, except float64."""
-    device = tensors[0].device.type
-    if not math_kernel.has_autocast(device) or not torch.is_autocast_enabled(device):
+    dtype = autocast_dtype(tensors[0].device.type)
+    if dtype is None:
         return tensors
-    dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
@@ -211,11 +225,6 @@ def to_bhsd(x: Tensor, layout: str) -> Tensor:
     if layout == "bhsd":
         return x
     return x.transpose(1, 2) if layout == "bshd" else x.transpose(0, 1).unsqueeze(0)
-
-
-def pad_last(x: Tensor) -> Tensor:
-    """x with a zero appended along its last dim."""
-    return torch.nn.functional.pad(x, (0, 1))
 
 
 def from_bhsd(out: Tensor, lse: Tensor, layout: str, return_lse: bool) -> Any:
