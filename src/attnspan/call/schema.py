@@ -7,7 +7,7 @@ reference, and the code of kernels.
 Axes are letters: b batch, h query heads, g key heads, q queries, k keys, d elements of a query or key, e
 elements of a value, r spans of a query, n distances. Axis 2 has two elements. After a letter, "?" means that
 the axis may have size 1, and that all batch elements, heads or queries then share its values. Arrays that a
-caller passes may lack leading axes.
+caller passes may lack these axes.
 
 Example:
     >>> dim("sinks", "h", 1), dim("bias", "h", 2, DISTANCE), dim("q_index", "b", 1)
@@ -37,6 +37,7 @@ class Array:
         grad: Whether it has a gradient.
         optional: Whether it may be None.
         serves: Whether it only serves another option. By itself, it changes nothing.
+        single: Whether it may also be one value, of shape ().
         words: What its elements are, for errors.
     """
 
@@ -46,6 +47,7 @@ class Array:
     grad: bool = False
     optional: bool = False
     serves: bool = False
+    single: bool = False
     words: str = ""
     default = None
 
@@ -89,7 +91,7 @@ OPTIONS: tuple[Row, ...] = (
     Number("bias_kind", "int", default=0, serves=True, unset=HIDDEN),
     Array("sinks", "h", "float32", grad=True, optional=True, words="a logit for each query head"),
     Number("dropout_p", default=0.0, unset=0.0),
-    Array("dropout_seed", "b h", "int64", optional=True, serves=True),
+    Array("dropout_seed", "b h", "int64", optional=True, serves=True, single=True),
     Array("q_index", "b? q", "int32", optional=True, serves=True),
     Array("k_index", "b? k", "int32", optional=True, serves=True),
 )

@@ -1,0 +1,79 @@
+"""The rows of `attnspan.call.schema` and what is derived from them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from attnspan import reference
+from attnspan.call import schema
+from attnspan.call.options import Options
+
+DOCS = Path(__file__).parents[1] / "docs"
+SIZES = {"b": 2, "h": 4, "g": 2, "q": 3, "k": 5, "d": 4, "e": 6, "r": 2, "n": 7, "2": 2}
+
+
+def _sample(row, kind, rng):
+    """An array of a row, with its dtype, whose values change results."""
+    shape = [SIZES[axis[0]] for axis in schema.axes(row.name, kind)]
+    if row.name in ("q_index", "k_index"):  # other indices for each batch element, not the default ones
+        return np.cumsum(rng.integers(1, 4, shape), 1).astype("int32")
+    if row.dtype.startswith("int"):
+        return rng.integers(0, 2**40, shape)
+    return rng.standard_normal(shape).astype("float32")
+
+
+def _samples(kind):
+    rng = np.random.default_rng(0)
+    rows = {row.name: row for row in (*schema.INPUTS, *schema.OPTIONS)}
+    found = {
+        row.name: _sample(row, kind, rng) for row in schema.arrays(rows.values()) if row.name != "bounds"
+    }
+    found["bounds"] = np.array([[0, 3], [4, 5]], "int32") * np.ones((2, 4, 3, 1, 1), "int32")
+    return found | {"scale": 0.5, "softcap": 3.0, "bias_kind": kind, "dropout_p": 0.25}
+
+
+@pytest.mark.parametrize("kind", [schema.SIGNED_ALIBI, schema.DISTANCE, schema.DENSE])
+@pytest.mark.parametrize("name", [row.name for row in schema.OPTIONS if not row.serves] + ["all"])
+def test_the_compiled_module_reads_the_arguments_in_this_order(name, kind):
+    torch = pytest.importorskip("torch")
+    op = pytest.importorskip("attnspan.torch.ops").forward_op
+    every = _samples(kind)
+    served = {
+        "bias": ("bias_kind", "q_index", "k_index"),
+        "dropout_p": ("dropout_seed", "q_index", "k_index"),
+    }
+    chosen = {name, *served.get(name, ())}
+    given = {row.name: every[row.name] for row in schema.INPUTS}
+    for row in schema.OPTIONS:
+        given[row.name] = every[row.name] if name == "all" or row.name in chosen else row.default
+    args = [torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in given.values()]
+    out, lse = op(*args)
+    inputs = [given[row.name] for row in schema.INPUTS]
+    wanted_out, wanted_lse = reference.forward(*inputs, Options(*list(given.values())[len(inputs) :]))
+    np.testing.assert_allclose(out.numpy(), wanted_out, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(lse.numpy(), wanted_lse, rtol=1e-4, atol=1e-5)
+
+
+SHAPES = {"b": "B", "h": "Hq", "g": "Hkv", "q": "Sq", "k": "Sk", "d": "D", "e": "Dv", "n": "n"}
+BIASES = {schema.ALIBI: "`alibi`", schema.DISTANCE: "`relative`", schema.DENSE: "dense"}
+
+
+def _shape(words):
+    letters = [SHAPES[axis[0]] + " or 1" * axis.endswith("?") for axis in words.split()]
+    return f"({', '.join(letters)}{',' * (len(letters) == 1)})"
+
+
+def _line(row):
+    if isinstance(row, schema.Number):
+        return f"| `{row.name}` | number | | no | `{row.unset}` |"
+    kinds = [("", row.axes)] if isinstance(row.axes, str) else [x for x in row.axes if x[0] in BIASES]
+    shapes = ["()"] * row.single + [f"{BIASES.get(kind, '')} {_shape(x)}".strip() for kind, x in kinds]
+    dtype = "floating" if row.dtype in ("q", "float32") else "integer"
+    return f"| `{row.name}` | {dtype} | {' or '.join(shapes)} | {'yes' if row.grad else 'no'} | `None` |"
+
+
+def test_the_page_of_options_has_the_rows():
+    rows = [row for row in schema.OPTIONS if getattr(row, "unset", None) is not schema.HIDDEN]
+    head = "| option | values | shape | gradient | default |\n|---|---|---|---|---|\n"
+    assert head + "\n".join(map(_line, rows)) + "\n" in (DOCS / "options.md").read_text()
