@@ -134,6 +134,15 @@ class Given:
         """Options as keywords of ``attention``."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
+    def names(self) -> tuple[str, ...]:
+        """Names of the options that change the scores or weights, for `Problem`."""
+        if self is NO_OPTIONS:
+            return ()
+        none = isinstance(self.dropout_p, int | float) and self.dropout_p == 0
+        dropout = None if none else self.dropout_seed
+        given = (("softcap", self.softcap), ("bias", self.bias), ("sinks", self.sinks), ("dropout", dropout))
+        return tuple([name for name, x in given if x is not None])
+
     def __str__(self) -> str:
         words = [f"softcap {self.softcap:g}"] if self.softcap is not None else []
         if self.bias is not None:

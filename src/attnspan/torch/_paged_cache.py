@@ -1,8 +1,8 @@
 """Paged KV caches, whose batch elements take pages from one pool, and attention over them.
 
 The operators are ``attnspan::paged_append`` and ``attnspan::paged_attention``. Spans are intervals of tokens,
-on whatever pages these tokens are. The CPU kernel and the Triton kernel look up pages while they read. Other
-backends receive a copy.
+on whatever pages these tokens are. Backends with ``paged``, such as the CPU kernel, look up pages while they
+read. Other backends receive a copy.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from attnspan import masks
+from attnspan.backends import Part, table
 from attnspan.base.arrays import stored
 from attnspan.base.checks import count
 from attnspan.call import Call, check_keywords
 from attnspan.call.backend import asked as asked_for
 from attnspan.call.options import Given, Options
 from attnspan.errors import DtypeError, OptionError, expect
-from attnspan.kernels import cpu, triton
 from attnspan.masks import Mask
 
 from . import compat
@@ -99,19 +99,15 @@ def _is_page(table: Tensor, pages: int) -> Tensor:
 
 
 def _forward(q: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    table, bounds, scale, *given = rest
+    pages, bounds, scale, *given = rest
     given += _DEFAULTS[len(given) :]
     k_len, backend = given[-2:]
     if k_len is not None:
-        check_k_len(int(k_len), table.shape[1] * keys.shape[2])
+        check_k_len(int(k_len), pages.shape[1] * keys.shape[2])
     out, lse = new_outputs(q, values, torch.float32)
-    how: dict[str, Any] = {"scale": scale, "options": read_options(Options(*given[:-2]))}
-    how["table"] = table.contiguous()
-    arrays = readable(q), keys, values, bounds.contiguous(), out, lse
-    if backend == "triton":
-        triton.forward(*arrays, **how)
-    else:
-        cpu.forward(*arrays, num_threads=torch.get_num_threads(), **how)
+    options = read_options(Options(*given[:-2]))
+    part = Part(readable(q), keys, values, bounds.contiguous(), scale, options)
+    table("torch")[backend].paged(part, pages.contiguous(), out, lse)  # type: ignore[misc]
     return out, lse
 
 
@@ -340,7 +336,8 @@ class PagedCache(CacheRows):
         options_of = call.options or Options()
         wants_gradient = torch.is_grad_enabled() and compat.any_requires_grad(q, *options_of)
         cast = call.k.dtype != self._keys.dtype  # by autocast
-        if cast or chosen not in ("cpu", "triton") or (chosen == "cpu" and wants_gradient):
+        in_place = table("torch")[chosen].paged is not None
+        if cast or not in_place or (chosen == "cpu" and wants_gradient):
             return attention(q, *self.gathered(), mask=mask, **options)
         pool = self._keys[:-1], self._values[:-1], self.table
         rest = *options_of, call.lowered_for, chosen

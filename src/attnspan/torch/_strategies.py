@@ -8,7 +8,7 @@ from torch.distributed.tensor.experimental import register_sharding
 from attnspan.call.options import DISTANCE, Options
 
 from .dtensor import BATCH, HEADS, WHOLE, check_places, follow
-from .ops import backward_op, forward_op
+from .ops import backward_op, forward_op, named_backward_op, named_op
 
 # The roles of a mesh axis, and the placements of q, k and v on it.
 _WAYS: tuple[tuple[str, Any], ...] = ((WHOLE, Replicate()), (BATCH, Shard(0)), (HEADS, Shard(1)))
@@ -18,32 +18,34 @@ _COUNT = len(Options._fields)
 _Strategies = list[tuple[list[Any], list[Any]]]
 
 
-@register_sharding(forward_op)  # type: ignore[untyped-decorator]
+@register_sharding([forward_op, named_op])  # type: ignore[untyped-decorator]
 def _forward(q: Any, k: Any, v: Any, bounds: Any, scale: float, *given: Any) -> _Strategies:
     del scale
     _check(q, k, v)
-    options, k_len = given[:_COUNT], given[_COUNT:]
+    options, rest = given[:_COUNT], given[_COUNT:]  # the rest: k_len and the name of a backend
     found = []
     for role, place in _WAYS:
         inputs = [place, place, place, follow(bounds, role), None, *_option_places(options, role)]
-        found.append(([place, place], [*inputs, *(follow(x, role, None, None) for x in k_len)]))
+        inputs += [follow(x, role, None, None) if hasattr(x, "shape") else None for x in rest]
+        found.append(([place, place], inputs))
     return found
 
 
-@register_sharding(backward_op)  # type: ignore[untyped-decorator]
+@register_sharding([backward_op, named_backward_op])  # type: ignore[untyped-decorator]
 def _backward(
     dout: Any, dlse: Any, q: Any, k: Any, v: Any, bounds: Any, out: Any, lse: Any, scale: float, *given: Any
 ) -> _Strategies:
     del dout, out, lse, scale
     _check(q, k, v)
-    options, want_dbias = given[:_COUNT], given[_COUNT:] == (True,)
+    options, rest = given[:_COUNT], given[_COUNT:]
+    want_dbias = rest[:1] == (True,)
     found = []
     for role, place in _WAYS:
         places = _option_places(options, role)
         _, bias, _, sinks, *_ = (*places, *(None,) * 8)
         gradients = [_summed(bias if want_dbias else None, place), _summed(sinks, place)]
         inputs = [place, None if dlse is None else place, place, place, place, follow(bounds, role)]
-        inputs += [place, place, None, *places, *([None] if want_dbias else [])]
+        inputs += [place, place, None, *places, *(None for _ in rest)]
         found.append(([place, place, place, *gradients], inputs))
     return found
 

@@ -16,8 +16,11 @@ from attnspan.call.options import Options
 
 #: Arguments by operator. The results are named after arguments of the same shape.
 _NAMES = {
-    False: ("q", "k", "v", "bounds", "scale", *Options._fields, "k_len"),
-    True: ("dout", "dlse", "q", "k", "v", "bounds", "out", "lse", "scale", *Options._fields, "want_dbias"),
+    False: ("q", "k", "v", "bounds", "scale", *Options._fields, "k_len", "backend"),
+    True: (
+        *("dout", "dlse", "q", "k", "v", "bounds", "out", "lse", "scale", *Options._fields),
+        *("want_dbias", "backend"),
+    ),
 }
 _RESULTS = {False: ("out", "lse"), True: ("q", "k", "v", "bias", "sinks")}
 #: Arguments whose batch or head axis has size 1 if all batch elements or heads share them.

@@ -1,13 +1,13 @@
 """The operators ``attnspan::attention`` and ``attnspan::attention_backward``, which torch's tracers see.
 
-This module has their schemas, kernels for CPU and CUDA, fake kernels and autograd. Tensors have the order
-(B, H, S, D) with a unit last stride. Results are stored as contiguous (B, S, H, D), whatever the strides of
-the inputs. A fake kernel then computes no strides, and no guard depends on a stride. docs/design.md has the
-contract.
+This module has their schemas, kernels, fake kernels and autograd. Each operator has two overloads with the
+same results. The default overload is the CPU kernel. The overload ``named`` has one more argument, the name
+of a backend. No operator chooses a backend. Tensors have the order (B, H, S, D) with a unit last stride.
+Results are stored as contiguous (B, S, H, D), whatever the strides of the inputs. A fake kernel then computes
+no strides, and no guard depends on a stride. docs/design.md has the contract.
 """
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from attnspan.call import check_k_len
+from attnspan.backends import Softmax, table
+from attnspan.call import Part, check_k_len
 from attnspan.call.options import DENSE, Options
-from attnspan.kernels import cpu, triton
+from attnspan.errors import ShapeError, expect
+from attnspan.kernels import cpu
 
 from . import _vmap, compat
 from ._watched import is_watched
@@ -32,7 +34,6 @@ __all__ = [
     "forward_flops",
     "has_tangent",
     "new_outputs",
-    "python_kernels",
     "read_options",
     "readable",
     "record_forward",
@@ -52,21 +53,26 @@ OPTION_SCHEMA = (
     "float softcap=0.0, Tensor? bias=None, int bias_kind=0, Tensor? sinks=None, float dropout_p=0.0,"
     " Tensor? dropout_seed=None, Tensor? q_index=None, Tensor? k_index=None"
 )
-# `k_len` is the number of keys that a mask was lowered for, if only the running program knows it.
-_library.define(  # type: ignore[no-untyped-call]
-    f"attention(Tensor q, Tensor k, Tensor v, Tensor bounds, float scale, {OPTION_SCHEMA},"
-    " Tensor? k_len=None) -> (Tensor out, Tensor lse)",
-    tags=_TAGS,
-)
-_library.define(  # type: ignore[no-untyped-call]
-    "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor bounds, Tensor out,"
-    f" Tensor lse, float scale, {OPTION_SCHEMA}, bool want_dbias=False)"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
-    tags=_TAGS,
-)
+#: Backend of the default overloads, and the default of `backend`.
+CPU = "cpu"
+for _overload, _name in (("", ""), (".named", f", str backend='{CPU}'")):
+    # `k_len` is the number of keys that a mask was lowered for, if only the running program knows it.
+    _library.define(  # type: ignore[no-untyped-call]
+        f"attention{_overload}(Tensor q, Tensor k, Tensor v, Tensor bounds, float scale, {OPTION_SCHEMA},"
+        f" Tensor? k_len=None{_name}) -> (Tensor out, Tensor lse)",
+        tags=_TAGS,
+    )
+    _library.define(  # type: ignore[no-untyped-call]
+        f"attention_backward{_overload}(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v,"
+        f" Tensor bounds, Tensor out, Tensor lse, float scale, {OPTION_SCHEMA}, bool want_dbias=False{_name})"
+        " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
+        tags=_TAGS,
+    )
 
 # Number of option arguments of both operators, in the order of `Options`. Torch omits trailing defaults.
 _COUNT = len(Options._fields)
+# Number of arguments of the overloads with a name, if they have one.
+_NAMED, _NAMED_BACKWARD = 5 + _COUNT + 2, 9 + _COUNT + 2
 
 
 def stored_bshd(like: Tensor, heads: int, length: int, dim: int) -> Tensor:
@@ -96,49 +102,46 @@ def read_options(options: Options) -> Options | None:
     return Options(softcap, bias, kind, sinks, dropout_p, *rest)
 
 
-def _kernel_of(x: Tensor) -> tuple[Any, dict[str, Any]]:
-    """Kernels of a tensor's device, and their additional arguments."""
-    on_cpu = x.is_cpu and not triton.interpret.get()
-    return (cpu, {"num_threads": torch.get_num_threads()}) if on_cpu else (triton, {})
-
-
 def _forward_kernel(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, *given: Any
 ) -> tuple[Tensor, Tensor]:
-    out, lse = new_outputs(q, v)
-    if given[_COUNT:] not in ((), (None,)):
-        check_k_len(int(given[_COUNT]), k.shape[2])
-    q, k, v, bounds = readable(q), readable(k), readable(v), bounds.contiguous()
-    kernel, more = _kernel_of(q)
-    kernel.forward(
-        q, k, v, bounds, out, lse, scale=scale, options=read_options(Options(*given[:_COUNT])), **more
-    )
-    return out, lse
+    k_len, backend = _rest(given, None)
+    if k_len is not None:
+        check_k_len(int(k_len), k.shape[2])
+    out = new_outputs(q, v)[0]
+    arrays = readable(q), readable(k), readable(v), bounds.contiguous()
+    part = Part(*arrays, scale, read_options(Options(*given[:_COUNT])))
+    lse = table("torch")[backend].forward(part, out)
+    what, remedy = f"backend={backend!r}: lse", "Change the forward function of the backend"
+    expect(lse.shape == q.shape[:3], what, str(tuple(q.shape[:3])), lse.shape, remedy, error=ShapeError)
+    return out, lse.to(torch.float64).contiguous()
 
 
 def _backward_kernel(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
     bounds, out, lse, scale, *given = rest
+    want_dbias, backend = _rest(given, False)
     gradients = _backward_fake(dout, dlse, q, k, v, *rest)
-    dq, dk, dv, dbias, dsinks = gradients
     if lse.numel() == 0:  # Without queries all gradients are 0, and the kernel does not accept the call.
-        return dq, *(x.zero_() for x in gradients[1:])
+        return gradients[0], *(x.zero_() for x in gradients[1:])
     # The kernel receives addresses, so these names keep the tensors alive. Hooks on saved tensors may have
     # changed the strides of out and lse.
     dout, q, k, v, out = (readable(x) for x in (dout, q, k, v, out))
     dlse, bounds, lse = None if dlse is None else dlse.contiguous(), bounds.contiguous(), lse.contiguous()
-    options = read_options(Options(*given[:_COUNT]))
-    kernel, more = _kernel_of(q)
-    kernel.backward(
-        *(dout, dlse, q, k, v, out, lse, bounds, dq, dk, dv),
-        scale=scale,
-        options=options,
-        dbias=dbias if dbias.numel() else None,
-        dsinks=None if options is None or options.sinks is None else dsinks,
-        **more,
-    )
+    part = Part(q, k, v, bounds, scale, read_options(Options(*given[:_COUNT])))
+    whole = Softmax(out, lse, dout, dlse, want_dbias=want_dbias)
+    found = table("torch")[backend].backward(part, whole, gradients[:3])  # type: ignore[misc]
+    for x, own in zip(found, gradients[3:], strict=True):
+        if own.numel():
+            own.copy_(x)
     return gradients
+
+
+def _rest(given: Sequence[Any], default: Any) -> tuple[Any, str]:
+    """The arguments after the options. Torch omits trailing defaults."""
+    first, backend = *given[_COUNT:], *(default, CPU)[max(len(given) - _COUNT, 0) :]
+    return first, backend
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
@@ -151,42 +154,35 @@ def _backward_fake(
 ) -> tuple[Tensor, ...]:
     """Uninitialised dq, dk, dv, dbias and dsinks. A gradient that is not needed has no elements."""
     del dout, dlse
-    options, want_dbias = Options(*rest[4 : 4 + _COUNT]), rest[4 + _COUNT :] == (True,)
+    options, (want_dbias, _) = Options(*rest[4 : 4 + _COUNT]), _rest(rest[4:], False)
     dq, dk, dv = (stored_bshd(x, x.shape[1], x.shape[2], x.shape[3]) for x in (q, k, v))
     wanted = options.bias if want_dbias else None, options.sinks
     shapes: list[Any] = [(0,) if x is None else tuple(x.shape) for x in wanted]
     return dq, dk, dv, *(q.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
-def _implement(library: torch.library.Library, key: str, **more: Any) -> None:
-    library.impl("attention", _forward_kernel, key, **more)  # type: ignore[no-untyped-call]
-    library.impl("attention_backward", _backward_kernel, key, **more)  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def python_kernels() -> Iterator[None]:
-    """Run both operators from Python on CPU tensors, for Triton's interpreter and for comparisons."""
-    library = torch.library.Library("attnspan", "IMPL")  # type: ignore[no-untyped-call]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Warning only once for all operators")
-        _implement(library, "CPU", allow_override=True)
-    try:
-        yield
-    finally:
-        library._destroy()  # type: ignore[no-untyped-call]
-
-
-# On CPU the compiled module is the kernel, without a Python call. The Python kernels above run Triton's
-# interpreter, and raise if the compiled module is missing.
-_implement(_library, "CUDA")
-if cpu.core is None or not cpu.core.register_torch_operators():
-    _implement(_library, "CPU")
-triton.around_interpreted.append(python_kernels)
-torch.library.register_fake("attnspan::attention", _forward_fake, lib=_library)
-torch.library.register_fake("attnspan::attention_backward", _backward_fake, lib=_library)
-
 forward_op = torch.ops.attnspan.attention.default
 backward_op = torch.ops.attnspan.attention_backward.default
+named_op = torch.ops.attnspan.attention.named
+named_backward_op = torch.ops.attnspan.attention_backward.named
+
+# On CPU the compiled module is the default overload, without a Python call. If it is missing, the kernel in
+# Python says so.
+_in_python = [(named_op, "CompositeExplicitAutograd")]
+if cpu.core is None or not cpu.core.register_torch_operators():
+    _in_python.append((forward_op, "CPU"))
+for _op, _key in _in_python:
+    _overload = _op.name().partition("::")[2].removeprefix("attention")
+    _library.impl(f"attention{_overload}", _forward_kernel, _key)  # type: ignore[no-untyped-call]
+    _library.impl(f"attention_backward{_overload}", _backward_kernel, _key)  # type: ignore[no-untyped-call]
+for _op, _fake in (
+    (forward_op, _forward_fake),
+    (named_op, _forward_fake),
+    (backward_op, _backward_fake),
+    (named_backward_op, _backward_fake),
+):
+    torch.library.register_fake(_op, _fake, lib=_library)
+
 # Names of version 0.2, because checkpointing policies outside this package may compare with them.
 for _name, _op in (("forward", forward_op), ("backward", backward_op)):
     setattr(torch.ops.attnspan, _name, _op.overloadpacket)
@@ -216,10 +212,12 @@ class _Forward(torch.autograd.Function):
     def forward(ctx: Any, source: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         # Autograd records a call of the operator, or results that the kernel has already computed.
         ctx.short = type(source) is tuple
-        results = source if ctx.short else below_autograd(forward_op, source, inputs)
+        op = forward_op if len(inputs) < _NAMED else named_op
+        results = source if ctx.short else below_autograd(op, source, inputs)
         # The gradient of an unused output is then None, and the kernel skips the lse term.
         ctx.set_materialize_grads(False)
         q, k, v, bounds, scale, *given = inputs
+        ctx.backend = inputs[_NAMED - 1 :]
         softcap, bias, kind, sinks, dropout_p, *rest = Options(*given[:_COUNT])
         ctx.numbers = scale, softcap, kind, dropout_p
         kept = [q, k, v, bounds, bias, sinks, *rest]
@@ -242,7 +240,8 @@ class _Forward(torch.autograd.Function):
         found = None
         if ctx.short and dlse is None and not (torch.is_grad_enabled() or dout.is_neg() or is_watched()):
             found = _past_operator(dout, *rest) if type(dout) is Tensor else None
-        dq, dk, dv, dbias, dsinks = found or backward_op(dout, dlse, *rest)
+        op = named_backward_op if ctx.backend else backward_op
+        dq, dk, dv, dbias, dsinks = found or op(dout, dlse, *rest, *ctx.backend)
         if want_dbias:  # A dense bias may have q's dtype, but its gradient is summed in float32.
             dbias = dbias.to(bias.dtype)
         gradients = (None, dq, dk, dv, None, None, None, dbias, None, dsinks)
@@ -257,7 +256,8 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
         del ctx
-        return below_autograd(backward_op, keyset, inputs)  # type: ignore[no-any-return]
+        op = backward_op if len(inputs) < _NAMED_BACKWARD else named_backward_op
+        return below_autograd(op, keyset, inputs)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> None:
@@ -341,14 +341,14 @@ def has_tangent(x: Any) -> bool:
 #: Record a call for autograd after the kernel has computed its results outside the operator.
 record_forward = super(torch.autograd.Function, _Forward).apply  # type: ignore[misc]
 
-for _op, _function in ((forward_op, _Forward), (backward_op, _Backward)):
-    _library.impl(_op, autograd_kernel(_op, _function), "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
-
-for _op, _rule in (
-    (forward_op, _vmap.rule(forward_op, backward=False)),
-    (backward_op, _vmap.rule(backward_op, backward=True)),
+for _op, _function, _backward in (
+    (forward_op, _Forward, False),
+    (named_op, _Forward, False),
+    (backward_op, _Backward, True),
+    (named_backward_op, _Backward, True),
 ):
-    torch.library.register_vmap(_op, _rule, lib=_library)
+    _library.impl(_op, autograd_kernel(_op, _function), "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+    torch.library.register_vmap(_op, _vmap.rule(_op, backward=_backward), lib=_library)
 
 
 def visible_pairs(q: Tensor, k: Tensor, bounds: Tensor) -> int:

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnspan.backends import Backend, Softmax, table
 from attnspan.call import Part
 from attnspan.call.options import DISTANCE, Options
 from attnspan.parallel.cost import exchange_parts
 from attnspan.parallel.local import Stage, Tables
-from attnspan.torch.backends import BACKENDS, Backend, Softmax
 
 from .comm import Pending
 from .heads import Team, fold_heads, repeat_heads
@@ -295,7 +295,7 @@ def _changes_anything(options: Options) -> bool:
 
 def _backend_of(work: Work, call: Part) -> Backend:
     """Backend of a part. FlexAttention needs keys, and a rank whose queries see nothing has none."""
-    return work.backend if call.k.shape[2] else BACKENDS["math"]
+    return work.backend if call.k.shape[2] else table("torch")["math"]
 
 
 def _attend_some(work: Work, call: Part, out: Tensor) -> Tensor:

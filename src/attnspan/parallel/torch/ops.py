@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnspan.backends import table
 from attnspan.call import Part, Problem
 from attnspan.call.backend import asked
 from attnspan.call.options import Options
@@ -21,7 +22,6 @@ from attnspan.parallel.local import decode
 from attnspan.parallel.strategy import split_heads
 from attnspan.torch import compat
 from attnspan.torch._front import capability_of
-from attnspan.torch.backends import BACKENDS
 from attnspan.torch.choice import backend_for
 from attnspan.torch.compile import save_also
 from attnspan.torch.ops import autograd_kernel, below_autograd, readable
@@ -121,7 +121,7 @@ def _reading(
     ranks.agreement.note(facts, given_ones if what == "forward" else None)
     with ranks.scratch() as scratch:
         team = Team(ranks, tables.numbers, split_heads(*heads, members), scratch)
-        runs = BACKENDS[backend]
+        runs = table("torch")[backend]
         yield team, lambda q, k, v: Work(tables, team, Part(q, k, v, None, scale, read), runs)
 
 
@@ -218,19 +218,23 @@ sharded_attention = torch.ops.attnspan.sharded_attention.default
 sharded_attention_backward = torch.ops.attnspan.sharded_attention_backward.default
 
 
-def backend_for_parts(q: Tensor, k: Tensor, v: Tensor, k_len: int, requested: str | None) -> str:
+def backend_for_parts(
+    q: Tensor, k: Tensor, v: Tensor, k_len: int, options: tuple[str, ...], requested: str | None
+) -> str:
     """Name the backend that runs the parts of a call under a plan, on all ranks and in both directions.
 
     Args:
         q, k, v: This rank's tensors, (B, H, S, D).
         k_len: Keys of all ranks.
+        options: Names of the call's options.
         requested: Backend that the call names. None for the backend of the enclosing context.
 
     Raises:
         OptionError, BackendError: See `attnspan.kernels.choose`.
     """
     more = ("", "plan over ranks", capability_of(q.device)) if q.is_cuda else ()
-    return backend_for(replace(Problem.of(q, k, v, None, more=more), k_len=k_len), asked(requested))
+    problem = Problem.of(q, k, v, None, more=more, options=options)
+    return backend_for(replace(problem, k_len=k_len), asked(requested))
 
 
 class _Forward(torch.autograd.Function):
