@@ -15,13 +15,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kernels"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "experimental"))
 
 import torch
 from triton_compiled import binary, launches_of, tool
 
 from attnspan.call.options import Options
-from attnspan.kernels.triton import _launch
+from attnspan.experimental.triton import _launch
 
 #: Of an H100: capability, multiprocessors, clock, and FLOP/s by instruction. HGMMA: measured, a product of
 #: 8,192^3. HMMA: 62.9 % of the peak, 989e12, which is the mean that arXiv 2402.13499 measured.

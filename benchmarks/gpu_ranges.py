@@ -8,7 +8,7 @@ from statistics import median, quantiles
 import torch
 
 from attnspan import causal, global_keys, window
-from attnspan.kernels.triton._launch import row_ranges
+from attnspan.experimental.triton._launch import row_ranges
 
 ROWS = 1 << 17
 

@@ -78,7 +78,7 @@ def main() -> None:
         sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
         from eager_flex import eager
 
-        from attnspan.kernels.triton import interpreted
+        from attnspan.experimental.triton import interpreted
 
         rehearsing = contextlib.ExitStack()
         rehearsing.enter_context(interpreted())

@@ -17,12 +17,13 @@ ROOMS = [
     {"call"},
     {"reference"},
     {"_core"},
+    {"backends"},
     {"kernels"},
     {"torch", "jax"},
     {"interop"},
     {"parallel"},
     {"xla"},
-    {"integrations", "testing"},
+    {"integrations", "testing", "experimental"},
     {"__main__"},
 ]
 HEIGHT = {room: height for height, rooms in enumerate(ROOMS) for room in rooms}
@@ -118,6 +119,7 @@ def test_no_file_imports_itself_by_way_of_others():
 
 def test_only_the_front_ends_know_a_framework():
     knowing = {"kernels", "torch", "jax", "interop", "parallel", "xla", "integrations", "testing", "__main__"}
+    knowing |= {"experimental"}
     # It asks torch about a program that torch records, so torch is loaded then (tests/test_one_framework.py).
     asking = PACKAGE / "base/recorded.py"
     found = [
@@ -190,3 +192,13 @@ def test_private_names_of_torch_stand_in_one_module():
         if name not in MAY_BE_PRIVATE and any(PRIVATE.search(x) for x in lines):
             found.append(name)
     assert found == []
+
+
+def test_one_line_outside_of_it_names_the_experimental_backends():
+    lines = [
+        (path.relative_to(PACKAGE).as_posix(), line.strip())
+        for path, parts in _modules()
+        for line in path.read_text().splitlines()
+        if parts[0] != "experimental" and "attnspan.experimental" in line
+    ]
+    assert lines == [("backends.py", 'import_module(f"attnspan.experimental.{framework}_backends")')]

@@ -20,7 +20,8 @@ def _public_modules():
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = [x for x in path.relative_to(PACKAGE).with_suffix("").parts if x != "__init__"]
         # What a package of backends has inside is for its front end alone.
-        if not any(part.startswith("_") for part in parts) and "backends" not in parts[:-1]:
+        inside = "backends" in parts[:-1] or "experimental" in parts
+        if not any(part.startswith("_") for part in parts) and not inside:
             yield ".".join(["attnspan", *parts]), path
 
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnspan.kernels import triton, vendor
+from attnspan.experimental import triton
+from attnspan.kernels import vendor
 from attnspan.torch import _vendor
 
 GARBAGE = 1e30

@@ -14,9 +14,12 @@ import quick_triton  # noqa: F401
 import torch
 from eager_flex import eager
 from samples.problems import DTYPES, Problem
+from samples.torch_calls import counted_kernel_calls
+from which_ran import counted
 
+from attnspan.experimental import triton
 from attnspan.jax.backends.tiles import interpreted
-from attnspan.kernels import cpu, triton
+from attnspan.kernels import cpu
 from attnspan.torch import attention
 
 Results = dict[str, np.ndarray]
@@ -60,10 +63,13 @@ class Backend:
 def _torch(name: str, problem: Problem) -> Results:
     inputs = {name: x.detach().clone().requires_grad_() for name, x in problem.inputs.items()}
     parameters = {n: x.detach().clone().requires_grad_() for n, x in problem.setting.parameters.items()}
-    out, lse = attention(*inputs.values(), **problem.keywords(parameters), return_lse=True, backend=name)
-    dlse = torch.where(lse.isfinite(), problem.dlse, 0.0)
-    leaves = {**inputs, **parameters}
-    gradients = torch.autograd.grad([out, lse], list(leaves.values()), [problem.dout, dlse])
+    keywords, leaves = problem.keywords(parameters), {**inputs, **parameters}
+    with counted_kernel_calls() as in_the_module, counted("torch") as runs:
+        out, lse = attention(*inputs.values(), **keywords, return_lse=True, backend=name)
+        dlse = torch.where(lse.isfinite(), problem.dlse, 0.0)
+        gradients = torch.autograd.grad([out, lse], list(leaves.values()), [problem.dout, dlse])
+        assert set(runs) == {name} - {"cpu"}, "another backend ran"
+    assert bool(in_the_module) == (name == "cpu" and lse.numel() > 0), "another backend ran"
     for gradient, leaf in zip(gradients, leaves.values(), strict=True):
         assert gradient.dtype == leaf.dtype
     assert out.dtype == problem.case.dtype

@@ -13,6 +13,7 @@ import numpy as np
 from samples.jax_problems import seed_to_jax, to_jax
 from samples.problems import Problem
 from torch.utils._pytree import tree_map
+from which_ran import counted
 
 import attnspan as a
 from attnspan.jax import attention
@@ -32,7 +33,11 @@ def run(name: str, problem: Problem) -> dict[str, np.ndarray]:
     arrays = {n: (seed_to_jax if n == "dropout_seed" else to_jax)(built[n]) for n in ARRAYS & built.keys()}
     given = {n: to_jax(x) for n, x in leaves.items()}
     call = _program(name, problem)
-    out, lse, gradients = call(given, _mask(problem), arrays, to_jax(problem.dout), to_jax(problem.dlse))
+    with counted("jax") as runs:
+        out, lse, gradients = call(given, _mask(problem), arrays, to_jax(problem.dout), to_jax(problem.dlse))
+        # A program counts the functions that are traced, so one that is compiled already counts none.
+        assert set(runs) == {name} or (not runs and call in _ran), "another backend ran"
+    _ran.add(call)
     for n, gradient in gradients.items():
         assert gradient.dtype == given[n].dtype
     assert out.dtype == given["q"].dtype
@@ -42,6 +47,8 @@ def run(name: str, problem: Problem) -> dict[str, np.ndarray]:
 
 
 _programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
+#: Programs whose backend was counted.
+_ran: set[Callable[..., Any]] = set()
 
 
 def _program(name: str, problem: Problem) -> Callable[..., Any]:

@@ -24,8 +24,8 @@ from attnspan.errors import BackendError
 from attnspan.kernels import _offsets, vendor
 from attnspan.torch import attention, explain
 from attnspan.torch._vendor import vendor_op
-from attnspan.torch.choice import MOST_KEYS
-from attnspan.torch.ops import backward_op, forward_op
+from attnspan.torch.backends import MOST_KEYS
+from attnspan.torch.ops import named_backward_op, named_op
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="torch without CUDA: make test-cuda")
 
@@ -95,10 +95,10 @@ def test_results_of_the_operators(order: str) -> None:
     if order == "bshd":
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     bounds = torch.empty(1, 1, 128, 1, 2, dtype=torch.int32, device="cuda")
-    out, lse = forward_op(q, k, v, bounds, 0.125)
+    out, lse = named_op(q, k, v, bounds, 0.125, backend="triton")
     assert (out.shape, out.stride(), out.device.type) == (q.shape, (65536, 64, 512, 1), "cuda")
     assert (lse.shape, lse.dtype, lse.device.type) == ((1, 8, 128), torch.float64, "cuda")
-    gradients = backward_op(out, None, q, k, v, bounds, out, lse, 0.125)
+    gradients = named_backward_op(out, None, q, k, v, bounds, out, lse, 0.125, backend="triton")
     for x, gradient in zip((q, k, v), gradients, strict=False):
         assert (gradient.shape, gradient.dtype, gradient.device.type) == (x.shape, x.dtype, "cuda")
 

@@ -24,6 +24,7 @@ from covering import everything
 torch = pytest.importorskip("torch")
 
 from attnspan.__main__ import main  # noqa: E402
+from attnspan.backends import table  # noqa: E402
 from attnspan.torch import StaticCache  # noqa: E402
 from attnspan_lab.bench.monitor import Monitor  # noqa: E402
 from attnspan_lab.cli import build_app  # noqa: E402
@@ -256,13 +257,13 @@ def test_the_trainer_of_the_page_is_watched(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_page_of_jax_compiles_once_and_names_every_back_end() -> None:
-    backends = pytest.importorskip("attnspan.jax.backends")
+    pytest.importorskip("attnspan.jax")
     names = names_of("jax")
     assert names["out"].shape == names["q"].shape
     assert names["dq"].any()
     assert names["attend"]._cache_size() == 1
     rows = re.findall(r"^\| `(\w+)` \|", (DOCS / "jax.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert sorted(rows) == sorted(backends.BACKENDS)
+    assert sorted(rows) == sorted(table("jax"))
 
 
 def written(folder: Path, text: str) -> Path:

@@ -17,7 +17,10 @@ from samples.jax_problems import cotangents_of, part_of
 from samples.parts import Case
 from samples.problems import EXPONENTIAL, Problem, check, make
 
-from attnspan.jax.backends import BACKENDS, pallas_tpu, xla, xla_tiles
+from attnspan.backends import table
+from attnspan.experimental import pallas
+from attnspan.jax import backends
+from attnspan.jax.backends import xla, xla_tiles
 from attnspan.jax.backends.tiles import interpreted
 from attnspan.jax.part import JaxPart, Static
 
@@ -45,27 +48,31 @@ BF16, HALF = torch.bfloat16, torch.float16
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(xla_tiles, "_Q_BLOCK", 8)
     monkeypatch.setattr(xla_tiles, "_K_BLOCK", 16)
-    monkeypatch.setattr(pallas_tpu, "default", lambda *_: (128, 128))
+    monkeypatch.setattr(pallas, "default", lambda *_: (128, 128))
 
 
 @cache
 def _program(name: str) -> Any:
-    backend = BACKENDS[name]
+    backend = table("jax")[name]
 
     def by_backward(part: JaxPart, dout: Any, dlse: Any) -> Any:
-        out, lse = backend.forward(part)
+        out, lse = backends.forward(backend, part)
         alive = jnp.isfinite(lse)
         read, unread = (alive | (part.sinks is not None), jnp.nan) if name == "xla" else (alive, 0)
-        return out, lse, *backend.backward(part, out, lse, dout, jnp.where(read, dlse, unread), True)
+        return (
+            out,
+            lse,
+            *backends.backward(backend, part, out, lse, dout, jnp.where(read, dlse, unread), True),
+        )
 
     def by_jax(part: JaxPart, dout: Any, dlse: Any) -> Any:
         def attend(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Any:
-            return backend.forward(replace(part, q=q, k=k, v=v, bias=bias, sinks=sinks))
+            return backends.forward(backend, replace(part, q=q, k=k, v=v, bias=bias, sinks=sinks))
 
         (out, lse), pull = jax.vjp(attend, part.q, part.k, part.v, part.bias, part.sinks)
         return out, lse, *pull((dout, jnp.where(jnp.isfinite(lse), dlse, 0)))
 
-    return jax.jit(by_jax if backend.own_derivative else by_backward, compiler_options=QUICKLY)
+    return jax.jit(by_jax if backend.backward is None else by_backward, compiler_options=QUICKLY)
 
 
 def run(name: str, problem: Problem) -> dict[str, np.ndarray]:

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from attnspan import causal, segments
+from attnspan.backends import table
 from attnspan.errors import BackendError
-from attnspan.jax import SlowPathWarning, attention, backends, explain
-from attnspan.jax.backends import cudnn
+from attnspan.jax import SlowPathWarning, attention, explain
+from attnspan.jax.backends import choice, cudnn
 from attnspan.jax.part import Static
 from attnspan.kernels.cpu import MAX_HEAD_DIM
 
@@ -92,15 +93,14 @@ def test_what_was_never_measured_runs_by_name_only() -> None:
     found = explain(X, X, X, mask=causal())
     assert found.backend == "cpu"
     problem, static = found.problem, Static(1.0)
-    for device in backends.DEFAULTS:
-        names = backends.DEFAULTS[device]
-        assert not any(backends.BACKENDS[name].by_name for name in names)
-    on_tpu = backends.candidates(static, unasked=True)["pallas"]
-    assert "must be requested" in str(on_tpu.supports(replace(problem, device="tpu")))
+    for name in ("pallas", "math"):
+        backend = replace(table("jax")[name], supports=lambda *_: None)
+        for device in ("cpu", "gpu", "tpu"):
+            assert "must be requested" in str(backend.against(replace(problem, device=device), static))
 
 
 def test_slower_code_warns_once_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_warned", set())
+    monkeypatch.setattr(choice, "_warned", set())
     wide = jnp.zeros((1, 1, 4, MAX_HEAD_DIM + 1))
     with pytest.warns(SlowPathWarning, match=r"backend 'cpu' refused .*backend\(\"xla\""):
         _loss(wide)

@@ -12,13 +12,16 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from triton.runtime.errors import OutOfResources
 
 from attnspan import Mask, causal, documents, key_padding, window
+from attnspan.backends import table
 from attnspan.base import installed as _installed
 from attnspan.call import Problem
 from attnspan.call.options import Options, alibi
 from attnspan.errors import BackendError
-from attnspan.kernels import flex, triton
+from attnspan.experimental import triton
+from attnspan.kernels import flex
 from attnspan.torch import attention
-from attnspan.torch.choice import MOST_KEYS, candidates, choose_backend
+from attnspan.torch.backends import MOST_KEYS
+from attnspan.torch.choice import choose_backend
 
 ON_GPU = Problem(1, 4, 2, 8, 8, 64, 64, 1, "bfloat16", "cuda")
 
@@ -89,7 +92,7 @@ def test_what_gpus_run() -> None:
         choose_backend(many, None)
     assert choose_backend(many, "math").name == "math"
     assert choose_backend(ON_GPU, "triton").name == "triton"
-    assert "opt-in" in str(candidates(named=False)["triton"].supports(ON_GPU))
+    assert "opt-in" in str(table("torch")["triton"].against(ON_GPU))
     assert "FlexAttention has no backward there" in str(flex.supports(replace(ON_GPU, device="cpu")))
     assert "it takes no DTensors" in str(flex.supports(replace(ON_GPU, extras="DTensors")))
     assert "no empty arrays" in str(flex.supports(replace(ON_GPU, k_len=0)))
@@ -127,7 +130,7 @@ def test_no_key_beside_a_sink_of_minus_infinity_is_no_nan(backend: str, within: 
 @pytest.mark.parametrize("name", ["vendor", "flex", "triton"])
 def test_old_gpus_and_old_packages_are_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = replace(ON_GPU, band="documents", capability=90)
-    module = candidates(named=True)[name]
+    module = table("torch")[name]
     assert module.supports(packed) is None
     assert "not 6.1" in str(module.supports(replace(packed, capability=61)))
     monkeypatch.setitem(_installed._lacking, "triton", _installed._why_lacking("triton", "99.0"))
@@ -151,7 +154,7 @@ def test_blocks_too_large_for_a_gpu_are_an_error_with_a_remedy(monkeypatch: pyte
 
     q = torch.randn(1, 1, 16, 16)
     with triton.interpreted():
-        from attnspan.kernels.triton import _launch
+        from attnspan.experimental.triton import _launch
 
         monkeypatch.setattr(_launch, "forward", launch)
         with pytest.raises(BackendError, match=r"shared memory.*Leave the name out"):

@@ -9,11 +9,12 @@ from eager_flex import eager
 from torch import Tensor
 
 from attnspan import causal
+from attnspan.backends import Softmax, table
 from attnspan.call import Part
 from attnspan.call.options import ALIBI, Options, alibi
-from attnspan.kernels import flex, triton
+from attnspan.experimental import triton
+from attnspan.kernels import flex
 from attnspan.torch import attention
-from attnspan.torch.backends import BACKENDS, Softmax
 
 WITHIN: dict[str, Any] = {
     "cpu": nullcontext,
@@ -31,7 +32,7 @@ def part_of(bounds: Tensor, start: int, stop: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", WITHIN)
 def test_parts_merge(name: str, dtype: torch.dtype, options: bool) -> None:
-    backend = BACKENDS[name]
+    backend = table("torch")[name]
     torch.manual_seed(0)
     sizes = (4, 12), (2, 20), (2, 20)
     q, k, v = (torch.randn(1, h, s, 16).to(dtype) for h, s in sizes)
@@ -86,7 +87,7 @@ def test_flex_compiles_itself_inside_of_an_operator(monkeypatch: pytest.MonkeyPa
     q = torch.randn(1, 2, 32, 16)
     bounds = torch.tensor(causal().spans(32, 32).lowered.bounds)
     out = torch.empty(1, 2, 32, 16)
-    call, backend = Part(q, q, q, bounds, 0.25, None), BACKENDS["flex"]
+    call, backend = Part(q, q, q, bounds, 0.25, None), table("torch")["flex"]
     with torch._C._AutoDispatchBelowAutograd(), torch.no_grad():
         lse = backend.forward(call, out)
         grads = [torch.empty_like(q) for _ in range(3)]

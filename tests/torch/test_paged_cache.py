@@ -14,7 +14,7 @@ from attnspan import cache as cache_mask
 from attnspan import causal, window
 from attnspan.call.options import alibi
 from attnspan.errors import DtypeError, OptionError, UsageError
-from attnspan.kernels import triton
+from attnspan.experimental import triton
 from attnspan.torch import PagedCache, StaticCache, attention
 from attnspan.torch._cache_write import LOST
 from attnspan.torch._paged_cache import _forward_op, _write_op

@@ -73,6 +73,7 @@ class Problem:
         band: "full", "causal", "window" or "documents" if a call on a GPU has such a mask, else "".
         extras: Options and other features of a call on a GPU besides its mask, in words, or "".
         capability: Compute capability of the GPU, such as 90. None on other devices and without a driver.
+        options: The options of the call: some of "softcap", "bias", "sinks" and "dropout".
 
     Example:
         >>> problem = Problem(1, 8, 2, 4, 4, 64, 64, 1, "float32", "cpu")
@@ -93,10 +94,18 @@ class Problem:
     band: str = ""
     extras: str = ""
     capability: int | None = None
+    options: tuple[str, ...] = ()
 
     @classmethod
     def of(
-        cls, q: Any, k: Any, v: Any, bounds: Any, device: str | None = None, more: tuple[Any, ...] = ()
+        cls,
+        q: Any,
+        k: Any,
+        v: Any,
+        bounds: Any,
+        device: str | None = None,
+        more: tuple[Any, ...] = (),
+        options: tuple[str, ...] = (),
     ) -> Problem:
         """Sizes of arrays in (B, H, S, D) order and of bounds (B|1, H|1, Sq, R, 2), which must fit them.
 
@@ -109,6 +118,7 @@ class Problem:
             bounds: The mask as spans, or None if a plan has the mask.
             device: Device type. By default it is q's, and the bounds must be on the same device.
             more: Values of the fields after ``device``.
+            options: The options of the call.
 
         Raises:
             ValueError: The bounds do not fit q, or are on another device.
@@ -123,7 +133,7 @@ class Problem:
         device = _device(q).partition(":")[0] if device is None else device
         runs = 0 if bounds is None else bounds.shape[3]
         sizes = batch, heads, k.shape[1], q_len, k.shape[2], head_dim, v.shape[3]
-        return cls(*sizes, runs, _dtype(q), device, *more)
+        return cls(*sizes, runs, _dtype(q), device, *more, options=options)  # type: ignore[misc]
 
     @property
     def group_size(self) -> int:
@@ -318,7 +328,7 @@ class Call(Part):
                 _check_packed(mask)  # type: ignore[arg-type]
         # Before the number of keys is checked there is no band: other libraries' kernels do not check it.
         band, more = front.band(None if unread is not None else mask, given, q, k, scale)
-        problem = Problem.of(q, k, v, bounds, front.device, more)
+        problem = Problem.of(q, k, v, bounds, front.device, more, given.names())
         options = None if given is NO_OPTIONS else given.lower(front, q, k, placed, fixed)
         scale = q.shape[3] ** -0.5 if scale is None else scale
         return cls(q, k, v, bounds, scale, options, problem, given, layout, unread, band, empty_values)

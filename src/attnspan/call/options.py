@@ -159,6 +159,16 @@ class Given(_Given):
         """The same options with other values for some of them."""
         return Given(**{**self.keywords(), **values})
 
+    def names(self) -> tuple[str, ...]:
+        """Names of the options that change the scores or weights, for `Problem`."""
+        if self is NO_OPTIONS:
+            return ()
+        none = isinstance(self.dropout_p, int | float) and self.dropout_p == 0
+        dropout = None if none else self.dropout_seed
+        found = [row.name for row in _LEADING if row.name != "dropout_p"]
+        found = [name for name in found if getattr(self, name) is not None]
+        return (*found, *(["dropout"] if dropout is not None else []))
+
     def __str__(self) -> str:
         words = [f"softcap {self.softcap:g}"] if self.softcap is not None else []
         if self.bias is not None:

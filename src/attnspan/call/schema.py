@@ -97,8 +97,10 @@ OPTIONS: tuple[Row, ...] = (
 )
 #: The number of keys that a mask was lowered for, if only the running program knows it.
 K_LEN = Array("k_len", "", "int64", optional=True)
+#: The backend that runs the call.
+BACKEND = Number("backend", "str", default="cpu")
 #: The arguments of a forward pass.
-FORWARD: tuple[Row, ...] = (*INPUTS, *OPTIONS, K_LEN)
+FORWARD: tuple[Row, ...] = (*INPUTS, *OPTIONS, K_LEN, BACKEND)
 #: What a call returns.
 RESULTS: tuple[Array, ...] = (Array("out", "b h q e", grad=True), Array("lse", "b h q", "float64", grad=True))
 
@@ -111,6 +113,7 @@ BACKWARD: tuple[Row, ...] = (
     *(row for row in INPUTS if isinstance(row, Number)),
     *OPTIONS,
     Number("want_dbias", "bool", default=False),
+    BACKEND,
 )
 
 #: The kind of a bias by the field of its description that has its values.

@@ -269,7 +269,7 @@ def attend_rows(
     q, k, v = (_padded(x, 1, most).transpose(1, 2) for x in (q, k, v))
     here = split_heads(*heads, strategy.members)[rank % strategy.members]
     plan = _plan_of_rows(q, strategy.kind, strategy.members, strategy.groups, rank, *heads, streams)
-    backend = backend_for_parts(q, k, v, sum(streams), torchs_backend())
+    backend = backend_for_parts(q, k, v, sum(streams), (), torchs_backend())
     shared = *plan, group, strategy.members, here.heads, len(here.kv), backend, scale
     out = sharded_attention(q, k, v, *shared)[0]
     return out.transpose(1, 2)[:, :rows].contiguous()  # type: ignore[no-any-return]

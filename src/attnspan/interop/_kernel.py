@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnspan.errors import expect
 from attnspan.torch import compat
-from attnspan.torch.ops import below_autograd, with_autograd
+from attnspan.torch._autograd import below_autograd, with_autograd
 
 from ._contract import Outputs, Parameters, address, as_tuple, expect_declared, names_in, names_of
 from ._operators import Op, define, differentiate, refuse_derivative

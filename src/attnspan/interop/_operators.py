@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from attnspan.torch import compat
-from attnspan.torch.ops import below_autograd, has_tangent, single_level
+from attnspan.torch._autograd import below_autograd, has_tangent, single_level
 
 Op = compat.OpOverload
 

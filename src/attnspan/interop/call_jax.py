@@ -17,9 +17,9 @@ from attnspan.base.installed import require
 from attnspan.base.plain import check_plain
 from attnspan.errors import expect
 from attnspan.torch import compat
+from attnspan.torch._autograd import below_autograd
 from attnspan.torch._watched import constant_when_traced, is_watched
 from attnspan.torch.compat import pytree
-from attnspan.torch.ops import below_autograd
 
 from ._operators import Op, define, differentiate, refuse_derivative
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from attnspan.backends import table
 from attnspan.base.mistakes import refuse_keywords
 from attnspan.call import Call, check_keywords, forwards_to, widened
 from attnspan.call.backend import asked as asked_for
@@ -18,7 +19,7 @@ from attnspan.kernels import Explanation
 from attnspan.masks import Mask, Prepared, full
 from attnspan.masks.bounds import Spans
 
-from .backends import branches_of, candidates, choice_of, static_for, warn_if_slow
+from .backends import branches_of, choice_of, static_for, warn_if_slow
 from .front import JaxFront, ShardedMask
 from .part import Static, part_of, static_of, words_of
 from .placement import check_devices, check_sharding, explicit_sharding, in_auto_mode, is_traced
@@ -204,5 +205,4 @@ def explain(q: Array, k: Array, v: Array, **options: Any) -> Explanation:
     cost = int(Spans(np.asarray(bounds), p.k_len).cost().sum())  # JAX may lack int64.
     pairs = cost * (p.batch // bounds.shape[0]) * (p.q_heads // bounds.shape[1])
     chosen = choice_of(p, static, backend).name
-    backends = candidates(static, unasked=backend is None)
-    return Explanation.of(call, backends, chosen, backend is not None, pairs)
+    return Explanation.of(call, table("jax"), chosen, backend is not None, pairs, (static,))

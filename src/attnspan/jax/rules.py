@@ -20,10 +20,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from attnspan.backends import Backend
 from attnspan.call.options import DISTANCE
 from attnspan.errors import BackendError
 
-from .backends import BACKENDS, Branch
+from .backends import Branch
+from .backends import backward as run_backward
+from .backends import forward as run_forward
 from .part import OPTIONS, JaxPart
 from .partitioning import partitioned
 from .promotion import own_promotion
@@ -47,13 +50,13 @@ def attend(part: JaxPart, branches: Branches) -> tuple[Array, Array | None]:
     If a backend has its own derivative, JAX differentiates the functions that the backend calls.
     """
     part = spread(part, axes_of(part))
-    own = {b.backend for b in branches if BACKENDS[b.backend].own_derivative}
+    own = {b.backend for b in branches if b.backend.backward is None}
     if not own:
         return _attend(branches, part)  # type: ignore[no-any-return]
     rest = tuple(branch for branch in branches if branch.backend not in own)
 
-    def run(backend: str, part: JaxPart) -> tuple[Array, Array | None]:
-        return BACKENDS[backend].forward(part) if backend in own else (_attend(rest, part)[0], None)
+    def run(backend: Backend, part: JaxPart) -> tuple[Array, Array | None]:
+        return run_forward(backend, part) if backend in own else (_attend(rest, part)[0], None)
 
     branches = branches if not rest else (*(b for b in branches if b.backend in own), rest[-1])
     return _by_platform(branches, run, part)  # type: ignore[no-any-return]
@@ -73,7 +76,7 @@ def _by_platform(branches: Branches, run: Callable[..., Any], *args: Any) -> Any
 def _refused(run: Callable[..., Any], branch: Branch, *args: Any) -> Any:
     """Return results of `run`'s shapes that raise when they are compiled."""
     like = jax.tree.leaves(args)[0]
-    zero = _refusal.bind(like, text=f"backend={branch.backend!r}", reason=branch.refusal).sum() * 0
+    zero = _refusal.bind(like, text=f"backend={branch.backend.name!r}", reason=branch.refusal).sum() * 0
     return jax.tree.map(lambda x: jnp.broadcast_to(zero.astype(x.dtype), x.shape), jax.eval_shape(run, *args))
 
 
@@ -145,15 +148,15 @@ def _forward(branches: Branches) -> Any:
 
 
 @own_promotion
-def _forward_by(backend: str, part: JaxPart) -> tuple[Array, Array]:
-    return BACKENDS[backend].forward(part, fine=True)  # All branches return results of the same kind.
+def _forward_by(backend: Backend, part: JaxPart) -> tuple[Array, Array]:
+    return run_forward(backend, part, fine=True)  # All branches return results of the same kind.
 
 
 @cache
 def _backward(branches: Branches, want_dbias: bool) -> Any:
     @own_promotion
-    def run_by(backend: str, *args: Any) -> Any:
-        return BACKENDS[backend].backward(*args, want_dbias)  # type: ignore[call-arg]
+    def run_by(backend: Backend, *args: Any) -> Any:
+        return run_backward(backend, *args, want_dbias)  # type: ignore[call-arg]
 
     def run(*args: Any) -> Any:
         return _by_platform(branches, run_by, *args)

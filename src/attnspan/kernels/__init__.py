@@ -1,7 +1,7 @@
 """Kernels, one file each, and the choice between backends.
 
 A kernel is a module with ``supports(problem) -> None | reason``, a forward and a backward function. Kernels
-never import each other. A front end lists its backends, fastest first, and `choose` picks one.
+never import each other. `choose` picks one of a framework's backends, which `attnspan.backends` lists.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from attnspan.backends import Backend
 from attnspan.call import Call, Problem
 from attnspan.errors import BackendError, OptionError
 
@@ -33,31 +34,39 @@ class Choice:
     refusals: dict[str, str]  # name -> reason
 
 
-def choose(problem: Problem, backends: Mapping[str, Any], requested: str | None = None) -> Choice:
+def choose(
+    problem: Problem, backends: Mapping[str, Backend], requested: str | None = None, *facts: Any
+) -> Choice:
     """Choose the backend that runs a problem.
 
     Args:
         problem: The problem to compute.
         backends: Candidates by name, the preferred one first.
-        requested: Name of the backend to use. None uses the first one that supports the problem.
+        requested: Name of the backend to use. None uses the first default backend of the problem's device
+            that supports the problem.
+        *facts: Further arguments of ``supports``.
 
     Raises:
         OptionError: If ``requested`` is not a candidate.
-        BackendError: If the requested backend, or every backend, does not support the problem.
+        BackendError: If the requested backend, or every default backend, does not support the problem.
 
     Example:
-        >>> class Always:
-        ...     def supports(self, problem):
-        ...         return None
-        >>> choose(Problem(1, 1, 1, 4, 4, 64, 64, 1, "float32", "cpu"), {"always": Always()}).name
-        'always'
+        >>> import attnspan.torch
+        >>> from attnspan.backends import table
+        >>> choose(Problem(1, 1, 1, 4, 4, 64, 64, 1, "float64", "cpu"), table("torch")).name
+        'math'
     """
     if requested is not None and requested not in backends:
         names, remedy = ", ".join(backends), "Leave out backend=, or the block of attnspan.backend"
         raise OptionError("backend", expected=f"None or one of {names}", got=repr(requested), remedy=remedy)
     refusals: dict[str, str] = {}
-    for name in backends if requested is None else (requested,):
-        reason = backends[name].supports(problem)
+    for name, backend in backends.items():
+        if requested is None and backend.runs_by_default_on(problem.device):
+            reason = backend.against(problem, *facts)
+        elif requested == name:
+            reason = backend.supports(problem, *facts)
+        else:
+            continue
         if reason is None:
             return Choice(name, refusals)
         refusals[name] = reason
@@ -105,12 +114,21 @@ class Explanation:
 
     @classmethod
     def of(
-        cls, call: Call, backends: Mapping[str, Any], chosen: str, asked: bool, pairs: int, **rest: Any
+        cls,
+        call: Call,
+        backends: Mapping[str, Backend],
+        chosen: str,
+        asked: bool,
+        pairs: int,
+        facts: tuple[Any, ...] = (),
+        **rest: Any,
     ) -> Explanation:
         """Explain a call, with a reason for every other backend. ``asked``: the caller named the backend."""
         other = "not asked for" if asked else f"slower than {chosen}"
         refusals = {
-            name: backends[name].supports(call.problem) or other for name in backends if name != chosen
+            name: (x.supports if asked else x.against)(call.problem, *facts) or other
+            for name, x in backends.items()
+            if name != chosen
         }
         isa = import_module(".cpu", __name__).isa() if chosen == "cpu" else None
         return cls(chosen, refusals, call.problem, pairs, str(call.given), isa, **rest)

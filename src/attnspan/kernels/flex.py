@@ -24,6 +24,8 @@ from . import FIRST_TRITON
 
 __all__ = ["attend", "block_mask", "forward", "program", "supports"]
 
+#: Devices for which FlexAttention has a backward pass.
+DEVICES: tuple[str, ...] = ("cuda", "xpu")
 BLOCK = 128
 LEAST_DIM = 16
 LEAST_CAPABILITY = 70
@@ -33,7 +35,7 @@ _WORD = 0xFFFFFFFF
 
 def supports(problem: Problem) -> str | None:
     """Return None, or why FlexAttention cannot run the problem."""
-    if problem.device not in ("cuda", "xpu"):
+    if problem.device not in DEVICES:
         return f"it runs on GPUs, not on {problem.device}: FlexAttention has no backward there"
     if problem.dtype not in ("float32", "bfloat16", "float16"):
         return f"it takes float32, bfloat16 and float16, not {problem.dtype}"

@@ -5,6 +5,7 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
+from attnspan.backends import preferred, table
 from attnspan.base.mistakes import refuse_keywords
 from attnspan.base.recorded import without_tracer_warnings
 from attnspan.call import Call
@@ -16,7 +17,7 @@ from attnspan.masks.bounds import Spans
 from . import _eager
 from ._front import TorchFront, from_bhsd
 from ._unplanned import plans, warn_without_plan
-from .backends import BACKENDS
+from .backends import attend
 from .choice import backend_for
 from .dtensor import ShardedMask
 
@@ -136,7 +137,7 @@ def attention(
     if not torch.compiler.is_compiling():
         if plans:
             warn_without_plan(q, k, mask, layout)
-        if backend in (None, "cpu"):
+        if (preferred("torch", "cpu") if backend is None else backend) == "cpu":
             found = _eager.attend(q, k, v, mask, scale, layout, bool(return_lse), given)
             if found is not None:
                 return found  # type: ignore[no-any-return]
@@ -144,7 +145,7 @@ def attention(
     front.return_lse, front.widens = bool(return_lse), True
     with without_tracer_warnings():
         call = Call.of(front, q, k, v, given, mask=mask, scale=scale, layout=layout)
-        chosen = BACKENDS[backend_for(call.problem, backend)]
-        out, lse = chosen.attend(call, return_lse=bool(return_lse))
+        chosen = table("torch")[backend_for(call.problem, backend)]
+        out, lse = attend(chosen, call, return_lse=bool(return_lse))
     out = out[..., :0] if call.empty_values else out
     return from_bhsd(out, lse, call.layout, return_lse)  # type: ignore[no-any-return]

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnspan.backends import table
 from attnspan.call import Call, check_keywords, forwards_to
 from attnspan.call.backend import asked as asked_for
 from attnspan.call.options import Given
@@ -14,7 +15,7 @@ from attnspan.kernels import Explanation
 from ._attention import attention
 from ._front import TorchFront
 from ._vendor import kernel_of
-from .choice import candidates, choose_backend
+from .choice import choose_backend
 from .dtensor import ShardedMask
 from .ops import visible_pairs
 
@@ -61,4 +62,4 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Explanation:
     if chosen == "vendor":
         more["kernel"] = kernel_of(call.q, call.k, call.v, call.band)
     named = backend is not None
-    return Explanation.of(call, candidates(named=named), chosen, named, pairs, **more)
+    return Explanation.of(call, table("torch"), chosen, named, pairs, **more)

@@ -1,8 +1,8 @@
 """Paged KV caches, whose batch elements take pages from one pool, and attention over them.
 
 The operators are ``attnspan::paged_append`` and ``attnspan::paged_attention``. Spans are intervals of tokens,
-on whatever pages these tokens are. The CPU kernel and the Triton kernel look up pages while they read. Other
-backends receive a copy.
+on whatever pages these tokens are. Backends with ``paged``, such as the CPU kernel, look up pages while they
+read. Other backends receive a copy.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from attnspan import masks
+from attnspan.backends import Part, table
 from attnspan.base.arrays import stored
 from attnspan.base.checks import count
-from attnspan.call import Call, check_keywords
+from attnspan.call import Call, check_keywords, schema
 from attnspan.call.backend import asked as asked_for
 from attnspan.call.options import Given, Options
 from attnspan.errors import DtypeError, OptionError, expect
-from attnspan.kernels import cpu, triton
 from attnspan.masks import Mask
 
 from . import compat
@@ -26,8 +26,9 @@ from ._attention import attention
 from ._cache_rows import CacheRows, row_numbers
 from ._cache_write import LOST, apart, check_new, check_room, guard
 from ._front import TorchFront, from_bhsd
+from ._signature import arguments
 from .choice import backend_for
-from .ops import OPTION_SCHEMA, check_k_len, new_outputs, read_options, readable
+from .ops import check_k_len, new_outputs, read_options, readable
 
 __all__ = ["PagedCache"]
 
@@ -37,15 +38,13 @@ _library.define(  # type: ignore[no-untyped-call]
     " Tensor v_new, Tensor? counts, int max_len) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+# The arguments of `attention` after q, k and v.
+_ROWS = schema.FORWARD[3:]
 _library.define(  # type: ignore[no-untyped-call]
-    "paged_attention(Tensor q, Tensor keys, Tensor values, Tensor table, Tensor bounds, float scale,"
-    f" {OPTION_SCHEMA}, Tensor? k_len=None, str backend='cpu') -> (Tensor out, Tensor lse)",
+    f"paged_attention(Tensor q, Tensor keys, Tensor values, Tensor table, {arguments(_ROWS)})"
+    " -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-
-
-# Defaults of the operator's arguments after `scale`. Torch omits trailing defaults.
-_DEFAULTS = (*Options(), None, "cpu")
 
 
 def _write(keys: Tensor, values: Tensor, lengths: Tensor, table: Tensor, *new: Any) -> Tensor:
@@ -99,19 +98,13 @@ def _is_page(table: Tensor, pages: int) -> Tensor:
 
 
 def _forward(q: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    table, bounds, scale, *given = rest
-    given += _DEFAULTS[len(given) :]
-    k_len, backend = given[-2:]
-    if k_len is not None:
-        check_k_len(int(k_len), table.shape[1] * keys.shape[2])
+    pages, given = rest[0], schema.by_name(_ROWS, rest[1:])
+    if given["k_len"] is not None:
+        check_k_len(int(given["k_len"]), pages.shape[1] * keys.shape[2])
     out, lse = new_outputs(q, values, torch.float32)
-    how: dict[str, Any] = {"scale": scale, "options": read_options(Options(*given[:-2]))}
-    how["table"] = table.contiguous()
-    arrays = readable(q), keys, values, bounds.contiguous(), out, lse
-    if backend == "triton":
-        triton.forward(*arrays, **how)
-    else:
-        cpu.forward(*arrays, num_threads=torch.get_num_threads(), **how)
+    options = read_options(Options(*(given[row.name] for row in schema.OPTIONS)))
+    part = Part(readable(q), keys, values, given["bounds"].contiguous(), given["scale"], options)
+    table("torch")[given["backend"]].paged(part, pages.contiguous(), out, lse)  # type: ignore[misc]
     return out, lse
 
 
@@ -340,7 +333,8 @@ class PagedCache(CacheRows):
         options_of = call.options or Options()
         wants_gradient = torch.is_grad_enabled() and compat.any_requires_grad(q, *options_of)
         cast = call.k.dtype != self._keys.dtype  # by autocast
-        if cast or chosen not in ("cpu", "triton") or (chosen == "cpu" and wants_gradient):
+        in_place = table("torch")[chosen].paged is not None
+        if cast or not in_place or (chosen == "cpu" and wants_gradient):
             return attention(q, *self.gathered(), mask=mask, **options)
         pool = self._keys[:-1], self._values[:-1], self.table
         rest = *options_of, call.lowered_for, chosen

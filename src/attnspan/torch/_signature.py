@@ -18,5 +18,5 @@ def arguments(rows: Sequence[Row]) -> str:
     for row in reversed(rows):
         kind = row.type if not isinstance(row, Array) else "Tensor?" if row.optional else "Tensor"
         trailing = trailing and (row.default is not None or (isinstance(row, Array) and row.optional))
-        words.append(f"{kind} {row.name}={row.default}" if trailing else f"{kind} {row.name}")
+        words.append(f"{kind} {row.name}={row.default!r}" if trailing else f"{kind} {row.name}")
     return ", ".join(reversed(words))

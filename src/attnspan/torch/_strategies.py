@@ -8,7 +8,7 @@ from torch.distributed.tensor.experimental import register_sharding
 from attnspan.call import schema
 
 from .dtensor import BATCH, HEADS, WHOLE, check_places
-from .ops import backward_op, forward_op
+from .ops import backward_op, forward_op, named_backward_op, named_op
 
 #: The axis that is sharded along a mesh axis with each role.
 _LETTERS = {WHOLE: "", BATCH: "b", HEADS: "h"}
@@ -16,7 +16,7 @@ _LETTERS = {WHOLE: "", BATCH: "b", HEADS: "h"}
 _Strategies = list[tuple[list[Any], list[Any]]]
 
 
-@register_sharding(forward_op)  # type: ignore[untyped-decorator]
+@register_sharding([forward_op, named_op])  # type: ignore[untyped-decorator]
 def _forward(*args: Any) -> _Strategies:
     given = schema.by_name(schema.FORWARD, args)
     _check(given)
@@ -28,7 +28,7 @@ def _forward(*args: Any) -> _Strategies:
     return found
 
 
-@register_sharding(backward_op)  # type: ignore[untyped-decorator]
+@register_sharding([backward_op, named_backward_op])  # type: ignore[untyped-decorator]
 def _backward(*args: Any) -> _Strategies:
     given = schema.by_name(schema.BACKWARD, args)
     _check(given)

@@ -17,10 +17,11 @@ from attnspan.kernels._on_device import on_device_of
 from attnspan.masks.bands import Band
 
 from . import compat
+from ._autograd import BY_MATH, below_autograd, differentiate, refuse_derivative
 from ._front import is_captured
 from ._lowered import stream_of
 from ._watched import is_transformed
-from .ops import autograd_kernel, below_autograd, new_outputs, stored_bshd
+from .ops import new_outputs, stored_bshd
 
 __all__ = ["attend", "kernel_of", "vendor_op"]
 
@@ -86,8 +87,8 @@ class _Forward(torch.autograd.Function):
     """Derivative of the forward operator. lse is not differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        out, lse = below_autograd(vendor_op, keyset, inputs)
+    def forward(ctx: Any, source: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        out, lse = below_autograd(source[0], source[1], inputs)
         ctx.mark_non_differentiable(lse)
         q, k, v, cu_q, cu_k, *ctx.band = inputs
         kept = (q, k, v, out, lse, cu_q, cu_k)
@@ -104,26 +105,8 @@ class _Forward(torch.autograd.Function):
         return None, *(x if need else None for x, need in pairs), *(None,) * 7
 
 
-class _Backward(torch.autograd.Function):
-    """A node that raises. Without it, second derivatives would silently be zero."""
-
-    @staticmethod
-    def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        del ctx
-        return below_autograd(_backward_op, keyset, inputs)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> None:
-        del ctx, grads
-        raise NotImplementedError(
-            "second derivatives of attnspan::vendor_attention: expected first derivatives, which the kernel "
-            "has, got a derivative of its backward operator. For higher derivatives, run both passes "
-            '`with attnspan.backend("math"):`.'
-        )
-
-
-for _op, _function in ((vendor_op, _Forward), (_backward_op, _Backward)):
-    _library.impl(_op, autograd_kernel(_op, _function), "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+differentiate(_library, vendor_op, _Forward)
+refuse_derivative(_library, _backward_op, BY_MATH)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:

@@ -45,7 +45,7 @@ def rule(op: Callable[..., Any], *, backward: bool) -> Callable[..., Any]:
                 whole = q_shape[letter == "h"] if shared else None
                 folded[name] = _fold(x, mapped.get(name), dim, size, whole, shared and name not in summed)
         results, out_dims = [], []
-        for name, x in zip(_RESULTS[backward], op(*folded.values()), strict=True):
+        for name, x in zip(_RESULTS[backward], op(*list(folded.values())[: len(args)]), strict=True):
             dim = None if backward and name in _OF_OPTIONS and name not in summed else dims[name]
             if dim is not None:
                 x = x.unflatten(dim, (size, x.shape[dim] // size if size else 0))

@@ -1,82 +1,52 @@
-"""The backends of torch: one protocol, one table.
+"""The backends of torch, which register here, and their whole calls, which autograd differentiates.
 
-A backend runs whole calls, which autograd differentiates. It also runs parts of a call inside an operator,
-and a plan over ranks merges the results of the parts. `attnspan.torch.choice` chooses the backend of a call.
+`attnspan.backends` has the protocol and the table. `attnspan.torch.choice` chooses the backend of a call.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from attnspan.backends import EVERYWHERE, Backend, Softmax, register
 from attnspan.base.arrays import stored
 from attnspan.call import Call, Part, Problem
 from attnspan.call.options import Options
-from attnspan.kernels import cpu, flex, triton, vendor
+from attnspan.kernels import cpu, flex, vendor
 from attnspan.kernels import math as math_kernel
 
+from ._autograd import with_autograd
 from ._options import dropout_seeds
 from ._vendor import attend as attend_by_vendor
 from .dtensor import is_dtensor, replicated
-from .ops import forward_op, with_autograd
+from .ops import CPU, forward_op, named_op
 
-__all__ = ["BACKENDS", "Backend", "Softmax"]
+__all__ = ["MOST_KEYS", "attend", "of_kernel"]
+
+#: Largest number of keys for which a GPU stores every score by default.
+MOST_KEYS = 4096
 
 #: Gradients of the bias and the sinks, each None if the call does not have it.
 OptionGradients = tuple[Tensor | None, Tensor | None]
 
 
-class Softmax(NamedTuple):
-    """A whole softmax: its results and their gradients. A part of a call has some or all of its keys.
-
-    Args:
-        out: Shape (B, H, n, Dv), in q's dtype.
-        lse: Shape (B, H, n), float64.
-        dout: Gradient of ``out``.
-        dlse: Gradient of ``lse``, or None.
-        has_more: Whether the softmax has keys that the part does not have.
-    """
-
-    out: Tensor
-    lse: Tensor
-    dout: Tensor
-    dlse: Tensor | None
-    has_more: bool
-
-
-class Backend(Protocol):
-    """Protocol of a backend, for tensors in (B, H, S, D) order. A query that sees no key has output 0."""
-
-    def supports(self, problem: Problem) -> str | None:
-        """Return None, or the reason why the backend cannot run the problem."""
-
-    def attend(self, call: Call, *, return_lse: bool) -> tuple[Tensor, Tensor]:
-        """Run a call and return out and lse, differentiably. The caller receives lse if ``return_lse``."""
-
-    def forward(self, part: Part, out: Tensor) -> Tensor:
-        """Run a part of a call, without autograd.
-
-        Args:
-            part: The part to compute.
-            out: Shape (B, H, n, Dv), in q's dtype or float32, with a unit last stride. Written.
-
-        Returns:
-            lse, float64, shape (B, H, n). Differences of lse merge the parts. If lse is large, float32 loses
-            these differences. FlexAttention, and Triton if it splits keys, compute lse only in float32.
-        """
-
-    def backward(self, part: Part, whole: Softmax, grads: Sequence[Tensor]) -> OptionGradients:
-        """Write a part's gradients for q, k and v into ``grads``, in q's dtype or float32.
-
-        Returns:
-            The gradients of the bias and the sinks.
-        """
+def attend(backend: Backend, call: Call, *, return_lse: bool) -> tuple[Tensor, Tensor]:
+    """Run a call and return out and lse, differentiably. The caller receives lse if ``return_lse``."""
+    if backend.attend is not None:
+        return backend.attend(call)  # type: ignore[no-any-return]
+    bounds, options, k_len = _on_mesh(call.q, call.bounds, call.options, call.lowered_for)
+    arguments = call.q, call.k, call.v, bounds, _number(call.scale)
+    if backend.name == CPU:
+        out, lse = forward_op(*arguments, *options, k_len=k_len)
+    else:
+        out, lse = named_op(*arguments, *options, k_len=k_len, backend=backend.name)
+    return out, (lse.float() if return_lse else lse)
 
 
 class _Kernel:
-    """A kernel that writes into arrays. The operator `attnspan::attention` selects it by device.
+    """A kernel that writes into arrays.
 
     Args:
         module: One of `attnspan.kernels`.
@@ -84,15 +54,6 @@ class _Kernel:
 
     def __init__(self, module: Any) -> None:
         self.module = module
-
-    def supports(self, problem: Problem) -> str | None:
-        reason: str | None = self.module.supports(problem)
-        return reason
-
-    def attend(self, call: Call, *, return_lse: bool) -> tuple[Tensor, Tensor]:
-        bounds, options, k_len = _on_mesh(call.q, call.bounds, call.options, call.lowered_for)
-        out, lse = forward_op(call.q, call.k, call.v, bounds, _number(call.scale), *options, k_len=k_len)
-        return out, (lse.float() if return_lse else lse)
 
     def forward(self, part: Part, out: Tensor) -> Tensor:
         lse: Tensor = part.q.new_empty(part.q.shape[:3], dtype=torch.float64)
@@ -103,9 +64,10 @@ class _Kernel:
 
     def backward(self, part: Part, whole: Softmax, grads: Sequence[Tensor]) -> OptionGradients:
         options = part.options or Options()
+        bias = options.bias if whole.want_dbias else None
         dbias, dsinks = (
             None if x is None else torch.empty(x.shape, dtype=torch.float32, device=x.device)
-            for x in (options.bias, options.sinks)
+            for x in (bias, options.sinks)
         )
         self.module.backward(
             *(whole.dout, whole.dlse, part.q, part.k, part.v, whole.out, whole.lse, part.bounds, *grads),
@@ -117,6 +79,18 @@ class _Kernel:
             part=whole.has_more,
         )
         return dbias, dsinks
+
+    def paged(self, part: Part, table: Tensor, out: Tensor, lse: Tensor) -> None:
+        arrays = part.q, part.k, part.v, part.bounds, out, lse
+        threads = torch.get_num_threads()
+        self.module.forward(*arrays, scale=part.scale, num_threads=threads, options=part.options, table=table)
+
+
+def of_kernel(name: str, module: Any, **more: Any) -> Backend:
+    """Backend of a module with ``supports``, and with the functions of `attnspan.kernels.cpu`."""
+    own = _Kernel(module)
+    functions: Any = {"forward": own.forward, "backward": own.backward, "paged": own.paged}
+    return Backend(name=name, supports=module.supports, **functions, **more)
 
 
 class _Framework:
@@ -131,12 +105,7 @@ class _Framework:
     def __init__(self, module: Any, *, exact: bool) -> None:
         self.module, self.exact = module, exact
 
-    def supports(self, problem: Problem) -> str | None:
-        reason: str | None = self.module.supports(problem)
-        return reason
-
-    def attend(self, call: Call, *, return_lse: bool) -> tuple[Tensor, Tensor]:
-        del return_lse
+    def attend(self, call: Call) -> tuple[Tensor, Tensor]:
         numbers: Any = {"scale": _number(call.scale), "options": call.options}
         arrays = stored(call.q, "q"), stored(call.k, "k"), stored(call.v, "v"), stored(call.bounds, "mask")
         return self.module.forward(*arrays, lowered_for=call.lowered_for, **numbers)  # type: ignore[no-any-return]
@@ -187,32 +156,41 @@ class _Framework:
         return by_name.get("bias"), by_name.get("sinks")
 
 
-class _Vendor:
-    """Kernels of torch for masks that are bands. They run only whole calls."""
-
-    def supports(self, problem: Problem) -> str | None:
-        return vendor.supports(problem)
-
-    def attend(self, call: Call, *, return_lse: bool) -> tuple[Tensor, Tensor]:
-        del return_lse
-        assert call.band is not None, "vendor.supports wants one"
-        return attend_by_vendor(call.q, call.k, call.v, call.band, _number(call.scale))
-
-    def forward(self, part: Part, out: Tensor) -> Tensor:
-        raise NotImplementedError("vendor.supports refuses plans")
-
-    def backward(self, part: Part, whole: Softmax, grads: Sequence[Tensor]) -> OptionGradients:
-        raise NotImplementedError("vendor.supports refuses plans")
+def _of_framework(name: str, module: Any, *, exact: bool, **more: Any) -> Backend:
+    own = _Framework(module, exact=exact)
+    functions: Any = {"attend": own.attend, "forward": own.forward, "backward": own.backward}
+    return Backend(name=name, supports=module.supports, **functions, **more)
 
 
-#: Backends by name, in order of preference.
-BACKENDS: dict[str, Backend] = {
-    "cpu": _Kernel(cpu),
-    "vendor": _Vendor(),
-    "flex": _Framework(flex, exact=False),
-    "triton": _Kernel(triton),
-    "math": _Framework(math_kernel, exact=True),
-}
+def _attend_by_vendor(call: Call) -> tuple[Tensor, Tensor]:
+    assert call.band is not None, "vendor.supports wants one"
+    return attend_by_vendor(call.q, call.k, call.v, call.band, _number(call.scale))
+
+
+def _whole_only(*_: Any) -> Any:
+    raise NotImplementedError("vendor.supports refuses plans")
+
+
+def _many_scores(problem: Problem) -> str | None:
+    if problem.device != "cpu" and problem.k_len > MOST_KEYS:
+        return f"it stores every score, so beyond {MOST_KEYS:,} keys it is opt-in"
+    return None
+
+
+for _backend in (
+    of_kernel(CPU, cpu, default_on=("cpu",)),
+    Backend(
+        name="vendor",
+        supports=vendor.supports,
+        attend=_attend_by_vendor,
+        forward=_whole_only,
+        backward=_whole_only,
+        default_on=(vendor.DEVICE,),
+    ),
+    _of_framework("flex", flex, exact=False, default_on=flex.DEVICES),
+    _of_framework("math", math_kernel, exact=True, default_on=(EVERYWHERE,), limit=_many_scores),
+):
+    register(_backend, last=True)
 
 
 def _number(scale: Any) -> float:

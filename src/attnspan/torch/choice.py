@@ -2,21 +2,21 @@
 
 import warnings
 from types import ModuleType
-from typing import Any
 
 import torch
 
+from attnspan.backends import load, table
 from attnspan.call import Problem
 from attnspan.kernels import Choice, SlowPathWarning, choose
 
+from . import backends as _own  # registers them
 from . import compat
 from ._watched import constant_when_traced
-from .backends import BACKENDS
 
-__all__ = ["MOST_KEYS", "backend_for", "candidates", "choose_backend", "torchs_backend"]
+__all__ = ["backend_for", "choose_backend", "torchs_backend"]
 
-#: Largest number of keys for which a GPU stores every score by default.
-MOST_KEYS = 4096
+del _own
+load("torch")
 
 _warned: set[str] = set()
 
@@ -46,37 +46,6 @@ def torchs_backend() -> str | None:
     return "math" if _math_alone() else None
 
 
-class _Unnamed:
-    """A backend for calls without ``backend=``. Some backends reject these calls, because they are opt-in.
-
-    Args:
-        name: Name of the backend.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def supports(self, problem: Problem) -> str | None:
-        reason: str | None = BACKENDS[self.name].supports(problem)
-        if reason is not None:
-            return reason
-        if self.name == "triton":
-            return "it was never measured on a GPU, so it is opt-in"
-        if self.name == "math" and problem.device != "cpu" and problem.k_len > MOST_KEYS:
-            return f"it stores every score, so beyond {MOST_KEYS:,} keys it is opt-in"
-        return None
-
-
-_UNNAMED = {name: _Unnamed(name) for name in BACKENDS}
-_ON_GPUS = {name: _UNNAMED[name] for name in ("vendor", "flex", "math")}
-_BY_DEVICE = {"cpu": {name: _UNNAMED[name] for name in ("cpu", "math")}}
-
-
-def candidates(*, named: bool) -> dict[str, Any]:
-    """All backends for `choose`: for calls with ``backend=`` if ``named``, else for calls without."""
-    return BACKENDS if named else _UNNAMED
-
-
 def choose_backend(problem: Problem, requested: str | None) -> Choice:
     """Choose the backend that runs a problem, with the reason against each faster one.
 
@@ -84,9 +53,7 @@ def choose_backend(problem: Problem, requested: str | None) -> Choice:
         OptionError: As `attnspan.kernels.choose`.
         BackendError: As `attnspan.kernels.choose`.
     """
-    if requested is not None:
-        return choose(problem, BACKENDS, requested)
-    return choose(problem, _BY_DEVICE.get(problem.device, _ON_GPUS), None)
+    return choose(problem, table("torch"), requested)
 
 
 def backend_for(problem: Problem, requested: str | None) -> str:

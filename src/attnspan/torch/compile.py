@@ -26,7 +26,7 @@ from ._vendor import vendor_op
 from ._vmap import encode_rule
 from ._watched import constant_when_traced
 from .compat import pytree
-from .ops import forward_op
+from .ops import forward_op, named_op
 
 __all__ = ["SAVE_OPS", "checkpoint_policy", "keep_backend", "save_also"]
 
@@ -171,7 +171,7 @@ def _as_tuples(value: Any) -> Any:
 register_pytrees(_register)
 
 #: Operators whose outputs a policy should save. They cost most to recompute, and their outputs are O(S).
-SAVE_OPS: tuple[compat.OpOverload, ...] = (forward_op, vendor_op, encode_op)
+SAVE_OPS: tuple[compat.OpOverload, ...] = (forward_op, named_op, vendor_op, encode_op)
 _saved = set(SAVE_OPS)
 
 

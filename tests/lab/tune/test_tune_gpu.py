@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from attnspan.kernels import triton
-from attnspan.kernels.triton._config import Config
+from attnspan.experimental import triton
+from attnspan.experimental.triton._config import Config
 from attnspan_lab.cli import main
 from attnspan_lab.tune.cache import entries, tuned
 from attnspan_lab.tune.gpu import KERNELS, blocks, rank

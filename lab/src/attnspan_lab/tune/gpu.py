@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnspan.errors import DeviceError, expect
-from attnspan.kernels.triton._config import Config, config_of
+from attnspan.experimental.triton._config import Config, config_of
 from attnspan.masks import Mask, causal, documents, full, global_keys, window
 from attnspan_lab.bench.devices import CudaDevice, Device
 from attnspan_lab.bench.timing import Budget, Meter, Subject, first_call, interleave
@@ -58,7 +58,7 @@ def blocks(
         where: Type of the device.
         capability: Compute capability of the GPU.
     """
-    from attnspan.kernels.triton import _launch
+    from attnspan.experimental.triton import _launch
 
     dtype, scale = getattr(torch, dtype_name), head_dim**-0.5
     q, k, v, dout = (_normal((1, length, heads, head_dim), dtype, where, seed) for seed in range(4))

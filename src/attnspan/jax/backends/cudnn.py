@@ -13,7 +13,7 @@ import jax
 from attnspan.call import Problem
 from attnspan.jax.part import JaxPart, Static
 
-from . import symbols
+from .tiles import symbols
 
 MAX_HEAD_DIM = 128
 _WIDE_HEAD_DIM = 256  # Hopper and later

@@ -30,7 +30,7 @@ def supports(problem: Problem, static: Static) -> str | None:
 
 
 def forward(part: JaxPart) -> tuple[Array, Array]:
-    """See `attnspan.jax.backends`. Differentiable to any order and in both modes, also by bias and sinks."""
+    """See `attnspan.backends`. Differentiable to any order and in both modes, also by bias and sinks."""
     q, k, v, static = part.q, part.k, part.v, part.static
     batch, q_heads, q_len, _ = q.shape
     wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from attnspan.call import Problem
 from attnspan.call.dropout import scale_of_kept
 from attnspan.jax.dropout import row_words
 from attnspan.jax.part import JaxPart, Static
@@ -33,6 +34,12 @@ def interpreted() -> Iterator[None]:
         yield
     finally:
         interpret.reset(token)
+
+
+def symbols(problem: Problem) -> str | None:
+    """Return None, or why a kernel whose grid is made at tracing time cannot run the problem."""
+    known = all(isinstance(size, int) for size in (problem.batch, problem.q_len, problem.k_len))
+    return None if known else "it needs concrete sizes, not symbols"
 
 
 class InBlocks:

@@ -52,7 +52,7 @@ def supports(problem: Problem, static: Static) -> str | None:
 
 
 def forward(part: JaxPart, fine: bool = False) -> tuple[jax.Array, jax.Array]:
-    """See `attnspan.jax.backends`."""
+    """See `attnspan.backends`."""
     q, k, v, static = part.q, part.k, part.v, part.static
     batch, q_heads, q_len, _ = q.shape
     wide = _wide(q)
@@ -87,7 +87,7 @@ def backward(
     dlse: jax.Array | None,
     want_dbias: bool,
 ) -> Gradients:
-    """See `attnspan.jax.backends`."""
+    """See `attnspan.backends`."""
     q, k, v, static = part.q, part.k, part.v, part.static
     wide = _wide(q)
     alive = (part.bounds[..., 0] < part.bounds[..., 1]).any(-1)

@@ -153,7 +153,7 @@ def _local(axes: Axes, whole: Problem, route: Route | None = None) -> Problem:
 def _attend(work: Work, *args: Any) -> tuple[Array, Array]:
     """Compute out and lse of a part, along the route if there is one."""
     # JAX can differentiate such a backend, and collectives, to any order.
-    found: tuple[Array, Array] = (_run if work.runs.own_derivative else _run_once)(work, *args)
+    found: tuple[Array, Array] = (_run if work.backend.backward is None else _run_once)(work, *args)
     return found
 
 

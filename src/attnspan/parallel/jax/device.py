@@ -16,7 +16,8 @@ import jax
 from jax import Array, lax
 from jax import numpy as jnp
 
-from attnspan.jax.backends import BACKENDS, Backend
+from attnspan.backends import Backend
+from attnspan.jax import backends
 from attnspan.jax.part import Gradients, JaxPart
 from attnspan.jax.rules import batched, first_order
 
@@ -33,21 +34,17 @@ class Work:
 
     Attributes:
         axes: Mesh axes.
-        backend: Name of the backend.
+        backend: The backend.
         groups: Query heads per key head.
         split_kv: Whether key heads are split like query heads. If not, each device holds all of them.
         piece: Most rows between two parts of the sequence.
     """
 
     axes: Axes
-    backend: str
+    backend: Backend
     groups: int
     split_kv: bool
     piece: int
-
-    @property
-    def runs(self) -> Backend:
-        return BACKENDS[self.backend]
 
 
 def forward(work: Work, part: JaxPart, route: Route | None) -> tuple[Array, Array]:
@@ -87,7 +84,7 @@ def backward(
 
     def differentiate(part: JaxPart) -> Any:
         def run(*args: Any) -> Any:
-            return work.runs.backward(*args, want_dbias)  # type: ignore[call-arg]
+            return backends.backward(work.backend, *args, want_dbias)  # type: ignore[call-arg]
 
         return batched(run, sums=True, want_dbias=want_dbias)(part, out, lse, dout, dlse)
 
@@ -136,9 +133,9 @@ def _kv_map(work: Work, q_heads: int) -> Array:
 
 def _attended(work: Work, part: JaxPart) -> Any:
     def run(part: JaxPart) -> tuple[Array, Array]:
-        return work.runs.forward(part)
+        return backends.forward(work.backend, part)
 
-    return run(part) if work.runs.own_derivative else first_order(batched(run))(part)
+    return run(part) if work.backend.backward is None else first_order(batched(run))(part)
 
 
 def _at_stage(part: JaxPart, k: Array, v: Array, route: Route, stage: Any, keys: Array) -> JaxPart:

@@ -8,16 +8,16 @@ added in float32 for any input dtype (float64 for float64).
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from attnspan.backends import Backend, Softmax, table
 from attnspan.call import Part, schema
 from attnspan.call.options import Options, changes
 from attnspan.parallel.cost import exchange_parts
 from attnspan.parallel.local import Stage, Tables
-from attnspan.torch.backends import BACKENDS, Backend, Softmax
 
 from .comm import Pending
 from .heads import Team, fold_heads, repeat_heads
@@ -296,14 +296,15 @@ def _call(work: Work, stage: Stage, k: Tensor, v: Tensor, options: Options | Non
 
 def _backend_of(work: Work, call: Part) -> Backend:
     """Backend of a part. FlexAttention needs keys, and a rank whose queries see nothing has none."""
-    return work.backend if call.k.shape[2] else BACKENDS["math"]
+    return work.backend if call.k.shape[2] else table("torch")["math"]
 
 
 def _attend_some(work: Work, call: Part, out: Tensor) -> Tensor:
     """Run the backend, unless this member has no heads."""
     if call.q.shape[1] == 0:
         return out.new_empty(call.q.shape[:3], dtype=torch.float64)
-    return _backend_of(work, call).forward(call, out)
+    lse: Tensor = _backend_of(work, call).forward(call, out)
+    return lse
 
 
 def _differentiate_some(
@@ -317,12 +318,13 @@ def _differentiate_some(
     dout = done.dout if done.dout.stride(-1) == 1 else done.dout.contiguous()
     dlse = None if done.dlse is None else done.dlse.contiguous()
     has_more = len(work.tables.stages) > 1
+    run: Any = _backend_of(work, call).backward
     softmax = Softmax(done.out, done.lse.contiguous(), dout, dlse, has_more)
     if call.k.shape[1] == dkv[0].shape[1]:
-        found = _backend_of(work, call).backward(call, softmax, (dq, *dkv))
+        found = run(call, softmax, (dq, *dkv))
         return dict(zip(OPTIONS_WITH_GRADIENT, found, strict=True))
     repeated = [torch.empty(x.shape, dtype=dkv[0].dtype, device=x.device) for x in (call.k, call.v)]
-    found = _backend_of(work, call).backward(call, softmax, (dq, *repeated))
+    found = run(call, softmax, (dq, *repeated))
     for grad, into in zip(repeated, dkv, strict=True):
         fold_heads(grad, work.team.mine.kv_map, into)
     return dict(zip(OPTIONS_WITH_GRADIENT, found, strict=True))

@@ -223,7 +223,7 @@ class MeshPlan(ShardedMask):
             return self._marked(found, q_index)
         call = Call.of(front, q, k, v, given, mask=None, **asked)
         frame = self.frame
-        chosen = backend_for_parts(call.q, call.k, call.v, frame.k_len, backend)
+        chosen = backend_for_parts(call.q, call.k, call.v, frame.k_len, given.names(), backend)
         out, lse, *_ = sharded_attention(
             *(call.q, call.k, call.v, self.data, self.numbers, frame.group, frame.strategy.members),
             *(*frame.heads_here, chosen, call.scale, *_arguments(call)),

@@ -13,18 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnspan.backends import table
 from attnspan.call import Part, Problem, schema
 from attnspan.call.backend import asked
 from attnspan.call.options import Options, changes
 from attnspan.parallel.local import decode
 from attnspan.parallel.strategy import split_heads
 from attnspan.torch import compat
+from attnspan.torch._autograd import below_autograd, differentiate, refuse_derivative
 from attnspan.torch._front import capability_of
 from attnspan.torch._signature import arguments
-from attnspan.torch.backends import BACKENDS
 from attnspan.torch.choice import backend_for
 from attnspan.torch.compile import save_also
-from attnspan.torch.ops import autograd_kernel, below_autograd, readable
+from attnspan.torch.ops import readable
 
 from .comm import Ranks
 from .engine import OPTIONS_WITH_GRADIENT, Done, Work, backward, forward
@@ -111,7 +112,7 @@ def _reading(
     ranks.agreement.note(facts, values if what == "forward" else None)
     with ranks.scratch() as scratch:
         team = Team(ranks, tables.numbers, split_heads(*heads, members), scratch)
-        runs, read = BACKENDS[given["backend"]], options if changes(options) else None
+        runs, read = table("torch")[given["backend"]], options if changes(options) else None
         yield team, lambda q, k, v: Work(tables, team, Part(q, k, v, None, scale, read), runs)
 
 
@@ -209,27 +210,31 @@ sharded_attention = torch.ops.attnspan.sharded_attention.default
 sharded_attention_backward = torch.ops.attnspan.sharded_attention_backward.default
 
 
-def backend_for_parts(q: Tensor, k: Tensor, v: Tensor, k_len: int, requested: str | None) -> str:
+def backend_for_parts(
+    q: Tensor, k: Tensor, v: Tensor, k_len: int, options: tuple[str, ...], requested: str | None
+) -> str:
     """Name the backend that runs the parts of a call under a plan, on all ranks and in both directions.
 
     Args:
         q, k, v: This rank's tensors, (B, H, S, D).
         k_len: Keys of all ranks.
+        options: Names of the call's options.
         requested: Backend that the call names. None for the backend of the enclosing context.
 
     Raises:
         OptionError, BackendError: See `attnspan.kernels.choose`.
     """
     more = ("", "plan over ranks", capability_of(q.device)) if q.is_cuda else ()
-    return backend_for(replace(Problem.of(q, k, v, None, more=more), k_len=k_len), asked(requested))
+    problem = Problem.of(q, k, v, None, more=more, options=options)
+    return backend_for(replace(problem, k_len=k_len), asked(requested))
 
 
 class _Forward(torch.autograd.Function):
     """Derivative of the forward operator."""
 
     @staticmethod
-    def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = below_autograd(sharded_attention, keyset, inputs)
+    def forward(ctx: Any, source: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = below_autograd(source[0], source[1], inputs)
         ctx.set_materialize_grads(False)
         given = schema.by_name(_FORWARD, inputs)
         out, _, *group = found
@@ -245,7 +250,7 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *group: None) -> tuple[Any, ...]:
         del group
-        # The first input is the keyset. Torch leaves out trailing defaults.
+        # The first input is the source. Torch leaves out trailing defaults.
         needed: tuple[bool, ...] = ctx.needs_input_grad[1:]
         if dout is None and dlse is None:
             return (None,) * (len(needed) + 1)
@@ -261,25 +266,12 @@ class _Forward(torch.autograd.Function):
         return None, *(grads.get(name) if need else None for name, need in pairs)
 
 
-class _Backward(torch.autograd.Function):
-    """Node that raises. Without it, second derivatives would silently be zero."""
-
-    @staticmethod
-    def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        del ctx
-        return below_autograd(sharded_attention_backward, keyset, inputs)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> None:
-        del ctx, grads
-        raise NotImplementedError(
-            "second derivatives of attnspan::sharded_attention: expected a first derivative, got a "
-            'derivative of its backward. On one rank, `with attnspan.backend("math"):` has all derivatives.'
-        )
-
-
-for _op, _function in ((sharded_attention, _Forward), (sharded_attention_backward, _Backward)):
-    _library.impl(_op, autograd_kernel(_op, _function), "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+differentiate(_library, sharded_attention, _Forward)
+refuse_derivative(
+    _library,
+    sharded_attention_backward,
+    'On one rank, `with attnspan.backend("math"):` has all derivatives',
+)
 save_also(sharded_attention)
 
 

@@ -10,8 +10,15 @@ import jax.numpy as jnp
 
 from attnspan.call import Problem
 from attnspan.call.options import DENSE, DISTANCE
-from attnspan.jax.backends import symbols
-from attnspan.jax.backends.tiles import by_distance, common_of, interpret, legal, positions_of, sinks_gradient
+from attnspan.jax.backends.tiles import (
+    by_distance,
+    common_of,
+    interpret,
+    legal,
+    positions_of,
+    sinks_gradient,
+    symbols,
+)
 from attnspan.jax.part import Gradients, JaxPart, Static
 
 from . import kernels
@@ -61,7 +68,7 @@ def supports(problem: Problem, static: Static) -> str | None:
 
 
 def forward(part: JaxPart, size: tuple[int, int] | None = None) -> tuple[jax.Array, jax.Array]:
-    """See `attnspan.jax.backends`. ``size`` is the queries and keys of a tile, None for the default."""
+    """See `attnspan.backends`. ``size`` is the queries and keys of a tile, None for the default."""
     part = _for_kernels(part)
     return kernels.forward(_tile(part, size, "forward"), part)
 
@@ -75,7 +82,7 @@ def backward(
     want_dbias: bool,
     size: tuple[int, int] | None = None,
 ) -> Gradients:
-    """See `attnspan.jax.backends`. ``size`` is as in `forward`, for all kernels."""
+    """See `attnspan.backends`. ``size`` is as in `forward`, for all kernels."""
     own = _for_kernels(part)
     tile = _tile(own, size, "backward")
     illegal = own.bounds[..., 0, 0] < 0

@@ -4,5 +4,5 @@ from contextvars import ContextVar
 
 __all__ = ["interpret"]
 
-#: See `attnspan.kernels.triton.interpreted`.
+#: See `attnspan.experimental.triton.interpreted`.
 interpret = ContextVar("attnspan_triton_interpret", default=False)

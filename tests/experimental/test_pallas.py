@@ -20,9 +20,9 @@ from samples.problems import check, make
 
 from attnspan.call import Problem
 from attnspan.call.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
-from attnspan.jax.backends import pallas_tpu
-from attnspan.jax.backends.pallas_tpu import lists as tables
-from attnspan.jax.backends.pallas_tpu.visits import key_visits, query_visits
+from attnspan.experimental import pallas
+from attnspan.experimental.pallas import lists as tables
+from attnspan.experimental.pallas.visits import key_visits, query_visits
 from attnspan.jax.backends.tiles import legal
 from attnspan.jax.part import JaxPart, Static
 
@@ -42,18 +42,18 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
 
 @pytest.mark.parametrize(("change", "numbers", "reason"), REFUSED)
 def test_refusals(change: dict[str, Any], numbers: dict[str, Any], reason: str | None) -> None:
-    found = pallas_tpu.supports(replace(PROBLEM, **change), Static(scale=1.0, **numbers))
+    found = pallas.supports(replace(PROBLEM, **change), Static(scale=1.0, **numbers))
     assert found is None if reason is None else reason in str(found)
 
 
 def test_there_is_a_tile_for_whatever_a_tpu_takes() -> None:
     for dtype in ("float32", "bfloat16"):
-        for dim in (8, 128, pallas_tpu.MAX_HEAD_DIM):
+        for dim in (8, 128, pallas.MAX_HEAD_DIM):
             for length in (1, 130, 100_000):
                 problem = Problem(1, 1, 1, length, length, dim, dim, 1, dtype, "tpu")
                 for direction in ("forward", "backward"):
-                    found = pallas_tpu.default(problem, direction)
-                    assert pallas_tpu.vmem_bytes(problem, direction, *found) <= pallas_tpu.BUDGET
+                    found = pallas.default(problem, direction)
+                    assert pallas.vmem_bytes(problem, direction, *found) <= pallas.BUDGET
                     assert all(size % 128 == 0 for size in found)
 
 
@@ -207,8 +207,8 @@ def test_empty_blocks_take_no_step_on_a_tpu() -> None:
     @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def both(part: JaxPart, dout: Any, dlse: Any) -> Any:
         size = (128, 128)
-        out, lse = pallas_tpu.forward(part, size)
-        return out, lse, *pallas_tpu.backward(part, out, lse, dout, dlse, False, size)[:3]
+        out, lse = pallas.forward(part, size)
+        return out, lse, *pallas.backward(part, out, lse, dout, dlse, False, size)[:3]
 
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(grid_point_recorder=record)):
         found = jax.block_until_ready(both(part_of(problem), *cotangents_of(problem)))
@@ -249,8 +249,8 @@ def _lowered(option: str, dtype: str, head_dim: int, runs: int = 2) -> str:
     part = JaxPart(q, k, k, shaped((2, 1, ROW, runs, 2), "int32"), **options, static=static)  # type: ignore[arg-type]
 
     def both(part: JaxPart, dout: Any, dlse: Any) -> Any:
-        out, lse = pallas_tpu.forward(part)
-        return out, pallas_tpu.backward(part, out, lse, dout, dlse, True)
+        out, lse = pallas.forward(part)
+        return out, pallas.backward(part, out, lse, dout, dlse, True)
 
     traced = jax.jit(both).trace(part, q, shaped((2, 4, ROW), "float32"))
     return str(traced.lower(lowering_platforms=("tpu",)).as_text())

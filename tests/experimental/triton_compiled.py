@@ -1,6 +1,6 @@
 """Compile each kernel as its launches would, for GPUs that this machine lacks, and say what came of it.
 
-    python tests/kernels/triton_compiled.py '[[90, "bfloat16", 128, "dense", 0]]'
+    python tests/experimental/triton_compiled.py '[[90, "bfloat16", 128, "dense", 0]]'
 
 A process of its own: in one that interprets Triton nothing can be compiled.
 """
@@ -22,8 +22,8 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnspan.call.options import ALIBI, DENSE, DISTANCE, Options
+from attnspan.experimental.triton import _launch
 from attnspan.kernels import _offsets
-from attnspan.kernels.triton import _launch
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32": "i32", "int64": "i64"}

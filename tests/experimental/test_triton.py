@@ -21,10 +21,11 @@ from attnspan import causal, documents, global_keys, window
 from attnspan.call import Problem
 from attnspan.call.options import Options
 from attnspan.errors import OptionError
-from attnspan.kernels import math, triton
-from attnspan.kernels.triton import _launch
-from attnspan.kernels.triton._config import Config
-from attnspan.kernels.triton._ranges import key_ranges_kernel
+from attnspan.experimental import triton
+from attnspan.experimental.triton import _launch
+from attnspan.experimental.triton._config import Config
+from attnspan.experimental.triton._ranges import key_ranges_kernel
+from attnspan.kernels import math
 from attnspan.torch import attention
 
 #: Bytes of shared memory that a program may have.

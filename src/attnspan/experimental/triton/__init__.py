@@ -6,8 +6,8 @@ nothing. Keys that all rows see are not masked. Triton is imported when a kernel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from attnspan.base.installed import lacking
@@ -19,7 +19,6 @@ from ._interpret import interpret
 
 __all__ = [
     "MAX_HEAD_DIM",
-    "around_interpreted",
     "backward",
     "forward",
     "interpret",
@@ -30,9 +29,6 @@ __all__ = [
 #: Largest head dim of the kernels.
 MAX_HEAD_DIM = 256
 LEAST_CAPABILITY = 80
-
-#: Contexts to enter meanwhile, in which an operator's own kernel for CPU tensors is replaced.
-around_interpreted: list[Callable[[], AbstractContextManager[None]]] = []
 
 
 @contextmanager
@@ -46,11 +42,11 @@ def interpreted() -> Iterator[None]:
 
     remedy = "Set it before the first import of torch or triton"
     expect(knobs.runtime.interpret, "interpreted", "the variable TRITON_INTERPRET=1", "none", remedy)
-    with ExitStack() as stack:
-        for around in () if interpret.get() else around_interpreted:
-            stack.enter_context(around())
-        stack.callback(interpret.reset, interpret.set(True))
+    token = interpret.set(True)
+    try:
         yield
+    finally:
+        interpret.reset(token)
 
 
 def supports(problem: Problem) -> str | None:

@@ -221,7 +221,7 @@ def forward(
     table: Tensor | None = None,
     **_: Any,
 ) -> None:
-    """See `attnspan.kernels.triton.forward`.
+    """See `attnspan.experimental.triton.forward`.
 
     Args:
         table: int32 (B, n), the pages of each batch element. k and v are then pages, (pages, Hkv, page, D),
@@ -310,7 +310,7 @@ def backward(
     configs: Mapping[str, Config] | None = None,
     **_: Any,
 ) -> None:
-    """See `attnspan.kernels.triton.backward`.
+    """See `attnspan.experimental.triton.backward`.
 
     Args:
         configs: Block sizes of "queries" and "keys". Missing entries use `config_of`.

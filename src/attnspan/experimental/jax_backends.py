@@ -1,0 +1,14 @@
+"""Registers the experimental backends of JAX."""
+
+from attnspan.backends import Backend, register
+from attnspan.jax.backends.lazy import functions_of
+
+register(
+    Backend(
+        name="pallas",
+        framework="jax",
+        **functions_of("attnspan.experimental.pallas"),
+        opt_in="it was never measured on hardware, so it must be requested",
+    ),
+    last=True,
+)
