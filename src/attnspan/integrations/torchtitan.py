@@ -1,8 +1,9 @@
 """attnspan in torchtitan 0.3: ``--override.imports attnspan.integrations.torchtitan.attention``.
 
-Importing this module registers the override. Models still request FlexAttention's masks. For attnspan's
-layers, the function that makes these masks returns spans, and the function that shards them for context
-parallelism takes this rank's queries. Everything else works as before, also FlexAttention's own layers.
+Importing this module registers the override and calls `enable`. Models still request FlexAttention's masks.
+For attnspan's layers, the function that makes these masks returns spans, and the function that shards them
+for context parallelism takes this rank's queries. Everything else works as before, also FlexAttention's own
+layers.
 """
 
 import functools
@@ -41,9 +42,10 @@ from torchtitan.distributed.context_parallel import api as context_parallel  # n
 from torchtitan.distributed.utils import get_spmd_backend  # noqa: E402
 from torchtitan.models.common import attention as theirs  # noqa: E402
 
+from ._patches import Patches  # noqa: E402
 from ._torchtitan_masks import AllPairsWarning, SpanMask, make_mask  # noqa: E402
 
-__all__ = ["AllPairsWarning", "Attention", "SpanMask", "attention", "make_mask"]
+__all__ = ["AllPairsWarning", "Attention", "SpanMask", "attention", "disable", "enable", "make_mask"]
 
 
 class _SpansWanted(int):
@@ -161,7 +163,8 @@ def attention(config: Any) -> Attention.Config:
     """Replace the inner attention of a decoder's layers: FlexAttention or VarlenAttention.
 
     Pass it as ``--override.imports attnspan.integrations.torchtitan.attention``, or as
-    ``OverrideConfig(imports=["attnspan.integrations.torchtitan.attention"])``.
+    ``OverrideConfig(imports=["attnspan.integrations.torchtitan.attention"])``. torchtitan calls it once for
+    each layer. It calls `enable`.
 
     Args:
         config: Config of the layer's inner attention.
@@ -184,6 +187,7 @@ def attention(config: Any) -> Attention.Config:
     expect(covered, "attention", "FlexAttention or VarlenAttention", got, remedy)
     left, right = getattr(config, "window_size", (-1, 0))
     expect(right == 0, "window_size", "(any, 0), which is causal", (left, right), remedy)
+    enable()
     # The kernel's own options are dropped, such as Triton's block sizes.
     return Attention.Config(
         param_init=config.param_init, sharding_config=config.sharding_config, window=left + 1
@@ -279,8 +283,25 @@ def _with_ours(make: Callable[[], set[Any]]) -> set[Any]:
     return make() | set(SAVE_OPS)
 
 
-def _extend() -> None:
-    """Wrap torchtitan's functions with the three functions above, which check whose layers they serve."""
+_patches = Patches("torchtitan")
+
+
+def enable() -> None:
+    """Wrap the three functions of torchtitan that make masks, shard them, and list results to keep.
+
+    The wrappers change nothing for models with other attention. The import of this module and `attention`
+    call it.
+
+    Raises:
+        ImportError: torchtitan lacks one of the functions.
+
+    Example:
+        >>> enable()  # It is enabled already.
+    """
+    _patches.apply(_enable)
+
+
+def _enable() -> None:
     parts = (
         (theirs, "_compiled_create_block_mask", _compiled_or_spans),
         (context_parallel, "cp_shard", _shard),
@@ -288,7 +309,23 @@ def _extend() -> None:
     )
     for module, name, ours in parts:
         require_names(module, [name], "attnspan.integrations.torchtitan", "torchtitan")
-        setattr(module, name, functools.partial(ours, getattr(module, name)))
+        _patches.set(module, name, functools.partial(ours, getattr(module, name)))
 
 
-_extend()
+def disable() -> None:
+    """Undo `enable`, so that torchtitan has its own functions again.
+
+    Models that were built with attnspan's attention then raise an error, because they get other masks. The
+    override stays registered. torchtitan uses it only if you list it, and it calls `enable`.
+
+    Raises:
+        UsageError: Another package has patched the same function since.
+
+    Example:
+        >>> disable()
+        >>> enable()
+    """
+    _patches.undo()
+
+
+enable()
