@@ -8,12 +8,7 @@ already loaded (`base/arrays.py`, `base/recorded.py`, `masks/bounds.py`).
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -168,71 +163,34 @@ def tuple_to_list(annotation: Any) -> Any:
     return infer_schema.tuple_to_list(annotation)
 
 
-_FLOP_COUNTER = "torch.utils.flop_counter"
-_formulas: list[tuple[Any, Callable[..., int]]] = []
+_formulas: dict[Any, Callable[..., int]] = {}
 
 
 def flop_formula(packet: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Register a function as the FLOP formula of an operator. It receives the operator's arguments.
 
-    The import of torch's counter loads Triton, which takes longer than the import of attnspan. Formulas are
-    therefore registered when other code imports the counter.
+    The import of torch's counter loads Triton, which takes longer than the import of attnspan. Counters and
+    compilers call an operator's `decompose` before they run it, so the formulas are registered there.
     """
 
     def register(formula: Callable[..., int]) -> Callable[..., int]:
-        _formulas.append((packet, formula))
-        if _FLOP_COUNTER in sys.modules:
-            # Another thread may still be importing the counter. The import here waits for it.
-            _register_formulas(importlib.import_module(_FLOP_COUNTER))
+        _formulas[packet] = formula
+        for overload in packet.overloads():
+            getattr(packet, overload).decompose = _register_formulas
         return formula
 
     return register
 
 
-def _register_formulas(counter: ModuleType) -> None:
-    while _formulas and hasattr(counter, "register_flop_formula"):
-        packet, formula = _formulas.pop()
-        counter.register_flop_formula(packet, get_raw=True)(formula)
+def _register_formulas(*args: Any, **kwargs: Any) -> Any:
+    """Answer that an operator has no decomposition, after torch and the active counter know the formulas."""
+    del args, kwargs
+    from torch.utils import flop_counter
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-
-class _OnFlopCounter:
-    """Finder of torch's counter. It registers the formulas when the counter is loaded."""
-
-    _looks = False
-
-    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
-        if name != _FLOP_COUNTER or self._looks:
-            return None
-        self._looks = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self._looks = False
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loads(spec.loader)  # type: ignore[assignment]
-        return spec
-
-
-class _Loads:
-    """Loader of torch's counter. It uses the counter's original loader and then restores it."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)  # type: ignore[no-any-return]
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        sys.meta_path[:] = [x for x in sys.meta_path if not isinstance(x, _OnFlopCounter)]
-        _register_formulas(module)
-
-
-if _FLOP_COUNTER not in sys.modules:
-    sys.meta_path.insert(0, _OnFlopCounter())
+    mode, known = _get_current_dispatch_mode(), [flop_counter.flop_registry]
+    if isinstance(mode, flop_counter._FlopCounterMode):  # It copied torch's formulas when it was made.
+        known.append(mode.counter.flop_registry)
+    for formulas in known:
+        formulas.update({packet: own for packet, own in _formulas.items() if packet not in formulas})
+    return NotImplemented
