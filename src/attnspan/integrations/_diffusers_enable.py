@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import diffusers
-from diffusers.models import attention_dispatch
 from torch import nn
 
 from attnspan.errors import UsageError, expect
+from attnspan.torch import compat
 
 from ._diffusers_attention import NAME, attend, check_config
+from ._diffusers_names import forget_backend, register
 from ._diffusers_reroute import Reroute, is_rerouted, restored, uses_attention
 from ._patches import Patches
 
@@ -129,8 +130,7 @@ def disable(model: Any = diffusers, components: Iterable[str] | None = None) -> 
         return
     for _, part in _parts(model, components):
         for _, x, owner in _processors(part):
-            if getattr(x, "_attention_backend", None) == NAME:
-                del x._attention_backend  # Its class has the original backend.
+            forget_backend(x, NAME)
             if is_rerouted(x):
                 new = restored(x)
                 if owner is not None:
@@ -178,8 +178,7 @@ def _parts(model: Any, components: Iterable[str] | None) -> Iterator[tuple[str, 
 
 
 def _is_model(x: Any) -> bool:
-    # A compiled component is a module that wraps the model.
-    x = getattr(x, "_orig_mod", x)
+    x = compat.original(x)
     return isinstance(x, diffusers.ModelMixin) and ".autoencoders." not in type(x).__module__
 
 
@@ -187,31 +186,8 @@ _patches = Patches("diffusers")
 
 
 def _enable() -> None:
-    _register()
+    _patches.later(register(NAME, attend))
     _follow_set_attention_backend()
-
-
-def _register() -> None:
-    """Add the name to diffusers' closed enumeration of backends, and the function to its registry."""
-    names, registry = attention_dispatch.AttentionBackendName, attention_dispatch._AttentionBackendRegistry
-    before = registry._active_backend
-    member = str.__new__(names, NAME)
-    member._name_, member._value_, member._sort_order_ = NAME.upper(), NAME, len(names)
-    type.__setattr__(names, member._name_, member)
-    names._member_names_.append(member._name_)
-    names._member_map_[member._name_] = names._value2member_map_[NAME] = member
-    registry.register(member)(attend)
-
-    def unregister() -> None:
-        if registry._active_backend is member:
-            registry._active_backend = before
-        for known in (registry._backends, registry._constraints, registry._supported_arg_names):
-            del known[member]
-        del names._member_map_[member._name_], names._value2member_map_[NAME]
-        names._member_names_.remove(member._name_)
-        type.__delattr__(names, member._name_)
-
-    _patches.later(unregister)
 
 
 def _follow_set_attention_backend() -> None:

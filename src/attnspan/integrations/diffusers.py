@@ -5,14 +5,9 @@ Importing this module also calls ``enable()``, which registers a backend, so you
 call torch's function. `enable` supports both, for one model at a time.
 """
 
-from attnspan.base.installed import require, require_names
+from attnspan.base.installed import require
 
 require("diffusers", "attnspan.integrations.diffusers", "diffusers", ("0.40", "0.43"))
-
-from diffusers.models import attention_dispatch  # noqa: E402
-
-_NEEDED = ("AttentionBackendName", "_AttentionBackendRegistry", "dispatch_attention_fn")
-require_names(attention_dispatch, _NEEDED, "attnspan.integrations.diffusers", "diffusers")
 
 from ._diffusers_attention import attend  # noqa: E402
 from ._diffusers_enable import NAME, Enabled, disable, enable  # noqa: E402

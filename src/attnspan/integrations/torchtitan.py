@@ -20,7 +20,7 @@ from attnspan.errors import ShapeError, UsageError, expect
 from attnspan.masks import Prepared
 from attnspan.masks.bounds import Spans
 from attnspan.parallel import Layout
-from attnspan.torch import SAVE_OPS
+from attnspan.torch import SAVE_OPS, compat
 from attnspan.torch import attention as span_attention
 from attnspan.torch.block_mask import to_block_mask
 from attnspan.torch.choice import torchs_backend
@@ -29,12 +29,6 @@ require("torchtitan", "attnspan.integrations.torchtitan", "torchtitan", ("0.3", 
 
 import spmd_types as spmd  # noqa: E402
 from spmd_types.runtime import get_partition_spec  # noqa: E402
-from torch.distributed.tensor.experimental._attention import (  # noqa: E402
-    _context_parallel_shard,
-    _HeadTailLoadBalancer,
-    _LoadBalancer,
-    _PTRRLoadBalancer,
-)
 from torchtitan.config.configurable import Configurable  # noqa: E402
 from torchtitan.config.override import override  # noqa: E402
 from torchtitan.distributed import activation_checkpoint  # noqa: E402
@@ -46,6 +40,9 @@ from ._patches import Patches  # noqa: E402
 from ._torchtitan_masks import AllPairsWarning, SpanMask, make_mask  # noqa: E402
 
 __all__ = ["AllPairsWarning", "Attention", "SpanMask", "attention", "disable", "enable", "make_mask"]
+
+
+torchs = compat.context_parallel()
 
 
 class _SpansWanted(int):
@@ -213,7 +210,7 @@ def _shard(
         got = type(mask).__name__
         expect(isinstance(mask, SpanMask), f"mask {key}", "spans", got, remedy, error=UsageError)
     balancer = _balancer(load_balancer_type, masks, ptrr_mask_key, inputs[0].shape[input_seq_dim], cp_mesh)
-    mine = _context_parallel_shard(
+    mine = torchs.shard(
         mesh=cp_mesh, buffers=inputs, seq_dims=(input_seq_dim,) * len(inputs), load_balancer=balancer
     )
     order = balancer._generate_indices().to(inputs[0].device, torch.int64)
@@ -226,7 +223,7 @@ def _shard(
     return tuple(mine), local if isinstance(attention_masks, dict) else local[""]
 
 
-class _Fixed(_LoadBalancer):
+class _Fixed(torchs.LoadBalancer):
     """A known order of tokens, shape (1|B, S)."""
 
     def __init__(self, order: Tensor) -> None:
@@ -247,13 +244,13 @@ def _balancer(
     if kind is None:
         return _Fixed(torch.arange(seq_len, device=bounds.device)[None])
     if kind == "headtail":
-        return _HeadTailLoadBalancer(seq_len, ranks, bounds.device)
+        return torchs.HeadTailLoadBalancer(seq_len, ranks, bounds.device)
     if kind == "ptrr":
         remedy = "Set --parallelism.context_parallel_ptrr_mask_key"
         key = next(iter(masks)) if len(masks) == 1 else key
         expect(key in masks, "context_parallel_ptrr_mask_key", " or ".join(masks), str(key), remedy)
         spans = Spans(masks[str(key)].bounds, seq_len)
-        return _PTRRLoadBalancer(to_block_mask(spans, seq_len, seq_len, batch=len(bounds)), ranks)
+        return torchs.PTRRLoadBalancer(to_block_mask(spans, seq_len, seq_len, batch=len(bounds)), ranks)
     names = 'None, "headtail", "ptrr" or "attnspan"'
     remedy = "Set --parallelism.context_parallel_load_balancer"
     expect(kind == "attnspan", "context_parallel_load_balancer", names, kind, remedy)

@@ -58,7 +58,7 @@ def check(
     wrapped: "Wrapped", named: Named, mask: Mask | None, oracle: Callable[..., Any] | None, within: float
 ) -> Report:
     """Check one call and return the report. The arguments are keyed by name."""
-    owner = wrapped.op._schema.name
+    owner = wrapped.op.name()
     _check_repeats(wrapped, named, owner)
     report = Report(*_compare(wrapped, named, mask, oracle), {})
     got = ", ".join(f"{name}: {x:.3g} times" for name, x in report.ratios.items() if not x <= within)

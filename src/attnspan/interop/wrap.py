@@ -59,7 +59,7 @@ class Wrapped:
         self._cast = tuple(name in parameters.required[:3] for name in self._names)
 
     def __repr__(self) -> str:
-        return f"<{self.op._schema.name}({self.parameters.schema})>"
+        return f"<{self.op.name()}({self.parameters.schema})>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the kernel with its positional arguments, keywords and defaults.
@@ -87,7 +87,7 @@ class Wrapped:
             check_plain(name, x)
         for place in self._tensors:
             if not isinstance(x := values[place], Tensor):
-                what, expected = f"{self.op._schema.name}: {self._names[place]}", "a torch.Tensor"
+                what, expected = f"{self.op.name()}: {self._names[place]}", "a torch.Tensor"
                 remedy = "Convert it with torch.as_tensor"
                 raise DtypeError(what, expected=expected, got=type(x).__name__, remedy=remedy)
         for place, varies in enumerate(self._varying):
