@@ -223,7 +223,7 @@ def _shard(
     return tuple(mine), local if isinstance(attention_masks, dict) else local[""]
 
 
-class _Fixed(torchs.LoadBalancer):
+class _Fixed(torchs.LoadBalancer):  # type: ignore[misc,name-defined]
     """A known order of tokens, shape (1|B, S)."""
 
     def __init__(self, order: Tensor) -> None:

@@ -116,6 +116,7 @@ __all__ = [
     "is_compiled",
     "mark_dynamic",
     "math_enabled",
+    "name_of",
     "original",
     "overrideable_enabled",
     "parameter_types",
@@ -149,6 +150,11 @@ def unsupported_by_compiler() -> type[Exception]:
     from torch._dynamo.exc import Unsupported
 
     return Unsupported
+
+
+def name_of(op: OpOverload) -> str:
+    """The name of an operator, with its namespace."""
+    return op._schema.name  # type: ignore[no-any-return]
 
 
 def destroy(library: Any) -> None:
@@ -193,7 +199,7 @@ def resolve_process_group(name: str) -> Any:
     """The process group with a name."""
     from torch.distributed import distributed_c10d
 
-    return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined]
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
 
 
 def default_store() -> Any:
@@ -207,7 +213,7 @@ def all_reduce(x: Any, op: str, group: str) -> Any:
     """The functional collective: a new tensor, also in compiled code."""
     from torch.distributed import _functional_collectives
 
-    return _functional_collectives.all_reduce(x, op, group)
+    return _functional_collectives.all_reduce(x, op, group)  # type: ignore[arg-type]
 
 
 def context_parallel() -> Any:

@@ -303,7 +303,7 @@ def single_level(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     `Function.apply` would call torch.func again. In torch 2.15 and later, so would `apply` of its base class.
     """
     parts = {name: staticmethod(getattr(function, name)) for name in ("forward", "backward")}
-    return type(function.__name__, (compat.SingleLevelFunction,), parts).apply  # type: ignore[no-any-return]
+    return type(function.__name__, (compat.SingleLevelFunction,), parts).apply  # type: ignore[attr-defined,no-any-return]
 
 
 def autograd_kernel(op: compat.OpOverload, function: type[torch.autograd.Function]) -> Callable[..., Any]:
