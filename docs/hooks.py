@@ -20,31 +20,13 @@ from typing import TYPE_CHECKING, Any
 import griffe
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
+from public_modules import MODULES
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-#: Modules that users import. Everything that their `__all__` names has an anchor in the reference.
-MODULES = (
-    "attnspan",
-    "attnspan.errors",
-    "attnspan.integrations.accelerate",
-    "attnspan.integrations.diffusers",
-    "attnspan.integrations.torchtitan",
-    "attnspan.integrations.transformers",
-    "attnspan.jax",
-    "attnspan.library",
-    "attnspan.masks",
-    "attnspan.parallel",
-    "attnspan.parallel.jax",
-    "attnspan.parallel.torch.loss",
-    "attnspan.reference",
-    "attnspan.testing",
-    "attnspan.torch",
-    "attnspan.xla",
-)
 #: It lists names of torch, under one roof.
 NAMES_OF_TORCH = "attnspan.torch.compat"
 LINK = re.compile(

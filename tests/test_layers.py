@@ -1,12 +1,21 @@
-"""Imports point one way; tests/test_one_framework.py imports the package without any framework."""
+"""Rules of the source: imports point one way, no cycles, and names stay where they belong.
+
+tests/test_one_framework.py imports the package without any framework.
+"""
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
+
+import pytest
 
 import attnspan
 
 PACKAGE = Path(attnspan.__file__).parent
+ROOT = Path(__file__).parents[1]
+LAB = ROOT / "lab/src/attnspan_lab"
 
 # Lower rooms first. A module may import from its own room and from those below; what is not listed is a
 # new room, which must be given its place here.
@@ -28,124 +37,359 @@ ROOMS = [
 ]
 HEIGHT = {room: height for height, rooms in enumerate(ROOMS) for room in rooms}
 FRAMEWORKS = {"torch", "jax", "jaxlib", "torch_xla"}
-# Public names that a front end shows and a higher room implements; looked up when they are asked for.
-FACADES = {
-    ("jax/__init__.py", "attnspan.parallel.jax"),
-    ("torch/__init__.py", "attnspan.interop.call_jax"),
-    ("torch/__init__.py", "attnspan.interop.wrap"),
-}
+#: The core names none of the satellites, not even in a string.
+CORE = {"base", "errors", "masks", "library", "call", "reference", "kernels", "torch", "jax", "parallel"}
+SATELLITES = {"interop", "integrations", "xla", "experimental"}
+# Public names that a package shows and a higher one implements. They are looked up when they are used.
+FACADES = {("attnspan.jax", "attnspan.parallel.jax"), ("attnspan.torch", "attnspan.interop")}
+#: `__init__` files with a lazy `__getattr__`.
+LAZY = {"attnspan", "attnspan.jax", "attnspan.parallel", "attnspan.torch"}
+#: Modules that import by a name that is computed. `step` finds a framework's package by the mesh's framework.
+COMPUTED = {"attnspan.backends", "attnspan.base.installed", "attnspan.base.lazy", "attnspan.parallel.step"}
+# To be removed once their owners' work is merged (2026-11-29).
+CYCLES_TO_COME = [
+    {"attnspan_lab.bench.command", "attnspan_lab.bench.options"},
+    {"attnspan_lab.calibrate", "attnspan_lab.machine"},
+]
 
 
-def _modules():
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        if parts != ("__init__",):
-            yield path, parts
+class Module(NamedTuple):
+    """A file of a package, by its dotted name."""
+
+    name: str
+    path: Path
+    package: str
+    tree: ast.Module
 
 
-def _imports(path, parts):
-    """Absolute dotted names that a module imports, at its top or inside a function."""
-    package = ["attnspan", *parts[:-1]]
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            # `from . import name` may import a module of that name.
-            names = [f"{module}.{alias.name}" for alias in node.names] if module == "attnspan" else [module]
-            yield from names
+def _modules(root: Path, top: str) -> dict[str, Module]:
+    found = {}
+    for path in sorted(root.rglob("*.py")):
+        parts = [top, *path.relative_to(root).with_suffix("").parts]
+        is_package = parts[-1] == "__init__"
+        name = ".".join(parts[:-1] if is_package else parts)
+        package = name if is_package else name.rpartition(".")[0]
+        found[name] = Module(name, path, package, ast.parse(path.read_text(encoding="utf-8")))
+    return found
 
 
-def _room(name):
+SOURCE = _modules(PACKAGE, "attnspan")
+OF_LAB = _modules(LAB, "attnspan_lab")
+
+
+def _room(name: str) -> str | None:
     """The room of a dotted name; of a public name of the package itself, the room that it comes from."""
     parts = name.split(".")
     if parts[0] != "attnspan":
         return None
-    if len(parts) == 1:
-        return "masks"
-    return parts[1] if parts[1] in HEIGHT else "masks"
+    return parts[1] if len(parts) > 1 and parts[1] in HEIGHT else "masks"
 
 
-def _own_room(parts):
-    return _room(".".join(["attnspan", *parts]).removesuffix(".__init__"))
+def _running(module: Module) -> Iterator[ast.AST]:
+    """The nodes of a module without imports for type checkers."""
+    typed = [
+        x for x in ast.walk(module.tree) if isinstance(x, ast.If) and "TYPE_CHECKING" in ast.unparse(x.test)
+    ]
+    left_out = {id(x) for block in typed if ast.unparse(block.test)[:3] != "not" for x in ast.walk(block)}
+    return (x for x in ast.walk(module.tree) if id(x) not in left_out)
+
+
+def _absolute(module: Module, node: ast.ImportFrom) -> str:
+    parts = module.package.split(".")
+    base = parts[: len(parts) - node.level + 1] if node.level else []
+    return ".".join([*base, *([node.module] if node.module else [])])
+
+
+def _imports(module: Module, known: dict[str, Module]) -> Iterator[str]:
+    """Dotted names that a module imports, at its top or inside a function: modules where there are some."""
+    for node in _running(module):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            start = _absolute(module, node)
+            for alias in node.names:
+                name = f"{start}.{alias.name}"
+                yield name if name in known or start in ("attnspan", "attnspan_lab") else start
+
+
+def _docstrings(tree: ast.Module) -> set[int]:
+    with_one = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    firsts = [x.body[0] for x in ast.walk(tree) if isinstance(x, with_one) and x.body]
+    return {id(x.value) for x in firsts if isinstance(x, ast.Expr)}
+
+
+def _strings(module: Module) -> Iterator[str]:
+    skipped = _docstrings(module.tree)
+    for node in _running(module):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
+            yield node.value
+
+
+def _loads(module: Module) -> list[ast.expr]:
+    """The first arguments of calls that import modules by their names."""
+    called = [x for x in ast.walk(module.tree) if isinstance(x, ast.Call) and x.args]
+    return [x.args[0] for x in called if ast.unparse(x.func).rpartition(".")[2] in LOADING]
+
+
+LOADING = ("import_module", "__import__", "lazy", "_lazy")
+
+
+def _edges(module: Module, known: dict[str, Module]) -> set[str]:
+    """Modules of the package that a module imports. In one that imports by names, a string may be a name."""
+    found, loads = set(_imports(module, known)), _loads(module)
+    if loads:
+        texts = set(_strings(module))
+        # Parts of a name come together in an f-string.
+        parts = any(isinstance(x, ast.JoinedStr) for x in loads)
+        found |= texts | {f"{module.package}.{x.lstrip('.')}" for x in texts if parts or x.startswith(".")}
+    return {x for x in found & known.keys() if x != module.name}
+
+
+def _cycles(modules: dict[str, Module]) -> list[set[str]]:
+    """Sets of modules each of which leads to all others."""
+    edges = {
+        name: _edges(x, modules) - {to for at, to in FACADES if at == name} for name, x in modules.items()
+    }
+    ahead = {}
+    for name in edges:
+        seen, todo = set(), [name]
+        while todo:
+            todo += (new := edges[todo.pop()] - seen)
+            seen |= new
+        ahead[name] = seen
+    found = []
+    for name in edges:
+        cycle = {x for x in ahead[name] if name in ahead[x]}
+        if name in ahead[name] and cycle not in found:
+            found.append(cycle)
+    return found
+
+
+@pytest.mark.parametrize("modules", [SOURCE, OF_LAB], ids=["library", "lab"])
+def test_no_module_leads_back_to_itself(modules):
+    """Over all modules, with `__init__` files and names of modules in strings."""
+    assert [x for x in _cycles(modules) if not any(x <= known for known in CYCLES_TO_COME)] == []
+
+
+def test_names_that_are_computed_stand_in_few_modules():
+    """Elsewhere, the test of cycles reads the name of each module that is imported."""
+    computed = {x.name for x in SOURCE.values() if any(not _is_known(name) for name in _loads(x))}
+    assert computed == COMPUTED
+
+
+def _is_known(name):
+    return isinstance(name, ast.Constant) or ast.unparse(name) == "__name__"
 
 
 def test_every_module_has_a_room():
-    homeless = {parts[0] for _, parts in _modules()} - set(HEIGHT)
+    homeless = {name.split(".")[1] for name in SOURCE if "." in name} - set(HEIGHT)
     assert not homeless, f"give {sorted(homeless)} a place in ROOMS"
 
 
 def test_imports_point_one_way():
     upward = []
-    for path, parts in _modules():
-        for name in _imports(path, parts):
+    for module in SOURCE.values():
+        if module.name == "attnspan":
+            continue
+        for name in {*_imports(module, SOURCE), *_edges(module, SOURCE)}:
             room = _room(name)
-            if (path.relative_to(PACKAGE).as_posix(), name) in FACADES:
-                continue
-            if room is not None and HEIGHT[room] > HEIGHT[_own_room(parts)]:
-                upward.append(f"{path.relative_to(PACKAGE)} imports {name}")
+            if room and (module.name, name) not in FACADES and HEIGHT[room] > HEIGHT[_room(module.name)]:
+                upward.append(f"{module.name} imports {name}")
     assert not upward
 
 
-def _imported_files(path, parts, known):
-    """Names of the files that a file imports when it runs, at its top or inside a function."""
-    package = ["attnspan", *parts[:-1]]
-    tree = ast.parse(path.read_text())
-    typed = [x for x in ast.walk(tree) if isinstance(x, ast.If) and "TYPE_CHECKING" in ast.unparse(x.test)]
-    for_types = {id(x) for block in typed for x in ast.walk(block)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and id(node) not in for_types:
-            base = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            names = {module, *(f"{module}.{alias.name}" for alias in node.names)}
-            yield from names & known
-
-
-def test_no_file_imports_itself_by_way_of_others():
-    files = {".".join(["attnspan", *parts]): (path, parts) for path, parts in _modules()}
-    files = {name: x for name, x in files.items() if not name.endswith(".__init__")}
-    imports = {name: set(_imported_files(*x, files.keys())) for name, x in files.items()}
-    circles = []
-    for name in files:
-        seen, ahead = set(), [name]
-        while ahead:
-            ahead += (new := imports[ahead.pop()] - seen)
-            seen |= new
-        if name in seen:
-            circles.append(name)
-    assert circles == []
+def test_the_core_does_not_name_its_satellites():
+    named = re.compile(rf"attnspan\.({'|'.join(SATELLITES)})\b")
+    found = set()
+    for module in SOURCE.values():
+        if module.name.partition(".")[2].split(".")[0] in CORE:
+            names = {*_imports(module, SOURCE), *_strings(module)}
+            found |= {(module.name, x.group()) for name in names if (x := named.search(name))}
+    assert found == {x for x in FACADES if x[1].split(".")[1] in SATELLITES}
 
 
 def test_only_the_front_ends_know_a_framework():
     knowing = {"kernels", "torch", "jax", "interop", "parallel", "xla", "integrations", "testing", "__main__"}
     knowing |= {"experimental"}
     # It asks torch about a program that torch records, so torch is loaded then (tests/test_one_framework.py).
-    asking = PACKAGE / "base/recorded.py"
+    asking = "attnspan.base.recorded"
     found = [
-        f"{path.relative_to(PACKAGE)} imports {name}"
-        for path, parts in _modules()
-        for name in _imports(path, parts)
-        if name.split(".")[0] in FRAMEWORKS and parts[0] not in knowing and path != asking
+        f"{module.name} imports {name}"
+        for module in SOURCE.values()
+        for name in _imports(module, SOURCE)
+        if name.split(".")[0] in FRAMEWORKS
+        and not knowing & {*module.name.split(".")[1:2]}
+        and module.name != asking
     ]
     assert not found
 
 
 def test_kernels_do_not_import_each_other():
-    kernels = {path.stem for path, parts in _modules() if parts[0] == "kernels" and path.stem[0] != "_"}
-    for path, parts in _modules():
-        if parts[0] == "kernels" and path.stem != "__init__":
-            others = {f"attnspan.kernels.{kernel}" for kernel in kernels - {path.stem}}
-            assert not others & set(_imports(path, parts)), path
+    kernels = {x for x in SOURCE if re.fullmatch(r"attnspan\.kernels\.[a-z]\w*", x)}
+    for name, module in SOURCE.items():
+        if name.startswith("attnspan.kernels."):
+            assert not (kernels - {name}) & set(_imports(module, SOURCE)), name
 
 
 def test_only_the_torch_rooms_register_operators():
-    for path, parts in _modules():
-        if parts[0] not in ("torch", "interop", "xla"):
-            assert not any(name.startswith("torch.library") for name in _imports(path, parts)), path
+    for module in SOURCE.values():
+        if not {"torch", "interop", "xla"} & {*module.name.split(".")[1:2]}:
+            assert not any(name.startswith("torch.library") for name in _imports(module, SOURCE)), module.name
 
 
-LAB = PACKAGE.parents[1] / "lab/src/attnspan_lab"
+# Private names of torch and other libraries.
+
+#: Rooms below torch look names up where it is loaded. FlashAttention's and cuDNN's operators are private.
+MAY_BE_PRIVATE = {
+    "attnspan.torch.compat",
+    "attnspan.base.arrays",
+    "attnspan.base.recorded",
+    "attnspan.masks.bounds",
+    "attnspan.kernels.vendor",
+}
+#: The one module with private names of each other library.
+OF_LIBRARIES = {
+    "attnspan.integrations._diffusers_names",
+    "attnspan.integrations._transformers_names",
+    "attnspan.integrations.accelerate",
+    "attnspan.integrations.torchtitan",
+    "attnspan.xla.ops",
+}
+NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__") and name not in NAMED_TUPLES
+
+
+def _defined(module: Module) -> Iterator[str]:
+    """Names that a module defines as functions, classes, arguments, variables or attributes."""
+    for x in ast.walk(module.tree):
+        if isinstance(x, ast.FunctionDef | ast.ClassDef):
+            yield x.name
+        elif isinstance(x, ast.Attribute | ast.Name) and isinstance(x.ctx, ast.Store):
+            yield x.attr if isinstance(x, ast.Attribute) else x.id
+        elif isinstance(x, ast.Call) and ast.unparse(x.func) == "object.__setattr__":
+            yield ast.unparse(x.args[1]).strip("'")
+        elif isinstance(x, ast.Dict):
+            yield from (
+                key.value for key in x.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)
+            )
+
+
+def _aliases(module: Module) -> dict[str, str]:
+    """What each imported name stands for."""
+    found = {}
+    for x in ast.walk(module.tree):
+        if isinstance(x, ast.Import):
+            found |= {
+                y.asname or y.name.partition(".")[0]: y.name if y.asname else y.name.partition(".")[0]
+                for y in x.names
+            }
+        elif isinstance(x, ast.ImportFrom) and not x.level:
+            found |= {y.asname or y.name: f"{x.module}.{y.name}" for y in x.names}
+    return found
+
+
+def _foreign(module: Module, own: set[str]) -> Iterator[str]:
+    """Private names that a module uses and the package does not define, also in strings for getattr."""
+    aliases = _aliases(module)
+    for name in aliases.values():
+        if name.startswith("torch.") and any(map(_is_private, name.split("."))):
+            yield name
+    for x in ast.walk(module.tree):
+        if isinstance(x, ast.Attribute) and _is_private(x.attr):
+            root, *rest = ast.unparse(x).split(".")
+            name = ".".join([aliases.get(root, root), *rest])
+            if name.startswith("torch.") or (root not in ("self", "cls", "super()") and x.attr not in own):
+                yield name
+        elif isinstance(x, ast.Call) and ast.unparse(x.func) in ("getattr", "hasattr", "setattr", "delattr"):
+            text = x.args[1].value if len(x.args) > 1 and isinstance(x.args[1], ast.Constant) else ""
+            if _is_private(str(text)) and text not in own:
+                yield str(text)
+
+
+def test_private_names_of_libraries_stand_in_one_module_each():
+    own: dict[str, set[str]] = {}
+    for module in SOURCE.values():
+        own.setdefault(_room(module.name), set()).update(_defined(module))
+    found = {
+        f"{module.name}: {name}"
+        for module in SOURCE.values()
+        if module.name not in MAY_BE_PRIVATE | OF_LIBRARIES
+        for name in _foreign(module, own["base"] | own["masks"] | own[_room(module.name)])
+    }
+    assert found == set()
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ("import torch\ntorch._C.x()", "torch._C"),
+        (
+            "from torch import autograd as a\na.function._SingleLevelFunction",
+            "torch.autograd.function._SingleLevelFunction",
+        ),
+        (
+            "from torch.autograd import forward_ad\nforward_ad._current_level",
+            "torch.autograd.forward_ad._current_level",
+        ),
+        ("from torch._ops import OpOverload", "torch._ops.OpOverload"),
+        (
+            "from torch.distributed import _functional_collectives",
+            "torch.distributed._functional_collectives",
+        ),
+        ("mesh._flatten()", "mesh._flatten"),
+        ("group.backend().options._timeout", "group.backend().options._timeout"),
+        ("getattr(x, '_orig_mod', x)", "_orig_mod"),
+        ("import torch._dynamo as d", "torch._dynamo"),
+    ],
+)
+def test_each_way_to_a_private_name_is_seen(code, name):
+    module = Module("attnspan.torch.x", PACKAGE, "attnspan.torch", ast.parse(code))
+    assert name in set(_foreign(module, {"_own"}))
+
+
+# The files that only show names.
+
+
+def _is_plain(node: ast.stmt, lazy: bool) -> bool:
+    """Whether a statement of an `__init__` file imports, or lists names."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return True
+    if isinstance(node, ast.If):
+        return "TYPE_CHECKING" in ast.unparse(node.test) and all(_is_plain(x, lazy) for x in node.body)
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Constant)
+    if isinstance(node, ast.AnnAssign):
+        return ast.unparse(node.target) in ("__all__", "__version__")
+    if isinstance(node, ast.Assign):
+        name = ast.unparse(node.targets[0])
+        return name == "__all__" or (lazy and (name == "__getattr__" or name.lstrip("_").isupper()))
+    return False
+
+
+def test_init_files_only_show_names():
+    found = {
+        module.name
+        for module in SOURCE.values()
+        if module.path.stem == "__init__"
+        and not all(_is_plain(x, module.name in LAZY) for x in module.tree.body)
+    }
+    assert found == set()
+
+
+def test_lazy_packages_are_listed():
+    found = {
+        module.name
+        for module in SOURCE.values()
+        if module.path.stem == "__init__" and "__getattr__" in module.path.read_text(encoding="utf-8")
+    }
+    assert found == LAZY
+
+
+# The lab.
+
 # Lower rooms first, as above; those of a set may not import each other.
 LAB_ROOMS = [
     {"files", "console", "children"},
@@ -161,44 +405,23 @@ LAB_ROOMS = [
 
 def test_imports_within_the_lab_point_one_way():
     height = {room: i for i, rooms in enumerate(LAB_ROOMS) for room in rooms}
-    for path in sorted(LAB.rglob("*.py")):
-        parts = path.relative_to(LAB).with_suffix("").parts
-        if parts == ("__init__",):
-            continue
-        for name in _imports(path, parts):
+    for module in OF_LAB.values():
+        for name in _imports(module, OF_LAB) if "." in module.name else ():
             if name.startswith("attnspan_lab."):
-                assert height[name.split(".")[1]] <= height[parts[0]], f"{path} imports {name}"
+                mine = height[module.name.split(".")[1]]
+                assert height[name.split(".")[1]] <= mine, f"{module.name} imports {name}"
 
 
 def test_the_library_does_not_know_the_lab():
-    found = [path for path, parts in _modules() if any("attnspan_lab" in x for x in _imports(path, parts))]
-    assert not found
-
-
-PRIVATE = re.compile(
-    r"torch\._(C|dynamo|functorch|inductor|library|ops|subclasses|assert_async|check)\b"
-    r"|torch\.fx\.experimental|torch\.utils\._|torch\.utils import _"
-)
-# Rooms below torch look names up where it is loaded; torchtitan's own patch is of a private module.
-MAY_BE_PRIVATE = {"torch/compat.py", "base/arrays.py", "base/plain.py", "base/recorded.py", "masks/bounds.py"}
-
-
-def test_private_names_of_torch_stand_in_one_module():
-    found = []
-    for path, _ in _modules():
-        name = path.relative_to(PACKAGE).as_posix()
-        # A docstring's example may use anything.
-        lines = (x for x in path.read_text().splitlines() if ">>>" not in x)
-        if name not in MAY_BE_PRIVATE and any(PRIVATE.search(x) for x in lines):
-            found.append(name)
-    assert found == []
+    assert [x.name for x in SOURCE.values() if any("attnspan_lab" in y for y in _imports(x, SOURCE))] == []
+    assert [x.name for x in SOURCE.values() if any("attnspan_lab." in y for y in _strings(x))] == []
 
 
 def test_one_line_outside_of_it_names_the_experimental_backends():
     lines = [
-        (path.relative_to(PACKAGE).as_posix(), line.strip())
-        for path, parts in _modules()
-        for line in path.read_text().splitlines()
-        if parts[0] != "experimental" and "attnspan.experimental" in line
+        (x.name, line.strip())
+        for x in SOURCE.values()
+        for line in x.path.read_text(encoding="utf-8").splitlines()
+        if not x.name.startswith("attnspan.experimental") and "attnspan.experimental" in line
     ]
-    assert lines == [("backends.py", 'import_module(f"attnspan.experimental.{framework}_backends")')]
+    assert lines == [("attnspan.backends", 'import_module(f"attnspan.experimental.{framework}_backends")')]

@@ -60,26 +60,7 @@ __all__ = [
     "window",
 ]
 
-
-__version__: str  # looked up on access, because the look-up takes longer than the rest of the import
-
-
-def _look_up(name: str) -> str:
-    if name == "__version__":
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            return version("attnspan")
-        except PackageNotFoundError:  # a source tree on the path
-            return "0+unknown"
-    if name in ("attention", "explain"):
-        # An ImportError, because `from attnspan import ...` replaces the text of an AttributeError.
-        raise ImportError(
-            f"attnspan.{name}: expected the name of a framework, got none. Write `from attnspan.torch import "
-            f"{name}`, or `from attnspan.jax import {name}`"
-        )
-    raise AttributeError(f"module 'attnspan' has no attribute {name!r}")
-
+__version__: str
 
 if not _typing.TYPE_CHECKING:  # A type checker would take every misspelt name for a str.
-    __getattr__ = _look_up
+    from attnspan.base.version import look_up as __getattr__  # noqa: F401

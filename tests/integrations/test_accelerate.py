@@ -35,7 +35,7 @@ from worlds import preload, ranks, torchrun, world  # noqa: E402
 from attnspan import causal, segments  # noqa: E402
 from attnspan.errors import DtypeError, OptionError  # noqa: E402
 from attnspan.integrations._accelerate_rows import _split, examine  # noqa: E402
-from attnspan.integrations.accelerate import context_parallel  # noqa: E402
+from attnspan.integrations.accelerate import context_parallel, disable  # noqa: E402
 from attnspan.integrations.transformers import attend, plans_only  # noqa: E402
 from attnspan.parallel import Layout  # noqa: E402
 from attnspan.testing import probe  # noqa: E402
@@ -333,6 +333,29 @@ def test_a_trainer_is_taken_once(tmp_path: Path) -> None:
             context_parallel(trainer, 2)
         with pytest.raises(OptionError, match="expected a divisor of 2 ranks, got 3"):
             trainer_of(model_of("llama"), "packed", 3, str(tmp_path))
+
+
+@ranks(2)
+def test_disable_gives_a_trainer_its_own_class_and_functions_back(tmp_path: Path) -> None:
+    with as_started_by_torchrun():
+        trainer = trainer_of(model_of("llama"), "packed", 1, str(tmp_path))
+        accelerator = trainer.accelerator
+        changed = trainer, accelerator, accelerator.state, accelerator.dataloader_config
+        before = [dict(vars(x)) for x in changed]
+        for _ in range(2):
+            assert type(context_parallel(trainer, 2)) is not Trainer
+            assert accelerator.state.parallelism_config.cp_size == 2
+            disable(trainer)
+            assert type(trainer) is Trainer
+            for x, own in zip(changed, before, strict=True):
+                assert vars(x).keys() == own.keys()
+                assert all(vars(x)[name] is own[name] for name in own)
+        with pytest.raises(OptionError, match="expected a trainer in groups of ranks, got Trainer"):
+            disable(trainer)
+        context_parallel(trainer, 2).train()
+        disable(trainer)
+        assert type(trainer) is Trainer
+        assert accelerator.gather.__self__ is accelerator
 
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "pretrain_packed.py"

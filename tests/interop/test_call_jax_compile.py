@@ -19,7 +19,7 @@ from attnspan.torch import SpecializedShapesWarning, attention, call_jax
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
-bridge = importlib.import_module("attnspan.interop.call_jax")
+bridge = importlib.import_module("attnspan.interop._call_jax")
 functions = pytest.importorskip("attnspan.interop._functions")
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # inductor's own
 compiles = pytest.mark.skipif(

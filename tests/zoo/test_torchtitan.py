@@ -282,6 +282,20 @@ def test_layers_of_flex_attention_keep_their_masks():
     assert type(model.layers["0"].attention.inner_attention) is theirs.FlexAttention
 
 
+def test_disable_gives_torchtitan_its_own_functions_back():
+    """And the override makes the patches again."""
+    places = (
+        (theirs, "_compiled_create_block_mask"),
+        (ours.context_parallel, "cp_shard"),
+        (ours.activation_checkpoint, "_get_default_save_ops"),
+    )
+    own = [getattr(*place).args[0] for place in places]
+    ours.disable()
+    assert all(getattr(*place) is function for place, function in zip(places, own, strict=True))
+    ours.attention(model_registry("debugmodel").model.layers[0].attention.inner_attention)
+    assert [getattr(*place).args[0] for place in places] == own
+
+
 def test_bad_configurations_say_what_to_change():
     with pytest.raises(OptionError, match='attn_backend="flex"'):
         ours.attention(theirs.ScaledDotProductAttention.Config())

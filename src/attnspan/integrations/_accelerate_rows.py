@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,10 +23,10 @@ from attnspan.parallel import Layout
 from attnspan.parallel.lowered import lower
 from attnspan.parallel.torch.mesh_plan import MeshPlan
 from attnspan.testing import probe
-from attnspan.torch.dtensor import ShardedMask
 
 from . import transformers as adapter
 from ._transformers_masks import WRITTEN, describe, write
+from ._transformers_names import attention_of
 
 __all__ = ["Kind", "Sharded", "Sharding", "base_of", "examine"]
 
@@ -170,8 +169,8 @@ def examine(model: Any) -> dict[str, Kind]:
 def _check_config(model: Any, name: str) -> None:
     config = model.config
     remedy = 'Load the model with attn_implementation="attnspan"'
-    got = repr(config._attn_implementation)
-    expect(config._attn_implementation == adapter.NAME, name, 'attention "attnspan"', got, remedy)
+    got = repr(attention_of(config))
+    expect(attention_of(config) == adapter.NAME, name, 'attention "attnspan"', got, remedy)
     alone = not config.is_encoder_decoder and not getattr(config, "add_cross_attention", False)
     expect(alone, name, "a decoder without cross attention", "an encoder-decoder model", _WITHOUT)
     expect(model.can_generate(), name, "a causal language model", "a model that does not generate", _WITHOUT)
@@ -291,23 +290,3 @@ def _split(inputs: Mapping[str, Any], batch: int, length: int) -> tuple[dict[str
         )
         whole[name] = x
     return whole, rest
-
-
-def _let_plans_pass() -> None:
-    """Let transformers pass plans on, as it does with prepared masks, which have four dims."""
-    read = masking_utils._preprocess_mask_arguments
-    if hasattr(read, "attnspan"):
-        return
-
-    @wraps(read)
-    def read_or_pass(config: Any, inputs_embeds: Any, attention_mask: Any, *rest: Any, **named: Any) -> Any:
-        if not isinstance(attention_mask, ShardedMask):
-            return read(config, inputs_embeds, attention_mask, *rest, **named)
-        ready, _, *others = read(config, inputs_embeds, inputs_embeds.new_empty(1, 1, 1, 1), *rest, **named)
-        return ready, attention_mask, *others
-
-    read_or_pass.attnspan = True  # type: ignore[attr-defined]
-    masking_utils._preprocess_mask_arguments = read_or_pass
-
-
-_let_plans_pass()

@@ -1,5 +1,6 @@
-"""`enable` and `disable`: they change the attention of one diffusers model or pipeline, and no other."""
+"""`enable` and `disable`: for one diffusers model or pipeline, and no other, or for diffusers itself."""
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -8,9 +9,12 @@ import diffusers
 from torch import nn
 
 from attnspan.errors import UsageError, expect
+from attnspan.torch import compat
 
-from ._diffusers_attention import NAME, check_config
+from ._diffusers_attention import NAME, attend, check_config
+from ._diffusers_names import forget_backend, register
 from ._diffusers_reroute import Reroute, is_rerouted, restored, uses_attention
+from ._patches import Patches
 
 __all__ = ["NAME", "Enabled", "disable", "enable"]
 
@@ -38,20 +42,22 @@ class Enabled:
         return f"attnspan in {len(self.layers)} attention layers{left}"
 
 
-def enable(model: Any, components: Iterable[str] | None = None) -> Enabled:
-    """Switch a model's attention to attnspan.
+def enable(model: Any = diffusers, components: Iterable[str] | None = None) -> Enabled:
+    """Switch a model's attention to attnspan, or register the backend "attnspan" in diffusers.
 
     Results equal diffusers' native backend up to rounding. Weights and the processors' options do not change,
     and no other model is affected. Call it again after you exchange processors (``set_attn_processor``,
     ``fuse_qkv_projections``, ``load_ip_adapter``).
 
     Args:
-        model: A diffusers model, a module that contains one, or a pipeline.
+        model: A diffusers model, a module that contains one, or a pipeline. Default: diffusers itself, whose
+            models then support ``set_attention_backend("attnspan")``. The import of this module calls
+            ``enable()``, so you need the default only after ``disable()``.
         components: Names of a pipeline's components. Default: all of its diffusers models with attention,
             except autoencoders.
 
     Returns:
-        The names of the changed and of the unchanged layers.
+        The names of the changed and of the unchanged layers. No names for diffusers itself.
 
     Raises:
         UsageError: There is no supported attention, a component is missing or belongs to another library, or
@@ -65,6 +71,9 @@ def enable(model: Any, components: Iterable[str] | None = None) -> Enabled:
         >>> print(enable(FluxTransformer2DModel(**sizes, **widths)))
         attnspan in 3 attention layers
     """
+    if model is diffusers:
+        _patches.apply(_enable)
+        return Enabled(())
     layers: list[str] = []
     left: list[str] = []
     route = Reroute.to()
@@ -94,15 +103,20 @@ _NONE_FOUND = (
 )
 
 
-def disable(model: Any, components: Iterable[str] | None = None) -> None:
+def disable(model: Any = diffusers, components: Iterable[str] | None = None) -> None:
     """Undo `enable`. A model without enabled attention does not change.
 
+    ``disable()`` undoes ``enable()``: diffusers has its own functions again, and does not know the name
+    "attnspan". Models that you passed to `enable` keep attnspan. Models whose backend you set to "attnspan"
+    raise an error when they run, so call ``reset_attention_backend()`` on them before.
+
     Args:
-        model: The argument of `enable`.
+        model: The argument of `enable`. Default: diffusers itself.
         components: The argument of `enable`.
 
     Raises:
-        UsageError: A component is missing or belongs to another library.
+        UsageError: A component is missing or belongs to another library. Or another package has patched the
+            same function of diffusers since.
 
     Example:
         >>> from diffusers.models.attention_processor import Attention
@@ -111,10 +125,12 @@ def disable(model: Any, components: Iterable[str] | None = None) -> None:
         attnspan in 1 attention layers
         >>> disable(layer)
     """
+    if model is diffusers:
+        _patches.undo()
+        return
     for _, part in _parts(model, components):
         for _, x, owner in _processors(part):
-            if getattr(x, "_attention_backend", None) == NAME:
-                del x._attention_backend  # Its class has the original backend.
+            forget_backend(x, NAME)
             if is_rerouted(x):
                 new = restored(x)
                 if owner is not None:
@@ -162,6 +178,35 @@ def _parts(model: Any, components: Iterable[str] | None) -> Iterator[tuple[str, 
 
 
 def _is_model(x: Any) -> bool:
-    # A compiled component is a module that wraps the model.
-    x = getattr(x, "_orig_mod", x)
+    x = compat.original(x)
     return isinstance(x, diffusers.ModelMixin) and ".autoencoders." not in type(x).__module__
+
+
+_patches = Patches("diffusers")
+
+
+def _enable() -> None:
+    _patches.later(register(NAME, attend))
+    _follow_set_attention_backend()
+
+
+def _follow_set_attention_backend() -> None:
+    """Let a model's own method also change older processors, which would silently keep torch's attention."""
+    mixin = diffusers.ModelMixin
+    set_backend, reset_backend = mixin.set_attention_backend, mixin.reset_attention_backend
+
+    @functools.wraps(set_backend)
+    def set_attention_backend(self: Any, backend: str) -> None:
+        if backend.lower() == NAME:
+            enable(self)
+        else:
+            disable(self)
+        set_backend(self, backend)
+
+    @functools.wraps(reset_backend)
+    def reset_attention_backend(self: Any) -> None:
+        disable(self)
+        reset_backend(self)
+
+    _patches.set(mixin, "set_attention_backend", set_attention_backend)
+    _patches.set(mixin, "reset_attention_backend", reset_attention_backend)

@@ -23,6 +23,7 @@ from attnspan.parallel import Layout, Strategy
 from attnspan.parallel.torch.comm import Ranks
 from attnspan.parallel.torch.groups import group_of
 from attnspan.parallel.torch.loss import sum_gradients
+from attnspan.torch import compat
 
 from ._diffusers_enable import enable
 from ._diffusers_hooks import LayerHooks, Parallel, Part, Sequence, streams_of
@@ -153,8 +154,8 @@ def _check_plan(transformer: nn.Module, plan: TokenPlan) -> None:
 
 
 def _check_fresh(transformer: nn.Module) -> None:
-    compiled = any(getattr(x, "_compiled_call_impl", None) is not None for x in transformer.modules())
-    compiled = compiled or hasattr(transformer, "_orig_mod")
+    compiled = compat.original(transformer) is not transformer
+    compiled = compiled or any(compat.is_compiled(x) for x in transformer.modules())
     remedy = "Call parallelize first, then compile"
     expect(not compiled, "transformer", "a model that is not compiled", "a compiled model", remedy)
     remedy = "Call unparallelize(transformer) first"
@@ -172,7 +173,7 @@ def _parts(
     names = mesh.mesh_dim_names or ()
     remedy = "Make the mesh with mesh_dim_names=..., and pass one of these names"
     expect(batch in names, "batch", f"a mesh dimension among {names}", repr(batch), remedy)
-    group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+    group = mesh.get_group() if mesh.ndim == 1 else compat.flattened(mesh).get_group()
     of_rows = mesh[batch].get_group()
     rows = Part(of_rows.size(), of_rows.rank(), of_rows.group_name)
     others = tuple(name for name in names if name != batch)

@@ -21,6 +21,7 @@ from attnspan.base.forks import ForkSafeLock
 from attnspan.errors import ShapeError, expect
 
 from ._diffusers_attention import NAME, attend
+from ._diffusers_names import supported_backends
 
 __all__ = ["Reroute", "is_rerouted", "restored", "uses_attention"]
 
@@ -71,8 +72,7 @@ class Reroute:
                 # A twin stands right before its ancestor, so super() finds the rerouted method.
                 twins = tuple(self._twin(x) for x in base.__mro__ if x is base or _methods(x))
                 members = {"_attnspan_base": base, "_attnspan_route": self, "__reduce_ex__": _reduce}
-                if hasattr(base, "_SUPPORTED_BACKENDS"):  # AnyFlow needs a backend with BlockMask.
-                    members["_SUPPORTED_BACKENDS"] = (*base._SUPPORTED_BACKENDS, NAME)
+                members |= supported_backends(base, NAME)
                 if not hasattr(base, "_parallel_config"):
                     members["_parallel_config"] = property(_config_of, _set_config)
                 self._classes[base] = _named_as(base, twins, members)

@@ -15,8 +15,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _functional_collectives
-from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from attnspan.masks import full
 from attnspan.parallel.layout import Layout
@@ -24,6 +22,7 @@ from attnspan.parallel.local import LocalPlan
 from attnspan.parallel.strategy import Strategy, split_heads
 from attnspan.parallel.torch.agreement import Agreement, raise_broken
 from attnspan.parallel.torch.ops import backend_for_parts, sharded_attention
+from attnspan.torch import compat
 from attnspan.torch.choice import torchs_backend
 
 __all__ = ["attend_rows", "cut", "entered", "gather", "share", "watch"]
@@ -67,7 +66,7 @@ def cut(x: Tensor, dim: int, streams: Sequence[int], ranks: int, rank: int) -> T
 @torch.library.custom_op("attnspan::gather_tokens", mutates_args=())
 def _gather(x: Tensor, dim: int, streams: Sequence[int], ranks: int, rank: int, group: str) -> Tensor:
     del rank
-    most, whole = sum(share(rows, ranks, 0) for rows in streams), _resolve_process_group(group)  # type: ignore[arg-type]
+    most, whole = sum(share(rows, ranks, 0) for rows in streams), compat.resolve_process_group(group)
     mine = _padded(x, dim, most).contiguous()
     parts = mine.new_empty((ranks, *mine.shape)).unbind()
     try:
@@ -146,7 +145,7 @@ def _(x: Tensor, group: str, sizes: Sequence[int]) -> Tensor:
 
 
 def _leave(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    total = _functional_collectives.all_reduce(grad.contiguous(), "sum", ctx.group)
+    total = compat.all_reduce(grad.contiguous(), "sum", ctx.group)
     return total / ctx.ranks, None, None
 
 

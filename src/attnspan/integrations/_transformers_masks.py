@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,10 +14,22 @@ from attnspan.base.installed import require_names
 from attnspan.base.recorded import is_recorded
 from attnspan.masks import Mask, causal, from_predicate, full, global_keys, groups, keys, segments, window
 from attnspan.torch._watched import constant_when_traced
+from attnspan.torch.dtensor import ShardedMask
 
+from ._patches import Patches
+from ._transformers_names import READ_ARGUMENTS, attention_of
 from ._transformers_positions import documents_of, is_new, positions_of
 
-__all__ = ["NAME", "WRITTEN", "AllPairsWarning", "describe", "make_mask", "reads_masks", "write"]
+__all__ = [
+    "NAME",
+    "WRITTEN",
+    "AllPairsWarning",
+    "describe",
+    "make_mask",
+    "patch_masks",
+    "reads_masks",
+    "write",
+]
 
 #: The name of this attention in transformers.
 NAME = "attnspan"
@@ -56,7 +67,20 @@ class _Known:
         return self.fn(batch_idx, head_idx, q_idx, kv_idx)
 
 
-def _say_what_they_are() -> None:
+def patch_masks(patches: Patches) -> None:
+    """Let transformers' functions that make masks describe them, read positions and pass plans on."""
+    _say_what_they_are(patches)
+    patches.replace(masking_utils, READ_ARGUMENTS, _reading_documents(getattr(masking_utils, READ_ARGUMENTS)))
+    for kind in ("causal", "sliding_window_causal", "chunked_causal", "bidirectional", _BOTH_WAYS):
+        name = f"create_{kind}_mask"
+        require_names(masking_utils, [name], "attnspan.integrations.transformers", "transformers")
+        patches.replace(masking_utils, name, _with_documents(getattr(masking_utils, name)))
+
+
+_BOTH_WAYS = "bidirectional_sliding_window"
+
+
+def _say_what_they_are(patches: Patches) -> None:
     """Let the functions that make mask functions return functions with a description.
 
     Closures contain the same information, but the compiler does not let a program read them.
@@ -75,18 +99,7 @@ def _say_what_they_are() -> None:
     if hasattr(masking_utils, "remap_positions_for_packed_sequence"):  # since 5.23
         kinds["remap_positions_for_packed_sequence"] = "positions"
     for name, kind in kinds.items():
-        make = getattr(masking_utils, name)
-        if not hasattr(make, "attnspan_kind"):
-            _replace(name, make, _describing(make, kind))
-
-
-def _replace(name: str, old: Any, new: Any) -> None:
-    """Replace a function of transformers' masks, also in modules that have already imported it."""
-    for module in list(sys.modules.values()):
-        # getattr would make lazy modules import their contents.
-        names = getattr(module, "__dict__", {})
-        if names.get(name) is old:
-            names[name] = new
+        patches.replace(masking_utils, name, _describing(getattr(masking_utils, name), kind))
 
 
 def _describing(make: Callable[..., Any], kind: str) -> Callable[..., Any]:
@@ -98,30 +111,27 @@ def _describing(make: Callable[..., Any], kind: str) -> Callable[..., Any]:
 
     described.__name__, described.__doc__ = make.__name__, make.__doc__
     described.__wrapped__ = make  # type: ignore[attr-defined]
-    described.attnspan_kind = kind  # type: ignore[attr-defined]
     return described
 
 
-def _see_documents_beside_a_new_cache() -> None:
+def _reading_documents(read: Callable[..., Any]) -> Callable[..., Any]:
     """Let restarting positions mean documents even if the model makes a cache, as models do by default.
 
-    transformers reads positions only without a cache. With an empty cache, all tokens are present too.
+    transformers reads positions only without a cache. With an empty cache, all tokens are present too. Plans
+    of context parallelism are passed on, as transformers does with prepared masks, which have four dims.
     """
-    require_names(
-        masking_utils, ["_preprocess_mask_arguments"], "attnspan.integrations.transformers", "transformers"
-    )
-    read = masking_utils._preprocess_mask_arguments
-    if hasattr(read, "attnspan_documents"):
-        return
-
     # transformers 5.24 renamed the cache.
     names = tuple(inspect.signature(read).parameters)
 
     @functools.wraps(read)
     def read_documents(*args: Any, **named: Any) -> Any:
-        found, given = read(*args, **named), {**dict(zip(names, args, strict=False)), **named}
+        given = {**dict(zip(names, args, strict=False)), **named}
         config, inputs_embeds, attention_mask, cache, position_ids = (given[name] for name in names[:5])
-        if attention_mask is not None or cache is None or config._attn_implementation != NAME:
+        if isinstance(attention_mask, ShardedMask):
+            ready, _, *others = read(**{**given, names[2]: inputs_embeds.new_empty(1, 1, 1, 1)})
+            return ready, attention_mask, *others
+        found = read(**given)
+        if attention_mask is not None or cache is None or attention_of(config) != NAME:
             return found
         ready, mask, packed, q_len, k_len, q_offset, *others = found
         if ready or packed is not None or position_ids is None or position_ids.dim() != 2:
@@ -132,21 +142,7 @@ def _see_documents_beside_a_new_cache() -> None:
         packed = masking_utils.find_packed_sequence_indices(positions)
         return ready, mask, packed, q_len, k_len, q_offset, *others
 
-    read_documents.attnspan_documents = True  # type: ignore[attr-defined]
-    _replace("_preprocess_mask_arguments", read, read_documents)
-
-
-def _see_documents_without_positions() -> None:
-    """Let all masks of a model's own tokens use the positions that the model was called with."""
-    for kind in ("causal", "sliding_window_causal", "chunked_causal", "bidirectional", _BOTH_WAYS):
-        name = f"create_{kind}_mask"
-        require_names(masking_utils, [name], "attnspan.integrations.transformers", "transformers")
-        make = getattr(masking_utils, name)
-        if not hasattr(make, "attnspan_documents"):
-            _replace(name, make, _with_documents(make))
-
-
-_BOTH_WAYS = "bidirectional_sliding_window"
+    return read_documents
 
 
 def _with_documents(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,7 +153,7 @@ def _with_documents(make: Callable[..., Any]) -> Callable[..., Any]:
     def with_documents(*args: Any, **named: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **named}
         positions = positions_of(given["inputs_embeds"])
-        ours = given["config"]._attn_implementation == NAME and given.get("encoder_hidden_states") is None
+        ours = attention_of(given["config"]) == NAME and given.get("encoder_hidden_states") is None
         if not ours or positions is None:
             return make(**given)
         if "position_ids" in names and given.get("attention_mask") is None:
@@ -168,7 +164,6 @@ def _with_documents(make: Callable[..., Any]) -> Callable[..., Any]:
             given["and_mask_function"] = found if own is None else masking_utils.and_masks(own, found)
         return make(**given)
 
-    with_documents.attnspan_documents = True  # type: ignore[attr-defined]
     return with_documents
 
 
@@ -365,8 +360,3 @@ def _say_once(what: str) -> None:
         _said.add(what)
         message = f"attnspan: {what} for all pairs of queries and keys in each step."
         warnings.warn(message, AllPairsWarning, stacklevel=2)
-
-
-_say_what_they_are()
-_see_documents_beside_a_new_cache()
-_see_documents_without_positions()

@@ -15,6 +15,9 @@ from transformers import PreTrainedModel
 
 from attnspan.base.recorded import is_recorded
 
+from ._patches import Patches
+from ._transformers_names import attention_of
+
 __all__ = ["documents_of", "follow", "follow_all", "is_new", "positions_of"]
 
 
@@ -52,16 +55,16 @@ def is_new(cache: Any) -> bool:
     return cache is None or (not cache.is_compileable and cache.get_seq_length() == 0)
 
 
-def follow(kind: type[PreTrainedModel], name: str) -> None:
+def follow(patches: Patches, kind: type[PreTrainedModel], name: str) -> None:
     """Let models of a class store their positions while they run, if their attention is ``name``."""
     owner = next(x for x in kind.__mro__ if "forward" in vars(x))
     forward = vars(owner)["forward"]
-    if not issubclass(owner, PreTrainedModel) or hasattr(forward, "attnspan_positions"):
+    if not issubclass(owner, PreTrainedModel) or hasattr(forward, _FOLLOWED):
         return
     names = list(inspect.signature(forward).parameters)[1:]
 
     def keep_positions(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.config._attn_implementation != name:
+        if attention_of(self.config) != name:
             return forward(self, *args, **kwargs)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         # As in transformers, a mask means that positions do not describe documents.
@@ -75,14 +78,17 @@ def follow(kind: type[PreTrainedModel], name: str) -> None:
     # torch.compile counts the programs of a code object, and remembers by the name of the code which sizes
     # and numbers vary. Each class has its own, as without this function.
     keep_positions.__code__ = keep_positions.__code__.replace(co_name=f"{owner.__qualname__}.forward")
-    keep_positions.attnspan_positions = True  # type: ignore[attr-defined]
-    owner.forward = functools.wraps(forward)(keep_positions)  # type: ignore[attr-defined]
+    setattr(keep_positions, _FOLLOWED, True)
+    patches.set(owner, "forward", functools.wraps(forward)(keep_positions))
 
 
-def follow_all(name: str) -> None:
+_FOLLOWED = "attnspan_positions"
+
+
+def follow_all(patches: Patches, name: str) -> None:
     """Call `follow` for all existing classes."""
     for kind in _kinds(PreTrainedModel):
-        follow(kind, name)
+        follow(patches, kind, name)
 
 
 def _kinds(kind: type) -> Iterator[type]:

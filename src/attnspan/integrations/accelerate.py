@@ -37,8 +37,9 @@ from accelerate.utils import recursively_apply  # noqa: E402
 from transformers import Trainer  # noqa: E402
 
 from ._accelerate_rows import Sharding, base_of, examine  # noqa: E402
+from ._patches import Patches  # noqa: E402
 
-__all__ = ["context_parallel"]
+__all__ = ["context_parallel", "disable"]
 
 _Trainer = TypeVar("_Trainer", bound=Trainer)
 
@@ -77,10 +78,40 @@ def context_parallel(trainer: _Trainer, degree: int | None = None, *, strategy: 
         Strategy.parse(strategy, degree)
     if degree == 1:
         return trainer
-    mesh = _on_mesh(trainer.accelerator, degree)
-    kinds = _examined(trainer.model)
-    _share(trainer, Sharding(base_of(trainer.model), kinds, mesh, strategy))
+    patches = Patches("the trainer")
+    patches.apply(lambda: _apply(patches, trainer, degree, strategy))
+    trainer._attnspan_patches = patches
     return trainer
+
+
+def disable(trainer: Trainer) -> None:
+    """Undo `context_parallel`: the trainer and its accelerator have their own class and functions again.
+
+    Args:
+        trainer: The result of `context_parallel`.
+
+    Raises:
+        OptionError: The trainer is not in groups of ranks, or it trains now.
+        UsageError: Another package has patched the same function since.
+
+    Example, of a trainer that continues with one rank for each batch::
+
+        disable(trainer)
+        trainer.train()
+    """
+    what, got = "disable: trainer", type(trainer).__name__
+    remedy = "Pass the result of context_parallel"
+    expect(isinstance(trainer, _ContextParallel), what, "a trainer in groups of ranks", got, remedy)
+    remedy = "Call disable after train() has returned"
+    expect(not trainer.is_in_train, what, "a trainer that is not training", "one that is", remedy)
+    trainer._attnspan_patches.undo()
+    del trainer._attnspan_patches
+
+
+def _apply(patches: Patches, trainer: Any, degree: int, strategy: str) -> None:
+    mesh = _on_mesh(patches, trainer.accelerator, degree)
+    kinds = _examined(trainer.model)
+    _share(patches, trainer, Sharding(base_of(trainer.model), kinds, mesh, strategy))
 
 
 def _check_trainer(trainer: Any) -> None:
@@ -124,7 +155,7 @@ def _degree(trainer: Any, degree: int | None) -> int:
     return degree
 
 
-def _on_mesh(accelerator: Any, degree: int) -> DeviceMesh:
+def _on_mesh(patches: Patches, accelerator: Any, degree: int) -> DeviceMesh:
     """Return the ranks of this group. accelerate loads and counts data by groups instead of ranks."""
     state, config = accelerator.state, accelerator.parallelism_config
     if config is None or not config.cp_enabled:
@@ -140,18 +171,29 @@ def _on_mesh(accelerator: Any, degree: int) -> DeviceMesh:
             remedy,
         )
         config = ParallelismConfig(dp_shard_size=accelerator.num_processes // degree, cp_size=degree)
-        state.parallelism_config = config
-        state.device_mesh = config.get_device_mesh(accelerator.device.type)
+        _share_by(patches, state, config, config.get_device_mesh(accelerator.device.type))
     expect(
         not config.tp_enabled, "context_parallel: tp_size", "1", config.tp_size, "Use data and context ranks"
     )
     # The hooks of accelerate's own context parallelism remove masks.
-    accelerator._prepare_cp = lambda *prepared: prepared
+    patches.set(accelerator, "_prepare_cp", lambda *prepared: prepared)
     loading, remedy = accelerator.dataloader_config, "Leave it out, because each rank reads its own batches"
     expect(not loading.dispatch_batches, "context_parallel: dispatch_batches", "False", "True", remedy)
-    loading.dispatch_batches = False
+    patches.set(loading, "dispatch_batches", False)
     mesh: DeviceMesh = state.device_mesh["cp"]
     return mesh
+
+
+def _share_by(patches: Patches, state: Any, config: Any, mesh: DeviceMesh) -> None:
+    before = state.parallelism_config, state.device_mesh
+    state.parallelism_config, state.device_mesh = config, mesh
+
+    def restore() -> None:
+        # All trainers share the state, and each new trainer sets it anew.
+        if state.parallelism_config is config:
+            state.parallelism_config, state.device_mesh = before
+
+    patches.later(restore)
 
 
 def _examined(model: Any) -> Any:
@@ -169,13 +211,23 @@ def _of_all_ranks(x: Any, group: Any = None) -> list[Any]:
     return every
 
 
-def _share(trainer: Any, sharding: Sharding) -> None:
-    kind = type(trainer)
-    trainer.__class__ = type(kind.__name__, (_ContextParallel, kind), {"__module__": kind.__module__})
-    trainer._sharding, trainer._compared, trainer._wants_logits = sharding, False, False
-    trainer._gather = trainer.__dict__.pop("gather_function")
+def _share(patches: Patches, trainer: Any, sharding: Sharding) -> None:
+    kind, own = type(trainer), trainer.__dict__
+    before = dict(own)
+    own.update(_sharding=sharding, _compared=False, _wants_logits=False, _gather=own.pop("gather_function"))
     if hasattr(trainer, "_tp_size"):  # TRL divides token counts by the ranks with equal batches.
-        trainer._tp_size *= sharding.mesh.size()
+        own["_tp_size"] *= sharding.mesh.size()
+    trainer.__class__ = type(kind.__name__, (_ContextParallel, kind), {"__module__": kind.__module__})
+
+    def restore() -> None:
+        trainer.__class__ = kind
+        own["gather_function"] = own.pop("_gather")
+        for name in ("_sharding", "_compared", "_wants_logits"):
+            del own[name]
+        if "_tp_size" in before:
+            own["_tp_size"] = before["_tp_size"]
+
+    patches.later(restore)
 
 
 class _OnRows:

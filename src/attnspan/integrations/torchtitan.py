@@ -1,8 +1,9 @@
 """attnspan in torchtitan 0.3: ``--override.imports attnspan.integrations.torchtitan.attention``.
 
-Importing this module registers the override. Models still request FlexAttention's masks. For attnspan's
-layers, the function that makes these masks returns spans, and the function that shards them for context
-parallelism takes this rank's queries. Everything else works as before, also FlexAttention's own layers.
+Importing this module registers the override and calls `enable`. Models still request FlexAttention's masks.
+For attnspan's layers, the function that makes these masks returns spans, and the function that shards them
+for context parallelism takes this rank's queries. Everything else works as before, also FlexAttention's own
+layers.
 """
 
 import functools
@@ -19,7 +20,7 @@ from attnspan.errors import ShapeError, UsageError, expect
 from attnspan.masks import Prepared
 from attnspan.masks.bounds import Spans
 from attnspan.parallel import Layout
-from attnspan.torch import SAVE_OPS
+from attnspan.torch import SAVE_OPS, compat
 from attnspan.torch import attention as span_attention
 from attnspan.torch.block_mask import to_block_mask
 from attnspan.torch.choice import torchs_backend
@@ -28,12 +29,6 @@ require("torchtitan", "attnspan.integrations.torchtitan", "torchtitan", ("0.3", 
 
 import spmd_types as spmd  # noqa: E402
 from spmd_types.runtime import get_partition_spec  # noqa: E402
-from torch.distributed.tensor.experimental._attention import (  # noqa: E402
-    _context_parallel_shard,
-    _HeadTailLoadBalancer,
-    _LoadBalancer,
-    _PTRRLoadBalancer,
-)
 from torchtitan.config.configurable import Configurable  # noqa: E402
 from torchtitan.config.override import override  # noqa: E402
 from torchtitan.distributed import activation_checkpoint  # noqa: E402
@@ -41,9 +36,13 @@ from torchtitan.distributed.context_parallel import api as context_parallel  # n
 from torchtitan.distributed.utils import get_spmd_backend  # noqa: E402
 from torchtitan.models.common import attention as theirs  # noqa: E402
 
+from ._patches import Patches  # noqa: E402
 from ._torchtitan_masks import AllPairsWarning, SpanMask, make_mask  # noqa: E402
 
-__all__ = ["AllPairsWarning", "Attention", "SpanMask", "attention", "make_mask"]
+__all__ = ["AllPairsWarning", "Attention", "SpanMask", "attention", "disable", "enable", "make_mask"]
+
+
+torchs = compat.context_parallel()
 
 
 class _SpansWanted(int):
@@ -161,7 +160,8 @@ def attention(config: Any) -> Attention.Config:
     """Replace the inner attention of a decoder's layers: FlexAttention or VarlenAttention.
 
     Pass it as ``--override.imports attnspan.integrations.torchtitan.attention``, or as
-    ``OverrideConfig(imports=["attnspan.integrations.torchtitan.attention"])``.
+    ``OverrideConfig(imports=["attnspan.integrations.torchtitan.attention"])``. torchtitan calls it once for
+    each layer. It calls `enable`.
 
     Args:
         config: Config of the layer's inner attention.
@@ -184,6 +184,7 @@ def attention(config: Any) -> Attention.Config:
     expect(covered, "attention", "FlexAttention or VarlenAttention", got, remedy)
     left, right = getattr(config, "window_size", (-1, 0))
     expect(right == 0, "window_size", "(any, 0), which is causal", (left, right), remedy)
+    enable()
     # The kernel's own options are dropped, such as Triton's block sizes.
     return Attention.Config(
         param_init=config.param_init, sharding_config=config.sharding_config, window=left + 1
@@ -209,7 +210,7 @@ def _shard(
         got = type(mask).__name__
         expect(isinstance(mask, SpanMask), f"mask {key}", "spans", got, remedy, error=UsageError)
     balancer = _balancer(load_balancer_type, masks, ptrr_mask_key, inputs[0].shape[input_seq_dim], cp_mesh)
-    mine = _context_parallel_shard(
+    mine = torchs.shard(
         mesh=cp_mesh, buffers=inputs, seq_dims=(input_seq_dim,) * len(inputs), load_balancer=balancer
     )
     order = balancer._generate_indices().to(inputs[0].device, torch.int64)
@@ -222,7 +223,7 @@ def _shard(
     return tuple(mine), local if isinstance(attention_masks, dict) else local[""]
 
 
-class _Fixed(_LoadBalancer):
+class _Fixed(torchs.LoadBalancer):  # type: ignore[misc,name-defined]
     """A known order of tokens, shape (1|B, S)."""
 
     def __init__(self, order: Tensor) -> None:
@@ -243,13 +244,13 @@ def _balancer(
     if kind is None:
         return _Fixed(torch.arange(seq_len, device=bounds.device)[None])
     if kind == "headtail":
-        return _HeadTailLoadBalancer(seq_len, ranks, bounds.device)
+        return torchs.HeadTailLoadBalancer(seq_len, ranks, bounds.device)
     if kind == "ptrr":
         remedy = "Set --parallelism.context_parallel_ptrr_mask_key"
         key = next(iter(masks)) if len(masks) == 1 else key
         expect(key in masks, "context_parallel_ptrr_mask_key", " or ".join(masks), str(key), remedy)
         spans = Spans(masks[str(key)].bounds, seq_len)
-        return _PTRRLoadBalancer(to_block_mask(spans, seq_len, seq_len, batch=len(bounds)), ranks)
+        return torchs.PTRRLoadBalancer(to_block_mask(spans, seq_len, seq_len, batch=len(bounds)), ranks)
     names = 'None, "headtail", "ptrr" or "attnspan"'
     remedy = "Set --parallelism.context_parallel_load_balancer"
     expect(kind == "attnspan", "context_parallel_load_balancer", names, kind, remedy)
@@ -279,8 +280,25 @@ def _with_ours(make: Callable[[], set[Any]]) -> set[Any]:
     return make() | set(SAVE_OPS)
 
 
-def _extend() -> None:
-    """Wrap torchtitan's functions with the three functions above, which check whose layers they serve."""
+_patches = Patches("torchtitan")
+
+
+def enable() -> None:
+    """Wrap the three functions of torchtitan that make masks, shard them, and list results to keep.
+
+    The wrappers change nothing for models with other attention. The import of this module and `attention`
+    call it.
+
+    Raises:
+        ImportError: torchtitan lacks one of the functions.
+
+    Example:
+        >>> enable()  # It is enabled already.
+    """
+    _patches.apply(_enable)
+
+
+def _enable() -> None:
     parts = (
         (theirs, "_compiled_create_block_mask", _compiled_or_spans),
         (context_parallel, "cp_shard", _shard),
@@ -288,7 +306,23 @@ def _extend() -> None:
     )
     for module, name, ours in parts:
         require_names(module, [name], "attnspan.integrations.torchtitan", "torchtitan")
-        setattr(module, name, functools.partial(ours, getattr(module, name)))
+        _patches.set(module, name, functools.partial(ours, getattr(module, name)))
 
 
-_extend()
+def disable() -> None:
+    """Undo `enable`, so that torchtitan has its own functions again.
+
+    Models that were built with attnspan's attention then raise an error, because they get other masks. The
+    override stays registered. torchtitan uses it only if you list it, and it calls `enable`.
+
+    Raises:
+        UsageError: Another package has patched the same function since.
+
+    Example:
+        >>> disable()
+        >>> enable()
+    """
+    _patches.undo()
+
+
+enable()

@@ -1,9 +1,9 @@
 """attnspan in Hugging Face transformers: ``from_pretrained(..., attn_implementation="attnspan")``.
 
-Importing this module registers the attention and its mask. transformers describes a mask as a function of
-indices that is composed of a few known functions. This module adds a description to each known function. The
-mask is then lowered to spans in O(S), once for each kind of layer and step, also in compiled code. Any other
-function is evaluated on all pairs, and attnspan warns once.
+Importing this module calls `enable`, which registers the attention and its mask. transformers describes a
+mask as a function of indices that is composed of a few known functions. This module adds a description to
+each known function. The mask is then lowered to spans in O(S), once for each kind of layer and step, also in
+compiled code. Any other function is evaluated on all pairs, and attnspan warns once.
 """
 
 import functools
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnspan.base.installed import require, require_names
+from attnspan.base.installed import require
 from attnspan.base.recorded import is_recorded
 from attnspan.call.options import dense_bias
 from attnspan.errors import DtypeError, ShapeError, expect
@@ -34,13 +34,21 @@ require("transformers", "attnspan.integrations.transformers", "transformers", ("
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel  # noqa: E402
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: E402
 
-from ._transformers_masks import NAME, WRITTEN, AllPairsWarning, make_mask  # noqa: E402
+from ._patches import Patches  # noqa: E402
+from ._transformers_masks import NAME, WRITTEN, AllPairsWarning, make_mask, patch_masks  # noqa: E402
+from ._transformers_names import CAN_SET, attention_of, unregister  # noqa: E402
 from ._transformers_positions import follow, follow_all  # noqa: E402
 
-__all__ = ["NAME", "AllPairsWarning", "OwnAttentionWarning", "attend", "make_mask", "plans_only"]
-
-_CAN_SET = "_can_set_attn_implementation"
-require_names(PreTrainedModel, [_CAN_SET], "attnspan.integrations.transformers", "transformers")
+__all__ = [
+    "NAME",
+    "AllPairsWarning",
+    "OwnAttentionWarning",
+    "attend",
+    "disable",
+    "enable",
+    "make_mask",
+    "plans_only",
+]
 
 # Lists of key blocks of unknown sizes, and arguments of paged caches.
 _REFUSED = ("topk_indices", "block_indices", "block_table", "read_index", "write_index", "cache")
@@ -162,7 +170,7 @@ def _refuse(given: dict[str, Any]) -> None:
 
 def _expect_no_mask(module: torch.nn.Module, is_causal: bool, q_len: int, k_len: int) -> None:
     """Raise if padding, windows and documents would be lost because `make_mask` was not called."""
-    name = getattr(getattr(module, "config", None), "_attn_implementation", NAME)
+    name = attention_of(getattr(module, "config", None), NAME)
     known = name == NAME or name in ALL_MASK_ATTENTION_FUNCTIONS
     remedy = f"Load the model with {NAME!r}, or call AttentionMaskInterface.register({name!r}, make_mask)"
     expected = "a mask, which transformers makes only for names with a mask function"
@@ -305,7 +313,8 @@ def _give_offsets(model: PreTrainedModel) -> None:
         asked: Any = getattr(module, "is_flash_attention_requested", None)
         if asked is not None and _takes_offsets(type(part)):
             if not hasattr(asked, "attnspan"):
-                asked = module.is_flash_attention_requested = _also_ours(asked)
+                asked = _also_ours(asked)
+                _patches.set(module, "is_flash_attention_requested", asked)
             asked.attnspan.add(type(part.config))
 
 
@@ -320,7 +329,7 @@ def _also_ours(asked: Callable[..., bool]) -> Callable[..., bool]:
     kinds: set[type] = set()
 
     def is_flash_attention_requested(config: Any = None, *args: Any, **kwargs: Any) -> bool:
-        ours = type(config) in kinds and config._attn_implementation == NAME and not args and not kwargs
+        ours = type(config) in kinds and attention_of(config) == NAME and not args and not kwargs
         return ours or asked(config, *args, **kwargs)
 
     is_flash_attention_requested.attnspan = kinds  # type: ignore[attr-defined]
@@ -333,7 +342,7 @@ def _expect_our_attention(model: PreTrainedModel) -> None:
     Raises if such a model uses transformers' masks.
     """
     models = [x for x in model.modules() if isinstance(x, PreTrainedModel)]
-    if model.config._attn_implementation != NAME or any(getattr(x, _CAN_SET)() for x in models):
+    if attention_of(model.config) != NAME or any(getattr(x, CAN_SET)() for x in models):
         return
     module = vars(sys.modules[type(model).__module__])
     if any(getattr(x, "__module__", "") == "transformers.masking_utils" for x in module.values()):
@@ -351,7 +360,7 @@ def _refuse_own_attention(model: PreTrainedModel) -> None:
 
 def _expect_no_table(model: PreTrainedModel) -> None:
     """Raise if a model selects its attention class from a table that has only transformers' own names."""
-    if model.config._attn_implementation != NAME:
+    if attention_of(model.config) != NAME:
         return
     for table in vars(sys.modules[type(model).__module__]).values():
         if type(table) is dict and "eager" in table and NAME not in table:
@@ -360,28 +369,65 @@ def _expect_no_table(model: PreTrainedModel) -> None:
 
 def _around_making_a_model() -> None:
     init, post_init = PreTrainedModel.__init__, PreTrainedModel.post_init
-    if hasattr(post_init, "attnspan"):
-        return
 
     @functools.wraps(init)
     def look_and_init(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         _expect_no_table(self)
 
-    PreTrainedModel.__init__ = look_and_init  # type: ignore[method-assign]
-
     @functools.wraps(post_init)
     def and_look(self: PreTrainedModel) -> None:
         post_init(self)  # type: ignore[no-untyped-call]
-        follow(type(self), NAME)
+        follow(_patches, type(self), NAME)
         _expect_our_attention(self)
         _give_offsets(self)
 
-    and_look.attnspan = True  # type: ignore[attr-defined]
-    PreTrainedModel.post_init = and_look  # type: ignore[method-assign]
+    _patches.set(PreTrainedModel, "__init__", look_and_init)
+    _patches.set(PreTrainedModel, "post_init", and_look)
 
 
-_around_making_a_model()
-follow_all(NAME)
-AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, make_mask)
+_patches = Patches("transformers")
+
+
+def enable() -> None:
+    """Register the name "attnspan" in transformers, and patch transformers' functions that make masks.
+
+    The import of this module calls it. You need it only after `disable`.
+
+    Raises:
+        ImportError: transformers lacks a function that attnspan patches.
+
+    Example:
+        >>> enable()  # It is enabled already.
+    """
+    _patches.apply(_enable)
+
+
+def _enable() -> None:
+    patch_masks(_patches)
+    _around_making_a_model()
+    follow_all(_patches, NAME)
+    for interface, ours in ((AttentionInterface, attend), (AttentionMaskInterface, make_mask)):
+        interface.register(NAME, ours)
+        _patches.later(functools.partial(unregister, interface, NAME))
+
+
+def disable() -> None:
+    """Undo `enable`. transformers then has its own functions again, and does not know the name "attnspan".
+
+    Models that were loaded with "attnspan" raise an error when they run, until you call `enable`, or
+    ``model.set_attn_implementation`` with another name.
+
+    Raises:
+        UsageError: Another package has patched the same function since.
+
+    Example:
+        >>> disable()
+        >>> "attnspan" in ALL_MASK_ATTENTION_FUNCTIONS
+        False
+        >>> enable()
+    """
+    _patches.undo()
+
+
+enable()

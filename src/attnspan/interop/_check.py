@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnspan.masks import Mask, causal, documents, full
+from attnspan.torch import compat
 from attnspan.torch._attention import attention
 
 from ._contract import address, as_tuple, expect_declared
 
 if TYPE_CHECKING:
-    from .wrap import Wrapped
+    from ._wrap import Wrapped
 
 Named = Mapping[str, Any]
 
@@ -58,7 +59,7 @@ def check(
     wrapped: "Wrapped", named: Named, mask: Mask | None, oracle: Callable[..., Any] | None, within: float
 ) -> Report:
     """Check one call and return the report. The arguments are keyed by name."""
-    owner = wrapped.op._schema.name
+    owner = compat.name_of(wrapped.op)
     _check_repeats(wrapped, named, owner)
     report = Report(*_compare(wrapped, named, mask, oracle), {})
     got = ", ".join(f"{name}: {x:.3g} times" for name, x in report.ratios.items() if not x <= within)

@@ -18,7 +18,7 @@ from attnspan.torch import compat
 
 from ._functions import JaxCall, find, pin
 from ._programs import Program
-from .call_jax import SpecializedShapesWarning
+from ._warnings import SpecializedShapesWarning
 
 
 def call(tensors: Sequence[Tensor], handle: str, wanted: Sequence[bool] = ()) -> list[Tensor]:

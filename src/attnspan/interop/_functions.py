@@ -28,7 +28,7 @@ from attnspan.torch.compat import pytree
 
 from ._convert import check_devices, jax_dtype
 from ._programs import Program
-from .call_jax import RetraceWarning
+from ._warnings import RetraceWarning
 
 # Sizes of the caches, which evict the oldest entries. Keys are weak, but a program may hold its own function.
 MOST_FUNCTIONS, MOST_PROGRAMS = 1024, 256

@@ -157,7 +157,7 @@ def register(
             formula(lambda *values, **_: flops(*values[inputs]) * halves // 2)
     except BaseException:
         # A partly defined operator must not keep the name.
-        library._destroy()  # type: ignore[no-untyped-call]
+        compat.destroy(library)  # type: ignore[no-untyped-call]
         raise
     _libraries.update(dict.fromkeys(names, library))
     return forward, backward

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from attnspan.torch import compat
 from attnspan.torch._autograd import below_autograd, has_tangent, single_level
@@ -48,7 +47,7 @@ def differentiate(
     def kernel(keyset: Any, *inputs: Any) -> Any:
         nested = (x if isinstance(x, (list, tuple)) else (x,) for x in inputs)
         tensors = [x for part in nested for x in part if isinstance(x, Tensor)]
-        if forward_ad._current_level >= 0 and any(map(has_tangent, tensors)):
+        if compat.dual_level() >= 0 and any(map(has_tangent, tensors)):
             raise NotImplementedError(
                 f"forward-mode derivatives of {op}: expected reverse mode, got a dual tensor. {forward_mode}."
             )

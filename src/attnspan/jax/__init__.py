@@ -1,8 +1,9 @@
 """attnspan's attention and its drop-in replacements for JAX."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import _needs as _needs  # isort: skip  (first: without JAX it says what to install)
+from attnspan.base.lazy import lazy as _lazy
 from attnspan.kernels import Explanation as Explanation
 from attnspan.kernels import SlowPathWarning as SlowPathWarning
 
@@ -28,11 +29,5 @@ __all__ = [
     "shard",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    # `attnspan.parallel.jax` imports this package, so `shard` can only be imported on first use.
-    if name == "shard":
-        from attnspan.parallel.jax import shard
-
-        return shard
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# `attnspan.parallel.jax` imports this package, so `shard` can only be imported on first use.
+__getattr__ = _lazy(__name__, {"shard": "attnspan.parallel.jax"})

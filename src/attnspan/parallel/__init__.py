@@ -1,7 +1,8 @@
 """Attention over many ranks (context parallelism): layouts of tokens, and plans of what ranks exchange."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from attnspan.base.lazy import lazy as _lazy
 
 if TYPE_CHECKING:
     from .errors import CommunicationError as CommunicationError
@@ -13,21 +14,16 @@ if TYPE_CHECKING:
     from .torch.decode import ShardedCache as ShardedCache
     from .torch.mesh_plan import MeshPlan as MeshPlan
 
+# Layouts and plans serve any framework. Only names that need torch load it.
 _HOMES = {
-    "CommunicationError": "errors",
-    "Layout": "layout",
-    "LocalPlan": "local",
-    "MeshPlan": "torch.mesh_plan",
-    "Plan": "plan",
-    "PlanMismatchError": "errors",
-    "ShardedCache": "torch.decode",
-    "Strategy": "strategy",
+    "CommunicationError": ".errors",
+    "Layout": ".layout",
+    "LocalPlan": ".local",
+    "MeshPlan": ".torch.mesh_plan",
+    "Plan": ".plan",
+    "PlanMismatchError": ".errors",
+    "ShardedCache": ".torch.decode",
+    "Strategy": ".strategy",
 }
 __all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str) -> object:
-    # Layouts and plans serve any framework. Only names that need torch load it.
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = _lazy(__name__, _HOMES)

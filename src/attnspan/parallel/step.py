@@ -8,25 +8,14 @@ from typing import Any
 
 __all__ = ["step"]
 
-# (data, framework) -> module and function, which take the data, the mesh and options.
-_STEPS = {
-    ("plan", "torch"): ("torch.mesh_plan", "on_mesh"),
-    ("local plan", "torch"): ("torch.mesh_plan", "MeshPlan.of"),
-    ("rows", "torch"): ("torch.rows", "gather_rows"),
-    ("plan", "jax"): ("jax.placed", "place"),
-    ("layout", "jax"): ("jax.rows", "Placing.of"),
-}
-
 
 def step(what: str, framework: str) -> Callable[..., Any]:
-    """Load the function that puts data on a mesh of a framework.
+    """Load the function that puts data on a mesh of a framework. It takes the data, the mesh and options.
+
+    Planning knows no framework. Each framework is a package here, whose module ``steps`` lists its functions.
 
     Args:
-        what: "layout", "plan", "local plan" or "rows".
-        framework: "torch" or "jax".
+        what: A key of the framework's ``STEPS``.
+        framework: Name of the mesh's framework.
     """
-    module, name = _STEPS[what, framework]
-    found: Any = import_module(f".{module}", __package__)
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found  # type: ignore[no-any-return]
+    return import_module(f"{__package__}.{framework}.steps").STEPS[what]  # type: ignore[no-any-return]

@@ -1,9 +1,9 @@
 """attnspan for PyTorch."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from . import _needs as _needs  # isort: skip  (first: without torch it says what to install)
+from . import compat as _compat  # noqa: F401  # isort: skip  (first: without torch it says what to install)
+from attnspan.base.lazy import lazy as _lazy
 from attnspan.kernels import Explanation as Explanation
 from attnspan.kernels import SlowPathWarning as SlowPathWarning
 
@@ -24,12 +24,12 @@ from .ops import backward_flops as backward_flops
 from .ops import forward_flops as forward_flops
 
 if TYPE_CHECKING:
-    from attnspan.interop.call_jax import RetraceWarning as RetraceWarning
-    from attnspan.interop.call_jax import SpecializedShapesWarning as SpecializedShapesWarning
-    from attnspan.interop.call_jax import call_jax as call_jax
-    from attnspan.interop.wrap import DeclarationError as DeclarationError
-    from attnspan.interop.wrap import Wrapped as Wrapped
-    from attnspan.interop.wrap import wrap as wrap
+    from attnspan.interop import DeclarationError as DeclarationError
+    from attnspan.interop import RetraceWarning as RetraceWarning
+    from attnspan.interop import SpecializedShapesWarning as SpecializedShapesWarning
+    from attnspan.interop import Wrapped as Wrapped
+    from attnspan.interop import call_jax as call_jax
+    from attnspan.interop import wrap as wrap
 
 __all__ = [
     "SAVE_OPS",
@@ -57,14 +57,6 @@ __all__ = [
     "wrap",
 ]
 
-_ABOVE = {
-    **dict.fromkeys(("RetraceWarning", "SpecializedShapesWarning", "call_jax"), "attnspan.interop.call_jax"),
-    **dict.fromkeys(("DeclarationError", "Wrapped", "wrap"), "attnspan.interop.wrap"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    # Wrappers of other code are in a package above this one, so they are looked up on access.
-    if name not in _ABOVE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_ABOVE[name]), name)
+# Wrappers of other code are in a package above this one.
+_INTEROP = ("DeclarationError", "RetraceWarning", "SpecializedShapesWarning", "Wrapped", "call_jax", "wrap")
+__getattr__ = _lazy(__name__, dict.fromkeys(_INTEROP, "attnspan.interop"))

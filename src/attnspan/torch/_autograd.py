@@ -22,7 +22,7 @@ def below_autograd(op: compat.OpOverload, keyset: Any, inputs: tuple[Any, ...]) 
         # this.
         with (
             torch.enable_grad(),
-            forward_ad._set_fwd_grad_enabled(True),
+            compat.set_forward_mode_enabled(True),
             compat.BelowAutograd(),
         ):
             return op.redispatch(below, *inputs)
@@ -48,7 +48,7 @@ def single_level(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     `Function.apply` would call torch.func again. In torch 2.15 and later, so would `apply` of its base class.
     """
     parts = {name: staticmethod(getattr(function, name)) for name in ("forward", "backward")}
-    return type(function.__name__, (torch.autograd.function._SingleLevelFunction,), parts).apply  # type: ignore[attr-defined,no-any-return]
+    return type(function.__name__, (compat.SingleLevelFunction,), parts).apply  # type: ignore[attr-defined,no-any-return]
 
 
 def differentiate(
@@ -66,7 +66,7 @@ def differentiate(
     inner = single_level(function)
 
     def kernel(keyset: Any, *inputs: Any) -> Any:
-        if forward_ad._current_level >= 0 and any(map(has_tangent, inputs)):
+        if compat.dual_level() >= 0 and any(map(has_tangent, inputs)):
             raise NotImplementedError(
                 f"forward-mode derivatives of {op}: expected reverse mode, which the kernel has, got a dual "
                 'tensor. For forward mode, call it `with attnspan.backend("math"):`.'

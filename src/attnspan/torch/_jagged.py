@@ -9,6 +9,7 @@ from attnspan.call.biases import is_floating
 from attnspan.errors import DtypeError, ShapeError, expect
 from attnspan.masks import causal, documents
 
+from . import compat
 from ._attention import attention
 
 __all__ = ["attend_jagged"]
@@ -47,7 +48,9 @@ def _check(name: str, x: Any) -> None:
     remedy = "Make it by torch.nested.nested_tensor(parts, layout=torch.jagged), parts of (j, H, D)"
     expect(jagged and is_floating(x), name, wanted, "another tensor", remedy, error=DtypeError)
     remedy = "Call .transpose(1, 2) of (B, j, H, D)"
-    expect(x.dim() == 4 and x._ragged_idx == 2, name, wanted, f"{x.dim()} dims", remedy, error=ShapeError)
+    expect(
+        x.dim() == 4 and compat.ragged_dim(x) == 2, name, wanted, f"{x.dim()} dims", remedy, error=ShapeError
+    )
     remedy = "Pack it again: torch.nested.nested_tensor(list(x.unbind()), layout=torch.jagged)"
     expect(x.lengths() is None, name, "sequences without gaps", "lengths", remedy, error=ShapeError)
 

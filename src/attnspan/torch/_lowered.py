@@ -21,6 +21,8 @@ from attnspan.masks.bounds import Spans
 from attnspan.masks.expression import Mask, Prepared
 from attnspan.masks.lowering import begin
 
+from . import compat
+
 _STATIC = (bool, int, str, type(None))
 # Sizes for which one mask is remembered: kinds of layers, prefill and decoding.
 _MOST_SIZES = 4
@@ -129,7 +131,7 @@ def _unchanged(x: Any, value: Any) -> bool:
         return is_frozen(x)
     if isinstance(x, np.ndarray):  # bytes compare in a tenth of the time of np.array_equal
         return bool(x.shape == value[0] and x.dtype == value[1] and x.tobytes() == value[2])
-    return x.dtype == value.dtype and torch.equal(x, value) if x.is_cpu else x._version == value
+    return x.dtype == value.dtype and torch.equal(x, value) if x.is_cpu else compat.version_of(x) == value
 
 
 class _UnknowableError(Exception):
@@ -146,7 +148,7 @@ def _lower(mask: Mask, q: Tensor, k: Tensor, sizes: tuple[int, ...]) -> _Known:
             raise _UnknowableError  # for the general way to refuse, or without a version counter
         arrays.append(x)
         if isinstance(x, Tensor):
-            values.append(x._version if copy is None else torch.from_numpy(copy))
+            values.append(compat.version_of(x) if copy is None else torch.from_numpy(copy))
         elif is_frozen(x):
             values.append(_FIXED)
         else:

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from torch.autograd import forward_ad
-
 from . import compat
 
 _functorch = compat.are_functorch_transforms_active
@@ -13,6 +11,7 @@ _function_modes = compat.function_modes
 _tracer = compat.tracing_state
 _autocast = compat.is_any_autocast_enabled
 _profiler = compat.profiler_enabled
+_dual_level = compat.dual_level
 
 
 def is_transformed() -> bool:
@@ -24,7 +23,7 @@ def is_watched() -> bool:
     """Whether a transform, mode, autocast, tracer, profiler or dual level needs to see the operator."""
     # This repeats the conditions of `is_transformed`, to save one Python call in every eager call.
     transformed = _functorch() or _dispatch_modes() != 0 or _function_modes() != 0 or _tracer() is not None
-    return transformed or _autocast() or _profiler() or forward_ad._current_level >= 0
+    return transformed or _autocast() or _profiler() or _dual_level() >= 0
 
 
 F = TypeVar("F", bound=Callable[..., object])

@@ -8,16 +8,19 @@ already loaded (`base/arrays.py`, `base/recorded.py`, `masks/bounds.py`).
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
+import operator
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
-import torch
-from torch.autograd import forward_ad
+from attnspan.base.installed import require
+
+require("torch", "attnspan.torch", "torch")
+
+import torch  # noqa: E402
+from torch.autograd import forward_ad  # noqa: E402
+
+version_of: Callable[[Any], int] = operator.attrgetter("_version")
 
 try:
     from torch._functorch.autograd_function import (  # type: ignore[attr-defined]
@@ -53,6 +56,10 @@ try:
     included_keys = _C._dispatch_tls_local_include_set
     parse_schema = _C.parse_schema
 
+    # Derivatives.
+    SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction  # type: ignore[attr-defined]
+    set_forward_mode_enabled: Any = forward_ad._set_fwd_grad_enabled
+
     # Kernels that `torch.nn.attention.sdpa_kernel` allows.
     flash_enabled = _C._get_flash_sdp_enabled
     efficient_enabled = _C._get_mem_efficient_sdp_enabled
@@ -77,21 +84,28 @@ __all__ = [
     "FakeTensorMode",
     "ForceDispatchKeyGuard",
     "OpOverload",
+    "SingleLevelFunction",
     "TracingContext",
     "after_autograd",
     "after_inplace_or_view",
+    "all_reduce",
     "any_requires_grad",
     "are_functorch_transforms_active",
     "assert_async",
     "check_size",
+    "context_of",
+    "context_parallel",
     "cudnn_enabled",
     "default_collate_fn_map",
+    "default_store",
+    "destroy",
     "dispatch_modes",
     "dual_level",
     "efficient_enabled",
     "enable_single_level_autograd_function",
     "excluded_keys",
     "flash_enabled",
+    "flattened",
     "flop_formula",
     "function_modes",
     "get_proxy_mode",
@@ -99,23 +113,31 @@ __all__ = [
     "included_keys",
     "is_alias_of",
     "is_any_autocast_enabled",
+    "is_compiled",
     "mark_dynamic",
     "math_enabled",
+    "name_of",
+    "original",
     "overrideable_enabled",
     "parameter_types",
     "parse_schema",
     "profiler_enabled",
     "pytree",
+    "ragged_dim",
+    "resolve_process_group",
+    "set_forward_mode_enabled",
     "statically_known_true",
+    "timeout_of",
     "tracing_state",
     "tuple_to_list",
     "unsupported_by_compiler",
+    "version_of",
 ]
 
 
 def dual_level() -> int:
     """Level of forward-mode derivatives. It is negative outside of forward mode."""
-    return int(forward_ad._current_level)
+    return forward_ad._current_level
 
 
 def mark_dynamic(x: Any, dim: int) -> None:
@@ -130,7 +152,80 @@ def unsupported_by_compiler() -> type[Exception]:
     return Unsupported
 
 
+def name_of(op: OpOverload) -> str:
+    """The name of an operator, with its namespace."""
+    return op._schema.name  # type: ignore[no-any-return]
+
+
+def destroy(library: Any) -> None:
+    """Remove the operators and kernels that a library registered."""
+    library._destroy()
+
+
+def context_of(spec: Any) -> Any:
+    """The context of a tree's node, for example the keys of a dict."""
+    return spec._context
+
+
+def ragged_dim(x: Any) -> Any:
+    """The jagged dim of a nested tensor."""
+    return x._ragged_idx
+
+
+def original(x: Any) -> Any:
+    """The module in a compiled module. Other objects are returned unchanged."""
+    return getattr(x, "_orig_mod", x)
+
+
+def is_compiled(module: Any) -> bool:
+    """Whether ``module.compile()`` was called."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def flattened(mesh: Any) -> Any:
+    """A mesh of one dimension with all ranks of a mesh."""
+    return mesh._flatten()
+
+
+def timeout_of(group: Any, device: Any) -> Any:
+    """The timeout of a group's collectives on a device, or None if its backend has none."""
+    return getattr(group._get_backend(device).options, "_timeout", None)
+
+
 # The functions below import slow parts of torch when they are called.
+
+
+def resolve_process_group(name: str) -> Any:
+    """The process group with a name."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
+
+
+def default_store() -> Any:
+    """The store of the default process group."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+
+
+def all_reduce(x: Any, op: str, group: str) -> Any:
+    """The functional collective: a new tensor, also in compiled code."""
+    from torch.distributed import _functional_collectives
+
+    return _functional_collectives.all_reduce(x, op, group)  # type: ignore[arg-type]
+
+
+def context_parallel() -> Any:
+    """Load balancers of torch's context parallelism, and the function that shards tensors by them."""
+    from torch.distributed.tensor.experimental import _attention as module
+
+    return SimpleNamespace(
+        shard=module._context_parallel_shard,
+        LoadBalancer=module._LoadBalancer,
+        HeadTailLoadBalancer=module._HeadTailLoadBalancer,
+        PTRRLoadBalancer=module._PTRRLoadBalancer,
+    )
 
 
 def get_proxy_mode() -> Any:
@@ -168,71 +263,34 @@ def tuple_to_list(annotation: Any) -> Any:
     return infer_schema.tuple_to_list(annotation)
 
 
-_FLOP_COUNTER = "torch.utils.flop_counter"
-_formulas: list[tuple[Any, Callable[..., int]]] = []
+_formulas: dict[Any, Callable[..., int]] = {}
 
 
 def flop_formula(packet: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Register a function as the FLOP formula of an operator. It receives the operator's arguments.
 
-    The import of torch's counter loads Triton, which takes longer than the import of attnspan. Formulas are
-    therefore registered when other code imports the counter.
+    The import of torch's counter loads Triton, which takes longer than the import of attnspan. Counters and
+    compilers call an operator's `decompose` before they run it, so the formulas are registered there.
     """
 
     def register(formula: Callable[..., int]) -> Callable[..., int]:
-        _formulas.append((packet, formula))
-        if _FLOP_COUNTER in sys.modules:
-            # Another thread may still be importing the counter. The import here waits for it.
-            _register_formulas(importlib.import_module(_FLOP_COUNTER))
+        _formulas[packet] = formula
+        for overload in packet.overloads():
+            getattr(packet, overload).decompose = _register_formulas
         return formula
 
     return register
 
 
-def _register_formulas(counter: ModuleType) -> None:
-    while _formulas and hasattr(counter, "register_flop_formula"):
-        packet, formula = _formulas.pop()
-        counter.register_flop_formula(packet, get_raw=True)(formula)
+def _register_formulas(*args: Any, **kwargs: Any) -> Any:
+    """Answer that an operator has no decomposition, after torch and the active counter know the formulas."""
+    del args, kwargs
+    from torch.utils import flop_counter
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-
-class _OnFlopCounter:
-    """Finder of torch's counter. It registers the formulas when the counter is loaded."""
-
-    _looks = False
-
-    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
-        if name != _FLOP_COUNTER or self._looks:
-            return None
-        self._looks = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self._looks = False
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loads(spec.loader)  # type: ignore[assignment]
-        return spec
-
-
-class _Loads:
-    """Loader of torch's counter. It uses the counter's original loader and then restores it."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)  # type: ignore[no-any-return]
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        sys.meta_path[:] = [x for x in sys.meta_path if not isinstance(x, _OnFlopCounter)]
-        _register_formulas(module)
-
-
-if _FLOP_COUNTER not in sys.modules:
-    sys.meta_path.insert(0, _OnFlopCounter())
+    mode, known = _get_current_dispatch_mode(), [flop_counter.flop_registry]
+    if isinstance(mode, flop_counter._FlopCounterMode):  # It copied torch's formulas when it was made.
+        known.append(mode.counter.flop_registry)
+    for formulas in known:
+        formulas.update({packet: own for packet, own in _formulas.items() if packet not in formulas})
+    return NotImplemented

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from attnspan.call.schema import OPTIONS, Array
 from attnspan.parallel.errors import CommunicationError, PlanMismatchError
+from attnspan.torch import compat
 
 from .groups import announce, shown_group, silence_of
 
@@ -146,7 +146,7 @@ class Agreement:
 
     def _gather(self, what: str, mine: Tensor) -> _Check:
         """Start to gather the numbers of all ranks."""
-        group = _resolve_process_group(self._name)
+        group = compat.resolve_process_group(self._name)
         every = mine.new_empty((self._ranks, len(mine)))
         try:
             work = dist.all_gather(list(every.unbind()), mine, group=group, async_op=True)
@@ -166,7 +166,7 @@ class Agreement:
             self._read(check)
 
     def _read(self, check: _Check) -> None:
-        group = _resolve_process_group(self._name)
+        group = compat.resolve_process_group(self._name)
         try:
             check.done()
         except RuntimeError as error:

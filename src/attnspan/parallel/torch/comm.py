@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
+from attnspan.torch import compat
 
 from .agreement import Agreement, agreement_of, raise_broken
 from .groups import group_of, named_part
@@ -152,7 +153,7 @@ class Scratch:
 
 
 def _group_named(at: int) -> Any:
-    return property(lambda ranks: _resolve_process_group(ranks._names[at]))
+    return property(lambda ranks: compat.resolve_process_group(ranks._names[at]))
 
 
 class Ranks:
@@ -215,6 +216,6 @@ _known: dict[tuple[str, int], Ranks] = {}
 def _subgroup(whole: Any, ranks: Sequence[int], device: str) -> Any:
     if len(ranks) == whole.size():
         return whole
-    timeout = getattr(whole._get_backend(torch.device(device)).options, "_timeout", None)
+    timeout = compat.timeout_of(whole, torch.device(device))
     part = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
     return named_part(part, whole)

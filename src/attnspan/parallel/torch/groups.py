@@ -11,9 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _get_default_store  # type: ignore[attr-defined]
 
 from attnspan.errors import DtypeError, expect
+from attnspan.torch import compat
 
 __all__ = ["announce", "group_of", "named_part", "shown_group", "silence_of"]
 
@@ -47,7 +47,7 @@ def group_of(mesh: DeviceMesh) -> Any:
     remedy = "Make it with mesh_dim_names=('inter', 'intra')"
     named = mesh.ndim == 1 or names is not None
     expect(named, "mesh of two dimensions", "names of both", repr(mesh), remedy)
-    group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+    group = mesh.get_group() if mesh.ndim == 1 else compat.flattened(mesh).get_group()
     if names is not None:
         dims = " and ".join(map(repr, names))
         _labels[group.group_name] = f"mesh dimension{'s'[: mesh.ndim - 1]} {dims}"
@@ -93,7 +93,7 @@ def announce() -> None:
     process = f"{_machine()} {os.getpid()} {_state(os.getpid())}"
     # The store of torch's fake group stores nothing, and no rank of that group can fall silent.
     with contextlib.suppress(RuntimeError):
-        _get_default_store().set(_KEY("process", dist.get_rank()), process)
+        compat.default_store().set(_KEY("process", dist.get_rank()), process)
 
 
 def silence_of(group: Any) -> str:
@@ -103,7 +103,7 @@ def silence_of(group: Any) -> str:
     a report: ranks on this machine whose process has ended, or else all of them.
     """
     try:
-        store, me = _get_default_store(), dist.get_rank()
+        store, me = compat.default_store(), dist.get_rank()
         store.set(_KEY("saw a failure", me), "")
         others = [rank for rank in dist.get_process_group_ranks(group) if rank != me]
         end = time.monotonic() + _ROLL_CALL

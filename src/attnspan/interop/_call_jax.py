@@ -22,32 +22,11 @@ from attnspan.torch._watched import constant_when_traced, is_watched
 from attnspan.torch.compat import pytree
 
 from ._operators import Op, define, differentiate, refuse_derivative
+from ._warnings import RetraceWarning, SpecializedShapesWarning
 
 __all__ = ["RetraceWarning", "SpecializedShapesWarning", "call_jax"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-
-
-class RetraceWarning(UserWarning):
-    """`call_jax` traces one function of your source again and again for the same shapes.
-
-    Create the function once instead of in each call.
-
-    Example:
-        >>> import warnings
-        >>> with warnings.catch_warnings():
-        ...     warnings.simplefilter("error", RetraceWarning)
-    """
-
-
-class SpecializedShapesWarning(UserWarning):
-    """JAX cannot trace a function for symbolic sizes, so `call_jax` recompiles it for each size.
-
-    Example:
-        >>> import warnings
-        >>> with warnings.catch_warnings():
-        ...     warnings.simplefilter("error", SpecializedShapesWarning)
-    """
 
 
 def call_jax(fn: Callable[..., Any], /, *args: Any, **static: Any) -> Any:
@@ -146,7 +125,7 @@ def _number(x: Any) -> Any:
 
 def _described(spec: Any) -> tuple[Any, ...]:
     """Return a tree's structure as constants, which Dynamo can pass on."""
-    return spec.type, spec._context, tuple([_described(x) for x in spec.children()])
+    return spec.type, compat.context_of(spec), tuple([_described(x) for x in spec.children()])
 
 
 def _spec(described: tuple[Any, ...]) -> pytree.TreeSpec:

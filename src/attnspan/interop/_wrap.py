@@ -10,6 +10,7 @@ from attnspan.base.plain import check_plain
 from attnspan.errors import DtypeError, UsageError, expect
 from attnspan.kernels._autocast import autocast_dtype
 from attnspan.masks import Mask
+from attnspan.torch import compat
 from attnspan.torch._attention import Layout
 from attnspan.torch.compile import save_also
 
@@ -59,7 +60,7 @@ class Wrapped:
         self._cast = tuple(name in parameters.required[:3] for name in self._names)
 
     def __repr__(self) -> str:
-        return f"<{self.op._schema.name}({self.parameters.schema})>"
+        return f"<{compat.name_of(self.op)}({self.parameters.schema})>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the kernel with its positional arguments, keywords and defaults.
@@ -87,7 +88,7 @@ class Wrapped:
             check_plain(name, x)
         for place in self._tensors:
             if not isinstance(x := values[place], Tensor):
-                what, expected = f"{self.op._schema.name}: {self._names[place]}", "a torch.Tensor"
+                what, expected = f"{compat.name_of(self.op)}: {self._names[place]}", "a torch.Tensor"
                 remedy = "Convert it with torch.as_tensor"
                 raise DtypeError(what, expected=expected, got=type(x).__name__, remedy=remedy)
         for place, varies in enumerate(self._varying):

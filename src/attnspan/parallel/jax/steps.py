@@ -1,0 +1,8 @@
+"""Functions of `Plan.on` and `Layout.on` on JAX's meshes."""
+
+from .placed import place
+from .rows import Placing
+
+__all__ = ["STEPS"]
+
+STEPS = {"plan": place, "layout": Placing.of}
