@@ -1,5 +1,7 @@
 """The rows of `attnspan.call.schema` and what is derived from them."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -77,3 +79,16 @@ def test_the_page_of_options_has_the_rows():
     rows = [row for row in schema.OPTIONS if getattr(row, "unset", None) is not schema.HIDDEN]
     head = "| option | values | shape | gradient | default |\n|---|---|---|---|---|\n"
     assert head + "\n".join(map(_line, rows)) + "\n" in (DOCS / "options.md").read_text()
+
+
+ROUTES = {"torch": ["eager", "compile", "vmap", "DTensor, plan"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ROUTES)
+def test_one_row_and_one_line_of_reference_carry_an_option_everywhere(framework):
+    pytest.importorskip(framework)
+    program = Path(__file__).parent / "samples/fake_option.py"
+    run = subprocess.run([sys.executable, program, framework], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split("\n")[:-1] == ROUTES[framework]

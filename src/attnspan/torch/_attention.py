@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from attnspan.backends import preferred, table
-from attnspan.base.mistakes import refuse_keywords
 from attnspan.base.recorded import without_tracer_warnings
 from attnspan.call import Call
 from attnspan.call.backend import asked as asked_for
@@ -66,7 +65,7 @@ def attention(
     layout: Layout = "bhsd",
     return_lse: bool = False,
     backend: str | None = None,
-    **mistaken: Any,
+    **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention under a mask of spans: ``softmax(scale * q k^T, over visible keys) v``.
 
@@ -102,7 +101,7 @@ def attention(
         return_lse: Whether to return the log-sum-exp of each query's scores too. It is differentiable.
         backend: Name of a backend. None selects the backend of the block of `attnspan.backend` around the
             call, or else the fastest one that can run the call (see `explain`).
-        **mistaken: Keywords of other libraries, such as ``is_causal``. They raise an error that names the
+        **others: Keywords of other libraries, such as ``is_causal``. They raise an error that names the
             equivalent option.
 
     Returns:
@@ -124,12 +123,13 @@ def attention(
         >>> attention(q, k, v, mask=causal() & segments(ids), backend="math").shape
         torch.Size([1, 4, 6, 16])
     """
-    if mistaken:
-        refuse_keywords(attention, mistaken)
+    if others:
+        others = Given.among(attention, others)
     mask = _FULL if mask is None else mask
     none = bias is None is sinks is None is dropout_seed is None is q_index is None is k_index
-    plain = softcap is None and none and isinstance(dropout_p, float) and dropout_p == 0.0
-    given = NO_OPTIONS if plain else Given(softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index)
+    plain = softcap is None and none and not others and isinstance(dropout_p, float) and dropout_p == 0.0
+    options = softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index
+    given = NO_OPTIONS if plain else Given(*options, **others)
     backend = asked_for(backend)
     if isinstance(mask, ShardedMask):
         asked = {"scale": scale, "layout": layout, "return_lse": return_lse, "backend": backend}

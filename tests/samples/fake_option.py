@@ -1,0 +1,150 @@
+"""A program with one more option, `gain`: a factor of each head's output. The schema gets one row for it.
+
+The test in tests/test_schema.py runs it: `python tests/samples/fake_option.py torch`, or `jax`.
+"""
+
+import importlib.util
+import os
+import sys
+import tempfile
+from multiprocessing import get_context
+
+ROW = '    Array("gain", "h", "float32", optional=True, words="a factor for each query head"),\n'
+AFTER = '    Array("k_index", "b? k", "int32", optional=True, serves=True),\n'
+
+
+def add_row():
+    """Load the schema with one more row, before any other module of the package reads it."""
+    path = os.path.join(os.path.dirname(importlib.util.find_spec("attnspan").origin), "call", "schema.py")
+    with open(path, encoding="utf-8") as file:
+        code = file.read()
+    assert code.count(AFTER) == 1
+    module = importlib.util.module_from_spec(
+        importlib.util.spec_from_file_location("attnspan.call.schema", path)
+    )
+    sys.modules["attnspan.call.schema"] = module
+    exec(compile(code.replace(AFTER, AFTER + ROW), path, "exec"), module.__dict__)
+
+
+def without_gain(options):
+    return type(options)(**{**options._asdict(), "gain": None})
+
+
+def torch_backend():
+    import torch
+
+    from attnspan.backends import Backend, register
+    from attnspan.kernels import math
+    from attnspan.torch._autograd import with_autograd
+
+    def run(part, q, k, v):
+        out, lse = math.forward(
+            q, k, v, part.bounds, scale=part.scale, options=without_gain(part.options), wide_lse=True
+        )
+        return out * part.options.gain[:, None, None], lse  # the line of the reference
+
+    def forward(part, out):
+        found, lse = run(part, part.q, part.k, part.v)
+        out.copy_(found)
+        return lse
+
+    def backward(part, whole, grads):
+        with with_autograd():
+            leaves = [x.detach().requires_grad_() for x in (part.q, part.k, part.v)]
+            out, _ = run(part, *leaves)
+        for into, found in zip(grads, torch.autograd.grad(out, leaves, whole.dout), strict=True):
+            into.copy_(found)
+        return None, None
+
+    register(Backend(name="gain", supports=lambda problem: None, forward=forward, backward=backward))
+
+
+def wanted(q, k, v, gain, **options):
+    from attnspan.torch import attention
+
+    return attention(q, k, v, backend="math", **options) * gain[:, None, None]
+
+
+def one_process():
+    """Eager code with gradients, a compiler, and mapped calls."""
+    import torch
+
+    from attnspan import causal
+    from attnspan.torch import attention
+
+    def attend(q, k, v, gain):
+        return attention(q, k, v, mask=causal(), gain=gain, backend="gain")
+
+    q, k, v = torch.randn(3, 2, 4, 6, 8, requires_grad=True).unbind()
+    gain = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    want = wanted(q, k, v, gain, mask=causal())
+    grads = torch.autograd.grad(want.square().sum(), (q, k, v), retain_graph=True)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for name, function in (("eager", attend), ("compile", compiled)):
+        found = function(q, k, v, gain)
+        torch.testing.assert_close(found, want)
+        torch.testing.assert_close(torch.autograd.grad(found.square().sum(), (q, k, v)), grads)
+        print(name)
+    q, k, v = (x.detach() for x in (q, k, v))
+    gains = torch.stack([gain, -gain, 2 * gain])
+    many = torch.stack([q, 2 * q, 3 * q])
+    each = [wanted(x, k, v, y, mask=causal()) for x, y in zip(many, gains, strict=True)]
+    torch.testing.assert_close(
+        torch.func.vmap(attend, (0, None, None, 0))(many, k, v, gains), torch.stack(each)
+    )
+    shared = [wanted(x, k, v, gain, mask=causal()) for x in many]
+    found = torch.func.vmap(attend, (0, None, None, None))(many, k, v, gain)
+    torch.testing.assert_close(found, torch.stack(shared))
+    print("vmap")
+
+
+def on_rank(rank, store):
+    """DTensors that are split by heads, and a plan that splits the sequence."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    from attnspan import causal
+    from attnspan.parallel import Layout
+    from attnspan.torch import attention
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 4, 8, 8).unbind()
+    gain = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    want = wanted(q, k, v, gain, mask=causal())
+
+    heads = [DTensor.from_local(x.chunk(2, 1)[rank], mesh, [Shard(1)]) for x in (q, k, v)]
+    for x in (DTensor.from_local(gain, mesh, [Replicate()]), gain):
+        out = attention(*heads, mask=causal(), gain=x, backend="gain")
+        torch.testing.assert_close(out.full_tensor(), want)
+
+    layout = Layout.of(causal(), q_len=8, ranks=2)
+    batch = layout.shard({name: x.transpose(1, 2) for name, x in zip("qkv", (q, k, v), strict=True)}, rank)
+    plan = layout.plan(causal(), heads=(4, 4)).on(mesh, rows=batch)
+    mine = [batch[name].transpose(1, 2) for name in "qkv"]
+    out = attention(*mine, mask=plan, gain=gain, backend="gain")
+    rows = layout.shard({"out": want.transpose(1, 2)}, rank)["out"]
+    torch.testing.assert_close(out.transpose(1, 2), rows)
+    dist.destroy_process_group()
+
+
+def two_ranks():
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [get_context("fork").Process(target=on_rank, args=(i, folder + "/store")) for i in range(2)]
+        for x in ranks:
+            x.start()
+        for x in ranks:
+            x.join(300)
+        assert [x.exitcode for x in ranks] == [0, 0]
+    print("DTensor, plan")
+
+
+if __name__ == "__main__":
+    add_row()
+    if sys.argv[1] == "torch":
+        torch_backend()
+        one_process()
+        two_ranks()
