@@ -2,67 +2,66 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch._dynamo.utils import counters
 from torch.utils.tensorboard import SummaryWriter
 
 from attnspan_lab.bench.monitor.lines import MetricsLog
-from attnspan_lab.console import bytes_text, percent, rate_text, seconds_text
+from attnspan_lab.console import bytes_text, percent, progress, rate_text, seconds_text
 from train.config import TrainConfig
 from train.run import Run
 
-__all__ = ["Reporter", "Summary", "graph_counts", "in_words", "introduce", "say", "suggest"]
+__all__ = ["Summary", "graph_counts", "in_words", "introduce", "reporter", "say", "suggest"]
 
 _LINE_SECONDS = 10.0
 _SMOOTHING = 0.9
 
 
-class Reporter:
-    """Shows the measurements of a run, and records them in TensorBoard and ``metrics.jsonl``."""
+@contextmanager
+def reporter(console: Console, run: Run) -> Iterator[Callable[[dict[str, float]], None]]:
+    """Make a function that shows and records a step: "step", and the values of `StepResult.figures`.
 
-    def __init__(self, console: Console, run: Run) -> None:
-        step, steps = run.done, run.config.steps
-        self._console, self._step, self._steps = console, step, steps
-        self._log = MetricsLog(run.folder / "metrics.jsonl", step)
-        self._smooth: dict[str, float] = {}
-        self._last_line = 0.0
-        self._board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=step + 1)
-        self._board.add_scalar("held_out/bits_per_byte", run.start_score, 0)
-        text, wide = TextColumn("{task.fields[text]}"), BarColumn(bar_width=None)
-        columns = TextColumn("[bold]train"), wide, MofNCompleteColumn(), text, TimeRemainingColumn()
-        self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
-        self._task = self._bar.add_task("train", total=steps, completed=step, text="")
-        self._bar.start()
+    It shows a bar or lines, and writes TensorBoard's scalars and ``metrics.jsonl``. On other ranks than the
+    first, it does nothing.
+    """
+    if not run.ranks.is_first:
+        yield lambda _: None
+        return
+    first, last, shown = run.done + 1, run.config.steps, -math.inf
+    smooth: dict[str, float] = {}
+    log = MetricsLog(run.folder / "metrics.jsonl", run.done)
+    board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=first)
+    board.add_scalar("held_out/bits_per_byte", run.start_score, 0)
 
-    def close(self) -> None:
-        """Close the bar and the files."""
-        self._bar.stop()
-        self._board.close()
-        self._log.close()
-
-    def update(self, figures: dict[str, float]) -> None:
-        """Show and record one step: "step", and the values of `StepResult.figures`."""
-        step, now = int(figures["step"]), self._smooth
-        self._log.write(figures)
+    def update(figures: dict[str, float]) -> None:
+        nonlocal shown
+        step = int(figures["step"])
+        log.write(figures)
         for name, value in figures.items():
             if name != "step":
-                self._board.add_scalar(f"train/{name}", value, step)
-                now[name] = _SMOOTHING * now.get(name, value) + (1 - _SMOOTHING) * value
-        speed = f"{now['tokens_per_second']:,.0f} tok/s  {rate_text(now['gflops'] * 1e9)}"
-        text = f"loss {now['loss']:.3f}  {speed}  {bytes_text(now['memory'])}"
-        self._bar.update(self._task, completed=step, text=text)
-        due = time.monotonic() - self._last_line > _LINE_SECONDS or step in (self._step + 1, self._steps)
-        if not self._console.is_terminal and due:
-            self._last_line = time.monotonic()
-            self._console.print(f"step {step:>{len(str(self._steps))}}/{self._steps}  {text}", soft_wrap=True)
+                board.add_scalar(f"train/{name}", value, step)
+                smooth[name] = _SMOOTHING * smooth.get(name, value) + (1 - _SMOOTHING) * value
+        speed = f"{smooth['tokens_per_second']:,.0f} tok/s  {rate_text(smooth['gflops'] * 1e9)}"
+        text = f"loss {smooth['loss']:.3f}  {speed}  {bytes_text(smooth['memory'])}"
+        due = time.monotonic() - shown > _LINE_SECONDS or step in (first, last)
+        shown = time.monotonic() if due else shown
+        line = f"step {step:>{len(str(last))}}/{last}  {text}" if due and not console.is_terminal else ""
+        left = timedelta(seconds=round((last - step) * smooth["seconds"]))
+        tell(line, completed=step, description=f"{text}  {left} left")
+
+    with closing(board), closing(log), progress(console, last) as tell:
+        yield update
 
 
 def graph_counts() -> tuple[int, int]:

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
@@ -18,7 +18,7 @@ from torch.profiler import profile, schedule, tensorboard_trace_handler
 from attnspan_lab.files import to_plain, write_json
 from train.config import ConfigError, TrainConfig
 from train.parallelize import Ranks, open_ranks, peak_flops
-from train.progress import Reporter, Summary, graph_counts, in_words, introduce, say, suggest
+from train.progress import Summary, graph_counts, in_words, introduce, reporter, say, suggest
 from train.run import Run, open_run
 from train.sample import continue_text
 from train.step import UNOBSERVED, StepResult
@@ -154,9 +154,8 @@ def _choose_steps(run: Run, console: Console, began: float, score_seconds: float
 
 def _loop(run: Run, console: Console, observer: Any) -> list[dict[str, float]]:
     """Run the remaining steps, and return the measurements of each."""
-    config, results = run.config, []
-    shown = closing(Reporter(console, run)) if run.ranks.is_first else nullcontext()
-    with _profiler(run) as profiler, shown as reporter:
+    config, results = run.config, list[dict[str, float]]()
+    with _profiler(run) as profiler, reporter(console, run) as report:
         for batch in observer.data(run.batches(config.steps - run.done).loader()):
             run.doing = f"step {run.done + 1}"
             with observer.step(number=run.done + 1, tokens=round(batch.tokens * config.world)):
@@ -165,8 +164,7 @@ def _loop(run: Run, console: Console, observer: Any) -> list[dict[str, float]]:
             run.done, run.place = run.done + 1, batch.place
             _refuse_divergence(run, result)
             results.append({"step": run.done} | result.figures())
-            if reporter:
-                reporter.update(results[-1])
+            report(results[-1])
             if profiler:
                 profiler.step()
             due = config.checkpoint_every and run.done % config.checkpoint_every == 0

@@ -8,6 +8,7 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,18 +58,13 @@ MOMENTS += [(Path, "rename"), (CheckpointStore, "_make_room"), (FileSystemWriter
 
 
 @pytest.mark.parametrize("error", [Killed("killed"), OSError(errno.ENOSPC, "No space left")], ids=type)
-@pytest.mark.parametrize(("where", "moment"), MOMENTS, ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: moment[1])
 @pytest.mark.parametrize("count", [1, 2])
 def test_an_end_at_any_moment_leaves_the_old_or_the_new(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    where: object,
-    moment: str,
-    count: int,
-    error: BaseException,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: Any, count: int, error: BaseException
 ) -> None:
     save(CheckpointStore(tmp_path), 1)
-    calls, original = [], getattr(where, moment)
+    calls, original = [], getattr(*moment)
 
     def ending(*args: object, **kwargs: object) -> object:
         calls.append(1)
@@ -78,7 +74,7 @@ def test_an_end_at_any_moment_leaves_the_old_or_the_new(
 
     ended = ""
     with monkeypatch.context() as patched:
-        patched.setattr(where, moment, ending)
+        patched.setattr(*moment, ending)
         try:
             save(CheckpointStore(tmp_path), 2)
         except (Killed, CheckpointError) as said:
