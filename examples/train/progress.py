@@ -30,7 +30,7 @@ _SMOOTHING = 0.9
 
 @contextmanager
 def reporter(console: Console, run: Run) -> Iterator[Callable[[dict[str, float]], None]]:
-    """Make a function that shows and records a step: "step", and the values of `StepResult.figures`.
+    """Make a function that shows and records a step: "step", and the values of `StepResult`.
 
     It shows a bar or lines, and writes TensorBoard's scalars and ``metrics.jsonl``. On other ranks than the
     first, it does nothing.

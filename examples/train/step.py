@@ -68,23 +68,16 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 class StepResult(NamedTuple):
-    """Measurements of one step, over all ranks."""
+    """Measurements of one step, over all ranks. ``metrics.jsonl`` has the same names."""
 
     loss: float  # mean per target, in nats
     grad_norm: float  # norm of the whole gradient, before clipping
     lr: float
-    tokens: float  # padding included
     seconds: float  # wall time
     memory: float  # peak so far, sum over ranks, in bytes
-    flops: float  # useful work, without recomputation
-    attention_flops: float  # attention's part of it
-
-    def figures(self) -> dict[str, float]:
-        """Values for the log: rates instead of counts."""
-        work = {"gflops": self.flops / 1e9, "attention_gflops": self.attention_flops / 1e9}
-        rates = work | {"tokens_per_second": self.tokens}
-        same = {name: getattr(self, name) for name in ("loss", "grad_norm", "lr", "seconds", "memory")}
-        return same | {name: count / self.seconds for name, count in rates.items()}
+    tokens_per_second: float  # padding included
+    gflops: float  # GFLOP/s of useful work, without recomputation
+    attention_gflops: float  # attention's part of it
 
 
 class Stepper:
@@ -133,8 +126,9 @@ class Stepper:
             self.optimizer.zero_grad(set_to_none=True)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         total, memory = ranks.sum([loss.item(), float(ranks.peak_memory())])
-        flops = self.model.step_flops(tokens, pairs)
-        return StepResult(total, grad_norm, lr, tokens, time.perf_counter() - start, memory, *flops)
+        seconds = time.perf_counter() - start
+        gflops = (flops / 1e9 / seconds for flops in self.model.step_flops(tokens, pairs))
+        return StepResult(total, grad_norm, lr, seconds, memory, tokens / seconds, *gflops)
 
     def warm_up(self, batch: Batch) -> float:
         """Run forward and backward without an update. The first call compiles. Return the seconds."""

@@ -163,7 +163,7 @@ def _loop(run: Run, console: Console, observer: Any) -> list[dict[str, float]]:
                 observer.loss(result.loss)
             run.done, run.place = run.done + 1, batch.place
             _refuse_divergence(run, result)
-            results.append({"step": run.done} | result.figures())
+            results.append({"step": run.done, **result._asdict()})
             report(results[-1])
             if profiler:
                 profiler.step()
