@@ -85,10 +85,9 @@ class CheckpointStore:
         with self._saving(target):
             self.ranks.first(lambda: self._make_room(draft))
             writer = HuggingFaceStorageWriter(str(draft), save_distributed=True)
-            tensors_written: Any = async_save(
-                tensors, storage_writer=writer, process_group=group, no_dist=group is None
-            )
-        task = self._thread.submit(self._finish, tensors_written, draft, target, {"step": step, **progress})
+            how: Any = {"storage_writer": writer, "process_group": group, "no_dist": group is None}
+            written: Any = async_save(tensors, **how)
+        task = self._thread.submit(self._finish, written, draft, target, {"step": step, **progress})
         self._writing = target, task
 
     def wait(self) -> None:

@@ -40,9 +40,7 @@ T = TypeVar("T")
 
 # Time limit for the surviving ranks to report to each other after a failed exchange.
 _ROLL_CALL_SECONDS = 10.0
-_LOOK = (
-    "Look for the rank that ended first. Use --resume, or let torchrun restart the ranks: --max-restarts N"
-)
+_LOOK = "Look for the rank that ended first. Use --resume, or let torchrun restart ranks: --max-restarts N"
 _CPU = torch.device("cpu")
 
 

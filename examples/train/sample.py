@@ -48,13 +48,7 @@ def generate(path: Path, prompt: str, *, tokens: int, temperature: float, seed: 
 
 
 def continue_text(
-    model: Decoder,
-    vocabulary: Vocabulary,
-    prompt: str,
-    tokens: int,
-    temperature: float,
-    seed: int,
-    ranks: Ranks,
+    model: Decoder, vocab: Vocabulary, prompt: str, tokens: int, temperature: float, seed: int, ranks: Ranks
 ) -> Iterator[str]:
     """Continue a text with a model.
 
@@ -64,7 +58,7 @@ def continue_text(
     model.
     """
     draw = torch.Generator().manual_seed(seed)
-    context = [vocabulary.end, *vocabulary.encode(prompt.encode()).tolist()]
+    context = [vocab.end, *vocab.encode(prompt.encode()).tolist()]
     added: list[int] = []
     text = ""
     for _ in range(tokens):
@@ -75,11 +69,11 @@ def continue_text(
         # The tiny number makes the most likely token certain.
         weights = (logits[0, -1].float().cpu() / max(temperature, 1e-9)).softmax(-1)
         token = int(ranks.first(partial(torch.multinomial, weights, 1, generator=draw)))
-        if token == vocabulary.end:
+        if token == vocab.end:
             return
         added.append(token)
         # A piece may end inside a character, which the next token may complete.
-        longer = vocabulary.decode(added)
+        longer = vocab.decode(added)
         if not longer.endswith("\N{REPLACEMENT CHARACTER}"):
             yield longer[len(text) :]
             text = longer
