@@ -1,5 +1,7 @@
 """The command: parses the options, starts several ranks if requested, and runs the training."""
 
+from __future__ import annotations
+
 import inspect
 import logging
 import math
@@ -10,76 +12,93 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
+
+import typer
 
 from attnspan_lab.bench.monitor import Monitor
-from attnspan_lab.console import options_of
+from attnspan_lab.console import option, options_of
 from attnspan_lab.report import write_page
 from train.config import MOVABLE, CheckpointError, ConfigError, JobError, TrainConfig
 
 if TYPE_CHECKING:
     import torch
 
-    from train.train import Observe
-
 __all__ = ["command"]
+
+_own = partial(option, "Options")
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Options of the command that are not part of the run's configuration."""
+
+    name: str | None = _own("name of the run (default: the time)", default=None)
+    runs_dir: Path = _own("folder of all runs", default=Path("runs"))  # noqa: RUF009  # immutable
+    resume: bool = _own("resume the run --name, or the last run", "--resume", default=False)
+    from_step: int | None = _own("with --resume: step of an older checkpoint", default=None)
+    sample: int = _own("bytes of text to sample from the model at the end", default=200)
+    monitor: bool = _own("record the time of each step by phase", default=True)
+
+    def __post_init__(self) -> None:
+        whole, remedy = self.from_step is None or self.resume, "Add --resume, or leave --from-step out"
+        ConfigError.unless(whole, "--from-step with --resume", "it alone", remedy)
+        ConfigError.unless(self.sample >= 0, "--sample of 0 or more", self.sample, "Pass a larger number")
+
+    def folder(self) -> Path:
+        """Return the folder of the run."""
+        named = self.name is not None or not int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+        remedy = "Pass a name for the run, so that restarted ranks find it"
+        ConfigError.unless(named, "--name with torchrun --max-restarts", "none", remedy)
+        if self.name is not None or not self.resume:
+            return self.runs_dir / (self.name or time.strftime("%Y%m%d-%H%M%S"))
+        found = sorted(self.runs_dir.glob("*/checkpoints/step-*"), key=lambda path: path.stat().st_mtime)
+        wanted = f"a run with a checkpoint in {self.runs_dir}"
+        CheckpointError.unless(found, wanted, "none", "Start a run without --resume")
+        return found[-1].parents[1]
 
 
 def command() -> Callable[..., None]:
-    """Make the command: a function with its own options, and one for each field of `TrainConfig`."""
-    import typer
+    """Make the command: a function with an option for each field of `_Request` and of `TrainConfig`."""
 
-    def train(
-        context: typer.Context,
-        name: Annotated[str | None, typer.Option(help="name of the run (default: the time)")] = None,
-        runs_dir: Annotated[Path, typer.Option(help="folder of all runs")] = Path("runs"),
-        resume: Annotated[
-            bool, typer.Option("--resume", help="resume the run --name, or the last run")
-        ] = False,
-        from_step: Annotated[
-            int | None, typer.Option(help="with --resume: step of an older checkpoint")
-        ] = None,
-        sample: Annotated[
-            int, typer.Option(help="bytes of text to sample from the model at the end", min=0)
-        ] = 200,
-        monitor: Annotated[bool, typer.Option(help="record the time of each step by phase")] = True,
-        **options: Any,
-    ) -> None:
+    def train(context: typer.Context, **options: Any) -> None:
         from train.parallelize import is_rank
 
-        sources = {key: context.get_parameter_source(key) for key in options}
-        given = {key for key, source in sources.items() if source and source.name == "COMMANDLINE"}
-        config, folder = TrainConfig(**options), _folder(name, runs_dir, resume)
-        whole, remedy = from_step is None or resume, "Add --resume, or leave --from-step out"
-        ConfigError.unless(whole, "--from-step with --resume", "it alone", remedy)
-        if resume:
-            config = _stored(folder, config, given)
+        sources = {name: context.get_parameter_source(name) for name in options}
+        given = {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+        request = _Request(**{field.name: options.pop(field.name) for field in fields(_Request)})
+        config, folder = TrainConfig(**options), request.folder()
+        if request.resume:
+            config = _stored(folder, config, given & options.keys())
         if not is_rank() and (config.world > 1 or config.fsdp):
             _start_ranks(config, folder)
         else:
-            how = {"resume": resume, "from_step": from_step, "sample": sample}
-            _run(config, folder, monitor, how)
+            _run(config, folder, request)
 
-    own = [each for each in inspect.signature(train).parameters.values() if each.name != "options"]
-    train.__signature__ = inspect.Signature([*own, *options_of(TrainConfig)])  # type: ignore[attr-defined]
+    [context, _] = inspect.signature(train, eval_str=True).parameters.values()
+    options = options_of(_Request) + options_of(TrainConfig)
+    train.__signature__ = inspect.Signature([context, *options])  # type: ignore[attr-defined]
     return train
 
 
-def _run(config: TrainConfig, folder: Path, monitor: bool, how: dict[str, Any]) -> None:
+def _run(config: TrainConfig, folder: Path, request: _Request) -> None:
     """Run one rank, or a job of one process."""
     from train.parallelize import open_ranks
     from train.stop import Stopped
     from train.train import train
 
     stopped: Stopped | None = None
+    how: Any = {"resume": request.resume, "from_step": request.from_step, "sample": request.sample}
     with open_ranks(config) as ranks:
         try:
             folder = ranks.first(lambda: folder)
-            watched = _monitored(folder, ranks.device) if monitor and ranks.is_first else nullcontext()
-            with watched as observe:
-                train(config, folder, ranks=ranks, observe=observe, **how)
+            watched = request.monitor and ranks.is_first
+            observe = partial(_monitored, folder, ranks.device) if watched else None
+            train(config, folder, ranks=ranks, observe=observe, **how)
         except Stopped as end:
             stopped = end  # All ranks exit together, as at the end of a run.
         except KeyboardInterrupt:
@@ -101,47 +120,28 @@ def _run(config: TrainConfig, folder: Path, monitor: bool, how: dict[str, Any]) 
 
 
 @contextmanager
-def _monitored(folder: Path, device: "torch.device") -> "Iterator[Observe]":
-    """Create the run's monitor, and write its page at the end, even if the run was interrupted."""
-    made: list[Monitor] = []
-
-    def observe(ceiling: float | None) -> Monitor:
-        made.append(Monitor(folder, ceiling=ceiling, device=device))
-        return made[0]
-
+def _monitored(folder: Path, device: torch.device, ceiling: float | None) -> Iterator[Monitor]:
+    """Watch the steps, and write the run's page at the end, even if the run was interrupted."""
+    monitor = Monitor(folder, ceiling=ceiling, device=device)
     try:
-        yield observe
+        with monitor:
+            yield monitor
     finally:
         # A run that is resumed at its end takes no step and keeps its page.
-        if made and made[0].results().monitor:
+        if monitor.results().monitor:
             page = folder / "monitor.html"
-            write_page(made[0].results(), page)
-            print(f"monitor: {page}, overhead {made[0].overhead:.2%} of the time of the steps")
-
-
-def _folder(name: str | None, runs_dir: Path, resume: bool) -> Path:
-    named = name is not None or not int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-    remedy = "Pass a name for the run, so that restarted ranks find it"
-    ConfigError.unless(named, "--name with torchrun --max-restarts", "none", remedy)
-    if name is not None or not resume:
-        return runs_dir / (name or time.strftime("%Y%m%d-%H%M%S"))
-    folders = sorted(runs_dir.glob("*/checkpoints/step-*"), key=lambda path: path.stat().st_mtime)
-    wanted = f"a run with a checkpoint in {runs_dir}"
-    CheckpointError.unless(folders, wanted, "none", "Start a run without --resume")
-    return folders[-1].parents[1]
+            write_page(monitor.results(), page)
+            print(f"monitor: {page}, overhead {monitor.overhead:.2%} of the time of the steps")
 
 
 def _stored(folder: Path, config: TrainConfig, given: set[str]) -> TrainConfig:
     """Load the configuration of a run, with the movable options of this command. Other options must agree."""
     path, remedy = folder / "config.json", "Pass the run's name with --name, or start it without --resume"
     CheckpointError.unless(path.is_file(), f"a run to resume in {folder}", "nothing there", remedy)
-    stored = TrainConfig.load(path)
+    stored, remedy = TrainConfig.load(path), "Leave the option out, or start a new run"
     for name in sorted(given - set(MOVABLE)):
         flag, before, now = "--" + name.replace("_", "-"), getattr(stored, name), getattr(config, name)
-        wanted, remedy = (
-            f"{flag} {before}, as {folder} was started",
-            "Leave the option out, or start a new run",
-        )
+        wanted = f"{flag} {before}, as {folder} was started"
         ConfigError.unless(now == before, wanted, f"{flag} {now}", remedy)
     return stored.moved(**{name: getattr(config, name) for name in given if name in MOVABLE})
 
@@ -158,12 +158,12 @@ def _start_ranks(config: TrainConfig, folder: Path) -> None:
         logging.getLogger(package).setLevel(logging.CRITICAL)
     share = max(1, torch.get_num_threads() // config.world)
     os.environ.setdefault("OMP_NUM_THREADS", str(config.threads or share))
-    # Fix the name here: ranks that read the clock could disagree.
-    this = str(Path(__file__).parent)
-    command = [this, *sys.argv[1:], "--runs-dir", str(folder.parent), "--name", folder.name]
+    arguments = ["--standalone", "--nproc-per-node", str(config.world)]
     # When ranks are stopped, they get the timeout of a collective to finish the step and to save.
-    patience = ["--shutdown-timeout", str(math.ceil(config.timeout))]
-    arguments = ["--standalone", "--nproc-per-node", str(config.world), *patience, *command]
+    arguments += ["--shutdown-timeout", str(math.ceil(config.timeout))]
+    arguments += [str(Path(__file__).parent), *sys.argv[1:]]
+    # Fix the name here: ranks that read the clock could disagree.
+    arguments += ["--runs-dir", str(folder.parent), "--name", folder.name]
     try:
         torchrun.run(torchrun.parse_args(arguments))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:

@@ -6,16 +6,16 @@ import json
 import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
-from attnspan.errors import _Explained
+from attnspan.errors import OptionError
 from attnspan.parallel.strategy import Strategy
 from attnspan_lab.console import option
 
 __all__ = ["CheckpointError", "ConfigError", "DataError", "JobError", "RankError", "TrainConfig"]
 
 
-class JobError(_Explained, ValueError):
+class JobError(OptionError):
     """Base class of the training job's errors.
 
     Each one has the expected value, the actual value and a remedy.
@@ -28,16 +28,14 @@ class JobError(_Explained, ValueError):
     def __init_subclass__(cls, what: str) -> None:
         cls.what = what
 
-    @classmethod
-    def of(cls, expected: str, got: object, remedy: str) -> Self:
-        """Make the error."""
-        return cls(cls.what, expected=expected, got=str(got), remedy=remedy)
+    def __init__(self, expected: str, got: object, remedy: str) -> None:
+        super().__init__(self.what, expected=expected, got=str(got), remedy=remedy)
 
     @classmethod
     def unless(cls, holds: object, expected: str, got: object, remedy: str) -> None:
         """Raise the error unless a condition holds."""
         if not holds:
-            raise cls.of(expected, got, remedy)
+            raise cls(expected, got, remedy)
 
 
 class ConfigError(JobError, what="options"):
@@ -100,18 +98,14 @@ class TrainConfig:
     steps: int = _optimum(0, "optimizer steps (0: as many as fit into --minutes)")
     minutes: float = _optimum(4.0, "without --steps: wall time of the run")
     lr: float = _optimum(3e-3, "peak learning rate")
-    warmup: int = _optimum(
-        60, "steps of linear warm-up before the cosine decay (without --steps at most a tenth of the run)"
-    )
+    warmup: int = _optimum(60, "steps of linear warm-up (without --steps at most a tenth of the run)")
     min_lr: float = _optimum(0.1, "last learning rate, as a fraction of the peak")
     weight_decay: float = _optimum(0.1, "AdamW weight decay, only for matrices")
     clip: float = _optimum(1.0, "maximum norm of the whole gradient")
     seed: int = _optimum(0, "seed of the weights and of the document order")
 
     device: str = _how("auto", "cpu, cuda, or auto (cuda if available)")
-    attention: str = _how(
-        "attnspan", "attnspan, sdpa (dense mask), or sdpa-documents (one SDPA call per document)"
-    )
+    attention: str = _how("attnspan", "attnspan, sdpa (dense mask) or sdpa-documents (one call per document)")
     ac: str = _how("none", "activation checkpointing: none, selective (attention is saved) or full")
     dtype: str = _how("auto", "float32, bfloat16 (mixed precision), or auto (the faster one, measured)")
     compile: bool = _how(True, "compile each block with torch.compile(fullgraph=True)")
@@ -122,9 +116,7 @@ class TrainConfig:
     cp: int = _ranks(1, "ranks that share each row (context parallelism)")
     dp: int = _ranks(1, "replicas with different rows (data parallelism)")
     fsdp: bool = _ranks(False, "shard parameters, gradients and optimizer over all ranks (FSDP2)")
-    strategy: str = _ranks(
-        "auto", "exchange of keys between ranks: auto, exchange, ring, ulysses, hybrid(u, r)"
-    )
+    strategy: str = _ranks("auto", "exchange of keys: auto, exchange, ring, ulysses or hybrid(u, r)")
     method: str = _ranks("balanced", "partition of rows over ranks: balanced, contiguous or zigzag")
     timeout: float = _ranks(300.0, "seconds that a rank waits for the other ranks")
 
@@ -144,12 +136,7 @@ class TrainConfig:
             Strategy.parse(self.strategy, self.cp)
         heads = f"{self.heads} heads and {self.kv_heads} key/value heads"
         check(self.heads % self.kv_heads == 0, "--kv-heads to divide --heads", heads, "Choose a divisor")
-        check(
-            self.head_dim % 2 == 0,
-            "an even --head-dim",
-            self.head_dim,
-            "Pass an even number: rotary embedding rotates pairs",
-        )
+        check(self.head_dim % 2 == 0, "an even --head-dim", self.head_dim, "Rotary embedding rotates pairs")
         check(self.held_out < 1, "--held-out below 1", self.held_out, "Leave some documents to train on")
         got = f"--attention {self.attention} and --cp {self.cp}"
         remedy = f"SDPA cannot share a row between ranks: pass --cp 1 --dp {self.world}"
@@ -161,10 +148,10 @@ class TrainConfig:
         """Number of ranks of the job."""
         return self.cp * self.dp
 
-    def row_shape(self, rank: int) -> dict[str, int]:
-        """Return the arguments of `PackedStream` and `pack_once` for a rank."""
-        shape = {"seq_len": self.seq_len, "batch_size": self.batch_size}
-        return shape | {"replica": rank // self.cp, "replicas": self.dp}
+    def row_shape(self, rank: int) -> dict[str, Any]:
+        """Return the arguments of `PackedStream` for a rank."""
+        share = rank // self.cp, self.dp
+        return {"seq_len": self.seq_len, "batch_size": self.batch_size, "share": share}
 
     def moved(self, **changes: Any) -> TrainConfig:
         """Change fields in `MOVABLE`, such as the number of ranks or steps, without changing the training.
@@ -191,7 +178,7 @@ class TrainConfig:
             return cls(**json.loads(path.read_text()))
         except (OSError, TypeError, ValueError) as error:
             got, remedy = f"{path}: {error}", "Restore the file, or start a new run with another --name"
-            raise ConfigError.of("a run configuration", got, remedy) from None
+            raise ConfigError("a run configuration", got, remedy) from None
 
 
 #: Lower bounds, if they differ from 0 for a float and 1 for an int.

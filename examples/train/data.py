@@ -31,7 +31,7 @@ from train.config import TrainConfig
 from train.documents import Corpus
 from train.model import IGNORE, Pieces
 
-__all__ = ["Batch", "Batches", "PackedStream", "Part", "Rows", "make_batch", "pack_once", "settle_strategy"]
+__all__ = ["Batch", "Batches", "PackedStream", "Part", "Rows", "make_batch", "settle_strategy"]
 
 PADDING = -1  # segment id of padding at the end of the last row
 
@@ -59,59 +59,52 @@ class Rows(NamedTuple):
         return cls(*map(torch.from_numpy, (tokens, targets, ids, positions)))
 
 
-class _Cursor:
-    """A position in a sequence of parts, (n, 2) ranges of inputs: the part, and its used inputs."""
+class PackedStream:
+    """Endless batches over a corpus, with a new shuffle in each epoch.
 
-    def __init__(self, corpus: Corpus, parts: NDArray[np.int64], position: int = 0, offset: int = 0) -> None:
-        self.corpus, self.parts, self.position, self.offset = corpus, parts, position, offset
+    The stream shuffles documents, and parts of S tokens of longer documents. Otherwise, a document of a
+    megabyte would fill hundreds of consecutive steps. The order of an epoch is drawn from (seed, epoch), so
+    four integers are the whole state. Without a seed, the stream has all documents once, in order.
 
-    def take(self, room: int) -> Iterator[NDArray[Any]]:
-        """Take windows that fill ``room`` inputs, or the rest. Each has its inputs and one next token."""
-        while room and self.position < len(self.parts):
-            start, stop = (int(end) for end in self.parts[self.position])
+    Each of R replicas gets B (`batch_size`) rows of every R * B rows. ``share`` is (replica, R). Together,
+    the replicas get the same rows in the same order as one replica with batches of R * B rows.
+    """
+
+    def __init__(
+        self, corpus: Corpus, seq_len: int, batch_size: int, seed: int | None, share: tuple[int, int] = (0, 1)
+    ) -> None:
+        self.corpus, self.seq_len, self.seed, self.epoch = corpus, seq_len, seed, 0
+        replica, replicas = share
+        self._rows, self._own = batch_size * replicas, slice(replica * batch_size, (replica + 1) * batch_size)
+        self._parts = corpus.parts(len(corpus.tokens) if seed is None else seq_len)
+        self._start()
+
+    def _start(self, position: int = 0, offset: int = 0) -> None:
+        self._order, self.position, self.offset = self._parts, position, offset
+        if self.seed is not None:
+            self._order = np.random.default_rng([self.seed, self.epoch]).permutation(self._parts)
+
+    def _row(self) -> list[NDArray[Any]]:
+        """Take windows that fill a row. Each has its inputs and one next token."""
+        windows, room = [], self.seq_len
+        while room and not self.ended:
+            if self.position == len(self._order):
+                self.epoch += 1
+                self._start()
+            start, stop = (int(end) for end in self._order[self.position])
             start += self.offset
             count = min(room, stop - start)
             room -= count
             self.offset += count
             if start + count == stop:
                 self.position, self.offset = self.position + 1, 0
-            yield self.corpus.tokens[start : start + count + 1]
-
-
-class PackedStream:
-    """Endless batches over a corpus, with a new shuffle in each epoch.
-
-    The stream shuffles documents, and parts of S tokens of longer documents. Otherwise, a document of a
-    megabyte would fill hundreds of consecutive steps. The order of an epoch is drawn from (seed, epoch), so
-    four integers are the whole state.
-
-    Each of R replicas gets B (`batch_size`) rows of every R * B rows. Together, the replicas get the same
-    rows in the same order as one replica with batches of R * B rows.
-    """
-
-    def __init__(
-        self, corpus: Corpus, *, seq_len: int, batch_size: int, seed: int, replica: int = 0, replicas: int = 1
-    ) -> None:
-        self.corpus, self.seq_len, self.seed, self.epoch = corpus, seq_len, seed, 0
-        self._rows, first = batch_size * replicas, replica * batch_size
-        self._own = slice(first, first + batch_size)
-        self._parts = corpus.parts(seq_len)
-        self._start()
-
-    def _start(self, position: int = 0, offset: int = 0) -> None:
-        parts = np.random.default_rng([self.seed, self.epoch]).permutation(self._parts)
-        self._cursor = _Cursor(self.corpus, parts, position, offset)
-
-    def _row(self) -> list[NDArray[Any]]:
-        windows, room = [], self.seq_len
-        while room:
-            for window in self._cursor.take(room):
-                room -= len(window) - 1
-                windows.append(window)
-            if room:
-                self.epoch += 1
-                self._start()
+            windows.append(self.corpus.tokens[start : start + count + 1])
         return windows
+
+    @property
+    def ended(self) -> bool:
+        """Whether all documents were taken. With a seed, a stream never ends."""
+        return self.seed is None and self.position == len(self._order)
 
     def __iter__(self) -> PackedStream:
         return self
@@ -121,31 +114,18 @@ class PackedStream:
         return [self._row() for _ in range(self._rows)]
 
     def __next__(self) -> Rows:
+        if self.ended:
+            raise StopIteration
         return Rows.packed(self.skip()[self._own], self.seq_len, self.corpus.end)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the position in the data: seed, epoch, index in the epoch's order, used inputs there."""
-        cursor = self._cursor
-        return {"seed": self.seed, "epoch": self.epoch, "position": cursor.position, "offset": cursor.offset}
+        return {name: getattr(self, name) for name in ("seed", "epoch", "position", "offset")}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Return to a position from `state_dict`."""
         self.seed, self.epoch = state["seed"], state["epoch"]
         self._start(state["position"], state["offset"])
-
-
-def pack_once(
-    corpus: Corpus, *, seq_len: int, batch_size: int, replica: int = 0, replicas: int = 1
-) -> Iterator[Rows]:
-    """Yield all documents once, in order, with equally many batches per replica.
-
-    The last ones have padding.
-    """
-    cursor = _Cursor(corpus, np.stack([corpus.offsets[:-1], corpus.offsets[1:] - 1], axis=1))
-    first = replica * batch_size
-    while cursor.position < len(corpus):
-        rows = [list(cursor.take(seq_len)) for _ in range(batch_size * replicas)]
-        yield Rows.packed(rows[first : first + batch_size], seq_len, corpus.end)
 
 
 class Part(NamedTuple):
@@ -196,10 +176,8 @@ class Batches(IterableDataset[Batch]):
 
     def loader(self) -> DataLoader[Batch]:
         """Load the batches in order, prepared by `TrainConfig.workers` processes."""
-        workers = self.config.workers
-        how: dict[str, Any] = {"num_workers": workers, "prefetch_factor": 2 if workers else None}
-        how["worker_init_fn"] = _leave_signals
-        if workers and "jax" in sys.modules:
+        how: dict[str, Any] = {"num_workers": self.config.workers, "worker_init_fn": _leave_signals}
+        if self.config.workers and "jax" in sys.modules:
             how["multiprocessing_context"] = "forkserver"  # A fork would lose JAX's threads.
         return DataLoader(self, batch_size=None, collate_fn=_unchanged, **how)
 
@@ -218,10 +196,10 @@ def make_batch(
     config: TrainConfig, batches: Sequence[Rows], rank: int, place: dict[str, int] | None = None
 ) -> Batch:
     """Select a rank's part of the rows that its replica packed."""
-    made = [_part(config, rows, rank) for rows in batches]
-    tokens, pairs = sum(rows.tokens.numel() for rows in batches), sum(pairs for _, pairs in made)
-    targets = sum(int((part.targets != IGNORE).sum()) for part, _ in made)
-    return Batch([part for part, _ in made], tokens / config.cp, targets, pairs / config.cp, place or {})
+    parts, pairs = zip(*(_part(config, rows, rank) for rows in batches), strict=True)
+    tokens = sum(rows.tokens.numel() for rows in batches)
+    targets = sum(int((part.targets != IGNORE).sum()) for part in parts)
+    return Batch(list(parts), tokens / config.cp, targets, sum(pairs) / config.cp, place or {})
 
 
 def _mask(ids: Any) -> Prepared:

@@ -7,12 +7,14 @@ Shapes: B rows, S tokens of a row (of a rank's share of it, with context paralle
 H query heads, G key/value heads, D head dimension, V vocabulary.
 """
 
+# mypy: no-warn-return-any
+
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +28,6 @@ from train.config import TrainConfig
 __all__ = [
     "Decoder",
     "Pieces",
-    "Rotary",
-    "StepFlops",
     "keep_attention",
     "rotary_table",
     "rotate",
@@ -44,25 +44,21 @@ class Pieces:  # Not a tuple: the compiler would guard on its numbers and recomp
     rows: list[list[tuple[int, int]]]
 
 
-class Rotary(NamedTuple):
-    """Cosine and sine of each token's angles, (B, S, 1, D / 2) float32, read once per step."""
-
-    cos: Tensor
-    sin: Tensor
-
-
-def rotary_table(seq_len: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Compute cosines and sines of all positions, 2 x (S, D / 2) float32 (Su et al. 2021, equation 15)."""
-    frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    angle = torch.arange(seq_len, dtype=torch.float64)[:, None] * frequency
-    return angle.cos().float(), angle.sin().float()
+def rotary_table(config: TrainConfig) -> Tensor:
+    """Compute cosines and sines of all positions, (2, S, D / 2) float32 (Su et al. 2021, equation 15)."""
+    channel = torch.arange(0, config.head_dim, 2, dtype=torch.float64)
+    frequency = config.rope_theta ** (-channel / config.head_dim)
+    angle = torch.arange(config.seq_len, dtype=torch.float64)[:, None] * frequency
+    return torch.stack((angle.cos(), angle.sin())).float()
 
 
-def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotate channel pairs (i, i + D / 2) of (B, S, H, D) by the angle of their token, in float32."""
-    a, b = x.float().chunk(2, dim=-1)
-    turned = torch.cat((a * rotary.cos - b * rotary.sin, b * rotary.cos + a * rotary.sin), dim=-1)
-    return turned.to(x.dtype)
+def rotate(x: Tensor, rotary: Tensor) -> Tensor:
+    """Rotate channel pairs (i, i + D / 2) of (B, S, H, D) by the angle of their token, in float32.
+
+    ``rotary`` has the cosine and the sine of each token's angles, (2, B, S, 1, D / 2).
+    """
+    (cos, sin), (a, b) = rotary, x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
@@ -72,8 +68,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
     tensor or `Pieces`, torch's own attention runs.
     """
     if isinstance(mask, Pieces):
-        pieced: Tensor = _attend_pieces(q, k, v, mask)
-        return pieced
+        return _attend_pieces(q, k, v, mask)
     if isinstance(mask, Tensor):
         return _sdpa(q, k, v, attn_mask=mask)
     return attention(q, k, v, mask=mask, layout="bshd")
@@ -121,13 +116,12 @@ class _Attention(nn.Module):
         self.qkv = nn.Linear(config.dim, (config.heads + 2 * config.kv_heads) * config.head_dim, bias=False)
         self.out = nn.Linear(config.heads * config.head_dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, rotary: Rotary, mask: Any) -> Tensor:
+    def forward(self, x: Tensor, rotary: Tensor, mask: Any) -> Tensor:
         # Views of the projection: attnspan accepts any strides, so v is never copied.
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
         out = _attend(rotate(q, rotary), rotate(k, rotary), v, mask)
-        mixed: Tensor = self.out(out.flatten(2))
-        return mixed
+        return self.out(out.flatten(2))
 
 
 class _FeedForward(nn.Module):
@@ -140,8 +134,7 @@ class _FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        out: Tensor = self.out(functional.silu(gate) * up)
-        return out
+        return self.out(functional.silu(gate) * up)
 
 
 _keep_attention = partial(create_selective_checkpoint_contexts, keep_attention)
@@ -158,37 +151,22 @@ class _Block(nn.Module):
         self.feed_forward_norm = _Norm(config.dim, eps=config.norm_eps)
         self.feed_forward = _FeedForward(config)
 
-    def layer(self, x: Tensor, rotary: Rotary, mask: Any) -> Tensor:
+    def layer(self, x: Tensor, rotary: Tensor, mask: Any) -> Tensor:
         """Compute the layer, (B, S, E) to (B, S, E), without checkpointing."""
         x = x + self.attention(self.attention_norm(x), rotary, mask)
-        branch: Tensor = self.feed_forward(self.feed_forward_norm(x))
-        return x + branch
+        return x + self.feed_forward(self.feed_forward_norm(x))
 
-    def forward(self, x: Tensor, rotary: Rotary, mask: Any) -> Tensor:
+    def forward(self, x: Tensor, rotary: Tensor, mask: Any) -> Tensor:
         if self.ac == "none":
             return self.layer(x, rotary, mask)
         keep: dict[str, Any] = {"context_fn": _keep_attention} if self.ac == "selective" else {}
-        out: Tensor = checkpoint(self.layer, x, rotary, mask, use_reentrant=False, **keep)
-        return out
-
-
-class StepFlops(NamedTuple):
-    """Floating-point operations of one training step, without recomputation."""
-
-    matmul: float  # dense layers
-    attention: float  # attention, only visible pairs
-
-    @property
-    def total(self) -> float:
-        """Sum of both."""
-        return self.matmul + self.attention
+        return checkpoint(self.layer, x, rotary, mask, use_reentrant=False, **keep)
 
 
 class Decoder(nn.Module):
     """The language model. It may be built on the meta device and sharded there, before `initialize`."""
 
-    cos: Tensor
-    sin: Tensor
+    rotary: Tensor
 
     def __init__(self, config: TrainConfig, vocab_size: int) -> None:
         super().__init__()
@@ -200,18 +178,14 @@ class Decoder(nn.Module):
         # Parameters that every token is multiplied with. The embedding is only looked up.
         linear = (module for module in self.modules() if isinstance(module, nn.Linear))
         self.matmul_weights = sum(module.weight.numel() for module in linear)
-        cos, sin = rotary_table(config.seq_len, config.head_dim, config.rope_theta)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        self.register_buffer("rotary", rotary_table(config), persistent=False)
 
     @torch.no_grad()
     def initialize(self, device: str | torch.device = "cpu") -> Decoder:
         """Draw the weights. They do not depend on the device or the sharding."""
         self.to_empty(device=device)
         config, draw = self.config, torch.Generator().manual_seed(self.config.seed)
-        cos, sin = rotary_table(config.seq_len, config.head_dim, config.rope_theta)
-        self.cos.copy_(cos)
-        self.sin.copy_(sin)
+        self.rotary.copy_(rotary_table(config))
         # Residual branches start small, so that the sum over all layers has the scale of the embedding.
         residual = 0.02 / math.sqrt(2 * config.layers)
         for name, parameter in self.named_parameters():
@@ -231,7 +205,7 @@ class Decoder(nn.Module):
 
         Positions count within segments.
         """
-        rotary = Rotary(self.cos[positions][:, :, None], self.sin[positions][:, :, None])
+        rotary = self.rotary[:, positions, None]
         x = self.embedding(tokens)
         # The residual stream is float32, even in mixed precision.
         x = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -239,18 +213,18 @@ class Decoder(nn.Module):
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=half):
             for block in self.blocks:
                 x = block(x, rotary, mask)
-            logits: Tensor = self.head(self.norm(x))
-        return logits
+            return self.head(self.norm(x))
 
-    def step_flops(self, tokens: int, pairs: int) -> StepFlops:
-        """Count the FLOPs of forward and backward for tokens and visible (query, key) pairs of one head.
+    def step_flops(self, tokens: float, pairs: float) -> tuple[float, float]:
+        """Count the FLOPs of a step: of all, and of attention, for tokens and visible pairs of one head.
 
         Dense layers take 2 FLOPs per weight and token forward, and twice as many backward. Padding counts.
         Attention takes 4 * D FLOPs per visible pair and query head forward (two products), and 2.5 times as
         many backward (five products).
         """
-        heads, head_dim = self.config.layers * self.config.heads, self.config.head_dim
-        return StepFlops(6.0 * self.matmul_weights * tokens, 3.5 * 4.0 * pairs * head_dim * heads)
+        width = self.config.layers * self.config.heads * self.config.head_dim
+        attention = 3.5 * 4.0 * pairs * width
+        return 6.0 * self.matmul_weights * tokens + attention, attention
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:

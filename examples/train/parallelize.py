@@ -3,6 +3,8 @@
 Rank ``d * cp + c`` is member ``c`` of replica ``d``. The ranks of a replica share its rows.
 """
 
+# mypy: no-warn-return-any
+
 from __future__ import annotations
 
 import os
@@ -14,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from timeit import repeat
 from typing import Any, TypeVar, cast
 
@@ -26,7 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
 from torch.utils._pytree import tree_map_only
 
-from attnspan.kernels import cpu
+from attnspan_lab.bench.ceilings import native_probe
 from train.config import ConfigError, JobError, RankError, TrainConfig
 from train.data import Part
 from train.model import Decoder
@@ -37,6 +40,7 @@ T = TypeVar("T")
 
 # Time limit for the surviving ranks to report to each other after a failed exchange.
 _ROLL_CALL_SECONDS = 10.0
+_LOOK = "Look for the rank that ended first. Use --resume, or let torchrun restart ranks: --max-restarts N"
 _CPU = torch.device("cpu")
 
 
@@ -59,43 +63,42 @@ class Ranks:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Add numbers of all ranks. Integers below 2^53 stay exact."""
-        if self.host is None:
-            return list(values)
         total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total, group=self.host)
-        figures: list[float] = total.tolist()
-        return figures
-
-    def first(self, action: Callable[[], T]) -> T:
-        """Run an action on the first rank. All ranks get its picklable result, or raise its error."""
-        if self.host is None:
-            return action()
-        outcome = [_attempt(action) if self.is_first else (None, None)]
-        dist.broadcast_object_list(outcome, src=0, group=self.host)
-        return _settle(outcome[0])
+        if self.host is not None:
+            dist.all_reduce(total, group=self.host)
+        return total.tolist()
 
     def together(self, action: Callable[[], T]) -> T:
         """Run an action on every rank, without waiting for others. If one rank fails, all raise its error."""
         if self.host is None:
             return action()
-        outcome = _attempt(action)
-        errors: list[Exception | None] = [None] * self.world
-        dist.all_gather_object(errors, outcome[1], group=self.host)
-        return _settle((outcome[0], next((each for each in errors if each is not None), None)))
+        errors: list[Any] = [None] * self.world
+        value, error = None, None
+        try:
+            value = action()
+        except (JobError, OSError) as caught:  # Errors of the user. A defect ends the rank.
+            error = caught
+        dist.all_gather_object(errors, error, group=self.host)
+        for error in filter(None, errors):
+            error.shared = True
+            raise error
+        return cast(T, value)
+
+    def first(self, action: Callable[[], T]) -> T:
+        """Run an action on the first rank. All ranks get its picklable result, or raise its error."""
+        result: list[Any] = [self.together(lambda: action() if self.is_first else None)]
+        if self.host is not None:
+            dist.broadcast_object_list(result, src=0, group=self.host)
+        return cast(T, result[0])
 
     def place(self, part: Part) -> Part:
         """Move the data loader's results to this rank's device and mesh, without synchronization."""
+        moved = part
+        if self.device != _CPU:
+            moved = tree_map_only(Tensor, lambda x: x.to(self.device, non_blocking=True), part)
         if part.shared is None or self.mesh is None:
-            mask = self._moved(part.mask)
-        else:
-            mask = part.mask.on(self.mesh["cp"], rows=part.shared)
-        tokens, targets, positions = self._moved(part[:3])
-        return Part(tokens, targets, positions, mask)
-
-    def _moved(self, tree: Any) -> Any:
-        if self.device == _CPU:
-            return tree
-        return tree_map_only(Tensor, lambda x: x.to(self.device, non_blocking=True), tree)
+            return moved
+        return moved._replace(mask=part.mask.on(self.mesh["cp"], rows=part.shared))
 
     def peak_memory(self) -> int:
         """Return the process's peak memory in bytes: allocated on a GPU, resident on a CPU."""
@@ -110,31 +113,28 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:  # The base class of all errors of torch's collectives.
-            lost = self._lost()
-            if not lost:
+            if not (lost := self._lost()):
                 raise
             where = traceback.extract_tb(error.__traceback__)[-1]
             at = f"rank {self.number}, {os.path.basename(where.filename)}:{where.lineno}"
-            remedy = "Look for the rank that ended first. Use --resume, or let torchrun restart the ranks: "
             wanted = f"all {self.world} ranks to take part in {doing()}"
             got = f"no answer from {lost}, after this on {at}: {_line(error)}"
-            raise RankError.of(wanted, got, remedy + "--max-restarts N") from error
+            raise RankError(wanted, got, _LOOK) from error
 
     def _lost(self) -> str:
         """Name the ranks that do not respond. Each rank whose step failed reports in the store."""
         if self.host is None:
             return ""
-        store, others = _get_default_store(), [rank for rank in range(self.world) if rank != self.number]
+        store, end = _get_default_store(), time.monotonic() + _ROLL_CALL_SECONDS
+        missing = [f"rank {rank}" for rank in range(self.world)]
         try:
-            store.set(f"failed/{self.number}", "here")
-            end = time.monotonic() + _ROLL_CALL_SECONDS
-            while missing := [rank for rank in others if not store.check([f"failed/{rank}"])]:
-                if time.monotonic() > end:
-                    break
+            store.set(f"failed/rank {self.number}", "here")
+            while missing and time.monotonic() < end:
+                missing = [rank for rank in missing if not store.check([f"failed/{rank}"])]
                 time.sleep(0.1)
         except RuntimeError:
             return "rank 0, which holds the store"
-        return ", ".join(f"rank {rank}" for rank in missing)
+        return ", ".join(missing)
 
 
 #: A job of one process, on the CPU.
@@ -167,16 +167,15 @@ def open_ranks(config: TrainConfig) -> Iterator[Ranks]:
         yield Ranks(device)
         return
     limit = timedelta(seconds=config.timeout)
-    if not there:
-        _join("gloo" if device == _CPU else "cpu:gloo,cuda:nccl", limit)
+    if there:
+        yield _ranks(config, device, limit)
+        return
+    _join("gloo" if device == _CPU else "cpu:gloo,cuda:nccl", limit)
     try:
         yield _ranks(config, device, limit)
-        if not there:
-            # gloo may abort a process if its peers leave while its meshes are still referenced.
-            dist.barrier()
+        dist.barrier()  # gloo may abort a process if its peers leave while its meshes are still referenced.
     finally:
-        if not there:
-            dist.destroy_process_group()
+        dist.destroy_process_group()
 
 
 def _join(backend: str, limit: timedelta) -> None:
@@ -189,7 +188,7 @@ def _join(backend: str, limit: timedelta) -> None:
     except RuntimeError as error:
         wanted = f"all {os.environ['WORLD_SIZE']} ranks to join within {limit.total_seconds():.0f} s"
         got, remedy = f"on rank {os.environ['RANK']}: {_line(error)}", "Check why the others did not start, "
-        raise RankError.of(wanted, got, remedy + "or raise --timeout") from error
+        raise RankError(wanted, got, remedy + "or raise --timeout") from error
 
 
 def _line(error: Exception) -> str:
@@ -205,26 +204,6 @@ def _ranks(config: TrainConfig, device: torch.device, limit: timedelta) -> Ranks
     mesh = DeviceMesh.from_group(groups, kind, mesh=numbers, mesh_dim_names=("dp", "cp"))
     host, saver = (dist.new_group(backend="gloo", timeout=limit) for _ in range(2))
     return Ranks(device, dist.get_rank(), config.world, mesh, everyone, host, saver)
-
-
-def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Run an action and return its result and error.
-
-    Only user errors are returned. A defect ends the rank.
-    """
-    try:
-        return action(), None
-    except (JobError, OSError) as error:
-        return None, error
-
-
-def _settle(outcome: tuple[T | None, Exception | None]) -> T:
-    value, error = outcome
-    if error is None:
-        return cast(T, value)
-    if isinstance(error, JobError):
-        error.shared = True
-    raise error
 
 
 def build_model(config: TrainConfig, vocab_size: int, ranks: Ranks = ALONE) -> Decoder:
@@ -273,8 +252,9 @@ def peak_flops(config: TrainConfig, device: torch.device, bursts: int = 5) -> li
         The rate of each burst. Zeros if no ceiling is known: on a GPU, without the compiled kernel, or
         without instructions for the dtype.
     """
-    known = device == _CPU and cpu.core is not None
-    wanted, threads = "_f32" if config.dtype == "float32" else "_bf16", torch.get_num_threads()
-    kinds = [kind for kind in cpu.peak_kinds() if kind.endswith(wanted)] if known else []
-    bests = ([cpu.peak(kind, num_threads=threads, seconds=0.05) for kind in kinds] for _ in range(bursts))
-    return [max(rates, default=0.0) for rates in bests]
+    probe = native_probe() if device == _CPU else None
+    if probe is None:
+        return [0.0] * bursts
+    kinds = [kind for kind in probe.peak_kinds() if kind.endswith(config.dtype.replace("float", "f"))]
+    burst = partial(probe.peak, num_threads=torch.get_num_threads(), seconds=0.05)
+    return [max(map(burst, kinds), default=0.0) for _ in range(bursts)]

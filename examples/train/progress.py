@@ -2,75 +2,71 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
+from datetime import timedelta
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.filesize import decimal
+from rich.markup import escape
 from rich.table import Table
 from torch._dynamo.utils import counters
 from torch.utils.tensorboard import SummaryWriter
 
 from attnspan_lab.bench.monitor.lines import MetricsLog
-from attnspan_lab.console import bytes_text, percent, rate_text, seconds_text
+from attnspan_lab.console import bytes_text, percent, progress, rate_text, seconds_text
+from train.config import TrainConfig
+from train.run import Run
 
-__all__ = ["Graphs", "MetricsLog", "Reporter", "Summary"]
+__all__ = ["Summary", "graph_counts", "in_words", "introduce", "reporter", "say", "suggest"]
 
 _LINE_SECONDS = 10.0
 _SMOOTHING = 0.9
 
 
-class Reporter:
-    """Shows the measurements of a run, and records them in TensorBoard and ``metrics.jsonl``."""
+@contextmanager
+def reporter(console: Console, run: Run) -> Iterator[Callable[[dict[str, float]], None]]:
+    """Make a function that shows and records a step: "step", and the values of `StepResult`.
 
-    def __init__(self, console: Console, folder: Path, step: int, steps: int) -> None:
-        self._console, self._step, self._steps = console, step, steps
-        self._log = MetricsLog(folder / "metrics.jsonl", step)
-        self._smooth: dict[str, float] = {}
-        self._last_line = 0.0
-        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
-        text, wide = TextColumn("{task.fields[text]}"), BarColumn(bar_width=None)
-        columns = TextColumn("[bold]train"), wide, MofNCompleteColumn(), text, TimeRemainingColumn()
-        self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
-        self._task = self._bar.add_task("train", total=steps, completed=step, text="")
-        self._bar.start()
+    It shows a bar or lines, and writes TensorBoard's scalars and ``metrics.jsonl``. On other ranks than the
+    first, it does nothing.
+    """
+    if not run.ranks.is_first:
+        yield lambda _: None
+        return
+    first, last, shown = run.done + 1, run.config.steps, -math.inf
+    smooth: dict[str, float] = {}
+    log = MetricsLog(run.folder / "metrics.jsonl", run.done)
+    board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=first)
+    board.add_scalar("held_out/bits_per_byte", run.start_score, 0)
 
-    def close(self) -> None:
-        """Close the bar and the files."""
-        self._bar.stop()
-        self.board.close()
-        self._log.close()
-
-    def update(self, figures: dict[str, float]) -> None:
-        """Show and record one step: "step", and the values of `StepResult.figures`."""
-        step, now = int(figures["step"]), self._smooth
-        self._log.write(figures)
+    def update(figures: dict[str, float]) -> None:
+        nonlocal shown
+        step = int(figures["step"])
+        log.write(figures)
         for name, value in figures.items():
             if name != "step":
-                self.board.add_scalar(f"train/{name}", value, step)
-                now[name] = _SMOOTHING * now.get(name, value) + (1 - _SMOOTHING) * value
-        speed = f"{now['tokens_per_second']:,.0f} tok/s  {rate_text(now['gflops'] * 1e9)}"
-        text = f"loss {now['loss']:.3f}  {speed}  {bytes_text(now['memory'])}"
-        self._bar.update(self._task, completed=step, text=text)
-        due = time.monotonic() - self._last_line > _LINE_SECONDS or step in (self._step + 1, self._steps)
-        if not self._console.is_terminal and due:
-            self._last_line = time.monotonic()
-            self._console.print(f"step {step:>{len(str(self._steps))}}/{self._steps}  {text}", soft_wrap=True)
+                board.add_scalar(f"train/{name}", value, step)
+                smooth[name] = _SMOOTHING * smooth.get(name, value) + (1 - _SMOOTHING) * value
+        speed = f"{smooth['tokens_per_second']:,.0f} tok/s  {rate_text(smooth['gflops'] * 1e9)}"
+        text = f"loss {smooth['loss']:.3f}  {speed}  {bytes_text(smooth['memory'])}"
+        due = time.monotonic() - shown > _LINE_SECONDS or step in (first, last)
+        shown = time.monotonic() if due else shown
+        line = f"step {step:>{len(str(last))}}/{last}  {text}" if due and not console.is_terminal else ""
+        left = timedelta(seconds=round((last - step) * smooth["seconds"]))
+        tell(line, completed=step, description=f"{text}  {left} left")
+
+    with closing(board), closing(log), progress(console, last) as tell:
+        yield update
 
 
-class Graphs(NamedTuple):
-    """Counts of torch's compiler: compiled graphs, and graph breaks."""
-
-    compiled: int
-    breaks: int
-
-    @classmethod
-    def since(cls, compiled: int = 0, breaks: int = 0) -> Graphs:
-        """Read the counts of this process, minus the given counts."""
-        now = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
-        return cls(now[0] - compiled, now[1] - breaks)
+def graph_counts() -> tuple[int, int]:
+    """Count the graphs that torch has compiled in this process, and the graph breaks."""
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
 @dataclass(frozen=True)
@@ -85,8 +81,9 @@ class Summary:
     fastest: float  # largest FLOP/s of a step
     ceiling: list[float]  # FLOP/s of each burst that measured the peak of the cores; zeros if unknown
     compile_seconds: float  # first forward and backward, including compilation
-    warm: Graphs | None  # until the end of warm-up; None without compilation
-    later: Graphs | None  # after warm-up: all of these are recompilations
+    graphs: int | None  # compiled until the end of warm-up; None without compilation
+    breaks: int  # graph breaks
+    recompiles: int  # graphs that were compiled after warm-up
     peak_memory: float  # sum over ranks, in bytes
     seconds: float  # wall time of this process
     ranks: str  # as text
@@ -109,9 +106,8 @@ class Summary:
             low, high = rate_text(min(self.ceiling)), rate_text(max(self.ceiling))
             bursts = f"bursts of multiply-adds on registers: {low} to {high}"
             rows.append(("MFU", f"{percent(self.mfu)} of {high} ({bursts})"))
-        if self.warm is not None and self.later is not None:
-            breaks, again = self.warm.breaks + self.later.breaks, self.later.compiled
-            counts = f"{self.warm.compiled} graph for all blocks, {breaks} breaks, {again} recompiles"
+        if self.graphs is not None:
+            counts = f"{self.graphs} graph for all blocks, {self.breaks} breaks, {self.recompiles} recompiles"
             rows.append(("compile", f"{counts}; {seconds_text(self.compile_seconds)}"))
         rows.append(("peak memory", bytes_text(self.peak_memory)))
         return [*rows, ("wall time", f"{self.seconds:.0f} s"), ("ranks", self.ranks)]
@@ -128,3 +124,41 @@ class Summary:
             clean = (char if char.isprintable() or char == "\n" else "\N{MIDDLE DOT}" for char in self.text)
             shown = "".join(clean)
             console.print(f"text of the model:\n{shown}", markup=False, highlight=False, soft_wrap=True)
+
+
+def say(console: Console, name: str, text: str) -> None:
+    """Print a line with a name before it."""
+    console.print(f"[bold]{name:>6}[/bold]  {escape(text)}", soft_wrap=True, highlight=False)
+
+
+def in_words(config: TrainConfig) -> str:
+    """Describe the ranks of a job."""
+    if config.world == 1:
+        return "1 rank"
+    shared = f", {config.strategy}" if config.cp > 1 else ""
+    return f"{config.world} ranks: cp {config.cp}{shared}, dp {config.dp}{', sharded' * config.fsdp}"
+
+
+def introduce(run: Run, console: Console) -> None:
+    """Print what is about to run."""
+    config, data, kind = run.config, run.data, run.ranks.device.type
+    size = f"{len(data.train):,} documents, {decimal(data.train.num_bytes)}, {len(data.held_out)} held out"
+    weights = sum(parameter.numel() for parameter in run.stepper.model.parameters())
+    shape = f"{config.layers} blocks, {config.heads} heads on {config.kv_heads}, rows of {config.seq_len:,}"
+    where = f"{config.threads} threads{' of each rank' * (config.world > 1)}" if kind == "cpu" else kind
+    say(console, "data", f"{data.source}: {size}")
+    say(console, "model", f"{weights / 1e6:.2f} M parameters, {shape}")
+    say(console, "how", f"{config.attention} attention, {config.dtype}, {where}, {in_words(config)}")
+    say(console, "run", str(run.folder) + (f", resumed at step {run.done}" if run.done else ""))
+    say(console, "", f"{'compiling, ' * config.compile}scoring{', timing steps' * (not config.steps)} ...")
+
+
+def suggest(run: Run, console: Console) -> None:
+    """Suggest what to try next."""
+    job, folder = "python examples/train", shlex.quote(str(run.folder))
+    say(console, "next", f'{job}/sample.py {folder} "import "   more text of this model')
+    say(console, "", f"{job} --resume {run.named} --steps {2 * run.config.steps}   train on")
+    if run.config.world == 1:
+        say(console, "", f"{job} --cp 2   two ranks share each row; --fsdp shards the model")
+    if run.config.data is None:
+        say(console, "", f"{job} --data FOLDER   your own text, .jsonl or .parquet")

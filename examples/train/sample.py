@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -43,20 +43,12 @@ def generate(path: Path, prompt: str, *, tokens: int, temperature: float, seed: 
     config = TrainConfig.load(folder / "config.json")
     vocabulary = load_vocabulary(config.tokenizer)
     model = Decoder(config, vocabulary.end + 1)
-    root, state = folder / "checkpoints", {"state": {"model": model.state_dict()}}
-    another = f"Sample an existing checkpoint: sample.py {shlex.quote(str(root))}/step-"
-    CheckpointStore(root, instead=lambda other: f"{another}{other:08d}").load(state, step)
-    yield from continue_text(model, vocabulary, prompt, tokens, temperature, seed)
+    CheckpointStore(folder / "checkpoints").load({"model": model.state_dict()}, step)
+    yield from continue_text(model, vocabulary, prompt, tokens, temperature, seed, ALONE)
 
 
 def continue_text(
-    model: Decoder,
-    vocabulary: Vocabulary,
-    prompt: str,
-    tokens: int,
-    temperature: float,
-    seed: int,
-    ranks: Ranks = ALONE,
+    model: Decoder, vocab: Vocabulary, prompt: str, tokens: int, temperature: float, seed: int, ranks: Ranks
 ) -> Iterator[str]:
     """Continue a text with a model.
 
@@ -66,7 +58,7 @@ def continue_text(
     model.
     """
     draw = torch.Generator().manual_seed(seed)
-    context = [vocabulary.end, *vocabulary.encode(prompt.encode()).tolist()]
+    context = [vocab.end, *vocab.encode(prompt.encode()).tolist()]
     added: list[int] = []
     text = ""
     for _ in range(tokens):
@@ -74,19 +66,14 @@ def continue_text(
         # The lengths grow, so compiled blocks would recompile for each length.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             logits = model(window, torch.arange(window.shape[1], device=ranks.device)[None], causal())
-        last = logits[0, -1].float().cpu()
-
-        def pick(last: torch.Tensor = last) -> int:
-            if temperature == 0:
-                return int(last.argmax())
-            return int(torch.multinomial((last / temperature).softmax(-1), 1, generator=draw))
-
-        token = ranks.first(pick)
-        if token == vocabulary.end:
+        # The tiny number makes the most likely token certain.
+        weights = (logits[0, -1].float().cpu() / max(temperature, 1e-9)).softmax(-1)
+        token = int(ranks.first(partial(torch.multinomial, weights, 1, generator=draw)))
+        if token == vocab.end:
             return
         added.append(token)
         # A piece may end inside a character, which the next token may complete.
-        longer = vocabulary.decode(added)
+        longer = vocab.decode(added)
         if not longer.endswith("\N{REPLACEMENT CHARACTER}"):
             yield longer[len(text) :]
             text = longer
@@ -96,9 +83,7 @@ def _command(
     checkpoint: Annotated[Path, typer.Argument(help="a run's folder, or one of its checkpoints")],
     prompt: Annotated[str, typer.Argument(help="text to continue")] = "",
     tokens: Annotated[int, typer.Option(help="maximum number of tokens to add")] = 256,
-    temperature: Annotated[
-        float, typer.Option(help="sampling temperature; 0 takes the most likely token")
-    ] = 0.8,
+    temperature: Annotated[float, typer.Option(help="temperature (0: the most likely token)")] = 0.8,
     seed: Annotated[int, typer.Option(help="random seed of the sampling")] = 0,
 ) -> None:
     """Continue a text with a trained model."""

@@ -10,17 +10,16 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from attnspan.parallel.torch.loss import sum_gradients, token_mean
 from train.config import TrainConfig
-from train.data import Batch, Part, make_batch, pack_once
+from train.data import Batch, PackedStream, Part, make_batch
 from train.documents import Corpus
-from train.model import StepFlops, token_loss
+from train.model import token_loss
 from train.parallelize import ALONE, Ranks, build_model
 
 __all__ = ["UNOBSERVED", "StepResult", "Stepper", "Unobserved", "learning_rate"]
@@ -69,26 +68,20 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 class StepResult(NamedTuple):
-    """Measurements of one step, over all ranks."""
+    """Measurements of one step, over all ranks. ``metrics.jsonl`` has the same names."""
 
     loss: float  # mean per target, in nats
     grad_norm: float  # norm of the whole gradient, before clipping
     lr: float
-    tokens: float  # padding included
     seconds: float  # wall time
-    flops: StepFlops  # FLOP/s of useful work
     memory: float  # peak so far, sum over ranks, in bytes
-
-    def figures(self) -> dict[str, float]:
-        """Values for the log: rates instead of counts."""
-        same = {"loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr, "seconds": self.seconds}
-        work = {"gflops": self.flops.total / 1e9, "attention_gflops": self.flops.attention / 1e9}
-        rates = {name: x / self.seconds for name, x in (work | {"tokens_per_second": self.tokens}).items()}
-        return same | rates | {"memory": self.memory}
+    tokens_per_second: float  # padding included
+    gflops: float  # GFLOP/s of useful work, without recomputation
+    attention_gflops: float  # attention's part of it
 
 
-class Stepper(Stateful):
-    """A model with its optimizer, ready to take steps. Its state is stored in checkpoints.
+class Stepper:
+    """A model with its optimizer, ready to take steps.
 
     The optimizer is AdamW (Loshchilov and Hutter 2019), with weight decay for matrices but not for norms. The
     configuration's dtype must be resolved ("auto" is not a dtype).
@@ -133,8 +126,9 @@ class Stepper(Stateful):
             self.optimizer.zero_grad(set_to_none=True)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         total, memory = ranks.sum([loss.item(), float(ranks.peak_memory())])
-        flops = self.model.step_flops(round(tokens), round(pairs))
-        return StepResult(total, grad_norm, lr, tokens, time.perf_counter() - start, flops, memory)
+        seconds = time.perf_counter() - start
+        gflops = (flops / 1e9 / seconds for flops in self.model.step_flops(tokens, pairs))
+        return StepResult(total, grad_norm, lr, seconds, memory, tokens / seconds, *gflops)
 
     def warm_up(self, batch: Batch) -> float:
         """Run forward and backward without an update. The first call compiles. Return the seconds."""
@@ -150,16 +144,14 @@ class Stepper(Stateful):
         Gradients stay enabled although none is computed, because disabling them would recompile every block.
         """
         config, rank = self.config, self.ranks.number
-        batches = (make_batch(config, [rows], rank) for rows in pack_once(held_out, **config.row_shape(rank)))
+        stream = PackedStream(held_out, seed=None, **config.row_shape(rank))
+        batches = (make_batch(config, [rows], rank) for rows in stream)
         nats = math.fsum(self.loss(part).item() for batch in batches for part in batch.parts)
         if isinstance(self.model, FSDPModule):
             self.model.reshard()  # Free the gathered weights, which backward would do.
         return self.ranks.sum([nats])[0] / math.log(2) / held_out.num_bytes
 
-    def state_dict(self) -> dict[str, Any]:
+    def tensors(self) -> dict[str, Any]:
+        """Return the tensors of the model and of the optimizer, without copies. Checkpoints contain them."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        model, optimizer = state["model"], state["optimizer"]
-        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        return {"model": model, "optimizer": optimizer["state"]}

@@ -16,9 +16,7 @@ __all__ = ["Stop", "Stopped"]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # A scheduler signals every process, and torchrun passes its signal on: ranks may get one signal twice.
 _SAME_SECONDS = 0.5
-_HEARD = (
-    b"\ntrain: stopping after this step and a checkpoint. Ctrl-C again exits now, without a checkpoint.\n"
-)
+_HEARD = b"\ntrain: stopping after this step and a checkpoint. Ctrl-C again exits now, without one.\n"
 
 
 class Stopped(SystemExit):
@@ -26,10 +24,14 @@ class Stopped(SystemExit):
 
 
 class Stop:
-    """Whether the run should stop. Outside of `patient`, a signal raises a KeyboardInterrupt immediately."""
+    """Whether the run should stop.
+
+    While ``patient``, the first signal waits until the steps call `agreed`. Otherwise a signal raises a
+    KeyboardInterrupt immediately.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
-        self._ranks, self._patient, self._signal, self._at = ranks, False, 0, 0.0
+        self._ranks, self.patient, self._signal, self._at = ranks, False, 0, 0.0
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -43,20 +45,11 @@ class Stop:
             for each, handler in before.items():
                 signal.signal(each, handler)
 
-    @contextmanager
-    def patient(self) -> Iterator[None]:
-        """Surround steps that call `agreed`. The first signal waits until then."""
-        self._patient = True
-        try:
-            yield
-        finally:
-            self._patient = False
-
     def _hear(self, number: int, _: object) -> None:
         now = time.monotonic()
         if self._signal and now - self._at < _SAME_SECONDS:
             return
-        if self._signal or not self._patient:
+        if self._signal or not self.patient:
             raise KeyboardInterrupt
         self._signal, self._at = number, now
         if self._ranks.is_first:

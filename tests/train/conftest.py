@@ -10,12 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import TINY
 
 from train.config import TrainConfig
 
 # The worlds of processes that tests over several ranks share.
 sys.path.append(str(Path(__file__).parents[1] / "parallel"))
+
+# The smallest job that still has everything: layers, grouped heads, packed documents.
+TINY: dict[str, Any] = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "hidden": 48}
+TINY |= {"seq_len": 48, "batch_size": 2, "steps": 12, "warmup": 2, "eval_bytes": 256, "dtype": "float32"}
+TINY |= {"compile": False, "threads": 1, "workers": 0, "device": "cpu"}
 
 
 @pytest.fixture(autouse=True)
@@ -24,18 +28,9 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Forty documents of very uneven length."""
-    folder = tmp_path_factory.mktemp("documents")
-    rng = np.random.default_rng(0)
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TrainConfig]:
+    """Make the options of a job with forty documents of very uneven length."""
+    folder, rng = tmp_path_factory.mktemp("documents"), np.random.default_rng(0)
     for index, length in enumerate(np.geomspace(1, 400, 40).astype(int)):
         (folder / f"{index:02}.md").write_bytes(bytes(rng.integers(97, 123, length).tolist()))
-    return folder
-
-
-@pytest.fixture
-def tiny(text_folder: Path) -> Callable[..., TrainConfig]:
-    def build(**changes: Any) -> TrainConfig:
-        return TrainConfig(**(TINY | {"data": str(text_folder)} | changes))
-
-    return build
+    return lambda **changes: TrainConfig(**(TINY | {"data": str(folder)} | changes))

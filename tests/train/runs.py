@@ -1,4 +1,8 @@
-"""Runs of the training job, and what came of them."""
+"""Runs of the training job, and their results.
+
+``runs.py CONFIG FOLDER HOW`` is a rank of a run whose last rank gets a signal in the middle of a step. HOW is
+{number of the restart: {"step": ..., "signals": ...}} as JSON.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +27,12 @@ from attnspan_lab.cli import run
 from train import stop
 from train import train as training
 from train.command import command
-from train.config import TrainConfig
+from train.config import JobError, TrainConfig
 from train.step import Stepper, Unobserved
+
+_peak = cpu.peak
+#: Each run would measure the peak of its cores for a second.
+briefly = patch.object(cpu, "peak", lambda kind, **given: _peak(kind, **(given | {"seconds": 0.002})))
 
 
 def figures(folder: Path) -> list[tuple[int, float, float]]:
@@ -42,16 +50,14 @@ def scores(folder: Path) -> tuple[float, float]:
 
 
 class Dying(Unobserved):
-    """Sends itself a signal, or several, when backward of a step begins."""
+    """Sends itself signals when backward of a step begins."""
 
-    def __init__(self, step: int, *signals: int, signal: int | None = None) -> None:
-        self.at, self.now = step, 0
-        self.signals = signals if signal is None else (signal,)
+    def __init__(self, step: int, *signals: int) -> None:
+        self.at, self.now, self.signals = step, 0, signals
 
     def step(self, *, number: int | None = None, tokens: int = 0) -> AbstractContextManager[object]:
-        del tokens
         self.now = number or 0
-        return nullcontext()
+        return nullcontext(tokens)
 
     def phase(self, name: str) -> AbstractContextManager[object]:
         if name == "backward" and self.now == self.at:
@@ -61,8 +67,29 @@ class Dying(Unobserved):
         return nullcontext()
 
 
+def dies(step: int, *signals: int) -> Any:
+    """Make the argument ``observe`` of a run that gets signals."""
+    return lambda _: nullcontext(Dying(step, *signals))
+
+
+def train(config: TrainConfig, folder: Path, **options: Any) -> Any:
+    """Train. Return the printed text and the summary."""
+    console = Console(file=io.StringIO(), width=200)
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    with briefly:
+        summary = training.train(config, folder, **({"console": console, "sample": 4} | options))
+    return console.file.getvalue(), summary  # type: ignore[attr-defined]
+
+
+def train_apart(*arguments: Any, **options: Any) -> None:
+    """Train in a forked process, whose own processes would otherwise load torch again."""
+    multiprocessing.set_start_method("fork", force=True)
+    train(*arguments, **options)
+
+
 def interrupted(folder: Path, arguments: list[str], count: int) -> None:
-    """Run the command in a process group, all of which hears Ctrl-C so many times amid the third step."""
+    """Run the command in a process group that gets Ctrl-C so many times within the third step."""
     multiprocessing.set_start_method("fork", force=True)
     os.setpgid(0, 0)
     os.chdir(folder)
@@ -84,22 +111,13 @@ def interrupted(folder: Path, arguments: list[str], count: int) -> None:
         run(app)
 
 
-_peak = cpu.peak
-#: Each run would measure the peak of its cores for a second.
-briefly = patch.object(cpu, "peak", lambda kind, **given: _peak(kind, **(given | {"seconds": 0.002})))
-
-
-def train(config: TrainConfig, folder: Path, **options: Any) -> Any:
-    """(what was printed, the summary) of a run."""
-    console = Console(file=io.StringIO(), width=200)
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
-    with briefly:
-        summary = training.train(config, folder, **({"console": console, "sample": 4} | options))
-    return console.file.getvalue(), summary  # type: ignore[attr-defined]
-
-
-def train_apart(*arguments: Any, **options: Any) -> None:
-    """The same in a forked process, whose own processes would else load torch anew."""
-    multiprocessing.set_start_method("fork", force=True)
-    train(*arguments, **options)
+if __name__ == "__main__":
+    config, how = TrainConfig(**json.loads(sys.argv[1])), json.loads(sys.argv[3])
+    death = how.get(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if os.environ["RANK"] != str(config.world - 1):
+        death = None
+    try:
+        training.train(config, Path(sys.argv[2]), sample=0, observe=dies(*death) if death else None)
+    except JobError as error:
+        print(error, file=sys.stderr, flush=True)
+        os._exit(2)

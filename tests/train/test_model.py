@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from attnspan.kernels import cpu
 from train.config import TrainConfig
-from train.data import IGNORE, PADDING, Batch, PackedStream, Part, make_batch, pack_once
+from train.data import IGNORE, PADDING, Batch, PackedStream, Part, make_batch
 from train.documents import Corpus
 from train.model import Decoder, keep_attention, rotary_table, token_loss
 from train.step import Stepper, learning_rate
@@ -25,7 +25,7 @@ def batch_of(config: TrainConfig, seed: int = 0) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     texts = [torch.randint(0, 256, (n,), generator=generator).tolist() for n in (5, 40, 1, 17, 90, 3)]
     corpus = Corpus.of(texts, end=256, num_bytes=156)
-    rows = list(pack_once(corpus, seq_len=config.seq_len, batch_size=4 // config.accumulate))
+    rows = list(PackedStream(corpus, config.seq_len, 4 // config.accumulate, seed=None))
     assert (rows[-1].ids == PADDING).any(), "padding is part of what is tested"
     return make_batch(config, rows, 0)
 
@@ -89,7 +89,7 @@ def test_only_distances_between_positions_matter(tiny: Tiny) -> None:
     config = tiny(attention="sdpa")
     model, part = build(config), part_of(config)
     with torch.no_grad():
-        model.cos, model.sin = rotary_table(2 * config.seq_len, config.head_dim, config.rope_theta)
+        model.rotary = rotary_table(tiny(seq_len=2 * config.seq_len))
         plain, shifted, stretched = (
             model(part.tokens, positions, part.mask)
             for positions in (part.positions, part.positions + 7, part.positions * 2)
@@ -138,13 +138,12 @@ def test_work_is_counted_on_visible_pairs(kind: str) -> None:
         dim=8, layers=3, heads=2, kv_heads=1, head_dim=4, hidden=16, seq_len=5, attention=kind
     )
     corpus = Corpus.of([[1, 2, 3], [4]], end=9, num_bytes=4, close=False)
-    [rows] = pack_once(corpus, seq_len=5, batch_size=1)
+    [rows] = PackedStream(corpus, 5, 1, seed=None)
     assert make_batch(config, [rows], 0).pairs == 3 * 4 // 2 + 1
     model = Decoder(config, 10)
     assert model.matmul_weights == 3 * (8 * 16 + 8 * 8 + 8 * 32 + 16 * 8) + 8 * 10
-    flops = model.step_flops(tokens=5, pairs=7)
-    assert flops.attention == 3 * 2 * 7 * 4 * (4 + 10)  # 2 products of 2 D forward, 5 backward
-    assert flops.total == 6 * model.matmul_weights * 5 + flops.attention
+    attention = 3 * 2 * 7 * 4 * (4 + 10)  # 2 products of 2 D forward, 5 backward
+    assert model.step_flops(tokens=5, pairs=7) == (6 * model.matmul_weights * 5 + attention, attention)
 
 
 def test_only_matrices_decay_and_the_seed_decides_the_weights(tiny: Tiny) -> None:

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 __all__ = ["build_app", "main", "run"]
 
+_JOB = ("pyarrow", "tokenizers", "tensorboard", "safetensors")  # packages of the training job
 # Optional package -> how the user installs it.
 _INSTALLS = {
     **dict.fromkeys(("typer", "rich", "torch", "jinja2", "plotly"), "pip install ./lab in a checkout"),
-    **dict.fromkeys(("pyarrow", "tokenizers", "tensorboard"), "pip install pyarrow tokenizers tensorboard"),
+    **dict.fromkeys(_JOB, f"pip install {' '.join(_JOB)}"),
     **dict.fromkeys(("transformers", "diffusers"), "pip install './lab[zoo]' in a checkout"),
 }
 

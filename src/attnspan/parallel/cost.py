@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -108,17 +107,12 @@ class Cost:
         Raises:
             OptionError: `direction` is unknown.
         """
-        known = {
-            "forward": [self.forward],
-            "backward": [self.backward],
-            "both": [self.forward, self.backward],
-        }
-        expect(
-            direction in known, "direction", "'forward', 'backward' or 'both'", repr(direction), "Pass one"
-        )
+        names, wanted = ("forward", "backward"), "'forward', 'backward' or 'both'"
+        expect(direction in (*names, "both"), "direction", wanted, repr(direction), "Pass one")
+        chosen = [getattr(self, name) for name in names if direction in (name, "both")]
         total = np.zeros(len(self.pairs), np.int64)
-        for phase in chain.from_iterable(phases.values() for phases in known[direction]):
-            total += phase.received
+        for phases in chosen:
+            total += sum(phase.received for phase in phases.values())
         return total
 
 

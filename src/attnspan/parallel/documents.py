@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .chunks import Chunks
+from .intervals import sizes
 
 __all__ = ["document_edges", "share_documents"]
 
@@ -37,8 +38,7 @@ def document_edges(chunks: Chunks) -> NDArray[Any]:
         [0, 3, 6]
     """
     count = len(chunks)
-    widths = np.append(0, np.cumsum(chunks.hi - chunks.lo))
-    seen = widths[chunks.starts[1:]] - widths[chunks.starts[:-1]]
+    seen = sizes(chunks.starts, chunks.lo, chunks.hi)
     # With most masks each chunk needs a single interval, so that two chunks share at most one interval.
     first = np.minimum(chunks.starts[:-1], max(len(chunks.lo) - 1, 0))
     last = np.maximum(chunks.starts[1:] - 1, 0)

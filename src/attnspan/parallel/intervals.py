@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Ints", "below", "covered", "expand", "read_only", "union"]
+__all__ = ["Ints", "below", "covered", "expand", "read_only", "sizes", "union"]
 
 #: Whole numbers, int64.
 Ints = NDArray[np.int64]
@@ -66,6 +66,17 @@ def union(family: NDArray[Any], lo: NDArray[Any], hi: NDArray[Any], families: in
     owner = low // width
     starts = np.searchsorted(owner, np.arange(families + 1))
     return starts, low - owner * width, high - owner * width
+
+
+def sizes(starts: Ints, lo: Ints, hi: Ints) -> Ints:
+    """Count the keys of each family of `union`.
+
+    Example:
+        >>> sizes(np.array([0, 2, 2]), np.array([1, 6]), np.array([3, 9])).tolist()
+        [5, 0]
+    """
+    before: Ints = np.append(0, np.cumsum(hi - lo))
+    return before[starts[1:]] - before[starts[:-1]]
 
 
 def covered(starts: Ints, lo: Ints, hi: Ints, family: NDArray[Any], a: Ints, b: Ints) -> Ints:

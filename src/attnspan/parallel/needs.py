@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .chunks import Chunks
-from .intervals import Ints, covered, union
+from .intervals import Ints, covered, expand, sizes, union
 
 if TYPE_CHECKING:
     from .layout import Layout
@@ -39,8 +39,7 @@ class Needs(NamedTuple):
     @property
     def rows(self) -> Ints:
         """Number of keys that each group needs, including its own, int64 (r,)."""
-        before: Ints = np.concatenate([[0], np.cumsum(self.hi - self.lo)])
-        return before[self.starts[1:]] - before[self.starts[:-1]]
+        return sizes(*self)
 
 
 class Holders(NamedTuple):
@@ -147,8 +146,7 @@ def pieces(needs: Needs, holders: Holders, *, group: int | None = None, source: 
     held_lo, held_hi, held_by = (x[sends] for x in holders)
     first = np.searchsorted(held_hi, lo, side="right")
     counts = np.searchsorted(held_lo, hi, side="left") - first
-    need = np.repeat(np.arange(len(lo)), counts)
-    place = np.arange(len(need)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+    need, place = np.repeat(np.arange(len(lo)), counts), expand(first, first + counts)
     away = held_by[place] != family[need]
     need, place = need[away], place[away]
     return Pieces(

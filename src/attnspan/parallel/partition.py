@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from .chunks import Chunks
 from .documents import document_edges, share_documents
-from .intervals import Ints
+from .intervals import Ints, sizes
 from .needs import Holders, lent, needs_of
 from .search import Assignment
 
@@ -187,8 +187,7 @@ def _first_tables(chunks: Chunks, groups: int, load: Ints) -> Iterator[Ints]:
 
 def _least_foreign(chunks: Chunks, groups: int) -> int:
     """Approximate lower bound of foreign keys of a group: the foreign keys of the chunk that needs most."""
-    needs = np.append(0, np.cumsum(chunks.hi - chunks.lo))
-    most = int((needs[chunks.starts[1:]] - needs[chunks.starts[:-1]]).max())
+    most = int(sizes(chunks.starts, chunks.lo, chunks.hi).max())
     return max(most - -(-chunks.q_len // groups), 0)
 
 

@@ -16,7 +16,7 @@ from attnspan.errors import ShapeError, expect
 from .intervals import Ints, below, expand
 from .needs import Needs
 
-__all__ = ["Kept", "Places", "Slots", "ascending", "check_places", "key_order", "take_rows"]
+__all__ = ["Kept", "Places", "Slots", "ascending", "check_places", "key_order", "padding_last", "take_rows"]
 
 #: Numbers of rows or keys, int32.
 Places = NDArray[np.int32]
@@ -30,16 +30,19 @@ def take_rows(bounds: Any, rows: Places, planes: int) -> Places:
     return taken
 
 
+def padding_last(rows: Places) -> Places:
+    """Give padding the largest number, so that it comes last in ascending order."""
+    return np.where(rows < 0, np.iinfo(np.int32).max, rows)
+
+
 def ascending(rows: Places) -> Places:
     """Sort rows in ascending order, padding last."""
-    found: Places = np.sort(np.where(rows < 0, np.iinfo(np.int32).max, rows), axis=1)
-    found[found == np.iinfo(np.int32).max] = -1
-    return found
+    return np.take_along_axis(rows, np.argsort(padding_last(rows), axis=1, kind="stable"), 1)
 
 
 def key_order(slots: Places, planes: int) -> Places:
     """List the slots of a group's keys in ascending order of the keys, padding last."""
-    order = np.argsort(np.where(slots < 0, np.iinfo(np.int32).max, slots), axis=1, kind="stable")
+    order = np.argsort(padding_last(slots), axis=1, kind="stable")
     flat = np.broadcast_to(order, (planes, order.shape[1])) + np.arange(planes)[:, None] * order.shape[1]
     found: Places = flat.reshape(-1).astype(np.int32)
     return found

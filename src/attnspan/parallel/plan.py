@@ -28,7 +28,7 @@ from .intervals import expand, read_only
 from .local import LocalPlan, Numbers, Stage, Tables, Transfer, encode
 from .lowered import digest, lower
 from .needs import Holders, Needs, Traffic, needs_of, pieces, traffic
-from .places import Kept, Places, Slots, ascending, check_places, key_order, take_rows
+from .places import Kept, Places, Slots, ascending, check_places, key_order, padding_last, take_rows
 from .step import step
 from .strategy import Strategy
 
@@ -363,7 +363,7 @@ class Plan:
     def _keys_ascend(self) -> bool:
         """Whether the keys of all groups lie in ascending order. If not, all groups sort their keys."""
         every = np.concatenate([self._rows(self.keys, group) for group in range(self.strategy.groups)])
-        return bool((np.diff(np.where(every < 0, np.iinfo(np.int32).max, every), axis=1) >= 0).all())
+        return bool((np.diff(padding_last(every), axis=1) >= 0).all())
 
     def _rows(self, layout: Layout, group: int) -> Places:
         """Rows of a group in the order of its members, (L of the layout, u * n), -1 for padding."""

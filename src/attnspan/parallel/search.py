@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .chunks import Chunks
-from .intervals import Ints, covered, union
+from .intervals import Ints, covered, expand, union
+from .needs import Holders, Needs, foreign
 
 __all__ = ["Assignment"]
 
@@ -133,14 +134,12 @@ class Assignment:
 
     def _intervals(self, numbers: NDArray[Any]) -> tuple[Ints, Ints]:
         """Places of the intervals of some chunks, and the place of each interval's chunk in `numbers`."""
-        first, counts = self.chunks.starts[numbers], np.diff(self.chunks.starts)[numbers]
-        which = np.repeat(np.arange(len(numbers)), counts)
-        return np.arange(len(which)) + np.repeat(first - (np.cumsum(counts) - counts), counts), which
+        first, last = self.chunks.starts[numbers], self.chunks.starts[numbers + 1]
+        return expand(first, last), np.repeat(np.arange(len(numbers)), last - first)
 
-    def _needs_of(self, groups: Ints) -> tuple[Ints, Ints, Ints]:
-        needs = [self.needs[group] for group in groups.tolist()]
-        starts = np.append(0, np.cumsum([len(lo) for lo, _ in needs]))
-        return starts, np.concatenate([lo for lo, _ in needs]), np.concatenate([hi for _, hi in needs])
+    def _needs_of(self, groups: Ints) -> Needs:
+        los, his = zip(*(self.needs[group] for group in groups.tolist()), strict=True)
+        return Needs(np.append(0, np.cumsum([*map(len, los)])), np.concatenate(los), np.concatenate(his))
 
     def _extra(self, groups: Ints, numbers: NDArray[Any]) -> NDArray[np.float64]:
         """Estimate the foreign keys that a group gains with a chunk. Numbers and result: (groups, m)."""
@@ -152,12 +151,8 @@ class Assignment:
 
     def _foreign(self, groups: Ints) -> Ints:
         """Count the keys that groups need and do not own. In cross attention, all keys that they need."""
-        needs = self._needs_of(groups)
-        widths = np.append(0, np.cumsum(needs[2] - needs[1]))
-        rows: Ints = widths[needs[0][1:]] - widths[needs[0][:-1]]
+        needs, edges = self._needs_of(groups), self.chunks.edges
         if not self._own:
-            return rows
-        owned = self.table[groups].reshape(-1)
-        family = np.repeat(np.arange(len(groups)), self.table.shape[1])
-        own = covered(*needs, family, self.chunks.edges[owned], self.chunks.edges[owned + 1])
-        return rows - np.bincount(family, weights=own, minlength=len(groups)).astype(np.int64)
+            return needs.rows
+        owned, family = self.table[groups].reshape(-1), np.repeat(np.arange(len(groups)), self.table.shape[1])
+        return foreign(needs, Holders(edges[owned], edges[owned + 1], family))
