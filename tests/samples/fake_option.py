@@ -56,7 +56,7 @@ def torch_backend():
             into.copy_(found)
         return None, None
 
-    register(Backend(name="gain", supports=lambda problem: None, forward=forward, backward=backward))
+    register(Backend(name="gain", supports=lambda _: None, forward=forward, backward=backward))
 
 
 def wanted(q, k, v, gain, **options):
