@@ -138,7 +138,7 @@ class Backend:
         expect(known, "Backend: framework", "'torch' or 'jax'", got, "Register one backend for each")
         known, got = set(self.layouts) <= set(_LAYOUTS) and bool(self.layouts), repr(self.layouts)
         expect(known, "Backend: layouts", "'bhsd', 'bshd' or both", got, "Leave it out for ('bhsd',)")
-        known = self.framework == "jax" or self.backward is not None or self.attend is not None
+        known = self.framework == "jax" or self.backward is not None
         remedy = "Pass the function of the gradients"
         expect(known, "Backend: backward", "a function, because torch calls it", "None", remedy)
 
