@@ -188,6 +188,23 @@ def test_a_wrong_lse_is_no_result() -> None:
         ours.attention(x, x, x, backend="other")
 
 
+def test_a_program_of_a_removed_backend_says_what_it_needs() -> None:
+    x = torch.randn(1, 2, 4, 8)
+    with followed("torch"):
+        program = torch.export.export(_Layer(), (x,)).module()
+        wanted = program(x)
+    with pytest.raises(ValueError, match=r"backend: expected one of .*got 'mine'. Register it by attnspan"):
+        program(x)
+    with followed("torch") as runs:
+        torch.testing.assert_close(program(x), wanted)
+        assert runs.total() == 1
+
+
+class _Layer(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ours.attention(x, x, x, mask=causal(), backend="mine")
+
+
 def test_a_removed_backend_is_gone_and_no_other_is_removed() -> None:
     first = register(_backend())
     with pytest.raises(OptionError, match="got 'other'"):

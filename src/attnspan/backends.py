@@ -36,7 +36,18 @@ from typing import Any, Literal, NamedTuple
 from attnspan.call import Part, Problem
 from attnspan.errors import DtypeError, expect
 
-__all__ = ["Backend", "Part", "Problem", "Registration", "Softmax", "defaults", "load", "register", "table"]
+__all__ = [
+    "Backend",
+    "Part",
+    "Problem",
+    "Registration",
+    "Softmax",
+    "defaults",
+    "find",
+    "load",
+    "register",
+    "table",
+]
 
 #: Entry-point group of other packages. Each entry point refers to a `Backend`.
 GROUP = "attnspan.backends"
@@ -233,6 +244,22 @@ def table(framework: str) -> Mapping[str, Backend]:
         ('cpu',)
     """
     return _tables[framework]
+
+
+def find(framework: str, name: str) -> Backend:
+    """Return the backend that a program names when it runs.
+
+    Raises:
+        ValueError: The framework has no backend with this name.
+
+    Example:
+        >>> import attnspan.torch
+        >>> find("torch", "math").default_on
+        ('*',)
+    """
+    own, remedy = _tables[framework], "Register it by attnspan.backends.register before you run the program"
+    expect(name in own, "backend", f"one of {', '.join(own)}", repr(name), remedy)
+    return own[name]
 
 
 def defaults(framework: str, device: str) -> tuple[str, ...]:
