@@ -59,7 +59,8 @@ def inner_modules() -> dict[str, list[str]]:
     for path in sorted((ROOT / "src/attnspan").rglob("*.py")):
         parts = [x for x in path.relative_to(ROOT / "src").with_suffix("").parts if x != "__init__"]
         module = ".".join(parts)
-        if len(parts) == 1 or any(x.startswith("_") for x in parts) or "backends" in parts[1:-1]:
+        inside = "backends" in parts[1:-1] or "experimental" in parts
+        if len(parts) == 1 or any(x.startswith("_") for x in parts) or inside:
             continue
         if module not in MODULES and module != NAMES_OF_TORCH and names_of(module):
             found.setdefault(parts[1], []).append(module)

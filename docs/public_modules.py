@@ -3,6 +3,7 @@
 #: Modules that users import. Everything that their `__all__` names has an anchor in the reference.
 MODULES = (
     "attnspan",
+    "attnspan.backends",
     "attnspan.errors",
     "attnspan.integrations.accelerate",
     "attnspan.integrations.diffusers",

@@ -14,7 +14,7 @@ import attnspan
 from attnspan import causal, segments
 from attnspan import jax as ours_in_jax
 from attnspan import torch as ours
-from attnspan.backends import Backend, load, preferred, register, table
+from attnspan.backends import Backend, defaults, load, register, table
 from attnspan.errors import BackendError, DtypeError, OptionError
 
 MASK = causal() & segments(torch.tensor([0, 0, 0, 1, 1, 1, 1]))
@@ -135,7 +135,7 @@ def test_the_newest_default_runs_first_and_the_fast_path_makes_way() -> None:
 
     x = torch.randn(1, 2, 4, 8)
     with register(_backend(forward=forward, default_on=("cpu",))):
-        assert preferred("torch", "cpu") == "other"
+        assert defaults("torch", "cpu") == ("other", "cpu", "math")
         found = ours.explain(x, x, x)
         assert (found.backend, found.refusals["cpu"]) == ("other", "slower than other")
         ours.attention(x, x, x)
@@ -146,7 +146,7 @@ def test_the_newest_default_runs_first_and_the_fast_path_makes_way() -> None:
     with register(_backend(default_on=("cpu",)), last=True):
         assert ours.explain(x, x, x).backend == "cpu"
     with register(_backend(default_on=("cuda",))):
-        assert preferred("torch", "cpu") == "cpu"
+        assert defaults("torch", "cpu") == ("cpu", "math")
 
 
 def test_a_default_that_refuses_leaves_the_call_to_the_next() -> None:
@@ -186,6 +186,23 @@ def test_a_wrong_lse_is_no_result() -> None:
     wrong = _backend(forward=lambda *_: torch.zeros(4))
     with register(wrong), pytest.raises(ValueError, match=r"backend='other': lse: expected \(1, 2, 4\), got"):
         ours.attention(x, x, x, backend="other")
+
+
+def test_a_program_of_a_removed_backend_says_what_it_needs() -> None:
+    x = torch.randn(1, 2, 4, 8)
+    with followed("torch"):
+        program = torch.export.export(_Layer(), (x,)).module()
+        wanted = program(x)
+    with pytest.raises(ValueError, match=r"backend: expected one of .*got 'mine'. Register it by attnspan"):
+        program(x)
+    with followed("torch") as runs:
+        torch.testing.assert_close(program(x), wanted)
+        assert runs.total() == 1
+
+
+class _Layer(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ours.attention(x, x, x, mask=causal(), backend="mine")
 
 
 def test_a_removed_backend_is_gone_and_no_other_is_removed() -> None:

@@ -29,7 +29,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, Literal, NamedTuple
@@ -37,7 +36,18 @@ from typing import Any, Literal, NamedTuple
 from attnspan.call import Part, Problem
 from attnspan.errors import DtypeError, expect
 
-__all__ = ["Backend", "Part", "Problem", "Registration", "Softmax", "load", "preferred", "register", "table"]
+__all__ = [
+    "Backend",
+    "Part",
+    "Problem",
+    "Registration",
+    "Softmax",
+    "defaults",
+    "find",
+    "load",
+    "register",
+    "table",
+]
 
 #: Entry-point group of other packages. Each entry point refers to a `Backend`.
 GROUP = "attnspan.backends"
@@ -46,6 +56,8 @@ EVERYWHERE = "*"
 
 _LAYOUTS = ("bhsd", "bshd")
 _tables: dict[str, dict[str, Backend]] = {"torch": {}, "jax": {}}
+#: Names of default backends by framework and device. `EVERYWHERE` stands for the devices that none names.
+_defaults: dict[str, dict[str, tuple[str, ...]]] = {"torch": {EVERYWHERE: ()}, "jax": {EVERYWHERE: ()}}
 
 
 class Softmax(NamedTuple):
@@ -137,7 +149,7 @@ class Backend:
         expect(known, "Backend: framework", "'torch' or 'jax'", got, "Register one backend for each")
         known, got = set(self.layouts) <= set(_LAYOUTS) and bool(self.layouts), repr(self.layouts)
         expect(known, "Backend: layouts", "'bhsd', 'bshd' or both", got, "Leave it out for ('bhsd',)")
-        known = self.framework == "jax" or self.backward is not None or self.attend is not None
+        known = self.framework == "jax" or self.backward is not None
         remedy = "Pass the function of the gradients"
         expect(known, "Backend: backward", "a function, because torch calls it", "None", remedy)
 
@@ -228,30 +240,55 @@ def table(framework: str) -> Mapping[str, Backend]:
 
     Example:
         >>> import attnspan.torch
-        >>> [name for name, backend in table("torch").items() if backend.runs_by_default_on("cpu")]
-        ['cpu', 'math']
+        >>> table("torch")["cpu"].default_on
+        ('cpu',)
     """
     return _tables[framework]
 
 
-@cache
-def preferred(framework: str, device: str) -> str | None:
-    """Return the first backend that calls without ``backend=`` try on a device, or None.
+def find(framework: str, name: str) -> Backend:
+    """Return the backend that a program names when it runs.
+
+    Raises:
+        ValueError: The framework has no backend with this name.
 
     Example:
         >>> import attnspan.torch
-        >>> preferred("torch", "cpu")
-        'cpu'
+        >>> find("torch", "math").default_on
+        ('*',)
     """
-    return next((name for name, x in _tables[framework].items() if x.runs_by_default_on(device)), None)
+    own, remedy = _tables[framework], "Register it by attnspan.backends.register before you run the program"
+    expect(name in own, "backend", f"one of {', '.join(own)}", repr(name), remedy)
+    return own[name]
+
+
+def defaults(framework: str, device: str) -> tuple[str, ...]:
+    """Return the backends that calls without ``backend=`` may use on a device, the preferred one first.
+
+    Example:
+        >>> import attnspan.torch
+        >>> defaults("torch", "cpu")
+        ('cpu', 'math')
+    """
+    own = _defaults[framework]
+    return own.get(device, own[EVERYWHERE])
 
 
 def _replace(framework: str, new: dict[str, Backend]) -> None:
-    # A new table, because another thread may be reading the old one.
+    # New tables, because another thread may be reading the old ones.
+    devices = {device for backend in new.values() for device in backend.default_on}
+    _defaults[framework] = {
+        device: tuple(name for name, x in new.items() if x.runs_by_default_on(device))
+        for device in (*devices, EVERYWHERE)
+    }
     _tables[framework] = new
-    preferred.cache_clear()
 
 
+#: The modules that register the experimental backends.
+_EXPERIMENTAL = {
+    "torch": "attnspan.experimental.torch_backends",
+    "jax": "attnspan.experimental.jax_backends",
+}
 _loaded: set[str] = set()
 
 
@@ -268,7 +305,7 @@ def load(framework: str) -> None:
     """
     if framework not in _loaded:
         _loaded.add(framework)
-        import_module(f"attnspan.experimental.{framework}_backends")
+        import_module(_EXPERIMENTAL[framework])
     if GROUP not in _loaded:
         _loaded.add(GROUP)
         for point in entry_points(group=GROUP):

@@ -20,7 +20,7 @@ from samples.problems import check, make
 
 from attnspan.call import Problem
 from attnspan.call.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
-from attnspan.experimental import pallas
+from attnspan.experimental.pallas import backend as pallas
 from attnspan.experimental.pallas import lists as tables
 from attnspan.experimental.pallas.visits import key_visits, query_visits
 from attnspan.jax.backends.tiles import legal

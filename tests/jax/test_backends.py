@@ -18,7 +18,7 @@ from samples.parts import Case
 from samples.problems import EXPONENTIAL, Problem, check, make
 
 from attnspan.backends import table
-from attnspan.experimental import pallas
+from attnspan.experimental.pallas import backend as pallas
 from attnspan.jax import backends
 from attnspan.jax.backends import xla, xla_tiles
 from attnspan.jax.backends.tiles import interpreted

@@ -7,7 +7,10 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["lacking", "require", "require_names"]
+__all__ = ["FIRST_TRITON", "lacking", "require", "require_names"]
+
+#: The first version of Triton that has the features that attnspan's kernels and torch's compiler need.
+FIRST_TRITON = "3.6"
 
 
 def require(module: str, needed_by: str, extra: str, versions: tuple[str, str] | None = None) -> Any:

@@ -249,6 +249,12 @@ class Part:
         bounds: int32, shape (B|1, Hq|1, Sq, R, 2): the mask as spans. None if a plan has the mask.
         scale: Factor of the scores.
         options: Softcap, bias, sinks and dropout in the form of kernels, or None.
+
+    Example:
+        >>> q = np.zeros((1, 4, 2, 8), np.float32)
+        >>> bounds = np.array([[0, 1], [0, 2]], np.int32).reshape(1, 1, 2, 1, 2)  # a causal mask
+        >>> Part(q, q, q, bounds, scale=8**-0.5, options=None).bounds[0, 0, :, 0].tolist()
+        [[0, 1], [0, 2]]
     """
 
     q: Any

@@ -7,7 +7,7 @@ register(
     Backend(
         name="pallas",
         framework="jax",
-        **functions_of("attnspan.experimental.pallas"),
+        **functions_of("attnspan.experimental.pallas.backend"),
         opt_in="it was never measured on hardware, so it must be requested",
     ),
     last=True,

@@ -13,14 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnspan.base.installed import lacking
+from attnspan.base.installed import FIRST_TRITON, lacking
 from attnspan.call import Problem
 from attnspan.call.biases import HIDES
 from attnspan.call.dropout import mixed, philox, scale_of_kept, split_seeds, threshold
 from attnspan.call.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
 from attnspan.masks.bounds import Spans
-
-from . import FIRST_TRITON
 
 __all__ = ["attend", "block_mask", "forward", "program", "supports"]
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnspan.base.installed import lacking
+from attnspan.base.installed import FIRST_TRITON, lacking
 from attnspan.call import Problem
-
-from . import FIRST_TRITON
 
 __all__ = ["backward", "forward", "kernel_of", "supports"]
 

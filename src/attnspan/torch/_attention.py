@@ -5,7 +5,7 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from attnspan.backends import preferred, table
+from attnspan.backends import defaults, table
 from attnspan.base.recorded import without_tracer_warnings
 from attnspan.call import Call
 from attnspan.call.backend import asked as asked_for
@@ -137,7 +137,7 @@ def attention(
     if not torch.compiler.is_compiling():
         if plans:
             warn_without_plan(q, k, mask, layout)
-        if (preferred("torch", "cpu") if backend is None else backend) == "cpu":
+        if backend == "cpu" or (backend is None and defaults("torch", "cpu")[0] == "cpu"):
             found = _eager.attend(q, k, v, mask, scale, layout, bool(return_lse), given)
             if found is not None:
                 return found  # type: ignore[no-any-return]

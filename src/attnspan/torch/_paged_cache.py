@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnspan import masks
-from attnspan.backends import Part, table
+from attnspan.backends import Part, find, table
 from attnspan.base.arrays import stored
 from attnspan.base.checks import count
 from attnspan.call import Call, check_keywords, schema
@@ -104,7 +104,7 @@ def _forward(q: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> tuple[Tenso
     out, lse = new_outputs(q, values, torch.float32)
     options = read_options(Options(*(given[row.name] for row in schema.OPTIONS)))
     part = Part(readable(q), keys, values, given["bounds"].contiguous(), given["scale"], options)
-    table("torch")[given["backend"]].paged(part, pages.contiguous(), out, lse)  # type: ignore[misc]
+    find("torch", given["backend"]).paged(part, pages.contiguous(), out, lse)  # type: ignore[misc]
     return out, lse
 
 

@@ -5,7 +5,7 @@ from types import ModuleType
 
 import torch
 
-from attnspan.backends import load, table
+from attnspan.backends import load
 from attnspan.call import Problem
 from attnspan.kernels import Choice, SlowPathWarning, choose
 
@@ -53,7 +53,7 @@ def choose_backend(problem: Problem, requested: str | None) -> Choice:
         OptionError: As `attnspan.kernels.choose`.
         BackendError: As `attnspan.kernels.choose`.
     """
-    return choose(problem, table("torch"), requested)
+    return choose(problem, "torch", requested)
 
 
 def backend_for(problem: Problem, requested: str | None) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnspan.backends import Softmax, table
+from attnspan.backends import Softmax, find
 from attnspan.call import Part, check_k_len, schema
 from attnspan.call.options import DENSE, Options, changes
 from attnspan.errors import ShapeError, expect
@@ -101,7 +101,7 @@ def _forward_kernel(*args: Any) -> tuple[Tensor, Tensor]:
         check_k_len(int(given["k_len"]), given["k"].shape[2])
     out = new_outputs(q, given["v"])[0]
     part = _part(given)
-    lse = table("torch")[backend].forward(part, out)
+    lse = find("torch", backend).forward(part, out)
     what, remedy = f"backend={backend!r}: lse", "Change the forward function of the backend"
     expect(lse.shape == q.shape[:3], what, str(tuple(q.shape[:3])), lse.shape, remedy, error=ShapeError)
     return out, lse.to(torch.float64).contiguous()
@@ -121,7 +121,7 @@ def _backward_kernel(*args: Any) -> tuple[Tensor, ...]:
         None if dlse is None else dlse.contiguous(),
         want_dbias=given["want_dbias"],
     )
-    found = table("torch")[given["backend"]].backward(part, whole, gradients[:of_inputs])  # type: ignore[misc]
+    found = find("torch", given["backend"]).backward(part, whole, gradients[:of_inputs])  # type: ignore[misc]
     for x, own in zip(found, gradients[of_inputs:], strict=True):
         if own.numel():
             own.copy_(x)

@@ -1,6 +1,5 @@
 """The backends of JAX: their registration, the choice for each platform, and their run in any layout."""
 
-from . import own as _own  # isort: skip  (first: it registers the backends)
 from .choice import Branch as Branch
 from .choice import branches_of as branches_of
 from .choice import choice_of as choice_of
@@ -9,8 +8,6 @@ from .choice import static_for as static_for
 from .choice import warn_if_slow as warn_if_slow
 from .run import backward as backward
 from .run import forward as forward
-
-del _own
 
 __all__ = [
     "Branch",

@@ -7,10 +7,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from attnspan.backends import EVERYWHERE, Backend, preferred, table
+from attnspan.backends import EVERYWHERE, Backend, defaults, table
 from attnspan.call import Problem
 from attnspan.jax.part import Static
 from attnspan.kernels import Choice, SlowPathWarning, choose
+
+from . import own as _own  # registers them
+
+del _own
 
 # XLA's names of each platform.
 _XLA_NAMES = {"cpu": ("cpu",), "gpu": ("cuda", "rocm"), "tpu": ("tpu",)}
@@ -29,7 +33,7 @@ class Branch(NamedTuple):
 
 def choice_of(problem: Problem, static: Static, requested: str | None) -> Choice:
     """Return the backend for the problem's platform, and why each preferred backend does not run."""
-    return choose(problem, table("jax"), requested, static)
+    return choose(problem, "jax", requested, static)
 
 
 def choose_backend(problem: Problem, static: Static, requested: str | None) -> Backend:
@@ -50,9 +54,7 @@ def branches_of(problem: Problem, static: Static, requested: str | None) -> tupl
         chosen = {p: _first(x, static) for p, x in problems.items()}
         if not any(chosen.values()):
             choice_of(problem, static, None)  # raises the reason
-        other = preferred("jax", EVERYWHERE)
-        assert other is not None, "xla runs everywhere"
-        backend = table("jax")[other]
+        backend = table("jax")[defaults("jax", EVERYWHERE)[0]]
         last = Branch("", backend, backend.supports(problem, static) or "")
     else:
         if requested not in table("jax"):
@@ -74,7 +76,7 @@ def branches_of(problem: Problem, static: Static, requested: str | None) -> tupl
 
 def _first(problem: Problem, static: Static) -> Backend | None:
     """Return the default backend of a platform, or None if none can run the call."""
-    backends = (x for x in table("jax").values() if x.runs_by_default_on(problem.device))
+    backends = (table("jax")[name] for name in defaults("jax", problem.device))
     return next((x for x in backends if x.against(problem, static) is None), None)
 
 

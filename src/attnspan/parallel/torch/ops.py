@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnspan.backends import table
+from attnspan.backends import find
 from attnspan.call import Part, Problem, schema
 from attnspan.call.backend import asked
 from attnspan.call.options import Options, changes
@@ -112,7 +112,7 @@ def _reading(
     ranks.agreement.note(facts, values if what == "forward" else None)
     with ranks.scratch() as scratch:
         team = Team(ranks, tables.numbers, split_heads(*heads, members), scratch)
-        runs, read = table("torch")[given["backend"]], options if changes(options) else None
+        runs, read = find("torch", given["backend"]), options if changes(options) else None
         yield team, lambda q, k, v: Work(tables, team, Part(q, k, v, None, scale, read), runs)
 
 
