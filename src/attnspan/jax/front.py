@@ -12,18 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from attnspan.base.arrays import own
+from attnspan.base.arrays import frozen
 from attnspan.base.mistakes import OneMask
-from attnspan.base.pytrees import library_classes, nodes_in, register_pytrees
-from attnspan.call import Front, lower_mask
+from attnspan.base.pytrees import register_pytrees
+from attnspan.call import Front
 from attnspan.call.backend import follow
 from attnspan.call.options import Given
 from attnspan.errors import DtypeError
-from attnspan.masks import Mask, Prepared, from_predicate
-from attnspan.masks.bounds import Spans
+from attnspan.masks import Prepared
 
-from . import dropout
-from .placement import check_devices, check_sharding, is_traced, platform_of
+from . import dropout, lowering
+from .placement import check_devices, check_sharding, platform_of
 
 __all__ = ["JaxFront", "ShardedMask"]
 
@@ -124,56 +123,13 @@ class JaxFront(Front):
         return dropout.lower_seed(seed, batch, heads)
 
     def lower(self, mask: Any, q: Any, k: Any, given: Given) -> tuple[Prepared | None, Given]:
-        if isinstance(mask, Prepared | Spans):
-            return mask if isinstance(mask, Prepared) else Prepared(mask, bare=True), given
-        traced = is_traced(self.inputs[0])
-        # Under a tracer, the program computes the bounds of a mask without arrays. Otherwise a constant of
-        # the size of the bounds would be copied into the program.
-        like = self.inputs[0] if traced or _calls_functions(mask) else None
-        arrays = jax.tree.leaves((mask, given.q_index, given.k_index))
-        if arrays and _is_ours(mask) and _have_values(arrays, traced):
-            # NumPy is faster than eager JAX, and XLA folds constants slowly.
-            indices = _in_numpy((given.q_index, given.k_index))
-            numpy_given = given.replacing(q_index=indices[0], k_index=indices[1])
-            return lower_mask(_in_numpy(mask), q, k, numpy_given, None), given
-        return lower_mask(mask, q, k, given, like), given
+        return lowering.lower(mask, q, k, given, self.inputs), given
 
-    def bounds(self, placed: Prepared, mask: Any, q: Any) -> tuple[Array, None]:
+    def bounds(self, placed: Prepared, mask: Any, q: Any) -> tuple[Any, None]:
         del mask, q
-        return jnp.asarray(own(placed.lowered.bounds)), None
-
-
-def _calls_functions(mask: Mask) -> bool:
-    """Return whether a mask calls a function, which may close over traced arrays if q is not traced."""
-    return any(isinstance(node, from_predicate) for node in nodes_in(mask))
-
-
-def _is_ours(mask: Mask) -> bool:
-    """Return whether all parts of a mask work with NumPy. Users' masks may need JAX arrays."""
-    ours = all(type(node) in library_classes for node in nodes_in(mask))
-    return ours and not _calls_functions(mask)
-
-
-def _have_values(arrays: list[Any], traced: bool) -> bool:
-    """Return whether NumPy may read arrays at no cost.
-
-    It may if they are on this host, or if they are constants of a program that jit traces.
-    """
-    of_jax = [x for x in arrays if isinstance(x, jax.Array)]
-    if is_traced(*of_jax) or not all(x.is_fully_addressable for x in of_jax):
-        return False
-    constants = traced and is_traced(jnp.zeros(()))  # jit traces this too, but grad and vmap alone do not
-    on_host = (len(x.devices()) == 1 and platform_of(x) == "cpu" for x in of_jax)
-    return constants or all(on_host)
-
-
-def _in_numpy(tree: Any) -> Any:
-    """Return a pytree with NumPy arrays. An array in two places stays one array.
-
-    Masks compare arrays by identity.
-    """
-    found: dict[int, Any] = {}
-    return jax.tree.map(lambda x: found.setdefault(id(x), np.asarray(x)), tree)
+        bounds = placed.lowered.bounds
+        # The program may share the memory of a NumPy array, so no code may write it.
+        return frozen(bounds) if isinstance(bounds, np.ndarray) else jnp.asarray(bounds), None
 
 
 def _refuse_tensors(mask: Any, given: Given) -> None:
