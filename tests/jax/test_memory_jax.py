@@ -100,6 +100,11 @@ def test_sizes_are_part_of_the_key() -> None:
         attention(Q[:, :, :3], K[:, :, :3], V[:, :, :3], mask=mask)
 
 
+def test_bounds_of_another_integer_type() -> None:
+    bounds = np.array(causal().spans(S, S).lowered.bounds)
+    np.testing.assert_array_equal(_run(Spans(bounds.astype(np.int64), S)), _run(causal()))
+
+
 def test_functions_are_not_remembered() -> None:
     limit = [3]
     mask = from_predicate(lambda b, h, i, j: j < limit[0])  # noqa: ARG005
@@ -140,10 +145,10 @@ def test_it_is_the_lowered_mask(sample: Any, convert: Any) -> None:
             wanted = sample.mask(np.asarray).spans(q_len, sample.keys, batch=BATCH, heads=4)
         except ValueError:
             with pytest.raises(ValueError, match=":"):
-                lower(mask, q, k, NO_OPTIONS, (Q, K, V))
+                lower(mask, q, k, NO_OPTIONS, (Q, K, V), None)
             continue
         for _ in range(2):
-            found = lower(mask, q, k, NO_OPTIONS, (Q, K, V))
+            found = lower(mask, q, k, NO_OPTIONS, (Q, K, V), None)
             np.testing.assert_array_equal(found.lowered.bounds, wanted.lowered.bounds)
             assert (found.q_index is None) == (wanted.q_index is None)
             if wanted.q_index is not None:

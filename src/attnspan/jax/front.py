@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from attnspan.base.arrays import frozen
 from attnspan.base.mistakes import OneMask
 from attnspan.base.pytrees import register_pytrees
 from attnspan.call import Front
 from attnspan.call.backend import follow
-from attnspan.call.options import Given
-from attnspan.errors import DtypeError
+from attnspan.call.options import NO_OPTIONS, Given
 from attnspan.masks import Prepared
 
 from . import dropout, lowering
-from .placement import check_devices, check_sharding, platform_of
+from .lowering import refuse_tensors
+from .placement import Place, check_devices, check_sharding, platform_of
 
 __all__ = ["JaxFront", "ShardedMask"]
 
@@ -82,6 +80,8 @@ class JaxFront(Front):
 
     Attributes:
         inputs: q, k and v as JAX arrays in the layout of the call. For "thd" they have a batch dim of size 1.
+        place: Devices of the call. None if the call is traced.
+        empty: Whether the values have no elements. `inputs` then has values of one element.
     """
 
     expected = "a JAX or NumPy array"
@@ -92,6 +92,8 @@ class JaxFront(Front):
     seed = "an integer array or a jax.random.key"
     new_seed = "Pass a different one for each layer and step, such as jax.random.fold_in(key, step)"
     inputs: tuple[Array, Array, Array]
+    place: Place | None = None
+    empty = False
 
     def takes(self, x: Any) -> bool:
         return isinstance(x, jax.Array | np.ndarray)
@@ -100,18 +102,25 @@ class JaxFront(Front):
         return f"{type(x).__module__.partition('.')[0]}.{type(x).__name__}".removeprefix("builtins.")
 
     def enter(self, q: Any, k: Any, v: Any, mask: Any, given: Given, layout: str) -> tuple[Any, Any, Any]:
-        q, k, v = map(jnp.asarray, (q, k, v))
-        _refuse_tensors(mask, given)
+        del mask
+        q, k, v = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in (q, k, v)]
         check_sharding(layout, q=q, k=k, v=v)
-        check_devices(q, k, v, mask, given)
-        self.device = platform_of(q, k, v)
-        return self.shapes(q, k, v, layout)
+        for name, x in vars(given).items() if given is not NO_OPTIONS else ():
+            if x is not None:
+                refuse_tensors(name, x)
+        self.place = check_devices(q, k, v, given)
+        self.device = platform_of(self.place)
+        # Scores of queries and keys without elements are 0, as in torch: only the mask and biases count.
+        if q.shape[-1] == 0 == k.shape[-1]:
+            q, k = _pad_last(q), _pad_last(k)
+        self.empty = v.shape[-1] == 0
+        return self.shapes(q, k, _pad_last(v) if self.empty else v, layout)
 
     def shapes(self, q: Array, k: Array, v: Array, layout: str) -> tuple[Any, Any, Any]:
         """Keep the inputs, and return their shapes in (B, H, S, D) order. Eager arrays are not transposed."""
         self.inputs = (q[None], k[None], v[None]) if layout == "thd" else (q, k, v)
         order = (0, 1, 2, 3) if layout == "bhsd" else (0, 2, 1, 3)
-        shapes: Any = [jax.ShapeDtypeStruct([x.shape[i] for i in order], x.dtype) for x in self.inputs]
+        shapes = [_Shaped(tuple(map(x.shape.__getitem__, order)), x.dtype) for x in self.inputs]
         return tuple(shapes)  # type: ignore[return-value]
 
     def like(self, q: Any) -> Array:
@@ -123,20 +132,17 @@ class JaxFront(Front):
         return dropout.lower_seed(seed, batch, heads)
 
     def lower(self, mask: Any, q: Any, k: Any, given: Given) -> tuple[Prepared | None, Given]:
-        return lowering.lower(mask, q, k, given, self.inputs), given
+        return lowering.lower(mask, q, k, given, self.inputs, self.place), given
 
     def bounds(self, placed: Prepared, mask: Any, q: Any) -> tuple[Any, None]:
         del mask, q
-        bounds = placed.lowered.bounds
-        # The program may share the memory of a NumPy array, so no code may write it.
-        return frozen(bounds) if isinstance(bounds, np.ndarray) else jnp.asarray(bounds), None
+        return placed.lowered.bounds, None
 
 
-def _refuse_tensors(mask: Any, given: Given) -> None:
-    """Raise if the mask or an option holds a torch tensor, because JAX and NumPy would copy it silently."""
-    torch = sys.modules.get("torch")
-    for name, x in (("mask", mask), *vars(given).items()) if torch is not None else ():
-        if x is not None and any(isinstance(leaf, torch.Tensor) for leaf in jax.tree.leaves(x)):  # type: ignore[union-attr]
-            wanted, got = "JAX or NumPy arrays, as q, k and v", "a torch.Tensor"
-            remedy = "Convert it with jax.dlpack.from_dlpack, or call attnspan.torch.attention"
-            raise DtypeError(name, expected=wanted, got=got, remedy=remedy)
+class _Shaped(NamedTuple):
+    shape: tuple[Any, ...]
+    dtype: Any
+
+
+def _pad_last(x: Array) -> Array:
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)])

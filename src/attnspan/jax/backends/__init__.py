@@ -2,10 +2,10 @@
 
 from . import own as _own  # isort: skip  (first: it registers the backends)
 from .choice import Branch as Branch
-from .choice import branches_of as branches_of
+from .choice import Chosen as Chosen
 from .choice import choice_of as choice_of
 from .choice import choose_backend as choose_backend
-from .choice import static_for as static_for
+from .choice import chosen_for as chosen_for
 from .choice import warn_if_slow as warn_if_slow
 from .run import backward as backward
 from .run import forward as forward
@@ -14,11 +14,11 @@ del _own
 
 __all__ = [
     "Branch",
+    "Chosen",
     "backward",
-    "branches_of",
     "choice_of",
     "choose_backend",
+    "chosen_for",
     "forward",
-    "static_for",
     "warn_if_slow",
 ]
