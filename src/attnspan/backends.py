@@ -1,10 +1,10 @@
 """The registry of backends of torch and JAX. attnspan's own backends and yours register here.
 
 A backend is three functions. ``supports(problem)`` returns None, or the reason why the backend cannot run a
-call. In JAX it is ``supports(problem, part)``. ``part`` has the numbers that a program is compiled for, and it
-shows which options the call has, but its arrays have no values. ``forward`` and ``backward`` compute a `Part`:
-a whole call, or the part of a call that one step of a plan has. If a query sees no key, its output is 0 and
-its lse is -inf, or its sink.
+call. In JAX it is ``supports(problem, part)``. ``part`` has the numbers that a program is compiled for, and
+it shows which options the call has, but its arrays have no values. ``forward`` and ``backward`` compute a
+`Part`: a whole call, or the part of a call that one step of a plan has. If a query sees no key, its output is
+0 and its lse is -inf, or its sink.
 
 In torch, the functions write into tensors in (B, H, S, D) order, and autograd is off:
 

@@ -25,7 +25,7 @@ __all__ = ["backward_op", "forward_op", "lower_op", "place_op", "split_seeds_op"
 # How q is split, as a text of `Places`.
 _PLACES = schema.Number("places", "str")
 _FORWARD = (*schema.INPUTS, *schema.OPTIONS, _PLACES)
-_BACKWARD = (*schema.BACKWARD, _PLACES)
+_BACKWARD = (*(row for row in schema.BACKWARD if row is not schema.BACKEND), _PLACES)
 _ARRAYS = schema.names(schema.arrays(_FORWARD))
 _NUMBERS = [name for name in schema.names(_FORWARD[:-1]) if name not in _ARRAYS]
 _OF_INPUTS = schema.with_gradient(schema.INPUTS)
