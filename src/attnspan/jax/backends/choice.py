@@ -109,7 +109,7 @@ def chosen_for(problem: Problem, part: JaxPart, requested: str | None, known: bo
         known: Whether sizes and platform are known. A wrong backend then raises now.
     """
     facts = problem, jax.tree.structure(part), requested, known, tuple(table("jax").values())
-    # Sizes of tracers may be symbols, which have no order and other owners.
+    # Sizes of tracers may be symbols. Symbols of two programs cannot be compared.
     return _chosen(*facts) if known else _chosen.__wrapped__(*facts)
 
 
