@@ -10,7 +10,6 @@ import numpy as np
 from jax import Array
 
 from attnspan.backends import table
-from attnspan.base.mistakes import refuse_keywords
 from attnspan.call import Call, check_keywords, forwards_to
 from attnspan.call.backend import asked as asked_for
 from attnspan.call.options import NO_OPTIONS, Bias, Given
@@ -51,7 +50,7 @@ def attention(
     layout: Layout = "bhsd",
     return_lse: bool = False,
     backend: str | None = None,
-    **mistaken: Any,
+    **others: Any,
 ) -> Any:
     """Softmax attention under a mask of spans: ``softmax(scale * q k^T, over visible keys) v``.
 
@@ -85,7 +84,7 @@ def attention(
         return_lse: Also return the log-sum-exp of each query's scores. It is differentiable.
         backend: Name of a backend. Default: the surrounding `attnspan.backend` block's backend, else the
             fastest backend that can run the call (see `explain`).
-        **mistaken: Keywords of other libraries, such as ``is_causal``. They raise an error that names the
+        **others: Keywords of other libraries, such as ``is_causal``. They raise an error that names the
             equivalent here.
 
     Returns:
@@ -107,12 +106,13 @@ def attention(
         >>> attention(q, k, v, mask=causal() & segments(ids)).shape
         (1, 4, 6, 16)
     """
-    if mistaken:
-        refuse_keywords(attention, mistaken)
+    if others:
+        others = Given.among(attention, others)
     mask = _FULL if mask is None else mask
     none = bias is None is sinks is None is dropout_seed is None is q_index is None is k_index
-    plain = softcap is None and none and type(dropout_p) is float and dropout_p == 0.0
-    given = NO_OPTIONS if plain else Given(softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index)
+    plain = softcap is None and none and not others and type(dropout_p) is float and dropout_p == 0.0
+    options = softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index
+    given = NO_OPTIONS if plain else Given(*options, **others)
     backend = asked_for(backend)
     asked: dict[str, Any] = {"scale": scale, "layout": layout, "return_lse": return_lse, "backend": backend}
     if isinstance(mask, ShardedMask):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from jax import Array
 
 from attnspan.base.mistakes import OneMask
 from attnspan.base.pytrees import register_pytrees
-from attnspan.call import Front
+from attnspan.call import Front, schema
 from attnspan.call.backend import follow
 from attnspan.call.options import NO_OPTIONS, Given
 from attnspan.masks import Prepared
@@ -31,10 +32,12 @@ def _register(cls: type, flatten: Callable[..., Any], unflatten: Callable[..., A
 
 # Masks, spans and biases pass through jit, vmap and scan as arguments.
 register_pytrees(_register)
+_ARRAYS = schema.names(schema.arrays(schema.OPTIONS))
+_GIVEN = [field.name for field in fields(Given)]
 jax.tree_util.register_dataclass(
     Given,
-    data_fields=["bias", "sinks", "dropout_seed", "q_index", "k_index"],
-    meta_fields=["softcap", "dropout_p"],
+    data_fields=[name for name in _GIVEN if name in _ARRAYS],
+    meta_fields=[name for name in _GIVEN if name not in _ARRAYS],
 )
 
 
