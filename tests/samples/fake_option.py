@@ -3,6 +3,8 @@
 The test in tests/test_schema.py runs it: `python tests/samples/fake_option.py torch`, or `jax`.
 """
 
+# ruff: noqa: ARG005  (functions of a fixed signature)
+
 import importlib.util
 import os
 import sys
