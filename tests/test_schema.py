@@ -81,7 +81,10 @@ def test_the_page_of_options_has_the_rows():
     assert head + "\n".join(map(_line, rows)) + "\n" in (DOCS / "options.md").read_text()
 
 
-ROUTES = {"torch": ["eager", "compile", "vmap", "DTensor, plan"]}
+ROUTES = {
+    "torch": ["eager", "compile", "vmap", "DTensor, plan"],
+    "jax": ["eager", "jit", "vmap", "mesh"],
+}
 
 
 @pytest.mark.slow

@@ -1,9 +1,10 @@
 """The registry of backends of torch and JAX. attnspan's own backends and yours register here.
 
 A backend is three functions. ``supports(problem)`` returns None, or the reason why the backend cannot run a
-call. In JAX it is ``supports(problem, static)``, and ``static`` has the numbers that a program is compiled
-for. ``forward`` and ``backward`` compute a `Part`: a whole call, or the part of a call that one step of a
-plan has. If a query sees no key, its output is 0 and its lse is -inf, or its sink.
+call. In JAX it is ``supports(problem, part)``. ``part`` has the numbers that a program is compiled for, and
+it shows which options the call has, but its arrays have no values. ``forward`` and ``backward`` compute a
+`Part`: a whole call, or the part of a call that one step of a plan has. If a query sees no key, its output is
+0 and its lse is -inf, or its sink.
 
 In torch, the functions write into tensors in (B, H, S, D) order, and autograd is off:
 
@@ -104,7 +105,7 @@ class Backend:
         layouts: JAX: the layouts of q, k and v that it reads without a transpose, "bhsd" and "bshd".
         fine_lse: JAX: ``forward(part, fine=True)`` returns a complex lse. Its imaginary part is the rounding
             error of its real part. ``backward`` receives this lse.
-        reads_mask: JAX: it reads ``part.static.mask`` and ``part.static.want_lse``.
+        reads_mask: JAX: it reads ``part.band`` and ``part.want_lse``.
         attend: torch: ``attend(call)`` returns out and lse of a whole call, and autograd differentiates it.
             By default, an operator runs ``forward`` and ``backward``.
         paged: torch: ``paged(part, table, out, lse)`` reads the pages of a `PagedCache` in place.

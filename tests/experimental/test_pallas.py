@@ -24,7 +24,7 @@ from attnspan.experimental.pallas import backend as pallas
 from attnspan.experimental.pallas import lists as tables
 from attnspan.experimental.pallas.visits import key_visits, query_visits
 from attnspan.jax.backends.tiles import legal
-from attnspan.jax.part import JaxPart, Static
+from attnspan.jax.part import JaxPart
 
 pytestmark = pytest.mark.below_promotion
 
@@ -42,7 +42,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
 
 @pytest.mark.parametrize(("change", "numbers", "reason"), REFUSED)
 def test_refusals(change: dict[str, Any], numbers: dict[str, Any], reason: str | None) -> None:
-    found = pallas.supports(replace(PROBLEM, **change), Static(scale=1.0, **numbers))
+    found = pallas.supports(replace(PROBLEM, **change), JaxPart(*[None] * 4, 1.0, **numbers))
     assert found is None if reason is None else reason in str(found)
 
 
@@ -228,10 +228,15 @@ LOWERED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "distance table": ({"bias_kind": DISTANCE}, {"bias": ((4, 9), "float32")}),
     "dense": ({"bias_kind": DENSE}, {"bias": ((1, 4, ROW, KEY), "bfloat16")}),
     "dense of keys": ({"bias_kind": DENSE}, {"bias": ((2, 1, 1, KEY), "float32")}),
-    "dropout": ({"dropout_p": 0.1}, {"seeds": ((2, 4, 2), "uint32")}),
+    "dropout": ({"dropout_p": 0.1}, {"dropout_seed": ((2, 4, 2), "uint32")}),
     "indices and all the rest": (
-        {"softcap": 5.0, "bias_kind": ALIBI, "dropout_p": 0.1, "sinks": True},
-        {"sinks": ((4,), "float32"), "bias": ((1, 4), "float32"), "seeds": ((2, 4, 2), "uint32"), **INDICES},
+        {"softcap": 5.0, "bias_kind": ALIBI, "dropout_p": 0.1},
+        {
+            "sinks": ((4,), "float32"),
+            "bias": ((1, 4), "float32"),
+            "dropout_seed": ((2, 4, 2), "uint32"),
+            **INDICES,
+        },
     ),
 }
 
@@ -243,10 +248,9 @@ def _lowered(option: str, dtype: str, head_dim: int, runs: int = 2) -> str:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(kind))
 
     numbers, arrays = LOWERED[option]
-    static = Static(scale=0.1, **numbers)
     q, k = shaped((2, 4, ROW, head_dim)), shaped((2, 2, KEY, head_dim))
     options: Any = {n: shaped(*x) for n, x in arrays.items()}
-    part = JaxPart(q, k, k, shaped((2, 1, ROW, runs, 2), "int32"), **options, static=static)  # type: ignore[arg-type]
+    part = JaxPart(q, k, k, shaped((2, 1, ROW, runs, 2), "int32"), 0.1, **numbers, **options)  # type: ignore[arg-type]
 
     def both(part: JaxPart, dout: Any, dlse: Any) -> Any:
         out, lse = pallas.forward(part)

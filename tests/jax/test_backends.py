@@ -22,7 +22,7 @@ from attnspan.experimental.pallas import backend as pallas
 from attnspan.jax import backends
 from attnspan.jax.backends import xla, xla_tiles
 from attnspan.jax.backends.tiles import interpreted
-from attnspan.jax.part import JaxPart, Static
+from attnspan.jax.part import JaxPart
 
 pytestmark = pytest.mark.below_promotion
 
@@ -227,7 +227,7 @@ def test_a_block_of_queries_visits_the_blocks_that_it_touches() -> None:
 
 
 def _step(q: Any, k: Any, v: Any, dout: Any, bounds: Any) -> Any:
-    part = JaxPart(q, k, v, bounds, static=Static(0.25))
+    part = JaxPart(q, k, v, bounds, 0.25)
     out, lse = xla.forward(part)
     return out, xla.backward(part, out, lse, dout, None, True)[:3]
 

@@ -19,40 +19,37 @@ import attnspan as a
 from attnspan.call import Problem
 from attnspan.call.options import ALIBI, DENSE
 from attnspan.jax.backends import cudnn
-from attnspan.jax.part import JaxPart, MaskWords, Static
+from attnspan.jax.part import JaxPart
+from attnspan.masks.bands import Band
 
 PROBLEM = Problem(1, 4, 2, 128, 128, 64, 64, 1, "bfloat16", "gpu")
-CAUSAL = Static(scale=0.125, mask=("causal",), want_lse=False)
+CAUSAL = JaxPart(*[None] * 4, 0.125, band=Band(None, 0), want_lse=False)
 # What is said of a mask, and what cuDNN is asked for: whether it is causal, and keys before and after.
-MASKS: dict[MaskWords, tuple[a.Mask, bool, tuple[int, int] | None]] = {
-    ("full",): (a.full(), False, None),
-    ("causal",): (a.causal(), True, None),
-    ("window", 5, 0): (a.window(5), True, (5, 0)),
-    ("window", 0, 0): (a.window(0), True, (0, 0)),
-    ("window", None, 0): (a.window(None), True, None),
-    ("window", None, None): (a.window(None, None), False, None),
+MASKS: dict[Band, tuple[a.Mask, bool, tuple[int, int] | None]] = {
+    Band(): (a.full(), False, None),
+    Band(None, 0): (a.causal(), True, None),
+    Band(5, 0): (a.window(5), True, (5, 0)),
+    Band(0, 0): (a.window(0), True, (0, 0)),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", MASKS)
-def test_the_function_that_is_called_means_the_same(
-    words: MaskWords, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("band", MASKS, ids=str)
+def test_the_function_that_is_called_means_the_same(band: Band, monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX's own implementation of what cuDNN is asked for, against the oracle."""
     plain = partial(jax.nn.dot_product_attention, implementation="xla")
 
     def instead(*arrays: Any, implementation: str, **given: Any) -> Any:
         assert implementation == "cudnn"
-        assert (given["is_causal"], given["local_window_size"]) == MASKS[words][1:]
+        assert (given["is_causal"], given["local_window_size"]) == MASKS[band][1:]
         return plain(*arrays, **given)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", instead)
     problem = make(replace(PLAIN, q_len=17, k_len=17, head_dim=16, v_dim=16))
-    problem.bounds = torch.from_numpy(MASKS[words][0].spans(17, 17).bounds)
+    problem.bounds = torch.from_numpy(MASKS[band][0].spans(17, 17).bounds)
     problem.dlse[:] = 0
     part = part_of(problem)
-    part = replace(part, static=replace(part.static, mask=words, want_lse=False))
+    part = replace(part, band=band, want_lse=False)
 
     def attend(q: Any, k: Any, v: Any) -> Any:
         return cudnn.forward(replace(part, q=q, k=k, v=v))[0]
@@ -71,14 +68,13 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
     ({}, {"bias_kind": DENSE}, "no dense bias"),
     ({}, {"sinks": True}, "no sinks"),
     ({}, {"dropout_p": 0.1}, "drops other weights"),
-    ({}, {"mask": None}, "known at tracing time"),
-    ({}, {"mask": ("window", 3, 2)}, "without keys ahead"),
-    ({}, {"mask": ("window", 3, None)}, "without keys ahead"),
+    ({}, {"band": None}, "known at tracing time"),
+    ({}, {"band": Band(3, 2)}, "without keys ahead"),
+    ({}, {"band": Band(3, None)}, "without keys ahead"),
     ({"device": "cpu"}, {}, "not on cpu"),
     ({"dtype": "float32"}, {}, "not float32"),
     ({"q_len": 5}, {}, "5 queries"),
-    ({"q_len": 5}, {"mask": ("full",)}, None),
-    ({"q_len": 5}, {"mask": ("window", None, None)}, None),
+    ({"q_len": 5}, {"band": Band()}, None),
     ({"v_dim": 32}, {}, "one head dim"),
     ({"head_dim": 60, "v_dim": 60}, {}, "multiples of 8"),
     ({"head_dim": 160, "v_dim": 160}, {}, "up to 128 on this device, not 160"),
@@ -107,6 +103,7 @@ def test_what_to_install_is_said() -> None:
 
 def test_options_that_would_be_ignored_are_no_call_of_ours() -> None:
     q = jnp.zeros((1, 4, 8, 64), jnp.bfloat16)
-    part = JaxPart(q, q, q, jnp.zeros((1, 1, 8, 1, 2), np.int32), sinks=jnp.zeros(4), static=CAUSAL)
+    bounds = jnp.zeros((1, 1, 8, 1, 2), np.int32)
+    part = JaxPart(q, q, q, bounds, 0.125, sinks=jnp.zeros(4), band=Band(None, 0))
     with pytest.raises(AssertionError):
         cudnn.forward(part)

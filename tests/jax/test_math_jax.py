@@ -17,7 +17,7 @@ from samples.problems import make
 from test_backends import PLAIN, QUICKLY, run
 
 from attnspan.jax.backends import math, products
-from attnspan.jax.part import JaxPart, Static
+from attnspan.jax.part import JaxPart
 
 pytestmark = pytest.mark.below_promotion
 
@@ -133,7 +133,7 @@ def test_vmap_over_everything() -> None:
 
     def one(q: Any, k: Any, v: Any, bounds: Any) -> Any:
         def loss(q: Any, k: Any, v: Any) -> Any:
-            return math.forward(JaxPart(q, k, v, bounds, static=Static(0.3)))[0].sum()
+            return math.forward(JaxPart(q, k, v, bounds, 0.3))[0].sum()
 
         return jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
 

@@ -18,7 +18,7 @@ from attnspan.backends import table
 from attnspan.errors import BackendError
 from attnspan.jax import SlowPathWarning, attention, explain
 from attnspan.jax.backends import choice, cudnn
-from attnspan.jax.part import Static
+from attnspan.jax.part import JaxPart
 from attnspan.kernels.cpu import MAX_HEAD_DIM
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((1, 2, 16, 8)), jnp.bfloat16)
@@ -92,11 +92,11 @@ def test_cudnn_is_of_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_was_never_measured_runs_by_name_only() -> None:
     found = explain(X, X, X, mask=causal())
     assert found.backend == "cpu"
-    problem, static = found.problem, Static(1.0)
+    problem, part = found.problem, JaxPart(*[None] * 4, 1.0)
     for name in ("pallas", "math"):
         backend = replace(table("jax")[name], supports=lambda *_: None)
         for device in ("cpu", "gpu", "tpu"):
-            assert "must be requested" in str(backend.against(replace(problem, device=device), static))
+            assert "must be requested" in str(backend.against(replace(problem, device=device), part))
 
 
 def test_slower_code_warns_once_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 The test in tests/test_schema.py runs it: `python tests/samples/fake_option.py torch`, or `jax`.
 """
 
+# ruff: noqa: ARG005  (functions of a fixed signature)
+
 import importlib.util
 import os
 import sys
@@ -142,9 +144,87 @@ def two_ranks():
     print("DTensor, plan")
 
 
+def jax_backend():
+    from dataclasses import replace
+
+    import jax
+
+    from attnspan.backends import Backend, register
+    from attnspan.jax.backends import math
+
+    def forward(part):
+        out, lse = math.forward(replace(part, gain=None))
+        return out * part.gain[:, None, None], lse  # the line of the reference
+
+    def backward(part, out, lse, dout, dlse, want_dbias):
+        def attend(q, k, v):
+            return forward(replace(part, q=q, k=k, v=v))[0]
+
+        _, pull = jax.vjp(attend, part.q, part.k, part.v)
+        return *pull(dout), None, None
+
+    register(
+        Backend(
+            name="gain",
+            framework="jax",
+            supports=lambda problem, part: None if part.gain is not None else "it needs a gain",
+            forward=forward,
+            backward=backward,
+        )
+    )
+
+
+def by_jax():
+    """Eager code with gradients, jit, mapped calls, a mesh that jit splits, and a mask for a mesh."""
+    import jax
+    import numpy as np
+    from jax import numpy as jnp
+
+    from attnspan import causal
+    from attnspan.jax import attention, shard
+
+    def attend(q, k, v, gain):
+        return attention(q, k, v, mask=causal(), gain=gain, backend="gain")
+
+    def expected(q, k, v, gain):
+        return attention(q, k, v, mask=causal(), backend="math") * gain[:, None, None]
+
+    def slopes(function):
+        return jax.grad(lambda *x: (function(*x) ** 2).sum(), (0, 1, 2))
+
+    def same(found, want):
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), found, want)
+
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 4, 6, 8))
+    gain = jnp.array([1.0, 2.0, 3.0, 4.0])
+    want, grads = expected(q, k, v, gain), slopes(expected)(q, k, v, gain)
+    for name, wrap in (("eager", lambda x: x), ("jit", jax.jit)):
+        same(wrap(attend)(q, k, v, gain), want)
+        same(wrap(slopes(attend))(q, k, v, gain), grads)
+        print(name)
+    many, gains = jnp.stack([q, 2 * q]), jnp.stack([gain, -gain])
+    for axes, given in (((0, None, None, 0), gains), ((0, None, None, None), gain)):
+        same(jax.vmap(attend, axes)(many, k, v, given), jax.vmap(expected, axes)(many, k, v, given))
+    print("vmap")
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    placed = jax.device_put((q, k, v), jax.NamedSharding(mesh, jax.P("data", "model")))
+    whole = jax.device_put(gain, jax.NamedSharding(mesh, jax.P()))
+    found = jax.jit(attend)(*placed, whole)
+    assert found.sharding.spec == jax.P("data", "model")
+    same(found, want)
+    same(jax.jit(slopes(attend))(*placed, whole), grads)
+    mask = shard(mesh, mask=causal(), batch="data", heads="model")
+    same(attention(*placed, mask=mask, gain=whole, backend="gain"), want)
+    print("mesh")
+
+
 if __name__ == "__main__":
     add_row()
     if sys.argv[1] == "torch":
         torch_backend()
         one_process()
         two_ranks()
+    else:
+        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+        jax_backend()
+        by_jax()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnspan.call.dropout import dropout_seeds
 from attnspan.call.options import Options
-from attnspan.jax.part import JaxPart, Static
+from attnspan.jax.part import JaxPart
 from samples.problems import Problem
 
 
@@ -45,7 +45,5 @@ def part_of(problem: Problem) -> JaxPart:
     if seeds is not None:
         seeds = seeds if seeds.ndim else torch.tensor(dropout_seeds(seeds.numpy(), case.batch, case.heads))
         seeds = seed_to_jax(seeds)
-    arrays = (*problem.inputs.values(), problem.bounds, options.bias, options.sinks)
-    places = to_jax(options.q_index), to_jax(options.k_index)
-    static = Static(case.factor, options.softcap, options.bias_kind, options.dropout_p)
-    return JaxPart(*map(to_jax, arrays), seeds, *places, static=static)
+    options = Options(*map(to_jax, options))._replace(dropout_seed=seeds)
+    return JaxPart(*map(to_jax, (*problem.inputs.values(), problem.bounds)), case.factor, *options)

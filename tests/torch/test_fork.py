@@ -128,11 +128,11 @@ from attnspan.parallel import Layout
 from attnspan.torch import _lowered, attention
 
 q = torch.zeros(1, 1, 4, 8)
-class Slow(type(_lowered._static)):  # what the lock guards takes as long as a fork
+class Slow(type(_lowered._memory._static)):  # what the lock guards takes as long as a fork
     def __setitem__(self, key, value):
         time.sleep(1e-3)
         super().__setitem__(key, value)
-_lowered._static = Slow()
+_lowered._memory._static = Slow()
 
 def slow(layout):
     time.sleep(1e-3)

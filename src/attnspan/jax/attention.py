@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from attnspan.backends import table
-from attnspan.base.mistakes import refuse_keywords
-from attnspan.call import Call, check_keywords, forwards_to, widened
+from attnspan.call import Call, check_keywords, forwards_to
 from attnspan.call.backend import asked as asked_for
-from attnspan.call.options import Bias, Given
+from attnspan.call.options import NO_OPTIONS, Bias, Given
 from attnspan.errors import DtypeError, expect
 from attnspan.kernels import Explanation
 from attnspan.masks import Mask, Prepared, full
 from attnspan.masks.bounds import Spans
 
-from .backends import branches_of, choice_of, static_for, warn_if_slow
+from .backends import choice_of, chosen_for, warn_if_slow
 from .front import JaxFront, ShardedMask
-from .part import Static, part_of, static_of, words_of
-from .placement import check_devices, check_sharding, explicit_sharding, in_auto_mode, is_traced
-from .promotion import own_promotion
-from .rules import attend, remedy_of_forward_mode
+from .part import JaxPart, band_of, part_of
+from .placement import check_devices, check_place, check_sharding, explicit_sharding, in_auto_mode, is_traced
+from .promotion import own_promotion, standard_promotion
+from .rules import attend, forward_mode_refused
 
 __all__ = ["attention", "explain"]
 
@@ -51,7 +50,7 @@ def attention(
     layout: Layout = "bhsd",
     return_lse: bool = False,
     backend: str | None = None,
-    **mistaken: Any,
+    **others: Any,
 ) -> Any:
     """Softmax attention under a mask of spans: ``softmax(scale * q k^T, over visible keys) v``.
 
@@ -85,7 +84,7 @@ def attention(
         return_lse: Also return the log-sum-exp of each query's scores. It is differentiable.
         backend: Name of a backend. Default: the surrounding `attnspan.backend` block's backend, else the
             fastest backend that can run the call (see `explain`).
-        **mistaken: Keywords of other libraries, such as ``is_causal``. They raise an error that names the
+        **others: Keywords of other libraries, such as ``is_causal``. They raise an error that names the
             equivalent here.
 
     Returns:
@@ -107,59 +106,54 @@ def attention(
         >>> attention(q, k, v, mask=causal() & segments(ids)).shape
         (1, 4, 6, 16)
     """
-    if mistaken:
-        refuse_keywords(attention, mistaken)
+    if others:
+        others = Given.among(attention, others)
     mask = _FULL if mask is None else mask
-    given = Given(softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index)
+    none = bias is None is sinks is None is dropout_seed is None is q_index is None is k_index
+    plain = softcap is None and none and not others and type(dropout_p) is float and dropout_p == 0.0
+    options = softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index
+    given = NO_OPTIONS if plain else Given(*options, **others)
     backend = asked_for(backend)
     asked: dict[str, Any] = {"scale": scale, "layout": layout, "return_lse": return_lse, "backend": backend}
     if isinstance(mask, ShardedMask):
         return own_promotion(mask.attention)(q, k, v, **asked, **given.keywords())
-    run: Any = partial(_run, **asked)
     sharding = explicit_sharding(q)
     if sharding is None:
-        return run(q, k, v, mask, given)
+        return _run(q, k, v, mask, given, **asked)
     check_sharding(layout, q=q, k=k, v=v)
-    check_devices(q, k, v, mask, given)
-    return in_auto_mode(run, sharding, layout, return_lse)(q, k, v, mask, given)
-
-
-@own_promotion
-def _lowered(
-    front: JaxFront, q: Any, k: Any, v: Any, mask: Any, given: Given, scale: Any, layout: str, want_lse: bool
-) -> tuple[Call, Static]:
-    """Check and lower a call, and return it with the numbers that its program is compiled for.
-
-    The front keeps q, k and v.
-    """
-    call = Call.of(front, q, k, v, given, mask=mask, scale=scale, layout=layout)
-    words = words_of(mask, call.problem, given.q_index is None and given.k_index is None)
-    return call, static_of(call, words, want_lse)
-
-
-def _pad_last(x: Any) -> Array:
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)])
+    check_place(check_devices(q, k, v, given), "mask", mask)
+    return in_auto_mode(partial(_run, **asked), sharding, layout, return_lse)(q, k, v, mask, given)
 
 
 @own_promotion
 def _run(
     q: Any, k: Any, v: Any, mask: Any, given: Given, *, scale: Any, layout: str, return_lse: Any, backend: Any
 ) -> Any:
-    q, k, v, empty = widened(q, k, v, _pad_last)
     front = JaxFront()
-    call, static = _lowered(front, q, k, v, mask, given, scale, layout, return_lse)
-    if backend is not None and not is_traced(*front.inputs):
-        choice_of(call.problem, static, backend)  # The platform is known, so a wrong backend raises now.
-    warn_if_slow(call.problem, static, backend)
-    branches = branches_of(call.problem, static, backend)
-    static = static_for([branch.backend for branch in branches], static)
-    part = part_of(call, front.inputs, static, "bhsd" if layout == "bhsd" else "bshd")
-    with remedy_of_forward_mode():
-        out, lse = attend(part, branches)
-    out = out[..., :0] if empty else out
+    call, part = _lowered(front, q, k, v, mask, given, scale, layout, return_lse)
+    known = front.place is not None
+    chosen = chosen_for(call.problem, part, backend, known)
+    if chosen.slow is not None:
+        warn_if_slow(chosen.slow)
+    part = part if chosen.reads_mask else replace(part, band=None, want_lse=True)
+    try:
+        out, lse = attend(part, chosen.branches)
+    except TypeError as error:
+        if "custom_vjp" in str(error):
+            raise forward_mode_refused() from None
+        raise
+    out = out[..., :0] if front.empty else out
     if layout == "thd":
         out, lse = out[0], None if lse is None else lse[0]
     return (out, lse) if return_lse else out
+
+
+def _lowered(
+    front: JaxFront, q: Any, k: Any, v: Any, mask: Any, given: Given, scale: Any, layout: str, want_lse: bool
+) -> tuple[Call, JaxPart]:
+    call = Call.of(front, q, k, v, given, mask=mask, scale=scale, layout=layout)
+    order = "bhsd" if layout == "bhsd" else "bshd"
+    return call, part_of(call, front.inputs, layout=order, band=band_of(mask, call), want_lse=bool(want_lse))
 
 
 @forwards_to(attention)
@@ -197,12 +191,12 @@ def explain(q: Array, k: Array, v: Array, **options: Any) -> Explanation:
     remedy, single = "Call the mask's own explain()", not isinstance(mask, ShardedMask)
     expect(single, "explain: mask", wanted, got, remedy, error=DtypeError)
     mask = _FULL if mask is None else mask
-    q, k, v, _ = widened(q, k, v, _pad_last)
-    call, static = _lowered(JaxFront(), q, k, v, mask, Given(**asked), scale, layout, return_lse)
+    with standard_promotion():
+        call, part = _lowered(JaxFront(), q, k, v, mask, Given(**asked), scale, layout, return_lse)
     p, bounds = call.problem, call.bounds
     remedy, got = "Call explain outside of jit, with arrays of the same shapes", "traced arrays"
     expect(not is_traced(bounds), "explain", "arrays with values", got, remedy)
     cost = int(Spans(np.asarray(bounds), p.k_len).cost().sum())  # JAX may lack int64.
     pairs = cost * (p.batch // bounds.shape[0]) * (p.q_heads // bounds.shape[1])
-    chosen = choice_of(p, static, backend).name
-    return Explanation.of(call, table("jax"), chosen, backend is not None, pairs, (static,))
+    chosen = choice_of(p, part, backend).name
+    return Explanation.of(call, table("jax"), chosen, backend is not None, pairs, (part,))

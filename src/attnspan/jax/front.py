@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from attnspan.base.arrays import own
 from attnspan.base.mistakes import OneMask
-from attnspan.base.pytrees import library_classes, nodes_in, register_pytrees
-from attnspan.call import Front, lower_mask
+from attnspan.base.pytrees import register_pytrees
+from attnspan.call import Front, schema
 from attnspan.call.backend import follow
-from attnspan.call.options import Given
-from attnspan.errors import DtypeError
-from attnspan.masks import Mask, Prepared, from_predicate
-from attnspan.masks.bounds import Spans
+from attnspan.call.options import NO_OPTIONS, Given
+from attnspan.masks import Prepared
 
-from . import dropout
-from .placement import check_devices, check_sharding, is_traced, platform_of
+from . import dropout, lowering
+from .lowering import refuse_tensors
+from .placement import Place, check_devices, check_sharding, platform_of
 
 __all__ = ["JaxFront", "ShardedMask"]
 
@@ -34,10 +32,12 @@ def _register(cls: type, flatten: Callable[..., Any], unflatten: Callable[..., A
 
 # Masks, spans and biases pass through jit, vmap and scan as arguments.
 register_pytrees(_register)
+_ARRAYS = schema.names(schema.arrays(schema.OPTIONS))
+_GIVEN = [field.name for field in fields(Given)]
 jax.tree_util.register_dataclass(
     Given,
-    data_fields=["bias", "sinks", "dropout_seed", "q_index", "k_index"],
-    meta_fields=["softcap", "dropout_p"],
+    data_fields=[name for name in _GIVEN if name in _ARRAYS],
+    meta_fields=[name for name in _GIVEN if name not in _ARRAYS],
 )
 
 
@@ -83,6 +83,8 @@ class JaxFront(Front):
 
     Attributes:
         inputs: q, k and v as JAX arrays in the layout of the call. For "thd" they have a batch dim of size 1.
+        place: Devices of the call. None if the call is traced.
+        empty: Whether the values have no elements. `inputs` then has values of one element.
     """
 
     expected = "a JAX or NumPy array"
@@ -93,26 +95,39 @@ class JaxFront(Front):
     seed = "an integer array or a jax.random.key"
     new_seed = "Pass a different one for each layer and step, such as jax.random.fold_in(key, step)"
     inputs: tuple[Array, Array, Array]
+    place: Place | None = None
+    empty = False
 
     def takes(self, x: Any) -> bool:
         return isinstance(x, jax.Array | np.ndarray)
+
+    def check_taken(self, name: str, x: Any, expected: str) -> None:
+        if not isinstance(x, jax.Array):
+            super().check_taken(name, x, expected)
 
     def kind(self, x: Any) -> str:
         return f"{type(x).__module__.partition('.')[0]}.{type(x).__name__}".removeprefix("builtins.")
 
     def enter(self, q: Any, k: Any, v: Any, mask: Any, given: Given, layout: str) -> tuple[Any, Any, Any]:
-        q, k, v = map(jnp.asarray, (q, k, v))
-        _refuse_tensors(mask, given)
+        del mask
+        q, k, v = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in (q, k, v)]
         check_sharding(layout, q=q, k=k, v=v)
-        check_devices(q, k, v, mask, given)
-        self.device = platform_of(q, k, v)
-        return self.shapes(q, k, v, layout)
+        for name, x in vars(given).items() if given is not NO_OPTIONS else ():
+            if x is not None:
+                refuse_tensors(name, x)
+        self.place = check_devices(q, k, v, given)
+        self.device = platform_of(self.place)
+        # Scores of queries and keys without elements are 0, as in torch: only the mask and biases count.
+        if q.shape[-1] == 0 == k.shape[-1]:
+            q, k = _pad_last(q), _pad_last(k)
+        self.empty = v.shape[-1] == 0
+        return self.shapes(q, k, _pad_last(v) if self.empty else v, layout)
 
     def shapes(self, q: Array, k: Array, v: Array, layout: str) -> tuple[Any, Any, Any]:
         """Keep the inputs, and return their shapes in (B, H, S, D) order. Eager arrays are not transposed."""
         self.inputs = (q[None], k[None], v[None]) if layout == "thd" else (q, k, v)
         order = (0, 1, 2, 3) if layout == "bhsd" else (0, 2, 1, 3)
-        shapes: Any = [jax.ShapeDtypeStruct([x.shape[i] for i in order], x.dtype) for x in self.inputs]
+        shapes = [_Shaped(tuple(map(x.shape.__getitem__, order)), x.dtype) for x in self.inputs]
         return tuple(shapes)  # type: ignore[return-value]
 
     def like(self, q: Any) -> Array:
@@ -124,63 +139,17 @@ class JaxFront(Front):
         return dropout.lower_seed(seed, batch, heads)
 
     def lower(self, mask: Any, q: Any, k: Any, given: Given) -> tuple[Prepared | None, Given]:
-        if isinstance(mask, Prepared | Spans):
-            return mask if isinstance(mask, Prepared) else Prepared(mask, bare=True), given
-        traced = is_traced(self.inputs[0])
-        # Under a tracer, the program computes the bounds of a mask without arrays. Otherwise a constant of
-        # the size of the bounds would be copied into the program.
-        like = self.inputs[0] if traced or _calls_functions(mask) else None
-        arrays = jax.tree.leaves((mask, given.q_index, given.k_index))
-        if arrays and _is_ours(mask) and _have_values(arrays, traced):
-            # NumPy is faster than eager JAX, and XLA folds constants slowly.
-            indices = _in_numpy((given.q_index, given.k_index))
-            numpy_given = given.replacing(q_index=indices[0], k_index=indices[1])
-            return lower_mask(_in_numpy(mask), q, k, numpy_given, None), given
-        return lower_mask(mask, q, k, given, like), given
+        return lowering.lower(mask, q, k, given, self.inputs, self.place), given
 
-    def bounds(self, placed: Prepared, mask: Any, q: Any) -> tuple[Array, None]:
+    def bounds(self, placed: Prepared, mask: Any, q: Any) -> tuple[Any, None]:
         del mask, q
-        return jnp.asarray(own(placed.lowered.bounds)), None
+        return placed.lowered.bounds, None
 
 
-def _calls_functions(mask: Mask) -> bool:
-    """Return whether a mask calls a function, which may close over traced arrays if q is not traced."""
-    return any(isinstance(node, from_predicate) for node in nodes_in(mask))
+class _Shaped(NamedTuple):
+    shape: tuple[Any, ...]
+    dtype: Any
 
 
-def _is_ours(mask: Mask) -> bool:
-    """Return whether all parts of a mask work with NumPy. Users' masks may need JAX arrays."""
-    ours = all(type(node) in library_classes for node in nodes_in(mask))
-    return ours and not _calls_functions(mask)
-
-
-def _have_values(arrays: list[Any], traced: bool) -> bool:
-    """Return whether NumPy may read arrays at no cost.
-
-    It may if they are on this host, or if they are constants of a program that jit traces.
-    """
-    of_jax = [x for x in arrays if isinstance(x, jax.Array)]
-    if is_traced(*of_jax) or not all(x.is_fully_addressable for x in of_jax):
-        return False
-    constants = traced and is_traced(jnp.zeros(()))  # jit traces this too, but grad and vmap alone do not
-    on_host = (len(x.devices()) == 1 and platform_of(x) == "cpu" for x in of_jax)
-    return constants or all(on_host)
-
-
-def _in_numpy(tree: Any) -> Any:
-    """Return a pytree with NumPy arrays. An array in two places stays one array.
-
-    Masks compare arrays by identity.
-    """
-    found: dict[int, Any] = {}
-    return jax.tree.map(lambda x: found.setdefault(id(x), np.asarray(x)), tree)
-
-
-def _refuse_tensors(mask: Any, given: Given) -> None:
-    """Raise if the mask or an option holds a torch tensor, because JAX and NumPy would copy it silently."""
-    torch = sys.modules.get("torch")
-    for name, x in (("mask", mask), *vars(given).items()) if torch is not None else ():
-        if x is not None and any(isinstance(leaf, torch.Tensor) for leaf in jax.tree.leaves(x)):  # type: ignore[union-attr]
-            wanted, got = "JAX or NumPy arrays, as q, k and v", "a torch.Tensor"
-            remedy = "Convert it with jax.dlpack.from_dlpack, or call attnspan.torch.attention"
-            raise DtypeError(name, expected=wanted, got=got, remedy=remedy)
+def _pad_last(x: Array) -> Array:
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)])

@@ -19,10 +19,10 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from attnspan.call.options import DISTANCE
+from attnspan.call import LAYOUTS, schema
 from attnspan.errors import OptionError, expect
 
-from .part import OPTIONS, JaxPart
+from .part import ARRAYS, GRADIENTS, JaxPart
 
 __all__ = ["partitioned", "refuse"]
 
@@ -31,7 +31,14 @@ INSIDE = "inside a shard_map over some axes, pass mask=attnspan.jax.shard(mesh, 
 
 # The axes of arrays in letters: b batch, h query heads, g key heads, a dot for an axis that no device splits,
 # a dash for the axis of a single key head, which all query heads share.
-_AXES = {"bhsd": {"q": "bh..", "k": "bg.."}, "bshd": {"q": "b.h.", "k": "b.g."}}
+_LETTERS = {"batch": "b", "heads": "h"}
+#: The axes of q in each layout.
+AXES_OF_Q = {layout: "".join(_LETTERS.get(dim, ".") for dim in dims) for layout, dims in LAYOUTS.items()}
+_RESULTS = schema.names(schema.RESULTS)
+# What a backward pass gets in addition to a part.
+_REST = (*_RESULTS, "dout", "dlse")
+# The mask and the options. A device may receive the parts of them that it lacks.
+_OPTIONS = ("bounds", *schema.names(schema.OPTIONS))
 
 
 def partitioned(run: Callable[..., Any]) -> Any:
@@ -50,13 +57,14 @@ def partitioned(run: Callable[..., Any]) -> Any:
         leaves: list[Any]
         tree: Any
         leaves, tree = jax.tree.flatten(args)
-        of_part = _axes_of(part)
-        of_rows = {4: of_part["q"], 3: "bh."}
-        axes = [*of_part.values(), *(of_rows[x.ndim] for x in rest if x is not None)]
-        whole = [name not in "qkv" for name in of_part] + [False] * (len(axes) - len(of_part))
-        out_tree: Any
-        out, out_tree = jax.tree.flatten(jax.eval_shape(run, *args))
-        result_axes = [of_part["q"], "bh."] if len(out) == 2 else _axes_of_gradients(of_part, len(out))
+        given = {name: getattr(part, name) for name in ARRAYS} | dict(zip(_REST, rest, strict=False))
+        of_given = {name: _axes_of(part, name, x) for name, x in given.items() if x is not None}
+        axes, whole = list(of_given.values()), [name in _OPTIONS for name in of_given]
+        found = jax.eval_shape(run, *args)
+        out_tree: Any = jax.tree.structure(found)
+        names = GRADIENTS if rest else _RESULTS
+        results = {name: x for name, x in zip(names, found, strict=True) if x is not None}
+        result_axes = [of_given[name] if rest else _axes_of(part, name, x) for name, x in results.items()]
         group, kv_heads = _heads(leaves, axes)
         if kv_heads == 1:  # Every device has the key head, and its gradient is a sum.
             axes, result_axes = ([word.replace("g", "-") for word in words] for words in (axes, result_axes))
@@ -82,7 +90,7 @@ def partitioned(run: Callable[..., Any]) -> Any:
 class _Rule:
     """Rule for the partitioner, for arrays whose axes are named.
 
-    ``whole`` marks masks and options. A device may receive the parts of them that it lacks.
+    ``whole`` marks the mask and the options.
     """
 
     run: Callable[..., tuple[Any, ...]]
@@ -172,30 +180,16 @@ def _spec(word: str, sides: dict[str, Any]) -> PartitionSpec:
     return PartitionSpec(*(None if a in ".-" else sides["b" if a == "b" else "h"] for a in word))
 
 
-def _axes_of(part: JaxPart) -> dict[str, str]:
-    """Return the axes of each array of a part, keyed by the array's name."""
-    letters = _AXES[part.layout]
-    found = {"q": letters["q"], "k": letters["k"], "v": letters["k"]}
-    for name in OPTIONS:
-        if (x := getattr(part, name)) is not None:
-            by_head = name == "sinks" or (name == "bias" and part.static.bias_kind == DISTANCE)
-            found[name] = "h" + "." * (x.ndim - 1) if by_head else _axes_by_row(name, x)
-    return found
-
-
-def _axes_by_row(name: str, x: Any) -> str:
-    first = "b" if x.shape[0] != 1 else "."
-    if name in ("q_index", "k_index"):
-        return first + "."
-    rest = "." * int(x.ndim - 2)
-    return first + ("h" if x.shape[1] != 1 else ".") + rest
-
-
-def _axes_of_gradients(of_part: dict[str, str], n: int) -> list[str]:
-    """Return the axes of n gradients: q, k, v, then the bias and the sinks if there are any."""
-    sinks = [of_part["sinks"]] if "sinks" in of_part else []
-    bias = [of_part["bias"]] if n > 3 + len(sinks) else []
-    return [of_part["q"], of_part["k"], of_part["v"], *bias, *sinks]
+def _axes_of(part: JaxPart, name: str, x: Any) -> str:
+    """Return the axes of an array of a call."""
+    # Size 1 is shared, or it is the whole axis.
+    axes = [
+        axis[0] if axis[0] in "bhg" and not (axis[1:] and size == 1) else "."
+        for axis, size in zip(schema.axes(name, part.bias_kind), x.shape, strict=False)
+    ]
+    if part.layout == "bshd" and len(axes) == 4 and name not in _OPTIONS:
+        axes[1], axes[2] = axes[2], axes[1]
+    return "".join(axes).ljust(x.ndim, ".")
 
 
 def _heads(arrays: list[Any], axes: list[str]) -> tuple[int, int]:

@@ -9,40 +9,49 @@ import jax
 from jax import Array
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, auto_axes
 
-from attnspan.call.options import Given
+from attnspan.call.options import NO_OPTIONS, Given
 from attnspan.errors import DeviceError, expect
 
-from .partitioning import INSIDE, refuse
+from .partitioning import AXES_OF_Q, INSIDE, refuse
 
-__all__ = ["check_devices", "check_sharding", "explicit_sharding", "in_auto_mode", "is_traced", "platform_of"]
+__all__ = [
+    "Place",
+    "check_devices",
+    "check_place",
+    "check_sharding",
+    "explicit_sharding",
+    "in_auto_mode",
+    "is_traced",
+    "platform_of",
+]
 
-# The axes of q, k and v by layout: batch, heads, and a dot for an axis that no device splits.
-_AXES = {"bhsd": "bh..", "bshd": "b.h.", "thd": ".h."}
+
+#: Devices of committed arrays, or None without one, and the argument that has them.
+Place = tuple[frozenset[Any] | None, str]
 
 
 def is_traced(*arrays: Any) -> bool:
     """Return whether any of the arrays is traced, so that it has no values and no device yet."""
-    return any(isinstance(x, jax.core.Tracer) for x in arrays)
+    return any([isinstance(x, jax.core.Tracer) for x in arrays])  # noqa: C419  (a generator is slower)
 
 
-def platform_of(*arrays: Any) -> str:
-    """Return the platform of arrays: "cpu", "gpu" or "tpu". Without a device, it is JAX's default platform.
+def platform_of(place: Place | None) -> str:
+    """Return the platform of a place: "cpu", "gpu" or "tpu". Without devices, it is JAX's default platform.
 
     For traced arrays this is a guess, used for warnings. The program uses the platform that it is compiled
     for.
     """
-    placed = next((x for x in arrays if _devices(x)), None)
-    if placed is not None:
-        return str(next(iter(placed.devices())).platform)
+    if place is not None and place[0]:
+        return str(next(iter(place[0])).platform)
     default = jax.config.jax_default_device  # type: ignore[attr-defined]
     return str(getattr(default, "platform", default) or jax.default_backend())
 
 
-def check_devices(q: Any, k: Any, v: Any, mask: Any, given: Given) -> None:
-    """Raise unless all committed arrays are on one device, or on one set of devices.
+def check_devices(q: Any, k: Any, v: Any, given: Given) -> Place | None:
+    """Raise unless all committed arrays are on one device, or on one set of devices. Return this place.
 
     Uncommitted arrays move to the others. A jitted function may close over arrays on any device, because they
-    become part of the program. If q, k or v is traced, only the rest of these three is checked.
+    become part of the program. If q, k or v is traced, only these three are checked, and the place is None.
     """
     inputs = (q, k, v)
     committed = {where: None for where in map(_devices, inputs) if where}
@@ -51,23 +60,31 @@ def check_devices(q: Any, k: Any, v: Any, mask: Any, given: Given) -> None:
         wanted, remedy = "one device, or one set of devices", "Move them with jax.device_put"
         raise DeviceError("q, k and v", expected=wanted, got=got, remedy=remedy)
     if is_traced(*inputs):
-        return
-    place, owner = next(iter(committed), None), "q, k and v"
-    for name, argument in (("mask", mask), *vars(given).items()):
-        for where in filter(None, map(_devices, jax.tree.leaves(argument))):
-            if place is None:
-                place, owner = where, name
-            elif where != place:
-                remedy = "Move its arrays with jax.device_put"
-                if len(place) > 1:
-                    remedy += "(x, NamedSharding(mesh, PartitionSpec())), to all devices of the mesh"
-                wanted, got = f"arrays on {_words(place)} (as {owner})", f"an array on {_words(where)}"
-                raise DeviceError(name, expected=wanted, got=got, remedy=remedy)
+        return None
+    place: Place | None = (next(iter(committed), None), "q, k and v")
+    for name, argument in vars(given).items() if given is not NO_OPTIONS else ():
+        place = place if argument is None else check_place(place, name, argument)
+    return place
+
+
+def check_place(place: Place | None, name: str, argument: Any) -> Place | None:
+    """Raise if an argument has an array on other devices than `place`. Return the place of both."""
+    for where in filter(None, map(_devices, jax.tree.leaves(argument))) if place is not None else ():
+        devices, owner = place  # type: ignore[misc]
+        if devices is None:
+            place = (where, name)
+        elif where != devices:
+            remedy = "Move its arrays with jax.device_put"
+            if len(devices) > 1:
+                remedy += "(x, NamedSharding(mesh, PartitionSpec())), to all devices of the mesh"
+            wanted, got = f"arrays on {_words(devices)} (as {owner})", f"an array on {_words(where)}"
+            raise DeviceError(name, expected=wanted, got=got, remedy=remedy)
+    return place
 
 
 def _devices(x: Any) -> frozenset[Any] | None:
     """Return the devices of a committed array, and None for any other value."""
-    if is_traced(x) or not getattr(x, "committed", False):
+    if isinstance(x, jax.core.Tracer) or not getattr(x, "committed", False):
         return None
     return frozenset(x.devices())
 
@@ -85,10 +102,10 @@ def check_sharding(layout: str, **inputs: Array) -> None:
     """
     for name, x in inputs.items():
         # A concrete array has a sharding. A traced array's type has one on explicit meshes.
-        sharding: Any = jax.typeof(x).sharding if is_traced(x) else x.sharding
+        sharding: Any = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding
         for axis, mesh_axes in enumerate(sharding.spec if isinstance(sharding, NamedSharding) else ()):
             over = mesh_axes if isinstance(mesh_axes, tuple) else (mesh_axes,) if mesh_axes else ()
-            if _AXES[layout][axis : axis + 1] == "." and any(sharding.mesh.shape[a] > 1 for a in over):
+            if AXES_OF_Q[layout][axis : axis + 1] == "." and any(sharding.mesh.shape[a] > 1 for a in over):
                 refuse(x.shape, axis, mesh_axes, name)
 
 
@@ -111,10 +128,10 @@ def in_auto_mode(run: Callable[..., Any], q: NamedSharding, layout: str, return_
         layout: Order of their axes.
         return_lse: Whether `run` returns both.
     """
-    spec = (*q.spec, *(None,) * (len(_AXES[layout]) - len(q.spec)))
+    spec = (*q.spec, *(None,) * (len(AXES_OF_Q[layout]) - len(q.spec)))
     sharding: Any = NamedSharding(q.mesh, PartitionSpec(*spec))
     if return_lse:
-        rows = {axis: spec[i] for i, axis in enumerate(_AXES[layout])}
+        rows = {axis: spec[i] for i, axis in enumerate(AXES_OF_Q[layout])}
         lse = PartitionSpec(*([rows["b"]] if "b" in rows else []), rows["h"], None)
         sharding = (sharding, NamedSharding(q.mesh, lse))
 

@@ -7,8 +7,7 @@ each have the last four layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -21,18 +20,20 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from attnspan.backends import Backend
-from attnspan.call.options import DISTANCE
+from attnspan.call import schema
 from attnspan.errors import BackendError
 
 from .backends import Branch
 from .backends import backward as run_backward
 from .backends import forward as run_forward
-from .part import OPTIONS, JaxPart
+from .part import ARRAYS, GRADIENTS, JaxPart
 from .partitioning import partitioned
 from .promotion import own_promotion
 from .varying import axes_of, spread
 
-__all__ = ["SAVE_NAMES", "attend", "batched", "differentiable", "first_order", "remedy_of_forward_mode"]
+__all__ = ["SAVE_NAMES", "attend", "batched", "differentiable", "first_order", "forward_mode_refused"]
+
+_OPTIONS = schema.names(schema.OPTIONS)
 
 #: Names for the policies of `jax.checkpoint`. A policy that saves these results runs no kernel twice.
 SAVE_NAMES = ("attnspan.out", "attnspan.lse")
@@ -185,16 +186,10 @@ def _refuse_second(remedy: str, primals: Any, tangents: Any) -> Any:
     )
 
 
-@contextmanager
-def remedy_of_forward_mode() -> Iterator[None]:
-    """Name the remedy if JAX rejects forward mode. In a user's `jit`, JAX does so after the call."""
-    try:
-        yield
-    except TypeError as error:
-        if "custom_vjp" not in str(error):
-            raise
-        text = "forward-mode derivatives of attention: expected reverse mode, the only mode that kernels have"
-        raise NotImplementedError(f"{text}, got jvp. {_MATH}.") from None
+def forward_mode_refused() -> NotImplementedError:
+    """Return the error for forward mode. In a user's `jit`, JAX rejects it after the call."""
+    text = "forward-mode derivatives of attention: expected reverse mode, the only mode that kernels have"
+    return NotImplementedError(f"{text}, got jvp. {_MATH}.")
 
 
 def batched(run: Callable[..., Any], *, sums: bool = False, want_dbias: bool = False) -> Any:
@@ -210,10 +205,12 @@ def batched(run: Callable[..., Any], *, sums: bool = False, want_dbias: bool = F
     @own_promotion
     def rule(size: int, flags: list[Any], part: JaxPart, *rest: Any) -> tuple[Any, Any]:
         of_part, *of_rest = flags
-        table = part.static.bias_kind == DISTANCE and of_part.bias
-        summed = sums and (part.sinks is not None or (want_dbias and part.bias is not None))
+        kind = part.bias_kind
+        wanted = (x for x in GRADIENTS if x in _OPTIONS and (x != "bias" or want_dbias))
+        summed = sums and any(getattr(part, name) is not None for name in wanted)
         # Sinks and tables have no batch axis that a mapped axis could join.
-        if of_part.sinks or table or summed:
+        mapped_names = (name for name in ARRAYS if getattr(of_part, name))
+        if summed or any(schema.dim(name, "b", kind=kind) is None for name in mapped_names):
             return _in_turn(mapped, flags, (part, *rest))
         batch = part.q.shape[1] if of_part.q else part.q.shape[0]
         folded = (_fold(x, flag, size, batch) for x, flag in zip(rest, of_rest, strict=True))
@@ -233,18 +230,15 @@ def _fold(x: Array | None, mapped: bool | None, size: int, batch: int) -> Array 
     return jnp.broadcast_to(x, (batch, size, *x.shape[2:])).reshape(batch * size, *x.shape[2:])
 
 
-#: Arrays that may have a batch axis of size 1.
-_SHARED = ("bounds", "bias", "q_index", "k_index")
-
-
 def _fold_part(part: JaxPart, flags: Any, size: int, batch: int) -> JaxPart:
     folded: dict[str, Any] = {}
-    for name in ("q", "k", "v", *OPTIONS):
-        x, mapped = getattr(part, name), getattr(flags, name)
-        by_head = name == "sinks" or (name == "bias" and part.static.bias_kind == DISTANCE)
-        # Shared arrays stay shared. Each batch element must have its own seeds.
-        shared = x is None or by_head or (name in _SHARED and not mapped and x.shape[0] == 1)
-        folded[name] = x if shared else _fold(x, mapped, size, batch)
+    for name in ARRAYS:
+        x, mapped, kind = getattr(part, name), getattr(flags, name), part.bias_kind
+        if x is None or schema.dim(name, "b", kind=kind) is None:
+            continue
+        # A shared array stays shared.
+        if mapped or x.shape[0] != 1 or not schema.is_shared(name, "b", kind):
+            folded[name] = _fold(x, mapped, size, batch)
     return replace(part, **folded)
 
 

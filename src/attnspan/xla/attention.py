@@ -100,11 +100,11 @@ def _run(
     k, v, places = call.k, call.v, front.spots
     if places is not None:
         k, v = (_heads_for(x, places.head_parts) for x in (k, v))
-    o = call.options or Options()
-    seeds = None if o.dropout_seed is None else _seeds(o.dropout_seed, call.q)
-    given = (call.bounds, o.bias, o.sinks, seeds, o.q_index, o.k_index)
-    static = (float(call.scale), float(o.softcap), o.bias_kind, float(o.dropout_p))
-    out, lse = forward_op(call.q, k, v, *given, *static, "" if places is None else places.text())
+    lowered = call.options or Options()
+    if lowered.dropout_seed is not None:
+        lowered = lowered._replace(dropout_seed=_seeds(lowered.dropout_seed, call.q))
+    text = "" if places is None else places.text()
+    out, lse = forward_op(call.q, k, v, call.bounds, float(call.scale), *lowered, text)
     return from_bhsd(out, lse, layout, return_lse)
 
 

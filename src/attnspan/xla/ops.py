@@ -13,17 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnspan.call.options import DISTANCE
+from attnspan.call import schema
 from attnspan.errors import expect
+from attnspan.torch._signature import arguments
 
 from . import programs
 from .places import Places, Spec, mesh_of
 
 __all__ = ["backward_op", "forward_op", "lower_op", "place_op", "split_seeds_op"]
 
-_GIVEN = "Tensor bounds, Tensor? bias, Tensor? sinks, Tensor? seeds, Tensor? q_index, Tensor? k_index"
-_STATIC = "float scale, float softcap, SymInt bias_kind, float dropout_p, str places"
-_INPUTS = "Tensor q, Tensor k, Tensor v, " + _GIVEN
+# How q is split, as a text of `Places`.
+_PLACES = schema.Number("places", "str")
+_FORWARD = (*schema.INPUTS, *schema.OPTIONS, _PLACES)
+_BACKWARD = (*(row for row in schema.BACKWARD if row is not schema.BACKEND), _PLACES)
+_ARRAYS = schema.names(schema.arrays(_FORWARD))
+_NUMBERS = [name for name in schema.names(_FORWARD[:-1]) if name not in _ARRAYS]
+_OF_INPUTS = schema.with_gradient(schema.INPUTS)
 
 
 def _op(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
@@ -68,86 +73,78 @@ def _(x: Tensor, *_: Any) -> Tensor:
 place_op.register_autograd(lambda _, dx: (dx, None, None))
 
 
-@_op("forward", f"({_INPUTS}, {_STATIC}) -> (Tensor, Tensor)")
-def forward_op(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+@_op("forward", f"({arguments(_FORWARD)}) -> (Tensor, Tensor)")
+def forward_op(*args: Any) -> tuple[Tensor, Tensor]:
     """Compute output and lse of attention with a lowered mask and lowered options."""
-    given, static, split = rest[:6], rest[6:10], _split(rest[10])
-    program = programs.forward(_static(*static))
-    if split is None:
-        out, lse = programs.call(program, q, k, v, given)
-        return out, lse
-    rows = split.spec(True, True, False, False)
-    parts = (_part(x, split, rows) for x in (q, k, v))
-    out, lse = programs.call(program, *parts, _given_parts(given, static[2], q.shape, split))
-    return _whole(out, split, rows), _whole(lse, split, rows[:3])
+    given = schema.by_name(_FORWARD, args)
+    split = _split(given["places"])
+    results = programs.call(programs.forward(_numbers(given)), _parts(_ARRAYS, given, split))
+    out, lse = (x if split is None else _whole(x, split) for x in results)
+    return out, lse
 
 
 @forward_op.register_fake  # type: ignore[untyped-decorator]
-def _(q: Tensor, _: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
+def _(*args: Any) -> tuple[Tensor, Tensor]:
+    given = schema.by_name(_FORWARD, args)
+    q, v = given["q"], given["v"]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=wide)
 
 
-@_op(
-    "backward",
-    f"(Tensor dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor lse, {_STATIC}, bool want_dbias) -> Tensor[]",
-)
-def backward_op(dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+@_op("backward", f"({arguments(_BACKWARD)}) -> Tensor[]")
+def backward_op(*args: Any) -> list[Tensor]:
     """Compute dq, dk, dv, then the gradients of the bias (if wanted) and of the sinks (if there are any)."""
-    given, (out, lse), static = rest[:6], rest[6:8], rest[8:12]
-    split, want_dbias = _split(rest[12]), rest[13]
-    program = programs.backward(_static(*static), want_dbias)
-    if split is None:
-        results = programs.call(program, dout, dlse, q, k, v, given, out, lse)
-    else:
-        rows = split.spec(True, True, False, False)
-        dlse, lse = None if dlse is None else _part(dlse, split, rows[:3]), _part(lse, split, rows[:3])
-        parts = _given_parts(given, static[2], q.shape, split)
-        dout, q, k, v, out = (_part(x, split, rows) for x in (dout, q, k, v, out))
-        results = programs.call(program, dout, dlse, q, k, v, parts, out, lse)
-        results = [_whole(x, split, split.spec(True, True, *[False] * (x.dim() - 2))) for x in results]
-    parameters = _parameters(given, want_dbias)
-    return [*results[:3], *(_summed(x, like) for x, like in zip(results[3:], parameters, strict=True))]
+    given = schema.by_name(_BACKWARD, args)
+    split = _split(given["places"])
+    program = programs.backward(_numbers(given), given["want_dbias"])
+    rest = _parts(("out", "lse", "dout", "dlse"), given, split)
+    results = programs.call(program, _parts(_ARRAYS, given, split), *rest)
+    if split is not None:
+        results = [_whole(x, split) for x in results]
+    count = len(_OF_INPUTS)
+    options = zip(results[count:], _parameters(given), strict=True)
+    return [*results[:count], *(_summed(x, like) for x, like in options)]
 
 
 @backward_op.register_fake  # type: ignore[untyped-decorator]
-def _(dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
-    del dout, dlse
-    parameters = [x.new_empty(x.shape) for x in _parameters(rest[:6], rest[13])]
-    if rest[13] and q.dtype != torch.float64:
+def _(*args: Any) -> list[Tensor]:
+    given = schema.by_name(_BACKWARD, args)
+    parameters = [x.new_empty(x.shape) for x in _parameters(given)]
+    if given["want_dbias"] and given["q"].dtype != torch.float64:
         parameters[0] = parameters[0].to(torch.float32)
-    return [*(x.new_empty(x.shape) for x in (q, k, v)), *parameters]
+    return [*(given[name].new_empty(given[name].shape) for name in _OF_INPUTS), *parameters]
 
 
-def _parameters(given: Sequence[Any], want_dbias: bool) -> list[Tensor]:
-    """Return the bias, if its gradient is wanted, and the sinks, if there are any."""
-    return [x for x in (given[1] if want_dbias else None, given[2]) if x is not None]
+def _parameters(given: dict[str, Any]) -> list[Tensor]:
+    """Return the options whose gradients are wanted."""
+    names = schema.with_gradient(schema.OPTIONS)
+    return [given[x] for x in names if given[x] is not None and given.get(f"want_d{x}", True)]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.static = inputs[9:]
-    ctx.save_for_backward(*inputs[:9], *output)
+    given = schema.by_name(_FORWARD, inputs)
+    ctx.numbers = {name: given[name] for name in (*_NUMBERS, "places")}
+    ctx.save_for_backward(*(given[name] for name in _ARRAYS), *output)
 
 
 def _differentiate(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
-    *tensors, out, lse = ctx.saved_tensors
-    bias, sinks = tensors[4:6]
-    want_dbias = bias is not None and ctx.needs_input_grad[4]
-    dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv, *others = backward_op(dout, dlse, *tensors, out, lse, *ctx.static, want_dbias)
-    dbias = others.pop(0).to(bias.dtype) if want_dbias else None
-    dsinks = None if sinks is None else others.pop(0)
-    return dq, dk, dv, None, dbias, dsinks, *[None] * (3 + len(ctx.static))
+    given = ctx.numbers | dict(zip((*_ARRAYS, "out", "lse"), ctx.saved_tensors, strict=True))
+    bias, names = given["bias"], schema.names(_FORWARD)
+    given["dout"], given["dlse"] = torch.zeros_like(given["out"]) if dout is None else dout, dlse
+    given["want_dbias"] = bias is not None and ctx.needs_input_grad[names.index("bias")]
+    found = iter(backward_op(*(given[name] for name in schema.names(_BACKWARD))))
+    gradients: dict[str, Any] = {name: next(found) for name in _OF_INPUTS}
+    for name in schema.with_gradient(schema.OPTIONS):
+        if given[name] is not None and given.get(f"want_d{name}", True):
+            gradients[name] = next(found).to(given[name].dtype)
+    return tuple(gradients.get(name) for name in names)
 
 
 forward_op.register_autograd(_differentiate, setup_context=_save)
 
 
-def _static(scale: float, softcap: float, bias_kind: int, dropout_p: float) -> Any:
-    programs.jax_of_xla()
-    from attnspan.jax.part import Static
-
-    return Static(scale=scale, softcap=softcap, bias_kind=bias_kind, dropout_p=dropout_p)
+def _numbers(given: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, given[name]) for name in _NUMBERS)
 
 
 @cache
@@ -155,26 +152,24 @@ def _split(places: str) -> Places | None:
     return Places(*literal_eval(places)) if places else None
 
 
-def _given_parts(
-    given: Sequence[Any], bias_kind: int, q_shape: Sequence[int], split: Places
-) -> tuple[Any, ...]:
-    """Return one device's part of all arguments except q, k and v. Shared arguments stay whole."""
-    sides = tuple(zip(q_shape[:2], split.spec(True, True), strict=True))  # batch, heads
+def _parts(names: Sequence[str], given: dict[str, Any], split: Places | None) -> list[Any]:
+    """Return one device's part of some arrays of a call."""
+    arrays = {name: given[name] for name in names}
+    if split is not None:
+        there = {name: x for name, x in arrays.items() if x is not None}
+        arrays |= {name: _part(x, split, _spec(name, given, split)) for name, x in there.items()}
+    return list(arrays.values())
 
-    def shared(x: Any, *dims: int | None) -> Any:
-        """Return the part of a tensor. `dims` are its batch and head dims, None if it lacks one."""
-        if x is None:
-            return None
-        entries: list[Any] = [None] * x.dim()
-        for dim, (size, axes) in zip(dims, sides, strict=True):
-            if dim is not None and x.shape[dim] == size:
-                entries[dim] = axes
-        return _part(x, split, tuple(entries))
 
-    bounds, bias, sinks, seeds, q_index, k_index = given
-    bias = shared(bias, None, 0) if bias_kind == DISTANCE else shared(bias, 0, 1)
-    indices = (shared(x, 0, None) for x in (q_index, k_index))
-    return shared(bounds, 0, 1), bias, shared(sinks, None, 0), shared(seeds, 0, 1), *indices
+def _spec(name: str, given: dict[str, Any], split: Places) -> Spec:
+    """Return the spec of an array of a call. Axes of size 1 that are shared stay whole."""
+    x, kind = given[name], given["bias_kind"]
+    entries: list[Any] = [None] * x.dim()
+    for letter, axes in zip("bh", split.spec(True, True), strict=True):
+        dim = schema.dim(name, letter, kind=kind)
+        if dim is not None and not (x.shape[dim] == 1 and schema.is_shared(name, letter, kind)):
+            entries[dim] = axes
+    return tuple(entries)
 
 
 def _placed(x: Tensor, mesh: Any, spec: Spec) -> Tensor:
@@ -197,12 +192,14 @@ def _part(x: Tensor, split: Places, spec: Spec) -> Tensor:
     return torch_xla._XLAC._spmd_full_to_shard_shape(placed)  # type: ignore[no-any-return]
 
 
-def _whole(x: Tensor, split: Places, spec: Spec) -> Tensor:
-    """Return the tensor whose parts the devices have computed."""
+def _whole(x: Tensor, split: Places) -> Tensor:
+    """Return the tensor (B, H, ...) whose parts the devices have computed."""
     import torch_xla.distributed.spmd as xs
 
-    counts = [split.batch_parts, split.head_parts, *[1] * (x.dim() - 2)]
+    others = [1] * (x.dim() - 2)
+    counts = [split.batch_parts, split.head_parts, *others]
     shape = torch.Size([size * count for size, count in zip(x.shape, counts, strict=True)])
+    spec = split.spec(True, True, *(False for _ in others))
     whole = xs.disable_manual_sharding(x, spec, shape, mesh=mesh_of(split.key))
     return whole.global_tensor  # type: ignore[no-any-return]
 

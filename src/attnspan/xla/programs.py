@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from attnspan.base.forks import ForkSafeLock
-from attnspan.call.options import DISTANCE
+from attnspan.call import schema
 
 if TYPE_CHECKING:
-    from attnspan.jax.part import JaxPart, Static
+    from attnspan.jax.part import JaxPart
 
 __all__ = ["Program", "backward", "call", "forward", "jax_of_xla", "lowering", "shapes", "splitting"]
 
@@ -112,45 +112,47 @@ def splitting(batch: int, heads: int) -> Program:
     return program
 
 
-@cache
-def forward(static: "Static") -> Program:
-    """Return ``program(q, k, v, given)`` with results out and lse. ``given`` has seeds of int32."""
+Numbers = tuple[tuple[str, Any], ...]
 
-    def program(q: Any, k: Any, v: Any, given: Sequence[Any]) -> list[Any]:
+
+@cache
+def forward(numbers: Numbers) -> Program:
+    """Return ``program(arrays)`` with results out and lse. The arrays have seeds of int32."""
+
+    def program(arrays: Sequence[Any]) -> list[Any]:
         from attnspan.jax.backends import xla
 
-        return list(xla.forward(_part(q, k, v, given, static)))
+        return list(xla.forward(_part(arrays, numbers)))
 
     return program
 
 
 @cache
-def backward(static: "Static", want_dbias: bool) -> Program:
-    """Return ``program(dout, dlse, q, k, v, given, out, lse)`` with results dq, dk, dv, dbias, dsinks.
+def backward(numbers: Numbers, want_dbias: bool) -> Program:
+    """Return ``program(arrays, out, lse, dout, dlse)``, whose results are the gradients.
 
-    The last two have leading axes for batch and heads, of size 1 if the gradient is summed over them. Missing
-    gradients are left out.
+    Gradients of options have leading axes for batch and heads, of size 1 if the gradient is summed over them.
+    Missing gradients are left out.
     """
 
-    def program(
-        dout: Any, dlse: Any, q: Any, k: Any, v: Any, given: Sequence[Any], out: Any, lse: Any
-    ) -> list[Any]:
+    def program(arrays: Sequence[Any], out: Any, lse: Any, dout: Any, dlse: Any) -> list[Any]:
         from attnspan.jax.backends import xla
+        from attnspan.jax.part import GRADIENTS
 
-        found = xla.backward(_part(q, k, v, given, static), out, lse, dout, dlse, want_dbias)
-        *results, dbias, dsinks = found
-        if want_dbias:
-            results.append(dbias[None] if static.bias_kind == DISTANCE else dbias)
-        return results if dsinks is None else [*results, dsinks[None]]
+        part = _part(arrays, numbers)
+        found = zip(GRADIENTS, xla.backward(part, out, lse, dout, dlse, want_dbias), strict=True)
+        whole = {name: schema.dim(name, "b", kind=part.bias_kind) is None for name in GRADIENTS}
+        return [x[None] if whole[name] else x for name, x in found if x is not None]
 
     return program
 
 
-def _part(q: Any, k: Any, v: Any, given: Sequence[Any], static: "Static") -> "JaxPart":
+def _part(arrays: Sequence[Any], numbers: Numbers) -> "JaxPart":
     from jax.lax import bitcast_convert_type
 
-    from attnspan.jax.part import JaxPart
+    from attnspan.jax.part import ARRAYS, JaxPart
 
-    bounds, bias, sinks, seeds, q_index, k_index = given
-    seeds = None if seeds is None else bitcast_convert_type(seeds, "uint32")
-    return JaxPart(q, k, v, bounds, bias, sinks, seeds, q_index, k_index, static=static)
+    fields = dict(zip(ARRAYS, arrays, strict=True)) | dict(numbers)
+    if (seeds := fields["dropout_seed"]) is not None:
+        fields["dropout_seed"] = bitcast_convert_type(seeds, "uint32")
+    return JaxPart(**fields)

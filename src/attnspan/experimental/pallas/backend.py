@@ -19,7 +19,7 @@ from attnspan.jax.backends.tiles import (
     sinks_gradient,
     symbols,
 )
-from attnspan.jax.part import Gradients, JaxPart, Static
+from attnspan.jax.part import Gradients, JaxPart
 
 from . import kernels
 from .tile import Tile
@@ -44,7 +44,7 @@ _SIZES = (128, 256, 512)
 _WIDTH = {"float32": 4, "bfloat16": 2}
 
 
-def supports(problem: Problem, static: Static) -> str | None:
+def supports(problem: Problem, part: JaxPart) -> str | None:
     """Return None, or the reason why the kernels cannot run the problem."""
     if problem.device != "tpu" and not (problem.device == "cpu" and interpret.get()):
         return f"it runs on TPUs, not on {problem.device}"
@@ -59,7 +59,7 @@ def supports(problem: Problem, static: Static) -> str | None:
     if 0 in (problem.batch, problem.q_len, problem.k_len, problem.runs):
         return "it takes no empty arrays"
     pairs = problem.batch * problem.q_heads * problem.q_len * problem.k_len
-    if static.bias_kind == DISTANCE and pairs > MOST_TABLE_PAIRS:
+    if part.bias_kind == DISTANCE and pairs > MOST_TABLE_PAIRS:
         return (
             f"it converts a distance table to a dense bias of up to {MOST_TABLE_PAIRS} elements over "
             f"the batch and all heads, not {pairs}"
@@ -92,7 +92,7 @@ def backward(
     dq, dslopes = kernels.d_queries(tile, inputs)
     dk, dv = kernels.d_keys(tile, inputs)
     dbias = None
-    if want_dbias and part.static.bias_kind:
+    if want_dbias and part.bias_kind:
         dbias = _d_bias(tile, inputs, part, dslopes)
     return dq, dk, dv, dbias, sinks_gradient(part.sinks, lse, common)
 
@@ -103,7 +103,7 @@ def _d_bias(tile: Tile, inputs: kernels.Inputs, part: JaxPart, dslopes: jax.Arra
         found = dslopes.sum(2)
         return found.sum(0, keepdims=True) if part.bias.shape[0] == 1 else found
     dense = kernels.d_bias(tile, inputs)
-    if part.static.bias_kind == DENSE:
+    if part.bias_kind == DENSE:
         return dense
     places = positions_of(part)
     _, pull = jax.vjp(lambda table: by_distance(table, *places), part.bias.astype(jnp.float32))
@@ -116,7 +116,7 @@ def _tile(part: JaxPart, size: tuple[int, int] | None, direction: str) -> Tile:
     (_, heads, q_len, _), (_, kv_heads, k_len, _) = part.q.shape, part.k.shape
     lengths = zip(size, (q_len, k_len), strict=True)
     block_q, block_k = (min(rows, -(-length // LANES) * LANES) for rows, length in lengths)
-    return Tile(block_q, block_k, q_len, k_len, heads, heads // kv_heads, part.static)
+    return Tile(block_q, block_k, q_len, k_len, heads, heads // kv_heads, part)
 
 
 def _for_kernels(part: JaxPart) -> JaxPart:
@@ -125,10 +125,10 @@ def _for_kernels(part: JaxPart) -> JaxPart:
     Kernels cannot look up an element per pair.
     """
     part = replace(part, bounds=legal(part.bounds, part.k_len))
-    if part.static.bias_kind != DISTANCE:
+    if part.bias_kind != DISTANCE:
         return part
     dense = by_distance(part.bias, *positions_of(part))
-    return replace(part, bias=dense, static=replace(part.static, bias_kind=DENSE))
+    return replace(part, bias=dense, bias_kind=DENSE)
 
 
 def vmem_bytes(problem: Problem, direction: str, block_q: int, block_k: int) -> int:

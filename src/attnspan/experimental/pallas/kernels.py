@@ -47,7 +47,7 @@ def forward(tile: Tile, part: JaxPart) -> tuple[jax.Array, jax.Array]:
     reads = operands(tile, part, bounds)
     if part.sinks is not None:
         reads["sinks"] = Operand(part.sinks.astype(jnp.float32))
-    out = jax.ShapeDtypeStruct((batch, heads, q_len, v_dim), result_dtype(part.q, tile.static))
+    out = jax.ShapeDtypeStruct((batch, heads, q_len, v_dim), result_dtype(part.q, tile.part))
     lse = jax.ShapeDtypeStruct((batch, heads, 1, tile.q_blocks * tile.block_q), jnp.float32)
 
     results = {"out": of_rows(tile, out), "lse": by_row(tile, lse)}
@@ -111,7 +111,7 @@ def _add(tile: Tile, refs: Refs, p: Place, masked: bool) -> None:
     shrink = jnp.exp2(before - top)
     refs["top"][...] = top
     refs["total"][...] = shrink * refs["total"][...] + weights.sum(0, keepdims=True)
-    if tile.static.dropout_p:
+    if tile.part.dropout_p:
         weights = jnp.where(tile.keep(refs, p), weights, 0)
     refs["sums"][...] = shrink * refs["sums"][...] + dot(v, weights.astype(v.dtype), TN)
 
@@ -119,7 +119,7 @@ def _add(tile: Tile, refs: Refs, p: Place, masked: bool) -> None:
 def _finish(tile: Tile, refs: Refs) -> None:
     top, total = refs["top"][...], refs["total"][...]
     empty = total == 0
-    factor = np.float32(scale_of_kept(tile.static.dropout_p) if tile.static.dropout_p else 1)
+    factor = np.float32(scale_of_kept(tile.part.dropout_p) if tile.part.dropout_p else 1)
     out = refs["sums"][...] * jnp.where(empty, 0, factor / jnp.where(empty, 1, total))
     lse = top * np.float32(LN2) + jnp.log(jnp.where(empty, 1, total))
     lse = jnp.where(empty, -jnp.inf, lse)
@@ -152,8 +152,8 @@ def d_queries(tile: Tile, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
     """Return dq, and for slopes their gradient summed over each query's keys, float32 (B, Hq, Sq)."""
     batch, heads, q_len, head_dim = x.part.q.shape
     blocks, reads = _prepare(tile, x)
-    slopes = tile.static.bias_kind in (ALIBI, SIGNED_ALIBI)
-    writes = {"dq": of_rows(tile, jax.ShapeDtypeStruct(x.part.q.shape, result_dtype(x.part.q, tile.static)))}
+    slopes = tile.part.bias_kind in (ALIBI, SIGNED_ALIBI)
+    writes = {"dq": of_rows(tile, jax.ShapeDtypeStruct(x.part.q.shape, result_dtype(x.part.q, tile.part)))}
     scratch = {"dq_sums": (head_dim, tile.block_q)}
     if slopes:
         rows = jax.ShapeDtypeStruct((batch, heads, 1, tile.q_blocks * tile.block_q), jnp.float32)
@@ -169,7 +169,7 @@ def d_queries(tile: Tile, x: Inputs) -> tuple[jax.Array, jax.Array | None]:
             refs["slope_sums"][...] += (dx * tile.distance(refs, p)).sum(0, keepdims=True)
 
     def finish(refs: Refs) -> None:
-        dq = refs["dq_sums"][...] * np.float32(tile.static.scale)
+        dq = refs["dq_sums"][...] * np.float32(tile.part.scale)
         refs["dq"][0, 0] = dq.T.astype(refs["dq"].dtype)
         if slopes:
             refs["dslopes"][0, 0] = refs["slope_sums"][...]
@@ -184,8 +184,8 @@ def d_keys(tile: Tile, x: Inputs) -> tuple[jax.Array, jax.Array]:
     blocks, reads = _prepare(tile, x)
     lists, of_queries = blocks.of_keys, blocks.of_queries
     writes = {
-        "dk": of_keys(tile, jax.ShapeDtypeStruct(x.part.k.shape, result_dtype(x.part.k, tile.static))),
-        "dv": of_keys(tile, jax.ShapeDtypeStruct(x.part.v.shape, result_dtype(x.part.v, tile.static))),
+        "dk": of_keys(tile, jax.ShapeDtypeStruct(x.part.k.shape, result_dtype(x.part.k, tile.part))),
+        "dv": of_keys(tile, jax.ShapeDtypeStruct(x.part.v.shape, result_dtype(x.part.v, tile.part))),
     }
     scratch = {
         "dk_sums": (tile.block_k, x.part.k.shape[3]),
@@ -202,7 +202,7 @@ def d_keys(tile: Tile, x: Inputs) -> tuple[jax.Array, jax.Array]:
         refs["dk_sums"][...] += dot(ds.astype(q.dtype), q, NN)
 
     def finish(refs: Refs) -> None:
-        dk = refs["dk_sums"][...] * np.float32(tile.static.scale)
+        dk = refs["dk_sums"][...] * np.float32(tile.part.scale)
         refs["dk"][0, 0] = dk.astype(refs["dk"].dtype)
         refs["dv"][0, 0] = refs["dv_sums"][...].astype(refs["dv"].dtype)
 
@@ -256,9 +256,9 @@ def _gradients(tile: Tile, refs: Refs, p: Place, masked: bool) -> tuple[Any, Any
     lse, common = refs["sums"][0, 0, 0:1, :], refs["sums"][0, 0, 1:2, :]
     x, slope, shown = tile.scores(refs, p, dot(k, q, NT))
     visible = _visible(tile, refs, p, shown) if masked else None
-    keep = tile.keep(refs, p) if tile.static.dropout_p else None
+    keep = tile.keep(refs, p) if tile.part.dropout_p else None
     rest: Any = {"visible": visible, "keep": keep, "slope": slope}
-    found = gradients_of_scores(jnp.exp2(x - lse), dot(v, dout, NT), common, tile.static, **rest)
+    found = gradients_of_scores(jnp.exp2(x - lse), dot(v, dout, NT), common, tile.part, **rest)
     return *found, visible
 
 

@@ -98,10 +98,10 @@ def operands(tile: Tile, part: JaxPart, bounds: jax.Array) -> dict[str, Operand]
         # (b, h, 2 R, rows), with rows along lanes.
         "rows": by_row(tile, bounds.reshape(*bounds.shape[:3], 2 * runs).swapaxes(2, 3)),
     }
-    if tile.static.bias_kind in (ALIBI, SIGNED_ALIBI):
+    if tile.part.bias_kind in (ALIBI, SIGNED_ALIBI):
         assert part.bias is not None
         found["slopes"] = Operand(part.bias.astype(jnp.float32).reshape(-1))
-    elif tile.static.bias_kind == DENSE:
+    elif tile.part.bias_kind == DENSE:
         found["bias"] = _dense(tile, part.bias)
     if part.q_index is not None:
         q_index = _padded(part.q_index[:, None].astype(jnp.int32), tile.q_blocks * bq)
@@ -109,7 +109,7 @@ def operands(tile: Tile, part: JaxPart, bounds: jax.Array) -> dict[str, Operand]
     if part.k_index is not None:
         k_index = _padded(part.k_index[:, None].astype(jnp.int32), tile.k_blocks * bk)
         found["k_index"] = Operand(k_index, (1, 1, bk), lambda p: (_or0(k_index.shape[0], p.b), 0, p.j))
-    if tile.static.dropout_p:
+    if tile.part.dropout_p:
         words = [jnp.broadcast_to(word, part.q.shape[:3]) for word in words_of_rows(part)]
         found["words"] = by_row(tile, jnp.stack(words, 2))
     return found

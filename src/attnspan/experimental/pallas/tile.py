@@ -21,7 +21,7 @@ from attnspan.call.biases import HIDES
 from attnspan.call.schema import ALIBI, DENSE, SIGNED_ALIBI
 from attnspan.jax.backends.tiles import LOG2E, InBlocks, scores_of_products
 from attnspan.jax.dropout import keeps
-from attnspan.jax.part import Static
+from attnspan.jax.part import JaxPart
 
 from . import lists as tables
 
@@ -54,11 +54,11 @@ class Tile(InBlocks):
     k_len: int
     q_heads: int
     group: int
-    static: Static
+    part: JaxPart
 
     def whole(self, full: tuple[Any, Any], dims: tuple[int, ...], p: Place) -> Any:
         """Return whether every query of the tile sees every key, as far as the tables know."""
-        if self.static.bias_kind == DENSE:  # it may hide keys
+        if self.part.bias_kind == DENSE:  # it may hide keys
             return False
         at, found = tables.place(dims, p.b, p.h, p.i), False
         for g in range(dims[3]):
@@ -91,11 +91,11 @@ class Tile(InBlocks):
 
         The derivative is None if it is 1. The shown keys are None unless a dense bias may hide keys.
         """
-        static, shown = self.static, None
-        x, slope = scores_of_products(products, static)
-        if static.bias_kind in (ALIBI, SIGNED_ALIBI):
+        part, shown = self.part, None
+        x, slope = scores_of_products(products, part)
+        if part.bias_kind in (ALIBI, SIGNED_ALIBI):
             x += (self.slope(refs, p) * np.float32(LOG2E)) * self.distance(refs, p)
-        elif static.bias_kind == DENSE:
+        elif part.bias_kind == DENSE:
             bias = refs["bias"][0, 0].astype(jnp.float32)
             bias = column(bias) if bias.shape[0] == 1 else bias.T
             shown = ~(jnp.broadcast_to(bias, x.shape) < np.float32(HIDES))
@@ -109,7 +109,7 @@ class Tile(InBlocks):
     def distance(self, refs: Refs, p: Place) -> Any:
         """Return the factor of a slope, float32 (block_k, block_q)."""
         distance = (self.k_index(refs, p) - self.q_index(refs, p)).astype(jnp.float32)
-        return distance if self.static.bias_kind == SIGNED_ALIBI else -jnp.abs(distance)
+        return distance if self.part.bias_kind == SIGNED_ALIBI else -jnp.abs(distance)
 
     def q_index(self, refs: Refs, p: Place) -> Any:
         """Return the global indices of the queries, int32 (1, block_q)."""
@@ -128,7 +128,7 @@ class Tile(InBlocks):
         """Return whether dropout keeps each weight, bool (block_k, block_q)."""
         words = refs["words"]
         first, second = words[0, 0, 0:1, :], words[0, 0, 1:2, :]
-        return keeps(self.static.dropout_p, first, second, self.k_index(refs, p))
+        return keeps(self.part.dropout_p, first, second, self.k_index(refs, p))
 
 
 def dot(a: Any, b: Any, dims: Any) -> Any:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from dataclasses import replace
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
 
 from attnspan.backends import EVERYWHERE, Backend, defaults, table
 from attnspan.call import Problem
-from attnspan.jax.part import Static
+from attnspan.jax.part import JaxPart
 from attnspan.kernels import Choice, SlowPathWarning, choose
 
 from . import own as _own  # registers them
@@ -31,18 +33,20 @@ class Branch(NamedTuple):
     refusal: str = ""
 
 
-def choice_of(problem: Problem, static: Static, requested: str | None) -> Choice:
+def choice_of(problem: Problem, part: JaxPart, requested: str | None) -> Choice:
     """Return the backend for the problem's platform, and why each preferred backend does not run."""
-    return choose(problem, "jax", requested, static)
+    return choose(problem, "jax", requested, part)
 
 
-def choose_backend(problem: Problem, static: Static, requested: str | None) -> Backend:
+def choose_backend(problem: Problem, part: JaxPart, requested: str | None) -> Backend:
     """Return the backend for the problem's platform. Warn if it is a slower fallback."""
-    warn_if_slow(problem, static, requested)
-    return table("jax")[choice_of(problem, static, requested).name]
+    choice = choice_of(problem, part, requested)
+    if requested is None:
+        warn_if_slow(choice)
+    return table("jax")[choice.name]
 
 
-def branches_of(problem: Problem, static: Static, requested: str | None) -> tuple[Branch, ...]:
+def branches_of(problem: Problem, part: JaxPart, requested: str | None) -> tuple[Branch, ...]:
     """Return the backend of each platform that a program may be compiled for.
 
     The last branch stands for all other platforms. Raises if no backend has that name, or if it cannot run
@@ -51,18 +55,18 @@ def branches_of(problem: Problem, static: Static, requested: str | None) -> tupl
     problems = {platform: replace(problem, device=platform) for platform in _XLA_NAMES}
     chosen: dict[str, Backend | None]
     if requested is None:
-        chosen = {p: _first(x, static) for p, x in problems.items()}
+        chosen = {p: _first(x, part) for p, x in problems.items()}
         if not any(chosen.values()):
-            choice_of(problem, static, None)  # raises the reason
+            choice_of(problem, part, None)  # raises the reason
         backend = table("jax")[defaults("jax", EVERYWHERE)[0]]
-        last = Branch("", backend, backend.supports(problem, static) or "")
+        last = Branch("", backend, backend.supports(problem, part) or "")
     else:
         if requested not in table("jax"):
-            choice_of(problem, static, requested)  # raises
+            choice_of(problem, part, requested)  # raises
         backend = table("jax")[requested]
-        reasons = {p: backend.supports(x, static) for p, x in problems.items()}
+        reasons = {p: backend.supports(x, part) for p, x in problems.items()}
         if all(reasons.values()):
-            choice_of(problem, static, requested)
+            choice_of(problem, part, requested)
         chosen = {p: None if reason else backend for p, reason in reasons.items()}
         last = Branch("", backend, "; ".join(filter(None, reasons.values())))
     own = [
@@ -74,26 +78,58 @@ def branches_of(problem: Problem, static: Static, requested: str | None) -> tupl
     return (*own, last)
 
 
-def _first(problem: Problem, static: Static) -> Backend | None:
+def _first(problem: Problem, part: JaxPart) -> Backend | None:
     """Return the default backend of a platform, or None if none can run the call."""
     backends = (table("jax")[name] for name in defaults("jax", problem.device))
-    return next((x for x in backends if x.against(problem, static) is None), None)
+    return next((x for x in backends if x.against(problem, part) is None), None)
 
 
-def static_for(backends: Iterable[Backend], static: Static) -> Static:
-    """Drop static fields that no chosen backend reads, because they would cause recompilations."""
-    if any(backend.reads_mask for backend in backends):
-        return static
-    return replace(static, mask=None, want_lse=True)
+class Chosen(NamedTuple):
+    """The branches of a program, and what a call needs to know of them.
+
+    Attributes:
+        branches: One for each platform.
+        slow: The choice, if plain XLA code replaces a kernel. Else None.
+        reads_mask: Whether a backend reads ``part.band`` and ``part.want_lse``. Without such a backend, they
+            would cause recompilations.
+    """
+
+    branches: tuple[Branch, ...]
+    slow: Choice | None
+    reads_mask: bool
+
+
+def chosen_for(problem: Problem, part: JaxPart, requested: str | None, known: bool) -> Chosen:
+    """Choose the backends of a program.
+
+    The sizes and the structure of the part decide, so eager calls choose once. No value of an array matters.
+
+    Args:
+        problem: The sizes.
+        part: The call.
+        requested: Name of the requested backend.
+        known: Whether sizes and platform are known. A wrong backend then raises now.
+    """
+    facts = problem, jax.tree.structure(part), requested, known, tuple(table("jax").values())
+    # Sizes of tracers may be symbols. Symbols of two programs cannot be compared.
+    return _chosen(*facts) if known else _chosen.__wrapped__(*facts)
+
+
+@lru_cache(maxsize=1024)
+def _chosen(problem: Problem, structure: Any, requested: str | None, known: bool, _: Any) -> Chosen:
+    part = structure.unflatten(range(structure.num_leaves))
+    choice = choice_of(problem, part, requested) if known or requested is None else None
+    branches = branches_of(problem, part, requested)
+    slow = choice if requested is None and choice is not None and choice.name == "xla" else None
+    return Chosen(branches, slow, any(branch.backend.reads_mask for branch in branches))
 
 
 _warned: set[str] = set()
 
 
-def warn_if_slow(problem: Problem, static: Static, requested: str | None) -> None:
+def warn_if_slow(choice: Choice) -> None:
     """Warn once per reason if plain XLA code replaces a kernel."""
-    choice = choice_of(problem, static, None) if requested is None else None
-    for name, reason in choice.refusals.items() if choice and choice.name == "xla" else ():
+    for name, reason in choice.refusals.items() if choice.name == "xla" else ():
         message = f"attention runs as plain XLA code: backend {name!r} refused ({reason})"
         if message not in _warned:
             _warned.add(message)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from attnspan.call import Problem
-from attnspan.jax.part import JaxPart, Static
+from attnspan.jax.part import JaxPart
 
 from .tiles import symbols
 
@@ -19,28 +19,28 @@ MAX_HEAD_DIM = 128
 _WIDE_HEAD_DIM = 256  # Hopper and later
 
 
-def supports(problem: Problem, static: Static) -> str | None:
+def supports(problem: Problem, part: JaxPart) -> str | None:
     """Return None, or the reason why cuDNN cannot run the problem."""
     if problem.device != "gpu":
         return f"it runs on GPUs, not on {problem.device}"
-    return _lacks_option(static) or _lacks_mask(problem, static) or _lacks_size(problem) or _missing()
+    return _lacks_option(part) or _lacks_mask(problem, part) or _lacks_size(problem) or _missing()
 
 
-def _lacks_option(static: Static) -> str | None:
+def _lacks_option(part: JaxPart) -> str | None:
     lacks = {
-        "its lse is rounded to q's dtype and has no gradient": static.want_lse,
-        "it has no softcap": static.softcap,
-        "it has no position biases, and takes no dense bias that hides keys": static.bias_kind,
-        "it has no sinks": static.sinks,
-        "its dropout drops other weights": static.dropout_p,
+        "its lse is rounded to q's dtype and has no gradient": part.want_lse,
+        "it has no softcap": part.softcap,
+        "it has no position biases, and takes no dense bias that hides keys": part.bias_kind,
+        "it has no sinks": part.sinks is not None,
+        "its dropout drops other weights": part.dropout_p,
     }
     return next((reason for reason, asked in lacks.items() if asked), None)
 
 
-def _lacks_mask(problem: Problem, static: Static) -> str | None:
-    if static.mask is None:
+def _lacks_mask(problem: Problem, part: JaxPart) -> str | None:
+    if part.band is None:
         return "it needs a mask that is known at tracing time: full, causal, or a window"
-    window, lengths = window_of(static), f"{problem.q_len} queries, {problem.k_len} keys"
+    window, lengths = window_of(part), f"{problem.q_len} queries, {problem.k_len} keys"
     if window is None:
         return "its masks are full, causal, and windows without keys ahead"
     # cuDNN aligns the first query with the first key. With as many queries as keys, both alignments are
@@ -64,29 +64,28 @@ def _lacks_size(problem: Problem) -> str | None:
     return "it takes no empty arrays" if min(problem.batch, problem.q_len, problem.k_len) == 0 else None
 
 
-def window_of(static: Static) -> tuple[bool, int | None] | None:
+def window_of(part: JaxPart) -> tuple[bool, int | None] | None:
     """Return the mask in cuDNN's form: whether it is causal, and how many keys before itself a query sees.
 
     None for a mask without that form.
     """
-    if static.mask is None or static.mask == ("full",) or static.mask == ("window", None, None):
-        return None if static.mask is None else (False, None)
-    if static.mask == ("causal",):
-        return True, None
-    _, left, right = static.mask
-    assert not isinstance(left, str), static.mask
-    return (True, left) if right == 0 else None
+    band = part.band
+    if band is None or band.right not in (0, None):
+        return None
+    if band.right is None:
+        return (False, None) if band.left is None else None
+    return True, band.left
 
 
 def forward(part: JaxPart) -> tuple[jax.Array, None]:
-    """Return out of a supported call, and no lse. The mask is in ``static``, and JAX differentiates out."""
-    mask = window_of(part.static)
-    assert mask is not None, part.static.mask
-    assert all(x is None for x in (part.bias, part.sinks, part.seeds)), "options that would be ignored"
+    """Return out of a supported call, and no lse. JAX differentiates out."""
+    mask = window_of(part)
+    assert mask is not None, part.band
+    assert all(x is None for x in (part.bias, part.sinks, part.dropout_seed)), "options that would be ignored"
     causal, left = mask
     part = part.in_layout("bshd")
     given_mask: Any = {"is_causal": causal, "local_window_size": None if left is None else (left, 0)}
-    given_mask |= {"scale": part.static.scale, "implementation": "cudnn"}
+    given_mask |= {"scale": part.scale, "implementation": "cudnn"}
     out = jax.nn.dot_product_attention(part.q, part.k, part.v, **given_mask)
     return out.swapaxes(1, 2), None
 

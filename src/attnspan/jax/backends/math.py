@@ -17,41 +17,41 @@ from attnspan.call.biases import HIDES
 from attnspan.call.dropout import scale_of_kept
 from attnspan.call.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
 from attnspan.jax.dropout import kept
-from attnspan.jax.part import JaxPart, Static, result_dtype
+from attnspan.jax.part import JaxPart, result_dtype
 
 from .products import pair_product, row_product
 from .tiles import by_distance, capped, illegal_rows, positions_of
 
 
-def supports(problem: Problem, static: Static) -> str | None:
+def supports(problem: Problem, part: JaxPart) -> str | None:
     """Return None: plain code runs everything that passed validation."""
-    del problem, static
+    del problem, part
     return None
 
 
 def forward(part: JaxPart) -> tuple[Array, Array]:
     """See `attnspan.backends`. Differentiable to any order and in both modes, also by bias and sinks."""
-    q, k, v, static = part.q, part.k, part.v, part.static
+    q, k, v = part.q, part.k, part.v
     batch, q_heads, q_len, _ = q.shape
     wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     fold = _Fold(q_heads, k.shape[1], q_len)
     visible_bhms = fold(_visible(part.bounds, k.shape[2]))
-    scores_bhms = pair_product(fold(q.astype(wide) * static.scale), k.astype(wide), visible_bhms)
-    scores_bhms, _ = capped(scores_bhms, static.softcap)
+    scores_bhms = pair_product(fold(q.astype(wide) * part.scale), k.astype(wide), visible_bhms)
+    scores_bhms, _ = capped(scores_bhms, part.softcap)
     base_bhm1: Any = 0
-    if static.bias_kind and k.shape[2]:
+    if part.bias_kind and k.shape[2]:
         bias_bhms, base_bhm1, visible_bhms = _bias(part, fold, visible_bhms, wide)
         scores_bhms = scores_bhms + bias_bhms
     sink_bhm1 = None
     if part.sinks is not None:
         sink_bhm1 = fold(part.sinks.astype(wide)[None, :, None, None]) - base_bhm1
     weights_bhms, lse_bhm1 = _softmax(jnp.where(visible_bhms, scores_bhms, -jnp.inf), visible_bhms, sink_bhm1)
-    if static.dropout_p:
-        assert part.seeds is not None, "dropout needs seeds"
-        keep_bhms = fold(kept(static.dropout_p, part.seeds, *positions_of(part)))
-        weights_bhms = jnp.where(keep_bhms, weights_bhms * scale_of_kept(static.dropout_p), 0)
+    if part.dropout_p:
+        assert part.dropout_seed is not None, "dropout needs seeds"
+        keep_bhms = fold(kept(part.dropout_p, part.dropout_seed, *positions_of(part)))
+        weights_bhms = jnp.where(keep_bhms, weights_bhms * scale_of_kept(part.dropout_p), 0)
     out_bhme = row_product(weights_bhms, v.astype(wide), visible_bhms)
-    out = out_bhme.reshape(batch, q_heads, q_len, v.shape[3]).astype(result_dtype(q, static))
+    out = out_bhme.reshape(batch, q_heads, q_len, v.shape[3]).astype(result_dtype(q, part))
     illegal = illegal_rows(part.bounds, k.shape[2])
     lse = jnp.where(illegal, jnp.nan, (lse_bhm1 + base_bhm1).reshape(batch, q_heads, q_len))
     return jnp.where(illegal[..., None], jnp.nan, out), lse
@@ -100,7 +100,7 @@ def _bias(part: JaxPart, fold: _Fold, visible: Array, wide: Any) -> tuple[Array,
     A score plus a large bias would lose the score's digits. A constant that all biases of a row share changes
     only the lse.
     """
-    kind, bias = part.static.bias_kind, part.bias
+    kind, bias = part.bias_kind, part.bias
     assert bias is not None, "a kind of bias needs its parameter"
 
     def largest(x: Array) -> Array:

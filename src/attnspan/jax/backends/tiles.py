@@ -14,7 +14,7 @@ from jax import lax
 from attnspan.call import Problem
 from attnspan.call.dropout import scale_of_kept
 from attnspan.jax.dropout import row_words
-from attnspan.jax.part import JaxPart, Static
+from attnspan.jax.part import JaxPart
 
 #: Kernels for devices compute powers of two, so their scores and lse are in units of log2.
 LOG2E, LN2 = math.log2(math.e), math.log(2)
@@ -70,16 +70,16 @@ def capped(x: Any, softcap: float) -> tuple[Any, Any]:
     return y, 1 - t * t
 
 
-def scores_of_products(products: Any, static: Static) -> tuple[Any, Any]:
+def scores_of_products(products: Any, part: JaxPart) -> tuple[Any, Any]:
     """Return the scores in units of log2 and their derivative by scaled products. None stands for 1."""
-    if not static.softcap:
-        return products * np.float32(static.scale * LOG2E), None
-    t = jnp.tanh(products * np.float32(static.scale / static.softcap))
-    return t * np.float32(static.softcap * LOG2E), 1 - t * t
+    if not part.softcap:
+        return products * np.float32(part.scale * LOG2E), None
+    t = jnp.tanh(products * np.float32(part.scale / part.softcap))
+    return t * np.float32(part.softcap * LOG2E), 1 - t * t
 
 
 def gradients_of_scores(
-    weights: Any, dweights: Any, common: Any, static: Static, *, visible: Any, keep: Any, slope: Any
+    weights: Any, dweights: Any, common: Any, part: JaxPart, *, visible: Any, keep: Any, slope: Any
 ) -> tuple[Any, Any, Any]:
     """The backward pass of a tile. See `attnspan.reference.backward` for the formulas.
 
@@ -87,7 +87,7 @@ def gradients_of_scores(
         weights: Softmax weights. Their values are ignored where ``visible`` is False.
         dweights: dout . v of each pair.
         common: Result of `common_of`.
-        static: The numbers of the call.
+        part: The call, of which the numbers are read.
         visible: Visible pairs, None for all.
         keep: Pairs that dropout keeps, None for all.
         slope: Derivative of the softcap, None for 1.
@@ -97,7 +97,7 @@ def gradients_of_scores(
     """
     met = weights
     if keep is not None:
-        factor = np.asarray(scale_of_kept(static.dropout_p), weights.dtype)
+        factor = np.asarray(scale_of_kept(part.dropout_p), weights.dtype)
         dweights, met = jnp.where(keep, dweights * factor, 0), jnp.where(keep, weights * factor, 0)
     dx = weights * (dweights + common)
     if visible is not None:
@@ -145,9 +145,9 @@ def by_distance(table: Any, queries: Any, keys: Any) -> jax.Array:
 
 def words_of_rows(part: JaxPart) -> tuple[jax.Array, jax.Array]:
     """Return the two words per query that dropout hashes with its keys, uint32 (B, Hq, Sq)."""
-    assert part.seeds is not None, "dropout needs seeds"
+    assert part.dropout_seed is not None, "dropout needs seeds"
     rows = positions_of(part)[0]
-    return row_words(part.seeds[..., :1], part.seeds[..., 1:], rows[:, None, :])
+    return row_words(part.dropout_seed[..., :1], part.dropout_seed[..., 1:], rows[:, None, :])
 
 
 def illegal_rows(bounds: jax.Array, k_len: int) -> jax.Array:

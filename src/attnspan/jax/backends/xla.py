@@ -19,7 +19,7 @@ from attnspan.call import Problem
 from attnspan.call.biases import HIDES
 from attnspan.call.dropout import scale_of_kept
 from attnspan.call.options import DENSE
-from attnspan.jax.part import Gradients, JaxPart, Static, result_dtype
+from attnspan.jax.part import Gradients, JaxPart, result_dtype
 from attnspan.jax.varying import axes_of, spread
 
 from .tiles import capped, common_of, gradients_of_scores, illegal_rows, sinks_gradient
@@ -43,9 +43,9 @@ _DTYPES = ("float16", "bfloat16", "float32", "float64")
 _MOST_LSE = 128.0
 
 
-def supports(problem: Problem, static: Static) -> str | None:
+def supports(problem: Problem, part: JaxPart) -> str | None:
     """Return None, or the reason why this backend cannot run a call."""
-    del static
+    del part
     if not (isinstance(problem.q_len, int) and isinstance(problem.k_len, int)):
         return "its blocks need concrete lengths, not symbols"
     return None if problem.dtype in _DTYPES else f"it computes in {', '.join(_DTYPES)}, not {problem.dtype}"
@@ -53,10 +53,10 @@ def supports(problem: Problem, static: Static) -> str | None:
 
 def forward(part: JaxPart, fine: bool = False) -> tuple[jax.Array, jax.Array]:
     """See `attnspan.backends`."""
-    q, k, v, static = part.q, part.k, part.v, part.static
+    q, k, v = part.q, part.k, part.v
     batch, q_heads, q_len, _ = q.shape
     wide = _wide(q)
-    out = jnp.zeros((batch, q_heads, q_len, v.shape[3]), result_dtype(q, static))
+    out = jnp.zeros((batch, q_heads, q_len, v.shape[3]), result_dtype(q, part))
     lse = jnp.full(out.shape[:3], -jnp.inf, wide)
     if part.sinks is not None:
         lse = jnp.broadcast_to(part.sinks.astype(wide)[:, None], lse.shape)
@@ -88,28 +88,28 @@ def backward(
     want_dbias: bool,
 ) -> Gradients:
     """See `attnspan.backends`."""
-    q, k, v, static = part.q, part.k, part.v, part.static
+    q, k, v = part.q, part.k, part.v
     wide = _wide(q)
     alive = (part.bounds[..., 0] < part.bounds[..., 1]).any(-1)
     common = common_of(dout, out, dlse, alive, wide)
     dsinks = sinks_gradient(part.sinks, lse.real, common)
-    want_dbias = want_dbias and static.bias_kind != 0
+    want_dbias = want_dbias and part.bias_kind != 0
     if not (lse.size and k.shape[2]):
         dbias = jnp.zeros(part.bias.shape, wide) if want_dbias and part.bias is not None else None
-        dq, dk, dv = (jnp.zeros(x.shape, result_dtype(x, static)) for x in (q, k, v))
+        dq, dk, dv = (jnp.zeros(x.shape, result_dtype(x, part)) for x in (q, k, v))
         return dq, dk, dv, dbias, dsinks
     loops = _Loops(part)
     rest = tuple(grouped(x, loops.sizes) for x in (dout, lse, common))
     dbias = loops.bias.zeros() if want_dbias and loops.bias is not None else None
     turned = (jnp.zeros(loops.k_t.shape, wide), jnp.zeros(loops.v_t.shape, wide))
-    start = (jnp.zeros(loops.q.shape, result_dtype(q, static)), *turned, dbias)
+    start = (jnp.zeros(loops.q.shape, result_dtype(q, part)), *turned, dbias)
     dq, dk_t, dv_t, dbias = loops.run(
         loops.sizes.q_blocks, lambda i, state: loops.backward_rows(i, state, *rest), start
     )
     if dbias is not None and loops.bias is not None:
         dbias = loops.bias.finish(dbias)
-    dk = (dk_t * static.scale).astype(result_dtype(k, static))
-    dv = dv_t.astype(result_dtype(v, static))
+    dk = (dk_t * part.scale).astype(result_dtype(k, part))
+    dv = dv_t.astype(result_dtype(v, part))
     return ungrouped(dq), dk.swapaxes(2, 3), dv.swapaxes(2, 3), dbias, dsinks
 
 
@@ -137,12 +137,12 @@ class _Loops:
     """The bodies of the loops over blocks of queries, and of the inner loops over blocks of keys."""
 
     def __init__(self, part: JaxPart) -> None:
-        q, k, v, static = part.q, part.k, part.v, part.static
+        q, k, v = part.q, part.k, part.v
         self.sizes: Tiling = sizes_of(q, k)
         self.q, self.k, self.v = grouped(q, self.sizes), k, v
         # Transposed once, because transposing blocks or tiles in the loops costs as much as a product.
         self.k_t, self.v_t = k.swapaxes(2, 3), v.swapaxes(2, 3)
-        self.part, self.static = part, static
+        self.part = part
         self.axes = axes_of(part)
         self.wide = _wide(q)
         # Weights and their gradients fit bfloat16's range, but not float16's.
@@ -168,13 +168,13 @@ class _Loops:
         self, q: jax.Array, rows: QueryBlock, keys: KeyBlock
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Return a tile's scores less the queries' bases, its visible pairs, and the softcap's derivative."""
-        raw = self.product("bhgmd,bhdn->bhgmn", q, self.block(self.k_t, keys, 3)) * self.static.scale
-        x, slope = capped(raw, self.static.softcap)
+        raw = self.product("bhgmd,bhdn->bhgmn", q, self.block(self.k_t, keys, 3)) * self.part.scale
+        x, slope = capped(raw, self.part.softcap)
         visible = keys.visible
         if self.bias is not None:
             bias = self.bias.tile(rows, keys)
             x = x + bias
-            if self.static.bias_kind == DENSE:
+            if self.part.bias_kind == DENSE:
                 visible = visible & ~(bias < HIDES)
         return x, visible, slope
 
@@ -192,7 +192,7 @@ class _Loops:
         top, total, sums = self.run(
             rows.blocks, lambda t, s: self.forward_tile(t, s, rows, q), (*self.no_keys(rows, q), sums)
         )
-        factor = scale_of_kept(self.static.dropout_p) if self.static.dropout_p else 1.0
+        factor = scale_of_kept(self.part.dropout_p) if self.part.dropout_p else 1.0
         sums = (sums * (factor / jnp.where(total == 0, 1, total))).astype(out.dtype)
         logs = jnp.log(total)
         logs = _fine(top, logs) if jnp.iscomplexobj(lse) else top + logs
@@ -226,8 +226,8 @@ class _Loops:
         *state, sums = state
         keys = keys_of(t, rows, self.part, self.sizes)
         (new_top, total), weights, fade = self.sums_of_tile(state, rows, keys, q)
-        if self.static.dropout_p:
-            weights = jnp.where(kept_of(rows, keys, self.static), weights, 0)
+        if self.part.dropout_p:
+            weights = jnp.where(kept_of(rows, keys, self.part), weights, 0)
         sums = sums * fade + self.product("bhgmn,bhne->bhgme", weights, self.block(self.v, keys, 2))
         return new_top, total, sums
 
@@ -247,7 +247,7 @@ class _Loops:
         given = _QueryInputs(rows, q, q.swapaxes(3, 4), dout, dout.swapaxes(3, 4), top, factor, common)
         start = (jnp.zeros(q.shape, self.wide), *rest)
         block, *rest = self.run(rows.blocks, lambda t, s: self.backward_tile(t, s, given), start)
-        block = (block * self.static.scale).astype(dq.dtype)
+        block = (block * self.part.scale).astype(dq.dtype)
         return self.write_rows(dq, block, rows), *rest
 
     def normalizers(self, rows: QueryBlock, q: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -276,9 +276,9 @@ class _Loops:
         x, visible, slope = self.scores(given.q, rows, keys)
         weights = jnp.exp(x - given.top) * given.factor
         dweights = self.product("bhgme,bhen->bhgmn", given.dout, self.block(self.v_t, keys, 3))
-        keep = kept_of(rows, keys, self.static) if self.static.dropout_p else None
+        keep = kept_of(rows, keys, self.part) if self.part.dropout_p else None
         rest: Any = {"visible": visible, "keep": keep, "slope": slope}
-        met, dx, ds = gradients_of_scores(weights, dweights, given.common, self.static, **rest)
+        met, dx, ds = gradients_of_scores(weights, dweights, given.common, self.part, **rest)
         if dbias is not None and self.bias is not None:
             dbias = self.bias.add(dbias, rows, keys, dx)
         dq = dq + self.product("bhgmn,bhnd->bhgmd", ds, self.block(self.k, keys, 2))

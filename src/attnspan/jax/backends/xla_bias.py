@@ -26,7 +26,7 @@ from .xla_tiles import KeyBlock, QueryBlock, Tiling, add_block, grouped, take, u
 
 def bias_of(part: JaxPart, sizes: Tiling, wide: Any) -> Bias | None:
     """Return the bias of a call, computed in `wide`."""
-    kind = part.static.bias_kind
+    kind = part.bias_kind
     if kind == 0:
         return None
     assert part.bias is not None, "a kind of bias needs its parameter"

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from attnspan.jax.dropout import keeps, row_words
-from attnspan.jax.part import JaxPart, Static
+from attnspan.jax.part import JaxPart
 
 from .tiles import InBlocks
 
@@ -136,9 +136,9 @@ def rows_of(i: jax.Array, part: JaxPart, sizes: Tiling) -> QueryBlock:
     else:
         index = lax.dynamic_slice_in_dim(part.q_index, start, sizes.block_q, 1)
     words = None
-    if part.static.dropout_p:
-        assert part.seeds is not None, "dropout has seeds"
-        seeds = grouped(part.seeds, sizes)[:, :, :, None]
+    if part.dropout_p:
+        assert part.dropout_seed is not None, "dropout has seeds"
+        seeds = grouped(part.dropout_seed, sizes)[:, :, :, None]
         words = row_words(seeds[..., :1], seeds[..., 1:], index[:, None, None, :, None])
     return QueryBlock(start, own, lo, hi, index, words, *_touched(lo, hi, sizes))
 
@@ -166,8 +166,8 @@ def keys_of(t: jax.Array, rows: QueryBlock, part: JaxPart, sizes: Tiling) -> Key
     return KeyBlock(start, lax.dynamic_slice_in_dim(part.k_index, start, sizes.block_k, 1), visible)
 
 
-def kept_of(rows: QueryBlock, keys: KeyBlock, static: Static) -> jax.Array:
+def kept_of(rows: QueryBlock, keys: KeyBlock, part: JaxPart) -> jax.Array:
     """Return whether dropout keeps each weight of a tile, (B, Hkv, G, m, n)."""
     first, second = rows.words
-    kept: jax.Array = keeps(static.dropout_p, first, second, keys.indices[:, None, None, None, :])
+    kept: jax.Array = keeps(part.dropout_p, first, second, keys.indices[:, None, None, None, :])
     return kept

@@ -15,12 +15,12 @@ import jax
 from jax import Array
 from jax import numpy as jnp
 
-from attnspan.call import Call, Problem
-from attnspan.call.options import DISTANCE, Given
+from attnspan.call import Call, Problem, schema
+from attnspan.call.options import Given
 from attnspan.errors import ShapeError, expect
-from attnspan.jax.backends import choose_backend, static_for
+from attnspan.jax.backends import choose_backend
 from attnspan.jax.front import JaxFront
-from attnspan.jax.part import OPTIONS, JaxPart, part_of, static_of, words_of
+from attnspan.jax.part import ARRAYS, JaxPart, band_of, part_of
 from attnspan.jax.rules import differentiable, first_order
 from attnspan.masks import Prepared
 
@@ -102,14 +102,12 @@ def attention(
     given = Given(**options)
     call = Call.of(front, q, k, v, given, mask=sharded.mask, scale=scale, layout=layout)
     split_kv = call.k.shape[1] % axes.size("heads") == 0
-    words = None
-    if route is None:
-        indexed = given.q_index is not None or given.k_index is not None
-        words = words_of(sharded.mask, _local(axes, call.problem), not indexed)
+    band = band_of(sharded.mask, call) if route is None else None
     # Parts of sums over devices must not be rounded before they are added.
-    static = static_of(call, words, wide=route is not None or not split_kv)
-    chosen = choose_backend(_local(axes, call.problem, route), static, backend)
-    part = part_of(call, front.inputs, static_for([chosen], static), "bhsd")
+    wide = route is not None or not split_kv
+    part = part_of(call, front.inputs, band=band, wide=wide)
+    chosen = choose_backend(_local(axes, call.problem, route), part, backend)
+    part = part if chosen.reads_mask else replace(part, band=None)
     work = Work(axes, chosen, call.problem.group_size, split_kv, sharded.piece)
     arrays: Any = (part, route)
     if axes.explicit:  # Types contain shardings, so whole arrays are cut to the expected shardings.
@@ -157,21 +155,21 @@ def _attend(work: Work, *args: Any) -> tuple[Array, Array]:
     return found
 
 
+_DIMS = {"b": "batch", "h": "heads"}
+
+
 def _specs(work: Work, part: JaxPart, route: Route | None) -> tuple[Any, ...]:
     """Partition specs of lse, of a part and of its options, which are split like q by construction."""
     axes = work.axes
     rows = axes.spec("batch", "heads", "sequence")
     keys = axes.spec("batch", "heads" if work.split_kv else None, "sequence")
-    dims: Any = {"sinks": ("heads",), "q_index": ("batch",), "k_index": ("batch",)}
-    if part.static.bias_kind == DISTANCE:
-        dims["bias"] = ("heads",)
 
     def split(name: str, x: Any) -> Any:
-        return None if x is None else axes.spec_of(x.shape, *dims.get(name, ("batch", "heads")))
+        dims = (_DIMS.get(axis[0]) for axis in schema.axes(name, part.bias_kind))
+        return None if x is None else axes.spec_of(x.shape, *dims)
 
-    specs: Any = {name: split(name, getattr(part, name)) for name in OPTIONS}
-    specs |= {"q": rows, "k": keys, "v": keys}
-    of_part = replace(part, **specs)
+    specs: Any = {name: split(name, getattr(part, name)) for name in ARRAYS}
+    of_part = replace(part, **specs | {"q": rows, "k": keys, "v": keys})
     return rows, of_part, None if route is None else route.specs(axes)
 
 

@@ -141,7 +141,7 @@ def _attended(work: Work, part: JaxPart) -> Any:
 def _at_stage(part: JaxPart, k: Array, v: Array, route: Route, stage: Any, keys: Array) -> JaxPart:
     """Part with a stage's keys and values, whose indices are `keys`."""
     part = replace(part, k=k, v=v, bounds=route.bounds[stage])
-    if part.static.dropout_p == 0 and part.static.bias_kind == 0:
+    if part.dropout_p == 0 and part.bias_kind == 0:
         return part
     return replace(part, q_index=route.q_index, k_index=keys)
 
