@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from attnspan.integrations._transformers_masks import make_mask, reads_masks
+from attnspan.integrations.transformers import make_mask, reads_masks
 
 __all__ = ["NAME"]
 

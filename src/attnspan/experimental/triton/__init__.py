@@ -15,11 +15,13 @@ from attnspan.call import Problem
 from attnspan.errors import BackendError, expect
 from attnspan.kernels import FIRST_TRITON
 
+from ._config import config_of as config_of
 from ._interpret import interpret
 
 __all__ = [
     "MAX_HEAD_DIM",
     "backward",
+    "config_of",
     "forward",
     "interpret",
     "interpreted",
