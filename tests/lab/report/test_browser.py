@@ -102,7 +102,8 @@ def test_the_table_sorts_and_its_filter_counts(page: Page) -> None:
     page.locator("#cell-table th button", has_text="workload").click()
     names = page.locator("#cell-table tbody th").evaluate_all("cells => cells.map(c => c.firstChild.data)")
     grid = [x for x in dict.fromkeys(names) if x.startswith("grid-full") and x.endswith("-d64")]
-    assert grid == [f"grid-full-s{length}-d64" for length in (128, 1024, 4096, 16384)], "as people read numbers"
+    # As people read numbers.
+    assert grid == [f"grid-full-s{length}-d64" for length in (128, 1024, 4096, 16384)]
     runs = page.locator("#cell-table tbody tr").count()
     visible = page.locator("#cell-table tbody tr:visible")
     page.locator("#filters select[name=state]").select_option("noisy")

@@ -70,8 +70,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
 @pytest.mark.parametrize(
     ("results", "wanted", "title"),
     [
-        (sample_results(), SECTIONS, "attnspan: grid, documents, decode, long, training steps, steps 1 to 120 of "
-         "a training on Intel Xeon (a made-up one)"),
+        (sample_results(), SECTIONS, "attnspan: grid, documents, decode, long, training steps, "
+         "steps 1 to 120 of a training on Intel Xeon (a made-up one)"),
         (Results(), set(), "attnspan"),
         (Results({"cpu": "c", "gpu": {"name": "g"}}), {"environment"}, "attnspan on g"),
         (Results(ceilings=CEILINGS), {"environment"}, "attnspan"),
