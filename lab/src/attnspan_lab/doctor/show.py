@@ -146,7 +146,7 @@ def write_page(diagnosis: Diagnosis, path: Path) -> None:
         ModuleNotFoundError: jinja2 or plotly is not installed (the extra ``bench``).
     """
     counts = Counter(_CARDS[x.severity] for x in diagnosis.findings)
-    cards = [(name, str(count), []) for name, count in counts.items()]
+    cards: list[tuple[str, str, list[str]]] = [(name, str(n), []) for name, n in counts.items()]
     write_sections(
         path,
         title=f"attnspan doctor: {diagnosis.subject.rpartition(': ')[0] or diagnosis.subject}",

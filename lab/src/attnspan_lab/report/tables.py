@@ -60,7 +60,7 @@ def target_section(results: Results) -> Section | None:
 
 def _table(caption: str, found: Sequence[Standing]) -> Table:
     dims = sorted({dim for standing in found for dim in standing.shares})
-    rows = []
+    rows: list[tuple[Entry | str, ...]] = []
     for standing in found:
         label, lowest = standing.lowest
         counts = [len(standing.ratios), *map(standing.count, ("ahead", "open", "behind"))]

@@ -171,7 +171,7 @@ def _speed(speeds: Sequence[Speed]) -> Section | None:
         for title, found in (("SDPA's time over attnspan's", times), ("SDPA's memory over attnspan's", sizes))
         if found
     ]
-    rows = []
+    rows: list[tuple[Entry | str, ...]] = []
     for x in speeds:
         name, batch, *texts, missing = speed_line(x)
         rows.append((name, batch, *map(Entry, texts, _figures(x)), missing))

@@ -38,7 +38,6 @@ def _mean(records: Sequence[MonitorRecord]) -> MonitorRecord:
         return None if None in values or not any(weights) else float(np.average(values, weights=weights))
 
     phases = {x.name: average(f"phases.{x.name}", times) or 0.0 for x in fields(PhaseShares)}
-    means = {name: average(name) for name in ("attention_seconds", "attention_flops", "loss")}
     memory = ([x for x in map(attrgetter(name), records) if x] for name in ("memory", "device_memory"))
     largest, on_device = (max(found, default=None) for found in memory)
     return replace(
@@ -51,7 +50,9 @@ def _mean(records: Sequence[MonitorRecord]) -> MonitorRecord:
         device_memory=on_device,
         utilisation=average("utilisation", times),
         steps=sum(steps),
-        **means,
+        attention_seconds=average("attention_seconds"),
+        attention_flops=average("attention_flops"),
+        loss=average("loss"),
     )
 
 
