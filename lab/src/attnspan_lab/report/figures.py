@@ -251,7 +251,8 @@ def scaling_sections(results: Results, palette: Palette) -> tuple[Section, ...]:
             layout = {"xaxis": axis("keys", log=True, tickvals=ticks, ticktext=texts), "yaxis": y_axis}
             data = [_roof_line(cells, roof)] if with_roof and roof else []
             data += _traces(cells, palette, "lines+markers", point)
-            alt = f"{title}, {view.label}: {what} over {ticks[0]:,} to {ticks[-1]:,} keys, a line a peer."
+            over = f"over {ticks[0]:,} to {ticks[-1]:,} keys, a line for each peer."
+            alt = f"{title}, {view.label}: {what} {over}"
             made.append(Chart(title, view.label, alt, data, layout, 270, view))
         return made
 
