@@ -17,8 +17,7 @@ from attnspan_lab.cli import main
 
 SOURCE = os.pathsep.join(str(Path(__file__).parents[2] / x) for x in ("src", "lab/src", "examples"))
 
-Result = tuple[int, str, str]
-Command = Callable[..., Result]
+Command = Callable[..., tuple[int, str, str]]
 
 
 def in_new_process(code: str, *args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -33,25 +32,13 @@ def without(*packages: str) -> str:
     return f"import sys; {blocked}; from attnspan_lab.cli import main; main()"
 
 
-@pytest.fixture
-def attnspan(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    """Run the command here, in a folder: exit code, what it printed, what it complained."""
-
-    def run(*args: str, cwd: Path) -> Result:
-        monkeypatch.chdir(cwd)
-        monkeypatch.setattr(sys, "argv", ["attnspan", *args])
-        with pytest.raises(SystemExit) as end:
-            main()
-        out, err = capfd.readouterr()
-        return int(end.value.code or 0), out, err
-
-    return run
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 def test_show_writes_svg(attnspan: Command, tmp_path: Path) -> None:
-    code, out, _ = attnspan(
-        "show", "causal", "--q-len", "4", "--k-len", "8", "--svg", "mask.svg", cwd=tmp_path
-    )
+    code, out, _ = attnspan("show", "causal", "--q-len", "4", "--k-len", "8", "--svg", "mask.svg")
     assert (code, out) == (0, "mask.svg\n")
     assert (tmp_path / "mask.svg").read_text().startswith("<svg")
     assert "4 queries x 8 keys" in (tmp_path / "mask.svg").read_text()
@@ -69,7 +56,7 @@ SHOWN = re.findall(
 def test_the_commands_that_the_pages_show_run_as_they_stand(
     attnspan: Command, tmp_path: Path, line: str
 ) -> None:
-    code, out, err = attnspan(*shlex.split(line)[3:], cwd=tmp_path)
+    code, out, err = attnspan(*shlex.split(line)[3:])
     assert code == 0, err
     for drawn in tmp_path.iterdir():
         assert drawn.read_text(encoding="utf-8") == (ROOT / "docs" / "images" / drawn.name).read_text(
@@ -106,7 +93,7 @@ def test_the_page_shows_the_command_of_each_of_its_pictures() -> None:
 def test_a_users_error_is_one_message_without_a_traceback(
     attnspan: Command, tmp_path: Path, args: list[str], message: str
 ) -> None:
-    code, _, err = attnspan(*args, cwd=tmp_path)
+    code, _, err = attnspan(*args)
     assert code == 2
     assert message in err
     assert len(err.splitlines()) == 1
@@ -133,7 +120,7 @@ def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("command", ["show", "explain"])
 def test_the_librarys_own_commands_are_passed_on(attnspan: Command, tmp_path: Path, command: str) -> None:
-    code, out, err = attnspan(command, "causal", "--q-len", "4", cwd=tmp_path)
+    code, out, err = attnspan(command, "causal", "--q-len", "4")
     assert code == 0, err
     assert ("10 visible pairs" in out) == (command == "explain")
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from attnspan.errors import expect
 from attnspan.masks import causal
 from attnspan.torch import attention
-from attnspan_lab.machine import Machine, flops_of
 
 __all__ = ["calibrate"]
 
@@ -34,8 +33,8 @@ def calibrate(
     seconds: float = 2.0,
     node_size: int | None = None,
     device: str | None = None,
-) -> Machine:
-    """Implement `Machine.calibrate`."""
+) -> dict[str, Any]:
+    """Measure the fields of a `Machine`. Attention is in visible pairs per second instead of FLOP/s."""
     ranks = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 0
     got, remedy = f"one of {ranks}" if ranks else "none", "Run it under torchrun, after "
     remedy += "torch.distributed.init_process_group()"
@@ -51,16 +50,15 @@ def calibrate(
     cuda, processor = where.type == "cuda", f"{platform.machine()} x {torch.get_num_threads()} threads"
     name = torch.cuda.get_device_name(where) if cuda else processor
     # A level without ranks gets the bandwidth of the other level.
-    return Machine(
-        name=f"measured on {ranks} ranks of {name} over {engine}",
-        dtype=dtype,
-        forward_flops=forward,
-        backward_flops=backward,
-        bandwidth_within=within or across or 1.0,
-        bandwidth_across=across or within or 1.0,
-        latency=latency,
-        node_size=node_size,
-    )
+    return {
+        "name": f"measured on {ranks} ranks of {name} over {engine}",
+        "dtype": dtype,
+        "pairs": (forward, backward),
+        "bandwidth_within": within or across or 1.0,
+        "bandwidth_across": across or within or 1.0,
+        "latency": latency,
+        "node_size": node_size,
+    }
 
 
 class _Timer:
@@ -94,7 +92,7 @@ class _Timer:
 
 
 def _rates(timer: _Timer, dtype: str, head_dim: int) -> tuple[float, float]:
-    """Measure the FLOP/s of attention, forward and backward, while all ranks compute."""
+    """Measure visible pairs per second of attention, forward and backward, while all ranks compute."""
     rows = _ROWS.get(timer.where.type, _ROWS["cpu"])
     kind = getattr(torch, dtype)
     q, k, v = (
@@ -104,7 +102,6 @@ def _rates(timer: _Timer, dtype: str, head_dim: int) -> tuple[float, float]:
     dout = torch.randn_like(q)
     mask = causal()
     pairs = _HEADS * rows * (rows + 1) / 2
-    flops = [float(each) for each in flops_of(pairs, head_dim=head_dim, v_dim=head_dim)]  # type: ignore[arg-type]
 
     def forward() -> Tensor:
         with torch.no_grad():
@@ -115,7 +112,7 @@ def _rates(timer: _Timer, dtype: str, head_dim: int) -> tuple[float, float]:
     def backward() -> object:
         return torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
-    return flops[0] / timer.median(forward), flops[1] / timer.median(backward)
+    return pairs / timer.median(forward), pairs / timer.median(backward)
 
 
 def _bandwidth(timer: _Timer, node_size: int, *, near: bool) -> float | None:

@@ -2,15 +2,12 @@
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from inspect import Signature
+from typing import Annotated, Any
 
 import typer
 
 from attnspan.__main__ import main as show_or_explain
-
-if TYPE_CHECKING:
-    from attnspan_lab.bench.results import Results
 
 __all__ = ["build_app", "main", "run"]
 
@@ -59,7 +56,6 @@ def build_app() -> "typer.Typer":
         >>> [command.name for command in build_app().registered_commands]
         ['show', 'explain', 'tune', 'bench', 'doctor', 'zoo', 'simulate']
     """
-    from attnspan_lab.bench.options import command as bench
     from attnspan_lab.doctor.command import doctor
     from attnspan_lab.simulate import command as simulate
     from attnspan_lab.tune.command import tune
@@ -85,9 +81,7 @@ def build_app() -> "typer.Typer":
     why = "Print which backend runs a call and why the others do not. --env prints versions and the machine."
     app.command("explain", help=why, context_settings=through)(_of_the_library)
     app.command("tune", help="Find the fastest kernel configurations on this machine.")(tune)
-    app.command("bench", help="Benchmark attnspan against other attention implementations.")(
-        bench(_write_page)
-    )
+    app.command("bench", help="Benchmark attnspan against other attention implementations.")(_bench_command())
     app.command("doctor", help="Find problems of a model's attention under torch.compile.")(doctor)
     app.command("zoo", help="Run models of transformers and diffusers with each attention.")(zoo)
     app.command("simulate", help="Compare context-parallel strategies without starting ranks.")(simulate)
@@ -106,7 +100,17 @@ def _print_version(wanted: bool) -> None:
         raise SystemExit(0)
 
 
-def _write_page(results: "Results", path: Path) -> None:
-    from attnspan_lab.report import write_page
+def _bench_command() -> Callable[..., None]:
+    """Make a function with a parameter for each field of `BenchOptions`."""
+    from attnspan_lab.bench.options import NAMES, BenchOptions
+    from attnspan_lab.console import options_of
 
-    write_page(results, path)
+    def bench(**given: Any) -> None:
+        from attnspan_lab.bench.command import execute
+        from attnspan_lab.report import write_page
+
+        names = tuple(given.pop("names") or ())
+        raise typer.Exit(execute(BenchOptions(names, **given), write_page))
+
+    bench.__signature__ = Signature(options_of(BenchOptions, names=NAMES))  # type: ignore[attr-defined]
+    return bench

@@ -71,14 +71,15 @@ class Machine:
         return cls.load(path) if path else None
 
     @classmethod
-    def calibrate(cls, group: Any = None, **options: Any) -> Machine:
+    def calibrate(cls, group: Any = None, *, head_dim: int = 128, **options: Any) -> Machine:
         """Measure attention and the network on all ranks of a group at once.
 
         All ranks get the same rates.
 
         Args:
             group: A process group of torch.distributed, or None for the default group.
-            **options: ``dtype`` ("float32"), ``head_dim`` (128), ``seconds`` to spend (2.0), ``node_size``
+            head_dim: Head dim of the measured attention.
+            **options: ``dtype`` ("float32"), ``seconds`` to spend (2.0), ``node_size``
                 (LOCAL_WORLD_SIZE, which torchrun sets), ``device`` (the device of the group's backend).
 
         Raises:
@@ -86,7 +87,10 @@ class Machine:
         """
         from attnspan_lab.calibrate import calibrate
 
-        return calibrate(group, **options)
+        found = calibrate(group, head_dim=head_dim, **options)
+        # Rates of pairs give rates of FLOPs.
+        forward, backward = flops_of(np.array(found.pop("pairs")), head_dim=head_dim, v_dim=head_dim)
+        return cls(forward_flops=float(forward[0]), backward_flops=float(backward[1]), **found)
 
     def save(self, path: Path | str) -> None:
         """Write the rates as JSON. Readers see the old file or the complete new one."""

@@ -35,7 +35,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: E402
 
 from ._patches import Patches  # noqa: E402
-from ._transformers_masks import NAME, WRITTEN, AllPairsWarning, make_mask, patch_masks  # noqa: E402
+from ._transformers_masks import NAME, WRITTEN, AllPairsWarning, make_mask, patch_masks, reads_masks  # noqa: E402
 from ._transformers_names import CAN_SET, attention_of, unregister  # noqa: E402
 from ._transformers_positions import follow, follow_all  # noqa: E402
 
@@ -48,6 +48,7 @@ __all__ = [
     "enable",
     "make_mask",
     "plans_only",
+    "reads_masks",
 ]
 
 # Lists of key blocks of unknown sizes, and arguments of paged caches.

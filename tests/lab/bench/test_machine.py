@@ -17,7 +17,6 @@ from attnspan_lab.bench.timing import MeasurementError
 
 WORK = Workload("w", "own", 1, 1, 1, 4096, 4096, 16, 16, "float32", "window(64)")
 MIB = 2**20
-BLOCK = 2**26
 
 on_linux = pytest.mark.skipif(
     high_water_refusal() is not None, reason=f"{high_water_refusal()}; measure on Linux with /proc"
@@ -45,31 +44,25 @@ def test_ceilings_are_the_best_of_nine_rounds_with_their_spread():
     assert (shared.spread["fma_f32"], ceilings.spread["fma_f32"]) == (0.5, 0.0)
 
 
-def test_without_a_probe_products_of_matrices_stand_in_by_name():
-    ceilings = measure_ceilings("cpu", seconds=0.01)
-    assert set(ceilings.flops) == {"matmul_f32", "matmul_bf16", "matmul_f16"}
-    assert all("lower bound" in ceilings.notes[kind] for kind in ceilings.flops)
-    assert min(*ceilings.flops.values(), ceilings.read_bandwidth) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.compiled_module("its own microbenchmarks")
-def test_the_compiled_module_measures_plausible_ceilings():
-    ceilings = measure_ceilings("cpu", probe=native_probe(), threads=1, seconds=0.05)
-    assert 1e9 < ceilings.flops["fma_f32"] < 1e13
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_real_ceilings_are_plausible_and_products_of_matrices_stand_in_by_name(native):
+    probe = native_probe() if native else None
+    ceilings = measure_ceilings("cpu", probe=probe, threads=1, seconds=0.05)
     assert 1e8 < ceilings.read_bandwidth < 1e12
+    if probe is None:
+        assert set(ceilings.flops) == {"matmul_f32", "matmul_bf16", "matmul_f16"}
+        assert all("lower bound" in ceilings.notes[kind] for kind in ceilings.flops)
+    assert 1e8 < next(x for kind, x in ceilings.flops.items() if kind.endswith("_f32")) < 1e13
 
 
 def test_the_environment_tells_what_decides_speed(monkeypatch, tmp_path):
-    monkeypatch.setenv("ATTNSPAN_EXAMPLE", "1")
-    monkeypatch.setenv("OMP_EXAMPLE", "2")
-    monkeypatch.setenv("SECRET_TOKEN", "3")
+    for name in ("ATTNSPAN_EXAMPLE", "OMP_EXAMPLE", "SECRET_TOKEN"):
+        monkeypatch.setenv(name, "1")
     found = describe_environment()
-    assert found["variables"].items() >= {"ATTNSPAN_EXAMPLE": "1", "OMP_EXAMPLE": "2"}.items()
+    assert found["variables"].items() >= {"ATTNSPAN_EXAMPLE": "1", "OMP_EXAMPLE": "1"}.items()
     assert "SECRET_TOKEN" not in found["variables"]
     assert found["versions"]["torch"]
-    for name in ("cpu", "cores", "threads", "isa", "date", "python"):
-        assert found[name], name
+    assert all(found[name] for name in ("cpu", "cores", "threads", "isa", "date", "python"))
     # An installed package lies inside other people's repositories.
     monkeypatch.setattr(environment, "__file__", str(tmp_path / "environment.py"))
     assert describe_environment()["revision"] is None
@@ -79,32 +72,23 @@ def test_the_environment_tells_what_decides_speed(monkeypatch, tmp_path):
 
 @on_linux
 def test_resident_memory_grows_shrinks_and_has_a_peak_that_can_be_forgotten():
+    size = 64 * MIB
     processes.trim()
     processes.forget_peak()
     before, peak = processes.resident_memory(), processes.resident_peak()
-    block = torch.ones(BLOCK // 4)
-    assert 0.9 * BLOCK < processes.resident_memory() - before < 2 * BLOCK
+    block = torch.ones(size // 4)
+    assert 0.9 * size < processes.resident_memory() - before < 2 * size
     del block
     # Small pieces, which the allocator keeps when they are freed, and one at the end, which pins them.
-    pieces = [torch.ones(2**14) for _ in range(BLOCK // 2**16)]
+    pieces = [torch.ones(2**14) for _ in range(size // 2**16)]
     last, grown = torch.ones(2**14), processes.resident_memory()
     del pieces
     processes.trim()
-    assert processes.resident_memory() < grown - 0.5 * BLOCK
-    assert 0.9 * BLOCK < processes.resident_peak() - peak < 2 * BLOCK
+    assert processes.resident_memory() < grown - 0.5 * size
+    assert 0.9 * size < processes.resident_peak() - peak < 2 * size
     processes.forget_peak()
-    assert processes.resident_peak() < peak + 0.5 * BLOCK
+    assert processes.resident_peak() < peak + 0.5 * size
     del last
-
-
-@pytest.mark.slow
-@on_linux
-def test_a_dense_mask_is_seen_and_spans_are_not():
-    dense = process_peak("sdpa-dense-mask", WORK, "forward", threads=1)
-    ours = peak_here(peers_by_name()["attnspan"], WORK, "forward")
-    square = 4096 * 4096
-    assert dense > square, "a byte for each pair at least"
-    assert 4096 * 16 * 4 <= ours < square / 4, "the output at least, and nothing of the order of all pairs"
 
 
 @on_linux
@@ -121,14 +105,14 @@ def test_what_only_the_first_call_needs_is_not_counted():
 
 @pytest.mark.slow
 @on_linux
-def test_a_process_that_fails_says_why():
+def test_a_dense_mask_is_seen_and_spans_are_not_and_a_process_that_fails_says_why():
+    dense = process_peak("sdpa-dense-mask", WORK, "forward", threads=1)
+    ours = peak_here(peers_by_name()["attnspan"], WORK, "forward")
+    square = 4096 * 4096
+    assert dense > square, "a byte for each pair at least"
+    assert 4096 * 16 * 4 <= ours < square / 4, "the output at least, and nothing of the order of all pairs"
+    # A peer is warmed up on a problem that it can do.
+    packed = replace(WORK, q_len=64, k_len=64, mask="causal & documents([0, 10, 64])")
+    assert peak_here(peers_by_name()["sdpa-per-document"], packed, "forward+backward") >= 0
     with pytest.raises(MeasurementError, match="memory of attnspan: expected a process that prints its res"):
         process_peak("attnspan", replace(WORK, dtype="float8"), "forward", threads=1)
-
-
-@on_linux
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["attnspan", "sdpa-dense-mask", "sdpa-per-document"])
-def test_every_peer_is_warmed_up_on_a_problem_that_it_can_do(name):
-    packed = replace(WORK, q_len=64, k_len=64, mask="causal & documents([0, 10, 64])")
-    assert peak_here(peers_by_name()[name], packed, "forward+backward") >= 0

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import astuple
 from functools import partial
@@ -16,47 +15,108 @@ from typing import Any
 
 import pytest
 import torch
-from monitored import World, take_step
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from attnspan import causal
 from attnspan.errors import OptionError
 from attnspan.torch import attention
-from attnspan_lab.bench.monitor import Monitor, log, probes
-from attnspan_lab.bench.monitor import monitor as module
+from attnspan_lab.bench.monitor import AttentionTotals, Monitor, monitor
 from attnspan_lab.bench.monitor.log import Thinned
-from attnspan_lab.bench.monitor.probes import CudaProbe
+from attnspan_lab.bench.monitor.probes import CudaProbe, HostProbe, attention_totals
 from attnspan_lab.bench.results import Evaluation, MonitorRecord, PhaseShares, Results
 from train.train import train
 
 
+class World(HostProbe):
+    """Everything that a monitor reads, moved by hand: clock, counters, compiler, CPU time.
+
+    A mark is known once the device has `finished` the work before it: at once, unless a test changes that.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(lambda: (self.now, self.cpu))
+        self.now = self.cpu = self.compiling = 0.0
+        self.totals: AttentionTotals | None = AttentionTotals(5.0, 100.0)
+        self.finished = float("inf")
+        self.waits: list[float] = []
+
+    def mark(self) -> float:
+        return self.now
+
+    def known(self, mark: float) -> bool:
+        return mark <= self.finished
+
+    def wait(self, mark: float) -> None:
+        self.waits.append(mark)
+        self.finished = max(self.finished, mark)
+
+    def seconds(self, start: float, stop: float) -> float:
+        assert max(start, stop) <= self.finished, "the device has not reached the mark"
+        return stop - start
+
+    def work(self, seconds: float, flops: float = 0.0) -> None:
+        """Let time pass, some of it in attention where there are FLOPs."""
+        self.now += seconds
+        self.cpu += seconds
+        if flops and self.totals:
+            self.totals = AttentionTotals(self.totals.seconds + seconds, self.totals.flops + flops)
+
+    def batches(self, waits: list[float]) -> Iterator[int]:
+        for index, wait in enumerate(waits):
+            self.now += wait  # waiting uses no core
+            yield index
+
+
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
     made = World()
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: made.now))
-    monkeypatch.setattr(module, "compile_seconds", lambda: made.compiling)
+    monkeypatch.setattr(monitor, "time", SimpleNamespace(perf_counter=lambda: made.now))
+    monkeypatch.setattr(monitor, "compile_seconds", lambda: made.compiling)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    yield made
-    for monitor in made.monitors:
-        monitor.close()
+    return made
 
 
-def test_a_record_says_where_the_time_went_and_how_fast_attention_was(world: World, tmp_path: Path) -> None:
-    with world.monitor(tmp_path, ceiling=14.0) as monitor:
-        world.work(100, flops=1000)  # what was before the loop counts for nothing
-        for _ in monitor.data(world.batches([10.0, 10.0])):
-            take_step(world, monitor)
-            # An evaluation between steps is the host's time, and no step's attention.
-            world.work(5, flops=1000)
+@pytest.fixture
+def watch(world: World, tmp_path: Path) -> Iterator[Callable[..., Monitor]]:
+    """Make monitors of the world, which are closed in the end."""
+    with ExitStack() as stack:
+
+        def made(**options: Any) -> Monitor:
+            found = Monitor(tmp_path, attention=lambda: world.totals, probe=world, **options)
+            return stack.enter_context(found)
+
+        yield made
+
+
+def take_step(world: World, monitor: Monitor, **options: Any) -> None:
+    """A step of 10 s: 1 host, 3 forward, 4 backward, 2 optimizer; attention 1 s forward, 2 s backward."""
+    with monitor.step(tokens=50, **options):
+        world.work(1)
+        with monitor.phase("forward"):
+            world.work(2)
+            world.work(1, flops=4)
+        with monitor.phase("backward"):
+            world.work(2)
+            world.work(2, flops=10)
+        with monitor.phase("optimizer"):
+            world.work(2)
+
+
+def test_a_record_says_where_the_time_went_and_how_fast_attention_was(world: World, watch: Any) -> None:
+    monitor = watch(ceiling=14.0)
+    world.work(100, flops=1000)  # time before the loop counts for nothing
+    for _ in monitor.data(world.batches([10.0, 10.0])):
+        take_step(world, monitor)
+        # An evaluation between steps is the host's time, and no step's attention.
+        world.work(5, flops=1000)
     first, second = monitor.results().monitor
     assert (first.step, first.seconds, first.tokens, first.tokens_per_second) == (1, 20.0, 50, 2.5)
     assert astuple(first.phases) == pytest.approx((0.5, 0.05, 0.15, 0.2, 0.1, 0.0))
     assert second.seconds == 25.0
     assert second.phases.host == pytest.approx(6 / 25)
-    assert sum(astuple(first.phases)) == pytest.approx(1.0)
-    assert sum(astuple(second.phases)) == pytest.approx(1.0)
     for record in (first, second):
+        assert sum(astuple(record.phases)) == pytest.approx(1.0)
         assert (record.attention_seconds, record.attention_flops) == (3.0, 14.0)
         assert record.attention_flops_per_second == pytest.approx(14 / 3)
         assert record.ceiling_share == pytest.approx(1 / 3)
@@ -90,7 +150,7 @@ def _await_data_between(world: World, monitor: Monitor) -> None:
 
 
 def _wait_behind_queued_work(world: World, monitor: Monitor) -> None:
-    # The device is busy from the end of one step to that of the next, although the host waited 6 s.
+    # The device is busy from the end of one step to the end of the next, although the host waited 6 s.
     with monitor.step():
         list(monitor.data(world.batches([6.0])))
         world.now -= 6
@@ -107,19 +167,15 @@ def _wait_behind_queued_work(world: World, monitor: Monitor) -> None:
         (_wait_behind_queued_work, 0.0, PhaseShares(forward=1.0)),
     ],
 )
-def test_shares_of_a_step(
-    world: World, tmp_path: Path, step: Any, compiled: float, shares: PhaseShares
-) -> None:
-    with world.monitor(tmp_path) as monitor:
-        step(world, monitor)
+def test_shares_of_a_step(world: World, watch: Any, step: Any, compiled: float, shares: PhaseShares) -> None:
+    step(world, monitor := watch())
     record = monitor.results().monitor[0]
     assert record.compile_seconds == compiled
     assert astuple(record.phases) == pytest.approx(astuple(shares))
 
 
-def test_nothing_waits_for_an_asynchronous_device_before_the_end(world: World, tmp_path: Path) -> None:
-    world.finished = 0.0
-    monitor = world.monitor(tmp_path)
+def test_nothing_waits_for_an_asynchronous_device_before_the_end(world: World, watch: Any) -> None:
+    world.finished, monitor = 0.0, watch()
     for finished in (0.0, 5.0, 20.0, 30.0):
         world.finished = max(world.finished, finished)
         take_step(world, monitor)
@@ -137,120 +193,66 @@ def journal(folder: Path) -> list[dict[str, Any]]:
     return [line for line in lines if "held_out" not in line]
 
 
-def board(folder: Path) -> EventAccumulator:
-    return EventAccumulator(str(folder / "tensorboard" / "monitor")).Reload()
+def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(folder / "tensorboard" / "monitor")).Reload()
+    return [(x.step, x.value) for x in events.Scalars(tag)] if tag in events.Tags()["scalars"] else []
 
 
-def test_without_counters_there_are_no_attention_figures(world: World, tmp_path: Path) -> None:
-    world.totals = None
-    with world.monitor(tmp_path) as monitor, monitor.step():
-        world.work(1)
-    assert monitor.results().monitor[0].attention_flops_per_second is None
-    assert "attention/tflops" not in board(tmp_path).Tags()["scalars"]
-
-
-def test_a_step_that_raises_is_left_out_and_loses_no_other(world: World, tmp_path: Path) -> None:
-    with world.monitor(tmp_path) as monitor:
-        take_step(world, monitor)
-        with suppress(RuntimeError), monitor.step(), monitor.phase("forward"):
-            world.work(3)
-            raise RuntimeError("a bad batch")
-        take_step(world, monitor, number=2)  # The loop may go on.
+def test_a_step_that_raises_is_left_out_and_loses_no_other(world: World, watch: Any, tmp_path: Path) -> None:
+    monitor = watch(save_seconds=0.0)
+    take_step(world, monitor)
+    assert len(journal(tmp_path)) == 1, "at once"
+    assert len(Results.load(tmp_path / "monitor.json").monitor) == 1, "when it is due"
+    with suppress(RuntimeError), monitor.step(), monitor.phase("forward"):
+        world.work(3)
+        raise RuntimeError("a bad batch")
+    take_step(world, monitor, number=2)  # The loop may go on.
+    monitor.close()
     assert [line["step"] for line in journal(tmp_path)] == [1, 2]
     records = Results.load(tmp_path / "monitor.json").monitor
     assert [(record.step, record.seconds) for record in records] == [(1, 10.0), (2, 13.0)]
     assert records[1].phases.host == 4 / 13
-    assert [event.step for event in board(tmp_path).Scalars("phases/forward")] == [2]
-
-
-def test_every_step_is_in_the_journal_at_once_and_the_results_file_when_it_is_due(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(log, "time", SimpleNamespace(monotonic=lambda: world.now))
-    monitor = world.monitor(tmp_path, save_seconds=15.0)
-    saved, path = [], tmp_path / "monitor.json"
-    for number in range(1, 6):  # of 10 s
-        take_step(world, monitor)
-        assert len(journal(tmp_path)) == number
-        saved.append(len(Results.load(path).monitor) if path.exists() else 0)
-    assert saved == [0, 2, 2, 4, 4]
-    monitor.save()
-    assert len(Results.load(path).monitor) == 5
-    assert not list(tmp_path.glob("*.part"))
+    assert [step for step, _ in scalars(tmp_path, "phases/forward")] == [2]
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_in_the_same_files(world: World, tmp_path: Path) -> None:
-    with world.monitor(tmp_path, every=1) as monitor:
-        for _ in range(4):
-            take_step(world, monitor)
+def test_a_resumed_run_goes_on_in_the_same_files(world: World, watch: Any, tmp_path: Path) -> None:
+    monitor = watch(every=1)
+    monitor.held_out(6.0)
+    for loss in (torch.tensor(5.0, requires_grad=True), 4.0, 0.0):
+        with monitor.step():
+            world.work(1)
+            monitor.loss(loss)
+        monitor.held_out(7.0)
+    monitor.close()
     time.sleep(1.0)  # TensorBoard reads its files in the order of their names, which have the second.
     with (tmp_path / "monitor.jsonl").open("a") as file:
         file.write('{"step": 5, "sec')  # the process died amid a line
-    with world.monitor(tmp_path, every=1) as monitor:
-        take_step(world, monitor, number=3)
-    assert [event.step for event in board(tmp_path).Scalars("step/seconds")] == [1, 2, 3]
-    assert [line["step"] for line in journal(tmp_path)] == [1, 2, 3]
-    assert [record.step for record in Results.load(tmp_path / "monitor.json").monitor] == [1, 2, 3]
-
-
-def test_tensorboard_has_means_over_the_steps_between(world: World, tmp_path: Path) -> None:
-    with world.monitor(tmp_path, ceiling=1e12, every=2) as monitor:
-        for seconds, flops in ((1, 4e12), (3, 4e12), (1, 1e12)):
-            with monitor.step(tokens=8), monitor.phase("forward"):
-                world.work(seconds, flops)
-    events = board(tmp_path)
-    rates = [(event.step, event.value) for event in events.Scalars("attention/tflops")]
-    assert rates == [(2, 2.0), (3, 1.0)], "8 TFLOP in 4 s, not the mean of 4 and 4/3"
-    # The second step, faster than the ceiling, raises it: no step stands above it.
-    assert [event.value for event in events.Scalars("attention/share_of_ceiling")] == [0.5, 0.25]
-    assert [event.value for event in events.Scalars("step/tokens_per_second")] == [4.0, 8.0]
-    wanted = {
-        "machine/utilisation",
-        "phases/data",
-        "phases/host",
-        "phases/communication",
-        "step/compile_seconds",
-    }
-    assert wanted <= set(events.Tags()["scalars"])
-
-
-def test_losses_of_steps_and_of_held_out_data_are_kept_when_a_run_is_resumed(
-    world: World, tmp_path: Path
-) -> None:
-    with world.monitor(tmp_path) as monitor:
-        monitor.held_out(6.0)
-        with monitor.step():
-            world.work(1)
-            loss = torch.tensor(5.0, requires_grad=True)
-            monitor.loss(loss)
-            loss.data += 1
-        monitor.held_out(4.0)
-        with monitor.step():  # cut off
-            world.work(1)
-            monitor.loss(0.0)
-        monitor.held_out(0.0)
-    with world.monitor(tmp_path) as resumed, resumed.step(number=2):
+    resumed = watch(every=1)
+    with resumed.step(number=3):
         world.work(1)
         resumed.loss(3.0)
+    resumed.close()
+    assert [line["step"] for line in journal(tmp_path)] == [1, 2, 3]
+    assert [step for step, _ in scalars(tmp_path, "step/seconds")] == [1, 2, 3]
     found = Results.load(tmp_path / "monitor.json")
-    assert [record.loss for record in found.monitor] == [5.0, 3.0]
-    assert found.evaluations == (Evaluation(0, 6.0), Evaluation(1, 4.0))
+    assert [record.loss for record in found.monitor] == [5.0, 4.0, 3.0]
+    assert found.evaluations == (Evaluation(0, 6.0), Evaluation(1, 7.0), Evaluation(2, 7.0))
 
 
-def test_losses_out_of_place_are_refused(world: World, tmp_path: Path) -> None:
-    monitor = world.monitor(tmp_path)
-    with pytest.raises(
-        OptionError, match="loss: expected a loss within a step, got a loss outside of a step"
-    ):
-        monitor.loss(1.0)
-    with monitor.step():
-        world.work(1)
-        with pytest.raises(OptionError, match="held_out: expected an open monitor between steps"):
-            monitor.held_out(1.0)
+def test_tensorboard_has_means_over_the_steps_between(world: World, watch: Any, tmp_path: Path) -> None:
+    monitor = watch(ceiling=1e12, every=2)
+    for seconds, flops in ((1, 4e12), (3, 4e12), (1, 1e12)):
+        with monitor.step(tokens=8), monitor.phase("forward"):
+            world.work(seconds, flops)
     monitor.close()
-    with pytest.raises(OptionError, match="got a closed monitor"):
-        monitor.held_out(1.0)
+    found = scalars(tmp_path, "attention/tflops")
+    assert found == [(2, 2.0), (3, 1.0)], "8 TFLOP in 4 s, not the mean of 4 and 4/3"
+    # The second step, faster than the ceiling, raises it: no step stands above it.
+    assert scalars(tmp_path, "attention/share_of_ceiling") == [(2, 0.5), (3, 0.25)]
+    assert scalars(tmp_path, "step/tokens_per_second") == [(2, 4.0), (3, 8.0)]
+    for tag in ("machine/utilisation", "phases/data", "phases/communication", "step/compile_seconds"):
+        assert scalars(tmp_path, tag), tag
 
 
 def test_thinning_keeps_the_sums_and_bounds_the_number() -> None:
@@ -261,13 +263,11 @@ def test_thinning_keeps_the_sums_and_bounds_the_number() -> None:
         thinned.add(MonitorRecord(step, length, 10, shares, **known))
     records = thinned.all()
     assert len(records) <= 17
-    assert sum(record.steps for record in records) == 1000
     assert len({record.steps for record in records[:-1]}) == 1, "old and new steps have the same resolution"
-    assert records[-1].step == records[-1].memory == 1000
-    total = sum(record.steps * record.seconds for record in records)
-    assert total == pytest.approx(sum(seconds))
-    assert sum(record.steps * (record.loss or 0) for record in records) == pytest.approx(1000 * 1001 / 2)
-    forward = sum(record.steps * record.seconds * record.phases.forward for record in records)
+    assert records[-1].step == records[-1].memory == sum(record.steps for record in records) == 1000
+    assert sum(x.steps * x.seconds for x in records) == pytest.approx(sum(seconds))
+    assert sum(x.steps * (x.loss or 0) for x in records) == pytest.approx(1000 * 1001 / 2)
+    forward = sum(x.steps * x.seconds * x.phases.forward for x in records)
     assert forward == pytest.approx(sum(seconds[::2]))
     assert all(record.attention_share == pytest.approx(0.5) for record in records)
 
@@ -283,15 +283,20 @@ def test_thinning_keeps_the_sums_and_bounds_the_number() -> None:
         ("step forward data", r"data: expected a request for a batch outside .* got it within 'forward'"),
         ("zeroth", r"step: expected a number above 0, the last one, got 0"),
         ("close step", r"step: expected an open monitor, got a closed monitor"),
+        ("loss", r"loss: expected a loss within a step, got a loss outside of a step"),
+        ("step held_out", r"held_out: expected an open monitor between steps"),
+        ("close held_out", r"got a closed monitor"),
     ],
 )
-def test_misuse_is_named(calls: str, message: str, world: World, tmp_path: Path) -> None:
-    monitor = world.monitor(tmp_path)
+def test_misuse_is_named(calls: str, message: str, watch: Any) -> None:
+    monitor = watch()
     places = {
         "step": monitor.step,
         "zeroth": lambda: monitor.step(number=0),
         "close": lambda: nullcontext(monitor.close()),
         "data": lambda: nullcontext(next(monitor.data([1]))),
+        "loss": lambda: nullcontext(monitor.loss(1.0)),
+        "held_out": lambda: nullcontext(monitor.held_out(1.0)),
     }
 
     def attempt() -> None:
@@ -303,21 +308,18 @@ def test_misuse_is_named(calls: str, message: str, world: World, tmp_path: Path)
         attempt()
 
 
-def test_impossible_options_are_refused(tmp_path: Path) -> None:
-    for options, message in (
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         ({"every": 0}, r"every: expected 1 or more, got 0"),
         ({"ceiling": 0.0}, r"ceiling: expected FLOP/s above 0"),
         ({"ceiling": float("nan")}, r"ceiling: .* got nan"),
         ({"device": "meta"}, r"device: expected cpu or cuda, got meta\. Pass your own probe"),
-    ):
-        with pytest.raises(OptionError, match=message):
-            Monitor(tmp_path, **options)
-
-
-def test_the_compiler_is_not_loaded_to_ask_for_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "torch._dynamo.utils", raising=False)
-    assert probes.compile_seconds() == 0.0
-    assert "torch._dynamo.utils" not in sys.modules
+    ],
+)
+def test_impossible_options_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=message):
+        Monitor(tmp_path, **options)
 
 
 @pytest.mark.parametrize("has_nvml", [True, False])
@@ -333,32 +335,31 @@ def test_a_device_is_asked_for_its_utilisation_or_judged_by_its_phases(
 
     monkeypatch.setattr(torch.cuda, "utilization", utilization)
     probe = CudaProbe(torch.device("cuda", 0), period=2)
-    probe.start()
     seen = [probe.utilisation(4.0, 3.0) for _ in range(3)]
     assert seen == ([0.8, 0.8, 0.4] if has_nvml else [0.75] * 3)
     assert ("NVML" in probe.utilisation_source) == has_nvml
 
 
 def test_the_operators_count_visible_pairs_inside_compiled_graphs_too(tmp_path: Path) -> None:
-    if probes.attention_totals() is None:
-        pytest.skip("the kernel is not compiled")
     heads, length, dim = 2, 32, 16
     x = torch.randn(1, heads, length, dim, requires_grad=True)
     call = torch.compile(lambda x: attention(x, x, x, mask=causal()).sum(), backend="eager", fullgraph=True)
     with Monitor(tmp_path, ceiling=1e12) as monitor:
         for _ in range(2):
             with monitor.step():
-                with monitor.phase("forward"):
-                    loss = call(x)
-                with monitor.phase("backward"):
-                    loss.backward()
+                call(x).backward()
     torch._dynamo.reset()
-    pairs = heads * length * (length + 1) / 2
-    for record in monitor.results().monitor:
-        assert record.attention_flops == (4 + 10) * pairs * dim
-        assert 0 < record.attention_share < 1
-        assert record.ceiling_share > 0
     assert monitor.results().monitor[0].compile_seconds > 0
+    for record in monitor.results().monitor:
+        if attention_totals() is not None:  # the compiled kernel
+            assert record.attention_flops == (4 + 10) * heads * length * (length + 1) / 2 * dim
+            assert 0 < record.attention_share < 1
+            assert record.ceiling_share > 0
+    # Without counters there are no figures of attention.
+    with Monitor(tmp_path / "without", attention=lambda: None) as monitor, monitor.step():
+        pass
+    assert monitor.results().monitor[0].attention_flops_per_second is None
+    assert not scalars(tmp_path / "without", "attention/tflops")
 
 
 def test_a_step_costs_a_small_part_of_one_percent(tmp_path: Path) -> None:
@@ -410,7 +411,6 @@ def test_training_is_the_same_to_the_bit_whether_watched_or_not(tiny: Any, tmp_p
     assert [(record.step, record.tokens) for record in records] == [(step, 96) for step in range(1, 5)]
     for record in records:
         assert sum(astuple(record.phases)) == pytest.approx(1.0)
-        assert min(astuple(record.phases)) >= 0
         # How large they are depends on what else the machine does.
         assert min(record.phases.forward, record.phases.backward, record.phases.optimizer) > 0
     watched(resume=True, from_step=2)

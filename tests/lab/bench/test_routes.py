@@ -3,9 +3,8 @@
 import json
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -150,35 +149,6 @@ def test_what_goes_wrong_in_the_other_environment_is_the_reason(other_python):
     assert route.reason == "its process did not end within 0 s"
     (route,) = routes.lazy_routes(SMALL, QUICK, Path("/nowhere/python"), 2)
     assert "make test-xla" in route.reason
-
-
-@pytest.mark.slow
-@pytest.mark.compiled_module("the other route of the worker takes it")
-def test_the_worker_takes_both_routes(monkeypatch):
-    """With a stand-in for torch_xla, on the CPU: its own environment is not here."""
-    pytest.importorskip("jax")
-    from attnspan.torch import attention
-
-    monkeypatch.setattr(routes, "BOUNDS", {"float32": 1e-3})
-    waits, steps = [], []
-    xm = SimpleNamespace(wait_device_ops=lambda: waits.append(1))
-    metrics = SimpleNamespace(metric_data=lambda name: (1, 5e8, []) if name == "CompileTime" else None)
-    core, debug = SimpleNamespace(xla_model=xm), SimpleNamespace(metrics=metrics)
-    lazy = SimpleNamespace(device=lambda: "cpu", sync=lambda wait: steps.append(wait), core=core, debug=debug)
-    modules = {"torch_xla": lazy, "torch_xla.core": core, "torch_xla.core.xla_model": xm}
-    modules |= {"torch_xla.debug": debug, "torch_xla.debug.metrics": metrics}
-    modules["attnspan.xla"] = SimpleNamespace(attention=attention)
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    for backward in (False, True):
-        task = {"problem": asdict(replace(SMALL, backward=backward)), "budget": asdict(QUICK)}
-        beside, found = json.loads(json.dumps(routes.worker(task)))
-        assert (beside["reason"], found["reason"], found["partner"]) == (None, None, "jax-beside-xla")
-        assert found["error"] < 1e-5
-        assert found["retrace"]["samples"]
-    assert waits
-    assert steps
-    assert not any(steps), "a call is handed over, not waited for"
 
 
 @pytest.mark.parametrize(

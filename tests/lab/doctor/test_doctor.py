@@ -15,7 +15,7 @@ from attnspan.errors import OptionError
 from attnspan_lab.cli import build_app
 from attnspan_lab.doctor import Finding, Place, diagnose, run
 from attnspan_lab.doctor.findings import merged
-from attnspan_lab.doctor.run import _crash, _in_library, _isolated, _with_known_issues
+from attnspan_lab.doctor.run import _crash, _in_library, _with_known_issues
 
 HERE = Path(__file__).parent
 #: Each stage has a process of its own, which is forked: no interpreter starts.
@@ -197,17 +197,6 @@ def test_findings_of_one_line_are_one_and_in_order() -> None:
     place = Place("a.py", 3)
     found = merged([Finding("copy", "a", (place,)), Finding("leak", "b"), Finding("copy", "a", (place,))])
     assert [(x.kind, x.count) for x in found] == [("leak", 1), ("copy", 2)]
-
-
-def test_whose_a_break_is() -> None:
-    own, theirs = (Finding("graph-break", "b", (Place("a.py", n),), stage="compiled") for n in (1, 2))
-    alone = Finding("graph-break", "b", (Place("a.py", 1),), stage="without attention")
-    said = [x.evidence[-1] for x in _isolated([own, theirs, alone], {"graphs": 1})]
-    assert "code around it" in said[0]
-    assert "attention is the cause" in said[1]
-    # Nothing is said of a stage that did not end, and no verdict where attention stayed.
-    assert [x.evidence for x in _isolated([own], None)] == [()]
-    assert "cannot be taken out (flash)" in _isolated([own], {"left": "flash"})[0].evidence[-1]
 
 
 @FORKED

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import sync_playwright
 
 from attnspan_lab.doctor import Diagnosis, Finding, Place
 from attnspan_lab.doctor.show import write_page
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
-from browser import ARGUMENTS, find_browser
+from browser import a_browser, draw_all, opened
 
 HOSTILE = "<script>alert(1)</script> & [bold]"
 
@@ -50,32 +48,14 @@ def diagnosis() -> Diagnosis:
 def test_a_page_in_a_browser(tmp_path: Path, width: int, dark: bool) -> None:
     path = tmp_path / "found.html"
     write_page(diagnosis(), path)
-    said: list[str] = []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=find_browser(os.environ), args=list(ARGUMENTS))
-        page = browser.new_page(viewport={"width": width, "height": 900})
-        for event in ("console", "pageerror", "dialog"):
-            page.on(event, lambda x: said.append(str(x)))  # type: ignore[call-overload]
-        page.on("request", lambda x: said.append(x.url) if x.url.startswith("http") else None)
-        page.goto(path.as_uri())
+    with a_browser() as browser, opened(browser, path, width) as page:
         if dark:
             page.click("#theme")
         headings = page.locator("h2").all_inner_texts()
-        assert headings == [
-            "1. leak",
-            "2. graph-break",
-            "Measured",
-            "Timeline",
-            "Mask",
-            "Features",
-            "Machine",
-        ]
+        assert headings[:2] == ["1. leak", "2. graph-break"]
+        assert headings[2:] == ["Measured", "Timeline", "Mask", "Features", "Machine"]
         assert "test_doctor_page.py:1" in page.locator("#finding-1").inner_text()
         assert HOSTILE in page.locator("#finding-1").inner_text()
         assert "m.py:3" in page.locator("#measured").inner_text()
-        for chart in page.locator(".chart").all():
-            chart.scroll_into_view_if_needed()
-            chart.locator("svg.main-svg").first.wait_for()
+        assert len(draw_all(page)) == 4
         assert page.evaluate("document.documentElement.scrollWidth") <= width
-        browser.close()
-    assert said == []

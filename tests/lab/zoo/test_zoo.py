@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import sys
 from itertools import cycle, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from covering import everything
 from rich.console import Console
-from zoo_samples import OURS as SAMPLES
 from zoo_samples import architectures as samples
 
 from attnspan.errors import OptionError
 from attnspan_lab.bench.cells import Timing
 from attnspan_lab.bench.statistics import Interval
-from attnspan_lab.cli import main
 from attnspan_lab.zoo import run
 from attnspan_lab.zoo.cells import Cell, Generation, Row, Speed, ZooResults
-from attnspan_lab.zoo.markdown import BEGIN, END, markdown_of, write_markdown
+from attnspan_lab.zoo.markdown import BEGIN, END, markdown_of
 from attnspan_lab.zoo.measure import Keeper, Key, Settings, plan, results
-from attnspan_lab.zoo.page import write_page
 from attnspan_lab.zoo.run import run_zoo
 from attnspan_lab.zoo.speed import SpeedSettings, measure_speed
 from attnspan_lab.zoo.table import line_of, show_zoo
@@ -242,47 +239,56 @@ def sample_results() -> ZooResults:
     )
 
 
-def test_the_table_fits_and_says_what_is_wrong() -> None:
-    for width in (70, 200):
-        out = io.StringIO()
-        show_zoo(sample_results(), Console(file=out, width=width))
-        text = out.getvalue()
-        for words in (
-            "attnspan passes all checks in 0 of 3",
-            "llama, eager packed: leaks: document 0 <b>",
-        ):
-            assert words in " ".join(text.split())
-        assert "2.00x" in text
-        assert "3.00x" in text
+@pytest.mark.parametrize("width", [70, 200])
+def test_the_table_fits_and_says_what_is_wrong(width: int) -> None:
+    out = io.StringIO()
+    show_zoo(sample_results(), Console(file=out, width=width))
+    text = " ".join(out.getvalue().split())
+    for words in (
+        "passes all checks in 0 of 3",
+        "llama, eager packed: leaks: document 0 <b>",
+        "2.00x",
+        "3.00x",
+    ):
+        assert words in text
 
 
-def test_the_page_holds_every_cell_and_escapes_what_it_shows(tmp_path: Path) -> None:
-    page = tmp_path / "zoo.html"
-    write_page(sample_results(), page)
-    text = page.read_text(encoding="utf-8")
-    assert text.count('data-attention="') == sum(len(row.cells) for row in sample_results().rows)
-    assert "&lt;i&gt;odd&lt;/i&gt;" in text
-    assert "<i>odd" not in text
-    assert "no <script>" not in text
-    write_page(ZooResults(), page)
-    assert "All cells" not in page.read_text(encoding="utf-8")
+def test_a_file_becomes_a_page_and_the_tables_between_marks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attnspan: Any
+) -> None:
+    results = sample_results()
+    results.save(tmp_path / "zoo.json.gz")
+    monkeypatch.chdir(tmp_path)
 
-
-def test_figures_go_between_the_marks(tmp_path: Path) -> None:
-    path = tmp_path / "zoo.md"
-    path.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    write_markdown(sample_results(), path)
-    text = path.read_text()
+    tables = Path("zoo.md")
+    tables.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    code, said, _ = attnspan("zoo", *["--show", "zoo.json.gz", "--page", "zoo.html", "--markdown", "zoo.md"])
+    assert code == 0
+    assert "llama" in said
+    page = Path("zoo.html").read_text(encoding="utf-8")
+    assert page.count('data-attention="') == sum(len(row.cells) for row in results.rows)
+    assert "&lt;i&gt;odd&lt;/i&gt;" in page
+    assert "<i>odd" not in page
+    assert "no <script>" not in page
+    text = tables.read_text()
     assert text.startswith(f"before\n{BEGIN}\n")
     assert text.endswith(f"{END}\nafter\n")
     assert "old" not in text
     assert "| **median of 1** |  |  |  | **2.00x** |  |  | **3.00x** |  |" in text
     assert "| rwkv | no attention |" in text
     assert "| architectures that compile to one graph | - | 1 of 1 | 0 of 1 | 1 of 1 |" in text
-    path.write_text("no marks")
-    with pytest.raises(OptionError, match="Add these lines, or pass a new file"):
-        write_markdown(sample_results(), path)
-    assert path.read_text() == "no marks"
+    tables.write_text("no marks")
+    for given, wanted in (
+        ("--show zoo.json.gz --markdown zoo.md", "Add these lines, or pass a new file"),
+        ("--layouts dense", "--layouts: expected some of plain, packed, padded"),
+        ("--library keras", "--library: expected some of transformers, diffusers"),
+        ("--show zoo.json.gz --speed", "--show"),
+        ("--show missing.json", "no such file"),
+    ):
+        code, _, said = attnspan("zoo", *given.split())
+        assert code == 2
+        assert wanted in said
+    assert tables.read_text() == "no marks"
 
 
 def test_the_page_of_the_site_shows_the_results_file() -> None:
@@ -290,34 +296,6 @@ def test_the_page_of_the_site_shows_the_results_file() -> None:
     _, _, after = (root / "docs" / "zoo.md").read_text(encoding="utf-8").partition(BEGIN)
     shown = after.partition(END)[0].strip()
     assert shown == markdown_of(ZooResults.load(root / "benchmarks/results/zoo.json.gz")).strip()
-
-
-def test_the_command_shows_a_file_and_refuses_unknown_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sample_results().save(tmp_path / "zoo.json.gz")
-    monkeypatch.chdir(tmp_path)
-
-    def command(*given: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["attnspan", "zoo", *given])
-        with pytest.raises(SystemExit) as end:
-            main()
-        return int(end.value.code or 0), "".join(capsys.readouterr())
-
-    code, said = command("--show", "zoo.json.gz", "--page", "zoo.html", "--markdown", "zoo.md")
-    assert code == 0
-    assert "llama" in said
-    assert (tmp_path / "zoo.html").exists()
-    assert BEGIN in (tmp_path / "zoo.md").read_text()
-    for given, wanted in (
-        (["--layouts", "dense"], "--layouts: expected some of plain, packed, padded"),
-        (["--library", "keras"], "--library: expected some of transformers, diffusers"),
-        (["--show", "zoo.json.gz", "--speed"], "--show"),
-        (["--show", "missing.json"], "no such file"),
-    ):
-        code, said = command(*given)
-        assert code == 2
-        assert wanted in said
 
 
 # A dozen: softcaps, windows, chunks, sinks, latents, experts, biases, cross attention, encoders.
@@ -368,16 +346,3 @@ def test_families_run_exactly_and_do_not_leak(name: str, implementation: str, mo
     assert complaints(row, implementation) == []
     assert is_exact(row, cell)
     assert cell.calls if implementation == "attnspan" else not cell.calls
-
-
-def test_every_sample_is_used() -> None:
-    assert set(SAMPLES) == {
-        *WRONG,
-        "sound",
-        "breaking",
-        "specialising",
-        "own",
-        "own_leak",
-        "crashing",
-        "hanging",
-    }

@@ -1,24 +1,22 @@
-"""The options of ``attnspan bench``, and its command. This module imports no framework."""
+"""The options of ``attnspan bench``. This module imports no framework."""
 
 # ruff: noqa: RUF009 (`option` makes a field of the dataclass)
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from attnspan_lab.console import option, options_of, words
+from attnspan_lab.console import option, words
 
-__all__ = ["BenchOptions", "command"]
+__all__ = ["NAMES", "BenchOptions"]
 
 _what = partial(option, "Selection")
 _how = partial(option, "Measurement")
 _where = partial(option, "Output")
-_NAMES = (
+#: Help text of the arguments.
+NAMES = (
     'names of workloads or families, patterns like "long-*", "grid", "training" (default: all but these two)'
 )
 
@@ -80,22 +78,3 @@ class BenchOptions:
     def asked(self) -> tuple[str, ...]:
         """All requested names, from the arguments and ``--workload``."""
         return (*self.names, *words(self.workload))
-
-
-def command(write_page: Callable[[Any, Path], None]) -> Callable[..., None]:
-    """Make the command: a function with an option for each field of `BenchOptions`.
-
-    Args:
-        write_page: Writes the HTML page of results.
-    """
-    import typer
-
-    def bench(**given: Any) -> None:
-        from attnspan_lab.bench.command import execute
-
-        names = tuple(given.pop("names") or ())
-        raise typer.Exit(execute(BenchOptions(names, **given), write_page))
-
-    parameters = options_of(BenchOptions, names=_NAMES)
-    bench.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return bench

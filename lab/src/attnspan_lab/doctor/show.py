@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
@@ -13,7 +14,7 @@ from attnspan_lab.console import bytes_text, seconds_text
 from attnspan_lab.doctor.findings import Diagnosis, Finding
 from attnspan_lab.files import write_whole
 from attnspan_lab.report.charts import Chart, Entry, Section, Table, axis, plain
-from attnspan_lab.report.page import Page
+from attnspan_lab.report.page import write_sections
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,6 +27,13 @@ _STYLES = {
     "compile": "bold yellow",
     "slow": "bold cyan",
     "note": "dim",
+}
+_CARDS = {
+    "stops": "stop the examination",
+    "wrong": "wrong results",
+    "compile": "compiler",
+    "slow": "time and memory",
+    "note": "notes",
 }
 _LEAD = "Findings on attention and torch.compile in this model, each with its line, cause and remedy."
 
@@ -137,51 +145,36 @@ def write_page(diagnosis: Diagnosis, path: Path) -> None:
     Raises:
         ModuleNotFoundError: jinja2 or plotly is not installed (the extra ``bench``).
     """
-    sections = [_section(i, x) for i, x in enumerate(diagnosis.findings, 1)]
-    sections += [
-        x
-        for x in (_measured(diagnosis), _timeline(diagnosis), _mask(diagnosis), _matrix(diagnosis))
-        if x is not None
-    ]
-    counts: dict[str, int] = {}
-    for x in diagnosis.findings:
-        counts[x.severity] = counts.get(x.severity, 0) + 1
-    words = {
-        "stops": "stop the examination",
-        "wrong": "wrong results",
-        "compile": "compiler",
-        "slow": "time and memory",
-        "note": "notes",
-    }
-    cards: list[tuple[str, str, list[str]]] = [(words[k], str(n), []) for k, n in counts.items()] or [
-        ("findings", "none", ["no problem was found"])
-    ]
-    Page(
+    counts = Counter(_CARDS[x.severity] for x in diagnosis.findings)
+    cards: list[tuple[str, str, list[str]]] = [(name, str(n), []) for name, n in counts.items()]
+    write_sections(
+        path,
         title=f"attnspan doctor: {diagnosis.subject.rpartition(': ')[0] or diagnosis.subject}",
         lead=_LEAD,
-        sections=sections,
+        sections=(
+            *(_section(i, x) for i, x in enumerate(diagnosis.findings, 1)),
+            _measured(diagnosis),
+            _timeline(diagnosis),
+            _mask(diagnosis),
+            _matrix(diagnosis),
+        ),
         environment=diagnosis.environment,
         glance="findings by severity, and measurements.",
-        cards=cards,
+        cards=cards or [("findings", "none", ["no problem was found"])],
         complete=diagnosis.complete,
-    ).write(path)
+    )
 
 
 def _section(number: int, finding: Finding) -> Section:
-    rows = tuple((Entry(k), Entry(v)) for k, v in rows_of(finding))
     caption = f"{finding.kind}, seen {finding.count} times" if finding.count > 1 else finding.kind
-    table = Table(caption, ("", "finding"), rows, frozenset({"", "finding"}))
+    table = Table(caption, ("", "finding"), rows_of(finding))
     return Section(f"finding-{number}", f"{number}. {finding.kind}", finding.what, table=table)
 
 
 def _measured(diagnosis: Diagnosis) -> Section | None:
-    rows = tuple((Entry(k), Entry(v)) for k, v in facts_of(diagnosis))
-    table = Table("Measurements of the steps", ("", "measured"), rows, frozenset({"", "measured"}))
-    return (
-        Section("measured", "Measured", "Attention calls, kernels and compilations.", table=table)
-        if rows
-        else None
-    )
+    table = Table("Measurements of the steps", ("", "measured"), facts_of(diagnosis))
+    lead = "Attention calls, kernels and compilations."
+    return Section("measured", "Measured", lead, table=table) if table.rows else None
 
 
 def _timeline(diagnosis: Diagnosis) -> Section | None:
@@ -191,45 +184,25 @@ def _timeline(diagnosis: Diagnosis) -> Section | None:
     if not events:
         return None
     first, names = min(x[1] for x in events), [plain(f"{i}. {x[0]}") for i, x in enumerate(events, 1)]
-    bars = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": name,
-            "y": [y for y, x in zip(names, events, strict=True) if x[3] == forward],
-            "base": [x[1] - first for x in events if x[3] == forward],
-            "x": [x[2] - x[1] for x in events if x[3] == forward],
-            "marker": {"color": color},
-        }
-        for name, forward, color in (("forward", True, "@ours"), ("backward", False, "@peer1"))
-    ]
+    compilations = []
+    for forward, color in ((True, "@ours"), (False, "@peer1")):
+        own = [(name, x) for name, x in zip(names, events, strict=True) if x[3] == forward]
+        y, base, x = [n for n, _ in own], [e[1] - first for _, e in own], [e[2] - e[1] for _, e in own]
+        look = {"type": "bar", "orientation": "h", "marker": {"color": color}}
+        compilations.append(
+            {"name": "forward" if forward else "backward", "y": y, "base": base, "x": x, **look}
+        )
+    down = {"autorange": "reversed", "categoryarray": names}
+    layout = {"xaxis": axis("seconds"), "yaxis": down, "barmode": "overlay"}
+    alt, height = f"{len(events)} compilations", max(220, 26 * len(events) + 90)
+    note = "One bar per compilation of a frame"
+    chart = Chart("Compilations", note, alt, compilations, layout, height)
     steps = facts.get("step seconds", [])
-    layout = {
-        "xaxis": axis("seconds"),
-        "yaxis": {"autorange": "reversed", "categoryarray": names},
-        "barmode": "overlay",
-    }
-    chart = Chart(
-        "Compilations", "One bar per compilation of a frame", f"{len(events)} compilations", bars, layout,
-        height=max(220, 26 * len(events) + 90),
-    )  # fmt: skip
-    last = [
-        {
-            "type": "bar",
-            "x": list(range(1, len(steps) + 1)),
-            "y": steps,
-            "marker": {"color": "@ours"},
-            "name": "step",
-        }
-    ]
+    numbers = list(range(1, len(steps) + 1))
+    last = {"type": "bar", "x": numbers, "y": steps, "marker": {"color": "@ours"}, "name": "step"}
     layout = {"xaxis": axis("step", dtick=1), "yaxis": axis("seconds", log=True)}
-    again = Chart(
-        "Steps",
-        "A step that takes much longer than the last step compiled something",
-        f"{len(steps)} steps",
-        last,
-        layout,
-    )
+    note = "A step that takes much longer than the last step compiled something"
+    again = Chart("Steps", note, f"{len(steps)} steps", [last], layout)
     lead = "Time of tracing and compilation for each frame, and time of each step."
     return Section("timeline", "Timeline", lead, (chart, again), layout="single")
 
@@ -238,31 +211,19 @@ def _mask(diagnosis: Diagnosis) -> Section | None:
     rows = diagnosis.facts.get("eager", {}).get("mask")
     if not rows:
         return None
-    data = [
-        {
-            "type": "heatmap",
-            "z": [[int(x) for x in row] for row in rows],
-            "showscale": False,
-            "colorscale": [[0, "#80808033"], [1, "#2f86c5"]],
-            "xgap": 0,
-            "ygap": 0,
-        }
-    ]
-    layout: dict[str, Any] = {
-        "xaxis": axis("key"),
-        "yaxis": axis("query", autorange="reversed", scaleanchor="x"),
-    }
+    data = _heatmap(["#80808033", "#2f86c5"], z=[[int(x) for x in row] for row in rows])
+    layout = {"xaxis": axis("key"), "yaxis": axis("query", autorange="reversed", scaleanchor="x")}
     seen = sum(row.count("1") for row in rows) / max(sum(map(len, rows)), 1)
-    chart = Chart(
-        "Visible pairs", f"{seen:.0%} of the pairs are visible", "the mask", data, layout, height=380
-    )
-    return Section(
-        "mask",
-        "Mask",
-        "The mask of the last attention call, for batch element 0. A pair is shown if any head sees it.",
-        (chart,),
-        layout="single",
-    )
+    note = f"{seen:.0%} of the pairs are visible"
+    chart = Chart("Visible pairs", note, "the mask", [data], layout, height=380)
+    lead = "The mask of the last attention call, for batch element 0. A pair is shown if any head sees it."
+    return Section("mask", "Mask", lead, (chart,), layout="single")
+
+
+def _heatmap(colors: list[str], **more: Any) -> dict[str, Any]:
+    """Make a heat map of zeros and ones."""
+    scale = [[0, colors[0]], [1, colors[1]]]
+    return {"type": "heatmap", "zmin": 0, "zmax": 1, "showscale": False, "colorscale": scale, **more}
 
 
 def _matrix(diagnosis: Diagnosis) -> Section | None:
@@ -273,31 +234,19 @@ def _matrix(diagnosis: Diagnosis) -> Section | None:
     across = list(dict.fromkeys(_checkpointing(x) for x in cells))
     down = list(dict.fromkeys(x["compile"] for x in cells))
     results = {(x["compile"], _checkpointing(x)): float(not x["result"]) for x in cells}
-    data = [
-        {
-            "type": "heatmap",
-            "x": [plain(x) for x in across],
-            "y": [plain(y) for y in down],
-            "z": [[results.get((y, x)) for x in across] for y in down],
-            "zmin": 0,
-            "zmax": 1,
-            "showscale": False,
-            "colorscale": [[0, "#c44601"], [1, "#009e73"]],
-            "xgap": 3,
-            "ygap": 3,
-        }
-    ]
+    z = [[results.get((y, x)) for x in across] for y in down]
+    labels = {"x": list(map(plain, across)), "y": list(map(plain, down))}
+    data = _heatmap(["#c44601", "#009e73"], z=z, xgap=3, ygap=3, **labels)
     names, failed = tuple(cells[0]), sum(bool(x["result"]) for x in cells)
     layout = {"xaxis": axis("checkpointing"), "yaxis": axis("compile", autorange="reversed")}
     note = "Green: passes. Red: fails. Empty: not run"
-    chart = Chart("Combinations", note, f"{failed} of {len(cells)} combinations fail", data, layout)
-    rows = tuple(
-        tuple(Entry(x[name] or "ok", badge="fails" if name == "result" and x[name] else "") for name in names)
-        for x in cells
-    )
-    table = Table("One row per combination", names, rows, frozenset(names))
-    lead = f"{failed} of {len(cells)} combinations fail."
-    return Section("matrix", "Features", lead, (chart,), table, layout="single")
+    lead = f"{failed} of {len(cells)} combinations fail"
+    chart = Chart("Combinations", note, lead, [data], layout)
+    rows = [
+        [Entry(x[n] or "ok", badge="fails" if n == "result" and x[n] else "") for n in names] for x in cells
+    ]
+    table = Table("One row per combination", names, rows)
+    return Section("matrix", "Features", f"{lead}.", (chart,), table, layout="single")
 
 
 def _checkpointing(cell: dict[str, str]) -> str:

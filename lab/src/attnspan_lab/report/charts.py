@@ -1,4 +1,4 @@
-"""Common parts of charts: theme-independent data for Plotly, and alternative texts."""
+"""Common parts of pages: charts as theme-independent data for Plotly, tables, and sections."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from attnspan_lab.bench.cells import OURS, Cell
 from attnspan_lab.bench.standings import View
 from attnspan_lab.bench.statistics import Interval
-from attnspan_lab.console import ratio_digits
+from attnspan_lab.console import NONE, ratio_digits
 
 __all__ = [
     "Chart",
@@ -20,17 +20,14 @@ __all__ = [
     "Table",
     "axis",
     "bars",
-    "facets",
     "hovered",
     "line_at",
     "names_axis",
     "plain",
     "ratio_text",
-    "trace",
 ]
 
 _COLORS = 7
-_MANY = 12  # Families with at least this many cells are split by mask and head dim.
 _SYMBOLS = ("square", "diamond", "triangle-up", "triangle-down", "cross", "x", "pentagon")
 
 
@@ -69,12 +66,28 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """A table. The first column is the heading of each row, and the columns `words` hold text."""
+    """A table. The first column is the heading of each row.
+
+    Args:
+        caption: Text above the columns.
+        columns: Names of the columns.
+        rows: Cells of each row.
+        filters: Values of each row by the name of a filter. Empty for a table without filters.
+        hint: Placeholder of the search field.
+    """
 
     caption: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[Entry, ...], ...]
-    words: frozenset[str]
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Entry | str]]
+    filters: Sequence[dict[str, str]] = ()
+    hint: str = ""
+
+    @property
+    def words(self) -> list[bool]:
+        """Whether each column holds text: none of its cells has a value."""
+        return [
+            all(getattr(x, "value", None) is None for x in column) for column in zip(*self.rows, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -84,7 +97,7 @@ class Section:
     anchor: str
     title: str
     lead: str
-    charts: tuple[Chart, ...] = ()
+    charts: Sequence[Chart] = ()
     table: Table | None = None
     layout: str = ""
 
@@ -113,34 +126,10 @@ class Palette:
         return _SYMBOLS[(index + index // _COLORS) % len(_SYMBOLS)]
 
 
-def facets(cells: Iterable[Cell]) -> list[tuple[View, str, list[tuple[str, Cell]]]]:
-    """Group cells into charts, with labels: by family, and large families also by mask and head dim."""
-    families: dict[tuple[View, str], list[Cell]] = {}
-    for cell in cells:
-        families.setdefault((View.of(cell), cell.workload.family), []).append(cell)
-    found = []
-    for (view, family), members in families.items():
-        if len(members) <= _MANY:
-            found.append((view, family, [(cell.workload.name, cell) for cell in members]))
-            continue
-        parts: dict[str, list[tuple[str, Cell]]] = {}
-        for cell in members:
-            title = f"{family}: {cell.workload.mask.removesuffix('()')}, D {cell.workload.head_dim}"
-            parts.setdefault(title, []).append((cell.workload.sizes, cell))
-        found += [(view, title, part) for title, part in parts.items()]
-    return found
-
-
 def axis(title: str, *, log: bool = False, **more: Any) -> dict[str, Any]:
     """Make an axis. Logarithmic axes have ticks at 1, 2 and 5 times powers of ten."""
     kind = {"type": "log", "exponentformat": "SI", "minexponent": 3} if log else {"exponentformat": "SI"}
     return {"title": {"text": plain(title)}, **kind, **more}
-
-
-def trace(palette: Palette, peer: str, hover: Sequence[str], **more: Any) -> dict[str, Any]:
-    """Make a scatter trace of one peer, in its colour and with a text for each point."""
-    marker = {"color": palette.color(peer), "symbol": palette.symbol(peer)} | more.pop("marker", {})
-    return hovered("scatter", hover, name=plain(peer), meta={"peer": peer}, marker=marker, **more)
 
 
 def hovered(kind: str, hover: Sequence[str], **more: Any) -> dict[str, Any]:
@@ -183,6 +172,6 @@ def plain(text: str) -> str:
 def ratio_text(ratio: Interval | None) -> str:
     """Format a ratio with its interval: "1.42x (1.40 to 1.45)"."""
     if ratio is None:
-        return "-"
+        return NONE
     low, middle, high = map(ratio_digits, (ratio.low, ratio.median, ratio.high))
     return f"{middle}x ({low} to {high})"

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
 from hashlib import sha256
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnspan_lab.bench.cells import OURS, Ceilings
+from attnspan_lab.bench.cells import OURS
 from attnspan_lab.bench.results import Results
 from attnspan_lab.console import NONE, bytes_text, percent, rate_text
 from attnspan_lab.files import write_whole
 from attnspan_lab.report.charts import Palette, Section
 from attnspan_lab.report.figures import memory_section, ratio_section, roofline_section, scaling_sections
 from attnspan_lab.report.steps import monitor_section, training_section
-from attnspan_lab.report.tables import Filtered, cards, cell_table, standing_section, target_section
+from attnspan_lab.report.tables import cards, cell_section, standing_section, target_section
 
 if TYPE_CHECKING:
     import jinja2
 
-__all__ = ["Page", "write_page"]
+__all__ = ["write_page", "write_sections"]
 
 _MOST_NAMES = 4  # families in a title
 _MEASURED = (
@@ -31,6 +30,9 @@ _MEASURED = (
     "median over pairs, with an interval by order statistics."
 )
 _TRAINED = "How the loss fell, how fast the steps were, and where their time went."
+_GLANCE = (
+    "geometric means of the time of each cell's fastest peer over attnspan's. Above 1, attnspan is faster."
+)
 
 
 def write_page(results: Results, path: Path, *, title: str = "") -> None:
@@ -55,7 +57,7 @@ def write_page(results: Results, path: Path, *, title: str = "") -> None:
         True
     """
     palette = Palette(results.cells)
-    found = (
+    sections = (
         target_section(results),
         standing_section(results),
         ratio_section(results, palette),
@@ -64,74 +66,59 @@ def write_page(results: Results, path: Path, *, title: str = "") -> None:
         memory_section(results, palette),
         training_section(results),
         monitor_section(results),
+        cell_section(results),
     )
-    sections = [section for section in found if section is not None]
-    page = Page(
+    write_sections(
+        path,
         title=title or _title(results),
         lead=_TRAINED if results.monitor and not (results.cells or results.training) else _MEASURED,
         sections=sections,
         environment=results.environment,
-        glance="geometric means of the time of each cell's fastest peer over attnspan's. Above 1, attnspan "
-        "is faster.",
+        glance=_GLANCE,
         cards=cards(results),
-        views=_views(sections),
-        legend=[(OURS, "ours"), *((peer, palette.color(peer)[1:]) for peer in palette.peers)],
-        table=cell_table(results),
+        legend=[(peer, palette.color(peer)[1:]) for peer in (OURS, *palette.peers)],
         ceilings=results.roof,
         complete=results.complete,
     )
-    page.write(path)
 
 
-@dataclass(frozen=True)
-class Page:
-    """Contents of a page.
+def write_sections(
+    path: Path, *, sections: Sequence[Section | None], environment: dict[str, Any], **shown: Any
+) -> None:
+    """Write sections as one HTML file, atomically.
 
     Args:
-        title, lead: Title and first sentence.
-        sections: Sections, in order.
+        path: The file.
+        sections: Sections, in order. None is left out.
         environment: Environment of the measurement.
-        glance: Caption of the cards.
-        cards: Name, value and notes of each card.
-        views: Choices of each switch of the charts.
-        legend: Peers and their colours, for charts with a view.
-        table: A long table with filters.
-        ceilings: Ceilings of the machine.
-        complete: With False, the page says that the measurement was stopped.
+        **shown: Other names of page.html.jinja: ``title`` and ``lead``, ``glance`` (the caption of the cards)
+            and ``cards`` (name, value and notes of each), ``legend`` (peers and their colours), ``ceilings``
+            of the machine, and ``complete``.
+
+    Raises:
+        ModuleNotFoundError: jinja2 or plotly is not installed (the extra ``bench``).
     """
+    from plotly.offline import get_plotlyjs
 
-    title: str
-    lead: str
-    sections: Sequence[Section]
-    environment: dict[str, Any]
-    glance: str = ""
-    cards: Sequence[tuple[str, str, list[str]]] = ()
-    views: dict[str, list[str]] = field(default_factory=dict)
-    legend: Sequence[tuple[str, str]] = ()
-    table: Filtered | None = None
-    ceilings: Ceilings | None = None
-    complete: bool = True
-
-    def write(self, path: Path) -> None:
-        """Write one HTML file, atomically.
-
-        Raises:
-            ModuleNotFoundError: jinja2 or plotly is not installed (the extra ``bench``).
-        """
-        from plotly.offline import get_plotlyjs
-
-        charts = [chart for section in self.sections for chart in section.charts]
-        shown = {item.name: getattr(self, item.name) for item in fields(self)}
-        html = _template().render(
-            **shown,
-            facts=_facts(self.environment),
-            figures=_script_data([{"data": chart.data, "layout": chart.layout} for chart in charts]),
-            # A page without charts does not need the library.
-            plotly=get_plotlyjs() if charts else "",
-            style=_asset("page.css"),
-            script=_asset("page.js"),
-        )
-        write_whole(path, html)
+    found = [section for section in sections if section is not None]
+    charts = [chart for section in found for chart in section.charts]
+    views = [chart.view for chart in charts if chart.view is not None]
+    html = _template().render(
+        **shown,
+        sections=found,
+        # The choices of each switch, in the order of the file.
+        views={name: dict.fromkeys(getattr(x, name) for x in views) for name in ("device", "mode", "dtype")},
+        facts=_facts(environment),
+        # JSON that cannot close its script element.
+        figures=json.dumps([{"data": x.data, "layout": x.layout} for x in charts], allow_nan=False).replace(
+            "<", "\\u003c"
+        ),
+        # A page without charts does not need the library.
+        plotly=get_plotlyjs() if charts else "",
+        style=_asset("page.css"),
+        script=_asset("page.js"),
+    )
+    write_whole(path, html)
 
 
 def _title(results: Results) -> str:
@@ -141,9 +128,8 @@ def _title(results: Results) -> str:
     parts += ["training steps"] if results.training else []
     if results.monitor:
         parts.append(f"steps {results.monitor[0].step:,} to {results.monitor[-1].step:,} of a training")
-    where = str(results.environment.get("cpu") or "")
-    if results.environment.get("gpu"):
-        where = str(results.environment["gpu"]["name"])
+    gpu = results.environment.get("gpu")
+    where = gpu["name"] if gpu else results.environment.get("cpu") or ""
     return f"attnspan{': ' if parts else ''}{', '.join(parts)}{f' on {where}' if where else ''}"
 
 
@@ -165,18 +151,6 @@ def _template() -> jinja2.Template:
 def _script_hash(text: str) -> str:
     """Compute the hash of a script for the content policy, so that the page runs no other script."""
     return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
-
-
-def _script_data(data: Any) -> str:
-    """Write JSON that cannot close its script element."""
-    return json.dumps(data, allow_nan=False).replace("<", "\\u003c")
-
-
-def _views(sections: Iterable[Section]) -> dict[str, list[str]]:
-    """List the choices of each switch, in the order of the file."""
-    views = [chart.view for section in sections for chart in section.charts if chart.view is not None]
-    names = ("device", "mode", "dtype")
-    return {name: list(dict.fromkeys(getattr(view, name) for view in views)) for name in names}
 
 
 def _facts(environment: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:

@@ -39,27 +39,26 @@ def training_section(results: Results) -> Section | None:
     """Make the section on the reference job with each attention. None if it was not run."""
     if not results.training:
         return None
-    rows = tuple(_training_row(cell) for cell in results.training)
     columns = ("attention", "state", "tokens/s", "step", "ratio", "peak memory", "note")
     caption = "The same training steps with each attention. Ratio: step time over attnspan's step time"
-    table = Table(caption, columns, rows, frozenset({"attention", "state", "note"}))
+    table = Table(caption, columns, list(map(_training_row, results.training)))
     ran = [cell for cell in results.training if cell.tokens_per_second is not None]
     lead = "Whole steps of the reference job, including data and optimizer, in turn."
     charts = (_tokens_chart(ran),) if ran else ()
     return Section("training", "Training steps", lead, charts, table, layout="single")
 
 
-def _training_row(cell: TrainingCell) -> tuple[Entry, ...]:
+def _training_row(cell: TrainingCell) -> tuple[Entry | str, ...]:
     speed = cell.tokens_per_second.median if cell.tokens_per_second else None
     seconds = cell.seconds.median if cell.seconds else None
     return (
-        Entry(cell.attention),
+        cell.attention,
         Entry(cell.reason or "ran", badge="noisy" if cell.noisy else ""),
         Entry(NONE if speed is None else f"{speed:,.0f}", speed),
         Entry(seconds_text(seconds), seconds),
         Entry(ratio_text(cell.ratio), cell.ratio.median if cell.ratio else None),
         Entry(bytes_text(cell.peak_memory), cell.peak_memory),
-        Entry(cell.note),
+        cell.note,
     )
 
 

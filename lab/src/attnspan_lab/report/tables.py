@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from attnspan_lab.bench.cells import OURS, Cell, Run, verdicts
 from attnspan_lab.bench.results import Results
@@ -12,7 +11,7 @@ from attnspan_lab.bench.table import figures
 from attnspan_lab.console import percent, times_text
 from attnspan_lab.report.charts import Entry, Section, Table, ratio_text
 
-__all__ = ["Filtered", "Row", "cards", "cell_table", "standing_section", "target_section"]
+__all__ = ["cards", "cell_section", "standing_section", "target_section"]
 
 
 def cards(results: Results) -> list[tuple[str, str, list[str]]]:
@@ -61,99 +60,55 @@ def target_section(results: Results) -> Section | None:
 
 def _table(caption: str, found: Sequence[Standing]) -> Table:
     dims = sorted({dim for standing in found for dim in standing.shares})
-    rows = tuple(
-        (
-            Entry(", ".join(filter(None, (standing.view.label, standing.mask)))),
-            Entry(standing.peer or "fastest of each cell"),
-            Entry(times_text(standing.mean), standing.mean),
-            Entry(ratio_text(standing.lowest[1]), standing.lowest[1].median, small=standing.lowest[0]),
-            Entry(f"{len(standing.ratios)}", len(standing.ratios)),
-            *(Entry(f"{standing.count(x)}", standing.count(x)) for x in ("ahead", "open", "behind")),
-            *(Entry(percent(standing.shares.get(dim)), standing.shares.get(dim)) for dim in dims),
+    rows: list[tuple[Entry | str, ...]] = []
+    for standing in found:
+        label, lowest = standing.lowest
+        counts = [len(standing.ratios), *map(standing.count, ("ahead", "open", "behind"))]
+        shares = [standing.shares.get(dim) for dim in dims]
+        rows.append(
+            (
+                ", ".join(filter(None, (standing.view.label, standing.mask))),
+                standing.peer or "fastest of each cell",
+                Entry(times_text(standing.mean), standing.mean),
+                Entry(ratio_text(lowest), lowest.median, small=label),
+                *(Entry(f"{count}", count) for count in counts),
+                *(Entry(percent(share), share) for share in shares),
+            )
         )
-        for standing in found
-    )
     columns = ("view", "peer", "geometric mean", "lowest", "cells", "ahead", "open", "behind")
-    peaks = tuple(f"of peak, D {dim}" for dim in dims)
-    return Table(caption, columns + peaks, rows, frozenset({"view", "peer"}))
+    return Table(caption, (*columns, *(f"of peak, D {dim}" for dim in dims)), rows)
 
 
-@dataclass(frozen=True)
-class Row:
-    """A row of the table of all cells.
-
-    Args:
-        entries: Cells of the row.
-        data: Values for the filters, by name.
-        marked: Whether the row is highlighted.
-    """
-
-    entries: tuple[Entry, ...]
-    data: dict[str, str]
-    marked: bool = False
-
-
-@dataclass(frozen=True)
-class Filtered:
-    """A long table with a filter for each name in its rows' data.
-
-    Args:
-        title, lead, caption: Texts above the table.
-        columns: Names of the columns.
-        rows: All rows.
-        words: Number of leading columns that hold text.
-        hint: Placeholder of the search field.
-    """
-
-    title: str
-    lead: str
-    caption: str
-    columns: tuple[str, ...]
-    rows: tuple[Row, ...]
-    words: int
-    hint: str
-
-    @property
-    def filters(self) -> dict[str, list[str]]:
-        """Values of each filter, in the order of the rows."""
-        return {x: list(dict.fromkeys(row.data[x] for row in self.rows)) for x in self.rows[0].data}
-
-
-def cell_table(results: Results) -> Filtered | None:
+def cell_section(results: Results) -> Section | None:
     """Make the table of all runs, including runs that failed with their reasons. None without cells."""
+    if not results.cells:
+        return None
     roof, said = results.roof, verdicts(results.cells)
     shown = figures(results.cells, roof)
-
-    def row(cell: Cell, run: Run) -> Row:
+    rows, filters = [], []
+    for cell, run in ((x, run) for x in results.cells for run in x.runs):
+        slower = said.get((cell.label, run.peer)) == "behind"
         values = [(figure.value(cell, run, roof), figure.text) for figure in shown]
-        entries = [Entry(text(value), value) for value, text in values]
-        return _row(cell, run, entries, said.get((cell.label, run.peer)) == "behind")
-
-    rows = tuple(row(cell, run) for cell in results.cells for run in cell.runs)
-    if not rows:
-        return None
-    return Filtered(
-        "All cells",
-        "Every workload with every peer, or the reason why a peer could not run. Click on a heading to sort.",
-        "Times, ratios against attnspan (above 1, attnspan is faster), rates, memory",
-        ("workload", "peer", "state", "ratio", *(figure.name for figure in shown)),
-        rows,
-        words=3,
-        hint="name, mask, reason",
+        rows.append((*_named(cell, run, slower), *(Entry(text(value), value) for value, text in values)))
+        work, state = cell.workload, "ran" if run.reason is None else "could not run"
+        state = "noisy" if run.noisy else f"faster than {OURS}" if slower else state
+        about = {"family": work.family, "mode": cell.mode, "dtype": work.dtype}
+        filters.append(about | {"peer": run.peer, "state": state})
+    lead = (
+        "Every workload with every peer, or the reason why a peer could not run. Click on a heading to sort."
     )
+    caption = "Times, ratios against attnspan (above 1, attnspan is faster), rates, memory"
+    columns = ("workload", "peer", "state", "ratio", *(figure.name for figure in shown))
+    table = Table(caption, columns, rows, filters, "name, mask, reason")
+    return Section("cells", "All cells", lead, table=table)
 
 
-def _row(cell: Cell, run: Run, figures: Sequence[Entry], slower: bool) -> Row:
-    work, view = cell.workload, View.of(cell)
-    state = "ran" if run.reason is None else "could not run"
-    state = "noisy" if run.noisy else f"faster than {OURS}" if slower else state
-    cold = ", cold caches" if cell.cold else ""
-    entries = (
-        Entry(work.name, small=f"{view.label}{cold}; {work.sizes}; {work.mask}"),
+def _named(cell: Cell, run: Run, slower: bool) -> tuple[Entry, ...]:
+    """Make the first columns of a run's row: workload, peer, state and ratio."""
+    work, cold = cell.workload, ", cold caches" if cell.cold else ""
+    return (
+        Entry(work.name, small=f"{View.of(cell).label}{cold}; {work.sizes}; {work.mask}"),
         Entry(run.peer, small=run.note),
         Entry(run.reason or (f"faster than {OURS}" if slower else "ran"), badge="noisy" if run.noisy else ""),
         Entry(ratio_text(run.ratio), run.ratio.median if run.ratio else None),
-        *figures,
     )
-    data = {"family": work.family, "mode": cell.mode, "dtype": work.dtype, "peer": run.peer, "state": state}
-    return Row(entries, data, marked=run.peer == OURS)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from statistics import median
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnspan.errors import DeviceError, expect
-from attnspan.experimental.triton._config import Config, config_of
+from attnspan.experimental import triton
 from attnspan.masks import Mask, causal, documents, full, global_keys, window
 from attnspan_lab.bench.devices import CudaDevice, Device
 from attnspan_lab.bench.timing import Budget, Meter, Subject, first_call, interleave
@@ -58,53 +58,54 @@ def blocks(
         where: Type of the device.
         capability: Compute capability of the GPU.
     """
-    from attnspan.experimental.triton import _launch
-
     dtype, scale = getattr(torch, dtype_name), head_dim**-0.5
     q, k, v, dout = (_normal((1, length, heads, head_dim), dtype, where, seed) for seed in range(4))
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     grads = tuple(torch.empty_like(x) for x in (q, k, v))
     bounds = causal().spans(length, length, like=q).lowered.bounds.contiguous()
-    default = config_of(kernel, dtype, head_dim, length, capability)
+    default = triton.config_of(kernel, dtype, head_dim, length, capability)
 
-    def make_call(config: Config) -> Callable[[], tuple[Tensor, ...]]:
+    def make_call(config: Any) -> Callable[[], tuple[Tensor, ...]]:
         def call() -> tuple[Tensor, ...]:
             if kernel == "forward":
-                _launch.forward(q, k, v, bounds, out, lse, scale=scale, config=config, parts=1)
+                triton.forward(q, k, v, bounds, out, lse, scale=scale, config=config, parts=1)
                 return (out,)
             configs = {kernel: config}
-            _launch.backward(dout, None, q, k, v, out, lse, bounds, *grads, scale=scale, configs=configs)
+            triton.backward(dout, None, q, k, v, out, lse, bounds, *grads, scale=scale, configs=configs)
             return grads
 
         return call
 
-    _launch.forward(q, k, v, bounds, out, lse, scale=scale)
+    triton.forward(q, k, v, bounds, out, lse, scale=scale)
     expected = [x.float().clone() for x in make_call(default)()]
     return {
         "make_call": make_call,
-        "configs": _configs(kernel, length, capability, time.time_ns()),
+        "configs": _candidates(default, kernel, length, capability),
         "default": default,
         "check": partial(_check, expected, 8 * torch.finfo(dtype).eps),
         "device": CudaDevice() if where == "cuda" else Device(),
     }
 
 
-def _configs(kernel: str, rows: int, capability: int, seed: int) -> list[Config]:
+def _candidates(default: Any, kernel: str, rows: int, capability: int) -> list[Any]:
     """List block sizes, warps and stages that may be fastest. Configurations that do not fit the GPU fail.
 
     The order is random, because each one takes seconds to compile and a run tries only some of them.
     """
     forward = kernel == "forward"
-    bits = [(0, 0), *([(1, 0)] if forward and capability >= 90 else [])]
-    bits += [(1, 1)] if forward and capability >= 100 else []
-    tiles = (
-        [(128, 64), (128, 128), (64, 64), (64, 128), (128, 32)]
-        if forward
-        else [*((64, 64), (32, 64), (64, 32), (32, 128), (32, 32))]
-    )
-    choices = product(tiles, (4, 8), (2, 3) if forward else (1, 2), bits)
-    found = [Config(*tile, w, s, *bit) for tile, w, s, bit in choices if tile[0] <= max(rows, 16)]
-    random.Random(seed).shuffle(found)
+    loads = [(0, 0), *([(1, 0)] if forward and capability >= 90 else [])]
+    loads += [(1, 1)] if forward and capability >= 100 else []
+    tiles = ((64, 64), (32, 64), (64, 32), (32, 128), (32, 32))
+    if forward:
+        tiles = ((128, 64), (128, 128), (64, 64), (64, 128), (128, 32))
+    choices = product(tiles, (4, 8), (2, 3) if forward else (1, 2), loads)
+    names = ("block_m", "block_n", "warps", "stages", "descriptors", "specialized")
+    found = [
+        replace(default, **dict(zip(names, (*tile, warps, stages, *load), strict=True)))
+        for tile, warps, stages, load in choices
+        if tile[0] <= max(rows, 16)
+    ]
+    random.shuffle(found)
     return found
 
 

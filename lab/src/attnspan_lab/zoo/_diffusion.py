@@ -12,22 +12,18 @@ from torch import Tensor
 __all__ = [
     "BENCH",
     "CHANNELS",
-    "MASKED",
     "ROWS",
     "TEXT",
     "TINY",
     "Model",
     "Scale",
     "clip",
-    "image_inputs",
     "latents",
     "noise",
     "positions",
     "small_configuration",
-    "text",
     "turns",
     "valid_text",
-    "video_inputs",
 ]
 
 ROWS = 2
@@ -135,29 +131,11 @@ def clip(n: int, channels: int = CHANNELS) -> Tensor:
     return noise(channels, 2, 2 * n, 2 * n)
 
 
-def text(s: Scale, channels: int = TEXT) -> dict[str, Tensor]:
-    """Draw an encoded text and diffusion times."""
-    return {"encoder_hidden_states": noise(s.text, channels), "timestep": torch.tensor([1.0, 5.0])}
-
-
 def positions(axes: int, s: Scale, n: int, *lead: int) -> dict[str, Tensor]:
     """Make the positions of an image's tokens and of the text's tokens."""
     grid = torch.zeros(n * n, axes)
     grid[:, 1], grid[:, 2] = torch.arange(n).repeat_interleave(n), torch.arange(n).repeat(n)
     return {"img_ids": grid.expand(*lead, -1, -1), "txt_ids": torch.zeros(*lead, s.text, axes)}
-
-
-MASKED = {"encoder_attention_mask": torch.bool}
-
-
-def image_inputs(s: Scale, n: int) -> dict[str, Any]:
-    """Draw latents of an image with n * n patches, text and times."""
-    return {"hidden_states": latents(n), **text(s)}
-
-
-def video_inputs(s: Scale, n: int) -> dict[str, Any]:
-    """Draw latents of two frames with n * n patches each, text and times."""
-    return {"hidden_states": clip(n), **text(s)}
 
 
 def turns(tokens: int, dim: int) -> tuple[Tensor, Tensor]:

@@ -21,9 +21,7 @@ from attnspan_lab.report.charts import (
     names_axis,
     plain,
 )
-from attnspan_lab.report.page import Page
-from attnspan_lab.report.tables import Filtered
-from attnspan_lab.report.tables import Row as TableRow
+from attnspan_lab.report.page import write_sections
 from attnspan_lab.zoo.cells import Cell, Row, Speed, ZooResults
 from attnspan_lab.zoo.table import COLUMNS, SPEED_COLUMNS, line_of, speed_line, total_lines
 from attnspan_lab.zoo.verdicts import (
@@ -61,57 +59,53 @@ def write_page(results: ZooResults, path: Path) -> None:
         >>> "llama" in page.read_text(encoding="utf-8")
         True
     """
-    summary = summary_of(results.rows)
-    sections = [_totals(summary), _wrong(results.rows), _errors(results.rows), _speed(results.speed)]
-    sections.append(_architectures(results.rows))
-    Page(
+    summary, rows = summary_of(results.rows), results.rows
+    write_sections(
+        path,
         title="attnspan in other projects' models",
         lead=_LEAD,
-        sections=[x for x in sections if x is not None],
+        sections=(
+            _totals(summary),
+            _wrong(rows),
+            _errors(rows),
+            _speed(results.speed),
+            _architectures(rows),
+            _cells(rows),
+        ),
         environment=results.environment | {f"zoo {k}": v for k, v in results.settings.items()},
         glance="attnspan in these models.",
-        cards=_cards(summary) if results.rows else (),
-        table=_cells(results.rows),
+        cards=_cards(summary) if rows else (),
         complete=results.complete,
-    ).write(path)
+    )
 
 
 def _cards(summary: Summary) -> list[tuple[str, str, list[str]]]:
-    def others(shares: dict[str, Any]) -> list[str]:
-        return [f"{name} {shares[name]}" for name in JUDGED if name != OURS and shares[name].total]
+    def card(name: str, shares: dict[str, Any]) -> tuple[str, str, list[str]]:
+        others = [f"{x} {shares[x]}" for x in JUDGED if x != OURS and shares[x].total]
+        return name, str(shares[OURS]), others
 
+    name, share, others = card("architectures that compile to one graph", summary.compiles)
     return [
         ("architectures without a problem", str(summary.spotless), []),
-        (
-            "architectures that compile to one graph",
-            percent(summary.compiles[OURS].share),
-            [f"{OURS} {summary.compiles[OURS]}", *others(summary.compiles)],
-        ),
+        (name, percent(summary.compiles[OURS].share), [f"{OURS} {share}", *others]),
         ("no more graphs than SDPA", str(summary.graphs), ["over three lengths"]),
-        ("cells within the rounding error of eager", str(summary.exact[OURS]), others(summary.exact)),
-        ("architectures that leak between documents", str(summary.leaking[OURS]), others(summary.leaking)),
-        (
-            "architectures with a (tokens, tokens) tensor",
-            str(summary.all_pairs[OURS]),
-            others(summary.all_pairs),
-        ),
+        card("cells within the rounding error of eager", summary.exact),
+        card("architectures that leak between documents", summary.leaking),
+        card("architectures with a (tokens, tokens) tensor", summary.all_pairs),
     ]
 
 
 def _totals(summary: Summary) -> Section | None:
-    if not summary.architectures:
-        return None
-    lines = total_lines(summary)
-    rows = tuple(tuple(map(Entry, line)) for line in lines)
     caption = "Only models that run when the identity replaces attention count"
-    table = Table(caption, ("total", *JUDGED), rows, frozenset({"total"}))
-    return Section("totals", "Totals", "Each attention over all architectures.", table=table)
+    table = Table(caption, ("total", *JUDGED), total_lines(summary))
+    lead = "Each attention over all architectures."
+    return Section("totals", "Totals", lead, table=table) if summary.architectures else None
 
 
 def _wrong(rows: Sequence[Row]) -> Section | None:
     """Make the section on problems with attnspan. None without problems."""
-    lines = tuple((Entry(row.name), Entry(what)) for row in rows for what in complaints(row))
-    table = Table("One row per problem", ("architecture", "finding"), lines, frozenset({"finding"}))
+    lines = [(row.name, what) for row in rows for what in complaints(row)]
+    table = Table("One row per problem", ("architecture", "finding"), lines)
     lead = "Failures that are not the model's own."
     return Section("wrong", f"Problems with {OURS}", lead, table=table) if lines else None
 
@@ -177,16 +171,12 @@ def _speed(speeds: Sequence[Speed]) -> Section | None:
         for title, found in (("SDPA's time over attnspan's", times), ("SDPA's memory over attnspan's", sizes))
         if found
     ]
-    columns = tuple(x.name for x in SPEED_COLUMNS)
-    rows = tuple(
-        tuple(
-            Entry(text, value) for text, value in zip(speed_line(x), ("", "", *_figures(x), ""), strict=True)
-        )
-        for x in speeds
-    )
-    caption = "Medians. ~ marks ratios with a wide interval"
-    table = Table(caption, columns, rows, frozenset({"batch", "not measured"}))
-    return Section("speed", "Training steps", lead, tuple(charts), table)
+    rows: list[tuple[Entry | str, ...]] = []
+    for x in speeds:
+        name, batch, *texts, missing = speed_line(x)
+        rows.append((name, batch, *map(Entry, texts, _figures(x)), missing))
+    table = Table("Medians. ~ marks ratios with a wide interval", [x.name for x in SPEED_COLUMNS], rows)
+    return Section("speed", "Training steps", lead, charts, table)
 
 
 def _figures(x: Speed) -> tuple[float | None, ...]:
@@ -221,61 +211,54 @@ def _ratios(title: str, found: Sequence[tuple[str, float, float, float]]) -> Cha
 
 
 def _architectures(rows: Sequence[Row]) -> Section | None:
-    if not rows:
-        return None
-    found = tuple(tuple(Entry(text) for text in line_of(row)) for row in rows)
-    names = tuple(x.name for x in COLUMNS)
-    table = Table("One row per architecture", names, found, frozenset({"layouts"}))
+    table = Table("One row per architecture", [x.name for x in COLUMNS], list(map(line_of, rows)))
     lead = "own: the model also fails with the identity. error: attnspan's largest error over eager's error."
-    return Section("architectures", "Architectures", lead, table=table)
+    return Section("architectures", "Architectures", lead, table=table) if rows else None
 
 
-def _cells(rows: Sequence[Row]) -> Filtered | None:
+def _cells(rows: Sequence[Row]) -> Section | None:
     """Make the table of every cell of every architecture."""
-    found = tuple(_cell(row, cell) for row in rows for cell in row.cells)
-    if not found:
-        return None
+    found = [(row, cell) for row in rows for cell in row.cells]
     columns = (
         *("architecture", "attention", "state", "mode", "layout", "error", "gradients", "over eager"),
         *("graphs", "compilation", "step", "memory", "largest tensor", "all pairs"),
     )
-    return Filtered(
-        "All cells",
-        "Every architecture with every attention that ran. Times and memory are measured with tiny models.",
+    caption = (
         "error: difference from float64. over eager: the larger error over eager's error. memory: peak of "
-        "torch's allocator",
-        columns,
-        found,
-        words=3,
-        hint="name, reason, layout",
+        "torch's allocator"
     )
+    lines, filters = [_cell(*x) for x in found], [_filters(*x) for x in found]
+    table = Table(caption, columns, lines, filters, "name, reason, layout")
+    lead = "Every architecture with every attention that ran. Times and memory are measured with tiny models."
+    return Section("cells", "All cells", lead, table=table) if found else None
 
 
-def _cell(row: Row, cell: Cell) -> TableRow:
+def _filters(row: Row, cell: Cell) -> dict[str, str]:
+    about = {"library": row.library, "kind": row.kind, "attention": cell.implementation}
+    return about | {"mode": cell.mode, "layout": cell.layout, "state": _state(row, cell)}
+
+
+def _cell(row: Row, cell: Cell) -> tuple[Entry | str, ...]:
     state = _state(row, cell)
     ratio, seconds = rounding_ratio(row, cell), cell.seconds.median if cell.seconds else None
     flagged = state not in ("ran", "own")
     # The identity is not meant to be exact.
     compared = cell.implementation != "identity"
     errors = (cell.output_error, cell.gradient_error) if compared else (None, None)
-    entries = (
+    return (
         Entry(row.name, small=row.kind),
-        Entry(cell.implementation),
+        cell.implementation,
         Entry(cell.reason or cell.leaks or ("" if flagged else state), badge=state if flagged else ""),
-        Entry(cell.mode),
-        Entry(cell.layout),
+        cell.mode,
+        cell.layout,
         *(Entry(NONE if x is None else f"{x:.1e}", _finite(x)) for x in errors),
         Entry(times_text(ratio), _finite(ratio)),
         Entry(NONE if cell.graphs is None else f"{cell.graphs}", cell.graphs),
         Entry(seconds_text(cell.compile_seconds), cell.compile_seconds),
         Entry(seconds_text(seconds), seconds),
         Entry(bytes_text(cell.peak), cell.peak),
-        Entry(_shape(cell.largest)),
-        Entry(_shape(cell.pairs[0]) if cell.pairs else NONE),
-    )
-    data = {"library": row.library, "kind": row.kind, "attention": cell.implementation, "mode": cell.mode}
-    return TableRow(
-        entries, data | {"layout": cell.layout, "state": state}, marked=cell.implementation == OURS
+        _shape(cell.largest),
+        _shape(cell.pairs[0]) if cell.pairs else NONE,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from attnspan_lab.bench.cells import OURS
@@ -161,8 +161,11 @@ class Share:
     count: int = 0
     total: int = 0
 
-    def __add__(self, holds: bool | None) -> Share:
-        return self if holds is None else Share(self.count + holds, self.total + 1)
+    @classmethod
+    def of(cls, found: Iterable[bool | None]) -> Share:
+        """Count the values that hold. None does not count."""
+        known = [x for x in found if x is not None]
+        return cls(sum(known), len(known))
 
     def __str__(self) -> str:
         return f"{self.count} of {self.total}" if self.total else "-"
@@ -213,41 +216,29 @@ def summary_of(rows: Sequence[Row]) -> Summary:
         1
     """
     ran = [row for row in rows if row.cells]
+    compiled = {name: [(row, compiled_cell(row, name)) for row in ran] for name in JUDGED}
 
-    def by_name(holds: object) -> dict[str, Share]:
-        return {name: _share(ran, name, holds) for name in JUDGED}
+    def by_name(holds: Callable[[Row, str], list[bool | None]]) -> dict[str, Share]:
+        return {name: Share.of(x for row in ran for x in holds(row, name)) for name in JUDGED}
 
     def alone(name: str) -> int:
-        found = [compiled_cell(row, name) for row in ran]
-        return sum(x is not None and not x.failed and not x.backward for x in found)
+        return sum(x is not None and not x.failed and not x.backward for _, x in compiled[name])
 
-    graphs, generates = Share(), dict.fromkeys(("dynamic", "static"), Share())
-    for row in ran:
-        ours = compiled_cell(row, OURS)
-        graphs += None if ours is None else _graphs_no_more(row, ours)
-        for made in row.generations:
-            generates[made.cache] += made.equal
+    made = [x for row in ran for x in row.generations]
     return Summary(
         architectures=len(rows),
         runs=by_name(_runs),
         compiles=by_name(_compiles),
         forward_only={name: alone(name) for name in JUDGED},
-        graphs=graphs,
+        graphs=Share.of(_graphs_no_more(row, x) for row, x in compiled[OURS] if x is not None),
         exact=by_name(_exact),
         leaking=by_name(_leaking),
         all_pairs=by_name(_all_pairs),
-        generates=generates,
-        spotless=Share(sum(not complaints(row) for row in rows), len(rows)),
+        generates={
+            cache: Share.of(x.equal for x in made if x.cache == cache) for cache in ("dynamic", "static")
+        },
+        spotless=Share.of(not complaints(row) for row in rows),
     )
-
-
-def _share(rows: Sequence[Row], name: str, holds: object) -> Share:
-    assert callable(holds)
-    total = Share()
-    for row in rows:
-        for each in holds(row, name):
-            total += each
-    return total
 
 
 def _cells(row: Row, name: str, mode: str = "eager") -> list[Cell]:

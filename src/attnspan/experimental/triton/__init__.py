@@ -1,5 +1,6 @@
 """Triton kernels for GPUs. The functions are those of a kernel of `attnspan.kernels`."""
 
+from ._config import config_of as config_of
 from .kernel import MAX_HEAD_DIM as MAX_HEAD_DIM
 from .kernel import backward as backward
 from .kernel import forward as forward
@@ -7,4 +8,4 @@ from .kernel import interpret as interpret
 from .kernel import interpreted as interpreted
 from .kernel import supports as supports
 
-__all__ = ["MAX_HEAD_DIM", "backward", "forward", "interpret", "interpreted", "supports"]
+__all__ = ["MAX_HEAD_DIM", "backward", "config_of", "forward", "interpret", "interpreted", "supports"]

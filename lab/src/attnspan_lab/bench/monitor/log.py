@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import FileWriter
@@ -29,33 +30,29 @@ def _mean(records: Sequence[MonitorRecord]) -> MonitorRecord:
     if len(records) == 1:
         return records[0]
 
-    def mean(figure: Callable[[MonitorRecord], float | None], over_time: bool = False) -> float | None:
-        weights = [record.steps * (record.seconds if over_time else 1) for record in records]
-        known = [
-            (value, w) for r, w in zip(records, weights, strict=True) if (value := figure(r)) is not None
-        ]
-        total = sum(weights)
-        return sum(v * w for v, w in known) / total if len(known) == len(records) and total else None
+    steps = [record.steps for record in records]
+    times = [record.steps * record.seconds for record in records]
 
-    def largest(name: str) -> int | None:
-        return max((v for r in records if (v := getattr(r, name)) is not None), default=None)
+    def average(name: str, weights: Sequence[float] = steps) -> float | None:
+        values = list(map(attrgetter(name), records))
+        return None if None in values or not any(weights) else float(np.average(values, weights=weights))
 
-    shares = {
-        x.name: mean(attrgetter(f"phases.{x.name}"), over_time=True) or 0.0 for x in fields(PhaseShares)
-    }
+    phases = {x.name: average(f"phases.{x.name}", times) or 0.0 for x in fields(PhaseShares)}
+    memory = ([x for x in map(attrgetter(name), records) if x] for name in ("memory", "device_memory"))
+    largest, on_device = (max(found, default=None) for found in memory)
     return replace(
         records[-1],
-        seconds=mean(lambda r: r.seconds) or 0.0,
-        tokens=round(mean(lambda r: r.tokens) or 0.0),
-        phases=PhaseShares(**shares),
-        attention_seconds=mean(lambda r: r.attention_seconds),
-        attention_flops=mean(lambda r: r.attention_flops),
-        compile_seconds=mean(lambda r: r.compile_seconds) or 0.0,
-        memory=largest("memory"),
-        device_memory=largest("device_memory"),
-        utilisation=mean(lambda r: r.utilisation, over_time=True),
-        loss=mean(lambda r: r.loss),
-        steps=sum(record.steps for record in records),
+        seconds=average("seconds") or 0.0,
+        tokens=round(average("tokens") or 0.0),
+        phases=PhaseShares(**phases),
+        compile_seconds=average("compile_seconds") or 0.0,
+        memory=largest,
+        device_memory=on_device,
+        utilisation=average("utilisation", times),
+        steps=sum(steps),
+        attention_seconds=average("attention_seconds"),
+        attention_flops=average("attention_flops"),
+        loss=average("loss"),
     )
 
 
