@@ -54,6 +54,7 @@ def test_compiled_code_raises_the_whole_text(kind: str) -> None:
             compiled(q, k, full().prepare(8, other, like=q) if other == 7 else _lower(kind, other))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_the_math_backend_gives_nan() -> None:
     def run(q: Tensor, k: Tensor, mask: Any) -> Tensor:
@@ -78,6 +79,7 @@ def test_spans_that_a_compiled_function_makes_itself() -> None:
         compiled(q, k, cut=1)
 
 
+@pytest.mark.slow
 def test_exported_programs_check_it_too() -> None:
     class Block(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, mask: Prepared) -> Tensor:

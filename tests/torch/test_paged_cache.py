@@ -242,6 +242,7 @@ def test_wrong_calls() -> None:
         PagedCache(4, 0, 1, 8, batch=1, max_len=4)
 
 
+@pytest.mark.slow
 def test_operators() -> None:
     cache, (k, v) = paged(), chunk(2)
     cache.reserve([2] * 3)
