@@ -13,34 +13,10 @@ from public_modules import ELSEWHERE, MODULES
 
 #: Functions without a check of their own, and classes that only a function of the library makes.
 RAISE_NOTHING = {
-    "Bias",
-    "Enabled",
-    "Explanation",
-    "Float",
-    "Index",
-    "Interval",
-    "Isolation",
-    "Leak",
-    "LocalPlan",
-    "Lowering",
-    "Mask",
-    "MeshPlan",
-    "PlacedPlan",
-    "Plan",
-    "Rows",
-    "Sharded",
-    "TokenPlan",
-    "Wrapped",
-    "backward_flops",
-    "causal",
-    "checkpoint_policy",
-    "forward_flops",
-    "full",
-    "keep_backend",
-    "plans_only",
-    "register_pytrees",
-    "register_raiser",
-    "shown",
+    *("Bias", "Enabled", "Explanation", "Float", "Index", "Interval", "Isolation", "Leak", "LocalPlan"),
+    *("Lowering", "Mask", "MeshPlan", "PlacedPlan", "Plan", "Rows", "Sharded", "TokenPlan", "Wrapped"),
+    *("backward_flops", "causal", "checkpoint_policy", "forward_flops", "full", "keep_backend"),
+    *("plans_only", "register_pytrees", "register_raiser", "shown"),
 }
 
 
