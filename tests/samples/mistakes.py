@@ -193,6 +193,23 @@ dropout_p=0.5, dropout_seed=RAW_KEY
 backend='pallas' => ValueError: backend='pallas': expected .* got pallas: it runs on TPUs, not on cpu
 """
 
+#: Of the drop-in for jax.nn.dot_product_attention: two batch elements, T = 6 queries, S = 9 keys.
+DROP_IN = r"""
+query=[[1.0]] => TypeError: query: expected a JAX or NumPy array, got list
+query=QKV[0][0, 0] => ValueError: query: expected \(batch, .*got shape \(4, 16\)
+mask=jnp.zeros((T, S)) => TypeError: mask: expected a boolean array or a mask .*, got float32.*as bias
+mask='causal' => TypeError: mask: expected a boolean array.*got str
+mask=jnp.ones((T, S + 1), bool)
+    => ValueError: mask: expected a shape that broadcasts to .*\(2, 4, 6, 9\), got \(1, 1, 6, 10\)
+mask=causal(), is_causal=True => ValueError: mask: expected no is_causal .* Combine masks with causal
+bias=jnp.zeros((3, T, S)) => ValueError: bias: expected a shape that broadcasts
+bias=1.0 => TypeError: bias: expected an array, got float
+local_window_size=(-1, 3) => ValueError: window: left: expected 0 to .*got -1
+query_seq_lengths=jnp.zeros(3, int) => ValueError: query_seq_lengths: expected \(2,\), got shape \(3,\)
+key_value_seq_lengths=jnp.zeros(2) => TypeError: key_value_seq_lengths: expected int32, got float32
+implementation='flash' => ValueError: backend: .*got 'flash'
+"""
+
 #: `low` lowers for four queries and keys; `x` makes an array of a list, in each way.
 MASKS = r"""
 a.window(-1, -1) => OptionError: left: expected 0 to 2147483647, got -1. .*None for all keys of a side
