@@ -366,6 +366,61 @@ torch.zeros(1, 1, 4, 1, 2).int() => TypeError: got Tensor of int32.*Wrap bounds 
 np.array([0, 4]) => TypeError: got ndarray of int64, shape \(2,\)\. .*documents\(\.\.\.\)
 """
 
+#: Of biases; SIZES are those of a call.
+BIASES = r"""
+a.alibi(np.arange(4)) => DtypeError: alibi: slopes: expected a floating array, got int64
+a.alibi(np.ones((1, 2, 4))) => ShapeError: 1 or 2 axes, got \(1, 2, 4\)
+a.alibi_slopes(0) => OptionError: alibi_slopes: heads: expected 1 to
+a.alibi_slopes(2.0) => DtypeError: alibi_slopes: heads: expected an int
+a.relative(np.ones(4)) => ShapeError: relative: table: expected 2 axes
+a.relative(np.ones((4, 32))) => ShapeError: relative: table.*2L \+ 1.*got \(4, 32\)
+a.relative(np.ones((4, 32)), np.zeros(256, int))
+    => ShapeError: relative: buckets: expected \(2L \+ 1,\).*got \(256,\)
+a.relative(np.ones((4, 32)), np.zeros(5)) => DtypeError: relative: buckets
+a.relative(np.ones((4, 16)), a.t5_buckets())
+    => OptionError: relative: buckets: expected columns of the table, 0 to 15, got 0 to 31. Make
+a.relative(torch.ones(4, 3), torch.tensor([0, -1, 2])) => OptionError: 0 to 2, got -1 to 2
+a.relative(np.ones((5, 3))).lower(**SIZES)
+    => ShapeError: relative: table: expected \(4, n\).*got \(5, 3\). Pass one row per query head.
+    Transpose
+a.t5_buckets(3) => OptionError: t5_buckets: num_buckets: expected 4 to
+a.t5_buckets(33) => OptionError: t5_buckets: expected .* even number
+a.t5_buckets(32, 8) => OptionError: max_distance beyond the 8 distances .*max_distance=8
+a.dense_bias(np.ones(5)) => ShapeError: dense_bias: expected 2 or 3 or 4 axes
+a.dense_bias(np.ones((3, 4))).lower(**SIZES)
+    => ShapeError: dense bias: expected \(B\|1, H\|1, q_len\|1, k_len\) with B=2, H=4, .*, got \(3, 4\)
+"""
+
+#: Of mask functions, which are called on indices of 5 queries and 7 keys.
+PREDICATES = r"""
+lambda b, h, q, k: None => TypeError: from_predicate\(<lambda>\): expected .*got NoneType. End it with return
+lambda b, h, q, k: 1 => TypeError: from_predicate\(<lambda>\): expected .*got int\. Compare: x != 0
+lambda b, h, q, k: 0.5 => TypeError: from_predicate\(<lambda>\): expected .*got float\. Compare: x != 0
+lambda b, h, q, k: q - k
+    => TypeError: from_predicate\(<lambda>\): expected .*got an array of torch.int64\. Compare: x != 0
+lambda b, h, q, k: -(q - k).abs().float()
+    => TypeError: from_predicate\(<lambda>\): expected .*got an array of torch.float32\. .* pass bias=
+lambda b, h, q, k: 'yes'
+    => TypeError: from_predicate\(<lambda>\): expected .*got str\. Return the result of comparisons
+lambda b, h, q, k: (q >= k)[..., :-1]
+    => ValueError: from_predicate\(<lambda>\): expected .*raised IndexError: too many indices .* Index
+    captured arrays within
+lambda b, h, q, k: (q >= k)[None]
+    => ValueError: from_predicate\(<lambda>\): expected .*one boolean for a pair, got \(1,\)\. Reduce or
+    index
+lambda b, h, q, k: torch.zeros(7) == k
+    => ValueError: from_predicate\(<lambda>\): expected .*one boolean for a pair, got \(7,\)\. Reduce or
+    index
+_raises => ValueError: from_predicate\(_raises\): .* raised KeyError: 'no such document'\. Try it on one pair
+lambda b, h, q, k: k if q > k else q
+    => ValueError: raised RuntimeError: .*data-dependent control flow.*Write it with &
+lambda b, h, q, k: q > k and k > 2
+    => ValueError: raised RuntimeError: .*data-dependent control flow.*Write it with &
+lambda b, h, q, k: _TABLE[b][q] == 0 => ValueError: raised IndexError: .*Index captured arrays within
+partial(_within, hight=3) => ValueError: from_predicate\(_within\): .* raised TypeError: .*hight
+lambda b, h, q: q > 0 => ValueError: raised TypeError: .* takes 3 positional arguments but 4 were given
+"""
+
 #: Of a cache `c` of 8 tokens, whose two batch elements hold 3 and 6.
 CACHES = r"""
 c.update(new(3), new(3)) => ValueError: element 1: expected room for 3 more tokens, got 6 of 8
