@@ -23,9 +23,9 @@ NEEDS = {
     "pretrain_packed": ("transformers", "accelerate"),
     "train_flax": ("flax", "optax"),
 }
-#: What the others of the ordinary run show too: tests/train compiles a GPT under autocast, and
-#: tests/torch/test_kv_cache.py decodes ragged batches.
-LONG = ("pretrain_gpt", "serve_ragged")
+#: What the ordinary run shows elsewhere: tests/train trains a GPT, docs/howto/lora.md adapters, and
+#: tests/torch/test_kv_cache.py decodes ragged batches in one program.
+LONG = ("pretrain_gpt", "serve_ragged", "lora_trainer")
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 TIME = re.compile(r"\d+(?:\.\d+)?(?= m?s\b)")
 
