@@ -136,13 +136,6 @@ def test_it_survives() -> None:
     assert counter.frame_count <= 2  # those that were taken have other strides
 
 
-def test_pytrees_of_other_numbers_have_one_structure() -> None:
-    _, spec = torch.utils._pytree.tree_flatten(full().prepare(8, 9, like=torch.zeros(0)))
-    others, other = torch.utils._pytree.tree_flatten(full().prepare(8, 12, like=torch.zeros(0)))
-    assert spec == other
-    assert torch.utils._pytree.tree_unflatten(others, spec).lowered.k_len == 12
-
-
 _COMBINED: dict[str, Any] = {
     "alone": lambda mask: mask,
     "in an expression": lambda mask: mask & window(3),
