@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from samples.mistakes import MASKS, Mistake, check, error_of, rows
+from samples.mistaken_objects import MASKS
+from samples.mistakes import Mistake, check, error_of, rows
 
 import attnspan as a
 from attnspan import library as lib

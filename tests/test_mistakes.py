@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from samples.mistakes import NO_MASKS, OPERATORS, check, error_of, rows
+from samples.mistaken_objects import NO_MASKS, OPERATORS
+from samples.mistakes import check, error_of, rows
 
 import attnspan
 import attnspan.torch

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from samples.mistakes import BIASES, check, error_of, rows
+from samples.mistaken_objects import BIASES
+from samples.mistakes import check, error_of, rows
 
 import attnspan as a
 from attnspan.call.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI

@@ -6,7 +6,8 @@ import pytest
 import torch
 from cached_tokens import DIM, HEADS, KINDS, KV_HEADS, Tokens, feed, make, step
 from covering import few
-from samples.mistakes import CACHES, NEW_CACHES, Mistake, check, error_of, rows
+from samples.mistaken_objects import CACHES, NEW_CACHES
+from samples.mistakes import Mistake, check, error_of, rows
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from checkpointing import checkpointed
 from covering import everything
-from samples.mistakes import PREDICATES, Mistake, check, error_of, rows
+from samples.mistaken_objects import PREDICATES
+from samples.mistakes import Mistake, check, error_of, rows
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
