@@ -1,15 +1,12 @@
 """Score functions of attention-gym and of FlexAttention's documents, compared with their originals.
 
-Their masks are in samples/library.py.
-
-Each original is written anew as it stands there, in the signature of FlexAttention. It is applied twice: by
-FlexAttention itself, forward, and by a plain softmax that autograd differentiates. Everything is float64.
+Their masks are in samples/library.py. Each original is written anew as it stands there, in the signature of
+FlexAttention. It is applied twice: by FlexAttention itself, forward, and by a plain softmax that autograd
+differentiates. Everything is float64.
 """
 
 # ruff: noqa: ARG005  (functions of a fixed signature, most of which need a part of it)
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,72 +32,44 @@ def causal(b, h, i, j):
     return i >= j
 
 
-def unchanged(x, b, h, i, j):
-    return x
-
-
 def _normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def _inputs(rows: int = S, keys: int = S, kv_heads: int = H, seed: int = 1) -> list[Tensor]:
-    shapes = ((B, H, rows, D), (B, kv_heads, keys, D), (B, kv_heads, keys, D))
-    return [_normal(*shape, seed=seed + n).requires_grad_() for n, shape in enumerate(shapes)]
+def _inputs(rows: int = S, kv_heads: int = H) -> list[Tensor]:
+    shapes = ((B, H, rows, D), (B, kv_heads, S, D), (B, kv_heads, S, D))
+    return [_normal(*shape, seed=1 + n).requires_grad_() for n, shape in enumerate(shapes)]
 
 
-def plain(q, k, v, score_mod=unchanged, mask_mod=everything):
+def plain(q, k, v, score_mod, mask_mod):
     """Softmax attention with every score written out: output and log-sum-exp."""
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     b, h, i, j = (torch.tensor(x) for x in np.ogrid[: q.shape[0], : q.shape[1], : q.shape[2], : k.shape[2]])
-    scores = score_mod(q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]), b, h, i, j)
+    scores = score_mod(q @ k.mT / math.sqrt(q.shape[-1]), b, h, i, j)
     scores = scores.masked_fill(~mask_mod(b, h, i, j), -math.inf)
-    lse = torch.logsumexp(scores, dim=-1)
-    empty = torch.isneginf(lse)[..., None]
-    weights = torch.exp(scores - lse.masked_fill(empty[..., 0], 0)[..., None])
-    return weights @ v, lse
-
-
-def flex(q, k, v, score_mod=None, mask_mod=everything):
-    blocks = create_block_mask(mask_mod, B, H, q.shape[2], k.shape[2], device="cpu")
-    q, k, v = (x.detach() for x in (q, k, v))
-    return flex_attention(q, k, v, score_mod=score_mod, block_mask=blocks, enable_gqa=True)
+    return torch.softmax(scores, -1) @ v, torch.logsumexp(scores, -1)
 
 
 def _close(got: Tensor, want: Tensor, what: str) -> None:
     assert want.isfinite().all(), what
     assert got.shape == want.shape
-    error = (got - want).norm() / want.norm().clamp_min(1)
-    assert error < 1e-12, f"{what}: {error}"
+    assert (got - want).norm() / want.norm().clamp_min(1) < 1e-12, what
 
 
-def _check(ours, original, inputs, params=()):
-    """Output, log-sum-exp, and the gradients of both to everything."""
-    dout, dlse = (
-        _normal(*inputs[0].shape[:-1], inputs[2].shape[-1], seed=9),
-        _normal(*inputs[0].shape[:-1], seed=8),
-    )
+def _check(ours, inputs, score_mod=lambda x, b, h, i, j: x, mask_mod=everything, params=()):
+    """Output, log-sum-exp, and the gradients of both to everything; the output of FlexAttention too."""
+    q, k, v, *_ = inputs
     results = []
-    for run in (ours, original):
-        out, lse = run()
-        seen = ~torch.isneginf(lse)
-        loss = (out * dout).sum() + (lse[seen] * dlse[seen]).sum()
-        results.append((out, lse[seen], *torch.autograd.grad(loss, (*inputs, *params))))
-    names = ["out", "lse", "dq", "dk", "dv", *(f"parameter {n}" for n in range(len(params)))]
-    for name, got, want in zip(names, *results, strict=True):
-        _close(got, want, name)
-
-
-@dataclass(frozen=True)
-class Score:
-    """`original(*params)` is the score_mod; `options(*params)` the keywords of `attention`."""
-
-    name: str
-    original: Callable[..., Any]
-    options: Callable[..., dict[str, Any]]
-    params: tuple[Tensor, ...] = ()
-    mask_mod: Callable[..., Any] = everything
-    mask: a.Mask = field(default_factory=a.full)
+    for out, lse in (ours(), plain(q, k, v, score_mod, mask_mod)):
+        loss = (out * _normal(*out.shape, seed=9)).sum() + (lse * _normal(*lse.shape, seed=8)).sum()
+        results.append((out, lse, *torch.autograd.grad(loss, (*inputs, *params))))
+    for n, (got, want) in enumerate(zip(*results, strict=True)):
+        _close(got, want, f"result {n} of out, lse and gradients")
+    blocks = create_block_mask(mask_mod, B, H, q.shape[2], k.shape[2], device="cpu")
+    q, k, v = (x.detach() for x in (q, k, v))
+    want = flex_attention(q, k, v, score_mod=score_mod, block_mask=blocks, enable_gqa=True)
+    _close(results[0][0], want, "FlexAttention")
 
 
 SLOPES = torch.exp2(-8.0 * torch.arange(1, H + 1, dtype=torch.float64) / H)
@@ -109,6 +78,7 @@ BUCKETS = torch.from_numpy(a.t5_buckets(8, 12))
 HOPS = torch.from_numpy(np.random.default_rng(0).integers(0, 5, (B, S, S)))
 CU = torch.tensor([0, 7, 8, 19, 24])
 SEQUENCE = torch.searchsorted(CU, torch.arange(S), right=True) - 1
+BY_HEAD = 2.0 * torch.arange(H, dtype=torch.float64)[:, None, None].expand(H, 1, S)
 
 
 def sandwich_table(reach: int) -> Tensor:
@@ -118,93 +88,94 @@ def sandwich_table(reach: int) -> Tensor:
     return waves * H / (8.0 * torch.arange(1, H + 1, dtype=torch.float64))[:, None]
 
 
-CAUSAL: dict[str, Any] = {"mask_mod": causal, "mask": a.causal()}
-SCORES = [
-    Score(
-        "causal as a score",  # FlexAttention, walkthrough
-        lambda: lambda x, b, h, i, j: torch.where(i >= j, x, -math.inf),
-        lambda: {"mask": a.causal()},
+def _in_sequence(i):
+    return i - CU[SEQUENCE[i]]
+
+
+ALL = everything, a.full()
+CAUSAL = causal, a.causal()
+JAGGED = (lambda b, h, i, j: SEQUENCE[i] == SEQUENCE[j]), a.documents(CU)
+#: Name -> its parameter, the score_mod with it, the keywords of `attention` with it, the mask of both.
+SCORES: dict[str, tuple[Tensor | None, Any, Any, tuple[Any, a.Mask]]] = {
+    # FlexAttention, blog; attention-gym, benchmark "rel"
+    "relative position": (
+        None,
+        lambda _: lambda x, b, h, i, j: x + (i - j),
+        lambda _: {"bias": a.alibi(-torch.ones(H, dtype=torch.float64), signed=True)},
+        ALL,
     ),
-    Score(
-        "relative position",  # FlexAttention, blog; attention-gym, benchmark "rel"
-        lambda: lambda x, b, h, i, j: x + (i - j),
-        lambda: {"bias": a.alibi(-torch.ones(H, dtype=torch.float64), signed=True)},
+    # attention-gym, benchmark "head_bias"
+    "bias by head": (
+        None,
+        lambda _: lambda x, b, h, i, j: x + 2 * h,
+        lambda _: {"bias": a.dense_bias(BY_HEAD)},
+        ALL,
     ),
-    Score(
-        "bias by head",  # attention-gym, benchmark "head_bias"
-        lambda: lambda x, b, h, i, j: x + 2 * h,
-        lambda: {
-            "bias": a.dense_bias(2.0 * torch.arange(H, dtype=torch.float64)[:, None, None].expand(H, 1, S))
-        },
-    ),
-    Score(
-        "ALiBi",  # attention-gym, alibi; FlexAttention, blog
+    # attention-gym, alibi; FlexAttention, blog
+    "ALiBi": (
+        SLOPES,
         lambda slopes: lambda x, b, h, i, j: x + slopes[h] * (j - i),
         lambda slopes: {"bias": a.alibi(slopes, signed=True)},
-        (SLOPES,),
+        ALL,
     ),
-    Score(
-        "ALiBi, causal",
+    "ALiBi, causal": (
+        SLOPES,
         lambda slopes: lambda x, b, h, i, j: x + slopes[h] * (j - i),
         lambda slopes: {"bias": a.alibi(slopes)},
-        (SLOPES,),
-        **CAUSAL,
+        CAUSAL,
     ),
-    Score(
-        "ALiBi of jagged tensors",  # FlexAttention, walkthrough: nested indices
-        lambda slopes: lambda x, b, h, i, j: x + slopes[h] * ((j - CU[SEQUENCE[j]]) - (i - CU[SEQUENCE[i]])),
+    # FlexAttention, walkthrough: nested indices
+    "ALiBi of jagged tensors": (
+        SLOPES,
+        lambda slopes: lambda x, b, h, i, j: x + slopes[h] * (_in_sequence(j) - _in_sequence(i)),
         lambda slopes: {"bias": a.alibi(slopes, signed=True)},
-        (SLOPES,),
-        lambda b, h, i, j: SEQUENCE[i] == SEQUENCE[j],
-        a.documents(CU),
+        JAGGED,
     ),
-    Score(
-        "tanh softcap",  # attention-gym, softcapping; Gemma 2
-        lambda: lambda x, b, h, i, j: 2.0 * torch.tanh(x / 2.0),
-        lambda: {"softcap": 2.0},
-        **CAUSAL,
+    # attention-gym, softcapping; Gemma 2
+    "tanh softcap": (
+        None,
+        lambda _: lambda x, b, h, i, j: 2.0 * torch.tanh(x / 2.0),
+        lambda _: {"softcap": 2.0},
+        CAUSAL,
     ),
-    Score(
-        "sandwich",  # attention-gym, sandwich
+    "sandwich": (
+        sandwich_table(S - 1),
         lambda table: lambda x, b, h, i, j: x + table[h, j - i + (S - 1)],
         lambda table: {"bias": a.relative(table)},
-        (sandwich_table(S - 1),),
-        **CAUSAL,
+        CAUSAL,
     ),
-    Score(
-        "T5",
+    "T5": (
+        _normal(H, 8, seed=3),
         lambda table: lambda x, b, h, i, j: x + table[h, BUCKETS[(j - i).clamp(-12, 12) + 12]],
         lambda table: {"bias": a.relative(table, BUCKETS)},
-        (_normal(H, 8, seed=3),),
+        ALL,
     ),
-    Score(
-        "Graphormer, spatial",  # attention-gym, graphormer
+    # attention-gym, graphormer
+    "Graphormer, spatial": (
+        _normal(H, 5, seed=4),
         lambda table: lambda x, b, h, i, j: x + table[h, HOPS[b, i, j]],
         lambda table: {"bias": a.dense_bias(table[:, HOPS].transpose(0, 1))},
-        (_normal(H, 5, seed=4),),
+        ALL,
     ),
-    Score(
-        "a tensor of biases",
+    "a tensor of biases": (
+        _normal(B, H, S, S, seed=6),
         lambda values: lambda x, b, h, i, j: x + values[b, h, i, j],
         lambda values: {"bias": values},
-        (_normal(B, H, S, S, seed=6),),
-        **CAUSAL,
+        CAUSAL,
     ),
-]
+}
 
 
-@pytest.mark.parametrize("score", SCORES, ids=[score.name for score in SCORES])
-def test_score_function(score):
-    inputs = _inputs()
-    params = tuple(x.clone().requires_grad_() for x in score.params)
-    score_mod, options = score.original(*params), {"mask": score.mask, **score.options(*params)}
+@pytest.mark.parametrize("name", SCORES)
+def test_score_function(name):
+    param, original, options, (mask_mod, mask) = SCORES[name]
+    inputs, params = _inputs(), [] if param is None else [param.clone().requires_grad_()]
+    given = params[0] if params else None
 
     def ours():
-        return attention(*inputs, **options, return_lse=True, backend="math")
+        return attention(*inputs, mask=mask, **options(given), return_lse=True, backend="math")
 
-    _check(ours, lambda: plain(*inputs, score_mod, score.mask_mod), inputs, params)
-    fixed = score.original(*score.params)
-    _close(ours()[0].detach(), flex(*inputs, fixed, score.mask_mod), "FlexAttention")
+    _check(ours, inputs, original(given), mask_mod, params)
 
 
 def test_latent_attention_is_two_products_in_one():
@@ -220,15 +191,12 @@ def test_latent_attention_is_two_products_in_one():
         queries, keys = torch.cat([q, q_rope * (0.3 / scale)], -1), torch.cat([k, k_rope], -1)
         return attention(queries, keys, v, scale=scale, mask=a.causal(), return_lse=True, backend="math")
 
-    _check(ours, lambda: plain(q, k, v, with_rope, causal), (q, k, v), (q_rope, k_rope))
+    _check(ours, (q, k, v), with_rope, causal, (q_rope, k_rope))
 
 
 def test_a_factor_by_class_of_pair_is_one_call_for_each_class():
     # FlexAttention, documents: checkerboard. A score that multiplies is no option; its classes can be merged.
     inputs = _inputs()
-
-    def checkerboard(x, b, h, i, j):
-        return torch.where((i - j) % 2 == 1, 0.5 * x, 2.0 * x)
 
     def ours():
         parts = []
@@ -239,8 +207,7 @@ def test_a_factor_by_class_of_pair_is_one_call_for_each_class():
         lse = torch.logaddexp(parts[0][1], parts[1][1])
         return sum(out * torch.exp(part - lse)[..., None] for out, part in parts), lse
 
-    _check(ours, lambda: plain(*inputs, checkerboard), inputs)
-    _close(ours()[0].detach(), flex(*inputs, checkerboard), "FlexAttention")
+    _check(ours, inputs, lambda x, b, h, i, j: torch.where((i - j) % 2 == 1, 0.5 * x, 2.0 * x))
 
 
 OFFSETS = torch.tensor([9, 17])
@@ -250,11 +217,8 @@ def test_decoding_with_an_offset_by_row_is_an_index():
     # attention-gym, paged attention: the rows of a step are at off[b], off[b] + 1, ...
     inputs = _inputs(rows=3)
 
-    def offset_causal(b, h, i, j):
-        return i + OFFSETS[b] >= j
-
     def ours():
         q_index = OFFSETS[:, None] + torch.arange(3)
         return attention(*inputs, mask=a.causal(), q_index=q_index, return_lse=True, backend="math")
 
-    _check(ours, lambda: plain(*inputs, mask_mod=offset_causal), inputs)
+    _check(ours, inputs, mask_mod=lambda b, h, i, j: i + OFFSETS[b] >= j)

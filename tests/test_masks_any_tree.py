@@ -127,8 +127,14 @@ def test_spans_are_the_definition(drawn: tuple[int, Tree], of_torch: bool, data:
     rows = np.arange(n) if chosen is None else np.array(chosen, np.int64)
     convert = torch.from_numpy if of_torch else np.asarray
     q_index = None if chosen is None else convert(rows)
-    spans = tree.make(convert).spans(len(rows), n, batch=BATCH, heads=HEADS, q_index=q_index).lowered
+    mask, given = tree.make(convert), {"batch": BATCH, "heads": HEADS, "q_index": q_index}
+    spans = mask.spans(len(rows), n, **given).lowered
     at = np.ndindex(BATCH, HEADS, len(rows), n)
     want = [bool(tree.sees(b, h, int(rows[i]), j)) for b, h, i, j in at]
     got = np.broadcast_to(np.asarray(spans.validate().dense()), (BATCH, HEADS, len(rows), n))
     np.testing.assert_array_equal(got, np.reshape(want, got.shape))
+    prepared = mask.prepare(len(rows), n, **given).lowered.dense()
+    np.testing.assert_array_equal(np.broadcast_to(np.asarray(prepared), got.shape), got)
+    some = np.flatnonzero(np.arange(n) % 3 != 1)
+    taken = np.asarray(spans.take_keys(convert(some)).compact().validate().dense())
+    np.testing.assert_array_equal(np.broadcast_to(taken, (*got.shape[:3], len(some))), got[..., some])

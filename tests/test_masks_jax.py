@@ -135,16 +135,6 @@ def test_what_a_predicate_raises_under_jit_has_its_name(fn):
         jax.jit(lambda like: mask.spans(3, 3, like=like).bounds)(jnp.zeros(1))
 
 
-@pytest.mark.parametrize("wide", [False, True], ids=["32 bits", "64 bits"])
-def test_arrays_that_a_jitted_function_closes_over(wide):
-    with jax.enable_x64(wide):
-        ids, like = jnp.array([[0, 0, 1, 1], [0, 1, 1, 2]]), jnp.zeros(1)
-        mask = (a.causal() & a.segments(ids)) | a.segments(ids, ids)
-        want = mask.spans(4, 4, batch=2, like=like)
-        got = jax.jit(lambda like: mask.spans(4, 4, batch=2, like=like).bounds)(like)
-    np.testing.assert_array_equal(a.Spans(got, 4).dense(), want.dense())
-
-
 def test_only_what_a_predicate_holds_is_traced():
     from attnspan.jax import attention
 

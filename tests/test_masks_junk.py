@@ -50,7 +50,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "per_row": {"masks": [a.causal()]},
     "reordered": {"mask": a.causal(), "order": np.array([1, 0, 3, 2])},
     "dilated": {"window": 1, "dilation": 2, "causal": True},
-    "global_sliding": {"window": 1, "tokens": 1, "rows": True, "max_runs": 1},
+    "global_sliding": {"window": 1, "tokens": IDS > 0, "rows": True, "max_runs": 1},
     "prefix_lm": {"lengths": 1, "cu_seqlens": CU},
     "shared_prefix": {"cu_seqlens": CU, "prefix_of": np.array([0, 0])},
     "strided_order": {"length": 4, "stride": 2},
@@ -156,6 +156,8 @@ def _raised(function: Callable[..., Any], arguments: dict[str, Any]) -> Exceptio
     return None
 
 
+#: What no parameter takes.
+NEVER = {"an object", "a dict", "strings", "six axes"}
 CELLS = [(name, parameter) for name, good in GOOD.items() for parameter in good]
 
 
@@ -172,6 +174,6 @@ def test_junk_is_refused_with_a_remedy(name: str, parameter: str) -> None:
     for kind, value in junk.items():
         error = _raised(FUNCTIONS[name], {**GOOD[name], parameter: value})
         explained = isinstance(error, OURS) and STYLE.search(str(error))
-        if error is not None and not explained:
+        if (error is not None and not explained) or (error is None and kind in NEVER):
             wrong.append(f"{kind}: {type(error).__name__}: {error}")
     assert not wrong, "\n".join(wrong)

@@ -3,10 +3,13 @@
 import inspect
 import re
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from samples.mistaken_objects import NO_MASKS, OPERATORS
+from samples.mistakes import check, error_of, rows
 
 import attnspan
 import attnspan.torch
@@ -27,6 +30,8 @@ def _front_ends():
 
 
 SPANS = causal().spans(4, 4).lowered
+NAMES = {"a": attnspan, "lib": library, "np": np, "torch": torch, "mask": causal()}
+NAMES |= {"IDS": IDS, "VISIBLE": VISIBLE, "SPANS": SPANS}
 MASKS = [
     causal(),
     causal() & segments(IDS),
@@ -59,46 +64,9 @@ def test_masks_spans_and_biases_are_neither_true_nor_false(x, message):
             use()
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda mask: ~mask,
-        lambda mask: mask + mask,
-        lambda mask: mask - window(2),
-        lambda mask: mask * 2,
-        lambda mask: mask ^ mask,
-        lambda mask: VISIBLE.float() + mask,
-        lambda mask: np.ones((4, 4)) + mask,
-    ],
-)
-def test_other_operators_say_which_ones_exist(use):
-    with pytest.raises(
-        TypeError, match=r"causal\(\): expected & .* or \| .*, got another operator.* have no ~"
-    ):
-        use(causal())
-
-
-@pytest.mark.parametrize(
-    ("other", "remedy"),
-    [
-        (VISIBLE, r"got Tensor of bool, shape \(4, 4\)\. Wrap booleans, .* in from_dense"),
-        (VISIBLE.numpy(), r"got ndarray of bool, shape \(4, 4\)\. Wrap booleans, .* in from_dense"),
-        (IDS, r"got Tensor of int64, shape \(1, 4\)\. .*segments\(\.\.\.\)"),
-        (causal().spans(4, 4).lowered, r"got Spans\(.*\)\. Wrap it in spans"),
-        (window, r"got the function window\. Call it: window\(left\)"),
-        (1, "got int"),
-        (None, "got NoneType"),
-    ],
-)
-def test_an_operand_that_is_no_mask_is_named(other, remedy):
-    for use in (
-        lambda: causal() & other,
-        lambda: causal() | other,
-        lambda: other & causal(),
-        lambda: other | causal(),
-    ):
-        with pytest.raises(TypeError, match=rf"causal\(\) [&|] \.\.\.: expected two masks, {remedy}"):
-            use()
+@pytest.mark.parametrize("mistake", rows(OPERATORS), ids=repr)
+def test_operators_join_masks_alone(mistake):
+    check(error_of(eval(f"lambda: {mistake.code}", NAMES)), mistake)
 
 
 def test_a_jax_array_next_to_a_mask_is_named():
@@ -108,29 +76,13 @@ def test_a_jax_array_next_to_a_mask_is_named():
             use(jax.numpy.ones((4, 4), bool))
 
 
-@pytest.mark.parametrize(
-    ("mask", "remedy"),
-    [
-        (causal, r"got the function causal\. Call it: causal\(\)\."),
-        (window, r"got the function window\. Call it: window\(left\)\."),
-        (library.natten, r"got the function natten\. Call it: natten\(canvas, kernel\)\."),
-        (lambda _b, _h, q, k: q >= k, r"got the function <lambda>\. Wrap a mask_mod in from_predicate"),
-        ("causal", r"got 'causal'\. Read it by attnspan\.parse\('causal'\)\."),
-        (True, r"got True\. Pass causal\(\) or full\(\)\."),
-        (causal | window, r"got two masks without their parentheses\. Call them"),
-        (VISIBLE.numpy(), r"got ndarray of bool, shape \(4, 4\)\. Wrap booleans, .* from_dense"),
-        (VISIBLE, r"got Tensor of bool, shape \(4, 4\)\. Wrap booleans, .* from_dense"),
-        (np.zeros((1, 1, 4, 1, 2), np.int32), r"got ndarray of int32.*Wrap bounds .* in spans"),
-        (torch.zeros(1, 1, 4, 1, 2, dtype=torch.int32), r"got Tensor of int32.*Wrap bounds .* in spans"),
-        (np.array([0, 4]), r"got ndarray of int64, shape \(2,\)\. .*documents\(\.\.\.\)"),
-    ],
-)
-def test_what_is_no_mask_is_told_which_mask_it_means(mask, remedy):
+@pytest.mark.parametrize("mistake", rows(NO_MASKS), ids=repr)
+def test_what_is_no_mask_is_told_which_mask_it_means(mistake):
+    mask = eval(mistake.code, NAMES)
     for function, x in _front_ends():
         if isinstance(mask, torch.Tensor) and ".jax." in function.__module__:
-            remedy = "got a torch.Tensor"
-        with pytest.raises(TypeError, match=f"mask: expected .*{remedy}"):
-            function(x, x, x, mask=mask)
+            mistake = replace(mistake, text="mask: expected .*got a torch.Tensor")
+        check(error_of(lambda function=function, x=x: function(x, x, x, mask=mask)), mistake)
 
 
 def test_plans_name_what_is_no_mask():
@@ -226,15 +178,6 @@ def test_return_lse_is_read_as_a_truth_value():
     out, lse = attnspan.torch.attention(x, x, x, return_lse=1)
     assert out.shape == x.shape
     assert lse.shape == (1, 1, 4)
-
-
-@pytest.mark.parametrize("other", [SPANS, causal(), VISIBLE, VISIBLE.numpy(), 1, None], ids=repr)
-def test_spans_are_wrapped_before_they_are_combined(other):
-    for use in (lambda: SPANS & other, lambda: SPANS | other, lambda: other & SPANS, lambda: other | SPANS):
-        with pytest.raises(
-            TypeError, match=r"[&|] \.\.\.: expected two masks, got Spans\(.*Wrap it in spans"
-        ):
-            use()
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from samples.mistaken_objects import BIASES
+from samples.mistakes import check, error_of, rows
 
 import attnspan as a
 from attnspan.call.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
-from attnspan.errors import DtypeError, OptionError, ShapeError
 
 SIZES = {"batch": 2, "heads": 4, "q_len": 3, "k_len": 5}
 
@@ -138,46 +139,9 @@ def test_jax():
     assert isinstance(a.alibi(a.alibi_slopes(4)).lower(**SIZES, like=table)[0], jax.Array)
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "text"),
-    [
-        (lambda: a.alibi(np.arange(4)), DtypeError, "alibi: slopes: expected a floating array, got int64"),
-        (lambda: a.alibi(np.ones((1, 2, 4))), ShapeError, r"1 or 2 axes, got \(1, 2, 4\)"),
-        (lambda: a.alibi_slopes(0), OptionError, "alibi_slopes: heads: expected 1 to"),
-        (lambda: a.alibi_slopes(2.0), DtypeError, "alibi_slopes: heads: expected an int"),
-        (lambda: a.relative(np.ones(4)), ShapeError, "relative: table: expected 2 axes"),
-        (lambda: a.relative(np.ones((4, 32))), ShapeError, r"relative: table.*2L \+ 1.*got \(4, 32\)"),
-        (
-            lambda: a.relative(np.ones((4, 32)), np.zeros(256, int)),
-            ShapeError,
-            r"relative: buckets: expected \(2L \+ 1,\).*got \(256,\)",
-        ),
-        (lambda: a.relative(np.ones((4, 32)), np.zeros(5)), DtypeError, "relative: buckets"),
-        (
-            lambda: a.relative(np.ones((4, 16)), a.t5_buckets()),
-            OptionError,
-            "relative: buckets: expected columns of the table, 0 to 15, got 0 to 31. Make",
-        ),
-        (lambda: a.relative(torch.ones(4, 3), torch.tensor([0, -1, 2])), OptionError, "0 to 2, got -1 to 2"),
-        (
-            lambda: a.relative(np.ones((5, 3))).lower(**SIZES),
-            ShapeError,
-            r"relative: table: expected \(4, n\).*got \(5, 3\). Pass one row per query head. Transpose",
-        ),
-        (lambda: a.t5_buckets(3), OptionError, "t5_buckets: num_buckets: expected 4 to"),
-        (lambda: a.t5_buckets(33), OptionError, "t5_buckets: expected .* even number"),
-        (lambda: a.t5_buckets(32, 8), OptionError, "max_distance beyond the 8 distances .*max_distance=8"),
-        (lambda: a.dense_bias(np.ones(5)), ShapeError, "dense_bias: expected 2 or 3 or 4 axes"),
-        (
-            lambda: a.dense_bias(np.ones((3, 4))).lower(**SIZES),
-            ShapeError,
-            r"dense bias: expected \(B\|1, H\|1, q_len\|1, k_len\) with B=2, H=4, .*, got \(3, 4\)",
-        ),
-    ],
-)
-def test_what_is_refused(make, error, text):
-    with pytest.raises(error, match=text):
-        make()
+@pytest.mark.parametrize("mistake", rows(BIASES), ids=repr)
+def test_what_is_refused(mistake):
+    check(error_of(eval(f"lambda: {mistake.code}", globals())), mistake)
 
 
 def test_an_unreadable_bucket_outside_the_table_fails_in_torch():

@@ -56,13 +56,13 @@ def by_layout(batch: Rows, rank: int) -> tuple[Rows, Attend]:
     return rows, lambda q, k, v: attention(q, k, v, mask=mask, layout="bshd")
 
 
-def train(share: Callable[[Rows, int], tuple[Rows, Attend]], rank: int) -> list[float] | str:
+def train(share: Callable[[Rows, int], tuple[Rows, Attend]], rank: int, steps: int) -> list[float] | str:
     """The loss of each step over all ranks, or the error that the first step raised."""
     torch.manual_seed(0)
     model, losses = Decoder(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.98), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
-    for step in range(STEPS):
+    for step in range(steps):
         batch = vars(make_batch(step))
         try:
             rows, attend = share(batch, rank)
@@ -88,31 +88,31 @@ WAYS = {
 }
 
 
-def run_rank(rank: int, port: int, results: dict[str, list[float] | str]) -> None:
+def run_rank(rank: int, port: int, steps: int, results: dict[str, list[float] | str]) -> None:
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="torch.distributed.nn", category=FutureWarning)
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     for name, share in WAYS.items():
-        found = train(share, rank)
+        found = train(share, rank, steps)
         if rank == 0:
             results[name] = found
     dist.destroy_process_group()
 
 
-def main() -> dict[str, list[float] | str]:
+def main(steps: int = STEPS) -> dict[str, list[float] | str]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     with torch.multiprocessing.get_context("spawn").Manager() as manager:
-        torch.multiprocessing.spawn(run_rank, (port, results := manager.dict()), nprocs=RANKS)
+        torch.multiprocessing.spawn(run_rank, (port, steps, results := manager.dict()), nprocs=RANKS)
         found = dict(results)
-    steps = (1, 40, 80, 120, STEPS)
+    shown = [step for step in (1, 40, 80, 120, STEPS) if step <= steps]
     notes = [f"{name}: {error}" for name, error in found.items() if isinstance(error, str)]
     rows = []
     for name, losses in found.items():
-        rows.append((name, *("error" if isinstance(losses, str) else f"{losses[i - 1]:.4f}" for i in steps)))
-    show("Loss of two ranks", ("segment ids", *(f"step {step}" for step in steps)), rows, notes)
+        rows.append((name, *("error" if isinstance(losses, str) else f"{losses[i - 1]:.4f}" for i in shown)))
+    show("Loss of two ranks", ("segment ids", *(f"step {step}" for step in shown)), rows, notes)
     return found
 
 

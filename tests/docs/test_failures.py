@@ -3,10 +3,12 @@
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from covering import covering, everything
 
 torch = pytest.importorskip("torch")
 
@@ -20,10 +22,10 @@ SEEN = (2, 15)
 
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
-    """Import a program as Python runs it, with its folder first on the path, and call its `main`."""
+    """Import a program as Python does that runs it: its folder is the first on the path."""
     monkeypatch.syspath_prepend(FOLDER)
     known = set(sys.modules)
-    yield lambda name: importlib.import_module(name).main()
+    yield importlib.import_module
     torch._dynamo.reset()
     for name in {"report", "task", "extension"} - known:
         sys.modules.pop(name, None)
@@ -38,8 +40,12 @@ def still_fails(failed: bool, what: str) -> None:
 
 
 @pytest.mark.slow
-def test_graph_breaks(program: Callable[[str], Any]) -> None:
-    found = program("graph_breaks")
+def test_graph_breaks(program: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    module = program("graph_breaks")
+    # The program shows all of the eight recompilations that torch allows.
+    with torch._dynamo.config.patch({} if everything() else {"recompile_limit": 2}):
+        monkeypatch.setattr(module, "STEPS", module.STEPS if everything() else 4)
+        found = module.main()
     for name in ("attnspan.torch.wrap(extension)", "attnspan.torch.attention"):
         assert (found[name]["graph breaks"], found[name]["recompiles"]) == ("0", "1")
     still_fails(int(found["extension, called directly"]["graph breaks"]) > 0, "a graph break at the call")
@@ -48,19 +54,24 @@ def test_graph_breaks(program: Callable[[str], Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # As the program does.
 def test_mask_functions(program: Callable[[str], Any]) -> None:
-    found = program("mask_functions")
-    ours = [result for (name, *_), result in found.items() if name == "attnspan"]
-    assert ours == ["ok"] * 18
-    cell = ("FlexAttention, functools.partial", "around", "none", "False")
-    still_fails("signature" in found[cell], "a mask function that the compiler cannot trace")
-    still_fails(found["FlexAttention, closure", "around", "full", "False"] != "ok", "checkpointing")
+    module = program("mask_functions")
+    every = list(product(module.COMPILING, module.CHECKPOINTING, (False, True)))
+    # Each two of the factors; the program has all three.
+    for i in range(len(every)) if everything() else covering(every):
+        compiling, checkpointing, train = every[i]
+        assert module.run_cell(module.spans, compiling, checkpointing, train=train) == "ok", every[i]
+    traced = module.run_cell(module.WAYS["FlexAttention, functools.partial"], "around", "none", train=False)
+    still_fails("signature" in traced, "a mask function that the compiler cannot trace")
+    recomputed = module.run_cell(module.WAYS["FlexAttention, closure"], "around", "full", train=False)
+    still_fails(recomputed != "ok", "checkpointing")
 
 
 @pytest.mark.slow
 def test_timing(program: Callable[[str], Any]) -> None:
     pytest.importorskip("jax")
-    found = program("timing")
+    found = program("timing").main()
     for name, seconds in found["right"].items():
         # Compiling takes at least as long as the calls of the sample together.
         assert found["wrong: the first call is counted"][name] > 1.5 * seconds
@@ -68,7 +79,13 @@ def test_timing(program: Callable[[str], Any]) -> None:
 
 @pytest.mark.slow
 def test_segment_ids(program: Callable[[str], Any]) -> None:
-    whole, shapes_only, layout = program("segment_ids").values()
+    whole, shapes_only, layout = program("segment_ids").main(*([] if everything() else [60])).values()
     assert "must match" in whole
     assert sum(shapes_only[-10:]) / 10 > 0.4
-    assert sum(layout[-10:]) / 10 < 0.01
+    assert sum(layout[-10:]) / 10 < 0.02
+
+
+@pytest.mark.long
+def test_every_table_is_printed(program: Callable[[str], Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert {*program("mask_functions").main().values()} > {"ok"}
+    assert "Training: forward and backward" in capsys.readouterr().out

@@ -266,55 +266,28 @@ def test_the_page_of_jax_compiles_once_and_names_every_back_end() -> None:
     assert sorted(rows) == sorted(table("jax"))
 
 
-def written(folder: Path, text: str) -> Path:
-    page = folder / "page.md"
-    page.write_text(text, encoding="utf-8")
-    return page
+#: Pages, with the line of a fence in the place of "py", and the error that running them raises.
+WRONG = [
+    ("py\nx = 1\n```\n\nText.\n\npy\nx += 1\nassert x == 3", AssertionError, "", 9),
+    ('py\nimport warnings\nwarnings.warn("old")', UserWarning, "old", 3),
+    ("py\nprint(1 + 1)\n```\n\n```text\n3", AssertionError, "line 2", None),
+    ("<!-- not run: needs two ranks -->\npy\nranks = = 0", SyntaxError, "", None),
+    ("<!-- not run: -->\npy\nx = 1", AssertionError, "no reason: <!-- not run", None),
+    ("<!-- not run -->\npy\nx = 1", AssertionError, "no reason: <!-- not run", None),
+    ("<!-- not run: needs two ranks -->\n\npy\nx = 1", AssertionError, "not above", None),
+    *((f"{fence}\nx = 1", AssertionError, "not read", None) for fence in ("  py", "```py", "``` python")),
+]
 
 
-def test_an_error_names_the_page_and_the_line(tmp_path: Path) -> None:
-    page = written(
-        tmp_path, "# Title\n\n```python\nx = 1\n```\n\nText.\n\n```python\nx += 1\nassert x == 3\n```\n"
+@pytest.mark.parametrize(("text", "kind", "message", "line"), WRONG)
+def test_a_wrong_page_is_an_error_that_names_it(
+    tmp_path: Path, text: str, kind: type[Exception], message: str, line: int | None
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        re.sub("^( *)py$", r"\1```python", text, flags=re.MULTILINE) + "\n```\n", encoding="utf-8"
     )
-    with pytest.raises(AssertionError) as caught:
+    with pytest.raises(kind, match=message or None) as caught:
         run(page)
     last = traceback.extract_tb(caught.value.__traceback__)[-1]
-    assert (last.filename, last.lineno, last.line) == (name_in_tracebacks(page), 11, "assert x == 3")
-
-
-def test_a_warning_is_an_error(tmp_path: Path) -> None:
-    page = written(tmp_path, '```python\nimport warnings\nwarnings.warn("old")\n```\n')
-    with pytest.raises(UserWarning, match="old"):
-        run(page)
-
-
-def test_what_a_block_prints_is_compared(tmp_path: Path) -> None:
-    page = "```python\nprint(1 + 1)\n```\n\n```text\n{}\n```\n"
-    run(written(tmp_path, page.format(2)))
-    with pytest.raises(AssertionError, match="line 2"):
-        run(written(tmp_path, page.format(3)))
-
-
-def test_a_marked_block_is_compiled_only(tmp_path: Path) -> None:
-    page = written(tmp_path, "<!-- not run: needs two ranks -->\n```python\nranks = 1 / 0\n```\n")
-    assert "ranks" not in run(page)
-    page = written(tmp_path, "<!-- not run: needs two ranks -->\n```python\nranks = = 0\n```\n")
-    with pytest.raises(SyntaxError) as caught:
-        run(page)
-    assert (caught.value.filename, caught.value.lineno) == (name_in_tracebacks(page), 3)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        *(
-            (f"{mark}\n```python", "no reason: <!-- not run")
-            for mark in ("<!-- not run: -->", "<!-- not run -->")
-        ),
-        *((fence, "not read") for fence in ("  ```python", "```py", "``` python", "```python title")),
-        ("<!-- not run: needs two ranks -->\n\n```python", "not above"),
-    ],
-)
-def test_what_looks_like_a_block_or_a_mark_and_is_none_is_refused(text: str, message: str) -> None:
-    with pytest.raises(AssertionError, match=message):
-        blocks_of(f"{text}\nx = 1\n```\n")
+    assert line is None or (last.filename, last.lineno) == (name_in_tracebacks(page), line)

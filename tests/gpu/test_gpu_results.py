@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from covering import covering
+from covering import cells
 from on_gpu import move, needs_gpu
 from samples.bands import BANDS, qkv, results
 from samples.conformance import OPTIONS, SHAPES, SMALL
@@ -16,13 +16,14 @@ from attnspan.torch import attention, explain
 pytestmark = needs_gpu
 
 
-def _cells(rows: Any) -> list[tuple[str, ...]]:
-    whole = [(o, r, d, b) for o in OPTIONS for r in rows for d in DTYPES for b in ("triton", "flex")]
-    return [whole[i] for i in covering(whole)]
+CASES = {mask: replace(SMALL, mask=mask) for mask in MASKS} | SHAPES
 
 
-def _check(option: str, case: Any, dtype: str, backend: str) -> None:
-    case = replace(case, options=OPTIONS[option], dtype=DTYPES[dtype])
+@pytest.mark.parametrize(
+    ("option", "name", "dtype", "backend"), cells(OPTIONS, CASES, DTYPES, ("triton", "flex"))
+)
+def test_option_under_mask_and_in_shape(option: str, name: str, dtype: str, backend: str) -> None:
+    case = replace(CASES[name], options=OPTIONS[option], dtype=DTYPES[dtype])
     problem = make(case)
     leaves = {n: x.detach().cuda().requires_grad_() for n, x in problem.inputs.items()}
     given = {n: x.detach().cuda().requires_grad_() for n, x in problem.setting.parameters.items()}
@@ -40,16 +41,6 @@ def _check(option: str, case: Any, dtype: str, backend: str) -> None:
 def _holds(x: Any, given: dict[str, Any]) -> bool:
     parts = [x, *vars(x).values()] if hasattr(x, "__dict__") else [x]
     return any(part is one for part in parts for one in given.values())
-
-
-@pytest.mark.parametrize(("option", "mask", "dtype", "backend"), _cells(MASKS))
-def test_option_under_mask(option: str, mask: str, dtype: str, backend: str) -> None:
-    _check(option, replace(SMALL, mask=mask), dtype, backend)
-
-
-@pytest.mark.parametrize(("option", "shape", "dtype", "backend"), _cells(SHAPES))
-def test_option_in_shape(option: str, shape: str, dtype: str, backend: str) -> None:
-    _check(option, SHAPES[shape], dtype, backend)
 
 
 @pytest.mark.parametrize("length", [12, 300])

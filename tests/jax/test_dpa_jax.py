@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from samples.mistakes import DROP_IN, Mistake, check, error_of, rows
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -242,48 +243,10 @@ def test_more_runs_under_jit_than_static() -> None:
     _close(ours, theirs(q, q, q, mask=mask))
 
 
-#: Keywords, of which query, key and value are those above by default; the error.
-BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "list": ({"query": [[1.0]]}, TypeError, "query: expected a JAX or NumPy array, got list"),
-    "rank": ({"query": QKV[0][0, 0]}, ValueError, r"query: expected \(batch, .*got shape \(4, 16\)"),
-    "mask dtype": (
-        {"mask": jnp.zeros((T, S))},
-        TypeError,
-        "mask: expected a boolean array or a mask of attnspan, got float32.*as bias",
-    ),
-    "mask kind": ({"mask": "causal"}, TypeError, "mask: expected a boolean array.*got str"),
-    "mask shape": (
-        {"mask": jnp.ones((T, S + 1), bool)},
-        ValueError,
-        r"mask: expected a shape that broadcasts to .*\(2, 4, 6, 9\), got \(1, 1, 6, 10\)",
-    ),
-    "mask twice": (
-        {"mask": causal(), "is_causal": True},
-        ValueError,
-        "mask: expected no is_causal .* Combine masks with causal",
-    ),
-    "bias shape": ({"bias": jnp.zeros((3, T, S))}, ValueError, "bias: expected a shape that broadcasts"),
-    "window ahead": ({"local_window_size": (-1, 3)}, ValueError, "window: left: expected 0 to .*got -1"),
-    "bias kind": ({"bias": 1.0}, TypeError, "bias: expected an array, got float"),
-    "lengths shape": (
-        {"query_seq_lengths": jnp.zeros(3, int)},
-        ValueError,
-        r"query_seq_lengths: expected \(2,\), got shape \(3,\)",
-    ),
-    "lengths dtype": (
-        {"key_value_seq_lengths": jnp.zeros(2)},
-        TypeError,
-        "key_value_seq_lengths: expected int32, got float32",
-    ),
-    "implementation": ({"implementation": "flash"}, ValueError, "backend: .*got 'flash'"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_what_does_not_fit_is_named(case: str) -> None:
-    given, kind, message = BAD[case]
-    with pytest.raises(kind, match=message):
-        dot_product_attention(**dict(zip(("query", "key", "value"), QKV, strict=True)) | given)
+@pytest.mark.parametrize("mistake", rows(DROP_IN), ids=repr)
+def test_what_does_not_fit_is_named(mistake: Mistake) -> None:
+    given = dict(zip(("query", "key", "value"), QKV, strict=True)) | eval(f"dict({mistake.code})", globals())
+    check(error_of(lambda: dot_product_attention(**given)), mistake)
 
 
 def test_an_array_that_is_no_argument_is_encoded_while_jit_traces():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from programs import run_program
 from samples import mistakes
-from samples.mistakes import PREPARED, call, check, error_of, ids, of_framework, zeros
+from samples.mistakes import Mistake, call, check, error_of, rows
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -15,56 +15,30 @@ jnp = jax.numpy
 import attnspan as a  # noqa: E402
 from attnspan.jax import attention, dropout_seeds, explain, shard  # noqa: E402
 
-Q, K = jnp.zeros((2, 4, 7, 16)), jnp.zeros((2, 2, 9, 16))
 RAW_KEY = jax.random.PRNGKey(0)
-
-OWN: dict[str, mistakes.Mistake] = {
-    "float8": ({"k": K.astype(jnp.float8_e4m3fn)}, TypeError, "k: expected a floating dtype .*float8_e4m3fn"),
-    "two dtypes": (
-        {"k": K.astype(jnp.bfloat16), "v": K},
-        TypeError,
-        r"q, k and v: expected one dtype, got float32, bfloat16, float32\. Convert them .*\.astype",
-    ),
-    "backend of TPUs": (
-        {"backend": "pallas"},
-        ValueError,
-        "backend='pallas': expected .* got pallas: it runs on TPUs, not on cpu",
-    ),
+MADE = {
+    "zeros": lambda *shape: jnp.zeros(shape),
+    "ones": lambda *shape: jnp.ones(shape),
+    "ids": lambda *shape: jnp.zeros(shape, int),
+    "arange": jnp.arange,
+    "array": jnp.array,
 }
-SEEDS: dict[str, tuple[Any, type[Exception], str]] = {
-    "none": (None, ValueError, "got None.*fold_in"),
-    "number": (3, TypeError, r"expected an integer array or a jax\.random\.key, got int"),
-    "shape": (
-        jnp.zeros((2, 4), int),
-        ValueError,
-        r"expected shape \(\) or uint32 \(B, H, 2\) = \(2, 4, 2\), got int32 \(2, 4\)\. Pass one seed",
-    ),
-    "key of four words": (jax.random.key(0, impl="rbg"), TypeError, "expected a key of two words"),
-    "raw key": (
-        RAW_KEY,
-        ValueError,
-        r"got uint32 \(2,\)\. If it is a raw .*jax\.random\.wrap_key_data\(key\)\.$",
-    ),
-}
-CASES = mistakes.of("array") | OWN
-CASES |= {
-    f"seed, {name}": ({"dropout_p": 0.5, "dropout_seed": seed}, kind, f"dropout_seed: .*{text}")
-    for name, (seed, kind, text) in SEEDS.items()
-}
+NAMES = mistakes.namespace(**MADE, jax=jax, jnp=jnp, RAW_KEY=RAW_KEY)
+Q, K = NAMES["Q"], NAMES["K"]
+CASES = rows(mistakes.CALLS) + rows(mistakes.ARRAYS)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_wrong_call_says_what_how_and_why(name: str) -> None:
-    given, *wanted = CASES[name]
-    check(error_of(call, attention, of_framework(given, jnp.asarray)), *wanted)
+@pytest.mark.parametrize("mistake", CASES, ids=repr)
+def test_a_wrong_call_says_what_how_and_why(mistake: Mistake) -> None:
+    check(error_of(call(mistake, attention, NAMES)), mistake, "array")
 
 
-@pytest.mark.parametrize("name", ["two dtypes", "groups", "seed, shape", "bias", "ids, length"])
-def test_the_same_is_said_under_jit(name: str) -> None:
-    given, *wanted = CASES[name]
-    given = of_framework(given, jnp.asarray)
-    arrays = {n: given.pop(n) for n in ("q", "k", "v")}
-    check(error_of(jax.jit(lambda arrays: call(attention, {**arrays, **given})), arrays), *wanted)
+@pytest.mark.parametrize("mistake", [x for x in CASES if x.mark == "*"], ids=repr)
+def test_the_same_is_said_under_jit(mistake: Mistake) -> None:
+    def traced(q: Any, k: Any) -> Any:
+        return call(mistake, attention, NAMES | {"Q": q, "K": k})()
+
+    check(error_of(jax.eval_shape, traced, Q, K), mistake, "array")
 
 
 def test_seeds_of_rows_and_heads() -> None:
@@ -90,27 +64,18 @@ def test_explaining_what_is_spread() -> None:
 
 
 INDICES = "expected an array of torch or NumPy, got one of jax. Convert it"
-FRAMEWORKS = "expected arrays of one framework on one device, got torch on cpu and jax. Move them"
-SLOPES = (lambda: a.alibi([0.5] * 4),)
-#: Keywords whose arrays are the other framework's: the argument that JAX names, and what PyTorch says.
-FOREIGN: dict[str, tuple[dict[str, Any], str, str]] = {
-    "sinks": ({"sinks": zeros(4)}, "sinks", "sinks: expected a floating tensor"),
-    "dense bias": ({"bias": zeros(7, 9)}, "bias", "bias: expected a tensor, or the result of"),
-    "slopes": ({"bias": (a.alibi, zeros(4))}, "bias", f"bias: {FRAMEWORKS}"),
-    "table": ({"bias": (a.relative, zeros(4, 9))}, "bias", f"bias: {FRAMEWORKS}"),
-    "seed": ({"dropout_p": 0.5, "dropout_seed": np.array(1)}, "dropout_seed", "dropout_seed: expected"),
-    "ids": ({"mask": (a.segments, ids(9))}, "mask", f"mask: {INDICES}"),
-    "prepared": (
-        {"mask": (lambda x: a.full().prepare(7, 9, like=x), zeros(1))},
-        "mask",
-        f"mask: {INDICES}",
-    ),
-    "q_index": ({"q_index": np.arange(7), "bias": SLOPES}, "q_index", f"q_index: {INDICES}"),
-    "k_index": (
-        {"mask": PREPARED, "k_index": np.arange(9), "bias": SLOPES},
-        "k_index",
-        f"k_index: {INDICES}",
-    ),
+FRAMEWORKS = "bias: expected arrays of one framework on one device, got torch on cpu and jax. Move them"
+#: Keywords whose arrays are the other framework's, and what PyTorch says. JAX names the last keyword.
+FOREIGN = {
+    "sinks=zeros(4)": "sinks: expected a floating tensor",
+    "bias=zeros(7, 9)": "bias: expected a tensor, or the result of",
+    "bias=a.alibi(zeros(4))": FRAMEWORKS,
+    "bias=a.relative(zeros(4, 9))": FRAMEWORKS,
+    "dropout_p=0.5, dropout_seed=array(1)": "dropout_seed: expected",
+    "mask=a.segments(ids(9))": f"mask: {INDICES}",
+    "mask=a.full().prepare(7, 9, like=zeros(1))": f"mask: {INDICES}",
+    "bias=a.alibi([0.5] * 4), q_index=arange(7)": f"q_index: {INDICES}",
+    "mask=PREPARED, bias=a.alibi([0.5] * 4), k_index=arange(9)": f"k_index: {INDICES}",
 }
 
 
@@ -119,17 +84,20 @@ class TestTwoFrameworks:
 
     torch = pytest.importorskip("torch")
 
-    @pytest.mark.parametrize("name", FOREIGN)
-    def test_arrays_of_the_other_one(self, name: str) -> None:
+    @pytest.mark.parametrize("code", FOREIGN)
+    def test_arrays_of_the_other_one(self, code: str) -> None:
         from attnspan.torch import attention as torchs
 
-        given, argument, text = FOREIGN[name]
-        here = {**of_framework(given, self.torch.from_numpy), "q": Q, "k": K, "v": K}
-        wanted = rf"^{argument}: expected JAX or NumPy arrays, as q, k and v, got a torch\.Tensor"
-        check(error_of(call, attention, here), TypeError, wanted)
-        q, k = self.torch.zeros(Q.shape), self.torch.zeros(K.shape)
-        there = {**of_framework(given, jnp.asarray), "q": q, "k": k, "v": k}
-        assert str(error_of(call, torchs, there)).startswith(text)
+        torch = self.torch
+        ours = {"zeros": torch.zeros, "ones": torch.ones, "arange": torch.arange, "array": torch.tensor}
+        ours["ids"] = lambda *shape: torch.zeros(shape, dtype=torch.int64)
+        given = eval(f"dict({code})", mistakes.namespace(**ours))
+        said = rf"^{[*given][-1]}: expected JAX or NumPy arrays, as q, k and v, got a torch\.Tensor"
+        with pytest.raises(TypeError, match=said):
+            attention(Q, K, K, **given)
+        q, k = torch.zeros(Q.shape), torch.zeros(K.shape)
+        found = error_of(lambda: torchs(q, k, k, **eval(f"dict({code})", NAMES)))
+        assert str(found).startswith(FOREIGN[code])
 
     def test_inputs_of_the_other_one(self) -> None:
         from attnspan.torch import attention as torchs

@@ -1,218 +1,265 @@
-"""Wrong calls of `attention`: what every front end refuses, with which error, and what it must say."""
+"""What users get wrong in calls of attention, and what the error says; mistaken_objects.py has the rest.
 
-# ruff: noqa: ARG005  (functions of a fixed signature)
+Each table has one mistake a line: code => type of the error: text, a regular expression. An indented line
+continues the one above. The code is the keywords of a call, or all of it. Each front end runs `CALLS` with
+its own arrays, which `zeros`, `ones`, `ids`, `arange` and `array` make. `*` marks calls that the ordinary
+run compiles. `~` marks those that nothing compiles: a compiler knows no values of indices, and takes no masks
+that are prepared inside.
+"""
 
 from __future__ import annotations
 
+import builtins
 import math
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 import attnspan as a
+from attnspan import errors
 from attnspan import library as lib
 
-#: Keywords of a call, the type of its error, and its text. Of arrays of NumPy a front end makes its own. A
-#: tuple is a function and its arguments, which is called inside: the arrays may then be a compiler's.
-Mistake = tuple[dict[str, Any], type[Exception], str]
+CALLS = r"""
+q=zeros(2, 4, 16) => ValueError: q: expected 4 dims .* got \(2, 4, 16\)
+layout='sbhd' => ValueError: layout: expected one of bhsd, bshd, thd, got 'sbhd'
+layout=['bhsd'] => ValueError: layout: expected one of bhsd, bshd, thd
+k=zeros(3, 2, 9, 16) => ValueError: batch: expected the same batch size
+k=zeros(2, 2, 9, 8), v=K => ValueError: head_dim: expected the same for q and k
+v=zeros(2, 4, 9, 16) => ValueError: expected as many value as key heads
+* v=zeros(2, 2, 8, 16) => ValueError: expected as many values as keys
+* q=zeros(2, 3, 7, 16) => ValueError: heads: expected a multiple of the key heads
+q=zeros(2, 0, 7, 16) => ValueError: expected at least one query and one key head
+k=zeros(2, 0, 9, 16) => ValueError: at least one query and one key head
+~ scale=math.nan => ValueError: scale: expected a finite float32 number, got nan
+~ scale=-math.inf => ValueError: scale: expected a finite float32 number, got -inf
+scale=1e+300 => ValueError: scale: expected a finite float32 number, got 1e\+300
+backend='cuda' => ValueError: backend: expected None or one of cpu, .*, math, .*got 'cuda'
+q=zeros(1, 1, 4, 584), k=zeros(1, 1, 4, 584), backend='cpu' => ValueError: to 576, not 584
+* q_index=ids(8) => ValueError: q_index: expected
+k_index=arange(10) => ValueError: k_index: expected one index for each key, 9, got 10
+* mask=a.segments(ids(2, 11)) => ValueError: describe 9 keys, got 11
+mask=a.segments(ids(3, 9)) => ValueError: 1 or 2 along the batch axis, got 3
+mask=a.segments(ids(8), ids(9)) => ValueError: one entry for each query, 7, got 8
+mask=a.segments(ids(1, 2, 9)) => ValueError: 1 or 2 axes
+mask=a.key_padding(ids(3)) => ValueError: along the batch axis, got 3
+mask=a.key_padding(10) => ValueError: at most 9
+* mask=a.causal() & a.cache(ids(3)) => ValueError: along the batch axis, got 3
+* mask=a.cache(ids(2)) & a.documents(array([0, 3]), array([0, 3]))
+    => ValueError: q_index: expected one default
+mask=a.documents(ids(1)) => ValueError: at least 2 offsets
+* mask=a.documents(ids(4), ids(5)) => ValueError: as many documents for keys
+* mask=a.prefix(ids(4), ids(7)) => ValueError: one length per document
+* mask=a.spans(ids(1, 1, 8, 1, 2)) => ValueError: one entry for each query, 7, got 8
+~ mask=a.spans(ids(3, 1, 7, 1, 2)) => ValueError: along the batch axis, got 3
+* mask=a.from_dense(ids(7, 10) > 0) => ValueError: describe 9 keys, got 10
+* mask=a.from_predicate(lambda b, h, q, k: q.flatten() >= 0)
+    => ValueError: from_predicate\(<lambda>\): expected
+* mask=lib.selected_blocks(ids(3, 1, 2, 1), 4) => ValueError: axis, got 3
+mask=lib.natten((3, 4), (3, 3)) => ValueError: describe 9 keys, got 12
+mask=lib.shared_prefix(ids(4), ids(4)) => ValueError: one number for each document
+mask=lib.per_row([a.causal()] * 3) => ValueError: along the batch axis, got 3
+~ mask=prepared(8, 9) => ValueError: q_len=7
+~ mask=prepared(7, 9, 3) => ValueError: B=2
+* mask=BY_HEAD => ValueError: H=4
+~ mask=a.causal().spans(7, 8) => ValueError: expected spans over k_len=9 keys
+~ mask=a.causal().spans(6, 9) => ValueError: bounds: expected .*q_len=7, got \(
+~ mask=bounds(3, 1, 7, 1, 2) => ValueError: bounds: expected \(B\|1, .* with B=2
+~ mask=bounds(1, 1, 7, 0, 2) => ValueError: bounds: expected
+mask=PREPARED, q_index=arange(7)
+    => ValueError: q_index, k_index: expected None with a mask that is already lowered and no option
+mask=PREPARED, q_index=arange(7), softcap=3.0
+    => ValueError: q_index, k_index: expected None with a mask that is already lowered and no option that
+    depends on
+~ **PACKED, mask=a.key_padding(8) & a.causal()
+    => ValueError: keeps packed documents apart, got key_padding\(8\) & causal\(\).*Combine it by & with
+    documents
+~ **PACKED, mask=a.keys([True] * 8) & a.causal()
+    => ValueError: keeps packed documents apart, got keys\(bool\[8\]\) & causal\(\).*Combine it by & with
+    documents
+~ **PACKED, mask=a.cache(8) & a.causal()
+    => ValueError: keeps packed documents apart, got cache\(8\) & causal\(\).*Combine it by & with
+    documents
+~ **PACKED, mask=a.prefix(2) | a.causal()
+    => ValueError: keeps packed documents apart, got prefix\(2\) \| causal\(\).*Combine it by & with
+    documents
+**PACKED, mask=a.causal() | a.documents(array([0, 3, 8]))
+    => ValueError: keeps packed documents apart, got causal\(\) \| documents.*Combine it by & with
+    documents
+~ **PACKED, mask=a.documents(array([0, 3, 8])), bias=a.alibi(ones(2, 2))
+    => ValueError: alibi: slopes: expected \(2,\) or \(1, 2\).*Slopes for each packed document are not
+    supported: pad
+softcap=0.0 => ValueError: softcap: expected a positive, finite number .* got 0.0
+* softcap=-1.0 => ValueError: softcap: expected a positive, finite number .* got -1.0
+softcap=1e-40 => ValueError: softcap: expected a positive, finite .*1e-30.* got 1e-40
+~ softcap=math.nan => ValueError: softcap: expected a positive, finite .* got nan
+~ softcap=math.inf => ValueError: softcap: expected a positive, finite .* got inf
+sinks=zeros(3) => ValueError: sinks: expected \(4,\): .* got \(3,\)
+sinks=zeros(4, 1) => ValueError: sinks: expected \(4,\)
+bias=a.alibi(zeros(3)) => ValueError: slopes: expected \(4,\) or \(2, 4\)
+bias=a.alibi(zeros(3, 4)) => ValueError: slopes: expected .* got \(3, 4\)
+* bias=a.relative(zeros(3, 9)) => ValueError: relative: table: expected \(4, n\)
+* bias=zeros(7, 8) => ValueError: dense bias: expected .*k_len=9, got \(7, 8\)
+bias=zeros(7, 1) => ValueError: dense bias: expected
+bias=a.dense_bias(zeros(2, 7, 9)) => ValueError: dense bias: expected
+dropout_p=1.0 => ValueError: dropout_p: expected at least 0 and below 1, got 1.0
+dropout_p=-0.1 => ValueError: dropout_p: expected at least 0
+~ dropout_p=math.nan, dropout_seed=array(11) => ValueError: dropout_p: expected at least
+dropout_p=0.1 => ValueError: dropout_seed: expected an integer .* got None
+mask=PREPARED, q_index=arange(6), bias=SLOPES => ValueError: q_index: expected \(7,\) or \(2, 7\), got \(6,\)
+mask=SPANS, k_index=ids(3, 9), bias=SLOPES => ValueError: k_index: expected \(9,\) or \(2, 9\)
+mask=PREPARED.lowered, bias=SLOPES
+    => ValueError: q_index: expected the queries' indices with bare spans.*prepare
+q='q' => TypeError: q: expected a .*got str
+q=ids(2, 4, 7, 16), k=ids(2, 2, 9, 16) => TypeError: q: expected a floating dtype .* got int
+scale=array(1.0) => TypeError: scale: expected a Python number, got .*Multiply q by it
+* mask=ones(7, 9) => TypeError: mask: expected a mask expression.*got \w+.*from_dense
+mask=a.from_dense(ids(7, 9)) => TypeError: from_dense: visible: expected a bool
+* mask=a.from_predicate(lambda b, h, q, k: (q - k) * 0.5) => TypeError: float32\. .*bias=
+softcap=array(3.0) => TypeError: softcap: expected a Python number
+sinks=ids(4) => TypeError: sinks: expected a floating ARRAY, got
+sinks=[0.0] * 4 => TypeError: sinks: expected a floating ARRAY, got list
+bias=ids(7, 9) > 0 => TypeError: dense_bias: expected a floating array
+bias=lambda s, *_: s => TypeError: bias: expected an? ARRAY, or the result .* got function
+dropout_p=array(0.1) => TypeError: dropout_p: expected a Python number
+dropout_p=0.1, dropout_seed=array(0.5) => TypeError: dropout_seed: expected .*got .*float
+dropout_seed=array(True) => TypeError: dropout_seed: .* got .*bool
+mask=SPANS, k_index=zeros(9), bias=SLOPES => TypeError: k_index: expected an integer ARRAY, got .*float32
+"""
+
+#: Of PyTorch alone: elsewhere, sparse, or no tensors at all.
+TENSORS = r"""
+q=torch.zeros(2, 4, 7, 0) => ValueError: head_dim: expected at least one element
+k=on_meta(*K.shape), v=K => ValueError: expected one device, got cpu, meta, cpu
+q=on_meta(1, 1, 1, 8), k=on_meta(1).expand(1, 1, 2 ** 31 - 64, 8)
+    => ValueError: k_len: expected at most 2147483583
+mask=a.Spans(on_meta(1, 1, 7, 1, 2, dtype=torch.int32), 9) => ValueError: bounds: expected device cpu
+sinks=on_meta(4) => ValueError: sinks: expected device cpu
+bias=a.alibi(on_meta(4)) => ValueError: bias: slopes: expected device cpu
+dropout_p=0.1, dropout_seed=on_meta(dtype=torch.int64) => ValueError: dropout_seed: expected device cpu
+q_index=on_meta(7, dtype=torch.int64) => ValueError: q_index: expected device cpu \(as q\), got meta
+dropout_p=0.1, dropout_seed=torch.zeros(4).long()
+    => ValueError: dropout_seed: expected shape \(\) or \(B, H\) = \(2, 4\), got \(4,\). .*dropout_seeds\(
+~ mask=SPANS, k_index=torch.arange(9) + 2 ** 40, bias=SLOPES
+    => ValueError: k_index: expected int32 indices, got 1099511627776 to 1099511627784
+~ mask=PREPARED, q_index=(torch.arange(7) + 2 ** 31).to(torch.uint32), bias=SLOPES
+    => ValueError: q_index: expected int32 indices
+dropout_p=0.1, dropout_seed=3
+    => TypeError: dropout_seed: expected an integer tensor, got int. Pass torch.tensor\(seed\)
+k=K.numpy(), v=K => TypeError: k: expected a torch\.Tensor, got ndarray
+k=K.bfloat16(), v=K => TypeError: one dtype, got float32, bfloat16, float32
+~ k=K.to_sparse(), v=K => TypeError: k: expected a dense tensor, got one of torch.sparse_coo
+mask=a.Spans(torch.zeros(1, 1, 7, 1, 2).long(), 9) => TypeError: bounds: expected int32, got int64
+sinks=np.zeros(4)
+    => TypeError: sinks: expected a floating tensor, got ndarray. Convert it with torch.as_tensor
+mask=PREPARED, q_index=np.arange(7), bias=SLOPES
+    => TypeError: q_index: expected an integer tensor, got ndarray. Convert it with torch.as_tensor
+"""
+
+#: Of the drop-in for torch's scaled_dot_product_attention.
+SDPA = r"""
+attn_mask=torch.zeros(8, 7) => ValueError: a shape that broadcasts .*\(1, 2, 8, 8\)
+attn_mask=torch.zeros(1, 1, 2, 8, 8) => ValueError: attn_mask: .* broadcasts
+**dict.fromkeys(('query', 'key', 'value'), EIGHT[None]), attn_mask=torch.zeros(3, 1, 1, 2, 8, 8)
+    => ValueError: attn_mask: expected a shape that broadcasts to \(1, 1, 2, 8, 8\), got \(3, 1, 1, 2, 8,
+    8\)
+attn_mask=torch.zeros(8, 7) == 0 => ValueError: attn_mask: expected a shape that broadcasts
+attn_mask=a.causal(), is_causal=True => ValueError: expected no attn_mask with it
+key=EIGHT[:, :1], value=EIGHT[:, :1] => ValueError: enable_gqa=True
+key=EIGHT[0, 0, 0] => ValueError: at least 2 dims, .*, got .*, 16
+~ query=EIGHT.expand(3, -1, -1, -1), key=EIGHT.expand(2, -1, -1, -1) => ValueError: that broadcast
+value=torch.zeros(1, 2, 9, 16) => ValueError: expected
+dropout_p=1.5 => ValueError: dropout_p: expected at least 0 and below 1, got 1\.5
+attn_mask=torch.zeros(8, 8).long() => TypeError: expected torch.bool, a floating .*torch.int64
+key=EIGHT.numpy() => TypeError: key: .* got ndarray. Convert it
+"""
+
+#: Of JAX alone; the seeds are those of dropout.
+ARRAYS = r"""
+k=K.astype(jnp.float8_e4m3fn) => TypeError: k: expected a floating dtype .*float8_e4m3fn
+* k=K.astype(jnp.bfloat16), v=K
+    => TypeError: q, k and v: expected one dtype, got float32, bfloat16, float32\. Convert them .*\.astype
+dropout_p=0.5 => ValueError: dropout_seed: .*got None.*fold_in
+dropout_p=0.5, dropout_seed=3
+    => TypeError: dropout_seed: .*expected an integer array or a jax\.random\.key, got int
+* dropout_p=0.5, dropout_seed=ids(2, 4)
+    => ValueError: expected shape \(\) or uint32 \(B, H, 2\) = \(2, 4, 2\), got int32 \(2, 4\)\. Pass one
+dropout_p=0.5, dropout_seed=jax.random.key(0, impl='rbg')
+    => TypeError: dropout_seed: .*expected a key of two words
+dropout_p=0.5, dropout_seed=RAW_KEY
+    => ValueError: dropout_seed: .*got uint32 \(2,\)\. If it is a raw .*jax\.random\.wrap_key_data\(key\)\.$
+backend='pallas' => ValueError: backend='pallas': expected .* got pallas: it runs on TPUs, not on cpu
+"""
+
+#: Of the drop-in for jax.nn.dot_product_attention: two batch elements, T = 6 queries, S = 9 keys.
+DROP_IN = r"""
+query=[[1.0]] => TypeError: query: expected a JAX or NumPy array, got list
+query=QKV[0][0, 0] => ValueError: query: expected \(batch, .*got shape \(4, 16\)
+mask=jnp.zeros((T, S)) => TypeError: mask: expected a boolean array or a mask .*, got float32.*as bias
+mask='causal' => TypeError: mask: expected a boolean array.*got str
+mask=jnp.ones((T, S + 1), bool)
+    => ValueError: mask: expected a shape that broadcasts to .*\(2, 4, 6, 9\), got \(1, 1, 6, 10\)
+mask=causal(), is_causal=True => ValueError: mask: expected no is_causal .* Combine masks with causal
+bias=jnp.zeros((3, T, S)) => ValueError: bias: expected a shape that broadcasts
+bias=1.0 => TypeError: bias: expected an array, got float
+local_window_size=(-1, 3) => ValueError: window: left: expected 0 to .*got -1
+query_seq_lengths=jnp.zeros(3, int) => ValueError: query_seq_lengths: expected \(2,\), got shape \(3,\)
+key_value_seq_lengths=jnp.zeros(2) => TypeError: key_value_seq_lengths: expected int32, got float32
+implementation='flash' => ValueError: backend: .*got 'flash'
+"""
 
 
-def zeros(*shape: int, dtype: str = "float32") -> np.ndarray:
-    return np.zeros(shape, dtype)
+@dataclass(frozen=True)
+class Mistake:
+    """One row of a table. `mark` is "*", "~" or empty."""
+
+    code: str
+    kind: type[Exception]
+    text: str
+    mark: str
+
+    def __repr__(self) -> str:
+        return self.code
 
 
-def ids(*shape: int) -> np.ndarray:
-    return np.zeros(shape, np.int64)
-
-
-#: What is right where nothing else is given; v is k by default.
-Q, K = zeros(2, 4, 7, 16), zeros(2, 2, 9, 16)
-CU = np.array([0, 3, 8])
-PACKED = {"q": zeros(8, 2, 16), "k": zeros(8, 2, 16), "layout": "thd"}
-WITH_BIAS = {"bias": (a.alibi, np.ones(4, np.float32))}
-SPANS, PREPARED = a.causal().spans(7, 9), a.causal().prepare(7, 9)
-#: Masks that do not keep packed documents apart.
-MIXING = (
-    a.key_padding(8) & a.causal(),
-    a.keys(np.ones(8, bool)) & a.causal(),
-    a.cache(8) & a.causal(),
-    a.prefix(2) | a.causal(),
-)
+def rows(table: str) -> list[Mistake]:
+    """The mistakes of a table."""
+    found = []
+    for line in re.sub(r"\n +", " ", table).strip().splitlines():
+        (parts,) = re.findall(r"^(?:([*~]) )?(.*?) => (\w+): (.*)$", line)
+        mark, code, kind, text = parts
+        found.append(Mistake(code, getattr(errors, kind, None) or getattr(builtins, kind), text, mark))
+    return found
 
 
 def _prepared(q_len: int, k_len: int, batch: int = 1, heads: int = 1) -> a.Prepared:
-    mask = a.segments(ids(batch, k_len))
+    mask = a.segments(np.zeros((batch, k_len), int))
     mask = mask if heads == 1 else lib.per_head([a.causal(), mask])
     return mask.prepare(q_len, k_len, batch=batch, heads=heads)
 
 
-def _bounds(*shape: int) -> a.Spans:
-    return a.Spans(zeros(*shape, dtype="int32"), 9)
+def namespace(**made: Any) -> dict[str, Any]:
+    """The names that the code of calls uses, with the functions that make a framework's arrays."""
+    common = {"a": a, "lib": lib, "math": math, "np": np, "prepared": _prepared}
+    common |= {"SPANS": a.causal().spans(7, 9), "PREPARED": a.causal().prepare(7, 9)}
+    common |= {"BY_HEAD": _prepared(7, 9, heads=2)}
+    common["bounds"] = lambda *shape: a.Spans(np.zeros(shape, "int32"), 9)
+    zeros = made["zeros"]
+    packed = {"q": zeros(8, 2, 16), "k": zeros(8, 2, 16), "layout": "thd"}
+    arrays = {"Q": zeros(2, 4, 7, 16), "K": zeros(2, 2, 9, 16), "SLOPES": a.alibi(made["ones"](4))}
+    return common | made | arrays | {"PACKED": packed}
 
 
-_INDICES = "q_index, k_index: expected None with a mask that is already lowered and no option"
-_VALUES: dict[str, tuple[dict[str, Any], str]] = {
-    "rank": ({"q": zeros(2, 4, 16)}, r"q: expected 4 dims .* got \(2, 4, 16\)"),
-    "layout": ({"layout": "sbhd"}, "layout: expected one of bhsd, bshd, thd, got 'sbhd'"),
-    "layout of another kind": ({"layout": ["bhsd"]}, "layout: expected one of bhsd, bshd, thd"),
-    "batch": ({"k": zeros(3, 2, 9, 16)}, "batch: expected the same batch size"),
-    "head_dim": ({"k": zeros(2, 2, 9, 8), "v": K}, "head_dim: expected the same for q and k"),
-    "k and v heads": ({"v": zeros(2, 4, 9, 16)}, "expected as many value as key heads"),
-    "k and v length": ({"v": zeros(2, 2, 8, 16)}, "expected as many values as keys"),
-    "groups": ({"q": zeros(2, 3, 7, 16)}, "heads: expected a multiple of the key heads"),
-    "no heads": ({"q": zeros(2, 0, 7, 16)}, "expected at least one query and one key head"),
-    "no key heads": ({"k": zeros(2, 0, 9, 16)}, "at least one query and one key head"),
-    "scale nan": ({"scale": math.nan}, "scale: expected a finite float32 number, got nan"),
-    "scale inf": ({"scale": -math.inf}, "scale: expected a finite float32 number, got -inf"),
-    "scale beyond float32": ({"scale": 1e300}, r"scale: expected a finite float32 number, got 1e\+300"),
-    "backend": ({"backend": "cuda"}, "backend: expected None or one of cpu, .*, math, .*got 'cuda'"),
-    "backend that cannot": (
-        {"q": zeros(1, 1, 4, 584), "k": zeros(1, 1, 4, 584), "backend": "cpu"},
-        "to 576, not 584",
-    ),
-    "q_index": ({"q_index": ids(8)}, "q_index: expected"),
-    "k_index": ({"k_index": np.arange(10)}, "k_index: expected one index for each key, 9, got 10"),
-    # Masks.
-    "ids, length": ({"mask": (a.segments, ids(2, 11))}, "describe 9 keys, got 11"),
-    "ids, batch": ({"mask": (a.segments, ids(3, 9))}, "1 or 2 along the batch axis, got 3"),
-    "ids, queries": ({"mask": (a.segments, ids(8), ids(9))}, "one entry for each query, 7, got 8"),
-    "ids, rank": ({"mask": (a.segments, ids(1, 2, 9))}, "1 or 2 axes"),
-    "lengths, batch": ({"mask": (a.key_padding, ids(3))}, "along the batch axis, got 3"),
-    "lengths, int": ({"mask": (a.key_padding, 10)}, "at most 9"),
-    "cache, batch": ({"mask": (lambda x: a.causal() & a.cache(x), ids(3))}, "along the batch axis, got 3"),
-    "two anchors": (
-        {"mask": (lambda x, y: a.cache(x) & a.documents(y, y), ids(2), np.array([0, 3]))},
-        "q_index: expected one default",
-    ),
-    "offsets": ({"mask": (a.documents, ids(1))}, "at least 2 offsets"),
-    "offsets, keys": ({"mask": (a.documents, ids(4), ids(5))}, "as many documents for keys"),
-    "prefixes": ({"mask": (a.prefix, ids(4), ids(7))}, "one length per document"),
-    "spans, rows": ({"mask": (a.spans, ids(1, 1, 8, 1, 2))}, "one entry for each query, 7, got 8"),
-    "spans, batch": ({"mask": (a.spans, ids(3, 1, 7, 1, 2))}, "along the batch axis, got 3"),
-    "dense, keys": ({"mask": (a.from_dense, ids(7, 10) > 0)}, "describe 9 keys, got 10"),
-    "predicate": (
-        {"mask": (lambda: a.from_predicate(lambda b, h, q, k: q.flatten() >= 0),)},
-        r"from_predicate\(<lambda>\): expected",
-    ),
-    "library, chosen": ({"mask": (lambda x: lib.selected_blocks(x, 4), ids(3, 1, 2, 1))}, "axis, got 3"),
-    "library, canvas": ({"mask": (lambda: lib.natten((3, 4), (3, 3)),)}, "describe 9 keys, got 12"),
-    "library, prefix": ({"mask": (lib.shared_prefix, ids(4), ids(4))}, "one number for each document"),
-    "library, rows": ({"mask": (lambda: lib.per_row([a.causal()] * 3),)}, "along the batch axis, got 3"),
-    "prepared, q_len": ({"mask": _prepared(8, 9)}, "q_len=7"),
-    "prepared, batch": ({"mask": _prepared(7, 9, 3)}, "B=2"),
-    "prepared, heads": ({"mask": _prepared(7, 9, heads=2)}, "H=4"),
-    "spans of other keys": ({"mask": a.causal().spans(7, 8)}, "expected spans over k_len=9 keys"),
-    "spans of other queries": ({"mask": a.causal().spans(6, 9)}, r"bounds: expected .*q_len=7, got \("),
-    "spans of another batch": ({"mask": _bounds(3, 1, 7, 1, 2)}, r"bounds: expected \(B\|1, .* with B=2"),
-    "no spans": ({"mask": _bounds(1, 1, 7, 0, 2)}, "bounds: expected"),
-    "indices twice": ({"mask": PREPARED, "q_index": np.arange(7)}, _INDICES),
-    "indices twice, an option that has none": (
-        {"mask": PREPARED, "q_index": np.arange(7), "softcap": 3.0},
-        f"{_INDICES} that depends on",
-    ),
-    **{
-        f"packed, {mask!r}": (
-            {**PACKED, "mask": mask},
-            rf"keeps packed documents apart, got {re.escape(repr(mask))}.*Combine it by & with documents",
-        )
-        for mask in MIXING
-    },
-    "packed, joined": (
-        {**PACKED, "mask": (lambda cu: a.causal() | a.documents(cu), CU)},
-        r"keeps packed documents apart, got causal\(\) \| documents.*Combine it by & with documents",
-    ),
-    # Options.
-    "slopes of documents": (
-        {**PACKED, "mask": (a.documents, CU), "bias": (a.alibi, np.ones((2, 2), np.float32))},
-        r"alibi: slopes: expected \(2,\) or \(1, 2\).*Slopes for each packed document are not supported: pad",
-    ),
-    "softcap 0": ({"softcap": 0.0}, "softcap: expected a positive, finite number .* got 0.0"),
-    "softcap": ({"softcap": -1.0}, "softcap: expected a positive, finite number .* got -1.0"),
-    "softcap tiny": ({"softcap": 1e-40}, "softcap: expected a positive, finite .*1e-30.* got 1e-40"),
-    "softcap nan": ({"softcap": math.nan}, "softcap: expected a positive, finite .* got nan"),
-    "softcap inf": ({"softcap": math.inf}, "softcap: expected a positive, finite .* got inf"),
-    "sinks": ({"sinks": zeros(3)}, r"sinks: expected \(4,\): .* got \(3,\)"),
-    "sinks rank": ({"sinks": zeros(4, 1)}, r"sinks: expected \(4,\)"),
-    "alibi": ({"bias": (a.alibi, zeros(3))}, r"slopes: expected \(4,\) or \(2, 4\)"),
-    "slopes batch": ({"bias": (a.alibi, zeros(3, 4))}, r"slopes: expected .* got \(3, 4\)"),
-    "relative": ({"bias": (a.relative, zeros(3, 9))}, r"relative: table: expected \(4, n\)"),
-    "bias": ({"bias": zeros(7, 8)}, r"dense bias: expected .*k_len=9, got \(7, 8\)"),
-    "dense one key": ({"bias": zeros(7, 1)}, "dense bias: expected"),
-    "dense heads": ({"bias": (a.dense_bias, zeros(2, 7, 9))}, "dense bias: expected"),
-    "dropout 1": ({"dropout_p": 1.0}, "dropout_p: expected at least 0 and below 1, got 1.0"),
-    "dropout below 0": ({"dropout_p": -0.1}, "dropout_p: expected at least 0"),
-    "dropout nan": ({"dropout_p": math.nan, "dropout_seed": np.array(11)}, "dropout_p: expected at least"),
-    "no seed": ({"dropout_p": 0.1}, "dropout_seed: expected an integer .* got None"),
-    "index length": (
-        {"mask": PREPARED, "q_index": np.arange(6), **WITH_BIAS},
-        r"q_index: expected \(7,\) or \(2, 7\), got \(6,\)",
-    ),
-    "index batch": (
-        {"mask": SPANS, "k_index": ids(3, 9), **WITH_BIAS},
-        r"k_index: expected \(9,\) or \(2, 9\)",
-    ),
-    "bare spans": (
-        {"mask": PREPARED.lowered, **WITH_BIAS},
-        r"q_index: expected the queries' indices with bare spans.*prepare",
-    ),
-}
-#: ARRAY is what the front end calls its arrays.
-_TYPES: dict[str, tuple[dict[str, Any], str]] = {
-    "q, str": ({"q": "q"}, "q: expected a .*got str"),
-    "integers": ({"q": Q.astype(int), "k": K.astype(int)}, "q: expected a floating dtype .* got int"),
-    "scale array": ({"scale": np.array(1.0)}, "scale: expected a Python number, got .*Multiply q by it"),
-    "no mask": ({"mask": np.ones((7, 9))}, r"mask: expected a mask expression.*got \w+.*from_dense"),
-    "dense, dtype": ({"mask": (a.from_dense, ids(7, 9))}, "from_dense: visible: expected a bool"),
-    "predicate, floats": (
-        {"mask": (lambda: a.from_predicate(lambda b, h, q, k: (q - k) * 0.5),)},
-        r"float32\. .*bias=",
-    ),
-    "softcap array": ({"softcap": np.array(3.0)}, "softcap: expected a Python number"),
-    "sinks dtype": ({"sinks": ids(4)}, "sinks: expected a floating ARRAY, got"),
-    "sinks kind": ({"sinks": [0.0] * 4}, "sinks: expected a floating ARRAY, got list"),
-    "dense dtype": ({"bias": ids(7, 9) > 0}, "dense_bias: expected a floating array"),
-    "bias kind": ({"bias": lambda s, *_: s}, "bias: expected an? ARRAY, or the result .* got function"),
-    "dropout array": ({"dropout_p": np.array(0.1)}, "dropout_p: expected a Python number"),
-    "seed dtype": ({"dropout_p": 0.1, "dropout_seed": np.array(0.5)}, "dropout_seed: expected .*got .*float"),
-    "seed without dropout": ({"dropout_seed": np.array(True)}, "dropout_seed: .* got .*bool"),
-    "index dtype": (
-        {"mask": SPANS, "k_index": zeros(9), **WITH_BIAS},
-        "k_index: expected an integer ARRAY, got .*float32",
-    ),
-}
+def call(mistake: Mistake, attend: Callable[..., Any], names: dict[str, Any]) -> Callable[[], Any]:
+    """A function of the call, with keys as values, and with what is right where the row says nothing."""
 
+    def run(given: dict[str, Any]) -> Any:
+        given = {"q": names["Q"], "k": names["K"], **given}
+        return attend(**{"v": given["k"], **given})
 
-def of_kinds(
-    values: dict[str, tuple[dict[str, Any], str]], types: dict[str, tuple[dict[str, Any], str]]
-) -> dict[str, Mistake]:
-    """Those of two tables, which are errors of values and of types."""
-    kinds = (ValueError, values), (TypeError, types)
-    return {name: (given, kind, text) for kind, table in kinds for name, (given, text) in table.items()}
-
-
-def of(array: str) -> dict[str, Mistake]:
-    """Those of every front end; `array` is what this one calls its arrays."""
-    found = of_kinds(_VALUES, _TYPES)
-    return {name: (given, kind, text.replace("ARRAY", array)) for name, (given, kind, text) in found.items()}
-
-
-def of_framework(given: dict[str, Any], convert: Callable[[np.ndarray], Any]) -> dict[str, Any]:
-    """The keywords of a call with q, k and v, and with a framework's arrays."""
-
-    def made(x: Any) -> Any:
-        if isinstance(x, tuple):
-            return tuple(map(made, x))
-        return convert(x) if isinstance(x, np.ndarray) else x
-
-    given = {"q": Q, "k": K, **given}
-    return {name: made(x) for name, x in ({"v": given["k"]} | given).items()}
-
-
-def call(attend: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Call what is to be called inside, and `attend`."""
-    return attend(**{name: x[0](*x[1:]) if isinstance(x, tuple) else x for name, x in given.items()})
+    return eval(f"lambda: run(dict({mistake.code}))", {**names, "run": run})  # type: ignore[no-any-return]
 
 
 def error_of(function: Callable[..., Any], *inputs: Any) -> Exception:
@@ -223,9 +270,9 @@ def error_of(function: Callable[..., Any], *inputs: Any) -> Exception:
     raise AssertionError("no error")
 
 
-def check(error: Exception, kind: type[Exception], text: str) -> None:
+def check(error: Exception, mistake: Mistake, array: str = "") -> None:
     """An error says what was expected, what it got, and ends with a remedy."""
-    assert isinstance(error, kind)
-    assert re.search(text, str(error), re.DOTALL), error
+    assert isinstance(error, mistake.kind)
+    assert re.search(mistake.text.replace("ARRAY", array), str(error), re.DOTALL), error
     assert re.search("[,;] got ", str(error)), error
     assert str(error).endswith("."), error

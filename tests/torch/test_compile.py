@@ -142,6 +142,7 @@ def test_few_compilations_of_options_over_many_shapes(name: str) -> None:
     assert _compilations(_shapes(6 if everything() else 3), name, backend="aot_eager")[-1] <= 2
 
 
+@pytest.mark.slow
 def test_a_new_seed_or_new_slopes_are_no_recompilation_but_take_effect() -> None:
     counter = CompileCounterWithBackend("aot_eager")
 
@@ -155,6 +156,7 @@ def test_a_new_seed_or_new_slopes_are_no_recompilation_but_take_effect() -> None
     assert not any(torch.equal(a, b) for a, b in combinations(outs, 2))
 
 
+@pytest.mark.slow
 def test_positions_of_a_prepared_mask_compile_once() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(_outside, fullgraph=True, backend=counter)

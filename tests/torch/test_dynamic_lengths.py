@@ -186,6 +186,7 @@ def test_every_mask_has_a_sample() -> None:
     assert public == {sample.function for sample in MASKS}
 
 
+@pytest.mark.slow
 def test_a_single_document_is_no_case_of_its_own() -> None:
     counter = CompileCounterWithBackend("eager")
 

@@ -1,4 +1,7 @@
-"""Masks as inputs of exported programs, which meet other data and other lengths, and are saved."""
+"""Masks as inputs of exported programs, which meet other data and other lengths, and are saved.
+
+tests/test_masks.py takes each mask apart and puts it together, as an export does.
+"""
 
 import io
 from collections.abc import Callable
@@ -6,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from covering import everything, few
-from samples.lengths import MASKS, PROBLEMS, Sample, Sizes
+from covering import everything
+from samples.lengths import PROBLEMS, Sizes
 from test_dynamic_lengths import dynamic_shapes
 from torch import Tensor, nn
 
@@ -57,33 +60,6 @@ def test_a_mask_is_an_input_of_an_exported_program_that_is_saved(form: str, kind
         for s in PROBLEMS[1:3] if kind == "varying" else PROBLEMS[:1]:
             given = _inputs(form, s)
             torch.testing.assert_close(each.module()(*given), Attend()(*given))
-
-
-class Lower(nn.Module):
-    def forward(self, q: Tensor, masks: list[a.Mask]) -> list[Tensor]:
-        return [mask.spans(20, 20, batch=3, heads=4, like=q).bounds for mask in masks]
-
-
-def _keeps_its_keys(sample: Sample) -> bool:
-    whole = sample.keys(PROBLEMS[0]) == PROBLEMS[0].length and sample.rows(20) == 20
-    return whole and sample.batch is None and not sample.outside and "from_" not in sample.name
-
-
-@pytest.mark.slow
-def test_every_mask_is_an_input_of_an_exported_program() -> None:
-    samples = [sample for sample in MASKS if _keeps_its_keys(sample)]
-    assert len(samples) > 30
-    # test_dynamic_lengths.py compiles the others, made inside of the program.
-    samples = few(samples, 4)
-
-    def make() -> list[a.Mask]:
-        return [sample.build(20, *sample.arrays(PROBLEMS[0])) for sample in samples]
-
-    q = torch.zeros(1)
-    program = torch.export.export(Lower(), (q, make()), strict=True)
-    masks = make()
-    for got, want in zip(program.module()(q, masks), Lower()(q, masks), strict=True):
-        assert torch.equal(got, want)
 
 
 def test_leaves_of_masks_have_names() -> None:

@@ -58,6 +58,7 @@ def _gradients(names: Iterable[str], backend: str | None, inference: bool) -> li
     return [torch.autograd.grad(out.square().sum(), q, retain_graph=True)[0] for out in outs]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*(script_method|jit.script):DeprecationWarning")
 @pytest.mark.parametrize(
     ("names", "backend"),

@@ -54,6 +54,7 @@ def test_compiled_code_raises_the_whole_text(kind: str) -> None:
             compiled(q, k, full().prepare(8, other, like=q) if other == 7 else _lower(kind, other))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_the_math_backend_gives_nan() -> None:
     def run(q: Tensor, k: Tensor, mask: Any) -> Tensor:
@@ -78,6 +79,7 @@ def test_spans_that_a_compiled_function_makes_itself() -> None:
         compiled(q, k, cut=1)
 
 
+@pytest.mark.slow
 def test_exported_programs_check_it_too() -> None:
     class Block(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, mask: Prepared) -> Tensor:
@@ -132,13 +134,6 @@ def test_it_survives() -> None:
         assert other.k_len == 9, way
         assert _attend(*_inputs(9), other).shape == (1, 2, 8, 16)
     assert counter.frame_count <= 2  # those that were taken have other strides
-
-
-def test_pytrees_of_other_numbers_have_one_structure() -> None:
-    _, spec = torch.utils._pytree.tree_flatten(full().prepare(8, 9, like=torch.zeros(0)))
-    others, other = torch.utils._pytree.tree_flatten(full().prepare(8, 12, like=torch.zeros(0)))
-    assert spec == other
-    assert torch.utils._pytree.tree_unflatten(others, spec).lowered.k_len == 12
 
 
 _COMBINED: dict[str, Any] = {

@@ -19,6 +19,7 @@ from attnspan.torch._cache_rows import CacheRows as Cache
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 
 
+@pytest.mark.slow
 def test_a_thousand_steps_are_one_compilation_and_equal_to_the_whole() -> None:
     # A hundred in the short run.
     prompts, steps = [1, 40, 3, 77, 10, 64, 25, 100], 1000 if everything() else 100
@@ -39,6 +40,7 @@ def test_a_thousand_steps_are_one_compilation_and_equal_to_the_whole() -> None:
     assert tokens.error(out, keep=torch.arange(tokens.length) < ends[:, None]) < 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", few(KINDS, 1))
 def test_generated_code_writes_into_the_buffers(kind: str) -> None:
     tokens = Tokens(2, 24)
@@ -278,6 +280,7 @@ class Layer(torch.nn.Module):
         return attention(q, keys, values, mask=self.cache.mask(q.shape[2]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_with_a_cache_is_exported(kind: str) -> None:
     tokens = Tokens(2, 24)

@@ -6,6 +6,8 @@ import pytest
 import torch
 from cached_tokens import DIM, HEADS, KINDS, KV_HEADS, Tokens, feed, make, step
 from covering import few
+from samples.mistaken_objects import CACHES, NEW_CACHES
+from samples.mistakes import Mistake, check, error_of, rows
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -31,62 +33,9 @@ def _new(n: int, heads: int = KV_HEADS, dim: int = DIM, dtype: torch.dtype = tor
     return torch.ones(2, heads, n, dim, dtype=dtype)
 
 
-BAD_UPDATES = {
-    "overflow": ((_new(3), _new(3)), ValueError, "element 1: expected room for 3 more tokens, got 6 of 8"),
-    "too long": ((_new(9), _new(9)), ValueError, "k_new: expected at most 8 tokens, got 9.*max_len"),
-    "count": ((_new(2), _new(2), torch.tensor([1, 3])), ValueError, r"counts\[1\]: expected 0 to 2.*got 3"),
-    "negative count": ((_new(2), _new(2), torch.tensor([-1, 0])), ValueError, r"counts\[0\].*got -1"),
-    "count shape": ((_new(2), _new(2), torch.tensor([1])), ValueError, r"counts: .*shape \(2,\), got"),
-    "count dtype": ((_new(2), _new(2), torch.ones(2)), TypeError, "counts: expected integers"),
-    "heads": ((_new(1, heads=3), _new(1)), ValueError, "k_new: expected batch 2, 2 heads and head dim 16"),
-    "dim": ((_new(1), _new(1, dim=8)), ValueError, "v_new: expected batch 2"),
-    "rank": ((_new(1)[0], _new(1)), ValueError, r"k_new: .*got \(2, 1, 16\)"),
-    "lengths differ": ((_new(1), _new(2)), ValueError, "v_new: expected as many tokens as k_new, got 2"),
-    "dtype": ((_new(1, dtype=torch.bfloat16), _new(1)), TypeError, "k_new: expected torch.float32"),
-    "device": (
-        (_new(1).to("meta"), _new(1)),
-        ValueError,
-        "k_new: expected device cpu, as the cache, got meta",
-    ),
-    "no tensor": (([[1.0]], _new(1)), TypeError, "k_new: expected a torch.Tensor, got list"),
-    "gradient": ((_new(1), _new(1).requires_grad_()), ValueError, "without gradients.*no_grad"),
-}
-
-
-BAD_CALLS = {
-    "mask": (lambda c: c.mask(9), ValueError, "mask: expected at most 8 queries, got 9"),
-    "truncate up": (lambda c: c.truncate(5), ValueError, r"lengths\[0\]: expected 0 to 3, .*got 5"),
-    "truncate below": (lambda c: c.truncate(-1), ValueError, r"lengths\[0\]: expected 0 to 3, .*got -1"),
-    "truncate shape": (lambda c: c.truncate(torch.tensor([1])), ValueError, "one entry per batch element"),
-    "truncate dtype": (lambda c: c.truncate(torch.ones(2)), TypeError, "lengths: expected integers"),
-    "truncate bool": (lambda c: c.truncate(True), TypeError, "lengths: expected an int, got bool"),
-    "mask float": (lambda c: c.mask(1.5), TypeError, "mask: expected an int, got float"),
-    "mask negative": (lambda c: c.mask(-1), ValueError, "mask: expected 0 or more queries, got -1"),
-    "positions": (lambda c: c.positions(2, torch.tensor([1])), ValueError, "one entry per batch element"),
-    "reset dtype": (lambda c: c.reset(torch.ones(2)), TypeError, "rows: expected integers"),
-    "reset number": (lambda c: c.reset([0, 2]), ValueError, r"indices from 0 to 1, got \[0, 2\]"),
-    "reset twice": (
-        lambda c: c.reset([1, 1]),
-        ValueError,
-        r"indices, got \[1, 1\]\. .*A mask of batch elements must be bool",
-    ),
-    "reset no list": (lambda c: c.reset(1), TypeError, r"a list or a tensor of indices, got 1\. Pass \[1\]"),
-    "reorder shape": (
-        lambda c: c.reorder([0]),
-        ValueError,
-        r"expected shape \(2,\), one for each batch element, got",
-    ),
-    "reorder number": (lambda c: c.reorder(torch.tensor([0, -1])), ValueError, "indices from 0 to 1"),
-    "reorder dtype": (lambda c: c.reorder([0.0, 1.0]), TypeError, "expected an int, got float"),
-    "reset shape": (lambda c: c.reset(torch.tensor([True])), ValueError, "reset: rows: expected one entry"),
-}
-BAD = {n: (lambda c, x=x: c.update(*x), *rest) for n, (x, *rest) in BAD_UPDATES.items()} | BAD_CALLS
-
-
 @pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("name", BAD)
-def test_a_refused_call_changes_nothing(name: str, paged: bool) -> None:
-    call, kind, text = BAD[name]
+@pytest.mark.parametrize("mistake", rows(CACHES), ids=repr)
+def test_a_refused_call_changes_nothing(mistake: Mistake, paged: bool) -> None:
     if paged:
         cache: Cache = PagedCache(6, 3, KV_HEADS, DIM, batch=2, max_len=8)
         cache.reserve([8, 8])
@@ -94,8 +43,7 @@ def test_a_refused_call_changes_nothing(name: str, paged: bool) -> None:
         cache = StaticCache(2, KV_HEADS, 8, DIM)
     cache.update(_new(6), _new(6), torch.tensor([3, 6]))
     before = state(cache)
-    with pytest.raises(kind, match=text):
-        call(cache)
+    check(error_of(eval(f"lambda c: {mistake.code}", {"torch": torch, "new": _new}), cache), mistake)
     assert same(before, cache)
 
 
@@ -142,24 +90,9 @@ def test_tokens_that_lie_in_the_cache_itself() -> None:
     )
 
 
-BAD_CACHES = {
-    "size": (lambda: StaticCache(1, 1, 0, 8), ValueError, "max_len: expected 1 to"),
-    "float": (lambda: StaticCache(1, 1, 8.0, 8), TypeError, "max_len: expected an int, got float"),
-    "window": (lambda: RollingCache(1, 1, -1, 8), ValueError, "window: expected 0 to"),
-    "keep": (lambda: RollingCache(1, 1, 4, 8, keep=-1), ValueError, "keep: expected 0 to"),
-    "pages": (lambda: PagedCache(2, 2, 1, 8, batch=1, max_len=2, dtype=torch.int32), TypeError, "floating"),
-    "keyword": (lambda: StaticCache(1, 1, 8, 8, dtyp=torch.half), TypeError, r"got dtyp\. Leave it out"),
-    "reserve": (lambda: PagedCache(2, 2, 1, 8, batch=1, max_len=2).reserve(1), TypeError, "Pass a list"),
-    "chunk": (lambda: RollingCache(1, 1, 4, 8, chunk=0), ValueError, "chunk: expected 1 to"),
-    "layout": (lambda: StaticCache(1, 1, 8, 8, layout="thd"), ValueError, "bhsd or bshd, got 'thd'"),
-    "dtype": (lambda: StaticCache(1, 1, 8, 8, dtype=torch.int8), TypeError, "floating dtype, got torch.int8"),
-}
-
-
-@pytest.mark.parametrize(("make_one", "kind", "text"), BAD_CACHES.values(), ids=BAD_CACHES)
-def test_caches_that_cannot_be(make_one: Any, kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind, match=text):
-        make_one()
+@pytest.mark.parametrize("mistake", rows(NEW_CACHES), ids=repr)
+def test_caches_that_cannot_be(mistake: Mistake) -> None:
+    check(error_of(eval(f"lambda: {mistake.code}", globals())), mistake)
 
 
 def test_a_mask_or_keys_that_are_shorter_than_the_cache() -> None:
@@ -261,6 +194,7 @@ def test_other_devices_mark_rows_without_room_and_leave_them_alone() -> None:
         assert torch.equal(cache[1:], was[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("keep", [0, 3, 9])
 @pytest.mark.parametrize("counted", [False, True])

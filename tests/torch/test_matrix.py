@@ -20,19 +20,17 @@ from attnspan.torch import attention
 WIDTH, HEADS, KV_HEADS, DIM = 32, 4, 2, 8
 SPLIT = (HEADS, KV_HEADS, KV_HEADS)
 
-#: (with attention, compiled). "compile alone" is the same block with the attention taken out.
-MODES = {"attention": (True, False), "compile": (False, True), "both": (True, True)}
-
-# Imported by inductor.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),  # Imported by inductor.
+]
 
 
 class Block(nn.Module):
     """Attention on a fused projection, under a mask, or causal with every option and a seed."""
 
-    def __init__(self, attend: bool = True, options: bool = False) -> None:
+    def __init__(self, options: bool = False) -> None:
         super().__init__()
-        self.attend = attend
         self.qkv = nn.Linear(WIDTH, sum(SPLIT) * DIM, bias=False)
         self.out = nn.Linear(HEADS * DIM, WIDTH, bias=False)
         if options:
@@ -45,27 +43,23 @@ class Block(nn.Module):
         if hasattr(self, "table"):
             options = {"mask": causal(), "softcap": 5.0, "bias": relative(self.table), "sinks": self.sinks}
             options |= {"dropout_p": 0.25, "dropout_seed": given}
-        mixed = attention(q, k, v, layout="bshd", **options) if self.attend else q.sin()
-        return x + self.out(mixed.flatten(2))  # type: ignore[no-any-return]
+        return x + self.out(attention(q, k, v, layout="bshd", **options).flatten(2))  # type: ignore[no-any-return]
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, ac: str, *of_block: bool) -> None:
+    def __init__(self, ac: str, options: bool) -> None:
         super().__init__()
-        self.block, self.ac = Block(*of_block), ac
+        self.block, self.ac = Block(options), ac
 
     def forward(self, x: Tensor, given: Any) -> Tensor:
         return checkpointed(self.ac, self.block, x, given)  # type: ignore[no-any-return]
 
 
-def _run(
-    mode: str, ac: str, given: Any, backend: str = "aot_eager", compiled: bool | None = None
-) -> tuple[list[Tensor], list[str]]:
-    attend, compile_it = MODES[mode]
+def _run(backend: str | None, ac: str, given: Any) -> tuple[list[Tensor], list[str]]:
     torch.manual_seed(0)
-    model = Checkpointed(ac, attend, isinstance(given, Tensor))
+    model = Checkpointed(ac, isinstance(given, Tensor))
     x = torch.randn(2, Q_LEN, WIDTH, requires_grad=True)
-    if compile_it if compiled is None else compiled:
+    if backend is not None:
         model.compile(fullgraph=True, backend=backend)
     with counted_kernel_calls() as calls:
         out = model(x, given)
@@ -83,31 +77,24 @@ def _close(got: list[Tensor], wanted: list[Tensor]) -> None:
         assert relative_error(a, b) <= 16 * torch.finfo(torch.float32).eps
 
 
-def _assert_cell(mode: str, ac: str, given: Any, backend: str = "aot_eager") -> None:
-    got, calls = _run(mode, ac, given, backend)
-    wanted, _ = _run(mode, "none", given, compiled=False)
-    attend, _ = MODES[mode]
-    assert calls.count("forward") == (FORWARD_CALLS[ac] if attend else 0)
-    assert calls.count("backward") == (1 if attend else 0)
+#: A backend of the compiler, or none, with a kind of checkpointing.
+KINDS = [*product((None, "aot_eager"), FORWARD_CALLS), ("inductor", "selective")]
+DROPOUT = "all options, and a seed"
+
+
+DROPPED = [((None, "selective"), DROPOUT), ((None, "full"), DROPOUT), (("aot_eager", "full"), DROPOUT)]
+
+
+# Masks come prepared, so that a mask is no more than its spans to either factor. A second run drops the same.
+@pytest.mark.parametrize(
+    ("kind", "name"), cells(KINDS, [DROPOUT, *few(MASKS, 5)], strength=1, named=DROPPED), ids=str
+)
+def test_cell(kind: tuple[str | None, str], name: str) -> None:
+    (backend, ac), given = kind, torch.tensor(9) if name == DROPOUT else _mask(name)
+    got, calls = _run(backend, ac, given)
+    wanted, _ = _run(None, "none", given)
+    assert (calls.count("forward"), calls.count("backward")) == (FORWARD_CALLS[ac], 1)
     _close(got, wanted)
-
-
-# Masks come prepared, so that a mask is no more than its spans to either factor: each has one cell.
-@pytest.mark.parametrize(("kind", "name"), cells(product(MODES, FORWARD_CALLS), MASKS, strength=1), ids=str)
-def test_cell(kind: tuple[str, str], name: str) -> None:
-    _assert_cell(*kind, _mask(name))
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("mode", ["attention", "both"])
-@pytest.mark.parametrize("ac", FORWARD_CALLS)
-def test_what_is_recomputed_drops_the_same(mode: str, ac: str) -> None:
-    _assert_cell(mode, ac, torch.tensor(9))
-
-
-@pytest.mark.parametrize("ac", few(["selective", "none", "full"], 1))
-def test_cell_under_inductor(ac: str) -> None:
-    _assert_cell("both", ac, _mask("segments"), backend="inductor")
 
 
 def test_export_keeps_one_node() -> None:

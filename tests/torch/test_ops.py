@@ -32,6 +32,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*SAMPLES][: None if everything() else 3])
 def test_opcheck(name: str) -> None:
     sample = small(**SAMPLES[name])
@@ -43,6 +44,7 @@ def test_opcheck(name: str) -> None:
         torch.library.opcheck(backward_op, arguments)
 
 
+@pytest.mark.slow
 def test_opcheck_with_the_k_len_of_a_mask() -> None:
     sample = small().requires_grad()
     torch.library.opcheck(forward_op, sample.arguments, {"k_len": torch.tensor(9)})
@@ -50,6 +52,7 @@ def test_opcheck_with_the_k_len_of_a_mask() -> None:
         forward_op(*sample.arguments, k_len=torch.tensor(8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", OPTIONS if everything() else ["all", "dense, all heads, float16", "dropout by seeds"]
 )

@@ -220,7 +220,7 @@ def test_a_compiled_step_is_compiled_once(backend: str | None, monkeypatch: pyte
         return cache.attention(q, backend=backend)  # type: ignore[no-any-return]
 
     compiled = torch.compile(step, fullgraph=True, backend=counter)
-    for length in range(1, 6):
+    for length in (1, 2, 5):
         cache.reserve([length] * 3)
         inputs = torch.randn(3, HEADS, 1, D), *chunk(1)
         with triton.interpreted() if backend else nullcontext():
@@ -242,6 +242,7 @@ def test_wrong_calls() -> None:
         PagedCache(4, 0, 1, 8, batch=1, max_len=4)
 
 
+@pytest.mark.slow
 def test_operators() -> None:
     cache, (k, v) = paged(), chunk(2)
     cache.reserve([2] * 3)

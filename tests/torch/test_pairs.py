@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import everything
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -90,7 +91,7 @@ def _visible(mask: Any, like: Any, batch: int, heads: int, length: int) -> Any:
 def test_random_functions_mean_their_value_for_single_pairs(seed: int) -> None:
     draw = Random(seed)
     batch, heads, length = draw.choice([1, 2, 5, 32]), draw.choice([1, 2]), draw.choice([1, 4, 7])
-    for _ in range(4):
+    for _ in range(4 if everything() else 1):
         term, arrays = _drawn(draw), _arrays(batch, length, seed)
         predicate = _predicate(term, arrays)
         wanted = create_mask(predicate, batch, heads, length, length, device="cpu").numpy()
@@ -104,7 +105,7 @@ def test_random_functions_mean_their_value_for_single_pairs(seed: int) -> None:
 def test_random_functions_of_jax() -> None:
     jax = pytest.importorskip("jax")
     draw = Random(0)
-    for batch in (1, 2, 5):
+    for batch in (1, 2, 5) if everything() else (2,):
         term, arrays = _drawn(draw), _arrays(batch, 4)
         wanted = create_mask(_predicate(term, arrays), batch, 2, 4, 4, device="cpu").numpy()
 
@@ -138,8 +139,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Callable[..., Tensor]]] = {
     ),
 }
 RECORDERS: dict[str, Callable[[Any, tuple[Tensor, ...]], Any]] = {
-    "aot_eager": lambda call, _: torch.compile(call, fullgraph=True, backend="aot_eager"),
-    "eager": lambda call, _: torch.compile(call, fullgraph=True, backend="eager"),
+    "compile": lambda call, _: torch.compile(call, fullgraph=True, backend=BACKEND),
     "strict export": lambda call, x: torch.export.export(_Module(call), x, strict=True).module(),
     "export": lambda call, x: torch.export.export(_Module(call), x, strict=False).module(),
     "make_fx": lambda call, x: make_fx(call)(*x),
@@ -147,6 +147,10 @@ RECORDERS: dict[str, Callable[[Any, tuple[Tensor, ...]], Any]] = {
     "make_fx, pre_dispatch": lambda call, x: make_fx(call, pre_dispatch=True)(*x),
     "jit": lambda call, x: torch.jit.trace(call, x, check_trace=False),
 }
+
+
+BACKEND = "aot_eager" if everything() else "eager"
+SLOW = ("compile", "strict export")
 
 
 class _Module(torch.nn.Module):
@@ -158,7 +162,9 @@ class _Module(torch.nn.Module):
         return self.call(*given)
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize(
+    "recorder", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in RECORDERS]
+)
 def test_recorded_programs_have_the_value_of_single_pairs(recorder: str) -> None:
     def call(q: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
         masks = [from_predicate(make(ids), max_runs=8) for make in FUNCTIONS.values()]
@@ -194,6 +200,7 @@ def test_the_reference_kernel_is_traced() -> None:
     torch.testing.assert_close(traced(2 * q), call(2 * q))
 
 
+@pytest.mark.slow
 def test_a_fresh_process_traces_a_function() -> None:
     code = (
         "import torch; from attnspan import from_predicate; from attnspan.torch import attention\n"

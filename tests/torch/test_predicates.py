@@ -11,6 +11,8 @@ import pytest
 import torch
 from checkpointing import checkpointed
 from covering import everything
+from samples.mistaken_objects import PREDICATES
+from samples.mistakes import Mistake, check, error_of, rows
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -208,59 +210,21 @@ def test_export_keeps_the_operator() -> None:
     torch.testing.assert_close(program.module()(q, other), Block()(q, other))
 
 
-BAD: list[tuple[Predicate, str]] = [
-    (lambda b, h, q, k: None, "got NoneType. End it with return"),
-    (lambda b, h, q, k: 1, r"got int\. Compare: x != 0"),
-    (lambda b, h, q, k: 0.5, r"got float\. Compare: x != 0"),
-    (lambda b, h, q, k: q - k, r"got an array of torch.int64\. Compare: x != 0"),
-    (lambda b, h, q, k: -(q - k).abs().float(), r"got an array of torch.float32\. .* pass bias="),
-    (lambda b, h, q, k: "yes", r"got str\. Return the result of comparisons"),
-    (
-        lambda b, h, q, k: (q >= k)[..., :-1],
-        r"raised IndexError: too many indices .* Index captured arrays within",
-    ),
-    (lambda b, h, q, k: (q >= k)[None], r"one boolean for a pair, got \(1,\)\. Reduce or index"),
-    (lambda b, h, q, k: torch.zeros(7) == k, r"one boolean for a pair, got \(7,\)\. Reduce or index"),
-]
-
-
-# test_call_errors.py has some in compiled code.
-@pytest.mark.parametrize(("fn", "message"), BAD, ids=[message for _, message in BAD])
-def test_what_is_no_mask_function_is_named(fn: Predicate, message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=rf"from_predicate\(<lambda>\): expected .*{message}"):
-        from_predicate(fn).spans(5, 7, like=torch.zeros(1))
-
-
 def _raises(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     raise KeyError("no such document")
 
 
 _TABLE = torch.zeros(2, 5, dtype=torch.long)
 
-RAISING: list[tuple[Predicate, str]] = [
-    (
-        _raises,
-        r"from_predicate\(_raises\): .* raised KeyError: 'no such document'\. Try it on one pair",
-    ),
-    (
-        lambda b, h, q, k: k if q > k else q,
-        "raised RuntimeError: .*data-dependent control flow.*Write it with &",
-    ),
-    (
-        lambda b, h, q, k: q > k and k > 2,
-        "raised RuntimeError: .*data-dependent control flow.*Write it with &",
-    ),
-    (lambda b, h, q, k: _TABLE[b][q] == 0, r"raised IndexError: .*Index captured arrays within"),
-    (partial(_within, hight=3), r"from_predicate\(_within\): .* raised TypeError: .*hight"),
-    (lambda b, h, q: q > 0, "raised TypeError: .* takes 3 positional arguments but 4 were given"),
-]
 
-
-@pytest.mark.parametrize(("fn", "message"), RAISING, ids=[message for _, message in RAISING])
-def test_what_a_function_raises_is_passed_on_with_its_name(fn: Predicate, message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        from_predicate(fn).spans(5, 7, like=torch.zeros(1))
-    assert caught.value.__cause__ is not None
+# test_call_errors.py has some in compiled code.
+@pytest.mark.parametrize("mistake", rows(PREDICATES), ids=repr)
+def test_what_is_no_mask_function_is_named(mistake: Mistake) -> None:
+    fn = eval(mistake.code, globals())
+    error = error_of(lambda: from_predicate(fn).spans(5, 7, like=torch.zeros(1)))
+    check(error, mistake)
+    # What the function itself raised is the cause.
+    assert " raised " not in mistake.text or error.__cause__ is not None
 
 
 def test_control_flow_on_indices_in_a_compiled_region_names_the_remedy() -> None:

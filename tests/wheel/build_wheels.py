@@ -105,13 +105,11 @@ def sbom(release: str, files: list[Path]) -> str:
     from packageurl import PackageURL
 
     def library(name: str, license_id: str = "", version: str | None = None, **fields: object) -> Component:
-        url = (
-            PackageURL("github", "tessil", name)
-            if name == "robin-map"
-            else PackageURL("pypi", None, name, version)
-        )
+        place = ("github", "tessil", name) if name == "robin-map" else ("pypi", None, name, version)
         licenses = [LicenseExpression(license_id)] if license_id else []
-        return Component(name=name, version=version, purl=url, bom_ref=name, licenses=licenses, **fields)
+        return Component(
+            name=name, version=version, purl=PackageURL(*place), bom_ref=name, licenses=licenses, **fields
+        )
 
     hashes = {x.name: [HashType(alg=HashAlgorithm.SHA_256, content=sha256(x))] for x in files}
     archives = [Component(name=x, type=ComponentType.FILE, bom_ref=x, hashes=hashes[x]) for x in hashes]

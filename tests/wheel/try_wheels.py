@@ -47,17 +47,9 @@ def tried(folder: Path, python: str, need: str) -> str:
         own, environment = f"{place}/bin/python", bare(f"{place}/bin")
         wheel = wheel_for(folder, run([own, "-c", "import sys; print(sys.version_info[1])"], environment))
         framework = need.partition("=")[0]
-        install = [
-            own,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--disable-pip-version-check",
-            "--only-binary",
-            ":all:",
-        ]
-        install += [f"{wheel}[{framework}]", need] if need else [str(wheel)]
+        options = "--quiet --disable-pip-version-check --only-binary :all:"
+        packages = [f"{wheel}[{framework}]", need] if need else [str(wheel)]
+        install = [own, "-m", "pip", "install", *options.split(), *packages]
         planned(install, environment)
         run(install, environment)
         run([own, "-I", "-m", "attnspan", "explain", "--env"], environment)

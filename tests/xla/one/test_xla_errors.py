@@ -2,12 +2,13 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from samples import mistakes
-from samples.mistakes import call, check, error_of, of_framework
+from samples.mistakes import call, check, error_of
 from xla_cells import on_xla
 
 import attnspan as a
@@ -39,15 +40,22 @@ def test_arrays_of_numpy_are_moved() -> None:
     assert torch.equal(got.cpu(), attention(q, q, q, mask=a.segments(on_xla(torch.from_numpy(ids)))).cpu())
 
 
+def _moved(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda *given: on_xla(make(*given))
+
+
+MADE = {"zeros": torch.zeros, "ones": torch.ones, "arange": torch.arange, "array": torch.tensor}
+NAMES = mistakes.namespace(
+    **{name: _moved(make) for name, make in MADE.items()}, ids=_moved(lambda *x: torch.zeros(x).long())
+)
+
+
 # There is one way to compute, so no backend to name.
-CASES = {name: case for name, case in mistakes.of("tensor").items() if "backend" not in case[0]}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_wrong_call_says_what_how_and_why(name: str) -> None:
-    given, *wanted = CASES[name]
-    given = of_framework(given, lambda x: on_xla(torch.from_numpy(x)))
-    check(error_of(call, attention, given), *wanted)
+@pytest.mark.parametrize(
+    "mistake", [x for x in mistakes.rows(mistakes.CALLS) if "backend=" not in x.code], ids=repr
+)
+def test_a_wrong_call_says_what_how_and_why(mistake: mistakes.Mistake) -> None:
+    check(error_of(call(mistake, attention, NAMES)), mistake, "tensor")
 
 
 def test_words_of_other_libraries_and_arrays_of_numpy() -> None:
