@@ -140,6 +140,7 @@ def answering_late(on_a_device: bool) -> Iterator[None]:
 LATE = ["scale", "sinks", "sinks in another order", "slopes", "table", "dropout_seed"]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("what", LATE)
 @pytest.mark.parametrize("on_a_device", [False, True], ids=["host", "device"])
 @ranks(3)
