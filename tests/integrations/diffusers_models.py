@@ -111,5 +111,7 @@ def make(
     return model, inputs | more(scale, side, padded)
 
 
-#: What a process imports for these models.
-IMPORTED = sorted({getattr(diffusers, kind).__module__ for kind in _CLASSES.values()})
+_SHARED = ("Flux", "Flux2", "QwenImage", "SD3", "HunyuanVideo", "Lumina2", "CogVideoX", "Mochi")
+_SHARED += ("Wan", "LTXVideo", "PixArt")
+#: What a process imports for models over ranks.
+IMPORTED = ["attnspan_lab.zoo.diffusers", *(getattr(diffusers, _CLASSES[x]).__module__ for x in _SHARED)]

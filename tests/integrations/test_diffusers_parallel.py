@@ -336,7 +336,7 @@ def test_bfloat16_is_as_close_as_on_one_rank(name: str) -> None:
     ("kind", "members", "groups"), [("exchange", 3, 1), ("exchange", 2, 2), ("ring", 2, 2)]
 )
 def test_a_plan_is_as_large_as_compilers_are_told(kind: str, members: int, groups: int) -> None:
-    for streams in ((7,), (3, 8), (64, 61)):
+    for streams in ((7,), (64, 61)):
         for rank in range(members * groups):
             given = torch.zeros(1), kind, members, groups, rank, 4, 2, streams
             torch.library.opcheck(torch.ops.attnspan.plan_of_rows.default, given)

@@ -71,17 +71,18 @@ def test_a_fresh_function_is_traced_anew(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_objects_and_their_methods_count_as_themselves() -> None:
     for s in (2.0, 3.0):
         model = Model(s)
-        for fn in (lambda: model, lambda: model.method):
-            assert call_jax(fn(), X)[1] == s
+        for name in ("__call__", "method"):
+            assert call_jax(getattr(model, name), X)[1] == s
             before = len(traced)
-            assert [call_jax(fn(), X)[1] for _ in range(2)] == [s, s]
+            assert [call_jax(getattr(model, name), X)[1] for _ in range(2)] == [s, s]
             assert len(traced) == before
+        assert call_jax(model, X)[1] == s
     for i in range(20):
         other = MethodType(lambda _self, x, i=i: x * i, model)
         assert call_jax(other, X)[1] == i, "a fresh function, at an id that is taken again"
         del other
     weak = weakref.ref(model)
-    del model, fn
+    del model
     gc.collect()
     assert weak() is None
 
