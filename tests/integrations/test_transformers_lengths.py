@@ -50,6 +50,7 @@ CASES = pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"]
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @CASES
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dim", ["named", "auto"])
@@ -63,6 +64,7 @@ def test_exported_programs_take_any_length(dim, name, padded):
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @CASES
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("mark", [True, False], ids=["marked", "found"])
