@@ -13,7 +13,7 @@ from simulated import any_plan, rows_of
 from attnspan import causal, segments, window
 from attnspan.parallel import Layout, Plan
 from attnspan.parallel.auto import Prediction, candidates
-from attnspan.parallel.cost import Cost, Sizes, exchange_parts
+from attnspan.parallel.cost import Cost, Sizes
 from attnspan.parallel.strategy import split_heads
 
 
@@ -146,12 +146,6 @@ def test_in_one_node_any_ranks_share_heads(node_size: int) -> None:
     assert free is not None
     assert [x.strategy for x in choice.considered] == [x.strategy for x in free.considered]
     assert "Only ranks" not in str(choice)
-
-
-def test_an_exchange_is_cut_where_all_members_can() -> None:
-    cases = {(8, 8, 1): 4, (8, 2, 1): 2, (12, 3, 2): 1, (32, 8, 4): 2, (2, 1, 2): 1, (1, 1, 2): 1}
-    for (hq, hkv, members), parts in cases.items():
-        assert exchange_parts(split_heads(hq, hkv, members)) == parts
 
 
 class Slow:

@@ -51,6 +51,7 @@ DISAGREEMENTS = {
     "mask": ("mask", {"mask": causal()}),
     "strategy": ("strategy and heads", {"strategy": "ring"}),
     "layout": ("layout", {"method": "zigzag", "rows_per_chunk": 3}),
+    "keys": ("layout of the keys", {"keys": Layout.contiguous(37, 3)}),
 }
 
 
