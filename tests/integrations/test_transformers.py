@@ -146,7 +146,7 @@ def test_positions_tell_documents_whether_or_not_the_model_makes_a_cache(name, c
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_offsets_of_documents_without_positions(compiled):
-    model = build("llama")
+    model = build("llama", num_hidden_layers=1)
     model.set_attn_implementation("eager")
     wanted = model(TOKENS, **INPUTS["packed"]).logits
     model.set_attn_implementation("attnspan")
