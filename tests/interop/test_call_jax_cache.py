@@ -158,6 +158,7 @@ def test_a_function_lives_as_long_as_backward_needs_it_and_no_longer() -> None:
 def test_the_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functions, "MOST_PROGRAMS", 3)
     monkeypatch.setattr(functions, "MOST_FUNCTIONS", 2)
+    functions._programs.clear()
     fn = scale_by(2.0)
     call_jax(fn, torch.ones(1))
     one = len(traced)
