@@ -218,15 +218,6 @@ def test_tensor_descriptors_change_no_bit(mask: str, dim: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_descriptors_are_for_arrays_that_the_copy_engine_can_read() -> None:
-    config, x = Config(32, 16, 4, 1, descriptors=1), torch.zeros(1, 2, 32, 64, dtype=torch.bfloat16)
-    assert _launch._described(x, config) is not None
-    assert _launch._described(x, Config(32, 16, 4, 1)) is None
-    assert _launch._described(x[..., 4:60], config) is None, "not at 16 bytes"
-    assert _launch._described(x[..., :36].contiguous(), config) is None, "rows of 72 bytes"
-    assert _launch._described(x[:, :1].expand(1, 4, 32, 64), config) is None, "broadcast"
-
-
 def _compiled(call: Any) -> dict[str, Any]:
     calls = SAMPLE if call in SAMPLE else (call,)
     return {each["kernel"]: each for each in _all_compiled(calls)[calls.index(call)]}

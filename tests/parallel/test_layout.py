@@ -74,24 +74,6 @@ def test_every_row_has_one_owner(
         assert other.fingerprint != layout.fingerprint
 
 
-@given(any_spans(square=True), st.integers(1, 6), st.sampled_from(METHODS), st.integers(1, 9))
-def test_runs_and_places_tell_where_rows_are(spans: Spans, ranks: int, method: Any, size: int) -> None:
-    planes, heads, q_len = spans.bounds.shape[:3]
-    given: dict[str, Any] = {"batch": planes, "heads": heads, "method": method, "rows_per_chunk": size}
-    layout = Layout.of(spans, q_len=q_len, ranks=ranks, **given)
-    runs, places = layout.runs(planes), layout.places
-    assert runs.edges[0] == 0
-    assert runs.edges[-1] == planes * q_len
-    assert (np.diff(runs.edges) > 0).all()
-    owner = np.repeat(runs.rank, np.diff(runs.edges)).reshape(planes, q_len)
-    every = layout.rows.transpose(1, 0, 2).reshape(planes, -1)
-    for plane in range(planes):
-        assert (every[plane][places[plane]] == np.arange(q_len)).all()
-        assert (places[plane] // layout.rows_per_rank == owner[plane]).all()
-    natural = all((row[row >= 0] == np.arange(q_len)).all() and (row[:q_len] >= 0).all() for row in every)
-    assert layout.is_natural == natural
-
-
 def test_orders() -> None:
     def rows(**given: Any) -> list[list[int]]:
         return Layout.of(causal(), rows_per_chunk=1, **given).rows[:, 0].tolist()  # type: ignore[no-any-return]

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given
 from samples.masks import BATCH, IDS, KEYS, SAMPLES, Sample
 from simulated import NOTHING, STRATEGIES, any_plan, anyhow, arrivals, lists, rows_of
 
@@ -17,7 +16,6 @@ import attnspan
 from attnspan import Spans, causal, full, segments
 from attnspan.errors import DtypeError, OptionError, ShapeError
 from attnspan.parallel import Layout, Plan, Strategy
-from attnspan.parallel.local import Tables, decode, encode
 from attnspan.parallel.lowered import lower
 from attnspan.parallel.needs import Needs
 from attnspan.parallel.places import Kept
@@ -69,33 +67,6 @@ def _check_stage(plan: Plan, stage: Any, flat: np.ndarray) -> None:
 @given(any_plan())
 def test_each_visible_pair_meets_once(plan: Plan) -> None:
     check(plan)
-
-
-@settings(max_examples=50)
-@given(any_plan(), st.booleans())
-def test_what_is_encoded_is_decoded_without_a_copy(plan: Plan, torch_too: bool) -> None:
-    members = plan.strategy.members
-    for rank in range(plan.layout.ranks):
-        tables, first = plan.tables(rank), plan.tables(rank // members * members)
-        (data, numbers), (others, _) = encode(tables), encode(first)
-        assert (data == others).all(), "members of a group have one plan"
-        assert (tables.numbers.group, tables.numbers.member) == divmod(rank, members)
-        given: Any = torch.from_numpy(data) if torch_too else data
-        found = decode(given, numbers.tolist())
-        assert found.numbers == tables.numbers
-        assert [x.visible for x in found.stages] == [x.visible for x in tables.stages]
-        for mine, theirs in zip(_arrays(found), _arrays(tables), strict=True):
-            assert type(mine) is type(given)
-            assert np.array_equal(np.asarray(mine), theirs)
-            assert np.shares_memory(np.asarray(mine), data) or 0 in mine.shape
-        if tables.transfer is not None:
-            # The host asks collectives for these: no tensor, for which a device would have to be asked.
-            assert [lists(found)[i] for i in (4, 5)] == [[*map(int, lists(tables)[i])] for i in (4, 5)]
-
-
-def _arrays(tables: Tables) -> list[Any]:
-    stages = [x for stage in tables.stages for x in stage[:2]]
-    return [tables.q_index, tables.key_order, *stages, *(tables.transfer or ())[:4]]
 
 
 @pytest.mark.covering(1)
