@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 pytest.importorskip("diffusers")
 sys.path.append(str(Path(__file__).parents[1] / "parallel"))
 
-from diffusers_parallel_models import IMPORTED, make
+from diffusers_models import IMPORTED, make
 from worlds import preload, raising, ranks
 
 from attnspan.integrations._diffusers_plans import known_plans
@@ -29,7 +29,7 @@ def mesh() -> Any:
     return init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
 
 
-def on_ranks(change: Callable[[Any, dict[str, Any]], None], name: str = "flux") -> None:
+def on_ranks(change: Callable[[Any, dict[str, Any]], None], name: str = "Flux") -> None:
     """Call a model on both ranks after a change of it and of its inputs."""
     model, inputs = make(name)
     parallelize(model, mesh())
@@ -39,23 +39,23 @@ def on_ranks(change: Callable[[Any, dict[str, Any]], None], name: str = "flux") 
 
 def plan_of(**changes: Any) -> None:
     plan = replace(known_plans["FluxTransformer2DModel"], **changes)
-    parallelize(make("flux")[0], mesh(), plan=plan)
+    parallelize(make("Flux")[0], mesh(), plan=plan)
 
 
 def parallel(change: Callable[[Any], None] = lambda _: None, **options: Any) -> Any:
     """A model on both ranks after a change of it."""
-    model = make("flux")[0]
+    model = make("Flux")[0]
     change(model)
     return parallelize(model, mesh(), **options)
 
 
 def attend(mask: Any) -> None:
     """Attention of a model's block after a call of the model."""
-    model, inputs = make("flux")
+    model, inputs = make("Flux")
     parallelize(model, mesh())
     sequence = model.transformer_blocks[0].attn.processor._parallel_config
     model(**inputs)
-    q = torch.randn(2, 12 - 2 * dist.get_rank(), 2, 8)
+    q = torch.randn(2, 17 - 2 * dist.get_rank(), 2, 8)
     sequence.attend(q, q, q, mask, is_causal=mask is None)
 
 
@@ -92,14 +92,14 @@ MISTAKES: dict[str, Callable[[], Any]] = {
         stream={"hidden_states": Rows("sound")}
     ),
     r"OptionError: skip_layers on several ranks: expected no layer 0, got \[0\]": lambda: on_ranks(
-        lambda _, inputs: inputs.update(skip_layers=[0]), "sd3"
+        lambda _, inputs: inputs.update(skip_layers=[0]), "SD3"
     ),
     "OptionError: processor of attn: .*, got FluxAttnProcessor": lambda: on_ranks(exchange_processors),
     "OptionError: processor of attn: .*, got JointAttnProcessor2_0": lambda: on_ranks(
-        lambda model, _: disable(model), "sd3"
+        lambda model, _: disable(model), "SD3"
     ),
     "OptionError: attention on several ranks: expected is_causal=False, got True": lambda: attend(None),
-    r"ShapeError: attn_mask: expected .*, got \(1, 1, 11, 11\)": lambda: attend(torch.ones(1, 1, 11, 11)),
+    r"ShapeError: attn_mask: expected .*, got \(1, 1, 31, 31\)": lambda: attend(torch.ones(1, 1, 31, 31)),
     "OptionError: transformer: expected a model with a known plan.*, got Linear. Pass": lambda: parallelize(
         nn.Linear(2, 2), mesh()
     ),
@@ -121,7 +121,7 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     "ShapeError: text tokens: expected at least 2, one for each rank, got 1": lambda: on_ranks(
         keep_one_text_token
     ),
-    r"ShapeError: controlnet_block_samples: expected 15 tokens .* 1, got \(2, 14, 48\)": lambda: on_ranks(
+    r"ShapeError: controlnet_block_samples: expected 25 tokens .* 1, got \(2, 14, 48\)": lambda: on_ranks(
         lambda _, inputs: inputs.update(controlnet_block_samples=[torch.zeros(2, 14, 48)])
     ),
 }

@@ -10,6 +10,7 @@ import runpy
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,13 +26,12 @@ sys.path.append(str(Path(__file__).parents[1] / "parallel"))
 
 import diffusers
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
-from diffusers_parallel_models import IMPORTED, ODD, Sizes, make, noise
-from worlds import preload, ranks, torchrun, world
+from diffusers_models import IMPORTED, ODD, SIDE, make
+from worlds import error, preload, ranks, torchrun, world
 
 import attnspan
 from attnspan.errors import UsageError
 from attnspan.integrations import _diffusers_hooks as hooks
-from attnspan.integrations import _diffusers_rows as rows_of
 from attnspan.integrations.diffusers import (
     Rows,
     TokenPlan,
@@ -48,18 +48,18 @@ preload("attnspan.integrations.diffusers", *IMPORTED)
 
 #: Models, and how often each attends over ranks.
 MODELS = {
-    "flux": 4,
-    "flux2": 3,
-    "qwen_image": 2,
-    "sd3": 4,
-    "wan": 2,
-    "ltx": 2,
-    "hunyuan_video": 3,
-    "hunyuan_video_replaced": 3,
-    "lumina2": 2,
-    "pixart": 2,
-    "cogvideox": 2,
-    "mochi": 2,
+    "Flux": 2,
+    "Flux2": 2,
+    "QwenImage": 2,
+    "SD3": 3,
+    "Wan": 2,
+    "LTXVideo": 2,
+    "HunyuanVideo": 2,
+    "HunyuanVideo replaced": 2,
+    "Lumina2": 2,
+    "PixArt": 2,
+    "CogVideoX": 2,
+    "Mochi": 2,
 }
 #: Sums over all tokens of products of some hundred roundings, in float32; about 1e-6 was seen.
 CLOSE = 5e-6
@@ -83,11 +83,6 @@ def step(model: nn.Module, inputs: dict[str, Any], call: Callable[..., Any] | No
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def distance(got: Tensor, wanted: Tensor) -> float:
-    assert got.shape == wanted.shape, (got.shape, wanted.shape)
-    return float((got - wanted).norm() / wanted.norm().clamp_min(1e-30))
 
 
 def assert_same_gradients(model: nn.Module, alone: nn.Module) -> None:
@@ -133,15 +128,15 @@ def check(
     name: str,
     mesh: Mesh,
     strategy: str = "auto",
-    sizes: Sizes = ODD,
     compiled: bool | str = False,
     checkpointed: bool = False,
     *,
     calls: int,
     tokens: bool = True,
+    **made: Any,
 ) -> None:
     """Output and gradients are those of one rank, with so many calls over ranks, if these share tokens."""
-    alone, inputs = make(name, sizes)
+    alone, inputs = make(name, **made)
     model = copy.deepcopy(alone)
     wanted = step(alone, inputs)
     parallelize(model, mesh.make(), strategy=strategy, batch=mesh.batch)
@@ -163,7 +158,7 @@ def check(
     torch._dynamo.reset()
     assert (counted.calls, sum(counts.sent.values()) > 0) == (calls, tokens)
     for mine, x in zip(got, wanted, strict=True):
-        assert distance(mine, x) < CLOSE
+        assert error(mine, x) < CLOSE
     assert_same_gradients(model, alone)
 
 
@@ -175,7 +170,7 @@ def check(
 def test_output_and_gradients_are_those_of_one_rank(
     name: str, strategy: str, count: int, padded: bool
 ) -> None:
-    check(name, Mesh((count,)), strategy, Sizes(padded=padded), calls=MODELS[name])
+    check(name, Mesh((count,)), strategy, calls=MODELS[name], padded=padded)
 
 
 @ranks(2)
@@ -185,80 +180,71 @@ def test_a_block_of_another_backend_holds_on_several_ranks() -> None:
 
     before = calls()
     with attnspan.backend("math"):
-        check("flux", Mesh((2,)), calls=MODELS["flux"])
+        check("Flux", Mesh((2,)), calls=2)
     assert calls() == before, "none of the CPU kernel"
 
 
 @pytest.mark.parametrize(
-    ("name", "calls"),
-    [
-        ("flux_controlled", 4),
-        ("sd3_controlled", 3),
-        ("qwen_image_edited", 2),
-        ("cogvideox_in_time", 2),
-        ("wan_of_image", 2),
-    ],
+    "name",
+    ["Flux controlled", "SD3 controlled", "QwenImage edited", "CogVideoX in time", "Wan of image"],
 )
 @ranks(3)
-def test_what_models_take_besides(name: str, calls: int) -> None:
-    check(name, Mesh((3,)), "exchange", calls=calls)
+def test_what_models_take_besides(name: str) -> None:
+    check(name, Mesh((3,)), "exchange", calls=2)
 
 
 @pytest.mark.parametrize(
     ("name", "mesh", "strategy"),
     [
-        ("sd3", Mesh((2,), ("cfg",), "cfg"), "auto"),
-        ("qwen_image", Mesh((2, 2), ("cfg", "cp"), "cfg"), "ring"),
-        ("hunyuan_video", Mesh((4,)), "hybrid(2, 2, ring)"),
-        pytest.param("flux", Mesh((2, 2), ("nodes", "node")), "hybrid(2, 2)", marks=pytest.mark.long),
-        pytest.param("pixart", Mesh((3,), ("cfg",), "cfg"), "auto", marks=pytest.mark.long),
-        pytest.param("cogvideox", Mesh((2, 2), ("cp", "cfg"), "cfg"), "ulysses", marks=pytest.mark.long),
-        pytest.param("lumina2", Mesh((2, 2), ("cfg", "cp"), "cfg"), "exchange", marks=pytest.mark.long),
+        ("SD3", Mesh((2,), ("cfg",), "cfg"), "auto"),
+        ("QwenImage", Mesh((2, 2), ("cfg", "cp"), "cfg"), "ring"),
+        ("HunyuanVideo", Mesh((4,)), "hybrid(2, 2, ring)"),
+        pytest.param("Flux", Mesh((2, 2), ("nodes", "node")), "hybrid(2, 2)", marks=pytest.mark.long),
+        pytest.param("CogVideoX", Mesh((2, 2), ("cp", "cfg"), "cfg"), "ulysses", marks=pytest.mark.long),
+        pytest.param("Lumina2", Mesh((2, 2), ("cfg", "cp"), "cfg"), "exchange", marks=pytest.mark.long),
     ],
 )
 @ranks(lambda mesh: math.prod(mesh.shape))
 def test_batch_rows_and_hybrids(name: str, mesh: Mesh, strategy: str) -> None:
-    sizes = Sizes(padded=True, batch=3 if mesh.shape == (3,) else 2)
     tokens = mesh.names != ("cfg",)
-    check(name, mesh, strategy, sizes, calls=MODELS[name] if tokens else 0, tokens=tokens)
+    check(name, mesh, strategy, calls=MODELS[name] if tokens else 0, tokens=tokens, padded=True)
 
 
 #: Lumina 2 itself reads the lengths of captions on the host.
-WHOLE = [name for name in MODELS if name not in ("lumina2", "qwen_image")]
+WHOLE = [name for name in MODELS if name not in ("Lumina2", "QwenImage")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen_image", *(pytest.param(x, marks=pytest.mark.long) for x in WHOLE)])
+@pytest.mark.parametrize("name", ["QwenImage", *(pytest.param(x, marks=pytest.mark.long) for x in WHOLE)])
 @ranks(2)
 def test_compiled_without_a_break(name: str) -> None:
-    calls = MODELS[name] if everything() else 1
-    check(name, Mesh((2,)), "exchange", Sizes(padded=True, layers=calls), True, calls=calls)
+    calls, scale = (MODELS[name], ODD) if everything() else (1, replace(ODD, layers=1))
+    check(name, Mesh((2,)), "exchange", True, calls=calls, padded=True, scale=scale)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["flux", "wan"])
+@pytest.mark.parametrize("name", ["Flux", "Wan"])
 @ranks(3)
 def test_layers_compiled_one_by_one(name: str) -> None:
-    check(name, Mesh((3,)), "ulysses", Sizes(), "layers", calls=MODELS[name])
+    check(name, Mesh((3,)), "ulysses", "layers", calls=MODELS[name])
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
 @ranks(2)
 def test_layers_that_are_checkpointed_attend_twice(compiled: bool) -> None:
-    check("wan", Mesh((2,)), "ring", Sizes(), compiled, True, calls=0 if compiled else 4)
+    check("Wan", Mesh((2,)), "ring", compiled, True, calls=0 if compiled else 4)
 
 
-@pytest.mark.parametrize(
-    "sizes", [Sizes(text=3, heads=4), Sizes(text=6, height=4, width=3, heads=6)], ids=str
-)
+@pytest.mark.parametrize(("text", "heads", "side"), [(3, 4, SIDE), (6, 6, 3)])
 @ranks(3)
-def test_even_and_smallest_shares(sizes: Sizes) -> None:
-    check("flux", Mesh((3,)), "ulysses", sizes, calls=MODELS["flux"])
+def test_even_and_smallest_shares(text: int, heads: int, side: int) -> None:
+    scale = replace(ODD, text=text, heads=heads)
+    check("Flux", Mesh((3,)), "ulysses", calls=2, scale=scale, side=side)
 
 
 @ranks(2)
 def test_the_mean_over_ranks_is_the_gradient_under_ddp() -> None:
-    alone, inputs = make("flux")
+    alone, inputs = make("Flux")
     model = copy.deepcopy(alone)
     step(alone, inputs)
     parallelize(model, Mesh((2,)).make(), strategy="ulysses")
@@ -268,7 +254,7 @@ def test_the_mean_over_ranks_is_the_gradient_under_ddp() -> None:
 
 @ranks(2)
 def test_the_mean_over_ranks_is_the_gradient_under_fsdp() -> None:
-    alone, inputs = make("ltx")
+    alone, inputs = make("LTXVideo")
     model, mesh = copy.deepcopy(alone), Mesh((2,)).make()
     step(alone, inputs)
     parallelize(model, mesh, strategy="ulysses")
@@ -288,23 +274,24 @@ def pipeline_of(kind: str, model: nn.Module) -> tuple[Any, dict[str, Any]]:
     """A pipeline of latents and how to call it for three steps."""
     names = ["vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"]
     empty: dict[str, Any] = dict.fromkeys(names)
-    call = {"prompt_embeds": noise(1, 7, 12), "pooled_prompt_embeds": noise(1, 8), "num_inference_steps": 3}
+    text, pooled = torch.randn(2, 1, 7, 32), torch.randn(2, 1, 16)
+    call = {"prompt_embeds": text[0], "pooled_prompt_embeds": pooled[0], "num_inference_steps": 3}
     call |= {"height": 48, "width": 80, "output_type": "latent", "return_dict": False}
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    if kind == "flux":
+    if kind == "Flux":
         pipe = diffusers.FluxPipeline(scheduler, transformer=model, **empty)
-        call |= {"latents": noise(1, 15, 4)}
+        call |= {"latents": torch.randn(1, 15, 16)}
     else:
         empty |= {"text_encoder_3": None, "tokenizer_3": None}
         pipe = diffusers.StableDiffusion3Pipeline(scheduler=scheduler, transformer=model, **empty)
-        call |= {"latents": noise(1, 4, 6, 10), "guidance_scale": 3.0}
-        call |= {"negative_prompt_embeds": noise(1, 7, 12), "negative_pooled_prompt_embeds": noise(1, 8)}
+        call |= {"latents": torch.randn(1, 4, 6, 10), "guidance_scale": 3.0}
+        call |= {"negative_prompt_embeds": text[1], "negative_pooled_prompt_embeds": pooled[1]}
     pipe.set_progress_bar_config(disable=True)
     return pipe, call
 
 
 @pytest.mark.parametrize(
-    ("kind", "mesh", "calls"), [("flux", Mesh((2,)), 12), ("sd3", Mesh((2,), ("cfg",), "cfg"), 0)]
+    ("kind", "mesh", "calls"), [("Flux", Mesh((2,)), 6), ("SD3", Mesh((2,), ("cfg",), "cfg"), 0)]
 )
 @ranks(2)
 def test_three_steps_of_a_pipeline_and_back_to_one_rank(kind: str, mesh: Mesh, calls: int) -> None:
@@ -313,16 +300,16 @@ def test_three_steps_of_a_pipeline_and_back_to_one_rank(kind: str, mesh: Mesh, c
     wanted = pipe(**call)[0]
     with parallelized(model, mesh.make(), batch=mesh.batch), Counted() as counted:
         got = pipe(**call)[0]
-    assert distance(got, wanted) < CLOSE
-    assert distance(pipe(**call)[0], wanted) < CLOSE
+    assert error(got, wanted) < CLOSE
+    assert error(pipe(**call)[0], wanted) < CLOSE
     assert counted.calls == calls
 
 
-@pytest.mark.parametrize("name", ["flux", "hunyuan_video"])
+@pytest.mark.parametrize("name", ["Flux", "HunyuanVideo"])
 @ranks(2)
 def test_bfloat16_is_as_close_as_on_one_rank(name: str) -> None:
     """How far output and gradients are from float32, over ranks and on one."""
-    whole, inputs = make(name, Sizes(padded=True))
+    whole, inputs = make(name, padded=True)
     logging.disable()  # diffusers warns of `to`.
     alone = copy.deepcopy(whole).to(torch.bfloat16)
     model = copy.deepcopy(alone)
@@ -339,42 +326,20 @@ def test_bfloat16_is_as_close_as_on_one_rank(name: str) -> None:
             average_gradients(model)
         found += [torch.cat([x.flatten().float() for x in gradients(each).values()])]
         right = [*wanted, torch.cat([x.flatten() for x in gradients(whole).values()])]
-        errors.append([distance(got.float(), x) for got, x in zip(found, right, strict=True)])
+        errors.append([error(got.float(), x) for got, x in zip(found, right, strict=True)])
     logging.disable(logging.NOTSET)
     for ours, theirs in zip(*errors, strict=True):
         assert ours < 1.2 * theirs
 
 
-@pytest.mark.parametrize("streams", [(7,), (3, 8), (4, 4, 9)], ids=str)
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_shares_are_the_whole(streams: tuple[int, ...], count: int) -> None:
-    x = torch.arange(2 * sum(streams)).view(2, -1)
-    parts = [rows_of.cut(x, 1, streams, count, rank) for rank in range(count)]
-    assert torch.equal(torch.cat(parts, 1).sort(1).values, x)
-    sizes = [sum(rows_of.share(n, count, rank) for n in streams) for rank in range(count)]
-    assert [part.shape[1] for part in parts] == sizes
-    assert max(sizes) - min(sizes) <= len(streams)
-
-
-@pytest.mark.parametrize("streams", [(7,), (3, 8), (64, 61)], ids=str)
 @pytest.mark.parametrize(
-    ("kind", "members", "groups"),
-    [
-        ("exchange", 1, 3),
-        ("ring", 1, 3),
-        ("exchange", 3, 1),
-        ("exchange", 2, 2),
-        ("ring", 2, 2),
-        ("exchange", 1, 1),
-    ],
+    ("kind", "members", "groups"), [("exchange", 3, 1), ("exchange", 2, 2), ("ring", 2, 2)]
 )
-def test_a_plan_is_as_large_as_compilers_are_told(
-    kind: str, members: int, groups: int, streams: tuple[int, ...]
-) -> None:
-    like = torch.zeros(1)
-    for rank in range(members * groups):
-        given = kind, members, groups, rank, 4, 2, streams
-        torch.library.opcheck(torch.ops.attnspan.plan_of_rows.default, (like, *given))
+def test_a_plan_is_as_large_as_compilers_are_told(kind: str, members: int, groups: int) -> None:
+    for streams in ((7,), (64, 61)):
+        for rank in range(members * groups):
+            given = torch.zeros(1), kind, members, groups, rank, 4, 2, streams
+            torch.library.opcheck(torch.ops.attnspan.plan_of_rows.default, given)
 
 
 class Layer(nn.Module):
@@ -424,23 +389,23 @@ def test_a_model_of_ones_own() -> None:
         with parallelized(model, Mesh((2,)).make(), plan=plan), Counted() as counted:
             got = model(x, position)
     assert counted.calls == 2
-    assert distance(got, wanted) < CLOSE
+    assert error(got, wanted) < CLOSE
 
 
 @ranks(3)
 def test_a_checkpoint_recomputes_with_the_sizes_of_its_own_call() -> None:
     # Seven tokens and eight, of which rank 0 has three of each.
-    model, few = make("ltx", Sizes(height=1, width=7))
-    _, more = make("ltx", Sizes(height=1, width=8))
+    model, given = make("LTXVideo")
     alone = copy.deepcopy(model)
     for each in (model, alone):
         each.enable_gradient_checkpointing()
-    sizes = {"num_frames": 1}
-    for inputs in (few, more):
-        inputs["hidden_states"] = inputs["hidden_states"][:, : inputs["width"]]
+    frames = [given | {"num_frames": 1, "height": 1, "width": n} for n in (7, 8)]
     parallelize(model, Mesh((3,)).make())
     for each in (alone, model):
-        outs = [each(**(inputs | sizes), return_dict=False)[0] for inputs in (few, more)]
+        outs = [
+            each(**x | {"hidden_states": x["hidden_states"][:, : x["width"]]}, return_dict=False)[0]
+            for x in frames
+        ]
         for out in outs:
             (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
     average_gradients(model)
@@ -461,7 +426,7 @@ def test_the_page_runs_on_two_ranks() -> None:
     latents = names["inputs"]["hidden_states"]
     got, latents.grad = latents.grad, None
     names["transformer"](**names["inputs"]).sample.square().mean().backward()
-    assert distance(got, latents.grad) < CLOSE, "that of all tokens"
+    assert error(got, latents.grad) < CLOSE, "that of all tokens"
 
 
 EXAMPLE = REPOSITORY / "examples" / "diffusion_two_ranks.py"

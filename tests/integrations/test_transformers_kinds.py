@@ -187,7 +187,7 @@ print(describe(before.sliding_window_overlay(4)))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_mask_functions_that_a_model_imported_before_are_known():
     assert run_program("-c", BOUND_FIRST).strip() == "window(4)"
 

@@ -11,30 +11,10 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import transformers
+from transformers_models import build
 
-SIZES = {
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "gemma3_text": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
-    "llama4_text": {"attention_chunk_size": 7, "num_local_experts": 2, "intermediate_size_mlp": 32},
-    # Only attention drops weights: it drops by global indices, other layers by what a rank draws.
-    "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128, "embd_pdrop": 0, "resid_pdrop": 0},
-}
-
-
+#: Only attention drops weights: it drops by global indices, other layers by what a rank draws.
+CHANGES = {"gpt2": {"embd_pdrop": 0, "resid_pdrop": 0}, "llama4_text": {"num_hidden_layers": 2}}
 #: Gradients are not clipped, so that their size counts.
 OPTIONS: dict[str, Any] = {
     "per_device_train_batch_size": 3,
@@ -50,11 +30,13 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def model_of(name: str, seed: int = 0, **changes: Any) -> Any:
+def model_of(name: str, seed: int = 0) -> Any:
     """A tiny model with the same random weights in every process."""
+    model = build(name, **CHANGES.get(name, {}))
     torch.manual_seed(seed)
-    config = transformers.AutoConfig.for_model(name, **{**SIZES, **MODELS[name], **changes})
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="attnspan")
+    model = type(model)(model.config) if seed else model.train()
+    model.set_attn_implementation("attnspan")
+    return model
 
 
 def documents(count: int, longest: int) -> list[dict[str, Any]]:

@@ -51,18 +51,12 @@ def test_a_nanobind_function_passes(dtype: torch.dtype) -> None:
         wrapped.check(q, k, v, left=4, mask=window(5))
 
 
-@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd", "thd, causal"])
 def test_layouts(layout: str) -> None:
     def own(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = attention(q, k, v, layout=layout, return_lse=True, mask=window(30, 30))
         return out.contiguous(), lse.contiguous()
 
-    given = inputs(6, 9) if layout == "bshd" else [x.transpose(1, 2) for x in inputs(6, 9)]
-    wrap(own, name=fresh_name(), outputs=("out", "lse"), layout=layout).check(*given)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_packed_documents(is_causal: bool) -> None:
     def varlen(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, causal=False):  # type: ignore[no-untyped-def]
         assert type(max_seqlen_q) is int
         mask = documents(cu_seqlens_q, cu_seqlens_k)
@@ -70,12 +64,16 @@ def test_packed_documents(is_causal: bool) -> None:
         out, lse = attention(q, k, v, mask=mask, layout="thd", return_lse=True)
         return out.contiguous(), lse.contiguous()
 
-    wrapped = wrap(varlen, name=fresh_name(), outputs=("out", "lse"), layout="thd", backward="recompute")
-    q, k, v = torch.randn(3, 90, 2, 8)
-    cu = torch.tensor([0, 20, 90], dtype=torch.int32)
-    report = wrapped.check(q, k, v, cu, cu, 70, is_causal)
-    assert set(report.errors) == {"out", "dq", "dk", "dv"}
-    assert wrapped(q, k, v, cu, cu)[1].shape == (2, 90)
+    options = {"name": fresh_name(), "outputs": ("out", "lse"), "layout": layout[:4].rstrip(",")}
+    if layout.startswith("thd"):
+        cu = torch.tensor([0, 20, 90], dtype=torch.int32)
+        given = [*torch.randn(3, 90, 2, 8), cu, cu, 70, "causal" in layout]
+        wrapped = wrap(varlen, backward="recompute", **options)
+        assert set(wrapped.check(*given).errors) == {"out", "dq", "dk", "dv"}
+        assert wrapped(*given)[1].shape == (2, 90)
+    else:
+        given = inputs(6, 9) if layout == "bshd" else [x.transpose(1, 2) for x in inputs(6, 9)]
+        wrap(own, **options).check(*given)
 
 
 def test_an_oracle_of_its_own() -> None:

@@ -15,12 +15,9 @@ TESTS = [
     str(Path(__file__).with_name(name))
     for name in ("test_cpu.py", "test_large_scores.py", "test_same_bits.py")
 ]
-#: In the ordinary run the lowest level alone: every option and dtype, numbers of any size, the same bits.
-SOME = (
-    *("options_against", "end_of_floats", "packed_or_alone", "chunks", "threads_under", "lone", "one_key"),
-    "small and not 1000",
-    "flash_kernel and 1500 and fp32",
-)
+#: In the ordinary run the lowest level alone: every option, numbers of any size, the same bits.
+SOME = ("options_against and float32", "end_of_floats", "packed_or_alone", "chunks", "threads_under", "lone")
+SOME += ("one_key", "small and not 1000", "flash_kernel and 1500 and fp32")
 SHORT = () if everything() else ("-k", " or ".join(SOME))
 OTHERS = [level for level in cpu.isa_levels() if level != cpu.isa()]
 LEVELS = OTHERS if everything() else OTHERS[:1]

@@ -36,7 +36,7 @@ def test_against_float64_on_any_number_of_threads(name: str, dtype: torch.dtype)
     lowered = MASKS[name].spans(LENGTH, LENGTH, heads=HEADS, like=problem.q).lowered
     problem = replace(problem, bounds=lowered.bounds, dlse=torch.zeros_like(problem.dlse))
     exact = problem.oracle()
-    for threads in (1, 2, 3):
+    for threads in (1, 3):
         got = run(problem, threads=threads)
         compare({x: got[x] for x in ("out", "dq", "dk", "dv")}, exact, dict.fromkeys(exact, TOLERANCE[dtype]))
 

@@ -37,6 +37,7 @@ def vendors() -> Iterator[None]:
 
 #: A mask, and numbers of batch rows and of queries; there are 12 keys.
 PROBLEMS = {name: (mask, 1 if "documents" in name else 2, 12) for name, mask in BANDS.items()}
+PROBLEMS["one query for all documents but one"] = (documents([0, 1, 1, 2], [0, 5, 9, 12]), 1, 2)
 PROBLEMS |= {
     f"{name}, {n} rows": (BANDS[name], 2, n) for name in ("full", "causal", "window") for n in (1, 5)
 }
@@ -149,18 +150,15 @@ def test_what_is_more_than_a_band_is_refused(vendors: None, given: dict[str, Any
         attention(q, k, v, backend="vendor", **given)
 
 
-def test_a_lse_without_gradient_is_given(vendors: None) -> None:
-    q, k, v = (x.detach() for x in qkv())
-    assert attention(q, k, v, return_lse=True, backend="vendor")[1].isfinite().all()
-    assert not attention(*qkv(), backend="vendor").isnan().any()
-
-
 def test_offsets_from_the_host_are_copied_once(vendors: None, monkeypatch: pytest.MonkeyPatch) -> None:
     _vendor._copied.cache_clear()
     handed = []
     forward = vendor.forward
     monkeypatch.setattr(vendor, "forward", lambda *a: handed.append(a[3:6]) or forward(*a))
     q, k, v = qkv()
+    with FakeTensorMode():  # A traced call leaves nothing behind.
+        attention(*(x.detach() for x in qkv()), mask=documents([0, 3, 12]), backend="vendor")
+    handed.clear()
     for _ in range(3):
         attention(q, k, v, mask=documents([0, 3, 12]), backend="vendor")
     attention(q, k, v, mask=documents([0, 5, 12]), backend="vendor")
@@ -170,7 +168,7 @@ def test_offsets_from_the_host_are_copied_once(vendors: None, monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_one_graph_for_ten_packings(vendors: None) -> None:
+def test_one_graph_for_many_packings(vendors: None) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
 
@@ -178,10 +176,10 @@ def test_one_graph_for_ten_packings(vendors: None) -> None:
         return attention(q, k, v, mask=causal() & documents(ends), backend="vendor")
 
     compiled = torch.compile(call, fullgraph=True, backend=counter)
-    for step in range(10):
-        length = 12 + 2 * (step % 5)
+    for step in range(4):
+        length = 12 + 2 * step
         q, k, v = qkv(1, length, length)
-        ends = torch.tensor([0, 1 + step % 9, 10, length])
+        ends = torch.tensor([0, 1 + 2 * step, 10, length])
         out = compiled(q, k, v, ends)
         wanted = call(q, k, v, ends)
         assert torch.equal(out, wanted)
@@ -230,42 +228,35 @@ def test_second_derivatives_are_refused(vendors: None) -> None:
         torch.autograd.grad(dq.sum(), q)
 
 
-def test_an_activated_implementation_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = qkv()
-    assert vendor.kernel_of(q, k, v, (-1, 0)) == "FlashAttention 2"
-    monkeypatch.setattr(vendor, "_has_cudnn", lambda *_: True)
-    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda _: True)
-    assert vendor.kernel_of(q, k, v, (-1, 0)) == "cuDNN"
-    assert vendor.kernel_of(q, k, v, (3, 0)) == "FlashAttention 2"
-    assert vendor.kernel_of(q[:, :, :5], k, v, (-1, 0)) == "FlashAttention 2"
-    assert vendor.kernel_of(q[:, :, :5], k, v, (-1, -1)) == "cuDNN"
-    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3", raising=False)
-    assert vendor.kernel_of(q, k, v, (-1, 0)) == "FA3"
-
-
-def test_what_cudnn_is_not_trusted_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN where it is trusted, an activated implementation of FlashAttention before either."""
     q = torch.zeros(1, 1, 8, 64)
+    wide = torch.zeros(1, 1, 8, 160)
+
+    def kernel(x: Tensor = q, window: tuple[int, int] = (-1, -1), keys: Tensor | None = None) -> str:
+        keys = x if keys is None else keys
+        return vendor.kernel_of(x, keys, keys, window)
+
+    assert kernel() == "FlashAttention 2"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for capability, version, trusted in (
-        ((9, 0), 91900, True),
-        ((10, 0), 91900, True),
-        ((9, 0), 91500, False),
-        ((12, 0), 91900, False),
-        ((8, 0), 91900, False),
+    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda _: True)
+    for capability, version, name in (
+        ((9, 0), 91500, "FlashAttention 2"),
+        ((12, 0), 91900, "FlashAttention 2"),
+        ((8, 0), 91900, "FlashAttention 2"),
+        ((10, 0), 91900, "cuDNN"),
+        ((9, 0), 91900, "cuDNN"),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, at=capability: at)
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda number=version: number)
-        assert vendor._has_cudnn(q, backward=False) == trusted, (capability, version)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    assert not vendor._has_cudnn(q[:, :, :1], backward=False), "decoding"
-    for fixed in (False, True):
-        monkeypatch.setattr(vendor, "_MIXES_NO_STRIDES", fixed)
-        assert vendor._has_cudnn(q, backward=True) == fixed
-    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda _: True)
-    wide = torch.zeros(1, 1, 8, 160)
-    assert vendor.kernel_of(wide, wide, wide, (-1, -1)) == "FlashAttention 2"
-    assert vendor.kernel_of(q, q, q, (-1, -1)) == "cuDNN"
+        assert kernel() == name, (capability, version)
+    assert kernel(window=(-1, 0)) == "cuDNN"
+    assert kernel(window=(3, 0)) == kernel(wide) == "FlashAttention 2"
+    few = q[:, :, :5]
+    assert (kernel(few, keys=q), kernel(few, (-1, 0), q)) == ("cuDNN", "FlashAttention 2")
+    assert kernel(q[:, :, :1], keys=q) == "FlashAttention 2", "decoding"
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3", raising=False)
+    assert kernel() == "FA3"
 
 
 def test_what_is_not_aligned_is_copied() -> None:
@@ -278,22 +269,6 @@ def test_what_is_not_aligned_is_copied() -> None:
         assert copy.data_ptr() != odd.data_ptr()
 
 
-def test_one_query_for_all_documents_but_one(vendors: None) -> None:
-    q, k, v = qkv(1, 2, 12)
-    mask = documents([0, 1, 1, 2], [0, 5, 9, 12])
-    wanted = attention(q, k, v, mask=mask, backend="math")
-    torch.testing.assert_close(attention(q, k, v, mask=mask, backend="vendor"), wanted, rtol=2e-2, atol=2e-2)
-
-
-def test_a_prepared_mask_keeps_its_offsets(vendors: None) -> None:
-    q, k, v = qkv()
-    ends = torch.tensor([0, 4, 12])
-    mask = (causal() & documents(ends)).prepare(12, 12)
-    before = attention(q, k, v, mask=mask, backend="vendor")
-    ends.copy_(torch.tensor([0, 9, 12]))
-    assert torch.equal(attention(q, k, v, mask=mask, backend="vendor"), before)
-
-
 def test_a_mask_for_other_keys_is_refused_in_compiled_code(vendors: None) -> None:
     torch._dynamo.reset()
     q, k, v = (x.detach() for x in qkv(1, 8, 12))
@@ -303,9 +278,3 @@ def test_a_mask_for_other_keys_is_refused_in_compiled_code(vendors: None) -> Non
     )
     with pytest.raises((ValueError, RuntimeError), match=r"mask|vendor"):
         compiled(q, k, v)
-
-
-def test_a_traced_call_leaves_nothing_behind(vendors: None) -> None:
-    with FakeTensorMode():
-        attention(*(x.detach() for x in qkv()), mask=documents([0, 2, 12]), backend="vendor")
-    assert attention(*qkv(), mask=documents([0, 2, 12]), backend="vendor").isfinite().all()

@@ -106,17 +106,6 @@ def sent(plan: Plan, tables: Tables) -> list[np.ndarray]:
     return np.split(held(plan, tables.numbers.group)[mine.send], np.cumsum(mine.send_counts)[:-1])
 
 
-def returned(plan: Plan, every: list[Tables], tables: Tables, stages: list[np.ndarray]) -> list[np.ndarray]:
-    """The flat keys whose gradients come back from each group, in the order in which they arrive."""
-    back = []
-    for group in range(plan.strategy.groups):
-        peer = peer_of(tables, group)
-        theirs = lists(every[peer])
-        leaving = stages[peer].reshape(-1)[theirs.place]
-        back.append(np.split(leaving, np.cumsum(theirs.receive_counts)[:-1])[tables.numbers.group])
-    return back
-
-
 def peer_of(tables: Tables, group: int) -> int:
     """The rank of another group that has the same heads."""
     return group * tables.numbers.strategy.members + tables.numbers.member

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from covering import few
+from covering import cells, few
 from dtensors import (
     BATCH,
     DIMS,
@@ -195,7 +195,8 @@ def test_a_plan_alone_and_with_another_mesh_axis(role: str) -> None:
         # Parts of other sizes: two of three batch rows or heads on the first rank.
         replace(base, option="dropout", batch=3, heads=(3, 3)),
     ]
-    options = itertools.product(DIMS, ("local", "split", "replicated"))
+    places = ("local", "split", "replicated")
+    options = cells(DIMS, places, strength=2 if role == "heads" else 1)
     for case in [*others, *(replace(base, option=name, place=place) for name, place in options)]:
         with named(case):
             check(case)
@@ -279,19 +280,11 @@ def test_rows_along_another_axis_are_refused() -> None:
 
 @ranks(2)
 def test_rows_and_heads_that_are_not_the_plans_are_refused() -> None:
+    """For rows in their own order under a plan that does not say so, see test_sharing.py."""
     mesh, (inputs, _) = grid(2), whole()
     plan, rows = causal_rows(mesh)
-    placed = [put(x, mesh, "S2") for x in rows]
     natural = [distribute_tensor(x.detach(), mesh, placements("S2")) for x in inputs]
-    unnamed = Layout.of(causal(), q_len=LENGTH, ranks=2).plan(heads=HEADS, strategy="exchange")
-    for given, mask, text in (
-        (natural, plan, "q as a DTensor with context parallelism: expected 14 rows of 2 ranks together"),
-        (
-            placed,
-            causal_rows(mesh, heads=(2, 1))[0],
-            "q with context parallelism: expected 2 heads and this rank's",
-        ),
-        (placed, unnamed.on(mesh, rows="unchecked"), "dtensor_rows='plan', or rows in original order"),
-    ):
-        with pytest.raises((OptionError, ShapeError), match=text):
-            attention(*given, mask=mask)
+    with pytest.raises(ShapeError, match="q as a DTensor with context parallelism: expected 14 rows of 2"):
+        attention(*natural, mask=plan)
+    with pytest.raises(ShapeError, match="q with context parallelism: expected 2 heads and this rank's"):
+        attention(*(put(x, mesh, "S2") for x in rows), mask=causal_rows(mesh, heads=(2, 1))[0])

@@ -51,6 +51,7 @@ DISAGREEMENTS = {
     "mask": ("mask", {"mask": causal()}),
     "strategy": ("strategy and heads", {"strategy": "ring"}),
     "layout": ("layout", {"method": "zigzag", "rows_per_chunk": 3}),
+    "keys": ("layout of the keys", {"keys": Layout.contiguous(37, 3)}),
 }
 
 
@@ -140,6 +141,7 @@ def answering_late(on_a_device: bool) -> Iterator[None]:
 LATE = ["scale", "sinks", "sinks in another order", "slopes", "table", "dropout_seed"]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("what", LATE)
 @pytest.mark.parametrize("on_a_device", [False, True], ids=["host", "device"])
 @ranks(3)

@@ -2,11 +2,9 @@
 
 import functools
 import re
-from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -21,7 +19,7 @@ from virtual_devices import on_devices
 import attnspan
 from attnspan.errors import DeviceError, DtypeError, OptionError, ShapeError
 from attnspan.jax import attention, shard
-from attnspan.parallel import Layout, Plan, PlanMismatchError
+from attnspan.parallel import Layout, PlanMismatchError
 
 
 @pytest.mark.slow
@@ -187,33 +185,6 @@ def test_rows_of_another_layout_are_refused() -> None:
     ):
         with pytest.raises((DtypeError, OptionError), match=rf"the batch that layout.shard.* {text}"):
             plans[0].on(split.mesh, **given, **axes)
-
-
-@on_devices
-def test_an_exchange_moves_the_keys_that_each_device_needs() -> None:
-    """What a ragged exchange moves, by its definition in NumPy, are the keys that each device needs."""
-    length = 48
-    split, asked, tables = Split(batch=2, sequence=2), Counter[Any](), Plan.tables
-    plan = split.plan(packed(0, length), length)
-    with mock.patch.object(Plan, "tables", lambda self, rank: (asked.update([rank]), tables(self, rank))[1]):
-        placed = plan.on(split.mesh, rows="unchecked", sequence="context", batch="data")
-    assert asked == {0: 2, 1: 2}, "once for each part of the batch and of the sequence"
-    found = jax.tree.map(np.asarray, placed.route.exchange)
-    for part, counts in enumerate(found.counts):
-        own = [plan.layout.rows[rank][part] for rank in range(2)]
-        sent = [np.append(x, -1)[np.minimum(found.send[part, r], len(x))] for r, x in enumerate(own)]
-        for rank, (_, receive, _, back) in enumerate(counts):
-            room = np.full_like(sent[0], -1)
-            for source, (send, _, there, _) in enumerate(counts):
-                begin = back[source]
-                assert begin == send[:rank].sum()
-                assert receive[source] == send[rank]
-                room[there[rank] : there[rank] + send[rank]] = sent[source][begin : begin + send[rank]]
-            both = np.concatenate([own[rank], room, [-1]])
-            got = both[np.minimum(found.source[part, rank], len(both) - 1)]
-            keys = found.keys[part, rank].ravel()
-            assert (np.where(got < 0, 0, got) == keys).all()
-            assert len(keys[got >= 0]) == len(set(keys[got >= 0])) > len(own[rank]) // 2
 
 
 @on_devices

@@ -1,5 +1,6 @@
 """Rows moved by index, by the compiled module and by torch; and the buffers that are kept for them."""
 
+import contextlib
 from typing import Any
 from unittest.mock import Mock
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnspan.kernels import cpu
-from attnspan.parallel.torch import comm
+from attnspan.parallel.torch.comm import Ranks
 from attnspan.parallel.torch.keys import move
 
 TARGET, SOURCE = (2, 7, 3, 2, 5), (3, 4, 3, 2, 5)
@@ -85,6 +86,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "axes": ({"target": torch.zeros(2, 7, 3, 2)}, "target: expected floats"),
     "last stride": ({"source": torch.zeros(3, 4, 3, 5, 2).transpose(3, 4)}, "source: .*unit last stride"),
     "index dtype": ({"to": np.array([0, 1])}, "to: expected int32"),
+    "narrow sums": (
+        {"target": torch.zeros(TARGET).half(), "source": torch.ones(TARGET).half(), "add": True},
+        "target: expected float32 to add to",
+    ),
 }
 
 
@@ -97,34 +102,28 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(what: str) -> N
         "to": [0, 1],
         "source": torch.ones(SOURCE),
         "at": [0, 1],
+        "add": False,
         **changes,
     }
     to, at = (np.array(x, np.int32) if isinstance(x, list) else x for x in (given["to"], given["at"]))
     with pytest.raises(ValueError, match=message):
-        cpu.move_rows(given["target"], to, given["source"], at, num_threads=1)
+        cpu.move_rows(given["target"], to, given["source"], at, num_threads=1, add=given["add"])
     assert not given["target"].any()
 
 
-@pytest.mark.compiled_module("rows are moved by the module itself")
-def test_sums_are_wide() -> None:
-    x = torch.zeros(TARGET, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="target: expected float32 to add to"):
-        cpu.move_rows(x, None, x, None, num_threads=1, add=True)
-
-
-KEPT = comm._WORTH_KEEPING
-LIKE = torch.zeros(1)
+#: Smaller buffers are the allocator's.
+KEPT, LIKE = 1 << 20, torch.zeros(1)
 
 
 @pytest.fixture
-def ranks() -> comm.Ranks:
+def ranks() -> Ranks:
     """Buffers are kept for the ranks of one mesh; no process group is asked."""
     group = Mock(group_name="of this test")
-    return comm.Ranks(group, group, group, Mock())
+    return Ranks(group, group, group, Mock())
 
 
-def test_a_buffer_is_used_again_by_the_next_call_and_by_nobody_before(ranks: comm.Ranks) -> None:
-    with ranks.scratch() as first, ranks.scratch() as second:
+def test_a_buffer_is_used_again_by_the_next_call_and_by_nobody_before(ranks: Ranks) -> None:
+    with torch.inference_mode(), ranks.scratch() as first, ranks.scratch() as second:
         x, y = first.new("x", (KEPT // 4,), LIKE), second.new("x", (KEPT // 4,), LIKE)
         other = first.new("other", (KEPT,), LIKE, torch.uint8)
         assert len({x.data_ptr(), y.data_ptr(), other.data_ptr()}) == 3
@@ -133,43 +132,17 @@ def test_a_buffer_is_used_again_by_the_next_call_and_by_nobody_before(ranks: com
         again = third.new("x", (2, KEPT // 4), LIKE, torch.bfloat16)
         assert again.data_ptr() in (x.data_ptr(), y.data_ptr())
         assert (again.dtype, again.is_contiguous()) == (torch.bfloat16, True)
-        larger = third.new("x", (KEPT,), LIKE)
-        assert larger.nbytes == 4 * KEPT, "a buffer grows"
-        small = third.new("x", (10,), LIKE)
-        assert small.untyped_storage().nbytes() == 40, "small ones are the allocator's"
+        again.fill_(1.0)  # Buffers of inference mode serve training.
+        assert third.new("x", (KEPT,), LIKE).nbytes == 4 * KEPT, "a buffer grows"
+        assert third.new("x", (10,), LIKE).untyped_storage().nbytes() == 40
 
 
-def test_after_an_error_buffers_are_nobodys(ranks: comm.Ranks) -> None:
-    used = []
-
-    def fail() -> None:
-        with ranks.scratch() as scratch:
-            used.append(scratch.new("x", (KEPT,), LIKE))
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
+def test_buffers_of_a_call_that_failed_or_was_huge_are_nobodys(ranks: Ranks) -> None:
+    with contextlib.suppress(KeyError), ranks.scratch() as scratch:
+        scratch.new("x", (KEPT,), LIKE)
+        raise KeyError  # An exchange may still write there.
     with ranks.scratch() as scratch:
-        assert scratch.new("x", (KEPT,), LIKE).data_ptr() != used[0].data_ptr(), (
-            "an exchange may still write there"
-        )
-        assert scratch.size == 4 * KEPT
-
-
-def test_what_is_kept_is_bounded(ranks: comm.Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comm, "_MOST_KEPT", 4 * KEPT)
-    for count, kept in ((1, 1), (2, 0)):
-        with ranks.scratch() as scratch:
-            for i in range(count):
-                scratch.new(f"{i}", (KEPT,), LIKE)
-        assert len(ranks._free) == kept
-
-
-def test_buffers_of_inference_mode_serve_training(ranks: comm.Ranks) -> None:
-    with torch.inference_mode(), ranks.scratch() as scratch:
-        first = scratch.new("x", (KEPT,), LIKE)
+        assert scratch.size == 0
+        scratch.new("x", ((1 << 29) + 1,), LIKE, torch.uint8)
     with ranks.scratch() as scratch:
-        x = scratch.new("x", (KEPT,), LIKE)
-        assert x.data_ptr() == first.data_ptr()
-        assert not x.is_inference()
-        x.fill_(1.0)
+        assert scratch.size == 0

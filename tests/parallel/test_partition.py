@@ -6,39 +6,10 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from samples.random_spans import any_spans, as_set, seen
 
 from attnspan import Mask, Spans, causal, documents, full, global_keys, key_padding, prefix, segments, window
 from attnspan.parallel import Layout
-from attnspan.parallel.chunks import Chunks
 from attnspan.parallel.partition import chunk_size
-
-
-@given(any_spans(), st.integers(1, 45))
-def test_chunks_have_the_pairs_and_keys_of_the_dense_mask(spans: Spans, size: int) -> None:
-    planes, q_len = spans.bounds.shape[0], spans.q_len
-    chunks = Chunks.of(spans, Chunks.even_edges(q_len, planes, size))
-    dense = spans.dense()
-    pairs, keys = dense.sum(axis=(1, 3)).reshape(-1), seen(spans)
-    for c in range(len(chunks)):
-        rows, here = slice(*chunks.edges[c : c + 2]), slice(*chunks.starts[c : c + 2])
-        assert rows.stop - rows.start <= size
-        assert chunks.pairs[c] == pairs[rows].sum()
-        assert as_set(chunks.lo[here], chunks.hi[here]) == set(np.flatnonzero(keys[rows].any(axis=0)))
-    for plane in range(planes):
-        mine = Chunks.of(
-            Spans(spans.bounds[plane : plane + 1], spans.k_len), Chunks.even_edges(q_len, 1, size)
-        )
-        part = chunks.of_plane(plane)
-        for name in ("edges", "pairs", "starts", "lo", "hi"):
-            assert getattr(part, name).tolist() == getattr(mine, name).tolist(), name
-
-
-def test_pairs_do_not_overflow() -> None:
-    bounds = np.broadcast_to(np.array([0, 2**30], np.int32), (1, 1, 64, 1, 2))
-    assert Chunks.of(Spans(bounds, 2**30), np.array([0, 64])).pairs.tolist() == [64 * 2**30]
 
 
 @pytest.mark.parametrize("q_len", [4096, 100_003, 131_072, 65_537, 1_000_000])

@@ -13,7 +13,6 @@ from attnspan.backends import Softmax, table
 from attnspan.call import Part
 from attnspan.call.options import ALIBI, Options, alibi
 from attnspan.experimental import triton
-from attnspan.kernels import flex
 from attnspan.torch import attention
 
 WITHIN: dict[str, Any] = {
@@ -74,25 +73,3 @@ def test_parts_merge(name: str, dtype: torch.dtype, options: bool) -> None:
     close = {"rtol": 1e-4, "atol": 1e-5} if precise else {"rtol": 3e-2, "atol": 3e-2}
     for a, b in zip([out, lse, *found, of_slopes], [wanted, wanted_lse, *gradients], strict=False):
         torch.testing.assert_close(a.double(), b, **close)
-
-
-@pytest.mark.slow
-def test_flex_compiles_itself_inside_of_an_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where the operators of context parallelism run it below autograd."""
-    monkeypatch.setattr(flex, "program", flex.program.__wrapped__)
-    compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **k: compile_(f, **k, backend="aot_eager"))
-    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_: None)
-    torch._dynamo.reset()
-    q = torch.randn(1, 2, 32, 16)
-    bounds = torch.tensor(causal().spans(32, 32).lowered.bounds)
-    out = torch.empty(1, 2, 32, 16)
-    call, backend = Part(q, q, q, bounds, 0.25, None), table("torch")["flex"]
-    with torch._C._AutoDispatchBelowAutograd(), torch.no_grad():
-        lse = backend.forward(call, out)
-        grads = [torch.empty_like(q) for _ in range(3)]
-        backend.backward(call, Softmax(out, lse, torch.ones_like(q), None, has_more=False), grads)
-    leaf = q.clone().requires_grad_()
-    wanted = attention(leaf, leaf, leaf, mask=causal(), scale=0.25)
-    torch.testing.assert_close(out, wanted)
-    torch.testing.assert_close(sum(grads), torch.autograd.grad(wanted.sum(), leaf)[0], rtol=1e-4, atol=1e-5)

@@ -126,27 +126,20 @@ def test_llama_learns_as_with_attention_over_all_pairs(found, case):
     assert dense["ran"] == {"forward": 0, "backward": 0}
 
 
-def test_documents_as_long_as_rows_learn_as_with_sdpa(found):
-    assert_same(found(1, "whole"), found(1, "sdpa"), 1e-5)
-    assert_ran(found(1, "whole"))
-
-
-def test_gpt_oss_with_windows_and_sinks(found):
-    """Built for VarlenAttention, against FlexAttention's masks over all pairs."""
-    assert_same(found(1, "gpt_oss"), found(1, "gpt_oss dense"), 1e-5)
-    assert_ran(found(1, "gpt_oss"))
-
-
-def test_gpt_oss_compiled_and_checkpointed(found):
-    """In bfloat16, the only dtype in which its experts compile."""
-    assert_same(found(1, "gpt_oss compiled"), found(1, "gpt_oss bfloat16"), 1e-5)
-    assert_ran(found(1, "gpt_oss compiled"))
-
-
-def test_deepseek_whose_values_have_another_head_dim(found):
-    # Three steps differ by 2e-7; the fourth, on some processors, by 1.4e-5: presumably by choosing an expert.
-    assert_same(found(1, "deepseek"), found(1, "deepseek dense"), 1e-4)
-    assert_ran(found(1, "deepseek"))
+@pytest.mark.parametrize(
+    ("name", "other", "within"),
+    [
+        ("whole", "sdpa", 1e-5),  # documents as long as rows
+        ("gpt_oss", "gpt_oss dense", 1e-5),  # windows and sinks, built for VarlenAttention
+        ("gpt_oss compiled", "gpt_oss bfloat16", 1e-5),  # the only dtype in which its experts compile
+        # Values have another head dim. Three steps differ by 2e-7; the fourth, on some processors, by 1.4e-5:
+        # presumably by choosing an expert.
+        ("deepseek", "deepseek dense", 1e-4),
+    ],
+)
+def test_models_learn_as_with_other_attentions(found, name, other, within):
+    assert_same(found(1, name), found(1, other), within)
+    assert_ran(found(1, name))
 
 
 @pytest.mark.parametrize(
@@ -222,12 +215,10 @@ def test_each_mask_of_torchtitan_as_spans(name, rows):
     mask = ours.make_mask(mask_mod, rows, None, 12, 12)
     assert shown(mask, 12).equal(visible(mask_mod, positions))
     assert mask.window == (3 if name == "window" else 0)
-
-
-def test_rows_that_start_within_a_document():
-    positions = POSITIONS[:, 1:]
-    mask_mod = theirs.get_document_mask_mod(positions)
-    assert shown(ours.make_mask(mask_mod, 2, None, 11, 11), 11).equal(visible(mask_mod, positions))
+    # Rows that start within a document.
+    positions = positions[:, 1:]
+    mask_mod = mask_mods(positions)[name]
+    assert shown(ours.make_mask(mask_mod, rows, None, 11, 11), 11).equal(visible(mask_mod, positions))
 
 
 def test_a_mask_of_the_user_is_read_pair_by_pair_and_said():
@@ -296,23 +287,16 @@ def test_disable_gives_torchtitan_its_own_functions_back():
     assert [getattr(*place).args[0] for place in places] == own
 
 
-def test_bad_configurations_say_what_to_change():
+def test_calls_that_do_not_fit_raise():
     with pytest.raises(OptionError, match='attn_backend="flex"'):
         ours.attention(theirs.ScaledDotProductAttention.Config())
     with pytest.raises(OptionError, match=r"\(any, 0\), which is causal, got"):
         ours.attention(theirs.VarlenAttention.Config(window_size=(-1, -1)))
-
-
-def test_a_window_that_the_model_does_not_put_into_its_masks_raises():
     model = debug_model(theirs.VarlenAttention.Config(window_size=(3, 0)))
-    with pytest.raises(UsageError, match="window of 4"):
+    with pytest.raises(UsageError, match="window of 4"):  # The model does not put it into its masks.
         Packed(model, POSITIONS, POSITIONS)(torch.ones_like(POSITIONS))
-
-
-def test_other_masks_and_score_functions_raise():
-    layer = ours.Attention.Config().build()
-    q = torch.randn(2, 12, 4, 16)
-    mask = ours.make_mask(theirs.get_causal_mask_mod(), 2, None, 12, 12)
+    layer, q = ours.Attention.Config().build(), torch.randn(2, 12, 4, 16)
+    mask = causal_mask()
     with pytest.raises(UsageError, match="expected a SpanMask from Decoder, got NoneType"):
         layer(q, q, q, attention_masks=None)
     with pytest.raises(UsageError, match="score_mod: expected None"):
@@ -323,32 +307,22 @@ def test_other_masks_and_score_functions_raise():
 
 
 @pytest.mark.parametrize(
-    ("kind", "ranks", "error", "message"),
+    ("kind", "ranks", "length", "message"),
     [
-        ("headtail", 5, ShapeError, "expected a multiple of 10, got 12"),
-        ("ptrr", 2, ShapeError, "expected a multiple of 256, got 12"),
-        (None, 5, ShapeError, "expected a multiple of 5, got 12"),
-        ("zigzag", 2, OptionError, 'expected None, "headtail", "ptrr" or "attnspan", got zigzag'),
+        ("headtail", 5, 12, "expected a multiple of 10, got 12"),
+        ("ptrr", 2, 12, "expected a multiple of 256, got 12"),
+        (None, 5, 12, "expected a multiple of 5, got 12"),
+        ("zigzag", 2, 12, 'expected None, "headtail", "ptrr" or "attnspan", got zigzag'),
+        ("ptrr", 2, 256, "ptrr_mask_key: expected a or b, got None"),
+        ("headtail", 2, 256, "mask b: expected spans, got NoneType"),
     ],
 )
-def test_degrees_and_balancers_that_do_not_fit(kind, ranks, error, message):
-    mask = ours.make_mask(theirs.get_causal_mask_mod(), 2, None, 12, 12)
-    mesh = SimpleNamespace(size=lambda: ranks)
-    with pytest.raises(error, match=message):
-        theirs_shard(mesh, (POSITIONS,), mask, kind)
+def test_degrees_balancers_and_masks_that_do_not_fit(kind, ranks, length, message):
+    mask, mesh = causal_mask(length), SimpleNamespace(size=lambda: ranks)
+    masks = {"a": mask, "b": mask if kind == "ptrr" else None} if length == 256 else mask
+    with pytest.raises((OptionError, ShapeError, UsageError), match=message):
+        ours.context_parallel.cp_shard(mesh, (torch.zeros(2, length),), masks, kind)
 
 
-def test_the_mask_that_ptrr_balances_by_is_named():
-    mask, tokens = ours.make_mask(theirs.get_causal_mask_mod(), 1, None, 256, 256), torch.zeros(1, 256)
-    with pytest.raises(OptionError, match="ptrr_mask_key: expected a or b, got None"):
-        theirs_shard(SimpleNamespace(size=lambda: 2), (tokens,), {"a": mask, "b": mask}, "ptrr")
-
-
-def test_masks_of_two_kinds_are_not_sharded():
-    masks = {"attention": ours.make_mask(theirs.get_causal_mask_mod(), 2, None, 12, 12), "deltanet": None}
-    with pytest.raises(UsageError, match="mask deltanet: expected spans, got NoneType"):
-        theirs_shard(SimpleNamespace(size=lambda: 2), (POSITIONS,), masks, "headtail")
-
-
-def theirs_shard(*given):
-    return ours.context_parallel.cp_shard(*given)
+def causal_mask(length=12):
+    return ours.make_mask(theirs.get_causal_mask_mod(), 2, None, length, length)

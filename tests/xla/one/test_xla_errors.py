@@ -21,21 +21,16 @@ IDS = torch.zeros(1, 6, dtype=torch.int64)
 
 def test_tensors_elsewhere() -> None:
     q = on_xla(Q)
-    with pytest.raises(DeviceError, match=r'q: expected an XLA tensor, got a tensor on cpu.*\.to\("xla"\)'):
-        attention(Q, Q, Q)
-    with pytest.raises(DeviceError, match="v: expected an XLA tensor"):
-        attention(q, q, Q)
-    with pytest.raises(DeviceError, match=r"q_ids: expected device xla:0 \(as q\), got cpu"):
-        attention(q, q, q, mask=a.segments(IDS))
-    with pytest.raises(DeviceError, match="sinks: expected device xla:0"):
-        attention(q, q, q, sinks=torch.zeros(2))
-    with pytest.raises(DeviceError, match="q_index: expected device xla:0"):
-        attention(q, q, q, q_index=torch.arange(6))
-
-
-def test_arrays_of_numpy_are_moved() -> None:
-    q = on_xla(torch.randn(1, 2, 6, 8))
-    ids = np.array([[0, 0, 1, 1, 1, 2]])
+    for inputs, given, text in (
+        ((Q, Q, Q), {}, r'q: expected an XLA tensor, got a tensor on cpu.*\.to\("xla"\)'),
+        ((q, q, Q), {}, "v: expected an XLA tensor"),
+        ((q, q, q), {"mask": a.segments(IDS)}, r"q_ids: expected device xla:0 \(as q\), got cpu"),
+        ((q, q, q), {"sinks": torch.zeros(2)}, "sinks: expected device xla:0"),
+        ((q, q, q), {"q_index": torch.arange(6)}, "q_index: expected device xla:0"),
+    ):
+        with pytest.raises(DeviceError, match=text):
+            attention(*inputs, **given)
+    ids = np.array([[0, 0, 1, 1, 1, 2]])  # Arrays of NumPy are moved.
     got = attention(q, q, q, mask=a.segments(ids))
     assert torch.equal(got.cpu(), attention(q, q, q, mask=a.segments(on_xla(torch.from_numpy(ids)))).cpu())
 
@@ -58,35 +53,30 @@ def test_a_wrong_call_says_what_how_and_why(mistake: mistakes.Mistake) -> None:
     check(error_of(call(mistake, attention, NAMES)), mistake, "tensor")
 
 
-def test_words_of_other_libraries_and_arrays_of_numpy() -> None:
-    q = on_xla(Q)
-    with pytest.raises(DtypeError, match=r"q: expected a torch\.Tensor, got ndarray"):
-        attention(Q.numpy(), q, q)
-    with pytest.raises(TypeError, match=r"got is_causal=\. Pass mask=causal\(\)"):
-        attention(q, q, q, is_causal=True)
-
-
-def test_arrays_of_jax() -> None:
+def test_words_of_other_libraries_and_arrays_of_others() -> None:
     import jax.numpy as jnp
 
     q, ids = on_xla(Q), jnp.zeros((1, 6), jnp.int32)
-    expected = (
+    elsewhere = (
         "expected an XLA tensor or a NumPy array, got an array of jax. Convert it with torch.from_dlpack"
     )
-    with pytest.raises(DtypeError, match=f"mask: q_ids: {expected}"):
-        attention(q, q, q, mask=a.segments(ids))
-    with pytest.raises(DtypeError, match=f"mask: bounds: {expected}"):
-        attention(q, q, q, mask=a.full().spans(6, 6, like=ids))
-    with pytest.raises(DtypeError, match="q_index: expected an array of torch or NumPy, got one"):
-        attention(q, q, q, q_index=ids[0])
-    with pytest.raises(DeviceError, match="bias: expected arrays of one framework on one device, got torch"):
-        attention(q, q, q, bias=a.alibi(jnp.ones(2)))
-
-
-def test_a_mesh_that_is_none() -> None:
-    q = on_xla(Q)
-    with pytest.raises(DtypeError, match=r"mesh: expected a mesh of torch_xla\.distributed\.spmd, got str"):
-        attention(q, q, q, mesh="m", partition_spec=("data", None, None, None))
+    mesh = {"mesh": "m", "partition_spec": ("data", None, None, None)}
+    for given, error, text in (
+        ({"is_causal": True}, TypeError, r"got is_causal=\. Pass mask=causal\(\)"),
+        ({"mask": a.segments(ids)}, DtypeError, f"mask: q_ids: {elsewhere}"),
+        ({"mask": a.full().spans(6, 6, like=ids)}, DtypeError, f"mask: bounds: {elsewhere}"),
+        ({"q_index": ids[0]}, DtypeError, "q_index: expected an array of torch or NumPy, got one"),
+        (
+            {"bias": a.alibi(jnp.ones(2))},
+            DeviceError,
+            "bias: expected arrays of one framework on one device, got torch",
+        ),
+        (mesh, DtypeError, r"mesh: expected a mesh of torch_xla\.distributed\.spmd, got str"),
+    ):
+        with pytest.raises(error, match=text):
+            attention(q, q, q, **given)
+    with pytest.raises(DtypeError, match=r"q: expected a torch\.Tensor, got ndarray"):
+        attention(Q.numpy(), q, q)
 
 
 def test_splitting_needs_spmd_mode() -> None:

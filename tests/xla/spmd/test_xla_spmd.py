@@ -97,14 +97,9 @@ def test_unsharded_ids_fail_in_the_field_and_not_here() -> None:
         places = {"mesh": mesh(), "partition_spec": spec, "specs": specs}
         got = attention(*on_xla((q, q, q)), scale=1.0, mask=a.segments(on_xla(ids)), **places)
         assert abs(got.cpu().numpy() - exact).max() < 1e-5
-
-
-def test_ids_that_lie_elsewhere_are_moved() -> None:
-    q, ids, exact = problem()
-    q, ids = on_xla((q, ids))
+    q, ids = on_xla((q, ids))  # Tensors that lie elsewhere are moved.
     xs.mark_sharding(q, mesh(), (None, None, "data", None))
     xs.mark_sharding(ids, mesh(), (None, "model"))
-    spec = ("data", None, None, None)
     got = attention(q, q, q, scale=1.0, mask=a.segments(ids), mesh=mesh(), partition_spec=spec)
     assert abs(got.cpu().numpy() - exact).max() < 1e-5
 
@@ -143,23 +138,21 @@ def test_wrong_specs(spec: object, words: str) -> None:
 
 def test_other_wrong_calls() -> None:
     q = on_xla(torch.zeros(4, 3, 8, 8))
-    spec = ("data", None, None, None)
-    with pytest.raises(OptionError, match=r"partition_spec: heads: .*multiple of 2, got 3"):
-        attention(q, q, q, mesh=mesh(), partition_spec=(None, "model", None, None))
-    with pytest.raises(OptionError, match="mesh: expected a mesh of torch_xla"):
-        attention(q, q, q, partition_spec=spec)
-    with pytest.raises(OptionError, match="mesh: expected a partition_spec"):
-        attention(q, q, q, mesh=mesh())
-    with pytest.raises(OptionError, match="specs: expected partition_spec"):
-        attention(q, q, q, specs={"sinks": (None,)})
-    with pytest.raises(OptionError, match=r"specs: expected tensors of this call \(sinks\), got 'q_ids'"):
-        attention(
-            q, q, q, sinks=q[0, :, 0, 0], mesh=mesh(), partition_spec=spec, specs={"q_ids": (None, None)}
-        )
-    with pytest.raises(OptionError, match="specs: sinks: expected 1 entries"):
-        attention(
-            q, q, q, sinks=q[0, :, 0, 0], mesh=mesh(), partition_spec=spec, specs={"sinks": (None, None)}
-        )
+    on, spec = {"mesh": mesh()}, {"partition_spec": ("data", None, None, None)}
+    sinks, heads = {"sinks": q[0, :, 0, 0]}, {"partition_spec": (None, "model", None, None)}
+    for given, words in (
+        ({**on, **heads}, r"partition_spec: heads: .*multiple of 2, got 3"),
+        (spec, "mesh: expected a mesh of torch_xla"),
+        (on, "mesh: expected a partition_spec"),
+        ({"specs": {"sinks": (None,)}}, "specs: expected partition_spec"),
+        (
+            {**sinks, **on, **spec, "specs": {"q_ids": (None, None)}},
+            r"specs: expected tensors of this call \(sinks\), got 'q_ids'",
+        ),
+        ({**sinks, **on, **spec, "specs": {"sinks": (None, None)}}, "specs: sinks: expected 1 entries"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            attention(q, q, q, **given)
 
 
 @pytest.mark.parametrize("split", ["batch", "batch and heads"])
