@@ -207,7 +207,10 @@ class Given(_Given):
             check_number("softcap", self.softcap, 1e-30, FLOAT32_MAX, wanted, remedy)
         wide = str(q.dtype).endswith("float64")
         bias, kind = (None, 0) if self.bias is None else self._lower_bias(front, q, k, wide)
-        others = {row.name: self._lower_array(front, q, k, row, wide) for row in _PLAIN_ARRAYS}
+        others = {}
+        for row in _PLAIN_ARRAYS:
+            if getattr(self, row.name) is not None:
+                others[row.name] = self._lower_array(front, q, k, row, wide)
         drops = self.dropout_seed is not None or type(self.dropout_p) is not float or self.dropout_p != 0.0
         seed = self._lower_dropout(front, q) if drops else None
         positional = seed is not None or kind not in (0, DENSE)
@@ -215,7 +218,9 @@ class Given(_Given):
         unread = fixed and (self.q_index is not None or self.k_index is not None)
         if placed is not None and (positional or unread):
             q_index, k_index = self._indices(front, q, k, placed, fixed, positional)
-        found = Options(
+        if self.softcap is None and bias is None and seed is None and not others:
+            return None
+        return Options(
             softcap=0.0 if self.softcap is None else self.softcap,
             bias=bias,
             bias_kind=kind,
@@ -225,7 +230,6 @@ class Given(_Given):
             k_index=k_index,
             **others,
         )
-        return found if changes(found) else None
 
     def _lower_bias(self, front: Any, q: Any, k: Any, wide: bool) -> tuple[Any, int]:
         bias: Any = dense_bias(self.bias) if front.takes(self.bias) else self.bias
@@ -244,10 +248,8 @@ class Given(_Given):
         return lowered, kind
 
     def _lower_array(self, front: Any, q: Any, k: Any, row: schema.Array, wide: bool) -> Any:
-        """A floating array whose shape the schema tells, as float32 (float64 if ``wide``), or None."""
+        """A floating array whose shape the schema tells, as float32 (float64 if ``wide``)."""
         x, name, noun = getattr(self, row.name), row.name, front.noun
-        if x is None:
-            return None
         front.check_taken(name, x, f"a floating {noun}")
         remedy = "Convert it to float32"
         expect(is_floating(x), name, f"a floating {noun}", kind_of(x), remedy, error=DtypeError)

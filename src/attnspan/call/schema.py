@@ -137,8 +137,11 @@ def with_gradient(rows: Iterable[Row]) -> tuple[str, ...]:
 
 def by_name(rows: Sequence[Row], args: Sequence[Any]) -> dict[str, Any]:
     """Arguments, keyed by name. Trailing arguments may be missing: they get their defaults."""
-    missing = rows[len(args) :]
-    return dict(zip(names(rows), args, strict=False)) | {row.name: row.default for row in missing}
+    # A loop, because each value of a generator would be a Python call.
+    given, count = {}, len(args)
+    for at, row in enumerate(rows):
+        given[row.name] = args[at] if at < count else row.default
+    return given
 
 
 def axes(name: str, kind: int = 0) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ Results are stored as contiguous (B, S, H, D), whatever the strides of the input
 no strides, and no guard depends on a stride. docs/design.md has the contract.
 """
 
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ for _stem, _rows, _found in (
     for _overload, _given in (("", _without_backend(_rows)), (".named", _rows)):
         _library.define(f"{_stem}{_overload}({arguments(_given)}) -> ({_found})", tags=_TAGS)  # type: ignore[no-untyped-call]
 
-_OPTION_NAMES = schema.names(schema.OPTIONS)
+_options_of = itemgetter(*schema.names(schema.OPTIONS))
 
 
 def stored_bshd(like: Tensor, heads: int, length: int, dim: int) -> Tensor:
@@ -80,8 +81,7 @@ def read_options(options: Options) -> Options | None:
     """Options with arrays that the kernel can read, or None if the call has no options."""
     if not changes(options):
         return None
-    arrays = {row.name: getattr(options, row.name) for row in schema.arrays(schema.OPTIONS)}
-    read = {name: x.contiguous() for name, x in arrays.items() if x is not None}
+    read = {name: x.contiguous() for name, x in options._asdict().items() if isinstance(x, Tensor)}
     if options.bias_kind == DENSE:  # it may be expanded, and large
         read["bias"] = readable(options.bias)
     return Options(**{**options._asdict(), **read})
@@ -90,7 +90,7 @@ def read_options(options: Options) -> Options | None:
 def _part(given: dict[str, Any]) -> Part:
     """The arguments of an operator as a kernel reads them."""
     q, k, v = (readable(given[name]) for name in "qkv")
-    options = read_options(Options(*(given[name] for name in _OPTION_NAMES)))
+    options = read_options(Options(*_options_of(given)))
     return Part(q, k, v, given["bounds"].contiguous(), given["scale"], options)
 
 
@@ -174,24 +174,35 @@ for _name, _op in (("forward", forward_op), ("backward", backward_op)):
     setattr(torch.ops.attnspan, _name, _op.overloadpacket)
 
 
+_inputs_of = itemgetter("q", "k", "v", "out", "lse", "bounds", "scale")
+
+
 def _past_operator(dout: Tensor, given: dict[str, Any]) -> tuple[Any, ...] | None:
     """The operator's gradients without a call of the operator.
 
     The backward pass of 16 queries then takes three quarters of the time. Returns None if the compiled module
     cannot read a tensor.
     """
-    options = read_options(Options(*(given[name] for name in _OPTION_NAMES)))
+    options = read_options(Options(*_options_of(given)))
     bias, sinks = given["bias"] if given["want_dbias"] else None, given["sinks"]
-    dbias, dsinks = (None if x is None else torch.empty(x.shape, dtype=torch.float32) for x in (bias, sinks))
-    inputs = (given[name] for name in ("q", "k", "v", "out", "lse", "bounds", "scale"))
+    dbias = None if bias is None else torch.empty(bias.shape, dtype=torch.float32)
+    dsinks = None if sinks is None else torch.empty(sinks.shape, dtype=torch.float32)
+    inputs = _inputs_of(given)
     make = torch.get_num_threads(), torch.empty_strided
     found = cpu.core.gradients(dout, *inputs, *make, cpu.arguments(options), dbias, dsinks)
     return None if found is None else (*found, dbias, dsinks)
 
 
-_BACKWARD_OF_CPU = _without_backend(schema.BACKWARD)
 _SAVED = tuple(row.name for row in schema.arrays((*schema.INPUTS, *schema.OPTIONS)))
 _NUMBERS = tuple(row.name for row in schema.FORWARD if isinstance(row, schema.Number))
+_saved_of, _numbers_of = itemgetter(*_SAVED), itemgetter(*_NUMBERS)
+_RESULTS_AND_SAVED = (*schema.names(schema.RESULTS), *_SAVED)
+_FORWARD_NAMES = schema.names(schema.FORWARD)
+# The arguments of the backward operators after `dout` and `dlse`.
+_rest_of = {
+    backward_op: itemgetter(*schema.names(_without_backend(schema.BACKWARD)[2:])),
+    named_backward_op: itemgetter(*schema.names(schema.BACKWARD[2:])),
+}
 
 
 class _Forward(torch.autograd.Function):
@@ -206,20 +217,19 @@ class _Forward(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         given = schema.by_name(schema.FORWARD, inputs)
         ctx.op = backward_op if ctx.short or source[0] is forward_op else named_backward_op
-        ctx.numbers = [given[name] for name in _NUMBERS]
+        ctx.numbers = _numbers_of(given)
         # Autograd cannot save a tensor from inference mode, but it can save a copy.
-        kept = [given[name] for name in _SAVED]
-        kept = [x.clone() if x is not None and x.is_inference() else x for x in kept]
+        kept = [x.clone() if x is not None and x.is_inference() else x for x in _saved_of(given)]
         ctx.save_for_backward(*results, *kept)
         return results  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         # The first input is the source. Torch omits trailing defaults.
-        needed = dict(zip(schema.names(schema.FORWARD), ctx.needs_input_grad[1:], strict=False))
+        needed = dict(zip(_FORWARD_NAMES, ctx.needs_input_grad[1:], strict=False))
         if dout is None and dlse is None:
             return (None,) * (len(needed) + 1)
-        given = dict(zip((*schema.names(schema.RESULTS), *_SAVED), ctx.saved_tensors, strict=True))
+        given = dict(zip(_RESULTS_AND_SAVED, ctx.saved_tensors, strict=True))
         given |= zip(_NUMBERS, ctx.numbers, strict=True)
         given["want_dbias"] = needed.get("bias", False)
         dout = torch.zeros_like(given["out"]) if dout is None else dout
@@ -227,13 +237,11 @@ class _Forward(torch.autograd.Function):
         if ctx.short and dlse is None and not (torch.is_grad_enabled() or dout.is_neg() or is_watched()):
             found = _past_operator(dout, given) if type(dout) is Tensor else None
         if found is None:
-            rows = schema.BACKWARD[2:] if ctx.op is named_backward_op else _BACKWARD_OF_CPU[2:]
-            rest = (given[row.name] for row in rows)
-            found = ctx.op(dout, None if dlse is None else dlse.float(), *rest)
+            found = ctx.op(dout, None if dlse is None else dlse.float(), *_rest_of[ctx.op](given))
         grads = dict(zip(_GRADIENTS, found, strict=True))
         if needed.get("bias"):  # A dense bias may have q's dtype, but its gradient is summed in float32.
             grads["bias"] = grads["bias"].to(given["bias"].dtype)
-        return None, *(grads.get(name) if need else None for name, need in needed.items())
+        return None, *[grads.get(name) if need else None for name, need in needed.items()]
 
 
 #: Record a call for autograd after the kernel has computed its results outside the operator.
