@@ -8,6 +8,7 @@ already loaded (`base/arrays.py`, `base/recorded.py`, `masks/bounds.py`).
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -21,6 +22,8 @@ import torch  # noqa: E402
 from torch.autograd import forward_ad  # noqa: E402
 
 version_of: Callable[[Any], int] = operator.attrgetter("_version")
+#: Level of forward-mode derivatives. It is negative outside of forward mode. No Python call, for small calls.
+dual_level: Callable[[], int] = functools.partial(operator.attrgetter("_current_level"), forward_ad)
 
 try:
     from torch._functorch.autograd_function import (  # type: ignore[attr-defined]
@@ -133,11 +136,6 @@ __all__ = [
     "unsupported_by_compiler",
     "version_of",
 ]
-
-
-def dual_level() -> int:
-    """Level of forward-mode derivatives. It is negative outside of forward mode."""
-    return forward_ad._current_level
 
 
 def mark_dynamic(x: Any, dim: int) -> None:
