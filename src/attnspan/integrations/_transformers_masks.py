@@ -20,17 +20,6 @@ from ._patches import Patches
 from ._transformers_names import READ_ARGUMENTS, attention_of
 from ._transformers_positions import documents_of, is_new, positions_of
 
-__all__ = [
-    "NAME",
-    "WRITTEN",
-    "AllPairsWarning",
-    "describe",
-    "make_mask",
-    "patch_masks",
-    "reads_masks",
-    "write",
-]
-
 #: The name of this attention in transformers.
 NAME = "attnspan"
 #: The dtype of written masks, which hold int32 numbers. No other mask has it.
@@ -255,7 +244,13 @@ def _hides_nothing(attention_mask: Tensor | None) -> bool:
 
 
 def reads_masks(config: Any) -> bool:
-    """Return whether models of this configuration need masks of all pairs."""
+    """Return whether models of this configuration need masks of all pairs.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> reads_masks(LlamaConfig())
+        False
+    """
     layers = getattr(config, "layer_types", None) or ()
     return getattr(config, "model_type", "") in _READING or bool(_READING_LAYERS.intersection(layers))
 
