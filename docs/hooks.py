@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-#: It lists names of torch, under one roof.
-NAMES_OF_TORCH = "attnspan.torch.compat"
 LINK = re.compile(
     r"\[(?P<text>[^\]]+)\]\((?:\.\./)+(?P<path>(?:examples|lab|benchmarks|src|tests)(?:/[^)#]*)?)\)"
 )
@@ -39,16 +37,22 @@ ANCHOR = re.compile(r'\bid="([^"]+)"')
 
 
 def names_of(module: str) -> list[str]:
-    """Names in a module's `__all__`, read without importing it where it is a list."""
+    """Names in a public module's `__all__`, read without importing it where it is a list.
+
+    A private module has none. Its names are the functions and classes that it defines.
+    """
     path = ROOT / "src" / module.replace(".", "/")
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    if module not in MODULES:
+        return [
+            x.name for x in tree.body if isinstance(x, ast.FunctionDef | ast.ClassDef) and x.name[0] != "_"
+        ]
+    for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             if isinstance(node.value, ast.List):
                 return list(ast.literal_eval(node.value))
             return list(importlib.import_module(module).__all__)
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "__all__":
-            return []  # the only use of an annotation: an empty list
     raise PluginError(f"{module} has no __all__")
 
 
@@ -62,7 +66,7 @@ def inner_modules() -> dict[str, list[str]]:
         inside = "backends" in parts[1:-1] or "experimental" in parts
         if len(parts) == 1 or any(x.startswith("_") for x in parts) or inside:
             continue
-        if module not in MODULES and module != NAMES_OF_TORCH and names_of(module):
+        if module not in MODULES and names_of(module):
             found.setdefault(parts[1], []).append(module)
     return found
 

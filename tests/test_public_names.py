@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import sys
 import types
 from importlib.metadata import version
 from pathlib import Path
@@ -10,23 +11,17 @@ import pytest
 
 import attnspan
 
-PACKAGE = Path(attnspan.__file__).parent
-#: They need packages that `make setup` does not install.
-ELSEWHERE = ("attnspan.xla", "attnspan.integrations.torchtitan")
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "docs"))
+
+from public_modules import ELSEWHERE, MODULES  # noqa: E402
+
+IMPORTED = [name for name in MODULES if name not in ELSEWHERE]
 
 
-def _public_modules():
-    """Dotted names and files of the modules no part of whose name begins with an underscore."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = [x for x in path.relative_to(PACKAGE).with_suffix("").parts if x != "__init__"]
-        # What a package of backends has inside is for its front end alone.
-        inside = "backends" in parts[:-1] or "experimental" in parts
-        if not any(part.startswith("_") for part in parts) and not inside:
-            yield ".".join(["attnspan", *parts]), path
-
-
-MODULES = dict(_public_modules())
-IMPORTED = [name for name in MODULES if not name.startswith(ELSEWHERE)]
+def _path(name):
+    path = ROOT / "src" / name.replace(".", "/")
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 def _order(name):
@@ -53,7 +48,7 @@ def _listed(path):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_all_is_there_complete_and_sorted(name):
-    path = MODULES[name]
+    path = _path(name)
     value = _listed(path)
     assert value is not None, f"{name} has no __all__"
     listed = (
@@ -71,7 +66,7 @@ def test_all_names_what_is_there_and_no_module(name):
     if ".jax" in name:
         pytest.importorskip("jax")
     module = importlib.import_module(name)
-    for listed in set(module.__all__) - ({"pytree"} if name == "attnspan.torch.compat" else set()):
+    for listed in module.__all__:
         assert not isinstance(getattr(module, listed), types.ModuleType), listed
 
 

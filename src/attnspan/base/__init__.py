@@ -1,3 +1,1 @@
 """Foundation of all packages: arrays of any framework, checks, users' mistakes, installed packages."""
-
-__all__: list[str] = []

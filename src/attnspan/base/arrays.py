@@ -19,25 +19,6 @@ from attnspan.errors import DeviceError, DtypeError, ShapeError, expect
 from .plain import check_plain
 from .recorded import is_recorded, is_static, sure
 
-__all__ = [
-    "INT32_MAX",
-    "NUMPY",
-    "Array",
-    "Arrays",
-    "JaxArrays",
-    "TorchArrays",
-    "arrays_for",
-    "frozen",
-    "is_array",
-    "is_bool",
-    "is_frozen",
-    "is_integer",
-    "kind_of",
-    "outside_inference_mode",
-    "own",
-    "stored",
-]
-
 Array = Any
 """A NumPy array, a torch tensor or a JAX array."""
 

@@ -15,19 +15,6 @@ from attnspan.errors import DtypeError, ShapeError, expect
 from .arrays import INT32_MAX, Array, is_array, is_bool, is_integer, kind_of
 from .plain import check_plain, check_strided
 
-__all__ = [
-    "booleans",
-    "count",
-    "flag",
-    "function",
-    "integers",
-    "lengths",
-    "number",
-    "offsets",
-    "optional",
-    "positive",
-]
-
 
 def number(what: str, value: Any, remedy: str = "Pass a Python int") -> int:
     """Check for a Python or NumPy integer."""

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
-__all__ = ["Renamed", "renamed"]
-
 
 class Renamed(NamedTuple):
     """A public name that has a new spelling.

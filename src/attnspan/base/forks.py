@@ -10,8 +10,6 @@ from threading import RLock
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-__all__ = ["ForkSafeLock", "without_locks"]
-
 C = TypeVar("C", bound=type)
 
 

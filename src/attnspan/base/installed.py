@@ -7,8 +7,6 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["FIRST_TRITON", "lacking", "require", "require_names"]
-
 #: The first version of Triton that has the features that attnspan's kernels and torch's compiler need.
 FIRST_TRITON = "3.6"
 

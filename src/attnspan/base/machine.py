@@ -6,8 +6,6 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-__all__ = ["cpu_model", "openmp_runtimes", "settings", "version_of"]
-
 _NAMES = ("ATEN_CPU_CAPABILITY", "CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS", "LD_PRELOAD", "NPROC", "XLA_FLAGS")
 _PREFIXES = (
     *("ATTNSPAN_", "OMP_", "GOMP_", "KMP_", "MKL_", "ONEDNN_", "OV_CPU_"),

@@ -11,18 +11,6 @@ from attnspan.errors import DtypeError, NotAnArrayError, UsageError, shown
 from .arrays import is_array, is_bool
 from .plain import check_plain
 
-__all__ = [
-    "REMEDIES",
-    "OneMask",
-    "not_a_mask",
-    "refuse_keywords",
-    "refuse_operand",
-    "refuse_operator",
-    "refuse_truth",
-    "refuse_truth_of_bias",
-    "refuse_use_as_array",
-]
-
 _REMEDIES = {
     "is_causal causal use_causal_mask is_causal_bottom_right": "Pass mask=causal(), which aligns the last "
     "query with the last key",

@@ -6,8 +6,6 @@ import numpy as np
 
 from attnspan.errors import DtypeError
 
-__all__ = ["check_plain", "check_strided"]
-
 #: Subclasses that torch and NumPy read correctly, by module and name, so that the check imports nothing.
 _PLAIN = frozenset(
     {

@@ -11,8 +11,6 @@ from attnspan.errors import shown
 
 from .arrays import is_array
 
-__all__ = ["Node", "Registrar", "arrays_in", "library_classes", "nodes_in", "register_pytrees", "short"]
-
 #: A function that registers a class with a framework. It takes the class, `flatten` and `unflatten`.
 Registrar = Callable[[type, Callable[..., Any], Callable[..., Any]], None]
 

@@ -9,17 +9,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-__all__ = [
-    "agree",
-    "called_apart",
-    "check_not_empty",
-    "is_jit_traced",
-    "is_recorded",
-    "is_static",
-    "sure",
-    "without_tracer_warnings",
-]
-
 
 def is_recorded() -> bool:
     """Whether torch traces a program, by its compiler, `torch.jit.trace` or `make_fx`."""

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-__all__ = ["look_up"]
-
 
 def look_up(name: str) -> Any:
     """The ``__getattr__`` of `attnspan`: its version, and errors that name the frameworks' functions."""

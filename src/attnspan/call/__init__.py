@@ -12,18 +12,3 @@ from .call import check_layout as check_layout
 from .call import forwards_to as forwards_to
 from .call import lower_mask as lower_mask
 from .call import widened as widened
-
-__all__ = [
-    "LAYOUTS",
-    "MAX_LENGTH",
-    "Call",
-    "Front",
-    "Part",
-    "Problem",
-    "check_k_len",
-    "check_keywords",
-    "check_layout",
-    "forwards_to",
-    "lower_mask",
-    "widened",
-]

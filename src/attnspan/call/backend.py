@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 from attnspan.errors import DtypeError, expect
 
-__all__ = ["asked", "backend", "follow"]
-
 
 class _Local(threading.local):
     def __init__(self) -> None:

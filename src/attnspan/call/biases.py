@@ -18,18 +18,6 @@ from attnspan.errors import DtypeError, ShapeError, expect
 
 from .schema import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
 
-__all__ = [
-    "HIDES",
-    "Bias",
-    "alibi",
-    "alibi_slopes",
-    "dense_bias",
-    "is_floating",
-    "relative",
-    "t5_buckets",
-    "to_float",
-]
-
 #: A dense bias below this hides its key, as -inf does: masks are often filled with the lowest float32 or
 #: bfloat16 number. In units of log2 it is beyond float32.
 HIDES = -2.36e38

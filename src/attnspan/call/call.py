@@ -25,21 +25,6 @@ from attnspan.masks.bounds import Spans
 from . import schema
 from .options import FLOAT32_MAX, NO_OPTIONS, Given, Options, check_number
 
-__all__ = [
-    "LAYOUTS",
-    "MAX_LENGTH",
-    "Call",
-    "Front",
-    "Part",
-    "Problem",
-    "check_k_len",
-    "check_keywords",
-    "check_layout",
-    "forwards_to",
-    "lower_mask",
-    "widened",
-]
-
 #: The longest q or k. Bounds are int32, and kernels step past the end by at most one block of 64.
 MAX_LENGTH = 2**31 - 65
 

@@ -14,8 +14,6 @@ import numpy as np
 
 from attnspan.base.arrays import Array
 
-__all__ = ["dropout_seeds", "kept", "mixed", "philox", "scale_of_kept", "split_seeds", "threshold"]
-
 _WORD = 0xFFFFFFFF
 
 

@@ -20,41 +20,18 @@ from attnspan.errors import DtypeError, OptionError, ShapeError, expect, shown
 from attnspan.masks import Prepared
 
 from . import schema
-from .biases import (
-    Bias,
-    alibi,
-    alibi_slopes,
-    dense_bias,
-    is_floating,
-    relative,
-    t5_buckets,
-    to_float,
-)
-from .dropout import dropout_seeds
-from .dropout import threshold as dropout_threshold
-from .schema import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
-
-__all__ = [
-    "ALIBI",
-    "DENSE",
-    "DISTANCE",
-    "FLOAT32_MAX",
-    "SIGNED_ALIBI",
-    "Bias",
-    "Given",
-    "Keywords",
-    "Options",
-    "alibi",
-    "alibi_slopes",
-    "changes",
-    "check_dropout_p",
-    "check_number",
-    "dense_bias",
-    "dropout_seeds",
-    "dropout_threshold",
-    "relative",
-    "t5_buckets",
-]
+from .biases import Bias as Bias
+from .biases import alibi as alibi
+from .biases import alibi_slopes as alibi_slopes
+from .biases import dense_bias as dense_bias
+from .biases import is_floating, to_float
+from .biases import relative as relative
+from .biases import t5_buckets as t5_buckets
+from .dropout import dropout_seeds as dropout_seeds
+from .schema import ALIBI as ALIBI
+from .schema import DENSE as DENSE
+from .schema import DISTANCE as DISTANCE
+from .schema import SIGNED_ALIBI as SIGNED_ALIBI
 
 #: Kernels compute in float32.
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127

@@ -1,3 +1,1 @@
 """attnspan in models of other libraries. Import the module that is named after the library."""
-
-__all__: list[str] = []

@@ -28,8 +28,6 @@ from . import transformers as adapter
 from ._transformers_masks import WRITTEN, describe, write
 from ._transformers_names import attention_of
 
-__all__ = ["Kind", "Sharded", "Sharding", "base_of", "examine"]
-
 # Starts of packed documents, which the plan contains.
 _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _WITHOUT = "Train this model without context parallelism"

@@ -16,8 +16,6 @@ from attnspan.torch import attention, compat
 from attnspan.torch._sdpa import of_causal_bias
 from attnspan.torch.choice import torchs_backend
 
-__all__ = ["NAME", "attend", "check_config", "read_mask"]
-
 #: The name of this attention in diffusers.
 NAME = "attnspan"
 

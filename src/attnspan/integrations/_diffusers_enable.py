@@ -11,12 +11,11 @@ from torch import nn
 from attnspan.errors import UsageError, expect
 from attnspan.torch import compat
 
-from ._diffusers_attention import NAME, attend, check_config
+from ._diffusers_attention import NAME as NAME
+from ._diffusers_attention import attend, check_config
 from ._diffusers_names import forget_backend, register
 from ._diffusers_reroute import Reroute, is_rerouted, restored, uses_attention
 from ._patches import Patches
-
-__all__ = ["NAME", "Enabled", "disable", "enable"]
 
 
 @dataclass(frozen=True)

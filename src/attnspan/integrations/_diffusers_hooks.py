@@ -21,8 +21,6 @@ from attnspan.torch.compat import pytree
 from ._diffusers_plans import Rows, TokenPlan
 from ._diffusers_rows import attend_rows, cut, entered, gather, share
 
-__all__ = ["LayerHooks", "Parallel", "Part", "Sequence", "streams_of"]
-
 
 class Part:
     """This rank's place among ranks that share something, and the name of their group."""

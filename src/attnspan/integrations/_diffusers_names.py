@@ -7,8 +7,6 @@ from diffusers.models import attention_dispatch
 
 from attnspan.base.installed import require_names
 
-__all__ = ["forget_backend", "register", "supported_backends"]
-
 _NEEDED = ("AttentionBackendName", "_AttentionBackendRegistry", "dispatch_attention_fn")
 require_names(attention_dispatch, _NEEDED, "attnspan.integrations.diffusers", "diffusers")
 

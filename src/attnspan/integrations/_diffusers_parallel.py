@@ -27,10 +27,10 @@ from attnspan.torch import compat
 
 from ._diffusers_enable import enable
 from ._diffusers_hooks import LayerHooks, Parallel, Part, Sequence, streams_of
-from ._diffusers_plans import Rows, TokenPlan, known_plans
+from ._diffusers_plans import Rows as Rows
+from ._diffusers_plans import TokenPlan as TokenPlan
+from ._diffusers_plans import known_plans
 from ._diffusers_rows import watch
-
-__all__ = ["Rows", "TokenPlan", "average_gradients", "parallelize", "parallelized", "unparallelize"]
 
 _HERE = "_attnspan_parallel"
 

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Rows", "TokenPlan", "known_plans"]
-
 
 @dataclass(frozen=True)
 class Rows:

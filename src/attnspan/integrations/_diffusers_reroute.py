@@ -23,8 +23,6 @@ from attnspan.errors import ShapeError, expect
 from ._diffusers_attention import NAME, attend
 from ._diffusers_names import supported_backends
 
-__all__ = ["Reroute", "is_rerouted", "restored", "uses_attention"]
-
 _SDPA = F.scaled_dot_product_attention
 _NAMES = {"scaled_dot_product_attention", "dispatch_attention_fn"}
 

@@ -25,8 +25,6 @@ from attnspan.parallel.torch.ops import backend_for_parts, sharded_attention
 from attnspan.torch import compat
 from attnspan.torch.choice import torchs_backend
 
-__all__ = ["attend_rows", "cut", "entered", "gather", "share", "watch"]
-
 
 def share(rows: int, ranks: int, rank: int) -> int:
     """Return the number of a stream's tokens that a rank holds.

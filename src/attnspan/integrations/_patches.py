@@ -6,8 +6,6 @@ from typing import Any
 
 from attnspan.errors import UsageError, expect
 
-__all__ = ["Patches"]
-
 
 class Patches:
     """Changes of one library or object. `undo` restores the original values.

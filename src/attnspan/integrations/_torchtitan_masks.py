@@ -10,8 +10,6 @@ from torch import Tensor
 from attnspan.errors import UsageError, expect
 from attnspan.masks import Mask, causal, from_predicate, full, segments, window
 
-__all__ = ["AllPairsWarning", "SpanMask", "make_mask"]
-
 
 class AllPairsWarning(UserWarning):
     """An unknown mask function is evaluated on all pairs of queries and keys, which is slow.

@@ -20,17 +20,6 @@ from ._patches import Patches
 from ._transformers_names import READ_ARGUMENTS, attention_of
 from ._transformers_positions import documents_of, is_new, positions_of
 
-__all__ = [
-    "NAME",
-    "WRITTEN",
-    "AllPairsWarning",
-    "describe",
-    "make_mask",
-    "patch_masks",
-    "reads_masks",
-    "write",
-]
-
 #: The name of this attention in transformers.
 NAME = "attnspan"
 #: The dtype of written masks, which hold int32 numbers. No other mask has it.

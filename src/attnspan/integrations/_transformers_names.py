@@ -6,8 +6,6 @@ from transformers import PreTrainedModel, masking_utils
 
 from attnspan.base.installed import require_names
 
-__all__ = ["CAN_SET", "READ_ARGUMENTS", "attention_of", "unregister"]
-
 #: Method of a model: whether its class calls registered attention functions.
 CAN_SET = "_can_set_attn_implementation"
 #: Function of `masking_utils` that reads the arguments of all functions that make masks.

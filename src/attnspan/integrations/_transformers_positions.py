@@ -18,8 +18,6 @@ from attnspan.base.recorded import is_recorded
 from ._patches import Patches
 from ._transformers_names import attention_of
 
-__all__ = ["documents_of", "follow", "follow_all", "is_new", "positions_of"]
-
 
 class _Local(threading.local):
     def __init__(self) -> None:

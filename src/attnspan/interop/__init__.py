@@ -9,12 +9,3 @@ from ._call_jax import call_jax as call_jax
 from ._wrap import DeclarationError as DeclarationError
 from ._wrap import Wrapped as Wrapped
 from ._wrap import wrap as wrap
-
-__all__ = [
-    "DeclarationError",
-    "RetraceWarning",
-    "SpecializedShapesWarning",
-    "Wrapped",
-    "call_jax",
-    "wrap",
-]

@@ -22,9 +22,8 @@ from attnspan.torch._watched import constant_when_traced, is_watched
 from attnspan.torch.compat import pytree
 
 from ._operators import Op, define, differentiate, refuse_derivative
-from ._warnings import RetraceWarning, SpecializedShapesWarning
-
-__all__ = ["RetraceWarning", "SpecializedShapesWarning", "call_jax"]
+from ._warnings import RetraceWarning as RetraceWarning
+from ._warnings import SpecializedShapesWarning as SpecializedShapesWarning
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 

@@ -20,8 +20,6 @@ from ._contract import DeclarationError as DeclarationError
 from ._kernel import NAMESPACE, Backward, Derivative, flop_formula, register
 from ._operators import Op
 
-__all__ = ["DeclarationError", "Wrapped", "wrap"]
-
 Strides = Literal["any", "unit", "contiguous", "bshd", "bhsd"]
 
 

@@ -25,8 +25,6 @@ from .placement import check_devices, check_place, check_sharding, explicit_shar
 from .promotion import own_promotion, standard_promotion
 from .rules import attend, forward_mode_refused
 
-__all__ = ["attention", "explain"]
-
 Layout = Literal["bhsd", "bshd", "thd"]
 AnyMask = Mask | Prepared | Spans | ShardedMask
 

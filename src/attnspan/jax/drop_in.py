@@ -21,8 +21,6 @@ from .attention import attention
 from .front import ShardedMask
 from .promotion import own_promotion
 
-__all__ = ["aligned_masks", "bias_of", "dot_product_attention", "joined", "masks_of", "read"]
-
 
 @own_promotion
 def dot_product_attention(

@@ -20,8 +20,6 @@ from attnspan.errors import DtypeError, ShapeError, expect
 
 from .promotion import own_promotion
 
-__all__ = ["check_seed", "dropout_seeds", "keeps", "kept", "lower_seed", "philox", "row_words", "split_seeds"]
-
 Words = tuple[Any, Any, Any, Any]
 
 _HALF = np.uint32(16)

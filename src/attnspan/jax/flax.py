@@ -22,8 +22,6 @@ from .dropout import split_seeds
 from .front import ShardedMask
 from .promotion import own_promotion
 
-__all__ = ["attention_fn"]
-
 
 @own_promotion
 def attention_fn(

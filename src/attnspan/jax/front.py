@@ -23,8 +23,6 @@ from . import dropout, lowering
 from .lowering import refuse_tensors
 from .placement import Place, check_devices, check_sharding, platform_of
 
-__all__ = ["JaxFront", "ShardedMask"]
-
 
 def _register(cls: type, flatten: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
     jax.tree_util.register_pytree_node(cls, flatten, lambda context, children: unflatten(children, context))

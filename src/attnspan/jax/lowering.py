@@ -23,8 +23,6 @@ from attnspan.masks.memory import Memory, UnknowableError
 
 from .placement import Place, check_place, is_traced
 
-__all__ = ["lower", "refuse_tensors"]
-
 
 class _Memory(Memory):
     """Needs no test of JAX arrays, which are immutable. It keeps no tracer."""

@@ -12,8 +12,6 @@ from attnspan.call import Call, schema
 from attnspan.masks import Mask
 from attnspan.masks.bands import Band
 
-__all__ = ["ARRAYS", "GRADIENTS", "Gradients", "JaxPart", "band_of", "part_of", "result_dtype"]
-
 #: The arguments of a call, as the operators of torch have them.
 ROWS = (*schema.INPUTS, *schema.OPTIONS)
 #: The arrays among them. Options are None if a call lacks them.

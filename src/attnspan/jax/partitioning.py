@@ -24,8 +24,6 @@ from attnspan.errors import OptionError, expect
 
 from .part import ARRAYS, GRADIENTS, JaxPart
 
-__all__ = ["partitioned", "refuse"]
-
 #: Remedy if JAX cannot tell which mesh axes a partial `shard_map` left to the compiler.
 INSIDE = "inside a shard_map over some axes, pass mask=attnspan.jax.shard(mesh, mask=..., heads=...)"
 

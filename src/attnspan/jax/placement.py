@@ -14,18 +14,6 @@ from attnspan.errors import DeviceError, expect
 
 from .partitioning import AXES_OF_Q, INSIDE, refuse
 
-__all__ = [
-    "Place",
-    "check_devices",
-    "check_place",
-    "check_sharding",
-    "explicit_sharding",
-    "in_auto_mode",
-    "is_traced",
-    "platform_of",
-]
-
-
 #: Devices of committed arrays, or None without one, and the argument that has them.
 Place = tuple[frozenset[Any] | None, str]
 

@@ -12,8 +12,6 @@ from typing import ParamSpec, TypeVar
 
 import jax
 
-__all__ = ["own_promotion", "standard_promotion"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -31,8 +31,6 @@ from .partitioning import partitioned
 from .promotion import own_promotion
 from .varying import axes_of, spread
 
-__all__ = ["SAVE_NAMES", "attend", "batched", "differentiable", "first_order", "forward_mode_refused"]
-
 _OPTIONS = schema.names(schema.OPTIONS)
 
 #: Names for the policies of `jax.checkpoint`. A policy that saves these results runs no kernel twice.

@@ -12,8 +12,6 @@ from typing import Any
 import jax
 from jax import lax
 
-__all__ = ["Axes", "axes_of", "axes_of_types", "declared", "spread"]
-
 #: Names of mesh axes.
 Axes = frozenset[str]
 

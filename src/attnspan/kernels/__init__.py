@@ -8,5 +8,3 @@ from .choice import Choice as Choice
 from .choice import Explanation as Explanation
 from .choice import SlowPathWarning as SlowPathWarning
 from .choice import choose as choose
-
-__all__ = ["Choice", "Explanation", "SlowPathWarning", "choose"]

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from ._on_device import on_device_of
 
-__all__ = ["Offsets"]
-
 _BLOCK = 1024
 #: Programs of a kernel that mostly has no work.
 _FEW = 512

@@ -5,8 +5,6 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-__all__ = ["on_device_of"]
-
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
     """Make the device of a CUDA tensor the current one."""

@@ -11,8 +11,6 @@ from attnspan.backends import Backend, defaults, table
 from attnspan.call import Call, Problem
 from attnspan.errors import BackendError, OptionError
 
-__all__ = ["Choice", "Explanation", "SlowPathWarning", "choose"]
-
 
 class SlowPathWarning(UserWarning):
     """Warning that attention runs on a slower backend than its device has."""

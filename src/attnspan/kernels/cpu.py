@@ -11,24 +11,6 @@ from attnspan.call import Problem, dropout
 from attnspan.call.options import Options
 from attnspan.errors import expect
 
-__all__ = [
-    "MAX_HEAD_DIM",
-    "arguments",
-    "backward",
-    "configs",
-    "counters",
-    "forward",
-    "isa",
-    "isa_levels",
-    "move_rows",
-    "peak",
-    "peak_kinds",
-    "read_bandwidth",
-    "supports",
-    "threading",
-    "use_large_pages",
-]
-
 #: Largest head dim of the compiled kernel.
 MAX_HEAD_DIM = 576
 

@@ -20,8 +20,6 @@ from attnspan.call.dropout import mixed, philox, scale_of_kept, split_seeds, thr
 from attnspan.call.options import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI, Options
 from attnspan.masks.bounds import Spans
 
-__all__ = ["attend", "block_mask", "forward", "program", "supports"]
-
 #: Devices for which FlexAttention has a backward pass.
 DEVICES: tuple[str, ...] = ("cuda", "xpu")
 BLOCK = 128

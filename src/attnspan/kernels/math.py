@@ -23,8 +23,6 @@ from attnspan.masks.bounds import Spans
 
 from ._autocast import has_autocast
 
-__all__ = ["forward", "supports"]
-
 _NONE = Options()
 
 

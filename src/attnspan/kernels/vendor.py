@@ -12,8 +12,6 @@ from torch import Tensor
 from attnspan.base.installed import FIRST_TRITON, lacking
 from attnspan.call import Problem
 
-__all__ = ["backward", "forward", "kernel_of", "supports"]
-
 aten = torch.ops.aten
 DEVICE = "cuda"
 MAX_HEAD_DIM = 256

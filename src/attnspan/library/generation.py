@@ -13,8 +13,6 @@ from attnspan.masks import Mask
 from attnspan.masks.intervals import Interval, Rows, either_illegal
 from attnspan.masks.lowering import Lowering
 
-__all__ = ["block_causal", "block_diffusion", "draft_blocks", "tree"]
-
 
 class block_causal(Mask):
     """Query i sees its own block and all blocks before it: j // block <= i // block. R = 1.

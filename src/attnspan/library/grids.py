@@ -23,8 +23,6 @@ from attnspan.masks.lowering import Lowering
 
 from .mixtures import reordered
 
-__all__ = ["morton_natten", "morton_order", "natten", "sasa", "sta", "tile_order", "tiled_natten"]
-
 Sizes = int | Sequence[int]
 Order = np.ndarray[Any, np.dtype[np.int64]]
 Axis = tuple[Array, int, int, Any]

@@ -17,8 +17,6 @@ from attnspan.masks.encoding import table
 from attnspan.masks.intervals import Interval, Rows, either_illegal, split
 from attnspan.masks.lowering import Lowering, key_len
 
-__all__ = ["Mixture", "batchify", "per_document", "per_head", "per_row", "reordered"]
-
 _CHUNK_KEYS = 1 << 22
 """The most (query, key) pairs that are reordered at once."""
 

@@ -14,16 +14,6 @@ from attnspan.masks import Mask
 from attnspan.masks.intervals import Interval, Rows, either_illegal
 from attnspan.masks.lowering import Lowering
 
-__all__ = [
-    "dilated",
-    "global_rows",
-    "global_sliding",
-    "prefix_documents",
-    "prefix_lm",
-    "shared_prefix",
-    "strided_order",
-]
-
 
 class dilated(Mask):
     """Query i sees key j iff |i - j| <= window and dilation divides i - j. With `causal`, also j <= i.

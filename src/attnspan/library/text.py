@@ -35,8 +35,6 @@ from .mixtures import batchify, per_document, per_head, per_row, reordered
 from .sequences import dilated, global_sliding, prefix_lm, shared_prefix, strided_order
 from .vision import flamingo, selected_blocks, spatial_heads, temporal_heads, vision_cross_attention
 
-__all__ = ["names", "parse", "parse_with"]
-
 #: The most characters of a text that an error shows.
 _MOST_SHOWN = 400
 

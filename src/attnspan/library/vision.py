@@ -17,8 +17,6 @@ from attnspan.masks.lowering import Lowering
 
 from .sequences import global_rows
 
-__all__ = ["flamingo", "selected_blocks", "spatial_heads", "temporal_heads", "vision_cross_attention"]
-
 
 class flamingo(RowNumbered):
     """Cross attention from text to images: each text token sees the last image at or before it. R = 1.

@@ -5,8 +5,6 @@ A subclass that changes the lowering must not inherit them.
 
 from __future__ import annotations
 
-__all__ = ["forget_answers_of_others"]
-
 
 def forget_answers_of_others(cls: type, base: type, names: tuple[str, ...]) -> None:
     """Reset inherited members that describe the lowering of another class to the members of `base`.

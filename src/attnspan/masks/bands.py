@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["Band"]
-
 
 class Band(NamedTuple):
     """Reach of each query, counted from the key at its own place.

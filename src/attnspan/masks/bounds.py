@@ -17,8 +17,6 @@ from attnspan.errors import DtypeError, OptionError, ShapeError, expect
 
 from .intervals import sweep
 
-__all__ = ["Spans", "check_index"]
-
 _PROMISES = (
     "(0, -1) marks a query whose mask data are wrong: the keys of a segment or group id form more than "
     "max_runs runs, or a length or index is beyond the keys. Pass ids in the order of the tokens, or raise "

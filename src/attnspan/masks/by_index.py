@@ -23,16 +23,6 @@ from .expression import Mask, Prepared
 from .intervals import FULL, Interval, Rows
 from .lowering import Lowering
 
-__all__ = [
-    "cache",
-    "causal",
-    "full",
-    "global_keys",
-    "key_padding",
-    "spans",
-    "window",
-]
-
 
 class full(Mask):
     """Every query sees every key. R = 1.

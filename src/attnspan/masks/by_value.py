@@ -19,16 +19,6 @@ from .intervals import Interval, Rows, split
 from .lowering import Lowering
 from .predicates import call, call_traced, name_of
 
-__all__ = [
-    "Blocks",
-    "Explicit",
-    "from_block_mask",
-    "from_dense",
-    "from_predicate",
-    "is_traced",
-    "keys",
-]
-
 _RUNS = checks.optional(checks.positive)
 
 _TRACED_CHUNKS = 16

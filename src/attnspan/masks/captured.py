@@ -10,8 +10,6 @@ from typing import Any
 
 from attnspan.base.arrays import Array, is_array
 
-__all__ = ["captured", "with_arrays"]
-
 _FRAMEWORKS = ("numpy", "torch", "jax", "jaxlib")
 
 

@@ -10,8 +10,6 @@ import numpy as np
 from attnspan.base.arrays import Array, Arrays
 from attnspan.errors import expect
 
-__all__ = ["CHUNK_PAIRS", "TRACED_RUNS", "encode", "encode_traced", "register_operator", "table"]
-
 CHUNK_PAIRS = 1 << 22
 """The most (query, key) pairs that are encoded at once for a batch element and head. It bounds the memory."""
 

@@ -21,9 +21,6 @@ from .bounds import Spans
 from .intervals import FULL, Interval, Rows, clip_rows, either_illegal, merge_known
 from .lowering import Lowering, begin
 
-__all__ = ["And", "Combined", "Mask", "Or", "Prepared", "RowNumbered"]
-
-
 # Types of fields that `static_key` can contain.
 _STATIC = (bool, int, float, str, type(None))
 # Members that describe the lowering of a class. A subclass that changes the lowering does not inherit them.

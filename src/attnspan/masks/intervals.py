@@ -13,21 +13,6 @@ from typing import Any
 
 from attnspan.base.arrays import Array, Arrays
 
-__all__ = [
-    "FULL",
-    "End",
-    "Interval",
-    "Rows",
-    "clip_rows",
-    "common",
-    "either_illegal",
-    "materialise",
-    "merge_known",
-    "split",
-    "sweep",
-    "union_of_two",
-]
-
 End = Any
 """An int32 array (B|1, H|1, q_len), an int, or None."""
 

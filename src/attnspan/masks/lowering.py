@@ -18,8 +18,6 @@ from attnspan.errors import DtypeError, ShapeError, expect
 from .bounds import Spans, check_index
 from .intervals import Interval, Rows, common, either_illegal, materialise, split, sweep, union_of_two
 
-__all__ = ["DocumentRows", "Lowering", "SpansLargerThanMask", "begin", "key_len"]
-
 _LAYOUT = "pass layout='bshd' if k is (B, S, H, D)"
 """The remedy for keys that are counted along another axis."""
 

@@ -22,8 +22,6 @@ from .bounds import Spans
 from .expression import Mask, Prepared
 from .lowering import begin
 
-__all__ = ["Memory", "UnknowableError", "by_numpy"]
-
 # Fields of these types cannot change.
 _CONSTANT = (bool, int, str, type(None))
 # Sizes for which one mask is remembered: kinds of layers, prefill and decoding.

@@ -19,8 +19,6 @@ from .expression import Mask
 from .intervals import Interval, Rows, either_illegal
 from .lowering import DocumentRows, Lowering
 
-__all__ = ["documents", "groups", "prefix", "segments"]
-
 
 class segments(Mask):
     """A query sees the keys with its own segment id.

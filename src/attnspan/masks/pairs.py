@@ -19,8 +19,6 @@ from attnspan.errors import UsageError, expect
 
 from .captured import with_arrays
 
-__all__ = ["MOST_CALLS", "Function", "by_numpy", "by_vmap"]
-
 #: FlexAttention's `mask_mod`: a function of batch element, head, query and key.
 Function = Callable[[Any, Any, Any, Any], Any]
 

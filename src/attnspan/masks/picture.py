@@ -17,8 +17,6 @@ from attnspan.errors import OptionError, ShapeError, expect
 
 from .bounds import Spans
 
-__all__ = ["implied_sizes", "show", "svg", "svg_of_mask", "text"]
-
 _HALVES = np.array([" ", "▀", "▄", "█"])
 _SHADES = np.array([" ", "░", "▒", "▓", "█"])
 _EXACT = 256

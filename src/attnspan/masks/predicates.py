@@ -13,9 +13,8 @@ from attnspan.errors import DtypeError, OptionError, ShapeError, UsageError, exp
 
 from .captured import captured, with_arrays
 from .lowering import Lowering
-from .pairs import Function, by_numpy, by_vmap
-
-__all__ = ["Function", "call", "call_traced", "name_of"]
+from .pairs import Function as Function
+from .pairs import by_numpy, by_vmap
 
 _AMBIGUOUS = (
     *("Boolean value of Tensor", "truth value of an array", "TracerBoolConversionError"),

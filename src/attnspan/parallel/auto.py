@@ -14,7 +14,6 @@ from .strategy import Strategy, members_of_node
 if TYPE_CHECKING:
     from .plan import Plan
 
-__all__ = ["Prediction", "Rates", "StrategyChoice", "candidates", "choose"]
 
 #: Times within this ratio count as equal, because predictions are no more exact. Then bytes decide.
 _ALIKE = 1.05

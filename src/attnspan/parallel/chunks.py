@@ -16,8 +16,6 @@ from attnspan.masks.bounds import Spans
 
 from .intervals import Ints, read_only, union
 
-__all__ = ["Chunks"]
-
 
 @dataclass(frozen=True, eq=False)
 class Chunks:

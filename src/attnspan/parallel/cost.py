@@ -25,7 +25,6 @@ from .strategy import HeadSlice, Strategy, split_heads
 if TYPE_CHECKING:
     from .plan import Plan
 
-__all__ = ["Cost", "Phase", "Sizes", "cost_of", "exchange_parts"]
 
 Floats = NDArray[np.float64]
 

@@ -20,8 +20,6 @@ from numpy.typing import NDArray
 from .chunks import Chunks
 from .intervals import sizes
 
-__all__ = ["document_edges", "share_documents"]
-
 _TRIED = 8  # documents to look at in a search for one whose last chunks weigh just enough
 
 

@@ -2,8 +2,6 @@
 
 from attnspan.errors import _Explained
 
-__all__ = ["CommunicationError", "PlanMismatchError"]
-
 
 class PlanMismatchError(_Explained, ValueError):
     """Ranks have different plans, calls or options, or rows belong to another layout or rank.

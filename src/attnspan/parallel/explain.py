@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .plan import Plan
 
-__all__ = ["explain"]
 
 _MOST_RANKS = 16  # lines of a printed table
 

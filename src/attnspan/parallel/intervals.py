@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Ints", "below", "covered", "expand", "read_only", "sizes", "union"]
-
 #: Whole numbers, int64.
 Ints = NDArray[np.int64]
 T = TypeVar("T")

@@ -32,7 +32,6 @@ from .step import step
 if TYPE_CHECKING:
     from .plan import Plan
 
-__all__ = ["Layout", "Runs", "Source"]
 
 #: Number of cached layouts and plans. Layouts of masks without data, such as `causal()`, never change.
 _MOST_REMEMBERED = 16

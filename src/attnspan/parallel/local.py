@@ -18,8 +18,6 @@ from .intervals import read_only
 from .step import step
 from .strategy import Strategy
 
-__all__ = ["LocalPlan", "Numbers", "Stage", "Tables", "Transfer", "decode", "encode"]
-
 
 class Stage(NamedTuple):
     """Keys that a group attends to in one call, and the mask on them.

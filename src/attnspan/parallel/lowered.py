@@ -13,8 +13,6 @@ from attnspan.errors import ShapeError, expect
 from attnspan.masks import Mask, Prepared
 from attnspan.masks.bounds import Spans
 
-__all__ = ["digest", "lower"]
-
 _PROBLEM = (
     "Pass a mask of the whole problem with global ids: the layout shards it. For cross attention pass k_len="
 )

@@ -16,8 +16,6 @@ from .intervals import Ints, covered, expand, sizes, union
 if TYPE_CHECKING:
     from .layout import Layout
 
-__all__ = ["Holders", "Needs", "Pieces", "Traffic", "foreign", "lent", "needs_of", "pieces", "traffic"]
-
 
 class Needs(NamedTuple):
     """Keys that the queries of each group see, as ascending intervals that do not touch.

@@ -21,8 +21,6 @@ from .intervals import Ints, sizes
 from .needs import Holders, lent, needs_of
 from .search import Assignment
 
-__all__ = ["Method", "Owner", "by_pairs", "chunk_size", "contiguous", "owners", "rows_of", "zigzag"]
-
 #: Names of the methods of partition.
 Method = Literal["balanced", "contiguous", "zigzag"]
 #: The group of each chunk, int32.

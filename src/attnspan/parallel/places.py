@@ -16,8 +16,6 @@ from attnspan.errors import ShapeError, expect
 from .intervals import Ints, below, expand
 from .needs import Needs
 
-__all__ = ["Kept", "Places", "Slots", "ascending", "check_places", "key_order", "padding_last", "take_rows"]
-
 #: Numbers of rows or keys, int32.
 Places = NDArray[np.int32]
 

@@ -35,8 +35,6 @@ from .strategy import Strategy
 if TYPE_CHECKING:  # A layout imports this module when it plans.
     from .layout import Layout
 
-__all__ = ["Plan", "make_plan"]
-
 
 def make_plan(
     layout: Layout,

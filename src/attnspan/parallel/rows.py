@@ -18,8 +18,6 @@ from attnspan.errors import DtypeError, ShapeError, expect
 
 from .errors import PlanMismatchError
 
-__all__ = ["Evidence", "Marks", "Rows", "check_evidence", "checked_rows", "fill_of", "marked", "take"]
-
 #: Name of an entry of integers -> value of its padding rows.
 _FILLS = {"ids": -1, "segment_ids": -1}
 

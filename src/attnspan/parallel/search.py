@@ -15,8 +15,6 @@ from .chunks import Chunks
 from .intervals import Ints, covered, expand, union
 from .needs import Holders, Needs, foreign
 
-__all__ = ["Assignment"]
-
 #: One of this many groups swaps in each round. With few heavy groups, each looks at many partners. With many
 #: groups, one swap per round would take too many rounds.
 _AT_ONCE = 64

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-__all__ = ["step"]
-
 
 def step(what: str, framework: str) -> Callable[..., Any]:
     """Load the function that puts data on a mesh of a framework. It takes the data, the mesh and options.

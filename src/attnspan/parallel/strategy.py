@@ -10,8 +10,6 @@ from typing import Literal, cast
 from attnspan.base.checks import count
 from attnspan.errors import OptionError, expect
 
-__all__ = ["HeadSlice", "Strategy", "members_of_node", "split_heads"]
-
 Kind = Literal["exchange", "ring"]
 _HYBRID = re.compile(r"hybrid\(\s*(\d+)\s*,\s*(\d+)\s*(?:,\s*(exchange|ring)\s*)?\)")
 

@@ -14,8 +14,6 @@ from attnspan.kernels import cpu
 
 from ._cache_write import INTEGERS, LOST
 
-__all__ = ["CacheLayout", "CacheRows", "Storage", "WritableBuffers", "row_numbers"]
-
 CacheLayout = Literal["bhsd", "bshd"]
 
 

@@ -12,8 +12,6 @@ from attnspan.masks import causal, documents
 from . import compat
 from ._attention import attention
 
-__all__ = ["attend_jagged"]
-
 
 def attend_jagged(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Any, is_causal: bool, enable_gqa: bool, **options: Any

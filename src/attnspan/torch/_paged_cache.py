@@ -30,8 +30,6 @@ from ._signature import arguments
 from .choice import backend_for
 from .ops import check_k_len, new_outputs, read_options, readable
 
-__all__ = ["PagedCache"]
-
 _library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "paged_append(Tensor(a!) keys, Tensor(b!) values, Tensor lengths, Tensor table, Tensor k_new,"

@@ -14,8 +14,6 @@ from ._cache_rows import Storage
 from ._cache_write import check_not_lost, slots_of
 from .caches import SlotCache
 
-__all__ = ["RollingCache"]
-
 
 class RollingCache(SlotCache):
     """The newest tokens of each batch element, for a sliding window. Token t is in slot t % slots.

@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 from attnspan.call import LAYOUTS
 
-__all__ = ["Held", "MissingPlanWarning", "plans", "remember", "warn_without_plan"]
-
 
 class MissingPlanWarning(UserWarning):
     """Warning for a call among one rank's tokens without the plan that brings the keys of other ranks.

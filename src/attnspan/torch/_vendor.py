@@ -23,8 +23,6 @@ from ._lowered import stream_of
 from ._watched import is_transformed
 from .ops import new_outputs, stored_bshd
 
-__all__ = ["attend", "kernel_of", "vendor_op"]
-
 _library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 # Document offsets, lengths of the longest document, number of keys to the left and right (-1: all), scale.

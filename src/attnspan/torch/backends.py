@@ -23,8 +23,6 @@ from ._vendor import attend as attend_by_vendor
 from .dtensor import is_dtensor, replicated
 from .ops import CPU, forward_op, named_op
 
-__all__ = ["MOST_KEYS", "attend", "of_kernel"]
-
 #: Largest number of keys for which a GPU stores every score by default.
 MOST_KEYS = 4096
 

@@ -13,8 +13,6 @@ from attnspan.kernels.flex import block_mask as blocks_of
 from attnspan.masks import Mask, Prepared
 from attnspan.masks.bounds import Spans
 
-__all__ = ["to_block_mask"]
-
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 

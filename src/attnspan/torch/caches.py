@@ -15,8 +15,6 @@ from attnspan.masks import Mask
 from ._cache_rows import CacheRows, Storage
 from ._cache_write import cache_append_op
 
-__all__ = ["SlotCache", "StaticCache"]
-
 
 class SlotCache(CacheRows):
     """A cache with slots for each batch element, the base of `StaticCache` and `RollingCache`.

@@ -13,8 +13,6 @@ from . import backends as _own  # registers them
 from . import compat
 from ._watched import constant_when_traced
 
-__all__ = ["backend_for", "choose_backend", "torchs_backend"]
-
 del _own
 load("torch")
 

@@ -27,15 +27,17 @@ dual_level: Callable[[], int] = functools.partial(operator.attrgetter("_current_
 
 try:
     from torch._functorch.autograd_function import (  # type: ignore[attr-defined]
-        enable_single_level_autograd_function,
+        enable_single_level_autograd_function as enable_single_level_autograd_function,
     )
-    from torch._guards import TracingContext
-    from torch._ops import OpOverload
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-    from torch.utils import _pytree as pytree
-    from torch.utils.data._utils.collate import default_collate_fn_map
+    from torch._guards import TracingContext as TracingContext
+    from torch._ops import OpOverload as OpOverload
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch.utils import _pytree
+    from torch.utils.data._utils.collate import default_collate_fn_map as default_collate_fn_map
 
     _C: Any = torch._C
+    pytree = _pytree
 
     # Observers of a program.
     are_functorch_transforms_active = _C._are_functorch_transforms_active
@@ -77,65 +79,6 @@ except (ImportError, AttributeError) as _missing:
         f"attnspan: expected a torch with the private names of 2.13, got {torch.__version__}: {_missing}. "
         "Install torch 2.13, or report this line"
     ) from _missing
-
-__all__ = [
-    "BelowAutograd",
-    "BelowInplaceOrView",
-    "DisableAutocast",
-    "DispatchKey",
-    "FakeTensor",
-    "FakeTensorMode",
-    "ForceDispatchKeyGuard",
-    "OpOverload",
-    "SingleLevelFunction",
-    "TracingContext",
-    "after_autograd",
-    "after_inplace_or_view",
-    "all_reduce",
-    "any_requires_grad",
-    "are_functorch_transforms_active",
-    "assert_async",
-    "check_size",
-    "context_of",
-    "context_parallel",
-    "cudnn_enabled",
-    "default_collate_fn_map",
-    "default_store",
-    "destroy",
-    "dispatch_modes",
-    "dual_level",
-    "efficient_enabled",
-    "enable_single_level_autograd_function",
-    "excluded_keys",
-    "flash_enabled",
-    "flattened",
-    "flop_formula",
-    "function_modes",
-    "get_proxy_mode",
-    "guard_scalar",
-    "included_keys",
-    "is_alias_of",
-    "is_any_autocast_enabled",
-    "is_compiled",
-    "mark_dynamic",
-    "math_enabled",
-    "name_of",
-    "original",
-    "overrideable_enabled",
-    "parameter_types",
-    "parse_schema",
-    "profiler_enabled",
-    "pytree",
-    "ragged_dim",
-    "resolve_process_group",
-    "set_forward_mode_enabled",
-    "statically_known_true",
-    "timeout_of",
-    "tracing_state",
-    "tuple_to_list",
-    "unsupported_by_compiler",
-    "version_of",
-]
 
 
 def mark_dynamic(x: Any, dim: int) -> None:

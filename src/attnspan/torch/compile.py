@@ -28,8 +28,6 @@ from ._watched import constant_when_traced
 from .compat import pytree
 from .ops import forward_op, named_op
 
-__all__ = ["SAVE_OPS", "checkpoint_policy", "keep_backend", "save_also"]
-
 _library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "encode(Tensor visible, int runs) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)

@@ -23,19 +23,6 @@ from attnspan.errors import ShapeError, expect
 
 from ._watched import constant_when_traced
 
-__all__ = [
-    "Places",
-    "ShardedMask",
-    "batch_dim",
-    "check_follower",
-    "check_places",
-    "follow",
-    "is_dtensor",
-    "option_tensors",
-    "places_of",
-    "replicated",
-]
-
 #: Role of a mesh axis: the dim that it shards. `ROWS` is the sequence, which only a plan may shard. `WHOLE`
 #: shards no dim.
 BATCH, HEADS, ROWS, WHOLE = "batch", "heads", "rows", "whole"

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from attnspan.backends import Softmax, find
-from attnspan.call import Part, check_k_len, schema
+from attnspan.call import Part, schema
+from attnspan.call import check_k_len as check_k_len
 from attnspan.call.options import DENSE, Options, changes
 from attnspan.errors import ShapeError, expect
 from attnspan.kernels import cpu
@@ -23,19 +24,6 @@ from . import _vmap, compat
 from ._autograd import BY_MATH, below_autograd, differentiate, refuse_derivative
 from ._signature import arguments
 from ._watched import is_watched
-
-__all__ = [
-    "CPU",
-    "backward_flops",
-    "check_k_len",
-    "forward_flops",
-    "new_outputs",
-    "read_options",
-    "readable",
-    "record_forward",
-    "stored_bshd",
-    "visible_pairs",
-]
 
 # This uses Library, because the custom_op decorator adds Python wrappers to every call.
 _library = torch.library.Library("attnspan", "DEF")  # type: ignore[no-untyped-call]

@@ -18,8 +18,6 @@ from .lowering import lower_all
 from .ops import forward_op, split_seeds_op
 from .places import Places, places_of
 
-__all__ = ["attention"]
-
 _WORD = 0xFFFFFFFF
 
 

@@ -19,8 +19,6 @@ from .ops import lower_op, place_op
 from .places import Places, check_spec, default_spec, mesh_of, spec_text
 from .recipe import OpaqueError, encode
 
-__all__ = ["Specs", "lower_all"]
-
 #: Partition specs, keyed by the names of arguments.
 Specs = Mapping[str, tuple[Any, ...]]
 

@@ -20,8 +20,6 @@ from attnspan.torch._signature import arguments
 from . import programs
 from .places import Places, Spec, mesh_of
 
-__all__ = ["backward_op", "forward_op", "lower_op", "place_op", "split_seeds_op"]
-
 # How q is split, as a text of `Places`.
 _PLACES = schema.Number("places", "str")
 _FORWARD = (*schema.INPUTS, *schema.OPTIONS, _PLACES)

@@ -12,8 +12,6 @@ from torch import Tensor
 from attnspan.call import LAYOUTS
 from attnspan.errors import DtypeError, OptionError, expect
 
-__all__ = ["Axes", "Places", "Spec", "check_spec", "default_spec", "mesh_of", "places_of", "spec_text"]
-
 #: Names or numbers of the mesh axes that split one dim together. () for none.
 Axes = tuple[str | int, ...]
 #: For each dim of a tensor, the mesh axes that split it, as torch_xla takes them.

@@ -18,7 +18,6 @@ from attnspan.call import schema
 if TYPE_CHECKING:
     from attnspan.jax.part import JaxPart
 
-__all__ = ["Program", "backward", "call", "forward", "jax_of_xla", "lowering", "shapes", "splitting"]
 
 #: A function of arrays that JAX traces.
 Program = Callable[..., Any]

@@ -14,8 +14,6 @@ from attnspan.base.pytrees import library_classes, register_pytrees
 from attnspan.masks import Mask
 from attnspan.masks.bounds import Spans
 
-__all__ = ["OpaqueError", "decode", "encode"]
-
 #: Name of each mask class -> function that builds a mask from its fields.
 _CLASSES: dict[str, Callable[..., Any]] = {}
 

@@ -7,5 +7,3 @@ from .kernel import forward as forward
 from .kernel import interpret as interpret
 from .kernel import interpreted as interpreted
 from .kernel import supports as supports
-
-__all__ = ["MAX_HEAD_DIM", "backward", "config_of", "forward", "interpret", "interpreted", "supports"]

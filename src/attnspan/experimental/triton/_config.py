@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Config", "config_of"]
-
 
 @dataclass(frozen=True)
 class Config:

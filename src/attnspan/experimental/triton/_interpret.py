@@ -2,7 +2,5 @@
 
 from contextvars import ContextVar
 
-__all__ = ["interpret"]
-
 #: See `attnspan.experimental.triton.interpreted`.
 interpret = ContextVar("attnspan_triton_interpret", default=False)

@@ -25,8 +25,6 @@ from ._forward import forward_kernel, merge_kernel
 from ._interpret import interpret
 from ._ranges import key_ranges_kernel, order_kernel, row_ranges_kernel
 
-__all__ = ["backward", "forward", "row_ranges"]
-
 
 def _config(kernel: str, q: Tensor, k: Tensor, v: Tensor, given: _OptionArrays) -> Config:
     """The configuration for a call."""

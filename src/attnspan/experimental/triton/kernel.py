@@ -14,16 +14,7 @@ from attnspan.base.installed import FIRST_TRITON, lacking
 from attnspan.call import Problem
 from attnspan.errors import BackendError, expect
 
-from ._interpret import interpret
-
-__all__ = [
-    "MAX_HEAD_DIM",
-    "backward",
-    "forward",
-    "interpret",
-    "interpreted",
-    "supports",
-]
+from ._interpret import interpret as interpret
 
 #: Largest head dim of the kernels.
 MAX_HEAD_DIM = 256
@@ -67,7 +58,7 @@ def forward(*args: Any, **options: Any) -> None:
     """Write ``out`` and ``lse``, with the arguments of `attnspan.kernels.cpu.forward`, on a GPU."""
     from attnspan.kernels._on_device import on_device_of
 
-    from ._launch import forward
+    from ._launch import forward as forward
 
     with on_device_of(args[0]), _fitting():
         forward(*args, **options)
@@ -77,7 +68,7 @@ def backward(*args: Any, **options: Any) -> None:
     """Write the gradients of `forward`, with the arguments of `attnspan.kernels.cpu.backward`, on a GPU."""
     from attnspan.kernels._on_device import on_device_of
 
-    from ._launch import backward
+    from ._launch import backward as backward
 
     with on_device_of(args[0]), _fitting():
         backward(*args, **options)

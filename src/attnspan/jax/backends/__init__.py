@@ -8,14 +8,3 @@ from .choice import chosen_for as chosen_for
 from .choice import warn_if_slow as warn_if_slow
 from .run import backward as backward
 from .run import forward as forward
-
-__all__ = [
-    "Branch",
-    "Chosen",
-    "backward",
-    "choice_of",
-    "choose_backend",
-    "chosen_for",
-    "forward",
-    "warn_if_slow",
-]

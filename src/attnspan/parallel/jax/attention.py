@@ -31,7 +31,6 @@ from .route import Route
 if TYPE_CHECKING:
     from .placed import Sharded
 
-__all__ = ["attention"]
 
 _BHSD = ("batch", "heads", "sequence", None)
 

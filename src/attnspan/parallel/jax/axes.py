@@ -15,8 +15,6 @@ from attnspan.errors import DeviceError, DtypeError, ShapeError, expect
 from attnspan.jax.placement import is_traced
 from attnspan.jax.varying import axes_of
 
-__all__ = ["Axes", "AxisNames"]
-
 #: One mesh axis, several axes (the first is the outermost), or none.
 AxisNames = str | Sequence[str] | None
 

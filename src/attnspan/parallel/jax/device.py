@@ -25,8 +25,6 @@ from .axes import Axes
 from .exchange import fetch, give_back
 from .route import Route
 
-__all__ = ["Work", "backward", "forward"]
-
 
 @dataclass(frozen=True)
 class Work:

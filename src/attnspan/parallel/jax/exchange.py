@@ -14,8 +14,6 @@ from jax import numpy as jnp
 
 from .route import NOWHERE, Exchange
 
-__all__ = ["fetch", "give_back"]
-
 
 def fetch(k: Array, v: Array, lists: Exchange, piece: int, axis: tuple[str, ...]) -> tuple[Array, Array]:
     """Fetch the keys of the stage, (B, h, K, D), and their values. Unused capacity is 0.

@@ -23,8 +23,6 @@ from .axes import Axes, AxisNames
 from .route import Capacity, Route, make_route
 from .rows import Placing, check_placed_rows
 
-__all__ = ["PlacedPlan", "Sharded", "place", "shard"]
-
 #: Name of a dim in `LAYOUTS` -> the part of the problem that mesh axes split with it.
 _SPLIT = {"batch": "batch", "heads": "heads", "length": "sequence", "tokens": "sequence", "head_dim": None}
 

@@ -25,8 +25,6 @@ from attnspan.parallel.plan import Plan
 
 from .axes import Axes
 
-__all__ = ["NOWHERE", "Capacity", "Exchange", "Route", "flat_rows", "make_route", "place_table"]
-
 Ints = NDArray[np.int32]
 
 #: Number of no row. Taking it gives 0.

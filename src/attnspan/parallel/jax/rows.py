@@ -21,8 +21,6 @@ from attnspan.parallel.rows import Evidence, Marks, Rows, check_evidence, fill_o
 from .axes import Axes, AxisNames
 from .route import flat_rows, place_table
 
-__all__ = ["Placing", "check_placed_rows"]
-
 # As a pytree, a marked batch is a plain dict. Marks change at each step and must not recompile.
 jax.tree_util.register_pytree_with_keys(
     Rows,

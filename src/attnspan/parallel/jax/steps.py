@@ -3,6 +3,4 @@
 from .placed import place
 from .rows import Placing
 
-__all__ = ["STEPS"]
-
 STEPS = {"plan": place, "layout": Placing.of}

@@ -1,3 +1,1 @@
 """Plans on the ranks of a torch mesh: operators, their collectives, and losses over ranks."""
-
-__all__: list[str] = []

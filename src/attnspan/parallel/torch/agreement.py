@@ -22,8 +22,6 @@ from attnspan.torch import compat
 
 from .groups import announce, shown_group, silence_of
 
-__all__ = ["Agreement", "agreement_of", "digest_of", "moved", "raise_broken"]
-
 _SAME_MASK = "Give every rank the same mask, with global ids, and the same options"
 _SAME_CALLS = "Make the same calls on every rank, with the same sizes and options, in the same order"
 _SAME_VALUES = (

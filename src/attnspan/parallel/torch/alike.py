@@ -15,8 +15,6 @@ from attnspan.errors import ShapeError, expect
 
 from .groups import group_of
 
-__all__ = ["differences"]
-
 #: Tensors that an error lists, and then it counts them.
 _SHOWN = 4
 _SHIFTED = (

@@ -24,8 +24,6 @@ from attnspan.torch import compat
 from .agreement import Agreement, agreement_of, raise_broken
 from .groups import group_of, named_part
 
-__all__ = ["Counts", "Pending", "Ranks", "Scratch", "counted_bytes", "exchange"]
-
 #: On the CPU, allocating fresh memory pages costs more than writing to them. Buffers of at least the first
 #: size are kept for the next call, unless the buffers of one call exceed the second size.
 _WORTH_KEEPING, _MOST_KEPT = 1 << 20, 1 << 29

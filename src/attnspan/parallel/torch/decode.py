@@ -25,8 +25,6 @@ from .agreement import agreement_of, raise_broken
 from .engine import merged
 from .groups import group_of
 
-__all__ = ["ShardedCache"]
-
 _NONE: Mapping[str, Any] = {}
 
 

@@ -26,8 +26,6 @@ from attnspan.torch.dtensor import BATCH, HEADS, ROWS, Places, check_follower, i
 if TYPE_CHECKING:
     from .mesh_plan import MeshPlan
 
-__all__ = ["attend"]
-
 
 def attend(
     plan: MeshPlan,

@@ -23,8 +23,6 @@ from .comm import Pending
 from .heads import Team, fold_heads, repeat_heads
 from .keys import KeyRoute, from_rows, pass_on, to_rows, unsorted, whole
 
-__all__ = ["OPTIONS_WITH_GRADIENT", "Done", "Gradients", "Work", "backward", "forward", "merged"]
-
 OPTIONS_WITH_GRADIENT = schema.with_gradient(schema.OPTIONS)
 
 

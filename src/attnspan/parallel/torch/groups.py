@@ -15,8 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnspan.errors import DtypeError, expect
 from attnspan.torch import compat
 
-__all__ = ["announce", "group_of", "named_part", "shown_group", "silence_of"]
-
 #: Name of a group, which is a number -> its label in errors.
 _labels: dict[str, str] = {}
 #: Seconds that a rank waits for failure reports of other ranks, and seconds between two looks.

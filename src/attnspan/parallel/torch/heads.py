@@ -15,8 +15,6 @@ from attnspan.parallel.strategy import HeadSlice
 
 from .comm import Pending, Ranks, Scratch, exchange
 
-__all__ = ["Team", "Which", "fold_heads", "gather", "key_heads", "query_heads", "repeat_heads", "scatter"]
-
 #: Function that selects the query heads or key heads of a member.
 Which = Callable[[HeadSlice], slice]
 

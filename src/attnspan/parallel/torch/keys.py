@@ -16,8 +16,6 @@ from attnspan.parallel.local import Tables, Transfer
 from .comm import Pending, exchange
 from .heads import Team
 
-__all__ = ["KeyRoute", "as_rows", "from_rows", "move", "pass_on", "to_rows", "unsorted", "whole"]
-
 _MOVED = (torch.float32, torch.bfloat16, torch.float16)
 
 

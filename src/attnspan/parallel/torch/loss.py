@@ -85,6 +85,10 @@ def global_token_count(targets: Tensor, ranks: RankGroups, *, ignore_index: int 
     Returns:
         0-d int64 tensor on the targets' device, the same on all ranks.
 
+    Raises:
+        DtypeError: ``targets`` are an unknown subclass of tensors.
+        PlanMismatchError: The calls differ between ranks.
+
     Example:
         >>> int(global_token_count(torch.tensor([[7, 3, -100]]), None))
         2
@@ -99,6 +103,9 @@ def token_mean(total: Tensor, count: Tensor | int) -> Tensor:
     Args:
         total: Sum of the losses of this rank's tokens, 0-d.
         count: Tokens of all ranks, from `global_token_count`. If it is 0, the loss and its gradients are 0.
+
+    Raises:
+        DtypeError: An argument is an unknown subclass of tensors.
 
     Example:
         >>> float(token_mean(torch.tensor(6.0), 4)), float(token_mean(torch.tensor(0.0), 0))

@@ -29,8 +29,6 @@ from .dtensor import attend
 from .groups import group_of
 from .ops import PLAN_OPTIONS, backend_for_parts, sharded_attention
 
-__all__ = ["Frame", "MeshPlan", "on_mesh"]
-
 _SHARD = "Shard the model's inputs by layout.shard(...), and plan with its heads"
 
 

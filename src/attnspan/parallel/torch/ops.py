@@ -31,8 +31,6 @@ from .comm import Ranks
 from .engine import OPTIONS_WITH_GRADIENT, Done, Work, backward, forward
 from .heads import Team, gather, key_heads, query_heads, scatter
 
-__all__ = ["PLAN_OPTIONS", "backend_for_parts", "sharded_attention", "sharded_attention_backward"]
-
 _library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
 # Not safe for CUDA graphs, which would replay the exchanges of one step's plan.
 _TAGS = (

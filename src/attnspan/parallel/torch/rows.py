@@ -14,8 +14,6 @@ from attnspan.parallel.layout import Layout
 from .agreement import agreement_of, moved, raise_broken
 from .groups import group_of
 
-__all__ = ["gather_rows"]
-
 
 def gather_rows(x: Tensor, layout: Layout, mesh: DeviceMesh, dim: int = 1) -> Tensor:
     """See `Layout.gather`."""

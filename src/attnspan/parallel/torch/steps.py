@@ -3,6 +3,4 @@
 from .mesh_plan import MeshPlan, on_mesh
 from .rows import gather_rows
 
-__all__ = ["STEPS"]
-
 STEPS = {"plan": on_mesh, "local plan": MeshPlan.of, "rows": gather_rows}
