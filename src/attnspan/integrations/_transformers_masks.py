@@ -244,7 +244,13 @@ def _hides_nothing(attention_mask: Tensor | None) -> bool:
 
 
 def reads_masks(config: Any) -> bool:
-    """Return whether models of this configuration need masks of all pairs."""
+    """Return whether models of this configuration need masks of all pairs.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> reads_masks(LlamaConfig())
+        False
+    """
     layers = getattr(config, "layer_types", None) or ()
     return getattr(config, "model_type", "") in _READING or bool(_READING_LAYERS.intersection(layers))
 
