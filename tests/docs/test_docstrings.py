@@ -16,8 +16,8 @@ RAISE_NOTHING = {
     *("Bias", "Enabled", "Explanation", "Float", "Index", "Interval", "Isolation", "Leak", "LocalPlan"),
     *("Lowering", "Mask", "MeshPlan", "Part", "PlacedPlan", "Plan", "Problem", "Registration", "Rows"),
     *("Sharded", "Softmax", "TokenPlan", "Wrapped", "backward_flops", "causal", "checkpoint_policy"),
-    *("defaults", "forward_flops", "full", "keep_backend", "load", "plans_only", "register_pytrees"),
-    *("reads_masks", "register_raiser", "shown"),
+    *("defaults", "forward_flops", "full", "keep_backend", "load", "plans_only", "reads_masks"),
+    *("register_pytrees", "register_raiser", "shown"),
 }
 
 
