@@ -54,6 +54,7 @@ def test_wrong_data_raises_while_it_is_traced() -> None:
         jax.eval_shape(lambda q: attention(q, q, q, mask=a.key_padding(lengths)), Q)
 
 
+@pytest.mark.slow
 def test_derivatives_and_vmap() -> None:
     mask = a.causal() & a.segments(jnp.asarray(IDS))
     prepared = mask.prepare(LENGTH, LENGTH, batch=2)

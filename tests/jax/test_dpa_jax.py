@@ -116,6 +116,7 @@ def _whole(q: Any, k: Any, v: Any, **options: Any) -> Any:
     return _weighed(*dot_product_attention(q, k, v, return_residual=True, **options))
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_residual() -> None:
     with jax.enable_x64(True):
         wide = [x.astype("float64") for x in QKV]

@@ -57,6 +57,7 @@ def test_nothing_to_do(batch, q_len, k_len):
         assert not gradient.any()
 
 
+@pytest.mark.slow
 def test_calls_at_once_do_not_mix():
     # More Python threads than XLA has: loops of one call must not wait for threads that others hold.
     problems = [_qkv(length=257 + 8 * i) for i in range(8)]

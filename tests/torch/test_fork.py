@@ -164,6 +164,7 @@ print(f"{hung} of {i + 1} children hung")
 """
 
 
+@pytest.mark.slow
 def test_a_child_forked_while_others_lower_finds_no_lock_held() -> None:
     assert run_program("-c", BUSY, timeout=120).strip() == "0 of 40 children hung"
 

@@ -67,6 +67,7 @@ def test_the_math_backend_gives_nan() -> None:
         assert compiled(q, k, full().prepare(8, other, like=q)).isnan().all()
 
 
+@pytest.mark.slow
 def test_spans_that_a_compiled_function_makes_itself() -> None:
     def run(q: Tensor, k: Tensor, cut: int) -> Tensor:
         spans = causal().spans(q.shape[2], k.shape[2] - cut, like=q)

@@ -150,7 +150,7 @@ RECORDERS: dict[str, Callable[[Any, tuple[Tensor, ...]], Any]] = {
 
 
 BACKEND = "aot_eager" if everything() else "eager"
-SLOW = ("compile", "strict export")
+SLOW = ("compile", "strict export", "export", "make_fx, symbolic")
 
 
 class _Module(torch.nn.Module):

@@ -227,6 +227,7 @@ def test_what_is_no_mask_function_is_named(mistake: Mistake) -> None:
     assert " raised " not in mistake.text or error.__cause__ is not None
 
 
+@pytest.mark.slow
 def test_control_flow_on_indices_in_a_compiled_region_names_the_remedy() -> None:
     mask = from_predicate(lambda b, h, q, k: k > 0 if (q > k).any() else k > 1)
     run = torch.compile(lambda q: mask.spans(5, 7, like=q).bounds, fullgraph=True, backend="eager")

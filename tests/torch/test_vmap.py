@@ -182,6 +182,7 @@ def test_an_ensemble_is_one_call() -> None:
     torch.testing.assert_close(found, torch.stack([m(q, q, q) for m in models]))
 
 
+@pytest.mark.slow
 def test_a_compiled_program_encodes_mapped_masks() -> None:
     q, visible = _randn(BATCH, HEADS, LENGTH, DIM), _randn(BATCH, 1, LENGTH, LENGTH) > 0
     function = vmap(lambda q, visible: attention(q, q, q, mask=a.from_dense(visible, max_runs=4)))
