@@ -35,14 +35,16 @@ from importlib.metadata import entry_points
 from typing import Any, Literal, NamedTuple
 
 from attnspan.call import Part, Problem
-from attnspan.errors import DtypeError, expect
+from attnspan.errors import BackendError, DtypeError, OptionError, expect
 
 __all__ = [
     "Backend",
+    "Choice",
     "Part",
     "Problem",
     "Registration",
     "Softmax",
+    "choose",
     "defaults",
     "find",
     "load",
@@ -273,6 +275,63 @@ def defaults(framework: str, device: str) -> tuple[str, ...]:
     """
     own = _defaults[framework]
     return own.get(device, own[EVERYWHERE])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend that runs a problem, and the reasons why each preferred backend does not.
+
+    Attributes:
+        name: Name of the backend.
+        refusals: The reason of each backend that is preferred to it, by name.
+
+    Example:
+        >>> Choice("math", {"cpu": "it takes no float64"}).name
+        'math'
+    """
+
+    name: str
+    refusals: dict[str, str]
+
+
+def choose(problem: Problem, framework: str, requested: str | None = None, *facts: Any) -> Choice:
+    """Choose the backend that runs a problem.
+
+    Args:
+        problem: The problem to compute.
+        framework: "torch" or "jax".
+        requested: Name of the backend to use. None uses the first default backend of the problem's device
+            that supports the problem.
+        *facts: Further arguments of ``supports``.
+
+    Raises:
+        OptionError: If no backend has the name ``requested``.
+        BackendError: If the requested backend, or every default backend, does not support the problem.
+
+    Example:
+        >>> import attnspan.torch
+        >>> choose(Problem(1, 1, 1, 4, 4, 64, 64, 1, "float64", "cpu"), "torch").name
+        'math'
+    """
+    backends = table(framework)
+    if requested is not None and requested not in backends:
+        names, remedy = ", ".join(backends), "Leave out backend=, or the block of attnspan.backend"
+        raise OptionError("backend", expected=f"None or one of {names}", got=repr(requested), remedy=remedy)
+    refusals: dict[str, str] = {}
+    for name in defaults(framework, problem.device) if requested is None else (requested,):
+        backend = backends[name]
+        reason = backend.supports(problem, *facts)
+        if reason is None and requested is None and backend.limit is not None:
+            reason = backend.limit(problem)
+        if reason is None:
+            return Choice(name, refusals)
+        refusals[name] = reason
+    raise BackendError(
+        f"backend={requested!r}",
+        expected="a backend that can run the call",
+        got="; ".join(f"{name}: {reason}" for name, reason in refusals.items()),
+        remedy="Change what the reason names, or choose another by backend= or attnspan.backend",
+    )
 
 
 def _replace(framework: str, new: dict[str, Backend]) -> None:

@@ -319,7 +319,8 @@ class Call(Part):
                 _check_packed(mask)  # type: ignore[arg-type]
         # Before the number of keys is checked there is no band: other libraries' kernels do not check it.
         band, more = front.band(None if unread is not None else mask, given, q, k, scale)
-        problem = Problem.of(q, k, v, bounds, front.device, more, given.names())
+        names = () if given is NO_OPTIONS else given.names()
+        problem = Problem.of(q, k, v, bounds, front.device, more, names)
         options = None if given is NO_OPTIONS else given.lower(front, q, k, placed, fixed)
         scale = q.shape[3] ** -0.5 if scale is None else scale
         return cls(q, k, v, bounds, scale, options, problem, given, layout, unread, band, empty_values)

@@ -145,8 +145,6 @@ class Given(_Given):
 
     def names(self) -> tuple[str, ...]:
         """Names of the options that change the scores or weights, for `Problem`."""
-        if self is NO_OPTIONS:
-            return ()
         none = isinstance(self.dropout_p, int | float) and self.dropout_p == 0
         dropout = None if none else self.dropout_seed
         found = [row.name for row in _LEADING if row.name != "dropout_p"]

@@ -2,11 +2,13 @@
 
 import torch
 
+#: Devices with autocast in any torch. Dynamo of torch 2.11 and older cannot trace torch's own function.
+AUTOCAST_DEVICES = ("cpu", "cuda", "xla")
+
 
 def has_autocast(device: str) -> bool:
     """Whether torch has autocast for a kind of device."""
-    # Known devices are listed, because Dynamo of torch 2.11 and older cannot trace torch's function.
-    return device in ("cpu", "cuda", "xla") or torch.amp.is_autocast_available(device)
+    return device in AUTOCAST_DEVICES or torch.amp.is_autocast_available(device)
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:

@@ -13,7 +13,7 @@ from attnspan.call import Front, lower_mask
 from attnspan.call.options import NO_OPTIONS, Given
 from attnspan.errors import DeviceError, DtypeError
 from attnspan.kernels import vendor
-from attnspan.kernels._autocast import autocast_dtype
+from attnspan.kernels._autocast import AUTOCAST_DEVICES, autocast_dtype
 from attnspan.masks import Mask, Prepared
 from attnspan.masks.bands import Band
 from attnspan.masks.bounds import Spans
@@ -214,7 +214,10 @@ def is_captured(q: Tensor) -> bool:
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """q, k and v in autocast's dtype, as torch's own attention casts them, except float64."""
-    dtype = autocast_dtype(tensors[0].device.type)
+    device = tensors[0].device.type
+    if device in AUTOCAST_DEVICES and not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = autocast_dtype(device)
     if dtype is None:
         return tensors
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)

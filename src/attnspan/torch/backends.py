@@ -34,7 +34,9 @@ def attend(backend: Backend, call: Call, *, return_lse: bool) -> tuple[Tensor, T
     """Run a call and return out and lse, differentiably. The caller receives lse if ``return_lse``."""
     if backend.attend is not None:
         return backend.attend(call)  # type: ignore[no-any-return]
-    bounds, options, k_len = _on_mesh(call.q, call.bounds, call.options, call.lowered_for)
+    bounds, options, k_len = call.bounds, call.options or (), call.lowered_for
+    if type(call.q) is not Tensor and is_dtensor(call.q):
+        bounds, options, k_len = _on_mesh(call.q, call.bounds, call.options, call.lowered_for)
     arguments = call.q, call.k, call.v, bounds, _number(call.scale)
     if backend.name == CPU:
         out, lse = forward_op(*arguments, *options, k_len=k_len)
@@ -197,14 +199,12 @@ def _number(scale: Any) -> float:
 
 
 def _on_mesh(
-    q: Tensor, bounds: Tensor, options: Options | None, k_len: Tensor | None
+    q: Any, bounds: Tensor, options: Options | None, k_len: Tensor | None
 ) -> tuple[Any, tuple[Any, ...], Any]:
-    """Bounds, option arguments and k_len for the operator, on q's mesh if q is a DTensor.
+    """Bounds, option arguments and k_len for the operator, on the mesh of q, a DTensor.
 
     Every rank has made the same ones from the same arguments.
     """
-    if not is_dtensor(q):
-        return bounds, options or (), k_len
     from . import _strategies as _strategies  # registers them. The import of DTensor is slow
 
     seed = None if options is None else options.dropout_seed
@@ -212,7 +212,7 @@ def _on_mesh(
         # Each rank numbers its batch elements and heads from 0, so it needs their seeds.
         seed = dropout_seeds(seed.full_tensor() if is_dtensor(seed) else seed, q.shape[0], q.shape[1])
         options = options._replace(dropout_seed=seed)
-    mesh = q.device_mesh  # type: ignore[attr-defined]
+    mesh = q.device_mesh
     bounds, *arguments, k_len = (
         x if is_dtensor(x) else replicated(x, mesh) for x in (bounds, *(options or ()), k_len)
     )

@@ -5,9 +5,9 @@ from types import ModuleType
 
 import torch
 
-from attnspan.backends import load
+from attnspan.backends import Choice, choose, load
 from attnspan.call import Problem
-from attnspan.kernels import Choice, SlowPathWarning, choose
+from attnspan.kernels import SlowPathWarning
 
 from . import backends as _own  # registers them
 from . import compat
@@ -48,8 +48,8 @@ def choose_backend(problem: Problem, requested: str | None) -> Choice:
     """Choose the backend that runs a problem, with the reason against each faster one.
 
     Raises:
-        OptionError: As `attnspan.kernels.choose`.
-        BackendError: As `attnspan.kernels.choose`.
+        OptionError: As `attnspan.backends.choose`.
+        BackendError: As `attnspan.backends.choose`.
     """
     return choose(problem, "torch", requested)
 
@@ -58,10 +58,10 @@ def backend_for(problem: Problem, requested: str | None) -> str:
     """Name of the backend that runs a call. Warns once per reason if framework code is the fallback.
 
     Raises:
-        OptionError: As `attnspan.kernels.choose`.
-        BackendError: As `attnspan.kernels.choose`.
+        OptionError: As `attnspan.backends.choose`.
+        BackendError: As `attnspan.backends.choose`.
     """
-    choice = choose_backend(problem, requested)
+    choice = choose(problem, "torch", requested)
     if choice.name == "math":
         for name, reason in choice.refusals.items():
             _warn_once(

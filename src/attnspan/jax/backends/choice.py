@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from attnspan.backends import EVERYWHERE, Backend, defaults, table
+from attnspan.backends import EVERYWHERE, Backend, Choice, choose, defaults, table
 from attnspan.call import Problem
 from attnspan.jax.part import JaxPart
-from attnspan.kernels import Choice, SlowPathWarning, choose
+from attnspan.kernels import SlowPathWarning
 
 from . import own as _own  # registers them
 

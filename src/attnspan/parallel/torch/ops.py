@@ -220,7 +220,7 @@ def backend_for_parts(
         requested: Backend that the call names. None for the backend of the enclosing context.
 
     Raises:
-        OptionError, BackendError: See `attnspan.kernels.choose`.
+        OptionError, BackendError: See `attnspan.backends.choose`.
     """
     more = ("", "plan over ranks", capability_of(q.device)) if q.is_cuda else ()
     problem = Problem.of(q, k, v, None, more=more, options=options)

@@ -1,4 +1,4 @@
-"""The choice of a call's backend, and its explanation."""
+"""The explanation of a call's backend."""
 
 from __future__ import annotations
 
@@ -7,61 +7,12 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from attnspan.backends import Backend, defaults, table
+from attnspan.backends import Backend
 from attnspan.call import Call, Problem
-from attnspan.errors import BackendError, OptionError
 
 
 class SlowPathWarning(UserWarning):
     """Warning that attention runs on a slower backend than its device has."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The backend that runs a problem, and the reasons why each preferred backend does not."""
-
-    name: str
-    refusals: dict[str, str]  # name -> reason
-
-
-def choose(problem: Problem, framework: str, requested: str | None = None, *facts: Any) -> Choice:
-    """Choose the backend that runs a problem.
-
-    Args:
-        problem: The problem to compute.
-        framework: "torch" or "jax".
-        requested: Name of the backend to use. None uses the first default backend of the problem's device
-            that supports the problem.
-        *facts: Further arguments of ``supports``.
-
-    Raises:
-        OptionError: If no backend has the name ``requested``.
-        BackendError: If the requested backend, or every default backend, does not support the problem.
-
-    Example:
-        >>> import attnspan.torch
-        >>> choose(Problem(1, 1, 1, 4, 4, 64, 64, 1, "float64", "cpu"), "torch").name
-        'math'
-    """
-    backends = table(framework)
-    if requested is not None and requested not in backends:
-        names, remedy = ", ".join(backends), "Leave out backend=, or the block of attnspan.backend"
-        raise OptionError("backend", expected=f"None or one of {names}", got=repr(requested), remedy=remedy)
-    refusals: dict[str, str] = {}
-    for name in defaults(framework, problem.device) if requested is None else (requested,):
-        backend = backends[name]
-        reason = backend.supports(problem, *facts)
-        if reason is None and requested is None and backend.limit is not None:
-            reason = backend.limit(problem)
-        if reason is None:
-            return Choice(name, refusals)
-        refusals[name] = reason
-    raise BackendError(
-        f"backend={requested!r}",
-        expected="a backend that can run the call",
-        got="; ".join(f"{name}: {reason}" for name, reason in refusals.items()),
-        remedy="Change what the reason names, or choose another by backend= or attnspan.backend",
-    )
 
 
 @dataclass(frozen=True)
