@@ -38,7 +38,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("mistake", "x"), MISTAKES, ids=repr)
+@pytest.mark.parametrize(("mistake", "x"), MISTAKES, ids=lambda x: getattr(x, "__name__", None) or repr(x))
 def test_a_mask_that_cannot_be_is_refused(mistake: Mistake, x: Any) -> None:
     check(error_of(eval(f"lambda: {mistake.code}", {**globals(), "x": x})), mistake)
 
