@@ -140,7 +140,7 @@ VISIBLE.numpy() & SPANS => TypeError: expected two masks, got Spans\(.*Wrap it i
 1 | SPANS => TypeError: expected two masks, got Spans\(.*Wrap it in spans
 """
 
-#: What users pass as a mask, in torch; arrays of torch are no arrays to JAX.
+#: What users pass as a mask, in torch and JAX.
 NO_MASKS = r"""
 a.causal => TypeError: got the function causal\. Call it: causal\(\)\.
 a.window => TypeError: got the function window\. Call it: window\(left\)\.
