@@ -14,9 +14,9 @@ from attnspan.call import Problem
 from attnspan.jax.part import JaxPart
 from attnspan.kernels import SlowPathWarning
 
-from . import own as _own  # registers them
+from . import registered as _registered  # registers them
 
-del _own
+del _registered
 
 # XLA's names of each platform.
 _XLA_NAMES = {"cpu": ("cpu",), "gpu": ("cuda", "rocm"), "tpu": ("tpu",)}
