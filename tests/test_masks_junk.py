@@ -50,7 +50,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "per_row": {"masks": [a.causal()]},
     "reordered": {"mask": a.causal(), "order": np.array([1, 0, 3, 2])},
     "dilated": {"window": 1, "dilation": 2, "causal": True},
-    "global_sliding": {"window": 1, "tokens": IDS > 0, "rows": True, "max_runs": 1},
+    "global_sliding": {"window": 1, "tokens": 1, "rows": True, "max_runs": 1},
     "prefix_lm": {"lengths": 1, "cu_seqlens": CU},
     "shared_prefix": {"cu_seqlens": CU, "prefix_of": np.array([0, 0])},
     "strided_order": {"length": 4, "stride": 2},

@@ -105,6 +105,8 @@ def global_sliding(window: int, tokens: int | Array, rows: bool = True, max_runs
     """
     window = checks.count("global_sliding: window", window)
     rows = checks.flag("global_sliding: rows", rows)
+    if max_runs is not None:
+        max_runs = checks.count("global_sliding: max_runs", max_runs, least=1)
     marked: Any
     seen: Mask
     if is_array(tokens) or isinstance(tokens, list | tuple):
