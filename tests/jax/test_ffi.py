@@ -117,7 +117,7 @@ class Block:
         if name == 'attnspan._core': raise ImportError('built without a compiler')
 sys.meta_path.insert(0, Block())
 import jax.numpy as jnp
-from attnspan.jax import attention
+from attnspan.jax import attention, explain
 x = jnp.ones((1, 2, 8, 16))
 print(attention(x, x, x).shape, explain(x, x, x).backend, explain(x, x, x).refusals['cpu'])
 """
