@@ -11,4 +11,3 @@ from .call import check_keywords as check_keywords
 from .call import check_layout as check_layout
 from .call import forwards_to as forwards_to
 from .call import lower_mask as lower_mask
-from .call import widened as widened

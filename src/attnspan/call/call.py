@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any, TypeVar
 
-import numpy as np
-
 from attnspan.base.mistakes import not_a_mask, refuse_keywords
 from attnspan.base.plain import check_plain
 from attnspan.base.recorded import agree, sure
@@ -324,25 +322,6 @@ class Call(Part):
         options = None if given is NO_OPTIONS else given.lower(front, q, k, placed, fixed)
         scale = q.shape[3] ** -0.5 if scale is None else scale
         return cls(q, k, v, bounds, scale, options, problem, given, layout, unread, band, empty_values)
-
-
-def widened(q: Any, k: Any, v: Any, pad: Callable[[Any], Any]) -> tuple[Any, Any, Any, bool]:
-    """q, k and v, padded if their last dim is empty, and whether v's last dim is empty.
-
-    Scores of queries and keys without elements are 0, as in torch: only the mask and biases count.
-    ``pad`` appends a zero along the last dim.
-    """
-    # A nested tensor has no such shape. A later check raises an error for it.
-    q_dim, k_dim, v_dim = (() if _is_nested(x) else tuple(getattr(x, "shape", ()))[-1:] for x in (q, k, v))
-    if q_dim == k_dim == (0,):
-        q, k = pad(q), pad(k)
-    empty = v_dim == (0,)
-    return q, k, pad(v) if empty else v, empty
-
-
-def _is_nested(x: Any) -> bool:
-    # A compiler cannot look up an attribute that NumPy's arrays lack.
-    return not isinstance(x, np.ndarray) and getattr(x, "is_nested", False)
 
 
 def lower_mask(mask: Mask, q: Any, k: Any, given: Given, like: Any) -> Prepared:
