@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -188,6 +192,44 @@ def test_a_wrong_lse_is_no_result() -> None:
         ours.attention(x, x, x, backend="other")
 
 
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (
+            None,
+            "backend='other': backward: expected a tuple of the gradients of bias and sinks, got NoneType",
+        ),
+        ((None, None), "backend='other': gradient of bias: expected a tensor, got NoneType"),
+        ((torch.ones(1), None), r"backend='other': gradient of bias: expected \(1, 1, 4, 4\), got \(1,\)"),
+    ],
+)
+def test_wrong_gradients_are_no_result(found: Any, message: str) -> None:
+    x, bias = torch.randn(1, 2, 4, 8), torch.zeros(4, 4, requires_grad=True)
+    wrong = _backend(forward=table("torch")["cpu"].forward, backward=lambda *_: found)
+    with register(wrong), pytest.raises((ValueError, TypeError), match=message):
+        ours.attention(x, x, x, bias=bias, backend="other").sum().backward()
+
+
+def test_threads_lose_no_registration() -> None:
+    names = [f"b{i}" for i in range(8)]
+    start, before, interval = threading.Barrier(8), dict(table("torch")), sys.getswitchinterval()
+
+    def add(name: str) -> Any:
+        start.wait()
+        return register(_backend(name=name))
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            for _ in range(20):
+                made = list(pool.map(add, names))
+                assert set(table("torch")) == {*before, *names}
+                list(pool.map(lambda x: x.remove(), made))
+                assert dict(table("torch")) == before
+    finally:
+        sys.setswitchinterval(interval)
+
+
 def test_a_program_of_a_removed_backend_says_what_it_needs() -> None:
     x = torch.randn(1, 2, 4, 8)
     with followed("torch"):
@@ -238,3 +280,24 @@ def test_entry_points_register(monkeypatch: pytest.MonkeyPatch) -> None:
     load("jax")
     assert next(iter(table("torch"))) == "theirs"
     attnspan.backends.Registration(table("torch")["theirs"]).remove()
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_the_module_of_an_entry_point_may_import_attention(framework: str, tmp_path: Any) -> None:
+    made = f"Backend(name='theirs', framework={framework!r}, supports=print, forward=print, backward=print)"
+    imports = f"from attnspan.{framework} import attention\nfrom attnspan.backends import Backend"
+    about = tmp_path / "theirs-1.dist-info"
+    about.mkdir()
+    (tmp_path / "theirs.py").write_text(f"{imports}\nBACKEND = {made}\n")
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[attnspan.backends]\ntheirs = theirs:BACKEND\n")
+    program = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+import attnspan.{framework}
+print(next(iter(attnspan.backends.table({framework!r}))))
+"""
+    run = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", program], capture_output=True, text=True
+    )
+    assert run.stdout == "theirs\n", run.stderr

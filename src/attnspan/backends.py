@@ -1,8 +1,9 @@
 """The registry of backends of torch and JAX. attnspan's own backends and yours register here.
 
 A backend is three functions. ``supports(problem)`` returns None, or the reason why the backend cannot run a
-call. In JAX it is ``supports(problem, part)``. ``part`` has the numbers that a program is compiled for, and
-it shows which options the call has, but its arrays have no values. ``forward`` and ``backward`` compute a
+call. In JAX it is ``supports(problem, part)``. ``part`` has the numbers that a program is compiled for. Its
+arrays are placeholders without a shape or a dtype, or None for options that the call lacks. The answer may
+depend only on these arguments, because eager calls of JAX ask once. ``forward`` and ``backward`` compute a
 `Part`: a whole call, or the part of a call that one step of a plan has. If a query sees no key, its output is
 0 and its lse is -inf, or its sink.
 
@@ -34,6 +35,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, Literal, NamedTuple
 
+from attnspan.base.forks import ForkSafeLock
 from attnspan.call import Part, Problem
 from attnspan.errors import BackendError, DtypeError, OptionError, expect
 
@@ -58,9 +60,20 @@ GROUP = "attnspan.backends"
 EVERYWHERE = "*"
 
 _LAYOUTS = ("bhsd", "bshd")
-_tables: dict[str, dict[str, Backend]] = {"torch": {}, "jax": {}}
-#: Names of default backends by framework and device. `EVERYWHERE` stands for the devices that none names.
-_defaults: dict[str, dict[str, tuple[str, ...]]] = {"torch": {EVERYWHERE: ()}, "jax": {EVERYWHERE: ()}}
+
+
+class _Registered(NamedTuple):
+    """The backends of a framework by name, and the names of its default backends by device.
+
+    `EVERYWHERE` stands for the devices that no backend names.
+    """
+
+    table: dict[str, Backend]
+    defaults: dict[str, tuple[str, ...]]
+
+
+_registered = {name: _Registered({}, {EVERYWHERE: ()}) for name in ("torch", "jax")}
+_lock = ForkSafeLock()
 
 
 class Softmax(NamedTuple):
@@ -148,7 +161,7 @@ class Backend:
             known = callable(x) or (x is None and name not in ("supports", "forward"))
             expect(known, f"Backend: {name}", "a function", type(x).__name__, "Pass one", error=DtypeError)
         expect(bool(self.name), "Backend: name", "a name", "''", "Name the backend")
-        known, got = self.framework in _tables, repr(self.framework)
+        known, got = self.framework in _registered, repr(self.framework)
         expect(known, "Backend: framework", "'torch' or 'jax'", got, "Register one backend for each")
         known, got = set(self.layouts) <= set(_LAYOUTS) and bool(self.layouts), repr(self.layouts)
         expect(known, "Backend: layouts", "'bhsd', 'bshd' or both", got, "Leave it out for ('bhsd',)")
@@ -185,9 +198,10 @@ class Registration:
 
     def remove(self) -> None:
         """Remove the backend. Calls that name it then raise an error."""
-        own = _tables[self.backend.framework]
-        if own.get(self.backend.name) is self.backend:
-            _replace(self.backend.framework, {n: x for n, x in own.items() if x is not self.backend})
+        with _lock.held():
+            own = _registered[self.backend.framework].table
+            if own.get(self.backend.name) is self.backend:
+                _replace(self.backend.framework, {n: x for n, x in own.items() if x is not self.backend})
 
     def __enter__(self) -> Backend:
         return self.backend
@@ -225,11 +239,12 @@ def register(backend: Backend, *, last: bool = False) -> Registration:
     """
     known, got = isinstance(backend, Backend), type(backend).__name__
     expect(known, "register", "a Backend", got, "Call register(Backend(name=..., ...))", error=DtypeError)
-    own, remedy = _tables[backend.framework], "Choose another name, or remove the other backend first"
-    wanted = f"a name that no backend of {backend.framework} has"
-    expect(backend.name not in own, "register: name", wanted, repr(backend.name), remedy)
-    mine = {backend.name: backend}
-    _replace(backend.framework, {**own, **mine} if last else {**mine, **own})
+    remedy = "Choose another name, or remove the other backend first"
+    wanted, mine = f"a name that no backend of {backend.framework} has", {backend.name: backend}
+    with _lock.held():
+        own = _registered[backend.framework].table
+        expect(backend.name not in own, "register: name", wanted, repr(backend.name), remedy)
+        _replace(backend.framework, {**own, **mine} if last else {**mine, **own})
     return Registration(backend)
 
 
@@ -246,7 +261,7 @@ def table(framework: str) -> Mapping[str, Backend]:
         >>> table("torch")["cpu"].default_on
         ('cpu',)
     """
-    return _tables[framework]
+    return _registered[framework].table
 
 
 def find(framework: str, name: str) -> Backend:
@@ -260,7 +275,7 @@ def find(framework: str, name: str) -> Backend:
         >>> find("torch", "math").default_on
         ('*',)
     """
-    own, remedy = _tables[framework], "Register it by attnspan.backends.register before you run the program"
+    own, remedy = table(framework), "Register it by attnspan.backends.register before you run the program"
     expect(name in own, "backend", f"one of {', '.join(own)}", repr(name), remedy)
     return own[name]
 
@@ -273,7 +288,7 @@ def defaults(framework: str, device: str) -> tuple[str, ...]:
         >>> defaults("torch", "cpu")
         ('cpu', 'math')
     """
-    own = _defaults[framework]
+    own = _registered[framework].defaults
     return own.get(device, own[EVERYWHERE])
 
 
@@ -313,12 +328,17 @@ def choose(problem: Problem, framework: str, requested: str | None = None, *fact
         >>> choose(Problem(1, 1, 1, 4, 4, 64, 64, 1, "float64", "cpu"), "torch").name
         'math'
     """
-    backends = table(framework)
+    # One read, because another thread may register a backend meanwhile.
+    backends, own = _registered[framework]
     if requested is not None and requested not in backends:
-        names, remedy = ", ".join(backends), "Leave out backend=, or the block of attnspan.backend"
-        raise OptionError("backend", expected=f"None or one of {names}", got=repr(requested), remedy=remedy)
+        wanted, remedy = (
+            f"None or one of {', '.join(backends)}",
+            "Leave out backend=, or the block of attnspan.backend",
+        )
+        raise OptionError("backend", expected=wanted, got=repr(requested), remedy=remedy)
     refusals: dict[str, str] = {}
-    for name in defaults(framework, problem.device) if requested is None else (requested,):
+    names = own.get(problem.device, own[EVERYWHERE]) if requested is None else (requested,)
+    for name in names:
         backend = backends[name]
         reason = backend.supports(problem, *facts)
         if reason is None and requested is None and backend.limit is not None:
@@ -337,11 +357,11 @@ def choose(problem: Problem, framework: str, requested: str | None = None, *fact
 def _replace(framework: str, new: dict[str, Backend]) -> None:
     # New tables, because another thread may be reading the old ones.
     devices = {device for backend in new.values() for device in backend.default_on}
-    _defaults[framework] = {
+    own = {
         device: tuple(name for name, x in new.items() if x.runs_by_default_on(device))
         for device in (*devices, EVERYWHERE)
     }
-    _tables[framework] = new
+    _registered[framework] = _Registered(new, own)
 
 
 #: The modules that register the experimental backends.
@@ -355,7 +375,8 @@ _loaded: set[str] = set()
 def load(framework: str) -> None:
     """Register the experimental backends of a framework, and the backends of other packages.
 
-    ``attnspan.torch`` and ``attnspan.jax`` call it when they are imported. An entry point that raises an
+    ``attnspan.torch`` and ``attnspan.jax`` call it at the end of their import, so the modules of other
+    packages may import them. An entry point that raises an
     error gives a warning, because programs that do not use its backend must run.
 
     Example:

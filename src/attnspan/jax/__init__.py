@@ -31,3 +31,5 @@ __all__ = [
 
 # `attnspan.parallel.jax` imports this package, so `shard` can only be imported on first use.
 __getattr__ = _lazy(__name__, {"shard": "attnspan.parallel.jax"})
+
+from . import _load as _load  # isort: skip  (last: backends of others may import this package)

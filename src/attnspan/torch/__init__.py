@@ -60,3 +60,5 @@ __all__ = [
 # Wrappers of other code are in a package above this one.
 _INTEROP = ("DeclarationError", "RetraceWarning", "SpecializedShapesWarning", "Wrapped", "call_jax", "wrap")
 __getattr__ = _lazy(__name__, dict.fromkeys(_INTEROP, "attnspan.interop"))
+
+from . import _load as _load  # noqa: E402  # isort: skip  (last: backends of others may import this package)

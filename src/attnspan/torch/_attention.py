@@ -128,8 +128,18 @@ def attention(
     mask = _FULL if mask is None else mask
     none = bias is None is sinks is None is dropout_seed is None is q_index is None is k_index
     plain = softcap is None and none and not others and isinstance(dropout_p, float) and dropout_p == 0.0
-    options = softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index
-    given = NO_OPTIONS if plain else Given(*options, **others)
+    given = NO_OPTIONS
+    if not plain:
+        given = Given(
+            softcap=softcap,
+            bias=bias,
+            sinks=sinks,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed,
+            q_index=q_index,
+            k_index=k_index,
+            **others,
+        )
     backend = asked_for(backend)
     if isinstance(mask, ShardedMask):
         asked = {"scale": scale, "layout": layout, "return_lse": return_lse, "backend": backend}

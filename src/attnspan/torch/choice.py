@@ -5,7 +5,7 @@ from types import ModuleType
 
 import torch
 
-from attnspan.backends import Choice, choose, load
+from attnspan.backends import Choice, choose
 from attnspan.call import Problem
 from attnspan.kernels import SlowPathWarning
 
@@ -14,7 +14,6 @@ from . import compat
 from ._watched import constant_when_traced
 
 del _own
-load("torch")
 
 _warned: set[str] = set()
 

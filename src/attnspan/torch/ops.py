@@ -17,7 +17,7 @@ from attnspan.backends import Softmax, find
 from attnspan.call import Part, schema
 from attnspan.call import check_k_len as check_k_len
 from attnspan.call.options import DENSE, Options, changes
-from attnspan.errors import ShapeError, expect
+from attnspan.errors import DtypeError, ShapeError, expect
 from attnspan.kernels import cpu
 
 from . import _vmap, compat
@@ -90,8 +90,7 @@ def _forward_kernel(*args: Any) -> tuple[Tensor, Tensor]:
     out = new_outputs(q, given["v"])[0]
     part = _part(given)
     lse = find("torch", backend).forward(part, out)
-    what, remedy = f"backend={backend!r}: lse", "Change the forward function of the backend"
-    expect(lse.shape == q.shape[:3], what, str(tuple(q.shape[:3])), lse.shape, remedy, error=ShapeError)
+    _check_result(backend, "lse", lse, q.shape[:3])
     return out, lse.to(torch.float64).contiguous()
 
 
@@ -109,11 +108,25 @@ def _backward_kernel(*args: Any) -> tuple[Tensor, ...]:
         None if dlse is None else dlse.contiguous(),
         want_dbias=given["want_dbias"],
     )
-    found = find("torch", given["backend"]).backward(part, whole, gradients[:of_inputs])  # type: ignore[misc]
-    for x, own in zip(found, gradients[of_inputs:], strict=True):
+    backend = given["backend"]
+    found = find("torch", backend).backward(part, whole, gradients[:of_inputs])  # type: ignore[misc]
+    names, count = schema.with_gradient(schema.OPTIONS), len(gradients) - of_inputs
+    known, got = isinstance(found, tuple) and len(found) == count, type(found).__name__
+    what = f"backend={backend!r}: backward"
+    expect(known, what, f"a tuple of the gradients of {' and '.join(names)}", got, "Return it")
+    for name, x, own in zip(names, found, gradients[of_inputs:], strict=True):
         if own.numel():
+            _check_result(backend, f"gradient of {name}", x, own.shape)
             own.copy_(x)
     return gradients
+
+
+def _check_result(backend: str, name: str, x: Any, shape: Any) -> None:
+    """Raise unless a backend returned a tensor of this shape. A copy would broadcast another one."""
+    known, got = isinstance(x, Tensor), type(x).__name__
+    what, remedy = f"backend={backend!r}: {name}", "Change the function of the backend"
+    expect(known, what, "a tensor", got, remedy, error=DtypeError)
+    expect(x.shape == shape, what, str(tuple(shape)), tuple(x.shape), remedy, error=ShapeError)
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:

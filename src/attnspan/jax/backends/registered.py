@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnspan.backends import EVERYWHERE, Backend, load, register
+from attnspan.backends import EVERYWHERE, Backend, register
 
 from .lazy import functions_of
 
@@ -39,5 +39,3 @@ for _backend in (
     ),
 ):
     register(_backend, last=True)
-
-load("jax")
