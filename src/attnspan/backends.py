@@ -54,8 +54,10 @@ __all__ = [
     "table",
 ]
 
-#: Entry-point group of other packages. Each entry point refers to a `Backend`.
-GROUP = "attnspan.backends"
+#: Entry-point groups of other packages, by framework. Each entry point refers to a `Backend`.
+GROUPS = {"torch": "attnspan.backends.torch", "jax": "attnspan.backends.jax"}
+#: All options of `Problem.options` that attnspan's own kernels compute.
+ALL_OPTIONS = ("softcap", "bias", "sinks", "dropout")
 #: The device in ``default_on`` that stands for all devices.
 EVERYWHERE = "*"
 
@@ -116,6 +118,8 @@ class Backend:
             "cuda", or JAX's platforms "cpu", "gpu" and "tpu". "*" stands for all. Without devices, it is
             opt-in.
         opt_in: The reason that `explain` gives if it is opt-in.
+        options: Options that ``forward`` and ``backward`` compute: names of `Problem.options`. A call with
+            another option is refused, and never computed without it.
         limit: Returns None, or the reason why calls without ``backend=`` do not use it for a problem.
         layouts: JAX: the layouts of q, k and v that it reads without a transpose, "bhsd" and "bshd".
         fine_lse: JAX: ``forward(part, fine=True)`` returns a complex lse. Its imaginary part is the rounding
@@ -142,6 +146,7 @@ class Backend:
     backward: Callable[..., Any] | None = None
     framework: Literal["torch", "jax"] = "torch"
     default_on: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
     opt_in: str = "it is opt-in, so a call must request it"
     limit: Callable[[Problem], str | None] | None = None
     layouts: tuple[str, ...] = ("bhsd",)
@@ -151,7 +156,10 @@ class Backend:
     paged: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
-        for name, wanted in (("name", str), ("default_on", tuple), ("opt_in", str), ("layouts", tuple)):
+        for name, wanted in (
+            *(("name", str), ("default_on", tuple), ("options", tuple)),
+            *(("opt_in", str), ("layouts", tuple)),
+        ):
             x, remedy = getattr(self, name), f"Pass a {wanted.__name__}"
             known = isinstance(x, wanted) and (wanted is str or all(isinstance(y, str) for y in x))
             expected = "a str" if wanted is str else "a tuple of str"
@@ -173,9 +181,18 @@ class Backend:
         """Whether calls without ``backend=`` may use it on a device."""
         return device in self.default_on or EVERYWHERE in self.default_on
 
+    def refusal(self, problem: Problem, *facts: Any) -> str | None:
+        """Return None, or the reason why it cannot run a problem."""
+        reason = self.supports(problem, *facts)
+        if reason is None:
+            for name in problem.options:
+                if name not in self.options:
+                    return f"it does not compute the option {name}"
+        return reason
+
     def against(self, problem: Problem, *facts: Any) -> str | None:
         """Return None, or the reason why a call without ``backend=`` does not use it for a problem."""
-        reason = self.supports(problem, *facts)
+        reason = self.refusal(problem, *facts)
         if reason is None and not self.runs_by_default_on(problem.device):
             return self.opt_in
         return self.limit(problem) if reason is None and self.limit is not None else reason
@@ -340,7 +357,7 @@ def choose(problem: Problem, framework: str, requested: str | None = None, *fact
     names = own.get(problem.device, own[EVERYWHERE]) if requested is None else (requested,)
     for name in names:
         backend = backends[name]
-        reason = backend.supports(problem, *facts)
+        reason = backend.refusal(problem, *facts)
         if reason is None and requested is None and backend.limit is not None:
             reason = backend.limit(problem)
         if reason is None:
@@ -376,22 +393,21 @@ def load(framework: str) -> None:
     """Register the experimental backends of a framework, and the backends of other packages.
 
     ``attnspan.torch`` and ``attnspan.jax`` call it at the end of their import, so the modules of other
-    packages may import them. An entry point that raises an
-    error gives a warning, because programs that do not use its backend must run.
+    packages may import them. An entry point that raises an error gives a warning, because programs that do
+    not use its backend must run.
 
     Example:
         >>> load("torch")
         >>> "triton" in table("torch")
         True
     """
-    if framework not in _loaded:
-        _loaded.add(framework)
-        import_module(_EXPERIMENTAL[framework])
-    if GROUP not in _loaded:
-        _loaded.add(GROUP)
-        for point in entry_points(group=GROUP):
-            try:
-                register(point.load())
-            except Exception as error:
-                text = f"the entry point {point.name!r} of {GROUP} registers no backend: {error}"
-                warnings.warn(text, stacklevel=2)
+    if framework in _loaded:
+        return
+    _loaded.add(framework)
+    import_module(_EXPERIMENTAL[framework])
+    for point in entry_points(group=GROUPS[framework]):
+        try:
+            register(point.load())
+        except Exception as error:
+            text = f"the entry point {point.name!r} of {GROUPS[framework]} registers no backend: {error}"
+            warnings.warn(text, stacklevel=2)

@@ -58,7 +58,9 @@ def torch_backend():
             into.copy_(found)
         return None, None
 
-    register(Backend(name="gain", supports=lambda _: None, forward=forward, backward=backward))
+    register(
+        Backend(name="gain", options=("gain",), supports=lambda _: None, forward=forward, backward=backward)
+    )
 
 
 def wanted(q, k, v, gain, **options):
@@ -167,6 +169,7 @@ def jax_backend():
         Backend(
             name="gain",
             framework="jax",
+            options=("gain",),
             supports=lambda problem, part: None if part.gain is not None else "it needs a gain",
             forward=forward,
             backward=backward,

@@ -186,6 +186,11 @@ class Given(_Given):
         for row in _PLAIN_ARRAYS:
             if getattr(self, row.name) is not None:
                 others[row.name] = self._lower_array(front, q, k, row, wide)
+        for number in _PLAIN_NUMBERS:
+            if (x := getattr(self, number.name)) != number.unset:
+                wanted = "a finite float32 number"
+                check_number(number.name, x, -FLOAT32_MAX, FLOAT32_MAX, wanted, "Leave it out for none")
+                others[number.name] = x
         drops = self.dropout_seed is not None or type(self.dropout_p) is not float or self.dropout_p != 0.0
         seed = self._lower_dropout(front, q) if drops else None
         positional = seed is not None or kind not in (0, DENSE)
@@ -228,9 +233,13 @@ class Given(_Given):
         front.check_taken(name, x, f"a floating {noun}")
         remedy = "Convert it to float32"
         expect(is_floating(x), name, f"a floating {noun}", kind_of(x), remedy, error=DtypeError)
-        sizes = {"b": q.shape[0], "h": q.shape[1], "g": k.shape[1], "q": q.shape[2], "k": k.shape[2]}
-        shape = [sizes[axis[0]] for axis in schema.axes(name)]
-        fits = len(x.shape) == len(shape) and all(a == b for a, b in zip(x.shape, shape, strict=True))
+        axes = schema.axes(name)
+        sizes = dict(zip("bhqdgk", (*q.shape, *k.shape[1:3]), strict=True))
+        shape = [sizes[axis[0]] for axis in axes]
+        fits = len(x.shape) == len(shape) and all(
+            size == full or (axis[1:] == "?" and sure(size == 1))
+            for axis, size, full in zip(axes, x.shape, shape, strict=True)
+        )
         wanted = f"({', '.join(['{}'] * len(shape))}{',' * (len(shape) == 1)}): {row.words}"
         expect(fits, name, wanted, tuple(x.shape), "Pass this shape", *shape, error=ShapeError)
         front.check_place(name, x, q)
@@ -271,8 +280,16 @@ class Given(_Given):
         return indices[0], indices[1]
 
 
-#: Arrays that need no code of their own: the schema tells their shape.
-_PLAIN_ARRAYS = tuple(row for row in schema.arrays(schema.OPTIONS) if row.dtype == "float32")
+#: Rows that need no code of their own: the schema tells their shape and default.
+_OWN_CODE = ("softcap", "bias", "bias_kind", "dropout_p", "dropout_seed", "q_index", "k_index")
+_PLAIN_ARRAYS, _PLAIN_NUMBERS = [], []
+for _row in schema.OPTIONS:
+    if isinstance(_row, schema.Number) and _row.name not in _OWN_CODE:
+        _PLAIN_NUMBERS.append(_row)
+    elif isinstance(_row, schema.Array) and _row.name not in _OWN_CODE:
+        if _row.dtype != "float32":
+            raise NotImplementedError(f"{_row.name}: Given.lower must convert arrays of {_row.dtype}")
+        _PLAIN_ARRAYS.append(_row)
 
 #: Options of a call without any. To build them at each call would take a tenth of the time of a small call.
 NO_OPTIONS = Given()

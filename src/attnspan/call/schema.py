@@ -84,7 +84,8 @@ INPUTS: tuple[Row, ...] = (
     Number("scale"),
 )
 _BIAS = (ALIBI, "b? h"), (SIGNED_ALIBI, "b? h"), (DISTANCE, "h n"), (DENSE, "b? h? q? k")
-#: The options, in the order of `attnspan.call.options.Options` and of the compiled module.
+#: The options, in the order of `attnspan.call.options.Options` and of the compiled module. Add new ones at
+#: the end, because the compiled module and saved programs read them by their places.
 OPTIONS: tuple[Row, ...] = (
     Number("softcap", default=0.0),
     Array("bias", _BIAS, grad=True, optional=True),

@@ -63,7 +63,7 @@ class Explanation:
         """Explain a call, with a reason for every other backend. ``asked``: the caller named the backend."""
         other = "not asked for" if asked else f"slower than {chosen}"
         refusals = {
-            name: (x.supports if asked else x.against)(call.problem, *facts) or other
+            name: (x.refusal if asked else x.against)(call.problem, *facts) or other
             for name, x in backends.items()
             if name != chosen
         }

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnspan.backends import EVERYWHERE, Backend, Softmax, register
+from attnspan.backends import ALL_OPTIONS, EVERYWHERE, Backend, Softmax, register
 from attnspan.base.arrays import stored
 from attnspan.call import Call, Part, Problem
 from attnspan.call.options import Options
@@ -90,7 +90,7 @@ def of_kernel(name: str, module: Any, **more: Any) -> Backend:
     """Backend of a module with ``supports``, and with the functions of `attnspan.kernels.cpu`."""
     own = _Kernel(module)
     functions: Any = {"forward": own.forward, "backward": own.backward, "paged": own.paged}
-    return Backend(name=name, supports=module.supports, **functions, **more)
+    return Backend(name=name, supports=module.supports, options=ALL_OPTIONS, **functions, **more)
 
 
 class _Framework:
@@ -159,7 +159,7 @@ class _Framework:
 def _of_framework(name: str, module: Any, *, exact: bool, **more: Any) -> Backend:
     own = _Framework(module, exact=exact)
     functions: Any = {"attend": own.attend, "forward": own.forward, "backward": own.backward}
-    return Backend(name=name, supports=module.supports, **functions, **more)
+    return Backend(name=name, supports=module.supports, options=ALL_OPTIONS, **functions, **more)
 
 
 def _attend_by_vendor(call: Call) -> tuple[Tensor, Tensor]:

@@ -59,12 +59,12 @@ def branches_of(problem: Problem, part: JaxPart, requested: str | None) -> tuple
         if not any(chosen.values()):
             choice_of(problem, part, None)  # raises the reason
         backend = table("jax")[defaults("jax", EVERYWHERE)[0]]
-        last = Branch("", backend, backend.supports(problem, part) or "")
+        last = Branch("", backend, backend.refusal(problem, part) or "")
     else:
         if requested not in table("jax"):
             choice_of(problem, part, requested)  # raises
         backend = table("jax")[requested]
-        reasons = {p: backend.supports(x, part) for p, x in problems.items()}
+        reasons = {p: backend.refusal(x, part) for p, x in problems.items()}
         if all(reasons.values()):
             choice_of(problem, part, requested)
         chosen = {p: None if reason else backend for p, reason in reasons.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnspan.backends import EVERYWHERE, Backend, register
+from attnspan.backends import ALL_OPTIONS, EVERYWHERE, Backend, register
 
 from .lazy import functions_of
 
@@ -12,6 +12,7 @@ for _backend in (
     Backend(
         name="cpu",
         framework="jax",
+        options=ALL_OPTIONS,
         **functions_of(f"{_HERE}.cpu"),
         default_on=("cpu",),
         layouts=("bhsd", "bshd"),
@@ -20,6 +21,7 @@ for _backend in (
     Backend(
         name="cudnn",
         framework="jax",
+        options=ALL_OPTIONS,
         **functions_of(f"{_HERE}.cudnn", own_derivative=True),
         default_on=("gpu",),
         reads_mask=True,
@@ -27,6 +29,7 @@ for _backend in (
     Backend(
         name="xla",
         framework="jax",
+        options=ALL_OPTIONS,
         **functions_of(f"{_HERE}.xla"),
         default_on=(EVERYWHERE,),
         fine_lse=True,
@@ -34,6 +37,7 @@ for _backend in (
     Backend(
         name="math",
         framework="jax",
+        options=ALL_OPTIONS,
         **functions_of(f"{_HERE}.math", own_derivative=True),
         opt_in="it stores every score, so it must be requested",
     ),
