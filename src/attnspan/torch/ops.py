@@ -178,13 +178,13 @@ for _name, _op in (("forward", forward_op), ("backward", backward_op)):
 _inputs_of = itemgetter("q", "k", "v", "out", "lse", "bounds", "scale")
 
 
-def _past_operator(dout: Tensor, given: dict[str, Any]) -> tuple[Any, ...] | None:
-    """The operator's gradients without a call of the operator.
+def _past_operator(dout: Tensor, given: dict[str, Any], plain: bool) -> tuple[Any, ...] | None:
+    """The operator's gradients without a call of the operator. A ``plain`` call has no options.
 
     The backward pass of 16 queries then takes three quarters of the time. Returns None if the compiled module
     cannot read a tensor.
     """
-    options = read_options(Options(*_options_of(given)))
+    options = None if plain else read_options(Options(*_options_of(given)))
     bias, sinks = given["bias"] if given["want_dbias"] else None, given["sinks"]
     dbias = None if bias is None else torch.empty(bias.shape, dtype=torch.float32)
     dsinks = None if sinks is None else torch.empty(sinks.shape, dtype=torch.float32)
@@ -199,6 +199,7 @@ _NUMBERS = tuple(row.name for row in schema.FORWARD if isinstance(row, schema.Nu
 _saved_of, _numbers_of = itemgetter(*_SAVED), itemgetter(*_NUMBERS)
 _RESULTS_AND_SAVED = (*schema.names(schema.RESULTS), *_SAVED)
 _FORWARD_NAMES = schema.names(schema.FORWARD)
+_DEFAULTS = {row.name: row.default for row in schema.FORWARD}
 # The arguments of the backward operators after `dout` and `dlse`.
 _rest_of = {
     backward_op: itemgetter(*schema.names(_without_backend(schema.BACKWARD)[2:])),
@@ -216,7 +217,8 @@ class _Forward(torch.autograd.Function):
         results = source if ctx.short else below_autograd(source[0], source[1], inputs)
         # The gradient of an unused output is then None, and the kernel skips the lse term.
         ctx.set_materialize_grads(False)
-        given = schema.by_name(schema.FORWARD, inputs)
+        given = _DEFAULTS | dict(zip(_FORWARD_NAMES, inputs, strict=False))
+        ctx.plain = len(inputs) <= len(schema.INPUTS)
         ctx.op = backward_op if ctx.short or source[0] is forward_op else named_backward_op
         ctx.numbers = _numbers_of(given)
         # Autograd cannot save a tensor from inference mode, but it can save a copy.
@@ -236,7 +238,7 @@ class _Forward(torch.autograd.Function):
         dout = torch.zeros_like(given["out"]) if dout is None else dout
         found = None
         if ctx.short and dlse is None and not (torch.is_grad_enabled() or dout.is_neg() or is_watched()):
-            found = _past_operator(dout, given) if type(dout) is Tensor else None
+            found = _past_operator(dout, given, ctx.plain) if type(dout) is Tensor else None
         if found is None:
             found = ctx.op(dout, None if dlse is None else dlse.float(), *_rest_of[ctx.op](given))
         grads = dict(zip(_GRADIENTS, found, strict=True))
