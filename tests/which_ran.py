@@ -18,7 +18,7 @@ def counted(framework: str) -> Iterator[Counter[str]]:
 
     The compiled module runs torch's "cpu" without one of its functions, so "cpu" has no count in torch.
     """
-    table = backends._tables[framework]
+    table = dict(backends.table(framework))
     backends._replace(framework, {name: _counting(backend) for name, backend in table.items()})
     _runs.clear()
     try:
