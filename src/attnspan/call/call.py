@@ -234,6 +234,7 @@ class Part:
         options: Softcap, bias, sinks and dropout in the form of kernels, or None.
 
     Example:
+        >>> import numpy as np
         >>> q = np.zeros((1, 4, 2, 8), np.float32)
         >>> bounds = np.array([[0, 1], [0, 2]], np.int32).reshape(1, 1, 2, 1, 2)  # a causal mask
         >>> Part(q, q, q, bounds, scale=8**-0.5, options=None).bounds[0, 0, :, 0].tolist()
