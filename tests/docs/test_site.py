@@ -91,14 +91,10 @@ BEYOND = """() => [...document.querySelectorAll("article *")]
 
 @pytest.mark.long
 def test_a_phone_scrolls_in_one_direction(site: Path) -> None:
-    from browser import ARGUMENTS, find_browser
-    from playwright.sync_api import sync_playwright
+    from browser import a_browser
 
-    path = find_browser(os.environ)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=list(ARGUMENTS))
+    with a_browser() as browser:
         page = browser.new_page(viewport={"width": 390, "height": 900}, is_mobile=True)
         for name in ("index", "masks", "switch/flex", "reference/torch", "library", "notebooks/training"):
             page.goto((site / f"{name}.html").as_uri())
             assert page.evaluate(BEYOND) == [], name
-        browser.close()
