@@ -65,7 +65,7 @@ _LAYOUTS = ("bhsd", "bshd")
 
 
 class _Registered(NamedTuple):
-    """The backends of a framework by name, and the names of its default backends by device.
+    """The backends of a framework, keyed by name, and the names of its default backends, keyed by device.
 
     `EVERYWHERE` stands for the devices that no backend names.
     """
@@ -266,7 +266,7 @@ def register(backend: Backend, *, last: bool = False) -> Registration:
 
 
 def table(framework: str) -> Mapping[str, Backend]:
-    """Return the backends of a framework by name, the preferred one first.
+    """Return the backends of a framework, keyed by name, the preferred one first.
 
     attnspan's own backends register when ``attnspan.torch`` or ``attnspan.jax`` is imported.
 
@@ -315,7 +315,7 @@ class Choice:
 
     Attributes:
         name: Name of the backend.
-        refusals: The reason of each backend that is preferred to it, by name.
+        refusals: The reason of each backend that is preferred to it, keyed by name.
 
     Example:
         >>> Choice("math", {"cpu": "it takes no float64"}).name

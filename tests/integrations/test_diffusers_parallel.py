@@ -426,7 +426,7 @@ def test_the_page_runs_on_two_ranks() -> None:
     latents = names["inputs"]["hidden_states"]
     got, latents.grad = latents.grad, None
     names["transformer"](**names["inputs"]).sample.square().mean().backward()
-    assert error(got, latents.grad) < CLOSE, "that of all tokens"
+    assert error(got, latents.grad) < CLOSE, "the gradient of all tokens"
 
 
 EXAMPLE = REPOSITORY / "examples" / "diffusion_two_ranks.py"

@@ -14,9 +14,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnspan import causal, documents
+from attnspan.call.options import DENSE, Options
 from attnspan.kernels import cpu
 from attnspan.torch import attention
-from attnspan.torch.ops import backward_op, forward_op
+from attnspan.torch.ops import backward_op, forward_op, read_options
 
 GIVEN = ("queries given", "keys given")
 
@@ -218,3 +219,13 @@ def test_other_checkpointing_policies_save_attention(old: bool) -> None:
         )
         out.sum().backward()
     assert sorted(calls) == ["backward", "forward"]
+
+
+def test_an_expanded_dense_bias_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    bias = torch.randn(1, 1, 1, 5).expand(2, 3, 4, 5)
+    copies = []
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda x, *_: copies.append(x) or x)
+    found = read_options(Options(bias=bias, bias_kind=DENSE))
+    assert found is not None
+    assert found.bias is bias
+    assert not copies

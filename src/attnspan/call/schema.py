@@ -38,7 +38,7 @@ class Array:
         optional: Whether it may be None.
         serves: Whether it only serves another option. By itself, it changes nothing.
         single: Whether it may also be one value, of shape ().
-        words: What its elements are, for errors.
+        words: Description of its elements, for errors.
     """
 
     name: str
@@ -61,7 +61,8 @@ class Number:
         type: "float", "int", "bool" or "str".
         default: The value that changes nothing. None if the argument is required.
         serves: Whether it only serves another option. By itself, it changes nothing.
-        unset: What the caller of `attention` passes for the default. `HIDDEN` if callers do not pass it.
+        unset: The default of `attention`, which stands for `default`. `HIDDEN` if it is no keyword of
+            `attention`.
     """
 
     name: str
@@ -75,7 +76,7 @@ class Number:
 Row = Array | Number
 HIDDEN = object()
 
-#: What every call has.
+#: The arguments that every call has.
 INPUTS: tuple[Row, ...] = (
     Array("q", "b h q d", grad=True),
     Array("k", "b g k d", grad=True),
@@ -102,7 +103,7 @@ K_LEN = Array("k_len", "", "int64", optional=True)
 BACKEND = Number("backend", "str", default="cpu")
 #: The arguments of a forward pass.
 FORWARD: tuple[Row, ...] = (*INPUTS, *OPTIONS, K_LEN, BACKEND)
-#: What a call returns.
+#: The results of a call.
 RESULTS: tuple[Array, ...] = (Array("out", "b h q e", grad=True), Array("lse", "b h q", "float64", grad=True))
 
 #: The arguments of a backward pass. A gradient whose "want_" number is False is not computed.
@@ -137,7 +138,7 @@ def with_gradient(rows: Iterable[Row]) -> tuple[str, ...]:
 
 
 def by_name(rows: Sequence[Row], args: Sequence[Any]) -> dict[str, Any]:
-    """Arguments, keyed by name. Trailing arguments may be missing: they get their defaults."""
+    """Arguments, keyed by name. Missing trailing arguments get their defaults."""
     # A loop, because each value of a generator would be a Python call.
     given, count = {}, len(args)
     for at, row in enumerate(rows):

@@ -33,7 +33,7 @@ _LETTERS = {"batch": "b", "heads": "h"}
 #: The axes of q in each layout.
 AXES_OF_Q = {layout: "".join(_LETTERS.get(dim, ".") for dim in dims) for layout, dims in LAYOUTS.items()}
 _RESULTS = schema.names(schema.RESULTS)
-# What a backward pass gets in addition to a part.
+# The arguments of a backward pass in addition to a part.
 _REST = (*_RESULTS, "dout", "dlse")
 # The mask and the options. A device may receive the parts of them that it lacks.
 _OPTIONS = ("bounds", *schema.names(schema.OPTIONS))

@@ -21,7 +21,7 @@ class Explanation:
 
     Attributes:
         backend: Name of the backend that runs the call.
-        refusals: The reason for every other backend, by name, why it does not run the call.
+        refusals: The reason why each other backend does not run the call, keyed by name.
         problem: The sizes of the call.
         pairs: Visible (query, key) pairs over all batch elements and query heads.
         options: Softcap, bias, sinks and dropout in words.

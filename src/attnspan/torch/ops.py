@@ -69,10 +69,13 @@ def read_options(options: Options) -> Options | None:
     """Options with arrays that the kernel can read, or None if the call has no options."""
     if not changes(options):
         return None
-    read = {name: x.contiguous() for name, x in options._asdict().items() if isinstance(x, Tensor)}
-    if options.bias_kind == DENSE:  # it may be expanded, and large
-        read["bias"] = readable(options.bias)
-    return Options(**{**options._asdict(), **read})
+    read = options._asdict()
+    for name, x in read.items():
+        if isinstance(x, Tensor):
+            # A dense bias may be expanded, and large.
+            dense = name == "bias" and options.bias_kind == DENSE
+            read[name] = readable(x) if dense else x.contiguous()
+    return Options(**read)
 
 
 def _part(given: dict[str, Any]) -> Part:

@@ -1,4 +1,4 @@
-"""Triton kernels for GPUs. The functions are those of a kernel of `attnspan.kernels`."""
+"""Triton kernels for GPUs. They have the functions of each kernel in `attnspan.kernels`."""
 
 from ._config import config_of as config_of
 from .kernel import MAX_HEAD_DIM as MAX_HEAD_DIM
