@@ -98,6 +98,21 @@ def test_options_shard_with_what_they_belong_to(mesh: object, placement: object,
     torch.testing.assert_close(parameter.grad.to_local(), _first_part(whole, own))
 
 
+@pytest.mark.parametrize("name", ["dropout by seeds", "alibi, per batch row"])
+@pytest.mark.parametrize("own", [Shard(0), Replicate()], ids=str)
+def test_one_rank_of_an_axis_may_hold_a_split_dim(mesh: object, own: object, name: str) -> None:
+    inputs = tuple(small(**SIZES, batch=1).inputs.values())
+    options = OPTIONS[name](1, 4, 24, 24)
+    wanted = attention(*inputs, mask=causal(), **options).detach()
+    grid, placements = init_device_mesh("cpu", (1, 2)), [Shard(0), Shard(1)]
+    place = lambda x, where: distribute_tensor(x.detach(), grid, where, src_data_rank=None)  # noqa: E731
+    sharded = [place(x, placements) for x in inputs]
+    placed = torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: place(x, [own, Shard(1)]), options)
+    out = attention(*sharded, mask=causal(), **placed)
+    assert out.placements == tuple(placements)
+    torch.testing.assert_close(out.to_local(), wanted.chunk(2, 1)[0])
+
+
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=str)
 def test_indices_shard_by_batch_only(mesh: object, placement: object) -> None:
     sample = small(**SIZES)

@@ -232,7 +232,10 @@ def _check_placements(
     remedy = "Pass q, k and v as DTensors too, or pass its to_local()"
     expect(q_mesh is not None, name, "a plain tensor, as q, k and v are", f"a DTensor with {got}", remedy)
     expect(mesh == q_mesh, what, "the mesh of q, {}", mesh, "Place it on the mesh of q, k and v", q_mesh)
-    fits = placements == wanted or all(place.is_replicate() for place in placements)
+    # The one rank of an axis of size 1 has the whole tensor, whether it is sharded or replicated.
+    pairs = enumerate(zip(placements, wanted, strict=True))
+    fits = all(a == b or (mesh.size(at) == 1 and not a.is_partial()) for at, (a, b) in pairs)
+    fits = fits or all(place.is_replicate() for place in placements)
     expected = "{}, which goes with q" + ", or Replicate()" * any(place.is_shard() for place in wanted)
     expect(fits, what, expected, got, _MOVES_NOTHING, _words(wanted))
 
