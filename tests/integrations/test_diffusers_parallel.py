@@ -41,6 +41,7 @@ from attnspan.integrations.diffusers import (
     unparallelize,
 )
 from attnspan.kernels import cpu
+from attnspan.parallel import Strategy
 from attnspan.parallel.torch.comm import counted_bytes
 
 # Before a process is forked: each rank would load the models anew.
@@ -338,7 +339,8 @@ def test_bfloat16_is_as_close_as_on_one_rank(name: str) -> None:
 def test_a_plan_is_as_large_as_compilers_are_told(kind: str, members: int, groups: int) -> None:
     for streams in ((7,), (64, 61)):
         for rank in range(members * groups):
-            given = torch.zeros(1), kind, members, groups, rank, 4, 2, streams
+            strategy = Strategy(kind, members, groups)
+            given = torch.zeros(1), strategy.name, strategy.ranks, rank, (4, 2), streams
             torch.library.opcheck(torch.ops.attnspan.plan_of_rows.default, given)
 
 

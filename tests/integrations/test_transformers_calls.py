@@ -1,6 +1,8 @@
 """What `attend` and `make_mask` take and refuse, masks of users, and dropout."""
 
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -15,9 +17,11 @@ from transformers_models import FORWARD, LEFT_PADDED, TOKENS, assert_equals_eage
 from watching import Watching  # noqa: E402
 
 import attnspan.integrations.transformers as adapter  # noqa: E402
+from attnspan import causal  # noqa: E402
 from attnspan.errors import OptionError, ShapeError  # noqa: E402
-from attnspan.integrations import _transformers_masks  # noqa: E402
+from attnspan.integrations import _all_pairs  # noqa: E402
 from attnspan.masks.bounds import Spans  # noqa: E402
+from attnspan.torch import attention  # noqa: E402
 
 LAYER = torch.nn.Module()
 LOWEST = torch.finfo(torch.float32).min
@@ -143,7 +147,7 @@ def test_a_model_that_computes_attention_itself_is_named():
 
 @pytest.mark.parametrize("name", ["doge", "bigbird_pegasus", "t5gemma2_decoder"])
 def test_models_that_read_their_masks_are_named(name):
-    _transformers_masks._said.discard(f"{name} reads its masks, so they are made")
+    _all_pairs._said.discard(f"{name} reads its masks, so they are made")
     config = transformers.AutoConfig.for_model(name)
     with pytest.warns(
         adapter.AllPairsWarning, match=f"{name} reads its masks, so they are made for all pairs"
@@ -324,3 +328,23 @@ def test_a_recorded_model_meets_other_padding(recorder):
             torch.jit.trace(run, (left,), check_trace=False) if recorder == "jit" else make_fx(run)(left)
         )
     assert relative_error(recorded(right)[right.bool()], wanted) < 3e-6
+
+
+def test_layers_that_share_offsets_lower_them_once(monkeypatch):
+    """Also below a causal mask, which each layer combines with the documents anew."""
+    made, documents, (q, k, v) = [], adapter.documents, _qkv()
+    monkeypatch.setattr(adapter, "documents", lambda *given: made.append(given) or documents(*given))
+
+    def attend(offsets):
+        return adapter.attend(LAYER, q, k, v, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets)[0]
+
+    offsets = torch.tensor([0, 3, 8])
+    assert torch.equal(attend(offsets), attend(offsets))
+    assert len(made) == 1
+    offsets[1] = 5  # A batch that is written into the same tensor.
+    wanted = attention(q, k, v, mask=causal() & documents(torch.tensor([0, 5, 8])))
+    assert torch.equal(attend(offsets), wanted.transpose(1, 2))
+    gone = weakref.ref(offsets)
+    del offsets, made[:]
+    gc.collect()
+    assert gone() is None

@@ -11,14 +11,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from attnspan.errors import expect
-from attnspan.masks import Mask, Prepared
+from attnspan.masks import Prepared
 from attnspan.parallel import Layout
 from attnspan.parallel.lowered import lower
 from attnspan.parallel.torch.mesh_plan import MeshPlan
@@ -219,6 +218,7 @@ class Sharding:
     def __init__(self, model: Any, kinds: dict[str, Kind], mesh: DeviceMesh, strategy: str) -> None:
         self.model, self.kinds, self.mesh = model, kinds, mesh
         self.strategies: dict[str, Any] = dict.fromkeys(kinds, strategy)
+        self.compared = False  # whether the ranks have compared their first batches
 
     def __call__(self, inputs: Mapping[str, Any]) -> Sharded:
         """Return this rank's part of the model's whole inputs, which are the same on all ranks."""
@@ -230,7 +230,7 @@ class Sharding:
         if inputs["position_ids"].shape[0] != batch:
             inputs["position_ids"] = inputs["position_ids"].expand(batch, -1)
         masks = self._lowered(inputs, batch, length)
-        widest = max(masks, key=lambda kind: _pairs(masks[kind]))
+        widest = max(masks, key=lambda kind: masks[kind].lowered.cost().sum())
         layout = Layout.of(masks[widest], q_len=length, ranks=self.mesh.size(), batch=batch)
         if "labels" in inputs and "shift_labels" not in inputs:
             inputs["shift_labels"] = nn.functional.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
@@ -248,28 +248,16 @@ class Sharding:
         found = {}
         for kind, given in _masks(self.model, inputs, batch, length).items():
             mask, bias = adapter._read(given, True, None, like, like, offsets)  # type: ignore[arg-type]
-            remedy = "Pass a boolean mask"
-            expect(
-                bias is None, "attention_mask with context parallelism", "a mask", "floating scores", remedy
-            )
-            found[kind] = _lower(mask, batch, length)
+            what, remedy = "attention_mask with context parallelism", "Pass a boolean mask"
+            expect(bias is None, what, "a mask", "floating scores", remedy)
+            found[kind] = lower(mask, length, length, batch, 1)
         return {kind: found[kind] for kind in self.kinds}
 
     def _plan(self, kind: str, mask: Prepared, layout: Layout, batch: int) -> Any:
-        heads, head_dim, v_dim = self.kinds[kind]
-        sizes = {"batch": batch, "head_dim": head_dim, "v_dim": v_dim}
-        plan = layout.plan(mask, heads=heads, strategy=self.strategies[kind], **sizes)
+        sizes = self.kinds[kind]._asdict()
+        plan = layout.plan(mask, strategy=self.strategies[kind], batch=batch, **sizes)
         self.strategies[kind] = plan.strategy
         return plan
-
-
-def _lower(mask: Mask, batch: int, length: int) -> Prepared:
-    return lower(mask, length, length, batch, 1)
-
-
-def _pairs(mask: Prepared) -> int:
-    bounds = mask.lowered.bounds
-    return int(np.maximum(bounds[..., 1] - bounds[..., 0], 0).sum())
 
 
 def _split(inputs: Mapping[str, Any], batch: int, length: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -282,9 +270,8 @@ def _split(inputs: Mapping[str, Any], batch: int, length: int) -> tuple[dict[str
             rest[name] = x
             continue
         remedy = "Train only on tokens, or without context parallelism"
+        fits, what = x.shape[:2] == (batch, length), f"{name} with context parallelism"
         wanted = f"shape ({batch}, {length}, ...), an entry for each token"
-        expect(
-            x.shape[:2] == (batch, length), f"{name} with context parallelism", wanted, tuple(x.shape), remedy
-        )
+        expect(fits, what, wanted, tuple(x.shape), remedy)
         whole[name] = x
     return whole, rest

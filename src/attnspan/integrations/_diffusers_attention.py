@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils.weak import WeakIdKeyDictionary
 
 from attnspan.call import MAX_LENGTH
 from attnspan.call.options import dense_bias
@@ -13,6 +12,7 @@ from attnspan.errors import DtypeError, ShapeError, expect
 from attnspan.masks import Mask, Prepared, causal, from_block_mask, from_dense, keys
 from attnspan.masks.bounds import Spans
 from attnspan.torch import attention, compat
+from attnspan.torch._lowered import lowered_from
 from attnspan.torch._sdpa import of_causal_bias
 from attnspan.torch.choice import torchs_backend
 
@@ -146,7 +146,13 @@ def read_mask(given: Any, q: Tensor, k: Tensor) -> tuple[Mask | Spans | None, Te
         return None, _hiding(given)  # Compiled code returns NaN for more runs than it has spans.
     if torch.compiler.is_compiling():
         return from_dense(given), None
-    return _remembered(own, given, q, k), None
+
+    def prepared(x: Tensor) -> Prepared:
+        visible = _in_four_dims(x, sizes)
+        lowered = {"batch": visible.shape[0], "heads": visible.shape[1], "like": q}
+        return from_dense(visible).prepare(q.shape[1], k.shape[1], **lowered)
+
+    return lowered_from(own, (*sizes, q.device), prepared), None
 
 
 def _in_four_dims(given: Tensor, sizes: tuple[int, int, int, int]) -> Tensor:
@@ -185,18 +191,3 @@ def _of_keys(visible: Tensor, device: torch.device) -> tuple[Mask | None, Tensor
 
 def _hiding(visible: Tensor) -> Tensor:
     return torch.zeros_like(visible, dtype=torch.float32).masked_fill(~visible, -torch.inf)
-
-
-_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def _remembered(own: Tensor, visible: Tensor, q: Tensor, k: Tensor) -> Prepared:
-    """Encode a tensor once for all layers that receive it, until it is modified."""
-    known = _known.get(own)  # type: ignore[no-untyped-call]
-    if known is None or not torch.equal(known[0], visible):
-        visible = visible.clone()  # A copy, so that the tensor is not kept alive.
-        batch, heads = visible.shape[:2]
-        mask = from_dense(visible).prepare(q.shape[1], k.shape[1], batch=batch, heads=heads, like=q)
-        _known[own] = known = visible, mask
-    found: Prepared = known[1]
-    return found

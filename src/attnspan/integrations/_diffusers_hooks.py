@@ -6,7 +6,7 @@ Each hook is a method, because the compiler can trace methods.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,24 +15,11 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from attnspan.errors import ShapeError, expect
-from attnspan.parallel import Strategy
 from attnspan.torch.compat import pytree
 
 from ._diffusers_plans import Rows, TokenPlan
-from ._diffusers_rows import attend_rows, cut, entered, gather, share
-
-
-class Part:
-    """This rank's place among ranks that share something, and the name of their group."""
-
-    def __init__(self, ranks: int, rank: int, group: str) -> None:
-        self.ranks, self.rank, self.group = ranks, rank, group
-
-    def cut(self, x: Tensor, dim: int, streams: tuple[int, ...]) -> Tensor:
-        return cut(x, dim, streams, self.ranks, self.rank)
-
-    def gather(self, x: Tensor, dim: int, streams: tuple[int, ...]) -> Tensor:
-        return gather(x, dim, streams, self.ranks, self.rank, self.group)
+from ._diffusers_rows import attend_rows, entered
+from ._patches import Patches
 
 
 class _Shared:
@@ -50,36 +37,30 @@ class Parallel(_Shared):
         model: The transformer.
         plan: The place of its tokens.
         whole: Name of the group of all ranks.
-        tokens: The ranks that share tokens, or None.
-        batch: The ranks that share the batch, or None.
-        strategy: How the ranks in ``tokens`` attend.
+        tokens: The ranks that share tokens, a `Part`, or None.
+        batch: The ranks that share the batch, a `Part`, or None.
+        strategy: How the ranks in ``tokens`` attend, or None.
         names: Names of the model's inputs.
         rows: Tokens of each stream in the current call.
-        undo: Functions that remove the hooks and processors.
+        patches: The hooks and processors.
         before: `rows`, keyed by an argument of a layer. A checkpoint recomputes a layer with the same
             argument.
     """
 
     model: nn.Module
     plan: TokenPlan
-    group: Any
     whole: str
-    tokens: Part | None
-    batch: Part | None
-    strategy: Strategy | None
+    tokens: Any
+    batch: Any
+    strategy: Any
     names: list[str]
     rows: dict[str, Any] = field(default_factory=dict)
-    undo: list[Callable[[], None]] = field(default_factory=list)
+    patches: Patches = field(default_factory=lambda: Patches("the transformer"))
     before: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
 
     def streams(self, names: tuple[str, ...]) -> tuple[Any, ...]:
         """Return the tokens of some streams."""
         return tuple(self.rows[name] for name in names)
-
-    def restore(self) -> None:
-        """Remove hooks and processors, the latest first."""
-        while self.undo:
-            self.undo.pop()()
 
     def recall(self, x: Any) -> None:
         """Restore the `rows` of the call that this argument of a layer belongs to, also within backward."""
@@ -95,9 +76,7 @@ class Parallel(_Shared):
         inputs = self._entered(inputs)
         if self.batch is not None:
             count = inputs["hidden_states"].shape[0]
-            remedy = (
-                "Pass guided and unguided samples in one batch, or use a mesh with fewer ranks for the batch"
-            )
+            remedy = "Pass guided and unguided samples in one batch, or use a mesh with fewer ranks for it"
             what, wanted = "hidden_states", "at least {} batch elements, one for each rank of the batch"
             fits = count >= self.batch.ranks
             expect(fits, what, wanted, count, remedy, self.batch.ranks, error=ShapeError)
@@ -122,15 +101,13 @@ class Parallel(_Shared):
 
     def _entered(self, inputs: dict[str, Any]) -> dict[str, Any]:
         sizes = [n for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor) for n in (x.ndim, *x.shape)]
-        first = inputs["hidden_states"]
-        found = {"hidden_states": entered(first, self.whole, sizes)}
+        found = {}
         for name, x in inputs.items():
-            if name != "hidden_states" and isinstance(x, Tensor) and x.requires_grad:
-                found[name] = entered(x, self.whole)
+            if name == "hidden_states" or (isinstance(x, Tensor) and x.requires_grad):
+                found[name] = entered(x, self.whole, sizes if name == "hidden_states" else [])
         return inputs | found
 
     def _of_batch(self, x: Any, count: Any) -> Any:
-        assert self.batch is not None
         if isinstance(x, Tensor):
             return self.batch.cut(x, 0, (count,)) if x.ndim and x.shape[0] == count else x
         if isinstance(x, dict):
@@ -139,8 +116,8 @@ class Parallel(_Shared):
             if all(isinstance(value, Tensor) for value in x):
                 return type(x)([self._of_batch(value, count) for value in x])
             if len(x) == count and all(isinstance(value, (list, tuple)) for value in x):
-                start = sum(share(count, self.batch.ranks, rank) for rank in range(self.batch.rank))
-                return x[start : start + share(count, self.batch.ranks, self.batch.rank)]
+                start = self.batch.begin(count)
+                return x[start : start + self.batch.share(count)]
         return x
 
     def _cut(self, name: str, x: Any, rows: Rows | tuple[Rows, ...]) -> Any:
@@ -151,24 +128,19 @@ class Parallel(_Shared):
         if not isinstance(x, Tensor):
             return x
         assert isinstance(rows, Rows)
-        assert self.tokens is not None
         if rows.ndim is not None and x.ndim != rows.ndim:
             return x
         streams, got = self.streams(rows.streams), x.shape[rows.dim]
         if got == 1:
             return x
         fits, size = got == sum(streams), tuple(x.shape)
-        wanted, remedy = (
-            "{} tokens along dimension {}",
-            "Pass it for all tokens, because each rank takes its own part",
-        )
+        wanted, remedy = "{} tokens along dimension {}", "Pass it whole, because each rank takes its own part"
         expect(fits, name, wanted, size, remedy, sum(streams), rows.dim, error=ShapeError)
         return self.tokens.cut(x, rows.dim, streams)
 
     def leave(self, model: nn.Module, args: Any, output: Any) -> Any:
         """Gather the batch elements of all ranks."""
         del model, args
-        assert self.batch is not None
         rows = (self.rows["batch"],)
         if isinstance(output, tuple):
             return (self.batch.gather(output[0], 0, rows), *output[1:])
@@ -190,7 +162,6 @@ class LayerHooks(_Shared):
     def begin(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Cut the streams to this rank's tokens."""
         del layer
-        self.parallel.recall(args[0] if args else kwargs.get(self.names[0]))
         return self._changed(args, kwargs, self.parallel.plan.stream, {})
 
     def before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -202,7 +173,6 @@ class LayerHooks(_Shared):
             remedy = "Call unparallelize and parallelize again after you exchange processors"
             what, wanted = f"processor of {name}", "the processor from parallelize"
             expect(fits, what, wanted, type(module.processor).__name__, remedy)
-        parallel.recall(args[0] if args else kwargs.get(self.names[0]))
         return self._changed(args, kwargs, parallel.plan.every, parallel.plan.leading)
 
     def _changed(
@@ -217,17 +187,15 @@ class LayerHooks(_Shared):
                 return self.parallel._cut(name, value, rows[name])
             return self._leading(value, leading[name]) if name in leading else value
 
+        self.parallel.recall(args[0] if args else kwargs.get(self.names[0]))
         places = [change(*each) for each in zip(self.names, args, strict=False)]
         return (*places, *args[len(places) :]), {name: change(name, value) for name, value in kwargs.items()}
 
     def _leading(self, count: Any, stream: str) -> Any:
         if count is None:
             return None
-        parallel, (rows,) = self.parallel, self.parallel.streams((stream,))
-        assert parallel.tokens is not None
-        ranks, rank = parallel.tokens.ranks, parallel.tokens.rank
-        start = sum(share(rows, ranks, other) for other in range(rank))
-        return max(0, min(count - start, share(rows, ranks, rank)))
+        tokens, (rows,) = self.parallel.tokens, self.parallel.streams((stream,))
+        return max(0, min(count - tokens.begin(rows), tokens.share(rows)))
 
     def after(self, layer: nn.Module, args: Any, output: Any) -> Any:
         """Gather the last layer's result for all tokens."""
@@ -244,7 +212,6 @@ class LayerHooks(_Shared):
 
     def _whole(self, x: Tensor) -> Tensor:
         rows = self.parallel.plan.result[1]
-        assert self.parallel.tokens is not None
         return self.parallel.tokens.gather(x, rows.dim, self.parallel.streams(rows.streams))
 
 
@@ -288,22 +255,18 @@ class Sequence(_Shared):
             OptionError: Several ranks do not support an option.
         """
         parallel = self._parallel
-        assert parallel.tokens is not None
-        assert parallel.strategy is not None
-        streams, ranks, rank = parallel.streams(self.streams), parallel.tokens.ranks, parallel.tokens.rank
+        streams, tokens = parallel.streams(self.streams), parallel.tokens
         what, remedy = "attention on several ranks", "Leave the option out, or run the model on one rank"
         expect(not is_causal, what, "is_causal=False", "True", remedy)
         expect(not dropout_p, what, "dropout_p=0", dropout_p, remedy)
-        rows = sum(share(each, ranks, rank) for each in streams)
+        rows = sum(map(tokens.share, streams))
         wanted = "{} tokens of " + " and ".join(self.streams) + ", as in the model's inputs"
         remedy = "Pass a TokenPlan that says which modules join which streams"
         for name, x in (("query", query), ("key", key), ("value", value)):
             expect(x.shape[1] == rows, name, wanted, x.shape[1], remedy, rows, error=ShapeError)
         scale = query.shape[3] ** -0.5 if scale is None else scale
         bias = None if attn_mask is None else _bias_of_keys(attn_mask, rows, query.dtype)
-        return attend_rows(
-            query, key, value, bias, scale, streams, parallel.strategy, rank, parallel.tokens.group
-        )
+        return attend_rows(query, key, value, bias, scale, streams, parallel.strategy, tokens)
 
 
 def _bias_of_keys(mask: Tensor, rows: int, dtype: torch.dtype) -> Tensor:

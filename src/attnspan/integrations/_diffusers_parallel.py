@@ -26,11 +26,11 @@ from attnspan.parallel.torch.loss import sum_gradients
 from attnspan.torch import compat
 
 from ._diffusers_enable import enable
-from ._diffusers_hooks import LayerHooks, Parallel, Part, Sequence, streams_of
+from ._diffusers_hooks import LayerHooks, Parallel, Sequence, streams_of
 from ._diffusers_plans import Rows as Rows
 from ._diffusers_plans import TokenPlan as TokenPlan
 from ._diffusers_plans import known_plans
-from ._diffusers_rows import watch
+from ._diffusers_rows import Part
 
 _HERE = "_attnspan_parallel"
 
@@ -90,18 +90,8 @@ def parallelize(
         _check_plan(transformer, plan)
     tokens, rows, group, chosen = _parts(transformer, plan, mesh, strategy, batch)
     names = list(inspect.signature(transformer.forward).parameters)
-    parallel = Parallel(transformer, plan, group, watch(group), tokens, rows, chosen, names)
-    try:
-        hooked = transformer.register_forward_pre_hook(parallel.enter, with_kwargs=True)
-        parallel.undo.append(hooked.remove)
-        if rows is not None:
-            parallel.undo.append(transformer.register_forward_hook(parallel.leave).remove)
-        if tokens is not None:
-            _hook_layers(parallel)
-            _set_attention(parallel)
-    except Exception:
-        parallel.restore()
-        raise
+    parallel = Parallel(transformer, plan, group.group_name, tokens, rows, chosen, names)
+    parallel.patches.apply(lambda: _hook(parallel))
     setattr(transformer, _HERE, parallel)
     return transformer
 
@@ -168,21 +158,16 @@ def _parts(
     """Return the ranks that share tokens, those that share the batch, the group, and the strategy."""
     if batch is None:
         group = group_of(mesh)
-        chosen = _strategy(transformer, plan, mesh, strategy)
-        return Part(group.size(), group.rank(), group.group_name), None, group, chosen
+        return Part(group), None, group, _strategy(transformer, plan, mesh, strategy)
     names = mesh.mesh_dim_names or ()
     remedy = "Make the mesh with mesh_dim_names=..., and pass one of these names"
     expect(batch in names, "batch", f"a mesh dimension among {names}", repr(batch), remedy)
     group = mesh.get_group() if mesh.ndim == 1 else compat.flattened(mesh).get_group()
-    of_rows = mesh[batch].get_group()
-    rows = Part(of_rows.size(), of_rows.rank(), of_rows.group_name)
-    others = tuple(name for name in names if name != batch)
+    rows, others = Part(mesh[batch].get_group()), tuple(name for name in names if name != batch)
     if not others:
         return None, rows, group, None
     rest = mesh[others]
-    of_tokens = group_of(rest)
-    chosen = _strategy(transformer, plan, rest, strategy)
-    return Part(of_tokens.size(), of_tokens.rank(), of_tokens.group_name), rows, group, chosen
+    return Part(group_of(rest)), rows, group, _strategy(transformer, plan, rest, strategy)
 
 
 def _strategy(
@@ -213,20 +198,24 @@ def _attention(transformer: nn.Module, plan: TokenPlan) -> Iterator[tuple[str, A
                 yield name, module, streams
 
 
-def _hook_layers(parallel: Parallel) -> None:
-    layers = _layers(parallel.model, parallel.plan)
+def _hook(parallel: Parallel) -> None:
+    model, later = parallel.model, parallel.patches.later
+    later(model.register_forward_pre_hook(parallel.enter, with_kwargs=True).remove)
+    if parallel.batch is not None:
+        later(model.register_forward_hook(parallel.leave).remove)
+    if parallel.tokens is None:
+        return
+    layers, behind = _layers(model, parallel.plan), parallel.plan.result[0]
     for at, layer in enumerate(layers):
         hooks = LayerHooks(parallel, layer)
         if at == 0:
-            parallel.undo.append(layer.register_forward_pre_hook(hooks.begin, with_kwargs=True).remove)
-        parallel.undo.append(layer.register_forward_pre_hook(hooks.before, with_kwargs=True).remove)
-        if at == len(layers) - 1:
-            behind = parallel.plan.result[0]
-            if isinstance(behind, str):
-                module = parallel.model.get_submodule(behind)
-                parallel.undo.append(module.register_forward_pre_hook(hooks.meet).remove)
-            else:
-                parallel.undo.append(layer.register_forward_hook(hooks.after).remove)
+            later(layer.register_forward_pre_hook(hooks.begin, with_kwargs=True).remove)
+        later(layer.register_forward_pre_hook(hooks.before, with_kwargs=True).remove)
+    if isinstance(behind, str):
+        later(model.get_submodule(behind).register_forward_pre_hook(hooks.meet).remove)
+    else:
+        later(layers[-1].register_forward_hook(hooks.after).remove)
+    _set_attention(parallel)
 
 
 def _set_attention(parallel: Parallel) -> None:
@@ -238,7 +227,7 @@ def _set_attention(parallel: Parallel) -> None:
         # Each module gets its own processor, because modules that attend among other tokens may share it.
         module.processor = copy.copy(before) if make is None else make(sequence)
         module.processor._parallel_config = sequence
-        parallel.undo.append(partial(setattr, module, "processor", before))
+        parallel.patches.later(partial(setattr, module, "processor", before))
 
 
 def _parallel_of(transformer: nn.Module) -> Parallel:
@@ -271,7 +260,7 @@ def unparallelize(transformer: nn.Module) -> nn.Module:
     parallel = _parallel_of(transformer)
     remedy = "Pass the original model, or copy it before parallelize"
     expect(parallel.model is transformer, "transformer", "the original of a parallel model", "a copy", remedy)
-    parallel.restore()
+    parallel.patches.undo()
     delattr(transformer, _HERE)
     return transformer
 
@@ -319,7 +308,7 @@ def average_gradients(transformer: nn.Module) -> None:
         average_gradients(transformer)
         optimizer.step()
     """
-    group = _parallel_of(transformer).group
+    group = compat.resolve_process_group(_parallel_of(transformer).whole)
     sum_gradients(transformer.parameters(), group)
     for parameter in transformer.parameters():
         if parameter.grad is not None and parameter.requires_grad:

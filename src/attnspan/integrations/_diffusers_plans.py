@@ -8,7 +8,7 @@ therefore sees all tokens, and a plan only describes the layers' arguments.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -185,15 +185,8 @@ _FLUX = TokenPlan(
     inputs={name: Rows("image") for name in ("controlnet_block_samples", "controlnet_single_block_samples")},
     without_batch=_IDS,
 )
-_FLUX2 = TokenPlan(
-    layers=("transformer_blocks", "single_transformer_blocks"),
-    rows=_ROWS,
-    stream=_BOTH,
-    every={"image_rotary_emb": Rows("text", "image", dim=0)},
-    result=(None, Rows("text", "image")),
-    attention={"attn": ("text", "image")},
-    without_batch=_IDS,
-    refused=("kv_cache", "kv_cache_mode"),
+_FLUX2 = replace(
+    _FLUX, result=(None, Rows("text", "image")), inputs={}, refused=("kv_cache", "kv_cache_mode")
 )
 _QWEN_IMAGE = TokenPlan(
     layers=("transformer_blocks",),
@@ -254,14 +247,7 @@ _LUMINA2 = TokenPlan(
     result=(None, Rows("joint")),
     attention={"attn": ("joint",)},
 )
-_PIXART = TokenPlan(
-    layers=("transformer_blocks",),
-    rows={"image": _patches},
-    stream=_ONE,
-    every={"attention_mask": Rows("image", dim=-1)},
-    result=(None, Rows("image")),
-    attention={"attn1": ("image",)},
-)
+_PIXART = replace(_WAN, layers=("transformer_blocks",), every={"attention_mask": Rows("image", dim=-1)})
 _COGVIDEOX = TokenPlan(
     layers=("transformer_blocks",),
     rows={"text": _tokens(_TEXT), "image": _patches_of_cogvideox},

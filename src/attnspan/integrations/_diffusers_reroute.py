@@ -102,46 +102,30 @@ class Reroute:
 
 
 def _replacements(config: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the functions that replace torch's and diffusers'. They have the same arguments as `attend`."""
+
     def scaled_dot_product_attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
     ) -> Tensor:
         remedy = "Add the batch or heads dim"
-        wanted = "four dims"
-        expect(query.dim() == 4, "query", wanted, query.shape, remedy, error=ShapeError)
-        if (
-            isinstance(attn_mask, Tensor) and attn_mask.dim() < 4
-        ):  # A mask of pairs, but (B, Sk) means padding.
+        expect(query.dim() == 4, "query", "four dims", query.shape, remedy, error=ShapeError)
+        # It is a mask of pairs, but for `attend` (B, Sk) means padding.
+        if isinstance(attn_mask, Tensor) and attn_mask.dim() < 4:
             attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        options = {"scale": scale, "enable_gqa": enable_gqa, "_parallel_config": config}
-        out: Tensor = attend(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        out: Tensor = attend(query, key, value, attn_mask, *rest, **options, _parallel_config=config)
         return out.transpose(1, 2)
 
     def dispatch(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Any = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        *given: Any,
         attention_kwargs: dict[str, Any] | None = None,
-        *,
         backend: Any = None,
         parallel_config: Any = None,
+        **options: Any,
     ) -> Any:
         del backend  # It is attnspan's.
-        options = {"scale": scale, "enable_gqa": enable_gqa, "_parallel_config": parallel_config}
-        options.update(attention_kwargs or {})
-        return attend(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        options |= attention_kwargs or {}
+        return attend(*given, **options, _parallel_config=parallel_config)
 
     return scaled_dot_product_attention, dispatch
 

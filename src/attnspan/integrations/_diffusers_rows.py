@@ -13,14 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from attnspan.masks import full
 from attnspan.parallel.layout import Layout
 from attnspan.parallel.local import LocalPlan
 from attnspan.parallel.strategy import Strategy, split_heads
-from attnspan.parallel.torch.agreement import Agreement, raise_broken
+from attnspan.parallel.torch.agreement import agreement_of, gathered
 from attnspan.parallel.torch.ops import backend_for_parts, sharded_attention
 from attnspan.torch import compat
 from attnspan.torch.choice import torchs_backend
@@ -34,6 +33,11 @@ def share(rows: int, ranks: int, rank: int) -> int:
         [3, 2, 2]
     """
     return (rows + ranks - 1 - rank) // ranks
+
+
+def begin(rows: int, ranks: int, rank: int) -> int:
+    """Return the number of a stream's tokens that earlier ranks hold."""
+    return sum(share(rows, ranks, other) for other in range(rank))
 
 
 def cut(x: Tensor, dim: int, streams: Sequence[int], ranks: int, rank: int) -> Tensor:
@@ -54,8 +58,7 @@ def cut(x: Tensor, dim: int, streams: Sequence[int], ranks: int, rank: int) -> T
     """
     parts, start = [], 0
     for rows in streams:
-        before = sum(share(rows, ranks, other) for other in range(rank))
-        parts.append(x.narrow(dim, start + before, share(rows, ranks, rank)))
+        parts.append(x.narrow(dim, start + begin(rows, ranks, rank), share(rows, ranks, rank)))
         start = start + rows
     # A view's strides would cause a recompilation.
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
@@ -65,12 +68,7 @@ def cut(x: Tensor, dim: int, streams: Sequence[int], ranks: int, rank: int) -> T
 def _gather(x: Tensor, dim: int, streams: Sequence[int], ranks: int, rank: int, group: str) -> Tensor:
     del rank
     most, whole = sum(share(rows, ranks, 0) for rows in streams), compat.resolve_process_group(group)
-    mine = _padded(x, dim, most).contiguous()
-    parts = mine.new_empty((ranks, *mine.shape)).unbind()
-    try:
-        dist.all_gather(list(parts), mine, group=whole)
-    except RuntimeError as error:
-        raise_broken(whole, "gather of tokens", error)
+    parts = gathered(_padded(x, dim, most), whole, "gather of tokens")
     starts, found = [0] * ranks, []
     for rows in streams:
         for other in range(ranks):
@@ -100,13 +98,31 @@ def _remember_rows(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 _gather.register_autograd(_ungather, setup_context=_remember_rows)
 
 
-def gather(x: Tensor, dim: int, streams: tuple[int, ...], ranks: int, rank: int, group: str) -> Tensor:
-    """Gather the tokens of all ranks on every rank. It undoes `cut`.
+class Part:
+    """This rank's place among ranks that share tokens or batch elements, and the name of their group."""
 
-    The gradient is this rank's part, times the number of ranks: the loss is the same on every rank, and the
-    *mean* over ranks of a parameter's gradients is its gradient.
-    """
-    return _gather(x, dim, streams, ranks, rank, group)  # type: ignore[no-any-return]
+    def __init__(self, group: Any) -> None:
+        self.ranks, self.rank, self.group = group.size(), group.rank(), str(group.group_name)
+
+    def share(self, rows: Any) -> Any:
+        """Return the number of a stream's tokens that this rank holds."""
+        return share(rows, self.ranks, self.rank)
+
+    def begin(self, rows: Any) -> Any:
+        """Return the number of a stream's tokens that earlier ranks hold."""
+        return begin(rows, self.ranks, self.rank)
+
+    def cut(self, x: Tensor, dim: int, streams: tuple[int, ...]) -> Tensor:
+        """Return this rank's tokens, as `cut`."""
+        return cut(x, dim, streams, self.ranks, self.rank)
+
+    def gather(self, x: Tensor, dim: int, streams: tuple[int, ...]) -> Tensor:
+        """Gather the tokens of all ranks on every rank. It undoes `cut`.
+
+        The gradient is this rank's part, times the number of ranks: the loss is the same on every rank, and
+        the *mean* over ranks of a parameter's gradients is its gradient.
+        """
+        return _gather(x, dim, streams, self.ranks, self.rank, self.group)  # type: ignore[no-any-return]
 
 
 def _padded(x: Tensor, dim: int, rows: int) -> Tensor:
@@ -116,27 +132,28 @@ def _padded(x: Tensor, dim: int, rows: int) -> Tensor:
     return torch.cat([x, x.new_zeros(shape)], dim)
 
 
-_watched: dict[str, tuple[Agreement, int]] = {}
-
-
-def watch(group: Any) -> str:
-    """Let `entered` compare the calls of a group's ranks. Returns the group's name."""
-    name = str(group.group_name)
-    _watched[name] = Agreement(group), group.size()
-    return name
-
-
 @torch.library.custom_op("attnspan::entered", mutates_args=())
-def _entered(x: Tensor, group: str, sizes: Sequence[int]) -> Tensor:
+def entered(x: Tensor, group: str, sizes: Sequence[int]) -> Tensor:
+    """Mark an input that all ranks hold, before they split it. Its gradient is the mean over the ranks.
+
+    Args:
+        x: Any shape.
+        group: Name of the group of all ranks.
+        sizes: Numbers that must be the same on all ranks. If empty, nothing is compared.
+
+    Raises:
+        PlanMismatchError: Sizes differ between ranks. If collectives do not block the host (NCCL), the next
+            call raises the error.
+    """
     if sizes:
-        agreement, _ = _watched[group]
+        agreement = agreement_of(compat.resolve_process_group(group))
         agreement.note({"call": "inputs", "shape": list(sizes)})
         if not agreement.early:
             agreement.start({}, x.device.type)
     return x.clone()
 
 
-@_entered.register_fake
+@entered.register_fake
 def _(x: Tensor, group: str, sizes: Sequence[int]) -> Tensor:
     del group, sizes
     return torch.empty_like(x)
@@ -144,71 +161,45 @@ def _(x: Tensor, group: str, sizes: Sequence[int]) -> Tensor:
 
 def _leave(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     total = compat.all_reduce(grad.contiguous(), "sum", ctx.group)
-    return total / ctx.ranks, None, None
+    return total / compat.resolve_process_group(ctx.group).size(), None, None
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     del output
     ctx.group = inputs[1]
-    _, ctx.ranks = _watched[inputs[1]]
 
 
-_entered.register_autograd(_leave, setup_context=_remember)
-
-
-def entered(x: Tensor, group: str, sizes: Sequence[int] = ()) -> Tensor:
-    """Mark an input that all ranks hold, before they split it. Its gradient is the mean over the ranks.
-
-    Args:
-        x: Any shape.
-        group: Name of a process group that `watch` knows.
-        sizes: Numbers that must be the same on all ranks. If empty, nothing is compared.
-
-    Raises:
-        PlanMismatchError: Sizes differ between ranks. If collectives do not block the host (NCCL), the next
-            call raises the error.
-    """
-    return _entered(x, group, sizes)  # type: ignore[no-any-return]
+entered.register_autograd(_leave, setup_context=_remember)
 
 
 @functools.lru_cache(maxsize=64)
-def _local_plan(
-    kind: Any, members: int, groups: int, rank: int, heads: tuple[int, int], streams: tuple[int, ...]
-) -> LocalPlan:
+def _local_plan(strategy: Strategy, rank: int, heads: tuple[int, int], streams: tuple[int, ...]) -> LocalPlan:
     """Return one rank's plan of full attention to the tokens of all ranks, numbered rank by rank."""
-    ranks = members * groups
+    ranks = strategy.ranks
     held = [sum(share(rows, ranks, other) for rows in streams) for other in range(ranks)]
     rows, start = np.full((ranks, 1, held[0]), -1, np.int32), 0
     for other, count in enumerate(held):
         rows[other, 0, :count] = np.arange(start, start + count)
         start += count
-    plan = Layout(start, rows).plan(full(), heads=heads, strategy=Strategy(kind, members, groups))
-    return plan.local(rank)
+    return Layout(start, rows).plan(full(), heads=heads, strategy=strategy).local(rank)
 
 
-def _sizes(kind: str, members: int, groups: int, streams: Sequence[int]) -> tuple[int, int]:
-    """Return the maximum sizes of a plan's data and numbers (`attnspan.parallel.local.encode`)."""
-    slots = members * sum(share(rows, members * groups, 0) for rows in streams)
-    transfer = kind == "exchange" and groups > 1
-    stages = 1 if transfer else groups
-    numbers = 9 + stages + 3 + 2 + stages * (3 + 6) + (2 * groups + 4 * 2 if transfer else 0)
-    return slots * (3 * groups + 5), numbers
+def _sizes(strategy: Strategy, streams: Sequence[int]) -> tuple[int, int]:
+    """Return the maximum size of a plan's data, and the size of its numbers."""
+    slots = strategy.members * sum(share(rows, strategy.ranks, 0) for rows in streams)
+    # The strategy alone decides how many numbers there are.
+    smallest = _local_plan(strategy, 0, (strategy.ranks, strategy.ranks), (strategy.ranks,))
+    return slots * (3 * strategy.groups + 5), smallest.numbers.size
 
 
 @torch.library.custom_op("attnspan::plan_of_rows", mutates_args=())
 def _plan_of_rows(
-    like: Tensor,
-    kind: str,
-    members: int,
-    groups: int,
-    rank: int,
-    q_heads: int,
-    kv_heads: int,
-    streams: Sequence[int],
+    like: Tensor, strategy: str, ranks: int, rank: int, heads: Sequence[int], streams: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Make a plan and its numbers for `sharded_attention`. It is an operator because it uses NumPy."""
-    plan = _local_plan(kind, members, groups, rank, (q_heads, kv_heads), tuple(streams))
-    length, numbers = _sizes(kind, members, groups, streams)
+    parsed, (q_heads, kv_heads) = Strategy.parse(strategy, ranks), heads
+    plan = _local_plan(parsed, rank, (q_heads, kv_heads), tuple(streams))
+    length, numbers = _sizes(parsed, streams)
     assert plan.data.size <= length, (plan.data.size, length)
     assert plan.numbers.size == numbers, (plan.numbers.size, numbers)
     data = np.zeros(length, np.int32)
@@ -218,17 +209,10 @@ def _plan_of_rows(
 
 @_plan_of_rows.register_fake
 def _(
-    like: Tensor,
-    kind: str,
-    members: int,
-    groups: int,
-    rank: int,
-    q_heads: int,
-    kv_heads: int,
-    streams: Sequence[int],
+    like: Tensor, strategy: str, ranks: int, rank: int, heads: Sequence[int], streams: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    del rank, q_heads, kv_heads
-    data, numbers = _sizes(kind, members, groups, streams)
+    del rank, heads
+    data, numbers = _sizes(Strategy.parse(strategy, ranks), streams)
     return like.new_empty((data,), dtype=torch.int32), torch.empty(numbers, dtype=torch.int64, device="cpu")
 
 
@@ -240,8 +224,7 @@ def attend_rows(
     scale: float,
     streams: tuple[int, ...],
     strategy: Strategy,
-    rank: int,
-    group: str,
+    part: Part,
 ) -> Tensor:
     """Attend from this rank's tokens to all ranks' tokens.
 
@@ -253,8 +236,7 @@ def attend_rows(
         scale: Factor of the scores.
         streams: Tokens of each stream, over all ranks.
         strategy: How the ranks share the work.
-        rank: This rank.
-        group: Name of the group of all ranks.
+        part: The ranks that share the tokens.
 
     Returns:
         Contiguous, shape (B, n, Hq, Dv).
@@ -262,12 +244,12 @@ def attend_rows(
     rows, heads = q.shape[1], (q.shape[2], k.shape[2])
     if bias is not None:
         q, k = _with_bias(q, k, bias, scale)
-    most = sum(share(each, strategy.ranks, 0) for each in streams)
+    most = sum(share(each, part.ranks, 0) for each in streams)
     q, k, v = (_padded(x, 1, most).transpose(1, 2) for x in (q, k, v))
-    here = split_heads(*heads, strategy.members)[rank % strategy.members]
-    plan = _plan_of_rows(q, strategy.kind, strategy.members, strategy.groups, rank, *heads, streams)
+    here = split_heads(*heads, strategy.members)[part.rank % strategy.members]
+    plan = _plan_of_rows(q, strategy.name, part.ranks, part.rank, heads, streams)
     backend = backend_for_parts(q, k, v, sum(streams), (), torchs_backend())
-    shared = *plan, group, strategy.members, here.heads, len(here.kv), backend, scale
+    shared = *plan, part.group, strategy.members, here.heads, len(here.kv), backend, scale
     out = sharded_attention(q, k, v, *shared)[0]
     return out.transpose(1, 2)[:, :rows].contiguous()  # type: ignore[no-any-return]
 

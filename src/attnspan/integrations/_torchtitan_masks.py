@@ -1,6 +1,5 @@
 """The masks of torchtitan's decoders as spans, lowered once for each kind of layer and step."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,15 +9,7 @@ from torch import Tensor
 from attnspan.errors import UsageError, expect
 from attnspan.masks import Mask, causal, from_predicate, full, segments, window
 
-
-class AllPairsWarning(UserWarning):
-    """An unknown mask function is evaluated on all pairs of queries and keys, which is slow.
-
-    Example:
-        >>> import warnings
-        >>> with warnings.catch_warnings():
-        ...     warnings.simplefilter("error", AllPairsWarning)
-    """
+from ._all_pairs import combined, say_evaluated
 
 
 class SpanMask(NamedTuple):
@@ -91,10 +82,7 @@ def _lower(fn: Callable[..., Any], device: torch.device, k_len: int) -> tuple[Ma
         if name == "and_masks" and any(_name_of(part) in _CAUSAL for part in parts):
             parts = [_Packed(_captured(part)) if _name_of(part) == _PACKED else part for part in parts]
         found = [_lower(part, device, k_len) for part in parts]
-        whole = found[0][0]
-        for part, _ in found[1:]:
-            whole = whole & part if name == "and_masks" else whole | part
-        return whole, all(known for _, known in found)
+        return combined(name, (mask for mask, _ in found)), all(known for _, known in found)
     if name == "get_causal_mask_mod":
         return causal(), True
     if name == "get_sliding_window_mask_mod":
@@ -105,7 +93,7 @@ def _lower(fn: Callable[..., Any], device: torch.device, k_len: int) -> tuple[Ma
         return segments(torch.arange(k_len, device=device) // data["fixed_block_size"]), True
     if name == "noop_mask":
         return full(), True
-    _say_once(name)
+    say_evaluated(name, "torchtitan's")
     return from_predicate(fn), False
 
 
@@ -132,17 +120,3 @@ def _captured(fn: Any) -> dict[str, Any]:
     names = getattr(getattr(fn, "__code__", None), "co_freevars", ())
     cells = getattr(fn, "__closure__", None) or ()
     return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
-
-
-_said: set[str] = set()
-
-
-def _say_once(name: str) -> None:
-    if name not in _said:
-        _said.add(name)
-        warnings.warn(
-            f"attnspan: the mask function {name} is not one of torchtitan's own, so it is evaluated on all "
-            "pairs of queries and keys in each step.",
-            AllPairsWarning,
-            stacklevel=2,
-        )

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,9 +12,9 @@ from transformers import masking_utils
 from attnspan.base.installed import require_names
 from attnspan.base.recorded import is_recorded
 from attnspan.masks import Mask, causal, from_predicate, full, global_keys, groups, keys, segments, window
-from attnspan.torch._watched import constant_when_traced
 from attnspan.torch.dtensor import ShardedMask
 
+from ._all_pairs import combined, say_evaluated, say_once
 from ._patches import Patches
 from ._transformers_names import READ_ARGUMENTS, attention_of
 from ._transformers_positions import documents_of, is_new, positions_of
@@ -34,16 +33,6 @@ _READING_LAYERS = {
     "heavily_compressed_attention",
     "minimax_m3_sparse",
 }
-
-
-class AllPairsWarning(UserWarning):
-    """A mask has all pairs of queries and keys, because its function is unknown or the model reads it.
-
-    Example:
-        >>> import warnings
-        >>> with warnings.catch_warnings():
-        ...     warnings.simplefilter("error", AllPairsWarning)
-    """
 
 
 class _Known:
@@ -217,7 +206,7 @@ def make_mask(
         [[[[0, 1, 0, 3], [0, 2, 0, 3], [0, 3, 0, 3]]]]
     """
     if reads_masks(config):
-        _say_once(f"{config.model_type} reads its masks, so they are made")
+        say_once(f"{config.model_type} reads its masks, so they are made")
         rest |= {"mask_function": mask_function, "attention_mask": attention_mask, "device": device}
         rest |= {"allow_is_bidirectional_skip": False}
         made: Tensor = masking_utils.eager_mask(batch_size, q_length, kv_length, q_offset, kv_offset, **rest)
@@ -281,10 +270,7 @@ def _lower(fn: Callable[..., Any], sizes: _Extent) -> Mask:
         return full()
     kind, data = (fn.kind, fn.data) if isinstance(fn, _Known) else ("", ())
     if kind in ("and", "or"):
-        found = _lower(data[0], sizes)
-        for part in data[1:]:
-            found = found & _lower(part, sizes) if kind == "and" else found | _lower(part, sizes)
-        return found
+        return combined(kind, (_lower(part, sizes) for part in data))
     if kind == "window":  # The size is None if no layer uses the window.
         return window(data[0] - 1, None) if data[0] > 0 else global_keys(0)
     if kind == "window both ways":
@@ -299,7 +285,7 @@ def _lower(fn: Callable[..., Any], sizes: _Extent) -> Mask:
         return segments(data[0])
     if kind == "positions":  # Within a document, positions and indices have equal differences.
         return _lower(data[0], sizes._replace(positions=data[1]))
-    _say_once(f"the mask function {_name_of(fn)} is not one of transformers' own, so it is evaluated")
+    say_evaluated(_name_of(fn), "transformers'")
     return from_predicate(_Shifted(fn, sizes.first_key, sizes.positions))
 
 
@@ -344,14 +330,3 @@ def describe(fn: Callable[..., Any]) -> str:
         return _name_of(fn)
     parts = ["data" if isinstance(x, Tensor) else describe(x) if callable(x) else str(x) for x in fn.data]
     return f"{fn.kind}({', '.join(parts)})"
-
-
-_said: set[str] = set()
-
-
-@constant_when_traced
-def _say_once(what: str) -> None:
-    if what not in _said:
-        _said.add(what)
-        message = f"attnspan: {what} for all pairs of queries and keys in each step."
-        warnings.warn(message, AllPairsWarning, stacklevel=2)

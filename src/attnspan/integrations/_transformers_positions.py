@@ -19,18 +19,21 @@ from ._patches import Patches
 from ._transformers_names import attention_of
 
 
-class _Local(threading.local):
+class _Running(threading.local):
+    """What a thread's running model was called with, and whether its layers need a plan."""
+
     def __init__(self) -> None:
         # Set in the thread's own dict, where compilers guard on it.
         self.positions: Any = None
+        self.plans_only = False
 
 
-_local = _Local()
+running = _Running()
 
 
 def positions_of(inputs_embeds: Tensor) -> Tensor | None:
     """Return the positions (B, S), if the running model was called with them and without a mask."""
-    given = _local.positions
+    given = running.positions
     if not isinstance(given, Tensor) or given.dim() != 2 or given.shape[1] != inputs_embeds.shape[1]:
         return None
     return given.to(inputs_embeds.device).expand(inputs_embeds.shape[0], -1)
@@ -67,11 +70,11 @@ def follow(patches: Patches, kind: type[PreTrainedModel], name: str) -> None:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         # As in transformers, a mask means that positions do not describe documents.
         positions = given.get("position_ids") if given.get("attention_mask") is None else None
-        before, _local.positions = _local.positions, positions
+        before, running.positions = running.positions, positions
         try:
             return forward(self, *args, **kwargs)
         finally:
-            _local.positions = before
+            running.positions = before
 
     # torch.compile counts the programs of a code object, and remembers by the name of the code which sizes
     # and numbers vary. Each class has its own, as without this function.

@@ -11,6 +11,7 @@ meaning.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -119,11 +120,9 @@ def _check_trainer(trainer: Any) -> None:
     remedy = "Pass a trainer of transformers or TRL. In your own loop, shard tokens with a Layout"
     expect(isinstance(trainer, Trainer), what, "a Trainer", got, remedy)
     if isinstance(trainer, _ContextParallel):
-        got, remedy = (
-            f"a trainer in groups of {trainer._sharding.mesh.size()} ranks",
-            "Call context_parallel once",
-        )
-        expect(False, what, "a trainer on single ranks", got, f"{remedy}, or make a new trainer")
+        got = f"a trainer in groups of {trainer._sharding.mesh.size()} ranks"
+        remedy = "Call context_parallel once, or make a new trainer"
+        expect(False, what, "a trainer on single ranks", got, remedy)
     step, remedy = trainer.state.global_step, "Call context_parallel before trainer.train()"
     started = bool(step) or trainer.is_in_train
     expect(not started, what, "a trainer before its first step", f"a trainer after step {step}", remedy)
@@ -159,22 +158,14 @@ def _on_mesh(patches: Patches, accelerator: Any, degree: int) -> DeviceMesh:
     """Return the ranks of this group. accelerate loads and counts data by groups instead of ranks."""
     state, config = accelerator.state, accelerator.parallelism_config
     if config is None or not config.cp_enabled:
-        others = config is not None and (
-            config.tp_enabled or config.sp_enabled or config.dp_replicate_enabled
-        )
-        remedy = "Set the degree as its cp_size"
-        expect(
-            not others,
-            "context_parallel: ParallelismConfig",
-            "a configuration with cp_size, or none",
-            repr(config),
-            remedy,
-        )
+        kinds = ("tp_enabled", "sp_enabled", "dp_replicate_enabled")
+        others = config is not None and any(getattr(config, kind) for kind in kinds)
+        what, remedy = "context_parallel: ParallelismConfig", "Set the degree as its cp_size"
+        expect(not others, what, "a configuration with cp_size, or none", repr(config), remedy)
         config = ParallelismConfig(dp_shard_size=accelerator.num_processes // degree, cp_size=degree)
         _share_by(patches, state, config, config.get_device_mesh(accelerator.device.type))
-    expect(
-        not config.tp_enabled, "context_parallel: tp_size", "1", config.tp_size, "Use data and context ranks"
-    )
+    what, remedy = "context_parallel: tp_size", "Use data and context ranks"
+    expect(not config.tp_enabled, what, "1", config.tp_size, remedy)
     # The hooks of accelerate's own context parallelism remove masks.
     patches.set(accelerator, "_prepare_cp", lambda *prepared: prepared)
     loading, remedy = accelerator.dataloader_config, "Leave it out, because each rank reads its own batches"
@@ -212,40 +203,31 @@ def _of_all_ranks(x: Any, group: Any = None) -> list[Any]:
 
 
 def _share(patches: Patches, trainer: Any, sharding: Sharding) -> None:
-    kind, own = type(trainer), trainer.__dict__
-    before = dict(own)
-    own.update(_sharding=sharding, _compared=False, _wants_logits=False, _gather=own.pop("gather_function"))
+    """Give a trainer the class that shares each batch among the ranks of its group."""
+    kind = type(trainer)
+    patches.set(trainer, "_sharding", sharding)
     if hasattr(trainer, "_tp_size"):  # TRL divides token counts by the ranks with equal batches.
-        own["_tp_size"] *= sharding.mesh.size()
+        patches.set(trainer, "_tp_size", trainer._tp_size * sharding.mesh.size())
     trainer.__class__ = type(kind.__name__, (_ContextParallel, kind), {"__module__": kind.__module__})
-
-    def restore() -> None:
-        trainer.__class__ = kind
-        own["gather_function"] = own.pop("_gather")
-        for name in ("_sharding", "_compared", "_wants_logits"):
-            del own[name]
-        if "_tp_size" in before:
-            own["_tp_size"] = before["_tp_size"]
-
-    patches.later(restore)
+    patches.later(functools.partial(setattr, trainer, "__class__", kind))
 
 
 class _OnRows:
     """A model that is called with whole inputs and runs on this rank's tokens."""
 
-    def __init__(self, trainer: Any, model: Any) -> None:
+    def __init__(self, trainer: Any, model: Any, logits: bool = False) -> None:
         self.trainer, self.model = trainer, model
+        self.logits = logits or trainer.compute_loss_func is not None
 
     def __call__(self, **inputs: Any) -> Any:
         trainer, sharding = self.trainer, self.trainer._sharding
-        if not trainer._compared:
+        if not sharding.compared:
             _compare(trainer, inputs)
-            trainer._compared = True
+            sharding.compared = True
         mine = sharding(inputs)
         with plans_only():
             outputs = self.model(**mine.inputs)
-        asked = trainer._wants_logits or trainer.compute_loss_func is not None
-        return mine.whole(outputs, sharding.mesh) if asked and "logits" in outputs else outputs
+        return mine.whole(outputs, sharding.mesh) if self.logits and "logits" in outputs else outputs
 
 
 def _compare(trainer: Any, inputs: Mapping[str, Any]) -> None:
@@ -259,11 +241,9 @@ def _compare(trainer: Any, inputs: Mapping[str, Any]) -> None:
     }
     every = _of_all_ranks(facts, trainer._sharding.mesh.get_group())
     for name in facts:
-        same = len({of_rank[name] for of_rank in every}) == 1
+        same, wanted = len({of_rank[name] for of_rank in every}) == 1, "the same on all ranks of a group"
         remedy = "Use the same data and seeds on all ranks. accelerate distributes the data"
-        expect(
-            same, f"context_parallel: {name}", "the same on all ranks of a group", "different ones", remedy
-        )
+        expect(same, f"context_parallel: {name}", wanted, "different ones", remedy)
 
 
 def _random_state(device: torch.device) -> Tensor:
@@ -303,11 +283,8 @@ class _ContextParallel(Trainer):  # type: ignore[misc]
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
         """Return the loss, logits and labels of whole sequences on every rank of a group. See `Trainer`."""
-        self._wants_logits = not prediction_loss_only
-        try:
-            return super().prediction_step(_OnRows(self, model), inputs, prediction_loss_only, ignore_keys)
-        finally:
-            self._wants_logits = False
+        model = _OnRows(self, model, logits=not prediction_loss_only)
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     @property
     def gather_function(self) -> Callable[[Any], Any]:
@@ -316,12 +293,12 @@ class _ContextParallel(Trainer):  # type: ignore[misc]
 
     @gather_function.setter
     def gather_function(self, gather: Callable[[Any], Any]) -> None:
-        self._gather = gather
+        vars(self)["gather_function"] = gather  # the trainer's own, again after `disable`
 
     def _gather_groups(self, data: Any) -> Any:
         # `gather_for_metrics` cuts off repeated samples of a last batch, so it must count each group once.
         with self._gathering(lambda of_ranks: of_ranks[:, 0]):
-            return self._gather(data)
+            return vars(self)["gather_function"](data)
 
     @contextlib.contextmanager
     def _gathering(self, reduce: Callable[[Tensor], Tensor]) -> Iterator[None]:

@@ -36,8 +36,9 @@ from torchtitan.distributed.context_parallel import api as context_parallel  # n
 from torchtitan.distributed.utils import get_spmd_backend  # noqa: E402
 from torchtitan.models.common import attention as theirs  # noqa: E402
 
+from ._all_pairs import AllPairsWarning  # noqa: E402
 from ._patches import Patches  # noqa: E402
-from ._torchtitan_masks import AllPairsWarning, SpanMask, make_mask  # noqa: E402
+from ._torchtitan_masks import SpanMask, make_mask  # noqa: E402
 
 __all__ = ["AllPairsWarning", "Attention", "SpanMask", "attention", "disable", "enable", "make_mask"]
 
@@ -254,18 +255,14 @@ def _balancer(
     names = 'None, "headtail", "ptrr" or "attnspan"'
     remedy = "Set --parallelism.context_parallel_load_balancer"
     expect(kind == "attnspan", "context_parallel_load_balancer", names, kind, remedy)
-    costliest = max((mask.bounds for mask in masks.values()), key=_pairs)
-    layout = Layout.of(Spans(costliest, seq_len), q_len=seq_len, ranks=ranks, batch=len(bounds))
-    expect(
-        layout.rows_per_rank * ranks == seq_len, what, "a length that the ranks share evenly", seq_len, remedy
+    every = [Spans(mask.bounds, seq_len) for mask in masks.values()]
+    layout = Layout.of(
+        max(every, key=lambda x: int(x.cost().sum())), q_len=seq_len, ranks=ranks, batch=len(bounds)
     )
+    even = layout.rows_per_rank * ranks == seq_len
+    expect(even, what, "a length that the ranks share evenly", seq_len, remedy)
     rows = torch.as_tensor(layout.rows.astype("int64"), device=bounds.device)
     return _Fixed(rows.transpose(0, 1).flatten(1))
-
-
-def _pairs(bounds: Tensor) -> int:
-    """Count the visible pairs of queries and keys."""
-    return int(bounds.diff(dim=-1).clamp(min=0).sum())
 
 
 def _compiled_or_spans(make: Callable[..., Any], *args: Any, **given: Any) -> Any:

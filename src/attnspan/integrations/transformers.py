@@ -9,7 +9,6 @@ compiled code. Any other function is evaluated on all pairs, and attnspan warns 
 import functools
 import inspect
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from attnspan.errors import DtypeError, ShapeError, expect
 from attnspan.masks import Mask, Prepared, causal, documents, from_dense, full, window
 from attnspan.masks.bounds import Spans
 from attnspan.torch import attention, compat
+from attnspan.torch._lowered import lowered_from
 from attnspan.torch._sdpa import of_causal_bias
 from attnspan.torch.choice import torchs_backend
 from attnspan.torch.dtensor import ShardedMask
@@ -34,10 +34,11 @@ require("transformers", "attnspan.integrations.transformers", "transformers", ("
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel  # noqa: E402
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: E402
 
+from ._all_pairs import AllPairsWarning  # noqa: E402
 from ._patches import Patches  # noqa: E402
-from ._transformers_masks import NAME, WRITTEN, AllPairsWarning, make_mask, patch_masks, reads_masks  # noqa: E402
+from ._transformers_masks import NAME, WRITTEN, make_mask, patch_masks, reads_masks  # noqa: E402
 from ._transformers_names import CAN_SET, attention_of, unregister  # noqa: E402
-from ._transformers_positions import follow, follow_all  # noqa: E402
+from ._transformers_positions import follow, follow_all, running  # noqa: E402
 
 __all__ = [
     "NAME",
@@ -125,7 +126,7 @@ def attend(
     _refuse(given)
     causal_here = getattr(module, "is_causal", True) if is_causal is None else is_causal
     cu_seqlens = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")
-    if _local.plans_only:
+    if running.plans_only:
         expected, got = "the plan that the model received", type(attention_mask).__name__
         remedy = f"Train it without context parallelism, as {type(module).__name__} makes its own mask"
         expect(isinstance(attention_mask, ShardedMask), "attention_mask", expected, got, remedy)
@@ -139,7 +140,7 @@ def attend(
     seed = torch.randint(2**62, (), device=query.device) if dropout else None
     # Dropout depends on positions, which bounds do not contain. Any distinct numbers of queries are
     # sufficient.
-    numbered = seed is not None and isinstance(mask, Prepared)
+    numbered = seed is not None and isinstance(mask, Prepared) and mask.bare
     out, lse = attention(
         query,
         key,
@@ -204,16 +205,34 @@ def _read(
         whole, remedy = cu_seqlens == (None, None), "Make the plan from a mask with the documents"
         expect(whole, "cu_seq_lens with a plan", "None", "offsets", remedy)
         return given, None
-    q_len, k_len = q.shape[2], k.shape[2]
-    packed = None if cu_seqlens[0] is None else _documents(cu_seqlens[0], cu_seqlens[1])
+    mask, bias = _without_offsets(given, is_causal, sliding_window, q, k.shape[2])
+    cu_q, cu_k = cu_seqlens
+    if cu_q is None:
+        return mask, bias
+    key, shared = mask.static_key(), cu_k is None or cu_k is cu_q
+    if key is None or not shared or type(q) is not Tensor or is_recorded():
+        return mask & documents(cu_q, cu_k), bias
+
+    def prepared(cu: Tensor) -> Prepared:
+        return (mask & documents(cu)).prepare(q.shape[2], k.shape[2], batch=q.shape[0], like=q)
+
+    # All layers get the same offsets.
+    return lowered_from(cu_q, (key, q.shape[0], q.shape[2], k.shape[2], q.device), prepared), bias
+
+
+def _without_offsets(
+    given: Any, is_causal: bool, sliding_window: int | None, q: Tensor, k_len: int
+) -> tuple[Mask, Tensor | None]:
+    """Return the mask and the numbers of a call without offsets of documents."""
+    q_len = q.shape[2]
     if given is None:
         found: Mask = causal() if is_causal and q_len > 1 else full()
         if sliding_window is not None:
             found = found & window(sliding_window - 1, None if is_causal else sliding_window - 1)
-        return found if packed is None else found & packed, None
+        return found, None
     given = of_causal_bias(given, q, k_len)
     if isinstance(given, Mask):
-        return given if packed is None else given & packed, None
+        return given, None
     remedy = "Pass a boolean mask, True for visible pairs, or a floating mask"
     expected = "a mask from make_mask, or a boolean or floating tensor with four dims"
     fits = isinstance(given, Tensor) and given.dim() == 4
@@ -221,19 +240,17 @@ def _read(
     expect(fits, "attention_mask", expected, got, remedy, error=DtypeError)
     if given.dtype == WRITTEN:
         if given.shape[3] == 0:
-            return full() if packed is None else packed, None
+            return full(), None
         fits, shape = given.shape[2] == q_len, tuple(given.shape)
         expect(fits, "attention_mask", "bounds for {} queries", shape, remedy, q_len, error=ShapeError)
         written = given.to(torch.int32).unflatten(3, (-1, 2))
-        prepared = Prepared(_spans(written, k_len), bare=True)
-        return prepared if packed is None else prepared & packed, None
+        return Prepared(_spans(written, k_len), bare=True), None
     kind = given.dtype == torch.bool or given.is_floating_point()
     expect(kind, "attention_mask", expected, given.dtype, remedy, error=DtypeError)
     given = given[..., :k_len]
     if given.is_floating_point():
-        return full() if packed is None else packed, given
-    found = from_dense(given.expand(-1, -1, q_len, -1))
-    return found if packed is None else found & packed, None
+        return full(), given
+    return from_dense(given.expand(-1, -1, q_len, -1)), None
 
 
 def _spans(written: Tensor, k_len: int) -> Spans:
@@ -254,15 +271,6 @@ def _spans(written: Tensor, k_len: int) -> Spans:
     return spans
 
 
-class _Local(threading.local):
-    def __init__(self) -> None:
-        # Set in the thread's own dict, where compilers guard on it.
-        self.plans_only = False
-
-
-_local = _Local()
-
-
 @contextmanager
 def plans_only() -> Iterator[None]:
     """Reject calls of this thread without a plan, because a rank's tokens would attend only to each other.
@@ -276,31 +284,11 @@ def plans_only() -> Iterator[None]:
         Traceback (most recent call last):
         attnspan.errors.OptionError: attention_mask: expected the plan that the model received
     """
-    before, _local.plans_only = _local.plans_only, True
+    before, running.plans_only = running.plans_only, True
     try:
         yield
     finally:
-        _local.plans_only = before
-
-
-# Masks of the last few tensors, keyed by id. A mask keeps its tensor alive, so its id stays unique.
-_known: dict[int, Mask] = {}
-_KEPT = 4
-
-
-def _documents(cu_q: Tensor, cu_k: Tensor | None) -> Mask:
-    """Return one mask for all layers that receive the same tensor, because a mask caches its spans."""
-    if cu_k is not None and cu_k is not cu_q:
-        return documents(cu_q, cu_k)
-    if is_recorded():
-        return documents(cu_q)
-    found = _known.get(id(cu_q))
-    if found is None:
-        found = documents(cu_q)
-        for old in list(_known)[: 1 - _KEPT]:  # Other threads may remove them too.
-            _known.pop(old, None)
-        _known[id(cu_q)] = found
-    return found
+        running.plans_only = before
 
 
 def _give_offsets(model: PreTrainedModel) -> None:

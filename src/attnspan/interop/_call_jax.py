@@ -17,11 +17,10 @@ from attnspan.base.installed import require
 from attnspan.base.plain import check_plain
 from attnspan.errors import expect
 from attnspan.torch import compat
-from attnspan.torch._autograd import below_autograd
+from attnspan.torch._autograd import below_autograd, define, differentiate, refuse_derivative, tensors_in
 from attnspan.torch._watched import constant_when_traced, is_watched
 from attnspan.torch.compat import pytree
 
-from ._operators import Op, define, differentiate, refuse_derivative
 from ._warnings import RetraceWarning as RetraceWarning
 from ._warnings import SpecializedShapesWarning as SpecializedShapesWarning
 
@@ -70,7 +69,7 @@ def call_jax(fn: Callable[..., Any], /, *args: Any, **static: Any) -> Any:
     if is_watched() or not all(type(x) in _PLAIN for x in tensors):
         results = call_op(tensors, call.handle if compat.get_proxy_mode() is None else functions.pin(call))
     elif torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        results = list(_record(None, call, *tensors))[:-1]  # type: ignore[no-untyped-call]
+        results = list(_record(call, *tensors))[:-1]  # type: ignore[no-untyped-call]
     else:
         results = call.program([x.shape for x in tensors])(tensors)
     return import_module("jax").tree_util.tree_unflatten(call.tree, results)
@@ -178,41 +177,45 @@ def _run_backward(
     return program.backward(grads, saved, wanted)  # type: ignore[no-any-return]
 
 
-def _define(schema: str, real: Callable[..., Any], fake: Callable[..., Any]) -> Op:
-    return define(_library, f"{schema} -> Tensor[]", real, fake, torch.Tag.needs_fixed_stride_order)
+def _run_fake(*given: Any) -> list[Tensor]:
+    return _fake().call(*given)  # type: ignore[no-any-return]
 
 
-call_op = _define("call_jax(Tensor[] tensors, str handle)", _run, lambda *x: _fake().call(*x))
+_ORDER = torch.Tag.needs_fixed_stride_order
+call_op = define(_library, "call_jax(Tensor[] tensors, str handle) -> Tensor[]", _run, _run_fake, _ORDER)
 # It returns the results, then the residuals that are neither results nor arguments.
-vjp_op = _define(
-    "call_jax_vjp(Tensor[] tensors, str handle, bool[] wanted)", _run, lambda *x: _fake().call(*x)
+vjp_op = define(
+    _library, "call_jax_vjp(Tensor[] tensors, str handle, bool[] wanted) -> Tensor[]", _run, _run_fake, _ORDER
 )
 # `sizes` are the sizes of all tensors of the forward call in one list. The anchor links the saved tensors to
 # the forward call in autograd's graph, because residuals do not show that they depend on the arguments.
-backward_op = _define(
+backward_op = define(
+    _library,
     "call_jax_backward(Tensor?[] grads, Tensor[] saved, SymInt[] sizes, str handle, bool[] wanted,"
-    " bool recompute, Tensor? anchor=None)",
+    " bool recompute, Tensor? anchor=None) -> Tensor[]",
     _run_backward,
     lambda *x: _fake().backward(*x),
+    _ORDER,
 )
 
 
 class _Node(torch.autograd.Function):
-    """A call with a derivative, through the operator or directly if nothing watches (``keyset`` None).
+    """A call with a derivative, through the operator, or directly if nothing watches: a `JaxCall`.
 
     Its last result is the anchor, which has no elements but has this node.
     """
 
     @staticmethod
-    def forward(ctx: Any, keyset: Any, given: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, source: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         wanted = tuple(x.requires_grad for x in tensors)
         ctx.program, ctx.wanted, ctx.recompute = None, wanted, False
-        if keyset is None:
-            call = given
+        if not isinstance(source, tuple):
+            call = source
             program = ctx.program = call.program([x.shape for x in tensors], wanted)
             made = program(tensors)
         else:
-            call = _functions().find(given[1])
+            _, keyset, (_, handle) = source
+            call = _functions().find(handle)
             program, read = _fake().trace(call, tensors, wanted)
             ctx.recompute = read is not int
             op, also = (call_op, ()) if ctx.recompute else (vjp_op, (wanted,))
@@ -229,7 +232,7 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         grads = list(incoming[:-1])
         if all(x is None for x in grads):
-            return (None,) * (2 + len(ctx.wanted))
+            return (None,) * (1 + len(ctx.wanted))
         *saved, anchor = ctx.saved_tensors
         if ctx.program is not None and not torch.is_grad_enabled() and not is_watched():
             found = ctx.program.backward(grads, saved, ctx.wanted)
@@ -237,16 +240,18 @@ class _Node(torch.autograd.Function):
             held = anchor if torch.is_grad_enabled() else None
             found = backward_op(grads, saved, ctx.sizes, ctx.call.handle, ctx.wanted, ctx.recompute, held)
         made = iter(found)
-        return None, None, *(next(made) if want else None for want in ctx.wanted)
+        return None, *(next(made) if want else None for want in ctx.wanted)
 
 
 # Function.apply itself would call functorch again.
 _record = super(torch.autograd.Function, _Node).apply  # type: ignore[misc]
 
 _JVP, _GRAD = "Call call_jax(jax.jvp, ...) on a function that wraps yours", "call_jax(jax.grad(fn), ...)"
-differentiate(_library, call_op, _Node, _JVP, lambda made: list(made)[:-1])
+differentiate(
+    _library, call_op, _Node, forward_mode=_JVP, flat=tensors_in, finish=lambda made: list(made)[:-1]
+)
 _INNER = f"Take the inner derivative in JAX: {_GRAD}"
 _SECOND = (
     f"second derivatives of call_jax: expected first derivatives, got a derivative of its backward. {_INNER}."
 )
-refuse_derivative(_library, backward_op, _SECOND, _INNER, list)
+refuse_derivative(_library, backward_op, _INNER, text=_SECOND, forward_mode=_INNER, flat=tensors_in)

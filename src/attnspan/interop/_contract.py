@@ -1,5 +1,6 @@
 """The contract with a wrapped kernel: the parameters that it takes, the outputs that it returns."""
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -119,13 +120,18 @@ def _from_schema(kernel: Callable[..., Any], schema: str) -> Iterator[Parameter]
         yield Parameter(x.name, kind, default, moved or x.kwarg_only)
 
 
+def _signature(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """The parameters of a function. None for a function of an extension module, which has no signature."""
+    for how in ({"eval_str": True}, {}):  # Some annotations exist for type checkers only.
+        with contextlib.suppress(NameError, SyntaxError, TypeError, ValueError):
+            return list(inspect.signature(function, **how).parameters.values())
+    return None
+
+
 def _places(kernel: Callable[..., Any]) -> dict[str, int | None]:
     """The position of each parameter of a kernel, None for a keyword-only parameter."""
-    try:
-        parameters = inspect.signature(kernel).parameters.values()
-    except (TypeError, ValueError):  # Extension modules have none.
-        return {}
-    return {x.name: None if x.kind is x.KEYWORD_ONLY else i for i, x in enumerate(parameters)}
+    parameters = enumerate(_signature(kernel) or ())
+    return {x.name: None if x.kind is x.KEYWORD_ONLY else i for i, x in parameters}
 
 
 def _text(kind: Any) -> str:
@@ -137,20 +143,11 @@ def _text(kind: Any) -> str:
 
 
 def _from_signature(kernel: Callable[..., Any]) -> Iterator[Parameter]:
-    try:
-        try:
-            signature = inspect.signature(kernel, eval_str=True)
-        except (NameError, SyntaxError):  # Some annotations exist for type checkers only.
-            signature = inspect.signature(kernel)
-    except (TypeError, ValueError):
-        expected, got = (
-            "a function whose signature Python can read",
-            "a function without one, such as in an extension module",
-        )
-        remedy = "Pass schema='Tensor q, Tensor k, Tensor v, ...'"
-        raise OptionError(f"wrap({kernel!r})", expected=expected, got=got, remedy=remedy) from None
+    parameters, expected = _signature(kernel), "a function whose signature Python can read"
+    got, remedy = "a function without one, such as in an extension module", "Pass schema='Tensor q, ...'"
+    expect(parameters is not None, f"wrap({kernel!r})", expected, got, remedy)
     skipped = False
-    for x in signature.parameters.values():
+    for x in parameters or ():
         if x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD):
             continue
         kind = _type_of(x)
@@ -193,19 +190,14 @@ def _expect_type(condition: bool, name: str, got: str) -> None:
 
 def names_of(function: Callable[..., Any], available: Sequence[str], role: str) -> tuple[str, ...]:
     """Return the parameters of a user's function. The function receives the arguments that they name."""
-    try:
-        wanted = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        expected, remedy = "a Python function with named parameters", "Wrap it in a lambda"
-        raise OptionError(role, expected=expected, got=repr(function), remedy=remedy) from None
+    wanted, expected = _signature(function), "a Python function with named parameters"
+    expect(wanted is not None, role, expected, repr(function), "Wrap it in a lambda")
+    wanted = wanted or []
     if any(p.kind is p.VAR_KEYWORD for p in wanted):
         return tuple(available)
     named = [p for p in wanted if p.kind is not p.VAR_POSITIONAL]
     unknown = [p.name for p in named if p.name not in available and p.default is REQUIRED]
-    expected, remedy = (
-        f"parameters among {', '.join(available)}",
-        "Name its parameters after the arguments that it needs",
-    )
+    expected, remedy = f"parameters among {', '.join(available)}", "Name its parameters after these arguments"
     expect(not unknown, role, expected, ", ".join(unknown), remedy)
     return tuple(p.name for p in named if p.name in available)
 
@@ -292,9 +284,9 @@ class Outputs:
 
     def verify(self, returned: Any, named: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """Return the kernel's result if it matches the declaration and shares no memory."""
-        found, expected = as_tuple(returned), f"{len(self.names)} ({', '.join(self.names)})"
+        found, declared = as_tuple(returned), f"{len(self.names)} ({', '.join(self.names)})"
         got = f"{len(found)} values" if isinstance(returned, tuple | list) else type(returned).__name__
-        self._expect(len(found) == len(self.names), "outputs", expected, got)
+        self._expect(len(found) == len(self.names), "outputs", declared, got)
         owners = {address(x): f"input {n!r}" for n, x in named.items() if isinstance(x, Tensor) and x.numel()}
         for name, x, want in zip(self.names, found, self.expected(named), strict=True):
             own = f"output {name!r}"
@@ -302,10 +294,9 @@ class Outputs:
                 self._compare(own, x, want)
             other = owners.setdefault(address(x), own) if x.numel() else own
             if other != own:
-                what, got = f"{self.owner}, {own}", f"memory that it shares with {other}"
-                expect_declared(
-                    False, what, "memory that nothing else uses", got, "Let the kernel return a clone"
-                )
+                what, expected = f"{self.owner}, {own}", "memory that nothing else uses"
+                got, remedy = f"memory that it shares with {other}", "Let the kernel return a clone"
+                expect_declared(False, what, expected, got, remedy)
         return found
 
     def _compare(self, what: str, x: Any, want: Any) -> None:

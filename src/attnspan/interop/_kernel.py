@@ -8,10 +8,10 @@ from torch import Tensor
 
 from attnspan.errors import expect
 from attnspan.torch import compat
-from attnspan.torch._autograd import below_autograd, with_autograd
+from attnspan.torch._autograd import below_autograd, define, differentiate, refuse_derivative, with_autograd
+from attnspan.torch.compat import OpOverload as Op
 
 from ._contract import Outputs, Parameters, address, as_tuple, expect_declared, names_in, names_of
-from ._operators import Op, define, differentiate, refuse_derivative
 
 NAMESPACE = "attnspan_wrapped"
 Backward = Callable[..., Any] | Literal["recompute"]
@@ -97,9 +97,8 @@ class Derivative:
 
     def check_inputs(self, named: Mapping[str, Any]) -> None:
         """Raise if an input requires a gradient that it will not get."""
-        expected = (
-            f"an input without gradient (its backward returns gradients of {', '.join(self.differentiable)})"
-        )
+        own = ", ".join(self.differentiable)
+        expected = f"an input without gradient (its backward returns gradients of {own})"
         got, remedy = "a tensor that requires one", "Detach it, or list it in differentiable=(...)"
         for name, x in named.items():
             lost = isinstance(x, Tensor) and x.requires_grad and name not in self.differentiable
@@ -131,10 +130,7 @@ def register(
     expect(legal, "name", "an identifier", repr(name), "Choose a name such as flash")
     names = [name] if derivative is None else [name, f"{name}_backward"]
     for each in names:
-        got, remedy = (
-            f"{each!r}, the name of {NAMESPACE}::{each}",
-            "Use the existing wrapped kernel, or another name",
-        )
+        got, remedy = f"{each!r}, the name of {NAMESPACE}::{each}", "Use that kernel, or another name"
         expect(each not in _libraries, "name", "an unused name", got, remedy)
     library, backward = torch.library.Library(NAMESPACE, "FRAGMENT"), None  # type: ignore[no-untyped-call]
     try:
@@ -146,10 +142,11 @@ def register(
                 'wrapped without one. Wrap it with backward=fn, or with backward="recompute" if autograd can '
                 "differentiate the kernel, or call it under torch.no_grad()."
             )
-            refuse_derivative(library, forward, text, _FIRST_ORDER)
+            refuse_derivative(library, forward, _FIRST_ORDER, text=text, forward_mode=_FIRST_ORDER)
         else:
             backward = _define_backward(library, names[1], outputs, derivative)
-            differentiate(library, forward, _node(forward, backward, outputs, derivative), _FIRST_ORDER)
+            node = _node(backward, outputs, derivative)
+            differentiate(library, forward, node, forward_mode=_FIRST_ORDER)
             # 2.5 times the forward operations, plus the forward pass if it runs again.
             first, halves = len(derivative.incoming), 7 if derivative.recomputes else 5
             inputs = slice(first, first + len(outputs.parameters.names))
@@ -210,30 +207,26 @@ def _define_backward(
     first, last = [f"Tensor? {x}" for x in incoming], [f"Tensor {x}" for x in derivative.saved]
     schema = ", ".join([*first, parameters.schema, *last, "bool[] gradients_wanted"])
     backward = define(library, f"{name}({schema}) -> Tensor[]", real, fake, _STRIDES)
-    text = (
-        f"second derivatives of {backward}: expected first ones, got a derivative of its backward. "
-        f"{_FIRST_ORDER}."
-    )
-    refuse_derivative(library, backward, text, _FIRST_ORDER, list)
+    refuse_derivative(library, backward, _FIRST_ORDER, forward_mode=_FIRST_ORDER)
     return backward
 
 
-def _node(
-    forward: Op, backward: Op, outputs: Outputs, derivative: Derivative
-) -> type[torch.autograd.Function]:
-    """Return the derivative of the forward operator."""
+def _node(backward: Op, outputs: Outputs, derivative: Derivative) -> type[torch.autograd.Function]:
+    """Return the autograd node that calls ``backward`` for the derivative."""
+    names = outputs.parameters.names
 
     class Node(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, keyset: Any, values: tuple[Any, ...], *tensors: Tensor) -> Any:
+        def forward(ctx: Any, source: Any, *values: Any) -> Any:
             ctx.set_materialize_grads(False)
-            named = dict(zip(outputs.parameters.names, values, strict=True))
+            named = dict(zip(names, values, strict=True))
             derivative.check_inputs(named)
-            found = below_autograd(forward, keyset, values)
+            found = below_autograd(*source)
             made = dict(zip(outputs.names, as_tuple(found), strict=True))
-            ctx.inputs = [name for name, x in named.items() if isinstance(x, Tensor)]
-            ctx.save_for_backward(*tensors, *(made[name] for name in derivative.saved))
-            ctx.named = {name: None if isinstance(x, Tensor) else x for name, x in named.items()}
+            kept = {name: x for name, x in named.items() if isinstance(x, Tensor)}
+            kept |= {name: made[name] for name in derivative.saved}
+            ctx.save_for_backward(*kept.values())
+            ctx.kept, ctx.others = list(kept), named | dict.fromkeys(kept)
             return found
 
         @staticmethod
@@ -241,13 +234,13 @@ def _node(
             given = dict(zip(outputs.names, grads, strict=True))
             derivative.check_incoming(given)
             # Read once, because checkpointing recomputes them at each read.
-            saved = dict(zip((*ctx.inputs, *derivative.saved), ctx.saved_tensors, strict=True))
-            needed = dict(zip(ctx.inputs, ctx.needs_input_grad[2:], strict=True))
-            wanted = [needed.get(name, False) for name in derivative.differentiable]
+            saved = dict(zip(ctx.kept, ctx.saved_tensors, strict=True))
+            needed = dict(zip(names, ctx.needs_input_grad[1:], strict=True))
+            wanted = [needed[name] for name in derivative.differentiable]
             incoming = (given[name] for name in derivative.incoming)
-            found = iter(backward(*incoming, *(ctx.named | saved).values(), wanted))
+            found = iter(backward(*incoming, *(ctx.others | saved).values(), wanted))
             made = {x: next(found) for x, want in zip(derivative.differentiable, wanted, strict=True) if want}
-            return None, None, *map(made.get, ctx.inputs)
+            return None, *map(made.get, names)
 
     return Node
 

@@ -12,13 +12,13 @@ from attnspan.kernels._autocast import autocast_dtype
 from attnspan.masks import Mask
 from attnspan.torch import compat
 from attnspan.torch._attention import Layout
+from attnspan.torch.compat import OpOverload as Op
 from attnspan.torch.compile import save_also
 
 from ._check import Report, check
 from ._contract import REQUIRED, Declarations, Outputs, Parameters, read_parameters
 from ._contract import DeclarationError as DeclarationError
 from ._kernel import NAMESPACE, Backward, Derivative, flop_formula, register
-from ._operators import Op
 
 Strides = Literal["any", "unit", "contiguous", "bshd", "bhsd"]
 

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import fields
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import ref
 
 import numpy as np
@@ -29,6 +29,9 @@ _MOST_PLACES = 4
 # Masks without arrays have few spans: bounds take 8 bytes per query and span, so 16 masks of 65,536 queries
 # take 8 MiB.
 _MOST_STATIC = 16
+
+
+T = TypeVar("T")
 
 
 class UnknowableError(Exception):
@@ -57,8 +60,8 @@ class Memory:
 
     def __init__(self) -> None:
         # Keyed by identity, because masks may be equal. The references do not keep the masks alive.
-        self._masks: dict[int, tuple[ref[Mask], list[_Known]]] = {}
-        self._static: OrderedDict[Hashable, Prepared] = OrderedDict()
+        self._masks: dict[int, tuple[ref[Any], list[_Known]]] = {}
+        self._static: OrderedDict[Hashable, Any] = OrderedDict()
         self._lock = ForkSafeLock()
 
     def evidence(self, x: Array) -> tuple[Callable[[], bool], np.ndarray[Any, Any] | None]:
@@ -70,12 +73,12 @@ class Memory:
         raise UnknowableError(type(x))
 
     def lowered(
-        self, mask: Mask, place: Hashable, lower: Callable[[Any, tuple[Any, ...]], Prepared]
+        self, mask: Mask | Array, place: Hashable, lower: Callable[[Any, tuple[Any, ...]], Prepared]
     ) -> Prepared | None:
         """Return a mask as it was lowered for a place, lowering it first if necessary.
 
         Args:
-            mask: The mask.
+            mask: The mask, or an array that a mask is made of.
             place: The sizes and the device.
             lower: Function of a twin of the mask and of the mask's arrays. The twin has NumPy copies of the
                 arrays, so that no other thread writes into them. It is None if an array has no values on the
@@ -101,11 +104,14 @@ class Memory:
         self._keep(mask, [_Known(place, found, tests), *others[: _MOST_PLACES - 1]])
         return found
 
-    def without_arrays(self, key: Hashable, lower: Callable[[], Prepared]) -> Prepared | None:
-        """Return a mask without arrays as it was lowered for a key. None if lowering it fails."""
+    def without_arrays(self, key: Hashable, lower: Callable[[], T]) -> T | None:
+        """Return what was made of a mask without arrays for a key: the lowered mask, or a plan of it.
+
+        None if making it fails.
+        """
         try:
             self._static.move_to_end(key)  # Each method of the dict is atomic, so this needs no lock.
-            return self._static[key]
+            return self._static[key]  # type: ignore[no-any-return]
         except KeyError:  # It is not there, or another thread has just removed it.
             pass
         try:
@@ -121,10 +127,10 @@ class Memory:
     def __len__(self) -> int:
         return len(self._masks)
 
-    def _keep(self, mask: Mask, known: list[_Known]) -> None:
+    def _keep(self, mask: Mask | Array, known: list[_Known]) -> None:
         key, masks = id(mask), self._masks
 
-        def forget(gone: ref[Mask]) -> None:
+        def forget(gone: ref[Any]) -> None:
             # Another mask may have the number by now.
             if (entry := masks.get(key)) is not None and entry[0] is gone:
                 del masks[key]

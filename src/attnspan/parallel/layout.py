@@ -6,6 +6,7 @@ whole problem, n rows of a rank, padding included.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +22,7 @@ from attnspan.base.forks import without_locks
 from attnspan.errors import DtypeError, ShapeError, expect
 from attnspan.masks import Mask, Prepared, full
 from attnspan.masks.bounds import Spans
+from attnspan.masks.memory import Memory
 
 from .chunks import Chunks
 from .intervals import Ints, read_only
@@ -33,9 +35,8 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 
-#: Number of cached layouts and plans. Layouts of masks without data, such as `causal()`, never change.
-_MOST_REMEMBERED = 16
-_remembered: dict[Any, Layout] = {}
+#: Layouts of masks without data, such as `causal()`, which never change.
+_memory = Memory()
 
 
 class Source(NamedTuple):
@@ -163,18 +164,18 @@ class Layout:
         count("Layout.of: rows_per_chunk", rows_per_chunk, least=1)
         given = q_len, k_len, ranks, members, method, rows_per_chunk, tolerance
         key = mask.static_key() if isinstance(mask, Mask) else None
-        if key is not None and (known := _remembered.get((key, given))) is not None:
-            return known
-        prepared = lower(mask, q_len, k_len, batch, heads)
-        planes = prepared.lowered.bounds.shape[0]
-        edges = Chunks.even_edges(q_len, planes, rows_per_chunk)
-        chunks = Chunks.of(prepared.lowered, edges)
-        owner = owners(chunks, groups, method, tolerance)
-        table = rows_of(owner.reshape(planes, -1), q_len, groups, members, rows_per_chunk)
-        found = cls(q_len, table, Source(prepared, chunks, read_only(owner), members))
-        if key is not None:
-            _remember(_remembered, (key, given), found)
-        return found
+
+        def make() -> Layout:
+            prepared = lower(mask, q_len, k_len, batch, heads)
+            planes = prepared.lowered.bounds.shape[0]
+            edges = Chunks.even_edges(q_len, planes, rows_per_chunk)
+            chunks = Chunks.of(prepared.lowered, edges)
+            owner = owners(chunks, groups, method, tolerance)
+            table = rows_of(owner.reshape(planes, -1), q_len, groups, members, rows_per_chunk)
+            return cls(q_len, table, Source(prepared, chunks, read_only(owner), members))
+
+        found = None if key is None else _memory.without_arrays((key, given), make)
+        return make() if found is None else found
 
     @classmethod
     def contiguous(cls, q_len: int, ranks: int) -> Layout:
@@ -321,7 +322,7 @@ class Layout:
         return step("layout", "jax")(self, mesh, **axes)
 
     def _shard(self, name: str, x: Array, rank: int, dim: int, fill: Any) -> Array:
-        xp = self._checked(f"Layout.shard: {name}", x, dim, self.q_len)
+        xp = self.check_rows(f"Layout.shard: {name}", x, dim, self.q_len)
         rows = self.rows[rank]
         found = take(x, np.maximum(rows, 0), dim)
         if self.rows_per_rank * self.ranks == self.q_len:
@@ -356,7 +357,7 @@ class Layout:
         what, remedy = "Layout.unshard: parts", "Gather the parts of all ranks, in their order"
         expect(len(parts) == self.ranks, what, f"{self.ranks} parts", len(parts), remedy, error=ShapeError)
         for part in parts:
-            xp = self._checked(what, part, dim, self.rows_per_rank)
+            xp = self.check_rows(what, part, dim, self.rows_per_rank)
         joined = xp.cat(parts, dim) if hasattr(xp, "cat") else xp.concatenate(parts, axis=dim)
         return take(joined, self.places, dim)
 
@@ -416,24 +417,20 @@ class Layout:
         # Only plans of the layout's own mask, or of masks without data, are cached: arrays may change.
         same = "own" if mask is None else mask.static_key() if isinstance(mask, Mask) else None
         key = None if same is None else (same, heads, *options.items())
-        try:
-            if key in self._plans:
-                return self._plans[key]
-        except TypeError:
-            key = None  # An option that cannot be hashed is illegal, and make_plan raises.
-        if mask is None:
-            remedy = "Pass the layers' mask, because a pickled layout has none"
-            expect(self._source is not None, "Layout.plan: mask", "a mask", "None", remedy)
-            mask = self._source.mask  # type: ignore[union-attr]
-        plan = make_plan(self, mask, heads=heads, **options)
-        if key is not None:
-            _remember(self._plans, key, plan)
-        return plan
+
+        def make() -> Plan:
+            source, remedy = self._source, "Pass the layers' mask, because a pickled layout has none"
+            expect(mask is not None or source is not None, "Layout.plan: mask", "a mask", "None", remedy)
+            return make_plan(self, source.mask if mask is None else mask, heads=heads, **options)  # type: ignore[union-attr]
+
+        found = None
+        with contextlib.suppress(TypeError):  # An option that cannot be hashed is illegal, and make() raises.
+            found = None if key is None else self._plans.without_arrays(key, make)
+        return make() if found is None else found
 
     @cached_property
-    def _plans(self) -> dict[Any, Plan]:
-        """Cached plans of the layout's own mask and of masks without data."""
-        return {}
+    def _plans(self) -> Memory:
+        return Memory()
 
     def source_of(self, mask: Any) -> Source | None:
         """Return the source of this layout if `mask` is its lowered mask, else None."""
@@ -449,20 +446,15 @@ class Layout:
         expect(0 <= rank < self.ranks, "Layout: rank", f"0 to {self.ranks - 1}", rank, remedy)
         return rank
 
-    def _checked(self, what: str, x: Any, dim: int, rows: int) -> Any:
+    def check_rows(self, what: str, x: Any, dim: int, rows: int, whose: str = "") -> Any:
+        """Check an array with rows along a dimension. Return its framework's functions."""
         remedy = "Leave it out of the batch"
         expect(is_array(x), what, "an array or a tensor", type(x).__name__, remedy, error=DtypeError)
         fits = -x.ndim <= dim < x.ndim and x.shape[dim] == rows
         remedy = "Pass the dimension of the rows as `dim`, or leave out tensors without rows"
-        got = tuple(x.shape)
-        expect(fits, what, f"{rows} rows along dimension {dim}", got, remedy, error=ShapeError)
+        got, wanted = tuple(x.shape), f"{whose}{rows} rows along dimension {dim}"
+        expect(fits, what, wanted, got, remedy, error=ShapeError)
         alone = self.planes == 1 or (dim % x.ndim > 0 and x.shape[0] == self.planes)
         remedy = "This layout partitions each batch element differently: pass all of them, as dimension 0"
         expect(alone, what, f"{self.planes} batch elements as dimension 0", got, remedy, error=ShapeError)
         return arrays_for([x]).xp
-
-
-def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
-    known[key] = value
-    while len(known) > _MOST_REMEMBERED:
-        known.pop(next(iter(known)))

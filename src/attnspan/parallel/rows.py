@@ -132,12 +132,32 @@ def check_evidence(given: Evidence, mine: NDArray[Any], marks: Marks) -> None:
 
 
 def _check_index(what: str, index: NDArray[Any], mine: NDArray[Any]) -> None:
-    fits = index.ndim in (1, 2) and index.shape[-1] == mine.shape[1]
-    fits = fits and (index.ndim == 1 or len(mine) in (1, len(index)))
+    fits, wanted = fits_rows(index, mine), "the rows of the plan's layout"
     remedy = "Pass the batch as layout.shard(...) returned it, not collated with others (batch_size=None)"
     expect(fits, what, "q_index of shape {}", index.shape, remedy, mine.shape, error=ShapeError)
-    same, wanted = bool((index == mine).all()), "the rows of the plan's layout"
+    same = bool((index == mine).all())
     expect(same, what, wanted, "others in q_index", _OTHERS, error=PlanMismatchError)
+
+
+def fits_rows(index: Any, mine: Any) -> bool:
+    """Whether an index has the shape of a rank's rows (L, n), for one or for each batch element."""
+    fits = index.ndim in (1, 2) and index.shape[-1] == mine.shape[1]
+    return bool(fits and (index.ndim == 1 or mine.shape[0] in (1, index.shape[0])))
+
+
+def check_options(given: Any, where: str) -> None:
+    """Raise for an option of a call that a plan does not support: the keys' indices, and a dense bias.
+
+    Args:
+        given: The options, `attnspan.call.options.Given`.
+        where: Description of the plan, for errors.
+    """
+    kind, remedy = type(given.k_index).__name__, "Leave it out: the plan knows the keys' indices"
+    expect(given.k_index is None, f"k_index {where}", "None", kind, remedy)
+    by_position = not (hasattr(given.bias, "values") or hasattr(given.bias, "shape"))
+    got = "a dense bias, which holds a value for each pair of tokens of all ranks"
+    remedy = "Use a bias by position, or put the visibility into the mask"
+    expect(by_position, f"bias {where}", "alibi(...) or relative(...)", got, remedy)
 
 
 def fill_of(name: Any, fill: Any, x: Array) -> Any:

@@ -140,10 +140,10 @@ def attention(
             k_index=k_index,
             **others,
         )
-    backend = asked_for(backend)
     if isinstance(mask, ShardedMask):
         asked = {"scale": scale, "layout": layout, "return_lse": return_lse, "backend": backend}
         return mask.attention(q, k, v, **asked, **given.keywords())  # type: ignore[no-any-return]
+    backend = asked_for(backend)
     if not torch.compiler.is_compiling():
         if plans:
             warn_without_plan(q, k, mask, layout)

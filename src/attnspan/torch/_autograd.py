@@ -1,6 +1,6 @@
-"""Derivatives of operators: registration, and autograd inside and below operators."""
+"""Operators: definition, derivatives, and autograd inside and below operators."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,12 +51,43 @@ def single_level(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return type(function.__name__, (compat.SingleLevelFunction,), parts).apply  # type: ignore[attr-defined,no-any-return]
 
 
+def define(
+    library: torch.library.Library,
+    schema: str,
+    real: Callable[..., Any],
+    fake: Callable[..., Any],
+    *tags: torch.Tag,
+    devices: Sequence[str] = ("CompositeExplicitAutograd",),
+) -> compat.OpOverload:
+    """Define an operator with its implementation for devices and its fake kernel."""
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))  # type: ignore[no-untyped-call]
+    op: compat.OpOverload = getattr(getattr(torch.ops, library.ns), schema.partition("(")[0]).default
+    for device in devices:
+        library.impl(op, real, device)  # type: ignore[no-untyped-call]
+    torch.library.register_fake(op, fake, lib=library)
+    return op
+
+
+def tensors_in(inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """The tensors among an operator's arguments, and within lists of tensors."""
+    nested = (x if isinstance(x, (list, tuple)) else (x,) for x in inputs)
+    return tuple(x for part in nested for x in part if isinstance(x, Tensor))
+
+
 def differentiate(
-    library: torch.library.Library, op: compat.OpOverload, function: type[torch.autograd.Function]
+    library: torch.library.Library,
+    op: compat.OpOverload,
+    function: type[torch.autograd.Function],
+    *,
+    forward_mode: str = 'For forward mode, call it `with attnspan.backend("math"):`',
+    flat: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None,
+    finish: Callable[[Any], Any] | None = None,
 ) -> None:
     """Record `function` as the derivative of an operator.
 
-    Its ``forward`` takes a pair, the operator and the keyset, and then the operator's inputs.
+    Its ``forward`` takes the operator, the keyset and the operator's inputs as one tuple, and then the
+    inputs, or the result of ``flat`` for them: autograd sees no tensors in lists. ``finish`` converts the
+    function's results to the operator's results. ``forward_mode`` is the remedy for dual tensors.
 
     torch.library.register_autograd does not work here. If no input requires a gradient, its kernel drops the
     tangents of dual tensors, so forward mode would return zeros. Also, torch.func cannot differentiate it.
@@ -66,25 +97,33 @@ def differentiate(
     inner = single_level(function)
 
     def kernel(keyset: Any, *inputs: Any) -> Any:
-        if compat.dual_level() >= 0 and any(map(has_tangent, inputs)):
+        given = inputs if flat is None else flat(inputs)
+        if compat.dual_level() >= 0 and any(map(has_tangent, given)):
             raise NotImplementedError(
-                f"forward-mode derivatives of {op}: expected reverse mode, which the kernel has, got a dual "
-                'tensor. For forward mode, call it `with attnspan.backend("math"):`.'
+                f"forward-mode derivatives of {op}: expected reverse mode, which it has, got a dual tensor. "
+                f"{forward_mode}."
             )
-        if not (torch.is_grad_enabled() and compat.any_requires_grad(*inputs)):
+        if not (torch.is_grad_enabled() and compat.any_requires_grad(*given)):
             return below_autograd(op, keyset, inputs)
         if compat.are_functorch_transforms_active():
             # torch.func has removed its level before this kernel runs, so one plain node is left to record.
             with compat.enable_single_level_autograd_function():
-                return inner((op, keyset), *inputs)
-        return record((op, keyset), *inputs)
+                made = inner((op, keyset, inputs), *given)
+        else:
+            made = record((op, keyset, inputs), *given)
+        return made if finish is None else finish(made)
 
     library.impl(op, kernel, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
 
 
-def refuse_derivative(library: torch.library.Library, op: compat.OpOverload, remedy: str) -> None:
-    """Give a backward operator a derivative that raises. Without it, second derivatives would be zero."""
-    text = (
+def refuse_derivative(
+    library: torch.library.Library, op: compat.OpOverload, remedy: str, *, text: str = "", **how: Any
+) -> None:
+    """Give an operator a derivative that raises. Without it, the derivative would be zero.
+
+    ``text`` replaces the error for backward operators. `differentiate` describes the other keywords.
+    """
+    text = text or (
         f"second derivatives of {op}: expected first derivatives, which the kernel has, "
         f"got a derivative of a gradient. {remedy}."
     )
@@ -92,15 +131,16 @@ def refuse_derivative(library: torch.library.Library, op: compat.OpOverload, rem
     class Refusal(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, source: Any, *inputs: Any) -> Any:
-            del ctx
-            return below_autograd(op, source[1], inputs)
+            del ctx, inputs
+            found = below_autograd(*source)
+            return tuple(found) if isinstance(found, list) else found
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> None:
             del ctx, grads
             raise NotImplementedError(text)
 
-    differentiate(library, op, Refusal)
+    differentiate(library, op, Refusal, **how)
 
 
 def has_tangent(x: Any) -> bool:

@@ -3,8 +3,10 @@
 Lowering is arithmetic on small arrays. On the CPU NumPy does it, whose calls cost a fraction of torch's.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from attnspan.masks.bounds import Spans
 from attnspan.masks.memory import Memory, UnknowableError, by_numpy
 
 from . import compat
+from ._watched import is_transformed
 
 
 class _Memory(Memory):
@@ -28,15 +31,21 @@ class _Memory(Memory):
             raise UnknowableError
         if x.is_cpu:
             copy = np.array(stored(x).numpy())
-            return partial(_equal, x, torch.from_numpy(copy)), copy
+            return partial(_equal, ref(x), torch.from_numpy(copy)), copy
         if x.is_inference():  # it has no version counter
             raise UnknowableError
-        version = compat.version_of(x)
-        return lambda: compat.version_of(x) == version, None
+        return partial(_is_unwritten, ref(x), compat.version_of(x)), None
 
 
-def _equal(x: Tensor, copy: Tensor) -> bool:
-    return x.is_cpu and x.dtype == copy.dtype and torch.equal(x, copy)
+# What is remembered keeps no tensor alive: a mask keeps its tensors, and a tensor may be the key itself.
+def _equal(of: "ref[Tensor]", copy: Tensor) -> bool:
+    x = of()
+    return x is not None and x.is_cpu and x.dtype == copy.dtype and torch.equal(x, copy)
+
+
+def _is_unwritten(of: "ref[Tensor]", version: int) -> bool:
+    x = of()
+    return x is not None and compat.version_of(x) == version
 
 
 # Masks without arrays are lowered on the host and copied once. A device would launch many kernels per call.
@@ -81,6 +90,20 @@ def lowered(mask: Any, q: Tensor, k: Tensor) -> Prepared | None:
     elif not isinstance(mask, Mask):
         return None
     return _memory.lowered(mask, place, partial(_lower, mask, q, k))
+
+
+def lowered_from(x: Any, place: Any, make: Callable[[Any], Prepared]) -> Prepared:
+    """What a function makes of a tensor, from memory as long as the tensor lives and is unchanged.
+
+    Args:
+        x: The tensor, from which each layer makes a mask.
+        place: The sizes, the device and the options that the function depends on.
+        make: Function of the tensor, or of a copy that no other thread changes.
+    """
+    if is_transformed():
+        return make(x)
+    found = _memory.lowered(x, place, lambda twin, _: make(x if twin is None else torch.from_numpy(twin)))
+    return make(x) if found is None else found
 
 
 def stream_of(q: Tensor) -> int:

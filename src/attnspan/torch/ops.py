@@ -49,9 +49,9 @@ for _stem, _rows, _found in (
 _options_of = itemgetter(*schema.names(schema.OPTIONS))
 
 
-def stored_bshd(like: Tensor, heads: int, length: int, dim: int) -> Tensor:
+def stored_bshd(like: Tensor, heads: int, length: int, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """Uninitialised (B, H, S, D) tensor that is stored as contiguous (B, S, H, D)."""
-    return like.new_empty((like.shape[0], length, heads, dim)).transpose(1, 2)
+    return like.new_empty((like.shape[0], length, heads, dim), dtype=dtype).transpose(1, 2)
 
 
 def new_outputs(q: Tensor, v: Tensor, lse_dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from attnspan.jax.front import JaxFront
 from attnspan.jax.part import ARRAYS, JaxPart, band_of, part_of
 from attnspan.jax.rules import differentiable, first_order
 from attnspan.masks import Prepared
+from attnspan.parallel.rows import check_options
 
 from .axes import Axes
 from .device import Work, backward, forward
@@ -75,12 +76,7 @@ def _check_planned(route: Route, heads: tuple[int, int], given: Given, q: Any, k
         wanted = f"{batch}{count} heads and {rows.shape[1]} rows of all devices, padding included"
         got, remedy = f"shape {tuple(x.shape)} in layout bhsd", "Place inputs by placed.shard(...)"
         expect(fits, f"{name} with a split sequence", wanted, got, remedy, error=ShapeError)
-    kind, remedy = type(given.k_index).__name__, "Leave it out: the plan knows the keys' indices"
-    expect(given.k_index is None, "k_index with a split sequence", "None", kind, remedy)
-    dense = hasattr(given.bias, "values") or hasattr(given.bias, "shape")
-    got = "a dense bias, which holds a value for each pair of tokens of all devices"
-    remedy = "Use a bias by position, or put the visibility into the mask"
-    expect(not dense, "bias with a split sequence", "alibi(...) or relative(...)", got, remedy)
+    check_options(given, "with a split sequence")
 
 
 def attention(

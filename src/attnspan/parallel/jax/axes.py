@@ -153,10 +153,8 @@ class Axes:
     def check_ranks(self, ranks: int) -> None:
         """Raise unless the sequence axes have one device for each rank of a layout."""
         parts = self.size("sequence")
-        wanted, remedy = (
-            "axes of {} devices, the ranks of the layout",
-            "Make the layout for as many ranks as the axis has devices",
-        )
+        wanted = "axes of {} devices, the ranks of the layout"
+        remedy = "Make the layout for as many ranks as the axis has devices"
         fits, got = bool(self.sequence) and ranks == parts, f"{parts}: {self.words('sequence')}"
         expect(fits, "sequence", wanted, got, remedy, ranks)
 
@@ -169,9 +167,7 @@ class Axes:
         sharding: Any = getattr(jax.typeof(x) if is_traced(x) else x, "sharding", None)
         if not is_traced(x) and x.committed:
             wanted, got = "the devices of the mask's mesh, in its order", f"{sharding}"
-            remedy = (
-                "Place it by the mask's shard(...), or jax.device_put(x, NamedSharding(mesh, mask.spec()))"
-            )
+            remedy = "Place it by the mask's shard(...), or by NamedSharding(mesh, mask.spec())"
             devices = [*self.mesh.devices.flat]
             named = isinstance(sharding, NamedSharding)
             same = [*sharding.mesh.devices.flat] == devices if named else x.devices() == {*devices}

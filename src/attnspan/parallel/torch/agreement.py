@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -146,10 +147,8 @@ class Agreement:
         """Start to gather the numbers of all ranks."""
         group = compat.resolve_process_group(self._name)
         every = mine.new_empty((self._ranks, len(mine)))
-        try:
+        with answered(group, what):
             work = dist.all_gather(list(every.unbind()), mine, group=group, async_op=True)
-        except RuntimeError as error:
-            raise_broken(group, what, error)
         found, done = _brought_home(every, work) if every.is_cuda else (every, work.wait)
         return _Check(what, found, done, self._count)
 
@@ -165,10 +164,8 @@ class Agreement:
 
     def _read(self, check: _Check) -> None:
         group = compat.resolve_process_group(self._name)
-        try:
+        with answered(group, check.what):
             check.done()
-        except RuntimeError as error:
-            raise_broken(group, check.what, error)
         kinds, *rest = check.found.T.tolist()
         late = {"call": "sequence of calls"} if kinds[0] == _OF_A_PLAN else {}
         for name, numbers in zip(_REMEDIES, (kinds, *rest), strict=True):
@@ -251,7 +248,24 @@ def agreement_of(group: Any) -> Agreement:
     return known
 
 
-def raise_broken(group: Any, what: str, error: Exception) -> NoReturn:
+@contextmanager
+def answered(group: Any, what: str) -> Iterator[None]:
+    """A block with a collective. Its error names the collective and the ranks that do not answer."""
+    try:
+        yield
+    except RuntimeError as error:
+        _raise_broken(group, what, error)
+
+
+def gathered(x: Tensor, group: Any, what: str) -> Tensor:
+    """Gather the tensors of all ranks, (P, ...)."""
+    every = x.new_empty((group.size(), *x.shape))
+    with answered(group, what):
+        dist.all_gather(list(every.unbind()), x.contiguous(), group=group)
+    return every
+
+
+def _raise_broken(group: Any, what: str, error: Exception) -> NoReturn:
     """Raise an error that names the exchange that failed and the silent ranks.
 
     Raises:

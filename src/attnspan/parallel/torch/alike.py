@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attnspan.errors import ShapeError, expect
 
+from .agreement import gathered
 from .groups import group_of
 
 #: Tensors that an error lists, and then it counts them.
@@ -49,7 +50,7 @@ def differences(alone: dict[str, Any], sharded: dict[str, Any], mesh: Any, withi
     fits = isinstance(index, Tensor) and alone.keys() == sharded.keys()
     wanted = f"q_index, {', '.join(alone)}"
     expect(fits, what, wanted, ", ".join(sharded) or "nothing", remedy)
-    rows = torch.stack(_gathered(index.reshape(-1, index.shape[-1]).long(), group)).cpu()
+    rows = gathered(index.reshape(-1, index.shape[-1]).long(), group, what).cpu()
     found: list[tuple[int, str, str]] = []  # order, text, cause
     for name, want in alone.items():
         want, got = (_plain(x) for x in (want, sharded[name]))
@@ -61,7 +62,7 @@ def differences(alone: dict[str, Any], sharded: dict[str, Any], mesh: Any, withi
             mine = want.dim() > 1 and got.shape == (len(want), rows.shape[2], *want.shape[2:])
             wanted = f"{name} of shape ({len(want)}, {rows.shape[2]}, ...), as q_index says"
             expect(mine, what, wanted, tuple(got.shape), "Return this rank's rows of it", error=ShapeError)
-            order, (text, cause) = 0, _compare_rows(want, _gathered(got, group), rows, within)
+            order, (text, cause) = 0, _compare_rows(want, gathered(got, group, what), rows, within)
         if text:
             found.append((order, f"{name}: {text}", cause))
     found.sort(key=lambda x: x[0])
@@ -76,12 +77,6 @@ def _plain(x: Any) -> Tensor:
     return plain if plain.is_floating_point() else plain.double()
 
 
-def _gathered(x: Tensor, group: Any) -> list[Tensor]:
-    every = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(every, x.contiguous(), group=group)
-    return every
-
-
 def _compare_sum(want: Tensor, got: Tensor, group: Any, within: float) -> str:
     total = got.double().clone()
     dist.all_reduce(total, group=group)
@@ -93,7 +88,7 @@ def _compare_sum(want: Tensor, got: Tensor, group: Any, within: float) -> str:
 def _compare_same(want: Tensor, got: Tensor, group: Any, within: float) -> str:
     want, got = want.double(), got.double()
     mine = (got - want).norm() / want.norm().clamp_min(1e-30), (got * want).sum() / want.square().sum()
-    errors = torch.stack(_gathered(torch.stack(mine), group)).tolist()
+    errors = gathered(torch.stack(mine), group, "step(batch, mesh)").tolist()
     wrong = [rank for rank, (error, _) in enumerate(errors) if not error <= within]
     if not wrong:
         return ""
@@ -105,7 +100,7 @@ def _compare_same(want: Tensor, got: Tensor, group: Any, within: float) -> str:
     )
 
 
-def _compare_rows(want: Tensor, parts: list[Tensor], rows: Tensor, within: float) -> tuple[str, str]:
+def _compare_rows(want: Tensor, parts: Tensor, rows: Tensor, within: float) -> tuple[str, str]:
     """Describe the difference, and name its cause."""
     batch, length = want.shape[:2]
     want = want.reshape(batch, length, -1).double().cpu()

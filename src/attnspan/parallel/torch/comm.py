@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnspan.torch import compat
 
-from .agreement import Agreement, agreement_of, raise_broken
+from .agreement import Agreement, agreement_of, answered
 from .groups import group_of, named_part
 
 #: On the CPU, allocating fresh memory pages costs more than writing to them. Buffers of at least the first
@@ -78,10 +78,8 @@ class Pending:
             CommunicationError: A rank did not answer.
         """
         if self._work is not None:
-            try:
+            with answered(self._group, self._phase):
                 self._work.wait()
-            except RuntimeError as error:
-                raise_broken(self._group, self._phase, error)
             # Frees the rows that were sent.
             self._work = self._sent = None
         return self._change(self._received)
@@ -109,11 +107,9 @@ def exchange(
         counts.sent[phase] += (sum(send_rows) - send_rows[me]) * size
         counts.received[phase] += (sum(rows) - rows[me]) * size
     sizes = [n * size for n in rows], [n * size for n in send_rows]
-    try:
+    with answered(group, phase):
         # As bytes, because not every engine supports every dtype.
         work = dist.all_to_all_single(_bytes(received), _bytes(send), *sizes, group=group, async_op=True)
-    except RuntimeError as error:
-        raise_broken(group, phase, error)
     return Pending(received, send, work, group, phase)
 
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -21,7 +20,7 @@ from attnspan.torch import attention
 from attnspan.torch._cache_rows import WritableBuffers, row_numbers
 from attnspan.torch.compat import pytree
 
-from .agreement import agreement_of, raise_broken
+from .agreement import agreement_of, gathered
 from .engine import merged
 from .groups import group_of
 
@@ -130,7 +129,7 @@ class ShardedCache(WritableBuffers):
         self._agree("fill", length)
         # Bin 0 counts padding, the last bin counts indices beyond the sequence.
         mine = torch.bincount(rows.clamp(-1, length) + 1, minlength=length + 2)
-        counts = torch.stack(self._gather(mine)).sum(0)[1:]
+        counts = self._gather(mine).sum(0)[1:]
         remedy = "Pass the rows and the q_index that one layout.shard(...) returned, and its q_len"
         once = bool((counts[:-1] == 1).all() and counts[-1] == 0)
         got = f"{int(counts.sum())} of them in all"
@@ -210,7 +209,7 @@ class ShardedCache(WritableBuffers):
         compared = {"sinks": sinks, "bias": bias, "mask of the cache": seen}
         self._agree("attend", (*q.shape, split_batch, self.length), facts, compared)
         if split_batch:
-            q, k, v = (torch.cat(self._gather(x)) for x in (q, k, v))
+            q, k, v = (self._gather(x).flatten(0, 1) for x in (q, k, v))
         tokens = torch.arange(self.length, self.length + new, device=q.device)
         mine = slice((self.rank - self.length) % self.ranks, None, self.ranks)
         used = self._used + len(tokens[mine])
@@ -248,11 +247,5 @@ class ShardedCache(WritableBuffers):
         facts = {"call": f"{call} of a cache", "shape": shape, **facts}
         agreement_of(group_of(self._mesh)).note(facts, leaves)
 
-    def _gather(self, x: Tensor) -> list[Tensor]:
-        group, x = group_of(self._mesh), x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.ranks)]
-        try:
-            dist.all_gather(parts, x, group=group)
-        except RuntimeError as error:
-            raise_broken(group, "decoding", error)
-        return parts
+    def _gather(self, x: Tensor) -> Tensor:
+        return gathered(x, group_of(self._mesh), "decoding")

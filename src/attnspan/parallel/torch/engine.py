@@ -18,6 +18,7 @@ from attnspan.call import Part, schema
 from attnspan.call.options import Options, changes
 from attnspan.parallel.cost import exchange_parts
 from attnspan.parallel.local import Stage, Tables
+from attnspan.torch.ops import stored_bshd
 
 from .comm import Pending
 from .heads import Team, fold_heads, repeat_heads
@@ -53,35 +54,10 @@ class Work(NamedTuple):
         return slice(first + heads.start, first + heads.stop)
 
 
-class Done(NamedTuple):
-    """Results of the forward pass, and incoming gradients.
-
-    Args:
-        dout: Shape (B, H, N, Dv).
-        dlse: Shape (B, H, N), or None.
-        out: Shape (B, H, N, Dv).
-        lse: Shape (B, H, N), float64.
-    """
-
-    dout: Tensor
-    dlse: Tensor | None
-    out: Tensor
-    lse: Tensor
-
-
-class Gradients(NamedTuple):
-    """Gradients of one rank's rows and heads.
-
-    Args:
-        dq: Shape (B, H, N, D), in q's dtype.
-        dkv: Shape (B, G, S, D + Dv), keys and values side by side, float32 (float64 for float64).
-        of_options: Gradients of `OPTIONS_WITH_GRADIENT`, or None for an absent option. They have the shape of
-            the option for all members, and are zero for the heads of other members.
-    """
-
-    dq: Tensor
-    dkv: Tensor
-    of_options: tuple[Tensor | None, ...]
+#: Gradients of q, (B, H, n, D) as q. Of the keys and values side by side, (B, Hkv, n, D + Dv), float32 or
+#: float64. Of `OPTIONS_WITH_GRADIENT`, or None for an absent option: in the shape of the whole option, and
+#: zero for the heads of other members.
+Gradients = tuple[Tensor, Tensor, tuple[Tensor | None, ...]]
 
 
 def forward(work: Work) -> tuple[Tensor, Tensor]:
@@ -89,7 +65,7 @@ def forward(work: Work) -> tuple[Tensor, Tensor]:
     return (_forward_at_once if len(work.tables.stages) == 1 else _forward_ring)(work)
 
 
-def backward(work: Work, done: Done) -> Gradients:
+def backward(work: Work, done: Softmax) -> Gradients:
     """Compute the gradients of `forward`."""
     return (_backward_at_once if len(work.tables.stages) == 1 else _backward_ring)(work, done)
 
@@ -104,34 +80,36 @@ def _parts(work: Work) -> list[tuple[slice, slice]]:
     return [(slice(a * group, b * group), slice(a, b)) for a, b in pairwise(cuts)]
 
 
-def _forward_at_once(work: Work) -> tuple[Tensor, Tensor]:
-    q, stage = work.call.q, work.tables.stages[0]
-    out = _like_bshd(q, q.shape[1], q.shape[2], work.call.v.shape[3], q.dtype)
-    lse = q.new_empty(q.shape[:3], dtype=torch.float64)
-    route, parts = KeyRoute(work.tables, work.team), _parts(work)
+def _arriving(work: Work, route: KeyRoute) -> Iterator[tuple[int, slice, slice, tuple[Tensor, Tensor], Part]]:
+    """The number of each part, its query heads, its key heads, their keys and values, and its call."""
+    parts, call = _parts(work), work.call
     # Start all exchanges at once. While one part is computed, the other parts travel.
-    coming = [route.fetch(work.call.k[:, at], work.call.v[:, at], i) for i, (_, at) in enumerate(parts)]
-    for (heads, _), fetched in zip(parts, coming, strict=True):
+    coming = [route.fetch(call.k[:, at], call.v[:, at], i) for i, (_, at) in enumerate(parts)]
+    for i, ((heads, at), fetched) in enumerate(zip(parts, coming, strict=True)):
         k, v = fetched.wait()
-        lse[:, heads] = _attend_some(work, _call(work, stage, k, v, work.call.options, heads), out[:, heads])
+        yield i, heads, at, (k, v), _call(work, work.tables.stages[0], k, v, call.options, heads)
+
+
+def _forward_at_once(work: Work) -> tuple[Tensor, Tensor]:
+    q = work.call.q
+    out = stored_bshd(q, *q.shape[1:3], work.call.v.shape[3])
+    lse = q.new_empty(q.shape[:3], dtype=torch.float64)
+    for _, heads, _, _, call in _arriving(work, KeyRoute(work.tables, work.team)):
+        lse[:, heads] = _attend_some(work, call, out[:, heads])
     return out, lse
 
 
-def _backward_at_once(work: Work, done: Done) -> Gradients:
-    q, stage = work.call.q, work.tables.stages[0]
-    dq = _like_bshd(q, q.shape[1], q.shape[2], q.shape[3], q.dtype)
-    sums = _OptionSums(work.call.options)
-    route, parts = KeyRoute(work.tables, work.team), _parts(work)
-    coming = [route.fetch(work.call.k[:, at], work.call.v[:, at], i) for i, (_, at) in enumerate(parts)]
-    returned = []
-    for i, ((heads, at), fetched) in enumerate(zip(parts, coming, strict=True)):
-        k, v = fetched.wait()
-        call, grads = _call(work, stage, k, v, work.call.options, heads), route.gradients(k, v, i)
+def _backward_at_once(work: Work, done: Softmax) -> Gradients:
+    q, route = work.call.q, KeyRoute(work.tables, work.team)
+    dq = stored_bshd(q, *q.shape[1:])
+    sums, returned = _OptionSums(work.call.options), []
+    for i, heads, at, keys, call in _arriving(work, route):
+        grads = route.gradients(*keys, i)
         dkv = from_rows(grads, q.shape[3])
         found = _differentiate_some(work, call, _some(done, heads), dq[:, heads], dkv)
         sums.add(found, work.among_all(heads))
         returned.append((at, grads, route.give_back(grads, i)))
-    return Gradients(dq, whole(route.collect(returned, *work.call.k.shape[1:3])), sums.results())
+    return dq, whole(route.collect(returned, *work.call.k.shape[1:3])), sums.results()
 
 
 def _forward_ring(work: Work) -> tuple[Tensor, Tensor]:
@@ -142,15 +120,15 @@ def _forward_ring(work: Work) -> tuple[Tensor, Tensor]:
         if not stage.visible:
             continue
         k, v = from_rows(rows, q.shape[3])
-        part = _like_bshd(q, q.shape[1], q.shape[2], work.call.v.shape[3], _wide(q))
+        part = stored_bshd(q, *q.shape[1:3], work.call.v.shape[3], _wide(q))
         total.add(part, _attend_some(work, _call(work, stage, k, v, bare, work.every), part))
     if options is not None and options.sinks is not None:
         total.join(options.sinks[work.among_all(work.every)])
-    out = _like_bshd(q, q.shape[1], q.shape[2], work.call.v.shape[3], q.dtype)
+    out = stored_bshd(q, *q.shape[1:3], work.call.v.shape[3])
     return out.copy_(total.out), total.lse
 
 
-def _backward_ring(work: Work, done: Done) -> Gradients:
+def _backward_ring(work: Work, done: Softmax) -> Gradients:
     """Send keys round once more. Each block's gradients follow one step behind, and end at their owner."""
     q, options = work.call.q, work.call.options
     bare = None if options is None else options._replace(sinks=None)
@@ -163,7 +141,7 @@ def _backward_ring(work: Work, done: Done) -> Gradients:
         grads = torch.zeros(rows.shape, dtype=_wide(rows), device=rows.device)
         if stage.visible:
             k, v = from_rows(rows, q.shape[3])
-            part = _like_bshd(q, q.shape[1], q.shape[2], q.shape[3], _wide(q))
+            part = stored_bshd(q, *q.shape[1:3], q.shape[3], _wide(q))
             call = _call(work, stage, k, v, bare, work.every)
             sums.add(_differentiate_some(work, call, done, part, from_rows(grads, q.shape[3])), every)
             dq += part
@@ -174,8 +152,8 @@ def _backward_ring(work: Work, done: Done) -> Gradients:
     if options is not None and options.sinks is not None:
         sums.add({"sinks": _sink_gradients(options.sinks[every], done)}, every)
     dkv = whole(unsorted(behind.wait().view(shape), work.tables.key_order))
-    narrow = _like_bshd(q, q.shape[1], q.shape[2], q.shape[3], q.dtype)
-    return Gradients(narrow.copy_(dq), dkv, sums.results())
+    narrow = stored_bshd(q, *q.shape[1:3], q.shape[3])
+    return narrow.copy_(dq), dkv, sums.results()
 
 
 def _round(work: Work) -> Iterator[tuple[Stage, Tensor]]:
@@ -225,7 +203,7 @@ def _weight(part: Tensor, total: Tensor) -> Tensor:
     return torch.where(part == -torch.inf, 0.0, (part - total).exp())[..., None]
 
 
-def _sink_gradients(sinks: Tensor, done: Done) -> Tensor:
+def _sink_gradients(sinks: Tensor, done: Softmax) -> Tensor:
     """Gradient of each sink s: the sum over its queries of exp(s - lse) * (dlse - dout . out)."""
     wide = _wide(done.out)
     slack = -(done.dout.to(wide) * done.out.to(wide)).sum(-1)
@@ -306,18 +284,20 @@ def _attend_some(work: Work, call: Part, out: Tensor) -> Tensor:
 
 
 def _differentiate_some(
-    work: Work, call: Part, done: Done, dq: Tensor, dkv: tuple[Tensor, Tensor]
+    work: Work, call: Part, done: Softmax, dq: Tensor, dkv: tuple[Tensor, Tensor]
 ) -> Mapping[str, Tensor | None]:
     """Write a part's gradients of q, k and v, and return the gradients of its options, keyed by name."""
     if call.q.shape[1] == 0:
         for x in dkv:
             x.zero_()
         return {}
-    dout = done.dout if done.dout.stride(-1) == 1 else done.dout.contiguous()
-    dlse = None if done.dlse is None else done.dlse.contiguous()
-    has_more = len(work.tables.stages) > 1
+    softmax = done._replace(
+        lse=done.lse.contiguous(),
+        dout=done.dout if done.dout.stride(-1) == 1 else done.dout.contiguous(),
+        dlse=None if done.dlse is None else done.dlse.contiguous(),
+        has_more=len(work.tables.stages) > 1,
+    )
     run: Any = _backend_of(work, call).backward
-    softmax = Softmax(done.out, done.lse.contiguous(), dout, dlse, has_more)
     if call.k.shape[1] == dkv[0].shape[1]:
         found = run(call, softmax, (dq, *dkv))
         return dict(zip(OPTIONS_WITH_GRADIENT, found, strict=True))
@@ -328,16 +308,11 @@ def _differentiate_some(
     return dict(zip(OPTIONS_WITH_GRADIENT, found, strict=True))
 
 
-def _some(done: Done, heads: slice) -> Done:
-    """Slice results to some of the heads."""
-    return Done(*(None if x is None else x[:, heads] for x in done))  # type: ignore[arg-type]
+def _some(done: Softmax, heads: slice) -> Softmax:
+    """Select some heads."""
+    return Softmax(*(None if x is None else x[:, heads] for x in done[:4]))
 
 
 def _wide(x: Tensor) -> torch.dtype:
     """Dtype of sums: float32, or float64 for float64."""
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def _like_bshd(x: Tensor, heads: int, length: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """Allocate an uninitialised (B, heads, length, dim) tensor, stored as (B, length, heads, dim)."""
-    return x.new_empty((x.shape[0], length, heads, dim), dtype=dtype).transpose(1, 2)

@@ -36,10 +36,7 @@ def group_of(mesh: DeviceMesh) -> Any:
     expect(is_mesh, "mesh", "a DeviceMesh, such as mesh['cp']", type(mesh).__name__, remedy, error=DtypeError)
     remedy, wanted = "Call it only on the ranks of the mesh", "this rank, {}, among its ranks"
     expect(mesh.get_coordinate() is not None, "mesh", wanted, repr(mesh), remedy, dist.get_rank())
-    wanted, remedy = (
-        "one dimension, or two: nodes and the ranks of a node",
-        "Pass a part of it, such as mesh['cp']",
-    )
+    wanted, remedy = "one dimension, or two: nodes and their ranks", "Pass a part of it, such as mesh['cp']"
     expect(mesh.ndim in (1, 2), "mesh", wanted, str(mesh.ndim), remedy)
     names = mesh.mesh_dim_names
     remedy = "Make it with mesh_dim_names=('inter', 'intra')"

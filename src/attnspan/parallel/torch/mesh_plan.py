@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnspan.call import Call, check_layout
-from attnspan.call.options import Given, dense_bias
+from attnspan.call.options import Given
 from attnspan.errors import ShapeError, expect
 from attnspan.parallel.errors import PlanMismatchError
 from attnspan.parallel.local import LocalPlan
 from attnspan.parallel.plan import Plan
-from attnspan.parallel.rows import Evidence, Marks, check_evidence
+from attnspan.parallel.rows import Evidence, Marks, check_evidence, check_options, fits_rows
 from attnspan.parallel.strategy import Strategy, split_heads
 from attnspan.torch import compat
 from attnspan.torch._front import TorchFront, from_bhsd
@@ -206,8 +206,6 @@ class MeshPlan(ShardedMask):
             NotImplementedError: You asked for a second derivative or a forward-mode derivative.
         """
         given, front = Given(**options), _Front(self)
-        what, got, remedy = "k_index with context parallelism", given.k_index, "Leave it out: the plan knows"
-        expect(got is None, what, "None", type(got).__name__, f"{remedy} the keys' indices")
         asked: dict[str, Any] = {"scale": scale, "layout": layout}
         if is_dtensor(q) or is_dtensor(k) or is_dtensor(v):
             check_layout(front, layout, q, k, v)
@@ -235,9 +233,9 @@ class MeshPlan(ShardedMask):
         mine = self.q_index
         index = q_index.to_local() if is_dtensor(q_index) else torch.as_tensor(q_index, device=mine.device)
         what, wanted = "q_index with context parallelism", "the rows of the plan's layout"
-        fits = index.ndim in (1, 2) and index.shape[-1] == mine.shape[1]
-        fits = fits and (index.ndim == 1 or mine.shape[0] in (1, index.shape[0]))
-        expect(fits, what, wanted + ", {}", index.shape, _REMEDY, mine.shape, error=ShapeError)
+        expect(
+            fits_rows(index, mine), what, wanted + ", {}", index.shape, _REMEDY, mine.shape, error=ShapeError
+        )
         same = (index == mine).all()
         if same.is_cpu and not torch.compiler.is_compiling():
             if not same:
@@ -256,10 +254,7 @@ class MeshPlan(ShardedMask):
         fits, remedy = frame.planes in (1, q.shape[0]), "Plan with the mask and layout of this batch"
         wanted = "{} batch elements, as the plan has"
         expect(fits, at("q"), wanted, q.shape[0], remedy, frame.planes, error=ShapeError)
-        got = "a dense bias, which holds a value for each pair of tokens of all ranks"
-        remedy = "Use a bias by position, or put the visibility into the mask"
-        by_position = not isinstance(given.bias, Tensor | dense_bias)
-        expect(by_position, at("bias"), "alibi(...) or relative(...)", got, remedy)
+        check_options(given, "with context parallelism")
 
     def __deepcopy__(self, memo: Any) -> MeshPlan:
         """Return the plan itself, which is never changed. A copy of a model works with the same ranks."""

@@ -13,31 +13,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnspan.backends import find
+from attnspan.backends import Softmax, find
 from attnspan.call import Part, Problem, schema
 from attnspan.call.backend import asked
 from attnspan.call.options import Options, changes
 from attnspan.parallel.local import decode
 from attnspan.parallel.strategy import split_heads
 from attnspan.torch import compat
-from attnspan.torch._autograd import below_autograd, differentiate, refuse_derivative
+from attnspan.torch._autograd import below_autograd, define, differentiate, refuse_derivative
 from attnspan.torch._front import capability_of
 from attnspan.torch._signature import arguments
 from attnspan.torch.choice import backend_for
 from attnspan.torch.compile import save_also
-from attnspan.torch.ops import readable
+from attnspan.torch.ops import readable, stored_bshd
 
 from .comm import Ranks
-from .engine import OPTIONS_WITH_GRADIENT, Done, Work, backward, forward
+from .engine import OPTIONS_WITH_GRADIENT, Work, backward, forward
 from .heads import Team, gather, key_heads, query_heads, scatter
 
 _library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
 # Not safe for CUDA graphs, which would replay the exchanges of one step's plan.
-_TAGS = (
-    torch.Tag.pt2_compliant_tag,
-    torch.Tag.needs_fixed_stride_order,
-    torch.Tag.cudagraph_unsafe,
-)
+_TAGS = (torch.Tag.needs_fixed_stride_order, torch.Tag.cudagraph_unsafe)
+_DEVICES = ("CPU", "CUDA")
+
 _Q, _K, _V = schema.arrays(schema.INPUTS)[:3]
 _OUT, _LSE = schema.RESULTS
 #: Options of the operators. The plan knows the indices of queries and keys.
@@ -58,26 +56,10 @@ _BACKWARD: tuple[schema.Row, ...] = (
     *(_Q, _K, _V, _OUT, _LSE, schema.Number("kv_heads", "int")),
     *_SHARED,
 )
-# After out and lse, for backward: q, k, v and out of all rows of the group if members split the heads, and
-# always lse in float64, because float32 is too coarse for a large lse.
-_library.define(  # type: ignore[no-untyped-call]
-    f"sharded_attention({arguments(_FORWARD)})"
-    " -> (Tensor out, Tensor lse, Tensor group_q, Tensor group_k, Tensor group_v, Tensor group_out,"
-    " Tensor group_lse)",
-    tags=_TAGS,
-)
-_GRADIENTS = ", ".join(f"Tensor d{name}" for name in ("q", "k", "v", *OPTIONS_WITH_GRADIENT))
-_library.define(  # type: ignore[no-untyped-call]
-    f"sharded_attention_backward({arguments(_BACKWARD)}) -> ({_GRADIENTS})", tags=_TAGS
-)
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
-def _stored_bshd(like: Tensor, heads: int, length: Any, dim: Any, dtype: torch.dtype | None = None) -> Tensor:
-    return like.new_empty((like.shape[0], length, heads, dim), dtype=dtype).transpose(1, 2)
 
 
 @contextmanager
@@ -150,13 +132,13 @@ def _backward(*inputs: Any) -> tuple[Tensor, ...]:
             arriving = [scatter(team, x, query_heads, f"d{i}") for i, x in enumerate(whole)]
             dout, *rest = (each.wait() for each in arriving)
             dlse = rest[0][..., 0] if rest else None
-        dq, dkv, of_options = backward(mine(q, k, v), Done(dout, dlse, out, lse))
+        dq, dkv, of_options = backward(mine(q, k, v), Softmax(out, lse, dout, dlse))
         if len(team.heads) > 1:
             parts = (dq, query_heads, heads[0], "dq"), (dkv, key_heads, kv_heads, "dkv")
             leaving = [gather(team, *part) for part in parts]
             dq, dkv = (each.wait() for each in leaving)
         dk, dv = (
-            _stored_bshd(x, kv_heads, dkv.shape[2], x.shape[3]).copy_(part)
+            stored_bshd(x, kv_heads, dkv.shape[2], x.shape[3]).copy_(part)
             for x, part in ((k, dkv[..., : k.shape[3]]), (v, dkv[..., k.shape[3] :]))
         )
         nothing = (q.new_empty(0, dtype=torch.float32) if x is None else x for x in of_options)
@@ -168,7 +150,7 @@ def _forward_fake(*inputs: Any) -> tuple[Tensor, ...]:
     q, k, v, members = (given[name] for name in ("q", "k", "v", "members"))
     heads, kv_heads = given["heads_here"], given["kv_heads_here"]
     batch, q_heads, rows, _ = q.shape
-    out = _stored_bshd(q, q_heads, rows, v.shape[3])
+    out = stored_bshd(q, q_heads, rows, v.shape[3])
     lse = q.new_empty((batch, q_heads, rows), dtype=_lse_dtype(q))
     if members == 1:
         return out, lse, *(q.new_empty(0) for _ in range(4)), torch.empty_like(lse, dtype=torch.float64)
@@ -176,7 +158,7 @@ def _forward_fake(*inputs: Any) -> tuple[Tensor, ...]:
         x.new_empty((x.shape[2] * members, batch, count, x.shape[3])).permute(1, 2, 0, 3)
         for x, count in ((q, heads), (k, kv_heads), (v, kv_heads))
     )
-    group_out = _stored_bshd(q, heads, rows * members, v.shape[3])
+    group_out = stored_bshd(q, heads, rows * members, v.shape[3])
     group_lse = lse.new_empty((batch, heads, rows * members), dtype=torch.float64)
     return out, lse, group_q, group_k, group_v, group_out, group_lse
 
@@ -185,8 +167,8 @@ def _backward_fake(*inputs: Any) -> tuple[Tensor, ...]:
     given = schema.by_name(_BACKWARD, inputs)
     dout, q, k, v = (given[name] for name in ("dout", "q", "k", "v"))
     kv_heads, members = given["kv_heads"], given["members"]
-    dq = _stored_bshd(q, dout.shape[1], dout.shape[2], q.shape[3])
-    dk, dv = (_stored_bshd(x, kv_heads, x.shape[2] // members, x.shape[3]) for x in (k, v))
+    dq = stored_bshd(q, dout.shape[1], dout.shape[2], q.shape[3])
+    dk, dv = (stored_bshd(x, kv_heads, x.shape[2] // members, x.shape[3]) for x in (k, v))
     rest = [
         q.new_empty(0, dtype=torch.float32)
         if x is None
@@ -196,16 +178,25 @@ def _backward_fake(*inputs: Any) -> tuple[Tensor, ...]:
     return dq, dk, dv, *rest
 
 
-for _device in ("CPU", "CUDA"):
-    _library.impl("sharded_attention", _forward, _device)  # type: ignore[no-untyped-call]
-    _library.impl("sharded_attention_backward", _backward, _device)  # type: ignore[no-untyped-call]
-torch.library.register_fake("attnspan::sharded_attention", _forward_fake, lib=_library)
-torch.library.register_fake("attnspan::sharded_attention_backward", _backward_fake, lib=_library)
-
+# After out and lse, for backward: q, k, v and out of all rows of the group if members split the heads, and
+# always lse in float64, because float32 is too coarse for a large lse.
 #: Operator `attnspan::sharded_attention`: the forward pass under a plan.
-sharded_attention = torch.ops.attnspan.sharded_attention.default
+sharded_attention = define(
+    _library,
+    f"sharded_attention({arguments(_FORWARD)})"
+    " -> (Tensor out, Tensor lse, Tensor group_q, Tensor group_k, Tensor group_v, Tensor group_out,"
+    " Tensor group_lse)",
+    *(_forward, _forward_fake, *_TAGS),
+    devices=_DEVICES,
+)
+_GRADIENTS = ", ".join(f"Tensor d{name}" for name in ("q", "k", "v", *OPTIONS_WITH_GRADIENT))
 #: Operator `attnspan::sharded_attention_backward`: its backward pass.
-sharded_attention_backward = torch.ops.attnspan.sharded_attention_backward.default
+sharded_attention_backward = define(
+    _library,
+    f"sharded_attention_backward({arguments(_BACKWARD)}) -> ({_GRADIENTS})",
+    *(_backward, _backward_fake, *_TAGS),
+    devices=_DEVICES,
+)
 
 
 def backend_for_parts(
@@ -232,7 +223,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, source: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = below_autograd(source[0], source[1], inputs)
+        found: tuple[Tensor, ...] = below_autograd(*source)
         ctx.set_materialize_grads(False)
         given = schema.by_name(_FORWARD, inputs)
         out, _, *group = found
