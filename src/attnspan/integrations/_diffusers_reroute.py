@@ -58,9 +58,7 @@ class Reroute:
 
     def give(self, x: Any) -> Any:
         """Reroute the attention of ``x``. Returns ``x`` itself if it is a module, else a copy."""
-        x = x if isinstance(x, nn.Module) else copy(x)
-        x.__class__ = self.class_of(type(x))
-        return x
+        return _as(self.class_of(type(x)), x)
 
     def class_of(self, base: type) -> type:
         """Return the subclass of ``base`` with rerouted attention."""
@@ -192,7 +190,11 @@ def is_rerouted(x: Any) -> bool:
 
 
 def restored(x: Any) -> Any:
-    """Return the object before `Reroute.give`: the same module, or a copy of other objects."""
+    """Give ``x`` its own class back. Returns ``x`` itself if it is a module, else a copy."""
+    return _as(type(x)._attnspan_base, x)
+
+
+def _as(kind: type, x: Any) -> Any:
     x = x if isinstance(x, nn.Module) else copy(x)
-    x.__class__ = type(x)._attnspan_base
+    x.__class__ = kind
     return x

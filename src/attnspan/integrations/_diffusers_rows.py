@@ -86,16 +86,16 @@ def _(x: Tensor, dim: int, streams: Sequence[int], ranks: int, rank: int, group:
 
 
 def _ungather(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    dim, streams, ranks, rank = ctx.given
-    return cut(grad, dim, streams, ranks, rank) * ranks, None, None, None, None, None
+    dim, streams, ranks, rank, _ = ctx.given
+    return cut(grad, dim, streams, ranks, rank) * ranks, *(None,) * len(ctx.given)
 
 
-def _remember_rows(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     del output
-    ctx.given = inputs[1:5]
+    _, *ctx.given = inputs
 
 
-_gather.register_autograd(_ungather, setup_context=_remember_rows)
+_gather.register_autograd(_ungather, setup_context=_remember)
 
 
 class Part:
@@ -160,13 +160,9 @@ def _(x: Tensor, group: str, sizes: Sequence[int]) -> Tensor:
 
 
 def _leave(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    total = compat.all_reduce(grad.contiguous(), "sum", ctx.group)
-    return total / compat.resolve_process_group(ctx.group).size(), None, None
-
-
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    del output
-    ctx.group = inputs[1]
+    group = ctx.given[0]
+    total = compat.all_reduce(grad.contiguous(), "sum", group)
+    return total / compat.resolve_process_group(group).size(), None, None
 
 
 entered.register_autograd(_leave, setup_context=_remember)
