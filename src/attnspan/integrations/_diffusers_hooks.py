@@ -212,7 +212,8 @@ class LayerHooks(_Shared):
 
     def _whole(self, x: Tensor) -> Tensor:
         rows = self.parallel.plan.result[1]
-        return self.parallel.tokens.gather(x, rows.dim, self.parallel.streams(rows.streams))
+        found: Tensor = self.parallel.tokens.gather(x, rows.dim, self.parallel.streams(rows.streams))
+        return found
 
 
 class Sequence(_Shared):

@@ -111,7 +111,8 @@ def _replacements(config: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
         if isinstance(attn_mask, Tensor) and attn_mask.dim() < 4:
             attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        out: Tensor = attend(query, key, value, attn_mask, *rest, **options, _parallel_config=config)
+        options["_parallel_config"] = config
+        out: Tensor = attend(query, key, value, attn_mask, *rest, **options)
         return out.transpose(1, 2)
 
     def dispatch(
@@ -122,8 +123,8 @@ def _replacements(config: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
         **options: Any,
     ) -> Any:
         del backend  # It is attnspan's.
-        options |= attention_kwargs or {}
-        return attend(*given, **options, _parallel_config=parallel_config)
+        options |= {**(attention_kwargs or {}), "_parallel_config": parallel_config}
+        return attend(*given, **options)
 
     return scaled_dot_product_attention, dispatch
 

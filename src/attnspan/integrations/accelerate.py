@@ -293,12 +293,12 @@ class _ContextParallel(Trainer):  # type: ignore[misc]
 
     @gather_function.setter
     def gather_function(self, gather: Callable[[Any], Any]) -> None:
-        vars(self)["gather_function"] = gather  # the trainer's own, again after `disable`
+        self.__dict__["gather_function"] = gather  # the trainer's own, again after `disable`
 
     def _gather_groups(self, data: Any) -> Any:
         # `gather_for_metrics` cuts off repeated samples of a last batch, so it must count each group once.
         with self._gathering(lambda of_ranks: of_ranks[:, 0]):
-            return vars(self)["gather_function"](data)
+            return self.__dict__["gather_function"](data)
 
     @contextlib.contextmanager
     def _gathering(self, reduce: Callable[[Tensor], Tensor]) -> Iterator[None]:

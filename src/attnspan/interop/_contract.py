@@ -122,9 +122,9 @@ def _from_schema(kernel: Callable[..., Any], schema: str) -> Iterator[Parameter]
 
 def _signature(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
     """The parameters of a function. None for a function of an extension module, which has no signature."""
-    for how in ({"eval_str": True}, {}):  # Some annotations exist for type checkers only.
+    for evaluated in (True, False):  # Some annotations exist for type checkers only.
         with contextlib.suppress(NameError, SyntaxError, TypeError, ValueError):
-            return list(inspect.signature(function, **how).parameters.values())
+            return list(inspect.signature(function, eval_str=evaluated).parameters.values())
     return None
 
 

@@ -5,7 +5,7 @@ its group, K keys of a stage, D and Dv head dims. If several calls compute parts
 added in float32 for any input dtype (float64 for float64).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -92,7 +92,7 @@ def _arriving(work: Work, route: KeyRoute) -> Iterator[tuple[int, slice, slice, 
 
 def _forward_at_once(work: Work) -> tuple[Tensor, Tensor]:
     q = work.call.q
-    out = stored_bshd(q, *q.shape[1:3], work.call.v.shape[3])
+    out = stored_bshd(q, q.shape[1], q.shape[2], work.call.v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=torch.float64)
     for _, heads, _, _, call in _arriving(work, KeyRoute(work.tables, work.team)):
         lse[:, heads] = _attend_some(work, call, out[:, heads])
@@ -101,7 +101,7 @@ def _forward_at_once(work: Work) -> tuple[Tensor, Tensor]:
 
 def _backward_at_once(work: Work, done: Softmax) -> Gradients:
     q, route = work.call.q, KeyRoute(work.tables, work.team)
-    dq = stored_bshd(q, *q.shape[1:])
+    dq = stored_bshd(q, q.shape[1], q.shape[2], q.shape[3])
     sums, returned = _OptionSums(work.call.options), []
     for i, heads, at, keys, call in _arriving(work, route):
         grads = route.gradients(*keys, i)
@@ -120,11 +120,11 @@ def _forward_ring(work: Work) -> tuple[Tensor, Tensor]:
         if not stage.visible:
             continue
         k, v = from_rows(rows, q.shape[3])
-        part = stored_bshd(q, *q.shape[1:3], work.call.v.shape[3], _wide(q))
+        part = stored_bshd(q, q.shape[1], q.shape[2], work.call.v.shape[3], _wide(q))
         total.add(part, _attend_some(work, _call(work, stage, k, v, bare, work.every), part))
     if options is not None and options.sinks is not None:
         total.join(options.sinks[work.among_all(work.every)])
-    out = stored_bshd(q, *q.shape[1:3], work.call.v.shape[3])
+    out = stored_bshd(q, q.shape[1], q.shape[2], work.call.v.shape[3])
     return out.copy_(total.out), total.lse
 
 
@@ -141,7 +141,7 @@ def _backward_ring(work: Work, done: Softmax) -> Gradients:
         grads = torch.zeros(rows.shape, dtype=_wide(rows), device=rows.device)
         if stage.visible:
             k, v = from_rows(rows, q.shape[3])
-            part = stored_bshd(q, *q.shape[1:3], q.shape[3], _wide(q))
+            part = stored_bshd(q, q.shape[1], q.shape[2], q.shape[3], _wide(q))
             call = _call(work, stage, k, v, bare, work.every)
             sums.add(_differentiate_some(work, call, done, part, from_rows(grads, q.shape[3])), every)
             dq += part
@@ -152,7 +152,7 @@ def _backward_ring(work: Work, done: Softmax) -> Gradients:
     if options is not None and options.sinks is not None:
         sums.add({"sinks": _sink_gradients(options.sinks[every], done)}, every)
     dkv = whole(unsorted(behind.wait().view(shape), work.tables.key_order))
-    narrow = stored_bshd(q, *q.shape[1:3], q.shape[3])
+    narrow = stored_bshd(q, q.shape[1], q.shape[2], q.shape[3])
     return narrow.copy_(dq), dkv, sums.results()
 
 
@@ -188,8 +188,8 @@ class _Merged:
         self.lse = total
 
 
-def merged(outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None) -> Tensor:
-    """Merge outputs (B, H, N, Dv) of attention to disjoint keys by their lse (B, H, N)."""
+def merged(outs: Tensor, lses: Tensor, sinks: Tensor | None) -> Tensor:
+    """Merge outputs (P, B, H, N, Dv) of attention to disjoint keys by their lse (P, B, H, N)."""
     total = _Merged(torch.zeros_like(outs[0]))
     for out, lse in zip(outs, lses, strict=True):
         total.add(out, lse.double())
@@ -210,7 +210,8 @@ def _sink_gradients(sinks: Tensor, done: Softmax) -> Tensor:
     slack = slack if done.dlse is None else slack + done.dlse
     # A query that sees nothing, not even a sink, has lse -inf.
     share = _weight(sinks[None, :, None].to(done.lse.dtype).expand_as(done.lse), done.lse)[..., 0]
-    return (share * slack).sum((0, 2)).to(wide)
+    found: Tensor = (share * slack).sum((0, 2)).to(wide)
+    return found
 
 
 class _OptionSums:
@@ -310,7 +311,8 @@ def _differentiate_some(
 
 def _some(done: Softmax, heads: slice) -> Softmax:
     """Select some heads."""
-    return Softmax(*(None if x is None else x[:, heads] for x in done[:4]))
+    out, lse, dout, dlse = (None if x is None else x[:, heads] for x in done[:4])
+    return Softmax(out, lse, dout, dlse)
 
 
 def _wide(x: Tensor) -> torch.dtype:
