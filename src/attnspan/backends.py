@@ -357,9 +357,7 @@ def choose(problem: Problem, framework: str, requested: str | None = None, *fact
     names = own.get(problem.device, own[EVERYWHERE]) if requested is None else (requested,)
     for name in names:
         backend = backends[name]
-        reason = backend.refusal(problem, *facts)
-        if reason is None and requested is None and backend.limit is not None:
-            reason = backend.limit(problem)
+        reason = (backend.against if requested is None else backend.refusal)(problem, *facts)
         if reason is None:
             return Choice(name, refusals)
         refusals[name] = reason

@@ -171,7 +171,7 @@ a.relative(np.ones((4, 16)), a.t5_buckets())
     => OptionError: relative: buckets: expected columns of the table, 0 to 15, got 0 to 31. Make
 a.relative(torch.ones(4, 3), torch.tensor([0, -1, 2])) => OptionError: 0 to 2, got -1 to 2
 a.relative(np.ones((5, 3))).lower(**SIZES)
-    => ShapeError: relative: table: expected \(4, n\).*got \(5, 3\). Pass one row per query head.
+    => ShapeError: relative: table: expected \(H, n\) with H=4.*got \(5, 3\). Pass one row per query head.
     Transpose
 a.t5_buckets(3) => OptionError: t5_buckets: num_buckets: expected 4 to
 a.t5_buckets(33) => OptionError: t5_buckets: expected .* even number

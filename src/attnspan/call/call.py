@@ -54,7 +54,8 @@ class Problem:
         dtype: Dtype of q, k and v, such as ``"bfloat16"``.
         device: Device type, such as ``"cpu"``.
         band: "full", "causal", "window" or "documents" if a call on a GPU has such a mask, else "".
-        extras: Options and other features of a call on a GPU besides its mask, in words, or "".
+        extras: Features of a call on a GPU that few kernels support: some of "DTensors", "indices", "gradient
+            of lse" and "scale of 0 or below".
         capability: Compute capability of the GPU, such as 90. None on other devices and without a driver.
         options: The options of the call: some of "softcap", "bias", "sinks" and "dropout".
 
@@ -75,7 +76,7 @@ class Problem:
     dtype: str
     device: str
     band: str = ""
-    extras: str = ""
+    extras: tuple[str, ...] = ()
     capability: int | None = None
     options: tuple[str, ...] = ()
 

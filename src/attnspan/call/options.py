@@ -15,8 +15,7 @@ import numpy as np
 
 from attnspan.base.arrays import INT32_MAX, arrays_for, is_array, is_integer, kind_of
 from attnspan.base.mistakes import refuse_keywords
-from attnspan.base.recorded import agree, sure
-from attnspan.errors import DtypeError, OptionError, ShapeError, expect, shown
+from attnspan.errors import DtypeError, OptionError, expect, shown
 from attnspan.masks import Prepared
 
 from . import schema
@@ -233,15 +232,9 @@ class Given(_Given):
         front.check_taken(name, x, f"a floating {noun}")
         remedy = "Convert it to float32"
         expect(is_floating(x), name, f"a floating {noun}", kind_of(x), remedy, error=DtypeError)
-        axes = schema.axes(name)
         sizes = dict(zip("bhqdgk", (*q.shape, *k.shape[1:3]), strict=True))
-        shape = [sizes[axis[0]] for axis in axes]
-        fits = len(x.shape) == len(shape) and all(
-            size == full or (axis[1:] == "?" and sure(size == 1))
-            for axis, size, full in zip(axes, x.shape, shape, strict=True)
-        )
-        wanted = f"({', '.join(['{}'] * len(shape))}{',' * (len(shape) == 1)}): {row.words}"
-        expect(fits, name, wanted, tuple(x.shape), "Pass this shape", *shape, error=ShapeError)
+        remedy = f"Reshape it, or select the entries of this call, as in {name}[:q_heads]"
+        schema.check_shape(name, x, 0, sizes, row.words, remedy)
         front.check_place(name, x, q)
         return to_float(arrays_for([front.like(q)]), x, wide)
 
@@ -319,14 +312,11 @@ def _index(front: Any, name: str, index: Any, q: Any, length: Any, own: Any) -> 
     front.check_taken(name, index, wanted)
     expect(is_integer(index), name, wanted, kind_of(index), "Pass int32 or int64 indices", error=DtypeError)
     front.check_place(name, index, q)
-    shape, batch = index.shape, q.shape[0]
-    fits = len(shape) in (1, 2) and shape[-1] == length
-    fits = fits and (len(shape) == 1 or sure(shape[0] == 1) or agree(shape[0], batch))
-    wanted, remedy = "({},) or ({}, {})", "Pass one global index for each query or key"
-    expect(fits, name, wanted, tuple(shape), remedy, length, batch, length, error=ShapeError)
+    sizes, remedy = {"b": q.shape[0], name[0]: length}, "Pass such indices, with or without B"
+    schema.check_shape(name, index, 0, sizes, "a global index for each query or key", remedy)
     arrays = arrays_for([index])
     fits = str(index.dtype).rpartition(".")[2] in ("int8", "uint8", "int16", "uint16", "int32")
     if not fits and arrays.concrete(index) and (values := arrays.to_numpy(index)).size:
         low, high = int(values.min()), int(values.max())
         expect(max(-low, high) <= INT32_MAX, name, "int32 indices", f"{low} to {high}", "Use smaller ones")
-    return arrays.to_int32(index if len(shape) == 2 else index[None])
+    return arrays.to_int32(index if len(index.shape) == 2 else index[None])

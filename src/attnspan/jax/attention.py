@@ -111,16 +111,7 @@ def attention(
     plain = softcap is None and none and not others and type(dropout_p) is float and dropout_p == 0.0
     given = NO_OPTIONS
     if not plain:
-        given = Given(
-            softcap=softcap,
-            bias=bias,
-            sinks=sinks,
-            dropout_p=dropout_p,
-            dropout_seed=dropout_seed,
-            q_index=q_index,
-            k_index=k_index,
-            **others,
-        )
+        given = Given(softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index, **others)
     backend = asked_for(backend)
     asked: dict[str, Any] = {"scale": scale, "layout": layout, "return_lse": return_lse, "backend": backend}
     if isinstance(mask, ShardedMask):

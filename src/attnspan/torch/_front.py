@@ -10,7 +10,7 @@ from torch import Tensor
 from attnspan.base.arrays import arrays_for, is_array, own
 from attnspan.base.recorded import is_jit_traced
 from attnspan.call import Front, lower_mask
-from attnspan.call.options import NO_OPTIONS, Given
+from attnspan.call.options import Given
 from attnspan.errors import DeviceError, DtypeError
 from attnspan.kernels import vendor
 from attnspan.kernels._autocast import AUTOCAST_DEVICES, autocast_dtype
@@ -139,12 +139,16 @@ class TorchFront(Front):
         found = mask.band() if isinstance(mask, Mask) else None
         if found is not None and found.cu_q is not None:
             found = _one_row(found, q, k)
-        extras = "DTensors" if self.places is not None else _extras(given)
-        if self.return_lse and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
-            extras = extras or "gradient of lse"
-        if scale is not None and scale <= 0:  # these kernels expect the largest score at the largest product
-            extras = extras or "scale of 0 or below"
-        return found, ("" if found is None else found.name, extras, capability_of(q.device))
+        wants_dlse = self.return_lse and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+        extras = {
+            "DTensors": self.places is not None,
+            "indices": not (given.q_index is None is given.k_index),
+            "gradient of lse": wants_dlse,
+            # Kernels may expect the largest score at the largest product.
+            "scale of 0 or below": scale is not None and scale <= 0,
+        }
+        names = tuple([name for name, holds in extras.items() if holds])
+        return found, ("" if found is None else found.name, names, capability_of(q.device))
 
 
 def _one_row(band: Band, q: Any, k: Any) -> Band | None:
@@ -157,19 +161,6 @@ def _one_row(band: Band, q: Any, k: Any) -> Band | None:
         return None
     shapes = {len(x.shape) for x in (band.cu_q, cu_k)}
     return band._replace(cu_k=cu_k) if shapes == {1} else None
-
-
-def _extras(given: Given) -> str:
-    if given is NO_OPTIONS:
-        return ""
-    named = {
-        "softcap": given.softcap,
-        "bias": given.bias,
-        "sinks": given.sinks,
-        "dropout": given.dropout_p or None,
-        "indices": given.q_index if given.k_index is None else given.k_index,
-    }
-    return " or ".join(name for name, x in named.items() if x is not None)
 
 
 @constant_when_traced
