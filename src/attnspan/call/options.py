@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypedDict, Ty
 import numpy as np
 
 from attnspan.base.arrays import INT32_MAX, arrays_for, is_array, is_integer, kind_of
-from attnspan.base.mistakes import refuse_keywords
 from attnspan.errors import DtypeError, OptionError, expect, shown
 from attnspan.masks import Prepared
 
@@ -57,7 +56,8 @@ class Keywords(TypedDict, Generic[A, M], total=False):
 
 
 _PUBLIC = tuple(row for row in schema.OPTIONS if getattr(row, "unset", None) is not schema.HIDDEN)
-_OF_CALLERS = schema.names(_PUBLIC)
+#: The options that callers pass.
+OF_CALLERS = schema.names(_PUBLIC)
 
 if TYPE_CHECKING:
 
@@ -134,13 +134,6 @@ class Given(_Given):
     def replacing(self, **values: Any) -> Given:
         """The same options with other values for some of them."""
         return Given(**{**self.keywords(), **values})
-
-    @staticmethod
-    def among(function: Any, keywords: dict[str, Any]) -> dict[str, Any]:
-        """Keywords that a signature lacks, if they are rows of the schema. Others raise an error."""
-        if unknown := {name: x for name, x in keywords.items() if name not in _OF_CALLERS}:
-            refuse_keywords(function, unknown)
-        return keywords
 
     def names(self) -> tuple[str, ...]:
         """Names of the options that change the scores or weights, for `Problem`."""

@@ -35,6 +35,7 @@ class TorchFront(Front):
         mesh: The mesh of a plan, whose axes may shard the sequence of DTensors, or None.
         places: Placement of q, k and v on their mesh. None for plain tensors.
         return_lse: Whether the call returns lse.
+        widens: Whether head dims may be 0.
     """
 
     expected, convert = "a torch.Tensor", "Convert it with torch.as_tensor"
@@ -43,7 +44,11 @@ class TorchFront(Front):
     new_seed = "Pass another one for each layer and step, such as torch.randint(2**62, ())"
     mesh: Any = None
     places: Places | None = None
-    return_lse = False
+
+    return_lse = widens = False
+
+    def __init__(self, return_lse: Any = False, widens: bool = False) -> None:
+        self.return_lse, self.widens = bool(return_lse), widens
 
     def takes(self, x: Any) -> bool:
         return isinstance(x, Tensor)
@@ -61,11 +66,6 @@ class TorchFront(Front):
             remedy = "Call .to_dense()"
             raise DtypeError(name, expected="a dense tensor", got=f"one of {x.layout}", remedy=remedy)
 
-    def check_arrays(self, q: Any, k: Any, v: Any) -> None:
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            if type(x) is not Tensor or x.is_nested or x.layout is not torch.strided:
-                self.check_taken(name, x, self.expected)
-
     def pad_last(self, x: Any) -> Any:
         return torch.nn.functional.pad(x, (0, 1))
 
@@ -73,7 +73,7 @@ class TorchFront(Front):
         del mask
         if _DTENSORS in sys.modules:
             self.split(q, k, v, given, layout)
-        q, k, v = autocast(q, k, v)
+        q, k, v = autocast(*(self.widened(q, k, v) if self.widens else (q, k, v)))
         return (q, k, v) if layout == "bhsd" else (to_bhsd(q, layout), to_bhsd(k, layout), to_bhsd(v, layout))
 
     def split(self, q: Any, k: Any, v: Any, given: Given, layout: str) -> Places | None:
