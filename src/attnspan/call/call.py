@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any, TypeVar
 
+import numpy as np
+
+from attnspan.base.arrays import is_array
 from attnspan.base.mistakes import not_a_mask, refuse_keywords
 from attnspan.base.plain import check_plain
 from attnspan.base.recorded import agree, sure
@@ -145,6 +148,7 @@ class Front:
 
     expected: str
     convert: str
+    convert_foreign: str
     an_array, noun = "an array", "array"
     seed: str
     new_seed: str
@@ -299,7 +303,8 @@ class Call(Part):
                     check_plain(row.name, getattr(given, row.name))
             front.check_given(given, q, k)
         if not isinstance(mask, (Mask, Spans)):
-            raise not_a_mask(mask)
+            foreign = is_array(mask) and not (front.takes(mask) or isinstance(mask, np.ndarray))
+            raise not_a_mask(mask, convert=front.convert_foreign if foreign else "")
         placed, given = front.lower(mask, q, k, given)
         fixed = isinstance(mask, (Prepared, Spans))
         bounds = unread = None

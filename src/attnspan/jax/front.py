@@ -20,7 +20,7 @@ from attnspan.call.options import NO_OPTIONS, Given
 from attnspan.masks import Prepared
 
 from . import dropout, lowering
-from .lowering import refuse_tensors
+from .lowering import TO_JAX, refuse_tensors
 from .placement import Place, check_devices, check_sharding, platform_of
 
 
@@ -90,6 +90,7 @@ class JaxFront(Front):
         "Convert it with jnp.asarray (a torch tensor with jax.dlpack.from_dlpack), or call its own "
         "framework's attention"
     )
+    convert_foreign = TO_JAX
     seed = "an integer array or a jax.random.key"
     new_seed = "Pass a different one for each layer and step, such as jax.random.fold_in(key, step)"
     inputs: tuple[Array, Array, Array]

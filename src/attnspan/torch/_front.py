@@ -39,6 +39,7 @@ class TorchFront(Front):
     """
 
     expected, convert = "a torch.Tensor", "Convert it with torch.as_tensor"
+    convert_foreign = "Convert it with torch.from_dlpack, or call the attention of its framework"
     an_array, noun = "a tensor", "tensor"
     seed = "an integer tensor"
     new_seed = "Pass another one for each layer and step, such as torch.randint(2**62, ())"
@@ -178,8 +179,7 @@ _capabilities: dict[torch.device, int | None] = {}
 
 
 def _foreign(name: str, x: Any) -> DtypeError:
-    remedy = "Convert it with torch.from_dlpack, or call the attention of its framework"
-    got = f"one of {arrays_for([x]).name}"
+    got, remedy = f"one of {arrays_for([x]).name}", TorchFront.convert_foreign
     return DtypeError(name, expected="an array of torch or NumPy", got=got, remedy=remedy)
 
 
