@@ -9,7 +9,7 @@ from attnspan.call.schema import Array, Row
 
 from . import compat
 
-#: The library of operators besides `attention`, whose module owns the namespace.
+#: The operators. The decorator custom_op would add Python wrappers to every call.
 library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
 #: A unit last stride needs only the stride order of eager mode. Exact strides would add copies.
 KEEPS_STRIDE_ORDER = torch.Tag.needs_fixed_stride_order
@@ -18,12 +18,14 @@ KEEPS_STRIDE_ORDER = torch.Tag.needs_fixed_stride_order
 def define(
     name: str, signature: str, fake: Callable[..., Any], *tags: torch.Tag, **kernels: Callable[..., Any]
 ) -> compat.OpOverload:
-    """Define an operator of attnspan that compilers accept, with a kernel for each dispatch key."""
+    """Define an operator, or an overload, that compilers accept, with a kernel for each dispatch key."""
     library.define(name + signature, tags=(torch.Tag.pt2_compliant_tag, *tags))  # type: ignore[no-untyped-call]
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.attnspan, packet), overload or "default")
     for key, kernel in kernels.items():
-        library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"attnspan::{name}", fake, lib=library)
-    return getattr(torch.ops.attnspan, name).default  # type: ignore[no-any-return]
+        library.impl(op, kernel, key)  # type: ignore[no-untyped-call]
+    torch.library.register_fake(op, fake, lib=library)
+    return op  # type: ignore[no-any-return]
 
 
 def arguments(rows: Sequence[Row]) -> str:
