@@ -58,7 +58,7 @@ class Problem:
         device: Device type, such as ``"cpu"``.
         band: "full", "causal", "window" or "documents" if a call on a GPU has such a mask, else "".
         extras: Features of a call on a GPU that few kernels support: some of "DTensors", "indices", "gradient
-            of lse" and "scale of 0 or below".
+            of lse", "scale of 0 or below" and "plan over ranks".
         capability: Compute capability of the GPU, such as 90. None on other devices and without a driver.
         options: The options of the call: some of "softcap", "bias", "sinks" and "dropout".
 

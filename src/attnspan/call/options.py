@@ -268,14 +268,10 @@ class Given(_Given):
 
 #: Rows that need no code of their own: the schema tells their shape and default.
 _OWN_CODE = ("softcap", "bias", "bias_kind", "dropout_p", "dropout_seed", "q_index", "k_index")
-_PLAIN_ARRAYS, _PLAIN_NUMBERS = [], []
-for _row in schema.OPTIONS:
-    if isinstance(_row, schema.Number) and _row.name not in _OWN_CODE:
-        _PLAIN_NUMBERS.append(_row)
-    elif isinstance(_row, schema.Array) and _row.name not in _OWN_CODE:
-        if _row.dtype != "float32":
-            raise NotImplementedError(f"{_row.name}: Given.lower must convert arrays of {_row.dtype}")
-        _PLAIN_ARRAYS.append(_row)
+_PLAIN = [row for row in schema.OPTIONS if row.name not in _OWN_CODE]
+_PLAIN_ARRAYS = schema.arrays(_PLAIN)
+_PLAIN_NUMBERS = [row for row in _PLAIN if isinstance(row, schema.Number)]
+assert all(row.dtype == "float32" for row in _PLAIN_ARRAYS), "Given.lower must convert other dtypes"
 
 #: Options of a call without any. To build them at each call would take a tenth of the time of a small call.
 NO_OPTIONS = Given()

@@ -229,9 +229,10 @@ def _refuse_vmap(*_: Any) -> None:
     expect(False, "cache: update under vmap", "tokens of the whole batch at once", got, remedy)
 
 
-def _fake(keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> Tensor:
+def new_lengths(keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> Tensor:
+    """Uninitialised lengths, after checks of the new tokens and counts, the last arguments but one."""
     # The number of tokens may be an unknown symbol, so the call compares it when it runs.
-    check_new(keys.shape[1], keys, values, lengths, *new[:3])
+    check_new(keys.shape[1], keys, values, lengths, *new[-4:-1])
     return torch.empty_like(lengths)
 
 
@@ -239,7 +240,7 @@ cache_append_op = define(
     "cache_append",
     "(Tensor(a!) keys, Tensor(b!) values, Tensor lengths, Tensor k_new, Tensor v_new, Tensor? counts,"
     " int keep) -> Tensor",
-    _fake,
+    new_lengths,
     CPU=_write_cpu,
     CompositeExplicitAutograd=write_anywhere,
 )

@@ -24,7 +24,7 @@ from attnspan.masks import Mask
 from . import compat
 from ._attention import attention
 from ._cache_rows import CacheRows, row_numbers
-from ._cache_write import LOST, apart, check_new, check_room, guard, refuse_gradients
+from ._cache_write import LOST, apart, check_new, check_room, guard, new_lengths, refuse_gradients
 from ._front import TorchFront, from_bhsd
 from ._signature import arguments, define
 from .choice import backend_for
@@ -74,12 +74,6 @@ def _write(keys: Tensor, values: Tensor, lengths: Tensor, table: Tensor, *new: A
     return torch.where(legal, (start + own)[:, 0], LOST).to(lengths.dtype)
 
 
-def _write_fake(keys: Tensor, values: Tensor, lengths: Tensor, table: Tensor, *new: Any) -> Tensor:
-    del table
-    check_new(keys.shape[1], keys, values, lengths, *new[:3])
-    return torch.empty_like(lengths)
-
-
 def _is_page(table: Tensor, pages: int) -> Tensor:
     return (table >= 0) & (table < pages)
 
@@ -104,7 +98,7 @@ _BUFFERS = "Tensor(a!) keys, Tensor(b!) values, Tensor lengths, Tensor table"
 _write_op = define(
     "paged_append",
     f"({_BUFFERS}, Tensor k_new, Tensor v_new, Tensor? counts, int max_len) -> Tensor",
-    _write_fake,
+    new_lengths,
     CompositeExplicitAutograd=_write,
 )
 guard(_write_op)

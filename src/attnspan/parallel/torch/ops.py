@@ -222,7 +222,7 @@ def backend_for_parts(
     Raises:
         OptionError, BackendError: See `attnspan.backends.choose`.
     """
-    more = ("", "plan over ranks", capability_of(q.device)) if q.is_cuda else ()
+    more = ("", ("plan over ranks",), capability_of(q.device)) if q.is_cuda else ()
     problem = Problem.of(q, k, v, None, more=more, options=options)
     return backend_for(replace(problem, k_len=k_len), asked(requested))
 
