@@ -86,13 +86,13 @@ class alibi(Bias):
         self._check(slopes=partial(_floats, ranks=(1, 2)), signed=lambda _, signed: bool(signed))
 
     def _lower(self, arrays: Arrays, wide: bool, sizes: Mapping[str, int]) -> tuple[Array, int]:
-        remedy = "Pass alibi_slopes(heads), or your own slopes, with or without B"
-        if self.slopes.ndim == 2:
+        several, words = self.slopes.ndim > 1, "a slope for each query head"
+        remedy = "Pass alibi_slopes(heads) or your own slopes, with or without B"
+        if several:
             remedy += ". Slopes for each packed document are not supported: pad the documents to a batch"
-        words = "a slope for each query head"
         schema.check_shape("bias", self.slopes, ALIBI, sizes, words, remedy, "alibi: slopes")
         slopes = to_float(arrays, self.slopes, wide)
-        return (slopes if slopes.ndim == 2 else slopes[None]), SIGNED_ALIBI if self.signed else ALIBI
+        return (slopes if several else slopes[None]), SIGNED_ALIBI if self.signed else ALIBI
 
 
 class relative(Bias):

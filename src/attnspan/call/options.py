@@ -205,9 +205,10 @@ class Given(_Given):
 
     def _lower_bias(self, front: Any, q: Any, k: Any, wide: bool) -> tuple[Any, int]:
         bias: Any = dense_bias(self.bias) if front.takes(self.bias) else self.bias
-        wanted = f"{front.an_array}, or the result of alibi(...), relative(...) or dense_bias(...)"
-        remedy = f"Other functions of the scores are not supported: pass their values as {front.an_array}"
-        expect(isinstance(bias, Bias), "bias", wanted, type(bias).__name__, remedy, error=DtypeError)
+        if not isinstance(bias, Bias):
+            wanted = f"{front.an_array}, or the result of alibi(...), relative(...) or dense_bias(...)"
+            remedy = f"Other functions of the scores are not supported: pass their values as {front.an_array}"
+            raise DtypeError("bias", expected=wanted, got=type(bias).__name__, remedy=remedy)
         for each in fields(bias):
             front.check_place(f"bias: {each.name}", getattr(bias, each.name), q)
         (batch, heads, q_len, _), like = q.shape, front.like(q)
