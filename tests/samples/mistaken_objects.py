@@ -150,7 +150,7 @@ lambda _b, _h, q, k: q >= k => TypeError: got the function <lambda>\. Wrap a mas
 True => TypeError: got True\. Pass causal\(\) or full\(\)\.
 a.causal | a.window => TypeError: got two masks without their parentheses\. Call them
 VISIBLE.numpy() => TypeError: got ndarray of bool, shape \(4, 4\)\. Wrap booleans, .* from_dense
-VISIBLE => TypeError: got Tensor of bool, shape \(4, 4\)\. Wrap booleans, .* from_dense
+VISIBLE => TypeError: got Tensor of bool, shape \(4, 4\)\..* Wrap booleans, .* from_dense
 np.zeros((1, 1, 4, 1, 2), np.int32) => TypeError: got ndarray of int32.*Wrap bounds .* in spans
 torch.zeros(1, 1, 4, 1, 2).int() => TypeError: got Tensor of int32.*Wrap bounds .* in spans
 np.array([0, 4]) => TypeError: got ndarray of int64, shape \(2,\)\. .*documents\(\.\.\.\)

@@ -192,7 +192,7 @@ dropout_p=0.5, dropout_seed=jax.random.key(0, impl='rbg')
 dropout_p=0.5, dropout_seed=RAW_KEY
     => ValueError: dropout_seed: .*got uint32 \(2,\)\. If it is a raw .*jax\.random\.wrap_key_data\(key\)\.$
 mask=__import__('torch').ones(7, 9) > 0
-    => TypeError: mask: expected .*got Tensor of bool.*from_dlpack.* Then wrap booleans.*from_dense
+    => TypeError: mask: expected .*got Tensor of bool.*from_dlpack.*\. Wrap booleans.*from_dense
 backend='pallas' => ValueError: backend='pallas': expected .* got pallas: it runs on TPUs, not on cpu
 """
 

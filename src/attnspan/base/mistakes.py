@@ -93,7 +93,7 @@ function causal. Call it: causal().
     """
     check_plain(what, value)
     got, remedy = _meant(value)
-    remedy = f"{convert}. Then {remedy[0].lower()}{remedy[1:]}" if convert else remedy
+    remedy = f"{convert}. {remedy}" if convert else remedy
     return DtypeError(what, expected="a mask expression, a Prepared or a Spans", got=got, remedy=remedy)
 
 
