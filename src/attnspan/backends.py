@@ -156,13 +156,10 @@ class Backend:
     paged: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
-        for name, wanted in (
-            *(("name", str), ("default_on", tuple), ("options", tuple)),
-            *(("opt_in", str), ("layouts", tuple)),
-        ):
-            x, remedy = getattr(self, name), f"Pass a {wanted.__name__}"
-            known = isinstance(x, wanted) and (wanted is str or all(isinstance(y, str) for y in x))
-            expected = "a str" if wanted is str else "a tuple of str"
+        for name in ("name", "opt_in", "default_on", "options", "layouts"):
+            x, one = getattr(self, name), name in ("name", "opt_in")
+            known = isinstance(x, str) if one else isinstance(x, tuple) and all(isinstance(y, str) for y in x)
+            expected, remedy = ("a str", "Pass a str") if one else ("a tuple of str", "Pass a tuple")
             expect(known, f"Backend: {name}", expected, type(x).__name__, remedy, error=DtypeError)
         for name in ("supports", "forward", "backward", "limit", "attend", "paged"):
             x = getattr(self, name)
@@ -357,9 +354,7 @@ def choose(problem: Problem, framework: str, requested: str | None = None, *fact
     names = own.get(problem.device, own[EVERYWHERE]) if requested is None else (requested,)
     for name in names:
         backend = backends[name]
-        reason = backend.refusal(problem, *facts)
-        if reason is None and requested is None and backend.limit is not None:
-            reason = backend.limit(problem)
+        reason = (backend.against if requested is None else backend.refusal)(problem, *facts)
         if reason is None:
             return Choice(name, refusals)
         refusals[name] = reason

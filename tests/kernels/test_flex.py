@@ -94,7 +94,7 @@ def test_what_gpus_run() -> None:
     assert choose_backend(ON_GPU, "triton").name == "triton"
     assert "opt-in" in str(table("torch")["triton"].against(ON_GPU))
     assert "FlexAttention has no backward there" in str(flex.supports(replace(ON_GPU, device="cpu")))
-    assert "it takes no DTensors" in str(flex.supports(replace(ON_GPU, extras="DTensors")))
+    assert "it takes no DTensors" in str(flex.supports(replace(ON_GPU, extras=("DTensors",))))
     assert "no empty arrays" in str(flex.supports(replace(ON_GPU, k_len=0)))
 
 

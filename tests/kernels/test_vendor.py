@@ -107,7 +107,7 @@ def test_what_is_handed_on_and_what_is_not() -> None:
         "device": ("xpu", "not on xpu"),
         "capability": (75, "8.0 or newer, not 7.5"),
         "dtype": ("float32", "not float32"),
-        "extras": ("softcap", "no softcap"),
+        "extras": (("indices",), "no indices"),
         "band": ("", "documents"),
         "v_dim": (32, "one head dim"),
         "k_len": (0, "no empty arrays"),
@@ -116,7 +116,7 @@ def test_what_is_handed_on_and_what_is_not() -> None:
         other = replace(PLAIN, **{change: reason[0]})
         assert reason[1] in str(vendor.supports(other)), change
         assert choose_backend(replace(other, dtype="float32"), None).name in ("flex", "math"), change
-    assert "no plan over ranks" in str(vendor.supports(replace(PLAIN, band="", extras="plan over ranks")))
+    assert "no plan over ranks" in str(vendor.supports(replace(PLAIN, band="", extras=("plan over ranks",))))
     wide = replace(PLAIN, head_dim=256, v_dim=256)
     assert vendor.supports(wide) is None
     assert "up to 192" in str(vendor.supports(replace(wide, capability=89)))

@@ -150,7 +150,7 @@ lambda _b, _h, q, k: q >= k => TypeError: got the function <lambda>\. Wrap a mas
 True => TypeError: got True\. Pass causal\(\) or full\(\)\.
 a.causal | a.window => TypeError: got two masks without their parentheses\. Call them
 VISIBLE.numpy() => TypeError: got ndarray of bool, shape \(4, 4\)\. Wrap booleans, .* from_dense
-VISIBLE => TypeError: got Tensor of bool, shape \(4, 4\)\. Wrap booleans, .* from_dense
+VISIBLE => TypeError: got Tensor of bool, shape \(4, 4\)\..* Wrap booleans, .* from_dense
 np.zeros((1, 1, 4, 1, 2), np.int32) => TypeError: got ndarray of int32.*Wrap bounds .* in spans
 torch.zeros(1, 1, 4, 1, 2).int() => TypeError: got Tensor of int32.*Wrap bounds .* in spans
 np.array([0, 4]) => TypeError: got ndarray of int64, shape \(2,\)\. .*documents\(\.\.\.\)
@@ -171,7 +171,7 @@ a.relative(np.ones((4, 16)), a.t5_buckets())
     => OptionError: relative: buckets: expected columns of the table, 0 to 15, got 0 to 31. Make
 a.relative(torch.ones(4, 3), torch.tensor([0, -1, 2])) => OptionError: 0 to 2, got -1 to 2
 a.relative(np.ones((5, 3))).lower(**SIZES)
-    => ShapeError: relative: table: expected \(4, n\).*got \(5, 3\). Pass one row per query head.
+    => ShapeError: relative: table: expected \(H, n\) with H=4.*got \(5, 3\). Pass one row per query head.
     Transpose
 a.t5_buckets(3) => OptionError: t5_buckets: num_buckets: expected 4 to
 a.t5_buckets(33) => OptionError: t5_buckets: expected .* even number

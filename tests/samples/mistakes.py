@@ -89,27 +89,28 @@ mask=PREPARED, q_index=arange(7), softcap=3.0
     => ValueError: keeps packed documents apart, got causal\(\) \| documents.*Combine it by & with
     documents
 ~ **PACKED, mask=a.documents(array([0, 3, 8])), bias=a.alibi(ones(2, 2))
-    => ValueError: alibi: slopes: expected \(2,\) or \(1, 2\).*Slopes for each packed document are not
+    => ValueError: alibi: slopes: expected \(B\|1, H\) with B=1, H=2.*Slopes for each packed document are not
     supported: pad
 softcap=0.0 => ValueError: softcap: expected a positive, finite number .* got 0.0
 * softcap=-1.0 => ValueError: softcap: expected a positive, finite number .* got -1.0
 softcap=1e-40 => ValueError: softcap: expected a positive, finite .*1e-30.* got 1e-40
 ~ softcap=math.nan => ValueError: softcap: expected a positive, finite .* got nan
 ~ softcap=math.inf => ValueError: softcap: expected a positive, finite .* got inf
-sinks=zeros(3) => ValueError: sinks: expected \(4,\): .* got \(3,\)
-sinks=zeros(4, 1) => ValueError: sinks: expected \(4,\)
-bias=a.alibi(zeros(3)) => ValueError: slopes: expected \(4,\) or \(2, 4\)
+sinks=zeros(3) => ValueError: sinks: expected \(H,\) with H=4: a logit .* got \(3,\)\. .* sinks\[:q_heads\]
+sinks=zeros(4, 1) => ValueError: sinks: expected \(H,\) with H=4
+bias=a.alibi(zeros(3)) => ValueError: slopes: expected \(B\|1, H\) with B=2, H=4
 bias=a.alibi(zeros(3, 4)) => ValueError: slopes: expected .* got \(3, 4\)
-* bias=a.relative(zeros(3, 9)) => ValueError: relative: table: expected \(4, n\)
-* bias=zeros(7, 8) => ValueError: dense bias: expected .*k_len=9, got \(7, 8\)
+* bias=a.relative(zeros(3, 9)) => ValueError: relative: table: expected \(H, n\) with H=4
+* bias=zeros(7, 8) => ValueError: dense bias: expected .*k_len=9: .*got \(7, 8\)
 bias=zeros(7, 1) => ValueError: dense bias: expected
 bias=a.dense_bias(zeros(2, 7, 9)) => ValueError: dense bias: expected
 dropout_p=1.0 => ValueError: dropout_p: expected at least 0 and below 1, got 1.0
 dropout_p=-0.1 => ValueError: dropout_p: expected at least 0
 ~ dropout_p=math.nan, dropout_seed=array(11) => ValueError: dropout_p: expected at least
 dropout_p=0.1 => ValueError: dropout_seed: expected an integer .* got None
-mask=PREPARED, q_index=arange(6), bias=SLOPES => ValueError: q_index: expected \(7,\) or \(2, 7\), got \(6,\)
-mask=SPANS, k_index=ids(3, 9), bias=SLOPES => ValueError: k_index: expected \(9,\) or \(2, 9\)
+mask=PREPARED, q_index=arange(6), bias=SLOPES
+    => ValueError: q_index: expected \(B\|1, q_len\) with .*q_len=7: .*got \(6,\)
+mask=SPANS, k_index=ids(3, 9), bias=SLOPES => ValueError: k_index: expected \(B\|1, k_len\) with B=2, k_len=9
 mask=PREPARED.lowered, bias=SLOPES
     => ValueError: q_index: expected the queries' indices with bare spans.*prepare
 q='q' => TypeError: q: expected a .*got str
@@ -190,6 +191,8 @@ dropout_p=0.5, dropout_seed=jax.random.key(0, impl='rbg')
     => TypeError: dropout_seed: .*expected a key of two words
 dropout_p=0.5, dropout_seed=RAW_KEY
     => ValueError: dropout_seed: .*got uint32 \(2,\)\. If it is a raw .*jax\.random\.wrap_key_data\(key\)\.$
+mask=__import__('torch').ones(7, 9) > 0
+    => TypeError: mask: expected .*got Tensor of bool.*from_dlpack.*\. Wrap booleans.*from_dense
 backend='pallas' => ValueError: backend='pallas': expected .* got pallas: it runs on TPUs, not on cpu
 """
 

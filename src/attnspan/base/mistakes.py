@@ -79,8 +79,10 @@ Write scale=.
     raise UsageError(f"{function.__name__}()", expected=expected, got=f"{name}=", remedy=remedy)
 
 
-def not_a_mask(value: Any, what: str = "mask") -> DtypeError:
+def not_a_mask(value: Any, what: str = "mask", convert: str = "") -> DtypeError:
     """Make the error for a value that is not a mask, with the mask that the user probably meant.
+
+    ``convert`` is the remedy for an array of another framework.
 
     Example:
         >>> from attnspan import causal
@@ -91,6 +93,7 @@ function causal. Call it: causal().
     """
     check_plain(what, value)
     got, remedy = _meant(value)
+    remedy = f"{convert}. {remedy}" if convert else remedy
     return DtypeError(what, expected="a mask expression, a Prepared or a Spans", got=got, remedy=remedy)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -13,9 +14,9 @@ from attnspan.base.arrays import NUMPY, Array, Arrays, arrays_for, is_array, kin
 from attnspan.base.mistakes import refuse_truth_of_bias
 from attnspan.base.plain import check_plain, check_strided
 from attnspan.base.pytrees import Node, arrays_in
-from attnspan.base.recorded import agree, sure
 from attnspan.errors import DtypeError, ShapeError, expect
 
+from . import schema
 from .schema import ALIBI, DENSE, DISTANCE, SIGNED_ALIBI
 
 #: A dense bias below this hides its key, as -inf does: masks are often filled with the lowest float32 or
@@ -50,9 +51,9 @@ class Bias(Node):
             ShapeError: The parameters do not fit the problem.
         """
         arrays = arrays_for([like, *arrays_in(self)], what="bias")
-        return self._lower(arrays, wide, (batch, heads, q_len, k_len))
+        return self._lower(arrays, wide, {"b": batch, "h": heads, "q": q_len, "k": k_len})
 
-    def _lower(self, arrays: Arrays, wide: bool, sizes: tuple[int, int, int, int]) -> tuple[Array, int]:
+    def _lower(self, arrays: Arrays, wide: bool, sizes: Mapping[str, int]) -> tuple[Array, int]:
         raise NotImplementedError(f"{type(self).__name__} must define _lower")
 
     def __bool__(self) -> NoReturn:
@@ -84,17 +85,14 @@ class alibi(Bias):
     def __post_init__(self) -> None:
         self._check(slopes=partial(_floats, ranks=(1, 2)), signed=lambda _, signed: bool(signed))
 
-    def _lower(self, arrays: Arrays, wide: bool, sizes: tuple[int, int, int, int]) -> tuple[Array, int]:
-        batch, heads, *_ = sizes
-        shape = self.slopes.shape
-        fits = shape[-1] == heads and (len(shape) == 1 or sure(shape[0] == 1) or agree(shape[0], batch))
-        wanted = "({},) or ({}, {}): a slope for each query head"
-        remedy = "Pass alibi_slopes(heads), or your own slopes"
-        if len(shape) == 2:
+    def _lower(self, arrays: Arrays, wide: bool, sizes: Mapping[str, int]) -> tuple[Array, int]:
+        several, words = self.slopes.ndim > 1, "a slope for each query head"
+        remedy = "Pass alibi_slopes(heads) or your own slopes, with or without B"
+        if several:
             remedy += ". Slopes for each packed document are not supported: pad the documents to a batch"
-        _fits(fits, "alibi: slopes", wanted, self.slopes, remedy, heads, batch, heads)
+        schema.check_shape("bias", self.slopes, ALIBI, sizes, words, remedy, "alibi: slopes")
         slopes = to_float(arrays, self.slopes, wide)
-        return (slopes if len(shape) == 2 else slopes[None]), SIGNED_ALIBI if self.signed else ALIBI
+        return (slopes if several else slopes[None]), SIGNED_ALIBI if self.signed else ALIBI
 
 
 class relative(Bias):
@@ -141,10 +139,10 @@ class relative(Bias):
             wanted, remedy = f"columns of the table, 0 to {top}", "Make the table wider, or the buckets fewer"
             expect(low >= 0 and high <= top, "relative: buckets", wanted, f"{low} to {high}", remedy)
 
-    def _lower(self, arrays: Arrays, wide: bool, sizes: tuple[int, int, int, int]) -> tuple[Array, int]:
-        heads, wanted = sizes[1], "({}, n): a row for each query head"
+    def _lower(self, arrays: Arrays, wide: bool, sizes: Mapping[str, int]) -> tuple[Array, int]:
         remedy = "Pass one row per query head. Transpose an embedding's weight of shape (n, heads)"
-        _fits(self.table.shape[0] == heads, "relative: table", wanted, self.table, remedy, heads)
+        words = "a row for each query head"
+        schema.check_shape("bias", self.table, DISTANCE, sizes, words, remedy, "relative: table")
         table = to_float(arrays, self.table, wide)
         if self.buckets is None:
             return table, DISTANCE
@@ -175,18 +173,14 @@ class dense_bias(Bias):
     def __post_init__(self) -> None:
         self._set(values=_floats("dense_bias", self.values, (2, 3, 4)))
 
-    def _lower(self, arrays: Arrays, wide: bool, sizes: tuple[int, int, int, int]) -> tuple[Array, int]:
-        given = tuple(self.values.shape)
-        shape = (1,) * (4 - len(given)) + given
-        # Compare with 1 first: a traced size that is known to be 1 then needs no guard.
-        fits = all(sure(x == 1) or agree(x, full) for x, full in zip(shape[:3], sizes[:3], strict=True))
-        wanted = "(B|1, H|1, q_len|1, k_len) with B={}, H={}, q_len={}, k_len={}"
-        remedy = "Pass this shape. Leading axes may be missing, and all axes except the keys may be 1"
-        _fits(fits and shape[3] == sizes[3], "dense bias", wanted, self.values, remedy, *sizes)
+    def _lower(self, arrays: Arrays, wide: bool, sizes: Mapping[str, int]) -> tuple[Array, int]:
+        remedy = "Pass this shape. Leading axes may be missing"
+        words = "a number for each query and key"
+        schema.check_shape("bias", self.values, DENSE, sizes, words, remedy, "dense bias")
         values = _moved(arrays, self.values)
         if wide or str(values.dtype).endswith("float64"):
             values = to_float(arrays, values, wide)
-        return values.reshape(shape), DENSE
+        return values[(None,) * (4 - values.ndim)], DENSE
 
 
 def alibi_slopes(heads: int) -> np.ndarray[Any, np.dtype[np.float32]]:

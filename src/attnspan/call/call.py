@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any, TypeVar
 
+import numpy as np
+
+from attnspan.base.arrays import is_array
 from attnspan.base.mistakes import not_a_mask, refuse_keywords
 from attnspan.base.plain import check_plain
 from attnspan.base.recorded import agree, sure
@@ -21,7 +24,7 @@ from attnspan.masks.bands import Band
 from attnspan.masks.bounds import Spans
 
 from . import schema
-from .options import FLOAT32_MAX, NO_OPTIONS, Given, Options, check_number
+from .options import FLOAT32_MAX, NO_OPTIONS, OF_CALLERS, Given, Options, check_number
 
 #: The longest q or k. Bounds are int32, and kernels step past the end by at most one block of 64.
 MAX_LENGTH = 2**31 - 65
@@ -54,7 +57,8 @@ class Problem:
         dtype: Dtype of q, k and v, such as ``"bfloat16"``.
         device: Device type, such as ``"cpu"``.
         band: "full", "causal", "window" or "documents" if a call on a GPU has such a mask, else "".
-        extras: Options and other features of a call on a GPU besides its mask, in words, or "".
+        extras: Features of a call on a GPU that few kernels support: some of "DTensors", "indices", "gradient
+            of lse", "scale of 0 or below" and "plan over ranks".
         capability: Compute capability of the GPU, such as 90. None on other devices and without a driver.
         options: The options of the call: some of "softcap", "bias", "sinks" and "dropout".
 
@@ -75,7 +79,7 @@ class Problem:
     dtype: str
     device: str
     band: str = ""
-    extras: str = ""
+    extras: tuple[str, ...] = ()
     capability: int | None = None
     options: tuple[str, ...] = ()
 
@@ -144,12 +148,13 @@ class Front:
 
     expected: str
     convert: str
+    convert_foreign: str
     an_array, noun = "an array", "array"
     seed: str
     new_seed: str
     device: str | None = None
-    #: Whether head dims may be 0. See `Call.empty_values`.
-    widens = False
+    #: Whether the caller's values have no elements. `widened` gives them one, which is 0.
+    empty_values = False
 
     def takes(self, x: Any) -> bool:
         """Whether `x` is an array of the framework."""
@@ -165,18 +170,15 @@ class Front:
             raise DtypeError(name, expected=expected, got=self.kind(x), remedy=self.convert)
         check_plain(name, x)
 
-    def check_arrays(self, q: Any, k: Any, v: Any) -> None:
-        """Raise unless q, k and v are arrays of the framework."""
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            self.check_taken(name, x, self.expected)
-
     def widened(self, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
         """q, k and v, padded if their last dim is empty.
 
         Scores of queries and keys without elements are 0, as in torch: only the mask and biases count.
         """
-        q, k = (self.pad_last(x) if q.shape[-1] == k.shape[-1] == 0 else x for x in (q, k))
-        return q, k, self.pad_last(v) if v.shape[-1] == 0 else v
+        self.empty_values = bool(v.shape[-1] == 0)
+        if q.shape[-1] == 0 == k.shape[-1]:
+            q, k = self.pad_last(q), self.pad_last(k)
+        return q, k, self.pad_last(v) if self.empty_values else v
 
     def pad_last(self, x: Any) -> Any:
         """`x` with a zero appended along its last dim."""
@@ -259,7 +261,6 @@ class Call(Part):
         layout: Order of the dims of the caller's q, k, v and output.
         lowered_for: Shape (): the number of keys that the mask was lowered for, if it is not checked yet.
         band: The mask in the form of other libraries' kernels. None on CPU, and if they cannot represent it.
-        empty_values: Whether the caller's values have no elements. Here they have one, which is 0.
     """
 
     problem: Problem
@@ -267,7 +268,6 @@ class Call(Part):
     layout: str
     lowered_for: Any = None
     band: Band | None = None
-    empty_values: bool = False
 
     @classmethod
     def of(
@@ -291,9 +291,6 @@ class Call(Part):
         """
         mask = _FULL if mask is None else mask
         check_layout(front, layout, q, k, v)
-        empty_values = bool(front.widens and v.shape[-1] == 0)
-        if front.widens and (empty_values or q.shape[-1] == 0):
-            q, k, v = front.widened(q, k, v)
         q, k, v = front.enter(q, k, v, mask, given, layout)
         _check_kinds(q, k, v)
         _check_sizes(q, k, v)
@@ -306,7 +303,8 @@ class Call(Part):
                     check_plain(row.name, getattr(given, row.name))
             front.check_given(given, q, k)
         if not isinstance(mask, (Mask, Spans)):
-            raise not_a_mask(mask)
+            foreign = is_array(mask) and not (front.takes(mask) or isinstance(mask, np.ndarray))
+            raise not_a_mask(mask, convert=front.convert_foreign if foreign else "")
         placed, given = front.lower(mask, q, k, given)
         fixed = isinstance(mask, (Prepared, Spans))
         bounds = unread = None
@@ -322,7 +320,7 @@ class Call(Part):
         problem = Problem.of(q, k, v, bounds, front.device, more, names)
         options = None if given is NO_OPTIONS else given.lower(front, q, k, placed, fixed)
         scale = q.shape[3] ** -0.5 if scale is None else scale
-        return cls(q, k, v, bounds, scale, options, problem, given, layout, unread, band, empty_values)
+        return cls(q, k, v, bounds, scale, options, problem, given, layout, unread, band)
 
 
 def lower_mask(mask: Mask, q: Any, k: Any, given: Given, like: Any) -> Prepared:
@@ -362,8 +360,8 @@ def forwards_to(target: Callable[..., Any]) -> Callable[[F], F]:
 
 
 def check_keywords(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Raise for keywords that a function does not have, and name the equivalent option."""
-    known = function.__kwdefaults__ or ()
+    """Raise for keywords that neither a function nor the schema has, and name the equivalent option."""
+    known = (*(function.__kwdefaults__ or ()), *OF_CALLERS)
     if mistaken := {name: value for name, value in options.items() if name not in known}:
         refuse_keywords(function, mistaken)
 
@@ -375,8 +373,8 @@ def check_layout(front: Front, layout: Any, q: Any, k: Any, v: Any) -> None:
             "layout", expected=f"one of {', '.join(LAYOUTS)}", got=repr(layout), remedy="Name the order"
         )
     dims = LAYOUTS[layout]
-    front.check_arrays(q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
+        front.check_taken(name, x, front.expected)
         if len(x.shape) != len(dims):
             wanted = f"{len(dims)} dims ({', '.join(dims)}) for layout={layout!r}"
             remedy = "Reshape it, or pass the layout that q, k and v have"

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypedDict, Ty
 import numpy as np
 
 from attnspan.base.arrays import INT32_MAX, arrays_for, is_array, is_integer, kind_of
-from attnspan.base.mistakes import refuse_keywords
-from attnspan.base.recorded import agree, sure
-from attnspan.errors import DtypeError, OptionError, ShapeError, expect, shown
+from attnspan.errors import DtypeError, OptionError, expect, shown
 from attnspan.masks import Prepared
 
 from . import schema
@@ -58,7 +56,8 @@ class Keywords(TypedDict, Generic[A, M], total=False):
 
 
 _PUBLIC = tuple(row for row in schema.OPTIONS if getattr(row, "unset", None) is not schema.HIDDEN)
-_OF_CALLERS = schema.names(_PUBLIC)
+#: The options that callers pass.
+OF_CALLERS = schema.names(_PUBLIC)
 
 if TYPE_CHECKING:
 
@@ -136,13 +135,6 @@ class Given(_Given):
         """The same options with other values for some of them."""
         return Given(**{**self.keywords(), **values})
 
-    @staticmethod
-    def among(function: Any, keywords: dict[str, Any]) -> dict[str, Any]:
-        """Keywords that a signature lacks, if they are rows of the schema. Others raise an error."""
-        if unknown := {name: x for name, x in keywords.items() if name not in _OF_CALLERS}:
-            refuse_keywords(function, unknown)
-        return keywords
-
     def names(self) -> tuple[str, ...]:
         """Names of the options that change the scores or weights, for `Problem`."""
         none = isinstance(self.dropout_p, int | float) and self.dropout_p == 0
@@ -213,9 +205,10 @@ class Given(_Given):
 
     def _lower_bias(self, front: Any, q: Any, k: Any, wide: bool) -> tuple[Any, int]:
         bias: Any = dense_bias(self.bias) if front.takes(self.bias) else self.bias
-        wanted = f"{front.an_array}, or the result of alibi(...), relative(...) or dense_bias(...)"
-        remedy = f"Other functions of the scores are not supported: pass their values as {front.an_array}"
-        expect(isinstance(bias, Bias), "bias", wanted, type(bias).__name__, remedy, error=DtypeError)
+        if not isinstance(bias, Bias):
+            wanted = f"{front.an_array}, or the result of alibi(...), relative(...) or dense_bias(...)"
+            remedy = f"Other functions of the scores are not supported: pass their values as {front.an_array}"
+            raise DtypeError("bias", expected=wanted, got=type(bias).__name__, remedy=remedy)
         for each in fields(bias):
             front.check_place(f"bias: {each.name}", getattr(bias, each.name), q)
         (batch, heads, q_len, _), like = q.shape, front.like(q)
@@ -233,15 +226,9 @@ class Given(_Given):
         front.check_taken(name, x, f"a floating {noun}")
         remedy = "Convert it to float32"
         expect(is_floating(x), name, f"a floating {noun}", kind_of(x), remedy, error=DtypeError)
-        axes = schema.axes(name)
         sizes = dict(zip("bhqdgk", (*q.shape, *k.shape[1:3]), strict=True))
-        shape = [sizes[axis[0]] for axis in axes]
-        fits = len(x.shape) == len(shape) and all(
-            size == full or (axis[1:] == "?" and sure(size == 1))
-            for axis, size, full in zip(axes, x.shape, shape, strict=True)
-        )
-        wanted = f"({', '.join(['{}'] * len(shape))}{',' * (len(shape) == 1)}): {row.words}"
-        expect(fits, name, wanted, tuple(x.shape), "Pass this shape", *shape, error=ShapeError)
+        remedy = f"Reshape it, or select the entries of this call, as in {name}[:q_heads]"
+        schema.check_shape(name, x, 0, sizes, row.words, remedy)
         front.check_place(name, x, q)
         return to_float(arrays_for([front.like(q)]), x, wide)
 
@@ -282,14 +269,10 @@ class Given(_Given):
 
 #: Rows that need no code of their own: the schema tells their shape and default.
 _OWN_CODE = ("softcap", "bias", "bias_kind", "dropout_p", "dropout_seed", "q_index", "k_index")
-_PLAIN_ARRAYS, _PLAIN_NUMBERS = [], []
-for _row in schema.OPTIONS:
-    if isinstance(_row, schema.Number) and _row.name not in _OWN_CODE:
-        _PLAIN_NUMBERS.append(_row)
-    elif isinstance(_row, schema.Array) and _row.name not in _OWN_CODE:
-        if _row.dtype != "float32":
-            raise NotImplementedError(f"{_row.name}: Given.lower must convert arrays of {_row.dtype}")
-        _PLAIN_ARRAYS.append(_row)
+_PLAIN = [row for row in schema.OPTIONS if row.name not in _OWN_CODE]
+_PLAIN_ARRAYS = schema.arrays(_PLAIN)
+_PLAIN_NUMBERS = [row for row in _PLAIN if isinstance(row, schema.Number)]
+assert all(row.dtype == "float32" for row in _PLAIN_ARRAYS), "Given.lower must convert other dtypes"
 
 #: Options of a call without any. To build them at each call would take a tenth of the time of a small call.
 NO_OPTIONS = Given()
@@ -319,14 +302,11 @@ def _index(front: Any, name: str, index: Any, q: Any, length: Any, own: Any) -> 
     front.check_taken(name, index, wanted)
     expect(is_integer(index), name, wanted, kind_of(index), "Pass int32 or int64 indices", error=DtypeError)
     front.check_place(name, index, q)
-    shape, batch = index.shape, q.shape[0]
-    fits = len(shape) in (1, 2) and shape[-1] == length
-    fits = fits and (len(shape) == 1 or sure(shape[0] == 1) or agree(shape[0], batch))
-    wanted, remedy = "({},) or ({}, {})", "Pass one global index for each query or key"
-    expect(fits, name, wanted, tuple(shape), remedy, length, batch, length, error=ShapeError)
+    sizes, remedy = {"b": q.shape[0], name[0]: length}, "Pass such indices, with or without B"
+    schema.check_shape(name, index, 0, sizes, "a global index for each query or key", remedy)
     arrays = arrays_for([index])
     fits = str(index.dtype).rpartition(".")[2] in ("int8", "uint8", "int16", "uint16", "int32")
     if not fits and arrays.concrete(index) and (values := arrays.to_numpy(index)).size:
         low, high = int(values.min()), int(values.max())
         expect(max(-low, high) <= INT32_MAX, name, "int32 indices", f"{low} to {high}", "Use smaller ones")
-    return arrays.to_int32(index if len(shape) == 2 else index[None])
+    return arrays.to_int32(index if len(index.shape) == 2 else index[None])

@@ -18,9 +18,12 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from attnspan.base.recorded import agree, sure
+from attnspan.errors import ShapeError, expect
 
 #: Kinds of lowered biases. 0 is no bias.
 ALIBI, SIGNED_ALIBI, DISTANCE, DENSE = 1, 2, 3, 4
@@ -118,6 +121,8 @@ BACKWARD: tuple[Row, ...] = (
     BACKEND,
 )
 
+#: Names of axes in errors, by letter.
+_WORDS = {"b": "B", "h": "H", "q": "q_len", "k": "k_len"}
 #: The kind of a bias by the field of its description that has its values.
 KIND_OF_FIELD = {"slopes": ALIBI, "table": DISTANCE, "values": DENSE}
 
@@ -148,8 +153,17 @@ def by_name(rows: Sequence[Row], args: Sequence[Any]) -> dict[str, Any]:
 
 def axes(name: str, kind: int = 0) -> tuple[str, ...]:
     """The axes of an array, such as ("b?", "q"). ``kind`` is the kind of the call's bias."""
-    words = next(row.axes for row in (*BACKWARD, K_LEN) if row.name == name)
-    return tuple((words if isinstance(words, str) else dict(words).get(kind, "")).split())
+    found = _AXES[name]
+    return found if isinstance(found, tuple) else found.get(kind, ())
+
+
+# Split once, because calls with options read them.
+_AXES: dict[str, Any] = {
+    row.name: tuple(row.axes.split())
+    if isinstance(row.axes, str)
+    else {kind: tuple(words.split()) for kind, words in row.axes}
+    for row in (*BACKWARD, K_LEN)
+}
 
 
 def dim(name: str, letter: str, rank: int | None = None, kind: int = 0) -> int | None:
@@ -163,6 +177,30 @@ def dim(name: str, letter: str, rank: int | None = None, kind: int = 0) -> int |
     letters = ("h", "g") if letter == "h" else (letter,)
     at = next((i - missing for i, axis in enumerate(own) if axis[0] in letters), -1)
     return at if at >= 0 else None
+
+
+def check_shape(
+    name: str, x: Any, kind: int, sizes: Mapping[str, Any], words: str, remedy: str, what: str = ""
+) -> None:
+    """Raise unless a caller's array has its axes, of these sizes by letter. Other axes have any size.
+
+    An axis with a "?" may have size 1. At the beginning, it may also be missing.
+    """
+    own, shape = axes(name, kind), tuple(x.shape)
+    missing = len(own) - len(shape)
+    fits = missing == 0 or (missing > 0 and "" not in [axis[1:] for axis in own[:missing]])
+    for axis, size in zip(own[missing:] if missing > 0 else own, shape, strict=False):
+        whole = sizes.get(axis[0], size)
+        # Compare with 1 first: a traced size that is known to be 1 then needs no guard.
+        fits = fits and (whole is size or (axis[1:] and sure(size == 1)) or agree(size, whole))
+    if fits:
+        return
+    known = [axis[0] for axis in own if axis[0] in sizes]
+    wanted = ", ".join([_WORDS.get(axis[0], axis[0]) + "|1" * len(axis[1:]) for axis in own])
+    wanted = (
+        f"({wanted}{',' * (len(own) == 1)}) with {', '.join([_WORDS[x] + '={}' for x in known])}: {words}"
+    )
+    expect(False, what or name, wanted, shape, remedy, *[sizes[x] for x in known], error=ShapeError)
 
 
 def is_shared(name: str, letter: str, kind: int = 0) -> bool:

@@ -181,11 +181,16 @@ def _run_fake(*given: Any) -> list[Tensor]:
     return _fake().call(*given)  # type: ignore[no-any-return]
 
 
+_RUN = {"CompositeExplicitAutograd": _run}
 _ORDER = torch.Tag.needs_fixed_stride_order
-call_op = define(_library, "call_jax(Tensor[] tensors, str handle) -> Tensor[]", _run, _run_fake, _ORDER)
+call_op = define(_library, "call_jax(Tensor[] tensors, str handle) -> Tensor[]", _run_fake, _ORDER, **_RUN)
 # It returns the results, then the residuals that are neither results nor arguments.
 vjp_op = define(
-    _library, "call_jax_vjp(Tensor[] tensors, str handle, bool[] wanted) -> Tensor[]", _run, _run_fake, _ORDER
+    _library,
+    "call_jax_vjp(Tensor[] tensors, str handle, bool[] wanted) -> Tensor[]",
+    _run_fake,
+    _ORDER,
+    **_RUN,
 )
 # `sizes` are the sizes of all tensors of the forward call in one list. The anchor links the saved tensors to
 # the forward call in autograd's graph, because residuals do not show that they depend on the arguments.
@@ -193,9 +198,9 @@ backward_op = define(
     _library,
     "call_jax_backward(Tensor?[] grads, Tensor[] saved, SymInt[] sizes, str handle, bool[] wanted,"
     " bool recompute, Tensor? anchor=None) -> Tensor[]",
-    _run_backward,
     lambda *x: _fake().backward(*x),
     _ORDER,
+    CompositeExplicitAutograd=_run_backward,
 )
 
 

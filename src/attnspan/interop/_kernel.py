@@ -180,7 +180,9 @@ def _define_forward(
         made = outputs.make(dict(zip(parameters.names, values, strict=True)))
         return made[0] if single else tuple(made)
 
-    return define(library, f"{name}({parameters.schema}) -> {returns}", real, fake, _STRIDES)
+    return define(
+        library, f"{name}({parameters.schema}) -> {returns}", fake, _STRIDES, CompositeExplicitAutograd=real
+    )
 
 
 def _define_backward(
@@ -206,7 +208,9 @@ def _define_backward(
 
     first, last = [f"Tensor? {x}" for x in incoming], [f"Tensor {x}" for x in derivative.saved]
     schema = ", ".join([*first, parameters.schema, *last, "bool[] gradients_wanted"])
-    backward = define(library, f"{name}({schema}) -> Tensor[]", real, fake, _STRIDES)
+    backward = define(
+        library, f"{name}({schema}) -> Tensor[]", fake, _STRIDES, CompositeExplicitAutograd=real
+    )
     refuse_derivative(library, backward, _FIRST_ORDER, forward_mode=_FIRST_ORDER)
     return backward
 

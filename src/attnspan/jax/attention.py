@@ -105,22 +105,13 @@ def attention(
         (1, 4, 6, 16)
     """
     if others:
-        others = Given.among(attention, others)
+        check_keywords(attention, others)
     mask = _FULL if mask is None else mask
     none = bias is None is sinks is None is dropout_seed is None is q_index is None is k_index
     plain = softcap is None and none and not others and type(dropout_p) is float and dropout_p == 0.0
     given = NO_OPTIONS
     if not plain:
-        given = Given(
-            softcap=softcap,
-            bias=bias,
-            sinks=sinks,
-            dropout_p=dropout_p,
-            dropout_seed=dropout_seed,
-            q_index=q_index,
-            k_index=k_index,
-            **others,
-        )
+        given = Given(softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index, **others)
     backend = asked_for(backend)
     asked: dict[str, Any] = {"scale": scale, "layout": layout, "return_lse": return_lse, "backend": backend}
     if isinstance(mask, ShardedMask):
@@ -150,7 +141,7 @@ def _run(
         if "custom_vjp" in str(error):
             raise forward_mode_refused() from None
         raise
-    out = out[..., :0] if front.empty else out
+    out = out[..., :0] if front.empty_values else out
     if layout == "thd":
         out, lse = out[0], None if lse is None else lse[0]
     return (out, lse) if return_lse else out

@@ -20,7 +20,7 @@ from attnspan.call.options import NO_OPTIONS, Given
 from attnspan.masks import Prepared
 
 from . import dropout, lowering
-from .lowering import refuse_tensors
+from .lowering import TO_JAX, refuse_tensors
 from .placement import Place, check_devices, check_sharding, platform_of
 
 
@@ -90,11 +90,11 @@ class JaxFront(Front):
         "Convert it with jnp.asarray (a torch tensor with jax.dlpack.from_dlpack), or call its own "
         "framework's attention"
     )
+    convert_foreign = TO_JAX
     seed = "an integer array or a jax.random.key"
     new_seed = "Pass a different one for each layer and step, such as jax.random.fold_in(key, step)"
     inputs: tuple[Array, Array, Array]
     place: Place | None = None
-    empty = False
 
     def takes(self, x: Any) -> bool:
         return isinstance(x, jax.Array | np.ndarray)
@@ -115,11 +115,10 @@ class JaxFront(Front):
                 refuse_tensors(name, x)
         self.place = check_devices(q, k, v, given)
         self.device = platform_of(self.place)
-        # Scores of queries and keys without elements are 0, as in torch: only the mask and biases count.
-        if q.shape[-1] == 0 == k.shape[-1]:
-            q, k = _pad_last(q), _pad_last(k)
-        self.empty = v.shape[-1] == 0
-        return self.shapes(q, k, _pad_last(v) if self.empty else v, layout)
+        return self.shapes(*self.widened(q, k, v), layout)
+
+    def pad_last(self, x: Array) -> Array:
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)])
 
     def shapes(self, q: Array, k: Array, v: Array, layout: str) -> tuple[Any, Any, Any]:
         """Keep the inputs, and return their shapes in (B, H, S, D) order. Eager arrays are not transposed."""
@@ -147,7 +146,3 @@ class JaxFront(Front):
 class _Shaped(NamedTuple):
     shape: tuple[Any, ...]
     dtype: Any
-
-
-def _pad_last(x: Array) -> Array:
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)])

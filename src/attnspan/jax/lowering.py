@@ -79,13 +79,16 @@ def _remembered(mask: Mask, q: Any, k: Any, place: Place | None) -> Prepared | N
     return _memory.lowered(mask, (sizes, place and place[0]), lower)
 
 
+#: Remedy for a torch tensor.
+TO_JAX = "Convert it with jax.dlpack.from_dlpack, or call attnspan.torch.attention"
+
+
 def refuse_tensors(name: str, x: Any) -> None:
     """Raise if an argument holds a torch tensor, because JAX and NumPy would copy it silently."""
     torch = sys.modules.get("torch")
     if torch is not None and any(isinstance(y, torch.Tensor) for y in jax.tree.leaves(x)):
         wanted, got = "JAX or NumPy arrays, as q, k and v", "a torch.Tensor"
-        remedy = "Convert it with jax.dlpack.from_dlpack, or call attnspan.torch.attention"
-        raise DtypeError(name, expected=wanted, got=got, remedy=remedy)
+        raise DtypeError(name, expected=wanted, got=got, remedy=TO_JAX)
 
 
 def _lowered(mask: Mask, q: Any, k: Any) -> Prepared:

@@ -35,7 +35,7 @@ def supports(problem: Problem) -> str | None:
         return f"it runs on GPUs, not on {problem.device}: FlexAttention has no backward there"
     if problem.dtype not in ("float32", "bfloat16", "float16"):
         return f"it takes float32, bfloat16 and float16, not {problem.dtype}"
-    if problem.extras == "DTensors":
+    if "DTensors" in problem.extras:
         return "it takes no DTensors: pass backend='triton', or each rank's part by to_local()"
     if 0 in (problem.batch, problem.q_len, problem.k_len, problem.head_dim, problem.v_dim):
         return "it takes no empty arrays"

@@ -29,8 +29,8 @@ def supports(problem: Problem) -> str | None:
         return f"it takes GPUs of compute capability 8.0 or newer, not {at / 10}"
     if problem.dtype not in ("bfloat16", "float16"):
         return f"it takes bfloat16 and float16, not {problem.dtype}"
-    if problem.extras:
-        return f"it takes no {problem.extras}"
+    if extras := (*problem.options, *problem.extras):
+        return f"it takes no {' or '.join(extras)}"
     if not problem.band:
         return "it takes full(), causal(), window(...), documents(...) and their combinations by &"
     if dim != problem.v_dim or dim % 8 != 0:

@@ -14,6 +14,7 @@ from attnspan.errors import DtypeError, ShapeError, expect
 from attnspan.masks import Mask
 from attnspan.masks.by_value import is_traced
 from attnspan.masks.encoding import table
+from attnspan.masks.expression import leaves_of
 from attnspan.masks.intervals import Interval, Rows, either_illegal, split
 from attnspan.masks.lowering import Lowering, key_len
 
@@ -38,10 +39,7 @@ class Mixture(Mask):
     # Lists, not generators, because torch 2.15's compiler cannot leave a generator before its end.
 
     def _inner(self) -> list[Mask]:
-        inner: list[Mask] = []
-        for mask in self.masks:
-            inner += mask.leaves()
-        return inner
+        return leaves_of(self.masks)
 
     def _key_len(self) -> Any:
         return key_len(self._inner())

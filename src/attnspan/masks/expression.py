@@ -255,6 +255,14 @@ class Mask(Node):
         raise NotImplementedError(f"{type(self).__name__} must define _anchor_index")
 
 
+def leaves_of(masks: Sequence[Mask]) -> list[Mask]:
+    """The leaves of masks, in order."""
+    leaves: list[Mask] = []
+    for mask in masks:
+        leaves += mask.leaves()
+    return leaves
+
+
 class RowNumbered(Mask):
     """A mask whose queries are counted from 0, independent of the keys: cross attention, or a `BlockMask`."""
 
@@ -282,10 +290,7 @@ class Combined(Mask):
         self._set(operands=tuple(flat))
 
     def leaves(self) -> list[Mask]:
-        leaves: list[Mask] = []
-        for operand in self.operands:
-            leaves += operand.leaves()
-        return leaves
+        return leaves_of(self.operands)
 
 
 class And(Combined):

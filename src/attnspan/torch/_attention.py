@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnspan.backends import defaults, table
 from attnspan.base.recorded import without_tracer_warnings
-from attnspan.call import Call
+from attnspan.call import Call, check_keywords
 from attnspan.call.backend import asked as asked_for
 from attnspan.call.options import NO_OPTIONS, Bias, Given, Keywords
 from attnspan.masks import Mask, Prepared, full
@@ -124,22 +124,13 @@ def attention(
         torch.Size([1, 4, 6, 16])
     """
     if others:
-        others = Given.among(attention, others)
+        check_keywords(attention, others)
     mask = _FULL if mask is None else mask
     none = bias is None is sinks is None is dropout_seed is None is q_index is None is k_index
     plain = softcap is None and none and not others and isinstance(dropout_p, float) and dropout_p == 0.0
     given = NO_OPTIONS
     if not plain:
-        given = Given(
-            softcap=softcap,
-            bias=bias,
-            sinks=sinks,
-            dropout_p=dropout_p,
-            dropout_seed=dropout_seed,
-            q_index=q_index,
-            k_index=k_index,
-            **others,
-        )
+        given = Given(softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index, **others)
     if isinstance(mask, ShardedMask):
         asked = {"scale": scale, "layout": layout, "return_lse": return_lse, "backend": backend}
         return mask.attention(q, k, v, **asked, **given.keywords())  # type: ignore[no-any-return]
@@ -151,11 +142,10 @@ def attention(
             found = _eager.attend(q, k, v, mask, scale, layout, bool(return_lse), given)
             if found is not None:
                 return found  # type: ignore[no-any-return]
-    front = TorchFront()
-    front.return_lse, front.widens = bool(return_lse), True
+    front = TorchFront(return_lse, widens=True)
     with without_tracer_warnings():
         call = Call.of(front, q, k, v, given, mask=mask, scale=scale, layout=layout)
         chosen = table("torch")[backend_for(call.problem, backend)]
-        out, lse = attend(chosen, call, return_lse=bool(return_lse))
-    out = out[..., :0] if call.empty_values else out
+        out, lse = attend(chosen, call, return_lse=front.return_lse)
+    out = out[..., :0] if front.empty_values else out
     return from_bhsd(out, lse, call.layout, return_lse)  # type: ignore[no-any-return]

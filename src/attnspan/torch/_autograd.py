@@ -1,6 +1,6 @@
 """Operators: definition, derivatives, and autograd inside and below operators."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,18 +54,18 @@ def single_level(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 def define(
     library: torch.library.Library,
     schema: str,
-    real: Callable[..., Any],
     fake: Callable[..., Any],
     *tags: torch.Tag,
-    devices: Sequence[str] = ("CompositeExplicitAutograd",),
+    **kernels: Callable[..., Any],
 ) -> compat.OpOverload:
-    """Define an operator with its implementation for devices and its fake kernel."""
+    """Define an operator, or an overload, that compilers accept, with a kernel for each dispatch key."""
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))  # type: ignore[no-untyped-call]
-    op: compat.OpOverload = getattr(getattr(torch.ops, library.ns), schema.partition("(")[0]).default
-    for device in devices:
-        library.impl(op, real, device)  # type: ignore[no-untyped-call]
+    packet, _, overload = schema.partition("(")[0].partition(".")
+    op = getattr(getattr(getattr(torch.ops, library.ns), packet), overload or "default")
+    for key, kernel in kernels.items():
+        library.impl(op, kernel, key)  # type: ignore[no-untyped-call]
     torch.library.register_fake(op, fake, lib=library)
-    return op
+    return op  # type: ignore[no-any-return]
 
 
 def tensors_in(inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:

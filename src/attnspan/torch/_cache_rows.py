@@ -8,11 +8,10 @@ from torch import Tensor, nn
 
 from attnspan.base.arrays import INT32_MAX, arrays_for, stored
 from attnspan.base.checks import count, number
-from attnspan.base.plain import check_plain
-from attnspan.errors import DeviceError, DtypeError, ShapeError, UsageError, expect
+from attnspan.errors import DtypeError, ShapeError, UsageError, expect
 from attnspan.kernels import cpu
 
-from ._cache_write import INTEGERS, LOST
+from ._cache_write import INTEGERS, LOST, check_kind
 
 CacheLayout = Literal["bhsd", "bshd"]
 
@@ -216,7 +215,7 @@ class CacheRows(WritableBuffers):
 
     def _tokens(self, name: str, new: Any, cache: Tensor) -> Tensor:
         remedy = "Make the cache with the dtype of k and v, under autocast with autocast's"
-        _check_kind(name, new, (cache.dtype,), "{}, as the cache", remedy, cache.device)
+        check_kind(name, new, (cache.dtype,), "{}, as the cache", remedy, cache.device)
         batch, heads, dim = self.lengths.shape[0], self._kv_heads, cache.shape[-1]
         tokens = self._in_layout(new)
         shape, sizes = tokens.shape, (batch, heads, dim, self.layout)
@@ -230,7 +229,7 @@ class CacheRows(WritableBuffers):
     def _check_rows(self, name: str, x: Any, dtypes: tuple[torch.dtype, ...] = INTEGERS) -> None:
         rows, remedy = self.lengths.shape[0], "Pass one for each batch element of the cache"
         kind = "integers" if dtypes is INTEGERS else "bool"
-        _check_kind(name, x, dtypes, kind, remedy, self.lengths.device)
+        check_kind(name, x, dtypes, kind, remedy, self.lengths.device)
         fits, expected = x.dim() == 1 and x.shape[0] == rows, "one entry per batch element, shape ({},)"
         expect(fits, name, expected, x.shape, remedy, rows, error=ShapeError)
 
@@ -262,7 +261,7 @@ def row_numbers(what: str, rows: Any, of: Tensor, *, whole: bool = False) -> tup
     if isinstance(rows, (list, tuple, range)):
         numbers = [number(what, x, remedy) for x in rows]
         rows = torch.tensor(numbers, dtype=torch.int64, device=of.device)
-    _check_kind(what, rows, INTEGERS, "integers", remedy, of.device)
+    check_kind(what, rows, INTEGERS, "integers", remedy, of.device)
     fits = rows.dim() == 1 and (not whole or rows.shape[0] == batch)
     expected = f"shape ({batch},), one for each batch element" if whole else "one axis"
     expect(fits, what, expected, tuple(rows.shape), remedy, error=ShapeError)
@@ -271,14 +270,3 @@ def row_numbers(what: str, rows: Any, of: Tensor, *, whole: bool = False) -> tup
     if arrays_for([legal]).concrete(legal):
         expect(legal.all(), what, "indices from 0 to {}", f"{rows.tolist()}", remedy, batch - 1)
     return torch.where(legal, rows, 0), legal
-
-
-def _check_kind(
-    name: str, x: Any, dtypes: tuple[torch.dtype, ...], expected: str, remedy: str, device: torch.device
-) -> None:
-    kind, to_tensor = type(x).__name__, "Convert it with torch.as_tensor"
-    move = "Move the cache with .to(device), or the tensor"
-    expect(isinstance(x, Tensor), name, "a torch.Tensor", kind, to_tensor, error=DtypeError)
-    check_plain(name, x)
-    expect(x.dtype in dtypes, name, expected, x.dtype, remedy, *dtypes, error=DtypeError)
-    expect(x.device == device, name, "device {}, as the cache", x.device, move, device, error=DeviceError)

@@ -16,16 +16,12 @@ import torch
 from torch import Tensor
 
 from attnspan.base.arrays import INT32_MAX, stored
+from attnspan.base.plain import check_plain
 from attnspan.errors import DeviceError, DtypeError, ShapeError, expect
 
 from . import compat
-
-_library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
-    "cache_append(Tensor(a!) keys, Tensor(b!) values, Tensor lengths, Tensor k_new, Tensor v_new,"
-    " Tensor? counts, int keep) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+from ._autograd import below_autograd, define
+from ._signature import library
 
 #: Length of a batch element after an illegal request, if values cannot be read. The masks of such an element
 #: are illegal until `reset`.
@@ -125,6 +121,18 @@ def apart(caches: tuple[Tensor, ...], new: tuple[Tensor, ...]) -> list[Tensor]:
     return [x.clone() if any(alias(x, cache) for cache in caches) else x for x in new]
 
 
+def check_kind(
+    name: str, x: Any, dtypes: tuple[torch.dtype, ...], expected: str, remedy: str, device: torch.device
+) -> None:
+    """Raise unless a tensor has one of the dtypes, and is on the device of the cache."""
+    kind, to_tensor = type(x).__name__, "Convert it with torch.as_tensor"
+    move = "Move the cache with .to(device), or the tensor"
+    expect(isinstance(x, Tensor), name, "a torch.Tensor", kind, to_tensor, error=DtypeError)
+    check_plain(name, x)
+    expect(x.dtype in dtypes, name, expected, x.dtype, remedy, *dtypes, error=DtypeError)
+    expect(x.device == device, name, "device {}, as the cache", x.device, move, device, error=DeviceError)
+
+
 def check_new(heads: int, keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> int:
     """Raise unless new tokens fit a cache. The check reads only sizes, so it also works in compiled code.
 
@@ -149,16 +157,14 @@ def check_new(heads: int, keys: Tensor, values: Tensor, lengths: Tensor, *new: A
         shape = lengths.shape[0], heads, n, cache.shape[-1]
         remedy = "Pass as many values as keys, of the cache's sizes"
         expect(x.shape == shape, name, "shape {}", tuple(x.shape), remedy, shape, error=ShapeError)
-        fits, remedy = x.dtype == cache.dtype, "Make the cache with the dtype of k and v"
-        expect(fits, name, "{}, as the cache", x.dtype, remedy, cache.dtype, error=DtypeError)
-        fits, remedy = x.device == cache.device, "Move the cache with .to(device), or the tensor"
-        expect(fits, name, "device {}, as the cache", x.device, remedy, cache.device, error=DeviceError)
+        remedy = "Make the cache with the dtype of k and v"
+        check_kind(name, x, (cache.dtype,), "{}, as the cache", remedy, cache.device)
     if counts is not None:
         fits, remedy = counts.shape == lengths.shape, "Pass one for each batch element of the cache"
         expect(
             fits, "counts", "shape {}", tuple(counts.shape), remedy, tuple(lengths.shape), error=ShapeError
         )
-        expect(counts.dtype in INTEGERS, "counts", "integers", counts.dtype, remedy, error=DtypeError)
+        check_kind("counts", counts, INTEGERS, "integers", remedy, counts.device)
     return n  # type: ignore[no-any-return]
 
 
@@ -191,16 +197,21 @@ def check_not_lost(lengths: list[int]) -> None:
         expect(False, row, "a length of at least 0", "the mark of lost tokens", remedy)
 
 
-def guard(library: torch.library.Library, name: str, op: Any) -> None:
-    """Make an operator that writes into a cache reject gradients and vmap, and report writes to autograd."""
+def refuse_gradients(op: compat.OpOverload, what: str, arrays: str) -> None:
+    """Make an operator reject gradients, which it would detach silently."""
 
-    def refuse_gradients(keyset: Any, *arguments: Any) -> Tensor:
-        # A cache would detach gradients silently.
+    def kernel(keyset: Any, *arguments: Any) -> Any:
         wanted = torch.is_grad_enabled() and compat.any_requires_grad(*arguments)
         remedy = "Call the model under torch.no_grad() or inference_mode(), or detach them"
-        expect(not wanted, "cache", "keys and values without gradients", "ones that require them", remedy)
-        with compat.BelowAutograd():
-            return op.redispatch(keyset & compat.after_autograd, *arguments)  # type: ignore[no-any-return]
+        expect(not wanted, what, f"{arrays} without gradients", "ones that require them", remedy)
+        return below_autograd(op, keyset, arguments)
+
+    library.impl(op, kernel, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+
+
+def guard(op: compat.OpOverload) -> None:
+    """Make an operator that writes into a cache reject gradients and vmap, and report writes to autograd."""
+    refuse_gradients(op, "cache", "keys and values")
 
     def count_versions(keyset: Any, *arguments: Any) -> Tensor:
         # The backward pass must detect that tensors saved before the write have changed.
@@ -208,9 +219,8 @@ def guard(library: torch.library.Library, name: str, op: Any) -> None:
         with compat.BelowInplaceOrView():
             return op.redispatch(keyset & compat.after_inplace_or_view, *arguments)  # type: ignore[no-any-return]
 
-    library.impl(name, refuse_gradients, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
-    library.impl(name, count_versions, "ADInplaceOrView", with_keyset=True)  # type: ignore[no-untyped-call]
-    torch.library.register_vmap(f"attnspan::{name}", _refuse_vmap, lib=library)
+    library.impl(op, count_versions, "ADInplaceOrView", with_keyset=True)  # type: ignore[no-untyped-call]
+    torch.library.register_vmap(op, _refuse_vmap, lib=library)
 
 
 def _refuse_vmap(*_: Any) -> None:
@@ -219,14 +229,19 @@ def _refuse_vmap(*_: Any) -> None:
     expect(False, "cache: update under vmap", "tokens of the whole batch at once", got, remedy)
 
 
-def _fake(keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> Tensor:
+def new_lengths(keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> Tensor:
+    """Uninitialised lengths, after checks of the new tokens and counts, the last arguments but one."""
     # The number of tokens may be an unknown symbol, so the call compares it when it runs.
-    check_new(keys.shape[1], keys, values, lengths, *new[:3])
+    check_new(keys.shape[1], keys, values, lengths, *new[-4:-1])
     return torch.empty_like(lengths)
 
 
-cache_append_op = torch.ops.attnspan.cache_append.default
-_library.impl("cache_append", _write_cpu, "CPU")  # type: ignore[no-untyped-call]
-_library.impl("cache_append", write_anywhere, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("attnspan::cache_append", _fake, lib=_library)
-guard(_library, "cache_append", cache_append_op)
+cache_append_op = define(
+    library,
+    "cache_append(Tensor(a!) keys, Tensor(b!) values, Tensor lengths, Tensor k_new, Tensor v_new, Tensor? counts,"
+    " int keep) -> Tensor",
+    new_lengths,
+    CPU=_write_cpu,
+    CompositeExplicitAutograd=write_anywhere,
+)
+guard(cache_append_op)

@@ -46,8 +46,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Explanation:
     """
     check_keywords(explain, options)
     asked = {**(attention.__kwdefaults__ or {}), **options}
-    front = TorchFront()
-    front.return_lse, front.widens = bool(asked.pop("return_lse")), True
+    front = TorchFront(asked.pop("return_lse"), widens=True)
     mask, scale, layout, backend = (asked.pop(name) for name in ("mask", "scale", "layout", "backend"))
     backend = asked_for(backend)
     wanted, got = (

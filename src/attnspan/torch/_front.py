@@ -10,7 +10,7 @@ from torch import Tensor
 from attnspan.base.arrays import arrays_for, is_array, own
 from attnspan.base.recorded import is_jit_traced
 from attnspan.call import Front, lower_mask
-from attnspan.call.options import NO_OPTIONS, Given
+from attnspan.call.options import Given
 from attnspan.errors import DeviceError, DtypeError
 from attnspan.kernels import vendor
 from attnspan.kernels._autocast import AUTOCAST_DEVICES, autocast_dtype
@@ -35,15 +35,21 @@ class TorchFront(Front):
         mesh: The mesh of a plan, whose axes may shard the sequence of DTensors, or None.
         places: Placement of q, k and v on their mesh. None for plain tensors.
         return_lse: Whether the call returns lse.
+        widens: Whether head dims may be 0.
     """
 
     expected, convert = "a torch.Tensor", "Convert it with torch.as_tensor"
+    convert_foreign = "Convert it with torch.from_dlpack, or call the attention of its framework"
     an_array, noun = "a tensor", "tensor"
     seed = "an integer tensor"
     new_seed = "Pass another one for each layer and step, such as torch.randint(2**62, ())"
     mesh: Any = None
     places: Places | None = None
-    return_lse = False
+
+    return_lse = widens = False
+
+    def __init__(self, return_lse: Any = False, widens: bool = False) -> None:
+        self.return_lse, self.widens = bool(return_lse), widens
 
     def takes(self, x: Any) -> bool:
         return isinstance(x, Tensor)
@@ -61,11 +67,6 @@ class TorchFront(Front):
             remedy = "Call .to_dense()"
             raise DtypeError(name, expected="a dense tensor", got=f"one of {x.layout}", remedy=remedy)
 
-    def check_arrays(self, q: Any, k: Any, v: Any) -> None:
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            if type(x) is not Tensor or x.is_nested or x.layout is not torch.strided:
-                self.check_taken(name, x, self.expected)
-
     def pad_last(self, x: Any) -> Any:
         return torch.nn.functional.pad(x, (0, 1))
 
@@ -73,7 +74,7 @@ class TorchFront(Front):
         del mask
         if _DTENSORS in sys.modules:
             self.split(q, k, v, given, layout)
-        q, k, v = autocast(q, k, v)
+        q, k, v = autocast(*(self.widened(q, k, v) if self.widens else (q, k, v)))
         return (q, k, v) if layout == "bhsd" else (to_bhsd(q, layout), to_bhsd(k, layout), to_bhsd(v, layout))
 
     def split(self, q: Any, k: Any, v: Any, given: Given, layout: str) -> Places | None:
@@ -139,12 +140,16 @@ class TorchFront(Front):
         found = mask.band() if isinstance(mask, Mask) else None
         if found is not None and found.cu_q is not None:
             found = _one_row(found, q, k)
-        extras = "DTensors" if self.places is not None else _extras(given)
-        if self.return_lse and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
-            extras = extras or "gradient of lse"
-        if scale is not None and scale <= 0:  # these kernels expect the largest score at the largest product
-            extras = extras or "scale of 0 or below"
-        return found, ("" if found is None else found.name, extras, capability_of(q.device))
+        wants_dlse = self.return_lse and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+        extras = {
+            "DTensors": self.places is not None,
+            "indices": not (given.q_index is None is given.k_index),
+            "gradient of lse": wants_dlse,
+            # Kernels may expect the largest score at the largest product.
+            "scale of 0 or below": scale is not None and scale <= 0,
+        }
+        names = tuple([name for name, holds in extras.items() if holds])
+        return found, ("" if found is None else found.name, names, capability_of(q.device))
 
 
 def _one_row(band: Band, q: Any, k: Any) -> Band | None:
@@ -157,19 +162,6 @@ def _one_row(band: Band, q: Any, k: Any) -> Band | None:
         return None
     shapes = {len(x.shape) for x in (band.cu_q, cu_k)}
     return band._replace(cu_k=cu_k) if shapes == {1} else None
-
-
-def _extras(given: Given) -> str:
-    if given is NO_OPTIONS:
-        return ""
-    named = {
-        "softcap": given.softcap,
-        "bias": given.bias,
-        "sinks": given.sinks,
-        "dropout": given.dropout_p or None,
-        "indices": given.q_index if given.k_index is None else given.k_index,
-    }
-    return " or ".join(name for name, x in named.items() if x is not None)
 
 
 @constant_when_traced
@@ -187,8 +179,7 @@ _capabilities: dict[torch.device, int | None] = {}
 
 
 def _foreign(name: str, x: Any) -> DtypeError:
-    remedy = "Convert it with torch.from_dlpack, or call the attention of its framework"
-    got = f"one of {arrays_for([x]).name}"
+    got, remedy = f"one of {arrays_for([x]).name}", TorchFront.convert_foreign
     return DtypeError(name, expected="an array of torch or NumPy", got=got, remedy=remedy)
 
 

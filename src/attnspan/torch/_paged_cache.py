@@ -23,26 +23,16 @@ from attnspan.masks import Mask
 
 from . import compat
 from ._attention import attention
+from ._autograd import define
 from ._cache_rows import CacheRows, row_numbers
-from ._cache_write import LOST, apart, check_new, check_room, guard
+from ._cache_write import LOST, apart, check_new, check_room, guard, new_lengths, refuse_gradients
 from ._front import TorchFront, from_bhsd
-from ._signature import arguments
+from ._signature import arguments, library
 from .choice import backend_for
 from .ops import check_k_len, new_outputs, read_options, readable
 
-_library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
-    "paged_append(Tensor(a!) keys, Tensor(b!) values, Tensor lengths, Tensor table, Tensor k_new,"
-    " Tensor v_new, Tensor? counts, int max_len) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 # The arguments of `attention` after q, k and v.
 _ROWS = schema.FORWARD[3:]
-_library.define(  # type: ignore[no-untyped-call]
-    f"paged_attention(Tensor q, Tensor keys, Tensor values, Tensor table, {arguments(_ROWS)})"
-    " -> (Tensor out, Tensor lse)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
 
 def _write(keys: Tensor, values: Tensor, lengths: Tensor, table: Tensor, *new: Any) -> Tensor:
@@ -85,12 +75,6 @@ def _write(keys: Tensor, values: Tensor, lengths: Tensor, table: Tensor, *new: A
     return torch.where(legal, (start + own)[:, 0], LOST).to(lengths.dtype)
 
 
-def _write_fake(keys: Tensor, values: Tensor, lengths: Tensor, table: Tensor, *new: Any) -> Tensor:
-    del table
-    check_new(keys.shape[1], keys, values, lengths, *new[:3])
-    return torch.empty_like(lengths)
-
-
 def _is_page(table: Tensor, pages: int) -> Tensor:
     return (table >= 0) & (table < pages)
 
@@ -111,24 +95,22 @@ def _forward_fake(q: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> tuple[
     return new_outputs(q, values, torch.float32)
 
 
-def _refuse_gradients(keyset: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-    wanted = torch.is_grad_enabled() and compat.any_requires_grad(*arguments)
-    remedy = "Call the model under torch.no_grad() or inference_mode(), or detach them"
-    expect(
-        not wanted, "PagedCache", "queries and options without gradients", "ones that require them", remedy
-    )
-    with compat.BelowAutograd():
-        return _forward_op.redispatch(keyset & compat.after_autograd, *arguments)  # type: ignore[no-any-return]
-
-
-_write_op, _forward_op = torch.ops.attnspan.paged_append.default, torch.ops.attnspan.paged_attention.default
-_library.impl("paged_append", _write, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("attnspan::paged_append", _write_fake, lib=_library)
-guard(_library, "paged_append", _write_op)
-for _key in ("CPU", "CUDA"):
-    _library.impl("paged_attention", _forward, _key)  # type: ignore[no-untyped-call]
-_library.impl("paged_attention", _refuse_gradients, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
-torch.library.register_fake("attnspan::paged_attention", _forward_fake, lib=_library)
+_BUFFERS = "Tensor(a!) keys, Tensor(b!) values, Tensor lengths, Tensor table"
+_write_op = define(
+    library,
+    f"paged_append({_BUFFERS}, Tensor k_new, Tensor v_new, Tensor? counts, int max_len) -> Tensor",
+    new_lengths,
+    CompositeExplicitAutograd=_write,
+)
+guard(_write_op)
+_forward_op = define(
+    library,
+    f"paged_attention(Tensor q, Tensor keys, Tensor values, Tensor table, {arguments(_ROWS)}) -> (Tensor out, Tensor lse)",
+    _forward_fake,
+    CPU=_forward,
+    CUDA=_forward,
+)
+refuse_gradients(_forward_op, "PagedCache", "queries and options")
 
 
 class PagedCache(CacheRows):

@@ -72,21 +72,12 @@ def scaled_dot_product_attention(
         return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Any,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, *rest: Any) -> Tensor:
+    dropout_p, is_causal, scale, enable_gqa = rest
     _check(query, key, value)
     dims = max(x.dim() for x in (query, key, value))
     if dims == 2:
-        lone = query[None], key[None], value[None]
-        return _attend(*lone, attn_mask, dropout_p, is_causal, scale, enable_gqa)[0]
+        return _attend(query[None], key[None], value[None], attn_mask, *rest)[0]
     query, key, value = (x[(None,) * (dims - x.dim())] for x in (query, key, value))
     _check_heads(query, key, enable_gqa)
     remedy = "Combine masks with causal() & mask, and pass the result as attn_mask"
@@ -97,7 +88,7 @@ def _attend(
         _check_broadcasts(attn_mask, (*query.shape[:-1], key.shape[-2]))
         of = attn_mask[(None,) * (query.dim() - attn_mask.dim())]
         inputs = zip(*(x.unbind(axis) for x in (query, key, value, of)), strict=True)
-        found = [_attend(q, k, v, m, dropout_p, is_causal, scale, enable_gqa) for q, k, v, m in inputs]
+        found = [_attend(q, k, v, m, *rest) for q, k, v, m in inputs]
         return torch.stack(found, axis)
     q, k, v = (_to_4d(x) for x in (query, key, value))
     mask: AnyMask | None = None

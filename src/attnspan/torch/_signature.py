@@ -1,8 +1,15 @@
-"""The text of operators' schemas, from the rows of `attnspan.call.schema`."""
+"""The library of operators, and the text of their schemas from the rows of `attnspan.call.schema`."""
 
 from collections.abc import Sequence
 
+import torch
+
 from attnspan.call.schema import Array, Row
+
+#: The operators. The decorator custom_op would add Python wrappers to every call.
+library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
+#: A unit last stride needs only the stride order of eager mode. Exact strides would add copies.
+KEEPS_STRIDE_ORDER = torch.Tag.needs_fixed_stride_order
 
 
 def arguments(rows: Sequence[Row]) -> str:

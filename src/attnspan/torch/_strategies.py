@@ -1,5 +1,6 @@
 """Sharding strategies of the operators, by batch or heads. Loaded at the first call with DTensors."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -18,30 +19,29 @@ _Strategies = list[tuple[list[Any], list[Any]]]
 
 @register_sharding([forward_op, named_op])  # type: ignore[untyped-decorator]
 def _forward(*args: Any) -> _Strategies:
-    given = schema.by_name(schema.FORWARD, args)
-    _check(given)
-    found = []
-    for role in _LETTERS:
-        places = _places(given, role)
-        results = [places["q"]] * len(schema.RESULTS)
-        found.append((results, list(places.values())[: len(args)]))
-    return found
+    return _strategies(schema.FORWARD, args, lambda _, places: [places["q"]] * len(schema.RESULTS))
 
 
 @register_sharding([backward_op, named_backward_op])  # type: ignore[untyped-decorator]
 def _backward(*args: Any) -> _Strategies:
-    given = schema.by_name(schema.BACKWARD, args)
+    return _strategies(schema.BACKWARD, args, _gradients)
+
+
+def _gradients(given: dict[str, Any], places: dict[str, Any]) -> list[Any]:
+    """Placements of the gradients."""
+    options = schema.with_gradient(schema.OPTIONS)
+    wanted = [places[name] if given.get(f"want_d{name}", True) else None for name in options]
+    inputs = [places[name] for name in schema.with_gradient(schema.INPUTS)]
+    return inputs + [_summed(place, places["q"]) for place in wanted]
+
+
+def _strategies(
+    rows: tuple[schema.Row, ...], args: tuple[Any, ...], results: Callable[..., list[Any]]
+) -> _Strategies:
+    given = schema.by_name(rows, args)
     _check(given)
-    found = []
-    for role in _LETTERS:
-        places = _places(given, role)
-        gradients = [places[name] for name in schema.with_gradient(schema.INPUTS)]
-        gradients += [
-            _summed(places[name] if given.get(f"want_d{name}", True) else None, places["q"])
-            for name in schema.with_gradient(schema.OPTIONS)
-        ]
-        found.append((gradients, list(places.values())[: len(args)]))
-    return found
+    each = [_places(given, role) for role in _LETTERS]
+    return [(results(given, places), list(places.values())[: len(args)]) for places in each]
 
 
 def _places(given: dict[str, Any], role: str) -> dict[str, Any]:

@@ -20,11 +20,10 @@ from . import compat
 from ._autograd import BY_MATH, below_autograd, define, differentiate, refuse_derivative
 from ._front import is_captured
 from ._lowered import stream_of
+from ._signature import KEEPS_STRIDE_ORDER, library
 from ._watched import is_transformed
 from .ops import new_outputs, stored_bshd
 
-_library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
-_ORDER = torch.Tag.needs_fixed_stride_order
 # Document offsets, lengths of the longest document, number of keys to the left and right (-1: all), scale.
 _BAND = "Tensor? cu_q, Tensor? cu_k, SymInt max_q, SymInt max_k, int left, int right, float scale"
 
@@ -64,18 +63,18 @@ def _backward_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) ->
     return tuple(stored_bshd(x, x.shape[1], x.shape[2], x.shape[3]) for x in (q, k, v))
 
 
+_INPUTS = "Tensor q, Tensor k, Tensor v"
 vendor_op = define(
-    _library,
-    f"vendor_attention(Tensor q, Tensor k, Tensor v, {_BAND}) -> (Tensor out, Tensor lse)",
-    *(_forward_kernel, _forward_fake, _ORDER),
-    devices=["CUDA"],
+    library,
+    f"vendor_attention({_INPUTS}, {_BAND}) -> (Tensor out, Tensor lse)",
+    *(_forward_fake, KEEPS_STRIDE_ORDER),
+    CUDA=_forward_kernel,
 )
 _backward_op = define(
-    _library,
-    f"vendor_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_BAND})"
-    " -> (Tensor dq, Tensor dk, Tensor dv)",
-    *(_backward_kernel, _backward_fake, _ORDER),
-    devices=["CUDA"],
+    library,
+    f"vendor_attention_backward(Tensor dout, {_INPUTS}, Tensor out, Tensor lse, {_BAND}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    *(_backward_fake, KEEPS_STRIDE_ORDER),
+    CUDA=_backward_kernel,
 )
 
 
@@ -101,8 +100,8 @@ class _Forward(torch.autograd.Function):
         return None, *(x if need else None for x, need in pairs), *(None,) * 7
 
 
-differentiate(_library, vendor_op, _Forward)
-refuse_derivative(_library, _backward_op, BY_MATH)
+differentiate(library, vendor_op, _Forward)
+refuse_derivative(library, _backward_op, BY_MATH)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:

@@ -57,9 +57,7 @@ class _Kernel:
 
     def forward(self, part: Part, out: Tensor) -> Tensor:
         lse: Tensor = part.q.new_empty(part.q.shape[:3], dtype=torch.float64)
-        threads = torch.get_num_threads()
-        arrays = part.q, part.k, part.v, part.bounds, out, lse
-        self.module.forward(*arrays, scale=part.scale, num_threads=threads, options=part.options)
+        self.paged(part, None, out, lse)
         return lse
 
     def backward(self, part: Part, whole: Softmax, grads: Sequence[Tensor]) -> OptionGradients:
@@ -80,7 +78,7 @@ class _Kernel:
         )
         return dbias, dsinks
 
-    def paged(self, part: Part, table: Tensor, out: Tensor, lse: Tensor) -> None:
+    def paged(self, part: Part, table: Tensor | None, out: Tensor, lse: Tensor) -> None:
         arrays = part.q, part.k, part.v, part.bounds, out, lse
         threads = torch.get_num_threads()
         self.module.forward(*arrays, scale=part.scale, num_threads=threads, options=part.options, table=table)

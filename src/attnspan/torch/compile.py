@@ -22,16 +22,13 @@ from attnspan.masks.bounds import Spans
 from attnspan.masks.encoding import CHUNK_PAIRS, encode, register_operator
 
 from . import compat
+from ._autograd import define
+from ._signature import library
 from ._vendor import vendor_op
 from ._vmap import encode_rule
 from ._watched import constant_when_traced
 from .compat import pytree
 from .ops import forward_op, named_op
-
-_library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
-    "encode(Tensor visible, int runs) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
 
 
 def _new_bounds(visible: Tensor, runs: int) -> Tensor:
@@ -73,12 +70,9 @@ def _encode_device(visible: Tensor, runs: int) -> Tensor:
     return torch.where(broken, torch.arange(0, -2, -1, dtype=torch.int32, device=visible.device), bounds)
 
 
-_library.impl("encode", _encode_cpu, "CPU")  # type: ignore[no-untyped-call]
-_library.impl("encode", _encode_device, "CUDA")  # type: ignore[no-untyped-call]
-torch.library.register_fake("attnspan::encode", _new_bounds, lib=_library)
-
-encode_op = torch.ops.attnspan.encode.default
-torch.library.register_vmap(encode_op, encode_rule(encode_op), lib=_library)
+_ENCODE = "encode(Tensor visible, int runs) -> Tensor"
+encode_op = define(library, _ENCODE, _new_bounds, CPU=_encode_cpu, CUDA=_encode_device)
+torch.library.register_vmap(encode_op, encode_rule(encode_op), lib=library)
 register_operator("torch", encode_op)
 
 

@@ -21,14 +21,9 @@ from attnspan.errors import DtypeError, ShapeError, expect
 from attnspan.kernels import cpu
 
 from . import _vmap, compat
-from ._autograd import BY_MATH, below_autograd, differentiate, refuse_derivative
-from ._signature import arguments
+from ._autograd import BY_MATH, below_autograd, define, differentiate, refuse_derivative
+from ._signature import KEEPS_STRIDE_ORDER, arguments, library
 from ._watched import is_watched
-
-# This uses Library, because the custom_op decorator adds Python wrappers to every call.
-_library = torch.library.Library("attnspan", "DEF")  # type: ignore[no-untyped-call]
-# A unit last stride needs only the stride order of eager mode. Exact strides would add copies.
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 
 def _without_backend(rows: tuple[schema.Row, ...]) -> tuple[schema.Row, ...]:
@@ -37,15 +32,6 @@ def _without_backend(rows: tuple[schema.Row, ...]) -> tuple[schema.Row, ...]:
 
 #: Backend of the default overloads.
 CPU = schema.BACKEND.default
-_RESULTS = ", ".join(f"Tensor {row.name}" for row in schema.RESULTS)
-_GRADIENTS = (*schema.with_gradient(schema.INPUTS), *schema.with_gradient(schema.OPTIONS))
-for _stem, _rows, _found in (
-    ("attention", schema.FORWARD, _RESULTS),
-    ("attention_backward", schema.BACKWARD, ", ".join(f"Tensor d{name}" for name in _GRADIENTS)),
-):
-    for _overload, _given in (("", _without_backend(_rows)), (".named", _rows)):
-        _library.define(f"{_stem}{_overload}({arguments(_given)}) -> ({_found})", tags=_TAGS)  # type: ignore[no-untyped-call]
-
 _options_of = itemgetter(*schema.names(schema.OPTIONS))
 
 
@@ -152,26 +138,29 @@ def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
     )
 
 
-forward_op = torch.ops.attnspan.attention.default
-backward_op = torch.ops.attnspan.attention_backward.default
-named_op = torch.ops.attnspan.attention.named
-named_backward_op = torch.ops.attnspan.attention_backward.named
+def _defined(
+    name: str, rows: tuple[schema.Row, ...], results: tuple[str, ...], fake: Any, kernel: Any
+) -> tuple[compat.OpOverload, compat.OpOverload]:
+    """An operator that runs the CPU kernel, and its overload that names a backend."""
+    found = f") -> ({', '.join(f'Tensor {result}' for result in results)})"
+    own = define(library, f"{name}({arguments(_without_backend(rows))}{found}", fake, KEEPS_STRIDE_ORDER)
+    named = library, f"{name}.named({arguments(rows)}{found}", fake, KEEPS_STRIDE_ORDER
+    return own, define(*named, CompositeExplicitAutograd=kernel)
 
+
+_GRADIENTS = (*schema.with_gradient(schema.INPUTS), *schema.with_gradient(schema.OPTIONS))
+forward_op, named_op = _defined(
+    "attention", schema.FORWARD, schema.names(schema.RESULTS), _forward_fake, _forward_kernel
+)
+backward_op, named_backward_op = _defined(
+    *("attention_backward", schema.BACKWARD, tuple(f"d{name}" for name in _GRADIENTS)),
+    *(_backward_fake, _backward_kernel),
+)
 # On CPU the compiled module is the default overload, without a Python call. If it is missing, the kernel in
 # Python says so.
-_in_python = [(named_op, named_backward_op, "CompositeExplicitAutograd")]
 if cpu.core is None or not cpu.core.register_torch_operators():
-    _in_python.append((forward_op, backward_op, "CPU"))
-for _op, _backward_op, _key in _in_python:
-    _library.impl(_op, _forward_kernel, _key)  # type: ignore[no-untyped-call]
-    _library.impl(_backward_op, _backward_kernel, _key)  # type: ignore[no-untyped-call]
-for _op, _fake in (
-    (forward_op, _forward_fake),
-    (named_op, _forward_fake),
-    (backward_op, _backward_fake),
-    (named_backward_op, _backward_fake),
-):
-    torch.library.register_fake(_op, _fake, lib=_library)
+    library.impl(forward_op, _forward_kernel, "CPU")  # type: ignore[no-untyped-call]
+    library.impl(backward_op, _backward_kernel, "CPU")  # type: ignore[no-untyped-call]
 
 # Names of version 0.2, because checkpointing policies outside this package may compare with them.
 for _name, _op in (("forward", forward_op), ("backward", backward_op)):
@@ -254,12 +243,12 @@ class _Forward(torch.autograd.Function):
 record_forward = super(torch.autograd.Function, _Forward).apply  # type: ignore[misc]
 
 for _op in (forward_op, named_op):
-    differentiate(_library, _op, _Forward)
+    differentiate(library, _op, _Forward)
 for _op in (backward_op, named_backward_op):
-    refuse_derivative(_library, _op, BY_MATH)
+    refuse_derivative(library, _op, BY_MATH)
 for _op in (forward_op, named_op, backward_op, named_backward_op):
     _rule = _vmap.rule(_op, backward=_op in (backward_op, named_backward_op))
-    torch.library.register_vmap(_op, _rule, lib=_library)
+    torch.library.register_vmap(_op, _rule, lib=library)
 
 
 def visible_pairs(q: Tensor, k: Tensor, bounds: Tensor) -> int:

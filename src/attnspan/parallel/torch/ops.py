@@ -186,16 +186,16 @@ sharded_attention = define(
     f"sharded_attention({arguments(_FORWARD)})"
     " -> (Tensor out, Tensor lse, Tensor group_q, Tensor group_k, Tensor group_v, Tensor group_out,"
     " Tensor group_lse)",
-    *(_forward, _forward_fake, *_TAGS),
-    devices=_DEVICES,
+    *(_forward_fake, *_TAGS),
+    **dict.fromkeys(_DEVICES, _forward),
 )
 _GRADIENTS = ", ".join(f"Tensor d{name}" for name in ("q", "k", "v", *OPTIONS_WITH_GRADIENT))
 #: Operator `attnspan::sharded_attention_backward`: its backward pass.
 sharded_attention_backward = define(
     _library,
     f"sharded_attention_backward({arguments(_BACKWARD)}) -> ({_GRADIENTS})",
-    *(_backward, _backward_fake, *_TAGS),
-    devices=_DEVICES,
+    *(_backward_fake, *_TAGS),
+    **dict.fromkeys(_DEVICES, _backward),
 )
 
 
@@ -213,7 +213,7 @@ def backend_for_parts(
     Raises:
         OptionError, BackendError: See `attnspan.backends.choose`.
     """
-    more = ("", "plan over ranks", capability_of(q.device)) if q.is_cuda else ()
+    more = ("", ("plan over ranks",), capability_of(q.device)) if q.is_cuda else ()
     problem = Problem.of(q, k, v, None, more=more, options=options)
     return backend_for(replace(problem, k_len=k_len), asked(requested))
 
