@@ -30,16 +30,31 @@ class Runner:
         self.command = list(command)
         self.machine, self._active, *self._levels = self._run(["levels"], b"").decode().split()
 
-    def forward(
-        self, q, k, v, out, lse, bounds, scale, num_threads, config=None, options=None, table=None
-    ):
+    def forward(self, q, k, v, out, lse, bounds, scale, num_threads, config=None, options=None, table=None):
         assert table is None, "the program takes no pages"
         arrays = [_described(x) for x in (bounds, q, k, v, out, lse)]
         self._solve(False, arrays, [], scale, num_threads, config, options, [None, None])
 
     def backward(
-        self, dout, dlse, q, k, v, out, lse, bounds, dq, dk, dv, scale, num_threads, config=None,
-        options=None, dbias=None, dsinks=None, part=False,
+        self,
+        dout,
+        dlse,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        bounds,
+        dq,
+        dk,
+        dv,
+        scale,
+        num_threads,
+        config=None,
+        options=None,
+        dbias=None,
+        dsinks=None,
+        part=False,
     ):
         assert not part, "the program takes no parts of a softmax"
         arrays = [_described(x) for x in (bounds, q, k, v, out, lse)]

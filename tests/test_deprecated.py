@@ -13,7 +13,9 @@ PACKAGE.__getattr__ = lambda name: renamed("pretended", NAMES, name)  # type: ig
 
 
 def test_an_old_name_warns_where_it_is_used() -> None:
-    with pytest.warns(DeprecationWarning, match=r"pretended.old is now attnspan.new. Version 0.4 rem") as found:
+    with pytest.warns(
+        DeprecationWarning, match=r"pretended.old is now attnspan.new. Version 0.4 rem"
+    ) as found:
         assert PACKAGE.old == "the object"
     assert found[0].filename == __file__
 

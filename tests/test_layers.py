@@ -168,7 +168,9 @@ def test_no_module_leads_back_to_itself(modules):
     # A module that imports none of those that are left is in no cycle.
     while free := {name for name, edges in left.items() if not edges & left.keys()}:
         left = {name: edges for name, edges in left.items() if name not in free}
-    assert {name: edges & left.keys() for name, edges in left.items()} == {}, "a cycle, or what leads into one"
+    assert {name: edges & left.keys() for name, edges in left.items()} == {}, (
+        "a cycle, or what leads into one"
+    )
 
 
 def test_names_that_are_computed_stand_in_few_modules():
@@ -327,7 +329,7 @@ def test_private_names_of_libraries_stand_in_one_module_each():
 #: A line of code => the private name that it uses.
 PRIVATE = """
 import torch; torch._C.x() => torch._C
-from torch import autograd as a; a.function._SingleLevelFunction => torch.autograd.function._SingleLevelFunction
+from torch import autograd as a; a.function._Single => torch.autograd.function._Single
 from torch.autograd import forward_ad; forward_ad._current_level => torch.autograd.forward_ad._current_level
 from torch._ops import OpOverload => torch._ops.OpOverload
 from torch.distributed import _functional_collectives => torch.distributed._functional_collectives

@@ -144,7 +144,9 @@ def test_separate_ids_for_rows_and_keys():
     q_ids, kv_ids = np.array([[2, 9, 0], [5, 5, 1]]), np.array([0, 0, 2, 2, 5])
     same = (q_ids[:, :, None] == kv_ids)[:, None]
     _check(a.segments(q_ids, kv_ids).spans(3, 5, batch=2), same)
-    _check(a.segments(q_ids, kv_ids, padding_id=5).spans(3, 5, batch=2), same & (q_ids != 5)[:, None, :, None])
+    _check(
+        a.segments(q_ids, kv_ids, padding_id=5).spans(3, 5, batch=2), same & (q_ids != 5)[:, None, :, None]
+    )
 
 
 def test_documents_with_their_own_rows():

@@ -68,7 +68,8 @@ def test_illegal_where_nothing_can_be_read(build, monkeypatch):
 @pytest.mark.parametrize("other", [a.causal(), a.key_padding([1, 4]), a.window(1) | a.segments([0, 1, 1, 2])])
 def test_an_illegal_row_is_illegal_in_every_expression(other):
     broken = a.segments(np.array([1, 0, 1, 2]))
-    for mask in (broken & other, other | broken, (other | broken) & a.window(3), other & broken | a.prefix(2)):
+    masks = broken & other, other | broken, (other | broken) & a.window(3), other & broken | a.prefix(2)
+    for mask in masks:
         bounds = np.asarray(low(mask).bounds)
         assert (bounds[:, :, [0, 2]] == [0, -1]).all()
         a.Spans(bounds[:, :, [1, 3]], 4).validate()
@@ -120,7 +121,8 @@ def test_padding_of_the_largest_id_in_32_bits():
     def lower(x):
         return [low(a.segments(x, padding_id=y), like=x).lowered for y in (most, -1, 2**40)]
 
-    for given, run in ((ids, lower), (torch.from_numpy(ids), lower), (jax.numpy.asarray(ids), jax.jit(lower))):
+    ways = (ids, lower), (torch.from_numpy(ids), lower), (jax.numpy.asarray(ids), jax.jit(lower))
+    for given, run in ways:
         found = [np.asarray(spans.cost())[0, 0].tolist() for spans in run(given)]
         assert found == [[2, 2, 0, 0], [2, 2, 2, 2], [2, 2, 2, 2]]
 
@@ -130,9 +132,6 @@ def test_arrays_in_two_places():
     other = mask & a.groups(torch.zeros(4, dtype=torch.long))
     with pytest.raises(ValueError, match="one framework on one device, got torch on meta and torch on cpu"):
         low(other)
-
-
-
 
 
 def test_values_on_a_device_are_not_waited_for():

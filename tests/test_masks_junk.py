@@ -25,14 +25,48 @@ FUNCTIONS: dict[str, Callable[..., Any]] = names() | {
 
 #: Arguments by parameter, where the default is not one that every function takes.
 COMMON: dict[str, Any] = {
-    **{"cu_seqlens": CU, "cu_seqlens_q": CU, "cu_seqlens_k": CU, "ids": IDS, "q_ids": IDS, "kv_ids": IDS},
-    **{"bounds": BOUNDS, "k_len": 4, "mask": a.causal(), "masks": [a.causal()], "n": 1, "left": 1, "right": 1},
-    **{"canvas": (2, 2), "kernel": (1, 1), "tile": (1, 1), "radius": (1, 1), "valid": IDS > 0, "tokens": 1},
-    **{"visible": np.eye(4) > 0, "fn": lambda _, __, q, k: q >= k, "max_runs": 2, "order": [1, 0, 3, 2]},
-    **{"block": 2, "length": 4, "stride": 1, "window": 1, "dilation": 1, "size": 2, "padding_id": 0},
-    **{"parents": [-1, 0, 0, 1], "prefix": 0, "prefix_of": [0, 0], "positions": [0], "image_length": 2},
-    **{"chosen": np.zeros((1, 1, 2, 1), int), "intervals": np.zeros((1, 4, 1, 2), int)},
-    **{"prompt": 1, "frame": 1, "frames": 3, "width": 1.0, "stop": 4},
+    "cu_seqlens": CU,
+    "cu_seqlens_q": CU,
+    "cu_seqlens_k": CU,
+    "ids": IDS,
+    "q_ids": IDS,
+    "kv_ids": IDS,
+    "bounds": BOUNDS,
+    "k_len": 4,
+    "mask": a.causal(),
+    "masks": [a.causal()],
+    "n": 1,
+    "left": 1,
+    "right": 1,
+    "canvas": (2, 2),
+    "kernel": (1, 1),
+    "tile": (1, 1),
+    "radius": (1, 1),
+    "valid": IDS > 0,
+    "tokens": 1,
+    "visible": np.eye(4) > 0,
+    "fn": lambda _, __, q, k: q >= k,
+    "max_runs": 2,
+    "order": [1, 0, 3, 2],
+    "block": 2,
+    "length": 4,
+    "stride": 1,
+    "window": 1,
+    "dilation": 1,
+    "size": 2,
+    "padding_id": 0,
+    "parents": [-1, 0, 0, 1],
+    "prefix": 0,
+    "prefix_of": [0, 0],
+    "positions": [0],
+    "image_length": 2,
+    "chosen": np.zeros((1, 1, 2, 1), int),
+    "intervals": np.zeros((1, 4, 1, 2), int),
+    "prompt": 1,
+    "frame": 1,
+    "frames": 3,
+    "width": 1.0,
+    "stop": 4,
 }
 #: Other ones of a function.
 OWN: dict[str, dict[str, Any]] = {
@@ -51,7 +85,6 @@ def _good(name: str) -> dict[str, Any]:
     return {x.name: values.get(x.name, x.default) for x in taken}
 
 
-
 class _Mine(np.ndarray):
     pass
 
@@ -64,7 +97,13 @@ def _junk() -> dict[str, Any]:
     whole, dense = np.arange(4), torch.eye(4, dtype=torch.int64)
     numbers = {"None": None, "a scalar": 3, "a negative number": -3, "a large number": 2**70, "a float": 1.5}
     numbers |= {"nan": float("nan"), "a complex number": 1j, "a bool": True}
-    others = {"text": "causal", "bytes": b"causal", "a dict": {"a": 1}, "a set": {1, 2}, "an object": object()}
+    others = {
+        "text": "causal",
+        "bytes": b"causal",
+        "a dict": {"a": 1},
+        "a set": {1, 2},
+        "an object": object(),
+    }
     others |= {"a class": a.causal, "a function": len, "a generator": (i for i in range(3))}
     others |= {"a mask": a.causal(), "spans": a.Spans(BOUNDS, 4)}
     lists = {

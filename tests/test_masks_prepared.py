@@ -168,7 +168,8 @@ def test_prepare_shares_no_memory_with_a_prepared_mask() -> None:
 def test_keys_that_differ_by_batch_row_are_lowered_row_by_row() -> None:
     index, q = torch.tensor([[0, 1, 4], [2, 3, 5]]), torch.randn(2, 1, 3, 8)
     mask = a.causal() & a.window(1)
-    with pytest.raises(ValueError, match=r"k_index: expected \(k_len,\), for all .* attnspan.spans\(bounds\)"):
+    text = r"k_index: expected \(k_len,\), for all .* attnspan.spans\(bounds\)"
+    with pytest.raises(ValueError, match=text):
         at.attention(q, q, q, mask=mask, k_index=index)
     each = [mask.spans(3, 3, k_index=row).bounds for row in index]
     out = at.attention(q, q, q, mask=a.spans(torch.cat(each)))

@@ -47,7 +47,9 @@ ONE_BIAS = r"\(.*\)\): expected one bias, .*Test for .* by `bias is None`"
 @pytest.mark.parametrize("x", [*MASKS, *BIASES], ids=repr)
 def test_masks_spans_and_biases_are_neither_true_nor_false(x):
     for use in (lambda: x and window(2), lambda: x or x, lambda: not x, lambda: 1 if x else 2):
-        with pytest.raises(TypeError, match=rf"bool\(.*{ONE_BIAS if isinstance(x, attnspan.Bias) else ONE_MASK}"):
+        with pytest.raises(
+            TypeError, match=rf"bool\(.*{ONE_BIAS if isinstance(x, attnspan.Bias) else ONE_MASK}"
+        ):
             use()
 
 

@@ -51,7 +51,9 @@ WAYS = {
     "eager": lambda call: call,
     "a block": _in_a_block,
     "compiled": lambda call: torch.compile(call, backend="aot_eager", fullgraph=True),
-    "checkpoint": lambda call: lambda *args, **given: checkpointed("selective", partial(call, **given), *args),
+    "checkpoint": lambda call: (
+        lambda *args, **given: checkpointed("selective", partial(call, **given), *args)
+    ),
 }
 
 

@@ -55,7 +55,7 @@ def _inputs() -> np.ndarray:
 
 
 # A compiler cannot ask a NumPy array for its dtype: `bounds` and bare indices are refused there.
-_COMPILED = ("spans", "q_index of a prepared mask", "slopes", "dense bias")
+_COMPILED = ("spans", "dense bias")
 
 
 @pytest.mark.slow
@@ -99,7 +99,8 @@ def test_jax(name: str) -> None:
     found = []
     for written in (False, True):
         array, q = make(), jax.numpy.array(_inputs())
-        out, pull = jax.vjp(lambda q, given=call(array): attend(q, q, q, **given), q)
+        given = call(array)
+        out, pull = jax.vjp(lambda q, given=given: attend(q, q, q, **given), q)
         out.block_until_ready()
         if written:
             array.fill(0)

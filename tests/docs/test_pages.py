@@ -5,7 +5,6 @@ It is only compiled. Where a block of text follows, it is what the Python above 
 """
 
 import contextlib
-import functools
 import io
 import linecache
 import re
@@ -23,8 +22,6 @@ torch = pytest.importorskip("torch")
 
 from attnspan.__main__ import main  # noqa: E402
 from attnspan.backends import table  # noqa: E402
-from attnspan.torch import StaticCache  # noqa: E402
-from attnspan_lab.bench.monitor import Monitor  # noqa: E402
 from attnspan_lab.cli import build_app  # noqa: E402
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -38,8 +35,9 @@ NEEDS = {
     "switch/jax": ("jax",),
     "transformers": ("transformers",),
 }
-#: What the ordinary run does not wait for: Inductor, but on one page, and a search for a second.
+#: What the ordinary run does not wait for: Inductor, but on one page, a search for a second, long trainings.
 QUICKER = {"fullgraph=True)": 'fullgraph=True, backend="aot_eager")', "seconds=1.0": "seconds=0.1"}
+QUICKER |= {"range(15)": "range(4)", "range(30)": "range(12)"}  # steps of trainings
 AS_IT_IS = "torch"
 #: Pages that tests of other rooms run, because they need ranks, devices or a folder.
 ELSEWHERE = {
@@ -104,11 +102,6 @@ def plain(text: str) -> str:
     return re.sub(r"\d+ threads?, \w+", "machine", text).strip()
 
 
-@functools.cache
-def names_of(page: str) -> dict[str, Any]:
-    return run(DOCS / f"{page}.md", {} if everything() or page == AS_IT_IS else QUICKER)
-
-
 def text_of(page: str) -> str:
     return (DOCS / f"{page}.md").read_text(encoding="utf-8")
 
@@ -136,7 +129,7 @@ def test_the_page_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("call_jax in compiled code needs torch 2.13")
     monkeypatch.setenv("ATTNSPAN_TUNE_CACHE", "off")
     monkeypatch.chdir(README.parent)
-    assert names_of(page)
+    assert run(DOCS / f"{page}.md", {} if everything() or page == AS_IT_IS else QUICKER)
 
 
 @pytest.mark.parametrize("page", ELSEWHERE)
@@ -150,7 +143,8 @@ CONSOLE = re.compile(r"^```\n\$ python -m attnspan (.*)\n((?:.*\n)*?)```$", re.M
 @pytest.mark.compiled_module("it runs by default")
 @pytest.mark.parametrize("page", [page for page in ALL if "$ python" in text_of(page)])
 def test_a_command_prints_what_its_page_shows(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (found := CONSOLE.findall(text_of(page)))
+    found = CONSOLE.findall(text_of(page))
+    assert found
     for command, shown in found:
         main(shlex.split(command))
         assert plain(capsys.readouterr().out) == plain(shown)
@@ -186,42 +180,8 @@ def test_readme_prints_what_it_shows() -> None:
     run(README)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings(IMPORT_OF_COMPILER)
-def test_decoding_of_the_page_agrees_with_no_cache() -> None:
-    names = names_of("caches")
-    prompts, counts, generated, model = (names[name] for name in ("prompts", "counts", "generated", "model"))
-    for b, count in enumerate(counts.tolist()):
-        ids = torch.cat([prompts[b, 12 - count :], generated[b]])[None]
-        for t in range(20):
-            caches = [StaticCache(1, 2, 64, 16, layout="bshd") for _ in range(2)]
-            with torch.no_grad():
-                assert model(ids[:, : count + t], caches).argmax() == ids[0, count + t]
-
-
-def test_the_trainer_of_the_page_is_watched(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    names: dict[str, Any] = {}
-    exec(blocks_of(text_of("monitoring"))[-1]["code"], names)
-    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2))
-    quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
-    arguments = transformers.TrainingArguments(str(tmp_path / "out"), max_steps=3, use_cpu=True, **quiet)
-    data = [{"input_ids": [1, 2], "labels": [1, 2]}] * 24
-    monitor = Monitor(tmp_path / "watched")
-    names["MonitoredTrainer"](model, arguments, train_dataset=data, monitor=monitor).train()
-    records = monitor.results().monitor
-    assert [record.step for record in records] == [1, 2, 3]
-    assert all(record.phases.forward > 0 and record.phases.backward > 0 for record in records)
-
-
-@pytest.mark.slow
-def test_the_page_of_jax_compiles_once_and_names_every_back_end() -> None:
+def test_the_page_of_jax_names_every_backend() -> None:
     pytest.importorskip("attnspan.jax")
-    names = names_of("jax")
-    assert names["out"].shape == names["q"].shape
-    assert names["dq"].any()
-    assert names["attend"]._cache_size() == 1
     rows = re.findall(r"^\| `(\w+)` \|", text_of("jax"), re.MULTILINE)
     assert sorted(rows) == sorted(table("jax"))
 

@@ -3,8 +3,6 @@
 The test in tests/test_schema.py runs it: `python tests/samples/fake_option.py torch`, or `jax`.
 """
 
-# ruff: noqa: ARG005  (functions of a fixed signature)
-
 import importlib.util
 import os
 import sys
@@ -85,7 +83,7 @@ def one_process():
     q, k, v = (x.detach() for x in (q, k, v))
     many, gains = torch.stack([q, 2 * q, 3 * q]), torch.stack([gain, -gain, 2 * gain])
     for axis, given in ((0, gains), (None, gain)):
-        each = [wanted(x, k, v, y, mask=causal()) for x, y in zip(many, given.expand(3, 4))]
+        each = [wanted(x, k, v, y, mask=causal()) for x, y in zip(many, given.expand(3, 4), strict=True)]
         same(torch.func.vmap(attend, (0, None, None, axis))(many, k, v, given), torch.stack(each))
     print("vmap")
 
@@ -124,9 +122,8 @@ def on_rank(rank, store):
 
 
 def two_ranks():
-    with tempfile.TemporaryDirectory() as folder:
-        with get_context("fork").Pool(2) as pool:
-            pool.starmap(on_rank, [(i, folder + "/store") for i in range(2)], chunksize=1)
+    with tempfile.TemporaryDirectory() as folder, get_context("fork").Pool(2) as pool:
+        pool.starmap(on_rank, [(i, folder + "/store") for i in range(2)], chunksize=1)
     print("DTensor, plan")
 
 
@@ -162,7 +159,9 @@ def by_jax():
     from attnspan import causal
     from attnspan.jax import attention, shard
 
-    def attend(q, k, v, gain, mask=causal()):
+    one_mask = causal()
+
+    def attend(q, k, v, gain, mask=one_mask):
         return attention(q, k, v, mask=mask, gain=gain, backend="gain")
 
     def expected(q, k, v, gain):
@@ -187,7 +186,9 @@ def by_jax():
     q, *others = given
     many = jnp.stack([q, 2 * q]), *others[:2], jnp.stack([gain, -gain])
     for axes, x in (((0, None, None, 0), many), ((0, None, None, None), (*many[:3], gain))):
-        found, want_many = jax.jit(lambda *x, axes=axes: [jax.vmap(y, axes)(*x) for y in (attend, expected)])(*x)
+        found, want_many = jax.jit(lambda *x, axes=axes: [jax.vmap(y, axes)(*x) for y in (attend, expected)])(
+            *x
+        )
         same(found, want_many)
     print("vmap")
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -207,6 +208,8 @@ if __name__ == "__main__":
         one_process()
         two_ranks()
     else:
-        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+        os.environ["XLA_FLAGS"] = (
+            os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+        )
         jax_backend()
         by_jax()
