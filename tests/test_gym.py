@@ -59,71 +59,37 @@ WAVES = torch.cos(
 )
 SANDWICH = WAVES.sum(-1) * H / (8.0 * torch.arange(1, H + 1, dtype=torch.float64))[:, None]
 
-ALL = (lambda b, h, i, j: j >= 0), a.full()
-CAUSAL = (lambda b, h, i, j: i >= j), a.causal()
-JAGGED = (lambda b, h, i, j: SEQUENCE[i] == SEQUENCE[j]), a.documents(CU)
-#: Name -> its parameter p, the score_mod of (p, score, b, h, i, j), the keywords of `attention`, both masks.
-SCORES = {
-    # FlexAttention, blog; attention-gym, benchmark "rel"
-    "relative position": (
-        -torch.ones(H, dtype=torch.float64),
-        lambda p, x, b, h, i, j: x - p[h] * (i - j),
-        lambda p: {"bias": a.alibi(p, signed=True)},
-        ALL,
-    ),
-    # attention-gym, alibi; FlexAttention, blog
-    "ALiBi": (
-        SLOPES,
-        lambda p, x, b, h, i, j: x + p[h] * (j - i),
-        lambda p: {"bias": a.alibi(p)},
-        CAUSAL,
-    ),
-    # FlexAttention, walkthrough: nested indices
-    "ALiBi of jagged tensors": (
-        SLOPES,
-        lambda p, x, b, h, i, j: x + p[h] * (PLACE[j] - PLACE[i]),
-        lambda p: {"bias": a.alibi(p, signed=True)},
-        JAGGED,
-    ),
-    # attention-gym, softcapping; Gemma 2
-    "tanh softcap": (
-        torch.zeros(()),
-        lambda p, x, b, h, i, j: 2.0 * torch.tanh(x / 2.0),
-        lambda p: {"softcap": 2.0},
-        CAUSAL,
-    ),
-    "sandwich": (
-        SANDWICH,
-        lambda p, x, b, h, i, j: x + p[h, j - i + (S - 1)],
-        lambda p: {"bias": a.relative(p)},
-        CAUSAL,
-    ),
-    "T5": (
-        _normal(H, 8, seed=3),
-        lambda p, x, b, h, i, j: x + p[h, BUCKETS[(j - i).clamp(-12, 12) + 12]],
-        lambda p: {"bias": a.relative(p, BUCKETS)},
-        ALL,
-    ),
-    # attention-gym, graphormer
-    "Graphormer, spatial": (
-        _normal(H, 5, seed=4),
-        lambda p, x, b, h, i, j: x + p[h, HOPS[b, i, j]],
-        lambda p: {"bias": a.dense_bias(p[:, HOPS].transpose(0, 1))},
-        ALL,
-    ),
+#: Code of a mask_mod, and the same mask.
+MASKS = {
+    "all": ("j >= 0", a.full()),
+    "causal": ("i >= j", a.causal()),
+    "jagged": ("SEQUENCE[i] == SEQUENCE[j]", a.documents(CU)),
 }
+#: Each score function: its name | a parameter p | the score of (p, x, b, h, i, j) | our keywords | the mask.
+#: Sources: FlexAttention's blog and walkthrough, attention-gym, Gemma 2, Graphormer.
+SCORES = """
+relative position | -torch.ones(H).double() | x - p[h] * (i - j) | bias=a.alibi(p, signed=True) | all
+ALiBi | SLOPES | x + p[h] * (j - i) | bias=a.alibi(p) | causal
+ALiBi of jagged tensors | SLOPES | x + p[h] * (PLACE[j] - PLACE[i]) | bias=a.alibi(p, signed=True) | jagged
+tanh softcap | torch.tensor(2.0).double() | p * torch.tanh(x / p) | softcap=p.item() | causal
+sandwich | SANDWICH | x + p[h, j - i + (S - 1)] | bias=a.relative(p) | causal
+T5 | _normal(H, 8) | x + p[h, BUCKETS[(j - i).clamp(-12, 12) + 12]] | bias=a.relative(p, BUCKETS) | all
+Graphormer | _normal(H, 5) | x + p[h, HOPS[b, i, j]] | bias=a.dense_bias(p[:, HOPS].transpose(0, 1)) | all
+"""
 
 
-@pytest.mark.parametrize("name", SCORES)
-def test_score_function(name):
-    param, original, options, (mask_mod, mask) = SCORES[name]
-    inputs, param = _inputs(), param.clone().requires_grad_()
-    params = [] if "softcap" in name else [param]
+@pytest.mark.parametrize("row", SCORES.strip().splitlines(), ids=lambda row: row.partition(" |")[0])
+def test_score_function(row):
+    name, param, score, keywords, kind = row.split(" | ")
+    (mask_code, mask), inputs, p = MASKS[kind], _inputs(), eval(param).clone().requires_grad_()
+    params = [] if "softcap" in name else [p]
 
     def ours():
-        return attention(*inputs, mask=mask, **options(param), return_lse=True, backend="math")
+        options = eval(f"dict({keywords})", globals(), {"p": p})
+        return attention(*inputs, mask=mask, **options, return_lse=True, backend="math")
 
-    _check(ours, inputs, lambda *at: original(param, *at), mask_mod, params)
+    mask_mod, score_mod = eval(f"lambda b, h, i, j: {mask_code}"), eval(f"lambda p, x, b, h, i, j: {score}")
+    _check(ours, inputs, lambda *at: score_mod(p, *at), mask_mod, params)
 
 
 def test_latent_attention_is_two_products_in_one():
@@ -138,7 +104,7 @@ def test_latent_attention_is_two_products_in_one():
         queries, keys = torch.cat([q, q_rope * (0.3 / scale)], -1), torch.cat([k, k_rope], -1)
         return attention(queries, keys, v, scale=scale, mask=a.causal(), return_lse=True, backend="math")
 
-    _check(ours, (q, k, v), lambda x, *at: x + rotated[at], CAUSAL[0], (q_rope, k_rope))
+    _check(ours, (q, k, v), lambda x, *at: x + rotated[at], lambda b, h, i, j: i >= j, (q_rope, k_rope))
 
 
 def test_a_factor_by_class_of_pair_is_one_call_for_each_class():

@@ -23,9 +23,10 @@ NEEDS = {
     "pretrain_packed": ("transformers", "accelerate"),
     "train_flax": ("flax", "optax"),
 }
-#: What the ordinary run shows elsewhere: tests/train trains a GPT, docs/howto/lora.md adapters, and
-#: tests/torch/test_kv_cache.py decodes ragged batches in one program.
-LONG = ("pretrain_gpt", "serve_ragged", "lora_trainer")
+#: What the ordinary run shows elsewhere: tests/train trains a GPT, docs/howto/lora.md adapters, docs/jax.md
+#: and tests/jax/test_flax.py run flax's modules, and tests/torch/test_kv_cache.py decodes ragged batches in one
+#: program.
+LONG = ("pretrain_gpt", "serve_ragged", "lora_trainer", "train_flax")
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 TIME = re.compile(r"\d+(?:\.\d+)?(?= m?s\b)")
 

@@ -122,6 +122,10 @@ def on_rank(rank, store):
 
 
 def two_ranks():
+    import torch.distributed.tensor  # noqa: F401  (once, before the fork)
+
+    import attnspan.parallel.torch  # noqa: F401
+
     with tempfile.TemporaryDirectory() as folder, get_context("fork").Pool(2) as pool:
         pool.starmap(on_rank, [(i, folder + "/store") for i in range(2)], chunksize=1)
     print("DTensor, plan")
