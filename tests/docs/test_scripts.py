@@ -23,9 +23,8 @@ NEEDS = {
     "pretrain_packed": ("transformers", "accelerate"),
     "train_flax": ("flax", "optax"),
 }
-#: What the ordinary run shows elsewhere: tests/train trains a GPT, docs/howto/lora.md adapters, docs/jax.md
-#: and tests/jax/test_flax.py run flax's modules, and tests/torch/test_kv_cache.py decodes ragged batches in one
-#: program.
+#: What the ordinary run shows elsewhere: tests/train trains a GPT, docs/howto/lora.md adapters.
+#: docs/jax.md and tests/jax/test_flax.py run flax's modules. tests/torch/test_kv_cache.py decodes ragged batches.
 LONG = ("pretrain_gpt", "serve_ragged", "lora_trainer", "train_flax")
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 TIME = re.compile(r"\d+(?:\.\d+)?(?= m?s\b)")
