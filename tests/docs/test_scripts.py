@@ -24,7 +24,7 @@ NEEDS = {
     "train_flax": ("flax", "optax"),
 }
 #: What the ordinary run shows elsewhere: tests/train trains a GPT, docs/howto/lora.md adapters.
-#: docs/jax.md and tests/jax/test_flax.py run flax's modules. tests/torch/test_kv_cache.py decodes ragged batches.
+#: docs/jax.md and tests/jax/test_flax.py run flax's modules. tests/torch/test_kv_cache.py decodes.
 LONG = ("pretrain_gpt", "serve_ragged", "lora_trainer", "train_flax")
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 TIME = re.compile(r"\d+(?:\.\d+)?(?= m?s\b)")
