@@ -71,7 +71,7 @@ SCORES = """
 relative position | -torch.ones(H).double() | x - p[h] * (i - j) | bias=a.alibi(p, signed=True) | all
 ALiBi | SLOPES | x + p[h] * (j - i) | bias=a.alibi(p) | causal
 ALiBi of jagged tensors | SLOPES | x + p[h] * (PLACE[j] - PLACE[i]) | bias=a.alibi(p, signed=True) | jagged
-tanh softcap | torch.tensor(2.0).double() | p * torch.tanh(x / p) | softcap=p.item() | causal
+tanh softcap | SLOPES | 2.0 * torch.tanh(x / 2.0) | softcap=2.0 | causal
 sandwich | SANDWICH | x + p[h, j - i + (S - 1)] | bias=a.relative(p) | causal
 T5 | _normal(H, 8) | x + p[h, BUCKETS[(j - i).clamp(-12, 12) + 12]] | bias=a.relative(p, BUCKETS) | all
 Graphormer | _normal(H, 5) | x + p[h, HOPS[b, i, j]] | bias=a.dense_bias(p[:, HOPS].transpose(0, 1)) | all

@@ -78,6 +78,7 @@ MAPPED = jax.vmap(theirs)
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("group", [1, 2, 4])
 @pytest.mark.parametrize("mapped", [False, True])

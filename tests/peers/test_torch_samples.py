@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import few
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -156,7 +157,7 @@ def test_modules(info: Any, training: bool, monkeypatch: pytest.MonkeyPatch) -> 
         calls["ours"] += 1
         return ours(*args, **options)
 
-    for sample in info.module_inputs_func(info, "cpu", torch.float64, True, training):
+    for sample in few(info.module_inputs_func(info, "cpu", torch.float64, True, training), 3):
         made, given = sample.constructor_input, sample.forward_input
         torch.manual_seed(0)
         module = info.module_cls(*made.args, **made.kwargs).double().train(training)
