@@ -157,7 +157,7 @@ def test_modules(info: Any, training: bool, monkeypatch: pytest.MonkeyPatch) -> 
         calls["ours"] += 1
         return ours(*args, **options)
 
-    for sample in few(info.module_inputs_func(info, "cpu", torch.float64, True, training), 3):
+    for sample in few(info.module_inputs_func(info, "cpu", torch.float64, True, training), 8):
         made, given = sample.constructor_input, sample.forward_input
         torch.manual_seed(0)
         module = info.module_cls(*made.args, **made.kwargs).double().train(training)
