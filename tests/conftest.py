@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import shlex
 import sys
 from collections.abc import Hashable, Iterator
@@ -48,22 +49,17 @@ if RUNNER:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--all", action="store_true", help="whole products instead of covering arrays; long tests too"
-    )
-    parser.addoption(
-        "--fast", action="store_true", help="no slow tests, and each value of a factor once instead of pairs"
-    )
-    parser.addoption("--zoo", action="store_true", help="also what needs the packages of `make zoo`")
-
-
-#: What imports packages that `make setup` does not install.
-ZOO = "tests/zoo"
+    for name, what in (
+        ("--all", "whole products instead of covering arrays; long tests too"),
+        ("--fast", "no slow tests, and each value of a factor once instead of pairs"),
+        ("--zoo", "also what needs the packages of `make zoo`"),
+    ):
+        parser.addoption(name, action="store_true", help=what)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave to `make zoo` what is its own."""
-    mine = collection_path == config.rootpath / ZOO and not config.getoption("--zoo")
+    """Leave to `make zoo` the tests whose packages `make setup` does not install."""
+    mine = collection_path == config.rootpath / "tests/zoo" and not config.getoption("--zoo")
     return True if mine else None
 
 
@@ -81,17 +77,6 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-def _settle() -> None:
-    """Leave what is there out of collections of garbage, which would walk through it again and again."""
-    gc.collect()
-    gc.freeze()
-
-
-def pytest_collection_finish() -> None:
-    """All modules of tests are there."""
-    _settle()
-
-
 def pytest_unconfigure() -> None:
     """Unfreeze at exit, or nanobind reports the frozen objects as leaks."""
     gc.unfreeze()
@@ -99,8 +84,9 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _settled() -> None:
-    """Freeze what the last module of tests imported."""
-    _settle()
+    """Leave what is there out of collections of garbage, which would walk through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -133,15 +119,12 @@ def _rows(items: list[pytest.Item]) -> list[tuple[Hashable, ...]]:
     return rows
 
 
-def _is_inner_example(item: pytest.Item) -> bool:
-    """Whether it is the example of a function in a private module, which users never read."""
-    return isinstance(item, DoctestItem) and item.path.name.startswith("_") and item.path.stem != "__init__"
-
-
 def _left_out(items: list[pytest.Item], fast: bool) -> set[pytest.Item]:
     """What only longer runs have: long tests, and cells of a product that its covering array leaves out."""
     marks = ("long", "slow") if fast else ("long",)
-    left_out = {x for x in items if any(map(x.get_closest_marker, marks)) or _is_inner_example(x)}
+    left_out = {x for x in items if any(map(x.get_closest_marker, marks))}
+    # Users never read the examples of private modules.
+    left_out |= {x for x in items if isinstance(x, DoctestItem) and re.match(r"_(?!_init__)", x.path.name)}
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if hasattr(item, "callspec") and item not in left_out:
@@ -174,58 +157,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Rooms(config, log)
 
 
-def _select(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # Who names a cell wants that one.
-    if everything() or any("[" in argument for argument in config.args):
-        return
-    left_out = _left_out(items, config.getoption("--fast"))
-    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-    items[:] = [item for item in items if item not in left_out]
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave to the long run what is its own. With a runner, skip what only the compiled module can show."""
-    _select(config, items)
+    # Who names a cell wants that one.
+    if not everything() and not any("[" in argument for argument in config.args):
+        left_out = _left_out(items, config.getoption("--fast"))
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: not item.nodeid.startswith(SHARED))
     for item in items:
         mark = item.get_closest_marker("compiled_module")
         if RUNNER and mark is not None:
             item.add_marker(pytest.mark.skip(reason=f"without the compiled module: {mark.args[0]}"))
-
-
-def _conformance() -> list[str]:
-    """What of the conformance suite ran here on each backend, and what that declares unsupported."""
-    suite = sys.modules.get("conformance_backends")
-    if suite is None or not any(backend.ran for backend in suite.BACKENDS.values()):
-        return []
-    lines = []
-    for name, backend in suite.BACKENDS.items():
-        refused = [backend.missing] if backend.missing else []
-        refused += [f"{option}: {reason}" for option, reason in backend.unsupported.items()]
-        cells = f"{sum(backend.ran.values())} cells of {len(backend.ran)} options ran"
-        lines.append(f"{name}: {cells}; unsupported: {'; '.join(refused) or 'nothing'}")
-    return lines
-
-
-_reported: list[str] = []
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker hands its lines to the process that prints."""
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["conformance"] = _conformance()
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """Collect what a worker reported; one that crashed reported nothing."""
-    _reported.extend(getattr(node, "workeroutput", {}).get("conformance", []))
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say what of the conformance suite ran."""
-    lines = _reported or _conformance()
-    if lines:
-        terminalreporter.section("conformance")
-    for line in lines:
-        terminalreporter.write_line(line)

@@ -13,7 +13,6 @@ from typing import Any
 
 #: (address, dtype code, shape, strides in elements): what the compiled module takes beside tensors.
 Array = tuple[int, int, tuple[int, ...], tuple[int, ...]]
-Config = tuple[int, int, int]  # block_q, block_k, threads
 
 CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3, "int64": 4}
 ITEM_SIZES = {0: 4, 1: 2, 2: 2, 3: 4, 4: 8}  # bytes by dtype code
@@ -31,54 +30,36 @@ class Runner:
         self.command = list(command)
         self.machine, self._active, *self._levels = self._run(["levels"], b"").decode().split()
 
-    def forward(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        out: Any,
-        lse: Any,
-        bounds: Any,
-        scale: float,
-        num_threads: int,
-        config: Config | None = None,
-        options: tuple[Any, ...] | None = None,
-        table: Any = None,
-    ) -> None:
+    def forward(self, q, k, v, out, lse, bounds, scale, num_threads, config=None, options=None, table=None):
         assert table is None, "the program takes no pages"
-        q, k, v, out, lse, bounds = map(_described, (q, k, v, out, lse, bounds))
-        header = _header(False, q, k, v, bounds, scale, num_threads, config)
-        extra = _extra(options, None, None)
-        self._solve([header, _options(*extra)], [bounds, q, k, v, out, lse, *extra[1]], [out, lse])
+        arrays = [_described(x) for x in (bounds, q, k, v, out, lse)]
+        self._solve(False, arrays, [], scale, num_threads, config, options, [None, None])
 
     def backward(
         self,
-        dout: Any,
-        dlse: Any,
-        q: Any,
-        k: Any,
-        v: Any,
-        out: Any,
-        lse: Any,
-        bounds: Any,
-        dq: Any,
-        dk: Any,
-        dv: Any,
-        scale: float,
-        num_threads: int,
-        config: Config | None = None,
-        options: tuple[Any, ...] | None = None,
-        dbias: Any = None,
-        dsinks: Any = None,
-        part: bool = False,
-    ) -> None:
+        dout,
+        dlse,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        bounds,
+        dq,
+        dk,
+        dv,
+        scale,
+        num_threads,
+        config=None,
+        options=None,
+        dbias=None,
+        dsinks=None,
+        part=False,
+    ):
         assert not part, "the program takes no parts of a softmax"
-        q, k, v, out, lse, bounds = map(_described, (q, k, v, out, lse, bounds))
-        grads = [_described(x) for x in (dq, dk, dv)]
-        header = _header(True, q, k, v, bounds, scale, num_threads, config)
-        extra = _extra(options, dbias, dsinks)
-        given = [bounds, q, k, v, out, lse, _described(dout), *grads, _optional(dlse), *extra[1]]
-        self._solve([header, _options(*extra)], given, [*grads, *(x for x in extra[1][5:] if x is not None)])
+        arrays = [_described(x) for x in (bounds, q, k, v, out, lse)]
+        more = [_described(x) for x in (dout, dq, dk, dv, dlse)]
+        self._solve(True, arrays, more, scale, num_threads, config, options, [dbias, dsinks])
 
     def isa_levels(self) -> list[str]:
         return self._levels
@@ -97,8 +78,14 @@ class Runner:
     def threading(self) -> str:
         return "own threads"
 
-    def _solve(self, headers: list[bytes], given: list[Array | None], written: list[Array]) -> None:
-        response = self._run([], b"".join([*headers, *(part for x in given for part in _parts(x))]))
+    def _solve(self, backward, arrays, more, scale, num_threads, config, options, gradients):
+        options = options or NO_OPTIONS
+        _, bias, _, sinks, _, seed, q_index, k_index = options
+        extra = [_described(x) for x in (bias, sinks, seed, q_index, k_index, *gradients)]
+        header, given = _header(backward, *arrays[:4], scale, num_threads, config), [*arrays, *more, *extra]
+        written = [*more[1:4], *filter(None, extra[5:])] if backward else arrays[4:]
+        request = [header, _options(options, extra), *(part for x in given for part in _parts(x))]
+        response = self._run([], b"".join(request))
         outcome, batch, head, row = struct.unpack_from("<4q", response)
         at = struct.calcsize("<4q")
         assert len(response) == at + sum(map(_bytes, written))
@@ -106,9 +93,8 @@ class Runner:
             ctypes.memmove(array[0], response[at : at + _bytes(array)], _bytes(array))
             at += _bytes(array)
         if outcome == BAD_BOUNDS:
-            k_len = struct.unpack_from(HEADER, headers[0])[6]
             raise ValueError(
-                f"mask bounds: expected spans within 0 <= lo <= hi <= k_len = {k_len}; "
+                f"mask bounds: expected spans within 0 <= lo <= hi <= k_len = {arrays[2][2][2]}; "
                 f"row {row} (batch {batch}, head {head}) breaks this"
             )
         if outcome == BAD_CONFIG:
@@ -125,23 +111,10 @@ class Runner:
         return done.stdout
 
 
-def _described(x: Any) -> Array:
-    if isinstance(x, tuple):
+def _described(x: Any) -> Any:
+    if x is None or isinstance(x, tuple):
         return x
     return x.data_ptr(), CODES[str(x.dtype).removeprefix("torch.")], tuple(x.shape), x.stride()
-
-
-def _optional(x: Any) -> Array | None:
-    return None if x is None else _described(x)
-
-
-def _extra(
-    options: tuple[Any, ...] | None, dbias: Any, dsinks: Any
-) -> tuple[tuple[Any, ...], list[Array | None]]:
-    """The options, and their arrays: bias, sinks, seeds, q_index, k_index, dbias, dsinks."""
-    options = options or NO_OPTIONS
-    _, bias, _, sinks, _, seed, q_index, k_index = options
-    return options, [_optional(x) for x in (bias, sinks, seed, q_index, k_index, dbias, dsinks)]
 
 
 def _options(options: tuple[Any, ...], arrays: list[Array | None]) -> bytes:
@@ -154,20 +127,10 @@ def _options(options: tuple[Any, ...], arrays: list[Array | None]) -> bytes:
     return struct.pack(OPTIONS, kind, code, *extents, threshold, per_head, *rows, softcap)
 
 
-def _header(
-    backward: bool,
-    q: Array,
-    k: Array,
-    v: Array,
-    bounds: Array,
-    scale: float,
-    num_threads: int,
-    config: Config | None,
-) -> bytes:
+def _header(backward, bounds, q, k, v, scale, num_threads, config):
     batch, q_heads, q_len, head_dim = q[2]
-    kv_heads, k_len, v_dim = k[2][1], k[2][2], v[2][3]
-    runs, batches, heads = bounds[2][3], bounds[2][0], bounds[2][1]
-    sizes = (batch, q_heads, kv_heads, q_len, k_len, head_dim, v_dim, runs, batches, heads)
+    batches, heads, _, runs, _ = bounds[2]
+    sizes = (batch, q_heads, k[2][1], q_len, k[2][2], head_dim, v[2][3], runs, batches, heads)
     return struct.pack(HEADER, backward, q[1], *sizes, num_threads, *(config or (0, 0, 0)), scale)
 
 

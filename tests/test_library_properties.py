@@ -65,25 +65,6 @@ def test_sliding_tiles(grid, text, data):
     _check(samples.sta(canvas, kernel, tile, text))
 
 
-@given(_grids(30), st.data())
-def test_reordered(grid, data):
-    canvas, kernel, _, _ = grid
-    order = np.array(data.draw(st.permutations(range(int(np.prod(canvas))))))
-    sees = lambda i, j: samples.neighbours(canvas, kernel, i, j)  # noqa: E731
-    spans = _check(samples.reordered(lib.natten(canvas, kernel), order, sees))
-    assert spans.runs == spans.compact().runs
-
-
-@given(st.integers(0, 20), st.integers(1, 6), st.booleans(), st.integers(1, 30))
-def test_dilated(window, dilation, causal, n):
-    sample = samples.dilated(window, dilation, causal, n)
-    _check(sample)
-    order, reach = lib.strided_order(n, dilation), window // dilation
-    banded = a.segments(order % dilation) & a.window(reach, 0 if causal else reach)
-    sees = lambda b, h, i, j: sample.sees(b, h, order[i], order[j])  # noqa: E731
-    _check(samples.own("dilated, in its order", lambda: banded, sees, keys=n, runs=1))
-
-
 @given(st.integers(1, 20), st.integers(1, 8))
 def test_block_diffusion(n, block):
     _check(samples.block_diffusion(n, block))
@@ -114,19 +95,6 @@ def test_shared_prefix(cu, data):
     _check(samples.shared_prefix(cu, of, int(cu[-1]) + 2))
 
 
-@given(_packs(), st.integers(0, 4), st.integers(0, 3))
-def test_per_document(cu, window, tokens):
-    inner = lambda x, y: abs(x - y) <= window or x < tokens or y < tokens  # noqa: E731
-    _check(samples.per_document(lib.global_sliding(window, tokens), inner, cu, 2, int(cu[-1]) + 2))
-
-
-@given(st.integers(1, 8), st.integers(1, 30), st.integers(1, 5), st.integers(0, 9))
-def test_batchify(size, keys, block, prefix):
-    inner = (lib.block_causal(block) | lib.prefix_lm(prefix)) & a.window(None, 3)
-    sees = lambda x, y: (y // block <= x // block or y <= x or y < prefix) and y <= x + 3  # noqa: E731
-    _check(samples.batchify("", lambda: inner, sees, size, keys=keys, runs=None))
-
-
 @given(st.data(), st.integers(1, 4), st.integers(1, 4), st.integers(1, 5))
 def test_selected_blocks(data, rows, picks, block):
     table = np.array(data.draw(_tables(st.integers(-1, 5), rows * picks))).reshape(1, 1, rows, picks)
@@ -142,3 +110,11 @@ def test_temporal_heads(prompt, frames, frame, width):
 @given(st.sets(st.integers(0, 12), min_size=1, max_size=5), st.integers(1, 3), st.booleans())
 def test_flamingo(places, length, earlier):
     _check(samples.flamingo(np.array(sorted(places)), length, earlier))
+
+
+@given(st.integers(0, 20), st.integers(1, 6), st.booleans(), st.integers(1, 30))
+def test_dilated_is_a_window_in_strided_order(window, dilation, causal, n):
+    sample, order = samples.dilated(window, dilation, causal, n), lib.strided_order(n, dilation)
+    banded = a.segments(order % dilation) & a.window(window // dilation, 0 if causal else window // dilation)
+    sees = lambda b, h, i, j: sample.sees(b, h, order[i], order[j])  # noqa: E731
+    _check(samples.own("dilated, in its order", lambda: banded, sees, keys=n, runs=1))

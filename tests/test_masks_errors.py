@@ -44,29 +44,37 @@ def test_a_mask_that_cannot_be_is_refused(mistake: Mistake, x: Any) -> None:
 
 
 UNREADABLE = {
-    "parents": lambda: low(lib.tree(np.array([-1, 0, 1, 3]), depth=3)),
-    "depth": lambda: low(lib.tree(np.array([-1, 0, 1, 2]), depth=3)),
-    "parents below -1": lambda: low(lib.tree(np.array([-1, 0, 1, -2]), depth=3)),
-    "prefix_of": lambda: low(lib.shared_prefix([0, 2, 4], [0, 2])),
-    "positions": lambda: low(lib.flamingo([3, 3], 2)),
-    "chosen": lambda: low(lib.selected_blocks(np.full((1, 1, 2, 1), 2), 2)),
+    "parents": lambda: lib.tree(np.array([-1, 0, 1, 3]), depth=3),
+    "depth": lambda: lib.tree(np.array([-1, 0, 1, 2]), depth=3),
+    "parents below -1": lambda: lib.tree(np.array([-1, 0, 1, -2]), depth=3),
+    "prefix_of": lambda: lib.shared_prefix([0, 2, 4], [0, 2]),
+    "positions": lambda: lib.flamingo([3, 3], 2),
+    "chosen": lambda: lib.selected_blocks(np.full((1, 1, 2, 1), 2), 2),
 }
 
 
 @pytest.mark.parametrize("build", UNREADABLE.values(), ids=UNREADABLE)
 def test_illegal_where_nothing_can_be_read(build, monkeypatch):
     monkeypatch.setattr(Arrays, "concrete", lambda *_: False)
-    spans = build()
+    spans = low(build())
+    with pytest.raises(OptionError, match="tree: depth: expected the number of nodes on the longest path"):
+        lib.tree(np.array([-1, 0]))
     monkeypatch.undo()
     assert (spans.bounds[0, 0, 3] == [0, -1]).all()
     with pytest.raises(OptionError, match=r"got \(0, -1\)"):
         spans.validate()
 
 
-def test_depth_is_needed_where_parents_cannot_be_read(monkeypatch):
-    monkeypatch.setattr(Arrays, "concrete", lambda *_: False)
-    with pytest.raises(OptionError, match="tree: depth: expected the number of nodes on the longest path"):
-        lib.tree(np.array([-1, 0]))
+@pytest.mark.parametrize("other", [a.causal(), a.key_padding([1, 4]), a.window(1) | a.segments([0, 1, 1, 2])])
+def test_an_illegal_row_is_illegal_in_every_expression(other):
+    broken = a.segments(np.array([1, 0, 1, 2]))
+    masks = broken & other, other | broken, (other | broken) & a.window(3), other & broken | a.prefix(2)
+    for mask in masks:
+        bounds = np.asarray(low(mask).bounds)
+        assert (bounds[:, :, [0, 2]] == [0, -1]).all()
+        a.Spans(bounds[:, :, [1, 3]], 4).validate()
+        with pytest.raises(ValueError, match=r"\(0, -1\) marks a query whose mask data are wrong"):
+            mask.prepare(4, 4, batch=2)
 
 
 @pytest.mark.parametrize("size", [8.0, (8,), torch.tensor(8), np.ones(1, int), None, "8", True], ids=repr)
@@ -77,10 +85,11 @@ def test_sizes_are_numbers(size):
     assert a.causal().prepare(np.int64(8), 8).lowered.k_len == 8
 
 
-@pytest.mark.parametrize("make", [a.key_padding, a.cache])
-def test_traced_values_beyond_int32_are_illegal(make):
-    run = torch.compile(lambda x: low(make(x)).bounds, fullgraph=True, backend="eager")
-    assert run(torch.tensor([2**32 + 3, 2]))[0, 0, 0, 0].tolist() == [0, -1]
+def test_traced_values_beyond_int32_are_illegal():
+    masks = a.key_padding, a.cache
+    run = torch.compile(lambda x: [low(y(x)).bounds for y in masks], fullgraph=True, backend="eager")
+    for bounds in run(torch.tensor([2**32 + 3, 2])):
+        assert bounds[0, 0, 0, 0].tolist() == [0, -1]
 
 
 @pytest.mark.parametrize("make", [a.segments, a.groups, lambda ids: a.segments(ids, ids)])
@@ -90,9 +99,8 @@ def test_ids_beyond_32_bits_do_not_become_equal_in_jax(make):
     mask, like = make(np.array([0, 0, 2**32, 2**32])), jax.numpy.zeros(1)
     want = [[0, 2], [0, 2], [2, 4], [2, 4]]
     assert low(mask).bounds[0, 0, :, 0].tolist() == want
-    for lower in (lambda x: low(mask, like=x).bounds, jax.jit(lambda x: low(mask, like=x).bounds)):
-        with pytest.raises(ValueError, match=r"ids: expected ids of int32, .*, got larger ids\. Renumber"):
-            lower(like)
+    with pytest.raises(ValueError, match=r"ids: expected ids of int32, .*, got larger ids\. Renumber"):
+        low(mask, like=like)
     with jax.enable_x64(True):
         assert low(mask, like=like).bounds[0, 0, :, 0].tolist() == want
 
@@ -100,24 +108,23 @@ def test_ids_beyond_32_bits_do_not_become_equal_in_jax(make):
 @pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy])
 def test_large_unsigned_ids_are_not_negative(convert):
     ids = convert(np.array([5, 5, 2**63 + 7, 2**63 + 7], np.uint64))
-    assert low(a.groups(ids)).bounds[0, 0, :, 0].tolist() == [[0, 2], [0, 2], [2, 4], [2, 4]]
-    padded = low(a.segments(ids, padding_id=2**63 + 7))
-    assert padded.cost()[0, 0].tolist() == [2, 2, 0, 0]
+    assert low(a.groups(ids)).cost()[0, 0].tolist() == [2, 2, 2, 2]
+    assert low(a.segments(ids, padding_id=2**63 + 7)).cost()[0, 0].tolist() == [2, 2, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("number", "seen"), [(2**32 - 1, [2, 2, 0, 0]), (-1, [2, 2, 2, 2]), (2**40, [2, 2, 2, 2])]
-)
-def test_padding_of_the_largest_id_in_32_bits(number, seen):
+def test_padding_of_the_largest_id_in_32_bits():
     """JAX compares ids as int32, where 2^32 - 1 is -1."""
     jax = pytest.importorskip("jax")
     pytest.importorskip("attnspan.jax")
-    ids = np.array([5, 5, 2**32 - 1, 2**32 - 1], np.uint32)
-    for given in (ids, jax.numpy.asarray(ids), torch.from_numpy(ids)):
-        bounds = np.asarray(low(a.segments(given, padding_id=number)).bounds)
-        assert (bounds[0, 0, :, 0, 1] - bounds[0, 0, :, 0, 0]).tolist() == seen
-    traced = jax.jit(lambda x: low(a.segments(x, padding_id=number), like=x).bounds)(jax.numpy.asarray(ids))
-    assert (traced[0, 0, :, 0, 1] - traced[0, 0, :, 0, 0]).tolist() == seen
+    ids, most = np.array([5, 5, 2**32 - 1, 2**32 - 1], np.uint32), 2**32 - 1
+
+    def lower(x):
+        return [low(a.segments(x, padding_id=y), like=x).lowered for y in (most, -1, 2**40)]
+
+    ways = (ids, lower), (torch.from_numpy(ids), lower), (jax.numpy.asarray(ids), jax.jit(lower))
+    for given, run in ways:
+        found = [np.asarray(spans.cost())[0, 0].tolist() for spans in run(given)]
+        assert found == [[2, 2, 0, 0], [2, 2, 2, 2], [2, 2, 2, 2]]
 
 
 def test_arrays_in_two_places():

@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree
 from torch.utils.data import default_collate
 
-from attnspan import Mask, causal, full, global_keys, window
+from attnspan import Mask, causal, global_keys, window
 from attnspan.library import batchify, per_document, per_head, per_row, reordered
 from attnspan.library.text import parse
 from attnspan.masks.picture import svg_of_mask
@@ -27,17 +27,13 @@ MANY = 2000
 CU = np.array([0, 4])
 
 
-def _chain(join: Any) -> Mask:
-    first = causal() if join is and_ else window(1)
-    return reduce(join, [window(i % 5 + 1) for i in range(MANY)], first)
-
-
 @pytest.mark.parametrize("join", [and_, or_])
 def test_masks_joined_in_a_loop_are_one_level(join: Any) -> None:
-    mask, same = _chain(join), (window(1) if join is and_ else window(5)).spans(8, 8)
-    back = reduce(lambda x, y: join(y, x), reversed(mask.operands), full() if join is and_ else window(1))  # type: ignore[attr-defined]
+    first, same = (causal(), window(1)) if join is and_ else (window(1), window(5))
+    mask, again = (reduce(join, [window(i % 5 + 1) for i in range(MANY)], first) for _ in range(2))
+    back, same = reduce(lambda x, y: join(y, x), reversed(mask.operands)), same.spans(8, 8)
     q = torch.randn(1, 1, 8, 8)
-    copies = [copy.deepcopy(mask), pickle.loads(pickle.dumps(mask)), default_collate([mask, _chain(join)])]
+    copies = [copy.deepcopy(mask), pickle.loads(pickle.dumps(mask)), default_collate([mask, again])]
     copies += [jax.tree.map(lambda x: x, mask), _pytree.tree_map(lambda x: x, mask), mask.to("cpu")]
     for each in (mask, back):
         assert (each.spans(8, 8).bounds == same.bounds).all()
@@ -91,6 +87,8 @@ def test_masks_nested_too_deep_are_refused_when_they_are_made(name: str) -> None
 def test_a_long_text_is_read(operator: str) -> None:
     text = f" {operator} ".join(["window(3)"] * 700)
     assert (parse(text).spans(6, 6).bounds == window(3).spans(6, 6).bounds).all()
+    nested = "per_row([" * 90 + "causal" + "])" * 90
+    assert parse(nested).spans(3, 3).q_len == 3
 
 
 @pytest.mark.parametrize(
@@ -99,16 +97,11 @@ def test_a_long_text_is_read(operator: str) -> None:
         " & ".join(["causal"] * 100_000),
         "window(" + "-" * 50_000 + "1)",
         "window(" + "(" * 5_000 + "1" + ")" * 5_000 + ")",
-        "per_row([" * 90 + "causal" + "])" * 90,
-        "causal & " + "~" * 3_000 + "causal",
         "window(1" + "+1" * 50_000 + ")",
     ],
-    ids=["operators", "signs", "parentheses", "nested", "inversions", "sums"],
+    ids=["operators", "signs", "parentheses", "sums"],
 )
 def test_a_text_that_cannot_be_read_is_refused(text: str) -> None:
-    if "per_row" in text:
-        assert parse(text).spans(3, 3).q_len == 3
-        return
     with pytest.raises(ValueError, match=r"^mask '.*: expected .*, got .*\. [A-Z].*\.$") as caught:
         parse(text)
     assert len(str(caught.value)) < 2000

@@ -1,11 +1,10 @@
 """The rows of `attnspan.call.schema` and what is derived from them."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import run_program
 
 from attnspan import reference
 from attnspan.call import schema
@@ -26,11 +25,8 @@ def _sample(row, kind, rng):
 
 
 def _samples(kind):
-    rng = np.random.default_rng(0)
-    rows = {row.name: row for row in (*schema.INPUTS, *schema.OPTIONS)}
-    found = {
-        row.name: _sample(row, kind, rng) for row in schema.arrays(rows.values()) if row.name != "bounds"
-    }
+    rng, rows = np.random.default_rng(0), schema.arrays((*schema.INPUTS, *schema.OPTIONS))
+    found = {row.name: _sample(row, kind, rng) for row in rows if row.name != "bounds"}
     found["bounds"] = np.array([[0, 3], [4, 5]], "int32") * np.ones((2, 4, 3, 1, 1), "int32")
     return found | {"scale": 0.5, "softcap": 3.0, "bias_kind": kind, "dropout_p": 0.25}
 
@@ -40,21 +36,14 @@ def _samples(kind):
 def test_the_compiled_module_reads_the_arguments_in_this_order(name, kind):
     torch = pytest.importorskip("torch")
     op = pytest.importorskip("attnspan.torch.ops").forward_op
-    every = _samples(kind)
-    served = {
-        "bias": ("bias_kind", "q_index", "k_index"),
-        "dropout_p": ("dropout_seed", "q_index", "k_index"),
-    }
+    every, index = _samples(kind), ("q_index", "k_index")
+    served = {"bias": ("bias_kind", *index), "dropout_p": ("dropout_seed", *index)}
     chosen = {name, *served.get(name, ())}
-    given = {row.name: every[row.name] for row in schema.INPUTS}
-    for row in schema.OPTIONS:
-        given[row.name] = every[row.name] if name == "all" or row.name in chosen else row.default
-    args = [torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in given.values()]
-    out, lse = op(*args)
-    inputs = [given[row.name] for row in schema.INPUTS]
-    wanted_out, wanted_lse = reference.forward(*inputs, Options(*list(given.values())[len(inputs) :]))
-    np.testing.assert_allclose(out.numpy(), wanted_out, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(lse.numpy(), wanted_lse, rtol=1e-4, atol=1e-5)
+    inputs = [every[row.name] for row in schema.INPUTS]
+    options = [every[x.name] if name == "all" or x.name in chosen else x.default for x in schema.OPTIONS]
+    args = [torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in (*inputs, *options)]
+    for found, wanted in zip(op(*args), reference.forward(*inputs, Options(*options)), strict=True):
+        np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-4, atol=1e-5)
 
 
 SHAPES = {"b": "B", "h": "Hq", "g": "Hkv", "q": "Sq", "k": "Sk", "d": "D", "e": "Dv", "n": "n"}
@@ -91,7 +80,5 @@ ROUTES = {
 @pytest.mark.parametrize("framework", ROUTES)
 def test_one_row_and_one_line_of_reference_carry_an_option_everywhere(framework):
     pytest.importorskip(framework)
-    program = Path(__file__).parent / "samples/fake_option.py"
-    run = subprocess.run([sys.executable, program, framework], capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.split("\n")[:-1] == ROUTES[framework]
+    said = run_program(str(Path(__file__).parent / "samples/fake_option.py"), framework)
+    assert said.splitlines() == ROUTES[framework]

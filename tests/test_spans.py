@@ -45,16 +45,9 @@ def test_taking_rows_and_keys_is_exact(framework, visible, seed):
     taken = spans.take_keys(convert(keys))
     assert taken.bounds.shape == spans.bounds.shape
     np.testing.assert_array_equal(_dense(taken), visible[..., keys])
-    both = spans.take_keys(convert(keys)).take_queries(convert(rows))
-    np.testing.assert_array_equal(_dense(both), visible[:, :, rows][..., keys])
-
-
-@given(visible=dense_masks(), seed=st.integers(0, 99))
-def test_taking_keys_twice_is_taking_them_once(visible, seed):
-    first = _subset(visible.shape[3], seed)
-    second = _subset(len(first), seed + 1)
-    spans = _spans(visible)
-    twice, once = spans.take_keys(first).take_keys(second), spans.take_keys(first[second])
+    np.testing.assert_array_equal(_dense(taken.take_queries(convert(rows))), visible[:, :, rows][..., keys])
+    some = _subset(len(keys), seed + 1)
+    twice, once = taken.take_keys(convert(some)), spans.take_keys(convert(keys[some]))
     np.testing.assert_array_equal(twice.bounds, once.bounds)
 
 

@@ -55,7 +55,7 @@ def _inputs() -> np.ndarray:
 
 
 # A compiler cannot ask a NumPy array for its dtype: `bounds` and bare indices are refused there.
-_COMPILED = ("spans", "prepared", "q_index of a prepared mask", "slopes", "dense bias")
+_COMPILED = ("spans", "dense bias")
 
 
 @pytest.mark.slow
@@ -96,30 +96,21 @@ def test_jax(name: str) -> None:
     jax = pytest.importorskip("jax")
     attend = pytest.importorskip("attnspan.jax").attention
     make, call = CALLS[name]
-
-    def gradient(call: dict[str, Any], write: Callable[[], None]) -> np.ndarray:
-        q = jax.numpy.array(_inputs())
-        out, pull = jax.vjp(lambda q: attend(q, q, q, **call), q)
+    found = []
+    for written in (False, True):
+        array, q = make(), jax.numpy.array(_inputs())
+        given = call(array)
+        out, pull = jax.vjp(lambda q, given=given: attend(q, q, q, **given), q)
         out.block_until_ready()
-        write()
-        return np.asarray(pull(out)[0])
-
-    array = make()
-    want = gradient(call(make()), lambda: None)
-    np.testing.assert_array_equal(gradient(call(array), lambda: array.fill(0)), want)
+        if written:
+            array.fill(0)
+        found.append(pull(out)[0])
+    np.testing.assert_array_equal(*found)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda x: x.setflags(write=False) or x,
-        lambda x: np.ascontiguousarray(x[:, :, ::-1])[:, :, ::-1],
-        lambda x: x.astype(">i4"),
-        np.asfortranarray,
-    ],
-    ids=["read-only", "negative strides", "big-endian", "Fortran"],
-)
-def test_numpy_arrays_of_any_kind_are_read(change: Callable[[np.ndarray], np.ndarray]) -> None:
-    q = torch.from_numpy(_inputs())
+def test_numpy_arrays_of_any_kind_are_read() -> None:
+    x, q = _bounds(), torch.from_numpy(_inputs())
     want = at.attention(q, q, q, mask=a.causal())
-    assert torch.equal(at.attention(q, q, q, mask=a.Spans(change(_bounds()), LENGTH)), want)
+    reversed_twice = np.ascontiguousarray(x[:, :, ::-1])[:, :, ::-1]
+    for bounds in (np.broadcast_to(x, x.shape), reversed_twice, x.astype(">i4"), np.asfortranarray(x)):
+        assert torch.equal(at.attention(q, q, q, mask=a.Spans(bounds, LENGTH)), want)

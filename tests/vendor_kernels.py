@@ -48,10 +48,6 @@ def _visible(q_len: int, k_len: int, left: int, right: int) -> Tensor:
     return ((left < 0) | (distance >= -left)) & ((right < 0) | (distance <= right))
 
 
-def _spread(x: Tensor, group: int) -> Tensor:
-    return x.repeat_interleave(group, 1)
-
-
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """(S, H, D) each, in float64; lse (H, S)."""
     scores = torch.einsum("qhd,khd->hqk", scale * q, k).masked_fill(~visible, -torch.inf)
@@ -83,60 +79,55 @@ def _documents(q: Tensor, k: Tensor, *given: Any) -> list[tuple[slice, slice]]:
     return list(zip(*found, strict=True))
 
 
-def _band(
-    max_k: int, scale: float, is_causal: bool, window_size_left: int, window_size_right: int
-) -> tuple[int, int]:
-    assert scale > 0, "the largest product would not be the largest score"
-    if is_causal:
-        return -1, 0
-    return window_size_left, -1 if window_size_right >= max_k else window_size_right
+def _parts(
+    q: Tensor, k: Tensor, ends: Any, is_causal: bool, window_size_left: int, window_size_right: int
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """The queries and keys of each document, and which pairs are visible."""
+    right = -1 if window_size_right >= ends[-1] else window_size_right
+    band = (-1, 0) if is_causal else (window_size_left, right)
+    for mine, theirs in _documents(q, k, *ends):
+        yield mine, theirs, _visible(mine.stop - mine.start, theirs.stop - theirs.start, *band)
 
 
-def _flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Any, cu_k: Any, max_q: int, max_k: int, *rest: Any, **band: Any
-) -> tuple[Any, ...]:
-    dropout_p, is_causal, debug = rest
+def _by_row(call: Any, tensors: Any, ends: Any, *rest: Any, **band: Any) -> tuple[Tensor, ...]:
+    """Of packed documents, or of each batch row of tensors that have several."""
+    assert band["scale"] > 0, "the largest product would not be the largest score"
+    if ends[0] is not None:
+        return call(*tensors, ends, *rest, **band)
+    found = [call(*x, ends, *rest, **band) for x in zip(*tensors, strict=True)]
+    return tuple(torch.stack(x) for x in zip(*found, strict=True))
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **band: Any) -> tuple[Any, ...]:
+    *ends, dropout_p, is_causal, debug = rest
     assert (dropout_p, debug) == (0.0, False)
-    if cu_q is None:
-        found = [_forward(*x, None, None, max_q, max_k, is_causal, **band) for x in zip(q, k, v, strict=True)]
-        out, lse = (torch.stack(x) for x in zip(*found, strict=True))
-    else:
-        out, lse = _forward(q, k, v, cu_q, cu_k, max_q, max_k, is_causal, **band)
-    return out, lse, None, None, None
+    return *_by_row(_forward, (q, k, v), ends, is_causal, **band), None, None, None
 
 
 def _forward(*tensors: Any, scale: float, **window: int) -> tuple[Tensor, Tensor]:
-    q, k, v, *ends, is_causal = tensors
-    group, out, lse = q.shape[1] // k.shape[1], torch.full_like(q, GARBAGE), torch.empty(q.shape[:2]).T
-    lse.fill_(GARBAGE)
-    for mine, theirs in _documents(q, k, *ends):
-        band = _band(ends[-1], scale, is_causal, **window)
-        visible = _visible(mine.stop - mine.start, theirs.stop - theirs.start, *band)
-        parts = q[mine].double(), *(_spread(x[theirs], group).double() for x in (k, v))
-        found = _attend(*parts, visible, scale)
+    q, k, v, ends, is_causal = tensors
+    group, out = q.shape[1] // k.shape[1], torch.full_like(q, GARBAGE)
+    lse = torch.full((q.shape[1], q.shape[0]), GARBAGE)
+    for mine, theirs, visible in _parts(q, k, ends, is_causal, **window):
+        spread = (x[theirs].repeat_interleave(group, 1).double() for x in (k, v))
+        found = _attend(q[mine].double(), *spread, visible, scale)
         out[mine], lse[:, mine] = found[0].to(q.dtype), found[1].float()
     return out, lse
 
 
 def _flash_backward(*tensors: Any, **band: Any) -> tuple[Tensor, ...]:
-    dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, _, _ = tensors
+    *given, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, _, _ = tensors
     assert dropout_p == 0.0
-    assert not (lse == -torch.inf).any(), "the kernel would compute exp(x + inf)"
-    if cu_q is not None:
-        return _backward(dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, is_causal, **band)
-    rows = zip(dout, q, k, v, out, lse, strict=True)
-    found = [_backward(*x, None, None, max_q, max_k, is_causal, **band) for x in rows]
-    return tuple(torch.stack(x) for x in zip(*found, strict=True))
+    assert not (given[-1] == -torch.inf).any(), "the kernel would compute exp(x + inf)"
+    return _by_row(_backward, given, (cu_q, cu_k, max_q, max_k), is_causal, **band)
 
 
 def _backward(*tensors: Any, scale: float, **window: int) -> tuple[Tensor, ...]:
-    dout, q, k, v, out, lse, *ends, is_causal = tensors
+    dout, q, k, v, out, lse, ends, is_causal = tensors
     group, gradients = q.shape[1] // k.shape[1], tuple(torch.full_like(x, GARBAGE) for x in (q, k, v))
-    for mine, theirs in _documents(q, k, *ends):
-        band = _band(ends[-1], scale, is_causal, **window)
-        visible = _visible(mine.stop - mine.start, theirs.stop - theirs.start, *band)
-        parts = [dout[mine], q[mine], _spread(k[theirs], group), _spread(v[theirs], group), out[mine]]
-        parts = [*(x.double() for x in parts), lse[:, mine].double()]
+    for mine, theirs, visible in _parts(q, k, ends, is_causal, **window):
+        spread = (x[theirs].repeat_interleave(group, 1) for x in (k, v))
+        parts = [x.double() for x in (dout[mine], q[mine], *spread, out[mine], lse[:, mine])]
         found = _differentiate(*parts, visible=visible, scale=scale)
         gradients[0][mine] = found[0].to(q.dtype)
         for to, x in zip(gradients[1:], found[1:], strict=True):

@@ -23,15 +23,15 @@ HABITS = {
     "for example": r"\b(?:for example|for instance|such as|e\.g\.)",
     "you": r"\b(?:you|your|yours)\b",
 }
-_DOCS = ROOT / "docs"
-#: Name of a group -> its files.
-GROUPS = {
-    "README": [ROOT / "README.md"],
-    "how-to": sorted([*_DOCS.glob("howto/*.md"), *_DOCS.glob("switch/*.md"), _DOCS / "caches.md"]),
-    "concepts": sorted([*_DOCS.glob("concepts/*.md"), *_DOCS.glob("why/*.md"), _DOCS / "masks.md"]),
-    "docs": sorted(_DOCS.rglob("*.md")),
-    "docstrings": sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "lab/src").rglob("*.py")]),
+_GLOBS = {
+    "README": ["README.md"],
+    "how-to": ["docs/howto/*.md", "docs/switch/*.md", "docs/caches.md"],
+    "concepts": ["docs/concepts/*.md", "docs/why/*.md", "docs/masks.md"],
+    "docs": ["docs/**/*.md"],
+    "docstrings": ["src/**/*.py", "lab/src/**/*.py"],
 }
+#: Name of a group -> its files.
+GROUPS = {name: sorted(x for y in globs for x in ROOT.glob(y)) for name, globs in _GLOBS.items()}
 _NOT_PROSE = (
     r"(?s)^---\n.*?\n---\n",  # front matter
     r"(?sm)^ *```.*?^ *```$",
@@ -75,13 +75,11 @@ def length(sentence: str) -> int:
 def counts(texts: Iterable[str]) -> Counter[str]:
     """Words and occurrences of each habit."""
     found: Counter[str] = Counter()
-    for text in texts:
-        for paragraph in paragraphs(text):
-            found["words"] += length(paragraph)
-            for name, pattern in HABITS.items():
-                found[name] += len(
-                    re.findall(pattern, paragraph, re.IGNORECASE if name != "nominal what" else 0)
-                )
+    for paragraph in (x for text in texts for x in paragraphs(text)):
+        found["words"] += length(paragraph)
+        for name, pattern in HABITS.items():
+            flags = re.IGNORECASE if name != "nominal what" else 0
+            found[name] += len(re.findall(pattern, paragraph, flags))
     return found
 
 
@@ -111,11 +109,9 @@ def main(names: list[str]) -> None:
         found = counts(texts)
         line = "".join(f"{value:14.1f}" for value in per_thousand(found).values())
         print(f"{name[-44:]:44}{found['words']:8}{line}")
-        for sentence in (
-            sorted((s for text in texts for s in sentences(text)), key=length)[-3:] if names else []
-        ):
-            if length(sentence) > 30:
-                print(f"    {length(sentence)} words: {sentence[:160]}")
+        longest = sorted((s for text in texts for s in sentences(text)), key=length)[-3:] if names else []
+        for sentence in filter(lambda x: length(x) > 30, longest):
+            print(f"    {length(sentence)} words: {sentence[:160]}")
 
 
 if __name__ == "__main__":

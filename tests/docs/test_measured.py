@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 pytest.importorskip("attnspan_lab")
+sys.path.append(str(Path(__file__).parents[2] / "docs"))
+
+import measured
 
 from attnspan_lab.bench.cited import reasons_not_to_cite
 from attnspan_lab.bench.results import Results
 
 ROOT = Path(__file__).parents[2]
 RESULTS, FOLDER = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures"
-
-
-def _measured() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("measured", ROOT / "docs" / "measured.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["measured"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-measured = _measured()
 PAGES = [ROOT / "README.md", *sorted(FOLDER.glob("*.md"))]
 NAMED = re.compile(r"results/([\w-]+\.json\.gz)")
 CITED = sorted(

@@ -5,16 +5,13 @@ It is only compiled. Where a block of text follows, it is what the Python above 
 """
 
 import contextlib
-import functools
 import io
 import linecache
 import re
 import shlex
 import sys
-import traceback
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +22,6 @@ torch = pytest.importorskip("torch")
 
 from attnspan.__main__ import main  # noqa: E402
 from attnspan.backends import table  # noqa: E402
-from attnspan.torch import StaticCache  # noqa: E402
-from attnspan_lab.bench.monitor import Monitor  # noqa: E402
 from attnspan_lab.cli import build_app  # noqa: E402
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -40,8 +35,9 @@ NEEDS = {
     "switch/jax": ("jax",),
     "transformers": ("transformers",),
 }
-#: What the ordinary run does not wait for: Inductor, but on one page, and a search for a second.
+#: What the ordinary run does not wait for: Inductor, but on one page, a search for a second, long trainings.
 QUICKER = {"fullgraph=True)": 'fullgraph=True, backend="aot_eager")', "seconds=1.0": "seconds=0.1"}
+QUICKER |= {"range(15)": "range(4)", "range(30)": "range(12)"}  # steps of trainings
 AS_IT_IS = "torch"
 #: Pages that tests of other rooms run, because they need ranks, devices or a folder.
 ELSEWHERE = {
@@ -62,16 +58,6 @@ FENCE = re.compile(r"^[> \t]*```+ *py", re.MULTILINE)
 IMPORT_OF_COMPILER = "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"
 
 
-@dataclass(frozen=True)
-class Block:
-    """Python of a page: its first line there, counted from 1, what it prints, and why it does not run."""
-
-    line: int
-    code: str
-    not_run: str | None = None
-    shown: str | None = None
-
-
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:
     """Compilations of one page must not count against the limit of another."""
@@ -79,83 +65,53 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def blocks_of(text: str) -> list[Block]:
+def blocks_of(text: str) -> list[re.Match[str]]:
     """The blocks of a page, in order. Raises for what looks like a block or a mark and is not read as one."""
-    found = []
-    for match in BLOCK.finditer(text):
-        reason = match["reason"]
-        if reason is not None:
-            reason = reason.removeprefix(":").strip()
-            assert reason, f"no reason: {match[0].splitlines()[0]}"
-        found.append(
-            Block(text.count("\n", 0, match.start("code")) + 1, match["code"], reason, match["shown"])
-        )
+    found = list(BLOCK.finditer(text))
     assert len(found) == len(FENCE.findall(text)), "a block is not read as one"
-    marked = [block for block in found if block.not_run]
-    assert len(marked) == text.count(MARK), "a mark is not above a block"
+    marks = [match["reason"] for match in found if match["reason"] is not None]
+    assert all(reason.strip(": ") for reason in marks), "no reason"
+    assert len(marks) == text.count(MARK), "a mark is not above a block"
     return found
 
 
 def run(page: Path, swaps: Mapping[str, str] = types.MappingProxyType({})) -> dict[str, Any]:
-    """Execute the blocks of a page. Errors name the page and the line.
-
-    Args:
-        page: The file.
-        swaps: Text of the page, and what runs in its place.
-
-    Returns:
-        The names that the page has defined.
-    """
+    """Execute the blocks of a page, and return the names that it has defined. Errors name page and line."""
     text = page.read_text(encoding="utf-8")
     for swap in swaps.items():
         text = text.replace(*swap)
-    blocks = blocks_of(text)
-    file = name_in_tracebacks(page)
-    _give_source(file, text.count("\n"), blocks)
     module = types.ModuleType(f"page_{page.stem}".replace("-", "_"))
     sys.modules[module.__name__] = module  # where compilers look for the globals of a function
-    names = vars(module)
     torch.manual_seed(0)
-    for block in blocks:
-        lines_above = "\n" * (block.line - 1)
-        program = compile(lines_above + block.code, file, "exec", dont_inherit=True)
-        if block.not_run is not None:
+    for block in blocks_of(text):
+        # In angle brackets: torch's compiler opens any file it can, and expects Python alone.
+        file = f"<{page.parent.name}/{page.name}, line {text.count(chr(10), 0, block.start('code')) + 1}>"
+        linecache.cache[file] = (len(block["code"]), None, block["code"].splitlines(keepends=True), file)
+        program = compile(block["code"], file, "exec", dont_inherit=True)
+        if block["reason"] is not None:
             continue
         with contextlib.redirect_stdout(io.StringIO()) as said:
-            exec(program, names)
-        if block.shown is not None:
-            assert plain(said.getvalue()) == plain(block.shown), f"{file}, line {block.line}"
-    return names
+            exec(program, vars(module))
+        if block["shown"] is not None:
+            assert plain(said.getvalue()) == plain(block["shown"]), file
+    return vars(module)
 
 
 def plain(text: str) -> str:
     """Printed text without what depends on the machine."""
-    return re.sub(r"\d+ threads?, \w+", "machine", text)
+    return re.sub(r"\d+ threads?, \w+", "machine", text).strip()
 
 
-def name_in_tracebacks(page: Path) -> str:
-    """In angle brackets: torch's compiler opens any file it can, and expects Python alone."""
-    return f"<{page.parent.name}/{page.name}>"
+def text_of(page: str) -> str:
+    return (DOCS / f"{page}.md").read_text(encoding="utf-8")
 
 
-def _give_source(file: str, length: int, blocks: list[Block]) -> None:
-    """Give tracebacks and `inspect` the page without its prose."""
-    lines = ["\n"] * length
-    for block in blocks:
-        code = block.code.splitlines(keepends=True)
-        lines[block.line - 1 : block.line - 1 + len(code)] = code
-    linecache.cache[file] = (len("".join(lines)), None, lines, file)
-
-
-@functools.cache
-def names_of(page: str) -> dict[str, Any]:
-    return run(DOCS / f"{page}.md", {} if everything() or page == AS_IT_IS else QUICKER)
-
-
-def runs_here(page: str) -> bool:
-    """Whether a page has Python that runs, and that no test of another room runs."""
-    blocks = blocks_of((DOCS / f"{page}.md").read_text(encoding="utf-8"))
-    return page not in ELSEWHERE and any(block.not_run is None for block in blocks)
+#: Pages with Python that runs, and that no test of another room runs.
+RUN_HERE = [
+    page
+    for page in ALL
+    if page not in ELSEWHERE and any(x["reason"] is None for x in blocks_of(text_of(page)))
+]
 
 
 @pytest.mark.slow
@@ -165,7 +121,7 @@ def runs_here(page: str) -> bool:
     "ignore:The .grad attribute of a Tensor:UserWarning",  # the compiler's own
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # PEFT's call
 )
-@pytest.mark.parametrize("page", [page for page in ALL if runs_here(page)])
+@pytest.mark.parametrize("page", RUN_HERE)
 def test_the_page_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in NEEDS.get(page, ()):
         pytest.importorskip(name)
@@ -173,7 +129,7 @@ def test_the_page_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("call_jax in compiled code needs torch 2.13")
     monkeypatch.setenv("ATTNSPAN_TUNE_CACHE", "off")
     monkeypatch.chdir(README.parent)
-    assert names_of(page)
+    assert run(DOCS / f"{page}.md", {} if everything() or page == AS_IT_IS else QUICKER)
 
 
 @pytest.mark.parametrize("page", ELSEWHERE)
@@ -181,19 +137,17 @@ def test_the_other_pages_are_run_by_a_test_that_names_them(page: str) -> None:
     assert f"{page}.md" in (README.parent / "tests" / ELSEWHERE[page]).read_text(encoding="utf-8")
 
 
-CONSOLE = re.compile(r"^```\n\$ python -m attnspan (?P<command>.*)\n(?P<shown>(?:.*\n)*?)```$", re.MULTILINE)
+CONSOLE = re.compile(r"^```\n\$ python -m attnspan (.*)\n((?:.*\n)*?)```$", re.MULTILINE)
 
 
 @pytest.mark.compiled_module("it runs by default")
-@pytest.mark.parametrize(
-    "page", [page for page in ALL if "$ python" in (DOCS / f"{page}.md").read_text("utf-8")]
-)
+@pytest.mark.parametrize("page", [page for page in ALL if "$ python" in text_of(page)])
 def test_a_command_prints_what_its_page_shows(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = CONSOLE.findall((DOCS / f"{page}.md").read_text(encoding="utf-8"))
+    found = CONSOLE.findall(text_of(page))
     assert found
     for command, shown in found:
         main(shlex.split(command))
-        assert plain(capsys.readouterr().out).strip() == plain(shown).strip()
+        assert plain(capsys.readouterr().out) == plain(shown)
 
 
 COMMANDS = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -205,7 +159,7 @@ def test_commands_name_what_there_is(page: str) -> None:
     root = README.parent
     commands = [command.name for command in build_app().registered_commands]
     targets = re.findall(r"^([\w-]+):", (root / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    for block in COMMANDS.findall((DOCS / f"{page}.md").read_text(encoding="utf-8")):
+    for block in COMMANDS.findall(text_of(page)):
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             if "cd" in words:
@@ -221,73 +175,31 @@ def test_commands_name_what_there_is(page: str) -> None:
 
 @pytest.mark.compiled_module("it runs by default")
 def test_readme_prints_what_it_shows() -> None:
-    (block,) = (block for block in blocks_of(README.read_text(encoding="utf-8")) if block.shown)
-    assert "runs     cpu" in block.shown
+    (shown,) = (x["shown"] for x in blocks_of(README.read_text(encoding="utf-8")) if x["shown"])
+    assert "runs     cpu" in shown
     run(README)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings(IMPORT_OF_COMPILER)
-def test_decoding_of_the_page_agrees_with_no_cache() -> None:
-    names = names_of("caches")
-    prompts, counts, generated, model = (names[name] for name in ("prompts", "counts", "generated", "model"))
-    for b, count in enumerate(counts.tolist()):
-        ids = torch.cat([prompts[b, 12 - count :], generated[b]])[None]
-        for t in range(20):
-            caches = [StaticCache(1, 2, 64, 16, layout="bshd") for _ in range(2)]
-            with torch.no_grad():
-                assert model(ids[:, : count + t], caches).argmax() == ids[0, count + t]
-
-
-def test_the_trainer_of_the_page_is_watched(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    names: dict[str, Any] = {}
-    exec(blocks_of((DOCS / "monitoring.md").read_text(encoding="utf-8"))[-1].code, names)
-    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2))
-    quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
-    arguments = transformers.TrainingArguments(str(tmp_path / "out"), max_steps=3, use_cpu=True, **quiet)
-    data = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 24
-    monitor = Monitor(tmp_path / "watched")
-    names["MonitoredTrainer"](model, arguments, train_dataset=data, monitor=monitor).train()
-    records = monitor.results().monitor
-    assert [record.step for record in records] == [1, 2, 3]
-    assert all(record.phases.forward > 0 and record.phases.backward > 0 for record in records)
-
-
-@pytest.mark.slow
-def test_the_page_of_jax_compiles_once_and_names_every_back_end() -> None:
+def test_the_page_of_jax_names_every_backend() -> None:
     pytest.importorskip("attnspan.jax")
-    names = names_of("jax")
-    assert names["out"].shape == names["q"].shape
-    assert names["dq"].any()
-    assert names["attend"]._cache_size() == 1
-    rows = re.findall(r"^\| `(\w+)` \|", (DOCS / "jax.md").read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \|", text_of("jax"), re.MULTILINE)
     assert sorted(rows) == sorted(table("jax"))
 
 
-#: Pages, with the line of a fence in the place of "py", and the error that running them raises.
+#: Pages, with "py" in the place of a fence and of Python, and the error that running them raises.
 WRONG = [
-    ("py\nx = 1\n```\n\nText.\n\npy\nx += 1\nassert x == 3", AssertionError, "", 9),
-    ('py\nimport warnings\nwarnings.warn("old")', UserWarning, "old", 3),
-    ("py\nprint(1 + 1)\n```\n\n```text\n3", AssertionError, "line 2", None),
-    ("<!-- not run: needs two ranks -->\npy\nranks = = 0", SyntaxError, "", None),
-    ("<!-- not run: -->\npy\nx = 1", AssertionError, "no reason: <!-- not run", None),
-    ("<!-- not run -->\npy\nx = 1", AssertionError, "no reason: <!-- not run", None),
-    ("<!-- not run: needs two ranks -->\n\npy\nx = 1", AssertionError, "not above", None),
-    *((f"{fence}\nx = 1", AssertionError, "not read", None) for fence in ("  py", "```py", "``` python")),
+    ("py\nx = 1\n```\n\nText.\n\npy\nx += 1\nassert x == 3", AssertionError, ""),
+    ("py\nprint(1 + 1)\n```\n\n```text\n3", AssertionError, "line 2"),
+    ("<!-- not run: needs two ranks -->\npy\nranks = = 0", SyntaxError, "line 3"),
+    ("<!-- not run: -->\npy\nx = 1", AssertionError, "no reason"),
+    ("<!-- not run: needs two ranks -->\n\npy\nx = 1", AssertionError, "not above"),
+    ("  py\nx = 1", AssertionError, "not read"),
 ]
 
 
-@pytest.mark.parametrize(("text", "kind", "message", "line"), WRONG)
-def test_a_wrong_page_is_an_error_that_names_it(
-    tmp_path: Path, text: str, kind: type[Exception], message: str, line: int | None
-) -> None:
+@pytest.mark.parametrize(("text", "kind", "message"), WRONG)
+def test_a_wrong_page_is_an_error(tmp_path: Path, text: str, kind: type[Exception], message: str) -> None:
     page = tmp_path / "page.md"
-    page.write_text(
-        re.sub("^( *)py$", r"\1```python", text, flags=re.MULTILINE) + "\n```\n", encoding="utf-8"
-    )
-    with pytest.raises(kind, match=message or None) as caught:
+    page.write_text(re.sub("^( *)py$", r"\1```python", text, flags=re.MULTILINE) + "\n```\n")
+    with pytest.raises(kind, match=message or None):
         run(page)
-    last = traceback.extract_tb(caught.value.__traceback__)[-1]
-    assert line is None or (last.filename, last.lineno) == (name_in_tracebacks(page), line)

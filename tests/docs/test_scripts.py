@@ -23,9 +23,6 @@ NEEDS = {
     "pretrain_packed": ("transformers", "accelerate"),
     "train_flax": ("flax", "optax"),
 }
-#: What the ordinary run shows elsewhere: tests/train trains a GPT, docs/howto/lora.md adapters, and
-#: tests/torch/test_kv_cache.py decodes ragged batches in one program.
-LONG = ("pretrain_gpt", "serve_ragged", "lora_trainer")
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 TIME = re.compile(r"\d+(?:\.\d+)?(?= m?s\b)")
 
@@ -34,8 +31,11 @@ def test_the_page_has_every_script() -> None:
     assert {path.stem for path in (ROOT / "examples/scripts").glob("*.py")} < set(SHOWN)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.long) if x in LONG else x for x in SHOWN])
+# In the ordinary run, tests/train trains a GPT, docs/howto/lora.md adapters, and
+# tests/integrations/test_accelerate.py a packed Llama. tests/jax/test_flax.py runs flax's modules.
+# tests/torch/test_kv_cache.py decodes.
+@pytest.mark.long
+@pytest.mark.parametrize("name", SHOWN)
 def test_a_script_prints_what_the_page_shows(name: str) -> None:
     for package in NEEDS.get(name, ()):
         if find_spec(package) is None:

@@ -3,13 +3,13 @@
 The test in tests/test_schema.py runs it: `python tests/samples/fake_option.py torch`, or `jax`.
 """
 
-# ruff: noqa: ARG005  (functions of a fixed signature)
-
 import importlib.util
 import os
 import sys
 import tempfile
+import types
 from multiprocessing import get_context
+from pathlib import Path
 
 ROW = '    Array("gain", "h", "float32", optional=True, words="a factor for each query head"),\n'
 AFTER = '    Array("k_index", "b? k", "int32", optional=True, serves=True),\n'
@@ -17,19 +17,11 @@ AFTER = '    Array("k_index", "b? k", "int32", optional=True, serves=True),\n'
 
 def add_row():
     """Load the schema with one more row, before any other module of the package reads it."""
-    path = os.path.join(os.path.dirname(importlib.util.find_spec("attnspan").origin), "call", "schema.py")
-    with open(path, encoding="utf-8") as file:
-        code = file.read()
+    path = Path(importlib.util.find_spec("attnspan").origin).parent / "call" / "schema.py"
+    code = path.read_text(encoding="utf-8")
     assert code.count(AFTER) == 1
-    module = importlib.util.module_from_spec(
-        importlib.util.spec_from_file_location("attnspan.call.schema", path)
-    )
-    sys.modules["attnspan.call.schema"] = module
+    module = sys.modules["attnspan.call.schema"] = types.ModuleType("attnspan.call.schema")
     exec(compile(code.replace(AFTER, AFTER + ROW), path, "exec"), module.__dict__)
-
-
-def without_gain(options):
-    return type(options)(**{**options._asdict(), "gain": None})
 
 
 def torch_backend():
@@ -40,9 +32,8 @@ def torch_backend():
     from attnspan.torch._autograd import with_autograd
 
     def run(part, q, k, v):
-        out, lse = math.forward(
-            q, k, v, part.bounds, scale=part.scale, options=without_gain(part.options), wide_lse=True
-        )
+        options = part.options._replace(gain=None)
+        out, lse = math.forward(q, k, v, part.bounds, scale=part.scale, options=options, wide_lse=True)
         return out * part.options.gain[:, None, None], lse  # the line of the reference
 
     def forward(part, out):
@@ -58,9 +49,8 @@ def torch_backend():
             into.copy_(found)
         return None, None
 
-    register(
-        Backend(name="gain", options=("gain",), supports=lambda _: None, forward=forward, backward=backward)
-    )
+    functions = {"supports": lambda _: None, "forward": forward, "backward": backward}
+    register(Backend(name="gain", options=("gain",), **functions))
 
 
 def wanted(q, k, v, gain, **options):
@@ -79,6 +69,7 @@ def one_process():
     def attend(q, k, v, gain):
         return attention(q, k, v, mask=causal(), gain=gain, backend="gain")
 
+    same = torch.testing.assert_close
     q, k, v = torch.randn(3, 2, 4, 6, 8, requires_grad=True).unbind()
     gain = torch.tensor([1.0, 2.0, 3.0, 4.0])
     want = wanted(q, k, v, gain, mask=causal())
@@ -86,19 +77,14 @@ def one_process():
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     for name, function in (("eager", attend), ("compile", compiled)):
         found = function(q, k, v, gain)
-        torch.testing.assert_close(found, want)
-        torch.testing.assert_close(torch.autograd.grad(found.square().sum(), (q, k, v)), grads)
+        same(found, want)
+        same(torch.autograd.grad(found.square().sum(), (q, k, v)), grads)
         print(name)
     q, k, v = (x.detach() for x in (q, k, v))
-    gains = torch.stack([gain, -gain, 2 * gain])
-    many = torch.stack([q, 2 * q, 3 * q])
-    each = [wanted(x, k, v, y, mask=causal()) for x, y in zip(many, gains, strict=True)]
-    torch.testing.assert_close(
-        torch.func.vmap(attend, (0, None, None, 0))(many, k, v, gains), torch.stack(each)
-    )
-    shared = [wanted(x, k, v, gain, mask=causal()) for x in many]
-    found = torch.func.vmap(attend, (0, None, None, None))(many, k, v, gain)
-    torch.testing.assert_close(found, torch.stack(shared))
+    many, gains = torch.stack([q, 2 * q, 3 * q]), torch.stack([gain, -gain, 2 * gain])
+    for axis, given in ((0, gains), (None, gain)):
+        each = [wanted(x, k, v, y, mask=causal()) for x, y in zip(many, given.expand(3, 4), strict=True)]
+        same(torch.func.vmap(attend, (0, None, None, axis))(many, k, v, given), torch.stack(each))
     print("vmap")
 
 
@@ -136,13 +122,12 @@ def on_rank(rank, store):
 
 
 def two_ranks():
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [get_context("fork").Process(target=on_rank, args=(i, folder + "/store")) for i in range(2)]
-        for x in ranks:
-            x.start()
-        for x in ranks:
-            x.join(300)
-        assert [x.exitcode for x in ranks] == [0, 0]
+    import torch.distributed.tensor  # noqa: F401  (once, before the fork)
+
+    import attnspan.parallel.torch  # noqa: F401
+
+    with tempfile.TemporaryDirectory() as folder, get_context("fork").Pool(2) as pool:
+        pool.starmap(on_rank, [(i, folder + "/store") for i in range(2)], chunksize=1)
     print("DTensor, plan")
 
 
@@ -165,16 +150,8 @@ def jax_backend():
         _, pull = jax.vjp(attend, part.q, part.k, part.v)
         return *pull(dout), None, None
 
-    register(
-        Backend(
-            name="gain",
-            framework="jax",
-            options=("gain",),
-            supports=lambda problem, part: None if part.gain is not None else "it needs a gain",
-            forward=forward,
-            backward=backward,
-        )
-    )
+    functions = {"supports": lambda *_: None, "forward": forward, "backward": backward}
+    register(Backend(name="gain", framework="jax", options=("gain",), **functions))
 
 
 def by_jax():
@@ -186,38 +163,45 @@ def by_jax():
     from attnspan import causal
     from attnspan.jax import attention, shard
 
-    def attend(q, k, v, gain):
-        return attention(q, k, v, mask=causal(), gain=gain, backend="gain")
+    one_mask = causal()
+
+    def attend(q, k, v, gain, mask=one_mask):
+        return attention(q, k, v, mask=mask, gain=gain, backend="gain")
 
     def expected(q, k, v, gain):
         return attention(q, k, v, mask=causal(), backend="math") * gain[:, None, None]
 
-    def slopes(function):
-        return jax.grad(lambda *x: (function(*x) ** 2).sum(), (0, 1, 2))
+    def step(function):
+        def both(*given):
+            out, pull = jax.vjp(lambda *qkv: function(*qkv, given[3]), *given[:3])
+            return out, pull(2 * out)
+
+        return both
 
     def same(found, want):
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), found, want)
 
-    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 4, 6, 8))
     gain = jnp.array([1.0, 2.0, 3.0, 4.0])
-    want, grads = expected(q, k, v, gain), slopes(expected)(q, k, v, gain)
+    given = *jnp.asarray(np.random.default_rng(0).standard_normal((3, 2, 4, 6, 8), np.float32)), gain
+    want = jax.jit(step(expected))(*given)
     for name, wrap in (("eager", lambda x: x), ("jit", jax.jit)):
-        same(wrap(attend)(q, k, v, gain), want)
-        same(wrap(slopes(attend))(q, k, v, gain), grads)
+        same(wrap(step(attend))(*given), want)
         print(name)
-    many, gains = jnp.stack([q, 2 * q]), jnp.stack([gain, -gain])
-    for axes, given in (((0, None, None, 0), gains), ((0, None, None, None), gain)):
-        same(jax.vmap(attend, axes)(many, k, v, given), jax.vmap(expected, axes)(many, k, v, given))
+    q, *others = given
+    many = jnp.stack([q, 2 * q]), *others[:2], jnp.stack([gain, -gain])
+    for axes, x in (((0, None, None, 0), many), ((0, None, None, None), (*many[:3], gain))):
+        found, want_many = jax.jit(lambda *x, axes=axes: [jax.vmap(y, axes)(*x) for y in (attend, expected)])(
+            *x
+        )
+        same(found, want_many)
     print("vmap")
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    placed = jax.device_put((q, k, v), jax.NamedSharding(mesh, jax.P("data", "model")))
-    whole = jax.device_put(gain, jax.NamedSharding(mesh, jax.P()))
-    found = jax.jit(attend)(*placed, whole)
-    assert found.sharding.spec == jax.P("data", "model")
+    specs = *[jax.P("data", "model")] * 3, jax.P()
+    placed = [jax.device_put(x, jax.NamedSharding(mesh, spec)) for x, spec in zip(given, specs, strict=True)]
+    found = jax.jit(step(attend))(*placed)
+    assert found[0].sharding.spec == jax.P("data", "model")
     same(found, want)
-    same(jax.jit(slopes(attend))(*placed, whole), grads)
-    mask = shard(mesh, mask=causal(), batch="data", heads="model")
-    same(attention(*placed, mask=mask, gain=whole, backend="gain"), want)
+    same(attend(*placed, mask=shard(mesh, mask=causal(), batch="data", heads="model")), want[0])
     print("mesh")
 
 
@@ -228,6 +212,8 @@ if __name__ == "__main__":
         one_process()
         two_ranks()
     else:
-        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+        os.environ["XLA_FLAGS"] = (
+            os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+        )
         jax_backend()
         by_jax()

@@ -198,18 +198,6 @@ def morton_token(n: int, p: int) -> int:
     return y * n + x
 
 
-def reordered(mask: a.Mask, order: np.ndarray, sees: Pair) -> Sample:
-    """Its R is read from data."""
-    return own(
-        "reordered",
-        lambda order: lib.reordered(mask, order),
-        lambda b, h, i, j: sees(int(order[i]), int(order[j])),
-        order,
-        keys=len(order),
-        runs=None,
-    )
-
-
 def flamingo(places: np.ndarray, length: int, earlier: bool = False) -> Sample:
     """Flamingo, section 2.1: phi(i) is the last image at or before token i."""
 
@@ -219,12 +207,6 @@ def flamingo(places: np.ndarray, length: int, earlier: bool = False) -> Sample:
 
     build = lambda at: lib.flamingo(at, length, earlier)  # noqa: E731
     return own("flamingo", build, sees, places, keys=places.shape[-1] * length, rows=12)
-
-
-def _spatial(note: str, sink: bool, *given: Any) -> Sample:
-    """attention-gym, generate_spatial_head_mask_mod."""
-    sees = lambda b, h, i, j: i < 4 or j < 4 + 5 * sink or abs(i - j) < 4  # noqa: E731
-    return own(f"spatial_heads{note}", lambda: lib.spatial_heads(4, 5, *given), sees, runs=2)
 
 
 def temporal_heads(prompt: int, frames: int, frame: int, width: float) -> Sample:
@@ -256,23 +238,6 @@ def selected_blocks(
     build = lambda chosen, *sizes: lib.selected_blocks(chosen, block, *sizes)  # noqa: E731
     rows = chosen.shape[2] * block
     return own(f"selected_blocks{note}", build, sees, *arrays, keys=keys, rows=min(rows, keys), runs=runs)
-
-
-def per_document(mask: a.Mask, inner: Pair, cu: np.ndarray, runs: int = 1, keys: int = 24) -> Sample:
-    build = lambda cu: lib.per_document(mask, cu)  # noqa: E731
-    return own("per_document", build, in_documents(cu, inner), cu, runs=runs, keys=keys)
-
-
-def batchify(
-    note: str, build: Callable[..., a.Mask], inner: Pair, size: int, *arrays: Any, **options: Any
-) -> Sample:
-    return own(
-        f"batchify{note}",
-        lambda *given: lib.batchify(build(*given), size),
-        lambda b, h, i, j: i // size == j // size and inner(i % size, j % size),
-        *arrays,
-        **options,
-    )
 
 
 def _global_sliding(note: str, marked: np.ndarray | None = None, runs: int = 2, **options: Any) -> Sample:
@@ -356,8 +321,12 @@ LIBRARY = [
         rows=12,
         runs=3,
     ),
-    _spatial("", False, 0.8),
-    _spatial(", first frame", True, 1, True, 2),
+    own(
+        "spatial_heads, first frame",  # attention-gym, generate_spatial_head_mask_mod
+        lambda: lib.spatial_heads(4, 5, 1, True, 2),
+        lambda b, h, i, j: i < 4 or j < 9 or abs(i - j) < 4,
+        runs=2,
+    ),
     temporal_heads(3, 4, 6, 1.5),
     selected_blocks("", _CHOSEN, 4, keys=22),
     selected_blocks(", padded, by batch row and head", _BY_HEAD, 4, np.array([4, 1, 4, 0, 3, 2])),
@@ -375,18 +344,24 @@ LIBRARY = [
         np.array([2, 5]),
         runs=2,
     ),
-    per_document(
-        lib.global_sliding(1, 2), lambda x, y: abs(x - y) <= 1 or x < 2 or y < 2, _CU_TWO_ROWS, runs=2
+    own(
+        "per_document",
+        lambda cu: lib.per_document(lib.global_sliding(1, 2), cu),
+        in_documents(_CU_TWO_ROWS, lambda x, y: abs(x - y) <= 1 or x < 2 or y < 2),
+        _CU_TWO_ROWS,
+        runs=2,
     ),
-    batchify(
-        "", lambda: lib.global_sliding(1, 2, rows=False), lambda x, y: abs(x - y) <= 1 or y < 2, 7, runs=2
-    ),
-    batchify(
-        ", segments",
-        lambda ids: a.causal() & a.segments(ids),
-        lambda x, y: y <= x and x // 4 == y // 4,
-        6,
+    own(
+        "batchify, segments",
+        lambda ids: lib.batchify(a.causal() & a.segments(ids), 6),
+        lambda b, h, i, j: i // 6 == j // 6 and j <= i and i % 6 // 4 == j % 6 // 4,
         _ID[:6] // 4,
     ),
-    reordered(a.causal() & a.window(5), _ORDER, lambda i, j: 0 <= i - j <= 5),
+    own(
+        "reordered",
+        lambda order: lib.reordered(a.causal() & a.window(5), order),
+        lambda b, h, i, j: 0 <= _ORDER[i] - _ORDER[j] <= 5,
+        _ORDER,
+        runs=None,
+    ),
 ]

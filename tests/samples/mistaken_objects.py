@@ -4,53 +4,37 @@
 MASKS = r"""
 a.window(-1, -1) => OptionError: left: expected 0 to 2147483647, got -1. .*None for all keys of a side
 a.window(2**31) => OptionError: window: left: expected 0 to 2147483647, got 2147483648
-a.global_keys(-1) => OptionError: global_keys: n: expected 0 to
-a.prefix(-2) => OptionError: prefix: lengths: expected 0 to
 a.key_padding(3, side='top') => OptionError: key_padding: side: expected "right" or "left", got 'top'
-a.key_padding(3, start=-1) => OptionError: key_padding: start: expected 0 to
 a.key_padding(3, start=4, stop=2) => OptionError: stop: expected 4 to .* Pass the first key after
-a.from_block_mask(BLOCKS, -1) => OptionError: from_block_mask: max_runs: expect
 a.Spans(ONE_SPAN, -1) => OptionError: Spans: k_len: expected at least 0, got -1
 low(a.segments(IDS), q_index=np.array([0, 1, 2, 4])) => OptionError: q_index: expected indices below 4
 low(a.documents([0, 3, 2])) => OptionError: cu_seqlens_q: expected ascending offsets that start at 0 and
 low(a.documents([1, 4])) => OptionError: ascending offsets that start at 0
-low(a.documents([0, -1, 4])) => OptionError: ascending offsets that start at 0
 low(a.documents([0, 5])) => OptionError: end at 4 or before, .* pass layout='bshd'
 low(a.documents([0, 4], [0, 5])) => OptionError: cu_seqlens_k: expected ascending offsets .* end at 4
 low(a.prefix([-1, 2])) => OptionError: prefix: lengths: expected lengths of at least 0, got
-low(a.prefix([-1], [0, 4])) => OptionError: prefix: lengths: expected lengths of at least 0, got
 low(a.key_padding([5, 4])) => OptionError: lengths of at least 0 and at most 4, .* pass layout='bshd'
 low(a.key_padding(5)) => OptionError: expected a length of at least 0 and at most 4.*, got 5
 low(a.key_padding(1, stop=5)) => OptionError: expected a part of the 4 keys, got keys 0 to 5
-low(a.key_padding(1, start=5)) => OptionError: expected a part of the 4 keys, got keys 5 to 4
 low(a.key_padding([3, 0], start=2)) => OptionError: expected lengths of at least 0 and at most 2
 low(a.keys([True, False, True, True], 1)) => OptionError: keys: expected at most max_runs=1 runs
-low(a.cache([5, 4])) => OptionError: cache: lengths: expected lengths of at least 0 and at most 4
 low(a.cache(2) & a.cache(3)) => OptionError: q_index: .* got one from cache\(2\) and another
-low(a.cache([2, 2]) & a.documents([0, 4], [0, 4])) => OptionError: q_index: expected one default
 low(a.from_predicate(lambda b, h, q, k: q > k and k > 2)) => OptionError: <lambda>\): .* Write it with &
 low(a.spans(np.full((1, 1, 4, 1, 2), 5))) => OptionError: query 0: .* in \[0, 4\], got \(5, 5\). Clip
 low(a.causal(), q_index=np.full(4, 2**31)) => OptionError: q_index: expected int32 indices
 low(a.causal(), k_index=np.array([0, 1, 1, 2])) => OptionError: k_index: expected strictly ascending
-low(a.segments(IDS), q_index=IDS, k_index=np.array([0, 1, 2, 4])) => OptionError: indices in \[0, 4\)
 low(EVERY, k_index=np.arange(4)) => OptionError: from_predicate\(<lambda>\): .* k_index alone
 a.causal().spans(2**31, 4) => OptionError: q_len: expected 0 to 2147483647, got 2147483648
-a.causal().spans(4, 2**31) => OptionError: k_len: expected 0 to 2147483647, got 2147483648
-a.causal().spans(-1, 4) => OptionError: q_len: expected 0 to 2147483647, got -1
 low(a.documents(x([0, 2**32 + 4]))) => OptionError: cu_seqlens_q: expected at most 2147483647, got 4294967300
 low(a.documents(x([0, 4]), x([0, 2**32 + 4]))) => OptionError: cu_seqlens_k: expected at most 2147483647
 low(a.key_padding(x([2**32 + 3, 2]))) => OptionError: key_padding: lengths: expected at most 2147483647
 low(a.key_padding(x([-(2**32) + 3, 2]))) => OptionError: key_padding: lengths: .* got -4294967293
-low(a.cache(x([2**32 + 3, 2]))) => OptionError: cache: lengths: expected at most 2147483647
 low(a.prefix(x([2**32 + 3, 2]))) => OptionError: prefix: lengths: expected at most 2147483647
-low(a.prefix(x([2**32 + 3, 2]), x([0, 2, 4]))) => OptionError: prefix: lengths: expected at most 2147483647
-lib.dilated(4, 0) => OptionError: dilated: dilation: expected 1 to
 low(lib.shared_prefix([0, 2, 4], [0, 2])) => OptionError: prefix_of: expected numbers of documents, 0 to 1
 lib.tree([-1, 2, 0]) => OptionError: tree: parents: expected a parent before each .*, got 2 for node 1\.
 lib.tree([[-1, 0], [-1, 1]]) => OptionError: got 1 for node 1 of batch element 1
 lib.tree([-1, 0, 1], depth=2) => OptionError: tree: depth: expected at least 3, got 2
 low(lib.tree([-1, 0], prefix=[1, 3])) => OptionError: tree: prefix: lengths: .* at least 0 and at most 2
-lib.tree([-1, 0, 0], prefix=3).spans(3, 5) => OptionError: at most 2, got 3
 lib.natten((4, 4), (3, 5)) => OptionError: kernel: expected at most the canvas \(4, 4\), got \(3, 5\)
 lib.natten(8, 3, dilation=3) => OptionError: canvas \(8,\) with its dilation, got \(3,\) times \(3,\)
 lib.natten(8, 3, stride=4) => OptionError: natten: stride: expected at most 3, the kernel, got 4
@@ -69,49 +53,32 @@ lib.per_head([a.cache([2]), a.cache([1])]).spans(1, 2, heads=2)
 lib.per_document(a.cache(3), [0, 3]) => OptionError: a mask that depends only on indices, got cache
 lib.reordered(a.causal(), [0, 2, 2]) => OptionError: reordered: order: expected a permutation of 0\.\.2
 of_a_written_order() => OptionError: reordered: order: expected a permutation of 0\.\.3
-lib.global_sliding(1, [True, False, True]).spans(3, 3) => OptionError: at most max_runs=1 runs
 a.window((3, 0)) => DtypeError: window: left: expected an int, got tuple. Write window\(left, right\)
 a.segments(torch.zeros(4)) => DtypeError: q_ids: expected an integer array, got torch.float32
-a.segments(IDS > 0) => DtypeError: expected an integer array, got bool
 a.key_padding(IDS > 0) => DtypeError: lengths: expected integers, got bool. Use keys\(valid\)
 a.keys(IDS) => DtypeError: keys: valid: expected a bool array, got int64. Compare: .* mask != 0
 a.from_dense(IDS) => DtypeError: from_dense: visible: expected a bool array, got int64
 a.from_block_mask(3) => DtypeError: from_block_mask: mask_mod: expected a function
 a.Spans(ONE_SPAN, 3.5) => DtypeError: Spans: k_len: expected an int, got float
-a.Spans(ONE_SPAN, True) => DtypeError: Spans: k_len: expected an int, got bool
-a.Spans(ONE_SPAN, None) => DtypeError: Spans: k_len: expected an int, got NoneType
 a.Spans(np.zeros((1, 1, 4, 1, 2)), 3) => DtypeError: Spans: expected an int32 array, got float64
-a.Spans([[0, 1]], 3) => DtypeError: Spans: expected an int32 array, got list
 low(a.causal(), q_index=np.zeros(4)) => DtypeError: q_index: expected an integer array, got float64
 low(a.causal(), like='cpu') => DtypeError: like: expected an array, got str
-lib.global_sliding(1, np.arange(4)) => DtypeError: tokens: expected a bool array, got int64
 lib.per_row([]) => DtypeError: per_row: expected a list of masks, got none
-lib.per_head([a.causal(), None]) => DtypeError: per_head: expected masks, got NoneType
 a.segments([[0, 1], [2]]) => ShapeError: segments: q_ids: expected rows of one length
-a.segments(IDS[None, None]) => ShapeError: an array with 1 or 2 axes, got \(1, 1, 4\)
 a.keys(IDS[None, None, None] > 0) => ShapeError: one axis of keys, got \(1, 1, 1, 4\).*mask\[:, 0, 0\]
 a.from_dense(IDS > 0) => ShapeError: with 2 or 3 or 4 axes, got \(4,\)
 a.spans(np.zeros((2, 2), int)) => ShapeError: Spans: expected bounds of shape .*, got \(2, 2\)
-low(a.segments(np.zeros((3, 4), int))) => ShapeError: q_ids: expected 1 or 2 along the batch axis, got 3
-low(a.segments(IDS[:3], IDS)) => ShapeError: segments: q_ids: expected one entry for each query, 4, got 3
-low(a.keys(np.ones(3, bool))) => ShapeError: keys\(bool\[3\]\): .* that describe 4 keys, got 3
 low(a.from_dense(np.ones((1, 3, 4, 4), bool))) => ShapeError: 1 along the heads axis, got 3. .*heads=
 low(a.causal().prepare(3, 4)) => ShapeError: expected .* = \(2, 1, 4, 4\), got \(1, 1, 3, 4\)
 low(a.causal(), q_index=IDS[:3]) => ShapeError: q_index: expected one global index for each query, 4, got
-lib.shared_prefix([0, 2, 4], [0])
-    => ShapeError: prefix_of: expected one number for each document, 2, got 1
 lib.tree([]) => ShapeError: tree: parents: expected at least one node
 low(lib.block_diffusion(4, 2)) => ShapeError: block_diffusion\(4, 2\): .* describe 4 keys, got 8
 lib.natten((4, 4), (3, 3, 3)) => ShapeError: natten: kernel: expected 2 sizes, one for each axis, got 3
 lib.natten((), ()) => ShapeError: natten: canvas: expected at least one axis, got none
-low(lib.natten((4, 4), 3)) => ShapeError: natten\(\(4, 4\), \(3, 3\)\): .* describe 4 keys, got 16
-low(lib.flamingo([0, 3], 3)) => ShapeError: flamingo\(int64\[2\], 3\): .* describe 4 keys, got 6
 lib.vision_cross_attention(np.zeros((3, 3), int), 2)
     => ShapeError: vision_cross_attention: intervals: expected shape \(n, 2\) or \(B, n, 2\), n at least 1
 lib.selected_blocks(np.zeros((1, 1, 2, 0), int), 2)
     => ShapeError: selected_blocks: chosen: expected \(B\|1, H\|1, query blocks, k\), none of them 0
-low(lib.per_row([a.full()] * 3)) => ShapeError: per_row: expected 1 or 2 along the batch axis, got 3
-low(lib.per_row([a.segments(IDS), a.segments(IDS[:3])])) => ShapeError: describe 4 keys, got 3
 lib.per_document(a.segments(IDS), [0, 3]) => ShapeError: a mask without arrays for keys, got segments
 lib.batchify(a.segments(IDS), 5) => ShapeError: batchify: expected arrays that describe 5 keys, got segme
 """
@@ -120,24 +87,18 @@ lib.batchify(a.segments(IDS), 5) => ShapeError: batchify: expected arrays that d
 OPERATORS = r"""
 ~mask => TypeError: causal\(\): expected & .* or \| .*, got another operator.* have no ~
 mask + mask => TypeError: causal\(\): expected & .* or \| .*, got another operator.* have no ~
-mask - a.window(2) => TypeError: causal\(\): expected & .*, got another operator
-mask * 2 => TypeError: causal\(\): expected & .*, got another operator
 mask ^ mask => TypeError: causal\(\): expected & .*, got another operator
 VISIBLE.float() + mask => TypeError: causal\(\): expected & .*, got another operator
 np.ones((4, 4)) + mask => TypeError: causal\(\): expected & .*, got another operator
 mask & VISIBLE => TypeError: & .*: expected two masks, got Tensor of bool, .*\. Wrap .* in from_dense
-VISIBLE | mask => TypeError: \| .*: expected two masks, got Tensor of bool, .*\. Wrap .* in from_dense
 mask | VISIBLE.numpy() => TypeError: expected two masks, got ndarray of bool, .*\. Wrap .* in from_dense
-VISIBLE.numpy() & mask => TypeError: expected two masks, got ndarray of bool, .*\. Wrap .* in from_dense
 IDS & mask => TypeError: expected two masks, got Tensor of int64, shape \(1, 4\)\. .*segments\(\.\.\.\)
 mask | SPANS => TypeError: \| .*: expected two masks, got Spans\(.*\)\. Wrap it in spans
 mask & a.window => TypeError: expected two masks, got the function window\. Call it: window\(left\)
 1 | mask => TypeError: expected two masks, got int
 mask & None => TypeError: expected two masks, got NoneType
 SPANS & SPANS => TypeError: & .*: expected two masks, got Spans\(.*Wrap it in spans
-SPANS | VISIBLE => TypeError: \| .*: expected two masks, got Spans\(.*Wrap it in spans
 VISIBLE.numpy() & SPANS => TypeError: expected two masks, got Spans\(.*Wrap it in spans
-1 | SPANS => TypeError: expected two masks, got Spans\(.*Wrap it in spans
 """
 
 #: What users pass as a mask, in torch and JAX.
@@ -184,7 +145,6 @@ a.dense_bias(np.ones((3, 4))).lower(**SIZES)
 #: Of mask functions, which are called on indices of 5 queries and 7 keys.
 PREDICATES = r"""
 lambda b, h, q, k: None => TypeError: from_predicate\(<lambda>\): expected .*got NoneType. End it with return
-lambda b, h, q, k: 1 => TypeError: from_predicate\(<lambda>\): expected .*got int\. Compare: x != 0
 lambda b, h, q, k: 0.5 => TypeError: from_predicate\(<lambda>\): expected .*got float\. Compare: x != 0
 lambda b, h, q, k: q - k
     => TypeError: from_predicate\(<lambda>\): expected .*got an array of torch.int64\. Compare: x != 0
@@ -195,16 +155,11 @@ lambda b, h, q, k: 'yes'
 lambda b, h, q, k: (q >= k)[..., :-1]
     => ValueError: from_predicate\(<lambda>\): expected .*raised IndexError: too many indices .* Index
     captured arrays within
-lambda b, h, q, k: (q >= k)[None]
-    => ValueError: from_predicate\(<lambda>\): expected .*one boolean for a pair, got \(1,\)\. Reduce or
-    index
 lambda b, h, q, k: torch.zeros(7) == k
     => ValueError: from_predicate\(<lambda>\): expected .*one boolean for a pair, got \(7,\)\. Reduce or
     index
 _raises => ValueError: from_predicate\(_raises\): .* raised KeyError: 'no such document'\. Try it on one pair
 lambda b, h, q, k: k if q > k else q
-    => ValueError: raised RuntimeError: .*data-dependent control flow.*Write it with &
-lambda b, h, q, k: q > k and k > 2
     => ValueError: raised RuntimeError: .*data-dependent control flow.*Write it with &
 lambda b, h, q, k: _TABLE[b][q] == 0 => ValueError: raised IndexError: .*Index captured arrays within
 partial(_within, hight=3) => ValueError: from_predicate\(_within\): .* raised TypeError: .*hight
@@ -216,7 +171,6 @@ CACHES = r"""
 c.update(new(3), new(3)) => ValueError: element 1: expected room for 3 more tokens, got 6 of 8
 c.update(new(9), new(9)) => ValueError: k_new: expected at most 8 tokens, got 9.*max_len
 c.update(new(2), new(2), torch.tensor([1, 3])) => ValueError: counts\[1\]: expected 0 to 2.*got 3
-c.update(new(2), new(2), torch.tensor([-1, 0])) => ValueError: counts\[0\].*got -1
 c.update(new(2), new(2), torch.tensor([1])) => ValueError: counts: .*shape \(2,\), got
 c.update(new(2), new(2), torch.ones(2)) => TypeError: counts: expected integers
 c.update(new(1, heads=3), new(1)) => ValueError: k_new: expected batch 2, 2 heads and head dim 16
@@ -229,8 +183,6 @@ c.update([[1.0]], new(1)) => TypeError: k_new: expected a torch.Tensor, got list
 c.update(new(1), new(1).requires_grad_()) => ValueError: without gradients.*no_grad
 c.mask(9) => ValueError: mask: expected at most 8 queries, got 9
 c.truncate(5) => ValueError: lengths\[0\]: expected 0 to 3, .*got 5
-c.truncate(-1) => ValueError: lengths\[0\]: expected 0 to 3, .*got -1
-c.truncate(torch.tensor([1])) => ValueError: one entry per batch element
 c.truncate(torch.ones(2)) => TypeError: lengths: expected integers
 c.truncate(True) => TypeError: lengths: expected an int, got bool
 c.mask(1.5) => TypeError: mask: expected an int, got float
@@ -241,7 +193,6 @@ c.reset([0, 2]) => ValueError: indices from 0 to 1, got \[0, 2\]
 c.reset([1, 1]) => ValueError: indices, got \[1, 1\]\. .*A mask of batch elements must be bool
 c.reset(1) => TypeError: a list or a tensor of indices, got 1\. Pass \[1\]
 c.reorder([0]) => ValueError: expected shape \(2,\), one for each batch element, got
-c.reorder(torch.tensor([0, -1])) => ValueError: indices from 0 to 1
 c.reorder([0.0, 1.0]) => TypeError: expected an int, got float
 c.reset(torch.tensor([True])) => ValueError: reset: rows: expected one entry
 """
@@ -254,7 +205,5 @@ RollingCache(1, 1, 4, 8, keep=-1) => ValueError: keep: expected 0 to
 PagedCache(2, 2, 1, 8, batch=1, max_len=2, dtype=torch.int32) => TypeError: floating
 StaticCache(1, 1, 8, 8, dtyp=torch.half) => TypeError: got dtyp\. Leave it out
 PagedCache(2, 2, 1, 8, batch=1, max_len=2).reserve(1) => TypeError: Pass a list
-RollingCache(1, 1, 4, 8, chunk=0) => ValueError: chunk: expected 1 to
 StaticCache(1, 1, 8, 8, layout='thd') => ValueError: bhsd or bshd, got 'thd'
-StaticCache(1, 1, 8, 8, dtype=torch.int8) => TypeError: floating dtype, got torch.int8
 """

@@ -32,19 +32,15 @@ v=zeros(2, 4, 9, 16) => ValueError: expected as many value as key heads
 * v=zeros(2, 2, 8, 16) => ValueError: expected as many values as keys
 * q=zeros(2, 3, 7, 16) => ValueError: heads: expected a multiple of the key heads
 q=zeros(2, 0, 7, 16) => ValueError: expected at least one query and one key head
-k=zeros(2, 0, 9, 16) => ValueError: at least one query and one key head
 ~ scale=math.nan => ValueError: scale: expected a finite float32 number, got nan
-~ scale=-math.inf => ValueError: scale: expected a finite float32 number, got -inf
 scale=1e+300 => ValueError: scale: expected a finite float32 number, got 1e\+300
 backend='cuda' => ValueError: backend: expected None or one of cpu, .*, math, .*got 'cuda'
 q=zeros(1, 1, 4, 584), k=zeros(1, 1, 4, 584), backend='cpu' => ValueError: to 576, not 584
 * q_index=ids(8) => ValueError: q_index: expected
 k_index=arange(10) => ValueError: k_index: expected one index for each key, 9, got 10
 * mask=a.segments(ids(2, 11)) => ValueError: describe 9 keys, got 11
-mask=a.segments(ids(3, 9)) => ValueError: 1 or 2 along the batch axis, got 3
 mask=a.segments(ids(8), ids(9)) => ValueError: one entry for each query, 7, got 8
 mask=a.segments(ids(1, 2, 9)) => ValueError: 1 or 2 axes
-mask=a.key_padding(ids(3)) => ValueError: along the batch axis, got 3
 mask=a.key_padding(10) => ValueError: at most 9
 * mask=a.causal() & a.cache(ids(3)) => ValueError: along the batch axis, got 3
 * mask=a.cache(ids(2)) & a.documents(array([0, 3]), array([0, 3]))
@@ -53,8 +49,6 @@ mask=a.documents(ids(1)) => ValueError: at least 2 offsets
 * mask=a.documents(ids(4), ids(5)) => ValueError: as many documents for keys
 * mask=a.prefix(ids(4), ids(7)) => ValueError: one length per document
 * mask=a.spans(ids(1, 1, 8, 1, 2)) => ValueError: one entry for each query, 7, got 8
-~ mask=a.spans(ids(3, 1, 7, 1, 2)) => ValueError: along the batch axis, got 3
-* mask=a.from_dense(ids(7, 10) > 0) => ValueError: describe 9 keys, got 10
 * mask=a.from_predicate(lambda b, h, q, k: q.flatten() >= 0)
     => ValueError: from_predicate\(<lambda>\): expected
 * mask=lib.selected_blocks(ids(3, 1, 2, 1), 4) => ValueError: axis, got 3
@@ -68,22 +62,14 @@ mask=lib.per_row([a.causal()] * 3) => ValueError: along the batch axis, got 3
 ~ mask=a.causal().spans(6, 9) => ValueError: bounds: expected .*q_len=7, got \(
 ~ mask=bounds(3, 1, 7, 1, 2) => ValueError: bounds: expected \(B\|1, .* with B=2
 ~ mask=bounds(1, 1, 7, 0, 2) => ValueError: bounds: expected
-mask=PREPARED, q_index=arange(7)
-    => ValueError: q_index, k_index: expected None with a mask that is already lowered and no option
 mask=PREPARED, q_index=arange(7), softcap=3.0
     => ValueError: q_index, k_index: expected None with a mask that is already lowered and no option that
     depends on
 ~ **PACKED, mask=a.key_padding(8) & a.causal()
     => ValueError: keeps packed documents apart, got key_padding\(8\) & causal\(\).*Combine it by & with
     documents
-~ **PACKED, mask=a.keys([True] * 8) & a.causal()
-    => ValueError: keeps packed documents apart, got keys\(bool\[8\]\) & causal\(\).*Combine it by & with
-    documents
 ~ **PACKED, mask=a.cache(8) & a.causal()
     => ValueError: keeps packed documents apart, got cache\(8\) & causal\(\).*Combine it by & with
-    documents
-~ **PACKED, mask=a.prefix(2) | a.causal()
-    => ValueError: keeps packed documents apart, got prefix\(2\) \| causal\(\).*Combine it by & with
     documents
 **PACKED, mask=a.causal() | a.documents(array([0, 3, 8]))
     => ValueError: keeps packed documents apart, got causal\(\) \| documents.*Combine it by & with
@@ -91,21 +77,15 @@ mask=PREPARED, q_index=arange(7), softcap=3.0
 ~ **PACKED, mask=a.documents(array([0, 3, 8])), bias=a.alibi(ones(2, 2))
     => ValueError: alibi: slopes: expected \(B\|1, H\) with B=1, H=2.*Slopes for each packed document are not
     supported: pad
-softcap=0.0 => ValueError: softcap: expected a positive, finite number .* got 0.0
 * softcap=-1.0 => ValueError: softcap: expected a positive, finite number .* got -1.0
 softcap=1e-40 => ValueError: softcap: expected a positive, finite .*1e-30.* got 1e-40
 ~ softcap=math.nan => ValueError: softcap: expected a positive, finite .* got nan
-~ softcap=math.inf => ValueError: softcap: expected a positive, finite .* got inf
 sinks=zeros(3) => ValueError: sinks: expected \(H,\) with H=4: a logit .* got \(3,\)\. .* sinks\[:q_heads\]
-sinks=zeros(4, 1) => ValueError: sinks: expected \(H,\) with H=4
 bias=a.alibi(zeros(3)) => ValueError: slopes: expected \(B\|1, H\) with B=2, H=4
-bias=a.alibi(zeros(3, 4)) => ValueError: slopes: expected .* got \(3, 4\)
 * bias=a.relative(zeros(3, 9)) => ValueError: relative: table: expected \(H, n\) with H=4
 * bias=zeros(7, 8) => ValueError: dense bias: expected .*k_len=9: .*got \(7, 8\)
-bias=zeros(7, 1) => ValueError: dense bias: expected
 bias=a.dense_bias(zeros(2, 7, 9)) => ValueError: dense bias: expected
 dropout_p=1.0 => ValueError: dropout_p: expected at least 0 and below 1, got 1.0
-dropout_p=-0.1 => ValueError: dropout_p: expected at least 0
 ~ dropout_p=math.nan, dropout_seed=array(11) => ValueError: dropout_p: expected at least
 dropout_p=0.1 => ValueError: dropout_seed: expected an integer .* got None
 mask=PREPARED, q_index=arange(6), bias=SLOPES
@@ -137,9 +117,7 @@ k=on_meta(*K.shape), v=K => ValueError: expected one device, got cpu, meta, cpu
 q=on_meta(1, 1, 1, 8), k=on_meta(1).expand(1, 1, 2 ** 31 - 64, 8)
     => ValueError: k_len: expected at most 2147483583
 mask=a.Spans(on_meta(1, 1, 7, 1, 2, dtype=torch.int32), 9) => ValueError: bounds: expected device cpu
-sinks=on_meta(4) => ValueError: sinks: expected device cpu
 bias=a.alibi(on_meta(4)) => ValueError: bias: slopes: expected device cpu
-dropout_p=0.1, dropout_seed=on_meta(dtype=torch.int64) => ValueError: dropout_seed: expected device cpu
 q_index=on_meta(7, dtype=torch.int64) => ValueError: q_index: expected device cpu \(as q\), got meta
 dropout_p=0.1, dropout_seed=torch.zeros(4).long()
     => ValueError: dropout_seed: expected shape \(\) or \(B, H\) = \(2, 4\), got \(4,\). .*dropout_seeds\(
@@ -162,11 +140,9 @@ mask=PREPARED, q_index=np.arange(7), bias=SLOPES
 #: Of the drop-in for torch's scaled_dot_product_attention.
 SDPA = r"""
 attn_mask=torch.zeros(8, 7) => ValueError: a shape that broadcasts .*\(1, 2, 8, 8\)
-attn_mask=torch.zeros(1, 1, 2, 8, 8) => ValueError: attn_mask: .* broadcasts
 **dict.fromkeys(('query', 'key', 'value'), EIGHT[None]), attn_mask=torch.zeros(3, 1, 1, 2, 8, 8)
     => ValueError: attn_mask: expected a shape that broadcasts to \(1, 1, 2, 8, 8\), got \(3, 1, 1, 2, 8,
     8\)
-attn_mask=torch.zeros(8, 7) == 0 => ValueError: attn_mask: expected a shape that broadcasts
 attn_mask=a.causal(), is_causal=True => ValueError: expected no attn_mask with it
 key=EIGHT[:, :1], value=EIGHT[:, :1] => ValueError: enable_gqa=True
 key=EIGHT[0, 0, 0] => ValueError: at least 2 dims, .*, got .*, 16

@@ -31,10 +31,3 @@ def seen(spans: Spans) -> np.ndarray:
     whole = np.zeros((planes, rows, planes, keys), bool)
     whole[np.arange(planes), :, np.arange(planes)] = dense
     return whole.reshape(planes * rows, planes * keys)
-
-
-def as_set(lo: np.ndarray, hi: np.ndarray) -> set[int]:
-    """The integers of some intervals, which must ascend and neither overlap nor touch."""
-    assert (lo < hi).all()
-    assert (lo[1:] > hi[:-1]).all()
-    return {int(x) for a, b in zip(lo, hi, strict=True) for x in range(a, b)}

@@ -238,8 +238,8 @@ def new_lengths(keys: Tensor, values: Tensor, lengths: Tensor, *new: Any) -> Ten
 
 cache_append_op = define(
     library,
-    "cache_append(Tensor(a!) keys, Tensor(b!) values, Tensor lengths, Tensor k_new, Tensor v_new, Tensor? counts,"
-    " int keep) -> Tensor",
+    "cache_append(Tensor(a!) keys, Tensor(b!) values, Tensor lengths, Tensor k_new, Tensor v_new,"
+    " Tensor? counts, int keep) -> Tensor",
     new_lengths,
     CPU=_write_cpu,
     CompositeExplicitAutograd=write_anywhere,

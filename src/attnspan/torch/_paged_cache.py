@@ -105,7 +105,8 @@ _write_op = define(
 guard(_write_op)
 _forward_op = define(
     library,
-    f"paged_attention(Tensor q, Tensor keys, Tensor values, Tensor table, {arguments(_ROWS)}) -> (Tensor out, Tensor lse)",
+    f"paged_attention(Tensor q, Tensor keys, Tensor values, Tensor table, {arguments(_ROWS)})"
+    " -> (Tensor out, Tensor lse)",
     _forward_fake,
     CPU=_forward,
     CUDA=_forward,

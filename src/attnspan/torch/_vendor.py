@@ -72,7 +72,8 @@ vendor_op = define(
 )
 _backward_op = define(
     library,
-    f"vendor_attention_backward(Tensor dout, {_INPUTS}, Tensor out, Tensor lse, {_BAND}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    f"vendor_attention_backward(Tensor dout, {_INPUTS}, Tensor out, Tensor lse, {_BAND})"
+    " -> (Tensor dq, Tensor dk, Tensor dv)",
     *(_backward_fake, KEEPS_STRIDE_ORDER),
     CUDA=_backward_kernel,
 )
