@@ -75,8 +75,8 @@ def test_generated_code_writes_into_the_buffers_and_reads_positions_first(kind: 
 @pytest.mark.parametrize("kind", KINDS if everything() else ["rolling"])
 def test_compiled_chunks_of_many_lengths_and_caches_of_many_layers(kind: str) -> None:
     generator = random.Random(5)
-    tokens = [Tokens(2, 16, seed=seed) for seed in range(2)]
-    caches = [make(kind, size=16) for _ in tokens]
+    tokens = [Tokens(2, 10, seed=seed) for seed in range(2)]
+    caches = [make(kind, size=10) for _ in tokens]
     outs = [torch.zeros_like(row.q) for row in tokens]
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(step, fullgraph=True, backend=counter)
@@ -85,9 +85,9 @@ def test_compiled_chunks_of_many_lengths_and_caches_of_many_layers(kind: str) ->
         return compiled(cache, q, k, v, torch.full((2,), k.shape[2]) if counts is None else counts)
 
     with torch.no_grad():
-        while min(caches[0].lengths.tolist()) < 16:
+        while min(caches[0].lengths.tolist()) < 10:
             n = generator.randint(1, 4)
-            counts = ragged(generator, caches[0], 16, n)
+            counts = ragged(generator, caches[0], 10, n)
             for cache, row, out in zip(caches, tokens, outs, strict=True):
                 feed(cache, row, out, counts, n, counted)
     # The first length, any length, and one token.
