@@ -81,13 +81,3 @@ def test_option_under_mask(option: str, mask: str, dtype: str, backend: str) -> 
 @pytest.mark.parametrize(("option", "shape", "dtype", "backend"), _cells(SHAPES, 1))
 def test_option_in_shape(option: str, shape: str, dtype: str, backend: str) -> None:
     _check(option, SHAPES[shape], dtype, backend)
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_every_backend_meets_every_mask_dtype_and_program(name: str) -> None:
-    cells, backend = [cell for cell in _cells(MASKS, 0) if cell[3] == name], BACKENDS[name]
-    assert {cell[1] for cell in cells} == set(MASKS)
-    assert {cell[2] for cell in cells} == set(backend.dtypes)
-    assert {cell[0] for cell in cells} >= (
-        {backend.widest, *backend.programs} if backend.programs else set(OPTIONS)
-    )

@@ -34,6 +34,7 @@ class Sharp:
     scale: float = 32**-0.5
     softcap: float = 0.0
     sinks: float = 0.0
+    slopes: float = 0.0
 
 
 CASES = {
@@ -43,6 +44,8 @@ CASES = {
     "sinks": Sharp(sinks=30),
     "softcap": Sharp(q=30, scale=1.0, softcap=1000),
     "saturated": Sharp(q=240, softcap=30),
+    # Each gradient is one number of a head: the sum of all pairs' gradients times their distances.
+    "slopes": Sharp(slopes=0.5),
 }
 Attend = Callable[[list[Tensor], Sharp], Tensor]
 
@@ -55,6 +58,9 @@ def eager(inputs: list[Tensor], case: Sharp) -> Tensor:
         scores = case.softcap * torch.tanh(scores / case.softcap)
     if case.bias:
         scores = scores + more[0]
+    if case.slopes:
+        at = torch.arange(q.shape[2])
+        scores = scores - more[0][:, None, None] * (at[:, None] - at).abs().to(q.dtype)
     if case.sinks:
         sinks = more[0].view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         return torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1] @ v
@@ -71,6 +77,8 @@ def fused(inputs: list[Tensor], case: Sharp) -> Tensor:
 def ours(inputs: list[Tensor], case: Sharp) -> Tensor:
     q, k, v, *more = inputs
     options: dict[str, Any] = {"bias": more[0]} if case.bias else {"sinks": more[0]} if case.sinks else {}
+    if case.slopes:
+        options = {"bias": alibi(more[0])}
     return attention(q, k, v, scale=case.scale, softcap=case.softcap or None, backend="cpu", **options)
 
 
@@ -80,8 +88,8 @@ def _inputs(case: Sharp, dtype: torch.dtype, seed: int) -> tuple[list[Tensor], T
     inputs = [q * case.q, k, v]
     if case.bias:
         inputs.append(torch.randn(1, 2, 96, 96, generator=generator) * case.bias)
-    if case.sinks:
-        inputs.append(torch.tensor([1.0, -1.0]) * case.sinks)
+    if case.sinks or case.slopes:
+        inputs.append(torch.tensor([1.0, -1.0]) * case.sinks + torch.tensor([1.0, 0.25]) * case.slopes)
     return [x.to(dtype) for x in inputs], dout.to(dtype)
 
 
@@ -111,7 +119,7 @@ def test_no_less_accurate_than_others_where_rows_are_sharp(name: str, dtype: str
     # Plain code in float32 sums p * dp anew in backward, which no fused kernel does: where nearly all rows
     # are copies of one value (scale 1e4) it is ten times as exact, and fused kernels are compared.
     plain = kind == torch.float32 and case.bias < 1e3
-    others = [eager] if case.sinks or case.softcap else [fused, eager] if plain else [fused]
+    others = [eager] if case.sinks or case.softcap or case.slopes else [fused, eager] if plain else [fused]
     peers = [_pooled(attend, case, kind) for attend in others]
     for i, (x, y) in enumerate(zip(got, exact, strict=True)):
         assert x is not None
@@ -123,34 +131,3 @@ def test_no_less_accurate_than_others_where_rows_are_sharp(name: str, dtype: str
         # Rows of one key are copies, so that the norm of all errors may be a small part of one rounding.
         allowed = FACTOR * max(min(errors), least, torch.finfo(kind).eps / 8)
         assert error(x, y) <= allowed, (("out", "dq", "dk", "dv", "option")[i], errors)
-
-
-def _sloped(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
-    distance = (torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])).abs()
-    return torch.softmax(q @ k.mT / 8 - slopes[:, None, None] * distance.to(q.dtype), -1) @ v
-
-
-def _sloped_by_kernel(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
-    return attention(q, k, v, bias=alibi(slopes), backend="cpu")
-
-
-def _of_slopes(attend: Callable[..., Tensor], seed: int, dtype: torch.dtype) -> np.ndarray:
-    generator = torch.Generator().manual_seed(seed)
-    *inputs, dout = (torch.randn(1, 4, 512, 64, generator=generator).to(dtype) for _ in range(4))
-    slopes = (2.0 ** -torch.arange(1.0, 9.0, 2.0)).to(dtype).requires_grad_()
-    return torch.autograd.grad(attend(*inputs, slopes), slopes, dout)[0].double().numpy()
-
-
-@pytest.mark.compiled_module("errors are those of this machine's kernel")
-def test_gradients_of_slopes_err_no_more_than_plain_code() -> None:
-    """Each is one number of a head: the sum of all pairs' gradients times their distances."""
-    kinds = {
-        "exact": (_sloped, torch.float64),
-        "ours": (_sloped_by_kernel, torch.float32),
-        "plain": (_sloped, torch.float32),
-    }
-    found = {
-        name: np.stack([_of_slopes(attend, seed, dtype) for seed in range(4)])
-        for name, (attend, dtype) in kinds.items()
-    }
-    assert error(found["ours"], found["exact"]) <= FACTOR * error(found["plain"], found["exact"])

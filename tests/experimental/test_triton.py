@@ -31,8 +31,9 @@ SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 <<
 MATRIX = {80: "mma.sync", 89: "mma.sync", 90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
 #: What the ordinary run compiles, in one process: capability, dtype, head dim, option, descriptors.
 SAMPLE = (
-    *((90, "bfloat16", 128, "none", 0), (100, "bfloat16", 64, "none", 0)),
-    *((90, "bfloat16", 128, "dense", 0), (90, "bfloat16", 128, "none", 1)),
+    (100, "bfloat16", 64, "none", 0),
+    (90, "bfloat16", 128, "dense", 0),
+    (90, "bfloat16", 128, "none", 1),
 )
 
 
@@ -70,48 +71,23 @@ def test_keys_in_parts_give_the_same(parts: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scale", [-0.25, 0.0])
-def test_scales_that_are_not_positive(scale: float) -> None:
-    q, k, v = (x.requires_grad_() for x in qkv(20, 30))
-    mask, dout = causal() & window(15), torch.randn(2, 4, 20, 24)
-    results = []
-    for backend in ("triton", "math"):
-        out, lse = attention(q, k, v, mask=mask, scale=scale, return_lse=True, backend=backend)
-        results.append([out, lse, *torch.autograd.grad(out, (q, k, v), dout)])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-
-
-@pytest.fixture(scope="module")
-def of_two_documents() -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Inputs, and their results."""
+@pytest.mark.filterwarnings("ignore:(invalid value|All-NaN slice):RuntimeWarning")
+@pytest.mark.parametrize(("name", "bad"), [("k", torch.nan), ("v", torch.inf), ("dout", torch.nan)])
+def test_a_nan_reaches_only_blocks_that_see_it(name: str, bad: float) -> None:
+    """Two documents, in blocks of their own; a scale that is negative."""
     shapes = {"q": (1, 2, 80, 16), "k": (1, 1, 80, 16), "v": (1, 1, 80, 24), "dout": (1, 2, 80, 24)}
     tensors = {x: torch.randn(shape) for x, shape in shapes.items()}
-    with triton.interpreted():
-        return tensors, forward_and_backward(**tensors)
-
-
-def forward_and_backward(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
-    """Two documents, in blocks of their own."""
-    bounds = torch.tensor(documents([0, 64, 80]).spans(80, 80).lowered.bounds)
-    out, lse = run(q, k, v, bounds)
-    gradients = [torch.empty_like(x) for x in (q, k, v)]
-    triton.backward(dout, None, q, k, v, out, lse, bounds, *gradients, scale=0.25)
-    return [out, lse[..., None], *gradients]
-
-
-@pytest.mark.covering(1)
-@pytest.mark.filterwarnings("ignore:(invalid value|All-NaN slice):RuntimeWarning")
-@pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_nan_reaches_only_blocks_that_see_it(of_two_documents: Any, name: str, bad: float) -> None:
-    tensors, clean = of_two_documents
-    tensors = {x: tensor.clone() for x, tensor in tensors.items()}
-    tensors[name][:, :, 70, 3] = bad
-    spoiled = forward_and_backward(**tensors)
-    for a, b in zip(clean, spoiled, strict=True):
-        assert torch.equal(a[:, :, :64], b[:, :, :64])
-    assert not all(bool(x[:, :, 64:].isfinite().all()) for x in spoiled[2:])
+    results = []
+    for backend in ("triton", "math"):
+        *inputs, dout = (x.clone() for x in tensors.values())
+        if backend == "triton":
+            dict(zip(shapes, (*inputs, dout), strict=True))[name][:, :, 70, 3] = bad
+        inputs = [x.requires_grad_() for x in inputs]
+        out = attention(*inputs, mask=documents([0, 64, 80]), scale=-0.25, backend=backend)
+        results.append([out, *torch.autograd.grad(out, inputs, dout)])
+    for spoiled, clean in zip(*results, strict=True):
+        torch.testing.assert_close(spoiled[:, :, :64], clean[:, :, :64], rtol=1e-5, atol=1e-5)
+    assert not all(bool(x[:, :, 64:].isfinite().all()) for x in results[0][1:])
 
 
 def test_keys_that_no_row_sees_are_not_read() -> None:
@@ -119,8 +95,7 @@ def test_keys_that_no_row_sees_are_not_read() -> None:
     q, k, v = qkv(q_len=4)
     k[:, :, 39:], v[:, :, 39:] = torch.nan, torch.nan
     bounds = torch.tensor(causal().spans(4, 39).lowered.bounds)
-    wanted = run(q, k[:, :, :39], v[:, :, :39], bounds)
-    for a, b in zip(run(q, k, v, bounds), wanted, strict=True):
+    for a, b in zip(run(q, k, v, bounds), run(q, k[:, :, :39], v[:, :, :39], bounds), strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -191,9 +166,8 @@ def test_code_for_gpus(call: Any) -> None:
 
 @pytest.mark.slow
 def test_blocks_with_the_most_keys_start_first_and_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    q, k = torch.randn(2, 2, 60, 16, requires_grad=True), torch.randn(2, 1, 60, 16, requires_grad=True)
-    mask = causal() & documents(torch.tensor([[0, 30, 40, 60], [0, 4, 32, 60]]))
+    q, k = torch.randn(1, 2, 60, 16, requires_grad=True), torch.randn(1, 1, 60, 16, requires_grad=True)
+    mask = causal() & documents([0, 4, 32, 60])
     results = []
     for waves in (False, True):
         monkeypatch.setattr(_launch, "_has_waves", lambda *_, answer=waves: answer)
@@ -203,24 +177,20 @@ def test_blocks_with_the_most_keys_start_first_and_change_no_bit(monkeypatch: py
 
 
 @pytest.mark.parametrize("dim", [64, 40])
-@pytest.mark.parametrize("mask", ["causal", "window"])
-def test_tensor_descriptors_change_no_bit(mask: str, dim: int) -> None:
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 70, h, dim).transpose(1, 2) for h in (4, 2, 2))
-    lowered = {"causal": causal(), "window": window(40)}[mask].spans(70, 70, like=q).lowered
-    bounds = lowered.bounds.contiguous()
+def test_tensor_descriptors_change_no_bit(dim: int) -> None:
+    q, k, v = (torch.randn(1, 70, h, dim).transpose(1, 2) for h in (2, 1, 1))
+    bounds = (causal() & window(40)).spans(70, 70, like=q).lowered.bounds.contiguous()
     found = []
-    with triton.interpreted():
-        for bit in (0, 1):
-            out, lse = torch.empty_like(q), torch.empty(2, 4, 70)
-            config = Config(32, 16, 4, 1, descriptors=bit, specialized=bit)
-            _launch.forward(q, k, v, bounds, out, lse, scale=0.125, config=config)
-            found.append((out, lse))
+    for bit in (0, 1):
+        out, lse = torch.empty_like(q), torch.empty(1, 2, 70)
+        config = Config(32, 16, 4, 1, descriptors=bit, specialized=bit)
+        _launch.forward(q, k, v, bounds, out, lse, scale=0.125, config=config)
+        found.append((out, lse))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def _compiled(call: Any) -> dict[str, Any]:
-    calls = SAMPLE if call in SAMPLE else (call,)
+    calls = tuple(SAMPLE) if call in SAMPLE else (call,)
     return {each["kernel"]: each for each in _all_compiled(calls)[calls.index(call)]}
 
 

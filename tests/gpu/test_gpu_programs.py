@@ -17,8 +17,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from attnspan import causal, documents
 from attnspan.call.options import alibi
 from attnspan.torch import StaticCache, attention, checkpoint_policy
-from attnspan.torch._vendor import vendor_op
-from attnspan.torch.ops import named_op
 
 pytestmark = needs_gpu
 BACKENDS = ["vendor", "flex", "triton"]
@@ -101,16 +99,6 @@ def test_a_recorded_call_is_replayed_with_new_data(name: str) -> None:
         q.normal_()
         graph.replay()
         torch.testing.assert_close(out, attention(q, k, v, mask=mask), rtol=2e-2, atol=2e-2)
-
-
-def test_operators() -> None:
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    q, k, v = (x.detach().requires_grad_() for x in move(qkv(1, 64, 64)))
-    bounds = causal().spans(64, 64, like=q).lowered.bounds
-    ends = torch.tensor([0, 20, 64], device="cuda")
-    torch.library.opcheck(named_op, (q, k, v, bounds, 0.25), {"backend": "triton"}, test_utils=tests)
-    torch.library.opcheck(vendor_op, (q, k, v, None, None, 64, 64, -1, 0, 0.25), test_utils=tests)
-    torch.library.opcheck(vendor_op, (q, k, v, ends, ends, 64, 64, -1, 0, 0.25), test_utils=tests)
 
 
 def _torchrun(ranks: int, *command: str) -> str:

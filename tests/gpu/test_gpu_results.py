@@ -11,7 +11,7 @@ from samples.conformance import OPTIONS, SHAPES, SMALL
 from samples.parts import MASKS
 from samples.problems import DTYPES, check, make, replace
 
-from attnspan.torch import attention, explain
+from attnspan.torch import attention
 
 pytestmark = needs_gpu
 
@@ -90,13 +90,6 @@ def test_memory_grows_with_the_length_alone(backend: str) -> None:
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert peaks[1] < 5 * peaks[0], "four times the tokens"
     assert peaks[1] < 65536 * 65536 // 8
-
-
-def test_explain_names_a_kernel() -> None:
-    q, k, v = move(qkv())
-    found, (major, minor) = explain(q, k, v, mask=BANDS["causal"]), torch.cuda.get_device_capability()
-    assert found.backend in ("vendor", "flex", "triton")
-    assert found.problem.capability == 10 * major + minor
 
 
 def test_without_memory_the_error_is_torchs_and_a_call_works_afterwards() -> None:

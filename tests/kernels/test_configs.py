@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from covering import everything
 from kernel_run import check_run, run
 from programs import run_program
 from samples.problems import Case, make
@@ -29,19 +30,14 @@ CASES = [
 def test_a_configuration_changes_nothing_but_rounding(case: Case, dtype: torch.dtype) -> None:
     case = replace(case, dtype=dtype)
     problem = make(case)
-    for configs in random_configs(case, 6):
-        check_run(case, run(problem, *configs))
-
-
-def random_configs(case: Case, count: int) -> list[tuple[dict[str, int], dict[str, int]]]:
-    """Pairs of a configuration of forward and one of backward, other ones for each case and dtype."""
-    heads, dtype = case.heads, str(case.dtype).removeprefix("torch.")
+    dtype_name = str(dtype).removeprefix("torch.")
     sizes = (case.q_len, case.k_len, case.head_dim, case.v_dim, case.runs)
-    problem = Problem(case.batch, heads, case.kv_heads, *sizes, dtype, "cpu")
-    choice = random.Random(str(case))
-    spaces = [cpu.configs(problem, direction) for direction in ("forward", "backward")]
+    described = Problem(case.batch, case.heads, case.kv_heads, *sizes, dtype_name, "cpu")
+    spaces = [cpu.configs(described, direction) for direction in ("forward", "backward")]
     assert all(len(space) > 2 for space in spaces)
-    return [(choice.choice(spaces[0]), choice.choice(spaces[1])) for _ in range(count)]
+    choice = random.Random(str(case))  # others for each case and dtype
+    for _ in range(6 if everything() else 3):
+        check_run(case, run(problem, *map(choice.choice, spaces)))
 
 
 # Sums over several calls ask for results in float32 beside 16-bit inputs.
@@ -86,7 +82,7 @@ from attnspan.torch import attention
 
 torch.set_num_threads(2)
 q, k, v = (torch.randn(1, 1, 32768, 64, requires_grad=True) for _ in range(3))
-out = attention(q, k, v, mask=causal() & window(256))
+out = attention(q, k, v, mask=causal() & window(64))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 out.backward(torch.ones_like(out))
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)

@@ -1,13 +1,15 @@
 """The compiled kernel at one instruction-set level (test_levels.py runs this file at all the others)."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from closeness import relative_error
 from kernel_run import check_run, forward, run
-from samples.problems import Case, compare, make
+from samples.problems import Case, Problem, compare, make
 from torch import Tensor
 
 from attnspan.call.options import Options
@@ -42,38 +44,35 @@ CASES = [
 ]
 
 SMALL = Case(batch=2, heads=2, kv_heads=1, q_len=70, k_len=150, head_dim=24, v_dim=40, runs=2, scale=0.125)
+
+
+#: Options, and what else than SMALL. tests/conformance has each option with each dtype.
 WITH_OPTIONS = [
-    replace(SMALL, options=("softcap",)),
-    replace(SMALL, options=("strong softcap", "sinks"), scale=-0.2),
-    replace(SMALL, options=("sinks",)),
-    replace(SMALL, options=("alibi",), mask="causal", q_len=150),
-    replace(SMALL, options=("alibi, per batch row", "softcap", "queries given")),
-    replace(SMALL, options=("alibi, signed", "keys given")),
-    replace(SMALL, options=("distance table", "sinks", "shifted queries given"), mask="full"),
-    replace(SMALL, options=("long distance table",), mask="causal", q_len=150),
-    replace(SMALL, options=("distance table", "queries given", "keys given")),
-    replace(SMALL, options=("one distance", "sinks")),
-    replace(SMALL, options=("dense, float32",)),
-    replace(SMALL, options=("dense, per head", "softcap"), heads=4, kv_heads=2),
-    replace(SMALL, options=("dense, all heads",), heads=3, kv_heads=3),
-    replace(SMALL, options=("dense, one for all, float32", "dropout"), heads=4, kv_heads=2),
-    replace(SMALL, options=("dense, per key and head, float32", "sinks")),
-    replace(SMALL, options=("dense with holes",), mask="full"),
-    replace(SMALL, options=("dense with holes", "sinks", "dropout by seeds")),
-    replace(SMALL, options=("dense with deep rows",), mask="full"),
-    replace(SMALL, options=("dense with deep rows", "dropout"), mask="full", q_len=6),
-    replace(SMALL, options=("dropout",)),
-    replace(SMALL, options=("dropout", "softcap", "sinks", "alibi", "queries given", "keys given")),
-    replace(SMALL, options=("softcap", "distance table", "dropout", "sinks"), q_len=5, heads=1),
-    replace(SMALL, options=("softcap", "dense, float32", "dropout", "sinks"), q_len=9, heads=4),
-    replace(SMALL, options=("alibi", "dropout by seeds"), q_len=1, k_len=700, mask="full"),
-    replace(SMALL, options=("softcap", "alibi", "dropout"), q_len=250, k_len=470, mask="documents of 50"),
-    replace(
-        SMALL, options=("dense, float32", "dropout"), q_len=210, k_len=400, batch=1, head_dim=192, v_dim=128
-    ),
+    (("strong softcap", "sinks"), {"scale": -0.2}),
+    (("alibi",), {"mask": "causal", "q_len": 150}),
+    (("alibi, per batch row", "softcap", "queries given"), {}),
+    (("alibi, signed", "keys given"), {}),
+    (("distance table", "sinks", "shifted queries given"), {"mask": "full"}),
+    (("long distance table",), {"mask": "causal", "q_len": 150}),
+    (("distance table", "queries given", "keys given"), {}),
+    (("one distance", "sinks"), {}),
+    (("dense, per head", "softcap"), {"heads": 4, "kv_heads": 2}),
+    (("dense, all heads",), {"heads": 3, "kv_heads": 3}),
+    (("dense, one for all, float32", "dropout"), {"heads": 4, "kv_heads": 2}),
+    (("dense, per key and head, float32", "sinks"), {}),
+    (("dense with holes", "sinks", "dropout by seeds"), {}),
+    (("dense with deep rows",), {"mask": "full"}),
+    (("dense with deep rows", "dropout"), {"mask": "full", "q_len": 6}),
+    (("dropout", "softcap", "sinks", "alibi", "queries given", "keys given"), {}),
+    (("softcap", "distance table", "dropout", "sinks"), {"q_len": 5, "heads": 1}),
+    (("softcap", "dense, float32", "dropout", "sinks"), {"q_len": 9, "heads": 4}),
+    (("alibi", "dropout by seeds"), {"q_len": 1, "k_len": 700, "mask": "full"}),
+    (("softcap", "alibi", "dropout"), {"q_len": 150, "k_len": 300, "mask": "documents of 50"}),
+    (("dense, float32", "dropout"), {"q_len": 110, "k_len": 200, "batch": 1, "head_dim": 192, "v_dim": 128}),
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [FLOAT, BF16, HALF], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_the_oracle(case: Case, dtype: torch.dtype) -> None:
@@ -81,34 +80,24 @@ def test_against_the_oracle(case: Case, dtype: torch.dtype) -> None:
     check_run(case, run(make(case), threads=7 if case.q_len == 50 else 2))
 
 
-# tests/conformance has each option with each dtype.
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [FLOAT, BF16, HALF], ids=str)
-@pytest.mark.parametrize("case", WITH_OPTIONS, ids=str)
-def test_options_against_the_oracle(case: Case, dtype: torch.dtype) -> None:
-    case = replace(case, dtype=dtype)
+@pytest.mark.parametrize(("options", "sizes"), WITH_OPTIONS, ids=str)
+def test_options_against_the_oracle(options: tuple[str, ...], sizes: dict, dtype: torch.dtype) -> None:
+    case = replace(SMALL, options=options, dtype=dtype, **sizes)
     check_run(case, run(make(case)))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "options"),
-    [
-        (FLOAT, ()),
-        (BF16, ()),
-        (FLOAT, ("dense, one for all", "dropout")),
-        (FLOAT, ("distance table", "sinks")),
-        (FLOAT, ("alibi", "softcap")),
-    ],
-)
+@pytest.mark.parametrize("dtype", [FLOAT, BF16], ids=str)
+@pytest.mark.parametrize("options", [(), ("dense", "dropout"), ("distance table", "sinks")], ids=str)
 def test_same_bits_every_time_and_from_several_threads_at_once(
     dtype: torch.dtype, options: tuple[str, ...]
 ) -> None:
-    problem = make(Case(q_len=300, k_len=500, heads=6, kv_heads=3, dtype=dtype, options=options))
+    problem = make(Case(q_len=200, k_len=300, heads=6, kv_heads=3, dtype=dtype, options=options))
     first = run(problem)
     with ThreadPoolExecutor(4) as pool:
-        others = list(pool.map(lambda _: run(problem), range(8)))
-    for other in others:
-        assert all(torch.equal(first[name], other[name]) for name in first)
+        for other in pool.map(lambda _: run(problem), range(6)):
+            assert all(torch.equal(first[name], other[name]) for name in first)
 
 
 def _seen(bounds: Tensor, keys: Tensor) -> Tensor:
@@ -188,27 +177,13 @@ def test_empty_spans_may_stand_anywhere() -> None:
     torch.testing.assert_close(*results)
 
 
-MISFITS = {
-    "k": (lambda p: p.k[..., :32], "k: expected shape"),
-    "v": (lambda p: p.v.half(), "v: expected float32, got float16"),
-    "q": (lambda p: p.q.transpose(2, 3), "q: expected a unit last stride"),
-    "bounds": (lambda p: p.bounds.long(), "bounds: expected int32"),
-    "out": (lambda p: p.q[:, :1], "out: expected shape"),
-    "lse": (lambda p: p.dlse.half(), "lse: expected float32, got float16"),
+#: What `forward` gives the kernel, of a problem that it refuses.
+UNFIT: dict[str, Callable[[Problem], dict[str, Any]]] = {
+    "k: expected shape": lambda p: {"k": p.k[..., :8]},
+    "v: expected float32, got float16": lambda p: {"v": p.v.half()},
+    "q: expected a unit last stride": lambda p: {"q": p.q.mT.contiguous().mT},
+    "bounds: expected int32": lambda p: {"bounds": p.bounds.long()},
 }
-
-
-@pytest.mark.compiled_module("its Python edge checks the arrays")
-@pytest.mark.parametrize("name", MISFITS)
-def test_arrays_that_do_not_fit_are_refused_by_name(name: str) -> None:
-    problem = make(Case())
-    change, message = MISFITS[name]
-    outputs = {"out": torch.empty_like(problem.q), "lse": torch.empty_like(problem.dlse)}
-    given = {**problem.inputs, "bounds": problem.bounds, **outputs, name: change(problem)}
-    with pytest.raises(ValueError, match=message):
-        cpu.forward(**given, scale=1.0, num_threads=1)
-
-
 BAD = {
     "softcap: expected 0 or a number of at least": {"softcap": -1.0},
     "at least 1e-30": {"softcap": 1e-40},
@@ -224,13 +199,26 @@ BAD = {
     "q_index": {"q_index": torch.zeros(1, 69, dtype=torch.int32)},
     "k_index": {"k_index": torch.zeros(2, 150, dtype=torch.int64)},
 }
+UNFIT |= {message: lambda _, given=given: {"options": Options(**given)} for message, given in BAD.items()}
 
 
-@pytest.mark.compiled_module("another process takes options as they are")
-@pytest.mark.parametrize("message", BAD)
-def test_options_that_do_not_fit_are_refused(message: str) -> None:
+@pytest.mark.compiled_module("its Python edge checks the arrays")
+@pytest.mark.parametrize("message", UNFIT)
+def test_arrays_that_do_not_fit_are_refused_by_name(message: str) -> None:
+    problem = make(SMALL)
     with pytest.raises(ValueError, match=message):
-        run(replace(make(SMALL), options=Options(**BAD[message])))
+        forward(replace(problem, **UNFIT[message](problem)))
+
+
+@pytest.mark.compiled_module("its Python edge checks the arrays")
+def test_results_that_do_not_fit_are_refused_by_name() -> None:
+    problem = make(Case())
+    for out, lse, message in (
+        (problem.q[:, :1], problem.dlse, "out: expected shape"),
+        (problem.q, problem.dlse.half(), "lse: expected float32, got float16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cpu.forward(*problem.inputs.values(), problem.bounds, out, lse, scale=1.0, num_threads=1)
 
 
 def test_subnormals_are_values_like_any_other_and_the_callers_own_are_left_alone() -> None:
@@ -242,12 +230,6 @@ def test_subnormals_are_values_like_any_other_and_the_callers_own_are_left_alone
     assert abs(got["out"].double().numpy() - exact["out"]).max() <= 2**-25 * 1.01
     compare({"dv": got["dv"]}, exact, {"dv": 1e-3})
     assert (torch.full((64,), 1e-40) * 1.0 != 0).all()
-
-
-def test_probabilities_far_below_the_maximum_vanish() -> None:
-    problem = make(Case(mask="causal", scale=20.0))
-    got = run(problem)
-    compare({n: got[n] for n in ("out", "lse", "dv")}, problem.oracle(), dict.fromkeys(got, 1e-4))
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, BF16], ids=str)
@@ -268,22 +250,19 @@ def test_values_of_any_size_keep_their_precision(sign: float, size: float, dtype
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, BF16, HALF], ids=str)
-@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
 @pytest.mark.parametrize("q_len", [150, 5])
-def test_a_bias_of_hidden_keys_is_not_seen(q_len: int, value: float, dtype: torch.dtype) -> None:
+def test_a_bias_of_hidden_keys_is_not_seen(q_len: int, dtype: torch.dtype) -> None:
     case = Case(q_len=q_len, k_len=q_len, heads=1, kv_heads=1, mask="causal", dtype=dtype)
     problem = make(replace(case, options=("dense, float32",)))
     clean = run(problem)
-    problem.options.bias[:, :, torch.ones(q_len, q_len, dtype=torch.bool).triu(1)] = value
-    got = run(problem)
-    assert all(torch.equal(clean[name], got[name]) for name in clean)
-
-
-def test_rows_that_see_nothing_do_not_see_a_bad_slope() -> None:
-    problem = make(Case(q_len=70, k_len=90, options=("alibi",)))
-    problem.options.bias[:] = torch.nan
-    nothing = (problem.bounds[..., 0] == problem.bounds[..., 1]).all(-1)
-    out, _ = forward(problem)
+    for value in (torch.nan, torch.inf):
+        problem.options.bias[:, :, torch.ones(q_len, q_len, dtype=torch.bool).triu(1)] = value
+        got = run(problem)
+        assert all(torch.equal(clean[name], got[name]) for name in clean)
+    sloped = make(Case(q_len=70, k_len=90, options=("alibi",)))
+    sloped.options.bias[:] = torch.nan
+    nothing = (sloped.bounds[..., 0] == sloped.bounds[..., 1]).all(-1)
+    out, _ = forward(sloped)
     assert (out[nothing] == 0).all()
     assert out[~nothing].isnan().all()
 
@@ -293,15 +272,6 @@ def test_a_cap_far_above_all_scores_changes_none(cap: float) -> None:
     problem = make(replace(SMALL, options=("sinks",)))
     capped = replace(problem, options=problem.options._replace(softcap=cap))
     torch.testing.assert_close(run(capped), run(problem))
-
-
-def test_a_gradient_that_is_not_wanted_is_not_made() -> None:
-    problem = make(replace(SMALL, options=("dense, float32", "sinks")))
-    wanted, inputs = run(problem), tuple(problem.inputs.values())
-    grads = [torch.empty_like(x) for x in inputs]
-    given = (problem.dout, problem.dlse, *inputs, wanted["out"], wanted["lse"], problem.bounds)
-    cpu.backward(*given, *grads, scale=SMALL.factor, num_threads=2, options=problem.options)
-    assert all(torch.equal(wanted[name], x) for name, x in zip(("dq", "dk", "dv"), grads, strict=True))
 
 
 LONE = {"plain": (), "sinks": ("sinks",), "dropout": ("dropout",), "dense": ("dense, float32",)}
@@ -366,14 +336,10 @@ def test_small_normal_numbers_keep_their_precision(q_len: int, k_len: int, power
         assert relative_error(got[name].double() * 2.0**-power, usual[name].double()) < 1e-6, name
 
 
-BRIEF = [
-    (FLOAT, 8, 8, 1, 64, 1),
-    (BF16, 8, 8, 1, 100, 1),
-    (FLOAT, 4, 1, 1, 60, 1),
-    (FLOAT, 1, 1, 16, 16, 1),
+BRIEF = [(FLOAT, 8, 8, 1, 64, 1), (BF16, 8, 8, 1, 100, 1), (FLOAT, 4, 1, 1, 60, 1), (FLOAT, 1, 1, 16, 16, 1)]
+BRIEF += [
     (FLOAT, 8, 8, 1, 1024, 2),
     (BF16, 8, 8, 1, 130, 2),
-    (FLOAT, 32, 8, 1, 64, 2),
     (FLOAT, 8, 8, 16, 16, 2),
     (FLOAT, 2, 2, 40, 40, 2),
 ]
@@ -384,13 +350,12 @@ BRIEF = [
 def test_a_call_that_is_over_before_others_wake_up_has_one_thread(
     dtype: torch.dtype, heads: int, kv_heads: int, q_len: int, k_len: int, threads: int
 ) -> None:
-    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": 64, "v_dim": 64}
-    problem = make(Case(q_len=q_len, k_len=k_len, mask="full", dtype=dtype, **sizes))
-    before = cpu.counters()["forward"]["threads"]
-    forward(problem, threads=2)
-    assert cpu.counters()["forward"]["threads"] - before == threads
-    forward(problem, threads=1)
-    assert cpu.counters()["forward"]["threads"] - before == threads + 1
+    sizes = {"heads": heads, "kv_heads": kv_heads, "q_len": q_len, "k_len": k_len}
+    problem = make(Case(mask="full", dtype=dtype, **sizes))
+    for asked, used in ((2, threads), (1, 1)):
+        before = cpu.counters()["forward"]["threads"]
+        forward(problem, threads=asked)
+        assert cpu.counters()["forward"]["threads"] - before == used
 
 
 @pytest.mark.parametrize("q_len", [5, 70])

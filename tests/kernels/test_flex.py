@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from triton.runtime.errors import OutOfResources
 
-from attnspan import Mask, causal, documents, key_padding, window
+from attnspan import Mask, causal, documents, key_padding
 from attnspan.backends import table
 from attnspan.base import installed as _installed
 from attnspan.call import Problem
@@ -31,32 +31,12 @@ def bounds_of(mask: Mask, length: int) -> Tensor:
 
 
 @pytest.mark.slow
-def test_blocks_are_the_same_in_a_compiled_program() -> None:
-    names = [
-        f"{kind}_{what}" for kind in ("kv", "full_kv", "q", "full_q") for what in ("num_blocks", "indices")
-    ]
-
-    def blocks(bounds: Tensor) -> list[Tensor]:
-        found = flex.block_mask(bounds, bounds.shape[2], q_block=16, k_block=16)
-        return [getattr(found, name) for name in names]
-
-    compiled = torch.compile(blocks, fullgraph=True, backend="aot_eager")
-    for mask in (causal() & documents([0, 40, 41, 100, 128]), causal() & window(20)):
-        bounds = bounds_of(mask, 128)
-        for name, a, b in zip(names, blocks(bounds), compiled(bounds), strict=True):
-            assert torch.equal(a, b), name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("given", [pytest.param(False, marks=pytest.mark.long), True], ids=["none", "all"])
-def test_masks_of_five_lengths_compile_to_few_graphs(given: bool) -> None:
-    """Training steps: forward and backward are one graph each."""
-    options: dict[str, Any] = {}
+def test_masks_of_several_lengths_compile_to_few_graphs() -> None:
+    """Training steps."""
     # Slopes without gradient: torch's array code, compiled, forgets that tensors of a score_mod have one.
     sinks = torch.randn(4, requires_grad=True)
-    if given:
-        options = {"softcap": 5.0, "bias": alibi(torch.rand(4)), "sinks": sinks}
-    counter = CompileCounterWithBackend("aot_eager")
+    options: dict[str, Any] = {"softcap": 5.0, "bias": alibi(torch.rand(4)), "sinks": sinks}
+    counter = CompileCounterWithBackend("eager")
     torch._dynamo.reset()
 
     def call(q: Tensor, k: Tensor, ids: Tensor) -> Tensor:
@@ -65,12 +45,12 @@ def test_masks_of_five_lengths_compile_to_few_graphs(given: bool) -> None:
 
     compiled = torch.compile(call, fullgraph=True, backend=counter)
     with eager():
-        for step in range(5):
-            length = 64 + 16 * step
+        for step in range(3):
+            length = 48 + 16 * step
             q, k = torch.randn(1, 4, length, 16), torch.randn(1, 2, length, 16)
             ids = torch.tensor([0, 3 + step, 40, length])
             q, k = q.requires_grad_(), k.requires_grad_()
-            leaves = [q, k, sinks] if options else [q, k]
+            leaves = [q, k, sinks]
             wanted = attention(q, k, k, mask=causal() & documents(ids), backend="math", **options)
             found = compiled(q, k, ids)
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
@@ -96,6 +76,24 @@ def test_what_gpus_run() -> None:
     assert "FlexAttention has no backward there" in str(flex.supports(replace(ON_GPU, device="cpu")))
     assert "it takes no DTensors" in str(flex.supports(replace(ON_GPU, extras=("DTensors",))))
     assert "no empty arrays" in str(flex.supports(replace(ON_GPU, k_len=0)))
+    old = replace(ON_GPU, capability=61)
+    assert choose_backend(old, None).name == "math"
+    with pytest.raises(BackendError, match=r"(?s)vendor: it takes .* 8\.0.*flex: torch compiles for .* 7\.0"):
+        choose_backend(replace(old, k_len=MOST_KEYS + 1), None)
+
+
+@pytest.mark.parametrize("name", ["vendor", "flex", "triton"])
+def test_old_gpus_and_old_packages_are_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = replace(ON_GPU, band="documents", capability=90)
+    supports = table("torch")[name].supports
+    assert supports(packed) is None
+    assert "not 6.1" in str(supports(replace(packed, capability=61)))
+    for package, least, text in (
+        ("triton", "99.0", "needs triton 99.0 or newer, not"),
+        ("no-such", "1", "missing"),
+    ):
+        monkeypatch.setitem(_installed._lacking, "triton", _installed._why_lacking(package, least))
+        assert text in str(supports(packed))
 
 
 @pytest.mark.slow
@@ -125,27 +123,6 @@ def test_no_key_beside_a_sink_of_minus_infinity_is_no_nan(backend: str, within: 
     assert not out[0, :, :2].any()
     assert lse[0, :, 0].tolist() == [-torch.inf, 0.5]
     assert all(bool(x.isfinite().all()) for x in gradients)
-
-
-@pytest.mark.parametrize("name", ["vendor", "flex", "triton"])
-def test_old_gpus_and_old_packages_are_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = replace(ON_GPU, band="documents", capability=90)
-    module = table("torch")[name]
-    assert module.supports(packed) is None
-    assert "not 6.1" in str(module.supports(replace(packed, capability=61)))
-    monkeypatch.setitem(_installed._lacking, "triton", _installed._why_lacking("triton", "99.0"))
-    assert "needs triton 99.0 or newer, not" in str(module.supports(packed))
-    monkeypatch.setitem(_installed._lacking, "triton", _installed._why_lacking("no-such-package", "1"))
-    assert "no-such-package is missing" in str(module.supports(packed))
-
-
-def test_an_old_gpu_runs_framework_code_up_to_its_limit_and_then_says_why() -> None:
-    old = replace(ON_GPU, capability=61)
-    assert choose_backend(old, None).name == "math"
-    with pytest.raises(BackendError) as error:
-        choose_backend(replace(old, k_len=MOST_KEYS + 1), None)
-    assert "vendor: it takes GPUs of compute capability 8.0" in str(error.value)
-    assert "flex: torch compiles for compute capability 7.0" in str(error.value)
 
 
 def test_blocks_too_large_for_a_gpu_are_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

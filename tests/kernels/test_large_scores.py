@@ -6,6 +6,7 @@ Every result, forward and backward, is compared with the float64 oracle.
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,30 +31,22 @@ def _normal(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(5))
 
 
-def _table(case: Case, depth: float) -> Options:
-    return Options(bias=_normal(HEADS, 81) + depth, bias_kind=DISTANCE)
+def _with(case: Case, kind: str, depth: float, **more: Any) -> Problem:
+    """Under a bias of about ``depth``, which slopes give to the nearest of keys that are far from queries."""
+    given: dict[str, Any] = {}
+    far, slopes = torch.arange(10_000, 10_150)[None].int(), torch.full((1, HEADS), depth / 10_000)
+    if kind == "table":
+        given = {"bias": _normal(HEADS, 81) + depth, "bias_kind": DISTANCE}
+    elif kind == "dense":
+        given = {"bias": _normal(1, HEADS, case.q_len, case.k_len) + depth, "bias_kind": DENSE}
+    elif kind == "slopes":
+        given = {"bias": -slopes, "bias_kind": ALIBI, "q_index": far[:, : case.q_len]}
+    elif kind == "signed slopes":
+        given = {"bias": slopes, "bias_kind": SIGNED_ALIBI, "k_index": far[:, : case.k_len]}
+    return replace(make(case), options=Options(**given, **more))
 
 
-def _slopes(case: Case, depth: float) -> Options:
-    """Keys far from all queries: the nearest one has about the bias ``depth``."""
-    q_index = (torch.arange(case.q_len) + 10_000)[None].int()
-    return Options(bias=torch.full((1, HEADS), -depth / 10_000), bias_kind=ALIBI, q_index=q_index)
-
-
-def _signed(case: Case, depth: float) -> Options:
-    k_index = (torch.arange(case.k_len) + 10_000)[None].int()
-    return Options(bias=torch.full((1, HEADS), depth / 10_000), bias_kind=SIGNED_ALIBI, k_index=k_index)
-
-
-def _dense(case: Case, depth: float) -> Options:
-    return Options(bias=_normal(1, HEADS, case.q_len, case.k_len) + depth, bias_kind=DENSE)
-
-
-BIASES = {"table": _table, "slopes": _slopes, "signed slopes": _signed, "dense": _dense}
-
-
-def _with(case: Case, options: Options | None) -> Problem:
-    return replace(make(case), options=options)
+BIASES = ["table", "slopes", "signed slopes", "dense"]
 
 
 def _check(problem: Problem, slack: float = 1.0) -> None:
@@ -77,13 +70,14 @@ def _within(problem: Problem, names: str, bound: float) -> None:
     compare({name: got[name] for name in names.split()}, problem.oracle(), dict.fromkeys(got, bound))
 
 
-def _weights_sum_to_1(problem: Problem, rtol: float) -> dict[str, Tensor]:
+def _weights_sum_to_1(problem: Problem, rtol: float) -> Tensor:
+    """Returns the lse."""
     problem.dout[:], problem.dlse[:] = 1.0, 0.0
     got = run(problem)
     sums = got["dv"].sum(2)
     rows = torch.full_like(sums, problem.case.q_len * problem.case.heads)
     torch.testing.assert_close(sums, rows, rtol=rtol, atol=0)
-    return got
+    return got["lse"]
 
 
 @pytest.mark.parametrize(
@@ -95,27 +89,30 @@ def _weights_sum_to_1(problem: Problem, rtol: float) -> dict[str, Tensor]:
 @pytest.mark.parametrize("bias", BIASES)
 def test_large_biases_change_nothing_but_the_lse(bias, rows, depth, dtype):
     case = replace(SMALL, q_len=Q_LENS[rows], dtype=dtype)
-    _check(_with(case, BIASES[bias](case, depth)), slack=2)
+    _check(_with(case, bias, depth), slack=2)
 
 
 @pytest.mark.parametrize("rows", Q_LENS)
 @pytest.mark.parametrize("bias", ["table", "slopes", "dense"])
 def test_sinks_and_options_next_to_large_biases(bias: str, rows: str) -> None:
     case = replace(SMALL, q_len=Q_LENS[rows])
-    options = BIASES[bias](case, -1e6)
     # A sink of the size of the largest biases, and one far above them all.
     largest = -1e6 * (10_000 + case.q_len - case.k_len) / 10_000 if bias == "slopes" else -1e6
-    options = options._replace(
-        sinks=torch.tensor([largest + 1, 0.5]), softcap=3.0, dropout_p=0.3, dropout_seed=torch.tensor(3)
-    )
-    _check(_with(case, options), slack=4)
+    more = {"softcap": 3.0, "dropout_p": 0.3, "dropout_seed": torch.tensor(3)}
+    _check(_with(case, bias, -1e6, sinks=torch.tensor([largest + 1, 0.5]), **more), slack=4)
 
 
 @pytest.mark.parametrize("rows", Q_LENS)
-@pytest.mark.parametrize("scale", [300.0, 1e4, 1e6])
-def test_weights_sum_to_1_however_large_scores_are(rows: str, scale: float) -> None:
-    case = replace(SMALL, q_len=Q_LENS[rows], mask="full", runs=1, v_dim=16, scale=scale)
-    problem = make(case)
+@pytest.mark.parametrize("size", [300.0, 1e6, "table", "dense", "signed slopes"])
+def test_weights_sum_to_1_however_large_scores_are(rows: str, size: float | str) -> None:
+    case = replace(SMALL, q_len=Q_LENS[rows], mask="full", runs=1, v_dim=16)
+    if isinstance(size, str):  # A bias cancels large scores.
+        problem = _with(replace(case, scale=1.0), size, 1e7)
+        problem.q[..., 0], problem.k[..., 0] = 1.0, -1e7
+        lse = _weights_sum_to_1(problem, rtol=1e-5)
+        assert size == "signed slopes" or lse.abs().max() < 200
+        return
+    problem = make(replace(case, scale=size))
     # Several keys alike share a row's weight.
     problem.k[:, :, 75:] = problem.k[:, :, :75]
     _weights_sum_to_1(problem, rtol=2e-4)
@@ -142,9 +139,10 @@ def test_scores_up_to_the_end_of_floats(largest: float, rows: str, dtype: torch.
         _within(problem, "dq dk", eps * case.v_dim / 12**0.5)
 
 
-@pytest.mark.parametrize(
-    "options", [("softcap", "sinks"), ("alibi", "dropout"), ("dense, float32", "sinks")], ids=str
-)
+OPTIONS = [("softcap", "sinks"), ("alibi", "dropout"), ("dense, float32", "sinks")]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("rows", Q_LENS)
 def test_options_next_to_huge_scores(options: tuple[str, ...], rows: str) -> None:
     _within(_huge(replace(SMALL, q_len=Q_LENS[rows], options=options), 1e30), "out lse dv", 1e-6)
@@ -182,7 +180,7 @@ def _part(problem: Problem, first: int, last: int) -> Problem:
 @pytest.mark.parametrize("bias", BIASES)
 def test_parts_of_a_softmax_merge_by_a_wide_lse(bias: str, depth: float, rows: str) -> None:
     case = replace(SMALL, q_len=Q_LENS[rows])
-    whole = _with(case, BIASES[bias](case, depth))
+    whole = _with(case, bias, depth)
     parts, found = [_part(whole, 0, 60), _part(whole, 60, 150)], []
     for part in parts:
         out, lse = torch.full_like(whole.dout, torch.nan), torch.full(whole.dlse.shape, torch.nan).double()
@@ -205,40 +203,25 @@ def test_parts_of_a_softmax_merge_by_a_wide_lse(bias: str, depth: float, rows: s
 
 
 @pytest.mark.parametrize("rows", Q_LENS)
-@pytest.mark.parametrize("size", [1e5, 1e7])
-@pytest.mark.parametrize("bias", ["table", "dense", "signed slopes"])
-def test_weights_sum_to_1_where_a_bias_cancels_large_scores(bias: str, size: float, rows: str) -> None:
-    case = replace(SMALL, q_len=Q_LENS[rows], k_len=70, mask="full", runs=1, v_dim=16, scale=1.0)
-    problem = _with(case, BIASES[bias](case, size))
-    problem.q[..., 0], problem.k[..., 0] = 1.0, -size
-    got = _weights_sum_to_1(problem, rtol=1e-5)
-    if bias != "signed slopes":
-        assert got["lse"].abs().max() < 200
+def test_scores_far_below_zero_weigh_as_much_as_others(rows: str) -> None:
+    """Equal scores of -8 million: what is hidden gets no weight next to them."""
+    problem = make(replace(SMALL, heads=1, q_len=Q_LENS[rows], head_dim=64, mask="causal"))
+    problem.q[:], problem.k[:] = 1000.0, -1000.0
+    compare({"out": forward(problem)[0]}, problem.oracle(), {"out": 1e-5})
 
 
-def _few_large_entries() -> Options:
-    options = _table(SMALL, 0.0)
-    options.bias[:, 30:34] += 1e6
-    options.bias[:, 60:70] -= 1e6
-    return options
-
-
-MIXED = {
-    "plain": Options(),
-    "a few large entries": _few_large_entries(),
-    "dropout, softcap and sinks": Options(
-        softcap=1e5, sinks=torch.tensor([1.0, 1500.0]), dropout_p=0.3, dropout_seed=torch.tensor(3)
-    ),
-    "slopes": Options(bias=torch.tensor([[0.1, 2.0]]), bias_kind=ALIBI),
-    "table": _table(SMALL, 0.0),
-    "dense": _dense(SMALL, 0.0),
-}
-
-
-@pytest.mark.parametrize("options", MIXED)
+@pytest.mark.parametrize("bias", ["", "table", "dense", "slopes", "a few large entries"])
 @pytest.mark.parametrize("large", [1, 35])
-def test_rows_with_large_scores_stand_next_to_ordinary_ones(large: int, options: str) -> None:
-    problem = _with(SMALL, MIXED[options])
+def test_rows_with_large_scores_stand_next_to_ordinary_ones(large: int, bias: str) -> None:
+    dropped = {"dropout_p": 0.3, "dropout_seed": torch.tensor(3)}
+    problem = _with(SMALL, bias, 0.0, softcap=1e5, sinks=torch.tensor([1.0, 1500.0]), **dropped)
+    if bias:
+        problem = _with(SMALL, bias.replace("a few large entries", "table"), 0.0)
+    if bias == "slopes":
+        problem.options = Options(bias=torch.tensor([[0.1, 2.0]]), bias_kind=ALIBI)
+    if "few" in bias:
+        problem.options.bias[:, 30:34] += 1e6
+        problem.options.bias[:, 60:70] -= 1e6
     problem.q[:, :, 1 : 1 + large] *= 3000.0
     assert (problem.oracle()["lse"][:, :, 1 : 1 + large] > 1024).any()
     _within(problem, " ".join(run(problem)), 1e-5)
@@ -310,71 +293,41 @@ def test_rows_of_one_key_have_its_value_where_atens_flash_kernel_has(gap: float,
     assert torch.equal(out[exact], value[exact])
 
 
-def _seconds(problem: Problem, backward: bool) -> float:
-    """Of one thread, whatever else runs."""
-    inputs = tuple(problem.inputs.values())
-    out, lse = torch.zeros_like(problem.dout), torch.zeros_like(problem.dlse)
-    grads = [torch.zeros_like(x) for x in inputs]
-    call = {"scale": problem.case.factor, "num_threads": 1, "options": problem.options}
-    given = (problem.dout, problem.dlse, *inputs, out, lse, problem.bounds)
+def _seconds(problem: Problem) -> float:
+    """Of both directions on one thread, whatever else runs."""
     times = []
     for _ in range(4):
         start = time.thread_time()
-        cpu.forward(*inputs, problem.bounds, out, lse, **call)
-        between = time.thread_time()
-        if backward:
-            cpu.backward(*given, *grads, **call)
-        times.append(time.thread_time() - between if backward else between - start)
+        run(problem, threads=1)
+        times.append(time.thread_time() - start)
     return min(times)
 
 
-LONG = Case(kv_heads=1, q_len=384, k_len=384, mask="causal")
-SLOPES = Options(bias=torch.full((1, HEADS), 0.1), bias_kind=ALIBI)
-STEEP = Options(bias=torch.full((1, HEADS), -1.5), bias_kind=SIGNED_ALIBI)
-TABLE = Options(bias=torch.randn(HEADS, 65), bias_kind=DISTANCE)
-
-
-def _ordinary(options: Options | None = None, q_len: int = LONG.q_len, k_len: int = LONG.k_len) -> Problem:
-    return _with(replace(LONG, q_len=q_len, k_len=k_len), options)
-
-
-def _with_nan(value: float) -> Problem:
-    problem = _ordinary()
-    problem.k[0, 0, 3, 0] = value
-    problem.v[0, 0, 0, 0] = torch.inf  # leaves the tiles in both calls
-    return problem
-
-
-# Options and sizes, the factor and the rows that it makes unusual, and whether it is about backward.
+# Options, the factor of all or of one row, and the queries and keys.
 UNUSUAL = {
-    "slopes beside large scores": ((SLOPES,), 60, slice(None), False),
-    "a table beside large scores": ((TABLE,), 60, slice(None), False),
-    "decoding with large scores": ((SLOPES, 1, 4096), 60, slice(None), False),
-    "large scores": ((), 900, slice(None), True),
-    "one row of large scores": ((), 900, slice(-1, None), True),
-    "one row of large scores, slopes": ((SLOPES,), 900, slice(-1, None), True),
+    "large scores": ("", 900, slice(None), (384, 384)),
+    "one row of large scores, slopes": ("slopes", 900, slice(-1, None), (384, 384)),
+    "a table beside large scores": ("table", 60, slice(None), (384, 384)),
+    "decoding with large scores": ("slopes", 60, slice(None), (1, 4096)),
+    "steep slopes": ("steep", 1, slice(None), (384, 384)),
+    "NaN": ("NaN", 1, slice(None), (384, 384)),
 }
 
 
-@pytest.mark.parametrize("what", [*UNUSUAL, "steep slopes", "NaN"])
+@pytest.mark.parametrize("what", UNUSUAL)
 def test_unusual_numbers_do_not_stop_a_call(what: str) -> None:
-    if what in UNUSUAL:
-        given, factor, rows, backward = UNUSUAL[what]
-        unusual, ordinary = _ordinary(*given), _ordinary(*given)
-        unusual.q[:, :, rows] *= factor
-    elif what == "NaN":
-        unusual, ordinary, backward = _with_nan(torch.nan), _with_nan(1.0), False
-    else:
-        unusual, ordinary, backward = _ordinary(STEEP), _ordinary(SLOPES), True
-    assert _seconds(unusual, backward) <= 3 * _seconds(ordinary, backward) + 2e-4
-
-
-@pytest.mark.parametrize("q_len", Q_LENS.values(), ids=Q_LENS)
-def test_scores_far_below_zero_weigh_as_much_as_others(q_len: int) -> None:
-    """Equal scores of -8 million: what is hidden gets no weight next to them."""
-    case = Case(
-        heads=1, kv_heads=1, q_len=q_len, k_len=150, head_dim=64, v_dim=40, mask="causal", scale=0.125
-    )
-    problem = make(case)
-    problem.q[:], problem.k[:] = 1000.0, -1000.0
-    compare({"out": forward(problem)[0]}, problem.oracle(), {"out": 1e-5})
+    kind, factor, rows, (q_len, k_len) = UNUSUAL[what]
+    problems = []
+    for usual in (True, False):
+        problem = make(Case(kv_heads=1, q_len=q_len, k_len=k_len, mask="causal"))
+        if kind in ("slopes", "steep"):
+            slope = -1.5 if kind == "steep" and not usual else 0.1
+            problem.options = Options(bias=torch.full((1, HEADS), slope), bias_kind=SIGNED_ALIBI)
+        elif kind == "table":
+            problem.options = Options(bias=_normal(HEADS, 65), bias_kind=DISTANCE)
+        elif kind == "NaN":  # It leaves the tiles in both calls.
+            problem.v[0, 0, 0, 0], problem.k[0, 0, 3, 0] = torch.inf, 1.0 if usual else torch.nan
+        problem.q[:, :, rows] *= 1 if usual else factor
+        problems.append(problem)
+    usual, unusual = map(_seconds, problems)
+    assert unusual <= 3 * usual + 4e-4

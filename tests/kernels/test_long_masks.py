@@ -14,7 +14,7 @@ from samples.problems import Case, compare, make
 from attnspan import causal, documents, global_keys, key_padding, library, window
 from attnspan.kernels import cpu
 
-LENGTH, HEADS, DIM = 1500, 4, 64
+LENGTH, HEADS, DIM = 1000, 4, 64
 #: Relative to float64; what rounding the results to the dtype alone gives is about half of it.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4}
 MASKS = {

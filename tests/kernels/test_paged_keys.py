@@ -133,13 +133,13 @@ def test_what_no_query_sees_may_be_anything(q_len: int) -> None:
 
 def test_wrong_tables() -> None:
     pool = Pool([50, 20], 16, (64, 64), torch.float32, seed=1)
-    q, bounds = torch.randn(2, 4, 1, 64), pool.bounds(causal(), 1)
-    for table in (pool.table[:1], pool.table.long(), pool.table[0]):
-        with pytest.raises(ValueError, match=r"table: expected int32 \(batch, pages of a row\) with batch 2"):
-            attend(q, *pool.paged, bounds, table=table)
-    with pytest.raises(ValueError, match="mask bounds"):
-        attend(q, *pool.paged, bounds, table=pool.table[:, :2])
-    with pytest.raises(ValueError, match="v: expected shape"):
-        attend(q, pool.paged[0], pool.paged[1][:-1], bounds, table=pool.table)
-    with pytest.raises(ValueError, match="k: expected a pool of at least one page"):
-        attend(q, *(x[:0] for x in pool.paged), bounds, table=pool.table)
+    q, bounds, (k, v), table = torch.randn(2, 4, 1, 64), pool.bounds(causal(), 1), pool.paged, pool.table
+    shape = r"table: expected int32 \(batch, pages of a row\) with batch 2"
+    for keys, values, wrong, text in (
+        *((k, v, wrong, shape) for wrong in (table[:1], table.long(), table[0])),
+        (k, v, table[:, :2], "mask bounds"),
+        (k, v[:-1], table, "v: expected shape"),
+        (k[:0], v[:0], table, "k: expected a pool of at least one page"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            attend(q, keys, values, bounds, table=wrong)

@@ -15,7 +15,7 @@ from attnspan.kernels import cpu
 
 random = np.random.default_rng(0)
 
-def race(call, *arrays, times=40):
+def race(call, *arrays, times=20):
     stop = threading.Event()
 
     def spoil():
@@ -65,14 +65,14 @@ def decode():
 forward()
 race(forward, bounds)
 race(backward, bounds)
-race(decode, few_bounds, times=1000)
+race(decode, few_bounds, times=300)
 k[0, 0, 9, 0] = np.nan  # its rows are computed one by one
 race(forward, bounds)
 race(backward, bounds)
 """
 
 ROWS = """
-n = 200_000
+n = 100_000
 source, target = random.standard_normal((1, n, 1, 1, 16), "float32"), np.zeros((1, n, 1, 1, 16), "float32")
 to, at = (random.permutation(n).astype("int32") for _ in range(2))
 race(lambda: cpu.move_rows(target, to, source, at, num_threads=2), to, at)
@@ -81,9 +81,8 @@ race(lambda: cpu.move_rows(target, to, source, at, num_threads=2), to, at)
 
 @pytest.mark.slow
 @pytest.mark.compiled_module("it shares memory with Python's threads")
-@pytest.mark.parametrize("program", [MASK, ROWS], ids=["bounds", "rows"])
-def test_another_thread_writes_into_what_was_checked(program: str) -> None:
-    run_program("-W", "error", "-c", COMMON + program, timeout=120)
+def test_another_thread_writes_into_what_was_checked() -> None:
+    run_program("-W", "error", "-c", COMMON + MASK + ROWS, timeout=120)
 
 
 EMPTY = """
@@ -93,22 +92,19 @@ from attnspan.kernels import cpu
 def array(*shape, dtype="float32"):
     return np.ones(shape, dtype)
 
-def described(x):
-    return cpu._array(x)
-
-B, H, Sq, Sk = map(int, __import__("sys").argv[1:])
-q, out, dq = (array(B, H, Sq, 8) for _ in range(3))
-k, v, dk, dv = (array(B, 2, Sk, 8) for _ in range(4))
-lse, bounds = array(B, H, Sq), np.zeros((B, H, Sq, 1, 2), "int32")
-core = cpu.core
-core.forward(*map(described, (q, k, v, out, lse, bounds)), 1.0, 2)
-core.backward(described(q), None, *map(described, (q, k, v, out, lse, bounds, dq, dk, dv)), 1.0, 2)
-for x in (out, dq, dk, dv):
-    assert not x.any()
+described = cpu._array
+for B, H, Sq, Sk in ((0, 4, 5, 7), (2, 0, 5, 7), (2, 4, 0, 7), (2, 4, 5, 0)):
+    q, out, dq = (array(B, H, Sq, 8) for _ in range(3))
+    k, v, dk, dv = (array(B, 2, Sk, 8) for _ in range(4))
+    lse, bounds = array(B, H, Sq), np.zeros((B, H, Sq, 1, 2), "int32")
+    core = cpu.core
+    core.forward(*map(described, (q, k, v, out, lse, bounds)), 1.0, 2)
+    core.backward(described(q), None, *map(described, (q, k, v, out, lse, bounds, dq, dk, dv)), 1.0, 2)
+    for x in (out, dq, dk, dv):
+        assert not x.any()
 """
 
 
 @pytest.mark.compiled_module("what is called is its edge")
-@pytest.mark.parametrize("shape", ["0 4 5 7", "2 0 5 7", "2 4 0 7", "2 4 5 0"])
-def test_the_core_takes_calls_without_rows_or_keys(shape: str) -> None:
-    run_program("-W", "error", "-c", EMPTY, *shape.split(), timeout=60)
+def test_the_core_takes_calls_without_rows_or_keys() -> None:
+    run_program("-W", "error", "-c", EMPTY, timeout=60)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -213,6 +214,8 @@ class RandomProblem {
       p.k_len = pick({0, 1, 31, 64, 97});
       p.head_dim = pick({1, 7, 16, 40, 64}), p.v_dim = pick({1, 8, 33, 64});
     }
+    if (pick({0, 0, 0, 0, 0, 0, 0, 1}))  // a call without rows
+      *std::array{&p.batch, &p.q_heads, &p.q_len}[random_bits() % 3] = 0;
     p.runs = pick({1, 1, 2, 4});
     const auto factor = static_cast<float>(pick({-1, 0, 1, 1}) * pick({1, 1, 1000000}));
     p.scale = factor / std::sqrt(static_cast<float>(p.head_dim));

@@ -18,53 +18,41 @@ Width = int | tuple[int, int] | None
 class Tokens:
     """Rows of random tokens, and what attention over each row as a whole gives, in float64 by plain torch."""
 
-    def __init__(
-        self, batch: int, length: int, *, v_dim: int = DIM, dtype: torch.dtype = torch.float32, seed: int = 0
-    ) -> None:
+    def __init__(self, batch: int, length: int, *, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
 
-        def normal(heads: int, dim: int) -> Tensor:
-            return torch.randn(batch, heads, length, dim, generator=generator).to(dtype)
+        def normal(heads: int) -> Tensor:
+            return torch.randn(batch, heads, length, DIM, generator=generator)
 
-        self.q, self.k, self.v = normal(HEADS, DIM), normal(KV_HEADS, DIM), normal(KV_HEADS, v_dim)
+        self.q, self.k, self.v = normal(HEADS), normal(KV_HEADS), normal(KV_HEADS)
         self.batch, self.length = batch, length
 
-    def expected(self, width: Width = None, slopes: Tensor | None = None) -> Tensor:
-        """(B, H, length, Dv) in float64; each token sees the last ``width`` ones, itself included.
-
-        A pair has next to that number how many of the first tokens are seen by all later ones.
-        """
-        return self._attend(torch.float64, width, slopes)
-
-    def error(
-        self, out: Tensor, width: Width = None, slopes: Tensor | None = None, keep: Tensor | None = None
-    ) -> float:
+    def error(self, out: Tensor, width: Width = None, keep: Tensor | None = None) -> float:
         """Relative error of the tokens of ``keep`` (B, length), all by default, as a multiple of torch's own.
 
-        The worst token counts as well as all of them: one among a thousand would vanish in the norm.
+        Each token sees the last ``width`` ones, itself included. A pair has next to that number how many of
+        the first tokens are seen by all later ones. The worst token counts as well as all of them: one among
+        a thousand would vanish in the norm.
         """
         keep = torch.ones(self.batch, self.length, dtype=torch.bool) if keep is None else keep
         wanted, theirs, ours = (
             x.transpose(1, 2)[keep].double().flatten(1)
-            for x in (self.expected(width, slopes), self._attend(self.q.dtype, width, slopes), out)
+            for x in (self._attend(torch.float64, width), self._attend(torch.float32, width), out)
         )
         assert len(wanted) > 0
         # Of a single key torch's attention makes no error at all; nobody is asked for less than rounding.
-        rounding = torch.finfo(out.dtype).eps
+        rounding = torch.finfo(torch.float32).eps
         worst_of_ours, worst_of_theirs = ((x - wanted).norm(dim=-1).max() for x in (ours, theirs))
         worst = worst_of_ours / max(worst_of_theirs, rounding * wanted.norm(dim=-1).max())
         return max(relative_error(ours, wanted) / max(relative_error(theirs, wanted), rounding), float(worst))
 
-    def _attend(self, dtype: torch.dtype, width: Width, slopes: Tensor | None) -> Tensor:
+    def _attend(self, dtype: torch.dtype, width: Width) -> Tensor:
         at = torch.arange(self.length)
         ago = at[:, None] - at
         width, first = width if isinstance(width, tuple) else (width, 0)
         visible = (ago >= 0) & ((ago < (self.length if width is None else width)) | (at < first))
-        mask = torch.zeros(1, HEADS, self.length, self.length, dtype=dtype).masked_fill(~visible, -torch.inf)
-        if slopes is not None:
-            mask = mask - slopes.to(dtype)[:, None, None] * ago
         q, k, v = (x.to(dtype) for x in (self.q, self.k, self.v))
-        return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
 
     def chunk(self, x: Tensor, lengths: list[int], counts: list[int], n: int) -> Tensor:
         """The next tokens of each row at the end of (B, heads, n, dim), with NaN before them."""
@@ -95,13 +83,9 @@ def feed(
     assert cache.lengths.tolist() == [a + c for a, c in zip(lengths, counts, strict=True)]
 
 
-def step(cache: Cache, q: Tensor, k: Tensor, v: Tensor, counts: Tensor | None, **options: object) -> Tensor:
-    if cache.layout == "bshd":
-        q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+def step(cache: Cache, q: Tensor, k: Tensor, v: Tensor, counts: Tensor | None) -> Tensor:
     keys, values = cache.update(k, v, counts)
-    mask = cache.mask(k.shape[1] if cache.layout == "bshd" else k.shape[2])
-    out = attention(q, keys, values, mask=mask, layout=cache.layout, **options)
-    return out.transpose(1, 2) if cache.layout == "bshd" else out
+    return attention(q, keys, values, mask=cache.mask(k.shape[2]))
 
 
 def ragged(generator: random.Random, cache: Cache, length: int, n: int) -> list[int]:

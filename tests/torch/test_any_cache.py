@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from attnspan import alibi, causal, global_keys, window
 from attnspan import cache as cache_mask
-from attnspan import causal, global_keys, window
 from attnspan.torch import PagedCache, RollingCache, StaticCache, attention
 
 BATCH, HEADS, KV_HEADS, MAX_LEN, CHUNK = 3, 4, 2, 40, 5
@@ -54,19 +54,21 @@ class Rows:
     reach=st.tuples(st.integers(0, 9), st.integers(0, 4)),
     page=st.integers(1, 9),
     layout=st.sampled_from(["bhsd", "bshd"]),
+    bias=st.booleans(),
     seed=st.integers(0, 2**16),
 )
 def test_any_steps(
-    steps: list[tuple[str, list[int]]], dtype: Any, dims: Any, reach: Any, page: int, layout: Any, seed: int
+    steps: list[tuple[str, list[int]]],
+    dtype: Any,
+    dims: Any,
+    reach: Any,
+    page: int,
+    layout: Any,
+    bias: bool,
+    seed: int,
 ) -> None:
     (width, keep), rows = reach, Rows(dtype, dims, seed)
-    kind: dict[str, Any] = {
-        "kv_heads": KV_HEADS,
-        "batch": BATCH,
-        "dtype": dtype,
-        "head_dim": dims[0],
-        "v_dim": dims[1],
-    }
+    kind: Any = {"kv_heads": KV_HEADS, "batch": BATCH, "dtype": dtype, "head_dim": dims[0], "v_dim": dims[1]}
     static = StaticCache(max_len=MAX_LEN, layout=layout, **kind)
     rolling = RollingCache(window=width, chunk=CHUNK, keep=keep, layout=layout, **kind)
     paged = PagedCache(pages=BATCH * MAX_LEN, page_len=page, max_len=MAX_LEN, **kind)
@@ -75,7 +77,7 @@ def test_any_steps(
     for name, numbers in steps:
         if name == "update":
             room = [min(n, MAX_LEN - len(row)) for n, row in zip(numbers, rows.held, strict=True)]
-            _update(caches, rows, room, near, layout)
+            _update(caches, rows, room, near, layout, {"bias": alibi([0.5, 0.2, 0.1, 0.0])} if bias else {})
         elif name == "truncate":  # tokens that are taken back
             lengths, least = torch.tensor([len(row) for row in rows.held]), rolling._least()[0]
             wanted = torch.maximum(lengths - torch.tensor(numbers), least)
@@ -95,7 +97,9 @@ def test_any_steps(
             assert cache.lengths.tolist() == [len(row) for row in rows.held]
 
 
-def _update(caches: list[Any], rows: Rows, counts: list[int], near: Any, layout: str) -> None:
+def _update(
+    caches: list[Any], rows: Rows, counts: list[int], near: Any, layout: str, options: dict[str, Any]
+) -> None:
     n, (static, rolling, paged) = max(counts), caches
     if n == 0:
         return
@@ -109,12 +113,11 @@ def _update(caches: list[Any], rows: Rows, counts: list[int], near: Any, layout:
     held = {cache: cache.update(*map(turned, new), given) for cache in (static, rolling)}
     lengths = torch.tensor([len(row) for row in rows.held])
     masks = causal() & cache_mask(lengths), causal() & near & cache_mask(lengths)
-    whole, local = (attention(q, *rows.whole(), mask=mask) for mask in masks)
-    found = {
-        "static": (turned(attention(turned(q), *held[static], mask=static.mask(n), layout=layout)), whole),
-        "rolling": (turned(attention(turned(q), *held[rolling], mask=rolling.mask(n), layout=layout)), local),
-        "paged": (paged.attention(q), whole),
-    }
+    whole, local = (attention(q, *rows.whole(), mask=mask, **options) for mask in masks)
+    found = {"paged": (paged.attention(q, **options), whole)}
+    for cache, wanted in ((static, whole), (rolling, local)):
+        got = attention(turned(q), *held[cache], mask=cache.mask(n), layout=layout, **options)
+        found[type(cache).__name__] = turned(got), wanted
     real = torch.arange(n) >= n - given[:, None]
     for name, (got, wanted) in found.items():
         got, wanted = (x.transpose(1, 2)[real].float() for x in (got, wanted))

@@ -55,12 +55,11 @@ def test_layouts_agree(option: str, layout: Any, backend: str) -> None:
     assert torch.equal(lse, wanted_lse)
 
 
-def test_autocast_casts_as_torch_does_and_leaves_options_alone(taken: list[bool]) -> None:
+def test_autocast_casts_as_torch_does_and_leaves_options_alone() -> None:
     q, k, v = qkv()
     options = {**OPTIONS["all"](2, 4, 24, 24), "bias": torch.randn(4, 24, 24)}
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ours, with_options = attention(q, k, v.half(), mask=causal()), attention(q, k, v, **options)
-        assert taken == [False, False], "the short way knows no autocast"
         theirs = torch.nn.functional.scaled_dot_product_attention(
             q, k, v.half(), is_causal=True, enable_gqa=True
         )
@@ -81,6 +80,8 @@ def test_the_module_is_the_function() -> None:
     assert torch.equal(layer(q, k, v), attention(q, k, v, mask=causal(), scale=0.3))
     assert torch.equal(layer(q, k, v, full()), attention(q, k, v, scale=0.3))
     assert "scale=0.3" in repr(layer)
+    none = {"dropout_p": 0.0, "dropout_seed": torch.tensor(11)}
+    assert torch.equal(attention(q, k, v, **none), attention(q, k, v))
 
 
 def test_a_slow_path_warns_once_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +113,12 @@ def test_explain() -> None:
     assert (other.backend, other.isa) == ("math", None)
     assert "not float64" in other.refusals["cpu"]
     assert explain(q, k, v, backend="math").refusals["cpu"] == "not asked for"
+    text = str(explain(q, k, v, **OPTIONS["all"](2, 4, 24, 24)))
+    assert "options  softcap 1.5, bias relative(float32[4, 15]), sinks, dropout 0.3" in text
+    assert "options" not in str(explain(q, k, v))
+    assert "bias dense_bias(float32[24, 24])" in str(explain(q, k, v, bias=torch.zeros(24, 24)))
+    with pytest.raises(ValueError, match="softcap"):
+        explain(q, k, v, softcap=-1.0)
 
 
 def test_packed_layout_takes_masks_that_keep_documents_apart_without_arrays() -> None:

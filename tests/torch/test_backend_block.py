@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -36,18 +36,6 @@ BLOCKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-def _of_transformers(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = True) -> Tensor:
-    from attnspan.integrations.transformers import attend
-
-    return attend(torch.nn.Module(), q, k, v, is_causal=is_causal)[0].transpose(1, 2)
-
-
-def _of_diffusers(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = True) -> Tensor:
-    from attnspan.integrations.diffusers import attend
-
-    return attend(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=is_causal).transpose(1, 2)
-
-
 def _derivatives(attend: Callable[..., Tensor], x: Tensor = Q) -> list[Tensor]:
     """The output, its tangent, and the derivative of a gradient's square."""
     out, tangent = torch.func.jvp(lambda q: attend(q, x, x, is_causal=True), (x,), (x.cos(),))
@@ -56,20 +44,16 @@ def _derivatives(attend: Callable[..., Tensor], x: Tensor = Q) -> list[Tensor]:
     return [out, tangent, *torch.autograd.grad(grad.square().sum(), q)]
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("attend", [ours, _of_transformers, _of_diffusers])
 @pytest.mark.parametrize("block", BLOCKS)
-def test_every_derivative_where_users_cannot_name_a_backend(block: str, attend: Any) -> None:
-    if attend is not ours:
-        pytest.importorskip(attend.__name__.removeprefix("_of_"))
+def test_every_derivative_where_users_cannot_name_a_backend(block: str) -> None:
     with sdpa_kernel(SDPBackend.MATH):
         wanted, theirs = _derivatives(torchs, Q.double()), _derivatives(torchs)
     with BLOCKS[block]():
-        found = _derivatives(attend)
+        found = _derivatives(ours)
     for got, peer, want in zip(found, theirs, wanted, strict=True):
         assert relative_error(got, want) <= 8 * relative_error(peer, want) + torch.finfo(torch.float32).eps
     with pytest.raises(NotImplementedError, match=r"`with attnspan.backend\(\"math\"\):`"):
-        _derivatives(attend)
+        _derivatives(ours)
 
 
 @pytest.mark.slow
@@ -83,75 +67,48 @@ def test_a_compiled_function_has_a_program_for_each(block: str) -> None:
 
     program = torch.compile(lambda x: ours(x, x, x), fullgraph=True, backend=backend)
     for inside in (False, True, False, True):
-        if inside:
-            with BLOCKS[block]():
-                program(Q)
-        else:
+        with BLOCKS[block]() if inside else nullcontext():
             program(Q)
     assert kernels == [1, 0]
-    inner = {"ours": _ours_inside, "torch's": _torchs_inside}[block]
+
+    def inner(x: Tensor) -> Tensor:
+        if block == "ours":
+            with attnspan.backend("math"):
+                y = ours(x, x, x)
+        else:
+            with sdpa_kernel(SDPBackend.MATH):
+                y = ours(x, x, x)
+        return y + ours(x, x, x)
+
     torch.compile(inner, fullgraph=True, backend=backend)(Q)
     assert kernels == [1, 0, 1]
 
 
-def _ours_inside(x: Tensor) -> Tensor:
-    with attnspan.backend("math"):
-        y = ours(x, x, x)
-    return y + ours(x, x, x)
-
-
-def _torchs_inside(x: Tensor) -> Tensor:
-    with sdpa_kernel(SDPBackend.MATH):
-        y = ours(x, x, x)
-    return y + ours(x, x, x)
-
-
-def test_blocks_nest_and_belong_to_a_thread() -> None:
-    block, names = attnspan.backend("math"), []
-
-    def look() -> None:
-        names.append(explain(Q, Q, Q).backend)
-
-    with block, block:
-        with attnspan.backend(None):
-            look()
-        look()
-        assert explain(Q, Q, Q, backend="cpu").backend == "cpu"
-        thread = threading.Thread(target=look)
-        thread.start()
-        thread.join()
-    look()
-    assert names == ["cpu", "math", "cpu", "cpu"]
-
-
 def test_threads_share_a_block() -> None:
     """Both are in it at once, and each leaves it to the name that it came from."""
-    block, both, names = attnspan.backend("math"), threading.Barrier(2), []
+    block, both, names = attnspan.backend("math"), threading.Barrier(2), {}
 
-    def run(outer: str | None, first: bool) -> None:
+    def run(outer: str | None) -> None:
+        seen = names[outer] = [asked(None)]
         with attnspan.backend(outer):
-            if not first:
+            with block, block:
                 both.wait()
-            block.__enter__()
-            if first:
+                seen.append(explain(Q, Q, Q).backend)
+                with attnspan.backend(None):
+                    seen.append(asked(None))
+                seen.append(explain(Q, Q, Q, backend="cpu").backend)
                 both.wait()
-            both.wait()
-            if first:
-                block.__exit__(None, None, None)
-            both.wait()
-            if not first:
-                block.__exit__(None, None, None)
-            names.append((outer, asked(None)))
-        names.append((None, asked(None)))
+            seen.append(asked(None))
+        seen.append(asked(None))
 
-    threads = [threading.Thread(target=run, args=x) for x in (("cpu", True), (None, False))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(names, key=str) == sorted(
-        [("cpu", "cpu"), (None, None), (None, None), (None, None)], key=str
-    )
+    with attnspan.backend("triton"):  # which no other thread is in
+        threads = [threading.Thread(target=run, args=(outer,)) for outer in ("cpu", None)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert asked(None) == "triton"
+    assert names == {x: [None, "math", None, "cpu", x, None] for x in ("cpu", None)}
 
 
 def test_a_block_that_ends_inside_of_another() -> None:
@@ -165,7 +122,6 @@ def test_a_block_that_ends_inside_of_another() -> None:
     next(generator)
     with attnspan.backend("triton"):
         generator.close()
-        assert asked(None) == "triton"
         with pytest.raises(KeyError), attnspan.backend("flex"):
             raise KeyError
         assert asked(None) == "triton"
@@ -180,38 +136,27 @@ def _gradient(block: str | None, call: Callable[[Tensor], Tensor]) -> Tensor:
     return torch.autograd.grad(out.square().sum(), x)[0]
 
 
-SELECTIVE = partial(create_selective_checkpoint_contexts, checkpoint_policy)
+@pytest.mark.parametrize("selective", [False, True])
+def test_a_checkpoint_keeps_the_backend_of_its_block(selective: bool) -> None:
+    policy = (partial(create_selective_checkpoint_contexts, checkpoint_policy),) if selective else ()
 
-
-@pytest.mark.parametrize(
-    "contexts", [keep_backend, partial(keep_backend, SELECTIVE)], ids=["all", "selective"]
-)
-def test_a_checkpoint_keeps_the_backend_of_its_block(contexts: Any) -> None:
     def attend(x: Tensor) -> Tensor:
         return attention(x, x, x)
 
     def kept(x: Tensor) -> Any:
-        return checkpoint(attend, x, use_reentrant=False, context_fn=contexts)
+        return checkpoint(attend, x, use_reentrant=False, context_fn=partial(keep_backend, *policy))
 
     assert torch.equal(_gradient("math", kept), _gradient("math", attend))
     with attnspan.backend("math"):  # The forward pass had none.
         assert torch.equal(_gradient(None, kept), _gradient(None, attend))
-
-
-def test_a_checkpoint_that_is_recomputed_twice() -> None:
-    x = Q.clone().requires_grad_()
-    with attnspan.backend("math"):
-        out = checkpoint(attention, x, x, x, use_reentrant=False, context_fn=keep_backend)
-    (first,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
-    assert torch.equal(first, torch.autograd.grad(out.sum(), x)[0])
-
-
-def test_a_checkpoint_without_it() -> None:
-    def kept(x: Tensor) -> Any:
-        return checkpoint(lambda x: attention(x, x, x), x, use_reentrant=False)
-
     with pytest.raises(CheckpointError):
-        _gradient("math", kept)
+        _gradient("math", lambda x: checkpoint(attend, x, use_reentrant=False))
+    if not selective:  # Recomputed twice.
+        x = Q.clone().requires_grad_()
+        with attnspan.backend("math"):
+            out = kept(x)
+        (first,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+        assert torch.equal(first, torch.autograd.grad(out.sum(), x)[0])
 
 
 def test_it_is_part_of_the_key_of_every_jit() -> None:

@@ -62,10 +62,21 @@ def test_the_blocks_are_those_of_create_block_mask_and_are_read_exactly(
 
 @pytest.mark.parametrize(("q_len", "k_len"), [(32, 40), (40, 32), (40, 40)])
 def test_blocks_that_stick_out_are_partial_as_torchs_are(q_len: int, k_len: int) -> None:
-    everything = create_block_mask(
+    theirs = create_block_mask(
         lambda b, h, q, k: k >= 0, None, None, q_len, k_len, device="cpu", BLOCK_SIZE=16
     )
-    _same_lists(to_block_mask(attnspan.full(), q_len, k_len, block_size=16), everything)
+    _same_lists(to_block_mask(attnspan.full(), q_len, k_len, block_size=16), theirs)
+
+
+@pytest.mark.parametrize(("q_len", "k_len"), [(64, 64), (50, 70), (70, 50)])
+def test_flex_attention_with_the_converted_mask_gives_our_result(q_len: int, k_len: int) -> None:
+    mask, _ = _documents(q_len, k_len)
+    visible = torch.rand(2, 4, q_len, k_len, generator=torch.Generator().manual_seed(0)) < 0.7
+    q, k, v = (torch.randn(2, 4, n, 16) for n in (q_len, k_len, k_len))
+    for each in (mask & (window(20) | attnspan.global_keys(3)), from_dense(visible)):
+        block_mask = to_block_mask(each, q_len, k_len, batch=2, heads=4, block_size=16)
+        theirs = flex.flex_attention(q, k, v, block_mask=block_mask)
+        torch.testing.assert_close(theirs, attention(q, k, v, mask=each, backend="math"))
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -77,27 +88,6 @@ def test_every_mask_survives_the_round_trip(name: str, block_size: object) -> No
     back = from_block_mask(block_mask).spans(24, 24, batch=BATCH, heads=4)
     wanted = spans.dense()
     assert torch.equal(back.dense().expand(wanted.shape), wanted)
-
-
-@pytest.mark.parametrize(("q_len", "k_len"), [(64, 64), (50, 70), (70, 50)])
-def test_flex_attention_with_the_converted_mask_gives_our_result(q_len: int, k_len: int) -> None:
-    mask, _ = _documents(q_len, k_len)
-    mask = mask & (window(20) | attnspan.global_keys(3))
-    q, k, v = (torch.randn(2, heads, n, 16) for heads, n in ((4, q_len), (4, k_len), (4, k_len)))
-    block_mask = to_block_mask(mask, q_len, k_len, batch=2, block_size=16)
-    theirs = flex.flex_attention(q, k, v, block_mask=block_mask)
-    torch.testing.assert_close(theirs, attention(q, k, v, mask=mask, backend="math"))
-
-
-def test_heads_of_their_own() -> None:
-    visible = torch.rand(2, 3, 20, 20, generator=torch.Generator().manual_seed(0)) < 0.7
-    block_mask = to_block_mask(from_dense(visible), 20, 20, batch=2, heads=3, block_size=8)
-    assert tuple(block_mask.shape) == (2, 3, 20, 20)
-    back = from_block_mask(block_mask).spans(20, 20, batch=2, heads=3)
-    assert torch.equal(back.dense(), visible)
-    q = torch.randn(2, 3, 20, 16)
-    theirs = flex.flex_attention(q, q, q, block_mask=block_mask)
-    torch.testing.assert_close(theirs, attention(q, q, q, mask=from_dense(visible), backend="math"))
 
 
 def _hand_made() -> tuple[BlockMask, Tensor]:
@@ -124,16 +114,11 @@ def test_block_lists_made_by_hand_count_not_the_function_alone() -> None:
     # Indices of one's own are rows of the BlockMask; one before the first sees nothing.
     spans = from_block_mask(block_mask).spans(3, 8, q_index=torch.tensor([6, 0, -1]))
     assert torch.equal(spans.dense()[0, 0], torch.stack([visible[6], visible[0], visible[0] & False]))
-
-
-def test_a_block_mask_without_full_blocks() -> None:
-    block_mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 12, 12, device="cpu", BLOCK_SIZE=4)
-    lists = (block_mask.kv_num_blocks, block_mask.kv_indices)
-    alone = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=4, mask_mod=block_mask.mask_mod, seq_lengths=(12, 12))
-    # Only the blocks on the diagonal are listed.
-    block = torch.arange(12) // 4
-    wanted = (block[:, None] == block) & torch.ones(12, 12).tril().bool()
-    assert torch.equal(from_block_mask(alone).spans(12, 12).dense()[0, 0], wanted)
+    # Without full blocks only the second ones are listed.
+    lists, kind = (block_mask.kv_num_blocks, block_mask.kv_indices), {"BLOCK_SIZE": (4, 4)}
+    alone = BlockMask.from_kv_blocks(*lists, mask_mod=block_mask.mask_mod, seq_lengths=(7, 8), **kind)
+    visible[:4] = False
+    assert torch.equal(from_block_mask(alone).spans(7, 8).dense()[0, 0], visible)
 
 
 @pytest.mark.slow
@@ -145,7 +130,7 @@ def test_a_block_mask_inside_a_compiled_function() -> None:
     def run(q: Tensor, k: Tensor, block_mask: BlockMask) -> Tensor:
         return attention(q, k, k, mask=from_block_mask(block_mask))
 
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(run, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(q, k, block_mask), attention(q, k, k, mask=mask))
 
 

@@ -56,21 +56,14 @@ Program = Lowered | Call
 PROGRAMS: tuple[Program, ...] = (*map(Lowered, sorted(MASKS, key=lambda x: bool(x.outside))), *CALLS)
 MARKED = EXPORTED = PROGRAMS
 if not everything():
-    # A fourth of the library's classes, masks of two arrays, and each kind of array of an option or layout,
-    # meet sizes that are symbols. test_compile.py has segments, and lengths that the compiler learns;
+    # A ninth of the library's classes, segments, masks of two arrays, and indices, layouts and biases
+    # meet sizes that are symbols. test_compile.py has lengths that the compiler learns, with each option;
     # test_export_masks.py exports segments.
     compositions = {"prefix_lm", "global_sliding", "block_causal", "sasa", "tiled_natten", "morton_natten"}
-    calls = {
-        "dropout, math",
-        "q_index",
-        "layout thd",
-        "alibi, cache",
-        "relative, documents",
-        "dense bias, key_padding",
-    }
+    calls = {"q_index", "layout thd", "dense bias, key_padding", "prefix, documents", "segments"}
     classes = {x.function: x.name for x in MASKS if x.function in attnspan.library.__all__ and not x.outside}
     kinds = sorted(name for function, name in classes.items() if function not in compositions)
-    names = {*kinds[::4], *calls, "prefix, documents"}
+    names = {*kinds[::9], *calls}
     MARKED = tuple(x for x in PROGRAMS if x.name in names)
     EXPORTED = tuple(x for x in PROGRAMS if x.name == "natten")
 
@@ -125,12 +118,6 @@ def _count(module: Several, problems: Sequence[Sizes], marked: bool, backend: An
 
 
 @pytest.mark.long
-@_groups(PROGRAMS)
-def test_few_compilations(group: Sequence[Program]) -> None:
-    assert _count(Several(group), PROBLEMS, marked=False) <= 4
-
-
-@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("lanes", [None, 1])
 @_groups(PROGRAMS)
@@ -143,7 +130,7 @@ def test_generated_code_is_eager_code(group: Sequence[Program], lanes: int | Non
 @_groups(MARKED)
 def test_one_compilation_where_axes_are_marked(group: Sequence[Program]) -> None:
     # One batch row is a case of its own to the compiler, which refuses it where that axis is marked.
-    problems = [s for s in PROBLEMS if s.batch > 1][: None if everything() else 3]
+    problems = [s for s in PROBLEMS if s.batch > 1][: None if everything() else 2]
     assert _count(Several(group), problems, marked=True) == 1
 
 
@@ -154,7 +141,7 @@ def test_strict_export(multiple: int) -> None:
     inputs, others = (module.inputs(s) for s in PROBLEMS[:2])
     shapes = dynamic_shapes(inputs, others, multiple)
     exported = torch.export.export(module, (inputs,), dynamic_shapes=shapes, strict=True).module()
-    for problem in PROBLEMS[1:4]:
+    for problem in PROBLEMS[1:3]:
         module.check(exported, module.inputs(problem))
 
 
@@ -190,15 +177,14 @@ def test_every_mask_has_a_sample() -> None:
 def test_a_single_document_is_no_case_of_its_own() -> None:
     counter = CompileCounterWithBackend("eager")
 
-    @torch.compile(fullgraph=True, backend=counter)
     def lower(q: Tensor, cu: Tensor) -> Tensor:
         mask = attnspan.causal() & attnspan.documents(cu)
         return mask.spans(q.shape[0], q.shape[0], like=q).bounds
 
-    for parts in (5, 1, 2):
+    compiled = torch.compile(lower, fullgraph=True, backend=counter)
+    for parts in (5, 1):
         q, cu = torch.zeros(4 * parts + 3), 4 * torch.arange(parts + 1)
         for x in (q, cu):
             torch._dynamo.mark_dynamic(x, 0)
-        n = len(q)
-        assert torch.equal(lower(q, cu), (attnspan.causal() & attnspan.documents(cu)).spans(n, n).bounds)
+        assert torch.equal(compiled(q, cu), lower(q, cu))
     assert counter.frame_count == 1

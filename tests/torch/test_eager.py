@@ -1,8 +1,6 @@
 """The short way of eager calls: the same results, taken only where nothing would miss the operator."""
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ from attnspan import causal, full, global_keys, segments, window
 from attnspan.kernels import cpu
 from attnspan.torch import _eager, attention
 
-SHAPE = (2, 4, 24, 16)
 MASKS = {
     "full": full,
     "causal": causal,
@@ -25,27 +22,13 @@ MASKS = {
     "or": lambda: causal() & window(3) | global_keys(2) & causal(),
     "segments": lambda: segments(torch.arange(24) // 7).prepare(24, 24, batch=2, heads=4),
 }
-
-
-def _qkv(**options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    torch.manual_seed(0)
-    q, k, v = (
-        torch.randn(SHAPE, **options),
-        torch.randn(2, 2, 24, 16, **options),
-        torch.randn(2, 2, 24, 8, **options),
-    )
-    return q, k, v
-
-
-@contextmanager
-def _ordinary(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with monkeypatch.context() as patch:
-        patch.setattr(_eager, "attend", lambda *_: None)
-        yield
-
-
 #: A mask and the name of an option in `samples.OPTIONS`.
 CALLS = {name: (make, "") for name, make in MASKS.items()} | {name: (causal, name) for name in OPTIONS}
+
+
+def _qkv() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, heads, 24, dim) for heads, dim in ((4, 16), (2, 16), (2, 8))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -53,14 +36,15 @@ CALLS = {name: (make, "") for name, make in MASKS.items()} | {name: (causal, nam
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_both_ways_give_the_same_bits_and_strides(
-    monkeypatch: pytest.MonkeyPatch,
-    taken: list[bool],
-    dtype: torch.dtype,
-    name: str,
-    layout: Any,
-    return_lse: bool,
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, name: str, layout: Any, return_lse: bool
 ) -> None:
     make, option = CALLS[name]
+    short, taken = _eager.attend, []
+
+    def attend(*call: Any) -> Any:
+        found = short(*call)
+        taken.append(found is not None)
+        return found
 
     def run() -> list[Tensor]:
         inputs = [x.to(dtype).requires_grad_() for x in _qkv()]
@@ -74,34 +58,25 @@ def test_both_ways_give_the_same_bits_and_strides(
         loss = sum(x.float().square().sum() for x in outs)
         return [*outs, apart, *torch.autograd.grad(loss, [*inputs, *leaves(options)])]
 
-    short = run()
+    results = []
+    for way in (attend, lambda *_: None):
+        monkeypatch.setattr(_eager, "attend", way)
+        results.append(run())
     assert taken == [True, True]
-    with _ordinary(monkeypatch):
-        ordinary = run()
-    for a, b in zip(short, ordinary, strict=True):
+    for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
         assert a.stride() == b.stride()
         assert a.dtype == b.dtype
 
 
-def test_plain_calls_go_the_short_way(taken: list[bool]) -> None:
-    q, k, v = _qkv()
-    attention(q, k, v)
-    attention(q, k, v, mask=causal(), scale=0.5, backend="cpu")
-    attention(q, k, v, mask=MASKS["segments"]())
-    attention(torch.nn.Parameter(q), k, v, mask=causal(), return_lse=True)
-    with torch.no_grad():
-        attention(q.requires_grad_(), k, v, mask=window(3))
-    with torch.inference_mode():
-        attention(q, k, v, mask=window(4))
-    assert taken == [True] * 6
-
-
-def test_whoever_watches_sees_the_operator(taken: list[bool]) -> None:
-    q, k, v = _qkv()
+def test_whoever_watches_sees_the_operator() -> None:
+    q, k, v = (x.requires_grad_() for x in _qkv())
+    loss = attention(q, k, v).square().sum()
     with Watching() as mode:
         attention(q, k, v)
-    assert "attnspan.attention.default" in mode.seen
+        loss.backward()
+    assert {"attnspan.attention.default", "attnspan.attention_backward.default"} <= {*mode.seen}
+    q, k, v = (x.detach() for x in (q, k, v))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         attention(q, k, v)
     assert "attnspan::attention" in {event.key for event in profile.key_averages()}
@@ -109,16 +84,7 @@ def test_whoever_watches_sees_the_operator(taken: list[bool]) -> None:
         warnings.simplefilter("ignore")  # tracing is deprecated, and warns of each value that it fixes
         traced = torch.jit.trace(lambda q: attention(q, k, v), (q,), check_trace=False)
     assert "attnspan::attention" in str(traced.graph)
-    torch.func.grad(lambda q: attention(q, k, v).sum())(q)
-    assert taken == [False] * 4
-
-
-def test_a_watcher_of_the_backward_pass_sees_the_operator() -> None:
-    q, k, v = (x.requires_grad_() for x in _qkv())
-    loss = attention(q, k, v).square().sum()
-    with Watching() as mode:
-        loss.backward()
-    assert "attnspan.attention_backward.default" in mode.seen
+    assert torch.func.grad(lambda q: attention(q, k, v).square().sum())(q).any()
 
 
 @pytest.mark.parametrize("gradient", [False, True])
@@ -141,25 +107,11 @@ def test_strided_inputs_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> No
     core, pointers = cpu.core, list[int]()
     q, k, v = torch.randn(2, 9, 3, 4, 16).transpose(1, 3).unbind(2)
     wanted = attention(q.contiguous(), k.contiguous(), v.contiguous())
+    turned = k.mT.contiguous().mT  # whose last stride is not 1
+    assert torch.equal(attention(q, turned, v), wanted)
     monkeypatch.setattr(cpu, "core", Core())
     assert torch.equal(attention(q, k, v), wanted)
     assert pointers == [x.data_ptr() for x in (q, k, v)]
-
-
-def test_a_last_stride_other_than_one_is_still_right(taken: list[bool]) -> None:
-    q, k, v = _qkv()
-    turned = k.transpose(2, 3).contiguous().transpose(2, 3)
-    assert torch.equal(attention(q, turned, v), attention(q, k, v))
-    assert taken == [False, True]
-
-
-def test_without_the_exchange_table_the_ordinary_way_is_left(
-    monkeypatch: pytest.MonkeyPatch, taken: list[bool]
-) -> None:
-    wanted = attention(*_qkv())
-    monkeypatch.setattr(_eager, "_READABLE", False)
-    assert torch.equal(attention(*_qkv()), wanted)
-    assert taken == [True, False]
 
 
 def test_batched_gradients_take_the_operator() -> None:
@@ -179,9 +131,8 @@ def test_saved_tensors_may_come_back_with_other_strides() -> None:
         return [x.grad for x in inputs]
 
     wanted = run()
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda x: x, lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2) if x.dim() == 4 else x
-    ):
+    turn = lambda x: x.mT.contiguous().mT if x.dim() == 4 else x  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, turn):
         got = run()
     for a, b in zip(got, wanted, strict=True):
         assert torch.equal(a, b)

@@ -6,8 +6,6 @@ from samples.torch_calls import OPERATOR_ERROR
 from torch import Tensor
 
 from attnspan import causal, relative, segments, t5_buckets
-from attnspan.call.options import Options
-from attnspan.kernels import cpu
 from attnspan.torch import PagedCache, RollingCache, StaticCache, attention
 
 pytestmark = pytest.mark.compiled_module("what is refused would end the process")
@@ -43,21 +41,6 @@ def test_operators_refuse_it(name: str, part: float) -> None:
         torch.ops.attnspan.attention_backward(*arrays, *rest)
 
 
-@pytest.mark.parametrize("name", [*GIVEN, "dq", "dsinks"])
-def test_the_kernel_refuses_it(name: str) -> None:
-    x = _arrays()
-    x |= {f"d{n}": torch.empty_like(x[n]) for n in ("q", "k", "v", "sinks")}
-    options = Options(0.0, x["bias"], 4, x["sinks"], 0.1, x["dropout_seed"], x["q_index"], x["k_index"])
-    _shrink(x[name], 0.5)
-    call = {"scale": 0.2, "num_threads": 1, "options": options}
-    arrays = [x[n] for n in ("dout", "dlse", "q", "k", "v", "out", "lse", "bounds", "dq", "dk", "dv")]
-    with pytest.raises(OPERATOR_ERROR, match=REFUSED):
-        cpu.backward(*arrays, dsinks=x["dsinks"], **call)
-    if name in ("out", "lse"):
-        with pytest.raises(OPERATOR_ERROR, match=REFUSED):
-            cpu.forward(*(x[n] for n in ("q", "k", "v", "bounds", "out", "lse")), **call)
-
-
 @pytest.mark.parametrize("strided", [False, True], ids=["read in place", "copied"])
 def test_eager_calls_and_saved_tensors(strided: bool) -> None:
     q, v = torch.randn(1, 2, 20, 16), torch.randn(1, 2, 20, 16)
@@ -70,21 +53,13 @@ def test_eager_calls_and_saved_tensors(strided: bool) -> None:
         out.sum().backward()
 
 
-@pytest.mark.parametrize(("dtype", "size"), [(torch.int64, 160), (torch.int16, 40)])
-def test_ids_of_a_mask(dtype: torch.dtype, size: int) -> None:
-    q, ids = torch.randn(1, 2, 20, 16), (torch.arange(20, dtype=dtype) // 7)[None]
-    mask = segments(ids)
-    _shrink(ids, 0)
-    with pytest.raises(OPERATOR_ERROR, match=rf"expected a storage of {size} bytes .* got 0 bytes"):
-        attention(q, q, q, mask=mask)
-
-
-def test_a_table_of_which_columns_are_taken() -> None:
-    q, table = torch.randn(1, 2, 20, 16), torch.randn(2, 32)
-    bias = relative(table, t5_buckets())
-    _shrink(table, 0.5)
-    with pytest.raises(OPERATOR_ERROR, match=r"expected a storage of 256 bytes .* got 128 bytes"):
-        attention(q, q, q, bias=bias)
+def test_arrays_of_masks_and_biases() -> None:
+    q, ids, table = torch.randn(1, 2, 20, 16), (torch.arange(20) // 7)[None], torch.randn(2, 32)
+    call = {"mask": segments(ids), "bias": relative(table, t5_buckets())}
+    for x, name, size, left in ((ids, "mask", 160, 0), (table, "bias", 256, 128)):
+        _shrink(x, left / size)
+        with pytest.raises(OPERATOR_ERROR, match=rf"expected a storage of {size} bytes .* got {left} bytes"):
+            attention(q, q, q, **{name: call[name]})
 
 
 @pytest.mark.parametrize("part", [0, 0.5])
@@ -103,31 +78,25 @@ CACHES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "call"),
-    [
-        *((kind, "lengths", call) for kind in CACHES for call in ("reset", "positions")),
-        *(("rolling", "_lost", call) for call in ("reset", "mask")),
-        *(("paged", name, call) for name in ("table", "lengths") for call in ("reset", "update", "gathered")),
-        *((kind, name, "update") for kind in CACHES for name in ("_keys", "_values", "lengths")),
-        *((kind, name, "reorder") for kind in CACHES if kind != "paged" for name in ("_keys", "_values")),
-        *((kind, "lengths", "truncate") for kind in CACHES),
-    ],
-)
-def test_buffers_of_a_cache(kind: str, name: str, call: str) -> None:
-    cache, new = CACHES[kind](), torch.randn(2, 1, 1, 4)
-    if kind == "paged":
-        cache.reserve([2, 2])
-    _shrink(getattr(cache, name), 0)
-    given = {
-        "positions": (1,),
-        "mask": (1,),
-        "update": (new, new),
-        "reorder": ([1, 0],),
-        "truncate": (0,),
-    }.get(call, ())
-    with pytest.raises(OPERATOR_ERROR, match=r"cache.*: expected a storage of \d+ bytes .* got 0 bytes"):
-        getattr(cache, call)(*given)
+#: Buffers, and calls that read them: of every cache, and of each kind.
+READ = [("lengths", call) for call in ("reset", "positions", "truncate", "update")]
+READ += [("_keys", "update"), ("_values", "update")]
+MOVED = [("_keys", "reorder"), ("_values", "reorder")]
+READ_BY = {"static": MOVED, "rolling": [*MOVED, ("_lost", "reset"), ("_lost", "mask")]}
+READ_BY["paged"] = [("table", call) for call in ("reset", "update", "gathered")] + [("lengths", "gathered")]
+NEW = torch.randn(2, 1, 1, 4)
+GIVEN_TO = {"positions": (1,), "mask": (1,), "update": (NEW, NEW), "reorder": ([1, 0],), "truncate": (0,)}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_buffers_of_a_cache(kind: str) -> None:
+    for name, call in READ + READ_BY[kind]:
+        cache = CACHES[kind]()
+        if kind == "paged":
+            cache.reserve([2, 2])
+        _shrink(getattr(cache, name), 0)
+        with pytest.raises(OPERATOR_ERROR, match=r"cache.*: expected a storage of \d+ bytes .* got 0 bytes"):
+            getattr(cache, call)(*GIVEN_TO.get(call, ()))
 
 
 def test_views_of_a_part_are_measured_from_where_they_begin() -> None:

@@ -59,11 +59,7 @@ def _gradients(names: Iterable[str], backend: str | None, inference: bool) -> li
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*(script_method|jit.script):DeprecationWarning")
-@pytest.mark.parametrize(
-    ("names", "backend"),
-    [(CALLS, None), (COMPILED, "aot_eager"), pytest.param(COMPILED, "inductor", marks=pytest.mark.long)],
-)
+@pytest.mark.parametrize(("names", "backend"), [(CALLS, None), (COMPILED, "aot_eager")])
 def test_gradients_are_those_of_an_ordinary_mask(names: Iterable[str], backend: str | None) -> None:
     found, wanted = _gradients(names, backend, inference=True), _gradients(names, None, inference=False)
     for name, got, want in zip(names, found, wanted, strict=True):

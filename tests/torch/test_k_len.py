@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from covering import everything, few
+from covering import everything
 from samples.torch_calls import OPERATOR_ERROR
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from attnspan import Prepared, Spans, causal, full, window
+from attnspan import Prepared, causal, full, window
 from attnspan.library import per_head, per_row
 from attnspan.torch import attention
 
@@ -25,8 +25,8 @@ def _inputs(k_len: int, q_len: int = 8) -> tuple[Tensor, Tensor]:
     return torch.randn(1, 2, q_len, 16), torch.randn(1, 2, k_len, 16)
 
 
-def _attend(q: Tensor, k: Tensor, mask: Any) -> Tensor:
-    return attention(q, k, k, mask=mask)
+def _attend(q: Tensor, k: Tensor, mask: Any, backend: str | None = None) -> Tensor:
+    return attention(q, k, k, mask=mask, backend=backend)
 
 
 def _lower(kind: str, k_len: int) -> Any:
@@ -36,48 +36,52 @@ def _lower(kind: str, k_len: int) -> Any:
     return prepared if "prepared" in kind else prepared.lowered
 
 
-OTHERS = ["spans", "prepared by numpy"] if everything() else []
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["prepared", "spans by numpy", *OTHERS])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["prepared", "spans by numpy"])
 def test_compiled_code_raises_the_whole_text(kind: str) -> None:
-    backend = "aot_eager" if everything() or kind == "prepared" else "eager"
-    compiled = torch.compile(_attend, fullgraph=True, backend=backend)
+    compiled = torch.compile(_attend, fullgraph=True, backend="eager")
     q, k = _inputs(12)
     q.requires_grad_(kind == "prepared")
     mask = _lower(kind, 12)
     torch.testing.assert_close(compiled(q, k, mask), _attend(q, k, mask))
     q, k = _inputs(8)
     for other in (7, 9, 12):
+        wrong = full().prepare(8, other, like=q) if other == 7 else _lower(kind, other)
         with pytest.raises(OPERATOR_ERROR, match=MISFIT.format(other)):
-            compiled(q, k, full().prepare(8, other, like=q) if other == 7 else _lower(kind, other))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_the_math_backend_gives_nan() -> None:
-    def run(q: Tensor, k: Tensor, mask: Any) -> Tensor:
-        return attention(q, k, k, mask=mask, backend="math")
-
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    q, k = _inputs(8)
-    assert torch.isfinite(compiled(q, k, full().prepare(8, 8, like=q))).all()
-    for other in (7, 12):
-        assert compiled(q, k, full().prepare(8, other, like=q)).isnan().all()
+            compiled(q, k, wrong)
+    if kind == "prepared":  # It waits for no value.
+        assert torch.isfinite(compiled(q, k, full().prepare(8, 8, like=q), backend="math")).all()
+        assert compiled(q, k, wrong, backend="math").isnan().all()
 
 
 @pytest.mark.slow
 def test_spans_that_a_compiled_function_makes_itself() -> None:
     def run(q: Tensor, k: Tensor, cut: int) -> Tensor:
-        spans = causal().spans(q.shape[2], k.shape[2] - cut, like=q)
-        return attention(q, k, k, mask=spans)
+        return _attend(q, k, causal().spans(q.shape[2], k.shape[2] - cut, like=q))
 
     compiled = torch.compile(run, fullgraph=True, backend="eager", dynamic=True)
     q, k = _inputs(9)
     torch.testing.assert_close(compiled(q, k, cut=0), run(q, k, cut=0))
     with pytest.raises(OPERATOR_ERROR, match=r"k_len=9 keys .* got spans over 8"):
         compiled(q, k, cut=1)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        *(copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))),
+        lambda x: torch.utils._pytree.tree_map(lambda leaf: leaf, x),  # as FSDP and torch.export do
+        lambda x: x.take_keys(torch.arange(9)).take_queries(torch.arange(8)),
+    ],
+    ids=["copy", "deepcopy", "pickle", "pytree", "take"],
+)
+def test_it_survives(way: Any) -> None:
+    spans = way(full().spans(8, 9, like=torch.zeros(0)).lowered)
+    with pytest.raises(OPERATOR_ERROR, match=MISFIT.format(9)):
+        _attend(*_inputs(8), spans)
+    assert spans.k_len == 9
+    assert _attend(*_inputs(9), spans).shape == (1, 2, 8, 16)
 
 
 @pytest.mark.slow
@@ -98,45 +102,6 @@ def test_exported_programs_check_it_too() -> None:
         program(q, k, full().prepare(8, 12, like=q))
 
 
-def test_dtensors_have_their_own(tmp_path: Any) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        q, k = (distribute_tensor(x, mesh, [Shard(0)]) for x in _inputs(8))
-        compiled = torch.compile(_attend, fullgraph=True, backend="aot_eager")
-        like = torch.zeros(0)
-        assert torch.isfinite(compiled(q, k, full().prepare(8, 8, like=like)).to_local()).all()
-        with pytest.raises(OPERATOR_ERROR, match=MISFIT.format(7)):
-            compiled(q, k, full().prepare(8, 7, like=like))
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_it_survives() -> None:
-    spans = full().spans(8, 9, like=torch.zeros(0)).lowered
-    others: dict[str, Spans] = {
-        "copy": copy.copy(spans),
-        "deepcopy": copy.deepcopy(spans),
-        "pickle": pickle.loads(pickle.dumps(spans)),
-        # What FSDP and torch.export do with arguments.
-        "pytree": torch.utils._pytree.tree_map(lambda leaf: leaf, spans),
-        "take": spans.take_keys(torch.arange(9)).take_queries(torch.arange(8)),
-    }
-    counter = CompileCounter()
-    compiled = torch.compile(_attend, fullgraph=True, backend=counter)
-    for way, other in others.items():
-        for attend in (compiled, _attend):
-            with pytest.raises(OPERATOR_ERROR, match=MISFIT.format(9)):
-                attend(*_inputs(8), other)
-        assert other.k_len == 9, way
-        assert _attend(*_inputs(9), other).shape == (1, 2, 8, 16)
-    assert counter.frame_count <= 2  # those that were taken have other strides
-
-
 _COMBINED: dict[str, Any] = {
     "alone": lambda mask: mask,
     "in an expression": lambda mask: mask & window(3),
@@ -148,14 +113,14 @@ _COMBINED: dict[str, Any] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", few(_COMBINED, 3))
+@pytest.mark.parametrize("kind", _COMBINED if everything() else ["per_head in an expression"])
 def test_prepared_masks_alone_and_inside_of_others_are_one_program(kind: str) -> None:
     def run(q: Tensor, k: Tensor, mask: Any) -> Tensor:
-        return attention(q, k, k, mask=_COMBINED[kind](mask))
+        return _attend(q, k, _COMBINED[kind](mask))
 
     counter = CompileCounter()
     compiled = torch.compile(run, fullgraph=True, backend=counter)
-    for k_len in (9, 13, 17):
+    for k_len in (9, 13):
         q, k = _inputs(k_len)
         torch._dynamo.mark_dynamic(k, 2)
         mask = causal().prepare(8, k_len, like=q)

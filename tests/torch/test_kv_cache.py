@@ -10,9 +10,9 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 
-from attnspan import alibi, alibi_slopes, global_keys, window
+from attnspan import global_keys, window
 from attnspan.errors import OptionError
-from attnspan.torch import RollingCache, StaticCache, attention
+from attnspan.torch import StaticCache, attention
 from attnspan.torch._cache_rows import CacheRows as Cache
 
 # Inductor's own.
@@ -21,18 +21,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWa
 
 @pytest.mark.slow
 def test_a_thousand_steps_are_one_compilation_and_equal_to_the_whole() -> None:
-    # A hundred in the short run.
-    prompts, steps = [1, 40, 3, 77, 10, 64, 25, 100], 1000 if everything() else 100
-    tokens = Tokens(8, 100 + steps)
-    cache = StaticCache(8, KV_HEADS, tokens.length, DIM)
+    # Thirty in the short run.
+    prompts, steps = [1, 40, 3, 10], 1000 if everything() else 30
+    tokens = Tokens(4, 40 + steps)
+    cache = StaticCache(4, KV_HEADS, tokens.length, DIM)
     out = torch.zeros_like(tokens.q)
-    feed(cache, tokens, out, prompts, 100)
+    feed(cache, tokens, out, prompts, 40)
     place = cache.keys.data_ptr(), cache.values.data_ptr(), cache.lengths.data_ptr()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(step, fullgraph=True, backend=counter)
     with torch.inference_mode():
         for _ in range(steps):
-            feed(cache, tokens, out, [1] * 8, 1, compiled)
+            feed(cache, tokens, out, [1] * 4, 1, compiled)
     assert counter.frame_count == 1
     assert place == (cache.keys.data_ptr(), cache.values.data_ptr(), cache.lengths.data_ptr())
     ends = torch.tensor(prompts) + steps
@@ -42,31 +42,7 @@ def test_a_thousand_steps_are_one_compilation_and_equal_to_the_whole() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", few(KINDS, 1))
-def test_generated_code_writes_into_the_buffers(kind: str) -> None:
-    tokens = Tokens(2, 24)
-    cache, out = make(kind), torch.zeros_like(tokens.q)
-    place = cache.keys.data_ptr()
-    counter = CompileCounterWithBackend("inductor")
-    compiled = torch.compile(step, fullgraph=True, backend=counter)
-    with torch.no_grad():
-        _, (code,) = run_and_get_code(feed, cache, tokens, out, [1, 1], 1, compiled)
-        for _ in range(8):
-            feed(cache, tokens, out, [1, 1], 1, compiled)
-    assert counter.frame_count == 1
-    assert cache.keys.data_ptr() == place
-    assert tokens.error(out, WIDTH[kind], keep=torch.arange(24).expand(2, -1) < 9) < 2
-    body = code[code.index("def call") : code.index("def get_args")]
-    slots = cache.keys.shape[2]
-    assert f"(2, 2, {slots}, 16)" in body, "the check below must know the cache's shape"
-    made = [line for line in body.splitlines() if "empty_strided" in line and f"{slots}, 16)" in line]
-    assert not made, "no buffer of the cache's size is allocated"
-    assert ".copy_(" not in body
-    assert "clone" not in body
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_generated_code_reads_positions_before_it_advances_them(kind: str) -> None:
+def test_generated_code_writes_into_the_buffers_and_reads_positions_first(kind: str) -> None:
     """RoPE: what follows from positions is used before the write, and once more after it."""
 
     @torch.no_grad()
@@ -76,19 +52,31 @@ def test_generated_code_reads_positions_before_it_advances_them(kind: str) -> No
         return attention(q * angles.cos(), keys, values, mask=cache.mask(1))
 
     torch.manual_seed(0)
-    q, k = torch.randn(4, 2, HEADS, 1, DIM), torch.randn(4, 2, KV_HEADS, 1, DIM)
-    compiled = torch.compile(rotated, fullgraph=True)
+    q, k = torch.randn(9, 2, HEADS, 1, DIM), torch.randn(9, 2, KV_HEADS, 1, DIM)
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(rotated, fullgraph=True, backend=counter)
     ours, theirs = make(kind), make(kind)
-    for i in range(4):
+    place, slots = ours.keys.data_ptr(), ours.keys.shape[2]
+    found, (code,) = run_and_get_code(compiled, ours, q[0], k[0])
+    torch.testing.assert_close(found, rotated(theirs, q[0], k[0]))
+    for i in range(1, 9):
         torch.testing.assert_close(compiled(ours, q[i], k[i]), rotated(theirs, q[i], k[i]))
+    assert counter.frame_count == 1
+    assert ours.keys.data_ptr() == place
+    body = code[code.index("def call") : code.index("def get_args")]
+    assert f"(2, 2, {slots}, 16)" in body, "the check below must know the cache's shape"
+    made = [line for line in body.splitlines() if "empty_strided" in line and f"{slots}, 16)" in line]
+    assert not made, "no buffer of the cache's size is allocated"
+    assert ".copy_(" not in body
+    assert "clone" not in body
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS if everything() else ["rolling"])
 def test_compiled_chunks_of_many_lengths_and_caches_of_many_layers(kind: str) -> None:
     generator = random.Random(5)
-    tokens = [Tokens(2, 30, seed=seed) for seed in range(2)]
-    caches = [make(kind, size=30) for _ in tokens]
+    tokens = [Tokens(2, 10, seed=seed) for seed in range(2)]
+    caches = [make(kind, size=10) for _ in tokens]
     outs = [torch.zeros_like(row.q) for row in tokens]
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(step, fullgraph=True, backend=counter)
@@ -97,79 +85,14 @@ def test_compiled_chunks_of_many_lengths_and_caches_of_many_layers(kind: str) ->
         return compiled(cache, q, k, v, torch.full((2,), k.shape[2]) if counts is None else counts)
 
     with torch.no_grad():
-        while min(caches[0].lengths.tolist()) < 30:
+        while min(caches[0].lengths.tolist()) < 10:
             n = generator.randint(1, 4)
-            counts = ragged(generator, caches[0], 30, n)
+            counts = ragged(generator, caches[0], 10, n)
             for cache, row, out in zip(caches, tokens, outs, strict=True):
                 feed(cache, row, out, counts, n, counted)
     # The first length, any length, and one token.
     assert counter.frame_count <= 3
     assert all(row.error(out, WIDTH[kind]) < 2 for row, out in zip(tokens, outs, strict=True))
-
-
-@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", KINDS)
-def test_ragged_chunks_then_decoding(kind: str, dtype: torch.dtype, layout: str) -> None:
-    generator = random.Random(1)
-    tokens = Tokens(3, 90, v_dim=24, dtype=dtype)
-    cache = make(kind, 3, 90, v_dim=24, dtype=dtype, layout=layout)
-    out = torch.zeros(3, HEADS, 90, 24, dtype=dtype)
-    with torch.no_grad():
-        for _ in range(20):
-            n = generator.randint(1, 4)
-            feed(cache, tokens, out, ragged(generator, cache, 60, n), n)
-        while min(cache.lengths.tolist()) < 90:
-            feed(cache, tokens, out, [int(length < 90) for length in cache.lengths.tolist()], 1)
-    assert tokens.error(out, WIDTH[kind]) < 2
-
-
-@pytest.mark.parametrize(
-    ("window", "chunk", "keep"), [(0, 3, 0), (6, 1, 0), (2, 8, 0), (0, 3, 2), (6, 1, 9), (2, 8, 4)]
-)
-def test_the_ring_equals_the_mask_of_that_name_over_many_rounds(window: int, chunk: int, keep: int) -> None:
-    generator = random.Random(window)
-    tokens = Tokens(2, 80)
-    cache = RollingCache(2, KV_HEADS, window, DIM, chunk=chunk, keep=keep)
-    out = torch.zeros_like(tokens.q)
-    while min(cache.lengths.tolist()) < 80:
-        feed(cache, tokens, out, ragged(generator, cache, 80, chunk), chunk)
-    # `window` counts the keys before the query, the width counts its own too.
-    assert tokens.error(out, width=(window + 1, keep)) < 2
-    assert cache.keys.shape[2] == keep + window + chunk
-
-
-@pytest.mark.parametrize("backend", ["math", "cpu"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_position_biases_go_by_the_tokens_own_indices(kind: str, backend: str) -> None:
-    generator = random.Random(2)
-    slopes = torch.as_tensor(alibi_slopes(HEADS))
-    tokens = Tokens(2, 40)
-    cache, out = make(kind, size=40), torch.zeros_like(tokens.q)
-
-    def biased(*arguments: object) -> Tensor:
-        return step(*arguments, bias=alibi(slopes), backend=backend)  # type: ignore[arg-type]
-
-    with torch.no_grad():
-        while min(cache.lengths.tolist()) < 40:
-            feed(cache, tokens, out, ragged(generator, cache, 40, 4), 4, biased)
-    assert tokens.error(out, WIDTH[kind], slopes) < 2
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rejected_drafts_are_taken_back(kind: str) -> None:
-    generator = random.Random(3)
-    tokens, wrong = Tokens(2, 80), Tokens(2, 80, seed=1)
-    cache, out = make(kind, size=80), torch.zeros_like(tokens.q)
-    with torch.no_grad():
-        while min(cache.lengths.tolist()) < 80:
-            lengths = cache.lengths.tolist()
-            counts = [min(4, 80 - length) for length in lengths]
-            accepted = [min(generator.randint(1, 4), count) for count in counts]
-            feed(cache, wrong, torch.zeros_like(out), counts, 4)
-            cache.truncate(cache.lengths - torch.tensor(counts))
-            feed(cache, tokens, out, accepted, 4)
-    assert tokens.error(out, WIDTH[kind]) < 2
 
 
 def test_a_ring_gives_back_only_what_it_still_holds() -> None:
@@ -207,47 +130,6 @@ def test_rows_of_a_ring_whose_window_is_gone_see_nothing() -> None:
     assert cache.mask(4).lowered.cost()[:, 0].tolist() == [[1, 2, 3, 4]] * 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_emptied_one_by_one(kind: str) -> None:
-    tokens = Tokens(2, 24)
-    cache, out = make(kind), torch.zeros_like(tokens.q)
-    for _ in range(3):
-        feed(cache, tokens, out, [4, 4], 4)
-    cache.reset(torch.tensor([False, True]))
-    assert cache.lengths.tolist() == [12, 0]
-    out.zero_()
-    for _ in range(3):
-        feed(cache, tokens, out, [1, 4], 4)
-    at = torch.arange(24)
-    assert tokens.error(out, WIDTH[kind], keep=torch.stack([(at >= 12) & (at < 15), at < 12])) < 2
-    cache.reset()
-    assert cache.lengths.tolist() == [0, 0]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_go_on_as_others_and_are_emptied_by_number(kind: str) -> None:
-    tokens = Tokens(3, 24)
-    cache, out = make(kind, 3), torch.zeros_like(tokens.q)
-    for _ in range(3):
-        feed(cache, tokens, out, [4, 3, 1], 4)
-    sources = [1, 1, 0]
-    cache.reorder(sources)
-    assert cache.lengths.tolist() == [9, 9, 12]
-    at = torch.arange(24)
-    for name in ("q", "k", "v"):
-        x = getattr(tokens, name)
-        setattr(tokens, name, torch.where((at < cache.lengths[:, None])[:, None, :, None], x[sources], x))
-    for _ in range(3):
-        feed(cache, tokens, out, [2, 1, 4], 4)
-    keep = torch.stack([(at >= 9) & (at < 15), (at >= 9) & (at < 12), (at >= 12) & (at < 24)])
-    assert tokens.error(out, WIDTH[kind], keep=keep) < 2
-    cache.reset([2, 0])
-    assert cache.lengths.tolist() == [0, 12, 0]
-    cache.reset(torch.tensor([1]))
-    feed(cache, tokens, out, [4, 4, 4], 4)
-    assert tokens.error(out, WIDTH[kind], keep=(at < 4).expand(3, -1)) < 2
-
-
 def test_a_ring_that_keeps_the_first_tokens() -> None:
     cache, tokens = make("sinks"), Tokens(2, 40)  # 3 and 8 slots, 5 keys for each query
     out = torch.zeros_like(tokens.q)
@@ -281,7 +163,7 @@ class Layer(torch.nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS, 1))
 def test_a_model_with_a_cache_is_exported(kind: str) -> None:
     tokens = Tokens(2, 24)
     layer = Layer(make(kind))
@@ -297,11 +179,10 @@ def test_a_model_with_a_cache_is_exported(kind: str) -> None:
 
 def test_a_model_moves_its_caches_and_does_not_save_them() -> None:
     layer = Layer(make("static")).to(torch.bfloat16)
-    keys, values = layer.cache.update(*[torch.ones(2, KV_HEADS, 2, DIM, dtype=torch.bfloat16)] * 2)
-    assert (keys.data_ptr(), values.data_ptr()) == (
-        layer.cache.keys.data_ptr(),
-        layer.cache.values.data_ptr(),
-    )
+    new = torch.ones(2, KV_HEADS, 2, DIM, dtype=torch.bfloat16)
+    keys, values = layer.cache.update(new, new)
+    assert keys.data_ptr() == layer.cache.keys.data_ptr()
+    assert values.data_ptr() == layer.cache.values.data_ptr()
     assert layer.state_dict() == {}
     assert layer.cache.keys.dtype == torch.bfloat16
     assert layer.cache.lengths.dtype == torch.int32

@@ -9,13 +9,10 @@ from covering import few
 from samples.mistaken_objects import CACHES, NEW_CACHES
 from samples.mistakes import Mistake, check, error_of, rows
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attnspan.errors import DtypeError, ShapeError
 from attnspan.torch import PagedCache, RollingCache, StaticCache, attention
 from attnspan.torch._cache_rows import CacheRows as Cache
 from attnspan.torch._cache_write import LOST, cache_append_op, write_anywhere
-from attnspan.torch._paged_cache import _write_op as paged_append_op
 
 # Inductor's own.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
@@ -47,47 +44,14 @@ def test_a_refused_call_changes_nothing(mistake: Mistake, paged: bool) -> None:
     assert same(before, cache)
 
 
-BAD_WRITES = {
-    "one value": ((_new(3), _new(1)), ShapeError, r"v_new: expected shape \(2, 2, 3, 16\)"),
-    "thin value": ((_new(3), _new(3, dim=1)), ShapeError, "v_new"),
-    "heads": ((_new(3, heads=1), _new(3)), ShapeError, "k_new"),
-    "batch": ((_new(3)[:1], _new(3)[:1]), ShapeError, "k_new"),
-    "dtype": ((_new(3), _new(3, dtype=torch.float64)), DtypeError, "v_new: expected torch.float32"),
-    "counts": ((_new(3), _new(3), torch.ones(2)), DtypeError, "counts: expected integers"),
-    "too long": ((_new(9), _new(9)), ShapeError, "k_new: expected at most [68] tokens"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_WRITES)
-def test_operators_check_sizes_too(name: str) -> None:
-    (k, v, *counts), kind, text = BAD_WRITES[name]
-    table = torch.arange(6, dtype=torch.int32).reshape(2, 3)
-    pool, slots = torch.zeros(7, KV_HEADS, 3, DIM), torch.zeros(2, KV_HEADS, 8, DIM)
-    writes: list[tuple[Any, Tensor, list[Any]]] = [
-        (cache_append_op, slots, [8]),
-        (cache_append_op, slots, [2]),
-    ]
-    writes += [] if name == "too long" else [(paged_append_op, pool, [8])]
-    for op, cache, rest in writes:
-        held = cache, cache.clone(), torch.zeros(2, dtype=torch.int32)
-        given = [*held, *([table] if op is paged_append_op else []), k, v, *(counts or [None]), *rest]
-        with pytest.raises(kind, match=text):
-            op(*given)
-        assert not any(x.any() for x in held)
-        if name not in ("too long", "batch"):
-            with FakeTensorMode() as mode, pytest.raises(kind, match=text):
-                op(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in given))
-
-
 def test_tokens_that_lie_in_the_cache_itself() -> None:
     cache = StaticCache(1, KV_HEADS, 8, 4)
     new = torch.arange(6.0)[:, None].expand(1, KV_HEADS, 6, 4)
     cache.update(new, new)
     cache.truncate(1)
     cache.update(cache.keys[:, :, :5], cache.values[:, :, :5])
-    assert (
-        cache.keys[0, :, :, 0].tolist() == cache.values[0, :, :, 0].tolist() == [[0, 0, 1, 2, 3, 4, 0, 0]] * 2
-    )
+    for x in (cache.keys, cache.values):
+        assert x[0, :, :, 0].tolist() == [[0, 0, 1, 2, 3, 4, 0, 0]] * 2
 
 
 @pytest.mark.parametrize("mistake", rows(NEW_CACHES), ids=repr)
@@ -114,14 +78,12 @@ def test_a_ring_refuses_chunks_beyond_its_own() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
-def test_a_compiled_step_without_room_raises_and_writes_nothing(backend: str) -> None:
+def test_a_compiled_step_without_room_raises_and_writes_nothing() -> None:
     tokens = Tokens(2, 12)
     cache, out = make("static", size=8), torch.zeros_like(tokens.q)
-    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
     with torch.no_grad():
-        feed(cache, tokens, out, [4, 4], 4)
-        feed(cache, tokens, out, [3, 3], 4)
+        feed(cache, tokens, out, [7, 7], 7)
         feed(cache, tokens, out, [1, 1], 1, compiled)
         before = state(cache)
         with pytest.raises(ValueError, match="element 0: expected room for 1 more tokens, got 8 of 8"):
@@ -136,26 +98,23 @@ def test_a_compiled_step_without_room_raises_and_writes_nothing(backend: str) ->
 def test_a_compiled_truncation_to_what_is_not_there_is_never_plausible(kind: str) -> None:
     cache = make(kind)
     cache.update(_new(4), _new(4))
-    torch.compile(cache.truncate, fullgraph=True, backend="aot_eager")(torch.tensor([2, 5]))
+    torch.compile(cache.truncate, fullgraph=True, backend="eager")(torch.tensor([2, 5]))
     assert cache.lengths.tolist() == [2, LOST]
     q = torch.ones(2, HEADS, 1, DIM)
     with pytest.raises(ValueError, match=r"cache: lengths: expected lengths of at least 0|element 1: .*lost"):
         attention(q, cache.keys, cache.values, mask=cache.mask(1))
     # What a device does, which reads no value: NaN in that row, and in no other.
-    compiled = torch.compile(
-        lambda: attention(q, cache.keys, cache.values, mask=cache.mask(1), backend="math"),
-        fullgraph=True,
-        backend="eager",
-    )
-    assert compiled().isnan().all(-1).all(1).flatten().tolist() == [False, True]
+    attend = torch.compile(attention, fullgraph=True, backend="eager")
+    out = attend(q, cache.keys, cache.values, mask=cache.mask(1), backend="math")
+    assert out.isnan().all(-1).all(1).flatten().tolist() == [False, True]
     with pytest.raises(ValueError, match=r"element 1: .*lost.*reset"):
         cache.update(_new(1), _new(1))
     cache.reset(torch.tensor([False, True]))
     cache.update(_new(1), _new(1))
     assert cache.lengths.tolist() == [3, 1]
-    torch.compile(cache.reorder, fullgraph=True, backend="aot_eager")(torch.tensor([1, 2]))
+    torch.compile(cache.reorder, fullgraph=True, backend="eager")(torch.tensor([1, 2]))
     assert cache.lengths.tolist() == [1, LOST]
-    torch.compile(cache.reset, fullgraph=True, backend="aot_eager")(torch.tensor([0, 0]))
+    torch.compile(cache.reset, fullgraph=True, backend="eager")(torch.tensor([0, 0]))
     assert cache.lengths.tolist() == [LOST, LOST], "a number that is there twice"
 
 
@@ -173,6 +132,12 @@ def _arguments(seed: int, keep: int, counted: bool = True) -> tuple[Tensor, ...]
     return normal(slots, 3), normal(slots, 5), lengths, normal(n, 3), normal(n, 5), counts, keep
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("keep", "counted"), [(3, True), pytest.param(9, False, marks=pytest.mark.long)])
+def test_opcheck(keep: int, counted: bool) -> None:
+    torch.library.opcheck(cache_append_op, _arguments(0, keep, counted))
+
+
 @pytest.mark.parametrize("keep", [0, 3, 9])
 @pytest.mark.parametrize("counted", [False, True])
 def test_what_other_devices_run_writes_the_same(keep: int, counted: bool) -> None:
@@ -182,24 +147,30 @@ def test_what_other_devices_run_writes_the_same(keep: int, counted: bool) -> Non
         assert all(torch.equal(a, b) for a, b in zip(ours[:2], theirs[:2], strict=True))
 
 
-def test_other_devices_mark_rows_without_room_and_leave_them_alone() -> None:
+def test_other_devices_leave_rows_without_room_alone_and_all_without_memory(monkeypatch: Any) -> None:
     keys, values, _, k_new, v_new, _, _ = _arguments(0, 9)
     n = k_new.shape[2]
     before = keys.clone(), values.clone()
     lengths = torch.tensor([9 - n, 9 - n + 1, 2, LOST], dtype=torch.int32)
-    found = write_anywhere(keys, values, lengths, k_new, v_new, torch.tensor([n, n, n + 1, 0]), 9)
-    assert found.tolist() == [9, LOST, LOST, LOST]
+    call = keys, values, lengths, k_new, v_new, torch.tensor([n, n, n + 1, 0]), 9
+    take, calls = torch.where, []
+
+    def where(*given: Any) -> Any:
+        calls.append(given[1].dim() == 4 if isinstance(given[1], Tensor) else False)
+        if calls[-1] and sum(calls) == 2:
+            raise torch.OutOfMemoryError
+        return take(*given)
+
+    monkeypatch.setattr(torch, "where", where)
+    with pytest.raises(torch.OutOfMemoryError):
+        write_anywhere(*call)
+    monkeypatch.undo()
+    assert torch.equal(keys, before[0])
+    assert torch.equal(values, before[1])
+    assert write_anywhere(*call).tolist() == [9, LOST, LOST, LOST]
     assert torch.equal(keys[0, :, 9 - n :], k_new[0])
     for cache, was in zip((keys, values), before, strict=True):
         assert torch.equal(cache[1:], was[1:])
-
-
-@pytest.mark.slow
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("keep", [0, 3, 9])
-@pytest.mark.parametrize("counted", [False, True])
-def test_opcheck(keep: int, counted: bool) -> None:
-    torch.library.opcheck(cache_append_op, _arguments(0, keep, counted))
 
 
 @pytest.mark.parametrize("kind", ["static", "rolling", "paged"])
@@ -222,7 +193,7 @@ def test_gradients_are_refused_compiled_too_and_a_write_counts_as_one() -> None:
     with pytest.raises(ValueError, match="without gradients"):
         cache_append_op(*arguments, _new(1).requires_grad_(), _new(1), None, 24)
     with pytest.raises(RuntimeError, match="without gradients"):
-        torch.compile(cache.update, fullgraph=True, backend="aot_eager")(_new(1), _new(1).requires_grad_())
+        torch.compile(cache.update, fullgraph=True, backend="eager")(_new(1), _new(1).requires_grad_())
     assert cache.lengths.tolist() == [0, 0]
     q = torch.ones(2, HEADS, 1, DIM, requires_grad=True)
     keys, values = cache.update(_new(1), _new(1))
@@ -230,24 +201,3 @@ def test_gradients_are_refused_compiled_too_and_a_write_counts_as_one() -> None:
     cache.update(_new(1), _new(1))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-@pytest.mark.parametrize("fails_at", [1, 2])
-def test_without_memory_nothing_is_written(fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = torch.zeros(2, 1, 4, 8), torch.zeros(2, 1, 4, 8), torch.tensor([1, 2])
-    new = torch.ones(2, 1, 2, 8)
-    take, calls = torch.where, []
-
-    def where(*given: Any) -> Any:
-        if isinstance(given[1], torch.Tensor) and given[1].dim() == 4:
-            calls.append(1)
-            if len(calls) == fails_at:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-        return take(*given)
-
-    monkeypatch.setattr(torch, "where", where)
-    with pytest.raises(torch.OutOfMemoryError):
-        write_anywhere(*cache, new, new, None, 0)
-    assert not cache[0].any()
-    assert not cache[1].any()
-    assert cache[2].tolist() == [1, 2]

@@ -10,7 +10,6 @@ from samples.torch_calls import small
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from attnspan import Spans
 from attnspan.call.options import DENSE, Options
 from attnspan.kernels import math
 from attnspan.torch import attention
@@ -41,9 +40,7 @@ def _attend(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *parameters: Tens
 
 # tests/conformance holds the values to the oracle.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", OPTIONS if everything() else ["none", SIGNED, "dense", "dropout", EVERYTHING]
-)
+@pytest.mark.parametrize("name", OPTIONS if everything() else [SIGNED, "dense", EVERYTHING])
 def test_every_derivative(name: str) -> None:
     problem = _tiny(*OPTIONS[name])
     # Without a sink the first row has lse -inf, of which finite differences make nothing.
@@ -61,38 +58,12 @@ def test_every_derivative(name: str) -> None:
 @pytest.mark.parametrize("name", OPTIONS if everything() else [EVERYTHING])
 def test_compiles_without_a_break(name: str) -> None:
     problem = _tiny(*OPTIONS[name], dtype=torch.float32)
-
-    def loss(*inputs: Tensor) -> Tensor:
-        out, lse = _attend(problem, *inputs)
-        return out.square().sum() + lse[:, :, 1:].sum()
-
-    inputs = _leaves(problem)
-    want = torch.autograd.grad(loss(*inputs), inputs)
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    for a, b in zip(torch.autograd.grad(compiled(*inputs), inputs), want, strict=True):
+    inputs, results = _leaves(problem), []
+    for attend in (_attend, torch.compile(_attend, fullgraph=True, backend="eager")):
+        out, lse = attend(problem, *inputs)
+        results.append(torch.autograd.grad(out.square().sum() + lse[:, :, 1:].sum(), inputs))
+    for a, b in zip(*results, strict=True):
         assert relative_error(a, b) <= 16 * torch.finfo(torch.float32).eps
-
-
-def test_torch_func() -> None:
-    problem = _tiny()
-    q, k, v = problem.inputs.values()
-
-    def loss(q: Tensor, backend: str) -> Tensor:
-        dtype = torch.float64 if backend == "math" else torch.float32
-        mask = Spans(problem.bounds, 5)
-        return attention(*(x.to(dtype) for x in (q, k, v)), mask=mask, backend=backend).square().sum()
-
-    ours = torch.func.grad(lambda q: loss(q, "cpu"))(q)
-    torch.testing.assert_close(ours, torch.func.grad(lambda q: loss(q, "math"))(q), rtol=1e-5, atol=1e-6)
-    assert torch.func.hessian(lambda q: loss(q, "math"))(q).abs().sum() > 0
-    first = torch.func.grad(lambda q: loss(q, "cpu"))
-    for second in (
-        lambda: torch.func.grad(lambda q: first(q).sum())(q),
-        lambda: torch.func.hessian(lambda q: loss(q, "cpu"))(q),
-        lambda: torch.func.jvp(first, (q,), (q,)),
-    ):
-        with pytest.raises(NotImplementedError, match=r'backend\("math"'):
-            second()
 
 
 @pytest.mark.parametrize("where", ["a masked pair", "a visible pair"])
@@ -109,36 +80,29 @@ def test_a_nan_of_the_bias_reaches_the_rows_that_see_its_key(where: str) -> None
         assert torch.equal(~x.isfinite().all(-1), hit)
 
 
-KEY = 4
-
-
+# tests/kernels/test_cpu.py has the same of the kernel.
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("where", ["k", "v"])
-@pytest.mark.parametrize("backend", ["math", "cpu"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_nan_reaches_exactly_the_rows_that_may_see_it(
-    backend: str, where: str, value: float, dtype: torch.dtype
-) -> None:
-    sample = small(seed=9, q_len=70, k_len=150, runs=2, dtype=dtype)
-    getattr(sample, where)[:, 0, KEY] = value
-    mask, inputs = Spans(sample.bounds, 150), tuple(sample.requires_grad().inputs.values())
-    out = attention(*inputs, mask=mask, backend=backend)
-    dense = mask.dense().expand(2, 4, -1, -1)
-    sees = dense[..., KEY].clone()
+def test_a_nan_reaches_exactly_the_rows_that_may_see_it(where: str, value: float) -> None:
+    sample = small(seed=9, q_len=30, k_len=50, runs=2)
+    getattr(sample, where)[:, 0, 4] = value
+    inputs = tuple(sample.requires_grad().inputs.values())
+    out = attention(*inputs, mask=sample.mask, backend="math")
+    dense = sample.mask.lowered.dense().expand(2, 4, -1, -1)
+    sees = dense[..., 4].clone()
     sees[:, 2:] = False  # the other group's heads read another key head
     finite = out.isfinite().all(-1)
     assert finite[~sees].all()
-    if value != value or where == "v":
-        assert not finite[sees].any()
+    assert (value == value and where == "k") or not finite[sees].any()
     # An incoming gradient that is NaN where the output is, as a loss would give.
-    dout = torch.where(finite[..., None], 1.0, torch.nan).expand(out.shape).to(dtype)
-    dq, dk, dv = torch.autograd.grad(out, inputs, dout)
-    assert dq.isfinite().all(-1)[~sees].all()
+    dout = torch.where(finite[..., None], 1.0, torch.nan).expand(out.shape)
+    dq, *of_keys = (x.isfinite().all(-1) for x in torch.autograd.grad(out, inputs, dout))
+    assert dq[~sees].all()
+    assert not dq[~finite].any()
     # A key is touched if a row that sees the bad key sees it too.
     hit = (dense & ~finite[..., None]).any(-2).unflatten(1, (2, 2)).any(2)
     touched = hit.clone()
-    touched[:, 0, KEY] = True
-    for gradient in (dk, dv):
-        assert gradient.isfinite().all(-1)[~touched].all()
-        assert not gradient.isfinite().all(-1)[hit].any()
-    assert not dq.isfinite().all(-1)[~finite].any()
+    touched[:, 0, 4] = True
+    for gradient in of_keys:
+        assert gradient[~touched].all()
+        assert not gradient[hit].any()

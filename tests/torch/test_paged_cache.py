@@ -1,7 +1,7 @@
 """Paged caches: the results of a static cache, wherever pages lie; nothing written where nothing may be."""
 
+import re
 from contextlib import nullcontext
-from dataclasses import replace
 from mmap import mmap
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from attnspan import cache as cache_mask
 from attnspan import causal, window
-from attnspan.backends import register, table
 from attnspan.call.options import alibi
 from attnspan.errors import DtypeError, OptionError, UsageError
 from attnspan.experimental import triton
@@ -35,9 +34,13 @@ def chunk(n: int, batch: int = 3) -> tuple[Tensor, Tensor]:
 ALL = {"softcap": 4.0, "bias": alibi(torch.rand(HEADS)), "sinks": torch.randn(HEADS), "return_lse": True}
 
 
-@pytest.mark.parametrize("options", [{}, ALL], ids=["none", "all"])
-@pytest.mark.parametrize("backend", [None, "cpu", "math", "triton"])
-def test_a_few_steps_equal_those_of_a_static_cache(backend: str | None, options: dict[str, Any]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "all_options"),
+    [(None, False), (None, True), ("cpu", False), ("math", True), ("triton", True)],
+)
+def test_a_few_steps_equal_those_of_a_static_cache(backend: str | None, all_options: bool) -> None:
+    options: dict[str, Any] = ALL if all_options else {}
     torch.manual_seed(0)
     ours, theirs = paged(), StaticCache(3, KV, 20, D, DV)
     for n, counts in ((5, [5, 2, 0]), (1, None), (3, [1, 3, 2]), (1, None)):
@@ -56,14 +59,47 @@ def test_a_few_steps_equal_those_of_a_static_cache(backend: str | None, options:
     assert ours.lengths.equal(theirs.lengths)
 
 
-def test_masks_of_ones_own() -> None:
-    cache, (k, v) = paged(), chunk(9)
-    cache.reserve([9] * 3)
-    cache.update(k, v)
-    q, mask = torch.randn(3, HEADS, 2, D), causal() & window(3) & cache_mask(cache.lengths)
-    with triton.interpreted():
-        found = cache.attention(q, mask=mask, backend="triton")
-    torch.testing.assert_close(found, attention(q, k, v, mask=causal() & window(3)), rtol=1e-4, atol=1e-5)
+def test_rows_that_go_on_as_others_share_full_pages() -> None:
+    # test_any_cache.py has what they then hold.
+    cache = paged(pages=9)
+    cache.reserve([6, 6, 6])
+    cache.update(*chunk(6))
+    cache.reorder([0, 0, 2])
+    assert cache.table[0, 0] == cache.table[1, 0] != cache.table[2, 0]
+    writable = cache.table[:, 1].tolist()
+    assert len(set(writable)) == 3
+    assert cache.free_pages == 9 - 2 - 3
+    full = paged(pages=4)
+    full.reserve([16, 0, 0])
+    with pytest.raises(OptionError, match="expected 8 free pages, got 0"):
+        full.reorder([0, 0, 0])
+    assert full.table[1:].eq(-1).all()
+    # Where it is written, a page belongs to one row.
+    cache.truncate(cache.lengths - 3)
+    with pytest.raises(OptionError, match=r"that another element uses\. Call reorder\(range\(batch\)\)"):
+        cache.update(*chunk(1))
+    cache.reset([1])
+    assert cache.table[1].eq(-1).all()
+    cache.reorder(range(3))
+    cache.reserve(cache.lengths + 1)
+    cache.update(*chunk(1))
+
+
+def test_numbers_that_are_no_pages_give_nan_to_their_row_alone() -> None:
+    # tests/kernels/test_paged_keys.py has each query.
+    cache, q = paged(), torch.randn(3, HEADS, 1, D)
+    cache.reserve([6] * 3)
+    cache.update(*chunk(6))
+    for bad in (12, 99, -1):  # 12: the scratch page
+        cache.table[1, 1] = bad
+        keys, _ = cache.gathered()
+        assert keys[1, :, 4:8].isnan().all()
+        assert keys[1, :, :4].isfinite().all()
+        for backend in (None, "triton") if bad == 99 else (None,):
+            with triton.interpreted() if backend else nullcontext():
+                out = cache.attention(q, backend=backend)
+            assert out[1].isnan().all()
+            assert out[[0, 2]].isfinite().all()
 
 
 def test_pages_go_back_and_serve_others() -> None:
@@ -78,75 +114,19 @@ def test_pages_go_back_and_serve_others() -> None:
     assert sorted(cache.table[cache.table >= 0].tolist()) == [0, 1, 2, 3]
     cache.reserve([0, 4, 0])  # less than they have
     assert cache.free_pages == 0
+    before = cache.table.clone()
+    cache.truncate(0)
+    assert torch.equal(cache.table, before), "rows keep their pages"
     cache.table.fill_(99)  # pages of other code that do not exist
     assert cache.free_pages == 4
     cache.reset()
-    with pytest.raises(OptionError, match="at most 20 tokens, got 21"):
-        cache.reserve([0, 8, 21])
-
-
-def test_a_row_keeps_its_pages_when_tokens_are_taken_back() -> None:
-    cache = paged(pages=4)
-    cache.reserve([16, 0, 0])
-    tokens = torch.randn(3, KV, 12, D), torch.randn(3, KV, 12, DV)
-    cache.update(*tokens, counts=torch.tensor([12, 0, 0]))
-    before = cache.table.clone()
-    cache.truncate(torch.tensor([3, 0, 0]))
-    assert torch.equal(cache.table, before)
+    for lengths, text in (([0, 8, 21], "at most 20 tokens, got 21"), ([0, -1, 0], "expected 0 to .*got -1")):
+        with pytest.raises(OptionError, match=text):
+            cache.reserve(lengths)
+    with pytest.raises(DtypeError, match=r"lengths\[0\]: expected an int, got float"):
+        cache.reserve([2.5, 0, 0])
     sizes = f"pages=4, page_len=4, kv_heads={KV}, head_dim={D}, v_dim={DV}, batch=3, max_len=20"
     assert repr(cache) == f"PagedCache({sizes})"
-
-
-def test_rows_that_go_on_as_others_share_full_pages() -> None:
-    ours, theirs = paged(pages=9), StaticCache(3, KV, 20, D, DV)
-    ours.reserve([8, 8, 4])
-    sources = [[0, 0, 2], [0, 1, 1], [2, 2, 2]]
-    for step, (n, counts) in enumerate(((6, [6, 3, 1]), (1, [1, 1, 1]), (2, [2, 2, 2]))):
-        (k, v), own, q = chunk(n), torch.tensor(counts), torch.randn(3, HEADS, n, D)
-        ours.reserve(ours.lengths + own)
-        ours.update(k, v, own)
-        wanted = attention(q, *theirs.update(k, v, own), mask=theirs.mask(n))
-        torch.testing.assert_close(ours.attention(q), wanted)
-        for cache in (ours, theirs):
-            cache.reorder(sources[step])
-        assert ours.lengths.equal(theirs.lengths)
-    whole = int(ours.lengths[0]) // 4
-    assert ours.table[:, :whole].eq(ours.table[0, :whole]).all()
-    writable = ours.table[:, whole:][ours.table[:, whole:] >= 0].tolist()
-    assert len(set(writable)) == len(writable) >= 3
-    assert ours.free_pages == 9 - whole - len(writable)
-    full = paged(pages=4)
-    full.reserve([16, 0, 0])
-    with pytest.raises(OptionError, match="expected 8 free pages, got 0"):
-        full.reorder([0, 0, 0])
-    assert full.table[1:].eq(-1).all()
-    # Where it is written, a page belongs to one row.
-    ours.truncate(ours.lengths - 4)
-    with pytest.raises(
-        OptionError, match=r"got a page that another element uses\. Call reorder\(range\(batch\)\)"
-    ):
-        ours.update(*chunk(1))
-    ours.reset([1])
-    assert ours.table[1].eq(-1).all()
-    ours.reorder(range(3))
-    ours.reserve(ours.lengths + 1)
-    ours.update(*chunk(1))
-
-
-def test_no_page_that_is_none() -> None:
-    cache = PagedCache(4, 4, KV, D, DV, batch=1, max_len=10)
-    cache.reserve([10])
-    cache.update(*chunk(9, 1))
-    with pytest.raises(DtypeError, match=r"lengths\[0\]: expected an int, got float"):
-        cache.reserve([2.5])
-    with pytest.raises(OptionError, match=r"lengths\[0\]: expected 0 to .*got -1"):
-        cache.reserve([-1])
-    for bad in (4, 99, -1):  # 4: the scratch page
-        cache.table[0, 2] = bad
-        keys, _ = cache.gathered()
-        assert keys[0, :, 8:].isnan().all()
-        assert keys[0, :, :8].isfinite().all()
-        assert cache.attention(torch.randn(1, HEADS, 1, D)).isnan().all()
 
 
 def test_a_row_without_pages_raises_before_anything_is_written() -> None:
@@ -188,6 +168,9 @@ def test_pages_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     cache.attention(leaf).sum().backward()
     cache.attention(q_math := q.clone().requires_grad_(), backend="math").sum().backward()
     torch.testing.assert_close(leaf.grad, q_math.grad, rtol=1e-4, atol=1e-5)
+    near = causal() & window(3) & cache_mask(cache.lengths)
+    wanted_near = attention(q, k, v, mask=causal() & window(3))
+    torch.testing.assert_close(cache.attention(q, mask=near), wanted_near, rtol=1e-4, atol=1e-5)
     monkeypatch.setattr(PagedCache, "gathered", lambda _: pytest.fail("a copy of all pages"))
     for backend in (None, "cpu"):
         torch.testing.assert_close(cache.attention(q, backend=backend), wanted, rtol=1e-4, atol=1e-5)
@@ -195,37 +178,20 @@ def test_pages_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
         cache.attention(q, mask=cache.mask(2).prepare(2, 16, batch=3, like=q))
 
 
-@pytest.mark.parametrize("backend", [None, "triton"])
-def test_a_page_that_is_none_gives_nan_to_its_row_alone(backend: str | None) -> None:
-    cache, (k, v) = paged(), chunk(6)
-    cache.reserve([6] * 3)
-    cache.update(k, v)
-    cache.table[1, 1] = 77
-    with triton.interpreted() if backend else nullcontext():
-        out = cache.attention(torch.randn(3, HEADS, 1, D), backend=backend)
-    assert out[1].isnan().all()
-    assert out[[0, 2]].isfinite().all()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", [None, "interpreted"])
-def test_a_compiled_step_is_compiled_once(backend: str | None) -> None:
-    torch._dynamo.reset()
-    # A compiler cannot read the variable that switches the interpreter on.
-    interpreted = replace(table("torch")["triton"], name="interpreted", supports=lambda _: None)
+def test_a_compiled_step_is_compiled_once() -> None:
     cache, counter = paged(), CompileCounterWithBackend("aot_eager")
 
     @torch.no_grad()
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cache.update(k, v)
-        return cache.attention(q, backend=backend)  # type: ignore[no-any-return]
+        return cache.attention(q)  # type: ignore[no-any-return]
 
     compiled = torch.compile(step, fullgraph=True, backend=counter)
     for length in (1, 2, 5):
         cache.reserve([length] * 3)
         inputs = torch.randn(3, HEADS, 1, D), *chunk(1)
-        with register(interpreted), triton.interpreted() if backend else nullcontext():
-            found = compiled(*inputs)
+        found = compiled(*inputs)
         wanted = attention(inputs[0], *cache.gathered(), mask=cache.mask(1), backend="math")
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     assert counter.frame_count == 1
@@ -233,8 +199,7 @@ def test_a_compiled_step_is_compiled_once(backend: str | None) -> None:
 
 # tests/torch/test_kv_cache_errors.py has those of every cache.
 def test_wrong_calls() -> None:
-    cache = paged()
-    q = torch.randn(3, HEADS, 1, D, requires_grad=True)
+    cache, q = paged(), torch.randn(3, HEADS, 1, D, requires_grad=True)
     with triton.interpreted(), pytest.raises(OptionError, match="without gradients"):
         cache.attention(q, backend="triton")
     with pytest.raises(UsageError, match="is_causal"):
@@ -253,33 +218,26 @@ def test_operators() -> None:
     torch.library.opcheck(_forward_op, (torch.randn(3, HEADS, 1, D), *pool, bounds, 0.25))
 
 
-def flags_of_memory(address: int) -> list[str]:
+def _wants_large_pages(address: int) -> bool:
     """What Linux was told of the mapping that an address lies in."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
-        first, _, rest = line.partition(" ")
-        if "-" in first and not first.endswith(":"):
-            low, high = (int(x, 16) for x in first.split("-"))
+        if found := re.match(r"(\w+)-(\w+) ", line):
+            low, high = (int(x, 16) for x in found.groups())
             inside = low <= address < high
-        elif inside and first == "VmFlags:":
-            return rest.split()
-    return []
+        elif inside and line.startswith("VmFlags:"):
+            return "hg" in line.split()
+    return False
 
 
 @pytest.mark.compiled_module("asks the system for large pages")
 @pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage").exists(),
-    reason="the system has no pages of 2 MiB to ask for",
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no pages of 2 MiB"
 )
-@pytest.mark.parametrize("kind", [StaticCache, PagedCache])
-def test_keys_and_values_are_wished_to_lie_in_large_pages(kind: type) -> None:
-    made = (
-        StaticCache(1, 2, 16384, 64)
-        if kind is StaticCache
-        else PagedCache(1024, 16, 2, 64, batch=1, max_len=16384)
-    )
-    for x in (made._keys, made._values):
-        assert "hg" in flags_of_memory(x.data_ptr() + x.numel() * 2)
-        assert not x.any()
+def test_keys_and_values_are_wished_to_lie_in_large_pages() -> None:
+    for made in (StaticCache(1, 2, 16384, 64), PagedCache(1024, 16, 2, 64, batch=1, max_len=16384)):
+        for x in (made._keys, made._values):
+            assert _wants_large_pages(x.data_ptr() + x.numel() * 2)
+            assert not x.any()
     plain = torch.frombuffer(mmap(-1, 1 << 23), dtype=torch.uint8)  # a heap may hold what was a cache before
-    assert "hg" not in flags_of_memory(plain.data_ptr() + plain.numel() // 2)
+    assert not _wants_large_pages(plain.data_ptr() + plain.numel() // 2)

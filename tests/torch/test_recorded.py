@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from covering import everything
+from covering import everything, few
 from samples import lengths
 from samples.lengths import Sizes
 from torch import Tensor
@@ -58,7 +57,7 @@ CALLS |= {
 # The proxies of all recorders meet the same operators: in the ordinary run each call goes one way.
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("recorder", ["jit", "real", "symbolic"])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", few(CALLS, 12))
 def test_a_recorded_mask_is_that_of_the_arrays(name: str, recorder: str) -> None:
     call, first, other = CALLS[name]
     q = torch.randn(2, lengths.HEADS, LENGTH, 8)
@@ -81,58 +80,44 @@ def test_a_recorded_mask_meets_other_lengths() -> None:
         recorded(torch.randn(1, 1, 2, 8), torch.randn(1, 1, 5, 8))
 
 
-#: In the ordinary run one half of the calls is exported and the other compiled.
-WAYS = ["export", "compile"]
-STEP = 1 if everything() else len(WAYS)
-
-
-def _of_kept_rows(x: Tensor, lengths: Tensor, keep: Tensor, first: int) -> list[Tensor]:
-    """Calls whose batch only data know, that of q and that of the masks apart."""
-    x, lengths = x[keep], lengths[keep]
-    valid = torch.arange(8) < lengths[:, None]
+def _of_kept_rows(x: Tensor, lengths: Tensor, ids: Tensor, keep: Tensor) -> list[Tensor]:
+    """Calls whose batch only data know, that of q and that of the masks apart; then those whose length is."""
+    rows, lengths = x[keep], lengths[keep]
+    valid = torch.arange(6) < lengths[:, None]
     masks = [
-        causal(),
         causal() & key_padding(lengths),
-        segments(torch.arange(8).expand(x.shape[0], 8) // 3),
-        prefix(lengths),
-        keys(valid),
-        from_dense(valid[:, None, None].expand(-1, 1, 8, 8)),
+        segments(torch.arange(6).expand(rows.shape[0], 6) // 3),
+        from_dense(valid[:, None, None].expand(-1, 1, 6, 6)),
         from_predicate(lambda b, _, __, k: k < lengths[b]),
-        documents(torch.tensor([0, 3, 8])),
     ]
-    added = lengths[:, None, None, None] * torch.ones(8, 8)
-    given = {"attn_mask": valid[:, None, None]}, {"attn_mask": added}, {"is_causal": True}
-    return [attention(x, x, x, mask=mask) for mask in masks[first::STEP]] + [
-        scaled_dot_product_attention(x, x, x, **options) for options in given[first::STEP]
+    if everything():
+        masks += [prefix(lengths), keys(valid), documents(torch.tensor([0, 3, 6]))]
+    added = lengths[:, None, None, None] * torch.ones(6, 6)
+    given = {"attn_mask": valid[:, None, None]}, {"attn_mask": added}
+    tokens, ids = x[:, :, keep], ids[keep]
+    step = 1 if everything() else 2
+    return [
+        *(attention(rows, rows, rows, mask=mask) for mask in masks[::step]),
+        *(scaled_dot_product_attention(rows, rows, rows, **options) for options in given[::step]),
+        attention(tokens, tokens, tokens, mask=causal() & segments(ids)),
+        scaled_dot_product_attention(tokens, tokens, tokens, attn_mask=ids[:, None] == ids),
     ]
 
 
-def _of_kept_tokens(x: Tensor, ids: Tensor, keep: Tensor, first: int) -> list[Tensor]:
-    x, ids = x[:, :, keep], ids[keep]
-    given = {"is_causal": True}, {"attn_mask": ids[:, None] == ids}
-    return [attention(x, x, x, mask=causal() & segments(ids))] + [
-        scaled_dot_product_attention(x, x, x, **options) for options in given[first::STEP]
-    ]
+class _Kept(torch.nn.Module):
+    def forward(self, *given: Tensor) -> list[Tensor]:
+        return _of_kept_rows(*given)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("kept", [_of_kept_rows, _of_kept_tokens])
-def test_sizes_that_only_data_decide(kept: Callable[..., list[Tensor]], how: str) -> None:
-    rows, call = kept is _of_kept_rows, partial(kept, first=WAYS.index(how) % STEP)
-    inputs = torch.randn(6, 2, 8, 16), torch.arange(3, 9) if rows else torch.arange(8) // 3
-    keep = torch.tensor([True, False, True, True, False, True] + [True] * 2 * (not rows))
+@pytest.mark.parametrize("how", ["compile", pytest.param("export", marks=pytest.mark.long)])
+def test_sizes_that_only_data_decide(how: str) -> None:
+    inputs = torch.randn(6, 2, 6, 16), torch.arange(1, 7), torch.arange(6) // 3
+    keep = torch.tensor([True, False, True, True, False, True])
     if how == "compile":
-        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-            compiled = torch.compile(call, fullgraph=True, backend="eager")
-            found, other = compiled(*inputs, keep), compiled(*inputs, ~keep)
+        run = torch.compile(_of_kept_rows, fullgraph=True, backend="eager")
     else:
-
-        class Module(torch.nn.Module):
-            def forward(self, *given: Tensor) -> list[Tensor]:
-                return call(*given)
-
-        program = torch.export.export(Module(), (*inputs, keep)).module()
-        found, other = program(*inputs, keep), program(*inputs, ~keep)
-    for got, exact in zip([*found, *other], [*call(*inputs, keep), *call(*inputs, ~keep)], strict=True):
-        torch.testing.assert_close(got, exact)
+        run = torch.export.export(_Kept(), (*inputs, keep)).module()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for kept in (keep, ~keep):
+            torch.testing.assert_close(run(*inputs, kept), _of_kept_rows(*inputs, kept))

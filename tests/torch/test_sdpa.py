@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from closeness import relative_error
+from covering import everything
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import scaled_dot_product_attention as torchs
@@ -18,30 +19,35 @@ from attnspan.errors import ShapeError
 from attnspan.torch import attention
 from attnspan.torch import scaled_dot_product_attention as ours
 
-_FOUR, _FIVE = ((2, 4, 9, 16), (2, 4, 7, 16)), ((2, 3, 4, 9, 16), (2, 3, 4, 7, 16))
+Q3, K3 = (3, 9, 16), (3, 7, 16)
+Q4, K4 = (2, 4, 9, 16), (2, 4, 7, 16)
+Q5, K5 = (2, 3, 4, 9, 16), (2, 3, 4, 7, 16)
 CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict]] = {
-    "plain": ((2, 4, 9, 16), (2, 4, 9, 16), {}),
-    "causal": ((2, 4, 9, 16), (2, 4, 9, 16), {"is_causal": True}),
-    "causal, more keys": ((2, 4, 5, 16), (2, 4, 9, 16), {"is_causal": True}),
-    "causal, more queries": ((2, 4, 9, 16), (2, 4, 5, 16), {"is_causal": True}),
-    "scale": ((2, 4, 9, 16), (2, 4, 9, 16), {"scale": 0.7}),
-    "gqa": ((2, 4, 9, 16), (2, 2, 7, 16), {"enable_gqa": True}),
-    "three dims": ((3, 9, 16), (3, 7, 16), {}),
-    "three dims, causal": ((3, 9, 16), (3, 7, 16), {"is_causal": True}),
-    "five dims": ((2, 3, 4, 9, 16), (2, 3, 4, 7, 16), {"is_causal": True}),
-    "one batch of keys": ((2, 4, 9, 16), (1, 4, 7, 16), {}),
-    "one batch of keys, causal": ((3, 9, 16), (1, 9, 16), {"is_causal": True}),
-    "five dims, one batch of keys": ((2, 3, 4, 9, 16), (2, 1, 4, 7, 16), {}),
-    "one batch of queries": ((1, 4, 9, 16), (2, 4, 7, 16), {}),
-    "one batch of keys, mask": ((2, 4, 9, 16), (1, 4, 7, 16), {"attn_mask": (2, 1, 9, 7)}),
-    "mask": ((2, 4, 9, 16), (2, 4, 7, 16), {"attn_mask": (2, 1, 9, 7)}),
-    "mask of two dims": ((2, 4, 9, 16), (2, 4, 7, 16), {"attn_mask": (9, 7)}),
-    "mask per head": ((2, 4, 9, 16), (2, 4, 7, 16), {"attn_mask": (4, 9, 7)}),
-    "mask of keys": ((2, 4, 9, 16), (2, 4, 7, 16), {"attn_mask": (2, 1, 1, 7)}),
-    "three dims, mask": ((3, 9, 16), (3, 7, 16), {"attn_mask": (3, 9, 7)}),
-    "five dims, mask": ((2, 3, 4, 9, 16), (2, 3, 4, 7, 16), {"attn_mask": (2, 3, 1, 9, 7)}),
-    "five dims, shared mask": ((2, 3, 4, 9, 16), (2, 3, 4, 7, 16), {"attn_mask": (3, 1, 9, 7)}),
+    "plain": (Q4, Q4, {}),
+    "causal": (Q4, Q4, {"is_causal": True}),
+    "causal, more keys": ((2, 4, 5, 16), Q4, {"is_causal": True}),
+    "causal, more queries": (Q4, (2, 4, 5, 16), {"is_causal": True}),
+    "scale": (Q4, Q4, {"scale": 0.7}),
+    "gqa": (Q4, (2, 2, 7, 16), {"enable_gqa": True}),
+    "three dims": (Q3, K3, {}),
+    "three dims, causal": (Q3, K3, {"is_causal": True}),
+    "five dims": (Q5, K5, {"is_causal": True}),
+    "one batch of keys": (Q4, (1, 4, 7, 16), {}),
+    "one batch of keys, causal": (Q3, (1, 9, 16), {"is_causal": True}),
+    "five dims, one batch of keys": (Q5, (2, 1, 4, 7, 16), {}),
+    "one batch of queries": ((1, 4, 9, 16), K4, {}),
+    "one batch of keys, mask": (Q4, (1, 4, 7, 16), {"attn_mask": (2, 1, 9, 7)}),
 }
+#: Of queries and keys, by the shape of a boolean mask or of a bias.
+MASKS = {(2, 1, 9, 7): (Q4, K4), (9, 7): (Q4, K4), (4, 9, 7): (Q4, K4), (2, 1, 1, 7): (Q4, K4)}
+MASKS |= {(3, 9, 7): (Q3, K3), (2, 3, 1, 9, 7): (Q5, K5), (3, 1, 9, 7): (Q5, K5)}
+CASES |= {f"mask {shape}": (*given, {"attn_mask": shape}) for shape, given in MASKS.items()}
+BIASES = {(2, 4, 9, 7): (Q4, K4), (9, 7): (Q4, K4), (4, 1, 7): (Q4, K4), (2, 1, 9, 1): (Q4, K4)}
+BIASES |= {(3, 9, 7): (Q3, K3), (2, 1, 4, 9, 7): (Q5, K5), (1, 1, 4, 1, 7): (Q5, K5)}
+CASES |= {f"bias {shape}": (*given, {"attn_mask": shape}) for shape, given in BIASES.items()}
+CASES |= {"bias (9, 7), three dims": (Q3, K3, {"attn_mask": (9, 7)})}
+CASES |= {"bias (9, 7), five dims": (Q5, K5, {"attn_mask": (9, 7)})}
+CASES |= {f"{name}, hiding": x for name, x in CASES.items() if "bias" in name and ", 1)" not in name}
 
 
 def _run(function: Callable[..., Tensor], inputs: list[Tensor], options: dict) -> list[Tensor]:
@@ -50,43 +56,22 @@ def _run(function: Callable[..., Tensor], inputs: list[Tensor], options: dict) -
     return [out, *torch.autograd.grad(out.square().sum(), inputs)]
 
 
-BIASES = {
-    "bias": (*_FOUR, (2, 4, 9, 7)),
-    "bias of two dims": (*_FOUR, (9, 7)),
-    "bias per head": (*_FOUR, (4, 1, 7)),
-    "bias per row": (*_FOUR, (2, 1, 9, 1)),
-    "bias, three dims": ((3, 9, 16), (3, 7, 16), (3, 9, 7)),
-    "bias of two dims, three dims": ((3, 9, 16), (3, 7, 16), (9, 7)),
-    "bias, five dims": (*_FIVE, (2, 1, 4, 9, 7)),
-    "shared bias, five dims": (*_FIVE, (1, 1, 4, 1, 7)),
-    "bias of two dims, five dims": (*_FIVE, (9, 7)),
-}
-PROBLEMS = {name: (*case, False) for name, case in CASES.items()}
-PROBLEMS |= {name: (q, k, {"attn_mask": bias}, False) for name, (q, k, bias) in BIASES.items()}
-PROBLEMS |= {
-    f"{name}, hiding": (q, k, {"attn_mask": bias}, True)
-    for name, (q, k, bias) in BIASES.items()
-    if bias[-1] > 1
-}
-
-
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", CASES)
 def test_parity(name: str) -> None:
-    q_shape, k_shape, options, hiding = PROBLEMS[name]
+    q_shape, k_shape, options = CASES[name]
     torch.manual_seed(0)
     inputs, options = [torch.randn(shape) for shape in (q_shape, k_shape, k_shape)], dict(options)
     shape = options.pop("attn_mask", None)
     if "bias" in name:
         inputs.append(torch.randn(shape))
-        if hiding:
+        if "hiding" in name:
             inputs[3][..., 2:4] = -torch.inf
     elif shape is not None:
         # One key of each row stays, as torch's own versions differ on rows without any.
         options["attn_mask"] = torch.rand(shape) < 0.5
         options["attn_mask"][..., 0] = True
-    for i, (got, wanted) in enumerate(
-        zip(_run(ours, inputs, options), _run(torchs, inputs, options), strict=True)
-    ):
+    found = zip(_run(ours, inputs, options), _run(torchs, inputs, options), strict=True)
+    for i, (got, wanted) in enumerate(found):
         if i == 4 and shape[-1] == 1:  # What is added to all scores of a row cancels.
             assert got.abs().max() < 1e-4
         else:
@@ -106,15 +91,6 @@ def test_what_batch_dims_share_is_not_expanded(shape: tuple[int, ...], boolean: 
     assert relative_error(out, torchs(q, q, q, attn_mask=mask)) <= 16 * torch.finfo(torch.float32).eps
 
 
-def test_a_row_of_nothing_but_minus_infinity_is_zero() -> None:
-    q = torch.randn(1, 2, 8, 16)
-    bias = torch.zeros(8, 8)
-    bias[3] = -torch.inf
-    out = ours(q, q, q, attn_mask=bias)
-    assert (out[:, :, 3] == 0).all()
-    assert relative_error(out[:, :, 4:], torchs(q, q, q)[:, :, 4:]) <= 16 * torch.finfo(torch.float32).eps
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_dropout_is_repeated_by_torchs_seed(compiled: bool) -> None:
     q, k = torch.randn(2, 4, 9, 16), torch.randn(2, 4, 64, 16)
@@ -132,6 +108,9 @@ def test_dropout_is_repeated_by_torchs_seed(compiled: bool) -> None:
     # The output is linear in v, so backward dropped the same weights exactly if this holds.
     (dv,) = torch.autograd.grad((first * second.detach()).sum(), v)
     torch.testing.assert_close((dv * v).sum(), (first * second).sum(), rtol=1e-4, atol=1e-3)
+    torch.manual_seed(7)
+    again = checkpoint(run, use_reentrant=False)
+    assert torch.equal(torch.autograd.grad((again * second.detach()).sum(), v)[0], dv)
     # Without dropout nothing is drawn.
     torch.manual_seed(7)
     state = torch.get_rng_state()
@@ -139,95 +118,70 @@ def test_dropout_is_repeated_by_torchs_seed(compiled: bool) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_dropout_is_recomputed_alike() -> None:
-    q, k = torch.randn(2, 4, 9, 16), torch.randn(2, 4, 64, 16)
-
-    def run(checkpointed: bool) -> list[Tensor]:
-        torch.manual_seed(3)
-        inputs = [x.clone().requires_grad_() for x in (q, k, k)]
-
-        def call(*inputs: Tensor) -> Tensor:
-            return ours(*inputs, dropout_p=0.3)
-
-        out = checkpoint(call, *inputs, use_reentrant=False) if checkpointed else call(*inputs)
-        return [out, *torch.autograd.grad(out.square().sum(), inputs)]
-
-    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
-
-
-def test_mask_expressions_are_taken() -> None:
-    q = torch.randn(1, 2, 8, 16)
-    assert torch.equal(
-        ours(q, q, q, attn_mask=causal() & window(3)), attention(q, q, q, mask=causal() & window(3))
-    )
-
-
 @pytest.mark.slow
 def test_dense_masks_in_a_compiled_function() -> None:
     def run(function: Callable[..., Tensor], masks: list[Tensor]) -> list[Tensor]:
         return [function(q, k, k, attn_mask=mask) for mask in masks]
 
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(run, fullgraph=True, backend=counter)
     q, k = torch.randn(2, 2, 8, 16), torch.randn(2, 2, 9, 16)
     for seed in range(2):
         torch.manual_seed(seed)
-        masks = [torch.rand(*shape, 9) < 0.7 for shape in ((8,), (2, 1, 8), (2, 8), (1,))]
+        masks = [torch.rand(*shape, 9) < 0.7 for shape in ((8,), (2, 1, 8), (1,))]
         for visible in masks:
             visible[..., 0] = True  # Where a row sees nothing, torch's result is another.
         torch.testing.assert_close(compiled(ours, masks), run(torchs, masks))
     assert counter.frame_count == 1
+    many = (torch.arange(9) % 2 == 0).expand(8, 9)
+    with pytest.raises(ValueError, match=r"max_runs=4 .*got a query with 5\. Pass max_runs=5"):
+        compiled(ours, [from_dense(many, max_runs=4)])
+    mask = from_dense(many, max_runs=5)
+    torch.testing.assert_close(compiled(ours, [mask]), run(torchs, [many]))
+    mask = causal() & window(3)
+    assert torch.equal(ours(q, k, k, attn_mask=mask), attention(q, k, k, mask=mask))
 
 
-@pytest.mark.slow
-def test_a_dense_mask_with_many_runs_in_a_compiled_function() -> None:
-    q, visible = torch.randn(1, 2, 20, 16), torch.arange(20) % 2 == 0
-    compiled = torch.compile(ours, fullgraph=True, backend="eager")
-    with pytest.raises(ValueError, match=r"max_runs=8 .*got a query with 10\. Pass max_runs=10"):
-        compiled(q, q, q, attn_mask=visible.expand(20, 20))
-    mask = from_dense(visible.expand(20, 20), max_runs=10)
-    torch.testing.assert_close(
-        compiled(q, q, q, attn_mask=mask), torchs(q, q, q, attn_mask=visible.expand(20, 20))
-    )
+#: Options of a call by its heads, queries and keys.
+EMPTY: dict[str, Callable[..., dict[str, Any]]] = {
+    "plain": lambda *_: {},
+    "causal": lambda *_: {"is_causal": True},
+    "mask": lambda _, q_len, k_len: {"attn_mask": torch.ones(q_len, k_len, dtype=torch.bool)},
+    "whole mask": lambda size, *pairs: {"attn_mask": torch.ones(*size, *pairs, dtype=torch.bool)},
+    "additive": lambda size, *pairs: {"attn_mask": torch.zeros(*size, *pairs)},
+    "gqa": lambda *_: {"enable_gqa": True},
+}
 
 
 @pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
     reason="torch's own function, which ours is held to, divides by zero and ends the process in 2.11",
 )
-@pytest.mark.parametrize("kind", ["plain", "causal", "mask", "whole mask", "additive", "gqa"])
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("kind", EMPTY)
 @pytest.mark.parametrize("lead", [(), (2,), (2, 3)], ids=["3 dims", "4 dims", "5 dims"])
 def test_sizes_of_zero(lead: tuple[int, ...], kind: str) -> None:
     """The shape and values of torch, or an error of ours."""
     if kind == "gqa" and not lead:
         return
     results = 0
-    for batch, *sizes in itertools.product((0, 2), (0, 2), (0, 3), (0, 3), (0, 4), (0, 4)):
-        heads, q_len, k_len, dim, v_dim = sizes
+    for batch, heads, *sizes in itertools.product((0, 2), (0, 2), (0, 3), (0, 3), (0, 4), (0, 4)):
+        q_len, k_len, dim, v_dim = sizes
         size = (batch, *lead[1:], heads) if lead else (heads,)
         kv_size = (*size[:-1], heads // 2) if kind == "gqa" else size
-        q, k, v = (
-            torch.randn(*x, requires_grad=True)
-            for x in ((*size, q_len, dim), (*kv_size, k_len, dim), (*kv_size, k_len, v_dim))
-        )
-        options: dict[str, Any] = {
-            "plain": {},
-            "causal": {"is_causal": True},
-            "mask": {"attn_mask": torch.ones(q_len, k_len, dtype=torch.bool)},
-            "whole mask": {"attn_mask": torch.ones(*size, q_len, k_len, dtype=torch.bool)},
-            "additive": {"attn_mask": torch.zeros(*size, q_len, k_len)},
-            "gqa": {"enable_gqa": True},
-        }[kind]
-        want = torchs(q, k, v, **options)
+        shapes = (*size, q_len, dim), (*kv_size, k_len, dim), (*kv_size, k_len, v_dim)
+        inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+        options = EMPTY[kind](size, q_len, k_len)
+        want = torchs(*inputs, **options)
         try:
-            got = ours(q, k, v, **options)
+            got = ours(*inputs, **options)
         except ShapeError:
             assert lead
             assert heads == 0
             continue
         results += 1
-        torch.testing.assert_close(got, want.nan_to_num(), atol=1e-5, rtol=1e-5)
-        for x, y in zip(*(torch.autograd.grad(o.sum(), (q, k, v)) for o in (got, want)), strict=True):
+        found, wanted = ([x, *torch.autograd.grad(x.sum(), inputs)] for x in (got, want))
+        for x, y in zip(found, wanted, strict=True):
             torch.testing.assert_close(x, y.nan_to_num(), atol=1e-5, rtol=1e-5)
     assert results == (32 if lead else 64)
 
@@ -273,21 +227,16 @@ def test_jagged_tensors_are_sequences_of_their_own(cross: bool, compiled: bool) 
 @torch.fx.experimental._config.patch(use_duck_shape=False)
 def test_compiled_jagged_tensors_of_sizes_that_are_equal_by_chance() -> None:
     # The compiler takes equal sizes for one size. Inside of nested tensors it may forget to compare them.
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ours(q, k, v, is_causal=True, enable_gqa=True)
-
-    for heads, kv_heads, batches in (
-        (12, 3, ((9, 7), (9, 4))),  # as many offsets as key heads, as many tokens as the head dim
-        (6, 3, ((2,), (7,))),  # as many tokens as offsets
-    ):
+    compiled = torch.compile(ours, fullgraph=True, dynamic=True, backend="eager")
+    # As many offsets as key heads, as many tokens as the head dim; then as many tokens as offsets.
+    for heads, batches in ((12, ((9, 7), (9, 4))), (6, ((2,), (7,))))[: None if everything() else 1]:
         torch._dynamo.reset()
-        compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="eager")
         for lengths in batches:
             q = _jagged(*lengths, heads=heads)
-            k, v = (_jagged(*lengths, heads=kv_heads, like=q) for _ in range(2))
+            k, v = (_jagged(*lengths, heads=3, like=q) for _ in range(2))
             inputs = [x.transpose(1, 2) for x in (q, k, v)]
-            torch.testing.assert_close(compiled(*inputs).values(), attend(*inputs).values())
+            found, wanted = (f(*inputs, is_causal=True, enable_gqa=True).values() for f in (compiled, ours))
+            torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")

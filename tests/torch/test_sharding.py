@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from samples.parts import leaves
-from samples.torch_calls import OPTIONS, small
+from samples.torch_calls import OPERATOR_ERROR, OPTIONS, small
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -126,6 +126,16 @@ def test_indices_shard_by_batch_only(mesh: object, placement: object) -> None:
     sharded = _placed(mesh, placement, *inputs)
     wanted = _first_part(attention(*inputs, **options), placement)
     torch.testing.assert_close(attention(*sharded, **options).to_local(), wanted)
+
+
+@pytest.mark.slow
+def test_a_mask_for_other_keys_is_refused_in_compiled_code(mesh: object) -> None:
+    placed = _placed(mesh, Shard(0), *small(**SIZES).inputs.values())
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    mask = full().prepare(24, 24, like=torch.zeros(0))
+    assert torch.isfinite(compiled(*placed, mask=mask).to_local()).all()
+    with pytest.raises(OPERATOR_ERROR, match=r"spans over k_len=24 keys .* got spans over 23"):
+        compiled(*placed, mask=full().prepare(24, 23, like=torch.zeros(0)))
 
 
 def test_a_sharded_sequence_is_refused(mesh: object) -> None:

@@ -148,8 +148,7 @@ def test_options_are_those_of_each_call(name: str, shared: bool) -> None:
 
 
 def test_indices_and_sinks_of_each_call_go_one_after_the_other() -> None:
-    q, sinks = _randn(BATCH, HEADS, LENGTH, DIM), _randn(HEADS)
-    index = OPTIONS["indices"][0]
+    q, sinks, index = _randn(BATCH, HEADS, LENGTH, DIM), _randn(HEADS), OPTIONS["indices"][0]
 
     def attend(q: Tensor, sinks: Tensor, index: Tensor) -> Tensor:
         return attention(q, q, q, mask=a.causal(), sinks=sinks, q_index=index, bias=a.alibi([0.5, 0.25]))
@@ -165,12 +164,13 @@ def test_transforms_nest() -> None:
         return attention(q, q, q, mask=a.window(3), bias=bias[None])
 
     nested = vmap(vmap(attend, (0, None)), (0, None))
-    want = torch.stack([torch.stack([attend(x, bias) for x in each]) for each in q])
-    torch.testing.assert_close(nested(q, bias), want)
-    loss = lambda q, bias: nested(q, bias).square().sum()  # noqa: E731
-    looped = lambda q, bias: sum(attend(x, bias).square().sum() for x in q.flatten(0, 1))  # noqa: E731
-    for got, wanted in zip(grad(loss, (0, 1))(q, bias), grad(looped, (0, 1))(q, bias), strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    looped = lambda q, bias: torch.stack([attend(x, bias) for x in q.flatten(0, 1)])  # noqa: E731
+    results = []
+    for call in (nested, looped):
+        loss = lambda *x, call=call: call(*x).square().sum()  # noqa: E731
+        results.append([call(q, bias), *grad(loss, (0, 1))(q, bias)])
+    for x, y in zip(*results, strict=True):
+        torch.testing.assert_close(x.flatten(), y.flatten(), rtol=1e-5, atol=1e-5)
 
 
 def test_an_ensemble_is_one_call() -> None:
@@ -186,5 +186,5 @@ def test_an_ensemble_is_one_call() -> None:
 def test_a_compiled_program_encodes_mapped_masks() -> None:
     q, visible = _randn(BATCH, HEADS, LENGTH, DIM), _randn(BATCH, 1, LENGTH, LENGTH) > 0
     function = vmap(lambda q, visible: attention(q, q, q, mask=a.from_dense(visible, max_runs=4)))
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(function, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(q, visible), function(q, visible))
