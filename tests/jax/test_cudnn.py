@@ -7,8 +7,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 import torch
 from samples.jax_problems import cotangents_of, part_of
@@ -99,11 +97,3 @@ def test_wide_heads_need_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_to_install_is_said() -> None:
     assert "jax[cuda13]" in str(cudnn.supports(PROBLEM, CAUSAL))
-
-
-def test_options_that_would_be_ignored_are_no_call_of_ours() -> None:
-    q = jnp.zeros((1, 4, 8, 64), jnp.bfloat16)
-    bounds = jnp.zeros((1, 1, 8, 1, 2), np.int32)
-    part = JaxPart(q, q, q, bounds, 0.125, sinks=jnp.zeros(4), band=Band(None, 0))
-    with pytest.raises(AssertionError):
-        cudnn.forward(part)

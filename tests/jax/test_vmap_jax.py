@@ -43,7 +43,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "other axes": (2, 1, -1, 1, 0, 1, 1),
 }
 #: Each argument is mapped, and shared, in one of them.
-CASES = AXES if everything() else ("other axes",)  # and two of gradients
+CASES = AXES if everything() else ("other axes",)  # and one of gradients
+XLA = [pytest.param("xla", "everything", marks=pytest.mark.long)]
 PLACES = ("q", "k", "v", "ids", "seed", "sinks", "slopes")
 
 
@@ -84,7 +85,7 @@ def _expected(case: str, gradients: bool = False) -> tuple[list[Any], Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "case"), [*(("cpu", case) for case in CASES), ("xla", "everything")])
+@pytest.mark.parametrize(("name", "case"), [*(("cpu", x) for x in CASES), *XLA])
 def test_vmap(name: str, case: str) -> None:
     axes = AXES[case]
     given, want = _expected(case)
@@ -97,10 +98,9 @@ def test_vmap(name: str, case: str) -> None:
 @pytest.mark.parametrize(
     ("name", "case"),
     [
-        ("cpu", "q, ids and sinks"),
         ("cpu", "k, v, seeds and slopes"),
-        pytest.param("cpu", "everything", marks=pytest.mark.long),
-        pytest.param("xla", "everything", marks=pytest.mark.long),
+        *(pytest.param("cpu", x, marks=pytest.mark.long) for x in ("everything", "q, ids and sinks")),
+        *XLA,
     ],
 )
 def test_vmap_of_grad_and_grad_of_vmap(name: str, case: str) -> None:
