@@ -151,11 +151,11 @@ def test_results_are_the_callers_own() -> None:
 
 def test_arguments_may_be_changed_at_once() -> None:
     # JAX computes while the caller goes on; the bridge must not.
-    x = torch.ones(1 << 20)
-    for _ in range(5):
+    x = torch.ones(1 << 19)
+    for _ in range(3):
         out = call_jax(lambda x: jnp.sin(jnp.cos(jnp.sin(x))), x)
         x.fill_(1e9)
-        torch.testing.assert_close(out, torch.ones(1 << 20).sin().cos().sin())
+        torch.testing.assert_close(out, torch.ones(1 << 19).sin().cos().sin())
         x.fill_(1)
 
 

@@ -90,11 +90,11 @@ def long(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.long)
 
 
-# Of each backend, the first cases hold what the others do. tests/conformance has those of no tiles.
+# The first case holds what the others do. tests/conformance has those of one tile, and of each backend.
 CASES = [
     ("xla", (*ALL, "distance table"), {}),
-    ("xla", ("dense, all heads, float32",), {"mask_heads": 4, "dtype": HALF}),
-    ("pallas", (*ALL, "alibi, signed, per batch row"), {}),
+    long("xla", ("dense, all heads, float32",), {"mask_heads": 4, "dtype": HALF}),
+    long("pallas", (*ALL, "alibi, signed, per batch row"), {}),
     long("xla", ("long distance table",), {"q_len": 40, "k_len": 17, "runs": 3, "dtype": BF16}),
     long("xla", (), {}),
     long("xla", ("alibi, signed, per batch row", *GIVEN), {"mask_batch": 2, "mask_heads": 4}),

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from covering import everything
 from samples.jax_problems import cotangents_of, part_of
 from samples.parts import ALL, Case
 from samples.problems import make
@@ -87,11 +88,13 @@ def test_second_derivatives_in_every_mode() -> None:
             ends = jnp.array([step, -step])
             near = jax.lax.map(lambda end: slope(jax.tree.map(lambda x, d: x + end * d, x, along)), ends)
             want = jax.tree.map(lambda a: (a[0] - a[1]) / (2 * step), near)
-            return want, {
+            found = {
                 "forward over reverse": jax.jvp(slope, (x,), (along,))[1],
-                "reverse over forward": jax.grad(lambda x: jax.jvp(loss, (x,), (along,))[1])(x),
                 "reverse over reverse": jax.vjp(slope, x)[1](along)[0],
             }
+            if everything():
+                found["reverse over forward"] = jax.grad(lambda x: jax.jvp(loss, (x,), (along,))[1])(x)
+            return want, found
 
         want, found = every_mode(point)
         for mode, got in found.items():

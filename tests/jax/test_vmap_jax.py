@@ -15,7 +15,6 @@ from samples.jax_transforms import (  # noqa: E402
     DIM,
     HEADS,
     IDS,
-    KERNELS,
     KV_HEADS,
     LENGTH,
     MOSTLY_CPU,
@@ -28,12 +27,6 @@ from samples.jax_transforms import (  # noqa: E402
 
 from attnspan import alibi, causal, segments  # noqa: E402
 from attnspan.jax import attention  # noqa: E402
-
-
-@pytest.fixture(params=KERNELS)
-def name(request: pytest.FixtureRequest) -> str:
-    return request.param  # type: ignore[no-any-return]
-
 
 #: Which arguments carry the mapped axis, and where: q, k, v, ids, seed, sinks, slopes.
 AXES: dict[str, tuple[Any, ...]] = {
@@ -71,8 +64,8 @@ WANTED = tuple(i for i, place in enumerate(PLACES) if place not in ("ids", "seed
 
 @functools.cache
 def _one_by_one(gradients: bool) -> Callable[..., Any]:
-    """Plain JAX on one of the mapped calls, compiled once for all cases."""
-    function = _all_options("math")
+    """One of the mapped calls, compiled once for all cases."""
+    function = _all_options("cpu")
     return jax.jit(jax.grad(loss(function), WANTED) if gradients else function)  # type: ignore[no-any-return]
 
 
@@ -135,7 +128,7 @@ def test_nested_vmap(name: str) -> None:
 
     @jax.jit
     def plain(q: Any, k: Any, v: Any) -> Any:
-        rows = [[attend("math")(q[i, j], k[j], v[i]) for j in range(3)] for i in range(2)]
+        rows = [[attend("cpu")(q[i, j], k[j], v[i]) for j in range(3)] for i in range(2)]
         return jnp.stack([jnp.stack(row) for row in rows])
 
     close(nested(q, k, v), plain(q, k, v))
@@ -152,12 +145,13 @@ def test_vmap_over_rows_without_a_batch_axis(name: str) -> None:
 
     @jax.jit
     def whole(q: Any, k: Any, v: Any, ids: Any) -> Any:
-        return attention(q, k, v, mask=causal() & segments(ids), layout="bshd", backend="math")
+        return attention(q, k, v, mask=causal() & segments(ids), layout="bshd", backend="cpu")
 
     ids = jnp.asarray(IDS)
     close(jax.jit(jax.vmap(one))(*given, ids), whole(*given, ids))
 
 
+@pytest.mark.parametrize("name", MOSTLY_CPU)
 def test_vmap_over_masks(name: str) -> None:
     """Prepared masks, one for each mapped element, as pytrees."""
     masks = [(causal() & segments(ids)).spans(LENGTH, LENGTH) for ids in IDS]
