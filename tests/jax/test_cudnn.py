@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import pytest
 import torch
+from covering import few
 from samples.jax_problems import cotangents_of, part_of
 from samples.problems import check, make
 from test_backends import PLAIN
@@ -32,7 +33,7 @@ MASKS: dict[Band, tuple[a.Mask, bool, tuple[int, int] | None]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("band", MASKS, ids=str)
+@pytest.mark.parametrize("band", few(MASKS, 2), ids=str)
 def test_the_function_that_is_called_means_the_same(band: Band, monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX's own implementation of what cuDNN is asked for, against the oracle."""
     plain = partial(jax.nn.dot_product_attention, implementation="xla")

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from covering import everything, few
+from covering import few
 from samples.mistakes import DROP_IN, Mistake, check, error_of, rows
 
 jax = pytest.importorskip("jax")
@@ -109,7 +109,7 @@ def _whole(q: Any, k: Any, v: Any, **options: Any) -> Any:
     return _weighed(*dot_product_attention(q, k, v, return_residual=True, **options))
 
 
-@pytest.mark.slow
+@pytest.mark.long  # tests/conformance has the gradients of lse.
 def test_the_gradient_of_a_residual() -> None:
     with jax.enable_x64(True):
         wide = [x.astype("float64") for x in QKV]
@@ -120,8 +120,7 @@ def test_the_gradient_of_a_residual() -> None:
         stacked = [jnp.stack([x, x]) for x in qkv]
         return [x[1] for x in jax.vmap(jax.grad(_whole, (0, 1, 2)))(*stacked)]
 
-    others = [partial(_whole, implementation="xla")] if everything() else []
-    gradients = [jax.grad(fn, (0, 1, 2)) for fn in (_whole, *others)]
+    gradients = [jax.grad(fn, (0, 1, 2)) for fn in (_whole, partial(_whole, implementation="xla"))]
     for results in jax.jit(lambda *qkv: [gradient(*qkv) for gradient in (*gradients, mapped)])(*QKV):
         for got, wanted in zip(results, exact, strict=True):
             np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-6 * abs(wanted).max())

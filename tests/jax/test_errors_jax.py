@@ -162,6 +162,7 @@ TWO = re.escape(
 )
 
 
+@pytest.mark.slow
 @on_devices
 def test_arrays_on_other_devices_are_named() -> None:
     first, second = jax.devices()[:2]
@@ -197,8 +198,5 @@ def test_arrays_on_other_devices_are_named() -> None:
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=[first, second])
     x = jax.random.normal(seed, (1, 2, 6, 8))
     rows = jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, None, "d")))
-    np.testing.assert_allclose(
-        attention(rows, rows, rows, mask=a.causal(), backend="math"),
-        attention(x, x, x, mask=a.causal(), backend="math"),
-        atol=1e-6,
-    )
+    by_math = jax.jit(lambda q: attention(q, q, q, mask=a.causal(), backend="math"))
+    np.testing.assert_allclose(by_math(rows), by_math(x), atol=1e-6)
