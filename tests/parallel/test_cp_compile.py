@@ -67,7 +67,7 @@ def test_fullgraph_at_the_first_call_of_a_fresh_process(backend: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", few(STRATEGIES, 2))  # An exchange, and what has fixed sizes.
+@pytest.mark.parametrize("strategy", few(STRATEGIES, 1))  # An exchange, whose sizes change.
 @ranks(ranks_of)
 def test_a_new_mask_and_plan_at_each_step_is_no_recompilation(strategy: str) -> None:
     torch._dynamo.reset()
@@ -160,7 +160,8 @@ def test_checkpointing_keeps_attention_or_runs_it_again(strategy: str, compiled:
 
     wanted, sent = step("all", False)
     for keep in ("attention", "nothing"):
-        grads, again = step(keep, compiled)
+        # Full recomputation is compiled in the long run only.
+        grads, again = step(keep, compiled and (keep == "attention" or everything()))
         assert (again == sent) if keep == "attention" else (again > sent), "how often its exchange ran"
         for got, x_wanted in zip(grads, wanted, strict=True):
             assert float(x_wanted.norm()) > 0
