@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from foreign_kernel import Library, build
+from foreign_kernel import Library
 
 
 @pytest.fixture(autouse=True)
@@ -14,7 +14,7 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.fixture(scope="session")
-def foreign(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    """A C library of attention that torch knows nothing about."""
-    return build(tmp_path_factory.mktemp("foreign"))
+@pytest.fixture
+def foreign() -> Library:
+    """A library of attention that torch knows nothing about."""
+    return Library()

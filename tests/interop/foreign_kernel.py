@@ -1,12 +1,10 @@
-"""Foreign kernels for the tests of `wrap`: a C library as its users bind it, and an eager function."""
+"""Foreign kernels for the tests of `wrap`: a library that takes addresses, and an eager function."""
 
 import ctypes
 import itertools
-import os
-import shlex
-import subprocess
-from pathlib import Path
+from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -17,48 +15,34 @@ from attnspan.torch import Wrapped, wrap
 QKV = "Tensor q, Tensor k, Tensor v"
 _numbers = itertools.count()
 
-SOURCE = Path(__file__).parent / "foreign" / "attention.c"
+
+def _memory(*tensors: Tensor) -> Iterable[np.ndarray]:
+    """What stands at the addresses of tensors, in float64 (B, H, S, ...): no operator of torch takes part."""
+    for x in tensors:
+        assert x.is_contiguous(), "the library would read other memory"
+        assert x.dtype == torch.float32
+        numbers = (ctypes.c_float * x.numel()).from_address(x.data_ptr())
+        yield np.frombuffer(numbers, np.float32).reshape(x.shape).swapaxes(1, 2).astype(float)
 
 
-def build(folder: Path) -> "Library":
-    """Compile the library with the system's C compiler, which building attnspan takes anyway."""
-    path = folder / "foreign.so"
-    compiler = shlex.split(os.environ.get("CC", "cc"))
-    command = [*compiler, "-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    subprocess.run([*command, str(SOURCE), "-o", str(path), "-lm"], check=True)
-    return Library(path)
-
-
-def _address(x: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if x is None else x.data_ptr())
+def _made(*arrays: np.ndarray) -> tuple[Tensor, ...]:
+    """Memory of its own, float32 (B, S, H, D)."""
+    return tuple(torch.from_numpy(x.swapaxes(1, 2).astype(np.float32, order="C")) for x in arrays)
 
 
 class Library:
-    """The library's two functions, with the signature of flash-attn's."""
+    """The library's two functions, with the signature of flash-attn's. It sums in float64."""
 
-    def __init__(self, path: Path) -> None:
-        self._library = ctypes.CDLL(str(path))
-        self._library.foreign_calls.restype = ctypes.c_int64
-
-    @property
-    def calls(self) -> int:
-        """Forward calls so far."""
-        return self._library.foreign_calls()
+    def __init__(self) -> None:
+        self.calls = 0
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Attention of contiguous float32 (B, S, H, D); returns out and lse."""
-        for x in (q, k, v):
-            assert x.is_contiguous(), "the C library would read other memory"
-            assert x.dtype == torch.float32
-        out = torch.full_like(q, float("nan"))
-        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), float("nan"))
-        failed = self._library.foreign_forward(
-            *map(_address, (q, k, v, out, lse)), *self._sizes(q, k, softmax_scale), int(causal)
-        )
-        assert not failed
-        return out, lse
+        self.calls += 1
+        weights, lse, (_, _, values) = self._weights(q, k, v, softmax_scale, causal)
+        return *_made(weights @ values), torch.from_numpy(lse.astype(np.float32))
 
     def out(
         self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False
@@ -75,21 +59,30 @@ class Library:
         v: Tensor,
         softmax_scale: float | None,
         causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """The gradients of q, k and v."""
-        for x in (dout, dlse, q, k, v):
-            assert x.is_contiguous(), "the C library would read other memory"
-        dq, dk, dv = (torch.full_like(x, float("nan")) for x in (q, k, v))
-        failed = self._library.foreign_backward(
-            *map(_address, (dout, dlse, q, k, v, dq, dk, dv)), *self._sizes(q, k, softmax_scale), int(causal)
-        )
-        assert not failed
-        return dq, dk, dv
+        weights, _, (queries, keys, values) = self._weights(q, k, v, softmax_scale, causal)
+        (found,) = _memory(dout)
+        dweights = found @ values.swapaxes(2, 3)
+        mean = (weights * dweights).sum(-1) - dlse.double().numpy()
+        scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+        dscores = scale * weights * (dweights - mean[..., None])
+        return _made(dscores @ keys, dscores.swapaxes(2, 3) @ queries, weights.swapaxes(2, 3) @ found)
 
     @staticmethod
-    def _sizes(q: Tensor, k: Tensor, scale: float | None) -> tuple[object, ...]:
-        sizes = (q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.shape[3])
-        return *map(ctypes.c_int64, sizes), ctypes.c_float(q.shape[3] ** -0.5 if scale is None else scale)
+    def _weights(
+        q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool
+    ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        """Softmax weights, the logarithms of their sums, and the inputs."""
+        queries, keys, values = _memory(q, k, v)
+        scores = queries @ keys.swapaxes(2, 3) * (q.shape[3] ** -0.5 if scale is None else scale)
+        visible = np.tri(*scores.shape[2:], k.shape[1] - q.shape[1]) if causal else np.ones(scores.shape[2:])
+        most = np.where(visible, scores, -1e300).max(-1, keepdims=True)
+        weights = np.where(visible, np.exp(np.minimum(scores - most, 0)), 0)
+        total = weights.sum(-1, keepdims=True)
+        with np.errstate(divide="ignore"):
+            lse = np.where(total > 0, most + np.log(total), -np.inf)[..., 0]
+        return weights / np.maximum(total, 1e-300), lse, [queries, keys, values]
 
 
 def fresh_name(base: str = "kernel") -> str:
@@ -103,7 +96,7 @@ def inputs(q_len: int = 6, k_len: int = 6, batch: int = 2, grad: bool = False) -
 
 
 def wrap_foreign(foreign: Library, base: str = "foreign", **options: object) -> Wrapped:
-    """The C library's attention with its backward, as its user would wrap it."""
+    """The library's attention with its backward, as its user would wrap it."""
     given = {"outputs": ("out", "lse"), "backward": foreign.backward, "layout": "bshd", **options}
     return wrap(foreign.forward, name=fresh_name(base), strides="contiguous", **given)
 

@@ -8,8 +8,7 @@ from foreign_kernel import QKV, Library, eager, fresh_name, inputs, wrap_foreign
 from torch import Tensor
 
 import attnspan
-from attnspan import documents, window
-from attnspan.kernels import cpu
+from attnspan import documents
 from attnspan.torch import DeclarationError, attention, wrap
 
 TESTS = {"test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"}
@@ -34,29 +33,18 @@ def test_the_foreign_library_passes(foreign: Library, q_len: int, k_len: int, op
     assert "SDPA" in str(report)
 
 
-@pytest.mark.compiled_module("its nanobind functions are the foreign ones here")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_nanobind_function_passes(dtype: torch.dtype) -> None:
-    def windowed(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        lse = torch.empty(q.shape[:3])
-        bounds = window(left).spans(q.shape[2], k.shape[2], like=q).bounds
-        cpu.core.forward(q, k, v, out, lse, bounds, q.shape[-1] ** -0.5, 1)
-        return out
-
-    q, k, v = (x.to(dtype).transpose(1, 2) for x in inputs(40, 40))
-    wrapped = wrap(windowed, name=fresh_name())
-    assert set(wrapped.check(q, k, v, left=5, mask=window(5)).errors) == {"out"}
-    with pytest.raises(DeclarationError, match="expected errors of at most 4 times SDPA's"):
-        wrapped.check(q, k, v, left=4, mask=window(5))
-
-
-@pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd", "thd, causal"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_layouts(layout: str) -> None:
     def own(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = attention(q, k, v, layout=layout, return_lse=True, mask=window(30, 30))
+        out, lse = attention(q, k, v, layout=layout, return_lse=True)
         return out.contiguous(), lse.contiguous()
 
+    given = inputs(6, 9) if layout == "bshd" else [x.transpose(1, 2) for x in inputs(6, 9)]
+    wrap(own, name=fresh_name(), outputs=("out", "lse"), layout=layout).check(*given)
+
+
+@pytest.mark.slow
+def test_packed_rows() -> None:
     def varlen(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, causal=False):  # type: ignore[no-untyped-def]
         assert type(max_seqlen_q) is int
         mask = documents(cu_seqlens_q, cu_seqlens_k)
@@ -64,16 +52,11 @@ def test_layouts(layout: str) -> None:
         out, lse = attention(q, k, v, mask=mask, layout="thd", return_lse=True)
         return out.contiguous(), lse.contiguous()
 
-    options = {"name": fresh_name(), "outputs": ("out", "lse"), "layout": layout[:4].rstrip(",")}
-    if layout.startswith("thd"):
-        cu = torch.tensor([0, 20, 90], dtype=torch.int32)
-        given = [*torch.randn(3, 90, 2, 8), cu, cu, 70, "causal" in layout]
-        wrapped = wrap(varlen, backward="recompute", **options)
-        assert set(wrapped.check(*given).errors) == {"out", "dq", "dk", "dv"}
-        assert wrapped(*given)[1].shape == (2, 90)
-    else:
-        given = inputs(6, 9) if layout == "bshd" else [x.transpose(1, 2) for x in inputs(6, 9)]
-        wrap(own, **options).check(*given)
+    cu = torch.tensor([0, 8, 24], dtype=torch.int32)
+    given = [*torch.randn(3, 24, 2, 8), cu, cu, 16, True]
+    wrapped = wrap(varlen, name=fresh_name(), backward="recompute", outputs=("out", "lse"), layout="thd")
+    assert set(wrapped.check(*given).errors) == {"out", "dq", "dk", "dv"}
+    assert wrapped(*given)[1].shape == (2, 24)
 
 
 def test_an_oracle_of_its_own() -> None:
@@ -115,18 +98,6 @@ def test_defects_are_found(defect: str) -> None:
     wrapped(*inputs())
     with pytest.raises(DeclarationError, match=text):
         wrapped.check(*inputs())
-
-
-def test_gradients_that_change_from_call_to_call_are_found(foreign: Library) -> None:
-    calls: list[int] = []
-
-    def tired(dout, dlse, q, k, v, softmax_scale, causal):  # type: ignore[no-untyped-def]
-        calls.append(1)
-        found = foreign.backward(dout, dlse, q, k, v, softmax_scale, causal)
-        return found if len(calls) < 3 else tuple(x * len(calls) for x in found)
-
-    with pytest.raises(torch.testing._internal.optests.generate_tests.OpCheckError, match="grad"):
-        wrap_foreign(foreign, backward=tired).check(*inputs())
 
 
 def test_a_wrong_gradient_is_found(foreign: Library) -> None:

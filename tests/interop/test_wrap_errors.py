@@ -108,9 +108,11 @@ def test_a_kernel_that_lies_is_one_clear_error(lie: str) -> None:
     if lie in ("shape", "strides", "dtype"):
         assert isinstance(unchecked(*inputs()), Tensor)
     wrapped = wrap(kernel, name=fresh_name("liar"), layout="bshd", schema=QKV)
-    for run in (wrapped, torch.compile(wrapped, fullgraph=True, backend="aot_eager")):
+    with pytest.raises(DeclarationError, match=text):
+        wrapped(*inputs())
+    if lie == "strides":
         with pytest.raises(DeclarationError, match=text):
-            run(*inputs())
+            torch.compile(wrapped, fullgraph=True, backend="aot_eager")(*inputs())
 
 
 def test_outputs_that_share_memory_are_refused() -> None:
@@ -134,21 +136,6 @@ def test_strides_that_address_nothing_are_no_lie() -> None:
     for batch in (0, 1):
         x = torch.randn(batch, 4, 3, 8)
         assert wrapped(x, x, x).shape == x.shape
-
-
-def test_declarations_are_evaluated_once_for_what_they_read() -> None:
-    runs: list[int] = []
-
-    def declared(q: Tensor) -> Tensor:
-        runs.append(1)
-        return torch.empty_like(q)
-
-    wrapped = wrap(lambda *x: x[0] + 1, name=fresh_name(), schema=f"{QKV}, float s=1.0", outputs=declared)
-    for scale in range(5):
-        wrapped(*inputs(), float(scale))
-    assert len(runs) == 1
-    wrapped(*inputs(7, 7))
-    assert len(runs) == 2
 
 
 def test_without_a_backward_it_raises_at_backward(foreign: Library) -> None:

@@ -35,7 +35,6 @@ BASE = {
     "math": PLAIN,
     "pallas": replace(PLAIN, q_len=150, k_len=300, head_dim=16, v_dim=24, mask_batch=2),
 }
-KERNELS = ("xla", "pallas")
 # Programs run once or twice here: optimising them would take most of the time.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 NAMES = ("out", "lse", "dq", "dk", "dv", "dbias", "dsinks")
@@ -87,61 +86,44 @@ def run(name: str, problem: Problem) -> dict[str, np.ndarray]:
     return {n: np.asarray(x) for n, x in results.items()}
 
 
-# Of each backend, the first cases hold what the others do.
-CASES: dict[str, list[tuple[tuple[str, ...], dict[str, Any]]]] = {
-    "xla": [
-        ((*ALL, "distance table"), {}),
-        (("long distance table",), {"q_len": 40, "k_len": 17, "runs": 3, "dtype": BF16}),
-        (("dense, all heads, float32",), {"mask_heads": 4, "dtype": HALF}),
-    ],
-    "math": [
-        ((*ALL, "distance table"), {"mask_heads": 4}),
-        (("dense, all heads",), {"mask_batch": 2, "runs": 3, "dtype": BF16}),
-    ],
-    "pallas": [((*ALL, "alibi, signed, per batch row"), {})],
-}
-MORE: dict[str, list[tuple[tuple[str, ...], dict[str, Any]]]] = {
-    "xla": [
-        ((), {}),
-        (("alibi, signed, per batch row", *GIVEN), {"mask_batch": 2, "mask_heads": 4}),
-        (("one distance", "sinks, one none"), {"kv_heads": 4}),
-        (("dense with holes", "softcap", "sinks, one none", "dropout"), {}),
-        (("dense, per key and head, float32", "dropout by seeds"), {"dtype": BF16, "kv_heads": 1}),
-    ],
-    "math": [
-        ((), {}),
-        (("softcap", "sinks, one none"), {"mask_batch": 2, "dtype": BF16}),
-        (("alibi, signed, per batch row", *GIVEN), {"mask_batch": 2, "mask_heads": 4}),
-        (("distance table",), {"runs": 3, "dtype": HALF}),
-        (("dense, per key and head, float32",), {"kv_heads": 1}),
-    ],
-    "pallas": [
-        ((*ALL, "dense with holes"), {}),
-        (("alibi",), {"dtype": BF16, "kv_heads": 4, "head_dim": 37, "v_dim": 21, "runs": 11}),
-        (("dense, per key, all heads",), {"runs": 11, "k_len": 600}),
-        (("distance table",), {}),
-    ],
-}
-CELLS = [
-    (name, replace(BASE[name], options=options, **sizes))
-    for table in (CASES, MORE if everything() else {})
-    for name, cases in table.items()
-    for options, sizes in cases
+def long(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+# The first case holds what the others do. tests/conformance has those of one tile, and of each backend.
+CASES = [
+    ("xla", (*ALL, "distance table"), {}),
+    long("xla", ("dense, all heads, float32",), {"mask_heads": 4, "dtype": HALF}),
+    long("pallas", (*ALL, "alibi, signed, per batch row"), {}),
+    long("xla", ("long distance table",), {"q_len": 40, "k_len": 17, "runs": 3, "dtype": BF16}),
+    long("xla", (), {}),
+    long("xla", ("alibi, signed, per batch row", *GIVEN), {"mask_batch": 2, "mask_heads": 4}),
+    long("xla", ("one distance", "sinks, one none"), {"kv_heads": 4}),
+    long("xla", ("dense with holes", "softcap", "sinks, one none", "dropout"), {}),
+    long("xla", ("dense, per key and head, float32", "dropout by seeds"), {"dtype": BF16, "kv_heads": 1}),
+    long("math", (*ALL, "distance table"), {"mask_heads": 4}),
+    long("math", ("alibi, signed, per batch row", *GIVEN), {"mask_batch": 2, "mask_heads": 4}),
+    long("math", ("dense, per key and head, float32",), {"kv_heads": 1, "dtype": HALF}),
+    long("pallas", (*ALL, "dense with holes"), {}),
+    long("pallas", ("alibi",), {"dtype": BF16, "kv_heads": 4, "head_dim": 37, "v_dim": 21, "runs": 11}),
+    long("pallas", ("dense, per key, all heads",), {"runs": 11, "k_len": 600}),
+    long("pallas", ("distance table",), {}),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "case"), CELLS, ids=str)
-def test_against_the_oracle(name: str, case: Case) -> None:
+@pytest.mark.covering(3)
+@pytest.mark.parametrize(("name", "options", "sizes"), CASES, ids=str)
+def test_against_the_oracle(name: str, options: tuple[str, ...], sizes: dict[str, Any]) -> None:
     # An interpreted kernel takes a second for each; illegal rows have the second mask.
     masks = ["random", "first key and window"]
     for mask in masks[: 1 if name == "pallas" and not everything() else 2]:
-        problem = make(replace(case, mask=mask))
+        problem = make(replace(BASE[name], options=options, mask=mask, **sizes))
         check(problem, run(name, problem), exponential=EXPONENTIAL[torch.float32])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", ["xla", long("pallas")])
 def test_what_no_row_of_a_tile_sees_may_hold_anything(name: str) -> None:
     """Keys behind the last visible one, in the middle of a tile that is computed; rows that see nothing."""
     problem = make(replace(BASE[name], mask_batch=2))
@@ -175,7 +157,7 @@ ILLEGAL = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BASE)
+@pytest.mark.parametrize("name", ["xla", long("math"), long("pallas")])
 def test_illegal_rows_are_nan_and_leave_the_others_alone(name: str) -> None:
     problem = make(replace(BASE[name], mask="first key and window", mask_batch=2))
     rows = np.arange(len(ILLEGAL)) * 3
@@ -188,42 +170,6 @@ def test_illegal_rows_are_nan_and_leave_the_others_alone(name: str) -> None:
         np.testing.assert_allclose(found[n][:, :, others], exact[n][:, :, others], atol=2e-5)
     for n in () if name in ("xla", "math") else ("dq", "dk", "dv"):
         assert np.linalg.norm(found[n] - exact[n]) < 1e-5 * np.linalg.norm(exact[n]), n
-
-
-@pytest.mark.parametrize("sizes", [{"q_len": 0}, {"k_len": 0}, {"batch": 0}], ids=str)
-@pytest.mark.parametrize("name", ["xla", "math"])
-def test_nothing_to_do(name: str, sizes: dict[str, int]) -> None:
-    problem = make(replace(PLAIN, **sizes, options=("sinks, one none", "distance table")))
-    problem.bounds[:] = 0
-    got, sinks = run(name, problem), problem.options.sinks.numpy()
-    assert got["out"].shape == problem.dout.shape
-    assert (got["lse"] == sinks[:, None]).all()
-    assert not any(got[n].any() for n in ("out", "dq", "dk", "dv", "dbias"))
-    # A sink alone is the lse of its row.
-    alone = problem.dlse.numpy().sum((0, 2)) * (sinks > -np.inf)
-    np.testing.assert_allclose(got["dsinks"], alone, rtol=1e-5)
-
-
-@pytest.mark.long
-def test_float64() -> None:
-    with jax.enable_x64(True):
-        options = ("softcap", "alibi", "dropout")
-        problem = make(replace(PLAIN, dtype=torch.float64, mask_batch=2, options=options))
-        check(problem, run("xla", problem))
-
-
-def test_a_block_of_queries_visits_the_blocks_that_it_touches() -> None:
-    part = part_of(make(replace(PLAIN, mask="first key and window", k_len=150, q_len=24)))
-    bounds = np.broadcast_to(part.bounds, (2, 4, *part.bounds.shape[2:]))
-    part = replace(part, bounds=jnp.asarray(bounds))
-    sizes = xla_tiles.sizes_of(part.q, part.k)
-    keys = np.arange(160)
-    seen = ((keys >= bounds[..., :1]) & (keys < bounds[..., 1:])).any((0, 1, 3))
-    want = seen.reshape(3, 8, 10, 16).any((1, 3))
-    assert not want.all()
-    for i in range(3):
-        rows = xla_tiles.rows_of(jnp.int32(i), part, sizes)
-        assert rows.order[: int(rows.blocks)].tolist() == np.flatnonzero(want[i]).tolist()
 
 
 def _step(q: Any, k: Any, v: Any, dout: Any, bounds: Any) -> Any:
@@ -246,3 +192,11 @@ def test_memory_of_xla_is_linear_in_the_length(monkeypatch: pytest.MonkeyPatch) 
     )
     assert half < whole <= 2 * half
     assert whole < 16 * 2**20
+
+
+@pytest.mark.long
+def test_float64() -> None:
+    with jax.enable_x64(True):
+        options = ("softcap", "alibi", "dropout")
+        problem = make(replace(PLAIN, dtype=torch.float64, mask_batch=2, options=options))
+        check(problem, run("xla", problem))

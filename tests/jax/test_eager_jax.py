@@ -11,9 +11,7 @@ jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
 from attnspan import alibi, causal, full, segments, window  # noqa: E402
-from attnspan.call import schema  # noqa: E402
 from attnspan.jax import attention  # noqa: E402
-from attnspan.jax.part import ARRAYS, GRADIENTS, JaxPart  # noqa: E402
 from attnspan.jax.rules import attend  # noqa: E402
 
 S = 16
@@ -63,21 +61,6 @@ def test_calls_that_are_alike_share_a_program_and_its_trace() -> None:
     assert attend._cache_size() == before
     attention(Q, K, V, mask=causal(), softcap=2.5)
     assert attend._cache_size() == before + 1
-
-
-def test_a_part_has_the_rows_of_the_schema() -> None:
-    rows = (*schema.INPUTS, *schema.OPTIONS)
-    assert schema.names(schema.arrays(rows)) == ARRAYS
-    assert GRADIENTS == ("q", "k", "v", "bias", "sinks")
-    part = JaxPart(*range(4), 0.5, sinks=9)
-    assert jax.tree.leaves(part) == [0, 1, 2, 3, 9]
-    assert [getattr(part, row.name) for row in schema.OPTIONS if row.name != "sinks"] == [
-        row.default for row in schema.OPTIONS if row.name != "sinks"
-    ]
-    structure = jax.tree.structure(part)
-    assert structure == jax.tree.structure(JaxPart(5, 6, 7, 8, 0.5, sinks=0))
-    assert structure != jax.tree.structure(JaxPart(*range(4), 0.25, sinks=9))
-    assert structure != jax.tree.structure(JaxPart(*range(4), 0.5))
 
 
 def test_numbers_of_any_python_type_are_one_program() -> None:

@@ -1,16 +1,20 @@
 """Wrong calls of `attention` in JAX: of arrays, seeds, devices and tracers."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from programs import run_program
+from covering import few
 from samples import mistakes
 from samples.mistakes import Mistake, call, check, error_of, rows
+from virtual_devices import on_devices
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
+
+from jax.sharding import AxisType, NamedSharding, PartitionSpec  # noqa: E402
 
 import attnspan as a  # noqa: E402
 from attnspan.jax import attention, dropout_seeds, explain, shard  # noqa: E402
@@ -151,85 +155,48 @@ class TestTracers:
         assert jnp.isnan(call(visible, "xla")).all()
 
 
-DEVICES = """
-import jax, jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
-import attnspan as a
-from attnspan.jax import attention
-
-first, second = jax.devices()
-free = jnp.zeros((2, 4, 6, 8))
-there = lambda x: jax.device_put(x, second)
-one = jax.device_put(free, first)
-ids, seed = jnp.zeros((2, 6), int), jax.random.key(0)
-
-
-def say(name, q, k=None, **options):
-    try:
-        print(name, attention(q, q if k is None else k, q, **options).shape == q.shape)
-    except ValueError as error:
-        print(name, type(error).__name__, error)
-
-
-say("keys", one, there(one))
-say("ids", one, mask=a.segments(there(ids)))
-say("bounds", one, mask=a.Spans(there(a.causal().spans(6, 6).bounds), 6))
-say("slopes", one, bias=a.alibi(there(jnp.zeros(4))))
-say("seed", one, dropout_p=0.5, dropout_seed=there(seed))
-say("beside each other", free, mask=a.segments(jax.device_put(ids, first)), sinks=there(jnp.zeros(4)))
-say("not put anywhere", one, mask=a.segments(ids), sinks=jnp.zeros(4), dropout_p=0.5, dropout_seed=seed)
-for kind in (AxisType.Auto, AxisType.Explicit):
-    mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,))
-    split, whole = (NamedSharding(mesh, PartitionSpec(*x)) for x in (("d",), ()))
-    with jax.set_mesh(mesh):
-        q = jax.device_put(free, split)
-        say("split", q, mask=a.segments(jax.device_put(ids, split)), bias=a.alibi([0.5] * 4))
-        say("whole", q, mask=a.segments(jax.device_put(ids, whole)))
-        say("one of two", q, mask=a.segments(there(ids)))
-closing = jax.jit(lambda q: attention(q, q, q, mask=a.segments(there(ids))))
-print("closed over", closing(one).shape == one.shape)
-
-mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
-x = jax.random.normal(seed, (1, 2, 6, 8))
-rows = jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, None, "d")))
-for backend in ("math", "xla"):
-    call = jax.jit(lambda q: attention(q, q, q, mask=a.causal(), backend=backend))
-    try:
-        print("split rows,", backend, bool(jnp.allclose(call(rows), call(x), atol=1e-6)))
-    except Exception as error:
-        print("split rows,", backend, "refused", "devices of a mesh, got axis 2 over 'd'" in str(error))
-"""
-ONE = (
-    "expected arrays on ['cpu:0'] (as q, k and v), got an array on ['cpu:1']. "
-    "Move its arrays with jax.device_put."
+ONE = re.escape("expected arrays on ['cpu:0'] (as q, k and v), got an array on ['cpu:1']. Move its arrays")
+TWO = re.escape(
+    "mask: expected arrays on ['cpu:0', 'cpu:1'] (as q, k and v), got an array on ['cpu:1']. Move its arrays "
+    "with jax.device_put(x, NamedSharding(mesh, PartitionSpec())), to all devices of the mesh."
 )
-TWO = (
-    "expected arrays on ['cpu:0', 'cpu:1'] (as q, k and v), got an array on ['cpu:1']. "
-    "Move its arrays with jax.device_put(x, NamedSharding(mesh, PartitionSpec())), "
-    "to all devices of the mesh."
-)
-SAID = f"""\
-keys DeviceError q, k and v: expected one device, or one set of devices, got ['cpu:0'] and ['cpu:1']. \
-Move them with jax.device_put.
-ids DeviceError mask: {ONE}
-bounds DeviceError mask: {ONE}
-slopes DeviceError bias: {ONE}
-seed DeviceError dropout_seed: {ONE}
-beside each other DeviceError sinks: {ONE.replace("q, k and v", "mask")}
-not put anywhere True
-split True
-whole True
-one of two DeviceError mask: {TWO}
-split True
-whole True
-one of two DeviceError mask: {TWO}
-closed over True
-split rows, math True
-split rows, xla refused True
-"""
 
 
-@pytest.mark.long
+@pytest.mark.slow
+@on_devices
 def test_arrays_on_other_devices_are_named() -> None:
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    assert run_program("-c", DEVICES, timeout=120, **flags) == SAID
+    first, second = jax.devices()[:2]
+    free, ids, seed = jnp.zeros((2, 4, 6, 8)), jnp.zeros((2, 6), int), jax.random.key(0)
+    one, there = jax.device_put(free, first), lambda x: jax.device_put(x, second)
+    kept = a.segments(jax.device_put(ids, first))
+    for q, given, text in (
+        (one, {"mask": a.segments(there(ids))}, f"mask: {ONE}"),
+        (one, {"mask": a.Spans(there(a.causal().spans(6, 6).bounds), 6)}, f"mask: {ONE}"),
+        (one, {"bias": a.alibi(there(jnp.zeros(4)))}, f"bias: {ONE}"),
+        (one, {"dropout_p": 0.5, "dropout_seed": there(seed)}, f"dropout_seed: {ONE}"),
+        (
+            free,
+            {"mask": kept, "sinks": there(jnp.zeros(4))},
+            r"expected arrays on .* \(as (mask|sinks)\), got",
+        ),
+    ):
+        with pytest.raises(a.errors.DeviceError, match=text):
+            attention(q, q, q, **given)
+    with pytest.raises(a.errors.DeviceError, match=r"q, k and v: expected one device, .* got .*cpu:0.*cpu:1"):
+        attention(one, there(one), one)
+    attention(one, one, one, mask=a.segments(ids), sinks=jnp.zeros(4), dropout_p=0.5, dropout_seed=seed)
+    jax.jit(lambda q: attention(q, q, q, mask=a.segments(there(ids))))(one)
+    for kind in few((AxisType.Explicit, AxisType.Auto), 1):
+        mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,), devices=[first, second])
+        split, whole = (NamedSharding(mesh, PartitionSpec(*x)) for x in (("d",), ()))
+        with jax.set_mesh(mesh):
+            q = jax.device_put(free, split)
+            attention(q, q, q, mask=a.segments(jax.device_put(ids, split)), bias=a.alibi([0.5] * 4))
+            attention(q, q, q, mask=a.segments(jax.device_put(ids, whole)))
+            with pytest.raises(a.errors.DeviceError, match=TWO):
+                attention(q, q, q, mask=a.segments(there(ids)))
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=[first, second])
+    x = jax.random.normal(seed, (1, 2, 6, 8))
+    rows = jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, None, "d")))
+    by_math = jax.jit(lambda q: attention(q, q, q, mask=a.causal(), backend="math"))
+    np.testing.assert_allclose(by_math(rows), by_math(x), atol=1e-6)

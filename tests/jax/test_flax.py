@@ -41,6 +41,10 @@ MASKS = {
 }
 
 
+def long(*values):
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 def _nnx(fn, **options):
     return nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=nnx.Rngs(0), attention_fn=fn, **options)
 
@@ -52,34 +56,36 @@ def _close(got, wanted):
 
 
 @pytest.mark.slow
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_nnx_computes_what_it_did(mask, is_causal):
-    def step(model, x):
-        return (model(x, mask=mask, is_causal=is_causal) ** 2).sum()
+@pytest.mark.parametrize("is_causal", [False, long(True)])
+def test_nnx_computes_what_it_did(is_causal):
+    """Under all masks, in one program."""
 
-    ours, theirs = (
-        nnx.value_and_grad(step, argnums=(0, 1))(_nnx(fn), X)
-        for fn in (attention_fn, nnx.dot_product_attention)
-    )
+    @nnx.jit
+    def step(model, x):
+        def loss(model, x):
+            return sum((model(x, mask=mask, is_causal=is_causal) ** 2).sum() for mask in MASKS.values())
+
+        return nnx.value_and_grad(loss, argnums=(0, 1))(model, x)
+
+    ours, theirs = (step(_nnx(fn), X) for fn in (attention_fn, nnx.dot_product_attention))
     _close(jax.tree.leaves(ours), jax.tree.leaves(theirs))
 
 
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_linen_computes_what_it_did(mask):
-    layers = [
+@pytest.mark.slow
+def test_linen_computes_what_it_did():
+    ours, theirs = (
         linen.MultiHeadDotProductAttention(HEADS, attention_fn=fn)
         for fn in (attention_fn, linen.dot_product_attention)
-    ]
-    weights = layers[1].init(jax.random.key(1), X)
+    )
+    weights = theirs.init(jax.random.key(1), X)
 
     def step(layer):
-        return jax.jit(jax.value_and_grad(lambda w, x: (layer.apply(w, x, mask=mask) ** 2).sum(), (0, 1)))(
-            weights, X
-        )
+        def loss(w, x):
+            return sum((layer.apply(w, x, mask=mask) ** 2).sum() for mask in MASKS.values())
 
-    _close(*map(step, layers))
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))(weights, X)
+
+    _close(step(ours), step(theirs))
 
 
 def test_masks_of_ours_go_where_arrays_went():
@@ -99,7 +105,7 @@ def _linen(*arrays, **given):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lead", [(), (3,), (2, 3), (1, 1)])
+@pytest.mark.parametrize("lead", [(), (2, 3), *map(long, [(3,), (1, 1)])])
 def test_any_batch_axes(lead):
     q, k, v = (jax.random.normal(jax.random.key(i), (*lead, n, HEADS, 8)) for i, n in enumerate((5, 7, 7)))
     bias = jax.random.normal(jax.random.key(3), (*lead[-1:], 1, 5, 7))
@@ -109,11 +115,6 @@ def test_any_batch_axes(lead):
     theirs = jax.jit(lambda: [_linen(q, k, v, **x) for x in (*given, {"mask": jnp.tril(jnp.ones((5, 7)))})])
     for got, wanted in zip(ours(), theirs(), strict=True):
         _close(got, wanted)
-
-
-def test_key_heads_are_shared():
-    q, k = jnp.ones((1, 5, 4, 8)), jax.random.normal(jax.random.key(0), (1, 5, 2, 8))
-    _close(attention_fn(q, k, k), nnx.dot_product_attention(q, k, k))
 
 
 def _weights(rng, **options):
@@ -132,7 +133,7 @@ KEYS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", KEYS.values(), ids=KEYS)
+@pytest.mark.parametrize("key", [KEYS["typed"], *map(long, list(KEYS.values())[1:])], ids=KEYS)
 def test_dropout(key):
     shared, own = _weights(key(0)), _weights(key(0), broadcast_dropout=False)
     for weights in (shared, own):
@@ -147,7 +148,7 @@ def test_dropout(key):
     assert (_weights(None, deterministic=True) == 1 / 64).all()
 
 
-@pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.parametrize("broadcast", [False, long(True)])
 def test_modules_draw_keys(broadcast):
     model = _nnx(attention_fn, dropout_rate=0.5, broadcast_dropout=broadcast)
     first, second = model(X, deterministic=False), model(X, deterministic=False)
@@ -190,7 +191,8 @@ LAYER_MASKS = {
 }
 
 
-@pytest.mark.parametrize("case", LAYER_MASKS)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["next to an array", *map(long, list(LAYER_MASKS)[:2])])
 def test_a_mask_of_the_layer_in_training_and_decoding(case):
     mask, given = LAYER_MASKS[case]
     whole = mask & causal() & (key_mask(given["mask"][0, 0]) if "mask" in given else full())
@@ -219,7 +221,7 @@ TABLE = SLOPES[:, None] * jnp.arange(
 )  # equal to the slopes' bias for keys before the query
 
 
-@pytest.mark.parametrize("bias", [alibi(SLOPES), relative(TABLE)], ids=["alibi", "relative"])
+@pytest.mark.parametrize("bias", [alibi(SLOPES), long(relative(TABLE))], ids=["alibi", "relative"])
 def test_a_bias_of_the_layer_in_training_and_decoding(bias):
     positions = jnp.arange(LENGTH)
     dense = -SLOPES[:, None, None] * abs(positions[:, None] - positions[None])[None]
@@ -239,8 +241,9 @@ def test_masks_that_modules_combine_with_arrays_are_refused(mask):
     assert not hasattr(mask, "ndim")
 
 
-def test_dtypes():
+def test_dtypes_and_shared_key_heads():
     q = X.reshape(BATCH, LENGTH, HEADS, 8)
+    _close(attention_fn(q, q[:, :, :2], q[:, :, 2:]), nnx.dot_product_attention(q, q[:, :, :2], q[:, :, 2:]))
     assert attention_fn(q, q, q, dtype=jnp.bfloat16).dtype == jnp.bfloat16
     assert attention_fn(q.astype(jnp.bfloat16), q, q).dtype == jnp.float32
     low = _nnx(attention_fn, dtype=jnp.bfloat16, param_dtype=jnp.float32)(X)

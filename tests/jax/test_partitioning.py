@@ -117,7 +117,7 @@ def long(*values):
         ("Explicit", "batch x heads", "alibi, sinks", "bshd"),
         ("Auto", "batch", "alibi, sinks"),
         ("Auto", "heads", "dense, dropout"),
-        ("Auto", "batch x heads", "table, sinks", "bhsd", "xla"),
+        long(("Auto", "batch x heads", "table, sinks", "bhsd", "xla")),
         long(("Auto", "batch x heads", "none", "bshd")),
         long(("Explicit", "batch x heads", "none", "bshd")),
         long(("Auto", "heads", "alibi, sinks")),
@@ -130,6 +130,7 @@ def test_equal_to_one_device_where_arrays_lie(case):
     compare(*case)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("axis", [2, 3])
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
 @pytest.mark.parametrize("axes", ["Auto", "Explicit"])
@@ -145,7 +146,7 @@ def test_what_needs_keys_of_other_devices_is_refused(axes, jit, axis):
         run(x).block_until_ready()
 
 
-@pytest.mark.parametrize("backend", ["cpu", "xla", "math"])
+@pytest.mark.parametrize("backend", ["cpu", long("xla"), long("math")])
 @on_devices
 def test_inside_shard_map_gradients_of_shared_parameters_are_summed(backend):
     # A step of data parallelism: gradients of arrays, and of parameters that all devices share.
@@ -161,7 +162,7 @@ def test_inside_shard_map_gradients_of_shared_parameters_are_summed(backend):
     check(jax.jit(jax.value_and_grad(parts))(own, ids), (value, {n: gradients[n] for n in own}))
 
 
-@pytest.mark.parametrize("spec", ["batch x heads", "heads"])
+@pytest.mark.parametrize("spec", ["batch x heads", long("heads")])
 @on_devices
 def test_one_key_head_is_of_every_device(spec):
     arrays, ids = inputs()

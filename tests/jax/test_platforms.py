@@ -44,6 +44,7 @@ def test_a_program_has_the_backend_of_its_platform(platform: str, calls: int) ->
     assert found == ["attnspan_forward", "attnspan_backward"][:calls]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("wrap", [jax.jit, jax.grad, jax.vmap])
 @pytest.mark.parametrize(
     ("backend", "platform", "reason"),
@@ -111,7 +112,7 @@ def test_slower_code_warns_once_by_name(monkeypatch: pytest.MonkeyPatch) -> None
         _loss(wide, backend="xla")
 
 
-@pytest.mark.parametrize("sizes", ["b, 2, 16, 8", "1, 2, s, 8", "b, 2, s, 8"])
+@pytest.mark.parametrize("sizes", ["b, 2, 16, 8", "b, 2, s, 8"])
 def test_sizes_may_be_symbols(sizes: str) -> None:
     """A batch for every platform, lengths where there is a kernel for them; other backends refuse by name."""
     unchecked = [

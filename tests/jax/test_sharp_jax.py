@@ -37,6 +37,7 @@ def _pooled(results: list[list[np.ndarray]]) -> list[np.ndarray]:
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("scale", [10.0, 100.0])
 @pytest.mark.parametrize("backend", ["cpu", "xla"])
 def test_no_less_accurate_than_jaxs_own(backend: str, scale: float) -> None:
@@ -44,7 +45,7 @@ def test_no_less_accurate_than_jaxs_own(backend: str, scale: float) -> None:
         return attention(q, k, v, bias=bias, backend=backend)
 
     exact, peer, found = [], [], []
-    for seed in range(4):
+    for seed in range(2):
         rng = np.random.default_rng(seed)
         q, k, v, dout = (jnp.asarray(rng.standard_normal((1, 2, 96, 32)), jnp.float32) for _ in range(4))
         inputs = [q, k, v, jnp.asarray(rng.standard_normal((1, 2, 96, 96)) * scale, jnp.float32)]

@@ -15,7 +15,6 @@ from samples.jax_transforms import (  # noqa: E402
     DIM,
     HEADS,
     IDS,
-    KERNELS,
     KV_HEADS,
     LENGTH,
     MOSTLY_CPU,
@@ -29,12 +28,6 @@ from samples.jax_transforms import (  # noqa: E402
 from attnspan import alibi, causal, segments  # noqa: E402
 from attnspan.jax import attention  # noqa: E402
 
-
-@pytest.fixture(params=KERNELS)
-def name(request: pytest.FixtureRequest) -> str:
-    return request.param  # type: ignore[no-any-return]
-
-
 #: Which arguments carry the mapped axis, and where: q, k, v, ids, seed, sinks, slopes.
 AXES: dict[str, tuple[Any, ...]] = {
     "q, ids and sinks": (0, None, None, 0, None, 0, None),
@@ -43,7 +36,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "other axes": (2, 1, -1, 1, 0, 1, 1),
 }
 #: Each argument is mapped, and shared, in one of them.
-CASES = AXES if everything() else ("other axes",)  # and two of gradients
+CASES = AXES if everything() else ("other axes",)  # and one of gradients
+XLA = [pytest.param("xla", "everything", marks=pytest.mark.long)]
 PLACES = ("q", "k", "v", "ids", "seed", "sinks", "slopes")
 
 
@@ -70,8 +64,8 @@ WANTED = tuple(i for i, place in enumerate(PLACES) if place not in ("ids", "seed
 
 @functools.cache
 def _one_by_one(gradients: bool) -> Callable[..., Any]:
-    """Plain JAX on one of the mapped calls, compiled once for all cases."""
-    function = _all_options("math")
+    """One of the mapped calls, compiled once for all cases."""
+    function = _all_options("cpu")
     return jax.jit(jax.grad(loss(function), WANTED) if gradients else function)  # type: ignore[no-any-return]
 
 
@@ -84,7 +78,7 @@ def _expected(case: str, gradients: bool = False) -> tuple[list[Any], Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "case"), [*(("cpu", case) for case in CASES), ("xla", "everything")])
+@pytest.mark.parametrize(("name", "case"), [*(("cpu", x) for x in CASES), *XLA])
 def test_vmap(name: str, case: str) -> None:
     axes = AXES[case]
     given, want = _expected(case)
@@ -97,10 +91,9 @@ def test_vmap(name: str, case: str) -> None:
 @pytest.mark.parametrize(
     ("name", "case"),
     [
-        ("cpu", "q, ids and sinks"),
         ("cpu", "k, v, seeds and slopes"),
-        pytest.param("cpu", "everything", marks=pytest.mark.long),
-        pytest.param("xla", "everything", marks=pytest.mark.long),
+        *(pytest.param("cpu", x, marks=pytest.mark.long) for x in ("everything", "q, ids and sinks")),
+        *XLA,
     ],
 )
 def test_vmap_of_grad_and_grad_of_vmap(name: str, case: str) -> None:
@@ -135,7 +128,7 @@ def test_nested_vmap(name: str) -> None:
 
     @jax.jit
     def plain(q: Any, k: Any, v: Any) -> Any:
-        rows = [[attend("math")(q[i, j], k[j], v[i]) for j in range(3)] for i in range(2)]
+        rows = [[attend("cpu")(q[i, j], k[j], v[i]) for j in range(3)] for i in range(2)]
         return jnp.stack([jnp.stack(row) for row in rows])
 
     close(nested(q, k, v), plain(q, k, v))
@@ -152,12 +145,13 @@ def test_vmap_over_rows_without_a_batch_axis(name: str) -> None:
 
     @jax.jit
     def whole(q: Any, k: Any, v: Any, ids: Any) -> Any:
-        return attention(q, k, v, mask=causal() & segments(ids), layout="bshd", backend="math")
+        return attention(q, k, v, mask=causal() & segments(ids), layout="bshd", backend="cpu")
 
     ids = jnp.asarray(IDS)
     close(jax.jit(jax.vmap(one))(*given, ids), whole(*given, ids))
 
 
+@pytest.mark.parametrize("name", MOSTLY_CPU)
 def test_vmap_over_masks(name: str) -> None:
     """Prepared masks, one for each mapped element, as pytrees."""
     masks = [(causal() & segments(ids)).spans(LENGTH, LENGTH) for ids in IDS]

@@ -3,12 +3,8 @@
 import functools
 
 import pytest
-from copying import RUNS, Run, misplace, train
+from copying import Run, train
 from worlds import world
-
-from attnspan import causal, segments
-from attnspan.errors import OptionError
-from failures.task import BATCH, SEQ_LEN, make_batch
 
 #: Below it, nothing is left to learn; above the other, tokens are still being guessed.
 LEARNED, STALLED = 1e-3, 0.05
@@ -45,10 +41,3 @@ def test_ranks_learn_what_one_process_learns(ranks: int, strategy: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ids_that_lie_as_in_another_layout_stall(ranks: int) -> None:
     assert end(losses(ranks, Run("exchange", misplaced=True))) > STALLED
-
-
-def test_the_mask_refuses_misplaced_ids_that_fall_apart() -> None:
-    ids = misplace(make_batch(0).ids, 2)
-    with pytest.raises(OptionError, match="max_runs"):
-        (causal() & segments(ids)).prepare(SEQ_LEN, SEQ_LEN, batch=BATCH)
-    (causal() & segments(ids, max_runs=RUNS)).prepare(SEQ_LEN, SEQ_LEN, batch=BATCH)

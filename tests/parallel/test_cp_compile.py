@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from watching import Watching
 from worlds import World, error, mesh, ranks
 
 import attnspan
@@ -66,14 +67,14 @@ def test_fullgraph_at_the_first_call_of_a_fresh_process(backend: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", few(STRATEGIES, 2))  # An exchange, and what has fixed sizes.
+@pytest.mark.parametrize("strategy", few(STRATEGIES, 1))  # An exchange, whose sizes change.
 @ranks(ranks_of)
 def test_a_new_mask_and_plan_at_each_step_is_no_recompilation(strategy: str) -> None:
     torch._dynamo.reset()
     case, received = Case(length=101, strategy=strategy, return_lse=False), set()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(attend, fullgraph=True, backend=counter)
-    for step in range(4):
+    for step in range(3):
         ids = segment_ids(case, case.batch, mean=5 + 4 * step, salt=step)
         placed = place(case, mask=attnspan.causal() & attnspan.segments(ids))
         with counted_bytes() as counts:
@@ -82,7 +83,7 @@ def test_a_new_mask_and_plan_at_each_step_is_no_recompilation(strategy: str) -> 
         assert_as_eager(compiled, case, placed)
         assert counter.frame_count == 1
     if "ring" not in strategy and strategy != "ulysses":
-        assert len(received) > 2, "other numbers of rows each time"
+        assert len(received) > 1, "other numbers of rows each time"
 
 
 class Layer(nn.Module):
@@ -142,7 +143,7 @@ def compile_each(modules: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "compiled"),
-    [("exchange", True), ("hybrid(2, 2)", False), pytest.param("hybrid(2, 2)", True, marks=pytest.mark.long)],
+    [("exchange", True), *(pytest.param("hybrid(2, 2)", x, marks=pytest.mark.long) for x in (False, True))],
 )
 @ranks(ranks_of)
 def test_checkpointing_keeps_attention_or_runs_it_again(strategy: str, compiled: bool) -> None:
@@ -159,7 +160,8 @@ def test_checkpointing_keeps_attention_or_runs_it_again(strategy: str, compiled:
 
     wanted, sent = step("all", False)
     for keep in ("attention", "nothing"):
-        grads, again = step(keep, compiled)
+        # Full recomputation is compiled in the long run only.
+        grads, again = step(keep, compiled and (keep == "attention" or everything()))
         assert (again == sent) if keep == "attention" else (again > sent), "how often its exchange ran"
         for got, x_wanted in zip(grads, wanted, strict=True):
             assert float(x_wanted.norm()) > 0
@@ -186,7 +188,7 @@ def loss_of(model: nn.Module, x: Tensor, placed: Placed) -> Tensor:
     ("strategy", "keep", "compiled"),
     list(product(("exchange", "hybrid(2, 2)"), ("all", "attention", "nothing"), (False, True)))
     if everything()
-    else [("exchange", "attention", True), ("hybrid(2, 2)", "nothing", False), ("exchange", "all", False)],
+    else [("exchange", "attention", True), ("hybrid(2, 2)", "nothing", False)],
 )
 @ranks(ranks_of)
 def test_fsdp_around_context_parallelism_gives_the_gradients_of_one_process(
@@ -205,44 +207,21 @@ def test_fsdp_around_context_parallelism_gives_the_gradients_of_one_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiled", few([False, True], 1), ids=str)
-@ranks(2)
-def test_models_of_other_head_counts_do_not_meet(compiled: bool) -> None:
-    kinds = {(4, 2): "exchange", (5, 1): "ulysses", (6, 6): "ring"}
-    models = {heads: model_of(heads) for heads in kinds}
-    if compiled:
-        compile_each(models.values())
-    for heads in (*kinds, *kinds):  # In turn in one process.
-        x, _, placed = problem_of(heads, kinds[heads])
-        grads = torch.autograd.grad(loss_of(models[heads], x, placed), list(models[heads].parameters()))
-        for grad in grads:
-            dist.all_reduce(grad)
-        assert_as_alone(heads, list(grads))
-
-
-@pytest.mark.slow
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("option", few(["all", "alibi", "none"], 2))
+@pytest.mark.parametrize("option", few(["all", "alibi", "none"], 1))
 @pytest.mark.parametrize("strategy", few(STRATEGIES, 2))
 @ranks(ranks_of)
 def test_the_operators_keep_torchs_contract(strategy: str, option: str) -> None:
     """What `torch.library.opcheck` asks of forward and backward, on the real group."""
     case = Case(strategy=strategy, option=option, length=37, heads=(4, 2))
-    calls: list[tuple[Any, tuple[Any, ...]]] = []
-
-    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func in (ops.sharded_attention, ops.sharded_attention_backward):
-                calls.append((func, args))
-            return func(*args, **(kwargs or {}))
-
+    both = ops.sharded_attention, ops.sharded_attention_backward
     placed = place(case)
     leaves, (dout, dlse) = local_inputs(placed, case)
     options = OPTIONS[case.option](case)
-    with Recorder():
+    with Watching(lambda op, named, _: (op, named.values()) if op in both else None) as watching:
         out, lse = attention(*leaves, mask=placed.mask, return_lse=True, **options)
         torch.autograd.grad([out, lse], leaves, [dout, dlse])
-    for op, arguments in calls:
+    for op, arguments in watching.seen:
         fresh = tuple(
             x.detach().clone().requires_grad_(x.is_floating_point() and op is ops.sharded_attention)
             if isinstance(x, Tensor)
@@ -250,4 +229,4 @@ def test_the_operators_keep_torchs_contract(strategy: str, option: str) -> None:
             for x in arguments
         )
         torch.library.opcheck(op, fresh)
-    assert len(calls) == 2
+    assert len(watching.seen) == 2

@@ -273,10 +273,3 @@ def test_tensors_on_other_meshes_than_q_are_named() -> None:
     ):
         with pytest.raises(OptionError, match=re.escape(text)):
             attention(*given, mask=mask)
-
-
-@ranks(2)
-def test_ids_of_other_batch_rows_are_named() -> None:
-    four = [distribute_tensor(x.detach(), grid(2), placements("S0")) for x in whole(batch=4)[0]]
-    with pytest.raises(ShapeError, match=r"^segments: q_ids: expected 1 or 4 along the batch axis, got 2"):
-        attention(*four, mask=segments(ids(2)))

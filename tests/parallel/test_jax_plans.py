@@ -2,8 +2,6 @@
 
 import functools
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -56,8 +54,8 @@ def two_rows(mask: Any) -> Prepared:
     "split",
     [
         BATCH_HEADS,
-        Split(sequence=4),
         Split(batch=2, sequence=2, strategy="ring"),
+        long(Split(sequence=4)),
         long(Split(sequence=4, shared=True)),
         long(Split(sequence=4, strategy="ring", shared=True)),
         long(UNEVEN),
@@ -69,7 +67,7 @@ def test_every_mask(split: Split) -> None:
     # One program for each kind of mask, with room for all.
     traces.clear()
     like = split.place(two_rows(attnspan.full())) if split.sequence else None
-    for name in few(IDS, 14):
+    for name in few(IDS, 8):
         mask = next(sample for sample in SAMPLES if sample.name == name).mask()
         sharded = split.place(two_rows(mask), like=like)
         got = attend(sharded, inputs(split.num_heads), backend=split.backend)
@@ -107,10 +105,10 @@ def options_of(kind: str, heads: int, length: int) -> tuple[dict[str, Any], Opti
     [
         (EXCHANGE, "alibi"),
         (replace(RING, shared=True), "alibi"),
-        (Split(batch=2, heads=2, backend="xla"), "shared dense"),
         (Split(heads=4, num_heads=(12, 3)), "relative"),
-        (Split(batch=2, heads=2, num_heads=(4, 1), explicit=3), "alibi"),
         (replace(EXCHANGE, explicit=1), "shared alibi"),
+        long(Split(batch=2, heads=2, backend="xla"), "shared dense"),
+        long(Split(batch=2, heads=2, num_heads=(4, 1), explicit=3), "alibi"),
         long(replace(EXCHANGE, explicit=3), "shared alibi"),
         long(BATCH_HEADS, "alibi"),
         long(BATCH_HEADS, "dense"),
@@ -134,7 +132,9 @@ def test_options_with_their_gradients(split: Split, kind: str) -> None:
     check(got, oracle(given, mask, lowered))
 
 
-@pytest.mark.parametrize(("split", "by_key"), [(EXCHANGE, True), (RING, False), long(RING, True)], ids=str)
+@pytest.mark.parametrize(
+    ("split", "by_key"), [(EXCHANGE, True), long(RING, False), long(RING, True)], ids=str
+)
 @on_devices
 def test_cross_attention(split: Split, by_key: bool) -> None:
     # Keys are another sequence, with a layout of their own or in order.
@@ -160,7 +160,7 @@ def test_masks_of_single_heads(split: Split) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "axes"), [("auto", ("outer", "inner")), ("ring", ("inner", "outer"))], ids=str
+    ("strategy", "axes"), [long("auto", ("outer", "inner")), ("ring", ("inner", "outer"))], ids=str
 )
 @on_devices
 def test_two_axes_split_the_sequence(strategy: str, axes: tuple[str, str]) -> None:
@@ -187,7 +187,7 @@ def test_narrow_dtypes_round_no_more_than_one_device_does(dtype: str, strategy: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("split", "steps", "most"), [(RING, 4, 1), (EXCHANGE, 12, 4)], ids=str)
+@pytest.mark.parametrize(("split", "steps", "most"), [(RING, 3, 1), (EXCHANGE, 8, 4)], ids=str)
 @on_devices
 def test_new_masks_and_layouts_compile_nothing_once_sizes_settle(split: Split, steps: int, most: int) -> None:
     # The program is traced `most` times, and not in the last half.
@@ -242,21 +242,3 @@ def collectives(split: Split, gradient: bool) -> dict[str, int]:
 def test_nothing_is_gathered_silently(split: Split, forward: dict[str, int], backward: set[str]) -> None:
     assert collectives(split, False) == forward
     assert set(collectives(split, True)) == set(backward)
-
-
-@pytest.mark.slow
-def test_it_needs_no_torch() -> None:
-    code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "import jax, attnspan, attnspan.jax\n"
-        "from attnspan.parallel import Layout\n"
-        "layout = Layout.of(attnspan.causal(), q_len=5, ranks=1)\n"
-        "mesh = jax.make_mesh((1,), ('context',))\n"
-        "rows = layout.on(mesh, sequence='context').shard({'q': jax.numpy.ones((1, 2, 5, 4))}, axis=2)\n"
-        "placed = layout.plan(heads=(2, 1)).on(mesh, sequence='context', rows=rows)\n"
-        "q = rows['q']\n"
-        "out = attnspan.jax.attention(q, q[:, :1], q[:, :1], mask=placed)\n"
-        "print(out.shape, len(str(placed.explain())) > 100)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout == "(1, 2, 5, 4) True\n", done.stderr

@@ -233,24 +233,18 @@ def test_each_mistake_is_named() -> None:
         "batch: expected axes of the mesh, 'data', 'context', got 'dp'": lambda: shard(mesh, batch="dp"),
         "sequence: expected axes that split one dim each": lambda: on(axes={**axes, "heads": "context"}),
         "like: expected a placed plan, or None, got int": lambda: on(axes={**axes, "like": 3}),
-        "batch: expected the name of a mesh axis": lambda: shard(mesh, batch=2),  # type: ignore[arg-type]
         "shard: mask: expected a mask expression": lambda: shard(mesh, mask=q),  # type: ignore[arg-type]
         "sequence: expected axes of 2 devices, .* got 1": lambda: on(axes={"sequence": None}),
-        "sequence: expected axes of 2 devices, .* got 4": lambda: on(axes={"sequence": ("data", "context")}),
         "query heads of the plan: expected a multiple": lambda: on(
             heads=(3, 3), axes={"sequence": "context", "heads": "data"}
         ),
         "batch elements of the plan: expected a multiple of 2": lambda: on(apart(3), batch=3),
         "strategy on a JAX mesh: .* got 'ulysses'": lambda: on(strategy="ulysses"),
         "q with a split sequence: expected 4 heads and 8 rows": lambda: ring(k, k, k),
-        "k with a split sequence: expected 2 heads and 8 rows": lambda: ring(q, q, q),
         "expected 2 batch elements, 4 heads and 8 rows": lambda: on(apart(2)).attention(*four),
         "batch elements of q: expected a multiple of 2": lambda: spread(q[:1], k[:1], k[:1]),
         "heads of q: expected a multiple of 2": lambda: spread(q[:, :3], q[:, :3], q[:, :3]),
         "sharding of q: expected the sequence whole": lambda: spread(lying(None, None, "context"), k, k),
-        "sharding of q: expected head_dim whole": lambda: spread(lying(None, None, None, "data"), k, k),
-        "sharding of q: expected batch elements split over": lambda: ring(lying("context"), k, k),
-        "k: expected the devices of the mask's mesh": lambda: ring(q, jax.device_put(k, jax.devices()[1]), k),
         "q: expected the devices of the mask's mesh": lambda: spread(lying(mesh=turned), k, k),
         "bias with a split sequence: expected alibi": lambda: ring(q, k, k, bias=jnp.zeros((8, 8))),
         "k_index with a split sequence: expected None": lambda: ring(q, k, k, k_index=jnp.arange(8)),
@@ -258,7 +252,6 @@ def test_each_mistake_is_named() -> None:
         "plan: expected a plan that plan.on": lambda: jax.jit(lambda x: x.explain())(placed),
         "shard: x: expected 8 rows along axis 1": lambda: placed.shard(jnp.ones((2, 9))),
         "shard: x: expected no entry 'q_index'": lambda: placed.shard({"q_index": np.ones((2, 8))}),
-        "shard: x: expected an array, got list": lambda: placed.shard([1, 2]),
         "shard: x: expected 2 batch elements as axis 0": lambda: split.shard(np.ones((1, 8))),
     }
     for text, call in calls.items():

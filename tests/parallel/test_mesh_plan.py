@@ -2,8 +2,6 @@
 
 import copy
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -19,11 +17,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
 import attnspan
-from attnspan import alibi, causal, dense_bias, full, segments, window
+from attnspan import alibi, causal, segments, window
 from attnspan.errors import BackendError, DtypeError, OptionError, ShapeError
 from attnspan.kernels import cpu
 from attnspan.parallel import Layout, MeshPlan, PlanMismatchError
-from attnspan.parallel.torch import comm
 from attnspan.torch import attention
 
 Q_LEN, HEADS = 37, (4, 2)
@@ -73,30 +70,27 @@ def test_rows_positions_and_padding_of_a_rank(meshes: Meshes, rank: int) -> None
 
 
 @pytest.mark.parametrize("strategy", ["exchange", "ring", "ulysses", "auto"])
-@pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd", "strided"])
 def test_one_line_switches(meshes: Meshes, strategy: str, layout: str) -> None:
     mask = causal() & segments(np.repeat([0, 1, 2], [9, 4, 24]))
-    plan = make(meshes(1), layout_of(1, mask=mask), mask=mask, strategy=strategy)
+    with torch.inference_mode():
+        plan = make(meshes(1), layout_of(1, mask=mask), mask=mask, strategy=strategy)
     order = {"bhsd": lambda x: x, "bshd": lambda x: x.transpose(1, 2), "thd": lambda x: x[0].transpose(0, 1)}
+    order["strided"] = lambda x: x.mT.contiguous().mT  # Without a unit last stride.
     x = [order[layout](part) for part in tensors(Q_LEN)]
     options: dict[str, Any] = {"bias": alibi(torch.rand(4)), "sinks": torch.rand(4), "softcap": 2.0}
-    options |= {"dropout_p": 0.2, "dropout_seed": torch.tensor(3), "layout": layout, "return_lse": True}
+    options |= {"dropout_p": 0.2, "dropout_seed": torch.tensor(3), "return_lse": True}
+    options["layout"] = "bhsd" if layout == "strided" else layout
     got, wanted = (attention(*x, mask=each, **options) for each in (plan, mask))
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("strategy", ["exchange", "ring", "ulysses"])
-def test_without_keys_the_output_is_nothing(meshes: Meshes, strategy: str) -> None:
-    layout = layout_of(1, mask=full())
-    plan = make(meshes(1), layout, mask=full(), keys=Layout.contiguous(0, 1), strategy=strategy)
-    x = [x.requires_grad_() for x in tensors(Q_LEN, 0)]
-    out = attention(*x, mask=plan)
-    out.sum().backward()
-    assert out.shape == (1, 4, Q_LEN, 16)
-    assert not out.any()
-    assert not x[0].grad.any()
-    assert x[1].grad.shape == (1, 2, 0, 16)
+def test_second_derivatives_are_refused(meshes: Meshes) -> None:
+    q, k, v = (x.requires_grad_() for x in tensors(10))
+    (first,) = torch.autograd.grad(attention(q, k, v, mask=make(meshes(4))).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        first.square().sum().backward()
 
 
 def test_meshes_that_do_not_fit(meshes: Meshes) -> None:
@@ -173,13 +167,6 @@ def test_any_form_of_the_rows_numbers(meshes: Meshes, batch: int) -> None:
             attention(*x, mask=plan, q_index=torch.as_tensor(form) + 1)
 
 
-def test_ranks_that_are_gone_leave_nothing_behind(meshes: Meshes) -> None:
-    make(meshes(2))
-    dist.destroy_process_group()
-    make(meshes(3), strategy="ulysses")
-    assert len(comm._known) == 1
-
-
 def test_what_a_loader_sends_is_pickled(meshes: Meshes) -> None:
     layout = layout_of(4)
     local = pickle.loads(pickle.dumps(layout.plan(heads=HEADS, strategy="ring").local(2)))
@@ -193,7 +180,6 @@ Inputs = dict[str, Tensor]
 CALLS: dict[str, tuple[dict[str, Any] | Callable[[Inputs], dict[str, Any]], type[Exception], str]] = {
     "k_index": ({"k_index": torch.arange(10)}, OptionError, "k_index with context parallelism"),
     "a backend of no parts": ({"backend": "vendor"}, BackendError, "vendor: it runs on NVIDIA's GPUs"),
-    "no backend": ({"backend": "cudnn"}, OptionError, "backend: expected None or one of cpu, vendor"),
     "q_index": ({"q_index": torch.arange(10)[None]}, PlanMismatchError, "the rows of the plan's layout"),
     "q_index's shape": ({"q_index": torch.arange(9)[None]}, ShapeError, r"q_index .*got \(1, 9\)"),
     "rows": (lambda x: {"q": x["q"][:, :, :9]}, ShapeError, "q .* this rank's 10 rows, padding included"),
@@ -202,14 +188,9 @@ CALLS: dict[str, tuple[dict[str, Any] | Callable[[Inputs], dict[str, Any]], type
     "key heads": (lambda x: {"k": x["k"][:, :1], "v": x["v"][:, :1]}, ShapeError, "k with .* 2 heads"),
     "keys": (lambda x: {"k": x["k"][:, :, :9], "v": x["v"][:, :, :9]}, ShapeError, "k with .* 10 rows"),
     "values": (lambda x: {"v": x["v"][:, :, :9]}, ShapeError, r"v \(1, 2, 9, 16\)"),
-    "layout": ({"layout": "hbsd"}, OptionError, "expected one of bhsd, bshd, thd"),
-    "dtypes": (lambda x: {"k": x["k"].bfloat16()}, DtypeError, "expected one dtype"),
     "sinks": ({"sinks": torch.zeros(3)}, ShapeError, r"sinks: expected \(4,\)"),
     "slopes of a shard": ({"bias": alibi(torch.zeros(2))}, ShapeError, "alibi.*4"),
-    "dropout without seed": ({"dropout_p": 0.1}, OptionError, "dropout_seed"),
-    "scale": ({"scale": float("nan")}, OptionError, "scale"),
     "bias of the whole": ({"bias": torch.zeros(37, 37)}, OptionError, "bias with .* got a dense bias"),
-    "named": ({"bias": dense_bias(torch.zeros(37, 37))}, OptionError, "bias with .* got a dense bias"),
 }
 
 
@@ -299,22 +280,3 @@ def test_what_is_remembered_cannot_be_written(meshes: Meshes) -> None:
     placed.numbers.zero_()
     assert torch.equal(plan.on(placed.frame.mesh, rows="unchecked").data, before)
     assert Layout.of(causal(), q_len=12, ranks=2) is layout
-
-
-PLAIN = """
-import sys
-import attnspan.parallel
-from attnspan.parallel import Layout, Plan, Strategy
-from attnspan import causal
-Layout.of(causal(), q_len=64, ranks=4).plan(heads=(4, 2)).local(1)  # a data loader needs no framework
-print(sorted({"torch", "jax"} & set(sys.modules)), "MeshPlan" in attnspan.parallel.__all__)
-from attnspan.parallel import MeshPlan
-print("torch" in sys.modules, MeshPlan.__name__)
-"""
-
-
-@pytest.mark.slow
-def test_planning_loads_no_framework() -> None:
-    done = subprocess.run([sys.executable, "-c", PLAIN], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["[] True", "True MeshPlan"]

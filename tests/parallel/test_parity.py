@@ -1,6 +1,7 @@
 """Every strategy on real ranks gives what one process alone gives: outputs, lse and all gradients."""
 
 import functools
+import itertools
 import math
 import warnings
 from collections.abc import Iterator, Sequence
@@ -36,13 +37,12 @@ STRATEGIES = {
     4: ("exchange", "ring", "ulysses", "hybrid(2, 2)", "hybrid(2, 2, ring)", "auto"),
     8: ("exchange", "ring", "ulysses", "hybrid(2, 4)", "hybrid(4, 2)", "hybrid(2, 4, ring)"),
 }
-#: The ordinary run has each strategy, each number of ranks and each kind of hybrid.
-FEW_WORLDS = [
-    *((2, "auto"), (2, "exchange"), (3, "ring"), (4, "ulysses"), (4, "hybrid(2, 2)")),
-    (4, "hybrid(2, 2, ring)"),
-]
-EVERY_WORLD = [(ranks, strategy) for ranks in (2, 3, 4) for strategy in STRATEGIES[ranks]]
-WORLDS = EVERY_WORLD if everything() else FEW_WORLDS
+WORLDS = (
+    [(ranks, strategy) for ranks in (2, 3, 4) for strategy in STRATEGIES[ranks]]
+    if everything()
+    # The ordinary run has each strategy, each number of ranks and each kind of hybrid.
+    else [(2, "auto"), (2, "exchange"), (3, "ring"), *((4, x) for x in STRATEGIES[4][2:5])]
+)
 EIGHT = [pytest.param(8, strategy, marks=pytest.mark.long) for strategy in STRATEGIES[8]]
 ALONE = [(1, "exchange"), (1, "ring"), (1, "ulysses")]
 LENGTHS = (1, 3, 37, 101, 257)  # Ranks without rows, too.
@@ -148,13 +148,13 @@ def _with_members(case: Case, ranks: int) -> Case:
 
 @functools.cache
 def grid(ranks: int, strategy: str) -> list[Case]:
-    """Each pair of mask, heads, option, length and the rest occurs; in the ordinary run in some strategy."""
+    """Each pair of mask, heads, option and the rest occurs. The ordinary run has each in each strategy."""
     factors: dict[str, Sequence[Any]] = {
-        "strategy": [strategy] if everything() else STRATEGIES[4],
+        "strategy": [strategy] if everything() else STRATEGIES[4][:5],
         "mask": list(MASKS),
         "option": list(OPTIONS),
         "heads": HEADS,
-        "length": LENGTHS,
+        "length": LENGTHS if everything() else LENGTHS[:4],
         "partition": PARTITIONS,
         "dims": ((16, 16), (8, 24)),
         "rows_per_chunk": (None, 4),
@@ -162,16 +162,13 @@ def grid(ranks: int, strategy: str) -> list[Case]:
         "layout": ("bhsd", "bshd"),
         "return_lse": (True, False),
     }
-    # Which options and heads a mask meets matters to the kernel, which has tests of its own: the long run's.
-    by_chance = [] if everything() else [(1, 2), (1, 3)]
-    combinations = (
-        dict(zip(factors, row, strict=True)) for row in pairs(factors.values(), without=by_chance)
-    )
-    cases = [
-        _with_members(Case(**values), ranks) for values in combinations if values["strategy"] == strategy
-    ]
-    # What is chosen is one of the others.
-    return cases[::6] if strategy == "auto" and everything() else cases
+    # What a mask meets matters to the kernel, which has tests of its own: the long run's.
+    two = [(a, b) for a, b in itertools.combinations(range(len(factors)), 2) if a and (a, b) != (1, 5)]
+    by_chance = [] if everything() else [(0, 1), *two]
+    rows = [dict(zip(factors, row, strict=True)) for row in pairs(factors.values(), without=by_chance)]
+    if strategy == "auto":  # What is chosen is one of the others.
+        rows = [{**row, "strategy": "auto"} for row in rows[::6]]
+    return [_with_members(Case(**row), ranks) for row in rows if row["strategy"] == strategy]
 
 
 @pytest.mark.slow
@@ -210,11 +207,11 @@ def each_mask(**given: Any) -> list[Case]:
 @pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("dtype", "dims"), [("float64", (16, 16)), ("float32", (264, 8))], ids=str)
-@pytest.mark.parametrize(("ranks", "strategy"), few([x for x in WORLDS if x[1] != "auto"], 3))
+@pytest.mark.parametrize(("ranks", "strategy"), few([x for x in WORLDS if x[1] != "auto"], 2))
 def test_where_no_kernel_runs(ranks: int, strategy: str, dtype: str, dims: tuple[int, int]) -> None:
     # float64 and wide heads on this machine; everything on a device without a kernel.
     cases = each_mask(strategy=strategy, dtype=dtype, dims=dims)
-    cases = cases if everything() else cases[WORLDS.index((ranks, strategy)) % 2 :: 2]
+    cases = cases if everything() else cases[WORLDS.index((ranks, strategy)) % 4 :: 4]
     check(ranks, cases, plainly=True)
 
 
@@ -223,7 +220,7 @@ def test_where_no_kernel_runs(ranks: int, strategy: str, dtype: str, dims: tuple
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("ranks", "strategy"), few(WORLDS, 2))
 def test_low_precision_is_no_worse_than_one_process(ranks: int, strategy: str, dtype: str) -> None:
-    cases = each_mask(strategy=strategy, dtype=dtype, length=101)
+    cases = each_mask(strategy=strategy, dtype=dtype, length=101)[:: 1 if everything() else 3]
     ours: dict[str, list[Tensor]] = {}
     alone: dict[str, list[Tensor]] = {}
     for case, parts in attended(ranks, cases):
@@ -245,7 +242,7 @@ def test_low_precision_is_no_worse_than_one_process(ranks: int, strategy: str, d
         assert float(got.norm()) <= allowed, f"{kind}: error {got.norm():.3g}, allowed {allowed:.3g}"
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), few(WORLDS, 3))
+@pytest.mark.parametrize(("ranks", "strategy"), few(WORLDS[1:], 2))
 def test_cross_attention(ranks: int, strategy: str) -> None:
     options, first = list(OPTIONS), WORLDS.index((ranks, strategy))
     cases = []
@@ -262,11 +259,10 @@ def test_cross_attention(ranks: int, strategy: str) -> None:
 @on_ranks(lambda ranks: ranks)
 def test_the_same_call_gives_the_same_bits(ranks: int) -> None:
     for strategy in (strategy for each, strategy in WORLDS if each == ranks):
-        for mask in ("segments", "spans per head"):
-            case = Case(mask=mask, option="all", length=101, strategy=strategy, heads=(5, 1))
-            first, second = (attend(place(case), case) for _ in range(2))
-            for name in first:
-                assert torch.equal(first[name], second[name]), f"{name} of {case}"
+        case = Case(mask="spans per head", option="all", length=101, strategy=strategy, heads=(5, 1))
+        first, second = (attend(place(case), case) for _ in range(2))
+        for name in first:
+            assert torch.equal(first[name], second[name]), f"{name} of {case}"
 
 
 @st.composite
@@ -292,19 +288,8 @@ def any_case(draw: st.DrawFn) -> tuple[int, Case]:
     return ranks, case
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @given(any_case())
 def test_any_combination(drawn: tuple[int, Case]) -> None:
     ranks, case = drawn
     check(ranks, [case])
-
-
-def test_a_wrong_element_is_seen() -> None:
-    case = Case(mask="causal", length=257)
-    whole = unsharded(case)
-    spoiled = {**whole, "dk": whole["dk"].clone()}
-    spoiled["dk"][0, 1, 200, 3] += 1e-3 * whole["dk"].abs().max()
-    rows = torch.arange(257)[None]
-    assert_parity(case, [{**whole, "rows": rows, "keys": rows}])
-    with pytest.raises(AssertionError, match=r"dk: .* from one process"):
-        assert_parity(case, [{**spoiled, "rows": rows, "keys": rows}])

@@ -110,12 +110,6 @@ def test_no_rank_lends_to_all_others(q_len: int, ranks: int, seed: int) -> None:
     assert rows <= 2.5 * cost.fetched.max()
 
 
-@pytest.mark.parametrize("q_len", [16_384, 65_536])
-def test_a_window_keeps_neighbours_together(q_len: int) -> None:
-    mask = causal() & window(256)
-    assert most_foreign(Layout.of(mask, q_len=q_len, ranks=8), mask) <= 4 * 256
-
-
 def test_the_tolerance_is_kept_and_buys_locality() -> None:
     mask, foreign = causal() & documents(offsets(3, 32_768)), []
     for tolerance in (1.001, 1.01, 1.2):

@@ -1,75 +1,82 @@
-"""Parts of a softmax by each backend: merged, they are the whole, and so are their gradients."""
+"""Each backend, and one that follows CONTRIBUTING.md, runs the parts of a plan on all ranks or devices."""
 
-from contextlib import nullcontext
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 from eager_flex import eager
-from torch import Tensor
+from recipe import followed
+from torch.distributed.device_mesh import init_device_mesh
+from virtual_devices import on_devices
+from which_ran import counted
+from worlds import ranks
 
-from attnspan import causal
-from attnspan.backends import Softmax, table
-from attnspan.call import Part
-from attnspan.call.options import ALIBI, Options, alibi
+from attnspan import alibi, causal
 from attnspan.experimental import triton
+from attnspan.parallel import Layout
 from attnspan.torch import attention
 
-WITHIN: dict[str, Any] = {
-    "cpu": nullcontext,
-    "math": nullcontext,
-    "flex": eager,
-    "triton": triton.interpreted,
-}
+WITHIN: dict[str, Any] = {"flex": eager, "triton": triton.interpreted}
 
 
-def part_of(bounds: Tensor, start: int, stop: int) -> Tensor:
-    return (bounds.clamp(start, stop) - start).contiguous()
+@contextmanager
+def running(backend: str) -> Iterator[Any]:
+    """Counts the calls of the backend's functions."""
+    if backend == "mine":
+        with followed("torch") as runs:
+            yield runs
+    else:
+        with WITHIN.get(backend, nullcontext)(), counted("torch") as runs:
+            yield runs
 
 
-@pytest.mark.parametrize("options", [False, True], ids=["plain", "options"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", WITHIN)
-def test_parts_merge(name: str, dtype: torch.dtype, options: bool) -> None:
-    backend = table("torch")[name]
-    torch.manual_seed(0)
-    sizes = (4, 12), (2, 20), (2, 20)
-    q, k, v = (torch.randn(1, h, s, 16).to(dtype) for h, s in sizes)
-    slopes = torch.rand(1, 4)
-    bounds = torch.tensor(causal().spans(12, 20).lowered.bounds)
-    at = torch.arange(8, 20, dtype=torch.int32)[None], torch.arange(20, dtype=torch.int32)[None]
+@pytest.mark.slow
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("strategy", ["exchange", "ring", "ulysses"])
+@pytest.mark.parametrize("backend", ["mine", "flex", "triton", "math"])
+@ranks(2)
+def test_its_parts_merge_to_the_whole(backend: str, strategy: str) -> None:
+    make = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, h, 12, 16, generator=make, requires_grad=True) for h in (4, 2, 2)]
+    # What CONTRIBUTING.md shows takes no options.
+    slopes = None if backend == "mine" else torch.rand(4, generator=make, requires_grad=True)
+    options: Any = {} if slopes is None else {"bias": alibi(slopes), "softcap": 4.0}
+    wanted, lse = attention(*whole, mask=causal(), backend="math", return_lse=True, **options)
+    parameters = [] if slopes is None else [slopes]
+    gradients = torch.autograd.grad(wanted.square().sum() + lse.sum(), [*whole, *parameters])
+    mesh = init_device_mesh("cpu", (2,))
+    layout, rank = Layout.contiguous(12, 2), mesh.get_local_rank()
+    plan = layout.plan(causal(), heads=(4, 2), strategy=strategy).on(mesh, rows="unchecked")
+    own = slice(6 * rank, 6 * rank + 6)
+    inputs: list[Any] = [x.detach()[:, :, own].clone().requires_grad_() for x in whole]
+    with running(backend) as runs:
+        out, lse = attention(*inputs, mask=plan, backend=backend, return_lse=True, **options)
+        before = runs.total()
+        assert before >= 1
+        found = torch.autograd.grad(out.square().sum() + lse.sum(), [*inputs, *parameters])
+        assert runs.total() > before
+    torch.testing.assert_close(out, wanted[:, :, own], rtol=1e-4, atol=1e-5)
+    for got, want in zip(found[:3], gradients[:3], strict=True):
+        torch.testing.assert_close(got, want[:, :, own], rtol=1e-4, atol=1e-5)
+    for got, want in zip(found[3:], gradients[3:], strict=True):
+        torch.distributed.all_reduce(got)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
-    def given(start: int, stop: int) -> Options | None:
-        indices = {"q_index": at[0], "k_index": at[1][:, start:stop].contiguous()}
-        return Options(softcap=4.0, bias=slopes, bias_kind=ALIBI, **indices) if options else None
 
-    ends = [(0, 9), (9, 20)]  # some rows see nothing of the second
-    calls = [Part(q, k[:, :, a:b], v[:, :, a:b], part_of(bounds, a, b), 0.25, given(a, b)) for a, b in ends]
-    wide = [x.double().requires_grad_() for x in (q, k, v, slopes)]
-    with WITHIN[name]():
-        outs = [torch.empty(1, 4, 12, 16) for _ in calls]
-        lses = [backend.forward(call, out) for call, out in zip(calls, outs, strict=True)]
-        lse = torch.stack(lses).logsumexp(0)
-        out = sum(o * (part - lse).exp()[..., None] for o, part in zip(outs, lses, strict=True))
-        dout = torch.randn(out.shape).to(dtype)
-        found = [torch.zeros(x.shape) for x in (q, k, v)]
-        of_slopes = torch.zeros(slopes.shape)
-        whole = Softmax(out.to(dtype), lse, dout, None, has_more=True)
-        for call, (a, b) in zip(calls, ends, strict=True):
-            grads = [torch.empty(x.shape) for x in (call.q, call.k, call.v)]
-            dbias, dsinks = backend.backward(call, whole, grads)
-            found[0] += grads[0]
-            for to, x in zip(found[1:], grads[1:], strict=True):
-                to[:, :, a:b] += x
-            assert dsinks is None
-            assert (dbias is not None) == options
-            of_slopes += 0 if dbias is None else dbias
-    more: Any = {"softcap": 4.0, "bias": alibi(wide[3])} if options else {}
-    wanted, wanted_lse = attention(
-        *wide[:3], mask=causal(), scale=0.25, backend="math", return_lse=True, **more
-    )
-    gradients = torch.autograd.grad(wanted, wide if options else wide[:3], dout.double())
-    precise = dtype == torch.float32
-    close = {"rtol": 1e-4, "atol": 1e-5} if precise else {"rtol": 3e-2, "atol": 3e-2}
-    for a, b in zip([out, lse, *found, of_slopes], [wanted, wanted_lse, *gradients], strict=False):
-        torch.testing.assert_close(a.double(), b, **close)
+@pytest.mark.skipif(find_spec("jax") is None, reason="JAX is not installed")
+@pytest.mark.parametrize("axes", [{"batch": 2, "sequence": 2}, {"sequence": 4, "strategy": "ring"}], ids=str)
+@on_devices
+def test_a_jax_kernel_runs_on_a_mesh(axes: dict[str, Any]) -> None:
+    import jax_split
+
+    split, mask = jax_split.Split(**axes), jax_split.packed(3, 21)
+    given = jax_split.inputs(split.num_heads, 21, 21)
+    with followed("jax") as runs:
+        got = jax_split.attend(split.place(mask, 21), given, backend="mine")
+    assert runs.total() >= 2  # traced in forward and in backward
+    jax_split.check(got, jax_split.oracle(given, mask))

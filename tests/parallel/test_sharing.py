@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from covering import few
 from placed import attend, place
 from samples.parallel import Case
 from test_parity import FLOAT32, assert_parity
@@ -151,25 +150,6 @@ def test_cross_attention_between_two_layouts(count: int) -> None:
     assert error(decoder.gather(out, here(), dim=2), attention(q, k, v, mask=sees)) < FLOAT32
 
 
-@pytest.mark.parametrize("strategy", few(["exchange", "ring", "ulysses"], 2))
-@ranks(2)
-def test_any_strides_and_a_plan_of_inference_mode(strategy: str) -> None:
-    # q, k, v and dout without a unit last stride, as plain attention takes them.
-    layout, results = layout_of(CAUSAL), []
-    with torch.inference_mode():
-        plan = on_mesh(layout, layout.plan(heads=HEADS, strategy=strategy, batch=B))
-    for mask, shard in ((plan, True), (CAUSAL, False)):
-        made = []
-        for x in (*inputs(), inputs()[0] + 1):
-            x = layout.shard(x, dist.get_rank(), dim=2) if shard else x
-            made.append(x.transpose(2, 3).contiguous().transpose(2, 3).requires_grad_())
-        *leaves, dout = made
-        out = attention(*leaves, mask=mask)
-        results.append([out, *torch.autograd.grad(out, leaves, dout.detach())])
-    mine, wanted = results
-    assert_alike([layout.gather(x, here(), dim=2) for x in mine], wanted)
-
-
 @pytest.mark.parametrize("strategy", ["exchange", "ring", "ulysses"])
 @ranks(2)
 def test_sums_of_float64_calls_are_float64(strategy: str) -> None:
@@ -197,42 +177,6 @@ def test_sums_of_float64_calls_are_float64(strategy: str) -> None:
         dist.all_reduce(x)
     whole = [*(layout.gather(x, here(), dim=2) for x in mine[:3]), *mine[3:]]
     assert_alike(whole, gradients(CAUSAL, *given), 1e-14)
-
-
-def of_slopes_and_sinks(seed: int, dtype: torch.dtype, cut: Any, mask: Any) -> list[Tensor]:
-    """Slopes and sinks in a dtype with their gradients; q, k, v are bfloat16, or all is float64."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(B, heads, 101, 16) for heads in (4, 2, 2, 4)]
-    *qkv, dout = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
-    wide = torch.float64 if dtype == torch.float64 else torch.bfloat16
-    found = [torch.rand(4, generator=generator).bfloat16().to(dtype).requires_grad_() for _ in range(2)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SlowPathWarning)
-        out = attention(
-            *(cut(x).to(wide) for x in qkv), mask=mask, bias=attnspan.alibi(found[0]), sinks=found[1]
-        )
-    (out * cut(dout)).sum().backward()
-    return found
-
-
-@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.05), (torch.bfloat16, 1.4)], ids=str)
-@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
-@ranks(4)
-def test_gradients_of_slopes_and_sinks_are_as_exact_as_on_one_rank(
-    strategy: str, dtype: torch.dtype, factor: float
-) -> None:
-    layout = Layout.of(CAUSAL, q_len=101, ranks=4)
-    plan = on_mesh(layout, layout.plan(heads=HEADS, strategy=strategy, batch=B))
-    errors = torch.zeros(2, 2, dtype=torch.float64)
-    for seed in range(12):
-        mine = of_slopes_and_sinks(seed, dtype, lambda x: layout.shard(x, dist.get_rank(), dim=2), plan)
-        sum_gradients(mine, here())
-        alone, exact = (of_slopes_and_sinks(seed, x, lambda x: x, CAUSAL) for x in (dtype, torch.float64))
-        for at, found in enumerate((mine, alone)):
-            errors[at] += torch.stack(
-                [(x.grad - y.grad).norm() ** 2 for x, y in zip(found, exact, strict=True)]
-            )
-    assert (errors[0] <= factor**2 * errors[1]).all(), (errors[0] / errors[1]).sqrt()
 
 
 @pytest.mark.parametrize("strategy", ["exchange", "ring"])

@@ -1,11 +1,9 @@
 """Names of strategies, and which member of a group has which heads."""
 
-from itertools import product
-
 import pytest
 
 from attnspan.errors import OptionError
-from attnspan.parallel.strategy import Strategy, split_heads
+from attnspan.parallel.strategy import Strategy
 
 NAMES = {
     "exchange": Strategy("exchange", 1, 12),
@@ -38,20 +36,3 @@ def test_what_is_no_strategy(text: str) -> None:
     with pytest.raises(OptionError, match=r"u \* r = 4 ranks") as caught:
         Strategy.parse(text, 4)
     assert repr(text) in str(caught.value)
-
-
-@pytest.mark.parametrize("given", [("rings", 2, 2), ("ring", 0, 4), ("ring", 2, -2)])
-def test_a_strategy_that_does_not_exist(given: tuple[str, int, int]) -> None:
-    with pytest.raises(OptionError, match="Strategy: "):
-        Strategy(*given)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("members", range(1, 9))
-def test_query_heads_are_shared_evenly_and_no_key_head_travels_for_nothing(members: int) -> None:
-    for group, kv_heads in product(range(1, 7), range(1, 7)):
-        slices = split_heads(group * kv_heads, kv_heads, members)
-        counts = [part.heads for part in slices]
-        assert (len(counts), sum(counts)) == (members, group * kv_heads)
-        assert max(counts) - min(counts) <= 1
-        for part in slices:
-            assert part.kv == tuple(sorted({head // group for head in range(part.q_start, part.q_stop)}))
