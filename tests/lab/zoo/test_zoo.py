@@ -290,7 +290,7 @@ FAMILIES = {
     "gpt_oss": ("attnspan", "eager", "packed"),
     "deepseek_v3": ("attnspan", "eager", "plain"),
     "t5": ("attnspan", "eager", "padded"),
-    "modernbert": ("attnspan", "compiled", "packed"),
+    "modernbert": ("attnspan", "eager", "packed"),
     "bart": ("sdpa", "eager", "padded"),
 }
 MORE = ("llama", "gemma3_text", "mixtral", "bert", "phi3")
