@@ -81,7 +81,7 @@ def test_models_compute_what_the_native_backend_does(name):
     for x, y in zip(got, wanted, strict=True):
         assert relative_error(x, y) < 1e-6
     adapter.disable(model)
-    assert torch.equal(_run(model, inputs)[0], wanted[0])
+    assert torch.equal(model(**inputs, return_dict=False)[0], wanted[0])
 
 
 # test_diffusers_parallel.py compiles one with a mask. The others are compiled with diffusers' own too.

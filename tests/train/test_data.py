@@ -21,9 +21,8 @@ documents = st.lists(st.lists(st.integers(0, 98), min_size=1, max_size=30), min_
 def pieces(batch):
     """(inputs, targets) of every segment, and all promises about a row checked on the way."""
     found = []
-    for tokens, targets, ids, positions in zip(
-        batch.tokens, batch.targets, batch.ids, batch.positions, strict=True
-    ):
+    rows = batch.tokens, batch.targets, batch.ids, batch.positions
+    for tokens, targets, ids, positions in zip(*rows, strict=True):
         real = ids != PADDING
         assert torch.equal(real, targets != IGNORE)
         count = int(real.sum())

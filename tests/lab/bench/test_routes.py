@@ -1,6 +1,7 @@
 """benchmarks/routes.py: phases come from clocks, reasons are said, routes compute the same."""
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -100,6 +101,14 @@ def test_the_other_environment_is_asked_and_what_goes_wrong_there_is_the_reason(
     ):
         (route,) = routes.lazy_routes(SMALL, BUDGET, other_python(body), 2, timeout=0.5)
         assert route.reason == said
+
+
+@pytest.mark.slow
+def test_the_worker_loads_no_framework_before_it_knows_its_threads():
+    code = "import routes, sys; print({*sys.modules} & {'torch', 'jax'})"
+    command, folder = [sys.executable, "-c", code], Path(routes.__file__).parent
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,7 @@ def test_a_cell_has_every_figure_of_a_peer_that_ran():
     [
         (lambda out: out * 1.01, "forward", "its result differs from attnspan by 0.01 "),
         (_negative, "forward+backward", "its result differs from attnspan by 2 "),
+        (lambda out: out[:-1], "forward+backward", "its result differs from attnspan by inf "),
         (_nan, "forward", "its result differs from attnspan by nan"),
         (_fail, "forward", "it failed: RuntimeError: no kernel image"),
     ],
