@@ -12,7 +12,7 @@ import os
 import tempfile
 import types
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -171,7 +171,8 @@ def from_plain(kind: type[T], data: Any, where: str) -> T:
     return kind(**{name: _build(hints[name], item, f"{where}.{name}") for name, item in data.items()})
 
 
-_hints = cache(get_type_hints)  # A file has thousands of objects of one class.
+# A file has thousands of objects of one class.
+_hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 def _build(hint: Any, data: Any, where: str) -> Any:
