@@ -41,37 +41,25 @@ ODD = Scale(layers=2, heads=3, head_dim=16, text=7)
 #: Rows and columns of an image's tokens.
 SIDE = 5
 More = Callable[[Scale, int, bool], dict[str, Any]]
+ROTARY = {"use_rotary_positional_embeddings": True}
+CONTROL = ("controlnet_block_samples", "controlnet_single_block_samples")
 #: Of a model over ranks: its class, what its configuration has besides, and what its inputs have.
 _OVER_RANKS: dict[str, tuple[str, dict[str, Any], More]] = {
     "Wan": ("Wan", {}, lambda _, n, padded: _times(2 * n * n) if padded else {}),  # As Wan 2.2 has it.
     "LTXVideo": ("LTXVideo", {}, lambda _, n, padded: _times(2 * n * n) if padded else {}),
     "PixArt": ("PixArt", {}, lambda _, n, padded: {"attention_mask": _every_fourth(n)} if padded else {}),
-    "CogVideoX": (
-        "CogVideoX",
-        {"use_rotary_positional_embeddings": True},
-        lambda s, n, _: {"image_rotary_emb": turns(2 * n * n, s.head_dim)},
-    ),
+    "CogVideoX": ("CogVideoX", ROTARY, lambda s, n, _: {"image_rotary_emb": turns(2 * n * n, s.head_dim)}),
     "CogVideoX in time": (
         "CogVideoX",
-        {"use_rotary_positional_embeddings": True, "patch_size_t": 2, "patch_bias": False},
+        {**ROTARY, "patch_size_t": 2, "patch_bias": False},
         lambda s, n, _: {"image_rotary_emb": turns(n * n, s.head_dim)},
     ),
     "HunyuanVideo replaced": ("HunyuanVideo", {"image_condition_type": "token_replace"}, lambda *_: {}),
-    "Flux controlled": (
-        "Flux",
-        {},
-        lambda s, n, _: {
-            "controlnet_block_samples": [noise(n * n, s.hidden)],
-            "controlnet_single_block_samples": [noise(n * n, s.hidden)],
-        },
-    ),
+    "Flux controlled": ("Flux", {}, lambda s, n, _: {key: [noise(n * n, s.hidden)] for key in CONTROL}),
     "SD3 controlled": (
         "SD3",
         {},
-        lambda s, n, _: {
-            "block_controlnet_hidden_states": [noise(n * n, s.hidden)] * 2,
-            "skip_layers": [1],
-        },
+        lambda s, n, _: {"block_controlnet_hidden_states": [noise(n * n, s.hidden)] * 2, "skip_layers": [1]},
     ),
     "QwenImage edited": (
         "QwenImage",

@@ -6,11 +6,9 @@ import io
 import json
 import runpy
 import sys
-from collections.abc import Iterator
 from contextlib import chdir, redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -47,7 +45,7 @@ preload("transformers.trainer")
 CLOSE = 20 * torch.finfo(torch.float32).eps
 
 
-def padded(examples: list[dict[str, Any]], size: int = 0) -> dict[str, torch.Tensor]:
+def padded(examples, size=0):
     """One document per row, with tokens of no meaning in front of it or behind it."""
     shape = len(examples), max(size, *(len(x["input_ids"]) for x in examples))
     tokens, mask = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
@@ -61,7 +59,7 @@ def padded(examples: list[dict[str, Any]], size: int = 0) -> dict[str, torch.Ten
 COLLATORS = {"packed": DataCollatorWithFlattening(), "padded": padded, "even": partial(padded, size=30)}
 
 
-def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+def own_loss(outputs, labels, num_items_in_batch=None):
     """A loss that compares neighbours: targets are shifted in here."""
     logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     return torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
@@ -70,44 +68,33 @@ def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
 class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
     """The documents one after the other, as from a file that is too large."""
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self):
         yield from documents(70, 24)
 
 
-def trainer_of(model: Any, data: str, degree: int, folder: str, **given: Any) -> Any:
+def trainer_of(model, data, degree, folder, **given):
     """A trainer of uneven documents; gradients are not clipped, so that their size counts."""
     options = {**OPTIONS, "max_steps": 4, **given}
-    stream = options.pop("stream", False)
+    sets = {"train_dataset": Stream() if options.pop("stream", False) else documents(70, 24)}
+    sets |= {"eval_dataset": documents(7, 30), "data_collator": COLLATORS[data]}
     functions = {"compute_loss_func": own_loss} if options.pop("own_loss", False) else {}
-    trainer = Trainer(
-        model,
-        TrainingArguments(output_dir=folder, **options),
-        data_collator=COLLATORS[data],
-        train_dataset=Stream() if stream else documents(70, 24),
-        eval_dataset=documents(7, 30),
-        **functions,
-    )
+    trainer = Trainer(model, TrainingArguments(output_dir=folder, **options), **sets, **functions)
     trainer.remove_callback(transformers.PrinterCallback)
     return context_parallel(trainer, degree) if degree > 1 else trainer
 
 
-def results(trainer: Any) -> dict[str, Any]:
+def results(trainer):
     """What training, evaluation and prediction give."""
     trainer.train()
     losses = [x["loss"] for x in trainer.state.log_history if "loss" in x]
     weights = torch.cat([x.detach().flatten() for x in trainer.model.parameters()])
     predicted = trainer.predict(trainer.eval_dataset)
-    return {
-        "losses": losses,
-        "weights": weights,
-        "eval_loss": predicted.metrics["test_loss"],
-        "logits": predicted.predictions,
-        "labels": predicted.label_ids,
-        "operations": trainer.state.total_flos,
-    }
+    found = {"losses": losses, "weights": weights, "operations": trainer.state.total_flos}
+    found |= {"logits": predicted.predictions, "labels": predicted.label_ids}
+    return found | {"eval_loss": predicted.metrics["test_loss"]}
 
 
-def run(name: str, data: str, degree: int, folder: str, given: dict[str, Any]) -> dict[str, Any]:
+def run(name, data, degree, folder, given):
     """Train a model by name; for each rank of a world, or alone."""
     with as_started_by_torchrun():
         found = results(trainer_of(model_of(name), data, degree, folder, **given))
@@ -116,7 +103,7 @@ def run(name: str, data: str, degree: int, folder: str, given: dict[str, Any]) -
     return found
 
 
-def assert_same(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+def assert_same(found, expected):
     """The results of ranks are those of one process; all ranks have the same weights."""
     first = found[0]
     assert len(first["losses"]) == len(expected["losses"]) > 0
@@ -137,7 +124,6 @@ def assert_same(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "data", "count", "given"),
     [
-        ("llama", "packed", 2, {}),
         ("gemma3_text", "packed", 3, {}),  # layers with and without a window
         ("gemma3_text", "padded", 2, {"gradient_accumulation_steps": 2, "activation_checkpointing": True}),
         ("llama4_text", "padded", 2, {"own_loss": True}),  # chunks
@@ -145,9 +131,7 @@ def assert_same(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
         ("llama", "padded", 2, {"own_loss": True, "average_tokens_across_devices": False}),
     ],
 )
-def test_ranks_train_and_evaluate_as_one_process_does(
-    name: str, data: str, count: int, given: dict[str, Any], tmp_path: Path
-) -> None:
+def test_ranks_train_and_evaluate_as_one_process_does(name, data, count, given, tmp_path):
     if count == 3 and data == "packed":
         lengths = [len(x["input_ids"]) for x in documents(70, 24)]
         assert any(sum(lengths[i : i + 3]) % count for i in range(0, 18, 3)), "some rows are odd"
@@ -157,7 +141,7 @@ def test_ranks_train_and_evaluate_as_one_process_does(
 
 @pytest.mark.long  # test_a_loop_of_ones_own compiles a model with a plan.
 @pytest.mark.parametrize(("name", "data"), [("gemma3_text", "even"), ("gemma3_text", "padded")])
-def test_compiled_models_train_as_others_do(name: str, data: str, tmp_path: Path) -> None:
+def test_compiled_models_train_as_others_do(name, data, tmp_path):
     given = {"max_steps": 2}
     expected = run(name, data, 1, str(tmp_path), given)
     compiled = {**given, "torch_compile": True, "torch_compile_backend": "aot_eager"}
@@ -166,14 +150,14 @@ def test_compiled_models_train_as_others_do(name: str, data: str, tmp_path: Path
 
 @pytest.mark.long
 @pytest.mark.parametrize("data", ["packed", "padded"])
-def test_groups_of_ranks_share_batches_and_read_different_ones(data: str, tmp_path: Path) -> None:
+def test_groups_of_ranks_share_batches_and_read_different_ones(data, tmp_path):
     expected = world(2).run(run, "gemma3_text", data, 1, str(tmp_path), {})[0]
     assert_same(world(4).run(run, "gemma3_text", data, 2, str(tmp_path), {}), expected)
 
 
 @pytest.mark.long
 @ranks(2)
-def test_what_was_saved_goes_on(tmp_path: Path) -> None:
+def test_what_was_saved_goes_on(tmp_path):
     folder = str(tmp_path)
     saved = {"save_strategy": "steps", "save_steps": 2}
     with as_started_by_torchrun():
@@ -187,11 +171,11 @@ def test_what_was_saved_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 @ranks(2)
-def test_packed_documents_do_not_see_each_other_on_two_ranks(name: str, tmp_path: Path) -> None:
+def test_packed_documents_do_not_see_each_other_on_two_ranks(name, tmp_path):
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4, 5]])
     ids = (positions == 0).cumsum(1)
 
-    def probed(positions: Any) -> Any:
+    def probed(positions):
         batch = {"input_ids": torch.arange(13)[None] + 3, "position_ids": positions}
         with as_started_by_torchrun():
             trainer = trainer_of(model_of(name), "packed", 2, str(tmp_path))
@@ -206,7 +190,7 @@ def test_packed_documents_do_not_see_each_other_on_two_ranks(name: str, tmp_path
 
 @pytest.mark.slow
 @ranks(2)
-def test_a_loop_of_ones_own_takes_its_plan_from_a_mask_function_of_its_name() -> None:
+def test_a_loop_of_ones_own_takes_its_plan_from_a_mask_function_of_its_name():
     ids = torch.repeat_interleave(torch.arange(3), torch.tensor([5, 2, 6]))[None]
     positions, tokens = torch.tensor([[*range(5), *range(2), *range(6)]]), torch.arange(13)[None] + 3
     model, plans = model_of("llama"), [None]
@@ -230,7 +214,7 @@ def test_a_loop_of_ones_own_takes_its_plan_from_a_mask_function_of_its_name() ->
 
 
 @ranks(2)
-def test_ranks_that_bring_other_batches_are_told(tmp_path: Path) -> None:
+def test_ranks_that_bring_other_batches_are_told(tmp_path):
     text = "context_parallel: batches: expected the same on all ranks of a group"
     with as_started_by_torchrun():
         trainer = trainer_of(model_of("llama"), "packed", 2, str(tmp_path))
@@ -239,22 +223,21 @@ def test_ranks_that_bring_other_batches_are_told(tmp_path: Path) -> None:
             trainer.train()
 
 
+LAYERS = {"num_hidden_layers": 4, "use_mamba_kernels": False}
+ROUTED = {"num_local_experts": 2, "output_router_logits": True}
 REFUSED = {
     "mamba": ({"num_hidden_layers": 1}, "expected a model that takes position_ids"),
-    "jamba": (
-        {"num_hidden_layers": 4, "use_mamba_kernels": False},
-        "attention in every layer, got layers of kind 'linear",
-    ),
+    "jamba": (LAYERS, "attention in every layer, got layers of kind 'linear"),
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, "got layers of kind 'conv'"),
     "bert": ({}, "expected causal_mask_function, got bidirectional_mask_function"),
     "bloom": ({}, "expected attention \"attnspan\", got 'eager'"),
     "t5": ({}, "a decoder without cross attention"),
-    "mixtral": ({"num_local_experts": 2, "output_router_logits": True}, "output_router_logits = False"),
+    "mixtral": (ROUTED, "output_router_logits = False"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_models_that_need_more_than_attention_are_refused(name: str) -> None:
+def test_models_that_need_more_than_attention_are_refused(name):
     changes, words = REFUSED[name]
     config = transformers.AutoConfig.for_model(name, **{**SIZES, **changes})
     kind = transformers.AutoModelForSeq2SeqLM if name == "t5" else transformers.AutoModelForCausalLM
@@ -264,8 +247,10 @@ def test_models_that_need_more_than_attention_are_refused(name: str) -> None:
         examine(model)
 
 
-def test_a_loss_of_ones_own_and_a_layer_that_moves_tokens_elsewhere_are_named() -> None:
+def test_a_loss_of_ones_own_a_layer_that_moves_tokens_and_inputs_that_no_plan_fits_are_named():
     model = model_of("llama")
+    with plans_only(), pytest.raises(OptionError, match=r"attention_mask: expected the plan .* got Tensor"):
+        model(torch.arange(1, 5)[None])
     loss, model.loss_function = model.loss_function, lambda logits, **_: logits[:, :-1].square().mean()
     with pytest.raises(OptionError, match="loss: expected the cross entropy of shift_labels"):
         examine(model)
@@ -275,36 +260,27 @@ def test_a_loss_of_ones_own_and_a_layer_that_moves_tokens_elsewhere_are_named() 
     mlp.forward = lambda x: forward(x + x.roll(1, 1))
     with pytest.raises(OptionError, match=r"first in model\.layers\.1\.mlp"):
         examine(model)
-
-
-def test_layers_and_inputs_that_no_plan_fits_are_refused() -> None:
-    model = model_of("llama")
-    with plans_only(), pytest.raises(OptionError, match=r"attention_mask: expected the plan .* got Tensor"):
-        model(torch.arange(1, 5)[None])
     batch = {"input_ids": torch.zeros(1, 5), "pixel_values": torch.zeros(1, 3, 8, 8)}
-    with pytest.raises(
-        OptionError, match=r"pixel_values with context parallelism: expected shape \(1, 5, ...\)"
-    ):
+    wanted = r"pixel_values with context parallelism: expected shape \(1, 5, ...\)"
+    with pytest.raises(OptionError, match=wanted):
         _split(batch, 1, 5)
 
 
-def test_trainers_that_are_refused(tmp_path: Path) -> None:
+def test_trainers_that_are_refused(tmp_path):
     class Own(Trainer):
-        def compute_loss(self, *_: Any, **__: Any) -> None: ...
+        def compute_loss(self, *_, **__): ...
 
     with as_started_by_torchrun():
         trainer = trainer_of(model_of("llama"), "packed", 1, str(tmp_path))
         smoothed = trainer_of(model_of("llama"), "packed", 1, str(tmp_path), label_smoothing_factor=0.1)
         own = Own(model_of("llama"), trainer.args, train_dataset=documents(3, 9))
-    refused: list[tuple[Any, str]] = [
+    pass_one = r"expected a Trainer, got Accelerator\. Pass a trainer of transformers or TRL"
+    refused = [
         *(((trainer, n), f"expected a divisor of 1 ranks, got {n}. Pass a divisor") for n in (2, 0, -1)),
         *(((trainer, n), f"degree: expected an int, got {type(n).__name__}") for n in (True, "2", 1.0)),
         ((smoothed,), r"label_smoothing_factor: expected 0, got 0\.1"),
         ((own,), "expected the loss of Trainer or SFTTrainer, got the compute_loss of Own"),
-        (
-            (trainer.accelerator,),
-            r"expected a Trainer, got Accelerator\. Pass a trainer of transformers or TRL",
-        ),
+        ((trainer.accelerator,), pass_one),
     ]
     for given, text in refused:
         with pytest.raises((OptionError, DtypeError), match=text):
@@ -317,18 +293,10 @@ def test_trainers_that_are_refused(tmp_path: Path) -> None:
 
 
 @ranks(2)
-def test_a_trainer_is_taken_once(tmp_path: Path) -> None:
+def test_a_trainer_is_taken_once_and_disable_gives_it_its_own_class_and_functions_back(tmp_path):
     with as_started_by_torchrun():
-        trainer = trainer_of(model_of("llama"), "packed", 2, str(tmp_path))
-        with pytest.raises(OptionError, match="expected a trainer on single ranks, got a trainer in groups"):
-            context_parallel(trainer, 2)
         with pytest.raises(OptionError, match="expected a divisor of 2 ranks, got 3"):
             trainer_of(model_of("llama"), "packed", 3, str(tmp_path))
-
-
-@ranks(2)
-def test_disable_gives_a_trainer_its_own_class_and_functions_back(tmp_path: Path) -> None:
-    with as_started_by_torchrun():
         trainer = trainer_of(model_of("llama"), "packed", 1, str(tmp_path))
         accelerator = trainer.accelerator
         changed = trainer, accelerator, accelerator.state, accelerator.dataloader_config
@@ -336,6 +304,8 @@ def test_disable_gives_a_trainer_its_own_class_and_functions_back(tmp_path: Path
         for _ in range(2):
             assert type(context_parallel(trainer, 2)) is not Trainer
             assert accelerator.state.parallelism_config.cp_size == 2
+            with pytest.raises(OptionError, match="expected a trainer on single ranks, got a trainer in gr"):
+                context_parallel(trainer, 2)
             disable(trainer)
             assert type(trainer) is Trainer
             for x, own in zip(changed, before, strict=True):
@@ -352,7 +322,7 @@ def test_disable_gives_a_trainer_its_own_class_and_functions_back(tmp_path: Path
 PROGRAM = Path(__file__).parents[2] / "examples" / "pretrain_packed.py"
 
 
-def said(folder: Path, *given: str) -> str:
+def said(folder, *given):
     """What the example prints in this process."""
     printing, command = redirect_stdout(io.StringIO()), patch.object(sys, "argv", [str(PROGRAM), *given])
     with as_started_by_torchrun(), chdir(folder), command, printing as text:
@@ -361,7 +331,7 @@ def said(folder: Path, *given: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_example_prints_the_same_losses_on_one_rank_and_on_two(tmp_path: Path) -> None:
+def test_the_example_prints_the_same_losses_on_one_rank_and_on_two(tmp_path):
     given = ["--cpu", "--steps", "10"]
     if everything():
         found = torchrun(None, PROGRAM, *given, cwd=tmp_path)

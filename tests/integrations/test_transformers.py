@@ -5,6 +5,8 @@ import torch
 from closeness import relative_error
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.export import Dim, export
 
 pytest.importorskip("transformers")
 
@@ -31,15 +33,21 @@ INPUTS = {
     "left padding": {"attention_mask": LEFT_PADDED},
     "packed": {"position_ids": POSITIONS, "use_cache": False},
 }
+IDS = (POSITIONS == 0).cumsum(1)
 
 
 def _valid(given):
     return given.get("attention_mask", torch.ones(2, 12)).bool()
 
 
+#: Gemma 3 has windows too, and Llama rotary positions.
+ALIKE = ("mistral", "gptj")
+NAMES = [pytest.param(x, marks=pytest.mark.long if x in ALIKE else ()) for x in DECODERS]
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("given", INPUTS.values(), ids=INPUTS)
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_decoders_compute_what_eager_attention_does(name, given):
     model = build(name)
     layers = model.config.num_hidden_layers
@@ -57,24 +65,38 @@ def test_chunks_start_at_the_first_token_of_each_row():
     assert relative_error(chunked[:1, 4:], moved) < 3e-6
 
 
-@pytest.mark.slow  # test_transformers_lengths.py compiles models without padding.
-@pytest.mark.parametrize(("name", "inputs"), [("gemma3_text", "packed"), ("llama4_text", "left padding")])
-def test_models_are_one_graph(name, inputs):
-    model, given = build(name), INPUTS[inputs]
-    valid = _valid(given)
+CU = torch.tensor([0, 7, 9, 12], dtype=torch.int32)
+#: Packed documents as the first model's eager attention gets them, and as attnspan may be told of them.
+TOLD = {
+    "gemma3_text": {"position_ids": POSITIONS},  # The model makes a cache.
+    "llama": {"cu_seq_lens_q": CU, "cu_seq_lens_k": CU, "use_cache": False},
+    "llama4_text": INPUTS["left padding"],
+}
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", TOLD)
+def test_documents_by_positions_and_by_offsets_and_padding_in_one_graph(name, compiled):
+    # Each layer takes seconds to compile; Gemma has windows in every other one.
+    model, given = build(name, num_hidden_layers=2 if name == "gemma3_text" else 1), TOLD[name]
     model.set_attn_implementation("eager")
-    wanted = model(TOKENS, **given).logits
+    wanted = model(TOKENS, **(given if name == "llama4_text" else INPUTS["packed"])).logits
     model.set_attn_implementation("attnspan")
+    if name == "llama":  # Positions that go on leave the offsets alone to tell.
+        rope = model.model.rotary_emb
+        forward = rope.forward
+        rope.forward = lambda x, **_: forward(x, POSITIONS)
     torch._dynamo.reset()
-    got = torch.compile(model, fullgraph=True, backend="eager")(TOKENS, **given).logits
-    assert relative_error(got[valid], wanted[valid]) < 3e-6
+    call = torch.compile(model, fullgraph=True, backend="eager") if compiled else model
+    got, valid = call(TOKENS, **given), _valid(given)
+    assert relative_error(got.logits[valid], wanted[valid]) < 3e-6
+    assert name != "gemma3_text" or got[CACHE].get_seq_length() == TOKENS.shape[1]
 
 
 LONG = 1024
 STARTS = torch.tensor([0, 300, 301, 700, LONG], dtype=torch.int32)
-LENGTHS = STARTS.diff().tolist()
 PACKED = {
-    "position_ids": {"position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None]},
+    "position_ids": {"position_ids": torch.cat([torch.arange(n) for n in STARTS.diff().tolist()])[None]},
     "cu_seq_lens": {"cu_seq_lens_q": STARTS, "cu_seq_lens_k": STARTS},
 }
 
@@ -98,21 +120,20 @@ def test_packed_training_makes_no_tensor_of_all_pairs(compiled, given):
     """The largest tensor of a step, forward and backward, is linear in the number of tokens."""
     model = build("llama", max_position_embeddings=LONG, vocab_size=128, num_hidden_layers=1)
     inputs = {"input_ids": torch.arange(LONG)[None] % 60 + 3, "use_cache": False, **given}
+    model.set_attn_implementation("attnspan")
     if compiled:
         torch._dynamo.reset()
-        seen: list[int] = []
+        seen = []
         compiler = lambda graph, _: _largest(graph, seen)  # noqa: E731
         backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
-        model.set_attn_implementation("attnspan")
         torch.compile(model, fullgraph=True, backend=backend)(**inputs).logits.pow(2).mean().backward()
         assert len(seen) == 2
-        assert max(seen) <= LONG * 128
     else:
-        model.set_attn_implementation("attnspan")
         with Watching(_named_with_size) as operators:
             model(**inputs).logits.pow(2).mean().backward()
         assert [sum(name == x for name, _ in operators.seen) for x in (FORWARD, BACKWARD)] == [1, 1]
-        assert max(size for _, size in operators.seen) <= LONG * 128
+        seen = [size for _, size in operators.seen]
+    assert max(seen) <= LONG * 128
     # The check sees such tensors.
     model.set_attn_implementation("eager")
     with Watching(_named_with_size) as operators, torch.no_grad():
@@ -124,38 +145,56 @@ def test_packed_training_makes_no_tensor_of_all_pairs(compiled, given):
 def test_packed_documents_do_not_see_each_other(name):
     model = build(name)
     model.set_attn_implementation("attnspan")
-    ids = (POSITIONS == 0).cumsum(1)
-    assert_isolated(model, {"input_ids": TOKENS, **INPUTS["packed"]}, ids)
+    assert_isolated(model, {"input_ids": TOKENS, **INPUTS["packed"]}, IDS)
+
+
+MODELS = {"llama": "AutoModelForCausalLM", "gemma2": "AutoModelForCausalLM", "bert": "AutoModelForMaskedLM"}
+#: Among them the widths of masks with one interval and with eight, which once were special.
+LENGTHS = (12, 20, 4, 18)
+
+
+class _Logits(torch.nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        layers = 2 if name == "gemma2" else 1  # Windows are in every other layer.
+        self.model = build(name, MODELS[name], num_hidden_layers=layers).requires_grad_(False)
+        self.options = {} if name == "bert" else {"use_cache": False}
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.model(input_ids=input_ids, attention_mask=attention_mask, **self.options).logits
+
+
+def _inputs(length, padded):
+    tokens = {"input_ids": torch.arange(2 * length).reshape(2, length) % 60 + 3}
+    valid = torch.ones(2, length, dtype=torch.long)
+    valid[0, length - 2 :] = 0
+    return {**tokens, "attention_mask": valid} if padded else tokens
 
 
 @pytest.mark.slow
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_positions_tell_documents_whether_or_not_the_model_makes_a_cache(name, compiled):
-    model = build(name)
-    model.set_attn_implementation("attnspan")
-    wanted = model(TOKENS, position_ids=POSITIONS, use_cache=False).logits
+@pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("how", ["marked", "found", "exported by name", "exported"])
+def test_one_program_takes_any_length(how, name, padded):
+    """As with SDPA: masks ask no length whether it is some number."""
+    model, counter = _Logits(name), CompileCounterWithBackend("eager")
+    model.model.set_attn_implementation("attnspan")
     torch._dynamo.reset()
-    call = torch.compile(model, fullgraph=True, backend="eager") if compiled else model
-    got = call(TOKENS, position_ids=POSITIONS)
-    assert got[CACHE].get_seq_length() == TOKENS.shape[1]
-    assert relative_error(got.logits, wanted) < 3e-6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_offsets_of_documents_without_positions(compiled):
-    model = build("llama", num_hidden_layers=1)
-    model.set_attn_implementation("eager")
-    wanted = model(TOKENS, **INPUTS["packed"]).logits
-    model.set_attn_implementation("attnspan")
-    cu = torch.tensor([0, 7, 9, 12], dtype=torch.int32)
-    # Positions that go on leave the offsets alone to tell.
-    rope = model.model.rotary_emb
-    forward = rope.forward
-    rope.forward = lambda x, **_: forward(x, POSITIONS)
-    torch._dynamo.reset()
-    call = torch.compile(model, fullgraph=True, backend="eager") if compiled else model
-    got = call(TOKENS, cu_seq_lens_q=cu, cu_seq_lens_k=cu, use_cache=False).logits
-    assert relative_error(got, wanted) < 3e-6
+    call = torch.compile(model, fullgraph=True, backend=counter)
+    if how.startswith("exported"):
+        length = Dim("length", min=3, max=100) if how == "exported by name" else Dim.AUTO
+        inputs = _inputs(12, padded)
+        call = export(
+            model, (), inputs, dynamic_shapes={x: {1: length} for x in inputs}, strict=False
+        ).module()
+    for length in LENGTHS:
+        inputs = _inputs(length, padded)
+        valid = inputs.get("attention_mask", torch.ones(2, length)).bool()
+        model.model.set_attn_implementation("eager")
+        wanted = model(**inputs)[valid]
+        model.model.set_attn_implementation("attnspan")
+        for x in inputs.values() if how == "marked" else ():
+            torch._dynamo.mark_dynamic(x, 1)
+        assert relative_error(call(**inputs)[valid], wanted) < 3e-6
+    assert counter.frame_count == {"marked": 1, "found": 2}.get(how, 0)

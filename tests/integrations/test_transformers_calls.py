@@ -110,25 +110,24 @@ def test_a_name_without_a_mask_function_is_refused():
     assert torch.equal(model(TOKENS, attention_mask=LEFT_PADDED).logits, wanted)
 
 
-def test_weights_are_refused():
+REFUSED = [
+    *(({name: torch.zeros(1)}, OptionError, f"{name}: expected None, got a Tensor")
+      for name in ("topk_indices", "block_indices", "block_table", "read_index", "cache")),
+    ({"indices": torch.zeros(1, 8, 2)}, OptionError, "attention_mask with indices: expected a floating mask"),
+    ({"attention_mask": torch.ones(1, 8)}, TypeError, "boolean or floating tensor with four dims"),
+    *(({"attention_mask": torch.ones(1, 1, 8, 8, dtype=dtype)}, TypeError, str(dtype))
+      for dtype in (torch.int32, torch.int64)),
+]  # fmt: skip
+
+
+def test_what_is_refused():
+    for given, error, text in REFUSED:
+        with pytest.raises(error, match=text):
+            adapter.attend(LAYER, *_qkv(), **{"attention_mask": None, **given})
     model = build("llama")
     model.set_attn_implementation("attnspan")
     with pytest.raises(OptionError, match='attn_implementation="eager"'):
         model(TOKENS, output_attentions=True)
-
-
-def test_what_is_refused():
-    q, k, v = _qkv()
-    for name in ("topk_indices", "block_indices", "block_table", "read_index", "cache"):
-        with pytest.raises(OptionError, match=f"{name}: expected None, got a Tensor"):
-            adapter.attend(LAYER, q, k, v, **{name: torch.zeros(1)})
-    with pytest.raises(OptionError, match="attention_mask with indices: expected a floating mask"):
-        adapter.attend(LAYER, q, k, v, indices=torch.zeros(1, 8, 2))
-    with pytest.raises(TypeError, match="boolean or floating tensor with four dims"):
-        adapter.attend(LAYER, q, k, v, torch.ones(1, 8))
-    for dtype in (torch.int32, torch.int64):
-        with pytest.raises(TypeError, match=str(dtype)):
-            adapter.attend(LAYER, q, k, v, torch.ones(1, 1, 8, 8, dtype=dtype))
 
 
 @pytest.mark.parametrize("name", ["roformer", "xglm"])
@@ -149,9 +148,8 @@ def test_a_model_that_computes_attention_itself_is_named():
 def test_models_that_read_their_masks_are_named(name):
     _all_pairs._said.discard(f"{name} reads its masks, so they are made")
     config = transformers.AutoConfig.for_model(name)
-    with pytest.warns(
-        adapter.AllPairsWarning, match=f"{name} reads its masks, so they are made for all pairs"
-    ):
+    said = f"{name} reads its masks, so they are made for all pairs"
+    with pytest.warns(adapter.AllPairsWarning, match=said):
         mask = adapter.make_mask(2, 3, 4, config=config)
     assert mask.shape == (2, 1, 3, 4)
     assert torch.equal(mask == 0, torch.ones(3, 4).tril().bool().expand(2, 1, -1, -1))
@@ -167,18 +165,13 @@ def test_a_function_that_nobody_knows_is_evaluated_and_said_once():
 
 @pytest.mark.filterwarnings("ignore::attnspan.integrations.transformers.AllPairsWarning")
 def test_an_unknown_function_has_the_positions_of_packed_documents():
-    shown = []
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    near = lambda b, h, q, k: (k < 2) | (q - k < 2)  # noqa: ARG005, E731
+    given, shown = {"position_ids": positions, "and_mask_function": near}, []
     for name in ("eager", "attnspan"):
         config = transformers.LlamaConfig(hidden_size=8, num_attention_heads=1, attn_implementation=name)
-        mask = transformers.masking_utils.create_causal_mask(
-            config,
-            torch.zeros(1, 12, 8),
-            None,
-            None,
-            position_ids=torch.cat([torch.arange(5), torch.arange(7)])[None],
-            and_mask_function=lambda b, h, q, k: (k < 2) | (q - k < 2),  # noqa: ARG005
-        )
-        shown.append(mask)
+        made = transformers.masking_utils.create_causal_mask
+        shown.append(made(config, torch.zeros(1, 12, 8), None, None, **given))
     bounds = shown[1].to(torch.int32).unflatten(3, (-1, 2))[:, :, :, :-1].contiguous()
     assert torch.equal(Spans(bounds, 12).dense(), shown[0] == 0)
 
@@ -232,10 +225,8 @@ def test_each_layer_and_step_draws_a_seed_of_its_own():
 def test_dropped_weights_are_0_and_others_grow(q_len, k_len):
     """With the unit matrix for values, the output is the weights; attention across has other lengths."""
     q, k, _ = _qkv(q_len, k_len)
-    everything = transformers.masking_utils.bidirectional_mask_function
-    mask = adapter.make_mask(
-        1, q_len, k_len, mask_function=everything, attention_mask=torch.arange(k_len)[None] < 60
-    )
+    everything, valid = transformers.masking_utils.bidirectional_mask_function, torch.arange(k_len) < 60
+    mask = adapter.make_mask(1, q_len, k_len, mask_function=everything, attention_mask=valid[None])
     unit = torch.eye(k_len).expand(1, 2, k_len, k_len)
     weights, dropped = (adapter.attend(LAYER, q, k, unit, mask, dropout=p)[0] for p in (0.0, 0.25))
     kept = dropped != 0
@@ -263,9 +254,8 @@ def test_recomputed_layers_draw_the_same_seeds(reentrant):
 
 
 def test_dropout_of_an_encoder_and_a_decoder():
-    model = build(
-        "bart", "AutoModelForSeq2SeqLM", d_model=64, encoder_layers=2, decoder_layers=2, dropout=0.0
-    )
+    sizes = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "dropout": 0.0}
+    model = build("bart", "AutoModelForSeq2SeqLM", **sizes)
     inputs = {"input_ids": TOKENS, "attention_mask": LEFT_PADDED, "decoder_input_ids": TOKENS[:, :7]}
     assert_equals_eager(model.train(), inputs, 6)
     for part in model.modules():
@@ -324,9 +314,8 @@ def test_a_recorded_model_meets_other_padding(recorder):
     model.set_attn_implementation("attnspan")
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # transformers' own, of sizes
-        recorded = (
-            torch.jit.trace(run, (left,), check_trace=False) if recorder == "jit" else make_fx(run)(left)
-        )
+        by_jit = recorder == "jit"
+        recorded = torch.jit.trace(run, (left,), check_trace=False) if by_jit else make_fx(run)(left)
     assert relative_error(recorded(right)[right.bool()], wanted) < 3e-6
 
 

@@ -22,7 +22,7 @@ from watching import Watching  # noqa: E402
 
 import attnspan.integrations.transformers  # noqa: E402, F401
 
-STEPS = 16
+STEPS = 10
 #: A prompt longer than windows and chunks, and a shorter one, after which they are left later.
 PROMPTS = {
     "long": {"input_ids": TOKENS, "attention_mask": LEFT_PADDED},
@@ -50,6 +50,7 @@ def _assert_equal_generation(model, inputs, calls, **options):
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 @pytest.mark.parametrize("name", DECODERS)
@@ -58,6 +59,7 @@ def test_greedy_search_beyond_windows_and_chunks(name, cache, prompt):
     _assert_equal_generation(model, prompt, STEPS * model.config.num_hidden_layers, **cache)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 @pytest.mark.parametrize("name", ["mistral", "gemma3_text", "gpt_oss"])
 def test_beams(name, cache):
@@ -69,6 +71,7 @@ def test_beams(name, cache):
     assert torch.equal(*found)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 @pytest.mark.parametrize(
     ("name", "sizes"),

@@ -26,7 +26,7 @@ import attnspan.integrations.transformers as adapter  # noqa: E402
 from attnspan.errors import OptionError  # noqa: E402
 
 NO_MARKERS = {"cls_token_id": 1, "sep_token_id": 2}
-PADDING = {"plain": {}, "padded": {"attention_mask": RIGHT_PADDED}}
+LOCAL = {"local_attention": 6, "global_attn_every_n_layers": 2}
 BART = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4}
 BART |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "dropout": 0.0}
 T5 = {"d_model": 64, "d_kv": 16, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "d_ff": 96}
@@ -36,16 +36,27 @@ LATENT |= {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "n
 LATENT |= {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
 
 
-@pytest.mark.parametrize("padding", PADDING.values(), ids=PADDING)
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [("bert", {}), ("modernbert", {"local_attention": 6, "global_attn_every_n_layers": 2})],
-    ids=["bert", "modernbert"],
-)
-def test_encoders(name, sizes, padding):
-    model = build(name, "AutoModel", **sizes, **NO_MARKERS)
-    valid = padding.get("attention_mask", torch.ones(2, 12)).bool()
-    assert_equals_eager(model, {"input_ids": TOKENS, **padding}, 2, states, valid)
+LM, SEQ2SEQ = "AutoModelForCausalLM", "AutoModelForSeq2SeqLM"
+#: Class and sizes of a model, its inputs besides tokens, how often it attends, and its padded tokens.
+KINDS = {
+    "bert": ("AutoModel", NO_MARKERS, {}, 2, RIGHT_PADDED),
+    "modernbert": ("AutoModel", {**LOCAL, **NO_MARKERS}, {}, 2, RIGHT_PADDED),
+    # The encoder, the decoder and attention across, two layers of each; in T5 with position bias.
+    "bart": (SEQ2SEQ, BART, {"decoder_input_ids": TOKENS[:, :7]}, 6, RIGHT_PADDED),
+    "t5": (SEQ2SEQ, T5, {"decoder_input_ids": TOKENS[:, :7]}, 6, RIGHT_PADDED),
+    # Values of another head dim than keys.
+    "deepseek_v3": (LM, {**LATENT, "v_head_dim": 20}, {}, 2, LEFT_PADDED),
+}
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds_of_models_compute_what_eager_attention_does(name, padded):
+    auto, sizes, more, calls, mask = KINDS[name]
+    inputs = {"input_ids": TOKENS, **more, **({"attention_mask": mask} if padded else {})}
+    valid = mask.bool() if padded and auto != SEQ2SEQ else ...
+    read = states if auto == "AutoModel" else logits
+    assert_equals_eager(build(name, auto, **sizes), inputs, calls, read, valid)
 
 
 def test_local_windows_of_encoders_are_seen():
@@ -59,28 +70,11 @@ def test_local_windows_of_encoders_are_seen():
     assert moved[0].tolist() == [True] * 7 + [False] * 5
 
 
-@pytest.mark.parametrize("padding", PADDING.values(), ids=PADDING)
-@pytest.mark.parametrize(("name", "sizes"), [("bart", BART), ("t5", T5)], ids=["bart", "t5"])
-def test_encoders_with_decoders(name, sizes, padding):
-    """The encoder, the decoder and attention across, two layers of each; in T5 with position bias."""
-    model = build(name, "AutoModelForSeq2SeqLM", **sizes)
-    inputs = {"input_ids": TOKENS, "decoder_input_ids": TOKENS[:, :7], **padding}
-    assert_equals_eager(model, inputs, 6)
-
-
 def test_padding_of_both_sides_with_position_bias():
     model = build("t5", "AutoModelForSeq2SeqLM", **T5)
     valid = torch.arange(7) < torch.tensor([[7], [5]])
     inputs = {"input_ids": TOKENS, "attention_mask": RIGHT_PADDED, "decoder_attention_mask": valid.long()}
     assert_equals_eager(model, {**inputs, "decoder_input_ids": TOKENS[:, :7]}, 6, valid=valid)
-
-
-@pytest.mark.parametrize("padding", [{}, {"attention_mask": LEFT_PADDED}], ids=PADDING)
-def test_values_of_another_head_dim_than_keys(padding):
-    valid = padding.get("attention_mask", torch.ones(2, 12)).bool()
-    assert_equals_eager(
-        build("deepseek_v3", **LATENT, v_head_dim=20), {"input_ids": TOKENS, **padding}, 2, valid=valid
-    )
 
 
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
@@ -98,7 +92,7 @@ TEXT4 |= {"use_bidirectional_attention": "vision", "global_head_dim": 16}
 GROUPS = {"gemma3": ("token_type_ids", GEMMA3, {}), "gemma4": ("mm_token_type_ids", GEMMA4, TEXT4)}
 
 
-@pytest.mark.parametrize("padding", [{}, {"attention_mask": LEFT_PADDED}], ids=PADDING)
+@pytest.mark.parametrize("padding", [{}, {"attention_mask": LEFT_PADDED}], ids=["plain", "padded"])
 @pytest.mark.parametrize("name", GROUPS)
 def test_images_that_see_themselves_inside_windows(name, padding):
     types, sizes, text = GROUPS[name]
@@ -115,27 +109,20 @@ def test_images_that_see_themselves_inside_windows(name, padding):
 
 
 FFN = {"intermediate_size": 48, "out_hidden_size": 32}
+WINDOWS = {**FFN, "window_size": 56, "fullatt_block_indexes": [1]}
+STACK = {**FFN, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
 TOWERS = {
     "Qwen2VL": ("qwen2_vl", "Qwen2VisionTransformerPretrainedModel", {"embed_dim": 32, "mlp_ratio": 2}),
-    "Qwen2_5_VL": (
-        "qwen2_5_vl",
-        "Qwen2_5_VisionTransformerPretrainedModel",
-        {**FFN, "window_size": 56, "fullatt_block_indexes": [1]},
-    ),
-    "Qwen3VL": (
-        "qwen3_vl",
-        "Qwen3VLVisionModel",
-        {**FFN, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
-    ),
+    "Qwen2_5_VL": ("qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel", WINDOWS),
+    "Qwen3VL": ("qwen3_vl", "Qwen3VLVisionModel", STACK),
 }
 
 
 @pytest.mark.parametrize("name", TOWERS)
 def test_a_tower_of_ragged_images_calls_the_operator_once_a_layer(name):
     package, kind, sizes = TOWERS[name]
-    config = getattr(transformers, f"{name}Config")(
-        vision_config={"depth": 2, "num_heads": 2, "hidden_size": 32, **sizes}
-    ).vision_config
+    sizes = {"depth": 2, "num_heads": 2, "hidden_size": 32, **sizes}
+    config = getattr(transformers, f"{name}Config")(vision_config=sizes).vision_config
     torch.manual_seed(0)
     modeling = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
     model = getattr(modeling, kind)._from_config(config).eval()

@@ -93,7 +93,9 @@ def _with_past(model, **inputs):
     return model(TOKENS, past_key_values=cache, **inputs).last_hidden_state
 
 
-@pytest.mark.parametrize("name", ["bert", "electra", "roberta", "camembert"])
+@pytest.mark.parametrize(
+    "name", ["bert", "roberta", *(pytest.param(x, marks=pytest.mark.long) for x in ("electra", "camembert"))]
+)
 def test_encoders_see_keys_of_a_prefix(name):
     """transformers does not count them: it makes a mask of the new tokens, or none."""
     model = build(name, "AutoModel", **({"embedding_size": 32} if name == "electra" else {}))

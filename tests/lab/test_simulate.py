@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,21 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnspan import Mask, causal, documents
+from attnspan import causal, documents
 from attnspan.errors import OptionError
 from attnspan.parallel import Layout, Strategy
 from attnspan_lab.machine import Machine
-from attnspan_lab.simulate import Outcome, Setup, pack, sample_lengths, setups, simulate, tokens_of
+from attnspan_lab.simulate import Setup, pack, sample_lengths, setups, simulate, tokens_of
 
 SIZES: dict[str, Any] = {"heads": (8, 2), "head_dim": 64}
 MACHINE = Machine("measured here", "bfloat16", 4e14, 3e14, 2e11, 2.5e10, 1e-5, 4)
 
 
-def one(mask: Mask, tokens: int, setup: Setup, machine: Machine | None = None) -> Outcome:
+def one(mask, tokens, setup, machine=None):
     return simulate(mask, tokens, [setup], machine=machine, **SIZES)[0]
 
 
-def test_the_figures_are_those_of_a_layout_and_its_plan() -> None:
+def test_the_figures_are_those_of_a_layout_and_its_plan():
     mask = pack(sample_lengths("lognormal", 5000, mean=200))
     dense = np.asarray(mask.spans(5000, 5000).dense())[0, 0]
     for setup in setups(8, 8, 4):
@@ -55,7 +54,7 @@ def test_the_figures_are_those_of_a_layout_and_its_plan() -> None:
         assert without.received == found.received
 
 
-def test_nothing_is_faster_than_its_lower_bounds() -> None:
+def test_nothing_is_faster_than_its_lower_bounds():
     mask = pack(sample_lengths("pareto", 40_000, mean=500))
     pairs = float(np.asarray(mask.spans(40_000, 40_000).cost()).sum()) * 8
     for ranks in (8, 32):
@@ -67,7 +66,7 @@ def test_nothing_is_faster_than_its_lower_bounds() -> None:
             assert found.seconds >= found.network_seconds * (1 - 1e-9)
 
 
-def test_setups_leave_out_what_the_heads_do_not_allow() -> None:
+def test_setups_leave_out_what_the_heads_do_not_allow():
     names = [each.name for each in setups(16, 8, 8)]
     assert "ulysses" not in names
     assert "hybrid(8, r), balanced" in names
@@ -83,16 +82,14 @@ def test_setups_leave_out_what_the_heads_do_not_allow() -> None:
     st.integers(17, 5000),
     st.integers(0, 99),
 )
-def test_drawn_lengths_fill_the_row_and_come_again(kind: str, tokens: int, mean: int, seed: int) -> None:
+def test_drawn_lengths_fill_the_row_and_come_again(kind, tokens, mean, seed):
     lengths = sample_lengths(kind, tokens, mean=mean, seed=seed)
-    assert lengths.sum() == tokens
-    assert (lengths[:-1] >= 16).all()
-    assert lengths.min() > 0
+    assert (lengths.sum(), (lengths[:-1] >= 16).all(), lengths.min() > 0) == (tokens, True, True)
     assert (sample_lengths(kind, tokens, mean=mean, seed=seed) == lengths).all()
 
 
 @pytest.mark.parametrize("kind", ["lognormal", "pareto"])
-def test_drawn_lengths_have_the_mean_and_a_heavy_tail(kind: str) -> None:
+def test_drawn_lengths_have_the_mean_and_a_heavy_tail(kind):
     lengths = sample_lengths(kind, 1 << 24, mean=1000)
     assert 600 < lengths.mean() < 1400
     assert np.median(lengths) < 0.5 * lengths.mean()
@@ -102,7 +99,7 @@ def test_drawn_lengths_have_the_mean_and_a_heavy_tail(kind: str) -> None:
     assert (pack(np.array([3, 2])).spans(5, 5).dense() == expected).all()
 
 
-def test_sizes_that_make_no_row_are_refused() -> None:
+def test_sizes_that_make_no_row_are_refused():
     with pytest.raises(OptionError, match="expected 'lognormal' or 'pareto', got 'zipf'"):
         sample_lengths("zipf", 100)
     with pytest.raises(OptionError, match="a mean above 16, got 100 and 16"):
@@ -113,18 +110,13 @@ def test_sizes_that_make_no_row_are_refused() -> None:
     assert [tokens_of(x) for x in (" 2k", "4M", "100")] == [2048, 4 << 20, 100]
 
 
-def test_the_command_prints_tables_and_writes_json(attnspan: Any, tmp_path: Path) -> None:
+def test_the_command_prints_tables_and_writes_json(attnspan, tmp_path):
     replace(MACHINE, name="a file").save(tmp_path / "machine.json")
     args = ("pareto", "--tokens", "16K,32K", "--ranks", "8,16", "--node-size", "4", "--mean", "300")
     files = ("--json", str(tmp_path / "out.json"), "--machine", str(tmp_path / "machine.json"))
     code, out, _ = attnspan("simulate", *args, *files, columns=160)
     assert code == 0
-    for words in (
-        "pareto, 16,384 tokens",
-        "pareto, 32,768 tokens",
-        "hybrid(4, r), balanced",
-        "Rates: a file",
-    ):
+    for words in ("pareto, 16,384 tokens", "pareto, 32,768", "hybrid(4, r), balanced", "Rates: a file"):
         assert words in out
     value = json.loads((tmp_path / "out.json").read_text())
     assert value["machine"]["node_size"] == 4
@@ -134,13 +126,12 @@ def test_the_command_prints_tables_and_writes_json(attnspan: Any, tmp_path: Path
     assert any(x in out for x in seconds)
 
 
-def test_80_columns_are_enough_and_times_need_rates(attnspan: Any) -> None:
+def test_80_columns_are_enough_and_times_need_rates(attnspan):
     code, out, _ = attnspan("simulate", "corpus", "--tokens", "8K", "--ranks", "16")
     assert code == 0
     assert all(len(line) <= 80 for line in out.splitlines())
-    for setup in setups(16, 32, 8):
-        for word in setup.name.split():
-            assert word in out, "no word is cut"
+    names = " ".join(setup.name for setup in setups(16, 32, 8))
+    assert all(word in out for word in names.split()), "no word is cut"
     assert "No predicted times: pass --machine" in out
     assert "predicted: " not in out
 
@@ -154,7 +145,7 @@ def test_80_columns_are_enough_and_times_need_rates(attnspan: Any) -> None:
         (("causal", "--machine", "no/such.json"), "no such file"),
     ],
 )
-def test_the_command_says_what_it_cannot_do(attnspan: Any, args: tuple[str, ...], words: str) -> None:
+def test_the_command_says_what_it_cannot_do(attnspan, args, words):
     code, _, err = attnspan("simulate", *args)
     assert code == 2
     assert words in err

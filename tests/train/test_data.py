@@ -11,19 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from train.config import TrainConfig
-from train.data import IGNORE, PADDING, Batches, PackedStream, Rows, settle_strategy
+from train.data import IGNORE, PADDING, Batches, PackedStream, settle_strategy
 from train.documents import Corpus
 
 END = 99
 documents = st.lists(st.lists(st.integers(0, 98), min_size=1, max_size=30), min_size=1, max_size=12)
 
 
-def pieces(batch: Rows) -> list[tuple[list[int], list[int]]]:
+def pieces(batch):
     """(inputs, targets) of every segment, and all promises about a row checked on the way."""
     found = []
-    for tokens, targets, ids, positions in zip(
-        batch.tokens, batch.targets, batch.ids, batch.positions, strict=True
-    ):
+    rows = batch.tokens, batch.targets, batch.ids, batch.positions
+    for tokens, targets, ids, positions in zip(*rows, strict=True):
         real = ids != PADDING
         assert torch.equal(real, targets != IGNORE)
         count = int(real.sum())
@@ -38,15 +37,13 @@ def pieces(batch: Rows) -> list[tuple[list[int], list[int]]]:
     return found
 
 
-def corpus_of(texts: list[list[int]], close: bool = True) -> Corpus:
+def corpus_of(texts, close=True):
     return Corpus.of(texts, end=END, num_bytes=sum(map(len, texts)), close=close)
 
 
 @settings(max_examples=60, deadline=None)
 @given(documents, st.integers(1, 17), st.integers(1, 3), st.booleans())
-def test_one_pass_predicts_every_token_once_and_in_order(
-    texts: list[list[int]], seq_len: int, batch_size: int, close: bool
-) -> None:
+def test_one_pass_predicts_every_token_once_and_in_order(texts, seq_len, batch_size, close):
     corpus = corpus_of(texts, close)
     batches = list(PackedStream(corpus, seq_len=seq_len, batch_size=batch_size, seed=None))
     found = [piece for batch in batches for piece in pieces(batch)]
@@ -60,7 +57,7 @@ def test_one_pass_predicts_every_token_once_and_in_order(
 
 @settings(max_examples=60, deadline=None)
 @given(documents, st.integers(1, 17), st.integers(0, 5))
-def test_no_target_crosses_into_another_document(texts: list[list[int]], seq_len: int, seed: int) -> None:
+def test_no_target_crosses_into_another_document(texts, seq_len, seed):
     stream = PackedStream(corpus_of(texts), seq_len=seq_len, batch_size=2, seed=seed)
     stored = ["," + ",".join(map(str, [END, *text, END])) + "," for text in texts]
     for _, batch in zip(range(3), stream, strict=False):
@@ -72,9 +69,7 @@ def test_no_target_crosses_into_another_document(texts: list[list[int]], seq_len
 
 @settings(max_examples=40, deadline=None)
 @given(documents, st.integers(1, 17), st.integers(0, 12), st.integers(0, 5))
-def test_a_stream_goes_on_where_its_state_was_taken(
-    texts: list[list[int]], seq_len: int, taken: int, seed: int
-) -> None:
+def test_a_stream_goes_on_where_its_state_was_taken(texts, seq_len, taken, seed):
     corpus = corpus_of(texts)
     stream = PackedStream(corpus, seq_len=seq_len, batch_size=2, seed=seed)
     for _ in range(taken):
@@ -85,7 +80,7 @@ def test_a_stream_goes_on_where_its_state_was_taken(
         assert all(map(torch.equal, next(stream), next(other)))
 
 
-def test_an_epoch_has_every_document_once_and_the_next_has_another_order() -> None:
+def test_an_epoch_has_every_document_once_and_the_next_has_another_order():
     texts = [[index] for index in range(50)]
     stream = PackedStream(corpus_of(texts), seq_len=20, batch_size=1, seed=0)
     tokens = torch.cat([next(stream).targets.flatten() for _ in range(10)])
@@ -104,7 +99,7 @@ TEXTS = [[index] * (index % 30 + 1) for index in range(60)]
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_workers_make_the_same_batches_in_the_same_order(workers: int, accumulate: int) -> None:
+def test_workers_make_the_same_batches_in_the_same_order(workers, accumulate):
     config, corpus = replace(CONFIG, accumulate=accumulate), corpus_of(TEXTS)
     alone = list(Batches(config, corpus, 0, 5).loader())
     ahead = list(Batches(replace(config, workers=workers), corpus, 0, 5).loader())
@@ -119,7 +114,7 @@ def test_workers_make_the_same_batches_in_the_same_order(workers: int, accumulat
 
 @pytest.mark.parametrize("method", ["balanced", "contiguous", "zigzag"])
 @pytest.mark.parametrize("strategy", ["auto", "exchange", "ring", "ulysses"])
-def test_ranks_share_the_rows_of_one(strategy: str, method: str) -> None:
+def test_ranks_share_the_rows_of_one(strategy, method):
     config = replace(CONFIG, cp=2, dp=2, strategy=strategy, method=method)
     corpus = corpus_of(TEXTS)
     [whole] = Batches(replace(CONFIG, batch_size=2), corpus, 0, 1)
@@ -135,7 +130,7 @@ def test_ranks_share_the_rows_of_one(strategy: str, method: str) -> None:
             assert torch.equal(mine[0][rows >= 0], theirs[rank // 2][rows[rows >= 0]])
 
 
-def test_auto_is_decided_once() -> None:
+def test_auto_is_decided_once():
     config = settle_strategy(replace(CONFIG, cp=2), corpus_of(TEXTS))
     assert config.strategy in ("exchange", "ring", "ulysses")
     assert settle_strategy(config, corpus_of(TEXTS)) is config

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from attnspan.kernels import cpu
 from train.config import TrainConfig
-from train.data import IGNORE, PADDING, Batch, PackedStream, Part, make_batch
+from train.data import IGNORE, PADDING, PackedStream, make_batch
 from train.documents import Corpus
 from train.model import Decoder, keep_attention, rotary_table, token_loss
 from train.step import Stepper, learning_rate
@@ -21,7 +21,7 @@ VOCAB = 257
 Tiny = Callable[..., TrainConfig]
 
 
-def batch_of(config: TrainConfig, seed: int = 0) -> Batch:
+def batch_of(config, seed=0):
     generator = torch.Generator().manual_seed(seed)
     texts = [torch.randint(0, 256, (n,), generator=generator).tolist() for n in (5, 40, 1, 17, 90, 3)]
     corpus = Corpus.of(texts, end=256, num_bytes=156)
@@ -30,12 +30,12 @@ def batch_of(config: TrainConfig, seed: int = 0) -> Batch:
     return make_batch(config, rows, 0)
 
 
-def part_of(config: TrainConfig) -> Part:
+def part_of(config):
     [part] = batch_of(config).parts
     return part
 
 
-def build(config: TrainConfig, dtype: torch.dtype = torch.float32) -> Decoder:
+def build(config, dtype=torch.float32):
     torch.manual_seed(0)
     model = Decoder(config, VOCAB)
     # Standard-normal activations, so that attention has something to choose.
@@ -44,7 +44,7 @@ def build(config: TrainConfig, dtype: torch.dtype = torch.float32) -> Decoder:
     return model.to(dtype)
 
 
-def outcome(config: TrainConfig, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def outcome(config, dtype=torch.float32):
     """Logits where there is a target, and all gradients of a random projection of them."""
     part, model = part_of(config), build(config, dtype)
     logits = model(part.tokens, part.positions, part.mask)[part.targets != IGNORE]
@@ -53,28 +53,26 @@ def outcome(config: TrainConfig, dtype: torch.dtype = torch.float32) -> list[Ten
     return [logits.detach().double(), *(parameter.grad.double() for parameter in model.parameters())]
 
 
-def distance(a: Tensor, b: Tensor) -> float:
+def distance(a, b):
     return float((a - b).norm() / b.norm())
 
 
 @pytest.mark.parametrize("ac", ["none", "selective", "full"])
-def test_attnspan_is_as_near_to_float64_as_sdpa(tiny: Tiny, ac: str) -> None:
-    config, sdpa = tiny(ac=ac), tiny(ac=ac, attention="sdpa")
+def test_attentions_agree(tiny, ac):
+    exact = outcome(tiny(ac=ac, attention="sdpa"), torch.float64)
     # Twice the error that the same model makes with torch's own float32 attention.
-    for ours, theirs, exact in zip(outcome(config), outcome(sdpa), outcome(sdpa, torch.float64), strict=True):
-        assert 0 < distance(ours, exact) <= 2 * distance(theirs, exact)
-
-
-@pytest.mark.parametrize("ac", ["none", "selective", "full"])
-def test_sdpa_per_document_is_sdpa_under_a_dense_mask(tiny: Tiny, ac: str) -> None:
-    config, sdpa = tiny(attention="sdpa-documents", ac=ac), tiny(attention="sdpa", ac=ac)
+    ours, theirs = (outcome(tiny(ac=ac, attention=kind)) for kind in ("attnspan", "sdpa"))
+    for mine, other, wanted in zip(ours, theirs, exact, strict=True):
+        assert 0 < distance(mine, wanted) <= 2 * distance(other, wanted)
     # The sums are the same, in another order: some hundred roundings of float64.
-    for mine, wanted in zip(outcome(config, torch.float64), outcome(sdpa, torch.float64), strict=True):
+    for mine, wanted in zip(
+        outcome(tiny(ac=ac, attention="sdpa-documents"), torch.float64), exact, strict=True
+    ):
         assert distance(mine, wanted) < 1000 * torch.finfo(torch.float64).eps
 
 
 @pytest.mark.parametrize("kind", ["attnspan", "sdpa", "sdpa-documents"])
-def test_a_document_does_not_depend_on_its_neighbours(tiny: Tiny, kind: str) -> None:
+def test_a_document_does_not_depend_on_its_neighbours(tiny, kind):
     config = tiny(attention=kind)
     model, part = build(config), part_of(config)
     elsewhere = part.positions.eq(0).cumsum(1) != 2  # All but the second segment of each row.
@@ -85,30 +83,25 @@ def test_a_document_does_not_depend_on_its_neighbours(tiny: Tiny, kind: str) -> 
     assert not torch.equal(before[elsewhere], after[elsewhere])
 
 
-def test_only_distances_between_positions_matter(tiny: Tiny) -> None:
+def test_only_distances_between_positions_matter(tiny):
     config = tiny(attention="sdpa")
     model, part = build(config), part_of(config)
     with torch.no_grad():
         model.rotary = rotary_table(tiny(seq_len=2 * config.seq_len))
-        plain, shifted, stretched = (
-            model(part.tokens, positions, part.mask)
-            for positions in (part.positions, part.positions + 7, part.positions * 2)
-        )
+        moved = part.positions, part.positions + 7, part.positions * 2
+        plain, shifted, stretched = (model(part.tokens, positions, part.mask) for positions in moved)
     # The angles of other positions round otherwise: some hundred roundings of float32.
     assert distance(shifted, plain) < 1000 * torch.finfo(torch.float32).eps
     assert distance(stretched, plain) > 0.01
 
 
-def test_the_loss_ignores_padding_and_sums_the_rest() -> None:
+def test_the_loss_ignores_padding_and_the_step_normalises_by_the_targets_that_count(tiny):
     logits, targets = torch.randn(1, 3, 5), torch.tensor([[2, IGNORE, 4]])
     expected = -sum(float(logits[0, i].log_softmax(-1)[t]) for i, t in ((0, 2), (2, 4)))
     assert float(token_loss(logits, targets)) == pytest.approx(expected, rel=1e-6)
     poisoned = logits.clone()
     poisoned[0, 1] = 1e9
     assert torch.equal(token_loss(logits, targets), token_loss(poisoned, targets))
-
-
-def test_the_step_normalises_by_the_targets_that_count(tiny: Tiny) -> None:
     stepper = Stepper(tiny(), VOCAB)
     batch = batch_of(stepper.config)
     total = stepper.loss(batch.parts[0]).item()
@@ -116,16 +109,16 @@ def test_the_step_normalises_by_the_targets_that_count(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [2, 4])
-def test_micro_batches_add_up_to_the_batch(tiny: Tiny, accumulate: int) -> None:
+def test_micro_batches_add_up_to_the_batch(tiny, accumulate):
     whole, parts = Stepper(tiny(), VOCAB), Stepper(tiny(accumulate=accumulate), VOCAB)
     for step in range(3):
         expected, found = (each.step(batch_of(each.config, step), step) for each in (whole, parts))
         # The sums are the same, in another order.
-        assert found.loss == pytest.approx(expected.loss, rel=20 * torch.finfo(torch.float32).eps)
-        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=20 * torch.finfo(torch.float32).eps)
+        wanted = pytest.approx((expected.loss, expected.grad_norm), rel=20 * torch.finfo(torch.float32).eps)
+        assert (found.loss, found.grad_norm) == wanted
 
 
-def test_bits_per_byte_of_a_uniform_model_is_the_logarithm_of_the_vocabulary(tiny: Tiny) -> None:
+def test_bits_per_byte_of_a_uniform_model_is_the_logarithm_of_the_vocabulary(tiny):
     stepper = Stepper(tiny(), VOCAB)
     nn.init.zeros_(stepper.model.head.weight)
     corpus = Corpus.of([list(range(100))], end=256, num_bytes=100, close=False)
@@ -133,10 +126,9 @@ def test_bits_per_byte_of_a_uniform_model_is_the_logarithm_of_the_vocabulary(tin
 
 
 @pytest.mark.parametrize("kind", ["attnspan", "sdpa"])
-def test_work_is_counted_on_visible_pairs(kind: str) -> None:
-    config = TrainConfig(
-        dim=8, layers=3, heads=2, kv_heads=1, head_dim=4, hidden=16, seq_len=5, attention=kind
-    )
+def test_work_is_counted_on_visible_pairs(kind):
+    sizes = {"dim": 8, "layers": 3, "heads": 2, "kv_heads": 1, "head_dim": 4, "hidden": 16, "seq_len": 5}
+    config = TrainConfig(**sizes, attention=kind)
     corpus = Corpus.of([[1, 2, 3], [4]], end=9, num_bytes=4, close=False)
     [rows] = PackedStream(corpus, 5, 1, seed=None)
     assert make_batch(config, [rows], 0).pairs == 3 * 4 // 2 + 1
@@ -146,22 +138,21 @@ def test_work_is_counted_on_visible_pairs(kind: str) -> None:
     assert model.step_flops(tokens=5, pairs=7) == (6 * model.matmul_weights * 5 + attention, attention)
 
 
-def test_only_matrices_decay_and_the_seed_decides_the_weights(tiny: Tiny) -> None:
+def test_only_matrices_decay_and_the_seed_decides_the_weights(tiny):
     stepper, other = Stepper(tiny(), VOCAB), Stepper(tiny(seed=1), VOCAB)
     decay, none = stepper.optimizer.param_groups
     assert (decay["weight_decay"], none["weight_decay"]) == (0.1, 0)
     assert all(parameter.ndim >= 2 for parameter in decay["params"])
     assert all(parameter.ndim == 1 and (parameter == 1).all() for parameter in none["params"])
     assert len(decay["params"]) + len(none["params"]) == len(list(stepper.model.parameters()))
-    weights = [
-        each.model.blocks[1].feed_forward.out.weight for each in (stepper, Stepper(tiny(), VOCAB), other)
-    ]
+    models = [each.model for each in (stepper, Stepper(tiny(), VOCAB), other)]
+    weights = [model.blocks[1].feed_forward.out.weight for model in models]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
     assert float(weights[0].detach().std()) == pytest.approx(0.02 / 2, rel=0.1)
 
 
-def test_the_learning_rate_warms_up_and_falls_to_its_floor() -> None:
+def test_the_learning_rate_warms_up_and_falls_to_its_floor():
     config = TrainConfig(lr=2.0, warmup=4, steps=24, min_lr=0.25)
     rates = [learning_rate(step, config) for step in range(24)]
     assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
@@ -171,7 +162,7 @@ def test_the_learning_rate_warms_up_and_falls_to_its_floor() -> None:
     assert rates[4 + 19 // 2] == pytest.approx(1.25, abs=0.1)
 
 
-def test_clipping_bounds_the_step(tiny: Tiny) -> None:
+def test_clipping_bounds_the_step(tiny):
     stepper = Stepper(tiny(clip=1e-3), VOCAB)
     seen: list[float] = []
     stepper.optimizer.register_step_pre_hook(
@@ -182,7 +173,7 @@ def test_clipping_bounds_the_step(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_training_learns(tiny: Tiny, dtype: str) -> None:
+def test_training_learns(tiny, dtype):
     config = tiny(lr=1e-2, steps=30, dtype=dtype)
     stepper = Stepper(config, VOCAB)
     corpus = Corpus.of([list(b"abcdefgh" * 6)] * 4, end=256, num_bytes=192)
@@ -194,15 +185,13 @@ def test_training_learns(tiny: Tiny, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("ac", "calls"), [("none", 1), ("selective", 1), ("full", 2)])
-def test_checkpointing_recomputes_attention_only_where_it_is_told_to(tiny: Tiny, ac: str, calls: int) -> None:
+def test_checkpointing_recomputes_attention_only_where_it_is_told_to(tiny, ac, calls):
     stepper = Stepper(tiny(ac=ac), VOCAB)
     before = cpu.counters()["forward"]["calls"]
     stepper.step(batch_of(stepper.config), 0)
     assert cpu.counters()["forward"]["calls"] - before == calls * stepper.config.layers
-
-
-def test_the_policy_keeps_attention_and_nothing_else() -> None:
+    # Selective checkpointing keeps attention and nothing else.
     aten = torch.ops.aten
-    attention = torch.ops.attnspan.attention, aten._scaled_dot_product_flash_attention_for_cpu
-    kept = [keep_attention(None, op.default).name for op in (*attention, aten.mm)]
+    ops = torch.ops.attnspan.attention, aten._scaled_dot_product_flash_attention_for_cpu, aten.mm
+    kept = [keep_attention(None, op.default).name for op in ops]
     assert kept == ["MUST_SAVE", "MUST_SAVE", "PREFER_RECOMPUTE"]

@@ -32,7 +32,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def tokenizer() -> Any:
+def tokenizer():
     """Words that are numbers."""
     words = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{str(i): i for i in range(3, 48)}}
     plain = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
@@ -41,7 +41,7 @@ def tokenizer() -> Any:
     )
 
 
-def run(name: str, way: str, degree: int, folder: str, given: dict[str, Any]) -> dict[str, Any]:
+def run(name, way, degree, folder, given):
     """Train a model by name on documents of uneven lengths; for each rank of a world, or alone."""
     own = {"max_steps": 12, "bf16": False, "gradient_checkpointing": False}
     options = {**OPTIONS, **own, **WAYS[way], **given}
@@ -65,7 +65,7 @@ def run(name: str, way: str, degree: int, folder: str, given: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(("way", "given"), [*((way, {}) for way in WAYS), ("packing", {"loss_type": "dft"})])
-def test_fine_tuning_on_two_ranks_is_that_of_one(way: str, given: dict[str, str], tmp_path: Path) -> None:
+def test_fine_tuning_on_two_ranks_is_that_of_one(way, given, tmp_path):
     expected = run("gemma3_text", way, 1, str(tmp_path), given)
     for found in world(2).run(run, "gemma3_text", way, 2, str(tmp_path), given):
         assert len(found["logs"]) == len(expected["logs"]) == 12

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
-from attnspan.errors import OptionError, expect
+from attnspan.errors import expect
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -215,22 +215,11 @@ def _table(title: str, columns: Sequence[tuple[Column, int]]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        show_edge=False,
-    )
+    look: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False, "show_edge": False}
+    table = Table(title=title, title_justify="left", title_style="bold", **look)
     for column, width in columns:
-        table.add_column(
-            column.name,
-            justify="left" if column.words else "right",
-            width=width,
-            no_wrap=not column.words,
-            overflow="fold",
-        )
+        how: dict[str, Any] = {"justify": "left" if column.words else "right", "no_wrap": not column.words}
+        table.add_column(column.name, width=width, overflow="fold", **how)
     return table
 
 
@@ -280,14 +269,8 @@ def numbers(name: str, text: str) -> tuple[int, ...]:
         (128, 512)
     """
     for word in words(text):
-        is_number = word.isdecimal() and int(word) > 0
-        expect(
-            is_number,
-            name,
-            "positive numbers, separated by commas",
-            repr(word),
-            f"Write it like {name} 128,512",
-        )
+        is_number, wanted = word.isdecimal() and int(word) > 0, "positive numbers, separated by commas"
+        expect(is_number, name, wanted, repr(word), f"Write it like {name} 128,512")
     return tuple(map(int, words(text)))
 
 
@@ -337,10 +320,7 @@ def options_of(kind: type, *, names: str = "") -> list[inspect.Parameter]:
             default, annotated = None, Annotated[list[str] | None, typer.Argument(help=names)]
         else:
             said = field.metadata
-            if "help" not in said:
-                raise OptionError(
-                    field.name, expected="a help text", got="none", remedy="Add a help text to the field"
-                )
+            expect("help" in said, field.name, "a help text", "none", "Add a help text to the field")
             shown = typer.Option(*said.get("names", ()), help=said["help"], rich_help_panel=said["panel"])
             default, annotated = field.default, Annotated[annotation, shown]
         return inspect.Parameter(

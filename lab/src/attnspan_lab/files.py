@@ -12,8 +12,9 @@ import os
 import tempfile
 import types
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -166,8 +167,12 @@ def from_plain(kind: type[T], data: Any, where: str) -> T:
     is_whole = isinstance(data, dict) and required <= set(data) <= set(fields)
     got = (", ".join(data) or "nothing") if isinstance(data, dict) else type(data).__name__
     expect(is_whole, where, f"the fields {', '.join(fields)}", got, "Write the file again")
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     return kind(**{name: _build(hints[name], item, f"{where}.{name}") for name, item in data.items()})
+
+
+# A file has thousands of objects of one class.
+_hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 def _build(hint: Any, data: Any, where: str) -> Any:

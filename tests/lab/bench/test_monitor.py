@@ -5,13 +5,11 @@ from __future__ import annotations
 import io
 import json
 import time
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -34,42 +32,42 @@ class World(HostProbe):
     A mark is known once the device has `finished` the work before it: at once, unless a test changes that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(lambda: (self.now, self.cpu))
         self.now = self.cpu = self.compiling = 0.0
-        self.totals: AttentionTotals | None = AttentionTotals(5.0, 100.0)
-        self.finished = float("inf")
-        self.waits: list[float] = []
+        self.totals = AttentionTotals(5.0, 100.0)
+        self.finished, self.waits = float("inf"), []
 
-    def mark(self) -> float:
+    def mark(self):
         return self.now
 
-    def known(self, mark: float) -> bool:
+    def known(self, mark):
         return mark <= self.finished
 
-    def wait(self, mark: float) -> None:
+    def wait(self, mark):
         self.waits.append(mark)
         self.finished = max(self.finished, mark)
 
-    def seconds(self, start: float, stop: float) -> float:
+    def seconds(self, start, stop):
         assert max(start, stop) <= self.finished, "the device has not reached the mark"
         return stop - start
 
-    def work(self, seconds: float, flops: float = 0.0) -> None:
+    def work(self, seconds, flops=0.0, compiling=0.0):
         """Let time pass, some of it in attention where there are FLOPs."""
         self.now += seconds
         self.cpu += seconds
-        if flops and self.totals:
+        self.compiling += compiling
+        if flops:
             self.totals = AttentionTotals(self.totals.seconds + seconds, self.totals.flops + flops)
 
-    def batches(self, waits: list[float]) -> Iterator[int]:
+    def batches(self, waits):
         for index, wait in enumerate(waits):
             self.now += wait  # waiting uses no core
             yield index
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> World:
+def world(monkeypatch):
     made = World()
     monkeypatch.setattr(monitor, "time", SimpleNamespace(perf_counter=lambda: made.now))
     monkeypatch.setattr(monitor, "compile_seconds", lambda: made.compiling)
@@ -78,18 +76,14 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 @pytest.fixture
-def watch(world: World, tmp_path: Path) -> Iterator[Callable[..., Monitor]]:
+def watch(world, tmp_path):
     """Make monitors of the world, which are closed in the end."""
+    given = {"attention": lambda: world.totals, "probe": world}
     with ExitStack() as stack:
-
-        def made(**options: Any) -> Monitor:
-            found = Monitor(tmp_path, attention=lambda: world.totals, probe=world, **options)
-            return stack.enter_context(found)
-
-        yield made
+        yield lambda **options: stack.enter_context(Monitor(tmp_path, **given, **options))
 
 
-def take_step(world: World, monitor: Monitor, **options: Any) -> None:
+def take_step(world, monitor, **options):
     """A step of 10 s: 1 host, 3 forward, 4 backward, 2 optimizer; attention 1 s forward, 2 s backward."""
     with monitor.step(tokens=50, **options):
         world.work(1)
@@ -103,7 +97,7 @@ def take_step(world: World, monitor: Monitor, **options: Any) -> None:
             world.work(2)
 
 
-def test_a_record_says_where_the_time_went_and_how_fast_attention_was(world: World, watch: Any) -> None:
+def test_a_record_says_where_the_time_went_and_how_fast_attention_was(world, watch):
     monitor = watch(ceiling=14.0)
     world.work(100, flops=1000)  # time before the loop counts for nothing
     for _ in monitor.data(world.batches([10.0, 10.0])):
@@ -113,8 +107,7 @@ def test_a_record_says_where_the_time_went_and_how_fast_attention_was(world: Wor
     first, second = monitor.results().monitor
     assert (first.step, first.seconds, first.tokens, first.tokens_per_second) == (1, 20.0, 50, 2.5)
     assert astuple(first.phases) == pytest.approx((0.5, 0.05, 0.15, 0.2, 0.1, 0.0))
-    assert second.seconds == 25.0
-    assert second.phases.host == pytest.approx(6 / 25)
+    assert (second.seconds, second.phases.host) == (25.0, pytest.approx(6 / 25))
     for record in (first, second):
         assert sum(astuple(record.phases)) == pytest.approx(1.0)
         assert (record.attention_seconds, record.attention_flops) == (3.0, 14.0)
@@ -125,37 +118,32 @@ def test_a_record_says_where_the_time_went_and_how_fast_attention_was(world: Wor
     assert first.memory is None or first.memory > 2**20
 
 
-def _compile(world: World, monitor: Monitor) -> None:
-    with monitor.step(), monitor.phase("forward"):
-        world.work(10)
-        world.compiling += 7
+def _compile(world, monitor):
+    with monitor.phase("forward"):
+        world.work(10, compiling=7)
 
 
-def _communicate(world: World, monitor: Monitor) -> None:
-    with monitor.step():
-        with monitor.phase("backward"):
-            world.work(4)
-            with monitor.phase("communication"):
-                world.work(2)
-                world.compiling += 1
+def _communicate(world, monitor):
+    with monitor.phase("backward"):
+        world.work(4)
         with monitor.phase("communication"):
+            world.work(2, compiling=1)
+    with monitor.phase("communication"):
+        world.work(4)
+
+
+def _await_data_between(world, monitor):
+    for _ in monitor.data(world.batches([1.0, 1.0])):
+        with monitor.phase("forward"):
             world.work(4)
 
 
-def _await_data_between(world: World, monitor: Monitor) -> None:
-    with monitor.step():
-        for _ in monitor.data(world.batches([1.0, 1.0])):
-            with monitor.phase("forward"):
-                world.work(4)
-
-
-def _wait_behind_queued_work(world: World, monitor: Monitor) -> None:
+def _wait_behind_queued_work(world, monitor):
     # The device is busy from the end of one step to the end of the next, although the host waited 6 s.
-    with monitor.step():
-        list(monitor.data(world.batches([6.0])))
-        world.now -= 6
-        with monitor.phase("forward"):
-            world.work(10)
+    list(monitor.data(world.batches([6.0])))
+    world.now -= 6
+    with monitor.phase("forward"):
+        world.work(10)
 
 
 @pytest.mark.parametrize(
@@ -167,56 +155,55 @@ def _wait_behind_queued_work(world: World, monitor: Monitor) -> None:
         (_wait_behind_queued_work, 0.0, PhaseShares(forward=1.0)),
     ],
 )
-def test_shares_of_a_step(world: World, watch: Any, step: Any, compiled: float, shares: PhaseShares) -> None:
-    step(world, monitor := watch())
+def test_shares_of_a_step(world, watch, step, compiled, shares):
+    with (monitor := watch()).step():
+        step(world, monitor)
     record = monitor.results().monitor[0]
     assert record.compile_seconds == compiled
     assert astuple(record.phases) == pytest.approx(astuple(shares))
 
 
-def test_nothing_waits_for_an_asynchronous_device_before_the_end(world: World, watch: Any) -> None:
+def test_nothing_waits_for_an_asynchronous_device_before_the_end(world, watch):
     world.finished, monitor = 0.0, watch()
     for finished in (0.0, 5.0, 20.0, 30.0):
         world.finished = max(world.finished, finished)
         take_step(world, monitor)
-    assert world.waits == []
     # At the end of the fourth step the device was past the third one's end.
-    assert [record.step for record in monitor.results().monitor] == [1, 2, 3]
+    assert (world.waits, [record.step for record in monitor.results().monitor]) == ([], [1, 2, 3])
     monitor.close()
     assert world.waits == [40.0], "one wait, for the last mark"
     assert [record.seconds for record in monitor.results().monitor] == [10.0] * 4
 
 
-def journal(folder: Path) -> list[dict[str, Any]]:
+def journal(folder):
     """The records of steps; held-out losses have lines of their own."""
     lines = [json.loads(line) for line in (folder / "monitor.jsonl").read_text().splitlines()]
     return [line for line in lines if "held_out" not in line]
 
 
-def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
+def scalars(folder, tag):
     events = EventAccumulator(str(folder / "tensorboard" / "monitor")).Reload()
     return [(x.step, x.value) for x in events.Scalars(tag)] if tag in events.Tags()["scalars"] else []
 
 
-def test_a_step_that_raises_is_left_out_and_loses_no_other(world: World, watch: Any, tmp_path: Path) -> None:
+def test_a_step_that_raises_is_left_out_and_loses_no_other(world, watch, tmp_path):
     monitor = watch(save_seconds=0.0)
     take_step(world, monitor)
-    assert len(journal(tmp_path)) == 1, "at once"
-    assert len(Results.load(tmp_path / "monitor.json").monitor) == 1, "when it is due"
+    saved = Results.load(tmp_path / "monitor.json").monitor
+    assert (len(journal(tmp_path)), len(saved)) == (1, 1), "at once, and when it is due"
     with suppress(RuntimeError), monitor.step(), monitor.phase("forward"):
         world.work(3)
         raise RuntimeError("a bad batch")
     take_step(world, monitor, number=2)  # The loop may go on.
     monitor.close()
     assert [line["step"] for line in journal(tmp_path)] == [1, 2]
-    records = Results.load(tmp_path / "monitor.json").monitor
-    assert [(record.step, record.seconds) for record in records] == [(1, 10.0), (2, 13.0)]
-    assert records[1].phases.host == 4 / 13
+    first, second = Results.load(tmp_path / "monitor.json").monitor
+    assert (first.seconds, second.seconds, second.phases.host) == (10.0, 13.0, 4 / 13)
     assert [step for step, _ in scalars(tmp_path, "phases/forward")] == [2]
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_in_the_same_files(world: World, watch: Any, tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_in_the_same_files(world, watch, tmp_path):
     monitor = watch(every=1)
     monitor.held_out(6.0)
     for loss in (torch.tensor(5.0, requires_grad=True), 4.0, 0.0):
@@ -240,14 +227,14 @@ def test_a_resumed_run_goes_on_in_the_same_files(world: World, watch: Any, tmp_p
     assert found.evaluations == (Evaluation(0, 6.0), Evaluation(1, 7.0), Evaluation(2, 7.0))
 
 
-def test_tensorboard_has_means_over_the_steps_between(world: World, watch: Any, tmp_path: Path) -> None:
+def test_tensorboard_has_means_over_the_steps_between(world, watch, tmp_path):
     monitor = watch(ceiling=1e12, every=2)
     for seconds, flops in ((1, 4e12), (3, 4e12), (1, 1e12)):
         with monitor.step(tokens=8), monitor.phase("forward"):
             world.work(seconds, flops)
     monitor.close()
-    found = scalars(tmp_path, "attention/tflops")
-    assert found == [(2, 2.0), (3, 1.0)], "8 TFLOP in 4 s, not the mean of 4 and 4/3"
+    # 8 TFLOP in 4 s, not the mean of 4 and 4/3.
+    assert scalars(tmp_path, "attention/tflops") == [(2, 2.0), (3, 1.0)]
     # The second step, faster than the ceiling, raises it: no step stands above it.
     assert scalars(tmp_path, "attention/share_of_ceiling") == [(2, 0.5), (3, 0.25)]
     assert scalars(tmp_path, "step/tokens_per_second") == [(2, 4.0), (3, 8.0)]
@@ -255,7 +242,7 @@ def test_tensorboard_has_means_over_the_steps_between(world: World, watch: Any, 
         assert scalars(tmp_path, tag), tag
 
 
-def test_thinning_keeps_the_sums_and_bounds_the_number() -> None:
+def test_thinning_keeps_the_sums_and_bounds_the_number():
     thinned, seconds = Thinned(most=16), [1.0 + index % 7 for index in range(1000)]
     for step, length in enumerate(seconds, 1):
         shares = PhaseShares(forward=1.0) if step % 2 else PhaseShares(backward=1.0)
@@ -265,10 +252,9 @@ def test_thinning_keeps_the_sums_and_bounds_the_number() -> None:
     assert len(records) <= 17
     assert len({record.steps for record in records[:-1]}) == 1, "old and new steps have the same resolution"
     assert records[-1].step == records[-1].memory == sum(record.steps for record in records) == 1000
-    assert sum(x.steps * x.seconds for x in records) == pytest.approx(sum(seconds))
-    assert sum(x.steps * (x.loss or 0) for x in records) == pytest.approx(1000 * 1001 / 2)
-    forward = sum(x.steps * x.seconds * x.phases.forward for x in records)
-    assert forward == pytest.approx(sum(seconds[::2]))
+    sums = [(x.steps * x.seconds, x.steps * x.loss, x.steps * x.seconds * x.phases.forward) for x in records]
+    wanted = sum(seconds), 1000 * 1001 / 2, sum(seconds[::2])
+    assert [sum(x) for x in zip(*sums, strict=True)] == pytest.approx(wanted)
     assert all(record.attention_share == pytest.approx(0.5) for record in records)
 
 
@@ -286,49 +272,35 @@ def test_thinning_keeps_the_sums_and_bounds_the_number() -> None:
         ("loss", r"loss: expected a loss within a step, got a loss outside of a step"),
         ("step held_out", r"held_out: expected an open monitor between steps"),
         ("close held_out", r"got a closed monitor"),
-    ],
-)
-def test_misuse_is_named(calls: str, message: str, watch: Any) -> None:
-    monitor = watch()
-    places = {
-        "step": monitor.step,
-        "zeroth": lambda: monitor.step(number=0),
-        "close": lambda: nullcontext(monitor.close()),
-        "data": lambda: nullcontext(next(monitor.data([1]))),
-        "loss": lambda: nullcontext(monitor.loss(1.0)),
-        "held_out": lambda: nullcontext(monitor.held_out(1.0)),
-    }
-
-    def attempt() -> None:
-        with ExitStack() as entered:
-            for call in calls.split():
-                entered.enter_context(places[call]() if call in places else monitor.phase(call))
-
-    with pytest.raises(OptionError, match=message):
-        attempt()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
         ({"every": 0}, r"every: expected 1 or more, got 0"),
         ({"ceiling": 0.0}, r"ceiling: expected FLOP/s above 0"),
         ({"ceiling": float("nan")}, r"ceiling: .* got nan"),
-        ({"device": "meta"}, r"device: expected cpu or cuda, got meta\. Pass your own probe"),
+        ({"device": "meta", "probe": None}, r"device: expected cpu or cuda, got meta\. Pass your own probe"),
     ],
 )
-def test_impossible_options_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=message):
-        Monitor(tmp_path, **options)
+def test_misuse_is_named(calls, message, tmp_path):
+    def attempt(entered):
+        monitor = entered.enter_context(Monitor(tmp_path, **(calls if isinstance(calls, dict) else {})))
+        places = {
+            "step": monitor.step,
+            "zeroth": lambda: monitor.step(number=0),
+            "close": lambda: nullcontext(monitor.close()),
+            "data": lambda: nullcontext(next(monitor.data([1]))),
+            "loss": lambda: nullcontext(monitor.loss(1.0)),
+            "held_out": lambda: nullcontext(monitor.held_out(1.0)),
+        }
+        for call in calls.split():
+            entered.enter_context(places[call]() if call in places else monitor.phase(call))
+
+    with pytest.raises(OptionError, match=message), ExitStack() as entered:
+        attempt(entered)
 
 
 @pytest.mark.parametrize("has_nvml", [True, False])
-def test_a_device_is_asked_for_its_utilisation_or_judged_by_its_phases(
-    has_nvml: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_is_asked_for_its_utilisation_or_judged_by_its_phases(has_nvml, monkeypatch):
     readings = iter([80, 80, 40])
 
-    def utilization(_: torch.device) -> int:
+    def utilization(_):
         if not has_nvml:
             raise ModuleNotFoundError("pynvml")
         return next(readings)
@@ -340,7 +312,7 @@ def test_a_device_is_asked_for_its_utilisation_or_judged_by_its_phases(
     assert ("NVML" in probe.utilisation_source) == has_nvml
 
 
-def test_the_operators_count_visible_pairs_inside_compiled_graphs_too(tmp_path: Path) -> None:
+def test_the_operators_count_visible_pairs_inside_compiled_graphs_too(tmp_path):
     heads, length, dim = 2, 32, 16
     x = torch.randn(1, heads, length, dim, requires_grad=True)
     call = torch.compile(lambda x: attention(x, x, x, mask=causal()).sum(), backend="eager", fullgraph=True)
@@ -350,11 +322,10 @@ def test_the_operators_count_visible_pairs_inside_compiled_graphs_too(tmp_path: 
                 call(x).backward()
     torch._dynamo.reset()
     assert monitor.results().monitor[0].compile_seconds > 0
-    for record in monitor.results().monitor:
-        if attention_totals() is not None:  # the compiled kernel
-            assert record.attention_flops == (4 + 10) * heads * length * (length + 1) / 2 * dim
-            assert 0 < record.attention_share < 1
-            assert record.ceiling_share > 0
+    for record in monitor.results().monitor if attention_totals() is not None else ():
+        assert record.attention_flops == (4 + 10) * heads * length * (length + 1) / 2 * dim
+        assert 0 < record.attention_share < 1
+        assert record.ceiling_share > 0
     # Without counters there are no figures of attention.
     with Monitor(tmp_path / "without", attention=lambda: None) as monitor, monitor.step():
         pass
@@ -362,26 +333,23 @@ def test_the_operators_count_visible_pairs_inside_compiled_graphs_too(tmp_path: 
     assert not scalars(tmp_path / "without", "attention/tflops")
 
 
-def test_a_step_costs_a_small_part_of_one_percent(tmp_path: Path) -> None:
+def test_a_step_costs_a_small_part_of_one_percent(tmp_path):
     """The reference job's step takes 75 ms. The best of several batches counts: a busy machine only adds."""
-    allowed, steps = 0.01 * 0.075, 50
+    steps, seconds = 50, []
     with Monitor(tmp_path, ceiling=1e12) as monitor:
-
-        def batch_seconds() -> float:
+        for _ in range(10):
             start = time.perf_counter()
             for _ in range(steps):
                 with monitor.step(tokens=2048):
                     for name in ("forward", "backward", "optimizer"):
                         with monitor.phase(name):
                             pass
-            return (time.perf_counter() - start) / steps
-
-        best = min(batch_seconds() for _ in range(10))
-    assert best < allowed, f"{best * 1e6:.0f} us"
+            seconds.append((time.perf_counter() - start) / steps)
+    assert min(seconds) < 0.01 * 0.075, seconds
     assert 0 < monitor.overhead < 1
 
 
-def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[3] / "docs" / "monitoring.md").read_text()
     example = page.split("```python\n")[1].split("```")[0]
@@ -394,10 +362,10 @@ def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_training_is_the_same_to_the_bit_whether_watched_or_not(tiny: Any, tmp_path: Path) -> None:
+def test_training_is_the_same_to_the_bit_whether_watched_or_not(tiny, tmp_path):
     config = tiny(steps=4, warmup=2, eval_bytes=64, checkpoint_every=2)
 
-    def trained(name: str, observe: Any = None, **resume: Any) -> Any:
+    def trained(name, observe=None, **resume):
         folder, quiet = tmp_path / name, Console(file=io.StringIO())
         summary = train(config, folder, sample=0, observe=observe, console=quiet, **resume)
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -5,14 +5,14 @@ from functools import partial
 
 import pytest
 import torch
-from fake_devices import FakeProbe, VirtualDevice, World
+from fake_devices import FakeProbe
 
 from attnspan_lab.bench import runner
 from attnspan_lab.bench.cells import Workload
-from attnspan_lab.bench.peers import Ready, peers_by_name
+from attnspan_lab.bench.peers import peers_by_name
 from attnspan_lab.bench.results import Results
 from attnspan_lab.bench.runner import Plan, measure_cell, peers_for, run_plan
-from attnspan_lab.bench.timing import Budget, MeasurementError
+from attnspan_lab.bench.timing import Budget
 from attnspan_lab.bench.workloads import grid
 
 WORK = Workload("tiny", "own", 1, 2, 2, 16, 16, 8, 8, "float32", "causal")
@@ -46,6 +46,10 @@ def _fail(out):
     raise RuntimeError("no kernel image\nand more")
 
 
+def _negative(out):
+    return out[0], -out[1], *out[2:]
+
+
 def test_a_cell_has_every_figure_of_a_peer_that_ran():
     def memory(peer, workload, mode):
         if peer.name == "changed":
@@ -53,13 +57,10 @@ def test_a_cell_has_every_figure_of_a_peer_that_ran():
         return 4096
 
     ours, peer = _cell(Changed(), memory=memory).runs
-    assert (ours.peer, ours.ratio) == ("attnspan", None)
-    assert peer.ratio.pairs >= 9
-    assert peer.execute.median > 0
-    assert peer.compile_seconds >= 0
-    assert peer.error == 0.0
-    assert ours.utilisation > 0
+    assert (ours.peer, ours.ratio, peer.error) == ("attnspan", None, 0.0)
     assert ours.note.startswith("backend ")
+    assert min(ours.utilisation, peer.execute.median, peer.ratio.pairs / 9) > 0
+    assert peer.compile_seconds >= 0
     # Memory that cannot be measured leaves the times.
     assert (ours.peak_memory, peer.peak_memory) == (4096, None)
     assert peer.note.endswith("memory: OSError: no process")
@@ -69,11 +70,8 @@ def test_a_cell_has_every_figure_of_a_peer_that_ran():
     ("change", "mode", "reason"),
     [
         (lambda out: out * 1.01, "forward", "its result differs from attnspan by 0.01 "),
-        (
-            lambda out: (out[0], -out[1], *out[2:]),
-            "forward+backward",
-            "its result differs from attnspan by 2 ",
-        ),
+        (_negative, "forward+backward", "its result differs from attnspan by 2 "),
+        (lambda out: out[:-1], "forward+backward", "its result differs from attnspan by inf "),
         (_nan, "forward", "its result differs from attnspan by nan"),
         (_fail, "forward", "it failed: RuntimeError: no kernel image"),
     ],
@@ -109,27 +107,18 @@ def test_a_call_that_fails_while_it_is_timed_is_the_reason_of_its_peer(name):
             raise RuntimeError("out of memory")
         return out
 
-    ours, *peers = [
-        Changed(fail if name == x else lambda out: out, x) for x in ("attnspan", "changed", "other")
-    ]
+    names = ("attnspan", "changed", "other")
+    ours, *peers = (Changed(fail if name == x else lambda out: out, x) for x in names)
     cell = _cell(*peers, ours=ours)
     assert cell.run(name).reason == "the timed call failed: RuntimeError: out of memory"
     assert [run.ran for run in cell.runs if run.peer != name] == [True, True]
     assert cell.run("other").ratio is None or name != "attnspan"
 
 
-def test_inputs_that_do_not_fit_are_the_reason_of_all_and_a_wrong_device_is_an_error():
+def test_inputs_that_do_not_fit_are_the_reason_of_all():
     found = measure_cell(replace(WORK, batch=1 << 40), "forward", [OURS, Changed()], QUICK).runs
-    assert len(found) == 2
-    assert all(run.reason.startswith("not enough memory for the inputs: RuntimeError") for run in found)
-
-    class Early(Changed):
-        def prepare(self, _job):
-            device = VirtualDevice(World(), 0.05, waits=False)
-            return Ready(lambda: (device.submit(), torch.zeros(1))[1], device)
-
-    with pytest.raises(MeasurementError, match="expected a call whose work is done"):
-        _cell(Early())
+    reasons = [run.reason.startswith("not enough memory for the inputs: RuntimeError") for run in found]
+    assert reasons == [True, True]
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -150,7 +139,7 @@ def _plan(**changes):
     return Plan(works, ("forward",), ("sdpa-flash",), budget=QUICK, probe=FakeProbe(), **changes)
 
 
-def test_a_run_writes_after_every_cell_on_its_own_threads(tmp_path):
+def test_a_run_writes_after_every_cell_on_its_own_threads_and_an_interrupt_keeps_them(tmp_path):
     path, seen, before = tmp_path / "results.json", [], torch.get_num_threads()
     threads = 1 if before > 1 else 2
 
@@ -166,19 +155,15 @@ def test_a_run_writes_after_every_cell_on_its_own_threads(tmp_path):
     assert results.ceilings.flops["fma_f32"] == 1e12 * threads
     assert torch.get_num_threads() == before
 
-
-def test_an_interrupt_keeps_what_was_measured(tmp_path):
-    def before(workload, _mode, at="c"):
+    def stop(at, workload, _mode):
         if workload.name == at:
             raise KeyboardInterrupt
 
-    path = tmp_path / "results.json"
-    results = run_plan(_plan(), path=path, before=before)
-    assert [cell.workload.name for cell in results.cells] == ["a", "b"]
-    assert not results.complete
+    results = run_plan(_plan(), path=path, before=partial(stop, "c"))
+    assert ([cell.workload.name for cell in results.cells], results.complete) == (["a", "b"], False)
     assert Results.load(path) == results
     # Before the first cell, an older file is worth more.
-    assert run_plan(_plan(), path=path, before=partial(before, at="a")).cells == ()
+    assert run_plan(_plan(), path=path, before=partial(stop, "a")).cells == ()
     assert Results.load(path) == results
 
 

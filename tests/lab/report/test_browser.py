@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from browser import a_browser, draw_all, opened
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import expect
 from sample_results import monitor, sample_results
 from test_page import hostile_results
 
@@ -21,13 +19,13 @@ SAMPLE = sample_results()
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser():
     with a_browser() as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("pages")
     elsewhere = replace(SAMPLE.cells[0], device="cuda")
     write_page(replace(SAMPLE, cells=(*SAMPLE.cells, elsewhere)), made / "all.html")
@@ -37,16 +35,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def page(browser: Browser, folder: Path) -> Iterator[Page]:
+def page(browser, folder):
     with opened(browser, folder / "all.html") as found:
         yield found
 
 
-def choose(page: Page, name: str, value: str) -> None:
+def choose(page, name, value):
     page.locator(f"#controls input[name='{name}'][value='{value}'] + span").click()
 
 
-def test_charts_are_drawn_when_they_come_near_and_follow_the_switches(page: Page) -> None:
+def test_charts_are_drawn_when_they_come_near_and_follow_the_switches(page):
     first = page.locator("#ratios .chart:visible").first
     first.scroll_into_view_if_needed()
     bars = first.locator(".trace.bars .point")
@@ -76,7 +74,7 @@ def test_charts_are_drawn_when_they_come_near_and_follow_the_switches(page: Page
 
 
 @pytest.mark.parametrize("name", ["monitor", "hostile"])
-def test_smaller_pages_draw_what_they_have(browser: Browser, folder: Path, name: str) -> None:
+def test_smaller_pages_draw_what_they_have(browser, folder, name):
     with opened(browser, folder / f"{name}.html") as page:
         shown = draw_all(page)
         assert shown
@@ -88,7 +86,7 @@ def test_smaller_pages_draw_what_they_have(browser: Browser, folder: Path, name:
         assert legend["y"] + legend["height"] <= plot["y"] + 1, "the legend covers nothing"
 
 
-def test_the_table_sorts_and_its_filter_counts(page: Page) -> None:
+def test_the_table_sorts_and_its_filter_counts(page):
     for name in ("time", "ratio"):
         heading = page.locator("#cell-table th", has_text=name).first
         for direction in ("ascending", "descending"):
@@ -117,7 +115,7 @@ def test_the_table_sorts_and_its_filter_counts(page: Page) -> None:
     expect(visible).to_have_count(8)
 
 
-def test_a_phone_scrolls_in_one_direction(browser: Browser, folder: Path) -> None:
+def test_a_phone_scrolls_in_one_direction(browser, folder):
     phone = {"is_mobile": True, "has_touch": True, "device_scale_factor": 2}
     # Not `opened`: in charts that are so narrow, Plotly complains of its own labels at times.
     with closing(browser.new_page(viewport={"width": 390, "height": 900}, **phone)) as page:
@@ -128,7 +126,7 @@ def test_a_phone_scrolls_in_one_direction(browser: Browser, folder: Path) -> Non
             assert page.evaluate("document.documentElement.scrollWidth") == width
 
 
-def test_the_theme_follows_the_reader_and_paper_is_light_and_complete(browser: Browser, folder: Path) -> None:
+def test_the_theme_follows_the_reader_and_paper_is_light_and_complete(browser, folder):
     with opened(browser, folder / "monitor.html", color_scheme="light") as page:
         html = page.locator("html")
         page.emulate_media(color_scheme="dark")

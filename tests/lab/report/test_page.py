@@ -8,7 +8,6 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from sample_results import CEILINGS, monitor, sample_results, training
@@ -20,10 +19,8 @@ from attnspan_lab.bench.standings import standings
 from attnspan_lab.report import write_page
 
 HOSTILE = '<img src=x onerror="window.hacked=1">"\'</script><script>window.hacked=1</script>{{ 7 * 7 }} %{x}'
-SECTIONS = {
-    "grid", "standing", "ratios", "roofline", "speed", "scaling", "memory", "training", "monitor",
-    "cells", "environment",
-}  # fmt: skip
+SECTIONS = {"grid", "standing", "ratios", "roofline", "speed", "scaling", "memory", "training", "monitor"}
+SECTIONS |= {"cells", "environment"}
 STYLE = (Path(attnspan_lab.__file__).parent / "report" / "page.css").read_text()
 NAMED_COLOR = re.compile(r"@[a-z]+\d?")
 
@@ -31,31 +28,29 @@ NAMED_COLOR = re.compile(r"@[a-z]+\d?")
 class Page(HTMLParser):
     """Tags with their attributes, and words."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
-        self.tags: list[tuple[str, dict[str, Any]]] = []
-        self.words: list[str] = []
-        self.scripts: list[str] = []
+        self.tags, self.words, self.scripts = [], [], []
         self.feed(text)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if self.tags and self.cdata_elem == "script":
             self.scripts.append(data)
         elif self.cdata_elem != "style" and data.strip():
             self.words.append(data.strip())
 
-    def all(self, tag: str, **wanted: str) -> list[dict[str, Any]]:
+    def all(self, tag, **wanted):
         return [x for name, x in self.tags if name == tag and wanted.items() <= x.items()]
 
     @property
-    def figures(self) -> list[dict[str, Any]]:
+    def figures(self):
         return json.loads(self.scripts[0])
 
 
-def page_of(results: Results, folder: Path) -> Page:
+def page_of(results, folder):
     path = folder / "new" / "page.html"
     write_page(results, path)
     assert [item.name for item in path.parent.iterdir()] == ["page.html"]
@@ -63,7 +58,7 @@ def page_of(results: Results, folder: Path) -> Page:
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
+def page(tmp_path_factory):
     return page_of(sample_results(), tmp_path_factory.mktemp("page"))
 
 
@@ -82,9 +77,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
          "attnspan: grid, documents, decode, long"),
     ],
 )  # fmt: skip
-def test_sections_are_there_with_their_links_or_absent_without_data(
-    results: Results, wanted: set[str], title: str, tmp_path: Path
-) -> None:
+def test_sections_are_there_with_their_links_or_absent_without_data(results, wanted, title, tmp_path):
     found = page_of(results, tmp_path)
     assert {x["id"] for x in found.all("section")} == wanted
     assert {x["href"].removeprefix("#") for x in found.all("a")} == wanted | {"content"}
@@ -102,7 +95,7 @@ def test_sections_are_there_with_their_links_or_absent_without_data(
     assert "<title>&lt;mine&gt;</title>" in (tmp_path / "named.html").read_text(encoding="utf-8")
 
 
-def test_a_training_shows_its_loss_first_and_then_its_speed(tmp_path: Path) -> None:
+def test_a_training_shows_its_loss_first_and_then_its_speed(tmp_path):
     records = monitor(120)
     results = Results(monitor=records, evaluations=sample_results().evaluations)
     found = page_of(results, tmp_path)
@@ -121,7 +114,7 @@ def test_a_training_shows_its_loss_first_and_then_its_speed(tmp_path: Path) -> N
     assert first["aria-label"].startswith("Tokens per second")
 
 
-def test_every_run_of_every_cell_is_a_row_and_headlines_are_its_totals(page: Page, tmp_path: Path) -> None:
+def test_every_run_of_every_cell_is_a_row_and_headlines_are_its_totals(page, tmp_path):
     results = sample_results()
     runs = [(cell, run) for cell in results.cells for run in cell.runs]
     rows = [attrs for attrs in page.all("tr") if "data-peer" in attrs]
@@ -146,20 +139,28 @@ def test_every_run_of_every_cell_is_a_row_and_headlines_are_its_totals(page: Pag
     assert "in a row" in page_of(replace(results, cells=(queued,)), tmp_path).words
 
 
-def test_the_machine_is_described_in_words_and_no_run_exceeds_it(page: Page, tmp_path: Path) -> None:
+def test_the_machine_is_described_in_words_and_no_run_exceeds_it(page, tmp_path):
     facts = dict(zip(page.words, page.words[1:], strict=False))
-    for name, text in (
-        *(("memory bytes", "16.0 GiB"), ("load average", "0.1235, 0.5"), ("versions, tokamax", "-")),
-        *(("versions, torch", "2.13.0+cpu"), ("reading memory", "18.4 GB/s")),
-    ):
-        assert facts[name] == text
+    wanted = {"memory bytes": "16.0 GiB", "load average": "0.1235, 0.5", "versions, tokamax": "-"}
+    assert (
+        wanted | {"versions, torch": "2.13.0+cpu", "reading memory": "18.4 GB/s"}
+    ).items() <= facts.items()
     low = replace(CEILINGS, flops={kind: peak / 9 for kind, peak in CEILINGS.flops.items()})
     found = page_of(replace(sample_results(), ceilings=low), tmp_path)
     assert any(word.startswith("the fastest sample of flex at ") for word in found.words)
     assert not re.search(r"1[0-9][1-9] % of the", json.dumps(found.figures))
+    # A page that cannot be written leaves the old one.
+    path = tmp_path / "old" / "page.html"
+    path.parent.mkdir()
+    path.write_text("the old page")
+    bad = replace(monitor(1)[0], utilisation=float("nan"))
+    with pytest.raises(ValueError, match="JSON"):
+        write_page(Results(monitor=(bad,)), path)
+    assert path.read_text() == "the old page"
+    assert list(path.parent.iterdir()) == [path]
 
 
-def hostile_results() -> Results:
+def hostile_results():
     """Every string that comes from outside is an attack."""
     results = sample_results()
     cell = results.cells[0]
@@ -176,7 +177,7 @@ def hostile_results() -> Results:
     )
 
 
-def test_strings_are_data_and_nothing_points_outside(tmp_path: Path, page: Page) -> None:
+def test_strings_are_data_and_nothing_points_outside(tmp_path, page):
     found = page_of(hostile_results(), tmp_path)
     assert not found.all("img")
     assert len(found.all("script")) == len(page.all("script")) == 3
@@ -195,13 +196,13 @@ def test_strings_are_data_and_nothing_points_outside(tmp_path: Path, page: Page)
     assert "url(" not in STYLE
 
 
-def _luminance(color: str) -> float:
+def _luminance(color):
     channels = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def test_charts_are_plotlys_in_colours_that_both_themes_have_and_that_can_be_read(page: Page) -> None:
+def test_charts_are_plotlys_in_colours_that_both_themes_have_and_that_can_be_read(page):
     from plotly.graph_objects import Figure
 
     assert len(page.figures) == len(page.all("div", role="img")) > 50
@@ -213,17 +214,19 @@ def test_charts_are_plotlys_in_colours_that_both_themes_have_and_that_can_be_rea
     (cell, *_), flash = sample_results().cells, next(x for x in bars if x["meta"]["peer"] == "sdpa-flash")
     assert flash["base"][0] + flash["x"][0] == pytest.approx(cell.run("sdpa-flash").ratio.median)
     used = {name[1:] for name in NAMED_COLOR.findall(json.dumps(page.figures))}
+    # WCAG 2.2, 1.4.3: 4.5 for text, and about 3 for graphics.
+    least = dict.fromkeys(used - {"paper", "grid", "line"}, 2.4) | dict.fromkeys(
+        ("ink", "faint", "accent"), 4.5
+    )
     for theme in re.findall(r"\{\n(  color-scheme.*?)\}", STYLE, re.DOTALL):
         colors = dict(re.findall(r"--([\w-]+): (#\w{6});", theme))
         assert used <= colors.keys()
-        # WCAG 2.2, 1.4.3: 4.5 for text, and about 3 for graphics.
-        for name, least in (("ink", 4.5), ("faint", 4.5), ("accent", 4.5), *((x, 2.4) for x in used)):
-            if name not in ("paper", "grid", "line"):
-                dark, bright = sorted((_luminance(colors[name]), _luminance(colors["paper"])))
-                assert (bright + 0.05) / (dark + 0.05) >= least, name
+        for name, contrast in least.items():
+            dark, bright = sorted((_luminance(colors[name]), _luminance(colors["paper"])))
+            assert (bright + 0.05) / (dark + 0.05) >= contrast, name
 
 
-def test_peers_beyond_the_palette_still_differ(tmp_path: Path) -> None:
+def test_peers_beyond_the_palette_still_differ(tmp_path):
     cell = sample_results().cells[0]
     run = next(run for run in cell.peers if run.ran)
     peers = tuple(replace(run, peer=f"peer-{index}") for index in range(14))
@@ -233,7 +236,7 @@ def test_peers_beyond_the_palette_still_differ(tmp_path: Path) -> None:
     assert len(looks) == 15
 
 
-def test_readers_without_eyes_find_their_way(page: Page) -> None:
+def test_readers_without_eyes_find_their_way(page):
     ids = [attrs["id"] for _, attrs in page.tags if attrs.get("id")]
     assert len(ids) == len(set(ids))
     levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch(r"h[1-6]", tag)]
@@ -245,13 +248,3 @@ def test_readers_without_eyes_find_their_way(page: Page) -> None:
     assert len(page.all("caption")) == len(page.all("table")) == 4
     assert all(attrs.get("scope") in ("col", "row") for attrs in page.all("th"))
     assert page.all("html", lang="en")
-
-
-def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
-    path = tmp_path / "page.html"
-    path.write_text("the old page")
-    bad = replace(monitor(1)[0], utilisation=float("nan"))
-    with pytest.raises(ValueError, match="JSON"):
-        write_page(Results(monitor=(bad,)), path)
-    assert path.read_text() == "the old page"
-    assert list(tmp_path.iterdir()) == [path]

@@ -15,7 +15,7 @@ SMALL: dict[str, Any] = {"length": 32, "heads": 1, "where": "cpu"}
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_other_blocks_compute_the_same_and_a_wrong_result_is_refused(kernel: str) -> None:
+def test_other_blocks_compute_the_same_and_a_wrong_result_is_refused(kernel):
     with triton.interpreted():
         case = blocks(kernel, "float32", 16, **SMALL)
         other = replace(case["default"], block_m=16, block_n=16, warps=2)
@@ -27,7 +27,7 @@ def test_other_blocks_compute_the_same_and_a_wrong_result_is_refused(kernel: str
 
 
 @pytest.mark.parametrize("kind", ["full", "documents", "spans", "decode"])
-def test_backends_are_ranked_and_those_that_fail_are_named(kind: str) -> None:
+def test_backends_are_ranked_and_those_that_fail_are_named(kind):
     sizes: dict[str, Any] = {"length": 64, "heads": 4, "where": "cpu", "backends": ("cpu", "math", "vendor")}
     times, reasons = rank(kind, "float32", 16, seconds=0.05, **sizes)
     assert set(times) == {"cpu", "math"}
@@ -35,7 +35,7 @@ def test_backends_are_ranked_and_those_that_fail_are_named(kind: str) -> None:
     assert "BackendError" in reasons["vendor"]
 
 
-def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_without_a_gpu_the_command_says_so(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["attnspan", "tune"])
     with pytest.raises(SystemExit):
         main()

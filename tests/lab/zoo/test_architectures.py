@@ -55,7 +55,7 @@ def test_there_are_many_and_the_others_have_a_reason(module, least):
         assert set(getattr(tables, name)) <= {x.name for x in ARCHITECTURES} | set(transformers.left_out())
 
 
-@pytest.mark.parametrize("architecture", _some(19))
+@pytest.mark.parametrize("architecture", _some(50))
 def test_gradients_are_finite_in_each_layout_and_attention_matters(architecture):
     model, layouts = architecture.make("eager", "tiny"), []
     assert model.training
@@ -79,7 +79,7 @@ def test_gradients_are_finite_in_each_layout_and_attention_matters(architecture)
     assert layouts
 
 
-@pytest.mark.parametrize("architecture", _some(37))
+@pytest.mark.parametrize("architecture", _some(90))
 def test_weights_are_the_same_for_each_implementation(architecture):
     wanted = architecture.make("eager", "tiny").state_dict()
     for implementation in IMPLEMENTATIONS:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from itertools import cycle, product
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
-from covering import everything
 from rich.console import Console
 from zoo_samples import architectures as samples
 
@@ -30,12 +28,12 @@ SOURCES = {"samples": "zoo_samples"}
 BY_NAME = {x.name: x for x in samples()}
 
 
-def row_of(name: str, *keys: Key, settings: Settings = QUICK) -> Row:
+def row_of(name, *keys, settings=QUICK):
     keeper = Keeper(BY_NAME[name], settings)
     return Row(name, "samples", "encoder", tuple(map(keeper.run, keys)))
 
 
-def keys(mode: str, layout: str, shapes: int = 1, names: str = "identity eager sdpa attnspan") -> list[Key]:
+def keys(mode, layout, shapes=1, names="identity eager sdpa attnspan"):
     return [Key(name, mode, layout, shapes) for name in names.split()]
 
 
@@ -55,7 +53,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_said(name: str) -> None:
+def test_what_is_wrong_is_said(name):
     layout, expected = WRONG[name]
     row = row_of(name, *keys("eager", layout))
     found = complaints(row)
@@ -67,7 +65,7 @@ def test_what_is_wrong_is_said(name: str) -> None:
     assert line_of(row)[1] == f"{len(expected)} wrong"
 
 
-def test_a_sound_attention_is_not_blamed() -> None:
+def test_a_sound_attention_is_not_blamed():
     row = row_of("sound", *(key for layout in ("plain", "packed", "padded") for key in keys("eager", layout)))
     assert complaints(row) == []
     assert [x.calls for x in row.cells if x.implementation == "attnspan"] == [2, 2, 2]
@@ -78,7 +76,7 @@ def test_a_sound_attention_is_not_blamed() -> None:
 
 
 @pytest.mark.slow
-def test_breaks_of_the_graph_and_more_graphs_than_others_are_said() -> None:
+def test_breaks_of_the_graph_and_more_graphs_than_others_are_said():
     row = row_of("breaking", *keys("compiled", "plain", names="identity attnspan"))
     (found,) = complaints(row)
     assert found.startswith("compiled plain: compile: Unsupported: Call to `torch._dynamo.graph_break()`")
@@ -92,11 +90,9 @@ def test_breaks_of_the_graph_and_more_graphs_than_others_are_said() -> None:
     assert complaints(dataclasses.replace(row, cells=(sdpa, as_many))) == []
 
 
-def test_a_models_own_failures_are_not_attentions() -> None:
-    made = [
-        work()
-        for _, work in results(Keeper(BY_NAME["own"], dataclasses.replace(QUICK, layouts=("plain",))), ())
-    ]
+def test_a_models_own_failures_are_not_attentions():
+    keeper = Keeper(BY_NAME["own"], dataclasses.replace(QUICK, layouts=("plain",)))
+    made = [work() for _, work in results(keeper, ())]
     row = Row("own", "samples", "encoder", tuple(made))
     compiled = [x for x in made if x.mode == "compiled"]
     assert [x.failed for x in compiled] == ["compile"] * 4
@@ -108,7 +104,7 @@ def test_a_models_own_failures_are_not_attentions() -> None:
     assert complaints(row) == []
 
 
-def test_what_one_attention_can_do_is_not_beyond_the_model() -> None:
+def test_what_one_attention_can_do_is_not_beyond_the_model():
     where = ("compiled", "plain")
     identity, ours = Cell("identity", *where, "compile"), Cell("attnspan", *where, "compile", "no")
     assert complaints(Row("x", "samples", "encoder", (identity, ours))) == []
@@ -118,15 +114,15 @@ def test_what_one_attention_can_do_is_not_beyond_the_model() -> None:
 
 
 @pytest.mark.slow
-def test_the_identity_runs_where_another_attention_failed() -> None:
+def test_the_identity_runs_where_another_attention_failed():
     settings = dataclasses.replace(QUICK, tokens=(45,), layouts=("plain", "packed"), modes=("compiled",))
     labels = [label for label, work in results(Keeper(BY_NAME["breaking"], settings), ()) if work()]
     assert labels[-1] == "identity compiled plain"  # the layout where only attnspan was to be compiled
     assert len(labels) == len(set(labels)) == len(plan(["plain", "packed"], settings)) + 1
 
 
-def test_rounding_is_judged_by_the_eager_implementations_own() -> None:
-    def exact(mine: float, theirs: float) -> bool | None:
+def test_rounding_is_judged_by_the_eager_implementations_own():
+    def exact(mine, theirs):
         eager = Cell("eager", "eager", "plain", output_error=theirs, gradient_error=theirs)
         ours = Cell("attnspan", "eager", "plain", output_error=theirs, gradient_error=mine)
         return is_exact(Row("x", "samples", "encoder", (eager, ours)), ours)
@@ -138,13 +134,13 @@ def test_rounding_is_judged_by_the_eager_implementations_own() -> None:
 
 
 @pytest.fixture
-def found_by_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def found_by_processes(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("found_by_processes", "forked")
-def test_a_crash_or_a_hang_costs_one_cell() -> None:
+def test_a_crash_or_a_hang_costs_one_cell():
     chosen = [BY_NAME["crashing"], BY_NAME["hanging"]]
     settings = dataclasses.replace(QUICK, layouts=("packed", "padded"), modes=("eager",))
     found = run_zoo(chosen, settings, jobs=2, limit=5, sources=SOURCES)
@@ -159,11 +155,11 @@ def test_a_crash_or_a_hang_costs_one_cell() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("found_by_processes", "forked")
-def test_an_interrupt_loses_nothing_and_the_next_run_goes_on(tmp_path: Path) -> None:
+def test_an_interrupt_loses_nothing_and_the_next_run_goes_on(tmp_path):
     chosen, path = [BY_NAME["sound"], BY_NAME["unused"]], tmp_path / "zoo.json"
     settings = dataclasses.replace(QUICK, layouts=("plain",), modes=("eager",))
 
-    def stop(_: Row) -> None:
+    def stop(_):
         raise KeyboardInterrupt
 
     stopped = run_zoo(chosen, settings, path=path, sources=SOURCES, after=stop)
@@ -177,7 +173,7 @@ def test_an_interrupt_loses_nothing_and_the_next_run_goes_on(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("found_by_processes")
-def test_a_process_that_cannot_start_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_start_is_a_row(monkeypatch):
     monkeypatch.setattr(run, "_MODULE", "attnspan.no_such_module")
     found = run_zoo([BY_NAME["sound"]], QUICK, sources=SOURCES)
     (said,) = complaints(found.rows[0])
@@ -187,7 +183,7 @@ def test_a_process_that_cannot_start_is_a_row(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("found_by_processes", "forked")
-def test_steps_are_timed_and_their_memory_is_measured(tmp_path: Path) -> None:
+def test_steps_are_timed_and_their_memory_is_measured(tmp_path):
     settings = SpeedSettings(backend="eager", tokens=64, memory_tokens=1024, rounds=9, seconds=0.2)
     path = tmp_path / "zoo.json"
     (found,) = measure_speed([BY_NAME["sound"]], settings, path=path, sources=SOURCES).speed
@@ -203,26 +199,22 @@ def test_steps_are_timed_and_their_memory_is_measured(tmp_path: Path) -> None:
     assert set(failed.reasons) == {"time", "memory of attnspan", "memory of sdpa"}
 
 
-def test_steps_of_two_processors_do_not_share_a_file() -> None:
+def test_steps_of_two_processors_do_not_share_a_file():
     there = dataclasses.replace(sample_results(), speed_environment={"cpu": "another <processor>"})
     assert "Training steps, measured on another <processor>, None." in markdown_of(there)
-    with pytest.raises(
-        OptionError, match=r"steps timed on this processor, .* got steps of another processor"
-    ):
+    wanted = r"steps timed on this processor, .* got steps of another processor"
+    with pytest.raises(OptionError, match=wanted):
         measure_speed([], SpeedSettings(), start=there)
     assert measure_speed([], SpeedSettings(), start=ZooResults()).complete
 
 
-def sample_results() -> ZooResults:
+def sample_results():
     """Something of everything, with what a page must not take for markup."""
     errors = {"output_error": 1e-7, "gradient_error": 2e-7}
-    cells = [
-        Cell(name, "eager", "packed", leaks="", **errors) for name in ("identity", "eager", "sdpa", "flex")
-    ]
+    eager, compiled = ("identity", "eager", "sdpa", "flex"), ("identity", "sdpa", "attnspan")
+    cells = [Cell(name, "eager", "packed", leaks="", **errors) for name in eager]
     cells.append(Cell("attnspan", "eager", "packed", calls=2, leaks="document 0 <b>", **errors))
-    cells += [
-        Cell(x, "compiled", "packed", graphs=2, shapes=3, **errors) for x in ("identity", "sdpa", "attnspan")
-    ]
+    cells += [Cell(name, "compiled", "packed", graphs=2, shapes=3, **errors) for name in compiled]
     cells.append(Cell("flex", "compiled", "packed", "compile", "no <script>", shapes=3))
     nan = Cell("attnspan", "eager", "plain", output_error=float("inf"), gradient_error=1.0)
     rows = (
@@ -240,22 +232,15 @@ def sample_results() -> ZooResults:
 
 
 @pytest.mark.parametrize("width", [70, 200])
-def test_the_table_fits_and_says_what_is_wrong(width: int) -> None:
+def test_the_table_fits_and_says_what_is_wrong(width):
     out = io.StringIO()
     show_zoo(sample_results(), Console(file=out, width=width))
     text = " ".join(out.getvalue().split())
-    for words in (
-        "passes all checks in 0 of 3",
-        "llama, eager packed: leaks: document 0 <b>",
-        "2.00x",
-        "3.00x",
-    ):
-        assert words in text
+    said = ("passes all checks in 0 of 3", "llama, eager packed: leaks: document 0 <b>", "2.00x", "3.00x")
+    assert [words for words in said if words not in text] == []
 
 
-def test_a_file_becomes_a_page_and_the_tables_between_marks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attnspan: Any
-) -> None:
+def test_a_file_becomes_a_page_and_the_tables_between_marks(tmp_path, monkeypatch, attnspan):
     results = sample_results()
     results.save(tmp_path / "zoo.json.gz")
     monkeypatch.chdir(tmp_path)
@@ -267,16 +252,17 @@ def test_a_file_becomes_a_page_and_the_tables_between_marks(
     assert "llama" in said
     page = Path("zoo.html").read_text(encoding="utf-8")
     assert page.count('data-attention="') == sum(len(row.cells) for row in results.rows)
-    assert "&lt;i&gt;odd&lt;/i&gt;" in page
-    assert "<i>odd" not in page
-    assert "no <script>" not in page
+    found = [x in page for x in ("&lt;i&gt;odd&lt;/i&gt;", "<i>odd", "no <script>")]
+    assert found == [True, False, False]
     text = tables.read_text()
-    assert text.startswith(f"before\n{BEGIN}\n")
-    assert text.endswith(f"{END}\nafter\n")
+    assert (text.startswith(f"before\n{BEGIN}\n"), text.endswith(f"{END}\nafter\n")) == (True, True)
     assert "old" not in text
-    assert "| **median of 1** |  |  |  | **2.00x** |  |  | **3.00x** |  |" in text
-    assert "| rwkv | no attention |" in text
-    assert "| architectures that compile to one graph | - | 1 of 1 | 0 of 1 | 1 of 1 |" in text
+    for line in (
+        "| **median of 1** |  |  |  | **2.00x** |  |  | **3.00x** |  |",
+        "| rwkv | no attention |",
+        "| architectures that compile to one graph | - | 1 of 1 | 0 of 1 | 1 of 1 |",
+    ):
+        assert line in text
     tables.write_text("no marks")
     for given, wanted in (
         ("--show zoo.json.gz --markdown zoo.md", "Add these lines, or pass a new file"),
@@ -286,60 +272,49 @@ def test_a_file_becomes_a_page_and_the_tables_between_marks(
         ("--show missing.json", "no such file"),
     ):
         code, _, said = attnspan("zoo", *given.split())
-        assert code == 2
-        assert wanted in said
+        assert (code, wanted in said) == (2, True)
     assert tables.read_text() == "no marks"
 
 
-def test_the_page_of_the_site_shows_the_results_file() -> None:
+def test_the_page_of_the_site_shows_the_results_file():
     root = Path(__file__).parents[3]
     _, _, after = (root / "docs" / "zoo.md").read_text(encoding="utf-8").partition(BEGIN)
     shown = after.partition(END)[0].strip()
     assert shown == markdown_of(ZooResults.load(root / "benchmarks/results/zoo.json.gz")).strip()
 
 
-# A dozen: softcaps, windows, chunks, sinks, latents, experts, biases, cross attention, encoders.
-FAMILIES = (
-    "llama",
-    "gemma2",
-    "gemma3_text",
-    "llama4_text",
-    "gpt_oss",
-    "deepseek_v3",
-    "mixtral",
-    "t5",
-    "bart",
-)
-FAMILIES += ("bert", "modernbert", "phi3")
-
-
-def _pairs() -> list[tuple[str, str, str, str]]:
-    """Each family with an attention, a mode and a layout in turn; in the long run with all of them."""
-    ways = list(product(("attnspan", "sdpa"), ("eager", "compiled"), ("padded", "packed", "plain")))
-    if everything():
-        return [(name, *way) for name in FAMILIES for way in ways]
-    eager = [("attnspan", "eager", layout) for layout in ("padded", "packed", "plain")]
-    compiled = [("attnspan", "compiled", layout) for layout in ("packed", "plain", "padded")]
-    sdpa = ("sdpa", "eager", "padded")  # the others' own: once is enough
-    short = [eager[0], compiled[0], eager[1], eager[2], compiled[1], eager[0], eager[1], eager[2], sdpa]
-    return [(name, *way) for name, way in zip(FAMILIES, cycle([*short, compiled[2], *eager]), strict=False)]
+#: Softcaps and windows, chunks, sinks, latents and experts, biases and cross attention, encoders.
+FAMILIES = {
+    "gemma2": ("attnspan", "compiled", "padded"),
+    "llama4_text": ("attnspan", "eager", "padded"),
+    "gpt_oss": ("attnspan", "eager", "packed"),
+    "deepseek_v3": ("attnspan", "eager", "plain"),
+    "t5": ("attnspan", "eager", "padded"),
+    "modernbert": ("attnspan", "eager", "packed"),
+    "bart": ("sdpa", "eager", "padded"),
+}
+MORE = ("llama", "gemma3_text", "mixtral", "bert", "phi3")
+WAYS = list(product(("attnspan", "sdpa"), ("eager", "compiled"), ("padded", "packed", "plain")))
+PAIRS = [(name, *way) for name, way in FAMILIES.items()]
+PAIRS += [
+    pytest.param(name, *way, marks=pytest.mark.long)
+    for name, way in product((*FAMILIES, *MORE), WAYS)
+    if FAMILIES.get(name) != way
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "implementation", "mode", "layout"), _pairs())
-def test_families_run_exactly_and_do_not_leak(name: str, implementation: str, mode: str, layout: str) -> None:
+@pytest.mark.parametrize(("name", "implementation", "mode", "layout"), PAIRS)
+def test_families_run_exactly_and_do_not_leak(name, implementation, mode, layout):
     pytest.importorskip("transformers")
     from attnspan_lab.zoo.transformers import architectures
 
     architecture = next(x for x in architectures() if x.name == name)
     keeper = Keeper(architecture, QUICK)
     layout = layout if layout in keeper.layouts() else "padded"
-    keys = [
-        Key("identity", "eager", layout),
-        Key("eager", "eager", layout),
-        Key(implementation, mode, layout),
-    ]
-    row = Row(name, "transformers", architecture.kind, tuple(map(keeper.run, keys)))
+    ways = ("identity", "eager"), ("eager", "eager"), (implementation, mode)
+    made = [keeper.run(Key(*way, layout)) for way in ways]
+    row = Row(name, "transformers", architecture.kind, tuple(made))
     cell = row.cells[-1]
     if cell.failed == "build" and implementation != "attnspan":
         pytest.skip(cell.reason)

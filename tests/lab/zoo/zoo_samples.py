@@ -65,35 +65,10 @@ def breaking(q: Tensor, *rest: Any) -> Tensor:
     return ours(q, *rest)
 
 
-def leaking(q: Tensor, k: Tensor, v: Tensor, _positions: Any, valid: Tensor | None) -> Tensor:
-    return ours(q, k, v, None, valid)
-
-
-def all_pairs(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    return ours(q, k, v, *rest) + 0 * (q @ k.mT).sum()
-
-
-def wrong_gradients(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    return ours(q, k + (k - k.detach()) * 1e-3, v, *rest)
-
-
-def wrong(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    return ours(q, k * 1.0001, v, *rest)
-
-
 def no_backward(q: Tensor, *rest: Any) -> Tensor:
     if q.requires_grad:
         raise NotImplementedError("no gradients here")
     return ours(q, *rest)
-
-
-def half_used(q: Tensor, *rest: Any) -> Tensor:
-    return (ours(q, *rest) + sdpa(q, *rest)) / 2
-
-
-def specialising(q: Tensor, *rest: Any) -> Tensor:
-    # A compiler that has to know whether it is 131 makes a program for 131 alone.
-    return ours(q, *rest) * (1 if q.shape[2] == 131 else 1.0)
 
 
 def crashing(q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, valid: Tensor | None) -> Tensor:
@@ -109,20 +84,19 @@ def hanging(q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, valid: Te
 
 
 OURS: dict[str, Attend] = {
-    "sound": ours,
+    **dict.fromkeys(("sound", "own", "own_leak"), ours),
     "breaking": breaking,
-    "leaking": leaking,
-    "all_pairs": all_pairs,
-    "wrong_gradients": wrong_gradients,
-    "wrong": wrong,
+    "leaking": lambda q, k, v, _, valid: ours(q, k, v, None, valid),
+    "all_pairs": lambda q, k, *rest: ours(q, k, *rest) + 0 * (q @ k.mT).sum(),
+    "wrong_gradients": lambda q, k, *rest: ours(q, k + (k - k.detach()) * 1e-3, *rest),
+    "wrong": lambda q, k, *rest: ours(q, k * 1.0001, *rest),
     "no_backward": no_backward,
-    "half_used": half_used,
+    "half_used": lambda *given: (ours(*given) + sdpa(*given)) / 2,
     "unused": sdpa,
-    "specialising": specialising,
+    # A compiler that has to know whether it is 131 makes a program for 131 alone.
+    "specialising": lambda q, *rest: ours(q, *rest) * (1 if q.shape[2] == 131 else 1.0),
     "crashing": crashing,
     "hanging": hanging,
-    "own": ours,
-    "own_leak": ours,
 }
 OTHERS: dict[str, Attend] = {"eager": eager, "sdpa": sdpa, "flex": flex, "identity": identity}
 

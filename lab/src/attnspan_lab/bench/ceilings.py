@@ -58,19 +58,15 @@ def measure_ceilings(
     """
     share = seconds / _ROUNDS
     if probe is not None and device == "cpu":
-        note, read_note = (
-            f"register-only loop of the instruction, {threads} threads",
-            "reading 256 MiB in order",
-        )
+        note = f"register-only loop of the instruction, {threads} threads"
+        read_note = "reading 256 MiB in order"
         calls: dict[str, Callable[[], float]] = {
             kind: partial(probe.peak, kind, num_threads=threads, seconds=share) for kind in probe.peak_kinds()
         }
         calls[_READ] = partial(probe.read_bandwidth, _READ_BYTES["cpu"], num_threads=threads, seconds=share)
     else:
-        note, read_note = (
-            "best square matrix product of torch: a lower bound of the peak",
-            "sum over a large tensor",
-        )
+        note = "best square matrix product of torch: a lower bound of the peak"
+        read_note = "sum over a large tensor"
         where = device_named(device)
         calls = {kind: _matmul(dtype, where, share) for kind, dtype in _TORCH_KINDS.items()}
         data = torch.ones(_READ_BYTES[device] // 4, device=device)

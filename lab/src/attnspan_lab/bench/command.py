@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnspan.errors import OptionError, expect
+from attnspan.errors import expect
 from attnspan_lab.bench.ceilings import native_probe
 from attnspan_lab.bench.cells import Cell, Workload
 from attnspan_lab.bench.cited import cite
@@ -102,10 +102,8 @@ def plan_of(options: BenchOptions) -> Plan:
     dtypes = chosen("--dtypes", options.dtypes, DTYPES)
     modes, peers = chosen("--modes", options.modes, MODES), words(options.peers)
     peers_named(peers)
-    if _TRAINING in options.asked and options.device != "cpu":
-        raise OptionError(
-            "training", expected="--device cpu", got=options.device, remedy="The reference job runs on CPU"
-        )
+    fits = _TRAINING not in options.asked or options.device == "cpu"
+    expect(fits, "training", "--device cpu", options.device, "The reference job runs on CPU")
     device_named(options.device)
     trains = _TRAINING in options.asked or (options.full and options.device == "cpu")
     for what in ("samples", "rounds"):

@@ -28,13 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Figure", "figures", "ratio_texts", "show_comparison", "show_results", "show_summary"]
 
-_SHORT = {
-    "float32": "fp32",
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "forward": "fwd",
-    "forward+backward": "fwd+bwd",
-}
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_SHORT |= {"forward": "fwd", "forward+backward": "fwd+bwd"}
 
 
 def _short(name: str) -> str:
@@ -189,12 +184,8 @@ def ratio_texts(ratio: Interval | None, noisy: bool = False, verdict: str | None
 def _show_grid(console: Console, cells: Sequence[Cell], mode: str, said: _Verdicts) -> None:
     """Print one row per cell: attnspan's time, and the ratio of each peer that ran in any cell."""
     peers = list(dict.fromkeys(run.peer for cell in cells for run in cell.peers if run.ran))
-    columns = [
-        Column("cell", words=True),
-        Column("dtype", words=True),
-        Column("ours"),
-        Column("rate", drop=1),
-    ]
+    columns = [Column("cell", words=True), Column("dtype", words=True), Column("ours")]
+    columns.append(Column("rate", drop=1))
     for index, peer in enumerate(peers):
         columns += [Column(peer), Column(f"interval, {peer}", drop=2 + index)]
     rows = []

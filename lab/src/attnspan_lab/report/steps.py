@@ -65,13 +65,9 @@ def _training_row(cell: TrainingCell) -> tuple[Entry | str, ...]:
 def _tokens_chart(cells: Sequence[TrainingCell]) -> Chart:
     found = [(cell.attention, cell.tokens_per_second.quartiles) for cell in cells if cell.tokens_per_second]
     words = [f"{name} {middle:,.0f}" for name, (_, middle, _) in found]
-    drawn = bars(
-        [quartiles for _, quartiles in found],
-        [f"{plain(text)} tokens/s" for text in words],
-        y=list(range(len(found))),
-        width=0.6,
-        marker={"color": ["@ours" if name == OURS else "@peer7" for name, *_ in found]},
-    )
+    colors = ["@ours" if name == OURS else "@peer7" for name, *_ in found]
+    look: dict[str, Any] = {"y": list(range(len(found))), "width": 0.6, "marker": {"color": colors}}
+    drawn = bars([quartiles for _, quartiles in found], [f"{plain(x)} tokens/s" for x in words], **look)
     y_axis = names_axis([name for name, *_ in found], showgrid=False)
     layout = {"xaxis": axis("tokens per second", rangemode="tozero"), "yaxis": y_axis}
     alt = f"Tokens per second: {'; '.join(words)}."

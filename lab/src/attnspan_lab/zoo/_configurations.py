@@ -29,18 +29,8 @@ class Sizes:
 
 
 TINY = Sizes()
-BENCH = replace(
-    TINY,
-    layers=12,
-    hidden=512,
-    heads=8,
-    groups=4,
-    head_dim=64,
-    intermediate=None,
-    vocab=1024,
-    positions=16384,
-    window=512,
-)
+_DEEP: dict[str, Any] = {"layers": 12, "hidden": 512, "heads": 8, "groups": 4, "head_dim": 64}
+BENCH = replace(TINY, intermediate=None, vocab=1024, positions=16384, window=512, **_DEEP)
 
 _FIELDS: dict[str, dict[str, Any]] = tomllib.loads(
     (Path(__file__).parent / "fields.toml").read_text(encoding="utf-8")
@@ -128,13 +118,8 @@ def _like(value: Any, number: int) -> Any:
 def _token_ids(had: dict[str, Any]) -> dict[str, int]:
     """Choose distinct ids below 32 for special tokens. Batches draw tokens from 32 on."""
     first = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    names = [
-        name
-        for name, value in had.items()
-        if name.endswith(("_token_id", "_token_index"))
-        and name != "decoder_start_token_id"
-        and value is not None
-    ]
+    ends, own = ("_token_id", "_token_index"), "decoder_start_token_id"
+    names = [x for x, value in had.items() if x.endswith(ends) and x != own and value is not None]
     others = [name for name in names if name not in first]
     return {n: i for n, i in first.items() if n in had} | {n: 3 + i for i, n in enumerate(others)}
 

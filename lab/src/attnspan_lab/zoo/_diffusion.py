@@ -66,6 +66,7 @@ class Model:
         mask: Names and dtypes of the text's masks. Names that end in "lens" get the lengths.
         needs_mask: Whether the model requires a mask.
         image_in_mask: Whether the mask covers the image as well.
+        bench: Whether the zoo has the model in the size "bench" as well.
     """
 
     inputs: Callable[[Scale, int], dict[str, Any]]
@@ -75,6 +76,7 @@ class Model:
     mask: dict[str, torch.dtype] = field(default_factory=dict)
     needs_mask: bool = False
     image_in_mask: bool = False
+    bench: bool = False
 
 
 def small_configuration(name: str, model: Model, s: Scale) -> dict[str, Any]:

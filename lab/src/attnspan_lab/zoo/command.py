@@ -78,13 +78,8 @@ def zoo(
     common: dict[str, Any] = {"layouts": chosen("--layouts", layouts, LAYOUTS) or LAYOUTS}
     common["backend"] = backend or ("inductor" if speed else "aot_eager")
     wanted_modes = chosen("--modes", modes, MODES) or MODES
-    expect(
-        not (show and (speed or resume)),
-        "--show",
-        "no run",
-        "--speed or --resume",
-        "Pass only one of these options",
-    )
+    alone = not (show and (speed or resume))
+    expect(alone, "--show", "no run", "--speed or --resume", "Pass only one of these options")
     for target in (page, markdown, path):
         if target is not None:
             check_writable(target)
@@ -99,20 +94,14 @@ def zoo(
         start = ZooResults.load(resume) if resume is not None and resume.exists() else ZooResults()
         start = replace(start, left_out=left_out(SOURCES, library))
         if speed:
-            sizes: dict[str, Any] = {
-                "rounds": rounds,
-                "tokens": time_tokens,
-                "memory_tokens": memory_tokens,
-                "limit": limit,
-            }
+            sizes: dict[str, Any] = {"tokens": time_tokens, "memory_tokens": memory_tokens}
+            sizes |= {"rounds": rounds, "limit": limit}
             results = _speed(found, SpeedSettings(**common, **sizes), start, path, console)
         else:
             settings = Settings(**common, full=full, modes=wanted_modes)
             with progress(console, len(found)) as tell:
-                after = partial(_say, tell)
-                results = run_zoo(
-                    found, settings, start=start, path=path, jobs=jobs, limit=limit, after=after
-                )
+                how: dict[str, Any] = {"jobs": jobs, "limit": limit, "after": partial(_say, tell)}
+                results = run_zoo(found, settings, start=start, path=path, **how)
     show_zoo(results, console)
     _write(results, page, markdown, console)
     if path is not None and show is None:

@@ -18,17 +18,6 @@ from attnspan_lab.zoo.torch_attention import eager, identity, instead_of_sdpa
 __all__ = ["architectures", "left_out"]
 
 _SCALES = {"tiny": TINY, "bench": BENCH}
-_BENCHES = (
-    "SD3Transformer2DModel",
-    "FluxTransformer2DModel",
-    "QwenImageTransformer2DModel",
-    "WanTransformer3DModel",
-    "LTXVideoTransformer3DModel",
-    "PixArtTransformer2DModel",
-    "CogVideoXTransformer3DModel",
-    "HunyuanVideoTransformer3DModel",
-    "Lumina2Transformer2DModel",
-)
 
 
 def architectures() -> list[Architecture]:
@@ -42,11 +31,11 @@ def architectures() -> list[Architecture]:
             name=name,
             library="diffusers",
             kind="diffusion",
-            sizes=("tiny", "bench") if name in _BENCHES else ("tiny",),
+            sizes=("tiny", "bench") if model.bench else ("tiny",),
             make=partial(_make, name),
             batch=partial(_batch, name),
         )
-        for name in MODELS
+        for name, model in MODELS.items()
     ]
 
 
@@ -81,14 +70,9 @@ def _dispatch_to_flex(model: nn.Module) -> None:
     """Call `set_attention_backend("flex")`, and raise if processors ignore the backend."""
     processors = [getattr(part, "processor", None) for part in model.modules()]
     asking = [hasattr(x, "_attention_backend") for x in processors if x is not None]
-    expect(
-        bool(asking) and all(asking),
-        type(model).__name__,
-        "processors that use the attention backend",
-        "some that call torch's function directly",
-        "Compare with another implementation",
-        error=UsageError,
-    )
+    wanted, got = "processors that use the attention backend", "some that call torch's function directly"
+    remedy, what = "Compare with another implementation", type(model).__name__
+    expect(bool(asking) and all(asking), what, wanted, got, remedy, error=UsageError)
     for x in processors:
         if x is not None:
             x._attention_backend = "flex"

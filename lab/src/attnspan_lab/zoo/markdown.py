@@ -37,13 +37,8 @@ def write_markdown(results: ZooResults, path: Path) -> None:
     if path.exists():
         old = path.read_text(encoding="utf-8")
         fits = old.count(BEGIN) == 1 and old.count(END) == 1 and old.index(BEGIN) < old.index(END)
-        expect(
-            fits,
-            str(path),
-            f"the lines {BEGIN} and {END}",
-            "a file without",
-            "Add these lines, or pass a new file",
-        )
+        wanted, remedy = f"the lines {BEGIN} and {END}", "Add these lines, or pass a new file"
+        expect(fits, str(path), wanted, "a file without", remedy)
         before = old[: old.index(BEGIN)] + before
         after = old[old.index(END) :]
     write_whole(path, f"{before}\n{markdown_of(results)}\n{after}")
@@ -62,12 +57,11 @@ def markdown_of(results: ZooResults) -> str:
         parts.append("attnspan fails these checks:\n\n" + "\n".join(wrong) if wrong else "")
     if results.speed:
         parts.append(_measured("Training steps, measured", results.speed_environment))
-        parts.append(
-            _table([x.name for x in SPEED_COLUMNS], [*map(speed_line, results.speed), _bold(results)])
-        )
+        lines = [*map(speed_line, results.speed), _bold(results)]
+        parts.append(_table([x.name for x in SPEED_COLUMNS], lines))
     if results.rows:
-        lines = _table([x.name for x in COLUMNS], [line_of(row) for row in results.rows])
-        parts.append(_folded("All architectures", lines))
+        table = _table([x.name for x in COLUMNS], [line_of(row) for row in results.rows])
+        parts.append(_folded("All architectures", table))
     if results.left_out:
         parts.append(_folded("Left out", _table(("family", "reason"), list(results.left_out.items()))))
     return "\n\n".join(x for x in parts if x)

@@ -207,16 +207,10 @@ class Keeper:
             if documents is not None:
                 found = probe(model, batch, documents)
                 leaks = "" if found.isolated else _short(found.leaks[0])
-            return replace(
-                cell,
-                calls=calls.get(_OPERATOR, 0),
-                others=calls.get("aten::scaled_dot_product_attention", 0),
-                peak=peak,
-                seconds=self._timed(cell.label, lambda: run_step(model, model, batch, backward=backward)),
-                largest=watch.shapes.largest,
-                pairs=_first(watch.shapes.of_pairs(other.shapes, first)) if more else None,
-                leaks=leaks,
-            )
+            pairs = watch.shapes.of_pairs(other.shapes, first) if more else None
+            seconds = self._timed(cell.label, lambda: run_step(model, model, batch, backward=backward))
+            cell = replace(cell, peak=peak, seconds=seconds, largest=watch.shapes.largest, leaks=leaks)
+            return _counted(cell, calls, pairs)
 
     def _compared(self, cell: Cell, model: nn.Module, outcome: Outcome, watch: Watch, backward: bool) -> Cell:
         """Add the errors to a cell, at the first number of tokens where rounding changes no choice."""
@@ -251,22 +245,11 @@ class Keeper:
             output, gradient = differences(outcomes[0], exact[0])
             cell = replace(cell, output_error=output, gradient_error=gradient if backward else None)
         # To see which tensors grow, the second shape must be compiled as well.
-        pairs = (
-            _first(shapes[0].of_pairs(shapes[1], self.settings.tokens[0]))
-            if cell.shapes > 1 and shapes[1].seen
-            else None
-        )
-        return replace(
-            cell,
-            calls=calls.get(_OPERATOR, 0),
-            others=calls.get("aten::scaled_dot_product_attention", 0),
-            graphs=graphs,
-            compile_seconds=seconds,
-            peak=peak,
-            seconds=self._timed(cell.label, lambda: run_step(call, model, batch, backward=backward)),
-            largest=shapes[0].largest,
-            pairs=pairs,
-        )
+        grows = cell.shapes > 1 and shapes[1].seen
+        pairs = shapes[0].of_pairs(shapes[1], self.settings.tokens[0]) if grows else None
+        timing = self._timed(cell.label, lambda: run_step(call, model, batch, backward=backward))
+        cell = replace(cell, peak=peak, seconds=timing, largest=shapes[0].largest)
+        return _counted(replace(cell, graphs=graphs, compile_seconds=seconds), calls, pairs)
 
     def _timed(self, name: str, call: Callable[[], Any]) -> Any:
         if not self.settings.seconds:
@@ -319,8 +302,10 @@ class Keeper:
             return False
 
 
-def _first(pairs: tuple[tuple[int, ...], ...] | None) -> tuple[tuple[int, ...], ...] | None:
-    return None if pairs is None else pairs[:_MOST_SHAPES]
+def _counted(cell: Cell, calls: Mapping[str, int], pairs: tuple[tuple[int, ...], ...] | None) -> Cell:
+    """Add the calls of operators, and the first (tokens, tokens) shapes."""
+    kept, others = pairs and pairs[:_MOST_SHAPES], calls.get("aten::scaled_dot_product_attention", 0)
+    return replace(cell, calls=calls.get(_OPERATOR, 0), others=others, pairs=kept)
 
 
 def _double(x: Any) -> Any:

@@ -188,26 +188,15 @@ def _figures(x: Speed) -> tuple[float | None, ...]:
 def _ratios(title: str, found: Sequence[tuple[str, float, float, float]]) -> Chart:
     found = sorted(found, key=lambda x: -x[1])
     words = [f"{name} {times_text(x)}" for name, x, *_ in found]
-    drawn = bars(
-        [(low, x, high) for _, x, low, high in found],
-        list(map(plain, words)),
-        y=list(range(len(found))),
-        width=0.65,
-        marker={"color": "@ours"},
-    )
+    look: dict[str, Any] = {"y": list(range(len(found))), "width": 0.65, "marker": {"color": "@ours"}}
+    drawn = bars([(low, x, high) for _, x, low, high in found], list(map(plain, words)), **look)
     layout = {
         "xaxis": axis("times", rangemode="tozero"),
         "yaxis": names_axis([name for name, *_ in found], showgrid=False),
         "shapes": [line_at(1.0, color="@peer4")],
     }
-    return Chart(
-        title,
-        "above 1, attnspan is better",
-        f"{title}: {'; '.join(words)}.",
-        [drawn],
-        layout,
-        90 + 24 * len(found),
-    )
+    note, alt = "above 1, attnspan is better", f"{title}: {'; '.join(words)}."
+    return Chart(title, note, alt, [drawn], layout, 90 + 24 * len(found))
 
 
 def _architectures(rows: Sequence[Row]) -> Section | None:

@@ -81,9 +81,8 @@ def measure_speed(
     start, here = start or ZooResults(), describe_environment()
     same = not start.speed or start.speed_environment.get("cpu") == here["cpu"]
     remedy = "Write the results of this processor into another file"
-    expect(
-        same, "start", "steps timed on this processor, {}", "steps of another processor", remedy, here["cpu"]
-    )
+    wanted, got = "steps timed on this processor, {}", "steps of another processor"
+    expect(same, "start", wanted, got, remedy, here["cpu"])
     results = replace(start, complete=False, speed_environment=here)
     known = {(x.library, x.name) for x in results.speed}
     try:

@@ -41,11 +41,6 @@ def _step(line: bytes, number: int, path: Path) -> int:
     except (ValueError, TypeError, KeyError):
         step = None
     remedy = "Remove that line, or move the file away. Only the log of past steps is lost"
-    expect(
-        isinstance(step, int),
-        f"line {number} of {path}",
-        "a JSON object with a step",
-        repr(line[:80]),
-        remedy,
-    )
+    what = f"line {number} of {path}"
+    expect(isinstance(step, int), what, "a JSON object with a step", repr(line[:80]), remedy)
     return int(step)

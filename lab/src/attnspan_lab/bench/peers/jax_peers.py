@@ -119,11 +119,8 @@ def _compiled(attend: Callable[..., Any], mask: Any, job: Job, note: str) -> Rea
         out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, mask), q, k, v)
         return (out, *pull(dout))
 
-    arrays = [
-        *(_to_jax(x) for x in (job.q, job.k, job.v)),
-        mask,
-        *([_to_jax(job.dout)] if job.backward else []),
-    ]
+    arrays = [*map(_to_jax, (job.q, job.k, job.v)), mask]
+    arrays += [_to_jax(job.dout)] if job.backward else []
     start = time.perf_counter()
     lowered = jax.jit(both if job.backward else attend).lower(*arrays)
     traced = time.perf_counter()

@@ -117,9 +117,9 @@ class DenseMask(_TorchPeer):
     name = "sdpa-dense-mask"
 
     def refuses(self, job: Job) -> str | None:
-        return (
-            "there is nothing to mask" if job.is_full else enough_memory(job, job.mask_bytes, "a dense mask")
-        )
+        if job.is_full:
+            return "there is nothing to mask"
+        return enough_memory(job, job.mask_bytes, "a dense mask")
 
     def forward(self, job: Job) -> Forward:
         return partial(sdpa, attn_mask=job.dense_mask(), enable_gqa=job.grouped)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 from attnspan_lab.bench.devices import Device
@@ -16,22 +16,20 @@ class World:
 
     now: float = 0.0
     busy: float = 0.0
-    calls: list[str] = field(default_factory=list)
+    calls: list[Any] = field(default_factory=list)
 
-    def subject(self, name: str, seconds: Sequence[float], cores: float = 1.0) -> Subject:
+    def subject(self, name, seconds, cores=1.0):
         """A call that takes the given times in turn, over and over."""
-        turn = iter(range(10**9))
+        turn = cycle(seconds)
 
-        def call() -> float:
-            step = seconds[next(turn) % len(seconds)]
-            self.now += step
+        def call():
+            self.now += (step := next(turn))
             self.busy += step * cores
             self.calls.append(name)
-            return step
 
         return Subject(name, call, Device())
 
-    def meter(self, threads: int = 1) -> Meter:
+    def meter(self, threads=1):
         return Meter(lambda: self.now, lambda: self.busy, threads)
 
 
@@ -47,32 +45,30 @@ class VirtualDevice:
     """
 
     world: World
-    work: float
+    work: float = 0.0
     round_trip: float = 0.0
     waits: bool = True
-    pending: int = 0
+    pending: float = 0.0
     name = "virtual"
     is_asynchronous = True
     is_ordered = True
 
-    def submit(self) -> str:
-        self.pending += 1
+    def submit(self, work=None):
+        self.pending += self.work if work is None else work
         return "a result to come"
 
-    def synchronize(self, result: Any) -> None:
-        del result
+    def synchronize(self, _result):
         if self.waits:
-            self.world.now += self.pending * self.work + self.round_trip
-            self.pending = 0
+            self.world.now += self.pending + self.round_trip
+            self.pending = 0.0
 
-    def is_idle(self, result: Any) -> bool:
-        del result
+    def is_idle(self, _result):
         return self.pending == 0
 
-    def timer(self) -> None:
+    def timer(self):
         return None
 
-    def subject(self, name: str) -> Subject:
+    def subject(self, name):
         return Subject(name, self.submit, self)
 
 
@@ -82,13 +78,13 @@ class FakeProbe:
 
     asked: list[tuple[object, ...]] = field(default_factory=list)
 
-    def peak_kinds(self) -> list[str]:
+    def peak_kinds(self):
         return ["amx_bf16", "fma_f32", "dot_bf16"]
 
-    def peak(self, kind: str, *, num_threads: int, seconds: float) -> float:
+    def peak(self, kind, *, num_threads, seconds):
         self.asked.append((kind, num_threads, seconds))
         return {"fma_f32": 1e12, "dot_bf16": 2e12, "amx_bf16": 1.6e13}[kind] * num_threads
 
-    def read_bandwidth(self, size: int, *, num_threads: int, seconds: float) -> float:
+    def read_bandwidth(self, size, *, num_threads, seconds):
         self.asked.append((size, num_threads, seconds))
         return 1e10
