@@ -188,7 +188,7 @@ CALLS: dict[str, tuple[dict[str, Any] | Callable[[Inputs], dict[str, Any]], type
     "key heads": (lambda x: {"k": x["k"][:, :1], "v": x["v"][:, :1]}, ShapeError, "k with .* 2 heads"),
     "keys": (lambda x: {"k": x["k"][:, :, :9], "v": x["v"][:, :, :9]}, ShapeError, "k with .* 10 rows"),
     "values": (lambda x: {"v": x["v"][:, :, :9]}, ShapeError, r"v \(1, 2, 9, 16\)"),
-    "sinks": ({"sinks": torch.zeros(3)}, ShapeError, r"sinks: expected \(4,\)"),
+    "sinks": ({"sinks": torch.zeros(3)}, ShapeError, r"sinks: expected \(H,\) with H=4"),
     "slopes of a shard": ({"bias": alibi(torch.zeros(2))}, ShapeError, "alibi.*4"),
     "bias of the whole": ({"bias": torch.zeros(37, 37)}, OptionError, "bias with .* got a dense bias"),
 }

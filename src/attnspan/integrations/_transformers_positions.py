@@ -20,7 +20,7 @@ from ._transformers_names import attention_of
 
 
 class _Running(threading.local):
-    """What a thread's running model was called with, and whether its layers need a plan."""
+    """Arguments of the model that a thread runs, and whether its layers need a plan."""
 
     def __init__(self) -> None:
         # Set in the thread's own dict, where compilers guard on it.

@@ -93,7 +93,7 @@ def lowered(mask: Any, q: Tensor, k: Tensor) -> Prepared | None:
 
 
 def lowered_from(x: Any, place: Any, make: Callable[[Any], Prepared]) -> Prepared:
-    """What a function makes of a tensor, from memory as long as the tensor lives and is unchanged.
+    """Result of a function of a tensor, remembered as long as the tensor lives and is unchanged.
 
     Args:
         x: The tensor, from which each layer makes a mask.

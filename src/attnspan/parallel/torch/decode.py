@@ -51,6 +51,7 @@ class ShardedCache(WritableBuffers):
         DtypeError: ``mesh`` is no DeviceMesh, or a size is no int.
 
     Example:
+        >>> import torch.distributed as dist
         >>> from torch.distributed.device_mesh import init_device_mesh
         >>> from torch.testing._internal.distributed.fake_pg import FakeStore
         >>> dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
