@@ -234,6 +234,12 @@ OTHERS: dict[str, dict[str, Tensor]] = {
 }
 
 
+def sick_with_dropout() -> Any:
+    (model, *rest), _ = documents_of(segment_ids=_IDS)
+    model.head = nn.Sequential(nn.Dropout(0.1), model.head)
+    return model, *rest
+
+
 class Packed(nn.Module):
     """A model of tokens without a batch axis, which is called with a tuple."""
 

@@ -98,10 +98,13 @@ def test_later_tokens_behind_a_cache_are_seen() -> None:
     found, _ = examined(masked.sick_later_in_cache())
     assert [x.kind for x in found] == ["causality-lost"]
     assert found[0].places[0].line in planted("sick_later_in_cache")
+    assert found[0].remedy.startswith("Pass mask=causal() to attnspan.torch.attention")
+    assert "is_causal" not in found[0].remedy
     found, _ = examined(masked.sick_packed())
     assert found[0].kind == "leak"
     assert found[0].places[0].line in planted("sick_packed")
     assert "mask=causal() & segments(torch.arange(len(cu_seqlens) - 1)" in found[0].remedy
+    assert found[0].tried.endswith("changes no other result")
 
 
 @pytest.mark.parametrize("spelling", masked.SPELLINGS)
@@ -110,9 +113,10 @@ def test_documents_are_known_in_every_spelling(spelling: str) -> None:
     (found,), _ = examined(sick)
     assert found.kind == "leak"
     assert "mask=causal() & segments(" in found.remedy
+    assert found.tried == "with this mask, changing these tokens changes no other result"
     found, facts = examined(well)
     assert found == ()
-    assert facts["checked"]["documents"] == f"from {next(iter(masked.SPELLINGS[spelling]))}"
+    assert facts["checked"]["documents"] == f"read from {next(iter(masked.SPELLINGS[spelling]))}"
 
 
 @pytest.mark.parametrize("name", masked.OTHERS)
@@ -120,6 +124,13 @@ def test_other_tensors_are_no_documents(name: str) -> None:
     found, facts = examined(masked.documents_of(**masked.OTHERS[name])[0])
     assert found == ()
     assert "no batch has several documents" in facts["unchecked"]["documents"]
+
+
+def test_dropout_does_not_hide_a_leak() -> None:
+    (found, *_), facts = examined(masked.sick_with_dropout())
+    assert found.kind == "leak"
+    assert found.evidence[1].startswith("changing these tokens changes")
+    assert facts["unchecked"] == {"padding": "no batch has padding that the doctor knows"}
 
 
 def test_what_was_not_checked_is_said() -> None:

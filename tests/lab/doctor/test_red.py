@@ -13,7 +13,7 @@ from attnspan.errors import OptionError
 from attnspan_lab.cli import build_app
 from attnspan_lab.doctor import Diagnosis, Finding, command, run
 
-PLACE = {
+KINDS = {
     "wrong": ("leak", "nan", "mask-lost", "causality-lost", "causal-alignment", "hidden-rows", "parity"),
     "stops": ("crash", "hang", "error", "subject"),
     "failed": ("compile-error", "combination"),
@@ -36,7 +36,7 @@ def outcome(
 
 
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
-@pytest.mark.parametrize("kind", [kind for kinds in PLACE.values() for kind in kinds])
+@pytest.mark.parametrize("kind", [kind for kinds in KINDS.values() for kind in kinds])
 def test_wrong_is_red_with_any_limit(
     kind: str, limits: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -66,6 +66,19 @@ def test_costs_are_judged_by_limits(
     status, failed, *_ = outcome(monkeypatch, tmp_path, limits, found)
     assert status == code == any(failed.values())
     assert failed.get("limit", False) == (code == 1 and bool(limits))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("sick_mask_lost", 1), ("sick_nan", 1), ("sick_leak", 1), ("well_padded", 0), ("sick_contiguous", 0)],
+)
+def test_a_wrong_model_fails_with_limits(name: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parent)
+    limits = ["--quick", "--max-copies", "1"]
+    made = CliRunner().invoke(build_app(), ["doctor", *limits, f"patients:{name}"])
+    assert made.exit_code == code, made.output
 
 
 def test_an_interruption_fails_a_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
+from attnspan import Mask
 from attnspan.testing import probe
+from attnspan.torch import attention
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.declared import Declared
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.own_keys import own_keys
-from attnspan_lab.doctor.places import Place, at, is_users
-from attnspan_lab.doctor.remedies import distance, forms, present
+from attnspan_lab.doctor.places import Place, at, is_users, place_here
+from attnspan_lab.doctor.remedies import Form, arguments, distance, forms, present
 from attnspan_lab.doctor.subject import Subject
 from attnspan_lab.doctor.watch import Attention
 from attnspan_lab.doctor.words import counted
@@ -47,13 +50,13 @@ def findings_of_pairs(
     if said.documents is not None:
         foreign = said.documents[:, :, None] != said.documents[:, None, :]
         foreign &= (said.documents >= 0)[:, :, None]
-        coverage.made("documents", f"from {said.source}")
+        coverage.made("documents", f"read from {said.source}")
         yield from see.proven("leak", "Packed documents see each other here", foreign, said.documents, None)
     else:
         coverage.absent("documents", f"no batch has several documents that the doctor knows. {_DECLARE}")
     if said.valid is not None:
         hidden = said.valid[:, :, None] & ~said.valid[:, None, :]
-        coverage.made("padding", f"from {said.padding}")
+        coverage.made("padding", f"read from {said.padding}")
         yield from see.proven("mask-lost", "Valid tokens see padding here", hidden, (~said.valid).long(), 1)
     else:
         coverage.absent("padding", "no batch has padding that the doctor knows")
@@ -65,7 +68,7 @@ def _causality(see: _Visible, said: Declared, rows: int, length: int) -> Iterato
     index, coverage = torch.arange(length), see.coverage
     later = (index[:, None] < index)[None].expand(rows, -1, -1)
     if see.subject.is_causal or said.later is False:
-        coverage.made("causality", "declared" if see.subject.is_causal else "from a mask of the batch")
+        coverage.made("causality", "declared" if see.subject.is_causal else "read from a mask of the batch")
         last = (index == length - 1).long().expand(rows, length)
         if said.valid is not None:
             last = last.masked_fill(~said.valid, -1)
@@ -126,7 +129,7 @@ def _alignments(see: _Visible, length: int) -> Iterator[Finding]:
         tried = ""
         if x.given is not None:
             now = present(x)
-            args = {**dict(zip(("query", "key", "value"), x.given[0], strict=False)), **x.given[1]}
+            args = arguments(*x.given)
             kept = {k: args[k] for k in ("query", "key", "value", "scale", "enable_gqa") if k in args}
             then = F.scaled_dot_product_attention(**kept, attn_mask=right)
             tried = f"results of this call change by {distance(now, then):.1e} (relative)"
@@ -136,17 +139,49 @@ def _alignments(see: _Visible, length: int) -> Iterator[Finding]:
             "The causal mask counts from the first key here, but the queries are later tokens",
             at(x.place),
             tuple(evidence),
-            remedy=_remedy(x.first_own + length == k_len),
+            remedy=_aligned(_ends_with_own(x, length)),
             tried=tried,
         )
 
 
-def _remedy(at_the_end: bool) -> str:
+def _ends_with_own(call: Attention, length: int) -> bool:
+    return call.visible is not None and call.first_own + length == call.visible.shape[2]
+
+
+def _aligned(at_the_end: bool) -> str:
     """Write the remedy of an alignment. `causal()` counts from the last key, which must be a query's own."""
     ours = "Pass mask=causal() to attnspan.torch.attention"
     theirs = "attn_mask=torch.ones(q_len, k_len, dtype=torch.bool).tril(k_len - q_len)"
     other = "Pass an attn_mask that shows each query the keys up to its own"
     return f"{ours}. Or: pass {theirs}" if at_the_end else other
+
+
+def _written(form: Form | None, *, is_torch: bool) -> str:
+    """Write the remedy of a lost mask, or "" for the kind's remedy."""
+    if form is None:
+        return ""
+    text, _ = form
+    ids = " (ids: the document of each token)" if "segments(ids)" in text else ""
+    ours = f"ass mask={text} to attnspan.torch.attention{ids}"
+    if text == "causal()" and is_torch:
+        return f"Pass is_causal=True. Or: p{ours}"
+    return f"P{ours}. Or: pass cu_seqlens to flash-attn" if "segments(" in text else f"P{ours}"
+
+
+class _Masked(TorchFunctionMode):
+    """Calls attnspan's attention with other masks instead of torch's function, at some lines."""
+
+    def __init__(self, masks: Mapping[Place | None, Mask]) -> None:
+        super().__init__()
+        self.masks = masks
+
+    def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = arguments(args, kwargs or {})
+        place = place_here() if getattr(fn, "__name__", "") == "scaled_dot_product_attention" else None
+        if place is None or place not in self.masks:
+            return fn(*args, **(kwargs or {}))
+        q, k, v = (given[x] for x in ("query", "key", "value"))
+        return attention(q, k, v, mask=self.masks[place], scale=given.get("scale"))
 
 
 class _Visible:
@@ -188,10 +223,17 @@ class _Visible:
             changed = f"not confirmed by changing tokens: {why}"
         if changed is None:
             return
-        for place, mask in dict.fromkeys((x.place, x.mask[1] if x.mask else None) for x in guilty):
-            own = [x for x in guilty if x.place == place]
+        lines = {x.place: [y for y in guilty if y.place == x.place] for x in guilty}
+        instead = {place: self._form(own, foreign) for place, own in lines.items()}
+        tried = self._tried(instead, groups, only) if all(self._is_torch(x) for x in guilty) else ""
+        for place, own in lines.items():
             most = f"{max(pairs[x] for x in own)} visible pairs of tokens that must not see each other"
-            yield Finding(kind, what, at(place, mask), (most, changed), remedy=self._remedy(own, foreign))
+            remedy = _written(instead[place], is_torch=all(self._is_torch(x) for x in own))
+            cached = [x for x in own if x.visible is not None and x.visible.shape[2] != foreign.shape[2]]
+            if cached and kind == "causality-lost":  # is_causal=True is wrong behind a cache.
+                remedy = _aligned(all(_ends_with_own(x, foreign.shape[2]) for x in cached))
+            for mask in dict.fromkeys(x.mask[1] if x.mask else None for x in own):
+                yield Finding(kind, what, at(place, mask), (most, changed), remedy=remedy, tried=tried)
         if not guilty:
             what, cause = what.replace(" here", ""), "Another part of the model mixes tokens"
             if self.unread:
@@ -199,21 +241,35 @@ class _Visible:
             places = self._first(groups) or at(*(x.place for x in self.unread[:1]))
             yield Finding(kind, f"{what}, outside of attention", places, (changed,), cause)
 
-    def _remedy(self, calls: list[Attention], foreign: Tensor) -> str:
-        """Write the mask that hides the foreign pairs and shows all others that the calls show."""
-        said, written = self.subject.declared(self.batch), list[str]()
+    @staticmethod
+    def _is_torch(call: Attention) -> bool:
+        return call.given is not None and len(call.q) == 4
+
+    def _form(self, calls: list[Attention], foreign: Tensor) -> Form | None:
+        """Find the mask that hides the foreign pairs and shows all others that the calls of a line show."""
+        said, found = self.subject.declared(self.batch), list[Form]()
         for x in calls:
             own = self.own[id(x)]
             wanted = own.expand(len(foreign), -1, -1) & ~foreign
             if x.visible is None or x.visible.shape[2] != own.shape[2]:
-                return ""
-            written.append(next((text for text, _ in forms(wanted, said)), ""))
-        if not all(written) or len(set(written)) > 1:
+                return None
+            found += list(forms(wanted, said))[:1]
+        same = len(found) == len(calls) and len({text for text, _ in found}) == 1
+        return found[0] if same else None
+
+    def _tried(self, instead: Mapping[Place | None, Form | None], groups: Tensor, only: int | None) -> str:
+        """Replace the masks of all guilty lines, change the tokens again, and describe the outcome."""
+        masks = {place: form[1] for place, form in instead.items() if form is not None}
+        if len(masks) < len(instead):
             return ""
-        ids = " (ids: the document of each token)" if "segments(ids)" in written[0] else ""
-        ours = f"Pass mask={written[0]} to attnspan.torch.attention{ids}"
-        plain = written[0] == "causal()" and all(x.given is not None for x in calls)
-        return f"Pass is_causal=True. Or: {ours[0].lower()}{ours[1:]}" if plain else ours
+        try:
+            with _Masked(masks):
+                changed = self._changed(groups, only)
+        except Exception:  # The model does not run with attnspan's results.
+            return ""
+        if changed is None:
+            return "with this mask, changing these tokens changes no other result"
+        return f"with this mask, {changed}: another part of the model also mixes tokens"
 
     def _first(self, groups: Tensor) -> tuple[Place, ...]:
         """Find the line of the first module with changed results, if the batch allows it."""
@@ -242,7 +298,12 @@ class _Visible:
             # Packed tokens have no batch axis, and neither have their results.
             return [x[None] for x in subject.results(out, {}).values()] if packed else out
 
-        before, again = (subject.step(subject.model, batch, backward=False) for _ in range(2))
+        training = subject.model.training
+        subject.model.eval()  # As `probe` does: dropout is no reason to give up.
+        try:
+            before, again = (subject.step(subject.model, batch, backward=False) for _ in range(2))
+        finally:
+            subject.model.train(training)
         if not all(torch.equal(before[x], again[x]) for x in before):
             raise RuntimeError("the model returns different results for the same batch, or NaN")
         found = probe(subject.model, {key: tokens}, groups, call=call)

@@ -59,9 +59,14 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
             backward, seconds = False, 0.0
         with watching(subject.rows(batch), subject.named(batch)) as watcher, torch.set_grad_enabled(backward):
             subject.step(subject.model, batch, backward=backward)
-        _gradients(subject, coverage, backward=backward)
+        has_gradients = any(x.grad is not None for x in subject.model.parameters())
         for finding in findings_of(watcher, subject, batch, seconds, masks, coverage):
             say(finding=replace(finding, stage="eager"))
+        if has_gradients:
+            coverage.made("gradients", "the backward pass ran")
+        else:
+            why = "no parameter has a gradient" if backward else "the backward pass raises"
+            coverage.absent("gradients", why)
         say(facts=coverage.facts)
         calls, largest = max(calls, len(watcher.calls)), max(largest, watcher.largest)
         say(facts={"attention calls": calls, "sites": _sites(watcher.calls), "largest tensor": largest})
@@ -69,16 +74,6 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
             say(facts={"mask": picture})
     for finding in masks.findings():
         say(finding=replace(finding, stage="eager"))
-
-
-def _gradients(subject: Subject, coverage: Coverage, *, backward: bool) -> None:
-    """Note whether the step had a backward pass."""
-    has = any(x.grad is not None for x in subject.model.parameters())
-    if backward and has:
-        coverage.made("backward pass", "no NaN, or a finding names its line")
-    else:
-        why = "the backward pass raises" if not backward else "no parameter has a gradient"
-        coverage.absent("backward pass", why)
 
 
 def _timed(subject: Subject, batch: Any) -> float:

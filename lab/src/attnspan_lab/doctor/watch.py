@@ -329,14 +329,13 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls.append(call)
 
     def _of_sdpa(self, call: Attention, op: Any, args: Any, kwargs: Any, q: Tensor, k: Tensor) -> None:
-        given = _named(op, args, kwargs)
+        given, call.given = _named(op, args, kwargs), self.function.given
         mask = next((given[x] for x in ("attn_mask", "attn_bias") if given.get(x) is not None), None)
         sizes, causal = (q.shape[-2], k.shape[-2]), bool(given.get("is_causal"))
         visible = torch.ones(self.batch, *sizes, dtype=torch.bool, device=q.device)
         if causal:
             visible = visible.tril()
         if mask is not None:
-            call.given = self.function.given
             source = call.given or ((), {})
             own = [x for x in tree_leaves(source) if _is_plain(x)][3:4]
             if mask.dim() > 1 and min(mask.shape[-2:]) > 1:
