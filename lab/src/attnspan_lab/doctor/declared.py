@@ -1,4 +1,4 @@
-"""What a batch says about its tokens: documents, padding, and which pairs may see each other."""
+"""Facts that a batch states about its tokens: documents, padding, and pairs that may see each other."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def architecture_of_class(name: str) -> Architecture | None:
             kinds.setdefault(first, kind)
             of_families.setdefault(family, (first, kind))
     of_type = {k.replace("-", "_"): first for k, (first, _) in of_families.items()}
-    model_class = getattr(transformers, of_type.get(name.lower().replace("-", "_"), name), None)
+    model_class: Any = getattr(transformers, of_type.get(name.lower().replace("-", "_"), name), None)
     family = getattr(getattr(model_class, "config_class", None), "model_type", "")
     if family not in transformers.CONFIG_MAPPING:
         return None
