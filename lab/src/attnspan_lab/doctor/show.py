@@ -130,7 +130,7 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
         if told:
             console.print(f"\n{title}")
         grid = Grid.grid(padding=(0, 1))
-        grid.add_column(style="dim", min_width=14)
+        grid.add_column(style="dim", min_width=16)
         grid.add_column(overflow="fold")
         for topic, text in told.items():
             grid.add_row(topic, text.replace("[", "\\["))
