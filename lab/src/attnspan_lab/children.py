@@ -9,15 +9,16 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from attnspan_lab.files import to_plain
+from attnspan_lab.files import to_plain, write_whole
 
-__all__ = ["Child", "telling", "why_ended"]
+__all__ = ["Child", "received", "telling", "why_ended"]
 
 
 class Child:
@@ -31,12 +32,14 @@ class Child:
 
     def __init__(self, module: str, task: Mapping[str, Any], variables: Mapping[str, str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="attnspan-")
-        self._out, self._errors = (Path(self._folder.name) / x for x in ("told.jsonl", "errors.txt"))
+        folder = Path(self._folder.name)
+        self._out, self._errors, self._task = (folder / x for x in ("told.jsonl", "errors.txt", "task.json"))
         self._out.touch()
         self._taken = 0
+        given = {**task, "out": str(self._out), "task": str(self._task)}
         with self._errors.open("wb") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, json.dumps({**task, "out": str(self._out)})],
+                [sys.executable, "-m", module, json.dumps(given)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
@@ -62,6 +65,10 @@ class Child:
     def errors(self) -> str:
         """Return everything that the process wrote to stderr so far."""
         return self._errors.read_text(errors="replace")
+
+    def send(self, task: Mapping[str, Any]) -> None:
+        """Give the task to a process that waits in `received`."""
+        write_whole(self._task, json.dumps(task))
 
     def told(self) -> list[dict[str, Any]]:
         """Return the records since the last call. A line that a crash cut short is left out."""
@@ -106,6 +113,21 @@ def telling(path: str) -> Iterator[Callable[..., None]]:
                     out.flush()
 
         yield tell
+
+
+def received(given: dict[str, Any]) -> dict[str, Any]:
+    """Wait for the parent's `Child.send`, and return the task. The process ends if its parent ends.
+
+    Args:
+        given: The task that the process started with.
+    """
+    path, parent = Path(given["task"]), os.getppid()
+    while not path.exists():
+        if os.getppid() != parent:
+            os._exit(0)
+        time.sleep(0.01)
+    task: dict[str, Any] = json.loads(path.read_text())
+    return {**given, **task}
 
 
 def why_ended(code: int, errors: str) -> str:

@@ -14,16 +14,20 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
-from attnspan_lab.children import telling
+from attnspan_lab.children import received, telling
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, lines_in, lines_of
+from attnspan_lab.doctor.words import counted
 
 __all__: list[str] = []
 
 
-def _main(task: dict[str, Any]) -> None:
-    # When the parent ends a process that hangs, its stderr then has the threads and frames.
+def _main(given: dict[str, Any]) -> None:
     faulthandler.enable()
+    # The process starts during the stage before, so that torch is already loaded.
+    loading = _loading()
+    task = received(given)
+    # When the parent ends a process that hangs, its stderr then has the threads and frames.
     faulthandler.dump_traceback_later(max(task["limit"] - 2.0, 1.0), exit=False)
     with telling(task["out"]) as say:
         threading.Thread(
@@ -31,6 +35,8 @@ def _main(task: dict[str, Any]) -> None:
         ).start()
         say(begin="loading")
         try:
+            if loading is not None:
+                raise loading
             from attnspan_lab.doctor.subject import load
 
             subject = load(task["target"], task["arguments"])
@@ -40,12 +46,23 @@ def _main(task: dict[str, Any]) -> None:
             say(finding=_unloadable(error, task["target"]))
             say(end=True)
             return
-        say(begin="running", subject=f"{type(subject.model).__name__}, {len(subject.batches)} batches")
+        batches = counted(len(subject.batches), "batch", "batches")
+        say(begin="running", subject=f"{type(subject.model).__name__}, {batches}")
         from attnspan_lab.doctor.stages import STAGES
 
         STAGES[task["stage"]](subject, say, task["backend"])
         say(end=True)
     sys.stdout.flush()
+
+
+def _loading() -> BaseException | None:
+    """Load torch and the doctor. Return the error if that fails."""
+    try:
+        import attnspan_lab.doctor.subject
+    except Exception as error:
+        return error
+    del attnspan_lab
+    return None
 
 
 def _follow(thread: int, period: float, say: Callable[..., None]) -> None:

@@ -11,8 +11,9 @@ from typer import Argument, Exit, Option
 
 from attnspan.errors import expect
 from attnspan_lab.console import chosen, progress, stdout
-from attnspan_lab.doctor.findings import Diagnosis, Finding
+from attnspan_lab.doctor.findings import Diagnosis, Finding, merged
 from attnspan_lab.doctor.run import DEFAULT_STAGES, MORE_STAGES, diagnose
+from attnspan_lab.doctor.words import counted
 from attnspan_lab.files import check_writable, write_json
 
 __all__ = ["doctor"]
@@ -23,7 +24,7 @@ _what, _limit, _where = (
 )
 _JUNIT = (
     "write JUnit XML to this file, with one test case for each finding and each exceeded limit; "
-    "findings that cost only time or memory pass, all others fail"
+    "the cases that fail are the reasons for exit status 1"
 )
 _TARGET = (
     "file.py:factory, pkg.module:factory, a class of transformers or diffusers, or -- python train.py ..."
@@ -35,6 +36,9 @@ def doctor(
     stages: Annotated[str, _what(help=f"comma-separated list of {', '.join(_KNOWN)}")] = ",".join(
         DEFAULT_STAGES
     ),
+    quick: Annotated[
+        bool, _what("--quick", help="run only the stage eager, which does not use the compiler")
+    ] = False,
     backend: Annotated[
         str, _what(help="torch.compile backend of the step that is compared with eager mode")
     ] = "inductor",
@@ -56,7 +60,7 @@ def doctor(
     page: Annotated[Path | None, _where(help="write a self-contained HTML page to this file")] = None,
 ) -> None:
     """Find problems of a model's attention under torch.compile, and suggest a fix for each."""
-    from attnspan_lab.doctor.show import show, write_junit, write_page
+    from attnspan_lab.doctor.show import relative, show, write_junit, write_page
 
     for path in (json, junit, page):
         if path is not None:
@@ -64,7 +68,10 @@ def doctor(
     expect(
         try_ in ("", "attnspan"), "--try", "attnspan", repr(try_), "Pass --try attnspan, or leave --try out"
     )
-    wanted = (*chosen("--stages", stages, _KNOWN), *(["cure"] if try_ else []))
+    got, remedy = f"--stages {stages} as well", "Pass one of them"
+    expect(not quick or stages == ",".join(DEFAULT_STAGES), "--quick", "no other stages", got, remedy)
+    asked = ("eager",) if quick else chosen("--stages", stages, _KNOWN)
+    wanted = (*asked, *(["cure"] if try_ else []))
     expect(wanted, "--stages", f"some of {', '.join(_KNOWN)}", "none", "Pass at least one of these")
     is_python = target[0].rpartition("/")[2].startswith("python") and len(target) > 1
     name, *arguments = target[1:] if is_python else target
@@ -72,31 +79,39 @@ def doctor(
     got, remedy = " ".join(target), "Only scripts take arguments. Write them after --"
     expect(is_script or not arguments, "attnspan doctor", "one target", got, remedy)
     console = stdout()
+    shown = set[tuple[str, str]]()
     with progress(console, len(wanted), wanted[0]) as tell:
+
+        def seen(finding: Finding) -> None:
+            if finding.label not in shown:
+                where = f"  {relative(finding.places[0])}" if finding.places else ""
+                tell(f"{finding.kind}{where}  {finding.what}")
+            shown.add(finding.label)
 
         def after(stage: str, found: Sequence[Finding]) -> None:
             step = wanted.index(stage) + 1 if stage in wanted else None
             next_ = wanted[step] if step is not None and step < len(wanted) else "done"
-            line = f"{stage}: {len(found)} findings" if found else f"{stage}: ok"
+            line = f"{stage}: {counted(len(merged(found)), 'finding') if found else 'no finding'}"
+            if stage == "without attention":  # Its findings only explain others.
+                line = f"{stage}: done"
             tell(line, style="dim", completed=step, description=next_)
 
-        found = diagnose(name, arguments, stages=wanted, backend=backend, limit=limit, after=after)
+        found = diagnose(name, arguments, stages=wanted, backend=backend, limit=limit, after=after, seen=seen)
     limits = {"breaks": max_breaks, "graphs": max_graphs, "recompiles": max_recompiles, "copies": max_copies}
     exceeded = _exceeded(found, limits, parity=parity)
+    limited = parity or any(x is not None for x in limits.values())
     show(found, console)
     for text in exceeded:
         console.print(f"over the limit: {text}", style="bold red")
     if json is not None:
         write_json(json, found)
     if junit is not None:
-        write_junit(found, exceeded, junit)
+        write_junit(found, exceeded, junit, limited=limited)
     if page is not None:
         write_page(found, page)
         console.print(f"page: {page}")
-    given = parity or any(x is not None for x in limits.values())
-    stopped = any(x.severity == "stops" for x in found.findings)
-    bad = any(x.fails for x in found.findings)
-    raise Exit(130 if not found.complete else 1 if exceeded or stopped or (bad and not given) else 0)
+    bad = bool(exceeded) or any(x.fails(limited=limited) for x in found.findings)
+    raise Exit(130 if not found.complete else int(bad))
 
 
 def _exceeded(found: Diagnosis, limits: dict[str, int | None], *, parity: bool) -> list[str]:

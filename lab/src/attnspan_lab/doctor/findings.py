@@ -31,6 +31,9 @@ _FILE = Path(__file__).parent / "kinds.toml"
 #: Kinds of findings by name, the most severe first.
 KINDS = {name: Kind(**said) for name, said in tomllib.loads(_FILE.read_text(encoding="utf-8")).items()}
 
+# Findings of the compiler that limits count. A compilation that fails is no cost.
+_LIMITED = ("graph-break", "recompile", "recompile-limit")
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -47,6 +50,7 @@ class Finding:
         known: Upstream issues about the same problem.
         count: Number of occurrences.
         stage: Stage that found it: "eager", "compiled", "parity", "ranks", ...
+        severity: One of "stops", "wrong", "compile", "slow" and "note". Always the kind's severity.
     """
 
     kind: str
@@ -59,25 +63,27 @@ class Finding:
     known: tuple[str, ...] = ()
     count: int = 1
     stage: str = ""
+    severity: str = ""
 
     def __post_init__(self) -> None:
         for name in ("cause", "remedy"):
             object.__setattr__(self, name, getattr(self, name) or getattr(KINDS[self.kind], name))
-
-    @property
-    def severity(self) -> str:
-        """One of "stops", "wrong", "compile", "slow" and "note"."""
-        return KINDS[self.kind].severity
+        object.__setattr__(self, "severity", KINDS[self.kind].severity)
 
     @property
     def label(self) -> tuple[str, str]:
         """Kind and line of the finding, or kind and text if the line is unknown."""
         return self.kind, str(self.places[0]) if self.places else self.what
 
-    @property
-    def fails(self) -> bool:
-        """Whether the finding is an error, not only lost time or memory."""
-        return self.severity in ("stops", "wrong", "compile")
+    def fails(self, *, limited: bool) -> bool:
+        """Whether the finding makes the exit status 1.
+
+        Args:
+            limited: The user passed limits. These decide about everything that only costs.
+        """
+        if self.severity in ("stops", "wrong"):
+            return True
+        return self.severity == "compile" and not (limited and self.kind in _LIMITED)
 
 
 @dataclass(frozen=True)

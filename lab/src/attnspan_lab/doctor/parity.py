@@ -36,6 +36,10 @@ def parity(subject: Subject, say: Callable[..., None], backend: str) -> None:
         say(finding=_NO_COMPILER)
         backend = "aot_eager"
     batch = subject.batches[0]
+
+    def missed(why: str) -> None:
+        say(facts={"unchecked": {"compiled results": why}}, stage="parity")
+
     try:
         with torch.compiler.set_stance("force_eager"):
             plain, again = (outcome_of(subject, subject.model, batch) for _ in range(2))
@@ -46,23 +50,28 @@ def parity(subject: Subject, say: Callable[..., None], backend: str) -> None:
                 plain = outcome_of(subject, subject.model, batch)
             exact = _exact(subject, batch)
     except Exception:
-        return  # The model's own step raises. Another stage reports it.
+        missed("the eager step raises")  # Another stage reports it.
+        return
     torch._dynamo.reset()
     try:
         found = outcome_of(subject, compiled_form(subject.model, backend), batch)
     except Exception as error:
         say(finding=replace(compile_error(error, "parity"), stage=f"compiled by {backend}"))
+        missed("the compiled step raises")
         return
     against = "eager float64" if exact is not None else "eager mode (the model does not run in float64)"
     exact = exact or plain
     mine, theirs = differences(found, exact), differences(plain, exact)
     if any(x != x for x in theirs):
-        return  # Eager mode returns NaN as well. Another stage reports it.
+        missed("the eager step returns NaN")  # Another stage reports it.
+        return
     eps = torch.finfo(
         next((x.dtype for x in subject.model.parameters() if x.is_floating_point()), torch.float32)
     ).eps
     facts = {"backend": backend, "against": against, "errors": [*mine], "eager errors": [*theirs]}
     say(facts=facts, stage="parity")
+    compared = f"backend {backend}, first batch, against {against}, in {mode}"
+    say(facts={"checked": {"compiled results": compared}}, stage="parity")
     for what, own, like in zip(("results", "gradients"), mine, theirs, strict=True):
         if not own <= _FACTOR * like + _FLOOR * eps:
             text = f"Compiled {what} differ from {against} by {own:.1e}, eager {what} by {like:.1e}"

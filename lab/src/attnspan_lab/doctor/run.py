@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from attnspan_lab.bench.environment import describe_environment
@@ -23,9 +24,13 @@ __all__ = ["DEFAULT_STAGES", "MORE_STAGES", "diagnose"]
 DEFAULT_STAGES = ("eager", "compiled", "parity")
 #: Opt-in stages.
 MORE_STAGES = ("cure", "features", "ranks")
+#: What each default stage checks.
+_TOPICS = {"eager": "eager steps", "compiled": "compiler", "parity": "compiled results"}
+_LOOK = 0.1  # Seconds between two looks at the findings of a process.
 _PERIOD = 0.05  # Seconds between two looks at the line that a process runs.
 _OUTERMOST = "in _run_module_as_main"  # The last line of a whole stack.
-_QUIET = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+# Threads that wait actively would slow down the process that already loads torch for the next stage.
+_QUIET = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 #: Remedies for findings in a library's own lines, which its user cannot edit.
 _SWITCHES = {
     "transformers": 'The line is transformers\' own. Make the model with attn_implementation="attnspan", '
@@ -49,6 +54,7 @@ def diagnose(
     backend: str = "inductor",
     limit: float = 300.0,
     after: Callable[[str, Sequence[Finding]], None] = lambda *_: None,
+    seen: Callable[[Finding], None] = lambda _: None,
 ) -> Diagnosis:
     """Find problems of a model's attention: in the compiler, in memory, in copies and in masks.
 
@@ -64,6 +70,7 @@ def diagnose(
         backend: Backend of the compiled step that "parity" compares. Tracing finds breaks and recompilations.
         limit: Time limit of each stage, in seconds.
         after: Called with the name of each stage and its findings.
+        seen: Called with each finding as soon as it is known.
 
     Example:
         >>> from attnspan_lab.doctor import diagnose
@@ -73,25 +80,30 @@ def diagnose(
     start, subject, findings = time.monotonic(), target, list[Finding]()
     facts: dict[str, dict[str, Any]] = {}
     cells: list[dict[str, str]] = []
-    todo, complete = list(stages), True
-    while todo:
-        stage = todo.pop(0)
-        own = backend if stage == "parity" else "aot_eager"
-        told = _Stage(target, tuple(arguments), stage, own, limit)
-        try:
-            told.run()
-        except KeyboardInterrupt:
-            todo, complete = [], False
-        findings += told.findings
-        facts |= told.facts
-        cells += told.cells
-        subject = told.subject or subject
-        after(stage, told.findings)
-        if any(x.kind == "subject" for x in told.findings):
-            break
-        failed = any(x.kind in ("graph-break", "compile-error") for x in told.findings)
-        if stage == "compiled" and failed and complete:
-            todo.insert(0, "without attention")
+    todo, complete, why = list(stages), True, dict[str, str]()
+    with _Processes() as processes:
+        while todo:
+            stage = todo.pop(0)
+            own = backend if stage == "parity" else "aot_eager"
+            told = _Stage(target, tuple(arguments), stage, own, limit, processes, seen, bool(todo))
+            try:
+                told.run()
+            except KeyboardInterrupt:
+                todo, complete = [], False
+            findings += told.findings
+            facts |= told.facts
+            cells += told.cells
+            subject = told.subject or subject
+            if told.at:
+                why[stage] = "its stage did not end"
+            after(stage, told.findings)
+            if told.at in ("starting", "loading") or any(x.kind == "subject" for x in told.findings):
+                why = dict.fromkeys(DEFAULT_STAGES, "the model could not be loaded")
+                break
+            failed = any(x.kind in ("graph-break", "compile-error") for x in told.findings)
+            if stage == "compiled" and failed and complete:
+                todo.insert(0, "without attention")
+    facts["stages"] = {"unchecked": _not_run(stages, why, complete=complete, facts=facts)}
     return Diagnosis(
         f"{target}: {subject}" if subject != target else target,
         merged(_completed(findings, facts)),
@@ -101,6 +113,21 @@ def diagnose(
         seconds=time.monotonic() - start,
         complete=complete,
     )
+
+
+def _not_run(
+    stages: Sequence[str], why: dict[str, str], *, complete: bool, facts: dict[str, dict[str, Any]]
+) -> dict[str, str]:
+    """Find the reason for each default stage without a result, by the topic that it checks."""
+    found = {}
+    for stage, topic in _TOPICS.items():
+        if stage in why:
+            found[topic] = why[stage]
+        elif stage not in stages:
+            found[topic] = f"the stage {stage} was not requested"
+        elif not complete and stage not in facts:
+            found[topic] = "the examination was interrupted"
+    return found
 
 
 def _completed(findings: list[Finding], facts: dict[str, dict[str, Any]]) -> list[Finding]:
@@ -198,13 +225,41 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(x) for x in re.findall(r"\d+", text.partition("+")[0])[:3])
 
 
+class _Processes:
+    """Processes of the stages. Each loads torch while the stage before it runs."""
+
+    def __init__(self) -> None:
+        self._waiting: Child | None = None
+
+    def __enter__(self) -> _Processes:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._waiting is not None:
+            self._waiting.close()
+
+    def take(self, *, more: bool) -> Child:
+        """Return a process that waits for its task. If there are more stages, start the next process."""
+        child = self._waiting or Child(_MODULE, {}, _QUIET)
+        self._waiting = Child(_MODULE, {}, _QUIET) if more else None
+        return child
+
+
 @dataclass
 class _Stage:
+    """One stage. ``at`` is what its process was doing when it ended, or "" if it was done."""
+
     target: str
     arguments: tuple[str, ...]
     stage: str
     backend: str
     limit: float
+    processes: _Processes
+    seen: Callable[[Finding], None]
+    more: bool = False
+    at: str = "starting"
     findings: list[Finding] = field(default_factory=list)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     subject: str = ""
@@ -221,30 +276,37 @@ class _Stage:
             "limit": self.limit,
             "period": _PERIOD,
         }
-        with Child(_MODULE, task, _QUIET) as child:
-            code = child.wait(self.limit)
+        with self.processes.take(more=self.more) as child:
+            child.send(task)
+            end, code = time.monotonic() + self.limit, None
+            while code is None and time.monotonic() < end:
+                code = child.wait(_LOOK)
+                self._take(child.told())
             child.end()
-            ended = self._take(child.told())
+            self._take(child.told())
             if code is None:
-                self.findings.append(_hang(child.errors, self.limit, self.stage, ended))
-            elif code != 0 or ended != "":
-                self.findings.append(_crash(child.errors, code, self.stage, ended, self.last_lines))
+                self._found(_hang(child.errors, self.limit, self.stage, self.at))
+            elif code != 0 or self.at != "":
+                self._found(_crash(child.errors, code, self.stage, self.at, self.last_lines))
 
-    def _take(self, all_told: list[dict[str, Any]]) -> str:
-        """Collect the process's records. Return its activity when it ended, or "" if it was done."""
-        current = "starting"
+    def _found(self, finding: Finding) -> None:
+        self.findings.append(finding)
+        if self.stage != "without attention":  # Its findings only explain others.
+            self.seen(_in_library(finding))
+
+    def _take(self, all_told: list[dict[str, Any]]) -> None:
+        """Collect the process's records."""
         for told in all_told:
-            current = "" if told.get("end") else told.get("begin", current)
+            self.at = "" if told.get("end") else told.get("begin", self.at)
             self.subject = told.get("subject", self.subject)
             if "at" in told:
                 self.last_lines = tuple(Place(**x) for x in told["at"])
             if "finding" in told:
-                self.findings.append(from_plain(Finding, told["finding"], "finding"))
+                self._found(from_plain(Finding, told["finding"], "finding"))
             if "cell" in told:
                 self.cells.append(told["cell"])
             if "facts" in told:
                 self.facts.setdefault(told.get("stage", self.stage), {}).update(told["facts"])
-        return current
 
 
 def _hang(errors: str, limit: float, stage: str, at: str) -> Finding:

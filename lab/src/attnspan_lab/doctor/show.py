@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 from attnspan_lab.console import bytes_text, seconds_text
+from attnspan_lab.doctor.coverage import checked_in, unchecked_in
 from attnspan_lab.doctor.findings import Diagnosis, Finding
+from attnspan_lab.doctor.places import Place
+from attnspan_lab.doctor.words import counted
 from attnspan_lab.files import write_whole
 from attnspan_lab.report.charts import Chart, Entry, Section, Table, axis, plain
 from attnspan_lab.report.page import write_sections
@@ -19,7 +22,7 @@ from attnspan_lab.report.page import write_sections
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["facts_of", "rows_of", "show", "write_junit", "write_page"]
+__all__ = ["facts_of", "relative", "rows_of", "show", "write_junit", "write_page"]
 
 _STYLES = {
     "stops": "bold red",
@@ -40,13 +43,18 @@ _LEAD = "Findings on attention and torch.compile in this model, each with its li
 
 def rows_of(finding: Finding) -> list[tuple[str, str]]:
     """List the parts of a finding, each with its heading."""
-    where = [f"{_relative(x.file)}:{x.line}" + (f"  {x.text}" if x.text else "") for x in finding.places]
+    where = [relative(x) + (f"  {x.text}" if x.text else "") for x in finding.places]
     rows = [("where" if i == 0 else "via", text) for i, text in enumerate(where)]
     rows += [("why", finding.cause)] if finding.cause else []
     rows += [("do", finding.remedy)] if finding.remedy else []
     rows += [("tried", finding.tried)] if finding.tried else []
     rows += [("seen", text) for text in finding.evidence]
     return rows + [("known", text) for text in finding.known]
+
+
+def relative(place: Place) -> str:
+    """Write a place with a short path."""
+    return f"{_relative(place.file)}:{place.line}"
 
 
 def _relative(file: str) -> str:
@@ -61,13 +69,13 @@ def facts_of(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     eager, compiled = diagnosis.facts.get("eager", {}), diagnosis.facts.get("compiled", {})
     found = []
     if eager:
-        found.append(("attention", f"{eager.get('attention calls', 0)} calls a step"))
+        found.append(("attention", f"{counted(eager.get('attention calls', 0), 'call')} a step"))
         for place, kernel, count in eager.get("sites", ()):
             file, _, line = place.rpartition(":")
             found.append(("  kernel", f"{_relative(file)}:{line}  {kernel} x{count}"))
         found.append(("largest tensor", bytes_text(eager.get("largest tensor"))))
     if compiled:
-        counts = ", ".join(f"{compiled[x]} {x}" for x in ("graphs", "breaks", "recompiles"))
+        counts = _counts(compiled)
         found.append(("compiler", f"{counts}, {seconds_text(compiled['compile seconds'])}"))
     parity = diagnosis.facts.get("parity", {})
     if "errors" in parity:
@@ -83,11 +91,15 @@ def facts_of(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     return found
 
 
+def _counts(facts: dict[str, Any]) -> str:
+    return ", ".join(counted(facts[f"{x}s"], x) for x in ("graph", "break", "recompile"))
+
+
 def _cured(facts: dict[str, Any]) -> str:
     if facts["error"]:
         return f"fails: {facts['error'].splitlines()[0]}"
-    counts = ", ".join(f"{facts[x]} {x}" for x in ("graphs", "breaks", "recompiles"))
-    return f"{counts}, step {seconds_text(facts['step seconds'])}, peak {bytes_text(facts['peak bytes'])}"
+    step, peak = seconds_text(facts["step seconds"]), bytes_text(facts["peak bytes"])
+    return f"{_counts(facts)}, step {step}, peak {peak}"
 
 
 def show(diagnosis: Diagnosis, console: Console) -> None:
@@ -97,7 +109,7 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
 
     console.print(f"\n{diagnosis.subject}", style="bold", markup=False)
     if not diagnosis.findings:
-        console.print("No findings.")
+        console.print("No findings in what was checked.")
     for number, finding in enumerate(diagnosis.findings, 1):
         style = _STYLES[finding.severity]
         times = f"  x{finding.count}" if finding.count > 1 else ""
@@ -113,22 +125,39 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
     for heading, text in facts_of(diagnosis):
         console.print(f"{heading:<16} {text}", markup=False)
     console.print(f"{'examined in':<16} {seconds_text(diagnosis.seconds)}")
+    facts = diagnosis.facts
+    for title, told in (("checked", checked_in(facts)), ("not checked", unchecked_in(facts))):
+        if told:
+            console.print(f"\n{title}")
+        grid = Grid.grid(padding=(0, 1))
+        grid.add_column(style="dim", min_width=16)
+        grid.add_column(overflow="fold")
+        for topic, text in told.items():
+            grid.add_row(topic, text.replace("[", "\\["))
+        console.print(Padding(grid, (0, 0, 0, 2)))
 
 
-def write_junit(diagnosis: Diagnosis, exceeded: Sequence[str], path: Path) -> None:
+def write_junit(diagnosis: Diagnosis, exceeded: Sequence[str], path: Path, *, limited: bool) -> None:
     """Write JUnit XML with one test case for each finding and each exceeded limit.
 
-    Findings that cost only time or memory pass, with their text as output. All other findings fail, and
-    so do exceeded limits. Without findings and exceeded limits, the file has one case that passes.
+    The cases that fail are the reasons for the exit status 1: findings that fail, exceeded limits, and an
+    interruption. All other findings pass, with their text as output. Without findings and exceeded limits,
+    the file has one case that passes. A check that was not possible is a skipped case.
     """
     cases = [
-        (x.kind, x.what, "\n".join(f"{k}: {v}" for k, v in rows_of(x)), x.fails) for x in diagnosis.findings
+        (x.kind, x.what, "\n".join(f"{k}: {v}" for k, v in rows_of(x)), x.fails(limited=limited))
+        for x in diagnosis.findings
     ]
     cases += [("limit", x, x, True) for x in exceeded]
+    cases += [] if diagnosis.complete else [("interrupted", "the examination did not end", "", True)]
     cases = cases or [("healthy", "no finding", "", False)]
-    failures = sum(fails for *_, fails in cases)
+    failures, skipped = sum(fails for *_, fails in cases), unchecked_in(diagnosis.facts)
     suite = ElementTree.Element(
-        "testsuite", name="attnspan doctor", tests=str(len(cases)), failures=str(failures)
+        "testsuite",
+        name="attnspan doctor",
+        tests=str(len(cases) + len(skipped)),
+        failures=str(failures),
+        skipped=str(len(skipped)),
     )
     for kind, what, text, fails in cases:
         case = ElementTree.SubElement(suite, "testcase", classname=diagnosis.subject, name=f"{kind}: {what}")
@@ -136,6 +165,9 @@ def write_junit(diagnosis: Diagnosis, exceeded: Sequence[str], path: Path) -> No
             ElementTree.SubElement(case, "failure", message=what).text = text
         else:
             ElementTree.SubElement(case, "system-out").text = text
+    for topic, why in skipped.items():
+        case = ElementTree.SubElement(suite, "testcase", classname=diagnosis.subject, name=f"check: {topic}")
+        ElementTree.SubElement(case, "skipped", message=why)
     write_whole(path, ElementTree.tostring(suite, encoding="unicode", xml_declaration=True))
 
 
@@ -153,6 +185,7 @@ def write_page(diagnosis: Diagnosis, path: Path) -> None:
         lead=_LEAD,
         sections=(
             *(_section(i, x) for i, x in enumerate(diagnosis.findings, 1)),
+            _covered(diagnosis),
             _measured(diagnosis),
             _timeline(diagnosis),
             _mask(diagnosis),
@@ -160,7 +193,7 @@ def write_page(diagnosis: Diagnosis, path: Path) -> None:
         ),
         environment=diagnosis.environment,
         glance="findings by severity, and measurements.",
-        cards=cards or [("findings", "none", ["no problem was found"])],
+        cards=cards or [("findings", "none", ["in what was checked"])],
         complete=diagnosis.complete,
     )
 
@@ -169,6 +202,15 @@ def _section(number: int, finding: Finding) -> Section:
     caption = f"{finding.kind}, seen {finding.count} times" if finding.count > 1 else finding.kind
     table = Table(caption, ("", "finding"), rows_of(finding))
     return Section(f"finding-{number}", f"{number}. {finding.kind}", finding.what, table=table)
+
+
+def _covered(diagnosis: Diagnosis) -> Section | None:
+    checked, unchecked = checked_in(diagnosis.facts), unchecked_in(diagnosis.facts)
+    rows = [(topic, "checked", text) for topic, text in checked.items()]
+    rows += [(topic, "not checked", text) for topic, text in unchecked.items()]
+    table = Table("One row per check", ("", "", "result or reason"), rows)
+    lead = "A missing finding means something only if the check was made."
+    return Section("checks", "Checks", lead, table=table) if rows else None
 
 
 def _measured(diagnosis: Diagnosis) -> Section | None:
@@ -194,7 +236,7 @@ def _timeline(diagnosis: Diagnosis) -> Section | None:
         )
     down = {"autorange": "reversed", "categoryarray": names}
     layout = {"xaxis": axis("seconds"), "yaxis": down, "barmode": "overlay"}
-    alt, height = f"{len(events)} compilations", max(220, 26 * len(events) + 90)
+    alt, height = counted(len(events), "compilation"), max(220, 26 * len(events) + 90)
     note = "One bar per compilation of a frame"
     chart = Chart("Compilations", note, alt, compilations, layout, height)
     steps = facts.get("step seconds", [])
@@ -202,7 +244,7 @@ def _timeline(diagnosis: Diagnosis) -> Section | None:
     last = {"type": "bar", "x": numbers, "y": steps, "marker": {"color": "@ours"}, "name": "step"}
     layout = {"xaxis": axis("step", dtick=1), "yaxis": axis("seconds", log=True)}
     note = "A step that takes much longer than the last step compiled something"
-    again = Chart("Steps", note, f"{len(steps)} steps", [last], layout)
+    again = Chart("Steps", note, counted(len(steps), "step"), [last], layout)
     lead = "Time of tracing and compilation for each frame, and time of each step."
     return Section("timeline", "Timeline", lead, (chart, again), layout="single")
 

@@ -14,6 +14,8 @@ import torch
 
 from attnspan_lab.doctor.attention import findings_of
 from attnspan_lab.doctor.compiler import CompilerLog, compile_error
+from attnspan_lab.doctor.coverage import Coverage
+from attnspan_lab.doctor.dense_masks import DenseMasks
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.matrix import FACTORS, Cell, all_cells, covering, failure, smallest
 from attnspan_lab.doctor.parity import parity
@@ -31,6 +33,7 @@ from attnspan_lab.doctor.subject import Subject
 from attnspan_lab.doctor.swap import implementation, swapped
 from attnspan_lab.doctor.trials import recompiles_in, tried
 from attnspan_lab.doctor.watch import Attention, watching
+from attnspan_lab.doctor.words import counted
 from attnspan_lab.zoo.step import Outcome, differences
 from attnspan_lab.zoo.watch import profiled
 
@@ -44,6 +47,7 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
     """Watch the model's eager steps."""
     del backend
     calls = largest = 0
+    masks, coverage = DenseMasks(), Coverage()
     for batch in _distinct(subject)[:3]:
         backward = True
         try:
@@ -53,14 +57,23 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
             if not forward_runs(subject, batch):
                 return
             backward, seconds = False, 0.0
-        with watching(subject.rows(batch)) as watcher, torch.set_grad_enabled(backward):
+        with watching(subject.rows(batch), subject.named(batch)) as watcher, torch.set_grad_enabled(backward):
             subject.step(subject.model, batch, backward=backward)
-        for finding in findings_of(watcher, subject, batch, seconds):
+        has_gradients = any(x.grad is not None for x in subject.model.parameters())
+        for finding in findings_of(watcher, subject, batch, seconds, masks, coverage):
             say(finding=replace(finding, stage="eager"))
+        if has_gradients:
+            coverage.made("gradients", "the backward pass ran")
+        else:
+            why = "no parameter has a gradient" if backward else "the backward pass raises"
+            coverage.absent("gradients", why)
+        say(facts=coverage.facts)
         calls, largest = max(calls, len(watcher.calls)), max(largest, watcher.largest)
         say(facts={"attention calls": calls, "sites": _sites(watcher.calls), "largest tensor": largest})
         if (picture := _picture(watcher.calls)) is not None:
             say(facts={"mask": picture})
+    for finding in masks.findings():
+        say(finding=replace(finding, stage="eager"))
 
 
 def _timed(subject: Subject, batch: Any) -> float:
@@ -122,6 +135,9 @@ def compiled(subject: Subject, say: Say, backend: str, attention: str = "own") -
             return
         log, error, seconds = run_compiled(subject, backend)
     say(facts=_facts(log, seconds), stage=stage)
+    if attention == "own":
+        ran = f"{counted(len(seconds), 'batch', 'batches')} of {len(subject.batches)}, traced with {backend}"
+        say(facts={"checked": {"compiler": ran}}, stage=stage)
     if error is not None:
         say(finding=replace(compile_error(error, stage), stage=stage))
     for finding in log.breaks:

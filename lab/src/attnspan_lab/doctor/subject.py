@@ -8,9 +8,9 @@ import inspect
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from attnspan.errors import OptionError, expect
-from attnspan_lab.zoo.step import documents_of, objective, results_of
+from attnspan_lab.doctor.declared import Declared, declared
+from attnspan_lab.zoo.step import objective, results_of
 
 __all__ = ["MOST_BATCHES", "Subject", "load"]
 
 #: Maximum number of batches: more than the compiler's default limit of recompilations.
 MOST_BATCHES = 12
 _FACTORY = "a factory that returns (model, batches), or (model, batches, expectations)"
+#: Names of tokens, before or after the embedding.
+_TOKENS = ("input_ids", "inputs_embeds", "hidden_states", "x", "tokens", "idx")
 _EXPECTED = ("causal", "documents", "step")
 
 
@@ -79,61 +82,56 @@ class Subject:
         return Subject(copy.deepcopy(self.model), self.batches, self.expected)
 
     def named(self, batch: Any) -> dict[str, Any]:
-        """Name the tensors of a batch by key or position."""
-        items = batch.items() if isinstance(batch, Mapping) else enumerate(_listed(batch))
+        """Name the tensors of a batch by key, by the parameter that receives it, or by position."""
+        listed = zip(self._names(), _listed(batch), strict=False)
+        items = batch.items() if isinstance(batch, Mapping) else listed
         return {str(name): x for name, x in items if isinstance(x, Tensor)}
 
+    def _names(self) -> Iterator[str]:
+        """Yield the names of the model's positional parameters, and then numbers."""
+        parameters = inspect.signature(type(self.model).forward).parameters.values()
+        own = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD][1:]
+        yield from own
+        yield from map(str, count(len(own)))
+
     def rows(self, batch: Any) -> int:
-        """Return the batch size: the first dimension of the batch's first tensor."""
+        """Return the batch size: the first dimension of the tokens, or else of the batch's first tensor."""
+        if (found := self.tokens(batch)) is not None:
+            return found[1].shape[0] or 1
         return next((len(x) for x in self.named(batch).values() if x.dim()), 1) or 1
 
     def tokens(self, batch: Any) -> tuple[str, Tensor] | None:
-        """Find the tensor (B, S) or (B, S, D) of tokens, with its name."""
+        """Find the tensor (B, S) or (B, S, D) of tokens, with its name. Packed tokens (S,) have B = 1."""
         named = self.named(batch)
-        first = [
-            x for x in ("input_ids", "inputs_embeds", "hidden_states", "x", "tokens", "idx") if x in named
-        ]
+        first = [x for x in _TOKENS if x in named]
         for name in [*first, *named]:
             x = named[name]
             if (x.dim() == 2 and not x.is_floating_point() and x.dtype != torch.bool) or (
                 x.dim() == 3 and x.is_floating_point()
             ):
                 return name, x
+            if name in first and x.dim() == (2 if x.is_floating_point() else 1):
+                return name, x[None]
         return None
 
     def with_tokens(self, batch: Any, name: str, tokens: Tensor) -> Any:
         """Replace the tokens of a batch."""
+        before = self.named(batch)[name]
+        tokens = tokens.reshape(before.shape)
         if isinstance(batch, Mapping):
             return {**batch, name: tokens}
-        listed = _listed(batch)
-        listed[int(name)] = tokens
+        listed = [tokens if x is before else x for x in _listed(batch)]
         return tokens if isinstance(batch, Tensor) else listed
 
-    def documents(self, batch: Any) -> Tensor | None:
-        """Find the document number of each token, (B, S), if the batch has several documents."""
-        if "documents" in self.expected:
-            return torch.as_tensor(self.expected["documents"](batch))
-        named = self.named(batch)
-        names = (
-            "segment_ids",
-            "document_ids",
-            "doc_ids",
-            "document_id",
-            "seq_ids",
-            "sequence_ids",
-            "seq_idx",
-        )
-        found = next((named[x] for x in names if x in named and named[x].dim() == 2), None)
-        if found is None and "position_ids" in named and named["position_ids"].dim() in (2, 3):
-            found = documents_of(named)
-        several = found is not None and bool((found != found[:, :1]).any())
-        return found if several else None
-
-    def valid(self, batch: Any) -> Tensor | None:
-        """Find the tokens that are not padding, bool (B, S), if the batch has a padding mask."""
+    def declared(self, batch: Any) -> Declared:
+        """Read documents, padding and masks of pairs from a batch with tokens."""
         tokens = self.tokens(batch)
-        fits = [x for x in self.masks(batch) if tokens is not None and x.shape == tokens[1].shape[:2]]
-        return fits[0] if fits and not bool(fits[0].all()) else None
+        if tokens is None:
+            return Declared()
+        given = self.expected.get("documents")
+        documents = None if given is None else torch.as_tensor(given(batch))
+        rows, length = tokens[1].shape[:2]
+        return declared(self.named(batch), (rows, length), documents)
 
     def masks(self, batch: Any) -> list[Tensor]:
         """List the padding masks of a batch, bool (B, S). True marks real tokens."""
@@ -174,7 +172,10 @@ def load(target: str, arguments: Sequence[str] = ()) -> Subject:
     if target.endswith(".py") and ":" not in target:
         return _of_script(target, arguments)
     if ":" not in target:
-        return _of_library(target)
+        from attnspan_lab.doctor.library import of_library
+
+        model, batches, more = of_library(target)
+        return Subject(model, batches, target=target, more=more)
     module, _, name = target.rpartition(":")
     pid = os.getpid()
     made = _attribute(_module(module), module, name)
@@ -236,30 +237,6 @@ def _subject(made: Any, what: str) -> Subject:
         fits = isinstance(batch, (Mapping, tuple, list, Tensor))
         expect(fits, what, wanted, f"a batch of type {type(batch).__name__}", "Yield such batches")
     return Subject(model, taken, dict(expected), what)
-
-
-def _of_library(name: str) -> Subject:
-    """Build a class or model type of transformers or diffusers with the zoo's tiny configuration."""
-    from attnspan_lab.zoo.measure import SOURCES, TOKENS, collect
-
-    plain = name.lower().replace("_", "").replace("-", "")
-    for architecture in collect(SOURCES):
-        own = architecture.name.lower().replace("_", "").replace("-", "")
-        if not plain.startswith(own):
-            continue
-        try:
-            model = architecture.make("sdpa", "tiny")
-        except ValueError:  # The model cannot use torch's attention function.
-            model = architecture.make("eager", "tiny")
-        if name in (architecture.name, type(model).__name__):
-            batches, more = (
-                [x for kind, n in some if (x := architecture.batch(kind, n, "tiny")) is not None]
-                for some in ([("plain", n) for n in TOKENS], [(x, TOKENS[0]) for x in ("packed", "padded")])
-            )
-            return Subject(model, batches or more[:1], target=name, more=more)
-    remedy = "See attnspan zoo --list, or write pkg.module:factory"
-    got = repr(name)
-    raise OptionError("attnspan doctor", expected="a class or model type of the zoo", got=got, remedy=remedy)
 
 
 class _Found(BaseException):

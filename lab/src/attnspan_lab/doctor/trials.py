@@ -13,6 +13,7 @@ from attnspan_lab.doctor.compiler import CompilerLog, Recompile
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.steps import copied, run_compiled
 from attnspan_lab.doctor.subject import Subject
+from attnspan_lab.doctor.words import counted
 
 __all__ = ["recompiles_in", "tried"]
 
@@ -69,7 +70,7 @@ def tried(finding: Finding, log: CompilerLog, subject: Subject, backend: str) ->
         except Exception:
             continue
         if error is None and len(again.recompiles) < before:
-            return f"with {what}: {len(again.recompiles)} recompilations instead of {before}"
+            return f"with {what}: {counted(len(again.recompiles), 'recompilation')} instead of {before}"
     return f"{' and '.join(x[0] for x in trials)}: no fewer recompilations" if trials else ""
 
 

@@ -7,7 +7,7 @@ third tensor.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -51,6 +51,12 @@ class Attention:
         visible: Pairs that at least one head sees, bool (B, Sq, Sk), or None if unknown.
         mask: Shape and line of a dense mask or bias, and whether it is floating-point.
         mask_seconds: Time that operators took to create the mask.
+        mask_biases: The mask adds other numbers than 0 to visible pairs.
+        mask_sources: Tensors of the batch that the mask is made from.
+        same_in_heads: All heads see the same pairs.
+        given: Arguments of torch's function.
+        key: The keys, if there are more or fewer keys than queries.
+        first_own: Index of the first key that is made from the batch's tokens, after the keys of a cache.
         hidden: (batch element, query) of queries without a visible key.
         repeated: Line that copied keys or values for more heads, and the copy's bytes.
         copied: Line that copied q, k or v to make them contiguous, and the copy's bytes.
@@ -72,6 +78,12 @@ class Attention:
     mask: tuple[tuple[int, ...], Place | None, bool] | None = None
     mask_bytes: int = 0
     mask_seconds: float = 0.0
+    mask_biases: bool = False
+    mask_sources: frozenset[str] = frozenset()
+    same_in_heads: bool = True
+    given: tuple[Any, dict[str, Any]] | None = None
+    key: Tensor | None = None
+    first_own: int = 0
     hidden: list[tuple[int, int]] = field(default_factory=list)
     repeated: tuple[Place | None, int] | None = None
     copied: tuple[Place | None, int] | None = None
@@ -97,6 +109,7 @@ class _Tag:
     repeated: tuple[Place | None, int] | None = None
     copied: tuple[Place | None, int] | None = None
     upcast: Place | None = None
+    sources: frozenset[str] = frozenset()
 
 
 class _Function(TorchFunctionMode):
@@ -122,7 +135,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, batch: int = 1) -> None:
+    def __init__(self, batch: int = 1, named: Mapping[str, Tensor] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.batch, self.function = batch, _Function()
         self.calls: list[Attention] = []
@@ -131,7 +144,11 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.reads: dict[Place | None, int] = {}
         self.custom: dict[str, tuple[Any, Any, Any, Any, Place | None]] = {}
         self.largest = 0
-        self._tags: dict[int, _Tag] = {}
+        self._tags: dict[int, _Tag] = {
+            _storage(x): _Tag(None, 0.0, sources=frozenset([name]))
+            for name, x in (named or {}).items()
+            if _is_plain(x)
+        }
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, start = kwargs or {}, time.perf_counter()
@@ -166,6 +183,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.largest = max(self.largest, x.numel() * x.element_size())
             if _storage(x) not in held:
                 self._tags[_storage(x)] = self._tag(name, x, inputs, known, place, spent)
+            elif (tag := self._tags.get(_storage(x))) is not None:
+                tag.sources = tag.sources.union(*(t.sources for t in known))
         if name in _PRODUCTS and len(inputs) > 1 and outs:
             self._product(inputs[-2:], outs[0], scores, place)
         elif scores is not None and not kind:
@@ -181,6 +200,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ]
         # The time to create a mask includes the time to create its operands.
         tag = _Tag(place, spent + sum(t.seconds for t in like))
+        tag.sources = tag.sources.union(*(t.sources for t in known))
         if x.is_floating_point() and x.dim() > 1:
             floats = [y.itemsize for y in inputs if y.is_floating_point() and y.dim() > 1]
             same = next((t.upcast for t in known if t.upcast is not None), None)
@@ -208,6 +228,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call = Attention("written out", "", place, tuple(q.shape), tuple(k.shape), q.dtype)
             if self.function.given is not None:
                 call.kind, call.reason = "sdpa", _refused(*self.function.given)
+                call.given = self.function.given
+            call.key = k.mT if q.shape[-2] != k.shape[-1] else None
             self._operands(call, [q, k])
             self._tags[_storage(out)] = _Tag(place, 0.0, scores=call)
 
@@ -261,6 +283,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call.mask = tuple(x.shape), tag.made if tag else None, x.is_floating_point()
         call.mask_bytes = _distinct(x) * x.element_size()
         call.mask_seconds = tag.seconds if tag else 0.0
+        call.mask_sources = tag.sources if tag else frozenset()
+        call.mask_biases = x.is_floating_point() and bool(((x != 0) & ~(x <= _HIDDEN)).any())
 
     def _see(self, call: Attention, visible: Tensor | None, like: Tensor) -> None:
         """Store the visible pairs, (B, Sq, Sk), and the queries that see nothing."""
@@ -272,7 +296,9 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else (visible.expand(*like.shape[-2:])[None])
         )
         rows = self.batch if visible.shape[0] % self.batch == 0 else 1
-        call.visible = visible.reshape(rows, -1, *visible.shape[-2:]).any(1)
+        by_head = visible.reshape(rows, -1, *visible.shape[-2:])
+        call.visible = by_head.any(1)
+        call.same_in_heads = bool((by_head.all(1) == call.visible).all())
         call.hidden = [(int(b), int(s)) for b, s in (~call.visible.any(-1)).nonzero().tolist()]
 
     def _fused_kind(self, op: Any, name: str) -> str:
@@ -292,6 +318,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kernel = "" if kind == "flex" else str(op).removesuffix(".default")
         call = Attention(kind, kernel, place, tuple(q.shape), tuple(k.shape), q.dtype)
         call.recomputed = _in_backward()
+        call.key = k if q.shape[-2] != k.shape[-2] else None
         self._operands(call, inputs)
         if kind == "sdpa":
             self._of_sdpa(call, op, args, kwargs, q, k)
@@ -302,14 +329,14 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls.append(call)
 
     def _of_sdpa(self, call: Attention, op: Any, args: Any, kwargs: Any, q: Tensor, k: Tensor) -> None:
-        given = _named(op, args, kwargs)
+        given, call.given = _named(op, args, kwargs), self.function.given
         mask = next((given[x] for x in ("attn_mask", "attn_bias") if given.get(x) is not None), None)
         sizes, causal = (q.shape[-2], k.shape[-2]), bool(given.get("is_causal"))
         visible = torch.ones(self.batch, *sizes, dtype=torch.bool, device=q.device)
         if causal:
             visible = visible.tril()
         if mask is not None:
-            source = self.function.given or ((), {})
+            source = call.given or ((), {})
             own = [x for x in tree_leaves(source) if _is_plain(x)][3:4]
             if mask.dim() > 1 and min(mask.shape[-2:]) > 1:
                 # torch converts a boolean mask to floating point. The user's line made the boolean one.
@@ -354,9 +381,14 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def watching(batch: int = 1) -> Iterator[Watcher]:
-    """Watch the steps in the block. They run uncompiled, even if the model compiles parts of itself."""
-    watcher = Watcher(batch)
+def watching(batch: int = 1, named: Mapping[str, Tensor] | None = None) -> Iterator[Watcher]:
+    """Watch the steps in the block. They run uncompiled, even if the model compiles parts of itself.
+
+    Args:
+        batch: Batch size.
+        named: Tensors of the batch by name. Masks that are made from them depend on data.
+    """
+    watcher = Watcher(batch, named)
     with (
         torch.compiler.set_stance("force_eager"),
         # Needed to find the forward line of each operator of the backward pass.

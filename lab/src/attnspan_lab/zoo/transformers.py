@@ -28,7 +28,7 @@ from attnspan_lab.zoo._text import decoder_batch, encoder_batch, sequence_batch
 from attnspan_lab.zoo._weights import draw_weights
 from attnspan_lab.zoo.architecture import Architecture
 
-__all__ = ["architectures", "left_out"]
+__all__ = ["architecture_of_class", "architectures", "left_out"]
 
 # Tasks whose classes represent a family. If there are several, the first one is used.
 _TASKS = {
@@ -71,6 +71,37 @@ def architectures() -> list[Architecture]:
         for name, (class_name, kind) in _families().items()
         if name not in left_out()
     ]
+
+
+def architecture_of_class(name: str) -> Architecture | None:
+    """Describe any class of transformers with a configuration, or any model type. It may fail to be built.
+
+    Args:
+        name: A class such as ``Gemma3ForCausalLM``, or a model type such as ``bamba``, in any case.
+    """
+    kinds, of_families = dict[str, str](), dict[str, tuple[str, str]]()
+    for task, kind in _TASKS.items():
+        for family, classes in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").items():
+            first = classes if isinstance(classes, str) else classes[0]
+            kinds.setdefault(first, kind)
+            of_families.setdefault(family, (first, kind))
+    of_type = {k.replace("-", "_"): first for k, (first, _) in of_families.items()}
+    model_class: Any = getattr(transformers, of_type.get(name.lower().replace("-", "_"), name), None)
+    family = getattr(getattr(model_class, "config_class", None), "model_type", "")
+    if family not in transformers.CONFIG_MAPPING:
+        return None
+    class_name = model_class.__name__
+    kind = kinds.get(class_name) or of_families.get(family, ("", "encoder"))[1]
+
+    def batch(layout: str, tokens: int, size: str) -> dict[str, Any] | None:
+        made = _batch(family, class_name, kind, layout, tokens, size)
+        known = set(inspect.signature(model_class.forward).parameters)
+        known -= set() if class_name in kinds else {"labels"}  # Other tasks have labels of other shapes.
+        return None if made is None else {k: x for k, x in made.items() if k in known}
+
+    return Architecture(
+        class_name, "transformers", kind, ("tiny",), partial(_make, family, class_name), batch
+    )
 
 
 def left_out() -> dict[str, str]:

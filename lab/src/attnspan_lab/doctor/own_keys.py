@@ -1,0 +1,64 @@
+"""Keys of an attention call that come from the batch's own tokens, beside keys of a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnspan_lab.doctor.subject import Subject
+from attnspan_lab.doctor.watch import Attention, watching
+
+__all__ = ["own_keys"]
+
+
+def own_keys(subject: Subject, batch: Any, calls: list[Attention]) -> dict[int, int] | str:
+    """Find the first own key of each call whose queries and keys differ in number.
+
+    Two copies of the model run with different tokens. The keys that differ are made from the tokens.
+
+    Args:
+        subject, batch: The step.
+        calls: Calls of this step.
+
+    Returns:
+        The index of the first own key by number of the call. A call is left out if its keys are not made
+        from each token, as in cross-attention. A text is the reason why nothing was found.
+    """
+    name, tokens = subject.tokens(batch) or ("", torch.empty(0))
+    numbers = [i for i, x in enumerate(calls) if x.key is not None and not x.recomputed]
+    try:
+        own, other = (
+            _keys_of(subject.copy(), subject.with_tokens(batch, name, x), numbers)
+            for x in (tokens, _changed(tokens))
+        )
+    except Exception as error:
+        return f"a copy of the model does not run with other tokens ({str(error)[:80]})"
+    found: dict[int, int] = {}
+    for i, a, b in zip(numbers, own, other, strict=True):
+        if a.shape != b.shape:
+            return "the number of keys depends on the tokens"
+        differs = (a != b).flatten(0, -3).any(0).any(-1).nonzero().flatten().tolist()
+        length = tokens.shape[1]
+        if differs and differs[-1] - differs[0] + 1 <= length and len(differs) > length // 2:
+            # A token may repeat the changed one by chance, so the last and the first key may be equal.
+            found[i] = min(differs[0], a.shape[-2] - length) if differs[-1] == a.shape[-2] - 1 else differs[0]
+    return found
+
+
+def _keys_of(subject: Subject, batch: Any, numbers: list[int]) -> list[Tensor]:
+    with watching(subject.rows(batch)) as watcher, torch.no_grad():
+        subject.step(subject.model, batch, backward=False)
+    keys = [watcher.calls[i].key for i in numbers]
+    if any(x is None for x in keys):
+        raise RuntimeError("the number of keys depends on the tokens")
+    return [x.detach() for x in keys if x is not None]
+
+
+def _changed(tokens: Tensor) -> Tensor:
+    """Replace each token by another one: a number of the batch, or a shifted vector."""
+    if tokens.is_floating_point():
+        return tokens + 1
+    highest = int(tokens.max())
+    return torch.where(tokens == highest, tokens - 1 if highest else tokens + 1, tokens + 1)
