@@ -14,6 +14,7 @@ from attnspan_lab.console import bytes_text
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.dense_masks import LONG, DenseMasks
 from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.fused import refusal, refusal_of_multihead
 from attnspan_lab.doctor.pairs import findings_of_pairs
 from attnspan_lab.doctor.places import at
 from attnspan_lab.doctor.subject import Subject
@@ -40,24 +41,28 @@ def findings_of(
     for call in watcher.calls:
         sites.setdefault((call.place, call.kind), []).append(call)
     for site in sites.values():
-        yield from _costs(site, subject)
+        yield from _costs(site, subject, batch)
         masks.add(site, subject.declared(batch), seconds)
     yield from _operators(watcher)
     for place, count in watcher.reads.items():
         yield Finding("sync", "A value of a tensor is read on the host here", at(place), count=count)
 
 
-def _costs(site: list[Attention], subject: Subject) -> Iterator[Finding]:
+def _costs(site: list[Attention], subject: Subject, batch: Any) -> Iterator[Finding]:
     """Yield avoidable costs of the calls of one line."""
     call, many = site[0], len(site)
     long = prod(call.q[:-2]) * LONG**2 * call.dtype.itemsize
     if call.stores_scores and call.kind != "flex":
         what = "Attention is written out here: scores and weights of all pairs are stored"
+        cause = remedy = tried = ""
         if call.kind == "sdpa":
             what = "scaled_dot_product_attention ran its math kernel here and stored all scores"
+            cause, remedy, tried = refusal(call)
+        elif call.in_multihead:
+            what = "nn.MultiheadAttention stores scores and weights of all pairs here"
+            cause, remedy, tried = refusal_of_multihead(subject, batch, call.place)
         evidence = f"{counted(many, 'call')}; a tensor of scores has {bytes_text(long)} at {LONG:,} tokens"
-        remedy = "Remove what the fused kernels refuse" if call.reason else ""
-        yield Finding("unfused", what, at(call.place), (evidence,), call.reason, remedy, count=many)
+        yield Finding("unfused", what, at(call.place), (evidence,), cause, remedy, tried, count=many)
     if repeated := next((x.repeated for x in site if x.repeated), None):
         what = "Keys or values are copied once for each query head that shares them"
         evidence = f"{bytes_text(repeated[1])} per tensor, at least {bytes_text(repeated[1] * many)} per step"

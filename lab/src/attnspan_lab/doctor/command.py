@@ -12,7 +12,7 @@ from typer import Argument, Exit, Option
 from attnspan.errors import expect
 from attnspan_lab.console import chosen, progress, stdout
 from attnspan_lab.doctor.findings import Diagnosis, Finding, merged
-from attnspan_lab.doctor.run import DEFAULT_STAGES, MORE_STAGES, diagnose
+from attnspan_lab.doctor.run import DEFAULT_STAGES, MORE_STAGES, diagnose, diagnose_benchmark
 from attnspan_lab.doctor.words import counted
 from attnspan_lab.files import check_writable, write_json
 
@@ -36,6 +36,9 @@ def doctor(
     stages: Annotated[str, _what(help=f"comma-separated list of {', '.join(_KNOWN)}")] = ",".join(
         DEFAULT_STAGES
     ),
+    timing: Annotated[
+        bool, _what("--timing", help="examine how a script measures time: --timing -- python bench.py")
+    ] = False,
     quick: Annotated[
         bool, _what("--quick", help="run only the stage eager, which does not use the compiler")
     ] = False,
@@ -78,6 +81,11 @@ def doctor(
     is_script = ":" not in name and name.endswith(".py")
     got, remedy = " ".join(target), "Only scripts take arguments. Write them after --"
     expect(is_script or not arguments, "attnspan doctor", "one target", got, remedy)
+    if timing:
+        wanted_target = "a script: attnspan doctor --timing -- python bench.py"
+        expect(is_script, "--timing", wanted_target, name, "Pass the benchmark as you would to python")
+        expect(not (quick or try_), "--timing", "no other stages", got, "Pass one of them")
+        wanted = ("timing",)
     console = stdout()
     shown = set[tuple[str, str]]()
     with progress(console, len(wanted), wanted[0]) as tell:
@@ -96,7 +104,12 @@ def doctor(
                 line = f"{stage}: done"
             tell(line, style="dim", completed=step, description=next_)
 
-        found = diagnose(name, arguments, stages=wanted, backend=backend, limit=limit, after=after, seen=seen)
+        if timing:
+            found = diagnose_benchmark(name, arguments, limit=limit, seen=seen)
+        else:
+            found = diagnose(
+                name, arguments, stages=wanted, backend=backend, limit=limit, after=after, seen=seen
+            )
     limits = {"breaks": max_breaks, "graphs": max_graphs, "recompiles": max_recompiles, "copies": max_copies}
     exceeded = _exceeded(found, limits, parity=parity)
     limited = parity or any(x is not None for x in limits.values())

@@ -61,11 +61,13 @@ class Recompile:
 
     @property
     def kind(self) -> str:
-        """One of "size", "number" (a Python number or an attribute) and "other"."""
+        """One of "size", "length" (of a list), "number" (a Python number or an attribute) and "other"."""
         if "size mismatch" in self.guard or ".size()" in self.guard or "shape[" in self.guard:
             return "size"
         if "___check_global_state" in self.guard or "rank mismatch" in self.guard:
             return "other"
+        if re.search(r"\blen\(|___dict_contains|^not [\w.\[\]']+$", self.guard):
+            return "length"
         return "number" if re.search(r"(==|!=|<=|>=|<|>) *-?\d+(\.\d*)?\b", self.guard) else "other"
 
 

@@ -19,6 +19,12 @@ __all__ = ["LONG", "DenseMasks"]
 LONG = 32_768  # tokens, for which memory is predicted
 
 
+def _is_torchs(call: Attention) -> bool:
+    """Whether torch's function created the mask, as it does for is_causal where it stores scores."""
+    made = call.mask[1] if call.mask is not None else None
+    return call.kind == "sdpa" and call.stores_scores and made == call.place
+
+
 @dataclass
 class _Line:
     finding: Finding
@@ -41,7 +47,7 @@ class DenseMasks:
             seconds: Time of the step.
         """
         # Where torch's function stores scores, it also creates masks: these are not the user's.
-        masked = [x for x in site if x.mask is not None and not (x.reason and x.mask[1] == x.place)]
+        masked = [x for x in site if x.mask is not None and not _is_torchs(x)]
         for call in masked:
             assert call.mask is not None
             key = (call.mask[1], call.place)

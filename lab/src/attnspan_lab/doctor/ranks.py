@@ -77,7 +77,13 @@ def compare_ranks(subject: Subject) -> Iterator[Finding]:
     for finding in alike:  # The findings that explain the failure come first.
         yield replace(finding, evidence=(*finding.evidence, f"the step fails: {first[:200]}"))
     where = tuple(x[0] for x in wrong["calls"] if x[0] is not None)[:1]
-    if wrong["compared"]:
+    if wrong["misused"]:
+        what, cause = (
+            f"The results of the step cannot be compared: {first[:300]}",
+            "The step returns other tensors",
+        )
+        yield Finding("error", what, tuple(wrong["places"]), (), cause, first.rpartition(". ")[2])
+    elif wrong["compared"]:
         what = f"Two ranks compute a different result than one: {first[:300]}"
         yield Finding("rank-rows", what, where, tuple(rest))
     elif not alike:
@@ -114,7 +120,14 @@ def _alike(calls: list[list[Any]], graphs: list[list[Any]]) -> Iterator[Finding]
 def _rank(rank: int, folder: str, target: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=_RANKS)
-    told: dict[str, Any] = {"failed": "", "places": [], "compared": False, "calls": [], "graphs": []}
+    told: dict[str, Any] = {
+        "failed": "",
+        "places": [],
+        "compared": False,
+        "misused": False,
+        "calls": [],
+        "graphs": [],
+    }
     calls = _Calls()
     try:
         subject = load(target)
@@ -131,6 +144,8 @@ def _rank(rank: int, folder: str, target: str) -> None:
         told["failed"] = (
             f"{type(error).__name__}: {error}" if not isinstance(error, AssertionError) else str(error)
         )
+        own = type(error).__module__.startswith("attnspan.")
+        told["misused"] = told["compared"] and own and not isinstance(error, AssertionError)
         told["places"] = lines_in("".join(traceback.format_exception(error)))[:3]
     told["calls"] = calls.seen
     (Path(folder) / f"{rank}.tmp").write_bytes(pickle.dumps(told))

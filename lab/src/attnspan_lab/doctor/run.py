@@ -18,7 +18,7 @@ from attnspan_lab.doctor.findings import Diagnosis, Finding, merged
 from attnspan_lab.doctor.places import Place, is_users, lines_in
 from attnspan_lab.files import from_plain
 
-__all__ = ["DEFAULT_STAGES", "MORE_STAGES", "diagnose"]
+__all__ = ["DEFAULT_STAGES", "MORE_STAGES", "diagnose", "diagnose_benchmark"]
 
 #: Default stages, in the order in which they run.
 DEFAULT_STAGES = ("eager", "compiled", "parity")
@@ -44,6 +44,7 @@ _PACKED = (
 )
 _OF_ATTENTION = ("unfused", "dense-mask", "kv-copy", "copy", "upcast", "leak", "mask-lost", "causality-lost")
 _MODULE = "attnspan_lab.doctor.child"
+_TIMING = "attnspan_lab.doctor.timing.child"
 
 
 def diagnose(
@@ -139,7 +140,29 @@ def _completed(findings: list[Finding], facts: dict[str, dict[str, Any]]) -> lis
         isolated = [
             replace(x, evidence=(*x.evidence, said)) if x.kind == "compile-error" else x for x in isolated
         ]
+    isolated = _without_guarded_reads(isolated, facts.get("compiled", {}))
     return _with_known_issues(_cured([_in_library(x) for x in isolated], facts.get("cure", {}).get("left")))
+
+
+def _without_guarded_reads(findings: list[Finding], compiled: dict[str, Any]) -> list[Finding]:
+    """Leave out values that a library reads in eager mode only. Its compiled code has no break there.
+
+    Args:
+        findings: Findings of all stages.
+        compiled: Facts of the compiled stage, empty if it did not end.
+    """
+    if "breaks" not in compiled or any(x.kind == "compile-error" for x in findings):
+        return findings
+    broken = {place for x in findings if x.kind == "graph-break" for place in x.places}
+
+    def is_guarded(x: Finding) -> bool:
+        return x.kind == "sync" and _is_installed_code(x) and not broken.intersection(x.places)
+
+    return [x for x in findings if not is_guarded(x)]
+
+
+def _is_installed_code(finding: Finding) -> bool:
+    return bool(finding.places) and "/site-packages/" in finding.places[0].file
 
 
 def _in_library(finding: Finding) -> Finding:
@@ -206,7 +229,9 @@ def _with_known_issues(findings: Sequence[Finding]) -> list[Finding]:
         known = [
             f"{issue['says']} ({issue['issue']})"
             for issue in issues
-            if issue["kind"] == x.kind and re.search(issue["match"], words) and _is_installed(issue)
+            if issue["kind"] == x.kind
+            and re.search(issue["match"], words, re.DOTALL)
+            and _is_installed(issue)
         ]
         found.append(replace(x, known=tuple(known)))
     return found
@@ -225,10 +250,39 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(x) for x in re.findall(r"\d+", text.partition("+")[0])[:3])
 
 
+def diagnose_benchmark(
+    path: str,
+    arguments: Sequence[str] = (),
+    *,
+    limit: float = 300.0,
+    seen: Callable[[Finding], None] = lambda _: None,
+) -> Diagnosis:
+    """Find out how a script measures time, and measure its timed statements again.
+
+    Args:
+        path: A script that takes the difference of two readings of a clock.
+        arguments: Arguments of the script.
+        limit: Time limit in seconds.
+        seen: Called with each finding.
+
+    Example:
+        >>> from attnspan_lab.doctor import diagnose_benchmark
+        >>> diagnose_benchmark("no_such_script.py").findings[0].kind
+        'subject'
+    """
+    start = time.monotonic()
+    with _Processes(_TIMING) as processes:
+        told = _Stage(path, tuple(arguments), "timing", "", limit, processes, seen)
+        told.run()
+    findings, seconds = merged(told.findings), time.monotonic() - start
+    return Diagnosis(path, findings, told.facts, describe_environment(), seconds=seconds)
+
+
 class _Processes:
     """Processes of the stages. Each loads torch while the stage before it runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = _MODULE) -> None:
+        self._module = module
         self._waiting: Child | None = None
 
     def __enter__(self) -> _Processes:
@@ -242,8 +296,8 @@ class _Processes:
 
     def take(self, *, more: bool) -> Child:
         """Return a process that waits for its task. If there are more stages, start the next process."""
-        child = self._waiting or Child(_MODULE, {}, _QUIET)
-        self._waiting = Child(_MODULE, {}, _QUIET) if more else None
+        child = self._waiting or Child(self._module, {}, _QUIET)
+        self._waiting = Child(self._module, {}, _QUIET) if more else None
         return child
 
 
@@ -291,7 +345,9 @@ class _Stage:
 
     def _found(self, finding: Finding) -> None:
         self.findings.append(finding)
-        if self.stage != "without attention":  # Its findings only explain others.
+        explains = self.stage == "without attention"  # Its findings only explain others.
+        may_be_guarded = finding.kind == "sync" and _is_installed_code(finding)
+        if not (explains or may_be_guarded):
             self.seen(_in_library(finding))
 
     def _take(self, all_told: list[dict[str, Any]]) -> None:

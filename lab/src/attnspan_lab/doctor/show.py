@@ -38,6 +38,7 @@ _CARDS = {
     "slow": "time and memory",
     "note": "notes",
 }
+_OUTPUT_LINES = 20  # Lines of a benchmark's output that are shown.
 _LEAD = "Findings on attention and torch.compile in this model, each with its line, cause and remedy."
 
 
@@ -67,7 +68,7 @@ def _relative(file: str) -> str:
 def facts_of(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     """List measurements as headings and texts."""
     eager, compiled = diagnosis.facts.get("eager", {}), diagnosis.facts.get("compiled", {})
-    found = []
+    found = _timed(diagnosis.facts.get("timing", {}))
     if eager:
         found.append(("attention", f"{counted(eager.get('attention calls', 0), 'call')} a step"))
         for place, kernel, count in eager.get("sites", ()):
@@ -88,6 +89,21 @@ def facts_of(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         output, gradient = cure["difference"]
         text = f"gradients {gradient:.1e}" if isfinite(gradient) else "one of them has no gradients"
         found.append(("they differ by", f"results {output:.1e}, {text}"))
+    return found
+
+
+def _timed(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """List what a benchmark printed, and its timed regions."""
+    lines = facts.get("output", "").splitlines()[-_OUTPUT_LINES:]
+    found = [("printed" if i == 0 else "", text) for i, text in enumerate(lines)]
+    for region in facts.get("regions", ()):
+        file, _, line = region["place"].rpartition(":")
+        found.append(("timed", f"{_relative(file)}:{line}" if file else "unknown lines"))
+        found.append(("  your samples", f"{seconds_text(region['own'])} for each call, {region['amount']}"))
+        again = [("  waiting each", region["each"]), ("  in a row", region["in a row"])]
+        if region["in a row"] is None:
+            again = [("  again, warm", region["each"] or f"not measured: {region['why not']}")]
+        found += again
     return found
 
 

@@ -18,8 +18,10 @@ from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.dense_masks import DenseMasks
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.matrix import FACTORS, Cell, all_cells, covering, failure, smallest
+from attnspan_lab.doctor.packing import position_findings
 from attnspan_lab.doctor.parity import parity
 from attnspan_lab.doctor.places import lines_in
+from attnspan_lab.doctor.randomness import random_findings
 from attnspan_lab.doctor.ranks import compare_ranks
 from attnspan_lab.doctor.steps import (
     compiled_form,
@@ -48,7 +50,7 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
     del backend
     calls = largest = 0
     masks, coverage = DenseMasks(), Coverage()
-    for batch in _distinct(subject)[:3]:
+    for batch in _distinct(subject):
         backward = True
         try:
             seconds = _timed(subject, batch)
@@ -59,9 +61,15 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
             backward, seconds = False, 0.0
         with watching(subject.rows(batch), subject.named(batch)) as watcher, torch.set_grad_enabled(backward):
             subject.step(subject.model, batch, backward=backward)
-        has_gradients = any(x.grad is not None for x in subject.model.parameters())
+        has_gradients, leaks = any(x.grad is not None for x in subject.model.parameters()), False
         for finding in findings_of(watcher, subject, batch, seconds, masks, coverage):
+            leaks = leaks or finding.kind == "leak"
             say(finding=replace(finding, stage="eager"))
+        for finding in () if leaks else position_findings(subject, batch):
+            say(finding=replace(finding, stage="eager"))
+        if backward:
+            for finding in random_findings(subject, batch):
+                say(finding=replace(finding, stage="eager"))
         if has_gradients:
             coverage.made("gradients", "the backward pass ran")
         else:
@@ -98,11 +106,28 @@ def _picture(calls: list[Attention]) -> list[str] | None:
 
 
 def _distinct(subject: Subject) -> list[Any]:
-    """Choose one batch of each shape."""
+    """Choose a batch of each of three shapes, and a second one with other masks or documents.
+
+    A model that keeps masks by shape is right for the first batch of a shape, and wrong for the second one.
+    """
     found: dict[Any, Any] = {}
+    second: list[Any] = []
     for batch in [*subject.more, *subject.batches]:
-        found.setdefault(tuple((k, tuple(x.shape)) for k, x in subject.named(batch).items()), batch)
-    return list(found.values())
+        named = subject.named(batch)
+        first = found.setdefault(tuple((k, tuple(x.shape)) for k, x in named.items()), batch)
+        if first is not batch and not second and _masked_otherwise(subject, first, batch):
+            second = [batch]
+    return [*list(found.values())[:3], *second]
+
+
+def _masked_otherwise(subject: Subject, first: Any, batch: Any) -> bool:
+    """Whether two batches of one shape differ in documents or padding."""
+    one, other = subject.declared(first), subject.declared(batch)
+
+    def differ(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
+        return (x is None) != (y is None) or (x is not None and y is not None and not torch.equal(x, y))
+
+    return differ(one.documents, other.documents) or differ(one.valid, other.valid)
 
 
 def _raised(error: BaseException, stage: str) -> Finding:
@@ -143,8 +168,9 @@ def compiled(subject: Subject, say: Say, backend: str, attention: str = "own") -
     for finding in log.breaks:
         say(finding=replace(finding, stage=stage))
     for finding in recompiles_in(log) if len(seconds) == len(subject.batches) else ():
-        said = tried(finding, log, before, backend) if attention == "own" else ""
-        say(finding=replace(finding, stage=stage, tried=said))
+        if attention == "own":
+            finding = tried(finding, log, before, backend)
+        say(finding=replace(finding, stage=stage))
 
 
 def _attention_in(subject: Subject) -> list[Attention]:

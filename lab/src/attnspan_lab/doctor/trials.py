@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,9 +21,11 @@ __all__ = ["recompiles_in", "tried"]
 
 #: Recompilations per frame that torch intends: the second size makes a dimension dynamic.
 _ALLOWED = 1
+_SAME = 1e-5  # Larger relative differences are no rounding: both sides run the same operators.
 _REMEDIES = {
     "size": "Mark the dimension with torch._dynamo.mark_dynamic(x, dim), or use torch.compile(dynamic=True)",
     "number": "Pass the number as a tensor: torch.tensor(n), or a buffer if it is an attribute",
+    "length": "Keep the number of entries the same in all calls, for example in one tensor of fixed size",
     "other": "Keep the guarded value the same in all calls",
 }
 
@@ -52,26 +56,108 @@ def recompiles_in(log: CompilerLog) -> Iterator[Finding]:
         )
 
 
-def tried(finding: Finding, log: CompilerLog, subject: Subject, backend: str) -> str:
-    """Test the remedy of a recompilation, and describe the outcome."""
-    guards, before = " ".join(finding.evidence), len(log.recompiles)
-    trials: list[tuple[str, Callable[[], Subject], bool | None]] = []
-    if finding.remedy == _REMEDIES["size"]:
-        trials = [("all sizes dynamic", lambda: copied(subject), True)]
-    else:
-        trials = [
-            (f"{x} as a tensor", partial(_with_tensor, subject, x), None) for x in _numbers(guards, subject)
-        ]
-        if any(_is_number(x) for batch in subject.batches for x in _values(batch)):
-            trials += [("numbers of the batch as tensors", partial(_with_tensors, subject), None)]
-    for what, make, dynamic in trials:
-        try:
-            again, error, _ = run_compiled(make(), backend, dynamic=dynamic)
-        except Exception:
+@dataclass(frozen=True)
+class Trial:
+    """A change that may save recompilations.
+
+    Args:
+        what: The change, as part of a sentence.
+        remedy: The same for the user, or "" for the kind's remedy.
+        make: Makes the changed subject.
+        dynamic: The option of torch.compile.
+        config: Settings of torch._dynamo.
+    """
+
+    what: str
+    remedy: str
+    make: Callable[[], Subject]
+    dynamic: bool | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+def tried(finding: Finding, log: CompilerLog, subject: Subject, backend: str) -> Finding:
+    """Try remedies of a recompilation. A remedy that breaks the graph or changes results is not offered.
+
+    Args:
+        finding: The finding of `recompiles_in`.
+        log: Log of the steps without a change.
+        subject: The model before these steps.
+        backend: Backend of torch.compile.
+
+    Returns:
+        The finding with the outcome of the trials, and the remedy that helped, if one did.
+    """
+    said = []
+    for trial in _trials(finding, subject):
+        outcome = _outcome(trial, log, subject, backend)
+        if outcome is None:
             continue
-        if error is None and len(again.recompiles) < before:
-            return f"with {what}: {counted(len(again.recompiles), 'recompilation')} instead of {before}"
-    return f"{' and '.join(x[0] for x in trials)}: no fewer recompilations" if trials else ""
+        text, helps = outcome
+        if helps:
+            return replace(finding, tried=text, remedy=trial.remedy or finding.remedy)
+        said.append(text)
+    harmful = bool(said) and finding.remedy in (_REMEDIES["size"], _REMEDIES["number"])
+    remedy = _REMEDIES["other"] if harmful else finding.remedy
+    return replace(finding, tried="; ".join(said), remedy=remedy)
+
+
+def _trials(finding: Finding, subject: Subject) -> Iterator[Trial]:
+    guards = " ".join(finding.evidence)
+    if finding.remedy == _REMEDIES["size"]:
+        yield Trial("all sizes dynamic", "", lambda: copied(subject), dynamic=True)
+        return
+    for name in _numbers(guards, subject):
+        yield Trial(f"{name} as a tensor", "", partial(_with_tensor, subject, name))
+    if any(_is_number(x) for batch in subject.batches for x in _values(batch)):
+        yield Trial("numbers of the batch as tensors", "", partial(_with_tensors, subject))
+    if finding.remedy == _REMEDIES["number"]:
+        switch = "allow_unspec_int_on_nn_module"
+        text = f"torch._dynamo.config.{switch} = True"
+        yield Trial(text, f"Set {text}", lambda: copied(subject), config={switch: True})
+        yield Trial(
+            "torch.compile(dynamic=True)", "Use torch.compile(dynamic=True)", lambda: copied(subject), True
+        )
+
+
+def _outcome(trial: Trial, log: CompilerLog, subject: Subject, backend: str) -> tuple[str, bool] | None:
+    """Run all batches with a change. Return what changes, and whether the change only helps."""
+    try:
+        with torch._dynamo.config.patch(trial.config):
+            changed = trial.make()
+            again, error, _ = run_compiled(changed, backend, dynamic=trial.dynamic)
+    except Exception:
+        return None  # The changed model cannot be made.
+    if error is not None:
+        return f"with {trial.what}: fails with {type(error).__name__}", False
+    count, before = counted(len(again.recompiles), "recompilation"), len(log.recompiles)
+    if len(again.recompiles) >= before:
+        return f"with {trial.what}: no fewer recompilations", False
+    text = f"with {trial.what}: {count} instead of {before}"
+    more = len(again.breaks) - len(log.breaks)
+    if more > 0:
+        text += f", but {counted(more, 'more graph break', 'more graph breaks')}"
+    error_of_results = _difference(trial, subject)
+    if error_of_results > _SAME:
+        text += f", but other results (relative difference {error_of_results:.1e})"
+    return text, more <= 0 and error_of_results <= _SAME
+
+
+def _difference(trial: Trial, subject: Subject) -> float:
+    """Compare eager results of all batches with and without a change."""
+    here, there = copied(subject), trial.make()
+    largest = 0.0
+    with torch.compiler.set_stance("force_eager"), torch.no_grad():
+        for one, other in zip(here.batches, there.batches, strict=True):
+            torch.manual_seed(0)
+            wanted = here.step(here.model, one, backward=False)
+            torch.manual_seed(0)
+            found = there.step(there.model, other, backward=False)
+            for name, x in wanted.items():
+                if found[name].shape != x.shape:
+                    return math.inf
+                scale = x.double().norm().clamp_min(1e-300)
+                largest = max(largest, float((found[name].double() - x.double()).norm() / scale))
+    return largest
 
 
 def _is_number(x: Any) -> bool:

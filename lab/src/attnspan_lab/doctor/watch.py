@@ -31,7 +31,14 @@ __all__ = ["Attention", "Watcher", "watching"]
 _HIDDEN = -9e3
 _PRODUCTS = ("bmm", "matmul", "baddbmm")
 _SOFTMAX = ("_softmax", "_safe_softmax", "exp", "softmax")
-_COPIES = ("clone", "_reshape_copy", "repeat", "expand_copy", "contiguous", "index_select", "cat")
+_COPIES = {
+    *("clone", "_reshape_copy", "repeat", "expand_copy", "contiguous", "cat", "stack"),
+    *("index", "index_select", "gather"),
+}
+# Operators whose result has a size that the host must read, and functions that give values to Python.
+_READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"}
+_TO_PYTHON = {"tolist", "numpy", "__array__", "__repr__", "__format__"}
+_MULTIHEAD = torch.nn.functional.__file__
 _CHECKPOINT = torch.utils.checkpoint.__file__
 _ATTNSPAN = str(Path(attnspan.__file__).parent)
 _PAIRS = 2**24  # maximum number of pairs for which the mask is kept
@@ -63,7 +70,7 @@ class Attention:
         upcast: Line that converted to a wider dtype.
         softmax: The softmax of the scores was seen.
         keys: Number of score columns that are keys, or None without sinks.
-        reason: Reason why torch's fused kernels do not accept the call.
+        in_multihead: The call is part of nn.MultiheadAttention.
         lines: All of the user's lines that lead to the call, as "file:line".
     """
 
@@ -90,7 +97,7 @@ class Attention:
     upcast: Place | None = None
     softmax: bool = False
     keys: slice | None = None
-    reason: str = ""
+    in_multihead: bool = False
     lines: list[str] = field(default_factory=lines_here)
 
     @property
@@ -118,10 +125,20 @@ class _Function(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.given: tuple[Any, dict[str, Any]] | None = None
+        self.reads: dict[Place | None, int] = {}
+        self.converts = 0
 
     def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if getattr(fn, "__name__", "") != "scaled_dot_product_attention":
+        kwargs, name = kwargs or {}, getattr(fn, "__name__", "")
+        if name in _TO_PYTHON and any(_is_plain(x) for x in args):
+            self.converts += 1  # Converting to text reads many values. It counts once.
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                self.converts -= 1
+                if not self.converts:
+                    self.reads[place_here()] = self.reads.get(place_here(), 0) + 1
+        if name != "scaled_dot_product_attention":
             return fn(*args, **kwargs)
         before, self.given = self.given, (args, kwargs)
         try:
@@ -141,7 +158,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls: list[Attention] = []
         self.first_nan: tuple[str, tuple[int, ...], Place | None, bool] | None = None
         self.first_overflow: Place | None = None
-        self.reads: dict[Place | None, int] = {}
+        self.reads = self.function.reads
         self.custom: dict[str, tuple[Any, Any, Any, Any, Place | None]] = {}
         self.largest = 0
         self._tags: dict[int, _Tag] = {
@@ -173,7 +190,9 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = [tag for x in inputs if (tag := self._tags.get(_storage(x))) is not None]
         self._look_for_nan(name, inputs, outs, place)
         # attnspan reads a mask's arrays only in eager mode, so compiled code has no such read.
-        if name == "_local_scalar_dense" and place is not None and not on_stack(_ATTNSPAN, place.file):
+        is_read = name in _READS or (name == "index" and any(x.dtype == torch.bool for x in inputs[1:]))
+        is_read = is_read and not self.function.converts
+        if is_read and place is not None and not on_stack(_ATTNSPAN, place.file):
             self.reads[place] = self.reads.get(place, 0) + 1
         kind = self._fused_kind(op, name)
         if kind:
@@ -185,6 +204,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._tags[_storage(x)] = self._tag(name, x, inputs, known, place, spent)
             elif (tag := self._tags.get(_storage(x))) is not None:
                 tag.sources = tag.sources.union(*(t.sources for t in known))
+        if name == "copy_" and len(inputs) > 1:
+            self._copied_into(inputs[0], inputs[1], place)
         if name in _PRODUCTS and len(inputs) > 1 and outs:
             self._product(inputs[-2:], outs[0], scores, place)
         elif scores is not None and not kind:
@@ -209,12 +230,24 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _COPIES and inputs:
             size, source = x.numel() * x.element_size(), inputs[0]
             tag.repeated = next((t.repeated for t in known if t.repeated), None)
-            twice = name == "cat" and len({_storage(y) for y in inputs}) < len(inputs)
-            if (name != "cat" and x.numel() >= 2 * max(_distinct(source), 1)) or twice:
+            joins = name in ("cat", "stack")
+            twice = joins and len({_storage(y) for y in inputs}) < len(inputs)
+            if (not joins and x.numel() >= 2 * max(_distinct(source), 1)) or twice:
                 tag.repeated = (place, size)
             elif name == "clone" and not source.is_contiguous() and x.is_contiguous() and is_direct():
                 tag.copied = (place, size)
         return tag
+
+    def _copied_into(self, x: Tensor, source: Tensor, place: Place | None) -> None:
+        """Note a copy into memory that was made for it."""
+        tag = self._tags.get(_storage(x))
+        whole = x.is_contiguous() and x.numel() * x.element_size() == x.untyped_storage().nbytes()
+        if tag is None or not whole or x.dim() < 3 or not is_direct():
+            return
+        if x.numel() >= 2 * max(_distinct(source), 1):
+            tag.repeated = (place, x.numel() * x.element_size())
+        elif x.shape == source.shape and not source.is_contiguous():
+            tag.copied = (place, x.numel() * x.element_size())
 
     def _product(
         self, inputs: list[Tensor], out: Tensor, scores: Attention | None, place: Place | None
@@ -227,8 +260,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if q.dim() > 2 and min(out.shape[-2:]) > 1:
             call = Attention("written out", "", place, tuple(q.shape), tuple(k.shape), q.dtype)
             if self.function.given is not None:
-                call.kind, call.reason = "sdpa", _refused(*self.function.given)
-                call.given = self.function.given
+                call.kind, call.given = "sdpa", self.function.given
+            call.in_multihead = on_stack(_MULTIHEAD)
             call.key = k.mT if q.shape[-2] != k.shape[-1] else None
             self._operands(call, [q, k])
             self._tags[_storage(out)] = _Tag(place, 0.0, scores=call)
@@ -428,23 +461,6 @@ def _flat(args: Any, kwargs: Any) -> list[Any]:
 def _named(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     names = [str(x.name) for x in op._schema.arguments]
     return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
-def _refused(args: Any, kwargs: Any) -> str:
-    """Explain why fused kernels do not accept a call of torch's function, as far as its arguments show."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p")
-    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
-    q, k, v, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
-    said = {
-        "the mask requires a gradient": isinstance(mask, Tensor) and mask.requires_grad,
-        "dropout_p is not 0": bool(given.get("dropout_p")),
-        f"q has {q.dim()} dims instead of 4": q.dim() != 4,
-        "q and v have different head dims": q.shape[-1] != v.shape[-1],
-        "k and v have fewer heads": q.dim() == 4 and q.shape[1] != k.shape[1],
-        "the last dim of q, k or v is not contiguous": any(x.stride(-1) != 1 for x in (q, k, v)),
-    }
-    reasons = [reason for reason, holds in said.items() if holds]
-    return f"torch's fused kernels do not accept this call: {'; '.join(reasons)}" if reasons else ""
 
 
 def _in_backward() -> bool:

@@ -1,0 +1,118 @@
+"""A document in a packed row against the same document alone. Only positions and leaks make a difference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.places import Place, place_here
+from attnspan_lab.doctor.subject import Subject
+
+# Relative difference that is not rounding. Other lengths of a row change the order of sums.
+_ROUNDING = {torch.float16: 3e-2, torch.bfloat16: 1e-1}
+
+
+def position_findings(subject: Subject, batch: Any) -> Iterator[Finding]:
+    """Yield a finding if a document's results depend on its place in the row.
+
+    Args:
+        subject: A model without leaks between documents.
+        batch: A batch of packed documents. Other batches give no finding.
+    """
+    documents, tokens = subject.declared(batch).documents, subject.tokens(batch)
+    if documents is None or tokens is None or not isinstance(batch, Mapping):
+        return
+    length = tokens[1].shape[1]
+    place = _second(documents.expand(len(tokens[1]), length))
+    alone = None if place is None else _alone(batch, length, *place)
+    if place is None or alone is None:
+        return
+    row, start, stop = place
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        packed, where = _inputs(subject, batch, length)
+        own, _ = _inputs(subject, alone, stop - start)
+    for name, x in packed.items():
+        if name not in own:
+            continue
+        there, here = _rows(x, row, start, stop, length), _rows(own[name], 0, 0, stop - start, stop - start)
+        if there is None or here is None or there.shape != here.shape:
+            continue
+        difference = float((there - here).norm() / here.norm().clamp_min(1e-30))
+        if difference > _ROUNDING.get(x.dtype, 1e-3):
+            what = "A packed document gets other results than the same document alone"
+            evidence = (
+                f"tokens {start} to {stop - 1} of batch element {row}: relative difference {difference:.1e}",
+                f"the first module whose input differs: {name}",
+            )
+            yield Finding("positions", what, where[name], evidence)
+            return
+
+
+def _second(documents: Tensor) -> tuple[int, int, int] | None:
+    """Find the batch element, begin and end of a second document. Padding has negative numbers."""
+    for row, ids in enumerate(documents.tolist()):
+        begins = [i for i, x in enumerate(ids) if i == 0 or x != ids[i - 1]]
+        start, stop = (*begins, len(ids), len(ids))[1:3]
+        if start < stop and ids[start] >= 0 and ids.count(ids[start]) == stop - start:
+            return row, start, stop
+    return None
+
+
+def _alone(batch: Mapping[str, Any], length: int, row: int, start: int, stop: int) -> dict[str, Any] | None:
+    """Cut a document out of a batch. None if a tensor has an unknown layout."""
+    found: dict[str, Any] = {}
+    for name, x in batch.items():
+        if not isinstance(x, Tensor):
+            found[name] = x
+        elif x.dim() > 3 and x.shape[-2:] == (length, length):
+            found[name] = x[row % len(x), None, ..., start:stop, start:stop]
+        elif x.dim() > 1 and x.shape[1] == length:
+            found[name] = x[row % len(x), None, start:stop]
+        elif length in x.shape or name.startswith("cu_"):
+            return None
+        else:
+            found[name] = x
+    if "position_ids" in found:
+        found["position_ids"] = torch.arange(stop - start).expand_as(found["position_ids"])
+    return found
+
+
+def _rows(x: Tensor, row: int, start: int, stop: int, length: int) -> Tensor | None:
+    """Take a document's rows of a result (B, S, ...), (1, S, ...) or (S, ...)."""
+    if x.dim() > 1 and x.shape[1] == length:
+        return x[row % len(x), start:stop].double()
+    return x[start:stop].double() if x.dim() > 1 and len(x) == length else None
+
+
+def _inputs(
+    subject: Subject, batch: Any, length: int
+) -> tuple[dict[str, Tensor], dict[str, tuple[Place, ...]]]:
+    """Run the model. Return each module's first input and the line that called it, and the result."""
+    found: dict[str, Tensor] = {}
+    lines: dict[str, tuple[Place, ...]] = {}
+
+    def note(name: str, *given: Any) -> None:
+        x = next((y for y in tree_leaves(given) if isinstance(y, Tensor)), None)
+        if name not in found and x is not None and length in x.shape[:2]:
+            place = place_here()
+            found[name], lines[name] = x.detach().clone(), () if place is None else (place,)
+
+    def before(name: str) -> Any:
+        return lambda _, args, kwargs: note(name, args, kwargs)
+
+    hooks = [
+        module.register_forward_pre_hook(before(name), with_kwargs=True)
+        for name, module in subject.model.named_modules()
+    ]
+    try:
+        result = subject.step(subject.model, batch, backward=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    note("the result", list(result.values()))
+    return found, lines

@@ -1,0 +1,131 @@
+"""Examination of a benchmark: it runs under watched clocks, then its timed statements run again."""
+
+from __future__ import annotations
+
+import io
+import runpy
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.places import lines_in
+from attnspan_lab.doctor.timing.body import Body, CannotRepeatError, body_of
+from attnspan_lab.doctor.timing.clocks import Region, Watch, overlap, watched
+from attnspan_lab.doctor.timing.judge import (
+    Timed,
+    facts_of_timing,
+    judged,
+    printed_statistics,
+)
+from attnspan_lab.doctor.timing.replay import Replay, replay
+
+_MOST = 8  # Regions that are measured again.
+
+
+class _Tee(io.StringIO):
+    """Collects text, and passes it on."""
+
+    def __init__(self, out: TextIO) -> None:
+        super().__init__()
+        self.out = out
+
+    def write(self, text: str) -> int:
+        self.out.write(text)
+        return super().write(text)
+
+
+def examine_benchmark(
+    path: str, arguments: Sequence[str] = (), *, seconds: float = 0.5, limit: float = 60.0
+) -> tuple[list[Finding], dict[str, Any]]:
+    """Run a benchmark, and say what is wrong with its times.
+
+    Args:
+        path: A script.
+        arguments: Arguments of the script.
+        seconds: Time to spend on each way of measuring a region again.
+        limit: Longest time to spend on measuring again.
+
+    Returns:
+        The findings, and facts: the output of the script and its timed regions.
+    """
+    output, before = _Tee(sys.stdout), (sys.argv, list(sys.path))
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    try:
+        with watched() as watch, redirect_stdout(output):
+            try:
+                runpy.run_path(path, run_name="__main__")
+            except SystemExit as end:
+                if end.code not in (None, 0):
+                    return [_ended(end, path)], {"output": output.getvalue()}
+            except Exception as error:  # Also a script that does not exist.
+                return [_ended(error, path)], {"output": output.getvalue()}
+            watch.closed = True
+            with redirect_stdout(io.StringIO()):
+                return _judge(watch, output.getvalue(), path, seconds, limit)
+    finally:
+        sys.argv, sys.path = before[0], before[1]
+
+
+def _judge(
+    watch: Watch, output: str, path: str, seconds: float, limit: float
+) -> tuple[list[Finding], dict[str, Any]]:
+    findings, timed, queued, regions = list[Finding](), list[Timed](), False, _inner(watch)[:_MOST]
+    for region in regions:
+        one = _timed(region, watch, output, seconds, limit / len(regions))
+        timed.append(replace(one, follows_queued=queued))
+        found = list(judged(timed[-1]))
+        queued = any(x.kind == "not-waited" for x in found)
+        findings += found
+    if not timed:
+        findings = [
+            Finding("no-timing", f"{path} takes no difference of two readings of a clock", stage="timing")
+        ]
+    return findings, {"output": output, "regions": facts_of_timing(timed)}
+
+
+def _ended(error: BaseException, path: str) -> Finding:
+    places = lines_in("".join(traceback.format_exception(error)))
+    text = (str(error).strip().splitlines() or [""])[0]
+    what = f"{path} does not run: {type(error).__name__}: {text[:300]}"
+    remedy = f"Make sure that python {path} runs"
+    return Finding("subject", what, tuple(places[:3]), (), "The script raises", remedy, stage="timing")
+
+
+def _inner(watch: Watch) -> list[Region]:
+    """List the regions that contain no other region."""
+    regions = list(watch.regions.values())
+
+    def contains(one: Region, other: Region) -> bool:
+        begin, end = one.spans[-1]
+        return one is not other and any(begin <= x and y <= end for x, y in other.spans)
+
+    return [x for x in regions if not any(contains(x, y) for y in regions)]
+
+
+def _timed(region: Region, watch: Watch, output: str, seconds: float, limit: float) -> Timed:
+    body: Body | None = None
+    again: Replay | None = None
+    why_not, begin = "", time.perf_counter()
+    try:
+        body = body_of(region, watch)
+        again = replay(body, seconds, limit)
+    except CannotRepeatError as error:
+        why_not = str(error)
+    count = (body.count or 1) if body is not None else 1
+    end = time.perf_counter()
+    return Timed(
+        region,
+        tuple(overlap(watch.compilations, *span) for span in region.spans),
+        body,
+        again,
+        why_not,
+        printed_statistics(output, region.samples, count),
+        compiles_again=overlap(watch.compilations, begin, end) / (end - begin),
+    )

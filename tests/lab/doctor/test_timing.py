@@ -1,0 +1,63 @@
+"""Dishonest benchmarks get the right finding at the right line. Honest ones get none."""
+
+from pathlib import Path
+
+import pytest
+from benchmarks import BENCHMARKS
+from typer.testing import CliRunner
+
+from attnspan_lab.cli import build_app
+from attnspan_lab.doctor.findings import merged
+from attnspan_lab.doctor.timing import examine_benchmark
+
+
+def examine(source: str, folder: Path) -> tuple[tuple, int | None]:
+    """Examine a script. Return its findings, and the line marked "here"."""
+    path = folder / "bench.py"
+    path.write_text(source)
+    findings, _ = examine_benchmark(str(path), seconds=0.03, limit=12)
+    marked = [i for i, line in enumerate(source.splitlines(), 1) if line.endswith("# here")]
+    return merged(findings), marked[0] if marked else None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_mistakes_are_found(name, tmp_path):
+    benchmark = BENCHMARKS[name]
+    findings, line = examine(benchmark.sick, tmp_path)
+    assert findings[0].kind == benchmark.kind
+    assert [x.line for x in findings[0].places[:1]] == ([line] if line else [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_honest_benchmarks_are_right(name, tmp_path):
+    findings, _ = examine(BENCHMARKS[name].healthy, tmp_path)
+    assert [x.what for x in findings if x.fails(limited=False) or x.kind == BENCHMARKS[name].kind] == []
+
+
+def test_a_first_touch_is_named(tmp_path):
+    source = """
+import time, mmap
+pages = mmap.mmap(-1, 64 << 20)
+start = time.perf_counter()
+time.sleep(0)
+for i in range(0, 64 << 20, 4096):
+    pages[i] = 1
+print(time.perf_counter() - start)
+"""
+    (finding, *_), _ = examine(source, tmp_path)
+    assert finding.kind == "first-call-counted"
+    assert any("page faults in the first run" in x for x in finding.evidence), finding
+
+
+def test_the_command_shows_both_numbers(tmp_path):
+    (tmp_path / "bench.py").write_text(BENCHMARKS["processor time in nanoseconds"].sick)
+    made = CliRunner().invoke(build_app(), ["doctor", "--timing", "--", "python", str(tmp_path / "bench.py")])
+    assert made.exit_code == 1
+    assert all(x in made.output for x in ("processor-clock", "your samples", "again, warm", "printed"))
+
+
+def test_timing_takes_a_script():
+    made = CliRunner().invoke(build_app(), ["doctor", "--timing", "patients:well_fused"])
+    assert "attnspan doctor --timing -- python bench.py" in str(made.exception)
