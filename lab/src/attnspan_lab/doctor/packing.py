@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, place_here
 from attnspan_lab.doctor.subject import Subject
@@ -17,12 +18,13 @@ from attnspan_lab.doctor.subject import Subject
 _ROUNDING = {torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
-def position_findings(subject: Subject, batch: Any) -> Iterator[Finding]:
+def position_findings(subject: Subject, batch: Any, coverage: Coverage) -> Iterator[Finding]:
     """Yield a finding if a document's results depend on its place in the row.
 
     Args:
         subject: A model without leaks between documents.
         batch: A batch of packed documents. Other batches give no finding.
+        coverage: Collects the checks.
     """
     documents, tokens = subject.declared(batch).documents, subject.tokens(batch)
     if documents is None or tokens is None or not isinstance(batch, Mapping):
@@ -31,11 +33,18 @@ def position_findings(subject: Subject, batch: Any) -> Iterator[Finding]:
     place = _second(documents.expand(len(tokens[1]), length))
     alone = None if place is None else _alone(batch, length, *place)
     if place is None or alone is None:
+        coverage.absent("positions of documents", "the doctor cannot take a document out of the batch")
         return
     row, start, stop = place
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         packed, where = _inputs(subject, batch, length)
-        own, _ = _inputs(subject, alone, stop - start)
+        try:
+            own, _ = _inputs(subject, alone, stop - start)
+        except Exception as error:  # The model may hold data for the whole row.
+            why = f"the model raises {type(error).__name__} for one document of the row alone"
+            coverage.absent("positions of documents", why)
+            return
+    coverage.made("positions of documents", "a packed document, and the same document alone")
     for name, x in packed.items():
         if name not in own:
             continue

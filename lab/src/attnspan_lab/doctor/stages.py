@@ -65,7 +65,7 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
         for finding in findings_of(watcher, subject, batch, seconds, masks, coverage):
             leaks = leaks or finding.kind == "leak"
             say(finding=replace(finding, stage="eager"))
-        for finding in () if leaks else position_findings(subject, batch):
+        for finding in () if leaks else position_findings(subject, batch, coverage):
             say(finding=replace(finding, stage="eager"))
         if backward:
             for finding in random_findings(subject, batch):

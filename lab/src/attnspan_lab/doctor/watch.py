@@ -41,6 +41,7 @@ _TO_PYTHON = {"tolist", "numpy", "__array__", "__repr__", "__format__"}
 _MULTIHEAD = torch.nn.functional.__file__
 _CHECKPOINT = torch.utils.checkpoint.__file__
 _ATTNSPAN = str(Path(attnspan.__file__).parent)
+_LAB = str(Path(__file__).parents[1])
 _PAIRS = 2**24  # maximum number of pairs for which the mask is kept
 
 
@@ -136,8 +137,9 @@ class _Function(TorchFunctionMode):
                 return fn(*args, **kwargs)
             finally:
                 self.converts -= 1
-                if not self.converts:
-                    self.reads[place_here()] = self.reads.get(place_here(), 0) + 1
+                place = place_here()
+                if not self.converts and not _is_own(place):
+                    self.reads[place] = self.reads.get(place, 0) + 1
         if name != "scaled_dot_product_attention":
             return fn(*args, **kwargs)
         before, self.given = self.given, (args, kwargs)
@@ -189,10 +191,9 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         held = {_storage(x) for x in inputs}
         known = [tag for x in inputs if (tag := self._tags.get(_storage(x))) is not None]
         self._look_for_nan(name, inputs, outs, place)
-        # attnspan reads a mask's arrays only in eager mode, so compiled code has no such read.
         is_read = name in _READS or (name == "index" and any(x.dtype == torch.bool for x in inputs[1:]))
         is_read = is_read and not self.function.converts
-        if is_read and place is not None and not on_stack(_ATTNSPAN, place.file):
+        if is_read and not _is_own(place):
             self.reads[place] = self.reads.get(place, 0) + 1
         kind = self._fused_kind(op, name)
         if kind:
@@ -430,6 +431,11 @@ def watching(batch: int = 1, named: Mapping[str, Tensor] | None = None) -> Itera
         watcher,
     ):
         yield watcher
+
+
+def _is_own(place: Place | None) -> bool:
+    """Whether attnspan or the doctor reads a value below a line. Compiled code has no such reads."""
+    return place is None or any(on_stack(own, place.file) for own in (_ATTNSPAN, _LAB))
 
 
 def _name(op: Any) -> str:
