@@ -40,10 +40,8 @@ def _main(task: dict[str, Any]) -> None:
             say(finding=_unloadable(error, task["target"]))
             say(end=True)
             return
-        say(begin="running", subject=f"{type(subject.model).__name__}, {len(subject.batches)} batches")
-        from attnspan_lab.doctor.stages import STAGES
-
-        STAGES[task["stage"]](subject, say, task["backend"])
+        say(begin="running", subject=f"{subject.title}, {len(subject.batches)} batches")
+        subject.stages[task["stage"]](subject, say, task["backend"])
         say(end=True)
     sys.stdout.flush()
 

@@ -92,6 +92,7 @@ def _differentiable(traced: Traced) -> list[int]:
 
 
 def _outcome(traced: Traced, run: Callable[[list[Any]], Any], leaves: list[Any]) -> Outcome:
+    """Run the step and its gradients in one program, or one operator after the other if it has loops."""
     chosen = _differentiable(traced)
 
     def loss(own: list[Any]) -> Any:
@@ -101,10 +102,12 @@ def _outcome(traced: Traced, run: Callable[[list[Any]], Any], leaves: list[Any])
         results = run(given)
         return objective(results), [x for x in results if is_float(x)]
 
-    if not chosen:
-        results, gradients = [x for x in run(leaves) if is_float(x)], []
-    else:
-        (_, results), gradients = jax.value_and_grad(loss, has_aux=True)([leaves[i] for i in chosen])
+    whole = jax.value_and_grad(loss, has_aux=True) if chosen else lambda own: (loss(own), [])
+    own = [leaves[i] for i in chosen]
+    try:
+        (_, results), gradients = jax.jit(whole)(own)
+    except (jax.errors.ConcretizationTypeError, jax.errors.JaxRuntimeError):
+        (_, results), gradients = whole(own)
     wide = [[np.asarray(x, np.float64) for x in own] for own in (results, gradients)]
     return Outcome(wide[0], wide[1])
 

@@ -58,8 +58,8 @@ def compare_mesh(subject: JaxSubject, say: Callable[..., None]) -> None:
     results = [[np.asarray(y, np.float64) for y in floats(x.run(*x.leaves))] for x in (sharded, one)]
     error = difference(*results) if compared else 0.0
     if not compared:
-        text = 'results on the mesh against one device: return "one_device", the function without shard_map'
-        say(facts={"unchecked": [text]})
+        why = 'shard_map needs the mesh. Return "one_device", the function without shard_map'
+        say(facts={"unchecked": {"the mesh against one device": why}})
     if not error <= _WITHIN or (leaks and not (alone and compared)):
         say(finding=_rows(subject, sharded, error, leaks))
     for x in _unlike(subject, batch):
@@ -192,6 +192,12 @@ def _gathers(
     asked = {
         x for y in equations(sharded.closed) if y.primitive.name == "all_gather" for x in places_of(y)[:1]
     }
+    held = {
+        prod(y.outvars[0].aval.shape): x
+        for y in equations(sharded.closed)
+        if y.primitive.name == "sharding_constraint"
+        for x in places_of(y)[:1]
+    }
     weights = {np.size(x) for x in one.leaves[: one.variables]}
     found: dict[tuple[str, Place], list[Any]] = {}
     for x in program.stored:
@@ -207,7 +213,8 @@ def _gathers(
         total = bytes_text(sum(x.size * _itemsize(x.dtype) for x in own))
         shapes = ", ".join(dict.fromkeys(f"{x.dtype}{list(x.shape)}" for x in own))
         evidence = (f"{len(own)} all-gathers of the compiled program, {total} on each device: {shapes}",)
-        yield finding(kind, what, (place,), evidence=evidence, count=len(own))
+        constraint = held.get(own[0].size) if kind == "rank-replicated" else None
+        yield finding(kind, what, (constraint, place), evidence=evidence, count=len(own))
 
 
 def _itemsize(dtype: str) -> int:

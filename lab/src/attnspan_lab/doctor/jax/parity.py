@@ -30,7 +30,7 @@ def parity(traced: Traced, say: Callable[..., None]) -> None:
         found = outcome(traced)
     except Exception as error:
         text = (str(error).strip().splitlines() or [""])[0][:200]
-        say(facts={"unchecked": [f"gradients: the step cannot be differentiated: {text}"]})
+        say(facts={"unchecked": {"gradients": f"the step cannot be differentiated: {text}"}})
         return
     if any(bad(x)[0] for x in found.results):
         return  # The stage "eager" reports it.
@@ -40,9 +40,9 @@ def parity(traced: Traced, say: Callable[..., None]) -> None:
     exact = reference(traced)
     mine = differences(found, exact)
     if not all(x == x for x in mine):
-        say(facts={"unchecked": ["results and gradients against float64: float64 returns NaN"]})
+        say(facts={"unchecked": {"results and gradients": "the step returns NaN in float64"}})
         return
-    facts = {"backend": "jax.jit", "against": "float64", "errors": [*mine]}
+    facts: dict[str, Any] = {"backend": "jax.jit", "against": "float64", "errors": [*mine]}
     eps = max(float(jnp.finfo(x.dtype).eps) for x in [*traced.leaves, *_results(traced)] if is_float(x))
     if not max(mine) <= _FLOOR * eps:
         theirs = differences(reference(traced, wide=False), exact)

@@ -35,14 +35,21 @@ def eager(subject: JaxSubject, say: Say, backend: str) -> None:
     """Watch the step, one operator after the other."""
     del backend
     subject = subject.plain
-    largest, unchecked = 0, dict[str, None]()
+    largest, checked, unchecked = 0, dict[str, str](), dict[str, str]()
     for batch in _distinct(subject)[:3]:
         traced = _traced(subject, batch, say, "eager")
         if traced is None:
             return
         if has_shard_map(traced):
-            text = 'attention inside of shard_map: return "one_device", the function without shard_map'
-            say(facts={"attention calls": 0, "sites": [], "largest tensor": 0, "unchecked": [text]})
+            why = 'it is inside of shard_map. Return "one_device", the function without shard_map'
+            say(
+                facts={
+                    "attention calls": 0,
+                    "sites": [],
+                    "largest tensor": 0,
+                    "unchecked": {"attention": why},
+                }
+            )
             return
         watcher, results = watched(traced, subject.size(batch))
         program = _program(traced)
@@ -55,9 +62,10 @@ def eager(subject: JaxSubject, say: Say, backend: str) -> None:
         for x in found:
             say(finding=replace(x, stage="eager"))
         largest = max(largest, watcher.largest)
-        unchecked |= dict.fromkeys(_unchecked(subject, batch, watcher.calls))
+        unchecked |= _unchecked(subject, batch, watcher.calls)
+        checked |= {"attention": f"{len(watcher.calls)} calls a step"} if watcher.calls else {}
         facts = {"attention calls": len(watcher.calls), "sites": _sites(watcher.calls)}
-        say(facts=facts | {"largest tensor": largest, "unchecked": list(unchecked)})
+        say(facts=facts | {"largest tensor": largest, "checked": checked, "unchecked": unchecked})
         if (picture := _picture(watcher.calls)) is not None:
             say(facts={"mask": picture})
 
@@ -75,19 +83,19 @@ def _distinct(subject: JaxSubject) -> list[Any]:
     return list(found.values())
 
 
-def _unchecked(subject: JaxSubject, batch: Any, calls: list[Attention]) -> list[str]:
+def _unchecked(subject: JaxSubject, batch: Any, calls: list[Attention]) -> dict[str, str]:
     """Say which checks were not possible, and why."""
-    found = []
+    found = {}
     if not calls:
-        found.append("attention: no call was seen")
+        found["attention"] = "no call was seen"
     if subject.causal is None:
-        found.append('causality: not declared. Return {"causal": True} or False')
+        found["causality"] = 'not declared. Return {"causal": True} or False'
     if subject.size(batch) is None:
-        found.append("leaks and padding: no tokens (B, S) or (B, S, ...) in the batch")
+        found["documents and padding"] = "the batch has no tokens (B, S) or (B, S, ...)"
     elif subject.document_ids(batch) is None:
-        found.append("leaks between documents: the batch has one document, or no segment_ids")
+        found["documents"] = "the batch has one document, or no segment_ids"
     unread = {x.kind for x in calls if x.visible is None}
-    return found + [f"visible pairs of attention {x}: cannot be read" for x in sorted(unread)]
+    return found | {f"visible pairs of attention {x}": "they cannot be read" for x in sorted(unread)}
 
 
 def _sites(calls: list[Attention]) -> list[list[str]]:
