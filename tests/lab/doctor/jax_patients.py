@@ -1,6 +1,8 @@
-"""Small functions in JAX, each with one planted defect, and healthy twins. The defect's line ends in ``# sick``.
+"""Small functions in JAX, each with one planted defect, and healthy twins.
 
-A function ``sick_...`` returns the patient, ``well_...`` its twin; `KINDS` says what the doctor has to find.
+The defect's line ends in ``# sick``.
+
+A function ``sick_...`` returns the patient, ``well_...`` its twin. `KINDS` says what the doctor has to find.
 """
 
 import math
@@ -79,7 +81,9 @@ def documents() -> dict[str, Any]:
 
 
 def padding() -> dict[str, Any]:
-    return {"padding_mask": jnp.broadcast_to(jnp.arange(LENGTH) >= LENGTH - 5, (BATCH, LENGTH)).at[0].set(False)}
+    return {
+        "padding_mask": jnp.broadcast_to(jnp.arange(LENGTH) >= LENGTH - 5, (BATCH, LENGTH)).at[0].set(False)
+    }
 
 
 def below(length: int) -> Any:
@@ -496,7 +500,7 @@ def sick_whole_batch() -> JaxSubject:
     return sharded(step, P())
 
 
-def mapped(cut: Callable[[Any, Any], Any], order: Any = None) -> JaxSubject:
+def mapped(cut: Callable[[Any, Any], Any]) -> JaxSubject:
     """Each device has half of the tokens, all keys, and the ids of its tokens by ``cut``."""
     mesh = mesh_of(cp=2)
 
@@ -528,7 +532,7 @@ def mapped(cut: Callable[[Any, Any], Any], order: Any = None) -> JaxSubject:
 
 
 def well_mapped() -> JaxSubject:
-    return mapped(lambda ids, keys: ids)
+    return mapped(lambda ids, _: ids)
 
 
 @sick("rank-rows")
@@ -542,10 +546,10 @@ def sick_ids_of_other_rows() -> JaxSubject:
 
 @sick("rank-rows")
 def sick_ids_in_stripes() -> JaxSubject:
-    return mapped(lambda ids, keys: keys[:, ::2])  # sick
+    return mapped(lambda _, keys: keys[:, ::2])  # sick
 
 
 @sick("rank-rows")
 def sick_shifted_ids() -> JaxSubject:
     """The ids come from the other device."""
-    return mapped(lambda ids, keys: lax.ppermute(ids, "cp", [(0, 1), (1, 0)]))  # sick
+    return mapped(lambda ids, _: lax.ppermute(ids, "cp", [(0, 1), (1, 0)]))  # sick

@@ -93,7 +93,10 @@ def test_the_planted_cause_and_line_are_named(name: str) -> None:
 @pytest.mark.parametrize("name", WELL)
 def test_healthy_twins_have_no_finding_but_stored_scores(name: str) -> None:
     """The twins apply the remedies. Their results and gradients equal float64."""
-    stages = ["eager", *(["parity"] if name in PARITY else []), *(["compiled"] if name == "well_number" else [])]
+    stages = [
+        "eager",
+        *(["parity"] if name in PARITY else []),
+        *(["compiled"] if name == "well_number" else []),
+    ]
     found = there(name, *stages)
     assert {x.kind for x in found} <= ({"unfused"} if name in DENSE else set())
-

@@ -41,9 +41,20 @@ def _main(task: dict[str, Any]) -> None:
             say(end=True)
             return
         say(begin="running", subject=f"{subject.title}, {len(subject.batches)} batches")
-        subject.stages[task["stage"]](subject, say, task["backend"])
+        _stages(subject)[task["stage"]](subject, say, task["backend"])
         say(end=True)
     sys.stdout.flush()
+
+
+def _stages(subject: Any) -> dict[str, Callable[..., None]]:
+    """Return the stages for torch or for JAX."""
+    if type(subject).__module__.startswith("attnspan_lab.doctor.jax."):
+        from attnspan_lab.doctor.jax import STAGES
+
+        return STAGES
+    from attnspan_lab.doctor import stages
+
+    return stages.STAGES
 
 
 def _follow(thread: int, period: float, say: Callable[..., None]) -> None:

@@ -144,13 +144,6 @@ class Subject:
         ]
 
     @property
-    def stages(self) -> dict[str, Callable[..., None]]:
-        """The stages of an examination."""
-        from attnspan_lab.doctor.stages import STAGES
-
-        return STAGES
-
-    @property
     def title(self) -> str:
         """Name of the model's class."""
         return type(self.model).__name__

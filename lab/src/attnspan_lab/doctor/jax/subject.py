@@ -70,13 +70,6 @@ class JaxSubject:
         return self.name
 
     @property
-    def stages(self) -> dict[str, Callable[..., None]]:
-        """The stages of an examination."""
-        from attnspan_lab.doctor.jax.stages import STAGES
-
-        return STAGES
-
-    @property
     def plain(self) -> JaxSubject:
         """The subject on one device. The mesh stays for functions that name its axes."""
         fn = self.one_device or self.fn
