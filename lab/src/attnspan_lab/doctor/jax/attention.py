@@ -23,6 +23,14 @@ __all__ = ["changed_rows", "costs", "hidden", "nan_origin", "seen"]
 _LONG = 32_768  # tokens, for which the memory of scores is predicted
 _WITHIN = 1e-4  # relative change of a row of results that counts
 _MOST_GROUPS = 8
+_DTYPES = {
+    "bool": "pred",
+    "float32": "f32",
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "int32": "s32",
+    "int8": "s8",
+}
 
 
 def costs(calls: list[Attention], program: Program | None) -> Iterator[Finding]:
@@ -36,18 +44,20 @@ def costs(calls: list[Attention], program: Program | None) -> Iterator[Finding]:
         if call.kind == "written out":
             pairs = prod(sorted(shape)[-2:])
             evidence = (
-                f"{many} calls; scores of shape {shape} take {bytes_text(size)} each",
+                f"{_calls(many)}; scores of shape {shape} take {bytes_text(size)} each",
                 f"{bytes_text(size // pairs * _LONG**2)} at {_LONG:,} tokens",
             )
             what = "The scores of all pairs of tokens are stored here"
             yield finding("unfused", what, call.places[:2], evidence=evidence, count=many)
         masks = [(x, y) for y in site for x in y.pairs]
-        if masks and (said := _stored(masks[0][0], program)):
+        if masks and (said := _stored(masks[0][0], call.scores[0], program)):
             mask = masks[0][0]
             shape = np.shape(mask.array)
             what = f"An array with an entry for each pair of tokens, shape {shape}, {said}"
             long = bytes_text(mask.bytes // prod(sorted(shape)[-2:]) * _LONG**2)
-            evidence = (f"{bytes_text(mask.bytes)}; {long} at {_LONG:,} tokens; used by {len(masks)} calls",)
+            evidence = (
+                f"{bytes_text(mask.bytes)}; {long} at {_LONG:,} tokens; used by {_calls(len(masks))}",
+            )
             places = (*mask.places[:1], *call.places[:2])
             yield finding("dense-mask", what, places, evidence=evidence, count=many)
         copies = [x for y in site for z in y.operands if (x := z.repeated()) is not None]
@@ -60,30 +70,35 @@ def costs(calls: list[Attention], program: Program | None) -> Iterator[Finding]:
             yield finding("upcast", what, (wide[0].upcast, *call.places[:1]), evidence=evidence, count=many)
 
 
+def _calls(many: int) -> str:
+    return "1 call" if many == 1 else f"{many} calls"
+
+
 def _copied(copies: list[Value], call: Attention, program: Program | None) -> Finding:
     first = copies[0]
     size = sum(x.bytes for x in copies)
     evidence = [f"{first.distinct:,} numbers become {first.size:,}; {bytes_text(size)} per step"]
-    dims = tuple(sorted(x for x in np.shape(first.array) if x != 1))
     at = set(first.places[:1])
     found = [x for x in program.stored if at & set(x.places) and x.size == first.size] if program else []
     if found:
         evidence.append(f"the compiled program stores it: {found[0].dtype}{list(found[0].shape)}")
-    what = f"Keys or values are repeated for query heads that share them, to shape {dims}"
-    what = what.partition(", to shape")[0]
+    what = "Keys or values are repeated for query heads that share them"
     places = (*first.places[:1], *call.places[:2])
     return finding("kv-copy", what, places, evidence=tuple(evidence), count=len(copies))
 
 
-def _stored(mask: Value, program: Program | None) -> str:
+def _stored(mask: Value, scores: tuple[int, ...], program: Program | None) -> str:
     """Say where the memory of a mask is, or "" if XLA computes it inside of other loops."""
     if mask.name == "argument":
         return "is an argument of the step"
     if program is None:
         return ""
     dims = tuple(sorted(x for x in np.shape(mask.array) if x != 1))
-    dtypes = {"pred", "s8", "u8", "f32", "bf16", "f16", "f64", "s32"}
-    found = [x for x in program.stored if x.dims == dims and x.dtype in dtypes and x.name != "parameter"]
+    dtype = _DTYPES.get(str(mask.array.dtype), "")
+    # A bias of the shape and dtype of the scores cannot be told from them.
+    if dtype != "pred" and dims == tuple(sorted(x for x in scores if x != 1)):
+        return ""
+    found = [x for x in program.stored if x.dims == dims and x.dtype == dtype and x.name != "parameter"]
     at = set(mask.places[:1])
     if mask.name == "constant":
         return "is a constant of the compiled program" if any(x.name == "constant" for x in found) else ""

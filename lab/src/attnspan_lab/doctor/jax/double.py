@@ -17,6 +17,14 @@ from attnspan_lab.doctor.jax.values import is_float
 __all__ = ["Outcome", "attends", "difference", "differences", "objective", "outcome", "reference"]
 
 _OPAQUE = ("ffi_call", "pallas_call", "custom_partitioning", "custom_vmap_call", "shard_map")
+# Their parameters have a jaxpr of one dtype.
+_SCATTERS = {
+    "scatter": jax.lax.scatter,
+    "scatter-add": jax.lax.scatter_add,
+    "scatter-mul": jax.lax.scatter_mul,
+    "scatter-min": jax.lax.scatter_min,
+    "scatter-max": jax.lax.scatter_max,
+}
 _NARROW = ("bitcast_convert_type", "custom_jvp_call", "custom_vjp_call", *_OPAQUE)
 
 
@@ -62,6 +70,9 @@ class _Reference(Interpreter):
             return bind(eqn, values)
         if name == "reduce_precision":
             return values
+        if name in _SCATTERS:
+            kept = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+            return [_SCATTERS[name](*values, **{x: eqn.params[x] for x in kept})]
         if name not in _NARROW:
             params = {k: jnp.float64 if _is_float_type(v) else v for k, v in eqn.params.items()}
             try:
@@ -106,7 +117,7 @@ def _outcome(traced: Traced, run: Callable[[list[Any]], Any], leaves: list[Any])
     own = [leaves[i] for i in chosen]
     try:
         (_, results), gradients = jax.jit(whole)(own)
-    except (jax.errors.ConcretizationTypeError, jax.errors.JaxRuntimeError):
+    except (TypeError, ValueError, jax.errors.JaxRuntimeError):
         (_, results), gradients = whole(own)
     wide = [[np.asarray(x, np.float64) for x in own] for own in (results, gradients)]
     return Outcome(wide[0], wide[1])

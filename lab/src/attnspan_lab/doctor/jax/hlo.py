@@ -106,7 +106,7 @@ class Program:
             file, line, function = self._locations[location]
             found.append(Place(self._files.get(file, ""), line, self._functions.get(function, "")))
             frame = parent if parent != frame else 0
-        return tuple(x for x in found if is_own(x.file))
+        return tuple(x for x in found if x.file and x.line and is_own(x.file))
 
     def _table(self, title: str) -> list[tuple[int, str]]:
         text = self.text.partition(f"\n{title}\n")[2].partition("\n\n")[0]

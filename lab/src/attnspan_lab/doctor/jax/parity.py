@@ -37,7 +37,11 @@ def parity(traced: Traced, say: Callable[..., None]) -> None:
     if any(bad(x)[0] for x in found.gradients):
         say(finding=_backward_nan(traced))
         return
-    exact = reference(traced)
+    try:
+        exact = reference(traced)
+    except Exception as error:
+        say(facts={"unchecked": {"results and gradients": f"float64: {type(error).__name__}: {error}"[:200]}})
+        return
     mine = differences(found, exact)
     if not all(x == x for x in mine):
         say(facts={"unchecked": {"results and gradients": "the step returns NaN in float64"}})

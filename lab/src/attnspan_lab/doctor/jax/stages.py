@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.jax.attention import costs, hidden, seen
 from attnspan_lab.doctor.jax.compiled import constants, host_calls, untraceable
@@ -78,7 +80,8 @@ def _distinct(subject: JaxSubject) -> list[Any]:
     """Choose one batch of each shape."""
     found: dict[Any, Any] = {}
     for batch in subject.batches:
-        shapes = tuple((k, getattr(x, "shape", x)) for k, x in subject.named(batch).items())
+        named = subject.named(batch).items()
+        shapes = [(k, x if subject.is_static(k, x) else np.shape(x)) for k, x in named]
         found.setdefault(str(shapes), batch)
     return list(found.values())
 
