@@ -86,7 +86,8 @@ class Watcher(Interpreter):
         if not sources:
             return Value(array)
         part = len(sources) == 1 and np.ndim(array) < np.ndim(sources[0].array)
-        part = part and np.shape(sources[0].array)[0] > 1
+        # Parameters of a layer, in a loop over layers, are no part of a sequence.
+        part = part and sources[0].data and np.shape(sources[0].array)[0] > 1
         return Value(array, "loop", sources[0].places, tuple(sources), part=part)
 
     def call(self, eqn: Any, values: list[Value]) -> list[Value]:
@@ -102,7 +103,7 @@ class Watcher(Interpreter):
         fast = quick(eqn, arrays)
         made = bind(eqn, arrays) if fast is None else [fast]
         places, name = self.at(eqn), eqn.primitive.name
-        part = name == "dynamic_slice" and np.size(made[0]) < values[0].size
+        part = name == "dynamic_slice" and values[0].data and np.size(made[0]) < values[0].size
         part = part or (name != "dot_general" and any(x.part for x in values))
         out = [
             Value(x, name, places, tuple(values), distinct=_distinct(name, x, values), part=part)
