@@ -33,7 +33,7 @@ _DTYPES = {
 }
 
 
-def costs(calls: list[Attention], program: Program | None) -> Iterator[Finding]:
+def costs(calls: list[Attention], program: Program) -> Iterator[Finding]:
     """Yield avoidable costs of the calls of each line. ``program`` is the compiled step."""
     sites: dict[tuple[Any, str], list[Attention]] = {}
     for call in calls:
@@ -74,12 +74,12 @@ def _calls(many: int) -> str:
     return "1 call" if many == 1 else f"{many} calls"
 
 
-def _copied(copies: list[Value], call: Attention, program: Program | None) -> Finding:
+def _copied(copies: list[Value], call: Attention, program: Program) -> Finding:
     first = copies[0]
     size = sum(x.bytes for x in copies)
     evidence = [f"{first.distinct:,} numbers become {first.size:,}; {bytes_text(size)} per step"]
     at = set(first.places[:1])
-    found = [x for x in program.stored if at & set(x.places) and x.size == first.size] if program else []
+    found = [x for x in program.stored if at & set(x.places) and x.size == first.size]
     if found:
         evidence.append(f"the compiled program stores it: {found[0].dtype}{list(found[0].shape)}")
     what = "Keys or values are repeated for query heads that share them"
@@ -87,12 +87,10 @@ def _copied(copies: list[Value], call: Attention, program: Program | None) -> Fi
     return finding("kv-copy", what, places, evidence=tuple(evidence), count=len(copies))
 
 
-def _stored(mask: Value, scores: tuple[int, ...], program: Program | None) -> str:
+def _stored(mask: Value, scores: tuple[int, ...], program: Program) -> str:
     """Say where the memory of a mask is, or "" if XLA computes it inside of other loops."""
     if mask.name == "argument":
         return "is an argument of the step"
-    if program is None:
-        return ""
     dims = tuple(sorted(x for x in np.shape(mask.array) if x != 1))
     dtype = _DTYPES.get(str(mask.array.dtype), "")
     # A bias of the shape and dtype of the scores cannot be told from them.
@@ -110,17 +108,19 @@ def hidden(calls: list[Attention], results: list[Value], valid: np.ndarray | Non
     broken = next((x for x in results if x.nan), None)
     found = False
     for call in calls:
-        if call.hidden is None or call.nan is None or call.zero is None:
+        shapes = {None if x is None else x.shape for x in (call.hidden, call.nan, call.zero, call.even)}
+        if call.hidden is None or len(shapes) > 1:
             continue
         rows = call.hidden & ~call.zero
-        rows = rows if rows.shape == call.nan.shape else rows & np.zeros((1, 1), bool)
         real = rows & valid if valid is not None and valid.shape == rows.shape else rows
         real = real & ~call.nan if broken is None else real if real.any() else rows
         if not real.any():
             continue
         found = True
-        nan = bool((call.nan & real).any())
-        what = "their results are NaN" if nan else "they return the mean of all values"
+        even = (
+            "they return the mean of all values" if call.even[real].all() else "they return a mix of values"
+        )
+        what = "their results are NaN" if call.nan[real].any() else even
         numbers = ", ".join(f"({b}, {s})" for b, s in np.argwhere(real)[:4])
         evidence = f"{real.sum()} queries, (batch element, query): {numbers}"
         places = (*call.places[:2], *(x for y in call.pairs for x in y.places[:1]))

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 
 from attnspan_lab.doctor.jax.attention import nan_origin
 from attnspan_lab.doctor.jax.double import attends, difference, differences, objective, outcome, reference
@@ -91,11 +92,14 @@ def _backward_nan(traced: Traced) -> Any:
         given = list(traced.leaves)
         for i, x in zip(chosen, own, strict=True):
             given[i] = x
-        return objective(jax.core.eval_jaxpr(traced.closed.jaxpr, traced.closed.consts, *given))
+        return objective(jaxpr_as_fun(traced.closed)(*given))
 
     leaves = [traced.leaves[i] for i in chosen]
     closed = jax.make_jaxpr(jax.grad(loss, argnums=tuple(range(len(leaves)))))(*leaves)
     watcher = Watcher()
     given = [Value(x, "argument", data=True) for x in leaves]
     results = watcher.run(closed.jaxpr, list(map(Value, closed.consts)), given)
-    return nan_origin(next(x for x in results if x.nan), "the backward pass of this line")
+    broken = next((x for x in results if x.nan), None)
+    if broken is None:
+        return finding("nan", "The compiled gradients contain NaN, and the same operators one by one do not")
+    return nan_origin(broken, "the backward pass of this line")

@@ -53,13 +53,19 @@ def eager(subject: JaxSubject, say: Say, backend: str) -> None:
                 }
             )
             return
-        watcher, results = watched(traced, subject.size(batch))
-        program = _program(traced)
+        for x in host_calls(traced):
+            say(finding=replace(x, stage="eager"))
+        try:
+            watcher, results = watched(traced, subject.size(batch))
+        except Exception as error:
+            why = f"the doctor cannot evaluate the step by operators: {type(error).__name__}: {error}"[:200]
+            say(facts={"unchecked": {"attention": why}})
+            return
+        program = Program(traced.run.lower(*traced.leaves).compile().as_text() or "")
         found = [
             *costs(watcher.calls, program),
             *hidden(watcher.calls, results, subject.valid(batch)),
             *seen(subject, batch, traced, watcher.calls),
-            *host_calls(traced),
         ]
         for x in found:
             say(finding=replace(x, stage="eager"))
@@ -70,10 +76,6 @@ def eager(subject: JaxSubject, say: Say, backend: str) -> None:
         say(facts=facts | {"largest tensor": largest, "checked": checked, "unchecked": unchecked})
         if (picture := _picture(watcher.calls)) is not None:
             say(facts={"mask": picture})
-
-
-def _program(traced: Traced) -> Program | None:
-    return Program(traced.run.lower(*traced.leaves).compile().as_text() or "")
 
 
 def _distinct(subject: JaxSubject) -> list[Any]:
@@ -173,22 +175,25 @@ def _absent(name: str, subject: JaxSubject, say: Say, backend: str) -> None:
     say(finding=Finding("environment", what, remedy=remedy))
 
 
-def _on_mesh(stage: Callable[[JaxSubject, Say, str], None]) -> Callable[[JaxSubject, Say, str], None]:
-    """Run a stage in the context of the subject's mesh."""
+def _run(name: str, stage: Callable[[JaxSubject, Say, str], None]) -> Callable[[JaxSubject, Say, str], None]:
+    """Run a stage in the context of the subject's mesh. An error of the step is a finding."""
 
     def run(subject: JaxSubject, say: Say, backend: str) -> None:
-        with subject.context:
-            stage(subject, say, backend)
+        try:
+            with subject.context:
+                stage(subject, say, backend)
+        except Exception as error:
+            say(finding=untraceable(error, subject, subject.batches[0], name))
 
     return run
 
 
 #: Stages by name.
 STAGES: dict[str, Callable[[JaxSubject, Say, str], None]] = {
-    "eager": _on_mesh(eager),
-    "compiled": _on_mesh(compiled),
-    "parity": _on_mesh(parity),
-    "ranks": _on_mesh(ranks),
+    "eager": _run("eager", eager),
+    "compiled": _run("compiled", compiled),
+    "parity": _run("parity", parity),
+    "ranks": _run("ranks", ranks),
     "cure": lambda *x: _absent("--try attnspan", *x),
     "features": lambda *x: _absent("The stage features", *x),
     "without attention": lambda *_: None,

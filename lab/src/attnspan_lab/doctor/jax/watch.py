@@ -41,7 +41,7 @@ class Attention:
         softmax: Whether an exponential of the scores was seen.
         visible: Visible pairs of any head, bool (B, Sq, Sk), or None if unknown.
         hidden: Queries (B, Sq) whose scores are all hidden.
-        nan, zero: Queries whose outputs are NaN, and queries whose outputs are 0.
+        nan, zero, even: Queries whose outputs are NaN, are 0, or are the mean of all values.
         rows: Bytes of the output of each query, to compare them.
         scores: Shape and bytes of the scores.
         pairs: Dense masks: the value, and whether it differs between queries and between keys.
@@ -59,6 +59,7 @@ class Attention:
     hidden: np.ndarray | None = None
     nan: np.ndarray | None = None
     zero: np.ndarray | None = None
+    even: np.ndarray | None = None
     rows: np.ndarray | None = None
     scores: tuple[tuple[int, ...], int] = ((), 0)
     pairs: list[Value] = field(default_factory=list)
@@ -205,7 +206,8 @@ class Watcher(Interpreter):
         shown = ~(seen <= _HIDDEN)
         keep = slice(None) if call.keys is None else call.keys
         shown = shown[..., keep]
-        used = self._pairs(weights.array, axes, side) != 0
+        shares = self._pairs(weights.array, axes, side)
+        used, even = shares != 0, shares.max(-1) == shares.min(-1)
         same = used.shape[-2:] == shown.shape[-2:]
         call.visible = self._any(shown & used if same and used.shape == shown.shape else shown)
         if call.keys is None:
@@ -213,6 +215,7 @@ class Watcher(Interpreter):
         if (row := free.get(self._axis(axes[1 - side], weights.array))) is not None:
             result = self._lead(np.moveaxis(np.asarray(out.array), row, -1))  # (B, ..., Sq)
             flat = result.reshape(len(result), -1, result.shape[-1])
+            call.even = even.all(tuple(range(1, even.ndim - 1)))
             call.nan, call.zero = np.isnan(flat).any(1), (flat == 0).all(1)
             call.rows = flat
         for mask, at in call.masks:
