@@ -44,7 +44,7 @@ class Encoder(nn.Module):
 
         x = nn.Embed(VOCABULARY, WIDTH, dtype=jnp.bfloat16)(tokens)
         mask = nn.make_attention_mask(attention_mask > 0, attention_mask > 0, dtype=bool)
-        split = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        split: dict[str, Any] = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
         scanned = nn.scan(nn.remat(layer), in_axes=nn.broadcast, length=2, **split)
         x, _ = scanned(Block(jnp.bfloat16), x, mask)
         return x

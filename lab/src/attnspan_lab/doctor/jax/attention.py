@@ -17,6 +17,7 @@ from attnspan_lab.doctor.jax.said import finding
 from attnspan_lab.doctor.jax.subject import JaxSubject, Traced, floats
 from attnspan_lab.doctor.jax.values import Value
 from attnspan_lab.doctor.jax.watch import Attention, watched
+from attnspan_lab.doctor.places import Place
 
 __all__ = ["changed_rows", "costs", "hidden", "nan_origin", "seen"]
 
@@ -55,19 +56,18 @@ def costs(calls: list[Attention], program: Program) -> Iterator[Finding]:
             shape = np.shape(mask.array)
             what = f"An array with an entry for each pair of tokens, shape {shape}, {said}"
             long = bytes_text(mask.bytes // prod(sorted(shape)[-2:]) * _LONG**2)
-            evidence = (
-                f"{bytes_text(mask.bytes)}; {long} at {_LONG:,} tokens; used by {_calls(len(masks))}",
-            )
+            text = f"{bytes_text(mask.bytes)}; {long} at {_LONG:,} tokens; used by {_calls(len(masks))}"
             places = (*mask.places[:1], *call.places[:2])
-            yield finding("dense-mask", what, places, evidence=evidence, count=many)
+            yield finding("dense-mask", what, places, evidence=(text,), count=many)
         copies = [x for y in site for z in y.operands if (x := z.repeated()) is not None]
         if copies:
             yield _copied(copies, call, program)
         wide = [x for y in site for x in y.operands if x.upcast is not None]
         if wide:
             what = f"Attention runs in {wide[0].array.dtype}, wider than the arrays it gets"
-            evidence = (f"{bytes_text(sum(x.bytes for x in wide))} in {len(wide)} operands per step",)
-            yield finding("upcast", what, (wide[0].upcast, *call.places[:1]), evidence=evidence, count=many)
+            text = f"{bytes_text(sum(x.bytes for x in wide))} in {len(wide)} operands per step"
+            at = (wide[0].upcast, *call.places[:1])
+            yield finding("upcast", what, at, evidence=(text,), count=many)
 
 
 def _calls(many: int) -> str:
@@ -108,19 +108,17 @@ def hidden(calls: list[Attention], results: list[Value], valid: np.ndarray | Non
     broken = next((x for x in results if x.nan), None)
     found = False
     for call in calls:
-        shapes = {None if x is None else x.shape for x in (call.hidden, call.nan, call.zero, call.even)}
-        if call.hidden is None or len(shapes) > 1:
+        out = call.out
+        if call.hidden is None or out is None or not call.hidden.shape == out.nan.shape == out.even.shape:
             continue
-        rows = call.hidden & ~call.zero
+        rows = call.hidden & ~out.zero
         real = rows & valid if valid is not None and valid.shape == rows.shape else rows
-        real = real & ~call.nan if broken is None else real if real.any() else rows
+        real = real & ~out.nan if broken is None else real if real.any() else rows
         if not real.any():
             continue
         found = True
-        even = (
-            "they return the mean of all values" if call.even[real].all() else "they return a mix of values"
-        )
-        what = "their results are NaN" if call.nan[real].any() else even
+        even = "they return the mean of all values" if out.even[real].all() else "they return a mix of values"
+        what = "their results are NaN" if out.nan[real].any() else even
         numbers = ", ".join(f"({b}, {s})" for b, s in np.argwhere(real)[:4])
         evidence = f"{real.sum()} queries, (batch element, query): {numbers}"
         places = (*call.places[:2], *(x for y in call.pairs for x in y.places[:1]))
@@ -134,7 +132,8 @@ def nan_origin(broken: Value, where: str) -> Finding:
     """Name the operator from which the NaN of a result comes, and the overflow before it."""
     first = broken.origin("nan")
     shape = np.shape(first.array)
-    what, cause, places = f"The first NaN comes from {where}: operator {first.name}, result {shape}", "", ()
+    what, cause = f"The first NaN comes from {where}: operator {first.name}, result {shape}", ""
+    places: tuple[Place, ...] = ()
     large = next((x for x in first.parents if x.inf), None)
     if large is not None:
         source = large.origin("inf")
@@ -259,7 +258,7 @@ class _Rows:
         if not found:
             self.name = "rows of attention's results"
             calls = watched(replace(self.traced, leaves=leaves), (self.size[0], self.size[1]))[0].calls
-            found = [np.moveaxis(x.rows, -1, 1) for x in calls if x.rows is not None]
+            found = [np.moveaxis(x.out.rows, -1, 1) for x in calls if x.out is not None]
         wide = [np.asarray(x, np.float64) for x in found if x.shape[:2] == self.size]
         return [x.reshape(*self.size, -1) for x in wide]
 

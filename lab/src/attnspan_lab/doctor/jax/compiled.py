@@ -23,8 +23,12 @@ from attnspan_lab.doctor.places import Place, lines_in
 
 __all__ = ["constants", "host_calls", "untraceable"]
 
-_READS = (jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError)
-_READS += (jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError)
+_READS: tuple[type[Exception], ...] = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 _HOST = {
     "pure_callback": "calls Python",
     "io_callback": "calls Python",
@@ -108,10 +112,9 @@ def constants(traced: Traced, seconds: float) -> Iterator[Finding]:
     if times[0] - times[1] >= _SECONDS:
         place = max(work, key=lambda x: x[0])[1]
         what = "XLA computes a constant here while it compiles"
-        evidence = (
-            f"compiling takes {seconds_text(times[0])}, without constant folding {seconds_text(times[1])}"
-        )
-        yield finding("constant", what, place, evidence=(evidence,))
+        whole, part = map(seconds_text, times)
+        said = (f"compiling takes {whole}, without constant folding {part}",)
+        yield finding("constant", what, place, evidence=said)
 
 
 def _compile(traced: Traced, options: dict[str, Any]) -> float:
@@ -160,4 +163,4 @@ def _work(eqn: Any) -> int:
     if eqn.primitive.name != "dot_general":
         return max(sizes, default=0)
     contract = eqn.params["dimension_numbers"][0][0]
-    return sizes[-1] * prod(eqn.invars[0].aval.shape[i] for i in contract)
+    return int(sizes[-1] * prod(eqn.invars[0].aval.shape[i] for i in contract))

@@ -53,7 +53,8 @@ class Interpreter:
 
         def read(var: Any) -> Any:
             if isinstance(var, Literal):
-                return self.value(np.asarray(var.val, var.aval.dtype))
+                aval: Any = var.aval
+                return self.value(np.asarray(var.val, aval.dtype))
             return env[var]
 
         for eqn in jaxpr.eqns:

@@ -131,7 +131,7 @@ def _rows(subject: JaxSubject, traced: Traced, error: float, leaks: str) -> Find
 def _cuts(subject: JaxSubject, traced: Traced) -> Iterator[tuple[str, str, Place | None]]:
     """Yield operators that cut or reorder tokens, or the mask's data: the side, the operator, the line."""
     tokens = set(subject.tokens(subject.batches[0]))
-    sides = [set()] * traced.variables
+    sides: list[set[str]] = [set()] * traced.variables
     sides += [{"tokens"} if x in tokens else {"data"} for x in traced.names]
 
     def visit(
@@ -236,7 +236,7 @@ def _repeated(subject: JaxSubject, program: Program, compiled: Any, one: Traced)
     share = flops[0] / flops[1]
     what = f"Each of {devices} devices computes {share:.0%} of the step's operations"
     evidence = (f"equal shares are {1 / devices:.0%}",)
-    places = sorted(whole, key=lambda x: -whole[x])[:2] or [place_of(subject.fn)]
+    places: list[Place | None] = [*sorted(whole, key=lambda x: -whole[x])[:2], place_of(subject.fn)][:2]
     cause = "An array is not sharded along an axis of the mesh, so each device computes all of it"
     remedy = "Shard the batch, the heads or the sequence along this axis of the mesh"
     yield finding("rank-replicated", what, places, evidence=evidence, cause=cause, remedy=remedy)

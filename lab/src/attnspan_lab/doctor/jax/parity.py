@@ -48,7 +48,8 @@ def parity(traced: Traced, say: Callable[..., None]) -> None:
         say(facts={"unchecked": {"results and gradients": "the step returns NaN in float64"}})
         return
     facts: dict[str, Any] = {"backend": "jax.jit", "against": "float64", "errors": [*mine]}
-    eps = max(float(jnp.finfo(x.dtype).eps) for x in [*traced.leaves, *_results(traced)] if is_float(x))
+    floats = [x for x in (*traced.leaves, *_results(traced)) if is_float(x)]
+    eps = max(float(jnp.finfo(x.dtype).eps) for x in floats)  # type: ignore[no-untyped-call]
     if not max(mine) <= _FLOOR * eps:
         theirs = differences(reference(traced, wide=False), exact)
         facts["eager errors"] = [*theirs]

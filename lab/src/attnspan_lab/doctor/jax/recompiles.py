@@ -71,7 +71,7 @@ def _listen(event: str, seconds: float, **more: Any) -> None:
 def compilations() -> Iterator[tuple[list[tuple[str, Place | None]], list[float]]]:
     """Record compiled functions with the line that needs them, and the seconds of all compiler stages."""
     if not getattr(_listen, "registered", False):
-        jax.monitoring.register_event_duration_secs_listener(_listen)
+        jax.monitoring.register_event_duration_secs_listener(_listen)  # type: ignore[arg-type]
         _listen.registered = True  # type: ignore[attr-defined]
     found: tuple[list[tuple[str, Place | None]], list[float]] = ([], [])
     _listening.append(found)
@@ -138,11 +138,11 @@ def recompiles_in(run: Run, subject: JaxSubject) -> Iterator[Finding]:
             now = subject.named(subject.batches[i]) | _whole(subject, subject.batches[i])
             kind, name, said = min((_changed(x, now) for x in before), key=len, default=[("", "", "")])[0]
             changes.setdefault((kind, name), []).append(said)
-    for (kind, name), said in changes.items():
-        if kind == "shape" and len(said) <= _ALLOWED:
+    for (kind, name), texts in changes.items():
+        if kind == "shape" and len(texts) <= _ALLOWED:
             continue
-        what = f"{len(said) + 1} programs are compiled, because the argument {name} changes"
-        evidence = tuple(dict.fromkeys(said))[:4]
+        what = f"{len(texts) + 1} programs are compiled, because the argument {name} changes"
+        evidence = tuple(dict.fromkeys(texts))[:4]
         cause = (
             "jax.jit compiles for each shape, dtype, weak type, static value and structure of its arguments"
         )
@@ -157,7 +157,7 @@ def recompiles_in(run: Run, subject: JaxSubject) -> Iterator[Finding]:
             cause=cause,
             remedy=remedy,
             tried=tried,
-            count=len(said),
+            count=len(texts),
         )
 
 
@@ -202,7 +202,7 @@ def _tried(kind: str, name: str, run: Run, subject: JaxSubject) -> str:
             again = run_batches(subject, batches, _jitted(subject, moving=name))
         else:
             if subject.is_jitted:
-                subject.fn.clear_cache()
+                subject.fn.clear_cache()  # type: ignore[attr-defined]
             again = run_batches(subject, batches)
     except Exception as error:
         if kind != "static":

@@ -103,7 +103,7 @@ class JaxSubject:
         arguments = list(self.arguments(batch))
         found = []
         for path, _ in jax.tree_util.tree_flatten_with_path(batch)[0]:
-            keys = [getattr(x, "key", getattr(x, "name", getattr(x, "idx", ""))) for x in path]
+            keys: list[Any] = [getattr(x, "key", getattr(x, "name", getattr(x, "idx", ""))) for x in path]
             known = [x for x in keys if isinstance(x, str)]
             found.append(known[-1] if known else arguments[keys[0] if keys else 0])
         return found
@@ -178,7 +178,7 @@ class JaxSubject:
         for name, x in self.named(batch).items():
             x = np.asarray(x) if "mask" in name and np.shape(x) == size else None
             if x is not None and np.isin(x, (0, 1)).all() and not (x == x.flat[0]).all():
-                return x == 0 if "padding" in name else x != 0
+                return np.asarray(x == 0 if "padding" in name else x != 0)
         return None
 
 
@@ -233,7 +233,7 @@ class Traced:
         return cls(closed, leaves, len(own), [names[i] for i in moving], shapes)
 
     @cached_property
-    def run(self) -> Callable[..., Any]:
+    def run(self) -> Any:
         """The compiled step, from leaves to a list of results."""
         return jax.jit(jaxpr_as_fun(self.closed))
 

@@ -29,6 +29,21 @@ _ATTNSPAN = f"{Path(attnspan.__file__).parent}/"
 
 
 @dataclass(eq=False)
+class Returned:
+    """Results of an attention call.
+
+    Attributes:
+        rows: Results (B, D, Sq).
+        nan, zero, even: Queries (B, Sq) whose results are NaN, are 0, or are the mean of all values.
+    """
+
+    rows: np.ndarray
+    nan: np.ndarray
+    zero: np.ndarray
+    even: np.ndarray
+
+
+@dataclass(eq=False)
 class Attention:
     """One attention call.
 
@@ -41,8 +56,7 @@ class Attention:
         softmax: Whether an exponential of the scores was seen.
         visible: Visible pairs of any head, bool (B, Sq, Sk), or None if unknown.
         hidden: Queries (B, Sq) whose scores are all hidden.
-        nan, zero, even: Queries whose outputs are NaN, are 0, or are the mean of all values.
-        rows: Bytes of the output of each query, to compare them.
+        out: What the queries return.
         scores: Shape and bytes of the scores.
         pairs: Dense masks: the value, and whether it differs between queries and between keys.
     """
@@ -57,10 +71,7 @@ class Attention:
     keys: slice | None = None
     visible: np.ndarray | None = None
     hidden: np.ndarray | None = None
-    nan: np.ndarray | None = None
-    zero: np.ndarray | None = None
-    even: np.ndarray | None = None
-    rows: np.ndarray | None = None
+    out: Returned | None = None
     scores: tuple[tuple[int, ...], int] = ((), 0)
     pairs: list[Value] = field(default_factory=list)
 
@@ -134,7 +145,7 @@ class Watcher(Interpreter):
             (q, k), bounds = (np.shape(x.array) for x in operands[:2]), np.asarray(bounds)
             axis = 2 if q[2] == bounds.shape[2] else 1
             keys, (lo, hi) = np.arange(k[axis]), (bounds[..., i, None] for i in (0, 1))
-            call.visible = ((lo <= keys) & (keys < hi)).any((1, 3))
+            call.visible = np.asarray(((lo <= keys) & (keys < hi)).any((1, 3)))
         self.calls.append(call)
 
     def _product(self, eqn: Any, values: list[Value], out: Value) -> None:
@@ -211,13 +222,12 @@ class Watcher(Interpreter):
         same = used.shape[-2:] == shown.shape[-2:]
         call.visible = self._any(shown & used if same and used.shape == shown.shape else shown)
         if call.keys is None:
-            call.hidden = ~self._any(shown).any(-1)
+            call.hidden = np.asarray(~self._any(shown).any(-1))
         if (row := free.get(self._axis(axes[1 - side], weights.array))) is not None:
             result = self._lead(np.moveaxis(np.asarray(out.array), row, -1))  # (B, ..., Sq)
             flat = result.reshape(len(result), -1, result.shape[-1])
-            call.even = even.all(tuple(range(1, even.ndim - 1)))
-            call.nan, call.zero = np.isnan(flat).any(1), (flat == 0).all(1)
-            call.rows = flat
+            even = np.asarray(even.all(tuple(range(1, even.ndim - 1))))
+            call.out = Returned(flat, np.isnan(flat).any(1), (flat == 0).all(1), even)
         for mask, at in call.masks:
             rows = self._pairs(mask.array, at, side)
             if (rows != rows[..., :1, :]).any() and (rows != rows[..., :1]).any():
@@ -239,7 +249,7 @@ class Watcher(Interpreter):
 
     def _any(self, pairs: np.ndarray) -> np.ndarray:
         """Reduce all axes between the batch element and the last two."""
-        return pairs.any(tuple(range(1, pairs.ndim - 2)))
+        return np.asarray(pairs.any(tuple(range(1, pairs.ndim - 2))))
 
 
 def _maker(mask: Value, pairs: int) -> Value:
