@@ -101,7 +101,7 @@ def constants(traced: Traced, seconds: float) -> Iterator[Finding]:
         size = sum(x.nbytes for x in captured)
         user = _user_of(traced, captured[0])
         what = f"The step captures arrays of {bytes_text(size)}, which become constants of the program"
-        cause = "A function that is jitted uses arrays from outside. Each new array compiles again"
+        cause = "The function uses arrays from outside. They stay as they are when it is compiled"
         remedy = "Pass the arrays as arguments, for example the parameters as the first one"
         evidence = tuple(f"{x.dtype}{list(x.shape)}" for x in captured[:4])
         yield finding("constant", what, user, evidence=evidence, cause=cause, remedy=remedy)
