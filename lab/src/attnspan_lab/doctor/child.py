@@ -47,10 +47,8 @@ def _main(given: dict[str, Any]) -> None:
             say(end=True)
             return
         batches = counted(len(subject.batches), "batch", "batches")
-        say(begin="running", subject=f"{type(subject.model).__name__}, {batches}")
-        from attnspan_lab.doctor.stages import STAGES
-
-        STAGES[task["stage"]](subject, say, task["backend"])
+        say(begin="running", subject=f"{subject.title}, {batches}")
+        _stages(subject)[task["stage"]](subject, say, task["backend"])
         say(end=True)
     sys.stdout.flush()
 
@@ -63,6 +61,17 @@ def _loading() -> BaseException | None:
         return error
     del attnspan_lab
     return None
+
+
+def _stages(subject: Any) -> dict[str, Callable[..., None]]:
+    """Return the stages for torch or for JAX."""
+    if type(subject).__module__.startswith("attnspan_lab.doctor.jax."):
+        from attnspan_lab.doctor.jax import STAGES
+
+        return STAGES
+    from attnspan_lab.doctor import stages
+
+    return stages.STAGES
 
 
 def _follow(thread: int, period: float, say: Callable[..., None]) -> None:

@@ -80,8 +80,10 @@ def facts_of(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         found.append(("compiler", f"{counts}, {seconds_text(compiled['compile seconds'])}"))
     parity = diagnosis.facts.get("parity", {})
     if "errors" in parity:
-        (results, gradients), (like, likes) = parity["errors"], parity["eager errors"]
-        text = f"results {results:.1e} (eager {like:.1e}), gradients {gradients:.1e} (eager {likes:.1e})"
+        names = ("results", "gradients")
+        like = [f" (eager {x:.1e})" for x in parity.get("eager errors", ())] or ["", ""]
+        errors = zip(names, parity["errors"], like, strict=True)
+        text = ", ".join(f"{name} {error:.1e}{eager}" for name, error, eager in errors)
         found.append((f"error of {parity['backend']}", text))
     cure = diagnosis.facts.get("cure", {})
     found += [(f"with {name}", _cured(cure[name])) for name in ("own", "attnspan") if name in cure]

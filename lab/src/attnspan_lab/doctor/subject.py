@@ -142,6 +142,11 @@ class Subject:
         ]
 
     @property
+    def title(self) -> str:
+        """Name of the model's class."""
+        return type(self.model).__name__
+
+    @property
     def is_causal(self) -> bool:
         """Whether the model declares that tokens do not see later tokens."""
         if "causal" in self.expected:
@@ -157,13 +162,16 @@ def _listed(batch: Any) -> list[Any]:
     return list(batch) if isinstance(batch, (tuple, list)) else [batch]
 
 
-def load(target: str, arguments: Sequence[str] = ()) -> Subject:
+def load(target: str, arguments: Sequence[str] = ()) -> Any:
     """Load the subject that a name stands for.
 
     Args:
         target: One of: ``package.module:factory`` or ``file.py:factory``; a class of transformers or
             diffusers, which is built tiny; a script ``train.py``, whose first compiled model is examined.
         arguments: Arguments of the script.
+
+    Returns:
+        A `Subject`, or an `attnspan_lab.doctor.jax.JaxSubject` if the factory returns a function for JAX.
 
     Raises:
         OptionError: The module, function or class does not exist, or a factory returns something else.
@@ -182,7 +190,20 @@ def load(target: str, arguments: Sequence[str] = ()) -> Subject:
     made = made() if callable(made) and not isinstance(made, nn.Module) else made
     if os.getpid() != pid:
         os._exit(0)  # The factory forked and returned in both processes. Only the parent goes on.
+    if _is_jax(made):
+        from attnspan_lab.doctor.jax.subject import jax_subject
+
+        return jax_subject(made, target)
     return _subject(made, target)
+
+
+def _is_jax(made: Any) -> bool:
+    """Whether the result of a factory is for JAX. Torch models do not import JAX."""
+    if "jax" not in sys.modules:
+        return False
+    from attnspan_lab.doctor.jax.subject import is_jax
+
+    return is_jax(made)
 
 
 def _module(name: str) -> Any:

@@ -1,0 +1,133 @@
+"""Facts about a compiled program, read from its text."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from attnspan_lab.doctor.jax.interpret import is_own
+from attnspan_lab.doctor.places import Place
+
+__all__ = ["Instruction", "Program"]
+
+_INSTRUCTION = re.compile(r"^ +(?:ROOT )?%?(\S+) = (\w+)\[([\d,]*)\]\S* ([\w-]+)\((.*)$")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """An instruction whose result is stored.
+
+    Attributes:
+        result: Name of the result.
+        dtype, shape: Of the result, on one device.
+        name: "fusion", "dot", "all-gather", ...
+        operands: Names of the operands.
+        called: Computation of a fusion, or "".
+        places: The user's lines, the innermost first.
+    """
+
+    result: str
+    dtype: str
+    shape: tuple[int, ...]
+    name: str
+    operands: tuple[str, ...]
+    called: str
+    places: tuple[Place, ...]
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Sizes other than 1, sorted."""
+        return tuple(sorted(x for x in self.shape if x != 1))
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+class Program:
+    """The text of a compiled program."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    @cached_property
+    def stored(self) -> list[Instruction]:
+        """List instructions outside of fused loops. Only their results are in memory."""
+        fused = set(re.findall(r"(?:calls|to_apply)=%?([\w.-]+)", self.text))
+        return [x for name, own in self._computations.items() if name not in fused for x in own]
+
+    @cached_property
+    def products(self) -> list[Instruction]:
+        """List matrix products, also those in fused loops."""
+        return [x for own in self._computations.values() for x in own if x.name == "dot"]
+
+    def factors(self, instruction: Instruction) -> list[tuple[int, ...]]:
+        """List the shapes of the operands of the last matrix products that an instruction depends on."""
+        named = {x.result: x for x in self.stored}
+        todo, known, found = list(instruction.operands), set[str](), []
+        while todo:
+            name = todo.pop()
+            x = named.get(name)
+            if x is None or name in known:
+                continue
+            known.add(name)
+            inside = self._computations.get(x.called, []) if x.name != "dot" else self.stored
+            products = [y for y in ([x] if x.name == "dot" else inside) if y.name == "dot"]
+            read = {z for y in products for z in y.operands}
+            found += [z.shape for z in inside if z.result in read]
+            todo += () if products else x.operands
+        return found
+
+    @cached_property
+    def _computations(self) -> dict[str, list[Instruction]]:
+        found: dict[str, list[Instruction]] = {}
+        own: list[Instruction] = []
+        for line in self.text.splitlines():
+            if line.endswith("{") and (name := re.match(r"(?:ENTRY )?%?([\w.-]+) \(", line)):
+                own = found.setdefault(name[1], [])
+            if said := _INSTRUCTION.match(line):
+                result, dtype, sizes, operator, rest = said.groups()
+                shape = tuple(int(x) for x in sizes.split(",") if x)
+                called, frame = (re.search(x, rest) for x in (r"calls=%?([\w.-]+)", r"stack_frame_id=(\d+)"))
+                operands = tuple(re.findall(r"%([\w.-]+)", rest.partition(")")[0]))
+                places = self._places(int(frame[1]) if frame else 0)
+                fused = called[1] if called else ""
+                own.append(Instruction(result, dtype, shape, operator, operands, fused, places))
+        return found
+
+    def _places(self, frame: int) -> tuple[Place, ...]:
+        """Follow a stack frame of the text outwards."""
+        found = []
+        while frame in self._frames:
+            location, parent = self._frames[frame]
+            file, line, function = self._locations[location]
+            found.append(Place(self._files.get(file, ""), line, self._functions.get(function, "")))
+            frame = parent if parent != frame else 0
+        return tuple(x for x in found if x.file and x.line and is_own(x.file))
+
+    def _table(self, title: str) -> list[tuple[int, str]]:
+        text = self.text.partition(f"\n{title}\n")[2].partition("\n\n")[0]
+        rows = (x.partition(" ") for x in text.splitlines())
+        return [(int(number), rest) for number, _, rest in rows if number.isdigit()]
+
+    @cached_property
+    def _files(self) -> dict[int, str]:
+        return {i: x.strip('"') for i, x in self._table("FileNames")}
+
+    @cached_property
+    def _functions(self) -> dict[int, str]:
+        return {i: x.strip('"') for i, x in self._table("FunctionNames")}
+
+    @cached_property
+    def _locations(self) -> dict[int, tuple[int, int, int]]:
+        found = {i: dict(re.findall(r"(\w+)=(\d+)", x)) for i, x in self._table("FileLocations")}
+        names = "file_name_id", "line", "function_name_id"
+        return {i: tuple(int(x.get(n, 0)) for n in names) for i, x in found.items()}  # type: ignore[misc]
+
+    @cached_property
+    def _frames(self) -> dict[int, tuple[int, int]]:
+        found = {i: dict(re.findall(r"(\w+)=(\d+)", x)) for i, x in self._table("StackFrames")}
+        return {i: (int(x["file_location_id"]), int(x.get("parent_frame_id", 0))) for i, x in found.items()}

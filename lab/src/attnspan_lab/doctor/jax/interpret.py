@@ -1,0 +1,167 @@
+"""Evaluation of a jaxpr, one equation after the other. Calls, loops and branches are entered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+import attnspan
+from attnspan_lab.doctor.places import Place, is_users
+
+__all__ = ["Interpreter", "bind", "equations", "inner", "is_jaxs", "places_of"]
+
+_CALLS = ("jit", "remat2", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
+
+
+class Interpreter:
+    """Evaluates jaxprs. A subclass defines `apply`, and the values that equations pass on."""
+
+    def __init__(self) -> None:
+        self._callers: list[tuple[Place, ...]] = []
+
+    def apply(self, eqn: Any, values: list[Any]) -> list[Any]:
+        """Evaluate an equation that is no call, loop or branch."""
+        raise NotImplementedError
+
+    def array(self, value: Any) -> Any:
+        """Return the array of a value."""
+        return value
+
+    def value(self, array: Any, sources: Sequence[Any] = ()) -> Any:
+        """Return the value of an array that was made from other values."""
+        del sources
+        return array
+
+    def at(self, eqn: Any) -> tuple[Place, ...]:
+        """List the user's lines of an equation, the innermost first.
+
+        JAX traces its own functions once for all callers, so their equations have the caller's line.
+        """
+        return self._callers[-1] if self._callers else places_of(eqn)
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        """Evaluate a jaxpr on values."""
+        env = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, values, strict=True))
+
+        def read(var: Any) -> Any:
+            if isinstance(var, Literal):
+                aval: Any = var.aval
+                return self.value(np.asarray(var.val, aval.dtype))
+            return env[var]
+
+        for eqn in jaxpr.eqns:
+            env.update(zip(eqn.outvars, self._equation(eqn, [read(x) for x in eqn.invars]), strict=True))
+        return [read(x) for x in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, values: list[Any]) -> list[Any]:
+        name, params = eqn.primitive.name, eqn.params
+        if name in _CALLS:
+            return self.call(eqn, values)
+        if name == "cond":
+            return self.enter(params["branches"][int(self.array(values[0]))], values[1:])
+        if name == "while":
+            return self._while(params, values)
+        if name == "scan" and params["length"]:
+            return self._scan(params, values)
+        return self.apply(eqn, values)
+
+    def call(self, eqn: Any, values: list[Any]) -> list[Any]:
+        """Evaluate the function that an equation calls."""
+        called = inner(eqn)[0]
+        own = is_jaxs(_open(called)[0]) and not self._callers
+        self._callers += [places_of(eqn)] if own else []
+        try:
+            return self.enter(called, values)
+        finally:
+            del self._callers[len(self._callers) - own :]
+
+    def enter(self, closed: Any, values: Sequence[Any]) -> list[Any]:
+        """Evaluate a jaxpr with its constants."""
+        jaxpr, consts = _open(closed)
+        return self.run(jaxpr, [self.value(x) for x in consts], values)
+
+    def _while(self, params: Any, values: list[Any]) -> list[Any]:
+        n, m = params["cond_nconsts"], params["body_nconsts"]
+        cond, body, state = values[:n], values[n : n + m], values[n + m :]
+        while bool(self.array(self.enter(params["cond_jaxpr"], [*cond, *state])[0])):
+            state = self.enter(params["body_jaxpr"], [*body, *state])
+        return state
+
+    def _scan(self, params: Any, values: list[Any]) -> list[Any]:
+        n, m = params["num_consts"], params["num_consts"] + params["num_carry"]
+        consts, state, many = values[:n], values[n:m], values[m:]
+        steps, made = range(params["length"]), []
+        for i in reversed(steps) if params["reverse"] else steps:
+            own = [self.value(self.array(x)[i], (x,)) for x in many]
+            out = self.enter(params["jaxpr"], [*consts, *state, *own])
+            state = out[: m - n]
+            made.append(out[m - n :])
+        made = made[::-1] if params["reverse"] else made
+        stacked = [
+            self.value(jnp.stack([self.array(x) for x in column]), column)
+            for column in zip(*made, strict=True)
+        ]
+        return [*state, *stacked]
+
+
+def bind(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
+    """Run an equation's operator on arrays."""
+    bound = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)
+    with eqn.ctx.manager:
+        made = eqn.primitive.bind(*functions, *arrays, **params)
+    return list(made) if eqn.primitive.multiple_results else [made]
+
+
+def _open(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    return (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, "consts") else (jaxpr, ())
+
+
+def inner(eqn: Any) -> list[Any]:
+    """List the jaxprs that an equation contains."""
+    values = [x for v in eqn.params.values() for x in (v if isinstance(v, (tuple, list)) else (v,))]
+    return [x for x in values if hasattr(x, "eqns") or hasattr(x, "jaxpr")]
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Yield all equations of a jaxpr, also those inside of calls, loops and branches."""
+    for eqn in _open(jaxpr)[0].eqns:
+        yield eqn
+        for x in inner(eqn):
+            yield from equations(x)
+
+
+def is_jaxs(jaxpr: Any) -> bool:
+    """Whether a jaxpr is a function of JAX or attnspan, such as jax.numpy.where."""
+    return any(_folder(x) in str(jaxpr.debug_info.func_src_info) for x in (jax, attnspan))
+
+
+@cache
+def _folder(package: Any) -> str:
+    return f"{Path(package.__file__).parent}/"
+
+
+@cache
+def _libraries() -> tuple[str, ...]:
+    specs = map(find_spec, ("jax", "flax", "optax", "haiku", "equinox", "einops"))
+    return tuple(f"{Path(x.origin).parent}/" for x in specs if x is not None and x.origin)
+
+
+def places_of(eqn: Any) -> tuple[Place, ...]:
+    """List the user's lines in the source information of an equation, the innermost first."""
+    traceback = eqn.source_info.traceback
+    frames = traceback.frames if traceback is not None else ()
+    return tuple(Place(x.file_name, x.line_num, x.function_name) for x in frames if is_own(x.file_name))
+
+
+def is_own(file: str) -> bool:
+    """Whether a file is the user's, and not part of JAX or of its libraries."""
+    return is_users(file) and not file.startswith(_libraries())

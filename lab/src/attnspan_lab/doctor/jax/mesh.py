@@ -1,0 +1,242 @@
+"""Comparison of a step on a mesh with the step on one device: results, rows, gathers and repeated work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+from jax.sharding import NamedSharding, PartitionSpec
+
+from attnspan_lab.console import bytes_text
+from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.jax.attention import changed_rows
+from attnspan_lab.doctor.jax.double import difference
+from attnspan_lab.doctor.jax.hlo import Program
+from attnspan_lab.doctor.jax.interpret import equations, inner, places_of
+from attnspan_lab.doctor.jax.recompiles import place_of
+from attnspan_lab.doctor.jax.said import finding
+from attnspan_lab.doctor.jax.subject import JaxSubject, Traced, floats
+from attnspan_lab.doctor.jax.watch import Attention, watched
+from attnspan_lab.doctor.places import Place
+
+__all__ = ["compare_mesh", "has_shard_map"]
+
+_WITHIN = 1e-3  # relative difference between the mesh and one device
+_CUTS = (
+    "dynamic_slice",
+    "slice",
+    "gather",
+    "concatenate",
+    "rev",
+    "all_gather",
+    "ppermute",
+    "all_to_all",
+    "split",
+)
+_REPEATED = 1.5  # work of all devices, in steps of one device
+
+
+def has_shard_map(traced: Traced) -> bool:
+    """Whether a part of the step is written for each device."""
+    return any(x.primitive.name == "shard_map" for x in equations(traced.closed))
+
+
+def compare_mesh(subject: JaxSubject, say: Callable[..., None]) -> None:
+    """Run the first batch on the mesh, and report what differs from one device."""
+    plain, batch = subject.plain, subject.batches[0]
+    placed = replace(subject, **_placed(subject, {"variables": subject.variables}))
+    own = subject.with_arguments(batch, _placed(subject, subject.arguments(batch)))
+    sharded = Traced.of(placed, own)
+    leaks, one = _leaks(placed, own, sharded), Traced.of(plain, batch)
+    alone = _leaks(plain, batch, one) if leaks else ""
+    compared = subject.one_device is not None or not has_shard_map(sharded)
+    results = [[np.asarray(y, np.float64) for y in floats(x.run(*x.leaves))] for x in (sharded, one)]
+    error = difference(*results) if compared else 0.0
+    if not compared:
+        why = 'shard_map needs the mesh. Return "one_device", the function without shard_map'
+        say(facts={"unchecked": {"the mesh against one device": why}})
+    if not error <= _WITHIN or (leaks and not (alone and compared)):
+        say(finding=_rows(subject, sharded, error, leaks))
+    for x in _unlike(subject, batch):
+        say(finding=x)
+    if not compared:
+        return
+    compiled = sharded.run.lower(*sharded.leaves).compile()
+    calls = watched(one, subject.size(batch))[0].calls
+    program, size = Program(compiled.as_text() or ""), subject.size(batch) or (1, 1)
+    gathers = _gathers(program, calls, one, sharded, size, subject.mesh.shape.values())
+    for x in (*gathers, *_repeated(subject, program, compiled, one)):
+        say(finding=x)
+
+
+def _placed(subject: JaxSubject, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Put each argument on the mesh by its sharding. Other arguments are replicated."""
+
+    def put(name: str, value: Any) -> Any:
+        spec = subject.in_shardings.get(name, PartitionSpec())
+        sharding = jax.tree.map(
+            lambda x: x if isinstance(x, jax.sharding.Sharding) else NamedSharding(subject.mesh, x),
+            spec,
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
+        )
+        return jax.device_put(value, sharding)
+
+    still = {
+        k
+        for k, x in arguments.items()
+        if not jax.tree.leaves(x) or subject.is_static(k, jax.tree.leaves(x)[0])
+    }
+    return {k: x if k in still else put(k, x) for k, x in arguments.items()}
+
+
+def _leaks(subject: JaxSubject, batch: Any, traced: Traced) -> str:
+    """Change the tokens of documents, and describe results of other documents that change."""
+    documents, size = subject.document_ids(batch), subject.size(batch)
+    if documents is None or size is None:
+        return ""
+
+    def run(*leaves: Any) -> Any:
+        own = zip(leaves, traced.leaves, strict=True)
+        return traced.run(*(jax.device_put(x, y.sharding) if _is_spread(y) else x for x, y in own))
+
+    return changed_rows(subject, batch, traced, np.broadcast_to(documents, size), None, run) or ""
+
+
+def _is_spread(x: Any) -> bool:
+    return len(getattr(getattr(x, "sharding", None), "device_set", ())) > 1
+
+
+def _rows(subject: JaxSubject, traced: Traced, error: float, leaks: str) -> Finding:
+    """Describe different results, with the lines that cut tokens and the mask's data by other rules."""
+    cuts = list(_cuts(subject, traced))
+    both = {x[1] for x in cuts if x[0] == "data"} & {x[1] for x in cuts if x[0] == "tokens"}
+    sides = [[x for x in cuts if x[0] == side and x[1] not in both] for side in ("data", "tokens")]
+    places = [x[2] for side in sides for x in side]
+    evidence = [f"results differ from one device by {error:.1e} (relative error)"] if error > _WITHIN else []
+    evidence += [leaks] if leaks else []
+    for name, side in zip(("the mask's data", "the tokens"), sides, strict=True):
+        said = ", ".join(dict.fromkeys(f"{x[1]} at line {x[2].line}" if x[2] else x[1] for x in side))
+        evidence.append(f"only {name}: {said}" if said else "")
+    evidence = list(filter(None, evidence))
+    what = "The mesh computes a different result than one device"
+    what = what if error > _WITHIN else "Packed documents see each other on the mesh"
+    return finding("rank-rows", what, places, evidence=tuple(evidence))
+
+
+def _cuts(subject: JaxSubject, traced: Traced) -> Iterator[tuple[str, str, Place | None]]:
+    """Yield operators that cut or reorder tokens, or the mask's data: the side, the operator, the line."""
+    tokens = set(subject.tokens(subject.batches[0]))
+    sides: list[set[str]] = [set()] * traced.variables
+    sides += [{"tokens"} if x in tokens else {"data"} for x in traced.names]
+
+    def visit(
+        jaxpr: Any, of: dict[Any, set[str]], at: Place | None
+    ) -> Iterator[tuple[str, str, Place | None]]:
+        for eqn in jaxpr.eqns:
+            given = [set() if isinstance(v, Literal) else of.get(v, set()) for v in eqn.invars]
+            here, name = at or next(iter(places_of(eqn)), None), eqn.primitive.name
+            if name in _CUTS and len(given[0]) == 1:
+                yield next(iter(given[0])), name, here
+            if name == "shard_map":
+                for side, spec in zip(given, eqn.params.get("in_specs", ()), strict=False):
+                    if len(side) == 1:
+                        yield next(iter(side)), f"in_specs {spec}", here
+            of.update(dict.fromkeys(eqn.outvars, set().union(*given)))
+            for x in inner(eqn) if name in ("jit", "shard_map", "remat2") else ():
+                x = getattr(x, "jaxpr", x)
+                own = dict(zip(x.invars, given, strict=True))
+                yield from visit(x, own, here if name == "jit" else None)
+                of.update({v: own.get(w, set()) for v, w in zip(eqn.outvars, x.outvars, strict=True)})
+
+    yield from visit(traced.closed.jaxpr, dict(zip(traced.closed.jaxpr.invars, sides, strict=True)), None)
+
+
+def _unlike(subject: JaxSubject, batch: Any) -> Iterator[Finding]:
+    """Yield arguments of the batch that are not sharded like the tokens."""
+    named, size = subject.arguments(batch), subject.size(batch)
+    specs = {k: _axes(subject.in_shardings.get(k)) for k, x in named.items() if np.shape(x)[:2] == size}
+    tokens = [x for x in subject.tokens(batch) if x in specs]
+    for name in specs if tokens else ():
+        want = specs[tokens[0]]
+        if specs[name] != want:
+            what = f"{name} is sharded as {specs[name]}, and {tokens[0]} as {want}"
+            evidence = ("the partitioner moves the array to the devices that need it, in each step",)
+            remedy = f"Give {name} the PartitionSpec of {tokens[0]}"
+            cause = "in_shardings gives them different specs"
+            places = (place_of(subject.fn),)
+            yield finding("rank-replicated", what, places, evidence=evidence, cause=cause, remedy=remedy)
+
+
+def _axes(spec: Any) -> tuple[Any, Any]:
+    """Return the mesh axes of batch elements and of tokens."""
+    spec = getattr(spec, "spec", spec) or ()
+    return tuple([*spec, None, None][:2])  # type: ignore[return-value]
+
+
+def _gathers(
+    program: Program,
+    calls: list[Attention],
+    one: Traced,
+    sharded: Traced,
+    size: tuple[int, int],
+    axes: Iterable[int],
+) -> Iterator[Finding]:
+    """Yield all-gathers that the partitioner inserted: of attention's operands, and of other large arrays."""
+    lines, tokens = {x for y in calls for x in y.lines}, prod(size)
+    lengths = {size[1], *(size[1] // n for n in axes)} - {0, 1}
+    asked = {
+        x for y in equations(sharded.closed) if y.primitive.name == "all_gather" for x in places_of(y)[:1]
+    }
+    held = {
+        prod(y.outvars[0].aval.shape): x
+        for y in equations(sharded.closed)
+        if y.primitive.name == "sharding_constraint"
+        for x in places_of(y)[:1]
+    }
+    weights = {np.size(x) for x in one.leaves[: one.variables]}
+    found: dict[tuple[str, Place], list[Any]] = {}
+    for x in program.stored:
+        large = x.name.startswith("all-gather") and x.size > 4 * tokens and x.size not in weights
+        if large and x.places and x.places[0] not in asked:
+            # The partitioner gives a gather the line of the product that needs it, or that made it.
+            result = any(sum(n in lengths for n in y) > 1 for y in program.factors(x))
+            kind = "rank-gather" if x.places[0] in lines and not result else "rank-replicated"
+            found.setdefault((kind, x.places[0]), []).append(x)
+    for (kind, place), own in found.items():
+        what = "An operand of attention is gathered whole on each device here"
+        what = what if kind == "rank-gather" else "An array is gathered whole on each device here"
+        total = bytes_text(sum(x.size * _itemsize(x.dtype) for x in own))
+        shapes = ", ".join(dict.fromkeys(f"{x.dtype}{list(x.shape)}" for x in own))
+        evidence = (f"{len(own)} all-gathers of the compiled program, {total} on each device: {shapes}",)
+        constraint = held.get(own[0].size) if kind == "rank-replicated" else None
+        yield finding(kind, what, (constraint, place), evidence=evidence, count=len(own))
+
+
+def _itemsize(dtype: str) -> int:
+    bits = "".join(x for x in dtype if x.isdigit())
+    return max(int(bits) // 8, 1) if bits else 1
+
+
+def _repeated(subject: JaxSubject, program: Program, compiled: Any, one: Traced) -> Iterator[Finding]:
+    """Yield products that all devices compute whole, if the devices repeat work."""
+    alone = one.run.lower(*one.leaves).compile()
+    flops = [float((x.cost_analysis() or {}).get("flops", 0.0)) for x in (compiled, alone)]
+    devices = subject.mesh.size
+    if flops[1] <= 0 or flops[0] * devices <= _REPEATED * flops[1]:
+        return
+    whole: dict[Place, int] = {}
+    for x in Program(alone.as_text() or "").products:
+        if x.places and any(y.dims == x.dims and y.places[:1] == x.places[:1] for y in program.products):
+            whole[x.places[0]] = max(whole.get(x.places[0], 0), x.size)
+    share = flops[0] / flops[1]
+    what = f"Each of {devices} devices computes {share:.0%} of the step's operations"
+    evidence = (f"equal shares are {1 / devices:.0%}",)
+    places: list[Place | None] = [*sorted(whole, key=lambda x: -whole[x])[:2], place_of(subject.fn)][:2]
+    cause = "An array is not sharded along an axis of the mesh, so each device computes all of it"
+    remedy = "Shard the batch, the heads or the sequence along this axis of the mesh"
+    yield finding("rank-replicated", what, places, evidence=evidence, cause=cause, remedy=remedy)

@@ -1,0 +1,200 @@
+"""The stages of an examination in JAX. They have the names and the records of the stages for torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.jax.attention import costs, hidden, seen
+from attnspan_lab.doctor.jax.compiled import constants, host_calls, untraceable
+from attnspan_lab.doctor.jax.hlo import Program
+from attnspan_lab.doctor.jax.mesh import compare_mesh, has_shard_map
+from attnspan_lab.doctor.jax.parity import parity as compare
+from attnspan_lab.doctor.jax.recompiles import calls_jitted, recompiles_in, run_batches
+from attnspan_lab.doctor.jax.subject import JaxSubject, Traced
+from attnspan_lab.doctor.jax.watch import Attention, watched
+
+__all__ = ["STAGES"]
+
+Say = Callable[..., None]
+
+
+def _traced(subject: JaxSubject, batch: Any, say: Say, stage: str) -> Traced | None:
+    """Trace a batch, or report why JAX cannot."""
+    try:
+        return Traced.of(subject, batch)
+    except Exception as error:
+        say(finding=untraceable(error, subject, batch, stage))
+        return None
+
+
+def eager(subject: JaxSubject, say: Say, backend: str) -> None:
+    """Watch the step, one operator after the other."""
+    del backend
+    subject = subject.plain
+    largest, checked, unchecked = 0, dict[str, str](), dict[str, str]()
+    for batch in _distinct(subject)[:3]:
+        traced = _traced(subject, batch, say, "eager")
+        if traced is None:
+            return
+        if has_shard_map(traced):
+            why = 'it is inside of shard_map. Return "one_device", the function without shard_map'
+            say(
+                facts={
+                    "attention calls": 0,
+                    "sites": [],
+                    "largest tensor": 0,
+                    "unchecked": {"attention": why},
+                }
+            )
+            return
+        for x in host_calls(traced):
+            say(finding=replace(x, stage="eager"))
+        try:
+            watcher, results = watched(traced, subject.size(batch))
+        except Exception as error:
+            why = f"the doctor cannot evaluate the step by operators: {type(error).__name__}: {error}"[:200]
+            say(facts={"unchecked": {"attention": why}})
+            return
+        program = Program(traced.run.lower(*traced.leaves).compile().as_text() or "")
+        found = [
+            *costs(watcher.calls, program),
+            *hidden(watcher.calls, results, subject.valid(batch)),
+            *seen(subject, batch, traced, watcher.calls),
+        ]
+        for x in found:
+            say(finding=replace(x, stage="eager"))
+        largest = max(largest, watcher.largest)
+        unchecked |= _unchecked(subject, batch, watcher.calls)
+        checked |= {"attention": f"{len(watcher.calls)} calls a step"} if watcher.calls else {}
+        facts = {"attention calls": len(watcher.calls), "sites": _sites(watcher.calls)}
+        say(facts=facts | {"largest tensor": largest, "checked": checked, "unchecked": unchecked})
+        if (picture := _picture(watcher.calls)) is not None:
+            say(facts={"mask": picture})
+
+
+def _distinct(subject: JaxSubject) -> list[Any]:
+    """Choose one batch of each shape."""
+    found: dict[Any, Any] = {}
+    for batch in subject.batches:
+        named = subject.named(batch).items()
+        shapes = [(k, x if subject.is_static(k, x) else np.shape(x)) for k, x in named]
+        found.setdefault(str(shapes), batch)
+    return list(found.values())
+
+
+def _unchecked(subject: JaxSubject, batch: Any, calls: list[Attention]) -> dict[str, str]:
+    """Say which checks were not possible, and why."""
+    found = {}
+    if not calls:
+        found["attention"] = "no call was seen"
+    if subject.causal is None:
+        found["causality"] = 'not declared. Return {"causal": True} or False'
+    if subject.size(batch) is None:
+        found["documents and padding"] = "the batch has no tokens (B, S) or (B, S, ...)"
+    elif subject.document_ids(batch) is None:
+        found["documents"] = "the batch has one document, or no segment_ids"
+    unread = {x.kind for x in calls if x.visible is None}
+    return found | {f"visible pairs of attention {x}": "they cannot be read" for x in sorted(unread)}
+
+
+def _sites(calls: list[Attention]) -> list[list[str]]:
+    """Count the calls of each line."""
+    names = {"written out": "written out, which stores all scores", "in blocks": "written out in blocks"}
+    found = Counter((str(x.places[0]) if x.places else "?", names.get(x.kind, x.kind)) for x in calls)
+    return [[place, kernel, str(count)] for (place, kernel), count in found.items()]
+
+
+def _picture(calls: list[Attention]) -> list[str] | None:
+    """Draw the mask of batch element 0 in the last call, as a string of 0 and 1 for each query."""
+    shown = [x.visible for x in calls if x.visible is not None and max(x.visible.shape[1:]) <= 256]
+    return ["".join("01"[int(x)] for x in row) for row in shown[-1][0].tolist()] if shown else None
+
+
+def compiled(subject: JaxSubject, say: Say, backend: str) -> None:
+    """Run all batches under jit, and count compilations."""
+    del backend
+    subject = subject.plain
+    traced = _traced(subject, subject.batches[0], say, "compiled")
+    if traced is None:
+        return
+    run = run_batches(subject, subject.batches)
+    if calls_jitted(subject, traced):
+        run.again += run_batches(subject, subject.batches[:1], subject.fn).again
+    facts = {
+        "graphs": 1 + run.recompiles,
+        "breaks": 0,
+        "recompiles": run.recompiles,
+        "compile seconds": run.compile_seconds,
+        "step seconds": run.seconds,
+        "timeline": [],
+    }
+    say(facts=facts)
+    for x in (*recompiles_in(run, subject), *constants(traced, run.seconds[0])):
+        say(finding=replace(x, stage="compiled"))
+
+
+def parity(subject: JaxSubject, say: Say, backend: str) -> None:
+    """Compare the compiled step with float64, and the step on the mesh with one device."""
+    plain, batch = subject.plain, subject.batches[0]
+    traced = _traced(plain, batch, say, "parity")
+    if traced is not None:
+        compare(traced, _staged(say, "parity"))
+    if subject.mesh is not None:
+        ranks(subject, say, backend)
+
+
+def _staged(say: Say, stage: str) -> Say:
+    """Write the stage into findings."""
+
+    def staged(**what: Any) -> None:
+        found = what.get("finding")
+        say(**what | ({"finding": replace(found, stage=stage)} if isinstance(found, Finding) else {}))
+
+    return staged
+
+
+def ranks(subject: JaxSubject, say: Say, backend: str) -> None:
+    """Compare the step on the mesh with the step on one device."""
+    del backend
+    if subject.mesh is None:
+        what, remedy = "No mesh to compare", 'Return the options "mesh" and "in_shardings" from the factory'
+        say(finding=Finding("environment", what, remedy=remedy, stage="ranks"))
+        return
+    compare_mesh(subject, _staged(say, "ranks"))
+
+
+def _absent(name: str, subject: JaxSubject, say: Say, backend: str) -> None:
+    del subject, backend
+    what, remedy = f"{name} is not possible for JAX", "Leave it out"
+    say(finding=Finding("environment", what, remedy=remedy))
+
+
+def _run(name: str, stage: Callable[[JaxSubject, Say, str], None]) -> Callable[[JaxSubject, Say, str], None]:
+    """Run a stage in the context of the subject's mesh. An error of the step is a finding."""
+
+    def run(subject: JaxSubject, say: Say, backend: str) -> None:
+        try:
+            with subject.context:
+                stage(subject, say, backend)
+        except Exception as error:
+            say(finding=untraceable(error, subject, subject.batches[0], name))
+
+    return run
+
+
+#: Stages by name.
+STAGES: dict[str, Callable[[JaxSubject, Say, str], None]] = {
+    "eager": _run("eager", eager),
+    "compiled": _run("compiled", compiled),
+    "parity": _run("parity", parity),
+    "ranks": _run("ranks", ranks),
+    "cure": lambda *x: _absent("--try attnspan", *x),
+    "features": lambda *x: _absent("The stage features", *x),
+    "without attention": lambda *_: None,
+}

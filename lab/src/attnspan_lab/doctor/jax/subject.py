@@ -1,0 +1,304 @@
+"""The subject of an examination in JAX: a function or a flax module, and its batches."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+from attnspan.errors import expect
+
+__all__ = ["MOST_BATCHES", "JaxSubject", "Traced", "floats", "is_jax", "jax_subject"]
+
+MOST_BATCHES = 12
+_DOCUMENTS = ("segment_ids", "document_ids", "doc_ids", "document_id", "seq_ids", "sequence_ids", "seq_idx")
+_OPTIONS = ("causal", "documents", "static", "variables", "mesh", "in_shardings", "one_device")
+
+
+@dataclass
+class JaxSubject:
+    """A function and its batches. A factory returns it, or ``(function, batches)``, or these and a dict.
+
+    Args:
+        fn: A function, jitted or not: ``fn(**batch)``, ``fn(*batch)`` or ``fn(batch)``. A flax.nnx module
+            and a bound flax.linen module (``module.bind(variables)``) are also possible.
+        batches: Dicts of arguments, tuples of arguments, or single arrays. At most `MOST_BATCHES` are used.
+        variables: Parameters. If you pass them, they are the first argument of ``fn``, and the doctor checks
+            their gradients.
+        causal: Whether no token may see later tokens. None: not declared.
+        documents: Function from a batch to the document number of each token, integer (B, S).
+        static: Names of arguments that are static under jit. Strings, booleans and None are always static.
+        mesh: Mesh of devices. The doctor also runs the first batch on it.
+        in_shardings: Name of an argument to its PartitionSpec. The name "variables" is for the variables,
+            with one spec or a pytree of specs. Other arguments are replicated.
+        one_device: The same function without the mesh. It is needed if ``fn`` uses shard_map.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from attnspan_lab.doctor.jax import JaxSubject
+        >>> JaxSubject(lambda w, x: x @ w, [{"x": jnp.ones((2, 3))}], variables=jnp.ones((3, 4))).name
+        '<lambda>'
+    """
+
+    fn: Callable[..., Any]
+    batches: list[Any]
+    variables: Any = None
+    causal: bool | None = None
+    documents: Callable[[Any], Any] | None = None
+    static: tuple[str, ...] = ()
+    mesh: Any = None
+    in_shardings: dict[str, Any] = field(default_factory=dict)
+    one_device: Callable[..., Any] | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        self.name = self.name or getattr(self.fn, "__name__", type(self.fn).__name__)
+
+    @property
+    def title(self) -> str:
+        """Name of the function or module."""
+        return self.name
+
+    @property
+    def plain(self) -> JaxSubject:
+        """The subject on one device. The mesh stays for functions that name its axes."""
+        fn = self.one_device or self.fn
+        return replace(self, fn=fn, in_shardings={}, one_device=None, name=self.name)
+
+    @property
+    def context(self) -> AbstractContextManager[Any]:
+        """The context in which the function runs: with its mesh, if it has one."""
+        return nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
+    @property
+    def is_jitted(self) -> bool:
+        """Whether the user has jitted the function."""
+        return hasattr(self.fn, "lower")
+
+    def call(self, batch: Any, variables: Any = None, fn: Callable[..., Any] | None = None) -> Any:
+        """Call the function with a batch."""
+        fn = self.fn if fn is None else fn
+        variables = self.variables if variables is None else variables
+        first = () if self.variables is None else (variables,)
+        if isinstance(batch, Mapping):
+            return fn(*first, **batch)
+        return fn(*first, *batch) if isinstance(batch, (tuple, list)) else fn(*first, batch)
+
+    def named(self, batch: Any) -> dict[str, Any]:
+        """Name the leaves of a batch: by the argument, or by the key in a nested dict."""
+        return dict(zip(self.names(batch), jax.tree.leaves(batch), strict=True))
+
+    def names(self, batch: Any) -> list[str]:
+        """List the names of a batch's leaves, in the order of `jax.tree.leaves`."""
+        arguments = list(self.arguments(batch))
+        found = []
+        for path, _ in jax.tree_util.tree_flatten_with_path(batch)[0]:
+            keys: list[Any] = [getattr(x, "key", getattr(x, "name", getattr(x, "idx", ""))) for x in path]
+            known = [x for x in keys if isinstance(x, str)]
+            found.append(known[-1] if known else arguments[keys[0] if keys else 0])
+        return found
+
+    def arguments(self, batch: Any) -> dict[str, Any]:
+        """Name the arguments of a batch."""
+        if isinstance(batch, Mapping):
+            return dict(batch)
+        values = list(batch) if isinstance(batch, (tuple, list)) else [batch]
+        try:
+            names = list(inspect.signature(self.fn).parameters)[self.variables is not None :]
+        except (TypeError, ValueError):
+            names = []
+        return {names[i] if i < len(names) else str(i): x for i, x in enumerate(values)}
+
+    def with_arguments(self, batch: Any, arguments: Mapping[str, Any]) -> Any:
+        """Make a batch of the same form from other arguments."""
+        if isinstance(batch, Mapping):
+            return dict(arguments)
+        values = tuple(arguments.values())
+        return values if isinstance(batch, (tuple, list)) else values[0]
+
+    def map(self, batch: Any, change: Callable[[str, Any], Any]) -> Any:
+        """Change leaves of a batch. ``change`` gets the name and the value of each leaf."""
+        flat, tree = jax.tree.flatten(batch)
+        return jax.tree.unflatten(tree, list(map(change, self.names(batch), flat)))
+
+    def is_static(self, name: str, leaf: Any) -> bool:
+        """Whether a leaf of a batch is no argument of the traced program."""
+        return (
+            name in self.static
+            or not isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float))
+            or isinstance(leaf, bool)
+        )
+
+    def tokens(self, batch: Any) -> dict[str, Any]:
+        """Find the tokens: integers (B, S), or else all floats (B, S, ...)."""
+        named = {k: x for k, x in self.named(batch).items() if hasattr(x, "ndim")}
+        first = ("input_ids", "tokens", "inputs", "idx", "x")
+        for name in sorted(named, key=lambda x: first.index(x) if x in first else len(first)):
+            x, taken = named[name], name in _DOCUMENTS or "mask" in name or "position" in name
+            if x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.integer) and not taken:
+                return {name: x}
+        whole = {k: x for k, x in named.items() if x.ndim in (3, 4) and jnp.issubdtype(x.dtype, jnp.floating)}
+        size = next((x.shape[:2] for x in whole.values()), None)
+        return {k: x for k, x in whole.items() if x.shape[:2] == size}
+
+    def size(self, batch: Any) -> tuple[int, int] | None:
+        """Return the batch size and the number of tokens, if the batch has tokens."""
+        return next((tuple(x.shape[:2]) for x in self.tokens(batch).values()), None)
+
+    def document_ids(self, batch: Any) -> np.ndarray | None:
+        """Find the document number of each token, (B, S), if the batch has several documents."""
+        if self.documents is not None:
+            found = np.asarray(self.documents(batch))
+        else:
+            named = self.named(batch)
+            known = [np.asarray(named[x]) for x in _DOCUMENTS if x in named]
+            known += [
+                (np.diff(np.asarray(x), axis=1, prepend=-1) <= 0).cumsum(1)
+                for name, x in named.items()
+                if "position" in name and np.ndim(x) == 2
+            ]
+            if not known or known[0].ndim != 2:
+                return None
+            found = known[0]
+        return found if (found != found[:, :1]).any() else None
+
+    def valid(self, batch: Any) -> np.ndarray | None:
+        """Find the tokens that are not padding, bool (B, S), if the batch has a padding mask."""
+        size = self.size(batch)
+        for name, x in self.named(batch).items():
+            x = np.asarray(x) if "mask" in name and np.shape(x) == size else None
+            if x is not None and np.isin(x, (0, 1)).all() and not (x == x.flat[0]).all():
+                return np.asarray(x == 0 if "padding" in name else x != 0)
+        return None
+
+
+@dataclass
+class Traced:
+    """The jaxpr of a step, and its arguments.
+
+    Attributes:
+        closed: The jaxpr. Its arguments are the leaves of the variables, then those of the batch.
+        leaves: The arguments.
+        variables: Number of leaves of the variables.
+        names: Names of the batch's leaves.
+        shapes: Pytree of the results' shapes.
+    """
+
+    closed: Any
+    leaves: list[Any]
+    variables: int
+    names: list[str]
+    shapes: Any
+
+    @classmethod
+    def of(cls, subject: JaxSubject, batch: Any) -> Traced:
+        """Trace the function. Static leaves of the batch stay as they are.
+
+        A jitted function does not tell which arguments are static. If tracing fails, its numbers are static.
+        """
+        try:
+            return cls._of(subject, batch)
+        except Exception:
+            numbers = [k for k, x in subject.named(batch).items() if isinstance(x, (int, float))]
+            if not subject.is_jitted or not numbers:
+                raise
+        return cls._of(replace(subject, static=(*subject.static, *numbers)), batch)
+
+    @classmethod
+    def _of(cls, subject: JaxSubject, batch: Any) -> Traced:
+        own, tree = jax.tree.flatten(subject.variables)
+        flat, form = jax.tree.flatten(batch)
+        names = subject.names(batch)
+        moving = [i for i, x in enumerate(flat) if not subject.is_static(names[i], x)]
+
+        def call(*leaves: Any) -> Any:
+            given = list(flat)
+            for i, x in zip(moving, leaves[len(own) :], strict=True):
+                given[i] = x
+            variables = jax.tree.unflatten(tree, leaves[: len(own)])
+            return subject.call(jax.tree.unflatten(form, given), variables)
+
+        leaves = [*own, *(flat[i] for i in moving)]
+        closed, shapes = jax.make_jaxpr(call, return_shape=True)(*leaves)
+        return cls(closed, leaves, len(own), [names[i] for i in moving], shapes)
+
+    @cached_property
+    def run(self) -> Any:
+        """The compiled step, from leaves to a list of results."""
+        return jax.jit(jaxpr_as_fun(self.closed))
+
+
+def floats(out: Any) -> list[Any]:
+    """List the floating-point leaves of results."""
+    return [x for x in jax.tree.leaves(out) if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)]
+
+
+def is_jax(made: Any) -> bool:
+    """Whether the result of a factory is for JAX: a `JaxSubject`, or a function that is no torch module."""
+    if isinstance(made, JaxSubject):
+        return True
+    fits = isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0])
+    torch = sys.modules.get("torch")
+    return fits and not (torch is not None and isinstance(made[0], torch.nn.Module))
+
+
+def jax_subject(made: Any, what: str) -> JaxSubject:
+    """Check the result of a factory, and make the subject.
+
+    Raises:
+        OptionError: The factory returns something else.
+    """
+    if not isinstance(made, JaxSubject):
+        fn, batches, *rest = made
+        options = rest[0] if rest else {}
+        known = isinstance(options, Mapping) and set(options) <= set(_OPTIONS)
+        wanted = f"options, a dict with some of {', '.join(_OPTIONS)}"
+        expect(known, what, wanted, str(options)[:80], "Use only these keys")
+        made = JaxSubject(fn, batches, **options)
+    batches, wanted = made.batches, "an iterable of batches: dicts of arguments, tuples, or arrays"
+    single = isinstance(batches, (jax.Array, np.ndarray, Mapping, str))
+    iterable = isinstance(batches, Iterable) and not single
+    expect(iterable, what, wanted, type(batches).__name__, "Return a list of batches, or a generator")
+    taken, remedy = list(islice(batches, MOST_BATCHES)), "Yield at least one batch"
+    expect(taken, what, wanted, "no batch", f"{remedy}. Batches of other shapes show recompilations")
+    foreign = any(type(x).__module__.partition(".")[0] == "torch" for x in jax.tree.leaves(taken))
+    wanted, remedy = "a torch.nn.Module first, or a function and arrays", "Use arrays of JAX or NumPy"
+    expect(not foreign, what, wanted, "a function and tensors", remedy)
+    return _with_module(replace(made, batches=taken))
+
+
+def _with_module(made: JaxSubject) -> JaxSubject:
+    """Take the variables out of a flax module."""
+    fn, nnx = made.fn, sys.modules.get("flax.nnx")
+    if nnx is not None and isinstance(fn, nnx.Module):
+        graph, state = nnx.split(fn)
+
+        def run(state: Any, *args: Any, **kwargs: Any) -> Any:
+            return nnx.merge(graph, state)(*args, **kwargs)
+
+        run.__signature__ = _signature(type(fn).__call__)  # type: ignore[attr-defined]
+        return replace(made, fn=run, variables=state, name=type(fn).__name__)
+    if hasattr(fn, "unbind"):
+        module, variables = fn.unbind()
+
+        def apply(variables: Any, *args: Any, **kwargs: Any) -> Any:
+            return module.apply(variables, *args, **kwargs)
+
+        apply.__signature__ = _signature(type(module).__call__)  # type: ignore[attr-defined]
+        return replace(made, fn=apply, variables=variables, name=type(module).__name__)
+    return made
+
+
+def _signature(call: Any) -> inspect.Signature:
+    """Return the signature of a module's call. The variables stand for ``self``."""
+    return inspect.signature(inspect.unwrap(call))

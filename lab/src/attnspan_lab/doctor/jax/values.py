@@ -1,0 +1,133 @@
+"""Values of a watched step: each array with its line, its ancestors, and how many elements are distinct."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from attnspan_lab.doctor.places import Place
+
+if TYPE_CHECKING:
+    from attnspan_lab.doctor.jax.watch import Attention
+
+__all__ = ["RESHAPES", "Axes", "Value", "bad", "is_float", "moved"]
+
+#: Free axes of the two operands of a product.
+Axes = tuple[tuple[int, ...], tuple[int, ...]]
+#: Operators that keep all elements, and only copy or reorder them.
+RESHAPES = (
+    "broadcast_in_dim",
+    "reshape",
+    "transpose",
+    "squeeze",
+    "expand_dims",
+    "convert_element_type",
+    "copy",
+    "copy_p",
+    "stop_gradient",
+    "sharding_constraint",
+    "optimization_barrier",
+    "reduce_precision",
+)
+
+
+@dataclass(eq=False)
+class Value:
+    """An array of a watched step.
+
+    Attributes:
+        array: The array.
+        name: The operator that made it, "argument" or "constant".
+        places: The user's lines that made it, the innermost first.
+        parents: The operator's inputs.
+        data: Whether it depends on the batch.
+        distinct: Upper bound of the number of distinct elements.
+        part: Whether it is one block of a longer array, in a loop.
+        upcast: Line that converted it to a wider dtype, after the last product.
+        call: Attention call whose scores it is made of.
+        axes: Axes of queries and keys, if it has a score for each pair.
+        nan, inf: Whether it contains NaN or infinity.
+    """
+
+    array: Any
+    name: str = "constant"
+    places: tuple[Place, ...] = ()
+    parents: tuple[Value, ...] = ()
+    data: bool = False
+    distinct: int = 0
+    part: bool = False
+    upcast: Place | None = None
+    call: Attention | None = None
+    axes: Axes | None = None
+    nan: bool = False
+    inf: bool = False
+
+    def __post_init__(self) -> None:
+        self.nan, self.inf = bad(self.array)
+        self.distinct = self.distinct or max(self.size, 1)
+        self.data = self.data or any(x.data for x in self.parents)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(np.shape(self.array))
+
+    @property
+    def bytes(self) -> int:
+        """Size in bytes."""
+        return self.size * int(self.array.dtype.itemsize)
+
+    def chain(self) -> Iterator[Value]:
+        """Yield the value and its ancestors, as long as they have the same elements."""
+        value: Value | None = self
+        while value is not None:
+            yield value
+            copies = value.name in RESHAPES or value.distinct < value.size
+            value = value.parents[0] if copies and value.parents else None
+
+    def repeated(self) -> Value | None:
+        """Find the value that first has each element several times, if any."""
+        found = None
+        for x in self.chain():
+            if x.distinct > 1 and x.size >= 2 * x.distinct:
+                found = x
+        return found
+
+    def origin(self, what: str) -> Value:
+        """Follow NaN or infinity to the operator whose inputs do not have it. ``what`` is "nan" or "inf"."""
+        value = self
+        while (cause := next((x for x in value.parents if getattr(x, what)), None)) is not None:
+            value = cause
+        return value
+
+
+def is_float(array: Any) -> bool:
+    """Whether an array has real floating-point numbers, bfloat16 included."""
+    dtype = getattr(array, "dtype", None)
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def bad(array: Any) -> tuple[bool, bool]:
+    """Whether an array has NaN, and whether it has infinity."""
+    if not is_float(array):
+        return False, False
+    array = np.asarray(array)
+    return bool(np.isnan(array).any()), bool(np.isinf(array).any())
+
+
+def moved(eqn: Any, shape: tuple[int, ...], out: tuple[int, ...], axis: int) -> int | None:
+    """Find the axis of an operator's result that an axis of its input becomes, or None."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "transpose":
+        return int(list(params["permutation"]).index(axis))
+    if name == "broadcast_in_dim":
+        return int(params["broadcast_dimensions"][axis])
+    if len(shape) == len(out) and name != "reshape":
+        return axis
+    after = prod(shape[axis + 1 :])
+    return next((i for i, n in enumerate(out) if n == shape[axis] and prod(out[i + 1 :]) == after), None)

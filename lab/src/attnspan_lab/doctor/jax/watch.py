@@ -1,0 +1,292 @@
+"""Watcher of a step: evaluates its jaxpr, and records every attention call and its inputs.
+
+Hand-written attention is found by its data flow: a product of two arrays, a softmax, and a product with a
+third array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import attnspan
+from attnspan_lab.doctor.jax.interpret import Interpreter, bind, equations, inner
+from attnspan_lab.doctor.jax.quick import quick
+from attnspan_lab.doctor.jax.subject import Traced
+from attnspan_lab.doctor.jax.values import RESHAPES, Axes, Value, is_float, moved
+from attnspan_lab.doctor.places import Place
+
+__all__ = ["Attention", "Watcher", "watched"]
+
+_HIDDEN = -9e3  # Scores at or below this value are hidden.
+_OPAQUE = ("ffi_call", "pallas_call", "custom_partitioning", "custom_vmap_call")
+_ATTNSPAN = f"{Path(attnspan.__file__).parent}/"
+
+
+@dataclass(eq=False)
+class Returned:
+    """Results of an attention call.
+
+    Attributes:
+        rows: Results (B, D, Sq).
+        nan, zero, even: Queries (B, Sq) whose results are NaN, are 0, or are the mean of all values.
+    """
+
+    rows: np.ndarray
+    nan: np.ndarray
+    zero: np.ndarray
+    even: np.ndarray
+
+
+@dataclass(eq=False)
+class Attention:
+    """One attention call.
+
+    Attributes:
+        kind: "written out", "in blocks" (a loop over parts of the keys or queries), "attnspan" or "fused".
+        places: The user's lines, of hand-written attention the lines of the second product.
+        lines: The innermost lines of both products.
+        operands: q, k and v. Of hand-written attention, the order of q and k is not known.
+        masks: Arrays that were combined with the scores, with their axes.
+        softmax: Whether an exponential of the scores was seen.
+        visible: Visible pairs of any head, bool (B, Sq, Sk), or None if unknown.
+        hidden: Queries (B, Sq) whose scores are all hidden.
+        out: What the queries return.
+        scores: Shape and bytes of the scores.
+        pairs: Dense masks: the value, and whether it differs between queries and between keys.
+    """
+
+    kind: str
+    places: tuple[Place, ...]
+    operands: list[Value]
+    lines: set[Place] = field(default_factory=set)
+    masks: list[tuple[Value, Axes]] = field(default_factory=list)
+    softmax: bool = False
+    seen: tuple[Any, Axes] | None = None
+    keys: slice | None = None
+    visible: np.ndarray | None = None
+    hidden: np.ndarray | None = None
+    out: Returned | None = None
+    scores: tuple[tuple[int, ...], int] = ((), 0)
+    pairs: list[Value] = field(default_factory=list)
+
+
+class Watcher(Interpreter):
+    """Collects attention calls.
+
+    Args:
+        size: Batch size and number of tokens, if they are known.
+    """
+
+    def __init__(self, size: tuple[int, int] | None = None) -> None:
+        super().__init__()
+        self.rows, self.length = size or (1, 0)
+        self.calls: list[Attention] = []
+        self.largest = 0
+
+    def array(self, value: Value) -> Any:
+        """Return the array of a value."""
+        return value.array
+
+    def value(self, array: Any, sources: Sequence[Value] = ()) -> Value:
+        """Make a constant, or a value of a loop: a step's part of an array, or all steps' results."""
+        if not sources:
+            return Value(array)
+        part = len(sources) == 1 and np.ndim(array) < np.ndim(sources[0].array)
+        # Parameters of a layer, in a loop over layers, are no part of a sequence.
+        part = part and sources[0].data and np.shape(sources[0].array)[0] > 1
+        return Value(array, "loop", sources[0].places, tuple(sources), part=part)
+
+    def call(self, eqn: Any, values: list[Value]) -> list[Value]:
+        """Enter a function, except if it is an attention kernel with its own derivative."""
+        opaque = eqn.primitive.name == "custom_vjp_call" and any(
+            x.primitive.name in _OPAQUE for x in equations(inner(eqn)[0])
+        )
+        return self.apply(eqn, values) if opaque else super().call(eqn, values)
+
+    def apply(self, eqn: Any, values: list[Value]) -> list[Value]:
+        """Run an operator, and note what it does."""
+        arrays = [x.array for x in values]
+        fast = quick(eqn, arrays)
+        made = bind(eqn, arrays) if fast is None else [fast]
+        places, name = self.at(eqn), eqn.primitive.name
+        part = name == "dynamic_slice" and values[0].data and np.size(made[0]) < values[0].size
+        part = part or (name != "dot_general" and any(x.part for x in values))
+        out = [
+            Value(x, name, places, tuple(values), distinct=_distinct(name, x, values), part=part)
+            for x in made
+            if hasattr(x, "dtype")
+        ]
+        if len(out) < len(made):
+            return [*map(Value, made)]
+        self.largest = max([self.largest, *(x.bytes for x in out)])
+        if name == "dot_general":
+            self._product(eqn, values, out[0])
+        elif name == "custom_vjp_call" or "attention" in name:
+            self._fused(eqn, values, out)
+        else:
+            self._follow(eqn, values, out)
+        return out
+
+    def _fused(self, eqn: Any, values: list[Value], out: list[Value]) -> None:
+        """Record a kernel of attention. attnspan's kernel gets the visible pairs as spans."""
+        operands = [x for x in values if np.ndim(x.array) >= 3 and is_float(x.array)][:3]
+        if len(operands) < 3:
+            return
+        file = str(inner(eqn)[0].jaxpr.debug_info.func_src_info) if inner(eqn) else ""
+        call = Attention("attnspan" if _ATTNSPAN in file else "fused", out[0].places, operands)
+        bounds = next((x.array for x in values if np.ndim(x.array) == 5 and np.shape(x.array)[-1] == 2), None)
+        if bounds is not None:
+            (q, k), bounds = (np.shape(x.array) for x in operands[:2]), np.asarray(bounds)
+            axis = 2 if q[2] == bounds.shape[2] else 1
+            keys, (lo, hi) = np.arange(k[axis]), (bounds[..., i, None] for i in (0, 1))
+            call.visible = np.asarray(((lo <= keys) & (keys < hi)).any((1, 3)))
+        self.calls.append(call)
+
+    def _product(self, eqn: Any, values: list[Value], out: Value) -> None:
+        contract, batch = eqn.params["dimension_numbers"]
+        for i, x in enumerate(values[:2]):
+            side = x.axes and next((s for s in (0, 1) if set(x.axes[s]) & set(contract[i])), None)
+            if x.call is not None and x.axes and x.call.softmax and side is not None:
+                self._finish(x, side, values[1 - i], out, self._free(eqn, values, i))
+                return
+        free = self._free(eqn, values, 0), self._free(eqn, values, 1)
+        axes = tuple(free[0].values()), tuple(free[1].values())
+        shape = np.shape(out.array)
+        weights = not batch[0] and not all(x.data for x in values)
+        if not weights and all(prod(shape[a] for a in side) > 1 for side in axes):
+            kind = "in blocks" if any(x.part for x in values) else "written out"
+            out.call, out.axes = Attention(kind, out.places, values[:2], scores=(shape, out.bytes)), axes
+
+    def _free(self, eqn: Any, values: list[Value], operand: int) -> dict[int, int]:
+        """Map the free axes of a product's operand to axes of the result."""
+        contract, batch = eqn.params["dimension_numbers"]
+        free = [
+            [a for a in range(np.ndim(x.array)) if a not in (*contract[i], *batch[i])]
+            for i, x in enumerate(values[:2])
+        ]
+        start = len(batch[0]) + (len(free[0]) if operand else 0)
+        return {a: start + i for i, a in enumerate(free[operand])}
+
+    def _follow(self, eqn: Any, values: list[Value], out: list[Value]) -> None:
+        """Follow an operator on scores, and carry marks of values on."""
+        name, first = eqn.primitive.name, next((x for x in values if x.axes and x.call), None)
+        for x in out:
+            x.upcast = _upcast(name, values, x)
+            x.call = next((y.call for y in values if y.call is not None), None)
+        if first is None or first.call is None or first.axes is None or not out:
+            return
+        call, shape, (result, *_) = first.call, np.shape(first.array), out
+        if name in ("exp", "exp2", "logistic"):
+            call.seen = call.seen or (first.array, first.axes)
+            call.softmax = True
+        if name == "reduce_max" and not call.softmax:
+            call.seen = first.array, first.axes
+        if np.shape(result.array) == shape and name not in RESHAPES and not call.softmax:
+            fits = [x for x in values if x.call is None and np.ndim(x.array) == len(shape)]
+            call.masks += [(x, first.axes) for x in fits]
+        if name.startswith(("reduce_", "arg")) and name != "reduce_precision":
+            return
+        if name == "concatenate" and not call.softmax:
+            before = values[: values.index(first)]
+            axis = eqn.params["dimension"]
+            start = sum(np.shape(x.array)[axis] for x in before)
+            call.keys = slice(start, start + shape[axis])
+        sides = [[moved(eqn, shape, np.shape(result.array), a) for a in side] for side in first.axes]
+        left, right = (tuple(a for a in side if a is not None) for side in sides)
+        if left and right:
+            result.axes = left, right
+
+    def _finish(self, weights: Value, side: int, v: Value, out: Value, free: dict[int, int]) -> None:
+        """Record the second product of hand-written attention."""
+        call, axes = weights.call, weights.axes
+        if call is None or axes is None or call in self.calls:
+            return
+        self.calls.append(call)
+        call.operands.append(v)
+        call.lines = {*call.places[:1], *out.places[:1]}
+        call.places = out.places or call.places
+        if call.kind == "in blocks" or call.seen is None:
+            return
+        seen = self._pairs(*call.seen, side)
+        shown = ~(seen <= _HIDDEN)
+        keep = slice(None) if call.keys is None else call.keys
+        shown = shown[..., keep]
+        shares = self._pairs(weights.array, axes, side)
+        used, even = shares != 0, shares.max(-1) == shares.min(-1)
+        same = used.shape[-2:] == shown.shape[-2:]
+        call.visible = self._any(shown & used if same and used.shape == shown.shape else shown)
+        if call.keys is None:
+            call.hidden = np.asarray(~self._any(shown).any(-1))
+        if (row := free.get(self._axis(axes[1 - side], weights.array))) is not None:
+            result = self._lead(np.moveaxis(np.asarray(out.array), row, -1))  # (B, ..., Sq)
+            flat = result.reshape(len(result), -1, result.shape[-1])
+            even = np.asarray(even.all(tuple(range(1, even.ndim - 1))))
+            call.out = Returned(flat, np.isnan(flat).any(1), (flat == 0).all(1), even)
+        for mask, at in call.masks:
+            rows = self._pairs(mask.array, at, side)
+            if (rows != rows[..., :1, :]).any() and (rows != rows[..., :1]).any():
+                call.pairs.append(_maker(mask, rows.shape[-1] * rows.shape[-2]))
+
+    def _axis(self, axes: tuple[int, ...], array: Any) -> int:
+        """Choose the axis of tokens: as long as the batch's tokens, or else the longest."""
+        return max(axes, key=lambda a: (np.shape(array)[a] == self.length, np.shape(array)[a]))
+
+    def _pairs(self, array: Any, axes: Axes, side: int) -> np.ndarray:
+        """Move the axes of queries and keys to the end, and the axis of the batch to the front."""
+        q, k = (self._axis(axes[x], array) for x in (1 - side, side))
+        return self._lead(np.moveaxis(np.asarray(array), (q, k), (-2, -1)), 2)
+
+    def _lead(self, array: np.ndarray, last: int = 1) -> np.ndarray:
+        """Move the axis of batch elements to the front. Without such an axis, add one."""
+        found = next((i for i, n in enumerate(array.shape[:-last]) if n == self.rows), None)
+        return array[None] if found is None else np.moveaxis(array, found, 0)
+
+    def _any(self, pairs: np.ndarray) -> np.ndarray:
+        """Reduce all axes between the batch element and the last two."""
+        return np.asarray(pairs.any(tuple(range(1, pairs.ndim - 2))))
+
+
+def _maker(mask: Value, pairs: int) -> Value:
+    """Find the operator that made a mask, before it was only broadcast."""
+    return next((x for x in mask.chain() if x.name not in RESHAPES or not _is_wide(x, pairs)), mask)
+
+
+def _is_wide(value: Value, pairs: int) -> bool:
+    return bool(value.parents) and value.parents[0].size >= pairs
+
+
+def _distinct(name: str, out: Any, values: list[Value]) -> int:
+    """Bound the number of distinct elements of a result."""
+    size = max(np.size(out), 1)
+    if name in RESHAPES and values:
+        return min(values[0].distinct, size)
+    if name == "gather" and not values[1].data:
+        return min(values[0].distinct, size)
+    if name == "concatenate":
+        return min(sum({id(x): x.distinct for x in values}.values()), size)
+    return size
+
+
+def _upcast(name: str, values: list[Value], out: Value) -> Place | None:
+    """Find the line that converted a value of a result to a wider dtype."""
+    floats = [x for x in values if is_float(x.array) and np.ndim(x.array) > 1]
+    if np.ndim(out.array) < 2 or not is_float(out.array) or not floats:
+        return None
+    wide = out.array.dtype.itemsize
+    if name == "convert_element_type" and floats[0].array.dtype.itemsize < wide and out.places:
+        return out.places[0]
+    narrowed = max(x.array.dtype.itemsize for x in floats) > wide
+    return None if narrowed else next((x.upcast for x in floats if x.upcast is not None), None)
+
+
+def watched(traced: Traced, size: tuple[int, int] | None) -> tuple[Watcher, list[Value]]:
+    """Run a traced step. Return the watcher and the step's results."""
+    watcher = Watcher(size)
+    given = [Value(x, "argument", data=i >= traced.variables) for i, x in enumerate(traced.leaves)]
+    return watcher, watcher.run(traced.closed.jaxpr, list(map(Value, traced.closed.consts)), given)
