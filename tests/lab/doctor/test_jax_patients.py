@@ -28,6 +28,14 @@ TRIED = {
     "sick_static_number": "with window as an array of int32: 0 recompilations instead of 2, the same results",
     "sick_size_argument": 'with static_argnames=("length",): the step can be traced',
 }
+#: Masks that the doctor offers. They show exactly the right pairs. No mask stands where none is known.
+OFFERED = {
+    "sick_no_documents": "mask=causal() & segments(segment_ids)",
+    "sick_documents_of_keys": "mask=causal() & segments(segment_ids)",
+    "sick_written_out": "mask=causal() shows the same pairs",
+    "sick_library_attention": "mask=causal() shows the same pairs",
+    "sick_future": "mask=causal()",
+}
 #: Twins whose results and gradients are compared with float64, and twins that write attention out.
 PARITY = ("well_backward", "well_documents", "well_grouped", "well_half", "well_mapped", "well_first_row")
 DENSE = ("well_backward", "well_first_row", "well_padding", "well_sharded", "well_mapped")
@@ -87,6 +95,7 @@ def test_the_planted_cause_and_line_are_named(name: str) -> None:
     assert first.cause
     assert first.remedy
     assert TRIED.get(name, "") in first.tried
+    assert OFFERED.get(name, "") in first.remedy
 
 
 @pytest.mark.slow
@@ -100,3 +109,9 @@ def test_healthy_twins_have_no_finding_but_stored_scores(name: str) -> None:
     ]
     found = there(name, *stages)
     assert {x.kind for x in found} <= ({"unfused"} if name in DENSE else set())
+
+
+def test_no_mask_is_offered_that_keeps_a_fault() -> None:
+    stored = [x for x in examined("sick_future", "eager") if x.kind == "unfused"]
+    assert stored
+    assert not any("full()" in x.remedy for x in stored)

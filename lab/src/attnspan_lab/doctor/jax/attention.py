@@ -12,6 +12,7 @@ import numpy as np
 
 from attnspan_lab.console import bytes_text
 from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.jax.forms import form_of, instead_of
 from attnspan_lab.doctor.jax.hlo import Program
 from attnspan_lab.doctor.jax.said import finding
 from attnspan_lab.doctor.jax.subject import JaxSubject, Traced, floats
@@ -34,7 +35,7 @@ _DTYPES = {
 }
 
 
-def costs(calls: list[Attention], program: Program) -> Iterator[Finding]:
+def costs(calls: list[Attention], program: Program, subject: JaxSubject, batch: Any) -> Iterator[Finding]:
     """Yield avoidable costs of the calls of each line. ``program`` is the compiled step."""
     sites: dict[tuple[Any, str], list[Attention]] = {}
     for call in calls:
@@ -49,7 +50,8 @@ def costs(calls: list[Attention], program: Program) -> Iterator[Finding]:
                 f"{bytes_text(size // pairs * _LONG**2)} at {_LONG:,} tokens",
             )
             what = "The scores of all pairs of tokens are stored here"
-            yield finding("unfused", what, call.places[:2], evidence=evidence, count=many)
+            more = {"evidence": evidence, "remedy": instead_of(subject, batch, call), "count": many}
+            yield finding("unfused", what, call.places[:2], **more)
         masks = [(x, y) for y in site for x in y.pairs]
         if masks and (said := _stored(masks[0][0], call.scores[0], program)):
             mask = masks[0][0]
@@ -189,7 +191,9 @@ def _proven(
     for call in {x.places[:1]: x for x in guilty}.values():
         most = f"{max(pairs.values())} visible pairs of tokens that must not see each other"
         places = (*call.places[:2], *(x for y in call.pairs for x in y.places[:1]))
-        yield finding(kind, what, places, evidence=(most, changed or _UNPROVEN))
+        form = form_of(subject, batch, call.visible & ~foreign) if call.visible is not None else ""
+        remedy = f"Call attnspan.jax.attention with mask={form}" if form else ""
+        yield finding(kind, what, places, evidence=(most, changed or _UNPROVEN), remedy=remedy)
     if guilty or changed is None:
         return
     unread = [x for x in calls if x.visible is None and size[1] in np.shape(x.operands[0].array)]

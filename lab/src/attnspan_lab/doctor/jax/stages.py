@@ -63,7 +63,7 @@ def eager(subject: JaxSubject, say: Say, backend: str) -> None:
             return
         program = Program(traced.run.lower(*traced.leaves).compile().as_text() or "")
         found = [
-            *costs(watcher.calls, program),
+            *costs(watcher.calls, program, subject, batch),
             *hidden(watcher.calls, results, subject.valid(batch)),
             *seen(subject, batch, traced, watcher.calls),
         ]

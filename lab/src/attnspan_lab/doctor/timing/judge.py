@@ -1,4 +1,4 @@
-"""What is wrong with a timed region, from its samples, the compilations within them, and trials."""
+"""Findings on a timed region, from its samples, the compilations within them, and trials."""
 
 from __future__ import annotations
 

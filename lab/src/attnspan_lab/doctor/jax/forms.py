@@ -1,0 +1,48 @@
+"""Masks of attnspan for calls in JAX, as code. A mask is offered only if it shows the right pairs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from attnspan_lab.doctor.declared import Declared
+from attnspan_lab.doctor.jax.subject import JaxSubject
+from attnspan_lab.doctor.jax.watch import Attention
+from attnspan_lab.doctor.remedies import forms
+
+__all__ = ["form_of", "instead_of"]
+
+
+def form_of(subject: JaxSubject, batch: Any, visible: np.ndarray) -> str:
+    """Write the shortest mask that shows exactly these pairs, bool (B, S, S), or "" if none is known.
+
+    A mask without data is not offered for a batch with documents or a padding mask: it may be right for this
+    batch and wrong for the next one.
+    """
+    size = visible.shape[:2]
+    documents, named = subject.document_ids(batch), subject.named(batch)
+    padding = next((name for name, x in named.items() if "mask" in name and np.shape(x) == size), "")
+    said = Declared(ids="segment_ids" if "segment_ids" in named else "ids", padding=padding)
+    if documents is not None:
+        said.documents = torch.as_tensor(np.broadcast_to(documents, size).copy())
+    if padding:
+        valid = np.asarray(named[padding]) == 0 if "padding" in padding else np.asarray(named[padding]) != 0
+        said.mask = torch.as_tensor(valid)
+    needed = ["segments("] * (documents is not None) + ["keys("] * bool(padding)
+    shown = (text for text, _ in forms(torch.as_tensor(visible.copy()), said))
+    return next((text for text in shown if all(x in text for x in needed)), "")
+
+
+_REST = "with your scale, softcap and biases"
+
+
+def instead_of(subject: JaxSubject, batch: Any, call: Attention) -> str:
+    """Write the remedy of a call that stores its scores, or "" if its mask is not known."""
+    if call.visible is None or any(x.name == "argument" for x in call.pairs):
+        return ""
+    form = form_of(subject, batch, call.visible)
+    if not form or (subject.causal and form == "full()"):
+        return ""
+    return f"Call attnspan.jax.attention {_REST}. mask={form} shows the same pairs as your step"
