@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sys
 import tempfile
-import types
+from importlib.machinery import PathFinder, SourceFileLoader
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -15,13 +15,31 @@ ROW = '    Array("gain", "h", "float32", optional=True, words="a factor for each
 AFTER = '    Array("k_index", "b? k", "int32", optional=True, serves=True),\n'
 
 
+class Schema(SourceFileLoader):
+    """Loads the schema with one more row."""
+
+    def get_code(self, fullname):
+        del fullname
+        code = Path(self.path).read_text(encoding="utf-8")
+        assert code.count(AFTER) == 1
+        return compile(code.replace(AFTER, AFTER + ROW), self.path, "exec")
+
+
+class Finder(PathFinder):
+    """Finds the schema for `Schema`. All other modules load as usual."""
+
+    @classmethod
+    def find_spec(cls, fullname, path=None, target=None):
+        if fullname != "attnspan.call.schema":
+            return None
+        found = super().find_spec(fullname, path, target)
+        return importlib.util.spec_from_file_location(
+            fullname, found.origin, loader=Schema(fullname, found.origin)
+        )
+
+
 def add_row():
-    """Load the schema with one more row, before any other module of the package reads it."""
-    path = Path(importlib.util.find_spec("attnspan").origin).parent / "call" / "schema.py"
-    code = path.read_text(encoding="utf-8")
-    assert code.count(AFTER) == 1
-    module = sys.modules["attnspan.call.schema"] = types.ModuleType("attnspan.call.schema")
-    exec(compile(code.replace(AFTER, AFTER + ROW), path, "exec"), module.__dict__)
+    sys.meta_path.insert(0, Finder)
 
 
 def torch_backend():

@@ -71,7 +71,7 @@ def printed_statistics(output: str, samples: list[float], count: int) -> frozens
     """Find the statistics of some samples among the numbers of a text, in any unit of time.
 
     Example:
-        >>> sorted(printed_statistics("2.000 ms", [0.001, 0.002, 0.009], 1))
+        >>> sorted(printed_statistics("2.125 ms", [0.001, 0.002125, 0.009], 1))
         ['median']
     """
     rest = samples[1:] or samples
