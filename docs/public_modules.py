@@ -9,6 +9,7 @@ MODULES = (
     "attnspan.integrations.diffusers",
     "attnspan.integrations.torchtitan",
     "attnspan.integrations.transformers",
+    "attnspan.interchange",
     "attnspan.jax",
     "attnspan.library",
     "attnspan.masks",

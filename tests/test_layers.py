@@ -35,14 +35,14 @@ ROOMS = [
     {"interop"},
     {"parallel"},
     {"xla"},
-    {"integrations", "testing", "experimental"},
+    {"integrations", "testing", "experimental", "interchange"},
     {"__main__"},
 ]
 HEIGHT = {room: height for height, rooms in enumerate(ROOMS) for room in rooms}
 FRAMEWORKS = {"torch", "jax", "jaxlib", "torch_xla"}
 #: The core names none of the satellites, not even in a string.
 CORE = {"base", "errors", "masks", "library", "call", "reference", "kernels", "torch", "jax", "parallel"}
-SATELLITES = {"interop", "integrations", "xla", "experimental"}
+SATELLITES = {"interop", "integrations", "interchange", "xla", "experimental"}
 # Public names that a package shows and a higher one implements. They are looked up when they are used.
 FACADES = {
     ("attnspan.jax", "attnspan.parallel.jax"),
