@@ -147,7 +147,7 @@ def test_mistakes_are_explained(number: int) -> None:
 
 def test_a_compiled_function_has_no_values_to_read() -> None:
     jax = pytest.importorskip("jax")
-    with pytest.raises(ValueError, match="got a traced array. Call it outside the compiled function"):
+    with pytest.raises(ValueError, match=r"got a traced array\. Call it outside the compiled function"):
         jax.jit(lambda x: from_flashmask(x, True).bounds)(GOOD)
     torch = pytest.importorskip("torch")
     import attnspan.torch  # noqa: F401  (its errors keep their text in the compiler)

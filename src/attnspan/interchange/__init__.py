@@ -7,5 +7,21 @@ framework. Readers and writers read values, so you call them outside compiled fu
 from ._flashmask import FlashMask as FlashMask
 from ._flashmask import from_flashmask as from_flashmask
 from ._flashmask import to_flashmask as to_flashmask
+from ._ranges import Ranges as Ranges
+from ._ranges import from_ranges as from_ranges
+from ._ranges import to_ranges as to_ranges
+from ._varlen import Varlen as Varlen
+from ._varlen import from_varlen as from_varlen
+from ._varlen import to_varlen as to_varlen
 
-__all__ = ["FlashMask", "from_flashmask", "to_flashmask"]
+__all__ = [
+    "FlashMask",
+    "Ranges",
+    "Varlen",
+    "from_flashmask",
+    "from_ranges",
+    "from_varlen",
+    "to_flashmask",
+    "to_ranges",
+    "to_varlen",
+]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -50,7 +50,8 @@ def from_flashmask(
     - not causal, 4 numbers a, b, c, d: queries a <= i < b, and queries c <= i < d.
 
     Args:
-        startend_row_indices: integer (B, H_kv or 1, k_len, 1, 2 or 4). Numbers above `q_len` count as `q_len`.
+        startend_row_indices: integer (B, H_kv or 1, k_len, 1, 2 or 4). Numbers above `q_len` mean
+            `q_len`.
         causal: Whether FlashMask's kernel is called with `causal=True`.
         q_len: Number of queries. Default: k_len. A causal mask has no other number.
         heads: Number of query heads, if it differs from H_kv > 1. Query heads that share a key head get its
@@ -77,7 +78,7 @@ def from_flashmask(
     what = "from_flashmask: startend_row_indices"
     causal = checks.flag("from_flashmask: causal", causal)
     numbers, arrays = integers(what, startend_row_indices, (4,))
-    batch, key_heads, k_len, count = numbers.shape
+    key_heads, k_len, count = numbers.shape[1:]
     expected = f"{' or '.join(map(str, _NUMBERS[causal]))} numbers for each key with causal={causal}"
     expect(count in _NUMBERS[causal], what, expected, count, "Pass the causal of the call", error=ShapeError)
     low = int(numbers.min(initial=0))
@@ -113,8 +114,8 @@ def _visible(numbers: Host, causal: bool, q_len: int) -> Host:
         a, b, c, d = (np.where(swap, x, y) for x, y in ((c, a), (d, b), (a, c), (b, d)))
         b = np.maximum(a, b)
         pairs = [(np.zeros_like(a), a), (b, np.maximum(b, c)), (np.maximum(b, np.maximum(c, d)), q_len)]
-    ends = np.broadcast_arrays(*(x for pair in pairs for x in pair), numbers[..., 0])[:-1]
-    return np.stack(ends, axis=-1).reshape(*numbers.shape[:3], len(pairs), 2)
+    flat = np.broadcast_arrays(*(x for pair in pairs for x in pair), numbers[..., 0])[:-1]
+    return np.stack(flat, axis=-1).reshape(*numbers.shape[:3], len(pairs), 2)
 
 
 def to_flashmask(
@@ -151,9 +152,8 @@ def to_flashmask(
     """
     bounds, k_len, arrays = lowered("to_flashmask", mask, q_len, k_len, batch, heads)
     square = not causal or q_len == k_len
-    expect(
-        square, "to_flashmask: causal", "q_len = k_len", (q_len, k_len), "Pass causal=False", error=ShapeError
-    )
+    remedy = "Pass causal=False"
+    expect(square, "to_flashmask: causal", "q_len = k_len", (q_len, k_len), remedy, error=ShapeError)
     visible = transpose_planes(bounds, k_len)
     both = [True, False] if q_len == k_len else [False]
     forms = both if causal is None else [checks.flag("to_flashmask: causal", causal)]
@@ -219,14 +219,11 @@ def _gaps(
 
 def _refusal(beyond: Host, causal: bool) -> OptionError:
     b, h, j = np.unravel_index(beyond.argmin(), beyond.shape)
-    form = (
-        "no visible later key, and at most one hidden interval of later queries,"
-        if causal
-        else "at most two hidden intervals"
-    )
+    one = "no visible later key, and at most one hidden interval of later queries,"
+    two = "at most two hidden intervals"
     return OptionError(
         "to_flashmask",
-        expected=f"{form} for each key with causal={causal}",
+        expected=f"{one if causal else two} for each key with causal={causal}",
         got=f"query {beyond[b, h, j]} and key {j} (batch {b}, head {h}), which do not fit",
         remedy="Pass causal=None, split the mask into several calls, or write it by to_ranges or to_dense",
     )

@@ -1,8 +1,8 @@
-"""From intervals of rows for each column to intervals of columns for each row, and back, without a dense mask.
+"""From intervals of rows for each column to intervals of columns for each row, without a dense mask.
 
-A column differs little from its neighbour. Let V[j] be the rows that see column j. Spans of rows start in column
-j in the rows V[j] - V[j - 1], and end before column j in the rows V[j - 1] - V[j]. The k-th start of a row belongs
-to its k-th end.
+A column differs little from its neighbour. Let V[j] be the rows that see column j. Spans of rows start in
+column j in the rows V[j] - V[j - 1], and end before column j in the rows V[j - 1] - V[j]. The k-th start of a
+row belongs to its k-th end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def transpose_planes(bounds: Host, size: int) -> Host:
     """Transpose each plane of (B|1, H|1, n, R, 2) to (B|1, H|1, size, R', 2). Equal planes are computed once.
 
     Args:
-        bounds: Ends in [0, size]. The intervals of an entry ascend, and none starts before the one before ends.
+        bounds: Ends in [0, size]. The intervals of an entry ascend and do not overlap.
         size: Number of entries along the other axis.
 
     Returns:
@@ -54,9 +54,8 @@ def _transpose(lo: Host, hi: Host, size: int) -> Host:
     runs = max(int(count.max()), 1)
     bounds = np.zeros((size, runs, 2), np.int32)
     # The numbers are sorted, so the spans of a row are neighbours.
-    at: Any = (
-        row if runs == 1 else row * runs + np.arange(len(row)) - np.repeat(count.cumsum() - count, count)
-    )
+    place = np.arange(len(row)) - np.repeat(count.cumsum() - count, count) if runs > 1 else 0
+    at = row * runs + place
     bounds.reshape(-1, 2)[at, 0] = starts & column
     bounds.reshape(-1, 2)[at, 1] = stops & column
     return bounds
@@ -69,7 +68,7 @@ def _beside(ends: Host, first: bool) -> Host:
 
 
 def _changes(of: tuple[Host, Host], without: tuple[Host, Host]) -> Host:
-    """Sorted numbers (row << bits) + column of the rows that one set of intervals has and another does not."""
+    """Sorted numbers (row << bits) + column of the rows of one set that another lacks."""
     n, runs = of[0].shape
     bits = (n - 1).bit_length()
     found = []

@@ -66,7 +66,7 @@ def lowered(
     k_len = q_len if k_len is None else checks.count(f"{what}: k_len", k_len)
     found = mask.prepare(q_len, k_len, batch=batch or 1, heads=heads).lowered
     arrays = arrays_for([found.bounds])
-    bounds = arrays.to_numpy(found.bounds)
+    bounds: Host = arrays.to_numpy(found.bounds)
     if bounds.shape[3] == 1 and (bounds[..., 1] > bounds[..., 0]).all():
         return bounds, k_len, arrays
     # `prepare` writes empty spans as (0, 0).
