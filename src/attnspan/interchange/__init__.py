@@ -10,17 +10,29 @@ from ._flashmask import to_flashmask as to_flashmask
 from ._ranges import Ranges as Ranges
 from ._ranges import from_ranges as from_ranges
 from ._ranges import to_ranges as to_ranges
+from ._serving import Bits as Bits
+from ._serving import PageTable as PageTable
+from ._serving import from_bits as from_bits
+from ._serving import page_table_from_blocks as page_table_from_blocks
+from ._serving import page_table_from_csr as page_table_from_csr
+from ._serving import to_bits as to_bits
 from ._varlen import Varlen as Varlen
 from ._varlen import from_varlen as from_varlen
 from ._varlen import to_varlen as to_varlen
 
 __all__ = [
+    "Bits",
     "FlashMask",
+    "PageTable",
     "Ranges",
     "Varlen",
+    "from_bits",
     "from_flashmask",
     "from_ranges",
     "from_varlen",
+    "page_table_from_blocks",
+    "page_table_from_csr",
+    "to_bits",
     "to_flashmask",
     "to_ranges",
     "to_varlen",
