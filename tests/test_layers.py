@@ -261,6 +261,7 @@ OF_LIBRARIES = {
     "attnspan.integrations._transformers_names",
     "attnspan.integrations.accelerate",
     "attnspan.integrations.torchtitan",
+    "attnspan.interchange._xformers",
     "attnspan.xla.ops",
 }
 NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}

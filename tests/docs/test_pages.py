@@ -31,6 +31,7 @@ NEEDS = {
     "bridge": ("jax",),
     "howto/diffusion": ("diffusers",),
     "howto/lora": ("transformers", "peft"),
+    "interchange": ("jax",),
     "jax": ("jax", "flax"),
     "switch/jax": ("jax",),
     "transformers": ("transformers",),
