@@ -200,7 +200,10 @@ def _merged(row: Host, lo: Host, hi: Host, k_len: int) -> tuple[Host, Host, Host
     kind = kind[chain]
     # Runs of spans whose steps to the next span are equal. -1 is the last span of a chain.
     edges = np.flatnonzero(np.concatenate([[True] * (len(kind) > 0), kind[1:] != kind[:-1]]))
-    first, last, kinds, start = [], [], [], 0
+    first: list[int] = []
+    last: list[int] = []
+    kinds: list[int] = []
+    start = 0
     stops = [*edges[1:].tolist(), len(kind)]
     for stop, step in zip(stops, kind[edges].tolist(), strict=False):
         if step < 0:

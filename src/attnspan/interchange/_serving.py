@@ -8,6 +8,7 @@ import numpy as np
 
 from attnspan.base import checks
 from attnspan.base.arrays import Array, Arrays, arrays_for
+from attnspan.base.plain import check_plain
 from attnspan.errors import DtypeError, OptionError, ShapeError, expect
 from attnspan.masks import Mask, Spans
 from attnspan.masks.encoding import encode
@@ -85,7 +86,7 @@ def from_bits(packed: Array, qo_indptr: Any, kv_indptr: Any, indptr: Any = None)
                [1, 1, 0],
                [1, 0, 1]])
     """
-    checks.check_plain("from_bits: packed", packed)
+    check_plain("from_bits: packed", packed)
     arrays = arrays_for([packed], what="from_bits")
     found = values("from_bits: packed", packed)
     is_bits, kind, remedy = found.dtype == np.uint8, found.dtype, "Pass FlashInfer's packed mask, or booleans"

@@ -86,4 +86,5 @@ def one_plane(what: str, bounds: Host) -> Host:
     bounds = without_copies(bounds)
     got, remedy = tuple(bounds.shape[:2]), "Write each batch element and head with a call of its own"
     expect(got == (1, 1), what, "one mask for all batch elements and heads, (1, 1)", got, remedy)
-    return bounds[0, 0]
+    plane: Host = bounds[0, 0]
+    return plane

@@ -224,10 +224,10 @@ def to_varlen(
     different |= ~empty & ((wanted[:, 0] != lo) | (wanted[:, 1] != hi))
     if different.any():
         raise _refusal(int(different.argmax()), "does not see the window of its document")
-    offsets = (arrays.asarray(x, "int32") for x in (cu_q, cu_k))
-    most = (int(np.diff(x).max(initial=0)) for x in (cu_q, cu_k))
+    most_q, most_k = (int(np.diff(x).max(initial=0)) for x in (cu_q, cu_k))
+    offsets_q, offsets_k = (arrays.asarray(x, "int32") for x in (cu_q, cu_k))
     sides = -1 if left is None else left, -1 if right is None else right
-    return Varlen(*offsets, *most, causal=right == 0, window_size=sides)
+    return Varlen(offsets_q, offsets_k, most_q, most_k, right == 0, sides)
 
 
 def _split(lo: Host, hi: Host, k_len: int) -> tuple[Host, Host]:

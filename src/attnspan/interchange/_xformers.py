@@ -60,7 +60,7 @@ def from_xformers(bias: Any, q_len: int | None = None, k_len: int | None = None)
         >>> class LocalAttentionFromBottomRightMask:  # as in xformers.ops.fmha.attn_bias
         ...     window_left, window_right = 2, 1
         >>> from_xformers(LocalAttentionFromBottomRightMask())
-        window(2, 1)
+        window(2, right=1)
     """
     if bias is None:
         return full()
@@ -77,9 +77,9 @@ def from_xformers(bias: Any, q_len: int | None = None, k_len: int | None = None)
     q, k = bias.q_seqinfo, bias.k_seqinfo
     if not hasattr(k, "seqlen_py"):
         # The starts are tensors, whose device the result shares. Equal ones stay one object.
-        sides = {"window_size": tuple(-1 if x is None else x for x in (left, right))}
+        sides = -1 if left is None else left, -1 if right is None else right
         cu_k = None if k is q else k.seqstart
-        return from_varlen(q.seqstart, cu_k, causal=right == 0 and left is None, align=align, **sides)
+        return from_varlen(q.seqstart, cu_k, window_size=sides, align=align)
     starts_q = np.array(q.seqstart_py, np.int64)
     starts_k, lengths_k = np.array(k.seqstart_py, np.int64), np.array(k.seqlen_py, np.int64)
     q_len, k_len = int(starts_q[-1]), int(starts_k[-1])
