@@ -28,6 +28,7 @@ _PACKAGES = (
 )
 _LAB = ("bench", "doctor", "simulate", "tune", "zoo")
 _EXAMPLE = 'a mask, for example "causal & documents([0, 10, 32])" (all names: show --list)'
+_FILES = ", a file (.npy, .npz, .safetensors, .pt), or module:function"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -58,7 +59,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="show | explain")
     show = commands.add_parser("show", help="draw a mask")
     show.set_defaults(run=_show)
-    show.add_argument("mask", nargs="?", default="", help=_EXAMPLE)
+    show.add_argument("mask", nargs="?", default="", help=_EXAMPLE + _FILES)
+    show.add_argument(
+        "--causal",
+        action=argparse.BooleanOptionalAction,
+        help="for offsets of documents and FlashMask in a file",
+    )
     show.add_argument(
         "--at", type=int, nargs=2, default=(0, 0), metavar=("BATCH", "HEAD"), help="element to draw (0 0)"
     )
@@ -93,7 +99,13 @@ def _show(options: argparse.Namespace) -> None:
         print(*sorted(names()), sep="\n")
         return
     expect(options.mask, "show", "a mask", "none", 'Write a mask, for example "causal", or see --list')
-    mask, at = parse(options.mask), tuple(options.at)
+    from attnspan.interchange import _files
+
+    found, at = _files.find(options.mask, options.causal), tuple(options.at)
+    if found is not None:
+        options.q_len, options.k_len = options.q_len or found.q_len, options.k_len or found.k_len
+        options.batch, options.heads = max(options.batch, found.batch), max(options.heads, found.heads)
+    mask = parse(options.mask) if found is None else found.mask
     rows, keys = picture.implied_sizes(mask, options.q_len, options.k_len)
     inside = 0 <= at[0] < options.batch and 0 <= at[1] < options.heads
     expect(
@@ -103,6 +115,9 @@ def _show(options: argparse.Namespace) -> None:
         # Query numbers, a frame and the last key number stand next to the picture.
         width = max(min(64, get_terminal_size().columns - 14), 1)
         picture.show(mask, rows, keys, at=at, batch=options.batch, heads=options.heads, width=width)
+        if found is not None:
+            lowered = mask.spans(rows, keys, batch=options.batch, heads=options.heads).lowered
+            print(f"{'kind':<13} {found.kind}", _files.report(lowered), sep="\n")
         return
     lowered = mask.spans(rows, keys, batch=options.batch, heads=options.heads).lowered
     options.svg.write_text(picture.svg(lowered, title=options.mask, at=at))
