@@ -130,7 +130,8 @@ def _of_arrays(arrays: dict[str, Host], causal: bool | None) -> Found:
 def _single(x: Host, causal: bool | None) -> Found | None:
     if x.dtype == np.bool_ and x.ndim in (2, 3, 4):
         batch, heads = (1, 1, *x.shape)[-4:-2] if x.ndim != 3 else (len(x), 1)
-        return Found(from_dense(x), "booleans", *x.shape[-2:], batch, heads)
+        q_len, k_len = x.shape[-2:]
+        return Found(from_dense(x), "booleans", q_len, k_len, batch, heads)
     if x.dtype.kind not in "iu":
         return None
     if x.ndim == 5 and x.shape[-1] == 2:
@@ -152,7 +153,7 @@ def _offsets(cu_q: Host, cu_k: Host | None, causal: bool | None) -> Found:
 
 
 def report(found: Spans) -> str:
-    """What a mask costs with block masks of 128, and the libraries that can run it."""
+    """The cost of a mask with block masks of 128, and the libraries that can run it."""
     bounds = arrays_for([found.bounds]).to_numpy(found.bounds)
     lowered = Spans(bounds, found.k_len).validate()
     q_len, k_len = lowered.q_len, lowered.k_len
