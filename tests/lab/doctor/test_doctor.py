@@ -126,7 +126,7 @@ def test_the_command_writes_what_it_found_and_keeps_limits(tmp_path: Path) -> No
     assert int(suite.get("tests", 0)) - int(suite.get("skipped", 0)) == 2
     assert suite.get("failures") == "1"
     page = files["page"].read_text()
-    assert "Remove the copy: fused kernels accept transposed views" in page
+    assert "Remove the copy: torch&#39;s fused kernels accept transposed views" in page
     assert "http-equiv" in page
 
 

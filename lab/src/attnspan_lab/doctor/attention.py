@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -17,6 +19,7 @@ from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.fused import refusal, refusal_of_multihead
 from attnspan_lab.doctor.pairs import findings_of_pairs
 from attnspan_lab.doctor.places import at
+from attnspan_lab.doctor.returned import NAN, cause_of, remedy_of, returned
 from attnspan_lab.doctor.subject import Subject
 from attnspan_lab.doctor.watch import Attention, Watcher
 from attnspan_lab.doctor.words import counted
@@ -25,13 +28,12 @@ __all__ = ["findings_of"]
 
 
 def findings_of(
-    watcher: Watcher, subject: Subject, batch: Any, seconds: float, masks: DenseMasks, coverage: Coverage
+    watcher: Watcher, subject: Subject, batch: Any, masks: DenseMasks, coverage: Coverage
 ) -> Iterator[Finding]:
     """Yield the findings of a watched step.
 
     Args:
         watcher, subject, batch: The step, which has ended.
-        seconds: Time of the same step without watching.
         masks: Collects dense masks. Their remedies must hold in all batches.
         coverage: Collects the checks.
     """
@@ -42,7 +44,7 @@ def findings_of(
         sites.setdefault((call.place, call.kind), []).append(call)
     for site in sites.values():
         yield from _costs(site, subject, batch)
-        masks.add(site, subject.declared(batch), seconds)
+        masks.add(site, subject.declared(batch), watcher.seconds)
     yield from _operators(watcher)
     for place, count in watcher.reads.items():
         yield Finding("sync", "A value of a tensor is read on the host here", at(place), count=count)
@@ -71,13 +73,7 @@ def _costs(site: list[Attention], subject: Subject, batch: Any) -> Iterator[Find
         what = "An operand of attention is copied here only to make it contiguous"
         evidence = f"{bytes_text(copied[1])} per tensor, at least {bytes_text(copied[1] * many)} per step"
         yield Finding("copy", what, at(copied[0], call.place), (evidence,), count=many)
-    narrow = min((x.itemsize for x in subject.model.parameters() if x.is_floating_point()), default=8)
-    upcast = next((x.upcast for x in site if x.upcast and x.dtype.itemsize > narrow), None)
-    if upcast is not None:
-        what = (
-            f"Attention runs in {str(call.dtype).removeprefix('torch.')}, wider than the model's parameters"
-        )
-        yield Finding("upcast", what, at(upcast, call.place), count=many)
+    yield from _conversions(site, subject)
     if again := sum(x.recomputed for x in site):
         first = many - again
         what = f"Checkpointing runs attention {many / max(first, 1):.3g} times for each forward pass"
@@ -85,31 +81,75 @@ def _costs(site: list[Attention], subject: Subject, batch: Any) -> Iterator[Find
         yield Finding("recompute", what, at(call.place), (evidence,), count=again)
 
 
+def _conversions(site: list[Attention], subject: Subject) -> Iterator[Finding]:
+    """Yield attention, or only its scores, in a wider dtype than the model's."""
+    many = len(site)
+    narrow = min((x.itemsize for x in subject.model.parameters() if x.is_floating_point()), default=8)
+    wide = [x for x in site if x.upcast and x.dtype.itemsize > narrow]
+    if wide:
+        call, name = wide[0], _name(wide[0].dtype)
+        what = f"Attention runs in {name}, wider than the model's parameters"
+        evidence = [f"{bytes_text(call.upcast_bytes)} of q, k and v in {name} per call"]
+        if call.stores_scores:
+            size = call.score_count * call.dtype.itemsize
+            evidence.append(f"{bytes_text(size)} for each tensor of scores in {name}")
+        yield Finding("upcast", what, at(call.upcast, call.place), tuple(evidence), count=many)
+    if found := next((x for x in site if x.wide), None):
+        assert found.wide is not None
+        place, dtype, size = found.wide
+        what = f"Scores of {_name(found.dtype)} are computed in {_name(dtype)} from here on"
+        evidence = [f"{bytes_text(size)} of {_name(dtype)} scores and weights per call"]
+        evidence.append(f"{bytes_text(size * many)} per step")
+        remedy = "Call F.scaled_dot_product_attention or attnspan.torch.attention: both add in float32 inside"
+        cause = "The softmax or the operator before it converts all scores"
+        yield Finding("upcast", what, at(place, found.place), tuple(evidence), cause, remedy, count=many)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _hidden(watcher: Watcher, subject: Subject, batch: Any) -> Iterator[Finding]:
     """Yield queries without a visible key, and the first NaN that they do not cause."""
-    nan, found = watcher.first_nan, False
+    nan, explained = watcher.first_nan, False
     for call in watcher.calls:
         rows = call.hidden
+        is_first_nan = nan is not None and call.place is not None and nan[2] == call.place
         # If an encoder and a decoder have one length, a mask may belong to either.
         for valid in subject.masks(batch) if call.visible is not None else ():
             if valid.shape[1] == call.visible.shape[1]:  # type: ignore[union-attr]
                 rows = [(b, s) for b, s in rows if bool(valid[min(b, len(valid) - 1), s])]
-        rows = rows or (call.hidden if nan else [])
+        if not rows and call.hidden and (is_first_nan or NAN in returned(call, call.hidden)):
+            rows = call.hidden  # NaN in padding spreads to other tokens, and to gradients.
         if rows and not call.recomputed:
-            found = True
-            what = "their softmax is NaN" if nan else "they return the mean of all values"
-            places = at(call.place, call.mask[1] if call.mask else None)
-            many = counted(len(rows), "query", "queries")
-            evidence = f"{many}, (batch element, query): {', '.join(map(str, rows[:4]))}"
-            what = f"Some queries of this attention call see no key: {what}"
-            yield Finding("hidden-rows", what, places, (evidence,), count=len(rows))
-    if nan is not None and not found:
+            kinds = returned(call, rows)
+            explained = explained or is_first_nan or NAN in kinds
+            yield _of_hidden(call, rows, kinds, is_first_nan=is_first_nan)
+    if nan is not None and not explained:
         name, shape, place, backward = nan
         where = "the backward pass of this line" if backward else "this line"
         what, cause = f"The first NaN comes from {where}: operator {name}, result {shape}", ""
-        if watcher.first_overflow is not None:
-            cause = f"{watcher.first_overflow} overflows to inf, and inf - inf or 0 * inf is NaN"
-        yield Finding("nan", what, at(watcher.first_overflow, place), (), cause)
+        if (overflow := watcher.overflow) is not None:
+            cause = f"{overflow.text}. Then inf - inf, inf / inf or 0 * inf is NaN"
+            cause = cause[:1].upper() + cause[1:]
+        yield Finding("nan", what, at(overflow.place if overflow else None, place), (), cause)
+
+
+def _of_hidden(
+    call: Attention, rows: list[tuple[int, int]], kinds: Counter[str], *, is_first_nan: bool
+) -> Finding:
+    many = counted(len(rows), "query", "queries")
+    evidence = [f"{many}, (batch element, query): {', '.join(map(str, rows[:4]))}"]
+    if is_first_nan:
+        evidence.append("the first NaN of the step comes from this line")
+    results = [x if len(kinds) == 1 else f"{counted(n, 'query', 'queries')}: {x}" for x, n in kinds.items()]
+    what = f"Some queries of this attention call see no key. It returns for them: {'; '.join(results)}"
+    overflow = call.overflow
+    places = at(call.place, overflow.place if overflow else None, call.mask[1] if call.mask else None)
+    cause, remedy = cause_of(kinds, overflow.text if overflow else ""), remedy_of(kinds)
+    if call.padding is not None and call.padding.inverted:
+        cause, remedy = f"{call.padding.cause}. {cause}", call.padding.remedy
+    return Finding("hidden-rows", what, places, tuple(evidence), cause, remedy, count=len(rows))
 
 
 def _operators(watcher: Watcher) -> Iterator[Finding]:

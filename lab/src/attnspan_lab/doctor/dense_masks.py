@@ -44,7 +44,7 @@ class DenseMasks:
         Args:
             site: Calls of one line.
             said: Facts of the batch.
-            seconds: Time of the step.
+            seconds: Time of all operators of the same step.
         """
         # Where torch's function stores scores, it also creates masks: these are not the user's.
         masked = [x for x in site if x.mask is not None and not _is_torchs(x)]
@@ -65,7 +65,7 @@ def _finding(call: Attention, many: int, seconds: float) -> Finding:
     assert call.mask is not None
     shape, place, floating = call.mask
     long = call.mask_bytes // max(prod(shape[-2:]), 1) * LONG**2
-    share = f", {call.mask_seconds / seconds:.0%} of the step" if seconds else ""
+    share = f", {call.mask_seconds / seconds:.0%} of all operators' time" if seconds else ""
     evidence = (
         f"{bytes_text(call.mask_bytes)}; {bytes_text(long)} at {LONG:,} tokens",
         f"made in {seconds_text(call.mask_seconds)}{share}, used by {counted(many, 'call')}",

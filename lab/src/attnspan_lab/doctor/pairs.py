@@ -17,8 +17,10 @@ from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.declared import Declared
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.own_keys import own_keys
+from attnspan_lab.doctor.padding import Changed, Fault, fault_of
 from attnspan_lab.doctor.places import Place, at, is_users, place_here
 from attnspan_lab.doctor.remedies import Form, arguments, distance, forms, present
+from attnspan_lab.doctor.returned import MEAN, OTHER, UNMASKED, returned
 from attnspan_lab.doctor.subject import Subject
 from attnspan_lab.doctor.watch import Attention
 from attnspan_lab.doctor.words import counted
@@ -54,6 +56,8 @@ def findings_of_pairs(
         yield from see.proven("leak", "Packed documents see each other here", foreign, said.documents, None)
     else:
         coverage.absent("documents", f"no batch has several documents that the doctor knows. {_DECLARE}")
+    for x in see.calls if said.mask is not None else ():
+        x.padding = fault_of(x, own[id(x)], said)
     if said.valid is not None:
         hidden = said.valid[:, :, None] & ~said.valid[:, None, :]
         coverage.made("padding", f"read from {said.padding}")
@@ -165,6 +169,8 @@ def _written(form: Form | None, *, is_torch: bool) -> str:
     ours = f"ass mask={text} to attnspan.torch.attention{ids}"
     if text == "causal()" and is_torch:
         return f"Pass is_causal=True. Or: p{ours}"
+    if text.startswith("keys(") and " & " not in text and is_torch and "valid" not in text:
+        return f"Pass attn_mask=({text[5:-1]})[:, None, None]. Or: p{ours}"
     return f"P{ours}. Or: pass cu_seqlens to flash-attn" if "segments(" in text else f"P{ours}"
 
 
@@ -177,11 +183,21 @@ class _Masked(TorchFunctionMode):
 
     def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = arguments(args, kwargs or {})
-        place = place_here() if getattr(fn, "__name__", "") == "scaled_dot_product_attention" else None
+        name = getattr(fn, "__name__", "")
+        place = place_here() if name in ("scaled_dot_product_attention", "softmax") else None
         if place is None or place not in self.masks:
             return fn(*args, **(kwargs or {}))
+        if name == "softmax":
+            return fn(_hidden(args[0], self.masks[place]), *args[1:], **(kwargs or {}))
         q, k, v = (given[x] for x in ("query", "key", "value"))
         return attention(q, k, v, mask=self.masks[place], scale=given.get("scale"))
+
+
+def _hidden(scores: Tensor, mask: Mask) -> Tensor:
+    """Hide pairs of written-out scores (B, H, Sq, Sk)."""
+    batch, _, q_len, k_len = scores.shape
+    shown = torch.as_tensor(mask.spans(q_len, k_len, batch=batch, like=scores).dense())
+    return scores.masked_fill(~shown, -torch.inf)
 
 
 class _Visible:
@@ -225,16 +241,27 @@ class _Visible:
             return
         lines = {x.place: [y for y in guilty if y.place == x.place] for x in guilty}
         instead = {place: self._form(own, foreign) for place, own in lines.items()}
-        tried = self._tried(instead, groups, only) if all(self._is_torch(x) for x in guilty) else ""
+        if kind == "mask-lost":  # A mask of keys also hides padding from padding.
+            everywhere = foreign.any(1, keepdim=True).expand_as(foreign)
+            instead = {place: form or self._form(lines[place], everywhere) for place, form in instead.items()}
+        faults = {place: own[0].padding if kind == "mask-lost" else None for place, own in lines.items()}
+        tried = self._tried(instead, faults, groups, only)
         for place, own in lines.items():
             most = f"{max(pairs[x] for x in own)} visible pairs of tokens that must not see each other"
             remedy = _written(instead[place], is_torch=all(self._is_torch(x) for x in own))
             cached = [x for x in own if x.visible is not None and x.visible.shape[2] != foreign.shape[2]]
             if cached and kind == "causality-lost":  # is_causal=True is wrong behind a cache.
                 remedy = _aligned(all(_ends_with_own(x, foreign.shape[2]) for x in cached))
+            fault, said, cause = faults[place], what, ""
+            if fault is not None:
+                said, cause, remedy = fault.what, fault.cause, fault.remedy or remedy
+                for x in own if fault.inverted else ():
+                    x.hidden = []  # The inverted mask explains queries that see nothing.
             for mask in dict.fromkeys(x.mask[1] if x.mask else None for x in own):
-                yield Finding(kind, what, at(place, mask), (most, changed), remedy=remedy, tried=tried)
-        if not guilty:
+                places = at(place, fault.place if fault is not None else None, mask)
+                yield Finding(kind, said, places, (most, changed), cause, remedy, tried)
+        # An earlier finding names queries whose only numbers are those of hidden keys.
+        if not guilty and not any({MEAN, UNMASKED, OTHER} & set(returned(x, x.hidden)) for x in self.calls):
             what, cause = what.replace(" here", ""), "Another part of the model mixes tokens"
             if self.unread:
                 cause = f"{cause}, or the mask of {self.unread[0].place}, which the doctor cannot read"
@@ -257,13 +284,21 @@ class _Visible:
         same = len(found) == len(calls) and len({text for text, _ in found}) == 1
         return found[0] if same else None
 
-    def _tried(self, instead: Mapping[Place | None, Form | None], groups: Tensor, only: int | None) -> str:
+    def _tried(
+        self,
+        instead: Mapping[Place | None, Form | None],
+        faults: Mapping[Place | None, Fault | None],
+        groups: Tensor,
+        only: int | None,
+    ) -> str:
         """Replace the masks of all guilty lines, change the tokens again, and describe the outcome."""
-        masks = {place: form[1] for place, form in instead.items() if form is not None}
-        if len(masks) < len(instead):
+        changes = {x.place: x for x in faults.values() if x is not None and x.change is not None}
+        lost = [place for place, x in faults.items() if x is None or x.change is None]
+        masks = {place: form[1] for place in lost if (form := instead[place]) is not None}
+        if len(masks) < len(lost):
             return ""
         try:
-            with _Masked(masks):
+            with _Masked(masks), Changed(changes):
                 changed = self._changed(groups, only)
         except Exception:  # The model does not run with attnspan's results.
             return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,9 +15,11 @@ from torch.utils._pytree import tree_map
 
 from attnspan_lab.doctor.compiler import compile_error
 from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.gradients import cut_lines
 from attnspan_lab.doctor.places import Place
 from attnspan_lab.doctor.steps import compiled_form, outcome_of
 from attnspan_lab.doctor.subject import Subject
+from attnspan_lab.doctor.words import counted
 from attnspan_lab.zoo.step import Outcome, differences, in_float64
 
 __all__ = ["parity"]
@@ -59,8 +61,10 @@ def parity(subject: Subject, say: Callable[..., None], backend: str) -> None:
         say(finding=replace(compile_error(error, "parity"), stage=f"compiled by {backend}"))
         missed("the compiled step raises")
         return
+    found, plain = _with_common_gradients(subject, found, plain, say)
     against = "eager float64" if exact is not None else "eager mode (the model does not run in float64)"
     exact = exact or plain
+    exact = replace(exact, gradients={k: x for k, x in exact.gradients.items() if k in plain.gradients})
     mine, theirs = differences(found, exact), differences(plain, exact)
     if any(x != x for x in theirs):
         missed("the eager step returns NaN")  # Another stage reports it.
@@ -79,6 +83,33 @@ def parity(subject: Subject, say: Callable[..., None], backend: str) -> None:
             places = _guilty(subject, batch, backend)
             say(finding=Finding("parity", text, places, (evidence,), stage="parity"))
             return
+
+
+def _with_common_gradients(
+    subject: Subject, found: Outcome, plain: Outcome, say: Callable[..., None]
+) -> tuple[Outcome, Outcome]:
+    """Report parameters with a gradient in one step only. Then only results are left to compare."""
+    only = {
+        "compiled": found.gradients.keys() - plain.gradients,
+        "eager": plain.gradients.keys() - found.gradients,
+    }
+    for side, names in only.items():
+        if names:
+            other = "eager" if side == "compiled" else "compiled"
+            what = f"{_listed(names)} a gradient in the {side} step, and none in the {other} step"
+            cause = f"The {other} step does not reach them in its backward pass"
+            kind = "no-gradient" if side == "compiled" else "parity"
+            places = cut_lines(subject, subject.batches[0], names) if side == "compiled" else ()
+            say(finding=Finding(kind, what, places, (), cause, stage="parity"))
+    if any(only.values()):  # Parameters before the cut have other gradients for the same reason.
+        return replace(found, gradients={}), replace(plain, gradients={})
+    return found, plain
+
+
+def _listed(names: Iterable[str]) -> str:
+    listed = sorted(names)
+    text = ", ".join(listed[:4]) + (", ..." if len(listed) > 4 else "")
+    return f"{counted(len(listed), 'parameter')} ({text}) {'has' if len(listed) == 1 else 'have'}"
 
 
 def _exact(subject: Subject, batch: Any) -> Outcome | None:

@@ -17,6 +17,7 @@ from attnspan_lab.doctor.compiler import CompilerLog, compile_error
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.dense_masks import DenseMasks
 from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.gradients import gradient_findings
 from attnspan_lab.doctor.matrix import FACTORS, Cell, all_cells, covering, failure, smallest
 from attnspan_lab.doctor.packing import position_findings
 from attnspan_lab.doctor.parity import parity
@@ -53,16 +54,18 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
     for batch in _distinct(subject):
         backward = True
         try:
-            seconds = _timed(subject, batch)
+            with torch.compiler.set_stance("force_eager"):
+                subject.step(subject.model, batch)
         except Exception as error:
             say(finding=_raised(error, "eager"))
             if not forward_runs(subject, batch):
                 return
-            backward, seconds = False, 0.0
+            backward = False
         with watching(subject.rows(batch), subject.named(batch)) as watcher, torch.set_grad_enabled(backward):
             subject.step(subject.model, batch, backward=backward)
         has_gradients, leaks = any(x.grad is not None for x in subject.model.parameters()), False
-        for finding in findings_of(watcher, subject, batch, seconds, masks, coverage):
+        left = [k for k, x in subject.model.named_parameters() if x.requires_grad and x.grad is None]
+        for finding in findings_of(watcher, subject, batch, masks, coverage):
             leaks = leaks or finding.kind == "leak"
             say(finding=replace(finding, stage="eager"))
         for finding in () if leaks else position_findings(subject, batch, coverage):
@@ -71,6 +74,8 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
             for finding in random_findings(subject, batch):
                 say(finding=replace(finding, stage="eager"))
         if has_gradients:
+            for finding in gradient_findings(subject, batch, left):
+                say(finding=replace(finding, stage="eager"))
             coverage.made("gradients", "the backward pass ran")
         else:
             why = "no parameter has a gradient" if backward else "the backward pass raises"
@@ -82,15 +87,6 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
             say(facts={"mask": picture})
     for finding in masks.findings():
         say(finding=replace(finding, stage="eager"))
-
-
-def _timed(subject: Subject, batch: Any) -> float:
-    """Run two eager steps and return the seconds of the second."""
-    with torch.compiler.set_stance("force_eager"):
-        subject.step(subject.model, batch)
-        start = time.perf_counter()
-        subject.step(subject.model, batch)
-    return time.perf_counter() - start
 
 
 def _sites(calls: list[Attention]) -> list[list[str]]:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.checkpoint
@@ -23,13 +23,18 @@ from torch.utils._pytree import tree_leaves
 
 import attnspan
 from attnspan import Spans
+from attnspan_lab.doctor.overflow import Overflow, has_inf, overflow_of, overflow_of_data
 from attnspan_lab.doctor.places import Place, is_direct, lines_here, lines_in, on_stack, place_here
 
-__all__ = ["Attention", "Watcher", "watching"]
+if TYPE_CHECKING:
+    from attnspan_lab.doctor.padding import Fault
+
+__all__ = ["HIDDEN", "Attention", "Watcher", "watching"]
 
 # Scores at or below this value are hidden: -inf, the smallest numbers of dtypes, and -1e4 in half precision.
-_HIDDEN = -9e3
+HIDDEN = -9e3
 _PRODUCTS = ("bmm", "matmul", "baddbmm")
+_MASKING = ("masked_fill", "masked_fill_", "where", "add", "add_", "mul", "mul_")
 _SOFTMAX = ("_softmax", "_safe_softmax", "exp", "softmax")
 _COPIES = {
     *("clone", "_reshape_copy", "repeat", "expand_copy", "contiguous", "cat", "stack"),
@@ -61,14 +66,21 @@ class Attention:
         mask_seconds: Time that operators took to create the mask.
         mask_biases: The mask adds other numbers than 0 to visible pairs.
         mask_sources: Tensors of the batch that the mask is made from.
+        applied: Operator, line and tensor of each change of stored scores before their softmax.
+        padding: The fault of the padding mask, if the call has one.
         same_in_heads: All heads see the same pairs.
         given: Arguments of torch's function.
         key: The keys, if there are more or fewer keys than queries.
         first_own: Index of the first key that is made from the batch's tokens, after the keys of a cache.
         hidden: (batch element, query) of queries without a visible key.
+        result, value: The result and the values, if there are such queries.
+        overflow: The number of the mask or the scores that is infinite in its dtype.
         repeated: Line that copied keys or values for more heads, and the copy's bytes.
         copied: Line that copied q, k or v to make them contiguous, and the copy's bytes.
         upcast: Line that converted to a wider dtype.
+        upcast_bytes: Bytes of q, k and v in the wider dtype.
+        score_count: Number of scores, if they are stored.
+        wide: Line that made scores or weights in a wider dtype than q, this dtype, and their bytes.
         softmax: The softmax of the scores was seen.
         keys: Number of score columns that are keys, or None without sinks.
         in_multihead: The call is part of nn.MultiheadAttention.
@@ -88,14 +100,22 @@ class Attention:
     mask_seconds: float = 0.0
     mask_biases: bool = False
     mask_sources: frozenset[str] = frozenset()
+    applied: list[tuple[str, Place | None, Tensor]] = field(default_factory=list)
+    padding: Fault | None = None
     same_in_heads: bool = True
     given: tuple[Any, dict[str, Any]] | None = None
     key: Tensor | None = None
     first_own: int = 0
     hidden: list[tuple[int, int]] = field(default_factory=list)
+    result: Tensor | None = None
+    value: Tensor | None = None
+    overflow: Overflow | None = None
     repeated: tuple[Place | None, int] | None = None
     copied: tuple[Place | None, int] | None = None
     upcast: Place | None = None
+    upcast_bytes: int = 0
+    score_count: int = 0
+    wide: tuple[Place | None, torch.dtype, int] | None = None
     softmax: bool = False
     keys: slice | None = None
     in_multihead: bool = False
@@ -107,17 +127,29 @@ class Attention:
         return not self.kernel
 
 
-@dataclass
+@dataclass(eq=False)
 class _Tag:
-    """Facts about a storage."""
+    """Facts about a storage. ``parts`` are the tags of operands that were made for it."""
 
     made: Place | None
     seconds: float
+    parts: tuple[_Tag, ...] = ()
     scores: Attention | None = None
     repeated: tuple[Place | None, int] | None = None
     copied: tuple[Place | None, int] | None = None
     upcast: Place | None = None
     sources: frozenset[str] = frozenset()
+    overflow: Overflow | None = None
+
+    @property
+    def all_seconds(self) -> float:
+        """Time to create it and its operands. An operand that is used twice counts once."""
+        found, todo = set[_Tag](), [self]
+        while todo:
+            tag = todo.pop()
+            todo += [x for x in tag.parts if x not in found and tag not in found]
+            found.add(tag)
+        return sum(x.seconds for x in found)
 
 
 class _Function(TorchFunctionMode):
@@ -128,6 +160,7 @@ class _Function(TorchFunctionMode):
         self.given: tuple[Any, dict[str, Any]] | None = None
         self.reads: dict[Place | None, int] = {}
         self.converts = 0
+        self.overflows: list[tuple[Tensor, Overflow]] = []
 
     def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(fn, "__name__", "")
@@ -141,7 +174,10 @@ class _Function(TorchFunctionMode):
                 if not self.converts and not _is_own(place):
                     self.reads[place] = self.reads.get(place, 0) + 1
         if name != "scaled_dot_product_attention":
-            return fn(*args, **kwargs)
+            out = fn(*args, **kwargs)
+            if name == "tensor" and args and (found := overflow_of_data(args[0], out, place_here())):
+                self.overflows.append((out, found))
+            return out
         before, self.given = self.given, (args, kwargs)
         try:
             return fn(*args, **kwargs)
@@ -159,7 +195,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.batch, self.function = batch, _Function()
         self.calls: list[Attention] = []
         self.first_nan: tuple[str, tuple[int, ...], Place | None, bool] | None = None
-        self.first_overflow: Place | None = None
+        self.overflow: Overflow | None = None  # The overflow that the first NaN comes from.
+        self.seconds = 0.0  # Time of all operators.
         self.reads = self.function.reads
         self.custom: dict[str, tuple[Any, Any, Any, Any, Place | None]] = {}
         self.largest = 0
@@ -189,15 +226,20 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         place = _place()
         held = {_storage(x) for x in inputs}
+        self.seconds += spent
+        for x, found in self.function.overflows:
+            self._tags.setdefault(_storage(x), _Tag(found.place, 0.0)).overflow = found
+        self.function.overflows.clear()
         known = [tag for x in inputs if (tag := self._tags.get(_storage(x))) is not None]
-        self._look_for_nan(name, inputs, outs, place)
+        overflow = self._overflow(op, name, args, kwargs, outs, known, place)
+        self._look_for_nan(name, inputs, outs, overflow, place)
         is_read = name in _READS or (name == "index" and any(x.dtype == torch.bool for x in inputs[1:]))
         is_read = is_read and not self.function.converts
         if is_read and not _is_own(place):
             self.reads[place] = self.reads.get(place, 0) + 1
         kind = self._fused_kind(op, name)
         if kind:
-            self._fused(kind, op, args, kwargs, place)
+            self._fused(kind, op, args, kwargs, outs, place)
         scores = next((tag.scores for tag in known if tag.scores is not None), None)
         for x in outs:
             self.largest = max(self.largest, x.numel() * x.element_size())
@@ -205,6 +247,11 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._tags[_storage(x)] = self._tag(name, x, inputs, known, place, spent)
             elif (tag := self._tags.get(_storage(x))) is not None:
                 tag.sources = tag.sources.union(*(t.sources for t in known))
+                if "_" in name[-1:]:
+                    tag.seconds += spent
+                    tag.parts += tuple(t for t in known if t is not tag)
+            if overflow is not None and has_inf(x) and _storage(x) in self._tags:
+                self._tags[_storage(x)].overflow = overflow
         if name == "copy_" and len(inputs) > 1:
             self._copied_into(inputs[0], inputs[1], place)
         if name in _PRODUCTS and len(inputs) > 1 and outs:
@@ -217,11 +264,9 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _tag(
         self, name: str, x: Tensor, inputs: list[Tensor], known: list[_Tag], place: Place | None, spent: float
     ) -> _Tag:
-        like = [
-            self._tags[_storage(y)] for y in inputs if _storage(y) in self._tags and y.numel() >= x.numel()
-        ]
         # The time to create a mask includes the time to create its operands.
-        tag = _Tag(place, spent + sum(t.seconds for t in like))
+        like = (self._tags.get(_storage(y)) for y in inputs if y.numel() >= x.numel())
+        tag = _Tag(place, spent, tuple(t for t in like if t is not None))
         tag.sources = tag.sources.union(*(t.sources for t in known))
         if x.is_floating_point() and x.dim() > 1:
             floats = [y.itemsize for y in inputs if y.is_floating_point() and y.dim() > 1]
@@ -255,7 +300,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         if scores is not None:
             if scores.softmax:
-                self._finish(scores, inputs)
+                self._finish(scores, inputs, out)
             return
         q, k = inputs
         if q.dim() > 2 and min(out.shape[-2:]) > 1:
@@ -263,18 +308,26 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self.function.given is not None:
                 call.kind, call.given = "sdpa", self.function.given
             call.in_multihead = on_stack(_MULTIHEAD)
+            call.score_count = out.numel()
             call.key = k.mT if q.shape[-2] != k.shape[-1] else None
             self._operands(call, [q, k])
-            self._tags[_storage(out)] = _Tag(place, 0.0, scores=call)
+            self._tags[_storage(out)].scores = call
 
-    def _finish(self, call: Attention, inputs: list[Tensor]) -> None:
+    def _finish(self, call: Attention, inputs: list[Tensor], out: Tensor) -> None:
         """Record the second product of hand-written attention. One of its operands is the values."""
         if call in self.calls:
             return
         values = [x for x in inputs if (t := self._tags.get(_storage(x))) is None or t.scores is not call]
         self._operands(call, values)
+        self._keep(call, out, values[0])
         call.recomputed = _in_backward()
         self.calls.append(call)
+
+    @staticmethod
+    def _keep(call: Attention, out: Tensor, value: Tensor) -> None:
+        """Keep the result if a query sees no key."""
+        if call.hidden:
+            call.result, call.value = out.detach(), value.detach()
 
     def _operands(self, call: Attention, inputs: list[Tensor]) -> None:
         """Record how q, k or v were made."""
@@ -284,6 +337,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 call.repeated = call.repeated or tag.repeated
                 call.copied = call.copied or tag.copied
                 call.upcast = call.upcast or tag.upcast
+                call.upcast_bytes += x.numel() * x.element_size() if tag.upcast else 0
 
     def _on_scores(
         self, name: str, inputs: list[Tensor], outs: list[Tensor], call: Attention, place: Place | None
@@ -292,14 +346,19 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         own = [x for x in inputs if (t := self._tags.get(_storage(x))) is not None and t.scores is call]
         pairs = own[0].shape[-2:] if own[0].dim() > 1 else ()
         for x in inputs:
+            changes = x.dim() > 0 and x.shape[-1:] == own[0].shape[-1:] and name in _MASKING
+            if changes and not call.softmax and not any(x is y for y in own):
+                call.applied.append((name, place, x.detach()))
+                call.mask_sources |= self._sources(x)
             two = x.dim() > 1 and min(x.shape[-2:]) > 1 and x.shape[-2:] == pairs
             if two and not any(x is y for y in own) and not call.softmax:
                 self._mask(call, x)
         if name in _SOFTMAX and not call.softmax:
             call.softmax = True
+            call.overflow = self._tags[_storage(own[0])].overflow
             seen = own[0].detach()
             seen = seen if call.keys is None else seen[..., call.keys]
-            self._see(call, ~(seen <= _HIDDEN) if name != "exp" else None, seen)
+            self._see(call, ~(seen <= HIDDEN) if name != "exp" else None, seen)
             call.hidden = call.hidden if call.keys is None else []  # These queries see their sink.
             if call.kind == "written out" and place is not None:
                 call.place = place
@@ -309,6 +368,10 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 before = next(i for i, y in enumerate(inputs) if y is own[0])
                 start = sum(y.shape[-1] for y in inputs[:before])
                 call.keys = slice(start, start + own[0].shape[-1])
+            stored = x.numel() >= own[0].numel() and not any(_storage(x) == _storage(y) for y in inputs)
+            if stored and x.is_floating_point() and x.itemsize > call.dtype.itemsize:
+                first, _, size = call.wide or (place, x.dtype, 0)
+                call.wide = first, x.dtype, size + x.numel() * x.element_size()
             if x.numel() == own[0].numel() or sinks:
                 self._tags[_storage(x)].scores = call
 
@@ -316,9 +379,13 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tag = self._tags.get(_storage(x))
         call.mask = tuple(x.shape), tag.made if tag else None, x.is_floating_point()
         call.mask_bytes = _distinct(x) * x.element_size()
-        call.mask_seconds = tag.seconds if tag else 0.0
-        call.mask_sources = tag.sources if tag else frozenset()
-        call.mask_biases = x.is_floating_point() and bool(((x != 0) & ~(x <= _HIDDEN)).any())
+        call.mask_seconds = tag.all_seconds if tag else 0.0
+        call.mask_sources |= self._sources(x)
+        call.mask_biases = x.is_floating_point() and bool(((x != 0) & ~(x <= HIDDEN)).any())
+
+    def _sources(self, x: Tensor) -> frozenset[str]:
+        tag = self._tags.get(_storage(x))
+        return tag.sources if tag is not None else frozenset()
 
     def _see(self, call: Attention, visible: Tensor | None, like: Tensor) -> None:
         """Store the visible pairs, (B, Sq, Sk), and the queries that see nothing."""
@@ -347,8 +414,10 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return "attnspan" if name == "attention" else ""
         return "custom" if "attention" in name or "attn" in name else ""
 
-    def _fused(self, kind: str, op: Any, args: Any, kwargs: Any, place: Place | None) -> None:
-        q, k, *_ = inputs = [x for x in tree_leaves(args) if _is_plain(x)][:3]
+    def _fused(
+        self, kind: str, op: Any, args: Any, kwargs: Any, outs: list[Tensor], place: Place | None
+    ) -> None:
+        q, k, *more = inputs = [x for x in tree_leaves(args) if _is_plain(x)][:3]
         kernel = "" if kind == "flex" else str(op).removesuffix(".default")
         call = Attention(kind, kernel, place, tuple(q.shape), tuple(k.shape), q.dtype)
         call.recomputed = _in_backward()
@@ -360,6 +429,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._of_flex(call, args, kwargs, q, k)
         elif kind == "attnspan":
             self._of_attnspan(call, op, args, kwargs)
+        if outs and more:
+            self._keep(call, outs[0], more[0])
         self.calls.append(call)
 
     def _of_sdpa(self, call: Attention, op: Any, args: Any, kwargs: Any, q: Tensor, k: Tensor) -> None:
@@ -375,7 +446,10 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if mask.dim() > 1 and min(mask.shape[-2:]) > 1:
                 # torch converts a boolean mask to floating point. The user's line made the boolean one.
                 self._mask(call, own[0] if own else mask)
-            shown = mask if mask.dtype == torch.bool else mask > _HIDDEN
+            tag = self._tags.get(_storage(mask))
+            call.overflow = tag.overflow if tag is not None else None
+            call.mask_sources |= self._sources(mask)
+            shown = mask if mask.dtype == torch.bool else mask > HIDDEN
             visible = visible.unsqueeze(1) & shown.expand(*shown.shape[:-2], *sizes)
         self._see(call, visible, torch.empty(sizes, device="meta"))
 
@@ -401,17 +475,37 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._see(call, visible, torch.empty(sizes, device="meta"))
             call.hidden = []
 
-    def _look_for_nan(self, name: str, inputs: list[Tensor], outs: list[Tensor], place: Place | None) -> None:
-        if self.first_nan is not None or name.startswith(("empty", "_empty", "new_empty")):
+    def _overflow(
+        self,
+        op: Any,
+        name: str,
+        args: Any,
+        kwargs: Any,
+        outs: list[Tensor],
+        known: list[_Tag],
+        place: Place | None,
+    ) -> Overflow | None:
+        """Find the overflow that infinite results come from."""
+        bad = None if _is_unset(name) else next((x for x in outs if has_inf(x)), None)
+        before = next((t.overflow for t in known if t.overflow is not None), None)
+        return before or (None if bad is None else overflow_of(op, args, kwargs, bad, place))
+
+    def _look_for_nan(
+        self,
+        name: str,
+        inputs: list[Tensor],
+        outs: list[Tensor],
+        overflow: Overflow | None,
+        place: Place | None,
+    ) -> None:
+        if self.first_nan is not None or _is_unset(name):
             return
         floats = [x.detach() for x in outs if x.is_floating_point() and x.numel()]
         given = [x.detach() for x in inputs if x.is_floating_point()]
-        # Masks add -inf, but only an overflow gives +inf.
-        if any(bool(x.isposinf().any()) for x in floats) and not any(bool(x.isinf().any()) for x in given):
-            self.first_overflow = self.first_overflow or place
         bad = [x for x in floats if bool(x.isnan().any())]
         if bad and not any(bool(x.isnan().any()) for x in given):
             self.first_nan = name, tuple(bad[0].shape), place, _in_backward()
+            self.overflow = overflow
 
 
 @contextmanager
@@ -441,6 +535,11 @@ def _is_own(place: Place | None) -> bool:
 def _name(op: Any) -> str:
     packet = getattr(op, "overloadpacket", None)
     return str(getattr(packet, "__name__", None) or getattr(op, "__name__", None) or op)
+
+
+def _is_unset(name: str) -> bool:
+    """Whether an operator returns memory that nothing was written to."""
+    return name.startswith(("empty", "_empty", "new_empty"))
 
 
 def _is_plain(x: Any) -> bool:
