@@ -25,6 +25,9 @@ def attend(q):
     return jax.nn.softmax(q @ q.T) @ q
 q = jnp.ones((1000, 64))
 """
+_CAPTURED = (
+    _JAX + "import numpy as np\nn = np.random.default_rng(0).normal(size=(200, 64)).astype(np.float32)\n"
+)
 _TORCH = """
 import time, timeit, torch
 from statistics import median
@@ -182,6 +185,11 @@ BENCHMARKS = {
         _JAX
         + "f = jax.jit(lambda q: [attend(q + i) for i in range(4)])\nf(q)\n"
         + _LOOP.format("out = f(q)", _BLOCK),
+    ),
+    "arrays that the function captures": Benchmark(
+        "result-constant",
+        _CAPTURED + "f = jax.jit(lambda: attend(n))\nf()\n" + _LOOP.format("out = f()", _BLOCK),
+        _CAPTURED + "attend(n)\n" + _LOOP.format("out = attend(n)", _BLOCK),
     ),
     "nothing is returned": Benchmark(
         "result-unused",

@@ -61,3 +61,30 @@ def test_the_command_shows_both_numbers(tmp_path):
 def test_timing_takes_a_script():
     made = CliRunner().invoke(build_app(), ["doctor", "--timing", "patients:well_fused"])
     assert "attnspan doctor --timing -- python bench.py" in str(made.exception)
+
+
+def test_other_shapes_are_other_calls(tmp_path):
+    source = """
+import time
+import numpy as np
+whole = np.ones(64)
+for n in (16, 32):
+    x = whole[:n]
+    laps = []
+    for _ in range(9):
+        start = time.perf_counter()
+        x.sum()
+        laps.append(time.perf_counter() - start)
+    print(laps)
+"""
+    path = tmp_path / "bench.py"
+    path.write_text(source)
+    _, facts = examine_benchmark(str(path), seconds=0.03, limit=12)
+    assert [x["amount"] for x in facts["regions"]] == ["9 samples"] * 2
+
+
+def test_a_wait_that_is_not_called_is_named(tmp_path):
+    sick = BENCHMARKS["the last result is not waited for"].healthy
+    (finding, *_), _ = examine(sick.replace("jax.block_until_ready(out)", "out.block_until_ready"), tmp_path)
+    assert finding.kind == "not-waited"
+    assert any("names a function that waits" in x for x in finding.evidence)

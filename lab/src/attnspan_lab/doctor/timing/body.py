@@ -85,6 +85,12 @@ class Body:
         calls = [x for x in nodes if isinstance(x, ast.Call) and _is_maker(x)]
         return [Place(self.place.file, x.lineno, self.place.function) for x in calls]
 
+    @property
+    def uncalled_waits(self) -> list[int]:
+        """Lines that name a function that waits, and do not call it."""
+        names = [x.value for s in self.statements for x in ast.walk(s) if isinstance(x, ast.Expr)]
+        return [x.lineno for x in names if _name(x) in ("block_until_ready", "synchronize")]
+
     def calls(self) -> Iterator[tuple[Any, list[Any], dict[str, Any]]]:
         """Yield each called function with its arguments, as far as these are plain names."""
         for node in (x for s in self.statements for x in ast.walk(s) if isinstance(x, ast.Call)):

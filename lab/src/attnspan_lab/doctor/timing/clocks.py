@@ -23,6 +23,9 @@ _SECONDS = {"perf_counter": 1.0, "time": 1.0, "monotonic": 1.0, "process_time": 
 CLOCKS = _SECONDS | {f"{name}_ns": 1e-9 for name in _SECONDS}
 
 
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+
+
 class Spot(NamedTuple):
     """A frame of the stack, where it stood when a clock was read."""
 
@@ -43,6 +46,7 @@ class Mark:
         wall: Seconds of `time.perf_counter` before the bookkeeping.
         stack: The user's frames, the innermost first.
         pending: Whether a result in these frames was not ready.
+        shapes: Shapes of the arrays in the innermost frame. Samples of other shapes are other calls.
         faults: Page faults of the process so far.
         value_after: Seconds of this clock after the bookkeeping. A region begins here.
         wall_after: Seconds of `time.perf_counter` after the bookkeeping.
@@ -54,6 +58,7 @@ class Mark:
     wall: float
     stack: tuple[Spot, ...]
     pending: bool
+    shapes: Shapes = ()
     faults: int = 0
     value_after: float = 0.0
     wall_after: float = 0.0
@@ -120,8 +125,10 @@ class Watch:
         closed: Whether the script has ended. Its clocks then read as usual.
     """
 
-    regions: dict[tuple[Key, Key], Region] = field(default_factory=dict)
-    frames: dict[Key, list[tuple[dict[str, Any], dict[str, Any]]]] = field(default_factory=dict)
+    regions: dict[tuple[Key, Key, Shapes], Region] = field(default_factory=dict)
+    frames: dict[tuple[Key, Shapes], list[tuple[dict[str, Any], dict[str, Any]]]] = field(
+        default_factory=dict
+    )
     compilations: list[tuple[float, float]] = field(default_factory=list)
     sources: dict[CodeType, str] = field(default_factory=dict)
     listening: list[tuple[str, Callable[[], None]]] = field(default_factory=list)
@@ -138,11 +145,12 @@ class Watch:
         for one in _users_frames(frame):
             stack.append(Spot(id(one), one.f_code, one.f_lineno, one.f_lasti))
             variables.append((_variables(one), one.f_globals))
-        self.frames[key_of(tuple(stack))] = variables
+        shapes = _shapes(variables)
+        self.frames[key_of(tuple(stack)), shapes] = variables
         pending = _is_pending(variables)
         kind, unit = (_Int if isinstance(value, int) else _Float), CLOCKS[name]
         found = kind(value)
-        marks = (next(self._serials), name, value * unit, wall, tuple(stack), pending, faults)
+        marks = (next(self._serials), name, value * unit, wall, tuple(stack), pending, shapes, faults)
         found.mark, found.watch = Mark(*marks), self
         found.mark.wall_after = _wall()
         found.mark.value_after = real() * unit
@@ -153,7 +161,7 @@ class Watch:
         seconds, pair = stop.value - start.value_after, (start.serial, stop.serial)
         if pair not in self._seen and start.serial < stop.serial:
             self._seen.add(pair)
-            key = (key_of(start.stack), key_of(stop.stack))
+            key = (key_of(start.stack), key_of(stop.stack), stop.shapes)
             region = self.regions.setdefault(key, Region(start, stop))
             region.start, region.stop = start, stop
             region.samples.append(seconds)
@@ -164,7 +172,7 @@ class Watch:
 
     def variables(self, mark: Mark) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """Return the local and global variables of the frames of a reading, the innermost first."""
-        return self.frames[key_of(mark.stack)]
+        return self.frames[key_of(mark.stack), mark.shapes]
 
     def listen(self) -> None:
         """Record when JAX and torch trace or compile, as soon as the script has imported them."""
@@ -251,6 +259,15 @@ def _variables(frame: FrameType) -> dict[str, Any]:
     if frame.f_code.co_filename == _TIMEIT and caller is not None and "number" in caller.f_locals:
         found["_it"] = range(caller.f_locals["number"])
     return found
+
+
+def _shapes(variables: list[tuple[dict[str, Any], dict[str, Any]]]) -> Shapes:
+    """List the shapes of the arrays among the variables of the innermost frame."""
+    own = variables[0][0].items() if variables else ()
+    arrays = [
+        (name, x) for name, x in own if hasattr(x, "dtype") and isinstance(getattr(x, "shape", 0), tuple)
+    ]
+    return tuple((name, tuple(map(int, x.shape))) for name, x in arrays)
 
 
 def _is_pending(variables: list[tuple[dict[str, Any], dict[str, Any]]]) -> bool:

@@ -26,6 +26,7 @@ from attnspan_lab.doctor.timing.judge import (
 from attnspan_lab.doctor.timing.replay import Replay, replay
 
 _MOST = 8  # Regions that are measured again.
+_MOST_SHAPES = 4  # Groups of samples with equal shapes that one place may have.
 
 
 class _Tee(io.StringIO):
@@ -100,13 +101,33 @@ def _ended(error: BaseException, path: str) -> Finding:
 
 def _inner(watch: Watch) -> list[Region]:
     """List the regions that contain no other region."""
-    regions = list(watch.regions.values())
+    regions = _by_shapes(watch)
 
     def contains(one: Region, other: Region) -> bool:
         begin, end = one.spans[-1]
         return one is not other and any(begin <= x and y <= end for x, y in other.spans)
 
     return [x for x in regions if not any(contains(x, y) for y in regions)]
+
+
+def _by_shapes(watch: Watch) -> list[Region]:
+    """List the regions. If a place has arrays of many shapes, such as a growing cache, it is one region."""
+    places: dict[Any, list[Region]] = {}
+    for (start, stop, _), region in watch.regions.items():
+        places.setdefault((start, stop), []).append(region)
+    found = []
+    for same in places.values():
+        if len(same) <= _MOST_SHAPES:
+            found += same
+            continue
+        whole = replace(same[-1], samples=[], spans=[], faults=[], pending=0)
+        for one in same:
+            whole.samples += one.samples
+            whole.spans += one.spans
+            whole.faults += one.faults
+            whole.pending += one.pending
+        found.append(whole)
+    return found
 
 
 def _timed(region: Region, watch: Watch, output: str, seconds: float, limit: float) -> Timed:

@@ -168,10 +168,10 @@ def _waiting(timed: Timed) -> _Said:
     figure = median(sample - compiled for sample, compiled in pairs) / count
     if (again.returned < 0.7 or timed.region.pending) and figure < (1 - _LEAST) * again.in_a_row.low:
         what = "You stop the clock before the results are computed: the calls were only queued"
-        evidence = (
-            f"the timed code returns after {again.returned:.0%} of the time until its results are ready",
-        )
-        yield "not-waited", what, evidence, ""
+        lines = [] if timed.body is None else timed.body.uncalled_waits
+        missing = [f"line {x} names a function that waits, and does not call it" for x in lines]
+        text = f"the timed code returns after {again.returned:.0%} of the time until its results are ready"
+        yield "not-waited", what, (*missing, text), ""
     elif figure > again.in_a_row.high and again.in_a_row.high < (1 - _LEAST) * again.each.low:
         ratio = again.each.median / again.in_a_row.median
         what = f"You wait after each call. Calls in a row take {times_text(1 / ratio)} the time"
@@ -192,7 +192,11 @@ def _inputs(timed: Timed) -> _Said:
 def _unused(timed: Timed) -> _Said:
     if timed.body is None or timed.again is None:
         return
-    for name, share in unused(timed.body.once()):
+    for name, share, is_constant in unused(timed.body.once()):
+        if is_constant:
+            what = f"The compiler computes {share:.0%} of the products of {name} once, while it compiles"
+            yield "result-constant", what, (), ""
+            continue
         what = (
             f"The compiler deletes {share:.0%} of the products and kernels of {name}: it does not return them"
         )
@@ -244,7 +248,11 @@ def _samples(timed: Timed) -> _Said:
         yield "few-samples", "One sample: nothing tells how far the time may be off", (), ""
         return
     found = Interval.of(samples)
-    if len(samples) < _FEW or found.width > _WIDE:
+    if len(samples) >= _FEW and found.width > _WIDE:
+        ends = f"{seconds_text(found.low / timed.count)} and {seconds_text(found.high / timed.count)}"
+        what = f"The median of {len(samples)} samples lies between {ends}, with {found.level:.0%} confidence"
+        yield "wide-samples", what, (), ""
+    elif len(samples) < _FEW:
         ends = f"{seconds_text(found.low / timed.count)} and {seconds_text(found.high / timed.count)}"
         what = f"The median of {len(samples)} samples lies between {ends}, with {found.level:.0%} confidence"
         yield "few-samples", what, (), ""

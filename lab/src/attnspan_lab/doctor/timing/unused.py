@@ -12,26 +12,75 @@ from attnspan_lab.doctor.timing.body import Body
 _LEAST = 0.05  # Smallest share of deleted work that counts.
 
 
-def unused(body: Body) -> Iterator[tuple[str, float]]:
-    """Yield each compiled function that a region calls, with the share of its products that is not used."""
+def unused(body: Body) -> Iterator[tuple[str, float, bool]]:
+    """Yield compiled functions that a region calls and whose work the compiler leaves out.
+
+    Each comes with the share of its products, and whether they are constants. Else nobody gets their results.
+    """
     for function, arguments, options in body.calls():
+        name = getattr(function, "__name__", type(function).__name__)
         if "jax" in sys.modules and hasattr(function, "trace") and hasattr(function, "lower"):
-            share = _of_jax(function, arguments, options)
+            deleted, constant = _of_jax(function, arguments, options)
         elif hasattr(function, "_torchdynamo_orig_callable") or hasattr(function, "_orig_mod"):
-            share = _of_torch(function, arguments, options)
+            deleted, constant = _of_torch(function, arguments, options), 0.0
         else:
             continue
-        if share > _LEAST:
-            yield getattr(function, "__name__", type(function).__name__), share
+        if deleted > _LEAST:
+            yield name, deleted, False
+        if constant > _LEAST:
+            yield name, constant, True
 
 
-def _of_jax(function: Any, arguments: list[Any], options: dict[str, Any]) -> float:
+def _of_jax(function: Any, arguments: list[Any], options: dict[str, Any]) -> tuple[float, float]:
+    """Return the shares of products that are not used, and that are constants in the compiled program."""
     try:
-        jaxpr = function.trace(*arguments, **options).jaxpr.jaxpr
+        traced = function.trace(*arguments, **options)
     except Exception:  # Donated arrays are gone, for example.
-        return 0.0
+        return 0.0, 0.0
+    jaxpr = traced.jaxpr.jaxpr
     all_, used = _products(jaxpr, [True] * len(jaxpr.outvars))
-    return 1 - used / all_ if all_ else 0.0
+    if not all_:
+        return 0.0, 0.0
+    constant = _constant(jaxpr, {id(x) for x in jaxpr.invars}) / all_
+    if constant > _LEAST:
+        # XLA folds most constants, but not those that take it too long.
+        cost = traced.lower().compile().cost_analysis() or {}
+        if cost.get("flops", 0.0) > (1 - constant / 2) * all_:
+            constant = 0.0
+    return 1 - used / all_, constant
+
+
+def _constant(jaxpr: Any, varying: set[int]) -> float:
+    """Count the work of products of a jaxpr that depend on no varying value."""
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        varies = any(id(x) in varying for x in eqn.invars)
+        total += 0.0 if varies else _product(eqn)
+        for one in _inner(eqn):
+            same = len(one.invars) == len(eqn.invars)
+            pairs = zip(one.invars, eqn.invars, strict=True) if same else ()
+            inside = {id(x) for x, y in pairs if id(y) in varying}
+            total += _constant(one, inside if same else {id(x) for x in one.invars if varies})
+        if varies:
+            varying |= {id(x) for x in eqn.outvars}
+    return total
+
+
+def _inner(eqn: Any) -> list[Any]:
+    """List the jaxprs within an operator."""
+    found = [getattr(x, "jaxpr", x) for x in eqn.params.values()]
+    return [x for x in found if hasattr(x, "eqns")]
+
+
+def _product(eqn: Any) -> float:
+    """Count the work of a product or a foreign call, 0 for other operators."""
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        shape = eqn.invars[0].aval.shape
+        return 2.0 * float(math.prod((*eqn.outvars[0].aval.shape, *(shape[i] for i in contracted))))
+    if eqn.primitive.name == "ffi_call":
+        return float(sum(math.prod(x.aval.shape) for x in eqn.invars))
+    return 0.0
 
 
 def _products(jaxpr: Any, wanted: list[bool]) -> tuple[float, float]:
@@ -41,20 +90,9 @@ def _products(jaxpr: Any, wanted: list[bool]) -> tuple[float, float]:
     for eqn in reversed(jaxpr.eqns):
         results = [id(x) in live for x in eqn.outvars]
         is_used = any(results) or bool(eqn.effects)
-        inner = [
-            x for x in eqn.params.values() if hasattr(x, "eqns") or hasattr(getattr(x, "jaxpr", None), "eqns")
-        ]
-        work = reached = 0.0
-        if eqn.primitive.name == "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            shape = eqn.invars[0].aval.shape
-            work = 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[i] for i in contracted)
-            reached = work if is_used else 0.0
-        elif eqn.primitive.name == "ffi_call":
-            work = float(sum(math.prod(x.aval.shape) for x in eqn.invars))
-            reached = work if is_used else 0.0
-        for one in inner:
-            one = getattr(one, "jaxpr", one)
+        work = _product(eqn)
+        reached = work if is_used else 0.0
+        for one in _inner(eqn):
             same = eqn.primitive.name in ("pjit", "jit") and len(one.outvars) == len(results)
             more, some = _products(one, results if same else [is_used] * len(one.outvars))
             work, reached = work + more, reached + (some if is_used else 0.0)
