@@ -42,7 +42,7 @@ class Translator(nn.Module):
         self.encoder, self.decoder = Block(shows_all), Block(attend)
         self.cross = nn.MultiheadAttention(DIM, 4, batch_first=True)
 
-    def forward(self, labels: Tensor | None = None, attention_mask: Any = None, **given: Tensor) -> Tensor:
+    def forward(self, labels: Tensor | None = None, **given: Tensor) -> Tensor:
         memory = self.encoder(self.embed(given[self.source]))
         x = self.decoder(self.embed(given[self.target]))
         x = self.head(x + self.cross(x, memory, memory, need_weights=False)[0])
