@@ -39,7 +39,8 @@ class Coverage:
         for topic, why in self.unchecked.items():
             if topic.endswith("?") and topic[:-1] not in self.checked:
                 unchecked.setdefault(topic[:-1], why)
-        return {"checked": self.checked, "unchecked": unchecked}
+        checked = {k: x for k, x in self.checked.items() if k not in self.unchecked}
+        return {"checked": checked, "unchecked": unchecked}
 
 
 def checked_in(facts: dict[str, dict[str, Any]]) -> dict[str, str]:

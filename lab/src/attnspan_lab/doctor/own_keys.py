@@ -10,7 +10,7 @@ from torch import Tensor
 from attnspan_lab.doctor.subject import Subject
 from attnspan_lab.doctor.watch import Attention, watching
 
-__all__ = ["own_keys"]
+__all__ = ["made_of_tokens", "own_keys"]
 
 
 def own_keys(subject: Subject, batch: Any, calls: list[Attention]) -> dict[int, int] | str:
@@ -45,6 +45,36 @@ def own_keys(subject: Subject, batch: Any, calls: list[Attention]) -> dict[int, 
             # A token may repeat the changed one by chance, so the last and the first key may be equal.
             found[i] = min(differs[0], a.shape[-2] - length) if differs[-1] == a.shape[-2] - 1 else differs[0]
     return found
+
+
+def made_of_tokens(subject: Subject, batch: Any, calls: list[Attention]) -> set[int] | str:
+    """Find the calls whose keys are made from the tokens. A text is the reason why nothing was found."""
+    name, tokens = subject.tokens(batch) or ("", torch.empty(0))
+    try:
+        own, other = (
+            _all_keys(subject, subject.with_tokens(batch, name, x)) for x in (tokens, _changed(tokens))
+        )
+    except Exception as error:
+        return f"a copy of the model does not run with other tokens ({str(error)[:80]})"
+    numbers = [i for i, x in enumerate(calls) if not x.recomputed]
+    if not len(own) == len(other) == len(numbers):
+        return "the number of attention calls depends on the tokens"
+    found = {
+        i
+        for i, a, b in zip(numbers, own, other, strict=True)
+        if a is None or b is None or a.shape != b.shape or not torch.equal(a, b)
+    }
+    places = {calls[i].place for i in found}
+    return found | {i for i, x in enumerate(calls) if x.recomputed and x.place in places}
+
+
+def _all_keys(subject: Subject, batch: Any) -> list[Tensor | None]:
+    subject = subject.copy()
+    subject.model.eval()  # Dropout would change all keys.
+    with watching(subject.rows(batch)) as watcher, torch.no_grad():
+        watcher.keeps_keys = True
+        subject.step(subject.model, batch, backward=False)
+    return [x.key for x in watcher.calls]
 
 
 def _keys_of(subject: Subject, batch: Any, numbers: list[int]) -> list[Tensor]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,17 +18,20 @@ from attnspan.torch import attention
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.declared import Declared
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.own_keys import own_keys
+from attnspan_lab.doctor.own_keys import made_of_tokens, own_keys
 from attnspan_lab.doctor.padding import Changed, Fault, fault_of
 from attnspan_lab.doctor.places import Place, at, is_users, place_here
 from attnspan_lab.doctor.remedies import Form, arguments, distance, forms, present
 from attnspan_lab.doctor.returned import MEAN, OTHER, UNMASKED, returned
+from attnspan_lab.doctor.sequences import has_rows, of_predicted, sequences, with_rows
 from attnspan_lab.doctor.subject import Subject
 from attnspan_lab.doctor.watch import Attention
 from attnspan_lab.doctor.words import counted
 
 __all__ = ["findings_of_pairs"]
 
+# What is not checked if a finding cannot be confirmed.
+_TOPICS = {"leak": "documents", "mask-lost": "padding", "causality-lost": "causality"}
 _DECLARE = "Return it in the factory's third value"
 
 
@@ -73,11 +78,7 @@ def _causality(see: _Visible, said: Declared, rows: int, length: int) -> Iterato
     later = (index[:, None] < index)[None].expand(rows, -1, -1)
     if see.subject.is_causal or said.later is False:
         coverage.made("causality", "declared" if see.subject.is_causal else "read from a mask of the batch")
-        last = (index == length - 1).long().expand(rows, length)
-        if said.valid is not None:
-            last = last.masked_fill(~said.valid, -1)
-        what = "Tokens see later ones here, in a model that predicts the next token"
-        yield from see.proven("causality-lost", what, later, last, 1)
+        yield from _later_seen(see)
         return
     shown = next((x for x in see.calls if bool((see.own[id(x)] & later[: len(see.own[id(x)])]).any())), None)
     if see.subject.expected.get("causal") is False:
@@ -90,6 +91,40 @@ def _causality(see: _Visible, said: Declared, rows: int, length: int) -> Iterato
         )
     elif see.calls:
         coverage.made("causality", "not declared, but no call shows later tokens")
+
+
+def _later_seen(see: _Visible) -> Iterator[Finding]:
+    """Yield a finding if a change of the last predicted token changes earlier results."""
+    what = "Tokens see later ones here, in a model that predicts the next token"
+    names, broken, reasons = of_predicted(see.names), list[_Visible](), list[str]()
+    views = [see] if names == [see.name] else [see.of(name) for name in reversed(names)]
+    for view in views if len(views) > 1 else ():
+        # A sequence may be the encoder's. Its last token changes all results of a right model.
+        made = view.made or f"no attention call has keys of {view.name}"
+        if isinstance(made, str):
+            reasons.append(made)
+            continue
+        try:
+            changed = view.changed(view.last, 1)
+        except Exception as error:
+            reasons.append(_first_line(error))
+            continue
+        if changed is None:
+            return
+        broken.append(view)
+    views = broken or views[: len(views) == 1]
+    if not views:
+        of = " and ".join(names)
+        why = f"the doctor does not know which of {of} the model predicts"
+        see.coverage.missed("causality", f"{why}: {reasons[0]}")
+    for view in views[:1]:
+        later = torch.ones(view.last.shape[1], view.last.shape[1], dtype=torch.bool).triu(1)
+        foreign = later.expand(len(view.last), -1, -1)
+        yield from view.proven("causality-lost", what, foreign, view.last, 1)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
 
 
 def _own_pairs(
@@ -212,9 +247,43 @@ class _Visible:
         name: str,
         coverage: Coverage,
     ) -> None:
-        self.calls, self.own = [x for x in calls if id(x) in own], own
+        self.calls, self.own, self.every = [x for x in calls if id(x) in own], own, calls
         self.unread = [x for x in calls if x.visible is None]
         self.subject, self.batch, self.name, self.coverage = subject, batch, name, coverage
+        self.names, self.said = sequences(subject, batch), subject.declared(batch)
+
+    def of(self, name: str) -> _Visible:
+        """See the pairs of another sequence of the batch."""
+        subject = replace(self.subject, first=name)
+        _, tokens = subject.tokens(self.batch) or ("", torch.empty(0, 0))
+        own = _own_pairs(self.every, subject, self.batch, tokens.shape[1], Coverage())
+        return _Visible(self.every, own, subject, self.batch, name, self.coverage)
+
+    @cached_property
+    def last(self) -> Tensor:
+        """Number 1 for the last token, 0 for earlier ones and -1 for padding, (B, S)."""
+        _, tokens = self.subject.tokens(self.batch) or ("", torch.empty(0, 0))
+        rows, length = tokens.shape[:2]
+        last = (torch.arange(length) == length - 1).long().expand(rows, length)
+        return last if self.said.valid is None else last.masked_fill(~self.said.valid, -1)
+
+    @cached_property
+    def made(self) -> set[int] | str:
+        """Numbers of the calls whose keys are made from the tokens, or the reason why they are unknown."""
+        return made_of_tokens(self.subject, self.batch, self.every)
+
+    def _is_certain(self, kind: str) -> bool:
+        """Whether the visible pairs alone show a fault: their calls have no other sequence's tokens."""
+        lengths = [self.subject.named(self.batch)[x].shape[1] for x in self.names if x != self.name]
+        if not lengths or kind == "causality-lost" or isinstance(self.made, str):
+            return not lengths
+        return self.last.shape[1] not in lengths
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether these tokens must not see later ones."""
+        declared = self.subject.is_causal or self.said.later is False
+        return declared and of_predicted(self.names) == [self.name]
 
     def proven(
         self, kind: str, what: str, foreign: Tensor, groups: Tensor, only: int | None
@@ -230,15 +299,27 @@ class _Visible:
         pairs = {x: int((self.own[id(x)] & foreign[: len(self.own[id(x)])]).sum()) for x in self.calls}
         guilty = [x for x in self.calls if pairs[x]]
         try:
-            changed = self._changed(groups, only)
+            changed = self.changed(groups, only)
         except Exception as error:  # The model may raise: it may not accept other tokens.
-            why = str(error)[:120]
+            why = _first_line(error)
             if not guilty:
                 self.coverage.missed(f"{kind} by other layers", f"tokens could not be changed: {why}")
+                return
+            if not self._is_certain(kind):  # The call may have another sequence's tokens.
+                several = f"the batch has several sequences ({', '.join(self.names)})"
+                said = f"{several}, and changing tokens of {self.name} proved nothing: {why}"
+                self.coverage.missed(_TOPICS[kind], said)
                 return
             changed = f"not confirmed by changing tokens: {why}"
         if changed is None:
             return
+        if guilty:
+            made = self.made
+            if not isinstance(made, str):
+                guilty = [x for i, x in enumerate(self.every) if i in made and x in guilty]
+            elif len(self.names) > 1:
+                self.coverage.missed(_TOPICS[kind], f"{changed}, but no call is known to cause it: {made}")
+                return
         lines = {x.place: [y for y in guilty if y.place == x.place] for x in guilty}
         instead = {place: self._form(own, foreign) for place, own in lines.items()}
         if kind == "mask-lost":  # A mask of keys also hides padding from padding.
@@ -274,7 +355,12 @@ class _Visible:
 
     def _form(self, calls: list[Attention], foreign: Tensor) -> Form | None:
         """Find the mask that hides the foreign pairs and shows all others that the calls of a line show."""
-        said, found = self.subject.declared(self.batch), list[Form]()
+        said, found = self.said, list[Form]()
+        if self.is_causal:
+            foreign = foreign | torch.ones_like(foreign).triu(1)
+        if said.documents is not None and said.documents.shape == foreign.shape[:2]:
+            apart = said.documents[:, :, None] != said.documents[:, None, :]
+            foreign = foreign | (apart & (said.documents >= 0)[:, :, None])
         for x in calls:
             own = self.own[id(x)]
             wanted = own.expand(len(foreign), -1, -1) & ~foreign
@@ -299,7 +385,7 @@ class _Visible:
             return ""
         try:
             with _Masked(masks), Changed(changes):
-                changed = self._changed(groups, only)
+                changed = self.changed(groups, only)
         except Exception:  # The model does not run with attnspan's results.
             return ""
         if changed is None:
@@ -321,9 +407,14 @@ class _Visible:
             name = name.rpartition(".")[0]  # A module of torch: its inputs were already mixed.
         return ()
 
-    def _changed(self, groups: Tensor, only: int | None) -> str | None:
+    @cached_property
+    def step(self) -> Any:
+        """The batch, without labels if the model returns results for each token only then."""
+        return with_rows(self.subject, self.batch)
+
+    def changed(self, groups: Tensor, only: int | None) -> str | None:
         """Describe the results that change with other tokens of a group. None if no result changes."""
-        subject, batch, name = self.subject, self.batch, self.name
+        subject, batch, name = self.subject, self.step, self.name
         _, tokens = subject.tokens(batch) or ("", groups)
         packed = subject.named(batch)[name].dim() < tokens.dim()
         key = "x" if tokens.is_floating_point() else "input_ids"
@@ -337,8 +428,15 @@ class _Visible:
         subject.model.eval()  # As `probe` does: dropout is no reason to give up.
         try:
             before, again = (subject.step(subject.model, batch, backward=False) for _ in range(2))
+            out = subject.results(subject.call(subject.model, batch), {})
         finally:
             subject.model.train(training)
+        if out and all(x.dim() == 0 for x in out.values()):
+            raise RuntimeError("the model returned only a scalar loss")
+        if not has_rows(out, tokens):
+            raise RuntimeError(
+                f"the model returned no result with a row for each of the {tuple(tokens.shape[:2])} tokens"
+            )
         if not all(torch.equal(before[x], again[x]) for x in before):
             raise RuntimeError("the model returns different results for the same batch, or NaN")
         found = probe(subject.model, {key: tokens}, groups, call=call)

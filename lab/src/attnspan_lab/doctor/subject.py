@@ -9,7 +9,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ class Subject:
             `attnspan.testing.assert_same_as_one_rank`.
         target: Name that the subject was loaded by.
         more: Batches of other kinds, only for eager steps.
+        first: Name of the tokens, if the batch has several sequences.
     """
 
     model: nn.Module
@@ -51,6 +52,7 @@ class Subject:
     expected: dict[str, Any] = field(default_factory=dict)
     target: str = ""
     more: list[Any] = field(default_factory=list)
+    first: str = ""
 
     def call(self, model: Callable[..., Any], batch: Any) -> Any:
         """Call the model with a copy of a batch."""
@@ -79,7 +81,7 @@ class Subject:
 
     def copy(self) -> Subject:
         """Copy the subject, so that its model can be changed. Modules that cannot be copied raise."""
-        return Subject(copy.deepcopy(self.model), self.batches, self.expected)
+        return replace(self, model=copy.deepcopy(self.model), target="", more=[])
 
     def named(self, batch: Any) -> dict[str, Any]:
         """Name the tensors of a batch by key, by the parameter that receives it, or by position."""
@@ -103,7 +105,7 @@ class Subject:
     def tokens(self, batch: Any) -> tuple[str, Tensor] | None:
         """Find the tensor (B, S) or (B, S, D) of tokens, with its name. Packed tokens (S,) have B = 1."""
         named = self.named(batch)
-        first = [x for x in _TOKENS if x in named]
+        first = [x for x in (self.first, *_TOKENS) if x in named]
         for name in [*first, *named]:
             x = named[name]
             if (x.dim() == 2 and not x.is_floating_point() and x.dtype != torch.bool) or (

@@ -200,6 +200,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.reads = self.function.reads
         self.custom: dict[str, tuple[Any, Any, Any, Any, Place | None]] = {}
         self.largest = 0
+        self.keeps_keys = False  # Otherwise only keys that differ in number from the queries are kept.
         self._tags: dict[int, _Tag] = {
             _storage(x): _Tag(None, 0.0, sources=frozenset([name]))
             for name, x in (named or {}).items()
@@ -309,7 +310,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 call.kind, call.given = "sdpa", self.function.given
             call.in_multihead = on_stack(_MULTIHEAD)
             call.score_count = out.numel()
-            call.key = k.mT if q.shape[-2] != k.shape[-1] else None
+            call.key = k.mT if self.keeps_keys or q.shape[-2] != k.shape[-1] else None
             self._operands(call, [q, k])
             self._tags[_storage(out)].scores = call
 
@@ -421,7 +422,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kernel = "" if kind == "flex" else str(op).removesuffix(".default")
         call = Attention(kind, kernel, place, tuple(q.shape), tuple(k.shape), q.dtype)
         call.recomputed = _in_backward()
-        call.key = k if q.shape[-2] != k.shape[-2] else None
+        call.key = k if self.keeps_keys or q.shape[-2] != k.shape[-2] else None
         self._operands(call, inputs)
         if kind == "sdpa":
             self._of_sdpa(call, op, args, kwargs, q, k)
