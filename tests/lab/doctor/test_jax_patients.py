@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax_patients as patients
+import numpy as np
 import pytest
 from virtual_devices import on_devices
 
 from attnspan_lab.doctor import Finding
 from attnspan_lab.doctor.findings import merged
-from attnspan_lab.doctor.jax import STAGES
+from attnspan_lab.doctor.jax import STAGES, JaxSubject
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -115,3 +117,27 @@ def test_no_mask_is_offered_that_keeps_a_fault() -> None:
     stored = [x for x in examined("sick_future", "eager") if x.kind == "unfused"]
     assert stored
     assert not any("full()" in x.remedy for x in stored)
+
+
+def test_an_encoder_may_see_later_tokens() -> None:
+    """Causality is about the decoder. The doctor cannot tell the two apart, and says so."""
+    embed = jax.random.normal(jax.random.key(0), (20, 16))
+
+    def step(weights: Any, src: Any, tgt: Any) -> Any:
+        memory, x = weights[src][:, :, None], weights[tgt][:, :, None]
+        memory = jax.nn.dot_product_attention(memory, memory, memory)
+        x = jax.nn.dot_product_attention(x, x, x, is_causal=True)
+        return jax.nn.dot_product_attention(x, memory, memory)
+
+    batch = {"src": np.arange(18).reshape(2, 9), "tgt": np.arange(12).reshape(2, 6)}
+    found: list[Finding] = []
+    unchecked: dict[str, str] = {}
+
+    def say(**what: Any) -> None:
+        found.extend([what["finding"]] if "finding" in what else [])
+        unchecked.update(what.get("facts", {}).get("unchecked", {}))
+
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        STAGES["eager"](JaxSubject(step, [batch], causal=True, variables=embed), say, "")
+    assert {x.kind for x in found} <= {"unfused"}
+    assert "several sequences" in unchecked["causality"]

@@ -160,7 +160,7 @@ def seen(subject: JaxSubject, batch: Any, traced: Traced, calls: list[Attention]
     if valid is not None:
         pairs = valid[:, :, None] & ~valid[:, None, :]
         yield from check("mask-lost", "Valid tokens see padding here", pairs, (~valid).astype(int), 1)
-    if subject.causal:
+    if subject.causal and not subject.has_several_sequences(batch):
         later = np.broadcast_to(index[:, None] < index, (rows, length, length))
         last = np.broadcast_to((index == length - 1).astype(int), size)
         what = "Tokens see later ones here, in a model that predicts the next token"

@@ -95,6 +95,10 @@ def _unchecked(subject: JaxSubject, batch: Any, calls: list[Attention]) -> dict[
         found["attention"] = "no call was seen"
     if subject.causal is None:
         found["causality"] = 'not declared. Return {"causal": True} or False'
+    elif subject.causal and subject.has_several_sequences(batch):
+        found["causality"] = (
+            "the batch has several sequences, and the doctor does not know which are predicted"
+        )
     if subject.size(batch) is None:
         found["documents and padding"] = "the batch has no tokens (B, S) or (B, S, ...)"
     elif subject.document_ids(batch) is None:

@@ -139,6 +139,19 @@ class JaxSubject:
             or isinstance(leaf, bool)
         )
 
+    def has_several_sequences(self, batch: Any) -> bool:
+        """Whether a batch has several sequences of tokens, as for an encoder and a decoder.
+
+        Labels and targets of the same shape as the tokens are no other sequence.
+        """
+        found = []
+        for name, x in self.named(batch).items():
+            is_other = name in _DOCUMENTS or any(word in name for word in ("mask", "position"))
+            if not is_other and getattr(x, "ndim", 0) == 2 and jnp.issubdtype(x.dtype, jnp.integer):
+                found.append((any(word in name for word in ("label", "target")), x.shape))
+        shapes = {shape for _, shape in found}
+        return len(shapes) > 1 or sum(not is_target for is_target, _ in found) > 1
+
     def tokens(self, batch: Any) -> dict[str, Any]:
         """Find the tokens: integers (B, S), or else all floats (B, S, ...)."""
         named = {k: x for k, x in self.named(batch).items() if hasattr(x, "ndim")}
