@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from itertools import permutations
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from torch import Tensor
 __all__ = ["HeadMap", "head_map"]
 
 
-class HeadMap(NamedTuple):
+@dataclass(frozen=True)
+class HeadMap:
     """Key heads of the query heads.
 
     Args:
@@ -61,7 +62,7 @@ def head_map(x: Tensor, source: Tensor, batch: int) -> HeadMap | None:
         The map, or None if a head is not a copy of one head of ``source``.
     """
     source = source[tuple(0 if st == 0 else slice(None) for st in source.stride())]
-    x = x.unflatten(0, (batch, -1)) if x.dim() == 3 and x.shape[0] % batch == 0 else x
+    x = x.reshape(batch, -1, *x.shape[1:]) if x.dim() == 3 and x.shape[0] % batch == 0 else x
     if x.dim() != 4 or x.dtype != source.dtype:
         return None
     while source.dim() > 4 and 1 in source.shape:
