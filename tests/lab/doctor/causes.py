@@ -29,6 +29,66 @@ def padded(attend: Attend, expected: Any = None) -> Any:
     return model_of(attend, attention_mask=VALID, expected=expected or {})
 
 
+# Keys that are copied for query heads
+
+
+def tiled(x: Tensor) -> Tensor:
+    return x.repeat(1, 2, 1, 1)
+
+
+def tiled_by_cat(x: Tensor) -> Tensor:
+    return torch.cat([x, x], 1)
+
+
+def tiled_by_view(x: Tensor) -> Tensor:
+    return x[:, None].expand(-1, 2, -1, -1, -1).reshape(x.shape[0], -1, *x.shape[2:])
+
+
+def tiled_before_transpose(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).repeat(1, 1, 2, 1).transpose(1, 2)
+
+
+def mirrored(x: Tensor) -> Tensor:
+    return x[:, torch.tensor([0, 1, 1, 0])]
+
+
+def swapped(x: Tensor) -> Tensor:
+    return x[:, torch.tensor([1, 1, 0, 0])]
+
+
+def uneven(x: Tensor) -> Tensor:
+    return x[:, torch.tensor([0, 0, 0, 1])]
+
+
+def interleaved(x: Tensor) -> Tensor:
+    return x.repeat_interleave(2, 1)
+
+
+def grouped_by_stack(x: Tensor) -> Tensor:
+    return torch.stack([x, x], 2).flatten(1, 2)
+
+
+def grouped_by_repeat(x: Tensor) -> Tensor:
+    return x[:, :, None].repeat(1, 1, 2, 1, 1).flatten(1, 2)
+
+
+def scaled(x: Tensor) -> Tensor:
+    x = x.repeat(1, 2, 1, 1)
+    return x.mul_(2)
+
+
+_TILED = "torch.arange(4).view(2, 2).T.flatten()"
+#: Copies, and the order of query heads in the remedy, or what else it says.
+COPIED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    **{x.__name__: (x, _TILED) for x in (tiled, tiled_by_cat, tiled_by_view, tiled_before_transpose)},
+    "mirrored": (mirrored, "torch.tensor([0, 3, 1, 2])"),
+    "swapped": (swapped, "torch.tensor([2, 3, 0, 1])"),
+    "uneven": (uneven, "Keep the copy"),
+    **{x.__name__: (x, "") for x in (interleaved, grouped_by_stack, grouped_by_repeat)},
+    "scaled": (scaled, "Check first that the copy does so"),
+}
+
+
 # Queries that see no key: what the call returns for them
 
 

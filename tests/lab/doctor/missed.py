@@ -340,7 +340,11 @@ class MultiheadFused(Multihead):
 
 REFUSED = {
     "three_dims": (three_dims, "mask has 3 dims", "attn_mask=mask[None]"),
-    "dropout": (dropout, "dropout_p is not 0", "Pass dropout_p=0.0"),
+    "dropout": (
+        dropout,
+        "dropout_p is not 0",
+        "Call attnspan.torch.attention, which stores no scores and",
+    ),
     "other_dim": (other_dim, "different head dims", "Pad v"),
     "columns": (columns, "not contiguous", "Keep the head dim last"),
     "two_reasons": (two_reasons, "3 dims instead of 2 or 4; q and v", "attn_mask=mask[None]. Pad v"),

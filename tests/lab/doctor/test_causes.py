@@ -9,7 +9,7 @@ import torch
 from patients import Model, tokens
 
 from attnspan_lab.console import bytes_text
-from attnspan_lab.doctor.findings import merged
+from attnspan_lab.doctor.findings import KINDS, merged
 from attnspan_lab.doctor.stages import STAGES
 from attnspan_lab.doctor.subject import Subject
 
@@ -104,6 +104,30 @@ def test_float32_inside_of_a_bfloat16_model_is_counted(name):
 def test_a_bfloat16_softmax_is_no_upcast():
     found = examined(causes.model_of(causes.narrow_softmax, torch.bfloat16))
     assert "upcast" not in [x.kind for x in found]
+
+
+@pytest.mark.parametrize("written_out", [False, True])
+@pytest.mark.parametrize("name", causes.COPIED)
+def test_the_remedy_for_copied_keys_keeps_their_order(name, written_out):
+    copied, said = causes.COPIED[name]
+
+    def attend(q, k, v):
+        k, v = copied(k), copied(v)
+        if written_out:
+            return (q @ k.mT).softmax(-1) @ v
+        return causes.SDPA(q, k, v, is_causal=True)
+
+    model = Model(attend, kv_heads=2)
+    (found,) = [x for x in examined(lambda: (model, tokens(), {})) if x.kind == "kv-copy"]
+    assert said in found.remedy
+    assert (found.remedy == KINDS["kv-copy"].remedy) == (said == "")
+    if found_order := re.search(r"order = (torch.*): call", found.remedy):
+        order = eval(found_order[1])
+        q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+        wanted = causes.SDPA(q, copied(k), copied(v))
+        shared = causes.SDPA(q[:, order], k, v, enable_gqa=True)[:, order.argsort()]
+        torch.testing.assert_close(shared, wanted)
+        assert not torch.allclose(causes.SDPA(q, k, v, enable_gqa=True), wanted)
 
 
 @pytest.mark.parametrize("name", causes.TIMED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,8 +15,10 @@ from typer.testing import CliRunner
 from attnspan.errors import OptionError
 from attnspan_lab.cli import build_app
 from attnspan_lab.doctor import Finding, Place, diagnose, run
+from attnspan_lab.doctor.child import _unloadable
 from attnspan_lab.doctor.findings import merged
 from attnspan_lab.doctor.run import _crash, _in_library, _with_known_issues
+from attnspan_lab.doctor.subject import load
 
 HERE = Path(__file__).parent
 #: Each stage has a process of its own, which is forked: no interpreter starts.
@@ -43,7 +46,7 @@ def marked(name: str) -> int:
         ("has_no_batch", "subject", "got no batch"),
         ("wants_a_gpu", "subject", "CUDA"),
         ("exits", "subject", "SystemExit: no licence"),
-        ("no_such_name", "subject", "got no 'no_such_name' in it"),
+        ("no_such_name", "subject", "expected a factory named 'no_such_name', got none"),
         ("raises_in_forward", "error", "RuntimeError: mat1 and mat2"),
     ],
 )
@@ -57,6 +60,78 @@ def test_bad_input_is_a_finding(name: str, kind: str, said: str) -> None:
         assert found[0].places[0].line == marked("_Raising")
     if name == "wants_a_gpu":
         assert "GPU" in found[0].cause
+
+
+def unloadable(target: str) -> Finding:
+    """What the doctor says of a target that it cannot load."""
+    with pytest.raises(Exception) as raised:
+        load(target)
+    return _unloadable(raised.value, target)
+
+
+def test_a_misspelt_factory_is_named() -> None:
+    found = unloadable("bad_inputs:raisess")
+    said = "bad_inputs:raisess cannot be examined: expected a factory named 'raisess', got none: the module "
+    assert found.what.startswith(f"{said}bad_inputs has only raises, returns_junk, ")
+    assert found.remedy == "Did you mean bad_inputs:raises"
+    assert "Error" not in found.what
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("a.ipynb", "a notebook"),
+        ("a.ipynb:factory", "a notebook"),
+        ("folder/", "a directory"),
+        ("./folder:factory", "a directory"),
+        ("folder:factory", "a directory"),
+    ],
+)
+def test_notebooks_and_directories_are_named(
+    target: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    found = unloadable(target)
+    assert f"got {said}" in found.what
+    assert "OptionError" not in found.what
+    assert ("jupyter nbconvert --to script a.ipynb" in found.remedy) == (said == "a notebook")
+
+
+@pytest.mark.parametrize("end", ["", ":factory"])
+def test_a_syntax_error_has_its_line(end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "has_no_syntax.py"
+    path.write_text("import os\ndef factory(:\n    pass\n")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    found = unloadable(f"{path}{end}")
+    assert found.places == (Place(str(path), 2),)
+    assert found.what.endswith("SyntaxError: invalid syntax")
+    assert found.remedy.startswith("Correct this line")
+
+
+def test_the_command_that_tests_a_factory_names_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert unloadable("bad_inputs:raises").remedy.endswith(
+        "python -c 'import bad_inputs; bad_inputs.raises()'"
+    )
+    found = unloadable("../doctor/bad_inputs.py:raises")
+    assert "PYTHONPATH=../doctor python -c 'import bad_inputs;" in found.remedy
+
+
+def test_a_remedy_of_two_sentences_is_whole() -> None:
+    found = unloadable("bad_inputs:has_no_batch")
+    assert found.remedy.startswith("Yield at least one batch. Batches of different lengths")
+    assert "Yield" not in found.what
+
+
+@FORKED
+@pytest.mark.slow
+def test_a_target_that_cannot_be_examined_is_said_once() -> None:
+    made = CliRunner().invoke(build_app(), ["doctor", "bad_inputs:raisess", "--stages", "eager"])
+    assert made.exit_code == 1
+    assert made.output.count("cannot be examined") == 1
+    assert made.output.count("Did you mean") == 1
 
 
 @pytest.mark.slow
@@ -182,7 +257,6 @@ def test_a_healthy_model_passes(tmp_path: Path) -> None:
 
 def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     from attnspan_lab.doctor import stages
-    from attnspan_lab.doctor.subject import load
 
     monkeypatch.setattr(shutil, "which", lambda _: None)
     found: list[Finding] = []

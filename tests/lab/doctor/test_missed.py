@@ -1,11 +1,13 @@
 """Faults that hide well are found first, at their line. Their healthy twins have no such finding."""
 
 import inspect
+from functools import partial
 from pathlib import Path
 
 import missed
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from attnspan_lab.doctor import Finding, Place, run
 from attnspan_lab.doctor.findings import merged
@@ -94,6 +96,46 @@ def test_why_a_call_is_not_fused_is_tried(name):
     assert "torch 2" in found.cause
     assert remedy in found.remedy
     assert "flash_attention_for_cpu runs" in found.tried
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_call_that_a_checkpoint_repeats_is_the_same_call(reentrant):
+    """torch's function decomposes into products and a softmax, in the backward pass too."""
+
+    class Repeated(missed.Block):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=reentrant)
+
+    found, measured = [], {}
+
+    def say(finding=None, facts=None):
+        found.append(finding)
+        measured.update(facts or {})
+
+    def attend(q, k, v):
+        return missed.SDPA(q, k, v, dropout_p=0.1, is_causal=True)
+
+    model = missed.Model(attend, layers=2, block=Repeated)
+    STAGES["eager"](Subject(model, missed.tokens()), say, "aot_eager")
+    costs = [x for x in found if x is not None and x.kind in ("unfused", "dense-mask", "recompute")]
+    assert [x.kind for x in costs] == ["unfused", "recompute"]
+    unfused, again = costs
+    assert unfused.what.startswith("scaled_dot_product_attention ran its math kernel")
+    assert measured["attention calls"] == 2
+    assert again.evidence == ("2 calls in the forward pass, 2 more in the backward pass",)
+
+
+def test_dropout_is_kept_in_training_and_dropped_in_evaluation():
+    texts = []
+    for training in (True, False):
+        model = missed.Model(missed.dropout).train(training)
+        given = model, missed.tokens()
+        found = next(x for x in examined(partial(tuple, given)) if x.kind == "unfused")
+        texts.append(found.remedy)
+        assert found.tried.startswith("with dropout_p=0.0, ")
+    assert texts[0].startswith("Call attnspan.torch.attention")
+    assert "changes training" in texts[0]
+    assert texts[1] == "Pass dropout_p=0.0"
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from attnspan_lab.console import bytes_text
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.dense_masks import LONG, DenseMasks
-from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.findings import KINDS, Finding
 from attnspan_lab.doctor.fused import refusal, refusal_of_multihead
+from attnspan_lab.doctor.heads import HeadMap
 from attnspan_lab.doctor.pairs import findings_of_pairs
 from attnspan_lab.doctor.places import at
 from attnspan_lab.doctor.returned import NAN, cause_of, remedy_of, returned
@@ -59,16 +60,20 @@ def _costs(site: list[Attention], subject: Subject, batch: Any) -> Iterator[Find
         cause = remedy = tried = ""
         if call.kind == "sdpa":
             what = "scaled_dot_product_attention ran its math kernel here and stored all scores"
-            cause, remedy, tried = refusal(call)
+            cause, remedy, tried = refusal(call, training=subject.model.training)
         elif call.in_multihead:
             what = "nn.MultiheadAttention stores scores and weights of all pairs here"
             cause, remedy, tried = refusal_of_multihead(subject, batch, call.place)
-        evidence = f"{counted(many, 'call')}; a tensor of scores has {bytes_text(long)} at {LONG:,} tokens"
+        again = sum(x.recomputed for x in site)
+        calls = counted(many - again, "call") + (f" and {again} more in the backward pass" if again else "")
+        evidence = f"{calls}; a tensor of scores has {bytes_text(long)} at {LONG:,} tokens"
         yield Finding("unfused", what, at(call.place), (evidence,), cause, remedy, tried, count=many)
     if repeated := next((x.repeated for x in site if x.repeated), None):
         what = "Keys or values are copied once for each query head that shares them"
         evidence = f"{bytes_text(repeated[1])} per tensor, at least {bytes_text(repeated[1] * many)} per step"
-        yield Finding("kv-copy", what, at(repeated[0], call.place), (evidence,), count=many)
+        heads, cause, remedy = _of_heads({y for x in site for y in x.head_maps})
+        found = (evidence, *heads)
+        yield Finding("kv-copy", what, at(repeated[0], call.place), found, cause, remedy, count=many)
     if copied := next((x.copied for x in site if x.copied and x.kernel), None):
         what = "An operand of attention is copied here only to make it contiguous"
         evidence = f"{bytes_text(copied[1])} per tensor, at least {bytes_text(copied[1] * many)} per step"
@@ -79,6 +84,36 @@ def _costs(site: list[Attention], subject: Subject, batch: Any) -> Iterator[Find
         what = f"Checkpointing runs attention {many / max(first, 1):.3g} times for each forward pass"
         evidence = f"{counted(first, 'call')} in the forward pass, {again} more in the backward pass"
         yield Finding("recompute", what, at(call.place), (evidence,), count=again)
+
+
+def _of_heads(maps: set[HeadMap | None]) -> tuple[tuple[str, ...], str, str]:
+    """Explain which key heads query heads use, with evidence, cause and remedy. Kernels group query heads."""
+    found = next(iter(maps)) if len(maps) == 1 else None
+    if found is None:
+        why = "keys and values differ in it" if len(maps) > 1 else "the copy was changed"
+        remedy = (
+            f"{KINDS['kv-copy'].remedy}. Both let neighbouring query heads share a key head. Check first "
+        )
+        return (), "", f"{remedy}that the copy does so: the doctor does not know its order ({why})"
+    if found.is_grouped:
+        return (), "", ""
+    many, shown = len(found.heads), ", ".join(map(str, found.heads[:32]))
+    evidence = f"key heads of query heads 0 to {min(many, 32) - 1}: {shown}"
+    if not found.is_even:
+        cause = "A map of heads gives key heads different numbers of query heads"
+        return (evidence,), cause, "Keep the copy: kernels give each key head the same number of query heads"
+    order = f"torch.tensor({found.order})"
+    cause = "A map of heads gives query heads their key heads in another order than kernels do"
+    if found.is_tiled:
+        order = f"torch.arange({many}).view({found.group}, {found.count}).T.flatten()"
+        cause = f"The heads are tiled, as by k.repeat: query head i uses key head i % {found.count}"
+    remedy = (
+        f"enable_gqa=True alone changes results: query head i then uses key head i // {found.group}. Reorder "
+        f"the query heads too, with order = {order}: call attention(q[:, order], k, v)[:, order.argsort()] "
+        "with enable_gqa=True, or with attnspan.torch.attention. Or permute the heads once in the weights: "
+        "the rows of q's projection and the columns of the output projection"
+    )
+    return (evidence,), cause, remedy
 
 
 def _conversions(site: list[Attention], subject: Subject) -> Iterator[Finding]:

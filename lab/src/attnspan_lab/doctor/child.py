@@ -16,7 +16,7 @@ from typing import Any
 
 from attnspan_lab.children import received, telling
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.places import Place, lines_in, lines_of
+from attnspan_lab.doctor.places import Place, is_users, lines_in, lines_of
 from attnspan_lab.doctor.words import counted
 
 __all__: list[str] = []
@@ -87,19 +87,36 @@ def _follow(thread: int, period: float, say: Callable[..., None]) -> None:
 
 
 def _unloadable(error: BaseException, target: str) -> Finding:
-    text = str(error).strip().splitlines() or [""]
-    places = lines_in("".join(traceback.format_exception(error)))
-    remedy = "Make sure that the factory returns (model, batches). Test: python -c 'import m; m.factory()'"
-    cause = "The factory raises, or the import of its module does"
+    text = (str(error).strip().splitlines() or [""])[0][:300]
+    places = lines_in("".join(traceback.format_exception(error)))[:3]
+    is_ours = type(error).__module__.startswith(("attnspan.", "attnspan_lab."))
+    said = text if is_ours else f"{type(error).__name__}: {text}".removesuffix(": ")
+    is_script = target.endswith(".py")
+    cause = "The script raises" if is_script else "The factory raises, or the import of its module does"
+    remedy = f"Make sure that this works: {_test_of(target)}"
     if any(x in str(error) for x in ("CUDA", "NVIDIA", "cuda")):
-        cause, remedy = (
-            "The factory needs a GPU, and this machine has none",
-            "Choose the device with torch.cuda.is_available()",
-        )
-    if type(error).__module__.startswith("attnspan."):
-        cause, remedy = "The doctor cannot use this target", text[0].rpartition(". ")[2]
-    what = f"{target} cannot be examined: {type(error).__name__}: {text[0][:300]}"
-    return Finding("subject", what, tuple(places[:3]), (), cause, remedy, stage="loading")
+        cause = "The factory needs a GPU, and this machine has none"
+        remedy = "Choose the device with torch.cuda.is_available()"
+    if isinstance(error, SyntaxError) and is_users(error.filename or "<"):
+        places = [Place(str(error.filename), error.lineno or 1)]
+        said, cause = f"{type(error).__name__}: {error.msg}", "Python cannot read this file"
+        remedy = "Correct this line, or the line before it"
+    elif hasattr(error, "problem"):  # An error of `attnspan_lab.doctor.unfit`, which loads after torch.
+        said, remedy, cause = error.problem, getattr(error, "remedy", ""), "The doctor cannot use this target"
+        places = []
+    what = f"{target} cannot be examined: {said}"
+    return Finding("subject", what, tuple(places), (), cause, remedy, stage="loading")
+
+
+def _test_of(target: str) -> str:
+    """Write a command that loads a target without the doctor."""
+    module, _, name = target.rpartition(":")
+    if not module:
+        return f"python {target}"
+    folder, _, file = module.rpartition("/")
+    module = file.removesuffix(".py") if module.endswith(".py") else module
+    path = f"PYTHONPATH={folder} " if folder else ""
+    return f"{path}python -c 'import {module}; {module}.{name}()'"
 
 
 if __name__ == "__main__":

@@ -91,7 +91,8 @@ def doctor(
     with progress(console, len(wanted), wanted[0]) as tell:
 
         def seen(finding: Finding) -> None:
-            if finding.label not in shown:
+            # A target that cannot be examined has only this finding, which is shown at once.
+            if finding.label not in shown and finding.kind != "subject":
                 where = f"  {relative(finding.places[0])}" if finding.places else ""
                 tell(f"{finding.kind}{where}  {finding.what}")
             shown.add(finding.label)

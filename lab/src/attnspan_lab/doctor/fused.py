@@ -62,11 +62,12 @@ def _mask_dims(given: Given) -> int:
 
 
 _CHANGES = (
-    _Change(
+    _DROPOUT := _Change(
         "dropout_p is not 0",
         lambda x: bool(x.get("dropout_p")),
         lambda x: x | {"dropout_p": 0.0},
-        f"Pass dropout_p=0.0. Or: {_OURS}, with dropout too",
+        f"C{_OURS[1:]} and has dropout too. Or pass dropout_p=0.0, which changes training: "
+        "attention has no dropout then",
     ),
     _Change(
         "q, k and v have 3 dims instead of 4",
@@ -108,21 +109,29 @@ _CHANGES = (
 )
 
 
-def refusal(call: Attention) -> Refusal:
-    """Find the changes with which a fused kernel runs. Each cause that is named was necessary in a trial."""
+def refusal(call: Attention, *, training: bool = True) -> Refusal:
+    """Find the changes with which a fused kernel runs. Each cause that is named was necessary in a trial.
+
+    Args:
+        call: A call of torch's function that stored its scores.
+        training: The model is in training mode, so that dropout belongs to it.
+    """
     given = arguments(*call.given)  # type: ignore[misc]
     device = f"on {given['query'].device.type} with torch {torch.__version__}"
     found = [x for x in _CHANGES if x.applies(given)]
+    if not training:
+        found = [x._replace(remedy="Pass dropout_p=0.0") if x is _DROPOUT else x for x in found]
     for one in found:
         if kernel := _fused(one.change(given)):
-            return Refusal(_cause([one], device), one.remedy, _tried(kernel, device))
+            return Refusal(_cause([one], device), one.remedy, _tried(kernel, device, [one]))
     kernel = _fused(_changed(given, found))
     if not kernel:
         known = f": {'; '.join(x.cause for x in found)}" if found else ""
         cause = f"torch's fused kernels refuse this call {device}{known}"
         return Refusal(cause, f"C{_OURS[1:]}", "no change of the arguments made a fused kernel run")
     needed = [x for x in found if not _fused(_changed(given, [y for y in found if y is not x]))]
-    return Refusal(_cause(needed, device), ". ".join(x.remedy for x in needed), _tried(kernel, device))
+    remedy = ". ".join(x.remedy for x in needed)
+    return Refusal(_cause(needed, device), remedy, _tried(kernel, device, needed))
 
 
 def _changed(given: Given, changes: list[_Change]) -> Given:
@@ -135,8 +144,10 @@ def _cause(changes: list[_Change], device: str) -> str:
     return f"torch's fused kernels refuse this call {device}: {'; '.join(x.cause for x in changes)}"
 
 
-def _tried(kernel: str, device: str) -> str:
-    return f"with this change, {kernel} runs {device}"
+def _tried(kernel: str, device: str, changes: list[_Change]) -> str:
+    has_dropout = any(x.cause == _DROPOUT.cause for x in changes)
+    changed = "dropout_p=0.0" if has_dropout and len(changes) == 1 else "this change"
+    return f"with {changed}, {kernel} runs {device}"
 
 
 class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnspan.errors import OptionError
+from attnspan_lab.doctor.unfit import Unfit
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,7 +43,7 @@ def of_library(name: str) -> tuple[nn.Module, list[Any], list[Any]]:
         similar = _similar(name)
         remedy = f"Did you mean {' or '.join(similar)}" if similar else "Write pkg.module:factory"
         expected = "a class of transformers or diffusers, or a model type"
-        raise OptionError("attnspan doctor", expected=expected, got=repr(name), remedy=remedy)
+        raise Unfit("attnspan doctor", expected=expected, got=repr(name), remedy=remedy)
     try:
         model = _made(own)
         plain, more = (
@@ -57,7 +57,7 @@ def of_library(name: str) -> tuple[nn.Module, list[Any], list[Any]]:
         got = f"{type(error).__name__}: {text}"
         remedy = "Write a factory that returns this model with a small configuration, and batches"
         expected = "a class that the doctor can build small"
-        raise OptionError(name, expected=expected, got=got, remedy=remedy) from error
+        raise Unfit(name, expected=expected, got=got, remedy=remedy) from error
     return model, plain or more[:1], more
 
 

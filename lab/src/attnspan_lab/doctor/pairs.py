@@ -43,7 +43,8 @@ def findings_of_pairs(
     if not calls:
         coverage.absent("attention", "no attention call was seen, so no mask was examined")
     else:
-        coverage.made("attention", f"{counted(len(calls), 'call')} a step")
+        first = sum(not x.recomputed for x in calls)
+        coverage.made("attention", f"{counted(first, 'call')} a step")
     if tokens is None:
         why = "the batch has no tensor of tokens: integers (B, S), or numbers (B, S, D)"
         for topic in ("documents", "padding", "causality"):

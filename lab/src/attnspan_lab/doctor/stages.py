@@ -81,7 +81,8 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
             why = "no parameter has a gradient" if backward else "the backward pass raises"
             coverage.absent("gradients", why)
         say(facts=coverage.facts)
-        calls, largest = max(calls, len(watcher.calls)), max(largest, watcher.largest)
+        calls = max(calls, sum(not x.recomputed for x in watcher.calls))
+        largest = max(largest, watcher.largest)
         say(facts={"attention calls": calls, "sites": _sites(watcher.calls), "largest tensor": largest})
         if (picture := _picture(watcher.calls)) is not None:
             say(facts={"mask": picture})
@@ -90,8 +91,13 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
 
 
 def _sites(calls: list[Attention]) -> list[list[str]]:
-    """Count the kernels that ran at each line."""
-    found = Counter((str(x.place or "?"), x.kernel or f"{x.kind}, which stores all scores") for x in calls)
+    """Count the kernels that ran at each line, those of recomputations apart."""
+
+    def name(x: Attention) -> str:
+        again = ", in the backward pass" if x.recomputed else ""
+        return f"{x.kernel or f'{x.kind}, which stores all scores'}{again}"
+
+    found = Counter((str(x.place or "?"), name(x)) for x in calls)
     return [[place, kernel, str(count)] for (place, kernel), count in found.items()]
 
 

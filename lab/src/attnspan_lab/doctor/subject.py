@@ -10,6 +10,7 @@ import runpy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from attnspan.errors import OptionError, expect
 from attnspan_lab.doctor.declared import Declared, declared
+from attnspan_lab.doctor.unfit import Unfit, require
 from attnspan_lab.zoo.step import objective, results_of
 
 __all__ = ["MOST_BATCHES", "Subject", "load"]
@@ -27,6 +28,8 @@ __all__ = ["MOST_BATCHES", "Subject", "load"]
 #: Maximum number of batches: more than the compiler's default limit of recompilations.
 MOST_BATCHES = 12
 _FACTORY = "a factory that returns (model, batches), or (model, batches, expectations)"
+_TARGET = "a factory such as file.py:factory, a script, or a class of a library"
+_IN_DIRECTORY = "Name a file in it, and the factory after a colon"
 #: Names of tokens, before or after the embedding.
 _TOKENS = ("input_ids", "inputs_embeds", "hidden_states", "x", "tokens", "idx")
 _EXPECTED = ("causal", "documents", "step")
@@ -179,12 +182,17 @@ def load(target: str, arguments: Sequence[str] = ()) -> Any:
         OptionError: The module, function or class does not exist, or a factory returns something else.
             Exceptions of the factory itself are passed on.
     """
+    _check_path(target)
     if target.endswith(".py") and ":" not in target:
         return _of_script(target, arguments)
     if ":" not in target:
         from attnspan_lab.doctor.library import of_library
 
-        model, batches, more = of_library(target)
+        try:
+            model, batches, more = of_library(target)
+        except Unfit:
+            require(not Path(target).is_dir(), target, _TARGET, "a directory", _IN_DIRECTORY)
+            raise
         return Subject(model, batches, target=target, more=more)
     module, _, name = target.rpartition(":")
     pid = os.getpid()
@@ -199,6 +207,15 @@ def load(target: str, arguments: Sequence[str] = ()) -> Any:
     return _subject(made, target)
 
 
+def _check_path(target: str) -> None:
+    """Raise for notebooks, and for paths of directories. A bare name may also be a module or a class."""
+    path = target.rpartition(":")[0] or target
+    remedy = f"Export it with: jupyter nbconvert --to script {path}. Or write a module with a factory"
+    require(not path.endswith(".ipynb"), target, _TARGET, "a notebook, which is not supported", remedy)
+    is_path = "/" in path or path in (".", "..")
+    require(not (is_path and Path(path).is_dir()), target, _TARGET, "a directory", _IN_DIRECTORY)
+
+
 def _is_jax(made: Any) -> bool:
     """Whether the result of a factory is for JAX. Torch models do not import JAX."""
     if "jax" not in sys.modules:
@@ -211,7 +228,7 @@ def _is_jax(made: Any) -> bool:
 def _module(name: str) -> Any:
     if name.endswith(".py"):
         path = Path(name).resolve()
-        expect(path.is_file(), name, "a file", "none", "Pass the path of a file, or the name of a module")
+        require(path.is_file(), name, "a file", "none", "Pass the path of a file, or the name of a module")
         sys.path.insert(0, str(path.parent))
         name = path.stem
     else:
@@ -223,33 +240,47 @@ def _module(name: str) -> Any:
         if not own:
             raise
         got, remedy = f"no module {error.name!r}", "Run from the folder that holds it, or install its package"
-        raise OptionError(name, expected="a module", got=got, remedy=remedy) from None
+        raise Unfit(name, expected="a module", got=got, remedy=remedy) from None
 
 
 def _attribute(module: Any, where: str, name: str) -> Any:
     found = getattr(module, name, None)
-    got, remedy = f"no {name!r} in it", "Write a function of the module after the colon"
-    expect(found is not None, where, "a factory", got, remedy)
-    return found
+    if found is not None:
+        return found
+    # A folder without __init__.py is imported as a module without a file.
+    is_file = getattr(module, "__file__", None) is not None
+    require(is_file, where, _TARGET, "a directory", _IN_DIRECTORY)
+    known = [k for k, x in vars(module).items() if _is_own_factory(module, k, x)]
+    similar = get_close_matches(name, known, 1)
+    remedy = "Write a function of the module after the colon"
+    remedy = f"Did you mean {where}:{similar[0]}" if similar else remedy
+    has = f"the module {where} has only {', '.join(known[:12])}" if known else f"the module {where} has none"
+    raise Unfit(where, expected=f"a factory named {name!r}", got=f"none: {has}", remedy=remedy)
+
+
+def _is_own_factory(module: Any, name: str, x: Any) -> bool:
+    """Whether a module defines a function that may be meant as a factory."""
+    return inspect.isfunction(x) and x.__module__ == module.__name__ and not name.startswith("_")
 
 
 def _subject(made: Any, what: str) -> Subject:
-    got = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
+    kind = "None" if made is None else type(made).__name__
+    got = f"a tuple of {len(made)}" if isinstance(made, tuple) else kind
     fits = isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0])
-    expect(fits, what, _FACTORY, got, "Return the model and the batches in a tuple")
+    require(fits, what, _FACTORY, got, "Return the model and the batches in a tuple")
     model, batches, *rest = made
-    expect(
+    require(
         isinstance(model, nn.Module), what, "a torch.nn.Module first", type(model).__name__, "Wrap it in one"
     )
     expected: Mapping[str, Any] = rest[0] if rest else {}
     known = isinstance(expected, Mapping) and set(expected) <= set(_EXPECTED)
     wanted = f"expectations, a dict with some of {', '.join(_EXPECTED)}"
-    expect(known, what, wanted, str(expected)[:80], "Use only these keys")
+    require(known, what, wanted, str(expected)[:80], "Use only these keys")
     wanted = "an iterable of batches: dicts of arguments, tuples, or tensors"
     iterable = isinstance(batches, Iterable) and not isinstance(batches, (Tensor, Mapping, str))
-    expect(iterable, what, wanted, type(batches).__name__, "Return a list of batches, or a generator")
+    require(iterable, what, wanted, type(batches).__name__, "Return a list of batches, or a generator")
     taken = list(islice(batches, MOST_BATCHES))
-    expect(
+    require(
         taken,
         what,
         wanted,
@@ -258,7 +289,7 @@ def _subject(made: Any, what: str) -> Subject:
     )
     for batch in taken:
         fits = isinstance(batch, (Mapping, tuple, list, Tensor))
-        expect(fits, what, wanted, f"a batch of type {type(batch).__name__}", "Yield such batches")
+        require(fits, what, wanted, f"a batch of type {type(batch).__name__}", "Yield such batches")
     return Subject(model, taken, dict(expected), what)
 
 
@@ -268,7 +299,7 @@ class _Found(BaseException):
 
 def _of_script(path: str, arguments: Sequence[str]) -> Subject:
     """Run a script until its first compiled model was called with enough batches, or until it ends."""
-    expect(Path(path).is_file(), path, "a script", "no such file", "Pass the path as you would to python")
+    require(Path(path).is_file(), path, "a script", "no such file", "Pass the path as you would to python")
     seen, before = Subject(nn.Identity(), []), (torch.compile, nn.Module.compile, sys.argv)
 
     def record(model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -304,7 +335,7 @@ def _of_script(path: str, arguments: Sequence[str]) -> Subject:
         "none that was called",
         "Compile a model with torch.compile(model) and call it, or pass a factory",
     )
-    expect(seen.batches, path, "a script that compiles a model", got, remedy)
+    require(seen.batches, path, "a script that compiles a model", got, remedy)
     return seen
 
 

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 import attnspan
 from attnspan import Spans
+from attnspan_lab.doctor.heads import HeadMap, head_map
 from attnspan_lab.doctor.overflow import Overflow, has_inf, overflow_of, overflow_of_data
 from attnspan_lab.doctor.places import Place, is_direct, lines_here, lines_in, on_stack, place_here
 
@@ -76,6 +77,7 @@ class Attention:
         result, value: The result and the values, if there are such queries.
         overflow: The number of the mask or the scores that is infinite in its dtype.
         repeated: Line that copied keys or values for more heads, and the copy's bytes.
+        head_maps: Key heads of the query heads in these keys and values, None where unknown.
         copied: Line that copied q, k or v to make them contiguous, and the copy's bytes.
         upcast: Line that converted to a wider dtype.
         upcast_bytes: Bytes of q, k and v in the wider dtype.
@@ -111,6 +113,7 @@ class Attention:
     value: Tensor | None = None
     overflow: Overflow | None = None
     repeated: tuple[Place | None, int] | None = None
+    head_maps: list[HeadMap | None] = field(default_factory=list)
     copied: tuple[Place | None, int] | None = None
     upcast: Place | None = None
     upcast_bytes: int = 0
@@ -129,13 +132,14 @@ class Attention:
 
 @dataclass(eq=False)
 class _Tag:
-    """Facts about a storage. ``parts`` are the tags of operands that were made for it."""
+    """Facts about a storage. ``parts`` are tags of operands, ``source`` is the tensor that was repeated."""
 
     made: Place | None
     seconds: float
     parts: tuple[_Tag, ...] = ()
     scores: Attention | None = None
     repeated: tuple[Place | None, int] | None = None
+    source: Tensor | None = None
     copied: tuple[Place | None, int] | None = None
     upcast: Place | None = None
     sources: frozenset[str] = frozenset()
@@ -183,6 +187,28 @@ class _Function(TorchFunctionMode):
             return fn(*args, **kwargs)
         finally:
             self.given = before
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Keep this mode in backward passes, in which checkpoints call torch functions again.
+
+        torch leaves a mode while it handles a function, and it handles ``backward`` so.
+        """
+        autograd: Any = torch.autograd
+        overrides: Any = torch.overrides
+        run = autograd._engine_run_backward
+
+        def run_in_mode(*args: Any, **kwargs: Any) -> Any:
+            if self in overrides._get_current_function_mode_stack():
+                return run(*args, **kwargs)
+            with self:
+                return run(*args, **kwargs)
+
+        autograd._engine_run_backward = run_in_mode
+        try:
+            yield
+        finally:
+            autograd._engine_run_backward = run
 
 
 class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -276,11 +302,14 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tag.upcast = place if 0 < narrow < x.itemsize else same if wide <= x.itemsize else None
         if name in _COPIES and inputs:
             size, source = x.numel() * x.element_size(), inputs[0]
-            tag.repeated = next((t.repeated for t in known if t.repeated), None)
+            before = next((t for t in known if t.repeated), None)
+            tag.repeated, tag.source = (
+                (before.repeated, before.source) if before is not None else (None, None)
+            )
             joins = name in ("cat", "stack")
             twice = joins and len({_storage(y) for y in inputs}) < len(inputs)
             if (not joins and x.numel() >= 2 * max(_distinct(source), 1)) or twice:
-                tag.repeated = (place, size)
+                tag.repeated, tag.source = (place, size), source.detach()
             elif name == "clone" and not source.is_contiguous() and x.is_contiguous() and is_direct():
                 tag.copied = (place, size)
         return tag
@@ -292,7 +321,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tag is None or not whole or x.dim() < 3 or not is_direct():
             return
         if x.numel() >= 2 * max(_distinct(source), 1):
-            tag.repeated = (place, x.numel() * x.element_size())
+            tag.repeated, tag.source = (place, x.numel() * x.element_size()), source.detach()
         elif x.shape == source.shape and not source.is_contiguous():
             tag.copied = (place, x.numel() * x.element_size())
 
@@ -336,6 +365,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tag = self._tags.get(_storage(x))
             if tag is not None:
                 call.repeated = call.repeated or tag.repeated
+                if tag.repeated is not None and tag.source is not None:
+                    call.head_maps.append(head_map(x.detach(), tag.source, self.batch))
                 call.copied = call.copied or tag.copied
                 call.upcast = call.upcast or tag.upcast
                 call.upcast_bytes += x.numel() * x.element_size() if tag.upcast else 0
@@ -522,6 +553,7 @@ def watching(batch: int = 1, named: Mapping[str, Tensor] | None = None) -> Itera
         torch.compiler.set_stance("force_eager"),
         # Needed to find the forward line of each operator of the backward pass.
         torch.autograd.set_detect_anomaly(True, check_nan=False),
+        watcher.function.in_backward(),
         watcher.function,
         watcher,
     ):

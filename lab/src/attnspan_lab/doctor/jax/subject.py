@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from attnspan.errors import expect
+from attnspan_lab.doctor.unfit import require
 
 __all__ = ["MOST_BATCHES", "JaxSubject", "Traced", "floats", "is_jax", "jax_subject"]
 
@@ -276,17 +276,17 @@ def jax_subject(made: Any, what: str) -> JaxSubject:
         options = rest[0] if rest else {}
         known = isinstance(options, Mapping) and set(options) <= set(_OPTIONS)
         wanted = f"options, a dict with some of {', '.join(_OPTIONS)}"
-        expect(known, what, wanted, str(options)[:80], "Use only these keys")
+        require(known, what, wanted, str(options)[:80], "Use only these keys")
         made = JaxSubject(fn, batches, **options)
     batches, wanted = made.batches, "an iterable of batches: dicts of arguments, tuples, or arrays"
     single = isinstance(batches, (jax.Array, np.ndarray, Mapping, str))
     iterable = isinstance(batches, Iterable) and not single
-    expect(iterable, what, wanted, type(batches).__name__, "Return a list of batches, or a generator")
+    require(iterable, what, wanted, type(batches).__name__, "Return a list of batches, or a generator")
     taken, remedy = list(islice(batches, MOST_BATCHES)), "Yield at least one batch"
-    expect(taken, what, wanted, "no batch", f"{remedy}. Batches of other shapes show recompilations")
+    require(taken, what, wanted, "no batch", f"{remedy}. Batches of other shapes show recompilations")
     foreign = any(type(x).__module__.partition(".")[0] == "torch" for x in jax.tree.leaves(taken))
     wanted, remedy = "a torch.nn.Module first, or a function and arrays", "Use arrays of JAX or NumPy"
-    expect(not foreign, what, wanted, "a function and tensors", remedy)
+    require(not foreign, what, wanted, "a function and tensors", remedy)
     return _with_module(replace(made, batches=taken))
 
 
