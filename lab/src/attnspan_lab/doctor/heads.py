@@ -1,4 +1,4 @@
-"""Which key head each query head uses, after keys were copied for query heads that share them."""
+"""Order of key heads that a copy gives to the query heads that share them."""
 
 from __future__ import annotations
 

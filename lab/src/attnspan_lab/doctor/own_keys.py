@@ -1,4 +1,4 @@
-"""Keys of an attention call that come from the batch's own tokens, beside keys of a cache."""
+"""Keys of an attention call that come from the batch's own tokens, next to keys of a cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why valid tokens see padding: no mask, an inverted mask, or a mask of 0 and 1 that changes scores."""
+"""Causes of visible padding: no mask, an inverted mask, or a mask of 0 and 1 that is added to scores."""
 
 from __future__ import annotations
 

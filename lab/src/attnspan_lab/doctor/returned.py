@@ -1,4 +1,4 @@
-"""What an attention call returned for queries that see no key, measured."""
+"""Results of an attention call for queries that see no key, measured."""
 
 from __future__ import annotations
 
