@@ -143,11 +143,11 @@ def found_by_processes(monkeypatch):
 def test_a_crash_or_a_hang_costs_one_cell():
     chosen = [BY_NAME["crashing"], BY_NAME["hanging"]]
     settings = dataclasses.replace(QUICK, layouts=("packed", "padded"), modes=("eager",))
-    found = run_zoo(chosen, settings, jobs=2, limit=5, sources=SOURCES)
+    found = run_zoo(chosen, settings, jobs=2, limit=12, sources=SOURCES)
     assert found.complete
     rows = {row.name: row for row in found.rows}
     assert complaints(rows["crashing"]) == ["eager padded: crash: the process ended with signal SIGABRT"]
-    assert complaints(rows["hanging"]) == ["eager packed: time: not finished after 5 s"]
+    assert complaints(rows["hanging"]) == ["eager packed: time: not finished after 12 s"]
     for row in rows.values():
         assert len(row.cells) == 10
         assert sum(x.failed is None for x in row.cells) == 9
