@@ -342,7 +342,7 @@ class _Visible:
             for mask in dict.fromkeys(x.mask[1] if x.mask else None for x in own):
                 places = at(place, fault.place if fault is not None else None, mask)
                 yield Finding(kind, said, places, (most, changed), cause, remedy, tried)
-        # An earlier finding names queries whose only numbers are those of hidden keys.
+        # An earlier finding names the queries that see only hidden keys.
         if not guilty and not any({MEAN, UNMASKED, OTHER} & set(returned(x, x.hidden)) for x in self.calls):
             what, cause = what.replace(" here", ""), "Another part of the model mixes tokens"
             if self.unread:

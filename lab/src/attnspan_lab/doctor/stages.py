@@ -91,7 +91,7 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
 
 
 def _sites(calls: list[Attention]) -> list[list[str]]:
-    """Count the kernels that ran at each line, those of recomputations apart."""
+    """Count the kernels that ran at each line. Recomputations have lines of their own."""
 
     def name(x: Attention) -> str:
         again = ", in the backward pass" if x.recomputed else ""

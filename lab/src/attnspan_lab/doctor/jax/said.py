@@ -16,6 +16,6 @@ _TEXTS = tomllib.loads((Path(__file__).parent / "texts.toml").read_text(encoding
 
 
 def finding(kind: str, what: str, places: Iterable[Place | None] = (), **more: Any) -> Finding:
-    """Make a finding. Cause and remedy are those of the kind for JAX, if they are not given."""
+    """Make a finding. Default: the cause and the remedy that the kind has for JAX."""
     told = _TEXTS.get(kind, {}) | {k: v for k, v in more.items() if v}
     return Finding(kind, what, tuple(dict.fromkeys(x for x in places if x is not None)), **told)

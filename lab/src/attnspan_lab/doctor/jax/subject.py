@@ -200,7 +200,7 @@ class Traced:
     """The jaxpr of a step, and its arguments.
 
     Attributes:
-        closed: The jaxpr. Its arguments are the leaves of the variables, then those of the batch.
+        closed: The jaxpr. Its arguments are the leaves of the variables, then the leaves of the batch.
         leaves: The arguments.
         variables: Number of leaves of the variables.
         names: Names of the batch's leaves.

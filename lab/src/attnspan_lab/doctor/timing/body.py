@@ -39,7 +39,6 @@ class Body:
         variables: Local variables after the last run.
         namespace: Global variables.
         file: File of the statements, for tracebacks.
-        wraps: Whether the readings stand in a loop themselves, so that each turn is one sample.
     """
 
     place: Place
@@ -276,7 +275,7 @@ def _between(block: Sequence[ast.stmt], start: Spot, stop: Spot) -> list[ast.stm
     for inner in _blocks(node):
         if found := _between(inner, start, stop):
             return found
-        # One reading a turn: the time between two turns is that of the other statements of the loop.
+        # With one reading in each turn, a sample is the time of the loop's other statements.
         if isinstance(node, ast.For | ast.While) and start.at == stop.at:
             return [x for x in node.body if not x.lineno <= start.line <= (x.end_lineno or x.lineno)]
     return []

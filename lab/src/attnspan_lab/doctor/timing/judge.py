@@ -37,7 +37,7 @@ class Timed:
         body: Timed statements, or None if they were not found.
         again: Times of the same statements, measured again, or None.
         why_not: Reason why they were not measured again.
-        printed: Statistics of the samples that the script printed, by name.
+        printed: Names of the statistics of the samples that the script printed.
         compiles_again: Share of the trials' time that is compilation.
         follows_queued: Whether the region before stopped its clock while its work still ran.
     """

@@ -1,4 +1,4 @@
-"""Work of a compiled function whose results nobody gets. Compilers delete such work."""
+"""Work that a compiler leaves out: its results are not returned, or they are constants."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LEAST = 0.05  # Smallest share of deleted work that counts.
 def unused(body: Body) -> Iterator[tuple[str, float, bool]]:
     """Yield compiled functions that a region calls and whose work the compiler leaves out.
 
-    Each comes with the share of its products, and whether they are constants. Else nobody gets their results.
+    Each comes with the share of its products, and whether these are constants or not returned.
     """
     for function, arguments, options in body.calls():
         name = getattr(function, "__name__", type(function).__name__)
