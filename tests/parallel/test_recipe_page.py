@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from worlds import error, mesh, ranks, world
 
-from attnspan import causal, documents, segments
+from attnspan import causal, segments
 from attnspan.parallel import Layout
 from attnspan.parallel.torch.loss import next_token_targets, sum_gradients
-from attnspan.torch import attention
 
 PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "packed-ranks.md").read_text(encoding="utf-8")
 *RECIPE, START = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -50,13 +49,36 @@ def script(tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_the_recipe_gives_the_numbers_of_one_rank(script: Path) -> None:
     assert RECIPE[0].startswith("# recipe.py: torchrun --nproc-per-node 2 recipe.py\n")
-    (one,), *others = (world(ranks).run(recipe, script) for ranks in (1, 2, 3))
-    for ranks in others:
-        for found in ranks:
+    (one,), *others = (world(count).run(recipe, script) for count in (1, 2, 3))
+    for results in others:
+        for found in results:
             for kind, values in one.items():
                 np.testing.assert_allclose(found[kind], values, atol=2e-4, err_msg=kind)
     assert one["loss"][-1] < one["loss"][0] / 20
     assert one["sample"] == [8, 9, 10, 11, 12, 13, 14, 15]
+
+
+@torch.no_grad()
+def sampled(script: Path) -> tuple[list[int], list[int]]:
+    """Tokens of a random model: as the recipe samples them, and with whole sequences on one rank."""
+    names = runpy.run_path(str(script))
+    torch.manual_seed(0)
+    model = names["Model"]()
+    for layer in model.layers:
+        layer.out.weight.mul_(10)  # so that the tokens depend on all keys
+    prompt = torch.randint(32, (25,)).tolist()  # longer than the window
+    found, tokens = names["sample"](model, prompt, 10, mesh(dist.get_world_size())), prompt
+    for _ in range(10):
+        index = torch.arange(len(tokens))[None]
+        rows = {"tokens": torch.tensor([tokens]), "positions": index, "q_index": index}
+        tokens = [*tokens, int(model(rows, names["MASKS"])[0, -1].argmax())]
+    return found, tokens[25:]
+
+
+def test_the_recipe_samples_the_tokens_of_whole_sequences(script: Path) -> None:
+    for found, wanted in world(2).run(sampled, script):
+        assert found == wanted
+        assert len(set(wanted)) > 1
 
 
 def test_padded_documents_of_megatron_become_the_entries_of_the_recipe(script: Path) -> None:
@@ -97,18 +119,6 @@ def test_a_convolution_between_gather_and_shard_has_the_gradients_of_one_rank() 
     ((layout.shard(mix(hidden), rank) * valid) ** 3).sum().backward()
     sum_gradients(parameters, mesh(3))
     assert max(error(p.grad, right) for p, right in zip(parameters, wanted, strict=True)) < 1e-6
-
-
-@ranks(2)
-def test_packed_tensors_without_a_batch_are_sharded_along_their_first_dim() -> None:
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(23, heads, 16, generator=generator) for heads in (4, 2, 2))
-    mask = causal() & documents([0, 5, 11, 23])
-    layout = Layout.of(mask, q_len=23, ranks=2)
-    rows = layout.shard({"q": q, "k": k, "v": v}, dist.get_rank(), dim=0)
-    plan = layout.plan(heads=(4, 2), strategy="exchange").on(mesh(2), rows=rows)
-    out = attention(rows["q"], rows["k"], rows["v"], mask=plan, layout="thd", q_index=rows["q_index"])
-    assert error(layout.gather(out, mesh(2), dim=0), attention(q, k, v, mask=mask, layout="thd")) < 1e-6
 
 
 def test_labels_are_shifted_once_more_for_each_further_head() -> None:

@@ -158,9 +158,7 @@ def next_token_targets(tokens: Any, ids: Any = None, *, ignore_index: int = -100
     return targets
 
 
-def document_weights(
-    targets: Any, ids: Any = None, *, power: float = 1.0, ignore_index: int = -100
-) -> Any:
+def document_weights(targets: Any, ids: Any = None, *, power: float = 1.0, ignore_index: int = -100) -> Any:
     """Weigh targets so that each document counts the same. Call it before sharding, with whole documents.
 
     Shard the weights with the targets. The mean over documents of their mean losses is then ::
@@ -172,8 +170,8 @@ def document_weights(
         targets: Targets of whole sequences, (..., S), a tensor or a NumPy array of integers.
         ids: Segment id of each token, (..., S). Tokens of a sequence with one id are a document, and negative
             ids are padding. None if each sequence is one document.
-        power: A target of a document with n targets weighs ``n ** -power``. 1 for equal documents, 0 for equal
-            tokens. 0.5 is between them.
+        power: A target of a document with n targets weighs ``n ** -power``. 1 is for equal documents, 0 for
+            equal tokens, and 0.5 is between them.
         ignore_index: Target without loss. Its weight is 0.
 
     Returns:
