@@ -86,6 +86,22 @@ def test_a_new_mask_and_plan_at_each_step_is_no_recompilation(strategy: str) -> 
         assert len(received) > 1, "other numbers of rows each time"
 
 
+@pytest.mark.slow
+@ranks(2)
+def test_a_second_length_recompiles_and_further_lengths_do_not() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled, found = torch.compile(attend, fullgraph=True, backend=counter), []
+    for length in (101, 64, 33, 101, 210, 57, 13, 5):
+        case = Case(length=length, strategy="exchange", return_lse=False)
+        placed = place(case)
+        gradients(compiled, case, placed)
+        found.append(counter.frame_count)
+        if length in (33, 5):
+            assert_as_eager(compiled, case, placed)
+    assert found == [1] + 7 * [2]
+
+
 class Layer(nn.Module):
     """Attention between two projections, recomputed in backward as ``keep`` says."""
 

@@ -153,8 +153,12 @@ def test_a_batch_is_sharded_by_name() -> None:
         "label_mask": torch.ones(1, 3, dtype=torch.bool),
         "target_weights": np.ones((1, 3), np.float32),
         "labels": torch.ones(1, 3, dtype=torch.int8),
+        # Routers of experts would count padding if its mask said that it is a token.
+        "padding_mask": torch.zeros(1, 3, dtype=torch.bool),
+        "attention_mask": torch.ones(1, 3, dtype=torch.bool),
     }
-    assert [x[0, 1].item() for x in SMALL.shard(batch, 1).values()] == [False, 0.0, -100, -1]
+    assert [x[0, 1].item() for x in SMALL.shard(batch, 1).values()] == [False, 0.0, -100, True, False, -1]
+    assert SMALL.shard(batch, 1, fill={"padding_mask": False})["padding_mask"].tolist() == [[False, False]]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ from torch.nn import functional
 from worlds import mesh, ranks
 
 from attnspan.errors import DtypeError, OptionError
+from attnspan.parallel import Layout
 from attnspan.parallel.torch.loss import (
+    document_weights,
     global_token_count,
     next_token_targets,
     sum_gradients,
@@ -131,6 +133,59 @@ def test_targets_stay_within_their_segment(convert: Any) -> None:
     assert next_token_targets(convert(tokens), convert(ids)).tolist() == expected
     assert tokens.tolist() == np.arange(12).reshape(2, 6).tolist(), "left as they are"
     assert next_token_targets(convert(tokens), ignore_index=-1)[0].tolist() == [1, 2, 3, 4, 5, -1]
+
+
+@pytest.mark.parametrize("ids", [None, "packed"])
+@pytest.mark.parametrize("method", ["balanced", "contiguous"])
+@ranks(3)
+def test_each_document_counts_the_same_wherever_its_tokens_are(method: Any, ids: str | None) -> None:
+    generator = torch.Generator().manual_seed(4)
+    tokens, targets = (torch.randint(size, (2, 23), generator=generator) for size in (7, 5))
+    targets[:, ::4] = -100
+    # The same ids in both sequences. Document 2 has no target, and document 5 is in two pieces.
+    names = torch.tensor([[5] * 3 + [2] * 2 + [7] * 9 + [5] * 8 + [-1], [5] * 19 + [-1] * 4])
+    targets[names == 2] = -100
+    documents = names if ids else torch.zeros_like(names)
+    model, whole = model_of(), model_of()
+    losses = functional.cross_entropy(whole(tokens).flatten(0, 1), targets.flatten(), reduction="none")
+    known = (targets >= 0) & (documents >= 0)
+    groups = [(b, i) for b in range(2) for i in set(documents[b][known[b]].tolist())]
+    means = [losses.view(2, 23)[b][known[b] & (documents[b] == i)].mean() for b, i in groups]
+    wanted = sum(means) / len(means)
+    wanted.backward()
+
+    layout = Layout.of(q_len=23, ranks=3, method=method, rows_per_chunk=2)
+    weights = document_weights(targets, documents if ids else None)
+    rows = layout.shard({"tokens": tokens, "targets": targets, "weights": weights}, dist.get_rank())
+    count = sum_over(rows["weights"].sum(), mesh(3))
+    assert float(count) == pytest.approx(2 if ids is None else 3)
+    logits = model(rows["tokens"]).flatten(0, 1)
+    mine = functional.cross_entropy(logits, rows["targets"].flatten(), reduction="none")
+    part = token_mean((rows["weights"].flatten() * mine).sum(), count)
+    part.backward()
+    sum_gradients(model.parameters(), mesh(3))
+    assert float(sum_over(part, mesh(3))) == pytest.approx(wanted.item(), rel=1e-6)
+    for got, right in zip(model.parameters(), whole.parameters(), strict=True):
+        assert (got.grad - right.grad).norm() <= 1e-6 * right.grad.norm()
+
+
+@pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy])
+def test_weights_of_documents(convert: Any) -> None:
+    targets = convert(np.array([[1, 2, 3, 4, -100, 6], [-100, 1, 7, 7, 7, 7]]))
+    ids = convert(np.array([[0, 0, 0, 0, 1, 1], [0, 0, -1, -1, -1, -1]], np.int32))
+    found = document_weights(targets, ids)
+    assert type(found) is type(targets)
+    assert str(found.dtype).endswith("float32")
+    assert found.tolist() == [[0.25] * 4 + [0, 1], [0, 1, 0, 0, 0, 0]]
+    assert document_weights(targets[0], ids[0], power=0.5).tolist() == [0.5] * 4 + [0, 1]
+    assert document_weights(targets, power=0).tolist() == [[1] * 4 + [0, 1], [0] + [1] * 5]
+    np.testing.assert_allclose(document_weights(targets), [[0.2] * 4 + [0, 0.2], [0] + [0.2] * 5])
+    assert document_weights(targets[:, :0], ids[:, :0]).shape == (2, 0)
+    with pytest.raises(OptionError, match=r"ids: expected one for each token, \(2, 6\), got \(6,\)"):
+        document_weights(targets, ids[0])
+    for power in (-1, float("nan"), "1"):
+        with pytest.raises(OptionError, match="power: expected a number of at least 0, got "):
+            document_weights(targets, ids, power=power)
 
 
 def test_ids_and_tokens_that_do_not_fit_are_refused() -> None:

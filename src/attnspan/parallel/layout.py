@@ -271,7 +271,8 @@ class Layout:
             dim: Dimension of the rows.
             fill: Value of padding, default 0. For a mapping: one number for all entries, or a mapping from
                 names to numbers. Its default for integers is -1 for the names "ids" and "segment_ids", -100
-                for names that contain "label" or "target", and 0 for others.
+                for names that contain "label" or "target", and 0 for others. Its default for bools is True
+                for names that contain "padding_mask", else False.
 
         Returns:
             A copy with n rows along `dim`. A mapping becomes `Rows`, which also holds "q_index".

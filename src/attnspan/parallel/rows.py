@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from attnspan.base.arrays import Array, arrays_for, is_array, is_integer, kind_of
+from attnspan.base.arrays import Array, arrays_for, is_array, is_bool, is_integer, kind_of
 from attnspan.base.checks import count
 from attnspan.errors import DtypeError, ShapeError, expect
 
@@ -161,7 +161,7 @@ def check_options(given: Any, where: str) -> None:
 
 
 def fill_of(name: Any, fill: Any, x: Array) -> Any:
-    """Value of an entry's padding rows. Only integers get -1 or -100: other dtypes have no such value.
+    """Value of an entry's padding rows. Only integers get -1 or -100, and only masks of padding get True.
 
     Raises:
         OptionError: `x` cannot hold the value.
@@ -170,7 +170,8 @@ def fill_of(name: Any, fill: Any, x: Array) -> Any:
     given = fill.get(name) if isinstance(fill, Mapping) else fill
     if given is None:
         ignored = "label" in str(name) or "target" in str(name)
-        given = 0 if not marks else _FILLS.get(name, -100 if ignored else 0)
+        padded = is_array(x) and is_bool(x) and "padding_mask" in str(name)
+        given = _FILLS.get(name, -100 if ignored else 0) if marks else int(padded)
     if marks:
         kind = kind_of(x).removeprefix("torch.")
         fits = isinstance(given, (int, np.integer)) and np.iinfo(kind).min <= given <= np.iinfo(kind).max

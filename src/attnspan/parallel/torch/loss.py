@@ -8,11 +8,14 @@ different numbers of targets. Gradients of replicated parameters are therefore s
     count = global_token_count(targets, mesh)                     # targets of all ranks
     token_mean(total, count).backward()
     sum_gradients(model.parameters(), mesh)                       # not with FSDP2, see sum_gradients
+
+`document_weights` makes each document count the same, instead of each token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from attnspan.base.arrays import arrays_for
 from attnspan.base.plain import check_plain
 from attnspan.errors import DtypeError, expect
 
@@ -29,6 +33,7 @@ from .agreement import agreement_of
 
 __all__ = [
     "RankGroups",
+    "document_weights",
     "global_token_count",
     "next_token_targets",
     "sum_gradients",
@@ -143,9 +148,7 @@ def next_token_targets(tokens: Any, ids: Any = None, *, ignore_index: int = -100
     signed = np.dtype(str(tokens.dtype).removeprefix("torch.")).kind == "i"
     remedy = "Convert them, for ignore_index is negative"
     expect(signed, "tokens", "signed integers", str(tokens.dtype), remedy, error=DtypeError)
-    if ids is not None:
-        wanted, remedy = tuple(tokens.shape), "Pass the segment ids of these very tokens"
-        expect(tuple(ids.shape) == wanted, "ids", "one for each token, {}", tuple(ids.shape), remedy, wanted)
+    _check_ids(tokens, ids)
     # Copies and assignments work alike for tensors and NumPy arrays.
     targets = tokens.clone() if isinstance(tokens, Tensor) else tokens.copy()
     targets[..., :-1] = tokens[..., 1:]
@@ -153,6 +156,55 @@ def next_token_targets(tokens: Any, ids: Any = None, *, ignore_index: int = -100
     if ids is not None:
         targets[..., :-1][(ids[..., 1:] != ids[..., :-1]) | (ids[..., :-1] < 0)] = ignore_index
     return targets
+
+
+def document_weights(targets: Any, ids: Any = None, *, power: float = 1.0, ignore_index: int = -100) -> Any:
+    """Weigh targets so that each document counts the same. Call it before sharding, with whole documents.
+
+    Shard the weights with the targets. The mean over documents of their mean losses is then ::
+
+        total = (weights * cross_entropy(logits, targets, reduction="none")).sum()
+        loss = token_mean(total, sum_over(weights.sum(), mesh))
+
+    Args:
+        targets: Targets of whole sequences, (..., S), a tensor or a NumPy array of integers.
+        ids: Segment id of each token, (..., S). Tokens of a sequence with one id are a document, and negative
+            ids are padding. None if each sequence is one document.
+        power: A target of a document with n targets weighs ``n ** -power``. 1 is for equal documents, 0 for
+            equal tokens, and 0.5 is between them.
+        ignore_index: Target without loss. Its weight is 0.
+
+    Returns:
+        float32 weights, like ``targets``. With power 1 they add up to the number of documents with loss.
+
+    Raises:
+        OptionError: ``ids`` have another shape than ``targets``, or ``power`` is negative or no number.
+
+    Example:
+        >>> targets, ids = torch.tensor([6, 7, -100, 9, -100]), torch.tensor([0, 0, 0, 1, 1])
+        >>> document_weights(targets, ids).tolist()
+        [0.5, 0.5, 0.0, 1.0, 0.0]
+    """
+    check_plain("targets", targets)
+    check_plain("ids", ids)
+    _check_ids(targets, ids)
+    fits = isinstance(power, Real) and not isinstance(power, bool) and 0 <= power < float("inf")
+    expect(fits, "power", "a number of at least 0", repr(power), "Pass 1 for equal documents")
+    known = arrays_for([targets]).to_numpy(targets) != ignore_index
+    documents = np.zeros(known.shape, np.int64) if ids is None else arrays_for([ids]).to_numpy(ids)
+    known &= documents >= 0
+    names, number = np.unique(documents, return_inverse=True)
+    sequence = np.arange(known.size) // max(known.shape[-1], 1)  # Sequences may use the same ids.
+    number = number.reshape(-1) + sequence * len(names)
+    count = np.bincount(number, known.reshape(-1))[number].reshape(known.shape)
+    weights = np.where(known, np.maximum(count, 1) ** -float(power), 0).astype(np.float32)
+    return torch.from_numpy(weights).to(targets.device) if isinstance(targets, Tensor) else weights
+
+
+def _check_ids(tokens: Any, ids: Any) -> None:
+    if ids is not None:
+        wanted, remedy = tuple(tokens.shape), "Pass the segment ids of these very tokens"
+        expect(tuple(ids.shape) == wanted, "ids", "one for each token, {}", tuple(ids.shape), remedy, wanted)
 
 
 def sum_gradients(
