@@ -135,6 +135,7 @@ class Plan:
         strategy: Strategy of the ranks.
         sizes: Sizes of a call.
         choice: Strategies that "auto" compared. None if you named the strategy.
+        shifts: Shifts of a plan of `Layout.plan_roll`. Empty for attention.
 
     Example:
         >>> from attnspan import causal
@@ -150,9 +151,12 @@ class Plan:
     strategy: Strategy
     sizes: Sizes
     choice: StrategyChoice | None = field(default=None, repr=False)
+    shifts: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         sizes = f"q_len={self.layout.q_len}, k_len={self.k_len}, heads={self.sizes.heads}"
+        if self.shifts:
+            return f"Plan(roll by {self.shifts} on {self.strategy.ranks} ranks, q_len={self.layout.q_len})"
         return f"Plan({self.strategy.name} on {self.strategy.ranks} ranks, {sizes})"
 
     def with_strategy(self, strategy: Strategy, choice: StrategyChoice | None = None) -> Plan:
@@ -285,6 +289,7 @@ class Plan:
             facts=self.facts,
             data=data,
             numbers=numbers,
+            shifts=self.shifts,
         )
         return self._parts[rank]
 
