@@ -9,7 +9,7 @@ pytest.importorskip("jax")
 import jax
 import numpy as np
 from jax import numpy as jnp
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from virtual_devices import on_devices
 
 from attnspan import causal, segments
@@ -22,12 +22,16 @@ LENGTH, BATCH = 37, 2
 
 def ids_of(salt: int = 0) -> np.ndarray:
     random = np.random.default_rng(salt)
-    return np.stack([np.repeat(np.arange(LENGTH), random.integers(1, 12, LENGTH))[:LENGTH] for _ in range(BATCH)])
+    return np.stack(
+        [np.repeat(np.arange(LENGTH), random.integers(1, 12, LENGTH))[:LENGTH] for _ in range(BATCH)]
+    )
 
 
 def mesh_of(sequence: int, data: int = 1, kind: AxisType = AxisType.Auto) -> Any:
     devices = jax.devices()[: sequence * data]
-    return jax.make_mesh((data, 1, sequence), ("data", "model", "context"), axis_types=(kind,) * 3, devices=devices)
+    return jax.make_mesh(
+        (data, 1, sequence), ("data", "model", "context"), axis_types=(kind,) * 3, devices=devices
+    )
 
 
 AXES = {"sequence": "context", "batch": "data", "heads": "model"}
@@ -52,35 +56,39 @@ def wanted_of(x: Any, shift: int, ids: Any, fill: Any) -> Any:
     return jnp.where(seen.reshape(*seen.shape, *[1] * (x.ndim - 2)), x[:, source], jnp.asarray(fill, x.dtype))
 
 
+#: Layout, shifts and whether rows stay inside their documents.
+CASES = [("contiguous", (-1,), True), ("zigzag", (5, -2), False), ("documents", (-1, -2), True)]
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @on_devices
 def test_a_roll_is_that_of_the_whole(ranks: int) -> None:
     mesh, random = mesh_of(ranks), np.random.default_rng(0)
-    for name, layout in layouts(ranks).items():
-        for shifts in ((-1,), (5, -2)):
-            for ids in (None, ids_of()):
-                x = random.standard_normal((BATCH, LENGTH, 3), np.float32)
-                labels = random.integers(0, 9, (BATCH, LENGTH))
-                dout = random.standard_normal((len(shifts), *x.shape), np.float32)
-                placing = layout.on(mesh, **AXES)
-                rows = placing.shard({"x": x, "labels": labels})
-                plan = layout.plan_roll(shifts, within=ids).on(mesh, rows=rows, **AXES)
+    for name, shifts, inside in CASES:
+        layout, ids = layouts(ranks)[name], ids_of() if inside else None
+        x = random.standard_normal((BATCH, LENGTH, 3), np.float32)
+        labels = random.integers(0, 9, (BATCH, LENGTH))
+        dout = random.standard_normal((len(shifts), *x.shape), np.float32)
+        placing = layout.on(mesh, **AXES)
+        rows = placing.shard({"x": x, "labels": labels})
+        plan = layout.plan_roll(shifts, within=ids).on(mesh, rows=rows, **AXES)
 
-                @jax.jit
-                def run(plan: Any, rows: Any, dout: Any, shifts: Any = shifts) -> Any:
-                    out, pull = jax.vjp(lambda x: roll(x, shifts, plan), rows["x"])
-                    return out, pull(tuple(dout)), roll(rows["labels"], shifts, plan, fill=-100)
+        @jax.jit
+        def run(plan: Any, rows: Any, dout: Any, shifts: Any = shifts) -> Any:
+            out, pull = jax.vjp(lambda hidden: roll(hidden, shifts, plan), rows["x"])
+            return out, pull(tuple(dout)), roll(rows["labels"], shifts, plan, fill=-100)
 
-                out, (grad,), targets = run(plan, dict(rows), [placing.shard(d) for d in dout])
-                want, pull = jax.vjp(lambda x, ids=ids: [wanted_of(x, s, ids, 0) for s in shifts], jnp.asarray(x))
-                for at, shift in enumerate(shifts):
-                    what = name, shifts, ids is None
-                    np.testing.assert_array_equal(plan.unshard(out[at]), want[at], str(what))
-                    np.testing.assert_array_equal(
-                        plan.unshard(targets[at]), wanted_of(jnp.asarray(labels), shift, ids, -100), str(what)
-                    )
-                    assert (np.asarray(targets[at])[~np.broadcast_to(plan.valid, targets[at].shape)] == -100).all()
-                np.testing.assert_allclose(plan.unshard(grad), pull(list(dout))[0], atol=1e-6)
+        out, (grad,), targets = run(plan, dict(rows), [placing.shard(d) for d in dout])
+        want, pull = jax.vjp(
+            lambda y, ids=ids, by=shifts: [wanted_of(y, s, ids, 0) for s in by], jnp.asarray(x)
+        )
+        for at, shift in enumerate(shifts):
+            np.testing.assert_array_equal(plan.unshard(out[at]), want[at], name)
+            whole = wanted_of(jnp.asarray(labels), shift, ids, -100)
+            np.testing.assert_array_equal(plan.unshard(targets[at]), whole, name)
+            padding = ~np.broadcast_to(plan.valid, targets[at].shape)
+            assert (np.asarray(targets[at])[padding] == -100).all()
+        np.testing.assert_allclose(plan.unshard(grad), pull(list(dout))[0], atol=1e-6)
 
 
 @on_devices
@@ -90,9 +98,16 @@ def test_meshes_of_two_axes_dtypes_and_dimensions() -> None:
         placing = layout.on(mesh, sequence="context", batch="data")
         for dtype in ("float32", "bfloat16", "int32", "bool"):
             x = jnp.asarray(np.random.default_rng(1).integers(0, 9, (BATCH, 2, LENGTH, 3))).astype(dtype)
-            got = roll(placing.shard(x, axis=2), -1, layout, mesh=mesh, dim=2, sequence="context", batch="data")
+            got = roll(
+                placing.shard(x, axis=2), -1, layout, mesh=mesh, dim=2, sequence="context", batch="data"
+            )
             assert got.dtype == x.dtype
             np.testing.assert_array_equal(placing.unshard(got, axis=2), jnp.roll(x, -1, 2))
+    # An axis of the heads splits no roll.
+    heads = jax.make_mesh((2, 2), ("model", "context"), axis_types=(AxisType.Auto,) * 2)
+    placed = layout.plan_roll(-1).on(heads, rows="unchecked", sequence="context", heads="model")
+    x = np.arange(BATCH * LENGTH).reshape(BATCH, LENGTH)
+    np.testing.assert_array_equal(placed.unshard(roll(placed.shard(x), -1, placed)), np.roll(x, -1, 1))
     one = mesh_of(3)
     line = layouts(3)["zigzag"].on(one, sequence="context").shard(np.arange(LENGTH), axis=0, batch_axis=None)
     got = roll(line, 1, layouts(3)["zigzag"], mesh=one, dim=0, sequence="context")
@@ -102,15 +117,16 @@ def test_meshes_of_two_axes_dtypes_and_dimensions() -> None:
 
 @on_devices
 def test_one_collective_and_no_recompilation_for_another_plan() -> None:
-    mesh, sizes, before, traces = mesh_of(4), set(), None, []
+    mesh, sizes, before = mesh_of(4), set(), None
 
     @jax.jit
     def run(plan: Any, x: Any) -> Any:
-        traces.append(1)
         return roll(x, (-1, -2), plan)
 
     for seed in range(5):
-        layout = Layout.of(causal() & segments(ids_of(seed)), q_len=LENGTH, ranks=4, batch=BATCH, rows_per_chunk=2)
+        layout = Layout.of(
+            causal() & segments(ids_of(seed)), q_len=LENGTH, ranks=4, batch=BATCH, rows_per_chunk=2
+        )
         plan = layout.plan_roll((-1, -2), within=ids_of(seed))
         before = placed = plan.on(mesh, rows="unchecked", like=before, **AXES)
         x = placed.shard(np.ones((BATCH, LENGTH, 8), np.float32))
@@ -119,7 +135,6 @@ def test_one_collective_and_no_recompilation_for_another_plan() -> None:
         run(placed, x)
         sizes.add(int(plan.traffic().counts.sum()))
     assert len(sizes) > 1
-    assert len(set(map(str, traces))) == 1
     assert run._cache_size() <= 3
 
 
@@ -152,6 +167,13 @@ def test_each_mistake_is_explained_in_jax() -> None:
             x, -1, layout.plan(causal(), heads=(1, 1)).on(mesh, rows="unchecked", **AXES)
         ),
         "fill of roll: x: expected a value of int32": lambda: roll(x.astype(jnp.int32), -1, plan, fill=0.5),
+        "sharding of roll: x: expected head_dim whole": lambda: roll(
+            jax.device_put(
+                jnp.zeros((BATCH, n, 2)), NamedSharding(mesh, PartitionSpec(None, None, "context"))
+            ),
+            -1,
+            plan,
+        ),
         "expected a plan for attention, got a plan of a roll": lambda: attention(q, q, q, mask=plan),
     }
     for text, call in calls.items():

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from worlds import mesh, named, raising, ranks
 
 from attnspan import causal, segments
-from attnspan.errors import DeviceError, DtypeError, OptionError, ShapeError
+from attnspan.errors import OptionError
 from attnspan.parallel import Layout, roll
 from attnspan.parallel.torch import comm
 from attnspan.parallel.torch.comm import counted_bytes
@@ -256,6 +256,8 @@ def test_a_plan_is_remembered_by_its_ids_and_can_be_pickled() -> None:
     assert repr(plan) == "Plan(roll by (-1,) on 2 ranks, q_len=37)"
     ids[0, 5] += 100
     assert layout.plan_roll(-1, within=ids) is not plan
+    with pytest.raises(OptionError, match=r"Plan.cost: expected a plan for attention, got a plan of a roll"):
+        plan.cost()
     for one in (plan, plan.local(1)):
         assert pickle.loads(pickle.dumps(one)).shifts == (-1,)
 
@@ -269,7 +271,9 @@ def test_plans_of_a_loader_and_meshes_of_two_dimensions() -> None:
         plan = pickle.loads(pickle.dumps(layout.plan_roll(-1).local(rank))).on(where, rows=rows)
         assert torch.equal(roll(rows["x"], -1, plan), layout.shard(x.roll(-1, 1), rank))
         assert torch.equal(roll(rows["x"], -1, layout, mesh=where), layout.shard(x.roll(-1, 1), rank))
-    assert repr(plan) == "MeshPlan(roll by (-1,) on 2 ranks, q_len=37, k_len=37, heads=(1, 1), rows_per_rank=20)"
+    assert (
+        repr(plan) == "MeshPlan(roll by (-1,) on 2 ranks, q_len=37, k_len=37, heads=(1, 1), rows_per_rank=20)"
+    )
 
 
 @ranks(2)
@@ -299,15 +303,19 @@ def test_each_mistake_is_explained() -> None:
         "DtypeError: roll: shifts: expected an int, got Tensor": lambda: roll(x, torch.tensor(1), plan),
         "DtypeError: roll: shifts: expected an int, got bool": lambda: layout.plan_roll(True),
         "OptionError: roll: shifts: expected at least one shift, got none": lambda: roll(x, (), plan),
-        r"OptionError: roll: plan: expected a plan for shifts \(2,\), got one for shifts \(-1,\)": lambda: roll(
-            x, 2, plan
+        r"OptionError: roll: plan: expected a plan for shifts \(2,\), got one for shifts \(-1,\)": lambda: (
+            roll(x, 2, plan)
         ),
         "OptionError: roll: plan: .* got a MeshPlan that rolls nothing": lambda: roll(x, -1, attends),
-        "OptionError: roll: plan: .* got a Plan that rolls nothing": lambda: roll(x, -1, layout.plan_roll(-1)),
+        "OptionError: roll: plan: .* got a Plan that rolls nothing": lambda: roll(
+            x, -1, layout.plan_roll(-1)
+        ),
         "OptionError: roll: plan: .* got a Tensor that rolls nothing": lambda: roll(x, -1, x),
         "OptionError: roll with a plan: expected no within": lambda: roll(x, -1, plan, within=ids),
         "OptionError: roll: mesh: expected the mesh": lambda: roll(x, -1, layout),
-        "OptionError: roll: mesh axes: expected none for": lambda: roll(x, -1, layout, mesh=where, sequence="x"),
+        "OptionError: roll: mesh axes: expected none for": lambda: roll(
+            x, -1, layout, mesh=where, sequence="x"
+        ),
         "ShapeError: roll: within: expected ids of 37 rows, got .* whole sequence": lambda: layout.plan_roll(
             -1, within=ids[:, :n]
         ),

@@ -451,7 +451,7 @@ class Layout:
             >>> plan.shifts, plan.traffic().counts.tolist()  # row 4 goes to rank 0, and row 0 to rank 1
             ((-1,), [[[0, 1], [1, 0]]])
         """
-        from .rolling import maker
+        from .shifts import maker
 
         key, make = maker(self, shifts, within)
         found = self._plans.without_arrays(key, make)

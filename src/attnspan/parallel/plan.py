@@ -29,7 +29,8 @@ from .local import LocalPlan, Numbers, Stage, Tables, Transfer, encode
 from .lowered import digest, lower
 from .needs import Holders, Needs, Traffic, needs_of, pieces, traffic
 from .places import Kept, Places, Slots, ascending, check_places, key_order, padding_last, take_rows
-from .step import step
+from .rows import check_attends
+from .step import framework_of, step
 from .strategy import Strategy
 
 if TYPE_CHECKING:  # A layout imports this module when it plans.
@@ -213,7 +214,7 @@ class Plan:
             node_size: Ranks of a node. None if all ranks are in one node.
 
         Raises:
-            OptionError: An argument is illegal.
+            OptionError: An argument is illegal, or it is the plan of a roll. `traffic` counts its rows.
 
         Example:
             >>> from attnspan import causal
@@ -222,6 +223,7 @@ class Plan:
             >>> plan.cost().fetched.tolist(), plan.cost("ring").fetched.tolist()
             ([0, 4], [4, 4])
         """
+        check_attends("Plan.cost", self.shifts)
         if node_size is not None:
             count("node_size", node_size, least=1)
         found = self.strategy if strategy is None else Strategy.parse(strategy, self.layout.ranks)
@@ -323,8 +325,7 @@ class Plan:
             >>> plan.on(mesh, sequence="context", rows=layout.shard({"x": np.zeros((1, 9))}, rank=0))
             PlacedPlan(sequence over 'context' (1))
         """
-        framework = "jax" if type(mesh).__module__.startswith("jax") else "torch"
-        return step("plan", framework)(self, mesh, **options)
+        return step("plan", framework_of(mesh))(self, mesh, **options)
 
     def of_planes(self, part: int, parts: int) -> Plan:
         """Make the plan of one of `parts` equal parts of the batch elements."""

@@ -62,7 +62,7 @@ class _Front(JaxFront):
         return self.shapes(q, k, v, "bhsd")
 
     def check_given(self, given: Given, q: Any, k: Any) -> None:
-        check_attends(self.sharded.shifts)
+        check_attends("mask with a split sequence", self.sharded.shifts)
         if self.sharded.route is not None and self.sharded.heads is not None:
             _check_planned(self.sharded.route, self.sharded.heads, given, q, k)
 

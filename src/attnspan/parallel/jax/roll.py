@@ -32,34 +32,36 @@ def rolled(placed: PlacedPlan, x: Any, axis: int, fill: complex) -> tuple[Array,
     axes.check_around(x)
     rows, planes = route.rows.shape[1], route.planes
     fits = -x.ndim <= axis < x.ndim and x.shape[axis] == rows
-    wanted, remedy = "{} rows of all devices along axis {}", "Place inputs by placed.shard(...), and pass `dim`"
+    wanted, remedy = "{} rows of all devices along axis {}", "Place it by placed.shard(...), and pass `dim`"
     expect(fits, "roll: x", wanted, x.shape, remedy, rows, axis, error=ShapeError)
     axis %= x.ndim
     fits = planes == 1 or (axis > 0 and x.shape[0] == planes)
     wanted, remedy = "{} batch elements as axis 0", "Pass the batch that the plan was made for"
     expect(fits, "roll: x", wanted, x.shape, remedy, planes, error=ShapeError)
+    dims = ["sequence" if at == axis else "batch" if at == 0 else None for at in range(x.ndim)]
+    axes.check_placed("roll: x", x, dims)
     first = jnp.moveaxis(x, axis, 1) if axis else x[None]
     axes.check_divides("batch elements of x", first.shape[0], "batch")
     flat = first.reshape(*first.shape[:2], math.prod(first.shape[2:]))
-    found = _roll(axes, placed.piece, len(placed.shifts), fill_of("roll: x", fill, x), flat, route)
+    found = _roll(axes, placed.piece, fill_of("roll: x", fill, x), flat, route)
     every = found.reshape(found.shape[0], *first.shape)
     return tuple([jnp.moveaxis(y, 1, axis) if axis else y[0] for y in every])
 
 
 # With jit, eager calls reuse the compiled program.
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _roll(axes: Axes, piece: int, shifts: int, fill: complex, x: Array, route: Route) -> Array:
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _roll(axes: Axes, piece: int, fill: complex, x: Array, route: Route) -> Array:
     """Rows of each shift, (H, B, C * n, W), of global rows (B, C * n, W)."""
     spec = axes.spec("batch", "sequence", None)
     specs = spec, route.specs(axes)
     if axes.explicit:  # Types contain shardings, so whole arrays are cut to the expected shardings.
         x, route = jax.tree.map(axes.put, (x, route), specs)
-    run = partial(_on_device, axes, piece, shifts, fill)
+    run = partial(_on_device, axes, piece, fill)
     found: Array = axes.on_each(run, specs, axes.spec(None, "batch", "sequence", None))(x, route)
     return found
 
 
-def _on_device(axes: Axes, piece: int, shifts: int, fill: complex, x: Array, route: Route) -> Array:
+def _on_device(axes: Axes, piece: int, fill: complex, x: Array, route: Route) -> Array:
     lists, bounds = route.own().exchange, route.own().bounds[0, :, :, :, 0]
     rows = x[:, None]
     if lists is not None:

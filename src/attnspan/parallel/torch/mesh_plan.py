@@ -259,7 +259,7 @@ class MeshPlan(ShardedMask):
 
     def _check_rows_and_heads(self, given: Given, q: Tensor, k: Tensor) -> None:
         frame, at = self.frame, "{} with context parallelism".format
-        check_attends(frame.shifts)
+        check_attends(at("mask"), frame.shifts)
         sizes = zip("qk", (q, k), frame.heads, (frame.rows_per_rank, frame.keys_per_rank), strict=True)
         for name, x, heads, rows in sizes:
             wanted = "{} heads and this rank's {} rows, padding included"

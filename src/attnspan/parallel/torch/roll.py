@@ -128,47 +128,53 @@ def _backward(grad: Tensor, plan: Tensor, numbers: Tensor, group: str, shifts: i
         return grad.new_empty((batch, length, width)).copy_(found[:, 0])
 
 
+def _forward_fake(x: Tensor, plan: Tensor, numbers: Tensor, group: str, shifts: int, fill: complex) -> Tensor:
+    del plan, numbers, group, fill
+    return x.new_empty((shifts, *x.shape))
+
+
+def _backward_fake(grad: Tensor, plan: Tensor, numbers: Tensor, group: str, shifts: int) -> Tensor:
+    del plan, numbers, group, shifts
+    return grad.new_empty(grad.shape[1:])
+
+
 _PLAN = "Tensor plan, Tensor numbers, str group, int shifts"
 #: Operator `attnspan::sharded_roll`: rows of one or several shifts.
 sharded_roll = define(
     _library,
     f"sharded_roll(Tensor x, {_PLAN}, Scalar fill) -> Tensor",
-    lambda x, plan, numbers, group, shifts, fill: x.new_empty((shifts, *x.shape)),
-    *_TAGS,
+    *(_forward_fake, *_TAGS),
     **dict.fromkeys(_DEVICES, _forward),
 )
 #: Operator `attnspan::sharded_roll_backward`: its backward pass.
 sharded_roll_backward = define(
     _library,
     f"sharded_roll_backward(Tensor grad, {_PLAN}) -> Tensor",
-    lambda grad, plan, numbers, group, shifts: grad.new_empty(grad.shape[1:]),
-    *_TAGS,
+    *(_backward_fake, *_TAGS),
     **dict.fromkeys(_DEVICES, _backward),
 )
 
 
-class _Forward(torch.autograd.Function):
-    """Derivative of the forward operator."""
+class _Linear(torch.autograd.Function):
+    """A linear operator of rows and a plan."""
 
     @staticmethod
-    def forward(ctx: Any, source: Any, x: Tensor, plan: Tensor, numbers: Tensor, *rest: Any) -> Tensor:
+    def forward(ctx: Any, source: Any, *inputs: Any) -> Tensor:
+        _, plan, numbers, *ctx.rest = inputs[:5]
         ctx.save_for_backward(plan, numbers)
-        ctx.rest = rest[:2]
         return below_autograd(*source)  # type: ignore[no-any-return]
+
+
+class _Forward(_Linear):
+    """Derivative of the forward operator."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return None, sharded_roll_backward(grad, *ctx.saved_tensors, *ctx.rest), *[None] * 5
 
 
-class _Backward(torch.autograd.Function):
+class _Backward(_Linear):
     """Derivative of the backward operator, which is the roll."""
-
-    @staticmethod
-    def forward(ctx: Any, source: Any, grad: Tensor, plan: Tensor, numbers: Tensor, *rest: Any) -> Tensor:
-        ctx.save_for_backward(plan, numbers)
-        ctx.rest = rest
-        return below_autograd(*source)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
