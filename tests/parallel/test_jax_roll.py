@@ -60,6 +60,7 @@ def wanted_of(x: Any, shift: int, ids: Any, fill: Any) -> Any:
 CASES = [("contiguous", (-1,), True), ("zigzag", (5, -2), False), ("documents", (-1, -2), True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @on_devices
 def test_a_roll_is_that_of_the_whole(ranks: int) -> None:
@@ -91,6 +92,7 @@ def test_a_roll_is_that_of_the_whole(ranks: int) -> None:
         np.testing.assert_allclose(plan.unshard(grad), pull(list(dout))[0], atol=1e-6)
 
 
+@pytest.mark.slow
 @on_devices
 def test_meshes_of_two_axes_dtypes_and_dimensions() -> None:
     for kind in (AxisType.Auto, AxisType.Explicit):

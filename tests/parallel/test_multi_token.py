@@ -6,6 +6,7 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
 from covering import everything
 from worlds import torchrun, world
 
@@ -27,6 +28,7 @@ def printed_by_example() -> str:
     return text.getvalue()
 
 
+@pytest.mark.slow
 def test_the_page_has_the_loss_of_one_rank_on_any_number() -> None:
     code = "\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
     for old, new in (

@@ -64,7 +64,9 @@ def cases(count: int) -> Iterator[tuple[Any, ...]]:
                 yield name, layout, shifts, ids
 
 
-@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize(
+    "count", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
 @ranks(lambda count: count)
 def test_a_roll_is_that_of_the_gathered_tensor(count: int) -> None:
     where, rank = mesh(count), dist.get_rank()
@@ -217,6 +219,7 @@ class Head(torch.nn.Module):
         return checkpoint(self.inner, x, plan, use_reentrant=False, **extra)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", ["all", "nothing", "selective"])
 @ranks(2)
 def test_compiled_without_a_break_and_once_for_all_plans_and_batches(keep: str) -> None:
