@@ -6,9 +6,13 @@ import re
 import runpy
 from pathlib import Path
 
+import numpy as np
 import pytest
 from covering import everything
 from worlds import torchrun, world
+
+from attnspan import causal, segments
+from attnspan.parallel import Layout
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/howto/multi-token.md").read_text(encoding="utf-8")
@@ -40,6 +44,19 @@ def test_the_page_has_the_loss_of_one_rank_on_any_number() -> None:
     (one,), (two, other) = (world(count).run(printed_by_page, code) for count in (1, 2))
     assert re.fullmatch(r"loss [\d.]+\n", one)
     assert one == two == other
+
+
+def test_the_table_of_rows_is_that_of_the_plans() -> None:
+    length, ids = 8192, np.repeat(np.arange(8192), np.random.default_rng(0).integers(64, 1024, 8192))[:8192]
+    assert len(np.unique(ids)) == 16
+    layouts = {
+        "contiguous": Layout.contiguous(length, 4),
+        "zigzag": Layout.of(q_len=length, ranks=4, method="zigzag"),
+        "balanced, 16 packed documents": Layout.of(causal() & segments(ids), q_len=length, ranks=4),
+    }
+    for name, layout in layouts.items():
+        rows = int(layout.plan_roll(-1).traffic().counts.sum())
+        assert f"| {name} | {rows} | {3 * length:,} |" in PAGE
 
 
 def test_the_example_has_the_losses_and_gradients_of_one_rank() -> None:

@@ -90,6 +90,23 @@ def test_a_roll_is_that_of_the_gathered_tensor(count: int) -> None:
             torch.testing.assert_close(grad, layout.shard(want, rank), rtol=1e-15, atol=1e-15)
 
 
+@ranks(3)
+def test_ranks_without_rows_take_part() -> None:
+    where, rank = mesh(3), dist.get_rank()
+    for length in (0, 1, 2, 5):
+        layout = Layout.contiguous(length, 3)
+        x = torch.arange(2.0 * length).reshape(2, length)
+        mine = layout.shard(x, rank).requires_grad_()
+        back, none = (
+            roll(mine, 1, layout, mesh=where),
+            roll(mine, 1, layout, mesh=where, within=np.arange(length)),
+        )
+        assert torch.equal(back, layout.shard(x.roll(1, 1), rank))
+        assert not none.any()
+        (back + none).sum().backward()
+        assert torch.equal(mine.grad, layout.shard(torch.ones_like(x), rank))
+
+
 DTYPES = ["float32", "bfloat16", "float16", "int64", "int32", "bool", "complex64"]
 
 
