@@ -30,7 +30,7 @@ from .lowered import digest, lower
 from .needs import Holders, Needs, Traffic, needs_of, pieces, traffic
 from .places import Kept, Places, Slots, ascending, check_places, key_order, padding_last, take_rows
 from .rows import check_attends
-from .step import framework_of, step
+from .step import step
 from .strategy import Strategy
 
 if TYPE_CHECKING:  # A layout imports this module when it plans.
@@ -418,3 +418,8 @@ class Plan:
     @cached_property
     def _needs_and_holders(self) -> tuple[Needs, Holders]:
         return read_only((self.needs(self.strategy), self.holders(self.strategy)))
+
+
+def framework_of(mesh: Any) -> str:
+    """Name of a mesh's framework."""
+    return "jax" if type(mesh).__module__.startswith("jax") else "torch"

@@ -8,8 +8,9 @@ from attnspan.base.arrays import arrays_for, is_array
 from attnspan.errors import expect
 
 from .layout import Layout
+from .plan import framework_of
 from .shifts import checked_shifts
-from .step import framework_of, step
+from .step import step
 
 
 def roll(

@@ -17,8 +17,3 @@ def step(what: str, framework: str) -> Callable[..., Any]:
         framework: Name of the mesh's framework.
     """
     return import_module(f"{__package__}.{framework}.steps").STEPS[what]  # type: ignore[no-any-return]
-
-
-def framework_of(mesh: Any) -> str:
-    """Name of a mesh's framework."""
-    return "jax" if type(mesh).__module__.startswith("jax") else "torch"
