@@ -44,6 +44,7 @@ AS_IT_IS = "torch"
 ELSEWHERE = {
     "diffusers": "integrations/test_diffusers.py",
     "diffusers-parallel": "integrations/test_diffusers_parallel.py",
+    "howto/multi-token": "parallel/test_multi_token.py",
     "howto/packed-ranks": "parallel/test_recipe_page.py",
     "monitoring": "lab/bench/test_monitor.py",
     "parallel": "parallel/test_parallel_page.py",

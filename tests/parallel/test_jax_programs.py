@@ -265,7 +265,7 @@ def test_each_mistake_is_named() -> None:
 def test_the_examples_of_the_page_give_what_one_device_gives() -> None:
     text = (Path(__file__).parents[2] / "docs" / "spmd.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     names: dict[str, Any] = {"__name__": "page"}
     before: list[Any] = []
     for block in blocks:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .layout import Layout as Layout
     from .local import LocalPlan as LocalPlan
     from .plan import Plan as Plan
+    from .rolling import roll as roll
     from .strategy import Strategy as Strategy
     from .torch.decode import ShardedCache as ShardedCache
     from .torch.mesh_plan import MeshPlan as MeshPlan
@@ -24,6 +25,7 @@ _HOMES = {
     "PlanMismatchError": ".errors",
     "ShardedCache": ".torch.decode",
     "Strategy": ".strategy",
+    "roll": ".rolling",
 }
 __all__ = sorted(_HOMES)
 __getattr__ = _lazy(__name__, _HOMES)

@@ -429,6 +429,34 @@ class Layout:
             found = None if key is None else self._plans.without_arrays(key, make)
         return make() if found is None else found
 
+    def plan_roll(self, shifts: int | tuple[int, ...], *, within: Any = None) -> Plan:
+        """Plan a `roll` of the rows of the whole sequence, for example by -1 to the next token.
+
+        Args:
+            shifts: Row i gets row ``i - shifts``, modulo S. A tuple plans several rolls with one collective.
+            within: Ids of the documents of the *whole* sequence, integers (S,) or (B, S). A row then gets
+                only rows with its own id, and nothing wraps around. Negative ids are padding. Rows without a
+                source get the `fill` of `roll`.
+
+        Returns:
+            A plan. Put it on the mesh like the plans of layers: ``.on(mesh, rows=rows)``.
+
+        Raises:
+            DtypeError: A shift is no int, or `within` are no integers.
+            OptionError: There is no shift.
+            ShapeError: `within` has another number of rows or batch elements.
+
+        Example:
+            >>> plan = Layout.contiguous(8, ranks=2).plan_roll(-1)
+            >>> plan.shifts, plan.traffic().counts.tolist()  # row 4 goes to rank 0, and row 0 to rank 1
+            ((-1,), [[[0, 1], [1, 0]]])
+        """
+        from .shifts import maker
+
+        key, make = maker(self, shifts, within)
+        found = self._plans.without_arrays(key, make)
+        return make() if found is None else found
+
     @cached_property
     def _plans(self) -> Memory:
         return Memory()

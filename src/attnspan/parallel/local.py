@@ -115,6 +115,7 @@ class LocalPlan:
         layout: Fingerprint of the layout.
         facts: Named fingerprints, which ranks compare to detect different plans.
         data, numbers: The rank's tables as `encode` returned them.
+        shifts: Shifts of a plan of `Layout.plan_roll`. Empty for attention.
 
     Example:
         >>> from attnspan import causal
@@ -137,6 +138,7 @@ class LocalPlan:
     facts: dict[str, int]
     data: NDArray[np.int32]
     numbers: NDArray[np.int64]
+    shifts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         read_only(self)

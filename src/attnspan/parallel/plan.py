@@ -29,6 +29,7 @@ from .local import LocalPlan, Numbers, Stage, Tables, Transfer, encode
 from .lowered import digest, lower
 from .needs import Holders, Needs, Traffic, needs_of, pieces, traffic
 from .places import Kept, Places, Slots, ascending, check_places, key_order, padding_last, take_rows
+from .rows import check_attends
 from .step import step
 from .strategy import Strategy
 
@@ -135,6 +136,7 @@ class Plan:
         strategy: Strategy of the ranks.
         sizes: Sizes of a call.
         choice: Strategies that "auto" compared. None if you named the strategy.
+        shifts: Shifts of a plan of `Layout.plan_roll`. Empty for attention.
 
     Example:
         >>> from attnspan import causal
@@ -150,9 +152,12 @@ class Plan:
     strategy: Strategy
     sizes: Sizes
     choice: StrategyChoice | None = field(default=None, repr=False)
+    shifts: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         sizes = f"q_len={self.layout.q_len}, k_len={self.k_len}, heads={self.sizes.heads}"
+        if self.shifts:
+            return f"Plan(roll by {self.shifts} on {self.strategy.ranks} ranks, q_len={self.layout.q_len})"
         return f"Plan({self.strategy.name} on {self.strategy.ranks} ranks, {sizes})"
 
     def with_strategy(self, strategy: Strategy, choice: StrategyChoice | None = None) -> Plan:
@@ -209,7 +214,7 @@ class Plan:
             node_size: Ranks of a node. None if all ranks are in one node.
 
         Raises:
-            OptionError: An argument is illegal.
+            OptionError: An argument is illegal, or it is the plan of a roll. `traffic` counts its rows.
 
         Example:
             >>> from attnspan import causal
@@ -218,6 +223,7 @@ class Plan:
             >>> plan.cost().fetched.tolist(), plan.cost("ring").fetched.tolist()
             ([0, 4], [4, 4])
         """
+        check_attends("Plan.cost", self.shifts)
         if node_size is not None:
             count("node_size", node_size, least=1)
         found = self.strategy if strategy is None else Strategy.parse(strategy, self.layout.ranks)
@@ -285,6 +291,7 @@ class Plan:
             facts=self.facts,
             data=data,
             numbers=numbers,
+            shifts=self.shifts,
         )
         return self._parts[rank]
 
@@ -318,8 +325,7 @@ class Plan:
             >>> plan.on(mesh, sequence="context", rows=layout.shard({"x": np.zeros((1, 9))}, rank=0))
             PlacedPlan(sequence over 'context' (1))
         """
-        framework = "jax" if type(mesh).__module__.startswith("jax") else "torch"
-        return step("plan", framework)(self, mesh, **options)
+        return step("plan", framework_of(mesh))(self, mesh, **options)
 
     def of_planes(self, part: int, parts: int) -> Plan:
         """Make the plan of one of `parts` equal parts of the batch elements."""
@@ -412,3 +418,8 @@ class Plan:
     @cached_property
     def _needs_and_holders(self) -> tuple[Needs, Holders]:
         return read_only((self.needs(self.strategy), self.holders(self.strategy)))
+
+
+def framework_of(mesh: Any) -> str:
+    """Name of a mesh's framework."""
+    return "jax" if type(mesh).__module__.startswith("jax") else "torch"

@@ -145,6 +145,12 @@ def fits_rows(index: Any, mine: Any) -> bool:
     return bool(fits and (index.ndim == 1 or mine.shape[0] in (1, index.shape[0])))
 
 
+def check_attends(what: str, shifts: tuple[int, ...]) -> None:
+    """Raise if a plan has shifts, because in the plan of a roll each query sees at most one key."""
+    got, remedy = f"a plan of a roll by {shifts}", "Use layout.plan(mask, heads=...)"
+    expect(not shifts, what, "a plan for attention", got, remedy)
+
+
 def check_options(given: Any, where: str) -> None:
     """Raise for an option of a call that a plan does not support: the keys' indices, and a dense bias.
 

@@ -1,4 +1,4 @@
-"""Step from plain data to a framework: the functions that `on` and `gather` of layouts and plans call."""
+"""Step from plain data to a framework: the functions that `on`, `gather` and `roll` call."""
 
 from __future__ import annotations
 

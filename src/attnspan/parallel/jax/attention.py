@@ -23,7 +23,7 @@ from attnspan.jax.front import JaxFront
 from attnspan.jax.part import ARRAYS, JaxPart, band_of, part_of
 from attnspan.jax.rules import differentiable, first_order
 from attnspan.masks import Prepared
-from attnspan.parallel.rows import check_options
+from attnspan.parallel.rows import check_attends, check_options
 
 from .axes import Axes
 from .device import Work, backward, forward
@@ -62,6 +62,7 @@ class _Front(JaxFront):
         return self.shapes(q, k, v, "bhsd")
 
     def check_given(self, given: Given, q: Any, k: Any) -> None:
+        check_attends("mask with a split sequence", self.sharded.shifts)
         if self.sharded.route is not None and self.sharded.heads is not None:
             _check_planned(self.sharded.route, self.sharded.heads, given, q, k)
 

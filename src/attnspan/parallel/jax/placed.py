@@ -20,6 +20,7 @@ from attnspan.parallel.rows import Evidence
 
 from .attention import attention
 from .axes import Axes, AxisNames
+from .roll import rolled
 from .route import Capacity, Route, make_route
 from .rows import Placing, check_placed_rows
 
@@ -46,6 +47,7 @@ class Sharded(ShardedMask):
     route: Route | None = None
     heads: tuple[int, int] | None = None
     piece = 0
+    shifts: tuple[int, ...] = ()
 
     def __init__(self, axes: Axes, mask: Mask | Spans | None) -> None:
         self.axes, self.mask = axes, mask
@@ -174,6 +176,7 @@ class _Frame(NamedTuple):
     k_len: int
     heads: tuple[int, int]
     sizes: Capacity
+    shifts: tuple[int, ...]
 
 
 class PlacedPlan(Sharded):
@@ -184,6 +187,7 @@ class PlacedPlan(Sharded):
     Attributes:
         frame: Static part, for which programs are compiled.
         route: The plan's arrays.
+        shifts: Shifts of a plan of `Layout.plan_roll`. Empty for attention.
 
     Example:
         >>> from attnspan import causal
@@ -201,7 +205,7 @@ class PlacedPlan(Sharded):
     def __init__(self, frame: _Frame, route: Route, plan: Plan | None = None) -> None:
         super().__init__(frame.axes, None)
         self.frame, self.route, self._plan = frame, route, plan
-        self.heads, self.piece = frame.heads, frame.sizes.piece
+        self.heads, self.piece, self.shifts = frame.heads, frame.sizes.piece, frame.shifts
         layouts = (None, None) if plan is None else (plan.layout, plan.keys)
         self._queries = Placing(frame.axes, route.rows, frame.q_len, layouts[0])
         self._keys = Placing(frame.axes, route.keys, frame.k_len, layouts[1])
@@ -217,6 +221,10 @@ class PlacedPlan(Sharded):
         got = "an argument of a compiled function, which has only arrays"
         expect(self._plan is not None, "plan", "a plan that plan.on(...) returned", got, remedy)
         return self._plan  # type: ignore[return-value]
+
+    def rolled(self, x: Array, axis: int = 1, fill: complex = 0) -> tuple[Array, ...]:
+        """Roll the rows of all devices by each of the plan's shifts. See `attnspan.parallel.roll`."""
+        return rolled(self, x, axis, fill)
 
     @property
     def positions(self) -> Array:
@@ -276,7 +284,8 @@ def place(
         >>> place(plan, mesh, sequence="context", rows="unchecked")
         PlacedPlan(sequence over 'context' (1))
     """
-    axes = Axes.of(mesh, batch=batch, heads=heads, sequence=sequence)
+    # The heads of a roll are its shifts, which no axis splits.
+    axes = Axes.of(mesh, batch=batch, heads=None if plan.shifts else heads, sequence=sequence)
     plan = _between_groups(plan)
     axes.check_ranks(plan.layout.ranks)
     axes.check_divides("query heads of the plan", plan.sizes.q_heads, "heads")
@@ -286,7 +295,13 @@ def place(
     fits, kind = like is None or isinstance(like, PlacedPlan), type(like).__name__
     expect(fits, "like", wanted, kind, remedy, error=DtypeError)
     route, sizes = make_route(plan, axes, None if like is None else like.frame.sizes)
-    return PlacedPlan(_Frame(axes, plan.layout.q_len, plan.k_len, plan.sizes.heads, sizes), route, plan)
+    frame = _Frame(axes, plan.layout.q_len, plan.k_len, plan.sizes.heads, sizes, plan.shifts)
+    return PlacedPlan(frame, route, plan)
+
+
+def place_roll(plan: Plan, mesh: Mesh, **axes: Any) -> PlacedPlan:
+    """Put the plan of a roll on a mesh. See `attnspan.parallel.roll`."""
+    return place(plan, mesh, rows="unchecked", **axes)
 
 
 def _between_groups(plan: Plan) -> Plan:

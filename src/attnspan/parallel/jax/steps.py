@@ -1,6 +1,6 @@
-"""Functions of `Plan.on` and `Layout.on` on JAX's meshes."""
+"""Functions of `Plan.on`, `Layout.on` and `roll` on JAX's meshes."""
 
-from .placed import place
+from .placed import place, place_roll
 from .rows import Placing
 
-STEPS = {"plan": place, "layout": Placing.of}
+STEPS = {"plan": place, "layout": Placing.of, "roll": place_roll}

@@ -154,13 +154,20 @@ class KeyRoute(NamedTuple):
         counts = lists.receive_counts, lists.send_counts
         return exchange(send[0], *counts, self.team.ranks.peers, "gradients", received)
 
-    def collect(self, returned: Sequence[tuple[slice, Tensor, Pending]], heads: int, length: int) -> Tensor:
+    def collect(
+        self,
+        returned: Sequence[tuple[slice, Tensor, Pending]],
+        heads: int,
+        length: int,
+        one_reader: bool = False,
+    ) -> Tensor:
         """Sum the gradients of this group's keys in the groups' order, (P, S, B / P, G, D + Dv).
 
         Args:
             returned: For each part, its heads, this group's gradients, and the other groups' gradients.
             heads: Key heads, G.
             length: Keys, S.
+            one_reader: Whether at most one group needs each key, so that nothing is added, in any dtype.
         """
         lists, (_, first, _) = self.tables.transfer, returned[0]
         if lists is None:
@@ -174,7 +181,7 @@ class KeyRoute(NamedTuple):
             move(total, lists.own, grads, lists.own_place)
             for part in torch.split(pending.wait(), [n for n in lists.send_counts if n]):
                 # A key occurs once in each part, so the sums follow the order of the groups.
-                move(total, lists.send[at : at + part.shape[0]], part[None], None, add=True)
+                move(total, lists.send[at : at + part.shape[0]], part[None], None, not one_reader)
                 at += part.shape[0]
         return whole
 

@@ -126,6 +126,8 @@ def token_mean(total: Tensor, count: Tensor | int) -> Tensor:
 def next_token_targets(tokens: Any, ids: Any = None, *, ignore_index: int = -100) -> Any:
     """Shift tokens to targets. Call it before sharding, because a token's successor may be on another rank.
 
+    For tokens that are already sharded, use `attnspan.parallel.roll`.
+
     Args:
         tokens: Whole sequences, (..., S), a tensor or a NumPy array of signed integers.
         ids: Segment id of each token, (..., S). A target never belongs to another segment, and negative ids

@@ -14,7 +14,7 @@ from attnspan.errors import ShapeError, expect
 from attnspan.parallel.errors import PlanMismatchError
 from attnspan.parallel.local import LocalPlan
 from attnspan.parallel.plan import Plan
-from attnspan.parallel.rows import Evidence, Marks, check_evidence, check_options, fits_rows
+from attnspan.parallel.rows import Evidence, Marks, check_attends, check_evidence, check_options, fits_rows
 from attnspan.parallel.strategy import Strategy, split_heads
 from attnspan.torch import compat
 from attnspan.torch._front import TorchFront, from_bhsd
@@ -28,6 +28,7 @@ from .comm import Ranks
 from .dtensor import attend
 from .groups import group_of
 from .ops import PLAN_OPTIONS, backend_for_parts, sharded_attention
+from .roll import rolled
 
 _SHARD = "Shard the model's inputs by layout.shard(...), and plan with its heads"
 
@@ -45,6 +46,7 @@ class Frame(NamedTuple):
         rows_per_rank, keys_per_rank: Rows and keys of a rank, padding included.
         planes: Batch elements of the mask.
         ordered: Whether DTensors hold rows in the plan's order.
+        shifts: Shifts of a roll. Empty for attention.
     """
 
     mesh: DeviceMesh
@@ -58,6 +60,7 @@ class Frame(NamedTuple):
     keys_per_rank: int
     planes: int
     ordered: bool
+    shifts: tuple[int, ...]
 
 
 class MeshPlan(ShardedMask):
@@ -102,7 +105,7 @@ class MeshPlan(ShardedMask):
         mesh: DeviceMesh,
         *,
         rows: Evidence = None,
-        check: bool = True,
+        check: bool | None = True,
         dtensor_rows: Literal["natural", "plan"] = "natural",
     ) -> MeshPlan:
         """Put a rank's plan on a mesh, without synchronizing with a device.
@@ -114,7 +117,8 @@ class MeshPlan(ShardedMask):
                 ``"q_index"`` on the host. They must belong to this rank and to the plan's layout.
                 "unchecked" compares nothing.
             check: Compare the plans, calls and values of options of all ranks by small all-gathers. They are
-                read one step late, or with gloo before the first exchange of each call.
+                read one step late, or with gloo before the first exchange of each call. None leaves this to
+                the plans of the same mesh.
             dtensor_rows: Order of the rows in DTensors, which cannot be detected. "natural" is the original
                 order. It works only if the layout keeps this order (`Layout.is_natural`). "plan" is the order
                 of `Layout.shard`.
@@ -135,13 +139,14 @@ class MeshPlan(ShardedMask):
         wanted, got = f"rank {plan.rank} of {strategy.ranks}", f"rank {group.rank()} of {group.size()}"
         expect((group.rank(), group.size()) == (plan.rank, strategy.ranks), "mesh", wanted, got, remedy)
         check_evidence(rows, plan.rows, Marks(plan.layout, plan.rank))
-        ranks.agreement.compares = check
+        if check is not None:
+            ranks.agreement.compares = check
         if check:
             ranks.agreement.start(plan.facts, mesh.device_type)
         here = split_heads(*plan.heads, strategy.members)[plan.rank % strategy.members]
         sizes = plan.q_len, plan.k_len, plan.rows.shape[1], plan.keys_per_rank, plan.planes
         heads, ordered = (here.heads, len(here.kv)), plan.natural or dtensor_rows == "plan"
-        frame = Frame(mesh, group.group_name, strategy, plan.heads, heads, *sizes, ordered)
+        frame = Frame(mesh, group.group_name, strategy, plan.heads, heads, *sizes, ordered, plan.shifts)
         # A plan may be made during evaluation and used in training, where inference tensors would fail.
         with torch.inference_mode(False):
             data, q_index = (moved(x, mesh.device_type) for x in (plan.data, plan.rows.astype("int64")))
@@ -149,7 +154,7 @@ class MeshPlan(ShardedMask):
         # The next step's plan has another length, which must not recompile.
         compat.mark_dynamic(data, 0)
         found = cls(frame, data, numbers, q_index)
-        if strategy.ranks > 1:
+        if strategy.ranks > 1 and not plan.shifts:
             remember(found, Held(frame.rows_per_rank, frame.keys_per_rank, *frame.heads))
         return found
 
@@ -162,6 +167,15 @@ class MeshPlan(ShardedMask):
     def valid(self) -> Tensor:
         """Mask of local rows, bool (L, n): True for tokens, False for padding."""
         return self.q_index >= 0  # type: ignore[no-any-return]
+
+    @property
+    def shifts(self) -> tuple[int, ...]:
+        """Shifts of a plan of `Layout.plan_roll`. Empty for attention."""
+        return self.frame.shifts
+
+    def rolled(self, x: Tensor, dim: int = 1, fill: complex = 0) -> tuple[Tensor, ...]:
+        """Roll this rank's rows by each of the plan's shifts. See `attnspan.parallel.roll`."""
+        return rolled(self, x, dim, fill)
 
     def attention(
         self,
@@ -245,6 +259,7 @@ class MeshPlan(ShardedMask):
 
     def _check_rows_and_heads(self, given: Given, q: Tensor, k: Tensor) -> None:
         frame, at = self.frame, "{} with context parallelism".format
+        check_attends(at("mask"), frame.shifts)
         sizes = zip("qk", (q, k), frame.heads, (frame.rows_per_rank, frame.keys_per_rank), strict=True)
         for name, x, heads, rows in sizes:
             wanted = "{} heads and this rank's {} rows, padding included"
@@ -268,8 +283,9 @@ class MeshPlan(ShardedMask):
 
     def __repr__(self) -> str:
         frame = self.frame
+        kind = f"roll by {frame.shifts}" if frame.shifts else frame.strategy.name
         sizes = f"q_len={frame.q_len}, k_len={frame.k_len}, heads={frame.heads}"
-        ranks = f"{frame.strategy.name} on {frame.strategy.ranks} ranks"
+        ranks = f"{kind} on {frame.strategy.ranks} ranks"
         return f"MeshPlan({ranks}, {sizes}, rows_per_rank={frame.rows_per_rank})"
 
 
@@ -315,3 +331,10 @@ pytree.register_pytree_node(
 def on_mesh(plan: Plan, mesh: DeviceMesh, **options: Any) -> MeshPlan:
     """Put this rank's part of a plan on a mesh. See `attnspan.parallel.Plan.on`."""
     return MeshPlan.of(plan.local(group_of(mesh).rank()), mesh, **options)
+
+
+def for_roll(plan: Plan, mesh: DeviceMesh, **axes: Any) -> MeshPlan:
+    """Put the plan of a roll on a mesh, without a collective. See `attnspan.parallel.roll`."""
+    got, remedy = ", ".join(axes), "Leave them out: the mesh has only the ranks of the layout"
+    expect(not axes, "roll: mesh axes", "none for a DeviceMesh", got, remedy)
+    return MeshPlan.of(plan.local(group_of(mesh).rank()), mesh, rows="unchecked", check=None)

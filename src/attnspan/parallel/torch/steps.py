@@ -1,6 +1,6 @@
-"""Functions of `Plan.on`, `LocalPlan.on` and `Layout.gather` on torch's meshes."""
+"""Functions of `Plan.on`, `LocalPlan.on`, `Layout.gather` and `roll` on torch's meshes."""
 
-from .mesh_plan import MeshPlan, on_mesh
+from .mesh_plan import MeshPlan, for_roll, on_mesh
 from .rows import gather_rows
 
-STEPS = {"plan": on_mesh, "local plan": MeshPlan.of, "rows": gather_rows}
+STEPS = {"plan": on_mesh, "local plan": MeshPlan.of, "rows": gather_rows, "roll": for_roll}
