@@ -96,12 +96,13 @@ def _moves(target: Any) -> bool:
 
 def constants(traced: Traced, seconds: float) -> Iterator[Finding]:
     """Yield arrays that XLA computes while it compiles, if that takes long, and large captured arrays."""
-    captured = [x for x in traced.closed.consts if np.size(x) * np.dtype(x.dtype).itemsize >= _BIG]
+    users = {id(x): (x, place) for x, place in _captured(traced.closed)}
+    captured = [x for x, _ in users.values()]
     if captured:
         size = sum(x.nbytes for x in captured)
-        user = _user_of(traced, captured[0])
+        user = users[id(captured[0])][1]
         what = f"The step captures arrays of {bytes_text(size)}, which become constants of the program"
-        cause = "The function uses arrays from outside. They stay as they are when it is compiled"
+        cause = "The function uses arrays that are not its arguments. A compiled function keeps their values"
         remedy = "Pass the arrays as arguments, for example the parameters as the first one"
         evidence = tuple(f"{x.dtype}{list(x.shape)}" for x in captured[:4])
         yield finding("constant", what, user, evidence=evidence, cause=cause, remedy=remedy)
@@ -124,13 +125,16 @@ def _compile(traced: Traced, options: dict[str, Any]) -> float:
     return time.perf_counter() - start
 
 
-def _user_of(traced: Traced, const: Any) -> tuple[Place, ...]:
-    """Find the first line that uses a constant."""
-    var = next(
-        (v for v, x in zip(traced.closed.jaxpr.constvars, traced.closed.consts, strict=True) if x is const)
-    )
-    eqn = next((x for x in traced.closed.jaxpr.eqns if var in [v for v in x.invars if not _literal(v)]), None)
-    return places_of(eqn)[:1] if eqn is not None else ()
+def _captured(closed: Any) -> Iterator[tuple[Any, tuple[Place, ...]]]:
+    """Yield large constants of a jaxpr and of the functions that it calls, with the first line that uses them."""
+    for var, x in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+        if np.size(x) * np.dtype(x.dtype).itemsize >= _BIG:
+            users = (y for y in closed.jaxpr.eqns if var in [v for v in y.invars if not _literal(v)])
+            yield x, next((places_of(y)[:1] for y in users), ())
+    for eqn in closed.jaxpr.eqns:
+        for x in inner(eqn):
+            if hasattr(x, "consts"):
+                yield from _captured(x)
 
 
 def _literal(var: Any) -> bool:

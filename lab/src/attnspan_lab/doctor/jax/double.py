@@ -132,7 +132,7 @@ def reference(traced: Traced, *, wide: bool = True, keep: Callable[[Any], bool] 
     """Run the step's jaxpr without a compiler, in float64 or in its own dtypes."""
     with jax.enable_x64(wide):
         made = _Reference(wide, keep)
-        leaves = [made.value(jnp.asarray(x)) for x in traced.leaves]
+        leaves = [made.value(jnp.asarray(x)) for x in traced.typed]
         return _outcome(traced, lambda given: made.enter(traced.closed, given), leaves)
 
 

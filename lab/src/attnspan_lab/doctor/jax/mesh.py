@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from attnspan_lab.console import bytes_text
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.jax.attention import changed_rows
-from attnspan_lab.doctor.jax.double import difference
+from attnspan_lab.doctor.jax.changes import Trial
+from attnspan_lab.doctor.jax.double import difference, reference
 from attnspan_lab.doctor.jax.hlo import Program
 from attnspan_lab.doctor.jax.interpret import equations, inner, places_of
 from attnspan_lab.doctor.jax.recompiles import place_of
@@ -27,6 +27,7 @@ from attnspan_lab.doctor.places import Place
 __all__ = ["compare_mesh", "has_shard_map"]
 
 _WITHIN = 1e-3  # relative difference between the mesh and one device
+_ROUNDING = 4  # errors of the mesh, in errors of one device, that are rounding
 _CUTS = (
     "dynamic_slice",
     "slice",
@@ -56,10 +57,12 @@ def compare_mesh(subject: JaxSubject, say: Callable[..., None]) -> None:
     alone = _leaks(plain, batch, one) if leaks else ""
     compared = subject.one_device is not None or not has_shard_map(sharded)
     results = [[np.asarray(y, np.float64) for y in floats(x.run(*x.leaves))] for x in (sharded, one)]
-    error = difference(*results) if compared else 0.0
-    if not compared:
-        why = 'shard_map needs the mesh. Return "one_device", the function without shard_map'
+    why = "" if compared else 'shard_map needs the mesh. Return "one_device", the function without shard_map'
+    if compared and any(np.isnan(x).any() for x in results[1]):
+        compared, why = False, "the results on one device contain NaN"
+    if why:
         say(facts={"unchecked": {"the mesh against one device": why}})
+    error = _error(results, one) if compared else 0.0
     if not error <= _WITHIN or (leaks and not (alone and compared)):
         say(finding=_rows(subject, sharded, error, leaks))
     for x in _unlike(subject, batch):
@@ -72,6 +75,19 @@ def compare_mesh(subject: JaxSubject, say: Callable[..., None]) -> None:
     gathers = _gathers(program, calls, one, sharded, size, subject.mesh.shape.values())
     for x in (*gathers, *_repeated(subject, program, compiled, one)):
         say(finding=x)
+
+
+def _error(results: list[list[np.ndarray]], one: Traced) -> float:
+    """Relative difference of the mesh from one device, or 0.0 if both round alike, as in bfloat16."""
+    error = difference(*results)
+    if error <= _WITHIN:
+        return error
+    try:
+        exact = reference(one).results
+    except Exception:
+        return error  # The step has no float64 version.
+    mine, theirs = (difference(x, exact) for x in results)
+    return 0.0 if mine <= _ROUNDING * theirs else error
 
 
 def _placed(subject: JaxSubject, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +120,7 @@ def _leaks(subject: JaxSubject, batch: Any, traced: Traced) -> str:
         own = zip(leaves, traced.leaves, strict=True)
         return traced.run(*(jax.device_put(x, y.sharding) if _is_spread(y) else x for x, y in own))
 
-    return changed_rows(subject, batch, traced, np.broadcast_to(documents, size), None, run) or ""
+    return Trial(subject, batch, traced, run=run).changed(np.broadcast_to(documents, size), None) or ""
 
 
 def _is_spread(x: Any) -> bool:
@@ -117,14 +133,15 @@ def _rows(subject: JaxSubject, traced: Traced, error: float, leaks: str) -> Find
     both = {x[1] for x in cuts if x[0] == "data"} & {x[1] for x in cuts if x[0] == "tokens"}
     sides = [[x for x in cuts if x[0] == side and x[1] not in both] for side in ("data", "tokens")]
     places = [x[2] for side in sides for x in side]
-    evidence = [f"results differ from one device by {error:.1e} (relative error)"] if error > _WITHIN else []
+    differs = not error <= _WITHIN
+    evidence = [f"results differ from one device by {error:.1e} (relative error)"] if differs else []
     evidence += [leaks] if leaks else []
     for name, side in zip(("the mask's data", "the tokens"), sides, strict=True):
         said = ", ".join(dict.fromkeys(f"{x[1]} at line {x[2].line}" if x[2] else x[1] for x in side))
         evidence.append(f"only {name}: {said}" if said else "")
     evidence = list(filter(None, evidence))
     what = "The mesh computes a different result than one device"
-    what = what if error > _WITHIN else "Packed documents see each other on the mesh"
+    what = what if differs else "Packed documents see each other on the mesh"
     return finding("rank-rows", what, places, evidence=tuple(evidence))
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
-from attnspan_lab.doctor.jax.attention import nan_origin
+from attnspan_lab.doctor.jax.hidden import nan_origin
 from attnspan_lab.doctor.jax.double import attends, difference, differences, objective, outcome, reference
 from attnspan_lab.doctor.jax.interpret import equations, is_own, places_of
 from attnspan_lab.doctor.jax.said import finding

@@ -44,7 +44,9 @@ _REDUCTIONS: dict[str, Callable[..., Any]] = {
 def quick(eqn: Any, arrays: list[Any]) -> np.ndarray | None:
     """Run an operator in NumPy. Return None if it has no version here, or for other than plain numbers."""
     name, params = eqn.primitive.name, eqn.params
-    if any(getattr(x, "dtype", np.dtype("O")).kind not in "biuf" for x in arrays) or len(eqn.outvars) != 1:
+    # Random keys have a dtype without a kind.
+    kinds = [getattr(getattr(x, "dtype", None), "kind", "O") for x in arrays]
+    if any(x not in "biuf" for x in kinds) or len(eqn.outvars) != 1:
         return None
     with np.errstate(all="ignore"):
         made = _made(name, params, [np.asarray(x) for x in arrays])
