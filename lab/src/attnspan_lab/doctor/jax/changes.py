@@ -55,11 +55,21 @@ class Trial:
         count, most = 0, 0.0
         for own in self._groups(groups, only):
             pairs = zip(before, rows.of(self.leaves(own)), strict=True)
-            left = own[:, : before[0].shape[1]]
-            change = np.where(left, 0, np.max([_change(x, y) for x, y in pairs], axis=0))
+            change = np.max([_change(x, y) for x, y in pairs], axis=0)
+            change = np.where((own | self._padding)[:, : change.shape[1]], 0, change)
             count, most = count + int((change > _WITHIN).sum()), max(most, float(change.max()))
         said = f"changing these tokens changes {count} {rows.name} of others by up to {most:.1e} (relative error)"
         return said if count else ""
+
+    @property
+    def _padding(self) -> np.ndarray:
+        """Tokens that see no key and are seen by no query. Their results may be anything."""
+        found = [x.padding for x in self.calls if x.padding is not None]
+        padding = np.zeros(self.size, bool)
+        for x in found:
+            if x.shape[0] in (1, self.size[0]) and x.shape[1] <= self.size[1]:
+                padding[:, : x.shape[1]] |= x
+        return padding
 
     def decides(self, groups: np.ndarray, only: int | None) -> str:
         """Say whether the step compares the values of tokens, as for a mask tokens != 0.

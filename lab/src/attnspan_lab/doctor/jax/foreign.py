@@ -106,12 +106,10 @@ def _count(call: Attention, foreign: np.ndarray) -> int:
 
 def _why(trial: Trial, rule: _Rule, call: Attention) -> tuple[str, str]:
     """Say why a call shows foreign pairs, and what to do. "" stands for the text of the kind."""
-    visible = np.asarray(call.visible)
-    length = visible.shape[1]
+    length = np.shape(call.visible)[1]
     foreign = rule.foreign[:, :length, :length]
-    form = ""
-    if len(visible) == trial.size[0]:
-        form = form_of(trial.subject, trial.batch, visible & ~foreign)
+    visible = np.broadcast_to(np.asarray(call.visible), foreign.shape)
+    form = form_of(trial.subject, trial.batch, visible & ~foreign)
     remedy = f"Call attnspan.jax.attention with mask={form}" if form else ""
     masks = [x for x, _ in call.masks if rule.names & x.arguments()]
     if not masks:

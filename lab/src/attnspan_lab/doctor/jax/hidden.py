@@ -83,8 +83,7 @@ def _with_zero(
         A sentence, "" if no result of other tokens changes, and whether the change is certainly wrong.
     """
     again = watched(traced, size, {number: rows})[1]
-    square = call.visible is not None and call.visible.shape[1:] == (rows.shape[1],) * 2
-    tokens = rows & call.visible.any(1) if call.visible is not None and square else rows
+    tokens = rows if call.padding is None else rows & ~call.padding
     own, other = 0, 0.0
     for x, y in zip(results, again, strict=True):
         if not is_float(x.array) or not np.size(x.array):
@@ -98,7 +97,7 @@ def _with_zero(
         other = max(other, float(change.max()))
     if other > _WITHIN:
         return f"with 0 for these queries, other results change by up to {other:.1e} (relative error)", True
-    if own and square:
+    if own and call.padding is not None:
         return f"with 0 for these queries, {own} rows of results change. Other queries see these tokens", True
     return (f"not confirmed: {own} rows of results depend on them, and they may be padding", False) if own else ("", False)
 

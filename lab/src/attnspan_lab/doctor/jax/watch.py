@@ -78,6 +78,13 @@ class Attention:
     pairs: list[Value] = field(default_factory=list)
     by_head: bool = False
 
+    @property
+    def padding(self) -> np.ndarray | None:
+        """Queries (B, S) that see no key, and whose key no query sees. None: unknown, or other keys."""
+        if self.hidden is None or self.visible is None or self.visible.shape[1] != self.visible.shape[2]:
+            return None
+        return self.hidden & ~self.visible.any(1)
+
 
 class Watcher(Interpreter):
     """Collects attention calls.
