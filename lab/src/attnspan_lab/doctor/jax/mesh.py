@@ -20,7 +20,7 @@ from attnspan_lab.doctor.jax.hlo import Program
 from attnspan_lab.doctor.jax.interpret import equations, inner, places_of
 from attnspan_lab.doctor.jax.recompiles import place_of
 from attnspan_lab.doctor.jax.said import finding
-from attnspan_lab.doctor.jax.subject import JaxSubject, Traced, floats
+from attnspan_lab.doctor.jax.subject import JaxSubject, Traced, floats, is_spread
 from attnspan_lab.doctor.jax.watch import Attention, watched
 from attnspan_lab.doctor.places import Place
 
@@ -50,11 +50,12 @@ def has_shard_map(traced: Traced) -> bool:
 def compare_mesh(subject: JaxSubject, say: Callable[..., None]) -> None:
     """Run the first batch on the mesh, and report what differs from one device."""
     plain, batch = subject.plain, subject.batches[0]
+    whole = plain.batches[0]
     placed = replace(subject, **_placed(subject, {"variables": subject.variables}))
     own = subject.with_arguments(batch, _placed(subject, subject.arguments(batch)))
     sharded = Traced.of(placed, own)
-    leaks, one = _leaks(placed, own, sharded), Traced.of(plain, batch)
-    alone = _leaks(plain, batch, one) if leaks else ""
+    leaks, one = _leaks(placed, own, sharded), Traced.of(plain, whole)
+    alone = _leaks(plain, whole, one) if leaks else ""
     compared = subject.one_device is not None or not has_shard_map(sharded)
     results = [[np.asarray(y, np.float64) for y in floats(x.run(*x.leaves))] for x in (sharded, one)]
     why = "" if compared else 'shard_map needs the mesh. Return "one_device", the function without shard_map'
@@ -91,9 +92,11 @@ def _error(results: list[list[np.ndarray]], one: Traced) -> float:
 
 
 def _placed(subject: JaxSubject, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Put each argument on the mesh by its sharding. Other arguments are replicated."""
+    """Put each argument on the mesh by its sharding. Other arguments are replicated, if they are not sharded."""
 
     def put(name: str, value: Any) -> Any:
+        if name not in subject.in_shardings and any(map(is_spread, jax.tree.leaves(value))):
+            return value
         spec = subject.in_shardings.get(name, PartitionSpec())
         sharding = jax.tree.map(
             lambda x: x if isinstance(x, jax.sharding.Sharding) else NamedSharding(subject.mesh, x),
@@ -118,13 +121,9 @@ def _leaks(subject: JaxSubject, batch: Any, traced: Traced) -> str:
 
     def run(*leaves: Any) -> Any:
         own = zip(leaves, traced.leaves, strict=True)
-        return traced.run(*(jax.device_put(x, y.sharding) if _is_spread(y) else x for x, y in own))
+        return traced.run(*(jax.device_put(x, y.sharding) if is_spread(y) else x for x, y in own))
 
     return Trial(subject, batch, traced, run=run).changed(np.broadcast_to(documents, size), None) or ""
-
-
-def _is_spread(x: Any) -> bool:
-    return len(getattr(getattr(x, "sharding", None), "device_set", ())) > 1
 
 
 def _rows(subject: JaxSubject, traced: Traced, error: float, leaks: str) -> Finding:
@@ -176,7 +175,9 @@ def _cuts(subject: JaxSubject, traced: Traced) -> Iterator[tuple[str, str, Place
 def _unlike(subject: JaxSubject, batch: Any) -> Iterator[Finding]:
     """Yield arguments of the batch that are not sharded like the tokens."""
     named, size = subject.arguments(batch), subject.size(batch)
-    specs = {k: _axes(subject.in_shardings.get(k)) for k, x in named.items() if np.shape(x)[:2] == size}
+    fits = {k: x for k, x in named.items() if np.shape(x)[:2] == size}
+    given = {k: getattr(x, "sharding", None) if is_spread(x) else None for k, x in fits.items()}
+    specs = {k: _axes(subject.in_shardings.get(k, given[k])) for k in fits}
     tokens = [x for x in subject.tokens(batch) if x in specs]
     for name in specs if tokens else ():
         want = specs[tokens[0]]

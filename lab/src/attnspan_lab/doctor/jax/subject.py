@@ -19,7 +19,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from attnspan_lab.doctor.unfit import require
 
-__all__ = ["MOST_BATCHES", "JaxSubject", "Traced", "floats", "is_jax", "jax_subject"]
+__all__ = ["MOST_BATCHES", "JaxSubject", "Traced", "floats", "is_jax", "is_spread", "jax_subject"]
 
 MOST_BATCHES = 12
 _DOCUMENTS = ("segment_ids", "document_ids", "doc_ids", "document_id", "seq_ids", "sequence_ids", "seq_idx")
@@ -74,8 +74,9 @@ class JaxSubject:
     @property
     def plain(self) -> JaxSubject:
         """The subject on one device. The mesh stays for functions that name its axes."""
-        fn = self.one_device or self.fn
-        return replace(self, fn=fn, in_shardings={}, one_device=None, name=self.name)
+        fn, (batches, variables) = self.one_device or self.fn, jax.tree.map(_whole, (self.batches, self.variables))
+        more: dict[str, Any] = {"batches": batches, "variables": variables}
+        return replace(self, fn=fn, in_shardings={}, one_device=None, name=self.name, **more)
 
     @property
     def context(self) -> AbstractContextManager[Any]:
@@ -276,6 +277,16 @@ class Traced:
     def run(self) -> Any:
         """The compiled step, from leaves to a list of results."""
         return jax.jit(jaxpr_as_fun(self.closed))
+
+
+def is_spread(x: Any) -> bool:
+    """Whether an array is on several devices."""
+    return len(getattr(getattr(x, "sharding", None), "device_set", ())) > 1
+
+
+def _whole(x: Any) -> Any:
+    """Move an array to one device. JAX may still move it to the devices of the context's mesh."""
+    return jnp.asarray(np.asarray(x)) if is_spread(x) else x
 
 
 def floats(out: Any) -> list[Any]:
