@@ -5,11 +5,24 @@ from __future__ import annotations
 import math
 from typing import Any
 
-
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jax_patients import BATCH, HEADS, LENGTH, SIZE, attends, below, dense, mesh_of, model, qkv, sharded, tokens, variables
+from jax_patients import (
+    BATCH,
+    HEADS,
+    LENGTH,
+    SIZE,
+    attends,
+    below,
+    dense,
+    mesh_of,
+    model,
+    qkv,
+    sharded,
+    tokens,
+    variables,
+)
 
 from attnspan import causal
 from attnspan.jax import attention

@@ -1,4 +1,4 @@
-"""Right models in JAX that could look sick. The doctor must print no finding of severity "wrong" about them."""
+"""Right models in JAX that could look sick. The doctor must find nothing "wrong" in them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from attnspan_lab.doctor.jax import JaxSubject
 RIGHT: dict[str, Callable[[], Any]] = {}
 INDEX = np.arange(LENGTH)
 LENGTHS = np.array([LENGTH, LENGTH - 7], np.int32)
-VALID = INDEX < LENGTHS[:, None]
+VALID = LENGTHS[:, None] > INDEX
 
 
 def right(attend: Any = None, **options: Any) -> Any:
@@ -77,7 +77,7 @@ def alibi(q: Any, k: Any, v: Any) -> Any:
 
 @right(given={"attention_mask": VALID.astype(np.int32)}, causal=False)
 def mask_of_queries_and_keys(q: Any, k: Any, v: Any, attention_mask: Any) -> Any:
-    """Padding sees nothing, and its results are the mean of all values. No result of another token uses them."""
+    """Padding sees nothing, and its results are the mean of all values. No other result uses them."""
     valid = attention_mask > 0
     return plain(q, k, v, mask=valid[:, None, :, None] & valid[:, None, None, :])
 
@@ -206,7 +206,9 @@ def cross_attention() -> JaxSubject:
         memory = plain(*[frames.reshape(*frames.shape[:2], 4, -1)] * 3, mask=frame_mask[:, None, None, :])
         q, k, v = (jnp.einsum("bsw,whd->bshd", x, w[n]) for n in "qkv")
         x = plain(q, k, v, is_causal=True)
-        return plain(x, memory, memory, mask=frame_mask[:, None, None, :]).reshape(*tokens.shape, -1) @ w["head"]
+        return (
+            plain(x, memory, memory, mask=frame_mask[:, None, None, :]).reshape(*tokens.shape, -1) @ w["head"]
+        )
 
     frames = jnp.sin(jnp.arange(BATCH * LENGTH * 32.0)).reshape(BATCH, LENGTH, 32)
     batch = {"tokens": tokens(), "frames": frames, "frame_mask": jnp.asarray(VALID)}
@@ -225,7 +227,8 @@ def decoding_with_a_cache() -> JaxSubject:
 
     cache = jnp.zeros((BATCH, 32, 4, SIZE))
     batches = [
-        {"tokens": tokens(n), "cache_k": cache, "cache_v": cache, "index": i} for n, i in ((4, 0), (1, 4), (1, 5))
+        {"tokens": tokens(n), "cache_k": cache, "cache_v": cache, "index": i}
+        for n, i in ((4, 0), (1, 4), (1, 5))
     ]
     return JaxSubject(jax.jit(step), batches, variables(), causal=True)
 

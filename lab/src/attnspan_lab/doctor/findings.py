@@ -50,8 +50,8 @@ class Finding:
         known: Upstream issues about the same problem.
         count: Number of occurrences.
         stage: Stage that found it: "eager", "compiled", "parity", "ranks", ...
-        severity: One of "stops", "wrong", "compile", "slow" and "note". Default: the kind's severity. A finding
-            that no trial confirmed is a "note".
+        severity: One of "stops", "wrong", "compile", "slow" and "note". Default: the kind's severity.
+            A finding that no trial confirmed is a "note".
     """
 
     kind: str

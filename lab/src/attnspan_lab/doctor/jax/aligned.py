@@ -1,4 +1,4 @@
-"""Findings on causal masks that count from the first key although a cache is in front of the queries' own keys."""
+"""Findings on causal masks that count from the first key, although keys of a cache are in front."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ class Trial:
             change = np.max([_change(x, y) for x, y in pairs], axis=0)
             change = np.where((own | self._padding)[:, : change.shape[1]], 0, change)
             count, most = count + int((change > _WITHIN).sum()), max(most, float(change.max()))
-        said = f"changing these tokens changes {count} {rows.name} of others by up to {most:.1e} (relative error)"
-        return said if count else ""
+        said = f"changing these tokens changes {count} {rows.name} of others by up to {most:.1e}"
+        return f"{said} (relative error)" if count else ""
 
     @property
     def _padding(self) -> np.ndarray:
@@ -81,7 +81,9 @@ class Trial:
         before, after = (watched(replace(self.traced, leaves=x), self.size)[0].decisions for x in leaves)
         if len(before) == len(after) and all(map(np.array_equal, before, after)):
             return ""
-        return "not confirmed: the step compares the values of tokens, and the changed tokens may change a mask"
+        return (
+            "not confirmed: the step compares the values of tokens, and the changed tokens may change a mask"
+        )
 
     def _groups(self, groups: np.ndarray, only: int | None) -> list[np.ndarray]:
         chosen = [only] if only is not None else list(np.unique(groups)[:_MOST_GROUPS])

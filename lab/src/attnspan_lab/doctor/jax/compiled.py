@@ -48,14 +48,16 @@ def untraceable(error: BaseException, subject: JaxSubject, batch: Any, stage: st
     text = (str(error).strip().splitlines() or [""])[0][:200]
     if not isinstance(error, _READS) and "concrete value" not in str(error):
         what = f"The step raises {type(error).__name__}: {text}"
-        cause = "The step fails when JAX traces it"
+        cause = "JAX cannot trace or run the step"
         remedy = "Fix this step first: the doctor needs a step that runs"
         return finding("error", what, places, cause=cause, remedy=remedy, stage=stage)
     what = "jax.jit cannot trace this line: Python needs the value of an array here"
     cause = (
         "A branch, a loop, a size, float() or NumPy reads the value. Outside of jit, the host waits for it"
     )
-    remedy = "Use jnp.where, jax.lax.cond or a fixed size. If the value is an argument, make it static"
+    remedy = (
+        "Use jnp.where, jax.lax.cond or a fixed size. If the value is a number that you pass, make it static"
+    )
     tried = _static_trial(subject, batch)
     more = {"cause": cause, "remedy": remedy, "tried": tried, "stage": stage}
     return finding("compile-error", what, places, evidence=(f"{type(error).__name__}: {text}",), **more)
@@ -82,11 +84,15 @@ def host_calls(traced: Traced) -> Iterator[Finding]:
         if name in _HOST:
             found[f"The compiled step {_HOST[name]} here ({name})", places_of(eqn)[:2]] += 1
         if name == "device_put" and any(_moves(x) for x in eqn.params.get("devices", ())):
-            found[
-                "The compiled step moves an array to another memory here (device_put)", places_of(eqn)[:2]
-            ] += 1
+            found[_MOVED, places_of(eqn)[:2]] += 1
     for (what, places), count in found.items():
-        yield finding("sync", what, places, count=count)
+        more = {"cause": _MOVES, "remedy": _KEEP} if what == _MOVED else {}
+        yield finding("sync", what, places, count=count, **more)
+
+
+_MOVED = "The compiled step moves an array to another memory here (device_put)"
+_MOVES = "The line asks for another kind of memory, and the array is copied there in each step"
+_KEEP = "Keep the array in one kind of memory. If the copy is wanted, for example to save memory, leave it"
 
 
 def _moves(target: Any) -> bool:
@@ -126,7 +132,7 @@ def _compile(traced: Traced, options: dict[str, Any]) -> float:
 
 
 def _captured(closed: Any) -> Iterator[tuple[Any, tuple[Place, ...]]]:
-    """Yield large constants of a jaxpr and of the functions that it calls, with the first line that uses them."""
+    """Yield large constants of a jaxpr and of the functions that it calls, with the lines that use them."""
     for var, x in zip(closed.jaxpr.constvars, closed.consts, strict=True):
         if np.size(x) * np.dtype(x.dtype).itemsize >= _BIG:
             users = (y for y in closed.jaxpr.eqns if var in [v for v in y.invars if not _literal(v)])

@@ -111,6 +111,13 @@ def _why(trial: Trial, rule: _Rule, call: Attention) -> tuple[str, str]:
     visible = np.broadcast_to(np.asarray(call.visible), foreign.shape)
     form = form_of(trial.subject, trial.batch, visible & ~foreign)
     remedy = f"Call attnspan.jax.attention with mask={form}" if form else ""
+    if rule.kind == "causality-lost":
+        index = np.arange(length)
+        most, last = (
+            int((index - index[:, None])[visible.any(0)].max()),
+            int(index[visible.any((0, 1))].max()),
+        )
+        return f"The mask shows up to {most} later tokens" if most < last else "", remedy
     masks = [x for x, _ in call.masks if rule.names & x.arguments()]
     if not masks:
         return "", remedy
@@ -120,9 +127,14 @@ def _why(trial: Trial, rule: _Rule, call: Attention) -> tuple[str, str]:
         padding = rule.groups[:, None, :length] == 1
         array = np.asarray(masks[0].array)
         if not (visible & ~padding).any():
-            said, remedy = f"The mask made from {name} is inverted: only padding is visible", remedy or _INVERTED
+            said, remedy = (
+                f"The mask made from {name} is inverted: only padding is visible",
+                remedy or _INVERTED,
+            )
         elif array.dtype != bool and np.isin(array, (0, 1)).all():
-            said = f"The 0 and 1 of {name} are added to the scores or multiplied with them, which hides nothing"
+            said = (
+                f"The 0 and 1 of {name} are added to the scores or multiplied with them, which hides nothing"
+            )
             remedy = _AS_BOOLEAN
     elif call.by_head and np.ndim(masks[0].array) > 2:
         said += _BY_HEAD
@@ -130,9 +142,11 @@ def _why(trial: Trial, rule: _Rule, call: Attention) -> tuple[str, str]:
     return said, remedy
 
 
-_BY_HEAD = """\
-. Heads see different pairs: jax.nn.dot_product_attention takes the first axis of a mask with 3 axes as heads"""
+_BY_HEAD = (
+    ". Heads see different pairs: jax.nn.dot_product_attention takes the first axis of a mask with 3 axes as "
+    "heads"
+)
 _INVERTED = "Invert the mask: in JAX and in attnspan, True shows a key"
 _AS_BOOLEAN = """\
-Pass it as a boolean mask: mask=valid[:, None, None, :] with jax.nn.dot_product_attention, or keys(valid) with \
-attnspan. Or add jnp.where(valid, 0, -jnp.inf)[:, None, None, :] to the scores"""
+Pass it as a boolean mask: mask=valid[:, None, None, :] with jax.nn.dot_product_attention, or keys(valid) \
+with attnspan. Or add jnp.where(valid, 0, -jnp.inf)[:, None, None, :] to the scores"""

@@ -55,7 +55,9 @@ def hidden(
             evidence, severity = [said], {} if severe else {"severity": "note"}
         found = found or is_nan
         even = "they return the mean of all values" if out.even[real].all() else "they return a mix of values"
-        what = f"Some queries of this attention call see no key: {'their results are NaN' if is_nan else even}"
+        what = (
+            f"Some queries of this attention call see no key: {'their results are NaN' if is_nan else even}"
+        )
         numbers = ", ".join(f"({b}, {s})" for b, s in np.argwhere(real)[:4])
         evidence = [f"{real.sum()} queries, (batch element, query): {numbers}", *evidence]
         evidence += [_ONE_BY_ONE] if is_nan and not confirmed else []
@@ -99,7 +101,11 @@ def _with_zero(
         return f"with 0 for these queries, other results change by up to {other:.1e} (relative error)", True
     if own and call.padding is not None:
         return f"with 0 for these queries, {own} rows of results change. Other queries see these tokens", True
-    return (f"not confirmed: {own} rows of results depend on them, and they may be padding", False) if own else ("", False)
+    return (
+        (f"not confirmed: {own} rows of results depend on them, and they may be padding", False)
+        if own
+        else ("", False)
+    )
 
 
 def nan_origin(broken: Value, where: str, evidence: tuple[str, ...] = (), **more: Any) -> Finding:
@@ -109,7 +115,9 @@ def nan_origin(broken: Value, where: str, evidence: tuple[str, ...] = (), **more
     if first.name in ("argument", "constant"):
         name = f"The argument {first.label}" if first.label else "A constant of the step"
         cause, remedy = "No operator makes the first NaN", "Look at the data before the step"
-        return finding("nan", f"{name} contains NaN", (), evidence=evidence, cause=cause, remedy=remedy, **more)
+        return finding(
+            "nan", f"{name} contains NaN", (), evidence=evidence, cause=cause, remedy=remedy, **more
+        )
     what, cause = f"The first NaN comes from {where}: operator {first.name}, result {shape}", ""
     places: tuple[Place, ...] = ()
     large = next((x for x in first.parents if x.inf), None)

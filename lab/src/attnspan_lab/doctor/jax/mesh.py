@@ -92,7 +92,7 @@ def _error(results: list[list[np.ndarray]], one: Traced) -> float:
 
 
 def _placed(subject: JaxSubject, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Put each argument on the mesh by its sharding. Other arguments are replicated, if they are not sharded."""
+    """Put each argument on the mesh by its spec. Others stay sharded as they are, or are replicated."""
 
     def put(name: str, value: Any) -> Any:
         if name not in subject.in_shardings and any(map(is_spread, jax.tree.leaves(value))):
@@ -141,7 +141,15 @@ def _rows(subject: JaxSubject, traced: Traced, error: float, leaks: str) -> Find
     evidence = list(filter(None, evidence))
     what = "The mesh computes a different result than one device"
     what = what if differs else "Packed documents see each other on the mesh"
-    return finding("rank-rows", what, places, evidence=tuple(evidence))
+    # Without such lines, the doctor only knows that the results differ.
+    more = {} if sides[0] or sides[1] else {"cause": _UNKNOWN, "remedy": _BISECT}
+    return finding("rank-rows", what, places, evidence=tuple(evidence), **more)
+
+
+_UNKNOWN = "The doctor finds no line that cuts or reorders only the tokens or only the mask's data"
+_BISECT = """\
+Return intermediate results from the step, and compare them on the mesh and on one device. Look for sums and \
+collectives over the wrong axis, and for axis_index"""
 
 
 def _cuts(subject: JaxSubject, traced: Traced) -> Iterator[tuple[str, str, Place | None]]:
@@ -183,7 +191,8 @@ def _unlike(subject: JaxSubject, batch: Any) -> Iterator[Finding]:
         want = specs[tokens[0]]
         if specs[name] != want:
             what = f"{name} is sharded as {specs[name]}, and {tokens[0]} as {want}"
-            evidence = ("the partitioner moves the array to the devices that need it, in each step",)
+            moved = "the partitioner moves the array to the devices that need it, in each step"
+            evidence = (moved if any(specs[name]) else "each device holds all of it",)
             remedy = f"Give {name} the PartitionSpec of {tokens[0]}"
             cause = "in_shardings gives them different specs"
             places = (place_of(subject.fn),)
@@ -256,5 +265,10 @@ def _repeated(subject: JaxSubject, program: Program, compiled: Any, one: Traced)
     evidence = (f"equal shares are {1 / devices:.0%}",)
     places: list[Place | None] = [*sorted(whole, key=lambda x: -whole[x])[:2], place_of(subject.fn)][:2]
     cause = "An array is not sharded along an axis of the mesh, so each device computes all of it"
+    cause = (
+        cause
+        if whole
+        else "Devices repeat work. The doctor finds no product that each of them computes whole"
+    )
     remedy = "Shard the batch, the heads or the sequence along this axis of the mesh"
     yield finding("rank-replicated", what, places, evidence=evidence, cause=cause, remedy=remedy)

@@ -28,8 +28,11 @@ _REMEDIES = {
     "shape": "Pad the batches to one length, or to few lengths such as powers of two, and hide the padding",
     "type": "Pass arrays of one dtype: jnp.asarray(x, dtype) for Python numbers, in all calls",
     "static": "Pass the value as an array, and take it out of static_argnames. Or keep it the same",
-    "structure": "Pass the same arguments in all calls: arrays of zeros instead of None",
+    "structure": "Pass the same arguments in all calls. Instead of None, pass an array that changes nothing, "
+    "such as a mask of True or a bias of 0",
 }
+#: Remedy of a number whose array does not work.
+_FEW = "Use few values: each one compiles once"
 
 
 @dataclass
@@ -154,17 +157,10 @@ def recompiles_in(run: Run, subject: JaxSubject) -> Iterator[Finding]:
         )
         place = place_of(subject.fn)
         tried = _tried(kind, name, run, subject)
-        remedy = _REMEDIES.get(kind, "")
-        yield finding(
-            "recompile",
-            what,
-            (place,),
-            evidence=evidence,
-            cause=cause,
-            remedy=remedy,
-            tried=tried,
-            count=len(texts),
-        )
+        failed = kind in ("static", "type") and "the same results" not in tried
+        remedy = _FEW if failed else _REMEDIES.get(kind, "")
+        more = {"evidence": evidence, "cause": cause, "remedy": remedy, "tried": tried}
+        yield finding("recompile", what, (place,), count=len(texts), **more)
 
 
 def _whole(subject: JaxSubject, batch: Any) -> dict[str, Any]:
@@ -214,7 +210,7 @@ def _tried(kind: str, name: str, run: Run, subject: JaxSubject) -> str:
         if kind != "static":
             return ""
         text = type(error).__name__
-        return f"with {name} as an array: {text}. Its value decides shapes or branches, so keep to few values"
+        return f"with {name} as an array: {text}. Python needs its value"
     said = f"with {what}: {again.recompiles} recompilations instead of {run.recompiles}"
     same = all(_close(x, y) for x, y in zip(run.results, again.results, strict=True))
     others = "BUT OTHER RESULTS" + (": the step must hide the padding" if kind == "shape" else "")

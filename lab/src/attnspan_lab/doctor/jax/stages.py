@@ -22,6 +22,7 @@ from attnspan_lab.doctor.jax.parity import parity as compare
 from attnspan_lab.doctor.jax.recompiles import calls_jitted, recompiles_in, run_batches
 from attnspan_lab.doctor.jax.subject import JaxSubject, Traced
 from attnspan_lab.doctor.jax.watch import Attention, watched
+from attnspan_lab.doctor.words import counted
 
 __all__ = ["STAGES"]
 
@@ -75,7 +76,7 @@ def eager(subject: JaxSubject, say: Say, backend: str) -> None:
             say(finding=replace(x, stage="eager"))
         largest = max(largest, watcher.largest)
         unchecked |= _unchecked(subject, batch, watcher.calls)
-        checked |= {"attention": f"{len(watcher.calls)} calls a step"} if watcher.calls else {}
+        checked |= {"attention": f"{counted(len(watcher.calls), 'call')} a step"} if watcher.calls else {}
         facts = {"attention calls": len(watcher.calls), "sites": _sites(watcher.calls)}
         say(facts=facts | {"largest tensor": largest, "checked": checked, "unchecked": unchecked})
         if (picture := _picture(watcher.calls)) is not None:

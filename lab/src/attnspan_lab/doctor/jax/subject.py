@@ -74,7 +74,10 @@ class JaxSubject:
     @property
     def plain(self) -> JaxSubject:
         """The subject on one device. The mesh stays for functions that name its axes."""
-        fn, (batches, variables) = self.one_device or self.fn, jax.tree.map(_whole, (self.batches, self.variables))
+        fn, (batches, variables) = (
+            self.one_device or self.fn,
+            jax.tree.map(_whole, (self.batches, self.variables)),
+        )
         more: dict[str, Any] = {"batches": batches, "variables": variables}
         return replace(self, fn=fn, in_shardings={}, one_device=None, name=self.name, **more)
 
