@@ -48,7 +48,7 @@ class Trial:
         Returns:
             A sentence, "" if no foreign result changes, or None if there are no results (B, S, ...).
         """
-        rows = _Rows(self.traced, groups.shape, self.run or self.traced.run)
+        rows = _Rows(self.traced, groups.shape, self.run or self.traced.trial)
         before = rows.of(self.traced.leaves)
         if not before or not self.subject.tokens(self.batch):
             return None

@@ -70,7 +70,7 @@ def compare_mesh(subject: JaxSubject, say: Callable[..., None]) -> None:
         say(finding=x)
     if not compared:
         return
-    compiled = sharded.run.lower(*sharded.leaves).compile()
+    compiled = sharded.program()
     calls = watched(one, subject.size(batch))[0].calls
     program, size = Program(compiled.as_text() or ""), subject.size(batch) or (1, 1)
     gathers = _gathers(program, calls, one, sharded, size, subject.mesh.shape.values())
@@ -251,7 +251,7 @@ def _itemsize(dtype: str) -> int:
 
 def _repeated(subject: JaxSubject, program: Program, compiled: Any, one: Traced) -> Iterator[Finding]:
     """Yield products that all devices compute whole, if the devices repeat work."""
-    alone = one.run.lower(*one.leaves).compile()
+    alone = one.program()
     flops = [float((x.cost_analysis() or {}).get("flops", 0.0)) for x in (compiled, alone)]
     devices = subject.mesh.size
     if flops[1] <= 0 or flops[0] * devices <= _REPEATED * flops[1]:

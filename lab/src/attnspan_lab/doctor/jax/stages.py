@@ -66,7 +66,7 @@ def eager(subject: JaxSubject, say: Say, backend: str) -> None:
             why = f"the doctor cannot evaluate the step by operators: {type(error).__name__}: {error}"[:200]
             say(facts={"unchecked": {"attention": why}})
             return
-        program = Program(traced.run.lower(*traced.leaves).compile().as_text() or "")
+        program = Program(traced.program().as_text() or "")
         trial, size = Trial(subject, batch, traced, tuple(watcher.calls)), subject.size(batch)
         for x in (
             *costs(watcher.calls, program, subject, batch),
