@@ -11,11 +11,17 @@ import jax.numpy as jnp
 import jax_faults
 import numpy as np
 import pytest
-from jax_patients import LENGTH, below, dense, model, padding, tokens, variables
+from jax.sharding import PartitionSpec as P
+from jax_patients import LENGTH, below, dense, model, padding, sharded, tokens, variables
 from test_jax_right import examined
+from virtual_devices import on_devices
 
+from attnspan import causal, keys
 from attnspan.jax import attention
+from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.jax import JaxSubject
+from attnspan_lab.doctor.jax.double import difference, reference
+from attnspan_lab.doctor.jax.subject import Traced
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
@@ -92,3 +98,123 @@ def test_padded_lengths_that_change_results_are_said() -> None:
     batches = [{"tokens": tokens(n)} for n in (8, 9, 10)]
     found, _ = examined(lambda: JaxSubject(step, batches, variables(), causal=False), "compiled")
     assert "BUT OTHER RESULTS: the step must hide the padding" in found[0].tried
+
+
+def test_nan_that_only_single_operators_make_is_a_note() -> None:
+    """XLA may compute a chain of float16 operators in float32, which does not overflow."""
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        large = q * jnp.float16(60_000) * jnp.float16(60_000)
+        return dense(q + 0 * (large * jnp.float16(0)), k, v, below(LENGTH))
+
+    subject = JaxSubject(model(attend), [{"tokens": tokens()}], variables(dtype=jnp.float16), causal=True)
+    traced = Traced.of(subject, subject.batches[0])
+    compiled_nan = bool(jnp.isnan(traced.run(*traced.leaves)[0]).any())
+    (nan,) = [x for x in examined(lambda: subject, "eager")[0] if x.kind == "nan"]
+    assert nan.severity == ("wrong" if compiled_nan else "note")
+    assert ("not confirmed: the compiled step returns no NaN" in str(nan.evidence)) is not compiled_nan
+
+
+def _cached(q: Any, k: Any, v: Any) -> Any:
+    seen = jnp.arange(k.shape[1]) <= jnp.arange(q.shape[1])[:, None] + 16
+    return jax.nn.dot_product_attention(q, k, v, mask=seen[None, None])
+
+
+def _with_cache(attend: Any) -> JaxSubject:
+    subject = jax_faults.causal_with_a_cache()
+
+    def step(w: Any, tokens: Any, cache: Any) -> Any:
+        longer = lambda x: jnp.concatenate([cache, x], 1)  # noqa: E731
+        return model(lambda q, k, v: attend(q, longer(k), longer(v)))(w, tokens)
+
+    return replace(subject, fn=step)
+
+
+def _padded(attend: Any) -> JaxSubject:
+    return jax_faults.step_of(attend, causal=False, attention_mask=jax_faults.MASK)
+
+
+#: Remedies of the faults, each with the same step whose mask is written out.
+CURES: dict[str, tuple[Any, Any]] = {
+    "causal() with a cache": (
+        lambda: _with_cache(lambda q, k, v: attention(q, k, v, mask=causal(), layout="bshd")),
+        lambda: _with_cache(lambda q, k, v: dense(q, k, v, jnp.tri(4, 20, 16, dtype=bool))),
+    ),
+    "a mask with a cache": (
+        lambda: _with_cache(_cached),
+        lambda: _with_cache(lambda q, k, v: dense(q, k, v, jnp.tri(4, 20, 16, dtype=bool))),
+    ),
+    "a boolean mask": (
+        lambda: _padded(
+            lambda q, k, v, attention_mask: jax.nn.dot_product_attention(
+                q, k, v, mask=(attention_mask > 0)[:, None, None, :]
+            )
+        ),
+        lambda: _padded(
+            lambda q, k, v, attention_mask: dense(q, k, v, (attention_mask > 0)[:, None, None, :])
+        ),
+    ),
+    "keys(valid)": (
+        lambda: _padded(
+            lambda q, k, v, attention_mask: attention(q, k, v, mask=keys(attention_mask != 0), layout="bshd")
+        ),
+        lambda: _padded(
+            lambda q, k, v, attention_mask: dense(q, k, v, (attention_mask > 0)[:, None, None, :])
+        ),
+    ),
+    "an added mask": (
+        lambda: _padded(
+            lambda q, k, v, attention_mask: jax.nn.dot_product_attention(
+                q, k, v, bias=jnp.where(attention_mask > 0, 0, -jnp.inf)[:, None, None, :]
+            )
+        ),
+        lambda: _padded(
+            lambda q, k, v, attention_mask: dense(q, k, v, (attention_mask > 0)[:, None, None, :])
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CURES)
+def test_the_remedy_of_a_fault_is_right(name: str) -> None:
+    subject, exact = (x() for x in CURES[name])
+    found, _ = examined(lambda: subject, "eager")
+    assert [x.kind for x in found if x.severity == "wrong"] == []
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        runs = [Traced.of(x, x.batches[0]) for x in (subject, exact)]
+        own = [np.asarray(x, np.float64) for x in runs[0].run(*runs[0].leaves)]
+        assert difference(own, reference(runs[1]).results) < 1e-5
+
+
+def on_the_mesh(name: str) -> tuple[list[Finding], dict[str, str]]:
+    """Examine a step on a mesh: with NaN in its results, in bfloat16, or with a sum that counts twice."""
+
+    def step(w: Any, tokens: Any) -> Any:
+        w = jax.tree.map(lambda x: x.astype(jnp.bfloat16), w) if name == "bfloat16" else w
+        out = model(lambda q, k, v: dense(q, k, v, below(LENGTH)))(w, tokens)
+        return out * jnp.float32("nan") if name == "nan" else out
+
+    def twice(w: Any, tokens: Any) -> Any:
+        add = jax.shard_map(lambda x: jax.lax.psum(x, "cp"), mesh=made.mesh, in_specs=P(), out_specs=P())
+        return add(step(w, tokens))
+
+    made = sharded(step, P(None, "cp"))
+    if name == "sum":
+        made = replace(made, fn=twice, one_device=step)
+    return examined(lambda: made, "ranks")
+
+
+def test_nan_on_one_device_is_not_a_difference_of_the_mesh() -> None:
+    found, unchecked = on_devices(on_the_mesh)("nan")
+    assert "rank-rows" not in {x.kind for x in found}
+    assert "NaN" in unchecked["the mesh against one device"]
+
+
+def test_rounding_in_bfloat16_is_not_a_difference_of_the_mesh() -> None:
+    assert "rank-rows" not in {x.kind for x in on_devices(on_the_mesh)("bfloat16")[0]}
+
+
+def test_a_difference_without_cut_ids_is_not_blamed_on_ids() -> None:
+    (found,) = [x for x in on_devices(on_the_mesh)("sum")[0] if x.kind == "rank-rows"]
+    assert "finds no line that cuts" in found.cause
+    assert "results differ from one device by 1.0e+00" in found.evidence[0]

@@ -61,7 +61,7 @@ def _product(numbers: Any, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     lead, inner = (int(np.prod([x.shape[a] for a in axes])) for axes in (batch[0], contract[0]))
     left = x.transpose(*batch[0], *free[0], *contract[0]).reshape(lead, -1, inner)
     right = y.transpose(*batch[1], *contract[1], *free[1]).reshape(lead, inner, -1)
-    return (left @ right).reshape(shape)
+    return np.asarray((left @ right).reshape(shape))
 
 
 def _made(name: str, params: Any, arrays: list[np.ndarray]) -> Any:
