@@ -89,6 +89,28 @@ def test_a_loss_that_uses_queries_without_keys_is_wrong() -> None:
     assert [x.severity for x in found if x.kind == "hidden-rows"] == ["wrong"]
 
 
+def test_a_copy_to_the_hosts_memory_is_named() -> None:
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        k = jax.device_put(k, jax.memory.Space.Host)
+        return dense(q, jax.device_put(k, jax.memory.Space.Device), v, below(LENGTH))
+
+    found, _ = examined(lambda: jax_faults.step_of(attend), "eager")
+    (sync,) = [x for x in found if x.kind == "sync"]
+    assert "Space.Host" in sync.places[0].text
+    assert "another kind of memory" in sync.cause
+
+
+def test_an_argument_that_is_none_first_gets_an_array_that_changes_nothing() -> None:
+    step = jax.jit(
+        lambda w, tokens, mask=None: model(lambda *x: dense(*x, True if mask is None else mask))(w, tokens)
+    )
+    mask = jnp.ones((2, 1, LENGTH, LENGTH), bool)
+    batches = [{"tokens": tokens(), "mask": x} for x in (None, mask)]
+    found, _ = examined(lambda: JaxSubject(step, batches, variables(), causal=False), "compiled")
+    assert found[0].evidence == (f"mask: None, then bool of shape {mask.shape}",)
+    assert "a mask of True" in found[0].remedy
+
+
 def test_padded_lengths_that_change_results_are_said() -> None:
     """Lengths padded to one must be hidden. The trial compares the results."""
 

@@ -96,6 +96,8 @@ _KEEP = "Keep the array in one kind of memory. If the copy is wanted, for exampl
 
 
 def _moves(target: Any) -> bool:
+    if target is jax.memory.Space.Host:
+        return True
     kind = getattr(target, "memory_kind", None)
     return target is not None and kind not in (None, "device", jax.devices()[0].default_memory().kind)
 

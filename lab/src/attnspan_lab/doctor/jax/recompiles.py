@@ -175,7 +175,8 @@ def _changed(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, str
         x, y = before.get(name), now.get(name)
         a, b = _signature(x), _signature(y)
         if (x is None) != (y is None):
-            found.append(("structure", name, f"{name}: {a or 'None'}, then {b or 'None'}"))
+            texts = (f"{x[1]} of shape {x[0]}" if x else "None" for x in (a, b))
+            found.append(("structure", name, f"{name}: {', then '.join(texts)}"))
         elif a[0] != b[0]:
             found.append(("shape", name, f"{name}: shape {a[0]}, then {b[0]}"))
         elif a[1:] != b[1:]:
