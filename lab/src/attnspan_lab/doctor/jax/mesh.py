@@ -142,7 +142,8 @@ def _rows(subject: JaxSubject, traced: Traced, error: float, leaks: str) -> Find
     what = "The mesh computes a different result than one device"
     what = what if differs else "Packed documents see each other on the mesh"
     # Without such lines, the doctor only knows that the results differ.
-    more = {} if sides[0] or sides[1] else {"cause": _UNKNOWN, "remedy": _BISECT}
+    has_data = bool(set(traced.names) - set(subject.tokens(subject.batches[0])))
+    more = {} if has_data and any(sides) else {"cause": _UNKNOWN, "remedy": _BISECT}
     return finding("rank-rows", what, places, evidence=tuple(evidence), **more)
 
 
@@ -168,7 +169,7 @@ def _cuts(subject: JaxSubject, traced: Traced) -> Iterator[tuple[str, str, Place
                 yield next(iter(given[0])), name, here
             if name == "shard_map":
                 for side, spec in zip(given, eqn.params.get("in_specs", ()), strict=False):
-                    if len(side) == 1:
+                    if len(side) == 1 and any(spec):
                         yield next(iter(side)), f"in_specs {spec}", here
             of.update(dict.fromkeys(eqn.outvars, set().union(*given)))
             for x in inner(eqn) if name in ("jit", "shard_map", "remat2") else ():
