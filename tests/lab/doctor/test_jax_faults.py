@@ -126,15 +126,13 @@ def test_nan_that_only_single_operators_make_is_a_note() -> None:
     """XLA may compute a chain of float16 operators in float32, which does not overflow."""
 
     def attend(q: Any, k: Any, v: Any) -> Any:
-        large = q * jnp.float16(60_000) * jnp.float16(60_000)
-        return dense(q + 0 * (large * jnp.float16(0)), k, v, below(LENGTH))
+        large = jnp.exp(q * 0 + 12)
+        return dense(q + large / (large * large) * 0, k, v, below(LENGTH))
 
     subject = JaxSubject(model(attend), [{"tokens": tokens()}], variables(dtype=jnp.float16), causal=True)
-    traced = Traced.of(subject, subject.batches[0])
-    compiled_nan = bool(jnp.isnan(traced.run(*traced.leaves)[0]).any())
     (nan,) = [x for x in examined(lambda: subject, "eager")[0] if x.kind == "nan"]
-    assert nan.severity == ("wrong" if compiled_nan else "note")
-    assert ("not confirmed: the compiled step returns no NaN" in str(nan.evidence)) is not compiled_nan
+    assert nan.severity == "note"
+    assert nan.evidence == ("not confirmed: the compiled step returns no NaN, only its operators one by one",)
 
 
 def _cached(q: Any, k: Any, v: Any) -> Any:
@@ -214,6 +212,8 @@ def on_the_mesh(name: str) -> tuple[list[Finding], dict[str, str]]:
     def step(w: Any, tokens: Any) -> Any:
         w = jax.tree.map(lambda x: x.astype(jnp.bfloat16), w) if name == "bfloat16" else w
         out = model(lambda q, k, v: dense(q, k, v, below(LENGTH)))(w, tokens)
+        # Each device rounds its part of the sum.
+        out = jax.lax.reduce(out, jnp.bfloat16(0), jax.lax.add, (0, 1)) if name == "bfloat16" else out
         return out * jnp.float32("nan") if name == "nan" else out
 
     def twice(w: Any, tokens: Any) -> Any:
