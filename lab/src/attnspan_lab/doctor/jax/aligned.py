@@ -32,7 +32,7 @@ def misaligned(trial: Trial) -> Iterator[Finding]:
             sites.setdefault(trial.calls[i].places[:1], []).append((trial.calls[i], first))
     for site in sites.values():
         call, first = site[0]
-        queries, keys = np.shape(call.visible)[1:]
+        queries, keys = np.asarray(call.visible).shape[1:]
         what = f"The causal mask counts from the first key: {queries} queries, {keys} keys"
         evidence = f"query 0 sees keys 0 to 0, and its own key is key {first}"
         yield finding("causal-alignment", what, call.places[:2], evidence=(evidence,), count=len(site))
@@ -41,12 +41,12 @@ def misaligned(trial: Trial) -> Iterator[Finding]:
 def _counts_from_the_first_key(call: Attention) -> bool:
     if call.visible is None or call.visible.shape[1] >= call.visible.shape[2]:
         return False
-    return bool((call.visible == np.tri(*call.visible.shape[1:], dtype=bool)).all())
+    return bool((call.visible == np.tri(*call.visible.shape[1:])).all())
 
 
 def _first_own_key(call: Attention, other: Attention) -> int:
     """Find the first key that the tokens change, if keys of a cache are before it."""
-    queries, keys = np.shape(call.visible)[1:]
+    queries, keys = np.asarray(call.visible).shape[1:]
     for x, y in zip(call.operands[:2], other.operands[:2], strict=True):
         axes = [i for i, n in enumerate(np.shape(x.array)) if n == keys]
         for axis in axes if np.shape(x.array) == np.shape(y.array) else ():

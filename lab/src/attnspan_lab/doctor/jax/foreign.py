@@ -106,9 +106,10 @@ def _count(call: Attention, foreign: np.ndarray) -> int:
 
 def _why(trial: Trial, rule: _Rule, call: Attention) -> tuple[str, str]:
     """Say why a call shows foreign pairs, and what to do. "" stands for the text of the kind."""
-    length = np.shape(call.visible)[1]
+    shown = np.asarray(call.visible)
+    length = shown.shape[1]
     foreign = rule.foreign[:, :length, :length]
-    visible = np.broadcast_to(np.asarray(call.visible), foreign.shape)
+    visible = np.broadcast_to(shown, foreign.shape)
     form = form_of(trial.subject, trial.batch, visible & ~foreign)
     remedy = f"Call attnspan.jax.attention with mask={form}" if form else ""
     if rule.kind == "causality-lost":
