@@ -50,7 +50,8 @@ class Finding:
         known: Upstream issues about the same problem.
         count: Number of occurrences.
         stage: Stage that found it: "eager", "compiled", "parity", "ranks", ...
-        severity: One of "stops", "wrong", "compile", "slow" and "note". Always the kind's severity.
+        severity: One of "stops", "wrong", "compile", "slow" and "note". Default: the kind's severity.
+            A finding that no trial confirmed is a "note".
     """
 
     kind: str
@@ -68,7 +69,7 @@ class Finding:
     def __post_init__(self) -> None:
         for name in ("cause", "remedy"):
             object.__setattr__(self, name, getattr(self, name) or getattr(KINDS[self.kind], name))
-        object.__setattr__(self, "severity", KINDS[self.kind].severity)
+        object.__setattr__(self, "severity", self.severity or KINDS[self.kind].severity)
 
     @property
     def label(self) -> tuple[str, str]:
@@ -113,8 +114,8 @@ def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Merge findings of the same kind, cause and line. Sort them by severity, then by order of occurrence."""
     found: dict[tuple[Any, ...], Finding] = {}
     for x in findings:
-        key = (x.kind, x.cause, x.places[:1] or x.what)
+        key = (x.kind, x.severity, x.cause, x.places[:1] or x.what)
         same = found.get(key)
         found[key] = replace(same, count=same.count + x.count) if same else x
     order = list(KINDS)
-    return tuple(sorted(found.values(), key=lambda x: order.index(x.kind)))
+    return tuple(sorted(found.values(), key=lambda x: (x.severity == "note", order.index(x.kind))))

@@ -1,10 +1,8 @@
-"""Findings on the attention calls of a watched step: costs, hidden keys, NaN and foreign tokens."""
+"""Findings on the attention calls of a watched step: avoidable costs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator
 from math import prod
 from typing import Any
 
@@ -12,19 +10,16 @@ import numpy as np
 
 from attnspan_lab.console import bytes_text
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.jax.forms import form_of, instead_of
+from attnspan_lab.doctor.jax.forms import instead_of
 from attnspan_lab.doctor.jax.hlo import Program
 from attnspan_lab.doctor.jax.said import finding
-from attnspan_lab.doctor.jax.subject import JaxSubject, Traced, floats
+from attnspan_lab.doctor.jax.subject import JaxSubject
 from attnspan_lab.doctor.jax.values import Value
-from attnspan_lab.doctor.jax.watch import Attention, watched
-from attnspan_lab.doctor.places import Place
+from attnspan_lab.doctor.jax.watch import Attention
 
-__all__ = ["changed_rows", "costs", "hidden", "nan_origin", "seen"]
+__all__ = ["costs"]
 
 _LONG = 32_768  # tokens, for which the memory of scores is predicted
-_WITHIN = 1e-4  # relative change of a row of results that counts
-_MOST_GROUPS = 8
 _DTYPES = {
     "bool": "pred",
     "float32": "f32",
@@ -43,8 +38,9 @@ def costs(calls: list[Attention], program: Program, subject: JaxSubject, batch: 
     for site in sites.values():
         call, many = site[0], len(site)
         shape, size = call.scores
-        if call.kind == "written out":
-            pairs = prod(sorted(shape)[-2:])
+        pairs = prod(sorted(shape)[-2:]) if call.visible is None else prod(call.visible.shape[1:])
+        # The scores of one query grow only linearly with the length.
+        if call.kind == "written out" and (call.visible is None or call.visible.shape[1] > 1):
             evidence = (
                 f"{_calls(many)}; scores of shape {shape} take {bytes_text(size)} each",
                 f"{bytes_text(size // pairs * _LONG**2)} at {_LONG:,} tokens",
@@ -103,184 +99,3 @@ def _stored(mask: Value, scores: tuple[int, ...], program: Program) -> str:
     if mask.name == "constant":
         return "is a constant of the compiled program" if any(x.name == "constant" for x in found) else ""
     return "is made in the step and stored" if any(at & set(x.places) for x in found) else ""
-
-
-def hidden(calls: list[Attention], results: list[Value], valid: np.ndarray | None) -> Iterator[Finding]:
-    """Yield queries without a visible key, and the first NaN that they do not cause."""
-    broken = next((x for x in results if x.nan), None)
-    found = False
-    for call in calls:
-        out = call.out
-        if call.hidden is None or out is None or not call.hidden.shape == out.nan.shape == out.even.shape:
-            continue
-        rows = call.hidden & ~out.zero
-        real = rows & valid if valid is not None and valid.shape == rows.shape else rows
-        real = real & ~out.nan if broken is None else real if real.any() else rows
-        if not real.any():
-            continue
-        found = True
-        even = "they return the mean of all values" if out.even[real].all() else "they return a mix of values"
-        what = "their results are NaN" if out.nan[real].any() else even
-        numbers = ", ".join(f"({b}, {s})" for b, s in np.argwhere(real)[:4])
-        evidence = f"{real.sum()} queries, (batch element, query): {numbers}"
-        places = (*call.places[:2], *(x for y in call.pairs for x in y.places[:1]))
-        what = f"Some queries of this attention call see no key: {what}"
-        yield finding("hidden-rows", what, places, evidence=(evidence,), count=int(real.sum()))
-    if broken is not None and not found:
-        yield nan_origin(broken, "this line")
-
-
-def nan_origin(broken: Value, where: str) -> Finding:
-    """Name the operator from which the NaN of a result comes, and the overflow before it."""
-    first = broken.origin("nan")
-    shape = np.shape(first.array)
-    what, cause = f"The first NaN comes from {where}: operator {first.name}, result {shape}", ""
-    places: tuple[Place, ...] = ()
-    large = next((x for x in first.parents if x.inf), None)
-    if large is not None:
-        source = large.origin("inf")
-        if source.parents and source.name not in ("broadcast_in_dim", "select_n"):
-            at, places = source.places[0] if source.places else source.name, source.places[:1]
-            cause = f"{at} overflows to inf in {source.array.dtype}, and inf - inf or 0 * inf is NaN"
-    return finding("nan", what, (*places, *first.places[:2]), cause=cause)
-
-
-def seen(subject: JaxSubject, batch: Any, traced: Traced, calls: list[Attention]) -> Iterator[Finding]:
-    """Yield pairs that must not be visible and are: other documents, padding and later tokens."""
-    size = subject.size(batch)
-    if size is None:
-        return
-    rows, length = size
-    documents, valid, index = subject.document_ids(batch), subject.valid(batch), np.arange(length)
-    check = partial(_proven, subject, batch, traced, calls)
-    if documents is not None and documents.shape[-1] == length:
-        documents = np.broadcast_to(documents, size)
-        foreign = documents[:, :, None] != documents[:, None, :]
-        yield from check("leak", "Packed documents see each other here", foreign, documents, None)
-    if valid is not None:
-        pairs = valid[:, :, None] & ~valid[:, None, :]
-        yield from check("mask-lost", "Valid tokens see padding here", pairs, (~valid).astype(int), 1)
-    if subject.causal and not subject.has_several_sequences(batch):
-        later = np.broadcast_to(index[:, None] < index, (rows, length, length))
-        last = np.broadcast_to((index == length - 1).astype(int), size)
-        what = "Tokens see later ones here, in a model that predicts the next token"
-        yield from check("causality-lost", what, later, last, 1)
-
-
-def _proven(
-    subject: JaxSubject,
-    batch: Any,
-    traced: Traced,
-    calls: list[Attention],
-    kind: str,
-    what: str,
-    foreign: np.ndarray,
-    groups: np.ndarray,
-    only: int | None,
-) -> Iterator[Finding]:
-    """Yield a finding for each line with visible foreign pairs, if changed tokens change foreign results."""
-    size = groups.shape
-    pairs: dict[int, int] = {}
-    for x in calls:
-        if x.visible is not None and x.visible.shape[1:] == foreign.shape[1:]:
-            pairs[id(x)] = int((x.visible & foreign).sum())
-    guilty = [x for x in calls if pairs.get(id(x))]
-    changed = changed_rows(subject, batch, traced, groups, only)
-    if changed == "":
-        return
-    for call in {x.places[:1]: x for x in guilty}.values():
-        most = f"{max(pairs.values())} visible pairs of tokens that must not see each other"
-        places = (*call.places[:2], *(x for y in call.pairs for x in y.places[:1]))
-        form = form_of(subject, batch, call.visible & ~foreign) if call.visible is not None else ""
-        remedy = f"Call attnspan.jax.attention with mask={form}" if form else ""
-        yield finding(kind, what, places, evidence=(most, changed or _UNPROVEN), remedy=remedy)
-    if guilty or changed is None:
-        return
-    unread = [x for x in calls if x.visible is None and size[1] in np.shape(x.operands[0].array)]
-    if unread:
-        cause = "The doctor cannot read which pairs this call sees, but tokens reach each other through it"
-        cause += " or through code around it"
-        yield finding(kind, what.replace(" here", ""), unread[0].places[:1], evidence=(changed,), cause=cause)
-    else:
-        cause = "Another part of the model mixes tokens"
-        what = f"{what.replace(' here', '')}, outside of attention"
-        yield finding(kind, what, (), evidence=(changed,), cause=cause)
-
-
-_UNPROVEN = "not confirmed by changing tokens: the step returns no results (B, S, ...)"
-
-
-def changed_rows(
-    subject: JaxSubject,
-    batch: Any,
-    traced: Traced,
-    groups: np.ndarray,
-    only: int | None,
-    run: Callable[..., Any] | None = None,
-) -> str | None:
-    """Change the tokens of one group after the other, and describe the results of others that change.
-
-    Args:
-        subject, batch, traced: The subject and its traced step.
-        groups: The group of each token, (B, S).
-        only: The group to change, or None for every group.
-        run: Replaces the step on one device: from leaves to results.
-
-    Returns:
-        A sentence, "" if no foreign result changes, or None if there are no results (B, S, ...).
-    """
-    names = [""] * traced.variables + traced.names
-    tokens = {id(x) for x in subject.tokens(batch).values()}
-    rows = _Rows(traced, groups.shape, run or traced.run)
-    before = rows.of(traced.leaves)
-    if not before or not tokens:
-        return None
-    count, most = 0, 0.0
-    for group in [only] if only is not None else np.unique(groups)[:_MOST_GROUPS]:
-        own = groups == group
-        leaves = [
-            _changed(x, own) if name and id(x) in tokens else x
-            for name, x in zip(names, traced.leaves, strict=True)
-        ]
-        pairs = zip(before, rows.of(leaves), strict=True)
-        change = np.where(own, 0, np.max([_change(x, y) for x, y in pairs], axis=0))
-        count, most = count + int((change > _WITHIN).sum()), max(most, float(change.max()))
-    said = f"changing these tokens changes {count} {rows.name} of others by up to {most:.1e} (relative error)"
-    return said if count else ""
-
-
-class _Rows:
-    """The results of each token: of the step, or of its attention calls if the step returns only a loss."""
-
-    def __init__(self, traced: Traced, size: tuple[int, ...], run: Callable[..., Any]) -> None:
-        self.traced, self.size, self.run, self.name = traced, size, run, "rows of results"
-
-    def of(self, leaves: list[Any]) -> list[np.ndarray]:
-        """List arrays (B, S, D)."""
-        found = [x for x in floats(self.run(*leaves)) if np.shape(x)[:2] == self.size]
-        found = [x for x in found if np.ndim(x) > 2] or found
-        if not found:
-            self.name = "rows of attention's results"
-            calls = watched(replace(self.traced, leaves=leaves), (self.size[0], self.size[1]))[0].calls
-            found = [np.moveaxis(x.out.rows, -1, 1) for x in calls if x.out is not None]
-        wide = [np.asarray(x, np.float64) for x in found if x.shape[:2] == self.size]
-        return [x.reshape(*self.size, -1) for x in wide]
-
-
-def _change(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Relative change of each row."""
-    scale = np.linalg.norm(before, axis=-1) + 1e-3 * np.abs(before).max() + 1e-30
-    return np.asarray(np.linalg.norm(after - before, axis=-1) / scale)
-
-
-def _changed(tokens: Any, own: np.ndarray) -> Any:
-    """Replace tokens by other tokens of the batch, or move floating-point ones."""
-    x = np.asarray(tokens)
-    if x.dtype.kind in "iu":
-        known = np.unique(x)
-        other = (
-            known[(np.searchsorted(known, x) + 1) % len(known)] if len(known) > 1 else np.where(x == 0, 1, 0)
-        )
-        return np.where(own, other, x).astype(x.dtype)
-    other = (0.5 - x.astype(np.float64)).astype(x.dtype)
-    return np.where(own.reshape(*own.shape, *[1] * (x.ndim - 2)), other, x)

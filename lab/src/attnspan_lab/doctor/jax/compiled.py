@@ -48,14 +48,16 @@ def untraceable(error: BaseException, subject: JaxSubject, batch: Any, stage: st
     text = (str(error).strip().splitlines() or [""])[0][:200]
     if not isinstance(error, _READS) and "concrete value" not in str(error):
         what = f"The step raises {type(error).__name__}: {text}"
-        cause = "The step fails when JAX traces it"
+        cause = "JAX cannot trace or run the step"
         remedy = "Fix this step first: the doctor needs a step that runs"
         return finding("error", what, places, cause=cause, remedy=remedy, stage=stage)
     what = "jax.jit cannot trace this line: Python needs the value of an array here"
     cause = (
         "A branch, a loop, a size, float() or NumPy reads the value. Outside of jit, the host waits for it"
     )
-    remedy = "Use jnp.where, jax.lax.cond or a fixed size. If the value is an argument, make it static"
+    remedy = (
+        "Use jnp.where, jax.lax.cond or a fixed size. If the value is a number that you pass, make it static"
+    )
     tried = _static_trial(subject, batch)
     more = {"cause": cause, "remedy": remedy, "tried": tried, "stage": stage}
     return finding("compile-error", what, places, evidence=(f"{type(error).__name__}: {text}",), **more)
@@ -82,26 +84,33 @@ def host_calls(traced: Traced) -> Iterator[Finding]:
         if name in _HOST:
             found[f"The compiled step {_HOST[name]} here ({name})", places_of(eqn)[:2]] += 1
         if name == "device_put" and any(_moves(x) for x in eqn.params.get("devices", ())):
-            found[
-                "The compiled step moves an array to another memory here (device_put)", places_of(eqn)[:2]
-            ] += 1
+            found[_MOVED, places_of(eqn)[:2]] += 1
     for (what, places), count in found.items():
-        yield finding("sync", what, places, count=count)
+        more = {"cause": _MOVES, "remedy": _KEEP} if what == _MOVED else {}
+        yield finding("sync", what, places, count=count, **more)
+
+
+_MOVED = "The compiled step moves an array to another memory here (device_put)"
+_MOVES = "The line asks for another kind of memory, and the array is copied there in each step"
+_KEEP = "Keep the array in one kind of memory. If the copy is wanted, for example to save memory, leave it"
 
 
 def _moves(target: Any) -> bool:
+    if target is jax.memory.Space.Host:
+        return True
     kind = getattr(target, "memory_kind", None)
     return target is not None and kind not in (None, "device", jax.devices()[0].default_memory().kind)
 
 
 def constants(traced: Traced, seconds: float) -> Iterator[Finding]:
     """Yield arrays that XLA computes while it compiles, if that takes long, and large captured arrays."""
-    captured = [x for x in traced.closed.consts if np.size(x) * np.dtype(x.dtype).itemsize >= _BIG]
+    users = {id(x): (x, place) for x, place in _captured(traced.closed)}
+    captured = [x for x, _ in users.values()]
     if captured:
         size = sum(x.nbytes for x in captured)
-        user = _user_of(traced, captured[0])
+        user = users[id(captured[0])][1]
         what = f"The step captures arrays of {bytes_text(size)}, which become constants of the program"
-        cause = "The function uses arrays from outside. They stay as they are when it is compiled"
+        cause = "The function uses arrays that are not its arguments. A compiled function keeps their values"
         remedy = "Pass the arrays as arguments, for example the parameters as the first one"
         evidence = tuple(f"{x.dtype}{list(x.shape)}" for x in captured[:4])
         yield finding("constant", what, user, evidence=evidence, cause=cause, remedy=remedy)
@@ -124,13 +133,16 @@ def _compile(traced: Traced, options: dict[str, Any]) -> float:
     return time.perf_counter() - start
 
 
-def _user_of(traced: Traced, const: Any) -> tuple[Place, ...]:
-    """Find the first line that uses a constant."""
-    var = next(
-        (v for v, x in zip(traced.closed.jaxpr.constvars, traced.closed.consts, strict=True) if x is const)
-    )
-    eqn = next((x for x in traced.closed.jaxpr.eqns if var in [v for v in x.invars if not _literal(v)]), None)
-    return places_of(eqn)[:1] if eqn is not None else ()
+def _captured(closed: Any) -> Iterator[tuple[Any, tuple[Place, ...]]]:
+    """Yield large constants of a jaxpr and of the functions that it calls, with the lines that use them."""
+    for var, x in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+        if np.size(x) * np.dtype(x.dtype).itemsize >= _BIG:
+            users = (y for y in closed.jaxpr.eqns if var in [v for v in y.invars if not _literal(v)])
+            yield x, next((places_of(y)[:1] for y in users), ())
+    for eqn in closed.jaxpr.eqns:
+        for x in inner(eqn):
+            if hasattr(x, "consts"):
+                yield from _captured(x)
 
 
 def _literal(var: Any) -> bool:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnspan_lab.doctor.jax.interpret import Interpreter, bind, equations, inner
-from attnspan_lab.doctor.jax.subject import Traced
+from attnspan_lab.doctor.jax.subject import FAST, Traced
 from attnspan_lab.doctor.jax.values import is_float
 
 __all__ = ["Outcome", "attends", "difference", "differences", "objective", "outcome", "reference"]
@@ -57,7 +57,11 @@ class _Reference(Interpreter):
 
     def value(self, array: Any, sources: Sequence[Any] = ()) -> Any:
         del sources
-        return jnp.asarray(array).astype(jnp.float64) if self.wide and is_float(array) else array
+        if not self.wide or not is_float(array):
+            return array
+        # JAX would compile the conversion for each shape.
+        concrete = not isinstance(array, jax.core.Tracer)
+        return jnp.asarray(np.asarray(array, np.float64)) if concrete else array.astype(jnp.float64)
 
     def call(self, eqn: Any, values: list[Any]) -> list[Any]:
         own = eqn.primitive.name in ("custom_vjp_call", "custom_jvp_call")
@@ -102,7 +106,9 @@ def _differentiable(traced: Traced) -> list[int]:
     return [i for i in chosen if is_float(jnp.asarray(traced.leaves[i]))]
 
 
-def _outcome(traced: Traced, run: Callable[[list[Any]], Any], leaves: list[Any]) -> Outcome:
+def _outcome(
+    traced: Traced, run: Callable[[list[Any]], Any], leaves: list[Any], options: dict[str, Any] | None = None
+) -> Outcome:
     """Run the step and its gradients in one program, or one operator after the other if it has loops."""
     chosen = _differentiable(traced)
 
@@ -116,7 +122,7 @@ def _outcome(traced: Traced, run: Callable[[list[Any]], Any], leaves: list[Any])
     whole = jax.value_and_grad(loss, has_aux=True) if chosen else lambda own: (loss(own), [])
     own = [leaves[i] for i in chosen]
     try:
-        (_, results), gradients = jax.jit(whole)(own)
+        (_, results), gradients = jax.jit(whole, compiler_options=options)(own)
     except (TypeError, ValueError, jax.errors.JaxRuntimeError):
         (_, results), gradients = whole(own)
     wide = [[np.asarray(x, np.float64) for x in own] for own in (results, gradients)]
@@ -132,8 +138,8 @@ def reference(traced: Traced, *, wide: bool = True, keep: Callable[[Any], bool] 
     """Run the step's jaxpr without a compiler, in float64 or in its own dtypes."""
     with jax.enable_x64(wide):
         made = _Reference(wide, keep)
-        leaves = [made.value(jnp.asarray(x)) for x in traced.leaves]
-        return _outcome(traced, lambda given: made.enter(traced.closed, given), leaves)
+        leaves = [made.value(x) for x in traced.typed]
+        return _outcome(traced, lambda given: made.enter(traced.closed, given), leaves, FAST)
 
 
 def differences(found: Outcome, want: Outcome) -> tuple[float, float]:

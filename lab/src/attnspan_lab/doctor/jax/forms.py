@@ -23,18 +23,24 @@ def form_of(subject: JaxSubject, batch: Any, visible: np.ndarray) -> str:
     """
     size = visible.shape[:2]
     documents, named = subject.document_ids(batch), subject.named(batch)
-    padding = next((name for name, x in named.items() if "mask" in name and np.shape(x) == size), "")
+    padding = next(iter(subject.padding_names(batch)), "")
     said = Declared(ids="segment_ids" if "segment_ids" in named else "ids", padding=padding)
     if documents is not None:
-        said.documents = torch.as_tensor(np.broadcast_to(documents, size).copy())
+        cut = documents[..., : size[1]]  # Attention may leave out the last token, as in tokens[:, :-1].
+        said.documents = torch.as_tensor(np.broadcast_to(cut, size).copy())
+        said.ids += "" if cut.shape == documents.shape else "[:, :-1]"
     if padding:
-        valid = np.asarray(named[padding]) == 0 if "padding" in padding else np.asarray(named[padding]) != 0
-        said.mask = torch.as_tensor(valid)
+        x = np.asarray(named[padding])
+        if x.ndim == 1:
+            said.padding, x = _VALID, np.arange(size[1]) < x[:, None]
+        said.mask = torch.as_tensor(x == 0 if "padding" in said.padding else x != 0)
     needed = ["segments("] * (documents is not None) + ["keys("] * bool(padding)
     shown = (text for text, _ in forms(torch.as_tensor(visible.copy()), said))
-    return next((text for text in shown if all(x in text for x in needed)), "")
+    found = next((text for text in shown if all(x in text for x in needed)), "")
+    return found.replace(f"{_VALID} != 0", f"jnp.arange({size[1]}) < {padding}[:, None]")
 
 
+_VALID = "VALID"  # stands for the tokens before the length
 _REST = "with your scale, softcap and biases"
 
 

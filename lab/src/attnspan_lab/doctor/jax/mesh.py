@@ -14,19 +14,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from attnspan_lab.console import bytes_text
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.jax.attention import changed_rows
-from attnspan_lab.doctor.jax.double import difference
+from attnspan_lab.doctor.jax.changes import Trial
+from attnspan_lab.doctor.jax.double import difference, reference
 from attnspan_lab.doctor.jax.hlo import Program
 from attnspan_lab.doctor.jax.interpret import equations, inner, places_of
 from attnspan_lab.doctor.jax.recompiles import place_of
 from attnspan_lab.doctor.jax.said import finding
-from attnspan_lab.doctor.jax.subject import JaxSubject, Traced, floats
+from attnspan_lab.doctor.jax.subject import JaxSubject, Traced, floats, is_spread
 from attnspan_lab.doctor.jax.watch import Attention, watched
 from attnspan_lab.doctor.places import Place
 
 __all__ = ["compare_mesh", "has_shard_map"]
 
 _WITHIN = 1e-3  # relative difference between the mesh and one device
+_ROUNDING = 4  # errors of the mesh, in errors of one device, that are rounding
 _CUTS = (
     "dynamic_slice",
     "slice",
@@ -49,24 +50,27 @@ def has_shard_map(traced: Traced) -> bool:
 def compare_mesh(subject: JaxSubject, say: Callable[..., None]) -> None:
     """Run the first batch on the mesh, and report what differs from one device."""
     plain, batch = subject.plain, subject.batches[0]
+    whole = plain.batches[0]
     placed = replace(subject, **_placed(subject, {"variables": subject.variables}))
     own = subject.with_arguments(batch, _placed(subject, subject.arguments(batch)))
     sharded = Traced.of(placed, own)
-    leaks, one = _leaks(placed, own, sharded), Traced.of(plain, batch)
-    alone = _leaks(plain, batch, one) if leaks else ""
+    leaks, one = _leaks(placed, own, sharded), Traced.of(plain, whole)
+    alone = _leaks(plain, whole, one) if leaks else ""
     compared = subject.one_device is not None or not has_shard_map(sharded)
     results = [[np.asarray(y, np.float64) for y in floats(x.run(*x.leaves))] for x in (sharded, one)]
-    error = difference(*results) if compared else 0.0
-    if not compared:
-        why = 'shard_map needs the mesh. Return "one_device", the function without shard_map'
+    why = "" if compared else 'shard_map needs the mesh. Return "one_device", the function without shard_map'
+    if compared and any(np.isnan(x).any() for x in results[1]):
+        compared, why = False, "the results on one device contain NaN"
+    if why:
         say(facts={"unchecked": {"the mesh against one device": why}})
+    error = _error(results, one) if compared else 0.0
     if not error <= _WITHIN or (leaks and not (alone and compared)):
         say(finding=_rows(subject, sharded, error, leaks))
     for x in _unlike(subject, batch):
         say(finding=x)
     if not compared:
         return
-    compiled = sharded.run.lower(*sharded.leaves).compile()
+    compiled = sharded.program()
     calls = watched(one, subject.size(batch))[0].calls
     program, size = Program(compiled.as_text() or ""), subject.size(batch) or (1, 1)
     gathers = _gathers(program, calls, one, sharded, size, subject.mesh.shape.values())
@@ -74,10 +78,25 @@ def compare_mesh(subject: JaxSubject, say: Callable[..., None]) -> None:
         say(finding=x)
 
 
+def _error(results: list[list[np.ndarray]], one: Traced) -> float:
+    """Relative difference of the mesh from one device, or 0.0 if both round alike, as in bfloat16."""
+    error = difference(*results)
+    if error <= _WITHIN:
+        return error
+    try:
+        exact = reference(one).results
+    except Exception:
+        return error  # The step has no float64 version.
+    mine, theirs = (difference(x, exact) for x in results)
+    return 0.0 if mine <= _ROUNDING * theirs else error
+
+
 def _placed(subject: JaxSubject, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Put each argument on the mesh by its sharding. Other arguments are replicated."""
+    """Put each argument on the mesh by its spec. Others stay sharded as they are, or are replicated."""
 
     def put(name: str, value: Any) -> Any:
+        if name not in subject.in_shardings and any(map(is_spread, jax.tree.leaves(value))):
+            return value
         spec = subject.in_shardings.get(name, PartitionSpec())
         sharding = jax.tree.map(
             lambda x: x if isinstance(x, jax.sharding.Sharding) else NamedSharding(subject.mesh, x),
@@ -102,13 +121,9 @@ def _leaks(subject: JaxSubject, batch: Any, traced: Traced) -> str:
 
     def run(*leaves: Any) -> Any:
         own = zip(leaves, traced.leaves, strict=True)
-        return traced.run(*(jax.device_put(x, y.sharding) if _is_spread(y) else x for x, y in own))
+        return traced.run(*(jax.device_put(x, y.sharding) if is_spread(y) else x for x, y in own))
 
-    return changed_rows(subject, batch, traced, np.broadcast_to(documents, size), None, run) or ""
-
-
-def _is_spread(x: Any) -> bool:
-    return len(getattr(getattr(x, "sharding", None), "device_set", ())) > 1
+    return Trial(subject, batch, traced, run=run).changed(np.broadcast_to(documents, size), None) or ""
 
 
 def _rows(subject: JaxSubject, traced: Traced, error: float, leaks: str) -> Finding:
@@ -117,15 +132,25 @@ def _rows(subject: JaxSubject, traced: Traced, error: float, leaks: str) -> Find
     both = {x[1] for x in cuts if x[0] == "data"} & {x[1] for x in cuts if x[0] == "tokens"}
     sides = [[x for x in cuts if x[0] == side and x[1] not in both] for side in ("data", "tokens")]
     places = [x[2] for side in sides for x in side]
-    evidence = [f"results differ from one device by {error:.1e} (relative error)"] if error > _WITHIN else []
+    differs = not error <= _WITHIN
+    evidence = [f"results differ from one device by {error:.1e} (relative error)"] if differs else []
     evidence += [leaks] if leaks else []
     for name, side in zip(("the mask's data", "the tokens"), sides, strict=True):
         said = ", ".join(dict.fromkeys(f"{x[1]} at line {x[2].line}" if x[2] else x[1] for x in side))
         evidence.append(f"only {name}: {said}" if said else "")
     evidence = list(filter(None, evidence))
     what = "The mesh computes a different result than one device"
-    what = what if error > _WITHIN else "Packed documents see each other on the mesh"
-    return finding("rank-rows", what, places, evidence=tuple(evidence))
+    what = what if differs else "Packed documents see each other on the mesh"
+    # Without such lines, the doctor only knows that the results differ.
+    has_data = bool(set(traced.names) - set(subject.tokens(subject.batches[0])))
+    more = {} if has_data and any(sides) else {"cause": _UNKNOWN, "remedy": _BISECT}
+    return finding("rank-rows", what, places, evidence=tuple(evidence), **more)
+
+
+_UNKNOWN = "The doctor finds no line that cuts or reorders only the tokens or only the mask's data"
+_BISECT = """\
+Return intermediate results from the step, and compare them on the mesh and on one device. Look for sums and \
+collectives over the wrong axis, and for axis_index"""
 
 
 def _cuts(subject: JaxSubject, traced: Traced) -> Iterator[tuple[str, str, Place | None]]:
@@ -144,7 +169,7 @@ def _cuts(subject: JaxSubject, traced: Traced) -> Iterator[tuple[str, str, Place
                 yield next(iter(given[0])), name, here
             if name == "shard_map":
                 for side, spec in zip(given, eqn.params.get("in_specs", ()), strict=False):
-                    if len(side) == 1:
+                    if len(side) == 1 and any(spec):
                         yield next(iter(side)), f"in_specs {spec}", here
             of.update(dict.fromkeys(eqn.outvars, set().union(*given)))
             for x in inner(eqn) if name in ("jit", "shard_map", "remat2") else ():
@@ -159,13 +184,16 @@ def _cuts(subject: JaxSubject, traced: Traced) -> Iterator[tuple[str, str, Place
 def _unlike(subject: JaxSubject, batch: Any) -> Iterator[Finding]:
     """Yield arguments of the batch that are not sharded like the tokens."""
     named, size = subject.arguments(batch), subject.size(batch)
-    specs = {k: _axes(subject.in_shardings.get(k)) for k, x in named.items() if np.shape(x)[:2] == size}
+    fits = {k: x for k, x in named.items() if np.shape(x)[:2] == size}
+    given = {k: getattr(x, "sharding", None) if is_spread(x) else None for k, x in fits.items()}
+    specs = {k: _axes(subject.in_shardings.get(k, given[k])) for k in fits}
     tokens = [x for x in subject.tokens(batch) if x in specs]
     for name in specs if tokens else ():
         want = specs[tokens[0]]
         if specs[name] != want:
             what = f"{name} is sharded as {specs[name]}, and {tokens[0]} as {want}"
-            evidence = ("the partitioner moves the array to the devices that need it, in each step",)
+            moved = "the partitioner moves the array to the devices that need it, in each step"
+            evidence = (moved if any(specs[name]) else "each device holds all of it",)
             remedy = f"Give {name} the PartitionSpec of {tokens[0]}"
             cause = "in_shardings gives them different specs"
             places = (place_of(subject.fn),)
@@ -224,7 +252,7 @@ def _itemsize(dtype: str) -> int:
 
 def _repeated(subject: JaxSubject, program: Program, compiled: Any, one: Traced) -> Iterator[Finding]:
     """Yield products that all devices compute whole, if the devices repeat work."""
-    alone = one.run.lower(*one.leaves).compile()
+    alone = one.program()
     flops = [float((x.cost_analysis() or {}).get("flops", 0.0)) for x in (compiled, alone)]
     devices = subject.mesh.size
     if flops[1] <= 0 or flops[0] * devices <= _REPEATED * flops[1]:
@@ -238,5 +266,10 @@ def _repeated(subject: JaxSubject, program: Program, compiled: Any, one: Traced)
     evidence = (f"equal shares are {1 / devices:.0%}",)
     places: list[Place | None] = [*sorted(whole, key=lambda x: -whole[x])[:2], place_of(subject.fn)][:2]
     cause = "An array is not sharded along an axis of the mesh, so each device computes all of it"
+    cause = (
+        cause
+        if whole
+        else "Devices repeat work. The doctor finds no product that each of them computes whole"
+    )
     remedy = "Shard the batch, the heads or the sequence along this axis of the mesh"
     yield finding("rank-replicated", what, places, evidence=evidence, cause=cause, remedy=remedy)

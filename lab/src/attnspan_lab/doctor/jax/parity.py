@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
-from attnspan_lab.doctor.jax.attention import nan_origin
 from attnspan_lab.doctor.jax.double import attends, difference, differences, objective, outcome, reference
+from attnspan_lab.doctor.jax.hidden import nan_origin
 from attnspan_lab.doctor.jax.interpret import equations, is_own, places_of
 from attnspan_lab.doctor.jax.said import finding
 from attnspan_lab.doctor.jax.subject import Traced
@@ -47,7 +47,10 @@ def parity(traced: Traced, say: Callable[..., None]) -> None:
     if not all(x == x for x in mine):
         say(facts={"unchecked": {"results and gradients": "the step returns NaN in float64"}})
         return
-    facts: dict[str, Any] = {"backend": "jax.jit", "against": "float64", "errors": [*mine]}
+    errors = [*mine][: 1 + bool(exact.gradients)]
+    facts: dict[str, Any] = {"backend": "jax.jit", "against": "float64", "errors": errors}
+    if not exact.gradients:
+        facts["unchecked"] = {"gradients": "the step has no floating-point argument"}
     floats = [x for x in (*traced.leaves, *_results(traced)) if is_float(x)]
     eps = max(float(jnp.finfo(x.dtype).eps) for x in floats)  # type: ignore[no-untyped-call]
     if not max(mine) <= _FLOOR * eps:

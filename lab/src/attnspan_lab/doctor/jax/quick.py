@@ -44,11 +44,24 @@ _REDUCTIONS: dict[str, Callable[..., Any]] = {
 def quick(eqn: Any, arrays: list[Any]) -> np.ndarray | None:
     """Run an operator in NumPy. Return None if it has no version here, or for other than plain numbers."""
     name, params = eqn.primitive.name, eqn.params
-    if any(getattr(x, "dtype", np.dtype("O")).kind not in "biuf" for x in arrays) or len(eqn.outvars) != 1:
+    # Random keys have a dtype without a kind.
+    kinds = [getattr(getattr(x, "dtype", None), "kind", "O") for x in arrays]
+    if any(x not in "biuf" for x in kinds) or len(eqn.outvars) != 1:
         return None
     with np.errstate(all="ignore"):
         made = _made(name, params, [np.asarray(x) for x in arrays])
     return None if made is None else np.asarray(made, eqn.outvars[0].aval.dtype)
+
+
+def _product(numbers: Any, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Multiply matrices: axes of batch elements first, then the free axes of both."""
+    contract, batch = numbers
+    free = [[a for a in range(z.ndim) if a not in (*contract[i], *batch[i])] for i, z in enumerate((x, y))]
+    shape = [x.shape[a] for a in (*batch[0], *free[0])] + [y.shape[a] for a in free[1]]
+    lead, inner = (int(np.prod([x.shape[a] for a in axes])) for axes in (batch[0], contract[0]))
+    left = x.transpose(*batch[0], *free[0], *contract[0]).reshape(lead, -1, inner)
+    right = y.transpose(*batch[1], *contract[1], *free[1]).reshape(lead, inner, -1)
+    return np.asarray((left @ right).reshape(shape))
 
 
 def _made(name: str, params: Any, arrays: list[np.ndarray]) -> Any:
@@ -70,6 +83,8 @@ def _made(name: str, params: Any, arrays: list[np.ndarray]) -> Any:
         return np.broadcast_to(
             first.reshape([sizes.get(i, 1) for i in range(len(params["shape"]))]), params["shape"]
         )
+    if name == "dot_general" and all(x.dtype.kind == "f" and x.dtype.itemsize >= 4 for x in arrays):
+        return _product(params["dimension_numbers"], *arrays)
     if name == "select_n" and first is not None and first.dtype == bool and len(arrays) == 3:
         return np.where(first, arrays[2], arrays[1])
     return first.astype(params["new_dtype"]) if name == "convert_element_type" and first is not None else None

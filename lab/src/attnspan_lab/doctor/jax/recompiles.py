@@ -25,11 +25,14 @@ __all__ = ["Run", "calls_jitted", "compilations", "place_of", "recompiles_in", "
 #: Compilations for other shapes that are no finding: two lengths are usual.
 _ALLOWED = 1
 _REMEDIES = {
-    "shape": "Pad the batches to one length, or to few lengths such as powers of two",
+    "shape": "Pad the batches to one length, or to few lengths such as powers of two, and hide the padding",
     "type": "Pass arrays of one dtype: jnp.asarray(x, dtype) for Python numbers, in all calls",
     "static": "Pass the value as an array, and take it out of static_argnames. Or keep it the same",
-    "structure": "Pass the same arguments in all calls: arrays of zeros instead of None",
+    "structure": "Pass the same arguments in all calls. Instead of None, pass an array that changes nothing, "
+    "such as a mask of True or a bias of 0",
 }
+#: Remedy of a number whose array does not work.
+_FEW = "Use few values: each one compiles once"
 
 
 @dataclass
@@ -87,15 +90,21 @@ def run_batches(subject: JaxSubject, batches: list[Any], fn: Any = None) -> Run:
     call = fn or (subject.fn if subject.is_jitted else _jitted(subject))
     for batch in batches:
         for names in (run.compiled, run.again):
+            # A step with donate_argnums deletes the arrays that it gets.
+            given, variables = jax.tree.map(_copy, (batch, subject.variables))
             with compilations() as (found, times):
                 start = time.perf_counter()
-                results = jax.block_until_ready(subject.call(batch, fn=call))
+                results = jax.block_until_ready(subject.call(given, variables, fn=call))
             if names is run.compiled:
                 run.seconds.append(time.perf_counter() - start)
                 run.results.append(results)
             names.append(found)
             run.compile_seconds += sum(times)
     return run
+
+
+def _copy(x: Any) -> Any:
+    return x.copy() if isinstance(x, jax.Array) else x
 
 
 def calls_jitted(subject: JaxSubject, traced: Traced) -> bool:
@@ -148,17 +157,10 @@ def recompiles_in(run: Run, subject: JaxSubject) -> Iterator[Finding]:
         )
         place = place_of(subject.fn)
         tried = _tried(kind, name, run, subject)
-        remedy = _REMEDIES.get(kind, "")
-        yield finding(
-            "recompile",
-            what,
-            (place,),
-            evidence=evidence,
-            cause=cause,
-            remedy=remedy,
-            tried=tried,
-            count=len(texts),
-        )
+        failed = kind in ("static", "type") and "the same results" not in tried
+        remedy = _FEW if failed else _REMEDIES.get(kind, "")
+        more = {"evidence": evidence, "cause": cause, "remedy": remedy, "tried": tried}
+        yield finding("recompile", what, (place,), count=len(texts), **more)
 
 
 def _whole(subject: JaxSubject, batch: Any) -> dict[str, Any]:
@@ -173,7 +175,8 @@ def _changed(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, str
         x, y = before.get(name), now.get(name)
         a, b = _signature(x), _signature(y)
         if (x is None) != (y is None):
-            found.append(("structure", name, f"{name}: {a or 'None'}, then {b or 'None'}"))
+            texts = (f"{x[1]} of shape {x[0]}" if x else "None" for x in (a, b))
+            found.append(("structure", name, f"{name}: {', then '.join(texts)}"))
         elif a[0] != b[0]:
             found.append(("shape", name, f"{name}: shape {a[0]}, then {b[0]}"))
         elif a[1:] != b[1:]:
@@ -208,12 +211,11 @@ def _tried(kind: str, name: str, run: Run, subject: JaxSubject) -> str:
         if kind != "static":
             return ""
         text = type(error).__name__
-        return f"with {name} as an array: {text}. Its value decides shapes or branches, so keep to few values"
+        return f"with {name} as an array: {text}. Python needs its value"
     said = f"with {what}: {again.recompiles} recompilations instead of {run.recompiles}"
-    if kind != "shape":
-        same = all(_close(x, y) for x, y in zip(run.results, again.results, strict=True))
-        said += ", the same results" if same else ", BUT OTHER RESULTS"
-    return said
+    same = all(_close(x, y) for x, y in zip(run.results, again.results, strict=True))
+    others = "BUT OTHER RESULTS" + (": the step must hide the padding" if kind == "shape" else "")
+    return f"{said}, {'the same results' if same else others}"
 
 
 def _mended(kind: str, name: str, subject: JaxSubject) -> tuple[list[Any], str]:
@@ -241,7 +243,10 @@ def _mended(kind: str, name: str, subject: JaxSubject) -> tuple[list[Any], str]:
 
 
 def _close(x: Any, y: Any) -> bool:
-    pairs = zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
+    """Whether results are equal. Results of padding are left out."""
+    pairs = zip(map(np.asarray, jax.tree.leaves(x)), map(np.asarray, jax.tree.leaves(y)), strict=True)
     return all(
-        np.allclose(np.asarray(a), np.asarray(b), rtol=1e-3, atol=1e-4, equal_nan=True) for a, b in pairs
+        a.ndim == b.ndim
+        and np.allclose(a, b[tuple(map(slice, a.shape))], rtol=1e-3, atol=1e-4, equal_nan=True)
+        for a, b in pairs
     )

@@ -10,14 +10,19 @@ from typing import Any
 import numpy as np
 
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.jax.attention import costs, hidden, seen
+from attnspan_lab.doctor.jax.aligned import misaligned
+from attnspan_lab.doctor.jax.attention import costs
+from attnspan_lab.doctor.jax.changes import Trial
 from attnspan_lab.doctor.jax.compiled import constants, host_calls, untraceable
+from attnspan_lab.doctor.jax.foreign import seen
+from attnspan_lab.doctor.jax.hidden import hidden
 from attnspan_lab.doctor.jax.hlo import Program
 from attnspan_lab.doctor.jax.mesh import compare_mesh, has_shard_map
 from attnspan_lab.doctor.jax.parity import parity as compare
 from attnspan_lab.doctor.jax.recompiles import calls_jitted, recompiles_in, run_batches
 from attnspan_lab.doctor.jax.subject import JaxSubject, Traced
 from attnspan_lab.doctor.jax.watch import Attention, watched
+from attnspan_lab.doctor.words import counted
 
 __all__ = ["STAGES"]
 
@@ -61,17 +66,17 @@ def eager(subject: JaxSubject, say: Say, backend: str) -> None:
             why = f"the doctor cannot evaluate the step by operators: {type(error).__name__}: {error}"[:200]
             say(facts={"unchecked": {"attention": why}})
             return
-        program = Program(traced.run.lower(*traced.leaves).compile().as_text() or "")
-        found = [
+        program = Program(traced.program().as_text() or "")
+        trial, size = Trial(subject, batch, traced, tuple(watcher.calls)), subject.size(batch)
+        for x in (
             *costs(watcher.calls, program, subject, batch),
-            *hidden(watcher.calls, results, subject.valid(batch)),
-            *seen(subject, batch, traced, watcher.calls),
-        ]
-        for x in found:
+            *hidden(watcher.calls, results, subject.valid(batch), traced, size),
+            *(() if size is None else (*seen(trial), *misaligned(trial))),
+        ):
             say(finding=replace(x, stage="eager"))
         largest = max(largest, watcher.largest)
         unchecked |= _unchecked(subject, batch, watcher.calls)
-        checked |= {"attention": f"{len(watcher.calls)} calls a step"} if watcher.calls else {}
+        checked |= {"attention": f"{counted(len(watcher.calls), 'call')} a step"} if watcher.calls else {}
         facts = {"attention calls": len(watcher.calls), "sites": _sites(watcher.calls)}
         say(facts=facts | {"largest tensor": largest, "checked": checked, "unchecked": unchecked})
         if (picture := _picture(watcher.calls)) is not None:
@@ -187,7 +192,12 @@ def _run(name: str, stage: Callable[[JaxSubject, Say, str], None]) -> Callable[[
             with subject.context:
                 stage(subject, say, backend)
         except Exception as error:
-            say(finding=untraceable(error, subject, subject.batches[0], name))
+            if (own := untraceable(error, subject, subject.batches[0], name)).places:
+                say(finding=own)
+                return
+            # No line of the user's raised: the step runs, and the doctor cannot examine it.
+            why = f"the doctor failed: {type(error).__name__}: {error}"[:200]
+            say(facts={"unchecked": {f"the stage {name}": why}})
 
     return run
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -18,10 +19,13 @@ from jax.extend.core import jaxpr_as_fun
 
 from attnspan_lab.doctor.unfit import require
 
-__all__ = ["MOST_BATCHES", "JaxSubject", "Traced", "floats", "is_jax", "jax_subject"]
+__all__ = ["FAST", "MOST_BATCHES", "JaxSubject", "Traced", "floats", "is_jax", "is_spread", "jax_subject"]
 
 MOST_BATCHES = 12
+#: Options of a program whose speed does not matter. The compiler's passes over operators stay the same.
+FAST = {"xla_backend_optimization_level": 0}
 _DOCUMENTS = ("segment_ids", "document_ids", "doc_ids", "document_id", "seq_ids", "sequence_ids", "seq_idx")
+_LENGTHS = re.compile("len")
 _OPTIONS = ("causal", "documents", "static", "variables", "mesh", "in_shardings", "one_device")
 
 
@@ -72,8 +76,12 @@ class JaxSubject:
     @property
     def plain(self) -> JaxSubject:
         """The subject on one device. The mesh stays for functions that name its axes."""
-        fn = self.one_device or self.fn
-        return replace(self, fn=fn, in_shardings={}, one_device=None, name=self.name)
+        fn, (batches, variables) = (
+            self.one_device or self.fn,
+            jax.tree.map(_whole, (self.batches, self.variables)),
+        )
+        more: dict[str, Any] = {"batches": batches, "variables": variables}
+        return replace(self, fn=fn, in_shardings={}, one_device=None, name=self.name, **more)
 
     @property
     def context(self) -> AbstractContextManager[Any]:
@@ -168,6 +176,18 @@ class JaxSubject:
         """Return the batch size and the number of tokens, if the batch has tokens."""
         return next((tuple(x.shape[:2]) for x in self.tokens(batch).values()), None)
 
+    def document_names(self, batch: Any) -> list[str]:
+        """List the arguments that state documents."""
+        return [x for x in self.named(batch) if x in _DOCUMENTS or "position" in x]
+
+    def padding_names(self, batch: Any) -> list[str]:
+        """List the arguments that state padding: a mask (B, S), or else lengths (B,)."""
+        size, named = self.size(batch), self.named(batch)
+        masks = [name for name, x in named.items() if "mask" in name and np.shape(x) == size]
+        if masks or size is None:
+            return masks
+        return [name for name, x in named.items() if _LENGTHS.search(name) and _are_lengths(x, size)]
+
     def document_ids(self, batch: Any) -> np.ndarray | None:
         """Find the document number of each token, (B, S), if the batch has several documents."""
         if self.documents is not None:
@@ -186,13 +206,20 @@ class JaxSubject:
         return found if (found != found[:, :1]).any() else None
 
     def valid(self, batch: Any) -> np.ndarray | None:
-        """Find the tokens that are not padding, bool (B, S), if the batch has a padding mask."""
-        size = self.size(batch)
-        for name, x in self.named(batch).items():
-            x = np.asarray(x) if "mask" in name and np.shape(x) == size else None
-            if x is not None and np.isin(x, (0, 1)).all() and not (x == x.flat[0]).all():
-                return np.asarray(x == 0 if "padding" in name else x != 0)
+        """Find the tokens that are not padding, bool (B, S), if the batch has a padding mask or lengths."""
+        for name in self.padding_names(batch):
+            x = np.asarray(self.named(batch)[name])
+            if x.ndim == 1:
+                x = np.arange((self.size(batch) or (0, 0))[1]) < x[:, None]
+            if np.isin(x, (0, 1)).all() and not (x == x.flat[0]).all():
+                return np.asarray(x == 0 if "padding" in name and "len" not in name else x != 0)
         return None
+
+
+def _are_lengths(x: Any, size: tuple[int, int]) -> bool:
+    """Whether an array has a number of tokens for each batch element."""
+    x = np.asarray(x)
+    return x.shape == size[:1] and x.dtype.kind in "iu" and x.min() >= 1 and x.max() <= size[1]
 
 
 @dataclass
@@ -245,10 +272,35 @@ class Traced:
         closed, shapes = jax.make_jaxpr(call, return_shape=True)(*leaves)
         return cls(closed, leaves, len(own), [names[i] for i in moving], shapes)
 
+    @property
+    def typed(self) -> list[Any]:
+        """The arguments as arrays. Python numbers get the dtype that the step was traced with."""
+        pairs = zip(self.leaves, self.closed.jaxpr.invars, strict=True)
+        return [x if hasattr(x, "dtype") else np.asarray(x, v.aval.dtype) for x, v in pairs]
+
     @cached_property
     def run(self) -> Any:
         """The compiled step, from leaves to a list of results."""
         return jax.jit(jaxpr_as_fun(self.closed))
+
+    @cached_property
+    def trial(self) -> Any:
+        """The same as `run`, but compiled in a third of the time."""
+        return jax.jit(jaxpr_as_fun(self.closed), compiler_options=FAST)
+
+    def program(self) -> Any:
+        """Compile the step for reading it."""
+        return self.trial.lower(*self.leaves).compile()
+
+
+def is_spread(x: Any) -> bool:
+    """Whether an array is on several devices."""
+    return len(getattr(getattr(x, "sharding", None), "device_set", ())) > 1
+
+
+def _whole(x: Any) -> Any:
+    """Move an array to one device. JAX may still move it to the devices of the context's mesh."""
+    return jnp.asarray(np.asarray(x)) if is_spread(x) else x
 
 
 def floats(out: Any) -> list[Any]:

@@ -52,6 +52,7 @@ class Value:
         call: Attention call whose scores it is made of.
         axes: Axes of queries and keys, if it has a score for each pair.
         nan, inf: Whether it contains NaN or infinity.
+        label: Name of the argument, if it is one.
     """
 
     array: Any
@@ -66,6 +67,7 @@ class Value:
     axes: Axes | None = None
     nan: bool = False
     inf: bool = False
+    label: str = ""
 
     def __post_init__(self) -> None:
         self.nan, self.inf = bad(self.array)
@@ -96,6 +98,17 @@ class Value:
         for x in self.chain():
             if x.distinct > 1 and x.size >= 2 * x.distinct:
                 found = x
+        return found
+
+    def arguments(self) -> set[str]:
+        """Name the arguments of the step that it is made from."""
+        todo, known, found = [self], {id(self)}, set[str]()
+        while todo:
+            value = todo.pop()
+            found |= {value.label} - {""}
+            new = [x for x in value.parents if id(x) not in known]
+            known.update(map(id, new))
+            todo += new
         return found
 
     def origin(self, what: str) -> Value:

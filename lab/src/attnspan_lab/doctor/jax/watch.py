@@ -6,7 +6,7 @@ third array.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -25,6 +25,7 @@ __all__ = ["Attention", "Watcher", "watched"]
 
 _HIDDEN = -9e3  # Scores at or below this value are hidden.
 _OPAQUE = ("ffi_call", "pallas_call", "custom_partitioning", "custom_vmap_call")
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _ATTNSPAN = f"{Path(attnspan.__file__).parent}/"
 
 
@@ -59,6 +60,7 @@ class Attention:
         out: What the queries return.
         scores: Shape and bytes of the scores.
         pairs: Dense masks: the value, and whether it differs between queries and between keys.
+        by_head: Whether heads see different pairs.
     """
 
     kind: str
@@ -74,6 +76,14 @@ class Attention:
     out: Returned | None = None
     scores: tuple[tuple[int, ...], int] = ((), 0)
     pairs: list[Value] = field(default_factory=list)
+    by_head: bool = False
+
+    @property
+    def padding(self) -> np.ndarray | None:
+        """Queries (B, S) that see no key, and whose key no query sees. None: unknown, or other keys."""
+        if self.hidden is None or self.visible is None or self.visible.shape[1] != self.visible.shape[2]:
+            return None
+        return self.hidden & ~self.visible.any(1)
 
 
 class Watcher(Interpreter):
@@ -81,12 +91,22 @@ class Watcher(Interpreter):
 
     Args:
         size: Batch size and number of tokens, if they are known.
+        emptied: Queries (B, Sq) whose results become 0, by the number of the call.
+
+    Attributes:
+        calls: The attention calls.
+        largest: Bytes of the largest array.
+        decisions: Comparisons of integers of the batch.
     """
 
-    def __init__(self, size: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, size: tuple[int, int] | None = None, emptied: Mapping[int, np.ndarray] | None = None
+    ) -> None:
         super().__init__()
         self.rows, self.length = size or (1, 0)
+        self.emptied = emptied or {}
         self.calls: list[Attention] = []
+        self.decisions: list[np.ndarray] = []
         self.largest = 0
 
     def array(self, value: Value) -> Any:
@@ -125,6 +145,8 @@ class Watcher(Interpreter):
         if len(out) < len(made):
             return [*map(Value, made)]
         self.largest = max([self.largest, *(x.bytes for x in out)])
+        if name in _COMPARISONS and arrays[0].dtype.kind in "iu" and out[0].data:
+            self.decisions.append(np.asarray(out[0].array))
         if name == "dot_general":
             self._product(eqn, values, out[0])
         elif name == "custom_vjp_call" or "attention" in name:
@@ -146,6 +168,9 @@ class Watcher(Interpreter):
             axis = 2 if q[2] == bounds.shape[2] else 1
             keys, (lo, hi) = np.arange(k[axis]), (bounds[..., i, None] for i in (0, 1))
             call.visible = np.asarray(((lo <= keys) & (keys < hi)).any((1, 3)))
+        if np.shape(out[0].array) == np.shape(operands[0].array):
+            rows = next((i for i in (1, 2) if np.shape(out[0].array)[i] == self.length), None)
+            call.out = None if rows is None else self._returned(out[0].array, rows)
         self.calls.append(call)
 
     def _product(self, eqn: Any, values: list[Value], out: Value) -> None:
@@ -159,7 +184,7 @@ class Watcher(Interpreter):
         axes = tuple(free[0].values()), tuple(free[1].values())
         shape = np.shape(out.array)
         weights = not batch[0] and not all(x.data for x in values)
-        if not weights and all(prod(shape[a] for a in side) > 1 for side in axes):
+        if not weights and all(axes) and any(prod(shape[a] for a in side) > 1 for side in axes):
             kind = "in blocks" if any(x.part for x in values) else "written out"
             out.call, out.axes = Attention(kind, out.places, values[:2], scores=(shape, out.bytes)), axes
 
@@ -220,18 +245,35 @@ class Watcher(Interpreter):
         shares = self._pairs(weights.array, axes, side)
         used, even = shares != 0, shares.max(-1) == shares.min(-1)
         same = used.shape[-2:] == shown.shape[-2:]
-        call.visible = self._any(shown & used if same and used.shape == shown.shape else shown)
+        shown_used = shown & used if same and used.shape == shown.shape else shown
+        call.visible = self._any(shown_used)
+        flat = shown_used.reshape(len(shown), -1, *shown.shape[-2:])
+        call.by_head = bool((flat != flat[:, :1]).any())
         if call.keys is None:
             call.hidden = np.asarray(~self._any(shown).any(-1))
         if (row := free.get(self._axis(axes[1 - side], weights.array))) is not None:
-            result = self._lead(np.moveaxis(np.asarray(out.array), row, -1))  # (B, ..., Sq)
-            flat = result.reshape(len(result), -1, result.shape[-1])
-            even = np.asarray(even.all(tuple(range(1, even.ndim - 1))))
-            call.out = Returned(flat, np.isnan(flat).any(1), (flat == 0).all(1), even)
+            if (rows := self.emptied.get(len(self.calls) - 1)) is not None:
+                out.array = self._emptied(np.asarray(out.array), row, rows)
+            call.out = self._returned(out.array, row)
+            call.out.even = np.asarray(even.all(tuple(range(1, even.ndim - 1))))
         for mask, at in call.masks:
             rows = self._pairs(mask.array, at, side)
             if (rows != rows[..., :1, :]).any() and (rows != rows[..., :1]).any():
                 call.pairs.append(_maker(mask, rows.shape[-1] * rows.shape[-2]))
+
+    def _returned(self, array: Any, row: int) -> Returned:
+        """Describe results whose axis of queries is ``row``."""
+        result = self._lead(np.moveaxis(np.asarray(array), row, -1))  # (B, ..., Sq)
+        flat = result.reshape(len(result), -1, result.shape[-1])
+        zero = (flat == 0).all(1)
+        return Returned(flat, np.isnan(flat).any(1), zero, np.zeros_like(zero))
+
+    def _emptied(self, array: np.ndarray, row: int, rows: np.ndarray) -> np.ndarray:
+        """Set the results of some queries (B, Sq) to 0."""
+        made = np.moveaxis(array, row, -1).copy()
+        lead = self._lead(made)  # A view.
+        lead[np.broadcast_to(rows.reshape(len(rows), *[1] * (lead.ndim - 2), -1), lead.shape)] = 0
+        return np.moveaxis(made, -1, row)
 
     def _axis(self, axes: tuple[int, ...], array: Any) -> int:
         """Choose the axis of tokens: as long as the batch's tokens, or else the longest."""
@@ -285,8 +327,14 @@ def _upcast(name: str, values: list[Value], out: Value) -> Place | None:
     return None if narrowed else next((x.upcast for x in floats if x.upcast is not None), None)
 
 
-def watched(traced: Traced, size: tuple[int, int] | None) -> tuple[Watcher, list[Value]]:
+def watched(
+    traced: Traced, size: tuple[int, int] | None, emptied: Mapping[int, np.ndarray] | None = None
+) -> tuple[Watcher, list[Value]]:
     """Run a traced step. Return the watcher and the step's results."""
-    watcher = Watcher(size)
-    given = [Value(x, "argument", data=i >= traced.variables) for i, x in enumerate(traced.leaves)]
+    watcher = Watcher(size, emptied)
+    labels = ["variables"] * traced.variables + traced.names
+    given = [
+        Value(x, "argument", data=i >= traced.variables, label=label)
+        for i, (x, label) in enumerate(zip(traced.typed, labels, strict=True))
+    ]
     return watcher, watcher.run(traced.closed.jaxpr, list(map(Value, traced.closed.consts)), given)

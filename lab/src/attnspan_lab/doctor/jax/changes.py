@@ -1,0 +1,136 @@
+"""Trials: the tokens of some documents or positions change, and results of other tokens must not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from attnspan_lab.doctor.jax.subject import JaxSubject, Traced, floats
+from attnspan_lab.doctor.jax.watch import Attention, watched
+
+__all__ = ["Trial"]
+
+_WITHIN = 1e-4  # relative change of a row of results that counts
+_MOST_GROUPS = 8
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A step whose tokens can be changed.
+
+    Attributes:
+        subject, batch, traced: The subject and its traced step.
+        calls: Attention calls of the watched step, if it was watched.
+        run: Replaces the step on one device: from leaves to results.
+    """
+
+    subject: JaxSubject
+    batch: Any
+    traced: Traced
+    calls: tuple[Attention, ...] = ()
+    run: Callable[..., Any] | None = None
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Number of batch elements and tokens."""
+        return self.subject.size(self.batch) or (1, 1)
+
+    def changed(self, groups: np.ndarray, only: int | None) -> str | None:
+        """Change the tokens of one group after the other, and describe the results of others that change.
+
+        Args:
+            groups: The group of each token, (B, S).
+            only: The group to change, or None for every group.
+
+        Returns:
+            A sentence, "" if no foreign result changes, or None if there are no results (B, S, ...).
+        """
+        rows = _Rows(self.traced, groups.shape, self.run or self.traced.trial)
+        before = rows.of(self.traced.leaves)
+        if not before or not self.subject.tokens(self.batch):
+            return None
+        count, most = 0, 0.0
+        for own in self._groups(groups, only):
+            pairs = zip(before, rows.of(self.leaves(own)), strict=True)
+            change = np.max([_change(x, y) for x, y in pairs], axis=0)
+            change = np.where((own | self._padding)[:, : change.shape[1]], 0, change)
+            count, most = count + int((change > _WITHIN).sum()), max(most, float(change.max()))
+        said = f"changing these tokens changes {count} {rows.name} of others by up to {most:.1e}"
+        return f"{said} (relative error)" if count else ""
+
+    @property
+    def _padding(self) -> np.ndarray:
+        """Tokens that see no key and are seen by no query. Their results may be anything."""
+        found = [x.padding for x in self.calls if x.padding is not None]
+        padding = np.zeros(self.size, bool)
+        for x in found:
+            if x.shape[0] in (1, self.size[0]) and x.shape[1] <= self.size[1]:
+                padding[:, : x.shape[1]] |= x
+        return padding
+
+    def decides(self, groups: np.ndarray, only: int | None) -> str:
+        """Say whether the step compares the values of tokens, as for a mask tokens != 0.
+
+        Changed tokens then change the mask, so that changed results are no proof.
+        """
+        own = np.ones_like(groups, bool) if only is None else groups == only
+        leaves = (self.traced.leaves, self.leaves(own))
+        before, after = (watched(replace(self.traced, leaves=x), self.size)[0].decisions for x in leaves)
+        if len(before) == len(after) and all(map(np.array_equal, before, after)):
+            return ""
+        return (
+            "not confirmed: the step compares the values of tokens, and the changed tokens may change a mask"
+        )
+
+    def _groups(self, groups: np.ndarray, only: int | None) -> list[np.ndarray]:
+        chosen = [only] if only is not None else list(np.unique(groups)[:_MOST_GROUPS])
+        return [groups == x for x in chosen]
+
+    def leaves(self, own: np.ndarray) -> list[Any]:
+        """Change the tokens where ``own`` is True."""
+        names = [""] * self.traced.variables + self.traced.names
+        tokens = {id(x) for x in self.subject.tokens(self.batch).values()}
+        pairs = zip(names, self.traced.leaves, strict=True)
+        return [_changed(x, own) if name and id(x) in tokens else x for name, x in pairs]
+
+
+class _Rows:
+    """The results of each token: of the step, or of its attention calls if the step returns only a loss."""
+
+    def __init__(self, traced: Traced, size: tuple[int, int], run: Callable[..., Any]) -> None:
+        self.traced, self.size, self.run, self.name = traced, size, run, "rows of results"
+
+    def of(self, leaves: list[Any]) -> list[np.ndarray]:
+        """List arrays (B, S, D). A loss for each token, (B, S), also depends on the next token."""
+        rows, length = self.size
+        found = [x for x in floats(self.run(*leaves)) if np.ndim(x) > 2]
+        found = [x for x in found if np.shape(x)[:2] in ((rows, length), (rows, length - 1))]
+        if not found:
+            self.name = "rows of attention's results"
+            calls = watched(replace(self.traced, leaves=leaves), self.size)[0].calls
+            found = [np.moveaxis(x.out.rows, -1, 1) for x in calls if x.out is not None]
+        longest = max((x.shape[1] for x in found if x.shape[0] == rows and x.shape[1] <= length), default=0)
+        wide = [np.asarray(x, np.float64) for x in found if x.shape[:2] == (rows, longest)]
+        return [x.reshape(rows, longest, -1) for x in wide] if longest >= length - 1 else []
+
+
+def _change(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """Relative change of each row."""
+    scale = np.linalg.norm(before, axis=-1) + 1e-3 * np.abs(before).max() + 1e-30
+    return np.asarray(np.linalg.norm(after - before, axis=-1) / scale)
+
+
+def _changed(tokens: Any, own: np.ndarray) -> Any:
+    """Replace tokens by other tokens of the batch, or move floating-point ones."""
+    x = np.asarray(tokens)
+    if x.dtype.kind in "iu":
+        known = np.unique(x)
+        other = (
+            known[(np.searchsorted(known, x) + 1) % len(known)] if len(known) > 1 else np.where(x == 0, 1, 0)
+        )
+        return np.where(own, other, x).astype(x.dtype)
+    other = (0.5 - x.astype(np.float64)).astype(x.dtype)
+    return np.where(own.reshape(*own.shape, *[1] * (x.ndim - 2)), other, x)
