@@ -316,13 +316,14 @@ def _arguments(call: Call) -> tuple[Any, ...]:
     return tuple((o._asdict() | {"dropout_seed": seed})[row.name] for row in PLAN_OPTIONS)
 
 
-_TENSORS = ("data", "numbers", "q_index")
+#: Attributes of a plan that are tensors.
+TENSORS = ("data", "numbers", "q_index")
 pytree.register_pytree_node(
     MeshPlan,
-    lambda plan: ([getattr(plan, name) for name in _TENSORS], plan.frame),
+    lambda plan: ([getattr(plan, name) for name in TENSORS], plan.frame),
     lambda children, frame: MeshPlan(frame, *children),
     flatten_with_keys_fn=lambda plan: (
-        [(pytree.GetAttrKey(name), getattr(plan, name)) for name in _TENSORS],
+        [(pytree.GetAttrKey(name), getattr(plan, name)) for name in TENSORS],
         plan.frame,
     ),
 )
