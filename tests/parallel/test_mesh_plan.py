@@ -307,6 +307,17 @@ def test_a_stack_of_plans_is_split_into_the_plans_of_the_microbatches(meshes: Me
         attention(q, k, v, mask=stack)
 
 
+@pytest.mark.parametrize("strategy", ["exchange", "ring", "ulysses"])
+def test_a_plan_that_a_schedule_has_split_says_so(meshes: Meshes, strategy: str) -> None:
+    mask = segments(np.repeat([[0, 1], [2, 3]], [9, 28], axis=1))
+    plan = make(meshes(4), layout_of(4, mask=mask, batch=2), mask=mask, batch=2, strategy=strategy)
+    _, chunks = split_args_kwargs_into_chunks((), {"mask": plan}, chunks=2)
+    inputs = [x.expand(2, -1, -1, -1) for x in tensors(plan.frame.rows_per_rank)]
+    for chunk in chunks:
+        with pytest.raises(ShapeError, match=r"a whole plan, got a part of .*PlanStack\.of\(plans\)"):
+            attention(*inputs, mask=chunk["mask"])
+
+
 STACKS: dict[str, tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = {
     "nothing": (lambda _: [], OptionError, "one plan for each microbatch, got none"),
     "host": (lambda _: [layout_of(4).plan(heads=HEADS)], DtypeError, "MeshPlans, got Plan"),
@@ -323,6 +334,13 @@ def test_plans_that_no_stack_holds(meshes: Meshes, name: str) -> None:
     given = others(mesh)
     with pytest.raises(kind, match=message):
         PlanStack.of([make(mesh), *given] if given else given)
+
+
+def test_a_stack_is_in_original_order_if_all_of_its_plans_are(meshes: Meshes) -> None:
+    mesh = meshes(4)
+    natural, other = (make(mesh, x) for x in (Layout.contiguous(Q_LEN, ranks=4), layout_of(4)))
+    for plans in ([natural, natural], [natural, other], [other, natural]):
+        assert PlanStack.of(plans).frame.ordered == (other not in plans)
 
 
 def test_layouts_for_each_batch_element_are_not_stacked_with_one_for_all(meshes: Meshes) -> None:

@@ -1,16 +1,22 @@
 """Pipelines over context parallelism: every microbatch has its own mask, and all is as on one rank."""
 
+import contextlib
+import io
+import re
+import runpy
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from covering import everything
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
-from worlds import error, mesh, ranks
+from worlds import error, mesh, ranks, torchrun, world
 
 from attnspan import Mask, causal, segments
 from attnspan.parallel import Layout, PlanStack
@@ -212,3 +218,36 @@ def test_plans_in_another_order_give_other_losses_and_gradients() -> None:
     # Contiguous rows fit all plans, so that nothing but the result can differ.
     assert furthest(pipeline.step(0, method="contiguous"), wanted) < 1e-13
     assert furthest(pipeline.step(0, method="contiguous", reverse=True), wanted) > 1e-2
+
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE, PAGE = ROOT / "examples" / "pipeline_four_ranks.py", ROOT / "docs/howto/pipeline.md"
+STEP = re.compile(r"loss ([\d.]+), on one rank ([\d.]+)")
+
+
+def said(interleaved: bool) -> str:
+    """What the example prints on a rank."""
+    torch._dynamo.reset()
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        runpy.run_path(str(EXAMPLE))["main"](interleaved)
+    return text.getvalue()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interleaved", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_the_example_prints_what_its_page_shows(interleaved: bool) -> None:
+    if everything():
+        printed = torchrun(4, EXAMPLE, *["interleaved"] * interleaved)
+    else:
+        printed = "".join(world(4).run(said, interleaved))
+    page = PAGE.read_text(encoding="utf-8")
+    losses = [[float(x) for pair in STEP.findall(text) for x in pair] for text in (printed, page)]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-5)
+    assert losses[0][::2] == pytest.approx(losses[0][1::2], abs=2e-5)
+    (apart,) = re.findall(r"updates differ by (\S+)", printed)
+    assert float(apart) < 5e-6, "roundings of float32"
+
+
+def test_the_page_shows_the_whole_example() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert "".join(blocks).split() == EXAMPLE.read_text(encoding="utf-8").split()

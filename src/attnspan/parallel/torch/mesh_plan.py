@@ -67,7 +67,7 @@ class MeshPlan(ShardedMask):
     """One rank's plan as tensors, a ``mask`` for `attention`. `Plan.on` and `LocalPlan.on` return it.
 
     A mesh plan is a pytree. Pipeline stages, activation checkpointing and export accept it. The next step's
-    plan is other data for the same program.
+    plan is other data for the same program. For the microbatches of a pipeline, see `PlanStack`.
 
     The loss must be a sum over ranks: each rank contributes its local sum, divided by the *global* number of
     tokens. The gradient of a parameter that all ranks have is the sum of the ranks' gradients.
