@@ -13,7 +13,7 @@ import torch.distributed as dist
 from eager_flex import eager
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
+from torch.distributed.pipelining.microbatch import TensorChunkSpec, split_args_kwargs_into_chunks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
@@ -294,7 +294,9 @@ def test_a_stack_of_plans_is_split_into_the_plans_of_the_microbatches(meshes: Me
     assert len({len(plan.data) for plan in plans}) > 1
     stack = PlanStack.of(plans)
     assert repr(stack) == "PlanStack(3 plans, ulysses on 1 ranks)"
-    _, chunks = split_args_kwargs_into_chunks((), {"masks": {"x": stack}}, chunks=3)
+    given = {"masks": {"x": stack}}
+    specs = pytree.tree_map(lambda _: TensorChunkSpec(0), given)
+    _, chunks = split_args_kwargs_into_chunks((), given, chunks=3, kwargs_chunk_spec=specs)
     for chunk, plan, mask in zip(chunks, plans, masks, strict=True):
         found, x = chunk["masks"]["x"], tensors(Q_LEN)
         assert type(found) is MeshPlan
@@ -303,7 +305,9 @@ def test_a_stack_of_plans_is_split_into_the_plans_of_the_microbatches(meshes: Me
         assert torch.equal(attention(*x, mask=found), attention(*x, mask=plan))
         torch.testing.assert_close(attention(*x, mask=found), attention(*x, mask=mask))
     q, k, v = tensors(Q_LEN)
-    with pytest.raises(OptionError, match=r"one microbatch, got a stack of 3 plans\. Pass the stack to"):
+    assert len(split_args_kwargs_into_chunks((), given, chunks=4)[1]) == 3, "the schedule raises"
+    stack = split_args_kwargs_into_chunks((), given, chunks=2)[1][0]["masks"]["x"]
+    with pytest.raises(OptionError, match=r"one microbatch, got a stack of 2 plans\. Pass the stack to"):
         attention(q, k, v, mask=stack)
 
 
