@@ -73,8 +73,9 @@ class PlanStack(ShardedMask):
             _check_alike(i, x, plans[0])
         # Schedules split tensors. Bytes after the end of a plan are never read.
         longest = max(x.data.shape[0] for x in plans)
-        data = torch.stack([pad(x.data, (0, longest - x.data.shape[0])) for x in plans])
-        numbers, q_index = (torch.stack([getattr(x, name) for x in plans]) for name in TENSORS[1:])
+        with torch.inference_mode(False):  # As in `MeshPlan.of`.
+            data = torch.stack([pad(x.data, (0, longest - x.data.shape[0])) for x in plans])
+            numbers, q_index = (torch.stack([getattr(x, name) for x in plans]) for name in TENSORS[1:])
         # Some layouts of a step keep the original order by chance.
         frame = plans[0].frame._replace(ordered=all(x.frame.ordered for x in plans))
         found = cls(frame, data, numbers, q_index)
