@@ -154,10 +154,10 @@ def test_return_lse_is_read_as_a_truth_value():
 
 def test_a_sharded_mask_is_made_of_one_mask():
     pytest.importorskip("jax")
-    from attnspan.parallel import MeshPlan
+    from attnspan.parallel import MeshPlan, PlanStack
     from attnspan.parallel.jax import PlacedPlan, Sharded
 
-    for kind in (MeshPlan, Sharded, PlacedPlan):
+    for kind in (MeshPlan, PlanStack, Sharded, PlacedPlan):
         x = object.__new__(kind)
         for use in (lambda x=x: x and window(2), lambda x=x: x & window(2), lambda x=x: VISIBLE & x):
             remedy = r"Combine masks by & and \| before they are sharded\. .* by `mask is None`"

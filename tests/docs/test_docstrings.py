@@ -14,7 +14,7 @@ from public_modules import ELSEWHERE, MODULES
 #: Functions without a check of their own, and classes that only a function of the library makes.
 RAISE_NOTHING = {
     *("Bias", "Choice", "Enabled", "Explanation", "Float", "Index", "Interval", "Isolation", "Leak"),
-    *("LocalPlan", "Lowering", "Mask", "MeshPlan", "Part", "PlacedPlan", "Plan", "Problem"),
+    *("LocalPlan", "Lowering", "Mask", "MeshPlan", "Part", "PlacedPlan", "Plan", "PlanStack", "Problem"),
     *("Registration", "Rows", "Sharded", "Softmax", "TokenPlan", "Wrapped", "backward_flops", "causal"),
     *("checkpoint_policy", "defaults", "forward_flops", "full", "keep_backend", "load", "plans_only"),
     *("reads_masks", "register_pytrees", "register_raiser", "shown"),

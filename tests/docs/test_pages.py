@@ -46,6 +46,7 @@ ELSEWHERE = {
     "diffusers-parallel": "integrations/test_diffusers_parallel.py",
     "howto/multi-token": "parallel/test_multi_token.py",
     "howto/packed-ranks": "parallel/test_recipe_page.py",
+    "howto/pipeline": "parallel/test_pipeline.py",
     "monitoring": "lab/bench/test_monitor.py",
     "parallel": "parallel/test_parallel_page.py",
     "spmd": "parallel/test_jax_programs.py",

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from eager_flex import eager
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining.microbatch import TensorChunkSpec, split_args_kwargs_into_chunks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
@@ -20,8 +21,8 @@ import attnspan
 from attnspan import alibi, causal, segments, window
 from attnspan.errors import BackendError, DtypeError, OptionError, ShapeError
 from attnspan.kernels import cpu
-from attnspan.parallel import Layout, MeshPlan, PlanMismatchError
-from attnspan.torch import attention
+from attnspan.parallel import Layout, MeshPlan, PlanMismatchError, PlanStack
+from attnspan.torch import MissingPlanWarning, attention
 
 Q_LEN, HEADS = 37, (4, 2)
 Meshes = Callable[..., DeviceMesh]
@@ -280,3 +281,84 @@ def test_what_is_remembered_cannot_be_written(meshes: Meshes) -> None:
     placed.numbers.zero_()
     assert torch.equal(plan.on(placed.frame.mesh, rows="unchecked").data, before)
     assert Layout.of(causal(), q_len=12, ranks=2) is layout
+
+
+def ids_of(*lengths: int) -> attnspan.Mask:
+    return causal() & segments(np.repeat(np.arange(len(lengths)), lengths))
+
+
+def test_a_stack_of_plans_is_split_into_the_plans_of_the_microbatches(meshes: Meshes) -> None:
+    masks = [causal(), ids_of(9, 4, 24), causal() & (window(2) | segments(np.arange(Q_LEN) % 5, max_runs=8))]
+    layouts, mesh = [layout_of(1, mask=mask) for mask in masks], meshes(1)
+    plans = [make(mesh, each, mask=mask) for each, mask in zip(layouts, masks, strict=True)]
+    assert len({len(plan.data) for plan in plans}) > 1
+    with torch.inference_mode():
+        stack = PlanStack.of(plans)
+    assert not stack.data.is_inference()
+    assert repr(stack) == "PlanStack(3 plans, ulysses on 1 ranks)"
+    given = {"masks": {"x": stack}}
+    specs = pytree.tree_map(lambda _: TensorChunkSpec(0), given)
+    _, chunks = split_args_kwargs_into_chunks((), given, chunks=3, kwargs_chunk_spec=specs)
+    for chunk, plan, mask in zip(chunks, plans, masks, strict=True):
+        found, x = chunk["masks"]["x"], tensors(Q_LEN)
+        assert type(found) is MeshPlan
+        assert found.frame == plan.frame
+        assert torch.equal(found.q_index, plan.q_index)
+        assert torch.equal(attention(*x, mask=found), attention(*x, mask=plan))
+        torch.testing.assert_close(attention(*x, mask=found), attention(*x, mask=mask))
+    q, k, v = tensors(Q_LEN)
+    assert len(split_args_kwargs_into_chunks((), given, chunks=4)[1]) == 3, "the schedule raises"
+    stack = split_args_kwargs_into_chunks((), given, chunks=2)[1][0]["masks"]["x"]
+    with pytest.raises(OptionError, match=r"one microbatch, got a stack of 2 plans\. Pass the stack to"):
+        attention(q, k, v, mask=stack)
+
+
+@pytest.mark.parametrize("strategy", ["exchange", "ring", "ulysses"])
+def test_a_plan_that_a_schedule_has_split_says_so(meshes: Meshes, strategy: str) -> None:
+    mask = segments(np.repeat([[0, 1], [2, 3]], [9, 28], axis=1))
+    plan = make(meshes(4), layout_of(4, mask=mask, batch=2), mask=mask, batch=2, strategy=strategy)
+    _, chunks = split_args_kwargs_into_chunks((), {"mask": plan}, chunks=2)
+    inputs = [x.expand(2, -1, -1, -1) for x in tensors(plan.frame.rows_per_rank)]
+    for chunk in chunks:
+        with pytest.raises(ShapeError, match=r"a whole plan, got a part of .*PlanStack\.of\(plans\)"):
+            attention(*inputs, mask=chunk["mask"])
+
+
+STACKS: dict[str, tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = {
+    "nothing": (lambda _: [], OptionError, "one plan for each microbatch, got none"),
+    "host": (lambda _: [layout_of(4).plan(heads=HEADS)], DtypeError, "MeshPlans, got Plan"),
+    "strategy": (lambda mesh: [make(mesh, strategy="ring")], OptionError, "strategy .*exchange.*, as plans"),
+    "length": (lambda mesh: [make(mesh, layout_of(4, q_len=41))], OptionError, "q_len 37, as plans.*got 41"),
+    "heads": (lambda mesh: [make(mesh, heads=(2, 2))], OptionError, r"heads \(4, 2\), as .*got \(2, 2\)"),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_plans_that_no_stack_holds(meshes: Meshes, name: str) -> None:
+    others, kind, message = STACKS[name]
+    mesh = meshes(4)
+    given = others(mesh)
+    with pytest.raises(kind, match=message):
+        PlanStack.of([make(mesh), *given] if given else given)
+
+
+def test_a_stack_is_in_original_order_if_all_of_its_plans_are(meshes: Meshes) -> None:
+    mesh = meshes(4)
+    natural, other = (make(mesh, x) for x in (Layout.contiguous(Q_LEN, ranks=4), layout_of(4)))
+    for plans in ([natural, natural], [natural, other], [other, natural]):
+        assert PlanStack.of(plans).frame.ordered == (other not in plans)
+
+
+def test_layouts_for_each_batch_element_are_not_stacked_with_one_for_all(meshes: Meshes) -> None:
+    mask, mesh = segments(np.repeat([[0, 1], [2, 3]], [9, 28], axis=1)), meshes(4)
+    plans = [make(mesh, layout_of(4, mask=each, batch=2), mask=mask, batch=2) for each in (causal(), mask)]
+    with pytest.raises(ShapeError, match=r"plans\[1\]: expected rows of shape \(1, 10\), .*got \(2, 10\)"):
+        PlanStack.of(plans)
+
+
+def test_a_stack_warns_of_calls_without_it_as_its_plans_do(meshes: Meshes) -> None:
+    layout = layout_of(4, q_len=53)
+    stack = PlanStack.of([make(meshes(4), layout)])
+    with pytest.warns(MissingPlanWarning, match="expected mask=plan.on"):
+        attention(*tensors(layout.rows_per_rank), mask=causal())
+    del stack

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .strategy import Strategy as Strategy
     from .torch.decode import ShardedCache as ShardedCache
     from .torch.mesh_plan import MeshPlan as MeshPlan
+    from .torch.plan_stack import PlanStack as PlanStack
 
 # Layouts and plans serve any framework. Only names that need torch load it.
 _HOMES = {
@@ -23,6 +24,7 @@ _HOMES = {
     "MeshPlan": ".torch.mesh_plan",
     "Plan": ".plan",
     "PlanMismatchError": ".errors",
+    "PlanStack": ".torch.plan_stack",
     "ShardedCache": ".torch.decode",
     "Strategy": ".strategy",
     "roll": ".rolling",

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from attnspan.errors import ShapeError, expect
+
 from .intervals import read_only
 from .step import step
 from .strategy import Strategy
@@ -164,7 +166,7 @@ def encode(tables: Tables) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
 
     Returns:
         data: int32, all arrays one after the other.
-        numbers: int64, sizes and the shapes of the arrays, which the host reads at each call.
+        numbers: int64, their count, sizes and the shapes of the arrays, which the host reads at each call.
     """
     arrays, transfer, sizes = _arrays(tables), tables.transfer, tables.numbers
     strategy = sizes.strategy
@@ -174,11 +176,14 @@ def encode(tables: Tables) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         found += [*transfer.send_counts, *transfer.receive_counts]
     shapes = [n for x in arrays for n in (x.ndim, *x.shape)]
     data = np.concatenate([np.ravel(x) for x in arrays]).astype(np.int32, copy=False)
-    return data, np.array([*found, *shapes], np.int64)
+    return data, np.array([1 + len(found) + len(shapes), *found, *shapes], np.int64)
 
 
 def decode(data: Any, numbers: Sequence[int]) -> Tables:
     """Decode the result of `encode`. The arrays are views of `data`, in the framework of `data`.
+
+    Raises:
+        ShapeError: The plan has been cut.
 
     Example:
         >>> stage = Stage(np.zeros((1, 2), np.int32), np.ones((1, 1, 2, 1, 2), np.int32))
@@ -188,9 +193,12 @@ def decode(data: Any, numbers: Sequence[int]) -> Tables:
         >>> decode(data, numbers.tolist()).stages[0].bounds.shape
         (1, 1, 2, 1, 2)
     """
-    ring, members, groups, *sizes, stages = numbers[:8]
-    visible, has_transfer = numbers[8 : 8 + stages], numbers[8 + stages]
-    at = 9 + stages
+    whole, got = numbers[:1] == [len(numbers)], f"a part of {len(numbers)} numbers"
+    remedy = "Pipelines split arguments: pass PlanStack.of(plans) to schedule.step(...)"
+    expect(whole, "plan", "a whole plan", got, remedy, error=ShapeError)
+    ring, members, groups, *sizes, stages = numbers[1:9]
+    visible, has_transfer = numbers[9 : 9 + stages], numbers[9 + stages]
+    at = 10 + stages
     counts = numbers[at : at + groups], numbers[at + groups : at + 2 * groups]
     at += 2 * groups * has_transfer
     arrays, offset = [], 0

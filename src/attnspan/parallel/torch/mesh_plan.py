@@ -67,7 +67,7 @@ class MeshPlan(ShardedMask):
     """One rank's plan as tensors, a ``mask`` for `attention`. `Plan.on` and `LocalPlan.on` return it.
 
     A mesh plan is a pytree. Pipeline stages, activation checkpointing and export accept it. The next step's
-    plan is other data for the same program.
+    plan is other data for the same program. For the microbatches of a pipeline, see `PlanStack`.
 
     The loss must be a sum over ranks: each rank contributes its local sum, divided by the *global* number of
     tokens. The gradient of a parameter that all ranks have is the sum of the ranks' gradients.
@@ -316,13 +316,14 @@ def _arguments(call: Call) -> tuple[Any, ...]:
     return tuple((o._asdict() | {"dropout_seed": seed})[row.name] for row in PLAN_OPTIONS)
 
 
-_TENSORS = ("data", "numbers", "q_index")
+#: Attributes of a plan that are tensors.
+TENSORS = ("data", "numbers", "q_index")
 pytree.register_pytree_node(
     MeshPlan,
-    lambda plan: ([getattr(plan, name) for name in _TENSORS], plan.frame),
+    lambda plan: ([getattr(plan, name) for name in TENSORS], plan.frame),
     lambda children, frame: MeshPlan(frame, *children),
     flatten_with_keys_fn=lambda plan: (
-        [(pytree.GetAttrKey(name), getattr(plan, name)) for name in _TENSORS],
+        [(pytree.GetAttrKey(name), getattr(plan, name)) for name in TENSORS],
         plan.frame,
     ),
 )
