@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from attnspan_lab.console import bytes_text
+from attnspan_lab.doctor.attention_call import Attention
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.dense_masks import LONG, DenseMasks
 from attnspan_lab.doctor.findings import KINDS, Finding
@@ -22,7 +23,7 @@ from attnspan_lab.doctor.pairs import findings_of_pairs
 from attnspan_lab.doctor.places import at
 from attnspan_lab.doctor.returned import NAN, cause_of, remedy_of, returned
 from attnspan_lab.doctor.subject import Subject
-from attnspan_lab.doctor.watch import Attention, Watcher
+from attnspan_lab.doctor.watch import Watcher
 from attnspan_lab.doctor.words import counted
 
 __all__ = ["findings_of"]

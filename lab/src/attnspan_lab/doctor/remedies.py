@@ -16,7 +16,7 @@ from attnspan.torch import attention
 from attnspan_lab.doctor.declared import Declared
 
 if TYPE_CHECKING:
-    from attnspan_lab.doctor.watch import Attention
+    from attnspan_lab.doctor.attention_call import Attention
 
 __all__ = ["Form", "Forms", "arguments", "distance", "forms", "present"]
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from attnspan_lab.doctor.attention import findings_of
+from attnspan_lab.doctor.attention_call import Attention
 from attnspan_lab.doctor.compiler import CompilerLog, compile_error
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.dense_masks import DenseMasks
@@ -35,7 +36,7 @@ from attnspan_lab.doctor.steps import (
 from attnspan_lab.doctor.subject import Subject
 from attnspan_lab.doctor.swap import implementation, swapped
 from attnspan_lab.doctor.trials import recompiles_in, tried
-from attnspan_lab.doctor.watch import Attention, watching
+from attnspan_lab.doctor.watch import watching
 from attnspan_lab.doctor.words import counted
 from attnspan_lab.zoo.step import Outcome, differences
 from attnspan_lab.zoo.watch import profiled
