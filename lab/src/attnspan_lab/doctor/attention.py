@@ -24,7 +24,7 @@ from attnspan_lab.doctor.places import at
 from attnspan_lab.doctor.returned import NAN, cause_of, remedy_of, returned
 from attnspan_lab.doctor.subject import Subject
 from attnspan_lab.doctor.watch import Watcher
-from attnspan_lab.doctor.words import counted
+from attnspan_lab.doctor.words import counted, first_line
 
 __all__ = ["findings_of"]
 
@@ -198,7 +198,7 @@ def _operators(watcher: Watcher) -> Iterator[Finding]:
                 )
                 promised = [x for x in tree_leaves(op(*given, **named)) if isinstance(x, Tensor)]
         except Exception as error:
-            cause = f"It has no working fake kernel: {(str(error).strip().splitlines() or [''])[0][:200]}"
+            cause = f"It has no working fake kernel: {first_line(error, 200)}"
             what = f"The compiler cannot trace the operator {name}"
             yield Finding("operator", what, at(place), (), cause)
             continue

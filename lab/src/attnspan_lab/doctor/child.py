@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from attnspan_lab.children import forked_task, telling
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, is_users, lines_in, lines_of
-from attnspan_lab.doctor.words import counted
+from attnspan_lab.doctor.words import counted, error_text, first_line
 
 __all__: list[str] = []
 
@@ -108,10 +108,9 @@ def _follow(thread: int, period: float, say: Callable[..., None]) -> None:
 
 
 def _unloadable(error: BaseException, target: str) -> Finding:
-    text = (str(error).strip().splitlines() or [""])[0][:300]
     places = lines_in("".join(traceback.format_exception(error)))[:3]
     is_ours = type(error).__module__.startswith(("attnspan.", "attnspan_lab."))
-    said = text if is_ours else f"{type(error).__name__}: {text}".removesuffix(": ")
+    said = (first_line if is_ours else error_text)(error, 300)
     is_script = target.endswith(".py")
     cause = "The script raises" if is_script else "The factory raises, or the import of its module does"
     remedy = f"Make sure that this works: {_test_of(target)}"

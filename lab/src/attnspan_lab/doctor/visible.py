@@ -22,7 +22,7 @@ from attnspan_lab.doctor.remedies import Form, forms
 from attnspan_lab.doctor.returned import MEAN, OTHER, UNMASKED, returned
 from attnspan_lab.doctor.sequences import has_rows, of_predicted, sequences, with_rows
 from attnspan_lab.doctor.subject import Subject
-from attnspan_lab.doctor.words import counted, first_line
+from attnspan_lab.doctor.words import counted, error_text, first_line
 
 __all__ = ["Visible"]
 
@@ -181,8 +181,8 @@ class Visible:
         try:
             with Masked(masks), Changed(changes):
                 changed = self.changed(groups, only)
-        except Exception:  # The model does not run with attnspan's results.
-            return ""
+        except Exception as error:  # The model does not run with attnspan's results.
+            return f"with this mask, the step raises {error_text(error)}"
         if changed is None:
             return "with this mask, changing these tokens changes no other result"
         return f"with this mask, {changed}: another part of the model also mixes tokens"
