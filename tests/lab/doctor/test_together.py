@@ -104,6 +104,18 @@ def test_a_time_limit_ends_only_its_own_stage() -> None:
     assert (ends.at, ends.findings) == ("", [])
 
 
+def test_stages_end_with_a_doctor_that_is_killed() -> None:
+    stage = Stage("bad_inputs:hangs", (), "eager", "", 300.0, lambda _: None)
+    with Loaded("attnspan_lab.doctor.child", {}, {}) as loaded, loaded.fork(stage.task) as child:
+        (pid,) = ids([child])
+        assert is_running(pid)
+        loaded.end()  # It would end by itself, because its parent has another id.
+        end = time.monotonic() + 60
+        while is_running(pid) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not is_running(pid)
+
+
 def test_a_process_that_cannot_load_is_a_crash() -> None:
     stage = Stage("patients:well_fused", (), "eager", "", 300.0, lambda _: None)
     with Loaded("no_such_module", {}, {}) as loaded:

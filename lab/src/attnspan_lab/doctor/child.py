@@ -96,14 +96,19 @@ def _kind_of(subject: Any) -> _Kind:
 
 
 def _follow(thread: int, period: float, say: Callable[..., None]) -> None:
-    """Report the line that a thread runs. The parent needs it after a crash that destroys the stack."""
-    last: list[Place] = []
+    """Report the line that a thread runs. The doctor needs it after a crash that destroys the stack.
+
+    The process ends if the process that forked it ends, which follows the doctor.
+    """
+    last, parent = list[Place](), os.getppid()
     with suppress(ValueError):  # The file is closed because the stage is done.
         while True:
             now = list(islice(lines_of(sys._current_frames().get(thread)), 3))
             if now and now != last:
                 say(at=now)
                 last = now
+            if os.getppid() != parent:
+                os._exit(1)
             time.sleep(period)
 
 
