@@ -37,6 +37,8 @@ def test_stages_that_measure_no_time_run_together(monkeypatch: pytest.MonkeyPatc
     assert together[:3] == [["compiled"], [], ["without attention", "parity"]]
     assert two.findings == one.findings
     assert [x.kind for x in two.findings] == ["graph-break"]
+    assert "step seconds" in two.facts["compiled"]
+    assert "step seconds" not in two.facts["without attention"]
     assert list(two.facts) == list(one.facts) == ["compiled", "without attention", "parity", "stages"]
 
 

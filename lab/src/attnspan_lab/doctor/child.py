@@ -8,7 +8,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 from attnspan_lab.children import forked_task, telling
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.places import Place, is_users, lines_in, lines_of
+from attnspan_lab.doctor.places import Place, is_users, lines_of, lines_of_error
 from attnspan_lab.doctor.words import counted, error_text, first_line
 
 __all__: list[str] = []
@@ -113,7 +112,7 @@ def _follow(thread: int, period: float, say: Callable[..., None]) -> None:
 
 
 def _unloadable(error: BaseException, target: str) -> Finding:
-    places = lines_in("".join(traceback.format_exception(error)))[:3]
+    places = lines_of_error(error)[:3]
     is_ours = type(error).__module__.startswith(("attnspan.", "attnspan_lab."))
     said = (first_line if is_ours else error_text)(error, 300)
     is_script = target.endswith(".py")

@@ -12,6 +12,7 @@ from torch import Tensor
 from attnspan_lab.doctor.places import Place, lines_in, on_stack, place_here
 
 __all__ = [
+    "CHECKPOINT",
     "distinct",
     "in_backward",
     "is_plain",
@@ -22,7 +23,8 @@ __all__ = [
     "storage",
 ]
 
-_CHECKPOINT = torch.utils.checkpoint.__file__
+#: The file of torch that recomputes checkpoints.
+CHECKPOINT = torch.utils.checkpoint.__file__
 
 
 def operator_name(op: Any) -> str:
@@ -39,7 +41,7 @@ def named_arguments(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 
 def operator_place() -> Place | None:
     """Find the user's line: on the stack, or in a backward pass the line of the forward operator."""
-    if not in_backward() or on_stack(_CHECKPOINT):
+    if not in_backward() or on_stack(CHECKPOINT):
         return place_here()
     node = torch._C._current_autograd_node()
     about: Any = {} if node is None else node.metadata

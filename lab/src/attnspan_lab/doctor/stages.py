@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -22,7 +21,7 @@ from attnspan_lab.doctor.gradients import gradient_findings
 from attnspan_lab.doctor.matrix import FACTORS, Cell, all_cells, covering, failure, smallest
 from attnspan_lab.doctor.packing import position_findings
 from attnspan_lab.doctor.parity import parity
-from attnspan_lab.doctor.places import lines_in
+from attnspan_lab.doctor.places import lines_of_error
 from attnspan_lab.doctor.randomness import random_findings
 from attnspan_lab.doctor.ranks import compare_ranks
 from attnspan_lab.doctor.steps import (
@@ -134,7 +133,7 @@ def _masked_otherwise(subject: Subject, first: Any, batch: Any) -> bool:
 
 
 def _raised(error: BaseException, stage: str) -> Finding:
-    places = lines_in("".join(traceback.format_exception(error)))
+    places = lines_of_error(error)
     remedy = ""
     if "FlexAttention does not support backward on CPU" in str(error):
         remedy = "Train on a GPU, or call attnspan.torch.attention, which has a backward pass on CPU"
@@ -161,8 +160,9 @@ def compiled(subject: Subject, say: Say, backend: str, attention: str = "own") -
             say(facts={"left": kernels or "no attention call was observed"}, stage=stage)
             return
         log, error, seconds = run_compiled(subject, backend)
-    say(facts=_facts(log, seconds), stage=stage)
-    if attention == "own":
+    say(facts=_counts(log), stage=stage)
+    if attention == "own":  # Without attention, another stage runs at the same time.
+        say(facts=_times(log, seconds), stage=stage)
         ran = f"{counted(len(seconds), 'batch', 'batches')} of {len(subject.batches)}, traced with {backend}"
         say(facts={"checked": {"compiler": ran}}, stage=stage)
     if error is not None:
@@ -183,11 +183,12 @@ def _attention_in(subject: Subject) -> list[Attention]:
     return watcher.calls
 
 
-def _facts(log: CompilerLog, seconds: list[float]) -> dict[str, Any]:
+def _counts(log: CompilerLog) -> dict[str, int]:
+    return {"graphs": log.forward_graphs, "breaks": len(log.breaks), "recompiles": len(log.recompiles)}
+
+
+def _times(log: CompilerLog, seconds: list[float]) -> dict[str, Any]:
     return {
-        "graphs": log.forward_graphs,
-        "breaks": len(log.breaks),
-        "recompiles": len(log.recompiles),
         "compile seconds": log.compile_seconds,
         "step seconds": seconds,
         "timeline": [(x.function, x.start, x.end, x.forward, x.operators) for x in log.graphs],
@@ -217,8 +218,7 @@ def cure(subject: Subject, say: Say, backend: str) -> None:
 def _measured(subject: Subject, backend: str) -> tuple[dict[str, Any], Outcome | None, list[Finding]]:
     """Measure breaks, recompilations and graphs of all batches, and time and memory of the last step."""
     log, error, _ = run_compiled(subject, backend)
-    found: dict[str, Any] = {"graphs": log.forward_graphs, "breaks": len(log.breaks)}
-    found |= {"recompiles": len(log.recompiles), "error": str(error)[:200] if error else ""}
+    found: dict[str, Any] = {**_counts(log), "error": str(error)[:200] if error else ""}
     failures = [*log.breaks, *recompiles_in(log)]
     if error is not None:
         return found, None, [compile_error(error, "cure"), *failures]

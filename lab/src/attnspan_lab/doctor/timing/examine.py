@@ -6,7 +6,6 @@ import io
 import runpy
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import Any, TextIO
 
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.places import lines_in
+from attnspan_lab.doctor.places import lines_of_error
 from attnspan_lab.doctor.timing.body import Body, CannotRepeatError, body_of
 from attnspan_lab.doctor.timing.clocks import Region, Watch, overlap, watched
 from attnspan_lab.doctor.timing.judge import (
@@ -98,7 +97,7 @@ def _judge(
 
 
 def _ended(error: BaseException, path: str) -> Finding:
-    places = lines_in("".join(traceback.format_exception(error)))
+    places = lines_of_error(error)
     what = f"{path} does not run: {error_text(error, 300)}"
     remedy = f"Make sure that python {path} runs"
     return Finding("subject", what, tuple(places[:3]), (), "The script raises", remedy, stage="timing")
