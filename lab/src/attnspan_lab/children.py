@@ -198,7 +198,7 @@ def forked_task(folder: str) -> dict[str, Any]:
             running[pid] = path.parent / "code"
         with suppress(ChildProcessError):
             pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid:
+            if pid in running:
                 _put(running.pop(pid), str(os.waitstatus_to_exitcode(status)))
         time.sleep(_LOOK)
     os._exit(0)

@@ -17,6 +17,7 @@ from attnspan_lab.files import from_plain
 
 __all__ = ["Stage", "run_together"]
 
+_START = 60.0  # Seconds in which torch must be loaded, in addition to the time limit.
 _LOOK = 0.05  # Seconds between two looks at the findings of a process.
 _PERIOD = 0.05  # Seconds between two looks at the line that a process runs.
 _OUTERMOST = "in _run_module_as_main"  # The last line of a whole stack.
@@ -71,7 +72,7 @@ class Stage:
 
     def look(self, child: Child) -> bool:
         """Collect findings. Return whether the process has ended. A process over its time limit is ended."""
-        self._end = self._end or time.monotonic() + self.limit
+        self._end = self._end or time.monotonic() + _START + self.limit
         code = child.code
         self._take(child.told())
         if code is None and time.monotonic() < self._end:

@@ -32,6 +32,7 @@ _QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "OMP_WAIT_POLICY": "PASSIVE",  # Threads that wait actively would slow down a stage at the same time.
+    "TORCH_WARM_POOL": "0",  # Inductor's import must start no process: forks would share its pipes.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # Otherwise a look for GPUs starts CUDA before the fork.
 }
 #: Remedies for findings in a library's own lines, which its user cannot edit.
