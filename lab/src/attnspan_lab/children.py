@@ -175,7 +175,7 @@ def telling(path: str) -> Iterator[Callable[..., None]]:
 
 
 def forked_task(folder: str) -> dict[str, Any]:
-    """Fork a process for each task of `Loaded.fork`, and return the task there.
+    """Fork a process for each task of `Loaded.fork`, and return the task there, with the id of its "parent".
 
     The calling process ends when its parent ends.
 
@@ -192,7 +192,7 @@ def forked_task(folder: str) -> dict[str, Any]:
                     importlib.import_module(name)
             if (pid := os.fork()) == 0:
                 _enter(path.parent, own)
-                return task
+                return {**task, "parent": own}
             os.setpgid(pid, pid)
             _put(path.parent / "pid", str(pid))
             running[pid] = path.parent / "code"

@@ -30,9 +30,8 @@ def _main(given: dict[str, Any]) -> None:
     # When the parent ends a process that hangs, its stderr then has the threads and frames.
     faulthandler.dump_traceback_later(max(task["limit"] - 2.0, 1.0), exit=False)
     with telling(task["out"]) as say:
-        threading.Thread(
-            target=_follow, args=(threading.get_ident(), task["period"], say), daemon=True
-        ).start()
+        followed = threading.get_ident(), task["parent"], task["period"], say
+        threading.Thread(target=_follow, args=followed, daemon=True).start()
         say(begin="loading")
         try:
             if loading is not None:
@@ -94,12 +93,12 @@ def _kind_of(subject: Any) -> _Kind:
     return _Kind(stages.STAGES, _COMPILER, on_cpu)
 
 
-def _follow(thread: int, period: float, say: Callable[..., None]) -> None:
+def _follow(thread: int, parent: int, period: float, say: Callable[..., None]) -> None:
     """Report the line that a thread runs. The doctor needs it after a crash that destroys the stack.
 
-    The process ends if the process that forked it ends, which follows the doctor.
+    The process ends if its parent ends, which ends with the doctor.
     """
-    last, parent = list[Place](), os.getppid()
+    last: list[Place] = []
     with suppress(ValueError):  # The file is closed because the stage is done.
         while True:
             now = list(islice(lines_of(sys._current_frames().get(thread)), 3))
