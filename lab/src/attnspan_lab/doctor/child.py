@@ -67,7 +67,7 @@ def _loading() -> BaseException | None:
 
 
 class _Kind(NamedTuple):
-    """What differs between subjects of torch and of JAX.
+    """Differences between subjects of torch and of JAX.
 
     Args:
         stages: The stages by name.
