@@ -1,7 +1,8 @@
-"""A child process that runs a module on a task and reports its findings immediately."""
+"""Child processes that run a module on a task and report their findings immediately."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -10,15 +11,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
-from attnspan_lab.files import to_plain, write_whole
+from attnspan_lab.files import to_plain
 
-__all__ = ["Child", "received", "telling", "why_ended"]
+__all__ = ["Child", "Loaded", "forked_task", "telling", "why_ended"]
+
+_LOOK = 0.01  # Seconds between two looks at files of another process.
 
 
 class Child:
@@ -31,14 +34,9 @@ class Child:
     """
 
     def __init__(self, module: str, task: Mapping[str, Any], variables: Mapping[str, str]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="attnspan-")
-        folder = Path(self._folder.name)
-        self._out, self._errors, self._task = (folder / x for x in ("told.jsonl", "errors.txt", "task.json"))
-        self._out.touch()
-        self._taken = 0
-        given = {**task, "out": str(self._out), "task": str(self._task)}
+        given = self._prepared(task)
         with self._errors.open("wb") as errors:
-            self._process = subprocess.Popen(
+            self._process: subprocess.Popen[bytes] | _Forked = subprocess.Popen(
                 [sys.executable, "-m", module, json.dumps(given)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -48,7 +46,16 @@ class Child:
                 env={**os.environ, **variables},
             )
 
-    def __enter__(self) -> Child:
+    def _prepared(self, task: Mapping[str, Any], parent: Path | None = None) -> dict[str, Any]:
+        """Make the files of the process, and return the task with their names."""
+        self._folder = tempfile.TemporaryDirectory(prefix="attnspan-", dir=parent)
+        self.folder, self._taken = Path(self._folder.name), 0
+        self._out, self._errors = self.folder / "told.jsonl", self.folder / "errors.txt"
+        self._out.touch()
+        self._errors.touch()
+        return {**task, "out": str(self._out), "folder": str(self.folder)}
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -65,10 +72,6 @@ class Child:
     def errors(self) -> str:
         """Return everything that the process wrote to stderr so far."""
         return self._errors.read_text(errors="replace")
-
-    def send(self, task: Mapping[str, Any]) -> None:
-        """Give the task to a process that waits in `received`."""
-        write_whole(self._task, json.dumps(task))
 
     def told(self) -> list[dict[str, Any]]:
         """Return the records since the last call. A line that a crash cut short is left out."""
@@ -90,14 +93,70 @@ class Child:
 
     def end(self) -> None:
         """End the process and its own children, such as compilers."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        if (pid := self._process.pid) is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+            self._process.wait()
 
     def close(self) -> None:
         """End the process, and remove its files."""
         self.end()
         self._folder.cleanup()
+
+
+class Loaded(Child):
+    """A child process that loads a module, and forks a process for each task. These need no time to load it.
+
+    The module calls `forked_task` when it is loaded. Close all forked processes before this one.
+    """
+
+    def fork(self, task: Mapping[str, Any], loads: Sequence[str] = ()) -> Child:
+        """Start a process for a task.
+
+        Args:
+            task: Plain data.
+            loads: Names of more modules to load before the fork.
+        """
+        return _Fork(self, task, loads)
+
+
+class _Fork(Child):
+    """A process that `Loaded` forks."""
+
+    def __init__(self, loaded: Loaded, task: Mapping[str, Any], loads: Sequence[str]) -> None:
+        given = self._prepared(task, loaded.folder)
+        self._loaded = loaded
+        self._process = _Forked(self.folder, loaded)
+        _put(self.folder / "task.json", json.dumps({**given, "loads": list(loads)}))
+
+    @property
+    def errors(self) -> str:
+        """Return everything that the process wrote to stderr so far, or the process that has to fork it."""
+        return super().errors if self._process.pid is not None else self._loaded.errors
+
+
+class _Forked:
+    """The part of `subprocess.Popen` that `Child` uses, for a process that another process forks."""
+
+    def __init__(self, folder: Path, loaded: Loaded) -> None:
+        self._pid, self._code, self._loaded = folder / "pid", folder / "code", loaded
+
+    @property
+    def pid(self) -> int | None:
+        """Its id and the id of its group, or None before the fork."""
+        return int(self._pid.read_text()) if self._pid.exists() else None
+
+    def poll(self) -> int | None:
+        # If the loading process ends, it could not load, or it was killed.
+        return int(self._code.read_text()) if self._code.exists() else self._loaded.code
+
+    def wait(self, timeout: float | None = None) -> int:
+        end = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if end is not None and time.monotonic() > end:
+                raise subprocess.TimeoutExpired("", timeout or 0.0)
+            time.sleep(_LOOK)
+        return code
 
 
 @contextmanager
@@ -115,19 +174,50 @@ def telling(path: str) -> Iterator[Callable[..., None]]:
         yield tell
 
 
-def received(given: dict[str, Any]) -> dict[str, Any]:
-    """Wait for the parent's `Child.send`, and return the task. The process ends if its parent ends.
+def forked_task(folder: str) -> dict[str, Any]:
+    """Fork a process for each task of `Loaded.fork`, and return the task there, with the id of its "parent".
+
+    The calling process ends when its parent ends.
 
     Args:
-        given: The task that the process started with.
+        folder: Folder of this process.
     """
-    path, parent = Path(given["task"]), os.getppid()
-    while not path.exists():
+    own, parent, running = os.getpid(), os.getppid(), dict[int, Path]()
+    while os.getppid() == parent:
+        for path in Path(folder).glob("*/task.json"):
+            task: dict[str, Any] = json.loads(path.read_text())
+            path.unlink()
+            for name in task["loads"]:
+                with suppress(Exception):  # The process that needs the module reports it.
+                    importlib.import_module(name)
+            if (pid := os.fork()) == 0:
+                _enter(path.parent, own)
+                return {**task, "parent": own}
+            os.setpgid(pid, pid)
+            _put(path.parent / "pid", str(pid))
+            running[pid] = path.parent / "code"
+        with suppress(ChildProcessError):
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid in running:
+                _put(running.pop(pid), str(os.waitstatus_to_exitcode(status)))
+        time.sleep(_LOOK)
+    os._exit(0)
+
+
+def _put(path: Path, text: str) -> None:
+    """Write a file atomically. If its folder is gone, the process that waits for the file was closed."""
+    draft = path.with_suffix(".part")
+    draft.write_text(text)
+    draft.replace(path)
+
+
+def _enter(folder: Path, parent: int) -> None:
+    """Begin a forked process as soon as its id is known: until then nobody could end it."""
+    while not (folder / "pid").exists():
         if os.getppid() != parent:
             os._exit(0)
-        time.sleep(0.01)
-    task: dict[str, Any] = json.loads(path.read_text())
-    return {**given, **task}
+        time.sleep(_LOOK / 2)
+    os.dup2(os.open(folder / "errors.txt", os.O_WRONLY | os.O_APPEND), sys.stderr.fileno())
 
 
 def why_ended(code: int, errors: str) -> str:

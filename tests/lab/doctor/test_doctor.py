@@ -17,7 +17,8 @@ from attnspan_lab.cli import build_app
 from attnspan_lab.doctor import Finding, Place, diagnose, run
 from attnspan_lab.doctor.child import _unloadable
 from attnspan_lab.doctor.findings import merged
-from attnspan_lab.doctor.run import _crash, _in_library, _with_known_issues
+from attnspan_lab.doctor.process import Stage, _crash
+from attnspan_lab.doctor.run import _in_library, _with_known_issues
 from attnspan_lab.doctor.subject import load
 
 HERE = Path(__file__).parent
@@ -292,11 +293,11 @@ def test_attention_is_blamed_only_where_it_was_taken_out(name: str, said: str) -
 
 
 def test_what_was_found_stays_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(self: run._Stage) -> None:
+    def interrupted(self: Stage, child: object) -> bool:
         self.findings.append(Finding("copy", "seen before"))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run._Stage, "run", interrupted)
+    monkeypatch.setattr(Stage, "look", interrupted)
     found = diagnose("patients:well_fused")
     assert not found.complete
     assert [x.kind for x in found.findings] == ["copy"]

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from attnspan.errors import OptionError
 from attnspan_lab.cli import build_app
 from attnspan_lab.doctor import Diagnosis, Finding, command, run
+from attnspan_lab.doctor.process import Stage
 
 KINDS = {
     "wrong": ("leak", "nan", "mask-lost", "causality-lost", "causal-alignment", "hidden-rows", "parity"),
@@ -107,12 +108,13 @@ def test_checks_that_were_not_made_are_skipped_cases_and_a_list(
 def test_a_factory_that_hangs_costs_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
 
-    def hangs(self: run._Stage) -> None:
+    def hangs(self: Stage, child: object) -> bool:
         ran.append(self.stage)
         self.at = "loading"
         self.findings.append(Finding("hang", "Not finished"))
+        return True
 
-    monkeypatch.setattr(run._Stage, "run", hangs)
+    monkeypatch.setattr(Stage, "look", hangs)
     found = run.diagnose("a.py:factory")
     assert ran == ["eager"]
     assert set(found.facts["stages"]["unchecked"].values()) == {"the model could not be loaded"}

@@ -40,7 +40,7 @@ def describe_environment(device: str = "cpu") -> dict[str, Any]:
         "system": platform.platform(),
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
-        "usable_cores": _usable_cores(),
+        "usable_cores": usable_cores(),
         "threads": torch.get_num_threads(),
         "isa": cpu.isa() if built else None,
         "threading": cpu.threading() if built else None,
@@ -89,7 +89,7 @@ def _git(folder: Path, *arguments: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def _usable_cores() -> int | None:
+def usable_cores() -> int | None:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from attnspan_lab.console import bytes_text
+from attnspan_lab.doctor.attention_call import Attention
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.dense_masks import LONG, DenseMasks
 from attnspan_lab.doctor.findings import KINDS, Finding
@@ -22,8 +23,8 @@ from attnspan_lab.doctor.pairs import findings_of_pairs
 from attnspan_lab.doctor.places import at
 from attnspan_lab.doctor.returned import NAN, cause_of, remedy_of, returned
 from attnspan_lab.doctor.subject import Subject
-from attnspan_lab.doctor.watch import Attention, Watcher
-from attnspan_lab.doctor.words import counted
+from attnspan_lab.doctor.watch import Watcher
+from attnspan_lab.doctor.words import counted, first_line
 
 __all__ = ["findings_of"]
 
@@ -197,7 +198,7 @@ def _operators(watcher: Watcher) -> Iterator[Finding]:
                 )
                 promised = [x for x in tree_leaves(op(*given, **named)) if isinstance(x, Tensor)]
         except Exception as error:
-            cause = f"It has no working fake kernel: {(str(error).strip().splitlines() or [''])[0][:200]}"
+            cause = f"It has no working fake kernel: {first_line(error, 200)}"
             what = f"The compiler cannot trace the operator {name}"
             yield Finding("operator", what, at(place), (), cause)
             continue

@@ -8,31 +8,30 @@ import os
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
-from attnspan_lab.children import received, telling
+from attnspan_lab.children import forked_task, telling
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.places import Place, is_users, lines_in, lines_of
-from attnspan_lab.doctor.words import counted
+from attnspan_lab.doctor.places import Place, is_users, lines_of, lines_of_error
+from attnspan_lab.doctor.words import counted, error_text, first_line
 
 __all__: list[str] = []
+
+_COMPILER = ("torch._dynamo.backends.inductor", "torch._inductor.compile_fx")
 
 
 def _main(given: dict[str, Any]) -> None:
     faulthandler.enable()
-    # The process starts during the stage before, so that torch is already loaded.
     loading = _loading()
-    task = received(given)
+    task = forked_task(given["folder"])  # From here on, each stage has a process of its own.
     # When the parent ends a process that hangs, its stderr then has the threads and frames.
     faulthandler.dump_traceback_later(max(task["limit"] - 2.0, 1.0), exit=False)
     with telling(task["out"]) as say:
-        threading.Thread(
-            target=_follow, args=(threading.get_ident(), task["period"], say), daemon=True
-        ).start()
+        followed = threading.get_ident(), task["parent"], task["period"], say
+        threading.Thread(target=_follow, args=followed, daemon=True).start()
         say(begin="loading")
         try:
             if loading is not None:
@@ -47,8 +46,10 @@ def _main(given: dict[str, Any]) -> None:
             say(end=True)
             return
         batches = counted(len(subject.batches), "batch", "batches")
-        say(begin="running", subject=f"{subject.title}, {batches}")
-        _stages(subject)[task["stage"]](subject, say, task["backend"])
+        kind = _kind_of(subject)
+        title = f"{subject.title}, {batches}"
+        say(begin="running", subject=title, loads=kind.loads, on_cpu=kind.on_cpu)
+        kind.stages[task["stage"]](subject, say, task["backend"])
         say(end=True)
     sys.stdout.flush()
 
@@ -56,26 +57,47 @@ def _main(given: dict[str, Any]) -> None:
 def _loading() -> BaseException | None:
     """Load torch and the doctor. Return the error if that fails."""
     try:
-        import attnspan_lab.doctor.subject
+        import torch._dynamo
+
+        import attnspan_lab.doctor.stages
     except Exception as error:
         return error
-    del attnspan_lab
+    del attnspan_lab, torch
     return None
 
 
-def _stages(subject: Any) -> dict[str, Callable[..., None]]:
-    """Return the stages for torch or for JAX."""
+class _Kind(NamedTuple):
+    """Differences between subjects of torch and of JAX.
+
+    Args:
+        stages: The stages by name.
+        loads: Modules that stages after the first one need.
+        on_cpu: No device holds the subject.
+    """
+
+    stages: dict[str, Callable[..., None]]
+    loads: Sequence[str]
+    on_cpu: bool
+
+
+def _kind_of(subject: Any) -> _Kind:
     if type(subject).__module__.startswith("attnspan_lab.doctor.jax."):
+        import jax
+
         from attnspan_lab.doctor.jax import STAGES
 
-        return STAGES
+        return _Kind(STAGES, (), jax.default_backend() == "cpu")
     from attnspan_lab.doctor import stages
 
-    return stages.STAGES
+    on_cpu = all(x.device.type == "cpu" for x in subject.model.parameters())
+    return _Kind(stages.STAGES, _COMPILER, on_cpu)
 
 
-def _follow(thread: int, period: float, say: Callable[..., None]) -> None:
-    """Report the line that a thread runs. The parent needs it after a crash that destroys the stack."""
+def _follow(thread: int, parent: int, period: float, say: Callable[..., None]) -> None:
+    """Report the line that a thread runs. The doctor needs it after a crash that destroys the stack.
+
+    The process ends if its parent ends, which ends with the doctor.
+    """
     last: list[Place] = []
     with suppress(ValueError):  # The file is closed because the stage is done.
         while True:
@@ -83,14 +105,15 @@ def _follow(thread: int, period: float, say: Callable[..., None]) -> None:
             if now and now != last:
                 say(at=now)
                 last = now
+            if os.getppid() != parent:
+                os._exit(1)
             time.sleep(period)
 
 
 def _unloadable(error: BaseException, target: str) -> Finding:
-    text = (str(error).strip().splitlines() or [""])[0][:300]
-    places = lines_in("".join(traceback.format_exception(error)))[:3]
+    places = lines_of_error(error)[:3]
     is_ours = type(error).__module__.startswith(("attnspan.", "attnspan_lab."))
-    said = text if is_ours else f"{type(error).__name__}: {text}".removesuffix(": ")
+    said = (first_line if is_ours else error_text)(error, 300)
     is_script = target.endswith(".py")
     cause = "The script raises" if is_script else "The factory raises, or the import of its module does"
     remedy = f"Make sure that this works: {_test_of(target)}"

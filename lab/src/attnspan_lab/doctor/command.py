@@ -98,18 +98,26 @@ def doctor(
             shown.add(finding.label)
 
         def after(stage: str, found: Sequence[Finding]) -> None:
-            step = wanted.index(stage) + 1 if stage in wanted else None
-            next_ = wanted[step] if step is not None and step < len(wanted) else "done"
             line = f"{stage}: {counted(len(merged(found)), 'finding') if found else 'no finding'}"
             if stage == "without attention":  # Its findings only explain others.
                 line = f"{stage}: done"
-            tell(line, style="dim", completed=step, description=next_)
+            tell(line, style="dim", advance=stage in wanted)
+
+        def running(names: Sequence[str]) -> None:
+            tell(description=", ".join(names))
 
         if timing:
             found = diagnose_benchmark(name, arguments, limit=limit, seen=seen)
         else:
             found = diagnose(
-                name, arguments, stages=wanted, backend=backend, limit=limit, after=after, seen=seen
+                name,
+                arguments,
+                stages=wanted,
+                backend=backend,
+                limit=limit,
+                running=running,
+                after=after,
+                seen=seen,
             )
     limits = {"breaks": max_breaks, "graphs": max_graphs, "recompiles": max_recompiles, "copies": max_copies}
     exceeded = _exceeded(found, limits, parity=parity)

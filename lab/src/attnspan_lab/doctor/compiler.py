@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 from attnspan_lab.doctor.findings import KINDS, Finding
-from attnspan_lab.doctor.places import Place, is_users, lines_in
+from attnspan_lab.doctor.places import Place, is_users, lines_in, lines_of_error
 
 __all__ = ["CompilerLog", "Graph", "Recompile", "compile_error"]
 
@@ -198,9 +197,7 @@ def _recompile(payload: str, frame: int) -> Recompile:
 def compile_error(error: BaseException, stage: str) -> Finding:
     """Make a finding from an error that the compiler or compiled code raised."""
     text = str(error)
-    user = lines_in(text.partition("from user code:")[2]) or lines_in(
-        "".join(traceback.format_exception(error))
-    )
+    user = lines_in(text.partition("from user code:")[2]) or lines_of_error(error)
     kind, cause, hints, link = _explained("\n" + text)
     what = f"torch.compile fails: {_first_line(kind if 'Explanation:' in text else text)[:300]}"
     cause = cause if "Explanation:" in text else f"{type(error).__name__} while compiling or in compiled code"

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from attnspan_lab.console import bytes_text, seconds_text
+from attnspan_lab.doctor.attention_call import Attention
 from attnspan_lab.doctor.declared import Declared
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, at
 from attnspan_lab.doctor.remedies import Forms
-from attnspan_lab.doctor.watch import Attention
 from attnspan_lab.doctor.words import counted
 
 __all__ = ["LONG", "DenseMasks"]

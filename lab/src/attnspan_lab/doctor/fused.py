@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from attnspan_lab.doctor.attention_call import Attention
 from attnspan_lab.doctor.places import Place
 from attnspan_lab.doctor.remedies import arguments
 from attnspan_lab.doctor.subject import Subject
-from attnspan_lab.doctor.watch import Attention, watching
+from attnspan_lab.doctor.watch import watching
 
 __all__ = ["Refusal", "refusal", "refusal_of_multihead"]
 

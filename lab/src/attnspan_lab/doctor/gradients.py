@@ -10,14 +10,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, at, lines_in, place_here
 from attnspan_lab.doctor.subject import Subject
-from attnspan_lab.doctor.words import counted
+from attnspan_lab.doctor.words import counted, error_text
 from attnspan_lab.zoo.step import objective
 
 __all__ = ["cut_lines", "gradient_findings"]
 
+_TOPIC = "trainable parameters without a gradient"
 _TRIALS = 16  # maximum number of parameters that are changed alone
 _DETACHED, _UNTRACKED, _OPERATOR, _DROPPED = "detach", "no_grad", "operator", "backward"
 _NO_BACKWARD = "NotImplemented"  # torch's node behind an operator without a backward
@@ -48,19 +50,23 @@ class _Cut(NamedTuple):
         return texts[self.kind]
 
 
-def gradient_findings(subject: Subject, batch: Any, left: list[str]) -> Iterator[Finding]:
+def gradient_findings(subject: Subject, batch: Any, left: list[str], coverage: Coverage) -> Iterator[Finding]:
     """Yield a finding for each line that cuts off trainable parameters on which the results depend.
 
     Args:
         subject: A model.
         batch: A batch in whose step other parameters get a gradient.
         left: Trainable parameters that get none.
+        coverage: Collects the checks.
     """
+    if not left:
+        return
     try:
-        names = list(_influential(subject, batch, left)) if left else []
+        names = _influential(subject, batch, left, coverage)
         cuts = _cuts(subject, batch, names) if names else {}
-    except Exception:
-        return  # The model does not run with changed parameters.
+    except Exception as error:
+        coverage.missed(_TOPIC, f"with other values of them, the step raises {error_text(error)}")
+        return
     for cut in dict.fromkeys(cuts.get(x) for x in names):
         own = [x for x in names if cuts.get(x) == cut]
         text = ", ".join(own[:4]) + (", ..." if len(own) > 4 else "")
@@ -82,8 +88,8 @@ def cut_lines(subject: Subject, batch: Any, names: Iterable[str]) -> tuple[Place
         return ()  # The step does not run with a recorded graph.
 
 
-def _influential(subject: Subject, batch: Any, names: list[str]) -> Iterator[str]:
-    """Yield the parameters on which the results depend: each is changed and restored."""
+def _influential(subject: Subject, batch: Any, names: list[str], coverage: Coverage) -> list[str]:
+    """List the parameters on which the results depend: each is changed and restored."""
     own = dict(subject.model.named_parameters())
 
     def results(changed: list[str]) -> list[Tensor]:
@@ -104,9 +110,14 @@ def _influential(subject: Subject, batch: Any, names: list[str]) -> Iterator[str
     def differs(changed: list[str]) -> bool:
         return not all(map(torch.equal, results(changed), before))
 
-    if any(bool(x.isnan().any()) for x in before) or differs([]) or not differs(names):
-        return
-    yield from (x for x in names[:_TRIALS] if differs([x]))
+    if any(bool(x.isnan().any()) for x in before) or differs([]):
+        coverage.missed(_TOPIC, "the step returns NaN, or different results for the same batch")
+        return []
+    if not differs(names):
+        return []
+    if len(names) > _TRIALS:
+        coverage.missed(_TOPIC, f"{_TRIALS} of {len(names)} were examined")
+    return [x for x in names[:_TRIALS] if differs([x])]
 
 
 def _cuts(subject: Subject, batch: Any, names: list[str]) -> dict[str, _Cut]:
@@ -224,7 +235,7 @@ def _tried(subject: Subject, batch: Any, cut: _Cut, names: list[str]) -> str:
     try:
         with torch.compiler.set_stance("force_eager"), _Attached(cut):
             subject.step(subject.model, batch)
-    except Exception:
-        return ""  # The step changes these tensors in place, for example.
+    except Exception as error:  # The step changes these tensors in place, for example.
+        return f"without it, the step raises {error_text(error)}"
     reached = sum(own[x].grad is not None for x in names)
     return f"without it, {reached} of {counted(len(names), 'parameter')} got a gradient"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnspan_lab.doctor.unfit import Unfit
+from attnspan_lab.doctor.words import error_text
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,8 +54,7 @@ def of_library(name: str) -> tuple[nn.Module, list[Any], list[Any]]:
         with torch.no_grad():  # The zoo's inputs may not fit a class that it does not know.
             model(**(plain or more)[0])
     except Exception as error:
-        text = (str(error).strip().splitlines() or [""])[0][:160]
-        got = f"{type(error).__name__}: {text}"
+        got = error_text(error, 160)
         remedy = "Write a factory that returns this model with a small configuration, and batches"
         expected = "a class that the doctor can build small"
         raise Unfit(name, expected=expected, got=got, remedy=remedy) from error

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from attnspan_lab.doctor.compiler import CompilerLog
 from attnspan_lab.doctor.steps import outcome_of
 from attnspan_lab.doctor.subject import Subject
+from attnspan_lab.doctor.words import error_text
 from attnspan_lab.zoo.step import Outcome, differences
 
 __all__ = [
@@ -149,7 +150,7 @@ def without_raising(run: Callable[[], str]) -> str:
     try:
         return run()
     except Exception as error:
-        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+        return error_text(error)
 
 
 def compared(trial: Trial, call: Callable[..., Any], want: Outcome) -> str:

@@ -7,13 +7,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnspan_lab.doctor.attention_call import Attention
+from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.subject import Subject
-from attnspan_lab.doctor.watch import Attention, watching
+from attnspan_lab.doctor.watch import watching
 
-__all__ = ["made_of_tokens", "own_keys"]
+__all__ = ["made_of_tokens", "own_pairs"]
 
 
-def own_keys(subject: Subject, batch: Any, calls: list[Attention]) -> dict[int, int] | str:
+def own_pairs(
+    calls: list[Attention], subject: Subject, batch: Any, length: int, coverage: Coverage
+) -> dict[int, Tensor]:
+    """Find the visible pairs (B, S, S) of the batch's own tokens in each call, without keys of a cache."""
+    found, cached = dict[int, Tensor](), list[Attention]()
+    for x in calls:
+        if x.visible is None:
+            why = f"the {x.kind} call at {x.place} does not show which pairs it computes"
+            coverage.missed("masks", why)
+        elif x.visible.shape[1:] == (length, length):
+            found[id(x)] = x.visible
+        elif x.visible.shape[1] == length and x.key is not None and not x.recomputed:
+            cached.append(x)
+    if not cached:
+        return found
+    places = _own_keys(subject, batch, calls)
+    for x in cached:
+        if isinstance(places, str):
+            coverage.missed("keys of a cache", f"{places}, so the call at {x.place} was not examined")
+        elif (start := places.get(calls.index(x))) is not None:
+            x.first_own = start
+            found[id(x)] = x.visible[..., start : start + length]  # type: ignore[index]
+        else:
+            coverage.missed("other keys", f"the keys at {x.place} are not of the tokens of the batch")
+    return found
+
+
+def _own_keys(subject: Subject, batch: Any, calls: list[Attention]) -> dict[int, int] | str:
     """Find the first own key of each call whose queries and keys differ in number.
 
     Two copies of the model run with different tokens. The keys that differ are made from the tokens.
@@ -72,7 +101,7 @@ def _all_keys(subject: Subject, batch: Any) -> list[Tensor | None]:
     subject = subject.copy()
     subject.model.eval()  # Dropout would change all keys.
     with watching(subject.rows(batch)) as watcher, torch.no_grad():
-        watcher.keeps_keys = True
+        watcher.record.keeps_keys = True
         subject.step(subject.model, batch, backward=False)
     return [x.key for x in watcher.calls]
 

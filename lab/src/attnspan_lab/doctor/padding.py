@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from attnspan_lab.doctor.attention_call import HIDDEN, Attention
 from attnspan_lab.doctor.declared import Declared
 from attnspan_lab.doctor.places import Place, place_here
 from attnspan_lab.doctor.remedies import arguments
-from attnspan_lab.doctor.watch import HIDDEN, Attention
 
 __all__ = ["Changed", "Fault", "fault_of"]
 

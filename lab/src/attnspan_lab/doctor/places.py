@@ -6,6 +6,7 @@ import linecache
 import re
 import sys
 import sysconfig
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +22,7 @@ __all__ = [
     "lines_here",
     "lines_in",
     "lines_of",
+    "lines_of_error",
     "on_stack",
     "place_here",
 ]
@@ -28,7 +30,7 @@ __all__ = [
 _FILE_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 # Files on the stack between the user's line and a watched operator.
 _MACHINERY = (
-    "doctor/watch.py",
+    *(f"doctor/{x}.py" for x in ("functions", "record", "watch")),
     "_python_dispatch.py",
     "_compile.py",
     "eval_frame.py",
@@ -103,6 +105,11 @@ def lines_in(text: str) -> list[Place]:
     """Find the user's lines in the text of a traceback, the innermost first."""
     found = [Place(x["file"], int(x["line"]), x["function"]) for x in _FILE_LINE.finditer(text)]
     return [x for x in reversed(found) if is_users(x.file)]
+
+
+def lines_of_error(error: BaseException) -> list[Place]:
+    """Find the user's lines in the traceback of an error, the innermost first."""
+    return lines_in("".join(traceback.format_exception(error)))
 
 
 def is_direct() -> bool:

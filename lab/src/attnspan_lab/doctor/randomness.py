@@ -8,16 +8,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.operators import CHECKPOINT, in_backward, named_arguments
 from attnspan_lab.doctor.places import Place, lines_of, on_stack, place_here
 from attnspan_lab.doctor.subject import Subject
 
-_CHECKPOINT = torch.utils.checkpoint.__file__
 _DROPOUT = ("native_dropout", "bernoulli", "_fused_dropout")
 
 
@@ -38,7 +37,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if place is not None and _probability(op, args, kwargs or {}) != 0.0:
             outs = [x for x in tree_leaves(out) if isinstance(x, Tensor) and not x.is_meta]
             key = (place, str(op), *(float(x.detach().double().sum()) for x in outs))
-            recomputed = torch._C._current_graph_task_id() != -1 and on_stack(_CHECKPOINT)
+            recomputed = in_backward() and on_stack(CHECKPOINT)
             (self.again if recomputed else self.forward)[key] += 1
             if not recomputed:
                 self.lines.setdefault(place, tuple(lines_of(sys._getframe(1))))
@@ -49,10 +48,8 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _probability(op: Any, args: Any, kwargs: Any) -> float:
     """Return the dropout probability of an attention operator, or 1 for other random operators."""
-    names = [str(x.name) for x in op._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if "dropout_p" in names:
-        return float(given.get("dropout_p", 0.0))
+    if "dropout_p" in (x.name for x in op._schema.arguments):
+        return float(named_arguments(op, args, kwargs).get("dropout_p", 0.0))
     return 1.0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import tempfile
-import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import zip_longest
@@ -23,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from attnspan.testing import assert_same_as_one_rank
 from attnspan_lab.doctor.compiler import CompilerLog
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.places import Place, lines_in, place_here
+from attnspan_lab.doctor.places import Place, lines_of_error, place_here
 from attnspan_lab.doctor.subject import Subject, load
 
 __all__ = ["compare_ranks"]
@@ -146,7 +145,7 @@ def _rank(rank: int, folder: str, target: str) -> None:
         )
         own = type(error).__module__.startswith("attnspan.")
         told["misused"] = told["compared"] and own and not isinstance(error, AssertionError)
-        told["places"] = lines_in("".join(traceback.format_exception(error)))[:3]
+        told["places"] = lines_of_error(error)[:3]
     told["calls"] = calls.seen
     (Path(folder) / f"{rank}.tmp").write_bytes(pickle.dumps(told))
     (Path(folder) / f"{rank}.tmp").rename(Path(folder) / f"{rank}.pickle")

@@ -14,9 +14,10 @@ from torch import Tensor
 from attnspan import Bias, Mask, alibi, causal, full, keys, prefix, relative, segments, window
 from attnspan.torch import attention
 from attnspan_lab.doctor.declared import Declared
+from attnspan_lab.doctor.words import counted
 
 if TYPE_CHECKING:
-    from attnspan_lab.doctor.watch import Attention
+    from attnspan_lab.doctor.attention_call import Attention
 
 __all__ = ["Form", "Forms", "arguments", "distance", "forms", "present"]
 
@@ -161,7 +162,7 @@ class Forms:
         """Text of the trials."""
         if self.untried:
             return f"no shorter form was tried: {self.untried}"
-        calls = f"{self.calls} call{'s' * (self.calls != 1)}"
+        calls = counted(self.calls, "call")
         held = f"results of {calls} differ by at most {self.error:.1e}"
         held = f"they hide the same pairs in {calls}" if self.written else held
         failed = [f"{x}: {_off(error)}" for x, error in self.failing.items() if x not in (self.holding or ())]

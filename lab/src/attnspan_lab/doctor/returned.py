@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from attnspan_lab.doctor.remedies import arguments
 
 if TYPE_CHECKING:
-    from attnspan_lab.doctor.watch import Attention
+    from attnspan_lab.doctor.attention_call import Attention
 
 __all__ = ["MEAN", "NAN", "OTHER", "UNMASKED", "cause_of", "remedy_of", "returned"]
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from attnspan_lab.bench.environment import describe_environment
-from attnspan_lab.children import Child, why_ended
+from attnspan_lab.bench.environment import describe_environment, usable_cores
+from attnspan_lab.children import Child, Loaded
 from attnspan_lab.doctor.findings import Diagnosis, Finding, merged
-from attnspan_lab.doctor.places import Place, is_users, lines_in
-from attnspan_lab.files import from_plain
+from attnspan_lab.doctor.process import Stage, run_together
 
 __all__ = ["DEFAULT_STAGES", "MORE_STAGES", "diagnose", "diagnose_benchmark"]
 
@@ -26,11 +26,15 @@ DEFAULT_STAGES = ("eager", "compiled", "parity")
 MORE_STAGES = ("cure", "features", "ranks")
 #: What each default stage checks.
 _TOPICS = {"eager": "eager steps", "compiled": "compiler", "parity": "compiled results"}
-_LOOK = 0.1  # Seconds between two looks at the findings of a process.
-_PERIOD = 0.05  # Seconds between two looks at the line that a process runs.
-_OUTERMOST = "in _run_module_as_main"  # The last line of a whole stack.
-# Threads that wait actively would slow down the process that already loads torch for the next stage.
-_QUIET = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+# Stages that run alone: they measure time, or have several processes.
+_ALONE = ("eager", "compiled", "cure", "ranks")
+_QUIET = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",  # Threads that wait actively would slow down a stage at the same time.
+    "TORCH_WARM_POOL": "0",  # Inductor's import must start no process: forks would share its pipes.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # Otherwise a look for GPUs starts CUDA before the fork.
+}
 #: Remedies for findings in a library's own lines, which its user cannot edit.
 _SWITCHES = {
     "transformers": 'The line is transformers\' own. Make the model with attn_implementation="attnspan", '
@@ -54,6 +58,7 @@ def diagnose(
     stages: Sequence[str] = DEFAULT_STAGES,
     backend: str = "inductor",
     limit: float = 300.0,
+    running: Callable[[Sequence[str]], None] = lambda _: None,
     after: Callable[[str, Sequence[Finding]], None] = lambda *_: None,
     seen: Callable[[Finding], None] = lambda _: None,
 ) -> Diagnosis:
@@ -67,10 +72,12 @@ def diagnose(
         stages: Stages to run. "eager", "compiled" and "parity" are the default. "cure" repeats them with
             attnspan's attention. "features" combines compiler and checkpointing, and finds the smallest
             combination that fails. "ranks" compares a step on two ranks with one rank. If the compiler fails,
-            the stage "without attention" runs as well.
+            the stage "without attention" runs as well. On CPU, stages that measure no time run at the same
+            time, at most one for each core.
         backend: Backend of the compiled step that "parity" compares. Tracing finds breaks and recompilations.
         limit: Time limit of each stage, in seconds.
-        after: Called with the name of each stage and its findings.
+        running: Called with the names of the stages that run, whenever they change.
+        after: Called with the name of each stage and its findings, as soon as the stage ends.
         seen: Called with each finding as soon as it is known.
 
     Example:
@@ -82,38 +89,61 @@ def diagnose(
     facts: dict[str, dict[str, Any]] = {}
     cells: list[dict[str, str]] = []
     todo, complete, why = list(stages), True, dict[str, str]()
-    with _Processes() as processes:
+    most, loads = 1, tuple[str, ...]()
+
+    def is_seen(finding: Finding) -> None:
+        explains = finding.stage == "without attention"  # Its findings only explain others.
+        may_be_guarded = finding.kind == "sync" and _is_installed_code(finding)
+        if not (explains or may_be_guarded):
+            seen(_in_library(finding))
+
+    with Loaded(_MODULE, {}, _QUIET) as loaded:
+        environment = describe_environment()  # Both processes load torch at the same time.
         while todo:
-            stage = todo.pop(0)
-            own = backend if stage == "parity" else "aot_eager"
-            told = _Stage(target, tuple(arguments), stage, own, limit, processes, seen, bool(todo))
+            together = [
+                Stage(target, tuple(arguments), x, backend if x == "parity" else "aot_eager", limit, is_seen)
+                for x in _together(todo, most)
+            ]
             try:
-                told.run()
+                run_together(
+                    [(x, partial(loaded.fork, x.task, loads)) for x in together],
+                    lambda left: running([x.stage for x in left]),
+                    lambda told: after(told.stage, told.findings),
+                )
             except KeyboardInterrupt:
                 todo, complete = [], False
-            findings += told.findings
-            facts |= told.facts
-            cells += told.cells
-            subject = told.subject or subject
-            if told.at:
-                why[stage] = "its stage did not end"
-            after(stage, told.findings)
-            if told.at in ("starting", "loading") or any(x.kind == "subject" for x in told.findings):
+            for told in together:
+                findings += told.findings
+                facts |= told.facts
+                cells += told.cells
+                subject = told.subject or subject
+                loads, most = told.loads, (usable_cores() or os.cpu_count() or 1) if told.on_cpu else 1
+                if told.at:
+                    why[told.stage] = "its stage did not end"
+            if complete and any(x.is_unloaded for x in together):
                 why = dict.fromkeys(DEFAULT_STAGES, "the model could not be loaded")
                 break
-            failed = any(x.kind in ("graph-break", "compile-error") for x in told.findings)
-            if stage == "compiled" and failed and complete:
+            failed = any(x.kind in ("graph-break", "compile-error") for x in together[0].findings)
+            if together[0].stage == "compiled" and failed and complete:
                 todo.insert(0, "without attention")
     facts["stages"] = {"unchecked": _not_run(stages, why, complete=complete, facts=facts)}
     return Diagnosis(
         f"{target}: {subject}" if subject != target else target,
         merged(_completed(findings, facts)),
         facts,
-        describe_environment(),
+        environment,
         tuple(cells),
         seconds=time.monotonic() - start,
         complete=complete,
     )
+
+
+def _together(todo: list[str], most: int) -> list[str]:
+    """Take the next stages that run side by side."""
+    taken = [todo.pop(0)]
+    while todo and len(taken) < most and not {taken[0], todo[0]}.intersection(_ALONE):
+        taken.append(todo.pop(0))
+    return taken
 
 
 def _not_run(
@@ -271,128 +301,7 @@ def diagnose_benchmark(
         'subject'
     """
     start = time.monotonic()
-    with _Processes(_TIMING) as processes:
-        told = _Stage(path, tuple(arguments), "timing", "", limit, processes, seen)
-        told.run()
+    told = Stage(path, tuple(arguments), "timing", "", limit, seen)
+    run_together([(told, partial(Child, _TIMING, told.task, _QUIET))])
     findings, seconds = merged(told.findings), time.monotonic() - start
     return Diagnosis(path, findings, told.facts, describe_environment(), seconds=seconds)
-
-
-class _Processes:
-    """Processes of the stages. Each loads torch while the stage before it runs."""
-
-    def __init__(self, module: str = _MODULE) -> None:
-        self._module = module
-        self._waiting: Child | None = None
-
-    def __enter__(self) -> _Processes:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._waiting is not None:
-            self._waiting.close()
-
-    def take(self, *, more: bool) -> Child:
-        """Return a process that waits for its task. If there are more stages, start the next process."""
-        child = self._waiting or Child(self._module, {}, _QUIET)
-        self._waiting = Child(self._module, {}, _QUIET) if more else None
-        return child
-
-
-@dataclass
-class _Stage:
-    """One stage. ``at`` is what its process was doing when it ended, or "" if it was done."""
-
-    target: str
-    arguments: tuple[str, ...]
-    stage: str
-    backend: str
-    limit: float
-    processes: _Processes
-    seen: Callable[[Finding], None]
-    more: bool = False
-    at: str = "starting"
-    findings: list[Finding] = field(default_factory=list)
-    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    subject: str = ""
-    cells: list[dict[str, str]] = field(default_factory=list)
-    last_lines: tuple[Place, ...] = ()
-
-    def run(self) -> None:
-        """Run the process until it ends or reaches the time limit."""
-        task = {
-            "target": self.target,
-            "arguments": list(self.arguments),
-            "stage": self.stage,
-            "backend": self.backend,
-            "limit": self.limit,
-            "period": _PERIOD,
-        }
-        with self.processes.take(more=self.more) as child:
-            child.send(task)
-            end, code = time.monotonic() + self.limit, None
-            while code is None and time.monotonic() < end:
-                code = child.wait(_LOOK)
-                self._take(child.told())
-            child.end()
-            self._take(child.told())
-            if code is None:
-                self._found(_hang(child.errors, self.limit, self.stage, self.at))
-            elif code != 0 or self.at != "":
-                self._found(_crash(child.errors, code, self.stage, self.at, self.last_lines))
-
-    def _found(self, finding: Finding) -> None:
-        self.findings.append(finding)
-        explains = self.stage == "without attention"  # Its findings only explain others.
-        may_be_guarded = finding.kind == "sync" and _is_installed_code(finding)
-        if not (explains or may_be_guarded):
-            self.seen(_in_library(finding))
-
-    def _take(self, all_told: list[dict[str, Any]]) -> None:
-        """Collect the process's records."""
-        for told in all_told:
-            self.at = "" if told.get("end") else told.get("begin", self.at)
-            self.subject = told.get("subject", self.subject)
-            if "at" in told:
-                self.last_lines = tuple(Place(**x) for x in told["at"])
-            if "finding" in told:
-                self._found(from_plain(Finding, told["finding"], "finding"))
-            if "cell" in told:
-                self.cells.append(told["cell"])
-            if "facts" in told:
-                self.facts.setdefault(told.get("stage", self.stage), {}).update(told["facts"])
-
-
-def _hang(errors: str, limit: float, stage: str, at: str) -> Finding:
-    what = f"Not finished after {limit:.0f} s: the process was {at or 'ending'}"
-    return Finding("hang", what, _dumped(errors), stage=stage)
-
-
-def _crash(errors: str, code: int, stage: str, at: str, last: tuple[Place, ...]) -> Finding:
-    native, places = code < 0, _dumped(errors)
-    evidence: tuple[str, ...] = ()
-    # Native code that overwrites memory may also overwrite Python's stack, which the dump is made from.
-    if _OUTERMOST not in errors:
-        places = last or places
-    elif last and last[0] not in places:
-        evidence = (f"at most {_PERIOD * 1e3:.0f} ms before, it was seen at {last[0]}: {last[0].text}",)
-    cause = "Native code crashed" if native else "The code ended its process"
-    remedy = ""
-    if native and any("flex_attention" in x.text for x in (*places, *last)):
-        cause = "FlexAttention's compiled kernel crashes with score_mods like s + x[b][h][i][j]"
-        remedy = "Index captured tensors in one step, x[b, h, i, j], or run without the score_mod"
-    what = f"The process ended while {at or 'ending'}: {why_ended(code, errors)}"
-    return Finding("crash", what, places, evidence, cause, remedy, stage=stage)
-
-
-def _dumped(errors: str) -> tuple[Place, ...]:
-    """Find the user's lines in a traceback or a dump of faulthandler, the innermost first."""
-    # Read the thread that failed. If it runs no Python code, read the main thread, which is dumped last.
-    threads = re.split(r"^(?=(?:Current thread|Thread) 0x)", errors, flags=re.MULTILINE)
-    failed = next((x for x in threads if x.startswith("Current") and 'File "' in x), threads[-1])
-    found = re.findall(r'^  File "([^"\n]+)", line (\d+) in (\S+)$', failed, re.MULTILINE)
-    # A dump of overwritten frames contains pieces of other names.
-    places = [Place(file, int(line), name) for file, line, name in found if Path(file).is_file()]
-    return tuple([x for x in places if is_users(x.file)][:3] or lines_in(errors)[:3])

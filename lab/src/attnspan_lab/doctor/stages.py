@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from attnspan_lab.doctor.attention import findings_of
+from attnspan_lab.doctor.attention_call import Attention
 from attnspan_lab.doctor.compiler import CompilerLog, compile_error
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.dense_masks import DenseMasks
@@ -21,7 +21,7 @@ from attnspan_lab.doctor.gradients import gradient_findings
 from attnspan_lab.doctor.matrix import FACTORS, Cell, all_cells, covering, failure, smallest
 from attnspan_lab.doctor.packing import position_findings
 from attnspan_lab.doctor.parity import parity
-from attnspan_lab.doctor.places import lines_in
+from attnspan_lab.doctor.places import lines_of_error
 from attnspan_lab.doctor.randomness import random_findings
 from attnspan_lab.doctor.ranks import compare_ranks
 from attnspan_lab.doctor.steps import (
@@ -35,8 +35,8 @@ from attnspan_lab.doctor.steps import (
 from attnspan_lab.doctor.subject import Subject
 from attnspan_lab.doctor.swap import implementation, swapped
 from attnspan_lab.doctor.trials import recompiles_in, tried
-from attnspan_lab.doctor.watch import Attention, watching
-from attnspan_lab.doctor.words import counted
+from attnspan_lab.doctor.watch import watching
+from attnspan_lab.doctor.words import counted, error_text
 from attnspan_lab.zoo.step import Outcome, differences
 from attnspan_lab.zoo.watch import profiled
 
@@ -74,7 +74,7 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
             for finding in random_findings(subject, batch):
                 say(finding=replace(finding, stage="eager"))
         if has_gradients:
-            for finding in gradient_findings(subject, batch, left):
+            for finding in gradient_findings(subject, batch, left, coverage):
                 say(finding=replace(finding, stage="eager"))
             coverage.made("gradients", "the backward pass ran")
         else:
@@ -133,12 +133,11 @@ def _masked_otherwise(subject: Subject, first: Any, batch: Any) -> bool:
 
 
 def _raised(error: BaseException, stage: str) -> Finding:
-    places = lines_in("".join(traceback.format_exception(error)))
-    text = (str(error).strip().splitlines() or [""])[0][:200]
+    places = lines_of_error(error)
     remedy = ""
     if "FlexAttention does not support backward on CPU" in str(error):
         remedy = "Train on a GPU, or call attnspan.torch.attention, which has a backward pass on CPU"
-    what = f"The model's eager step raises {type(error).__name__}: {text}"
+    what = f"The model's eager step raises {error_text(error)}"
     return Finding("error", what, tuple(places[:3]), remedy=remedy, stage=stage)
 
 
@@ -161,8 +160,9 @@ def compiled(subject: Subject, say: Say, backend: str, attention: str = "own") -
             say(facts={"left": kernels or "no attention call was observed"}, stage=stage)
             return
         log, error, seconds = run_compiled(subject, backend)
-    say(facts=_facts(log, seconds), stage=stage)
-    if attention == "own":
+    say(facts=_counts(log), stage=stage)
+    if attention == "own":  # Without attention, another stage runs at the same time.
+        say(facts=_times(log, seconds), stage=stage)
         ran = f"{counted(len(seconds), 'batch', 'batches')} of {len(subject.batches)}, traced with {backend}"
         say(facts={"checked": {"compiler": ran}}, stage=stage)
     if error is not None:
@@ -183,11 +183,12 @@ def _attention_in(subject: Subject) -> list[Attention]:
     return watcher.calls
 
 
-def _facts(log: CompilerLog, seconds: list[float]) -> dict[str, Any]:
+def _counts(log: CompilerLog) -> dict[str, int]:
+    return {"graphs": log.forward_graphs, "breaks": len(log.breaks), "recompiles": len(log.recompiles)}
+
+
+def _times(log: CompilerLog, seconds: list[float]) -> dict[str, Any]:
     return {
-        "graphs": log.forward_graphs,
-        "breaks": len(log.breaks),
-        "recompiles": len(log.recompiles),
         "compile seconds": log.compile_seconds,
         "step seconds": seconds,
         "timeline": [(x.function, x.start, x.end, x.forward, x.operators) for x in log.graphs],
@@ -204,6 +205,10 @@ def cure(subject: Subject, say: Say, backend: str) -> None:
     say(facts={"attnspan": found, "left": [x.label for x in (*left, *failures)]}, stage="cure")
     before, want, _ = _measured(subject, backend)
     say(facts={"own": before}, stage="cure")
+    if after is subject:
+        why = "the model cannot be copied, so the steps with attnspan's attention may have changed it"
+        say(facts={"unchecked": {"differences from attnspan's attention": why}}, stage="cure")
+        return
     if want is None or out is None:
         return
     output, gradient = differences(out, want)
@@ -213,8 +218,7 @@ def cure(subject: Subject, say: Say, backend: str) -> None:
 def _measured(subject: Subject, backend: str) -> tuple[dict[str, Any], Outcome | None, list[Finding]]:
     """Measure breaks, recompilations and graphs of all batches, and time and memory of the last step."""
     log, error, _ = run_compiled(subject, backend)
-    found: dict[str, Any] = {"graphs": log.forward_graphs, "breaks": len(log.breaks)}
-    found |= {"recompiles": len(log.recompiles), "error": str(error)[:200] if error else ""}
+    found: dict[str, Any] = {**_counts(log), "error": str(error)[:200] if error else ""}
     failures = [*log.breaks, *recompiles_in(log)]
     if error is not None:
         return found, None, [compile_error(error, "cure"), *failures]

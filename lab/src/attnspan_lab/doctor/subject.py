@@ -319,22 +319,23 @@ def _of_script(path: str, arguments: Sequence[str]) -> Subject:
         return model
 
     hooks: list[Any] = []
+    left: Any = None
     torch.compile, sys.argv = watched, [path, *arguments]
     nn.Module.compile = lambda self, **options: watched(self, **options) and None  # type: ignore[method-assign]
     sys.path.insert(0, str(Path(path).resolve().parent))
     try:
         runpy.run_path(path, run_name="__main__")
-    except (_Found, SystemExit):
+    except _Found:
         pass
+    except SystemExit as end:
+        left = end.code
     finally:
         torch.compile, nn.Module.compile, sys.argv = before  # type: ignore[method-assign]
         for hook in hooks:
             hook.remove()
         seen.model.__dict__.pop("_orig_mod", None)
-    got, remedy = (
-        "none that was called",
-        "Compile a model with torch.compile(model) and call it, or pass a factory",
-    )
+    got = f"none that was called before the script ended with {left!r}" if left else "none that was called"
+    remedy = "Compile a model with torch.compile(model) and call it, or pass a factory"
     require(seen.batches, path, "a script that compiles a model", got, remedy)
     return seen
 

@@ -15,7 +15,7 @@ from attnspan_lab.doctor.compiler import CompilerLog, Recompile
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.steps import copied, run_compiled
 from attnspan_lab.doctor.subject import Subject
-from attnspan_lab.doctor.words import counted
+from attnspan_lab.doctor.words import counted, error_text
 
 __all__ = ["recompiles_in", "tried"]
 
@@ -87,12 +87,13 @@ def tried(finding: Finding, log: CompilerLog, subject: Subject, backend: str) ->
     Returns:
         The finding with the outcome of the trials, and the remedy that helped, if one did.
     """
+    try:
+        subject.copy()
+    except Exception as error:  # All trials would change the model itself.
+        return replace(finding, tried=f"no change: the model cannot be copied ({error_text(error)})")
     said = []
     for trial in _trials(finding, subject):
-        outcome = _outcome(trial, log, subject, backend)
-        if outcome is None:
-            continue
-        text, helps = outcome
+        text, helps = _outcome(trial, log, subject, backend)
         if helps:
             return replace(finding, tried=text, remedy=trial.remedy or finding.remedy)
         said.append(text)
@@ -119,14 +120,14 @@ def _trials(finding: Finding, subject: Subject) -> Iterator[Trial]:
         )
 
 
-def _outcome(trial: Trial, log: CompilerLog, subject: Subject, backend: str) -> tuple[str, bool] | None:
+def _outcome(trial: Trial, log: CompilerLog, subject: Subject, backend: str) -> tuple[str, bool]:
     """Run all batches with a change. Return what changes, and whether the change only helps."""
     try:
         with torch._dynamo.config.patch(trial.config):
             changed = trial.make()
             again, error, _ = run_compiled(changed, backend, dynamic=trial.dynamic)
-    except Exception:
-        return None  # The changed model cannot be made.
+    except Exception as error:  # The changed model cannot be made.
+        return f"with {trial.what}: not possible ({error_text(error)})", False
     if error is not None:
         return f"with {trial.what}: fails with {type(error).__name__}", False
     count, before = counted(len(again.recompiles), "recompilation"), len(log.recompiles)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["counted"]
+__all__ = ["counted", "error_text", "first_line"]
 
 
 def counted(number: int, one: str, many: str = "") -> str:
@@ -13,3 +13,19 @@ def counted(number: int, one: str, many: str = "") -> str:
         ('1 finding', '2 queries')
     """
     return f"{number} {one if number == 1 else many or f'{one}s'}"
+
+
+def first_line(error: BaseException, most: int = 120) -> str:
+    """Return the first line of an error's message, or its type, with at most this many characters."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]
+
+
+def error_text(error: BaseException, most: int = 200) -> str:
+    """Write the type of an error and the first line of its message.
+
+    Example:
+        >>> error_text(KeyError("a")), error_text(AssertionError())
+        ("KeyError: 'a'", 'AssertionError')
+    """
+    name = type(error).__name__
+    return f"{name}: {first_line(error, most)}" if str(error).strip() else name

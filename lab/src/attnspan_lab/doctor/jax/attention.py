@@ -16,6 +16,7 @@ from attnspan_lab.doctor.jax.said import finding
 from attnspan_lab.doctor.jax.subject import JaxSubject
 from attnspan_lab.doctor.jax.values import Value
 from attnspan_lab.doctor.jax.watch import Attention
+from attnspan_lab.doctor.words import counted
 
 __all__ = ["costs"]
 
@@ -42,7 +43,7 @@ def costs(calls: list[Attention], program: Program, subject: JaxSubject, batch: 
         # The scores of one query grow only linearly with the length.
         if call.kind == "written out" and (call.visible is None or call.visible.shape[1] > 1):
             evidence = (
-                f"{_calls(many)}; scores of shape {shape} take {bytes_text(size)} each",
+                f"{counted(many, 'call')}; scores of shape {shape} take {bytes_text(size)} each",
                 f"{bytes_text(size // pairs * _LONG**2)} at {_LONG:,} tokens",
             )
             what = "The scores of all pairs of tokens are stored here"
@@ -54,7 +55,9 @@ def costs(calls: list[Attention], program: Program, subject: JaxSubject, batch: 
             shape = np.shape(mask.array)
             what = f"An array with an entry for each pair of tokens, shape {shape}, {said}"
             long = bytes_text(mask.bytes // prod(sorted(shape)[-2:]) * _LONG**2)
-            text = f"{bytes_text(mask.bytes)}; {long} at {_LONG:,} tokens; used by {_calls(len(masks))}"
+            text = (
+                f"{bytes_text(mask.bytes)}; {long} at {_LONG:,} tokens; used by {counted(len(masks), 'call')}"
+            )
             places = (*mask.places[:1], *call.places[:2])
             yield finding("dense-mask", what, places, evidence=(text,), count=many)
         copies = [x for y in site for z in y.operands if (x := z.repeated()) is not None]
@@ -66,10 +69,6 @@ def costs(calls: list[Attention], program: Program, subject: JaxSubject, batch: 
             text = f"{bytes_text(sum(x.bytes for x in wide))} in {len(wide)} operands per step"
             at = (wide[0].upcast, *call.places[:1])
             yield finding("upcast", what, at, evidence=(text,), count=many)
-
-
-def _calls(many: int) -> str:
-    return "1 call" if many == 1 else f"{many} calls"
 
 
 def _copied(copies: list[Value], call: Attention, program: Program) -> Finding:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +18,8 @@ from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.jax.interpret import equations, inner, is_own, places_of
 from attnspan_lab.doctor.jax.said import finding
 from attnspan_lab.doctor.jax.subject import JaxSubject, Traced
-from attnspan_lab.doctor.places import Place, lines_in
+from attnspan_lab.doctor.places import Place, lines_of_error
+from attnspan_lab.doctor.words import error_text
 
 __all__ = ["constants", "host_calls", "untraceable"]
 
@@ -44,10 +44,9 @@ _BIG = 2**20  # bytes of an array that a step should not capture
 
 def untraceable(error: BaseException, subject: JaxSubject, batch: Any, stage: str) -> Finding:
     """Describe an error of the step: of tracing, or of the step itself."""
-    places = [x for x in lines_in("".join(traceback.format_exception(error))) if is_own(x.file)][:3]
-    text = (str(error).strip().splitlines() or [""])[0][:200]
+    places = [x for x in lines_of_error(error) if is_own(x.file)][:3]
     if not isinstance(error, _READS) and "concrete value" not in str(error):
-        what = f"The step raises {type(error).__name__}: {text}"
+        what = f"The step raises {error_text(error)}"
         cause = "JAX cannot trace or run the step"
         remedy = "Fix this step first: the doctor needs a step that runs"
         return finding("error", what, places, cause=cause, remedy=remedy, stage=stage)
@@ -60,7 +59,7 @@ def untraceable(error: BaseException, subject: JaxSubject, batch: Any, stage: st
     )
     tried = _static_trial(subject, batch)
     more = {"cause": cause, "remedy": remedy, "tried": tried, "stage": stage}
-    return finding("compile-error", what, places, evidence=(f"{type(error).__name__}: {text}",), **more)
+    return finding("compile-error", what, places, evidence=(error_text(error),), **more)
 
 
 def _static_trial(subject: JaxSubject, batch: Any) -> str:

@@ -18,6 +18,7 @@ from attnspan_lab.doctor.jax.subject import Traced
 from attnspan_lab.doctor.jax.values import Value, bad, is_float
 from attnspan_lab.doctor.jax.watch import Watcher
 from attnspan_lab.doctor.places import Place
+from attnspan_lab.doctor.words import first_line
 
 __all__ = ["parity"]
 
@@ -30,10 +31,11 @@ def parity(traced: Traced, say: Callable[..., None]) -> None:
     try:
         found = outcome(traced)
     except Exception as error:
-        text = (str(error).strip().splitlines() or [""])[0][:200]
-        say(facts={"unchecked": {"gradients": f"the step cannot be differentiated: {text}"}})
+        why = f"the step cannot be differentiated: {first_line(error, 200)}"
+        say(facts={"unchecked": {"gradients": why}})
         return
     if any(bad(x)[0] for x in found.results):
+        say(facts={"unchecked": {"results and gradients": "the step returns NaN"}})
         return  # The stage "eager" reports it.
     if any(bad(x)[0] for x in found.gradients):
         say(finding=_backward_nan(traced))

@@ -90,16 +90,20 @@ class Body:
         names = [x.value for s in self.statements for x in ast.walk(s) if isinstance(x, ast.Expr)]
         return [x.lineno for x in names if _name(x) in ("block_until_ready", "synchronize")]
 
-    def calls(self) -> Iterator[tuple[Any, list[Any], dict[str, Any]]]:
-        """Yield each called function with its arguments, as far as these are plain names."""
+    def calls(self) -> Iterator[tuple[Any, tuple[list[Any], dict[str, Any]] | None]]:
+        """Yield each function with a plain name, with its arguments, or None if one of these has none."""
         for node in (x for s in self.statements for x in ast.walk(s) if isinstance(x, ast.Call)):
             try:
                 function = self._value(node.func)
-                arguments = [self._value(x) for x in node.args]
-                options = {x.arg: self._value(x.value) for x in node.keywords if x.arg}
             except Exception:  # Not a plain name, or its value is gone.
                 continue
-            yield function, arguments, options
+            try:
+                arguments = [self._value(x) for x in node.args]
+                options = {x.arg: self._value(x.value) for x in node.keywords if x.arg}
+            except Exception:
+                yield function, None
+            else:
+                yield function, (arguments, options)
 
     def _value(self, node: ast.expr) -> Any:
         if isinstance(node, ast.Constant):

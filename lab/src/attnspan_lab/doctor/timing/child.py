@@ -8,15 +8,14 @@ import os
 import sys
 from typing import Any
 
-from attnspan_lab.children import received, telling
+from attnspan_lab.children import telling
 from attnspan_lab.doctor.timing.examine import examine_benchmark
 
 __all__: list[str] = []
 
 
-def _main(given: dict[str, Any]) -> None:
+def _main(task: dict[str, Any]) -> None:
     faulthandler.enable()
-    task = received(given)
     faulthandler.dump_traceback_later(max(task["limit"] - 2.0, 1.0), exit=False)
     with telling(task["out"]) as say:
         say(begin="running")

@@ -6,15 +6,15 @@ import io
 import runpy
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.places import lines_in
+from attnspan_lab.doctor.places import lines_of_error
 from attnspan_lab.doctor.timing.body import Body, CannotRepeatError, body_of
 from attnspan_lab.doctor.timing.clocks import Region, Watch, overlap, watched
 from attnspan_lab.doctor.timing.judge import (
@@ -24,6 +24,7 @@ from attnspan_lab.doctor.timing.judge import (
     printed_statistics,
 )
 from attnspan_lab.doctor.timing.replay import Replay, replay
+from attnspan_lab.doctor.words import error_text
 
 _MOST = 8  # Regions that are measured again.
 _MOST_SHAPES = 4  # Groups of samples with equal shapes that one place may have.
@@ -77,9 +78,12 @@ def examine_benchmark(
 def _judge(
     watch: Watch, output: str, path: str, seconds: float, limit: float
 ) -> tuple[list[Finding], dict[str, Any]]:
-    findings, timed, queued, regions = list[Finding](), list[Timed](), False, _inner(watch)[:_MOST]
-    for region in regions:
-        one = _timed(region, watch, output, seconds, limit / len(regions))
+    findings, timed, queued, regions = list[Finding](), list[Timed](), False, _inner(watch)
+    coverage = Coverage()
+    if len(regions) > _MOST:
+        coverage.missed("timed regions", f"{_MOST} of {len(regions)} were measured again")
+    for region in regions[:_MOST]:
+        one = _timed(region, watch, output, seconds, limit / min(len(regions), _MOST), coverage)
         timed.append(replace(one, follows_queued=queued))
         found = list(judged(timed[-1]))
         queued = any(x.kind == "not-waited" for x in found)
@@ -88,13 +92,13 @@ def _judge(
         findings = [
             Finding("no-timing", f"{path} takes no difference of two readings of a clock", stage="timing")
         ]
-    return findings, {"output": output, "regions": facts_of_timing(timed)}
+    unchecked = coverage.facts["unchecked"]
+    return findings, {"output": output, "regions": facts_of_timing(timed), "unchecked": unchecked}
 
 
 def _ended(error: BaseException, path: str) -> Finding:
-    places = lines_in("".join(traceback.format_exception(error)))
-    text = (str(error).strip().splitlines() or [""])[0]
-    what = f"{path} does not run: {type(error).__name__}: {text[:300]}"
+    places = lines_of_error(error)
+    what = f"{path} does not run: {error_text(error, 300)}"
     remedy = f"Make sure that python {path} runs"
     return Finding("subject", what, tuple(places[:3]), (), "The script raises", remedy, stage="timing")
 
@@ -130,7 +134,9 @@ def _by_shapes(watch: Watch) -> list[Region]:
     return found
 
 
-def _timed(region: Region, watch: Watch, output: str, seconds: float, limit: float) -> Timed:
+def _timed(
+    region: Region, watch: Watch, output: str, seconds: float, limit: float, coverage: Coverage
+) -> Timed:
     body: Body | None = None
     again: Replay | None = None
     why_not, begin = "", time.perf_counter()
@@ -149,4 +155,5 @@ def _timed(region: Region, watch: Watch, output: str, seconds: float, limit: flo
         why_not,
         printed_statistics(output, region.samples, count),
         compiles_again=overlap(watch.compilations, begin, end) / (end - begin),
+        coverage=coverage,
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
 from attnspan_lab.bench.statistics import Interval
 from attnspan_lab.console import seconds_text, times_text
+from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.timing.body import Body
 from attnspan_lab.doctor.timing.clocks import Region
@@ -40,6 +41,7 @@ class Timed:
         printed: Names of the statistics of the samples that the script printed.
         compiles_again: Share of the trials' time that is compilation.
         follows_queued: Whether the region before stopped its clock while its work still ran.
+        coverage: Collects the checks.
     """
 
     region: Region
@@ -50,6 +52,7 @@ class Timed:
     printed: frozenset[str]
     compiles_again: float = 0.0
     follows_queued: bool = False
+    coverage: Coverage = field(default_factory=Coverage)
 
     @property
     def count(self) -> int:
@@ -192,7 +195,7 @@ def _inputs(timed: Timed) -> _Said:
 def _unused(timed: Timed) -> _Said:
     if timed.body is None or timed.again is None:
         return
-    for name, share, is_constant in unused(timed.body.once()):
+    for name, share, is_constant in unused(timed.body.once(), timed.coverage):
         if is_constant:
             what = f"The compiler computes {share:.0%} of the products of {name} once, while it compiles"
             yield "result-constant", what, (), ""

@@ -7,23 +7,33 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.timing.body import Body
+from attnspan_lab.doctor.words import error_text
 
+_TOPIC = "work that the compiler leaves out"
 _LEAST = 0.05  # Smallest share of deleted work that counts.
 
 
-def unused(body: Body) -> Iterator[tuple[str, float, bool]]:
+def unused(body: Body, coverage: Coverage) -> Iterator[tuple[str, float, bool]]:
     """Yield compiled functions that a region calls and whose work the compiler leaves out.
 
     Each comes with the share of its products, and whether these are constants or not returned.
     """
-    for function, arguments, options in body.calls():
+    for function, given in body.calls():
         name = getattr(function, "__name__", type(function).__name__)
-        if "jax" in sys.modules and hasattr(function, "trace") and hasattr(function, "lower"):
-            deleted, constant = _of_jax(function, arguments, options)
-        elif hasattr(function, "_torchdynamo_orig_callable") or hasattr(function, "_orig_mod"):
-            deleted, constant = _of_torch(function, arguments, options), 0.0
-        else:
+        is_jax = "jax" in sys.modules and hasattr(function, "trace") and hasattr(function, "lower")
+        if not (is_jax or hasattr(function, "_torchdynamo_orig_callable") or hasattr(function, "_orig_mod")):
+            continue
+        if given is None:
+            coverage.missed(
+                _TOPIC, f"line {body.place.line} calls {name} with an argument that is no plain name"
+            )
+            continue
+        try:
+            deleted, constant = _of_jax(function, *given) if is_jax else (_of_torch(function, *given), 0.0)
+        except Exception as error:  # Donated arrays are gone, for example.
+            coverage.missed(_TOPIC, f"{name} does not run once more: {error_text(error)}")
             continue
         if deleted > _LEAST:
             yield name, deleted, False
@@ -33,10 +43,7 @@ def unused(body: Body) -> Iterator[tuple[str, float, bool]]:
 
 def _of_jax(function: Any, arguments: list[Any], options: dict[str, Any]) -> tuple[float, float]:
     """Return the shares of products that are not used, and that are constants in the compiled program."""
-    try:
-        traced = function.trace(*arguments, **options)
-    except Exception:  # Donated arrays are gone, for example.
-        return 0.0, 0.0
+    traced = function.trace(*arguments, **options)
     jaxpr = traced.jaxpr.jaxpr
     all_, used = _products(jaxpr, [True] * len(jaxpr.outvars))
     if not all_:
