@@ -36,6 +36,7 @@ from attnspan_lab.doctor.subject import Subject
 from attnspan_lab.doctor.swap import implementation, swapped
 from attnspan_lab.doctor.trials import recompiles_in, tried
 from attnspan_lab.doctor.watch import Attention, watching
+from attnspan_lab.doctor.wiring import Wiring
 from attnspan_lab.doctor.words import counted
 from attnspan_lab.zoo.step import Outcome, differences
 from attnspan_lab.zoo.watch import profiled
@@ -50,7 +51,7 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
     """Watch the model's eager steps."""
     del backend
     calls = largest = 0
-    masks, coverage = DenseMasks(), Coverage()
+    masks, coverage, wiring = DenseMasks(), Coverage(), Wiring()
     for batch in _distinct(subject):
         backward = True
         try:
@@ -67,6 +68,8 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
         left = [k for k, x in subject.model.named_parameters() if x.requires_grad and x.grad is None]
         for finding in findings_of(watcher, subject, batch, masks, coverage):
             leaks = leaks or finding.kind == "leak"
+            say(finding=replace(finding, stage="eager"))
+        for finding in wiring.findings(subject, batch, watcher.calls, coverage):
             say(finding=replace(finding, stage="eager"))
         for finding in () if leaks else position_findings(subject, batch, coverage):
             say(finding=replace(finding, stage="eager"))
