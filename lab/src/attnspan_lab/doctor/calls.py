@@ -25,6 +25,7 @@ __all__ = ["Call", "CannotRun", "Step", "changed_tokens", "noise", "recorded", "
 
 #: torch's function, which is not replaced while nn.MultiheadAttention runs.
 sdpa = F.scaled_dot_product_attention
+_PRODUCTS, _MASKING = ("matmul", "bmm", "einsum"), ("masked_fill", "mul", "where", "tril")
 _SDPA, _SOFTMAX, _MULTIHEAD = "scaled_dot_product_attention", "softmax", "multi_head_attention_forward"
 
 
@@ -43,6 +44,8 @@ class Call:
         given: Arguments of torch's function, or ``scores`` and ``dim`` of a softmax.
         result: The result.
         after: The first tensor (B, S, C) that reached or left a module after the call.
+        masked: The line that sets some weights to 0 after a softmax.
+        summed: Sums of the weights over the dim that their product with the values adds up.
     """
 
     number: int
@@ -51,6 +54,8 @@ class Call:
     given: dict[str, Any]
     result: Tensor
     after: Tensor | None = None
+    masked: Place | None = None
+    summed: Tensor | None = None
 
     @property
     def is_torchs(self) -> bool:
@@ -189,6 +194,8 @@ class _Record(TorchFunctionMode):
         self.calls: list[Call] = []
         self.modules: list[str] = []
         self.inputs: dict[str, Tensor] = {}
+        #: Weights of softmax functions by identity, with their call and the line of a mask.
+        self.weights: dict[int, tuple[Tensor, Call, Place | None]] = {}
 
     def saw(self, tokens: list[Tensor]) -> None:
         for x in tokens:
@@ -206,7 +213,25 @@ class _Record(TorchFunctionMode):
         if name == _MULTIHEAD:
             with self._inside():
                 return fn(*args, **kwargs)
-        return fn(*args, **kwargs)
+        out = fn(*args, **kwargs)
+        if self.weights and name.strip("_") in (*_PRODUCTS, *_MASKING):
+            self._use(name.strip("_"), args, out)
+        return out
+
+    def _use(self, name: str, args: Any, out: Any) -> None:
+        """Note a mask on weights, or their product with the values."""
+        place = next((i for i, x in enumerate(args) if id(x) in self.weights), None)
+        if place is None or not isinstance(out, Tensor):
+            return
+        weights = args[place]
+        call, masked = self.weights[id(weights)][1:]
+        if name in _MASKING:
+            if out.shape == weights.shape and _is_masked(weights, out):
+                self.weights[id(out)] = out, call, place_here()
+            return
+        dim = _contracted(args[0], place - 1, weights.dim()) if name == "einsum" else -1 - (place == 1)
+        if call.summed is None and dim is not None:
+            call.masked, call.summed = masked, weights.detach().float().sum(dim)
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -235,7 +260,9 @@ class _Record(TorchFunctionMode):
     def _of_softmax(self, fn: Any, args: Any, kwargs: Any) -> Any:
         scores = args[0] if args else kwargs["input"]
         dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
-        return self._noted({"scores": scores, "dim": dim}, lambda: fn(*args, **kwargs))
+        out = self._noted({"scores": scores, "dim": dim}, lambda: fn(*args, **kwargs))
+        self.weights[id(out)] = out, self.calls[-1], None
+        return out
 
     def _noted(self, given: dict[str, Any], run: Callable[[], Any]) -> Any:
         # A cache may change its keys in place after the call.
@@ -246,6 +273,22 @@ class _Record(TorchFunctionMode):
         call.result = call.result if new is None else new
         self.calls.append(call)
         return call.result
+
+
+def _is_masked(weights: Tensor, out: Tensor) -> bool:
+    """Whether an operator set some weights to 0 and kept the others."""
+    zero = (out == 0) & (weights != 0)
+    return bool(zero.any()) and bool(((out == weights) | zero).all()) and not bool(zero.all())
+
+
+def _contracted(equation: Any, number: int, dims: int) -> int | None:
+    """Find the only dim of an operand that an einsum adds up."""
+    if not isinstance(equation, str) or "->" not in equation or "." in equation:
+        return None
+    given, _, left = equation.replace(" ", "").partition("->")
+    letters = given.split(",")[number]
+    found = [i for i, x in enumerate(letters) if x not in left]
+    return found[0] if len(found) == 1 and len(letters) == dims else None
 
 
 def noise(x: Tensor) -> Tensor:

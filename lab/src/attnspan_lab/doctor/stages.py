@@ -66,10 +66,11 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
             subject.step(subject.model, batch, backward=backward)
         has_gradients, leaks = any(x.grad is not None for x in subject.model.parameters()), False
         left = [k for k, x in subject.model.named_parameters() if x.requires_grad and x.grad is None]
+        wiring.record(subject, batch, watcher.calls, coverage)
         for finding in findings_of(watcher, subject, batch, masks, coverage):
-            leaks = leaks or finding.kind == "leak"
-            say(finding=replace(finding, stage="eager"))
-        for finding in wiring.findings(subject, batch, watcher.calls, coverage):
+            leaks = leaks or finding.kind in ("leak", "mask-lost")
+            say(finding=replace(wiring.explained(finding), stage="eager"))
+        for finding in wiring.findings(watcher.calls, coverage, leaks=leaks):
             say(finding=replace(finding, stage="eager"))
         for finding in () if leaks else position_findings(subject, batch, coverage):
             say(finding=replace(finding, stage="eager"))
