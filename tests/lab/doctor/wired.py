@@ -139,12 +139,14 @@ def gpt(block: Any, **expected: Any) -> Any:
 
 _RIGHT = (latents(Attend), latents(Windows), latents(Channels), latents(InBatch), gpt(Causal, **CAUSAL))
 pair("swapped", "token-axis", Swapped, latents(Swapped), *_RIGHT)
-pair("swapped, as many heads as tokens", "token-axis", Swapped, latents(Swapped, HEADS), latents(Attend, HEADS))
-pair("swapped, causal", "token-axis", SwappedCausal, gpt(SwappedCausal, **CAUSAL), gpt(Causal, **CAUSAL))
-pair("swapped, written out", "token-axis", SwappedWritten, latents(SwappedWritten), latents(Attend))
-pair("split by a view", "token-axis", Split, latents(Split), latents(Attend))
-pair("merged by a view", "token-axis", Merged, latents(Merged), latents(Attend))
-pair("merged by a view, written out", "token-axis", MergedWritten, latents(MergedWritten), latents(InBatch))
+pair(
+    "swapped, as many heads as tokens", "token-axis", Swapped, latents(Swapped, HEADS), latents(Attend, HEADS)
+)
+pair("swapped, causal", "token-axis", SwappedCausal, gpt(SwappedCausal, **CAUSAL))
+pair("swapped, written out", "token-axis", SwappedWritten, latents(SwappedWritten))
+pair("split by a view", "token-axis", Split, latents(Split))
+pair("merged by a view", "token-axis", Merged, latents(Merged))
+pair("merged by a view, written out", "token-axis", MergedWritten, latents(MergedWritten))
 
 
 class OneHead(Attend):
@@ -284,9 +286,9 @@ def crossed(cross: Any, length: int = 15, **more: Any) -> Any:
 
 _WELL = (crossed(Seeing), crossed(SeeingShared), crossed(SeeingCausally, streaming=True))
 pair("causal across", "cross-causal", SeeingCausally, crossed(SeeingCausally), *_WELL)
-pair("causal across, of one length", "cross-causal", SeeingCausally, crossed(SeeingCausally, LENGTH), *_WELL)
-pair("causal across by a mask", "cross-causal", SeeingByMask, crossed(SeeingByMask), crossed(Seeing))
-pair("causal across, written out", "cross-causal", SeeingWritten, crossed(SeeingWritten), crossed(Seeing))
+pair("causal across, of one length", "cross-causal", SeeingCausally, crossed(SeeingCausally, LENGTH))
+pair("causal across by a mask", "cross-causal", SeeingByMask, crossed(SeeingByMask))
+pair("causal across, written out", "cross-causal", SeeingWritten, crossed(SeeingWritten))
 
 
 # Empty slots of a cache
@@ -362,6 +364,226 @@ def decoding(block: Any, length: int = 1) -> Any:
 
 
 pair("empty slots", "empty-slots", Unmasked, decoding(Unmasked), decoding(Static), decoding(Measured))
-pair("empty slots, written out", "empty-slots", UnmaskedWritten, decoding(UnmaskedWritten, 3), decoding(Zero, 9))
+pair(
+    "empty slots, written out",
+    "empty-slots",
+    UnmaskedWritten,
+    decoding(UnmaskedWritten, 3),
+    decoding(Zero, 9),
+)
 pair("empty slots behind a mask", "empty-slots", HalfMasked, decoding(HalfMasked, 3), decoding(Static, 3))
-assert Block
+
+
+# Softmax over another dim than the keys
+
+
+class Written(Attend):
+    """Attention that is written out. Subclasses make weights of scores."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (heads_of(x) for x in (q, k, v))
+        return (self.weights(q @ k.mT / math.sqrt(q.shape[-1])) @ v).transpose(1, 2).flatten(2)
+
+    def weights(self, scores: Tensor) -> Tensor:
+        return scores.softmax(-1)
+
+
+class OverQueries(Written):
+    def weights(self, scores: Tensor) -> Tensor:
+        return scores.softmax(-2)  # sick
+
+
+class OverHeads(Written):
+    def weights(self, scores: Tensor) -> Tensor:
+        return F.softmax(scores, dim=1)  # sick
+
+
+class ByEinsum(Attend):
+    """Scores (B, Sq, Sk, H), as in a popular page about diffusion models."""
+
+    dim = 1
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(-1, (HEADS, -1)) for x in (q, k, v))
+        weights = torch.einsum("bihd,bjhd->bhij", q, k).softmax(self.dim + 1)  # sick
+        return torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2)
+
+
+class ByEinsumRight(ByEinsum):
+    dim = 2
+
+
+class Slots(Attend):
+    """Slot attention: inputs are shared among slots, and each slot's weights are divided by their sum."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        shares = (q @ k.mT).softmax(1)
+        return (shares / shares.sum(-1, keepdim=True)) @ v
+
+
+class Transposed(Attend):
+    """Scores (Sk, Sq): the softmax over dim -2 is the one over the keys."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (k @ q.mT).softmax(-2).mT @ v
+
+
+_SOFTMAX = (latents(Written), latents(Slots), latents(Transposed), latents(ByEinsumRight))
+pair("softmax over queries", "softmax-axis", OverQueries, latents(OverQueries), *_SOFTMAX)
+pair("softmax over heads", "softmax-axis", OverHeads, latents(OverHeads))
+pair("softmax of an einsum", "softmax-axis", ByEinsum, latents(ByEinsum))
+
+
+# Keys and values of different heads
+
+
+def tiled_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = k.repeat(1, 2, 1, 1), v.repeat_interleave(2, 1)  # sick
+    return fused(q, k, v)
+
+
+def tiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return fused(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1))
+
+
+def indexed_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = k[:, [0, 0, 1, 1]], v[:, [0, 1, 0, 1]]  # sick
+    return fused(q, k, v)
+
+
+def shared(attend: Any) -> Any:
+    return lambda: (Model(attend, kv_heads=2), tokens(), CAUSAL)
+
+
+pair("tiled keys", "head-order", tiled_keys, shared(tiled_keys), shared(tiled))
+pair("indexed values", "head-order", indexed_values, shared(indexed_values), shared(tiled))
+
+
+# Padding in front of the tokens
+
+
+class Padded(Model):
+    """Learned positions. `moves` says whether padding in front moves them."""
+
+    def __init__(self, *, moves: bool) -> None:
+        super().__init__(self.attended)
+        self.position, self.moves, self.drop = nn.Embedding(LENGTH, DIM), moves, nn.Dropout(0.1)
+
+    @staticmethod
+    def attended(q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor) -> Tensor:
+        own = torch.eye(q.shape[2], dtype=torch.bool)
+        seen = attention_mask[:, None, None].bool() & own.new_ones(own.shape).tril()
+        return SDPA(q, k, v, attn_mask=seen | own)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, **given: Tensor) -> Tensor:
+        places = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        if not self.moves:
+            places = given.get("position_ids", (attention_mask.cumsum(-1) - 1).clamp(min=0))
+        x = self.drop(self.embed(input_ids) + self.encode(places))
+        for block in self.blocks:
+            x = block(x, attention_mask=attention_mask)
+        return self.head(x)
+
+    def encode(self, places: Tensor) -> Tensor:
+        return self.position(places)  # sick
+
+
+class PaddedRelative(Padded):
+    """Without absolute positions, padding may move tokens."""
+
+    def encode(self, places: Tensor) -> Tensor:
+        return 0 * self.position(places)
+
+
+def padded(kind: Any, *, positions: bool = False, **options: bool) -> Any:
+    mask = torch.stack([torch.arange(LENGTH) >= 6, torch.ones(LENGTH)]).long()
+    more = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if positions else {}
+    return lambda: (kind(**options), tokens(attention_mask=mask, **more), CAUSAL)
+
+
+_UNMOVED = (padded(Padded, moves=False), padded(Padded, positions=True, moves=False))
+_RELATIVE = padded(PaddedRelative, moves=True)
+pair("left padding", "positions", Padded.encode, padded(Padded, moves=True), *_UNMOVED, _RELATIVE)
+
+
+# Masks behind the softmax
+
+
+class Late(Written):
+    def weights(self, scores: Tensor) -> Tensor:
+        weights = scores.softmax(-1)
+        return weights.tril()  # sick
+
+
+class LateFilled(Written):
+    def weights(self, scores: Tensor) -> Tensor:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        weights = scores.softmax(-1)
+        return weights.masked_fill(later, 0.0)  # sick
+
+
+class LateDivided(Written):
+    """The mask behind the softmax is right if the weights are divided by their sum again."""
+
+    def weights(self, scores: Tensor) -> Tensor:
+        weights = scores.softmax(-1).tril()
+        return weights / weights.sum(-1, keepdim=True)
+
+
+#: Sick factory and the class with its line. Their kind is `causality-lost`.
+LATE = {x.__name__: (gpt(x, **CAUSAL), x) for x in (Late, LateFilled)}
+well_late = gpt(LateDivided, **CAUSAL)
+
+
+# Counters and lists that change in each call
+
+
+class Flagged(Block):
+    """Counts its calls in a dict."""
+
+    def __init__(self, attend: Any) -> None:
+        super().__init__(attend)
+        self.flags: dict[str, Any] = {"calls": self.first()}
+
+    def first(self) -> Any:
+        return 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.flags["calls"] += 1  # sick
+        return super().forward(x) + self.flags["calls"]
+
+
+class FlaggedByTensor(Flagged):
+    def first(self) -> Any:
+        return torch.tensor(0)
+
+
+STEPS = [0]
+
+
+class Global(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        STEPS[0] += 1  # sick
+        return super().forward(x) * STEPS[0]
+
+
+class Growing(Block):
+    """Keeps a number of each call, which nothing uses."""
+
+    def __init__(self, attend: Any) -> None:
+        super().__init__(attend)
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.kept.append(out.detach().mean())  # sick
+        return out
+
+
+class Summed(Growing):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(self.kept)
+
+
+def counting(block: Any) -> Any:
+    return lambda: (Model(fused, block=block), tokens((LENGTH,) * 4), CAUSAL)

@@ -26,7 +26,7 @@ class Axes:
     done: set[Place] = field(default_factory=set)
 
     def findings(self, step: Step, coverage: Coverage) -> Iterator[Finding]:
-        """Yield calls that attend over another axis than the tokens, and calls whose heads are merged wrongly."""
+        """Yield calls whose heads and tokens are mixed up, before the call or behind it."""
         for call in step.calls:
             if call.place is None or call.place in self.done:
                 continue
@@ -51,7 +51,7 @@ def source_of(step: Step, call: Call) -> str | None:
 
 
 class _Follow:
-    """Follows single tokens from the input of a module into a call, and from its result to the next module."""
+    """Follows a token from the input of a module into a call, and from its result to the next module."""
 
     def __init__(self, step: Step, call: Call, source: str) -> None:
         self.step, self.call, self.source = step, call, source
@@ -82,7 +82,7 @@ class _Follow:
     def _grouped(self, x: Tensor) -> Tensor | None:
         """Bring an operand to (B, X, Y, D). A first dim may hold batch and heads."""
         if x.dim() == 3 and x.shape[0] % self.batch == 0:
-            x = x.unflatten(0, (self.batch, -1))
+            x = x.reshape(self.batch, -1, *x.shape[1:])
         return x if x.dim() == 4 and x.shape[0] == self.batch else None
 
     def is_swapped(self) -> bool:
@@ -177,7 +177,9 @@ class _Follow:
         def turned(call: Call) -> Tensor | None:
             if call.place != place or not call.is_torchs:
                 return None
-            given = {k: x.transpose(1, 2) if k in ("query", "key", "value") else x for k, x in call.given.items()}
+            given = {
+                k: x.transpose(1, 2) if k in ("query", "key", "value") else x for k, x in call.given.items()
+            }
             return _called(given).transpose(1, 2)
 
         if not self.call.is_torchs or self.call.rows.dim() != 4:
@@ -188,12 +190,9 @@ class _Follow:
         except (CannotRun, RuntimeError):  # The mask does not fit, for example.
             return ""
         one, other = (x.calls[self.call.number].result for x in (a, b))
-        reached = (one != other).flatten(2).any(-1).any(0)[1:]
-        return (
-            f"transposed, a change of token 0 changes this call's results of {int(reached.sum())} other tokens"
-            if bool(reached.any())
-            else ""
-        )
+        reached = int((one != other).flatten(2).any(-1).any(0)[1:].sum())
+        said = f"transposed, a change of token 0 changes the results of {reached} other tokens in this call"
+        return said if reached else ""
 
     def _shape(self) -> tuple[int, ...]:
         rows = self._grouped(self.call.rows)
@@ -208,7 +207,9 @@ class _Follow:
             f"q has shape {tuple(self.call.rows.shape)}: changing token {token} changes (head, query) "
             f"{', '.join(map(str, rows[:4]))}{', ...' if len(rows) > 4 else ''}"
         )
-        cause = "A tensor (B, S, heads * head dim) was viewed as (B, heads, S, head dim), which is another order"
+        cause = (
+            "A tensor (B, S, heads * head dim) was viewed as (B, heads, S, head dim), which is another order"
+        )
         remedy = "Split heads with x.view(B, S, heads, -1).transpose(1, 2)"
         if self._out_of(token) != {token}:
             remedy += ", and merge them with out.transpose(1, 2).flatten(2)"
@@ -221,7 +222,9 @@ class _Follow:
         reached = sorted(self._out_of(query) or ())
         shown = f"{', '.join(map(str, reached[:6]))}{', ...' if len(reached) > 6 else ''}"
         evidence = f"changing the result of query {query} changes the tokens {shown} behind it"
-        cause = "A result (B, heads, S, head dim) was viewed as (B, S, heads * head dim), which is another order"
+        cause = (
+            "A result (B, heads, S, head dim) was viewed as (B, S, heads * head dim), which is another order"
+        )
         remedy, tried = "Merge heads with out.transpose(1, 2).flatten(2)", ""
         if self.call.is_torchs and self._out_of(query, regrouped=True) == {query}:
             tried = f"transposed back first, the result of query {query} changes token {query} alone"

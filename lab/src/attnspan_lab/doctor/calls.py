@@ -1,7 +1,7 @@
 """Light record of attention calls: their operands, which a check can follow and change.
 
-The watcher is slow and keeps few tensors. This record only intercepts torch's function, and softmax at lines where
-the watcher saw attention that is written out.
+The watcher is slow and keeps few tensors. This record only intercepts torch's function, and softmax at lines
+where the watcher saw attention that is written out.
 """
 
 from __future__ import annotations

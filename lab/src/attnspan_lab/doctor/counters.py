@@ -16,8 +16,12 @@ from attnspan_lab.doctor.subject import Subject
 
 __all__ = ["Counter", "as_tensor", "counters_in", "emptied", "lists_in"]
 
-_NUMBER = re.compile(r"guard that failed: (?P<path>[^=!<>]+?) *(?:[=!<>]=?) *-?\d+(?:\.\d*)?\s*$", re.MULTILINE)
-_LENGTH = re.compile(r"guard that failed: len\((?P<path>.+?)\) *[=!<>]=? *\d+|guard that failed: not (?P<own>\S+)")
+_NUMBER = re.compile(
+    r"guard that failed: (?P<path>[^=!<>]+?) *(?:[=!<>]=?) *-?\d+(?:\.\d*)?\s*$", re.MULTILINE
+)
+_LENGTH = re.compile(
+    r"guard that failed: len\((?P<path>.+?)\) *[=!<>]=? *\d+|guard that failed: not (?P<own>\S+)"
+)
 _IMPORT = "__import_"
 
 

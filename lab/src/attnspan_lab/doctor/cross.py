@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -21,27 +21,33 @@ __all__ = ["cross_findings", "visible_in"]
 
 
 def visible_in(call: Call) -> Tensor | None:
-    """Read the pairs that some head and some batch element sees, bool (Sq, Sk)."""
+    """Read the pairs that some head sees, bool (B, Sq, Sk), or (1, Sq, Sk) if samples share them."""
     if not call.is_torchs:
-        scores, dim = call.given["scores"], call.given["dim"]
-        keys_last = scores.dim() > 2 and dim in (-1, scores.dim() - 1)
-        return (scores > HIDDEN).flatten(0, -3).any(0) if keys_last else None
-    q_len, k_len = call.given["query"].shape[-2], call.given["key"].shape[-2]
-    visible = torch.ones(q_len, k_len, dtype=torch.bool, device=call.given["query"].device)
-    if call.given.get("is_causal"):
-        visible = visible.tril()
-    mask = call.given.get("attn_mask")
+        scores: Tensor = call.given["scores"]
+        keys_last = scores.dim() > 2 and call.given["dim"] in (-1, scores.dim() - 1)
+        return _by_sample(scores > HIDDEN) if keys_last else None
+    query, mask = call.given["query"], call.given.get("attn_mask")
+    sizes = query.shape[-2], call.given["key"].shape[-2]
+    visible = torch.ones(sizes, dtype=torch.bool, device=query.device)
+    visible = visible.tril() if call.given.get("is_causal") else visible
     if mask is None:
-        return visible
+        return visible[None]
     shown = mask if mask.dtype == torch.bool else mask > HIDDEN
-    shown = shown.expand(*shown.shape[:-2], q_len, k_len)
-    return visible & (shown.flatten(0, -3).any(0) if shown.dim() > 2 else shown)
+    return _by_sample(shown.expand(*shown.shape[:-2], *sizes)) & visible
+
+
+def _by_sample(shown: Tensor) -> Tensor:
+    """Bring pairs (B, H, Sq, Sk) to (B, Sq, Sk). Other layouts count as one sample."""
+    if shown.dim() == 4:
+        return shown.any(1)
+    return shown.flatten(0, -3).any(0, keepdim=True) if shown.dim() > 2 else shown[None]
 
 
 def _is_causal(visible: Tensor | None) -> bool:
-    """Whether query i sees the keys up to key i, and no later key. Some keys may be hidden for all queries."""
-    if visible is None or min(visible.shape) < 2:
+    """Whether query i sees the keys up to key i. Some keys may be hidden for all queries."""
+    if visible is None or min(visible.shape[1:]) < 2:
         return False
+    visible = visible.any(0)
     first = torch.ones_like(visible).tril()
     shown = visible.any(0)
     return bool((visible == (first & shown)).all()) and bool(shown[1])
@@ -98,6 +104,7 @@ def _keys_differ(call: Call, other: Step) -> bool:
 def _finding(call: Call, name: str) -> Finding:
     visible = visible_in(call)
     assert visible is not None
+    visible = visible.any(0)
     shown = visible.any(0)
     unseen = int((~shown).sum())
     hidden = int((~visible).sum())

@@ -45,11 +45,12 @@ def left_padding_findings(step: Step, coverage: Coverage) -> Iterator[Finding]:
     name, places, difference = found
     what = "Padding in front of a sample changes its results"
     evidence = (
-        f"batch element {row} with {start} tokens of padding, and without: relative difference {difference:.1e}",
+        f"batch element {row}, with and without {start} tokens of padding: difference {difference:.1e}",
         f"the first module whose input differs: {name}",
     )
     cause = "Positions count the padding in front of the tokens"
-    remedy = "Count positions from the first real token: (attention_mask.cumsum(-1) - 1).clamp(min=0)"
+    valid_tokens = f"({said.padding} == 0)" if "padding" in said.padding else said.padding
+    remedy = f"Count positions from the first real token: ({valid_tokens}.cumsum(-1) - 1).clamp(min=0)"
     yield Finding("positions", what, places, evidence, cause, remedy)
 
 

@@ -17,6 +17,7 @@ from attnspan_lab.doctor.subject import Subject
 
 # Relative difference that is not rounding. Other lengths of a row change the order of sums.
 _ROUNDING = {torch.float16: 3e-2, torch.bfloat16: 1e-1}
+_RESULT = "the result"
 
 
 def position_findings(subject: Subject, batch: Any, coverage: Coverage) -> Iterator[Finding]:
@@ -78,6 +79,7 @@ def first_difference(
         except Exception as error:  # The model may hold data for the whole row.
             why = f"the model raises {type(error).__name__} for one document of the row alone"
             raise CannotRun(why) from error
+    found = None
     for name, x in packed.items():
         if name not in own:
             continue
@@ -85,9 +87,12 @@ def first_difference(
         if there is None or here is None or there.shape != here.shape:
             continue
         difference = float((there - here).norm() / here.norm().clamp_min(1e-30))
-        if difference > _ROUNDING.get(x.dtype, 1e-3):
-            return name, where[name], difference
-    return None
+        differs = difference > _ROUNDING.get(x.dtype, 1e-3)
+        if differs and found is None:
+            found = name, where[name], difference
+        if name == _RESULT and not differs:
+            return None  # Numbers of positions may differ where only their differences count.
+    return found
 
 
 def _second(documents: Tensor) -> tuple[int, int, int] | None:
@@ -146,10 +151,14 @@ def _inputs(
         module.register_forward_pre_hook(before(name), with_kwargs=True)
         for name, module in subject.model.named_modules()
     ]
+    training = [x for x in subject.model.modules() if x.training]
+    subject.model.eval()  # Dropout is no difference.
     try:
-        result = subject.step(subject.model, batch, backward=False)
+        result = subject.results(subject.call(subject.model, batch), {})  # With the rows of padding.
     finally:
         for hook in hooks:
             hook.remove()
-    note("the result", list(result.values()))
+        for module in training:
+            module.training = True
+    note(_RESULT, list(result.values()))
     return found, lines

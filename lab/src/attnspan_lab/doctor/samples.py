@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +56,9 @@ def sample_findings(step: Step, coverage: Coverage, done: set[Place]) -> Iterato
         if kind:
             return
     if not done:
-        said = f"a changed sample changes the results of {counted(many, 'other sample')}, outside of attention"
+        said = (
+            f"a changed sample changes the results of {counted(many, 'other sample')}, outside of attention"
+        )
         coverage.made("samples", said)
 
 
@@ -107,7 +107,7 @@ def _mixed(step: Step, call: Call) -> str:
         return "axis"
     if size == batch * length and all(x == list(range(length)) for x in rows):
         visible = visible_in(call)
-        crossing = visible is not None and bool(visible[length:, :length].any())
+        crossing = visible is not None and bool(visible[:, length:, :length].any())
         return "joined" if crossing else ""
     return ""
 
@@ -115,21 +115,24 @@ def _mixed(step: Step, call: Call) -> str:
 def _of_axis(
     step: Step, call: Call, name: str, tokens: Tensor, many: int, coverage: Coverage
 ) -> Finding | None:
-    """Write the finding for a call that attends over the batch, if positions show which dim is the batch."""
+    """Write the finding for a call that attends over the batch, if positions show which dim that is."""
     along = _positions(step, call, name, tokens)
     where = f"the call at {call.place} attends over dim 0 of {name} {tuple(tokens.shape)}"
     if along != 1 or _tokens_mix(step, name, tokens):
         why = "the model has positions along dim 0" if along == 0 else "the model may have no positions"
+        why = "tokens along dim 1 also reach each other" if along == 1 else why
         coverage.missed("samples", f"{where}, which may be the sequence: {why}")
         return None
     what = "Samples of the batch attend to each other here, and tokens of a sample do not"
     evidence = (
         f"changing sample 0 changes the results of {counted(many, 'other sample')}",
         "changing a token changes no other token of its sample",
-        f"with equal tokens, the inputs of this call differ along dim 1 of {name} (positions), not along dim 0",
+        f"with equal tokens, inputs of this call differ along dim 1 of {name} (positions), not along dim 0",
     )
-    remedy, tried = _with_batch_first(step, name, tokens)
-    return Finding("sample-axis", what, at(call.place), evidence, remedy=remedy, tried=tried)
+    tried = _with_batch_first(step, name, tokens)
+    cause = "nn.MultiheadAttention without batch_first=True reads (S, B, C)" if tried else ""
+    remedy = "Make the module with batch_first=True" if tried else ""
+    return Finding("sample-axis", what, at(call.place), evidence, cause, remedy, tried)
 
 
 def _of_joined(call: Call, many: int) -> Finding:
@@ -163,29 +166,25 @@ def _tokens_mix(step: Step, name: str, tokens: Tensor) -> bool:
     return not found or any(bool((x[:, 1:] != y[:, 1:]).any()) for x, y in found)
 
 
-def _with_batch_first(step: Step, name: str, tokens: Tensor) -> tuple[str, str]:
-    """Make all modules of torch read the batch first, and describe the outcome."""
+def _with_batch_first(step: Step, name: str, tokens: Tensor) -> str:
+    """Make all modules of torch read the batch first, and describe the outcome if it helps."""
 
     def changed(tokens: Tensor) -> Step:
         own = step.subject.copy()
         for x in own.model.modules():
             if isinstance(x, nn.MultiheadAttention):
                 x.batch_first = True
-        batch: Any = own.with_tokens(step.batch, name, tokens)
-        return recorded(own, batch, step.lines)
+        return recorded(own, own.with_tokens(step.batch, name, tokens), step.lines)
 
-    if not any(isinstance(x, nn.MultiheadAttention) and not x.batch_first for x in step.subject.model.modules()):
-        return "Transpose the inputs of this call, so that the tokens are its last dim but one", ""
+    attentions = [x for x in step.subject.model.modules() if isinstance(x, nn.MultiheadAttention)]
+    if all(x.batch_first for x in attentions):
+        return ""
     other = tokens.clone()
     other[0] = changed_tokens(tokens)[0]
     try:
-        before, after = changed(tokens), changed(other)
-        one = replace(before, calls=[])
-        mixes = _others(one, after, len(tokens))
-        tokens_mix = _tokens_mix(before, name, tokens)
+        before = changed(tokens)
+        if _others(before, changed(other), len(tokens)) or not _tokens_mix(before, name, tokens):
+            return ""
     except CannotRun:  # A mask does not fit, for example.
-        return "", ""
-    if mixes or not tokens_mix:
-        return "", ""
-    tried = "with batch_first=True, a changed sample changes no other sample, and tokens reach each other"
-    return "", tried
+        return ""
+    return "with batch_first=True, a changed sample changes no other sample, and tokens reach each other"

@@ -17,8 +17,8 @@ _ROUNDING = 1e-2  # Weights of half precision add up to nearly 1.
 def softmax_findings(step: Step, done: set[Place]) -> Iterator[Finding]:
     """Yield calls of self-attention whose weights do not add up to 1 for each query.
 
-    Slots and capsules share their inputs by a softmax over queries. Their queries are not the inputs, so a call
-    counts only if it has as many queries as keys.
+    Slots and capsules share their inputs by a softmax over queries. Their queries are not the inputs, so a
+    call counts only if it has as many queries as keys.
 
     Args:
         step: The step.
@@ -54,9 +54,11 @@ def explained(finding: Finding, step: Step | None) -> Finding:
     if call is None:
         return finding
     cause = (
-        "A mask sets weights to 0 after the softmax. The softmax has already divided all weights by a sum over "
-        "the hidden keys too"
+        "A mask sets weights to 0 after the softmax, which has already divided all weights by a sum over the "
+        "hidden keys too"
     )
-    ours = f". Or: {finding.remedy[:1].lower()}{finding.remedy[1:]}" if finding.remedy.startswith("Pass") else ""
+    ours = (
+        f". Or: {finding.remedy[:1].lower()}{finding.remedy[1:]}" if finding.remedy.startswith("Pass") else ""
+    )
     remedy = f"Hide pairs before the softmax: scores.masked_fill(hidden, float('-inf')){ours}"
     return replace(finding, cause=cause, remedy=remedy, places=at(call.masked, *finding.places))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,12 +69,12 @@ class Wiring:
         step, done = self.step, self.done
         if step is None:
             return
-        checks = [
+        checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
             ("axes", lambda: self.axes.findings(step, coverage)),
             ("axes", lambda: softmax_findings(step, done["softmax"])),
             ("samples", lambda: sample_findings(step, coverage, done["samples"])),
             ("keys of another sequence", lambda: cross_findings(step, calls, done["cross"])),
-            ("empty slots of a cache", lambda: slot_findings(step, done["slots"])),
+            ("empty slots of a cache", lambda: slot_findings(step, calls, done["slots"])),
         ]
         if not leaks:
             checks.append(("left padding", lambda: left_padding_findings(step, coverage)))
