@@ -6,6 +6,8 @@ where the watcher saw attention that is written out.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -134,7 +136,9 @@ def recorded(
         CannotRun: The model cannot be copied, or raises.
     """
     try:
-        own = subject.copy()
+        # Buffers and caches change in a step, and parameters do not.
+        shared: dict[int, Any] = {id(x): x for x in subject.model.parameters()}
+        own = dataclasses.replace(subject, model=copy.deepcopy(subject.model, shared), target="", more=[])
     except Exception as error:
         raise CannotRun(f"the model cannot be copied ({type(error).__name__})") from error
     own.model.eval()
