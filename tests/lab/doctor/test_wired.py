@@ -101,6 +101,11 @@ def test_a_mask_behind_the_softmax_may_be_right() -> None:
     assert all(not x.cause.startswith("A mask sets weights") for x in found)
 
 
+def test_weights_of_nan_are_no_softmax_over_another_dim() -> None:
+    found, _ = examined(wired.latents(wired.Blind)())
+    assert [x.kind for x in found if x.severity == "wrong"] == ["hidden-rows"]
+
+
 def test_a_record_follows_multihead_attention() -> None:
     attention = nn.MultiheadAttention(32, 4, batch_first=True)
 

@@ -428,6 +428,14 @@ class Transposed(Attend):
         return (k @ q.mT).softmax(-2).mT @ v
 
 
+class Blind(Written):
+    """The first query sees no key, so its weights are NaN."""
+
+    def weights(self, scores: Tensor) -> Tensor:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(0)
+        return super().weights(scores.masked_fill(hidden, -torch.inf))
+
+
 _SOFTMAX = (latents(Written), latents(Slots), latents(Transposed), latents(ByEinsumRight))
 pair("softmax over queries", "softmax-axis", OverQueries, latents(OverQueries), *_SOFTMAX)
 pair("softmax over heads", "softmax-axis", OverHeads, latents(OverHeads))

@@ -47,7 +47,8 @@ class Call:
         result: The result.
         after: The first tensor (B, S, C) that reached or left a module after the call.
         masked: The line that sets some weights to 0 after a softmax.
-        summed: Sums of the weights over the dim that their product with the values adds up.
+        contracted: The dim of the weights that their product with the values adds up.
+        summed: Sums of the weights over this dim.
     """
 
     number: int
@@ -57,6 +58,7 @@ class Call:
     result: Tensor
     after: Tensor | None = None
     masked: Place | None = None
+    contracted: int = -1
     summed: Tensor | None = None
 
     @property
@@ -235,7 +237,8 @@ class _Record(TorchFunctionMode):
             return
         dim = _contracted(args[0], place - 1, weights.dim()) if name == "einsum" else -1 - (place == 1)
         if call.summed is None and dim is not None:
-            call.masked, call.summed = masked, weights.detach().float().sum(dim)
+            call.masked, call.contracted = masked, dim % weights.dim()
+            call.summed = weights.detach().float().sum(dim)
 
     @contextmanager
     def _inside(self) -> Iterator[None]:

@@ -29,7 +29,7 @@ def softmax_findings(step: Step, done: set[Place]) -> Iterator[Finding]:
             continue
         scores, dim = call.given["scores"], call.given["dim"] % call.given["scores"].dim()
         square = scores.shape[-1] == scores.shape[-2] > 1
-        if not square or call.masked is not None or _is_one(call):
+        if not square or call.masked is not None or dim == call.contracted or _is_one(call):
             continue
         done.add(call.place)
         low, high = float(call.summed.min()), float(call.summed.max())
