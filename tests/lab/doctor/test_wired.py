@@ -56,7 +56,9 @@ def test_swapped_heads_are_transposed_by_trial() -> None:
     assert "q.transpose(1, 2)" in found.remedy
     assert found.tried.endswith("changes the results of 23 other tokens in this call")
     assert found_in("merged by a view").tried.endswith("the result of query 12 changes token 12 alone")
-    assert "view(B, S, heads, -1).transpose(1, 2)" in found_in("split by a view").remedy
+    split = found_in("split by a view")
+    assert "view(B, S, heads, -1).transpose(1, 2)" in split.remedy
+    assert split.tried == "split so, changing token 12 changes query 12 of each head alone"
 
 
 def test_a_batch_that_takes_the_place_of_tokens_is_proven() -> None:

@@ -213,7 +213,11 @@ class _Follow:
         remedy = "Split heads with x.view(B, S, heads, -1).transpose(1, 2)"
         if self._out_of(token) != {token}:
             remedy += ", and merge them with out.transpose(1, 2).flatten(2)"
-        return Finding("token-axis", what, at(self.call.place), (evidence,), cause, remedy)
+        # Another split only reorders the rows of q.
+        rows_of = (self._into(token) or {})["query"].reshape(self.length, heads)
+        alone = rows_of.any(1).nonzero().flatten().tolist() == [token]
+        tried = f"split so, changing token {token} changes query {token} of each head alone" if alone else ""
+        return Finding("token-axis", what, at(self.call.place), (evidence,), cause, remedy, tried)
 
     def merged(self) -> Finding:
         """Write the finding for heads that were merged without transposing back, and try it."""
