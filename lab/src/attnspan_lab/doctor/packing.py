@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from attnspan_lab.doctor.calls import CannotRun
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, place_here
@@ -16,6 +17,7 @@ from attnspan_lab.doctor.subject import Subject
 
 # Relative difference that is not rounding. Other lengths of a row change the order of sums.
 _ROUNDING = {torch.float16: 3e-2, torch.bfloat16: 1e-1}
+_RESULT = "the result"
 
 
 def position_findings(subject: Subject, batch: Any, coverage: Coverage) -> Iterator[Finding]:
@@ -36,15 +38,48 @@ def position_findings(subject: Subject, batch: Any, coverage: Coverage) -> Itera
         coverage.absent("positions of documents", "the doctor cannot take a document out of the batch")
         return
     row, start, stop = place
+    try:
+        found = first_difference(subject, batch, alone, length, place)
+    except CannotRun as error:
+        coverage.absent("positions of documents", str(error))
+        return
+    coverage.made("positions of documents", "a packed document, and the same document alone")
+    if found is not None:
+        name, places, difference = found
+        what = "A packed document gets other results than the same document alone"
+        evidence = (
+            f"tokens {start} to {stop - 1} of batch element {row}: relative difference {difference:.1e}",
+            f"the first module whose input differs: {name}",
+        )
+        yield Finding("positions", what, places, evidence)
+
+
+def first_difference(
+    subject: Subject, batch: Any, alone: Any, length: int, place: tuple[int, int, int]
+) -> tuple[str, tuple[Place, ...], float] | None:
+    """Find the first module whose input differs between a part of a row and the same part alone.
+
+    Args:
+        subject: The model.
+        batch, alone: The batch, and the part alone.
+        length: Number of tokens of the batch.
+        place: Batch element, begin and end of the part.
+
+    Returns:
+        Name of the module, the line that called it, and the relative difference.
+
+    Raises:
+        CannotRun: The model raises for the part alone.
+    """
+    row, start, stop = place
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         packed, where = _inputs(subject, batch, length)
         try:
             own, _ = _inputs(subject, alone, stop - start)
         except Exception as error:  # The model may hold data for the whole row.
             why = f"the model raises {type(error).__name__} for one document of the row alone"
-            coverage.absent("positions of documents", why)
-            return
-    coverage.made("positions of documents", "a packed document, and the same document alone")
+            raise CannotRun(why) from error
+    found = None
     for name, x in packed.items():
         if name not in own:
             continue
@@ -52,14 +87,12 @@ def position_findings(subject: Subject, batch: Any, coverage: Coverage) -> Itera
         if there is None or here is None or there.shape != here.shape:
             continue
         difference = float((there - here).norm() / here.norm().clamp_min(1e-30))
-        if difference > _ROUNDING.get(x.dtype, 1e-3):
-            what = "A packed document gets other results than the same document alone"
-            evidence = (
-                f"tokens {start} to {stop - 1} of batch element {row}: relative difference {difference:.1e}",
-                f"the first module whose input differs: {name}",
-            )
-            yield Finding("positions", what, where[name], evidence)
-            return
+        differs = difference > _ROUNDING.get(x.dtype, 1e-3)
+        if differs and found is None:
+            found = name, where[name], difference
+        if name == _RESULT and not differs:
+            return None  # Numbers of positions may differ where only their differences count.
+    return found
 
 
 def _second(documents: Tensor) -> tuple[int, int, int] | None:
@@ -118,10 +151,14 @@ def _inputs(
         module.register_forward_pre_hook(before(name), with_kwargs=True)
         for name, module in subject.model.named_modules()
     ]
+    training = [x for x in subject.model.modules() if x.training]
+    subject.model.eval()  # Dropout is no difference.
     try:
-        result = subject.step(subject.model, batch, backward=False)
+        result = subject.results(subject.call(subject.model, batch), {})  # With the rows of padding.
     finally:
         for hook in hooks:
             hook.remove()
-    note("the result", list(result.values()))
+        for module in training:
+            module.training = True
+    note(_RESULT, list(result.values()))
     return found, lines

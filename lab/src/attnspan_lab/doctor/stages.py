@@ -36,6 +36,7 @@ from attnspan_lab.doctor.subject import Subject
 from attnspan_lab.doctor.swap import implementation, swapped
 from attnspan_lab.doctor.trials import recompiles_in, tried
 from attnspan_lab.doctor.watch import watching
+from attnspan_lab.doctor.wiring import Wiring
 from attnspan_lab.doctor.words import counted, error_text
 from attnspan_lab.zoo.step import Outcome, differences
 from attnspan_lab.zoo.watch import profiled
@@ -50,7 +51,7 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
     """Watch the model's eager steps."""
     del backend
     calls = largest = 0
-    masks, coverage = DenseMasks(), Coverage()
+    masks, coverage, wiring = DenseMasks(), Coverage(), Wiring()
     for batch in _distinct(subject):
         backward = True
         try:
@@ -65,8 +66,11 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
             subject.step(subject.model, batch, backward=backward)
         has_gradients, leaks = any(x.grad is not None for x in subject.model.parameters()), False
         left = [k for k, x in subject.model.named_parameters() if x.requires_grad and x.grad is None]
+        wiring.record(subject, batch, watcher.calls, coverage)
         for finding in findings_of(watcher, subject, batch, masks, coverage):
-            leaks = leaks or finding.kind == "leak"
+            leaks = leaks or finding.kind in ("leak", "mask-lost")
+            say(finding=replace(wiring.explained(finding), stage="eager"))
+        for finding in wiring.findings(watcher.calls, coverage, leaks=leaks):
             say(finding=replace(finding, stage="eager"))
         for finding in () if leaks else position_findings(subject, batch, coverage):
             say(finding=replace(finding, stage="eager"))

@@ -32,7 +32,7 @@ _TARGET = "a factory such as file.py:factory, a script, or a class of a library"
 _IN_DIRECTORY = "Name a file in it, and the factory after a colon"
 #: Names of tokens, before or after the embedding.
 _TOKENS = ("input_ids", "inputs_embeds", "hidden_states", "x", "tokens", "idx")
-_EXPECTED = ("causal", "documents", "step")
+_EXPECTED = ("causal", "documents", "step", "streaming")
 
 
 @dataclass
@@ -44,7 +44,8 @@ class Subject:
         batches: The factory's batches, at most `MOST_BATCHES`.
         expected: The factory's third value. "causal" is a bool. "documents" is a function from a batch to the
             document number of each token, integer (B, S). "step" is a function for
-            `attnspan.testing.assert_same_as_one_rank`.
+            `attnspan.testing.assert_same_as_one_rank`. "streaming" is a bool: queries must not see later
+            tokens of another sequence.
         target: Name that the subject was loaded by.
         more: Batches of other kinds, only for eager steps.
         first: Name of the tokens, if the batch has several sequences.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from attnspan_lab.doctor.compiler import CompilerLog, Recompile
+from attnspan_lab.doctor.counters import Counter, as_tensor, counters_in, emptied, lists_in
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.steps import copied, run_compiled
 from attnspan_lab.doctor.subject import Subject
@@ -66,6 +67,7 @@ class Trial:
         make: Makes the changed subject.
         dynamic: The option of torch.compile.
         config: Settings of torch._dynamo.
+        shared: A number of a Python module, which copies of the model share. It is reset after each run.
     """
 
     what: str
@@ -73,6 +75,7 @@ class Trial:
     make: Callable[[], Subject]
     dynamic: bool | None = None
     config: dict[str, Any] = field(default_factory=dict)
+    shared: Counter | None = None
 
 
 def tried(finding: Finding, log: CompilerLog, subject: Subject, backend: str) -> Finding:
@@ -99,16 +102,24 @@ def tried(finding: Finding, log: CompilerLog, subject: Subject, backend: str) ->
         said.append(text)
     harmful = bool(said) and finding.remedy in (_REMEDIES["size"], _REMEDIES["number"])
     remedy = _REMEDIES["other"] if harmful else finding.remedy
+    if remedy in (_REMEDIES["other"], _REMEDIES["length"]):
+        remedy = f"No change that the doctor tried helps. {remedy}" if said else remedy
     return replace(finding, tried="; ".join(said), remedy=remedy)
 
 
 def _trials(finding: Finding, subject: Subject) -> Iterator[Trial]:
-    guards = " ".join(finding.evidence)
+    guards = "\n".join(finding.evidence)
     if finding.remedy == _REMEDIES["size"]:
         yield Trial("all sizes dynamic", "", lambda: copied(subject), dynamic=True)
         return
-    for name in _numbers(guards, subject):
-        yield Trial(f"{name} as a tensor", "", partial(_with_tensor, subject, name))
+    for x in (*counters_in(guards, subject.model),)[:3]:
+        shared = x if x.is_global else None
+        remedy = f"Make it a tensor: {x.name} = torch.tensor(n)" if x.is_global or "[" in x.name else ""
+        yield Trial(f"{x.name} as a tensor", remedy, partial(_with_tensor, subject, x), shared=shared)
+    for x in (*lists_in(guards, subject.model),)[:3]:
+        text = f"{x.name} emptied before each call"
+        remedy = f"Empty {x.name} before each call, outside of the compiled code: {x.name}.clear()"
+        yield Trial(text, remedy, partial(_with_empty, subject, x))
     if any(_is_number(x) for batch in subject.batches for x in _values(batch)):
         yield Trial("numbers of the batch as tensors", "", partial(_with_tensors, subject))
     if finding.remedy == _REMEDIES["number"]:
@@ -123,7 +134,7 @@ def _trials(finding: Finding, subject: Subject) -> Iterator[Trial]:
 def _outcome(trial: Trial, log: CompilerLog, subject: Subject, backend: str) -> tuple[str, bool]:
     """Run all batches with a change. Return what changes, and whether the change only helps."""
     try:
-        with torch._dynamo.config.patch(trial.config):
+        with torch._dynamo.config.patch(trial.config), _kept(trial, subject):
             changed = trial.make()
             again, error, _ = run_compiled(changed, backend, dynamic=trial.dynamic)
     except Exception as error:  # The changed model cannot be made.
@@ -143,22 +154,40 @@ def _outcome(trial: Trial, log: CompilerLog, subject: Subject, backend: str) -> 
     return text, more <= 0 and error_of_results <= _SAME
 
 
+@contextmanager
+def _kept(trial: Trial, subject: Subject) -> Iterator[None]:
+    """Give a number that copies of the model share its present value again."""
+    before = None if trial.shared is None else trial.shared.value(subject.model)
+    try:
+        yield
+    finally:
+        if trial.shared is not None:
+            trial.shared.replace(subject.model, lambda _: before)
+
+
 def _difference(trial: Trial, subject: Subject) -> float:
     """Compare eager results of all batches with and without a change."""
-    here, there = copied(subject), trial.make()
+    with _kept(trial, subject):
+        wanted = _eager(copied(subject))
+    with _kept(trial, subject):
+        found = _eager(trial.make())
     largest = 0.0
-    with torch.compiler.set_stance("force_eager"), torch.no_grad():
-        for one, other in zip(here.batches, there.batches, strict=True):
-            torch.manual_seed(0)
-            wanted = here.step(here.model, one, backward=False)
-            torch.manual_seed(0)
-            found = there.step(there.model, other, backward=False)
-            for name, x in wanted.items():
-                if found[name].shape != x.shape:
-                    return math.inf
-                scale = x.double().norm().clamp_min(1e-300)
-                largest = max(largest, float((found[name].double() - x.double()).norm() / scale))
+    for one, other in zip(wanted, found, strict=True):
+        for name, x in one.items():
+            if other[name].shape != x.shape:
+                return math.inf
+            scale = x.double().norm().clamp_min(1e-300)
+            largest = max(largest, float((other[name].double() - x.double()).norm() / scale))
     return largest
+
+
+def _eager(subject: Subject) -> list[dict[str, torch.Tensor]]:
+    found = []
+    with torch.compiler.set_stance("force_eager"), torch.no_grad():
+        for batch in subject.batches:
+            torch.manual_seed(0)
+            found.append(subject.step(subject.model, batch, backward=False))
+    return found
 
 
 def _is_number(x: Any) -> bool:
@@ -171,18 +200,12 @@ def _values(batch: Any) -> list[Any]:
     )
 
 
-def _numbers(guards: str, subject: Subject) -> list[str]:
-    """List module attributes that hold numbers and that guards name."""
-    names = dict.fromkeys(re.findall(r"\.(\w+) *[=!<>]=? *-?\d", guards))
-    return [x for x in names if any(_is_number(m.__dict__.get(x)) for m in subject.model.modules())][:3]
+def _with_tensor(subject: Subject, counter: Counter) -> Subject:
+    return as_tensor(counter, copied(subject))
 
 
-def _with_tensor(subject: Subject, name: str) -> Subject:
-    made = copied(subject)
-    for module in made.model.modules():
-        if _is_number(module.__dict__.get(name)):
-            setattr(module, name, torch.tensor(module.__dict__[name]))
-    return made
+def _with_empty(subject: Subject, counter: Counter) -> Subject:
+    return emptied(counter, copied(subject))
 
 
 def _with_tensors(subject: Subject) -> Subject:

@@ -1,0 +1,190 @@
+"""Samples of a batch that influence each other through attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from attnspan_lab.doctor.axes import source_of
+from attnspan_lab.doctor.calls import Call, CannotRun, Step, changed_tokens, noise, recorded
+from attnspan_lab.doctor.coverage import Coverage
+from attnspan_lab.doctor.cross import visible_in
+from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.places import Place, at
+from attnspan_lab.doctor.words import counted
+
+__all__ = ["sample_findings"]
+
+_ROUNDING = {torch.float16: 3e-2, torch.bfloat16: 1e-1}
+
+
+def sample_findings(step: Step, coverage: Coverage, done: set[Place]) -> Iterator[Finding]:
+    """Yield calls through which a sample of the batch changes the results of other samples.
+
+    Args:
+        step: The step.
+        coverage: Collects the checks.
+        done: Lines that have a finding.
+    """
+    found = step.subject.tokens(step.batch)
+    if found is None or len(found[1]) < 2:
+        coverage.absent("samples", "no batch has several samples of tokens")
+        return
+    name, tokens = found
+    changed = tokens.clone()
+    changed[0] = changed_tokens(tokens)[0]
+    other = step.again(step.subject.with_tokens(step.batch, name, changed))
+    many = _others(step, other, len(tokens))
+    if not many:
+        coverage.made("samples", "a changed sample changes the results of no other sample")
+        return
+    for call in step.calls:
+        if call.place is None or call.place in done:
+            continue
+        kind = _mixed(step, call)
+        if kind == "axis":
+            finding = _of_axis(step, call, name, tokens, many, coverage)
+        elif kind == "joined":
+            finding = _of_joined(call, many)
+        else:
+            continue
+        if finding is not None:
+            done.add(call.place)
+            yield finding
+        if kind:
+            return
+    if not done:
+        said = (
+            f"a changed sample changes the results of {counted(many, 'other sample')}, outside of attention"
+        )
+        coverage.made("samples", said)
+
+
+def _others(step: Step, other: Step, rows: int) -> int:
+    """Count the other samples whose results differ. Scores of all pairs of samples (B, B) do not count."""
+    most = 0
+    for name, x in step.results.items():
+        y = other.results.get(name)
+        pairs = x.dim() == 2 and x.shape[0] == x.shape[1]
+        if y is None or x.shape != y.shape or x.dim() < 2 or len(x) != rows or pairs:
+            continue
+        error = (x[1:] - y[1:]).double().flatten(1).norm(dim=1)
+        size = x[1:].double().flatten(1).norm(dim=1).clamp_min(1e-30)
+        most = max(most, int((error / size > _ROUNDING.get(x.dtype, 1e-4)).sum()))
+    return most
+
+
+def _mixed(step: Step, call: Call) -> str:
+    """Say how the first sample reaches a call: as an index of the attended "axis", "joined" rows, or ""."""
+    source = source_of(step, call)
+    if source is None or not call.is_torchs:
+        return ""
+    batch, length = step.inputs[source].shape[:2]
+
+    def change(x: Tensor) -> Tensor:
+        if x.shape[:2] != (batch, length):
+            return x
+        x, more = x.clone(), noise(x[:1])
+        x[:1] += more
+        return x
+
+    again = step.again(inject=(source, change))
+    if len(again.calls) <= call.number:
+        return ""
+    rows = []
+    for name in ("query", "key", "value"):
+        a, b = call.given[name], again.calls[call.number].given[name]
+        if a.shape != b.shape:
+            return ""
+        rows.append((a != b).any(-1).flatten(0, -2).any(0).nonzero().flatten().tolist())
+        whole = bool((a != b).any(-1).flatten(0, -2).any(-1).all())
+        if not whole:
+            return ""
+    size = call.given["key"].shape[-2]
+    if size == batch and all(x == [0] for x in rows):
+        return "axis"
+    if size == batch * length and all(x == list(range(length)) for x in rows):
+        visible = visible_in(call)
+        crossing = visible is not None and bool(visible[:, length:, :length].any())
+        return "joined" if crossing else ""
+    return ""
+
+
+def _of_axis(
+    step: Step, call: Call, name: str, tokens: Tensor, many: int, coverage: Coverage
+) -> Finding | None:
+    """Write the finding for a call that attends over the batch, if positions show which dim that is."""
+    along = _positions(step, call, name, tokens)
+    where = f"the call at {call.place} attends over dim 0 of {name} {tuple(tokens.shape)}"
+    if along != 1 or _tokens_mix(step, name, tokens):
+        why = "the model has positions along dim 0" if along == 0 else "the model may have no positions"
+        why = "tokens along dim 1 also reach each other" if along == 1 else why
+        coverage.missed("samples", f"{where}, which may be the sequence: {why}")
+        return None
+    what = "Samples of the batch attend to each other here, and tokens of a sample do not"
+    evidence = (
+        f"changing sample 0 changes the results of {counted(many, 'other sample')}",
+        "changing a token changes no other token of its sample",
+        f"with equal tokens, inputs of this call differ along dim 1 of {name} (positions), not along dim 0",
+    )
+    tried = _with_batch_first(step, name, tokens)
+    cause = "nn.MultiheadAttention without batch_first=True reads (S, B, C)" if tried else ""
+    remedy = "Make the module with batch_first=True" if tried else ""
+    return Finding("sample-axis", what, at(call.place), evidence, cause, remedy, tried)
+
+
+def _of_joined(call: Call, many: int) -> Finding:
+    what = "The samples of the batch see each other in this call"
+    evidence = (
+        f"q has shape {tuple(call.rows.shape)}, with the tokens of all samples in one sequence",
+        f"changing sample 0 changes the results of {counted(many, 'other sample')}",
+    )
+    return Finding("samples", what, at(call.place), evidence)
+
+
+def _positions(step: Step, call: Call, name: str, tokens: Tensor) -> int | None:
+    """Find the dim of the tokens along which a model with equal tokens has different inputs of a call."""
+    equal = tokens[:1, :1].expand_as(tokens).clone()
+    same = step.again(step.subject.with_tokens(step.batch, name, equal))
+    source = source_of(same, call)
+    x = None if source is None else same.inputs[source]
+    if x is None or x.shape[:2] != tokens.shape[:2]:
+        return None
+    first = bool((x != x[:1]).any())
+    second = bool((x != x[:, :1]).any())
+    return None if first == second else 0 if first else 1
+
+
+def _tokens_mix(step: Step, name: str, tokens: Tensor) -> bool:
+    """Whether a changed token changes the results of other tokens of its sample."""
+    changed = tokens.clone()
+    changed[:, 0] = changed_tokens(tokens)[:, 0]
+    other = step.again(step.subject.with_tokens(step.batch, name, changed))
+    found = [(x, other.results[k]) for k, x in step.results.items() if x.shape[:2] == tokens.shape[:2]]
+    return not found or any(bool((x[:, 1:] != y[:, 1:]).any()) for x, y in found)
+
+
+def _with_batch_first(step: Step, name: str, tokens: Tensor) -> str:
+    """Make all modules of torch read the batch first, and describe the outcome if it helps."""
+
+    def changed(tokens: Tensor) -> Step:
+        own = step.subject.copy()
+        for x in own.model.modules():
+            if isinstance(x, nn.MultiheadAttention):
+                x.batch_first = True
+        return recorded(own, own.with_tokens(step.batch, name, tokens), step.lines)
+
+    attentions = [x for x in step.subject.model.modules() if isinstance(x, nn.MultiheadAttention)]
+    if all(x.batch_first for x in attentions):
+        return ""
+    other = tokens.clone()
+    other[0] = changed_tokens(tokens)[0]
+    try:
+        before = changed(tokens)
+        if _others(before, changed(other), len(tokens)) or not _tokens_mix(before, name, tokens):
+            return ""
+    except CannotRun:  # A mask does not fit, for example.
+        return ""
+    return "with batch_first=True, a changed sample changes no other sample, and tokens reach each other"

@@ -1,0 +1,85 @@
+"""Checks that follow changed inputs through a model: axes, samples, other sequences and empty slots."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from attnspan_lab.doctor.attention_call import Attention
+from attnspan_lab.doctor.axes import Axes
+from attnspan_lab.doctor.calls import CannotRun, Step, recorded
+from attnspan_lab.doctor.coverage import Coverage
+from attnspan_lab.doctor.cross import cross_findings
+from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.head_order import order_findings
+from attnspan_lab.doctor.left_padding import left_padding_findings
+from attnspan_lab.doctor.places import Place
+from attnspan_lab.doctor.samples import sample_findings
+from attnspan_lab.doctor.slots import slot_findings
+from attnspan_lab.doctor.subject import Subject
+from attnspan_lab.doctor.weights import explained, softmax_findings
+
+__all__ = ["Wiring"]
+
+
+@dataclass
+class Wiring:
+    """Checks of all batches. Each line is examined until it has a finding.
+
+    Attributes:
+        axes: The check of axes.
+        done: Lines that have a finding, for each check.
+        step: The step of the present batch, or None if it cannot be repeated.
+    """
+
+    axes: Axes = field(default_factory=Axes)
+    done: dict[str, set[Place]] = field(default_factory=lambda: defaultdict(set))
+    step: Step | None = None
+
+    def record(self, subject: Subject, batch: Any, calls: list[Attention], coverage: Coverage) -> None:
+        """Run the step of a batch in evaluation mode, and record its attention calls.
+
+        Args:
+            subject, batch: The step.
+            calls: Calls that the watcher saw in this step.
+            coverage: Collects the checks.
+        """
+        lines = {x.place for x in calls if not x.kernel and x.place is not None}
+        self.step = None
+        try:
+            self.step = recorded(subject, batch, lines)
+        except CannotRun as error:
+            coverage.missed("axes", str(error))
+
+    def explained(self, finding: Finding) -> Finding:
+        """Add what the record knows about a finding."""
+        return explained(finding, self.step)
+
+    def findings(self, calls: list[Attention], coverage: Coverage, *, leaks: bool) -> Iterator[Finding]:
+        """Yield the findings of the recorded step.
+
+        Args:
+            calls: Calls that the watcher saw in this step.
+            coverage: Collects the checks.
+            leaks: Whether tokens already see others that they must not see.
+        """
+        yield from order_findings(calls)
+        step, done = self.step, self.done
+        if step is None:
+            return
+        checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
+            ("axes", lambda: self.axes.findings(step, coverage)),
+            ("axes", lambda: softmax_findings(step, done["softmax"])),
+            ("samples", lambda: sample_findings(step, coverage, done["samples"])),
+            ("keys of another sequence", lambda: cross_findings(step, calls, done["cross"])),
+            ("empty slots of a cache", lambda: slot_findings(step, calls, done["slots"])),
+        ]
+        if not leaks:
+            checks.append(("left padding", lambda: left_padding_findings(step, coverage)))
+        for topic, check in checks:
+            try:
+                yield from check()
+            except CannotRun as error:
+                coverage.missed(topic, str(error))
