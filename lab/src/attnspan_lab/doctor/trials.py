@@ -12,21 +12,23 @@ from typing import Any
 import torch
 
 from attnspan_lab.doctor.compiler import CompilerLog, Recompile
-from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.findings import KINDS, Finding
 from attnspan_lab.doctor.steps import copied, run_compiled
 from attnspan_lab.doctor.subject import Subject
 from attnspan_lab.doctor.words import counted
 
-__all__ = ["recompiles_in", "tried"]
+__all__ = ["recompiles_in", "tried", "tried_break"]
 
 #: Recompilations per frame that torch intends: the second size makes a dimension dynamic.
 _ALLOWED = 1
+_SETTING = re.compile(r"torch\._dynamo\.config\.(\w+) = True")
 _SAME = 1e-5  # Larger relative differences are no rounding: both sides run the same operators.
 _REMEDIES = {
     "size": "Mark the dimension with torch._dynamo.mark_dynamic(x, dim), or use torch.compile(dynamic=True)",
     "number": "Pass the number as a tensor: torch.tensor(n), or a buffer if it is an attribute",
     "length": "Keep the number of entries the same in all calls, for example in one tensor of fixed size",
-    "other": "Keep the guarded value the same in all calls",
+    "other": "Keep the guarded value the same in all calls. A value that takes few values is compiled once for each, "
+    "up to torch._dynamo.config.recompile_limit",
 }
 
 
@@ -99,6 +101,38 @@ def tried(finding: Finding, log: CompilerLog, subject: Subject, backend: str) ->
     harmful = bool(said) and finding.remedy in (_REMEDIES["size"], _REMEDIES["number"])
     remedy = _REMEDIES["other"] if harmful else finding.remedy
     return replace(finding, tried="; ".join(said), remedy=remedy)
+
+
+def tried_break(finding: Finding, log: CompilerLog, subject: Subject, backend: str) -> Finding:
+    """Try the settings of torch._dynamo that torch offers for a graph break, with the first batch.
+
+    Args:
+        finding: The break.
+        log: Log of the steps without a change.
+        subject: The model before these steps.
+        backend: Backend of torch.compile.
+
+    Returns:
+        The finding with the outcome. A setting is not offered if a graph break stays here, or a new one appears.
+    """
+    names = list(dict.fromkeys(_SETTING.findall(finding.remedy)))
+    if not names:
+        return finding
+    try:
+        one = copied(replace(subject, batches=subject.batches[:1]))
+        with torch._dynamo.config.patch(dict.fromkeys(names, True)):
+            again, error, _ = run_compiled(one, backend)
+    except Exception:
+        return finding  # This torch does not have the setting.
+    known = {x.places[:1] for x in log.breaks} - {finding.places[:1]}
+    left = [x for x in again.breaks if x.places[:1] not in known]
+    said = f"with {' and '.join(f'torch._dynamo.config.{x} = True' for x in names)}: "
+    if error is None and not left:
+        return replace(finding, tried=f"{said}no graph break here in the first batch")
+    said += f"fails with {type(error).__name__}" if error else f"{counted(len(left), 'graph break')} in the first batch"
+    places = ", ".join(dict.fromkeys(str(x.places[0]) for x in left if x.places))
+    tried = f"{said}, at {places}" if places and error is None else said
+    return replace(finding, tried=tried, remedy=KINDS["graph-break"].remedy)
 
 
 def _trials(finding: Finding, subject: Subject) -> Iterator[Trial]:
