@@ -24,6 +24,7 @@ from attnspan_lab.doctor.places import Place, at, is_users, place_here
 from attnspan_lab.doctor.remedies import Form, arguments, distance, forms, present
 from attnspan_lab.doctor.returned import MEAN, OTHER, UNMASKED, returned
 from attnspan_lab.doctor.sequences import has_rows, of_predicted, sequences, with_rows
+from attnspan_lab.doctor.shown import OUTSIDE, cause_of_shown, righted
 from attnspan_lab.doctor.subject import Subject
 from attnspan_lab.doctor.watch import Attention
 from attnspan_lab.doctor.words import counted
@@ -215,7 +216,7 @@ class _Masked(TorchFunctionMode):
 
     def __init__(self, masks: Mapping[Place | None, Mask]) -> None:
         super().__init__()
-        self.masks = masks
+        self.masks, self.used = masks, set[Place | None]()
 
     def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = arguments(args, kwargs or {})
@@ -223,6 +224,7 @@ class _Masked(TorchFunctionMode):
         place = place_here() if name in ("scaled_dot_product_attention", "softmax") else None
         if place is None or place not in self.masks:
             return fn(*args, **(kwargs or {}))
+        self.used.add(place)
         if name == "softmax":
             return fn(_hidden(args[0], self.masks[place]), *args[1:], **(kwargs or {}))
         q, k, v = (given[x] for x in ("query", "key", "value"))
@@ -334,7 +336,9 @@ class _Visible:
             cached = [x for x in own if x.visible is not None and x.visible.shape[2] != foreign.shape[2]]
             if cached and kind == "causality-lost":  # is_causal=True is wrong behind a cache.
                 remedy = _aligned(all(_ends_with_own(x, foreign.shape[2]) for x in cached))
-            fault, said, cause = faults[place], what, ""
+            fault, said = faults[place], what
+            cause, other = cause_of_shown(kind, own[0], self.own[id(own[0])], self.said)
+            remedy = remedy or other
             if fault is not None:
                 said, cause, remedy = fault.what, fault.cause, fault.remedy or remedy
                 for x in own if fault.inverted else ():
@@ -345,10 +349,11 @@ class _Visible:
         # An earlier finding names the queries that see only hidden keys.
         if not guilty and not any({MEAN, UNMASKED, OTHER} & set(returned(x, x.hidden)) for x in self.calls):
             what, cause = what.replace(" here", ""), "Another part of the model mixes tokens"
+            remedy = "" if self.unread else OUTSIDE[kind]
             if self.unread:
                 cause = f"{cause}, or the mask of {self.unread[0].place}, which the doctor cannot read"
             places = self._first(groups) or at(*(x.place for x in self.unread[:1]))
-            yield Finding(kind, f"{what}, outside of attention", places, (changed,), cause)
+            yield Finding(kind, f"{what}, outside of attention", places, (changed,), cause, remedy)
 
     @staticmethod
     def _is_torch(call: Attention) -> bool:
@@ -363,7 +368,7 @@ class _Visible:
             apart = said.documents[:, :, None] != said.documents[:, None, :]
             foreign = foreign | (apart & (said.documents >= 0)[:, :, None])
         for x in calls:
-            own = self.own[id(x)]
+            own = righted(self.own[id(x)]) if self.is_causal else self.own[id(x)]
             wanted = own.expand(len(foreign), -1, -1) & ~foreign
             if x.visible is None or x.visible.shape[2] != own.shape[2]:
                 return None
@@ -385,10 +390,12 @@ class _Visible:
         if len(masks) < len(lost):
             return ""
         try:
-            with _Masked(masks), Changed(changes):
+            with _Masked(masks) as masked, Changed(changes):
                 changed = self.changed(groups, only)
         except Exception:  # The model does not run with attnspan's results.
             return ""
+        if masked.used != set(masks):
+            return ""  # Another function than torch's computes attention, so nothing was replaced.
         if changed is None:
             return "with this mask, changing these tokens changes no other result"
         return f"with this mask, {changed}: another part of the model also mixes tokens"
