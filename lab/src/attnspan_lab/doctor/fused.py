@@ -192,9 +192,12 @@ def refusal_of_multihead(subject: Subject, batch: Any, place: Place | None) -> R
         return Refusal(cause, remedy, f"with need_weights=False, {kernels} runs")
     kernels, _ = _of_multihead(subject, batch, place, dropout=0.0)
     if kernels:
-        refused = "torch's fused kernels refuse dropout"
-        cause, both = (f"{cause}, and {refused}", f"{remedy} and") if asked else (refused, "Make it with")
-        ours = f"C{_OURS[1:]} and has dropout too. Or: {both} dropout=0.0, which changes training"
+        device = next((x.device.type for x in subject.model.parameters()), "cpu")
+        refused = f"torch's fused kernels refuse dropout on {device} with torch {torch.__version__}"
+        cause = f"{cause}, and {refused}" if asked else refused
+        both = f"{remedy}, and make" if asked else "make"
+        ours = f"C{_OURS[1:]} and has dropout too. Or: {both[0].lower()}{both[1:]} nn.MultiheadAttention with "
+        ours += "dropout=0.0, which changes training"
         return Refusal(cause, ours, f"with need_weights=False and dropout=0.0, {kernels} runs")
     return Refusal(cause, f"C{_OURS[1:]}", "with need_weights=False, scores are stored as well")
 
