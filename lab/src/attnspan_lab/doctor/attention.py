@@ -83,7 +83,16 @@ def _costs(site: list[Attention], subject: Subject, batch: Any) -> Iterator[Find
         first = many - again
         what = f"Checkpointing runs attention {many / max(first, 1):.3g} times for each forward pass"
         evidence = f"{counted(first, 'call')} in the forward pass, {again} more in the backward pass"
-        yield Finding("recompute", what, at(call.place), (evidence,), count=again)
+        yield Finding("recompute", what, at(call.place), (evidence,), remedy=_saved(call), count=again)
+
+
+def _saved(call: Attention) -> str:
+    """Write the remedy for attention that a checkpoint repeats, or "" if no operator computes it."""
+    if not call.kernel:
+        return ""
+    kernel = call.kernel if call.kernel.count(".") == 2 else f"{call.kernel}.default"
+    contexts = f"partial(create_selective_checkpoint_contexts, [torch.ops.{kernel}])"
+    return f"Save the results of attention: checkpoint(..., use_reentrant=False, context_fn={contexts})"
 
 
 def _of_heads(maps: set[HeadMap | None]) -> tuple[tuple[str, ...], str, str]:
