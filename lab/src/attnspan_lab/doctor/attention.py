@@ -24,6 +24,7 @@ from attnspan_lab.doctor.returned import NAN, cause_of, remedy_of, returned
 from attnspan_lab.doctor.subject import Subject
 from attnspan_lab.doctor.watch import Attention, Watcher
 from attnspan_lab.doctor.words import counted
+from attnspan_lab.doctor.written import remedy_of_written
 
 __all__ = ["findings_of"]
 
@@ -64,6 +65,8 @@ def _costs(site: list[Attention], subject: Subject, batch: Any) -> Iterator[Find
         elif call.in_multihead:
             what = "nn.MultiheadAttention stores scores and weights of all pairs here"
             cause, remedy, tried = refusal_of_multihead(subject, batch, call.place)
+        else:
+            remedy = remedy_of_written(call)
         again = sum(x.recomputed for x in site)
         calls = counted(many - again, "call") + (f" and {again} more in the backward pass" if again else "")
         evidence = f"{calls}; a tensor of scores has {bytes_text(long)} at {LONG:,} tokens"

@@ -336,6 +336,8 @@ class _Visible:
             cached = [x for x in own if x.visible is not None and x.visible.shape[2] != foreign.shape[2]]
             if cached and kind == "causality-lost":  # is_causal=True is wrong behind a cache.
                 remedy = _aligned(all(_ends_with_own(x, foreign.shape[2]) for x in cached))
+            if remedy and any(x.keys is not None for x in own):
+                remedy = f"{remedy}. Pass its sinks too: sinks="
             fault, said = faults[place], what
             cause, other = cause_of_shown(kind, own[0], self.own[id(own[0])], self.said)
             remedy = remedy or other

@@ -37,7 +37,7 @@ _GRACE = 3.0  # seconds that other ranks have after one has failed
 _UNEQUAL = (
     "The ranks hold parts of different sizes. Compiled code then differs from rank to rank, and collectives that "
     "need equal sizes fail",
-    "Cut the sequence and the heads into equal parts. If the number of tokens is odd, pad it",
+    "Cut the sequence and the heads into equal parts. If they cannot be cut so, pad the sequence",
 )
 
 

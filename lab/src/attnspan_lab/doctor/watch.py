@@ -27,6 +27,8 @@ from attnspan_lab.doctor.heads import HeadMap, head_map
 from attnspan_lab.doctor.overflow import Overflow, has_inf, overflow_of, overflow_of_data
 from attnspan_lab.doctor.places import Place, is_direct, lines_here, lines_in, on_stack, place_here
 
+from attnspan_lab.doctor.written import first_scores, scale_of
+
 if TYPE_CHECKING:
     from attnspan_lab.doctor.padding import Fault
 
@@ -85,6 +87,9 @@ class Attention:
         wide: Line that made scores or weights in a wider dtype than q, this dtype, and their bytes.
         softmax: The softmax of the scores was seen.
         keys: Number of score columns that are keys, or None without sinks.
+        steps: Operators on scores before their softmax.
+        products: Scores of one head before these operators.
+        scale: Factor of the scores before their softmax, or None if it is unknown.
         in_multihead: The call is part of nn.MultiheadAttention.
         lines: All of the user's lines that lead to the call, as "file:line".
     """
@@ -121,6 +126,9 @@ class Attention:
     wide: tuple[Place | None, torch.dtype, int] | None = None
     softmax: bool = False
     keys: slice | None = None
+    steps: set[str] = field(default_factory=set)
+    products: Tensor | None = None
+    scale: float | None = None
     in_multihead: bool = False
     lines: list[str] = field(default_factory=lines_here)
 
@@ -338,7 +346,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self.function.given is not None:
                 call.kind, call.given = "sdpa", self.function.given
             call.in_multihead = on_stack(_MULTIHEAD)
-            call.score_count = out.numel()
+            call.score_count, call.products = out.numel(), first_scores(out)
             call.key = k.mT if self.keeps_keys or q.shape[-2] != k.shape[-1] else None
             self._operands(call, [q, k])
             self._tags[_storage(out)].scores = call
@@ -377,6 +385,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Follow an operator on scores or on their softmax."""
         own = [x for x in inputs if (t := self._tags.get(_storage(x))) is not None and t.scores is call]
         pairs = own[0].shape[-2:] if own[0].dim() > 1 else ()
+        call.steps |= set() if call.softmax else {name.rstrip("_")}
         for x in inputs:
             changes = x.dim() > 0 and x.shape[-1:] == own[0].shape[-1:] and name in _MASKING
             if changes and not call.softmax and not any(x is y for y in own):
@@ -391,6 +400,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             seen = own[0].detach()
             seen = seen if call.keys is None else seen[..., call.keys]
             self._see(call, ~(seen <= HIDDEN) if name != "exp" else None, seen)
+            call.scale, call.products = scale_of(call.products, seen, HIDDEN), None
             call.hidden = call.hidden if call.keys is None else []  # These queries see their sink.
             if call.kind == "written out" and place is not None:
                 call.place = place
