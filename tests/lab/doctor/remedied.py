@@ -1,6 +1,6 @@
 """Sick models with code of their remedies applied, for each kind of finding that has such code.
 
-`REMEDIED` has the kind, the stage that finds it, the sick factory, a part of the remedy, and the mended factory.
+`REMEDIED` has the kind, the stage that finds it, the sick factory, a part of the remedy, and the mended one.
 `RIGHT` has a factory of right results: the sick one if the finding is only a cost.
 """
 
@@ -23,9 +23,16 @@ REMEDIED: dict[str, tuple[str, str, Any, str, Any]] = {}
 RIGHT: dict[str, Any] = {}
 
 
-def remedied(kind: str, name: str, sick: Any, said: str, well: Any, right: Any = None, stage: str = "eager") -> None:
+def remedied(
+    kind: str, name: str, sick: Any, said: str, well: Any, right: Any = None, stage: str = "eager"
+) -> None:
     REMEDIED[f"{kind}: {name}"] = kind, stage, sick, said, well
     RIGHT[f"{kind}: {name}"] = right or sick
+
+
+def plain(attend: Any, block: Any = Block) -> Any:
+    """Make a factory of a model that may see later tokens."""
+    return lambda: (Model(attend, block=block), tokens(), {})
 
 
 EARLIER = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
@@ -150,8 +157,22 @@ class DrawnBefore(OwnNumbers):
 
 
 in_eval = model_of(fused)
-remedied("dropout-in-eval", "in a list", model_of(fused, block=Unlisted), "nn.ModuleList", model_of(fused, block=Known), in_eval)
-remedied("dropout-in-eval", "always", model_of(fused, block=Always), "self.training", model_of(fused, block=Trained), in_eval)
+remedied(
+    "dropout-in-eval",
+    "in a list",
+    model_of(fused, block=Unlisted),
+    "nn.ModuleList",
+    model_of(fused, block=Known),
+    in_eval,
+)
+remedied(
+    "dropout-in-eval",
+    "always",
+    model_of(fused, block=Always),
+    "self.training",
+    model_of(fused, block=Trained),
+    in_eval,
+)
 remedied(
     "recompute-random",
     "own generator",
@@ -235,6 +256,7 @@ def halved(x: Tensor) -> Tensor:
 
 causes._LIBRARY.define("halved_with_gradient(Tensor x) -> Tensor")
 causes._LIBRARY.impl("halved_with_gradient", lambda x: x.detach() * 0.5, "CPU")
+torch.library.register_fake("causes::halved_with_gradient", torch.empty_like, lib=causes._LIBRARY)
 torch.library.register_autograd(
     "causes::halved_with_gradient", lambda _, grad: grad * 0.5, lib=causes._LIBRARY
 )
@@ -323,16 +345,23 @@ def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 UNFUSED = {
-    "without a scale": (written, "(q, k, v, is_causal=True, scale=1)", partial(SDPA, is_causal=True, scale=1.0)),
+    "without a scale": (
+        written,
+        "(q, k, v, is_causal=True, scale=1)",
+        partial(SDPA, is_causal=True, scale=1.0),
+    ),
     "with the usual scale": (written_scaled, "(q, k, v, is_causal=True)", partial(SDPA, is_causal=True)),
-    "with two scales": (written_before, "(q, k, v, scale=0.5)", lambda q, k, v: SDPA(q * 0.2, k, v, scale=0.5)),
+    "with two scales": (
+        written_before,
+        "(q, k, v, scale=0.5)",
+        lambda q, k, v: SDPA(q * 0.2, k, v, scale=0.5),
+    ),
     "softcap": (capped, "softcap=", lambda q, k, v: attnspan_attention(q, k, v, softcap=5.0, scale=1.0)),
 }
 for name, (sick, said, well) in UNFUSED.items():
-    remedied("unfused", name, model_of(sick, expected={}), said, model_of(well, expected={}))
+    remedied("unfused", name, plain(sick), said, plain(well))
 remedied("unfused", "sinks", patients.sick_sinks, "sinks=(your sinks), scale=1", model_of(written_sinks))
-multihead = model_of(fused, block=missed.Multihead, expected={})
-unweighted = model_of(fused, block=missed.MultiheadFused, expected={})
+multihead, unweighted = (plain(fused, x) for x in (missed.Multihead, missed.MultiheadFused))
 remedied("unfused", "multihead", multihead, "need_weights=False", unweighted)
 for name, sick in (("interleave", patients.sick_repeat_interleave), ("repeat_kv", patients.sick_repeat_kv)):
     remedied("kv-copy", name, sick, "enable_gqa=True", patients.well_shared_heads)
@@ -369,7 +398,9 @@ class Reentrant(Block):
 
 ours = partial(attnspan_attention, mask=causal())
 for name, block in (("torch", patients.Checkpointed), ("reentrant", Reentrant)):
-    remedied("recompute", name, model_of(fused, block=block), f"[torch.ops.{FLASH}]", model_of(fused, block=Saved))
+    remedied(
+        "recompute", name, model_of(fused, block=block), f"[torch.ops.{FLASH}]", model_of(fused, block=Saved)
+    )
 remedied(
     "recompute",
     "attnspan",
@@ -448,10 +479,15 @@ def counted(block: Any, many: int) -> Any:
 
 
 remedied(
-    "recompile-limit", "counter", patients.sick_counter, "a buffer", counted(Counted, 12), stage="compiled"
+    "recompile", "counter", counted(patients.Counting, 4), "a buffer", counted(Counted, 4), stage="compiled"
 )
 remedied(
-    "recompile", "list", missed.counting(missed.Listed), "one tensor of fixed size", counted(Filled, 6), stage="compiled"
+    "recompile",
+    "list",
+    missed.counting(missed.Listed),
+    "one tensor of fixed size",
+    counted(Filled, 6),
+    stage="compiled",
 )
 remedied(
     "compile-error",

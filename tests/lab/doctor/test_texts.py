@@ -14,9 +14,9 @@ from patients import DIM, HEADS, LENGTH, Block, Model, fused, tokens
 from test_remedied import examined
 from torch import nn
 
-from attnspan_lab.doctor import Finding, Place, child, ranks, run
+from attnspan_lab.doctor import Finding, Place, child, matrix, ranks, run
 from attnspan_lab.doctor.compiler import CompilerLog, compile_error
-from attnspan_lab.doctor.matrix import Cell, explained
+from attnspan_lab.doctor.matrix import Cell
 from attnspan_lab.doctor.timing import unused
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -78,7 +78,7 @@ def test_a_mask_that_was_not_replaced_was_not_tried():
 
 @SLOW
 def test_layers_that_mix_tokens_have_their_own_remedy():
-    assert "token shift, stop at the borders" in first(patients.sick_shift, "leak").remedy
+    assert "token shift, stop at document borders" in first(patients.sick_shift, "leak").remedy
 
 
 class Learned(nn.Module):
@@ -203,7 +203,7 @@ def test_hints_are_sentences():
     ],
 )
 def test_a_feature_that_fails_alone_is_no_combination(cell, what, cause):
-    texts = explained(cell, "it raises")
+    texts = matrix.explained(cell, "it raises")
     assert what in texts[0]
     assert texts[1].endswith(cause)
     assert ("Leave one" in Finding("combination", *texts[:1], (), (), *texts[1:]).remedy) == (not cause)
@@ -215,11 +215,13 @@ def test_a_feature_that_fails_alone_is_no_combination(cell, what, cause):
 def test_known_issues_exist_and_say_when():
     issues = json.loads((Path(run.__file__).parent / "known.json").read_text())
     assert all(x["issue"].startswith("https://github.com/") for x in issues)
-    # Kernels without gradients on CPU cannot have wrong ones, and transformers 5.23 makes no mask without padding.
+    # FlexAttention has no gradients on CPU, and transformers 5.23 makes no mask without padding.
     assert not {"parity", "dense-mask"} & {x["kind"] for x in issues}
 
 
-@pytest.mark.parametrize(("line", "known"), [("flash_attn(q, q.max().item())", 0), ("flash.PyCapsule.fwd", 1)])
+@pytest.mark.parametrize(
+    ("line", "known"), [("flash_attn(q, q.max().item())", 0), ("flash.PyCapsule.fwd", 1)]
+)
 def test_a_line_of_flash_attention_may_break_for_another_reason(line, known):
     (found,) = run._with_known_issues([Finding("graph-break", f"The graph breaks here: {line}")])
     assert len(found.known) == known

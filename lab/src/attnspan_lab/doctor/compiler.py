@@ -19,8 +19,8 @@ _BREAK = re.compile(r"Graph [Bb]reak in user code at (?P<file>.*):(?P<line>\d+)"
 _GUARD_PLACE = re.compile(r"# (?P<file>[^#\s][^#]*?):(?P<line>\d+) in (?P<function>\w+)")
 _LAYOUT = re.compile(r"expected size (?P<want>\d+)==(?P<got>\d+), stride \d+==\d+")
 _CONTEXTS = (
-    "torch.compile takes only a function or a functools.partial as context_fn of a checkpoint. A function must be "
-    "made outside of compiled code. A method or another callable object fails",
+    "torch.compile takes only a function or a functools.partial as context_fn of a checkpoint. A function "
+    "must be made outside of compiled code. A method or another callable object fails",
     "Pass a function of a module, or functools.partial(create_selective_checkpoint_contexts, policy)",
 )
 _LIMIT = "Dynamo recompile limit exceeded"

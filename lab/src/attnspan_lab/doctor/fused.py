@@ -196,7 +196,9 @@ def refusal_of_multihead(subject: Subject, batch: Any, place: Place | None) -> R
         refused = f"torch's fused kernels refuse dropout on {device} with torch {torch.__version__}"
         cause = f"{cause}, and {refused}" if asked else refused
         both = f"{remedy}, and make" if asked else "make"
-        ours = f"C{_OURS[1:]} and has dropout too. Or: {both[0].lower()}{both[1:]} nn.MultiheadAttention with "
+        ours = (
+            f"C{_OURS[1:]} and has dropout too. Or: {both[0].lower()}{both[1:]} nn.MultiheadAttention with "
+        )
         ours += "dropout=0.0, which changes training"
         return Refusal(cause, ours, f"with need_weights=False and dropout=0.0, {kernels} runs")
     return Refusal(cause, f"C{_OURS[1:]}", "with need_weights=False, scores are stored as well")

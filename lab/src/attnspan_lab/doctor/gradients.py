@@ -28,8 +28,8 @@ _REMEDIES = {
     _UNTRACKED: "Move this line out of torch.no_grad()",
     _INFERENCE: "Move this line out of torch.inference_mode()",
     _OPERATOR: "Register a backward with torch.library.register_autograd, or use operators that have one",
-    _FUNCTION: "Use a function with a gradient, such as softmax instead of argmax, sigmoid instead of a comparison, and "
-    "x.clone() instead of torch.tensor(x)",
+    _FUNCTION: "Use a function with a gradient, such as softmax instead of argmax, sigmoid instead of a "
+    "comparison, and x.clone() instead of torch.tensor(x)",
     _DROPPED: "Return a gradient for each input that requires one from this function's backward",
 }
 

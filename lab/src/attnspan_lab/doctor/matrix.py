@@ -120,7 +120,9 @@ def explained(least: Cell, failed: str) -> tuple[str, str, str]:
     if "none" not in (least.compile, least.checkpoint):
         return f"The step fails with {least}, and with no smaller combination", "", ""
     remedy = "See the findings of the stage compiled, which name lines" if least.checkpoint == "none" else ""
-    remedy = remedy or "Compare the step with a step without checkpoints. Random numbers and state must repeat"
+    remedy = (
+        remedy or "Compare the step with a step without checkpoints. Random numbers and state must repeat"
+    )
     return f"The step fails with {least} alone", "This feature fails without the others", remedy
 
 

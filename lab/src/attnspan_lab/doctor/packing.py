@@ -21,7 +21,8 @@ _OF_LENGTH = (
 )
 _MADE = (
     "Start positions again at 0 in each document, where the model makes them: "
-    "index - torch.where(starts, index, 0).cummax(-1).values, with starts True at the first token of each document"
+    "index - torch.where(starts, index, 0).cummax(-1).values, with starts True at the first token of each "
+    "document"
 )
 # Relative difference that is not rounding. Other lengths of a row change the order of sums.
 _ROUNDING = {torch.float16: 3e-2, torch.bfloat16: 1e-1}
@@ -95,21 +96,28 @@ def _explained(
     packed: Mapping[str, Tensor],
     alone: Mapping[str, Tensor],
 ) -> tuple[str, str, str]:
-    """Write cause, remedy and trial. The document moves to the front of its row, and positions start again."""
-    row, start, stop, length = part
+    """Write cause, remedy and trial: the document moves to the front, and positions start again."""
+    _, start, stop, length = part
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         first, _ = _inputs(subject, _moved(batch, *part), length)
         if _difference(packed, part, first, (0, 0, stop - start, length)) is None:
             return (*_OF_LENGTH, "at the front of the row, the document has the same results")
         if "position_ids" not in {**batch, **dict.fromkeys(subject.parameters)}:
             return "", _MADE, ""
-        again = {**batch, "position_ids": _restarted(documents).expand_as(batch.get("position_ids", documents))}
+        again = {
+            **batch,
+            "position_ids": _restarted(documents).expand_as(batch.get("position_ids", documents)),
+        }
         restarted, _ = _inputs(subject, again, length)
     left = _difference(restarted, part, alone, (0, 0, stop - start, stop - start))
     tried = "with position_ids that start again in each document, "
     if left is None:
         return "", "", f"{tried}it has the same results as alone"
-    return "", f"{_MADE}. This model makes positions itself", f"{tried}the relative difference is {left[1]:.1e}"
+    return (
+        "",
+        f"{_MADE}. This model makes positions itself",
+        f"{tried}the relative difference is {left[1]:.1e}",
+    )
 
 
 def _restarted(documents: Tensor) -> Tensor:

@@ -24,13 +24,14 @@ _MODULES = f"{Path(torch.nn.modules.__file__).parent}/"
 # Dropout draws with one probability for all entries. A tensor of probabilities is a sample of the model.
 _DROPOUT = ("native_dropout", "bernoulli_.float", "bernoulli.p", "_fused_dropout")
 _UNREACHED = (
-    "This torch module is in training mode after model.eval(): the model does not know it as a submodule, or something "
-    "calls its train()",
+    "This torch module is in training mode after model.eval(): the model does not know it as a submodule, or "
+    "something calls its train()",
     "Make it an attribute of its module or an entry of an nn.ModuleList, not of a list or a dict",
 )
 _OWN_GENERATOR = (
     "This line draws from a generator of its own. A checkpoint restores only torch's default generators",
-    "Draw from torch's default generator: remove generator=. Or draw before checkpoint(...) and pass the numbers in",
+    "Draw from torch's default generator: remove generator=. Or draw before checkpoint(...) and pass the "
+    "numbers in",
 )
 
 

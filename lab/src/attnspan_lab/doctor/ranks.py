@@ -35,8 +35,8 @@ _RANKS = 2
 _SECONDS = 120.0
 _GRACE = 3.0  # seconds that other ranks have after one has failed
 _UNEQUAL = (
-    "The ranks hold parts of different sizes. Compiled code then differs from rank to rank, and collectives that "
-    "need equal sizes fail",
+    "The ranks hold parts of different sizes. Compiled code then differs from rank to rank, and collectives "
+    "that need equal sizes fail",
     "Cut the sequence and the heads into equal parts. If they cannot be cut so, pad the sequence",
 )
 
@@ -131,7 +131,7 @@ def _write(folder: str, rank: int, name: str, told: dict[str, Any]) -> None:
 
 
 def _unfinished(done: list[bool], codes: list[int | None]) -> Finding:
-    """Say which ranks ended early and which still ran. A rank that ended early may keep another one waiting."""
+    """Say which ranks ended early, and which ones still ran, perhaps because they wait for these."""
     ended = {i: x for i, x in enumerate(codes) if x is not None and not done[i]}
     evidence = [f"rank {i}: {why_ended(x, '').rstrip(', ')}" for i, x in ended.items()]
     evidence += [f"rank {i}: still running" for i, x in enumerate(codes) if x is None]

@@ -16,9 +16,9 @@ __all__ = ["OUTSIDE", "cause_of_shown", "righted"]
 
 #: Remedies for layers that mix tokens outside of attention.
 OUTSIDE = {
-    "leak": "Let layers that mix tokens, such as a convolution or a token shift, stop at the borders of documents",
-    "causality-lost": "Let layers that mix tokens use earlier ones only: for example, pad a convolution on the left",
-    "mask-lost": "Set padding to 0 before layers that mix tokens, such as a convolution, a token shift or a mean",
+    "leak": "Let layers that mix tokens, such as a convolution or a token shift, stop at document borders",
+    "causality-lost": "Let layers that mix tokens use earlier ones only, and pad a convolution on the left",
+    "mask-lost": "Set padding to 0 before layers that mix tokens, such as a convolution or a token shift",
 }
 
 
@@ -69,6 +69,6 @@ def _of_documents(call: Attention, own: Tensor, said: Declared) -> tuple[str, st
     if is_plain or call.mask_sources:
         return "This call's mask is not made from documents", ""
     return (
-        "This call's mask is not made from this batch. It hides other pairs, so it may be kept from another batch",
-        f"If the mask is kept, make it in each step from {said.source}. Or keep it by these values, not by the length",
+        "This call's mask is not made from this batch. It hides other pairs, so it may be kept from another one",
+        f"If the mask is kept, make it in each step from {said.source}. Or keep it by these values",
     )

@@ -27,7 +27,7 @@ _REMEDIES = {
     "size": "Mark the dimension with torch._dynamo.mark_dynamic(x, dim), or use torch.compile(dynamic=True)",
     "number": "Pass the number as a tensor: torch.tensor(n), or a buffer if it is an attribute",
     "length": "Keep the number of entries the same in all calls, for example in one tensor of fixed size",
-    "other": "Keep the guarded value the same in all calls. A value that takes few values is compiled once for each, "
+    "other": "Keep the guarded value the same in all calls. If it takes few values, torch compiles once for each, "
     "up to torch._dynamo.config.recompile_limit",
 }
 
@@ -113,7 +113,7 @@ def tried_break(finding: Finding, log: CompilerLog, subject: Subject, backend: s
         backend: Backend of torch.compile.
 
     Returns:
-        The finding with the outcome. A setting is not offered if a graph break stays here, or a new one appears.
+        The finding with the outcome. A setting is not offered if a graph break stays or a new one appears.
     """
     names = list(dict.fromkeys(_SETTING.findall(finding.remedy)))
     if not names:
@@ -129,7 +129,11 @@ def tried_break(finding: Finding, log: CompilerLog, subject: Subject, backend: s
     said = f"with {' and '.join(f'torch._dynamo.config.{x} = True' for x in names)}: "
     if error is None and not left:
         return replace(finding, tried=f"{said}no graph break here in the first batch")
-    said += f"fails with {type(error).__name__}" if error else f"{counted(len(left), 'graph break')} in the first batch"
+    said += (
+        f"fails with {type(error).__name__}"
+        if error
+        else f"{counted(len(left), 'graph break')} in the first batch"
+    )
     places = ", ".join(dict.fromkeys(str(x.places[0]) for x in left if x.places))
     tried = f"{said}, at {places}" if places and error is None else said
     return replace(finding, tried=tried, remedy=KINDS["graph-break"].remedy)

@@ -26,7 +26,6 @@ from attnspan import Spans
 from attnspan_lab.doctor.heads import HeadMap, head_map
 from attnspan_lab.doctor.overflow import Overflow, has_inf, overflow_of, overflow_of_data
 from attnspan_lab.doctor.places import Place, is_direct, lines_here, lines_in, on_stack, place_here
-
 from attnspan_lab.doctor.written import first_scores, scale_of
 
 if TYPE_CHECKING:

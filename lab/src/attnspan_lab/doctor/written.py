@@ -55,18 +55,26 @@ def scale_of(products: Tensor | None, scores: Tensor, hidden: float) -> float | 
 def remedy_of_written(call: Attention) -> str:
     """Write the call that replaces the lines, as far as it is known."""
     ours, theirs = "attnspan.torch.attention", "F.scaled_dot_product_attention"
-    special = ["sinks=(your sinks)"] * (call.keys is not None) + ["softcap=(your limit)"] * ("tanh" in call.steps)
+    special = ["sinks=(your sinks)"] * (call.keys is not None) + ["softcap=(your limit)"] * (
+        "tanh" in call.steps
+    )
     if special:  # torch's function has neither.
         scale = "" if call.scale is None else _scale(call)
-        known = "" if scale or call.scale is not None else f". {_SCALE.replace('Both multiply', 'It multiplies')}"
-        return f"Replace these lines by {ours}(q, k, v, {', '.join([*special, *filter(None, [scale])])}){known}"
+        known = (
+            "" if scale or call.scale is not None else f". {_SCALE.replace('Both multiply', 'It multiplies')}"
+        )
+        return (
+            f"Replace these lines by {ours}(q, k, v, {', '.join([*special, *filter(None, [scale])])}){known}"
+        )
     if call.scale is None:
         return f"Replace these lines by {theirs} or {ours}. {_SCALE}"
     visible, mask, same = call.visible, "", ""
     if visible is not None and not bool(visible.all()):
         square = visible.shape[-2] == visible.shape[-1]
         causal = square and bool((visible == visible.new_ones(visible.shape).tril()).all())
-        mask, same = ("is_causal=True", "mask=causal()") if causal else ("attn_mask=(your mask)", "mask=(its form)")
+        mask, same = (
+            ("is_causal=True", "mask=causal()") if causal else ("attn_mask=(your mask)", "mask=(its form)")
+        )
     their, own = (", ".join(filter(None, ["q, k, v", x, _scale(call)])) for x in (mask, same))
     return f"Replace these lines by {theirs}({their}) or {ours}({own}), with q and k as in your product"
 
