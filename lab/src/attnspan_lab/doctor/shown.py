@@ -69,6 +69,6 @@ def _of_documents(call: Attention, own: Tensor, said: Declared) -> tuple[str, st
     if is_plain or call.mask_sources:
         return "This call's mask is not made from documents", ""
     return (
-        "This call's mask is not made from this batch. It hides other pairs, so it may be kept from another one",
+        "This call's mask is not made from this batch. It hides other pairs: it may be kept from another",
         f"If the mask is kept, make it in each step from {said.source}. Or keep it by these values",
     )

@@ -27,8 +27,8 @@ _REMEDIES = {
     "size": "Mark the dimension with torch._dynamo.mark_dynamic(x, dim), or use torch.compile(dynamic=True)",
     "number": "Pass the number as a tensor: torch.tensor(n), or a buffer if it is an attribute",
     "length": "Keep the number of entries the same in all calls, for example in one tensor of fixed size",
-    "other": "Keep the guarded value the same in all calls. If it takes few values, torch compiles once for each, "
-    "up to torch._dynamo.config.recompile_limit",
+    "other": "Keep the guarded value the same in all calls. If it takes few values, torch compiles once for "
+    "each, up to torch._dynamo.config.recompile_limit",
 }
 
 
