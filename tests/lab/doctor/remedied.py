@@ -242,7 +242,6 @@ def packed(model: Any, **more: Any) -> Any:
 INDEX = torch.arange(LENGTH).expand(2, -1)
 again = packed(Placed, position_ids=INDEX - IDS * 9)
 remedied("positions", "not given", packed(Placed), "Pass position_ids", again, again)
-remedied("positions", "continued", packed(Placed, position_ids=INDEX), "Pass position_ids", again, again)
 remedied("positions", "made", packed(Unplaced), "torch.where(starts, index, 0)", packed(Restarted), again)
 remedied("positions", "length", packed(Lengthy), "length of each document", packed(Short), packed(Short))
 
@@ -288,7 +287,6 @@ def halves(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 CUT = {
     "detach": (causes.detached, "Remove detach()", fused),
-    "data": (causes.data, "Remove detach()", fused),
     "no_grad": (causes.untracked, "out of torch.no_grad()", lambda q, k, v: fused(q * 0.5 + 1, k, v)),
     "inference_mode": (inferred, "out of torch.inference_mode()", halves),
     "operator": (causes.without_backward, "register_autograd", lambda q, k, v: fused(halved(q), k, v)),
@@ -363,10 +361,8 @@ for name, (sick, said, well) in UNFUSED.items():
 remedied("unfused", "sinks", patients.sick_sinks, "sinks=(your sinks), scale=1", model_of(written_sinks))
 multihead, unweighted = (plain(fused, x) for x in (missed.Multihead, missed.MultiheadFused))
 remedied("unfused", "multihead", multihead, "need_weights=False", unweighted)
-for name, sick in (("interleave", patients.sick_repeat_interleave), ("repeat_kv", patients.sick_repeat_kv)):
-    remedied("kv-copy", name, sick, "enable_gqa=True", patients.well_shared_heads)
-for sick in (missed.into_empty, missed.into_new, missed.into_zeros):
-    remedied("copy", sick.__name__, model_of(sick), "Remove the copy", model_of(fused))
+remedied("kv-copy", "repeat_kv", patients.sick_repeat_kv, "enable_gqa=True", patients.well_shared_heads)
+remedied("copy", "contiguous", patients.sick_contiguous, "Remove the copy", model_of(fused))
 remedied("upcast", "rotary", patients.sick_upcast, "Convert q, k and v", patients.well_half)
 remedied(
     "upcast",

@@ -17,6 +17,8 @@ from torch import nn
 from attnspan_lab.doctor import Finding, Place, child, matrix, ranks, run
 from attnspan_lab.doctor.compiler import CompilerLog, compile_error
 from attnspan_lab.doctor.matrix import Cell
+from attnspan_lab.doctor.steps import run_compiled
+from attnspan_lab.doctor.subject import Subject
 from attnspan_lab.doctor.timing import unused
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -207,6 +209,30 @@ def test_a_feature_that_fails_alone_is_no_combination(cell, what, cause):
     assert what in texts[0]
     assert texts[1].endswith(cause)
     assert ("Leave one" in Finding("combination", *texts[:1], (), (), *texts[1:]).remedy) == (not cause)
+
+
+@SLOW
+def test_sizes_that_change_are_marked(monkeypatch):
+    batches = [tokens((length,), batch)[0] for batch, length in ((2, 24), (2, 30), (3, 30))]
+    found = first(lambda: (Model(fused), batches, patients.CAUSAL), "recompile", "compiled")
+    assert found.cause == "The compiled code requires size 2 of input_ids in dim 0, and a call had 3"
+    assert found.remedy.startswith("Mark the dimension with torch._dynamo.mark_dynamic(x, dim)")
+    assert found.tried == "with all sizes dynamic: 0 recompilations instead of 2"
+
+    def marked(self, model, batch):
+        x = batch["input_ids"].clone()
+        for dim in (0, 1):
+            torch._dynamo.mark_dynamic(x, dim)
+        return model(input_ids=x)
+
+    subject = Subject(Model(fused), batches)
+    wanted = [subject.step(subject.model, x)["0"] for x in batches]
+    monkeypatch.setattr(Subject, "call", marked)
+    log, error, _ = run_compiled(subject, "aot_eager")
+    assert (log.recompiles, error) == ([], None)
+    compiled_model = torch.compile(subject.model, backend="aot_eager")
+    for x, exact in zip(batches, wanted, strict=True):
+        torch.testing.assert_close(subject.step(compiled_model, x)["0"], exact)
 
 
 # Known issues

@@ -33,7 +33,7 @@ __all__ = ["findings_of_pairs"]
 
 # What is not checked if a finding cannot be confirmed.
 _TOPICS = {"leak": "documents", "mask-lost": "padding", "causality-lost": "causality"}
-_DECLARE = "Return it in the factory's third value"
+_DECLARE = "Return them in the factory's third value"
 
 
 def findings_of_pairs(

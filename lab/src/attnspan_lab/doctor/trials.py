@@ -21,6 +21,10 @@ __all__ = ["recompiles_in", "tried", "tried_break"]
 
 #: Recompilations per frame that torch intends: the second size makes a dimension dynamic.
 _ALLOWED = 1
+_MISMATCH = re.compile(
+    r"tensor '(?P<name>[^']+)' (?P<what>[\w ]+?) mismatch(?: at index (?P<dim>\d+))?\. "
+    r"expected (?P<want>.+?), actual (?P<got>[^.]+)"
+)
 _SETTING = re.compile(r"torch\._dynamo\.config\.(\w+) = True")
 _SAME = 1e-5  # Larger relative differences are no rounding: both sides run the same operators.
 _REMEDIES = {
@@ -52,10 +56,21 @@ def recompiles_in(log: CompilerLog) -> Iterator[Finding]:
             what,
             tuple(dict.fromkeys(x for x in (place, frame) if x is not None)),
             (*(f"guard that failed: {x}" for x in guards), "TORCH_LOGS=recompiles shows each"),
-            f"The compiled code requires {' '.join(last.guard.split())[:120]}, and this changes",
+            _requirement(last.guard),
             _REMEDIES[last.kind],
             count=len(reasons),
         )
+
+
+def _requirement(guard: str) -> str:
+    """Write a guard that failed as a sentence."""
+    if found := _MISMATCH.search(guard):
+        dim = f" in dim {found['dim']}" if found["dim"] else ""
+        return (
+            f"The compiled code requires {found['what']} {found['want']} of {found['name']}{dim}, "
+            f"and a call had {found['got'].strip()}"
+        )
+    return f"The compiled code requires {' '.join(guard.split())[:120]}, and this changes"
 
 
 @dataclass(frozen=True)
