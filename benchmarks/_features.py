@@ -121,6 +121,7 @@ class Example:
     """
 
     against = "eager float64"
+    changed = "another mask"
 
     def __init__(self, kind: str, mask: str, ranks: str = "one") -> None:
         self.mask, self.ranks, self.model = mask, ranks, _Model(kind, mask)

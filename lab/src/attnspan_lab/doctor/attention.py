@@ -25,6 +25,7 @@ from attnspan_lab.doctor.returned import NAN, cause_of, remedy_of, returned
 from attnspan_lab.doctor.subject import Subject
 from attnspan_lab.doctor.watch import Watcher
 from attnspan_lab.doctor.words import counted, first_line
+from attnspan_lab.doctor.written import remedy_of_written
 
 __all__ = ["findings_of"]
 
@@ -65,6 +66,8 @@ def _costs(site: list[Attention], subject: Subject, batch: Any) -> Iterator[Find
         elif call.in_multihead:
             what = "nn.MultiheadAttention stores scores and weights of all pairs here"
             cause, remedy, tried = refusal_of_multihead(subject, batch, call.place)
+        else:
+            remedy = remedy_of_written(call)
         again = sum(x.recomputed for x in site)
         calls = counted(many - again, "call") + (f" and {again} more in the backward pass" if again else "")
         evidence = f"{calls}; a tensor of scores has {bytes_text(long)} at {LONG:,} tokens"
@@ -84,7 +87,16 @@ def _costs(site: list[Attention], subject: Subject, batch: Any) -> Iterator[Find
         first = many - again
         what = f"Checkpointing runs attention {many / max(first, 1):.3g} times for each forward pass"
         evidence = f"{counted(first, 'call')} in the forward pass, {again} more in the backward pass"
-        yield Finding("recompute", what, at(call.place), (evidence,), count=again)
+        yield Finding("recompute", what, at(call.place), (evidence,), remedy=_saved(call), count=again)
+
+
+def _saved(call: Attention) -> str:
+    """Write the remedy for attention that a checkpoint repeats, or "" if no operator computes it."""
+    if not call.kernel:
+        return ""
+    kernel = call.kernel if call.kernel.count(".") == 2 else f"{call.kernel}.default"
+    contexts = f"partial(create_selective_checkpoint_contexts, [torch.ops.{kernel}])"
+    return f"Save the results of attention: checkpoint(..., use_reentrant=False, context_fn={contexts})"
 
 
 def _of_heads(maps: set[HeadMap | None]) -> tuple[tuple[str, ...], str, str]:

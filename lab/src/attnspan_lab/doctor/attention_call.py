@@ -55,6 +55,9 @@ class Attention:
         wide: Line that made scores or weights in a wider dtype than q, this dtype, and their bytes.
         softmax: The softmax of the scores was seen.
         keys: Number of score columns that are keys, or None without sinks.
+        steps: Operators on scores before their softmax.
+        products: Scores of one head before these operators.
+        scale: Factor of the scores before their softmax, or None if it is unknown.
         in_multihead: The call is part of nn.MultiheadAttention.
         lines: All of the user's lines that lead to the call, as "file:line".
     """
@@ -91,6 +94,9 @@ class Attention:
     wide: tuple[Place | None, torch.dtype, int] | None = None
     softmax: bool = False
     keys: slice | None = None
+    steps: set[str] = field(default_factory=set)
+    products: Tensor | None = None
+    scale: float | None = None
     in_multihead: bool = False
     lines: list[str] = field(default_factory=lines_here)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -21,6 +22,11 @@ from attnspan_lab.doctor.words import counted, error_text, first_line
 __all__: list[str] = []
 
 _COMPILER = ("torch._dynamo.backends.inductor", "torch._inductor.compile_fx")
+# Errors of torch and JAX about a GPU that is missing.
+_NO_GPU = re.compile(
+    "not compiled with CUDA|requires CUDA support|without ATen_cuda|no NVIDIA (driver|GPU)|No CUDA GPUs|"
+    "no CUDA-capable device|CUDA driver|no platforms that are instances of (cuda|gpu)"
+)
 
 
 def _main(given: dict[str, Any]) -> None:
@@ -117,8 +123,13 @@ def _unloadable(error: BaseException, target: str) -> Finding:
     is_script = target.endswith(".py")
     cause = "The script raises" if is_script else "The factory raises, or the import of its module does"
     remedy = f"Make sure that this works: {_test_of(target)}"
-    if any(x in str(error) for x in ("CUDA", "NVIDIA", "cuda")):
-        cause = "The factory needs a GPU, and this machine has none"
+    if not is_script and ":" not in target:
+        cause, remedy = "The library raises", "Install transformers and diffusers, or write a factory"
+    if "deserialize object on a CUDA device" in str(error):
+        cause = "The checkpoint holds tensors of a GPU, and torch sees no GPU on this machine"
+        remedy = "Load it with torch.load(path, map_location='cpu')"
+    elif _NO_GPU.search(str(error)):
+        cause = "The factory needs a GPU, and torch sees none on this machine"
         remedy = "Choose the device with torch.cuda.is_available()"
     if isinstance(error, SyntaxError) and is_users(error.filename or "<"):
         places = [Place(str(error.filename), error.lineno or 1)]

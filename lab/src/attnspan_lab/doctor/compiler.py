@@ -16,6 +16,12 @@ __all__ = ["CompilerLog", "Graph", "Recompile", "compile_error"]
 
 _BREAK = re.compile(r"Graph [Bb]reak in user code at (?P<file>.*):(?P<line>\d+)")
 _GUARD_PLACE = re.compile(r"# (?P<file>[^#\s][^#]*?):(?P<line>\d+) in (?P<function>\w+)")
+_LAYOUT = re.compile(r"expected size (?P<want>\d+)==(?P<got>\d+), stride \d+==\d+")
+_CONTEXTS = (
+    "torch.compile takes only a function or a functools.partial as context_fn of a checkpoint. A function "
+    "must be made outside of compiled code. A method or another callable object fails",
+    "Pass a function of a module, or functools.partial(create_selective_checkpoint_contexts, policy)",
+)
 _LIMIT = "Dynamo recompile limit exceeded"
 _READ_ERRORS = "TORCHDYNAMO_VERBOSE=1 TORCH_LOGS=+dynamo shows the trace. Read the lines before the error"
 _READ_BREAKS = (
@@ -134,8 +140,12 @@ class CompilerLog(logging.Handler):
             places = list({(x.file, x.line): x for x in places}.values())[:4]
             evidence = tuple(x for x in (link, _READ_BREAKS) if x)
             what = f"The graph breaks here: {_first_line(kind)}"
+            if all(x.places[:1] == tuple(places[:1]) for x in self.breaks):  # No other break came before.
+                hints = [x for x in hints if "earlier graph break" not in x]
+            if "fake tensors" in kind:
+                hints = [KINDS["operator"].remedy]
             self.breaks.append(
-                Finding("graph-break", what, tuple(places), evidence, explanation, " ".join(hints))
+                Finding("graph-break", what, tuple(places), evidence, explanation, _joined(hints))
             )
 
     def _compiled(self, found: dict[str, Any], *, forward: bool) -> None:
@@ -161,6 +171,10 @@ class CompilerLog(logging.Handler):
 
 def _function(places: Sequence[Place]) -> str:
     return places[0].function if places else ""
+
+
+def _joined(hints: Sequence[str]) -> str:
+    return " ".join(x if x.endswith(".") or x is hints[-1] else f"{x}." for x in hints)
 
 
 def _first_line(text: str) -> str:
@@ -201,9 +215,12 @@ def compile_error(error: BaseException, stage: str) -> Finding:
     kind, cause, hints, link = _explained("\n" + text)
     what = f"torch.compile fails: {_first_line(kind if 'Explanation:' in text else text)[:300]}"
     cause = cause if "Explanation:" in text else f"{type(error).__name__} while compiling or in compiled code"
-    remedy = " ".join(hints)
-    if re.search(r"expected size \S+, stride \S+|stride \d+==\d+", text):
-        cause = "An operator's fake kernel and its real kernel return different strides"
+    remedy = _joined(hints)
+    if layout := _LAYOUT.search(text):
+        what_differs = "strides" if layout["want"] == layout["got"] else "shapes"
+        cause = f"An operator's fake kernel and its real kernel return different {what_differs}"
         remedy = KINDS["operator"].remedy
+    elif "checkpoint not implemented for" in text:
+        cause, remedy = _CONTEXTS
     evidence = tuple(x for x in (link, _READ_ERRORS) if x)
     return Finding("compile-error", what, tuple(user[:3]), evidence, cause, remedy, stage=stage)

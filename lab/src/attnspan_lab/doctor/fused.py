@@ -181,34 +181,57 @@ def _fused(given: Given) -> str:
 
 
 def refusal_of_multihead(subject: Subject, batch: Any, place: Place | None) -> Refusal:
-    """Try need_weights=False for calls of nn.MultiheadAttention at a line."""
+    """Try need_weights=False, and then no dropout, for calls of nn.MultiheadAttention at a line."""
     cause = "nn.MultiheadAttention computes its weights unless it is called with need_weights=False"
     remedy = "Pass need_weights=False"
     try:
-        with _without_weights(), watching(subject.rows(batch), subject.named(batch)) as watcher:
-            subject.step(subject.model, batch, backward=False)
+        kernels, asked = _of_multihead(subject, batch, place)
     except Exception as error:
         text = f"with need_weights=False, the step raises {type(error).__name__}: the weights are used"
         return Refusal(cause, f"Stop using the weights, and pass need_weights=False. Or: {_OURS}", text)
+    if kernels:
+        return Refusal(cause, remedy, f"with need_weights=False, {kernels} runs")
+    kernels, _ = _of_multihead(subject, batch, place, dropout=0.0)
+    if kernels:
+        device = next((x.device.type for x in subject.model.parameters()), "cpu")
+        refused = f"torch's fused kernels refuse dropout on {device} with torch {torch.__version__}"
+        cause = f"{cause}, and {refused}" if asked else refused
+        both = f"{remedy}, and make" if asked else "make"
+        ours = (
+            f"C{_OURS[1:]} and has dropout too. Or: {both[0].lower()}{both[1:]} nn.MultiheadAttention with "
+        )
+        ours += "dropout=0.0, which changes training"
+        return Refusal(cause, ours, f"with need_weights=False and dropout=0.0, {kernels} runs")
+    return Refusal(cause, f"C{_OURS[1:]}", "with need_weights=False, scores are stored as well")
+
+
+def _of_multihead(
+    subject: Subject, batch: Any, place: Place | None, dropout: float | None = None
+) -> tuple[str, bool]:
+    """Run a step without weights. Return the fused kernels at a line, and whether weights were asked for."""
+    with _without_weights(dropout) as asked, watching(subject.rows(batch), subject.named(batch)) as watcher:
+        subject.step(subject.model, batch, backward=False)
     kernels = {x.kernel for x in watcher.calls if x.place == place}
-    if not all(kernels) or not kernels:
-        text = "with need_weights=False, scores are stored as well"
-        return Refusal(cause, f"C{_OURS[1:]}", text)
-    return Refusal(cause, remedy, f"with need_weights=False, {', '.join(sorted(kernels))} runs")
+    return ", ".join(sorted(kernels)) if all(kernels) else "", any(asked)
 
 
 @contextmanager
-def _without_weights() -> Iterator[None]:
-    real = nn.MultiheadAttention.forward
+def _without_weights(dropout: float | None) -> Iterator[list[bool]]:
+    real, asked = nn.MultiheadAttention.forward, list[bool]()
     signature = inspect.signature(real)
 
     def forward(self: nn.MultiheadAttention, *args: Any, **options: Any) -> Any:
-        bound = signature.bind(self, *args, **options)
+        bound, own = signature.bind(self, *args, **options), self.dropout
+        asked.append(bool(bound.arguments.get("need_weights", True)))
         bound.arguments["need_weights"] = False
-        return real(*bound.args, **bound.kwargs)
+        self.dropout = own if dropout is None else dropout
+        try:
+            return real(*bound.args, **bound.kwargs)
+        finally:
+            self.dropout = own
 
     nn.MultiheadAttention.forward = forward  # type: ignore[method-assign]
     try:
-        yield
+        yield asked
     finally:
         nn.MultiheadAttention.forward = real  # type: ignore[method-assign]

@@ -22,11 +22,16 @@ __all__ = ["cut_lines", "gradient_findings"]
 _TOPIC = "trainable parameters without a gradient"
 _TRIALS = 16  # maximum number of parameters that are changed alone
 _DETACHED, _UNTRACKED, _OPERATOR, _DROPPED = "detach", "no_grad", "operator", "backward"
+_INFERENCE = "inference_mode"
+_FUNCTION = "function"  # a function of torch without a gradient, such as argmax or a comparison
 _NO_BACKWARD = "NotImplemented"  # torch's node behind an operator without a backward
 _REMEDIES = {
     _DETACHED: "Remove detach() or .data at this line",
     _UNTRACKED: "Move this line out of torch.no_grad()",
+    _INFERENCE: "Move this line out of torch.inference_mode()",
     _OPERATOR: "Register a backward with torch.library.register_autograd, or use operators that have one",
+    _FUNCTION: "Use a function with a gradient, such as softmax instead of argmax, sigmoid instead of a "
+    "comparison, and x.clone() instead of torch.tensor(x)",
     _DROPPED: "Return a gradient for each input that requires one from this function's backward",
 }
 
@@ -44,7 +49,9 @@ class _Cut(NamedTuple):
         texts = {
             _DETACHED: f"{self.name} ends the graph of gradients at this line",
             _UNTRACKED: f"{self.name} runs without gradients (torch.no_grad) at this line",
+            _INFERENCE: f"{self.name} runs in torch.inference_mode at this line",
             _OPERATOR: f"The operator {self.name} has no backward",
+            _FUNCTION: f"{self.name} returns a result without a gradient at this line",
             _DROPPED: f"The backward of {self.name} returns no gradient for an input of this line",
         }
         return texts[self.kind]
@@ -166,8 +173,13 @@ def _kind(fn: Any) -> tuple[str, str]:
         name = f".{getattr(getattr(fn, '__self__', None), '__name__', 'data')}"
     if name in ("detach", "detach_", ".data"):
         return _DETACHED, name
-    name = str(fn) if isinstance(fn, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) else name
-    return (_OPERATOR if torch.is_grad_enabled() else _UNTRACKED), name
+    if torch.is_inference_mode_enabled():
+        return _INFERENCE, name
+    if not torch.is_grad_enabled():
+        return _UNTRACKED, name
+    if isinstance(fn, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return _OPERATOR, str(fn)
+    return _FUNCTION, name
 
 
 def _dropped(total: Tensor, leaves: dict[int, str]) -> Iterator[tuple[str, _Cut]]:

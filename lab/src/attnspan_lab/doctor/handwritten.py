@@ -9,6 +9,7 @@ from attnspan_lab.doctor.attention_call import HIDDEN, Attention
 from attnspan_lab.doctor.operators import in_backward, storage
 from attnspan_lab.doctor.places import Place, on_stack
 from attnspan_lab.doctor.record import Record
+from attnspan_lab.doctor.written import first_scores, scale_of
 
 __all__ = ["on_scores", "product"]
 
@@ -31,7 +32,7 @@ def product(
         if record.function.given is not None:
             call.kind, call.given = "sdpa", record.function.given
         call.in_multihead = on_stack(_MULTIHEAD)
-        call.score_count = out.numel()
+        call.score_count, call.products = out.numel(), first_scores(out)
         call.key = k.mT if record.keeps_keys or q.shape[-2] != k.shape[-1] else None
         record.operands(call, [q, k])
         record.tags[storage(out)].scores = call
@@ -54,6 +55,7 @@ def on_scores(
     """Follow an operator on scores or on their softmax."""
     own = [x for x in inputs if (t := record.tags.get(storage(x))) is not None and t.scores is call]
     pairs = own[0].shape[-2:] if own[0].dim() > 1 else ()
+    call.steps |= set() if call.softmax else {name.rstrip("_")}
     for x in inputs:
         changes = x.dim() > 0 and x.shape[-1:] == own[0].shape[-1:] and name in _MASKING
         if changes and not call.softmax and not any(x is y for y in own):
@@ -68,6 +70,7 @@ def on_scores(
         seen = own[0].detach()
         seen = seen if call.keys is None else seen[..., call.keys]
         record.see(call, ~(seen <= HIDDEN) if name != "exp" else None, seen)
+        call.scale, call.products = scale_of(call.products, seen, HIDDEN), None
         call.hidden = call.hidden if call.keys is None else []  # These queries see their sink.
         if call.kind == "written out" and place is not None:
             call.place = place

@@ -50,7 +50,7 @@ class Masked(TorchFunctionMode):
 
     def __init__(self, masks: Mapping[Place | None, Mask]) -> None:
         super().__init__()
-        self.masks = masks
+        self.masks, self.used = masks, set[Place | None]()
 
     def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = arguments(args, kwargs or {})
@@ -58,6 +58,7 @@ class Masked(TorchFunctionMode):
         place = place_here() if name in ("scaled_dot_product_attention", "softmax") else None
         if place is None or place not in self.masks:
             return fn(*args, **(kwargs or {}))
+        self.used.add(place)
         if name == "softmax":
             return fn(_hidden(args[0], self.masks[place]), *args[1:], **(kwargs or {}))
         q, k, v = (given[x] for x in ("query", "key", "value"))

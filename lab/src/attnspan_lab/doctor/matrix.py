@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from attnspan_lab.doctor.compiler import CompilerLog
 from attnspan_lab.doctor.steps import outcome_of
 from attnspan_lab.doctor.subject import Subject
-from attnspan_lab.doctor.words import error_text
+from attnspan_lab.doctor.words import counted, error_text
 from attnspan_lab.zoo.step import Outcome, differences
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "blocks_of",
     "compared",
     "covering",
+    "explained",
     "failure",
     "smallest",
     "with_features",
@@ -105,16 +106,38 @@ def smallest(failing: C, fails: Callable[[C], bool]) -> C:
     return failing
 
 
+def explained(least: Cell, failed: str) -> tuple[str, str, str]:
+    """Write the finding, its cause and its remedy for the smallest combination that fails.
+
+    Args:
+        least: The combination.
+        failed: Its failure.
+    """
+    if least == Cell():
+        what = f"The eager step fails without any feature: {failed}"
+        cause = "The model raises, is random in evaluation mode, or keeps state from step to step"
+        return what, cause, "Make the eager step run and repeat first: without it, no feature can be compared"
+    if "none" not in (least.compile, least.checkpoint):
+        return f"The step fails with {least}, and with no smaller combination", "", ""
+    remedy = "See the findings of the stage compiled, which name lines" if least.checkpoint == "none" else ""
+    remedy = (
+        remedy or "Compare the step with a step without checkpoints. Random numbers and state must repeat"
+    )
+    return f"The step fails with {least} alone", "This feature fails without the others", remedy
+
+
 class Trial(Protocol):
     """A model, batches of one shape, and steps of it.
 
     Attributes:
         against: Name of the reference that results are compared with.
+        changed: The difference of later batches from the first one, as the subject of a sentence.
     """
 
     model: nn.Module
     batches: list[Any]
     against: str
+    changed: str
 
     def outcome(self, call: Callable[..., Any], number: int) -> Outcome:
         """Run a step of the batch with this number. ``call`` is the model, compiled or not."""
@@ -124,6 +147,7 @@ class _GivenModel:
     """The subject's own model and first batch, in evaluation mode."""
 
     against = "plain eager mode"
+    changed = "the same batch"
 
     def __init__(self, subject: Subject) -> None:
         self.subject, self.model = subject, subject.model.eval()
@@ -158,17 +182,19 @@ def compared(trial: Trial, call: Callable[..., Any], want: Outcome) -> str:
     with CompilerLog() as first:
         found = trial.outcome(call, 0)
     if first.breaks:
-        return f"the graph breaks {len(first.breaks)} times: {first.breaks[0].what.partition(': ')[2]}"
+        times = counted(len(first.breaks), "time")
+        return f"the graph breaks {times}: {first.breaks[0].what.partition(': ')[2]}"
     output, gradient = differences(found, want)
     kinds = (x.dtype for x in trial.model.parameters() if x.is_floating_point())
     if not max(output, gradient) <= _WITHIN * torch.finfo(next(kinds, torch.float32)).eps:
-        return f"results are {output:.1e} away from {trial.against}, gradients {gradient:.1e}"
+        far = f"results are {output:.1e} away from {trial.against}, gradients {gradient:.1e}"
+        return f"{far} (norm of the difference over the norm)"
     with CompilerLog() as log:
         for number in range(1, len(trial.batches)):
             trial.outcome(call, number)
     if log.graphs:
         reason = f": {log.recompiles[0].guard}" if log.recompiles else ""
-        return f"another mask recompiles {len(log.graphs)} graphs{reason}"
+        return f"{trial.changed} recompiles {counted(len(log.graphs), 'graph')}{reason}"
     return ""
 
 

@@ -15,6 +15,16 @@ from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, place_here
 from attnspan_lab.doctor.subject import Subject
 
+_Part = tuple[int, int, int, int]  # batch element, begin, end, and tokens of a row
+_OF_LENGTH = (
+    "The results depend on the length of the row, not on the place of the document in it",
+    "Make scales and biases from the length of each document, not from the length of the row",
+)
+_MADE = (
+    "Start positions again at 0 in each document, where the model makes them: "
+    "index - torch.where(starts, index, 0).cummax(-1).values, with starts True at the first token of each "
+    "document"
+)
 # Relative difference that is not rounding. Other lengths of a row change the order of sums.
 _ROUNDING = {torch.float16: 3e-2, torch.bfloat16: 1e-1}
 _RESULT = "the result"
@@ -39,19 +49,26 @@ def position_findings(subject: Subject, batch: Any, coverage: Coverage) -> Itera
         return
     row, start, stop = place
     try:
-        found = first_difference(subject, batch, alone, length, place)
+        packed, where, own = _inputs_of_both(subject, batch, alone, length, place)
     except CannotRun as error:
         coverage.absent("positions of documents", str(error))
         return
     coverage.made("positions of documents", "a packed document, and the same document alone")
-    if found is not None:
-        name, places, difference = found
-        what = "A packed document gets other results than the same document alone"
-        evidence = (
-            f"tokens {start} to {stop - 1} of batch element {row}: relative difference {difference:.1e}",
-            f"the first module whose input differs: {name}",
-        )
-        yield Finding("positions", what, places, evidence)
+    part = (row, start, stop, length)
+    differs = _difference(packed, part, own, (0, 0, stop - start, stop - start))
+    if differs is None:
+        return
+    name, difference = differs
+    what = "A packed document gets other results than the same document alone"
+    evidence = (
+        f"tokens {start} to {stop - 1} of batch element {row}: relative difference {difference:.1e}",
+        f"the first module whose input differs: {name}",
+    )
+    try:
+        texts = _explained(subject, batch, documents.expand(len(tokens[1]), length), part, packed, own)
+    except Exception:
+        texts = "", "", ""  # The model does not run with the documents in another order.
+    yield Finding("positions", what, where[name], evidence, *texts)
 
 
 def first_difference(
@@ -72,6 +89,16 @@ def first_difference(
         CannotRun: The model raises for the part alone.
     """
     row, start, stop = place
+    packed, where, own = _inputs_of_both(subject, batch, alone, length, place)
+    differs = _difference(packed, (row, start, stop, length), own, (0, 0, stop - start, stop - start))
+    return None if differs is None else (differs[0], where[differs[0]], differs[1])
+
+
+def _inputs_of_both(
+    subject: Subject, batch: Any, alone: Any, length: int, place: tuple[int, int, int]
+) -> tuple[dict[str, Tensor], dict[str, tuple[Place, ...]], dict[str, Tensor]]:
+    """Return the modules' inputs for a batch, the lines of the modules, and the inputs for a part alone."""
+    _, start, stop = place
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         packed, where = _inputs(subject, batch, length)
         try:
@@ -79,19 +106,79 @@ def first_difference(
         except Exception as error:  # The model may hold data for the whole row.
             why = f"the model raises {type(error).__name__} for one document of the row alone"
             raise CannotRun(why) from error
+    return packed, where, own
+
+
+def _difference(
+    one: Mapping[str, Tensor], part: _Part, other: Mapping[str, Tensor], like: _Part
+) -> tuple[str, float] | None:
+    """Find the first module whose input differs in a part of the rows, with the relative difference."""
     found = None
-    for name, x in packed.items():
-        if name not in own:
+    for name, x in one.items():
+        if name not in other:
             continue
-        there, here = _rows(x, row, start, stop, length), _rows(own[name], 0, 0, stop - start, stop - start)
+        there, here = _rows(x, *part), _rows(other[name], *like)
         if there is None or here is None or there.shape != here.shape:
             continue
         difference = float((there - here).norm() / here.norm().clamp_min(1e-30))
         differs = difference > _ROUNDING.get(x.dtype, 1e-3)
         if differs and found is None:
-            found = name, where[name], difference
+            found = name, difference
         if name == _RESULT and not differs:
             return None  # Numbers of positions may differ where only their differences count.
+    return found
+
+
+def _explained(
+    subject: Subject,
+    batch: Mapping[str, Any],
+    documents: Tensor,
+    part: _Part,
+    packed: Mapping[str, Tensor],
+    alone: Mapping[str, Tensor],
+) -> tuple[str, str, str]:
+    """Write cause, remedy and trial: the document moves to the front, and positions start again."""
+    _, start, stop, length = part
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        first, _ = _inputs(subject, _moved(batch, *part), length)
+        if _difference(packed, part, first, (0, 0, stop - start, length)) is None:
+            return (*_OF_LENGTH, "at the front of the row, the document has the same results")
+        if "position_ids" not in {**batch, **dict.fromkeys(subject.parameters)}:
+            return "", _MADE, ""
+        again = {
+            **batch,
+            "position_ids": _restarted(documents).expand_as(batch.get("position_ids", documents)),
+        }
+        restarted, _ = _inputs(subject, again, length)
+    left = _difference(restarted, part, alone, (0, 0, stop - start, stop - start))
+    tried = "with position_ids that start again in each document, "
+    if left is None:
+        return "", "", f"{tried}it has the same results as alone"
+    return (
+        "",
+        f"{_MADE}. This model makes positions itself",
+        f"{tried}the relative difference is {left[1]:.1e}",
+    )
+
+
+def _restarted(documents: Tensor) -> Tensor:
+    """Count the tokens of each document from 0."""
+    index = torch.arange(documents.shape[1]).expand_as(documents)
+    starts = torch.zeros_like(documents, dtype=torch.bool)
+    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return index - torch.where(starts, index, 0).cummax(1).values
+
+
+def _moved(batch: Mapping[str, Any], row: int, start: int, stop: int, length: int) -> dict[str, Any]:
+    """Keep one row of a batch, and move a document to its front."""
+    order = torch.tensor([*range(start, stop), *range(start), *range(stop, length)])
+    found = dict(batch)
+    for name, x in batch.items():
+        if isinstance(x, Tensor) and x.dim() > 3 and x.shape[-2:] == (length, length):
+            found[name] = x[row % len(x), None][..., order, :][..., order]
+        elif isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == length:
+            continues = name == "position_ids" and bool((x == torch.arange(length)).all())
+            found[name] = x[row % len(x), None][:, slice(None) if continues else order]
     return found
 
 

@@ -24,7 +24,7 @@ from attnspan_lab.doctor.words import counted, first_line
 
 __all__ = ["findings_of_pairs"]
 
-_DECLARE = "Return it in the factory's third value"
+_DECLARE = "Return them in the factory's third value"
 
 
 def findings_of_pairs(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -20,6 +21,7 @@ __all__ = ["Stage", "run_together"]
 _START = 60.0  # Seconds in which torch must be loaded, in addition to the time limit.
 _LOOK = 0.05  # Seconds between two looks at the findings of a process.
 _PERIOD = 0.05  # Seconds between two looks at the line that a process runs.
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # No crash of the code itself.
 _OUTERMOST = "in _run_module_as_main"  # The last line of a whole stack.
 
 
@@ -138,7 +140,8 @@ def _hang(errors: str, limit: float, stage: str, at: str) -> Finding:
 
 
 def _crash(errors: str, code: int, stage: str, at: str, last: tuple[Place, ...]) -> Finding:
-    native, places = code < 0, _dumped(errors)
+    killed, places = -code in _FROM_OUTSIDE, _dumped(errors)
+    native = code < 0 and not killed
     evidence: tuple[str, ...] = ()
     # Native code that overwrites memory may also overwrite Python's stack, which the dump is made from.
     if _OUTERMOST not in errors:
@@ -146,9 +149,12 @@ def _crash(errors: str, code: int, stage: str, at: str, last: tuple[Place, ...])
     elif last and last[0] not in places:
         evidence = (f"at most {_PERIOD * 1e3:.0f} ms before, it was seen at {last[0]}: {last[0].text}",)
     cause = "Native code crashed" if native else "The code ended its process"
-    remedy = ""
+    remedy = "" if native else "Remove the call that ends the process, such as sys.exit() or os._exit()"
+    if killed:
+        cause = "Another process or the system ended it. Linux does so if memory runs out"
+        remedy = "Use fewer layers, shorter sequences or a smaller batch. sudo dmesg shows if memory ran out"
     if native and any("flex_attention" in x.text for x in (*places, *last)):
-        cause = "FlexAttention's compiled kernel crashes with score_mods like s + x[b][h][i][j]"
+        cause = f"{cause}. FlexAttention's compiled CPU kernel does so with score_mods like s + x[b][h][i][j]"
         remedy = "Index captured tensors in one step, x[b, h, i, j], or run without the score_mod"
     what = f"The process ended while {at or 'ending'}: {why_ended(code, errors)}"
     return Finding("crash", what, places, evidence, cause, remedy, stage=stage)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +17,21 @@ from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.operators import CHECKPOINT, in_backward, named_arguments
 from attnspan_lab.doctor.places import Place, lines_of, on_stack, place_here
 from attnspan_lab.doctor.subject import Subject
+from attnspan_lab.doctor.words import counted
 
-_DROPOUT = ("native_dropout", "bernoulli", "_fused_dropout")
+_MODULES = f"{Path(torch.nn.modules.__file__).parent}/"
+# Dropout draws with one probability for all entries. A tensor of probabilities is a sample of the model.
+_DROPOUT = ("native_dropout", "bernoulli_.float", "bernoulli.p", "_fused_dropout")
+_UNREACHED = (
+    "This torch module is in training mode after model.eval(): the model does not know it as a submodule, or "
+    "something calls its train()",
+    "Make it an attribute of its module or an entry of an nn.ModuleList, not of a list or a dict",
+)
+_OWN_GENERATOR = (
+    "This line draws from a generator of its own. A checkpoint restores only torch's default generators",
+    "Draw from torch's default generator: remove generator=. Or draw before checkpoint(...) and pass the "
+    "numbers in",
+)
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -28,7 +42,8 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.forward: Counter[tuple[Any, ...]] = Counter()
         self.again: Counter[tuple[Any, ...]] = Counter()
         self.lines: dict[Place, tuple[Place, ...]] = {}
-        self.dropout: dict[Place, str] = {}
+        self.dropout: dict[Place, tuple[str, bool]] = {}
+        self.generators: set[Place] = set()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = op(*args, **(kwargs or {}))
@@ -42,7 +57,9 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not recomputed:
                 self.lines.setdefault(place, tuple(lines_of(sys._getframe(1))))
             if str(op).removeprefix("aten.").startswith(_DROPOUT):
-                self.dropout[place] = str(op)
+                self.dropout[place] = str(op), on_stack(_MODULES, place.file)
+            if (kwargs or {}).get("generator") is not None:
+                self.generators.add(place)
         return out
 
 
@@ -73,8 +90,10 @@ def _recomputed(subject: Subject, batch: Any) -> Iterator[Finding]:
         lines = draws.lines.get(place, (place,))
         around = [x for x in lines if "checkpoint" in x.text][:1]
         what = "Checkpointing recomputes this random operator with other random numbers: gradients are wrong"
-        evidence = (f"{times} recomputed results differ from the forward pass",)
-        yield Finding("recompute-random", what, (place, *around), evidence, count=times)
+        verb = "differs" if times == 1 else "differ"
+        evidence = (f"{counted(times, 'recomputed result')} {verb} from the forward pass",)
+        texts = _OWN_GENERATOR if place in draws.generators else ("", "")
+        yield Finding("recompute-random", what, (place, *around), evidence, *texts, count=times)
 
 
 def _in_eval(subject: Subject, batch: Any) -> Iterator[Finding]:
@@ -91,7 +110,7 @@ def _in_eval(subject: Subject, batch: Any) -> Iterator[Finding]:
     changed = [float((first[x] - second[x]).abs().max()) for x in first if first[x].shape == second[x].shape]
     if not draws.dropout or max(changed, default=0.0) == 0.0:
         return
-    evidence = (f"two evaluations of one batch differ by up to {max(changed):.1e}",)
-    for place, op in draws.dropout.items():
-        what = "Dropout is active after model.eval()"
-        yield Finding("dropout-in-eval", what, (place,), (f"operator {op}", *evidence))
+    evidence = (f"results of two evaluations of one batch differ by up to {max(changed):.1e} (absolute)",)
+    for place, (op, is_module) in draws.dropout.items():
+        what, texts = "Dropout is active after model.eval()", _UNREACHED if is_module else ("", "")
+        yield Finding("dropout-in-eval", what, (place,), (f"operator {op}", *evidence), *texts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import zip_longest
@@ -20,15 +21,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from attnspan.testing import assert_same_as_one_rank
+from attnspan_lab.children import why_ended
 from attnspan_lab.doctor.compiler import CompilerLog
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, lines_of_error, place_here
 from attnspan_lab.doctor.subject import Subject, load
+from attnspan_lab.doctor.words import counted
 
 __all__ = ["compare_ranks"]
 
 _RANKS = 2
 _SECONDS = 120.0
+_GRACE = 3.0  # seconds that other ranks have after one has failed
+_UNEQUAL = (
+    "The ranks hold parts of different sizes. Compiled code then differs from rank to rank, and collectives "
+    "that need equal sizes fail",
+    "Cut the sequence and the heads into equal parts. If they cannot be cut so, pad the sequence",
+)
 
 
 class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -58,17 +67,16 @@ def compare_ranks(subject: Subject) -> Iterator[Finding]:
         ]
         for process in processes:
             process.start()
-        for process in processes:
-            process.join(_SECONDS)
-            process.kill()
-        files = [Path(folder) / f"{rank}.pickle" for rank in range(_RANKS)]
-        if not all(x.exists() for x in files):
-            what = "The ranks did not finish: one rank waits for a collective that another never calls"
-            yield Finding("hang", what, remedy="Call the same collectives in the same order on all ranks")
+        codes = _codes(processes)
+        told, early = (_read(Path(folder), name) for name in ("told", "early"))
+        if len(told) < _RANKS:
+            if len(early) == _RANKS:
+                yield from _alike([x["calls"] for x in early.values()], [x["graphs"] for x in early.values()])
+            yield _unfinished([x in told for x in range(_RANKS)], codes)
             return
-        told = [pickle.loads(x.read_bytes()) for x in files]  # Written by this module.
-    alike = list(_alike([x["calls"] for x in told], [x["graphs"] for x in told]))
-    wrong = next((x for x in told if x["failed"]), None)
+    of_ranks = list(told.values())
+    alike = list(_alike([x["calls"] for x in of_ranks], [x["graphs"] for x in of_ranks]))
+    wrong = next((x for x in of_ranks if x["failed"]), None)
     if wrong is None:
         yield from alike
         return
@@ -83,9 +91,10 @@ def compare_ranks(subject: Subject) -> Iterator[Finding]:
         )
         yield Finding("error", what, tuple(wrong["places"]), (), cause, first.rpartition(". ")[2])
     elif wrong["compared"]:
-        what = f"Two ranks compute a different result than one: {first[:300]}"
-        yield Finding("rank-rows", what, where, tuple(rest))
-    elif not alike:
+        said, *more = first.split(". ")  # The text of `assert_same_as_one_rank` has its own usual causes.
+        what = f"Two ranks compute a different result than one: {said[:300]}"
+        yield Finding("rank-rows", what, where, (*filter(None, (". ".join(more),)), *rest))
+    else:
         what = f"The step raises on two ranks: {first[:300]}"
         yield Finding(
             "error",
@@ -96,19 +105,59 @@ def compare_ranks(subject: Subject) -> Iterator[Finding]:
         )
 
 
+def _codes(processes: list[Any]) -> list[int | None]:
+    """Wait for all ranks, and end those that still run. None is the exit code of a rank that still ran."""
+    end, failed = time.monotonic() + _SECONDS, False
+    while any(x.is_alive() for x in processes) and time.monotonic() < end:
+        if any(x.exitcode for x in processes) and not failed:  # The other rank may wait for this one forever.
+            end, failed = min(end, time.monotonic() + _GRACE), True
+        time.sleep(0.05)
+    codes = [x.exitcode for x in processes]
+    for process in processes:
+        process.kill()
+    return codes
+
+
+def _read(folder: Path, name: str) -> dict[int, Any]:
+    """Read what the ranks wrote, by rank."""
+    files = {rank: folder / f"{rank}.{name}" for rank in range(_RANKS)}
+    return {rank: pickle.loads(x.read_bytes()) for rank, x in files.items() if x.exists()}
+
+
+def _write(folder: str, rank: int, name: str, told: dict[str, Any]) -> None:
+    (Path(folder) / f"{rank}.tmp").write_bytes(pickle.dumps(told))
+    (Path(folder) / f"{rank}.tmp").rename(Path(folder) / f"{rank}.{name}")
+
+
+def _unfinished(done: list[bool], codes: list[int | None]) -> Finding:
+    """Say which ranks ended early, and which ones still ran, perhaps because they wait for these."""
+    ended = {i: x for i, x in enumerate(codes) if x is not None and not done[i]}
+    evidence = [f"rank {i}: {why_ended(x, '').rstrip(', ')}" for i, x in ended.items()]
+    evidence += [f"rank {i}: still running" for i, x in enumerate(codes) if x is None]
+    if ended:
+        what, cause = "A rank ended before its step did", "Its code ended the process, or native code crashed"
+        remedy = "Run the step on this rank alone, under a debugger if a signal ended it"
+        return Finding("crash", what, (), tuple(evidence), cause, remedy)
+    cause = "A rank waits for a collective that another rank does not call, or the step is too large"
+    remedy = "Call the same collectives in the same order on all ranks. If they do, use a smaller step"
+    what = f"The ranks did not finish in {_SECONDS:.0f} s"
+    return Finding("hang", what, (), tuple(evidence), cause, remedy)
+
+
 def _alike(calls: list[list[Any]], graphs: list[list[Any]]) -> Iterator[Finding]:
     """Yield findings on different graphs per rank, and on attention tensors with different placements."""
     differ = [pair for pair in zip_longest(*graphs) if pair[0] != pair[1]]
     if differ:
         places = tuple(dict.fromkeys(x[0] for x in differ[0] if x is not None and x[0] is not None))
-        said = [f"a graph of {x[1]} operators" if x else "no graph" for x in differ[0]]
+        said = [f"a graph of {counted(x[1], 'operator')}" if x else "no graph" for x in differ[0]]
         evidence = tuple(f"rank {i}: {x}" for i, x in enumerate(said))
         yield Finding("rank-graphs", "Ranks compile different graphs", places, evidence)
     for (place, shapes, placed), (_, others, _) in zip(*calls, strict=False):
         at = () if place is None else (place,)
         if shapes != others:
             evidence = (f"rank 0: {shapes}", f"rank 1: {others}")
-            yield Finding("rank-graphs", "Attention has different shapes on each rank", at, evidence)
+            what = "Attention has different shapes on each rank"
+            yield Finding("rank-graphs", what, at, evidence, *_UNEQUAL)
             return
         if len(set(placed)) > 1:
             what = "q, k and v have different placements"
@@ -137,7 +186,8 @@ def _rank(rank: int, folder: str, target: str) -> None:
         with CompilerLog() as log:  # torch compiles nothing while a dispatch mode is active.
             step(batch, mesh)
         told["graphs"] = [(x.place, x.operators) for x in log.graphs if x.operators]
-        told["compared"] = True
+        told["compared"], told["calls"] = True, calls.seen
+        _write(folder, rank, "early", told)  # The comparison may end the process.
         assert_same_as_one_rank(step, batch, mesh)
     except Exception as error:
         told["failed"] = (
@@ -147,7 +197,6 @@ def _rank(rank: int, folder: str, target: str) -> None:
         told["misused"] = told["compared"] and own and not isinstance(error, AssertionError)
         told["places"] = lines_of_error(error)[:3]
     told["calls"] = calls.seen
-    (Path(folder) / f"{rank}.tmp").write_bytes(pickle.dumps(told))
-    (Path(folder) / f"{rank}.tmp").rename(Path(folder) / f"{rank}.pickle")
+    _write(folder, rank, "told", told)
     dist.barrier()
     dist.destroy_process_group()

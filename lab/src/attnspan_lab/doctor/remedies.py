@@ -97,6 +97,12 @@ def arguments(args: Any, kwargs: Any) -> dict[str, Any]:
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
+def _is_trained(call: Attention) -> bool:
+    """Whether a mask's numbers are parameters. Zeros of today say nothing about other steps."""
+    mask = arguments(*call.given).get("attn_mask") if call.given is not None else None
+    return isinstance(mask, Tensor) and mask.requires_grad
+
+
 def _without_dropout(args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
     given = arguments(args, kwargs) | {"dropout_p": 0.0}
     return (), {k: x.detach() if isinstance(x, Tensor) else x for k, x in given.items()}
@@ -127,6 +133,9 @@ class Forms:
         """Try the forms on one more call."""
         if call.visible is None or not call.same_in_heads:
             self.untried = "its heads hide different pairs" if call.visible is not None else "it is too large"
+            return
+        if _is_trained(call) and not call.mask_biases:
+            self.untried = "the mask requires a gradient, so training changes it"
             return
         if call.given is None and call.mask_biases:
             self.untried = "the bias is added to scores outside of an attention function"
@@ -180,7 +189,7 @@ def _errors(call: Attention, said: Declared) -> Iterator[tuple[str, float]]:
     fixed = not call.mask_sources
     found = [x for x in forms(call.visible, said) if fixed or _DATA.search(x[0])][:2]
     if call.given is None:  # Written out: equal pairs have equal results, because the mask adds nothing else.
-        square = call.visible.shape[1] == call.visible.shape[2]
+        square = call.visible.shape[1] == call.visible.shape[2] and call.keys is None  # torch has no sinks.
         if fixed and square and any(text == "causal()" for text, _ in found):
             yield _TORCH, 0.0
         yield from ((f"mask={text}", 0.0) for text, _ in found)
@@ -195,6 +204,8 @@ def _errors(call: Attention, said: Declared) -> Iterator[tuple[str, float]]:
     operands = [given[x] for x in ("query", "key", "value")]
     biases = list(_biases(given["attn_mask"], operands[0].shape)) if call.mask_biases else [("", None)]
     for name, bias in biases:
+        if _is_trained(call) and "relative" not in name:
+            continue
         for text, mask in found if operands[0].dim() == 4 else ():
             shown = ", ".join(filter(None, ("" if text == "full()" and name else f"mask={text}", name)))
             ours = attention(*operands, mask=mask, scale=given.get("scale"), bias=bias)

@@ -43,8 +43,8 @@ _SWITCHES = {
 }
 #: Remedy for leaks between documents in transformers, which finds documents only in the batch.
 _PACKED = (
-    "Pass position_ids that start again at each document, no attention_mask, and use_cache=False, "
-    'which attn_implementation="attnspan" does not need'
+    "Pass position_ids that start again at each document, use_cache=False and no attention_mask. "
+    'With attn_implementation="attnspan", you can leave out use_cache=False'
 )
 _OF_ATTENTION = ("unfused", "dense-mask", "kv-copy", "copy", "upcast", "leak", "mask-lost", "causality-lost")
 _MODULE = "attnspan_lab.doctor.child"

@@ -18,7 +18,7 @@ from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.dense_masks import DenseMasks
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.gradients import gradient_findings
-from attnspan_lab.doctor.matrix import FACTORS, Cell, all_cells, covering, failure, smallest
+from attnspan_lab.doctor.matrix import FACTORS, Cell, all_cells, covering, explained, failure, smallest
 from attnspan_lab.doctor.packing import position_findings
 from attnspan_lab.doctor.parity import parity
 from attnspan_lab.doctor.places import lines_of_error
@@ -34,7 +34,7 @@ from attnspan_lab.doctor.steps import (
 )
 from attnspan_lab.doctor.subject import Subject
 from attnspan_lab.doctor.swap import implementation, swapped
-from attnspan_lab.doctor.trials import recompiles_in, tried
+from attnspan_lab.doctor.trials import recompiles_in, tried, tried_break
 from attnspan_lab.doctor.watch import watching
 from attnspan_lab.doctor.wiring import Wiring
 from attnspan_lab.doctor.words import counted, error_text
@@ -171,7 +171,12 @@ def compiled(subject: Subject, say: Say, backend: str, attention: str = "own") -
         say(facts={"checked": {"compiler": ran}}, stage=stage)
     if error is not None:
         say(finding=replace(compile_error(error, stage), stage=stage))
+    known = dict[Any, Finding]()
     for finding in log.breaks:
+        if attention == "own":  # A line that breaks the graph in each batch is tried once.
+            key = finding.places[:1], finding.remedy
+            known[key] = known.get(key) or tried_break(finding, log, before, backend)
+            finding = replace(finding, tried=known[key].tried, remedy=known[key].remedy)
         say(finding=replace(finding, stage=stage))
     for finding in recompiles_in(log) if len(seconds) == len(subject.batches) else ():
         if attention == "own":
@@ -252,9 +257,8 @@ def features(subject: Subject, say: Say, backend: str) -> None:
     failing = next((x for x in covering(all_cells(Cell, FACTORS)) if said_of(x)), None)
     if failing is not None:
         least = smallest(failing, lambda x: bool(said_of(x)))
-        what = f"The step fails with {least}, and with no smaller combination"
-        what = what if least != Cell() else "Two eager steps of the same batch differ, without any feature"
-        say(finding=Finding("combination", what, (), (said_of(least),), stage="features"))
+        what, cause, remedy = explained(least, said_of(least))
+        say(finding=Finding("combination", what, (), (said_of(least),), cause, remedy, stage="features"))
 
 
 def ranks(subject: Subject, say: Say, backend: str) -> None:

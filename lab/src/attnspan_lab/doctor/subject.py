@@ -93,6 +93,11 @@ class Subject:
         items = batch.items() if isinstance(batch, Mapping) else listed
         return {str(name): x for name, x in items if isinstance(x, Tensor)}
 
+    @property
+    def parameters(self) -> list[str]:
+        """Names of the arguments of the model's forward pass."""
+        return list(inspect.signature(type(self.model).forward).parameters)
+
     def _names(self) -> Iterator[str]:
         """Yield the names of the model's positional parameters, and then numbers."""
         parameters = inspect.signature(type(self.model).forward).parameters.values()

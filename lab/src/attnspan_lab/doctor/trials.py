@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,21 +14,27 @@ import torch
 
 from attnspan_lab.doctor.compiler import CompilerLog, Recompile
 from attnspan_lab.doctor.counters import Counter, as_tensor, counters_in, emptied, lists_in
-from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.findings import KINDS, Finding
 from attnspan_lab.doctor.steps import copied, run_compiled
 from attnspan_lab.doctor.subject import Subject
 from attnspan_lab.doctor.words import counted, error_text
 
-__all__ = ["recompiles_in", "tried"]
+__all__ = ["recompiles_in", "tried", "tried_break"]
 
 #: Recompilations per frame that torch intends: the second size makes a dimension dynamic.
 _ALLOWED = 1
+_MISMATCH = re.compile(
+    r"tensor '(?P<name>[^']+)' (?P<what>[\w ]+?) mismatch(?: at index (?P<dim>\d+))?\. "
+    r"expected (?P<want>.+?), actual (?P<got>[^.]+)"
+)
+_SETTING = re.compile(r"torch\._dynamo\.config\.(\w+) = True")
 _SAME = 1e-5  # Larger relative differences are no rounding: both sides run the same operators.
 _REMEDIES = {
     "size": "Mark the dimension with torch._dynamo.mark_dynamic(x, dim), or use torch.compile(dynamic=True)",
     "number": "Pass the number as a tensor: torch.tensor(n), or a buffer if it is an attribute",
     "length": "Keep the number of entries the same in all calls, for example in one tensor of fixed size",
-    "other": "Keep the guarded value the same in all calls",
+    "other": "Keep the guarded value the same in all calls. If it takes few values, torch compiles once for "
+    "each, up to torch._dynamo.config.recompile_limit",
 }
 
 
@@ -51,10 +58,21 @@ def recompiles_in(log: CompilerLog) -> Iterator[Finding]:
             what,
             tuple(dict.fromkeys(x for x in (place, frame) if x is not None)),
             (*(f"guard that failed: {x}" for x in guards), "TORCH_LOGS=recompiles shows each"),
-            f"The compiled code requires {' '.join(last.guard.split())[:120]}, and this changes",
+            _requirement(last.guard),
             _REMEDIES[last.kind],
             count=len(reasons),
         )
+
+
+def _requirement(guard: str) -> str:
+    """Write a guard that failed as a sentence."""
+    if found := _MISMATCH.search(guard):
+        dim = f" in dim {found['dim']}" if found["dim"] else ""
+        return (
+            f"The compiled code requires {found['what']} {found['want']} of {found['name']}{dim}, "
+            f"and a call had {found['got'].strip()}"
+        )
+    return f"The compiled code requires {' '.join(guard.split())[:120]}, and this changes"
 
 
 @dataclass(frozen=True)
@@ -105,6 +123,42 @@ def tried(finding: Finding, log: CompilerLog, subject: Subject, backend: str) ->
     if remedy in (_REMEDIES["other"], _REMEDIES["length"]):
         remedy = f"No change that the doctor tried helps. {remedy}" if said else remedy
     return replace(finding, tried="; ".join(said), remedy=remedy)
+
+
+def tried_break(finding: Finding, log: CompilerLog, subject: Subject, backend: str) -> Finding:
+    """Try the settings of torch._dynamo that torch offers for a graph break, with the first batch.
+
+    Args:
+        finding: The break.
+        log: Log of the steps without a change.
+        subject: The model before these steps.
+        backend: Backend of torch.compile.
+
+    Returns:
+        The finding with the outcome. A setting is not offered if a graph break stays or a new one appears.
+    """
+    names = list(dict.fromkeys(_SETTING.findall(finding.remedy)))
+    if not names:
+        return finding
+    try:
+        one = copied(replace(subject, batches=subject.batches[:1]))
+        with torch._dynamo.config.patch(dict.fromkeys(names, True)):
+            again, error, _ = run_compiled(one, backend)
+    except Exception:
+        return finding  # This torch does not have the setting.
+    known = {x.places[:1] for x in log.breaks} - {finding.places[:1]}
+    left = [x for x in again.breaks if x.places[:1] not in known]
+    said = f"with {' and '.join(f'torch._dynamo.config.{x} = True' for x in names)}: "
+    if error is None and not left:
+        return replace(finding, tried=f"{said}no graph break here in the first batch")
+    said += (
+        f"fails with {type(error).__name__}"
+        if error
+        else f"{counted(len(left), 'graph break')} in the first batch"
+    )
+    places = ", ".join(dict.fromkeys(str(x.places[0]) for x in left if x.places))
+    tried = f"{said}, at {places}" if places and error is None else said
+    return replace(finding, tried=tried, remedy=KINDS["graph-break"].remedy)
 
 
 def _trials(finding: Finding, subject: Subject) -> Iterator[Trial]:

@@ -21,6 +21,7 @@ from attnspan_lab.doctor.places import Place, at, is_users
 from attnspan_lab.doctor.remedies import Form, forms
 from attnspan_lab.doctor.returned import MEAN, OTHER, UNMASKED, returned
 from attnspan_lab.doctor.sequences import has_rows, of_predicted, sequences, with_rows
+from attnspan_lab.doctor.shown import OUTSIDE, cause_of_shown, righted
 from attnspan_lab.doctor.subject import Subject
 from attnspan_lab.doctor.words import counted, error_text, first_line
 
@@ -128,7 +129,11 @@ class Visible:
             cached = [x for x in own if x.visible is not None and x.visible.shape[2] != foreign.shape[2]]
             if cached and kind == "causality-lost":  # is_causal=True is wrong behind a cache.
                 remedy = aligned(all(ends_with_own(x, foreign.shape[2]) for x in cached))
-            fault, said, cause = faults[place], what, ""
+            if remedy and any(x.keys is not None for x in own):
+                remedy = f"{remedy}. Pass its sinks too: sinks="
+            fault, said = faults[place], what
+            cause, other = cause_of_shown(kind, own[0], self.own[id(own[0])], self.said)
+            remedy = remedy or other
             if fault is not None:
                 said, cause, remedy = fault.what, fault.cause, fault.remedy or remedy
                 for x in own if fault.inverted else ():
@@ -139,10 +144,11 @@ class Visible:
         # An earlier finding names the queries that see only hidden keys.
         if not guilty and not any({MEAN, UNMASKED, OTHER} & set(returned(x, x.hidden)) for x in self.calls):
             what, cause = what.replace(" here", ""), "Another part of the model mixes tokens"
+            remedy = "" if self.unread else OUTSIDE[kind]
             if self.unread:
                 cause = f"{cause}, or the mask of {self.unread[0].place}, which the doctor cannot read"
             places = self._first(groups) or at(*(x.place for x in self.unread[:1]))
-            yield Finding(kind, f"{what}, outside of attention", places, (changed,), cause)
+            yield Finding(kind, f"{what}, outside of attention", places, (changed,), cause, remedy)
 
     @staticmethod
     def _is_torch(call: Attention) -> bool:
@@ -157,7 +163,7 @@ class Visible:
             apart = said.documents[:, :, None] != said.documents[:, None, :]
             foreign = foreign | (apart & (said.documents >= 0)[:, :, None])
         for x in calls:
-            own = self.own[id(x)]
+            own = righted(self.own[id(x)]) if self.is_causal else self.own[id(x)]
             wanted = own.expand(len(foreign), -1, -1) & ~foreign
             if x.visible is None or x.visible.shape[2] != own.shape[2]:
                 return None
@@ -179,10 +185,12 @@ class Visible:
         if len(masks) < len(lost):
             return ""
         try:
-            with Masked(masks), Changed(changes):
+            with Masked(masks) as masked, Changed(changes):
                 changed = self.changed(groups, only)
         except Exception as error:  # The model does not run with attnspan's results.
             return f"with this mask, the step raises {error_text(error)}"
+        if masked.used != set(masks):
+            return ""  # Another function than torch's computes attention, so nothing was replaced.
         if changed is None:
             return "with this mask, changing these tokens changes no other result"
         return f"with this mask, {changed}: another part of the model also mixes tokens"

@@ -18,7 +18,7 @@ from attnspan_lab.doctor.timing.clocks import Region
 from attnspan_lab.doctor.timing.replay import Replay
 from attnspan_lab.doctor.timing.unused import unused
 
-_FEW = 9  # With fewer samples, the interval of a median does not reach 95 %.
+_FEW = 9  # With fewer samples, an interval of 95 % has no room for a single slow sample.
 _WIDE = 0.1  # Width of an interval over its median.
 _LEAST = 0.05  # Smaller effects are no findings.
 _MANY_FAULTS = 16  # Fewer page faults occur anywhere.
@@ -188,7 +188,8 @@ def _inputs(timed: Timed) -> _Said:
     if again.without_inputs.high < (1 - _LEAST) * again.each.low:
         lines = sorted({x.line for x in timed.body.once().makers})
         saved = seconds_text(again.each.median - again.without_inputs.median)
-        what = f"Line {', '.join(map(str, lines))} makes inputs while the clock runs: {saved} for each call"
+        makers = f"Line {lines[0]} makes" if len(lines) == 1 else f"Lines {', '.join(map(str, lines))} make"
+        what = f"{makers} inputs while the clock runs: {saved} for each call"
         yield "inputs-counted", what, (f"without: {interval_text(again.without_inputs)}",), ""
 
 
@@ -229,7 +230,7 @@ def _slow_first(timed: Timed) -> _Said:
             and fmean(samples) > 1.1 * median(rest)
         ):
             ratio = times_text(samples[0] / median(rest))
-            what = f"The first of {len(samples)} samples takes {ratio} the time of the others"
+            what = f"The first of {len(samples)} samples takes {ratio} the median time of the others"
             yield "first-call-counted", what, (*_printed(timed), *_touched(timed)), ""
     elif again is not None and again.returned > 0.7 and min(samples) > _MUCH * again.slowest:
         ratio = times_text(min(samples) / again.slowest)

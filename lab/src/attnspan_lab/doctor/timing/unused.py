@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from attnspan_lab.doctor.coverage import Coverage
+from attnspan_lab.doctor.places import is_users
 from attnspan_lab.doctor.timing.body import Body
 from attnspan_lab.doctor.words import error_text
 
 _TOPIC = "work that the compiler leaves out"
+# Values that hold no tensor of the user.
+_PLAIN = (bool, int, float, str, bytes, type, range, ModuleType, BuiltinFunctionType, FunctionType)
 _LEAST = 0.05  # Smallest share of deleted work that counts.
 
 
@@ -110,17 +114,67 @@ def _products(jaxpr: Any, wanted: list[bool]) -> tuple[float, float]:
 
 
 def _of_torch(function: Any, arguments: list[Any], options: dict[str, Any]) -> float:
-    """Return 1 if the function returns no tensor, and changes none of its arguments and parameters."""
+    """Return 1 if the function returns no tensor, and changes no tensor that it can reach."""
     import torch
     from torch.utils._pytree import tree_leaves
 
-    given = [x for x in tree_leaves((arguments, options)) if isinstance(x, torch.Tensor)]
-    given += list(function.parameters()) if isinstance(function, torch.nn.Module) else []
+    inner = getattr(function, "_torchdynamo_orig_callable", None) or getattr(function, "_orig_mod", function)
+    captured = _captured(inner)
+    given = _tensors([*tree_leaves((arguments, options)), *captured])
+    if any(isinstance(x, (list, dict, set)) for x in (*arguments, *options.values(), *captured)):
+        return 0.0  # The function may put its results there.
+    if given is None:
+        return 0.0  # An object of another kind may hold the results.
 
-    def state() -> list[tuple[int, int]]:
-        return [(x._version, -1 if x.grad is None else x.grad._version) for x in given]
+    def state() -> list[tuple[int, Any]]:
+        return [(x._version, x.grad if x.is_leaf else None) for x in given]
 
-    before = state()
+    def same(one: tuple[int, Any], other: tuple[int, Any]) -> bool:
+        return one[0] == other[0] and one[1] is other[1]
+
+    versions = [None if x.grad is None else x.grad._version for x in given if x.is_leaf]
+    before = state()  # It keeps each gradient alive, so that a new one is another object.
     result = function(*arguments, **options)
     returns = any(isinstance(x, torch.Tensor) for x in tree_leaves(result))
-    return 0.0 if returns or state() != before else 1.0
+    kept = all(map(same, state(), before))
+    kept = kept and versions == [None if x.grad is None else x.grad._version for x in given if x.is_leaf]
+    return 1.0 if kept and not returns else 0.0
+
+
+def _captured(function: Any) -> list[Any]:
+    """List the values that a function reads from the scopes around it, and its object."""
+    own = getattr(function, "__self__", None)
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return [function]
+    cells = [x.cell_contents for x in function.__closure__ or ()]
+    names = {x for x in code.co_names if x in function.__globals__}
+    return [*cells, *(function.__globals__[x] for x in names), *([] if own is None else [own])]
+
+
+def _tensors(values: list[Any]) -> list[Any] | None:
+    """List the tensors of some values. None if a value may hold tensors elsewhere."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    found: list[Any] = []
+    for x in tree_leaves(values):
+        if isinstance(x, torch.Tensor):
+            found.append(x)
+        elif isinstance(x, torch.nn.Module):
+            found += [*x.parameters(), *x.buffers()]
+        elif isinstance(x, torch.optim.Optimizer):
+            found += [y for group in x.param_groups for y in group["params"]]
+        elif isinstance(x, FunctionType) and x.__module__ not in sys.stdlib_module_names and _is_users(x):
+            inner = _tensors(_captured(x))
+            if inner is None:
+                return None
+            found += inner
+        elif not isinstance(x, _PLAIN) and x is not None:
+            return None
+    return found
+
+
+def _is_users(function: FunctionType) -> bool:
+    return is_users(function.__code__.co_filename) and "site-packages" not in function.__code__.co_filename
