@@ -96,7 +96,7 @@ def test_the_shorter_form_is_written() -> None:
 def test_a_refusal_names_the_first_query_and_the_key() -> None:
     dense = np.ones((6, 6), bool)
     dense[[0, 2, 4], 1] = False
-    with pytest.raises(ValueError, match=r"at most two hidden intervals .*, got query 4 and key 1 \(batch 0"):
+    with pytest.raises(ValueError, match=r"at most two hidden ranges .*, got query 4 and key 1 \(batch 0"):
         to_flashmask(a.from_dense(dense), 6)
     with pytest.raises(ValueError, match=r"causal=True, got query 0 and key 1 \(batch 0, head 0\)"):
         to_flashmask(a.window(2, 2), 6, causal=True)
@@ -118,7 +118,7 @@ def test_results_are_of_the_framework_of_the_input(framework: str) -> None:
 def test_the_spans_are_fewer_than_booleans_or_a_warning_says_so() -> None:
     numbers = np.zeros((1, 1, 2048, 2), np.int32)
     numbers[0, 0, ::2, 0] = 2048
-    with pytest.warns(a.SpansLargerThanMask, match="from_flashmask: queries have up to 1024 runs"):
+    with pytest.warns(a.SpansLargerThanMask, match="from_flashmask: queries have up to 1024 spans"):
         mask = from_flashmask(numbers, False)
     assert mask.bounds.shape == (1, 1, 2048, 1024, 2)
 

@@ -107,7 +107,10 @@ BAD = [
     (lambda: from_bits(BITS, Q, [1, 3]), "kv_indptr: expected ascending offsets that start at 0"),
     (lambda: from_bits(BITS, Q, Q, [0]), "indptr: expected as many requests as qo_indptr, 1, got 0"),
     (lambda: from_bits(BITS, Q, [0.0, 3.0]), "an integer array, got float64"),
-    (lambda: to_bits(a.causal(), [0, 2, 4], [0, 2, 4]), "got query 2 of request 1, which sees another key"),
+    (
+        lambda: to_bits(a.causal(), [0, 2, 4], [0, 2, 4]),
+        "got query 2 of request 1, which sees a key of another request",
+    ),
     (lambda: to_bits(BITS, Q, Q), "to_bits: mask"),
     (lambda: page_table_from_csr([0, 2], [1], [1], 8), "indices: expected 2 pages, got 1"),
     (lambda: page_table_from_csr([0, 1], [1], [9], 8), "1 to 8, got 9 for batch element 0"),

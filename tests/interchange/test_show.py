@@ -115,7 +115,7 @@ def test_no_file_runs_code(suffix: str, tmp_path: Path, capsys: pytest.CaptureFi
         (np.zeros(3), "expected booleans, bounds of spans"),
         (
             np.zeros((1, 1, 4, 2), int),
-            "causal or not, for two numbers of FlashMask, got neither. Pass --causal",
+            "--causal or --no-causal for FlashMask with two numbers, got neither. Pass --causal",
         ),
         (np.array([1, 2]), "ascending offsets that start at 0"),
     ],

@@ -95,11 +95,11 @@ def test_a_mask_that_torch_flash_runs_stays_an_expression() -> None:
 
 
 def test_a_refusal_names_the_first_query() -> None:
-    with pytest.raises(ValueError, match="got query 3, which sees several intervals of keys"):
+    with pytest.raises(ValueError, match="got query 3, which sees several spans of keys"):
         to_varlen(a.causal() & (a.window(1) | a.global_keys(1)), 6)
     two_windows = np.tri(8, dtype=bool) & ~np.tri(8, k=-3, dtype=bool)
     two_windows[6, 3] = True
-    with pytest.raises(ValueError, match="got query 6, which has another left end than a window of 2 keys"):
+    with pytest.raises(ValueError, match="got query 6, which does not fit a window of 2 keys to the left"):
         to_varlen(a.from_dense(two_windows), 8)
 
 

@@ -119,7 +119,7 @@ BAD = [
     ),
     (
         lambda: from_xformers(bias("LowerTriangularMaskWithTensorBias")),
-        "also adds to scores. .* tensor as bias=",
+        "also adds a tensor to the scores. .* tensor as bias=",
     ),
     (lambda: from_xformers(bias("MyMask")), "got MyMask. Pass from_dense"),
 ]

@@ -1,7 +1,8 @@
-"""Masks of other libraries: read them as masks of attnspan, and write masks of attnspan as theirs.
+"""Read masks of other attention libraries as attnspan masks, and write attnspan masks in their formats.
 
-Nothing of another library is imported. Arrays may come from NumPy, torch or JAX, and results are of the same
-framework. Readers and writers read values, so you call them outside compiled functions.
+You do not need to install the other libraries. Pass NumPy, torch or JAX arrays: the results belong to the
+same framework. Readers and writers need the values of their arrays, so you call them outside compiled
+functions.
 """
 
 from ._dense import to_dense as to_dense

@@ -1,4 +1,4 @@
-"""Bands of queries that are counted from 0: an expression where attnspan has one, else spans."""
+"""Causal masks and windows whose queries are counted from 0, as expressions if possible, else as spans."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from ._values import as_mask
 
 
 def band(what: str, index: Any, k_len: int, left: int | None, right: int | None) -> Mask:
-    """A query with index i sees keys i - left <= j <= i + right. None means no limit.
+    """Return a mask in which a query with index i sees keys i - left <= j <= i + right. None means no limit.
 
-    The result is an expression if the indices are the last ones of the keys, which is attnspan's default.
+    By default, attnspan aligns the last query with the last key. If the indices fit this alignment, the
+    result is an expression.
     """
     index = np.asarray(index, np.int64)
     q_len = len(index)

@@ -1,4 +1,4 @@
-"""Booleans, which each attention function accepts."""
+"""Dense boolean masks, which most attention functions accept."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from attnspan.masks import Mask, Spans
 def to_dense(
     mask: Mask | Spans, q_len: int, k_len: int | None = None, *, batch: int | None = None, heads: int = 1
 ) -> Array:
-    """Write a mask as booleans, True where a query may see a key, for SDPA and similar functions.
+    """Write a mask as a dense boolean array, True where a query may see a key, for SDPA and others.
 
-    It takes O(q_len * k_len) memory. It also works inside compiled functions. `attnspan.from_dense` converts
-    in the other direction.
+    The result takes O(q_len * k_len) memory. You can call `to_dense` inside compiled functions too.
+    `attnspan.from_dense` converts in the other direction.
 
     Args:
         mask: A mask, or lowered spans.
         q_len: Number of queries.
         k_len: Number of keys. Default: q_len.
-        batch, heads: Sizes that arrays of the mask must fit.
+        batch, heads: Batch size and number of heads. Arrays in the mask must fit them.
 
     Returns:
         bool (B|1, H|1, q_len, k_len), in the framework of the mask.
 
     Raises:
         DtypeError: If `mask` is no mask.
-        ShapeError: If arrays of the mask do not fit the sizes.
-        OptionError: If data of the mask are wrong and can be read.
+        ShapeError: If arrays in the mask do not fit the sizes.
+        OptionError: If the mask contains invalid values. Compiled functions cannot check values.
 
     Example:
         >>> from attnspan import causal

@@ -1,4 +1,4 @@
-"""Masks in files, and functions that make masks, for `python -m attnspan show`. No file runs code."""
+"""Masks in files, and functions that make masks, for `python -m attnspan show`. A file cannot run code."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Found(NamedTuple):
 
 
 def find(text: str, causal: bool | None) -> Found | None:
-    """The mask of a file or of `module:function`. None if the text is neither."""
+    """Return the mask in a file, or the mask that `module:function` makes. None if the text is neither."""
     function = _FUNCTION.fullmatch(text)
     if function is not None:
         return _called(*function.groups())
@@ -93,7 +93,7 @@ def _pickled(path: Path) -> dict[str, Host]:
 
 
 def _unreadable(path: Path, writer: str) -> OptionError:
-    remedy = f"Save arrays of numbers or booleans by {writer}. Other objects could run code"
+    remedy = f"Save arrays of numbers or booleans with {writer}. Other objects could run code"
     got = "other objects, or a broken file"
     return OptionError(str(path), expected="arrays", got=got, remedy=remedy)
 
@@ -139,7 +139,7 @@ def _single(x: Host, causal: bool | None) -> Found | None:
         return Found(spans(x), "spans", q_len, max(q_len, int(x.max(initial=0))), batch, heads)
     if x.ndim == 4 and x.shape[-1] in (1, 2, 4):
         known, remedy = causal is not None or x.shape[-1] != 2, "Pass --causal or --no-causal"
-        expect(known, "show", "causal or not, for two numbers of FlashMask", "neither", remedy)
+        expect(known, "show", "--causal or --no-causal for FlashMask with two numbers", "neither", remedy)
         causal = x.shape[-1] == 1 if causal is None else causal
         mask = from_flashmask(x, causal)
         return Found(mask, f"FlashMask, causal={causal}", x.shape[2], x.shape[2], *x.shape[:2])
@@ -153,7 +153,7 @@ def _offsets(cu_q: Host, cu_k: Host | None, causal: bool | None) -> Found:
 
 
 def report(found: Spans) -> str:
-    """The cost of a mask with block masks of 128, and the libraries that can run it."""
+    """Describe the cost of a mask in blocks of 128 x 128, and the libraries that can run it."""
     bounds = arrays_for([found.bounds]).to_numpy(found.bounds)
     lowered = Spans(bounds, found.k_len).validate()
     q_len, k_len = lowered.q_len, lowered.k_len

@@ -1,4 +1,4 @@
-"""FlashMask's column intervals, of PaddlePaddle and of forks of flash-attention."""
+"""Masks of FlashMask (PaddlePaddle, and forks of flash-attention), which hide ranges of queries from keys."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _NUMBERS = {True: (1, 2), False: (2, 4)}
 
 
 class FlashMask(NamedTuple):
-    """A mask as FlashMask's kernels take it, made by `to_flashmask`.
+    """A mask in the format of FlashMask's kernels. `to_flashmask` returns it.
 
     Attributes:
         startend_row_indices: int32 (B|1, H|1, k_len, 1, 2 or 4), in the framework of the mask.
-        causal: The `causal` argument that belongs to it.
+        causal: The `causal` argument to pass with these numbers.
 
     Raises:
         TypeError: If you leave out a field.
@@ -40,9 +40,10 @@ class FlashMask(NamedTuple):
 def from_flashmask(
     startend_row_indices: Array, causal: bool, *, q_len: int | None = None, heads: int | None = None
 ) -> Mask:
-    """Read FlashMask's row intervals, which hide queries from each key.
+    """Read a mask of FlashMask, which hides one or two ranges of queries from each key.
 
-    FlashMask hides these queries of a key j, in O(S log S + spans) time and without a dense mask:
+    The conversion takes O(S log S + spans) time and makes no dense mask. FlashMask hides these queries from a
+    key j:
 
     - causal, 1 number a: queries i >= a, and queries i < j.
     - causal, 2 numbers a, b: queries a <= i < b, and queries i < j.
@@ -52,18 +53,19 @@ def from_flashmask(
     Args:
         startend_row_indices: integer (B, H_kv or 1, k_len, 1, 2 or 4). Numbers above `q_len` mean
             `q_len`.
-        causal: Whether FlashMask's kernel is called with `causal=True`.
-        q_len: Number of queries. Default: k_len. A causal mask has no other number.
-        heads: Number of query heads, if it differs from H_kv > 1. Query heads that share a key head get its
-            mask.
+        causal: The `causal` argument with which you call FlashMask's kernel.
+        q_len: Number of queries. Default: k_len. With `causal=True`, q_len must equal k_len.
+        heads: Number of query heads, if it differs from H_kv > 1 (GQA). Each query head gets the mask of its
+            key head.
 
     Returns:
-        A mask from spans, in the framework of the input. Its R is `mask.bounds.shape[3]`. A
-        `SpansLargerThanMask` warning says if booleans would take less memory.
+        A mask from spans, in the framework of the input. The maximum number R of spans per query is
+        `mask.bounds.shape[3]`. If a dense mask would take less memory, you get a `SpansLargerThanMask`
+        warning.
 
     Raises:
         DtypeError: If the numbers are not integers, or if `causal` is not a bool.
-        ShapeError: If the shape is another one, or if `heads` is no multiple of H_kv.
+        ShapeError: If the shape does not fit, or if `heads` is no multiple of H_kv.
         OptionError: If a number is negative, or if the values cannot be read, as in a compiled function.
 
     Example:
@@ -98,7 +100,7 @@ def from_flashmask(
 
 
 def _visible(numbers: Host, causal: bool, q_len: int) -> Host:
-    """The queries that see each key, (B, H, k_len, R, 2), from numbers (B, H, k_len, n) in [0, q_len]."""
+    """Return the queries that see each key, (B, H, k_len, R, 2), from numbers (B, H, k_len, n)."""
     k_len, n = numbers.shape[2:]
     ends = list(np.moveaxis(numbers, -1, 0))
     if causal:
@@ -127,7 +129,7 @@ def to_flashmask(
     heads: int = 1,
     causal: bool | None = None,
 ) -> FlashMask:
-    """Write a mask as FlashMask's row intervals, with as few numbers for each key as it allows.
+    """Write a mask in FlashMask's format, with as few numbers for each key as the mask allows.
 
     The result is exact: `from_flashmask(*to_flashmask(mask, n))` has the same visible pairs.
 
@@ -135,14 +137,16 @@ def to_flashmask(
         mask: A mask, or lowered spans.
         q_len: Number of queries.
         k_len: Number of keys. Default: q_len.
-        batch, heads: Sizes that arrays of the mask must fit. An axis of the result is 1 if the mask does not
-            vary along it. FlashMask's kernels accept one mask for all heads, or one for each key head.
-        causal: True or False writes this form. None takes the form with fewer numbers, and causal if equal.
+        batch, heads: Batch size and number of heads. Arrays in the mask must fit them. If the mask does not
+            vary along one of these axes, the axis has size 1 in the result. FlashMask's kernels accept one
+            mask for all heads, or one for each key head.
+        causal: True writes the causal form, and False writes the other form. None (default) writes the form
+            with fewer numbers, or the causal form if both have as many.
 
     Raises:
-        OptionError: If the mask cannot be written: it names the first query and the key that do not fit. Also
-            the errors of `mask.prepare`.
-        ShapeError: If arrays of the mask do not fit the sizes, or if `causal` is True and q_len is not k_len.
+        OptionError: If FlashMask cannot express the mask. The error names the first query and key that do not
+            fit. Also if `mask.prepare` raises it.
+        ShapeError: If arrays in the mask do not fit the sizes, or if `causal` is True and q_len is not k_len.
 
     Example:
         >>> from attnspan import causal, documents
@@ -170,10 +174,10 @@ def to_flashmask(
 
 
 def _numbers(visible: Host, causal: bool, q_len: int) -> tuple[Host, Host]:
-    """The numbers of each key, and the first query that they cannot hide or show, or q_len.
+    """Return the numbers of each key, and the first query that they cannot hide or show, or q_len.
 
     Args:
-        visible: (B, H, k_len, R, 2), the queries that see each key, with empty intervals last.
+        visible: (B, H, k_len, R, 2), the queries that see each key, with empty ranges last.
         causal: The form to write.
         q_len: Number of queries.
 
@@ -204,7 +208,7 @@ def _numbers(visible: Host, causal: bool, q_len: int) -> tuple[Host, Host]:
 def _gaps(
     starts: list[Host], stops: list[Host], most: int, q_len: int
 ) -> tuple[list[tuple[Host, Host]], Host]:
-    """The first non-empty gaps of each key, (q_len, q_len) for absent ones, and the start of the next gap."""
+    """Return the first gaps of each key that are not empty, or (q_len, q_len), and the start of the next."""
     count, absent = np.zeros(starts[0].shape, np.int8), np.full(starts[0].shape, q_len)
     found = [(absent, absent)] * (most + 1)
     for start, stop in zip(starts, stops, strict=True):
@@ -219,11 +223,11 @@ def _gaps(
 
 def _refusal(beyond: Host, causal: bool) -> OptionError:
     b, h, j = np.unravel_index(beyond.argmin(), beyond.shape)
-    one = "no visible later key, and at most one hidden interval of later queries,"
-    two = "at most two hidden intervals"
+    one = "no visible later key, and at most one hidden range of later queries,"
+    two = "at most two hidden ranges of queries"
     return OptionError(
         "to_flashmask",
         expected=f"{one if causal else two} for each key with causal={causal}",
         got=f"query {beyond[b, h, j]} and key {j} (batch {b}, head {h}), which do not fit",
-        remedy="Pass causal=None, split the mask into several calls, or write it by to_ranges or to_dense",
+        remedy="Pass causal=None, split the mask into several calls, or use to_ranges or to_dense",
     )

@@ -22,20 +22,21 @@ from ._values import Host, as_mask, integers, values
 def from_splash(mask: Any = None, segment_ids: Any = None) -> Mask:
     """Read a mask of JAX's splash attention, and its segment ids.
 
-    Splash counts queries and keys from 0. Causal, local, chunked and full masks, and `&`, `|` and
-    `MultiHeadMask` of these, are read from their numbers. A `NumpyMask` becomes `from_dense`. Any other mask
-    is evaluated for a chunk of queries at a time, as splash does.
+    Splash counts queries and keys from 0. For causal, local, chunked and full masks, and for `&`, `|` and
+    `MultiHeadMask` of these, `from_splash` reads only their parameters. It converts a `NumpyMask` with
+    `from_dense`. It evaluates any other mask for a chunk of queries at a time, as splash does.
 
     Args:
-        mask: A mask of `splash_attention_mask`, or of tokamax's copy of splash. None means all pairs.
+        mask: A mask of `splash_attention_mask`, or of tokamax's copy of splash. None shows all pairs.
         segment_ids: `SegmentIds(q, kv)`, integer (q_len,) and (k_len,), or (B, q_len) and (B, k_len). A query
             sees only keys with its own id.
 
     Returns:
-        A mask for the sizes of `mask.shape`. A `MultiHeadMask` needs `heads=` to be lowered.
+        A mask for the sizes of `mask.shape`. If you pass a `MultiHeadMask`, also pass `heads=` to `prepare`
+        and `spans`.
 
     Raises:
-        DtypeError: If `mask` is no mask of splash, or if ids are not integers.
+        DtypeError: If `mask` is no splash mask, or if ids are not integers.
         ShapeError: If the ids do not fit the mask.
         OptionError: If the ids cannot be read.
 
@@ -58,7 +59,7 @@ def from_splash(mask: Any = None, segment_ids: Any = None) -> Mask:
 
 
 def _most_runs(ids: Host) -> int:
-    """The most contiguous runs of one id in a row."""
+    """Return the maximum number of spans of one id in a batch element."""
     starts = np.ones(ids.shape, bool)
     starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
     counts = [
@@ -79,7 +80,7 @@ def _splash(mask: Any) -> Mask:
 
 
 def _evaluated(mask: Any) -> Mask:
-    """The mask of an object that gives booleans for slices of queries and keys."""
+    """Return the mask of an object that gives booleans for slices of queries and keys."""
     *heads, q_len, k_len = mask.shape
     if heads:
         return per_head([_evaluated(_Head(mask, h)) for h in range(heads[0])])
@@ -142,12 +143,12 @@ def from_tokamax(mask: Any, q_len: int, k_len: int) -> Mask:
         q_len, k_len: Numbers of queries and keys.
 
     Returns:
-        An expression of `causal()`, spans, and `from_dense` for booleans.
+        A combination of `causal()`, spans for the starts and ends, and `from_dense` for the booleans.
 
     Raises:
         DtypeError: If `mask` has no such fields, or if ends are not integers.
-        ShapeError: If an array has more axes, or if it does not fit the sizes.
-        OptionError: If values cannot be read.
+        ShapeError: If an array has too many axes, or if it does not fit the sizes.
+        OptionError: If values cannot be read, as in a compiled function.
 
     Example:
         >>> from types import SimpleNamespace
@@ -182,7 +183,7 @@ def from_tokamax(mask: Any, q_len: int, k_len: int) -> Mask:
 
 
 def _ends(name: str, x: Any, size: int, default: int) -> Host:
-    """Ends (B|1, H|1, size)."""
+    """Return the starts or ends of a field as (B|1, H|1, size)."""
     if x is None:
         return np.full((1, 1, size), default, np.int64)
     what = f"from_tokamax: {name}"

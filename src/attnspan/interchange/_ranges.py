@@ -15,12 +15,13 @@ from attnspan.masks.encoding import table
 
 from ._values import Host, as_mask, integers, lowered, one_plane
 
-#: Names of MagiAttention's types, by number. Bit 0: the last key moves with the query. Bit 1: the first key.
+#: Names of MagiAttention's types, by number. If bit 0 is set, the last key moves with the query. If bit 1 is
+#: set, the first key does.
 _TYPES = ("full", "causal", "inv_causal", "bi_causal")
 
 
 class Ranges(NamedTuple):
-    """A mask as MagiAttention takes it, made by `to_ranges`.
+    """A mask in MagiAttention's format. `to_ranges` returns it.
 
     Attributes:
         q_ranges: int32 (n, 2), half-open ranges of queries.
@@ -44,19 +45,21 @@ class Ranges(NamedTuple):
 def from_ranges(
     q_ranges: Any, k_ranges: Any, types: Any, *, q_len: int | None = None, k_len: int | None = None
 ) -> Mask:
-    """Read MagiAttention's ranges. A query of a query range sees the keys of the pair's key range, by type.
+    """Read MagiAttention's pairs of a query range and a key range, each with a type.
 
-    Let a query be the n-th from the start and the m-th from the end of its range, both from 0:
+    The type says which keys of its pair a query sees. Let n queries precede the query in its range, and let m
+    queries follow it:
 
-    - 0 or "full": it sees all keys of the range.
-    - 1 or "causal": all but the last m. The last query sees the last key.
-    - 2 or "inv_causal": all but the first n. The first query sees the first key.
-    - 3 or "bi_causal": all but the first n and the last m.
+    - 0 or "full": the query sees all keys of the range.
+    - 1 or "causal": it sees all keys but the last m. The last query sees the last key.
+    - 2 or "inv_causal": it sees all keys but the first n. The first query sees the first key.
+    - 3 or "bi_causal": it sees all keys but the first n and the last m.
 
     Args:
-        q_ranges: integer (n, 2), half-open. An `AttnRanges` object is accepted too.
-        k_ranges: integer (n, 2), half-open, or an `AttnRanges` object.
-        types: The type of each pair, a number, a name or an `AttnMaskType`. Or one type for all pairs.
+        q_ranges: integer (pairs, 2), half-open ranges, or an `AttnRanges` object.
+        k_ranges: integer (pairs, 2), half-open ranges, or an `AttnRanges` object.
+        types: The type of each pair: a number, a name or an `AttnMaskType`. You can also pass one type for
+            all pairs.
         q_len, k_len: Numbers of queries and keys. Default: the largest end of a range.
 
     Returns:
@@ -64,9 +67,10 @@ def from_ranges(
 
     Raises:
         DtypeError: If ranges are not integers, or a type is neither a number nor a name.
-        ShapeError: If the numbers of ranges and types differ, or if ranges are no pairs.
-        OptionError: If a range descends or is out of range, if a type is unknown, if two pairs show a query
-            the same key, or if the values cannot be read. The error names the pairs and the query.
+        ShapeError: If the numbers of ranges and types differ, or if a range has not two ends.
+        OptionError: If a range ends before its start or beyond the sizes, or if a type is unknown. Also if
+            two pairs show a query the same key (the error names the pairs and the query), or if the values
+            cannot be read.
 
     Example:
         >>> mask = from_ranges([[0, 2], [2, 4]], [[0, 2], [0, 4]], ["full", "causal"])
@@ -109,7 +113,7 @@ def _size(what: str, ranges: Host, size: int | None) -> int:
 
 
 def _kinds(types: Any, count: int) -> Host:
-    """Numbers of the types, int64 (count,)."""
+    """Return the numbers of the types, int64 (count,)."""
     several = isinstance(types, Sequence) and not isinstance(types, str)
     given = types if several else types.tolist() if hasattr(types, "tolist") else [types] * count
     given = [given] * count if isinstance(given, int) else given
@@ -119,7 +123,7 @@ def _kinds(types: Any, count: int) -> Host:
 
 
 def _kind(x: Any) -> int:
-    """Number of a type. The members of MagiAttention's enumeration have its name as their value."""
+    """Return the number of a type. The members of MagiAttention's enumeration have names as values."""
     x, what = getattr(x, "value", x), "from_ranges: types"
     x = x.item() if isinstance(x, np.integer) else x
     fits, remedy = isinstance(x, (int, str)) and not isinstance(x, bool), "Pass a name, such as causal"
@@ -131,7 +135,7 @@ def _kind(x: Any) -> int:
 
 
 def _union(q: Host, k: Host, kinds: Host, q_len: int, k_len: int) -> Host:
-    """Bounds (1, 1, q_len, R, 2) of all pairs, which must not overlap."""
+    """Return bounds (1, 1, q_len, R, 2) of all pairs, which must not overlap."""
     length = q[:, 1] - q[:, 0]
     pair = np.repeat(np.arange(len(q)), length)
     row = np.arange(length.sum()) - np.repeat(length.cumsum() - length - q[:, 0], length)
@@ -161,20 +165,21 @@ def _union(q: Host, k: Host, kinds: Host, q_len: int, k_len: int) -> Host:
 def to_ranges(
     mask: Mask | Spans, q_len: int, k_len: int | None = None, *, batch: int | None = None, heads: int = 1
 ) -> Ranges:
-    """Write a mask as MagiAttention's ranges: rectangles, and triangles and bands aligned at their corners.
+    """Write a mask as MagiAttention's ranges: rectangles, triangles and bands.
 
-    Spans of successive queries join a range as long as each end stays or moves by one key. Each mask can be
-    written. The number of ranges is `len(result.types)`: a mask without structure needs one for each span.
+    Successive queries share a range as long as each end of their spans stays or moves by one key. Every mask
+    that is equal for all batch elements and heads can be written. `len(result.types)` is the number of
+    ranges: a mask without structure needs a range for each span.
 
     Args:
         mask: A mask, or lowered spans.
         q_len: Number of queries.
         k_len: Number of keys. Default: q_len.
-        batch, heads: Sizes that arrays of the mask must fit.
+        batch, heads: Batch size and number of heads. Arrays in the mask must fit them.
 
     Raises:
-        OptionError: If the mask differs between batch elements or heads. Also the errors of `mask.prepare`.
-        ShapeError: If arrays of the mask do not fit the sizes.
+        OptionError: If the mask differs between batch elements or heads. Also if `mask.prepare` raises it.
+        ShapeError: If arrays in the mask do not fit the sizes.
 
     Example:
         >>> from attnspan import causal, window
@@ -195,7 +200,7 @@ def to_ranges(
 
 
 def _merged(row: Host, lo: Host, hi: Host, k_len: int) -> tuple[Host, Host, Host]:
-    """First and last span, and type, of each range that covers spans in the order of (row, lo)."""
+    """Return the first span, last span and type of each range. The spans are in the order of (row, lo)."""
     chain, kind = _chains(row, lo, hi, k_len)
     kind = kind[chain]
     # Runs of spans whose steps to the next span are equal. -1 is the last span of a chain.
@@ -222,7 +227,7 @@ def _merged(row: Host, lo: Host, hi: Host, k_len: int) -> tuple[Host, Host, Host
 
 
 def _chains(row: Host, lo: Host, hi: Host, k_len: int) -> tuple[Host, Host]:
-    """Order of spans along chains from row to row, and the type of the step to the next span, or -1."""
+    """Return the order of spans along chains from row to row, and the type of each step, or -1 at the end."""
     count = len(row)
     numbers = row * (k_len + 2) + lo
     after = np.searchsorted(numbers, numbers + k_len + 2)

@@ -17,7 +17,7 @@ from ._values import Host, as_mask, integers, lowered, one_plane, values
 
 
 class Bits(NamedTuple):
-    """A bit-packed mask as FlashInfer takes it, made by `to_bits`.
+    """A bit-packed mask in FlashInfer's format. `to_bits` returns it.
 
     Attributes:
         packed: uint8 (n,), the bits of each request in query order, least significant bit first. Each request
@@ -38,11 +38,12 @@ class Bits(NamedTuple):
 
 
 class PageTable(NamedTuple):
-    """Pages of each batch element, for `attnspan.torch.PagedCache`.
+    """The pages of each batch element, for `attnspan.torch.PagedCache`.
 
     Attributes:
-        table: int32 (B, pages), the pages of each batch element, -1 where it has none: `PagedCache.table`.
-        lengths: int32 (B,), the number of tokens of each batch element: `PagedCache.lengths`.
+        table: int32 (B, pages), the pages of each batch element, and -1 for no page. Copy it into
+            `PagedCache.table`.
+        lengths: int32 (B,), the number of tokens of each batch element. Copy it into `PagedCache.lengths`.
 
     Raises:
         TypeError: If you leave out a field.
@@ -60,13 +61,13 @@ def from_bits(packed: Array, qo_indptr: Any, kv_indptr: Any, indptr: Any = None)
     """Read a bit-packed mask, such as a tree of draft tokens in speculative decoding.
 
     The queries of all requests are packed one after the other, and so are their keys. A query sees only keys
-    of its request.
+    of its own request.
 
     Args:
         packed: uint8 (n,), the bits of each request in query order, least significant bit first (FlashInfer's
-            `packbits` with `bitorder="little"`). A boolean array has one element for each pair instead.
-        qo_indptr: integer (requests + 1,), ascending from 0: the queries of each request.
-        kv_indptr: integer (requests + 1,), ascending from 0: the keys of each request, in tokens.
+            `packbits` with `bitorder="little"`). You can also pass booleans, one for each pair.
+        qo_indptr: integer (requests + 1,), ascending from 0: the offsets of each request's queries.
+        kv_indptr: integer (requests + 1,), ascending from 0: the offsets of each request's keys, in tokens.
         indptr: integer (requests + 1,), the first element of each request in `packed`. Default: requests
             follow each other, each from a new byte.
 
@@ -76,7 +77,7 @@ def from_bits(packed: Array, qo_indptr: Any, kv_indptr: Any, indptr: Any = None)
     Raises:
         DtypeError: If `packed` is neither uint8 nor bool, or if offsets are not integers.
         ShapeError: If the numbers of requests differ, or if there are too few bits.
-        OptionError: If offsets descend, or if values cannot be read.
+        OptionError: If offsets descend, or if values cannot be read, as in a compiled function.
 
     Example:
         >>> import numpy as np
@@ -116,18 +117,18 @@ def from_bits(packed: Array, qo_indptr: Any, kv_indptr: Any, indptr: Any = None)
 def to_bits(mask: Mask | Spans, qo_indptr: Any, kv_indptr: Any) -> Bits:
     """Write a mask of packed requests as FlashInfer's bit-packed custom mask.
 
-    It takes one bit for each pair of a query and a key of one request.
+    The result takes one bit for each pair of a query and a key of the same request.
 
     Args:
         mask: A mask for qo_indptr[-1] queries and kv_indptr[-1] keys, or lowered spans.
-        qo_indptr: integer (requests + 1,), ascending from 0: the queries of each request.
-        kv_indptr: integer (requests + 1,), ascending from 0: the keys of each request, in tokens.
+        qo_indptr: integer (requests + 1,), ascending from 0: the offsets of each request's queries.
+        kv_indptr: integer (requests + 1,), ascending from 0: the offsets of each request's keys, in tokens.
 
     Raises:
         DtypeError: If offsets are not integers.
-        ShapeError: If the numbers of requests differ, or if arrays of the mask do not fit the sizes.
-        OptionError: If offsets descend, or if a query sees a key of another request: it names the first one.
-            Also if the mask differs between heads, and the errors of `mask.prepare`.
+        ShapeError: If the numbers of requests differ, or if arrays in the mask do not fit the sizes.
+        OptionError: If offsets descend, or if a query sees a key of another request (the error names the
+            first such query). Also if the mask differs between heads, or if `mask.prepare` raises it.
 
     Example:
         >>> from attnspan import documents
@@ -145,8 +146,8 @@ def to_bits(mask: Mask | Spans, qo_indptr: Any, kv_indptr: Any) -> Bits:
         raise OptionError(
             "to_bits",
             expected="queries that see only keys of their own request",
-            got=f"query {i} of request {request[i]}, which sees another key",
-            remedy="Combine the mask with documents(qo_indptr, kv_indptr) by &",
+            got=f"query {i} of request {request[i]}, which sees a key of another request",
+            remedy="Pass mask & documents(qo_indptr, kv_indptr)",
         )
     parts = [_packed_bits(plane[q[r] : q[r + 1]] - k[r], int(k[r + 1] - k[r])) for r in range(len(q) - 1)]
     packed = np.concatenate([np.zeros(0, np.uint8), *parts])
@@ -161,7 +162,7 @@ def _packed_bits(spans: Host, k_len: int) -> Host:
 
 
 def _like(x: Host, arrays: Arrays) -> Array:
-    """A NumPy array of any dtype as an array of a framework."""
+    """Convert a NumPy array of any dtype to an array of a framework."""
     if arrays.name == "torch":
         return arrays.xp.as_tensor(x, device=arrays.device)
     return arrays.xp.asarray(x)
@@ -184,7 +185,7 @@ def _offsets(what: str, x: Any) -> Host:
 
 
 def _starts(what: str, q: Host, k: Host, is_bits: bool, indptr: Any) -> Host:
-    """The first element of each request, and the number of elements."""
+    """Return the first element of each request, and the number of elements."""
     if indptr is None:
         sizes = np.diff(q) * np.diff(k)
         return np.concatenate([[0], (-(-sizes // 8) if is_bits else sizes).cumsum()])
@@ -195,7 +196,7 @@ def _starts(what: str, q: Host, k: Host, is_bits: bool, indptr: Any) -> Host:
 
 
 def page_table_from_csr(indptr: Any, indices: Any, last_page_len: Any, page_len: int) -> PageTable:
-    """Read FlashInfer's page table: lists of pages in one array (CSR).
+    """Read FlashInfer's page table, which stores the lists of pages in one array (CSR).
 
     Args:
         indptr: integer (B + 1,), ascending from 0: the first entry of each batch element in `indices`.
@@ -207,10 +208,10 @@ def page_table_from_csr(indptr: Any, indices: Any, last_page_len: Any, page_len:
         The table and the lengths. Copy them into the `table` and `lengths` of a `PagedCache`.
 
     Raises:
-        DtypeError: If an array is not of integers.
+        DtypeError: If an array does not hold integers.
         ShapeError: If the numbers of batch elements differ, or if there are too few indices.
-        OptionError: If offsets descend, a page is negative, or a last page has no or too many tokens. Also if
-            values cannot be read.
+        OptionError: If offsets descend, if a page is negative, or if a last page has no tokens or too many.
+            Also if values cannot be read.
 
     Example:
         >>> page_table_from_csr([0, 2, 3], [7, 4, 5], [1, 8], page_len=8).table.tolist()
@@ -237,10 +238,10 @@ def page_table_from_csr(indptr: Any, indices: Any, last_page_len: Any, page_len:
 
 
 def page_table_from_blocks(block_tables: Any, seq_lens: Any, page_len: int) -> PageTable:
-    """Read vLLM's page table: a row of pages for each batch element.
+    """Read vLLM's page table, which stores a row of pages for each batch element.
 
     Args:
-        block_tables: integer (B, pages). Entries behind a sequence's last page may hold anything.
+        block_tables: integer (B, pages). Entries behind a sequence's last page have no meaning.
         seq_lens: integer (B,), the number of tokens of each batch element.
         page_len: Number of tokens on a page (vLLM's `block_size`).
 
@@ -249,10 +250,10 @@ def page_table_from_blocks(block_tables: Any, seq_lens: Any, page_len: int) -> P
         a `PagedCache`.
 
     Raises:
-        DtypeError: If an array is not of integers.
+        DtypeError: If an array does not hold integers.
         ShapeError: If the numbers of batch elements differ.
-        OptionError: If a sequence is longer than its row of pages, a length is negative, or a page in use is
-            negative. Also if values cannot be read.
+        OptionError: If a sequence is longer than its row of pages, if a length is negative, or if a page in
+            use is negative. Also if values cannot be read.
 
     Example:
         >>> page_table_from_blocks([[7, 4], [5, 0]], [9, 8], page_len=8).table.tolist()

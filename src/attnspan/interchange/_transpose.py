@@ -1,8 +1,8 @@
-"""From intervals of rows for each column to intervals of columns for each row, without a dense mask.
+"""Convert ranges of rows for each column to spans of columns for each row, without a dense mask.
 
-A column differs little from its neighbour. Let V[j] be the rows that see column j. Spans of rows start in
-column j in the rows V[j] - V[j - 1], and end before column j in the rows V[j - 1] - V[j]. The k-th start of a
-row belongs to its k-th end.
+Let V[j] be the set of rows that see column j. At column j, a span of columns starts in each row of the
+difference V[j] - V[j - 1]. A span ends before column j in each row of V[j - 1] - V[j]. Neighbouring columns
+usually see similar rows, so there are few starts and ends. The k-th start of a row belongs to its k-th end.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ def transpose_planes(bounds: Host, size: int) -> Host:
     """Transpose each plane of (B|1, H|1, n, R, 2) to (B|1, H|1, size, R', 2). Equal planes are computed once.
 
     Args:
-        bounds: Ends in [0, size]. The intervals of an entry ascend and do not overlap.
+        bounds: Starts and ends in [0, size]. The ranges of an entry ascend and do not overlap.
         size: Number of entries along the other axis.
 
     Returns:
-        int32. Intervals ascend and do not touch. Empty intervals come last, as (0, 0).
+        int32. Spans ascend and do not touch. Empty spans come last, as (0, 0).
     """
     batch, heads = bounds.shape[:2]
     known: dict[bytes, Host] = {}
@@ -41,7 +41,7 @@ def transpose_planes(bounds: Host, size: int) -> Host:
 
 
 def _transpose(lo: Host, hi: Host, size: int) -> Host:
-    """Intervals (size, R', 2) of the other axis, from ends (n, R)."""
+    """Return spans (size, R', 2) along the other axis, from starts and ends (n, R)."""
     n = len(lo)
     if n == 0 or size == 0:
         return np.zeros((size, 1, 2), np.int32)
@@ -62,19 +62,19 @@ def _transpose(lo: Host, hi: Host, size: int) -> Host:
 
 
 def _beside(ends: Host, first: bool) -> Host:
-    """Ends (n + 1, R) with an entry without intervals as the first or the last."""
+    """Return ends (n + 1, R). The first or the last entry is new and has only empty ranges."""
     nothing = np.zeros_like(ends[:1])
     return np.concatenate([nothing, ends] if first else [ends, nothing])
 
 
 def _changes(of: tuple[Host, Host], without: tuple[Host, Host]) -> Host:
-    """Sorted numbers (row << bits) + column of the rows of one set that another lacks."""
+    """Return the sorted numbers (row << bits) + column of all rows that are in the one set only."""
     n, runs = of[0].shape
     bits = (n - 1).bit_length()
     found = []
     for r in range(runs):
         for k in range(runs + 1):
-            # The k-th gap of the other intervals.
+            # The k-th gap between the ranges of the other set.
             lo = of[0][:, r] if k == 0 else np.maximum(of[0][:, r], without[1][:, k - 1])
             hi = of[1][:, r] if k == runs else np.minimum(of[1][:, r], without[0][:, k])
             column = np.flatnonzero(lo < hi)
@@ -86,7 +86,7 @@ def _changes(of: tuple[Host, Host], without: tuple[Host, Host]) -> Host:
 
 
 def _expanded(lo: Host, hi: Host, column: Host) -> tuple[Host, Host]:
-    """Rows lo, lo + 1, ..., hi - 1 of each column, and the columns."""
+    """Return the rows lo, lo + 1, ..., hi - 1 of each column, and the column of each row."""
     length = hi - lo
     if (length == 1).all():
         return lo, column

@@ -1,4 +1,4 @@
-"""Arrays in and out: values of any framework as NumPy arrays, and results in the framework of the input."""
+"""Read arrays of any framework as NumPy arrays, and return results in the framework of the input."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Host = np.ndarray[Any, Any]
 
 
 def integers(what: str, x: Any, ranks: tuple[int, ...]) -> tuple[Host, Arrays]:
-    """The values of an integer array, as int64, and the array functions of its framework."""
+    """Return the values of an integer array, as int64, and the array functions of its framework."""
     x = checks.integers(what, x, ranks)
     return values(what, x).astype(np.int64), arrays_for([x], what=what)
 
 
 def values(what: str, x: Array) -> Host:
-    """The values of an array. A traced array raises an error, because its values are not known yet."""
+    """Return the values of an array. A traced array raises an error, because it has no values yet."""
     arrays = arrays_for([x], what=what)
     expected, remedy = "an array whose values can be read", "Call it outside the compiled function"
     expect(not _is_traced(arrays, x), what, expected, "a traced array", remedy)
@@ -39,12 +39,12 @@ def _is_traced(arrays: Arrays, x: Array) -> bool:
 
 
 def as_mask(what: str, bounds: Host, k_len: int, arrays: Arrays) -> Mask:
-    """The mask of computed bounds (B|1, H|1, q_len, R, 2), in the framework of the input."""
+    """Return the mask of computed bounds (B|1, H|1, q_len, R, 2), in the framework of the input."""
     q_len, runs = bounds.shape[2:4]
     if 8 * runs > k_len and 8 * runs * q_len > 1 << 20:
         warnings.warn(
-            f"{what}: queries have up to {runs} runs of keys, so spans take {8 * runs * q_len >> 20} MiB "
-            f"where booleans would take {q_len * k_len >> 20} MiB",
+            f"{what}: queries have up to {runs} spans of keys, so the spans take "
+            f"{8 * runs * q_len >> 20} MiB. A dense boolean mask would take {q_len * k_len >> 20} MiB",
             SpansLargerThanMask,
             stacklevel=3,
         )
@@ -54,7 +54,7 @@ def as_mask(what: str, bounds: Host, k_len: int, arrays: Arrays) -> Mask:
 def lowered(
     what: str, mask: Mask | Spans, q_len: int, k_len: int | None, batch: int | None, heads: int
 ) -> tuple[Host, int, Arrays]:
-    """Canonical bounds (B|1, H|1, q_len, R, 2) of a mask, the number of keys, and the mask's framework.
+    """Return canonical bounds (B|1, H|1, q_len, R, 2), the number of keys, and the mask's framework.
 
     The spans of a query ascend and do not touch. Empty spans come last, as (k_len, k_len).
     """
@@ -74,7 +74,7 @@ def lowered(
 
 
 def without_copies(planes: Host) -> Host:
-    """Planes (B, H, ...) with an axis shortened to 1 if all its entries are equal."""
+    """Return planes (B, H, ...). If all entries along an axis are equal, only the first is left."""
     for axis in (0, 1):
         first = planes.take([0], axis) if planes.shape[axis] > 1 else planes
         planes = first if (planes == first).all() else planes
@@ -82,9 +82,9 @@ def without_copies(planes: Host) -> Host:
 
 
 def one_plane(what: str, bounds: Host) -> Host:
-    """The bounds (q_len, R, 2) of a mask that is equal for all batch elements and heads."""
+    """Return the bounds (q_len, R, 2) of a mask that is equal for all batch elements and heads."""
     bounds = without_copies(bounds)
-    got, remedy = tuple(bounds.shape[:2]), "Write each batch element and head with a call of its own"
+    got, remedy = tuple(bounds.shape[:2]), "Write each batch element and head in a separate call"
     expect(got == (1, 1), what, "one mask for all batch elements and heads, (1, 1)", got, remedy)
     plane: Host = bounds[0, 0]
     return plane

@@ -1,4 +1,4 @@
-"""Offsets of packed documents: flash-attn, Transformer Engine, cuDNN and torch's `varlen_attn`."""
+"""Masks of packed documents (varlen) for flash-attn, Transformer Engine, cuDNN and torch's `varlen_attn`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _ALIGNMENTS = ("bottom-right", "top-left")
 
 
 class Varlen(NamedTuple):
-    """A mask as `flash_attn_varlen_func` takes it, made by `to_varlen`.
+    """A mask in the format of `flash_attn_varlen_func`. `to_varlen` returns it.
 
     Attributes:
-        cu_seqlens_q: int32 (n + 1,), the start of each document's queries, and the end of the last one's.
-        cu_seqlens_k: int32 (n + 1,), the same for keys.
-        max_seqlen_q: The most queries of a document.
-        max_seqlen_k: The most keys of a document.
+        cu_seqlens_q: int32 (n + 1,), the start of each document's queries, and the number of all queries.
+        cu_seqlens_k: int32 (n + 1,), the start of each document's keys, and the number of all keys.
+        max_seqlen_q: The maximum number of queries of a document.
+        max_seqlen_k: The maximum number of keys of a document.
         causal: The `causal` argument.
         window_size: The `window_size` argument, (left, right), with -1 for no limit.
 
@@ -54,29 +54,32 @@ def from_varlen(
     cu_seqlens_q_padded: Any = None,
     cu_seqlens_k_padded: Any = None,
 ) -> Mask:
-    """Read the offsets of packed documents, with flash-attn's causal flag and window.
+    """Read the offsets of packed documents (varlen), with flash-attn's causal flag and window.
 
     Without padded offsets and with bottom-right alignment, the result is the expression
-    `documents(...) & causal()` or `documents(...) & window(...)`. It keeps the kernels for such masks, and it
-    works in compiled functions. Otherwise, the result is a mask from spans.
+    `documents(...) & causal()` or `documents(...) & window(...)`. attnspan can then choose the kernels for
+    such masks, and you can call `from_varlen` in compiled functions. Otherwise, the result is a mask from
+    spans.
 
     Args:
         cu_seqlens_q: integer (n + 1,), ascending from 0: the cumulative lengths of the queries.
-        cu_seqlens_k: The cumulative lengths of the keys. Default: as for queries.
-        causal: Whether a query sees no later key of its document.
-        window_size: Numbers of keys (left, right) next to a query that it sees. -1 means no limit. With
-            `causal`, the right number is 0.
+        cu_seqlens_k: The cumulative lengths of the keys. Default: `cu_seqlens_q`.
+        causal: If True, a query does not see later keys of its document.
+        window_size: (left, right), the numbers of keys before and after its own key that a query sees. -1
+            means no limit. With `causal`, the right number is 0.
         align: "bottom-right" aligns the last query of a document with its last key, as flash-attn does.
-            "top-left" aligns the first ones, as cuDNN and Transformer Engine may.
-        cu_seqlens_q_padded: integer (n + 1,), Transformer Engine's offsets in memory. Document d has its
-            tokens from `cu_seqlens_q_padded[d]` on. Padding sees nothing.
-        cu_seqlens_k_padded: The same for keys. Default: as for queries if `cu_seqlens_k` is not passed.
+            "top-left" aligns the first query with the first key, as cuDNN and Transformer Engine may.
+        cu_seqlens_q_padded: integer (n + 1,), Transformer Engine's offsets in memory. The tokens of document
+            d begin at `cu_seqlens_q_padded[d]`. Padding sees nothing.
+        cu_seqlens_k_padded: The offsets of the keys in memory. If you pass no offsets for keys, the default
+            is `cu_seqlens_q_padded`.
 
     Raises:
         DtypeError: If offsets are not integers, or if `causal` is not a bool.
         ShapeError: If queries and keys have different numbers of documents, or if offsets have other axes.
-        OptionError: If offsets descend, a document is longer than its padded place, the window is no pair of
-            numbers of at least -1, or `align` is unknown. Also if values must be read, but cannot be read.
+        OptionError: If offsets descend, if a document is longer than its padded place, if the window is no
+            pair of numbers of at least -1, or if `align` is unknown. Also if `from_varlen` needs values that
+            it cannot read.
 
     Example:
         >>> from_varlen([0, 2, 5], causal=True)
@@ -86,7 +89,7 @@ def from_varlen(
     """
     causal = checks.flag("from_varlen: causal", causal)
     left, right = _window(window_size, causal)
-    known, remedy = align in _ALIGNMENTS, "flash-attn aligns bottom-right"
+    known, remedy = align in _ALIGNMENTS, 'Pass align="bottom-right" for flash-attn'
     expect(known, "from_varlen: align", " or ".join(_ALIGNMENTS), str(align), remedy)
     given = cu_seqlens_q, cu_seqlens_k, cu_seqlens_q_padded, cu_seqlens_k_padded
     is_padded = cu_seqlens_q_padded is not None or cu_seqlens_k_padded is not None
@@ -101,7 +104,7 @@ def from_varlen(
         cu_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
         starts_k, lengths_k, k_len = _places("cu_seqlens_k", cu_k, cu_seqlens_k_padded)
     fits, expected = len(starts_k) == len(starts_q), "as many documents for keys as for queries, {}"
-    remedy = "Give an absent document an empty range"
+    remedy = "If a document has no keys or no queries, repeat its offset"
     expect(fits, "from_varlen", expected, len(starts_k), remedy, len(starts_q), error=ShapeError)
     bounds = packed(starts_q, lengths_q, starts_k, lengths_k, q_len, left, right, align)
     return as_mask("from_varlen", bounds, k_len, arrays_for(given, what="from_varlen"))
@@ -117,7 +120,7 @@ def packed(
     right: int | None,
     align: str,
 ) -> Host:
-    """Bounds (1, 1, q_len, 1, 2) of documents at any places, int64 (n,) each, with one window."""
+    """Return bounds (1, 1, q_len, 1, 2) of n documents at any places, with one window."""
     document = np.repeat(np.arange(len(starts_q)), lengths_q)
     place = np.arange(len(document)) - np.repeat(lengths_q.cumsum() - lengths_q, lengths_q)
     shift = lengths_k - lengths_q if align == "bottom-right" else np.zeros_like(lengths_q)
@@ -128,7 +131,7 @@ def packed(
 
 
 def _window(window_size: Any, causal: bool) -> tuple[int | None, int | None]:
-    """Limits on both sides, None for no limit."""
+    """Return the limits on both sides, None for no limit."""
     what, remedy = "from_varlen: window_size", "Write -1 for no limit"
     fits = isinstance(window_size, (tuple, list)) and len(window_size) == 2
     expect(fits, what, "two numbers, left and right", str(window_size), remedy)
@@ -146,7 +149,7 @@ def _expression(cu_q: Any, cu_k: Any, left: int | None, right: int | None) -> Ma
 
 
 def _places(name: str, cu: Any, padded: Any) -> tuple[Host, Host, int]:
-    """Start and length of each document, and the number of tokens with padding."""
+    """Return the start and length of each document, and the number of tokens with padding."""
     what = f"from_varlen: {name}"
     offsets = _offsets(what, cu)
     lengths = np.diff(offsets)
@@ -161,7 +164,11 @@ def _places(name: str, cu: Any, padded: Any) -> tuple[Host, Host, int]:
         d = int(too_long[0])
         got = f"{np.diff(places)[d]} places for document {d} of {lengths[d]} tokens"
         expect(
-            False, f"{what}_padded", "a place for each token", got, "Pad documents to at least their length"
+            False,
+            f"{what}_padded",
+            "a place for each token",
+            got,
+            "Pass larger offsets, or shorter documents",
         )
     return places[:-1], lengths, int(places[-1])
 
@@ -175,7 +182,7 @@ def _offsets(what: str, x: Any) -> Host:
 
 
 def _ends(at: Host, length: Host, left: int | None, right: int | None) -> Host:
-    """Ends (n, 2) of the keys of a document that queries at key `at` see, from its first key."""
+    """Return the keys (n, 2), counted in the document, that queries aligned with key `at` see."""
     lo = np.zeros_like(at) if left is None else np.clip(at - left, 0, length)
     hi = length if right is None else np.clip(at + right + 1, lo, length)
     return np.stack([lo, hi], axis=-1)
@@ -186,18 +193,20 @@ def to_varlen(
 ) -> Varlen:
     """Write a mask as the offsets, the causal flag and the window of flash-attn's varlen functions.
 
-    Queries that see nothing, and keys that no query sees, become documents without keys or without queries.
+    Queries that see nothing become documents without keys. Keys that no query sees become documents without
+    queries.
 
     Args:
         mask: A mask, or lowered spans.
         q_len: Number of queries.
         k_len: Number of keys. Default: q_len.
-        batch, heads: Sizes that arrays of the mask must fit.
+        batch, heads: Batch size and number of heads. Arrays in the mask must fit them.
 
     Raises:
-        OptionError: If the mask is not made of documents with one window: it names the first query that does
-            not fit. Also if it differs between batch elements or heads, and the errors of `mask.prepare`.
-        ShapeError: If arrays of the mask do not fit the sizes.
+        OptionError: If the mask does not consist of documents with one window. The error names the first
+            query that does not fit. Also if the mask differs between batch elements or heads, or if
+            `mask.prepare` raises it.
+        ShapeError: If arrays in the mask do not fit the sizes.
 
     Example:
         >>> from attnspan import causal, documents, window
@@ -209,7 +218,7 @@ def to_varlen(
     plane = one_plane("to_varlen", bounds)
     second = (plane[:, 1:, 0] < plane[:, 1:, 1]).any(-1)
     if second.any():
-        raise _refusal(int(second.argmax()), "sees several intervals of keys")
+        raise _refusal(int(second.argmax()), "sees several spans of keys")
     lo, hi = plane[:, 0].T.astype(np.int64)
     cu_q, cu_k = _split(lo, hi, k_len)
     document = np.repeat(np.arange(len(cu_q) - 1), np.diff(cu_q))
@@ -231,7 +240,7 @@ def to_varlen(
 
 
 def _split(lo: Host, hi: Host, k_len: int) -> tuple[Host, Host]:
-    """Offsets of the smallest documents: no query sees a key of another one."""
+    """Return the offsets of the smallest documents such that no query sees a key of another document."""
     q_len, empty = len(lo), lo >= hi
     reach = np.maximum.accumulate(np.where(empty, 0, hi))
     first = np.minimum.accumulate(np.where(empty, k_len, lo)[::-1])[::-1]
@@ -252,14 +261,18 @@ def _split(lo: Host, hi: Host, k_len: int) -> tuple[Host, Host]:
 
 
 def _limit(side: str, seen: Host, ends: Host, most: Host, counts: Host) -> int | None:
-    """The window's limit on a side, or None: equal for the queries in `ends`, and no smaller than `most`."""
+    """Return the window's limit on a side, or None for no limit.
+
+    All queries in `ends` must have the same limit. For the other queries in `counts`, it must be at least
+    `most`.
+    """
     if not ends.any():
         return None
     limit = int(seen[ends][0])
     other = ends & (seen != limit) | (counts & ~ends & (most > limit))
     if other.any() or limit < 0:
         query = int(other.argmax()) if other.any() else int(ends.argmax())
-        raise _refusal(query, f"has another {side} end than a window of {limit} keys")
+        raise _refusal(query, f"does not fit a window of {limit} keys to the {side}")
     return limit
 
 
@@ -268,5 +281,5 @@ def _refusal(query: int, text: str) -> OptionError:
         "to_varlen",
         expected="documents with one window, the same for all",
         got=f"query {query}, which {text}",
-        remedy="Write it by to_flashmask, to_ranges or to_dense",
+        remedy="Use to_flashmask, to_ranges or to_dense",
     )

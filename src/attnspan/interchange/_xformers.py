@@ -1,4 +1,4 @@
-"""Biases of xFormers, by the names of their classes. The module imports nothing of xFormers."""
+"""Biases of xFormers. The module recognizes their classes by name, and does not import xFormers."""
 
 from __future__ import annotations
 
@@ -41,20 +41,21 @@ def from_xformers(bias: Any, q_len: int | None = None, k_len: int | None = None)
     """Read an `AttentionBias` of xFormers.
 
     Args:
-        bias: An instance of a class of `xformers.ops.fmha.attn_bias`: causal and local masks, and all
-            `BlockDiagonal...` masks, with padded keys and with gaps too. None means all pairs.
-        q_len, k_len: Numbers of queries and keys, which a `LowerTriangularMask` needs, because it aligns the
-            first query with the first key. Default for `k_len`: q_len. The other classes do not read them.
+        bias: An instance of a class of `xformers.ops.fmha.attn_bias`: a causal or local mask, or any
+            `BlockDiagonal...` mask, also with padded keys or gaps. None shows all pairs.
+        q_len, k_len: Numbers of queries and keys. Pass them for a `LowerTriangularMask`, because it aligns
+            the first query with the first key. Default for `k_len`: q_len. The other classes do not use them.
 
     Returns:
-        The expression `documents(...) & causal()` or `documents(...) & window(...)` for block-diagonal masks
-        whose documents end in one corner. It keeps the kernels for such masks. Otherwise spans.
+        For block-diagonal masks that align the last query of a document with its last key, the expression
+        `documents(...) & causal()` or `documents(...) & window(...)`, so attnspan can choose the kernels for
+        such masks. For other block-diagonal masks, a mask from spans.
 
     Raises:
-        DtypeError: If `bias` is no such object.
-        ShapeError: If a `LowerTriangularMask` is read without `q_len`.
-        OptionError: For paged masks, whose pages become a `PagedCache`, for masks with a tensor that is added
-            to the scores, and for unknown classes.
+        DtypeError: If `bias` is no bias of xFormers.
+        ShapeError: If you pass a `LowerTriangularMask` without `q_len`.
+        OptionError: If the mask is paged (use a `PagedCache`), if it has a tensor that is added to the scores
+            (pass it as `bias=`), or if the class is unknown.
 
     Example:
         >>> class LocalAttentionFromBottomRightMask:  # as in xformers.ops.fmha.attn_bias
@@ -76,7 +77,7 @@ def from_xformers(bias: Any, q_len: int | None = None, k_len: int | None = None)
         return _one_sequence(left, right, align, q_len, k_len)
     q, k = bias.q_seqinfo, bias.k_seqinfo
     if not hasattr(k, "seqlen_py"):
-        # The starts are tensors, whose device the result shares. Equal ones stay one object.
+        # The starts are tensors, and the result is on their device. Equal starts stay one object.
         sides = -1 if left is None else left, -1 if right is None else right
         cu_k = None if k is q else k.seqstart
         return from_varlen(q.seqstart, cu_k, window_size=sides, align=align)
@@ -112,10 +113,11 @@ def _unknown(name: str) -> OptionError:
     what, got = "from_xformers: bias", name
     if name.startswith("Paged"):
         call = "page_table_from_blocks(bias.block_tables, bias.k_seqinfo.seqlen, bias.page_size)"
-        remedy = f"Read its pages by {call}, and attend by PagedCache"
+        remedy = f"Read its pages with {call}, and attend with a PagedCache"
         return OptionError(what, expected="keys in one sequence", got=f"{got}, keys on pages", remedy=remedy)
     if "TensorBias" in name:
         remedy = "Pass mask=causal(), and the tensor as bias="
-        return OptionError(what, expected="a mask", got=f"{got}, which also adds to scores", remedy=remedy)
-    remedy = "Pass from_dense(bias.materialize((q_len, k_len)) == 0), in O(q_len * k_len) memory"
+        got = f"{got}, which also adds a tensor to the scores"
+        return OptionError(what, expected="a mask", got=got, remedy=remedy)
+    remedy = "Pass from_dense(bias.materialize((q_len, k_len)) == 0), which takes O(q_len * k_len) memory"
     return OptionError(what, expected=f"one of {', '.join(_KINDS)}", got=got, remedy=remedy)

@@ -1,4 +1,4 @@
-"""`roll`: rows of the whole sequence move by a shift. Only rows that change their owner travel."""
+"""`roll` shifts the whole sequence over ranks. It sends only rows that move to another rank."""
 
 from __future__ import annotations
 
@@ -24,22 +24,24 @@ def roll(
     mesh: Any = None,
     **axes: Any,
 ) -> Any:
-    """Move the rows of the whole sequence by a shift, as `torch.roll` does with the gathered tensor.
+    """Shift the whole sequence, as `torch.roll` shifts the gathered tensor.
 
-    It works with every layout, is differentiable, and sends only rows that change their owner. All ranks
-    must call it alike. ``roll(labels, -1, ...)`` gives each token the label of the next token.
+    `roll` works with every layout, is differentiable, and sends only rows that move to another rank. All
+    ranks must call it with the same arguments. ``roll(labels, -1, ...)`` gives each token the label of the
+    next token.
 
     Args:
-        x: This rank's rows, as `Layout.shard` returned them, of any dtype: labels, hidden states. In JAX, the
-            rows of all devices.
-        shifts: Row i of the result is row ``i - shifts`` of `x`. With a tuple, one collective serves all of
-            its shifts, and the result is a tuple.
+        x: This rank's rows, as `Layout.shard` returned them, of any dtype, for example labels or hidden
+            states. In JAX, the rows of all devices.
+        shifts: Row i of the result is row ``i - shifts`` of the whole sequence. If you pass a tuple, `roll`
+            uses one collective for all shifts, and returns a tuple.
         where: The plan ``layout.plan_roll(shifts).on(mesh, rows=rows)``. Compiled torch code requires such a
             plan. Elsewhere you may pass a `Layout` together with ``mesh``. The layout caches its plans.
-        dim: Dimension of the rows. If batch elements have layouts or ids of their own, they are dimension 0.
-        within: See `Layout.plan_roll`. Only with a layout, because a plan knows it.
-        fill: Value of padding, and of rows without a source if there is ``within``, for example -100 for
-            labels.
+        dim: Dimension of the rows. If each batch element has its own layout or ids, dimension 0 is the batch.
+        within: Document ids, see `Layout.plan_roll`. Pass them only with a layout, because a plan already
+            contains them.
+        fill: Value of padding, for example -100 for labels. With ``within``, also the value of rows whose
+            source is outside of their document.
         mesh: The mesh, if you pass a layout.
         **axes: Mesh axes ``sequence`` and ``batch`` of a JAX mesh, if you pass a layout. See `Plan.on`.
 
@@ -48,7 +50,8 @@ def roll(
 
     Raises:
         ShapeError: `x` has another number of rows or batch elements.
-        OptionError: `shifts` are not the plan's, a mesh or a plan is missing, or `x` cannot hold `fill`.
+        OptionError: `shifts` differ from the plan's shifts, a mesh or a plan is missing, or `x` cannot hold
+            `fill`.
         DtypeError: `x` is no array, or a shift is no int.
         PlanMismatchError: The calls differ between ranks.
         CommunicationError: A rank did not answer.
@@ -79,8 +82,8 @@ def roll(
 
 
 def _check_plan(where: Any, shifts: tuple[int, ...], alone: bool) -> None:
-    remedy = "Leave them out: layout.plan_roll(shifts, within=ids).on(mesh, rows=rows) knows them"
-    expect(alone, "roll with a plan", "no within, mesh and axes", "some", remedy)
+    remedy = "Leave them out: the plan layout.plan_roll(shifts, within=ids).on(mesh, rows=rows) contains them"
+    expect(alone, "roll with a plan", "no within, mesh or axes", "at least one of them", remedy)
     mine = where.shifts if hasattr(where, "rolled") else ()
     got = f"one for shifts {mine}" if mine else f"a {type(where).__name__} that rolls nothing"
     remedy = "Pass layout.plan_roll(shifts).on(mesh, rows=rows), or a layout and its mesh"

@@ -1,6 +1,6 @@
-"""Plans of rolls: exchanges in which each query sees one key, the row that it gets.
+"""Plans of `roll`. A roll is an exchange in which each query sees one key: the row that it gets.
 
-Shapes: B batch elements, H shifts, S rows of the whole problem.
+Shapes: B batch elements, H shifts, S rows of the whole sequence.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def checked_shifts(shifts: Any) -> tuple[int, ...]:
 
 
 def maker(layout: Layout, shifts: Any, within: Any) -> tuple[Hashable, Callable[[], Plan]]:
-    """Key of the plan of `Layout.plan_roll`, and a function that makes the plan."""
+    """Return the key under which `Layout.plan_roll` caches its plan, and a function that makes the plan."""
     numbers, ids = checked_shifts(shifts), None if within is None else _ids(layout, within)
 
     def make() -> Plan:
@@ -53,7 +53,7 @@ def maker(layout: Layout, shifts: Any, within: Any) -> tuple[Hashable, Callable[
 
 
 def _ids(layout: Layout, within: Any) -> Ints:
-    """Check ids of the whole sequence, (B|1, S)."""
+    """Check the ids of the whole sequence, and return them as (B|1, S)."""
     given = integers("roll: within", within)
     ids = np.atleast_2d(arrays_for([given]).to_numpy(given))
     got, remedy = tuple(given.shape), "Pass the ids of the whole sequence, not the ids of a rank's rows"
@@ -67,7 +67,7 @@ def _ids(layout: Layout, within: Any) -> Ints:
 
 
 def roll_spans(q_len: int, shifts: tuple[int, ...], ids: Ints | None) -> Spans:
-    """Spans by which row i of head h sees its source, the row i - shifts[h], or nothing.
+    """Return spans with which row i of head h sees only its source, the row i - shifts[h], or nothing.
 
     Example:
         >>> roll_spans(3, (-1,), None).bounds[0, 0, :, 0].tolist()

@@ -139,7 +139,7 @@ def encoder_as_a_decoder() -> Any:
     return module.bind(module.init(jax.random.key(0), **batch)), [batch], {"causal": True}
 
 
-@fault("hidden-rows", "Softmax over only -inf", "see its own key")
+@fault("hidden-rows", "If all scores are -inf", "see its own key")
 def left_padding_in_a_scan() -> JaxSubject:
     w = variables()
     w |= {x: jnp.stack([w[x], w[x]]) for x in "qkv"}

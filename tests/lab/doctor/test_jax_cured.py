@@ -18,13 +18,13 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 #: Patient, stage, and words of the remedy that the cure applies.
 CURES = {
     "sick_constant_mask": ("eager", "for example as causal()"),
-    "sick_constant_mask_in_jax": ("eager", "compute it from jnp.arange"),
+    "sick_constant_mask_in_jax": ("eager", "compute the mask from jnp.arange"),
     "sick_mask_argument": ("eager", "for example as causal()"),
     "sick_norm": ("eager", "Check the range of this line's inputs"),
     "sick_overflow": ("eager", "Check the range of this line's inputs"),
     "sick_gradient_of_root": ("parity", "jnp.where must select safe inputs before the operator"),
     "sick_print": ("eager", "Return the value from the step"),
-    "sick_callback": ("eager", "Write it with jax.numpy"),
+    "sick_callback": ("eager", "compute it with jax.numpy"),
     "sick_captured": ("compiled", "Pass the arrays as arguments"),
     "sick_gathered": ("ranks", "shard heads or batch elements instead of the sequence"),
     "sick_gathered_with_a_plan": ("ranks", "mask=plan.on(mesh, ...)"),

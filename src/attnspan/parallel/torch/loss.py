@@ -51,7 +51,7 @@ def sum_over(x: Tensor, ranks: RankGroups) -> Tensor:
     """Sum a tensor over ranks, outside of autograd. Use it for counts and for losses that you print.
 
     Args:
-        x: Tensor of any shape, of a dtype that the group's backend can add. It is not changed.
+        x: Tensor of any shape, of a dtype that the group's backend can add. `sum_over` does not change it.
         ranks: A mesh, a process group, or None for this process alone.
 
     Returns:
@@ -73,7 +73,7 @@ def sum_over(x: Tensor, ranks: RankGroups) -> Tensor:
 
 
 def _agree(group: dist.ProcessGroup, call: str, shape: object, dtype: torch.dtype) -> None:
-    """Compare the tensors that ranks add. Compiled code compares nothing."""
+    """Check that all ranks add the same kind of tensor. Compiled code compares nothing."""
     if not torch.compiler.is_compiling():
         agreement_of(group).note({"call": call, "shape": shape, "dtype": str(dtype)})
 
@@ -148,7 +148,7 @@ def next_token_targets(tokens: Any, ids: Any = None, *, ignore_index: int = -100
     check_plain("tokens", tokens)
     check_plain("ids", ids)
     signed = np.dtype(str(tokens.dtype).removeprefix("torch.")).kind == "i"
-    remedy = "Convert them, for ignore_index is negative"
+    remedy = "Convert them to int64, because ignore_index is negative"
     expect(signed, "tokens", "signed integers", str(tokens.dtype), remedy, error=DtypeError)
     _check_ids(tokens, ids)
     # Copies and assignments work alike for tensors and NumPy arrays.
@@ -163,17 +163,17 @@ def next_token_targets(tokens: Any, ids: Any = None, *, ignore_index: int = -100
 def document_weights(targets: Any, ids: Any = None, *, power: float = 1.0, ignore_index: int = -100) -> Any:
     """Weigh targets so that each document counts the same. Call it before sharding, with whole documents.
 
-    Shard the weights with the targets. The mean over documents of their mean losses is then ::
+    Shard the weights with the targets. Then compute the mean of the documents' mean losses ::
 
         total = (weights * cross_entropy(logits, targets, reduction="none")).sum()
         loss = token_mean(total, sum_over(weights.sum(), mesh))
 
     Args:
         targets: Targets of whole sequences, (..., S), a tensor or a NumPy array of integers.
-        ids: Segment id of each token, (..., S). Tokens of a sequence with one id are a document, and negative
-            ids are padding. None if each sequence is one document.
-        power: A target of a document with n targets weighs ``n ** -power``. 1 is for equal documents, 0 for
-            equal tokens, and 0.5 is between them.
+        ids: Segment id of each token, (..., S). Tokens of a sequence with the same id form a document, and
+            negative ids are padding. None if each sequence is one document.
+        power: A target of a document with n targets weighs ``n ** -power``. With 1, documents count the same.
+            With 0, tokens count the same. 0.5 is a compromise.
         ignore_index: Target without loss. Its weight is 0.
 
     Returns:
@@ -205,7 +205,7 @@ def document_weights(targets: Any, ids: Any = None, *, power: float = 1.0, ignor
 
 def _check_ids(tokens: Any, ids: Any) -> None:
     if ids is not None:
-        wanted, remedy = tuple(tokens.shape), "Pass the segment ids of these very tokens"
+        wanted, remedy = tuple(tokens.shape), "Pass the segment id of each of these tokens"
         expect(tuple(ids.shape) == wanted, "ids", "one for each token, {}", tuple(ids.shape), remedy, wanted)
 
 
@@ -214,14 +214,15 @@ def sum_gradients(
 ) -> None:
     """Sum the gradients of replicated parameters over ranks, in place, in large buffers.
 
-    The gradient of a parameter that this rank has not used counts as 0. The rank gets the sum of the other
-    ranks, so that all ranks update alike. Do not call this function with FSDP2. Instead make FSDP2 sum
-    gradients: call ``set_gradient_divide_factor(1.0)`` and ``set_force_sum_reduction_for_comms(True)`` on
-    each sharded module.
+    If this rank has not used a parameter, its gradient counts as 0. The rank gets the sum of the other
+    ranks' gradients, so that all ranks make the same update. Do not call this function with FSDP2. Instead
+    make FSDP2 sum gradients: call ``set_gradient_divide_factor(1.0)`` and
+    ``set_force_sum_reduction_for_comms(True)`` on each sharded module.
 
     Args:
-        parameters: All parameters of the model, in the same order on all ranks. Frozen ones are left out.
-        ranks: A mesh, a process group, or None for this process alone (then nothing happens).
+        parameters: All parameters of the model, in the same order on all ranks. `sum_gradients` skips frozen
+            parameters.
+        ranks: A mesh, a process group, or None for this process alone. With None, nothing happens.
         bucket_bytes: Approximate size of a buffer, in bytes.
 
     Raises:
@@ -250,20 +251,20 @@ def sum_gradients(
 
 
 def _groups(ranks: RankGroups) -> list[dist.ProcessGroup]:
-    """Process groups of the ranks. Summing over one after the other gives the sum over all ranks."""
+    """Return the process groups of the ranks. A sum over one group after the other covers all ranks."""
     if isinstance(ranks, DeviceMesh):
         return ranks.get_all_groups()
     return [] if ranks is None else [ranks]
 
 
 def _buckets(parameters: Iterable[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
-    """Buckets of gradients of one dtype and device, of about `bucket_bytes` each."""
+    """Yield buckets of about `bucket_bytes` each, with gradients of one dtype and device."""
     bucket: list[Tensor] = []
     for parameter in parameters:
         if not parameter.requires_grad:
             continue
         got = f"a DTensor of shape {tuple(parameter.shape)}"
-        remedy = "With FSDP2 leave out this call, and on each sharded module call "
+        remedy = "With FSDP2, leave out this call. On each sharded module, call "
         remedy += "set_gradient_divide_factor(1.0) and set_force_sum_reduction_for_comms(True)"
         expect(not isinstance(parameter, DTensor), "parameters", "replicated parameters", got, remedy)
         if parameter.grad is None:

@@ -1,4 +1,4 @@
-"""Plans of a pipeline's microbatches as one pytree, which `torch.distributed.pipelining` splits."""
+"""`PlanStack` holds the plans of a pipeline's microbatches. `torch.distributed.pipelining` splits it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .mesh_plan import TENSORS, Frame, MeshPlan
 
 
 class PlanStack(ShardedMask):
-    """Plans of a step's microbatches, which the schedules of `torch.distributed.pipelining` split.
+    """The plans of a step's microbatches, which the schedules of `torch.distributed.pipelining` split.
 
-    Pass it to ``schedule.step`` as a keyword argument, without a chunk spec. Schedules split each tensor of
-    the arguments along dim 0, so that every microbatch gets its own `MeshPlan`. Backward passes use the plan
-    that their forward pass had, in any order of the schedule.
+    Pass the stack to ``schedule.step`` as a keyword argument, without a chunk spec. Schedules split each
+    tensor of the arguments along dim 0, so that every microbatch gets its own `MeshPlan`. The backward pass
+    of a microbatch uses the plan of its forward pass, whatever the order of the schedule.
 
     Attributes:
-        frame: Static part, which the plans share.
-        data: int32 (M, m), the plans of M microbatches, padded to the longest one.
+        frame: The static part, which all plans share.
+        data: int32 (M, m), the plans of M microbatches, padded to the longest plan.
         numbers: int64 (M, l), on the CPU, sizes of the plans.
         q_index: int64 (M, L, n), index of each local row in the whole sequence, -1 for padding.
 
@@ -56,12 +56,12 @@ class PlanStack(ShardedMask):
         """Stack the plans of a step's microbatches, in the order of the microbatches.
 
         Args:
-            plans: One plan for each microbatch, from `Plan.on`. They need the same mesh, strategy, heads,
-                lengths and number of batch elements. Their masks and layouts may differ.
+            plans: One plan for each microbatch, from `Plan.on`. All plans need the same mesh, strategy,
+                heads, lengths and number of batch elements. Their masks and layouts may differ.
 
         Raises:
             DtypeError: An element is not a `MeshPlan`.
-            OptionError: There is no plan, or plans have other static parts.
+            OptionError: There is no plan, or the plans differ in one of these sizes.
             ShapeError: Some plans have a layout for each batch element, and others do not.
         """
         remedy = "Stack the results of plan.on(mesh, rows=rows), one for each microbatch"
@@ -109,7 +109,7 @@ def _check_alike(i: int, plan: MeshPlan, first: MeshPlan) -> None:
 
 
 def _unflatten(children: Any, frame: Frame) -> PlanStack | MeshPlan:
-    """Return the plan of one microbatch as an ordinary plan. Children may also be chunk specs."""
+    """Return an ordinary plan if the children hold one microbatch. Children may also be chunk specs."""
     if not all(isinstance(x, Tensor) and x.shape[:1] == (1,) for x in children):
         return PlanStack(frame, *children)
     plan = MeshPlan(frame, *(x[0] for x in children))

@@ -1,7 +1,8 @@
-"""Operators ``attnspan::sharded_roll`` and its ``_backward``: rows move between ranks by a plan.
+"""Operators ``attnspan::sharded_roll`` and its ``_backward``, which move rows between ranks by a plan.
 
-Both are opaque, like `sharded_attention`, and each is the other's derivative. The plan is two tensors among
-the arguments, so it may change at each step without recompilation. The exchange is the exchange of keys.
+Both operators are opaque, like `sharded_attention`, and each computes the other's derivative. The plan is two
+tensors among the arguments, so it may change at each step without recompilation. The operators exchange rows
+as attention exchanges keys.
 
 Shapes: H shifts, B batch elements, n rows of a rank, W elements of a row, L planes of the plan, K rows that
 the rank needs.
@@ -37,7 +38,7 @@ _DEVICES = ("CPU", "CUDA")
 
 
 def rolled(plan: MeshPlan, x: Tensor, dim: int, fill: complex) -> tuple[Tensor, ...]:
-    """See `attnspan.parallel.roll`."""
+    """Compute the rolled rows of a rank. See `attnspan.parallel.roll`."""
     frame = plan.frame
     plain, remedy = isinstance(x, Tensor) and not is_dtensor(x), "Pass this rank's rows, x.to_local()"
     expect(plain, "roll: x", "a plain tensor", type(x).__name__, remedy, error=DtypeError)
@@ -48,7 +49,7 @@ def rolled(plan: MeshPlan, x: Tensor, dim: int, fill: complex) -> tuple[Tensor, 
     fits = frame.planes == 1 or (dim > 0 and x.shape[0] == frame.planes)
     wanted, remedy = "{} batch elements as dimension 0", "Pass the batch that the plan was made for"
     expect(fits, "roll: x", wanted, x.shape, remedy, frame.planes, error=ShapeError)
-    same, remedy = x.device.type == plan.data.device.type, "Move it there"
+    same, remedy = x.device.type == plan.data.device.type, "Move x to the plan's device"
     expect(same, "roll: x", f"a tensor on {plan.data.device}", str(x.device), remedy, error=DeviceError)
     first = x.movedim(dim, 1) if dim else x[None]
     rows = first.reshape(*first.shape[:2], math.prod(first.shape[2:]))
@@ -61,7 +62,7 @@ def rolled(plan: MeshPlan, x: Tensor, dim: int, fill: complex) -> tuple[Tensor, 
 def _reading(
     what: str, x: Tensor, plan: Tensor, numbers: Tensor, group: str
 ) -> Iterator[tuple[Tables, KeyRoute]]:
-    """Context of a call: the tables of the rank, and the route of its rows."""
+    """Open the context of a call: the tables of the rank, and the route of its rows."""
     ranks, tables = Ranks.named(group, 1), decode(plan, numbers.tolist())
     facts = {"call": what, "plan of the call": tables.numbers.plan, "shape": x.shape, "dtype": str(x.dtype)}
     ranks.agreement.note(facts)
@@ -70,13 +71,13 @@ def _reading(
 
 
 def _sources(tables: Tables, shift: int) -> Tensor:
-    """Place of the source of each row among the K rows of its plane, int32 (L, n), and -1 for none."""
+    """Return the place of each row's source among the K rows of its plane, int32 (L, n), and -1 for none."""
     lo, hi = tables.stages[0].bounds[:, shift, :, 0].unbind(-1)
     return torch.where(hi > lo, lo, -1)
 
 
 def _readers(source: Tensor, needed: int) -> Tensor:
-    """Row that reads each of the needed rows, int32 (L, K), and -1 for none."""
+    """Return the row that reads each of the needed rows, int32 (L, K), and -1 for none."""
     planes, length = source.shape
     # Rows without a source write to one more place, which is cut off.
     found = source.new_full((planes, needed + 1), -1)
@@ -96,7 +97,7 @@ def _fetch_into(target: Tensor, source: Tensor, at: Tensor, fill: complex) -> No
 
 
 def _forward(x: Tensor, plan: Tensor, numbers: Tensor, group: str, shifts: int, fill: complex) -> Tensor:
-    """Rows of each shift, (H, B, n, W), of the rows x (B, n, W)."""
+    """Return the rows of each shift, (H, B, n, W), from the rows x (B, n, W)."""
     fill = fill_of("roll: x", fill, x)
     with _reading("roll", x, plan, numbers, group) as (tables, route):
         rows = x.contiguous()[:, None]
@@ -110,7 +111,7 @@ def _forward(x: Tensor, plan: Tensor, numbers: Tensor, group: str, shifts: int, 
 
 
 def _backward(grad: Tensor, plan: Tensor, numbers: Tensor, group: str, shifts: int) -> Tensor:
-    """Gradient of x, (B, n, W), of the gradients (H, B, n, W) of its rolls."""
+    """Return the gradient of x, (B, n, W), from the gradients (H, B, n, W) of its rolls."""
     with _reading("roll backward", grad, plan, numbers, group) as (tables, route):
         planes, (_, batch, length, width) = tables.numbers.planes, grad.shape
         needed = tables.stages[0].keys.shape[1]
@@ -139,7 +140,7 @@ def _backward_fake(grad: Tensor, plan: Tensor, numbers: Tensor, group: str, shif
 
 
 _PLAN = "Tensor plan, Tensor numbers, str group, int shifts"
-#: Operator `attnspan::sharded_roll`: rows of one or several shifts.
+#: Operator `attnspan::sharded_roll`, which computes the rows of one or several shifts.
 sharded_roll = define(
     _library,
     f"sharded_roll(Tensor x, {_PLAN}, Scalar fill) -> Tensor",
@@ -181,6 +182,6 @@ class _Backward(_Linear):
         return None, sharded_roll(grad, *ctx.saved_tensors, *ctx.rest, 0), *[None] * 4
 
 
-_TANGENTS = "Roll the tangents in a call of their own, because a roll is linear"
+_TANGENTS = "Roll the tangents in a separate call, because a roll is linear"
 differentiate(_library, sharded_roll, _Forward, forward_mode=_TANGENTS)
 differentiate(_library, sharded_roll_backward, _Backward, forward_mode=_TANGENTS)

@@ -101,7 +101,7 @@ def printed_statistics(output: str, samples: list[float], count: int) -> frozens
 
 
 def judged(timed: Timed) -> Iterator[Finding]:
-    """Yield the findings of one region, the most telling first."""
+    """Yield the findings of one region, the most important first."""
     checks = [_compilation, _waiting, _inputs, _unused, _processor_time, _slow_first, _samples]
     if timed.follows_queued:
         checks.remove(_slow_first)  # The first sample waits for the work of the region before.
@@ -113,13 +113,13 @@ def judged(timed: Timed) -> Iterator[Finding]:
 
 
 def _rightly(timed: Timed) -> Iterator[str]:
-    """Describe the script's figure and the figures of the trials."""
+    """Describe the script's time and the times of the trials."""
     yield f"your samples: {seconds_text(timed.own)} for each call, {_amount(timed)}"
     if timed.again is None:
         yield f"not measured again: {timed.why_not}"
         return
     yield f"measured again, warm: {interval_text(timed.again.each)}" + (
-        " if each call is waited for" if timed.again.in_a_row is not None else ""
+        " with a wait after each call" if timed.again.in_a_row is not None else ""
     )
     if timed.again.in_a_row is not None:
         yield f"measured again, warm: {interval_text(timed.again.in_a_row)} for calls in a row with one wait"
@@ -146,11 +146,11 @@ def _compilation(timed: Timed) -> _Said:
     if share < _LEAST:
         return
     all_ = seconds_text(math.fsum(samples))
-    text = f"{seconds_text(total)} of the {all_} that you time are tracing and compilation"
+    text = f"Your time of {all_} contains {seconds_text(total)} of tracing and compilation"
     if timed.compiles_again > _LEAST:
         remedy = (
             "Create the compiled function once, outside of the timed code, "
-            "and call it with equal shapes and types"
+            "and pass arguments with equal shapes and types"
         )
         yield "compile-counted", f"{text}: each call compiles", (), remedy
     elif timed.keeps_first:
@@ -170,14 +170,16 @@ def _waiting(timed: Timed) -> _Said:
     pairs = zip(timed.region.samples, timed.compiled, strict=True)
     figure = median(sample - compiled for sample, compiled in pairs) / count
     if (again.returned < 0.7 or timed.region.pending) and figure < (1 - _LEAST) * again.in_a_row.low:
-        what = "You stop the clock before the results are computed: the calls were only queued"
+        what = "You stop the clock before the results are computed: the calls are only queued"
         lines = [] if timed.body is None else timed.body.uncalled_waits
         missing = [f"line {x} names a function that waits, and does not call it" for x in lines]
         text = f"the timed code returns after {again.returned:.0%} of the time until its results are ready"
         yield "not-waited", what, (*missing, text), ""
     elif figure > again.in_a_row.high and again.in_a_row.high < (1 - _LEAST) * again.each.low:
         ratio = again.each.median / again.in_a_row.median
-        what = f"You wait after each call. Calls in a row take {times_text(1 / ratio)} the time"
+        what = (
+            f"You wait after each call. Calls with one wait at the end take {times_text(1 / ratio)} the time"
+        )
         yield "waited-each-call", what, (), ""
 
 
@@ -190,7 +192,7 @@ def _inputs(timed: Timed) -> _Said:
         saved = seconds_text(again.each.median - again.without_inputs.median)
         makers = f"Line {lines[0]} makes" if len(lines) == 1 else f"Lines {', '.join(map(str, lines))} make"
         what = f"{makers} inputs while the clock runs: {saved} for each call"
-        yield "inputs-counted", what, (f"without: {interval_text(again.without_inputs)}",), ""
+        yield "inputs-counted", what, (f"without making inputs: {interval_text(again.without_inputs)}",), ""
 
 
 def _unused(timed: Timed) -> _Said:
@@ -202,7 +204,8 @@ def _unused(timed: Timed) -> _Said:
             yield "result-constant", what, (), ""
             continue
         what = (
-            f"The compiler deletes {share:.0%} of the products and kernels of {name}: it does not return them"
+            f"The compiler deletes {share:.0%} of the products and kernels of {name}, "
+            f"because {name} does not return their results"
         )
         yield "result-unused", what, (), ""
 
@@ -234,22 +237,22 @@ def _slow_first(timed: Timed) -> _Said:
             yield "first-call-counted", what, (*_printed(timed), *_touched(timed)), ""
     elif again is not None and again.returned > 0.7 and min(samples) > _MUCH * again.slowest:
         ratio = times_text(min(samples) / again.slowest)
-        what = f"Your time is {ratio} the longest time of the same calls, warm"
+        what = f"Your time is {ratio} the longest time of the same calls when they are warm"
         yield "first-call-counted", what, _touched(timed), ""
 
 
 def _touched(timed: Timed) -> tuple[str, ...]:
-    """Say how often the first sample touched new memory, if the repetitions do so much less."""
+    """Count the page faults of the first sample, if repetitions have far fewer."""
     first, again = timed.region.faults[0], 0.0 if timed.again is None else timed.again.faults
     if first < 2 * again + _MANY_FAULTS:
         return ()
-    return (f"first touch of memory: {first:,} page faults in the first run, {again:.0f} in a later one",)
+    return (f"new memory: {first:,} page faults in the first run, {again:.0f} in a later run",)
 
 
 def _samples(timed: Timed) -> _Said:
     samples = timed.region.samples
     if len(samples) < 2:
-        yield "few-samples", "One sample: nothing tells how far the time may be off", (), ""
+        yield "few-samples", "There is only one sample, so you do not know how much the time varies", (), ""
         return
     found = Interval.of(samples)
     if len(samples) >= _FEW and found.width > _WIDE:
