@@ -162,7 +162,8 @@ class ScratchPool {
         return slot;
       }
     }
-    const size_t page = bytes < worth_large_pages ? 4096 : large_page, rounded = (bytes + (bytes >> 3) + page - 1) & ~(page - 1);
+    const size_t page = bytes < worth_large_pages ? 4096 : large_page,
+                 rounded = (bytes + (bytes >> 3) + page - 1) & ~(page - 1);
     auto* const data = static_cast<char*>(std::aligned_alloc(page, rounded));
     if (page == large_page && data != nullptr) use_large_pages(data, rounded);
     return {data, rounded};

@@ -340,7 +340,8 @@ NB_MODULE(_core, m) {
   });
   m.def("peak", &peak, nb::arg("kind"), nb::arg("threads"), nb::arg("seconds"));
   m.def(
-      "use_large_pages", [](uintptr_t address, size_t bytes) { use_large_pages(reinterpret_cast<void*>(address), bytes); },
+      "use_large_pages",
+      [](uintptr_t address, size_t bytes) { use_large_pages(reinterpret_cast<void*>(address), bytes); },
       nb::arg("address"), nb::arg("bytes"));
   m.def("read_bandwidth", &read_bandwidth, nb::arg("bytes"), nb::arg("threads"), nb::arg("seconds"));
 }
