@@ -12,6 +12,7 @@
 #include <optional>
 
 #include "attention.h"
+#include "pages.h"
 #include "snapshot.h"
 
 #if defined(__x86_64__)
@@ -116,6 +117,9 @@ const Selection& selection() {
   return chosen;
 }
 
+// From this size on, faults of pages of 4 KiB cost more than asking for large ones.
+constexpr size_t worth_large_pages = size_t{4} << 20;
+
 // Blocks of scratch memory that are kept between calls: fresh pages cost more than small problems take.
 class ScratchPool {
  public:
@@ -158,8 +162,11 @@ class ScratchPool {
         return slot;
       }
     }
-    const size_t rounded = (bytes + (bytes >> 3) + 4095) & ~size_t{4095};
-    return {static_cast<char*>(std::aligned_alloc(4096, rounded)), rounded};
+    const size_t page = bytes < worth_large_pages ? 4096 : large_page,
+                 rounded = (bytes + (bytes >> 3) + page - 1) & ~(page - 1);
+    auto* const data = static_cast<char*>(std::aligned_alloc(page, rounded));
+    if (page == large_page && data != nullptr) use_large_pages(data, rounded);
+    return {data, rounded};
   }
 
   void release(Slot slot) {
@@ -244,6 +251,20 @@ Result run(const Args& args, const Pair& pair, const Parallel& parallel) {
   return {};
 }
 
+// Long results are often fresh memory: common allocators give those of more than 32 MiB back to the system at once.
+void expect_fresh(const Tensor& x, const Problem& p, int64_t heads, int64_t rows, int64_t dim) {
+  if (x.data == nullptr || std::min({x.batch, x.head, x.row}) < 0) return;
+  const int64_t numbers = (p.batch - 1) * x.batch + (heads - 1) * x.head + (rows - 1) * x.row + dim;
+  const int64_t bytes = numbers * (p.dtype == Dtype::f32 || x.wide ? 4 : 2);
+  if (bytes >= static_cast<int64_t>(worth_large_pages)) use_large_pages(x.data, static_cast<size_t>(bytes));
+}
+void expect_fresh_results(const ForwardArgs& a) { expect_fresh(a.out, a, a.q_heads, a.q_len, a.v_dim); }
+void expect_fresh_results(const BackwardArgs& a) {
+  expect_fresh(a.dq, a, a.q_heads, a.q_len, a.head_dim);
+  expect_fresh(a.dk, a, a.kv_heads, a.k_len, a.head_dim);
+  expect_fresh(a.dv, a, a.kv_heads, a.k_len, a.v_dim);
+}
+
 // Rows that see a key on a page that there is not have no result.
 void spoil(const BackwardArgs&) {}
 void spoil(const ForwardArgs& a) {
@@ -310,6 +331,7 @@ Result launch(Args args, Direction direction, const Pair& pair, Parallel paralle
   if (args.config.threads != 0 && args.config.threads < parallel.threads)
     parallel.threads = static_cast<int>(args.config.threads);
   if (is_brief(args, pairs)) parallel.threads = 1;
+  expect_fresh_results(args);
   result = run(args, pair, parallel);
   if (result.status == Status::ok) spoil(args);
   counters[static_cast<int>(direction)].add(std::chrono::steady_clock::now() - start, flops_of(args, pairs, direction),

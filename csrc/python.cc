@@ -3,10 +3,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include <chrono>
 #include <cmath>
 #include <optional>
@@ -18,6 +14,7 @@
 #include "arrays.h"
 #include "attention.h"
 #include "move.h"
+#include "pages.h"
 #include "peak.h"
 #include "snapshot.h"
 #include "threads.h"
@@ -286,15 +283,6 @@ double peak(const std::string& kind, int threads, double seconds) {
   return peak_rate(which, isa, make_parallel(threads), seconds);
 }
 
-// Asks for pages of 2 MiB for the whole ones that lie in memory to which nothing was written yet.
-void use_large_pages([[maybe_unused]] uintptr_t address, [[maybe_unused]] size_t bytes) {
-#if defined(MADV_HUGEPAGE)
-  constexpr uintptr_t page = uintptr_t{1} << 21;
-  const uintptr_t first = (address + page - 1) & ~(page - 1), end = (address + bytes) & ~(page - 1);
-  if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);  // where refused: as it was
-#endif
-}
-
 double read_bandwidth(int64_t bytes, int threads, double seconds) {
   if (bytes < 4096 * static_cast<int64_t>(threads)) fail("bytes: expected at least 4096 for each thread");
   const Isa isa = level();
@@ -351,6 +339,9 @@ NB_MODULE(_core, m) {
     return kinds;
   });
   m.def("peak", &peak, nb::arg("kind"), nb::arg("threads"), nb::arg("seconds"));
-  m.def("use_large_pages", &use_large_pages, nb::arg("address"), nb::arg("bytes"));
+  m.def(
+      "use_large_pages",
+      [](uintptr_t address, size_t bytes) { use_large_pages(reinterpret_cast<void*>(address), bytes); },
+      nb::arg("address"), nb::arg("bytes"));
   m.def("read_bandwidth", &read_bandwidth, nb::arg("bytes"), nb::arg("threads"), nb::arg("seconds"));
 }
