@@ -387,6 +387,15 @@ def test_stacks_of_rolls_warn_of_no_call(meshes: Meshes) -> None:
     del stack
 
 
+def test_schedules_split_masks_of_tensors_without_plans() -> None:
+    ids = torch.arange(Q_LEN) // torch.tensor([[3], [5], [7], [40]])
+    _, chunks = split_args_kwargs_into_chunks((), {"mask": causal() & segments(ids)}, chunks=2)
+    q, k, v = (x.expand(2, -1, -1, -1) for x in tensors(Q_LEN))
+    for chunk, part in zip(chunks, ids.split(2), strict=True):
+        wanted = attention(q, k, v, mask=causal() & segments(part))
+        assert torch.equal(attention(q, k, v, mask=chunk["mask"]), wanted)
+
+
 def test_a_stack_warns_of_calls_without_it_as_its_plans_do(meshes: Meshes) -> None:
     layout = layout_of(4, q_len=53)
     stack = PlanStack.of([make(meshes(4), layout)])

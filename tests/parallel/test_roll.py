@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from worlds import mesh, named, raising, ranks
 
@@ -319,6 +320,23 @@ def test_plans_of_a_loader_and_meshes_of_two_dimensions() -> None:
     assert (
         repr(plan) == "MeshPlan(roll by (-1,) on 2 ranks, q_len=37, k_len=37, heads=(1, 1), rows_per_rank=20)"
     )
+
+
+@ranks(2)
+def test_plans_of_microbatches_are_stacked_and_split() -> None:
+    where, rank, layout = mesh(2), dist.get_rank(), layouts(2)["zigzag"]
+    every = [ids_of(1, salt) for salt in range(3)]
+    plans = [layout.plan_roll((-1, 3), within=ids).on(where, rows=layout.shard({}, rank)) for ids in every]
+    chunks = split_args_kwargs_into_chunks((), {"plan": PlanStack.of(plans)}, chunks=3)[1]
+    x = torch.randn(BATCH, LENGTH, generator=torch.Generator().manual_seed(5))
+    for chunk, ids in zip(chunks, every, strict=True):
+        mine, whole = layout.shard(x, rank).requires_grad_(), x.clone().requires_grad_()
+        first, second = roll(mine, (-1, 3), chunk["plan"])
+        wanted = [wanted_of(whole, shift, ids, 0) for shift in (-1, 3)]
+        assert torch.equal(first, layout.shard(wanted[0].detach(), rank))
+        (first * 2 + second).sum().backward()
+        (wanted[0] * 2 + wanted[1]).sum().backward()
+        assert torch.equal(mine.grad, layout.shard(whole.grad, rank))
 
 
 @ranks(2)
