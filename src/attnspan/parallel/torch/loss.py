@@ -209,12 +209,13 @@ def _check_tokens(name: str, tokens: Any, ids: Any) -> None:
             continue
         check_plain(what, x)
         holds = isinstance(x, (Tensor, np.ndarray)) and is_integer(x) and x.ndim > 0
-        got = f"{kind_of(x)} of shape {tuple(x.shape)}" if is_array(x) else kind_of(x)
+        shown = f"{kind_of(x)} of shape {tuple(x.shape)}" if is_array(x) else kind_of(x)
         wanted, remedy = "integers (..., S), a tensor or a NumPy array", "Convert them to int64"
-        expect(holds, what, wanted, got, remedy, error=DtypeError)
+        expect(holds, what, wanted, shown, remedy, error=DtypeError)
     if ids is not None:
-        wanted, remedy = tuple(tokens.shape), "Pass the segment id of each of these tokens"
-        expect(tuple(ids.shape) == wanted, "ids", "one for each token, {}", tuple(ids.shape), remedy, wanted)
+        remedy = "Pass the segment id of each of these tokens"
+        got, shape = tuple(ids.shape), tuple(tokens.shape)
+        expect(got == shape, "ids", "one for each token, {}", got, remedy, shape)
 
 
 def sum_gradients(

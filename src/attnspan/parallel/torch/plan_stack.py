@@ -87,13 +87,13 @@ class PlanStack(OnMesh):
 
     def attention(self, *_: Any, **__: Any) -> NoReturn:
         """Raise an OptionError, because a call needs the plan of one microbatch."""
-        self._refuse("mask")
+        self._refuse_whole("mask")
 
     def rolled(self, *_: Any, **__: Any) -> NoReturn:
         """Raise an OptionError, because a roll needs the plan of one microbatch."""
-        self._refuse("roll: plan")
+        self._refuse_whole("roll: plan")
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _refuse_whole(self, what: str) -> NoReturn:
         raise OptionError(
             what,
             expected="the plan of one microbatch",
