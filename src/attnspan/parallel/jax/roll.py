@@ -51,7 +51,7 @@ def rolled(placed: PlacedPlan, x: Any, axis: int, fill: complex) -> tuple[Array,
     axes.check_divides("batch elements of x", first.shape[0], "batch")
     flat = first.reshape(*first.shape[:2], math.prod(first.shape[2:]))
     # As an array, so that another fill, or a NaN, does not recompile.
-    value = jnp.asarray(checked_fill("fill of roll: x", fill, x), x.dtype)
+    value = np.asarray(checked_fill("fill of roll: x", fill, x), x.dtype)
     found = _roll(axes, placed.piece, value, flat, route)
     every = found.reshape(found.shape[0], *first.shape)
     return tuple([jnp.moveaxis(y, 1, axis) if axis else y[0] for y in every])
