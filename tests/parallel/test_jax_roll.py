@@ -16,6 +16,7 @@ from attnspan import causal, segments
 from attnspan.errors import DtypeError, OptionError, ShapeError
 from attnspan.jax import attention
 from attnspan.parallel import Layout, roll
+from attnspan.parallel.jax.roll import _roll as programs
 
 LENGTH, BATCH = 37, 2
 
@@ -141,6 +142,21 @@ def test_one_collective_and_no_recompilation_for_another_plan() -> None:
 
 
 @on_devices
+def test_fills_do_not_recompile_and_empty_arrays_roll() -> None:
+    mesh, layout = mesh_of(2), layouts(2)["zigzag"]
+    plan = layout.plan_roll(-1, within=ids_of()).on(mesh, rows="unchecked", **AXES)
+    x = plan.shard(np.ones((BATCH, LENGTH), np.float32))
+    before = programs._cache_size()
+    for fill in (float("nan"), float("nan"), 0, -1.5, np.float32(2)):
+        found = np.asarray(plan.unshard(roll(x, -1, plan, fill=fill)))
+        np.testing.assert_array_equal(found, wanted_of(jnp.ones((BATCH, LENGTH)), -1, ids_of(), fill))
+    assert programs._cache_size() <= before + 1
+    for shape in ((BATCH, 2 * layout.rows_per_rank, 0), (0, 2 * layout.rows_per_rank)):
+        one = layout.plan_roll((-1, 2)).on(mesh, rows="unchecked", **AXES)
+        assert [y.shape for y in roll(jnp.ones(shape), (-1, 2), one)] == [shape] * 2
+
+
+@on_devices
 def test_it_can_be_lowered_for_tpus_with_its_gradient() -> None:
     mesh = mesh_of(4)
     layout = layouts(4)["zigzag"]
@@ -168,6 +184,14 @@ def test_each_mistake_is_explained_in_jax() -> None:
         "roll: plan: .* PlacedPlan that rolls nothing": lambda: roll(
             x, -1, layout.plan(causal(), heads=(1, 1)).on(mesh, rows="unchecked", **AXES)
         ),
+        "roll: x: expected a JAX or NumPy array, got dict": lambda: roll({"x": x}, -1, plan),
+        "roll: within: expected ids whose values can be read, got a traced": lambda: jax.jit(
+            lambda ids: layout.plan_roll(-1, within=ids).shifts
+        )(ids_of()),
+        "sequence: expected axes of 2 devices, .* got 1: no axis. Pass sequence=": lambda: roll(
+            x, -1, layout, mesh=mesh
+        ),
+        "fill of roll: x: expected a value of float32, got 1j": lambda: roll(x, -1, plan, fill=1j),
         "fill of roll: x: expected a value of int32": lambda: roll(x.astype(jnp.int32), -1, plan, fill=0.5),
         "sharding of roll: x: expected head_dim whole": lambda: roll(
             jax.device_put(

@@ -168,6 +168,7 @@ def test_a_batch_is_sharded_by_name() -> None:
         (np.ones((1, 3), np.int8), 200, "a value of int8, got 200"),
         (np.ones((1, 3), np.int64), 1.5, "a value of int64, got 1.5"),
         (torch.ones(1, 3), "none", "a number, got 'none'"),
+        (np.ones((1, 3), np.float32), 1j, "a value of float32, got 1j"),
         (torch.ones(1, 3), {"label": 0}, r"names of \['labels'\], got \['label'\]"),
     ],
 )

@@ -189,8 +189,21 @@ def test_weights_of_documents(convert: Any) -> None:
 
 
 def test_ids_and_tokens_that_do_not_fit_are_refused() -> None:
+    three, wanted = torch.arange(3), r"expected integers \(..., S\), .*, got "
+    for function, name in ((next_token_targets, "tokens"), (document_weights, "targets")):
+        for bad, got in (
+            (torch.tensor(1), r".*shape \(\)"),
+            ([1, 2, 3], "list"),
+            (three.float(), ".*float32"),
+        ):
+            with pytest.raises(DtypeError, match=f"^{name}: {wanted}{got}"):
+                function(bad)
+            with pytest.raises(DtypeError, match=f"^ids: {wanted}{got}"):
+                function(three, bad)
+    with pytest.raises(OptionError, match="ignore_index: expected a value of int8, got -300"):
+        next_token_targets(three.to(torch.int8), ignore_index=-300)
     with pytest.raises(OptionError, match=r"one for each token, \(4,\), got \(3,\)"):
-        next_token_targets(np.arange(4), np.zeros(3))
+        next_token_targets(np.arange(4), np.zeros(3, int))
     for tokens in (torch.arange(4, dtype=torch.uint8), np.arange(4, dtype=np.uint16)):
         with pytest.raises(DtypeError, match=r"tokens: expected signed integers, got .*uint"):
             next_token_targets(tokens)

@@ -21,7 +21,7 @@ import attnspan
 from attnspan import alibi, causal, segments, window
 from attnspan.errors import BackendError, DtypeError, OptionError, ShapeError
 from attnspan.kernels import cpu
-from attnspan.parallel import Layout, MeshPlan, PlanMismatchError, PlanStack
+from attnspan.parallel import Layout, MeshPlan, PlanMismatchError, PlanStack, roll
 from attnspan.torch import MissingPlanWarning, attention
 
 Q_LEN, HEADS = 37, (4, 2)
@@ -354,6 +354,46 @@ def test_layouts_for_each_batch_element_are_not_stacked_with_one_for_all(meshes:
     plans = [make(mesh, layout_of(4, mask=each, batch=2), mask=mask, batch=2) for each in (causal(), mask)]
     with pytest.raises(ShapeError, match=r"plans\[1\]: expected rows of shape \(1, 10\), .*got \(2, 10\)"):
         PlanStack.of(plans)
+
+
+def test_stacks_share_the_ranks_of_their_plans_and_are_not_sent(meshes: Meshes) -> None:
+    stack = PlanStack.of([make(meshes(4))])
+    assert copy.deepcopy(stack) is stack
+    with pytest.raises(TypeError, match=r"pickling a PlanStack: .* Send the Plan"):
+        pickle.dumps(stack)
+
+
+def test_masks_with_and_without_batch_elements_are_not_stacked(meshes: Meshes) -> None:
+    mesh, layout, ids = meshes(4), layout_of(4, mask=causal(), batch=2), np.zeros((2, Q_LEN), int)
+    plans = [make(mesh, layout, mask=causal(), batch=2)]
+    plans += [make(mesh, layout, mask=causal() & segments(ids), batch=2)]
+    with pytest.raises(OptionError, match=r"expected planes 1, .*got 2\. .* & segments\(ids\)"):
+        PlanStack.of(plans)
+    same = causal() & segments(np.zeros((2, Q_LEN), int))
+    assert PlanStack.of([plans[1], make(mesh, layout, mask=same, batch=2)]).frame.planes == 2
+    q, k, v = tensors(plans[1].frame.rows_per_rank)
+    with pytest.raises(ShapeError, match=r"expected 2 batch elements, .* pass PlanStack\.of\(plans\)"):
+        attention(q, k, v, mask=plans[1])
+    rolls = layout.plan_roll(-1, within=ids).on(mesh, rows="unchecked")
+    with pytest.raises(ShapeError, match=r"expected 2 batch elements .* pass PlanStack\.of\(plans\)"):
+        roll(q[:, 0], -1, rolls)
+
+
+def test_stacks_of_rolls_warn_of_no_call(meshes: Meshes) -> None:
+    layout = layout_of(4, q_len=57)
+    stack = PlanStack.of([layout.plan_roll(-1).on(meshes(4), rows="unchecked")])
+    q, k, v = (x[:, :1] for x in tensors(layout.rows_per_rank))
+    attention(q, k, v, mask=causal())  # Warnings are errors.
+    del stack
+
+
+def test_schedules_split_masks_of_tensors_without_plans() -> None:
+    ids = torch.arange(Q_LEN) // torch.tensor([[3], [5], [7], [40]])
+    _, chunks = split_args_kwargs_into_chunks((), {"mask": causal() & segments(ids)}, chunks=2)
+    q, k, v = (x.expand(2, -1, -1, -1) for x in tensors(Q_LEN))
+    for chunk, part in zip(chunks, ids.split(2), strict=True):
+        wanted = attention(q, k, v, mask=causal() & segments(part))
+        assert torch.equal(attention(q, k, v, mask=chunk["mask"]), wanted)
 
 
 def test_a_stack_warns_of_calls_without_it_as_its_plans_do(meshes: Meshes) -> None:

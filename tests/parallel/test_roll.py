@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from worlds import mesh, named, raising, ranks
 
 from attnspan import causal, segments
 from attnspan.errors import OptionError
-from attnspan.parallel import Layout, roll
+from attnspan.parallel import Layout, PlanStack, roll
 from attnspan.parallel.torch import comm
 from attnspan.parallel.torch.comm import counted_bytes
 from attnspan.torch import attention, checkpoint_policy
@@ -108,6 +109,8 @@ def test_ranks_without_rows_take_part() -> None:
 
 
 DTYPES = ["float32", "bfloat16", "float16", "int64", "int32", "bool", "complex64"]
+#: torch can neither index nor fill them.
+DTYPES += ["uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2"]
 
 
 @ranks(3)
@@ -117,20 +120,43 @@ def test_any_dtype_and_dimension() -> None:
     for name, layout in layouts(3).items():
         for dtype in DTYPES:
             for shape, dim in (((BATCH, LENGTH), 1), ((BATCH, LENGTH), -1), ((BATCH, 2, LENGTH, 3), 2)):
-                x = torch.randint(-9, 9, shape, generator=make).to(getattr(torch, dtype))
-                fill: Any = -100 if dtype.startswith("int") else 1
+                x = torch.randint(0, 9, shape, generator=make).to(getattr(torch, dtype))
+                fill: Any = np.int64(-100) if dtype.startswith("int") else np.float64(1)
+                fill = 1 if dtype.startswith("uint") else fill
                 with named((name, dtype, shape, dim)):
                     mine = layout.shard(x, rank, dim)
                     got = roll(mine, -2, layout, mesh=where, dim=dim, within=ids, fill=fill)
-                    wanted = wanted_of(x.movedim(dim, 1), -2, ids, fill).movedim(1, dim)
+                    wide = x if x.is_complex() else x.double()  # exact
+                    wanted = wanted_of(wide.movedim(dim, 1), -2, ids, fill).movedim(1, dim).to(x.dtype)
                     assert got.dtype == x.dtype
-                    assert torch.equal(got, layout.shard(wanted, rank, dim, fill))
+                    assert got.tolist() == layout.shard(wanted, rank, dim, fill).tolist()
     line = torch.arange(LENGTH)
     layout = layouts(3)["zigzag"]
     got = roll(layout.shard(line, rank, dim=0), 1, layout, mesh=where, dim=0)
     assert torch.equal(got, layout.shard(line.roll(1), rank, dim=0))
     nothing = roll(torch.zeros(0, layout.rows_per_rank, 4), 1, layout, mesh=where)
     assert nothing.shape == (0, layout.rows_per_rank, 4)
+
+
+@ranks(2)
+def test_results_may_be_written_in_place() -> None:
+    where, rank, layout = mesh(2), dist.get_rank(), layouts(2)["zigzag"]
+    x = torch.randn(BATCH, LENGTH, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    plan = layout.plan_roll((-1, -2)).on(where, rows=layout.shard({}, rank))
+
+    def written(y: Tensor, rolled: Any) -> Tensor:
+        first, second = rolled(y * y)
+        first.mul_(3)
+        second[:, :, 1] = 0
+        return first + second
+
+    whole, mine = x.clone().requires_grad_(), layout.shard(x, rank).requires_grad_()
+    wanted = written(whole, lambda y: (y.roll(-1, 1), y.roll(-2, 1)))
+    got = written(mine, lambda y: roll(y, (-1, -2), plan))
+    assert torch.equal(got, layout.shard(wanted.detach(), rank))
+    wanted.sum().backward()
+    got[:, plan.valid[0]].sum().backward()
+    torch.testing.assert_close(mine.grad, layout.shard(whole.grad, rank), rtol=1e-15, atol=1e-15)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -297,6 +323,23 @@ def test_plans_of_a_loader_and_meshes_of_two_dimensions() -> None:
 
 
 @ranks(2)
+def test_plans_of_microbatches_are_stacked_and_split() -> None:
+    where, rank, layout = mesh(2), dist.get_rank(), layouts(2)["zigzag"]
+    every = [ids_of(1, salt) for salt in range(3)]
+    plans = [layout.plan_roll((-1, 3), within=ids).on(where, rows=layout.shard({}, rank)) for ids in every]
+    chunks = split_args_kwargs_into_chunks((), {"plan": PlanStack.of(plans)}, chunks=3)[1]
+    x = torch.randn(BATCH, LENGTH, generator=torch.Generator().manual_seed(5))
+    for chunk, ids in zip(chunks, every, strict=True):
+        mine, whole = layout.shard(x, rank).requires_grad_(), x.clone().requires_grad_()
+        first, second = roll(mine, (-1, 3), chunk["plan"])
+        wanted = [wanted_of(whole, shift, ids, 0) for shift in (-1, 3)]
+        assert torch.equal(first, layout.shard(wanted[0].detach(), rank))
+        (first * 2 + second).sum().backward()
+        (wanted[0] * 2 + wanted[1]).sum().backward()
+        assert torch.equal(mine.grad, layout.shard(whole.grad, rank))
+
+
+@ranks(2)
 def test_each_mistake_is_explained() -> None:
     where, rank, layout = mesh(2), dist.get_rank(), layouts(2)["zigzag"]
     n, ids = layout.rows_per_rank, ids_of()
@@ -343,6 +386,14 @@ def test_each_mistake_is_explained() -> None:
             -1, within=ids_of(3)
         ),
         "DtypeError: roll: within: expected an integer array": lambda: layout.plan_roll(-1, within=ids / 2),
+        "OptionError: fill of roll: x: expected a number, got 'none'": lambda: roll(x, -1, plan, fill="none"),
+        "OptionError: fill of roll: x: expected a number, got None": lambda: roll(x, -1, plan, fill=None),
+        "OptionError: fill of roll: x: expected a value of float32, got 1j": lambda: roll(
+            x, -1, plan, fill=1j
+        ),
+        r"OptionError: roll: plan: .* one microbatch, got a stack of 2 plans": lambda: roll(
+            x, -1, PlanStack.of([plan, plan])
+        ),
         "OptionError: fill of roll: x: expected a value of int8, got -300": lambda: roll(
             x.to(torch.int8), -1, plan, fill=-300
         ),

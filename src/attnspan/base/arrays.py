@@ -105,6 +105,10 @@ class Arrays:
 
     def concrete(self, x: Array) -> bool:
         """Whether Python may read the values of `x` at no cost: on the host, not under a tracer."""
+        return self.readable(x)
+
+    def readable(self, x: Array) -> bool:
+        """Whether Python may read the values of `x`, perhaps from a device: not under a tracer."""
         del x
         return True
 
@@ -215,9 +219,10 @@ class JaxArrays(Arrays):
         self._dtypes = {name: self.jax.dtypes.canonicalize_dtype(name) for name in Arrays._dtypes}
 
     def concrete(self, x: Array) -> bool:
-        if not _is_jax(x):
-            return True
-        return not isinstance(x, self.jax.core.Tracer) and all(d.platform == "cpu" for d in x.devices())
+        return self.readable(x) and (not _is_jax(x) or all(d.platform == "cpu" for d in x.devices()))
+
+    def readable(self, x: Array) -> bool:
+        return not isinstance(x, self.jax.core.Tracer)
 
     def asarray(self, x: Any, dtype: str) -> Array:
         return self.xp.asarray(own(x), dtype=self._dtypes[dtype])
@@ -265,6 +270,9 @@ class TorchArrays(Arrays):
         return is_static(self.size(size))
 
     def concrete(self, x: Array) -> bool:
+        return self.readable(x) and (not _is_torch(x) or bool(x.device.type == "cpu"))
+
+    def readable(self, x: Array) -> bool:
         if is_recorded():
             return False
         if not _is_torch(x):
@@ -273,7 +281,7 @@ class TorchArrays(Arrays):
         plain = type(x) is self.xp.Tensor or type(x) is self.xp.nn.Parameter
         if plain and self.xp._C._are_functorch_transforms_active():
             plain = not self.xp._C._functorch.is_functorch_wrapped_tensor(x)
-        return bool(plain and x.device.type == "cpu")
+        return bool(plain)
 
     def asarray(self, x: Any, dtype: str) -> Array:
         return self.cast(self.xp.as_tensor(own(x), device=self.device), dtype)

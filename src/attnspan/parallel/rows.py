@@ -6,7 +6,7 @@ Shapes: L batch elements that are partitioned one by one, n rows of a rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from numbers import Number
+from numbers import Number, Real
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -178,14 +178,26 @@ def fill_of(name: Any, fill: Any, x: Array) -> Any:
         ignored = "label" in str(name) or "target" in str(name)
         padded = is_array(x) and is_bool(x) and "padding_mask" in str(name)
         given = _FILLS.get(name, -100 if ignored else 0) if marks else int(padded)
-    if marks:
-        kind = kind_of(x).removeprefix("torch.")
+    return checked_fill(f"fill of {name}", given, x)
+
+
+def checked_fill(what: str, given: Any, x: Any) -> Any:
+    """Return a fill as a Python number.
+
+    Raises:
+        OptionError: The array `x` cannot hold it.
+    """
+    kind = kind_of(x).removeprefix("torch.")
+    got = repr(given) if isinstance(given, str) else given
+    if is_array(x) and is_integer(x):
         fits = isinstance(given, (int, np.integer)) and np.iinfo(kind).min <= given <= np.iinfo(kind).max
         remedy = "Convert it to int64, or pass another fill"
-        expect(fits, f"fill of {name}", f"a value of {kind}", str(given), remedy)
+        expect(fits, what, f"a value of {kind}", got, remedy)
     else:
-        expect(isinstance(given, Number), f"fill of {name}", "a number", repr(given), "Pass one")
-    return given
+        expect(isinstance(given, Number), what, "a number", got, "Pass one")
+        fits = isinstance(given, Real) or "complex" in kind
+        expect(fits, what, f"a value of {kind}", got, "Pass a real number")
+    return given.item() if isinstance(given, np.generic) else given
 
 
 def take(x: Array, index: NDArray[Any], dim: int) -> Array:

@@ -55,8 +55,10 @@ def maker(layout: Layout, shifts: Any, within: Any) -> tuple[Hashable, Callable[
 def _ids(layout: Layout, within: Any) -> Ints:
     """Check the ids of the whole sequence, and return them as (B|1, S)."""
     given = integers("roll: within", within)
-    ids = np.atleast_2d(arrays_for([given]).to_numpy(given))
+    readable, remedy = arrays_for([given]).readable(given), "Make the plan outside of the compiled function"
+    expect(readable, "roll: within", "ids whose values can be read", "a traced array", remedy)
     got, remedy = tuple(given.shape), "Pass the ids of the whole sequence, not the ids of a rank's rows"
+    ids = np.atleast_2d(arrays_for([given]).to_numpy(given))
     fits = ids.shape[1] == layout.q_len
     expect(fits, "roll: within", "ids of {} rows", got, remedy, layout.q_len, error=ShapeError)
     fits = layout.planes == 1 or ids.shape[0] in (1, layout.planes)

@@ -154,8 +154,8 @@ class Axes:
         """Raise unless the sequence axes have one device for each rank of a layout."""
         parts = self.size("sequence")
         wanted = "axes of {} devices, the ranks of the layout"
-        remedy = "Make the layout for as many ranks as the axis has devices"
-        fits, got = bool(self.sequence) and ranks == parts, f"{parts}: {self.words('sequence')}"
+        remedy = "Pass sequence=, and make the layout for as many ranks as the axis has devices"
+        fits, got = bool(self.sequence) and ranks == parts, f"{parts}: {self.words('sequence') or 'no axis'}"
         expect(fits, "sequence", wanted, got, remedy, ranks)
 
     def check_placed(self, name: str, x: Any, dims: Sequence[str | None]) -> None:

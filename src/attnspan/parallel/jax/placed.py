@@ -251,7 +251,7 @@ def place(
     plan: Plan,
     mesh: Mesh,
     *,
-    sequence: AxisNames,
+    sequence: AxisNames = None,
     batch: AxisNames = None,
     heads: AxisNames = None,
     rows: Evidence = None,

@@ -11,11 +11,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 from jax import Array
 from jax import numpy as jnp
 
-from attnspan.errors import ShapeError, expect
-from attnspan.parallel.rows import fill_of
+from attnspan.base.arrays import kind_of
+from attnspan.errors import DtypeError, ShapeError, expect
+from attnspan.parallel.rows import checked_fill
 
 from .axes import Axes
 from .exchange import fetch
@@ -27,8 +29,11 @@ if TYPE_CHECKING:
 
 def rolled(placed: PlacedPlan, x: Any, axis: int, fill: complex) -> tuple[Array, ...]:
     """See `attnspan.parallel.roll`."""
-    axes, route, x = placed.axes, placed.route, jnp.asarray(x)
+    axes, route = placed.axes, placed.route
     assert route is not None
+    holds, remedy = isinstance(x, jax.Array | np.ndarray), "Roll one array at a time. Convert torch tensors"
+    expect(holds, "roll: x", "a JAX or NumPy array", kind_of(x), remedy, error=DtypeError)
+    x = jnp.asarray(x)
     axes.check_around(x)
     rows, planes = route.rows.shape[1], route.planes
     fits = -x.ndim <= axis < x.ndim and x.shape[axis] == rows
@@ -40,28 +45,31 @@ def rolled(placed: PlacedPlan, x: Any, axis: int, fill: complex) -> tuple[Array,
     expect(fits, "roll: x", wanted, x.shape, remedy, planes, error=ShapeError)
     dims = ["sequence" if at == axis else "batch" if at == 0 else None for at in range(x.ndim)]
     axes.check_placed("roll: x", x, dims)
+    if x.size == 0:
+        return (x,) * len(placed.shifts)
     first = jnp.moveaxis(x, axis, 1) if axis else x[None]
     axes.check_divides("batch elements of x", first.shape[0], "batch")
     flat = first.reshape(*first.shape[:2], math.prod(first.shape[2:]))
-    found = _roll(axes, placed.piece, fill_of("roll: x", fill, x), flat, route)
+    # As an array, so that another fill, or a NaN, does not recompile.
+    value = np.asarray(checked_fill("fill of roll: x", fill, x), x.dtype)
+    found = _roll(axes, placed.piece, value, flat, route)
     every = found.reshape(found.shape[0], *first.shape)
     return tuple([jnp.moveaxis(y, 1, axis) if axis else y[0] for y in every])
 
 
 # With jit, eager calls reuse the compiled program.
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _roll(axes: Axes, piece: int, fill: complex, x: Array, route: Route) -> Array:
+@partial(jax.jit, static_argnums=(0, 1))
+def _roll(axes: Axes, piece: int, fill: Array, x: Array, route: Route) -> Array:
     """Rows of each shift, (H, B, C * n, W), of global rows (B, C * n, W)."""
-    spec = axes.spec("batch", "sequence", None)
-    specs = spec, route.specs(axes)
+    specs = axes.spec(), axes.spec("batch", "sequence", None), route.specs(axes)
     if axes.explicit:  # Types contain shardings, so whole arrays are cut to the expected shardings.
-        x, route = jax.tree.map(axes.put, (x, route), specs)
-    run = partial(_on_device, axes, piece, fill)
-    found: Array = axes.on_each(run, specs, axes.spec(None, "batch", "sequence", None))(x, route)
+        fill, x, route = jax.tree.map(axes.put, (fill, x, route), specs)
+    run = partial(_on_device, axes, piece)
+    found: Array = axes.on_each(run, specs, axes.spec(None, "batch", "sequence", None))(fill, x, route)
     return found
 
 
-def _on_device(axes: Axes, piece: int, fill: complex, x: Array, route: Route) -> Array:
+def _on_device(axes: Axes, piece: int, fill: Array, x: Array, route: Route) -> Array:
     lists, bounds = route.own().exchange, route.own().bounds[0, :, :, :, 0]
     rows = x[:, None]
     if lists is not None:
@@ -69,4 +77,4 @@ def _on_device(axes: Axes, piece: int, fill: complex, x: Array, route: Route) ->
     # (H, p, n, 1), which broadcasts over the batch and the elements of a row.
     lo, hi = (jnp.moveaxis(bounds[..., side], 1, 0)[..., None] for side in (0, 1))
     found = jnp.take_along_axis(rows[None, :, 0], lo, axis=2, mode="clip")
-    return jnp.where(hi > lo, found, jnp.asarray(fill, found.dtype))
+    return jnp.where(hi > lo, found, fill)

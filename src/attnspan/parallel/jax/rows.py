@@ -51,7 +51,7 @@ class Placing:
         layout: Layout,
         mesh: Any,
         *,
-        sequence: AxisNames,
+        sequence: AxisNames = None,
         batch: AxisNames = None,
         heads: AxisNames = None,
     ) -> Placing:

@@ -25,9 +25,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from attnspan.base.arrays import arrays_for
+from attnspan.base.arrays import arrays_for, is_array, is_integer, kind_of
 from attnspan.base.plain import check_plain
 from attnspan.errors import DtypeError, expect
+from attnspan.parallel.rows import checked_fill
 
 from .agreement import agreement_of
 
@@ -138,19 +139,18 @@ def next_token_targets(tokens: Any, ids: Any = None, *, ignore_index: int = -100
         Targets, like ``tokens``. Shard them with `Layout.shard`.
 
     Raises:
-        DtypeError: ``tokens`` are not signed integers.
-        OptionError: ``ids`` have another shape than ``tokens``.
+        DtypeError: ``tokens`` are not signed integers, or ``ids`` are no integers.
+        OptionError: ``ids`` have another shape than ``tokens``, or ``tokens`` cannot hold `ignore_index`.
 
     Example:
         >>> next_token_targets(torch.tensor([5, 6, 7, 8, 0]), torch.tensor([0, 0, 1, 1, -1])).tolist()
         [6, -100, 8, -100, -100]
     """
-    check_plain("tokens", tokens)
-    check_plain("ids", ids)
+    _check_tokens("tokens", tokens, ids)
     signed = np.dtype(str(tokens.dtype).removeprefix("torch.")).kind == "i"
     remedy = "Convert them to int64, because ignore_index is negative"
     expect(signed, "tokens", "signed integers", str(tokens.dtype), remedy, error=DtypeError)
-    _check_ids(tokens, ids)
+    ignore_index = checked_fill("ignore_index", ignore_index, tokens)
     # Copies and assignments work alike for tensors and NumPy arrays.
     targets = tokens.clone() if isinstance(tokens, Tensor) else tokens.copy()
     targets[..., :-1] = tokens[..., 1:]
@@ -180,6 +180,7 @@ def document_weights(targets: Any, ids: Any = None, *, power: float = 1.0, ignor
         float32 weights, like ``targets``. With power 1 they add up to the number of documents with loss.
 
     Raises:
+        DtypeError: ``targets`` or ``ids`` are no integers.
         OptionError: ``ids`` have another shape than ``targets``, or ``power`` is negative or no number.
 
     Example:
@@ -187,9 +188,7 @@ def document_weights(targets: Any, ids: Any = None, *, power: float = 1.0, ignor
         >>> document_weights(targets, ids).tolist()
         [0.5, 0.5, 0.0, 1.0, 0.0]
     """
-    check_plain("targets", targets)
-    check_plain("ids", ids)
-    _check_ids(targets, ids)
+    _check_tokens("targets", targets, ids)
     fits = isinstance(power, Real) and not isinstance(power, bool) and 0 <= power < float("inf")
     expect(fits, "power", "a number of at least 0", repr(power), "Pass 1 for equal documents")
     known = arrays_for([targets]).to_numpy(targets) != ignore_index
@@ -203,10 +202,20 @@ def document_weights(targets: Any, ids: Any = None, *, power: float = 1.0, ignor
     return torch.from_numpy(weights).to(targets.device) if isinstance(targets, Tensor) else weights
 
 
-def _check_ids(tokens: Any, ids: Any) -> None:
+def _check_tokens(name: str, tokens: Any, ids: Any) -> None:
+    """Raise unless tokens and their ids are integers of the same shape (..., S)."""
+    for what, x in ((name, tokens), ("ids", ids)):
+        if x is None and what == "ids":
+            continue
+        check_plain(what, x)
+        holds = isinstance(x, (Tensor, np.ndarray)) and is_integer(x) and x.ndim > 0
+        shown = f"{kind_of(x)} of shape {tuple(x.shape)}" if is_array(x) else kind_of(x)
+        wanted, remedy = "integers (..., S), a tensor or a NumPy array", "Convert them to int64"
+        expect(holds, what, wanted, shown, remedy, error=DtypeError)
     if ids is not None:
-        wanted, remedy = tuple(tokens.shape), "Pass the segment id of each of these tokens"
-        expect(tuple(ids.shape) == wanted, "ids", "one for each token, {}", tuple(ids.shape), remedy, wanted)
+        remedy = "Pass the segment id of each of these tokens"
+        got, shape = tuple(ids.shape), tuple(tokens.shape)
+        expect(got == shape, "ids", "one for each token, {}", got, remedy, shape)
 
 
 def sum_gradients(

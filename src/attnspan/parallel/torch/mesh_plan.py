@@ -63,7 +63,29 @@ class Frame(NamedTuple):
     shifts: tuple[int, ...]
 
 
-class MeshPlan(ShardedMask):
+class OnMesh(ShardedMask):
+    """Plans of one rank on a mesh, as tensors."""
+
+    frame: Frame
+
+    def warn_without(self) -> None:
+        """Warn about calls with the sizes of this plan and without it, as long as it is alive."""
+        frame = self.frame
+        if frame.strategy.ranks > 1 and not frame.shifts:
+            remember(self, Held(frame.rows_per_rank, frame.keys_per_rank, *frame.heads))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Return the plan itself, which is never changed. A copy of a model works with the same ranks."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"pickling a {type(self).__name__}: expected an object without a process group, got one. "
+            "Send the Plan or its local(rank), and call on(mesh) in the receiving process."
+        )
+
+
+class MeshPlan(OnMesh):
     """One rank's plan as tensors, a ``mask`` for `attention`. `Plan.on` and `LocalPlan.on` return it.
 
     A mesh plan is a pytree. Pipeline stages, activation checkpointing and export accept it. The next step's
@@ -154,8 +176,7 @@ class MeshPlan(ShardedMask):
         # The next step's plan has another length, which must not recompile.
         compat.mark_dynamic(data, 0)
         found = cls(frame, data, numbers, q_index)
-        if strategy.ranks > 1 and not plan.shifts:
-            remember(found, Held(frame.rows_per_rank, frame.keys_per_rank, *frame.heads))
+        found.warn_without()
         return found
 
     @property
@@ -266,20 +287,11 @@ class MeshPlan(ShardedMask):
             if x.shape[1] != heads or x.shape[2] != rows:
                 got = f"shape {tuple(x.shape)} in layout bhsd"
                 expect(False, at(name), wanted, got, _SHARD, heads, rows, error=ShapeError)
-        fits, remedy = frame.planes in (1, q.shape[0]), "Plan with the mask and layout of this batch"
+        remedy = "Plan with the mask and layout of this batch. In a pipeline, pass PlanStack.of(plans)"
+        fits = frame.planes in (1, q.shape[0])
         wanted = "{} batch elements, as the plan has"
         expect(fits, at("q"), wanted, q.shape[0], remedy, frame.planes, error=ShapeError)
         check_options(given, "with context parallelism")
-
-    def __deepcopy__(self, memo: Any) -> MeshPlan:
-        """Return the plan itself, which is never changed. A copy of a model works with the same ranks."""
-        return self
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "pickling a MeshPlan: expected an object without a process group, got one. "
-            "Send the Plan or its local(rank), and call on(mesh) in the receiving process."
-        )
 
     def __repr__(self) -> str:
         frame = self.frame

@@ -11,14 +11,12 @@ from torch.nn.functional import pad
 
 from attnspan.errors import DtypeError, OptionError, ShapeError, expect
 from attnspan.torch import compat
-from attnspan.torch._unplanned import Held, remember
 from attnspan.torch.compat import pytree
-from attnspan.torch.dtensor import ShardedMask
 
-from .mesh_plan import TENSORS, Frame, MeshPlan
+from .mesh_plan import TENSORS, Frame, MeshPlan, OnMesh
 
 
-class PlanStack(ShardedMask):
+class PlanStack(OnMesh):
     """The plans of a step's microbatches, which the schedules of `torch.distributed.pipelining` split.
 
     Pass the stack to ``schedule.step`` as a keyword argument, without a chunk spec. Schedules split each
@@ -79,14 +77,25 @@ class PlanStack(ShardedMask):
         # Some layouts of a step keep the original order by chance.
         frame = plans[0].frame._replace(ordered=all(x.frame.ordered for x in plans))
         found = cls(frame, data, numbers, q_index)
-        if frame.strategy.ranks > 1:
-            remember(found, Held(frame.rows_per_rank, frame.keys_per_rank, *frame.heads))
+        found.warn_without()
         return found
+
+    @property
+    def shifts(self) -> tuple[int, ...]:
+        """Shifts of plans of `Layout.plan_roll`. Empty for attention."""
+        return self.frame.shifts
 
     def attention(self, *_: Any, **__: Any) -> NoReturn:
         """Raise an OptionError, because a call needs the plan of one microbatch."""
+        self._refuse_whole("mask")
+
+    def rolled(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise an OptionError, because a roll needs the plan of one microbatch."""
+        self._refuse_whole("roll: plan")
+
+    def _refuse_whole(self, what: str) -> NoReturn:
         raise OptionError(
-            "mask",
+            what,
             expected="the plan of one microbatch",
             got=f"a stack of {len(self.data)} plans",
             remedy="Pass the stack to schedule.step(...) of a schedule with one microbatch for each plan",
@@ -98,9 +107,10 @@ class PlanStack(ShardedMask):
 
 
 def _check_alike(i: int, plan: MeshPlan, first: MeshPlan) -> None:
-    remedy = "Plan all microbatches with the same sizes and strategy, and put the plans on the same mesh"
+    same = "Plan all microbatches with the same sizes and strategy, and put the plans on the same mesh"
+    planes = "Give all microbatches masks for as many batch elements: & segments(ids) with ids of (B, S)"
     for name, mine, wanted in zip(Frame._fields, plan.frame, first.frame, strict=True):
-        fits = mine == wanted or name == "ordered"
+        fits, remedy = mine == wanted or name == "ordered", planes if name == "planes" else same
         expect(fits, f"plans[{i}]", "{} {}, as plans[0]", f"{mine}", remedy, name, wanted)
     shapes = plan.q_index.shape, first.q_index.shape
     remedy = "Make all layouts with the same batch=, or all from masks without batch elements"

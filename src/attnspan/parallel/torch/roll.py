@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attnspan.errors import DeviceError, DtypeError, ShapeError, expect
 from attnspan.parallel.local import Tables, decode
-from attnspan.parallel.rows import fill_of
+from attnspan.parallel.rows import checked_fill
 from attnspan.parallel.strategy import split_heads
 from attnspan.torch._autograd import below_autograd, define, differentiate
 from attnspan.torch.dtensor import is_dtensor
@@ -35,6 +35,13 @@ if TYPE_CHECKING:
 _library = torch.library.Library("attnspan", "FRAGMENT")  # type: ignore[no-untyped-call]
 _TAGS = (torch.Tag.needs_fixed_stride_order, torch.Tag.cudagraph_unsafe)
 _DEVICES = ("CPU", "CUDA")
+#: Integers with the bits of dtypes that torch cannot index or fill.
+_FORMS = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+    **{getattr(torch, name): torch.uint8 for name in dir(torch) if name.startswith("float8_")},
+}
 
 
 def rolled(plan: MeshPlan, x: Tensor, dim: int, fill: complex) -> tuple[Tensor, ...]:
@@ -47,14 +54,17 @@ def rolled(plan: MeshPlan, x: Tensor, dim: int, fill: complex) -> tuple[Tensor, 
     expect(fits, "roll: x", wanted, x.shape, remedy, frame.rows_per_rank, dim, error=ShapeError)
     dim %= x.dim()
     fits = frame.planes == 1 or (dim > 0 and x.shape[0] == frame.planes)
-    wanted, remedy = "{} batch elements as dimension 0", "Pass the batch that the plan was made for"
+    remedy = "Pass the batch that the plan was made for. In a pipeline, pass PlanStack.of(plans)"
+    wanted = "{} batch elements as dimension 0"
     expect(fits, "roll: x", wanted, x.shape, remedy, frame.planes, error=ShapeError)
     same, remedy = x.device.type == plan.data.device.type, "Move x to the plan's device"
     expect(same, "roll: x", f"a tensor on {plan.data.device}", str(x.device), remedy, error=DeviceError)
     first = x.movedim(dim, 1) if dim else x[None]
     rows = first.reshape(*first.shape[:2], math.prod(first.shape[2:]))
+    fill = checked_fill("fill of roll: x", fill, x)
     found = sharded_roll(rows, plan.data, plan.numbers, frame.group, len(frame.shifts), fill)
-    every = found.reshape(found.shape[0], *first.shape).unbind()
+    # Unlike views of `unbind`, these views may be written in place.
+    every = [found[shift].reshape(first.shape) for shift in range(len(frame.shifts))]
     return tuple([y.movedim(1, dim) if dim else y[0] for y in every])
 
 
@@ -98,7 +108,9 @@ def _fetch_into(target: Tensor, source: Tensor, at: Tensor, fill: complex) -> No
 
 def _forward(x: Tensor, plan: Tensor, numbers: Tensor, group: str, shifts: int, fill: complex) -> Tensor:
     """Return the rows of each shift, (H, B, n, W), from the rows x (B, n, W)."""
-    fill = fill_of("roll: x", fill, x)
+    dtype = x.dtype
+    if (form := _FORMS.get(dtype)) is not None:
+        x, fill = x.view(form), torch.tensor(fill, dtype=dtype).view(form).item()
     with _reading("roll", x, plan, numbers, group) as (tables, route):
         rows = x.contiguous()[:, None]
         fetched, _ = route.fetch(rows, rows[..., :0], 0).wait()
@@ -107,7 +119,7 @@ def _forward(x: Tensor, plan: Tensor, numbers: Tensor, group: str, shifts: int, 
         for shift in range(shifts):
             target = as_rows(out[shift][:, None], planes)
             _fetch_into(target, as_rows(fetched, planes), _sources(tables, shift), fill)
-    return out
+    return out.view(dtype)
 
 
 def _backward(grad: Tensor, plan: Tensor, numbers: Tensor, group: str, shifts: int) -> Tensor:
