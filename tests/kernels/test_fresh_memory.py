@@ -15,7 +15,8 @@ TOKENS, HEADS, DIM = 131_072, 2, 64  # 64 MiB for each array: more than glibc ke
 pytestmark = [
     pytest.mark.skipif(cpu.core is None, reason="needs the compiled kernel"),
     pytest.mark.skipif(
-        not SMAPS.exists() or "VmFlags" not in SMAPS.read_text(), reason="only Linux tells the flags of memory"
+        not SMAPS.exists() or "VmFlags" not in SMAPS.read_text(),
+        reason="only Linux tells the flags of memory",
     ),
 ]
 

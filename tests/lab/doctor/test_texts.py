@@ -260,7 +260,7 @@ def test_a_line_of_flash_attention_may_break_for_another_reason(line, known):
     ("code", "cause", "remedy"),
     [
         (-9, "Linux does so if memory runs out", "Use fewer layers"),
-        (-11, "Native code crashed", "under a debugger"),
+        (-11, "Native code crashed", "in a debugger"),
         (3, "The code ended its process", "Remove the call that ends the process"),
     ],
 )
