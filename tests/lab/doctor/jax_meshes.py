@@ -88,3 +88,20 @@ def samples_on_two_devices() -> JaxSubject:
     placed = jax.device_put(tokens(), NamedSharding(mesh_of(data=2), P("data")))
     step = model(lambda q, k, v: dot_product_attention(q, k, v, is_causal=True))
     return JaxSubject(jax.jit(step), [{"tokens": placed}], variables(), causal=True)
+
+
+def weights_split_over_the_samples() -> JaxSubject:
+    """Each device gathers the weights of a layer when it needs them, and has its own samples."""
+    mesh, w = mesh_of(data=2), variables()
+    w |= {k: jax.device_put(jnp.stack([w[k], w[k]]), NamedSharding(mesh, P(None, "data"))) for k in "qkv"}
+
+    def layer(x: Any, own: Any) -> Any:
+        q, k, v = (on(mesh, jnp.einsum("bsw,whd->bshd", x, own[n]), "data") for n in "qkv")
+        return on(mesh, x + dot_product_attention(q, k, v, is_causal=True).reshape(x.shape), "data"), None
+
+    @jax.jit
+    def step(w: Any, tokens: Any) -> Any:
+        x = on(mesh, w["embed"][tokens], "data")
+        return jax.lax.scan(layer, x, {n: w[n] for n in "qkv"})[0] @ w["head"]
+
+    return JaxSubject(step, [{"tokens": tokens()}], w, causal=True)

@@ -21,7 +21,12 @@ SICK = {
     "jitted_with_shardings": "rank-gather",
 }
 LINES_OF = {"jitted_with_shardings": "tokens_split_along_the_sequence"}
-WELL = ("split_keys_and_values", "one_head_of_keys", "samples_on_two_devices")
+WELL = (
+    "split_keys_and_values",
+    "one_head_of_keys",
+    "samples_on_two_devices",
+    "weights_split_over_the_samples",
+)
 
 
 @on_devices

@@ -182,7 +182,7 @@ def unsharded(
         work = [sum(x.work.get(line, 0) for line in own_lines) for x in (program, alone)]
         if devices * work[0] > REPEATED * work[1]:
             times = devices * work[0] / max(work[1], 1)
-            evidence.append(f"the devices compute {times:.0f} times the work of one device here")
+            evidence.append(f"all devices compute {times:.0f} times the work of one device here")
         if len(evidence) == 1:
             continue  # XLA's partitioner found a better way.
         spec = (*own.spec[:dim], (*own.spec[dim], axis), *own.spec[dim + 1 :])

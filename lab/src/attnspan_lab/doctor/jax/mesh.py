@@ -70,6 +70,9 @@ def compare_mesh(subject: JaxSubject, say: Callable[..., None]) -> None:
         say(finding=x)
     if not compared:
         return
+    axes = ", ".join(f"{name} {size}" for name, size in subject.mesh.shape.items())
+    said = f"results of {subject.mesh.size} devices ({axes}) were compared with one device"
+    say(facts={"checked": {"mesh": said}})
     size = subject.size(batch) or (1, 1)
     calls, given = watched(one, subject.size(batch))[0].calls, list(constraints(sharded.closed))
     runs = sharded.program(), one.program()
@@ -235,7 +238,9 @@ def _gathers(
         for place in places_of(y)[:1]:
             sizes = whole.setdefault(place, set())
             sizes.update(prod(getattr(v.aval, "shape", ())) for v in (*y.invars, *y.outvars))
-    weights = {np.size(x) for x in one.leaves[: one.variables]}
+    own = one.leaves[: one.variables]
+    # A loop over layers takes a part of stacked weights in each step.
+    weights = {np.size(x) for x in own} | {np.size(x) // len(x) for x in own if np.ndim(x) and len(x)}
     found: dict[tuple[str, Place], list[Any]] = {}
     for x in program.stored:
         large = x.name.startswith("all-gather") and x.size > 4 * tokens and x.size not in weights
@@ -246,14 +251,14 @@ def _gathers(
             if kind == "rank-replicated" and x.size not in whole.get(x.places[0], ()):
                 continue  # The devices of one axis of the mesh share an array that others split.
             found.setdefault((kind, x.places[0]), []).append(x)
-    for (kind, place), own in found.items():
+    for (kind, place), many in found.items():
         what = "An operand of attention is gathered whole on each device here"
         what = what if kind == "rank-gather" else "An array is gathered whole on each device here"
-        total = bytes_text(sum(x.bytes for x in own))
-        shapes = ", ".join(dict.fromkeys(f"{x.dtype}{list(x.shape)}" for x in own))
-        evidence = (f"{len(own)} all-gathers of the compiled program, {total} on each device: {shapes}",)
-        constraint = held.get(own[0].size) if kind == "rank-replicated" else None
-        yield finding(kind, what, (constraint, place), evidence=evidence, count=len(own))
+        total = bytes_text(sum(x.bytes for x in many))
+        shapes = ", ".join(dict.fromkeys(f"{x.dtype}{list(x.shape)}" for x in many))
+        evidence = (f"{len(many)} all-gathers of the compiled program, {total} on each device: {shapes}",)
+        constraint = held.get(many[0].size) if kind == "rank-replicated" else None
+        yield finding(kind, what, (constraint, place), evidence=evidence, count=len(many))
 
 
 def _repeated(

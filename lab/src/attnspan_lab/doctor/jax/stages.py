@@ -175,9 +175,6 @@ def _on_mesh(subject: JaxSubject, traced: Traced, say: Say) -> bool:
         why = f"the doctor failed: {type(error).__name__}: {error}"[:200]
         say(facts={"unchecked": {"the mesh of the step": why}})
         return True
-    axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
-    whose = "the step's" if subject.mesh is None else "the factory's"
-    say(facts={"checked": {"mesh": f"{whose} {mesh.size} devices ({axes}), against one device"}})
     return True
 
 
