@@ -61,6 +61,15 @@ def test_a_captured_mask_is_a_dense_mask_at_the_line_that_passes_it(name: str) -
     assert mask.tried.startswith("this form: it hides the same pairs in ")
 
 
+def test_a_captured_bias_of_distances_is_not_replaced_by_a_mask() -> None:
+    distance = np.subtract.outer(np.arange(LENGTH), np.arange(LENGTH))
+    bias = np.where(distance < 0, -1e9, -0.1 * distance).astype(np.float32)
+    made = jax_faults.step_of(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, bias=bias[None, None]))
+    (mask,) = [x for x in examined(lambda: made, "eager")[0] if x.kind == "dense-mask"]
+    assert "is captured by the step" in mask.what
+    assert "is_causal" not in mask.remedy + mask.tried
+
+
 def test_captured_ids_and_indices_of_a_bias_are_no_captured_mask() -> None:
     """A table of trained biases is read at captured indices of pairs. Its numbers are no mask."""
     ids = np.arange(LENGTH) // 9 + np.zeros((2 * LENGTH, 1), int)

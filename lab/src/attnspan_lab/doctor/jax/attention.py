@@ -15,8 +15,8 @@ from attnspan_lab.doctor.jax.forms import form_of, instead_of
 from attnspan_lab.doctor.jax.hlo import Program
 from attnspan_lab.doctor.jax.said import finding
 from attnspan_lab.doctor.jax.subject import JaxSubject
-from attnspan_lab.doctor.jax.values import Value
-from attnspan_lab.doctor.jax.watch import Attention
+from attnspan_lab.doctor.jax.values import Value, is_float
+from attnspan_lab.doctor.jax.watch import HIDDEN, Attention
 from attnspan_lab.doctor.words import counted
 
 __all__ = ["costs"]
@@ -92,7 +92,8 @@ def _shorter(site: list[Attention], mask: Value, subject: JaxSubject, batch: Any
     """
     shown = [x.visible for x in site if x.visible is not None and not x.by_head]
     found = {form_of(subject, batch, x) for x in shown} if len(shown) == len(site) else set()
-    if mask.name != "constant" or len(found) != 1 or not (form := found.pop()):
+    biases = any(_is_bias(x) for y in site for x in y.pairs)
+    if biases or mask.name != "constant" or len(found) != 1 or not (form := found.pop()):
         return "", ""
     longest = longest_form(mask.array)
     # A window may be longer than this batch. Then the call shows the pairs of causal().
@@ -102,6 +103,12 @@ def _shorter(site: list[Attention], mask: Value, subject: JaxSubject, batch: Any
     if form == "causal()" and square:
         remedy = f"Pass is_causal=True, without mask, to jax.nn.dot_product_attention. Or: {remedy}"
     return remedy, f"this form: it hides the same pairs in {counted(len(site), 'call')}"
+
+
+def _is_bias(mask: Value) -> bool:
+    """Whether a mask does more than hide pairs."""
+    shown = np.asarray(mask.array, np.float64) if is_float(mask.array) else np.zeros(1)
+    return bool((shown[shown > HIDDEN] != 0).any())
 
 
 def _copied(copies: list[Value], call: Attention, program: Program) -> Finding:

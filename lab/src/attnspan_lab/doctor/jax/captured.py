@@ -98,7 +98,7 @@ def _entered(eqn: Any, var: Any) -> Iterator[tuple[Any, Any]]:
     """Yield the jaxprs that an equation enters, with their variables that get the value of ``var``."""
     for name, value in eqn.params.items():
         for x in value if isinstance(value, (tuple, list)) else (value,):
-            jaxpr = getattr(x, "jaxpr", x)
+            jaxpr: Any = getattr(x, "jaxpr", x)
             if not hasattr(jaxpr, "eqns"):
                 continue
             given = list(eqn.invars)
@@ -106,5 +106,5 @@ def _entered(eqn: Any, var: Any) -> Iterator[tuple[Any, Any]]:
                 n = eqn.params["cond_nconsts"]
                 given = given[:n] + given[n + eqn.params["body_nconsts"] :]
             # A branch has no argument for the condition, and a loop's body none for the condition's arrays.
-            given = given[len(given) - len(jaxpr.invars) :]
+            given = given[max(len(given) - len(jaxpr.invars), 0) :]
             yield from ((jaxpr, a) for a, b in zip(jaxpr.invars, given, strict=False) if b is var)

@@ -76,13 +76,13 @@ def compare_mesh(subject: JaxSubject, say: Callable[..., None]) -> None:
     size = subject.size(batch) or (1, 1)
     calls, given = watched(one, subject.size(batch))[0].calls, list(constraints(sharded.closed))
     runs = sharded.program(), one.program()
-    program, alone = (Program(x.as_text() or "") for x in runs)
-    narrow = list(unsharded(calls, given, program, alone, subject.mesh.size))
+    program, single = (Program(x.as_text() or "") for x in runs)
+    narrow = list(unsharded(calls, given, program, single, subject.mesh.size))
     named = {x.places[0] for x in narrow}
     flops = [float((x.cost_analysis() or {}).get("flops", 0.0)) for x in runs]
     gathers = _gathers(program, calls, one, sharded, size, subject.mesh.shape.values())
     gathers = (x for x in gathers if not named & {*x.places})
-    for x in (*narrow, *gathers, *_repeated(subject, program, alone, flops, named)):
+    for x in (*narrow, *gathers, *_repeated(subject, program, single, flops, named)):
         say(finding=x)
 
 
