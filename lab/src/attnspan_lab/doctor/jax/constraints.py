@@ -26,7 +26,8 @@ from attnspan_lab.doctor.places import Place
 
 __all__ = ["REPEATED", "Constraint", "constraints", "found_mesh", "unsharded", "without_constraints"]
 
-REPEATED = 1.5  # work of all devices at a line, in the work of one device
+REPEATED = 1.5  # work of all devices, in the work of one device, that is a finding
+_MORE = 1.1  # the same for a line at which a constraint explains it, and at which other arrays may be made
 
 
 def found_mesh(subject: JaxSubject, closed: Any) -> Any:
@@ -93,6 +94,7 @@ class Constraint:
         lines: All lines of the user's, the innermost first.
         places: The same lines. The line that asks for the constraint comes before helpers that it calls.
         made: The line that makes the array.
+        sharding: The constraint itself.
     """
 
     shape: tuple[int, ...]
@@ -101,6 +103,7 @@ class Constraint:
     lines: tuple[Place, ...]
     places: tuple[Place, ...]
     made: tuple[Place, ...]
+    sharding: NamedSharding
 
     @property
     def text(self) -> str:
@@ -129,17 +132,31 @@ def constraints(closed: Any) -> Iterator[Constraint]:
                 continue
             spec = [x if isinstance(x, tuple) else (x,) if isinstance(x, str) else () for x in sharding.spec]
             spec += [()] * (len(shape) - len(spec))
-            makes = [x for x in jaxpr.eqns if eqn.invars[0] in x.outvars]
+            makes = _makers(jaxpr, eqn.invars[0])
             uses = [x for x in jaxpr.eqns if any(y is eqn.outvars[0] for y in x.invars)]
-            first = _asking(lines, [*makes, *uses])
-            places, made = (*lines[first:], *lines[:first]), tuple(y for x in makes for y in places_of(x)[:1])
-            yield Constraint(shape, tuple(spec), dict(sharding.mesh.shape), lines, places, made)
+            first = _asking(lines, [*makes[:1], *uses])
+            places, made = (
+                (*lines[first:], *lines[:first]),
+                tuple(y for x in makes[-1:] for y in places_of(x)[:1]),
+            )
+            yield Constraint(shape, tuple(spec), dict(sharding.mesh.shape), lines, places, made, sharding)
 
 
 def _jaxprs(closed: Any) -> Iterator[Any]:
     yield getattr(closed, "jaxpr", closed)
     for eqn in equations(closed):
         yield from (getattr(x, "jaxpr", x) for x in inner(eqn))
+
+
+def _makers(jaxpr: Any, var: Any) -> list[Any]:
+    """List the equation that makes an array, and the equations before it that make the same elements."""
+    found: list[Any] = []
+    while made := [x for x in jaxpr.eqns if any(y is var for y in x.outvars)]:
+        found += made
+        if made[0].primitive.name not in RESHAPES:
+            break
+        var = made[0].invars[0]
+    return found
 
 
 def _asking(lines: tuple[Place, ...], around: list[Any]) -> int:
@@ -163,7 +180,7 @@ def unsharded(
         alone: The compiled step on one device.
         devices: Number of devices.
     """
-    by_lines = {x.lines: x for x in given}
+    by_lines = {(x.lines, x.sharding): x for x in given}
     found: dict[tuple[Place, str], tuple[Constraint, Constraint, int, list[Attention]]] = {}
     for call in calls:
         held = [x for y in call.operands if (x := _constraint_of(y, by_lines)) is not None]
@@ -180,9 +197,9 @@ def unsharded(
             size = bytes_text(sum(x.bytes for x in gathers))
             evidence.append(f"{len(gathers)} all-gathers of the compiled program, {size} on each device")
         work = [sum(x.work.get(line, 0) for line in own_lines) for x in (program, alone)]
-        if devices * work[0] > REPEATED * work[1]:
+        if devices * work[0] > _MORE * work[1]:
             times = devices * work[0] / max(work[1], 1)
-            evidence.append(f"all devices compute {times:.0f} times the work of one device here")
+            evidence.append(f"all devices compute {times:.1f} times the work of one device here")
         if len(evidence) == 1:
             continue  # XLA's partitioner found a better way.
         spec = (*own.spec[:dim], (*own.spec[dim], axis), *own.spec[dim + 1 :])
@@ -197,12 +214,12 @@ def unsharded(
         )
 
 
-def _constraint_of(operand: Value, given: dict[tuple[Place, ...], Constraint]) -> Constraint | None:
+def _constraint_of(operand: Value, given: dict[Any, Constraint]) -> Constraint | None:
     """Find the last constraint of an operand, before operators that keep its size or repeat it."""
     value: Value | None = operand
     while value is not None:
-        if value.name in ("copy", "sharding_constraint") and value.places in given:
-            return given[value.places]
+        if (value.places, value.sharding) in given:
+            return given[value.places, value.sharding]
         size, copies = value.size, value.name in RESHAPES or value.distinct < value.size
         value = next((x for x in value.parents if copies or x.size == size), None)
     return None

@@ -74,11 +74,13 @@ def compare_mesh(subject: JaxSubject, say: Callable[..., None]) -> None:
     said = f"results of {subject.mesh.size} devices ({axes}) were compared with one device"
     say(facts={"checked": {"mesh": said}})
     size = subject.size(batch) or (1, 1)
-    calls, given = watched(one, subject.size(batch))[0].calls, list(constraints(sharded.closed))
+    held = Traced.of(plain, whole)
+    calls, given = watched(held, subject.size(batch))[0].calls, list(constraints(sharded.closed))
     runs = sharded.program(), one.program()
     program, single = (Program(x.as_text() or "") for x in runs)
     narrow = list(unsharded(calls, given, program, single, subject.mesh.size))
     named = {x.places[0] for x in narrow}
+    named |= {y for x in given if x.places[0] in named for y in x.made}
     flops = [float((x.cost_analysis() or {}).get("flops", 0.0)) for x in runs]
     gathers = _gathers(program, calls, one, sharded, size, subject.mesh.shape.values())
     gathers = (x for x in gathers if not named & {*x.places})

@@ -144,6 +144,8 @@ class Watcher(Interpreter):
         ]
         if len(out) < len(made):
             return [*map(Value, made)]
+        for x in out if name == "sharding_constraint" else ():
+            x.sharding = eqn.params["sharding"]
         self.largest = max([self.largest, *(x.bytes for x in out)])
         if name in _COMPARISONS and arrays[0].dtype.kind in "iu" and out[0].data:
             self.decisions.append(np.asarray(out[0].array))
