@@ -173,3 +173,48 @@ class Dropped(nnx.Module):
 @fault("leak", "No mask that separates documents", "segments(segment_ids)", at=Dropped)
 def causal_mask_of_flax_only() -> Any:
     return Dropped(nnx.Rngs(0)), [{"tokens": tokens()} | documents()], {"causal": True}
+
+
+LONGEST = 1024
+CAUSAL = jnp.tril(jnp.ones((1, 1, LONGEST, LONGEST), bool))
+FUTURE = ~np.tri(LONGEST, dtype=bool)
+
+
+@fault("constant", "arrays that are not its arguments", "is_causal=True")
+def mask_of_the_longest_context() -> JaxSubject:
+    w = variables()
+    w |= {x: jnp.stack([w[x], w[x]]) for x in "qkv"}
+
+    @jax.checkpoint
+    def layer(x: Any, own: Any) -> Any:
+        n = x.shape[1]
+        q, k, v = (jnp.einsum("bsw,whd->bshd", x, own[n]) for n in "qkv")
+        return x + plain(q, k, v, mask=CAUSAL[:, :, :n, :n]).reshape(x.shape), None  # sick
+
+    @jax.jit
+    def step(w: Any, tokens: Any) -> Any:
+        x, _ = jax.lax.scan(layer, w["embed"][tokens], {n: w[n] for n in "qkv"})
+        return x @ w["head"]
+
+    return JaxSubject(step, [{"tokens": tokens()}], w, causal=True)
+
+
+@fault("constant", "arrays that are not its arguments", "is_causal=True")
+def mask_of_later_tokens() -> JaxSubject:
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        hidden = jax.lax.dynamic_slice(FUTURE, (0, 0), (q.shape[1], q.shape[1]))  # sick
+        scores = jnp.where(hidden, -1e30, jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+    return step_of(jax.vmap(lambda *x: attend(*(y[None] for y in x))[0]))
+
+
+@fault("constant", "arrays that are not its arguments", "is_causal=True")
+def window_longer_than_the_batch() -> JaxSubject:
+    near = CAUSAL & ~jnp.tri(LONGEST, k=-101, dtype=bool)
+
+    def attend(q: Any, k: Any, v: Any, segment_ids: Any) -> Any:
+        mask = near[:, :, : q.shape[1], : q.shape[1]]  # sick
+        return plain(q, k, v, mask=mask & (segment_ids[:, None, :, None] == segment_ids[:, None, None]))
+
+    return JaxSubject(model(attend), [{"tokens": tokens()} | documents()], variables(), causal=True)

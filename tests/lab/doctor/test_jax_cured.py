@@ -17,9 +17,13 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 #: Patient, stage, and words of the remedy that the cure applies.
 CURES = {
-    "sick_constant_mask": ("eager", "for example as causal()"),
-    "sick_constant_mask_in_jax": ("eager", "compute the mask from jnp.arange"),
+    "sick_constant_mask": ("eager", "Pass mask=causal() to attnspan.jax.attention"),
+    "sick_constant_mask_in_jax": (
+        "eager",
+        "Pass is_causal=True, without mask,",
+    ),
     "sick_mask_argument": ("eager", "for example as causal()"),
+    "sick_mask_argument_in_jax": ("eager", "compute the mask from jnp.arange"),
     "sick_norm": ("eager", "Check the range of this line's inputs"),
     "sick_overflow": ("eager", "Check the range of this line's inputs"),
     "sick_gradient_of_root": ("parity", "jnp.where must select safe inputs before the operator"),

@@ -42,6 +42,56 @@ def test_a_reported_fault_is_named(name: str) -> None:
     assert not any("doctor" in x for x in unchecked.values())
 
 
+#: Shortest mask for a captured mask, by the name of the fault.
+FORMS = {
+    "mask_of_the_longest_context": "without mask, to jax.nn.dot_product_attention. Or: Pass mask=causal()",
+    "mask_of_later_tokens": "without mask, to jax.nn.dot_product_attention. Or: Pass mask=causal()",
+    "window_longer_than_the_batch": "Pass mask=window(100) & segments(segment_ids)",
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_captured_mask_is_a_dense_mask_at_the_line_that_passes_it(name: str) -> None:
+    made = getattr(jax_faults, name)
+    found, _ = examined(made, "eager")
+    (mask,) = [x for x in found if x.kind == "dense-mask"]
+    source, start = inspect.getsourcelines(made)
+    assert source[mask.places[0].line - start].rstrip().endswith("# sick")
+    assert FORMS[name] in mask.remedy
+    assert mask.tried.startswith("this form: it hides the same pairs in ")
+
+
+def test_a_captured_bias_of_distances_is_not_replaced_by_a_mask() -> None:
+    distance = np.subtract.outer(np.arange(LENGTH), np.arange(LENGTH))
+    bias = np.where(distance < 0, -1e9, -0.1 * distance).astype(np.float32)
+    made = jax_faults.step_of(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, bias=bias[None, None]))
+    (mask,) = [x for x in examined(lambda: made, "eager")[0] if x.kind == "dense-mask"]
+    assert "is captured by the step" in mask.what
+    assert "is_causal" not in mask.remedy + mask.tried
+
+
+def test_captured_ids_and_indices_of_a_bias_are_no_captured_mask() -> None:
+    """A table of trained biases is read at captured indices of pairs. Its numbers are no mask."""
+    ids = np.arange(LENGTH) // 9 + np.zeros((2 * LENGTH, 1), int)
+    index = np.abs(np.subtract.outer(np.arange(LENGTH), np.arange(LENGTH)))
+
+    def step(w: Any, tokens: Any, segment_ids: Any) -> Any:
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            own = jnp.asarray(ids)[: len(segment_ids)]
+            same = own[:, None, :, None] == own[:, None, None]
+            bias = w["bias"][:, index][None]
+            return jax.nn.dot_product_attention(q, k, v, bias=bias, mask=same, is_causal=True)
+
+        return model(attend)(w, tokens)
+
+    w = variables() | {"bias": jnp.sin(jnp.arange(4.0 * LENGTH)).reshape(4, LENGTH)}
+    batch = {"tokens": tokens(), "segment_ids": jnp.asarray(ids[:2])}
+    subject = JaxSubject(step, [batch], w, causal=True)
+    found, _ = examined(lambda: subject, "eager")
+    # XLA may store the bias that the step makes.
+    assert [x.what for x in found if "captured" in x.what] == []
+
+
 def test_without_results_of_tokens_visible_pairs_are_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """A finding that no trial confirmed is a note, and says so."""
     made = jax_faults.window_to_both_sides()

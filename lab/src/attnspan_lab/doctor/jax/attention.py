@@ -10,12 +10,13 @@ import numpy as np
 
 from attnspan_lab.console import bytes_text
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.jax.forms import instead_of
+from attnspan_lab.doctor.jax.captured import given_pairs, longest_form
+from attnspan_lab.doctor.jax.forms import form_of, instead_of
 from attnspan_lab.doctor.jax.hlo import Program
 from attnspan_lab.doctor.jax.said import finding
 from attnspan_lab.doctor.jax.subject import JaxSubject
-from attnspan_lab.doctor.jax.values import Value
-from attnspan_lab.doctor.jax.watch import Attention
+from attnspan_lab.doctor.jax.values import Value, is_float
+from attnspan_lab.doctor.jax.watch import HIDDEN, Attention
 from attnspan_lab.doctor.words import counted
 
 __all__ = ["costs"]
@@ -49,17 +50,7 @@ def costs(calls: list[Attention], program: Program, subject: JaxSubject, batch: 
             what = "The scores of all pairs of tokens are stored here"
             more = {"evidence": evidence, "remedy": instead_of(subject, batch, call), "count": many}
             yield finding("unfused", what, call.places[:2], **more)
-        masks = [(x, y) for y in site for x in y.pairs]
-        if masks and (said := _stored(masks[0][0], call.scores[0], program)):
-            mask = masks[0][0]
-            shape = np.shape(mask.array)
-            what = f"An array with an entry for each pair of tokens, shape {shape}, {said}"
-            long = bytes_text(mask.bytes // prod(sorted(shape)[-2:]) * _LONG**2)
-            text = (
-                f"{bytes_text(mask.bytes)}; {long} at {_LONG:,} tokens; used by {counted(len(masks), 'call')}"
-            )
-            places = (*mask.places[:1], *call.places[:2])
-            yield finding("dense-mask", what, places, evidence=(text,), count=many)
+        yield from _dense(site, program, subject, batch)
         copies = [x for y in site for z in y.operands if (x := z.repeated()) is not None]
         if copies:
             yield _copied(copies, call, program)
@@ -69,6 +60,55 @@ def costs(calls: list[Attention], program: Program, subject: JaxSubject, batch: 
             text = f"{bytes_text(sum(x.bytes for x in wide))} in {len(wide)} operands per step"
             at = (wide[0].upcast, *call.places[:1])
             yield finding("upcast", what, at, evidence=(text,), count=many)
+
+
+def _dense(site: list[Attention], program: Program, subject: JaxSubject, batch: Any) -> Iterator[Finding]:
+    """Yield the dense mask of the calls of one line, if the step gets, captures or stores it."""
+    call, masks = site[0], [x for y in site for x in y.pairs]
+    if not masks:
+        return
+    shape = call.scores[0]
+    size = (sorted(shape)[-2], sorted(shape)[-1]) if call.visible is None else call.visible.shape[1:]
+    mask, places, said = masks[0], masks[0].places[:1], _stored(masks[0], shape, program)
+    remedy = tried = ""
+    given = next(filter(None, (given_pairs(x, size) for x in masks)), None)
+    if given is not None:
+        mask, places = given
+        said = f"is {'captured by' if mask.name == 'constant' else 'an argument of'} the step"
+        remedy, tried = _shorter(site, mask, subject, batch)
+    if not said:
+        return
+    what = f"An array with an entry for each pair of tokens, shape {np.shape(mask.array)}, {said}"
+    long = bytes_text(mask.bytes // prod(sorted(np.shape(mask.array))[-2:]) * _LONG**2)
+    text = f"{bytes_text(mask.bytes)}; {long} at {_LONG:,} tokens; used by {counted(len(masks), 'call')}"
+    more = {"evidence": (text,), "remedy": remedy, "tried": tried, "count": len(site)}
+    yield finding("dense-mask", what, (*places[:1], *call.places[:2]), **more)
+
+
+def _shorter(site: list[Attention], mask: Value, subject: JaxSubject, batch: Any) -> tuple[str, str]:
+    """Write the mask that shows the same pairs in all calls of a line, and what the trial gave.
+
+    An argument of the batch may hide other pairs in the next batch, so no mask is offered for it.
+    """
+    shown = [x.visible for x in site if x.visible is not None and not x.by_head]
+    found = {form_of(subject, batch, x) for x in shown} if len(shown) == len(site) else set()
+    biases = any(_is_bias(x) for y in site for x in y.pairs)
+    if biases or mask.name != "constant" or len(found) != 1 or not (form := found.pop()):
+        return "", ""
+    longest = longest_form(mask.array)
+    # A window may be longer than this batch. Then the call shows the pairs of causal().
+    form = form if not longest.startswith("window") else form.replace("causal()", longest)
+    remedy = f"Pass mask={form} to attnspan.jax.attention"
+    square = all(x.shape[1] == x.shape[2] for x in shown)
+    if form == "causal()" and square:
+        remedy = f"Pass is_causal=True, without mask, to jax.nn.dot_product_attention. Or: {remedy}"
+    return remedy, f"this form: it hides the same pairs in {counted(len(site), 'call')}"
+
+
+def _is_bias(mask: Value) -> bool:
+    """Whether a mask does more than hide pairs."""
+    shown = np.asarray(mask.array, np.float64) if is_float(mask.array) else np.zeros(1)
+    return bool((shown[shown > HIDDEN] != 0).any())
 
 
 def _copied(copies: list[Value], call: Attention, program: Program) -> Finding:
@@ -86,8 +126,6 @@ def _copied(copies: list[Value], call: Attention, program: Program) -> Finding:
 
 def _stored(mask: Value, scores: tuple[int, ...], program: Program) -> str:
     """Say where the memory of a mask is, or "" if XLA computes it inside of other loops."""
-    if mask.name == "argument":
-        return "is an argument of the step"
     dims = tuple(sorted(x for x in np.shape(mask.array) if x != 1))
     dtype = _DTYPES.get(str(mask.array.dtype), "")
     # A bias of the shape and dtype of the scores cannot be told from them.
@@ -95,6 +133,4 @@ def _stored(mask: Value, scores: tuple[int, ...], program: Program) -> str:
         return ""
     found = [x for x in program.stored if x.dims == dims and x.dtype == dtype and x.name != "parameter"]
     at = set(mask.places[:1])
-    if mask.name == "constant":
-        return "is a constant of the compiled program" if any(x.name == "constant" for x in found) else ""
     return "is made in the step and stored" if any(at & set(x.places) for x in found) else ""

@@ -15,6 +15,7 @@ from jax.extend.core import Literal
 
 from attnspan_lab.console import bytes_text, seconds_text
 from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.jax.captured import captured
 from attnspan_lab.doctor.jax.interpret import equations, inner, is_own, places_of
 from attnspan_lab.doctor.jax.said import finding
 from attnspan_lab.doctor.jax.subject import JaxSubject, Traced
@@ -40,6 +41,9 @@ _HOST = {
 #: Saved seconds of compilation that are a finding, and the work that makes a trial worth its time.
 _SECONDS, _WORK = 0.25, 2**22
 _BIG = 2**20  # bytes of an array that a step should not capture
+_OF_MASK = """\
+Describe a mask of pairs instead of storing it: is_causal=True, or mask=causal() with attnspan. Pass other \
+arrays as arguments"""
 
 
 def untraceable(error: BaseException, subject: JaxSubject, batch: Any, stage: str) -> Finding:
@@ -103,16 +107,20 @@ def _moves(target: Any) -> bool:
 
 def constants(traced: Traced, seconds: float) -> Iterator[Finding]:
     """Yield arrays that XLA computes while it compiles, if that takes long, and large captured arrays."""
-    users = {id(x): (x, place) for x, place in _captured(traced.closed)}
-    captured = [x for x, _ in users.values()]
-    if captured:
-        size = sum(x.nbytes for x in captured)
-        user = users[id(captured[0])][1]
+    users = {id(x): (x, place) for x, place in captured(traced.closed, _BIG)}
+    arrays, lines = (
+        zip(*sorted(users.values(), key=lambda x: -x[0].nbytes), strict=True) if users else ((), ())
+    )
+    if arrays:
+        size = sum(x.nbytes for x in arrays)
         what = f"The step captures arrays of {bytes_text(size)}, which become constants of the program"
         cause = "The function uses arrays that are not its arguments. A compiled function keeps their values"
         remedy = "Pass the arrays as arguments, for example the parameters as the first one"
-        evidence = tuple(f"{x.dtype}{list(x.shape)}" for x in captured[:4])
-        yield finding("constant", what, user, evidence=evidence, cause=cause, remedy=remedy)
+        remedy = _OF_MASK if any(x.dtype == bool and np.ndim(x) > 1 for x in arrays) else remedy
+        evidence = tuple(f"{x.dtype}{list(x.shape)}" for x in arrays[:4])
+        # Another array's line, then the callers of the first line.
+        places = (*(x[0] for x in lines if x), *lines[0][1:2])
+        yield finding("constant", what, places, evidence=evidence, cause=cause, remedy=remedy)
     work = _folded(traced)
     if max((x[0] for x in work), default=0) < _WORK or seconds < _SECONDS:
         return
@@ -130,18 +138,6 @@ def _compile(traced: Traced, options: dict[str, Any]) -> float:
     start = time.perf_counter()
     lowered.compile(compiler_options=options)
     return time.perf_counter() - start
-
-
-def _captured(closed: Any) -> Iterator[tuple[Any, tuple[Place, ...]]]:
-    """Yield large constants of a jaxpr and of the functions that it calls, with the lines that use them."""
-    for var, x in zip(closed.jaxpr.constvars, closed.consts, strict=True):
-        if np.size(x) * np.dtype(x.dtype).itemsize >= _BIG:
-            users = (y for y in closed.jaxpr.eqns if var in [v for v in y.invars if not _literal(v)])
-            yield x, next((places_of(y)[:1] for y in users), ())
-    for eqn in closed.jaxpr.eqns:
-        for x in inner(eqn):
-            if hasattr(x, "consts"):
-                yield from _captured(x)
 
 
 def _literal(var: Any) -> bool:

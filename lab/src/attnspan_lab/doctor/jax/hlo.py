@@ -26,6 +26,7 @@ class Instruction:
         operands: Names of the operands.
         called: Computation of a fusion, or "".
         places: The user's lines, the innermost first.
+        contracted: Dims of a product's first operand that the product adds up.
     """
 
     result: str
@@ -35,6 +36,13 @@ class Instruction:
     operands: tuple[str, ...]
     called: str
     places: tuple[Place, ...]
+    contracted: tuple[int, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Size of the result in bytes."""
+        bits = "".join(x for x in self.dtype if x.isdigit())
+        return self.size * (max(int(bits) // 8, 1) if bits else 1)
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -63,6 +71,18 @@ class Program:
     def products(self) -> list[Instruction]:
         """List matrix products, also those in fused loops."""
         return [x for own in self._computations.values() for x in own if x.name == "dot"]
+
+    @cached_property
+    def work(self) -> dict[Place, int]:
+        """Count the multiplications of the matrix products of each line, on one device."""
+        found = dict[Place, int]()
+        for own in self._computations.values():
+            shapes = {x.result: x.shape for x in own}
+            for x in own:
+                if x.name == "dot" and x.places and (left := shapes.get(x.operands[0])) is not None:
+                    work = x.size * prod(left[i] for i in x.contracted)
+                    found[x.places[0]] = found.get(x.places[0], 0) + work
+        return found
 
     def factors(self, instruction: Instruction) -> list[tuple[int, ...]]:
         """List the shapes of the operands of the last matrix products that an instruction depends on."""
@@ -95,7 +115,9 @@ class Program:
                 operands = tuple(re.findall(r"%([\w.-]+)", rest.partition(")")[0]))
                 places = self._places(int(frame[1]) if frame else 0)
                 fused = called[1] if called else ""
-                own.append(Instruction(result, dtype, shape, operator, operands, fused, places))
+                added = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", rest)
+                dims = tuple(int(x) for x in added[1].split(",") if x) if added else ()
+                own.append(Instruction(result, dtype, shape, operator, operands, fused, places, dims))
         return found
 
     def _places(self, frame: int) -> tuple[Place, ...]:

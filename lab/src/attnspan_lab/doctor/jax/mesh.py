@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from attnspan_lab.console import bytes_text
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.jax.changes import Trial
+from attnspan_lab.doctor.jax.constraints import REPEATED, constraints, unsharded, without_constraints
 from attnspan_lab.doctor.jax.double import difference, reference
 from attnspan_lab.doctor.jax.hlo import Program
 from attnspan_lab.doctor.jax.interpret import equations, inner, places_of
@@ -39,7 +40,6 @@ _CUTS = (
     "all_to_all",
     "split",
 )
-_REPEATED = 1.5  # work of all devices, in steps of one device
 
 
 def has_shard_map(traced: Traced) -> bool:
@@ -54,7 +54,7 @@ def compare_mesh(subject: JaxSubject, say: Callable[..., None]) -> None:
     placed = replace(subject, **_placed(subject, {"variables": subject.variables}))
     own = subject.with_arguments(batch, _placed(subject, subject.arguments(batch)))
     sharded = Traced.of(placed, own)
-    leaks, one = _leaks(placed, own, sharded), Traced.of(plain, whole)
+    leaks, one = _leaks(placed, own, sharded), without_constraints(Traced.of(plain, whole))
     alone = _leaks(plain, whole, one) if leaks else ""
     compared = subject.one_device is not None or not has_shard_map(sharded)
     results = [[np.asarray(y, np.float64) for y in floats(x.run(*x.leaves))] for x in (sharded, one)]
@@ -70,11 +70,21 @@ def compare_mesh(subject: JaxSubject, say: Callable[..., None]) -> None:
         say(finding=x)
     if not compared:
         return
-    compiled = sharded.program()
-    calls = watched(one, subject.size(batch))[0].calls
-    program, size = Program(compiled.as_text() or ""), subject.size(batch) or (1, 1)
+    axes = ", ".join(f"{name} {size}" for name, size in subject.mesh.shape.items())
+    said = f"results of {subject.mesh.size} devices ({axes}) were compared with one device"
+    say(facts={"checked": {"mesh": said}})
+    size = subject.size(batch) or (1, 1)
+    held = Traced.of(plain, whole)
+    calls, given = watched(held, subject.size(batch))[0].calls, list(constraints(sharded.closed))
+    runs = sharded.program(), one.program()
+    program, single = (Program(x.as_text() or "") for x in runs)
+    narrow = list(unsharded(calls, given, program, single, subject.mesh.size))
+    named = {x.places[0] for x in narrow}
+    named |= {y for x in given if x.places[0] in named for y in x.made}
+    flops = [float((x.cost_analysis() or {}).get("flops", 0.0)) for x in runs]
     gathers = _gathers(program, calls, one, sharded, size, subject.mesh.shape.values())
-    for x in (*gathers, *_repeated(subject, program, compiled, one)):
+    gathers = (x for x in gathers if not named & {*x.places})
+    for x in (*narrow, *gathers, *_repeated(subject, program, single, flops, named)):
         say(finding=x)
 
 
@@ -195,7 +205,11 @@ def _unlike(subject: JaxSubject, batch: Any) -> Iterator[Finding]:
             moved = "the partitioner moves the array to the devices that need it, in each step"
             evidence = (moved if any(specs[name]) else "each device holds all of it",)
             remedy = f"Give {name} the PartitionSpec of {tokens[0]}"
-            cause = "in_shardings gives them different specs"
+            cause = (
+                "in_shardings gives them different specs"
+                if subject.in_shardings
+                else "You place them differently"
+            )
             places = (place_of(subject.fn),)
             yield finding("rank-replicated", what, places, evidence=evidence, cause=cause, remedy=remedy)
 
@@ -220,13 +234,15 @@ def _gathers(
     asked = {
         x for y in equations(sharded.closed) if y.primitive.name == "all_gather" for x in places_of(y)[:1]
     }
-    held = {
-        prod(y.outvars[0].aval.shape): x
-        for y in equations(sharded.closed)
-        if y.primitive.name == "sharding_constraint"
-        for x in places_of(y)[:1]
-    }
-    weights = {np.size(x) for x in one.leaves[: one.variables]}
+    held = {prod(x.shape): x.places[0] for x in constraints(sharded.closed) if x.places}
+    whole: dict[Place, set[int]] = {}
+    for y in equations(one.closed):
+        for place in places_of(y)[:1]:
+            sizes = whole.setdefault(place, set())
+            sizes.update(prod(getattr(v.aval, "shape", ())) for v in (*y.invars, *y.outvars))
+    own = one.leaves[: one.variables]
+    # A loop over layers takes a part of stacked weights in each step.
+    weights = {np.size(x) for x in own} | {np.size(x) // len(x) for x in own if np.ndim(x) and len(x)}
     found: dict[tuple[str, Place], list[Any]] = {}
     for x in program.stored:
         large = x.name.startswith("all-gather") and x.size > 4 * tokens and x.size not in weights
@@ -234,42 +250,36 @@ def _gathers(
             # The partitioner gives a gather the line of the product that needs it, or that made it.
             result = any(sum(n in lengths for n in y) > 1 for y in program.factors(x))
             kind = "rank-gather" if x.places[0] in lines and not result else "rank-replicated"
+            if kind == "rank-replicated" and x.size not in whole.get(x.places[0], ()):
+                continue  # The devices of one axis of the mesh share an array that others split.
             found.setdefault((kind, x.places[0]), []).append(x)
-    for (kind, place), own in found.items():
+    for (kind, place), many in found.items():
         what = "An operand of attention is gathered whole on each device here"
         what = what if kind == "rank-gather" else "An array is gathered whole on each device here"
-        total = bytes_text(sum(x.size * _itemsize(x.dtype) for x in own))
-        shapes = ", ".join(dict.fromkeys(f"{x.dtype}{list(x.shape)}" for x in own))
-        evidence = (f"{len(own)} all-gathers of the compiled program, {total} on each device: {shapes}",)
-        constraint = held.get(own[0].size) if kind == "rank-replicated" else None
-        yield finding(kind, what, (constraint, place), evidence=evidence, count=len(own))
+        total = bytes_text(sum(x.bytes for x in many))
+        shapes = ", ".join(dict.fromkeys(f"{x.dtype}{list(x.shape)}" for x in many))
+        evidence = (f"{len(many)} all-gathers of the compiled program, {total} on each device: {shapes}",)
+        constraint = held.get(many[0].size) if kind == "rank-replicated" else None
+        yield finding(kind, what, (constraint, place), evidence=evidence, count=len(many))
 
 
-def _itemsize(dtype: str) -> int:
-    bits = "".join(x for x in dtype if x.isdigit())
-    return max(int(bits) // 8, 1) if bits else 1
-
-
-def _repeated(subject: JaxSubject, program: Program, compiled: Any, one: Traced) -> Iterator[Finding]:
-    """Yield products that all devices compute whole, if the devices repeat work."""
-    alone = one.program()
-    flops = [float((x.cost_analysis() or {}).get("flops", 0.0)) for x in (compiled, alone)]
+def _repeated(
+    subject: JaxSubject, program: Program, alone: Program, flops: list[float], named: set[Place]
+) -> Iterator[Finding]:
+    """Yield products whose work several devices repeat, if the step repeats much. Named lines are known."""
     devices = subject.mesh.size
-    if flops[1] <= 0 or flops[0] * devices <= _REPEATED * flops[1]:
+    if flops[1] <= 0 or flops[0] * devices <= REPEATED * flops[1]:
         return
-    whole: dict[Place, int] = {}
-    for x in Program(alone.as_text() or "").products:
-        if x.places and any(y.dims == x.dims and y.places[:1] == x.places[:1] for y in program.products):
-            whole[x.places[0]] = max(whole.get(x.places[0], 0), x.size)
+    more = {k: x * devices - alone.work.get(k, 0) for k, x in program.work.items()}
+    more = {k: x for k, x in more.items() if program.work[k] * devices > REPEATED * alone.work.get(k, 0)}
+    if set(more) & named and not set(more) - named:
+        return
+    more = {k: x for k, x in more.items() if k not in named}
     share = flops[0] / flops[1]
     what = f"Each of {devices} devices computes {share:.0%} of the step's operations"
     evidence = (f"equal shares are {1 / devices:.0%}",)
-    places: list[Place | None] = [*sorted(whole, key=lambda x: -whole[x])[:2], place_of(subject.fn)][:2]
+    places: list[Place | None] = [*sorted(more, key=lambda x: -more[x])[:2], place_of(subject.fn)][:2]
     cause = "An array is not sharded along an axis of the mesh, so each device computes all of it"
-    cause = (
-        cause
-        if whole
-        else "Devices repeat work. The doctor finds no product that each of them computes whole"
-    )
+    cause = cause if more else "Devices repeat work. The doctor finds no product that several of them compute"
     remedy = "Shard the batch, the heads or the sequence along this axis of the mesh"
     yield finding("rank-replicated", what, places, evidence=evidence, cause=cause, remedy=remedy)

@@ -14,6 +14,7 @@ from attnspan_lab.doctor.jax.aligned import misaligned
 from attnspan_lab.doctor.jax.attention import costs
 from attnspan_lab.doctor.jax.changes import Trial
 from attnspan_lab.doctor.jax.compiled import constants, host_calls, untraceable
+from attnspan_lab.doctor.jax.constraints import found_mesh
 from attnspan_lab.doctor.jax.foreign import seen
 from attnspan_lab.doctor.jax.hidden import hidden
 from attnspan_lab.doctor.jax.hlo import Program
@@ -150,12 +151,31 @@ def compiled(subject: JaxSubject, say: Say, backend: str) -> None:
 
 def parity(subject: JaxSubject, say: Say, backend: str) -> None:
     """Compare the compiled step with float64, and the step on the mesh with one device."""
+    del backend
     plain, batch = subject.plain, subject.batches[0]
     traced = _traced(plain, batch, say, "parity")
     if traced is not None:
         compare(traced, _staged(say, "parity"))
-    if subject.mesh is not None:
-        ranks(subject, say, backend)
+        _on_mesh(subject, traced, say)
+
+
+def _on_mesh(subject: JaxSubject, traced: Traced, say: Say) -> bool:
+    """Compare the step on its mesh with one device. Return whether there is a mesh.
+
+    A mesh that the step uses by itself has already run, so an error here is the doctor's.
+    """
+    mesh = found_mesh(subject, traced.closed) if subject.mesh is None else subject.mesh
+    if mesh is None:
+        return False
+    try:
+        compare_mesh(replace(subject, mesh=mesh), _staged(say, "ranks"))
+    except Exception as error:
+        if subject.mesh is not None:
+            raise
+        why = f"the doctor failed: {type(error).__name__}: {error}"[:200]
+        say(facts={"unchecked": {"the mesh of the step": why}})
+        return True
+    return True
 
 
 def _staged(say: Say, stage: str) -> Say:
@@ -171,11 +191,10 @@ def _staged(say: Say, stage: str) -> Say:
 def ranks(subject: JaxSubject, say: Say, backend: str) -> None:
     """Compare the step on the mesh with the step on one device."""
     del backend
-    if subject.mesh is None:
+    traced = _traced(subject.plain, subject.batches[0], say, "ranks")
+    if traced is not None and not _on_mesh(subject, traced, say):
         what, remedy = "No mesh to compare", 'Return the options "mesh" and "in_shardings" from the factory'
         say(finding=Finding("environment", what, remedy=remedy, stage="ranks"))
-        return
-    compare_mesh(subject, _staged(say, "ranks"))
 
 
 def _absent(name: str, subject: JaxSubject, say: Say, backend: str) -> None:

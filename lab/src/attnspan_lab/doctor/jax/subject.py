@@ -42,7 +42,7 @@ class JaxSubject:
         causal: Whether no token may see later tokens. None: not declared.
         documents: Function from a batch to the document number of each token, integer (B, S).
         static: Names of arguments that are static under jit. Strings, booleans and None are always static.
-        mesh: Mesh of devices. The doctor also runs the first batch on it.
+        mesh: Mesh of devices. The doctor also runs the first batch on it. None: the mesh that the step uses.
         in_shardings: Name of an argument to its PartitionSpec. The name "variables" is for the variables,
             with one spec or a pytree of specs. Other arguments are replicated.
         one_device: The same function without the mesh. It is needed if ``fn`` uses shard_map.

@@ -53,6 +53,7 @@ class Value:
         axes: Axes of queries and keys, if it has a score for each pair.
         nan, inf: Whether it contains NaN or infinity.
         label: Name of the argument, if it is one.
+        sharding: The sharding that a constraint asks for, if a constraint made it.
     """
 
     array: Any
@@ -68,6 +69,7 @@ class Value:
     nan: bool = False
     inf: bool = False
     label: str = ""
+    sharding: Any = None
 
     def __post_init__(self) -> None:
         self.nan, self.inf = bad(self.array)

@@ -21,9 +21,9 @@ from attnspan_lab.doctor.jax.subject import Traced
 from attnspan_lab.doctor.jax.values import RESHAPES, Axes, Value, is_float, moved
 from attnspan_lab.doctor.places import Place
 
-__all__ = ["Attention", "Watcher", "watched"]
+__all__ = ["HIDDEN", "Attention", "Watcher", "watched"]
 
-_HIDDEN = -9e3  # Scores at or below this value are hidden.
+HIDDEN = -9e3  # Scores at or below this value are hidden.
 _OPAQUE = ("ffi_call", "pallas_call", "custom_partitioning", "custom_vmap_call")
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _ATTNSPAN = f"{Path(attnspan.__file__).parent}/"
@@ -144,6 +144,8 @@ class Watcher(Interpreter):
         ]
         if len(out) < len(made):
             return [*map(Value, made)]
+        for x in out if name == "sharding_constraint" else ():
+            x.sharding = eqn.params["sharding"]
         self.largest = max([self.largest, *(x.bytes for x in out)])
         if name in _COMPARISONS and arrays[0].dtype.kind in "iu" and out[0].data:
             self.decisions.append(np.asarray(out[0].array))
@@ -239,7 +241,7 @@ class Watcher(Interpreter):
         if call.kind == "in blocks" or call.seen is None:
             return
         seen = self._pairs(*call.seen, side)
-        shown = ~(seen <= _HIDDEN)
+        shown = ~(seen <= HIDDEN)
         keep = slice(None) if call.keys is None else call.keys
         shown = shown[..., keep]
         shares = self._pairs(weights.array, axes, side)
