@@ -593,5 +593,46 @@ class Summed(Growing):
         return super().forward(x) + sum(self.kept)
 
 
+class Warmed(Block):
+    """Receives a temperature, which the model sets to another Python number in each call."""
+
+    def __init__(self, attend: Any) -> None:
+        super().__init__(attend)
+        self.temperature = 1.0
+        self.compile(backend="aot_eager")
+
+    def number(self, calls: int) -> float:
+        return calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.temperature  # sick
+
+
+class WarmedScale(Warmed):
+    """The temperature is an argument that takes only a Python number."""
+
+    def number(self, calls: int) -> float:
+        return 1 + calls / 8
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, (k, v) = self.q(x), self.kv(x).chunk(2, -1)
+        out = SDPA(heads_of(q), heads_of(k), heads_of(v), scale=self.temperature)  # sick
+        return x + self.out(out.transpose(1, 2).flatten(2))
+
+
+class Warming(Model):
+    calls = 0
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        self.calls += 1
+        for block in self.blocks:
+            block.temperature = block.number(self.calls)
+        return super().forward(input_ids)
+
+
+def warming(block: Any) -> Any:
+    return lambda: (Warming(fused, block=block), tokens((LENGTH,) * 4), CAUSAL)
+
+
 def counting(block: Any) -> Any:
     return lambda: (Model(fused, block=block), tokens((LENGTH,) * 4), CAUSAL)
