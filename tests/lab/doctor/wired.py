@@ -517,6 +517,125 @@ pair("left padding", "positions", Padded.encode, padded(Padded, moves=True), *_U
 # Masks behind the softmax
 
 
+# Padding of another sequence
+
+
+class Captioned(nn.Module):
+    """Image tokens attend to each other, and to a caption with padding. `sick` is the planted fault."""
+
+    def __init__(self, sick: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.sick, self.norm = sick, nn.LayerNorm(DIM)
+        self.q, self.kv, self.out = nn.Linear(DIM, DIM), nn.Linear(DIM, 2 * DIM), nn.Linear(DIM, DIM)
+        self.multihead = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
+
+    def mask(self, shown: Tensor) -> Tensor | None:
+        if self.sick in ("none", "joint"):
+            return None
+        if self.sick == "inverted":
+            return (shown == 0)[:, None, None]
+        if self.sick == "added":
+            return shown[:, None, None].float()
+        return (shown != 0)[:, None, None]
+
+    def across(self, x: Tensor, caption: Tensor, shown: Tensor) -> Tensor:
+        k, v = self.kv(caption).chunk(2, -1)
+        q, k, v = map(heads_of, (self.q(x), k, v))
+        return SDPA(q, k, v, attn_mask=self.mask(shown)).transpose(1, 2).flatten(2)  # sick
+
+    def forward(self, image: Tensor, caption: Tensor, caption_mask: Tensor) -> Any:
+        y = heads_of(self.norm(image))
+        image = image + SDPA(y, y, y).transpose(1, 2).flatten(2)
+        for _ in range(2):
+            image = image + self.out(self.across(image, caption, caption_mask))
+        return image.unflatten(1, (4, -1)).permute(0, 3, 1, 2)
+
+
+class CaptionedByWeights(Captioned):
+    def across(self, x: Tensor, caption: Tensor, shown: Tensor) -> Tensor:
+        k, v = self.kv(caption).chunk(2, -1)
+        scores = heads_of(self.q(x)) @ heads_of(k).mT
+        if self.sick != "none":
+            scores = scores.masked_fill((shown == 0)[:, None, None], -torch.inf)
+        return (scores.softmax(-1) @ heads_of(v)).transpose(1, 2).flatten(2)  # sick
+
+
+class CaptionedByModule(Captioned):
+    def across(self, x: Tensor, caption: Tensor, shown: Tensor) -> Tensor:
+        hidden = None if self.sick else shown == 0
+        return self.multihead(x, caption, caption, hidden, need_weights=False)[0]  # sick
+
+
+class Joint(Captioned):
+    """Keys are the image's, then the caption's."""
+
+    def across(self, x: Tensor, caption: Tensor, shown: Tensor) -> Tensor:
+        q = heads_of(self.q(x))
+        k, v = (heads_of(y) for y in self.kv(torch.cat([x, caption], 1)).chunk(2, -1))
+        every = torch.cat([torch.ones(x.shape[:2]), shown], 1)[:, None, None] != 0
+        mask = None if self.sick else every
+        return SDPA(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)  # sick
+
+
+class Returning(Captioned):
+    """Results have the caption's rows, padding included."""
+
+    def forward(self, image: Tensor, caption: Tensor, caption_mask: Tensor) -> Any:
+        return super().forward(image, caption, caption_mask), self.out(caption)
+
+
+class Pooling(Captioned):
+    def forward(self, image: Tensor, caption: Tensor, caption_mask: Tensor) -> Any:
+        return super().forward(image + caption.mean(1, keepdim=True), caption, caption_mask)
+
+
+class CaptionEncoder(Captioned):
+    """Self-attention over the caption, and one result for each sample."""
+
+    def forward(self, caption: Tensor, caption_mask: Tensor) -> Any:
+        for _ in range(2):
+            caption = caption + self.out(self.across(caption, caption, caption_mask))
+        return caption[:, 0]
+
+
+def captioned(model: Any, sick: str = "", size: int = 16) -> Any:
+    """An image of `size` tokens, and captions of 16 tokens, some padded."""
+
+    def factory() -> Any:
+        generator = torch.Generator().manual_seed(0)
+        image, caption = (torch.randn(2, n, DIM, generator=generator) for n in (size, 16))
+        shown = (torch.arange(16) < torch.tensor([[5], [12]])).long()
+        batch = {"image": image, "caption": caption, "caption_mask": shown}
+        if model is CaptionEncoder:
+            del batch["image"]
+        return model(sick), [batch]
+
+    return factory
+
+
+for _model, _faults in (
+    (Captioned, ("none", "added", "inverted")),
+    (CaptionedByWeights, ("none",)),
+    (CaptionedByModule, ("none",)),
+    (Joint, ("joint",)),
+    (CaptionEncoder, ("none", "added")),
+):
+    for _fault in _faults:
+        _code = _model if _model is not CaptionEncoder else Captioned
+        _well = captioned(_model) if _fault == "none" else captioned(_model, size=20)
+        _name = f"{_fault} padding mask of {_model.__name__}"
+        pair(_name, "mask-lost", _code.across, captioned(_model, _fault), _well)
+pair(
+    "padding of a caption",
+    "mask-lost",
+    Captioned.across,
+    captioned(Captioned, "none", 20),
+    captioned(Returning),
+    captioned(Pooling),
+)
+
+
 class Late(Written):
     def weights(self, scores: Tensor) -> Tensor:
         weights = scores.softmax(-1)

@@ -39,8 +39,8 @@ _SETTING = re.compile(r"torch\._dynamo\.config\.(\w+) = True")
 _SAME = 1e-5  # Larger relative differences are no rounding: both sides run the same operators.
 _ANEW = (
     "The model sets {name} to another Python number in each call. Keep it in a tensor "
-    '(register_buffer("{name}", torch.tensor(n))), fill the tensor in place: {name}.fill_(n), and compute with '
-    "the tensor. An argument such as scale= takes only a Python number: multiply q by the tensor instead"
+    '(register_buffer("{name}", torch.tensor(n))), fill the tensor in place: {name}.fill_(n), and compute '
+    "with the tensor. An argument such as scale= takes only a Python number: multiply q by the tensor instead"
 )
 _REMEDIES = {
     "size": "Mark the dimension with torch._dynamo.mark_dynamic(x, dim), or use torch.compile(dynamic=True)",
