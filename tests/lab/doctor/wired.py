@@ -193,6 +193,36 @@ def placed(**options: Any) -> Any:
     return lambda: (Places(**options), tokens(batch=3))
 
 
+class Patches(nn.Module):
+    """Cuts a signal into patches of 4 numbers, attends, and returns one result for each sample."""
+
+    def __init__(self, *, batch_first: bool, weights: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cut, self.places = nn.Conv1d(3, DIM, 4, 4), nn.Parameter(torch.randn(1, 8, DIM))
+        self.attend = nn.MultiheadAttention(DIM, HEADS, batch_first=batch_first)
+        self.norm, self.head, self.weights = nn.LayerNorm(DIM), nn.Linear(DIM, 5), weights
+
+    def forward(self, signal: Tensor) -> Tensor:
+        x = self.cut(signal.mT).mT + self.places
+        x = x + self.attend(x, x, x, need_weights=self.weights)[0]  # sick
+        return self.head(self.norm(x).mean(1))
+
+
+class AlsoOverSamples(Patches):
+    """Attends over the patches, and then over the samples, as some models do on purpose."""
+
+    def forward(self, signal: Tensor) -> Tensor:
+        x = self.cut(signal.mT).mT + self.places
+        x = x + self.attend(x, x, x)[0]
+        y = x.transpose(0, 1)
+        return self.head(self.norm(x + self.attend(y, y, y)[0].transpose(0, 1)).mean(1))
+
+
+def patched(kind: Any = Patches, **options: Any) -> Any:
+    return lambda: (kind(**options), [{"signal": torch.randn(4, 32, 3)}])
+
+
 class Joined(Attend):
     """Samples stand behind each other in one row."""
 
@@ -213,6 +243,16 @@ _FIRST = placed(batch_first=True)
 #: Right models for which dim 0 may be the sequence.
 _LAST = (placed(batch_first=False, dim=0), placed(batch_first=False, places=False))
 pair("batch last", "sample-axis", "attention", placed(batch_first=False), _FIRST, *_LAST)
+_CUT = (patched(batch_first=True), patched(AlsoOverSamples, batch_first=False))
+pair("batch last, of patches", "sample-axis", Patches.forward, patched(batch_first=False), *_CUT)
+_SCORES = patched(batch_first=False, weights=True)
+pair(
+    "batch last, with weights",
+    "sample-axis",
+    Patches.forward,
+    _SCORES,
+    patched(batch_first=True, weights=True),
+)
 _LAYER = placed(batch_first=False, layer=True)
 pair("batch last in a layer", "sample-axis", "layer", _LAYER, placed(batch_first=True, layer=True))
 pair("joined", "samples", Joined, latents(Joined), latents(Separated))

@@ -1,4 +1,4 @@
-"""Padding that attention shows, in any sequence of a batch: padded entries are changed, and hidden by trial."""
+"""Padding of any sequence that attention shows: padded entries are changed, and hidden by trial."""
 
 from __future__ import annotations
 
