@@ -91,6 +91,22 @@ def test_empty_slots_are_filled_by_trial() -> None:
     assert "attn_mask=mask & (" in found_in("empty slots behind a mask").remedy
 
 
+def test_the_own_key_is_shown_by_trial() -> None:
+    found = found_in("own key hidden")
+    assert found.evidence[0] == "the last query of this call sees keys up to 20, and its own key is 21 of 24"
+    assert found.tried.startswith("with the own key visible, results differ from those without a cache by")
+    assert "instead of" in found.tried
+
+
+def test_padding_of_a_caption_is_hidden_by_trial() -> None:
+    found = found_in("added padding mask of Captioned")
+    assert found.tried == "with padding hidden in this call, changed padding changes no result"
+    assert found.remedy == "Pass a boolean mask: attn_mask=(mask != 0)"
+    module = found_in("none padding mask of CaptionedByModule")
+    assert module.remedy == "Pass key_padding_mask=(caption_mask == 0) to the module"
+    assert "pass ~mask" in found_in("inverted padding mask of Captioned").remedy
+
+
 @pytest.mark.parametrize("name", wired.LATE)
 def test_a_mask_behind_the_softmax_is_the_cause(name: str) -> None:
     sick, code = wired.LATE[name]

@@ -557,6 +557,63 @@ pair("left padding", "positions", Padded.encode, padded(Padded, moves=True), *_U
 # Masks behind the softmax
 
 
+# Own keys in a decode step
+
+
+class Decoder(nn.Module):
+    """A prefill, and three decode steps with a cache. `shows` says whether keys see themselves in each."""
+
+    def __init__(self, shows: tuple[bool, bool], window: int = LENGTH, adds: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.shows, self.window, self.adds = shows, window, adds
+        self.embed, self.attend = nn.Embedding(VOCABULARY, DIM), DecoderAttention()
+        self.head = nn.Linear(DIM, VOCABULARY)
+
+    def mask(self, positions: Tensor, k_len: int, shows_own: bool) -> Tensor:
+        distance = positions[:, None] - torch.arange(k_len)
+        shown = (distance >= (0 if shows_own else 1)) & (distance < self.window)
+        shown[:, 0] |= positions == 0  # The first query needs a key.
+        return torch.zeros(shown.shape).masked_fill(~shown, -torch.inf) if self.adds else shown
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x, index = self.embed(input_ids), torch.arange(input_ids.shape[1])
+        x = x + (index[:, None] / torch.arange(1, DIM + 1)).sin()
+        size = x.shape[1] - 3
+        self.attend.cache = x.new_zeros(2, *x.shape)
+        prefill = self.attend(x[:, :size], index[:size], self.mask(index[:size], size, self.shows[0]))
+        steps = [
+            self.attend(
+                x[:, i : i + 1], index[i : i + 1], self.mask(index[i : i + 1], x.shape[1], self.shows[1])
+            )
+            for i in range(size, x.shape[1])
+        ]
+        return self.head(torch.cat([prefill, *steps], 1))
+
+
+class DecoderAttention(Attend):
+    cache: Tensor
+
+    def forward(self, x: Tensor, positions: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        q, *written = self.qkv(self.norm(x)).chunk(3, -1)
+        self.cache[:, :, positions] = torch.stack(written)
+        k, v = self.cache[:, :, : mask.shape[1]]
+        out = SDPA(heads_of(q), heads_of(k), heads_of(v), attn_mask=mask)  # sick
+        return x + self.out(out.transpose(1, 2).flatten(2))
+
+
+def decoded(*shows: bool, **options: Any) -> Any:
+    return lambda: (Decoder(shows, **options).requires_grad_(False), tokens(), CAUSAL)
+
+
+for _name, _options in (("", {}), (" in a window", {"window": 6}), (" by added numbers", {"adds": True})):
+    _sick, _well, _strict = (decoded(*x, **_options) for x in ((True, False), (True, True), (False, False)))
+    # A model may hide own keys on purpose, everywhere.
+    pair(
+        f"own key hidden{_name}", "own-key", DecoderAttention, _sick, _well, decoded(False, False, **_options)
+    )
+
+
 # Padding of another sequence
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnspan_lab.doctor.attention_call import Attention
 from attnspan_lab.doctor.calls import Call, CannotRun, Step, changed_tokens, sdpa
@@ -123,7 +123,7 @@ class _Padded:
             f"changing padded entries of {self.name} changes results by {change:.1e} (relative error)",
             f"{self.name} has {int(self.hidden.sum())} padded entries, and queries see them here",
         )
-        remedy = fault.remedy or self._remedy(self.step.calls[shown.number], seen)
+        remedy = fault.remedy or self._remedy(self.step.calls[shown.number])
         places = at(place, fault.place, mask, self._caller(place, seen))
         return Finding("mask-lost", what, places, evidence, fault.cause, remedy, tried)
 
@@ -135,10 +135,11 @@ class _Padded:
         file, _, number = seen.lines[1].rpartition(":")
         return Place(file, int(number))
 
-    def _remedy(self, call: Call, seen: Attention | None) -> str:
+    def _remedy(self, call: Call) -> str:
         marks_padding = "padding" in self.padding
         shown, hidden = (f"({self.padding} {x} 0)" for x in (("==", "!=") if marks_padding else ("!=", "==")))
-        if seen is not None and seen.in_multihead:
+        modules = dict(self.step.subject.model.named_modules())
+        if call.modules and isinstance(modules[call.modules[-1]], nn.MultiheadAttention):
             return f"Pass key_padding_mask={hidden} to the module"
         if not call.is_torchs:
             return f"Hide padding: scores.masked_fill({hidden}[:, None, None], float('-inf'))"

@@ -190,7 +190,7 @@ def _trials(finding: Finding, subject: Subject) -> Iterator[Trial]:
         yield Trial(f"{x.name} as a tensor", remedy, partial(_with_tensor, subject, x), shared=shared)
         if _is_set_anew(x, subject):
             text, remedy = f"{x.name} as a tensor that is filled in place", _ANEW.format(name=x.name)
-            yield Trial(text, remedy, lambda x=x: filled(x, copied(subject)))
+            yield Trial(text, remedy, partial(_with_filled, subject, x))
     for x in (*lists_in(guards, subject.model),)[:3]:
         text = f"{x.name} emptied before each call"
         remedy = f"Empty {x.name} before each call, outside of the compiled code: {x.name}.clear()"
@@ -284,6 +284,10 @@ def _values(batch: Any) -> list[Any]:
 
 def _with_tensor(subject: Subject, counter: Counter) -> Subject:
     return as_tensor(counter, copied(subject))
+
+
+def _with_filled(subject: Subject, counter: Counter) -> Subject:
+    return filled(counter, copied(subject))
 
 
 def _with_empty(subject: Subject, counter: Counter) -> Subject:

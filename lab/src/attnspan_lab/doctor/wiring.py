@@ -15,6 +15,7 @@ from attnspan_lab.doctor.cross import cross_findings
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.head_order import order_findings
 from attnspan_lab.doctor.left_padding import left_padding_findings
+from attnspan_lab.doctor.own_key import own_key_findings
 from attnspan_lab.doctor.padded import padding_findings
 from attnspan_lab.doctor.places import Place
 from attnspan_lab.doctor.samples import sample_findings
@@ -80,6 +81,8 @@ class Wiring:
         ]
         padded = self.done["mask-lost"]
         checks.append(("padding", lambda: padding_findings(step, calls, coverage, padded)))
+        own = self.done["causal-alignment"]
+        checks.append(("own keys", lambda: own_key_findings(step, calls, own)))
         if not leaks:
             checks.append(("left padding", lambda: left_padding_findings(step, coverage)))
         for topic, check in checks:
