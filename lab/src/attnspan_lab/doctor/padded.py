@@ -49,7 +49,8 @@ def padding_findings(
         done: Lines that have a finding.
     """
     named = step.subject.named(step.batch)
-    names = sequences(step.subject, step.batch)
+    # Packed tokens (S,) have no padding.
+    names = [x for x in sequences(step.subject, step.batch) if named[x].dim() > 1]
     for name in names:
         masks = dict(paddings(named, (named[name].shape[0], named[name].shape[1])))
         same = [x for x in names if named[x].shape[:2] == named[name].shape[:2]]
