@@ -12,7 +12,10 @@ from test_masked import examined
 from torch import nn
 
 from attnspan_lab.doctor import Finding
+from attnspan_lab.doctor.attention import with_caller
+from attnspan_lab.doctor.attention_call import Attention
 from attnspan_lab.doctor.calls import recorded
+from attnspan_lab.doctor.places import Place
 from attnspan_lab.doctor.stages import STAGES
 from attnspan_lab.doctor.subject import Subject
 
@@ -88,6 +91,22 @@ def test_empty_slots_are_filled_by_trial() -> None:
     assert "attn_mask=mask & (" in found_in("empty slots behind a mask").remedy
 
 
+def test_the_own_key_is_shown_by_trial() -> None:
+    found = found_in("own key hidden")
+    assert found.evidence[0] == "the last query of this call sees keys up to 20, and its own key is 21 of 24"
+    assert found.tried.startswith("with the own key visible, results differ from those without a cache by")
+    assert "instead of" in found.tried
+
+
+def test_padding_of_a_caption_is_hidden_by_trial() -> None:
+    found = found_in("added padding mask of Captioned")
+    assert found.tried == "with padding hidden in this call, changed padding changes no result"
+    assert found.remedy == "Pass a boolean mask: attn_mask=(mask != 0)"
+    module = found_in("none padding mask of CaptionedByModule")
+    assert module.remedy == "Pass key_padding_mask=(caption_mask == 0) to the module"
+    assert "pass ~mask" in found_in("inverted padding mask of Captioned").remedy
+
+
 @pytest.mark.parametrize("name", wired.LATE)
 def test_a_mask_behind_the_softmax_is_the_cause(name: str) -> None:
     sick, code = wired.LATE[name]
@@ -125,13 +144,13 @@ def test_a_record_follows_multihead_attention() -> None:
     assert call.rows.shape == (2, 4, 7, 8)
 
 
-def recompiled(block: Any) -> list[Finding]:
+def recompiled(block: Any, made: Any = wired.counting) -> list[Finding]:
     found = list[Finding]()
 
     def say(finding: Finding | None = None, **_: Any) -> None:
         found.extend([] if finding is None else [finding])
 
-    STAGES["compiled"](Subject(*wired.counting(block)()), say, "aot_eager")
+    STAGES["compiled"](Subject(*made(block)()), say, "aot_eager")
     return found
 
 
@@ -156,3 +175,27 @@ def test_no_remedy_is_said_if_none_helps() -> None:
     (found,) = recompiled(wired.Summed)
     assert found.remedy.startswith("No change that the doctor tried helps. Keep the number of entries")
     assert "but other results" in found.tried
+
+
+@pytest.mark.parametrize("block", [wired.Warmed, wired.WarmedScale])
+def test_a_number_that_the_model_sets_anew_is_filled_in_place(block: Any) -> None:
+    """The guard's place is a file of torch, so the finding names the user's line of an earlier guard."""
+    (found,) = recompiled(block, wired.warming)
+    assert (found.kind, found.places[0].line) == ("recompile", line_of(block))
+    assert "temperature as a tensor that is filled in place" in found.tried
+    assert found.tried.endswith("in place: 0 recompilations instead of 3") == (block is wired.Warmed)
+    assert "temperature.fill_(n)" in found.remedy
+
+
+def test_the_users_line_that_calls_a_library_is_named() -> None:
+    files = (
+        "/x/site-packages/transformers/sdpa.py",
+        "/x/site-packages/transformers/llama.py",
+        "/home/me/train.py",
+    )
+    lines = [f"{x}:{i}" for i, x in enumerate(files, 3)]
+    call = Attention("sdpa", "", None, (1,), (1,), torch.float32, lines=["/x/bin/attnspan:8", *lines])
+    found = with_caller(Finding("leak", "", (Place(files[0], 3),)), [call])
+    assert list(map(str, found.places)) == [lines[0], lines[2]]
+    own = Finding("leak", "", (Place(files[2], 5),))
+    assert with_caller(own, [call]) == own

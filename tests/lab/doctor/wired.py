@@ -193,6 +193,36 @@ def placed(**options: Any) -> Any:
     return lambda: (Places(**options), tokens(batch=3))
 
 
+class Patches(nn.Module):
+    """Cuts a signal into patches of 4 numbers, attends, and returns one result for each sample."""
+
+    def __init__(self, *, batch_first: bool, weights: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cut, self.places = nn.Conv1d(3, DIM, 4, 4), nn.Parameter(torch.randn(1, 8, DIM))
+        self.attend = nn.MultiheadAttention(DIM, HEADS, batch_first=batch_first)
+        self.norm, self.head, self.weights = nn.LayerNorm(DIM), nn.Linear(DIM, 5), weights
+
+    def forward(self, signal: Tensor) -> Tensor:
+        x = self.cut(signal.mT).mT + self.places
+        x = x + self.attend(x, x, x, need_weights=self.weights)[0]  # sick
+        return self.head(self.norm(x).mean(1))
+
+
+class AlsoOverSamples(Patches):
+    """Attends over the patches, and then over the samples, as some models do on purpose."""
+
+    def forward(self, signal: Tensor) -> Tensor:
+        x = self.cut(signal.mT).mT + self.places
+        x = x + self.attend(x, x, x)[0]
+        y = x.transpose(0, 1)
+        return self.head(self.norm(x + self.attend(y, y, y)[0].transpose(0, 1)).mean(1))
+
+
+def patched(kind: Any = Patches, **options: Any) -> Any:
+    return lambda: (kind(**options), [{"signal": torch.randn(4, 32, 3)}])
+
+
 class Joined(Attend):
     """Samples stand behind each other in one row."""
 
@@ -213,6 +243,16 @@ _FIRST = placed(batch_first=True)
 #: Right models for which dim 0 may be the sequence.
 _LAST = (placed(batch_first=False, dim=0), placed(batch_first=False, places=False))
 pair("batch last", "sample-axis", "attention", placed(batch_first=False), _FIRST, *_LAST)
+_CUT = (patched(batch_first=True), patched(AlsoOverSamples, batch_first=False))
+pair("batch last, of patches", "sample-axis", Patches.forward, patched(batch_first=False), *_CUT)
+_SCORES = patched(batch_first=False, weights=True)
+pair(
+    "batch last, with weights",
+    "sample-axis",
+    Patches.forward,
+    _SCORES,
+    patched(batch_first=True, weights=True),
+)
 _LAYER = placed(batch_first=False, layer=True)
 pair("batch last in a layer", "sample-axis", "layer", _LAYER, placed(batch_first=True, layer=True))
 pair("joined", "samples", Joined, latents(Joined), latents(Separated))
@@ -517,6 +557,182 @@ pair("left padding", "positions", Padded.encode, padded(Padded, moves=True), *_U
 # Masks behind the softmax
 
 
+# Own keys in a decode step
+
+
+class Decoder(nn.Module):
+    """A prefill, and three decode steps with a cache. `shows` says whether keys see themselves in each."""
+
+    def __init__(self, shows: tuple[bool, bool], window: int = LENGTH, adds: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.shows, self.window, self.adds = shows, window, adds
+        self.embed, self.attend = nn.Embedding(VOCABULARY, DIM), DecoderAttention()
+        self.head = nn.Linear(DIM, VOCABULARY)
+
+    def mask(self, positions: Tensor, k_len: int, shows_own: bool) -> Tensor:
+        distance = positions[:, None] - torch.arange(k_len)
+        shown = (distance >= (0 if shows_own else 1)) & (distance < self.window)
+        shown[:, 0] |= positions == 0  # The first query needs a key.
+        return torch.zeros(shown.shape).masked_fill(~shown, -torch.inf) if self.adds else shown
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x, index = self.embed(input_ids), torch.arange(input_ids.shape[1])
+        x = x + (index[:, None] / torch.arange(1, DIM + 1)).sin()
+        size = x.shape[1] - 3
+        self.attend.cache = x.new_zeros(2, *x.shape)
+        prefill = self.attend(x[:, :size], index[:size], self.mask(index[:size], size, self.shows[0]))
+        steps = [
+            self.attend(
+                x[:, i : i + 1], index[i : i + 1], self.mask(index[i : i + 1], x.shape[1], self.shows[1])
+            )
+            for i in range(size, x.shape[1])
+        ]
+        return self.head(torch.cat([prefill, *steps], 1))
+
+
+class DecoderAttention(Attend):
+    cache: Tensor
+
+    def forward(self, x: Tensor, positions: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        q, *written = self.qkv(self.norm(x)).chunk(3, -1)
+        self.cache[:, :, positions] = torch.stack(written)
+        k, v = self.cache[:, :, : mask.shape[1]]
+        out = SDPA(heads_of(q), heads_of(k), heads_of(v), attn_mask=mask)  # sick
+        return x + self.out(out.transpose(1, 2).flatten(2))
+
+
+def decoded(*shows: bool, **options: Any) -> Any:
+    return lambda: (Decoder(shows, **options).requires_grad_(False), tokens(), CAUSAL)
+
+
+for _name, _options in (("", {}), (" in a window", {"window": 6}), (" by added numbers", {"adds": True})):
+    _sick, _well, _strict = (decoded(*x, **_options) for x in ((True, False), (True, True), (False, False)))
+    # A model may hide own keys on purpose, everywhere.
+    pair(
+        f"own key hidden{_name}", "own-key", DecoderAttention, _sick, _well, decoded(False, False, **_options)
+    )
+
+
+# Padding of another sequence
+
+
+class Captioned(nn.Module):
+    """Image tokens attend to each other, and to a caption with padding. `sick` is the planted fault."""
+
+    def __init__(self, sick: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.sick, self.norm = sick, nn.LayerNorm(DIM)
+        self.q, self.kv, self.out = nn.Linear(DIM, DIM), nn.Linear(DIM, 2 * DIM), nn.Linear(DIM, DIM)
+        self.multihead = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
+
+    def mask(self, shown: Tensor) -> Tensor | None:
+        if self.sick in ("none", "joint"):
+            return None
+        if self.sick == "inverted":
+            return (shown == 0)[:, None, None]
+        if self.sick == "added":
+            return shown[:, None, None].float()
+        return (shown != 0)[:, None, None]
+
+    def across(self, x: Tensor, caption: Tensor, shown: Tensor) -> Tensor:
+        k, v = self.kv(caption).chunk(2, -1)
+        q, k, v = map(heads_of, (self.q(x), k, v))
+        return SDPA(q, k, v, attn_mask=self.mask(shown)).transpose(1, 2).flatten(2)  # sick
+
+    def forward(self, image: Tensor, caption: Tensor, caption_mask: Tensor) -> Any:
+        y = heads_of(self.norm(image))
+        image = image + SDPA(y, y, y).transpose(1, 2).flatten(2)
+        for _ in range(2):
+            image = image + self.out(self.across(image, caption, caption_mask))
+        return image.unflatten(1, (4, -1)).permute(0, 3, 1, 2)
+
+
+class CaptionedByWeights(Captioned):
+    def across(self, x: Tensor, caption: Tensor, shown: Tensor) -> Tensor:
+        k, v = self.kv(caption).chunk(2, -1)
+        scores = heads_of(self.q(x)) @ heads_of(k).mT
+        if self.sick != "none":
+            scores = scores.masked_fill((shown == 0)[:, None, None], -torch.inf)
+        return (scores.softmax(-1) @ heads_of(v)).transpose(1, 2).flatten(2)  # sick
+
+
+class CaptionedByModule(Captioned):
+    def across(self, x: Tensor, caption: Tensor, shown: Tensor) -> Tensor:
+        hidden = None if self.sick else shown == 0
+        return self.multihead(x, caption, caption, hidden, need_weights=False)[0]  # sick
+
+
+class Joint(Captioned):
+    """Keys are the image's, then the caption's."""
+
+    def across(self, x: Tensor, caption: Tensor, shown: Tensor) -> Tensor:
+        q = heads_of(self.q(x))
+        k, v = (heads_of(y) for y in self.kv(torch.cat([x, caption], 1)).chunk(2, -1))
+        every = torch.cat([torch.ones(x.shape[:2]), shown], 1)[:, None, None] != 0
+        mask = None if self.sick else every
+        return SDPA(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)  # sick
+
+
+class Returning(Captioned):
+    """Results have the caption's rows, padding included."""
+
+    def forward(self, image: Tensor, caption: Tensor, caption_mask: Tensor) -> Any:
+        return super().forward(image, caption, caption_mask), self.out(caption)
+
+
+class Pooling(Captioned):
+    def forward(self, image: Tensor, caption: Tensor, caption_mask: Tensor) -> Any:
+        return super().forward(image + caption.mean(1, keepdim=True), caption, caption_mask)
+
+
+class CaptionEncoder(Captioned):
+    """Self-attention over the caption, and one result for each sample."""
+
+    def forward(self, caption: Tensor, caption_mask: Tensor) -> Any:
+        for _ in range(2):
+            caption = caption + self.out(self.across(caption, caption, caption_mask))
+        return caption[:, 0]
+
+
+def captioned(model: Any, sick: str = "", size: int = 16) -> Any:
+    """An image of `size` tokens, and captions of 16 tokens, some padded."""
+
+    def factory() -> Any:
+        generator = torch.Generator().manual_seed(0)
+        image, caption = (torch.randn(2, n, DIM, generator=generator) for n in (size, 16))
+        shown = (torch.arange(16) < torch.tensor([[5], [12]])).long()
+        batch = {"image": image, "caption": caption, "caption_mask": shown}
+        if model is CaptionEncoder:
+            del batch["image"]
+        return model(sick), [batch]
+
+    return factory
+
+
+for _model, _faults in (
+    (Captioned, ("none", "added", "inverted")),
+    (CaptionedByWeights, ("none",)),
+    (CaptionedByModule, ("none",)),
+    (Joint, ("joint",)),
+    (CaptionEncoder, ("none", "added")),
+):
+    for _fault in _faults:
+        _code = _model if _model is not CaptionEncoder else Captioned
+        _well = captioned(_model) if _fault == "none" else captioned(_model, size=20)
+        _name = f"{_fault} padding mask of {_model.__name__}"
+        pair(_name, "mask-lost", _code.across, captioned(_model, _fault), _well)
+pair(
+    "padding of a caption",
+    "mask-lost",
+    Captioned.across,
+    captioned(Captioned, "none", 20),
+    captioned(Returning),
+    captioned(Pooling),
+)
+
+
 class Late(Written):
     def weights(self, scores: Tensor) -> Tensor:
         weights = scores.softmax(-1)
@@ -591,6 +807,47 @@ class Growing(Block):
 class Summed(Growing):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + sum(self.kept)
+
+
+class Warmed(Block):
+    """Receives a temperature, which the model sets to another Python number in each call."""
+
+    def __init__(self, attend: Any) -> None:
+        super().__init__(attend)
+        self.temperature = 1.0
+        self.compile(backend="aot_eager")
+
+    def number(self, calls: int) -> float:
+        return calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.temperature  # sick
+
+
+class WarmedScale(Warmed):
+    """The temperature is an argument that takes only a Python number."""
+
+    def number(self, calls: int) -> float:
+        return 1 + calls / 8
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, (k, v) = self.q(x), self.kv(x).chunk(2, -1)
+        out = SDPA(heads_of(q), heads_of(k), heads_of(v), scale=self.temperature)  # sick
+        return x + self.out(out.transpose(1, 2).flatten(2))
+
+
+class Warming(Model):
+    calls = 0
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        self.calls += 1
+        for block in self.blocks:
+            block.temperature = block.number(self.calls)
+        return super().forward(input_ids)
+
+
+def warming(block: Any) -> Any:
+    return lambda: (Warming(fused, block=block), tokens((LENGTH,) * 4), CAUSAL)
 
 
 def counting(block: Any) -> Any:

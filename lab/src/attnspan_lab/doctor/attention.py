@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -20,14 +21,16 @@ from attnspan_lab.doctor.findings import KINDS, Finding
 from attnspan_lab.doctor.fused import refusal, refusal_of_multihead
 from attnspan_lab.doctor.heads import HeadMap
 from attnspan_lab.doctor.pairs import findings_of_pairs
-from attnspan_lab.doctor.places import at
+from attnspan_lab.doctor.places import Place, at
 from attnspan_lab.doctor.returned import NAN, cause_of, remedy_of, returned
 from attnspan_lab.doctor.subject import Subject
 from attnspan_lab.doctor.watch import Watcher
 from attnspan_lab.doctor.words import counted, first_line
 from attnspan_lab.doctor.written import remedy_of_written
 
-__all__ = ["findings_of"]
+__all__ = ["findings_of", "with_caller"]
+
+_INSTALLED = ("site-packages", "dist-packages")
 
 
 def findings_of(
@@ -51,6 +54,28 @@ def findings_of(
     yield from _operators(watcher)
     for place, count in watcher.reads.items():
         yield Finding("sync", "A value of a tensor is read on the host here", at(place), count=count)
+
+
+def with_caller(finding: Finding, calls: list[Attention]) -> Finding:
+    """Add the user's own line that leads to a line of an installed library.
+
+    Args:
+        finding: A finding.
+        calls: Calls whose lines are known. One of them has the finding's line.
+    """
+    place = finding.places[0] if finding.places else None
+    if place is None or not _is_installed(place.file):
+        return finding
+    for lines in (x.lines for x in calls if str(place) in x.lines):
+        for line in lines[lines.index(str(place)) :]:
+            file, _, number = line.rpartition(":")
+            if file.endswith(".py") and not _is_installed(file):  # The command itself has no suffix.
+                return replace(finding, places=at(*finding.places, Place(file, int(number))))
+    return finding
+
+
+def _is_installed(file: str) -> bool:
+    return any(x in file for x in _INSTALLED)
 
 
 def _costs(site: list[Attention], subject: Subject, batch: Any) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ class Call:
         number: Number of the call in its step.
         place: The user's line.
         modules: Names of the modules that were running, the innermost last.
+        turns: Number of calls of each of these modules so far, this one included.
         given: Arguments of torch's function, or ``scores`` and ``dim`` of a softmax.
         result: The result.
         after: The first tensor (B, S, C) that reached or left a module after the call.
@@ -60,6 +62,7 @@ class Call:
     masked: Place | None = None
     contracted: int = -1
     summed: Tensor | None = None
+    turns: dict[str, int] = field(default_factory=dict)
 
     @property
     def is_torchs(self) -> bool:
@@ -99,7 +102,12 @@ class Step:
     inputs: dict[str, Tensor] = field(default_factory=dict)
 
     def again(
-        self, batch: Any = None, *, inject: tuple[str, Inject] | None = None, replace: Replace | None = None
+        self,
+        batch: Any = None,
+        *,
+        inject: tuple[str, Inject] | None = None,
+        replace: Replace | None = None,
+        turn: int = 0,
     ) -> Step:
         """Run the step again with a fresh copy.
 
@@ -107,10 +115,10 @@ class Step:
             batch: Another batch.
             inject: Name of a module, and the change of its inputs (B, S, C).
             replace: Computes other results of calls.
+            turn: The only call of the module whose inputs change, from 1. Default: all calls.
         """
-        return recorded(
-            self.subject, self.batch if batch is None else batch, self.lines, inject=inject, replace=replace
-        )
+        batch = self.batch if batch is None else batch
+        return recorded(self.subject, batch, self.lines, inject=inject, replace=replace, turn=turn)
 
     def differs(self, other: Step) -> float:
         """Return the largest relative difference of the results."""
@@ -131,6 +139,7 @@ def recorded(
     *,
     inject: tuple[str, Inject] | None = None,
     replace: Replace | None = None,
+    turn: int = 0,
 ) -> Step:
     """Run a forward pass of a copy in evaluation mode, and record its attention calls.
 
@@ -147,7 +156,7 @@ def recorded(
     record = _Record(lines, replace)
     with ExitStack() as hooks, torch.no_grad(), torch.compiler.set_stance("force_eager"):
         for name, module in own.model.named_modules():
-            hooks.enter_context(_hooked(record, name, module, inject))
+            hooks.enter_context(_hooked(record, name, module, inject, turn))
         hooks.enter_context(record)
         try:
             results = own.results(own.call(own.model, batch), {})
@@ -160,15 +169,16 @@ def recorded(
 
 @contextmanager
 def _hooked(
-    record: _Record, name: str, module: torch.nn.Module, inject: tuple[str, Inject] | None
+    record: _Record, name: str, module: torch.nn.Module, inject: tuple[str, Inject] | None, turn: int
 ) -> Iterator[None]:
     def before(_: Any, args: Any, kwargs: Any) -> Any:
         record.modules.append(name)
+        record.turns[name] += 1
         tokens = [x for x in tree_leaves((args, kwargs)) if _is_hidden(x)]
         if tokens:
             record.inputs.setdefault(name, tokens[0].detach().clone())
         record.saw(tokens[:1])
-        if inject is None or inject[0] != name:
+        if inject is None or inject[0] != name or turn not in (0, record.turns[name]):
             return None
         new = {id(x): inject[1](x) for x in tokens}
         return tree_map(lambda x: new.get(id(x), x), (args, kwargs))
@@ -200,6 +210,7 @@ class _Record(TorchFunctionMode):
         self.calls: list[Call] = []
         self.modules: list[str] = []
         self.inputs: dict[str, Tensor] = {}
+        self.turns: Counter[str] = Counter()
         #: Weights of softmax functions by identity, with their call and the line of a mask.
         self.weights: dict[int, tuple[Tensor, Call, Place | None]] = {}
 
@@ -275,6 +286,7 @@ class _Record(TorchFunctionMode):
         # A cache may change its keys in place after the call.
         kept = {k: x.detach().clone() if isinstance(x, Tensor) else x for k, x in given.items()}
         call = Call(len(self.calls), place_here(), tuple(self.modules), kept, torch.empty(0))
+        call.turns = {x: self.turns[x] for x in self.modules}
         call.result = run()
         new = None if self.replace is None else self.replace(call)
         call.result = call.result if new is None else new

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -15,7 +17,7 @@ from attnspan_lab.doctor.places import Place, is_users, lines_in, lines_of_error
 __all__ = ["CompilerLog", "Graph", "Recompile", "compile_error"]
 
 _BREAK = re.compile(r"Graph [Bb]reak in user code at (?P<file>.*):(?P<line>\d+)")
-_GUARD_PLACE = re.compile(r"# (?P<file>[^#\s][^#]*?):(?P<line>\d+) in (?P<function>\w+)")
+_GUARD_PLACE = re.compile(r"# \(?(?P<file>[^#\s(][^#]*?):(?P<line>\d+) in (?P<function>\w+)")
 _LAYOUT = re.compile(r"expected size (?P<want>\d+)==(?P<got>\d+), stride \d+==\d+")
 _CONTEXTS = (
     "torch.compile takes only a function or a functools.partial as context_fn of a checkpoint. A function "
@@ -203,9 +205,18 @@ def _recompile(payload: str, frame: int) -> Recompile:
     said = _GUARD_PLACE.search(text)
     stack = lines_in(text.partition("User stack trace:")[2])
     place = stack[0] if stack else None
-    if place is None and said and is_users(said["file"]):
-        place = Place(said["file"], int(said["line"]), said["function"])
+    file = _full(said["file"]) if said else ""
+    if place is None and said and file and is_users(file):
+        place = Place(file, int(said["line"]), said["function"])
     return Recompile(guard, place, frame)
+
+
+def _full(file: str) -> str:
+    """Complete the path of a file that a guard shortens, or return ""."""
+    if Path(file).is_absolute():
+        return file
+    known = (getattr(x, "__file__", None) or "" for x in list(sys.modules.values()))
+    return next((x for x in known if x.endswith(f"/{file}")), "")
 
 
 def compile_error(error: BaseException, stage: str) -> Finding:

@@ -14,7 +14,7 @@ from torch import nn
 
 from attnspan_lab.doctor.subject import Subject
 
-__all__ = ["Counter", "as_tensor", "counters_in", "emptied", "lists_in"]
+__all__ = ["Counter", "as_tensor", "counters_in", "emptied", "filled", "is_set_anew", "lists_in"]
 
 _NUMBER = re.compile(
     r"guard that failed: (?P<path>[^=!<>]+?) *(?:[=!<>]=?) *-?\d+(?:\.\d*)?\s*$", re.MULTILINE
@@ -149,6 +149,39 @@ def as_tensor(counter: Counter, subject: Subject) -> Subject:
     """Make a number a tensor."""
     counter.replace(subject.model, lambda x: torch.tensor(x) if isinstance(x, (int, float)) else x)
     return subject
+
+
+def is_set_anew(counter: Counter, subject: Subject) -> bool:
+    """Whether the model replaces the tensor of `as_tensor` by a number again.
+
+    Args:
+        counter: A number.
+        subject: The model, which may be changed.
+    """
+    as_tensor(counter, subject)
+    with torch.compiler.set_stance("force_eager"), torch.no_grad():
+        subject.step(subject.model, subject.batches[0], backward=False)
+    return not isinstance(counter.value(subject.model), torch.Tensor)
+
+
+def filled(counter: Counter, subject: Subject) -> Subject:
+    """Make a number a tensor that keeps its place: setting the attribute fills the tensor."""
+    for module in subject.model.modules():
+        value = vars(module).get(counter.name)
+        if isinstance(value, (int, float)):
+            setattr(module, counter.name, torch.tensor(value))
+            module.__class__ = _filling(type(module), counter.name)
+    return subject
+
+
+def _filling(kind: type[nn.Module], attribute: str) -> type[nn.Module]:
+    def put(self: nn.Module, name: str, value: Any) -> None:
+        if name == attribute and isinstance(value, (int, float)):
+            getattr(self, name).fill_(value)
+        else:
+            kind.__setattr__(self, name, value)
+
+    return type(kind.__name__, (kind,), {"__setattr__": put})
 
 
 def emptied(counter: Counter, subject: Subject) -> Subject:

@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-__all__ = ["Declared", "declared"]
+__all__ = ["Declared", "declared", "paddings"]
 
 _IDS = re.compile(
     r"(seg(ment)?|doc(ument)?|seq(uence)?)_?(ids?|idx|index|nums?)$|^(documents?|segments?|docs)$"
@@ -59,7 +59,7 @@ def declared(
         documents: Document numbers that the factory declares.
     """
     found, unread = Declared(), list[str]()
-    for name, valid in _paddings(named, shape):
+    for name, valid in paddings(named, shape):
         found.mask, found.padding = valid, name
         found.valid = None if bool(valid.all()) else valid
     for name, pairs in _pairs(named, shape, unread):
@@ -128,7 +128,8 @@ def _of_positions(x: Tensor, shape: tuple[int, int]) -> Tensor | None:
     return starts.long().cumsum(1) - 1
 
 
-def _paddings(named: Mapping[str, Tensor], shape: tuple[int, int]) -> Iterator[tuple[str, Tensor]]:
+def paddings(named: Mapping[str, Tensor], shape: tuple[int, int]) -> Iterator[tuple[str, Tensor]]:
+    """Yield padding masks (B, S) by name, bool. True marks valid tokens."""
     for name, x in named.items():
         fits = "mask" in name and x.shape == shape and not _OTHER_MASKS.search(name.lower())
         if fits and bool(((x == 0) | (x == 1)).all()):

@@ -52,13 +52,14 @@ class Fault(NamedTuple):
     inverted: bool = False
 
 
-def fault_of(call: Attention, own: Tensor, said: Declared) -> Fault:
+def fault_of(call: Attention, own: Tensor, said: Declared, queries: Tensor | None = None) -> Fault:
     """Find out what is wrong with the padding mask of a call.
 
     Args:
         call: A call.
-        own: Its visible pairs of the batch's tokens, bool (B, S, S).
+        own: Its visible pairs of the batch's tokens, bool (B, S, S), or (B, Sq, S) with other queries.
         said: Facts of the batch. The padding is known.
+        queries: Valid queries, bool (B, Sq). Default: the valid tokens.
     """
     valid = said.mask if said.mask is not None else said.valid
     assert valid is not None
@@ -71,7 +72,7 @@ def fault_of(call: Attention, own: Tensor, said: Declared) -> Fault:
             and _marks(x, valid) is not None
         ):
             return _of_numbers(name, place, x, valid, said.padding)
-    candidate = _inversion(own, valid)
+    candidate = _inversion(own, valid, valid if queries is None else queries)
     if candidate is not None and said.padding in call.mask_sources:
         for name, place, x in applied:
             if candidate != "causal" or x.shape[-2:-1] in ((), (1,)) or _is_same_for_queries(x):
@@ -122,7 +123,7 @@ def _is_same_for_queries(x: Tensor) -> bool:
     return x.dim() > 1 and bool((x == x[..., :1, :]).all())
 
 
-def _inversion(own: Tensor, valid: Tensor) -> str | None:
+def _inversion(own: Tensor, valid: Tensor, queries: Tensor) -> str | None:
     """Say how the visible pairs of valid queries are the opposite of what they have to be, or None."""
     hidden = ~valid[:, None, :].expand(-1, own.shape[1], -1)
     earlier = torch.ones_like(own).tril()
@@ -130,7 +131,7 @@ def _inversion(own: Tensor, valid: Tensor) -> str | None:
     own = own.expand(len(valid), -1, -1)
     if not bool(hidden.any()):
         return None if bool(own.any()) else "full"  # Without padding, it hides everything.
-    return next((k for k, x in candidates.items() if torch.equal(own[valid], x[valid])), None)
+    return next((k for k, x in candidates.items() if torch.equal(own[queries], x[queries])), None)
 
 
 def _inverted(name: str, place: Place | None, x: Tensor, padding: str) -> Fault:

@@ -79,7 +79,7 @@ def _others(step: Step, other: Step, rows: int) -> int:
 def _mixed(step: Step, call: Call) -> str:
     """Say how the first sample reaches a call: as an index of the attended "axis", "joined" rows, or ""."""
     source = source_of(step, call)
-    if source is None or not call.is_torchs:
+    if source is None:
         return ""
     batch, length = step.inputs[source].shape[:2]
 
@@ -93,16 +93,8 @@ def _mixed(step: Step, call: Call) -> str:
     again = step.again(inject=(source, change))
     if len(again.calls) <= call.number:
         return ""
-    rows = []
-    for name in ("query", "key", "value"):
-        a, b = call.given[name], again.calls[call.number].given[name]
-        if a.shape != b.shape:
-            return ""
-        rows.append((a != b).any(-1).flatten(0, -2).any(0).nonzero().flatten().tolist())
-        whole = bool((a != b).any(-1).flatten(0, -2).any(-1).all())
-        if not whole:
-            return ""
-    size = call.given["key"].shape[-2]
+    rows = [_changed_rows(call, again.calls[call.number], name) for name in _operands(call)]
+    size = call.given["key"].shape[-2] if call.is_torchs else call.rows.shape[-1]
     if size == batch and all(x == [0] for x in rows):
         return "axis"
     if size == batch * length and all(x == list(range(length)) for x in rows):
@@ -112,12 +104,32 @@ def _mixed(step: Step, call: Call) -> str:
     return ""
 
 
+def _operands(call: Call) -> tuple[str, ...]:
+    return ("query", "key", "value") if call.is_torchs else ("scores",)
+
+
+def _changed_rows(call: Call, other: Call, name: str) -> list[int] | None:
+    """List the rows of an operand that changed, if each changed in all heads. Scores change in both dims."""
+    a, b = call.given[name], other.given[name]
+    if a.shape != b.shape:
+        return None
+    differs = a != b
+    if name == "scores":  # The rest is unchanged if no query and no key of another row changed.
+        own = torch.eye(a.shape[-1], dtype=torch.bool)[0]
+        square = a.shape[-1] == a.shape[-2] and bool((differs == (own[:, None] | own)).all())
+        return [0] if square else None
+    rows = differs.any(-1).flatten(0, -2)
+    return rows.any(0).nonzero().flatten().tolist() if bool(rows.any(-1).all()) else None
+
+
 def _of_axis(
     step: Step, call: Call, name: str, tokens: Tensor, many: int, coverage: Coverage
 ) -> Finding | None:
     """Write the finding for a call that attends over the batch, if positions show which dim that is."""
+    source = source_of(step, call) or ""
+    shape = tuple(step.inputs[source].shape)
     along = _positions(step, call, name, tokens)
-    where = f"the call at {call.place} attends over dim 0 of {name} {tuple(tokens.shape)}"
+    where = f"the call at {call.place} attends over dim 0 of its inputs {shape}"
     if along != 1 or _tokens_mix(step, name, tokens):
         why = "the model has positions along dim 0" if along == 0 else "the model may have no positions"
         why = "tokens along dim 1 also reach each other" if along == 1 else why
@@ -127,7 +139,7 @@ def _of_axis(
     evidence = (
         f"changing sample 0 changes the results of {counted(many, 'other sample')}",
         "changing a token changes no other token of its sample",
-        f"with equal tokens, inputs of this call differ along dim 1 of {name} (positions), not along dim 0",
+        f"with equal tokens, inputs {shape} of this call differ along dim 1 (positions), not along dim 0",
     )
     tried = _with_batch_first(step, name, tokens)
     cause = "nn.MultiheadAttention without batch_first=True reads (S, B, C)" if tried else ""
@@ -145,25 +157,49 @@ def _of_joined(call: Call, many: int) -> Finding:
 
 
 def _positions(step: Step, call: Call, name: str, tokens: Tensor) -> int | None:
-    """Find the dim of the tokens along which a model with equal tokens has different inputs of a call."""
+    """Find the dim along which a model with equal tokens has different inputs (X, Y, C) of a call."""
     equal = tokens[:1, :1].expand_as(tokens).clone()
     same = step.again(step.subject.with_tokens(step.batch, name, equal))
     source = source_of(same, call)
-    x = None if source is None else same.inputs[source]
-    if x is None or x.shape[:2] != tokens.shape[:2]:
+    if source is None:
         return None
+    x = same.inputs[source]
     first = bool((x != x[:1]).any())
     second = bool((x != x[:, :1]).any())
     return None if first == second else 0 if first else 1
 
 
 def _tokens_mix(step: Step, name: str, tokens: Tensor) -> bool:
-    """Whether a changed token changes the results of other tokens of its sample."""
+    """Whether a changed token changes other tokens of its sample, or this is unknown.
+
+    Results may have no row for each token. A token is therefore also changed in front of the first call, and
+    followed into the inputs (B, S, C) of later modules.
+    """
     changed = tokens.clone()
     changed[:, 0] = changed_tokens(tokens)[:, 0]
     other = step.again(step.subject.with_tokens(step.batch, name, changed))
     found = [(x, other.results[k]) for k, x in step.results.items() if x.shape[:2] == tokens.shape[:2]]
-    return not found or any(bool((x[:, 1:] != y[:, 1:]).any()) for x, y in found)
+    if any(bool((x[:, 1:] != y[:, 1:]).any()) for x, y in found):
+        return True
+    source = source_of(step, step.calls[0]) or ""
+    if source not in step.inputs:
+        return True
+    shape = step.inputs[source].shape[:2]
+
+    def change(x: Tensor) -> Tensor:
+        if x.shape[:2] != shape:
+            return x
+        x = x.clone()
+        x[:, :1] += noise(x[:, :1])
+        return x
+
+    again = step.again(inject=(source, change))
+    pairs = [(x, again.results.get(k)) for k, x in step.results.items()]
+    pairs += [
+        (x, again.inputs.get(k)) for k, x in step.inputs.items() if not f"{k}.".startswith(f"{source}.")
+    ]
+    differs = [x != y for x, y in pairs if y is not None and x.shape == y.shape and x.shape[:2] == shape]
+    return not any(bool(x.any()) for x in differs) or any(bool(x[:, 1:].any()) for x in differs)
 
 
 def _with_batch_first(step: Step, name: str, tokens: Tensor) -> str:
@@ -183,7 +219,11 @@ def _with_batch_first(step: Step, name: str, tokens: Tensor) -> str:
     other[0] = changed_tokens(tokens)[0]
     try:
         before = changed(tokens)
-        if _others(before, changed(other), len(tokens)) or not _tokens_mix(before, name, tokens):
+        if (
+            _others(before, changed(other), len(tokens))
+            or not before.calls
+            or not _tokens_mix(before, name, tokens)
+        ):
             return ""
     except CannotRun:  # A mask does not fit, for example.
         return ""

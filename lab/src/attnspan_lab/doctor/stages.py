@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from attnspan_lab.doctor.attention import findings_of
+from attnspan_lab.doctor.attention import findings_of, with_caller
 from attnspan_lab.doctor.attention_call import Attention
 from attnspan_lab.doctor.compiler import CompilerLog, compile_error
 from attnspan_lab.doctor.coverage import Coverage
@@ -52,6 +52,11 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
     del backend
     calls = largest = 0
     masks, coverage, wiring = DenseMasks(), Coverage(), Wiring()
+    seen: list[Attention] = []
+
+    def tell(finding: Finding) -> None:
+        say(finding=with_caller(replace(finding, stage="eager"), seen))
+
     for batch in _distinct(subject):
         backward = True
         try:
@@ -64,22 +69,23 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
             backward = False
         with watching(subject.rows(batch), subject.named(batch)) as watcher, torch.set_grad_enabled(backward):
             subject.step(subject.model, batch, backward=backward)
+        seen += watcher.calls
         has_gradients, leaks = any(x.grad is not None for x in subject.model.parameters()), False
         left = [k for k, x in subject.model.named_parameters() if x.requires_grad and x.grad is None]
         wiring.record(subject, batch, watcher.calls, coverage)
         for finding in findings_of(watcher, subject, batch, masks, coverage):
             leaks = leaks or finding.kind in ("leak", "mask-lost")
-            say(finding=replace(wiring.explained(finding), stage="eager"))
+            tell(wiring.explained(finding))
         for finding in wiring.findings(watcher.calls, coverage, leaks=leaks):
-            say(finding=replace(finding, stage="eager"))
+            tell(finding)
         for finding in () if leaks else position_findings(subject, batch, coverage):
-            say(finding=replace(finding, stage="eager"))
+            tell(finding)
         if backward:
             for finding in random_findings(subject, batch):
-                say(finding=replace(finding, stage="eager"))
+                tell(finding)
         if has_gradients:
             for finding in gradient_findings(subject, batch, left, coverage):
-                say(finding=replace(finding, stage="eager"))
+                tell(finding)
             coverage.made("gradients", "the backward pass ran")
         else:
             why = "no parameter has a gradient" if backward else "the backward pass raises"
@@ -91,7 +97,7 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
         if (picture := _picture(watcher.calls)) is not None:
             say(facts={"mask": picture})
     for finding in masks.findings():
-        say(finding=replace(finding, stage="eager"))
+        tell(finding)
 
 
 def _sites(calls: list[Attention]) -> list[list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable
 from typing import Any
@@ -29,9 +30,15 @@ def forward_runs(subject: Subject, batch: Any) -> bool:
 def copied(subject: Subject) -> Subject:
     """Copy the subject, so that its model can be changed. Return the subject itself if that fails."""
     try:
-        return subject.copy()
+        made = subject.copy()
     except Exception:
         return subject
+    for own, other in zip(subject.model.modules(), made.model.modules(), strict=True):
+        # A copy of a module that compiles itself does not compile itself.
+        if (compiled := getattr(own, "_compiled_call_impl", None)) is not None:
+            context = inspect.getclosurevars(compiled).nonlocals.get("self")
+            other._compiled_call_impl = None if context is None else context(other._call_impl)
+    return made
 
 
 def run_compiled(

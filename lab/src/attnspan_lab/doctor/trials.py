@@ -13,7 +13,15 @@ from typing import Any
 import torch
 
 from attnspan_lab.doctor.compiler import CompilerLog, Recompile
-from attnspan_lab.doctor.counters import Counter, as_tensor, counters_in, emptied, lists_in
+from attnspan_lab.doctor.counters import (
+    Counter,
+    as_tensor,
+    counters_in,
+    emptied,
+    filled,
+    is_set_anew,
+    lists_in,
+)
 from attnspan_lab.doctor.findings import KINDS, Finding
 from attnspan_lab.doctor.steps import copied, run_compiled
 from attnspan_lab.doctor.subject import Subject
@@ -29,6 +37,11 @@ _MISMATCH = re.compile(
 )
 _SETTING = re.compile(r"torch\._dynamo\.config\.(\w+) = True")
 _SAME = 1e-5  # Larger relative differences are no rounding: both sides run the same operators.
+_ANEW = (
+    "The model sets {name} to another Python number in each call. Keep it in a tensor "
+    '(register_buffer("{name}", torch.tensor(n))), fill the tensor in place: {name}.fill_(n), and compute '
+    "with the tensor. An argument such as scale= takes only a Python number: multiply q by the tensor instead"
+)
 _REMEDIES = {
     "size": "Mark the dimension with torch._dynamo.mark_dynamic(x, dim), or use torch.compile(dynamic=True)",
     "number": "Pass the number as a tensor: torch.tensor(n), or a buffer if it is an attribute",
@@ -118,6 +131,11 @@ def tried(finding: Finding, log: CompilerLog, subject: Subject, backend: str) ->
         if helps:
             return replace(finding, tried=text, remedy=trial.remedy or finding.remedy)
         said.append(text)
+    anew = [
+        x.name for x in counters_in("\n".join(finding.evidence), subject.model) if _is_set_anew(x, subject)
+    ]
+    if anew:
+        return replace(finding, tried="; ".join(said), remedy=_ANEW.format(name=anew[0]))
     harmful = bool(said) and finding.remedy in (_REMEDIES["size"], _REMEDIES["number"])
     remedy = _REMEDIES["other"] if harmful else finding.remedy
     if remedy in (_REMEDIES["other"], _REMEDIES["length"]):
@@ -170,6 +188,9 @@ def _trials(finding: Finding, subject: Subject) -> Iterator[Trial]:
         shared = x if x.is_global else None
         remedy = f"Make it a tensor: {x.name} = torch.tensor(n)" if x.is_global or "[" in x.name else ""
         yield Trial(f"{x.name} as a tensor", remedy, partial(_with_tensor, subject, x), shared=shared)
+        if _is_set_anew(x, subject):
+            text, remedy = f"{x.name} as a tensor that is filled in place", _ANEW.format(name=x.name)
+            yield Trial(text, remedy, partial(_with_filled, subject, x))
     for x in (*lists_in(guards, subject.model),)[:3]:
         text = f"{x.name} emptied before each call"
         remedy = f"Empty {x.name} before each call, outside of the compiled code: {x.name}.clear()"
@@ -183,6 +204,13 @@ def _trials(finding: Finding, subject: Subject) -> Iterator[Trial]:
         yield Trial(
             "torch.compile(dynamic=True)", "Use torch.compile(dynamic=True)", lambda: copied(subject), True
         )
+
+
+def _is_set_anew(counter: Counter, subject: Subject) -> bool:
+    try:
+        return counter.name.isidentifier() and not counter.is_global and is_set_anew(counter, copied(subject))
+    except Exception:  # The model does not run with a tensor.
+        return False
 
 
 def _outcome(trial: Trial, log: CompilerLog, subject: Subject, backend: str) -> tuple[str, bool]:
@@ -256,6 +284,10 @@ def _values(batch: Any) -> list[Any]:
 
 def _with_tensor(subject: Subject, counter: Counter) -> Subject:
     return as_tensor(counter, copied(subject))
+
+
+def _with_filled(subject: Subject, counter: Counter) -> Subject:
+    return filled(counter, copied(subject))
 
 
 def _with_empty(subject: Subject, counter: Counter) -> Subject:

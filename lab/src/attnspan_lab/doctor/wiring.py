@@ -15,6 +15,8 @@ from attnspan_lab.doctor.cross import cross_findings
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.head_order import order_findings
 from attnspan_lab.doctor.left_padding import left_padding_findings
+from attnspan_lab.doctor.own_key import own_key_findings
+from attnspan_lab.doctor.padded import padding_findings
 from attnspan_lab.doctor.places import Place
 from attnspan_lab.doctor.samples import sample_findings
 from attnspan_lab.doctor.slots import slot_findings
@@ -54,7 +56,8 @@ class Wiring:
             coverage.missed("axes", str(error))
 
     def explained(self, finding: Finding) -> Finding:
-        """Add what the record knows about a finding."""
+        """Add what the record knows about a finding, and note its line."""
+        self.done[finding.kind].update(finding.places[:1])
         return explained(finding, self.step)
 
     def findings(self, calls: list[Attention], coverage: Coverage, *, leaks: bool) -> Iterator[Finding]:
@@ -76,6 +79,10 @@ class Wiring:
             ("keys of another sequence", lambda: cross_findings(step, calls, done["cross"])),
             ("empty slots of a cache", lambda: slot_findings(step, calls, done["slots"])),
         ]
+        padded = self.done["mask-lost"]
+        checks.append(("padding", lambda: padding_findings(step, calls, coverage, padded)))
+        own = self.done["causal-alignment"]
+        checks.append(("own keys", lambda: own_key_findings(step, calls, own)))
         if not leaks:
             checks.append(("left padding", lambda: left_padding_findings(step, coverage)))
         for topic, check in checks:
