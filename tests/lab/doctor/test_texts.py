@@ -138,6 +138,13 @@ def test_an_unknown_module_is_told_from_a_fixed_probability():
     assert found.evidence[1].endswith("(absolute)")
 
 
+def test_positions_are_a_question_if_the_model_predicts_no_next_token():
+    model, batches, _ = remedied.REMEDIED["positions: not given"][2]()
+    found = first(lambda: (model, batches, {}), "positions")
+    assert found.severity == "note"
+    assert found.evidence[-1].endswith("positions may continue, and this is right")
+
+
 @SLOW
 def test_positions_are_tried():
     texts = {x: first(remedied.REMEDIED[f"positions: {x}"][2], "positions") for x in ("not given", "length")}

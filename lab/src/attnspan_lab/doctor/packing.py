@@ -28,6 +28,7 @@ _MADE = (
 # Relative difference that is not rounding. Other lengths of a row change the order of sums.
 _ROUNDING = {torch.float16: 3e-2, torch.bfloat16: 1e-1}
 _RESULT = "the result"
+_SHARED = "if the segments are parts of one recording or text, positions may continue, and this is right"
 
 
 def position_findings(subject: Subject, batch: Any, coverage: Coverage) -> Iterator[Finding]:
@@ -68,7 +69,10 @@ def position_findings(subject: Subject, batch: Any, coverage: Coverage) -> Itera
         texts = _explained(subject, batch, documents.expand(len(tokens[1]), length), part, packed, own)
     except Exception:
         texts = "", "", ""  # The model does not run with the documents in another order.
-    yield Finding("positions", what, where[name], evidence, *texts)
+    severity = ""
+    if not subject.is_causal:  # Segments of one recording may share its time axis on purpose.
+        severity, evidence = "note", (*evidence, _SHARED)
+    yield Finding("positions", what, where[name], evidence, *texts, severity=severity)
 
 
 def first_difference(
