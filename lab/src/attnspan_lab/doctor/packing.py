@@ -69,10 +69,9 @@ def position_findings(subject: Subject, batch: Any, coverage: Coverage) -> Itera
         texts = _explained(subject, batch, documents.expand(len(tokens[1]), length), part, packed, own)
     except Exception:
         texts = "", "", ""  # The model does not run with the documents in another order.
-    severity = ""
-    if not subject.is_causal:  # Segments of one recording may share its time axis on purpose.
-        severity, evidence = "note", (*evidence, _SHARED)
-    yield Finding("positions", what, where[name], evidence, *texts, severity=severity)
+    # Segments of one recording may share its time axis on purpose.
+    severity, shared = ("", ()) if subject.is_causal else ("note", (_SHARED,))
+    yield Finding("positions", what, where[name], (*evidence, *shared), *texts, severity=severity)
 
 
 def first_difference(
