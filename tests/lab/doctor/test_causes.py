@@ -4,6 +4,7 @@ import inspect
 import re
 
 import causes
+import missed
 import pytest
 import torch
 from patients import Model, tokens
@@ -159,6 +160,14 @@ def test_parameters_that_change_nothing_need_no_gradient():
 @pytest.mark.parametrize("attend", [causes.detached, causes.without_backward])
 def test_equal_steps_without_a_gradient_have_parity(attend):
     assert examined(causes.model_of(attend), "parity") == ()
+
+
+def test_results_that_are_random_in_evaluation_mode_are_not_compared():
+    told = []
+    STAGES["parity"](Subject(*missed.PAIRS["always"][1]()), lambda **x: told.append(x), "aot_eager")
+    assert [x["finding"] for x in told if "finding" in x] == []
+    (facts,) = [x["facts"] for x in told if "facts" in x]
+    assert facts == {"unchecked": {"compiled results": "the model is random in evaluation mode"}}
 
 
 def test_a_gradient_that_only_the_compiled_step_has_is_a_fault_of_eager_mode():
