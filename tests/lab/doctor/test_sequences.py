@@ -48,16 +48,15 @@ def test_nothing_confirmed_is_no_finding_if_there_are_several_sequences() -> Non
 
 
 @pytest.mark.parametrize("length", [sequences.SHORTER, sequences.LENGTH])
-def test_padding_without_a_proof_is_a_finding_only_if_the_call_is_known(length: int) -> None:
+def test_padding_of_one_of_several_sequences_is_proven_by_the_loss(length: int) -> None:
     made = sequences.translator(fused, length=length, only_loss=True)
     made[1][0]["attention_mask"] = sequences.VALID
-    found, facts = examined(made)
-    if length == sequences.LENGTH:
-        assert wrong(found) == []
-        assert facts["unchecked"]["padding"].endswith("the model returned only a scalar loss")
-    else:
-        assert wrong(found) == ["mask-lost"]
-        assert found[0].places[0].line == line_of(sequences.shows_all)
+    found, _ = examined(made)
+    assert wrong(found) == ["mask-lost", "mask-lost"]  # in the encoder and across
+    across = found[1]
+    assert across.what == "Queries see the padding of input_ids here"
+    assert across.evidence[0].startswith("changing padded entries of input_ids changes results by")
+    assert across.tried == "with padding hidden in this call, changed padding changes no result"
 
 
 @pytest.mark.parametrize("label", ["labels", "targets"])
