@@ -251,7 +251,7 @@ Result run(const Args& args, const Pair& pair, const Parallel& parallel) {
   return {};
 }
 
-// Long results are often fresh memory: common allocators give those of more than 32 MiB back to the system at once.
+// Long results are often fresh memory: common allocators return freed arrays of more than 32 MiB to the system at once.
 void expect_fresh(const Tensor& x, const Problem& p, int64_t heads, int64_t rows, int64_t dim) {
   if (x.data == nullptr || std::min({x.batch, x.head, x.row}) < 0) return;
   const int64_t numbers = (p.batch - 1) * x.batch + (heads - 1) * x.head + (rows - 1) * x.row + dim;

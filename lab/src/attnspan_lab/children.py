@@ -212,7 +212,7 @@ def _put(path: Path, text: str) -> None:
 
 
 def _enter(folder: Path, parent: int) -> None:
-    """Begin a forked process as soon as its id is known: until then nobody could end it."""
+    """Begin a forked process, which waits until its parent knows its id: the parent may have to end it."""
     while not (folder / "pid").exists():
         if os.getppid() != parent:
             os._exit(0)

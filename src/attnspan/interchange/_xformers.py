@@ -1,4 +1,4 @@
-"""Biases of xFormers. The module recognizes their classes by name, and does not import xFormers."""
+"""Biases of xFormers. The module reads the names of their classes, and does not import xFormers."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def declared(
     """Read the facts of a batch.
 
     Args:
-        named: Tensors of the batch by name.
+        named: Tensors of the batch, keyed by name.
         shape: Batch size and number of tokens.
         documents: Document numbers that the factory declares.
     """
@@ -129,7 +129,7 @@ def _of_positions(x: Tensor, shape: tuple[int, int]) -> Tensor | None:
 
 
 def paddings(named: Mapping[str, Tensor], shape: tuple[int, int]) -> Iterator[tuple[str, Tensor]]:
-    """Yield padding masks (B, S) by name, bool. True marks valid tokens."""
+    """Yield names and padding masks, bool (B, S). True marks valid tokens."""
     for name, x in named.items():
         fits = "mask" in name and x.shape == shape and not _OTHER_MASKS.search(name.lower())
         if fits and bool(((x == 0) | (x == 1)).all()):

@@ -283,7 +283,7 @@ def ranks(subject: Subject, say: Say, backend: str) -> None:
         say(finding=replace(finding, stage="ranks"))
 
 
-#: Stages by name.
+#: Stages, keyed by name.
 STAGES: dict[str, Callable[[Subject, Say, str], None]] = {
     "eager": eager,
     "compiled": compiled,

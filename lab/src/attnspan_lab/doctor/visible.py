@@ -27,7 +27,7 @@ from attnspan_lab.doctor.words import counted, error_text, first_line
 
 __all__ = ["Visible"]
 
-# What is not checked if a finding cannot be confirmed.
+# The check to list as not made if the doctor cannot confirm a finding.
 _TOPICS = {"leak": "documents", "mask-lost": "padding", "causality-lost": "causality"}
 
 

@@ -68,6 +68,11 @@ class OnMesh(ShardedMask):
 
     frame: Frame
 
+    @property
+    def shifts(self) -> tuple[int, ...]:
+        """Shifts of a plan of `Layout.plan_roll`. Empty for attention."""
+        return self.frame.shifts
+
     def warn_without(self) -> None:
         """Warn about calls with the sizes of this plan and without it, as long as it is alive."""
         frame = self.frame
@@ -188,11 +193,6 @@ class MeshPlan(OnMesh):
     def valid(self) -> Tensor:
         """Mask of local rows, bool (L, n): True for tokens, False for padding."""
         return self.q_index >= 0  # type: ignore[no-any-return]
-
-    @property
-    def shifts(self) -> tuple[int, ...]:
-        """Shifts of a plan of `Layout.plan_roll`. Empty for attention."""
-        return self.frame.shifts
 
     def rolled(self, x: Tensor, dim: int = 1, fill: complex = 0) -> tuple[Tensor, ...]:
         """Roll this rank's rows by each of the plan's shifts. See `attnspan.parallel.roll`."""

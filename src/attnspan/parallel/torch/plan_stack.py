@@ -80,11 +80,6 @@ class PlanStack(OnMesh):
         found.warn_without()
         return found
 
-    @property
-    def shifts(self) -> tuple[int, ...]:
-        """Shifts of plans of `Layout.plan_roll`. Empty for attention."""
-        return self.frame.shifts
-
     def attention(self, *_: Any, **__: Any) -> NoReturn:
         """Raise an OptionError, because a call needs the plan of one microbatch."""
         self._refuse_whole("mask")

@@ -221,7 +221,7 @@ def _run(name: str, stage: Callable[[JaxSubject, Say, str], None]) -> Callable[[
     return run
 
 
-#: Stages by name.
+#: Stages, keyed by name.
 STAGES: dict[str, Callable[[JaxSubject, Say, str], None]] = {
     "eager": _run("eager", eager),
     "compiled": _run("compiled", compiled),
