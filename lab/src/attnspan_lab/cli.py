@@ -82,7 +82,8 @@ def build_app() -> "typer.Typer":
     app.command("explain", help=why, context_settings=through)(_of_the_library)
     app.command("tune", help="Find the fastest kernel configurations on this machine.")(tune)
     app.command("bench", help="Benchmark attnspan against other attention implementations.")(_bench_command())
-    app.command("doctor", help="Find problems of a model's attention under torch.compile.")(doctor)
+    what = "Find faults and costs of a model's attention in PyTorch or JAX, or test if a benchmark is honest."
+    app.command("doctor", help=what)(doctor)
     app.command("zoo", help="Run models of transformers and diffusers with each attention.")(zoo)
     app.command("simulate", help="Compare context-parallel strategies without starting ranks.")(simulate)
     return app

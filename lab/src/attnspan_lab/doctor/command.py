@@ -62,7 +62,7 @@ def doctor(
     junit: Annotated[Path | None, _where(help=_JUNIT)] = None,
     page: Annotated[Path | None, _where(help="write a self-contained HTML page to this file")] = None,
 ) -> None:
-    """Find problems of a model's attention under torch.compile, and suggest a fix for each."""
+    """Find faults and costs of a model's attention in PyTorch or JAX, and suggest a fix for each."""
     from attnspan_lab.doctor.show import relative, show, write_junit, write_page
 
     for path in (json, junit, page):
