@@ -18,12 +18,12 @@ from attnspan.kernels import Explanation
 from attnspan.masks import Mask, Prepared, full
 from attnspan.masks.bounds import Spans
 
-from .backends import choice_of, chosen_for, warn_if_slow
+from .backends import choice_of, chosen_for
+from .eager import Checked, checked
 from .front import JaxFront, ShardedMask
 from .part import JaxPart, band_of, part_of
 from .placement import check_devices, check_place, check_sharding, explicit_sharding, in_auto_mode, is_traced
 from .promotion import own_promotion, standard_promotion
-from .rules import attend, forward_mode_refused
 
 Layout = Literal["bhsd", "bshd", "thd"]
 AnyMask = Mask | Prepared | Spans | ShardedMask
@@ -114,6 +114,9 @@ def attention(
         given = Given(softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index, **others)
     backend = asked_for(backend)
     asked: dict[str, Any] = {"scale": scale, "layout": layout, "return_lse": return_lse, "backend": backend}
+    if plain and (known := checked(q, k, v, mask, _checked, **asked)) is not None:
+        out, lse = known.run()
+        return (out, lse) if return_lse else out
     if isinstance(mask, ShardedMask):
         return own_promotion(mask.attention)(q, k, v, **asked, **given.keywords())
     sharding = explicit_sharding(q)
@@ -126,25 +129,35 @@ def attention(
 
 @own_promotion
 def _run(
-    q: Any, k: Any, v: Any, mask: Any, given: Given, *, scale: Any, layout: str, return_lse: Any, backend: Any
+    q: Any, k: Any, v: Any, mask: Any, given: Given, *, layout: str, return_lse: Any, **asked: Any
 ) -> Any:
     front = JaxFront()
-    call, part = _lowered(front, q, k, v, mask, given, scale, layout, return_lse)
-    known = front.place is not None
-    chosen = chosen_for(call.problem, part, backend, known)
-    if chosen.slow is not None:
-        warn_if_slow(chosen.slow)
-    part = part if chosen.reads_mask else replace(part, band=None, want_lse=True)
-    try:
-        out, lse = attend(part, chosen.branches)
-    except TypeError as error:
-        if "custom_vjp" in str(error):
-            raise forward_mode_refused() from None
-        raise
+    out, lse = _checked(q, k, v, mask, given, front, layout=layout, return_lse=return_lse, **asked).run()
     out = out[..., :0] if front.empty_values else out
     if layout == "thd":
         out, lse = out[0], None if lse is None else lse[0]
     return (out, lse) if return_lse else out
+
+
+@own_promotion
+def _checked(
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    given: Given = NO_OPTIONS,
+    front: JaxFront | None = None,
+    *,
+    scale: Any,
+    layout: str,
+    return_lse: Any,
+    backend: Any,
+) -> Checked:
+    front = JaxFront() if front is None else front
+    call, part = _lowered(front, q, k, v, mask, given, scale, layout, return_lse)
+    known = front.place is not None
+    chosen = chosen_for(call.problem, part, backend, known)
+    return Checked(part if chosen.reads_mask else replace(part, band=None, want_lse=True), chosen)
 
 
 def _lowered(

@@ -123,9 +123,7 @@ class JaxFront(Front):
     def shapes(self, q: Array, k: Array, v: Array, layout: str) -> tuple[Any, Any, Any]:
         """Keep the inputs, and return their shapes in (B, H, S, D) order. Eager arrays are not transposed."""
         self.inputs = (q[None], k[None], v[None]) if layout == "thd" else (q, k, v)
-        order = (0, 1, 2, 3) if layout == "bhsd" else (0, 2, 1, 3)
-        shapes = [_Shaped(tuple(map(x.shape.__getitem__, order)), x.dtype) for x in self.inputs]
-        return tuple(shapes)  # type: ignore[return-value]
+        return tuple([Shaped.of(x, layout) for x in self.inputs])  # type: ignore[return-value]
 
     def like(self, q: Any) -> Array:
         del q
@@ -143,6 +141,14 @@ class JaxFront(Front):
         return placed.lowered.bounds, None
 
 
-class _Shaped(NamedTuple):
+class Shaped(NamedTuple):
+    """Shape of an array in (B, H, S, D) order, and its dtype."""
+
     shape: tuple[Any, ...]
     dtype: Any
+
+    @classmethod
+    def of(cls, x: Array, layout: str) -> Shaped:
+        """Return the shape of an array with four axes in a layout."""
+        shape = x.shape
+        return cls(shape if layout == "bhsd" else (shape[0], shape[2], shape[1], shape[3]), x.dtype)

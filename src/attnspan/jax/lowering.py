@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
-from attnspan.base.arrays import frozen
+from attnspan.base.arrays import frozen, is_frozen
 from attnspan.base.pytrees import arrays_in, library_classes, nodes_in
 from attnspan.call import lower_mask
 from attnspan.call.options import NO_OPTIONS, Given
@@ -21,7 +22,7 @@ from attnspan.masks import Mask, Prepared, from_predicate
 from attnspan.masks.bounds import Spans
 from attnspan.masks.memory import Memory, UnknowableError
 
-from .placement import Place, check_place, is_traced
+from .placement import Place, check_devices, check_place, is_traced
 
 
 class _Memory(Memory):
@@ -64,6 +65,24 @@ def lower(mask: Any, q: Any, k: Any, given: Given, inputs: tuple[Any, ...], plac
         given = given.replacing(q_index=indices[0], k_index=indices[1])
         return _fixed(lower_mask(_in_numpy(mask), q, k, given, None))
     return _fixed(lower_mask(mask, q, k, given, like))
+
+
+def remembered(mask: Any, q: Any, k: Any, inputs: tuple[Array, Array, Array]) -> Prepared | None:
+    """Return the lowered mask of an eager call, as other calls with the same mask have it.
+
+    None if the mask is wrong, or if nothing shows whether its arrays have changed.
+
+    Args:
+        mask: The mask.
+        q: Shape of the queries in (B, H, S, D) order.
+        k: Shape of the keys.
+        inputs: q, k and v.
+    """
+    if isinstance(mask, Prepared):
+        bounds = mask.lowered.bounds
+        constant = is_frozen(bounds) if isinstance(bounds, np.ndarray) else not is_traced(bounds)
+        return mask if constant and not isinstance(mask.q_index, np.ndarray) else None
+    return _remembered(mask, q, k, check_devices(*inputs, NO_OPTIONS)) if isinstance(mask, Mask) else None
 
 
 def _remembered(mask: Mask, q: Any, k: Any, place: Place | None) -> Prepared | None:

@@ -43,6 +43,7 @@ Branches = tuple[Branch, ...]
 
 # With jit, eager calls find the compiled program, and the layers of a model share one trace.
 @partial(jax.jit, static_argnames=("branches",))
+@own_promotion
 def attend(part: JaxPart, branches: Branches) -> tuple[Array, Array | None]:
     """Compute attention of a checked part in the part's layout. The lse is (B, H, Sq).
 
