@@ -235,7 +235,9 @@ def _wants_large_pages(address: int) -> bool:
     not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no pages of 2 MiB"
 )
 def test_keys_and_values_are_wished_to_lie_in_large_pages() -> None:
-    for made in (StaticCache(1, 2, 16384, 64), PagedCache(1024, 16, 2, 64, batch=1, max_len=16384)):
+    pages = PagedCache(1024, 16, 2, 64, batch=1, max_len=16384)
+    converted = torch.nn.Sequential(PagedCache(1024, 16, 2, 64, batch=1, max_len=16384)).to(torch.float64)[0]
+    for made in (StaticCache(1, 2, 16384, 64), pages, converted):
         for x in (made._keys, made._values):
             assert _wants_large_pages(x.data_ptr() + x.numel() * 2)
             assert not x.any()

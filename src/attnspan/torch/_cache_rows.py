@@ -79,6 +79,19 @@ class CacheRows(WritableBuffers):
         floating = self._keys.is_floating_point()
         expect(floating, "dtype", "a floating dtype", str(dtype), "Pass k's dtype", error=DtypeError)
 
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        def in_large_pages(x: Tensor) -> Tensor:
+            # `.to(...)` has written the new tensor, and large pages must be asked for before the first write.
+            new: Tensor = fn(x)
+            stores = x is self._keys or x is self._values
+            if not stores or new is x or not new.is_cpu or not arrays_for([new]).concrete(new):
+                return new
+            own = torch.empty_like(new)
+            cpu.use_large_pages(own)
+            return own.copy_(new)
+
+        return super()._apply(in_large_pages, recurse)
+
     def q_index(self, q_len: int) -> Tensor:
         """Global indices of the newest tokens, negative for padding: int32, shape (B, q_len)."""
         offset = torch.arange(q_len, dtype=torch.int32, device=self.lengths.device) - q_len
