@@ -13,13 +13,13 @@ from attnspan_lab.doctor.jax.forms import form_of
 from attnspan_lab.doctor.jax.said import finding
 from attnspan_lab.doctor.jax.watch import Attention
 
-__all__ = ["seen"]
+__all__ = ["Rule", "rules", "seen"]
 
 _UNPROVEN = "not confirmed by changing tokens: the step returns no results (B, S, ...)"
 
 
 @dataclass(frozen=True)
-class _Rule:
+class Rule:
     """Pairs that must not be visible.
 
     Attributes:
@@ -38,32 +38,33 @@ class _Rule:
     names: frozenset[str] = frozenset()
 
 
-def _rules(trial: Trial) -> Iterator[_Rule]:
+def rules(trial: Trial) -> Iterator[Rule]:
+    """Yield the pairs that must not be visible in a batch."""
     subject, batch, size = trial.subject, trial.batch, trial.size
     documents, valid = subject.document_ids(batch), subject.valid(batch)
     if documents is not None and documents.shape[-1] == size[1]:
         documents = np.broadcast_to(documents, size)
         pairs = documents[:, :, None] != documents[:, None, :]
         names = frozenset(subject.document_names(batch))
-        yield _Rule("leak", "Packed documents see each other here", pairs, documents, None, names)
+        yield Rule("leak", "Packed documents see each other here", pairs, documents, None, names)
     if valid is not None:
         pairs, names = valid[:, :, None] & ~valid[:, None, :], frozenset(subject.padding_names(batch))
-        yield _Rule("mask-lost", "Valid tokens see padding here", pairs, (~valid).astype(int), 1, names)
+        yield Rule("mask-lost", "Valid tokens see padding here", pairs, (~valid).astype(int), 1, names)
     if subject.causal and not subject.has_several_sequences(batch):
         index = np.arange(size[1])
         later = np.broadcast_to(index[:, None] < index, (*size, size[1]))
         last = np.broadcast_to((index == size[1] - 1).astype(int), size)
         what = "Tokens see later ones here, in a model that predicts the next token"
-        yield _Rule("causality-lost", what, later, last, 1)
+        yield Rule("causality-lost", what, later, last, 1)
 
 
 def seen(trial: Trial) -> Iterator[Finding]:
     """Yield pairs that must not be visible and are, if changed tokens confirm it."""
-    for rule in _rules(trial):
+    for rule in rules(trial):
         yield from _found(trial, rule)
 
 
-def _found(trial: Trial, rule: _Rule) -> Iterator[Finding]:
+def _found(trial: Trial, rule: Rule) -> Iterator[Finding]:
     """Yield a finding for each line with visible foreign pairs, if changed tokens change foreign results."""
     pairs = {id(x): _count(x, rule.foreign) for x in trial.calls}
     guilty = [x for x in trial.calls if pairs[id(x)]]
@@ -104,7 +105,7 @@ def _count(call: Attention, foreign: np.ndarray) -> int:
     return int((call.visible & foreign[:, :length, :length]).sum())
 
 
-def _why(trial: Trial, rule: _Rule, call: Attention) -> tuple[str, str]:
+def _why(trial: Trial, rule: Rule, call: Attention) -> tuple[str, str]:
     """Say why a call shows foreign pairs, and what to do. "" stands for the text of the kind."""
     shown = np.asarray(call.visible)
     length = shown.shape[1]

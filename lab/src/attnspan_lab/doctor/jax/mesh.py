@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import combinations
 from math import prod
 from typing import Any
 
@@ -14,9 +15,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from attnspan_lab.console import bytes_text
 from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.jax.alone import Alone, NotAlone, alone
+from attnspan_lab.doctor.jax.blame import Blame, blamed, shifted
 from attnspan_lab.doctor.jax.changes import Trial
 from attnspan_lab.doctor.jax.constraints import REPEATED, constraints, unsharded, without_constraints
 from attnspan_lab.doctor.jax.double import difference, reference
+from attnspan_lab.doctor.jax.foreign import rules
 from attnspan_lab.doctor.jax.hlo import Program
 from attnspan_lab.doctor.jax.interpret import equations, inner, places_of
 from attnspan_lab.doctor.jax.recompiles import place_of
@@ -28,6 +32,7 @@ from attnspan_lab.doctor.places import Place
 __all__ = ["compare_mesh", "has_shard_map"]
 
 _WITHIN = 1e-3  # relative difference between the mesh and one device
+_MOST_NUMBERS = 3  # numbers whose 7 combinations are tried
 _ROUNDING = 4  # errors of the mesh, in errors of one device, that are rounding
 _CUTS = (
     "dynamic_slice",
@@ -54,18 +59,28 @@ def compare_mesh(subject: JaxSubject, say: Callable[..., None]) -> None:
     placed = replace(subject, **_placed(subject, {"variables": subject.variables}))
     own = subject.with_arguments(batch, _placed(subject, subject.arguments(batch)))
     sharded = Traced.of(placed, own)
-    leaks, one = _leaks(placed, own, sharded), without_constraints(Traced.of(plain, whole))
-    alone = _leaks(plain, whole, one) if leaks else ""
-    compared = subject.one_device is not None or not has_shard_map(sharded)
-    results = [[np.asarray(y, np.float64) for y in floats(x.run(*x.leaves))] for x in (sharded, one)]
-    why = "" if compared else 'shard_map needs the mesh. Return "one_device", the function without shard_map'
-    if compared and any(np.isnan(x).any() for x in results[1]):
-        compared, why = False, "the results on one device contain NaN"
+    mapped = has_shard_map(sharded) and subject.one_device is None
+    why, single = "", None
+    try:
+        single = alone(plain, whole, sharded.closed) if mapped else None
+    except NotAlone as error:
+        why = f'{error}. Return "one_device", the function without shard_map'
+    held = single.traced if single is not None else Traced.of(plain, whole)
+    one = without_constraints(held)
+    results = [_results(x) for x in (sharded, one)] if not why else []
+    why = why or _incomparable(*results)
+    compared = not why
     if why:
         say(facts={"unchecked": {"the mesh against one device": why}})
     error = _error(results, one) if compared else 0.0
-    if not error <= _WITHIN or (leaks and not (alone and compared)):
-        say(finding=_rows(subject, sharded, error, leaks))
+    if error > _WITHIN and single is not None:
+        error, why = _without_sizes(single, results, error)
+        if why:
+            say(facts={"unchecked": {"the mesh against one device": why}})
+            return
+    leaks = _leaks(placed, own, sharded, (plain, whole, one) if compared else None)
+    if not error <= _WITHIN or leaks[1]:
+        say(finding=_rows(subject, sharded, error, leaks, results))
     for x in _unlike(subject, batch):
         say(finding=x)
     if not compared:
@@ -74,7 +89,6 @@ def compare_mesh(subject: JaxSubject, say: Callable[..., None]) -> None:
     said = f"results of {subject.mesh.size} devices ({axes}) were compared with one device"
     say(facts={"checked": {"mesh": said}})
     size = subject.size(batch) or (1, 1)
-    held = Traced.of(plain, whole)
     calls, given = watched(held, subject.size(batch))[0].calls, list(constraints(sharded.closed))
     runs = sharded.program(), one.program()
     program, single = (Program(x.as_text() or "") for x in runs)
@@ -101,6 +115,36 @@ def _error(results: list[list[np.ndarray]], one: Traced) -> float:
     return 0.0 if mine <= _ROUNDING * theirs else error
 
 
+def _results(traced: Traced) -> list[np.ndarray]:
+    return [np.asarray(x, np.float64) for x in floats(traced.run(*traced.leaves))]
+
+
+def _incomparable(mesh: list[np.ndarray], one: list[np.ndarray]) -> str:
+    """Say why the results of the mesh cannot be compared with the results of one device, or ""."""
+    if [x.shape for x in mesh] != [x.shape for x in one]:
+        return "the results have other shapes on one device"
+    return "the results on one device contain NaN" if any(np.isnan(x).any() for x in one) else ""
+
+
+def _without_sizes(single: Alone, results: list[list[np.ndarray]], error: float) -> tuple[float, str]:
+    """Replace numbers that may be the number of devices, such as the 4 of x / 4.
+
+    Returns:
+        The error, and why the mesh cannot be compared with one device, or "".
+    """
+    numbers = single.numbers
+    if len(numbers) > _MOST_NUMBERS:
+        lines = ", ".join(dict.fromkeys(str(x.line) for _, x in numbers if x is not None))
+        said = f"numbers in shard_map may be the number of devices (lines {lines})"
+        return error, f'{said}. Return "one_device", the function without shard_map'
+    for count in range(1, len(numbers) + 1):
+        for chosen in combinations(numbers, count):
+            other = _results(single.without(list(chosen)))
+            if difference(results[0], other) <= _WITHIN:
+                return 0.0, ""
+    return error, ""
+
+
 def _placed(subject: JaxSubject, arguments: dict[str, Any]) -> dict[str, Any]:
     """Put each argument on the mesh by its spec. Others stay sharded as they are, or are replicated."""
 
@@ -123,38 +167,69 @@ def _placed(subject: JaxSubject, arguments: dict[str, Any]) -> dict[str, Any]:
     return {k: x if k in still else put(k, x) for k, x in arguments.items()}
 
 
-def _leaks(subject: JaxSubject, batch: Any, traced: Traced) -> str:
-    """Change the tokens of documents, and describe results of other documents that change."""
-    documents, size = subject.document_ids(batch), subject.size(batch)
-    if documents is None or size is None:
-        return ""
+def _leaks(
+    subject: JaxSubject, batch: Any, traced: Traced, alone: tuple[JaxSubject, Any, Traced] | None
+) -> tuple[str, str]:
+    """Change the tokens of documents, or the last one, on the mesh and on one device.
+
+    Returns:
+        The problem and the changes of foreign results, if only the mesh has them.
+    """
 
     def run(*leaves: Any) -> Any:
         own = zip(leaves, traced.leaves, strict=True)
         return traced.run(*(jax.device_put(x, y.sharding) if is_spread(y) else x for x, y in own))
 
-    return Trial(subject, batch, traced, run=run).changed(np.broadcast_to(documents, size), None) or ""
+    trial = Trial(subject, batch, traced, run=run)
+    for rule in rules(trial) if subject.size(batch) is not None else ():
+        # Changed padding may change a mask. The comparison with one device finds a lost mask of padding.
+        said = trial.changed(rule.groups, rule.only) if rule.kind != "mask-lost" else ""
+        if said and not (alone and Trial(*alone).changed(rule.groups, rule.only)):
+            return rule.what.replace(" here", " on the mesh"), said
+    return "", ""
 
 
-def _rows(subject: JaxSubject, traced: Traced, error: float, leaks: str) -> Finding:
-    """Describe different results, with the lines that cut tokens and the mask's data by other rules."""
+def _rows(
+    subject: JaxSubject,
+    traced: Traced,
+    error: float,
+    leaks: tuple[str, str],
+    results: list[list[np.ndarray]],
+) -> Finding:
+    """Describe different results, with the line in shard_map, or the lines that cut by other rules."""
+    differs = not error <= _WITHIN
+    evidence = [f"results differ from one device by {error:.1e} (relative error)"] if differs else []
+    evidence += [leaks[1]] if leaks[1] else []
+    what = "The mesh computes a different result than one device" if differs else leaks[0]
+    mapped = [x for y in equations(traced.closed) if y.primitive.name == "shard_map" for x in places_of(y)[:1]]
+    blame = blamed(traced.closed)
+    if blame is not None:
+        places = (*blame.places, *mapped[:1])
+        told = {"cause": blame.cause, "remedy": blame.remedy, "tried": _shifted(traced, blame, results)}
+        return finding("rank-rows", what, places, evidence=tuple(evidence), **told)
     cuts = list(_cuts(subject, traced))
     both = {x[1] for x in cuts if x[0] == "data"} & {x[1] for x in cuts if x[0] == "tokens"}
     sides = [[x for x in cuts if x[0] == side and x[1] not in both] for side in ("data", "tokens")]
-    places = [x[2] for side in sides for x in side]
-    differs = not error <= _WITHIN
-    evidence = [f"results differ from one device by {error:.1e} (relative error)"] if differs else []
-    evidence += [leaks] if leaks else []
+    places = tuple(x[2] for side in sides for x in side if x[2] is not None) or tuple(mapped[:1])
     for name, side in zip(("the mask's data", "the tokens"), sides, strict=True):
         said = ", ".join(dict.fromkeys(f"{x[1]} at line {x[2].line}" if x[2] else x[1] for x in side))
-        evidence.append(f"only {name}: {said}" if said else "")
-    evidence = list(filter(None, evidence))
-    what = "The mesh computes a different result than one device"
-    what = what if differs else "Packed documents see each other on the mesh"
+        evidence += [f"only {name}: {said}"] if said else []
     # Without such lines, the doctor only knows that the results differ.
     has_data = bool(set(traced.names) - set(subject.tokens(subject.batches[0])))
     more = {} if has_data and any(sides) else {"cause": _UNKNOWN, "remedy": _BISECT}
     return finding("rank-rows", what, places, evidence=tuple(evidence), **more)
+
+
+def _shifted(traced: Traced, blame: Blame, results: list[list[np.ndarray]]) -> str:
+    """Try positions that count from the first token of the sequence."""
+    if blame.iota is None or not results:
+        return ""
+    try:
+        error = difference(shifted(traced, blame.iota), results[1])
+    except Exception:
+        return ""  # The doctor cannot run the changed step, for example because of its loops.
+    said = "equal" if error <= _WITHIN else "still not equal"
+    return f"with these positions, the results of the mesh and of one device are {said} ({error:.1e})"
 
 
 _UNKNOWN = "The doctor finds no line that cuts or reorders only the tokens or only the mask's data"
