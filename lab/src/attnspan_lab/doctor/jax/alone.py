@@ -160,7 +160,9 @@ class _Inlined:
         eqns = []
         for eqn in jaxpr.eqns:
             given = [own(x) for x in self._numbers(eqn)] if ctx is not None else [*map(own, eqn.invars)]
-            made = eqn.replace(invars=given, outvars=[own(x) for x in eqn.outvars], effects=_real(eqn.effects))
+            made = eqn.replace(
+                invars=given, outvars=[own(x) for x in eqn.outvars], effects=_real(eqn.effects)
+            )
             eqns += self._equations(made, ctx)
         outs = [own(x) for x in jaxpr.outvars]
         effects = _real(jaxpr.effects)

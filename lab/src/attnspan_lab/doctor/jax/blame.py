@@ -180,7 +180,9 @@ on axis_index nor on an array of another device"""
 _LOCAL_IDS = """\
 The mask compares only ids of this device, and the scores have keys of other devices"""
 _SEND_IDS = "Send the ids of the keys with the keys, by the same all_gather, ppermute or all_to_all"
-_OWN_MAXIMUM = "Each device subtracts its own maximum in its softmax, and the parts are added as if it were the same"
+_OWN_MAXIMUM = (
+    "Each device subtracts its own maximum in its softmax, and the parts are added as if it were the same"
+)
 _SCALE = """\
 Use one maximum: m = jax.lax.pmax(m_here, "%s"). Multiply the sums of this device by jnp.exp(m_here - m) before psum, \
 and divide by the sum of the weights after psum"""

@@ -31,13 +31,14 @@ _MORE = 1.1  # the same for a line at which a constraint explains it, and at whi
 
 
 def found_mesh(subject: JaxSubject, closed: Any) -> Any:
-    """Find the mesh of the step's constraints, of its jitted functions, or of the arrays that it gets."""
+    """Find the mesh of the step's constraints, jitted functions, arrays, or shard_map."""
     arrays = [*jax.tree.leaves((subject.variables, subject.batches)), *_constants(closed)]
     shardings = [x.params["sharding"] for x in equations(closed) if x.primitive.name == "sharding_constraint"]
     for x in equations(closed):
         shardings += [y for n in ("in_shardings", "out_shardings") for y in x.params.get(n, ())]
     shardings += [getattr(x, "sharding", None) for x in arrays]
-    meshes = (x.mesh for x in shardings if isinstance(x, NamedSharding))
+    meshes = [x.mesh for x in shardings if isinstance(x, NamedSharding)]
+    meshes += [x.params["mesh"] for x in equations(closed) if x.primitive.name == "shard_map"]
     return next((x for x in meshes if isinstance(x, jax.sharding.Mesh) and x.size > 1), None)
 
 

@@ -29,7 +29,7 @@ from attnspan_lab.doctor.jax.subject import JaxSubject, Traced, floats, is_sprea
 from attnspan_lab.doctor.jax.watch import Attention, watched
 from attnspan_lab.doctor.places import Place
 
-__all__ = ["compare_mesh", "has_shard_map"]
+__all__ = ["compare_mesh", "has_shard_map", "on_one_device"]
 
 _WITHIN = 1e-3  # relative difference between the mesh and one device
 _MOST_NUMBERS = 3  # numbers whose 7 combinations are tried
@@ -50,6 +50,18 @@ _CUTS = (
 def has_shard_map(traced: Traced) -> bool:
     """Whether a part of the step is written for each device."""
     return any(x.primitive.name == "shard_map" for x in equations(traced.closed))
+
+
+def on_one_device(subject: JaxSubject, batch: Any, traced: Traced) -> Traced:
+    """Trace a step with shard_map for one device.
+
+    Raises:
+        NotAlone: The step on one device may be another function.
+    """
+    single = alone(subject, batch, traced.closed)
+    if single.numbers and not difference(_results(traced), _results(single.traced)) <= _WITHIN:
+        raise NotAlone("numbers in shard_map may be the number of devices")
+    return single.traced
 
 
 def compare_mesh(subject: JaxSubject, say: Callable[..., None]) -> None:
@@ -201,7 +213,9 @@ def _rows(
     evidence = [f"results differ from one device by {error:.1e} (relative error)"] if differs else []
     evidence += [leaks[1]] if leaks[1] else []
     what = "The mesh computes a different result than one device" if differs else leaks[0]
-    mapped = [x for y in equations(traced.closed) if y.primitive.name == "shard_map" for x in places_of(y)[:1]]
+    mapped = [
+        x for y in equations(traced.closed) if y.primitive.name == "shard_map" for x in places_of(y)[:1]
+    ]
     blame = blamed(traced.closed)
     if blame is not None:
         places = (*blame.places, *mapped[:1])

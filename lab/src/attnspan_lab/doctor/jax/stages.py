@@ -11,14 +11,16 @@ import numpy as np
 
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.jax.aligned import misaligned
+from attnspan_lab.doctor.jax.alone import NotAlone
 from attnspan_lab.doctor.jax.attention import costs
 from attnspan_lab.doctor.jax.changes import Trial
 from attnspan_lab.doctor.jax.compiled import constants, host_calls, untraceable
 from attnspan_lab.doctor.jax.constraints import found_mesh
+from attnspan_lab.doctor.jax.donated import copied_caches
 from attnspan_lab.doctor.jax.foreign import seen
 from attnspan_lab.doctor.jax.hidden import hidden
 from attnspan_lab.doctor.jax.hlo import Program
-from attnspan_lab.doctor.jax.mesh import compare_mesh, has_shard_map
+from attnspan_lab.doctor.jax.mesh import compare_mesh, has_shard_map, on_one_device
 from attnspan_lab.doctor.jax.parity import parity as compare
 from attnspan_lab.doctor.jax.recompiles import calls_jitted, recompiles_in, run_batches
 from attnspan_lab.doctor.jax.subject import JaxSubject, Traced
@@ -48,19 +50,16 @@ def eager(subject: JaxSubject, say: Say, backend: str) -> None:
         traced = _traced(subject, batch, say, "eager")
         if traced is None:
             return
-        if has_shard_map(traced):
-            why = 'it is inside of shard_map. Return "one_device", the function without shard_map'
-            say(
-                facts={
-                    "attention calls": 0,
-                    "sites": [],
-                    "largest tensor": 0,
-                    "unchecked": {"attention": why},
-                }
-            )
-            return
         for x in host_calls(traced):
             say(finding=replace(x, stage="eager"))
+        mapped = has_shard_map(traced)
+        try:
+            traced = on_one_device(subject, batch, traced) if mapped else traced
+        except NotAlone as error:
+            why = f'it is inside of shard_map: {error}. Return "one_device", the function without shard_map'
+            none = {"attention calls": 0, "sites": [], "largest tensor": 0}
+            say(facts=none | {"unchecked": {"attention": why}})
+            return
         try:
             watcher, results = watched(traced, subject.size(batch))
         except Exception as error:
@@ -74,10 +73,13 @@ def eager(subject: JaxSubject, say: Say, backend: str) -> None:
             *hidden(watcher.calls, results, subject.valid(batch), traced, size),
             *(() if size is None else (*seen(trial), *misaligned(trial))),
         ):
-            say(finding=replace(x, stage="eager"))
+            # Devices divide the pairs among them, for example in a ring.
+            if not (mapped and x.kind in ("unfused", "dense-mask")):
+                say(finding=replace(x, stage="eager"))
         largest = max(largest, watcher.largest)
         unchecked |= _unchecked(subject, batch, watcher.calls)
-        checked |= {"attention": f"{counted(len(watcher.calls), 'call')} a step"} if watcher.calls else {}
+        said = f"{counted(len(watcher.calls), 'call')} a step{', with shard_map over one device' * mapped}"
+        checked |= {"attention": said} if watcher.calls else {}
         facts = {"attention calls": len(watcher.calls), "sites": _sites(watcher.calls)}
         say(facts=facts | {"largest tensor": largest, "checked": checked, "unchecked": unchecked})
         if (picture := _picture(watcher.calls)) is not None:
@@ -145,7 +147,8 @@ def compiled(subject: JaxSubject, say: Say, backend: str) -> None:
         "timeline": [],
     }
     say(facts=facts)
-    for x in (*recompiles_in(run, subject), *constants(traced, run.seconds[0])):
+    caches = copied_caches(traced, subject, subject.batches[0])
+    for x in (*recompiles_in(run, subject), *constants(traced, run.seconds[0]), *caches):
         say(finding=replace(x, stage="compiled"))
 
 
