@@ -34,12 +34,12 @@ def spread(attend: Callable[..., Any], keys: Any = SPLIT, out: Any = SPLIT, **mo
     return JaxSubject(step, [batch], variables(), causal=not more)
 
 
-def gathered(positions: Callable[[Any], Any]) -> JaxSubject:
+def gathered(positions: Callable[[Any], Any], of_keys: Callable[[Any], Any] | None = None) -> JaxSubject:
     """Each device gathers all keys, and has its own queries."""
 
     def attend(q: Any, k: Any, v: Any) -> Any:
         k, v = (lax.all_gather(x, "cp", axis=1, tiled=True) for x in (k, v))
-        mask = positions(q)[:, None] >= jnp.arange(k.shape[1])
+        mask = positions(q)[:, None] >= (of_keys(q) if of_keys else jnp.arange(k.shape[1]))
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 3
         return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(mask, scores, -1e30)), v)
 
@@ -52,6 +52,19 @@ def positions_of_one_device() -> JaxSubject:
 
 def positions_of_all() -> JaxSubject:
     return gathered(lambda q: lax.axis_index("cp") * q.shape[1] + jnp.arange(q.shape[1]))
+
+
+def zigzag() -> JaxSubject:
+    """The batch has its tokens in an order that balances the devices. The step has no other order."""
+
+    def positions(q: Any) -> Any:
+        n, own = lax.axis_size("cp"), q.shape[1] // 2
+        first = lax.axis_index("cp") * own
+        return jnp.concatenate([first + jnp.arange(own), (2 * n - 1) * own - first + jnp.arange(own)])
+
+    subject = gathered(positions, lambda q: lax.all_gather(positions(q), "cp", axis=0, tiled=True))
+    subject.causal = None
+    return subject
 
 
 def wrong_offsets() -> JaxSubject:

@@ -36,8 +36,9 @@ def lines(name: str, end: str = "# sick") -> set[int]:
 def test_a_cache_that_each_call_copies_is_found_at_its_jit(name: str) -> None:
     (found,) = copies(name)
     writes = lines("decode", "# write")
-    assert found.severity == "slow" and found.count == SICK[name]
-    assert {found.places[0].line} == lines(name) and {x.line for x in found.places[1:3]} == writes
+    assert (found.severity, found.count) == ("slow", SICK[name])
+    assert {found.places[0].line} == lines(name)
+    assert {x.line for x in found.places[1:3]} == writes
     size = "128 KiB" if name == "layers_in_a_loop" else "64.0 KiB"
     assert found.evidence[0].startswith(f"{size} in 2 arrays")
     assert found.evidence[1] == "the compiled program writes 0 B of its results into arguments"
@@ -53,7 +54,8 @@ def test_a_cache_that_is_donated_or_kept_is_no_finding(name: str) -> None:
 def test_weights_in_the_same_argument_are_not_donated() -> None:
     (found,) = copies("one_argument_for_all")
     assert {found.places[0].line} == lines("one_argument_for_all")
-    assert "an argument of its own" in found.remedy and found.tried == ""
+    assert "an argument of its own" in found.remedy
+    assert found.tried == ""
 
 
 def test_a_step_that_is_not_jitted_gets_a_note() -> None:

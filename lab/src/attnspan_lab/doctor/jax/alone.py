@@ -1,4 +1,4 @@
-"""A step with shard_map on one device: the step is traced again, and each shard_map gets a mesh of one device."""
+"""A step with shard_map on one device: the step is traced again with a mesh of one device."""
 
 from __future__ import annotations
 

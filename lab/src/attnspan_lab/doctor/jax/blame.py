@@ -175,8 +175,8 @@ def _lines(here: Place | None) -> tuple[Place, ...]:
 
 
 _LOCAL_POSITIONS = """\
-The mask's positions count from 0 on each device, and the scores have keys of other devices. The mask depends neither \
-on axis_index nor on an array of another device"""
+The mask's positions count from 0 on each device, and the scores have keys of other devices. The mask \
+depends neither on axis_index nor on an array of another device"""
 _LOCAL_IDS = """\
 The mask compares only ids of this device, and the scores have keys of other devices"""
 _SEND_IDS = "Send the ids of the keys with the keys, by the same all_gather, ppermute or all_to_all"
@@ -184,8 +184,8 @@ _OWN_MAXIMUM = (
     "Each device subtracts its own maximum in its softmax, and the parts are added as if it were the same"
 )
 _SCALE = """\
-Use one maximum: m = jax.lax.pmax(m_here, "%s"). Multiply the sums of this device by jnp.exp(m_here - m) before psum, \
-and divide by the sum of the weights after psum"""
+Use one maximum: m = jax.lax.pmax(m_here, "%s"). Multiply the sums of this device by jnp.exp(m_here - m) \
+before psum, and divide by the sum of the weights after psum"""
 
 
 class _Shifted(Interpreter):

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import Literal, jaxpr_as_fun
 
 from attnspan_lab.console import bytes_text
 from attnspan_lab.doctor.findings import Finding
@@ -28,6 +28,7 @@ __all__ = ["copied_caches"]
 
 _LEAST = 2**14  # bytes of an array whose copy is worth a finding
 _WRITES = ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add")
+_JIT = re.compile(r"\bjit\b")
 _KEEPS = ("reshape", "squeeze", "transpose", "broadcast_in_dim", "copy", "sharding_constraint")
 
 
@@ -52,9 +53,10 @@ def copied_caches(traced: Traced, subject: JaxSubject, batch: Any) -> Iterator[F
         names = _of(first).jaxpr.debug_info.arg_names or ()
         chosen = {_name(names, i) for i, _ in pairs}
         argument = [i for i in range(len(_of(first).in_avals)) if _name(names, i) in chosen]
-        # Without the caller's array, the program could not run: the caller reads it again.
-        if pairs and not any(_is_kept(outer, at, x, i) for at, x in site for i in argument):
-            yield _copied(source, site[0][1], len(site), pairs, argument)
+        kept = {i for i in argument for at, x in site if _is_kept(outer, at, x, i)}
+        # A caller that reads the old cache again cannot donate it.
+        if pairs and not kept & {i for i, _ in pairs}:
+            yield from _copied(source, site, pairs, argument, is_whole=not kept)
     if not jits and not subject.is_jitted:
         yield from _when_jitted(traced, subject, batch)
 
@@ -117,15 +119,26 @@ def _is_kept(outer: Any, at: int, eqn: Any, i: int) -> bool:
 
 
 def _copied(
-    source: str, eqn: Any, count: int, pairs: list[tuple[int, _Update]], argument: list[int]
-) -> Finding:
-    """Describe the copies of one jitted function, and try to donate the argument."""
+    source: str,
+    site: list[tuple[int, Any]],
+    pairs: list[tuple[int, _Update]],
+    argument: list[int],
+    *,
+    is_whole: bool,
+) -> Iterator[Finding]:
+    """Describe the copies of one jitted function, and try to donate the argument.
+
+    ``is_whole`` says that no caller reads an array of the argument again.
+    """
+    eqn = site[0][1]
     jaxpr = _of(eqn)
     size = sum(_bytes(jaxpr.in_avals[i]) for i, _ in pairs)
-    lines = tuple(dict.fromkeys(y for _, x in pairs for y in x.lines))
-    names = list(dict.fromkeys(_name(jaxpr.jaxpr.debug_info.arg_names or (), i) for i in argument))
     programs = [_compiled(jaxpr, x) for x in ((), tuple(argument))]
     shared = [_aliased(x) for x in programs]
+    if shared[1] - shared[0] < size:
+        return  # The compiler cannot use the donation.
+    lines = tuple(dict.fromkeys(y for _, x in pairs for y in x.lines))
+    names = list(dict.fromkeys(_name(jaxpr.jaxpr.debug_info.arg_names or (), i) for i in argument))
     shapes = [jaxpr.in_avals[i].shape for i, _ in pairs]
     copies = sum(x.name == "copy" and x.shape in shapes for x in Program(programs[0].as_text() or "").stored)
     writes = sum(len(x.lines) for _, x in pairs)
@@ -134,17 +147,17 @@ def _copied(
         f"the compiled program writes {bytes_text(shared[0])} of its results into arguments",
     ]
     evidence += [f"it copies {counted(copies, 'array')} of these shapes"] if copies else []
-    whole = all(_is_returned(jaxpr, i) for i in argument)
-    code = ", ".join(f'"{x}"' for x in names)
     remedy, tried = _ALONE, ""
-    if whole and all(x.isidentifier() for x in names):
+    if is_whole and all(_is_returned(jaxpr, i) for i in argument) and all(x.isidentifier() for x in names):
+        code = ", ".join(f'"{x}"' for x in names)
         remedy = (
-            f"Donate it: jax.jit(..., donate_argnames=({code},)). The caller must not use its old array again"
+            f"Donate it: jax.jit(..., donate_argnames=({code},)). Do not use the old array after the call"
         )
         tried = _tried(jaxpr, tuple(argument), programs, shared)
     what = f"Each call copies a whole cache before it updates it: {', '.join(names)} is not donated"
     places = (*_jit_line(source), *lines[:2], *places_of(eqn)[:1])
-    return finding("copy", what, places, evidence=tuple(evidence), remedy=remedy, tried=tried, count=count)
+    more = {"evidence": tuple(evidence), "remedy": remedy, "tried": tried, "count": len(site)}
+    yield finding("copy", what, places, **more)
 
 
 _ALONE = """\
@@ -173,11 +186,11 @@ def _tried(jaxpr: Any, donated: tuple[int, ...], programs: list[Any], shared: li
     except Exception as error:
         said = f"the results were not compared ({type(error).__name__})"
     else:
-        equal = all(
-            np.array_equal(x, y, equal_nan=x.dtype.kind == "f") for x, y in zip(*results, strict=True)
-        )
+        pairs = zip(*results, strict=True)
+        equal = all(np.array_equal(x, y, equal_nan=x.dtype.kind == "f") for x, y in pairs)
         said = f"results on made-up arrays are {'equal' if equal else 'not equal'}"
-    return f"with {counted(len(donated), 'array')} donated, it writes {bytes_text(shared[1])} into arguments, and {said}"
+    many = counted(len(donated), "array")
+    return f"with {many} donated, it writes {bytes_text(shared[1])} into arguments, and {said}"
 
 
 def _made(aval: Any) -> Any:
@@ -191,22 +204,22 @@ def _jit_line(source: str) -> tuple[Place, ...]:
     said = re.search(r"(\S+) at (.+):(\d+)$", source)
     if said is None or not is_own(said[2]):
         return ()
-    name, file, line = said[1], said[2], int(said[3])
-    found = _jits(file).get((name.rpartition(".")[2], line)) or _jits(file).get(
-        (name.rpartition(".")[2], 0), []
-    )
+    name, file, line = said[1].rpartition(".")[2], said[2], int(said[3])
+    found = _jits(file).get((name, line)) or _jits(file).get((name, 0), [])
     return (Place(file, found[0] if len(found) == 1 else line, name),)
 
 
 @cache
 def _jits(file: str) -> dict[tuple[str, int], list[int]]:
-    """Lines of jit in a file: by the function's name and its decorator's line, or by the name and 0."""
+    """Lines of jit without donation: by the function's name and its decorator's line, or the name and 0."""
     found: dict[tuple[str, int], list[int]] = {}
     for x in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8"))) if Path(file).is_file() else ():
         if isinstance(x, ast.FunctionDef) and x.decorator_list:
-            own = [y.lineno for y in x.decorator_list if re.search(r"\bp?jit\b", ast.unparse(y))]
+            own = [y.lineno for y in x.decorator_list if _JIT.search(ast.unparse(y))]
             found[x.name, x.decorator_list[0].lineno] = own
-        if isinstance(x, ast.Call) and x.args and ast.unparse(x.func).rpartition(".")[2] == "jit":
+        if isinstance(x, ast.Call) and x.args and _JIT.search(ast.unparse(x.func)):
+            if any("donate" in str(y.arg) for y in x.keywords):
+                continue
             own_name = getattr(x.args[0], "attr", getattr(x.args[0], "id", "<lambda>"))
             found.setdefault((own_name, 0), []).append(x.lineno)
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import combinations
 from math import prod
 from typing import Any
 
@@ -15,24 +14,23 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from attnspan_lab.console import bytes_text
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.jax.alone import Alone, NotAlone, alone
+from attnspan_lab.doctor.jax.alone import NotAlone, alone
 from attnspan_lab.doctor.jax.blame import Blame, blamed, shifted
 from attnspan_lab.doctor.jax.changes import Trial
 from attnspan_lab.doctor.jax.constraints import REPEATED, constraints, unsharded, without_constraints
 from attnspan_lab.doctor.jax.double import difference, reference
+from attnspan_lab.doctor.jax.excused import WITHIN, excused, results_of
 from attnspan_lab.doctor.jax.foreign import rules
 from attnspan_lab.doctor.jax.hlo import Program
 from attnspan_lab.doctor.jax.interpret import equations, inner, places_of
 from attnspan_lab.doctor.jax.recompiles import place_of
 from attnspan_lab.doctor.jax.said import finding
-from attnspan_lab.doctor.jax.subject import JaxSubject, Traced, floats, is_spread
+from attnspan_lab.doctor.jax.subject import JaxSubject, Traced, is_spread
 from attnspan_lab.doctor.jax.watch import Attention, watched
 from attnspan_lab.doctor.places import Place
 
 __all__ = ["compare_mesh", "has_shard_map", "on_one_device"]
 
-_WITHIN = 1e-3  # relative difference between the mesh and one device
-_MOST_NUMBERS = 3  # numbers whose 7 combinations are tried
 _ROUNDING = 4  # errors of the mesh, in errors of one device, that are rounding
 _CUTS = (
     "dynamic_slice",
@@ -59,7 +57,7 @@ def on_one_device(subject: JaxSubject, batch: Any, traced: Traced) -> Traced:
         NotAlone: The step on one device may be another function.
     """
     single = alone(subject, batch, traced.closed)
-    if single.numbers and not difference(_results(traced), _results(single.traced)) <= _WITHIN:
+    if single.numbers and not difference(results_of(traced), results_of(single.traced)) <= WITHIN:
         raise NotAlone("numbers in shard_map may be the number of devices")
     return single.traced
 
@@ -79,19 +77,21 @@ def compare_mesh(subject: JaxSubject, say: Callable[..., None]) -> None:
         why = f'{error}. Return "one_device", the function without shard_map'
     held = single.traced if single is not None else Traced.of(plain, whole)
     one = without_constraints(held)
-    results = [_results(x) for x in (sharded, one)] if not why else []
+    results = [results_of(x) for x in (sharded, one)] if not why else []
     why = why or _incomparable(*results)
     compared = not why
     if why:
         say(facts={"unchecked": {"the mesh against one device": why}})
     error = _error(results, one) if compared else 0.0
-    if error > _WITHIN and single is not None:
-        error, why = _without_sizes(single, results, error)
+    if error > WITHIN and single is not None:
+        right, why = excused(single, results[0], subject.size(whole))
         if why:
+            why = f'{why}. Return "one_device", the function without shard_map'
             say(facts={"unchecked": {"the mesh against one device": why}})
             return
+        error = 0.0 if right else error
     leaks = _leaks(placed, own, sharded, (plain, whole, one) if compared else None)
-    if not error <= _WITHIN or leaks[1]:
+    if not error <= WITHIN or leaks[1]:
         say(finding=_rows(subject, sharded, error, leaks, results))
     for x in _unlike(subject, batch):
         say(finding=x)
@@ -117,7 +117,7 @@ def compare_mesh(subject: JaxSubject, say: Callable[..., None]) -> None:
 def _error(results: list[list[np.ndarray]], one: Traced) -> float:
     """Relative difference of the mesh from one device, or 0.0 if both round alike, as in bfloat16."""
     error = difference(*results)
-    if error <= _WITHIN:
+    if error <= WITHIN:
         return error
     try:
         exact = reference(one).results
@@ -127,34 +127,11 @@ def _error(results: list[list[np.ndarray]], one: Traced) -> float:
     return 0.0 if mine <= _ROUNDING * theirs else error
 
 
-def _results(traced: Traced) -> list[np.ndarray]:
-    return [np.asarray(x, np.float64) for x in floats(traced.run(*traced.leaves))]
-
-
 def _incomparable(mesh: list[np.ndarray], one: list[np.ndarray]) -> str:
     """Say why the results of the mesh cannot be compared with the results of one device, or ""."""
     if [x.shape for x in mesh] != [x.shape for x in one]:
         return "the results have other shapes on one device"
     return "the results on one device contain NaN" if any(np.isnan(x).any() for x in one) else ""
-
-
-def _without_sizes(single: Alone, results: list[list[np.ndarray]], error: float) -> tuple[float, str]:
-    """Replace numbers that may be the number of devices, such as the 4 of x / 4.
-
-    Returns:
-        The error, and why the mesh cannot be compared with one device, or "".
-    """
-    numbers = single.numbers
-    if len(numbers) > _MOST_NUMBERS:
-        lines = ", ".join(dict.fromkeys(str(x.line) for _, x in numbers if x is not None))
-        said = f"numbers in shard_map may be the number of devices (lines {lines})"
-        return error, f'{said}. Return "one_device", the function without shard_map'
-    for count in range(1, len(numbers) + 1):
-        for chosen in combinations(numbers, count):
-            other = _results(single.without(list(chosen)))
-            if difference(results[0], other) <= _WITHIN:
-                return 0.0, ""
-    return error, ""
 
 
 def _placed(subject: JaxSubject, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -209,7 +186,7 @@ def _rows(
     results: list[list[np.ndarray]],
 ) -> Finding:
     """Describe different results, with the line in shard_map, or the lines that cut by other rules."""
-    differs = not error <= _WITHIN
+    differs = not error <= WITHIN
     evidence = [f"results differ from one device by {error:.1e} (relative error)"] if differs else []
     evidence += [leaks[1]] if leaks[1] else []
     what = "The mesh computes a different result than one device" if differs else leaks[0]
@@ -242,7 +219,7 @@ def _shifted(traced: Traced, blame: Blame, results: list[list[np.ndarray]]) -> s
         error = difference(shifted(traced, blame.iota), results[1])
     except Exception:
         return ""  # The doctor cannot run the changed step, for example because of its loops.
-    said = "equal" if error <= _WITHIN else "still not equal"
+    said = "equal" if error <= WITHIN else "still not equal"
     return f"with these positions, the results of the mesh and of one device are {said} ({error:.1e})"
 
 
