@@ -62,9 +62,17 @@ def zigzag() -> JaxSubject:
         first = lax.axis_index("cp") * own
         return jnp.concatenate([first + jnp.arange(own), (2 * n - 1) * own - first + jnp.arange(own)])
 
-    subject = gathered(positions, lambda q: lax.all_gather(positions(q), "cp", axis=0, tiled=True))
-    subject.causal = None
-    return subject
+    return gathered(positions, lambda q: lax.all_gather(positions(q), "cp", axis=0, tiled=True))
+
+
+def random_bits() -> JaxSubject:
+    """Each device has its own random numbers."""
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        key = jax.random.fold_in(jax.random.key(0), lax.axis_index("cp"))
+        return jax.nn.dot_product_attention(q, k, v) * jax.random.bernoulli(key, 0.9, q.shape)
+
+    return spread(attend)
 
 
 def wrong_offsets() -> JaxSubject:

@@ -25,6 +25,7 @@ _JAX = f"{Path(jax.__file__).parent}/"
 #: Operators between devices. With one device, each returns its operands, perhaps with other dims of size 1.
 _BETWEEN = ("psum", "psum_invariant", "pmax", "pmin", "pvary", "pcast", "pbroadcast", "ppermute")
 _BETWEEN += ("all_gather", "all_gather_invariant", "all_to_all", "reduce_scatter")
+_CHOOSING = ("random_", "threefry", "rng_", "top_k", "approx_top_k", "sort")
 _COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
@@ -41,12 +42,14 @@ class Alone:
         whole: The traced step with its shard_map.
         sizes: Sizes of the axes of the step's own meshes.
         numbers: Lines of numbers in shard_map that may be the size of an axis, by value and line.
+        chosen: Operators in shard_map whose results may differ between numbers of devices in a right step.
     """
 
     traced: Traced
     whole: Traced
     sizes: frozenset[int]
     numbers: list[tuple[float, Place | None]]
+    chosen: set[str]
 
     def without(self, numbers: list[tuple[float, Place | None]]) -> Traced:
         """The step with other numbers: as a size of 1 would give them."""
@@ -69,7 +72,7 @@ def alone(subject: JaxSubject, batch: Any, spread: Any) -> Alone:
         raise NotAlone(f"on one device, the step raises {type(error).__name__}: {error}"[:200]) from error
     made = _Inlined(sizes)
     traced = without_constraints(replace(whole, closed=made.closed(whole.closed)))
-    return Alone(traced, whole, sizes, list(dict.fromkeys(made.numbers)))
+    return Alone(traced, whole, sizes, list(dict.fromkeys(made.numbers)), made.chosen)
 
 
 @contextmanager
@@ -137,11 +140,13 @@ class _Inlined:
         sizes: Sizes of the axes of the real mesh.
         swapped: Numbers that a size of 1 replaces.
         numbers: Numbers found in shard_map that may be such a size.
+        chosen: Random operators in shard_map, and operators that rank the tokens of a device.
     """
 
     sizes: frozenset[int]
     swapped: list[tuple[float, Place | None]] = field(default_factory=list)
     numbers: list[tuple[float, Place | None]] = field(default_factory=list)
+    chosen: set[str] = field(default_factory=set)
 
     def closed(self, closed: Any, ctx: Any = None) -> Any:
         """Rewrite a closed jaxpr. ``ctx`` is the context outside of shard_map, or None there."""
@@ -177,6 +182,7 @@ class _Inlined:
         if ctx is None:
             return [eqn.replace(params={k: self._inside(x, None) for k, x in params.items()})]
         eqn = eqn.replace(ctx=ctx)
+        self.chosen |= {name} if name.startswith(_CHOOSING) else set()
         if name == "axis_index":
             zero = Literal(np.int32(0), eqn.outvars[0].aval)
             return [eqn.replace(primitive=primitives.copy_p, params={}, invars=[zero])]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import combinations
 
@@ -12,7 +12,7 @@ from attnspan_lab.doctor.jax.alone import Alone
 from attnspan_lab.doctor.jax.double import difference
 from attnspan_lab.doctor.jax.subject import Traced, floats
 
-__all__ = ["WITHIN", "excused", "results_of"]
+__all__ = ["WITHIN", "excused", "orders", "results_of"]
 
 WITHIN = 1e-3  # relative difference between the mesh and one device
 _MOST_NUMBERS = 3  # numbers whose 7 combinations are tried
@@ -41,13 +41,13 @@ def excused(single: Alone, mesh: list[np.ndarray], size: tuple[int, int] | None)
     for chosen in (x for n in counts for x in combinations(single.numbers, n)):
         if difference(mesh, results_of(single.without(list(chosen)))) <= WITHIN:
             return True, ""
-    return any(_is_order(single.traced, mesh, size, x) for x in _orders(single, size)), ""
+    known = orders(single.sizes, 0 if size is None else size[1])
+    return any(_is_order(single.traced, mesh, size, x) for x in known), ""
 
 
-def _orders(single: Alone, size: tuple[int, int] | None) -> Iterator[np.ndarray]:
-    """Yield the positions of tokens in orders that balance causal work between devices."""
-    length = 0 if size is None else size[1]
-    for n in single.sizes if length else ():
+def orders(sizes: Iterable[int], length: int) -> Iterator[np.ndarray]:
+    """Yield the positions of tokens in orders that balance causal work between so many devices."""
+    for n in sizes if length else ():
         if length % n == 0:
             yield np.arange(length).reshape(-1, n).T.ravel()  # Each device has every n-th token.
         if length % (2 * n) == 0:

@@ -14,12 +14,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from attnspan_lab.console import bytes_text
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.jax.alone import NotAlone, alone
+from attnspan_lab.doctor.jax.alone import Alone, NotAlone, alone
 from attnspan_lab.doctor.jax.blame import Blame, blamed, shifted
 from attnspan_lab.doctor.jax.changes import Trial
 from attnspan_lab.doctor.jax.constraints import REPEATED, constraints, unsharded, without_constraints
 from attnspan_lab.doctor.jax.double import difference, reference
-from attnspan_lab.doctor.jax.excused import WITHIN, excused, results_of
+from attnspan_lab.doctor.jax.excused import WITHIN, excused, orders, results_of
 from attnspan_lab.doctor.jax.foreign import rules
 from attnspan_lab.doctor.jax.hlo import Program
 from attnspan_lab.doctor.jax.interpret import equations, inner, places_of
@@ -74,23 +74,15 @@ def compare_mesh(subject: JaxSubject, say: Callable[..., None]) -> None:
     try:
         single = alone(plain, whole, sharded.closed) if mapped else None
     except NotAlone as error:
-        why = f'{error}. Return "one_device", the function without shard_map'
+        why = f"{error}. {_RETURN}"
     held = single.traced if single is not None else Traced.of(plain, whole)
     one = without_constraints(held)
     results = [results_of(x) for x in (sharded, one)] if not why else []
-    why = why or _incomparable(*results)
+    error, why = (0.0, why) if why else _against_one(results, one, single, sharded, subject.size(whole))
     compared = not why
     if why:
         say(facts={"unchecked": {"the mesh against one device": why}})
-    error = _error(results, one) if compared else 0.0
-    if error > WITHIN and single is not None:
-        right, why = excused(single, results[0], subject.size(whole))
-        if why:
-            why = f'{why}. Return "one_device", the function without shard_map'
-            say(facts={"unchecked": {"the mesh against one device": why}})
-            return
-        error = 0.0 if right else error
-    leaks = _leaks(placed, own, sharded, (plain, whole, one) if compared else None)
+    leaks = _leaks(placed, own, sharded, (plain, whole, one) if results else None)
     if not error <= WITHIN or leaks[1]:
         say(finding=_rows(subject, sharded, error, leaks, results))
     for x in _unlike(subject, batch):
@@ -103,15 +95,38 @@ def compare_mesh(subject: JaxSubject, say: Callable[..., None]) -> None:
     size = subject.size(batch) or (1, 1)
     calls, given = watched(held, subject.size(batch))[0].calls, list(constraints(sharded.closed))
     runs = sharded.program(), one.program()
-    program, single = (Program(x.as_text() or "") for x in runs)
-    narrow = list(unsharded(calls, given, program, single, subject.mesh.size))
+    program, alone_program = (Program(x.as_text() or "") for x in runs)
+    narrow = list(unsharded(calls, given, program, alone_program, subject.mesh.size))
     named = {x.places[0] for x in narrow}
     named |= {y for x in given if x.places[0] in named for y in x.made}
     flops = [float((x.cost_analysis() or {}).get("flops", 0.0)) for x in runs]
     gathers = _gathers(program, calls, one, sharded, size, subject.mesh.shape.values())
     gathers = (x for x in gathers if not named & {*x.places})
-    for x in (*narrow, *gathers, *_repeated(subject, program, single, flops, named)):
+    for x in (*narrow, *gathers, *_repeated(subject, program, alone_program, flops, named)):
         say(finding=x)
+
+
+_RETURN = 'Return "one_device", the function without shard_map'
+
+
+def _against_one(
+    results: list[list[np.ndarray]],
+    one: Traced,
+    single: Alone | None,
+    sharded: Traced,
+    size: tuple[int, int] | None,
+) -> tuple[float, str]:
+    """Return the difference of the mesh from one device, and why they cannot be compared, or ""."""
+    if why := _incomparable(*results):
+        return 0.0, why
+    error = _error(results, one)
+    if not error > WITHIN or single is None:
+        return error, ""
+    right, why = excused(single, results[0], size)
+    if not (right or why) and single.chosen and blamed(sharded.closed) is None:
+        names = ", ".join(sorted(single.chosen))
+        why = f"{names} in shard_map may give other results for another number of devices"
+    return (0.0 if right or why else error), f"{why}. {_RETURN}" if why else ""
 
 
 def _error(results: list[list[np.ndarray]], one: Traced) -> float:
@@ -169,11 +184,16 @@ def _leaks(
         own = zip(leaves, traced.leaves, strict=True)
         return traced.run(*(jax.device_put(x, y.sharding) if is_spread(y) else x for x, y in own))
 
-    trial = Trial(subject, batch, traced, run=run)
-    for rule in rules(trial) if subject.size(batch) is not None else ():
+    trial, length = Trial(subject, batch, traced, run=run), (subject.size(batch) or (0, 0))[1]
+    for rule in rules(trial) if length else ():
         # Changed padding may change a mask. The comparison with one device finds a lost mask of padding.
         said = trial.changed(rule.groups, rule.only) if rule.kind != "mask-lost" else ""
-        if said and not (alone and Trial(*alone).changed(rule.groups, rule.only)):
+        if not said or (alone and Trial(*alone).changed(rule.groups, rule.only)):
+            continue
+        # The last token may be at another place of the batch, in an order that balances the devices.
+        places = orders(subject.mesh.shape.values(), length) if rule.kind == "causality-lost" else ()
+        last = (np.broadcast_to(x == length - 1, rule.groups.shape).astype(int) for x in places)
+        if all(trial.changed(x, 1) for x in last):
             return rule.what.replace(" here", " on the mesh"), said
     return "", ""
 

@@ -45,7 +45,8 @@ class JaxSubject:
         mesh: Mesh of devices. The doctor also runs the first batch on it. None: the mesh that the step uses.
         in_shardings: Name of an argument to its PartitionSpec. The name "variables" is for the variables,
             with one spec or a pytree of specs. Other arguments are replicated.
-        one_device: The same function without the mesh. It is needed if ``fn`` uses shard_map.
+        one_device: The same function without the mesh. It is needed if ``fn`` uses shard_map and has a
+            fixed number of devices.
 
     Example:
         >>> import jax.numpy as jnp
