@@ -6,12 +6,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Literal, Var, primitives
+from jax.extend.core import ClosedJaxpr, Literal, Var, primitives
 from jax.sharding import AbstractMesh, Mesh
 
 from attnspan_lab.doctor.jax.constraints import without_constraints
@@ -23,8 +24,18 @@ __all__ = ["Alone", "NotAlone", "alone"]
 
 _JAX = f"{Path(jax.__file__).parent}/"
 #: Operators between devices. With one device, each returns its operands, perhaps with other dims of size 1.
-_BETWEEN = ("psum", "psum_invariant", "pmax", "pmin", "pvary", "pcast", "pbroadcast", "ppermute")
-_BETWEEN += ("all_gather", "all_gather_invariant", "all_to_all", "reduce_scatter")
+_GATHERS = ("all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all")
+_BETWEEN = {
+    "psum",
+    "psum_invariant",
+    "pmax",
+    "pmin",
+    "pvary",
+    "pcast",
+    "ppermute",
+    "reduce_scatter",
+    *_GATHERS,
+}
 _CHOOSING = ("random_", "threefry", "rng_", "top_k", "approx_top_k", "sort")
 _COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
 
@@ -65,14 +76,26 @@ def alone(subject: JaxSubject, batch: Any, spread: Any) -> Alone:
     """
     maps = [x for x in equations(spread) if x.primitive.name == "shard_map"]
     sizes = frozenset(n for x in maps for n in x.params["mesh"].shape.values() if n > 1)
-    try:
-        with _one_device(maps[0].primitive):
-            whole = Traced.of(subject, batch)
-    except Exception as error:
-        raise NotAlone(f"on one device, the step raises {type(error).__name__}: {error}"[:200]) from error
+    whole = _traced(subject, batch, maps[0].primitive)
     made = _Inlined(sizes)
     traced = without_constraints(replace(whole, closed=made.closed(whole.closed)))
     return Alone(traced, whole, sizes, list(dict.fromkeys(made.numbers)), made.chosen)
+
+
+def _traced(subject: JaxSubject, batch: Any, primitive: Any) -> Traced:
+    """Trace without a context's mesh, or with a mesh of one device if shard_map needs the context's mesh."""
+    try:
+        with jax.set_mesh(None), _one_device(primitive):  # type: ignore[arg-type]
+            return Traced.of(subject, batch)
+    except Exception as error:
+        failed = error
+    try:
+        if subject.mesh is not None:
+            with jax.set_mesh(_of_one(subject.mesh)), _one_device(primitive):
+                return Traced.of(subject, batch)
+    except Exception as error:
+        failed = error
+    raise NotAlone(f"on one device, the step raises {type(failed).__name__}: {failed}"[:200]) from failed
 
 
 @contextmanager
@@ -95,7 +118,10 @@ def _one_device(primitive: Any) -> Iterator[None]:
         yield
     finally:
         for name, own in known.items():
-            _ = delattr(Mesh, name) if own is None else setattr(Mesh, name, own)
+            if own is None:
+                delattr(Mesh, name)
+            else:
+                setattr(Mesh, name, own)
         del primitive.bind
         jax.clear_caches()
 
@@ -176,11 +202,12 @@ class _Inlined:
     def _equations(self, eqn: Any, ctx: Any) -> list[Any]:
         name, params = eqn.primitive.name, eqn.params
         if name == "shard_map":
-            inside = self.jaxpr(params["jaxpr"], eqn.ctx)
-            called = {"call_jaxpr": jax.extend.core.ClosedJaxpr(inside, ())}
-            return [eqn.replace(primitive=primitives.closed_call_p, params=called)]
+            inside = self.jaxpr(params["jaxpr"], _no_mesh())
+            called = {"call_jaxpr": ClosedJaxpr(inside, ())}
+            return [eqn.replace(primitive=primitives.closed_call_p, params=called, ctx=_no_mesh())]
         if ctx is None:
-            return [eqn.replace(params={k: self._inside(x, None) for k, x in params.items()})]
+            inside = {k: self._inside(x, None) for k, x in params.items()}
+            return [eqn.replace(params=inside, ctx=_no_mesh())]
         eqn = eqn.replace(ctx=ctx)
         self.chosen |= {name} if name.startswith(_CHOOSING) else set()
         if name == "axis_index":
@@ -199,8 +226,8 @@ class _Inlined:
             return type(value)(self._inside(x, ctx) for x in value)
         if hasattr(value, "consts") and hasattr(value, "jaxpr"):
             return self.closed(value, ctx)
-        if isinstance(value, AbstractMesh) and ctx is not None:
-            return ctx.cur_abstract_mesh
+        if isinstance(value, AbstractMesh):
+            return _no_mesh().cur_abstract_mesh
         return self.jaxpr(value, ctx) if hasattr(value, "eqns") else value
 
     def _numbers(self, eqn: Any) -> list[Any]:
@@ -224,6 +251,13 @@ def _size_of_one(x: Any, sizes: frozenset[int], name: str) -> float | None:
     if any(np.isclose(value, y) for n in sizes for y in (n, 1 / n)):
         return 1.0
     return 0.0 if name in _COMPARED and value + 1 in sizes and value > 0 else None
+
+
+@cache
+def _no_mesh() -> Any:
+    """Return the context of an equation outside of shard_map and without a context's mesh."""
+    with jax.set_mesh(None):  # type: ignore[arg-type]
+        return jax.make_jaxpr(lambda x: x + 1)(0.0).jaxpr.eqns[0].ctx
 
 
 def _type(aval: Any) -> Any:

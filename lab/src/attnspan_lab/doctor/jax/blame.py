@@ -129,7 +129,7 @@ class _Walk:
         axes = [x for x in (axes if isinstance(axes, tuple) else (axes,)) if isinstance(x, str)]
         made = frozenset[_From]().union(*facts)
         if name == "iota":
-            return frozenset({_From("iota", here, size=max(params["shape"]))})
+            return frozenset({_From("iota", here, size=params["shape"][params["dimension"]])})
         if name == "axis_index":
             return frozenset({_From("device"), *(_From("varies", axis=x) for x in axes)})
         if name in _SUMS and _has(made, "max") and not _has(made, "all max"):
@@ -160,7 +160,7 @@ class _Walk:
             return
         own = min(positions, key=lambda x: x.size)
         text = f'jax.lax.axis_index("{axis}") * n + jnp.arange(n), where n is the length on one device'
-        remedy = f"Count from the first token of the whole sequence: {text} ({own.size} here)"
+        remedy = f"Count from the first token of the whole sequence: {text} ({own.size} here). {_NOT_CAUSAL}"
         places = (*_lines(own.at), *lines[:1], *_lines(here))
         iota = (own.size, own.at, axis)
         self.found.append((0, Blame(places, _LOCAL_POSITIONS, remedy, iota)))  # type: ignore[arg-type]
@@ -177,6 +177,7 @@ def _lines(here: Place | None) -> tuple[Place, ...]:
 _LOCAL_POSITIONS = """\
 The mask's positions count from 0 on each device, and the scores have keys of other devices. The mask \
 depends neither on axis_index nor on an array of another device"""
+_NOT_CAUSAL = "is_causal=True counts from 0 on each device, so pass a mask instead"
 _LOCAL_IDS = """\
 The mask compares only ids of this device, and the scores have keys of other devices"""
 _SEND_IDS = "Send the ids of the keys with the keys, by the same all_gather, ppermute or all_to_all"
@@ -198,7 +199,7 @@ class _Shifted(Interpreter):
     def apply(self, eqn: Any, values: list[Any]) -> list[Any]:
         name, params = eqn.primitive.name, eqn.params
         if name == "shard_map":
-            run = jax.shard_map(
+            run = jax.shard_map(  # type: ignore[no-untyped-call]
                 lambda *own: self.run(params["jaxpr"], (), own),
                 mesh=params["mesh"],
                 in_specs=params["in_specs"],
@@ -212,7 +213,11 @@ class _Shifted(Interpreter):
         if name == "psum_invariant":
             return list(jax.lax.psum(values, params["axes"]))
         made = bind(eqn, values)
-        if name == "iota" and self.at(eqn)[:1] == (self.place,) and max(params["shape"]) == self.length:
+        if (
+            name == "iota"
+            and self.at(eqn)[:1] == (self.place,)
+            and params["shape"][params["dimension"]] == self.length
+        ):
             made[0] = made[0] + jax.lax.axis_index(self.axis).astype(made[0].dtype) * self.length
         return made
 

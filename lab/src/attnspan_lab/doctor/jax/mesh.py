@@ -73,8 +73,8 @@ def compare_mesh(subject: JaxSubject, say: Callable[..., None]) -> None:
     why, single = "", None
     try:
         single = alone(plain, whole, sharded.closed) if mapped else None
-    except NotAlone as error:
-        why = f"{error}. {_RETURN}"
+    except NotAlone as reason:
+        why = f"{reason}. {_RETURN}"
     held = single.traced if single is not None else Traced.of(plain, whole)
     one = without_constraints(held)
     results = [results_of(x) for x in (sharded, one)] if not why else []
@@ -222,11 +222,11 @@ def _rows(
     both = {x[1] for x in cuts if x[0] == "data"} & {x[1] for x in cuts if x[0] == "tokens"}
     sides = [[x for x in cuts if x[0] == side and x[1] not in both] for side in ("data", "tokens")]
     places = tuple(x[2] for side in sides for x in side if x[2] is not None) or tuple(mapped[:1])
-    for name, side in zip(("the mask's data", "the tokens"), sides, strict=True):
+    has_data = bool(set(traced.names) - set(subject.tokens(subject.batches[0])))
+    for name, side in zip(("the mask's data", "the tokens"), sides if has_data else ((), ()), strict=True):
         said = ", ".join(dict.fromkeys(f"{x[1]} at line {x[2].line}" if x[2] else x[1] for x in side))
         evidence += [f"only {name}: {said}"] if said else []
     # Without such lines, the doctor only knows that the results differ.
-    has_data = bool(set(traced.names) - set(subject.tokens(subject.batches[0])))
     more = {} if has_data and any(sides) else {"cause": _UNKNOWN, "remedy": _BISECT}
     return finding("rank-rows", what, places, evidence=tuple(evidence), **more)
 
