@@ -124,6 +124,16 @@ def used_twice() -> JaxSubject:
     return JaxSubject(score, [{"tokens": tokens(3)}], variables(), causal=True)
 
 
+def returned_too() -> JaxSubject:
+    """The caller gets the old cache as well."""
+
+    @jax.jit
+    def step(w: Any, cache: Any, token: Any) -> Any:
+        return (*decode(w, cache, token), cache)
+
+    return given(step)
+
+
 def new_weights() -> JaxSubject:
     """A training step returns new weights, which it does not write into the old ones."""
 

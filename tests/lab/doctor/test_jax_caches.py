@@ -19,6 +19,7 @@ WELL = (
     "layers_of_a_donated_cache",
     "read_only",
     "used_twice",
+    "returned_too",
     "new_weights",
 )
 

@@ -207,11 +207,11 @@ class _Shifted(Interpreter):
                 axis_names=set(params["newly_manual_axes"]),
                 check_vma=False,
             )
-            return list(run(*values))
+            return list(run(*values))  # type: ignore[no-untyped-call]
         if name in _VARYING:
             return values
         if name == "psum_invariant":
-            return list(jax.lax.psum(values, params["axes"]))
+            return list(jax.lax.psum(values, params["axes"]))  # type: ignore[no-untyped-call]
         made = bind(eqn, values)
         if (
             name == "iota"

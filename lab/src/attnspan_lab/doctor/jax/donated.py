@@ -73,8 +73,10 @@ def _name(names: Sequence[str], i: int) -> str:
 def _caches(jaxpr: Any) -> list[tuple[int, _Update]]:
     """List arguments of which a result is the updated version, with their updates."""
     found: dict[int, _Update] = {}
-    for update, var in zip(_updates(jaxpr), jaxpr.outvars, strict=True):
-        if update is None or not update.lines:
+    updates = _updates(jaxpr)
+    also = {x.argument for x in updates if x is not None and not x.lines}  # The old array is a result too.
+    for update, var in zip(updates, jaxpr.outvars, strict=True):
+        if update is None or not update.lines or update.argument in also:
             continue
         own = jaxpr.invars[update.argument].aval
         if (own.shape, own.dtype) == (var.aval.shape, var.aval.dtype) and _bytes(own) >= _LEAST:
