@@ -177,7 +177,7 @@ def _lines(here: Place | None) -> tuple[Place, ...]:
 _LOCAL_POSITIONS = """\
 The mask's positions count from 0 on each device, and the scores have keys of other devices. The mask \
 depends neither on axis_index nor on an array of another device"""
-_NOT_CAUSAL = "is_causal=True counts from 0 on each device, so pass a mask instead"
+_NOT_CAUSAL = "If you pass is_causal=True, pass a mask instead: is_causal=True counts from 0 on each device"
 _LOCAL_IDS = """\
 The mask compares only ids of this device, and the scores have keys of other devices"""
 _SEND_IDS = "Send the ids of the keys with the keys, by the same all_gather, ppermute or all_to_all"
