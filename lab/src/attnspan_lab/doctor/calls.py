@@ -24,7 +24,7 @@ from attnspan_lab.doctor.places import Place, place_here
 from attnspan_lab.doctor.remedies import arguments, distance
 from attnspan_lab.doctor.subject import Subject
 
-__all__ = ["Call", "CannotRun", "Step", "changed_tokens", "noise", "recorded", "sdpa"]
+__all__ = ["Call", "CannotRun", "Step", "changed_tokens", "copied_model", "noise", "recorded", "sdpa"]
 
 #: torch's function, which is not replaced while nn.MultiheadAttention runs.
 sdpa = F.scaled_dot_product_attention
@@ -80,6 +80,8 @@ class Call:
 Inject = Callable[[Tensor], Tensor]
 #: Computes another result of a call, or returns None to keep its result.
 Replace = Callable[[Call], Tensor | None]
+#: Calls the copy, once or several times, and returns its results.
+Run = Callable[[Subject], dict[str, Tensor]]
 
 
 @dataclass(eq=False)
@@ -108,6 +110,8 @@ class Step:
         inject: tuple[str, Inject] | None = None,
         replace: Replace | None = None,
         turn: int = 0,
+        run: Run | None = None,
+        mode: TorchFunctionMode | None = None,
     ) -> Step:
         """Run the step again with a fresh copy.
 
@@ -116,9 +120,17 @@ class Step:
             inject: Name of a module, and the change of its inputs (B, S, C).
             replace: Computes other results of calls.
             turn: The only call of the module whose inputs change, from 1. Default: all calls.
+            run: Calls the copy in another way than once with the batch.
+            mode: Watches the functions of the run.
         """
-        batch = self.batch if batch is None else batch
-        return recorded(self.subject, batch, self.lines, inject=inject, replace=replace, turn=turn)
+        options: dict[str, Any] = {
+            "inject": inject,
+            "replace": replace,
+            "turn": turn,
+            "run": run,
+            "mode": mode,
+        }
+        return recorded(self.subject, self.batch if batch is None else batch, self.lines, **options)
 
     def differs(self, other: Step) -> float:
         """Return the largest relative difference of the results."""
@@ -140,6 +152,8 @@ def recorded(
     inject: tuple[str, Inject] | None = None,
     replace: Replace | None = None,
     turn: int = 0,
+    run: Run | None = None,
+    mode: TorchFunctionMode | None = None,
 ) -> Step:
     """Run a forward pass of a copy in evaluation mode, and record its attention calls.
 
@@ -147,9 +161,7 @@ def recorded(
         CannotRun: The model cannot be copied, or raises.
     """
     try:
-        # Buffers and caches change in a step, and parameters do not.
-        shared: dict[int, Any] = {id(x): x for x in subject.model.parameters()}
-        own = dataclasses.replace(subject, model=copy.deepcopy(subject.model, shared), target="", more=[])
+        own = dataclasses.replace(subject, model=copied_model(subject.model), target="", more=[])
     except Exception as error:
         raise CannotRun(f"the model cannot be copied ({type(error).__name__})") from error
     own.model.eval()
@@ -157,14 +169,24 @@ def recorded(
     with ExitStack() as hooks, torch.no_grad(), torch.compiler.set_stance("force_eager"):
         for name, module in own.model.named_modules():
             hooks.enter_context(_hooked(record, name, module, inject, turn))
+        if mode is not None:
+            hooks.enter_context(mode)
         hooks.enter_context(record)
         try:
-            results = own.results(own.call(own.model, batch), {})
+            results = own.results(own.call(own.model, batch), {}) if run is None else run(own)
+        except CannotRun:
+            raise
         except Exception as error:
             text = (str(error).strip().splitlines() or [""])[0][:80]
             raise CannotRun(f"the model raises {type(error).__name__}: {text}") from error
     kept = {k: x.detach() for k, x in results.items()}
     return Step(subject, batch, lines, record.calls, kept, record.inputs)
+
+
+def copied_model(model: torch.nn.Module) -> torch.nn.Module:
+    """Copy a model. Buffers and caches change in a step, and parameters do not, so copies share them."""
+    shared: dict[int, Any] = {id(x): x for x in model.parameters()}
+    return copy.deepcopy(model, shared)
 
 
 @contextmanager

@@ -17,9 +17,10 @@ from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, at
 from attnspan_lab.doctor.remedies import distance
 
-__all__ = ["own_key_findings"]
+__all__ = ["SAME", "has_cache", "key_of_last", "longer", "own_key_findings"]
 
-_SAME = 1e-4
+#: Results with a larger relative difference are not equal.
+SAME = 1e-4
 
 
 def own_key_findings(step: Step, calls: list[Attention], done: set[Place]) -> Iterator[Finding]:
@@ -32,11 +33,11 @@ def own_key_findings(step: Step, calls: list[Attention], done: set[Place]) -> It
     """
     checked = set(done)
     for call in step.calls:
-        visible = visible_in(call) if _has_cache(call) else None
+        visible = visible_in(call) if has_cache(call) else None
         if call.place is None or call.place in checked or visible is None or bool(visible[:, -1].all()):
             continue
         checked.add(call.place)
-        own = _own(step, call)
+        own = key_of_last(step, call)
         if own is None or bool(visible[:, -1, own].any()):
             continue
         if (finding := _finding(step, call, own, _last(visible), calls)) is not None:
@@ -44,7 +45,8 @@ def own_key_findings(step: Step, calls: list[Attention], done: set[Place]) -> It
             yield finding
 
 
-def _has_cache(call: Call) -> bool:
+def has_cache(call: Call) -> bool:
+    """Whether a call of torch's function has more keys than queries."""
     return call.is_torchs and call.given["key"].shape[-2] > call.given["query"].shape[-2]
 
 
@@ -54,7 +56,7 @@ def _last(visible: Tensor) -> int:
     return int(shown.max()) if len(shown) else -1
 
 
-def _own(step: Step, call: Call) -> int | None:
+def key_of_last(step: Step, call: Call) -> int | None:
     """Find the key that is made from the token of the last query, by changing the token."""
     source, q_len = source_of(step, call), call.rows.shape[-2]
     if source is None or not call.is_torchs:
@@ -84,11 +86,11 @@ def _finding(step: Step, call: Call, own: int, last: int, calls: list[Attention]
     """Write the finding. A module that hides the own key from all queries does so on purpose."""
     source, k_len = source_of(step, call), call.given["key"].shape[-2]
     sizes = call.rows.shape[-2], k_len
-    others = [x for x in step.calls if source_of(step, x) == source and not _has_cache(x)]
+    others = [x for x in step.calls if source_of(step, x) == source and not has_cache(x)]
     seen = [
         bool(visible[:, -1, key].all())
         for x in others[:1]
-        if (visible := visible_in(x)) is not None and (key := _own(step, x)) is not None
+        if (visible := visible_in(x)) is not None and (key := key_of_last(step, x)) is not None
     ]
     if seen == [False]:
         return None
@@ -115,29 +117,35 @@ def _tried(step: Step, call: Call, offset: int) -> tuple[str, bool]:
     """Show the own keys, and compare with the same tokens at the front of a longer row, without the cache."""
     found = step.subject.tokens(step.batch)
     source = source_of(step, call)
-    decoded = sum(x.rows.shape[-2] for x in step.calls if source_of(step, x) == source and _has_cache(x))
+    decoded = sum(x.rows.shape[-2] for x in step.calls if source_of(step, x) == source and has_cache(x))
     if found is None or not decoded:
         return "", False
     shape = found[1].shape[:2]
 
-    def longer(x: Any) -> Any:
-        fits = isinstance(x, Tensor) and x.shape[:2] == shape
-        return torch.cat([x, x[:, -1:].expand(-1, decoded, *x.shape[2:])], 1) if fits else x
-
     def mended(other: Call) -> Tensor | None:
-        return _mended(other, offset) if other.place == call.place and _has_cache(other) else None
+        return _mended(other, offset) if other.place == call.place and has_cache(other) else None
 
-    wanted, shown = step.again(tree_map(longer, step.batch)), step.again(replace=mended)
+    wanted, shown = step.again(longer(step.batch, shape, decoded)), step.again(replace=mended)
     rows = [k for k, x in step.results.items() if x.shape[:2] == shape and k in wanted.results]
     if not rows or any(wanted.results[k].shape[1] < shape[1] for k in rows):
         return "", False
     before, after = (
         max(distance(x.results[k], wanted.results[k][:, : shape[1]]) for k in rows) for x in (step, shown)
     )
-    if not after < _SAME < before:
+    if not after < SAME < before:
         return f"with the own key visible, results differ from those without a cache by {after:.1e}", False
     text = f"with the own key visible, results differ from those without a cache by {after:.1e}"
     return f"{text} instead of {before:.1e} (relative)", True
+
+
+def longer(batch: Any, shape: Any, many: int) -> Any:
+    """Repeat the last token of a batch whose tokens have this shape (B, S)."""
+
+    def repeated(x: Any) -> Any:
+        fits = isinstance(x, Tensor) and x.shape[:2] == shape
+        return torch.cat([x, x[:, -1:].expand(-1, many, *x.shape[2:])], 1) if fits else x
+
+    return tree_map(repeated, batch)
 
 
 def _mended(call: Call, offset: int) -> Tensor | None:

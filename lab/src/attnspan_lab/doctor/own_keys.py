@@ -68,6 +68,8 @@ def _own_keys(subject: Subject, batch: Any, calls: list[Attention]) -> dict[int,
     for i, a, b in zip(numbers, own, other, strict=True):
         if a.shape != b.shape:
             return "the number of keys depends on the tokens"
+        if a.shape[-2] != calls[i].k[-2]:
+            return "the number of keys depends on earlier calls"
         differs = (a != b).flatten(0, -3).any(0).any(-1).nonzero().flatten().tolist()
         length = tokens.shape[1]
         if differs and differs[-1] - differs[0] + 1 <= length and len(differs) > length // 2:

@@ -13,6 +13,7 @@ import torch
 
 from attnspan_lab.doctor.attention import findings_of, with_caller
 from attnspan_lab.doctor.attention_call import Attention
+from attnspan_lab.doctor.calls import copied_model
 from attnspan_lab.doctor.compiler import CompilerLog, compile_error
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.dense_masks import DenseMasks
@@ -51,7 +52,7 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
     """Watch the model's eager steps."""
     del backend
     calls = largest = 0
-    masks, coverage, wiring = DenseMasks(), Coverage(), Wiring()
+    masks, coverage, wiring = DenseMasks(), Coverage(), Wiring(_unused(subject))
     seen: list[Attention] = []
 
     def tell(finding: Finding) -> None:
@@ -98,6 +99,14 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
             say(facts={"mask": picture})
     for finding in masks.findings():
         tell(finding)
+
+
+def _unused(subject: Subject) -> torch.nn.Module | None:
+    """Copy the model before its first call. None if the model cannot be copied."""
+    try:
+        return copied_model(subject.model)
+    except Exception:
+        return None
 
 
 def _sites(calls: list[Attention]) -> list[list[str]]:

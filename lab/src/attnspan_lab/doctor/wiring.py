@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from torch import nn
 
 from attnspan_lab.doctor.attention_call import Attention
 from attnspan_lab.doctor.axes import Axes
 from attnspan_lab.doctor.calls import CannotRun, Step, recorded
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.cross import cross_findings
+from attnspan_lab.doctor.decode import decode_findings
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.head_order import order_findings
 from attnspan_lab.doctor.left_padding import left_padding_findings
@@ -20,6 +23,7 @@ from attnspan_lab.doctor.padded import padding_findings
 from attnspan_lab.doctor.places import Place
 from attnspan_lab.doctor.samples import sample_findings
 from attnspan_lab.doctor.slots import slot_findings
+from attnspan_lab.doctor.state import state_findings
 from attnspan_lab.doctor.subject import Subject
 from attnspan_lab.doctor.weights import explained, softmax_findings
 
@@ -31,11 +35,13 @@ class Wiring:
     """Checks of all batches. Each line is examined until it has a finding.
 
     Attributes:
+        unused: A copy of the model that no call has changed, or None if the model cannot be copied.
         axes: The check of axes.
         done: Lines that have a finding, for each check.
         step: The step of the present batch, or None if it cannot be repeated.
     """
 
+    unused: nn.Module | None = None
     axes: Axes = field(default_factory=Axes)
     done: dict[str, set[Place]] = field(default_factory=lambda: defaultdict(set))
     step: Step | None = None
@@ -51,7 +57,7 @@ class Wiring:
         lines = {x.place for x in calls if not x.kernel and x.place is not None}
         self.step = None
         try:
-            self.step = recorded(subject, batch, lines)
+            self.step = recorded(replace(subject, model=self.unused or subject.model), batch, lines)
         except CannotRun as error:
             coverage.missed("axes", str(error))
 
@@ -83,6 +89,13 @@ class Wiring:
         checks.append(("padding", lambda: padding_findings(step, calls, coverage, padded)))
         own = self.done["causal-alignment"]
         checks.append(("own keys", lambda: own_key_findings(step, calls, own)))
+        checks.append(("state between calls", lambda: state_findings(step, coverage)))
+
+        def decoded() -> Iterator[Finding]:
+            found = done["slots"] | own | done["causality-lost"] | padded
+            return decode_findings(step, calls, coverage, explained=bool(found))
+
+        checks.append(("decode steps", decoded))
         if not leaks:
             checks.append(("left padding", lambda: left_padding_findings(step, coverage)))
         for topic, check in checks:

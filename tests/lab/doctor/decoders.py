@@ -1,0 +1,474 @@
+"""Small decoders with a cache, most of them sick, and healthy twins. The line to name ends in ``# sick``.
+
+`DECODE`, `STATE` and `CATS` have the class with the line, the sick factory and the healthy twins.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from patients import CAUSAL, DIM, HEADS, LENGTH, VOCABULARY, heads_of, tokens
+from torch import Tensor, nn
+
+SDPA = F.scaled_dot_product_attention
+Cache = list[tuple[Tensor, Tensor]]
+
+
+def turned(x: Tensor, positions: Tensor) -> Tensor:
+    """Apply rotary position embeddings to (B, H, S, D)."""
+    half = x.shape[-1] // 2
+    angle = positions[:, None] / 10 ** torch.arange(half)
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), -1)
+
+
+class Layer(nn.Module):
+    """Self-attention over cached and new keys."""
+
+    window = LENGTH
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(DIM), nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, start: int, past: Any, shown: Any = None) -> Any:
+        q, k, v = (heads_of(y) for y in self.qkv(self.norm(x)).chunk(3, -1))
+        positions = self.positions(start, x.shape[1])
+        q, k = turned(q, positions), turned(k, positions)
+        k, v = self.join(k, v, start, past)
+        out = SDPA(self.given(q), self.read(k), v, attn_mask=self.mask(start, x.shape[1], k.shape[2], shown))
+        return x + self.out(out.transpose(1, 2).flatten(2)), (k, v)
+
+    def given(self, q: Tensor) -> Tensor:
+        return q
+
+    def positions(self, start: int, many: int) -> Tensor:
+        return torch.arange(start, start + many)
+
+    def join(self, k: Tensor, v: Tensor, start: int, past: Any) -> Any:
+        if past is None:
+            return k, v
+        return torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)  # cat
+
+    def read(self, k: Tensor) -> Tensor:
+        return k
+
+    def mask(self, start: int, many: int, k_len: int, shown: Any) -> Tensor:
+        distance = torch.arange(start, start + many)[:, None] - torch.arange(k_len)
+        mask = (distance >= 0) & (distance < self.window)
+        return mask if shown is None else mask & (shown[:, None, None, :k_len] != 0) | (distance == 0)
+
+
+class Positionless(Layer):
+    def positions(self, start: int, many: int) -> Tensor:
+        return torch.arange(many)  # sick
+
+
+class WithKeysMoved(Layer):
+    """Only keys have wrong positions."""
+
+    def forward(self, x: Tensor, start: int, past: Any, shown: Any = None) -> Any:
+        q, k, v = (heads_of(y) for y in self.qkv(self.norm(x)).chunk(3, -1))
+        places = torch.arange(x.shape[1])  # sick
+        q, k = turned(q, self.positions(start, x.shape[1])), turned(k, places)
+        k, v = self.join(k, v, start, past)
+        out = SDPA(q, k, v, attn_mask=self.mask(start, x.shape[1], k.shape[2], shown))
+        return x + self.out(out.transpose(1, 2).flatten(2)), (k, v)
+
+
+class Twice(Layer):
+    """Keys of the cache have positions, and get them again."""
+
+    def join(self, k: Tensor, v: Tensor, start: int, past: Any) -> Any:
+        k, v = super().join(k, v, start, past)
+        if past is not None:
+            k = turned(k, torch.arange(k.shape[2]) * (torch.arange(k.shape[2]) < start))  # sick
+        return k, v
+
+
+class Late(Layer):
+    """Keys are cached without positions, and get them in each step."""
+
+    def forward(self, x: Tensor, start: int, past: Any, shown: Any = None) -> Any:
+        q, k, v = (heads_of(y) for y in self.qkv(self.norm(x)).chunk(3, -1))
+        k, v = self.join(k, v, start, past)
+        q, all_keys = turned(q, self.positions(start, x.shape[1])), turned(k, torch.arange(k.shape[2]))
+        out = SDPA(q, all_keys, v, attn_mask=self.mask(start, x.shape[1], k.shape[2], shown))
+        return x + self.out(out.transpose(1, 2).flatten(2)), (k, v)
+
+
+class Windowed(Layer):
+    window = 6
+
+
+class WindowForgotten(Windowed):
+    """Decode steps have no window."""
+
+    def mask(self, start: int, many: int, k_len: int, shown: Any) -> Any:
+        return super().mask(start, many, k_len, shown) if many > 1 else torch.ones(1, k_len).bool()  # sick
+
+
+class Rolling(Windowed):
+    """The cache keeps the keys of one window."""
+
+    def join(self, k: Tensor, v: Tensor, start: int, past: Any) -> Any:
+        k, v = super().join(k, v, start, past)
+        return (k[:, :, -6:], v[:, :, -6:]) if past is not None else (k, v)
+
+    def mask(self, start: int, many: int, k_len: int, shown: Any) -> Any:
+        return super().mask(start, many, k_len, shown) if many > 1 else torch.ones(1, k_len).bool()
+
+
+class PaddingForgotten(Layer):
+    def mask(self, start: int, many: int, k_len: int, shown: Any) -> Any:
+        if not start:
+            return super().mask(start, many, k_len, shown)
+        return torch.arange(start, start + many)[:, None] >= torch.arange(k_len)  # sick
+
+
+class Quantized(Layer):
+    """Keys are cached in 8 bits."""
+
+    def join(self, k: Tensor, v: Tensor, start: int, past: Any) -> Any:
+        if past is None:
+            return k, v
+        scale = past[0].abs().amax(-1, keepdim=True) / 127
+        return torch.cat([(past[0] / scale).round() * scale, k], 2), torch.cat([past[1], v], 2)
+
+
+class Static(Layer):
+    """A buffer with room for all tokens, written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(2, 2, HEADS, LENGTH, DIM // HEADS), persistent=False)
+
+    def slot(self, start: int) -> int:
+        return start
+
+    def join(self, k: Tensor, v: Tensor, start: int, past: Any) -> Any:
+        slots = torch.arange(self.slot(start), self.slot(start) + k.shape[2])
+        self.kept[:, :, :, slots] = torch.stack((k, v))  # sick
+        return self.kept[:, :, :, : start + k.shape[2]]
+
+
+class Shifted(Static):
+    """A decode step writes one slot too early."""
+
+    def slot(self, start: int) -> int:
+        return max(start - 1, 0)
+
+
+class Model(nn.Module):
+    """A decoder. Subclasses decode in other ways."""
+
+    def __init__(self, layer: Any = Layer, learned: Any = False, layers: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.place = nn.Embedding(VOCABULARY, DIM), nn.Embedding(LENGTH, DIM)
+        self.layers = nn.ModuleList([layer() for _ in range(layers)])
+        self.head, self.learned = nn.Linear(DIM, VOCABULARY), learned
+
+    def run(self, ids: Tensor, start: int, cache: Any, shown: Any = None) -> Any:
+        x, new = self.embed(ids), []
+        if self.learned:
+            x = x + self.place(self.places(start, ids.shape[1]))
+        for i, layer in enumerate(self.layers):
+            x, kept = layer(x, start, cache[i] if cache else None, shown)
+            new.append(kept)
+        return self.head(x), new
+
+    def places(self, start: int, many: int) -> Tensor:
+        return torch.arange(start, start + many)
+
+
+class ByArgument(Model):
+    """The caller passes the cache, and gets the new one."""
+
+    def forward(self, input_ids: Tensor, cache: Any = None, attention_mask: Any = None) -> Any:
+        start = cache[0][0].shape[2] if cache else 0
+        return self.run(input_ids, start, cache, attention_mask)
+
+
+class CountingWindows(ByArgument):
+    """The cache keeps one window of keys, and the number of tokens."""
+
+    def forward(self, input_ids: Tensor, past_key_values: Any = None, use_cache: bool = False) -> Any:
+        start, cache = past_key_values or (0, None)
+        logits, new = self.run(input_ids, start, cache)
+        out = {"logits": logits}
+        return out | {"past_key_values": (start + input_ids.shape[1], new)} if use_cache else out
+
+
+class ByStart(Model):
+    """The caller passes the number of cached tokens."""
+
+    def forward(self, input_ids: Tensor, start_pos: int = 0) -> Tensor:
+        return self.run(input_ids, start_pos, None)[0]
+
+
+class ByPosition(Model):
+    """The caller passes positions."""
+
+    def forward(self, input_ids: Tensor, input_pos: Tensor) -> Tensor:
+        return self.run(input_ids, int(input_pos[0]), None)[0]
+
+
+class Inside(Model):
+    """Prefills and decodes in one forward pass."""
+
+    chunks = (LENGTH - 3, 1, 1, 1)
+
+    def sizes(self, length: int) -> tuple[int, ...]:
+        return length - 3, 1, 1, 1
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        found, cache, start = [], None, 0
+        for size in self.sizes(input_ids.shape[1]):
+            out, cache = self.run(input_ids[:, start : start + size], start, cache)
+            found.append(out)
+            start += size
+        return torch.cat(found, 1)
+
+
+class Restarting(Inside):
+    """Learned positions start at 0 in each step."""
+
+    def places(self, start: int, many: int) -> Tensor:
+        return torch.arange(many)  # sick
+
+
+class Chunked(Inside):
+    def sizes(self, length: int) -> tuple[int, ...]:
+        return length // 2, length // 2 - 2, 1, 1
+
+
+class Reordered(Inside):
+    """Samples change places before the steps."""
+
+    both = False
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        size = input_ids.shape[1] - 3
+        out, cache = self.run(input_ids[:, :size], 0, None)
+        if self.both:
+            cache = [(k.flip(0), v.flip(0)) for k, v in cache]
+        steps = []
+        for i in range(size, input_ids.shape[1]):
+            step, cache = self.run(input_ids.flip(0)[:, i : i + 1], i, cache)
+            steps.append(step)
+        return torch.cat([out, *steps], 1)
+
+
+class ReorderedBoth(Reordered):
+    both = True
+
+
+class Generating(Inside):
+    """Decodes its own tokens."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        out, cache = self.run(input_ids, 0, None)
+        found = [out]
+        for i in range(2):
+            ids = found[-1][:, -1:].argmax(-1)
+            step, cache = self.run(ids, input_ids.shape[1] + i, cache)
+            found.append(step)
+        return torch.cat(found, 1)
+
+
+def made(model: Any, layer: Any = Layer, learned: bool = False, **more: Any) -> Any:
+    return lambda: (model(layer, learned).requires_grad_(False), tokens(**more), CAUSAL)
+
+
+_LEFT = torch.stack([torch.arange(LENGTH) >= 6, torch.ones(LENGTH)]).long()
+_INDEX = torch.arange(LENGTH)
+DECODE: dict[str, tuple[Any, Any, str, tuple[Any, ...]]] = {
+    "positions by an argument": (
+        Positionless.positions,
+        made(ByArgument, Positionless),
+        "torch.arange(past",
+        (made(ByArgument),),
+    ),
+    "positions inside": (
+        Restarting.places,
+        made(Restarting, learned=True),
+        "torch.arange(past",
+        (made(Inside, learned=True),),
+    ),
+    "positions of keys": (
+        WithKeysMoved.forward,
+        made(ByArgument, WithKeysMoved),
+        "torch.arange(past",
+        (made(Inside),),
+    ),
+    "turned twice": (Twice.join, made(ByArgument, Twice), "before you write", (made(ByArgument, Late),)),
+    "turned twice inside": (Twice.join, made(Inside, Twice), "before you write", (made(Inside, Late),)),
+    "wrong slot": (Static.join, made(ByStart, Shifted), "torch.arange(past", (made(ByStart, Static),)),
+    "wrong slot by positions": (
+        Static.join,
+        made(ByPosition, Shifted, input_pos=_INDEX),
+        "torch.arange(past",
+        (made(ByPosition, Static, input_pos=_INDEX),),
+    ),
+    "window forgotten": (
+        WindowForgotten.mask,
+        made(ByArgument, WindowForgotten),
+        "the same window",
+        (made(ByArgument, Windowed), made(CountingWindows, Rolling)),
+    ),
+    "padding forgotten": (
+        PaddingForgotten.mask,
+        made(ByArgument, PaddingForgotten, attention_mask=_LEFT),
+        "the same window and padding",
+        (made(ByArgument, attention_mask=_LEFT),),
+    ),
+    "reordered": (Layer.join, made(Reordered), "index_select", (made(ReorderedBoth),)),
+}
+#: Other healthy decoders.
+WELL = {
+    "chunked": made(Chunked),
+    "quantized": made(ByArgument, Quantized),
+    "static inside": made(Inside, Static),
+}
+#: Decoders that cannot be compared, with a part of the reason.
+UNCOMPARED = {
+    "generating": (made(Generating), "tokens that are not in the batch"),
+    "short": (made(ByArgument, lengths=(2,)), "less than three tokens"),
+}
+
+
+# State between calls
+
+
+class Kept(nn.Module):
+    """A block that sees keys of earlier calls."""
+
+    def __init__(self, _: Any = None) -> None:
+        super().__init__()
+        self.qkv, self.cache = nn.Linear(DIM, 3 * DIM), None
+        self.lists: dict[str, Tensor] = {}
+        self.register_buffer("mean", torch.zeros(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (heads_of(y) for y in self.qkv(self.state(x)).chunk(3, -1))
+        out = SDPA(q, *self.keys(k, v))
+        return x + out.transpose(1, 2).flatten(2)
+
+    def state(self, x: Tensor) -> Tensor:
+        return x
+
+    def keys(self, k: Tensor, v: Tensor) -> Any:
+        return k, v
+
+
+class Growing(Kept):
+    """The cache is never emptied."""
+
+    def keys(self, k: Tensor, v: Tensor) -> Any:
+        if self.cache is not None:
+            k, v = (torch.cat(x, 2) for x in zip(self.cache, (k, v), strict=True))
+        self.cache = k, v  # sick
+        return k, v
+
+
+class Emptied(Growing):
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache = None
+        return super().forward(x)
+
+
+class Resettable(Growing):
+    def reset_cache(self) -> None:
+        self.cache = None
+
+
+class FirstKeys(Kept):
+    """Keys of the first call stay in a dict."""
+
+    def keys(self, k: Tensor, v: Tensor) -> Any:
+        if "k" not in self.lists:
+            self.lists["k"] = k  # sick
+        return self.lists["k"], v
+
+
+class Averaging(Kept):
+    """A running mean that evaluation updates too."""
+
+    updates = True
+
+    def state(self, x: Tensor) -> Tensor:
+        if self.updates or self.training:
+            self.mean.lerp_(x.detach().mean((0, 1)), 0.1)  # sick
+        return x - self.mean
+
+
+class AveragingInTraining(Averaging):
+    updates = False
+
+
+class Stack(nn.Module):
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.block, self.head = nn.Embedding(VOCABULARY, DIM), block(), nn.Linear(DIM, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.block(self.embed(input_ids)))
+
+
+class FirstLength(Kept):
+    """Keeps the first keys only as a number of calls that nothing uses."""
+
+    calls = 0
+
+    def state(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+
+def stacked(block: Any) -> Any:
+    return lambda: (Stack(block).requires_grad_(False), tokens(), {})
+
+
+STATE: dict[str, tuple[Any, str, Any, tuple[Any, ...]]] = {
+    "growing cache": (Growing.keys, "cache", stacked(Growing), (stacked(Emptied), stacked(Kept))),
+    "first keys": (FirstKeys.keys, "lists", stacked(FirstKeys), (stacked(FirstLength),)),
+    "running mean": (Averaging.state, "mean", stacked(Averaging), (stacked(AveragingInTraining),)),
+}
+
+
+# Caches that grow by a copy
+
+
+class WithPicture(Static):
+    """Keys of the tokens, and keys of a picture that each step computes."""
+
+    def join(self, k: Tensor, v: Tensor, start: int, past: Any) -> Any:
+        picture = self.out.weight.unflatten(-1, (HEADS, -1)).transpose(0, 1)[None].expand(len(k), -1, -1, -1)
+        k, v = super().join(k, v, start, past)
+        return torch.cat([k, picture * 0.5], 2), torch.cat([v, picture * 0.5], 2)
+
+    def mask(self, start: int, many: int, k_len: int, shown: Any) -> Tensor:
+        mask = super().mask(start, many, k_len - DIM, shown)
+        return torch.cat([mask, mask.new_ones(many, DIM)], 1)
+
+
+class Stacked(Layer):
+    """Joins both at once."""
+
+    def join(self, k: Tensor, v: Tensor, start: int, past: Any) -> Any:
+        new = torch.stack([k, v])
+        new = new if past is None else torch.cat([torch.stack(past), new], -2)  # cat
+        return new[0], new[1]
+
+
+CATS: dict[str, tuple[Any, Any, tuple[Any, ...]]] = {
+    "by an argument": (Layer.join, made(ByArgument), (made(ByStart, Static),)),
+    "inside": (Layer.join, made(Inside), (made(Inside, Static),)),
+    "stacked": (Stacked.join, made(ByArgument, Stacked), (made(ByPosition, Static, input_pos=_INDEX),)),
+}
+#: A joint sequence of this step's tensors is no cache.
+JOINT = made(ByStart, WithPicture)
