@@ -3,6 +3,9 @@
 `DECODE`, `STATE` and `CATS` have the class with the line, the sick factory and the healthy twins.
 """
 
+# ruff: noqa: ARG002
+# Methods of one name take the same arguments in all decoders.
+
 from __future__ import annotations
 
 from typing import Any
@@ -21,7 +24,7 @@ def turned(x: Tensor, positions: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     angle = positions[:, None] / 10 ** torch.arange(half)
     a, b = x.chunk(2, -1)
-    return torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), -1)
+    return torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), -1).to(x)
 
 
 class Layer(nn.Module):
@@ -38,11 +41,8 @@ class Layer(nn.Module):
         positions = self.positions(start, x.shape[1])
         q, k = turned(q, positions), turned(k, positions)
         k, v = self.join(k, v, start, past)
-        out = SDPA(self.given(q), self.read(k), v, attn_mask=self.mask(start, x.shape[1], k.shape[2], shown))
+        out = SDPA(q, k, v, attn_mask=self.mask(start, x.shape[1], k.shape[2], shown))
         return x + self.out(out.transpose(1, 2).flatten(2)), (k, v)
-
-    def given(self, q: Tensor) -> Tensor:
-        return q
 
     def positions(self, start: int, many: int) -> Tensor:
         return torch.arange(start, start + many)
@@ -51,9 +51,6 @@ class Layer(nn.Module):
         if past is None:
             return k, v
         return torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)  # cat
-
-    def read(self, k: Tensor) -> Tensor:
-        return k
 
     def mask(self, start: int, many: int, k_len: int, shown: Any) -> Tensor:
         distance = torch.arange(start, start + many)[:, None] - torch.arange(k_len)
@@ -86,6 +83,24 @@ class Twice(Layer):
         if past is not None:
             k = turned(k, torch.arange(k.shape[2]) * (torch.arange(k.shape[2]) < start))  # sick
         return k, v
+
+
+class Written(Layer):
+    """Attention that is written out."""
+
+    def forward(self, x: Tensor, start: int, past: Any, shown: Any = None) -> Any:
+        q, k, v = (heads_of(y) for y in self.qkv(self.norm(x)).chunk(3, -1))
+        positions = self.positions(start, x.shape[1])
+        q, k = turned(q, positions), turned(k, positions)
+        k, v = self.join(k, v, start, past)
+        scores = q @ k.mT / 8**0.5
+        scores = scores.masked_fill(~self.mask(start, x.shape[1], k.shape[2], shown), -torch.inf)
+        return x + self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)), (k, v)  # softmax
+
+
+class WrittenPositionless(Written):
+    def positions(self, start: int, many: int) -> Tensor:
+        return torch.arange(many)  # sick
 
 
 class Late(Layer):
@@ -219,8 +234,6 @@ class ByPosition(Model):
 class Inside(Model):
     """Prefills and decodes in one forward pass."""
 
-    chunks = (LENGTH - 3, 1, 1, 1)
-
     def sizes(self, length: int) -> tuple[int, ...]:
         return length - 3, 1, 1, 1
 
@@ -283,6 +296,10 @@ def made(model: Any, layer: Any = Layer, learned: bool = False, **more: Any) -> 
     return lambda: (model(layer, learned).requires_grad_(False), tokens(**more), CAUSAL)
 
 
+def decoder() -> Any:
+    return ByArgument().requires_grad_(False)
+
+
 _LEFT = torch.stack([torch.arange(LENGTH) >= 6, torch.ones(LENGTH)]).long()
 _INDEX = torch.arange(LENGTH)
 DECODE: dict[str, tuple[Any, Any, str, tuple[Any, ...]]] = {
@@ -327,11 +344,14 @@ DECODE: dict[str, tuple[Any, Any, str, tuple[Any, ...]]] = {
     ),
     "reordered": (Layer.join, made(Reordered), "index_select", (made(ReorderedBoth),)),
 }
+#: Attention that is written out. The doctor needs a watched step to find its softmax.
+WRITTEN = (WrittenPositionless.positions, made(ByArgument, WrittenPositionless), made(ByArgument, Written))
 #: Other healthy decoders.
 WELL = {
     "chunked": made(Chunked),
     "quantized": made(ByArgument, Quantized),
     "static inside": made(Inside, Static),
+    "in half precision": lambda: (decoder().bfloat16(), tokens(), CAUSAL),
 }
 #: Decoders that cannot be compared, with a part of the reason.
 UNCOMPARED = {
@@ -394,6 +414,14 @@ class FirstKeys(Kept):
         return self.lists["k"], v
 
 
+class Listed(Kept):
+    """A mutable default argument keeps keys of all calls."""
+
+    def keys(self, k: Tensor, v: Tensor, seen: list[Tensor] = []) -> Any:  # noqa: B006
+        seen.append(k)  # sick
+        return torch.cat(seen, 2), torch.cat([v] * len(seen), 2)
+
+
 class Averaging(Kept):
     """A running mean that evaluation updates too."""
 
@@ -436,6 +464,7 @@ def stacked(block: Any) -> Any:
 STATE: dict[str, tuple[Any, str, Any, tuple[Any, ...]]] = {
     "growing cache": (Growing.keys, "cache", stacked(Growing), (stacked(Emptied), stacked(Kept))),
     "first keys": (FirstKeys.keys, "lists", stacked(FirstKeys), (stacked(FirstLength),)),
+    "default argument": (Listed.keys, "argument seen", stacked(Listed), (stacked(Kept),)),
     "running mean": (Averaging.state, "mean", stacked(Averaging), (stacked(AveragingInTraining),)),
 }
 
@@ -460,6 +489,7 @@ class Stacked(Layer):
     """Joins both at once."""
 
     def join(self, k: Tensor, v: Tensor, start: int, past: Any) -> Any:
+        del start
         new = torch.stack([k, v])
         new = new if past is None else torch.cat([torch.stack(past), new], -2)  # cat
         return new[0], new[1]

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import causes
+import decoders
 import missed
 import patients
 import torch
@@ -437,6 +438,19 @@ SYNC = {
 }
 for name, (sick, well) in SYNC.items():
     remedied("sync", name, sick, "Keep the value in a tensor", model_of(well))
+
+
+# Decoding
+
+_POSITIONS, _STATE, _CAT = (
+    decoders.DECODE["positions inside"],
+    decoders.STATE["growing cache"],
+    decoders.CATS["inside"],
+)
+_PREFILL = decoders.made(decoders.ByArgument, learned=True)
+remedied("decode", "positions", _POSITIONS[1], "torch.arange(past", _POSITIONS[3][0], _PREFILL)
+remedied("state", "cache", _STATE[2], "Empty it at the start", _STATE[3][0], decoders.stacked(decoders.Kept))
+remedied("cache-cat", "cache", _CAT[1], "write in place", _CAT[2][0])
 
 
 # The compiler

@@ -15,20 +15,24 @@ from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.cross import visible_in
 from attnspan_lab.doctor.decoding import Runs, runs_of, starts
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.lineage import Attend, Node, backwards, cache_of, origin
+from attnspan_lab.doctor.lineage import Attend, Node, apart, backwards, cache_of, origin
 from attnspan_lab.doctor.own_key import SAME
 from attnspan_lab.doctor.places import Place, at
 from attnspan_lab.doctor.remedies import distance
 
 __all__ = ["decode_findings"]
 
-_TOPIC = "decode steps"
+_TOPIC = "decoding"
 _ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 #: Largest error of an entry of a quantized key, relative to the key's largest entry: 4 bits have 1 / 14.
 _QUANTIZED = 0.1
 _POSITIONS = (
     "The line counts positions from the first token of each call, so a decode step has other positions",
     "Count positions from the number of cached tokens: torch.arange(past, past + n) for n new tokens",
+)
+_OTHER_POSITIONS = (
+    "The line gives the token another position than the prefill does",
+    "Count all tokens so far for positions: torch.arange(past, past + n) for n new tokens",
 )
 _STATE = (
     "The line needs earlier tokens, and a decode step does not have them",
@@ -280,14 +284,14 @@ def _explained(runs: Runs, found: _Difference) -> tuple[Place | None, tuple[str,
     start = 0 if before is None else before.order
     cache = cache_of(made.key, start)
     if found.kind == "query":
-        return _of_token(origin(made.query, wanted.query, tokens, sizes))
+        return _of_token(origin(made.query, wanted.query, tokens, sizes), tokens, sizes)
     if found.kind == "own":
         new = cache.inputs[-1] if cache is not None else made.key
         other = cache_of(wanted.key, 0)
-        first = origin(new, other.inputs[-1] if other is not None else wanted.key, tokens, sizes)
+        first, same = origin(new, other.inputs[-1] if other is not None else wanted.key, tokens, sizes)
         if cache is not None and first is new and first.name == "":
             return cache.place, _LOST
-        return _of_token(first)
+        return _of_token((first, same), tokens, sizes)
     if found.kind == "older":
         if found.other_rows:
             return (cache.place if cache else call.place), _OTHERS
@@ -299,9 +303,15 @@ def _explained(runs: Runs, found: _Difference) -> tuple[Place | None, tuple[str,
     return call.place, _CALL
 
 
-def _of_token(node: Node) -> tuple[Place | None, tuple[str, str]]:
-    floats = [x for x in node.inputs if x.name and x.value.is_floating_point()]
-    return node.place, _STATE if floats and node.name != "__getitem__" else _POSITIONS
+def _of_token(
+    nodes: tuple[Node, Node], tokens: tuple[int, int], sizes: tuple[int, int]
+) -> tuple[Place | None, tuple[str, str]]:
+    """Explain the first function whose result for a token differs."""
+    node, other = nodes
+    if any(x.name and x.value.is_floating_point() for x in node.inputs) and node.name != "__getitem__":
+        return node.place, _STATE
+    again = apart(node.value, other.value, (tokens[0], tokens[0]), sizes) is False
+    return node.place, _POSITIONS if again else _OTHER_POSITIONS
 
 
 def _holds(cache: Node, wanted: Attend, key: int) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
 import itertools
@@ -18,9 +17,9 @@ from attnspan_lab.doctor.calls import Call, CannotRun, Replace, Run, Step
 from attnspan_lab.doctor.cross import visible_in
 from attnspan_lab.doctor.lineage import Lineage
 from attnspan_lab.doctor.own_key import has_cache, key_of_last, longer
-from attnspan_lab.doctor.subject import Subject
+from attnspan_lab.doctor.subject import Subject, copied
 
-__all__ = ["Runs", "fresh", "runs_of", "starts"]
+__all__ = ["Runs", "runs_of", "starts"]
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "past", "kv_cache", "caches", "cache")
 _STARTS, _POSITIONS = ("start_pos", "offset"), ("input_pos", "cache_position")
@@ -127,9 +126,7 @@ def _inside(step: Step, lengths: list[int], shape: Any) -> Runs:
     """Compare with a longer row, whose prefill has all tokens. Or decode the tokens of this row's prefill."""
     first, length = lengths[0], sum(lengths)
     named, why = _named(step.subject, step.batch), ""
-    cut = _part(named, shape, 0, first)
-    more = longer(named, shape, max(length - first, length))
-    pairs = [(cut, named), (named, longer(named, shape, length - first)), (named, more)]
+    pairs = [(_part(named, shape, 0, first), named), (named, longer(named, shape, length))]
     for short, long in pairs if 2 * first > length else pairs[1:]:
         try:
             return _runs(step, short, long, "in one forward pass")
@@ -153,7 +150,7 @@ def _runs(step: Step, short: Any, long: Any, how: str, drive: Drive | None = Non
         groups = [steps.calls[i:j] for i, j in itertools.pairwise(edges)]
     else:
         lengths = [x[0].rows.shape[-2] for x in groups]
-    whole = step.again(fresh(long), mode=wanted)
+    whole = step.again(long, mode=wanted)
     first = whole.calls if drive is not None else next(iter(_groups(whole.calls)), [])
     if len(groups) < 2 or not first or {len(x) for x in groups} != {len(first)}:
         raise CannotRun("the attention calls of prefill and decode steps differ in number")
@@ -181,7 +178,7 @@ def _driven(step: Step, names: list[str], shape: Any) -> Runs | None:
 
     def drive(own: Subject, called: Callable[[int], None]) -> dict[str, Tensor]:
         found: list[dict[str, Tensor]] = []
-        kept: dict[str, Any] = fresh({k: named[k] for k in _CACHES if named.get(k) is not None})
+        kept: dict[str, Any] = tree_map(copied, {k: named[k] for k in _CACHES if named.get(k) is not None})
         stops = [length - steps, *range(length - steps + 1, length + 1)]
         for start, stop in zip([0, *stops], stops, strict=False):
             batch = _part({k: x for k, x in named.items() if k not in kept}, shape, start, stop)
@@ -264,15 +261,6 @@ def _part(batch: Mapping[str, Any], shape: Any, start: int, stop: int) -> dict[s
         else:
             found[name] = x
     return found
-
-
-def fresh(batch: Any) -> Any:
-    """Copy caches of a batch, which a run writes to."""
-
-    def copied(x: Any) -> Any:
-        return x.clone() if isinstance(x, Tensor) else copy.deepcopy(x)
-
-    return tree_map(copied, batch)
 
 
 def starts(runs: Runs) -> Iterator[tuple[int, int]]:

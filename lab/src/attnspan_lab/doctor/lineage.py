@@ -164,22 +164,23 @@ def apart(x: Tensor, y: Tensor, at: tuple[int, int], sizes: tuple[int, int]) -> 
         if a % sizes[0] or b % sizes[1] or a // sizes[0] != b // sizes[1]:
             return None  # The dim is neither the tokens nor the tokens of all samples.
         x, y = (
-            z.unflatten(dim, (-1, n)).select(dim + 1, i) for z, n, i in zip((x, y), sizes, at, strict=True)
+            z.reshape(*z.shape[:dim], -1, n, *z.shape[dim + 1 :]).select(dim + 1, i)
+            for z, n, i in zip((x, y), sizes, at, strict=True)
         )
     if not x.is_floating_point():
         return not torch.equal(x, y)
     return bool((x - y).abs().nan_to_num().max() > 1e-4 * y.abs().nan_to_num().max()) if x.numel() else False
 
 
-def origin(one: Node, other: Node, at: tuple[int, int], sizes: tuple[int, int]) -> Node:
-    """Find the first function whose result for a token differs in two runs, behind equal inputs."""
+def origin(one: Node, other: Node, at: tuple[int, int], sizes: tuple[int, int]) -> tuple[Node, Node]:
+    """Find the first function whose result for a token differs in two runs, behind equal inputs, in both."""
     while one.name == other.name:
         pairs = list(zip(one.inputs, other.inputs, strict=False))
         found = next((x for x in pairs if apart(x[0].value, x[1].value, at, sizes)), None)
         if found is None:
             break
         one, other = found
-    return one
+    return one, other
 
 
 def cache_of(node: Node, start: int) -> Node | None:
@@ -214,11 +215,13 @@ def _joins(node: Node, start: int) -> bool:
 
 
 def _age(node: Node, start: int, known: dict[Node, str]) -> str:
-    """Say whether a tensor comes only from an earlier step ("old"), also from this step, or from neither."""
-    if node.order <= start or not node.inputs:
-        return ("old" if node.name else "constant") if node.order <= start else "new"
+    """Say whether a tensor comes from an earlier step ("old"), from this step ("new"), or is a "constant"."""
+    if node.order <= start:
+        # The doctor copies the batch at the start of a run. Integers are tokens and positions.
+        is_old = node.name not in ("", "clone") and node.value.is_floating_point()
+        return "old" if is_old else "constant"
     if node not in known:
         known[node] = "new"
         ages = {_age(x, start, known) for x in node.inputs}
-        known[node] = "new" if "new" in ages else "old" if "old" in ages else "constant"
+        known[node] = "old" if "old" in ages and "new" not in ages else "new"
     return known[node]

@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from attnspan_lab.doctor.calls import Step, changed_tokens
 from attnspan_lab.doctor.coverage import Coverage
-from attnspan_lab.doctor.decoding import fresh
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.lineage import Lineage
 from attnspan_lab.doctor.operators import storage
@@ -27,12 +25,16 @@ from attnspan_lab.doctor.subject import Subject
 
 __all__ = ["state_findings"]
 
-_TOPIC = "state between calls"
+_TOPIC = "state"
 _ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _OF_MODULE = {*vars(nn.Module()), "_buffers"}
-_PLAIN = (Tensor, int, float, str, list, dict, type(None))
 _RESET = re.compile(r"^(reset|clear|empty|flush)")
-_TAKES = re.compile(r"=(?!=)|\.(append|extend|update|insert|setdefault)\(")
+#: Code behind the name of a list, a dict or a number that changes it.
+_CHANGES = r"(\[[^=]*\]\s*=(?!=)|\.(append|extend|update|insert|setdefault)\(|\s*[-+*/|]=)"
+
+
+#: Stands for the value of an attribute that a call makes.
+_ABSENT = "not set"
 
 
 @dataclass(eq=False)
@@ -48,10 +50,13 @@ class _Slot:
 
     @property
     def now(self) -> Any:
-        return self.space.get(self.key) if hasattr(self.space, "get") else self.space[self.key]
+        return self.space.get(self.key, _ABSENT) if hasattr(self.space, "get") else self.space[self.key]
 
     def restore(self) -> None:
         """Give the variable its contents before the first call, in place where other code may hold it."""
+        if self.kept is _ABSENT:
+            self.space.pop(self.key, None)
+            return
         kept, value = copy.deepcopy(self.kept), self.value
         if isinstance(value, Tensor) and isinstance(kept, Tensor) and value.shape == kept.shape:
             value.copy_(kept)
@@ -64,7 +69,7 @@ class _Slot:
             value = kept
         if isinstance(self.space, dict):
             self.space[self.key] = value
-        elif inspect.isclass(self.owner):
+        elif isinstance(self.key, str):
             setattr(self.owner, self.key, value)
 
 
@@ -89,7 +94,7 @@ def state_findings(step: Step, coverage: Coverage) -> Iterator[Finding]:
 def _examined(own: Subject, step: Step, lineage: Lineage, coverage: Coverage) -> Iterator[Finding]:
     def results(batch: Any) -> dict[str, Tensor]:
         torch.manual_seed(0)
-        return {k: x.detach().clone() for k, x in own.results(own.call(own.model, fresh(batch)), {}).items()}
+        return {k: x.detach().clone() for k, x in own.results(own.call(own.model, batch), {}).items()}
 
     slots = _slots(own.model)
     with _assignments() as assigned:
@@ -98,6 +103,9 @@ def _examined(own: Subject, step: Step, lineage: Lineage, coverage: Coverage) ->
     if not _apart(again, step.results):
         coverage.made(_TOPIC, "a batch gives the same results behind another batch")
         return
+    known = {(id(x.space), x.key) for x in slots}
+    made = [x for x in _variables(own.model) if (id(x[2]), x[3]) not in known and isinstance(x[1], nn.Module)]
+    slots += [_Slot(*x, _ABSENT, _ABSENT) for x in made]
     changed = [x for x in slots if not _same(x.kept, x.now)]
 
     def restored(some: list[_Slot]) -> dict[str, Tensor]:
@@ -169,9 +177,11 @@ def _variables(model: nn.Module) -> Iterator[tuple[str, Any, Any, Any]]:
             if not key.startswith("__") and isinstance(x, (Tensor, list, dict)):
                 yield f"{kind.__name__}.{key}", kind, vars(kind), key
             if inspect.isfunction(x):
-                for i, y in enumerate(x.__defaults__ or ()):
+                defaults = x.__defaults__ or ()
+                names = x.__code__.co_varnames[: x.__code__.co_argcount][-len(defaults) :]
+                for i, (name, y) in enumerate(zip(names, defaults, strict=False)):
                     if isinstance(y, (Tensor, list, dict)):
-                        yield f"the default argument {i} of {key}", kind, x.__defaults__, i
+                        yield f"{key}'s default argument {name}", kind, defaults, i
                 used = (
                     n for n in x.__code__.co_names if isinstance(x.__globals__.get(n), (Tensor, list, dict))
                 )
@@ -222,17 +232,16 @@ def _place(slot: _Slot, lineage: Lineage, assigned: dict[tuple[int, str], Place 
         write = lineage.writes.get(storage(slot.value))
         return None if write is None else write.place
     kind = slot.owner if inspect.isclass(slot.owner) else type(slot.owner)
-    key = slot.key if isinstance(slot.key, str) else ""
-    for of in kind.__mro__ if key else ():
-        try:
-            lines, first = inspect.getsourcelines(of)
-        except (TypeError, OSError):
+    name = slot.name.split()[-1] if " " in slot.name else str(slot.key)
+    written = re.compile(rf"\b{re.escape(name)}{_CHANGES}")
+    for of in kind.__mro__:
+        if not _is_users(of):
             continue
-        for i, line in enumerate(lines):
-            if re.search(rf"\b{key}\b", line) and _TAKES.search(line) and f"{key} = " not in line:
-                return Place(inspect.getfile(of), first + i)
-    made = [lineage.nodes[id(x)].place for x in tree_leaves(slot.now) if id(x) in lineage.nodes]
-    return made[-1] if made else None
+        lines, first = inspect.getsourcelines(of)
+        number = next((i for i, line in enumerate(lines) if written.search(line)), None)
+        if number is not None:
+            return Place(inspect.getfile(of), first + number)
+    return None
 
 
 def _finding(
@@ -258,4 +267,4 @@ def _said(value: Any) -> str:
         return f"a tensor {tuple(value.shape)}"
     if isinstance(value, (list, dict)):
         return f"a {type(value).__name__} of {len(value)}"
-    return repr(value)[:40]
+    return value if value is _ABSENT else repr(value)[:40]

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from attnspan_lab.doctor.declared import Declared, declared
+from attnspan_lab.doctor.places import is_users
 from attnspan_lab.doctor.unfit import Unfit, require
 from attnspan_lab.zoo.step import objective, results_of
 
-__all__ = ["MOST_BATCHES", "Subject", "load"]
+__all__ = ["MOST_BATCHES", "Subject", "copied", "load"]
 
 #: Maximum number of batches: more than the compiler's default limit of recompilations.
 MOST_BATCHES = 12
@@ -60,7 +61,7 @@ class Subject:
 
     def call(self, model: Callable[..., Any], batch: Any) -> Any:
         """Call the model with a copy of a batch."""
-        batch = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, batch)
+        batch = tree_map(copied, batch)
         if isinstance(batch, Mapping):
             return model(**batch)
         return model(*batch) if isinstance(batch, Sequence) else model(batch)
@@ -167,6 +168,25 @@ class Subject:
             config, "is_encoder_decoder", False
         )
         return decoder or "CausalLM" in type(self.model).__name__
+
+
+def copied(x: Any) -> Any:
+    """Copy a tensor or a cache of a batch, which a call may change."""
+    if isinstance(x, Tensor):
+        return x.clone()
+    if not isinstance(x, nn.Module) and not (hasattr(x, "__dict__") and _is_users(type(x))):
+        return x
+    try:
+        return copy.deepcopy(x)
+    except Exception:  # The object cannot be copied, so the call gets it as it is.
+        return x
+
+
+def _is_users(kind: type) -> bool:
+    try:
+        return is_users(inspect.getfile(kind))
+    except (TypeError, OSError):
+        return False
 
 
 def _listed(batch: Any) -> list[Any]:

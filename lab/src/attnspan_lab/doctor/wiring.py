@@ -89,13 +89,13 @@ class Wiring:
         checks.append(("padding", lambda: padding_findings(step, calls, coverage, padded)))
         own = self.done["causal-alignment"]
         checks.append(("own keys", lambda: own_key_findings(step, calls, own)))
-        checks.append(("state between calls", lambda: state_findings(step, coverage)))
+        checks.append(("state", lambda: state_findings(step, coverage)))
 
         def decoded() -> Iterator[Finding]:
             found = done["slots"] | own | done["causality-lost"] | padded
             return decode_findings(step, calls, coverage, explained=bool(found))
 
-        checks.append(("decode steps", decoded))
+        checks.append(("decoding", decoded))
         if not leaks:
             checks.append(("left padding", lambda: left_padding_findings(step, coverage)))
         for topic, check in checks:
