@@ -153,6 +153,25 @@ class Quantized(Layer):
         return torch.cat([(past[0] / scale).round() * scale, k], 2), torch.cat([past[1], v], 2)
 
 
+class Larger(Layer):
+    """New keys of a decode step are larger by 2 %: less than rounding to 4 bits, and no rounding."""
+
+    def join(self, k: Tensor, v: Tensor, start: int, past: Any) -> Any:
+        if past is not None:
+            k = k * 1.02  # sick
+        return super().join(k, v, start, past)
+
+
+class Sharper(Layer):
+    """Only the values of decode steps are larger."""
+
+    def join(self, k: Tensor, v: Tensor, start: int, past: Any) -> Any:
+        if past is None:
+            return k, v
+        k = torch.cat([past[0], k], 2)
+        return k, torch.cat([past[1], v * 1.05], 2)  # sick
+
+
 class Static(Layer):
     """A buffer with room for all tokens, written in place."""
 
@@ -342,6 +361,8 @@ DECODE: dict[str, tuple[Any, Any, str, tuple[Any, ...]]] = {
         "the same window and padding",
         (made(ByArgument, attention_mask=_LEFT),),
     ),
+    "larger keys": (Larger.join, made(ByArgument, Larger), "the same arguments", (made(ByArgument),)),
+    "larger values": (Sharper.join, made(ByArgument, Sharper), "Write values", (made(ByArgument),)),
     "reordered": (Layer.join, made(Reordered), "index_select", (made(ReorderedBoth),)),
 }
 #: Attention that is written out. The doctor needs a watched step to find its softmax.

@@ -30,7 +30,7 @@ def checked(factory: Any) -> tuple[dict[str, Finding], dict[str, Any]]:
     """Findings of these two checks alone by kind, and what was checked. A whole examination takes longer."""
     subject, coverage = Subject(*factory()), Coverage()
     step = recorded(subject, subject.batches[0], ())
-    found = [*state_findings(step, coverage), *decode_findings(step, [], coverage, explained=False)]
+    found = [*state_findings(step, coverage), *decode_findings(step, coverage, explained=False)]
     assert len({x.kind for x in found}) == len(found)
     return {x.kind: x for x in found}, coverage.facts
 

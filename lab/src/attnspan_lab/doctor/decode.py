@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnspan_lab.doctor.attention_call import Attention
 from attnspan_lab.doctor.cache_cat import cat_findings
 from attnspan_lab.doctor.calls import Call, CannotRun, Step
 from attnspan_lab.doctor.coverage import Coverage
@@ -26,6 +25,7 @@ _TOPIC = "decoding"
 _ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 #: Largest error of an entry of a quantized key, relative to the key's largest entry: 4 bits have 1 / 14.
 _QUANTIZED = 0.1
+_PROJECTIONS = ("linear", "matmul", "__matmul__", "bmm", "addmm", "einsum", "conv1d", "embedding")
 _POSITIONS = (
     "The line counts positions from the first token of each call, so a decode step has other positions",
     "Count positions from the number of cached tokens: torch.arange(past, past + n) for n new tokens",
@@ -35,8 +35,9 @@ _OTHER_POSITIONS = (
     "Count all tokens so far for positions: torch.arange(past, past + n) for n new tokens",
 )
 _STATE = (
-    "The line needs earlier tokens, and a decode step does not have them",
-    "Keep the inputs of this line that the next tokens need, next to the cache",
+    "From equal inputs for this token, the line gives another result: it depends on other tokens of the call, "
+    "or on arguments that are no tensors",
+    "Give the line the same arguments in both ways. If it needs earlier tokens, keep them next to the cache",
 )
 _TURNED = (
     "The cache holds keys with positions, and positions are applied to them again behind the cache",
@@ -50,30 +51,33 @@ _LOST = (
     "The cache no longer has all keys of earlier tokens: a write hit the wrong slots, or dropped keys",
     "Write the keys of n new tokens to the slots torch.arange(past, past + n), past from the cache's length",
 )
+_VALUES = (
+    "Keys of the cache are equal to a prefill's keys, and values are not",
+    "Write values to the same slots as keys, torch.arange(past, past + n), without another change",
+)
+_ROUNDED = (
+    "The cache stores rounded keys or values, and the doctor saw no other difference",
+    "Store keys and values with more bits",
+)
 _MASK = (
     "The mask of the decode step differs from the mask's row for this token in the prefill",
     "Build the decode step's mask from the same window and padding, for all keys of the cache",
 )
 _CALL = (
-    "q, keys and mask are equal, so values or other arguments of the call differ",
+    "q, keys, values and visible keys are equal, so other arguments of the call differ",
     "Pass the same arguments, such as scale and softcap, in prefill and decode steps",
 )
 _ELSEWHERE = "The first difference is behind attention: this line's result depends on the tokens of one call"
 
 
-def decode_findings(
-    step: Step, calls: list[Attention], coverage: Coverage, *, explained: bool
-) -> Iterator[Finding]:
+def decode_findings(step: Step, coverage: Coverage, *, explained: bool) -> Iterator[Finding]:
     """Yield a finding if decode steps give other results than one prefill, and for a cache that is copied.
 
     Args:
         step: The step.
-        calls: Calls that the watcher saw.
         coverage: Collects the checks.
         explained: Another finding already says why decode steps are wrong.
     """
-    if any(x.recomputed for x in calls):
-        calls = [x for x in calls if not x.recomputed]
     try:
         runs = runs_of(step)
     except CannotRun as error:
@@ -83,6 +87,7 @@ def decode_findings(
         return
     yield from cat_findings(runs)
     if explained:
+        coverage.absent(_TOPIC, "another finding already says why decode steps are wrong")
         return
     try:
         yield from _compared(runs, coverage)
@@ -91,41 +96,67 @@ def decode_findings(
 
 
 def _compared(runs: Runs, coverage: Coverage) -> Iterator[Finding]:
-    before, after = _errors(runs)
+    before, after, moved = _errors(runs)
     dtype = runs.groups[0][0].rows.dtype
     same = _ROUNDING.get(dtype, SAME)
     if before > same:
         raise CannotRun("results of the prefill depend on the number of its tokens")
-    said = f"equal one prefill, {runs.how}"
+    said = f"equal one prefill, {runs.how}{', with samples in another order' if moved else ''}"
     if after <= same:
         coverage.made(_TOPIC, said)
         return
     found = _first(runs, same)
-    if found is not None and found.is_rounding:
+    rounded = found is not None and found.error <= _QUANTIZED and _is_rounded(runs, found)
+    if rounded:
         if after <= 2 * _QUANTIZED:
-            coverage.made(_TOPIC, f"{said}, up to rounding of the cached keys ({after:.1e})")
+            coverage.made(_TOPIC, f"{said}, up to rounding of the cache ({after:.1e})")
             return
-        found = _first(runs, _QUANTIZED) or found
+        found = _first(runs, _QUANTIZED)
     coverage.made(_TOPIC, f"compared with one prefill, {runs.how}")
-    yield _finding(runs, found, after)
+    yield _finding(runs, found, after, rounded=rounded and found is None)
 
 
-def _errors(runs: Runs) -> tuple[float, float]:
-    """Compare results of the prefill's tokens, and of the decoded ones. Return the largest error of each."""
+def _is_rounded(runs: Runs, found: _Difference) -> bool:
+    """Whether the operand that differs was rounded, or stored in a narrower dtype, since its projection."""
+    call = runs.groups[found.number][found.layer]
+    made = runs.made.attends[call.number]
+    if made is None or found.kind not in ("own", "older", "value"):
+        return False
+    todo, seen, width = (
+        [made.value if found.kind == "value" else made.key],
+        set[Node](),
+        call.rows.dtype.itemsize,
+    )
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen or node.name in _PROJECTIONS:
+            continue
+        seen.add(node)
+        narrow = node.value.dtype.itemsize < width and node.value.dtype != torch.bool
+        if narrow or "round" in node.name or "quant" in node.name:
+            return True
+        todo += node.inputs
+    return False
+
+
+def _errors(runs: Runs) -> tuple[float, float, bool]:
+    """Return the largest error of prefilled and of decoded tokens, and whether samples changed places."""
     total = sum(runs.lengths)
     rows = len(runs.groups[0][0].rows) if runs.groups[0][0].rows.dim() > 3 else None
     errors: list[list[float]] = [[], []]
+    moved = False
     for name, x in runs.steps.results.items():
         y = runs.whole.results.get(name)
         if y is None or x.dim() < 3 or x.shape[1] != total or y.dim() < 2 or y.shape[1] < total:
             continue
         order = _order(x[:, -1], y[:, total - 1]) if rows == len(x) else list(range(len(x)))
+        moved = moved or order != list(range(len(x)))
         for i in range(total):
             decoded = i >= runs.lengths[0]
             errors[decoded].append(distance(x[:, i], y[order if decoded else slice(None), i]))
     if not errors[1]:
         raise CannotRun("the model has no result for each token")
-    return max(errors[0], default=0.0), max(errors[1])
+    return max(errors[0], default=0.0), max(errors[1]), moved
 
 
 def _order(x: Tensor, y: Tensor) -> list[int]:
@@ -141,7 +172,7 @@ def _order(x: Tensor, y: Tensor) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class _Difference:
-    """The first operand of a decode step that differs: "query", "own", "older", "mask" or "call"."""
+    """The first operand of a decode step that differs: "query", "own", "older", "mask", "value" or "call"."""
 
     kind: str
     layer: int
@@ -151,10 +182,6 @@ class _Difference:
     error: float
     other_rows: bool = False
     text: str = ""
-
-    @property
-    def is_rounding(self) -> bool:
-        return self.kind in ("own", "older", "call") and self.error <= _QUANTIZED
 
 
 def _first(runs: Runs, same: float) -> _Difference | None:
@@ -223,10 +250,21 @@ def _differs(
         if extra or hidden or len(has) != len(needed):
             text = f"it sees {len(has)} keys, and {len(needed)} in a prefill"
             return found("mask", 1.0, text=text)
+        gap = _value_gaps(made, wanted, b, of, has, needed)
+        if gap > same:
+            return found("value", gap)
     if call.is_torchs and call.result.shape[-1] == other.result.shape[-1]:
         error = distance(call.result[..., row, :], other.result[order][..., token, :])
         return found("call", error) if error > same else None
     return None
+
+
+def _value_gaps(made: Attend, wanted: Attend, b: int, of: int, has: Tensor, needed: Tensor) -> float:
+    """Compute the largest distance of a visible value to the nearest visible value of the other way."""
+    if made.value is None or wanted.value is None:
+        return 0.0
+    one, two = _flat(made.value.value), _flat(wanted.value.value)
+    return float(_gaps(two[of, needed], one[b, has]).max()) if one.shape[2] == two.shape[2] else 0.0
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -243,12 +281,14 @@ def _gaps(wanted: Tensor, found: Tensor) -> Tensor:
     return torch.cdist(wanted, found, p=torch.inf).min(1).values / size
 
 
-def _finding(runs: Runs, found: _Difference | None, error: float) -> Finding:
+def _finding(runs: Runs, found: _Difference | None, error: float, *, rounded: bool) -> Finding:
     what = "A decode step gives other results than a prefill of the same tokens"
     decoded = sum(runs.lengths[1:])
     evidence = [
         f"results of the last {decoded} of {sum(runs.lengths)} tokens differ by up to {error:.1e} (relative)"
     ]
+    if rounded:
+        return Finding("decode", what, (), tuple(evidence), *_ROUNDED, severity="note")
     if found is None:
         cause = "Attention has the same operands in both ways, or the doctor cannot read them"
         return Finding("decode", what, (), tuple(evidence), cause, severity="note")
@@ -261,7 +301,8 @@ def _finding(runs: Runs, found: _Difference | None, error: float) -> Finding:
             "own": f"q of {of} is equal, and its own key differs or is missing",
             "older": f"q and key of {of} are equal, and the key of token {found.key} differs or is missing",
             "mask": f"q and all keys of {of} are equal: {found.text}",
-            "call": f"q, keys and mask of {of} are equal, and the call's result differs by {found.error:.1e}",
+            "value": f"q, keys and mask of {of} are equal, and values differ by {found.error:.1e}",
+            "call": f"q, keys, values and mask of {of} are equal, and the result differs by {found.error:.1e}",
         }[found.kind]
     )
     if found.kind == "query" and found.layer:
@@ -300,6 +341,9 @@ def _explained(runs: Runs, found: _Difference) -> tuple[Place | None, tuple[str,
         return (cache.place if cache else call.place), _LOST
     if found.kind == "mask":
         return (made.mask.place if made.mask is not None else call.place), _MASK
+    if found.kind == "value" and made.value is not None:
+        stored = cache_of(made.value, start)
+        return (stored or made.value).place, _VALUES
     return call.place, _CALL
 
 
@@ -349,7 +393,7 @@ def _tried(runs: Runs, error: float) -> str:
         return other if other.shape == call.result.shape else None
 
     again = runs.repeat(replaced)
-    _, after = _errors(again)
+    _, after, _ = _errors(again)
     if after > _ROUNDING.get(runs.groups[0][0].rows.dtype, SAME):
         return ""
     return f"with the prefill's results in these calls, results differ by {after:.1e} instead of {error:.1e}"

@@ -93,7 +93,7 @@ class Wiring:
 
         def decoded() -> Iterator[Finding]:
             found = done["slots"] | own | done["causality-lost"] | padded
-            return decode_findings(step, calls, coverage, explained=bool(found))
+            return decode_findings(step, coverage, explained=bool(found))
 
         checks.append(("decoding", decoded))
         if not leaks:
