@@ -35,7 +35,7 @@ _OTHER_POSITIONS = (
     "Count all tokens so far for positions: torch.arange(past, past + n) for n new tokens",
 )
 _STATE = (
-    "From equal inputs for this token, the line gives another result: it depends on other tokens of the call, "
+    "From equal inputs, the line gives another result for this token: it depends on other tokens, "
     "or on arguments that are no tensors",
     "Give the line the same arguments in both ways. If it needs earlier tokens, keep them next to the cache",
 )
@@ -250,9 +250,9 @@ def _differs(
         if extra or hidden or len(has) != len(needed):
             text = f"it sees {len(has)} keys, and {len(needed)} in a prefill"
             return found("mask", 1.0, text=text)
-        gap = _value_gaps(made, wanted, b, of, has, needed)
-        if gap > same:
-            return found("value", gap)
+        values = _value_gaps(made, wanted, b, of, has, needed)
+        if values > same:
+            return found("value", values)
     if call.is_torchs and call.result.shape[-1] == other.result.shape[-1]:
         error = distance(call.result[..., row, :], other.result[order][..., token, :])
         return found("call", error) if error > same else None
@@ -302,7 +302,7 @@ def _finding(runs: Runs, found: _Difference | None, error: float, *, rounded: bo
             "older": f"q and key of {of} are equal, and the key of token {found.key} differs or is missing",
             "mask": f"q and all keys of {of} are equal: {found.text}",
             "value": f"q, keys and mask of {of} are equal, and values differ by {found.error:.1e}",
-            "call": f"q, keys, values and mask of {of} are equal, and the result differs by {found.error:.1e}",
+            "call": f"q, keys, values and mask of {of} are equal, the result differs by {found.error:.1e}",
         }[found.kind]
     )
     if found.kind == "query" and found.layer:
