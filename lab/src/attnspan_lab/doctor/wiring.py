@@ -19,6 +19,7 @@ from attnspan_lab.doctor.own_key import own_key_findings
 from attnspan_lab.doctor.padded import padding_findings
 from attnspan_lab.doctor.places import Place
 from attnspan_lab.doctor.samples import sample_findings
+from attnspan_lab.doctor.scaled import scale_findings
 from attnspan_lab.doctor.slots import slot_findings
 from attnspan_lab.doctor.subject import Subject
 from attnspan_lab.doctor.weights import explained, softmax_findings
@@ -77,6 +78,7 @@ class Wiring:
             ("axes", lambda: softmax_findings(step, done["softmax"])),
             ("samples", lambda: sample_findings(step, coverage, done["samples"])),
             ("keys of another sequence", lambda: cross_findings(step, calls, done["cross"])),
+            ("scale of scores", lambda: scale_findings(step, coverage, done["scale"])),
             ("empty slots of a cache", lambda: slot_findings(step, calls, done["slots"])),
         ]
         padded = self.done["mask-lost"]

@@ -21,6 +21,7 @@ from attnspan_lab.doctor.jax.hlo import Program
 from attnspan_lab.doctor.jax.mesh import compare_mesh, has_shard_map
 from attnspan_lab.doctor.jax.parity import parity as compare
 from attnspan_lab.doctor.jax.recompiles import calls_jitted, recompiles_in, run_batches
+from attnspan_lab.doctor.jax.scaled import scale_findings
 from attnspan_lab.doctor.jax.subject import JaxSubject, Traced
 from attnspan_lab.doctor.jax.watch import Attention, watched
 from attnspan_lab.doctor.words import counted
@@ -71,6 +72,7 @@ def eager(subject: JaxSubject, say: Say, backend: str) -> None:
         trial, size = Trial(subject, batch, traced, tuple(watcher.calls)), subject.size(batch)
         for x in (
             *costs(watcher.calls, program, subject, batch),
+            *scale_findings(watcher.calls),
             *hidden(watcher.calls, results, subject.valid(batch), traced, size),
             *(() if size is None else (*seen(trial), *misaligned(trial))),
         ):
