@@ -1,7 +1,7 @@
 """Small models whose scores have a wrong scale, and twins whose scale is usual or a choice.
 
-`PAIRS` has the fault, the block, the numbers of lines that the finding names, and the block with the remedy. The
-lines end in ``# sick``. `CHOICES` has blocks whose scale is right or deliberate.
+`PAIRS` has the fault, the block and the block with the remedy. The lines to name end in ``# sick``. `CHOICES`
+has blocks whose scale is right or deliberate.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -25,7 +24,19 @@ __all__ = ["scale_findings"]
 
 _TIMES = ("mul", "rmul", "imul", "multiply")
 _BY = ("div", "truediv", "itruediv", "true_divide", "divide")
-_SUMS = ("add", "radd", "iadd", "sub", "isub", "cat", "concat", "concatenate", "stack", "where", "masked_fill")
+_SUMS = (
+    "add",
+    "radd",
+    "iadd",
+    "sub",
+    "isub",
+    "cat",
+    "concat",
+    "concatenate",
+    "stack",
+    "where",
+    "masked_fill",
+)
 _PRODUCTS = ("matmul", "rmatmul", "bmm", "mm", "einsum", "baddbmm")
 _NORMS = ("layer_norm", "rms_norm", "normalize", "group_norm", "batch_norm", "instance_norm")
 _MODULES = ("multi_head_attention_forward", "native_multi_head_attention")

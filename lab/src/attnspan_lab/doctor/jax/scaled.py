@@ -14,7 +14,7 @@ from attnspan_lab.doctor.jax.watch import Attention
 from attnspan_lab.doctor.places import is_installed
 from attnspan_lab.doctor.scale import Factor, Scale, scale_finding
 
-__all__ = ["scale_findings"]
+__all__ = ["scale_findings", "unknown_scales"]
 
 _PASSED = (*RESHAPES, "neg", "slice", "split", "dynamic_slice", "concatenate", "gather", "rev", "pad")
 _OF_SCORES = ("select_n", "add", "sub", "max", "min", "tanh")
@@ -57,6 +57,13 @@ def scale_findings(calls: list[Attention]) -> Iterator[Finding]:
         # A factor that differs from layer to layer is a choice. As in T5, projections may contain the scale.
         if len(faults) == 1 and scale.fault and not (scale.fault == "none" and biased):
             yield scale_finding(scale)
+
+
+def unknown_scales(calls: list[Attention]) -> str:
+    """Say why no scale is known, or return "" if one is."""
+    if not calls or any(_scale_of(x) is not None for x in calls):
+        return ""
+    return "q and k are normalized, or the doctor cannot follow how they are made"
 
 
 def _scale_of(call: Attention) -> tuple[Scale, bool] | None:
@@ -109,8 +116,8 @@ def _before(value: Value, found: _Path) -> Value:
     for x, y in ((a, b),) if value.name == "div" else ((a, b), (b, a)):
         if y.distinct == 1 and not y.data and "variables" not in y.arguments() and x.data:
             number = float(np.asarray(y.array, np.float64).flat[0])
-            factor = Factor(1 / number if value.name == "div" and number else number, (*value.places, None)[0])
-            found.factors = (factor, *found.factors)
+            number = 1 / number if value.name == "div" and number else number
+            found.factors = (Factor(number, (*value.places, None)[0]), *found.factors)
             return x
     x, y = (a, b) if (a.data, a.distinct) >= (b.data, b.distinct) else (b, a)
     # Rotations multiply by fixed numbers for each dim. Norms have one number for each vector.

@@ -21,7 +21,7 @@ from attnspan_lab.doctor.jax.hlo import Program
 from attnspan_lab.doctor.jax.mesh import compare_mesh, has_shard_map
 from attnspan_lab.doctor.jax.parity import parity as compare
 from attnspan_lab.doctor.jax.recompiles import calls_jitted, recompiles_in, run_batches
-from attnspan_lab.doctor.jax.scaled import scale_findings
+from attnspan_lab.doctor.jax.scaled import scale_findings, unknown_scales
 from attnspan_lab.doctor.jax.subject import JaxSubject, Traced
 from attnspan_lab.doctor.jax.watch import Attention, watched
 from attnspan_lab.doctor.words import counted
@@ -101,6 +101,8 @@ def _unchecked(subject: JaxSubject, batch: Any, calls: list[Attention]) -> dict[
     found = {}
     if not calls:
         found["attention"] = "no call was seen"
+    if why := unknown_scales(calls):
+        found["scale of scores"] = why
     if subject.causal is None:
         found["causality"] = 'not declared. Return {"causal": True} or False'
     elif subject.causal and subject.has_several_sequences(batch):
