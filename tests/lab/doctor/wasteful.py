@@ -14,7 +14,7 @@ from patients import DIM, HEADS, LENGTH, VOCABULARY, Model, fused, heads_of, tok
 from torch import Tensor, nn
 from wired import SDPA, Attend, Latents
 
-from attnspan import causal, segments
+from attnspan import causal, full, segments
 from attnspan.torch import attention
 
 SIZE, BATCH, LENGTHS = DIM // HEADS, 4, (9, 7, 5, 3)
@@ -102,11 +102,25 @@ class EachDocument(Attend):
         return torch.cat(out, 2).transpose(1, 2).flatten(2)
 
 
+class WrittenDocument(Attend):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = [heads_of(x).split(LENGTHS, 2) for x in (q, k, v)]
+        scores = [a @ b.mT * SIZE**-0.5 for a, b in zip(*parts[:2], strict=True)]
+        out = [x.softmax(-1) @ y for x, y in zip(scores, parts[2], strict=True)]  # sick
+        return torch.cat(out, 2).transpose(1, 2).flatten(2)
+
+
 class AllDocuments(Attend):
+    base: Any = causal()
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ids = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
-        out = attention(*(heads_of(x) for x in (q, k, v)), mask=causal() & segments(ids))
+        out = attention(*(heads_of(x) for x in (q, k, v)), mask=self.base & segments(ids))
         return out.transpose(1, 2).flatten(2)
+
+
+class AllOfDocuments(AllDocuments):
+    base = full()
 
 
 class Sampled(nn.Module):
@@ -141,6 +155,13 @@ PAIRS["heads, written out"] = (
 PAIRS["each head"] = "loop", EachHead, made(EachHead), "along the heads or the batch", made(Attend)
 PAIRS["each sample"] = "loop", EachSample, made(EachSample), "along the heads or the batch", made(AllSamples)
 PAIRS["each document"] = "loop", EachDocument, made(EachDocument), "segments(ids)", made(AllDocuments)
+PAIRS["each document, written out"] = (
+    "loop",
+    WrittenDocument,
+    made(WrittenDocument),
+    "mask=(your mask) & segments(ids)",
+    made(AllOfDocuments),
+)
 PAIRS["a module for each sample"] = "loop", Inner, made(Sampled), "and call attention once", made(NotSampled)
 
 

@@ -80,10 +80,11 @@ def _lengths(call: Call) -> tuple[int, int]:
 
 
 def _are_documents(group: list[Call]) -> bool:
-    """Whether calls differ only in their number of tokens, and have no mask of pairs."""
-    if not all(x.is_torchs and x.given.get("attn_mask") is None for x in group):
+    """Whether calls differ only in their number of tokens, and have no mask of pairs that is known."""
+    if any(x.given.get("attn_mask") is not None for x in group):
         return False
-    return len({(*x.rows.shape[:-2], x.rows.shape[-1], bool(x.given.get("is_causal"))) for x in group}) == 1
+    sizes = {(x.rows.shape[:-2], x.rows.shape[-1] if x.is_torchs else 0) for x in group}
+    return len(sizes) == 1 and len({bool(x.given.get("is_causal")) for x in group}) == 1
 
 
 def _is_independent(step: Step, numbers: set[int]) -> bool:
@@ -146,7 +147,8 @@ def _finding(group: list[Call], calls: list[Attention], error: float | str) -> F
     if len({x.rows.shape for x in group}) > 1:
         sizes = [x.rows.shape[-2] for x in group]
         evidence = [f"{many} calls with {', '.join(map(str, sizes[:8]))}{', ...' * (many > 8)} tokens"]
-        form = "causal() & segments(ids)" if call.given.get("is_causal") else "segments(ids)"
+        known = "causal() & " if call.given.get("is_causal") else ""
+        form = f"{known if call.is_torchs else '(your mask) & '}segments(ids)"
         remedy = (
             f"Join the sequences along the tokens, and call attnspan.torch.attention(q, k, v, mask={form}) "
             "once (ids: the number of each token's sequence)"

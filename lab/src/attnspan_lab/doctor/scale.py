@@ -10,8 +10,10 @@ from typing import NamedTuple
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, at
 
-__all__ = ["Factor", "Scale", "scale_finding"]
+__all__ = ["UNKNOWN", "Factor", "Scale", "scale_finding"]
 
+#: Reason against a check.
+UNKNOWN = "q and k are normalized or have learned factors, or the doctor cannot follow how they are made"
 _NEAR = 1e-2  # bfloat16 rounds numbers
 
 

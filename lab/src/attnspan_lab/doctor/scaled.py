@@ -18,34 +18,25 @@ from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, is_installed, place_here
 from attnspan_lab.doctor.remedies import arguments
-from attnspan_lab.doctor.scale import Factor, Scale, scale_finding
+from attnspan_lab.doctor.scale import UNKNOWN, Factor, Scale, scale_finding
 
 __all__ = ["scale_findings"]
 
 _TIMES = ("mul", "rmul", "imul", "multiply")
 _BY = ("div", "truediv", "itruediv", "true_divide", "divide")
-_SUMS = (
-    "add",
-    "radd",
-    "iadd",
-    "sub",
-    "isub",
-    "cat",
-    "concat",
-    "concatenate",
-    "stack",
-    "where",
-    "masked_fill",
-)
+_SUMS = ("add", "radd", "iadd", "sub", "isub", "where", "masked_fill")
+_JOINS = ("cat", "concat", "concatenate", "stack")
 _PRODUCTS = ("matmul", "rmatmul", "bmm", "mm", "einsum", "baddbmm")
 _NORMS = ("layer_norm", "rms_norm", "normalize", "group_norm", "batch_norm", "instance_norm")
 _MODULES = ("multi_head_attention_forward", "native_multi_head_attention")
+#: Places of the scale in the arguments of kernels.
+_SCALES_AT = {"attnspan.attention.default": 4, "flex_attention": 5}
 _COPIES = {
     *("get", "getitem", "reshape", "view", "view_as", "transpose", "permute", "flatten", "unflatten", "t"),
     *("chunk", "split", "split_with_sizes", "tensor_split", "unbind", "contiguous", "to", "float", "half"),
     *("bfloat16", "double", "type", "type_as", "clone", "detach", "expand", "expand_as", "repeat", "flip"),
     *("repeat_interleave", "squeeze", "unsqueeze", "narrow", "select", "swapaxes", "swapdims", "movedim"),
-    *("neg", "negative", "pad", "dropout", "view_as_complex", "view_as_real", "roll", "index_select", "tanh"),
+    *("neg", "negative", "pad", "dropout", "view_as_complex", "view_as_real", "roll", "index_select"),
 }
 
 
@@ -87,7 +78,7 @@ class _Scales(TorchFunctionMode):
         given = [x for x in tree_leaves((args, kwargs)) if _is_number(x)]
         outs = [x for x in tree_leaves(out) if _is_number(x)]
         if given and outs:
-            made = self._made(name, args, kwargs, given, outs[0])
+            made = self._made(fn, name, args, kwargs, given, outs[0])
             self.made.update(dict.fromkeys(outs, made))
         return out
 
@@ -95,14 +86,16 @@ class _Scales(TorchFunctionMode):
         found: _Made = self.made.get(x, _PARAMETER if isinstance(x, nn.Parameter) else _NOTHING)
         return found
 
-    def _made(self, name: str, args: Any, kwargs: Any, given: list[Tensor], out: Tensor) -> _Made:
+    def _made(self, fn: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], out: Tensor) -> _Made:
         first, learned = self._of(given[0]), any(self._of(x).learned for x in given)
         other = replace(_NOTHING, learned=learned)
         if name in _COPIES:
             return first
+        if name == "tanh" and first.dim:  # A softcap.
+            return replace(first, is_biased=True)
         if name in (*_TIMES, *_BY) and len(args) > 1:
             return self._times(args[0], args[1], divides=name in _BY)
-        if name in _SUMS:
+        if name in (*_SUMS, *_JOINS):
             return self._sum(given, other)
         if name in _NORMS:
             return replace(first, free=True, learned=learned)
@@ -115,9 +108,9 @@ class _Scales(TorchFunctionMode):
         elif name == "scaled_dot_product_attention":
             of = arguments(args, kwargs)
             self._call(of["query"], of["key"], of.get("scale"), of["query"].shape[-1])
-        elif name in ("attention.default", "flex_attention"):
-            self._call(given[0], given[1], args[4 if "default" in name else 5], given[0].shape[-1])
-        elif name in _MODULES and args[0] is not args[1]:
+        elif (place := _SCALES_AT.get(str(fn), 99)) < len(args):
+            self._call(args[0], args[1], args[place], args[0].shape[-1])
+        elif name in _MODULES and len(args) > 4 and args[0] is not args[1]:
             self._call(args[0], args[1], None, args[3] // args[4])
         return _NOTHING if first.dim else other  # The maximum or the softmax of scores.
 
@@ -155,7 +148,7 @@ class _Scales(TorchFunctionMode):
         """Describe a projection, or the scores of two projections."""
         (a, b), inner = map(self._of, pair), pair[0].shape[-1]
         if name == "einsum":
-            letters, _, left = args[0].replace(" ", "").partition("->")
+            letters, _, left = str(args[0]).replace(" ", "").partition("->")
             if not left or "." in letters:
                 return other
             sizes = dict(zip(letters.replace(",", ""), (n for x in pair for n in x.shape), strict=False))
@@ -210,7 +203,7 @@ def scale_findings(step: Step, coverage: Coverage, done: set[Place]) -> Iterator
         step.again()
     topic = "scale of scores"
     if step.calls and not seen.found:
-        coverage.absent(topic, "q and k are normalized, or the doctor cannot follow how they are made")
+        coverage.absent(topic, UNKNOWN)
     for place, scales in seen.found.items():
         if place in done or is_installed(place.file):
             continue
@@ -224,10 +217,12 @@ def scale_findings(step: Step, coverage: Coverage, done: set[Place]) -> Iterator
 
 def _tried(step: Step, scale: Scale, *, is_biased: bool) -> str:
     """Run the step with the usual scale at a line, and say by how much results change."""
+    if is_biased:
+        return "not tried: the scores have a bias or a softcap"
     ratio = scale.usual / scale.total
 
     def scaled(call: Call) -> Tensor | None:
-        if call.place != scale.place or (is_biased and not call.is_torchs):
+        if call.place != scale.place:
             return None
         if not call.is_torchs:
             return (call.given["scores"] * ratio).softmax(call.given["dim"])

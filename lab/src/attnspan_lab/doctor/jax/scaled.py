@@ -12,7 +12,7 @@ from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.jax.values import RESHAPES, Value, is_float
 from attnspan_lab.doctor.jax.watch import Attention
 from attnspan_lab.doctor.places import is_installed
-from attnspan_lab.doctor.scale import Factor, Scale, scale_finding
+from attnspan_lab.doctor.scale import UNKNOWN, Factor, Scale, scale_finding
 
 __all__ = ["scale_findings", "unknown_scales"]
 
@@ -63,7 +63,7 @@ def unknown_scales(calls: list[Attention]) -> str:
     """Say why no scale is known, or return "" if one is."""
     if not calls or any(_scale_of(x) is not None for x in calls):
         return ""
-    return "q and k are normalized, or the doctor cannot follow how they are made"
+    return UNKNOWN
 
 
 def _scale_of(call: Attention) -> tuple[Scale, bool] | None:
@@ -71,7 +71,8 @@ def _scale_of(call: Attention) -> tuple[Scale, bool] | None:
     scores = _Path() if call.softmaxed is None else _path(call.softmaxed, call)
     q, k = (_path(x) for x in call.operands[:2])
     own = () if call.factor in (None, 1.0) else (Factor(call.factor, call.places[0]),)
-    if (scores.root is None and call.factor is None) or q.free or k.free or scores.free:
+    is_unknown = call.kind == "in blocks" or (scores.root is None and call.factor is None)
+    if is_unknown or q.free or k.free or scores.free:
         return None
     shape, dim = call.scores[0], call.size
     heads = 1 if call.visible is None or not shape else prod(shape) // call.visible.size
