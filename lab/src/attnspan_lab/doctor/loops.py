@@ -114,15 +114,15 @@ def _together(group: list[Call]) -> float | str:
 
 def _stacked(group: list[Call]) -> list[Tensor]:
     """Stack calls of equal shapes along the batch."""
-    operands = [torch.cat([_with_batch(x.given[name]) for x in group]) for name in _OPERANDS]
-    masks, mask = [x.given.get("attn_mask") for x in group], None
+    given = {**group[0].given, "attn_mask": None, "dropout_p": 0.0}
+    given |= {name: torch.cat([_with_batch(x.given[name]) for x in group]) for name in _OPERANDS}
+    masks = [x.given.get("attn_mask") for x in group]
     if len({x is None for x in masks}) > 1:
         raise ValueError("only some calls have a mask")
     if masks[0] is not None:
         pairs = [x.given["query"].shape[:-1] + x.given["key"].shape[-2:-1] for x in group]
-        mask = torch.cat([_with_batch(x.expand(y)) for x, y in zip(masks, pairs, strict=True)])  # type: ignore[union-attr]
-    more = {k: x for k, x in group[0].given.items() if k not in (*_OPERANDS, "attn_mask", "dropout_p")}
-    return list(sdpa(*operands, attn_mask=mask, **more).chunk(len(group)))
+        given["attn_mask"] = torch.cat([_with_batch(x.expand(y)) for x, y in zip(masks, pairs, strict=True)])  # type: ignore[union-attr]
+    return list(sdpa(**given).chunk(len(group)))
 
 
 def _with_batch(x: Tensor) -> Tensor:
@@ -133,9 +133,10 @@ def _joined(group: list[Call]) -> list[Tensor]:
     """Join calls of other lengths along the tokens. The mask separates them."""
     q, k, v = (torch.cat([_with_batch(x.given[name]) for x in group], 2) for name in _OPERANDS)
     sizes = [x.rows.shape[-2] for x in group]
-    ids = torch.arange(len(group)).repeat_interleave(torch.tensor(sizes))
+    ids = torch.arange(len(group)).repeat_interleave(torch.tensor(sizes)).to(q.device)
     mask = segments(ids) & causal() if group[0].given.get("is_causal") else segments(ids)
-    return list(attention(q, k, v, mask=mask, scale=group[0].given.get("scale")).split(sizes, 2))
+    out = attention(q, k, v, mask=mask, scale=group[0].given.get("scale"))
+    return list(torch.split(out, sizes, 2))
 
 
 def _finding(group: list[Call], calls: list[Attention], error: float | str) -> Finding:

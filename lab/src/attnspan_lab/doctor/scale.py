@@ -54,7 +54,7 @@ class Scale:
     @property
     def usual(self) -> float:
         """The usual scale."""
-        return self.dim**-0.5
+        return float(self.dim**-0.5)
 
     @property
     def repeated(self) -> tuple[Factor, ...]:

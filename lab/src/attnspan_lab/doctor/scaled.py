@@ -83,8 +83,8 @@ class _Scales(TorchFunctionMode):
         return out
 
     def _of(self, x: Any) -> _Made:
-        found: _Made = self.made.get(x, _PARAMETER if isinstance(x, nn.Parameter) else _NOTHING)
-        return found
+        found: _Made | None = self.made.get(x)  # type: ignore[no-untyped-call]
+        return found or (_PARAMETER if isinstance(x, nn.Parameter) else _NOTHING)
 
     def _made(self, fn: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], out: Tensor) -> _Made:
         first, learned = self._of(given[0]), any(self._of(x).learned for x in given)
@@ -225,7 +225,8 @@ def _tried(step: Step, scale: Scale, *, is_biased: bool) -> str:
         if call.place != scale.place:
             return None
         if not call.is_torchs:
-            return (call.given["scores"] * ratio).softmax(call.given["dim"])
+            scores: Tensor = call.given["scores"] * ratio
+            return scores.softmax(call.given["dim"])
         own = call.given.get("scale") or call.rows.shape[-1] ** -0.5
         return sdpa(**{**call.given, "scale": own * ratio, "dropout_p": 0.0})
 

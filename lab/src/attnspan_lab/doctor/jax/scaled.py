@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
+from math import isqrt, prod
 
 import numpy as np
 
@@ -40,7 +40,7 @@ class _Path:
         if self.root is None or len([x for x in parents if x.data]) != 1:
             return 0
         # (N, C) times (C, M) makes (N, M).
-        return round((prod(x.size for x in parents) / self.root.size) ** 0.5)
+        return isqrt(prod(x.size for x in parents) // self.root.size)
 
 
 def scale_findings(calls: list[Attention]) -> Iterator[Finding]:
