@@ -152,6 +152,13 @@ class T5(Heads):
         return (q @ k.mT + bias).softmax(-1) @ v
 
 
+class T5InCall(T5):
+    def of_heads(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        index = torch.arange(q.shape[2])
+        bias = self.bias(index[:, None] - index + 32).permute(2, 0, 1)
+        return SDPA(q, k, v, attn_mask=bias[None], scale=1.0)
+
+
 class Folded(Heads):
     def __init__(self, _: Any = None) -> None:
         super().__init__()
@@ -224,6 +231,6 @@ class Unprojected(Heads):
 
 
 CHOICES = (
-    *(Heads, Written, Scaled, T5, Folded, Gemma, MuP, Cosine, Temperature, Normalized, ByLayer),
+    *(Heads, Written, Scaled, T5, T5InCall, Folded, Gemma, MuP, Cosine, Temperature, Normalized, ByLayer),
     Unprojected,
 )

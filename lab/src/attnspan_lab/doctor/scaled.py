@@ -83,6 +83,8 @@ class _Scales(TorchFunctionMode):
         return out
 
     def _of(self, x: Any) -> _Made:
+        if not isinstance(x, Tensor):
+            return _NOTHING
         found: _Made | None = self.made.get(x)  # type: ignore[no-untyped-call]
         return found or (_PARAMETER if isinstance(x, nn.Parameter) else _NOTHING)
 
@@ -107,6 +109,7 @@ class _Scales(TorchFunctionMode):
             self._note(first)
         elif name == "scaled_dot_product_attention":
             of = arguments(args, kwargs)
+            self.has_learned_bias |= self._of(of.get("attn_mask")).learned
             self._call(of["query"], of["key"], of.get("scale"), of["query"].shape[-1])
         elif (place := _SCALES_AT.get(str(fn), 99)) < len(args):
             self._call(args[0], args[1], args[place], args[0].shape[-1])
