@@ -55,7 +55,7 @@ def needless_findings(
         return
     done.add(place)
     used, sizes = [(b - a) / n for a, b, n in known], [f"{b - a} of {n}" for a, b, n in known[1:]]
-    where = "in front of" if start else "behind"
+    where = "behind" if not start else "in front of" if stop == length else "around"
     what = f"At least {1 - max(used):.0%} of the columns of each batch are padding that no sample needs"
     evidence = (
         f"columns that a sample needs: {', '.join(sizes[:6])}{', ...' * (len(sizes) > 6)}",
