@@ -42,10 +42,18 @@ _COPIES = {
 
 @dataclass(frozen=True)
 class _Made:
-    """How a tensor was made. ``width`` is the width of the input of its projection, 0 without one.
+    """Origin of a tensor, back to its projection.
 
-    ``parameter`` is a copy of a parameter, ``learned`` depends on one. ``free`` was changed by numbers that
-    are not known before: norms and learned factors. ``widths`` belong to scores, which have a head dim.
+    Attributes:
+        factors: Numbers that multiplied it.
+        width: Width of the projection's input, or 0 without a projection.
+        parameter: It is a copy of a parameter.
+        learned: It depends on a parameter.
+        free: A norm or a learned factor changed it.
+        dim: Head dim. Only scores have one.
+        widths: Widths of the model that belong to scores.
+        is_bare: q and k of these scores are projections, and neither of them contains a scale.
+        is_biased: A bias or a softcap changed these scores.
     """
 
     factors: tuple[Factor, ...] = ()

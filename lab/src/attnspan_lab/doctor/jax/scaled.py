@@ -24,8 +24,11 @@ _OF_SCORES = ("select_n", "add", "sub", "max", "min", "tanh")
 class _Path:
     """Operators from a product to a value.
 
-    ``free`` means that numbers changed the value which are not known before: norms and learned factors.
-    ``biased`` means that a learned bias was added.
+    Attributes:
+        factors: Numbers that multiplied the value.
+        root: The product.
+        free: A norm or a learned factor changed the value.
+        biased: A learned bias was added to the value.
     """
 
     factors: tuple[Factor, ...] = ()
