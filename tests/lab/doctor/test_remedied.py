@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import remedied
 import torch
+import wasteful
 import wired
 
 from attnspan_lab.doctor.findings import KINDS, merged
@@ -73,4 +74,6 @@ def test_each_kind_with_code_is_applied():
     }
     ranks = {x for x in KINDS if x.startswith("rank-")}
     twins = {kind for kind, *_ in wired.PAIRS.values()}  # They have the remedies: test_wired.py runs them.
+    # test_scales.py and test_wasteful.py run these.
+    twins |= {kind for kind, *_ in wasteful.PAIRS.values()} | {"scale"}
     assert set(KINDS) - applied - ADVICE - timing - ranks - twins == set()

@@ -21,7 +21,7 @@ from attnspan_lab.doctor.findings import KINDS, Finding
 from attnspan_lab.doctor.fused import refusal, refusal_of_multihead
 from attnspan_lab.doctor.heads import HeadMap
 from attnspan_lab.doctor.pairs import findings_of_pairs
-from attnspan_lab.doctor.places import Place, at
+from attnspan_lab.doctor.places import Place, at, is_installed
 from attnspan_lab.doctor.returned import NAN, cause_of, remedy_of, returned
 from attnspan_lab.doctor.subject import Subject
 from attnspan_lab.doctor.watch import Watcher
@@ -29,8 +29,6 @@ from attnspan_lab.doctor.words import counted, first_line
 from attnspan_lab.doctor.written import remedy_of_written
 
 __all__ = ["findings_of", "with_caller"]
-
-_INSTALLED = ("site-packages", "dist-packages")
 
 
 def findings_of(
@@ -64,18 +62,14 @@ def with_caller(finding: Finding, calls: list[Attention]) -> Finding:
         calls: Calls whose lines are known. One of them has the finding's line.
     """
     place = finding.places[0] if finding.places else None
-    if place is None or not _is_installed(place.file):
+    if place is None or not is_installed(place.file):
         return finding
     for lines in (x.lines for x in calls if str(place) in x.lines):
         for line in lines[lines.index(str(place)) :]:
             file, _, number = line.rpartition(":")
-            if file.endswith(".py") and not _is_installed(file):  # The command itself has no suffix.
+            if file.endswith(".py") and not is_installed(file):  # The command itself has no suffix.
                 return replace(finding, places=at(*finding.places, Place(file, int(number))))
     return finding
-
-
-def _is_installed(file: str) -> bool:
-    return any(x in file for x in _INSTALLED)
 
 
 def _costs(site: list[Attention], subject: Subject, batch: Any) -> Iterator[Finding]:

@@ -24,10 +24,11 @@ from attnspan_lab.doctor.places import Place, place_here
 from attnspan_lab.doctor.remedies import arguments, distance
 from attnspan_lab.doctor.subject import Subject
 
-__all__ = ["Call", "CannotRun", "Step", "changed_tokens", "copied_model", "noise", "recorded", "sdpa"]
+__all__ = ["Call", "CannotRun", "Step", "awake", "changed_tokens", "copied_model", "noise", "recorded", "sdpa"]
 
 #: torch's function, which is not replaced while nn.MultiheadAttention runs.
 sdpa = F.scaled_dot_product_attention
+_ASLEEP = 1e-3
 _PRODUCTS, _MASKING = ("matmul", "bmm", "einsum"), ("masked_fill", "mul", "where", "tril")
 _SDPA, _SOFTMAX, _MULTIHEAD = "scaled_dot_product_attention", "softmax", "multi_head_attention_forward"
 
@@ -187,6 +188,28 @@ def copied_model(model: torch.nn.Module) -> torch.nn.Module:
     """Copy a model. Buffers and caches change in a step, and parameters do not, so copies share them."""
     shared: dict[int, Any] = {id(x): x for x in model.parameters()}
     return copy.deepcopy(model, shared)
+
+
+def awake(step: Step) -> Step:
+    """Run a step with noise in parameters that are nearly 0, such as new gates, which hide dependencies.
+
+    Raises:
+        CannotRun: The model cannot be copied, or raises.
+    """
+
+    def asleep(model: torch.nn.Module) -> list[Tensor]:
+        return [x for x in model.parameters() if x.numel() and float(x.detach().abs().max()) < _ASLEEP]
+
+    if not asleep(step.subject.model):
+        return step
+    try:
+        own = step.subject.copy()
+    except Exception as error:
+        raise CannotRun(f"the model cannot be copied ({type(error).__name__})") from error
+    with torch.no_grad():
+        for x in asleep(own.model):
+            x.copy_(noise(x))
+    return recorded(own, step.batch, step.lines)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ __all__ = [
     "Place",
     "at",
     "is_direct",
+    "is_installed",
     "is_users",
     "lines_here",
     "lines_in",
@@ -81,6 +82,11 @@ def is_users(file: str) -> bool:
         return False
     python = sysconfig.get_paths()["stdlib"] + "/"
     return not file.startswith(python) or "site-packages" in file
+
+
+def is_installed(file: str) -> bool:
+    """Whether a file belongs to an installed library."""
+    return "site-packages" in file or "dist-packages" in file
 
 
 def lines_of(frame: FrameType | None) -> Iterator[Place]:

@@ -18,10 +18,13 @@ from attnspan_lab.doctor.decode import decode_findings
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.head_order import order_findings
 from attnspan_lab.doctor.left_padding import left_padding_findings
+from attnspan_lab.doctor.loops import loop_findings
+from attnspan_lab.doctor.needless import needless_findings
 from attnspan_lab.doctor.own_key import own_key_findings
 from attnspan_lab.doctor.padded import padding_findings
 from attnspan_lab.doctor.places import Place
 from attnspan_lab.doctor.samples import sample_findings
+from attnspan_lab.doctor.scaled import scale_findings
 from attnspan_lab.doctor.slots import slot_findings
 from attnspan_lab.doctor.state import state_findings
 from attnspan_lab.doctor.subject import Subject
@@ -83,6 +86,12 @@ class Wiring:
             ("axes", lambda: softmax_findings(step, done["softmax"])),
             ("samples", lambda: sample_findings(step, coverage, done["samples"])),
             ("keys of another sequence", lambda: cross_findings(step, calls, done["cross"])),
+            ("scale of scores", lambda: scale_findings(step, coverage, done["scale"])),
+            ("loops of attention", lambda: loop_findings(step, calls, done["loop"])),
+            (
+                "padding that no sample needs",
+                lambda: needless_findings(step, calls, coverage, done["padding"]),
+            ),
             ("empty slots of a cache", lambda: slot_findings(step, calls, done["slots"])),
         ]
         padded = self.done["mask-lost"]

@@ -23,6 +23,7 @@ from attnspan_lab.doctor.jax.hlo import Program
 from attnspan_lab.doctor.jax.mesh import compare_mesh, has_shard_map, on_one_device
 from attnspan_lab.doctor.jax.parity import parity as compare
 from attnspan_lab.doctor.jax.recompiles import calls_jitted, recompiles_in, run_batches
+from attnspan_lab.doctor.jax.scaled import scale_findings, unknown_scales
 from attnspan_lab.doctor.jax.subject import JaxSubject, Traced
 from attnspan_lab.doctor.jax.watch import Attention, watched
 from attnspan_lab.doctor.words import counted
@@ -70,6 +71,7 @@ def eager(subject: JaxSubject, say: Say, backend: str) -> None:
         trial, size = Trial(subject, batch, traced, tuple(watcher.calls)), subject.size(batch)
         for x in (
             *costs(watcher.calls, program, subject, batch),
+            *scale_findings(watcher.calls),
             *hidden(watcher.calls, results, subject.valid(batch), traced, size),
             *(() if size is None else (*seen(trial), *misaligned(trial))),
         ):
@@ -101,6 +103,8 @@ def _unchecked(subject: JaxSubject, batch: Any, calls: list[Attention]) -> dict[
     found = {}
     if not calls:
         found["attention"] = "no call was seen"
+    if why := unknown_scales(calls):
+        found["scale of scores"] = why
     if subject.causal is None:
         found["causality"] = 'not declared. Return {"causal": True} or False'
     elif subject.causal and subject.has_several_sequences(batch):

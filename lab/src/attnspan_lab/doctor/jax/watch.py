@@ -61,6 +61,9 @@ class Attention:
         scores: Shape and bytes of the scores.
         pairs: Dense masks: the value, and whether it differs between queries and between keys.
         by_head: Whether heads see different pairs.
+        softmaxed: Input of the softmax.
+        size: Head dim of q and k.
+        factor: The number by which a kernel multiplies the scores, if it is known.
     """
 
     kind: str
@@ -77,6 +80,9 @@ class Attention:
     scores: tuple[tuple[int, ...], int] = ((), 0)
     pairs: list[Value] = field(default_factory=list)
     by_head: bool = False
+    softmaxed: Value | None = None
+    size: int = 0
+    factor: float | None = None
 
     @property
     def padding(self) -> np.ndarray | None:
@@ -164,6 +170,7 @@ class Watcher(Interpreter):
             return
         file = str(inner(eqn)[0].jaxpr.debug_info.func_src_info) if inner(eqn) else ""
         call = Attention("attnspan" if _ATTNSPAN in file else "fused", out[0].places, operands)
+        call.size, call.factor = np.shape(operands[0].array)[-1], _factor(eqn)
         bounds = next((x.array for x in values if np.ndim(x.array) == 5 and np.shape(x.array)[-1] == 2), None)
         if bounds is not None:
             (q, k), bounds = (np.shape(x.array) for x in operands[:2]), np.asarray(bounds)
@@ -188,7 +195,9 @@ class Watcher(Interpreter):
         weights = not batch[0] and not all(x.data for x in values)
         if not weights and all(axes) and any(prod(shape[a] for a in side) > 1 for side in axes):
             kind = "in blocks" if any(x.part for x in values) else "written out"
-            out.call, out.axes = Attention(kind, out.places, values[:2], scores=(shape, out.bytes)), axes
+            size = prod(np.shape(values[0].array)[a] for a in contract[0])
+            call = Attention(kind, out.places, values[:2], scores=(shape, out.bytes), size=size)
+            out.call, out.axes = call, axes
 
     def _free(self, eqn: Any, values: list[Value], operand: int) -> dict[int, int]:
         """Map the free axes of a product's operand to axes of the result."""
@@ -210,10 +219,10 @@ class Watcher(Interpreter):
             return
         call, shape, (result, *_) = first.call, np.shape(first.array), out
         if name in ("exp", "exp2", "logistic"):
-            call.seen = call.seen or (first.array, first.axes)
+            call.seen, call.softmaxed = call.seen or (first.array, first.axes), call.softmaxed or first
             call.softmax = True
         if name == "reduce_max" and not call.softmax:
-            call.seen = first.array, first.axes
+            call.seen, call.softmaxed = (first.array, first.axes), first
         if np.shape(result.array) == shape and name not in RESHAPES and not call.softmax:
             fits = [x for x in values if x.call is None and np.ndim(x.array) == len(shape)]
             call.masks += [(x, first.axes) for x in fits]
@@ -315,6 +324,17 @@ def _distinct(name: str, out: Any, values: list[Value]) -> int:
     if name == "concatenate":
         return min(sum({id(x): x.distinct for x in values}.values()), size)
     return size
+
+
+def _factor(eqn: Any) -> float | None:
+    """Read the scale of a kernel, if it is one of the kernel's attributes."""
+    within = equations(inner(eqn)[0]) if inner(eqn) else ()
+    for params in (eqn.params, *(x.params for x in within)):
+        attributes = params.get("attributes")
+        found = dict(attributes if isinstance(attributes, tuple) else ()) | params
+        if isinstance(scale := found.get("scale"), (int, float, np.floating)):
+            return float(scale)
+    return None
 
 
 def _upcast(name: str, values: list[Value], out: Value) -> Place | None:
