@@ -24,7 +24,17 @@ from attnspan_lab.doctor.places import Place, place_here
 from attnspan_lab.doctor.remedies import arguments, distance
 from attnspan_lab.doctor.subject import Subject
 
-__all__ = ["Call", "CannotRun", "Step", "awake", "changed_tokens", "copied_model", "noise", "recorded", "sdpa"]
+__all__ = [
+    "Call",
+    "CannotRun",
+    "Step",
+    "awake",
+    "changed_tokens",
+    "copied_model",
+    "noise",
+    "recorded",
+    "sdpa",
+]
 
 #: torch's function, which is not replaced while nn.MultiheadAttention runs.
 sdpa = F.scaled_dot_product_attention
