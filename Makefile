@@ -58,9 +58,9 @@ failures: setup
 	for name in graph_breaks mask_functions timing segment_ids; do $(BIN)/python examples/failures/$$name.py || exit 1; done
 
 # Number of parallel test processes. Tests of ranks and devices all run in one of them.
-# Waiting threads must not spin, because they would block the cores of other processes.
+# Waiting threads must not spin, because they would block the cores of other processes. NumPy's threads always do.
 JOBS ?= 2
-PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
+PYTEST := OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest
 SIDE_BY_SIDE := -n $(JOBS) --no-loadscope-reorder
 
 # Options and masks are combined by covering arrays (tests/covering.py).

@@ -18,6 +18,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 # Before torch imports Triton, which reads it once: there is no GPU, so its kernels are interpreted.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import few_collections  # noqa: F401
 import hypothesis
 import pytest
 from _pytest.doctest import DoctestItem

@@ -6,7 +6,8 @@ tests/test_one_framework.py imports the package without any framework.
 import ast
 import re
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -101,13 +102,30 @@ class Module:
         return [x.args[0] for x in called if ast.unparse(x.func).rpartition(".")[2] in LOADING]
 
 
-def _modules(root: Path, top: str) -> dict[str, Module]:
-    files = sorted(root.rglob("*.py"))
-    made = [Module(x, ".".join([top, *x.relative_to(root).with_suffix("").parts])) for x in files]
-    known = {x.name: x for x in made}
-    for module in made:
-        module.imports = set(_imports(module, known))
-    return known
+class Modules(Mapping[str, Module]):
+    """The modules of a package by name. Reading them takes three seconds, so collecting tests reads none."""
+
+    def __init__(self, root: Path, top: str) -> None:
+        self.root, self.top = root, top
+
+    @cached_property
+    def _read(self) -> dict[str, Module]:
+        files = sorted(self.root.rglob("*.py"))
+        names = [".".join([self.top, *x.relative_to(self.root).with_suffix("").parts]) for x in files]
+        made = [Module(x, name) for x, name in zip(files, names, strict=True)]
+        known = {x.name: x for x in made}
+        for module in made:
+            module.imports = set(_imports(module, known))
+        return known
+
+    def __getitem__(self, name: str) -> Module:
+        return self._read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read)
+
+    def __len__(self) -> int:
+        return len(self._read)
 
 
 def _imports(module: Module, known: Container[str]) -> Iterator[str]:
@@ -156,8 +174,8 @@ def _filled(name: ast.expr, text: str, module: Module) -> str:
     return f"{module.package}{filled}" if filled.startswith(".") else filled
 
 
-SOURCE = _modules(PACKAGE, "attnspan")
-OF_LAB = _modules(ROOT / "lab/src/attnspan_lab", "attnspan_lab")
+SOURCE = Modules(PACKAGE, "attnspan")
+OF_LAB = Modules(ROOT / "lab/src/attnspan_lab", "attnspan_lab")
 
 
 @pytest.mark.parametrize("modules", [SOURCE, OF_LAB], ids=["library", "lab"])

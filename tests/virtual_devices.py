@@ -17,6 +17,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import few_collections  # noqa: F401
 import sending
 
 #: Devices of the process.

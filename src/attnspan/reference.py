@@ -22,6 +22,8 @@ __all__ = ["Float", "Index", "backward", "forward"]
 Float = np.ndarray[Any, np.dtype[np.float64]]
 #: Arrays of indices, always int64.
 Index = np.ndarray[Any, np.dtype[np.int64]]
+#: The visible keys of a query. A slice copies no keys.
+_Keys = Index | slice
 
 
 def forward(
@@ -147,7 +149,7 @@ class _Terms:
             keep = kept(options.dropout_p, seeds, self.q_index, self.k_index)
             self.multiplier = keep * scale_of_kept(options.dropout_p)
 
-    def weights(self, x: Float, b: int, h: int, i: int, keys: Index) -> tuple[Any, float, float, Any, Any]:
+    def weights(self, x: Float, b: int, h: int, i: int, keys: _Keys) -> tuple[Any, float, float, Any, Any]:
         """Compute p, the sink's p, the lse, dropout's factors m and the softcap's derivative from scores."""
         cap = self.options.softcap
         slope: Any = 1.0
@@ -161,19 +163,18 @@ class _Terms:
         m = 1.0 if self.multiplier is None else self.multiplier[b, h, i, keys]
         return *_softmax(x, self.sinks[h]), m, slope
 
-    def bias_of(self, b: int, h: int, i: int, keys: Index) -> tuple[tuple[Any, ...], Any]:
+    def bias_of(self, b: int, h: int, i: int, keys: _Keys) -> tuple[tuple[Any, ...], Any]:
         """The bias of each key, as an index into the parameter and a factor."""
-        distance = self.k_index[b, keys] - self.q_index[b, i]
         kind, sizes = self.options.bias_kind, self.parameter.shape
         if kind == DENSE:
             lead = [at if size > 1 else 0 for at, size in zip((b, h, i), sizes, strict=False)]
-            return (*(np.full(len(keys), at) for at in lead), keys), 1.0
-        head = np.full(len(keys), h)
+            return (*lead, keys), 1.0
+        distance = self.k_index[b, keys] - self.q_index[b, i]
         if kind == DISTANCE:
             reach = sizes[1] // 2
-            return (head, np.clip(distance, -reach, reach) + reach), 1.0
+            return (h, np.clip(distance, -reach, reach) + reach), 1.0
         assert kind in (ALIBI, SIGNED_ALIBI), kind
-        slope = np.full(len(keys), b if sizes[0] > 1 else 0), head
+        slope = np.full(len(distance), b if sizes[0] > 1 else 0), h
         return slope, distance if kind == SIGNED_ALIBI else -np.abs(distance)
 
 
@@ -194,7 +195,7 @@ def _softmax(scores: Float, sink: float) -> tuple[Float, float, float]:
         return weights[:-1] / total, float(weights[-1] / total), float(top + np.log(total))
 
 
-def _rows(q: Float, k: Float, v: Float, bounds: Any) -> Iterator[tuple[int, int, int, int, Index]]:
+def _rows(q: Float, k: Float, v: Float, bounds: Any) -> Iterator[tuple[int, int, int, int, _Keys]]:
     """Batch element, query head, query, key head and visible keys, for each query."""
     bounds = np.asarray(bounds)
     batch, heads, q_len, head_dim = q.shape
@@ -213,5 +214,12 @@ def _rows(q: Float, k: Float, v: Float, bounds: Any) -> Iterator[tuple[int, int,
     Spans(bounds, k_len).validate()
     bounds = np.broadcast_to(bounds, (batch, heads, *bounds.shape[2:]))
     for b, h, i in np.ndindex(batch, heads, q_len):
-        keys = np.concatenate([np.arange(lo, hi) for lo, hi in bounds[b, h, i]])
-        yield b, h, i, h // (heads // kv_heads), keys
+        yield b, h, i, h // (heads // kv_heads), _keys(bounds[b, h, i].tolist())
+
+
+def _keys(spans: list[tuple[int, int]]) -> _Keys:
+    """The keys of a query's spans."""
+    filled = [(lo, hi) for lo, hi in spans if lo < hi]
+    if len(filled) > 1:
+        return np.concatenate([np.arange(lo, hi) for lo, hi in filled])
+    return slice(*filled[0]) if filled else slice(0, 0)

@@ -33,6 +33,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+import few_collections  # noqa: F401
 import sending
 
 #: Seconds that a body may take, unless its test says otherwise; a loaded machine is no failure.
