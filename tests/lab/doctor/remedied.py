@@ -437,7 +437,7 @@ SYNC = {
     "raises": (patients.sick_reads, asserts),
 }
 for name, (sick, well) in SYNC.items():
-    remedied("sync", name, sick, "Keep the value in a tensor", model_of(well))
+    remedied("sync", name, sick, "keep it in a tensor", model_of(well))
 
 
 # Decoding

@@ -134,9 +134,9 @@ def test_the_remedy_for_copied_keys_keeps_their_order(name, written_out):
 @pytest.mark.parametrize("name", causes.TIMED)
 def test_a_masks_share_of_the_time_is_a_share(name):
     (found,) = [x for x in examined(causes.model_of(causes.TIMED[name])) if x.kind == "dense-mask"]
-    (share,) = re.findall(r"(\d+)% of all operators' time", found.evidence[1])
-    assert 0 <= int(share) <= 100
-    assert name != "made slowly" or int(share) > 0
+    shares = [int(x) for x in re.findall(r"(\d+)% of all operators' time", found.evidence[1])]
+    assert all(1 <= x <= 100 for x in shares)  # A smaller share is not worth a word.
+    assert shares or name != "made slowly"
 
 
 @pytest.mark.parametrize("name", causes.CUT)

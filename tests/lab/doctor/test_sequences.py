@@ -44,7 +44,7 @@ def test_nothing_confirmed_is_no_finding_if_there_are_several_sequences() -> Non
     assert facts["unchecked"]["causality"].endswith("the model returned only a scalar loss")
     found, facts = examined(sequences.translator(fused, only_loss=True))
     assert wrong(found) == []
-    assert "only a scalar loss" in facts["unchecked"]["causality-lost by other layers"]
+    assert "only a scalar loss" in facts["unchecked"]["later tokens seen by other layers"]
 
 
 @pytest.mark.parametrize("length", [sequences.SHORTER, sequences.LENGTH])

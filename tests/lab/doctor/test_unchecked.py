@@ -80,7 +80,7 @@ def test_parameters_that_cannot_be_changed_are_not_checked(
 def test_only_so_many_parameters_are_examined() -> None:
     found, unchecked = without_gradient(torch.neg, 18)
     assert [x.what.partition(":")[0] for x in found] == ["16 trainable parameters have no gradient"]
-    assert unchecked == {_TOPIC: "16 of 18 were examined"}
+    assert unchecked == {_TOPIC: "only 16 of the 18 without a gradient were examined"}
     assert without_gradient(torch.neg)[1] == {}
 
 

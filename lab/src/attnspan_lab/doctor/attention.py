@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import torch
@@ -16,9 +15,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from attnspan_lab.console import bytes_text
 from attnspan_lab.doctor.attention_call import Attention
 from attnspan_lab.doctor.coverage import Coverage
-from attnspan_lab.doctor.dense_masks import LONG, DenseMasks
+from attnspan_lab.doctor.dense_masks import DenseMasks
 from attnspan_lab.doctor.findings import KINDS, Finding
-from attnspan_lab.doctor.fused import refusal, refusal_of_multihead
+from attnspan_lab.doctor.fused import Refusal, refusal, refusal_of_multihead
+from attnspan_lab.doctor.growth import keys_of, scores_text
+from attnspan_lab.doctor.guarded import guarded
 from attnspan_lab.doctor.heads import HeadMap
 from attnspan_lab.doctor.pairs import findings_of_pairs
 from attnspan_lab.doctor.places import Place, at, is_installed
@@ -26,30 +27,42 @@ from attnspan_lab.doctor.returned import NAN, cause_of, remedy_of, returned
 from attnspan_lab.doctor.subject import Subject
 from attnspan_lab.doctor.watch import Watcher
 from attnspan_lab.doctor.words import counted, first_line
-from attnspan_lab.doctor.written import remedy_of_written
+from attnspan_lab.doctor.written_out import WrittenOut
 
 __all__ = ["findings_of", "with_caller"]
 
 
 def findings_of(
-    watcher: Watcher, subject: Subject, batch: Any, masks: DenseMasks, coverage: Coverage
+    watcher: Watcher,
+    subject: Subject,
+    batch: Any,
+    masks: DenseMasks,
+    written: WrittenOut,
+    coverage: Coverage,
 ) -> Iterator[Finding]:
     """Yield the findings of a watched step.
 
     Args:
         watcher, subject, batch: The step, which has ended.
         masks: Collects dense masks. Their remedies must hold in all batches.
+        written: Collects attention that is written out, for the same reason.
         coverage: Collects the checks.
     """
-    yield from findings_of_pairs(watcher.calls, subject, batch, coverage)
-    yield from _hidden(watcher, subject, batch)
+    if watcher.unread:
+        coverage.missed("operators", watcher.unread)
+    pairs = findings_of_pairs(watcher.calls, subject, batch, coverage)
+    yield from guarded("pairs of tokens", pairs, coverage)
+    yield from guarded("queries without a key", _hidden(watcher, subject, batch), coverage)
     sites: dict[tuple[Any, str], list[Attention]] = {}
     for call in watcher.calls:
         sites.setdefault((call.place, call.kind), []).append(call)
+    tokens = subject.tokens(batch)
+    length = 0 if tokens is None else tokens[1].shape[1]
     for site in sites.values():
-        yield from _costs(site, subject, batch)
-        masks.add(site, subject.declared(batch), watcher.seconds)
-    yield from _operators(watcher)
+        yield from guarded("costs", _costs(site, subject, batch, length), coverage)
+        masks.add(site, subject.declared(batch), watcher.seconds, length)
+        written.add(site, length)
+    yield from guarded("operators", _operators(watcher), coverage)
     for place, count in watcher.reads.items():
         yield Finding("sync", "A value of a tensor is read on the host here", at(place), count=count)
 
@@ -72,25 +85,11 @@ def with_caller(finding: Finding, calls: list[Attention]) -> Finding:
     return finding
 
 
-def _costs(site: list[Attention], subject: Subject, batch: Any) -> Iterator[Finding]:
+def _costs(site: list[Attention], subject: Subject, batch: Any, length: int) -> Iterator[Finding]:
     """Yield avoidable costs of the calls of one line."""
     call, many = site[0], len(site)
-    long = prod(call.q[:-2]) * LONG**2 * call.dtype.itemsize
-    if call.stores_scores and call.kind != "flex":
-        what = "Attention is written out here: scores and weights of all pairs are stored"
-        cause = remedy = tried = ""
-        if call.kind == "sdpa":
-            what = "scaled_dot_product_attention ran its math kernel here and stored all scores"
-            cause, remedy, tried = refusal(call, training=subject.model.training)
-        elif call.in_multihead:
-            what = "nn.MultiheadAttention stores scores and weights of all pairs here"
-            cause, remedy, tried = refusal_of_multihead(subject, batch, call.place)
-        else:
-            remedy = remedy_of_written(call)
-        again = sum(x.recomputed for x in site)
-        calls = counted(many - again, "call") + (f" and {again} more in the backward pass" if again else "")
-        evidence = f"{calls}; a tensor of scores has {bytes_text(long)} at {LONG:,} tokens"
-        yield Finding("unfused", what, at(call.place), (evidence,), cause, remedy, tried, count=many)
+    if call.stores_scores and (call.kind == "sdpa" or call.in_multihead):
+        yield from _stored(site, subject, batch, length)
     if repeated := next((x.repeated for x in site if x.repeated), None):
         what = "Keys or values are copied once for each query head that shares them"
         evidence = f"{bytes_text(repeated[1])} per tensor, at least {bytes_text(repeated[1] * many)} per step"
@@ -107,6 +106,42 @@ def _costs(site: list[Attention], subject: Subject, batch: Any) -> Iterator[Find
         what = f"Checkpointing runs attention {many / max(first, 1):.3g} times for each forward pass"
         evidence = f"{counted(first, 'call')} in the forward pass, {again} more in the backward pass"
         yield Finding("recompute", what, at(call.place), (evidence,), remedy=_saved(call), count=again)
+
+
+def _stored(site: list[Attention], subject: Subject, batch: Any, length: int) -> Iterator[Finding]:
+    """Yield a finding for each reason why torch's functions store the scores of calls of one line."""
+    call, reasons = site[0], dict[Refusal, list[Attention]]()
+    if call.kind == "sdpa":
+        what = "scaled_dot_product_attention ran its math kernel here and stored all scores"
+        known = dict[Any, Refusal]()
+        for x in site:
+            alike = _alike(x)
+            if alike not in known:
+                known[alike] = refusal(x, training=subject.model.training)
+            reasons.setdefault(known[alike], []).append(x)
+    else:
+        what = "nn.MultiheadAttention stores scores and weights of all pairs here"
+        reasons[refusal_of_multihead(subject, batch, call.place)] = site
+    size = scores_text(call, [(keys_of(x), length) for x in site])
+    for (cause, remedy, tried), own in reasons.items():
+        again = sum(x.recomputed for x in own)
+        calls = counted(len(own) - again, "call") + (
+            f" and {again} more in the backward pass" if again else ""
+        )
+        calls += f" of the {len(site)} of this line" if len(own) < len(site) else ""
+        yield Finding(
+            "unfused", what, at(call.place), (f"{calls}; {size}",), cause, remedy, tried, count=len(own)
+        )
+
+
+def _alike(call: Attention) -> Any:
+    """Describe the arguments of a call, without the numbers of its tensors."""
+    args, kwargs = call.given or ((), {})
+
+    def of(x: Any) -> Any:
+        return (tuple(x.shape), x.stride(), x.dtype, x.requires_grad) if isinstance(x, Tensor) else repr(x)
+
+    return tuple(map(of, args)), tuple((k, of(x)) for k, x in kwargs.items())
 
 
 def _saved(call: Attention) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attnspan_lab.doctor.heads import HeadMap
+from attnspan_lab.doctor.hiding import HIDDEN
 from attnspan_lab.doctor.overflow import Overflow
 from attnspan_lab.doctor.places import Place, lines_here
 
@@ -16,9 +17,6 @@ if TYPE_CHECKING:
     from attnspan_lab.doctor.padding import Fault
 
 __all__ = ["HIDDEN", "Attention"]
-
-# Scores at or below this value are hidden: -inf, the smallest numbers of dtypes, and -1e4 in half precision.
-HIDDEN = -9e3
 
 
 @dataclass(eq=False)
@@ -38,6 +36,8 @@ class Attention:
         mask_biases: The mask adds other numbers than 0 to visible pairs.
         mask_sources: Tensors of the batch that the mask is made from.
         applied: Operator, line and tensor of each change of stored scores before their softmax.
+        filled: The highest score that replaced a score under a mask.
+        weights_used: The line that uses the weights for another purpose than the result.
         padding: The fault of the padding mask, if the call has one.
         same_in_heads: All heads see the same pairs.
         given: Arguments of torch's function.
@@ -76,6 +76,8 @@ class Attention:
     mask_biases: bool = False
     mask_sources: frozenset[str] = frozenset()
     applied: list[tuple[str, Place | None, Tensor]] = field(default_factory=list)
+    filled: float = float("-inf")
+    weights_used: Place | None = None
     padding: Fault | None = None
     same_in_heads: bool = True
     given: tuple[Any, dict[str, Any]] | None = None

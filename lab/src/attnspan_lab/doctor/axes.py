@@ -15,6 +15,12 @@ from attnspan_lab.doctor.places import Place, at
 __all__ = ["Axes", "source_of"]
 
 
+_FOLLOWED = (
+    "a changed token was followed through the calls, to see if heads and tokens are mixed up in a call. The "
+    "order of tokens between calls was not examined"
+)
+
+
 @dataclass
 class Axes:
     """Checks the first call of each line, once for all batches.
@@ -33,9 +39,10 @@ class Axes:
             self.done.add(call.place)
             source = source_of(step, call)
             if source is None or step.inputs[source].shape[1] < 2:
+                coverage.absent("axes", f"no module around {call.place} receives several tokens (B, S, C)")
                 continue
             follow = _Follow(step, call, source)
-            coverage.made("axes", "one token was followed into the queries and out of the heads")
+            coverage.made("axes", _FOLLOWED)
             if follow.is_swapped():
                 yield follow.swapped()
             elif follow.is_split():

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from attnspan_lab.doctor.places import Place, place_here
 from attnspan_lab.doctor.remedies import arguments, distance
 from attnspan_lab.doctor.subject import Subject
+from attnspan_lab.doctor.words import error_text
 
 __all__ = [
     "Call",
@@ -172,9 +173,11 @@ def recorded(
         CannotRun: The model cannot be copied, or raises.
     """
     try:
-        own = dataclasses.replace(subject, model=copied_model(subject.model), target="", more=[])
+        subject.restore()
+        made = copied_model(subject.model)
+        own = dataclasses.replace(subject, model=made, target="", more=[], start=None)
     except Exception as error:
-        raise CannotRun(f"the model cannot be copied ({type(error).__name__})") from error
+        raise CannotRun(f"the model cannot be copied: {_uncopied(subject.model, error)}") from error
     own.model.eval()
     record = _Record(lines, replace)
     with ExitStack() as hooks, torch.no_grad(), torch.compiler.set_stance("force_eager"):
@@ -220,6 +223,19 @@ def awake(step: Step) -> Step:
         for x in asleep(own.model):
             x.copy_(noise(x))
     return recorded(own, step.batch, step.lines)
+
+
+def _uncopied(model: torch.nn.Module, error: BaseException) -> str:
+    """Name the attribute that cannot be copied, and the error."""
+    for name, module in model.named_modules():
+        for attribute, x in vars(module).items():
+            if attribute in ("_modules", "_parameters"):
+                continue
+            try:
+                copy.deepcopy(x)
+            except Exception:
+                return f"{'.'.join(filter(None, (name, attribute)))} raises {error_text(error, 80)}"
+    return error_text(error, 80)
 
 
 @contextmanager
@@ -343,7 +359,10 @@ class _Record(TorchFunctionMode):
         call = Call(len(self.calls), place_here(), tuple(self.modules), kept, torch.empty(0))
         call.turns = {x: self.turns[x] for x in self.modules}
         call.result = run()
-        new = None if self.replace is None else self.replace(call)
+        try:
+            new = None if self.replace is None else self.replace(call)
+        except Exception as error:  # The change of the doctor raises, and not the model.
+            raise CannotRun(f"a changed call at {call.place} raises {error_text(error)}") from error
         call.result = call.result if new is None else new
         self.calls.append(call)
         return call.result

@@ -8,9 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnspan_lab.doctor.attention_call import HIDDEN, Attention
+from attnspan_lab.doctor.attention_call import Attention
 from attnspan_lab.doctor.calls import Call, Step, changed_tokens, sdpa
 from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.hiding import highest_hiding, highest_hiding_in
 from attnspan_lab.doctor.own_keys import made_of_tokens
 from attnspan_lab.doctor.places import Place, at
 from attnspan_lab.doctor.remedies import distance
@@ -25,14 +26,16 @@ def visible_in(call: Call) -> Tensor | None:
     if not call.is_torchs:
         scores: Tensor = call.given["scores"]
         keys_last = scores.dim() > 2 and call.given["dim"] in (-1, scores.dim() - 1)
-        return _by_sample(scores > HIDDEN) if keys_last else None
+        return _by_sample(scores > highest_hiding(scores)) if keys_last else None
     query, mask = call.given["query"], call.given.get("attn_mask")
     sizes = query.shape[-2], call.given["key"].shape[-2]
     visible = torch.ones(sizes, dtype=torch.bool, device=query.device)
     visible = visible.tril() if call.given.get("is_causal") else visible
     if mask is None:
         return visible[None]
-    shown = mask if mask.dtype == torch.bool else mask > HIDDEN
+    shown = mask
+    if mask.dtype != torch.bool:
+        shown = mask > highest_hiding_in(mask, query, call.given["key"], call.given.get("scale"))
     return _by_sample(shown.expand(*shown.shape[:-2], *sizes)) & visible
 
 

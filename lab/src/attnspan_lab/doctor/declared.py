@@ -10,6 +10,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from attnspan_lab.doctor.hiding import highest_hiding
+
 __all__ = ["Declared", "declared", "paddings"]
 
 _IDS = re.compile(
@@ -19,7 +21,6 @@ _OFFSETS = re.compile(r"cu_?(seq|doc)\w*len")
 _POSITIONS = re.compile(r"^pos(ition)?s?(_?ids?)?$|^input_pos$")
 # Masks (B, S) that choose tokens for another purpose than attention.
 _OTHER_MASKS = re.compile(r"loss|label|target|prompt|completion|response|assistant|special|mlm|masked_pos")
-_HIDDEN = -9e3
 _PAIRS = 2**22  # maximum number of pairs of a batch's mask that are followed
 
 
@@ -154,8 +155,9 @@ def _pairs(
 
 def _shown(x: Tensor) -> Tensor | None:
     """Read a mask, whether it adds, multiplies or selects. None for a bias that hides nothing."""
-    if x.is_floating_point() and bool((x <= _HIDDEN).any()):
-        return x > _HIDDEN
+    limit = highest_hiding(x)
+    if x.is_floating_point() and bool((x <= limit).any()):
+        return x > limit
     if not bool(((x == 0) | (x == 1)).all()) or bool((x == 0).all()):
         return None
     shown = x != 0

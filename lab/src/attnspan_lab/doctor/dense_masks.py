@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Any
 
 from attnspan_lab.console import bytes_text, seconds_text
 from attnspan_lab.doctor.attention_call import Attention
 from attnspan_lab.doctor.declared import Declared
 from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.growth import LONG, grows, keys_of
 from attnspan_lab.doctor.places import Place, at
 from attnspan_lab.doctor.remedies import Forms
 from attnspan_lab.doctor.words import counted
 
-__all__ = ["LONG", "DenseMasks"]
+__all__ = ["DenseMasks"]
 
-LONG = 32_768  # tokens, for which memory is predicted
+_SHARE = 0.01  # smallest share of all operators' time that is worth a word
+_READ = "Fused kernels read all entries of the mask, also where it hides pairs"
 
 
 def _is_torchs(call: Attention) -> bool:
@@ -27,49 +30,78 @@ def _is_torchs(call: Attention) -> bool:
 
 @dataclass
 class _Line:
-    finding: Finding
+    """A line that makes a mask, and the line that uses it.
+
+    Attributes:
+        call: The first call with the mask.
+        many: Number of calls of its step with the mask.
+        share: Share of the mask's time in the time of all operators.
+        sizes: Numbers of keys, and of tokens of the batch.
+    """
+
+    call: Attention
+    many: int
+    share: float
     forms: Forms = field(default_factory=Forms)
     count: int = 0
+    sizes: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass
 class DenseMasks:
-    """Lines that make a mask with an entry for each pair of tokens."""
+    """Lines that make a mask with an entry for each pair of tokens.
+
+    Attributes:
+        lines: The lines that make and use a mask.
+        calls: All calls of each line, with the line that makes their mask. Calls without a mask of pairs,
+            such as a decode step, have None. A remedy changes all calls of a line.
+    """
 
     lines: dict[tuple[Place | None, Place | None], _Line] = field(default_factory=dict)
+    calls: dict[Place | None, list[tuple[Any, Attention, Declared]]] = field(default_factory=dict)
 
-    def add(self, site: Sequence[Attention], said: Declared, seconds: float) -> None:
+    def add(self, site: Sequence[Attention], said: Declared, seconds: float, length: int) -> None:
         """Collect the masks of the calls of one line, and try shorter forms.
 
         Args:
             site: Calls of one line.
             said: Facts of the batch.
             seconds: Time of all operators of the same step.
+            length: Number of tokens of the batch, or 0 if it is unknown.
         """
         # Where torch's function stores scores, it also creates masks: these are not the user's.
         masked = [x for x in site if x.mask is not None and not _is_torchs(x)]
         for call in masked:
             assert call.mask is not None
             key = (call.mask[1], call.place)
-            line = self.lines.setdefault(key, _Line(_finding(call, len(masked), seconds)))
+            share = call.mask_seconds / seconds if seconds else 0.0
+            line = self.lines.setdefault(key, _Line(call, len(masked), share))
             line.count += 1
+            line.sizes.append((keys_of(call), length))
             line.forms.add(call, said)
+        made = [(x.mask and (x.mask[1],), x, said) for x in site if x.mask is None or x in masked]
+        self.calls.setdefault(site[0].place, []).extend(made)
 
     def findings(self) -> Iterator[Finding]:
         """Yield a finding for each line."""
-        for x in self.lines.values():
-            yield replace(x.finding, remedy=x.forms.remedy, tried=x.forms.tried, count=x.count)
+        for (made, place), x in self.lines.items():
+            for own, call, said in self.calls.get(place, ()):
+                if own != (made,):
+                    x.forms.add_other(call, said)
+            yield replace(_finding(x), remedy=x.forms.remedy, tried=x.forms.tried, count=x.count)
 
 
-def _finding(call: Attention, many: int, seconds: float) -> Finding:
+def _finding(line: _Line) -> Finding:
+    call = line.call
     assert call.mask is not None
     shape, place, floating = call.mask
-    long = call.mask_bytes // max(prod(shape[-2:]), 1) * LONG**2
-    share = f", {call.mask_seconds / seconds:.0%} of all operators' time" if seconds else ""
-    evidence = (
-        f"{bytes_text(call.mask_bytes)}; {bytes_text(long)} at {LONG:,} tokens",
-        f"made in {seconds_text(call.mask_seconds)}{share}, used by {counted(many, 'call')}",
-    )
+    bytes_now, is_growing = bytes_text(call.mask_bytes), grows(line.sizes)
+    if is_growing:
+        long = call.mask_bytes // max(prod(shape[-2:]), 1) * LONG**2
+        bytes_now = f"{bytes_now} here, {bytes_text(long)} at {LONG:,} tokens"
+    used = f"used by {counted(line.many, 'call')} of a step"
+    share = f"made in {seconds_text(call.mask_seconds)}, {line.share:.0%} of all operators' time, "
+    evidence = (bytes_now, f"{share if line.share >= _SHARE else ''}{used}")
     kind = "bias" if floating else "mask"
     what = f"A {kind} with an entry for each pair of tokens is made here, shape {shape}"
-    return Finding("dense-mask", what, at(place, call.place), evidence)
+    return Finding("dense-mask", what, at(place, call.place), evidence, "" if is_growing else _READ)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -12,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.places import Place, at, lines_in, place_here
+from attnspan_lab.doctor.frozen import common_line, finding_of, whole_modules
+from attnspan_lab.doctor.places import Place, at, lines_in, lines_of, place_here
 from attnspan_lab.doctor.subject import Subject
 from attnspan_lab.doctor.words import counted, error_text
 from attnspan_lab.zoo.step import objective
@@ -42,6 +44,7 @@ class _Cut(NamedTuple):
     place: Place | None
     kind: str
     name: str
+    stack: tuple[Place, ...] = ()
 
     @property
     def cause(self) -> str:
@@ -69,13 +72,23 @@ def gradient_findings(subject: Subject, batch: Any, left: list[str], coverage: C
     if not left:
         return
     try:
-        names = _influential(subject, batch, left, coverage)
+        whole = _whole(subject, batch, left)
+    except Exception as error:
+        coverage.missed(_TOPIC, f"with other values of them, the step raises {error_text(error)}")
+        return
+    for name, own, place in whole:
+        left = [x for x in left if x not in own]
+        if place is not None:
+            yield finding_of(subject, batch, name, own, place)
+    try:
+        names = _influential(subject, batch, left, coverage) if left else []
         cuts = _cuts(subject, batch, names) if names else {}
     except Exception as error:
         coverage.missed(_TOPIC, f"with other values of them, the step raises {error_text(error)}")
         return
-    for cut in dict.fromkeys(cuts.get(x) for x in names):
-        own = [x for x in names if cuts.get(x) == cut]
+    alike = {x: cuts[x]._replace(stack=()) if x in cuts else None for x in names}
+    for cut in dict.fromkeys(alike.values()):
+        own = [x for x in names if alike[x] == cut]
         text = ", ".join(own[:4]) + (", ..." if len(own) > 4 else "")
         have = "has" if len(own) == 1 else "have"
         what = f"{counted(len(own), 'trainable parameter')} {have} no gradient: {text}"
@@ -87,6 +100,25 @@ def gradient_findings(subject: Subject, batch: Any, left: list[str], coverage: C
         yield Finding("no-gradient", what, at(cut.place), evidence, cut.cause, _REMEDIES[cut.kind], tried)
 
 
+def _whole(subject: Subject, batch: Any, left: list[str]) -> list[tuple[str, list[str], Place | None]]:
+    """List the submodules that one line cuts off as a whole, with their parameters and this line.
+
+    A submodule that changes no result, such as an unused one, has no line.
+    """
+    found: list[tuple[str, list[str], Place | None]] = []
+    for name, own in whole_modules(subject.model, left):
+        known = Coverage()
+        if not _influential(subject, batch, own, known, together=True):
+            found += [] if known.unchecked else [(name, own, None)]
+            continue
+        cuts = _cuts(subject, batch, own)
+        meant = {_DETACHED, _UNTRACKED, _INFERENCE}
+        place = common_line([x.stack for x in cuts.values()])
+        if set(cuts) == set(own) and all(x.kind in meant for x in cuts.values()) and place is not None:
+            found.append((name, own, place))
+    return found
+
+
 def cut_lines(subject: Subject, batch: Any, names: Iterable[str]) -> tuple[Place, ...]:
     """Find the lines of an eager step that cut parameters off."""
     try:
@@ -95,8 +127,10 @@ def cut_lines(subject: Subject, batch: Any, names: Iterable[str]) -> tuple[Place
         return ()  # The step does not run with a recorded graph.
 
 
-def _influential(subject: Subject, batch: Any, names: list[str], coverage: Coverage) -> list[str]:
-    """List the parameters on which the results depend: each is changed and restored."""
+def _influential(
+    subject: Subject, batch: Any, names: list[str], coverage: Coverage, *, together: bool = False
+) -> list[str]:
+    """List the parameters on which the results depend: each is changed and restored, or all together."""
     own = dict(subject.model.named_parameters())
 
     def results(changed: list[str]) -> list[Tensor]:
@@ -120,10 +154,10 @@ def _influential(subject: Subject, batch: Any, names: list[str], coverage: Cover
     if any(bool(x.isnan().any()) for x in before) or differs([]):
         coverage.missed(_TOPIC, "the step returns NaN, or different results for the same batch")
         return []
-    if not differs(names):
-        return []
+    if together or not differs(names):
+        return names if together and differs(names) else []
     if len(names) > _TRIALS:
-        coverage.missed(_TOPIC, f"{_TRIALS} of {len(names)} were examined")
+        coverage.missed(_TOPIC, f"only {_TRIALS} of the {len(names)} without a gradient were examined")
     return [x for x in names[:_TRIALS] if differs([x])]
 
 
@@ -161,7 +195,8 @@ class _Flow(TorchFunctionMode):
             self.known[id(x)] = self.known.get(id(x), frozenset()) | names
             self.kept.append(x)
             if needs and (x.grad_fn is None or _NO_BACKWARD in x.grad_fn.name()):
-                cut = _Cut(place_here(), *_kind(fn))
+                stack = tuple(lines_of(sys._getframe(1)))
+                cut = _Cut(stack[0] if stack else None, *_kind(fn), stack)
                 for name in names:
                     self.cuts.setdefault(name, cut)
         return out

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from attnspan_lab.doctor.attention_call import HIDDEN, Attention
+from attnspan_lab.doctor.attention_call import Attention
+from attnspan_lab.doctor.hiding import HIDDEN, highest_hiding
 from attnspan_lab.doctor.operators import in_backward, storage
 from attnspan_lab.doctor.places import Place, on_stack
 from attnspan_lab.doctor.record import Record
@@ -24,7 +27,7 @@ def product(
     """Follow a product of two tensors: it makes scores, or ends an attention call."""
     if scores is not None:
         if scores.softmax:
-            _finish(record, scores, inputs, out)
+            _finish(record, scores, inputs, out, place)
         return
     q, k = inputs
     if q.dim() > 2 and min(out.shape[-2:]) > 1:
@@ -38,9 +41,11 @@ def product(
         record.tags[storage(out)].scores = call
 
 
-def _finish(record: Record, call: Attention, inputs: list[Tensor], out: Tensor) -> None:
+def _finish(record: Record, call: Attention, inputs: list[Tensor], out: Tensor, place: Place | None) -> None:
     """Record the second product of hand-written attention. One of its operands is the values."""
     if call in record.calls:
+        if not (in_backward() or call.in_multihead):
+            call.weights_used = call.weights_used or place
         return
     values = [x for x in inputs if (t := record.tags.get(storage(x))) is None or t.scores is not call]
     record.operands(call, values)
@@ -60,6 +65,7 @@ def on_scores(
         changes = x.dim() > 0 and x.shape[-1:] == own[0].shape[-1:] and name in _MASKING
         if changes and not call.softmax and not any(x is y for y in own):
             call.applied.append((name, place, x.detach()))
+            call.filled = max(call.filled, _filled(name, x, own[0], outs))
             call.mask_sources |= record.sources(x)
         two = x.dim() > 1 and min(x.shape[-2:]) > 1 and x.shape[-2:] == pairs
         if two and not any(x is y for y in own) and not call.softmax:
@@ -69,11 +75,14 @@ def on_scores(
         call.overflow = record.tags[storage(own[0])].overflow
         seen = own[0].detach()
         seen = seen if call.keys is None else seen[..., call.keys]
-        record.see(call, ~(seen <= HIDDEN) if name != "exp" else None, seen)
-        call.scale, call.products = scale_of(call.products, seen, HIDDEN), None
+        limit = highest_hiding(seen) if call.applied else HIDDEN
+        call.mask_biases = call.mask_biases or _shows_masked(call, limit)
+        record.see(call, ~(seen <= limit) if name != "exp" else None, seen)
+        call.scale, call.products = scale_of(call.products, seen, limit), None
         call.hidden = call.hidden if call.keys is None else []  # These queries see their sink.
         if call.kind == "written out" and place is not None:
             call.place = place
+    _note_use(call, outs, own[0], place)
     for x in outs:
         sinks = name == "cat" and x.dim() > 1 and x.shape[:-1] == own[0].shape[:-1] and not call.softmax
         if sinks:
@@ -86,3 +95,28 @@ def on_scores(
             call.wide = first, x.dtype, size + x.numel() * x.element_size()
         if x.numel() == own[0].numel() or sinks:
             record.tags[storage(x)].scores = call
+
+
+def _filled(name: str, mask: Tensor, scores: Tensor, outs: list[Tensor]) -> float:
+    """Return the highest number that replaced a score under a boolean mask, or -inf."""
+    if mask.dtype != torch.bool or not outs or outs[0].numel() != scores.numel():
+        return -math.inf
+    # The scores may be the second or the third argument of torch.where.
+    replaced = mask.expand_as(outs[0]) if "fill" in name else outs[0] != scores
+    found = outs[0].detach()[replaced]
+    return float(found.max()) if found.numel() else -math.inf
+
+
+def _shows_masked(call: Attention, limit: float) -> bool:
+    """Whether a mask changes scores that it does not hide, as a small negative number does."""
+    adds = (highest_hiding(x) for _, _, x in call.applied if x.is_floating_point())
+    return call.filled > limit or (limit == HIDDEN and any(x > HIDDEN for x in adds))
+
+
+def _note_use(call: Attention, outs: list[Tensor], weights: Tensor, place: Place | None) -> None:
+    """Note a line that computes something else than the result from the weights."""
+    if not call.softmax or in_backward() or call.in_multihead:
+        return
+    held = storage(weights)  # A view of the weights is no use yet.
+    if outs and all(x.numel() != weights.numel() and storage(x) != held for x in outs):
+        call.weights_used = call.weights_used or place

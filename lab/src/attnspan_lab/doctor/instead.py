@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -12,10 +12,16 @@ from torch.overrides import TorchFunctionMode
 from attnspan import Mask
 from attnspan.torch import attention
 from attnspan_lab.doctor.attention_call import Attention
-from attnspan_lab.doctor.places import Place, place_here
+from attnspan_lab.doctor.places import Place, lines_here, place_here
 from attnspan_lab.doctor.remedies import Form, arguments
 
-__all__ = ["Masked", "aligned", "ends_with_own", "written"]
+__all__ = ["Masked", "aligned", "ends_with_own", "route", "written"]
+
+
+def route(lines: list[str]) -> tuple[str, ...]:
+    """Tell apart calls that share their line by the lines of the same files that lead to them."""
+    file = lines[0].rpartition(":")[0] if lines else ""
+    return tuple(x for x in lines if x.rpartition(":")[0] == file)
 
 
 def ends_with_own(call: Attention, length: int) -> bool:
@@ -46,17 +52,22 @@ def written(form: Form | None, *, is_torch: bool) -> str:
 
 
 class Masked(TorchFunctionMode):
-    """Calls attnspan's attention with other masks instead of torch's function, at some lines."""
+    """Calls attnspan's attention with other masks instead of torch's function, for some calls of some lines.
 
-    def __init__(self, masks: Mapping[Place | None, Mask]) -> None:
+    Args:
+        masks: The mask of each line.
+        routes: The `route` of each call to replace.
+    """
+
+    def __init__(self, masks: Mapping[Place | None, Mask], routes: Collection[tuple[str, ...]]) -> None:
         super().__init__()
-        self.masks, self.used = masks, set[Place | None]()
+        self.masks, self.routes, self.used = masks, routes, set[Place | None]()
 
     def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = arguments(args, kwargs or {})
         name = getattr(fn, "__name__", "")
         place = place_here() if name in ("scaled_dot_product_attention", "softmax") else None
-        if place is None or place not in self.masks:
+        if place is None or place not in self.masks or route(lines_here()) not in self.routes:
             return fn(*args, **(kwargs or {}))
         self.used.add(place)
         if name == "softmax":

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from attnspan import Spans
-from attnspan_lab.doctor.attention_call import HIDDEN, Attention
+from attnspan_lab.doctor.attention_call import Attention
+from attnspan_lab.doctor.hiding import HIDDEN, highest_hiding_in
 from attnspan_lab.doctor.operators import in_backward, is_plain, named_arguments, storage
 from attnspan_lab.doctor.places import Place
 from attnspan_lab.doctor.record import PAIRS, Record
@@ -57,21 +58,24 @@ def _of_sdpa(record: Record, call: Attention, op: Any, args: Any, kwargs: Any, q
     given, call.given = named_arguments(op, args, kwargs), record.function.given
     mask = next((given[x] for x in ("attn_mask", "attn_bias") if given.get(x) is not None), None)
     sizes, causal = (q.shape[-2], k.shape[-2]), bool(given.get("is_causal"))
-    visible = torch.ones(record.batch, *sizes, dtype=torch.bool, device=q.device)
+    # Windows and other groups of tokens are elements of q's first dim, so it may be larger than the batch.
+    visible = torch.ones(len(q), 1, *sizes, dtype=torch.bool, device=q.device)
     if causal:
         visible = visible.tril()
     if mask is not None:
         source = call.given or ((), {})
         own = [x for x in tree_leaves(source) if is_plain(x)][3:4]
+        fits = prod(q.shape[:-1]) * k.shape[-2] <= PAIRS
+        limit = highest_hiding_in(mask, q, k, given.get("scale")) if fits else HIDDEN
+        shown = mask if mask.dtype == torch.bool else mask > limit
         if mask.dim() > 1 and min(mask.shape[-2:]) > 1:
             # torch converts a boolean mask to floating point. The user's line made the boolean one.
-            record.mask(call, own[0] if own else mask)
+            record.mask(call, own[0] if own else mask, limit)
         tag = record.tags.get(storage(mask))
         call.overflow = tag.overflow if tag is not None else None
         call.mask_sources |= record.sources(mask)
-        shown = mask if mask.dtype == torch.bool else mask > HIDDEN
-        visible = visible.unsqueeze(1) & shown.expand(*shown.shape[:-2], *sizes)
-    record.see(call, visible, torch.empty(sizes, device="meta"))
+        visible = visible & shown.expand(*shown.shape[:-2], *sizes)
+    record.see(call, visible, torch.empty(visible.shape, device="meta"))
 
 
 def _of_flex(record: Record, call: Attention, args: Any, kwargs: Any, q: Tensor, k: Tensor) -> None:

@@ -20,12 +20,14 @@ def own_pairs(
 ) -> dict[int, Tensor]:
     """Find the visible pairs (B, S, S) of the batch's own tokens in each call, without keys of a cache."""
     found, cached = dict[int, Tensor](), list[Attention]()
+    name, tokens = subject.tokens(batch) or ("", torch.empty(1, 0))
+    rows = len(tokens)
     for x in calls:
         if x.visible is None:
             why = f"the {x.kind} call at {x.place} does not show which pairs it computes"
             coverage.missed("masks", why)
         elif x.visible.shape[1:] == (length, length):
-            found[id(x)] = x.visible
+            found[id(x)] = _by_element(x.visible, rows)
         elif x.visible.shape[1] == length and x.key is not None and not x.recomputed:
             cached.append(x)
     if not cached:
@@ -36,10 +38,17 @@ def own_pairs(
             coverage.missed("keys of a cache", f"{places}, so the call at {x.place} was not examined")
         elif (start := places.get(calls.index(x))) is not None:
             x.first_own = start
-            found[id(x)] = x.visible[..., start : start + length]  # type: ignore[index]
+            found[id(x)] = _by_element(x.visible[..., start : start + length], rows)  # type: ignore[index]
         else:
-            coverage.missed("other keys", f"the keys at {x.place} are not of the tokens of the batch")
+            why = f"the keys at {x.place} are not made from {name}, so their mask was not examined for it"
+            coverage.missed("other keys", why)
     return found
+
+
+def _by_element(visible: Tensor, rows: int) -> Tensor:
+    """Join the pairs of groups of a batch element, such as windows: bool (1, S, S) or (B, S, S)."""
+    joined = rows if len(visible) % rows == 0 else 1
+    return visible.reshape(joined, -1, *visible.shape[1:]).any(1)
 
 
 def _own_keys(subject: Subject, batch: Any, calls: list[Attention]) -> dict[int, int] | str:

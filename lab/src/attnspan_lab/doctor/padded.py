@@ -17,6 +17,7 @@ from attnspan_lab.doctor.declared import Declared, paddings
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.padding import Fault, fault_of
 from attnspan_lab.doctor.places import Place, at
+from attnspan_lab.doctor.pooled import pooled_finding
 from attnspan_lab.doctor.remedies import distance
 from attnspan_lab.doctor.sequences import sequences
 
@@ -103,8 +104,13 @@ class _Padded:
             if left <= _SAME:
                 break
         if not self.sites or self._difference(step, before) <= _SAME:
+            pooled = pooled_finding(step, self.step.again(self.changed), self.name, self.padding, self.valid)
+            if pooled is not None:
+                coverage.made(self.topic, f"read from {self.padding}")
+                yield pooled
+                return
             said = f"changed padding ({self.padding}) changes results by {change:.1e}"
-            coverage.missed(self.topic, f"{said}, and no attention call is known to show it")
+            coverage.missed(self.topic, f"{said}, and no attention call was found that shows it")
             return
         coverage.made(self.topic, f"read from {self.padding}")
         tried = "with padding hidden in this call, changed padding changes no result"

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from attnspan_lab.doctor.attention_call import HIDDEN, Attention
+from attnspan_lab.doctor.attention_call import Attention
 from attnspan_lab.doctor.declared import Declared
+from attnspan_lab.doctor.hiding import HIDDEN, highest_hiding
 from attnspan_lab.doctor.places import Place, place_here
 from attnspan_lab.doctor.remedies import arguments
 
@@ -151,7 +152,13 @@ def _inverted(name: str, place: Place | None, x: Tensor, padding: str) -> Fault:
     cause = f"The mask adds 0 to padding and {float(x.min()):.3g} to valid tokens ({padding})"
     remedy = "Add 0 to valid tokens and -inf to padding"
     return Fault(
-        _INVERTED, cause, remedy, place, tuple(x.shape), lambda y: _additive(y <= HIDDEN, y), inverted=True
+        _INVERTED,
+        cause,
+        remedy,
+        place,
+        tuple(x.shape),
+        lambda y: _additive(y <= highest_hiding(y), y),
+        inverted=True,
     )
 
 
@@ -223,4 +230,4 @@ class Changed(TorchFunctionMode):
 
 def _is_mask(x: Tensor) -> bool:
     """Whether numbers are a mask: 0 and 1, or 0 and large negative numbers."""
-    return _is_binary(x) or bool(((x == 0) | (x <= HIDDEN)).all())
+    return _is_binary(x) or bool(((x == 0) | (x <= highest_hiding(x))).all())

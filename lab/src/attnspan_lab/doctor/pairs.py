@@ -10,14 +10,14 @@ import torch.nn.functional as F
 
 from attnspan_lab.doctor.attention_call import Attention
 from attnspan_lab.doctor.coverage import Coverage
-from attnspan_lab.doctor.declared import Declared
+from attnspan_lab.doctor.declared import Declared, paddings
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.instead import aligned, ends_with_own
 from attnspan_lab.doctor.own_keys import own_pairs
 from attnspan_lab.doctor.padding import fault_of
 from attnspan_lab.doctor.places import at
 from attnspan_lab.doctor.remedies import arguments, distance, present
-from attnspan_lab.doctor.sequences import of_predicted
+from attnspan_lab.doctor.sequences import of_predicted, sequences
 from attnspan_lab.doctor.subject import Subject
 from attnspan_lab.doctor.visible import Visible
 from attnspan_lab.doctor.words import counted, first_line
@@ -39,8 +39,9 @@ def findings_of_pairs(
         coverage.made("attention", f"{counted(first, 'call')} a step")
     if tokens is None:
         why = "the batch has no tensor of tokens: integers (B, S), or numbers (B, S, D)"
-        for topic in ("documents", "padding", "causality"):
+        for topic in ("documents", "causality"):
             coverage.missed(topic, why)
+        coverage.missed("padding", _unfit(subject, batch, "", (0, 0)) if _masks(subject, batch) else why)
         return
     rows, length = tokens[1].shape[:2]
     said, own = subject.declared(batch), own_pairs(calls, subject, batch, length, coverage)
@@ -61,9 +62,32 @@ def findings_of_pairs(
         coverage.made("padding", f"read from {said.padding}")
         yield from see.proven("mask-lost", "Valid tokens see padding here", hidden, (~said.valid).long(), 1)
     else:
-        coverage.absent("padding", "no batch has padding that the doctor knows")
+        coverage.absent("padding", _unfit(subject, batch, tokens[0], (rows, length)))
     yield from _causality(see, said, rows, length)
     yield from _alignments(see, length)
+
+
+def _masks(subject: Subject, batch: Any) -> dict[str, tuple[int, int]]:
+    """Find the masks (B, S) of a batch that mark padding of no known sequence, with their shapes."""
+    named, found = subject.named(batch), dict[str, tuple[int, int]]()
+    known = {tuple(named[x].shape[:2]) for x in sequences(subject, batch)}
+    for name, x in named.items():
+        if x.dim() != 2 or tuple(x.shape) in known:
+            continue
+        shape = x.shape[0], x.shape[1]
+        if any(not bool(valid.all()) for _, valid in paddings({name: x}, shape)):
+            found[name] = shape
+    return found
+
+
+def _unfit(subject: Subject, batch: Any, tokens: str, shape: tuple[int, int]) -> str:
+    """Write why no padding was examined: there is none, or a mask has another shape than the tokens."""
+    masks = _masks(subject, batch)
+    if not masks:
+        return "no batch has padding that the doctor knows"
+    name, other = next(iter(masks.items()))
+    have = f"{tokens} has the shape {shape} of tokens" if tokens else "the batch has no tensor of tokens"
+    return f"{name} of shape {other} marks padding, and {have}, so the doctor does not know what it hides"
 
 
 def _causality(see: Visible, said: Declared, rows: int, length: int) -> Iterator[Finding]:

@@ -26,6 +26,7 @@ __all__ = [
     "lines_of_error",
     "on_stack",
     "place_here",
+    "raised_by_doctor",
 ]
 
 _FILE_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
@@ -38,6 +39,10 @@ _MACHINERY = (
     "overrides.py",
     "_stats.py",
 )
+
+
+# Functions of the doctor that run the user's operators.
+_PASSING = ("__torch_dispatch__", "__torch_function__")
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,25 @@ def lines_in(text: str) -> list[Place]:
 def lines_of_error(error: BaseException) -> list[Place]:
     """Find the user's lines in the traceback of an error, the innermost first."""
     return lines_in("".join(traceback.format_exception(error)))
+
+
+def raised_by_doctor(text: str) -> Place | None:
+    """Find the doctor's line that raised an error, from its traceback. None if the user's code raised it.
+
+    The doctor watches the user's operators, so its own frames may only pass an error on.
+    """
+    for x in reversed(list(_FILE_LINE.finditer(text))):
+        if is_users(x["file"]):
+            return None
+        if x["file"].startswith(_doctors()) and x["function"] not in _PASSING:
+            return Place(x["file"], int(x["line"]), x["function"])
+    return None
+
+
+@cache
+def _doctors() -> tuple[str, ...]:
+    """List the folders of attnspan and of the doctor."""
+    return tuple(x for x in _libraries() if x.rstrip("/").endswith(("attnspan", "attnspan_lab")))
 
 
 def is_direct() -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from attnspan_lab.children import Child, why_ended
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.places import Place, is_users, lines_in
+from attnspan_lab.doctor.places import Place, is_users, lines_in, raised_by_doctor
 from attnspan_lab.files import from_plain
 
 __all__ = ["Stage", "run_together"]
@@ -22,6 +22,8 @@ _START = 60.0  # Seconds in which torch must be loaded, in addition to the time 
 _LOOK = 0.05  # Seconds between two looks at the findings of a process.
 _PERIOD = 0.05  # Seconds between two looks at the line that a process runs.
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # No crash of the code itself.
+# A traceback at the end of stderr.
+_RAISED = re.compile(r"Traceback \(most recent call last\):\n(?:.*\n)*?[A-Za-z_][\w.]*(?:: .*)?\s*\Z")
 _OUTERMOST = "in _run_module_as_main"  # The last line of a whole stack.
 
 
@@ -140,6 +142,8 @@ def _hang(errors: str, limit: float, stage: str, at: str) -> Finding:
 
 
 def _crash(errors: str, code: int, stage: str, at: str, last: tuple[Place, ...]) -> Finding:
+    if code == 1 and _RAISED.search(errors):
+        return _raised(errors, stage, at)
     killed, places = -code in _FROM_OUTSIDE, _dumped(errors)
     native = code < 0 and not killed
     evidence: tuple[str, ...] = ()
@@ -158,6 +162,22 @@ def _crash(errors: str, code: int, stage: str, at: str, last: tuple[Place, ...])
         remedy = "Index captured tensors in one step, x[b, h, i, j], or run without the score_mod"
     what = f"The process ended while {at or 'ending'}: {why_ended(code, errors)}"
     return Finding("crash", what, places, evidence, cause, remedy, stage=stage)
+
+
+def _raised(errors: str, stage: str, at: str) -> Finding:
+    """Write the finding for a process that an exception ended, and say whose code raised it."""
+    trace = errors[errors.rindex("Traceback (most recent call last):") :]
+    error, places = trace.strip().splitlines()[-1][:300], tuple(lines_in(trace)[:3])
+    doctors = raised_by_doctor(trace)
+    if doctors is not None:
+        what = f"The doctor raised an error while {at or 'ending'}: {error}"
+        cause = f"The doctor's own code raised it, at {doctors}. This says nothing about your model"
+        remedy = "Report this error. The other stages still run: choose them with --stages"
+    else:
+        what = f"This line raised an error while the doctor ran the model again: {error}"
+        cause = "The doctor repeats steps, also in copies and with other inputs. The first step did not raise"
+        remedy = "Call the model twice with the same batch. A step that changes its own state may raise then"
+    return Finding("crash", what, places, (), cause, remedy, stage=stage)
 
 
 def _dumped(errors: str) -> tuple[Place, ...]:

@@ -8,9 +8,10 @@ from math import prod
 
 from torch import Tensor
 
-from attnspan_lab.doctor.attention_call import HIDDEN, Attention
+from attnspan_lab.doctor.attention_call import Attention
 from attnspan_lab.doctor.functions import Function
 from attnspan_lab.doctor.heads import head_map
+from attnspan_lab.doctor.hiding import highest_hiding
 from attnspan_lab.doctor.operators import distinct, is_plain, storage
 from attnspan_lab.doctor.overflow import Overflow
 from attnspan_lab.doctor.places import Place, is_direct
@@ -123,14 +124,16 @@ class Record:
                 call.upcast = call.upcast or tag.upcast
                 call.upcast_bytes += x.numel() * x.element_size() if tag.upcast else 0
 
-    def mask(self, call: Attention, x: Tensor) -> None:
-        """Record the dense mask of a call."""
+    def mask(self, call: Attention, x: Tensor, limit: float | None = None) -> None:
+        """Record the dense mask of a call. Numbers at or below the limit hide, and others are a bias."""
         tag = self.tags.get(storage(x))
         call.mask = tuple(x.shape), tag.made if tag else None, x.is_floating_point()
         call.mask_bytes = distinct(x) * x.element_size()
         call.mask_seconds = tag.all_seconds if tag else 0.0
         call.mask_sources |= self.sources(x)
-        call.mask_biases = x.is_floating_point() and bool(((x != 0) & ~(x <= HIDDEN)).any())
+        if x.is_floating_point():
+            limit = highest_hiding(x) if limit is None else limit
+            call.mask_biases = call.mask_biases or bool(((x != 0) & ~(x <= limit)).any())
 
     def sources(self, x: Tensor) -> frozenset[str]:
         """Name the tensors of the batch that a tensor is made from."""
@@ -146,7 +149,8 @@ class Record:
             if visible.dim() > 2
             else (visible.expand(*like.shape[-2:])[None])
         )
-        rows = self.batch if visible.shape[0] % self.batch == 0 else 1
+        groups = len(like) if like.dim() == 4 and len(like) % self.batch == 0 else self.batch
+        rows = groups if visible.shape[0] % groups == 0 else 1
         by_head = visible.reshape(rows, -1, *visible.shape[-2:])
         call.visible = by_head.any(1)
         call.same_in_heads = bool((by_head.all(1) == call.visible).all())

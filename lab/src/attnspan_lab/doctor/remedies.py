@@ -14,7 +14,7 @@ from torch import Tensor
 from attnspan import Bias, Mask, alibi, causal, full, keys, prefix, relative, segments, window
 from attnspan.torch import attention
 from attnspan_lab.doctor.declared import Declared
-from attnspan_lab.doctor.words import counted
+from attnspan_lab.doctor.words import counted, error_text
 
 if TYPE_CHECKING:
     from attnspan_lab.doctor.attention_call import Attention
@@ -113,10 +113,13 @@ class Forms:
     """The forms that replace the dense mask of one line in all its calls, and those that do not.
 
     Args:
-        holding: Code of each form whose results equal the present ones in every call so far. None before
-            the first call.
+        holding: Code of each form whose results equal the present ones in every call with the mask so far.
+            None before the first call.
         failing: The largest error of each form that does not.
-        calls: Number of calls on which the forms were tried.
+        masks: Mask of each form that does not depend on a batch.
+        calls: Number of calls with the mask on which the forms were tried.
+        others: Number of other calls of the line, which have no mask of pairs.
+        refused: For each form, the number of the other calls whose results it changes, and the largest error.
         error: The largest error of the forms that hold.
         written: Attention is written out, so the forms are compared by the pairs that they hide.
         untried: The reason if no form could be tried.
@@ -124,7 +127,10 @@ class Forms:
 
     holding: list[str] | None = None
     failing: dict[str, float] = field(default_factory=dict)
+    masks: dict[str, Mask] = field(default_factory=dict)
     calls: int = 0
+    others: int = 0
+    refused: dict[str, tuple[int, float]] = field(default_factory=dict)
     error: float = 0.0
     written: bool = False
     untried: str = ""
@@ -132,21 +138,23 @@ class Forms:
     def add(self, call: Attention, said: Declared) -> None:
         """Try the forms on one more call."""
         if call.visible is None or not call.same_in_heads:
-            self.untried = "its heads hide different pairs" if call.visible is not None else "it is too large"
+            several = "its heads, or groups of tokens such as windows, hide different pairs"
+            self.untried = several if call.visible is not None else "it is too large"
             return
         if _is_trained(call) and not call.mask_biases:
             self.untried = "the mask requires a gradient, so training changes it"
             return
         if call.given is None and call.mask_biases:
-            self.untried = "the bias is added to scores outside of an attention function"
+            self.untried = "numbers are added to scores of visible pairs, outside of an attention function"
             return
         self.calls += 1
         self.written = call.given is None
         try:
             errors = dict(_errors(call, said))
-        except (RuntimeError, ValueError, TypeError) as error:
-            self.untried = f"the trial raises {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+        except Exception as error:
+            self.untried = f"the trial raises {error_text(error, 120)}"
             return
+        self.masks |= {x: mask for x, mask in _candidates(call.visible, said) if not _DATA.search(x)}
         eps = torch.finfo(call.dtype).eps
         equal = [text for text, error in errors.items() if error <= _ROUNDINGS * eps]
         self.error = max([self.error, *(errors[x] for x in equal)])
@@ -155,27 +163,67 @@ class Forms:
                 self.failing[text] = max(self.failing.get(text, 0.0), errors.get(text, float("inf")))
         self.holding = [x for x in (equal if self.holding is None else self.holding) if x in equal]
 
+    def add_other(self, call: Attention, said: Declared) -> None:
+        """Try the forms that hold on another call of the line, which has no mask of pairs."""
+        if call.given is None or call.visible is None:
+            return
+        self.others += 1
+        for text in self.holding or ():
+            try:
+                error = self._error_of(text, call, said)
+            except Exception:
+                error = float("inf")
+            if error > _ROUNDINGS * torch.finfo(call.dtype).eps:
+                many, most = self.refused.get(text, (0, 0.0))
+                self.refused[text] = many + 1, max(most, error)
+
+    def _error_of(self, text: str, call: Attention, said: Declared) -> float:
+        assert call.visible is not None
+        wanted, (_, given) = present(call), _without_dropout(*call.given)  # type: ignore[misc]
+        plain = {k: x for k, x in given.items() if k not in ("attn_mask", "is_causal")}
+        if text in (_PLAIN, _TORCH):
+            return distance(F.scaled_dot_product_attention(**plain, is_causal=text == _TORCH), wanted)
+        mask = {**dict(_candidates(call.visible, said)), **self.masks}[text.removeprefix("mask=")]
+        operands = [given[x] for x in ("query", "key", "value")]
+        return distance(attention(*operands, mask=mask, scale=given.get("scale")), wanted)
+
     @property
     def remedy(self) -> str:
         """Text of the remedy: the forms that hold, or that there is none."""
         said = [x for x in (self.holding or ()) if not self.untried]
-        ours = [x for x in said if x not in (_TORCH, _PLAIN)]
-        if _PLAIN in said:
-            return f"Pass {_PLAIN}"
-        texts = [f"Pass {_TORCH}"] * (_TORCH in said)
-        texts += [f"Pass {x} to attnspan.torch.attention" for x in ours[:1]]
-        return ". Or: ".join(texts) or "Keep the mask: the doctor knows no shorter form with the same results"
+        everywhere = [x for x in said if x not in self.refused]
+        texts = _passed(everywhere or said)
+        if not texts:
+            return "Keep the mask: the doctor knows no shorter form with the same results"
+        if everywhere or not said:
+            return texts
+        calls, others = counted(self.calls, "call"), counted(self.others, "other call")
+        return f"In the {calls} with this mask alone, and not in the {others} of this line: {texts}"
 
     @property
     def tried(self) -> str:
         """Text of the trials."""
         if self.untried:
             return f"no shorter form was tried: {self.untried}"
-        calls = counted(self.calls, "call")
+        everywhere = [x for x in (self.holding or ()) if x not in self.refused]
+        calls = counted(self.calls + (self.others if everywhere and not self.written else 0), "call")
         held = f"results of {calls} differ by at most {self.error:.1e}"
         held = f"they hide the same pairs in {calls}" if self.written else held
         failed = [f"{x}: {_off(error)}" for x, error in self.failing.items() if x not in (self.holding or ())]
+        for text, (many, error) in self.refused.items():
+            of = f"{many} of {counted(self.calls + self.others, 'call')} of this line"
+            by = "" if error == float("inf") else f", by {error:.1e}"
+            failed.append(f"{text}: it would change results of {of}{by}")
         return "; ".join(([f"these forms: {held}"] if self.holding else []) + failed)
+
+
+def _passed(forms: list[str]) -> str:
+    """Write how to pass the forms."""
+    if _PLAIN in forms:
+        return f"Pass {_PLAIN}"
+    texts = [f"Pass {_TORCH}"] * (_TORCH in forms)
+    ours = [x for x in forms if x != _TORCH]
+    return ". Or: ".join([*texts, *(f"Pass {x} to attnspan.torch.attention" for x in ours[:1])])
 
 
 def _off(error: float) -> str:

@@ -28,11 +28,14 @@ def sample_findings(step: Step, coverage: Coverage, done: set[Place]) -> Iterato
         coverage: Collects the checks.
         done: Lines that have a finding.
     """
-    found = step.subject.tokens(step.batch)
-    if found is None or len(found[1]) < 2:
-        coverage.absent("samples", "no batch has several samples of tokens")
+    found = _samples(step)
+    if found is None:
+        coverage.absent("samples", "no tensor of a batch has several samples along its first dim")
         return
-    name, tokens = found
+    name, tokens, has_tokens = found
+    if not _has_samples(step, len(tokens)):
+        coverage.absent("samples", f"no result has a row for each of the {len(tokens)} samples")
+        return
     changed = tokens.clone()
     changed[0] = changed_tokens(tokens)[0]
     other = step.again(step.subject.with_tokens(step.batch, name, changed))
@@ -44,6 +47,10 @@ def sample_findings(step: Step, coverage: Coverage, done: set[Place]) -> Iterato
         if call.place is None or call.place in done:
             continue
         kind = _mixed(step, call)
+        if kind == "axis" and not has_tokens:
+            text = f"the call at {call.place} may attend over the samples: {name} has no known dim of tokens"
+            coverage.missed("samples", text)
+            return
         if kind == "axis":
             finding = _of_axis(step, call, name, tokens, many, coverage)
         elif kind == "joined":
@@ -56,10 +63,25 @@ def sample_findings(step: Step, coverage: Coverage, done: set[Place]) -> Iterato
         if kind:
             return
     if not done:
-        said = (
-            f"a changed sample changes the results of {counted(many, 'other sample')}, outside of attention"
-        )
+        said = f"a changed sample changes the results of {counted(many, 'other sample')}"
+        said += ". No attention call is known to mix them"
         coverage.made("samples", said)
+
+
+def _samples(step: Step) -> tuple[str, Tensor, bool] | None:
+    """Find a tensor with several samples: the tokens, or else numbers. Say whether it has tokens."""
+    found = step.subject.tokens(step.batch)
+    if found is not None:
+        return (*found, True) if len(found[1]) > 1 else None
+    named = step.subject.named(step.batch)
+    rows = next((len(x) for x in named.values() if x.dim() > 1), 0)
+    fits = (k for k, x in named.items() if x.dim() > 1 and len(x) == rows > 1 and x.is_floating_point())
+    name = next(fits, None)
+    return None if name is None else (name, named[name], False)
+
+
+def _has_samples(step: Step, rows: int) -> bool:
+    return any(x.dim() > 1 and len(x) == rows for x in step.results.values())
 
 
 def _others(step: Step, other: Step, rows: int) -> int:

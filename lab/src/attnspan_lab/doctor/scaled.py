@@ -12,10 +12,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from attnspan_lab.doctor.attention_call import HIDDEN
 from attnspan_lab.doctor.calls import Call, Step, sdpa
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.hiding import highest_hiding
 from attnspan_lab.doctor.places import Place, is_installed, place_here
 from attnspan_lab.doctor.remedies import arguments
 from attnspan_lab.doctor.scale import UNKNOWN, Factor, Scale, scale_finding
@@ -199,7 +199,7 @@ def _is_number(x: Any) -> bool:
 
 
 def _is_mask(x: Tensor) -> bool:
-    return x.is_floating_point() and bool(((x == 0) | (x <= HIDDEN)).all())
+    return x.is_floating_point() and bool(((x == 0) | (x <= highest_hiding(x))).all())
 
 
 def scale_findings(step: Step, coverage: Coverage, done: set[Place]) -> Iterator[Finding]:

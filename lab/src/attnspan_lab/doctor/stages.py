@@ -19,12 +19,14 @@ from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.dense_masks import DenseMasks
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.gradients import gradient_findings
+from attnspan_lab.doctor.guarded import guarded, why_not_made
 from attnspan_lab.doctor.matrix import FACTORS, Cell, all_cells, covering, explained, failure, smallest
 from attnspan_lab.doctor.packing import position_findings
 from attnspan_lab.doctor.parity import parity
 from attnspan_lab.doctor.places import lines_of_error
 from attnspan_lab.doctor.randomness import random_findings
 from attnspan_lab.doctor.ranks import compare_ranks
+from attnspan_lab.doctor.restored import State
 from attnspan_lab.doctor.steps import (
     compiled_form,
     copied,
@@ -36,9 +38,10 @@ from attnspan_lab.doctor.steps import (
 from attnspan_lab.doctor.subject import Subject
 from attnspan_lab.doctor.swap import implementation, swapped
 from attnspan_lab.doctor.trials import recompiles_in, tried, tried_break
-from attnspan_lab.doctor.watch import watching
+from attnspan_lab.doctor.watch import Watcher, watching
 from attnspan_lab.doctor.wiring import Wiring
 from attnspan_lab.doctor.words import counted, error_text
+from attnspan_lab.doctor.written_out import WrittenOut
 from attnspan_lab.zoo.step import Outcome, differences
 from attnspan_lab.zoo.watch import profiled
 
@@ -52,40 +55,49 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
     """Watch the model's eager steps."""
     del backend
     calls = largest = 0
-    masks, coverage, wiring = DenseMasks(), Coverage(), Wiring(_unused(subject))
+    masks, written, coverage = DenseMasks(), WrittenOut(), Coverage()
+    wiring = Wiring(_unused(subject))
     seen: list[Attention] = []
 
     def tell(finding: Finding) -> None:
         say(finding=with_caller(replace(finding, stage="eager"), seen))
 
     for batch in _distinct(subject):
-        backward = True
+        # Each repetition starts with the state that the model has before this batch, such as an empty cache.
+        subject.start, backward = State(subject.model), True
         try:
             with torch.compiler.set_stance("force_eager"):
                 subject.step(subject.model, batch)
         except Exception as error:
             say(finding=_raised(error, "eager"))
             if not forward_runs(subject, batch):
+                subject.start = None
                 return
             backward = False
-        with watching(subject.rows(batch), subject.named(batch)) as watcher, torch.set_grad_enabled(backward):
-            subject.step(subject.model, batch, backward=backward)
+        after = State(subject.model)
+        watcher = _watched(subject, batch, coverage, backward=backward)
+        if watcher is None:
+            subject.start = None
+            after.restore()
+            continue
         seen += watcher.calls
         has_gradients, leaks = any(x.grad is not None for x in subject.model.parameters()), False
         left = [k for k, x in subject.model.named_parameters() if x.requires_grad and x.grad is None]
         wiring.record(subject, batch, watcher.calls, coverage)
-        for finding in findings_of(watcher, subject, batch, masks, coverage):
+        for finding in findings_of(watcher, subject, batch, masks, written, coverage):
             leaks = leaks or finding.kind in ("leak", "mask-lost")
             tell(wiring.explained(finding))
         for finding in wiring.findings(watcher.calls, coverage, leaks=leaks):
             tell(finding)
-        for finding in () if leaks else position_findings(subject, batch, coverage):
+        positions = () if leaks else position_findings(subject, batch, coverage)
+        for finding in guarded("positions", positions, coverage):
             tell(finding)
         if backward:
-            for finding in random_findings(subject, batch):
+            for finding in guarded("random numbers", random_findings(subject, batch), coverage):
                 tell(finding)
         if has_gradients:
-            for finding in gradient_findings(subject, batch, left, coverage):
+            gradients = gradient_findings(subject, batch, left, coverage)
+            for finding in guarded("trainable parameters without a gradient", gradients, coverage):
                 tell(finding)
             coverage.made("gradients", "the backward pass ran")
         else:
@@ -97,8 +109,24 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
         say(facts={"attention calls": calls, "sites": _sites(watcher.calls), "largest tensor": largest})
         if (picture := _picture(watcher.calls)) is not None:
             say(facts={"mask": picture})
-    for finding in masks.findings():
+        subject.start = None
+        after.restore()
+    for finding in written.findings():
         tell(finding)
+    for finding in guarded("dense masks", masks.findings(), coverage):
+        tell(finding)
+    say(facts=coverage.facts)
+
+
+def _watched(subject: Subject, batch: Any, coverage: Coverage, *, backward: bool) -> Watcher | None:
+    """Run a step again, and watch it. None if it raises, although it did not raise the first time."""
+    try:
+        with watching(subject.rows(batch), subject.named(batch)) as watcher, torch.set_grad_enabled(backward):
+            subject.step(subject.model, batch, backward=backward)
+    except Exception as error:
+        coverage.missed("attention", why_not_made(error))
+        return None
+    return watcher
 
 
 def _unused(subject: Subject) -> torch.nn.Module | None:

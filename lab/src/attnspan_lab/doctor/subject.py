@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from attnspan_lab.doctor.declared import Declared, declared
 from attnspan_lab.doctor.places import is_users
+from attnspan_lab.doctor.restored import State
 from attnspan_lab.doctor.unfit import Unfit, require
 from attnspan_lab.zoo.step import objective, results_of
 
@@ -50,6 +51,7 @@ class Subject:
         target: Name that the subject was loaded by.
         more: Batches of other kinds, only for eager steps.
         first: Name of the tokens, if the batch has several sequences.
+        start: State of the model that each call of it begins with, or None to leave the model as it is.
     """
 
     model: nn.Module
@@ -58,9 +60,17 @@ class Subject:
     target: str = ""
     more: list[Any] = field(default_factory=list)
     first: str = ""
+    start: State | None = None
+
+    def restore(self) -> None:
+        """Put the model's state back to the start, so that a repeated step is the same step."""
+        if self.start is not None:
+            self.start.restore()
 
     def call(self, model: Callable[..., Any], batch: Any) -> Any:
         """Call the model with a copy of a batch."""
+        if model is self.model:
+            self.restore()
         batch = tree_map(copied, batch)
         if isinstance(batch, Mapping):
             return model(**batch)
@@ -86,7 +96,8 @@ class Subject:
 
     def copy(self) -> Subject:
         """Copy the subject, so that its model can be changed. Modules that cannot be copied raise."""
-        return replace(self, model=copy.deepcopy(self.model), target="", more=[])
+        self.restore()
+        return replace(self, model=copy.deepcopy(self.model), target="", more=[], start=None)
 
     def named(self, batch: Any) -> dict[str, Any]:
         """Name the tensors of a batch by key, by the parameter that receives it, or by position."""

@@ -14,7 +14,7 @@ from attnspan.testing import probe
 from attnspan_lab.doctor.attention_call import Attention
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.instead import Masked, aligned, ends_with_own, written
+from attnspan_lab.doctor.instead import Masked, aligned, ends_with_own, route, written
 from attnspan_lab.doctor.own_keys import made_of_tokens, own_pairs
 from attnspan_lab.doctor.padding import Changed, Fault
 from attnspan_lab.doctor.places import Place, at, is_users
@@ -29,6 +29,7 @@ __all__ = ["Visible"]
 
 # The check to list as not made if the doctor cannot confirm a finding.
 _TOPICS = {"leak": "documents", "mask-lost": "padding", "causality-lost": "causality"}
+_SEEN = {"leak": "other documents seen", "mask-lost": "padding seen", "causality-lost": "later tokens seen"}
 
 
 class Visible:
@@ -99,7 +100,7 @@ class Visible:
         except Exception as error:  # The model may raise: it may not accept other tokens.
             why = first_line(error)
             if not guilty:
-                self.coverage.missed(f"{kind} by other layers", f"tokens could not be changed: {why}")
+                self.coverage.missed(f"{_SEEN[kind]} by other layers", f"nothing could be compared: {why}")
                 return
             if not self._is_certain(kind):  # The call may have another sequence's tokens.
                 several = f"the batch has several sequences ({', '.join(self.names)})"
@@ -122,9 +123,10 @@ class Visible:
             everywhere = foreign.any(1, keepdim=True).expand_as(foreign)
             instead = {place: form or self._form(lines[place], everywhere) for place, form in instead.items()}
         faults = {place: own[0].padding if kind == "mask-lost" else None for place, own in lines.items()}
-        tried = self._tried(instead, faults, groups, only)
+        tried = self._tried(instead, faults, groups, only, guilty)
         for place, own in lines.items():
             most = f"{max(pairs[x] for x in own)} visible pairs of tokens that must not see each other"
+            alone, caller = _among(own, [x for x in self.every if x.place == place])
             remedy = written(instead[place], is_torch=all(self._is_torch(x) for x in own))
             cached = [x for x in own if x.visible is not None and x.visible.shape[2] != foreign.shape[2]]
             if cached and kind == "causality-lost":  # is_causal=True is wrong behind a cache.
@@ -139,8 +141,8 @@ class Visible:
                 for x in own if fault.inverted else ():
                     x.hidden = []  # The inverted mask explains queries that see nothing.
             for mask in dict.fromkeys(x.mask[1] if x.mask else None for x in own):
-                places = at(place, fault.place if fault is not None else None, mask)
-                yield Finding(kind, said, places, (most, changed), cause, remedy, tried)
+                places = at(place, caller, fault.place if fault is not None else None, mask)
+                yield Finding(kind, said, places, (most, changed, *alone), cause, remedy, tried)
         # An earlier finding names the queries that see only hidden keys.
         if not guilty and not any({MEAN, UNMASKED, OTHER} & set(returned(x, x.hidden)) for x in self.calls):
             what, cause = what.replace(" here", ""), "Another part of the model mixes tokens"
@@ -177,15 +179,16 @@ class Visible:
         faults: Mapping[Place | None, Fault | None],
         groups: Tensor,
         only: int | None,
+        guilty: list[Attention],
     ) -> str:
-        """Replace the masks of all guilty lines, change the tokens again, and describe the outcome."""
+        """Replace the masks of all guilty calls, change the tokens again, and describe the outcome."""
         changes = {x.place: x for x in faults.values() if x is not None and x.change is not None}
         lost = [place for place, x in faults.items() if x is None or x.change is None]
         masks = {place: form[1] for place in lost if (form := instead[place]) is not None}
         if len(masks) < len(lost):
             return ""
         try:
-            with Masked(masks) as masked, Changed(changes):
+            with Masked(masks, {route(x.lines) for x in guilty}) as masked, Changed(changes):
                 changed = self.changed(groups, only)
         except Exception as error:  # The model does not run with attnspan's results.
             return f"with this mask, the step raises {error_text(error)}"
@@ -249,3 +252,15 @@ class Visible:
         rows, most = sum(len(x.rows) for x in leaks), max(x.change for x in leaks)
         changes = f"changes {counted(rows, 'row')} of results by up to {most:.1e} (relative error)"
         return f"changing these tokens {changes}"
+
+
+def _among(guilty: list[Attention], site: list[Attention]) -> tuple[tuple[str, ...], Place | None]:
+    """Say which calls of a line are guilty if others are not, and name the line that calls them."""
+    others = [x for x in site if x not in guilty]
+    if not others:
+        return (), None
+    said = f"{len(guilty)} of the {len(site)} calls of this line show them: change these calls alone"
+    known = {line for x in others for line in x.lines}
+    shared = [line for line in guilty[0].lines if all(line in x.lines for x in guilty) and line not in known]
+    file, _, number = shared[0].rpartition(":") if shared else ("", "", "0")
+    return (said,), Place(file, int(number)) if file else None

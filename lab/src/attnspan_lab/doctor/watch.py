@@ -26,6 +26,7 @@ from attnspan_lab.doctor.operators import (
 from attnspan_lab.doctor.overflow import Overflow, has_inf, overflow_of
 from attnspan_lab.doctor.places import Place
 from attnspan_lab.doctor.record import Record, Tag
+from attnspan_lab.doctor.words import error_text
 
 __all__ = ["Watcher", "watching"]
 
@@ -49,13 +50,19 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.reads = self.function.reads
         self.custom: dict[str, tuple[Any, Any, Any, Any, Place | None]] = {}
         self.largest = 0
+        self.unread = ""  # Why an operator could not be read.
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, start = kwargs or {}, time.perf_counter()
         out = op(*args, **kwargs)
         inputs = [x for x in tree_leaves((args, kwargs)) if is_plain(x)]
         name, outs = operator_name(op), [x for x in tree_leaves(out) if is_plain(x)]
-        self._note(op, name, args, kwargs, inputs, outs, time.perf_counter() - start)
+        try:
+            self._note(op, name, args, kwargs, inputs, outs, time.perf_counter() - start)
+        except Exception as error:  # An operator that the doctor cannot read must not end the step.
+            self.unread = (
+                self.unread or f"the doctor cannot read {name} at {operator_place()}: {error_text(error)}"
+            )
         return out
 
     def _note(

@@ -16,6 +16,7 @@ from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.cross import cross_findings
 from attnspan_lab.doctor.decode import decode_findings
 from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.guarded import guarded
 from attnspan_lab.doctor.head_order import order_findings
 from attnspan_lab.doctor.left_padding import left_padding_findings
 from attnspan_lab.doctor.loops import loop_findings
@@ -62,7 +63,8 @@ class Wiring:
         try:
             self.step = recorded(replace(subject, model=self.unused or subject.model), batch, lines)
         except CannotRun as error:
-            coverage.missed("axes", str(error))
+            for topic in ("axes", "samples"):
+                coverage.missed(topic, str(error))
 
     def explained(self, finding: Finding) -> Finding:
         """Add what the record knows about a finding, and note its line."""
@@ -77,7 +79,7 @@ class Wiring:
             coverage: Collects the checks.
             leaks: Whether tokens already see others that they must not see.
         """
-        yield from order_findings(calls)
+        yield from guarded("order of heads", order_findings(calls), coverage)
         step, done = self.step, self.done
         if step is None:
             return
@@ -108,7 +110,4 @@ class Wiring:
         if not leaks:
             checks.append(("left padding", lambda: left_padding_findings(step, coverage)))
         for topic, check in checks:
-            try:
-                yield from check()
-            except CannotRun as error:
-                coverage.missed(topic, str(error))
+            yield from guarded(topic, check(), coverage)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,31 +55,69 @@ def scale_of(products: Tensor | None, scores: Tensor, hidden: float) -> float | 
     return scale if is_one else None
 
 
-def remedy_of_written(call: Attention) -> str:
-    """Write the call that replaces the lines, as far as it is known."""
-    ours, theirs = "attnspan.torch.attention", "F.scaled_dot_product_attention"
-    special = ["sinks=(your sinks)"] * (call.keys is not None) + ["softcap=(your limit)"] * (
-        "tanh" in call.steps
-    )
-    if special:  # torch's function has neither.
-        scale = "" if call.scale is None else _scale(call)
-        known = (
-            "" if scale or call.scale is not None else f". {_SCALE.replace('Both multiply', 'It multiplies')}"
+def remedy_of_written(calls: Sequence[Attention]) -> str:
+    """Write the call that replaces the lines, as far as it is known, for all calls of these lines."""
+    used = next((x.weights_used for x in calls if x.weights_used), None)
+    if used is not None:
+        return (
+            f"Keep these lines where {Path(used.file).name}:{used.line} needs the weights: fused functions "
+            f"do not return them. If it does not need them in all calls: {_first_lower(_replacement(calls))}"
         )
+    return _replacement(calls)
+
+
+def _first_lower(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def _replacement(calls: Sequence[Attention]) -> str:
+    ours, theirs = "attnspan.torch.attention", "F.scaled_dot_product_attention"
+    sinks, softcap = any(x.keys is not None for x in calls), any("tanh" in x.steps for x in calls)
+    special = ["sinks=(your sinks)"] * sinks + ["softcap=(your limit)"] * softcap
+    scales = {None if x.scale is None else _scale(x) for x in calls}
+    scale = scales.pop() if len(scales) == 1 else None
+    if special:  # torch's function has neither.
+        known = f". {_SCALE.replace('Both multiply', 'It multiplies')}" if scale is None else ""
         return (
             f"Replace these lines by {ours}(q, k, v, {', '.join([*special, *filter(None, [scale])])}){known}"
         )
-    if call.scale is None:
-        return f"Replace these lines by {theirs} or {ours}. {_SCALE}"
-    visible, mask, same = call.visible, "", ""
-    if visible is not None and not bool(visible.all()):
+    mask, same, note = _masks_of(calls)
+    if scale is None:
+        keep = f". Pass your mask or bias too, as {mask}" if mask else ""
+        return f"Replace these lines by {theirs} or {ours}{keep}. {_SCALE}"
+    their, own = (", ".join(filter(None, ["q, k, v", x, scale])) for x in (mask, same))
+    return f"Replace these lines by {theirs}({their}) or {ours}({own}), with q and k as in your product{note}"
+
+
+def _masks_of(calls: Sequence[Attention]) -> tuple[str, str, str]:
+    """Write the mask's argument for torch and for attnspan, and a note on calls with another mask."""
+    kinds = Counter(_mask_of(x) for x in calls)
+    if set(kinds) == {""}:
+        return "", "", ""
+    if set(kinds) == {"causal"}:
+        return "is_causal=True", "mask=causal()", ""
+    masked = len(calls) - kinds[""]
+    none = f". {masked} of the {len(calls)} calls here have a mask: the others need none" if kinds[""] else ""
+    if set(kinds) <= {"causal", "", "last"}:
+        # One query behind a cache sees all keys, also with causal(), which counts from the last key.
+        same = "mask=(causal(), or None as now)" if kinds[""] else "mask=causal()"
+        return "attn_mask=(your mask)", same, none
+    return "attn_mask=(your mask)", "mask=(its form)", none
+
+
+def _mask_of(call: Attention) -> str:
+    """Say which mask a call has: "" (none), "causal", "last" (one query that sees all keys), or "mask"."""
+    visible = call.visible
+    if call.mask_biases or visible is None:
+        return "mask" if call.applied or call.mask is not None else ""
+    if not bool(visible.all()):
         square = visible.shape[-2] == visible.shape[-1]
         causal = square and bool((visible == visible.new_ones(visible.shape).tril()).all())
-        mask, same = (
-            ("is_causal=True", "mask=causal()") if causal else ("attn_mask=(your mask)", "mask=(its form)")
-        )
-    their, own = (", ".join(filter(None, ["q, k, v", x, _scale(call)])) for x in (mask, same))
-    return f"Replace these lines by {theirs}({their}) or {ours}({own}), with q and k as in your product"
+        return "causal" if causal else "mask"
+    # A mask that hides nothing today, such as a padding mask, may hide pairs of another batch.
+    if call.applied or call.mask is not None:
+        return "mask"
+    return "last" if visible.shape[-2] == 1 < visible.shape[-1] else ""
 
 
 def _scale(call: Attention) -> str:
