@@ -164,7 +164,7 @@ def test_the_code_that_raised_is_named() -> None:
 def test_the_doctors_own_steps_leave_the_state_of_a_model_alone() -> None:
     model = strangers.Counting()
     found, facts = examined((model, tokens((LENGTH, LENGTH - 4)), {"causal": True}))
-    assert found == ()
+    assert set(kinds(found)) <= {"state"}  # The position is state of earlier calls.
     assert not {"axes", "samples", "attention"} & set(facts["unchecked"])
     assert (model.position, model.seen) == (2 * LENGTH - 4, [LENGTH, 2 * LENGTH - 4])
 
@@ -192,10 +192,10 @@ def test_a_teacher_without_a_gradient_is_one_question(how: str) -> None:
     assert found.what == "The parameters of teacher are trainable but get no gradient, from this line"
     assert found.places[0].line == line_of(strangers.Distilled, f"# sick: {how}")
     assert "teacher.requires_grad_(False)" in found.remedy
-    assert found.tried.startswith("frozen: results and all other gradients are equal")
+    assert found.tried == "frozen and in torch.no_grad(), results and all other gradients are equal"
     # Each of three layers saves its input and its GELU's input. The first input belongs to the embedding too.
     bytes_saved = 6 * 2 * LENGTH * 32 * 4
-    assert (f"saves {bytes_saved / 1024:.0f} KiB" in found.remedy) == (how == "detach"), found.remedy
+    assert (f"saves {bytes_saved / 1024:.1f} KiB" in found.remedy) == (how == "detach"), found.remedy
     assert examined(strangers.distilled("frozen"))[0] == ()
 
 

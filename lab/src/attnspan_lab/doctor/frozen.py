@@ -65,28 +65,27 @@ def finding_of(subject: Subject, batch: Any, name: str, own: list[str], place: P
 
 
 def _measured(subject: Subject, batch: Any, name: str, own: list[str]) -> tuple[int, str]:
-    """Return the bytes that autograd saves for a submodule, and the outcome of a step with it frozen."""
+    """Freeze a submodule, and run it in torch.no_grad(). Return the saved bytes, and the outcome."""
     parameters = dict(subject.model.named_parameters())
     try:
         before = _outcome(subject, batch, name)
         for x in own:
             parameters[x].requires_grad_(False)
         try:
-            after = _outcome(subject, batch, name)
+            with _untracked(subject.model.get_submodule(name)):
+                after = _outcome(subject, batch, name)
         finally:
             for x in own:
                 parameters[x].requires_grad_(True)
     except Exception as error:
-        return 0, f"with frozen parameters, the step raises {error_text(error)}"
+        return 0, f"with it frozen, the step raises {error_text(error)}"
     same = all(
         a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
         for a, b in zip(before[:2], after[:2], strict=True)
     )
-    if not same:
-        return before[2], ""
-    bytes_now = f" instead of {bytes_text(before[2])}" if before[2] else ""
-    memory = f", and autograd saves {bytes_text(after[2]) if after[2] else 'nothing'} for it{bytes_now}"
-    return before[2], f"frozen: results and all other gradients are equal{memory if before[2] else ''}"
+    if not same:  # Gradients of other parameters pass through the submodule, for example.
+        return 0, ""
+    return before[2] - after[2], "frozen and in torch.no_grad(), results and all other gradients are equal"
 
 
 def _outcome(subject: Subject, batch: Any, name: str) -> _Outcome:
@@ -95,6 +94,24 @@ def _outcome(subject: Subject, batch: Any, name: str) -> _Outcome:
     with torch.compiler.set_stance("force_eager"), _saved_in(subject.model.get_submodule(name)) as sizes:
         results = subject.step(subject.model, batch)
     return {k: x.detach() for k, x in results.items()}, subject.gradients(), sum(sizes.values())
+
+
+@contextmanager
+def _untracked(module: nn.Module) -> Iterator[None]:
+    """Run a module in torch.no_grad() whenever it is called."""
+    before = list[bool]()
+
+    def off(*_: Any) -> None:
+        before.append(torch.is_grad_enabled())
+        torch.set_grad_enabled(False)
+
+    def back(*_: Any) -> None:
+        torch.set_grad_enabled(before.pop())
+
+    with ExitStack() as stack:
+        stack.callback(module.register_forward_pre_hook(off).remove)
+        stack.callback(module.register_forward_hook(back, always_call=True).remove)
+        yield
 
 
 @contextmanager
@@ -119,10 +136,7 @@ def _saved_in(module: nn.Module) -> Iterator[dict[int, int]]:
 
     with ExitStack() as stack:
         for x in module.modules():
-            for hook in (
-                x.register_forward_pre_hook(moved(1)),
-                x.register_forward_hook(moved(-1), always_call=True),
-            ):
-                stack.callback(hook.remove)
+            stack.callback(x.register_forward_pre_hook(moved(1)).remove)
+            stack.callback(x.register_forward_hook(moved(-1), always_call=True).remove)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x))
         yield sizes
