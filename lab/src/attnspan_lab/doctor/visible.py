@@ -136,6 +136,9 @@ class Visible:
             fault, said = faults[place], what
             cause, other = cause_of_shown(kind, own[0], self.own[id(own[0])], self.said)
             remedy = remedy or other
+            foreigners = [x for x in self.names if x != self.name]
+            if remedy and caller is not None and foreigners and kind == "causality-lost":
+                remedy += f". If this is cross-attention, pass it keys of {foreigners[0]} instead"
             if fault is not None:
                 said, cause, remedy = fault.what, fault.cause, fault.remedy or remedy
                 for x in own if fault.inverted else ():
