@@ -50,7 +50,8 @@ def test_the_fault_is_found_at_its_line(name: str) -> None:
 def test_the_twin_is_healthy(name: str, number: int) -> None:
     found, facts = examined(wired.PAIRS[name][3][number]())
     assert [x.kind for x in found if x.severity in ("wrong", "stops") or x.kind in _NEW] == []
-    assert "axes" not in facts["unchecked"]
+    one_token = "no module around"  # A decode step of one token has nothing to follow.
+    assert facts["unchecked"].get("axes", one_token).startswith(one_token)
 
 
 def test_swapped_heads_are_transposed_by_trial() -> None:
