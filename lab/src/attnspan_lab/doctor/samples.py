@@ -12,6 +12,7 @@ from attnspan_lab.doctor.calls import Call, CannotRun, Step, changed_tokens, noi
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.cross import visible_in
 from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.placed import placed_findings
 from attnspan_lab.doctor.places import Place, at
 from attnspan_lab.doctor.words import counted
 
@@ -38,7 +39,7 @@ def sample_findings(step: Step, coverage: Coverage, done: set[Place]) -> Iterato
     other = step.again(step.subject.with_tokens(step.batch, name, changed))
     many = _others(step, other, len(tokens))
     if not many:
-        coverage.made("samples", "a changed sample changes the results of no other sample")
+        yield from _independent(step, coverage, tokens, done)
         return
     for call in step.calls:
         if call.place is None or call.place in done:
@@ -60,6 +61,18 @@ def sample_findings(step: Step, coverage: Coverage, done: set[Place]) -> Iterato
             f"a changed sample changes the results of {counted(many, 'other sample')}, outside of attention"
         )
         coverage.made("samples", said)
+
+
+def _independent(step: Step, coverage: Coverage, tokens: Tensor, done: set[Place]) -> Iterator[Finding]:
+    """Yield a finding if samples do not influence each other, and their order changes results."""
+    said = "a changed sample changes the results of no other sample"
+    try:
+        rows, length = tokens.shape[:2]
+        yield from placed_findings(step, rows, length, done)
+        coverage.made("samples", said)
+    except CannotRun as error:
+        coverage.made("samples", said)
+        coverage.missed("order of samples", str(error))
 
 
 def _others(step: Step, other: Step, rows: int) -> int:
