@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import reaching
+import remedied
 import torch
 import wired
 from test_masked import examined
@@ -63,8 +64,8 @@ def test_a_mended_sample_has_the_results_that_it_has_alone(name: str) -> None:
 
 def test_attention_before_the_pooling_is_known_to_hide_padding() -> None:
     found = examined(reaching.PAIRS["mean"][3]())[0][0]
-    assert found.evidence[1] == "the first operator that padding changes: mean"
-    assert found.evidence[2].startswith("attention hides the padding: 2 calls")
+    assert found.evidence[2] == "the first operator that padding changes: mean"
+    assert found.evidence[3].startswith("attention hides the padding: 2 calls")
 
 
 def test_the_line_of_a_mask_of_other_frames_is_named() -> None:
@@ -87,6 +88,14 @@ def test_an_input_of_the_loss_is_not_ignored() -> None:
 def test_an_input_behind_a_gate_of_0_is_not_ignored() -> None:
     found, _ = examined(reaching.translator(reaching.Gated)())
     assert [x.kind for x in found if x.severity == "wrong"] == []
+
+
+def test_random_numbers_in_evaluation_mode_are_no_place_in_the_batch() -> None:
+    _, _, sick, _, well = remedied.REMEDIED["recompute-random: own generator"]
+    for factory in (sick, well):
+        found, facts = examined(factory())
+        assert "sample-axis" not in {x.kind for x in found}
+        assert "draws random numbers" in facts["unchecked"]["order of samples"]
 
 
 def test_padding_in_the_window_of_a_convolution_is_a_note() -> None:

@@ -65,8 +65,9 @@ def ignored_findings(
         is_sequence = name in sequences(subject, batch)
         if changes or is_sequence:
             read.add(name)
+            coverage.checked.pop(f"input {name}", None)  # Another batch may not depend on it.
         else:
-            coverage.made(f"input {name}", "other values of it change no result of this batch")
+            coverage.made(f"input {name}", "other values of it change no result")
         if not changes and is_sequence:
             yield _finding(step, changed, name, calls)
 

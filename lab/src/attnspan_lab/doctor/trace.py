@@ -35,17 +35,24 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         inputs: The tensors.
+
+    Attributes:
+        operators: The results.
+        draws: Whether an operator draws random numbers. Attention could draw some for dropout.
     """
 
     def __init__(self, inputs: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators: list[Operator] = []
+        self.draws = False
         self._kept = [x for x in inputs if is_plain(x)]  # Their addresses must not be used again.
         self._made, self._left = {storage(x) for x in self._kept}, _MOST
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = op(*args, **(kwargs or {}))
         inputs = [x for x in tree_leaves((args, kwargs)) if is_plain(x)]
+        draws = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
+        self.draws |= draws and "attention" not in operator_name(op)
         if any(storage(x) in self._made for x in inputs):
             place = place_here()
             for x in tree_leaves(out):
