@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import reaching
 import remedied
 import torch
 import wasteful
@@ -76,4 +77,5 @@ def test_each_kind_with_code_is_applied():
     twins = {kind for kind, *_ in wired.PAIRS.values()}  # They have the remedies: test_wired.py runs them.
     # test_scales.py and test_wasteful.py run these.
     twins |= {kind for kind, *_ in wasteful.PAIRS.values()} | {"scale"}
+    twins |= {kind for kind, *_ in reaching.PAIRS.values()}  # test_reaching.py
     assert set(KINDS) - applied - ADVICE - timing - ranks - twins == set()

@@ -315,7 +315,7 @@ class SeeingShared(nn.Module):
         self.inner = SeeingCausally()
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        return self.inner(x, x.flip(-1)) + 0 * memory.sum()
+        return self.inner(x, x.flip(-1)) + memory.mean(1, keepdim=True)
 
 
 def crossed(cross: Any, length: int = 15, **more: Any) -> Any:
@@ -729,7 +729,6 @@ pair(
     Captioned.across,
     captioned(Captioned, "none", 20),
     captioned(Returning),
-    captioned(Pooling),
 )
 
 

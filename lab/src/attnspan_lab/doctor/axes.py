@@ -16,8 +16,7 @@ __all__ = ["Axes", "source_of"]
 
 
 _FOLLOWED = (
-    "a changed token was followed through the calls, to see if heads and tokens are mixed up in a call. The "
-    "order of tokens between calls was not examined"
+    "a changed token was followed through the calls, to see if heads and tokens are mixed up in a call"
 )
 
 
@@ -43,6 +42,7 @@ class Axes:
                 continue
             follow = _Follow(step, call, source)
             coverage.made("axes", _FOLLOWED)
+            _regrouped(step, call, source, coverage)
             if follow.is_swapped():
                 yield follow.swapped()
             elif follow.is_split():
@@ -50,6 +50,17 @@ class Axes:
             elif follow.is_merged():
                 yield follow.merged()
             yield from _one_head(step, call, source)
+
+
+def _regrouped(step: Step, call: Call, source: str, coverage: Coverage) -> None:
+    """Note a call whose module receives other sequences than the samples of the batch."""
+    shape, rows = step.inputs[source].shape, step.subject.rows(step.batch)
+    if rows not in shape[:2] and shape[0] > 1:
+        why = (
+            f"the module at {call.place} attends within {shape[0]} sequences of {shape[1]} tokens, made from "
+        )
+        why += f"{rows} samples. The doctor did not examine which tokens share a sequence"
+        coverage.missed("grouping of tokens", why)
 
 
 def source_of(step: Step, call: Call) -> str | None:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from attnspan_lab.doctor.places import Place, place_here
@@ -123,7 +124,7 @@ class Step:
         replace: Replace | None = None,
         turn: int = 0,
         run: Run | None = None,
-        mode: TorchFunctionMode | None = None,
+        mode: TorchFunctionMode | TorchDispatchMode | None = None,
     ) -> Step:
         """Run the step again with a fresh copy.
 
@@ -133,7 +134,7 @@ class Step:
             replace: Computes other results of calls.
             turn: The only call of the module whose inputs change, from 1. Default: all calls.
             run: Calls the copy in another way than once with the batch.
-            mode: Watches the functions of the run.
+            mode: Watches the functions or the operators of the run.
         """
         options: dict[str, Any] = {
             "inject": inject,
@@ -165,7 +166,7 @@ def recorded(
     replace: Replace | None = None,
     turn: int = 0,
     run: Run | None = None,
-    mode: TorchFunctionMode | None = None,
+    mode: TorchFunctionMode | TorchDispatchMode | None = None,
 ) -> Step:
     """Run a forward pass of a copy in evaluation mode, and record its attention calls.
 

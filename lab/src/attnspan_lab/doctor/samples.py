@@ -12,6 +12,7 @@ from attnspan_lab.doctor.calls import Call, CannotRun, Step, changed_tokens, noi
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.cross import visible_in
 from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.placed import placed_findings
 from attnspan_lab.doctor.places import Place, at
 from attnspan_lab.doctor.words import counted
 
@@ -42,6 +43,8 @@ def sample_findings(step: Step, coverage: Coverage, done: set[Place]) -> Iterato
     many = _others(step, other, len(tokens))
     if not many:
         coverage.made("samples", "a changed sample changes the results of no other sample")
+        if has_tokens:
+            yield from _independent(step, coverage, tokens, done)
         return
     for call in step.calls:
         if call.place is None or call.place in done:
@@ -82,6 +85,15 @@ def _samples(step: Step) -> tuple[str, Tensor, bool] | None:
 
 def _has_samples(step: Step, rows: int) -> bool:
     return any(x.dim() > 1 and len(x) == rows for x in step.results.values())
+
+
+def _independent(step: Step, coverage: Coverage, tokens: Tensor, done: set[Place]) -> Iterator[Finding]:
+    """Yield a finding if the order of samples that do not influence each other changes results."""
+    try:
+        rows, length = tokens.shape[:2]
+        yield from placed_findings(step, rows, length, done)
+    except CannotRun as error:
+        coverage.missed("order of samples", str(error))
 
 
 def _others(step: Step, other: Step, rows: int) -> int:

@@ -25,11 +25,13 @@ from attnspan_lab.doctor.shown import OUTSIDE, cause_of_shown, righted
 from attnspan_lab.doctor.subject import Subject
 from attnspan_lab.doctor.words import counted, error_text, first_line
 
-__all__ = ["Visible"]
+__all__ = ["OUTSIDE_OF_ATTENTION", "Visible"]
 
+#: The check of padding that other layers read. A sample without its padding also shows it.
+OUTSIDE_OF_ATTENTION = "padding outside of attention"
 # The check to list as not made if the doctor cannot confirm a finding.
 _TOPICS = {"leak": "documents", "mask-lost": "padding", "causality-lost": "causality"}
-_SEEN = {"leak": "other documents seen", "mask-lost": "padding seen", "causality-lost": "later tokens seen"}
+_SEEN = {"leak": "other documents seen", "causality-lost": "later tokens seen"}
 
 
 class Visible:
@@ -100,7 +102,8 @@ class Visible:
         except Exception as error:  # The model may raise: it may not accept other tokens.
             why = first_line(error)
             if not guilty:
-                self.coverage.missed(f"{_SEEN[kind]} by other layers", f"nothing could be compared: {why}")
+                topic = OUTSIDE_OF_ATTENTION if kind == "mask-lost" else f"{_SEEN[kind]} by other layers"
+                self.coverage.absent(topic, f"nothing could be compared: {why}")
                 return
             if not self._is_certain(kind):  # The call may have another sequence's tokens.
                 several = f"the batch has several sequences ({', '.join(self.names)})"

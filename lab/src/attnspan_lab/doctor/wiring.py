@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from attnspan_lab.doctor.alone import alone_findings
 from attnspan_lab.doctor.attention_call import Attention
 from attnspan_lab.doctor.axes import Axes
 from attnspan_lab.doctor.calls import CannotRun, Step, recorded
@@ -18,6 +19,7 @@ from attnspan_lab.doctor.decode import decode_findings
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.guarded import guarded
 from attnspan_lab.doctor.head_order import order_findings
+from attnspan_lab.doctor.ignored import ignored_findings
 from attnspan_lab.doctor.left_padding import left_padding_findings
 from attnspan_lab.doctor.loops import loop_findings
 from attnspan_lab.doctor.needless import needless_findings
@@ -42,12 +44,14 @@ class Wiring:
         unused: A copy of the model that no call has changed, or None if the model cannot be copied.
         axes: The check of axes.
         done: Lines that have a finding, for each check.
+        read: Inputs that were examined: a result depends on them, or they have a finding.
         step: The step of the present batch, or None if it cannot be repeated.
     """
 
     unused: nn.Module | None = None
     axes: Axes = field(default_factory=Axes)
     done: dict[str, set[Place]] = field(default_factory=lambda: defaultdict(set))
+    read: set[str] = field(default_factory=set)
     step: Step | None = None
 
     def record(self, subject: Subject, batch: Any, calls: list[Attention], coverage: Coverage) -> None:
@@ -84,6 +88,7 @@ class Wiring:
         if step is None:
             return
         checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
+            ("inputs", lambda: ignored_findings(step, calls, coverage, self.read)),
             ("axes", lambda: self.axes.findings(step, coverage)),
             ("axes", lambda: softmax_findings(step, done["softmax"])),
             ("samples", lambda: sample_findings(step, coverage, done["samples"])),
@@ -98,6 +103,8 @@ class Wiring:
         ]
         padded = self.done["mask-lost"]
         checks.append(("padding", lambda: padding_findings(step, calls, coverage, padded)))
+        if not leaks:
+            checks.append(("padding", lambda: alone_findings(step, calls, coverage, padded)))
         own = self.done["causal-alignment"]
         checks.append(("own keys", lambda: own_key_findings(step, calls, own)))
         checks.append(("state", lambda: state_findings(step, coverage)))
