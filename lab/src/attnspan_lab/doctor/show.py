@@ -76,8 +76,9 @@ def facts_of(diagnosis: Diagnosis) -> list[tuple[str, str]]:
             found.append(("  kernel", f"{_relative(file)}:{line}  {kernel} x{count}"))
         found.append(("largest tensor", bytes_text(eager.get("largest tensor"))))
     if compiled:
-        counts = _counts(compiled)
-        found.append(("compiler", f"{counts}, {seconds_text(compiled['compile seconds'])}"))
+        counts, note = _counts(compiled), compiled.get("note", "")
+        text = f"{counts}, {seconds_text(compiled['compile seconds'])}"
+        found.append(("compiler", f"{text} ({note}, each compiles once)" if note else text))
     parity = diagnosis.facts.get("parity", {})
     if "errors" in parity:
         names = ("results", "gradients")

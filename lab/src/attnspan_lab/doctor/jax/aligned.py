@@ -35,7 +35,9 @@ def misaligned(trial: Trial) -> Iterator[Finding]:
         queries, keys = np.asarray(call.visible).shape[1:]
         what = f"The causal mask counts from the first key: {queries} queries, {keys} keys"
         evidence = f"query 0 sees keys 0 to 0, and its own key is key {first}"
-        yield finding("causal-alignment", what, call.places[:2], evidence=(evidence,), count=len(site))
+        yield finding(
+            "causal-alignment", what, call.places[:2], evidence=(evidence,), count=len(site), call=call
+        )
 
 
 def _counts_from_the_first_key(call: Attention) -> bool:

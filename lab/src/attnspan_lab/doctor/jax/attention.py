@@ -40,16 +40,15 @@ def costs(calls: list[Attention], program: Program, subject: JaxSubject, batch: 
     for site in sites.values():
         call, many = site[0], len(site)
         shape, size = call.scores
-        pairs = prod(sorted(shape)[-2:]) if call.visible is None else prod(call.visible.shape[1:])
         # The scores of one query grow only linearly with the length.
         if call.kind == "written out" and (call.visible is None or call.visible.shape[1] > 1):
-            evidence = (
-                f"{counted(many, 'call')}; scores of shape {shape} take {bytes_text(size)} each",
-                f"{bytes_text(size // pairs * _LONG**2)} at {_LONG:,} tokens",
-            )
-            what = "The scores of all pairs of tokens are stored here"
-            more = {"evidence": evidence, "remedy": instead_of(subject, batch, call), "count": many}
-            yield finding("unfused", what, call.places[:2], **more)
+            said = f"{counted(many, 'call')} a step; scores of shape {shape} take {bytes_text(size)} each"
+            grows, evidence = _grows(call, subject.size(batch)), [said]
+            if grows:
+                evidence.append(f"{bytes_text(size // _pairs(call) * _LONG**2)} at {_LONG:,} tokens")
+            what = f"The scores of all pairs of {'tokens' if grows else 'a query and a key'} are stored here"
+            more = {"evidence": tuple(evidence), "remedy": instead_of(subject, batch, call), "count": many}
+            yield finding("unfused", what, call.places[:2], call=call, **more)
         yield from _dense(site, program, subject, batch)
         copies = [x for y in site for z in y.operands if (x := z.repeated()) is not None]
         if copies:
@@ -60,6 +59,18 @@ def costs(calls: list[Attention], program: Program, subject: JaxSubject, batch: 
             text = f"{bytes_text(sum(x.bytes for x in wide))} in {len(wide)} operands per step"
             at = (wide[0].upcast, *call.places[:1])
             yield finding("upcast", what, at, evidence=(text,), count=many)
+
+
+def _pairs(call: Attention) -> int:
+    return prod(sorted(call.scores[0])[-2:]) if call.visible is None else prod(call.visible.shape[1:])
+
+
+def _grows(call: Attention, size: tuple[int, int] | None) -> bool:
+    """Whether queries and keys are the batch's tokens. Blocks and fixed latents do not grow with them."""
+    if size is None or not all(x.data for x in call.operands[:2]):
+        return False
+    # Attention may leave out the last token, as in tokens[:, :-1].
+    return call.visible is not None and {*call.visible.shape[1:]} <= {size[1], size[1] - 1}
 
 
 def _dense(site: list[Attention], program: Program, subject: JaxSubject, batch: Any) -> Iterator[Finding]:
@@ -79,10 +90,18 @@ def _dense(site: list[Attention], program: Program, subject: JaxSubject, batch: 
     if not said:
         return
     what = f"An array with an entry for each pair of tokens, shape {np.shape(mask.array)}, {said}"
-    long = bytes_text(mask.bytes // prod(sorted(np.shape(mask.array))[-2:]) * _LONG**2)
-    text = f"{bytes_text(mask.bytes)}; {long} at {_LONG:,} tokens; used by {counted(len(masks), 'call')}"
+    text = f"{bytes_text(mask.bytes)}; used by {counted(len(masks), 'call')} a step"
+    if _grows(call, subject.size(batch)):
+        long = bytes_text(mask.bytes // prod(sorted(np.shape(mask.array))[-2:]) * _LONG**2)
+        text += f"; {long} at {_LONG:,} tokens"
+    remedy = remedy or (_IN_A_LOOP if call.depth else "")
     more = {"evidence": (text,), "remedy": remedy, "tried": tried, "count": len(site)}
-    yield finding("dense-mask", what, (*places[:1], *call.places[:2]), **more)
+    yield finding("dense-mask", what, (*places[:1], *call.places[:2]), call=call, **more)
+
+
+_IN_A_LOOP = """\
+Describe the mask with attnspan, for example as causal() or segments(ids). In a loop, XLA may compute the \
+mask before the loop and store it, also if you compute it from jnp.arange"""
 
 
 def _shorter(site: list[Attention], mask: Value, subject: JaxSubject, batch: Any) -> tuple[str, str]:
@@ -121,7 +140,7 @@ def _copied(copies: list[Value], call: Attention, program: Program) -> Finding:
         evidence.append(f"the compiled program stores it: {found[0].dtype}{list(found[0].shape)}")
     what = "Keys or values are repeated for query heads that share them"
     places = (*first.places[:1], *call.places[:2])
-    return finding("kv-copy", what, places, evidence=tuple(evidence), count=len(copies))
+    return finding("kv-copy", what, places, evidence=tuple(evidence), count=len(copies), call=call)
 
 
 def _stored(mask: Value, scores: tuple[int, ...], program: Program) -> str:

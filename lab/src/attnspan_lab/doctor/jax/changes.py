@@ -11,7 +11,7 @@ import numpy as np
 from attnspan_lab.doctor.jax.subject import JaxSubject, Traced, floats
 from attnspan_lab.doctor.jax.watch import Attention, watched
 
-__all__ = ["Trial"]
+__all__ = ["Trial", "changed_tokens"]
 
 _WITHIN = 1e-4  # relative change of a row of results that counts
 _MOST_GROUPS = 8
@@ -94,7 +94,7 @@ class Trial:
         names = [""] * self.traced.variables + self.traced.names
         tokens = {id(x) for x in self.subject.tokens(self.batch).values()}
         pairs = zip(names, self.traced.leaves, strict=True)
-        return [_changed(x, own) if name and id(x) in tokens else x for name, x in pairs]
+        return [changed_tokens(x, own) if name and id(x) in tokens else x for name, x in pairs]
 
 
 class _Rows:
@@ -123,7 +123,7 @@ def _change(before: np.ndarray, after: np.ndarray) -> np.ndarray:
     return np.asarray(np.linalg.norm(after - before, axis=-1) / scale)
 
 
-def _changed(tokens: Any, own: np.ndarray) -> Any:
+def changed_tokens(tokens: Any, own: np.ndarray) -> Any:
     """Replace tokens by other tokens of the batch, or move floating-point ones."""
     x = np.asarray(tokens)
     if x.dtype.kind in "iu":

@@ -42,8 +42,8 @@ _HOST = {
 _SECONDS, _WORK = 0.25, 2**22
 _BIG = 2**20  # bytes of an array that a step should not capture
 _OF_MASK = """\
-Describe a mask of pairs instead of storing it: is_causal=True, or mask=causal() with attnspan. Pass other \
-arrays as arguments"""
+Describe a mask of pairs instead of storing it: is_causal=True, or mask=causal() with attnspan \
+(and layout="bshd", if your arrays are (B, S, H, D)). Pass other arrays as arguments"""
 
 
 def untraceable(error: BaseException, subject: JaxSubject, batch: Any, stage: str) -> Finding:

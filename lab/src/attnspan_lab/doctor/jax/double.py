@@ -14,7 +14,16 @@ from attnspan_lab.doctor.jax.interpret import Interpreter, bind, equations, inne
 from attnspan_lab.doctor.jax.subject import FAST, Traced
 from attnspan_lab.doctor.jax.values import is_float
 
-__all__ = ["Outcome", "attends", "difference", "differences", "objective", "outcome", "reference"]
+__all__ = [
+    "Outcome",
+    "attends",
+    "difference",
+    "differences",
+    "differentiable",
+    "objective",
+    "outcome",
+    "reference",
+]
 
 _OPAQUE = ("ffi_call", "pallas_call", "custom_partitioning", "custom_vmap_call", "shard_map")
 # Their parameters have a jaxpr of one dtype.
@@ -100,17 +109,21 @@ def objective(results: Sequence[Any]) -> Any:
     )
 
 
-def _differentiable(traced: Traced) -> list[int]:
+def differentiable(traced: Traced) -> list[int]:
     """List the leaves whose gradients are compared: of the variables, or else of the batch."""
     chosen = range(traced.variables) if traced.variables else range(len(traced.leaves))
     return [i for i in chosen if is_float(jnp.asarray(traced.leaves[i]))]
 
 
 def _outcome(
-    traced: Traced, run: Callable[[list[Any]], Any], leaves: list[Any], options: dict[str, Any] | None = None
+    traced: Traced,
+    run: Callable[[list[Any]], Any],
+    leaves: list[Any],
+    options: dict[str, Any] | None = None,
+    gradients: bool = True,
 ) -> Outcome:
     """Run the step and its gradients in one program, or one operator after the other if it has loops."""
-    chosen = _differentiable(traced)
+    chosen = differentiable(traced) if gradients else []
 
     def loss(own: list[Any]) -> Any:
         given = list(leaves)
@@ -122,24 +135,30 @@ def _outcome(
     whole = jax.value_and_grad(loss, has_aux=True) if chosen else lambda own: (loss(own), [])
     own = [leaves[i] for i in chosen]
     try:
-        (_, results), gradients = jax.jit(whole, compiler_options=options)(own)
+        (_, results), slopes = jax.jit(whole, compiler_options=options)(own)
     except (TypeError, ValueError, jax.errors.JaxRuntimeError):
-        (_, results), gradients = whole(own)
-    wide = [[np.asarray(x, np.float64) for x in own] for own in (results, gradients)]
+        (_, results), slopes = whole(own)
+    wide = [[np.asarray(x, np.float64) for x in own] for own in (results, slopes)]
     return Outcome(wide[0], wide[1])
 
 
-def outcome(traced: Traced) -> Outcome:
+def outcome(traced: Traced, *, gradients: bool = True) -> Outcome:
     """Run the compiled step and its gradients."""
-    return _outcome(traced, lambda leaves: traced.run(*leaves), traced.leaves)
+    return _outcome(traced, lambda leaves: traced.run(*leaves), traced.leaves, gradients=gradients)
 
 
-def reference(traced: Traced, *, wide: bool = True, keep: Callable[[Any], bool] = lambda _: False) -> Outcome:
+def reference(
+    traced: Traced,
+    *,
+    wide: bool = True,
+    keep: Callable[[Any], bool] = lambda _: False,
+    gradients: bool = True,
+) -> Outcome:
     """Run the step's jaxpr without a compiler, in float64 or in its own dtypes."""
     with jax.enable_x64(wide):
         made = _Reference(wide, keep)
         leaves = [made.value(x) for x in traced.typed]
-        return _outcome(traced, lambda given: made.enter(traced.closed, given), leaves, FAST)
+        return _outcome(traced, lambda given: made.enter(traced.closed, given), leaves, FAST, gradients)
 
 
 def differences(found: Outcome, want: Outcome) -> tuple[float, float]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.jax.changes import Trial
 from attnspan_lab.doctor.jax.forms import form_of
@@ -37,6 +38,11 @@ class Rule:
     only: int | None
     names: frozenset[str] = frozenset()
 
+    @property
+    def topic(self) -> str:
+        """The check that the rule belongs to."""
+        return {"leak": "documents", "mask-lost": "padding"}.get(self.kind, "causality")
+
 
 def rules(trial: Trial) -> Iterator[Rule]:
     """Yield the pairs that must not be visible in a batch."""
@@ -58,17 +64,28 @@ def rules(trial: Trial) -> Iterator[Rule]:
         yield Rule("causality-lost", what, later, last, 1)
 
 
-def seen(trial: Trial) -> Iterator[Finding]:
+def seen(trial: Trial, coverage: Coverage) -> Iterator[Finding]:
     """Yield pairs that must not be visible and are, if changed tokens confirm it."""
     for rule in rules(trial):
-        yield from _found(trial, rule)
+        yield from _found(trial, rule, coverage)
 
 
-def _found(trial: Trial, rule: Rule) -> Iterator[Finding]:
+def _cover(trial: Trial, rule: Rule, changed: str | None, coverage: Coverage) -> None:
+    """Note what the trial gave."""
+    if changed is not None:
+        coverage.made(rule.topic, changed or "changed tokens change no result of others")
+    elif trial.calls and all(_fits(x, rule.foreign) for x in trial.calls):
+        coverage.made(rule.topic, f"read from the masks, {_UNPROVEN}")
+    else:
+        coverage.missed(rule.topic, _UNPROVEN)
+
+
+def _found(trial: Trial, rule: Rule, coverage: Coverage) -> Iterator[Finding]:
     """Yield a finding for each line with visible foreign pairs, if changed tokens change foreign results."""
     pairs = {id(x): _count(x, rule.foreign) for x in trial.calls}
     guilty = [x for x in trial.calls if pairs[id(x)]]
     changed = trial.changed(rule.groups, rule.only)
+    _cover(trial, rule, changed, coverage)
     if changed == "":
         return
     for call in {x.places[:1]: x for x in guilty}.values():
@@ -76,7 +93,8 @@ def _found(trial: Trial, rule: Rule) -> Iterator[Finding]:
         places = (*call.places[:2], *(x for y in call.pairs for x in y.places[:1]))
         cause, remedy = _why(trial, rule, call)
         more = {"cause": cause, "remedy": remedy} | ({} if changed else {"severity": "note"})
-        yield finding(rule.kind, rule.what, places, evidence=(most, changed or _UNPROVEN), **more)
+        told = (most, changed or _UNPROVEN)
+        yield finding(rule.kind, rule.what, places, evidence=told, call=call, **more)
     if guilty or changed is None:
         return
     what, why = rule.what.replace(" here", ""), trial.decides(rule.groups, rule.only)
@@ -85,7 +103,8 @@ def _found(trial: Trial, rule: Rule) -> Iterator[Finding]:
     if unread:
         cause = "The doctor cannot read which pairs this call sees, but tokens reach each other through it"
         cause += " or through code around it"
-        yield finding(rule.kind, what, unread[0].places[:1], evidence=evidence, cause=cause, **more)
+        call = unread[0]
+        yield finding(rule.kind, what, call.places[:1], evidence=evidence, cause=cause, call=call, **more)
     else:
         cause, remedy = "Another part of the model mixes tokens", _ELSEWHERE
         more |= {"cause": cause, "remedy": remedy}
@@ -97,12 +116,18 @@ _ELSEWHERE = "Look for operators along the sequence: convolutions, norms or sums
 
 def _count(call: Attention, foreign: np.ndarray) -> int:
     """Count visible foreign pairs. Attention may leave out the last token, as in tokens[:, :-1]."""
-    if call.visible is None or not foreign.shape[1] - 1 <= call.visible.shape[1] <= foreign.shape[1]:
-        return 0
-    if call.visible.shape[1] != call.visible.shape[2] or len(call.visible) not in (1, len(foreign)):
+    if call.visible is None or not _fits(call, foreign):
         return 0
     length = call.visible.shape[1]
     return int((call.visible & foreign[:, :length, :length]).sum())
+
+
+def _fits(call: Attention, foreign: np.ndarray) -> bool:
+    """Whether the queries and keys of a call are the tokens of a rule."""
+    if call.visible is None or call.visible.shape[1] != call.visible.shape[2]:
+        return False
+    fits = foreign.shape[1] - 1 <= call.visible.shape[1] <= foreign.shape[1]
+    return fits and len(call.visible) in (1, len(foreign))
 
 
 def _why(trial: Trial, rule: Rule, call: Attention) -> tuple[str, str]:
@@ -111,7 +136,10 @@ def _why(trial: Trial, rule: Rule, call: Attention) -> tuple[str, str]:
     length = shown.shape[1]
     foreign = rule.foreign[:, :length, :length]
     visible = np.broadcast_to(shown, foreign.shape)
-    form = form_of(trial.subject, trial.batch, visible & ~foreign)
+    form = ""
+    if rule.kind == "mask-lost":  # Queries of padding may see anything.
+        form = form_of(trial.subject, trial.batch, visible & (rule.groups[:, None, :length] == 0))
+    form = form or form_of(trial.subject, trial.batch, visible & ~foreign)
     remedy = f"Call attnspan.jax.attention with mask={form}" if form else ""
     if rule.kind == "causality-lost":
         index = np.arange(length)

@@ -16,14 +16,21 @@ __all__ = ["form_of", "instead_of"]
 
 
 def form_of(subject: JaxSubject, batch: Any, visible: np.ndarray) -> str:
-    """Write the shortest mask that shows exactly these pairs, bool (B, S, S), or "" if none is known.
+    """Write the shortest mask that shows exactly these pairs, bool (B, Sq, Sk), or "" if none is known.
 
     A mask without data is not offered for a batch with documents or a padding mask: it may be right for this
     batch and wrong for the next one.
     """
+    own = next(iter(subject.padding_names(batch)), "")
+    # The keys may be another sequence, such as an encoder's states.
+    others = (_form(subject, batch, visible, x) for x in subject.other_masks(batch).values())
+    found = _form(subject, batch, visible, own)
+    return next((x for x in others if x and "(valid)" not in x), found) if "(valid)" in found else found
+
+
+def _form(subject: JaxSubject, batch: Any, visible: np.ndarray, padding: str) -> str:
     size = visible.shape[:2]
     documents, named = subject.document_ids(batch), subject.named(batch)
-    padding = next(iter(subject.padding_names(batch)), "")
     said = Declared(ids="segment_ids" if "segment_ids" in named else "ids", padding=padding)
     if documents is not None:
         cut = documents[..., : size[1]]  # Attention may leave out the last token, as in tokens[:, :-1].

@@ -62,9 +62,8 @@ def hidden(
         evidence = [f"{real.sum()} queries, (batch element, query): {numbers}", *evidence]
         evidence += [_ONE_BY_ONE] if is_nan and not confirmed else []
         places = (*call.places[:2], *(x for y in call.pairs for x in y.places[:1]))
-        yield finding(
-            "hidden-rows", what, places, evidence=tuple(evidence), count=int(real.sum()), **severity
-        )
+        told = {"evidence": tuple(evidence), "count": int(real.sum()), "call": call, **severity}
+        yield finding("hidden-rows", what, places, **told)
     if broken is not None and not found:
         yield nan_origin(broken, "this line", () if confirmed else (_ONE_BY_ONE,), **more)
 

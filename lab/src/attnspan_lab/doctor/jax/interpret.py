@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,10 +22,16 @@ _CALLS = ("jit", "remat2", "closed_call", "core_call", "custom_jvp_call", "custo
 
 
 class Interpreter:
-    """Evaluates jaxprs. A subclass defines `apply`, and the values that equations pass on."""
+    """Evaluates jaxprs. A subclass defines `apply`, and the values that equations pass on.
+
+    Attributes:
+        depth: Number of loops around the present equation.
+        backward: Whether the equation is part of a backward pass, or of a recomputation for it.
+    """
 
     def __init__(self) -> None:
         self._callers: list[tuple[Place, ...]] = []
+        self.depth, self.backward = 0, False
 
     def apply(self, eqn: Any, values: list[Any]) -> list[Any]:
         """Evaluate an equation that is no call, loop or branch."""
@@ -39,6 +45,14 @@ class Interpreter:
         """Return the value of an array that was made from other values."""
         del sources
         return array
+
+    def carried(self, value: Any) -> Any:
+        """Return the value that a loop passes to its next step."""
+        return value
+
+    def left(self, values: list[Any]) -> list[Any]:
+        """Return the values that leave a loop."""
+        return values
 
     def at(self, eqn: Any) -> tuple[Place, ...]:
         """List the user's lines of an equation, the innermost first.
@@ -62,15 +76,23 @@ class Interpreter:
         return [read(x) for x in jaxpr.outvars]
 
     def _equation(self, eqn: Any, values: list[Any]) -> list[Any]:
+        before = self.backward
+        self.backward = before or _in_backward(eqn)
+        try:
+            return self._evaluated(eqn, values)
+        finally:
+            self.backward = before
+
+    def _evaluated(self, eqn: Any, values: list[Any]) -> list[Any]:
         name, params = eqn.primitive.name, eqn.params
         if name in _CALLS:
             return self.call(eqn, values)
         if name == "cond":
             return self.enter(params["branches"][int(self.array(values[0]))], values[1:])
         if name == "while":
-            return self._while(params, values)
+            return self._looped(self._while, params, values)
         if name == "scan" and params["length"]:
-            return self._scan(params, values)
+            return self._looped(self._scan, params, values)
         return self.apply(eqn, values)
 
     def call(self, eqn: Any, values: list[Any]) -> list[Any]:
@@ -88,10 +110,21 @@ class Interpreter:
         jaxpr, consts = _open(closed)
         return self.run(jaxpr, [self.value(x) for x in consts], values)
 
+    def _looped(
+        self, run: Callable[[Any, list[Any]], list[Any]], params: Any, values: list[Any]
+    ) -> list[Any]:
+        self.depth += 1
+        try:
+            made = run(params, values)
+        finally:
+            self.depth -= 1
+        return self.left(made)
+
     def _while(self, params: Any, values: list[Any]) -> list[Any]:
         n, m = params["cond_nconsts"], params["body_nconsts"]
         cond, body, state = values[:n], values[n : n + m], values[n + m :]
         while bool(self.array(self.enter(params["cond_jaxpr"], [*cond, *state])[0])):
+            state = [*map(self.carried, state)]
             state = self.enter(params["body_jaxpr"], [*body, *state])
         return state
 
@@ -101,7 +134,7 @@ class Interpreter:
         steps, made = range(params["length"]), []
         for i in reversed(steps) if params["reverse"] else steps:
             own = [self.value(self.array(x)[i], (x,)) for x in many]
-            out = self.enter(params["jaxpr"], [*consts, *state, *own])
+            out = self.enter(params["jaxpr"], [*consts, *map(self.carried, state), *own])
             state = out[: m - n]
             made.append(out[m - n :])
         made = made[::-1] if params["reverse"] else made
@@ -123,6 +156,12 @@ def bind(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
 
 def _open(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     return (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, "consts") else (jaxpr, ())
+
+
+def _in_backward(eqn: Any) -> bool:
+    """Whether an equation belongs to a backward pass, or computes its inputs again."""
+    stack = str(eqn.source_info.name_stack)
+    return "transpose(" in stack or "rematted_computation" in stack
 
 
 def inner(eqn: Any) -> list[Any]:

@@ -10,13 +10,22 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
-from attnspan_lab.doctor.jax.double import attends, difference, differences, objective, outcome, reference
+from attnspan_lab.doctor.jax.double import (
+    Outcome,
+    attends,
+    difference,
+    differences,
+    differentiable,
+    objective,
+    outcome,
+    reference,
+)
 from attnspan_lab.doctor.jax.hidden import nan_origin
 from attnspan_lab.doctor.jax.interpret import equations, is_own, places_of
 from attnspan_lab.doctor.jax.said import finding
 from attnspan_lab.doctor.jax.subject import Traced
 from attnspan_lab.doctor.jax.values import Value, bad, is_float
-from attnspan_lab.doctor.jax.watch import Watcher
+from attnspan_lab.doctor.jax.watch import Watcher, watched
 from attnspan_lab.doctor.places import Place
 from attnspan_lab.doctor.words import first_line
 
@@ -28,11 +37,16 @@ _FACTOR, _FLOOR = 16.0, 128
 
 def parity(traced: Traced, say: Callable[..., None]) -> None:
     """Compare results and gradients of the compiled step with float64."""
+    # JAX differentiates no such loop backwards, for example in a function that generates tokens.
+    loops = any(x.primitive.name == "while" for x in equations(traced.closed))
     try:
-        found = outcome(traced)
+        found = _outcome(traced, loops, say)
     except Exception as error:
-        why = f"the step cannot be differentiated: {first_line(error, 200)}"
-        say(facts={"unchecked": {"gradients": why}})
+        say(
+            facts={
+                "unchecked": {"results and gradients": f"the compiled step raises {first_line(error, 200)}"}
+            }
+        )
         return
     if any(bad(x)[0] for x in found.results):
         say(facts={"unchecked": {"results and gradients": "the step returns NaN"}})
@@ -41,7 +55,7 @@ def parity(traced: Traced, say: Callable[..., None]) -> None:
         say(finding=_backward_nan(traced))
         return
     try:
-        exact = reference(traced)
+        exact = reference(traced, gradients=bool(found.gradients))
     except Exception as error:
         say(facts={"unchecked": {"results and gradients": f"float64: {type(error).__name__}: {error}"[:200]}})
         return
@@ -51,24 +65,58 @@ def parity(traced: Traced, say: Callable[..., None]) -> None:
         return
     errors = [*mine][: 1 + bool(exact.gradients)]
     facts: dict[str, Any] = {"backend": "jax.jit", "against": "float64", "errors": errors}
-    if not exact.gradients:
+    facts["checked"] = {
+        n: f"compared with float64: they differ by {x:.1e} (relative error)"
+        for n, x in zip(("results", "gradients"), errors, strict=False)
+    }
+    if not exact.gradients and not differentiable(traced):
         facts["unchecked"] = {"gradients": "the step has no floating-point argument"}
     floats = [x for x in (*traced.leaves, *_results(traced)) if is_float(x)]
     eps = max(float(jnp.finfo(x.dtype).eps) for x in floats)  # type: ignore[no-untyped-call]
     if not max(mine) <= _FLOOR * eps:
-        theirs = differences(reference(traced, wide=False), exact)
+        theirs = differences(reference(traced, wide=False, gradients=bool(exact.gradients)), exact)
         facts["eager errors"] = [*theirs]
         names = zip(("Results", "Gradients"), mine, theirs, strict=True)
         wrong = [(n, x, y) for n, x, y in names if not x <= _FACTOR * y + _FLOOR * eps]
         for name, own, like in wrong[:1]:
             what = f"{name} differ from float64 by {own:.1e} (relative error)"
             evidence = (f"without the compiler and your own derivatives: {like:.1e}",)
-            places = _rules(traced, exact.gradients, eps) if name == "Gradients" else ()
-            cause = "The backward rule is not the derivative of the forward function" if places else ""
-            cause = cause or "The compiled step rounds more than the same operators one by one"
-            remedy = "" if places else "Compute sums and softmax in float32"
+            places = _rules(traced, exact.gradients, eps) if name == "Gradients" else []
+            places, cause, remedy = _blamed(traced, places)
             say(finding=finding("parity", what, places, evidence=evidence, cause=cause, remedy=remedy))
     say(facts=facts)
+
+
+def _outcome(traced: Traced, loops: bool, say: Callable[..., None]) -> Outcome:
+    """Run the compiled step, with gradients if JAX has them."""
+    try:
+        return outcome(traced)
+    except Exception as error:
+        if not loops or "while_loop" not in str(error):
+            why = f"the step cannot be differentiated: {first_line(error, 200)}"
+            say(facts={"unchecked": {"gradients": why}})
+    return outcome(traced, gradients=False)
+
+
+def _blamed(traced: Traced, rules: list[Place]) -> tuple[list[Place], str, str]:
+    """Find the line, the cause and the remedy of a difference, given the lines of the user's derivatives."""
+    if not rules:
+        said = "The compiled step rounds more than the same operators one by one"
+        return [], said, "Compute sums and softmax in float32"
+    wrong = next(iter(watched(traced, None)[0].sums.found.values()), None)
+    if wrong is None:
+        return (
+            rules,
+            "The backward rule is not the derivative of the forward function: one of the two is wrong",
+            "",
+        )
+    places = [*wrong.places[:1], *rules]
+    cause = "The forward function is wrong at this line: its softmax weights do not add up to 1"
+    return (
+        places,
+        cause,
+        f"Correct the forward function first. The backward rule may be right. {wrong.remedy}",
+    )
 
 
 def _results(traced: Traced) -> list[Any]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.jax.aligned import misaligned
 from attnspan_lab.doctor.jax.alone import NotAlone
 from attnspan_lab.doctor.jax.attention import costs
 from attnspan_lab.doctor.jax.changes import Trial
+from attnspan_lab.doctor.jax.clamped import clamped
 from attnspan_lab.doctor.jax.compiled import constants, host_calls, untraceable
 from attnspan_lab.doctor.jax.constraints import found_mesh
 from attnspan_lab.doctor.jax.donated import copied_caches
@@ -21,11 +24,14 @@ from attnspan_lab.doctor.jax.foreign import seen
 from attnspan_lab.doctor.jax.hidden import hidden
 from attnspan_lab.doctor.jax.hlo import Program
 from attnspan_lab.doctor.jax.mesh import compare_mesh, has_shard_map, on_one_device
+from attnspan_lab.doctor.jax.padded import padding_of_others
 from attnspan_lab.doctor.jax.parity import parity as compare
 from attnspan_lab.doctor.jax.recompiles import calls_jitted, recompiles_in, run_batches
 from attnspan_lab.doctor.jax.scaled import scale_findings, unknown_scales
+from attnspan_lab.doctor.jax.split import split_wrongly
 from attnspan_lab.doctor.jax.subject import JaxSubject, Traced
-from attnspan_lab.doctor.jax.watch import Attention, watched
+from attnspan_lab.doctor.jax.values import Value
+from attnspan_lab.doctor.jax.watch import Attention, Watcher, watched
 from attnspan_lab.doctor.words import counted
 
 __all__ = ["STAGES"]
@@ -45,8 +51,8 @@ def _traced(subject: JaxSubject, batch: Any, say: Say, stage: str) -> Traced | N
 def eager(subject: JaxSubject, say: Say, backend: str) -> None:
     """Watch the step, one operator after the other."""
     del backend
-    subject = subject.plain
-    largest, checked, unchecked = 0, dict[str, str](), dict[str, str]()
+    subject, coverage = subject.plain, Coverage()
+    largest, counts, known = 0, list[int](), set[Any]()
     for batch in _distinct(subject)[:3]:
         traced = _traced(subject, batch, say, "eager")
         if traced is None:
@@ -69,21 +75,33 @@ def eager(subject: JaxSubject, say: Say, backend: str) -> None:
             return
         program = Program(traced.program().as_text() or "")
         trial, size = Trial(subject, batch, traced, tuple(watcher.calls)), subject.size(batch)
-        for x in (
+        others = () if size is None else tuple(padding_of_others(trial, coverage))
+        # A mask on the axis of the queries also leaves queries without keys.
+        lines = {x.places[:1] for x in others}
+        empty = hidden(watcher.calls, results, subject.valid(batch), traced, size)
+        found = (
+            *watcher.findings(),
+            *clamped(watcher.clamped, results, traced, partial(_again, size=size)),
             *costs(watcher.calls, program, subject, batch),
             *scale_findings(watcher.calls),
-            *hidden(watcher.calls, results, subject.valid(batch), traced, size),
-            *(() if size is None else (*seen(trial), *misaligned(trial))),
-        ):
+            *(x for x in empty if x.places[:1] not in lines),
+            *(() if size is None else (*seen(trial, coverage), *misaligned(trial), *split_wrongly(trial))),
+            *others,
+        )
+        # The number of a finding is for one step, of the first batch that has the finding.
+        for x in found:
             # Devices divide the pairs among them, for example in a ring.
-            if not (mapped and x.kind in ("unfused", "dense-mask")):
+            divided = mapped and x.kind in ("unfused", "dense-mask")
+            if _key(x) not in known and not divided:
                 say(finding=replace(x, stage="eager"))
+        known |= set(map(_key, found))
         largest = max(largest, watcher.largest)
-        unchecked |= _unchecked(subject, batch, watcher.calls)
-        said = f"{counted(len(watcher.calls), 'call')} a step{', with shard_map over one device' * mapped}"
-        checked |= {"attention": said} if watcher.calls else {}
-        facts = {"attention calls": len(watcher.calls), "sites": _sites(watcher.calls)}
-        say(facts=facts | {"largest tensor": largest, "checked": checked, "unchecked": unchecked})
+        counts.append(len(watcher.calls))
+        _cover(coverage, subject, batch, watcher.calls)
+        facts: dict[str, Any] = {"attention calls": counts[0], "largest tensor": largest, **coverage.facts}
+        if any(counts):
+            facts["checked"] = {"attention": _counted(counts, watcher, mapped=mapped)} | facts["checked"]
+        say(facts=facts | ({"sites": _sites(watcher.calls)} if len(counts) == 1 else {}))
         if (picture := _picture(watcher.calls)) is not None:
             say(facts={"mask": picture})
 
@@ -98,25 +116,57 @@ def _distinct(subject: JaxSubject) -> list[Any]:
     return list(found.values())
 
 
-def _unchecked(subject: JaxSubject, batch: Any, calls: list[Attention]) -> dict[str, str]:
-    """Say which checks were not possible, and why."""
-    found = {}
+def _again(traced: Traced, changed: set[Any], size: tuple[int, int] | None) -> list[Value]:
+    return watched(traced, size, changed=changed)[1]
+
+
+def _key(x: Finding) -> Any:
+    return x.kind, x.severity, x.cause, x.places[:1] or x.what
+
+
+def _counted(counts: list[int], watcher: Watcher, *, mapped: bool) -> str:
+    """Say how many attention calls a step makes, and how many its backward pass makes again."""
+    same = len(set(counts)) == 1
+    said = f"{counted(counts[0], 'call')} a step"
+    said += ", with shard_map over one device" * mapped
+    said += " (each block counts)" if any(x.kind == "in blocks" for x in watcher.calls) else ""
+    said += (
+        ""
+        if same
+        else f" with the first batch, {', '.join(map(str, counts[1:]))} with batches of other shapes"
+    )
+    return said + (f". The backward pass computes {len(watcher.again)} again" if watcher.again else "")
+
+
+def _cover(coverage: Coverage, subject: JaxSubject, batch: Any, calls: list[Attention]) -> None:
+    """Note checks that need no trial, and checks that were not possible, with the reason."""
+    size, padding = subject.size(batch), subject.padding_names(batch)
     if not calls:
-        found["attention"] = "no call was seen"
+        coverage.missed("attention", "no call was seen")
     if why := unknown_scales(calls):
-        found["scale of scores"] = why
+        coverage.missed("scale of scores", why)
     if subject.causal is None:
-        found["causality"] = 'not declared. Return {"causal": True} or False'
-    elif subject.causal and subject.has_several_sequences(batch):
-        found["causality"] = (
-            "the batch has several sequences, and the doctor does not know which are predicted"
+        coverage.missed("causality", 'not declared. Return {"causal": True} or False')
+    elif not subject.causal:
+        coverage.made("causality", "you declared that tokens may see later tokens")
+    elif subject.has_several_sequences(batch):
+        why = "the batch has several sequences, and the doctor does not know which are predicted"
+        coverage.missed("causality", why)
+    if size is None:
+        coverage.missed("documents and padding", "the batch has no tokens (B, S) or (B, S, ...)")
+        return
+    # An encoder and a step that decodes one token have no packed documents, unless the batch says so.
+    if subject.document_ids(batch) is None and subject.causal is not False and size[1] > 1:
+        coverage.absent("documents", "the batch has one document, or no segment_ids")
+    if subject.valid(batch) is None:
+        why = (
+            f"{', '.join(padding)} marks no padding"
+            if padding
+            else "the tokens have no mask (B, S) and no lengths (B,)"
         )
-    if subject.size(batch) is None:
-        found["documents and padding"] = "the batch has no tokens (B, S) or (B, S, ...)"
-    elif subject.document_ids(batch) is None:
-        found["documents"] = "the batch has one document, or no segment_ids"
-    unread = {x.kind for x in calls if x.visible is None}
-    return found | {f"visible pairs of attention {x}": "they cannot be read" for x in sorted(unread)}
+        coverage.absent("padding", why)
+    for kind in sorted({x.kind for x in calls if x.visible is None}):
+        coverage.missed(f"visible pairs of attention {kind}", "they cannot be read")
 
 
 def _sites(calls: list[Attention]) -> list[list[str]]:
@@ -142,7 +192,9 @@ def compiled(subject: JaxSubject, say: Say, backend: str) -> None:
     run = run_batches(subject, subject.batches)
     if calls_jitted(subject, traced):
         run.again += run_batches(subject, subject.batches[:1], subject.fn).again
+    many, one = len(subject.batches), len(_distinct(subject)) == 1 + run.recompiles
     facts = {
+        "note": f"{counted(1 + run.recompiles, 'shape')} in {many} batches" if one and run.recompiles else "",
         "graphs": 1 + run.recompiles,
         "breaks": 0,
         "recompiles": run.recompiles,

@@ -26,6 +26,8 @@ MOST_BATCHES = 12
 FAST = {"xla_backend_optimization_level": 0}
 _DOCUMENTS = ("segment_ids", "document_ids", "doc_ids", "document_id", "seq_ids", "sequence_ids", "seq_idx")
 _LENGTHS = re.compile("len")
+_COMMON = re.compile(r"ids?|inputs?|hidden|states?|embed\w*|att\w*|mask|padding|pad|keys?|tokens?")
+_NO_SEQUENCES = ("position", "label", "target", "cache")
 _OPTIONS = ("causal", "documents", "static", "variables", "mesh", "in_shardings", "one_device")
 
 
@@ -184,10 +186,30 @@ class JaxSubject:
     def padding_names(self, batch: Any) -> list[str]:
         """List the arguments that state padding: a mask (B, S), or else lengths (B,)."""
         size, named = self.size(batch), self.named(batch)
+        others = self.other_masks(batch).values()
         masks = [name for name, x in named.items() if "mask" in name and np.shape(x) == size]
+        masks = [x for x in masks if x not in others]
         if masks or size is None:
             return masks
         return [name for name, x in named.items() if _LENGTHS.search(name) and _are_lengths(x, size)]
+
+    def other_masks(self, batch: Any) -> dict[str, str]:
+        """Name the padding mask (B, S) of each sequence that is not the tokens.
+
+        Two sequences may have the same length. Then the mask must share a word with the name of one sequence.
+        """
+        named = {k: x for k, x in self.named(batch).items() if hasattr(x, "ndim")}
+        masks = {k for k, x in named.items() if "mask" in k and x.ndim == 2}
+        taken = {*masks, *_DOCUMENTS, *(k for k in named if any(w in k for w in _NO_SEQUENCES))}
+        long = {k: x for k, x in named.items() if x.ndim in (2, 3) and k not in taken}
+        found = {}
+        for mask in sorted(masks):
+            fits = [k for k, x in long.items() if x.shape[:2] == named[mask].shape]
+            alike = [k for k in fits if _words(k) & _words(mask)]
+            own = alike if len(fits) > 1 else fits
+            if len(own) == 1 and own[0] not in self.tokens(batch):
+                found[own[0]] = mask
+        return found
 
     def document_ids(self, batch: Any) -> np.ndarray | None:
         """Find the document number of each token, (B, S), if the batch has several documents."""
@@ -215,6 +237,11 @@ class JaxSubject:
             if np.isin(x, (0, 1)).all() and not (x == x.flat[0]).all():
                 return np.asarray(x == 0 if "padding" in name and "len" not in name else x != 0)
         return None
+
+
+def _words(name: str) -> set[str]:
+    """List the words of a name that say which sequence it is."""
+    return {x.rstrip("s") for x in re.findall("[a-z]+", name.lower()) if not _COMMON.fullmatch(x)}
 
 
 def _are_lengths(x: Any, size: tuple[int, int]) -> bool:

@@ -13,9 +13,9 @@ import numpy as np
 from attnspan_lab.doctor.places import Place
 
 if TYPE_CHECKING:
-    from attnspan_lab.doctor.jax.watch import Attention
+    from attnspan_lab.doctor.jax.call import Attention
 
-__all__ = ["RESHAPES", "Axes", "Value", "bad", "is_float", "moved"]
+__all__ = ["RESHAPES", "Axes", "Value", "bad", "is_float", "moved", "order_of"]
 
 #: Free axes of the two operands of a product.
 Axes = tuple[tuple[int, ...], tuple[int, ...]]
@@ -53,6 +53,11 @@ class Value:
         axes: Axes of queries and keys, if it has a score for each pair.
         nan, inf: Whether it contains NaN or infinity.
         label: Name of the argument, if it is one.
+        loop: The innermost of the present loops in whose steps it differs, counted from outside. 0: in none.
+        ones: The same array if the values of all attention calls were 1, or None if it is not known.
+        mass: Whether it is a sum of softmax weights before their division.
+        extra: Whether other numbers were added to this sum, such as a sink.
+        count: The numbers that it counts, if it is made from positions.
         sharding: The sharding that a constraint asks for, if a constraint made it.
     """
 
@@ -69,12 +74,18 @@ class Value:
     nan: bool = False
     inf: bool = False
     label: str = ""
+    loop: int = 0
+    ones: Any = None
+    mass: bool = False
+    extra: bool = False
+    count: Any = None
     sharding: Any = None
 
     def __post_init__(self) -> None:
         self.nan, self.inf = bad(self.array)
         self.distinct = self.distinct or max(self.size, 1)
         self.data = self.data or any(x.data for x in self.parents)
+        self.loop = max([self.loop, *(x.loop for x in self.parents)])
 
     @property
     def size(self) -> int:
@@ -119,6 +130,16 @@ class Value:
         while (cause := next((x for x in value.parents if getattr(x, what)), None)) is not None:
             value = cause
         return value
+
+
+def order_of(array: Any, numbers: Any, operand: int, *, is_v: bool, rows: int) -> str:
+    """Find the layout of q, k or v from the dims of a product: "bshd", "bhsd", or "" if it is another one."""
+    contract, batch, shape = (*(x[operand] for x in numbers), np.shape(array))
+    free = [a for a in range(len(shape)) if a not in (*contract, *batch)]
+    if len(shape) != 4 or len(free) != 1 or len(contract) != 1 or shape[0] != rows:
+        return ""
+    token, dim = (contract[0], free[0]) if is_v else (free[0], contract[0])
+    return {(1, 3): "bshd", (2, 3): "bhsd"}.get((token, dim), "")
 
 
 def is_float(array: Any) -> bool:

@@ -6,8 +6,7 @@ third array.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,16 @@ from typing import Any
 import numpy as np
 
 import attnspan
+from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.jax.call import Attention, Returned
+from attnspan_lab.doctor.jax.clamped import Clamped
+from attnspan_lab.doctor.jax.counting import Counting
+from attnspan_lab.doctor.jax.drawn import Drawn
 from attnspan_lab.doctor.jax.interpret import Interpreter, bind, equations, inner
 from attnspan_lab.doctor.jax.quick import quick
 from attnspan_lab.doctor.jax.subject import Traced
-from attnspan_lab.doctor.jax.values import RESHAPES, Axes, Value, is_float, moved
+from attnspan_lab.doctor.jax.sums import Sums
+from attnspan_lab.doctor.jax.values import RESHAPES, Axes, Value, is_float, moved, order_of
 from attnspan_lab.doctor.places import Place
 
 __all__ = ["HIDDEN", "Attention", "Watcher", "watched"]
@@ -29,91 +34,42 @@ _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _ATTNSPAN = f"{Path(attnspan.__file__).parent}/"
 
 
-@dataclass(eq=False)
-class Returned:
-    """Results of an attention call.
-
-    Attributes:
-        rows: Results (B, D, Sq).
-        nan, zero, even: Queries (B, Sq) whose results are NaN, are 0, or are the mean of all values.
-    """
-
-    rows: np.ndarray
-    nan: np.ndarray
-    zero: np.ndarray
-    even: np.ndarray
-
-
-@dataclass(eq=False)
-class Attention:
-    """One attention call.
-
-    Attributes:
-        kind: "written out", "in blocks" (a loop over parts of the keys or queries), "attnspan" or "fused".
-        places: The user's lines, of hand-written attention the lines of the second product.
-        lines: The innermost lines of both products.
-        operands: q, k and v. Of hand-written attention, the order of q and k is not known.
-        masks: Arrays that were combined with the scores, with their axes.
-        softmax: Whether an exponential of the scores was seen.
-        visible: Visible pairs of any head, bool (B, Sq, Sk), or None if unknown.
-        hidden: Queries (B, Sq) whose scores are all hidden.
-        out: What the queries return.
-        scores: Shape and bytes of the scores.
-        pairs: Dense masks: the value, and whether it differs between queries and between keys.
-        by_head: Whether heads see different pairs.
-        softmaxed: Input of the softmax.
-        size: Head dim of q and k.
-        factor: The number by which a kernel multiplies the scores, if it is known.
-    """
-
-    kind: str
-    places: tuple[Place, ...]
-    operands: list[Value]
-    lines: set[Place] = field(default_factory=set)
-    masks: list[tuple[Value, Axes]] = field(default_factory=list)
-    softmax: bool = False
-    seen: tuple[Any, Axes] | None = None
-    keys: slice | None = None
-    visible: np.ndarray | None = None
-    hidden: np.ndarray | None = None
-    out: Returned | None = None
-    scores: tuple[tuple[int, ...], int] = ((), 0)
-    pairs: list[Value] = field(default_factory=list)
-    by_head: bool = False
-    softmaxed: Value | None = None
-    size: int = 0
-    factor: float | None = None
-
-    @property
-    def padding(self) -> np.ndarray | None:
-        """Queries (B, S) that see no key, and whose key no query sees. None: unknown, or other keys."""
-        if self.hidden is None or self.visible is None or self.visible.shape[1] != self.visible.shape[2]:
-            return None
-        return self.hidden & ~self.visible.any(1)
-
-
 class Watcher(Interpreter):
     """Collects attention calls.
 
     Args:
         size: Batch size and number of tokens, if they are known.
         emptied: Queries (B, Sq) whose results become 0, by the number of the call.
+        changed: Lines whose clamped slices get other numbers.
 
     Attributes:
         calls: The attention calls.
+        again: Attention calls that the backward pass computes again. They are no part of ``calls``.
         largest: Bytes of the largest array.
         decisions: Comparisons of integers of the batch.
     """
 
     def __init__(
-        self, size: tuple[int, int] | None = None, emptied: Mapping[int, np.ndarray] | None = None
+        self,
+        size: tuple[int, int] | None = None,
+        emptied: Mapping[int, np.ndarray] | None = None,
+        changed: set[Any] | None = None,
     ) -> None:
         super().__init__()
         self.rows, self.length = size or (1, 0)
         self.emptied = emptied or {}
         self.calls: list[Attention] = []
         self.decisions: list[np.ndarray] = []
+        self.again: list[Attention] = []
         self.largest = 0
+        self.sums, self.counting, self.drawn = Sums(), Counting(), Drawn()
+        self.clamped = Clamped(changed)
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield findings on operators."""
+        yield from self.sums.found.values()
+        yield from self.counting.found.values()
+        yield from self.drawn.findings()
 
     def array(self, value: Value) -> Any:
         """Return the array of a value."""
@@ -126,7 +82,24 @@ class Watcher(Interpreter):
         part = len(sources) == 1 and np.ndim(array) < np.ndim(sources[0].array)
         # Parameters of a layer, in a loop over layers, are no part of a sequence.
         part = part and sources[0].data and np.shape(sources[0].array)[0] > 1
-        return Value(array, "loop", sources[0].places, tuple(sources), part=part)
+        made = Value(array, "loop", sources[0].places, tuple(sources), part=part)
+        made.loop = (
+            self.depth if len(sources) == 1 and np.ndim(array) < np.ndim(sources[0].array) else made.loop
+        )
+        if np.ndim(array) > np.ndim(sources[0].array) and all(x.ones is not None for x in sources):
+            made.ones = np.stack([np.asarray(x.ones) for x in sources])
+        return made
+
+    def carried(self, value: Value) -> Value:
+        """Mark a counter: it differs in each step."""
+        is_counter = value.size == 1 and value.array.dtype.kind in "iu"
+        return Value(value.array, "loop", parents=(value,), loop=self.depth) if is_counter else value
+
+    def left(self, values: list[Value]) -> list[Value]:
+        """Forget the loop that ends."""
+        for x in values:
+            x.loop = min(x.loop, self.depth)
+        return values
 
     def call(self, eqn: Any, values: list[Value]) -> list[Value]:
         """Enter a function, except if it is an attention kernel with its own derivative."""
@@ -141,7 +114,9 @@ class Watcher(Interpreter):
         fast = quick(eqn, arrays)
         made = bind(eqn, arrays) if fast is None else [fast]
         places, name = self.at(eqn), eqn.primitive.name
-        part = name == "dynamic_slice" and values[0].data and np.size(made[0]) < values[0].size
+        # vmap turns a dynamic_slice into a gather.
+        cuts = name == "dynamic_slice" or (name == "gather" and self.depth > 0)
+        part = cuts and values[0].data and np.size(made[0]) < values[0].size
         part = part or (name != "dot_general" and any(x.part for x in values))
         out = [
             Value(x, name, places, tuple(values), distinct=_distinct(name, x, values), part=part)
@@ -161,6 +136,11 @@ class Watcher(Interpreter):
             self._fused(eqn, values, out)
         else:
             self._follow(eqn, values, out)
+        self.sums.see(eqn, values, out)
+        self.counting.see(eqn, values, out)
+        self.clamped.see(eqn, values, out)
+        if not self.backward:
+            self.drawn.see(eqn, values, out)
         return out
 
     def _fused(self, eqn: Any, values: list[Value], out: list[Value]) -> None:
@@ -187,17 +167,32 @@ class Watcher(Interpreter):
         for i, x in enumerate(values[:2]):
             side = x.axes and next((s for s in (0, 1) if set(x.axes[s]) & set(contract[i])), None)
             if x.call is not None and x.axes and x.call.softmax and side is not None:
-                self._finish(x, side, values[1 - i], out, self._free(eqn, values, i))
+                v = values[1 - i]
+                numbers = eqn.params["dimension_numbers"]
+                x.call.layouts.add(order_of(v.array, numbers, 1 - i, is_v=True, rows=self.rows))
+                self._finish(x, side, v, out, self._free(eqn, values, i))
+                if not self.backward and x.call.keys is None:
+                    self.sums.start(eqn, values, i, out)
                 return
         free = self._free(eqn, values, 0), self._free(eqn, values, 1)
         axes = tuple(free[0].values()), tuple(free[1].values())
         shape = np.shape(out.array)
         weights = not batch[0] and not all(x.data for x in values)
         if not weights and all(axes) and any(prod(shape[a] for a in side) > 1 for side in axes):
-            kind = "in blocks" if any(x.part for x in values) else "written out"
             size = prod(np.shape(values[0].array)[a] for a in contract[0])
+            kind = self._kind(values)
             call = Attention(kind, out.places, values[:2], scores=(shape, out.bytes), size=size)
+            numbers, call.depth = eqn.params["dimension_numbers"], self.depth
+            call.layouts = {
+                order_of(x.array, numbers, i, is_v=False, rows=self.rows) for i, x in enumerate(values[:2])
+            }
             out.call, out.axes = call, axes
+
+    def _kind(self, values: list[Value]) -> str:
+        """Tell a loop over parts of the keys or queries from a loop over layers, in which both differ."""
+        q, k = values[:2]
+        is_layer = self.depth > 0 and q.loop == k.loop and not (q.part and k.part)
+        return "in blocks" if (q.part or k.part) and not is_layer else "written out"
 
     def _free(self, eqn: Any, values: list[Value], operand: int) -> dict[int, int]:
         """Map the free axes of a product's operand to axes of the result."""
@@ -243,8 +238,11 @@ class Watcher(Interpreter):
         call, axes = weights.call, weights.axes
         if call is None or axes is None or call in self.calls:
             return
+        if self.backward:
+            self.again += [] if call in self.again else [call]
+            return
         self.calls.append(call)
-        call.operands.append(v)
+        call.operands = [*(call.operands if side else call.operands[::-1]), v]
         call.lines = {*call.places[:1], *out.places[:1]}
         call.places = out.places or call.places
         if call.kind == "in blocks" or call.seen is None:
@@ -269,7 +267,9 @@ class Watcher(Interpreter):
             call.out.even = np.asarray(even.all(tuple(range(1, even.ndim - 1))))
         for mask, at in call.masks:
             rows = self._pairs(mask.array, at, side)
-            if (rows != rows[..., :1, :]).any() and (rows != rows[..., :1]).any():
+            varies = bool((rows != rows[..., :1, :]).any()), bool((rows != rows[..., :1]).any())
+            call.varies.append((mask, *varies))
+            if all(varies):
                 call.pairs.append(_maker(mask, rows.shape[-1] * rows.shape[-2]))
 
     def _returned(self, array: Any, row: int) -> Returned:
@@ -350,10 +350,13 @@ def _upcast(name: str, values: list[Value], out: Value) -> Place | None:
 
 
 def watched(
-    traced: Traced, size: tuple[int, int] | None, emptied: Mapping[int, np.ndarray] | None = None
+    traced: Traced,
+    size: tuple[int, int] | None,
+    emptied: Mapping[int, np.ndarray] | None = None,
+    changed: set[Any] | None = None,
 ) -> tuple[Watcher, list[Value]]:
     """Run a traced step. Return the watcher and the step's results."""
-    watcher = Watcher(size, emptied)
+    watcher = Watcher(size, emptied, changed)
     labels = ["variables"] * traced.variables + traced.names
     given = [
         Value(x, "argument", data=i >= traced.variables, label=label)
