@@ -356,6 +356,16 @@ def mask_that_is_shifted(well: bool) -> JaxSubject:
     return cross(on_keys if well else lambda mask: jnp.roll(mask, 3, 1)[:, None, None, :])
 
 
+@fault("mask-lost", "hides queries instead of keys", "mask=(attention_mask != 0)[:, None, None, :]")
+def own_mask_on_queries(well: bool) -> JaxSubject:
+    def attend(q: Any, k: Any, v: Any, attention_mask: Any) -> Any:
+        mask = (attention_mask != 0)[:, None, None, :] if well else (attention_mask != 0)[:, None, :, None]
+        return jax.nn.dot_product_attention(q, k, v, mask=mask)  # sick
+
+    batch = {"tokens": tokens(), "attention_mask": jnp.asarray(VALID)}
+    return JaxSubject(model(attend), [batch], variables(), causal=False)
+
+
 # Heads that are split without a transpose
 
 
@@ -407,3 +417,48 @@ def split_with_scaled_queries(well: bool) -> JaxSubject:
         return jnp.einsum("bhqk,bhkd->bqhd", jax.nn.softmax(scores), v)
 
     return encoder(attend)
+
+
+# Attention that is thrown away
+
+
+def kinds_of_layers(choose: Any) -> JaxSubject:
+    w = variables()
+    w |= {n: jnp.stack([w[n]] * 3) for n in "qkv"}
+
+    def near(q: Any, k: Any, v: Any) -> Any:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=3)
+
+    def far(q: Any, k: Any, v: Any) -> Any:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+    def step(w: Any, tokens: Any) -> Any:
+        def layer(x: Any, own: Any) -> Any:
+            w, is_near = own
+            qkv = [jnp.einsum("bsw,whd->bshd", x, w[n]) for n in "qkv"]
+            return x + choose(is_near, near, far, *qkv).reshape(x.shape), None
+
+        flags = jnp.array([True, True, False])
+        return lax.scan(layer, w["embed"][tokens], ({n: w[n] for n in "qkv"}, flags))[0] @ w["head"]
+
+    return JaxSubject(step, [{"tokens": tokens()}], w, causal=True)
+
+
+def only_one(condition: Any, one: Any, other: Any, *qkv: Any) -> Any:
+    return lax.cond(condition, one, other, *qkv)
+
+
+def by_where(condition: Any, one: Any, other: Any, *qkv: Any) -> Any:
+    return jnp.where(condition, one(*qkv), other(*qkv))  # sick
+
+
+def by_select(condition: Any, one: Any, other: Any, *qkv: Any) -> Any:
+    return lax.select(condition, one(*qkv), other(*qkv))  # sick
+
+
+def by_where_of_merged_heads(condition: Any, one: Any, other: Any, *qkv: Any) -> Any:
+    first, second = (x(*qkv).reshape(BATCH, LENGTH, -1) for x in (one, other))
+    return jnp.where(condition, first, second)  # sick
+
+
+DISCARDING = (by_where, by_select, by_where_of_merged_heads)

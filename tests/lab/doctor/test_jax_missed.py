@@ -72,3 +72,22 @@ def test_a_wrong_forward_function_is_not_blamed_on_the_backward_rule() -> None:
     assert parity.places[0].line == planted("results_not_rescaled")
     assert "softmax weights do not add up to 1" in parity.cause
     assert "The backward rule may be right" in parity.remedy
+
+
+@pytest.mark.parametrize("choose", jax_missed.DISCARDING)
+def test_attention_that_is_thrown_away_is_named(choose: Any) -> None:
+    found, _ = examined(lambda: jax_missed.kinds_of_layers(choose), "eager")
+    (own,) = [x for x in found if x.kind == "discarded"]
+    source, start = inspect.getsourcelines(choose)
+    assert source[own.places[0].line - start].rstrip().endswith("# sick")
+    assert own.count == 3
+    assert "jax.lax.cond(condition, one, other, q, k, v)" in own.remedy
+
+
+def test_a_choice_before_attention_runs_one_call() -> None:
+    chosen = [jax_missed.kinds_of_layers(x) for x in (jax_missed.only_one, jax_missed.by_where)]
+    found, _ = examined(lambda: chosen[0], "eager")
+    assert {x.kind for x in found} <= {"unfused", "dense-mask"}
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        well, sick = (Traced.of(x, x.batches[0]) for x in chosen)
+        assert difference(_results(well), reference(sick, gradients=False).results) < 1e-5

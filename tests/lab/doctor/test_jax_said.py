@@ -286,6 +286,22 @@ def test_right_attention_is_not_called_wrong(attend: Any) -> None:
     assert [x.what for x in found if x.severity == "wrong"] == []
 
 
+def test_a_random_key_may_be_passed_through_loops() -> None:
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        def drop(carry: Any, _: Any) -> Any:
+            x, key = carry
+            key, own = jax.random.split(key)
+            return (jnp.where(jax.random.bernoulli(own, 0.9, x.shape), x, 0), key), None
+
+        q, key = lax.scan(drop, (q, jax.random.key(1)), None, 3)[0]
+        k = lax.fori_loop(0, 3, lambda _, x: drop(x, None)[0], (k, key))[0]
+        return causal(q, k, v)
+
+    found = facts_of(step_of(attend), "eager")
+    assert {x.kind for x in found["findings"]} == {"unfused"}
+    assert "the stage eager" not in found["unchecked"]
+
+
 def test_as_many_heads_as_tokens_are_no_wrong_split() -> None:
     def attend(q: Any, k: Any, v: Any) -> Any:
         return causal(*(x.reshape(*x.shape[:2], -1).reshape(*x.shape[:2], HEADS, SIZE) for x in (q, k, v)))

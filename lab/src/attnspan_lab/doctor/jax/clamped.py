@@ -9,7 +9,7 @@ import numpy as np
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.jax.said import finding
 from attnspan_lab.doctor.jax.subject import Traced
-from attnspan_lab.doctor.jax.values import Value, is_float
+from attnspan_lab.doctor.jax.values import Value, is_float, is_integer
 from attnspan_lab.doctor.places import Place
 from attnspan_lab.doctor.words import counted
 
@@ -83,7 +83,7 @@ def clamped(seen: Clamped, results: list[Value], traced: Traced, again: Any) -> 
 
 def _other(array: Any) -> Any:
     """Return other numbers of the same shape. Random keys stay."""
-    if is_float(array) or array.dtype.kind in "iu":
+    if is_float(array) or is_integer(array):
         return np.asarray(array) + np.ones((), array.dtype)
     return ~np.asarray(array) if array.dtype == bool else array
 

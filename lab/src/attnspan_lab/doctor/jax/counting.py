@@ -10,7 +10,7 @@ import numpy as np
 
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.jax.said import finding
-from attnspan_lab.doctor.jax.values import RESHAPES, Value, is_float
+from attnspan_lab.doctor.jax.values import RESHAPES, Value, is_float, is_integer
 from attnspan_lab.doctor.places import Place
 
 __all__ = ["Counting"]
@@ -71,7 +71,7 @@ def _counted(name: str, eqn: Any, values: list[Value], out: Value) -> _Count | N
     wanted = values[0].array if name == "convert_element_type" else None
     if name == "iota":
         wanted = np.arange(eqn.params["shape"][eqn.params["dimension"]])
-    elif wanted is None or wanted.dtype.kind not in "iu" or not is_float(out.array):
+    elif not is_integer(wanted) or not is_float(out.array):
         return None
     whole = np.unique(np.asarray(wanted))
     if len(whole) < 3 or (np.diff(whole) != np.diff(whole)[0]).any():

@@ -156,7 +156,14 @@ def _why(trial: Trial, rule: Rule, call: Attention) -> tuple[str, str]:
     if rule.kind == "mask-lost":
         padding = rule.groups[:, None, :length] == 1
         array = np.asarray(masks[0].array)
-        if not (visible & ~padding).any():
+        is_mask = "mask" in name  # Lengths become a mask in the step.
+        if is_mask and any(
+            x is masks[0] and of_queries and not of_keys for x, of_queries, of_keys in call.varies
+        ):
+            said = f"The mask made from {name} hides queries instead of keys: it differs between queries only"
+            remedy = f"Put the mask on the axis of the keys: mask=({name} != 0)[:, None, None, :]"
+            remedy = remedy.replace("!=", "==") if "padding" in name else remedy
+        elif not (visible & ~padding).any():
             said, remedy = (
                 f"The mask made from {name} is inverted: only padding is visible",
                 remedy or _INVERTED,

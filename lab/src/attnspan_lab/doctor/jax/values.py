@@ -15,7 +15,7 @@ from attnspan_lab.doctor.places import Place
 if TYPE_CHECKING:
     from attnspan_lab.doctor.jax.call import Attention
 
-__all__ = ["RESHAPES", "Axes", "Value", "bad", "is_float", "moved", "order_of"]
+__all__ = ["RESHAPES", "Axes", "Value", "bad", "is_float", "is_integer", "moved", "order_of"]
 
 #: Free axes of the two operands of a product.
 Axes = tuple[tuple[int, ...], tuple[int, ...]]
@@ -146,6 +146,12 @@ def is_float(array: Any) -> bool:
     """Whether an array has real floating-point numbers, bfloat16 included."""
     dtype = getattr(array, "dtype", None)
     return dtype is not None and bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def is_integer(array: Any) -> bool:
+    """Whether an array has integers. Random keys have none."""
+    dtype = getattr(array, "dtype", None)
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.integer))
 
 
 def bad(array: Any) -> tuple[bool, bool]:

@@ -21,9 +21,10 @@ from attnspan_lab.doctor.jax.counting import Counting
 from attnspan_lab.doctor.jax.drawn import Drawn
 from attnspan_lab.doctor.jax.interpret import Interpreter, bind, equations, inner
 from attnspan_lab.doctor.jax.quick import quick
+from attnspan_lab.doctor.jax.selected import Selected
 from attnspan_lab.doctor.jax.subject import Traced
 from attnspan_lab.doctor.jax.sums import Sums
-from attnspan_lab.doctor.jax.values import RESHAPES, Axes, Value, is_float, moved, order_of
+from attnspan_lab.doctor.jax.values import RESHAPES, Axes, Value, is_float, is_integer, moved, order_of
 from attnspan_lab.doctor.places import Place
 
 __all__ = ["HIDDEN", "Attention", "Watcher", "watched"]
@@ -63,13 +64,14 @@ class Watcher(Interpreter):
         self.again: list[Attention] = []
         self.largest = 0
         self.sums, self.counting, self.drawn = Sums(), Counting(), Drawn()
-        self.clamped = Clamped(changed)
+        self.clamped, self.selected = Clamped(changed), Selected()
 
     def findings(self) -> Iterator[Finding]:
         """Yield findings on operators."""
         yield from self.sums.found.values()
         yield from self.counting.found.values()
         yield from self.drawn.findings()
+        yield from self.selected.findings()
 
     def array(self, value: Value) -> Any:
         """Return the array of a value."""
@@ -92,7 +94,7 @@ class Watcher(Interpreter):
 
     def carried(self, value: Value) -> Value:
         """Mark a counter: it differs in each step."""
-        is_counter = value.size == 1 and value.array.dtype.kind in "iu"
+        is_counter = value.size == 1 and is_integer(value.array)
         return Value(value.array, "loop", parents=(value,), loop=self.depth) if is_counter else value
 
     def left(self, values: list[Value]) -> list[Value]:
@@ -141,6 +143,7 @@ class Watcher(Interpreter):
         self.clamped.see(eqn, values, out)
         if not self.backward:
             self.drawn.see(eqn, values, out)
+            self.selected.see(eqn, values, out)
         return out
 
     def _fused(self, eqn: Any, values: list[Value], out: list[Value]) -> None:
