@@ -42,10 +42,12 @@ def planted(name: str) -> int:
 def test_the_fault_is_named_first(name: str) -> None:
     kind, cause, remedy = jax_missed.FAULTS[name]
     found, _ = examined(lambda: jax_missed.MADE[name](False), "eager")
-    assert (found[0].kind, found[0].severity) == (kind, "wrong")
-    assert found[0].places[0].line == planted(name)
-    assert cause in found[0].cause
-    assert remedy in found[0].remedy
+    # Equal random numbers may be on purpose, so they are a question.
+    first = next(x for x in found if x.kind == kind) if kind == "reused-key" else found[0]
+    assert (first.kind, first.severity) == (kind, "note" if kind == "reused-key" else "wrong")
+    assert first.places[0].line == planted(name)
+    assert cause in first.cause
+    assert remedy in first.remedy
     # A softmax over queries also shows later tokens.
     assert {x.kind for x in found if x.severity == "wrong"} <= {kind, "causality-lost"}
 
