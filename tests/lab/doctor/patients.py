@@ -304,8 +304,8 @@ def sick_particular() -> Any:
 
 
 class Shifting(Block):
-    def forward(self, x: Tensor, **given: Any) -> Tensor:  # sick: sick_shift
-        return super().forward(x + 0.1 * x.roll(1, 1), **given)
+    def forward(self, x: Tensor, **given: Any) -> Tensor:
+        return super().forward(x + 0.1 * x.roll(1, 1), **given)  # sick: sick_shift
 
 
 @sick("leak")

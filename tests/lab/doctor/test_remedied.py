@@ -6,6 +6,7 @@ import pytest
 import reaching
 import remedied
 import torch
+import vain
 import wasteful
 import wired
 
@@ -75,7 +76,7 @@ def test_each_kind_with_code_is_applied():
     }
     ranks = {x for x in KINDS if x.startswith("rank-")}
     twins = {kind for kind, *_ in wired.PAIRS.values()}  # They have the remedies: test_wired.py runs them.
-    # test_scales.py and test_wasteful.py run these.
-    twins |= {kind for kind, *_ in wasteful.PAIRS.values()} | {"scale"}
-    twins |= {kind for kind, *_ in reaching.PAIRS.values()}  # test_reaching.py
+    # test_scales.py, test_wasteful.py, test_vain.py and test_reaching.py run these.
+    pairs = (*wasteful.PAIRS.values(), *vain.PAIRS.values(), *reaching.PAIRS.values())
+    twins |= {kind for kind, *_ in pairs} | {"scale"}
     assert set(KINDS) - applied - ADVICE - timing - ranks - twins == set()

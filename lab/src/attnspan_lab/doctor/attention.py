@@ -63,6 +63,7 @@ def findings_of(
         masks.add(site, subject.declared(batch), watcher.seconds, length)
         written.add(site, length)
     yield from guarded("operators", _operators(watcher), coverage)
+    yield from guarded("repeated products", watcher.record.repeats.findings(), coverage)
     for place, count in watcher.reads.items():
         yield Finding("sync", "A value of a tensor is read on the host here", at(place), count=count)
 

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from attnspan_lab.doctor.kept import detached
 from attnspan_lab.doctor.places import Place, place_here
 from attnspan_lab.doctor.remedies import arguments, distance
 from attnspan_lab.doctor.subject import Subject
@@ -201,7 +202,7 @@ def recorded(
 def copied_model(model: torch.nn.Module) -> torch.nn.Module:
     """Copy a model. Buffers and caches change in a step, and parameters do not, so copies share them."""
     shared: dict[int, Any] = {id(x): x for x in model.parameters()}
-    return copy.deepcopy(model, shared)
+    return copy.deepcopy(model, shared | detached(model))
 
 
 def awake(step: Step) -> Step:
@@ -297,7 +298,7 @@ class _Record(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(fn, "__name__", "")
         if name == _SDPA:
             return self._of(fn, arguments(args, kwargs))
-        if name == _SOFTMAX and place_here() in self.lines:
+        if name == _SOFTMAX and (_has_one_key(args, kwargs) or place_here() in self.lines):
             return self._of_softmax(fn, args, kwargs)
         if name == _MULTIHEAD:
             with self._inside():
@@ -367,6 +368,13 @@ class _Record(TorchFunctionMode):
         call.result = call.result if new is None else new
         self.calls.append(call)
         return call.result
+
+
+def _has_one_key(args: Any, kwargs: Any) -> bool:
+    """Whether a softmax has scores (..., Sq, 1). The watcher sees no attention there."""
+    scores = args[0] if args else kwargs["input"]
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
+    return scores.dim() > 2 and dim in (-1, scores.dim() - 1) and scores.shape[-1] == 1
 
 
 def _is_masked(weights: Tensor, out: Tensor) -> bool:

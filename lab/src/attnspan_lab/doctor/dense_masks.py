@@ -12,6 +12,7 @@ from attnspan_lab.doctor.attention_call import Attention
 from attnspan_lab.doctor.declared import Declared
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.growth import LONG, grows, keys_of
+from attnspan_lab.doctor.mask_copies import MaskCopies
 from attnspan_lab.doctor.places import Place, at
 from attnspan_lab.doctor.remedies import Forms
 from attnspan_lab.doctor.words import counted
@@ -43,8 +44,19 @@ class _Line:
     many: int
     share: float
     forms: Forms = field(default_factory=Forms)
+    copies: MaskCopies = field(default_factory=MaskCopies)
     count: int = 0
     sizes: list[tuple[int, int]] = field(default_factory=list)
+
+    def mended(self, finding: Finding) -> Finding:
+        """Write the finding with the remedies that hold in all calls."""
+        copied, remedy, tried = self.copies.texts()
+        form = self.forms.remedy
+        if remedy:  # One copy is always better. A form without any mask is better still.
+            form = f"{remedy}. Or: {form[:1].lower()}{form[1:]}" if self.forms.holding else remedy
+        evidence = (*finding.evidence, *filter(None, [copied]))
+        tried = "; ".join(filter(None, [tried, self.forms.tried]))
+        return replace(finding, evidence=evidence, remedy=form, tried=tried, count=self.count)
 
 
 @dataclass
@@ -79,6 +91,7 @@ class DenseMasks:
             line.count += 1
             line.sizes.append((keys_of(call), length))
             line.forms.add(call, said)
+            line.copies.add(call)
         made = [(x.mask and (x.mask[1],), x, said) for x in site if x.mask is None or x in masked]
         self.calls.setdefault(site[0].place, []).extend(made)
 
@@ -88,7 +101,7 @@ class DenseMasks:
             for own, call, said in self.calls.get(place, ()):
                 if own != (made,):
                     x.forms.add_other(call, said)
-            yield replace(_finding(x), remedy=x.forms.remedy, tried=x.forms.tried, count=x.count)
+            yield x.mended(_finding(x))
 
 
 def _finding(line: _Line) -> Finding:

@@ -15,6 +15,7 @@ from attnspan_lab.doctor.hiding import highest_hiding
 from attnspan_lab.doctor.operators import distinct, is_plain, storage
 from attnspan_lab.doctor.overflow import Overflow
 from attnspan_lab.doctor.places import Place, is_direct
+from attnspan_lab.doctor.repeats import Repeats
 
 __all__ = ["PAIRS", "Record", "Tag"]
 
@@ -60,12 +61,13 @@ class Record:
         function: The watcher of torch functions.
         calls: Attention calls so far.
         tags: Facts about each storage.
+        repeats: Products that are computed again.
         keeps_keys: Keep the keys of each call. Otherwise only keys that differ in number from the queries
             are kept.
     """
 
     def __init__(self, batch: int, named: Mapping[str, Tensor] | None) -> None:
-        self.batch, self.function = batch, Function()
+        self.batch, self.function, self.repeats = batch, Function(), Repeats()
         self.calls: list[Attention] = []
         self.keeps_keys = False
         self.tags: dict[int, Tag] = {

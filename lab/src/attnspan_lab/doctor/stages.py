@@ -20,6 +20,7 @@ from attnspan_lab.doctor.dense_masks import DenseMasks
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.gradients import gradient_findings
 from attnspan_lab.doctor.guarded import guarded, why_not_made
+from attnspan_lab.doctor.kept import kept_findings
 from attnspan_lab.doctor.matrix import FACTORS, Cell, all_cells, covering, explained, failure, smallest
 from attnspan_lab.doctor.packing import position_findings
 from attnspan_lab.doctor.parity import parity
@@ -95,6 +96,8 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
         if backward:
             for finding in guarded("random numbers", random_findings(subject, batch), coverage):
                 tell(finding)
+            for finding in guarded("kept tensors", kept_findings(subject, batch), coverage):
+                tell(finding)
         if has_gradients:
             gradients = gradient_findings(subject, batch, left, coverage)
             for finding in guarded("trainable parameters without a gradient", gradients, coverage):
@@ -114,6 +117,8 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
     for finding in written.findings():
         tell(finding)
     for finding in guarded("dense masks", masks.findings(), coverage):
+        tell(finding)
+    for finding in wiring.last(coverage):
         tell(finding)
     say(facts=coverage.facts)
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from attnspan_lab.doctor.declared import Declared, declared
+from attnspan_lab.doctor.kept import detached
 from attnspan_lab.doctor.places import is_users
 from attnspan_lab.doctor.restored import State
 from attnspan_lab.doctor.unfit import Unfit, require
@@ -97,7 +98,9 @@ class Subject:
     def copy(self) -> Subject:
         """Copy the subject, so that its model can be changed. Modules that cannot be copied raise."""
         self.restore()
-        return replace(self, model=copy.deepcopy(self.model), target="", more=[], start=None)
+        return replace(
+            self, model=copy.deepcopy(self.model, detached(self.model)), target="", more=[], start=None
+        )
 
     def named(self, batch: Any) -> dict[str, Any]:
         """Name the tensors of a batch by key, by the parameter that receives it, or by position."""

@@ -15,6 +15,7 @@ from attnspan_lab.doctor.attention_call import Attention
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.instead import Masked, aligned, ends_with_own, route, written
+from attnspan_lab.doctor.outside import Mixing, mixing_operator
 from attnspan_lab.doctor.own_keys import made_of_tokens, own_pairs
 from attnspan_lab.doctor.padding import Changed, Fault
 from attnspan_lab.doctor.places import Place, at, is_users
@@ -155,7 +156,13 @@ class Visible:
             remedy = "" if self.unread else OUTSIDE[kind]
             if self.unread:
                 cause = f"{cause}, or the mask of {self.unread[0].place}, which the doctor cannot read"
-            places = self._first(groups) or at(*(x.place for x in self.unread[:1]))
+            places = at(*(x.place for x in self.unread[:1]))
+            found = None if self.unread else self._mixing(groups, only)
+            if found is not None:
+                places, cause = (found.place,), found.cause
+                remedy = (found.remedy if kind == "causality-lost" else "") or remedy
+            else:
+                places = self._first(groups) or places
             yield Finding(kind, f"{what}, outside of attention", places, (changed,), cause, remedy)
 
     @staticmethod
@@ -203,6 +210,10 @@ class Visible:
         if changed is None:
             return "with this mask, changing these tokens changes no other result"
         return f"with this mask, {changed}: another part of the model also mixes tokens"
+
+    def _mixing(self, groups: Tensor, only: int | None) -> Mixing | None:
+        """Find the operator that mixes tokens, if the model runs the same operators for other tokens."""
+        return mixing_operator(self.subject, self.step, self.name, groups, only)
 
     def _first(self, groups: Tensor) -> tuple[Place, ...]:
         """Find the line of the first module with changed results, if the batch allows it."""

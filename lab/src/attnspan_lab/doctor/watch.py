@@ -78,6 +78,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         place = operator_place()
         held = {storage(x) for x in inputs}
         self.seconds += spent
+        self.record.repeats.note(op, args, kwargs, inputs, outs, place)
         for x, found in self.function.overflows:
             self.record.tags.setdefault(storage(x), Tag(found.place, 0.0)).overflow = found
         self.function.overflows.clear()

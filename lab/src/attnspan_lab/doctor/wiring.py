@@ -16,6 +16,7 @@ from attnspan_lab.doctor.calls import CannotRun, Step, recorded
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.cross import cross_findings
 from attnspan_lab.doctor.decode import decode_findings
+from attnspan_lab.doctor.equal_queries import EqualQueries
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.guarded import guarded
 from attnspan_lab.doctor.head_order import order_findings
@@ -23,9 +24,12 @@ from attnspan_lab.doctor.ignored import ignored_findings
 from attnspan_lab.doctor.left_padding import left_padding_findings
 from attnspan_lab.doctor.loops import loop_findings
 from attnspan_lab.doctor.needless import needless_findings
+from attnspan_lab.doctor.no_cache import cache_findings
+from attnspan_lab.doctor.one_key import OneKey
 from attnspan_lab.doctor.own_key import own_key_findings
 from attnspan_lab.doctor.padded import padding_findings
 from attnspan_lab.doctor.places import Place
+from attnspan_lab.doctor.rotary import rotary_findings
 from attnspan_lab.doctor.samples import sample_findings
 from attnspan_lab.doctor.scaled import scale_findings
 from attnspan_lab.doctor.slots import slot_findings
@@ -43,6 +47,7 @@ class Wiring:
     Attributes:
         unused: A copy of the model that no call has changed, or None if the model cannot be copied.
         axes: The check of axes.
+        one_key, equal: Checks that need the calls of all batches.
         done: Lines that have a finding, for each check.
         read: Inputs that were examined: a result depends on them, or they have a finding.
         step: The step of the present batch, or None if it cannot be repeated.
@@ -50,6 +55,8 @@ class Wiring:
 
     unused: nn.Module | None = None
     axes: Axes = field(default_factory=Axes)
+    one_key: OneKey = field(default_factory=OneKey)
+    equal: EqualQueries = field(default_factory=EqualQueries)
     done: dict[str, set[Place]] = field(default_factory=lambda: defaultdict(set))
     read: set[str] = field(default_factory=set)
     step: Step | None = None
@@ -87,6 +94,8 @@ class Wiring:
         step, done = self.step, self.done
         if step is None:
             return
+        self.one_key.add(step)
+        self.equal.add(step)
         checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
             ("inputs", lambda: ignored_findings(step, calls, coverage, self.read)),
             ("axes", lambda: self.axes.findings(step, coverage)),
@@ -100,6 +109,8 @@ class Wiring:
                 lambda: needless_findings(step, calls, coverage, done["padding"]),
             ),
             ("empty slots of a cache", lambda: slot_findings(step, calls, done["slots"])),
+            ("repeated prefixes", lambda: cache_findings(step, done["no-cache"])),
+            ("rotary positions", lambda: rotary_findings(step, coverage, done["rope"])),
         ]
         padded = self.done["mask-lost"]
         checks.append(("padding", lambda: padding_findings(step, calls, coverage, padded)))
@@ -116,5 +127,16 @@ class Wiring:
         checks.append(("decoding", decoded))
         if not leaks:
             checks.append(("left padding", lambda: left_padding_findings(step, coverage)))
+        yield from self._made(checks, coverage)
+
+    def last(self, coverage: Coverage) -> Iterator[Finding]:
+        """Yield the findings on the calls of all batches."""
+        checks = [("keys", self.one_key.findings), ("queries", self.equal.findings)]
+        yield from self._made(checks, coverage)
+
+    @staticmethod
+    def _made(
+        checks: list[tuple[str, Callable[[], Iterator[Finding]]]], coverage: Coverage
+    ) -> Iterator[Finding]:
         for topic, check in checks:
             yield from guarded(topic, check(), coverage)
