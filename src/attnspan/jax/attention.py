@@ -19,7 +19,7 @@ from attnspan.masks import Mask, Prepared, full
 from attnspan.masks.bounds import Spans
 
 from .backends import choice_of, chosen_for
-from .eager import Checked, checked
+from .eager import Checked, run_again
 from .front import JaxFront, ShardedMask
 from .part import JaxPart, band_of, part_of
 from .placement import check_devices, check_place, check_sharding, explicit_sharding, in_auto_mode, is_traced
@@ -114,9 +114,8 @@ def attention(
         given = Given(softcap, bias, sinks, dropout_p, dropout_seed, q_index, k_index, **others)
     backend = asked_for(backend)
     asked: dict[str, Any] = {"scale": scale, "layout": layout, "return_lse": return_lse, "backend": backend}
-    if plain and (known := checked(q, k, v, mask, _checked, **asked)) is not None:
-        out, lse = known.run()
-        return (out, lse) if return_lse else out
+    if plain and (found := run_again(q, k, v, mask, _checked, **asked)) is not None:
+        return found
     if isinstance(mask, ShardedMask):
         return own_promotion(mask.attention)(q, k, v, **asked, **given.keywords())
     sharding = explicit_sharding(q)

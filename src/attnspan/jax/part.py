@@ -69,12 +69,6 @@ class JaxPart:
         """Number of keys."""
         return self.k.shape[2 if self.layout == "bhsd" else 1]  # type: ignore[no-any-return]
 
-    def with_inputs(self, q: Any, k: Any, v: Any) -> JaxPart:
-        """Return the part with other arrays as q, k and v, faster than `dataclasses.replace`."""
-        part = object.__new__(JaxPart)
-        vars(part).update(vars(self), q=q, k=k, v=v)
-        return part
-
     def in_layout(self, layout: str) -> JaxPart:
         """Return the part with q, k and v in another layout."""
         if layout == self.layout:
