@@ -15,9 +15,7 @@ from attnspan_lab.doctor.places import Place, at
 __all__ = ["Axes", "source_of"]
 
 
-_FOLLOWED = (
-    "a changed token was followed through the calls, to see if heads and tokens are mixed up in a call"
-)
+_FOLLOWED = "a changed token was followed through each call, to see if heads and tokens are mixed up there"
 
 
 @dataclass

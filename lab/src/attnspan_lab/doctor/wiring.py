@@ -13,6 +13,7 @@ from attnspan_lab.doctor.alone import alone_findings
 from attnspan_lab.doctor.attention_call import Attention
 from attnspan_lab.doctor.axes import Axes
 from attnspan_lab.doctor.calls import CannotRun, Step, recorded
+from attnspan_lab.doctor.counting import counting_findings
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.cross import cross_findings
 from attnspan_lab.doctor.decode import decode_findings
@@ -110,6 +111,7 @@ class Wiring:
             ),
             ("empty slots of a cache", lambda: slot_findings(step, calls, done["slots"])),
             ("repeated prefixes", lambda: cache_findings(step, done["no-cache"])),
+            ("digits of positions", lambda: counting_findings(step, coverage)),
             ("rotary positions", lambda: rotary_findings(step, coverage, done["rope"])),
         ]
         padded = self.done["mask-lost"]

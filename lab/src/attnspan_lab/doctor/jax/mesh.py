@@ -102,7 +102,7 @@ def compare_mesh(subject: JaxSubject, say: Callable[..., None]) -> None:
     flops = [float((x.cost_analysis() or {}).get("flops", 0.0)) for x in runs]
     gathers = _gathers(program, calls, one, sharded, size, subject.mesh.shape.values())
     gathers = (x for x in gathers if not named & {*x.places})
-    for x in (*narrow, *gathers, *_repeated(subject, program, alone_program, flops, named)):
+    for x in (*narrow, *gathers, *_repeated(subject, program, alone_program, flops, named, calls)):
         say(finding=x)
 
 
@@ -350,7 +350,12 @@ def _gathers(
 
 
 def _repeated(
-    subject: JaxSubject, program: Program, alone: Program, flops: list[float], named: set[Place]
+    subject: JaxSubject,
+    program: Program,
+    alone: Program,
+    flops: list[float],
+    named: set[Place],
+    calls: list[Attention],
 ) -> Iterator[Finding]:
     """Yield products whose work several devices repeat, if the step repeats much. Named lines are known."""
     devices = subject.mesh.size
@@ -364,7 +369,9 @@ def _repeated(
     share = flops[0] / flops[1]
     what = f"Each of {devices} devices computes {share:.0%} of the step's operations"
     evidence = (f"equal shares are {1 / devices:.0%}",)
-    places: list[Place | None] = [*sorted(more, key=lambda x: -more[x])[:2], place_of(subject.fn)][:2]
+    attention = {place for call in calls for place in call.places}
+    lines = sorted(more, key=lambda x: (x not in attention, -more[x]))
+    places: list[Place | None] = [*lines[:2], place_of(subject.fn)][:2]
     cause = "An array is not sharded along an axis of the mesh, so each device computes all of it"
     cause = cause if more else "Devices repeat work. The doctor finds no product that several of them compute"
     remedy = "Shard the batch, the heads or the sequence along this axis of the mesh"
