@@ -169,6 +169,24 @@ def test_the_doctors_own_steps_leave_the_state_of_a_model_alone() -> None:
     assert (model.position, model.seen) == (2 * LENGTH - 4, [LENGTH, 2 * LENGTH - 4])
 
 
+class _Frozen(dict):  # type: ignore[type-arg]
+    """A config as diffusers has it."""
+
+    def __setitem__(self, *_: object) -> None:
+        raise RuntimeError
+
+    update = __setitem__  # type: ignore[assignment]
+
+
+@SLOW
+def test_a_config_that_cannot_be_written_is_left_alone() -> None:
+    model, batches, *_ = strangers.decoder()
+    model.config = _Frozen(layers=2)
+    found, _ = examined((model, batches))
+    assert "error" not in kinds(found)
+    assert model.config == {"layers": 2}
+
+
 # Prefill and decode
 
 

@@ -90,7 +90,9 @@ def _returning(x: Any, inner: _Back) -> _Back:
 
 def _of_list(x: list[Any], kept: list[_Back]) -> _Back:
     def back() -> list[Any]:
-        x[:] = [y() for y in kept]
+        before = [y() for y in kept]
+        if len(before) != len(x) or any(a is not b for a, b in zip(x, before, strict=True)):
+            x[:] = before
         return x
 
     return back
@@ -100,7 +102,10 @@ def _of_dict(x: dict[Any, Any], kept: dict[Any, _Back]) -> _Back:
     def back() -> dict[Any, Any]:
         for name in [k for k in x if k not in kept]:
             del x[name]
-        x.update({k: y() for k, y in kept.items()})
+        for k, y in kept.items():
+            before = y()
+            if k not in x or x[k] is not before:  # A frozen dict, such as a config, cannot be written.
+                x[k] = before
         return x
 
     return back
