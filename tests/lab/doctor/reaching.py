@@ -338,3 +338,23 @@ class Grouped(nn.Module):
 
 def grouped() -> Any:
     return Grouped(), tokens(), {}
+
+
+class Captioned(nn.Module):
+    """Patches of a video whose sides are as long as the padded caption."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.caption = nn.Conv3d(4, DIM, (1, 4, 4), (1, 4, 4)), nn.Linear(8, DIM)
+
+    def forward(self, video: Tensor, caption: Tensor, caption_mask: Tensor) -> Tensor:
+        x, y = self.patches(video).flatten(2).mT[:, None], self.caption(caption)[:, None]
+        out: Tensor = x + shows_real(x, y, y, caption_mask)
+        return out[:, 0]
+
+
+def captioned(*video: int) -> Any:
+    torch.manual_seed(0)
+    shown = (torch.arange(12) < torch.tensor([[12], [7]])).long()
+    batch = {"video": torch.randn(2, 4, *video), "caption": torch.randn(2, 12, 8), "caption_mask": shown}
+    return Captioned(), [batch], {}

@@ -120,3 +120,9 @@ def test_attention_within_groups_of_tokens_says_what_was_not_examined() -> None:
     )
     _, facts = examined(wired.latents(wired.Attend)())
     assert "grouping of tokens" not in facts["unchecked"]
+
+
+def test_a_video_whose_sides_are_as_long_as_its_caption_is_not_cut() -> None:
+    found, facts = examined(reaching.captioned(2, 12, 12))
+    assert [x.what for x in found if x.severity == "wrong"] == []
+    assert "padding outside of attention" not in facts["unchecked"]

@@ -58,6 +58,11 @@ class PaddedSample(NamedTuple):
                 return x
             dims = [] if id(x) in self.others else [i for i, n in enumerate(x.shape) if n == self.length]
             shape = tuple(x.shape)
+            if id(x) not in self.inputs and x.is_floating_point() and x.dim() > 3 and 1 not in dims:
+                # An image or a video may have sides of this length, and a bias has pairs of tokens.
+                if dims and x.dim() == 4 and shape[1] != 1:
+                    raise CannotRun(f"a tensor of shape {shape} may be an image or have pairs of tokens")
+                dims = dims if shape[1:] == (1, self.length, self.length) else []
             if dims == [1, 2] == list(range(1, x.dim())) and x.is_floating_point():
                 raise CannotRun(f"dim 1 or dim 2 of a tensor of shape {shape} may have the tokens")
             if x.shape[0] == self.rows:
