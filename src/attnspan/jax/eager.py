@@ -24,6 +24,10 @@ from .lowering import remembered
 from .part import JaxPart
 from .rules import attend, forward_mode_refused
 
+_SCALES = (float, type(None))
+
+_memory = Memory()
+
 
 class Checked(NamedTuple):
     """A checked call: the arrays and numbers of its part, and the backends that run it."""
@@ -41,11 +45,6 @@ class Checked(NamedTuple):
             if "custom_vjp" in str(error):
                 raise forward_mode_refused() from None
             raise
-
-
-_SCALES = (float, type(None))
-
-_memory = Memory()
 
 
 class _Known(NamedTuple):

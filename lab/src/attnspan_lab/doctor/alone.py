@@ -86,7 +86,7 @@ class _Alone:
             coverage.made(topic, said)
 
     def _change(self, other: tuple[Step, Trace]) -> float:
-        """Compare results of real tokens with those of another run. A loss counts only without results."""
+        """Compare results of real tokens between two runs. A loss counts only without other results."""
         full, less, short = (x[0].results for x in (self.full, other, self.short))
         only_loss = all(x.dim() == 0 for x in full.values())
         names = [k for k, x in full.items() if k in less and k in short and (only_loss or x.dim())]

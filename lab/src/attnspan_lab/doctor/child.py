@@ -76,7 +76,7 @@ class _Kind(NamedTuple):
     """Differences between subjects of torch and of JAX.
 
     Args:
-        stages: The stages, keyed by name.
+        stages: The function of each stage.
         loads: Modules that stages after the first one need.
         on_cpu: No device holds the subject.
     """

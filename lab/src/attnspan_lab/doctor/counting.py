@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from attnspan_lab.doctor.calls import Step
 from attnspan_lab.doctor.coverage import Coverage
+from attnspan_lab.doctor.digits import CLOSE, collisions, neighbors, rounded
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.operators import is_plain, operator_name
 from attnspan_lab.doctor.places import Place, at, place_here
@@ -22,7 +23,6 @@ __all__ = ["FEW", "counting_findings"]
 FEW = "A float of 16 bits has too few digits for these numbers, so neighboring positions become equal"
 
 _TOPIC = "digits of positions"
-_MOST = 0.5  # radians between two neighbors of a 16-bit float
 _NARROW = (torch.float16, torch.bfloat16)
 
 
@@ -48,11 +48,10 @@ class _Angles(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _angle(self, angles: Tensor) -> None:
         most = float(angles.detach().abs().max()) if angles.numel() else 0.0
-        step = _neighbors(most, angles.dtype)
-        if angles.dtype in _NARROW and step > _MOST:
-            said = f"Angles of positions are rounded to multiples of {step:g} rad in {_short(angles.dtype)}"
-            self.rounded.append((said, place_here()))
-        elif most > _MOST:
+        step = neighbors(most, torch.finfo(angles.dtype).eps) if angles.is_floating_point() else 0.0
+        if angles.dtype in _NARROW and step > CLOSE:
+            self.rounded.append((rounded(_short(angles.dtype), step), place_here()))
+        elif most > CLOSE:
             self.exact = True
 
 
@@ -94,14 +93,7 @@ def _collisions(out: Tensor, source: Tensor | None) -> str:
     distinct = len(torch.unique(whole.to(out.dtype)))
     if distinct == len(whole):
         return ""
-    return f"Positions collide: {_short(out.dtype)} distinguishes {distinct} of {len(whole)} positions"
-
-
-def _neighbors(most: float, dtype: torch.dtype) -> float:
-    """Return the distance of neighbors of a number in a dtype."""
-    if not 0 < most < float("inf") or not dtype.is_floating_point:
-        return 0.0
-    return float(torch.finfo(dtype).eps) * 2.0 ** int(torch.tensor(most).log2().floor())
+    return collisions(_short(out.dtype), distinct, len(whole))
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -55,7 +55,7 @@ def declared(
     """Read the facts of a batch.
 
     Args:
-        named: Tensors of the batch, keyed by name.
+        named: Tensors of the batch with their names.
         shape: Batch size and number of tokens.
         documents: Document numbers that the factory declares.
     """

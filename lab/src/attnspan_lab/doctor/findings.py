@@ -28,7 +28,7 @@ class Kind(NamedTuple):
 
 
 _FILE = Path(__file__).parent / "kinds.toml"
-#: Kinds of findings, keyed by name, the most severe first.
+#: All kinds of findings with their names, the most severe first.
 KINDS = {name: Kind(**said) for name, said in tomllib.loads(_FILE.read_text(encoding="utf-8")).items()}
 
 # Findings of the compiler that limits count. A compilation that fails is no cost.

@@ -16,13 +16,13 @@ from attnspan_lab.doctor.calls import Call, Step, awake, noise, sdpa
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, at, is_installed
 from attnspan_lab.doctor.remedies import distance
+from attnspan_lab.doctor.trace import ROUNDING
 from attnspan_lab.doctor.words import first_line
 
 __all__ = ["loop_findings"]
 
 _FEWEST = 4  # calls that are a loop
 _SAME = 1e-4  # relative difference of rounding. Other shapes change the order of sums
-_ROUNDING = {torch.float16: 3e-2, torch.bfloat16: 1e-1}
 _MOST = 4  # groups of calls that are tried in a step
 _OPERANDS = ("query", "key", "value")
 
@@ -44,7 +44,7 @@ def loop_findings(step: Step, calls: list[Attention], done: set[Place]) -> Itera
         if not _is_independent(changeable, {x.number for x in group}):
             continue
         error = _together(group)
-        if isinstance(error, float) and error > _ROUNDING.get(group[0].rows.dtype, _SAME):
+        if isinstance(error, float) and error > ROUNDING.get(group[0].rows.dtype, _SAME):
             continue
         done.add(place)
         yield _finding(group, calls, error)

@@ -15,11 +15,11 @@ from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, at
 from attnspan_lab.doctor.remedies import distance
+from attnspan_lab.doctor.trace import ROUNDING
 
 __all__ = ["needless_findings"]
 
 _SHARE = 0.25  # of the columns, in every batch
-_ROUNDING = {torch.float16: 3e-2, torch.bfloat16: 1e-1}
 _TOPIC = "padding that no sample needs"
 
 
@@ -51,7 +51,7 @@ def needless_findings(
         return
     coverage.made(_TOPIC, f"cut to tokens {start} to {stop - 1}, results change by {change:.1e}")
     dtype = next((x.dtype for x in step.results.values()), torch.float32)
-    if change > _ROUNDING.get(dtype, 1e-4):
+    if change > ROUNDING.get(dtype, 1e-4):
         return
     done.add(place)
     used, sizes = [(b - a) / n for a, b, n in known], [f"{b - a} of {n}" for a, b, n in known[1:]]

@@ -46,7 +46,7 @@ def cache_findings(step: Step, done: set[Place]) -> Iterator[Finding]:
         evidence = (
             f"{counted(len(calls), 'call')} compute {computed} rows of queries, and {needed} are needed",
             f"lengths of one layer: {_lengths(layers[0])}",
-            "queries, keys and results of each call begin with those of the call before",
+            "queries, keys and results of each call begin with all rows of the call before",
         )
         what = "A prefix is computed again here for each new token"
         yield Finding("no-cache", what, at(place), evidence, count=len(calls))

@@ -104,7 +104,7 @@ class _Results(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Compared(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Compares the results of operators with those of another step, until rows of other tokens differ.
+    """Compares the results of operators between two steps, until rows of other tokens differ.
 
     Args:
         before: Results of the other step.

@@ -14,6 +14,7 @@ from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, place_here
 from attnspan_lab.doctor.subject import Subject
+from attnspan_lab.doctor.trace import ROUNDING
 
 _Part = tuple[int, int, int, int]  # batch element, begin, end, and tokens of a row
 _OF_LENGTH = (
@@ -26,7 +27,6 @@ _MADE = (
     "document"
 )
 # Relative difference that is not rounding. Other lengths of a row change the order of sums.
-_ROUNDING = {torch.float16: 3e-2, torch.bfloat16: 1e-1}
 _RESULT = "the result"
 _SHARED = "if the segments are parts of one recording or text, positions may continue, and this is right"
 
@@ -124,7 +124,7 @@ def _difference(
         if there is None or here is None or there.shape != here.shape:
             continue
         difference = float((there - here).norm() / here.norm().clamp_min(1e-30))
-        differs = difference > _ROUNDING.get(x.dtype, 1e-3)
+        differs = difference > ROUNDING.get(x.dtype, 1e-3)
         if differs and found is None:
             found = name, difference
         if name == _RESULT and not differs:

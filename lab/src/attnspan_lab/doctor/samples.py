@@ -14,11 +14,10 @@ from attnspan_lab.doctor.cross import visible_in
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.placed import placed_findings
 from attnspan_lab.doctor.places import Place, at
+from attnspan_lab.doctor.trace import ROUNDING
 from attnspan_lab.doctor.words import counted
 
 __all__ = ["sample_findings"]
-
-_ROUNDING = {torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
 def sample_findings(step: Step, coverage: Coverage, done: set[Place]) -> Iterator[Finding]:
@@ -106,7 +105,7 @@ def _others(step: Step, other: Step, rows: int) -> int:
             continue
         error = (x[1:] - y[1:]).double().flatten(1).norm(dim=1)
         size = x[1:].double().flatten(1).norm(dim=1).clamp_min(1e-30)
-        most = max(most, int((error / size > _ROUNDING.get(x.dtype, 1e-4)).sum()))
+        most = max(most, int((error / size > ROUNDING.get(x.dtype, 1e-4)).sum()))
     return most
 
 

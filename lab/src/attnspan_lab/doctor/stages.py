@@ -325,7 +325,7 @@ def ranks(subject: Subject, say: Say, backend: str) -> None:
         say(finding=replace(finding, stage="ranks"))
 
 
-#: Stages, keyed by name.
+#: The function of each stage.
 STAGES: dict[str, Callable[[Subject, Say, str], None]] = {
     "eager": eager,
     "compiled": compiled,

@@ -152,7 +152,7 @@ def watching(batch: int = 1, named: Mapping[str, Tensor] | None = None) -> Itera
 
     Args:
         batch: Batch size.
-        named: Tensors of the batch, keyed by name. Masks that are made from them depend on data.
+        named: Tensors of the batch with their names. Masks that are made from them depend on data.
     """
     watcher = Watcher(batch, named)
     with (

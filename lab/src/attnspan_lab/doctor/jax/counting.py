@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from attnspan_lab.doctor.digits import CLOSE, collisions, neighbors, rounded
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.jax.said import finding
 from attnspan_lab.doctor.jax.values import RESHAPES, Value, is_float, is_integer
@@ -17,7 +18,6 @@ __all__ = ["Counting"]
 
 _FOLLOWED = ("mul", "div", "add", "sub", "neg", "dot_general", "concatenate", "slice", *RESHAPES)
 _ANGLES = ("sin", "cos")
-_MOST = 0.5  # radians between two neighbors of a 16-bit float
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,10 @@ class Counting:
     def _angle(self, angle: Value, out: Value) -> None:
         count, dtype = angle.count, angle.array.dtype
         if count.distinct < count.many:
-            what = (
-                f"Positions collide: {count.dtype} distinguishes {count.distinct} of {count.many} positions"
-            )
+            what = collisions(str(count.dtype), count.distinct, count.many)
             places, cause = (*count.places[:1], *out.places[:1]), ""
-        elif is_float(angle.array) and dtype.itemsize == 2 and (step := _step(angle.array)) > _MOST:
-            what = f"Angles of positions are rounded to multiples of {step:g} rad in {dtype}"
+        elif is_float(angle.array) and dtype.itemsize == 2 and (step := _step(angle.array)) > CLOSE:
+            what = rounded(str(dtype), step)
             places, cause = (
                 out.places[:2],
                 f"Large angles are computed or stored in {dtype} before {out.name}",
@@ -83,5 +81,4 @@ def _counted(name: str, eqn: Any, values: list[Value], out: Value) -> _Count | N
 def _step(angles: Any) -> float:
     """Return the distance of neighbors at the largest angle."""
     info = jnp.finfo(angles.dtype)  # type: ignore[no-untyped-call]
-    most = float(np.abs(np.asarray(angles, np.float64)).max(initial=0.0))
-    return float(info.eps) * 2.0 ** np.floor(np.log2(most)) if most > 0 and np.isfinite(most) else 0.0
+    return neighbors(float(np.abs(np.asarray(angles, np.float64)).max(initial=0.0)), float(info.eps))

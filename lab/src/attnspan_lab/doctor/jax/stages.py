@@ -280,7 +280,7 @@ def _run(name: str, stage: Callable[[JaxSubject, Say, str], None]) -> Callable[[
     return run
 
 
-#: Stages, keyed by name.
+#: The function of each stage.
 STAGES: dict[str, Callable[[JaxSubject, Say, str], None]] = {
     "eager": _run("eager", eager),
     "compiled": _run("compiled", compiled),
