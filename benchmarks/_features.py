@@ -22,8 +22,8 @@ from attnspan import Mask, causal, from_predicate, segments
 from attnspan.kernels.cpu import counters
 from attnspan.parallel import Layout
 from attnspan.torch import attention
-from attnspan_lab.doctor import matrix
-from attnspan_lab.doctor.matrix import blocks_of, compared, with_features, without_raising
+from attnspan_lab.doctor.torch import matrix
+from attnspan_lab.doctor.torch.matrix import blocks_of, compared, with_features, without_raising
 from attnspan_lab.zoo.step import Outcome, in_float64
 
 __all__ = ["ATTENTIONS", "FACTORS", "MASKS", "Cell", "Example", "run_cells"]

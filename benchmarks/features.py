@@ -18,7 +18,7 @@ from pathlib import Path
 from _features import ATTENTIONS, FACTORS, Cell, run_cells
 
 from attnspan_lab.bench.environment import describe_environment
-from attnspan_lab.doctor.matrix import all_cells, covering
+from attnspan_lab.doctor.torch.matrix import all_cells, covering
 from attnspan_lab.files import write_json
 
 RESULTS = Path(__file__).parent / "results" / "features.json"

@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parents[1] / "parallel"))
 
 from worlds import preload
 
-preload("attnspan_lab.doctor.stages", "attnspan_lab.zoo.measure", "torch._dynamo")
+preload("attnspan_lab.doctor.torch.stages", "attnspan_lab.zoo.measure", "torch._dynamo")
 
 
 class Forked:

@@ -11,8 +11,8 @@ from patients import Model, tokens
 
 from attnspan_lab.console import bytes_text
 from attnspan_lab.doctor.findings import KINDS, merged
-from attnspan_lab.doctor.stages import STAGES
-from attnspan_lab.doctor.subject import Subject
+from attnspan_lab.doctor.torch.stages import STAGES
+from attnspan_lab.doctor.torch.subject import Subject
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

@@ -11,11 +11,11 @@ import torch
 from test_masked import examined
 
 from attnspan_lab.doctor import Finding
-from attnspan_lab.doctor.calls import recorded
 from attnspan_lab.doctor.coverage import Coverage
-from attnspan_lab.doctor.decode import decode_findings
-from attnspan_lab.doctor.state import state_findings
-from attnspan_lab.doctor.subject import Subject
+from attnspan_lab.doctor.torch.decoding.prefill_parity import decode_findings
+from attnspan_lab.doctor.torch.decoding.state import state_findings
+from attnspan_lab.doctor.torch.recording.calls import recorded
+from attnspan_lab.doctor.torch.subject import Subject
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 _TWINS = [(name, i) for name, x in decoders.DECODE.items() for i in range(len(x[3]))]

@@ -19,7 +19,7 @@ from attnspan_lab.doctor.child import _unloadable
 from attnspan_lab.doctor.findings import merged
 from attnspan_lab.doctor.process import Stage, _crash
 from attnspan_lab.doctor.run import _in_library, _with_known_issues
-from attnspan_lab.doctor.subject import load
+from attnspan_lab.doctor.torch.subject import load
 
 HERE = Path(__file__).parent
 #: Each stage has a process of its own, which is forked: no interpreter starts.
@@ -257,7 +257,7 @@ def test_a_healthy_model_passes(tmp_path: Path) -> None:
 
 
 def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attnspan_lab.doctor import stages
+    from attnspan_lab.doctor.torch import stages
 
     monkeypatch.setattr(shutil, "which", lambda _: None)
     found: list[Finding] = []

@@ -11,8 +11,8 @@ import pytest
 from covering import covering as rows_of
 from covering import everything
 
-from attnspan_lab.doctor import matrix
-from attnspan_lab.doctor.matrix import all_cells, covering, smallest
+from attnspan_lab.doctor.torch import matrix
+from attnspan_lab.doctor.torch.matrix import all_cells, covering, smallest
 from attnspan_lab.zoo.step import differences, in_float64
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))

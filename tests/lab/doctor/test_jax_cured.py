@@ -10,7 +10,7 @@ import pytest
 from test_jax_right import examined
 from virtual_devices import on_devices
 
-from attnspan_lab.doctor.jax.double import difference, reference
+from attnspan_lab.doctor.jax.float64_reference import difference, reference
 from attnspan_lab.doctor.jax.subject import Traced, floats
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]

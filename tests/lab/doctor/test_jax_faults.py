@@ -20,7 +20,7 @@ from attnspan import causal, keys
 from attnspan.jax import attention
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.jax import JaxSubject
-from attnspan_lab.doctor.jax.double import difference, reference
+from attnspan_lab.doctor.jax.float64_reference import difference, reference
 from attnspan_lab.doctor.jax.subject import Traced
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from test_jax_right import examined
 
-from attnspan_lab.doctor.jax.double import difference, reference
+from attnspan_lab.doctor.jax.float64_reference import difference, reference
 from attnspan_lab.doctor.jax.subject import Traced, floats
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]

@@ -13,7 +13,7 @@ from jax_patients import HEADS, LENGTH, SIZE, below, model, tokens, variables
 from attnspan.jax import attention
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.jax import JaxSubject
-from attnspan_lab.doctor.jax.scaled import scale_findings
+from attnspan_lab.doctor.jax.scale_factors import scale_findings
 from attnspan_lab.doctor.jax.subject import Traced
 from attnspan_lab.doctor.jax.watch import watched
 

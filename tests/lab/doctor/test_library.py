@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attnspan.errors import OptionError
-from attnspan_lab.doctor.library import of_library
+from attnspan_lab.doctor.torch.library import of_library
 
 pytest.importorskip("transformers")
 pytest.importorskip("diffusers")

@@ -12,8 +12,8 @@ from patients import Model
 
 from attnspan_lab.doctor import Finding
 from attnspan_lab.doctor.findings import merged
-from attnspan_lab.doctor.stages import eager
-from attnspan_lab.doctor.subject import Subject
+from attnspan_lab.doctor.torch.stages import eager
+from attnspan_lab.doctor.torch.subject import Subject
 from attnspan_lab.zoo.step import in_float64
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]

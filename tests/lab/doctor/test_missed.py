@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from attnspan_lab.doctor import Finding, Place, run
 from attnspan_lab.doctor.findings import merged
-from attnspan_lab.doctor.stages import STAGES
-from attnspan_lab.doctor.subject import Subject
+from attnspan_lab.doctor.torch.stages import STAGES
+from attnspan_lab.doctor.torch.subject import Subject
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 _SOURCE = Path(missed.__file__).read_text().splitlines()

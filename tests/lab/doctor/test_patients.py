@@ -10,8 +10,8 @@ import pytest
 
 from attnspan_lab.doctor import Finding
 from attnspan_lab.doctor.findings import merged
-from attnspan_lab.doctor.stages import STAGES
-from attnspan_lab.doctor.subject import load
+from attnspan_lab.doctor.torch.stages import STAGES
+from attnspan_lab.doctor.torch.subject import load
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -12,11 +12,11 @@ from test_masked import examined
 from wired import latents
 
 from attnspan_lab.doctor import Finding
-from attnspan_lab.doctor.calls import recorded
 from attnspan_lab.doctor.coverage import Coverage
-from attnspan_lab.doctor.scaled import scale_findings
-from attnspan_lab.doctor.subject import Subject
-from attnspan_lab.doctor.watch import watching
+from attnspan_lab.doctor.torch.numbers.scale_factors import scale_findings
+from attnspan_lab.doctor.torch.recording.calls import recorded
+from attnspan_lab.doctor.torch.recording.watch import watching
+from attnspan_lab.doctor.torch.subject import Subject
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 

@@ -11,9 +11,11 @@ import torch
 from patients import LENGTH, Model, fused, tokens
 from test_masked import examined
 
-from attnspan_lab.doctor import axes, process, samples, watch
-from attnspan_lab.doctor.hiding import HIDDEN, highest_hiding, highest_hiding_in
+from attnspan_lab.doctor import process
 from attnspan_lab.doctor.places import Place
+from attnspan_lab.doctor.torch.isolation import axes, samples
+from attnspan_lab.doctor.torch.masks.hiding_values import HIDDEN, highest_hiding, highest_hiding_in
+from attnspan_lab.doctor.torch.recording import watch
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 SLOW = pytest.mark.slow

@@ -14,12 +14,13 @@ from patients import DIM, HEADS, LENGTH, Block, Model, fused, tokens
 from test_remedied import examined
 from torch import nn
 
-from attnspan_lab.doctor import Finding, Place, child, matrix, process, ranks, run
-from attnspan_lab.doctor.compiler import CompilerLog, compile_error
-from attnspan_lab.doctor.matrix import Cell
-from attnspan_lab.doctor.steps import run_compiled
-from attnspan_lab.doctor.subject import Subject
+from attnspan_lab.doctor import Finding, Place, child, process, run
 from attnspan_lab.doctor.timing import unused
+from attnspan_lab.doctor.torch import matrix, ranks
+from attnspan_lab.doctor.torch.matrix import Cell
+from attnspan_lab.doctor.torch.recording.compiler import CompilerLog, compile_error
+from attnspan_lab.doctor.torch.steps import run_compiled
+from attnspan_lab.doctor.torch.subject import Subject
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SLOW = pytest.mark.slow

@@ -10,14 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attnspan_lab.doctor import Finding, instead, trials
-from attnspan_lab.doctor.compiler import CompilerLog
+from attnspan_lab.doctor import Finding
 from attnspan_lab.doctor.coverage import Coverage
-from attnspan_lab.doctor.gradients import gradient_findings
 from attnspan_lab.doctor.places import Place
-from attnspan_lab.doctor.stages import STAGES
-from attnspan_lab.doctor.subject import Subject, load
 from attnspan_lab.doctor.timing import examine_benchmark
+from attnspan_lab.doctor.torch.cost import recompiles as trials
+from attnspan_lab.doctor.torch.cost.gradients import gradient_findings
+from attnspan_lab.doctor.torch.masks import replacement as instead
+from attnspan_lab.doctor.torch.recording.compiler import CompilerLog
+from attnspan_lab.doctor.torch.stages import STAGES
+from attnspan_lab.doctor.torch.subject import Subject, load
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 _TOPIC = "trainable parameters without a gradient"

@@ -12,7 +12,7 @@ import vain
 from test_masked import examined
 
 from attnspan_lab.doctor import Finding
-from attnspan_lab.doctor.subject import Subject
+from attnspan_lab.doctor.torch.subject import Subject
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 _TWINS = [(name, i) for name, x in vain.PAIRS.items() for i in range(len(x[3]))]

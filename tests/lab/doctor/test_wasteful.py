@@ -11,12 +11,12 @@ import wasteful
 from test_masked import examined
 
 from attnspan_lab.doctor import Finding
-from attnspan_lab.doctor.calls import recorded
 from attnspan_lab.doctor.coverage import Coverage
-from attnspan_lab.doctor.loops import loop_findings
-from attnspan_lab.doctor.needless import needless_findings
-from attnspan_lab.doctor.subject import Subject
-from attnspan_lab.doctor.watch import watching
+from attnspan_lab.doctor.torch.cost.loops import loop_findings
+from attnspan_lab.doctor.torch.isolation.needless_padding import needless_findings
+from attnspan_lab.doctor.torch.recording.calls import recorded
+from attnspan_lab.doctor.torch.recording.watch import watching
+from attnspan_lab.doctor.torch.subject import Subject
 from attnspan_lab.zoo.step import in_float64
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]

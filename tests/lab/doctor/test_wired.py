@@ -12,12 +12,12 @@ from test_masked import examined
 from torch import nn
 
 from attnspan_lab.doctor import Finding
-from attnspan_lab.doctor.attention import with_caller
-from attnspan_lab.doctor.attention_call import Attention
-from attnspan_lab.doctor.calls import recorded
 from attnspan_lab.doctor.places import Place
-from attnspan_lab.doctor.stages import STAGES
-from attnspan_lab.doctor.subject import Subject
+from attnspan_lab.doctor.torch.masks.call_costs import with_caller
+from attnspan_lab.doctor.torch.recording.attention_call import Attention
+from attnspan_lab.doctor.torch.recording.calls import recorded
+from attnspan_lab.doctor.torch.stages import STAGES
+from attnspan_lab.doctor.torch.subject import Subject
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 _TWINS = [(name, i) for name, x in wired.PAIRS.items() for i in range(len(x[3]))]

@@ -42,7 +42,7 @@ def _main(given: dict[str, Any]) -> None:
         try:
             if loading is not None:
                 raise loading
-            from attnspan_lab.doctor.subject import load
+            from attnspan_lab.doctor.torch.subject import load
 
             subject = load(task["target"], task["arguments"])
         except BaseException as error:
@@ -65,7 +65,7 @@ def _loading() -> BaseException | None:
     try:
         import torch._dynamo
 
-        import attnspan_lab.doctor.stages
+        import attnspan_lab.doctor.torch.stages
     except Exception as error:
         return error
     del attnspan_lab, torch
@@ -93,7 +93,7 @@ def _kind_of(subject: Any) -> _Kind:
         from attnspan_lab.doctor.jax import STAGES
 
         return _Kind(STAGES, (), jax.default_backend() == "cpu")
-    from attnspan_lab.doctor import stages
+    from attnspan_lab.doctor.torch import stages
 
     on_cpu = all(x.device.type == "cpu" for x in subject.model.parameters())
     return _Kind(stages.STAGES, _COMPILER, on_cpu)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from attnspan_lab.doctor.calls import CannotRun
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import lines_of_error
+from attnspan_lab.doctor.torch.recording.calls import CannotRun
 from attnspan_lab.doctor.words import error_text
 
 __all__ = ["guarded", "why_not_made"]

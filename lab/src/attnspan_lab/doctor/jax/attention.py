@@ -10,11 +10,11 @@ import numpy as np
 
 from attnspan_lab.console import bytes_text
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.jax.captured import given_pairs, longest_form
-from attnspan_lab.doctor.jax.forms import form_of, instead_of
+from attnspan_lab.doctor.jax.captured_arrays import given_pairs, longest_form
 from attnspan_lab.doctor.jax.hlo import Program
-from attnspan_lab.doctor.jax.said import finding
+from attnspan_lab.doctor.jax.mask_forms import form_of, instead_of
 from attnspan_lab.doctor.jax.subject import JaxSubject
+from attnspan_lab.doctor.jax.texts import finding
 from attnspan_lab.doctor.jax.values import Value, is_float
 from attnspan_lab.doctor.jax.watch import HIDDEN, Attention
 from attnspan_lab.doctor.words import counted

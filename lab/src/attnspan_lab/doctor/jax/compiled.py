@@ -15,10 +15,10 @@ from jax.extend.core import Literal
 
 from attnspan_lab.console import bytes_text, seconds_text
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.jax.captured import captured
+from attnspan_lab.doctor.jax.captured_arrays import captured
 from attnspan_lab.doctor.jax.interpret import equations, inner, is_own, places_of
-from attnspan_lab.doctor.jax.said import finding
 from attnspan_lab.doctor.jax.subject import JaxSubject, Traced
+from attnspan_lab.doctor.jax.texts import finding
 from attnspan_lab.doctor.places import Place, lines_of_error
 from attnspan_lab.doctor.words import error_text
 

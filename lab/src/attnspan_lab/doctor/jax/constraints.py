@@ -18,8 +18,8 @@ from attnspan_lab.console import bytes_text
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.jax.hlo import Program
 from attnspan_lab.doctor.jax.interpret import equations, inner, places_of
-from attnspan_lab.doctor.jax.said import finding
 from attnspan_lab.doctor.jax.subject import JaxSubject, Traced, is_spread
+from attnspan_lab.doctor.jax.texts import finding
 from attnspan_lab.doctor.jax.values import RESHAPES, Value
 from attnspan_lab.doctor.jax.watch import Attention
 from attnspan_lab.doctor.places import Place

@@ -14,18 +14,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from attnspan_lab.console import bytes_text
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.jax.alone import Alone, NotAlone, alone
-from attnspan_lab.doctor.jax.blame import Blame, blamed, shifted
 from attnspan_lab.doctor.jax.changes import Trial
 from attnspan_lab.doctor.jax.constraints import REPEATED, constraints, unsharded, without_constraints
-from attnspan_lab.doctor.jax.double import difference, reference
-from attnspan_lab.doctor.jax.excused import WITHIN, excused, orders, results_of
-from attnspan_lab.doctor.jax.foreign import rules
+from attnspan_lab.doctor.jax.float64_reference import difference, reference
 from attnspan_lab.doctor.jax.hlo import Program
 from attnspan_lab.doctor.jax.interpret import equations, inner, places_of
+from attnspan_lab.doctor.jax.mesh_exceptions import WITHIN, excused, orders, results_of
+from attnspan_lab.doctor.jax.one_device import Alone, NotAlone, alone
 from attnspan_lab.doctor.jax.recompiles import place_of
-from attnspan_lab.doctor.jax.said import finding
+from attnspan_lab.doctor.jax.shard_map_causes import Blame, blamed, shifted
 from attnspan_lab.doctor.jax.subject import JaxSubject, Traced, is_spread
+from attnspan_lab.doctor.jax.texts import finding
+from attnspan_lab.doctor.jax.visible_pairs import rules
 from attnspan_lab.doctor.jax.watch import Attention, watched
 from attnspan_lab.doctor.places import Place
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
-from attnspan_lab.doctor.jax.double import (
+from attnspan_lab.doctor.jax.float64_reference import (
     Outcome,
     attends,
     difference,
@@ -20,10 +20,10 @@ from attnspan_lab.doctor.jax.double import (
     outcome,
     reference,
 )
-from attnspan_lab.doctor.jax.hidden import nan_origin
+from attnspan_lab.doctor.jax.hidden_queries import nan_origin
 from attnspan_lab.doctor.jax.interpret import equations, is_own, places_of
-from attnspan_lab.doctor.jax.said import finding
 from attnspan_lab.doctor.jax.subject import Traced
+from attnspan_lab.doctor.jax.texts import finding
 from attnspan_lab.doctor.jax.values import Value, bad, is_float
 from attnspan_lab.doctor.jax.watch import Watcher, watched
 from attnspan_lab.doctor.places import Place

@@ -16,8 +16,8 @@ import numpy as np
 
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.jax.interpret import equations, inner, is_own
-from attnspan_lab.doctor.jax.said import finding
 from attnspan_lab.doctor.jax.subject import JaxSubject, Traced
+from attnspan_lab.doctor.jax.texts import finding
 from attnspan_lab.doctor.places import Place, lines_of
 
 __all__ = ["Run", "calls_jitted", "compilations", "place_of", "recompiles_in", "run_batches"]

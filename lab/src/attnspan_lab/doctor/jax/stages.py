@@ -12,25 +12,25 @@ import numpy as np
 
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.jax.aligned import misaligned
-from attnspan_lab.doctor.jax.alone import NotAlone
 from attnspan_lab.doctor.jax.attention import costs
+from attnspan_lab.doctor.jax.causal_alignment import misaligned
 from attnspan_lab.doctor.jax.changes import Trial
-from attnspan_lab.doctor.jax.clamped import clamped
+from attnspan_lab.doctor.jax.clamped_slices import clamped
 from attnspan_lab.doctor.jax.compiled import constants, host_calls, untraceable
 from attnspan_lab.doctor.jax.constraints import found_mesh
-from attnspan_lab.doctor.jax.donated import copied_caches
-from attnspan_lab.doctor.jax.foreign import seen
-from attnspan_lab.doctor.jax.hidden import hidden
+from attnspan_lab.doctor.jax.donated_caches import copied_caches
+from attnspan_lab.doctor.jax.head_split import split_wrongly
+from attnspan_lab.doctor.jax.hidden_queries import hidden
 from attnspan_lab.doctor.jax.hlo import Program
 from attnspan_lab.doctor.jax.mesh import compare_mesh, has_shard_map, on_one_device
-from attnspan_lab.doctor.jax.padded import padding_of_others
+from attnspan_lab.doctor.jax.one_device import NotAlone
 from attnspan_lab.doctor.jax.parity import parity as compare
 from attnspan_lab.doctor.jax.recompiles import calls_jitted, recompiles_in, run_batches
-from attnspan_lab.doctor.jax.scaled import scale_findings, unknown_scales
-from attnspan_lab.doctor.jax.split import split_wrongly
+from attnspan_lab.doctor.jax.scale_factors import scale_findings, unknown_scales
+from attnspan_lab.doctor.jax.shown_padding import padding_of_others
 from attnspan_lab.doctor.jax.subject import JaxSubject, Traced
 from attnspan_lab.doctor.jax.values import Value
+from attnspan_lab.doctor.jax.visible_pairs import seen
 from attnspan_lab.doctor.jax.watch import Attention, Watcher, watched
 from attnspan_lab.doctor.words import counted
 

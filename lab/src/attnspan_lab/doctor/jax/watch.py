@@ -16,15 +16,15 @@ import numpy as np
 import attnspan
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.jax.call import Attention, Returned
-from attnspan_lab.doctor.jax.clamped import Clamped
-from attnspan_lab.doctor.jax.counting import Counting
-from attnspan_lab.doctor.jax.drawn import Drawn
+from attnspan_lab.doctor.jax.clamped_slices import Clamped
 from attnspan_lab.doctor.jax.interpret import Interpreter, bind, equations, inner
+from attnspan_lab.doctor.jax.position_digits import Counting
 from attnspan_lab.doctor.jax.quick import quick
-from attnspan_lab.doctor.jax.selected import Selected
+from attnspan_lab.doctor.jax.random_keys import Drawn
 from attnspan_lab.doctor.jax.subject import Traced
-from attnspan_lab.doctor.jax.sums import Sums
+from attnspan_lab.doctor.jax.unused_calls import Selected
 from attnspan_lab.doctor.jax.values import RESHAPES, Axes, Value, is_float, is_integer, moved, order_of
+from attnspan_lab.doctor.jax.weight_sums import Sums
 from attnspan_lab.doctor.places import Place
 
 __all__ = ["HIDDEN", "Attention", "Watcher", "watched"]

@@ -1,0 +1,95 @@
+"""Findings on slices that begin too late: XLA moves the start of the slice without an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.jax.subject import Traced
+from attnspan_lab.doctor.jax.texts import finding
+from attnspan_lab.doctor.jax.values import Value, is_float, is_integer
+from attnspan_lab.doctor.places import Place
+from attnspan_lab.doctor.words import counted
+
+__all__ = ["Clamped", "clamped"]
+
+_MOST = 4  # lines that are tried. Each trial runs the step again.
+_SLICES = {"dynamic_slice": "read", "dynamic_update_slice": "write"}
+
+
+class Clamped:
+    """Notes slices whose start XLA moves.
+
+    Args:
+        changed: Lines whose clamped slices get other numbers, to see whether results depend on them.
+
+    Attributes:
+        sites: For each operator and line: number of clamped slices, and the first one in words.
+    """
+
+    def __init__(self, changed: set[Any] | None = None) -> None:
+        self.changed = changed or set()
+        self.sites: dict[tuple[str, tuple[Place, ...]], tuple[int, str]] = {}
+
+    def see(self, eqn: Any, values: list[Value], out: list[Value]) -> None:
+        """Look at one operator."""
+        name = eqn.primitive.name
+        if name not in _SLICES:
+            return
+        first = 2 if name == "dynamic_update_slice" else 1
+        dims, starts = np.shape(values[0].array), [int(x.array) for x in values[first:]]
+        sizes = np.shape(values[1].array) if first == 2 else eqn.params["slice_sizes"]
+        bad = [i for i, (n, s, d) in enumerate(zip(dims, starts, sizes, strict=True)) if not 0 <= s <= n - d]
+        if not bad:
+            return
+        axis, site = bad[0], (name, out[0].places)
+        many, said = self.sites.get(site, (0, ""))
+        end = starts[axis] + sizes[axis]
+        said = said or f"entries {starts[axis]} to {end - 1} of {dims[axis]} on axis {axis} of {dims}"
+        self.sites[site] = many + 1, said
+        if site in self.changed:
+            out[0].array = _other(out[0].array)
+
+
+def clamped(seen: Clamped, results: list[Value], traced: Traced, again: Any) -> list[Finding]:
+    """Describe the clamped slices that results depend on.
+
+    Args:
+        seen: Clamped slices of the step.
+        results: The step's results.
+        traced: The step.
+        again: Runs the step with the numbers of some clamped slices changed, and returns the results.
+    """
+    found = []
+    for site, (many, said) in list(seen.sites.items())[:_MOST]:
+        change = max(
+            (_change(x, y) for x, y in zip(results, again(traced, {site}), strict=True)), default=0.0
+        )
+        if not change > 0:
+            continue
+        name, places = site
+        what = f"A {_SLICES[name]} beyond the end of an array: {name} moves the slice to the front"
+        evidence = (
+            f"{said}; {counted(many, 'such slice')} a step",
+            f"other numbers in these slices change results by up to {change:.1e} (relative error)",
+        )
+        # A window may rely on the moved start of a read.
+        more = {"severity": "note"} if name == "dynamic_slice" else {}
+        found.append(finding("clamped-slice", what, places[:3], evidence=evidence, count=many, **more))
+    return found
+
+
+def _other(array: Any) -> Any:
+    """Return other numbers of the same shape. Random keys stay."""
+    if is_float(array) or is_integer(array):
+        return np.asarray(array) + np.ones((), array.dtype)
+    return ~np.asarray(array) if array.dtype == bool else array
+
+
+def _change(one: Value, other: Value) -> float:
+    if not is_float(one.array):
+        return float(not np.array_equal(np.asarray(one.array), np.asarray(other.array)))
+    a, b = (np.asarray(x.array, np.float64) for x in (one, other))
+    return float(np.abs(a - b).max(initial=0.0) / (np.abs(a).max(initial=0.0) + 1e-30))

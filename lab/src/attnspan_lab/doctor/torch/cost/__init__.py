@@ -1,0 +1,1 @@
+"""Checks of avoidable cost: loops, repeated products, kept graphs, gradients and recompilations."""

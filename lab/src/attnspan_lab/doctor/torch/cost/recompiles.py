@@ -1,0 +1,307 @@
+"""Recompilations: the guard that failed, and a test of the remedy."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from attnspan_lab.doctor.findings import KINDS, Finding
+from attnspan_lab.doctor.torch.recording.compiler import CompilerLog, Recompile
+from attnspan_lab.doctor.torch.recording.counters import (
+    Counter,
+    as_tensor,
+    counters_in,
+    emptied,
+    filled,
+    is_set_anew,
+    lists_in,
+)
+from attnspan_lab.doctor.torch.steps import copied, run_compiled
+from attnspan_lab.doctor.torch.subject import Subject
+from attnspan_lab.doctor.words import counted, error_text
+
+__all__ = ["recompiles_in", "tried", "tried_break"]
+
+#: Recompilations per frame that torch intends: the second size makes a dimension dynamic.
+_ALLOWED = 1
+_MISMATCH = re.compile(
+    r"tensor '(?P<name>[^']+)' (?P<what>[\w ]+?) mismatch(?: at index (?P<dim>\d+))?\. "
+    r"expected (?P<want>.+?), actual (?P<got>[^.]+)"
+)
+_SETTING = re.compile(r"torch\._dynamo\.config\.(\w+) = True")
+_SAME = 1e-5  # Larger relative differences are no rounding: both sides run the same operators.
+_ANEW = (
+    "The model sets {name} to another Python number in each call. Keep it in a tensor "
+    '(register_buffer("{name}", torch.tensor(n))), fill the tensor in place: {name}.fill_(n), and compute '
+    "with the tensor. An argument such as scale= takes only a Python number: multiply q by the tensor instead"
+)
+_REMEDIES = {
+    "size": "Mark the dimension with torch._dynamo.mark_dynamic(x, dim), or use torch.compile(dynamic=True)",
+    "number": "Pass the number as a tensor: torch.tensor(n), or a buffer if it is an attribute",
+    "length": "Keep the number of entries the same in all calls, for example in one tensor of fixed size",
+    "other": "Keep the guarded value the same in all calls. If it takes few values, torch compiles once for "
+    "each, up to torch._dynamo.config.recompile_limit",
+}
+
+
+def recompiles_in(log: CompilerLog) -> Iterator[Finding]:
+    """Yield a finding for each frame that is compiled more often than torch intends."""
+    frames: dict[int, list[Recompile]] = {}
+    for x in log.recompiles:
+        frames.setdefault(x.frame, []).append(x)
+    for number, reasons in frames.items():
+        if len(reasons) <= _ALLOWED and not log.limits:
+            continue
+        last, frame = reasons[-1], log.frames.get(number)
+        place = last.place or next((x.place for x in reversed(reasons) if x.place), None) or frame
+        limit = any(frame is not None and f"{frame.file}:{frame.line})" in x for x in log.limits)
+        what = f"This code is compiled {len(reasons) + 1} times"
+        if limit:
+            what = f"The recompilation limit is reached after {len(reasons)}, so this code runs uncompiled"
+        guards = list(dict.fromkeys(x.guard for x in reversed(reasons)))[:3]
+        yield Finding(
+            "recompile-limit" if limit else "recompile",
+            what,
+            tuple(dict.fromkeys(x for x in (place, frame) if x is not None)),
+            (*(f"guard that failed: {x}" for x in guards), "TORCH_LOGS=recompiles shows each"),
+            _requirement(last.guard),
+            _REMEDIES[last.kind],
+            count=len(reasons),
+        )
+
+
+def _requirement(guard: str) -> str:
+    """Write a guard that failed as a sentence."""
+    if found := _MISMATCH.search(guard):
+        dim = f" in dim {found['dim']}" if found["dim"] else ""
+        return (
+            f"The compiled code requires {found['what']} {found['want']} of {found['name']}{dim}, "
+            f"and a call had {found['got'].strip()}"
+        )
+    return f"The compiled code requires {' '.join(guard.split())[:120]}, and this changes"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A change that may save recompilations.
+
+    Args:
+        what: The change, as part of a sentence.
+        remedy: The same for the user, or "" for the kind's remedy.
+        make: Makes the changed subject.
+        dynamic: The option of torch.compile.
+        config: Settings of torch._dynamo.
+        shared: A number of a Python module, which copies of the model share. It is reset after each run.
+    """
+
+    what: str
+    remedy: str
+    make: Callable[[], Subject]
+    dynamic: bool | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    shared: Counter | None = None
+
+
+def tried(finding: Finding, log: CompilerLog, subject: Subject, backend: str) -> Finding:
+    """Try remedies of a recompilation. A remedy that breaks the graph or changes results is not offered.
+
+    Args:
+        finding: The finding of `recompiles_in`.
+        log: Log of the steps without a change.
+        subject: The model before these steps.
+        backend: Backend of torch.compile.
+
+    Returns:
+        The finding with the outcome of the trials, and the remedy that helped, if one did.
+    """
+    try:
+        subject.copy()
+    except Exception as error:  # All trials would change the model itself.
+        return replace(finding, tried=f"no change: the model cannot be copied ({error_text(error)})")
+    said = []
+    for trial in _trials(finding, subject):
+        text, helps = _outcome(trial, log, subject, backend)
+        if helps:
+            return replace(finding, tried=text, remedy=trial.remedy or finding.remedy)
+        said.append(text)
+    anew = [
+        x.name for x in counters_in("\n".join(finding.evidence), subject.model) if _is_set_anew(x, subject)
+    ]
+    if anew:
+        return replace(finding, tried="; ".join(said), remedy=_ANEW.format(name=anew[0]))
+    harmful = bool(said) and finding.remedy in (_REMEDIES["size"], _REMEDIES["number"])
+    remedy = _REMEDIES["other"] if harmful else finding.remedy
+    if remedy in (_REMEDIES["other"], _REMEDIES["length"]):
+        remedy = f"No change that the doctor tried helps. {remedy}" if said else remedy
+    return replace(finding, tried="; ".join(said), remedy=remedy)
+
+
+def tried_break(finding: Finding, log: CompilerLog, subject: Subject, backend: str) -> Finding:
+    """Try the settings of torch._dynamo that torch offers for a graph break, with the first batch.
+
+    Args:
+        finding: The break.
+        log: Log of the steps without a change.
+        subject: The model before these steps.
+        backend: Backend of torch.compile.
+
+    Returns:
+        The finding with the outcome. A setting is not offered if a graph break stays or a new one appears.
+    """
+    names = list(dict.fromkeys(_SETTING.findall(finding.remedy)))
+    if not names:
+        return finding
+    try:
+        one = copied(replace(subject, batches=subject.batches[:1]))
+        with torch._dynamo.config.patch(dict.fromkeys(names, True)):
+            again, error, _ = run_compiled(one, backend)
+    except Exception:
+        return finding  # This torch does not have the setting.
+    known = {x.places[:1] for x in log.breaks} - {finding.places[:1]}
+    left = [x for x in again.breaks if x.places[:1] not in known]
+    said = f"with {' and '.join(f'torch._dynamo.config.{x} = True' for x in names)}: "
+    if error is None and not left:
+        return replace(finding, tried=f"{said}no graph break here in the first batch")
+    said += (
+        f"fails with {type(error).__name__}"
+        if error
+        else f"{counted(len(left), 'graph break')} in the first batch"
+    )
+    places = ", ".join(dict.fromkeys(str(x.places[0]) for x in left if x.places))
+    tried = f"{said}, at {places}" if places and error is None else said
+    return replace(finding, tried=tried, remedy=KINDS["graph-break"].remedy)
+
+
+def _trials(finding: Finding, subject: Subject) -> Iterator[Trial]:
+    guards = "\n".join(finding.evidence)
+    if finding.remedy == _REMEDIES["size"]:
+        yield Trial("all sizes dynamic", "", lambda: copied(subject), dynamic=True)
+        return
+    for x in (*counters_in(guards, subject.model),)[:3]:
+        shared = x if x.is_global else None
+        remedy = f"Make it a tensor: {x.name} = torch.tensor(n)" if x.is_global or "[" in x.name else ""
+        yield Trial(f"{x.name} as a tensor", remedy, partial(_with_tensor, subject, x), shared=shared)
+        if _is_set_anew(x, subject):
+            text, remedy = f"{x.name} as a tensor that is filled in place", _ANEW.format(name=x.name)
+            yield Trial(text, remedy, partial(_with_filled, subject, x))
+    for x in (*lists_in(guards, subject.model),)[:3]:
+        text = f"{x.name} emptied before each call"
+        remedy = f"Empty {x.name} before each call, outside of the compiled code: {x.name}.clear()"
+        yield Trial(text, remedy, partial(_with_empty, subject, x))
+    if any(_is_number(x) for batch in subject.batches for x in _values(batch)):
+        yield Trial("numbers of the batch as tensors", "", partial(_with_tensors, subject))
+    if finding.remedy == _REMEDIES["number"]:
+        switch = "allow_unspec_int_on_nn_module"
+        text = f"torch._dynamo.config.{switch} = True"
+        yield Trial(text, f"Set {text}", lambda: copied(subject), config={switch: True})
+        yield Trial(
+            "torch.compile(dynamic=True)", "Use torch.compile(dynamic=True)", lambda: copied(subject), True
+        )
+
+
+def _is_set_anew(counter: Counter, subject: Subject) -> bool:
+    try:
+        return counter.name.isidentifier() and not counter.is_global and is_set_anew(counter, copied(subject))
+    except Exception:  # The model does not run with a tensor.
+        return False
+
+
+def _outcome(trial: Trial, log: CompilerLog, subject: Subject, backend: str) -> tuple[str, bool]:
+    """Run all batches with a change. Return what changes, and whether the change only helps."""
+    try:
+        with torch._dynamo.config.patch(trial.config), _kept(trial, subject):
+            changed = trial.make()
+            again, error, _ = run_compiled(changed, backend, dynamic=trial.dynamic)
+    except Exception as error:  # The changed model cannot be made.
+        return f"with {trial.what}: not possible ({error_text(error)})", False
+    if error is not None:
+        return f"with {trial.what}: fails with {type(error).__name__}", False
+    count, before = counted(len(again.recompiles), "recompilation"), len(log.recompiles)
+    if len(again.recompiles) >= before:
+        return f"with {trial.what}: no fewer recompilations", False
+    text = f"with {trial.what}: {count} instead of {before}"
+    more = len(again.breaks) - len(log.breaks)
+    if more > 0:
+        text += f", but {counted(more, 'more graph break', 'more graph breaks')}"
+    error_of_results = _difference(trial, subject)
+    if error_of_results > _SAME:
+        text += f", but other results (relative difference {error_of_results:.1e})"
+    return text, more <= 0 and error_of_results <= _SAME
+
+
+@contextmanager
+def _kept(trial: Trial, subject: Subject) -> Iterator[None]:
+    """Give a number that copies of the model share its present value again."""
+    before = None if trial.shared is None else trial.shared.value(subject.model)
+    try:
+        yield
+    finally:
+        if trial.shared is not None:
+            trial.shared.replace(subject.model, lambda _: before)
+
+
+def _difference(trial: Trial, subject: Subject) -> float:
+    """Compare eager results of all batches with and without a change."""
+    with _kept(trial, subject):
+        wanted = _eager(copied(subject))
+    with _kept(trial, subject):
+        found = _eager(trial.make())
+    largest = 0.0
+    for one, other in zip(wanted, found, strict=True):
+        for name, x in one.items():
+            if other[name].shape != x.shape:
+                return math.inf
+            scale = x.double().norm().clamp_min(1e-300)
+            largest = max(largest, float((other[name].double() - x.double()).norm() / scale))
+    return largest
+
+
+def _eager(subject: Subject) -> list[dict[str, torch.Tensor]]:
+    found = []
+    with torch.compiler.set_stance("force_eager"), torch.no_grad():
+        for batch in subject.batches:
+            torch.manual_seed(0)
+            found.append(subject.step(subject.model, batch, backward=False))
+    return found
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
+
+
+def _values(batch: Any) -> list[Any]:
+    return (
+        list(batch.values()) if isinstance(batch, dict) else list(batch) if isinstance(batch, tuple) else []
+    )
+
+
+def _with_tensor(subject: Subject, counter: Counter) -> Subject:
+    return as_tensor(counter, copied(subject))
+
+
+def _with_filled(subject: Subject, counter: Counter) -> Subject:
+    return filled(counter, copied(subject))
+
+
+def _with_empty(subject: Subject, counter: Counter) -> Subject:
+    return emptied(counter, copied(subject))
+
+
+def _with_tensors(subject: Subject) -> Subject:
+    def wide(x: Any) -> Any:
+        return torch.tensor(x) if _is_number(x) else x
+
+    def changed(batch: Any) -> Any:
+        if isinstance(batch, dict):
+            return {k: wide(x) for k, x in batch.items()}
+        return type(batch)(map(wide, batch)) if isinstance(batch, (tuple, list)) else batch
+
+    made = copied(subject)
+    return Subject(made.model, [changed(x) for x in made.batches], made.expected)

@@ -1,0 +1,1 @@
+"""Checks of decode steps: caches, state between calls, and one prefill as the reference."""

@@ -1,0 +1,1 @@
+"""Checks of what reaches what: documents, padding, samples, axes, inputs. Tokens are changed to prove it."""

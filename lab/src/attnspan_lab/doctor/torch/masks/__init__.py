@@ -1,0 +1,1 @@
+"""Checks of masks: dense masks, cheaper forms, refused kernels, and attention that is written out."""

@@ -1,0 +1,277 @@
+"""Findings on watched attention calls: stored scores, copies, hidden keys, leaks and repeated calls."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from attnspan_lab.console import bytes_text
+from attnspan_lab.doctor.coverage import Coverage
+from attnspan_lab.doctor.findings import KINDS, Finding
+from attnspan_lab.doctor.guarded import guarded
+from attnspan_lab.doctor.places import Place, at, is_installed
+from attnspan_lab.doctor.torch.isolation.pair_findings import findings_of_pairs
+from attnspan_lab.doctor.torch.masks.dense_masks import DenseMasks
+from attnspan_lab.doctor.torch.masks.fused import Refusal, refusal, refusal_of_multihead
+from attnspan_lab.doctor.torch.masks.growth import keys_of, scores_text
+from attnspan_lab.doctor.torch.masks.heads import HeadMap
+from attnspan_lab.doctor.torch.masks.hidden_queries import NAN, cause_of, remedy_of, returned
+from attnspan_lab.doctor.torch.masks.written_out import WrittenOut
+from attnspan_lab.doctor.torch.recording.attention_call import Attention
+from attnspan_lab.doctor.torch.recording.watch import Watcher
+from attnspan_lab.doctor.torch.subject import Subject
+from attnspan_lab.doctor.words import counted, first_line
+
+__all__ = ["findings_of", "with_caller"]
+
+
+def findings_of(
+    watcher: Watcher,
+    subject: Subject,
+    batch: Any,
+    masks: DenseMasks,
+    written: WrittenOut,
+    coverage: Coverage,
+) -> Iterator[Finding]:
+    """Yield the findings of a watched step.
+
+    Args:
+        watcher, subject, batch: The step, which has ended.
+        masks: Collects dense masks. Their remedies must hold in all batches.
+        written: Collects attention that is written out, for the same reason.
+        coverage: Collects the checks.
+    """
+    if watcher.unread:
+        coverage.missed("operators", watcher.unread)
+    pairs = findings_of_pairs(watcher.calls, subject, batch, coverage)
+    yield from guarded("pairs of tokens", pairs, coverage)
+    yield from guarded("queries without a key", _hidden(watcher, subject, batch), coverage)
+    sites: dict[tuple[Any, str], list[Attention]] = {}
+    for call in watcher.calls:
+        sites.setdefault((call.place, call.kind), []).append(call)
+    tokens = subject.tokens(batch)
+    length = 0 if tokens is None else tokens[1].shape[1]
+    for site in sites.values():
+        yield from guarded("costs", _costs(site, subject, batch, length), coverage)
+        masks.add(site, subject.declared(batch), watcher.seconds, length)
+        written.add(site, length)
+    yield from guarded("operators", _operators(watcher), coverage)
+    yield from guarded("repeated products", watcher.record.repeats.findings(), coverage)
+    for place, count in watcher.reads.items():
+        yield Finding("sync", "A value of a tensor is read on the host here", at(place), count=count)
+
+
+def with_caller(finding: Finding, calls: list[Attention]) -> Finding:
+    """Add the user's own line that leads to a line of an installed library.
+
+    Args:
+        finding: A finding.
+        calls: Calls whose lines are known. One of them has the finding's line.
+    """
+    place = finding.places[0] if finding.places else None
+    if place is None or not is_installed(place.file):
+        return finding
+    for lines in (x.lines for x in calls if str(place) in x.lines):
+        for line in lines[lines.index(str(place)) :]:
+            file, _, number = line.rpartition(":")
+            if file.endswith(".py") and not is_installed(file):  # The command itself has no suffix.
+                return replace(finding, places=at(*finding.places, Place(file, int(number))))
+    return finding
+
+
+def _costs(site: list[Attention], subject: Subject, batch: Any, length: int) -> Iterator[Finding]:
+    """Yield avoidable costs of the calls of one line."""
+    call, many = site[0], len(site)
+    if call.stores_scores and (call.kind == "sdpa" or call.in_multihead):
+        yield from _stored(site, subject, batch, length)
+    if repeated := next((x.repeated for x in site if x.repeated), None):
+        what = "Keys or values are copied once for each query head that shares them"
+        evidence = f"{bytes_text(repeated[1])} per tensor, at least {bytes_text(repeated[1] * many)} per step"
+        heads, cause, remedy = _of_heads({y for x in site for y in x.head_maps})
+        found = (evidence, *heads)
+        yield Finding("kv-copy", what, at(repeated[0], call.place), found, cause, remedy, count=many)
+    if copied := next((x.copied for x in site if x.copied and x.kernel), None):
+        what = "An operand of attention is copied here only to make it contiguous"
+        evidence = f"{bytes_text(copied[1])} per tensor, at least {bytes_text(copied[1] * many)} per step"
+        yield Finding("copy", what, at(copied[0], call.place), (evidence,), count=many)
+    yield from _conversions(site, subject)
+    if again := sum(x.recomputed for x in site):
+        first = many - again
+        what = f"Checkpointing runs attention {many / max(first, 1):.3g} times for each forward pass"
+        evidence = f"{counted(first, 'call')} in the forward pass, {again} more in the backward pass"
+        yield Finding("recompute", what, at(call.place), (evidence,), remedy=_saved(call), count=again)
+
+
+def _stored(site: list[Attention], subject: Subject, batch: Any, length: int) -> Iterator[Finding]:
+    """Yield a finding for each reason why torch's functions store the scores of calls of one line."""
+    call, reasons = site[0], dict[Refusal, list[Attention]]()
+    if call.kind == "sdpa":
+        what = "scaled_dot_product_attention ran its math kernel here and stored all scores"
+        known = dict[Any, Refusal]()
+        for x in site:
+            alike = _alike(x)
+            if alike not in known:
+                known[alike] = refusal(x, training=subject.model.training)
+            reasons.setdefault(known[alike], []).append(x)
+    else:
+        what = "nn.MultiheadAttention stores scores and weights of all pairs here"
+        reasons[refusal_of_multihead(subject, batch, call.place)] = site
+    size = scores_text(call, [(keys_of(x), length) for x in site])
+    for (cause, remedy, tried), own in reasons.items():
+        again = sum(x.recomputed for x in own)
+        calls = counted(len(own) - again, "call") + (
+            f" and {again} more in the backward pass" if again else ""
+        )
+        calls += f" of the {len(site)} of this line" if len(own) < len(site) else ""
+        yield Finding(
+            "unfused", what, at(call.place), (f"{calls}; {size}",), cause, remedy, tried, count=len(own)
+        )
+
+
+def _alike(call: Attention) -> Any:
+    """Describe the arguments of a call, without the numbers of its tensors."""
+    args, kwargs = call.given or ((), {})
+
+    def of(x: Any) -> Any:
+        return (tuple(x.shape), x.stride(), x.dtype, x.requires_grad) if isinstance(x, Tensor) else repr(x)
+
+    return tuple(map(of, args)), tuple((k, of(x)) for k, x in kwargs.items())
+
+
+def _saved(call: Attention) -> str:
+    """Write the remedy for attention that a checkpoint repeats, or "" if no operator computes it."""
+    if not call.kernel:
+        return ""
+    kernel = call.kernel if call.kernel.count(".") == 2 else f"{call.kernel}.default"
+    contexts = f"partial(create_selective_checkpoint_contexts, [torch.ops.{kernel}])"
+    return f"Save the results of attention: checkpoint(..., use_reentrant=False, context_fn={contexts})"
+
+
+def _of_heads(maps: set[HeadMap | None]) -> tuple[tuple[str, ...], str, str]:
+    """Explain which key heads query heads use, with evidence, cause and remedy. Kernels group query heads."""
+    found = next(iter(maps)) if len(maps) == 1 else None
+    if found is None:
+        why = "keys and values differ in it" if len(maps) > 1 else "the copy was changed"
+        remedy = (
+            f"{KINDS['kv-copy'].remedy}. Both let neighbouring query heads share a key head. Check first "
+        )
+        return (), "", f"{remedy}that the copy does so: the doctor does not know its order ({why})"
+    if found.is_grouped:
+        return (), "", ""
+    many, shown = len(found.heads), ", ".join(map(str, found.heads[:32]))
+    evidence = f"key heads of query heads 0 to {min(many, 32) - 1}: {shown}"
+    if not found.is_even:
+        cause = "A map of heads gives key heads different numbers of query heads"
+        return (evidence,), cause, "Keep the copy: kernels give each key head the same number of query heads"
+    order = f"torch.tensor({found.order})"
+    cause = "A map of heads gives query heads their key heads in another order than kernels do"
+    if found.is_tiled:
+        order = f"torch.arange({many}).view({found.group}, {found.count}).T.flatten()"
+        cause = f"The heads are tiled, as by k.repeat: query head i uses key head i % {found.count}"
+    remedy = (
+        f"enable_gqa=True alone changes results: query head i then uses key head i // {found.group}. Reorder "
+        f"the query heads too, with order = {order}: call attention(q[:, order], k, v)[:, order.argsort()] "
+        "with enable_gqa=True, or with attnspan.torch.attention. Or permute the heads once in the weights: "
+        "the rows of q's projection and the columns of the output projection"
+    )
+    return (evidence,), cause, remedy
+
+
+def _conversions(site: list[Attention], subject: Subject) -> Iterator[Finding]:
+    """Yield attention, or only its scores, in a wider dtype than the model's."""
+    many = len(site)
+    narrow = min((x.itemsize for x in subject.model.parameters() if x.is_floating_point()), default=8)
+    wide = [x for x in site if x.upcast and x.dtype.itemsize > narrow]
+    if wide:
+        call, name = wide[0], _name(wide[0].dtype)
+        what = f"Attention runs in {name}, wider than the model's parameters"
+        evidence = [f"{bytes_text(call.upcast_bytes)} of q, k and v in {name} per call"]
+        if call.stores_scores:
+            size = call.score_count * call.dtype.itemsize
+            evidence.append(f"{bytes_text(size)} for each tensor of scores in {name}")
+        yield Finding("upcast", what, at(call.upcast, call.place), tuple(evidence), count=many)
+    if found := next((x for x in site if x.wide), None):
+        assert found.wide is not None
+        place, dtype, size = found.wide
+        what = f"Scores of {_name(found.dtype)} are computed in {_name(dtype)} from here on"
+        evidence = [f"{bytes_text(size)} of {_name(dtype)} scores and weights per call"]
+        evidence.append(f"{bytes_text(size * many)} per step")
+        remedy = "Call F.scaled_dot_product_attention or attnspan.torch.attention: both add in float32 inside"
+        cause = "The softmax or the operator before it converts all scores"
+        yield Finding("upcast", what, at(place, found.place), tuple(evidence), cause, remedy, count=many)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _hidden(watcher: Watcher, subject: Subject, batch: Any) -> Iterator[Finding]:
+    """Yield queries without a visible key, and the first NaN that they do not cause."""
+    nan, explained = watcher.first_nan, False
+    for call in watcher.calls:
+        rows = call.hidden
+        is_first_nan = nan is not None and call.place is not None and nan[2] == call.place
+        # If an encoder and a decoder have one length, a mask may belong to either.
+        for valid in subject.masks(batch) if call.visible is not None else ():
+            if valid.shape[1] == call.visible.shape[1]:  # type: ignore[union-attr]
+                rows = [(b, s) for b, s in rows if bool(valid[min(b, len(valid) - 1), s])]
+        if not rows and call.hidden and (is_first_nan or NAN in returned(call, call.hidden)):
+            rows = call.hidden  # NaN in padding spreads to other tokens, and to gradients.
+        if rows and not call.recomputed:
+            kinds = returned(call, rows)
+            explained = explained or is_first_nan or NAN in kinds
+            yield _of_hidden(call, rows, kinds, is_first_nan=is_first_nan)
+    if nan is not None and not explained:
+        name, shape, place, backward = nan
+        where = "the backward pass of this line" if backward else "this line"
+        what, cause = f"The first NaN comes from {where}: operator {name}, result {shape}", ""
+        if (overflow := watcher.overflow) is not None:
+            cause = f"{overflow.text}. Then inf - inf, inf / inf or 0 * inf is NaN"
+            cause = cause[:1].upper() + cause[1:]
+        yield Finding("nan", what, at(overflow.place if overflow else None, place), (), cause)
+
+
+def _of_hidden(
+    call: Attention, rows: list[tuple[int, int]], kinds: Counter[str], *, is_first_nan: bool
+) -> Finding:
+    many = counted(len(rows), "query", "queries")
+    evidence = [f"{many}, (batch element, query): {', '.join(map(str, rows[:4]))}"]
+    if is_first_nan:
+        evidence.append("the first NaN of the step comes from this line")
+    results = [x if len(kinds) == 1 else f"{counted(n, 'query', 'queries')}: {x}" for x, n in kinds.items()]
+    what = f"Some queries of this attention call see no key. It returns for them: {'; '.join(results)}"
+    overflow = call.overflow
+    places = at(call.place, overflow.place if overflow else None, call.mask[1] if call.mask else None)
+    cause, remedy = cause_of(kinds, overflow.text if overflow else ""), remedy_of(kinds)
+    if call.padding is not None and call.padding.inverted:
+        cause, remedy = f"{call.padding.cause}. {cause}", call.padding.remedy
+    return Finding("hidden-rows", what, places, tuple(evidence), cause, remedy, count=len(rows))
+
+
+def _operators(watcher: Watcher) -> Iterator[Finding]:
+    """Yield operators of other libraries whose fake kernels and real kernels return different layouts."""
+    for name, (op, args, kwargs, outs, place) in watcher.custom.items():
+        try:
+            with FakeTensorMode() as mode:
+                given, named = tree_map(
+                    lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, (args, kwargs)
+                )
+                promised = [x for x in tree_leaves(op(*given, **named)) if isinstance(x, Tensor)]
+        except Exception as error:
+            cause = f"It has no working fake kernel: {first_line(error, 200)}"
+            what = f"The compiler cannot trace the operator {name}"
+            yield Finding("operator", what, at(place), (), cause)
+            continue
+        for real, fake in zip(outs, promised, strict=False):
+            got = [f"{tuple(x.shape)}, strides {x.stride()}, {x.dtype}" for x in (real, fake)]
+            if got[0] != got[1] and real.numel() > 1:
+                what = f"The operator {name} returns a different layout than its fake kernel"
+                yield Finding("operator", what, at(place), (f"real {got[0]}", f"fake {got[1]}"))
+                break

@@ -1,0 +1,275 @@
+"""Shorter forms of a mask. A form is offered only after its result equals the present one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnspan import Bias, Mask, alibi, causal, full, keys, prefix, relative, segments, window
+from attnspan.torch import attention
+from attnspan_lab.doctor.torch.isolation.declared import Declared
+from attnspan_lab.doctor.words import counted, error_text
+
+if TYPE_CHECKING:
+    from attnspan_lab.doctor.torch.recording.attention_call import Attention
+
+__all__ = ["Form", "Forms", "arguments", "distance", "forms", "present"]
+
+_ROUNDINGS = 256  # largest relative error that counts as equal, in roundings of the dtype
+_TORCH = "is_causal=True, without attn_mask"
+# A mask that is made from data of the batch has a form with data: other batches hide other pairs.
+_DATA = re.compile(r"segments|keys|prefix")
+_PLAIN = "no mask at all: it hides nothing"
+Form = tuple[str, Mask]
+
+
+def forms(visible: Tensor, said: Declared) -> Iterator[Form]:
+    """Yield masks of attnspan that show exactly the visible pairs, the shortest first, with their code.
+
+    Args:
+        visible: Visible pairs, bool (B, Sq, Sk).
+        said: Facts of the batch, from which document ids and padding are taken.
+    """
+    batch, q_len, k_len = visible.shape
+    for text, mask in _candidates(visible, said):
+        try:
+            shown = mask.spans(q_len, k_len, batch=batch, like=visible).dense()
+        except ValueError:
+            continue  # Arrays of the batch do not fit the keys of this call.
+        if torch.equal(torch.as_tensor(shown).any(1).expand(visible.shape), visible):
+            yield text, mask
+
+
+def _candidates(visible: Tensor, said: Declared) -> Iterator[Form]:
+    q_len, k_len = visible.shape[1:]
+    distance = torch.arange(k_len - q_len, k_len)[:, None] - torch.arange(k_len)
+    left = int(distance.expand_as(visible)[visible].max()) if bool(visible.any()) else 0
+    bases: list[Form] = [("causal()", causal())]
+    if 0 <= left < k_len - 1:
+        bases.append((f"window({left})", window(left)))
+    more: list[Form] = []
+    if said.documents is not None:
+        more.append((f"segments({said.ids})", segments(said.documents)))
+    valid = visible.any(1)
+    if said.mask is not None and said.mask.shape == valid.shape:
+        sign = "==" if "padding" in said.padding else "!="
+        more.append((f"keys({said.padding} {sign} 0)", keys(said.mask)))
+    elif not bool(valid.all()):
+        more.append(("keys(valid)", keys(valid)))
+    if q_len > 1:  # One query sees all keys under causal(), which also holds for more queries.
+        yield "full()", full()
+    yield from bases
+    for text, mask in more:
+        yield text, mask
+        yield from ((f"{name} & {text}", base & mask) for name, base in bases)
+    if len(more) == 2:
+        (a, x), (b, y) = more
+        yield f"{a} & {b}", x & y
+        yield from ((f"{name} & {a} & {b}", base & x & y) for name, base in bases)
+    first = visible[:, 0].sum(-1)
+    yield "causal() | prefix(lengths)", causal() | prefix(first)
+
+
+def present(call: Attention) -> Tensor:
+    """Compute the present result of a call of torch's function again, without dropout."""
+    args, kwargs = _without_dropout(*call.given)  # type: ignore[misc]
+    return F.scaled_dot_product_attention(*args, **kwargs)
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    """Compute the norm of the difference over the norm, without NaN (queries that see nothing)."""
+    both = found.isfinite() & wanted.isfinite()
+    a, b = found[both].double(), wanted[both].double()
+    return float((a - b).norm() / b.norm().clamp_min(1e-300))
+
+
+def arguments(args: Any, kwargs: Any) -> dict[str, Any]:
+    """Name the arguments of a call of torch's function."""
+    return {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+
+
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+def _is_trained(call: Attention) -> bool:
+    """Whether a mask's numbers are parameters. Zeros of today say nothing about other steps."""
+    mask = arguments(*call.given).get("attn_mask") if call.given is not None else None
+    return isinstance(mask, Tensor) and mask.requires_grad
+
+
+def _without_dropout(args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
+    given = arguments(args, kwargs) | {"dropout_p": 0.0}
+    return (), {k: x.detach() if isinstance(x, Tensor) else x for k, x in given.items()}
+
+
+@dataclass
+class Forms:
+    """The forms that replace the dense mask of one line in all its calls, and those that do not.
+
+    Args:
+        holding: Code of each form whose results equal the present ones in every call with the mask so far.
+            None before the first call.
+        failing: The largest error of each form that does not.
+        masks: Mask of each form that does not depend on a batch.
+        calls: Number of calls with the mask on which the forms were tried.
+        others: Number of other calls of the line, which have no mask of pairs.
+        refused: For each form, the number of the other calls whose results it changes, and the largest error.
+        error: The largest error of the forms that hold.
+        written: Attention is written out, so the forms are compared by the pairs that they hide.
+        untried: The reason if no form could be tried.
+    """
+
+    holding: list[str] | None = None
+    failing: dict[str, float] = field(default_factory=dict)
+    masks: dict[str, Mask] = field(default_factory=dict)
+    calls: int = 0
+    others: int = 0
+    refused: dict[str, tuple[int, float]] = field(default_factory=dict)
+    error: float = 0.0
+    written: bool = False
+    untried: str = ""
+
+    def add(self, call: Attention, said: Declared) -> None:
+        """Try the forms on one more call."""
+        if call.visible is None or not call.same_in_heads:
+            several = "its heads, or groups of tokens such as windows, hide different pairs"
+            self.untried = several if call.visible is not None else "it is too large"
+            return
+        if _is_trained(call) and not call.mask_biases:
+            self.untried = "the mask requires a gradient, so training changes it"
+            return
+        if call.given is None and call.mask_biases:
+            self.untried = "numbers are added to scores of visible pairs, outside of an attention function"
+            return
+        self.calls += 1
+        self.written = call.given is None
+        try:
+            errors = dict(_errors(call, said))
+        except Exception as error:
+            self.untried = f"the trial raises {error_text(error, 120)}"
+            return
+        self.masks |= {x: mask for x, mask in _candidates(call.visible, said) if not _DATA.search(x)}
+        eps = torch.finfo(call.dtype).eps
+        equal = [text for text, error in errors.items() if error <= _ROUNDINGS * eps]
+        self.error = max([self.error, *(errors[x] for x in equal)])
+        for text in (*(self.holding or ()), *errors):
+            if text not in equal:
+                self.failing[text] = max(self.failing.get(text, 0.0), errors.get(text, float("inf")))
+        self.holding = [x for x in (equal if self.holding is None else self.holding) if x in equal]
+
+    def add_other(self, call: Attention, said: Declared) -> None:
+        """Try the forms that hold on another call of the line, which has no mask of pairs."""
+        if call.given is None or call.visible is None:
+            return
+        self.others += 1
+        for text in self.holding or ():
+            try:
+                error = self._error_of(text, call, said)
+            except Exception:
+                error = float("inf")
+            if error > _ROUNDINGS * torch.finfo(call.dtype).eps:
+                many, most = self.refused.get(text, (0, 0.0))
+                self.refused[text] = many + 1, max(most, error)
+
+    def _error_of(self, text: str, call: Attention, said: Declared) -> float:
+        assert call.visible is not None
+        wanted, (_, given) = present(call), _without_dropout(*call.given)  # type: ignore[misc]
+        plain = {k: x for k, x in given.items() if k not in ("attn_mask", "is_causal")}
+        if text in (_PLAIN, _TORCH):
+            return distance(F.scaled_dot_product_attention(**plain, is_causal=text == _TORCH), wanted)
+        mask = {**dict(_candidates(call.visible, said)), **self.masks}[text.removeprefix("mask=")]
+        operands = [given[x] for x in ("query", "key", "value")]
+        return distance(attention(*operands, mask=mask, scale=given.get("scale")), wanted)
+
+    @property
+    def remedy(self) -> str:
+        """Text of the remedy: the forms that hold, or that there is none."""
+        said = [x for x in (self.holding or ()) if not self.untried]
+        everywhere = [x for x in said if x not in self.refused]
+        texts = _passed(everywhere or said)
+        if not texts:
+            return "Keep the mask: the doctor knows no shorter form with the same results"
+        if everywhere or not said:
+            return texts
+        calls, others = counted(self.calls, "call"), counted(self.others, "other call")
+        return f"In the {calls} with this mask alone, and not in the {others} of this line: {texts}"
+
+    @property
+    def tried(self) -> str:
+        """Text of the trials."""
+        if self.untried:
+            return f"no shorter form was tried: {self.untried}"
+        everywhere = [x for x in (self.holding or ()) if x not in self.refused]
+        calls = counted(self.calls + (self.others if everywhere and not self.written else 0), "call")
+        held = f"results of {calls} differ by at most {self.error:.1e}"
+        held = f"they hide the same pairs in {calls}" if self.written else held
+        failed = [f"{x}: {_off(error)}" for x, error in self.failing.items() if x not in (self.holding or ())]
+        for text, (many, error) in self.refused.items():
+            of = f"{many} of {counted(self.calls + self.others, 'call')} of this line"
+            by = "" if error == float("inf") else f", by {error:.1e}"
+            failed.append(f"{text}: it would change results of {of}{by}")
+        return "; ".join(([f"these forms: {held}"] if self.holding else []) + failed)
+
+
+def _passed(forms: list[str]) -> str:
+    """Write how to pass the forms."""
+    if _PLAIN in forms:
+        return f"Pass {_PLAIN}"
+    texts = [f"Pass {_TORCH}"] * (_TORCH in forms)
+    ours = [x for x in forms if x != _TORCH]
+    return ". Or: ".join([*texts, *(f"Pass {x} to attnspan.torch.attention" for x in ours[:1])])
+
+
+def _off(error: float) -> str:
+    infinite = error == float("inf")
+    return "hides other pairs in some calls" if infinite else f"results would differ by {error:.1e}"
+
+
+def _errors(call: Attention, said: Declared) -> Iterator[tuple[str, float]]:
+    """Yield the error of each form on a call's own q, k and v."""
+    assert call.visible is not None
+    fixed = not call.mask_sources
+    found = [x for x in forms(call.visible, said) if fixed or _DATA.search(x[0])][:2]
+    if call.given is None:  # Written out: equal pairs have equal results, because the mask adds nothing else.
+        square = call.visible.shape[1] == call.visible.shape[2] and call.keys is None  # torch has no sinks.
+        if fixed and square and any(text == "causal()" for text, _ in found):
+            yield _TORCH, 0.0
+        yield from ((f"mask={text}", 0.0) for text, _ in found)
+        return
+    wanted, (_, given) = present(call), _without_dropout(*call.given)
+    plain = {k: x for k, x in given.items() if k != "attn_mask"}
+    if not call.mask_biases:
+        for text, options in ((_PLAIN, {}), (_TORCH, {"is_causal": True})):
+            error = distance(F.scaled_dot_product_attention(**{**plain, **options}), wanted)
+            if fixed and (text == _TORCH or (found[:1] and found[0][0] == "full()")):
+                yield text, error
+    operands = [given[x] for x in ("query", "key", "value")]
+    biases = list(_biases(given["attn_mask"], operands[0].shape)) if call.mask_biases else [("", None)]
+    for name, bias in biases:
+        if _is_trained(call) and "relative" not in name:
+            continue
+        for text, mask in found if operands[0].dim() == 4 else ():
+            shown = ", ".join(filter(None, ("" if text == "full()" and name else f"mask={text}", name)))
+            ours = attention(*operands, mask=mask, scale=given.get("scale"), bias=bias)
+            yield shown, distance(ours, wanted)
+
+
+def _biases(x: Tensor, shape: torch.Size) -> Iterator[tuple[str, Bias]]:
+    """Yield biases of attnspan with the values of a dense bias, if it depends only on the distance."""
+    bias = x.expand(*shape[:2], *x.shape[-2:])[0].float()
+    q_len, k_len = bias.shape[-2:]
+    if k_len < 3 or (x.dim() == 4 and x.shape[0] > 1 and bool((x != x[:1]).any())):
+        return
+    slopes = bias[:, -1, 1] - bias[:, -1, 0]
+    if bool(slopes.isfinite().all()):
+        yield "bias=alibi(slopes)", alibi(slopes)
+    if q_len == k_len:
+        # The last query has every distance to earlier keys, and the first query every distance to later keys.
+        table = torch.cat([bias[:, -1], bias[:, 0, 1:]], 1)
+        yield "bias=relative(table)", relative(table.clamp(min=-9e3))

@@ -1,0 +1,73 @@
+"""Equal copies in a dense mask, along the batch or the heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnspan_lab.console import bytes_text
+from attnspan_lab.doctor.torch.masks.forms import arguments, distance, present
+from attnspan_lab.doctor.torch.recording.attention_call import Attention
+
+__all__ = ["MaskCopies"]
+
+_AXES = {0: "the batch", 1: "the heads"}
+_INDEX = {(0,): "mask[:1]", (1,): "mask[:, :1]", (0, 1): "mask[:1, :1]"}
+
+
+@dataclass
+class MaskCopies:
+    """Dims along which a mask stores equal copies in all calls of a line so far.
+
+    Attributes:
+        dims: These dims, or None before the first call.
+        shape: Shape of the first mask.
+        saved: Its bytes that are copies.
+        error: The largest difference of results without the copies.
+    """
+
+    dims: tuple[int, ...] | None = None
+    shape: tuple[int, ...] = ()
+    saved: int = 0
+    error: float = 0.0
+
+    def add(self, call: Attention) -> None:
+        """Look at one more call. A mask that is made from the batch may differ in another batch."""
+        mask = arguments(*call.given).get("attn_mask") if call.given is not None else None
+        if not isinstance(mask, Tensor) or mask.dim() != 4 or call.mask_sources or mask.requires_grad:
+            self.dims = ()
+            return
+        own = tuple(i for i in _AXES if _is_copied(mask, i) and self.dims in (None, *_with(i, self.dims)))
+        self.dims = own
+        if not own:
+            return
+        small = mask.detach()
+        for i in own:
+            small = small.narrow(i, 0, 1)
+        if not self.shape:
+            self.shape = tuple(mask.shape)
+            self.saved = (mask.numel() - small.numel()) * mask.itemsize
+        given = {**arguments(*call.given), "attn_mask": small, "dropout_p": 0.0}  # type: ignore[misc]
+        given = {k: x.detach() if isinstance(x, Tensor) else x for k, x in given.items()}
+        self.error = max(self.error, distance(F.scaled_dot_product_attention(**given), present(call)))
+
+    def texts(self) -> tuple[str, str, str]:
+        """Write evidence, remedy and trial. All are empty without copies."""
+        if not self.dims:
+            return "", "", ""
+        many = " and ".join(f"{self.shape[i]} equal copies along {_AXES[i]}" for i in self.dims)
+        shape = tuple(1 if i in self.dims else n for i, n in enumerate(self.shape))
+        index = _INDEX[self.dims]
+        remedy = f"Pass one copy, shape {shape}: make the mask without repeat, or pass {index}"
+        return f"{many}: {bytes_text(self.saved)}", remedy, f"{index}: results differ by {self.error:.1e}"
+
+
+def _with(dim: int, dims: tuple[int, ...] | None) -> list[tuple[int, ...] | None]:
+    return [dims] if dims is not None and dim in dims else []
+
+
+def _is_copied(mask: Tensor, dim: int) -> bool:
+    first = mask.detach().narrow(dim, 0, 1)
+    return mask.shape[dim] > 1 and mask.stride(dim) != 0 and bool((mask == first).all())

@@ -1,0 +1,1 @@
+"""Checks of numbers: scales, positions, overflow, rounding, and softmax weights."""

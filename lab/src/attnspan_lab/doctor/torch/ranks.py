@@ -1,0 +1,202 @@
+"""Comparison of a step on two ranks with the same step on one: rows, placements and compiled graphs."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import zip_longest
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from attnspan.testing import assert_same_as_one_rank
+from attnspan_lab.children import why_ended
+from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.places import Place, lines_of_error, place_here
+from attnspan_lab.doctor.torch.recording.compiler import CompilerLog
+from attnspan_lab.doctor.torch.subject import Subject, load
+from attnspan_lab.doctor.words import counted
+
+__all__ = ["compare_ranks"]
+
+_RANKS = 2
+_SECONDS = 120.0
+_GRACE = 3.0  # seconds that other ranks have after one has failed
+_UNEQUAL = (
+    "The ranks hold parts of different sizes. Compiled code then differs from rank to rank, and collectives "
+    "that need equal sizes fail",
+    "Cut the sequence and the heads into equal parts. If they cannot be cut so, pad the sequence",
+)
+
+
+class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records each attention call: its line, and the shapes and placements of its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[tuple[Place | None, list[tuple[int, ...]], list[str]]] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(op)
+        if ("attention" in name or "_softmax" in name) and "backward" not in name:
+            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim() > 1]
+            # Compare q, k and v alone: ranks may share a replicated mask.
+            placed = [str(x.placements) for x in given[:3] if isinstance(x, DTensor)]
+            self.seen.append((place_here(), [tuple(x.shape) for x in given], placed))
+        return op(*args, **(kwargs or {}))
+
+
+def compare_ranks(subject: Subject) -> Iterator[Finding]:
+    """Yield differences between ranks, and between two ranks and one. Each rank loads the factory."""
+    with tempfile.TemporaryDirectory(prefix="attnspan-ranks-") as folder:
+        context = get_context("forkserver")
+        processes = [
+            context.Process(target=_rank, args=(x, folder, subject.target), daemon=True)
+            for x in range(_RANKS)
+        ]
+        for process in processes:
+            process.start()
+        codes = _codes(processes)
+        told, early = (_read(Path(folder), name) for name in ("told", "early"))
+        if len(told) < _RANKS:
+            if len(early) == _RANKS:
+                yield from _alike([x["calls"] for x in early.values()], [x["graphs"] for x in early.values()])
+            yield _unfinished([x in told for x in range(_RANKS)], codes)
+            return
+    of_ranks = list(told.values())
+    alike = list(_alike([x["calls"] for x in of_ranks], [x["graphs"] for x in of_ranks]))
+    wrong = next((x for x in of_ranks if x["failed"]), None)
+    if wrong is None:
+        yield from alike
+        return
+    first, *rest = wrong["failed"].splitlines()
+    for finding in alike:  # The findings that explain the failure come first.
+        yield replace(finding, evidence=(*finding.evidence, f"the step fails: {first[:200]}"))
+    where = tuple(x[0] for x in wrong["calls"] if x[0] is not None)[:1]
+    if wrong["misused"]:
+        what, cause = (
+            f"The results of the step cannot be compared: {first[:300]}",
+            "The step returns other tensors",
+        )
+        yield Finding("error", what, tuple(wrong["places"]), (), cause, first.rpartition(". ")[2])
+    elif wrong["compared"]:
+        said, *more = first.split(". ")  # The text of `assert_same_as_one_rank` has its own usual causes.
+        what = f"Two ranks compute a different result than one: {said[:300]}"
+        yield Finding("rank-rows", what, where, (*filter(None, (". ".join(more),)), *rest))
+    else:
+        what = f"The step raises on two ranks: {first[:300]}"
+        yield Finding(
+            "error",
+            what,
+            tuple(wrong["places"]),
+            cause="The step may still run on one rank",
+            evidence=tuple(rest),
+        )
+
+
+def _codes(processes: list[Any]) -> list[int | None]:
+    """Wait for all ranks, and end those that still run. None is the exit code of a rank that still ran."""
+    end, failed = time.monotonic() + _SECONDS, False
+    while any(x.is_alive() for x in processes) and time.monotonic() < end:
+        if any(x.exitcode for x in processes) and not failed:  # The other rank may wait for this one forever.
+            end, failed = min(end, time.monotonic() + _GRACE), True
+        time.sleep(0.05)
+    codes = [x.exitcode for x in processes]
+    for process in processes:
+        process.kill()
+    return codes
+
+
+def _read(folder: Path, name: str) -> dict[int, Any]:
+    """Read what the ranks wrote, by rank."""
+    files = {rank: folder / f"{rank}.{name}" for rank in range(_RANKS)}
+    return {rank: pickle.loads(x.read_bytes()) for rank, x in files.items() if x.exists()}
+
+
+def _write(folder: str, rank: int, name: str, told: dict[str, Any]) -> None:
+    (Path(folder) / f"{rank}.tmp").write_bytes(pickle.dumps(told))
+    (Path(folder) / f"{rank}.tmp").rename(Path(folder) / f"{rank}.{name}")
+
+
+def _unfinished(done: list[bool], codes: list[int | None]) -> Finding:
+    """Say which ranks ended early, and which ones still ran, perhaps because they wait for these."""
+    ended = {i: x for i, x in enumerate(codes) if x is not None and not done[i]}
+    evidence = [f"rank {i}: {why_ended(x, '').rstrip(', ')}" for i, x in ended.items()]
+    evidence += [f"rank {i}: still running" for i, x in enumerate(codes) if x is None]
+    if ended:
+        what, cause = "A rank ended before its step did", "Its code ended the process, or native code crashed"
+        remedy = "Run the step on this rank alone, under a debugger if a signal ended it"
+        return Finding("crash", what, (), tuple(evidence), cause, remedy)
+    cause = "A rank waits for a collective that another rank does not call, or the step is too large"
+    remedy = "Call the same collectives in the same order on all ranks. If they do, use a smaller step"
+    what = f"The ranks did not finish in {_SECONDS:.0f} s"
+    return Finding("hang", what, (), tuple(evidence), cause, remedy)
+
+
+def _alike(calls: list[list[Any]], graphs: list[list[Any]]) -> Iterator[Finding]:
+    """Yield findings on different graphs per rank, and on attention tensors with different placements."""
+    differ = [pair for pair in zip_longest(*graphs) if pair[0] != pair[1]]
+    if differ:
+        places = tuple(dict.fromkeys(x[0] for x in differ[0] if x is not None and x[0] is not None))
+        said = [f"a graph of {counted(x[1], 'operator')}" if x else "no graph" for x in differ[0]]
+        evidence = tuple(f"rank {i}: {x}" for i, x in enumerate(said))
+        yield Finding("rank-graphs", "Ranks compile different graphs", places, evidence)
+    for (place, shapes, placed), (_, others, _) in zip(*calls, strict=False):
+        at = () if place is None else (place,)
+        if shapes != others:
+            evidence = (f"rank 0: {shapes}", f"rank 1: {others}")
+            what = "Attention has different shapes on each rank"
+            yield Finding("rank-graphs", what, at, evidence, *_UNEQUAL)
+            return
+        if len(set(placed)) > 1:
+            what = "q, k and v have different placements"
+            yield Finding("rank-placement", what, at, tuple(placed))
+            return
+
+
+def _rank(rank: int, folder: str, target: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=_RANKS)
+    told: dict[str, Any] = {
+        "failed": "",
+        "places": [],
+        "compared": False,
+        "misused": False,
+        "calls": [],
+        "graphs": [],
+    }
+    calls = _Calls()
+    try:
+        subject = load(target)
+        mesh = init_device_mesh("cpu", (_RANKS,), mesh_dim_names=("cp",))
+        step, batch = subject.expected["step"], subject.batches[0]
+        with calls, torch.compiler.set_stance("force_eager"):
+            step(batch, mesh)
+        with CompilerLog() as log:  # torch compiles nothing while a dispatch mode is active.
+            step(batch, mesh)
+        told["graphs"] = [(x.place, x.operators) for x in log.graphs if x.operators]
+        told["compared"], told["calls"] = True, calls.seen
+        _write(folder, rank, "early", told)  # The comparison may end the process.
+        assert_same_as_one_rank(step, batch, mesh)
+    except Exception as error:
+        told["failed"] = (
+            f"{type(error).__name__}: {error}" if not isinstance(error, AssertionError) else str(error)
+        )
+        own = type(error).__module__.startswith("attnspan.")
+        told["misused"] = told["compared"] and own and not isinstance(error, AssertionError)
+        told["places"] = lines_of_error(error)[:3]
+    told["calls"] = calls.seen
+    _write(folder, rank, "told", told)
+    dist.barrier()
+    dist.destroy_process_group()

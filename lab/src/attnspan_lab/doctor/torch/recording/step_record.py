@@ -1,0 +1,165 @@
+"""Record of a watched step: its attention calls, and how each of its tensors was made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+from attnspan_lab.doctor.places import Place, is_direct
+from attnspan_lab.doctor.torch.cost.repeats import Repeats
+from attnspan_lab.doctor.torch.masks.heads import head_map
+from attnspan_lab.doctor.torch.masks.hiding_values import highest_hiding
+from attnspan_lab.doctor.torch.numbers.overflow import Overflow
+from attnspan_lab.doctor.torch.recording.attention_call import Attention
+from attnspan_lab.doctor.torch.recording.functions import Function
+from attnspan_lab.doctor.torch.recording.operators import distinct, is_plain, storage
+
+__all__ = ["PAIRS", "Record", "Tag"]
+
+#: Maximum number of pairs for which the mask is kept.
+PAIRS = 2**24
+_COPIES = {
+    *("clone", "_reshape_copy", "repeat", "expand_copy", "contiguous", "cat", "stack"),
+    *("index", "index_select", "gather"),
+}
+
+
+@dataclass(eq=False)
+class Tag:
+    """Facts about a storage. ``parts`` are tags of operands, ``source`` is the tensor that was repeated."""
+
+    made: Place | None
+    seconds: float
+    parts: tuple[Tag, ...] = ()
+    scores: Attention | None = None
+    repeated: tuple[Place | None, int] | None = None
+    source: Tensor | None = None
+    copied: tuple[Place | None, int] | None = None
+    upcast: Place | None = None
+    sources: frozenset[str] = frozenset()
+    overflow: Overflow | None = None
+
+    @property
+    def all_seconds(self) -> float:
+        """Time to create it and its operands. An operand that is used twice counts once."""
+        found, todo = set[Tag](), [self]
+        while todo:
+            tag = todo.pop()
+            todo += [x for x in tag.parts if x not in found and tag not in found]
+            found.add(tag)
+        return sum(x.seconds for x in found)
+
+
+class Record:
+    """State of a watched step.
+
+    Attributes:
+        batch: Batch size.
+        function: The watcher of torch functions.
+        calls: Attention calls so far.
+        tags: Facts about each storage.
+        repeats: Products that are computed again.
+        keeps_keys: Keep the keys of each call. Otherwise only keys that differ in number from the queries
+            are kept.
+    """
+
+    def __init__(self, batch: int, named: Mapping[str, Tensor] | None) -> None:
+        self.batch, self.function, self.repeats = batch, Function(), Repeats()
+        self.calls: list[Attention] = []
+        self.keeps_keys = False
+        self.tags: dict[int, Tag] = {
+            storage(x): Tag(None, 0.0, sources=frozenset([name]))
+            for name, x in (named or {}).items()
+            if is_plain(x)
+        }
+
+    def tag(
+        self, name: str, x: Tensor, inputs: list[Tensor], known: list[Tag], place: Place | None, spent: float
+    ) -> Tag:
+        """Describe how an operator made a tensor."""
+        # The time to create a mask includes the time to create its operands.
+        like = (self.tags.get(storage(y)) for y in inputs if y.numel() >= x.numel())
+        tag = Tag(place, spent, tuple(t for t in like if t is not None))
+        tag.sources = tag.sources.union(*(t.sources for t in known))
+        if x.is_floating_point() and x.dim() > 1:
+            floats = [y.itemsize for y in inputs if y.is_floating_point() and y.dim() > 1]
+            same = next((t.upcast for t in known if t.upcast is not None), None)
+            narrow, wide = min(floats, default=0), max(floats, default=0)
+            tag.upcast = place if 0 < narrow < x.itemsize else same if wide <= x.itemsize else None
+        if name in _COPIES and inputs:
+            size, source = x.numel() * x.element_size(), inputs[0]
+            before = next((t for t in known if t.repeated), None)
+            tag.repeated, tag.source = (
+                (before.repeated, before.source) if before is not None else (None, None)
+            )
+            joins = name in ("cat", "stack")
+            twice = joins and len({storage(y) for y in inputs}) < len(inputs)
+            if (not joins and x.numel() >= 2 * max(distinct(source), 1)) or twice:
+                tag.repeated, tag.source = (place, size), source.detach()
+            elif name == "clone" and not source.is_contiguous() and x.is_contiguous() and is_direct():
+                tag.copied = (place, size)
+        return tag
+
+    def copied_into(self, x: Tensor, source: Tensor, place: Place | None) -> None:
+        """Note a copy into memory that was made for it."""
+        tag = self.tags.get(storage(x))
+        whole = x.is_contiguous() and x.numel() * x.element_size() == x.untyped_storage().nbytes()
+        if tag is None or not whole or x.dim() < 3 or not is_direct():
+            return
+        if x.numel() >= 2 * max(distinct(source), 1):
+            tag.repeated, tag.source = (place, x.numel() * x.element_size()), source.detach()
+        elif x.shape == source.shape and not source.is_contiguous():
+            tag.copied = (place, x.numel() * x.element_size())
+
+    def operands(self, call: Attention, inputs: list[Tensor]) -> None:
+        """Record how q, k or v were made."""
+        for x in inputs:
+            tag = self.tags.get(storage(x))
+            if tag is not None:
+                call.repeated = call.repeated or tag.repeated
+                if tag.repeated is not None and tag.source is not None:
+                    call.head_maps.append(head_map(x.detach(), tag.source, self.batch))
+                call.copied = call.copied or tag.copied
+                call.upcast = call.upcast or tag.upcast
+                call.upcast_bytes += x.numel() * x.element_size() if tag.upcast else 0
+
+    def mask(self, call: Attention, x: Tensor, limit: float | None = None) -> None:
+        """Record the dense mask of a call. Numbers at or below the limit hide, and others are a bias."""
+        tag = self.tags.get(storage(x))
+        call.mask = tuple(x.shape), tag.made if tag else None, x.is_floating_point()
+        call.mask_bytes = distinct(x) * x.element_size()
+        call.mask_seconds = tag.all_seconds if tag else 0.0
+        call.mask_sources |= self.sources(x)
+        if x.is_floating_point():
+            limit = highest_hiding(x) if limit is None else limit
+            call.mask_biases = call.mask_biases or bool(((x != 0) & ~(x <= limit)).any())
+
+    def sources(self, x: Tensor) -> frozenset[str]:
+        """Name the tensors of the batch that a tensor is made from."""
+        tag = self.tags.get(storage(x))
+        return tag.sources if tag is not None else frozenset()
+
+    def see(self, call: Attention, visible: Tensor | None, like: Tensor) -> None:
+        """Store the visible pairs, (B, Sq, Sk), and the queries that see nothing."""
+        if visible is None or prod(visible.shape) > PAIRS or min(like.shape[-2:]) < 1:
+            return
+        visible = (
+            visible.expand(*visible.shape[:-2], *like.shape[-2:]).flatten(0, -3)
+            if visible.dim() > 2
+            else (visible.expand(*like.shape[-2:])[None])
+        )
+        groups = len(like) if like.dim() == 4 and len(like) % self.batch == 0 else self.batch
+        rows = groups if visible.shape[0] % groups == 0 else 1
+        by_head = visible.reshape(rows, -1, *visible.shape[-2:])
+        call.visible = by_head.any(1)
+        call.same_in_heads = bool((by_head.all(1) == call.visible).all())
+        call.hidden = [(int(b), int(s)) for b, s in (~call.visible.any(-1)).nonzero().tolist()]
+
+    @staticmethod
+    def keep(call: Attention, out: Tensor, value: Tensor) -> None:
+        """Keep the result if a query sees no key."""
+        if call.hidden:
+            call.result, call.value = out.detach(), value.detach()

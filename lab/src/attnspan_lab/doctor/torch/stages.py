@@ -1,0 +1,337 @@
+"""The stages of an examination. Each one runs in its own process."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from attnspan_lab.doctor.coverage import Coverage
+from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.guarded import guarded, why_not_made
+from attnspan_lab.doctor.places import lines_of_error
+from attnspan_lab.doctor.torch.cost.gradients import gradient_findings
+from attnspan_lab.doctor.torch.cost.kept_graphs import kept_findings
+from attnspan_lab.doctor.torch.cost.randomness import random_findings
+from attnspan_lab.doctor.torch.cost.recompiles import recompiles_in, tried, tried_break
+from attnspan_lab.doctor.torch.isolation.packing import position_findings
+from attnspan_lab.doctor.torch.masks.call_costs import findings_of, with_caller
+from attnspan_lab.doctor.torch.masks.dense_masks import DenseMasks
+from attnspan_lab.doctor.torch.masks.written_out import WrittenOut
+from attnspan_lab.doctor.torch.matrix import FACTORS, Cell, all_cells, covering, explained, failure, smallest
+from attnspan_lab.doctor.torch.numbers.parity import parity
+from attnspan_lab.doctor.torch.operand_checks import Wiring
+from attnspan_lab.doctor.torch.ranks import compare_ranks
+from attnspan_lab.doctor.torch.recording.attention_call import Attention
+from attnspan_lab.doctor.torch.recording.calls import copied_model
+from attnspan_lab.doctor.torch.recording.compiler import CompilerLog, compile_error
+from attnspan_lab.doctor.torch.recording.watch import Watcher, watching
+from attnspan_lab.doctor.torch.restored_state import State
+from attnspan_lab.doctor.torch.steps import (
+    compiled_form,
+    copied,
+    forward_runs,
+    outcome_of,
+    run_compiled,
+    step_runs,
+)
+from attnspan_lab.doctor.torch.subject import Subject
+from attnspan_lab.doctor.torch.swap import implementation, swapped
+from attnspan_lab.doctor.words import counted, error_text
+from attnspan_lab.zoo.step import Outcome, differences
+from attnspan_lab.zoo.watch import profiled
+
+__all__ = ["STAGES", "Say", "compiled", "cure", "eager", "features", "parity", "ranks"]
+
+Say = Callable[..., None]
+_OPERATOR = "attnspan::attention"
+
+
+def eager(subject: Subject, say: Say, backend: str) -> None:
+    """Watch the model's eager steps."""
+    del backend
+    calls = largest = 0
+    masks, written, coverage = DenseMasks(), WrittenOut(), Coverage()
+    wiring = Wiring(_unused(subject))
+    seen: list[Attention] = []
+
+    def tell(finding: Finding) -> None:
+        say(finding=with_caller(replace(finding, stage="eager"), seen))
+
+    for batch in _distinct(subject):
+        # Each repetition starts with the state that the model has before this batch, such as an empty cache.
+        subject.start, backward = State(subject.model), True
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                subject.step(subject.model, batch)
+        except Exception as error:
+            say(finding=_raised(error, "eager"))
+            if not forward_runs(subject, batch):
+                subject.start = None
+                return
+            backward = False
+        after = State(subject.model)
+        watcher = _watched(subject, batch, coverage, backward=backward)
+        if watcher is None:
+            subject.start = None
+            after.restore()
+            continue
+        seen += watcher.calls
+        has_gradients, leaks = any(x.grad is not None for x in subject.model.parameters()), False
+        left = [k for k, x in subject.model.named_parameters() if x.requires_grad and x.grad is None]
+        wiring.record(subject, batch, watcher.calls, coverage)
+        for finding in findings_of(watcher, subject, batch, masks, written, coverage):
+            leaks = leaks or finding.kind in ("leak", "mask-lost")
+            tell(wiring.explained(finding))
+        for finding in wiring.findings(watcher.calls, coverage, leaks=leaks):
+            tell(finding)
+        positions = () if leaks else position_findings(subject, batch, coverage)
+        for finding in guarded("positions", positions, coverage):
+            tell(finding)
+        if backward:
+            for finding in guarded("random numbers", random_findings(subject, batch), coverage):
+                tell(finding)
+            for finding in guarded("kept tensors", kept_findings(subject, batch), coverage):
+                tell(finding)
+        if has_gradients:
+            gradients = gradient_findings(subject, batch, left, coverage)
+            for finding in guarded("trainable parameters without a gradient", gradients, coverage):
+                tell(finding)
+            coverage.made("gradients", "the backward pass ran")
+        else:
+            why = "no parameter has a gradient" if backward else "the backward pass raises"
+            coverage.absent("gradients", why)
+        say(facts=coverage.facts)
+        calls = max(calls, sum(not x.recomputed for x in watcher.calls))
+        largest = max(largest, watcher.largest)
+        say(facts={"attention calls": calls, "sites": _sites(watcher.calls), "largest tensor": largest})
+        if (picture := _picture(watcher.calls)) is not None:
+            say(facts={"mask": picture})
+        subject.start = None
+        after.restore()
+    for finding in written.findings():
+        tell(finding)
+    for finding in guarded("dense masks", masks.findings(), coverage):
+        tell(finding)
+    for finding in wiring.last(coverage):
+        tell(finding)
+    say(facts=coverage.facts)
+
+
+def _watched(subject: Subject, batch: Any, coverage: Coverage, *, backward: bool) -> Watcher | None:
+    """Run a step again, and watch it. None if it raises, although it did not raise the first time."""
+    try:
+        with watching(subject.rows(batch), subject.named(batch)) as watcher, torch.set_grad_enabled(backward):
+            subject.step(subject.model, batch, backward=backward)
+    except Exception as error:
+        coverage.missed("attention", why_not_made(error))
+        return None
+    return watcher
+
+
+def _unused(subject: Subject) -> torch.nn.Module | None:
+    """Copy the model before its first call. None if the model cannot be copied."""
+    try:
+        return copied_model(subject.model)
+    except Exception:
+        return None
+
+
+def _sites(calls: list[Attention]) -> list[list[str]]:
+    """Count the kernels that ran at each line. Recomputations have lines of their own."""
+
+    def name(x: Attention) -> str:
+        again = ", in the backward pass" if x.recomputed else ""
+        return f"{x.kernel or f'{x.kind}, which stores all scores'}{again}"
+
+    found = Counter((str(x.place or "?"), name(x)) for x in calls)
+    return [[place, kernel, str(count)] for (place, kernel), count in found.items()]
+
+
+def _picture(calls: list[Attention]) -> list[str] | None:
+    """Draw the mask of batch element 0 in the last call, as a string of 0 and 1 for each query."""
+    shown = [x.visible for x in calls if x.visible is not None and max(x.visible.shape[1:]) <= 256]
+    return ["".join("01"[int(x)] for x in row) for row in shown[-1][0].tolist()] if shown else None
+
+
+def _distinct(subject: Subject) -> list[Any]:
+    """Choose a batch of each of three shapes, and a second one with other masks or documents.
+
+    A model that keeps masks by shape is right for the first batch of a shape, and wrong for the second one.
+    """
+    found: dict[Any, Any] = {}
+    second: list[Any] = []
+    for batch in [*subject.more, *subject.batches]:
+        named = subject.named(batch)
+        first = found.setdefault(tuple((k, tuple(x.shape)) for k, x in named.items()), batch)
+        if first is not batch and not second and _masked_otherwise(subject, first, batch):
+            second = [batch]
+    return [*list(found.values())[:3], *second]
+
+
+def _masked_otherwise(subject: Subject, first: Any, batch: Any) -> bool:
+    """Whether two batches of one shape differ in documents or padding."""
+    one, other = subject.declared(first), subject.declared(batch)
+
+    def differ(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
+        return (x is None) != (y is None) or (x is not None and y is not None and not torch.equal(x, y))
+
+    return differ(one.documents, other.documents) or differ(one.valid, other.valid)
+
+
+def _raised(error: BaseException, stage: str) -> Finding:
+    places = lines_of_error(error)
+    remedy = ""
+    if "FlexAttention does not support backward on CPU" in str(error):
+        remedy = "Train on a GPU, or call attnspan.torch.attention, which has a backward pass on CPU"
+    what = f"The model's eager step raises {error_text(error)}"
+    return Finding("error", what, tuple(places[:3]), remedy=remedy, stage=stage)
+
+
+def compiled(subject: Subject, say: Say, backend: str, attention: str = "own") -> None:
+    """Compile the model, unless it compiles itself, and run all batches.
+
+    Args:
+        subject, say, backend: The arguments of every stage.
+        attention: "own", or "identity" to test whether attention causes a failure. The result counts only if
+            no attention call is left.
+    """
+    stage, before = ("compiled", copied(subject)) if attention == "own" else ("without attention", subject)
+    seen = [] if attention == "own" else _attention_in(subject)
+    with swapped(attention), implementation(subject.model, attention):
+        left = [] if attention == "own" else _attention_in(subject)
+        if attention != "own":
+            say(facts={"lines": sorted({line for x in seen for line in x.lines})}, stage=stage)
+        if attention != "own" and (left or not seen):
+            kernels = ", ".join(sorted({x.kernel or x.kind for x in left}))
+            say(facts={"left": kernels or "no attention call was observed"}, stage=stage)
+            return
+        log, error, seconds = run_compiled(subject, backend)
+    say(facts=_counts(log), stage=stage)
+    if attention == "own":  # Without attention, another stage runs at the same time.
+        say(facts=_times(log, seconds), stage=stage)
+        ran = f"{counted(len(seconds), 'batch', 'batches')} of {len(subject.batches)}, traced with {backend}"
+        say(facts={"checked": {"compiler": ran}}, stage=stage)
+    if error is not None:
+        say(finding=replace(compile_error(error, stage), stage=stage))
+    known = dict[Any, Finding]()
+    for finding in log.breaks:
+        if attention == "own":  # A line that breaks the graph in each batch is tried once.
+            key = finding.places[:1], finding.remedy
+            known[key] = known.get(key) or tried_break(finding, log, before, backend)
+            finding = replace(finding, tried=known[key].tried, remedy=known[key].remedy)
+        say(finding=replace(finding, stage=stage))
+    for finding in recompiles_in(log) if len(seconds) == len(subject.batches) else ():
+        if attention == "own":
+            finding = tried(finding, log, before, backend)
+        say(finding=replace(finding, stage=stage))
+
+
+def _attention_in(subject: Subject) -> list[Attention]:
+    """List the attention calls of a forward pass."""
+    batch = subject.batches[0]
+    with watching(subject.rows(batch)) as watcher, torch.no_grad():
+        subject.step(subject.model, batch, backward=False)
+    return watcher.calls
+
+
+def _counts(log: CompilerLog) -> dict[str, int]:
+    return {"graphs": log.forward_graphs, "breaks": len(log.breaks), "recompiles": len(log.recompiles)}
+
+
+def _times(log: CompilerLog, seconds: list[float]) -> dict[str, Any]:
+    return {
+        "compile seconds": log.compile_seconds,
+        "step seconds": seconds,
+        "timeline": [(x.function, x.start, x.end, x.forward, x.operators) for x in log.graphs],
+    }
+
+
+def cure(subject: Subject, say: Say, backend: str) -> None:
+    """Run compiled steps with the model's own attention and with attnspan's, and compare."""
+    after, left = copied(subject), list[Finding]()
+    with swapped("attnspan"), implementation(after.model, "attnspan"):
+        eager(after, lambda **what: left.append(what["finding"]) if "finding" in what else None, backend)
+        found, out, failures = _measured(after, backend)
+    # The model's own attention may crash the process, so attnspan's results are reported first.
+    say(facts={"attnspan": found, "left": [x.label for x in (*left, *failures)]}, stage="cure")
+    before, want, _ = _measured(subject, backend)
+    say(facts={"own": before}, stage="cure")
+    if after is subject:
+        why = "the model cannot be copied, so the steps with attnspan's attention may have changed it"
+        say(facts={"unchecked": {"differences from attnspan's attention": why}}, stage="cure")
+        return
+    if want is None or out is None:
+        return
+    output, gradient = differences(out, want)
+    say(facts={"difference": [output, gradient]}, stage="cure")
+
+
+def _measured(subject: Subject, backend: str) -> tuple[dict[str, Any], Outcome | None, list[Finding]]:
+    """Measure breaks, recompilations and graphs of all batches, and time and memory of the last step."""
+    log, error, _ = run_compiled(subject, backend)
+    found: dict[str, Any] = {**_counts(log), "error": str(error)[:200] if error else ""}
+    failures = [*log.breaks, *recompiles_in(log)]
+    if error is not None:
+        return found, None, [compile_error(error, "cure"), *failures]
+    model, batch = compiled_form(subject.model, backend), subject.batches[-1]
+    with torch.set_grad_enabled(step_runs(subject, batch)):
+        outcome = outcome_of(subject, model, batch)
+        seconds = []
+        for _ in range(5):
+            start = time.perf_counter()
+            subject.step(model, batch)
+            seconds.append(time.perf_counter() - start)
+        _, calls, peak = profiled(lambda: subject.step(model, batch))
+    found |= {"step seconds": min(seconds), "peak bytes": peak, "attnspan calls": calls.get(_OPERATOR, 0)}
+    return found, outcome, failures
+
+
+def features(subject: Subject, say: Say, backend: str) -> None:
+    """Combine compiler and checkpointing, and find the smallest combination that fails."""
+    known: dict[Cell, str] = {}
+
+    def said_of(cell: Cell) -> str:
+        if cell not in known:
+            known[cell] = failure(cell, subject, backend)
+            say(cell={**asdict(cell), "ranks": "one", "result": known[cell]})
+        return known[cell]
+
+    failing = next((x for x in covering(all_cells(Cell, FACTORS)) if said_of(x)), None)
+    if failing is not None:
+        least = smallest(failing, lambda x: bool(said_of(x)))
+        what, cause, remedy = explained(least, said_of(least))
+        say(finding=Finding("combination", what, (), (said_of(least),), cause, remedy, stage="features"))
+
+
+def ranks(subject: Subject, say: Say, backend: str) -> None:
+    """Compare the model's step on two ranks with the step on one."""
+    del backend
+    step = subject.expected.get("step")
+    if step is None:
+        what = "No step to compare: the third value of the factory has no 'step'"
+        say(
+            finding=Finding(
+                "environment", what, remedy="Return a function step(batch, mesh) that returns named tensors"
+            )
+        )
+        return
+    for finding in compare_ranks(subject):
+        say(finding=replace(finding, stage="ranks"))
+
+
+#: The function of each stage.
+STAGES: dict[str, Callable[[Subject, Say, str], None]] = {
+    "eager": eager,
+    "compiled": compiled,
+    "without attention": partial(compiled, attention="identity"),
+    "parity": parity,
+    "cure": cure,
+    "features": features,
+    "ranks": ranks,
+}

@@ -1,0 +1,386 @@
+"""The subject of an examination: a model and its batches, from a factory, a library or a script."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from attnspan_lab.doctor.places import is_users
+from attnspan_lab.doctor.torch.cost.kept_graphs import detached
+from attnspan_lab.doctor.torch.isolation.declared import Declared, declared
+from attnspan_lab.doctor.torch.restored_state import State
+from attnspan_lab.doctor.unfit import Unfit, require
+from attnspan_lab.zoo.step import objective, results_of
+
+__all__ = ["MOST_BATCHES", "Subject", "copied", "load"]
+
+#: Maximum number of batches: more than the compiler's default limit of recompilations.
+MOST_BATCHES = 12
+_FACTORY = "a factory that returns (model, batches), or (model, batches, expectations)"
+_TARGET = "a factory such as file.py:factory, a script, or a class of a library"
+_IN_DIRECTORY = "Name a file in it, and the factory after a colon"
+#: Names of tokens, before or after the embedding.
+_TOKENS = ("input_ids", "inputs_embeds", "hidden_states", "x", "tokens", "idx")
+_EXPECTED = ("causal", "documents", "step", "streaming")
+
+
+@dataclass
+class Subject:
+    """A model and its batches.
+
+    Attributes:
+        model: Called with a batch: ``model(**batch)``, ``model(*batch)`` or ``model(batch)``.
+        batches: The factory's batches, at most `MOST_BATCHES`.
+        expected: The factory's third value. "causal" is a bool. "documents" is a function from a batch to the
+            document number of each token, integer (B, S). "step" is a function for
+            `attnspan.testing.assert_same_as_one_rank`. "streaming" is a bool: queries must not see later
+            tokens of another sequence.
+        target: Name that the subject was loaded by.
+        more: Batches of other kinds, only for eager steps.
+        first: Name of the tokens, if the batch has several sequences.
+        start: State of the model that each call of it begins with, or None to leave the model as it is.
+    """
+
+    model: nn.Module
+    batches: list[Any]
+    expected: dict[str, Any] = field(default_factory=dict)
+    target: str = ""
+    more: list[Any] = field(default_factory=list)
+    first: str = ""
+    start: State | None = None
+
+    def restore(self) -> None:
+        """Put the model's state back to the start, so that a repeated step is the same step."""
+        if self.start is not None:
+            self.start.restore()
+
+    def call(self, model: Callable[..., Any], batch: Any) -> Any:
+        """Call the model with a copy of a batch."""
+        if model is self.model:
+            self.restore()
+        batch = tree_map(copied, batch)
+        if isinstance(batch, Mapping):
+            return model(**batch)
+        return model(*batch) if isinstance(batch, Sequence) else model(batch)
+
+    def results(self, out: Any, batch: Any) -> dict[str, Tensor]:
+        """Select the floating-point results of a model without padding rows. A scalar loss is kept."""
+        found = results_of(out, batch if isinstance(batch, Mapping) else {})
+        leaves = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.is_floating_point()]
+        return found or {str(i): x for i, x in enumerate(leaves)}
+
+    def step(self, model: Callable[..., Any], batch: Any, *, backward: bool = True) -> dict[str, Tensor]:
+        """Run one step. It returns the results and leaves gradients in the parameters, if there are any."""
+        self.model.zero_grad(set_to_none=True)
+        results = self.results(self.call(model, batch), batch)
+        if backward and any(x.requires_grad for x in results.values()):
+            objective(results).backward()  # type: ignore[no-untyped-call]
+        return results
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Read the gradients that the last step left in the parameters, as float64."""
+        return {name: x.grad.double() for name, x in self.model.named_parameters() if x.grad is not None}
+
+    def copy(self) -> Subject:
+        """Copy the subject, so that its model can be changed. Modules that cannot be copied raise."""
+        self.restore()
+        return replace(
+            self, model=copy.deepcopy(self.model, detached(self.model)), target="", more=[], start=None
+        )
+
+    def named(self, batch: Any) -> dict[str, Any]:
+        """Name the tensors of a batch by key, by the parameter that receives it, or by position."""
+        listed = zip(self._names(), _listed(batch), strict=False)
+        items = batch.items() if isinstance(batch, Mapping) else listed
+        return {str(name): x for name, x in items if isinstance(x, Tensor)}
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names of the arguments of the model's forward pass."""
+        return list(inspect.signature(type(self.model).forward).parameters)
+
+    def _names(self) -> Iterator[str]:
+        """Yield the names of the model's positional parameters, and then numbers."""
+        parameters = inspect.signature(type(self.model).forward).parameters.values()
+        own = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD][1:]
+        yield from own
+        yield from map(str, count(len(own)))
+
+    def rows(self, batch: Any) -> int:
+        """Return the batch size: the first dimension of the tokens, or else of the batch's first tensor."""
+        if (found := self.tokens(batch)) is not None:
+            return found[1].shape[0] or 1
+        return next((len(x) for x in self.named(batch).values() if x.dim()), 1) or 1
+
+    def tokens(self, batch: Any) -> tuple[str, Tensor] | None:
+        """Find the tensor (B, S) or (B, S, D) of tokens, with its name. Packed tokens (S,) have B = 1."""
+        named = self.named(batch)
+        first = [x for x in (self.first, *_TOKENS) if x in named]
+        for name in [*first, *named]:
+            x = named[name]
+            if (x.dim() == 2 and not x.is_floating_point() and x.dtype != torch.bool) or (
+                x.dim() == 3 and x.is_floating_point()
+            ):
+                return name, x
+            if name in first and x.dim() == (2 if x.is_floating_point() else 1):
+                return name, x[None]
+        return None
+
+    def with_tokens(self, batch: Any, name: str, tokens: Tensor) -> Any:
+        """Replace the tokens of a batch."""
+        before = self.named(batch)[name]
+        tokens = tokens.reshape(before.shape)
+        if isinstance(batch, Mapping):
+            return {**batch, name: tokens}
+        listed = [tokens if x is before else x for x in _listed(batch)]
+        return tokens if isinstance(batch, Tensor) else listed
+
+    def declared(self, batch: Any) -> Declared:
+        """Read documents, padding and masks of pairs from a batch with tokens."""
+        tokens = self.tokens(batch)
+        if tokens is None:
+            return Declared()
+        given = self.expected.get("documents")
+        documents = None if given is None else torch.as_tensor(given(batch))
+        rows, length = tokens[1].shape[:2]
+        return declared(self.named(batch), (rows, length), documents)
+
+    def masks(self, batch: Any) -> list[Tensor]:
+        """List the padding masks of a batch, bool (B, S). True marks real tokens."""
+        return [
+            x == 0 if "padding" in name else x != 0
+            for name, x in self.named(batch).items()
+            if "mask" in name and x.dim() == 2 and bool(((x == 0) | (x == 1)).all())
+        ]
+
+    @property
+    def title(self) -> str:
+        """Name of the model's class."""
+        return type(self.model).__name__
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the model declares that tokens do not see later tokens."""
+        if "causal" in self.expected:
+            return bool(self.expected["causal"])
+        config = getattr(self.model, "config", None)
+        decoder = bool(getattr(config, "is_decoder", False)) and not getattr(
+            config, "is_encoder_decoder", False
+        )
+        return decoder or "CausalLM" in type(self.model).__name__
+
+
+def copied(x: Any) -> Any:
+    """Copy a tensor or a cache of a batch, which a call may change."""
+    if isinstance(x, Tensor):
+        return x.clone()
+    if not isinstance(x, nn.Module) and not (hasattr(x, "__dict__") and _is_users(type(x))):
+        return x
+    try:
+        return copy.deepcopy(x)
+    except Exception:  # The object cannot be copied, so the call gets it as it is.
+        return x
+
+
+def _is_users(kind: type) -> bool:
+    try:
+        return is_users(inspect.getfile(kind))
+    except (TypeError, OSError):
+        return False
+
+
+def _listed(batch: Any) -> list[Any]:
+    return list(batch) if isinstance(batch, (tuple, list)) else [batch]
+
+
+def load(target: str, arguments: Sequence[str] = ()) -> Any:
+    """Load the subject that a name stands for.
+
+    Args:
+        target: One of: ``package.module:factory`` or ``file.py:factory``; a class of transformers or
+            diffusers, which is built tiny; a script ``train.py``, whose first compiled model is examined.
+        arguments: Arguments of the script.
+
+    Returns:
+        A `Subject`, or an `attnspan_lab.doctor.jax.JaxSubject` if the factory returns a function for JAX.
+
+    Raises:
+        OptionError: The module, function or class does not exist, or a factory returns something else.
+            Exceptions of the factory itself are passed on.
+    """
+    _check_path(target)
+    if target.endswith(".py") and ":" not in target:
+        return _of_script(target, arguments)
+    if ":" not in target:
+        from attnspan_lab.doctor.torch.library import of_library
+
+        try:
+            model, batches, more = of_library(target)
+        except Unfit:
+            require(not Path(target).is_dir(), target, _TARGET, "a directory", _IN_DIRECTORY)
+            raise
+        return Subject(model, batches, target=target, more=more)
+    module, _, name = target.rpartition(":")
+    pid = os.getpid()
+    made = _attribute(_module(module), module, name)
+    made = made() if callable(made) and not isinstance(made, nn.Module) else made
+    if os.getpid() != pid:
+        os._exit(0)  # The factory forked and returned in both processes. Only the parent goes on.
+    if _is_jax(made):
+        from attnspan_lab.doctor.jax.subject import jax_subject
+
+        return jax_subject(made, target)
+    return _subject(made, target)
+
+
+def _check_path(target: str) -> None:
+    """Raise for notebooks, and for paths of directories. A bare name may also be a module or a class."""
+    path = target.rpartition(":")[0] or target
+    remedy = f"Export it with: jupyter nbconvert --to script {path}. Or write a module with a factory"
+    require(not path.endswith(".ipynb"), target, _TARGET, "a notebook, which is not supported", remedy)
+    is_path = "/" in path or path in (".", "..")
+    require(not (is_path and Path(path).is_dir()), target, _TARGET, "a directory", _IN_DIRECTORY)
+
+
+def _is_jax(made: Any) -> bool:
+    """Whether the result of a factory is for JAX. Torch models do not import JAX."""
+    if "jax" not in sys.modules:
+        return False
+    from attnspan_lab.doctor.jax.subject import is_jax
+
+    return is_jax(made)
+
+
+def _module(name: str) -> Any:
+    if name.endswith(".py"):
+        path = Path(name).resolve()
+        require(path.is_file(), name, "a file", "none", "Pass the path of a file, or the name of a module")
+        sys.path.insert(0, str(path.parent))
+        name = path.stem
+    else:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        own = error.name is not None and (name == error.name or name.startswith(f"{error.name}."))
+        if not own:
+            raise
+        got, remedy = f"no module {error.name!r}", "Run from the folder that holds it, or install its package"
+        raise Unfit(name, expected="a module", got=got, remedy=remedy) from None
+
+
+def _attribute(module: Any, where: str, name: str) -> Any:
+    found = getattr(module, name, None)
+    if found is not None:
+        return found
+    # A folder without __init__.py is imported as a module without a file.
+    is_file = getattr(module, "__file__", None) is not None
+    require(is_file, where, _TARGET, "a directory", _IN_DIRECTORY)
+    known = [k for k, x in vars(module).items() if _is_own_factory(module, k, x)]
+    similar = get_close_matches(name, known, 1)
+    remedy = "Write a function of the module after the colon"
+    remedy = f"Did you mean {where}:{similar[0]}" if similar else remedy
+    has = f"the module {where} has only {', '.join(known[:12])}" if known else f"the module {where} has none"
+    raise Unfit(where, expected=f"a factory named {name!r}", got=f"none: {has}", remedy=remedy)
+
+
+def _is_own_factory(module: Any, name: str, x: Any) -> bool:
+    """Whether a module defines a function that may be meant as a factory."""
+    return inspect.isfunction(x) and x.__module__ == module.__name__ and not name.startswith("_")
+
+
+def _subject(made: Any, what: str) -> Subject:
+    kind = "None" if made is None else type(made).__name__
+    got = f"a tuple of {len(made)}" if isinstance(made, tuple) else kind
+    fits = isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0])
+    require(fits, what, _FACTORY, got, "Return the model and the batches in a tuple")
+    model, batches, *rest = made
+    require(
+        isinstance(model, nn.Module), what, "a torch.nn.Module first", type(model).__name__, "Wrap it in one"
+    )
+    expected: Mapping[str, Any] = rest[0] if rest else {}
+    known = isinstance(expected, Mapping) and set(expected) <= set(_EXPECTED)
+    wanted = f"expectations, a dict with some of {', '.join(_EXPECTED)}"
+    require(known, what, wanted, str(expected)[:80], "Use only these keys")
+    wanted = "an iterable of batches: dicts of arguments, tuples, or tensors"
+    iterable = isinstance(batches, Iterable) and not isinstance(batches, (Tensor, Mapping, str))
+    require(iterable, what, wanted, type(batches).__name__, "Return a list of batches, or a generator")
+    taken = list(islice(batches, MOST_BATCHES))
+    require(
+        taken,
+        what,
+        wanted,
+        "no batch",
+        "Yield at least one batch. Batches of different lengths show recompilations",
+    )
+    for batch in taken:
+        fits = isinstance(batch, (Mapping, tuple, list, Tensor))
+        require(fits, what, wanted, f"a batch of type {type(batch).__name__}", "Yield such batches")
+    return Subject(model, taken, dict(expected), what)
+
+
+class _Found(BaseException):
+    """Ends a script after enough calls of its compiled model."""
+
+
+def _of_script(path: str, arguments: Sequence[str]) -> Subject:
+    """Run a script until its first compiled model was called with enough batches, or until it ends."""
+    require(Path(path).is_file(), path, "a script", "no such file", "Pass the path as you would to python")
+    seen, before = Subject(nn.Identity(), []), (torch.compile, nn.Module.compile, sys.argv)
+
+    def record(model: nn.Module, args: Any, kwargs: Any) -> None:
+        batch = dict(kwargs) if kwargs and not args else _bound(model, args, kwargs)
+        seen.batches.append(tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, batch))
+        if len(seen.batches) >= MOST_BATCHES:
+            raise _Found
+
+    def watched(model: Any = None, **options: Any) -> Any:
+        """Return the model itself, uncompiled, and record the batches that it is called with."""
+        if not isinstance(model, nn.Module) or seen.model is model or hooks:
+            return before[0](model, **options)
+        seen.model = model
+        # The result of torch.compile has the model under this name.
+        model.__dict__["_orig_mod"] = model
+        hooks.append(model.register_forward_pre_hook(record, with_kwargs=True))
+        return model
+
+    hooks: list[Any] = []
+    left: Any = None
+    torch.compile, sys.argv = watched, [path, *arguments]
+    nn.Module.compile = lambda self, **options: watched(self, **options) and None  # type: ignore[method-assign]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except _Found:
+        pass
+    except SystemExit as end:
+        left = end.code
+    finally:
+        torch.compile, nn.Module.compile, sys.argv = before  # type: ignore[method-assign]
+        for hook in hooks:
+            hook.remove()
+        seen.model.__dict__.pop("_orig_mod", None)
+    got = f"none that was called before the script ended with {left!r}" if left else "none that was called"
+    remedy = "Compile a model with torch.compile(model) and call it, or pass a factory"
+    require(seen.batches, path, "a script that compiles a model", got, remedy)
+    return seen
+
+
+def _bound(model: nn.Module, args: Any, kwargs: Any) -> Any:
+    if not kwargs:
+        return args
+    return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
