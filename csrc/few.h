@@ -280,7 +280,7 @@ class FewQueries : FewTiles<E> {
   // As the tiles of many queries, but each block is packed right before it is used, if at all.
   void by_blocks(const Unit& u, const KeyValues<T>& x, int64_t first, int64_t last, const Own& o) const {
     using Few = Straight<T, E, Tiles::ldp, Tiles::ldq>;
-    static_assert(Few::together <= E::strip, "a strip has room for rows that are worked on together");
+    static_assert(Few::at_once <= E::strip, "a strip has room for rows that are worked on together");
     [[maybe_unused]] const typename E::Session session;
     const bool straight = Few::serves(u.rows, a.head_dim, a.v_dim);
     for (int64_t key = first; key < last; key += block) {
@@ -290,8 +290,8 @@ class FewQueries : FewTiles<E> {
         k.find(x.k, key, valid, n, x.dim, true, reinterpret_cast<T*>(o.keys));
         v.find(x.v, key, valid, valid, x.v_dim, false, reinterpret_cast<T*>(o.values));
         for (int64_t from = 0, rows; from < u.rows; from += rows) {
-          rows = min(Few::together, u.rows - from);
-          Few::scores(o.q + from * depth, depth, k, x.dim, rows, n, o.scores, this->lds, o.q_lines);
+          rows = min(Few::at_once, u.rows - from);
+          Few::scores(o.q + from * depth, depth, k, x.dim, rows, n, o.scores, this->lds, o.q_lines, o.k);
           this->ready_strip(u, from, rows, key, n, o);
           Few::values(o.p, v, x.v_dim, rows, valid, o.out + from * v_cols, v_cols);
         }

@@ -55,6 +55,12 @@ struct Straight {
   using Line = typename Step<C>::Line;
   static constexpr int64_t pair = E::pair, line = 64 / sizeof(T);
   static constexpr int64_t width = Vec::width, together = width == 16 ? 16 : 8;  // rows whose sums registers hold
+  // With 16 registers of 8 floats, a tile of few rows and two vectors reads less of A for each product than one of 8
+  // rows and one vector. Keys must be copied for it.
+  static constexpr bool wide_tiles = width == 8;
+  static constexpr int64_t at_once = wide_tiles ? E::strip : together;
+  // 4 or 8 rows fill the tiles that need no copy.
+  static bool copies_keys(int64_t rows) { return rows > 4 && rows != 8; }
   static constexpr int64_t ahead = Groups<T>::ahead;  // line after line, or no hardware helps
 
   // Whole lines only. More rows are packed, which costs them little.
@@ -62,9 +68,11 @@ struct Straight {
     return rows <= (width > 4 ? 4 * together : together) && dim % line == 0 && v_dim % width == 0;
   }
 
-  // Scores of at most `together` rows of A and the keys of n / 16 groups. There is room for these rows.
+  // Scores of at most `at_once` rows of A and the keys of n / 16 groups. There is room for these rows, or 16 keys.
   static void scores(const C* q, int64_t stride_of_q, const Groups<T>& k, int64_t dim, int64_t rows, int64_t n,
-                     float* s, int64_t lds, C* rows_of_q) {
+                     float* s, int64_t lds, C* rows_of_q, [[maybe_unused]] C* copy) {
+    if constexpr (wide_tiles)
+      if (copies_keys(rows)) return scores_of_copies(q, stride_of_q, k, dim, rows, n, s, lds, copy);
     for (int64_t m = 0; m < rows; ++m)
       std::memcpy(rows_of_q + m * ldq, q + m * stride_of_q, static_cast<size_t>(dim) * sizeof(C));
     in_groups(rows, [&](auto count, int64_t m) { scores_of<count>(rows_of_q + m * ldq, k, dim, n, s + m * lds, lds); });
@@ -72,8 +80,9 @@ struct Straight {
   // Adds weights times values, in one sum.
   static void values(const C* p, const Groups<T>& v, int64_t dim, int64_t rows, int64_t valid, float* out,
                      int64_t ldo) {
-    in_groups(rows, [&](auto count, int64_t m) {
-      constexpr int64_t wide = max(1, min(8, together / std::bit_ceil(uint64_t{count})));  // vectors of a tile
+    in_groups<wide_tiles ? 6 : together>(rows, [&](auto count, int64_t m) {
+      // Vectors of a tile.
+      constexpr int64_t wide = count == 6 ? 2 : max(1, min(8, together / std::bit_ceil(uint64_t{count})));
       const C* weights = p + m * ldp;
       float* to = out + m * ldo;
       int64_t d = 0;
@@ -83,11 +92,11 @@ struct Straight {
   }
 
  private:
-  // 16, 8, 4, 3, 2 and 1 of at most `together` rows.
+  // Tiles of R rows, then of fewer: of 16, 8, 4, 3, 2 and 1, or of 6, 4, 3, 2 and 1.
   template <int R = together, class Use>
   static void in_groups(int64_t rows, const Use& use, int64_t m = 0) {
-    if (rows - m >= R) use(std::integral_constant<int, R>{}, m), m += R;
-    if constexpr (R > 1) in_groups<R == 4 ? 3 : R == 3 ? 2 : R / 2>(rows, use, m);
+    for (; rows - m >= R; m += R) use(std::integral_constant<int, R>{}, m);
+    if constexpr (R > 1) in_groups<R == 6 ? 4 : R == 4 ? 3 : R == 3 ? 2 : R / 2>(rows, use, m);
   }
   static Line as_line(Vec x) {
     if constexpr (pair == 1)
@@ -96,24 +105,38 @@ struct Straight {
       return reinterpret_cast<Line>(x.v);
   }
 
+  // The keys that come `ahead` of some: their lines are asked for, 16 bytes of each row at a time.
+  class Soon {
+   public:
+    Soon(const Groups<T>& groups, int64_t j, int64_t dim) : dim_(dim), left_(dim) {
+      const auto [first, stride] = groups.at(j + ahead);
+      at_ = first, gap_ = stride - dim;
+    }
+    [[gnu::always_inline]] void fetch() {
+#pragma GCC unroll 4
+      for (int i = 0; i < width / 4; ++i) {
+        __builtin_prefetch(at_);
+        at_ += line, left_ -= line;
+        if (left_ == 0) left_ = dim_, at_ += gap_;
+      }
+    }
+
+   private:
+    const T* at_;
+    int64_t dim_, left_, gap_;  // `left_` elements of its row
+  };
+
   template <int R>
   [[gnu::noinline]] static void scores_of(const C* q, const Groups<T>& groups, int64_t dim, int64_t n, float* s,
                                           int64_t lds) {
     for (int64_t j = 0; j < n; j += width) {
       const auto [k, stride] = groups.at(j);
-      const auto [soon, step] = groups.at(j + ahead);
       Vec sum[R];
 #pragma GCC unroll 16
       for (auto& x : sum) x = zero();
-      const T* fetched = soon;
-      int64_t left = dim;  // elements of its row
+      Soon soon(groups, j, dim);
       for (int64_t d = 0; d < dim; d += Pack::in_block) {
-#pragma GCC unroll 4
-        for (int i = 0; i < width / 4; ++i) {  // 16 bytes of each row
-          __builtin_prefetch(fetched);
-          fetched += line, left -= line;
-          if (left == 0) left = dim, fetched += step - dim;
-        }
+        soon.fetch();
         Pack::steps(k + d, stride, [&](int i, Vec keys) {
 #pragma GCC unroll 16
           for (int m = 0; m < R; ++m)
@@ -122,6 +145,22 @@ struct Straight {
       }
 #pragma GCC unroll 16
       for (int m = 0; m < R; ++m) store(s + m * lds + j, sum[m]);
+    }
+  }
+
+  // Sixteen keys are copied as a panel of B, which stays in the nearest cache while all rows are multiplied with it.
+  [[gnu::noinline]] static void scores_of_copies(const C* q, int64_t stride_of_q, const Groups<T>& groups, int64_t dim,
+                                                 int64_t rows, int64_t n, float* s, int64_t lds, C* copy) {
+    for (int64_t j = 0; j < n; j += panel) {
+      for (int64_t half = 0; half < panel; half += width) {
+        const auto [k, stride] = groups.at(j + half);
+        Soon soon(groups, j + half, dim);
+        for (int64_t d = 0; d < dim; d += Pack::in_block) {
+          soon.fetch();
+          Pack::steps(k + d, stride, [&](int i, Vec keys) { store(copy + (d + i) * panel + half, keys); });
+        }
+      }
+      E::product({q, stride_of_q}, {copy, 0}, s + j, lds, rows, panel, dim, false);
     }
   }
 
