@@ -79,8 +79,5 @@ def test_each_kind_with_code_is_applied():
     # test_scales.py, test_wasteful.py, test_vain.py and test_reaching.py run these.
     pairs = (*wasteful.PAIRS.values(), *vain.PAIRS.values(), *reaching.PAIRS.values())
     twins |= {kind for kind, *_ in pairs} | {"scale"}
-    jax_missed = pytest.importorskip("jax_missed", exc_type=ImportError)
-    in_jax = {kind for kind, *_ in jax_missed.FAULTS.values()} | {
-        "discarded"
-    }  # test_jax_missed.py runs these.
+    in_jax = pytest.importorskip("test_jax_faults", exc_type=ImportError).APPLIED
     assert set(KINDS) - applied - ADVICE - timing - ranks - twins - in_jax == set()
