@@ -25,6 +25,7 @@ from jax_samples import (
     projected,
     qkv,
     spans,
+    subject,
     tokens,
     variables,
     written,
@@ -208,7 +209,7 @@ def table_of_a_jitted_function(well: int) -> JaxSubject:
     table = jnp.ones((20_000, 32))
     attend = functools.partial(plain, is_causal=True)
     step = jax.jit(lambda w, tokens: model(attend)(w, tokens) + table[tokens].sum())  # sick
-    return JaxSubject(step, [{"tokens": tokens()}], variables(), causal=True)
+    return subject(step)
 
 
 # Attention that is thrown away
@@ -230,7 +231,7 @@ def chosen(choose: Any) -> Any:
             flags = jnp.array([True, True, False])
             return lax.scan(layer, w["embed"][tokens], ({n: w[n] for n in "qkv"}, flags))[0] @ w["head"]
 
-        return JaxSubject(step, [{"tokens": tokens()}], variables(layers=3), causal=True)
+        return subject(step, w=variables(layers=3))
 
     made.__name__, made.__wrapped__ = choose.__name__, choose  # type: ignore[attr-defined]
     remedy = "jax.lax.cond(condition, one, other, q, k, v)"
@@ -285,7 +286,7 @@ def loop(step: Callable[..., Any], again: bool = False) -> JaxSubject:
             logits.append(out)
         return jnp.stack(logits, 1)
 
-    return JaxSubject(score, [{"tokens": tokens(3)}], variables(), causal=True)
+    return subject(score, tokens=tokens(3))
 
 
 def given(step: Callable[..., Any], *layers: int) -> JaxSubject:
@@ -371,7 +372,7 @@ def cache_that_is_returned_too() -> JaxSubject:
 def new_weights() -> JaxSubject:
     """A training step returns new weights, which it does not write into the old ones."""
     step = jax.jit(lambda w, tokens: jax.tree.map(lambda x: x * (1 + tokens.sum()), w))
-    return JaxSubject(step, [{"tokens": tokens()}], variables() | {"more": jnp.ones((128, 128))})
+    return subject(step, None, variables() | {"more": jnp.ones((128, 128))})
 
 
 KEPT = (cache_that_is_read, cache_that_is_used_twice, cache_that_is_returned_too, new_weights)

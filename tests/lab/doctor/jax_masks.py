@@ -30,6 +30,7 @@ from jax_samples import (
     scanned,
     spans,
     step_of,
+    subject,
     tokens,
     variables,
     written,
@@ -59,8 +60,7 @@ def mask_argument(well: int) -> JaxSubject:
     if well:
         return step_of(spans if well == 1 else written)
     step = model(lambda q, k, v, mask: dense(q, k, v, mask))  # sick
-    batch = {"tokens": tokens(), "mask": jnp.broadcast_to(below(LENGTH), (BATCH, 1, LENGTH, LENGTH))}
-    return JaxSubject(step, [batch], variables(), causal=True)
+    return subject(step, mask=jnp.broadcast_to(below(LENGTH), (BATCH, 1, LENGTH, LENGTH)))
 
 
 @attends("dense-mask", applied=False)
@@ -85,8 +85,7 @@ def mask_of_the_longest_context(well: int = 0) -> JaxSubject:
         n = q.shape[1]
         return plain(q, k, v, is_causal=True) if well else plain(q, k, v, mask=CAUSAL[:, :, :n, :n])  # sick
 
-    step = jax.jit(scanned(attend, jax.checkpoint))
-    return JaxSubject(step, [{"tokens": tokens()}], variables(layers=2), causal=True)
+    return subject(jax.jit(scanned(attend, jax.checkpoint)), w=variables(layers=2))
 
 
 @fault("constant", CAPTURED, "is_causal=True")
@@ -144,8 +143,7 @@ def mask_of_three_axes(well: int) -> JaxSubject:
         mask = same(segment_ids) if well else same(segment_ids)[:, 0]
         return plain(q, k, v, mask=mask, is_causal=True)  # sick
 
-    batch = {"tokens": tokens(batch=4), "segment_ids": jnp.asarray(ids)}
-    return JaxSubject(model(attend), [batch], variables(), causal=True)
+    return step_of(attend, tokens=tokens(batch=4), segment_ids=ids)
 
 
 @fault("leak", "A mask made from segment_ids reaches this call", "segments(segment_ids)")
@@ -154,9 +152,7 @@ def ids_of_the_next_token(well: int) -> JaxSubject:
         mask = same(segment_ids[:, :-1] if well else segment_ids[:, 1:])
         return model(lambda q, k, v: plain(q, k, v, mask=mask, is_causal=True))(w, tokens[:, :-1])  # sick
 
-    return JaxSubject(
-        step, [{"tokens": tokens(), "segment_ids": jnp.asarray(DOCUMENTS)}], variables(), causal=True
-    )
+    return subject(step, **IDS)
 
 
 class Dropped(nnx.Module):
@@ -175,8 +171,7 @@ class Dropped(nnx.Module):
 
 @fault("leak", "No mask that separates documents", "segments(segment_ids)", at=Dropped)
 def causal_mask_of_flax_only(well: int) -> Any:
-    batch = {"tokens": tokens(), "segment_ids": jnp.asarray(DOCUMENTS)}
-    return Dropped(well, nnx.Rngs(0)), [batch], {"causal": True}
+    return Dropped(well, nnx.Rngs(0)), [{"tokens": tokens()} | IDS], {"causal": True}
 
 
 # Later tokens
@@ -219,7 +214,12 @@ def encoder_as_a_decoder(well: int) -> Any:
     return module.bind(module.init(jax.random.key(0), **batch)), [batch], {"causal": True}
 
 
-@fault("causal-alignment", "their own keys have higher numbers", "mask=causal()", "k_len - q_len")
+@fault(
+    "causal-alignment",
+    "their own keys have higher numbers",
+    "mask=causal()",
+    "number of cached keys",
+)
 def causal_with_a_cache(well: int) -> JaxSubject:
     def step(w: Any, tokens: Any, cache: Any) -> Any:
         def attend(q: Any, k: Any, v: Any) -> Any:
@@ -231,7 +231,7 @@ def causal_with_a_cache(well: int) -> JaxSubject:
 
         return model(attend)(w, tokens)
 
-    return JaxSubject(step, [{"tokens": tokens(4), "cache": cached(16)}], variables(), causal=True)
+    return subject(step, tokens=tokens(4), cache=cached(16))
 
 
 # Padding
@@ -305,8 +305,7 @@ def cross(masked: Callable[..., Any]) -> JaxSubject:
         return (x + out.reshape(x.shape)) @ w["head"]
 
     frames = jnp.sin(jnp.arange(BATCH * LENGTH * 32.0)).reshape(BATCH, LENGTH, 32)
-    batch = {"tokens": tokens(), "frames": frames, "frame_mask": jnp.asarray(VALID)}
-    return JaxSubject(step, [batch], variables(), causal=False)
+    return subject(step, False, frames=frames, frame_mask=VALID)
 
 
 def on_keys(mask: Any) -> Any:
@@ -356,5 +355,4 @@ def left_padding_in_a_scan(well: int) -> JaxSubject:
         logits = scanned(attend)(w, tokens, valid=attention_mask > 0)
         return jnp.where(attention_mask[..., None] > 0, logits, 0)
 
-    batch = {"tokens": tokens(), "attention_mask": MASK[:, ::-1]}
-    return JaxSubject(step, [batch], variables(layers=2), causal=True)
+    return subject(step, w=variables(layers=2), attention_mask=MASK[:, ::-1])

@@ -24,6 +24,8 @@ from jax_samples import (
     plain,
     projected,
     same,
+    step_of,
+    subject,
     tokens,
     variables,
     written,
@@ -171,8 +173,7 @@ def spread(attend: Callable[..., Any], keys: Any = SPLIT, out: Any = SPLIT, **mo
 
         return model(lambda q, k, v: run(q, k, v, *given.values()))(w, tokens)
 
-    batch = {"tokens": tokens()} | more
-    return JaxSubject(step, [batch], variables(), causal=not more and out == SPLIT)
+    return subject(step, not more and out == SPLIT, **more)
 
 
 def gathered(positions: Callable[[Any], Any], of_keys: Callable[[Any], Any] | None = None) -> JaxSubject:
@@ -335,7 +336,7 @@ def keys_and_values_of_all_heads(well: int, kv_heads: int = HEADS) -> JaxSubject
         x, _ = jax.lax.scan(layer, x, {n: w[n] for n in "qkv"})
         return x @ w["head"]
 
-    return JaxSubject(step, [{"tokens": tokens()}], w, causal=True)
+    return subject(step, w=w)
 
 
 def right_one_head_of_keys() -> JaxSubject:
@@ -353,7 +354,7 @@ def values_of_all_samples(well: int) -> JaxSubject:
         v = with_sharding_constraint(v, NamedSharding(mesh, P("data") if well else P()))  # sick
         return plain(q, k, v, is_causal=True)
 
-    return JaxSubject(model(attend), [{"tokens": tokens()}], variables(), causal=True)
+    return step_of(attend)
 
 
 def attend_to_all(q: Any, k: Any, v: Any) -> Any:
@@ -367,7 +368,7 @@ def tokens_split_along_the_sequence(well: int) -> JaxSubject:
     """Only the batch is on the mesh."""
     spec = P("data") if well else P(None, "data")
     placed = jax.device_put(tokens(), NamedSharding(mesh_of(data=2), spec))
-    return JaxSubject(jax.jit(model(attend_to_all)), [{"tokens": placed}], variables(), causal=True)
+    return subject(jax.jit(model(attend_to_all)), tokens=placed)
 
 
 @fault("rank-gather", at="all", applied=False)
@@ -393,7 +394,7 @@ def right_weights_split_over_the_samples() -> JaxSubject:
         x = on(mesh, w["embed"][tokens], "data")
         return jax.lax.scan(layer, x, {n: w[n] for n in "qkv"})[0] @ w["head"]
 
-    return JaxSubject(step, [{"tokens": tokens()}], w, causal=True)
+    return subject(step, w=w)
 
 
 # Steps for single tests

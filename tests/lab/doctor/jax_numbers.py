@@ -24,6 +24,7 @@ from jax_samples import (
     online,
     plain,
     projected,
+    subject,
     tokens,
     variables,
     written,
@@ -139,7 +140,7 @@ def decode(length: int, steps: int, loop: Any) -> JaxSubject:
 
         return loop(one, steps, (jnp.zeros(shape), jnp.zeros(shape)))
 
-    return JaxSubject(step, [{"tokens": tokens(steps)}], variables(), causal=True)
+    return subject(step, tokens=tokens(steps))
 
 
 @fault("clamped-slice", _MOVED, _LONG, at="decode")
@@ -176,8 +177,7 @@ def results_that_do_not_fit(well: int) -> JaxSubject:
 
         return model(attend)(w, tokens)
 
-    batch = {"tokens": tokens(4), "cache": cached(10)[:, : 10 if well else 8], "index": 6}
-    return JaxSubject(step, [batch], variables(), causal=True)
+    return subject(step, tokens=tokens(4), cache=cached(10)[:, : 10 if well else 8], index=6)
 
 
 # Positions in a 16-bit float
@@ -232,9 +232,8 @@ def one_key(run: Any) -> Any:
 
             return run(well, layer, w["embed"][tokens], {n: w[n] for n in "qkv"}, key) @ w["head"]
 
-        batch = {"tokens": tokens(), "key": jax.random.key(0)}
         causal = run.__name__ != "one_key_in_a_checkpointed_loop"  # It returns gradients.
-        return JaxSubject(step, [batch], variables(layers=3), causal=causal)
+        return subject(step, causal, variables(layers=3), key=jax.random.key(0))
 
     made.__name__, made.__wrapped__ = run.__name__, run  # type: ignore[attr-defined]
     words = "the same numbers for the same key", "Make a key for each draw"

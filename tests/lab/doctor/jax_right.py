@@ -32,6 +32,7 @@ from jax_samples import (
     same,
     scanned,
     spans,
+    subject,
     tokens,
     variables,
     written,
@@ -219,7 +220,7 @@ def targets_of_the_same_tokens() -> JaxSubject:
         logs = jax.nn.log_softmax(logits)
         return -jnp.take_along_axis(logs, jnp.roll(tokens, -1, 1)[..., None], -1)[..., 0]
 
-    return JaxSubject(step, [{"tokens": tokens()}], variables(), causal=True)
+    return subject(step)
 
 
 @factory
@@ -230,9 +231,7 @@ def all_but_the_last_token() -> JaxSubject:
         logs = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1)[..., 0]
         return -(logs * (ids == segment_ids[:, 1:])).mean()
 
-    return JaxSubject(
-        step, [{"tokens": tokens(), "segment_ids": jnp.asarray(DOCUMENTS)}], variables(), causal=True
-    )
+    return subject(step, **IDS)
 
 
 @factory
@@ -243,8 +242,7 @@ def padding_by_value() -> JaxSubject:
         del attention_mask
         return model(lambda q, k, v: plain(q, k, v, mask=(tokens > 0)[:, None, None, :]))(w, tokens)
 
-    batch = {"tokens": tokens() * VALID, "attention_mask": MASK}
-    return JaxSubject(step, [batch], variables(), causal=False)
+    return subject(step, False, tokens=tokens() * VALID, attention_mask=MASK)
 
 
 @factory
@@ -253,7 +251,7 @@ def layers_in_a_scan() -> JaxSubject:
         mask = below(LENGTH) & (attention_mask > 0)[:, None, None, :]
         return scanned(lambda q, k, v: plain(q, k, v, mask=mask), jax.checkpoint)(w, tokens)
 
-    return JaxSubject(step, [{"tokens": tokens(), "attention_mask": MASK}], variables(layers=2), causal=True)
+    return subject(step, w=variables(layers=2), **PADDED)
 
 
 @factory
@@ -276,8 +274,7 @@ def cross_attention() -> JaxSubject:
         )
 
     frames = jnp.sin(jnp.arange(BATCH * LENGTH * 32.0)).reshape(BATCH, LENGTH, 32)
-    batch = {"tokens": tokens(), "frames": frames, "frame_mask": jnp.asarray(VALID)}
-    return JaxSubject(step, [batch], variables(), causal=True)
+    return subject(step, frames=frames, frame_mask=VALID)
 
 
 @factory
@@ -306,7 +303,7 @@ def donated() -> JaxSubject:
 
         return jax.tree.map(lambda x, y: x - 0.1 * y, w, jax.grad(loss)(w))
 
-    return JaxSubject(jax.jit(step, donate_argnums=0), [{"tokens": tokens()}], variables(), causal=True)
+    return subject(jax.jit(step, donate_argnums=0))
 
 
 # Whole models

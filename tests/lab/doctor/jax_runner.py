@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax_samples import LENGTH, model, tokens, variables
+from jax_samples import LENGTH, step_of, tokens, variables
 
 from attnspan_lab.doctor.findings import KINDS, merged
 from attnspan_lab.doctor.jax import STAGES, JaxSubject
@@ -103,11 +102,11 @@ def fault(kind: str, cause: str = "", *remedies: str, at: Any = None, **options:
 
 def attends(kind: str, cause: str = "", *remedies: str, at: Any = None, **options: Any) -> Any:
     """Note a model whose attention is the function (number, q, k, v)."""
-    made_of = {k: options.pop(k) for k in ("causal", "length", "given", "weights") if k in options}
+    own = {k: options.pop(k) for k in ("causal", "length", "given", "weights") if k in options}
 
     def note(attend: Any) -> Any:
         def made(well: int = 0) -> JaxSubject:
-            return subject_of(partial(attend, well), **made_of)
+            return of_attention(partial(attend, well), **own)
 
         made.__name__, made.__wrapped__ = attend.__name__, attend  # type: ignore[attr-defined]
         fault(kind, cause, *remedies, at=at or attend, **options)(made)
@@ -116,18 +115,17 @@ def attends(kind: str, cause: str = "", *remedies: str, at: Any = None, **option
     return note
 
 
-def subject_of(
+def of_attention(
     attend: Any, causal: bool | None = True, length: int = LENGTH, given: Any = None, weights: Any = None
 ) -> JaxSubject:
-    batch = {"tokens": tokens(length)} | {k: jnp.asarray(x) for k, x in (given or {}).items()}
-    return JaxSubject(model(attend), [batch], variables(**(weights or {})), causal=causal)
+    return step_of(attend, causal, variables(**(weights or {})), **{"tokens": tokens(length)} | (given or {}))
 
 
 def right(attend: Any = None, **options: Any) -> Any:
     """Note a right model whose attention is the function."""
     if attend is None:
         return partial(right, **options)
-    RIGHT[attend.__name__] = partial(subject_of, attend, **options)
+    RIGHT[attend.__name__] = partial(of_attention, attend, **options)
     return attend
 
 
@@ -167,6 +165,11 @@ def examined(made: Any, *stages: str) -> tuple[list[Any], dict[str, str]]:
     return facts["findings"], facts["unchecked"]
 
 
+def sick(name: str) -> Callable[[], Any]:
+    """Return the factory of a fault."""
+    return partial(FAULTS[name].made, 0)
+
+
 def of_kind(made: Any, kind: str, stage: str = "eager") -> Any:
     """Return the one finding of a kind."""
     (found,) = [x for x in examined(made, stage)[0] if x.kind == kind]
@@ -184,7 +187,7 @@ def check_fault(name: str) -> None:
     assert first.severity == KINDS[fault.kind].severity
     # A helper's line comes before the line that calls it.
     lines = [x.line for x in first.places]
-    inner = marked(check_fault, "dense")
+    inner = marked(check_fault, "helper")
     assert lines[0] in fault.lines or (lines[0] in inner and fault.lines & set(lines[1:])), first
     assert first.cause
     assert first.remedy

@@ -77,10 +77,15 @@ def scanned(attend: Callable[..., Any], wrap: Callable[..., Any] = lambda x: x) 
     return step
 
 
-def step_of(attend: Callable[..., Any], causal: bool | None = True, **given: Any) -> JaxSubject:
-    """Make a model of one layer, and its batch of tokens and more arguments."""
-    batch = {"tokens": tokens()} | {k: jnp.asarray(x) for k, x in given.items()}
-    return JaxSubject(model(attend), [batch], variables(), causal=causal)
+def subject(step: Any, causal: bool | None = True, w: Any = None, **given: Any) -> JaxSubject:
+    """Give a step its batch of tokens and more arguments, and weights."""
+    arrays = {k: jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x for k, x in given.items()}
+    return JaxSubject(step, [{"tokens": tokens()} | arrays], variables() if w is None else w, causal=causal)
+
+
+def step_of(attend: Callable[..., Any], *options: Any, **given: Any) -> JaxSubject:
+    """Make a model of one layer."""
+    return subject(model(attend), *options, **given)
 
 
 def below(length: int) -> Any:
@@ -95,7 +100,7 @@ def same(ids: Any) -> Any:
 def dense(q: Any, k: Any, v: Any, mask: Any, hidden: float = -1e30) -> Any:
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
     weights = jax.nn.softmax(jnp.where(mask, scores, hidden), axis=-1)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)  # sick: dense
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)  # sick: helper
 
 
 def written(q: Any, k: Any, v: Any) -> Any:
@@ -105,7 +110,7 @@ def written(q: Any, k: Any, v: Any) -> Any:
 
 def spans(q: Any, k: Any, v: Any, mask: Any = None) -> Any:
     """Attention of attnspan. Without a mask it is causal."""
-    return attention(q, k, v, layout="bshd", mask=causal() if mask is None else mask)
+    return attention(q, k, v, layout="bshd", mask=causal() if mask is None else mask)  # sick: helper
 
 
 def heads(attend: Callable[..., Any]) -> Callable[..., Any]:

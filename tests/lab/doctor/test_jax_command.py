@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import jax_costs
 import jax_right
 import pytest
+from jax_runner import RIGHT, as_users_do
 from typer.testing import CliRunner
 
 from attnspan.errors import OptionError
@@ -39,7 +40,8 @@ def test_the_command_finds_out_that_it_is_jax(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("name", jax_right.WHOLE)
 def test_models_of_flax_and_functions_are_jax(name: str) -> None:
-    assert is_jax(jax_right.RIGHT[name]())
+    with as_users_do():
+        assert is_jax(RIGHT[name]())
 
 
 @pytest.mark.parametrize(

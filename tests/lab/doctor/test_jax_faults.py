@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax_costs
+import jax_masks  # noqa: F401
 import jax_meshes
 import jax_numbers  # noqa: F401
 import jax_right

@@ -14,7 +14,7 @@ import jax_numbers  # noqa: F401
 import numpy as np
 import pytest
 from jax import lax
-from jax_runner import FAULTS, examined, facts_of, marked, of_kind
+from jax_runner import FAULTS, examined, facts_of, marked, of_kind, sick
 from jax_samples import (
     BATCH,
     DOCUMENTS,
@@ -38,6 +38,7 @@ from jax_samples import (
     scanned,
     spans,
     step_of,
+    subject,
     tokens,
     variables,
     written,
@@ -61,7 +62,7 @@ FORMS = {
 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_captured_mask_is_a_dense_mask_at_the_line_that_passes_it(name: str) -> None:
-    mask = of_kind(FAULTS[name].made(0), "dense-mask")
+    mask = of_kind(sick(name), "dense-mask")
     assert mask.places[0].line in FAULTS[name].lines
     assert FORMS[name] in mask.remedy
     assert mask.tried.startswith("this form: it hides the same pairs in ")
@@ -88,21 +89,19 @@ def test_captured_ids_and_indices_of_a_bias_are_no_captured_mask() -> None:
         return model(attend)(w, tokens)
 
     w = variables() | {"bias": jnp.sin(jnp.arange(4.0 * LENGTH)).reshape(4, LENGTH)}
-    batch = {"tokens": tokens(), "segment_ids": jnp.asarray(ids[:2])}
-    found, _ = examined(JaxSubject(step, [batch], w, causal=True), "eager")
+    found, _ = examined(subject(step, w=w, segment_ids=ids[:2]), "eager")
     # XLA may store the bias that the step makes.
     assert [x.what for x in found if "captured" in x.what] == []
 
 
 def test_no_mask_is_offered_that_keeps_a_fault() -> None:
-    stored = of_kind(FAULTS["no_causal_mask"].made(0), "unfused")
+    stored = of_kind(sick("no_causal_mask"), "unfused")
     assert "full()" not in stored.remedy
 
 
 def test_a_mask_in_a_scan_is_not_said_to_be_fused() -> None:
     step = scanned(lambda q, k, v: dense(q, k, v, jnp.tri(LENGTH, dtype=bool)))
-    subject = JaxSubject(step, [{"tokens": tokens()}], variables(layers=3), causal=True)
-    found, _ = examined(subject, "eager")
+    found, _ = examined(subject(step, w=variables(layers=3)), "eager")
     masks = [x for x in found if x.kind == "dense-mask"]
     assert masks
     assert not any("so that XLA does not store it" in x.remedy for x in masks)
@@ -114,7 +113,7 @@ def test_a_mask_in_a_scan_is_not_said_to_be_fused() -> None:
 def test_without_results_of_tokens_visible_pairs_are_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """A finding that no trial confirmed is a note, and says so."""
     monkeypatch.setattr("attnspan_lab.doctor.jax.changes._Rows.of", lambda *_: [])
-    first = of_kind(FAULTS["window_to_both_sides"].made(0), "causality-lost")
+    first = of_kind(sick("window_to_both_sides"), "causality-lost")
     assert first.severity == "note"
     assert any("not confirmed" in x for x in first.evidence)
 
@@ -123,8 +122,7 @@ def test_a_loss_of_a_kernel_of_attnspan_is_a_proof() -> None:
     def step(w: Any, tokens: Any, segment_ids: Any) -> Any:
         return model(spans)(w, tokens).mean()
 
-    batch = {"tokens": tokens(), "segment_ids": jnp.asarray(DOCUMENTS)}
-    found, _ = examined(JaxSubject(step, [batch], variables()), "eager")
+    found, _ = examined(subject(step, None, segment_ids=DOCUMENTS), "eager")
     assert [(x.kind, x.severity) for x in found] == [("leak", "wrong")]
     assert "rows of attention's results" in found[0].evidence[1]
 
@@ -194,7 +192,7 @@ def test_padded_lengths_that_change_results_are_said() -> None:
 
 def test_a_wrong_forward_function_is_not_blamed_on_the_backward_rule() -> None:
     fault = FAULTS["results_not_rescaled"]
-    parity = of_kind(fault.made(0), "parity", "parity")
+    parity = of_kind(sick("results_not_rescaled"), "parity", "parity")
     assert parity.places[0].line in fault.lines
     assert "softmax weights do not add up to 1" in parity.cause
     assert "The backward rule may be right" in parity.remedy
@@ -204,7 +202,7 @@ def test_a_wrong_forward_function_is_not_blamed_on_the_backward_rule() -> None:
 
 
 def test_lines_that_write_into_a_cache_follow_its_jit() -> None:
-    found = of_kind(FAULTS["cache_of_a_decorated_function"].made(0), "copy", "compiled")
+    found = of_kind(sick("cache_of_a_decorated_function"), "copy", "compiled")
     assert {x.line for x in found.places[1:3]} == marked(jax_costs.decode, "write")
 
 
@@ -317,8 +315,7 @@ def test_blocks_store_no_scores_of_all_pairs(attend: Any) -> None:
 def test_calls_of_the_backward_pass_are_no_calls_in_blocks(remat: bool) -> None:
     step = scanned(written, jax.checkpoint if remat else lambda x: x)
     grad = jax.value_and_grad(lambda w, tokens: step(w, tokens).std())
-    subject = JaxSubject(grad, [{"tokens": tokens()}], variables(layers=3), causal=True)
-    found = facts_of(subject, "eager")
+    found = facts_of(subject(grad, w=variables(layers=3)), "eager")
     again = ". The backward pass computes 3 again" if remat else ""
     assert found["checked"]["attention"] == f"3 calls a step{again}"
     (stored,) = [x for x in found["findings"] if x.kind == "unfused"]
@@ -345,8 +342,8 @@ def test_a_cache_of_layers_in_a_scan_is_not_in_blocks() -> None:
         return x @ w["head"], cache
 
     cache = jnp.zeros((3, BATCH, 12, HEADS, SIZE))
-    batch = {"tokens": tokens(1), "cache": cache, "index": 5}
-    found = facts_of(JaxSubject(step, [batch], variables(layers=3), causal=True), "eager")
+    own = {"tokens": tokens(1), "cache": cache, "index": 5}
+    found = facts_of(subject(step, w=variables(layers=3), **own), "eager")
     assert [x[1] for x in found["sites"]] == ["written out, which stores all scores"]
     assert not any("visible pairs" in x for x in found["unchecked"])
     assert "documents" not in found["unchecked"]
@@ -368,8 +365,7 @@ def test_clean_checks_are_listed() -> None:
     def attend(q: Any, k: Any, v: Any, segment_ids: Any, attention_mask: Any) -> Any:
         return dense(q, k, v, same(segment_ids) & below(LENGTH) & (attention_mask > 0)[:, None, None])
 
-    subject = step_of(attend, segment_ids=DOCUMENTS, attention_mask=MASK)
-    found = facts_of(subject, "eager", "parity")
+    found = facts_of(step_of(attend, segment_ids=DOCUMENTS, attention_mask=MASK), "eager", "parity")
     for topic in ("causality", "documents", "padding"):
         assert found["checked"][topic] == "changed tokens change no result of others"
     for topic in ("results", "gradients"):
@@ -378,8 +374,7 @@ def test_clean_checks_are_listed() -> None:
 
 
 def test_an_encoder_without_padding_says_what_was_not_checked() -> None:
-    subject = step_of(lambda q, k, v: dense(q, k, v, True), causal=False)
-    found = facts_of(subject, "eager")
+    found = facts_of(step_of(lambda q, k, v: dense(q, k, v, True), causal=False), "eager")
     assert found["checked"]["causality"] == "you declared that tokens may see later tokens"
     assert found["unchecked"] == {"padding": "the tokens have no mask (B, S) and no lengths (B,)"}
 
@@ -390,8 +385,7 @@ def test_a_loop_without_gradients_is_still_compared() -> None:
         body = lambda s: (s[0] + 1, s[1].at[:, s[0]].set(logits(s[1])[:, s[0] - 1].argmax(-1)))  # noqa: E731
         return logits(lax.while_loop(lambda s: s[0] < 8, body, (5, tokens))[1])
 
-    subject = JaxSubject(step, [{"tokens": tokens(8)}], variables(), causal=True)
-    found = facts_of(subject, "parity")
+    found = facts_of(subject(step, tokens=tokens(8)), "parity")
     assert found["checked"]["results"].startswith("compared with float64")
     assert found["unchecked"] == {}
 
