@@ -25,10 +25,10 @@ def pair(kind: str, source: str, sick: str, healthy: str) -> Benchmark:
 def loop(call: str, wait: str = "") -> str:
     return f"""
 start = time.perf_counter()
-for _ in range(6):  # here
+for _ in range(10):  # here
     {call}
 {wait}
-print((time.perf_counter() - start) / 6)
+print((time.perf_counter() - start) / 10)
 """
 
 
