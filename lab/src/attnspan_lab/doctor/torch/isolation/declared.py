@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnspan_lab.doctor.torch.masks.hiding_values import highest_hiding
 
-__all__ = ["Declared", "declared", "paddings"]
+__all__ = ["Declared", "declared", "marks_padding", "paddings", "real_tokens"]
 
 _IDS = re.compile(
     r"(seg(ment)?|doc(ument)?|seq(uence)?)_?(ids?|idx|index|nums?)$|^(documents?|segments?|docs)$"
@@ -134,7 +134,17 @@ def paddings(named: Mapping[str, Tensor], shape: tuple[int, int]) -> Iterator[tu
     for name, x in named.items():
         fits = "mask" in name and x.shape == shape and not _OTHER_MASKS.search(name.lower())
         if fits and bool(((x == 0) | (x == 1)).all()):
-            yield name, x == 0 if "padding" in name else x != 0
+            yield name, x == 0 if marks_padding(name) else x != 0
+
+
+def marks_padding(name: str) -> bool:
+    """Whether 1 marks padding in a mask of this name, and not real tokens."""
+    return "padding" in name
+
+
+def real_tokens(padding: str) -> str:
+    """Write code that is true, or 1, at real tokens, from the name of a padding mask."""
+    return f"({padding} == 0)" if marks_padding(padding) else padding
 
 
 def _pairs(

@@ -15,7 +15,7 @@ from attnspan_lab.doctor.torch.masks.forms import arguments
 from attnspan_lab.doctor.torch.masks.hiding_values import HIDDEN, highest_hiding
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
 
-__all__ = ["Changed", "Fault", "fault_of"]
+__all__ = ["SEEN", "Changed", "Fault", "fault_of"]
 
 Change = Callable[[Tensor], Tensor]
 _FUNCTIONS = (
@@ -87,20 +87,20 @@ def fault_of(call: Attention, own: Tensor, said: Declared, queries: Tensor | Non
     if not applied and call.mask is None:
         given = arguments(*call.given) if call.given is not None else {}
         other = "has no mask except is_causal=True" if given.get("is_causal") else "has no mask"
-        return Fault(_SEEN, f"The batch has padding ({said.padding}), and this call {other}")
+        return Fault(SEEN, f"The batch has padding ({said.padding}), and this call {other}")
     least = min((float(x.min()) for _, _, x in applied if x.is_floating_point()), default=-torch.inf)
     if HIDDEN < least < 0:
         cause = (
             f"The mask adds {least:.3g} to scores of padding, which lowers their weights and hides nothing"
         )
-        return Fault(_SEEN, cause)
+        return Fault(SEEN, cause)
     made = said.padding in call.mask_sources
     origin = f"is made from {said.padding}, but" if made else f"has no data of {said.padding}, so"
     cause = f"The batch has padding ({said.padding}). This call's mask {origin} it shows padding"
-    return Fault(_SEEN, cause)
+    return Fault(SEEN, cause)
 
 
-_SEEN = "Valid tokens see padding here"
+SEEN = "Valid tokens see padding here"
 _INVERTED = "The padding mask is inverted here: valid tokens see padding, and not each other"
 _INVERT = "Invert the padding mask"
 _SHOWS = {"attn_mask": "scaled_dot_product_attention shows", "where": "torch.where keeps the scores of"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from attnspan_lab.doctor.places import Place
+from attnspan_lab.doctor.torch.isolation.declared import real_tokens
 
 __all__ = ["LOCAL", "of_call", "of_operator"]
 
@@ -29,15 +30,11 @@ _STRIDE = (
 def of_operator(padding: str, name: str) -> tuple[str, str]:
     """Write cause and remedy for an operator outside of attention. Without a name, it is unknown."""
     remedy = _REMEDIES.get(_ALIKE.get(name, name), _OTHER)
-    return (_CAUSE if name else _UNKNOWN), remedy.replace("shown", _shown(padding))
+    return (_CAUSE if name else _UNKNOWN), remedy.replace("shown", real_tokens(padding))
 
 
 def of_call(padding: str, mask: Place | None) -> tuple[str, str]:
     """Write cause and remedy for an attention call, with the last line before it that reads the mask."""
     last = f"The last line before it that computes with {padding} is {mask}"
     last = last if mask is not None else f"No line before it computes with {padding}"
-    return f"This call shows padding ({padding}). {last}", _STRIDE.replace("shown", _shown(padding))
-
-
-def _shown(padding: str) -> str:
-    return f"({padding} == 0)" if "padding" in padding else padding
+    return f"This call shows padding ({padding}). {last}", _STRIDE.replace("shown", real_tokens(padding))

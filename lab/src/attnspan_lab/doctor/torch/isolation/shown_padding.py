@@ -11,14 +11,15 @@ from torch import Tensor, nn
 
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.places import Place, at
-from attnspan_lab.doctor.torch.isolation.declared import Declared, paddings
-from attnspan_lab.doctor.torch.isolation.padding_causes import Fault, fault_of
+from attnspan_lab.doctor.places import Place, at, place_of
+from attnspan_lab.doctor.torch.isolation.declared import Declared, marks_padding, paddings
+from attnspan_lab.doctor.torch.isolation.padding_causes import SEEN, Fault, fault_of
 from attnspan_lab.doctor.torch.isolation.sequences import sequences
 from attnspan_lab.doctor.torch.masks.cross_attention import visible_in
 from attnspan_lab.doctor.torch.masks.forms import distance
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
-from attnspan_lab.doctor.torch.recording.calls import Call, CannotRun, Step, changed_tokens, sdpa
+from attnspan_lab.doctor.torch.recording.calls import Call, CannotRun, Step
+from attnspan_lab.doctor.torch.recording.changes import computed, with_other_tokens
 
 __all__ = ["padding_findings", "words_of"]
 
@@ -77,23 +78,19 @@ class _Padded:
         self.step, self.seen, self.name, self.padding, self.valid = step, calls, name, padding, valid
         self.topic = f"padding of {name}"
         self.hidden = ~valid & valid.any(1, keepdim=True)  # A sample without tokens has no right result.
-        tokens = step.subject.named(step.batch)[name]
-        changed = tokens.clone()
-        changed[self.hidden] = changed_tokens(tokens)[self.hidden]
-        self.changed = step.subject.with_tokens(step.batch, name, changed)
+        self.changed = with_other_tokens(step.subject, step.batch, name, self.hidden)
         self.sites: dict[Site, _Shown] = {}
 
     def findings(self, coverage: Coverage, done: set[Place]) -> Iterator[Finding]:
         step = self.step
         before, other = step, step.again(self.changed)
-        change = self._difference(before, other)
+        left = change = self._difference(before, other)
         if self._difference(step, step.again()) > 0:
             coverage.missed(self.topic, "the model returns different results for the same batch")
             return
         if change <= _SAME:
             coverage.made(self.topic, f"read from {self.padding}: changed padding changes no result")
             return
-        left = change
         for _ in range(_ROUNDS):
             found = {k: x for k, x in self._shown(before, other).items() if k not in self.sites}
             self.sites |= found
@@ -109,10 +106,10 @@ class _Padded:
             coverage.absent(self.topic, f"{said}, and no attention call was found that shows it")
             return
         coverage.made(self.topic, f"read from {self.padding}")
-        tried = "with padding hidden in this call, changed padding changes no result"
+        tried = "no result"
         if left > _SAME:
-            tried = f"with padding hidden in this call, changed padding changes results by {left:.1e}"
-            tried += f" instead of {change:.1e}: another part of the model also sees it"
+            tried = f"results by {left:.1e} instead of {change:.1e}: another part of the model also sees it"
+        tried = f"with padding hidden in this call, changed padding changes {tried}"
         for (place, *_), shown in self.sites.items():
             if place not in done:
                 done.add(place)
@@ -135,12 +132,12 @@ class _Padded:
         sites = {self._site(x) for x in self.step.calls if x.place == place}
         if seen is None or len(sites) < 2 or len(seen.lines) < 2:
             return None
-        file, _, number = seen.lines[1].rpartition(":")
-        return Place(file, int(number))
+        return place_of(seen.lines[1])
 
     def _remedy(self, call: Call) -> str:
-        marks_padding = "padding" in self.padding
-        shown, hidden = (f"({self.padding} {x} 0)" for x in (("==", "!=") if marks_padding else ("!=", "==")))
+        shown, hidden = (f"({self.padding} {x} 0)" for x in ("!=", "=="))
+        if marks_padding(self.padding):
+            shown, hidden = hidden, shown
         modules = dict(self.step.subject.model.named_modules())
         if call.modules and isinstance(modules[call.modules[-1]], nn.MultiheadAttention):
             return f"Pass key_padding_mask={hidden} to the module"
@@ -167,7 +164,7 @@ class _Padded:
         if call.place is None:
             return None
         module = re.sub(r"\d+", "#", call.modules[-1] if call.modules else "")
-        return call.place, module, call.rows.shape[-2], _k_len(call)
+        return call.place, module, call.rows.shape[-2], call.k_len
 
     def _shown(self, step: Step, other: Step) -> dict[Site, _Shown]:
         """Find the calls whose keys change at the padding, and whose unchanged queries see these keys."""
@@ -178,23 +175,18 @@ class _Padded:
             if site is None or site in found or visible is None or changes is None:
                 continue
             keys, queries = changes
-            start = self._start(keys)
-            if start is None:
+            if (start := self._start(keys)) is None:
                 continue
             own = visible.expand(len(keys), -1, -1)[..., start : start + self.valid.shape[1]]
             if bool((own & self.hidden[:, None] & ~queries[:, :, None]).any()):
-                seen = next((x for x in self.seen if self._is_same(x, call)), None)
+                seen = next((x for x in self.seen if x.is_same(call)), None)
                 found[site] = _Shown(call.number, start, self._fault(seen, own), seen)
         return found
-
-    def _is_same(self, seen: Attention, call: Call) -> bool:
-        sizes = call.rows.shape[-2], _k_len(call)
-        return seen.place == call.place and (seen.q[-2], seen.k[-2]) == sizes and not seen.recomputed
 
     def _fault(self, seen: Attention | None, own: Tensor) -> Fault:
         said = Declared(valid=self.valid, padding=self.padding, mask=self.valid)
         if seen is None:
-            return Fault("Valid tokens see padding here", f"The batch has padding ({self.padding})")
+            return Fault(SEEN, f"The batch has padding ({self.padding})")
         return fault_of(seen, own, said, torch.ones_like(own[..., 0]))
 
     def _changes(self, call: Call, other: Call) -> tuple[Tensor, Tensor] | None:
@@ -240,28 +232,6 @@ class _Padded:
         shown = None if site is None else self.sites.get(site)
         if shown is None:
             return None
-        hide = torch.zeros(len(self.hidden), _k_len(call), dtype=torch.bool)
-        hide[:, shown.start : shown.start + self.hidden.shape[1]] = self.hidden
-        if not call.is_torchs:
-            scores: Tensor = call.given["scores"]
-            hide = hide.repeat_interleave(len(scores) // len(hide), 0)
-            return scores.masked_fill(
-                hide.view(len(hide), *[1] * (scores.dim() - 2), -1), -torch.inf
-            ).softmax(-1)
-        return sdpa(**_with_mask(call.given, ~hide, keeps=shown.fault.change is None))
-
-
-def _k_len(call: Call) -> int:
-    return int(call.given["key"].shape[-2] if call.is_torchs else call.rows.shape[-1])
-
-
-def _with_mask(given: Mapping[str, Any], shown: Tensor, *, keeps: bool) -> dict[str, Any]:
-    """Hide keys too, bool (B, Sk), or show the keys alone if the present mask is wrong."""
-    sizes = given["query"].shape[-2], given["key"].shape[-2]
-    mask = given.get("attn_mask") if keeps else None
-    pairs = shown[:, None, None].expand(-1, 1, *sizes)
-    if given.get("is_causal"):
-        pairs = pairs.tril()
-    if mask is not None:
-        pairs = pairs & mask if mask.dtype == torch.bool else mask.masked_fill(~pairs, -torch.inf)
-    return {**given, "attn_mask": pairs, "is_causal": False, "dropout_p": 0.0}
+        hidden = torch.zeros(len(self.hidden), call.k_len, dtype=torch.bool)
+        hidden[:, shown.start : shown.start + self.hidden.shape[1]] = self.hidden
+        return computed(call, hidden, keeps_mask=shown.fault.change is None)
