@@ -69,15 +69,14 @@ class _Follow:
 
     def finding(self) -> Finding | None:
         """Write the finding if heads and tokens are mixed up."""
-        forms = (
-            (self._is_swapped, self._swapped),
-            (self._is_split, self._split),
-            (self._is_merged, self._merged),
-        )
-        text = next((write() for fits, write in forms if fits()), None)
-        if text is None:
+        if self._is_swapped():
+            what, evidence, cause, remedy, tried = self._swapped()
+        elif self._is_split():
+            what, evidence, cause, remedy, tried = self._split()
+        elif self._is_merged():
+            what, evidence, cause, remedy, tried = self._merged()
+        else:
             return None
-        what, evidence, cause, remedy, tried = text
         return Finding("token-axis", what, at(self.call.place), (evidence,), cause, remedy, tried)
 
     def _into(self, token: int) -> list[Tensor]:
@@ -224,7 +223,7 @@ _HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "nhead", "hea
 
 
 def _one_head(step: Step, call: Call, source: str) -> Finding | None:
-    """Write the finding for a call with one head as wide as the model, in a module that says it has several heads."""
+    """Write the finding for one head as wide as the model, in a module that says it has several heads."""
     if not call.is_torchs or call.rows.dim() not in (3, 4):
         return None
     batch, length, width = step.inputs[source].shape

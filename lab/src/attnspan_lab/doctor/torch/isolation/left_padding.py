@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.torch.isolation.declared import real_tokens
-from attnspan_lab.doctor.torch.isolation.packing import Part, first_difference
+from attnspan_lab.doctor.torch.isolation.packing import Part, different_module
 from attnspan_lab.doctor.torch.recording.calls import Step
 
 __all__ = ["left_padding_findings"]
@@ -37,7 +37,7 @@ def left_padding_findings(step: Step, coverage: Coverage) -> Iterator[Finding]:
     if padded is None or alone is None:
         coverage.missed(_TOPIC, "the doctor cannot take the padding out of the batch")
         return
-    found = first_difference(subject, padded, Part(0, start, length, length), alone)
+    found = different_module(subject, padded, Part(0, start, length, length), alone)
     coverage.made(_TOPIC, "a padded sample, and the same sample without its padding")
     if found is None:
         return

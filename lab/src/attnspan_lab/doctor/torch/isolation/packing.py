@@ -17,7 +17,7 @@ from attnspan_lab.doctor.torch.recording.changes import evaluating
 from attnspan_lab.doctor.torch.recording.trace import ROUNDING
 from attnspan_lab.doctor.torch.subject import Subject
 
-__all__ = ["Part", "first_difference", "position_findings"]
+__all__ = ["Part", "different_module", "position_findings"]
 
 _OF_LENGTH = (
     "The results depend on the length of the row, not on the place of the document in it",
@@ -106,7 +106,7 @@ def position_findings(subject: Subject, batch: Any, coverage: Coverage) -> Itera
         coverage.absent(_TOPIC, "the doctor cannot take a document out of the batch")
         return
     try:
-        found = first_difference(subject, batch, part, alone)
+        found = different_module(subject, batch, part, alone)
     except CannotRun as error:
         coverage.absent(_TOPIC, str(error))
         return
@@ -125,7 +125,7 @@ def position_findings(subject: Subject, batch: Any, coverage: Coverage) -> Itera
     yield Finding("positions", what, found.places, (*evidence, *shared), *texts, severity=severity)
 
 
-def first_difference(
+def different_module(
     subject: Subject, batch: Any, part: Part, other: Any, like: Part | None = None
 ) -> Difference | None:
     """Find the first module whose input differs between a part of a batch and the same tokens in another one.
@@ -170,13 +170,13 @@ def _explained(
     positions = batch.get("position_ids")
     if positions is not None and bool((positions == torch.arange(length)).all()):
         moved["position_ids"] = positions[:1]  # They count the tokens of the row.
-    if first_difference(subject, batch, part, moved, Part(0, 0, stop - start, length)) is None:
+    if different_module(subject, batch, part, moved, Part(0, 0, stop - start, length)) is None:
         return (*_OF_LENGTH, "at the front of the row, the document has the same results")
     if "position_ids" not in {**batch, **dict.fromkeys(subject.parameters)}:
         return "", _MADE, ""
     restarted = _restarted(documents)
     again = {**batch, "position_ids": restarted if positions is None else restarted.expand_as(positions)}
-    left = first_difference(subject, again, part, alone)
+    left = different_module(subject, again, part, alone)
     tried = "with position_ids that start again in each document, "
     if left is None:
         return "", "", f"{tried}it has the same results as alone"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
@@ -17,7 +15,7 @@ from attnspan_lab.doctor.torch.isolation.visible_pairs import OUTSIDE_OF_ATTENTI
 from attnspan_lab.doctor.torch.masks.forms import distance
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
 from attnspan_lab.doctor.torch.recording.calls import CannotRun, Step
-from attnspan_lab.doctor.torch.recording.trace import Trace, apart, first_difference, forward_line
+from attnspan_lab.doctor.torch.recording.trace import Trace, apart, first_difference, forward_line, traced
 from attnspan_lab.doctor.words import counted
 
 __all__ = ["alone_findings"]
@@ -36,8 +34,8 @@ def alone_findings(
         coverage: Collects the checks.
         done: Lines that have a finding. With such a line, the check is left out.
     """
-    known = bool(done)  # Attention that shows padding explains all differences.
-    for sample in () if known else padded_samples(step.subject, step.batch):
+    # Attention that shows padding explains all differences.
+    for sample in () if done else padded_samples(step.subject, step.batch):
         try:
             found = _Alone(step, sample).finding(calls, coverage)
         except CannotRun as error:
@@ -54,11 +52,7 @@ class _Alone:
     def __init__(self, step: Step, sample: PaddedSample) -> None:
         self.step, self.sample = step, sample
         self.batch = sample.alone(step.batch, sample.length)
-        self.full, self.short = (self._run(x) for x in (self.batch, sample.alone(step.batch, sample.real)))
-
-    def _run(self, batch: Any) -> tuple[Step, Trace]:
-        trace = Trace(x for x in tree_leaves(batch) if isinstance(x, Tensor))
-        return self.step.again(batch, mode=trace), trace
+        self.full, self.short = (traced(step, x) for x in (self.batch, sample.alone(step.batch, sample.real)))
 
     def finding(self, calls: list[Attention], coverage: Coverage) -> Finding | None:
         step, sample = self.step, self.sample
@@ -73,7 +67,7 @@ class _Alone:
         fewer = sample.alone(step.batch, sample.rounded)
         changed = sample.alone(sample.changed(step.batch), sample.length)
         for batch, did in ((fewer, "with less padding"), (changed, "with other padding")):
-            other = self._run(batch)
+            other = traced(step, batch)
             if change := self._change(other):
                 self._covered(coverage, f"read from {sample.padding}")
                 return self._written(other, f"{did}, results of real tokens change by {change:.1e}", calls)
@@ -97,33 +91,31 @@ class _Alone:
         sample, runs = self.sample, (self.full, other, self.short)
         guilty = first_difference([x[1] for x in runs], _differs)
         place = guilty.place if guilty is not None else forward_line(self.step.subject.model)
-        evidence = [
+        evidence = (
             f"batch element {sample.row} has {sample.length - sample.real} padded tokens of {sample.length} "
             f"({sample.padding})",
             f"{change} (relative)",
-        ]
+        )
         what = f"Padding of {sample.names[0]} changes results of real tokens here"
         if any(x.place == place for x in calls):
             mask = self._mask_of(place)
-            return Finding(
-                "mask-lost", what, at(place, mask), tuple(evidence), *of_call(sample.padding, mask)
-            )
+            return Finding("mask-lost", what, at(place, mask), evidence, *of_call(sample.padding, mask))
         if guilty is not None:
-            evidence.append(f"the first operator that padding changes: {guilty.name}")
+            evidence += (f"the first operator that padding changes: {guilty.name}",)
         triples = zip(*(x[0].calls for x in runs), strict=False)
         hiding = [*(not _differs(*(x.result for x in y)) for y in triples), False].index(False)
         if hiding:
             said = f"attention hides the padding: {counted(hiding, 'call')} in front of this operator"
-            evidence.append(f"{said} {'gives' if hiding == 1 else 'give'} real tokens the same results")
+            evidence += (f"{said} {'gives' if hiding == 1 else 'give'} real tokens the same results",)
         texts = of_operator(sample.padding, "" if guilty is None else guilty.name)
         severity = "note" if guilty is not None and guilty.name in LOCAL else ""
         what = f"{what}, outside of attention"
-        return Finding("mask-lost", what, at(place), tuple(evidence), *texts, severity=severity)
+        return Finding("mask-lost", what, at(place), evidence, *texts, severity=severity)
 
     def _mask_of(self, place: Place | None) -> Place | None:
         """Find the last line in front of a call that computes with the padding mask."""
-        trace = Trace([self.step.subject.named(self.batch)[self.sample.padding]])
-        self.step.again(self.batch, mode=trace)
+        mask = self.step.subject.named(self.batch)[self.sample.padding]
+        _, trace = traced(self.step, self.batch, [mask])
         lines = [x.place for x in trace.operators]
         before = lines[: lines.index(place)] if place in lines else []
         return before[-1] if before else None

@@ -145,10 +145,9 @@ def _of_axis(
     along = _positions(step, call, name, tokens)
     if along != 1 or _tokens_mix(step, name):
         why = {0: "the model has positions along dim 0", 1: "tokens along dim 1 also reach each other"}
-        where = (
-            f"the call at {call.place} attends over dim 0 of its inputs {shape}, which may be the sequence"
-        )
-        coverage.missed(_TOPIC, f"{where}: {why.get(along, 'the model may have no positions')}")
+        where = f"the call at {call.place} attends over dim 0 of its inputs {shape}"
+        because = why.get(along, "the model may have no positions")
+        coverage.missed(_TOPIC, f"{where}, which may be the sequence: {because}")
         return None
     what = "Samples of the batch attend to each other here, and tokens of a sample do not"
     evidence = (

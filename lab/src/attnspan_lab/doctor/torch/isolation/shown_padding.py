@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnspan_lab.doctor.coverage import Coverage
@@ -26,13 +27,13 @@ __all__ = ["padding_findings", "words_of"]
 _SAME = 1e-6
 _ROUNDS = 4  # calls behind a mended call whose keys are then known
 _COMMON = re.compile(r"ids?|inputs?|hidden|states?|embed\w*|att\w*|mask|padding|pad|keys?|tokens?")
-Site = tuple[Place, str, int, int]
+Site = tuple[Place | None, str, int, int]
 
 
 class _Shown(NamedTuple):
-    """A call that shows padding: its number, the number of the first key of the sequence, and the fault."""
+    """A call that shows padding, the first key of the sequence, the fault, and the watcher's record."""
 
-    number: int
+    call: Call
     start: int
     fault: Fault
     seen: Attention | None
@@ -57,13 +58,13 @@ def padding_findings(
         same = [x for x in names if named[x].shape[:2] == named[name].shape[:2]]
         if len(masks) > 1 or len(same) > 1:
             masks = {k: x for k, x in masks.items() if words_of(k) == words_of(name)}
-        for padding, valid in masks.items():
-            if not bool(valid.all()) and len(masks) == 1:
-                check = _Padded(step, calls, name, padding, valid)
-                try:
-                    yield from check.findings(coverage, done)
-                except CannotRun as error:
-                    coverage.missed(check.topic, str(error))
+        padding, valid = next(iter(masks.items()), ("", torch.ones(1)))
+        if len(masks) == 1 and not bool(valid.all()):
+            check = _Padded(step, calls, name, padding, valid)
+            try:
+                yield from check.findings(coverage, done)
+            except CannotRun as error:
+                coverage.missed(check.topic, str(error))
 
 
 def words_of(name: str) -> set[str]:
@@ -110,29 +111,27 @@ class _Padded:
         if left > _SAME:
             tried = f"results by {left:.1e} instead of {change:.1e}: another part of the model also sees it"
         tried = f"with padding hidden in this call, changed padding changes {tried}"
-        for (place, *_), shown in self.sites.items():
-            if place not in done:
-                done.add(place)
-                yield self._finding(place, shown, change, tried)
+        for shown in self.sites.values():
+            if shown.call.place not in done:
+                done.update(at(shown.call.place))
+                yield self._finding(shown, change, tried)
 
-    def _finding(self, place: Place, shown: _Shown, change: float, tried: str) -> Finding:
-        fault, seen = shown.fault, shown.seen
+    def _finding(self, shown: _Shown, change: float, tried: str) -> Finding:
+        call, _, fault, seen = shown
         mask = seen.mask[1] if seen is not None and seen.mask else None
         what = fault.what.replace("Valid tokens see padding", f"Queries see the padding of {self.name}")
         evidence = (
             f"changing padded entries of {self.name} changes results by {change:.1e} (relative error)",
             f"{self.name} has {int(self.hidden.sum())} padded entries, and queries see them here",
         )
-        remedy = fault.remedy or self._remedy(self.step.calls[shown.number])
-        places = at(place, fault.place, mask, self._caller(place, seen))
+        places = at(call.place, fault.place, mask, self._caller(call, seen))
+        remedy = fault.remedy or self._remedy(call)
         return Finding("mask-lost", what, places, evidence, fault.cause, remedy, tried)
 
-    def _caller(self, place: Place, seen: Attention | None) -> Place | None:
+    def _caller(self, call: Call, seen: Attention | None) -> Place | None:
         """Name the caller's line if calls with other keys share the line of the call."""
-        sites = {self._site(x) for x in self.step.calls if x.place == place}
-        if seen is None or len(sites) < 2 or len(seen.lines) < 2:
-            return None
-        return place_of(seen.lines[1])
+        sites = {self._site(x) for x in self.step.calls if x.place == call.place}
+        return place_of(seen.lines[1]) if seen is not None and len(sites) > 1 and seen.lines[1:] else None
 
     def _remedy(self, call: Call) -> str:
         shown, hidden = (f"({self.padding} {x} 0)" for x in ("!=", "=="))
@@ -159,35 +158,30 @@ class _Padded:
             most = max(most, distance(y, x))
         return most
 
-    def _site(self, call: Call) -> Site | None:
+    def _site(self, call: Call) -> Site:
         """Identify the calls of all layers that share a line and the numbers of queries and keys."""
-        if call.place is None:
-            return None
         module = re.sub(r"\d+", "#", call.modules[-1] if call.modules else "")
         return call.place, module, call.rows.shape[-2], call.k_len
 
     def _shown(self, step: Step, other: Step) -> dict[Site, _Shown]:
         """Find the calls whose keys change at the padding, and whose unchanged queries see these keys."""
+        said = Declared(valid=self.valid, padding=self.padding, mask=self.valid)
         found: dict[Site, _Shown] = {}
         for call in step.calls if len(step.calls) == len(other.calls) else ():
             site, visible = self._site(call), visible_in(call)
             changes = self._changes(call, other.calls[call.number])
-            if site is None or site in found or visible is None or changes is None:
+            if call.place is None or site in found or visible is None or changes is None:
                 continue
             keys, queries = changes
             if (start := self._start(keys)) is None:
                 continue
             own = visible.expand(len(keys), -1, -1)[..., start : start + self.valid.shape[1]]
             if bool((own & self.hidden[:, None] & ~queries[:, :, None]).any()):
-                seen = next((x for x in self.seen if x.is_same(call)), None)
-                found[site] = _Shown(call.number, start, self._fault(seen, own), seen)
+                fault = Fault(SEEN, f"The batch has padding ({self.padding})")
+                if (seen := next((x for x in self.seen if x.is_same(call)), None)) is not None:
+                    fault = fault_of(seen, own, said, torch.ones_like(own[..., 0]))
+                found[site] = _Shown(call, start, fault, seen)
         return found
-
-    def _fault(self, seen: Attention | None, own: Tensor) -> Fault:
-        said = Declared(valid=self.valid, padding=self.padding, mask=self.valid)
-        if seen is None:
-            return Fault(SEEN, f"The batch has padding ({self.padding})")
-        return fault_of(seen, own, said, torch.ones_like(own[..., 0]))
 
     def _changes(self, call: Call, other: Call) -> tuple[Tensor, Tensor] | None:
         """Find the keys (B, Sk) and the queries (B, Sq) that differ."""
@@ -215,23 +209,18 @@ class _Padded:
 
     def _start(self, changed: Tensor) -> int | None:
         """Find where the sequence begins among the keys, if exactly the keys of its padding changed."""
-        if not bool(changed.any()):
-            return None
         row = int(changed.any(1).int().argmax())
         start = int(changed[row].int().argmax()) - int(self.hidden[row].int().argmax())
-        length = self.hidden.shape[1]
-        if start < 0 or start + length > changed.shape[1]:
-            return None
-        wanted = torch.zeros_like(changed)
-        wanted[:, start : start + length] = self.hidden
-        return start if torch.equal(changed, wanted) else None
+        fits = 0 <= start <= changed.shape[1] - self.hidden.shape[1]
+        return start if fits and torch.equal(changed, self._keys(start, changed.shape[1])) else None
+
+    def _keys(self, start: int, k_len: int) -> Tensor:
+        """Mark the padding among the keys of a call, bool (B, Sk)."""
+        return F.pad(self.hidden, (start, k_len - start - self.hidden.shape[1]))
 
     def _mended(self, call: Call) -> Tensor | None:
         """Compute a call with hidden padding."""
-        site = self._site(call)
-        shown = None if site is None else self.sites.get(site)
+        shown = self.sites.get(self._site(call))
         if shown is None:
             return None
-        hidden = torch.zeros(len(self.hidden), call.k_len, dtype=torch.bool)
-        hidden[:, shown.start : shown.start + self.hidden.shape[1]] = self.hidden
-        return computed(call, hidden, keeps_mask=shown.fault.change is None)
+        return computed(call, self._keys(shown.start, call.k_len), keeps_mask=shown.fault.change is None)

@@ -91,12 +91,7 @@ class PaddedSample(NamedTuple):
 def padded_samples(subject: Subject, batch: Any) -> Iterator[PaddedSample]:
     """Yield the sample with the most padding for each mask (B, S) of a batch."""
     named = subject.named(batch)
-    masks = [
-        (k, valid)
-        for name, x in named.items()
-        if x.dim() == 2
-        for k, valid in paddings({name: x}, (x.shape[0], x.shape[1]))
-    ]
+    masks = list(paddings(named))
     for name, valid in masks:
         rows, length = valid.shape
         real = valid.sum(1)

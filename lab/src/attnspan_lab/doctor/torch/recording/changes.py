@@ -1,4 +1,4 @@
-"""Changes of a step that checks compare with it: other tokens, noise in a module's inputs, calls with hidden keys."""
+"""Changes that checks make to a step: other tokens, noise in inputs of a module, calls with hidden keys."""
 
 from __future__ import annotations
 
