@@ -16,6 +16,7 @@ from attnspan_lab.doctor.torch.masks.forms import distance
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
 from attnspan_lab.doctor.torch.recording.calls import CannotRun, Step, awake
 from attnspan_lab.doctor.torch.recording.trace import ROUNDING
+from attnspan_lab.doctor.words import listed
 
 __all__ = ["needless_findings"]
 
@@ -58,7 +59,7 @@ def needless_findings(
     where = "behind" if not start else "in front of" if stop == length else "around"
     what = f"At least {1 - max(used):.0%} of the columns of each batch are padding that no sample needs"
     evidence = (
-        f"columns that a sample needs: {', '.join(sizes[:6])}{', ...' * (len(sizes) > 6)}",
+        f"columns that a sample needs: {listed(sizes, 6)}",
         f"the other columns lie {where} these. In this batch, they have {1 - used[0]:.1%} of the tokens, and "
         f"{1 - used[0] ** 2:.1%} of the pairs",
     )

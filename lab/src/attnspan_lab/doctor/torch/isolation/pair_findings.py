@@ -37,10 +37,10 @@ def findings_of_pairs(
         first = sum(not x.recomputed for x in calls)
         coverage.made("attention", f"{counted(first, 'call')} a step")
     if tokens is None:
-        why = "the batch has no tensor of tokens: integers (B, S), or numbers (B, S, D)"
+        have = "the batch has no tensor of tokens"
+        why = f"{have}: integers (B, S), or numbers (B, S, D)"
         for topic in ("documents", "causality"):
             coverage.missed(topic, why)
-        have = "the batch has no tensor of tokens"
         coverage.missed("padding", _unfit(subject, batch, have, why))
         return
     see = Visible(calls, subject, batch, coverage)
@@ -79,7 +79,7 @@ def _unfit(subject: Subject, batch: Any, have: str, why: str) -> str:
 
 
 def _causality(see: Visible) -> Iterator[Finding]:
-    subject, coverage, later = see.subject, see.coverage, see.later
+    subject, coverage, later = see.subject, see.coverage, see.later.pairs
     shown = next((x for x in see.calls if bool((see.own[x] & later[: len(see.own[x])]).any())), None)
     if subject.is_causal or see.said.later is False:
         coverage.made("causality", "declared" if subject.is_causal else "read from a mask of the batch")
@@ -96,30 +96,30 @@ def _causality(see: Visible) -> Iterator[Finding]:
 
 def _later_seen(see: Visible) -> Iterator[Finding]:
     """Yield a finding if a change of the last predicted token changes earlier results."""
-    what = "Tokens see later ones here, in a model that predicts the next token"
     names, broken, reasons = of_predicted(see.names), list[Visible](), list[str]()
-    views = [see] if names == [see.name] else [see.of(name) for name in reversed(names)]
-    for view in views if len(views) > 1 else ():
+    if len(names) == 1:
+        view = see if names == [see.name] else see.of(names[0])
+        yield from view.proven(view.later)
+        return
+    for view in map(see.of, reversed(names)):
         # A sequence may be the encoder's. Its last token changes all results of a right model.
         made = view.made or f"no attention call has keys of {view.name}"
         if isinstance(made, str):
             reasons.append(made)
             continue
         try:
-            changed = view.changed(Foreign("causality-lost", what, view.later, view.last, 1))
+            changed = view.changed(view.later)
         except Exception as error:
             reasons.append(first_line(error))
             continue
         if changed is None:
             return
         broken.append(view)
-    views = broken or views[: len(views) == 1]
-    if not views:
-        of = " and ".join(names)
-        why = f"the doctor does not know which of {of} the model predicts"
+    if broken:
+        yield from broken[0].proven(broken[0].later)
+    else:
+        why = f"the doctor does not know which of {' and '.join(names)} the model predicts"
         see.coverage.missed("causality", f"{why}: {reasons[0]}")
-    for view in views[:1]:
-        yield from view.proven(Foreign("causality-lost", what, view.later, view.last, 1))
 
 
 def _alignments(see: Visible) -> Iterator[Finding]:

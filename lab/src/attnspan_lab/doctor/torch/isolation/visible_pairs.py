@@ -35,7 +35,12 @@ OUTSIDE_OF_ATTENTION = "padding outside of attention"
 # The check to list as not made if the doctor cannot confirm a finding.
 _TOPICS = {"leak": "documents", "mask-lost": "padding", "causality-lost": "causality"}
 _OTHER_PART = "Another part of the model mixes tokens"
-_SEEN = {"leak": "other documents seen", "causality-lost": "later tokens seen"}
+# The check to list as not made if no attention call shows a fault, and other layers could not be examined.
+_OUTSIDE_TOPICS = {
+    "leak": "other documents seen by other layers",
+    "mask-lost": OUTSIDE_OF_ATTENTION,
+    "causality-lost": "later tokens seen by other layers",
+}
 
 
 class Foreign(NamedTuple):
@@ -83,16 +88,15 @@ class Visible:
         found.coverage = self.coverage
         return found
 
-    @cached_property
-    def last(self) -> Tensor:
-        """Number 1 for the last token, 0 for earlier ones and -1 for padding, (B, S)."""
-        last = (torch.arange(self.length) == self.length - 1).long().expand(self.rows, -1)
-        return last if self.said.valid is None else last.masked_fill(~self.said.valid, -1)
-
     @property
-    def later(self) -> Tensor:
-        """Pairs of a token and a later one, bool (B, S, S)."""
-        return torch.ones(self.length, self.length, dtype=torch.bool).triu(1).expand(self.rows, -1, -1)
+    def later(self) -> Foreign:
+        """Pairs of a token and a later one. The last token is changed to prove them."""
+        what = "Tokens see later ones here, in a model that predicts the next token"
+        pairs = torch.ones(self.length, self.length, dtype=torch.bool).triu(1).expand(self.rows, -1, -1)
+        last = (torch.arange(self.length) == self.length - 1).long().expand(self.rows, -1)
+        if self.said.valid is not None:
+            last = last.masked_fill(~self.said.valid, -1)
+        return Foreign("causality-lost", what, pairs, last, 1)
 
     @cached_property
     def made(self) -> set[int] | str:
@@ -135,8 +139,7 @@ class Visible:
     def _unconfirmed(self, kind: str, why: str, *, shows: bool) -> str | None:
         """Note that changed tokens proved nothing. Return evidence if the visible pairs alone are a fault."""
         if not shows:
-            topic = OUTSIDE_OF_ATTENTION if kind == "mask-lost" else f"{_SEEN[kind]} by other layers"
-            self.coverage.absent(topic, f"nothing could be compared: {why}")
+            self.coverage.absent(_OUTSIDE_TOPICS[kind], f"nothing could be compared: {why}")
             return None
         lengths = [self.subject.named(self.batch)[x].shape[1] for x in self.others]
         if lengths and (kind == "causality-lost" or isinstance(self.made, str) or self.length in lengths):
