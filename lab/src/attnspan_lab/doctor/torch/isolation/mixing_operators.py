@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from attnspan_lab.doctor.places import Place
 from attnspan_lab.doctor.torch.recording.changes import evaluating, with_other_tokens
 from attnspan_lab.doctor.torch.recording.operators import storage
 from attnspan_lab.doctor.torch.recording.trace import Operator, Trace
@@ -21,37 +20,9 @@ __all__ = ["mixing_operator"]
 
 _CLOSE = 1e-4
 _COPIES = ("clone", "unsafe_view", "reshape_copy")  # Like views, these may only give another shape.
-_REDUCED = ("mean", "sum", "amax", "amin", "max", "min", "std", "var", "var_mean", "linalg_vector_norm")
-_REMEDIES = {
-    "topk": "Choose for each token alone: topk over the experts (dim=-1), not over the tokens",
-    "sort": "Sort within each token, not over the tokens",
-    **dict.fromkeys(
-        _REDUCED, "Reduce over the channels (dim=-1), or over earlier tokens, and not over the tokens"
-    ),
-    "native_group_norm": "Normalise each token alone, for example with LayerNorm over the channels",
-    "native_layer_norm": "Normalise each token alone: LayerNorm over the channels only",
-    "softmax": "Let this softmax run over the channels or experts of each token, not over the tokens",
-}
 
 
-class Mixing(NamedTuple):
-    """The operator that mixes tokens, and its line."""
-
-    place: Place
-    operator: str
-
-    @property
-    def cause(self) -> str:
-        """Say which operator mixes tokens."""
-        return f"{self.operator} mixes tokens at this line: its result is the first one that changes"
-
-    @property
-    def remedy(self) -> str:
-        """Write the remedy if tokens must not see later ones, or "" for the kind's remedy."""
-        return _REMEDIES.get(self.operator, "")
-
-
-def mixing_operator(subject: Subject, batch: Any, name: str, foreign: Foreign) -> Mixing | None:
+def mixing_operator(subject: Subject, batch: Any, name: str, foreign: Foreign) -> Operator | None:
     """Find the first operator through which changed tokens of one group change rows of other tokens.
 
     Args:
@@ -83,19 +54,19 @@ def _operators(subject: Subject, batch: Any) -> list[Operator]:
     return trace.operators
 
 
-def _first_mixed(before: list[Operator], after: list[Operator], kept: Tensor) -> Mixing | None:
+def _first_mixed(before: list[Operator], after: list[Operator], kept: Tensor) -> Operator | None:
     """Find the operator behind which rows of other tokens differ.
 
     Args:
         before, after: Operators of two steps.
         kept: Tokens that were not changed, bool (B, S).
     """
-    mixed: dict[int, Mixing] = {}  # Results without a row for each token that differ, by identity.
+    mixed: dict[int, Operator] = {}  # Results without a row for each token that differ, by identity.
     for x, y in zip(before, after, strict=False):
         if x.name != y.name:
             return None  # The steps took different ways.
         known = next((mixed[id(z)] for z in y.given if id(z) in mixed), None)
-        here = known or (None if y.place is None else Mixing(y.place, y.name))
+        here = known or (None if y.place is None else y)
         rows, others = _rows(x.out, kept), _rows(y.out, kept)
         if here is None:
             continue

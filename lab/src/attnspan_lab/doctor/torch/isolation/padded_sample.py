@@ -9,7 +9,7 @@ from torch import Tensor
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, at
-from attnspan_lab.doctor.torch.isolation.padding_reach import LOCAL, of_call, of_operator
+from attnspan_lab.doctor.torch.isolation.mixing_remedies import LOCAL, of_call, of_operator
 from attnspan_lab.doctor.torch.isolation.single_sample import PaddedSample, padded_samples
 from attnspan_lab.doctor.torch.isolation.visible_pairs import OUTSIDE_OF_ATTENTION
 from attnspan_lab.doctor.torch.masks.forms import distance

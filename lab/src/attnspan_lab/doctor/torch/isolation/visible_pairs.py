@@ -15,8 +15,9 @@ from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, at, place_of
 from attnspan_lab.doctor.torch.decoding.new_keys import made_of_tokens, own_pairs
-from attnspan_lab.doctor.torch.isolation.leak_causes import OUTSIDE, cause_of_shown, righted
+from attnspan_lab.doctor.torch.isolation.leak_causes import cause_of_shown, righted
 from attnspan_lab.doctor.torch.isolation.mixing_operators import mixing_operator
+from attnspan_lab.doctor.torch.isolation.mixing_remedies import cause_of_mixing, remedy_of_mixing
 from attnspan_lab.doctor.torch.isolation.padding_causes import Changed, Fault
 from attnspan_lab.doctor.torch.isolation.sequences import has_rows, of_predicted, sequences, with_rows
 from attnspan_lab.doctor.torch.masks.forms import Form, forms
@@ -34,7 +35,6 @@ __all__ = ["OUTSIDE_OF_ATTENTION", "Foreign", "Visible"]
 OUTSIDE_OF_ATTENTION = "padding outside of attention"
 # The check to list as not made if the doctor cannot confirm a finding.
 _TOPICS = {"leak": "documents", "mask-lost": "padding", "causality-lost": "causality"}
-_OTHER_PART = "Another part of the model mixes tokens"
 # The check to list as not made if no attention call shows a fault, and other layers could not be examined.
 _OUTSIDE_TOPICS = {
     "leak": "other documents seen by other layers",
@@ -184,17 +184,17 @@ class Visible:
 
     def _outside(self, foreign: Foreign, changed: str) -> Finding:
         """Write the finding for tokens that another part of the model mixes."""
-        kind, remedy = foreign.kind, OUTSIDE[foreign.kind]
-        what, cause = f"{foreign.what.replace(' here', '')}, outside of attention", _OTHER_PART
+        kind, operator = foreign.kind, ""
+        if not self.unread and (found := mixing_operator(self.subject, self.step, self.name, foreign)):
+            places, operator = at(found.place), found.name
+        else:
+            places = self._first(foreign.groups)
+        cause, remedy = cause_of_mixing(operator), remedy_of_mixing(kind, operator, self.said.padding)
         if self.unread:
             place = self.unread[0].place
             cause, remedy = f"{cause}, or the mask of {place}, which the doctor cannot read", ""
-            places = self._first(foreign.groups) or at(place)
-        elif (found := mixing_operator(self.subject, self.step, self.name, foreign)) is not None:
-            places, cause = (found.place,), found.cause
-            remedy = (found.remedy if kind == "causality-lost" else "") or remedy
-        else:
-            places = self._first(foreign.groups)
+            places = places or at(place)
+        what = f"{foreign.what.replace(' here', '')}, outside of attention"
         return Finding(kind, what, places, (changed,), cause, remedy)
 
     def _form(self, calls: list[Attention], foreign: Tensor) -> Form | None:
