@@ -91,26 +91,28 @@ class _Alone:
         sample, runs = self.sample, (self.full, other, self.short)
         guilty = first_difference([x[1] for x in runs], _differs)
         place = guilty.place if guilty is not None else forward_line(self.step.subject.model)
-        evidence = (
+        evidence = [
             f"batch element {sample.row} has {sample.length - sample.real} padded tokens of {sample.length} "
             f"({sample.padding})",
             f"{change} (relative)",
-        )
+        ]
         what = f"Padding of {sample.names[0]} changes results of real tokens here"
         if any(x.place == place for x in calls):
             mask = self._mask_of(place)
-            return Finding("mask-lost", what, at(place, mask), evidence, *of_call(sample.padding, mask))
+            texts = of_call(sample.padding, mask)
+            return Finding("mask-lost", what, at(place, mask), tuple(evidence), *texts)
         if guilty is not None:
-            evidence += (f"the first operator that padding changes: {guilty.name}",)
+            evidence.append(f"the first operator that padding changes: {guilty.name}")
         triples = zip(*(x[0].calls for x in runs), strict=False)
         hiding = [*(not _differs(*(x.result for x in y)) for y in triples), False].index(False)
         if hiding:
             said = f"attention hides the padding: {counted(hiding, 'call')} in front of this operator"
-            evidence += (f"{said} {'gives' if hiding == 1 else 'give'} real tokens the same results",)
+            verb = "gives" if hiding == 1 else "give"
+            evidence.append(f"{said} {verb} real tokens the same results")
         texts = of_operator(sample.padding, "" if guilty is None else guilty.name)
         severity = "note" if guilty is not None and guilty.name in LOCAL else ""
         what = f"{what}, outside of attention"
-        return Finding("mask-lost", what, at(place), evidence, *texts, severity=severity)
+        return Finding("mask-lost", what, at(place), tuple(evidence), *texts, severity=severity)
 
     def _mask_of(self, place: Place | None) -> Place | None:
         """Find the last line in front of a call that computes with the padding mask."""

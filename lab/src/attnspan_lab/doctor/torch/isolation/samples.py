@@ -58,6 +58,7 @@ def sample_findings(step: Step, coverage: Coverage, done: set[Place]) -> Iterato
         kind = _mixed(step, call)
         if not kind:
             continue
+        finding: Finding | None
         if kind == "joined":
             finding = _of_joined(call, reached)
         elif has_tokens:
