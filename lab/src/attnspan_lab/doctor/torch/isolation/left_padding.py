@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import torch
+
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.torch.isolation.declared import real_tokens
@@ -32,11 +34,8 @@ def left_padding_findings(step: Step, coverage: Coverage) -> Iterator[Finding]:
     length, start = said.valid.shape[1], int((~said.valid[row]).sum())
     if not bool(said.valid[row, start:].all()) or start >= length - 1:
         return
-    padded = Part(row, 0, length, length).cut(batch)
-    alone = Part(row, start, length, length).cut(batch)
-    if padded is None or alone is None:
-        coverage.missed(_TOPIC, "the doctor cannot take the padding out of the batch")
-        return
+    part = Part(row, start, length, length)
+    padded, alone = part.picked(subject, batch, torch.arange(length)), part.cut(subject, batch)
     found = different_module(subject, padded, Part(0, start, length, length), alone)
     coverage.made(_TOPIC, "a padded sample, and the same sample without its padding")
     if found is None:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, at, place_here
+from attnspan_lab.doctor.torch.isolation.cutting import Sample
 from attnspan_lab.doctor.torch.recording.calls import CannotRun
 from attnspan_lab.doctor.torch.recording.changes import evaluating
 from attnspan_lab.doctor.torch.recording.trace import ROUNDING
@@ -47,26 +48,24 @@ class Part(NamedTuple):
         """The same tokens in a batch of their own."""
         return Part(0, 0, self.stop - self.start, self.stop - self.start)
 
-    def cut(self, batch: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Take the tokens out of a batch. None for an unknown layout."""
-        found = self.picked(batch, torch.arange(self.start, self.stop))
-        if found is not None and "position_ids" in found:
+    def cut(self, subject: Subject, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Take the tokens out of a batch."""
+        found = self.picked(subject, batch, torch.arange(self.start, self.stop))
+        if "position_ids" in found:
             found["position_ids"] = torch.arange(self.alone.length).expand_as(found["position_ids"])
         return found
 
-    def picked(self, batch: Mapping[str, Any], index: Tensor) -> dict[str, Any] | None:
-        """Take tokens of the row out of a batch. None for an unknown layout."""
-        found = dict(batch)
-        for name, x in batch.items():
-            if not isinstance(x, Tensor):
-                continue
-            if x.dim() > 3 and x.shape[-2:] == (self.length, self.length):
-                found[name] = x[self.row % len(x), None][..., index, :][..., index]
-            elif x.dim() > 1 and x.shape[1] == self.length:
-                found[name] = x[self.row % len(x), None][:, index]
-            elif self.length in x.shape or name.startswith("cu_"):
-                return None
-        return found
+    def picked(self, subject: Subject, batch: Mapping[str, Any], index: Tensor) -> dict[str, Any]:
+        """Take tokens of the row out of a batch.
+
+        Raises:
+            CannotRun: A tensor has an unknown layout.
+        """
+        name, tokens = subject.tokens(batch) or ("", torch.empty(0, 0))
+        if self.length == len(tokens) or any(x.startswith("cu_") for x in batch):
+            raise CannotRun("the doctor cannot take tokens out of the batch")
+        inputs = (id(subject.named(batch)[name]),)
+        return dict(Sample(len(tokens), self.row, self.length, inputs).cut(dict(batch), index))
 
     def rows(self, x: Tensor) -> Tensor | None:
         """Take the rows of the tokens out of a result (B, S, ...), (1, S, ...) or (S, ...)."""
@@ -101,11 +100,11 @@ def position_findings(subject: Subject, batch: Any, coverage: Coverage) -> Itera
         return
     documents = documents.expand(tokens[1].shape[:2])
     part = _second(documents)
-    alone = None if part is None else part.cut(batch)
-    if part is None or alone is None:
+    if part is None:
         coverage.absent(_TOPIC, "the doctor cannot take a document out of the batch")
         return
     try:
+        alone = part.cut(subject, batch)
         found = different_module(subject, batch, part, alone)
     except CannotRun as error:
         coverage.absent(_TOPIC, str(error))
@@ -165,8 +164,8 @@ def _explained(
 ) -> tuple[str, str, str]:
     """Write cause, remedy and trial: the document moves to the front, and positions start again."""
     _, start, stop, length = part
-    moved = part.picked(batch, torch.tensor([*range(start, stop), *range(start), *range(stop, length)]))
-    assert moved is not None
+    order = torch.tensor([*range(start, stop), *range(start), *range(stop, length)])
+    moved = part.picked(subject, batch, order)
     positions = batch.get("position_ids")
     if positions is not None and bool((positions == torch.arange(length)).all()):
         moved["position_ids"] = positions[:1]  # They count the tokens of the row.

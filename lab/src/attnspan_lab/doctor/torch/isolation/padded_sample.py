@@ -51,7 +51,7 @@ class _Alone:
 
     def __init__(self, step: Step, sample: PaddedSample) -> None:
         self.step, self.sample = step, sample
-        self.batch = sample.alone(step.batch, sample.length)
+        self.batch = sample.alone(step.batch, sample.sample.length)
         self.full, self.short = (traced(step, x) for x in (self.batch, sample.alone(step.batch, sample.real)))
 
     def finding(self, calls: list[Attention], coverage: Coverage) -> Finding | None:
@@ -65,7 +65,7 @@ class _Alone:
             return None
         # A layer with a stride may see other windows without the padding, so some padding stays.
         fewer = sample.alone(step.batch, sample.rounded)
-        changed = sample.alone(sample.changed(step.batch), sample.length)
+        changed = sample.alone(sample.changed(step.batch), sample.sample.length)
         for batch, did in ((fewer, "with less padding"), (changed, "with other padding")):
             other = traced(step, batch)
             if change := self._change(other):
@@ -89,10 +89,11 @@ class _Alone:
 
     def _written(self, other: tuple[Step, Trace], change: str, calls: list[Attention]) -> Finding:
         sample, runs = self.sample, (self.full, other, self.short)
+        length = sample.sample.length
         guilty = first_difference([x[1] for x in runs], _differs)
         place = guilty.place if guilty is not None else forward_line(self.step.subject.model)
         evidence = [
-            f"batch element {sample.row} has {sample.length - sample.real} padded tokens of {sample.length} "
+            f"batch element {sample.sample.row} has {length - sample.real} padded tokens of {length} "
             f"({sample.padding})",
             f"{change} (relative)",
         ]
