@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, at, place_here
-from attnspan_lab.doctor.torch.isolation.cutting import Sample
+from attnspan_lab.doctor.torch.isolation.cutting import sample_of
 from attnspan_lab.doctor.torch.recording.calls import CannotRun
 from attnspan_lab.doctor.torch.recording.changes import evaluating
 from attnspan_lab.doctor.torch.recording.trace import ROUNDING
@@ -61,11 +61,9 @@ class Part(NamedTuple):
         Raises:
             CannotRun: A tensor has an unknown layout.
         """
-        name, tokens = subject.tokens(batch) or ("", torch.empty(0, 0))
-        if self.length == len(tokens) or any(x.startswith("cu_") for x in batch):
+        if any(x.startswith("cu_") for x in batch):
             raise CannotRun("the doctor cannot take tokens out of the batch")
-        inputs = (id(subject.named(batch)[name]),)
-        return dict(Sample(len(tokens), self.row, self.length, inputs).cut(dict(batch), index))
+        return dict(sample_of(subject, batch, self.row).cut(dict(batch), index))
 
     def rows(self, x: Tensor) -> Tensor | None:
         """Take the rows of the tokens out of a result (B, S, ...), (1, S, ...) or (S, ...)."""

@@ -25,13 +25,14 @@ class PaddedSample(NamedTuple):
 
     Args:
         padding: Name of the mask (B, S) that states the padding.
-        names: Names of the sequences that have this padding.
+        names, inputs: Names of the sequences that have this padding, and the sequences by identity.
         real: Number of tokens without the padding.
         sample: The sample with its padding.
     """
 
     padding: str
     names: tuple[str, ...]
+    inputs: tuple[int, ...]
     real: int
     sample: Sample
 
@@ -49,7 +50,7 @@ class PaddedSample(NamedTuple):
         """Change the inputs of a batch behind the rounded number of tokens."""
 
         def change(x: Any) -> Any:
-            if id(x) not in self.sample.inputs:
+            if id(x) not in self.inputs:
                 return x
             dim = next(i for i, n in enumerate(x.shape) if n == self.sample.length and i)
             rest = self.rounded, self.sample.length - self.rounded
@@ -73,6 +74,7 @@ def padded_samples(subject: Subject, batch: Any) -> Iterator[PaddedSample]:
         names = [x for x in sequences(subject, batch) if length in named[x].shape[1:]]
         own = [x for x in names if len(names) == 1 or words_of(x) == words_of(name)]
         row = int(real.masked_fill(~fits, length).argmin())
-        ids = [tuple(id(named[x]) for x in some) for some in (own, set(names) - set(own))]
+        others = {id(named[x]): list[int]() for x in names if x not in own}
         if own:
-            yield PaddedSample(name, tuple(own), int(real[row]), Sample(rows, row, length, *ids))
+            inputs = tuple(id(named[x]) for x in own)
+            yield PaddedSample(name, tuple(own), inputs, int(real[row]), Sample(rows, row, length, others))
