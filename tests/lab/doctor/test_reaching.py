@@ -12,6 +12,8 @@ import torch
 import wired
 from test_masked import examined
 
+from attnspan_lab.doctor.torch.isolation.mixing_remedies import of_operator
+
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 
@@ -126,3 +128,10 @@ def test_a_video_whose_sides_are_as_long_as_its_caption_is_not_cut() -> None:
     found, facts = examined(reaching.captioned(2, 12, 12))
     assert [x.what for x in found if x.severity == "wrong"] == []
     assert "padding outside of attention" not in facts["unchecked"]
+
+
+def test_padding_that_an_unknown_operator_reads_has_a_remedy_for_all_layers() -> None:
+    cause, remedy = of_operator("attention_mask", "")
+    assert "no operator" in cause
+    assert remedy.startswith("Set padding to 0 before layers that mix tokens")
+    assert "attention_mask[..., None]" in of_operator("attention_mask", "cumsum")[1]

@@ -26,6 +26,7 @@ __all__ = [
     "lines_of_error",
     "on_stack",
     "place_here",
+    "place_of",
     "raised_by_doctor",
 ]
 
@@ -71,6 +72,12 @@ class Place:
 def at(*places: Place | None) -> tuple[Place, ...]:
     """List the known places, each once."""
     return tuple(dict.fromkeys(x for x in places if x is not None))
+
+
+def place_of(line: str) -> Place:
+    """Read a line that is written as "file:line"."""
+    file, _, number = line.rpartition(":")
+    return Place(file, int(number))
 
 
 @cache

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["counted", "error_text", "first_line"]
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["counted", "error_text", "first_line", "listed"]
 
 
 def counted(number: int, one: str, many: str = "") -> str:
@@ -29,3 +32,13 @@ def error_text(error: BaseException, most: int = 200) -> str:
     """
     name = type(error).__name__
     return f"{name}: {first_line(error, most)}" if str(error).strip() else name
+
+
+def listed(items: Sequence[Any], most: int) -> str:
+    """List the first items.
+
+    Example:
+        >>> listed([1, 2], 2), listed([1, 2, 3], 2)
+        ('1, 2', '1, 2, ...')
+    """
+    return f"{', '.join(map(str, items[:most]))}{', ...' * (len(items) > most)}"

@@ -17,9 +17,9 @@ __all__ = ["made_of_tokens", "own_pairs"]
 
 def own_pairs(
     calls: list[Attention], subject: Subject, batch: Any, length: int, coverage: Coverage
-) -> dict[int, Tensor]:
+) -> dict[Attention, Tensor]:
     """Find the visible pairs (B, S, S) of the batch's own tokens in each call, without keys of a cache."""
-    found, cached = dict[int, Tensor](), list[Attention]()
+    found, cached = dict[Attention, Tensor](), list[Attention]()
     name, tokens = subject.tokens(batch) or ("", torch.empty(1, 0))
     rows = len(tokens)
     for x in calls:
@@ -27,7 +27,7 @@ def own_pairs(
             why = f"the {x.kind} call at {x.place} does not show which pairs it computes"
             coverage.missed("masks", why)
         elif x.visible.shape[1:] == (length, length):
-            found[id(x)] = _by_element(x.visible, rows)
+            found[x] = _by_element(x.visible, rows)
         elif x.visible.shape[1] == length and x.key is not None and not x.recomputed:
             cached.append(x)
     if not cached:
@@ -38,7 +38,7 @@ def own_pairs(
             coverage.missed("keys of a cache", f"{places}, so the call at {x.place} was not examined")
         elif (start := places.get(calls.index(x))) is not None:
             x.first_own = start
-            found[id(x)] = _by_element(x.visible[..., start : start + length], rows)  # type: ignore[index]
+            found[x] = _by_element(x.visible[..., start : start + length], rows)  # type: ignore[index]
         else:
             why = f"the keys at {x.place} are not made from {name}, so their mask was not examined for it"
             coverage.missed("other keys", why)

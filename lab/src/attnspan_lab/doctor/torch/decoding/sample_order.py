@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, at
 from attnspan_lab.doctor.torch.masks.forms import distance
 from attnspan_lab.doctor.torch.recording.calls import CannotRun, Step
-from attnspan_lab.doctor.torch.recording.trace import Trace, apart, first_difference, forward_line
+from attnspan_lab.doctor.torch.recording.trace import apart, first_difference, forward_line, traced
 
 __all__ = ["placed_findings"]
 
@@ -43,7 +43,7 @@ def placed_findings(step: Step, rows: int, length: int, done: set[Place]) -> Ite
     pairs = [(x, y.flip(0)) for x, y in found if y is not None and y.shape == x.shape]
     if not any(apart(x, y) for x, y in pairs) or step.differs(step.again()) > 0:
         return
-    traces = [_traced(step, x) for x in (step.batch, batch)]
+    traces = [traced(step, x)[1] for x in (step.batch, batch)]
     if any(x.draws for x in traces):
         raise CannotRun("the model draws random numbers in evaluation mode")
 
@@ -70,12 +70,6 @@ def placed_findings(step: Step, rows: int, length: int, done: set[Place]) -> Ite
 def _has_samples(x: Tensor, rows: int) -> bool:
     """Whether a result has a row for each sample. Scores of all pairs of samples (B, B) do not count."""
     return x.dim() > 0 and len(x) == rows and x.shape != (rows, rows)
-
-
-def _traced(step: Step, batch: Any) -> Trace:
-    trace = Trace(x for x in tree_leaves(batch) if isinstance(x, Tensor))
-    step.again(batch, mode=trace)
-    return trace
 
 
 def _reversed(batch: Any, rows: int, length: int) -> Any:
