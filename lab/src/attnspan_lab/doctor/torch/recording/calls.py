@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,20 +28,26 @@ from attnspan_lab.doctor.torch.subject import Subject
 from attnspan_lab.doctor.words import error_text
 
 __all__ = [
+    "SAME",
     "Call",
     "CannotRun",
     "Step",
     "awake",
     "changed_tokens",
     "copied_model",
+    "difference",
     "noise",
     "recorded",
+    "rounding",
     "sdpa",
 ]
 
 #: torch's function, which is not replaced while nn.MultiheadAttention runs.
 sdpa = F.scaled_dot_product_attention
 _ASLEEP = 1e-3
+#: Results with a larger relative difference are not equal.
+SAME = 1e-4
+_ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _PRODUCTS, _MASKING = ("matmul", "bmm", "einsum"), ("masked_fill", "mul", "where", "tril")
 _SDPA, _SOFTMAX, _MULTIHEAD = "scaled_dot_product_attention", "softmax", "multi_head_attention_forward"
 
@@ -88,6 +94,24 @@ class Call:
         """The tensor that has a row for each query: q, or the scores."""
         found: Tensor = self.given["query"] if self.is_torchs else self.given["scores"]
         return found
+
+    @property
+    def q_len(self) -> int:
+        """Number of queries."""
+        return self.rows.shape[-2]
+
+    @property
+    def k_len(self) -> int:
+        """Number of keys."""
+        return int(self.given["key"].shape[-2]) if self.is_torchs else self.rows.shape[-1]
+
+    def result_of(self, **given: Any) -> Tensor:
+        """Compute the call with other arguments, without dropout."""
+        given = {**self.given, **given}
+        if self.is_torchs:
+            return sdpa(**{**given, "dropout_p": 0.0})
+        scores: Tensor = given["scores"]
+        return scores.softmax(given["dim"])
 
 
 #: Changes an input (B, S, C) of a module.
@@ -148,14 +172,31 @@ class Step:
 
     def differs(self, other: Step) -> float:
         """Return the largest relative difference of the results."""
-        found = 0.0
-        for name, x in self.results.items():
-            y = other.results.get(name)
-            if y is None or x.shape != y.shape:
-                return float("inf")
-            if x.numel():
-                found = max(found, distance(y, x))
-        return found
+        return difference(self.results, other.results)
+
+
+def difference(
+    wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], *, beyond_rounding: bool = False
+) -> float:
+    """Return the largest relative difference of results.
+
+    Args:
+        wanted, found: Results by name.
+        beyond_rounding: A difference that is only rounding counts as 0.
+    """
+    most = 0.0
+    for name, x in wanted.items():
+        y = found.get(name)
+        if y is None or x.shape != y.shape:
+            return float("inf")
+        error = distance(y, x) if x.numel() else 0.0
+        most = max(most, error if not beyond_rounding or error > rounding(x) else 0.0)
+    return most
+
+
+def rounding(x: Tensor) -> float:
+    """Return the largest relative difference of two results of one model that is only rounding."""
+    return _ROUNDING.get(x.dtype, SAME)
 
 
 def recorded(
