@@ -34,6 +34,7 @@ __all__ = [
     "Step",
     "awake",
     "changed_tokens",
+    "contracted",
     "copied_model",
     "difference",
     "noise",
@@ -94,6 +95,11 @@ class Call:
         """The tensor that has a row for each query: q, or the scores."""
         found: Tensor = self.given["query"] if self.is_torchs else self.given["scores"]
         return found
+
+    @property
+    def operands(self) -> dict[str, Tensor]:
+        """Query, key and value, or the scores."""
+        return {x: self.given[x] for x in (("query", "key", "value") if self.is_torchs else ("scores",))}
 
     @property
     def q_len(self) -> int:
@@ -360,7 +366,7 @@ class _Record(TorchFunctionMode):
             if out.shape == weights.shape and _is_masked(weights, out):
                 self.weights[id(out)] = out, call, place_here()
             return
-        dim = _contracted(args[0], place - 1, weights.dim()) if name == "einsum" else -1 - (place == 1)
+        dim = contracted(args[0], place - 1, weights.dim()) if name == "einsum" else -1 - (place == 1)
         if call.summed is None and dim is not None:
             call.masked, call.contracted = masked, dim % weights.dim()
             call.summed = weights.detach().float().sum(dim)
@@ -424,7 +430,7 @@ def _is_masked(weights: Tensor, out: Tensor) -> bool:
     return bool(zero.any()) and bool(((out == weights) | zero).all()) and not bool(zero.all())
 
 
-def _contracted(equation: Any, number: int, dims: int) -> int | None:
+def contracted(equation: Any, number: int, dims: int) -> int | None:
     """Find the only dim of an operand that an einsum adds up."""
     if not isinstance(equation, str) or "->" not in equation or "." in equation:
         return None
