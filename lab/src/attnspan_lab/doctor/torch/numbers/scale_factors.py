@@ -14,11 +14,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.places import Place, is_installed, place_here
+from attnspan_lab.doctor.places import Place, at, is_installed, place_here
 from attnspan_lab.doctor.torch.masks.forms import arguments
 from attnspan_lab.doctor.torch.masks.hiding_values import highest_hiding
-from attnspan_lab.doctor.torch.numbers.scale_rules import UNKNOWN, Factor, Scale, scale_finding
-from attnspan_lab.doctor.torch.recording.calls import Call, Step, sdpa
+from attnspan_lab.doctor.torch.numbers.scale_rules import UNKNOWN, Factor, Scale, faulty, scale_finding
+from attnspan_lab.doctor.torch.recording.calls import Call, Step, contracted
 
 __all__ = ["scale_findings"]
 
@@ -52,7 +52,7 @@ class _Made:
         free: A norm or a learned factor changed it.
         dim: Head dim. Only scores have one.
         widths: Widths of the model that belong to scores.
-        is_bare: q and k of these scores are projections, and neither of them contains a scale.
+        sizes: Root mean squares of q and k, if both are projections.
         is_biased: A bias or a softcap changed these scores.
     """
 
@@ -63,7 +63,7 @@ class _Made:
     free: bool = False
     dim: int = 0
     widths: tuple[int, ...] = ()
-    is_bare: bool = False
+    sizes: tuple[float, ...] = ()
     is_biased: bool = False
 
 
@@ -77,7 +77,7 @@ class _Scales(TorchFunctionMode):
         super().__init__()
         self.softmaxes = softmaxes
         self.made = WeakTensorKeyDictionary()
-        self.found: dict[Place, list[tuple[Scale, bool]]] = defaultdict(list)
+        self.found: dict[Place, list[Scale]] = defaultdict(list)
         self.has_learned_bias = False  # As in T5, whose projections contain the scale.
 
     def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -159,11 +159,10 @@ class _Scales(TorchFunctionMode):
         """Describe a projection, or the scores of two projections."""
         (a, b), inner = map(self._of, pair), pair[0].shape[-1]
         if name == "einsum":
-            letters, _, left = str(args[0]).replace(" ", "").partition("->")
-            if not left or "." in letters:
+            dim = contracted(args[0], 0, pair[0].dim())
+            if dim is None:
                 return other
-            sizes = dict(zip(letters.replace(",", ""), (n for x in pair for n in x.shape), strict=False))
-            inner = next((n for x, n in sizes.items() if x not in left), 1)
+            inner = pair[0].shape[dim]
         if a.parameter or b.parameter:
             return replace(_LEARNED, width=inner)
         if not (a.learned and b.learned) or a.dim or b.dim:
@@ -176,11 +175,10 @@ class _Scales(TorchFunctionMode):
         """Describe the product of q and k."""
         a, b = self._of(q), self._of(k)
         factors = (*a.factors, *b.factors, *((Factor(own, place_here()),) if own != 1 else ()))
-        # A projection may contain the scale: the queries are then smaller than the keys.
-        small, large = sorted(float(x.float().square().mean()) ** 0.5 for x in (q, k))
-        is_bare = bool(a.width and b.width) and small > 1.5 * dim**-0.5 * large
+        of = (q, k) if a.width and b.width else ()
+        sizes = tuple(float(x.float().square().mean()) ** 0.5 for x in of)
         widths = (a.width, dim * heads)
-        return _Made(factors, free=a.free or b.free, learned=True, dim=dim, widths=widths, is_bare=is_bare)
+        return _Made(factors, free=a.free or b.free, learned=True, dim=dim, widths=widths, sizes=sizes)
 
     def _call(self, q: Tensor, k: Tensor, scale: Any, dim: int) -> None:
         """Note a call of a function that scales the product of q and k."""
@@ -190,8 +188,8 @@ class _Scales(TorchFunctionMode):
     def _note(self, made: _Made) -> None:
         place = place_here()
         if place is not None and not made.free:
-            scale = Scale(made.factors, made.dim, made.widths, place, made.is_bare)
-            self.found[place].append((scale, made.is_biased))
+            scale = Scale(made.factors, made.dim, made.widths, place, made.sizes, made.is_biased)
+            self.found[place].append(scale)
 
 
 def _is_number(x: Any) -> bool:
@@ -210,36 +208,30 @@ def scale_findings(step: Step, coverage: Coverage, done: set[Place]) -> Iterator
         coverage: Collects the checks.
         done: Lines that have a finding.
     """
-    with _Scales(step.lines) as seen:
-        step.again()
-    topic = "scale of scores"
+    seen, topic = _Scales(step.lines), "scale of scores"
+    step.again(mode=seen)
     if step.calls and not seen.found:
         coverage.absent(topic, UNKNOWN)
-    for place, scales in seen.found.items():
-        if place in done or is_installed(place.file):
-            continue
+    sites = [x for place, x in seen.found.items() if place not in done and not is_installed(place.file)]
+    if sites:
         coverage.made(topic, "numbers were followed from the projections to the softmax")
-        faults, (scale, _) = {x.fault for x, _ in scales}, scales[0]
-        # A factor that differs from layer to layer is a choice.
-        if len(faults) == 1 and scale.fault and not (scale.fault == "none" and seen.has_learned_bias):
-            done.add(place)
-            yield scale_finding(scale, _tried(step, scale, is_biased=any(x for _, x in scales)))
+    for scales in faulty(sites, has_learned_bias=seen.has_learned_bias):
+        done.update(at(scales[0].place))
+        is_biased = any(x.is_biased for x in scales)
+        tried = "not tried: the scores have a bias or a softcap" if is_biased else _tried(step, scales[0])
+        yield scale_finding(scales[0], tried)
 
 
-def _tried(step: Step, scale: Scale, *, is_biased: bool) -> str:
+def _tried(step: Step, scale: Scale) -> str:
     """Run the step with the usual scale at a line, and say by how much results change."""
-    if is_biased:
-        return "not tried: the scores have a bias or a softcap"
     ratio = scale.usual / scale.total
 
     def scaled(call: Call) -> Tensor | None:
         if call.place != scale.place:
             return None
         if not call.is_torchs:
-            scores: Tensor = call.given["scores"] * ratio
-            return scores.softmax(call.given["dim"])
-        own = call.given.get("scale") or call.rows.shape[-1] ** -0.5
-        return sdpa(**{**call.given, "scale": own * ratio, "dropout_p": 0.0})
+            return call.result_of(scores=call.rows * ratio)
+        return call.result_of(scale=(call.given.get("scale") or call.rows.shape[-1] ** -0.5) * ratio)
 
     change = step.differs(step.again(replace=scaled))
     said = f"with the usual scale at this line, results of the model change by {change:.1e} (relative). "
