@@ -266,16 +266,16 @@ def _named(subject: Subject, batch: Any) -> dict[str, Any]:
 
 def _part(batch: Mapping[str, Any], shape: Any, start: int, stop: int) -> dict[str, Any]:
     """Take tokens of a batch, with the entries of masks for all tokens up to the last one."""
-    size, found = tuple(shape), dict[str, Any]()
-    for name, x in batch.items():
+    rows, length = shape
+
+    def part(name: str, x: Any) -> Any:
         if not isinstance(x, Tensor):
-            found[name] = x
-        elif x.dim() > 2 and x.shape[-2:] == (size[1], size[1]):
-            found[name] = x[..., start:stop, :stop]
-        elif tuple(x.shape[:2]) == size:
-            found[name] = x[:, :stop] if "mask" in name else x[:, start:stop]
-        elif x.dim() in (1, 3) and x.shape[-1] == size[1] and (x.dim() == 1 or x.shape[1] == size[0]):
-            found[name] = x[..., start:stop]
-        else:
-            found[name] = x
-    return found
+            return x
+        if x.dim() > 2 and x.shape[-2:] == (length, length):
+            return x[..., start:stop, :stop]
+        if x.shape[:2] == shape:
+            return x[:, :stop] if "mask" in name else x[:, start:stop]
+        has_tokens = x.shape == (length,) or (x.dim() == 3 and x.shape[1:] == (rows, length))
+        return x[..., start:stop] if has_tokens else x
+
+    return {k: part(k, x) for k, x in batch.items()}

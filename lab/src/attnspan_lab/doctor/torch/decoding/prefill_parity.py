@@ -78,17 +78,11 @@ def decode_findings(step: Step, coverage: Coverage, *, explained: bool) -> Itera
     """
     try:
         runs = runs_of(step)
-    except CannotRun as error:
-        coverage.absent(_TOPIC, str(error))
-        return
-    if runs is None:
-        return
-    yield from cat_findings(runs)
-    if explained:
-        coverage.absent(_TOPIC, "another finding already says why decode steps are wrong")
-        return
-    try:
-        yield from _compared(runs, coverage)
+        if runs is not None:
+            yield from cat_findings(runs)
+            if explained:
+                raise CannotRun("another finding already says why decode steps are wrong")
+            yield from _compared(runs, coverage)
     except CannotRun as error:
         coverage.absent(_TOPIC, str(error))
 
@@ -119,12 +113,12 @@ def _is_rounded(found: _Difference) -> bool:
     operand = made.value if found.kind == "value" else made.key
     if operand is None or found.kind not in ("own", "older", "value"):
         return False
-    return any(
-        "round" in x.name
-        or "quant" in x.name
-        or (x.value.dtype.itemsize < width and x.value.dtype != torch.bool)
-        for x in backwards(operand, -2, until=_PROJECTIONS)
-    )
+
+    def rounds(x: Node) -> bool:
+        dtype = x.value.dtype
+        return "round" in x.name or "quant" in x.name or (dtype.itemsize < width and dtype != torch.bool)
+
+    return any(map(rounds, backwards(operand, -2, until=_PROJECTIONS)))
 
 
 def _errors(runs: Runs) -> tuple[float, float, bool]:
@@ -269,8 +263,9 @@ def _explained(found: _Difference) -> tuple[Place | None, tuple[str, str]]:
         other = cache_of(wanted.key, 0)
         return _of_token(pair, new, wanted.key if other is None else other.inputs[-1])
     if found.kind == "older":
-        if cache not in (None, made.key) and not found.moved and _holds(cache, wanted, found.key):
-            return _behind(made.key, cache, call), _TURNED
+        behind = None if cache is made.key or found.moved else cache
+        if behind is not None and _holds(behind, wanted, found.key):
+            return _behind(made.key, behind, call), _TURNED
         return (cache.place if cache else call), _OTHERS if found.moved else _LOST
     if found.kind == "mask":
         return (made.mask.place if made.mask else call), _MASK
@@ -310,14 +305,13 @@ def _behind(key: Node, cache: Node, call: Place | None) -> Place | None:
 
 def _tried(runs: Runs, error: float) -> str:
     """Give decode steps the prefill's results of attention, and compare the model's results."""
-    calls = {x.number: (g, i) for g, group in enumerate(runs.groups) for i, x in enumerate(group) if g}
+    pairs = {x.call.number: x for x in runs.pairs() if x.call.is_torchs}
 
     def replaced(call: Call) -> Tensor | None:
-        if call.number not in calls or not call.is_torchs:
+        if (pair := pairs.get(call.number)) is None:
             return None
-        number, layer = calls[call.number]
-        start = sum(runs.lengths[:number])
-        other = runs.whole.calls[layer].result[..., start : start + runs.lengths[number], :]
+        stop = pair.tokens[1] + 1
+        other = pair.other.result[..., stop - pair.sizes[0] : stop, :]
         return other if other.shape == call.result.shape else None
 
     _, after, _ = _errors(runs.repeat(replaced))

@@ -65,8 +65,8 @@ def counting_findings(step: Step, coverage: Coverage) -> Iterator[Finding]:
         step: The step.
         coverage: Collects the checks.
     """
-    with _Angles() as angles:
-        step.again()
+    angles = _Angles()
+    step.again(mode=angles)
     if not angles.rounded and not (angles.counted and angles.exact):
         if angles.exact:
             coverage.made(_TOPIC, "angles of positions are computed in 32 bits or more")
