@@ -12,7 +12,7 @@ from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.jax.values import RESHAPES, Value, is_float
 from attnspan_lab.doctor.jax.watch import Attention
 from attnspan_lab.doctor.places import is_installed
-from attnspan_lab.doctor.torch.numbers.scale_rules import UNKNOWN, Factor, Scale, faulty, scale_finding
+from attnspan_lab.doctor.scales import UNKNOWN, Factor, Scale, scale_finding
 
 __all__ = ["scale_findings", "unknown_scales"]
 
@@ -48,15 +48,18 @@ class _Path:
 
 def scale_findings(calls: list[Attention]) -> Iterator[Finding]:
     """Yield the lines whose scores have another scale than usual, and not a scale that may be a choice."""
-    sites: dict[object, list[Scale]] = {}
+    sites: dict[object, list[tuple[Scale, bool]]] = {}
     for call in calls:
         place = call.places[0] if call.places else None
         found = None if place is None or is_installed(place.file) else _scale_of(call)
         if found is not None:
             sites.setdefault(place, []).append(found)
-    biased = any(x.is_biased for site in sites.values() for x in site)
-    for scale, *_ in faulty(sites.values(), has_learned_bias=biased):
-        yield scale_finding(scale)
+    biased = any(x for site in sites.values() for _, x in site)
+    for site in sites.values():
+        faults, scale = {x.fault for x, _ in site}, site[0][0]
+        # A factor that differs from layer to layer is a choice. As in T5, projections may contain the scale.
+        if len(faults) == 1 and scale.fault and not (scale.fault == "none" and biased):
+            yield scale_finding(scale)
 
 
 def unknown_scales(calls: list[Attention]) -> str:
@@ -66,8 +69,8 @@ def unknown_scales(calls: list[Attention]) -> str:
     return UNKNOWN
 
 
-def _scale_of(call: Attention) -> Scale | None:
-    """Find the scale of a call. None if the scale is unknown."""
+def _scale_of(call: Attention) -> tuple[Scale, bool] | None:
+    """Find the scale of a call, and whether it adds a learned bias. None if the scale is unknown."""
     scores = _Path() if call.softmaxed is None else _path(call.softmaxed, call)
     q, k = (_path(x) for x in call.operands[:2])
     own = () if call.factor in (None, 1.0) else (Factor(call.factor, call.places[0]),)
@@ -76,11 +79,11 @@ def _scale_of(call: Attention) -> Scale | None:
         return None
     shape, dim = call.scores[0], call.size
     heads = 1 if call.visible is None or not shape else prod(shape) // call.visible.size
-    of = call.operands[:2] if q.width and k.width else ()
-    sizes = tuple(float(np.sqrt(np.square(np.asarray(x.array, np.float64)).mean())) for x in of)
+    size = [float(np.sqrt(np.square(np.asarray(x.array, np.float64)).mean())) for x in call.operands[:2]]
+    # A projection may contain the scale: the queries are then smaller than the keys.
+    is_bare = bool(q.width and k.width) and min(size) > 1.5 * dim**-0.5 * max(size)
     factors = (*q.factors, *k.factors, *scores.factors, *own)
-    widths = q.width, k.width, dim * heads
-    return Scale(factors, dim, widths, call.places[0], sizes, scores.biased)
+    return Scale(factors, dim, (q.width, k.width, dim * heads), call.places[0], is_bare), scores.biased
 
 
 def _path(value: Value, call: Attention | None = None) -> _Path:

@@ -59,11 +59,11 @@ def _lengths(calls: list[Call]) -> str:
 
 def _grows(call: Call, following: Call) -> bool:
     """Whether a call has the same queries, keys and results as the call before, and more behind them."""
-    longer = following.operands | {"result": following.result}
     return (
         call.is_torchs == following.is_torchs
         and call.k_len == call.q_len < following.q_len
-        and all(_begins(x, longer[k]) for k, x in {**call.operands, "result": call.result}.items())
+        and all(_begins(call.given[x], following.given[x]) for x in call.operands)
+        and _begins(call.result, following.result)
     )
 
 

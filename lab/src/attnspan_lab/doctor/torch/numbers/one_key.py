@@ -68,7 +68,7 @@ class OneKey:
             def change(call: Call, place: Place = place) -> Tensor | None:
                 if call.place != place:
                     return None
-                return call.result_of(**{next(iter(call.operands)): noise(call.rows)})
+                return call.result_of(**{call.operands[0]: noise(call.rows)})
 
             made = _Made()
             if line.step.differs(line.step.again(replace=change, mode=made)) < _ROUNDING:

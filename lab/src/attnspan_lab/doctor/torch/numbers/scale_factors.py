@@ -14,10 +14,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.places import Place, at, is_installed, place_here
+from attnspan_lab.doctor.places import Place, is_installed, place_here
+from attnspan_lab.doctor.scales import UNKNOWN, Factor, Scale, are_bare, faulty, scale_finding
 from attnspan_lab.doctor.torch.masks.forms import arguments
 from attnspan_lab.doctor.torch.masks.hiding_values import highest_hiding
-from attnspan_lab.doctor.torch.numbers.scale_rules import UNKNOWN, Factor, Scale, faulty, scale_finding
 from attnspan_lab.doctor.torch.recording.calls import Call, Step, contracted
 
 __all__ = ["scale_findings"]
@@ -52,7 +52,7 @@ class _Made:
         free: A norm or a learned factor changed it.
         dim: Head dim. Only scores have one.
         widths: Widths of the model that belong to scores.
-        sizes: Root mean squares of q and k, if both are projections.
+        is_bare: q and k of these scores are projections, and neither of them contains a scale.
         is_biased: A bias or a softcap changed these scores.
     """
 
@@ -63,7 +63,7 @@ class _Made:
     free: bool = False
     dim: int = 0
     widths: tuple[int, ...] = ()
-    sizes: tuple[float, ...] = ()
+    is_bare: bool = False
     is_biased: bool = False
 
 
@@ -77,7 +77,7 @@ class _Scales(TorchFunctionMode):
         super().__init__()
         self.softmaxes = softmaxes
         self.made = WeakTensorKeyDictionary()
-        self.found: dict[Place, list[Scale]] = defaultdict(list)
+        self.found: dict[Place, list[tuple[Scale, bool]]] = defaultdict(list)
         self.has_learned_bias = False  # As in T5, whose projections contain the scale.
 
     def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -175,10 +175,10 @@ class _Scales(TorchFunctionMode):
         """Describe the product of q and k."""
         a, b = self._of(q), self._of(k)
         factors = (*a.factors, *b.factors, *((Factor(own, place_here()),) if own != 1 else ()))
-        of = (q, k) if a.width and b.width else ()
-        sizes = tuple(float(x.float().square().mean()) ** 0.5 for x in of)
+        sizes = [float(x.float().square().mean()) ** 0.5 for x in (q, k)]
+        is_bare = are_bare((a.width, b.width), sizes, dim)
         widths = (a.width, dim * heads)
-        return _Made(factors, free=a.free or b.free, learned=True, dim=dim, widths=widths, sizes=sizes)
+        return _Made(factors, free=a.free or b.free, learned=True, dim=dim, widths=widths, is_bare=is_bare)
 
     def _call(self, q: Tensor, k: Tensor, scale: Any, dim: int) -> None:
         """Note a call of a function that scales the product of q and k."""
@@ -188,8 +188,8 @@ class _Scales(TorchFunctionMode):
     def _note(self, made: _Made) -> None:
         place = place_here()
         if place is not None and not made.free:
-            scale = Scale(made.factors, made.dim, made.widths, place, made.sizes, made.is_biased)
-            self.found[place].append(scale)
+            scale = Scale(made.factors, made.dim, made.widths, place, made.is_bare)
+            self.found[place].append((scale, made.is_biased))
 
 
 def _is_number(x: Any) -> bool:
@@ -212,14 +212,16 @@ def scale_findings(step: Step, coverage: Coverage, done: set[Place]) -> Iterator
     step.again(mode=seen)
     if step.calls and not seen.found:
         coverage.absent(topic, UNKNOWN)
-    sites = [x for place, x in seen.found.items() if place not in done and not is_installed(place.file)]
-    if sites:
+    for place, calls in seen.found.items():
+        if place in done or is_installed(place.file):
+            continue
         coverage.made(topic, "numbers were followed from the projections to the softmax")
-    for scales in faulty(sites, has_learned_bias=seen.has_learned_bias):
-        done.update(at(scales[0].place))
-        is_biased = any(x.is_biased for x in scales)
-        tried = "not tried: the scores have a bias or a softcap" if is_biased else _tried(step, scales[0])
-        yield scale_finding(scales[0], tried)
+        scales, biased = zip(*calls, strict=True)
+        scale = faulty(scales, learned_bias=seen.has_learned_bias)
+        if scale is not None:
+            done.add(place)
+            tried = "not tried: the scores have a bias or a softcap" if any(biased) else _tried(step, scale)
+            yield scale_finding(scale, tried)
 
 
 def _tried(step: Step, scale: Scale) -> str:

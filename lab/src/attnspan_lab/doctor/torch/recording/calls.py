@@ -91,25 +91,25 @@ class Call:
         return "query" in self.given
 
     @property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the given tensors that are made from tokens."""
+        return ("query", "key", "value") if self.is_torchs else ("scores",)
+
+    @property
+    def k_len(self) -> int:
+        """Number of keys."""
+        return int(self.given["key"].shape[-2] if self.is_torchs else self.rows.shape[-1])
+
+    @property
     def rows(self) -> Tensor:
         """The tensor that has a row for each query: q, or the scores."""
         found: Tensor = self.given["query"] if self.is_torchs else self.given["scores"]
         return found
 
     @property
-    def operands(self) -> dict[str, Tensor]:
-        """Query, key and value, or the scores."""
-        return {x: self.given[x] for x in (("query", "key", "value") if self.is_torchs else ("scores",))}
-
-    @property
     def q_len(self) -> int:
         """Number of queries."""
         return self.rows.shape[-2]
-
-    @property
-    def k_len(self) -> int:
-        """Number of keys."""
-        return int(self.given["key"].shape[-2]) if self.is_torchs else self.rows.shape[-1]
 
     def result_of(self, **given: Any) -> Tensor:
         """Compute the call with other arguments, without dropout."""

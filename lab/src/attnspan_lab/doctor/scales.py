@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isclose, prod
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, at
 
-__all__ = ["UNKNOWN", "Factor", "Scale", "faulty", "scale_finding"]
+__all__ = ["UNKNOWN", "Factor", "Scale", "are_bare", "faulty", "scale_finding"]
 
 #: Reason against a check.
 UNKNOWN = "q and k are normalized or have learned factors, or the doctor cannot follow how they are made"
@@ -38,17 +38,14 @@ class Scale:
         dim: Head dim.
         widths: Widths of the model, as far as they are known.
         place: Line of the call.
-        sizes: Root mean squares of q and k, if they are projections that no other operator changed, except
-            copies and rotations.
-        is_biased: The scores have a bias or a softcap.
+        is_bare: q and k are projections that no other operator changed, except copies and rotations.
     """
 
     factors: tuple[Factor, ...]
     dim: int
     widths: tuple[int, ...]
     place: Place | None
-    sizes: tuple[float, ...] = ()
-    is_biased: bool = False
+    is_bare: bool
 
     @property
     def total(self) -> float:
@@ -79,22 +76,30 @@ class Scale:
             return "twice" if whole + (len(self.repeated) - whole) // 2 > 1 else ""
         if any(x > self.dim and total.is_near(x**-0.5) for x in self.widths):
             return "width"
-        # A projection may contain the scale: the queries are then smaller than the keys.
-        is_bare = bool(self.sizes) and min(self.sizes) > 1.5 * self.usual * max(self.sizes)
-        return "none" if is_bare and total.is_near(1.0) else ""
+        return "none" if self.is_bare and total.is_near(1.0) else ""
 
 
-def faulty(sites: Iterable[list[Scale]], *, has_learned_bias: bool) -> Iterator[list[Scale]]:
-    """Yield the scales of each line whose calls have the same fault.
+def are_bare(widths: tuple[int, int], sizes: Sequence[float], dim: int) -> bool:
+    """Whether q and k are projections, and neither of the two contains a scale.
+
+    A projection may contain the scale: the queries are then smaller than the keys.
 
     Args:
-        sites: Scales of the calls of each line. A factor that differs from layer to layer is a choice.
-        has_learned_bias: The model adds a learned bias. As in T5, its projections may contain the scale.
+        widths: Widths of the inputs of both projections, or 0 without a projection.
+        sizes: Root mean squares of q and k.
+        dim: Head dim.
     """
-    for scales in sites:
-        fault = scales[0].fault
-        if fault and {x.fault for x in scales} == {fault} and not (fault == "none" and has_learned_bias):
-            yield scales
+    return all(widths) and min(sizes) > 1.5 * dim**-0.5 * max(sizes)
+
+
+def faulty(scales: Sequence[Scale], *, learned_bias: bool) -> Scale | None:
+    """Return the scale of the calls of a line if it has a fault.
+
+    A factor that differs from layer to layer is a choice. Projections may contain the scale, as in T5, whose
+    scores get a learned bias.
+    """
+    first, same = scales[0], len({x.fault for x in scales}) == 1
+    return first if same and first.fault and not (first.fault == "none" and learned_bias) else None
 
 
 _WHAT = {
@@ -119,9 +124,9 @@ def scale_finding(scale: Scale, tried: str = "") -> Finding:
     remedy = f"Multiply the scores by {scale.usual:.4g}: pass scale=head_dim**-0.5, or multiply q by it once"
     if scale.fault == "twice":
         remedy = f"Keep one of the factors. Remove the one at {lines[0]}"
-        if len(lines) > 1:
-            other = "pass scale=1.0" if factors[-1].place == scale.place else "the one"
-            remedy += f", or {other} at {lines[-1]}"
+        at_call = factors[-1].place == scale.place
+        remedy += f", or pass scale=1.0 at {lines[-1]}" * (at_call and len(lines) > 1)
+        remedy += f", or the one at {lines[-1]}" * (not at_call and len(lines) > 1)
     elif scale.fault == "width":
         remedy = f"At {lines[0]}, use head_dim**-0.5 = {scale.usual:.4g} instead of {scale.total:.4g}"
     places = at(*(x.place for x in factors), scale.place)
