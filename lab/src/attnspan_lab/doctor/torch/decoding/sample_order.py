@@ -39,9 +39,7 @@ def placed_findings(step: Step, rows: int, length: int, done: set[Place]) -> Ite
     """
     batch = _reversed(step.batch, rows, length)
     other = step.again(batch)
-    # Results have a row for each sample. Scores of all pairs of samples (B, B) do not count.
-    results = {k: x for k, x in step.results.items() if x.shape[:1] == (rows,) and x.shape != (rows, rows)}
-    found = [(x, other.results.get(k)) for k, x in results.items()]
+    found = [(x, other.results.get(k)) for k, x in step.results.items() if _has_samples(x, rows)]
     pairs = [(x, y.flip(0)) for x, y in found if y is not None and y.shape == x.shape]
     if not any(apart(x, y) for x, y in pairs) or step.differs(step.again()) > 0:
         return
@@ -59,15 +57,19 @@ def placed_findings(step: Step, rows: int, length: int, done: set[Place]) -> Ite
     if place in done:
         return
     done.update(at(place))
-    error = max(distance(y, x) for x, y in pairs)
     evidence = [
-        f"with the {rows} samples in reversed order, results of a sample change by {error:.1e} (relative), "
-        "and no sample changes another one"
+        f"with the {rows} samples in reversed order, results of a sample change by "
+        f"{max(distance(y, x) for x, y in pairs):.1e} (relative), and no sample changes another one"
     ]
     if guilty is not None:
         evidence.append(f"the first operator whose rows depend on the order: {guilty.name}")
     what = "A sample's results depend on its place in the batch"
     yield Finding("sample-axis", what, at(place), tuple(evidence), _CAUSE, _REMEDY)
+
+
+def _has_samples(x: Tensor, rows: int) -> bool:
+    """Whether a result has a row for each sample. Scores of all pairs of samples (B, B) do not count."""
+    return x.dim() > 0 and len(x) == rows and x.shape != (rows, rows)
 
 
 def _traced(step: Step, batch: Any) -> Trace:
