@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from attnspan_lab.doctor.torch.decoding.own_key import has_cache, key_of_last, longer
 from attnspan_lab.doctor.torch.masks.cross_attention import visible_in
-from attnspan_lab.doctor.torch.recording.calls import Call, CannotRun, Replace, Run, Step
+from attnspan_lab.doctor.torch.recording.calls import Call, CannotRun, Run, Step
 from attnspan_lab.doctor.torch.recording.lineage import Attend, Lineage
 from attnspan_lab.doctor.torch.subject import Subject, copied
 
@@ -72,11 +71,6 @@ class Runs:
     size: int
     how: str
     run: Run | None
-
-    def repeat(self, replace: Replace) -> Runs:
-        """Decode again with other results of attention calls."""
-        steps = self.steps.again(run=self.run, replace=replace)
-        return dataclasses.replace(self, steps=steps)
 
     def start(self, number: int) -> int:
         """Return the order of the last function before the calls of a group."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -123,22 +123,20 @@ def _is_rounded(found: _Difference) -> bool:
 
 def _errors(runs: Runs) -> tuple[float, float, bool]:
     """Return the largest error of prefilled and of decoded tokens, and whether samples changed places."""
-    total = sum(runs.lengths)
-    rows = len(runs.groups[0][0].rows) if runs.groups[0][0].rows.dim() > 3 else None
-    errors: list[list[float]] = [[], []]
-    moved = False
+    first, total, rows = runs.lengths[0], sum(runs.lengths), runs.groups[0][0].rows
+    prefilled, decoded, moved = list[float](), list[float](), False
     for name, x in runs.steps.results.items():
         y = runs.whole.results.get(name)
         if y is None or x.dim() < 3 or x.shape[1] != total or y.dim() < 2 or y.shape[1] < total:
             continue
-        order = _order(x[:, -1], y[:, total - 1]) if rows == len(x) else list(range(len(x)))
-        moved = moved or order != list(range(len(x)))
-        for i in range(total):
-            decoded = i >= runs.lengths[0]
-            errors[decoded].append(distance(x[:, i], y[order if decoded else slice(None), i]))
-    if not errors[1]:
+        own = list(range(len(x)))
+        order = _order(x[:, -1], y[:, total - 1]) if rows.dim() > 3 and len(rows) == len(x) else own
+        moved |= order != own
+        prefilled += [distance(x[:, i], y[:, i]) for i in range(first)]
+        decoded += [distance(x[:, i], y[order, i]) for i in range(first, total)]
+    if not decoded:
         raise CannotRun("the model has no result for each token")
-    return max(errors[0], default=0.0), max(errors[1]), moved
+    return max(prefilled), max(decoded), moved
 
 
 def _order(x: Tensor, y: Tensor) -> list[int]:
@@ -314,7 +312,8 @@ def _tried(runs: Runs, error: float) -> str:
         other = pair.other.result[..., stop - pair.sizes[0] : stop, :]
         return other if other.shape == call.result.shape else None
 
-    _, after, _ = _errors(runs.repeat(replaced))
+    again = replace(runs, steps=runs.steps.again(run=runs.run, replace=replaced))
+    _, after, _ = _errors(again)
     if after > rounding(runs.groups[0][0].rows):
         return ""
     return f"with the prefill's results in these calls, results differ by {after:.1e} instead of {error:.1e}"
