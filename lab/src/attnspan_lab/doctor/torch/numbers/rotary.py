@@ -69,9 +69,9 @@ def _measured(step: Step, call: Call, row: int) -> tuple[float, float | None]:
         source = source_of(step, call)
         scores = call.rows[row, :, :_LONGEST, :_LONGEST].double()
         shown = scores[scores > HIDDEN]
-        alike = source is None or _spread(step.inputs[source][row][None].double()) > _ROUNDING
+        moved = source is None or _spread(step.inputs[source][row][None].double()) > _ROUNDING
         same = not shown.numel() or bool(shown.max() - shown.min() <= _ROUNDING * shown.abs().max())
-        return 0.0, None if alike or same else _along_diagonals(scores)
+        return 0.0, None if moved or same else _along_diagonals(scores)
     q, k, v = (call.given[x][row, :, :_LONGEST].double() for x in ("query", "key", "value"))
     norms = _spread(q.norm(dim=-1))
     if _spread(v) > _ROUNDING or _spread(q) <= _ROUNDING:

@@ -19,13 +19,13 @@ from attnspan_lab.doctor.scales import UNKNOWN, Factor, Scale, are_bare, faulty,
 from attnspan_lab.doctor.torch.masks.forms import arguments
 from attnspan_lab.doctor.torch.masks.hiding_values import highest_hiding
 from attnspan_lab.doctor.torch.recording.calls import Call, Step, contracted
+from attnspan_lab.doctor.torch.recording.lineage import JOINS
 
 __all__ = ["scale_findings"]
 
 _TIMES = ("mul", "rmul", "imul", "multiply")
 _BY = ("div", "truediv", "itruediv", "true_divide", "divide")
 _SUMS = ("add", "radd", "iadd", "sub", "isub", "where", "masked_fill")
-_JOINS = ("cat", "concat", "concatenate", "stack")
 _PRODUCTS = ("matmul", "rmatmul", "bmm", "mm", "einsum", "baddbmm")
 _NORMS = ("layer_norm", "rms_norm", "normalize", "group_norm", "batch_norm", "instance_norm")
 _MODULES = ("multi_head_attention_forward", "native_multi_head_attention")
@@ -83,8 +83,7 @@ class _Scales(TorchFunctionMode):
     def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(fn, "__name__", "").strip("_")
         out = fn(*args, **kwargs)
-        given = [x for x in tree_leaves((args, kwargs)) if _is_number(x)]
-        outs = [x for x in tree_leaves(out) if _is_number(x)]
+        given, outs = (list(filter(_is_number, tree_leaves(x))) for x in ((args, kwargs), out))
         if given and outs:
             made = self._made(fn, name, args, kwargs, given, outs[0])
             self.made.update(dict.fromkeys(outs, made))
@@ -105,14 +104,14 @@ class _Scales(TorchFunctionMode):
             return replace(first, is_biased=True)
         if name in (*_TIMES, *_BY) and len(args) > 1:
             return self._times(args[0], args[1], divides=name in _BY)
-        if name in (*_SUMS, *_JOINS):
-            return self._sum(given, other)
+        if name in (*_SUMS, *JOINS):
+            return self._sum(given) or other
         if name in _NORMS:
             return replace(first, free=True, learned=learned)
         if name in ("linear", "addmm"):
             return replace(_LEARNED, width=given[name == "addmm"].shape[-1])
         if name in _PRODUCTS and len(given) > 1:
-            return self._product(name, given[-2:], args, kwargs, out, other)
+            return self._product(name, given[-2:], args, kwargs, out) or other
         if name == "softmax" and first.dim and place_here() in self.softmaxes:
             self._note(first)
         elif name == "scaled_dot_product_attention":
@@ -143,7 +142,7 @@ class _Scales(TorchFunctionMode):
             return float(x) if x.numel() == 1 and not x.is_complex() and not self._of(x).learned else None
         return float(x) if isinstance(x, (int, float)) else None
 
-    def _sum(self, given: list[Tensor], other: _Made) -> _Made:
+    def _sum(self, given: list[Tensor]) -> _Made | None:
         """Join tensors: rotated halves, cached keys, or scores with a mask or a bias."""
         scores = next((x for x in given if self._of(x).dim), None)
         if scores is not None:
@@ -151,22 +150,20 @@ class _Scales(TorchFunctionMode):
             self.has_learned_bias |= any(self._of(x).learned for x in more)
             return replace(made, is_biased=made.is_biased or not all(map(_is_mask, more)))
         found = {self._of(x) for x in given if self._of(x).learned and not self._of(x).parameter}
-        return found.pop() if len(found) == 1 else other
+        return found.pop() if len(found) == 1 else None
 
-    def _product(
-        self, name: str, pair: list[Tensor], args: Any, kwargs: Any, out: Tensor, other: _Made
-    ) -> _Made:
+    def _product(self, name: str, pair: list[Tensor], args: Any, kwargs: Any, out: Tensor) -> _Made | None:
         """Describe a projection, or the scores of two projections."""
         (a, b), inner = map(self._of, pair), pair[0].shape[-1]
         if name == "einsum":
             dim = contracted(args[0], 0, pair[0].dim())
             if dim is None:
-                return other
+                return None
             inner = pair[0].shape[dim]
         if a.parameter or b.parameter:
             return replace(_LEARNED, width=inner)
         if not (a.learned and b.learned) or a.dim or b.dim:
-            return other
+            return None
         own = kwargs.get("alpha", 1) if name == "baddbmm" else 1
         made = self._scores(pair[0], pair[1], own, inner, out.shape[1] if out.dim() == 4 else 1)
         return replace(made, is_biased=name == "baddbmm")

@@ -16,9 +16,9 @@ from attnspan_lab.doctor.places import Place, lines_of, place_here
 from attnspan_lab.doctor.torch.masks.forms import arguments
 from attnspan_lab.doctor.torch.recording.operators import is_plain, storage
 
-__all__ = ["Attend", "Lineage", "Node", "apart", "backwards", "cache_of", "origin"]
+__all__ = ["JOINS", "Attend", "Lineage", "Node", "apart", "backwards", "cache_of", "origin"]
 
-_JOINS = ("cat", "concat", "concatenate", "stack")
+JOINS = ("cat", "concat", "concatenate", "stack")
 _PRODUCTS = ("matmul", "bmm", "__matmul__")
 #: Name of a node that stands for a change in place.
 _WRITE = "write"
@@ -54,7 +54,7 @@ class Node:
     @property
     def copies(self) -> bool:
         """Whether the function copies old and new entries into a new tensor."""
-        return self.name in _JOINS
+        return self.name in JOINS
 
 
 @dataclass(eq=False)
