@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnspan_lab.doctor.coverage import Coverage
-from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.findings import Finding, texts_of
 from attnspan_lab.doctor.places import Place, at
 from attnspan_lab.doctor.torch.decoding.cache_cat import cat_findings
 from attnspan_lab.doctor.torch.decoding.decode_runs import Pair, Runs, runs_of
@@ -24,48 +24,6 @@ _TOPIC = "decoding"
 #: Largest error of an entry of a quantized key, relative to the key's largest entry: 4 bits have 1 / 14.
 _QUANTIZED = 0.1
 _PROJECTIONS = ("linear", "matmul", "__matmul__", "bmm", "addmm", "einsum", "conv1d", "embedding")
-_COUNT = "Count positions from the number of cached tokens: torch.arange(past, past + n) for n new tokens"
-_RESTARTED = (
-    "The line counts positions from the first token of each call, so a decode step has other positions"
-)
-_MOVED = "The line gives the token another position than the prefill does"
-_STATE = (
-    "From equal inputs, the line gives another result for this token: it depends on other tokens, "
-    "or on arguments that are no tensors",
-    "Give the line the same arguments in both ways. If it needs earlier tokens, keep them next to the cache",
-)
-_TURNED = (
-    "The cache holds keys with positions, and positions are applied to them again behind the cache",
-    "Apply positions to the new keys only, before you write them to the cache",
-)
-_OTHERS = (
-    "The cache holds keys of other sequences: the batch was reordered, and the cache was not",
-    "Reorder the cache with the batch: cache.index_select(batch_dim, order)",
-)
-_LOST = (
-    "The cache no longer has all keys of earlier tokens: a write hit the wrong slots, or dropped keys",
-    "Write the keys of n new tokens to the slots torch.arange(past, past + n), past from the cache's length",
-)
-_VALUES = (
-    "Keys of the cache are equal to a prefill's keys, and values are not",
-    "Write values to the same slots as keys, torch.arange(past, past + n), without another change",
-)
-_ROUNDED = (
-    "The cache stores rounded keys or values, and the doctor saw no other difference",
-    "Store keys and values with more bits",
-)
-_MASK = (
-    "The mask of the decode step differs from the mask's row for this token in the prefill",
-    "Build the decode step's mask from the same window and padding, for all keys of the cache",
-)
-_CALL = (
-    "q, keys, values and visible keys are equal, so other arguments of the call differ",
-    "Pass the same arguments, such as scale and softcap, in prefill and decode steps",
-)
-_ELSEWHERE = (
-    "The first difference is behind attention: this line's result depends on the tokens of one call",
-    _STATE[1],
-)
 
 
 def decode_findings(step: Step, coverage: Coverage, *, explained: bool) -> Iterator[Finding]:
@@ -227,10 +185,9 @@ def _finding(runs: Runs, found: _Difference | None, error: float, *, rounded: bo
     decoded, total = sum(runs.lengths[1:]), sum(runs.lengths)
     evidence = f"results of the last {decoded} of {total} tokens differ by up to {error:.1e} (relative)"
     if found is None:
-        cause = "Attention has the same operands in both ways, or the doctor cannot read them"
-        texts = _ROUNDED if rounded else (cause, "")
+        texts = texts_of("decode", "rounded" if rounded else "unseen")
         return Finding("decode", what, (), (evidence,), *texts, severity="note")
-    place, texts = _explained(found)
+    place, case = _explained(found)
     of, by = f"token {found.pair.tokens[1]}", f"{found.error:.1e}"
     seen, needed = found.seen
     first = {
@@ -241,15 +198,16 @@ def _finding(runs: Runs, found: _Difference | None, error: float, *, rounded: bo
         "value": f"q, keys and mask of {of} are equal, and values differ by {by}",
         "call": f"q, keys, values and mask of {of} are equal, the result differs by {by}",
     }[found.kind]
-    is_behind = found.kind == "query" and found.pair.layer > 0
-    tried, severity = ("", "note") if is_behind else (_tried(runs, error), "")
-    texts = _ELSEWHERE if is_behind else texts
-    places = at(place, found.pair.call.place)
+    places, severity = at(place, found.pair.call.place), ""
+    if found.kind == "query" and found.pair.layer:
+        case, severity = "behind", "note"
+    tried = "" if severity else _tried(runs, error)
+    texts = texts_of("decode", case)
     return Finding("decode", what, places, (evidence, first), *texts, tried, severity=severity)
 
 
-def _explained(found: _Difference) -> tuple[Place | None, tuple[str, str]]:
-    """Find the line of a difference, with its cause and remedy."""
+def _explained(found: _Difference) -> tuple[Place | None, str]:
+    """Find the line of a difference, and its case."""
     pair, made, wanted = found.pair, found.pair.made, found.pair.wanted
     cache, call = cache_of(made.key, pair.start), pair.call.place
     if found.kind == "query":
@@ -257,29 +215,29 @@ def _explained(found: _Difference) -> tuple[Place | None, tuple[str, str]]:
     if found.kind == "own":
         new = made.key if cache is None else cache.inputs[-1]
         if cache is not None and not new.name:
-            return cache.place, _LOST
+            return cache.place, "lost"
         other = cache_of(wanted.key, 0)
         return _of_token(pair, new, wanted.key if other is None else other.inputs[-1])
     if found.kind == "older":
         behind = None if cache is made.key or found.moved else cache
         if behind is not None and _holds(behind, wanted, found.key):
-            return _behind(made.key, behind, call), _TURNED
-        return (cache.place if cache else call), _OTHERS if found.moved else _LOST
+            return _behind(made.key, behind, call), "turned-twice"
+        return (cache.place if cache else call), "reordered" if found.moved else "lost"
     if found.kind == "mask":
-        return (made.mask.place if made.mask else call), _MASK
+        return (made.mask.place if made.mask else call), "mask"
     if found.kind == "value" and made.value is not None:
-        return (cache_of(made.value, pair.start) or made.value).place, _VALUES
-    return call, _CALL
+        return (cache_of(made.value, pair.start) or made.value).place, "values"
+    return call, "call"
 
 
-def _of_token(pair: Pair, made: Node, wanted: Node) -> tuple[Place | None, tuple[str, str]]:
+def _of_token(pair: Pair, made: Node, wanted: Node) -> tuple[Place | None, str]:
     """Explain the first function whose result for a token differs."""
     node, other = origin(made, wanted, pair.tokens, pair.sizes)
     if any(x.name and x.value.is_floating_point() for x in node.inputs) and node.name != "__getitem__":
-        return node.place, _STATE
+        return node.place, "other-arguments"
     row = pair.tokens[0]
     restarts = apart(node.value, other.value, (row, row), pair.sizes) is False
-    return node.place, (_RESTARTED if restarts else _MOVED, _COUNT)
+    return node.place, "restarted" if restarts else "moved"
 
 
 def _holds(cache: Node, wanted: Attend, key: int) -> bool:

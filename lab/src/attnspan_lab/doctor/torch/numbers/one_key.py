@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.findings import Finding, texts_of
 from attnspan_lab.doctor.places import Place, at, place_here
 from attnspan_lab.doctor.torch.isolation.sequences import LABELS
 from attnspan_lab.doctor.torch.recording.calls import Call, Step, noise
@@ -19,12 +19,6 @@ from attnspan_lab.doctor.words import counted
 __all__ = ["OneKey"]
 
 _ROUNDING = 1e-5  # Another query may change the order of additions in a kernel.
-_CROSS = (
-    "The keys are one token, such as a pooled condition. The softmax of one score is 1, so each query gets "
-    "the same value",
-    "If one key is meant, use v_proj(token) without attention: the result is the same. If not, pass the "
-    "tokens before they are pooled as keys and values",
-)
 
 
 @dataclass
@@ -110,17 +104,12 @@ def _finding(place: Place, line: _Line, made: tuple[Place, ...]) -> Finding:
     queries = line.call.q_len if line.call.rows.dim() > 1 else 1
     # A small image may have one patch, and a larger one more.
     images = any(x.dim() > 3 for x in line.step.subject.named(line.step.batch).values())
-    texts, severity = ("", ""), "note"
-    if queries > 1:
-        texts = _CROSS
-    elif line.given or (images and not made):
-        texts = "", "If your sequences are really this short, leave attention out. Else pass longer ones"
-    else:
-        severity = ""
+    case = "cross" if queries > 1 else "short" if line.given or (images and not made) else ""
+    texts = texts_of("one-key", case) if case else ()
     sizes = f"{counted(queries, 'query', 'queries')} and 1 key"
     evidence = (
         f"{counted(line.count, 'call')} in all batches, with {sizes}",
         "other queries change no result of the model",
     )
     what = "Attention has only one key here, so no result depends on queries and keys"
-    return Finding("one-key", what, at(place, *made), evidence, *texts, severity=severity)
+    return Finding("one-key", what, at(place, *made), evidence, *texts, severity="note" if case else "")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnspan_lab.doctor.coverage import Coverage
-from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.findings import Finding, texts_of
 from attnspan_lab.doctor.places import Place, at
 from attnspan_lab.doctor.torch.isolation.axes import source_of
 from attnspan_lab.doctor.torch.numbers.rotary_tables import Tables
@@ -20,11 +20,6 @@ __all__ = ["rotary_findings"]
 _ROUNDING, _TURNED = 1e-4, 1e-2  # Relative spread of scores, and of norms that no rotation changes so much.
 _LONGEST = 256  # positions that are compared
 _TOPIC = "rotary positions"
-_INEXACT = (
-    "Positions or tables have too few digits, or the lines that turn pairs of channels are no rotation",
-    "Compute positions and tables in float32, and compare: (q * cos + turned * sin).norm(dim=-1) must equal "
-    "q.norm(dim=-1)",
-)
 
 
 def rotary_findings(step: Step, coverage: Coverage, done: set[Place]) -> Iterator[Finding]:
@@ -115,4 +110,4 @@ def _finding(places: tuple[Place, ...], off: float, norms: float, swapped: float
     severity = "" if norms > _TURNED else "note"
     if severity:
         what = "Scores do not depend on the distance alone here. Positions in two dims do so on purpose"
-    return Finding("rope", what, places, evidence, *_INEXACT, severity=severity)
+    return Finding("rope", what, places, evidence, *texts_of("rope", "inexact"), severity=severity)
