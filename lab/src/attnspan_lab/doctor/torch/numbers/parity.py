@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.findings import Finding, texts_of
 from attnspan_lab.doctor.places import Place
 from attnspan_lab.doctor.torch.cost.gradients import cut_lines
+from attnspan_lab.doctor.torch.recording.calls import CannotRun
 from attnspan_lab.doctor.torch.recording.compiler import compile_error
 from attnspan_lab.doctor.torch.steps import compiled_form, outcome_of
 from attnspan_lab.doctor.torch.subject import Subject
@@ -35,14 +36,19 @@ def parity(subject: Subject, say: Callable[..., None], backend: str) -> None:
     If the model cannot run in float64, the reference is eager float32. A model that is random in training
     mode is compared in evaluation mode.
     """
-    if backend == "inductor" and not _has_compiler():
-        say(finding=_NO_COMPILER)
+    if backend == "inductor" and not any(map(shutil.which, (os.environ.get("CXX") or "g++", "clang++"))):
+        what = "This machine has no C++ compiler, which torch.compile needs on CPU"
+        texts = texts_of("environment", "no-compiler")
+        say(finding=Finding("environment", what, (), (), *texts, stage="parity"))
         backend = "aot_eager"
+    try:
+        _compare(subject, say, backend)
+    except CannotRun as error:
+        say(facts={"unchecked": {"compiled results": str(error)}}, stage="parity")
+
+
+def _compare(subject: Subject, say: Callable[..., None], backend: str) -> None:
     batch = subject.batches[0]
-
-    def missed(why: str) -> None:
-        say(facts={"unchecked": {"compiled results": why}}, stage="parity")
-
     try:
         with torch.compiler.set_stance("force_eager"):
             mode = "training mode" if subject.model.training else "evaluation mode"
@@ -51,33 +57,29 @@ def parity(subject: Subject, say: Callable[..., None], backend: str) -> None:
                 subject.model.eval()
                 mode = "evaluation mode, because the model is random in training mode"
                 plain, random = _step_of(subject, batch)
-            if random:  # Compiled code draws other random numbers.
-                missed("the model is random in evaluation mode")
-                return
             exact = _exact(subject, batch)
-    except Exception:
-        missed("the eager step raises")  # Another stage reports it.
-        return
+    except Exception as error:  # Another stage reports it.
+        raise CannotRun("the eager step raises") from error
+    if random:  # Compiled code draws other random numbers.
+        raise CannotRun("the model is random in evaluation mode")
     torch._dynamo.reset()
     try:
         found = outcome_of(subject, compiled_form(subject.model, backend), batch)
     except Exception as error:
         say(finding=replace(compile_error(error, "parity"), stage=f"compiled by {backend}"))
-        missed("the compiled step raises")
-        return
+        raise CannotRun("the compiled step raises") from error
     found, plain = _with_common_gradients(subject, found, plain, say)
     against = "eager float64" if exact is not None else "eager mode (the model does not run in float64)"
     exact = exact or plain
     exact = replace(exact, gradients={k: x for k, x in exact.gradients.items() if k in plain.gradients})
     mine, theirs = differences(found, exact), differences(plain, exact)
-    if any(x != x for x in theirs):
-        missed("the eager step returns NaN")  # Another stage reports it.
-        return
-    floats = (x.dtype for x in subject.model.parameters() if x.is_floating_point())
-    eps = torch.finfo(next(floats, torch.float32)).eps
+    if any(x != x for x in theirs):  # Another stage reports it.
+        raise CannotRun("the eager step returns NaN")
     compared = f"backend {backend}, first batch, against {against}, in {mode}"
     facts = {"backend": backend, "against": against, "errors": [*mine], "eager errors": [*theirs]}
     say(facts={**facts, "checked": {"compiled results": compared}}, stage="parity")
+    floats = (x.dtype for x in subject.model.parameters() if x.is_floating_point())
+    eps = torch.finfo(next(floats, torch.float32)).eps
     for what, own, like in zip(("results", "gradients"), mine, theirs, strict=True):
         if not own <= _FACTOR * like + _FLOOR * eps:
             text = f"Compiled {what} differ from {against} by {own:.1e}, eager {what} by {like:.1e}"
@@ -158,16 +160,3 @@ def _guilty(subject: Subject, batch: Any, backend: str) -> tuple[Place, ...]:
             break
     code = type(guilty).forward.__code__
     return (Place(code.co_filename, code.co_firstlineno, f"{type(guilty).__name__}.forward"),)
-
-
-def _has_compiler() -> bool:
-    return any(shutil.which(x) for x in (os.environ.get("CXX") or "g++", "clang++"))
-
-
-_NO_COMPILER = Finding(
-    "environment",
-    "This machine has no C++ compiler, which torch.compile needs on CPU",
-    cause="The default backend, inductor, generates C++ code and compiles it",
-    remedy="Install g++ or set CXX. Without it, backend='aot_eager' traces and runs uncompiled",
-    stage="parity",
-)
