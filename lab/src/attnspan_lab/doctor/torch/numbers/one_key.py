@@ -105,7 +105,7 @@ def _finding(place: Place, line: _Line, made: tuple[Place, ...]) -> Finding:
     # A small image may have one patch, and a larger one more.
     images = any(x.dim() > 3 for x in line.step.subject.named(line.step.batch).values())
     case = "cross" if queries > 1 else "short" if line.given or (images and not made) else ""
-    texts = texts_of("one-key", case) if case else ()
+    texts = texts_of("one-key", case) if case else ("", "")
     sizes = f"{counted(queries, 'query', 'queries')} and 1 key"
     evidence = (
         f"{counted(line.count, 'call')} in all batches, with {sizes}",
