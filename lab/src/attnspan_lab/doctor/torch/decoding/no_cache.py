@@ -10,7 +10,8 @@ from torch import Tensor
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, at
 from attnspan_lab.doctor.torch.masks.forms import distance
-from attnspan_lab.doctor.torch.recording.calls import SAME, Call, Step
+from attnspan_lab.doctor.torch.recording.calls import Call, Step
+from attnspan_lab.doctor.torch.recording.differences import SAME
 from attnspan_lab.doctor.words import counted
 
 __all__ = ["cache_findings"]

@@ -15,7 +15,8 @@ from attnspan_lab.doctor.torch.isolation.axes import source_of
 from attnspan_lab.doctor.torch.masks.cross_attention import visible_in
 from attnspan_lab.doctor.torch.masks.forms import distance
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
-from attnspan_lab.doctor.torch.recording.calls import SAME, Call, CannotRun, Step, changed_tokens
+from attnspan_lab.doctor.torch.recording.calls import Call, CannotRun, Step, changed_tokens
+from attnspan_lab.doctor.torch.recording.differences import SAME
 
 __all__ = ["has_cache", "key_of_last", "longer", "own_key_findings"]
 

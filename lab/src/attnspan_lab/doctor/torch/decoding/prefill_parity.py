@@ -15,7 +15,8 @@ from attnspan_lab.doctor.torch.decoding.cache_cat import cat_findings
 from attnspan_lab.doctor.torch.decoding.decode_runs import Pair, Runs, runs_of
 from attnspan_lab.doctor.torch.masks.cross_attention import visible_in
 from attnspan_lab.doctor.torch.masks.forms import distance
-from attnspan_lab.doctor.torch.recording.calls import SAME, Call, CannotRun, Step, rounding
+from attnspan_lab.doctor.torch.recording.calls import Call, CannotRun, Step
+from attnspan_lab.doctor.torch.recording.differences import SAME, rounding
 from attnspan_lab.doctor.torch.recording.lineage import Attend, Node, apart, backwards, cache_of, origin
 
 __all__ = ["decode_findings"]

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, at, is_installed, is_users_class, line_of_class, place_here
-from attnspan_lab.doctor.torch.recording.calls import Step, changed_tokens, difference
+from attnspan_lab.doctor.torch.recording.calls import Step, changed_tokens
+from attnspan_lab.doctor.torch.recording.differences import difference
 from attnspan_lab.doctor.torch.recording.lineage import Lineage
 from attnspan_lab.doctor.torch.recording.operators import storage
 from attnspan_lab.doctor.torch.subject import Subject

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,12 +23,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from attnspan_lab.doctor.places import Place, place_here
 from attnspan_lab.doctor.torch.cost.kept_graphs import detached
-from attnspan_lab.doctor.torch.masks.forms import arguments, distance
+from attnspan_lab.doctor.torch.masks.forms import arguments
+from attnspan_lab.doctor.torch.recording.differences import difference
 from attnspan_lab.doctor.torch.subject import Subject
 from attnspan_lab.doctor.words import error_text
 
 __all__ = [
-    "SAME",
     "Call",
     "CannotRun",
     "Step",
@@ -36,19 +36,14 @@ __all__ = [
     "changed_tokens",
     "contracted",
     "copied_model",
-    "difference",
     "noise",
     "recorded",
-    "rounding",
     "sdpa",
 ]
 
 #: torch's function, which is not replaced while nn.MultiheadAttention runs.
 sdpa = F.scaled_dot_product_attention
 _ASLEEP = 1e-3
-#: Results with a larger relative difference are not equal.
-SAME = 1e-4
-_ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _PRODUCTS, _MASKING = ("matmul", "bmm", "einsum"), ("masked_fill", "mul", "where", "tril")
 _SDPA, _SOFTMAX, _MULTIHEAD = "scaled_dot_product_attention", "softmax", "multi_head_attention_forward"
 
@@ -179,30 +174,6 @@ class Step:
     def differs(self, other: Step) -> float:
         """Return the largest relative difference of the results."""
         return difference(self.results, other.results)
-
-
-def difference(
-    wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], *, beyond_rounding: bool = False
-) -> float:
-    """Return the largest relative difference of results.
-
-    Args:
-        wanted, found: Results by name.
-        beyond_rounding: A difference that is only rounding counts as 0.
-    """
-    most = 0.0
-    for name, x in wanted.items():
-        y = found.get(name)
-        if y is None or x.shape != y.shape:
-            return float("inf")
-        error = distance(y, x) if x.numel() else 0.0
-        most = max(most, error if not beyond_rounding or error > rounding(x) else 0.0)
-    return most
-
-
-def rounding(x: Tensor) -> float:
-    """Return the largest relative difference of two results of one model that is only rounding."""
-    return _ROUNDING.get(x.dtype, SAME)
 
 
 def recorded(
