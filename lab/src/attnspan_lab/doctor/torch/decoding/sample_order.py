@@ -8,22 +8,13 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.findings import Finding, texts_of
 from attnspan_lab.doctor.places import Place, at
 from attnspan_lab.doctor.torch.masks.forms import distance
 from attnspan_lab.doctor.torch.recording.calls import CannotRun, Step
 from attnspan_lab.doctor.torch.recording.trace import apart, first_difference, forward_line, traced
 
 __all__ = ["placed_findings"]
-
-_CAUSE = (
-    "A tensor is indexed by the number of the sample, for example a table of positions that is cut with "
-    "x.size(0), although dim 0 is the batch"
-)
-_REMEDY = (
-    "Read positions along the axis of the tokens: table[:, :x.size(1)] for x of shape (B, S, C) and a table "
-    "(1, S, C). For a table (S, 1, C): table[:x.size(1)].transpose(0, 1)"
-)
 
 
 def placed_findings(step: Step, rows: int, length: int, done: set[Place]) -> Iterator[Finding]:
@@ -64,7 +55,7 @@ def placed_findings(step: Step, rows: int, length: int, done: set[Place]) -> Ite
     if guilty is not None:
         evidence.append(f"the first operator whose rows depend on the order: {guilty.name}")
     what = "A sample's results depend on its place in the batch"
-    yield Finding("sample-axis", what, at(place), tuple(evidence), _CAUSE, _REMEDY)
+    yield Finding("sample-axis", what, at(place), tuple(evidence), *texts_of("sample-axis", "order"))
 
 
 def _has_samples(x: Tensor, rows: int) -> bool:

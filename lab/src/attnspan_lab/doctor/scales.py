@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isclose, prod
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import NamedTuple
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, at
 
-__all__ = ["UNKNOWN", "Factor", "Scale", "scale_finding"]
+__all__ = ["UNKNOWN", "Factor", "Scale", "are_bare", "faulty", "scale_finding"]
 
 #: Reason against a check.
 UNKNOWN = "q and k are normalized or have learned factors, or the doctor cannot follow how they are made"
@@ -76,6 +77,29 @@ class Scale:
         if any(x > self.dim and total.is_near(x**-0.5) for x in self.widths):
             return "width"
         return "none" if self.is_bare and total.is_near(1.0) else ""
+
+
+def are_bare(widths: tuple[int, int], sizes: Sequence[float], dim: int) -> bool:
+    """Whether q and k are projections, and neither of the two contains a scale.
+
+    A projection may contain the scale: the queries are then smaller than the keys.
+
+    Args:
+        widths: Widths of the inputs of both projections, or 0 without a projection.
+        sizes: Root mean squares of q and k.
+        dim: Head dim.
+    """
+    return all(widths) and min(sizes) > 1.5 * dim**-0.5 * max(sizes)
+
+
+def faulty(scales: Sequence[Scale], *, learned_bias: bool) -> Scale | None:
+    """Return the scale of the calls of a line if it has a fault.
+
+    A factor that differs from layer to layer is a choice. Projections may contain the scale, as in T5, whose
+    scores get a learned bias.
+    """
+    first, same = scales[0], len({x.fault for x in scales}) == 1
+    return first if same and first.fault and not (first.fault == "none" and learned_bias) else None
 
 
 _WHAT = {
