@@ -1,0 +1,700 @@
+"""Sick models that mix up heads, tokens, samples, sequences or keys, or whose attention chooses nothing."""
+
+import torch
+import torch.nn.functional as F
+from sick import attends, sick
+from small_models import (
+    CAUSAL,
+    DIM,
+    HEADS,
+    LENGTH,
+    SDPA,
+    SIZE,
+    VOCABULARY,
+    Attend,
+    Block,
+    Causal,
+    Cross,
+    Written,
+    builder,
+    fused,
+    heads_of,
+    latents,
+    merged_heads,
+    model_of,
+    tokens,
+)
+from torch import nn
+
+# Heads and tokens
+
+
+def unflattened(*operands):
+    """Split heads, and leave the tokens in front of them."""
+    return (x.unflatten(-1, (HEADS, -1)) for x in operands)
+
+
+class Swapped(Attend):
+    def attend(self, q, k, v):
+        return SDPA(*unflattened(q, k, v)).flatten(2)  # sick
+
+
+class SwappedCausal(Attend):
+    def attend(self, q, k, v):
+        q, k, v = unflattened(q, k, v)
+        q, k = q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True)
+        return SDPA(q, k, v, is_causal=True).flatten(2)  # sick
+
+
+class SwappedWritten(Written):
+    def attend(self, q, k, v):
+        return self.of_heads(*unflattened(q, k, v)).flatten(2)
+
+    def weights(self, scores):
+        return scores.softmax(-1)  # sick
+
+
+class Split(Attend):
+    def attend(self, q, k, v):
+        q, k, v = (x.reshape(len(x), HEADS, x.shape[1], -1) for x in (q, k, v))
+        return merged_heads(SDPA(q, k, v))  # sick
+
+
+class Merged(Attend):
+    def attend(self, q, k, v):
+        return self.of_heads(*map(heads_of, (q, k, v))).reshape(q.shape)
+
+    def of_heads(self, q, k, v):
+        return SDPA(q, k, v)  # sick
+
+
+class MergedWritten(Merged):
+    def of_heads(self, q, k, v):
+        weights = (q @ k.mT / SIZE**0.5).softmax(-1)  # sick
+        return weights @ v
+
+
+class Windows(Attend):
+    """One head, and windows of 6 tokens in the dim of heads."""
+
+    def attend(self, q, k, v):
+        return SDPA(*(x.unflatten(1, (-1, 6)) for x in (q, k, v))).flatten(1, 2)
+
+
+class Channels(Attend):
+    """Channels attend to each other, as in XCiT: the last dim has the tokens."""
+
+    def of_heads(self, q, k, v):
+        return SDPA(q.mT, k.mT, v.mT).mT
+
+
+class InBatch(Attend):
+    """Heads in the dim of the batch."""
+
+    def of_heads(self, q, k, v):
+        return SDPA(*(x.flatten(0, 1) for x in (q, k, v))).unflatten(0, (-1, HEADS))
+
+
+_CAUSAL = {"layers": 2, "expected": CAUSAL}
+_RIGHT = map(latents, (Attend, Windows, Channels, InBatch))
+sick(
+    "token-axis",
+    Swapped,
+    latents(Swapped),
+    *_RIGHT,
+    model_of(block=Causal, layers=2),
+    evidence="in all 4 rows that attend to each other",
+    remedy="q.transpose(1, 2)",
+    tried="changes the results of 23 other tokens in this call",
+)
+sick(
+    "token-axis",
+    Swapped,
+    latents(Swapped, length=HEADS),
+    latents(Attend, length=HEADS),
+    name="as many heads as tokens",
+)
+sick("token-axis", SwappedCausal, model_of(block=SwappedCausal, layers=2))
+sick("token-axis", SwappedWritten, latents(SwappedWritten))
+sick(
+    "token-axis",
+    Split,
+    latents(Split),
+    remedy="view(B, S, heads, -1).transpose(1, 2)",
+    tried="=split so, changing token 12 changes query 12 of each head alone",
+)
+sick("token-axis", Merged, latents(Merged), tried="the result of query 12 changes token 12 alone")
+sick("token-axis", MergedWritten, latents(MergedWritten))
+
+
+class OneHead(Attend):
+    heads = HEADS
+
+    def attend(self, q, k, v):
+        return SDPA(q, k, v)  # sick
+
+
+class MeansOneHead(OneHead):
+    heads = 1
+
+
+sick("one-head", OneHead, latents(OneHead), latents(MeansOneHead))
+
+
+# Samples of the batch
+
+
+class BatchFirst(nn.Module):
+    """Tokens with positions, and one of torch's modules. `dim` is the dim of the tokens."""
+
+    def __init__(self, batch_first, dim=1, places=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.places = nn.Embedding(VOCABULARY, DIM), nn.Embedding(64, DIM) if places else None
+        self.dim, self.head = dim, nn.Linear(DIM, VOCABULARY)
+        self.attend = self.made(batch_first)
+
+    def made(self, batch_first):
+        return nn.MultiheadAttention(DIM, HEADS, batch_first=batch_first)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        if self.places is not None:
+            index = torch.arange(x.shape[self.dim])
+            x = x + self.places(index if self.dim == 1 else index[:, None])
+        return self.head(self.mix(x))
+
+    def mix(self, x):
+        return x + self.attend(x, x, x, need_weights=False)[0]  # sick
+
+
+class LayerFirst(BatchFirst):
+    def made(self, batch_first):
+        return nn.TransformerEncoderLayer(DIM, HEADS, 64, batch_first=batch_first)
+
+    def mix(self, x):
+        return self.attend(x)  # sick
+
+
+class Patches(nn.Module):
+    """Cuts a signal into patches of 4 numbers, attends, and returns one result for each sample."""
+
+    def __init__(self, batch_first, weights=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.cut, self.places = nn.Conv1d(3, DIM, 4, 4), nn.Parameter(torch.randn(1, 8, DIM))
+        self.inner = nn.MultiheadAttention(DIM, HEADS, batch_first=batch_first)
+        self.norm, self.head, self.weights = nn.LayerNorm(DIM), nn.Linear(DIM, 5), weights
+
+    def forward(self, signal):
+        x = self.cut(signal.mT).mT + self.places
+        return self.head(self.norm(self.mix(x)).mean(1))
+
+    def mix(self, x):
+        return x + self.inner(x, x, x, need_weights=self.weights)[0]  # sick
+
+
+class AlsoOverSamples(Patches):
+    """Attends over the patches, and then over the samples, as some models do on purpose."""
+
+    def mix(self, x):
+        x = x + self.inner(x, x, x)[0]
+        y = x.transpose(0, 1)
+        return x + self.inner(y, y, y)[0].transpose(0, 1)
+
+
+@builder
+def batch_first(model=BatchFirst, *options, **more):
+    batch = tokens(batch=3) if issubclass(model, BatchFirst) else [{"signal": torch.randn(4, 32, 3)}]
+    return model(*options, **more), batch
+
+
+#: Right models for which dim 0 may be the sequence.
+TOKENS_FIRST = batch_first(BatchFirst, False, dim=0), batch_first(BatchFirst, False, places=False)
+sick(
+    "sample-axis",
+    BatchFirst,
+    batch_first(BatchFirst, False),
+    batch_first(BatchFirst, True),
+    *TOKENS_FIRST,
+    remedy="=Make the module with batch_first=True",
+    tried="with batch_first=True, a changed sample changes no other sample",
+)
+sick("sample-axis", LayerFirst, batch_first(LayerFirst, False), batch_first(LayerFirst, True))
+sick(
+    "sample-axis",
+    Patches,
+    batch_first(Patches, False),
+    batch_first(Patches, True),
+    batch_first(AlsoOverSamples, False),
+)
+sick(
+    "sample-axis",
+    Patches,
+    batch_first(Patches, False, weights=True),
+    batch_first(Patches, True, weights=True),
+    name="patches with weights",
+)
+
+
+class Joined(Attend):
+    """Samples stand behind each other in one row."""
+
+    mask = None
+
+    def attend(self, q, k, v):
+        joined = (heads_of(x.flatten(0, 1)[None]) for x in (q, k, v))
+        return merged_heads(SDPA(*joined, attn_mask=self.mask)).view(q.shape)  # sick
+
+
+class Separated(Joined):
+    rows = torch.arange(2).repeat_interleave(LENGTH)
+    mask = rows[:, None] == rows
+
+
+sick("samples", Joined, latents(Joined), latents(Separated))
+
+
+class Placed(nn.Module):
+    """Positions along the axis of the batch, or of the tokens."""
+
+    axis = 0
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.block = nn.Embedding(VOCABULARY, DIM), Block(SDPA)
+        self.table, self.position = torch.randn(LENGTH, DIM), nn.Embedding(LENGTH, DIM)
+
+    def forward(self, input_ids):
+        return self.block(self.encode(self.embed(input_ids)))
+
+    def along(self, rows):
+        return rows[:, None] if self.axis == 0 else rows
+
+    def encode(self, x):
+        return x + self.along(self.table[: x.shape[self.axis]])  # sick
+
+
+class Embedded(Placed):
+    def encode(self, x):
+        return x + self.along(self.position(torch.arange(x.shape[self.axis])))  # sick
+
+
+class Sloped(Placed):
+    def encode(self, x):
+        return x * self.along(1 / (1 + torch.arange(x.shape[self.axis])[:, None]))  # sick
+
+
+@builder
+def placed(model, axis):
+    made = model()
+    made.axis = axis
+    return made, tokens(batch=3), {}
+
+
+for _model in (Placed, Embedded, Sloped):
+    sick(
+        "sample-axis",
+        _model.encode,
+        placed(_model, 0),
+        placed(_model, 1),
+        name=_model.__name__,
+        remedy="along the axis of the tokens",
+    )
+
+
+# Keys of another sequence
+
+
+class Crossing(nn.Module):
+    """An encoder, and a decoder that sees the encoder's results."""
+
+    def __init__(self, cross):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.encoder, self.decoder = nn.Embedding(VOCABULARY, DIM), Attend(), Causal()
+        self.cross, self.head = cross(), nn.Linear(DIM, VOCABULARY)
+
+    def forward(self, input_ids, decoder_input_ids):
+        memory = self.encoder(self.embed(input_ids))
+        x = self.decoder(self.embed(decoder_input_ids))
+        return self.head(x + self.cross(x, memory))
+
+
+class CausalCross(Cross):
+    def of_heads(self, q, k, v):
+        return SDPA(q, k, v, is_causal=True)  # sick
+
+
+class CrossByMask(Cross):
+    def of_heads(self, q, k, v):
+        later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
+        mask = torch.zeros(later.shape).masked_fill(later, -1e9)
+        return SDPA(q, k, v, attn_mask=mask)  # sick
+
+
+class CrossWritten(Cross):
+    def of_heads(self, q, k, v):
+        later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
+        return (q @ k.mT).masked_fill(later, -torch.inf).softmax(-1) @ v  # sick
+
+
+class SharedKeys(nn.Module):
+    """Keys of the same tokens, from an earlier layer, as in YOCO."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = CausalCross()
+
+    def forward(self, x, memory):
+        return self.inner(x, x.flip(-1)) + memory.mean(1, keepdim=True)
+
+
+@builder
+def crossing(cross, length=15, **more):
+    ids = tokens()[0]["input_ids"]
+    batch = {"input_ids": ids, "decoder_input_ids": ids.flip(1)[:, :length]}
+    return Crossing(cross), [batch], CAUSAL | more
+
+
+sick(
+    "cross-causal",
+    CausalCross,
+    crossing(CausalCross),
+    crossing(Cross),
+    crossing(SharedKeys),
+    crossing(CausalCross, streaming=True),
+    evidence="no query sees the last 9 keys",
+    tried="without the mask, results of this call change by",
+)
+sick("cross-causal", CausalCross, crossing(CausalCross, LENGTH), name="of one length")
+sick("cross-causal", CrossByMask, crossing(CrossByMask))
+sick("cross-causal", CrossWritten, crossing(CrossWritten))
+
+
+# Softmax over another dim than the keys
+
+
+class OverQueries(Written):
+    def weights(self, scores):
+        return scores.softmax(-2)  # sick
+
+
+class OverHeads(Written):
+    def weights(self, scores):
+        return F.softmax(scores, dim=1)  # sick
+
+
+class ByEinsum(Attend):
+    """Scores (B, Sq, Sk, H), as in a popular page about diffusion models."""
+
+    dim = 1
+
+    def attend(self, q, k, v):
+        q, k, v = unflattened(q, k, v)
+        weights = torch.einsum("bihd,bjhd->bhij", q, k).softmax(self.dim + 1)  # sick
+        return torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2)
+
+
+class ByEinsumRight(ByEinsum):
+    dim = 2
+
+
+class Slots(Attend):
+    """Slot attention: inputs are shared among slots, and each slot's weights are divided by their sum."""
+
+    def attend(self, q, k, v):
+        shares = (q @ k.mT).softmax(1)
+        return (shares / shares.sum(-1, keepdim=True)) @ v
+
+
+class TransposedScores(Attend):
+    """Scores (Sk, Sq): the softmax over dim -2 is the one over the keys."""
+
+    def attend(self, q, k, v):
+        return (k @ q.mT).softmax(-2).mT @ v
+
+
+class Blind(Written):
+    """The first query sees no key, so its weights are NaN. This is no softmax over another dim."""
+
+    def weights(self, scores):
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(0)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        return scores.softmax(-1)  # sick
+
+
+_RIGHT = map(latents, (Written, Slots, TransposedScores, ByEinsumRight))
+sick("softmax-axis", OverQueries, latents(OverQueries), *_RIGHT)
+sick("softmax-axis", OverHeads, latents(OverHeads))
+sick("softmax-axis", ByEinsum, latents(ByEinsum))
+sick("hidden-rows", Blind, latents(Blind))
+
+
+# Keys and values of different heads
+
+
+def tiled(q, k, v):
+    return fused(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1))
+
+
+@attends("head-order", tiled, model={"kv_heads": 2})
+def tiled_keys(q, k, v):
+    k, v = k.repeat(1, 2, 1, 1), v.repeat_interleave(2, 1)  # sick
+    return fused(q, k, v)
+
+
+@attends("head-order", tiled, model={"kv_heads": 2})
+def indexed_values(q, k, v):
+    k, v = k[:, [0, 0, 1, 1]], v[:, [0, 1, 0, 1]]  # sick
+    return fused(q, k, v)
+
+
+# One key
+
+FEATURES = 5
+
+
+class OneKey(Attend):
+    def of_heads(self, q, k, v):
+        return SDPA(q, k, v)  # sick
+
+
+class OneKeyWritten(Attend):
+    def of_heads(self, q, k, v):
+        return (q @ k.mT / SIZE**0.5).softmax(-1) @ v  # sick
+
+
+class OnlyValues(Attend):
+    def of_heads(self, q, k, v):
+        return v
+
+
+class OneKeyOfModule(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
+
+    def forward(self, x):
+        return x + self.inner(x, x, x)[0]  # sick
+
+
+class OnlyValuesOfModule(OneKeyOfModule):
+    def forward(self, x):
+        weight, bias = self.inner.in_proj_weight[2 * DIM :], self.inner.in_proj_bias[2 * DIM :]
+        return x + self.inner.out_proj(F.linear(x, weight, bias))
+
+
+class Table(nn.Module):
+    """Features of a table are one token."""
+
+    def __init__(self, block):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.block, self.head = nn.Linear(FEATURES, DIM), block(), nn.Linear(DIM, 3)
+
+    def forward(self, features):
+        return self.head(self.block(self.tokens(features)).mean(1))
+
+    def tokens(self, features):
+        return self.embed(features)[:, None]
+
+
+class ByFeature(Table):
+    def tokens(self, features):
+        return features[..., None] * self.embed.weight.T + self.embed.bias
+
+
+class Sequences(Table):
+    def tokens(self, features):
+        return self.embed(features)
+
+
+@builder
+def table(block, kind=Table, shapes=((6, FEATURES), (4, FEATURES))):
+    return kind(block), [{"features": torch.randn(x)} for x in shapes]
+
+
+_VALUES = {"remedy": "out_proj(v_proj(x)) has the same results", "evidence": "other queries change no result"}
+for _block, _same, *_twins in (
+    (OneKey, OnlyValues, table(OneKey, ByFeature)),
+    (OneKeyWritten, OnlyValues, table(OneKey, Sequences, ((2, 1, FEATURES), (2, 7, FEATURES)))),
+    (OneKeyOfModule, OnlyValuesOfModule),
+):
+    sick("one-key", _block, table(_block), table(_same), *_twins, right=table(_block), **_VALUES)
+
+
+class Patched(Table):
+    """An image of one patch. Larger images have more patches."""
+
+    def __init__(self, block):
+        super().__init__(block)
+        self.patch = nn.Conv2d(3, DIM, 4, 4)
+
+    def tokens(self, features):
+        return self.patch(features).flatten(2).mT
+
+
+class Conditioned(nn.Module):
+    """Patches attend to one pooled condition."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.kv = nn.Linear(DIM, DIM), nn.Linear(FEATURES, 2 * DIM)
+
+    def forward(self, x, condition):
+        k, v = self.kv(condition)[:, None].chunk(2, -1)
+        return x + merged_heads(SDPA(heads_of(self.q(x)), heads_of(k), heads_of(v)))  # sick
+
+
+@builder
+def conditioned():
+    return Conditioned(), [{"x": torch.randn(2, 9, DIM), "condition": torch.randn(2, FEATURES)}]
+
+
+_SHORT = "If your sequences are really this short"
+for _name, _code, _made, _remedy in (
+    ("condition", Conditioned, conditioned(), "If one key is meant"),
+    ("patch", OneKey, table(OneKey, Patched, ((2, 3, 4, 4),)), _SHORT),
+    ("sequences of 1", OneKey, table(OneKey, Sequences, ((2, 1, FEATURES),) * 2), _SHORT),
+):
+    sick("one-key", _code, _made, name=_name, severity="note", remedy=_remedy)
+
+
+# Equal queries
+
+
+class Queries(nn.Module):
+    """Learned queries read the tokens."""
+
+    def __init__(self, latents, zero=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.position = nn.Embedding(VOCABULARY, DIM), nn.Embedding(LENGTH, DIM)
+        self.read, self.head = nn.MultiheadAttention(DIM, HEADS, batch_first=True), nn.Linear(DIM, 3)
+        self.latents = nn.Parameter(latents())  # sick
+        if zero:
+            nn.init.zeros_(self.read.in_proj_weight[:DIM].detach())
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids) + self.position.weight[: input_ids.shape[1]]
+        return self.head(self.read(self.latents.expand(len(x), -1, -1), x, x, need_weights=False)[0].mean(1))
+
+
+@builder
+def queries(latents, zero=False):
+    return Queries(latents, zero), tokens()
+
+
+def different():
+    return torch.randn(6, DIM) * 0.02
+
+
+# If the projection begins with zeros, queries are equal, and training separates them.
+_DIFFERENT = queries(different), queries(different, zero=True)
+for _name, _latents in (
+    ("zeros", lambda: torch.zeros(6, DIM)),
+    ("ones", lambda: torch.full((6, DIM), 0.1)),
+    ("copies of one row", lambda: torch.randn(1, DIM).repeat(6, 1)),
+):
+    sick(
+        "equal-queries",
+        Queries,
+        queries(_latents),
+        *_DIFFERENT,
+        name=_name,
+        remedy="torch.randn(rows, dim)",
+        evidence="and so are their gradients",
+    )
+
+
+# Inputs that nothing depends on
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.own, self.cross = Causal(), Cross()
+
+    def forward(self, x, memory):
+        x = self.own(x)
+        return x + self.across(x, memory)
+
+    def across(self, x, memory):
+        return self.cross(x, memory)
+
+
+class Forgetful(Layer):
+    def across(self, x, memory):
+        return self.cross(x, x)  # sick
+
+
+class Gated(Layer):
+    """A gate of 0 lets nothing pass before training."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def across(self, x, memory):
+        return self.gate.tanh() * super().across(x, memory)
+
+
+class Translator(nn.Module):
+    """A decoder that sees an encoder, unless its layer forgets it."""
+
+    def __init__(self, layer):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.encoder, self.decoder = nn.Embedding(VOCABULARY, DIM), Attend(), layer()
+
+    def forward(self, src, tgt):
+        return self.decoder(self.embed(tgt), self.encoder(self.embed(src)))
+
+
+class NeverPassed(Translator):
+    def forward(self, src, tgt):  # sick
+        self.encoder(self.embed(src))
+        x = self.embed(tgt)
+        return self.decoder(x, x)
+
+
+class OfCaption(Translator):
+    """Keys of an image's own tokens instead of its caption's, as numbers (B, S, C)."""
+
+    def forward(self, image, caption):
+        return self.decoder(image, caption)
+
+
+@builder
+def translating(layer=Layer, model=Translator):
+    ids = tokens()[0]["input_ids"]
+    first, second = ids, ids.flip(1)[:, :15]
+    if model is OfCaption:
+        first, second = (F.one_hot(x, VOCABULARY)[..., :DIM] + 0.1 * torch.ones(DIM) for x in (first, second))
+        return model(layer), [{"image": first, "caption": second}], {}
+    return model(layer), [{"src": first, "tgt": second}], CAUSAL
+
+
+_TO_CROSS = "to the cross attention, for keys and values"
+sick(
+    "ignored-input",
+    Forgetful,
+    translating(Forgetful),
+    translating(),
+    translating(Gated),
+    remedy=_TO_CROSS,
+    what="=No result depends on src",
+    evidence="decoder (Forgetful) receives a tensor that is made from src",
+)
+sick("ignored-input", NeverPassed, translating(model=NeverPassed), translating(), remedy="on to the layers")
+sick(
+    "ignored-input",
+    Forgetful,
+    translating(Forgetful, OfCaption),
+    translating(Layer, OfCaption),
+    name="caption",
+    remedy=_TO_CROSS,
+)

@@ -1,0 +1,481 @@
+"""Sick models whose padding is seen: in attention, across to another sequence, or behind attention."""
+
+from functools import partial
+
+import torch
+from sick import attends, sick
+from small_models import (
+    DIM,
+    EARLIER,
+    HEADS,
+    INDEX,
+    LENGTH,
+    SDPA,
+    SIZE,
+    VALID,
+    Block,
+    Model,
+    builder,
+    heads_of,
+    merged_heads,
+    model_of,
+    tokens,
+)
+from torch import nn
+
+from attnspan import key_padding
+from attnspan.torch import attention
+
+PADDED = {"expected": {}, "batch": {"attention_mask": VALID}}
+CHANGES_NO_OTHER = "changes no other result"
+
+
+# In attention: no mask, an inverted mask, a mask of 0 and 1
+
+
+def adds(mask_of):
+    """Give torch's function a mask, made from the padding (B, 1, 1, S) of 1 and 0."""
+
+    def attend(q, k, v, attention_mask):
+        return SDPA(q, k, v, attn_mask=mask_of(attention_mask[:, None, None]))  # sick
+
+    return attend
+
+
+def writes(change):
+    """Write attention out, and change the scores by the padding."""
+
+    def attend(q, k, v, attention_mask):
+        scores = change(q @ k.mT, attention_mask[:, None, None])
+        return scores.softmax(-1) @ v  # sick
+
+    return attend
+
+
+hides_keys = adds(lambda m: m != 0)
+hides_scores = writes(lambda scores, m: (scores * SIZE**-0.5).masked_fill(m == 0, -torch.inf))
+hides_numbers = adds(lambda m: (1.0 - m) * -1e9)
+_INVERTED, _ADDED = "The padding mask is inverted", "A mask of 0 and 1 is added"
+
+
+def unmasked(q, k, v, attention_mask):
+    return SDPA(q, k, v)  # sick
+
+
+def inverted_pairs(q, k, v, attention_mask):
+    valid = attention_mask.bool()
+    hidden = ~(valid[:, None, :, None] & valid[:, None, None])
+    return SDPA(q, k, v, attn_mask=hidden)  # sick
+
+
+def without_data(scores, _):
+    return scores.masked_fill(~EARLIER.mT, -torch.inf)
+
+
+# Name, code with the line, attention, what, a part of the cause and of the remedy, and the mended attention.
+for _name, _code, _attend, _what, _cause, _remedy, _well in (
+    (
+        "unmasked",
+        unmasked,
+        unmasked,
+        "Valid tokens",
+        "this call has no mask",
+        "mask=keys(attention_mask != 0)",
+        hides_keys,
+    ),
+    (
+        "unmasked scores",
+        writes,
+        writes(lambda x, _: x),
+        "Valid tokens",
+        "has no mask",
+        "keys(attention_mask != 0)",
+        hides_keys,
+    ),
+    (
+        "only causal",
+        writes,
+        writes(without_data),
+        "Valid tokens",
+        "has no data of attention_mask",
+        None,
+        hides_scores,
+    ),
+    ("inverted", adds, adds(lambda m: ~m.bool()), _INVERTED, "True for padding", "pass ~mask", hides_keys),
+    (
+        "inverted fill",
+        writes,
+        writes(lambda x, m: x.masked_fill(m.bool(), -torch.inf)),
+        _INVERTED,
+        "True for valid",
+        "~mask",
+        hides_scores,
+    ),
+    (
+        "inverted numbers",
+        adds,
+        adds(lambda m: m.float() * -1e9),
+        _INVERTED,
+        "adds 0 to padding and -1e+09 to valid tokens",
+        "Add 0 to valid tokens",
+        hides_numbers,
+    ),
+    (
+        "inverted where",
+        writes,
+        writes(lambda x, m: torch.where(~m.bool(), x, -torch.inf)),
+        _INVERTED,
+        "torch.where keeps",
+        "~mask",
+        hides_scores,
+    ),
+    ("inverted pairs", inverted_pairs, inverted_pairs, _INVERTED, "True for padding", "~mask", hides_keys),
+    (
+        "too small",
+        adds,
+        adds(lambda m: (1 - m.float()) * -5),
+        "Valid tokens",
+        "adds -5 to scores",
+        "attn_mask=(attention_mask != 0)",
+        hides_keys,
+    ),
+    ("added", adds, adds(lambda m: m.float()), _ADDED, "at most 1", "attn_mask=(mask != 0)", hides_keys),
+    (
+        "added to scores",
+        writes,
+        writes(lambda x, m: x + m),
+        _ADDED,
+        "at most 1",
+        "masked_fill(mask == 0",
+        hides_scores,
+    ),
+    (
+        "added inverted",
+        writes,
+        writes(lambda x, m: x + (1.0 - m.float())),
+        _ADDED,
+        "at most 1",
+        "masked_fill(mask != 0",
+        hides_scores,
+    ),
+    (
+        "multiplied",
+        writes,
+        writes(lambda x, m: x * m),
+        "A mask of 0 and 1 is multiplied",
+        "only -inf",
+        "masked_fill(mask == 0",
+        hides_scores,
+    ),
+):
+    _says = {"remedy": _remedy, "tried": CHANGES_NO_OTHER} if _remedy else {}
+    sick(
+        "mask-lost",
+        _code,
+        model_of(_attend, **PADDED),
+        model_of(_well, **PADDED),
+        name=_name,
+        right=model_of(hides_keys, **PADDED),
+        what=_what,
+        cause=_cause,
+        **_says,
+    )
+
+
+def ours(q, k, v, attention_mask):
+    return attention(q, k, v, mask=key_padding(attention_mask.sum(1)))
+
+
+# Queries that see no key: what the call returns for them
+
+NOT_OWN = INDEX[:, None] > INDEX  # query 0 sees nothing
+MEAN = ": the mean of all values"
+hides_rows = partial(attends, "hidden-rows")
+
+
+@hides_rows(what=": 0", not_remedy="attnspan")
+def hidden_in_function(q, k, v):
+    return SDPA(q, k, v, attn_mask=NOT_OWN)  # sick
+
+
+@hides_rows(lambda q, k, v: SDPA(q, k, v, attn_mask=EARLIER), what=MEAN, remedy="attnspan")
+def hidden_by_number(q, k, v):
+    return SDPA(q, k, v, attn_mask=torch.where(NOT_OWN, 0.0, -1e9))  # sick
+
+
+@hides_rows(what=": nearly the result without a mask", remedy="attnspan")
+def hidden_by_small_number(q, k, v):
+    return SDPA(q, k, v, attn_mask=torch.where(NOT_OWN, 0.0, -1e4))  # sick
+
+
+@hides_rows(what=": NaN", remedy="attnspan")
+def hidden_in_softmax(q, k, v):
+    scores = (q @ k.mT).masked_fill(~NOT_OWN, -torch.inf)
+    return scores.softmax(-1) @ v  # sick
+
+
+@hides_rows(what=MEAN, remedy="attnspan")
+def hidden_by_number_in_softmax(q, k, v):
+    scores = (q @ k.mT).masked_fill(~NOT_OWN, -1e9)
+    return torch.einsum("bhqk,bhkd->bhqd", scores.softmax(-1), v)  # sick
+
+
+@hides_rows(what=": 0", not_remedy="attnspan")
+def hidden_and_cleared(q, k, v):
+    scores = (q @ k.mT).masked_fill(~NOT_OWN, -torch.inf)
+    return scores.softmax(-1).nan_to_num() @ v  # sick
+
+
+@hides_rows(model={"batch": {"attention_mask": VALID}}, cause="True for valid tokens (attention_mask)")
+def inverted_and_causal(q, k, v, attention_mask):
+    """With padding at the end, valid tokens see nothing at all."""
+    hidden = attention_mask[:, None, None].bool()
+    scores = (q @ k.mT).masked_fill(~EARLIER, -torch.inf).masked_fill(hidden, -torch.inf)
+    return scores.softmax(-1) @ v  # sick
+
+
+_WHOLE = {"batch": {"attention_mask": torch.ones_like(VALID)}}
+sick(
+    "hidden-rows",
+    adds,
+    model_of(adds(lambda m: ~m.bool()), **_WHOLE),
+    name="inverted, without padding",
+    remedy="=Invert the padding mask: pass ~mask",
+)
+
+
+# Padding of another sequence
+
+
+class Captioned(nn.Module):
+    """Image tokens attend to each other, and to a caption with padding."""
+
+    def __init__(self, fault):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fault, self.norm = fault, nn.LayerNorm(DIM)
+        self.q, self.kv, self.out = nn.Linear(DIM, DIM), nn.Linear(DIM, 2 * DIM), nn.Linear(DIM, DIM)
+        self.multihead = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
+
+    def mask(self, shown):
+        shown = shown[:, None, None]
+        faults = {"none": None, "inverted": shown == 0, "added": shown.float()}
+        return faults.get(self.fault, shown != 0)
+
+    def across(self, x, caption, shown):
+        k, v = self.kv(caption).chunk(2, -1)
+        q, k, v = map(heads_of, (self.q(x), k, v))
+        return merged_heads(SDPA(q, k, v, attn_mask=self.mask(shown)))  # sick
+
+    def forward(self, image, caption, caption_mask):
+        y = heads_of(self.norm(image))
+        image = image + merged_heads(SDPA(y, y, y))
+        for _ in range(2):
+            image = image + self.out(self.across(image, caption, caption_mask))
+        return image.unflatten(1, (4, -1)).permute(0, 3, 1, 2)
+
+
+class CaptionedByWeights(Captioned):
+    def across(self, x, caption, shown):
+        k, v = self.kv(caption).chunk(2, -1)
+        scores = heads_of(self.q(x)) @ heads_of(k).mT
+        if self.fault != "none":
+            scores = scores.masked_fill((shown == 0)[:, None, None], -torch.inf)
+        return merged_heads(scores.softmax(-1) @ heads_of(v))  # sick
+
+
+class CaptionedByModule(Captioned):
+    def across(self, x, caption, shown):
+        hidden = None if self.fault else shown == 0
+        return self.multihead(x, caption, caption, hidden, need_weights=False)[0]  # sick
+
+
+class Joint(Captioned):
+    """Keys are the image's, then the caption's."""
+
+    def across(self, x, caption, shown):
+        q = heads_of(self.q(x))
+        k, v = (heads_of(y) for y in self.kv(torch.cat([x, caption], 1)).chunk(2, -1))
+        every = torch.cat([torch.ones(x.shape[:2]), shown], 1)[:, None, None] != 0
+        return merged_heads(SDPA(q, k, v, attn_mask=None if self.fault else every))  # sick
+
+
+class Returning(Captioned):
+    """Results have the caption's rows, padding included."""
+
+    def forward(self, image, caption, caption_mask):
+        return super().forward(image, caption, caption_mask), self.out(caption)
+
+
+class Pooling(Captioned):
+    """Attention hides the caption's padding, and the mean over the caption does not."""
+
+    def forward(self, image, caption, caption_mask):
+        mean = caption.mean(1, keepdim=True)  # sick
+        return super().forward(image + mean, caption, caption_mask)
+
+
+class CaptionEncoder(Captioned):
+    """Self-attention over the caption, and one result for each sample."""
+
+    def forward(self, caption, caption_mask):
+        for _ in range(2):
+            caption = caption + self.out(self.across(caption, caption, caption_mask))
+        return caption[:, 0]
+
+
+@builder
+def captioned(model, fault="", size=16):
+    """An image of `size` tokens, and captions of 16 tokens, some padded."""
+    generator = torch.Generator().manual_seed(0)
+    image, caption = (torch.randn(2, n, DIM, generator=generator) for n in (size, 16))
+    shown = (torch.arange(16) < torch.tensor([[5], [12]])).long()
+    batch = {} if model is CaptionEncoder else {"image": image}
+    return model(fault), [batch | {"caption": caption, "caption_mask": shown}], {}
+
+
+for _model, _fault, _says in (
+    (Captioned, "none", {}),
+    (
+        Captioned,
+        "added",
+        {
+            "tried": "=with padding hidden in this call, changed padding changes no result",
+            "remedy": "=Pass a boolean mask: attn_mask=(mask != 0)",
+        },
+    ),
+    (Captioned, "inverted", {"remedy": "pass ~mask"}),
+    (CaptionedByWeights, "none", {}),
+    (CaptionedByModule, "none", {"remedy": "=Pass key_padding_mask=(caption_mask == 0) to the module"}),
+    (Joint, "joint", {}),
+    (CaptionEncoder, "none", {}),
+    (CaptionEncoder, "added", {}),
+):
+    _well = captioned(_model) if _fault == "none" else captioned(_model, size=20)
+    sick(
+        "mask-lost",
+        _model.across,
+        captioned(_model, _fault),
+        _well,
+        name=f"{_model.__name__}, {_fault}",
+        **_says,
+    )
+sick("mask-lost", Captioned.across, captioned(Captioned, "none", 20), captioned(Returning), name="returned")
+sick("mask-lost", Pooling, captioned(Pooling))
+
+
+# Padding that reaches results behind attention
+
+
+def shows_real(q, k, v, attention_mask):
+    return SDPA(q, k, v, attn_mask=attention_mask[:, None, None] != 0)  # sick
+
+
+class Pooled(Model):
+    """An encoder with one result for each sample."""
+
+    def __init__(self, pool):
+        super().__init__(shows_real, layers=2)
+        self.pool, self.places = pool, nn.Parameter(torch.randn(LENGTH, DIM))
+
+    def forward(self, input_ids, attention_mask):
+        x = self.embed(input_ids) + self.places[: input_ids.shape[1]]
+        return self.head(self.pool(self.mixed(x, attention_mask=attention_mask), attention_mask))
+
+
+def last(x, _):
+    return x[:, -1]  # sick
+
+
+def last_real(x, attention_mask):
+    return x[torch.arange(len(x)), attention_mask.sum(1) - 1]
+
+
+def mean(x, _):
+    return x.mean(1)  # sick
+
+
+def mean_of_real(x, attention_mask):
+    return (x * attention_mask[..., None]).sum(1) / attention_mask.sum(1, keepdim=True)
+
+
+def maximum(x, _):
+    return x.amax(1)  # sick
+
+
+def maximum_of_real(x, attention_mask):
+    return x.masked_fill(attention_mask[..., None] == 0, float("-inf")).amax(1)
+
+
+@builder
+def pooled(pool):
+    return Pooled(pool), tokens(attention_mask=(torch.tensor([[LENGTH], [15]]) > INDEX).long()), {}
+
+
+_BEFORE = ("the first operator that padding changes: mean", "attention hides the padding: 2 calls")
+for _bad, _good, _remedy, _evidence in (
+    (last, last_real, "attention_mask.sum(1) - 1]", ()),
+    (mean, mean_of_real, "(x * attention_mask[..., None]).sum(1)", _BEFORE),
+    (maximum, maximum_of_real, "float('-inf')).amax(1)", ()),
+):
+    sick("mask-lost", _bad, pooled(_bad), pooled(_good), remedy=_remedy, evidence=_evidence)
+
+STRIDE = 4
+
+
+class Subsampled(nn.Module):
+    """Features (B, C, T) or (B, T, C), a layer with a stride, and attention with a mask of T / 4."""
+
+    def __init__(self, right, channels_first):
+        super().__init__()
+        torch.manual_seed(0)
+        self.right, self.channels_first = right, channels_first
+        self.inner, self.block = nn.Conv1d(10, DIM, STRIDE, STRIDE), Block(shows_real)
+
+    def forward(self, features, attention_mask):
+        x = self.inner(features if self.channels_first else features.mT).mT
+        mask = attention_mask[:, ::STRIDE] if self.right else attention_mask[:, : x.shape[1]]
+        return self.block(x, attention_mask=mask)
+
+
+def features(real, channels_first):
+    mask = (torch.arange(64) < torch.tensor([[64], [real]])).long()
+    x = torch.randn(2, 64, 10, generator=torch.Generator().manual_seed(0)) * mask[..., None]
+    return {"features": x.mT.contiguous() if channels_first else x, "attention_mask": mask}
+
+
+@builder
+def subsampled(right, real, channels_first):
+    return Subsampled(right, channels_first), [features(real, channels_first)], {}
+
+
+for _real, _first in ((32, True), (32, False), (29, True)):
+    _sick, _well = (subsampled(x, _real, _first) for x in (False, True))
+    sick(
+        "mask-lost",
+        shows_real,
+        _sick,
+        _well,
+        name=f"mask of channels {'first' if _first else 'last'}, {_real} of 64",
+        remedy="attention_mask[:, ::stride]",
+    )
+
+
+class Convolved(nn.Module):
+    """Padding reaches the last real token through a convolution, as in many speech encoders."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.mix = nn.Sequential(nn.Conv1d(10, DIM, 3, padding=1), nn.Conv1d(DIM, DIM, 5, 2, padding=2))
+
+    def forward(self, features, attention_mask):
+        return self.mix(features).mT
+
+
+@builder
+def convolved():
+    return Convolved(), [features(31, channels_first=True)], {}
+
+
+sick("mask-lost", None, convolved(), name="convolution", severity="note")

@@ -1,0 +1,672 @@
+"""Sick models whose steps draw, repeat, keep or lose what they should not: random numbers, gradients, work."""
+
+from collections import deque
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from sick import attends, sick
+from small_models import (
+    DIM,
+    EARLIER,
+    INDEX,
+    LENGTH,
+    SDPA,
+    VOCABULARY,
+    Attend,
+    Block,
+    builder,
+    fused,
+    heads_of,
+    merged_heads,
+    model_of,
+    tokens,
+)
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from attnspan import causal
+from attnspan.torch import attention
+
+# Checkpoints that repeat attention
+
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+class Checkpointed(Block):
+    options = {"use_reentrant": False}  # noqa: RUF012
+
+    def forward(self, x, **given):
+        return checkpoint(super().forward, x, **self.options, **given)  # sick
+
+
+class Reentrant(Checkpointed):
+    options = {"use_reentrant": True}  # noqa: RUF012
+
+
+def saving(what):
+    """Make a block that saves the results of operators."""
+    contexts = partial(create_selective_checkpoint_contexts, what)
+    return type("Saving", (Checkpointed,), {"options": {"use_reentrant": False, "context_fn": contexts}})
+
+
+def names_attention(context, op, *args, **kwargs):
+    kept = "attention" in str(op)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+Saved, SavedByName = saving([FLASH]), saving(names_attention)
+SavedOurs = saving([torch.ops.attnspan.attention.default])
+
+
+def to_repeat(q, k, v):
+    return SDPA(q, k, v, is_causal=True)  # sick
+
+
+def ours_to_repeat(q, k, v):
+    return attention(q, k, v, mask=causal())  # sick
+
+
+for _block in (Checkpointed, Reentrant):
+    sick(
+        "recompute",
+        to_repeat,
+        model_of(to_repeat, _block),
+        model_of(fused, Saved),
+        model_of(fused, SavedByName),
+        name=_block.__name__,
+        remedy=f"[torch.ops.{FLASH}]",
+    )
+sick(
+    "recompute",
+    ours_to_repeat,
+    model_of(ours_to_repeat, Checkpointed),
+    model_of(ours_to_repeat, SavedOurs),
+    remedy="[torch.ops.attnspan.attention.default]",
+)
+
+
+# Random numbers that a checkpoint does not restore
+
+
+class Forgetful(Checkpointed):
+    options = {"use_reentrant": False, "preserve_rng_state": False}  # noqa: RUF012
+
+
+class Dropping(Block):
+    def forward(self, x, **given):
+        return super().forward(F.dropout(x, 0.3, self.training), **given)  # sick
+
+
+class ForgetfulDropping(Forgetful, Dropping):
+    pass
+
+
+class CarefulDropping(Checkpointed, Dropping):
+    pass
+
+
+def dropped(q, k, v):
+    return SDPA(q, k, v, dropout_p=0.3 * torch.is_grad_enabled(), is_causal=True)  # sick
+
+
+def dropped_after(q, k, v):
+    return F.dropout(fused(q, k, v), 0.3, torch.is_grad_enabled())  # sick
+
+
+class OwnNumbers(Block):
+    """Random numbers of a generator in a checkpoint, or drawn before it."""
+
+    early = False
+
+    def __init__(self, attend):
+        super().__init__(attend)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def draw(self, x):
+        return torch.rand(x.shape, generator=self.generator) > 0.3  # sick
+
+    def part(self, x, kept):
+        return super().forward(x * (self.draw(x) if kept is None else kept))
+
+    def forward(self, x):
+        return checkpoint(self.part, x, self.draw(x) if self.early else None, use_reentrant=False)
+
+
+class DrawnBefore(OwnNumbers):
+    early = True
+
+
+for _attend in (dropped, dropped_after):
+    sick("recompute-random", _attend, model_of(_attend, Forgetful), model_of(_attend, Checkpointed))
+sick(
+    "recompute-random",
+    Dropping,
+    model_of(block=ForgetfulDropping),
+    model_of(block=CarefulDropping),
+    right=model_of(block=ForgetfulDropping),
+    remedy="preserve_rng_state=False",
+)
+sick(
+    "recompute-random",
+    OwnNumbers,
+    model_of(block=OwnNumbers),
+    model_of(block=DrawnBefore),
+    right=model_of(block=OwnNumbers),
+    remedy="draw before checkpoint",
+)
+
+
+# Dropout in evaluation mode
+
+
+def always(q, k, v):
+    return SDPA(q, k, v, dropout_p=0.1, is_causal=True)  # sick
+
+
+def always_after(q, k, v):
+    return F.dropout(fused(q, k, v), 0.1)  # sick
+
+
+class Always(Block):
+    """Dropout with a probability that depends on the mode, or does not."""
+
+    always = True
+
+    def forward(self, x):
+        return super().forward(F.dropout(x, 0.1, training=self.always or self.training))  # sick
+
+
+class OnlyInTraining(Always):
+    always = False
+
+
+class Unlisted(Block):
+    """Dropout in a list, which the module does not know, or in a list of modules."""
+
+    kind = list
+
+    def __init__(self, attend):
+        super().__init__(attend)
+        self.drops = self.kind([nn.Dropout(0.3)])
+
+    def forward(self, x):
+        return super().forward(self.drops[0](x))  # sick
+
+
+class Listed(Unlisted):
+    kind = nn.ModuleList
+
+
+sick("dropout-in-eval", always, model_of(always), model_of(dropped))
+sick("dropout-in-eval", always_after, model_of(always_after), model_of(dropped_after))
+sick(
+    "dropout-in-eval",
+    Always,
+    model_of(block=Always),
+    model_of(block=OnlyInTraining),
+    right=model_of(),
+    cause="does not depend on self.training",
+    remedy="self.training",
+    evidence="(absolute)",
+)
+sick(
+    "dropout-in-eval",
+    Unlisted,
+    model_of(block=Unlisted),
+    model_of(block=Listed),
+    right=model_of(),
+    cause="in training mode after model.eval()",
+    remedy="nn.ModuleList",
+)
+
+
+# Gradients that do not reach parameters
+
+_LIBRARY = torch.library.Library("sick", "FRAGMENT")
+for _name in ("halved", "halved_with_gradient"):
+    _LIBRARY.define(f"{_name}(Tensor x) -> Tensor")
+    _LIBRARY.impl(_name, lambda x: x.detach() * 0.5, "CPU")
+    torch.library.register_fake(f"sick::{_name}", torch.empty_like, lib=_LIBRARY)
+torch.library.register_autograd("sick::halved_with_gradient", lambda _, grad: grad * 0.5, lib=_LIBRARY)
+
+
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(_, x):
+        return x * 0.5
+
+    @staticmethod
+    def backward(*_):
+        return None
+
+
+class HalvedWell(Halved):
+    @staticmethod
+    def backward(_, grad):
+        return grad * 0.5
+
+
+def halves(q, k, v):
+    return fused(q * 0.5, k, v)
+
+
+def cut(cause, remedy, well, tried="without it, 2 of 2", right=None):
+    return attends(
+        "no-gradient",
+        well,
+        right=right or well,
+        cause=cause,
+        remedy=remedy,
+        tried=tried,
+        what="=2 trainable parameters have no gradient: blocks.0.q.weight, blocks.0.q.bias",
+    )
+
+
+@cut("detach ends", "Remove detach()", fused)
+def detached(q, k, v):
+    q = q.detach()  # sick
+    return fused(q, k, v)
+
+
+@cut(".data ends", "Remove detach() or .data", fused)
+def data(q, k, v):
+    return SDPA(q.data, k, v, is_causal=True)  # sick
+
+
+@cut("torch.no_grad", "out of torch.no_grad()", lambda q, k, v: fused(q * 0.5 + 1, k, v))
+def untracked(q, k, v):
+    with torch.no_grad():
+        q = q * 0.5  # sick
+        q = q + 1
+    return fused(q, k, v)
+
+
+@cut("", "out of torch.inference_mode()", halves, None)
+def inferred(q, k, v):
+    with torch.inference_mode():
+        q = q * 0.5  # sick
+    return fused(q.clone(), k, v)
+
+
+@cut(
+    "sick.halved",
+    "register_autograd",
+    lambda q, k, v: fused(torch.ops.sick.halved_with_gradient(q), k, v),
+    "",
+    right=halves,
+)
+def without_backward(q, k, v):
+    return SDPA(torch.ops.sick.halved(q), k, v, is_causal=True)  # sick
+
+
+@cut(
+    "HalvedBackward", "Return a gradient", lambda q, k, v: fused(HalvedWell.apply(q), k, v), "", right=halves
+)
+def drops(q, k, v):
+    return SDPA(Halved.apply(q), k, v, is_causal=True)  # sick
+
+
+@cut("", "x.clone()", lambda q, k, v: fused(q.clone(), k, v), None)
+def tensor_of_tensor(q, k, v):
+    return SDPA(torch.tensor(q), k, v, is_causal=True)  # sick
+
+
+class Distilled(nn.Module):
+    """A student follows a teacher, which gets no gradient: by detach(), or by torch.no_grad()."""
+
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.embed = how, nn.Embedding(VOCABULARY, DIM)
+        self.student, self.teacher = (
+            nn.Sequential(*(nn.Sequential(nn.Linear(DIM, DIM), nn.GELU()) for _ in range(3)))
+            for _ in range(2)
+        )
+        self.layer = nn.Linear(DIM, DIM)
+        if how == "frozen":
+            self.teacher.requires_grad_(False)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        if self.how == "detach":
+            target = self.teacher(x).detach()  # sick: detach
+        elif self.how == "no_grad":
+            with torch.no_grad():
+                target = self.teacher(x)  # sick: no_grad
+        elif self.how == "layer":
+            x, target = x + self.layer(x).detach(), x  # sick: layer
+        else:
+            target = self.teacher(x.detach())
+        return {"loss": F.smooth_l1_loss(self.student(x), target)}
+
+
+@builder
+def distilled(how):
+    return Distilled(how), tokens()
+
+
+# Each of three layers saves its input and its GELU's input. The first input belongs to the embedding too.
+_SAVED = f"saves {6 * 2 * LENGTH * DIM * 4 / 1024:.1f} KiB"
+for _how, _saves in (("detach", ""), ("no_grad", "not_")):
+    _saved = {"not_remedy": _SAVED} if _saves else {}
+    sick(
+        "no-gradient",
+        (Distilled, f"# sick: {_how}"),
+        distilled(_how),
+        distilled("frozen"),
+        severity="note",
+        name=f"teacher, {_how}",
+        what="=The parameters of teacher are trainable but get no gradient, from this line",
+        remedy=("teacher.requires_grad_(False)", *(() if _saves else (_SAVED,))),
+        **_saved,
+        tried="=frozen and in torch.no_grad(), results and all other gradients are equal",
+    )
+sick(
+    "no-gradient",
+    (Distilled, "# sick: layer"),
+    distilled("layer"),
+    name="layer",
+    what="=2 trainable parameters have no gradient: layer.weight, layer.bias",
+)
+
+
+# NaN, and numbers that are too large for float16
+
+HALF = {"dtype": torch.float16, "expected": {}}
+LARGEST = "largest number is 65504"
+
+
+@attends("nan")
+def zero_by_zero(q, k, v):
+    rest = fused(q, k, v)
+    rest = rest - rest
+    return rest / rest.sum(-1, keepdim=True)  # sick
+
+
+@attends("nan")
+def root_at_zero(q, k, v):
+    out = fused(q, k, v)
+    return out + (out - out).sqrt()  # sick
+
+
+def narrow_softmax(q, k, v):
+    return (q @ k.mT).masked_fill(~EARLIER, -torch.inf).softmax(-1) @ v
+
+
+def within_range(q, k, v):
+    return (q @ k.mT + (~EARLIER).to(q.dtype) * torch.finfo(q.dtype).min).softmax(-1) @ v
+
+
+def hidden_by_infinity(q, k, v):
+    low = torch.zeros(LENGTH, LENGTH, dtype=q.dtype).masked_fill(~EARLIER, -torch.inf)
+    return (q @ k.mT + low).softmax(-1) @ v
+
+
+@attends("nan", model=HALF, cause=("inf in float16 at", LARGEST))
+def product(q, k, v):
+    scores = (q * 3000) @ (k * 3000).mT  # sick
+    return scores.softmax(-1) @ v
+
+
+@attends(
+    "nan",
+    within_range,
+    hidden_by_infinity,
+    narrow_softmax,
+    model=HALF,
+    cause=("-1e+09 becomes -inf in float16", LARGEST),
+)
+def product_of_mask(q, k, v):
+    low = torch.tensor(-1e9, dtype=q.dtype)  # sick
+    return (q @ k.mT + (~EARLIER).to(q.dtype) * low).softmax(-1) @ v
+
+
+@attends("nan", model=HALF, cause=("becomes inf in float16", LARGEST))
+def squares(q, k, v):
+    out = fused(q, k, v)
+    size = ((out + 300) ** 2).sum(-1, keepdim=True)  # sick
+    return out * (size - size)
+
+
+@attends("hidden-rows", model=HALF, cause=("-1e+09 becomes -inf in float16", LARGEST))
+def hidden_by_overflow(q, k, v):
+    low = (INDEX[:, None] <= INDEX).to(q.dtype) * -1e9  # sick
+    return (q @ k.mT + low).softmax(-1) @ v
+
+
+# The same product again
+
+
+class Denoiser(nn.Module):
+    """A few steps over latents (B, S, C), with a text that does not change. `once` says how often it is read."""
+
+    once = False
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.kv, self.out = nn.Linear(DIM, DIM), nn.Linear(DIM, 2 * DIM), nn.Linear(DIM, DIM)
+        self.norm = nn.LayerNorm(DIM)
+
+    def read(self, text):
+        return self.kv(text).chunk(2, -1)  # sick
+
+    def forward(self, x, text):
+        read = self.read(text) if self.once else None
+        for _ in range(3):
+            x = x - self.step(x, *(self.read(text) if read is None else read))
+        return x
+
+    def step(self, x, k, v):
+        return self.out(merged_heads(SDPA(heads_of(self.q(x)), heads_of(k), heads_of(v))))
+
+
+class Normed(Denoiser):
+    """The text is normalised again too, so its values are equal, and not its memory."""
+
+    def read(self, text):
+        return self.kv(self.norm(text)).chunk(2, -1)  # sick
+
+
+class Encoded(Denoiser):
+    """An encoder of two layers runs in each step: one finding at its first product."""
+
+    def read(self, text):
+        hidden = self.out(text).relu()  # sick
+        return self.kv(hidden).chunk(2, -1)
+
+
+class Noised(Denoiser):
+    """The text has other noise in each step."""
+
+    def read(self, text):
+        return self.kv(F.dropout(text, 0.1, self.training)).chunk(2, -1)
+
+
+class InPlace(Denoiser):
+    """The text has the same memory in each step, and other numbers."""
+
+    def step(self, x, k, v):
+        out = super().step(x, k, v)
+        self.text.mul_(0.9)
+        return out
+
+    def forward(self, x, text):
+        self.text = text
+        with torch.no_grad():
+            return super().forward(x, text)
+
+
+@builder
+def denoised(model, once=False):
+    made = model()
+    made.once = once
+    return made, [{"x": torch.randn(2, 6, DIM), "text": torch.randn(2, 9, DIM)}]
+
+
+for _model, _twins, _evidence in (
+    (Denoiser, (InPlace,), ()),
+    (Normed, (Noised,), ()),
+    (Encoded, (), "before, and 2 products behind them"),
+):
+    sick(
+        "repeat",
+        _model,
+        denoised(_model),
+        denoised(_model, once=True),
+        *map(denoised, _twins),
+        remedy="once before the loop",
+        evidence=("2 products with values", *([_evidence] if _evidence else ())),
+    )
+
+
+# A loop without a cache
+
+
+class Forecast(nn.Module):
+    """Predicts a few numbers, one after the other, from all numbers before."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Linear(1, DIM), nn.Linear(DIM, 1)
+        self.blocks = nn.ModuleList([nn.Linear(DIM, 3 * DIM) for _ in range(2)])
+
+    def attend(self, q, k, v, kept):
+        return SDPA(q, k, v, is_causal=True)  # sick
+
+    @torch.no_grad()
+    def forward(self, history):
+        caches = [[torch.empty(0)] for _ in self.blocks]
+        new = series = history
+        for _ in range(4):
+            x = self.embed(new)
+            for inner, kept in zip(self.blocks, caches, strict=True):
+                q, k, v = map(heads_of, inner(x).chunk(3, -1))
+                x = x + merged_heads(self.attend(q, k, v, kept))
+            last = self.head(x[:, -1:])
+            series = torch.cat([series, last], 1)
+            new = self.following(series, last)
+        return series[:, -4:]
+
+    def following(self, series, last):
+        return series
+
+
+class WrittenForecast(Forecast):
+    def attend(self, q, k, v, kept):
+        later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
+        return (q @ k.mT * 0.2).masked_fill(later, -torch.inf).softmax(-1) @ v  # sick
+
+
+class CachedForecast(Forecast):
+    scale = None
+
+    def attend(self, q, k, v, kept):
+        if kept[0].numel():
+            k, v = (torch.cat([a, b], 2) for a, b in zip(kept, (k, v), strict=True))
+        kept[:] = k, v
+        return SDPA(q, k, v, is_causal=q.shape[2] > 1, scale=self.scale)
+
+    def following(self, series, last):
+        return last
+
+
+class ScaledForecast(CachedForecast):
+    scale = 0.2
+
+
+class Bidirectional(Forecast):
+    """Without a causal mask, a new number changes the second layer of all numbers. A cache cannot help."""
+
+    def attend(self, q, k, v, kept):
+        return SDPA(q, k, v)
+
+
+@builder
+def forecast(kind):
+    return kind(), [{"history": torch.randn(2, 9, 1)}]
+
+
+for _bad, *_wells in ((Forecast, CachedForecast, Bidirectional), (WrittenForecast, ScaledForecast)):
+    sick("no-cache", _bad, *map(forecast, (_bad, *_wells)), remedy="StaticCache", evidence="are needed")
+
+
+# Tensors that are kept from step to step
+
+MAPS = []
+
+
+class Keeping(Attend):
+    def __init__(self, _=None):
+        super().__init__()
+        self.maps = []
+
+    def attend(self, q, k, v):
+        out = merged_heads(fused(*map(heads_of, (q, k, v))))
+        self.keep(out)
+        return out
+
+    def keep(self, out):
+        self.maps.append(out.mean(-1))  # sick
+
+
+class KeepingNewest(Keeping):
+    def keep(self, out):
+        self.maps.clear()
+        super().keep(out)
+
+
+class KeepingNumbers(Keeping):
+    def keep(self, out):
+        self.maps.append(out.mean(-1).detach())
+
+
+class KeepingOutside(Keeping):
+    def keep(self, out):
+        MAPS.append(out.mean(-1))  # sick
+
+
+class Extractor:
+    """Keeps results that its hook gets."""
+
+    def __init__(self):
+        self.found = deque()
+
+    def hook(self, *given):
+        self.found.append(given[-1].square())  # sick
+
+
+class HookedByObject(Keeping):
+    def __init__(self, _=None):
+        super().__init__()
+        self.qkv.register_forward_hook(self.hook())
+
+    def hook(self):
+        return Extractor().hook
+
+    def keep(self, out):
+        pass
+
+
+class Hooked(HookedByObject):
+    def hook(self):
+        found = []
+        return lambda *given: found.append(given[-1].square())  # sick
+
+
+for _model, _code, *_wells in (
+    (Keeping, Keeping, KeepingNewest, KeepingNumbers),
+    (KeepingOutside, KeepingOutside, KeepingNewest),
+    (HookedByObject, Extractor, KeepingNewest),
+    (Hooked, Hooked, KeepingNewest),
+):
+    sick(
+        "kept",
+        _code,
+        *(model_of(block=x) for x in (_model, *_wells)),
+        name=_model.__name__,
+        remedy=".clear()",
+        evidence="after steps 1, 2, 3",
+    )
