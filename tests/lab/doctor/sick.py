@@ -25,6 +25,7 @@ class Case(NamedTuple):
         right: Factory of right results, which the first twin has too. None if the sick model's inputs differ.
         severity: Of the finding.
         stage: Of the doctor.
+        beside: Other kinds of wrong results that the model has too.
         says: Parts of the finding's texts, by field.
     """
 
@@ -35,37 +36,39 @@ class Case(NamedTuple):
     right: Any
     severity: str
     stage: str
+    beside: tuple[str, ...]
     says: dict[str, Any]
 
 
 CASES: dict[str, Case] = {}
 
 
-def sick(kind, code, made, *twins, name="", right=None, severity="", stage="eager", **says):
-    """Add a sick model. A twin of a kind that only costs has the sick model's results, if not `right=False`."""
+def sick(kind, code, made, *twins, name="", right=None, severity="", stage="eager", beside=(), **says):
+    """Add a sick model. If it only costs, the first twin has the same results, unless `right` is False."""
     name = f"{kind}: {name or getattr(code, '__name__', '')}"
     assert name not in CASES, name
     severity = severity or KINDS[kind].severity
     if right is None and severity == "slow":
         right = made
-    CASES[name] = Case(kind, code, made, twins, right or None, severity, stage, says)
+    CASES[name] = Case(kind, code, made, twins, right or None, severity, stage, beside, says)
 
 
-def attends(kind, *wells, name="", model=None, right=None, **given):
+def attends(kind, *wells, name="", build=model_of, model=None, right=None, **given):
     """Add a model whose attention is the decorated function. Twins have other attention, or are factories.
 
     Args:
         kind: Of the finding.
         wells: Attention of the twins.
         name: Default: the function's.
-        model: Options of `model_of`.
+        build: Builder of the models.
+        model: Options of the builder.
         right: Attention with right results.
         given: The other arguments of `sick`.
     """
 
     def note(attend):
-        made, *twins = (model_of(x, **(model or {})) for x in (attend, *wells))
-        exact = model_of(right, **(model or {})) if callable(right) else right
+        made, *twins = (build(x, **(model or {})) for x in (attend, *wells))
+        exact = build(right, **(model or {})) if callable(right) else right
         sick(kind, attend, made, *twins, name=name, right=exact, **given)
         return attend
 

@@ -1,3 +1,4 @@
+# ruff: noqa: ARG002 -- methods of one name take the same arguments
 """Sick models that mix up heads, tokens, samples, sequences or keys, or whose attention chooses nothing."""
 
 import torch
@@ -13,9 +14,7 @@ from small_models import (
     VOCABULARY,
     Attend,
     Block,
-    Causal,
     Cross,
-    Written,
     builder,
     fused,
     heads_of,
@@ -23,114 +22,92 @@ from small_models import (
     merged_heads,
     model_of,
     tokens,
+    written,
 )
 from torch import nn
 
 # Heads and tokens
 
 
-def unflattened(*operands):
+def split(*operands):
     """Split heads, and leave the tokens in front of them."""
     return (x.unflatten(-1, (HEADS, -1)) for x in operands)
 
 
+def attends_here(q, k, v):
+    return SDPA(q, k, v)  # sick
+
+
+def normed_causal(q, k, v):
+    return SDPA(F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, is_causal=True)  # sick
+
+
 class Swapped(Attend):
-    def attend(self, q, k, v):
-        return SDPA(*unflattened(q, k, v)).flatten(2)  # sick
-
-
-class SwappedCausal(Attend):
-    def attend(self, q, k, v):
-        q, k, v = unflattened(q, k, v)
-        q, k = q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True)
-        return SDPA(q, k, v, is_causal=True).flatten(2)  # sick
-
-
-class SwappedWritten(Written):
-    def attend(self, q, k, v):
-        return self.of_heads(*unflattened(q, k, v)).flatten(2)
-
-    def weights(self, scores):
-        return scores.softmax(-1)  # sick
+    def of_tokens(self, q, k, v):
+        return self.attend(*split(q, k, v)).flatten(2)
 
 
 class Split(Attend):
-    def attend(self, q, k, v):
-        q, k, v = (x.reshape(len(x), HEADS, x.shape[1], -1) for x in (q, k, v))
-        return merged_heads(SDPA(q, k, v))  # sick
+    def of_tokens(self, q, k, v):
+        return merged_heads(self.attend(*(x.reshape(len(x), HEADS, LENGTH, -1) for x in (q, k, v))))
 
 
 class Merged(Attend):
-    def attend(self, q, k, v):
-        return self.of_heads(*map(heads_of, (q, k, v))).reshape(q.shape)
-
-    def of_heads(self, q, k, v):
-        return SDPA(q, k, v)  # sick
-
-
-class MergedWritten(Merged):
-    def of_heads(self, q, k, v):
-        weights = (q @ k.mT / SIZE**0.5).softmax(-1)  # sick
-        return weights @ v
+    def of_tokens(self, q, k, v):
+        return self.attend(*map(heads_of, (q, k, v))).reshape(q.shape)
 
 
 class Windows(Attend):
     """One head, and windows of 6 tokens in the dim of heads."""
 
-    def attend(self, q, k, v):
+    def of_tokens(self, q, k, v):
         return SDPA(*(x.unflatten(1, (-1, 6)) for x in (q, k, v))).flatten(1, 2)
 
 
-class Channels(Attend):
+def channels(q, k, v):
     """Channels attend to each other, as in XCiT: the last dim has the tokens."""
-
-    def of_heads(self, q, k, v):
-        return SDPA(q.mT, k.mT, v.mT).mT
+    return SDPA(q.mT, k.mT, v.mT).mT
 
 
-class InBatch(Attend):
+def in_batch(q, k, v):
     """Heads in the dim of the batch."""
-
-    def of_heads(self, q, k, v):
-        return SDPA(*(x.flatten(0, 1) for x in (q, k, v))).unflatten(0, (-1, HEADS))
+    return SDPA(*(x.flatten(0, 1) for x in (q, k, v))).unflatten(0, (-1, HEADS))
 
 
-_CAUSAL = {"layers": 2, "expected": CAUSAL}
-_RIGHT = map(latents, (Attend, Windows, Channels, InBatch))
-sick(
-    "token-axis",
-    Swapped,
-    latents(Swapped),
-    *_RIGHT,
-    model_of(block=Causal, layers=2),
-    evidence="in all 4 rows that attend to each other",
-    remedy="q.transpose(1, 2)",
-    tried="changes the results of 23 other tokens in this call",
+_RIGHT = (
+    latents(),
+    latents(block=Windows),
+    latents(channels),
+    latents(in_batch),
+    model_of(block=Attend, layers=2),
 )
-sick(
-    "token-axis",
-    Swapped,
-    latents(Swapped, length=HEADS),
-    latents(Attend, length=HEADS),
-    name="as many heads as tokens",
-)
-sick("token-axis", SwappedCausal, model_of(block=SwappedCausal, layers=2))
-sick("token-axis", SwappedWritten, latents(SwappedWritten))
-sick(
-    "token-axis",
-    Split,
-    latents(Split),
-    remedy="view(B, S, heads, -1).transpose(1, 2)",
-    tried="=split so, changing token 12 changes query 12 of each head alone",
-)
-sick("token-axis", Merged, latents(Merged), tried="the result of query 12 changes token 12 alone")
-sick("token-axis", MergedWritten, latents(MergedWritten))
+_TRIED = "=split so, changing token 12 changes query 12 of each head alone"
+for _attend, _block, _says in (
+    (
+        attends_here,
+        Swapped,
+        {
+            "evidence": "in all 4 rows that attend to each other",
+            "remedy": "q.transpose(1, 2)",
+            "tried": "changes the results of 23 other tokens in this call",
+        },
+    ),
+    (written, Swapped, {}),
+    (attends_here, Split, {"remedy": "view(B, S, heads, -1).transpose(1, 2)", "tried": _TRIED}),
+    (attends_here, Merged, {"tried": "the result of query 12 changes token 12 alone"}),
+    (written, Merged, {}),
+):
+    _name = f"{_block.__name__}, {_attend.__name__}"
+    sick("token-axis", _attend, latents(_attend, _block), *_RIGHT, name=_name, **_says)
+_FEW = latents(attends_here, Swapped, length=HEADS), latents(length=HEADS)
+sick("token-axis", attends_here, *_FEW, name="as many heads as tokens")
+sick("token-axis", normed_causal, model_of(normed_causal, Swapped, layers=2))
 
 
 class OneHead(Attend):
     heads = HEADS
 
-    def attend(self, q, k, v):
+    def of_tokens(self, q, k, v):
         return SDPA(q, k, v)  # sick
 
 
@@ -138,7 +115,7 @@ class MeansOneHead(OneHead):
     heads = 1
 
 
-sick("one-head", OneHead, latents(OneHead), latents(MeansOneHead))
+sick("one-head", OneHead, latents(block=OneHead), latents(block=MeansOneHead))
 
 
 # Samples of the batch
@@ -242,7 +219,7 @@ class Joined(Attend):
 
     mask = None
 
-    def attend(self, q, k, v):
+    def of_tokens(self, q, k, v):
         joined = (heads_of(x.flatten(0, 1)[None]) for x in (q, k, v))
         return merged_heads(SDPA(*joined, attn_mask=self.mask)).view(q.shape)  # sick
 
@@ -252,7 +229,7 @@ class Separated(Joined):
     mask = rows[:, None] == rows
 
 
-sick("samples", Joined, latents(Joined), latents(Separated))
+sick("samples", Joined, latents(block=Joined), latents(block=Separated))
 
 
 class Placed(nn.Module):
@@ -310,11 +287,11 @@ for _model in (Placed, Embedded, Sloped):
 class Crossing(nn.Module):
     """An encoder, and a decoder that sees the encoder's results."""
 
-    def __init__(self, cross):
+    def __init__(self, attend, cross):
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.encoder, self.decoder = nn.Embedding(VOCABULARY, DIM), Attend(), Causal()
-        self.cross, self.head = cross(), nn.Linear(DIM, VOCABULARY)
+        self.embed, self.encoder, self.decoder = nn.Embedding(VOCABULARY, DIM), Attend(), Attend(fused)
+        self.cross, self.head = cross(attend), nn.Linear(DIM, VOCABULARY)
 
     def forward(self, input_ids, decoder_input_ids):
         memory = self.encoder(self.embed(input_ids))
@@ -322,68 +299,55 @@ class Crossing(nn.Module):
         return self.head(x + self.cross(x, memory))
 
 
-class CausalCross(Cross):
-    def of_heads(self, q, k, v):
-        return SDPA(q, k, v, is_causal=True)  # sick
-
-
-class CrossByMask(Cross):
-    def of_heads(self, q, k, v):
-        later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
-        mask = torch.zeros(later.shape).masked_fill(later, -1e9)
-        return SDPA(q, k, v, attn_mask=mask)  # sick
-
-
-class CrossWritten(Cross):
-    def of_heads(self, q, k, v):
-        later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
-        return (q @ k.mT).masked_fill(later, -torch.inf).softmax(-1) @ v  # sick
-
-
-class SharedKeys(nn.Module):
+class SharedKeys(Cross):
     """Keys of the same tokens, from an earlier layer, as in YOCO."""
 
-    def __init__(self):
-        super().__init__()
-        self.inner = CausalCross()
-
     def forward(self, x, memory):
-        return self.inner(x, x.flip(-1)) + memory.mean(1, keepdim=True)
+        return super().forward(x, x.flip(-1)) + memory.mean(1, keepdim=True)
+
+
+def earlier(q, k):
+    return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+
+
+def causally(q, k, v):
+    return SDPA(q, k, v, is_causal=True)  # sick
+
+
+def by_mask(q, k, v):
+    mask = torch.zeros(q.shape[2], k.shape[2]).masked_fill(~earlier(q, k), -1e9)
+    return SDPA(q, k, v, attn_mask=mask)  # sick
+
+
+def written_causally(q, k, v):
+    return written(q, k, v, earlier(q, k))
 
 
 @builder
-def crossing(cross, length=15, **more):
+def crossing(attend=SDPA, cross=Cross, length=15, **more):
     ids = tokens()[0]["input_ids"]
     batch = {"input_ids": ids, "decoder_input_ids": ids.flip(1)[:, :length]}
-    return Crossing(cross), [batch], CAUSAL | more
+    return Crossing(attend, cross), [batch], CAUSAL | more
 
 
-sick(
-    "cross-causal",
-    CausalCross,
-    crossing(CausalCross),
-    crossing(Cross),
-    crossing(SharedKeys),
-    crossing(CausalCross, streaming=True),
-    evidence="no query sees the last 9 keys",
-    tried="without the mask, results of this call change by",
-)
-sick("cross-causal", CausalCross, crossing(CausalCross, LENGTH), name="of one length")
-sick("cross-causal", CrossByMask, crossing(CrossByMask))
-sick("cross-causal", CrossWritten, crossing(CrossWritten))
+_RIGHT = crossing(), crossing(causally, SharedKeys), crossing(causally, streaming=True)
+_TRIED = "without the mask, results of this call change by"
+_LAST = "no query sees the last 9 keys"
+sick("cross-causal", causally, crossing(causally), *_RIGHT, evidence=_LAST, tried=_TRIED)
+sick("cross-causal", causally, crossing(causally, length=LENGTH), name="of one length")
+sick("cross-causal", by_mask, crossing(by_mask))
+sick("cross-causal", written, crossing(written_causally))
 
 
 # Softmax over another dim than the keys
 
 
-class OverQueries(Written):
-    def weights(self, scores):
-        return scores.softmax(-2)  # sick
+def over_queries(q, k, v):
+    return (q @ k.mT / SIZE**0.5).softmax(-2) @ v  # sick
 
 
-class OverHeads(Written):
-    def weights(self, scores):
-        return F.softmax(scores, dim=1)  # sick
+def over_heads(q, k, v):
+    return F.softmax(q @ k.mT / SIZE**0.5, dim=1) @ v  # sick
 
 
 class ByEinsum(Attend):
@@ -391,8 +355,8 @@ class ByEinsum(Attend):
 
     dim = 1
 
-    def attend(self, q, k, v):
-        q, k, v = unflattened(q, k, v)
+    def of_tokens(self, q, k, v):
+        q, k, v = split(q, k, v)
         weights = torch.einsum("bihd,bjhd->bhij", q, k).softmax(self.dim + 1)  # sick
         return torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2)
 
@@ -404,7 +368,7 @@ class ByEinsumRight(ByEinsum):
 class Slots(Attend):
     """Slot attention: inputs are shared among slots, and each slot's weights are divided by their sum."""
 
-    def attend(self, q, k, v):
+    def of_tokens(self, q, k, v):
         shares = (q @ k.mT).softmax(1)
         return (shares / shares.sum(-1, keepdim=True)) @ v
 
@@ -412,24 +376,20 @@ class Slots(Attend):
 class TransposedScores(Attend):
     """Scores (Sk, Sq): the softmax over dim -2 is the one over the keys."""
 
-    def attend(self, q, k, v):
+    def of_tokens(self, q, k, v):
         return (k @ q.mT).softmax(-2).mT @ v
 
 
-class Blind(Written):
+def blind(q, k, v):
     """The first query sees no key, so its weights are NaN. This is no softmax over another dim."""
-
-    def weights(self, scores):
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(0)
-        scores = scores.masked_fill(hidden, -torch.inf)
-        return scores.softmax(-1)  # sick
+    return written(q, k, v, torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(-1))
 
 
-_RIGHT = map(latents, (Written, Slots, TransposedScores, ByEinsumRight))
-sick("softmax-axis", OverQueries, latents(OverQueries), *_RIGHT)
-sick("softmax-axis", OverHeads, latents(OverHeads))
-sick("softmax-axis", ByEinsum, latents(ByEinsum))
-sick("hidden-rows", Blind, latents(Blind))
+_RIGHT = latents(written), *(latents(block=x) for x in (Slots, TransposedScores, ByEinsumRight))
+sick("softmax-axis", over_queries, latents(over_queries), *_RIGHT)
+sick("softmax-axis", over_heads, latents(over_heads), *_RIGHT)
+sick("softmax-axis", ByEinsum, latents(block=ByEinsum), *_RIGHT)
+sick("hidden-rows", written, latents(blind), name="blind")
 
 
 # Keys and values of different heads
@@ -456,23 +416,13 @@ def indexed_values(q, k, v):
 FEATURES = 5
 
 
-class OneKey(Attend):
-    def of_heads(self, q, k, v):
-        return SDPA(q, k, v)  # sick
-
-
-class OneKeyWritten(Attend):
-    def of_heads(self, q, k, v):
-        return (q @ k.mT / SIZE**0.5).softmax(-1) @ v  # sick
-
-
-class OnlyValues(Attend):
+class Values(Attend):
     def of_heads(self, q, k, v):
         return v
 
 
 class OneKeyOfModule(nn.Module):
-    def __init__(self):
+    def __init__(self, _):
         super().__init__()
         self.inner = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
 
@@ -489,10 +439,10 @@ class OnlyValuesOfModule(OneKeyOfModule):
 class Table(nn.Module):
     """Features of a table are one token."""
 
-    def __init__(self, block):
+    def __init__(self, attend, block):
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.block, self.head = nn.Linear(FEATURES, DIM), block(), nn.Linear(DIM, 3)
+        self.embed, self.block, self.head = nn.Linear(FEATURES, DIM), block(attend), nn.Linear(DIM, 3)
 
     def forward(self, features):
         return self.head(self.block(self.tokens(features)).mean(1))
@@ -512,24 +462,25 @@ class Sequences(Table):
 
 
 @builder
-def table(block, kind=Table, shapes=((6, FEATURES), (4, FEATURES))):
-    return kind(block), [{"features": torch.randn(x)} for x in shapes]
+def table(attend, block=Attend, kind=Table, shapes=((6, FEATURES), (4, FEATURES))):
+    return kind(attend, block), [{"features": torch.randn(x)} for x in shapes]
 
 
 _VALUES = {"remedy": "out_proj(v_proj(x)) has the same results", "evidence": "other queries change no result"}
-for _block, _same, *_twins in (
-    (OneKey, OnlyValues, table(OneKey, ByFeature)),
-    (OneKeyWritten, OnlyValues, table(OneKey, Sequences, ((2, 1, FEATURES), (2, 7, FEATURES)))),
-    (OneKeyOfModule, OnlyValuesOfModule),
+_LONGER = table(SDPA, kind=Sequences, shapes=((2, 1, FEATURES), (2, 7, FEATURES)))
+for _code, _made, *_wells in (
+    (attends_here, table(attends_here), table(SDPA, Values), table(SDPA, kind=ByFeature), _LONGER),
+    (written, table(written), table(SDPA, Values)),
+    (OneKeyOfModule, table(SDPA, OneKeyOfModule), table(SDPA, OnlyValuesOfModule)),
 ):
-    sick("one-key", _block, table(_block), table(_same), *_twins, right=table(_block), **_VALUES)
+    sick("one-key", _code, _made, *_wells, right=_made, **_VALUES)
 
 
 class Patched(Table):
     """An image of one patch. Larger images have more patches."""
 
-    def __init__(self, block):
-        super().__init__(block)
+    def __init__(self, *parts):
+        super().__init__(*parts)
         self.patch = nn.Conv2d(3, DIM, 4, 4)
 
     def tokens(self, features):
@@ -555,10 +506,12 @@ def conditioned():
 
 
 _SHORT = "If your sequences are really this short"
+_PATCH = table(attends_here, kind=Patched, shapes=((2, 3, 4, 4),))
+_ALONE = table(attends_here, kind=Sequences, shapes=((2, 1, FEATURES),) * 2)
 for _name, _code, _made, _remedy in (
     ("condition", Conditioned, conditioned(), "If one key is meant"),
-    ("patch", OneKey, table(OneKey, Patched, ((2, 3, 4, 4),)), _SHORT),
-    ("sequences of 1", OneKey, table(OneKey, Sequences, ((2, 1, FEATURES),) * 2), _SHORT),
+    ("patch", attends_here, _PATCH, _SHORT),
+    ("sequences of 1", attends_here, _ALONE, _SHORT),
 ):
     sick("one-key", _code, _made, name=_name, severity="note", remedy=_remedy)
 
@@ -616,7 +569,7 @@ for _name, _latents in (
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()
-        self.own, self.cross = Causal(), Cross()
+        self.own, self.cross = Attend(fused), Cross()
 
     def forward(self, x, memory):
         x = self.own(x)
@@ -627,8 +580,9 @@ class Layer(nn.Module):
 
 
 class Forgetful(Layer):
-    def across(self, x, memory):
-        return self.cross(x, x)  # sick
+    def forward(self, x, memory):
+        x = self.own(x)
+        return x + self.cross(x, x)  # sick
 
 
 class Gated(Layer):
@@ -679,22 +633,15 @@ def translating(layer=Layer, model=Translator):
 
 
 _TO_CROSS = "to the cross attention, for keys and values"
-sick(
-    "ignored-input",
-    Forgetful,
-    translating(Forgetful),
-    translating(),
-    translating(Gated),
-    remedy=_TO_CROSS,
-    what="=No result depends on src",
-    evidence="decoder (Forgetful) receives a tensor that is made from src",
-)
-sick("ignored-input", NeverPassed, translating(model=NeverPassed), translating(), remedy="on to the layers")
-sick(
-    "ignored-input",
-    Forgetful,
-    translating(Forgetful, OfCaption),
-    translating(Layer, OfCaption),
-    name="caption",
-    remedy=_TO_CROSS,
-)
+_READ = "decoder (Forgetful) receives a tensor that is made from "
+_twins = translating(), translating(Gated)
+for _name, _code, _made, _wells, _says in (
+    ("source", Forgetful, translating(Forgetful), _twins, {"remedy": _TO_CROSS, "evidence": f"{_READ}src"}),
+    ("not passed", NeverPassed, translating(model=NeverPassed), _twins, {"remedy": "on to the layers"}),
+    (
+        *("caption", Forgetful, translating(Forgetful, OfCaption)),
+        *([translating(Layer, OfCaption)], {"remedy": _TO_CROSS, "evidence": f"{_READ}caption"}),
+    ),
+):
+    # The decoder's own tokens take the place of the source, and no mask hides later ones.
+    sick("ignored-input", _code, _made, *_wells, name=_name, beside=("causality-lost",), **_says)

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 breaks = partial(attends, "graph-break", stage="compiled")
 
 
-@breaks(remedy="Move this line out of the compiled region")
+@breaks()
 def printing(q, k, v):
     print("attention of", q.shape[2], "tokens")  # sick
     return fused(q, k, v)
@@ -119,17 +119,21 @@ def right_operator(q, k, v):
     return _right(q.detach(), k.detach(), v.detach())
 
 
-@attends("operator", right_operator, right=right_operator, remedy="Register a fake kernel")
+@attends(
+    "operator", right_operator, right=right_operator, beside=("no-gradient",), remedy="Register a fake kernel"
+)
 def other_strides(q, k, v):
     return _other_strides(q.detach(), k.detach(), v.detach())  # sick
 
 
-@attends("operator", right_operator, right=right_operator, remedy="Register a fake kernel")
+@attends(
+    "operator", right_operator, right=right_operator, beside=("no-gradient",), remedy="Register a fake kernel"
+)
 def no_fake(q, k, v):
     return _no_fake(q.detach(), k.detach(), v.detach())  # sick
 
 
-sick("graph-break", no_fake, model_of(no_fake), stage="compiled", remedy="Register a fake kernel")
+sick("graph-break", no_fake, model_of(no_fake), stage="compiled", cause="", remedy="Register a fake kernel")
 
 
 class NestedContexts(Checkpointed):
@@ -153,8 +157,6 @@ sick(
 
 
 # Recompilations: counters, lists and strings that change in each call
-
-again = partial(sick, "recompile", stage="compiled")
 
 
 @builder
@@ -182,16 +184,6 @@ class CountingInBuffer(Counting):
         self.register_buffer("calls", torch.tensor(0))
 
 
-again(Counting, calls_of(Counting), calls_of(CountingInBuffer), right=calls_of(Counting), remedy="a buffer")
-sick(
-    "recompile-limit",
-    Counting,
-    calls_of(Counting, 12),
-    stage="compiled",
-    tried=("calls as a tensor", "0 recompilations instead of 8"),
-)
-
-
 class CuttingCache(Counting):
     """Cuts a cache at the number of its calls."""
 
@@ -200,16 +192,8 @@ class CuttingCache(Counting):
         self.register_buffer("kept", torch.ones(LENGTH, DIM))
 
     def forward(self, x):
-        self.calls += 1
-        return Block.forward(self, x) + self.kept[: self.calls].sum(0)  # sick
-
-
-again(
-    CuttingCache,
-    calls_of(CuttingCache),
-    not_tried="more graph break",
-    remedy="=Set torch._dynamo.config.allow_unspec_int_on_nn_module = True",
-)
+        self.calls += 1  # sick
+        return Block.forward(self, x) + self.kept[: self.calls].sum(0)
 
 
 class CountingInDict(Block):
@@ -237,23 +221,6 @@ class CountingInGlobal(Block):
         return super().forward(x) * STEPS[0]
 
 
-TRIED = ": 0 recompilations instead of 3"
-again(
-    CountingInDict,
-    calls_of(CountingInDict),
-    calls_of(CountingInDictByTensor),
-    tried=TRIED,
-    remedy="=Make it a tensor: flags['calls'] = torch.tensor(n)",
-    right=calls_of(CountingInDict),
-)
-again(
-    CountingInGlobal,
-    calls_of(CountingInGlobal),
-    tried=TRIED,
-    remedy="=Make it a tensor: STEPS[0] = torch.tensor(n)",
-)
-
-
 class Growing(Block):
     """Keeps a number of each call, which nothing uses."""
 
@@ -276,7 +243,7 @@ class Measured(Growing):
     """Uses the number of kept results."""
 
     def forward(self, x):
-        return super().forward(x) + len(self.kept)  # sick
+        return super().forward(x) + len(self.kept)
 
 
 class Filled(Block):
@@ -293,29 +260,6 @@ class Filled(Block):
             self.kept.index_copy_(0, self.count[None], out.detach().mean()[None])
             self.count += 1
         return out + self.count
-
-
-again(
-    Growing,
-    calls_of(Growing),
-    tried=TRIED,
-    remedy="=Empty kept before each call, outside of the compiled code: kept.clear()",
-)
-again(
-    Growing,
-    calls_of(Summed),
-    name="Summed",
-    tried="but other results",
-    remedy="No change that the doctor tried helps. Keep the number of entries",
-)
-again(
-    Measured,
-    calls_of(Measured),
-    calls_of(Filled),
-    right=calls_of(Measured),
-    cause="len(",
-    remedy=("number of entries", "one tensor of fixed size"),
-)
 
 
 class Warmed(Block):
@@ -356,8 +300,6 @@ class Warming(Model):
 
 
 _FILLED = "temperature as a tensor that is filled in place"
-for _block, _tried in ((Warmed, (_FILLED, f"in place{TRIED}")), (WarmedScale, _FILLED)):
-    again(_block, calls_of(_block, model=Warming), remedy="temperature.fill_(n)", tried=_tried)
 
 
 def by_name(q, k, v, mode):
@@ -370,22 +312,54 @@ def named():
     return Model(by_name), [tokens(mode=x)[0] for x in "abcd"], CAUSAL
 
 
-again(by_name, named())
-
-
 @builder
 def sizes(*shapes):
     return Model(), [tokens((length,), batch)[0] for batch, length in shapes], CAUSAL
 
 
-again(
-    None,
-    sizes((2, 24), (2, 30), (3, 30)),
-    name="sizes",
-    tried="=with all sizes dynamic: 0 recompilations instead of 2",
-    cause="=The compiled code requires size 2 of input_ids in dim 0, and a call had 3",
-    remedy="Mark the dimension with torch._dynamo.mark_dynamic(x, dim)",
-)
+_AGAIN = ": 0 recompilations instead of 3"
+_FILLED = "temperature as a tensor that is filled in place"
+_UNSPEC = "=Set torch._dynamo.config.allow_unspec_int_on_nn_module = True"
+_EMPTY = "=Empty kept before each call, outside of the compiled code: kept.clear()"
+_NO_CHANGE = "No change that the doctor tried helps. Keep the number of entries"
+_SIZE = "=The compiled code requires size 2 of input_ids in dim 0, and a call had 3"
+_MARK = "Mark the dimension with torch._dynamo.mark_dynamic(x, dim)"
+for _code, _made, _well, _says in (
+    (Counting, calls_of(Counting), calls_of(CountingInBuffer), {"remedy": "a buffer"}),
+    (CuttingCache, calls_of(CuttingCache), None, {"remedy": _UNSPEC, "not_tried": "more graph break"}),
+    (
+        *(CountingInDict, calls_of(CountingInDict), calls_of(CountingInDictByTensor)),
+        {"remedy": "=Make it a tensor: flags['calls'] = torch.tensor(n)", "tried": _AGAIN},
+    ),
+    (
+        *(CountingInGlobal, calls_of(CountingInGlobal), None),
+        {"remedy": "=Make it a tensor: STEPS[0] = torch.tensor(n)", "tried": _AGAIN},
+    ),
+    (Growing, calls_of(Growing), None, {"remedy": _EMPTY, "tried": _AGAIN}),
+    (Growing, calls_of(Summed), None, {"name": "summed", "remedy": _NO_CHANGE, "tried": "but other results"}),
+    (
+        *(Growing, calls_of(Measured), calls_of(Filled)),
+        {"name": "measured", "cause": "len(", "remedy": ("number of entries", "one tensor of fixed size")},
+    ),
+    (
+        *(Warmed, calls_of(Warmed, model=Warming), None),
+        {"remedy": "temperature.fill_(n)", "tried": (_FILLED, f"in place{_AGAIN}")},
+    ),
+    (
+        *(WarmedScale, calls_of(WarmedScale, model=Warming), None),
+        {"remedy": "temperature.fill_(n)", "tried": _FILLED, "not_tried": f"in place{_AGAIN}"},
+    ),
+    (by_name, named(), None, {}),
+    (
+        *(None, sizes((2, 24), (2, 30), (3, 30)), None),
+        {"name": "sizes", "cause": _SIZE, "remedy": _MARK}
+        | {"tried": "=with all sizes dynamic: 0 recompilations instead of 2"},
+    ),
+):
+    _twins = [_well] if _well else []
+    sick("recompile", _code, _made, *_twins, right=_made, stage="compiled", **_says)
+_TENSOR = "calls as a tensor", "0 recompilations instead of 8"
+sick("recompile-limit", Counting, calls_of(Counting, 12), stage="compiled", tried=_TENSOR)
 
 
 # Other results in compiled code, and features that do not go together

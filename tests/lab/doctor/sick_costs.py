@@ -258,7 +258,7 @@ def two_reasons(q, k, v):
     return SDPA(q, k, v[..., :4], attn_mask=mask_of_heads()).repeat(1, 1, 1, 2)  # sick
 
 
-@refused("requires a gradient", "bias=mask")
+@refused("requires a gradient", "bias=mask", model=FREE)
 def learned_mask(q, k, v):
     mask = torch.zeros(q.shape[2], q.shape[2], requires_grad=True)
     return SDPA(q, k, v, attn_mask=mask)  # sick

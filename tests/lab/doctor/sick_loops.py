@@ -1,13 +1,12 @@
 """Attention in needless loops, padding that no sample needs, and healthy twins."""
 
-import math
-
 import torch
 from sick import sick
 from small_models import (
     DIM,
     EARLIER,
     HEADS,
+    INDEX,
     LENGTH,
     SDPA,
     SIZE,
@@ -18,6 +17,7 @@ from small_models import (
     heads_of,
     latents,
     merged_heads,
+    written,
 )
 from torch import nn
 
@@ -30,35 +30,32 @@ BATCH, LENGTHS = 4, (9, 7, 5, 3)
 # Loops over heads, samples and documents
 
 
+def here(q, k, v):
+    return SDPA(q, k, v, is_causal=True)  # sick
+
+
+def written_here(q, k, v):
+    return written(q, k, v, EARLIER)
+
+
 class Head(nn.Module):
-    def __init__(self):
+    def __init__(self, attend):
         super().__init__()
+        self.attend = attend
         self.q, self.k, self.v = (nn.Linear(DIM, SIZE, bias=False) for _ in range(3))
 
     def forward(self, x):
-        return SDPA(self.q(x), self.k(x), self.v(x), is_causal=True)  # sick
-
-
-class WrittenHead(Head):
-    def forward(self, x):
-        scores = (self.q(x) @ self.k(x).mT / math.sqrt(SIZE)).masked_fill(~EARLIER, -math.inf)
-        return scores.softmax(-1) @ self.v(x)  # sick
+        return self.attend(self.q(x), self.k(x), self.v(x))
 
 
 class OfHeads(nn.Module):
-    head = Head
-
-    def __init__(self, _=None):
+    def __init__(self, attend):
         super().__init__()
-        self.heads = nn.ModuleList([self.head() for _ in range(HEADS)])
+        self.heads = nn.ModuleList([Head(attend) for _ in range(HEADS)])
         self.out = nn.Linear(DIM, DIM)
 
     def forward(self, x):
         return x + self.out(torch.cat([head(x) for head in self.heads], -1))  # the loop
-
-
-class OfWrittenHeads(OfHeads):
-    head = WrittenHead
 
 
 class HeadsAtOnce(OfHeads):
@@ -69,66 +66,48 @@ class HeadsAtOnce(OfHeads):
         return x + self.out(merged_heads(SDPA(*(heads_of(x @ w.T) for w in (q, k, v)), is_causal=True)))
 
 
-class EachHead(Attend):
-    def attend(self, q, k, v):
-        q, k, v = map(heads_of, (q, k, v))
-        out = [SDPA(q[:, h], k[:, h], v[:, h]) for h in range(HEADS)]  # sick
-        return torch.cat(out, -1)
+def each_head(q, k, v):
+    out = [SDPA(q[:, h], k[:, h], v[:, h]) for h in range(HEADS)]  # sick
+    return torch.stack(out, 1)
 
 
-class EachSample(Attend):
-    def of_heads(self, q, k, v):
-        out = []
-        for i in range(len(q)):
-            mask = (torch.arange(LENGTH) < LENGTH - i).expand(1, 1, LENGTH, -1)
-            out.append(SDPA(q[i : i + 1], k[i : i + 1], v[i : i + 1], attn_mask=mask))  # sick
-        return torch.cat(out)
+def each_sample(q, k, v):
+    out = []
+    for i in range(len(q)):
+        mask = (LENGTH - i > INDEX).expand(1, 1, LENGTH, -1)
+        out.append(SDPA(q[i : i + 1], k[i : i + 1], v[i : i + 1], attn_mask=mask))  # sick
+    return torch.cat(out)
 
 
-class AllSamples(Attend):
-    def of_heads(self, q, k, v):
-        mask = torch.arange(LENGTH) < LENGTH - torch.arange(len(q))[:, None]
-        return SDPA(q, k, v, attn_mask=mask[:, None, None])
+def all_samples(q, k, v):
+    mask = LENGTH - torch.arange(len(q))[:, None] > INDEX
+    return SDPA(q, k, v, attn_mask=mask[:, None, None])
 
 
-class EachDocument(Attend):
-    def of_heads(self, q, k, v):
-        parts = [x.split(LENGTHS, 2) for x in (q, k, v)]
-        out = [SDPA(*x, is_causal=True) for x in zip(*parts, strict=True)]  # sick
-        return torch.cat(out, 2)
+def each_document(q, k, v):
+    parts = [x.split(LENGTHS, 2) for x in (q, k, v)]
+    out = [SDPA(*x, is_causal=True) for x in zip(*parts, strict=True)]  # sick
+    return torch.cat(out, 2)
 
 
-class WrittenDocument(Attend):
-    def of_heads(self, q, k, v):
-        parts = [x.split(LENGTHS, 2) for x in (q, k, v)]
-        scores = [a @ b.mT * SIZE**-0.5 for a, b in zip(*parts[:2], strict=True)]
-        out = [x.softmax(-1) @ y for x, y in zip(scores, parts[2], strict=True)]  # sick
-        return torch.cat(out, 2)
+def each_document_written(q, k, v):
+    parts = [x.split(LENGTHS, 2) for x in (q, k, v)]
+    scores = [a @ b.mT * SIZE**-0.5 for a, b in zip(*parts[:2], strict=True)]
+    out = [x.softmax(-1) @ y for x, y in zip(scores, parts[2], strict=True)]  # sick
+    return torch.cat(out, 2)
 
 
-class AllDocuments(Attend):
-    base = causal()
-
-    def of_heads(self, q, k, v):
-        ids = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
-        return attention(q, k, v, mask=self.base & segments(ids))
-
-
-class AllOfDocuments(AllDocuments):
-    base = full()
-
-
-class Inner(Attend):
-    def of_heads(self, q, k, v):
-        return SDPA(q, k, v)  # sick
+def all_documents(base):
+    ids = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+    return lambda q, k, v: attention(q, k, v, mask=base & segments(ids))
 
 
 class Sampled(nn.Module):
     """Calls a module once for each sample."""
 
-    def __init__(self, _=None):
+    def __init__(self, attend):
         super().__init__()
-        self.inner = Inner()
+        self.inner = Attend(attend)
 
     def forward(self, x):
         return torch.stack([self.inner(y[None])[0] for y in x])  # the loop
@@ -145,7 +124,7 @@ class NotSampled(Sampled):
 class Gated(Attend):
     """A layer whose gate is 0 before training."""
 
-    def __init__(self, _=None):
+    def __init__(self, _):
         super().__init__()
         self.gate = nn.Parameter(torch.zeros(()))
 
@@ -156,7 +135,7 @@ class Gated(Attend):
 class SharedLayer(nn.Module):
     """One layer that is called six times."""
 
-    def __init__(self, _=None):
+    def __init__(self, _):
         super().__init__()
         self.layer = Attend()
 
@@ -166,29 +145,23 @@ class SharedLayer(nn.Module):
         return x
 
 
-class Recurrent(Attend):
+def recurrent(q, k, v):
     """Each chunk of tokens gets a summary of the results of the chunk before it."""
-
-    def of_heads(self, q, k, v):
-        out = [torch.zeros(len(q), HEADS, 6, SIZE)]
-        for a, b, c in zip(*(x.split(6, 2) for x in (q, k, v)), strict=True):
-            out.append(SDPA(a + out[-1].mean(2, keepdim=True), b, c))
-        return torch.cat(out[1:], 2)
+    out = [torch.zeros(len(q), HEADS, 6, SIZE)]
+    for a, b, c in zip(*(x.split(6, 2) for x in (q, k, v)), strict=True):
+        out.append(SDPA(a + out[-1].mean(2, keepdim=True), b, c))
+    return torch.cat(out[1:], 2)
 
 
-class Chunks(Attend):
+def chunks(q, k, v):
     """Parts of the queries see all keys, which stores fewer scores at a time."""
-
-    def of_heads(self, q, k, v):
-        return torch.cat([SDPA(x, k, v) for x in q.split(6, 2)], 2)
+    return torch.cat([SDPA(x, k, v) for x in q.split(6, 2)], 2)
 
 
-class Decoding(Attend):
+def decoding(q, k, v):
     """One token at a time, over the keys so far."""
-
-    def of_heads(self, q, k, v):
-        keys = [(k[:, :, : i + 1], v[:, :, : i + 1]) for i in range(LENGTH)]
-        return torch.cat([SDPA(q[:, :, i : i + 1], *x) for i, x in enumerate(keys)], 2)
+    out = [SDPA(q[:, :, i : i + 1], k[:, :, : i + 1], v[:, :, : i + 1]) for i in range(LENGTH)]
+    return torch.cat(out, 2)
 
 
 class ThreeHeads(OfHeads):
@@ -197,28 +170,34 @@ class ThreeHeads(OfHeads):
         return x + self.out(torch.cat([*parts, parts[0]], -1))
 
 
-_NEEDED = (
-    latents(Attend, 12),
-    latents(Gated, 6),
-    *map(latents, (SharedLayer, Recurrent, Chunks, Decoding, ThreeHeads)),
-)
-for _code, _block, _well, _remedy in (
-    (Head, OfHeads, HeadsAtOnce, "project all heads at once"),
-    (WrittenHead, OfWrittenHeads, HeadsAtOnce, "one call of F.scaled_dot_product_attention"),
-    (EachHead, EachHead, Attend, "along the heads or the batch"),
-    (EachSample, EachSample, AllSamples, "along the heads or the batch"),
-    (EachDocument, EachDocument, AllDocuments, "segments(ids)"),
-    (WrittenDocument, WrittenDocument, AllOfDocuments, "mask=(your mask) & segments(ids)"),
-    (Inner, Sampled, NotSampled, "and call attention once"),
+_FEW = {"layers": 1, "batch": BATCH}
+_NEEDED = [latents(x, **_FEW) for x in (recurrent, chunks, decoding)]
+_NEEDED += [latents(block=x, **_FEW) for x in (SharedLayer, ThreeHeads)]
+_NEEDED += latents(layers=12), latents(block=Gated, layers=6)
+_AT_ONCE, _EACH = "one call of F.scaled_dot_product_attention", "along the heads or the batch"
+_OURS = "mask=(your mask) & segments(ids)"
+for _attend, _block, _well, _well_block, _remedy in (
+    (here, OfHeads, here, HeadsAtOnce, "project all heads at once"),
+    (written_here, OfHeads, here, HeadsAtOnce, _AT_ONCE),
+    (each_head, Attend, SDPA, Attend, _EACH),
+    (each_sample, Attend, all_samples, Attend, _EACH),
+    (each_document, Attend, all_documents(causal()), Attend, "segments(ids)"),
+    (each_document_written, Attend, all_documents(full()), Attend, _OURS),
+    (here, Sampled, here, NotSampled, "and call attention once"),
 ):
+    _written = "written" in _attend.__name__
+    _code = written if _attend is written_here else _attend
+    _made, *_twins = latents(_attend, _block, **_FEW), latents(_well, _well_block, **_FEW), *_NEEDED
+    _name = f"{_block.__name__}, {_attend.__name__}"
     sick(
         "loop",
         _code,
-        latents(_block, 1, BATCH),
-        latents(_well, 1, BATCH),
-        *(_NEEDED if _code is Head else ()),
+        _made,
+        *_twins,
+        name=_name,
         remedy=_remedy,
-        tried=() if "Written" in _code.__name__ else "differ by",
+        beside=("sample-axis",),
+        tried=() if _written else "differ by",
     )
 
 

@@ -1,3 +1,4 @@
+# ruff: noqa: ARG002 -- methods of one name take the same arguments
 """Sick models whose masks show wrong pairs or hide too many, and masks that are needlessly dense."""
 
 import math
@@ -18,7 +19,6 @@ from small_models import (
     VOCABULARY,
     Block,
     Model,
-    Written,
     builder,
     fused,
     heads_of,
@@ -116,29 +116,30 @@ sick("causality-lost", None, model_of(block=Convolved), _CAUSAL, name="convoluti
      remedy="pad a convolution on the left")  # fmt: skip
 
 
-class Late(Written):
-    def weights(self, scores):
-        weights = scores.softmax(-1)
-        return weights.tril()  # sick
+def late(q, k, v):
+    weights = (q @ k.mT / SIZE**0.5).softmax(-1)
+    return weights.tril() @ v  # sick
 
 
-class LateFilled(Written):
-    def weights(self, scores):
-        weights = scores.softmax(-1)
-        return weights.masked_fill(~EARLIER, 0.0)  # sick
+def late_filled(q, k, v):
+    weights = (q @ k.mT / SIZE**0.5).softmax(-1)
+    return weights.masked_fill(~EARLIER, 0.0) @ v  # sick
 
 
-class LateDivided(Written):
+def late_divided(q, k, v):
     """The mask behind the softmax is right if the weights are divided by their sum again."""
-
-    def weights(self, scores):
-        weights = scores.softmax(-1).tril()
-        return weights / weights.sum(-1, keepdim=True)
+    weights = (q @ k.mT / SIZE**0.5).softmax(-1).tril()
+    return weights / weights.sum(-1, keepdim=True) @ v
 
 
-for _block in (Late, LateFilled):
-    sick("causality-lost", _block, model_of(block=_block, layers=2), model_of(block=LateDivided, layers=2),
-         cause="A mask sets weights to 0 after the softmax", remedy="Hide pairs before the softmax")  # fmt: skip
+_BEFORE = {
+    "cause": "A mask sets weights to 0 after the softmax",
+    "remedy": "Hide pairs before the softmax",
+    "model": {"layers": 2},
+    "right": fused,
+}
+for _attend in (late, late_filled):
+    attends("causality-lost", late_divided, **_BEFORE)(_attend)
 
 
 class Mixer(Block):
@@ -549,8 +550,8 @@ class LearnedBias(nn.Module):
         self.bias = nn.Parameter(torch.zeros(HEADS, LENGTH, LENGTH))
 
     def __call__(self, q, k, v):
-        bias = self.bias[None]  # sick
-        return SDPA(q, k, v, attn_mask=bias)
+        bias = self.bias[None]
+        return SDPA(q, k, v, attn_mask=bias)  # sick
 
 
 @builder

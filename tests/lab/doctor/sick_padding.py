@@ -1,3 +1,4 @@
+# ruff: noqa: ARG002 -- methods of one name take the same arguments
 """Sick models whose padding is seen: in attention, across to another sequence, or behind attention."""
 
 from functools import partial
@@ -20,6 +21,7 @@ from small_models import (
     merged_heads,
     model_of,
     tokens,
+    written,
 )
 from torch import nn
 
@@ -62,6 +64,10 @@ def unmasked(q, k, v, attention_mask):
     return SDPA(q, k, v)  # sick
 
 
+def unmasked_scores(q, k, v, attention_mask):
+    return (q @ k.mT).softmax(-1) @ v  # sick
+
+
 def inverted_pairs(q, k, v, attention_mask):
     valid = attention_mask.bool()
     hidden = ~(valid[:, None, :, None] & valid[:, None, None])
@@ -85,8 +91,8 @@ for _name, _code, _attend, _what, _cause, _remedy, _well in (
     ),
     (
         "unmasked scores",
-        writes,
-        writes(lambda x, _: x),
+        unmasked_scores,
+        unmasked_scores,
         "Valid tokens",
         "has no mask",
         "keys(attention_mask != 0)",
@@ -247,13 +253,17 @@ sick(
 # Padding of another sequence
 
 
+def masked(q, k, v, mask):
+    return SDPA(q, k, v, attn_mask=mask)  # sick
+
+
 class Captioned(nn.Module):
     """Image tokens attend to each other, and to a caption with padding."""
 
-    def __init__(self, fault):
+    def __init__(self, fault, attend):
         super().__init__()
         torch.manual_seed(0)
-        self.fault, self.norm = fault, nn.LayerNorm(DIM)
+        self.fault, self.attend, self.norm = fault, attend, nn.LayerNorm(DIM)
         self.q, self.kv, self.out = nn.Linear(DIM, DIM), nn.Linear(DIM, 2 * DIM), nn.Linear(DIM, DIM)
         self.multihead = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
 
@@ -265,7 +275,7 @@ class Captioned(nn.Module):
     def across(self, x, caption, shown):
         k, v = self.kv(caption).chunk(2, -1)
         q, k, v = map(heads_of, (self.q(x), k, v))
-        return merged_heads(SDPA(q, k, v, attn_mask=self.mask(shown)))  # sick
+        return merged_heads(self.attend(q, k, v, self.mask(shown)))
 
     def forward(self, image, caption, caption_mask):
         y = heads_of(self.norm(image))
@@ -273,15 +283,6 @@ class Captioned(nn.Module):
         for _ in range(2):
             image = image + self.out(self.across(image, caption, caption_mask))
         return image.unflatten(1, (4, -1)).permute(0, 3, 1, 2)
-
-
-class CaptionedByWeights(Captioned):
-    def across(self, x, caption, shown):
-        k, v = self.kv(caption).chunk(2, -1)
-        scores = heads_of(self.q(x)) @ heads_of(k).mT
-        if self.fault != "none":
-            scores = scores.masked_fill((shown == 0)[:, None, None], -torch.inf)
-        return merged_heads(scores.softmax(-1) @ heads_of(v))  # sick
 
 
 class CaptionedByModule(Captioned):
@@ -294,10 +295,8 @@ class Joint(Captioned):
     """Keys are the image's, then the caption's."""
 
     def across(self, x, caption, shown):
-        q = heads_of(self.q(x))
-        k, v = (heads_of(y) for y in self.kv(torch.cat([x, caption], 1)).chunk(2, -1))
-        every = torch.cat([torch.ones(x.shape[:2]), shown], 1)[:, None, None] != 0
-        return merged_heads(SDPA(q, k, v, attn_mask=None if self.fault else every))  # sick
+        shown = torch.cat([torch.ones(x.shape[:2]), shown], 1)
+        return super().across(x, torch.cat([x, caption], 1), shown)
 
 
 class Returning(Captioned):
@@ -325,42 +324,32 @@ class CaptionEncoder(Captioned):
 
 
 @builder
-def captioned(model, fault="", size=16):
+def captioned(model=Captioned, fault="", size=16, attend=masked):
     """An image of `size` tokens, and captions of 16 tokens, some padded."""
     generator = torch.Generator().manual_seed(0)
     image, caption = (torch.randn(2, n, DIM, generator=generator) for n in (size, 16))
     shown = (torch.arange(16) < torch.tensor([[5], [12]])).long()
     batch = {} if model is CaptionEncoder else {"image": image}
-    return model(fault), [batch | {"caption": caption, "caption_mask": shown}], {}
+    return model(fault, attend), [batch | {"caption": caption, "caption_mask": shown}], {}
 
 
-for _model, _fault, _says in (
-    (Captioned, "none", {}),
-    (
-        Captioned,
-        "added",
-        {
-            "tried": "=with padding hidden in this call, changed padding changes no result",
-            "remedy": "=Pass a boolean mask: attn_mask=(mask != 0)",
-        },
-    ),
-    (Captioned, "inverted", {"remedy": "pass ~mask"}),
-    (CaptionedByWeights, "none", {}),
-    (CaptionedByModule, "none", {"remedy": "=Pass key_padding_mask=(caption_mask == 0) to the module"}),
-    (Joint, "joint", {}),
-    (CaptionEncoder, "none", {}),
-    (CaptionEncoder, "added", {}),
+_HIDDEN = "=with padding hidden in this call, changed padding changes no result"
+_MODULE = "=Pass key_padding_mask=(caption_mask == 0) to the module"
+for _model, _fault, _code, _says in (
+    (Captioned, "none", masked, {}),
+    (Captioned, "added", masked, {"tried": _HIDDEN, "remedy": "=Pass a boolean mask: attn_mask=(mask != 0)"}),
+    (Captioned, "inverted", masked, {"remedy": "pass ~mask"}),
+    (Captioned, "none", written, {}),
+    (CaptionedByModule, "none", CaptionedByModule, {"remedy": _MODULE}),
+    (Joint, "none", masked, {}),
+    (CaptionEncoder, "none", masked, {}),
+    (CaptionEncoder, "added", masked, {}),
 ):
-    _well = captioned(_model) if _fault == "none" else captioned(_model, size=20)
-    sick(
-        "mask-lost",
-        _model.across,
-        captioned(_model, _fault),
-        _well,
-        name=f"{_model.__name__}, {_fault}",
-        **_says,
-    )
-sick("mask-lost", Captioned.across, captioned(Captioned, "none", 20), captioned(Returning), name="returned")
+    _attend = written if _code is written else masked
+    _sick, _well = (captioned(_model, x, attend=_attend) for x in (_fault, ""))
+    _name = f"{_model.__name__}, {_fault}, {_attend.__name__}"
+    sick("mask-lost", _code, _sick, _well, captioned(_model, size=20), name=_name, **_says)
+sick("mask-lost", masked, captioned(Captioned, "none", 20), captioned(Returning), name="returned")
 sick("mask-lost", Pooling, captioned(Pooling))
 
 

@@ -16,11 +16,13 @@ from small_models import (
     Attend,
     Model,
     builder,
+    fused,
     heads_of,
     merged_heads,
     model_of,
     of_segments,
     tokens,
+    written,
 )
 from torch import nn
 
@@ -38,9 +40,10 @@ class Learned(Model):
         self.position, self.restarts = nn.Embedding(LENGTH, DIM), restarts
 
     def places(self, segment_ids):
+        index = torch.arange(segment_ids.shape[1])  # The doctor runs documents alone too.
         starts = torch.zeros_like(segment_ids)
-        starts[:, 1:] = INDEX[1:] * (segment_ids[:, 1:] != segment_ids[:, :-1])
-        return INDEX - starts.cummax(1).values if self.restarts else INDEX.expand_as(segment_ids)
+        starts[:, 1:] = index[1:] * (segment_ids[:, 1:] != segment_ids[:, :-1])
+        return index - starts.cummax(1).values if self.restarts else index.expand_as(segment_ids)
 
     def forward(self, input_ids, segment_ids):
         x = self.encode(self.embed(input_ids), segment_ids)
@@ -67,8 +70,8 @@ class Given(Learned):
     """The caller may give positions."""
 
     def forward(self, input_ids, segment_ids, position_ids=None):
-        index = INDEX if position_ids is None else position_ids
-        x = self.embed(input_ids) + self.position(index)  # sick
+        index = torch.arange(input_ids.shape[1]) if position_ids is None else position_ids
+        x = self.embed(input_ids) + self.position(index)
         return self.head(self.mixed(x, segment_ids=segment_ids))
 
 
@@ -89,12 +92,13 @@ def packed(model, restarts=False, expected=CAUSAL, **more):
     return model(restarts), tokens(segment_ids=IDS, **more), expected
 
 
+_FIRST = Model.mixed, "block(x, **given)"  # the first module whose input is wrong
 _AGAIN = packed(Given, position_ids=INDEX.expand(2, -1) - IDS * 9)
 for _model, _code, _well, _says in (
     (Learned, Learned.encode, packed(Learned, restarts=True), {"remedy": "torch.where(starts, index, 0)"}),
     (Sinusoidal, Sinusoidal.mixed, packed(Sinusoidal, restarts=True), {}),
     (Slopes, Sinusoidal.mixed, packed(Slopes, restarts=True), {}),
-    (Given, Given, _AGAIN, {"remedy": "Pass position_ids", "tried": "it has the same results as alone"}),
+    (Given, _FIRST, _AGAIN, {"remedy": "Pass position_ids", "tried": "it has the same results as alone"}),
     (
         OfLength,
         OfLength.mixed,
@@ -117,7 +121,7 @@ for _model, _code, _well, _says in (
     )
 sick(
     "positions",
-    Given,
+    _FIRST,
     packed(Given, expected={}),
     name="no next token",
     severity="note",
@@ -137,11 +141,12 @@ class PaddedInFront(Model):
 
     @staticmethod
     def attended(q, k, v, attention_mask):
-        own = INDEX[:, None] == INDEX
-        return SDPA(q, k, v, attn_mask=attention_mask[:, None, None].bool() & EARLIER | own)
+        own = torch.eye(q.shape[2], dtype=torch.bool)
+        seen = attention_mask[:, None, None].bool() & torch.ones_like(own).tril()
+        return SDPA(q, k, v, attn_mask=seen | own)
 
     def forward(self, input_ids, attention_mask, **given):
-        places = INDEX.expand_as(input_ids)
+        places = torch.arange(input_ids.shape[1]).expand_as(input_ids)
         if not self.moves:
             places = given.get("position_ids", (attention_mask.cumsum(-1) - 1).clamp(min=0))
         x = self.drop(self.embed(input_ids) + self.encode(places))
@@ -245,7 +250,7 @@ class Rotary(Attend):
     """Halves are turned with tables for neighbours."""
 
     def of_heads(self, q, k, v):
-        return SDPA(self.turn(q), self.turn(k), v, is_causal=True)
+        return self.attend(self.turn(q), self.turn(k), v)
 
     def angles(self, x):
         rates = 0.3 ** torch.arange(x.shape[-1] // 2)
@@ -296,16 +301,6 @@ class Complex(Rotary):
         return torch.cat([turned.real, turned.imag], -1)
 
 
-class RotaryWritten(Rotary):
-    def of_heads(self, q, k, v):
-        scores = self.turn(q) @ self.turn(k).mT * SIZE**-0.5
-        return scores.masked_fill(~EARLIER, -torch.inf).softmax(-1) @ v
-
-
-class HalvesWritten(RotaryWritten):
-    tables = RotaryHalves.tables
-
-
 class Sines(nn.Module):
     """Positions are added to queries and keys in each layer, as in DETR."""
 
@@ -319,30 +314,21 @@ class Sines(nn.Module):
         return x + merged_heads(SDPA(q, k, v, is_causal=True))
 
 
+def written_causally(q, k, v):
+    return written(q, k, v, EARLIER)
+
+
 _ALIKE = {"evidence": "with the same token at all positions"}
-for _bad, _wells, _right, _says in (
-    (Rotary, (RotaryHalves, Sines), Complex, {"remedy": "cat([angles, angles], -1)"}),
-    (
-        Neighbours,
-        (NeighboursRight, Complex),
-        None,
-        {
-            "tried": "with tables of the other order of pairs, scores",
-        },
-    ),
-    (RotaryWritten, (HalvesWritten,), Complex, {}),
-    (Reflected, (RotaryHalves,), Complex, {"tried": "", "remedy": "Compute p"}),
+_OTHER = "with tables of the other order of pairs, scores"
+for _bad, _attend, _wells, _right, _says in (
+    (Rotary, fused, (RotaryHalves, Sines), Complex, {"remedy": "cat([angles, angles], -1)"}),
+    (Neighbours, fused, (NeighboursRight, Complex), NeighboursRight, {"tried": _OTHER}),
+    (Rotary, written_causally, (RotaryHalves,), Complex, {}),
+    (Reflected, fused, (RotaryHalves,), Complex, {"tried": "", "remedy": "Compute p"}),
 ):
-    _code = _bad.turn
-    sick(
-        "rope",
-        _code,
-        *(model_of(block=x) for x in (_bad, *_wells)),
-        name=_bad.__name__,
-        right=_right and model_of(block=_right),
-        **_ALIKE,
-        **_says,
-    )
+    _made, _right, *_twins = (model_of(_attend, x) for x in (_bad, _right, *_wells))
+    _name = f"{_bad.__name__}, {_attend.__name__}"
+    sick("rope", _bad.turn, _made, *_twins, name=_name, right=_right, **_ALIKE, **_says)
 
 
 # Slots of a cache
@@ -353,48 +339,40 @@ ROOM, WRITTEN = 32, 11  # keys that a static cache has room for, and keys that w
 class StaticCache(Attend):
     """Decoding with a cache that has room for more keys than were written."""
 
-    def __init__(self, _=None):
-        super().__init__()
+    def __init__(self, attend):
+        super().__init__(attend)
         kept = torch.zeros(2, 1, HEADS, ROOM, SIZE)
         kept[..., :WRITTEN, :] = torch.randn(kept[..., :WRITTEN, :].shape)
         self.register_buffer("kept", kept)
 
     def of_heads(self, q, k, v):
-        k, v = (self.update(i, y) for i, y in enumerate((k, v)))
-        return self.over_slots(q, k, v)
+        return self.attend(q, *(self.update(i, y) for i, y in enumerate((k, v))))
 
     def update(self, number, x):
         kept = self.kept[number].expand(len(x), -1, -1, -1).to(x.dtype)
         return kept.index_copy(2, torch.arange(WRITTEN, WRITTEN + x.shape[2]), x)
 
-    def mask(self, q):
-        return torch.arange(ROOM) <= WRITTEN + torch.arange(q.shape[2])[:, None]
 
-    def over_slots(self, q, k, v):
-        return SDPA(q, k, v, attn_mask=self.mask(q))
+def filled(q):
+    return torch.arange(ROOM) <= WRITTEN + torch.arange(q.shape[2])[:, None]
 
 
-class Unmasked(StaticCache):
-    def over_slots(self, q, k, v):
-        return SDPA(q, k, v)  # sick
+def masked(q, k, v):
+    return SDPA(q, k, v, attn_mask=filled(q))
 
 
-class UnmaskedWritten(StaticCache):
-    def over_slots(self, q, k, v):
-        return (q @ k.mT / SIZE**0.5).softmax(-1) @ v  # sick
+def unmasked(q, k, v):
+    return SDPA(q, k, v)  # sick
 
 
-class HalfMasked(StaticCache):
+def half_masked(q, k, v):
     """The mask hides later tokens of this step, and shows the empty slots behind them."""
-
-    def over_slots(self, q, k, v):
-        mask = self.mask(q) | (torch.arange(ROOM) >= WRITTEN + q.shape[2])
-        return SDPA(q, k, v, attn_mask=mask)  # sick
+    mask = filled(q) | (torch.arange(ROOM) >= WRITTEN + q.shape[2])
+    return SDPA(q, k, v, attn_mask=mask)  # sick
 
 
-class Measured(StaticCache):
-    def over_slots(self, q, k, v):
-        return attention(q, k, v, mask=keys(torch.arange(ROOM) < WRITTEN + q.shape[2]))
+def measured(q, k, v):
+    return attention(q, k, v, mask=keys(torch.arange(ROOM) < WRITTEN + q.shape[2]))
 
 
 class ZeroKey(nn.Module):
@@ -408,24 +386,20 @@ class ZeroKey(nn.Module):
         return self.inner(x, x, x, need_weights=False)[0]
 
 
-def decoding(block, length=1):
-    return model_of(block=block, lengths=(length,), expected={})
+def decoding(attend=SDPA, length=1, block=StaticCache):
+    return model_of(attend, block, lengths=(length,), expected={})
 
 
 sick(
     "empty-slots",
-    Unmasked,
-    decoding(Unmasked),
-    decoding(StaticCache),
-    decoding(Measured),
+    unmasked,
+    *map(decoding, (unmasked, masked, measured)),
     evidence="20 keys of 32, from key 12 on, are zeros and visible",
     remedy="attn_mask=(torch.arange(k_len) < written)[None, None, None]",
     tried="if hidden, their contents change no result",
 )
-sick("empty-slots", UnmaskedWritten, decoding(UnmaskedWritten, 3), decoding(ZeroKey, 9))
-sick(
-    "empty-slots", HalfMasked, decoding(HalfMasked, 3), decoding(StaticCache, 3), remedy="attn_mask=mask & ("
-)
+sick("empty-slots", written, decoding(written, 3), decoding(length=9, block=ZeroKey))
+sick("empty-slots", half_masked, decoding(half_masked, 3), decoding(masked, 3), remedy="attn_mask=mask & (")
 
 
 class Decoder(nn.Module):
@@ -445,13 +419,13 @@ class Decoder(nn.Module):
         return torch.zeros(shown.shape).masked_fill(~shown, -torch.inf) if self.adds else shown
 
     def forward(self, input_ids):
-        x, size = self.embed(input_ids), LENGTH - 3
-        x = x + (INDEX[:, None] / torch.arange(1, DIM + 1)).sin()
+        x, index = self.embed(input_ids), torch.arange(input_ids.shape[1])
+        x, size = x + (index[:, None] / torch.arange(1, DIM + 1)).sin(), len(index) - 3
         self.attend.cache = x.new_zeros(2, *x.shape)
-        out = [self.attend(x[:, :size], INDEX[:size], self.mask(INDEX[:size], size, self.shows[0]))]
-        for i in range(size, LENGTH):
-            mask = self.mask(INDEX[i : i + 1], LENGTH, self.shows[1])
-            out.append(self.attend(x[:, i : i + 1], INDEX[i : i + 1], mask))
+        out = [self.attend(x[:, :size], index[:size], self.mask(index[:size], size, self.shows[0]))]
+        for i in range(size, len(index)):
+            mask = self.mask(index[i : i + 1], len(index), self.shows[1])
+            out.append(self.attend(x[:, i : i + 1], index[i : i + 1], mask))
         return self.head(torch.cat(out, 1))
 
 

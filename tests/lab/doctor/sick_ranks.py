@@ -52,7 +52,7 @@ def healthy():
 
 def ids_of_other_rows():
     """Ids are cut into contiguous halves, rows in a zigzag: all shapes fit."""
-    return stepping(Sharded(lambda layout, ids, rank: ids.chunk(2, 1)[rank], attend_rows))
+    return stepping(Sharded(lambda _, ids, rank: ids.chunk(2, 1)[rank], attend_rows))
 
 
 def attend_from_0(q, k, v, mask, index):

@@ -1,4 +1,4 @@
-"""Sick models whose steps draw, repeat, keep or lose what they should not: random numbers, gradients, work."""
+"""Sick models whose steps draw random numbers, lose gradients, or repeat and keep what they should not."""
 
 from collections import deque
 from functools import partial
@@ -21,6 +21,7 @@ from small_models import (
     merged_heads,
     model_of,
     tokens,
+    written,
 )
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -154,6 +155,7 @@ sick(
     model_of(block=DrawnBefore),
     right=model_of(block=OwnNumbers),
     remedy="draw before checkpoint",
+    beside=("state",),
 )
 
 
@@ -282,7 +284,7 @@ def untracked(q, k, v):
     return fused(q, k, v)
 
 
-@cut("", "out of torch.inference_mode()", halves, None)
+@cut("torch.inference_mode", "out of torch.inference_mode()", halves, "")
 def inferred(q, k, v):
     with torch.inference_mode():
         q = q * 0.5  # sick
@@ -307,7 +309,7 @@ def drops(q, k, v):
     return SDPA(Halved.apply(q), k, v, is_causal=True)  # sick
 
 
-@cut("", "x.clone()", lambda q, k, v: fused(q.clone(), k, v), None)
+@cut("returns a result without a gradient", "x.clone()", lambda q, k, v: fused(q.clone(), k, v), "")
 def tensor_of_tensor(q, k, v):
     return SDPA(torch.tensor(q), k, v, is_causal=True)  # sick
 
@@ -400,7 +402,7 @@ def within_range(q, k, v):
 
 def hidden_by_infinity(q, k, v):
     low = torch.zeros(LENGTH, LENGTH, dtype=q.dtype).masked_fill(~EARLIER, -torch.inf)
-    return (q @ k.mT + low).softmax(-1) @ v
+    return (q @ k.mT + low).softmax(-1) @ v  # sick
 
 
 @attends("nan", model=HALF, cause=("inf in float16 at", LARGEST))
@@ -432,14 +434,14 @@ def squares(q, k, v):
 @attends("hidden-rows", model=HALF, cause=("-1e+09 becomes -inf in float16", LARGEST))
 def hidden_by_overflow(q, k, v):
     low = (INDEX[:, None] <= INDEX).to(q.dtype) * -1e9  # sick
-    return (q @ k.mT + low).softmax(-1) @ v
+    return (q @ k.mT + low).softmax(-1) @ v  # sick
 
 
 # The same product again
 
 
 class Denoiser(nn.Module):
-    """A few steps over latents (B, S, C), with a text that does not change. `once` says how often it is read."""
+    """A few steps over latents (B, S, C), with a text that does not change. `once`: it is read once."""
 
     once = False
 
@@ -524,73 +526,56 @@ for _model, _twins, _evidence in (
 # A loop without a cache
 
 
+def whole(q, k, v, kept):
+    return SDPA(q, k, v, is_causal=True)  # sick
+
+
+def whole_written(q, k, v, kept):
+    return written(q, k, v, torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril())
+
+
+def cached(q, k, v, kept):
+    if kept:
+        k, v = (torch.cat([a, b], 2) for a, b in zip(kept, (k, v), strict=True))
+    kept[:] = k, v
+    return SDPA(q, k, v, is_causal=q.shape[2] > 1)
+
+
+def bidirectional(q, k, v, kept):
+    """Without a causal mask, a new number changes the second layer of all numbers. A cache cannot help."""
+    return SDPA(q, k, v)
+
+
 class Forecast(nn.Module):
     """Predicts a few numbers, one after the other, from all numbers before."""
 
-    def __init__(self):
+    def __init__(self, attend):
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.head = nn.Linear(1, DIM), nn.Linear(DIM, 1)
+        self.attend, self.embed, self.head = attend, nn.Linear(1, DIM), nn.Linear(DIM, 1)
         self.blocks = nn.ModuleList([nn.Linear(DIM, 3 * DIM) for _ in range(2)])
-
-    def attend(self, q, k, v, kept):
-        return SDPA(q, k, v, is_causal=True)  # sick
 
     @torch.no_grad()
     def forward(self, history):
-        caches = [[torch.empty(0)] for _ in self.blocks]
-        new = series = history
+        caches, new, series = ([], []), history, history
         for _ in range(4):
             x = self.embed(new)
             for inner, kept in zip(self.blocks, caches, strict=True):
-                q, k, v = map(heads_of, inner(x).chunk(3, -1))
-                x = x + merged_heads(self.attend(q, k, v, kept))
+                x = x + merged_heads(self.attend(*map(heads_of, inner(x).chunk(3, -1)), kept))
             last = self.head(x[:, -1:])
             series = torch.cat([series, last], 1)
-            new = self.following(series, last)
+            new = last if self.attend is cached else series
         return series[:, -4:]
-
-    def following(self, series, last):
-        return series
-
-
-class WrittenForecast(Forecast):
-    def attend(self, q, k, v, kept):
-        later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
-        return (q @ k.mT * 0.2).masked_fill(later, -torch.inf).softmax(-1) @ v  # sick
-
-
-class CachedForecast(Forecast):
-    scale = None
-
-    def attend(self, q, k, v, kept):
-        if kept[0].numel():
-            k, v = (torch.cat([a, b], 2) for a, b in zip(kept, (k, v), strict=True))
-        kept[:] = k, v
-        return SDPA(q, k, v, is_causal=q.shape[2] > 1, scale=self.scale)
-
-    def following(self, series, last):
-        return last
-
-
-class ScaledForecast(CachedForecast):
-    scale = 0.2
-
-
-class Bidirectional(Forecast):
-    """Without a causal mask, a new number changes the second layer of all numbers. A cache cannot help."""
-
-    def attend(self, q, k, v, kept):
-        return SDPA(q, k, v)
 
 
 @builder
-def forecast(kind):
-    return kind(), [{"history": torch.randn(2, 9, 1)}]
+def forecast(attend):
+    return Forecast(attend), [{"history": torch.randn(2, 9, 1)}]
 
 
-for _bad, *_wells in ((Forecast, CachedForecast, Bidirectional), (WrittenForecast, ScaledForecast)):
-    sick("no-cache", _bad, *map(forecast, (_bad, *_wells)), remedy="StaticCache", evidence="are needed")
+_twins = forecast(cached), forecast(bidirectional)
+for _code, _attend in ((whole, whole), (written, whole_written)):
+    sick("no-cache", _code, forecast(_attend), *_twins, remedy="StaticCache", evidence="are needed")
 
 
 # Tensors that are kept from step to step
@@ -599,12 +584,12 @@ MAPS = []
 
 
 class Keeping(Attend):
-    def __init__(self, _=None):
-        super().__init__()
+    def __init__(self, attend):
+        super().__init__(attend)
         self.maps = []
 
-    def attend(self, q, k, v):
-        out = merged_heads(fused(*map(heads_of, (q, k, v))))
+    def of_tokens(self, q, k, v):
+        out = super().of_tokens(q, k, v)
         self.keep(out)
         return out
 
@@ -639,8 +624,8 @@ class Extractor:
 
 
 class HookedByObject(Keeping):
-    def __init__(self, _=None):
-        super().__init__()
+    def __init__(self, attend):
+        super().__init__(attend)
         self.qkv.register_forward_hook(self.hook())
 
     def hook(self):

@@ -101,60 +101,52 @@ def model_of(
     return Model(attend, block, **options).to(dtype), tokens(lengths, **(batch or {})), expected
 
 
-class Attend(nn.Module):
-    """Self-attention over (B, S, C). Subclasses split heads and attend."""
+def written(q, k, v, mask=None):
+    """Attention that is written out."""
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return scores.softmax(-1) @ v  # sick
 
-    def __init__(self, _=None):
+
+class Attend(nn.Module):
+    """Self-attention over (B, S, C). Subclasses split heads or attend in other ways."""
+
+    def __init__(self, attend=SDPA):
         super().__init__()
+        self.attend = attend
         self.norm, self.qkv, self.out = nn.LayerNorm(DIM), nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
 
     def forward(self, x):
-        return x + self.out(self.attend(*self.qkv(self.norm(x)).chunk(3, -1)))
+        return x + self.out(self.of_tokens(*self.qkv(self.norm(x)).chunk(3, -1)))
 
-    def attend(self, q, k, v):
+    def of_tokens(self, q, k, v):
         return merged_heads(self.of_heads(*map(heads_of, (q, k, v))))
 
     def of_heads(self, q, k, v):
-        return SDPA(q, k, v)
-
-
-class Causal(Attend):
-    def of_heads(self, q, k, v):
-        return fused(q, k, v)
-
-
-class Written(Attend):
-    """Attention that is written out. Subclasses make weights of scores."""
-
-    def of_heads(self, q, k, v):
-        return self.weights(q @ k.mT / SIZE**0.5) @ v
-
-    def weights(self, scores):
-        return scores.softmax(-1)
+        return self.attend(q, k, v)
 
 
 class Cross(nn.Module):
     """Attention to keys of another sequence."""
 
-    def __init__(self, _=None):
+    def __init__(self, attend=SDPA):
         super().__init__()
+        self.attend = attend
         self.q, self.kv = nn.Linear(DIM, DIM), nn.Linear(DIM, 2 * DIM)
 
     def forward(self, x, memory):
         q, (k, v) = heads_of(self.q(x)), map(heads_of, self.kv(memory).chunk(2, -1))
-        return merged_heads(self.of_heads(q, k, v))
-
-    def of_heads(self, q, k, v):
-        return SDPA(q, k, v)
+        return merged_heads(self.attend(q, k, v))
 
 
 class Latents(nn.Module):
     """A diffusion transformer: tokens are numbers (B, S, C)."""
 
-    def __init__(self, block, layers):
+    def __init__(self, attend, block, layers):
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList([block() for _ in range(layers)])
+        self.blocks = nn.ModuleList([block(attend) for _ in range(layers)])
         self.head = nn.Linear(DIM, DIM)
 
     def forward(self, x, t):
@@ -165,7 +157,7 @@ class Latents(nn.Module):
 
 
 @builder
-def latents(block, layers=2, batch=2, length=LENGTH):
+def latents(attend=SDPA, block=Attend, layers=2, batch=2, length=LENGTH):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(batch, length, DIM, generator=generator)
-    return Latents(block, layers), [{"x": x, "t": torch.rand(batch, generator=generator)}]
+    return Latents(attend, block, layers), [{"x": x, "t": torch.rand(batch, generator=generator)}]

@@ -1,5 +1,7 @@
-"""Factories that processes of the doctor load by name. The first ones are no subjects: they raise, return junk,
-hang, crash, fork, or want a GPU. The line to name ends in ``# here``."""
+"""Factories that processes of the doctor load by name.
+
+The first ones are no subjects: they raise, hang, crash, fork, or want a GPU. The line to name ends in ``# here``.
+"""
 
 import os
 import signal

@@ -20,7 +20,7 @@ from sick_masks import (
     with_attention,
 )
 from sick_padding import mean, pooled
-from sick_scales import Queries
+from sick_scales import queries_too
 from small_models import EARLIER, LENGTH, SDPA, Model, builder, fused, model_of, tokens
 from torch import nn
 
@@ -97,7 +97,7 @@ def test_a_padding_mask_of_another_length_is_named():
     mask = torch.ones(2, LENGTH // 2).long()
     mask[0, 4:] = 0
     _, facts = examined(
-        model_of(lambda q, k, v, attention_mask: fused(q, k, v), expected={}, batch={"attention_mask": mask})
+        model_of(lambda q, k, v, **_: fused(q, k, v), expected={}, batch={"attention_mask": mask})
     )
     assert facts["unchecked"]["padding"].startswith("attention_mask of shape (2, 12) marks padding")
 
@@ -181,7 +181,7 @@ def test_one_copy_of_a_mask_is_no_copy(name):
     ((other,), _) = examined(ONE_COPY[name][1])
     assert "copies" not in "".join(other.evidence)
     assert "one copy" not in other.remedy
-    results, wanted = ([model(**batch) for model, (batch,), _ in (x(),)][0] for x in ONE_COPY[name])
+    results, wanted = (next(model(**batch) for model, (batch,), _ in (x(),)) for x in ONE_COPY[name])
     assert torch.allclose(results, wanted, atol=1e-6)
 
 
@@ -207,14 +207,14 @@ def test_the_lines_of_a_finding_are_named():
     assert f"where sick_costs.py:{found.places[1].line} needs the weights" in found.remedy
     found = case_finding("mask-lost: mask of channels first, 32 of 64")
     assert "mask = attention_mask[:, ::STRIDE] if self.right" in found.places[1].text
-    found = case_finding("loop: Head")
+    found = case_finding("loop: OfHeads, here")
     assert found.count == 4
     assert found.places[1].text.endswith("# the loop")
     assert found.evidence[0] == "4 calls with q of shape (4, 24, 8)"
-    first, second = lines_of(Queries)
+    first, second = lines_of(queries_too)
     said = f"Remove the one at sick_scales.py:{first}, or pass scale=1.0 at sick_scales.py:{second}"
-    assert said in case_finding("scale: Queries").remedy
-    assert case_finding("one-key: OneKey").places[1].text == "return self.embed(features)[:, None]"
+    assert said in case_finding("scale: queries_too").remedy
+    assert case_finding("one-key: attends_here").places[1].text == "return self.embed(features)[:, None]"
 
 
 # The time to make a mask

@@ -24,7 +24,6 @@ from small_models import (
     LENGTH,
     SDPA,
     VOCABULARY,
-    Attend,
     Block,
     Model,
     builder,
@@ -199,7 +198,7 @@ def test_attention_within_groups_of_tokens_says_what_was_not_examined():
     topic = "grouping of tokens"
     said = examined(grouped())[1]["unchecked"][topic]
     assert "attends within 8 sequences of 6 tokens, made from 2 samples" in said
-    assert topic not in examined(latents(Attend))[1]["unchecked"]
+    assert topic not in examined(latents())[1]["unchecked"]
 
 
 @SLOW
