@@ -110,10 +110,14 @@ def lines_of(code):
 
 
 def assert_says(finding, says):
-    """The finding's texts have these parts, and not those of `not_...`. "=" begins a whole text."""
+    """The finding's texts have these parts, and not those of `not_...`. "=" begins a whole text.
+
+    `lines` are the lines of code that the finding names.
+    """
     for name, parts in says.items():
         field = name.removeprefix("not_")
-        text = "\n".join(x) if isinstance(x := getattr(finding, field), tuple) else x
+        told = [x.text for x in finding.places] if field == "lines" else getattr(finding, field)
+        text = told if isinstance(told, str) else "\n".join(told)
         for part in parts if isinstance(parts, tuple) else (parts,):
             if part == "":
                 assert not text, name

@@ -473,7 +473,7 @@ for _code, _made, *_wells in (
     (written, table(written), table(SDPA, Values)),
     (OneKeyOfModule, table(SDPA, OneKeyOfModule), table(SDPA, OnlyValuesOfModule)),
 ):
-    sick("one-key", _code, _made, *_wells, right=_made, **_VALUES)
+    sick("one-key", _code, _made, *_wells, right=_made, lines="self.embed(features)[:, None]", **_VALUES)
 
 
 class Patched(Table):

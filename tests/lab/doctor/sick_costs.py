@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from sick import attends, sick
+from sick import attends, lines_of, sick
 from small_models import (
     DIM,
     EARLIER,
@@ -99,7 +99,8 @@ def with_maps():
     return Model(Maps()), tokens()
 
 
-sick("unfused", Maps, with_maps(), remedy="Keep these lines where sick_costs.py:")
+_USE = f"Keep these lines where sick_costs.py:{lines_of((Maps, '# use'))[0]} needs the weights"
+sick("unfused", Maps, with_maps(), remedy=_USE, lines="# use")
 
 
 def bert_padding(number):

@@ -175,30 +175,31 @@ _NEEDED = [latents(x, **_FEW) for x in (recurrent, chunks, decoding)]
 _NEEDED += [latents(block=x, **_FEW) for x in (SharedLayer, ThreeHeads)]
 _NEEDED += latents(layers=12), latents(block=Gated, layers=6)
 _AT_ONCE, _EACH = "one call of F.scaled_dot_product_attention", "along the heads or the batch"
-_OURS = "mask=(your mask) & segments(ids)"
-for _attend, _block, _well, _well_block, _remedy in (
-    (here, OfHeads, here, HeadsAtOnce, "project all heads at once"),
-    (written_here, OfHeads, here, HeadsAtOnce, _AT_ONCE),
-    (each_head, Attend, SDPA, Attend, _EACH),
-    (each_sample, Attend, all_samples, Attend, _EACH),
-    (each_document, Attend, all_documents(causal()), Attend, "segments(ids)"),
-    (each_document_written, Attend, all_documents(full()), Attend, _OURS),
-    (here, Sampled, here, NotSampled, "and call attention once"),
+_CALLS = "4 calls with q of shape (4, 24, 8)"
+for _attend, _block, _well, _remedy, _evidence in (
+    (here, OfHeads, latents(here, HeadsAtOnce, **_FEW), "project all heads at once", _CALLS),
+    (written_here, OfHeads, latents(here, HeadsAtOnce, **_FEW), _AT_ONCE, _CALLS),
+    (each_head, Attend, latents(**_FEW), _EACH, ()),
+    (each_sample, Attend, latents(all_samples, **_FEW), _EACH, ()),
+    (each_document, Attend, latents(all_documents(causal()), **_FEW), "segments(ids)", ()),
+    (
+        each_document_written,
+        Attend,
+        latents(all_documents(full()), **_FEW),
+        "(your mask) & segments(ids)",
+        (),
+    ),
+    (here, Sampled, latents(here, NotSampled, **_FEW), "and call attention once", ()),
 ):
-    _written = "written" in _attend.__name__
     _code = written if _attend is written_here else _attend
-    _made, *_twins = latents(_attend, _block, **_FEW), latents(_well, _well_block, **_FEW), *_NEEDED
-    _name = f"{_block.__name__}, {_attend.__name__}"
-    sick(
-        "loop",
-        _code,
-        _made,
-        *_twins,
-        name=_name,
-        remedy=_remedy,
-        beside=("sample-axis",),
-        tried=() if _written else "differ by",
+    _says = {"remedy": _remedy, "evidence": _evidence} | (
+        {"lines": "# the loop"} if _block is not Attend else {}
     )
+    if "written" not in _attend.__name__:
+        _says["tried"] = "differ by"
+    _name = f"{_block.__name__}, {_attend.__name__}"
+    _made = latents(_attend, _block, **_FEW)
+    sick("loop", _code, _made, _well, *_NEEDED, name=_name, beside=("sample-axis",), **_says)
 
 
 # Padding

@@ -224,7 +224,7 @@ class TwoLayers(Model):
 
     def forward(self, input_ids):
         x = self.blocks[0](self.embed(input_ids), causal=True)
-        x = self.blocks[1](x, causal=False)  # sick: caller
+        x = self.blocks[1](x, causal=False)
         return self.head(x)
 
 
@@ -233,8 +233,10 @@ def two_layers():
     return TwoLayers(), tokens(), CAUSAL
 
 
-sick("causality-lost", shared_line, two_layers(), evidence="1 of the 2 calls of this line show them",
-     tried="=with this mask, changing these tokens changes no other result")  # fmt: skip
+_ONE = "1 of the 2 calls of this line show them"
+_TRIED = "=with this mask, changing these tokens changes no other result"
+_LINE = "x = self.blocks[1](x, causal=False)"
+sick("causality-lost", shared_line, two_layers(), evidence=_ONE, tried=_TRIED, lines=_LINE)
 
 
 # Keys of a cache

@@ -438,16 +438,11 @@ def subsampled(right, real, channels_first):
     return Subsampled(right, channels_first), [features(real, channels_first)], {}
 
 
+_MASK = {"remedy": "attention_mask[:, ::stride]", "lines": "attention_mask[:, ::STRIDE] if self.right"}
 for _real, _first in ((32, True), (32, False), (29, True)):
     _sick, _well = (subsampled(x, _real, _first) for x in (False, True))
-    sick(
-        "mask-lost",
-        shows_real,
-        _sick,
-        _well,
-        name=f"mask of channels {'first' if _first else 'last'}, {_real} of 64",
-        remedy="attention_mask[:, ::stride]",
-    )
+    _name = f"mask of channels {'first' if _first else 'last'}, {_real} of 64"
+    sick("mask-lost", shows_real, _sick, _well, name=_name, **_MASK)
 
 
 class Convolved(nn.Module):

@@ -1,6 +1,6 @@
 """Factories that processes of the doctor load by name.
 
-The first ones are no subjects: they raise, hang, crash, fork, or want a GPU. The line to name ends in ``# here``.
+The first ones are no subjects: they raise, hang, crash or fork. The line to name ends in ``# here``.
 """
 
 import os

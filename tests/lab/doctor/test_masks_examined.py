@@ -4,23 +4,20 @@ import re
 
 import pytest
 import torch
-from sick import case_finding, examined, found_in, grave, lines_of
-from sick_costs import ONE_COPY, Maps, float_windows, fused_windows, written_windows
+from sick import examined, found_in, grave
+from sick_costs import ONE_COPY, float_windows, fused_windows, written_windows
 from sick_masks import (
     OTHERS,
     PACKED,
     SPELLINGS,
     OtherSequence,
     Static,
-    TwoLayers,
     document_case,
     documents_unseen,
     finite_number,
-    two_layers,
     with_attention,
 )
 from sick_padding import mean, pooled
-from sick_scales import queries_too
 from small_models import EARLIER, LENGTH, SDPA, Model, builder, fused, model_of, tokens
 from torch import nn
 
@@ -196,25 +193,6 @@ def test_a_mask_of_the_batch_may_differ_in_another_batch():
     valid = (torch.arange(LENGTH) < 20).long().expand(2, -1)
     found, _ = examined(model_of(attend, expected={"causal": False}, batch={"attention_mask": valid}))
     assert all("equal copies" not in y for x in found for y in x.evidence)
-
-
-@SLOW
-def test_the_lines_of_a_finding_are_named():
-    (found,), _ = examined(two_layers())
-    assert found.places[1].line in lines_of((TwoLayers, "# sick: caller"))
-    found = case_finding("unfused: Maps")
-    assert [x.line for x in found.places] == [*lines_of(Maps), *lines_of((Maps, "# use"))]
-    assert f"where sick_costs.py:{found.places[1].line} needs the weights" in found.remedy
-    found = case_finding("mask-lost: mask of channels first, 32 of 64")
-    assert "mask = attention_mask[:, ::STRIDE] if self.right" in found.places[1].text
-    found = case_finding("loop: OfHeads, here")
-    assert found.count == 4
-    assert found.places[1].text.endswith("# the loop")
-    assert found.evidence[0] == "4 calls with q of shape (4, 24, 8)"
-    first, second = lines_of(queries_too)
-    said = f"Remove the one at sick_scales.py:{first}, or pass scale=1.0 at sick_scales.py:{second}"
-    assert said in case_finding("scale: queries_too").remedy
-    assert case_finding("one-key: attends_here").places[1].text == "return self.embed(features)[:, None]"
 
 
 # The time to make a mask

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from sick import CASES, examined, found_in, grave, lines_of
+from sick import CASES, case_finding, examined, found_in, grave, lines_of
 from sick_axes import TOKENS_FIRST
 from sick_costs import SHARED, dropout, narrow_rotated, shared
 from sick_padding import PADDED, ours, shows_real
 from sick_positions import counted
+from sick_scales import queries_too
 from sick_steps import (
     Checkpointed,
     SavedByName,
@@ -466,6 +467,13 @@ def test_the_users_line_that_calls_a_library_is_named():
     assert list(map(str, found.places)) == [lines[0], lines[2]]
     own = Finding("leak", "", (Place(files[2], 5),))
     assert with_caller(own, [call]) == own
+
+
+@SLOW
+def test_lines_of_both_factors_of_a_scale_are_in_the_remedy():
+    first, second = lines_of(queries_too)
+    said = f"Remove the one at sick_scales.py:{first}, or pass scale=1.0 at sick_scales.py:{second}"
+    assert said in case_finding("scale: queries_too").remedy
 
 
 @SLOW
