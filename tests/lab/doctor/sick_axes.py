@@ -126,7 +126,6 @@ class BatchFirst(nn.Module):
 
     def __init__(self, batch_first, dim=1, places=True):
         super().__init__()
-        torch.manual_seed(0)
         self.embed, self.places = nn.Embedding(VOCABULARY, DIM), nn.Embedding(64, DIM) if places else None
         self.dim, self.head = dim, nn.Linear(DIM, VOCABULARY)
         self.attend = self.made(batch_first)
@@ -158,7 +157,6 @@ class Patches(nn.Module):
 
     def __init__(self, batch_first, weights=False):
         super().__init__()
-        torch.manual_seed(0)
         self.cut, self.places = nn.Conv1d(3, DIM, 4, 4), nn.Parameter(torch.randn(1, 8, DIM))
         self.inner = nn.MultiheadAttention(DIM, HEADS, batch_first=batch_first)
         self.norm, self.head, self.weights = nn.LayerNorm(DIM), nn.Linear(DIM, 5), weights
@@ -239,7 +237,6 @@ class Placed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
         self.embed, self.block = nn.Embedding(VOCABULARY, DIM), Block(SDPA)
         self.table, self.position = torch.randn(LENGTH, DIM), nn.Embedding(LENGTH, DIM)
 
@@ -289,7 +286,6 @@ class Crossing(nn.Module):
 
     def __init__(self, attend, cross):
         super().__init__()
-        torch.manual_seed(0)
         self.embed, self.encoder, self.decoder = nn.Embedding(VOCABULARY, DIM), Attend(), Attend(fused)
         self.cross, self.head = cross(attend), nn.Linear(DIM, VOCABULARY)
 
@@ -441,7 +437,6 @@ class Table(nn.Module):
 
     def __init__(self, attend, block):
         super().__init__()
-        torch.manual_seed(0)
         self.embed, self.block, self.head = nn.Linear(FEATURES, DIM), block(attend), nn.Linear(DIM, 3)
 
     def forward(self, features):
@@ -492,7 +487,6 @@ class Conditioned(nn.Module):
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
         self.q, self.kv = nn.Linear(DIM, DIM), nn.Linear(FEATURES, 2 * DIM)
 
     def forward(self, x, condition):
@@ -524,7 +518,6 @@ class Queries(nn.Module):
 
     def __init__(self, latents, zero=False):
         super().__init__()
-        torch.manual_seed(0)
         self.embed, self.position = nn.Embedding(VOCABULARY, DIM), nn.Embedding(LENGTH, DIM)
         self.read, self.head = nn.MultiheadAttention(DIM, HEADS, batch_first=True), nn.Linear(DIM, 3)
         self.latents = nn.Parameter(latents())  # sick
@@ -601,7 +594,6 @@ class Translator(nn.Module):
 
     def __init__(self, layer):
         super().__init__()
-        torch.manual_seed(0)
         self.embed, self.encoder, self.decoder = nn.Embedding(VOCABULARY, DIM), Attend(), layer()
 
     def forward(self, src, tgt):

@@ -480,55 +480,34 @@ def wide_product(q, k, v):
 
 # Values that the host reads
 
-reads = partial(attends, "sync", remedy="keep it in a tensor")
 
-
-@reads(lambda q, k, v: fused(q / (1 + q.detach().abs().mean(dim=(0, 2, 3))[0]), k, v))
-def listed(q, k, v):
-    scale = q.detach().abs().mean(dim=(0, 2, 3)).tolist()  # sick
-    return fused(q / (1 + scale[0]), k, v)
-
-
-@reads(lambda q, k, v: fused(q / (1 + q.detach().abs().mean()), k, v))
-def numbered(q, k, v):
-    scale = q.detach().abs().mean().numpy()  # sick
-    return fused(q / (1 + float(scale)), k, v)
-
-
-@reads(lambda q, k, v: fused(q, k, v) + (q.detach() > 1e9).sum())
-def nonzero(q, k, v):
-    rows = (q.detach() > 1e9).nonzero()  # sick
-    return fused(q, k, v) + len(rows)
-
-
-@reads(lambda q, k, v: fused(q, k, v) + torch.where(q.detach() > 1e9, q, 0.0).sum())
-def selected(q, k, v):
-    large = q[q.detach() > 1e9]  # sick
-    return fused(q, k, v) + large.sum()
-
-
-@reads(fused)
-def unique(q, k, v):
-    kinds = (q.detach() > 0).long().unique()  # sick
-    return fused(q, k, v) * (len(kinds) / len(kinds))
-
-
-@reads(fused)
-def in_a_text(q, k, v):
-    text = str(q.detach().sum())  # sick
-    return fused(q, k, v) + 0 * len(text)
-
-
-def asserts(q, k, v):
-    torch._assert_async(q.abs().max() <= 1e4)
-    return fused(q, k, v)
-
-
-@reads(asserts)
-def compared(q, k, v):
-    if q.abs().max().item() > 1e4:  # sick
+def raises(x):
+    if x.abs().max().item() > 1e4:  # sick
         raise ValueError("q is too large")
-    return fused(q, k, v)
+    return 0
+
+
+def asserts(x):
+    torch._assert_async(x.abs().max() <= 1e4)
+    return 0
+
+
+def adding(read):
+    return model_of(lambda q, k, v: fused(q, k, v) + 0 * read(q.detach()))
+
+
+#: Ways to read a value on the host, and to keep it in a tensor.
+READS = {
+    "tolist": (lambda x: x.mean(dim=(0, 2, 3)).tolist()[0], lambda x: x.mean(dim=(0, 2, 3))[0]),  # sick
+    "numpy": (lambda x: float(x.mean().numpy()), lambda x: x.mean()),  # sick
+    "nonzero": (lambda x: len((x > 1).nonzero()), lambda x: (x > 1).sum()),  # sick
+    "selected": (lambda x: x[x > 1].sum(), lambda x: torch.where(x > 1, x, 0.0).sum()),  # sick
+    "unique": (lambda x: len((x > 0).long().unique()), lambda _: 2),  # sick
+    "text": (lambda x: 0 * len(str(x.sum())), lambda _: 0),  # sick
+    "if": (raises, asserts),
+}
+for _name, (_read, _keep) in READS.items():
+    sick("sync", _read, adding(_read), adding(_keep), name=_name, remedy="keep it in a tensor")
 
 
 # Copies of a mask

@@ -19,6 +19,7 @@ from small_models import (
     heads_of,
     merged_heads,
     tokens,
+    written,
 )
 from torch import nn
 
@@ -34,7 +35,7 @@ def turned(x, positions):
 class Layer(nn.Module):
     """Self-attention over cached and new keys."""
 
-    window = LENGTH
+    window, attend = LENGTH, staticmethod(SDPA)
 
     def __init__(self):
         super().__init__()
@@ -44,15 +45,12 @@ class Layer(nn.Module):
         q, k, v = (heads_of(y) for y in self.qkv(self.norm(x)).chunk(3, -1))
         q, k = self.turn(q, k, start)
         k, v = self.join(k, v, start, past)
-        out = self.attend(q, k, v, self.mask(start, x.shape[1], k.shape[2], shown))
+        out = self.attend(q, k, v, attn_mask=self.mask(start, x.shape[1], k.shape[2], shown))
         return x + self.out(merged_heads(out)), (k, v)
 
     def turn(self, q, k, start):
         positions = self.positions(start, q.shape[2])
         return turned(q, positions), turned(k, positions)
-
-    def attend(self, q, k, v, mask):
-        return SDPA(q, k, v, attn_mask=mask)
 
     def positions(self, start, many):
         return torch.arange(start, start + many)
@@ -92,10 +90,9 @@ class Twice(Layer):
 
 
 class Written(Layer):
-    """Attention that is written out."""
-
-    def attend(self, q, k, v, mask):
-        return (q @ k.mT / 8**0.5).masked_fill(~mask, -torch.inf).softmax(-1) @ v
+    @staticmethod
+    def attend(q, k, v, attn_mask):
+        return written(q, k, v, attn_mask)
 
 
 class WrittenPositionless(Written, Positionless):
@@ -108,8 +105,9 @@ class Late(Layer):
     def turn(self, q, k, start):
         return turned(q, self.positions(start, q.shape[2])), k
 
-    def attend(self, q, k, v, mask):
-        return super().attend(q, turned(k, torch.arange(k.shape[2])), v, mask)
+    @staticmethod
+    def attend(q, k, v, attn_mask):
+        return SDPA(q, turned(k, torch.arange(k.shape[2])), v, attn_mask=attn_mask)
 
 
 class Windowed(Layer):
@@ -198,7 +196,6 @@ class Model(nn.Module):
 
     def __init__(self, layer=Layer, learned=False, layers=2):
         super().__init__()
-        torch.manual_seed(0)
         self.embed, self.place = nn.Embedding(VOCABULARY, DIM), nn.Embedding(LENGTH, DIM)
         self.layers = nn.ModuleList([layer() for _ in range(layers)])
         self.head, self.learned = nn.Linear(DIM, VOCABULARY), learned
@@ -437,7 +434,6 @@ class AveragingInTraining(Averaging):
 class Stack(nn.Module):
     def __init__(self, block):
         super().__init__()
-        torch.manual_seed(0)
         self.embed, self.block, self.head = nn.Embedding(VOCABULARY, DIM), block(), nn.Linear(DIM, VOCABULARY)
 
     def forward(self, input_ids):

@@ -1,5 +1,7 @@
 """Attention in needless loops, padding that no sample needs, and healthy twins."""
 
+from functools import partial
+
 import torch
 from sick import sick
 from small_models import (
@@ -30,6 +32,9 @@ BATCH, LENGTHS = 4, (9, 7, 5, 3)
 # Loops over heads, samples and documents
 
 
+plain = partial(SDPA, is_causal=True)
+
+
 def here(q, k, v):
     return SDPA(q, k, v, is_causal=True)  # sick
 
@@ -45,7 +50,7 @@ class Head(nn.Module):
         self.q, self.k, self.v = (nn.Linear(DIM, SIZE, bias=False) for _ in range(3))
 
     def forward(self, x):
-        return self.attend(self.q(x), self.k(x), self.v(x))
+        return self.attend(self.q(x), self.k(x), self.v(x))  # sick
 
 
 class OfHeads(nn.Module):
@@ -175,31 +180,39 @@ _NEEDED = [latents(x, **_FEW) for x in (recurrent, chunks, decoding)]
 _NEEDED += [latents(block=x, **_FEW) for x in (SharedLayer, ThreeHeads)]
 _NEEDED += latents(layers=12), latents(block=Gated, layers=6)
 _AT_ONCE, _EACH = "one call of F.scaled_dot_product_attention", "along the heads or the batch"
-_CALLS = "4 calls with q of shape (4, 24, 8)"
-for _attend, _block, _well, _remedy, _evidence in (
-    (here, OfHeads, latents(here, HeadsAtOnce, **_FEW), "project all heads at once", _CALLS),
-    (written_here, OfHeads, latents(here, HeadsAtOnce, **_FEW), _AT_ONCE, _CALLS),
-    (each_head, Attend, latents(**_FEW), _EACH, ()),
-    (each_sample, Attend, latents(all_samples, **_FEW), _EACH, ()),
-    (each_document, Attend, latents(all_documents(causal()), **_FEW), "segments(ids)", ()),
+_LOOP = {"lines": "# the loop", "evidence": "4 calls with q of shape (4, 24, 8)"}
+_SCORES = {"evidence": "4 calls with scores of shape (4, 24, 24)"}
+_HEADS = latents(plain, HeadsAtOnce, **_FEW)
+for _attend, _block, _well, _remedy, _says in (
+    (plain, OfHeads, _HEADS, "project all heads at once", _LOOP),
+    (written_here, OfHeads, _HEADS, _AT_ONCE, _SCORES),
+    (each_head, Attend, latents(**_FEW), _EACH, {}),
+    (each_sample, Attend, latents(all_samples, **_FEW), _EACH, {}),
+    (each_document, Attend, latents(all_documents(causal()), **_FEW), "segments(ids)", {}),
     (
         each_document_written,
         Attend,
         latents(all_documents(full()), **_FEW),
         "(your mask) & segments(ids)",
-        (),
+        {},
     ),
-    (here, Sampled, latents(here, NotSampled, **_FEW), "and call attention once", ()),
+    (here, Sampled, latents(here, NotSampled, **_FEW), "and call attention once", {}),
 ):
-    _code = written if _attend is written_here else _attend
-    _says = {"remedy": _remedy, "evidence": _evidence} | (
-        {"lines": "# the loop"} if _block is not Attend else {}
+    _code = {written_here: written, plain: Head}.get(_attend, _attend)
+    _tried = () if _attend in (written_here, each_document_written) else "differ by"
+    _name, _made = f"{_block.__name__}, {_code.__name__}", latents(_attend, _block, **_FEW)
+    sick(
+        "loop",
+        _code,
+        _made,
+        _well,
+        *_NEEDED,
+        name=_name,
+        beside=("sample-axis",),
+        remedy=_remedy,
+        tried=_tried,
+        **_says,
     )
-    if "written" not in _attend.__name__:
-        _says["tried"] = "differ by"
-    _name = f"{_block.__name__}, {_attend.__name__}"
-    _made = latents(_attend, _block, **_FEW)
-    sick("loop", _code, _made, _well, *_NEEDED, name=_name, beside=("sample-axis",), **_says)
 
 
 # Padding
@@ -234,37 +247,21 @@ def padded(model, *batches, size=64, left=False):
     return model(hides), found
 
 
-_NEEDED = (padded(Model, *x) for x in (((64, 3, 2),), ((50, 3, 2),), ((20, 11), (64, 3))))
-for _name, _made, _well, _says in (
-    (
-        "rows",
-        padded(Model, (20, 11)),
-        (padded(Model, (20, 11), size=20), *_NEEDED, padded(OfMean, (20, 11))),
-        {},
-    ),
-    ("pooled", padded(OfFirst, (20, 11)), (padded(OfFirst, (20, 11), size=20),), {}),
-    (
-        "in front",
-        padded(Model, (20, 11), (16, 9), left=True),
-        (padded(Model, (20, 11), left=True, size=20),),
-        {
-            "what": "At least 69% of the columns",
-            "evidence": (
-                "columns that a sample needs: 20 of 64, 16 of 64",
-                "lie in front of these. In this batch, they have 68.8% of the tokens",
-                "90.2% of the pairs",
-            ),
-        },
-    ),
-):
-    sick(
-        "padding",
-        hides,
-        _made,
-        *_well,
-        name=_name,
-        **_says,
-        right=False if _name == "in front" else None,
-        remedy="Pad to the longest row of the batch, or to a multiple of 64",
-        tried="differ by",
-    )
+LONG = {
+    "remedy": "Pad to the longest row of the batch, or to a multiple of 64",
+    "tried": "differ by",
+    "beside": ("mask-lost",),  # a mean over padding
+}
+_NEEDED = [padded(Model, *x) for x in (((64, 3, 2),), ((50, 3, 2),), ((20, 11), (64, 3)))]
+_NEEDED.append(padded(OfMean, (20, 11)))
+_ROWS, _SHORT = (padded(Model, (20, 11), size=x) for x in (64, 20))
+sick("padding", hides, _ROWS, _SHORT, *_NEEDED, name="rows", **LONG)
+sick("padding", hides, *(padded(OfFirst, (20, 11), size=x) for x in (64, 20)), name="pooled", **LONG)
+_FRONT = (padded(Model, (20, 11), (16, 9), left=True, size=x) for x in (64, 20))
+_COLUMNS = (
+    "columns that a sample needs: 20 of 64, 16 of 64",
+    "lie in front of these. In this batch, they have 68.8% of the tokens",
+    "90.2% of the pairs",
+)
+_MOST = "At least 69% of the columns"
+sick("padding", hides, *_FRONT, name="in front", what=_MOST, evidence=_COLUMNS, **LONG)

@@ -411,7 +411,6 @@ class Packed(nn.Module):
 
     def __init__(self, attend):
         super().__init__()
-        torch.manual_seed(0)
         self.embed, self.attend = nn.Embedding(VOCABULARY, DIM), attend
 
     def forward(self, input_ids, cu_seqlens):

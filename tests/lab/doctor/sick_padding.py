@@ -1,8 +1,6 @@
 # ruff: noqa: ARG002 -- methods of one name take the same arguments
 """Sick models whose padding is seen: in attention, across to another sequence, or behind attention."""
 
-from functools import partial
-
 import torch
 from sick import attends, sick
 from small_models import (
@@ -196,43 +194,43 @@ def ours(q, k, v, attention_mask):
 
 NOT_OWN = INDEX[:, None] > INDEX  # query 0 sees nothing
 MEAN = ": the mean of all values"
-hides_rows = partial(attends, "hidden-rows")
 
 
-@hides_rows(what=": 0", not_remedy="attnspan")
-def hidden_in_function(q, k, v):
-    return SDPA(q, k, v, attn_mask=NOT_OWN)  # sick
+def adds_rows(mask):
+    def attend(q, k, v):
+        return SDPA(q, k, v, attn_mask=mask)  # sick
+
+    return model_of(attend)
 
 
-@hides_rows(lambda q, k, v: SDPA(q, k, v, attn_mask=EARLIER), what=MEAN, remedy="attnspan")
-def hidden_by_number(q, k, v):
-    return SDPA(q, k, v, attn_mask=torch.where(NOT_OWN, 0.0, -1e9))  # sick
+def writes_rows(number, weights=lambda x: x):
+    def attend(q, k, v):
+        scores = (q @ k.mT).masked_fill(~NOT_OWN, number)
+        return torch.einsum("bhqk,bhkd->bhqd", weights(scores.softmax(-1)), v)  # sick
+
+    return model_of(attend)
 
 
-@hides_rows(what=": nearly the result without a mask", remedy="attnspan")
-def hidden_by_small_number(q, k, v):
-    return SDPA(q, k, v, attn_mask=torch.where(NOT_OWN, 0.0, -1e4))  # sick
+for _name, _code, _made, _what in (
+    ("in the function", adds_rows, adds_rows(NOT_OWN), ": 0"),
+    ("by a number", adds_rows, adds_rows(torch.where(NOT_OWN, 0.0, -1e9)), MEAN),
+    (
+        "by a small number",
+        adds_rows,
+        adds_rows(torch.where(NOT_OWN, 0.0, -1e4)),
+        ": nearly the result without a mask",
+    ),
+    ("in the softmax", writes_rows, writes_rows(-torch.inf), ": NaN"),
+    ("by a number in the softmax", writes_rows, writes_rows(-1e9), MEAN),
+    ("cleared", writes_rows, writes_rows(-torch.inf, torch.nan_to_num), ": 0"),
+):
+    _says = {"not_remedy" if _what == ": 0" else "remedy": "attnspan"}
+    sick("hidden-rows", _code, _made, adds_rows(EARLIER), name=_name, what=_what, **_says)
 
 
-@hides_rows(what=": NaN", remedy="attnspan")
-def hidden_in_softmax(q, k, v):
-    scores = (q @ k.mT).masked_fill(~NOT_OWN, -torch.inf)
-    return scores.softmax(-1) @ v  # sick
-
-
-@hides_rows(what=MEAN, remedy="attnspan")
-def hidden_by_number_in_softmax(q, k, v):
-    scores = (q @ k.mT).masked_fill(~NOT_OWN, -1e9)
-    return torch.einsum("bhqk,bhkd->bhqd", scores.softmax(-1), v)  # sick
-
-
-@hides_rows(what=": 0", not_remedy="attnspan")
-def hidden_and_cleared(q, k, v):
-    scores = (q @ k.mT).masked_fill(~NOT_OWN, -torch.inf)
-    return scores.softmax(-1).nan_to_num() @ v  # sick
-
-
-@hides_rows(model={"batch": {"attention_mask": VALID}}, cause="True for valid tokens (attention_mask)")
+@attends(
+    "hidden-rows", model={"batch": {"attention_mask": VALID}}, cause="True for valid tokens (attention_mask)"
+)
 def inverted_and_causal(q, k, v, attention_mask):
     """With padding at the end, valid tokens see nothing at all."""
     hidden = attention_mask[:, None, None].bool()
@@ -262,7 +260,6 @@ class Captioned(nn.Module):
 
     def __init__(self, fault, attend):
         super().__init__()
-        torch.manual_seed(0)
         self.fault, self.attend, self.norm = fault, attend, nn.LayerNorm(DIM)
         self.q, self.kv, self.out = nn.Linear(DIM, DIM), nn.Linear(DIM, 2 * DIM), nn.Linear(DIM, DIM)
         self.multihead = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
@@ -417,7 +414,6 @@ class Subsampled(nn.Module):
 
     def __init__(self, right, channels_first):
         super().__init__()
-        torch.manual_seed(0)
         self.right, self.channels_first = right, channels_first
         self.inner, self.block = nn.Conv1d(10, DIM, STRIDE, STRIDE), Block(shows_real)
 
@@ -450,7 +446,6 @@ class Convolved(nn.Module):
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
         self.mix = nn.Sequential(nn.Conv1d(10, DIM, 3, padding=1), nn.Conv1d(DIM, DIM, 5, 2, padding=2))
 
     def forward(self, features, attention_mask):

@@ -196,7 +196,6 @@ class Counted(nn.Module):
 
     def __init__(self, how):
         super().__init__()
-        torch.manual_seed(0)
         self.how, self.embed, self.qkv = how, nn.Embedding(64, DIM), nn.Linear(DIM, 3 * DIM)
         self.register_buffer("inv_freq", 100.0 ** -torch.linspace(0, 1, SIZE))
         self.bfloat16()
@@ -222,7 +221,6 @@ class Counted(nn.Module):
 
 @builder
 def counted(how):
-    torch.manual_seed(0)
     return Counted(how), [{"input_ids": torch.randint(64, (2, MANY))}]
 
 
@@ -407,7 +405,6 @@ class Decoder(nn.Module):
 
     def __init__(self, shows, window=LENGTH, adds=False):
         super().__init__()
-        torch.manual_seed(0)
         self.shows, self.window, self.adds = shows, window, adds
         self.embed, self.attend = nn.Embedding(VOCABULARY, DIM), DecoderAttention()
         self.head = nn.Linear(DIM, VOCABULARY)

@@ -1,6 +1,5 @@
 """Models with two sequences of tokens, and models that return only a loss."""
 
-import torch
 import torch.nn.functional as F
 from small_models import (
     CAUSAL,
@@ -44,7 +43,6 @@ class Translator(nn.Module):
 
     def __init__(self, attend, source, target, *, only_loss=False):
         super().__init__()
-        torch.manual_seed(0)
         self.source, self.target, self.only_loss = source, target, only_loss
         self.embed, self.head = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, VOCABULARY)
         self.encoder, self.decoder = Block(shows_all), Block(attend)

@@ -249,69 +249,42 @@ class HalvedWell(Halved):
         return grad * 0.5
 
 
-def halves(q, k, v):
-    return fused(q * 0.5, k, v)
-
-
-def cut(cause, remedy, well, tried="without it, 2 of 2", right=None):
-    return attends(
-        "no-gradient",
-        well,
-        right=right or well,
-        cause=cause,
-        remedy=remedy,
-        tried=tried,
-        what="=2 trainable parameters have no gradient: blocks.0.q.weight, blocks.0.q.bias",
-    )
-
-
-@cut("detach ends", "Remove detach()", fused)
-def detached(q, k, v):
-    q = q.detach()  # sick
-    return fused(q, k, v)
-
-
-@cut(".data ends", "Remove detach() or .data", fused)
-def data(q, k, v):
-    return SDPA(q.data, k, v, is_causal=True)  # sick
-
-
-@cut("torch.no_grad", "out of torch.no_grad()", lambda q, k, v: fused(q * 0.5 + 1, k, v))
-def untracked(q, k, v):
+def untracked(x):
     with torch.no_grad():
-        q = q * 0.5  # sick
-        q = q + 1
-    return fused(q, k, v)
+        x = x * 0.5  # sick
+        return x + 1
 
 
-@cut("torch.inference_mode", "out of torch.inference_mode()", halves, "")
-def inferred(q, k, v):
+def inferred(x):
     with torch.inference_mode():
-        q = q * 0.5  # sick
-    return fused(q.clone(), k, v)
+        x = x * 0.5  # sick
+    return x.clone()
 
 
-@cut(
-    "sick.halved",
-    "register_autograd",
-    lambda q, k, v: fused(torch.ops.sick.halved_with_gradient(q), k, v),
-    "",
-    right=halves,
-)
-def without_backward(q, k, v):
-    return SDPA(torch.ops.sick.halved(q), k, v, is_causal=True)  # sick
+def changing(change):
+    return model_of(lambda q, k, v: fused(change(q), k, v))
 
 
-@cut(
-    "HalvedBackward", "Return a gradient", lambda q, k, v: fused(HalvedWell.apply(q), k, v), "", right=halves
-)
-def drops(q, k, v):
-    return SDPA(Halved.apply(q), k, v, is_causal=True)  # sick
-
-
-@cut("returns a result without a gradient", "x.clone()", lambda q, k, v: fused(q.clone(), k, v), "")
-def tensor_of_tensor(q, k, v):
-    return SDPA(torch.tensor(q), k, v, is_causal=True)  # sick
+_HALVED, _RIGHT = torch.ops.sick.halved, torch.ops.sick.halved_with_gradient
+_DATA = "Remove detach() or .data"
+_OPERATOR = "returns a result without a gradient"
+#: Changes of q, a part of the cause and of the remedy, and the mended change.
+CUT = {
+    "detach": (lambda x: x.detach(), "detach ends", "Remove detach()", lambda x: x),  # sick
+    "data": (lambda x: x.data, ".data ends", _DATA, lambda x: x),  # sick
+    "no_grad": (untracked, "torch.no_grad", "out of torch.no_grad()", lambda x: x * 0.5 + 1),
+    "inference": (inferred, "torch.inference_mode", "out of torch.inference_mode()", lambda x: x * 0.5),
+    "operator": (lambda x: _HALVED(x), "sick.halved", "register_autograd", lambda x: _RIGHT(x)),  # sick
+    "backward": (lambda x: Halved.apply(x), "HalvedBackward", "Return a gradient", HalvedWell.apply),  # sick
+    "tensor": (lambda x: torch.tensor(x), _OPERATOR, "x.clone()", lambda x: x.clone()),  # sick
+}
+for _name, (_change, _cause, _remedy, _well) in CUT.items():
+    _tried = "without it, 2 of 2" if _name in ("detach", "data", "no_grad") else ""
+    _right = {"operator": lambda x: x * 0.5, "backward": lambda x: x * 0.5}.get(_name, _well)
+    _what = "=2 trainable parameters have no gradient: blocks.0.q.weight, blocks.0.q.bias"
+    _says = {"what": _what, "cause": _cause, "remedy": _remedy, "tried": _tried}
+    _made, *_twins = changing(_change), changing(_well)
+    sick("no-gradient", _change, _made, *_twins, name=_name, right=changing(_right), **_says)
 
 
 class Distilled(nn.Module):
@@ -319,7 +292,6 @@ class Distilled(nn.Module):
 
     def __init__(self, how):
         super().__init__()
-        torch.manual_seed(0)
         self.how, self.embed = how, nn.Embedding(VOCABULARY, DIM)
         self.student, self.teacher = (
             nn.Sequential(*(nn.Sequential(nn.Linear(DIM, DIM), nn.GELU()) for _ in range(3)))
@@ -447,7 +419,6 @@ class Denoiser(nn.Module):
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
         self.q, self.kv, self.out = nn.Linear(DIM, DIM), nn.Linear(DIM, 2 * DIM), nn.Linear(DIM, DIM)
         self.norm = nn.LayerNorm(DIM)
 
@@ -551,7 +522,6 @@ class Forecast(nn.Module):
 
     def __init__(self, attend):
         super().__init__()
-        torch.manual_seed(0)
         self.attend, self.embed, self.head = attend, nn.Linear(1, DIM), nn.Linear(DIM, 1)
         self.blocks = nn.ModuleList([nn.Linear(DIM, 3 * DIM) for _ in range(2)])
 

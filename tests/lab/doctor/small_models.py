@@ -31,9 +31,13 @@ def builder(build):
     """Delay the calls of a function. Equal calls are one factory, so that its model is examined once."""
     known = {}
 
+    def seeded(args, options):
+        torch.manual_seed(0)
+        return build(*args, **options)
+
     @wraps(build)
     def factory(*args, **options):
-        return known.setdefault(frozen((args, options)), partial(build, *args, **options))
+        return known.setdefault(frozen((args, options)), partial(seeded, args, options))
 
     return factory
 
@@ -79,7 +83,6 @@ class Model(nn.Module):
 
     def __init__(self, attend=fused, block=Block, layers=1, **options):
         super().__init__()
-        torch.manual_seed(0)
         self.embed = nn.Embedding(VOCABULARY, DIM)
         self.blocks = nn.ModuleList([block(attend, **options) for _ in range(layers)])
         self.head = nn.Linear(DIM, VOCABULARY)
@@ -145,7 +148,6 @@ class Latents(nn.Module):
 
     def __init__(self, attend, block, layers):
         super().__init__()
-        torch.manual_seed(0)
         self.blocks = nn.ModuleList([block(attend) for _ in range(layers)])
         self.head = nn.Linear(DIM, DIM)
 
