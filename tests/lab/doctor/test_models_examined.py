@@ -196,7 +196,9 @@ def test_attention_within_groups_of_tokens_says_what_was_not_examined():
     topic = "grouping of tokens"
     said = examined(grouped())[1]["unchecked"][topic]
     assert "attends within 8 sequences of 6 tokens, made from 2 samples" in said
-    assert topic not in examined(latents())[1]["unchecked"]
+    facts = examined(latents())[1]
+    assert topic not in facts["unchecked"]
+    assert "scale of scores" in facts["checked"]
 
 
 @SLOW
