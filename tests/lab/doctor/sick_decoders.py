@@ -7,6 +7,7 @@
 # Methods of one name take the same arguments in all decoders.
 
 import torch
+from sick import sick
 from small_models import (
     CAUSAL,
     DIM,
@@ -313,33 +314,38 @@ def made(model, layer=Layer, learned=False, dtype=torch.float32, **more):
 
 _LEFT = {"attention_mask": (torch.tensor([[6], [0]]) <= INDEX).long()}
 _INDEX = {"input_pos": INDEX}
-PAST, RIGHT = "torch.arange(past", made(ByArgument)
-#: The function with the line, the sick factory, a part of the remedy, and healthy twins.
-DECODE = {
-    "positions by an argument": (Positionless.positions, made(ByArgument, Positionless), PAST, RIGHT),
-    "positions inside": (Restarting.places, made(Restarting, learned=True), PAST, made(Inside, learned=True)),
-    "positions of keys": (WithKeysMoved.turn, made(ByArgument, WithKeysMoved), PAST, made(Inside)),
-    "turned twice": (Twice.join, made(ByArgument, Twice), "before you write", made(ByArgument, Late)),
-    "turned twice inside": (Twice.join, made(Inside, Twice), "before you write", made(Inside, Late)),
-    "wrong slot": (Static.join, made(ByStart, Shifted), PAST, made(ByStart, Static)),
-    "wrong slot by positions": (
-        *(Static.join, made(ByPosition, Shifted, **_INDEX), PAST),
-        made(ByPosition, Static, **_INDEX),
+PAST, AGAIN, RIGHT = "torch.arange(past", "before you write", made(ByArgument)
+_ALONE = {"tried": "with the prefill's results in these calls"}
+# Learned positions and reordered samples change more than attention.
+_MORE = {"not_tried": "with the prefill's results in these calls", "beside": ("causality-lost",)}
+for _name, _code, _sick, _remedy, _twins, _tried in (
+    ("positions", Positionless.positions, made(ByArgument, Positionless), PAST, [RIGHT], _ALONE),
+    ("inside", Restarting.places, made(Restarting, learned=True), PAST, [made(Inside, learned=True)], _MORE),
+    ("keys", WithKeysMoved.turn, made(ByArgument, WithKeysMoved), PAST, [made(Inside)], _ALONE),
+    ("turned twice", Twice.join, made(ByArgument, Twice), AGAIN, [made(ByArgument, Late)], _ALONE),
+    ("turned twice inside", Twice.join, made(Inside, Twice), AGAIN, [made(Inside, Late)], _ALONE),
+    ("slot", Static.join, made(ByStart, Shifted), PAST, [made(ByStart, Static)], _ALONE),
+    (
+        *("slot by positions", Static.join, made(ByPosition, Shifted, **_INDEX), PAST),
+        *([made(ByPosition, Static, **_INDEX)], _ALONE),
     ),
-    "window forgotten": (
-        *(WindowForgotten.mask, made(ByArgument, WindowForgotten), "the same window"),
-        *(made(ByArgument, Windowed), made(CountingWindows, Rolling)),
+    (
+        *("window", WindowForgotten.mask, made(ByArgument, WindowForgotten), "the same window"),
+        *([made(ByArgument, Windowed), made(CountingWindows, Rolling)], _ALONE),
     ),
-    "padding forgotten": (
-        *(PaddingForgotten.mask, made(ByArgument, PaddingForgotten, **_LEFT), "the same window and padding"),
-        made(ByArgument, **_LEFT),
+    (
+        *("padding", PaddingForgotten.mask, made(ByArgument, PaddingForgotten, **_LEFT)),
+        *("the same window and padding", [made(ByArgument, **_LEFT)], _ALONE),
     ),
-    "larger keys": (Larger.join, made(ByArgument, Larger), "the same arguments", RIGHT),
-    "larger values": (Sharper.join, made(ByArgument, Sharper), "Write values", RIGHT),
-    "reordered": (Layer.join, made(Reordered), "index_select", made(ReorderedBoth)),
-}
-#: Attention that is written out. The doctor needs a watched step to find its softmax.
-WRITTEN = made(ByArgument, WrittenPositionless), made(ByArgument, Written)
+    ("larger keys", Larger.join, made(ByArgument, Larger), "the same arguments", [RIGHT], _ALONE),
+    ("larger values", Sharper.join, made(ByArgument, Sharper), "Write values", [RIGHT], _ALONE),
+    ("reordered", (Layer.join, "# cat"), made(Reordered), "index_select", [made(ReorderedBoth)], _MORE),
+    (
+        *("written out", Positionless.positions, made(ByArgument, WrittenPositionless), PAST),
+        *([made(ByArgument, Written)], {}),
+    ),
+):
+    sick("decode", _code, _sick, *_twins, name=_name, remedy=_remedy, **_tried)
 #: Other healthy decoders.
 WELL = {
     "chunked": made(Chunked),
@@ -455,12 +461,16 @@ def stacked(block):
     return Stack(block).requires_grad_(False), tokens(), {}
 
 
-STATE = {
-    "growing cache": (Growing.keys, "cache", stacked(Growing), (stacked(Emptied), stacked(Kept))),
-    "first keys": (FirstKeys.keys, "lists", stacked(FirstKeys), (stacked(FirstLength),)),
-    "default argument": (Listed.keys, "argument seen", stacked(Listed), (stacked(Kept),)),
-    "running mean": (Averaging.state, "mean", stacked(Averaging), (stacked(AveragingInTraining),)),
-}
+for _code, _name, _block, *_wells in (
+    (Growing.keys, "cache", Growing, Emptied, Kept),
+    (FirstKeys.keys, "lists", FirstKeys, FirstLength),
+    (Listed.keys, "argument seen", Listed, Kept),
+    (Averaging.state, "mean", Averaging, AveragingInTraining),
+):
+    _says = {"what": f"{_name} keeps data of it", "tried": "the results do not differ"}
+    sick("state", _code, *map(stacked, (_block, *_wells)), name=_name, **_says)
+_RESET = {"severity": "note", "remedy": "=Call reset_cache() before each new sequence"}
+sick("state", Growing.keys, stacked(Resettable), name="with a reset", **_RESET)
 
 
 # Caches that grow by a copy
@@ -488,10 +498,14 @@ class Stacked(Layer):
         return new[0], new[1]
 
 
-CATS = {
-    "by an argument": (Layer.join, made(ByArgument), (made(ByStart, Static),)),
-    "inside": (Layer.join, made(Inside), (made(Inside, Static),)),
-    "stacked": (Stacked.join, made(ByArgument, Stacked), (made(ByPosition, Static, **_INDEX),)),
-}
+# The doctor decodes the prefill's tokens, and the last ones are decoded inside.
+for _name, _code, _made, _well, _tokens in (
+    ("by an argument", Layer.join, RIGHT, made(ByStart, Static), LENGTH),
+    ("inside", Layer.join, made(Inside), made(Inside, Static), LENGTH - 3),
+    ("stacked", Stacked.join, made(ByArgument, Stacked), made(ByPosition, Static, **_INDEX), LENGTH),
+):
+    _size = 2 * 2 * 2 * DIM * _tokens * 4  # layers, keys and values, samples
+    _says = {"evidence": f"copies {_size / 1024:.1f} KiB", "remedy": "index_copy_", "right": False}
+    sick("cache-cat", (_code, "# cat"), _made, _well, name=_name, **_says)
 #: A joint sequence of this step's tensors is no cache.
 JOINT = made(ByStart, WithPicture)

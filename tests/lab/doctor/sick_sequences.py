@@ -1,6 +1,7 @@
 """Models with two sequences of tokens, and models that return only a loss."""
 
 import torch.nn.functional as F
+from sick import sick
 from small_models import (
     CAUSAL,
     DIM,
@@ -94,7 +95,15 @@ NAMES = {
     "short, of one length": {"source": "src", "target": "tgt", "length": LENGTH},
     "unknown, of one length": {"source": "question", "target": "answer", "length": LENGTH},
 }
-WELL = {
-    "fused": trained(fused),
-    "documents": trained(shows_own_document, segment_ids=IDS),
-}
+_BUILT = {x: (translator, options) for x, options in NAMES.items()}
+_BUILT |= {x: (trained, {"label": x}) for x in ("labels", "targets")}
+for _name, (_build, _options) in _BUILT.items():
+    _made, _well = (_build(x, **_options) for x in (shows_all_to_tokens, fused))
+    _proof = "changing these tokens changes"
+    sick("causality-lost", shows_all_to_tokens, _made, _well, name=_name, evidence=_proof)
+_LOSS = "not confirmed by changing tokens: the model returned only a scalar loss"
+_made = trained(shows_all_to_tokens, needs_labels=True)
+sick("causality-lost", shows_all_to_tokens, _made, name="only a loss", evidence=_LOSS)
+_made, _well = (trained(x, segment_ids=IDS) for x in (shows_all_documents, shows_own_document))
+_says = {"remedy": "mask=causal() & segments(segment_ids)", "tried": "changes no other result"}
+sick("leak", shows_all_documents, _made, _well, beside=("causality-lost",), **_says)

@@ -9,13 +9,28 @@ from sick import CASES, assert_says, examined, grave, lines_of
 from attnspan_lab.doctor.findings import KINDS
 from attnspan_lab.doctor.torch.subject import Subject
 
-MODULES = ("axes", "costs", "loops", "masks", "padding", "positions", "scales", "steps", "compiler")
+MODULES = (
+    "axes",
+    "costs",
+    "decoders",
+    "loops",
+    "masks",
+    "padding",
+    "positions",
+    "scales",
+    "sequences",
+    "steps",
+    "compiler",
+)
 for _module in MODULES:
     import_module(f"sick_{_module}")
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 TWINS = {twin: name for name, x in reversed(CASES.items()) for twin in x.twins}
 MENDED = [name for name, x in CASES.items() if x.right is not None and x.twins]
+
+#: What the doctor says of a twin that it checked.
+CHECKED = {"decode": "equal one prefill", "state": "the same results behind another batch"}
 
 #: Kinds whose remedy other tests apply, by the file or the reason.
 ELSEWHERE = {
@@ -24,7 +39,6 @@ ELSEWHERE = {
     ),
     "the remedies of recompile": ("recompile-limit",),
     "test_compiler_findings.py": ("graph-break",),
-    "test_decoders.py": ("decode", "state", "cache-cat"),
     "test_ranks_compared.py": [x for x in KINDS if x.startswith("rank-")],
     "test_jax_*.py": ("weight-sum", "clamped-slice", "reused-key", "discarded", "constant"),
     "test_honest_benchmarks.py": (
@@ -58,6 +72,8 @@ def test_a_twin_is_healthy(twin, name):
     own = {x.kind for x in CASES.values() if twin in x.twins}
     assert [x for x in grave(found) if x not in case.beside] == []
     assert [x.kind for x in found if x.kind in own] == []
+    if case.kind in CHECKED:
+        assert CHECKED[case.kind] in facts["checked"]["state" if case.kind == "state" else "decoding"]
     unchecked = facts.get("unchecked", {})
     assert not any("cannot be copied" in x for x in unchecked.values())
     one_token = "no module around"  # A decode step of one token has nothing to follow.
