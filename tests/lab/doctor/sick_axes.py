@@ -186,30 +186,19 @@ def batch_first(model=BatchFirst, *options, **more):
 
 #: Right models for which dim 0 may be the sequence.
 TOKENS_FIRST = batch_first(BatchFirst, False, dim=0), batch_first(BatchFirst, False, places=False)
-sick(
-    "sample-axis",
-    BatchFirst,
-    batch_first(BatchFirst, False),
-    batch_first(BatchFirst, True),
-    *TOKENS_FIRST,
-    remedy="=Make the module with batch_first=True",
-    tried="with batch_first=True, a changed sample changes no other sample",
-)
-sick("sample-axis", LayerFirst, batch_first(LayerFirst, False), batch_first(LayerFirst, True))
-sick(
-    "sample-axis",
-    Patches,
-    batch_first(Patches, False),
-    batch_first(Patches, True),
-    batch_first(AlsoOverSamples, False),
-)
-sick(
-    "sample-axis",
-    Patches,
-    batch_first(Patches, False, weights=True),
-    batch_first(Patches, True, weights=True),
-    name="patches with weights",
-)
+_FIRST = {
+    "remedy": "=Make the module with batch_first=True",
+    "tried": "with batch_first=True, a changed sample changes no other sample",
+}
+_SAMPLES = batch_first(AlsoOverSamples, False)
+for _model, _options, _twins, _says in (
+    (BatchFirst, {}, TOKENS_FIRST, _FIRST),
+    (LayerFirst, {}, (), {}),
+    (Patches, {}, [_SAMPLES], {}),
+    (Patches, {"weights": True}, (), {"name": "patches with weights"}),
+):
+    _made, _well = (batch_first(_model, x, **_options) for x in (False, True))
+    sick("sample-axis", _model, _made, _well, *_twins, **_says)
 
 
 class Joined(Attend):
@@ -268,14 +257,8 @@ def placed(model, axis):
 
 
 for _model in (Placed, Embedded, Sloped):
-    sick(
-        "sample-axis",
-        _model.encode,
-        placed(_model, 0),
-        placed(_model, 1),
-        name=_model.__name__,
-        remedy="along the axis of the tokens",
-    )
+    _says = {"name": _model.__name__, "remedy": "along the axis of the tokens"}
+    sick("sample-axis", _model.encode, placed(_model, 0), placed(_model, 1), **_says)
 
 
 # Keys of another sequence
@@ -545,15 +528,8 @@ for _name, _latents in (
     ("ones", lambda: torch.full((6, DIM), 0.1)),
     ("copies of one row", lambda: torch.randn(1, DIM).repeat(6, 1)),
 ):
-    sick(
-        "equal-queries",
-        Queries,
-        queries(_latents),
-        *_DIFFERENT,
-        name=_name,
-        remedy="torch.randn(rows, dim)",
-        evidence="and so are their gradients",
-    )
+    _says = {"remedy": "torch.randn(rows, dim)", "evidence": "and so are their gradients"}
+    sick("equal-queries", Queries, queries(_latents), *_DIFFERENT, name=_name, **_says)
 
 
 # Inputs that nothing depends on

@@ -145,15 +145,9 @@ class NestedContexts(Checkpointed):
         return {"use_reentrant": False, "context_fn": contexts}
 
 
-sick(
-    "compile-error",
-    Checkpointed,
-    model_of(block=NestedContexts),
-    model_of(block=Saved),
-    stage="compiled",
-    right=model_of(),
-    remedy="functools.partial(create_selective_checkpoint_contexts",
-)
+_PARTIAL = "functools.partial(create_selective_checkpoint_contexts"
+_NESTED = model_of(block=NestedContexts), model_of(block=Saved)
+sick("compile-error", Checkpointed, *_NESTED, stage="compiled", right=model_of(), remedy=_PARTIAL)
 
 
 # Recompilations: counters, lists and strings that change in each call
@@ -385,21 +379,11 @@ def detached_in_compiled(q, k, v):
     return fused(q, k, v)
 
 
-sick(
-    "no-gradient",
-    detached_in_eager,
-    model_of(detached_in_eager),
-    stage="parity",
-    what="have a gradient in the compiled step, and none in the eager step",
-)
-sick(
-    "parity",
-    None,
-    model_of(detached_in_compiled),
-    name="gradient",
-    stage="parity",
-    what=("blocks.0.q.weight", "have a gradient in the eager step, and none in the compiled step"),
-)
+_EAGER, _COMPILED = model_of(detached_in_eager), model_of(detached_in_compiled)
+_WHAT = "have a gradient in the compiled step, and none in the eager step"
+sick("no-gradient", detached_in_eager, _EAGER, stage="parity", what=_WHAT)
+_WHAT = "blocks.0.q.weight", "have a gradient in the eager step, and none in the compiled step"
+sick("parity", None, _COMPILED, name="gradient", stage="parity", what=_WHAT)
 
 
 class Noting(Block):
@@ -412,11 +396,5 @@ class Noting(Block):
         return super().forward(x)
 
 
-sick(
-    "combination",
-    None,
-    model_of(block=Noting),
-    stage="features",
-    what=("compile", "checkpoint"),
-    not_what="order",
-)
+_BOTH = {"what": ("compile", "checkpoint"), "not_what": "order"}
+sick("combination", None, model_of(block=Noting), stage="features", **_BOTH)

@@ -121,13 +121,8 @@ def padded_second(number):
 
 
 for _number in (-30.0, -100.0, -1e9):
-    sick(
-        "unfused",
-        bert_padding,
-        padded_second(_number),
-        name=f"padding adds {_number}",
-        remedy="attn_mask=(your mask)",
-    )
+    _says = {"name": f"padding adds {_number}", "remedy": "attn_mask=(your mask)"}
+    sick("unfused", bert_padding, padded_second(_number), **_says)
 
 
 # Windows: q, k and v have more elements than the batch
@@ -193,32 +188,19 @@ def written_windows(number, every=1):
     return Model(WrittenWindows(number, every), layers=2), tokens()
 
 
+_MASK, _SOME = "attn_mask=(your mask)", "1 of the 2 calls here have a mask"
 for _number, _every in ((-100.0, 1), (float("-inf"), 2), (-100.0, 2)):
-    _some = {
-        "not_" * (_every == 1) + "remedy": ("attn_mask=(your mask)",) * (_every == 2)
-        + ("1 of the 2 calls here have a mask",)
-    }
-    sick(
-        "unfused",
-        WrittenWindows,
-        written_windows(_number, _every),
-        name=f"windows, {_number}, {_every}",
-        **_some,
-    )
+    _says = {"remedy": _MASK, "not_remedy": _SOME} if _every == 1 else {"remedy": (_MASK, _SOME)}
+    _name = f"windows, {_number}, {_every}"
+    sick("unfused", WrittenWindows, written_windows(_number, _every), name=_name, **_says)
 
 
 # Calls of torch's function that its fused kernels refuse: the change that lets one run
 
 
 def refused(cause, remedy, *wells, **more):
-    return attends(
-        "unfused",
-        *wells,
-        cause=(cause, "torch 2"),
-        remedy=remedy,
-        tried="flash_attention_for_cpu runs",
-        **more,
-    )
+    says = {"cause": (cause, "torch 2"), "remedy": remedy, "tried": "flash_attention_for_cpu runs"}
+    return attends("unfused", *wells, **says, **more)
 
 
 def mask_of_heads():
@@ -299,28 +281,17 @@ def of_blocks(*blocks):
     return (model_of(block=x, expected={}) for x in blocks)
 
 
-sick(
-    "unfused",
-    Multihead,
-    *of_blocks(Multihead, MultiheadFused),
-    remedy="need_weights=False",
-    tried="for_cpu runs",
-)
-sick(
-    "unfused",
-    MultiheadUsed,
-    *of_blocks(MultiheadUsed),
-    remedy="need_weights=False",
-    tried="the weights are used",
-)
-sick(
-    "unfused",
-    EncoderLayer,
-    *of_blocks(EncoderLayer),
-    right=False,
-    cause="torch's fused kernels refuse dropout on cpu with torch 2",
-    tried="with need_weights=False and dropout=0.0, aten._scaled_dot_product_flash",
-)
+_WEIGHTS = "need_weights=False"
+_REFUSE = {
+    "cause": "torch's fused kernels refuse dropout on cpu with torch 2",
+    "tried": "with need_weights=False and dropout=0.0, aten._scaled_dot_product_flash",
+}
+for _block, _wells, _says in (
+    (Multihead, [MultiheadFused], {"remedy": _WEIGHTS, "tried": "for_cpu runs"}),
+    (MultiheadUsed, [], {"remedy": _WEIGHTS, "tried": "the weights are used"}),
+    (EncoderLayer, [], _REFUSE),
+):
+    sick("unfused", _block, *of_blocks(_block, *_wells), **_says)
 
 
 # Copies of keys and values for more heads
@@ -390,13 +361,8 @@ for _name, (_copied, _said) in COPIED.items():
     _made, *_wells = (model_of(x, **SHARED) for x in (with_copies(_copied), _well) if x is not None)
     sick("kv-copy", _copied, _made, *_wells, name=_name, remedy=_said or GQA)
     if _name in ("tiled", "mirrored", "uneven", "interleaved", "scaled"):
-        sick(
-            "kv-copy",
-            _copied,
-            model_of(written_with_copies(_copied), **SHARED, **FREE),
-            name=f"{_name}, written out",
-            remedy=_said or GQA,
-        )
+        _made, _name = model_of(written_with_copies(_copied), **SHARED, **FREE), f"{_name}, written out"
+        sick("kv-copy", _copied, _made, name=_name, remedy=_said or GQA)
 
 
 # Copies that only make operands contiguous
@@ -532,12 +498,7 @@ for _name, _times, _well, _evidence, _index in (
     ("both", (2, HEADS), copies(1, HEADS, slice(1)), "2 equal copies along the batch and 4", "mask[:1, :1]"),
 ):
     ONE_COPY[_name] = model_of(copies(*_times)), model_of(_well)
+    _says = {"remedy": "Pass one copy, shape (1, ", "tried": f"{_index}: results differ by "}
     sick(
-        "dense-mask",
-        copied_mask,
-        ONE_COPY[_name][0],
-        name=f"copies of {_name}",
-        evidence=_evidence,
-        remedy="Pass one copy, shape (1, ",
-        tried=f"{_index}: results differ by ",
+        "dense-mask", copied_mask, ONE_COPY[_name][0], name=f"copies of {_name}", evidence=_evidence, **_says
     )

@@ -76,114 +76,36 @@ def without_data(scores, _):
     return scores.masked_fill(~EARLIER.mT, -torch.inf)
 
 
-# Name, code with the line, attention, what, a part of the cause and of the remedy, and the mended attention.
-for _name, _code, _attend, _what, _cause, _remedy, _well in (
-    (
-        "unmasked",
-        unmasked,
-        unmasked,
-        "Valid tokens",
-        "this call has no mask",
-        "mask=keys(attention_mask != 0)",
-        hides_keys,
-    ),
-    (
-        "unmasked scores",
-        unmasked_scores,
-        unmasked_scores,
-        "Valid tokens",
-        "has no mask",
-        "keys(attention_mask != 0)",
-        hides_keys,
-    ),
-    (
-        "only causal",
-        writes,
-        writes(without_data),
-        "Valid tokens",
-        "has no data of attention_mask",
-        None,
-        hides_scores,
-    ),
-    ("inverted", adds, adds(lambda m: ~m.bool()), _INVERTED, "True for padding", "pass ~mask", hides_keys),
-    (
-        "inverted fill",
-        writes,
-        writes(lambda x, m: x.masked_fill(m.bool(), -torch.inf)),
-        _INVERTED,
-        "True for valid",
-        "~mask",
-        hides_scores,
-    ),
-    (
-        "inverted numbers",
-        adds,
-        adds(lambda m: m.float() * -1e9),
-        _INVERTED,
-        "adds 0 to padding and -1e+09 to valid tokens",
-        "Add 0 to valid tokens",
-        hides_numbers,
-    ),
-    (
-        "inverted where",
-        writes,
-        writes(lambda x, m: torch.where(~m.bool(), x, -torch.inf)),
-        _INVERTED,
-        "torch.where keeps",
-        "~mask",
-        hides_scores,
-    ),
-    ("inverted pairs", inverted_pairs, inverted_pairs, _INVERTED, "True for padding", "~mask", hides_keys),
-    (
-        "too small",
-        adds,
-        adds(lambda m: (1 - m.float()) * -5),
-        "Valid tokens",
-        "adds -5 to scores",
-        "attn_mask=(attention_mask != 0)",
-        hides_keys,
-    ),
-    ("added", adds, adds(lambda m: m.float()), _ADDED, "at most 1", "attn_mask=(mask != 0)", hides_keys),
-    (
-        "added to scores",
-        writes,
-        writes(lambda x, m: x + m),
-        _ADDED,
-        "at most 1",
-        "masked_fill(mask == 0",
-        hides_scores,
-    ),
-    (
-        "added inverted",
-        writes,
-        writes(lambda x, m: x + (1.0 - m.float())),
-        _ADDED,
-        "at most 1",
-        "masked_fill(mask != 0",
-        hides_scores,
-    ),
-    (
-        "multiplied",
-        writes,
-        writes(lambda x, m: x * m),
-        "A mask of 0 and 1 is multiplied",
-        "only -inf",
-        "masked_fill(mask == 0",
-        hides_scores,
-    ),
+def fill(scores, m):
+    return scores.masked_fill(m.bool(), -torch.inf)
+
+
+def where(scores, m):
+    return torch.where(~m.bool(), scores, -torch.inf)
+
+
+_SEEN, _MULTIPLIED = "Valid tokens", "A mask of 0 and 1 is multiplied"
+_LOW = "adds 0 to padding and -1e+09 to valid tokens"
+_TO_0, _TO_1 = "masked_fill(mask == 0", "masked_fill(mask != 0"
+for _attend, _name, _what, _cause, _remedy in (
+    (unmasked, "unmasked", _SEEN, "this call has no mask", "mask=keys(attention_mask != 0)"),
+    (unmasked_scores, "unmasked scores", _SEEN, "has no mask", "keys(attention_mask != 0)"),
+    (writes(without_data), "only causal", _SEEN, "has no data of attention_mask", ()),
+    (adds(lambda m: ~m.bool()), "inverted", _INVERTED, "True for padding", "pass ~mask"),
+    (writes(fill), "inverted fill", _INVERTED, "True for valid", "~mask"),
+    (adds(lambda m: m.float() * -1e9), "inverted numbers", _INVERTED, _LOW, "Add 0 to valid tokens"),
+    (writes(where), "inverted where", _INVERTED, "torch.where keeps", "~mask"),
+    (inverted_pairs, "inverted pairs", _INVERTED, "True for padding", "~mask"),
+    (adds(lambda m: (1 - m.float()) * -5), "too small", _SEEN, "adds -5 to scores", "(attention_mask != 0)"),
+    (adds(lambda m: m.float()), "added", _ADDED, "at most 1", "attn_mask=(mask != 0)"),
+    (writes(lambda x, m: x + m), "added to scores", _ADDED, "at most 1", _TO_0),
+    (writes(lambda x, m: x + (1.0 - m.float())), "added inverted", _ADDED, "at most 1", _TO_1),
+    (writes(lambda x, m: x * m), "multiplied", _MULTIPLIED, "only -inf", _TO_0),
 ):
-    _says = {"remedy": _remedy, "tried": CHANGES_NO_OTHER} if _remedy else {}
-    sick(
-        "mask-lost",
-        _code,
-        model_of(_attend, **PADDED),
-        model_of(_well, **PADDED),
-        name=_name,
-        right=model_of(hides_keys, **PADDED),
-        what=_what,
-        cause=_cause,
-        **_says,
-    )
+    _well = hides_numbers if _name == "inverted numbers" else hides_scores
+    _made, _twin, _right = (model_of(x, **PADDED) for x in (_attend, _well, hides_keys))
+    _says = {"what": _what, "cause": _cause, "remedy": _remedy, "tried": _remedy and CHANGES_NO_OTHER}
+    sick("mask-lost", _attend, _made, _twin, _right, name=_name, right=_right, **_says)
 
 
 def ours(q, k, v, attention_mask):

@@ -94,39 +94,24 @@ def packed(model, restarts=False, expected=CAUSAL, **more):
 
 _FIRST = Model.mixed, "block(x, **given)"  # the first module whose input is wrong
 _AGAIN = packed(Given, position_ids=INDEX.expand(2, -1) - IDS * 9)
-for _model, _code, _well, _says in (
-    (Learned, Learned.encode, packed(Learned, restarts=True), {"remedy": "torch.where(starts, index, 0)"}),
-    (Sinusoidal, Sinusoidal.mixed, packed(Sinusoidal, restarts=True), {}),
-    (Slopes, Sinusoidal.mixed, packed(Slopes, restarts=True), {}),
-    (Given, _FIRST, _AGAIN, {"remedy": "Pass position_ids", "tried": "it has the same results as alone"}),
-    (
-        OfLength,
-        OfLength.mixed,
-        packed(OfLength, restarts=True),
-        {
-            "remedy": "length of each document",
-            "cause": "The results depend on the length of the row",
-            "tried": "=at the front of the row, the document has the same results",
-        },
-    ),
+_OF_LENGTH = {
+    "remedy": "length of each document",
+    "cause": "The results depend on the length of the row",
+    "tried": "=at the front of the row, the document has the same results",
+}
+_GIVEN = {"remedy": "Pass position_ids", "tried": "it has the same results as alone"}
+for _model, _code, _says in (
+    (Learned, Learned.encode, {"remedy": "torch.where(starts, index, 0)"}),
+    (Sinusoidal, Sinusoidal.mixed, {}),
+    (Slopes, Sinusoidal.mixed, {}),
+    (Given, _FIRST, _GIVEN),
+    (OfLength, OfLength.mixed, _OF_LENGTH),
 ):
-    sick(
-        "positions",
-        _code,
-        packed(_model),
-        _well,
-        name=_model.__name__,
-        right=_AGAIN if _model is Learned else _well,
-        **_says,
-    )
-sick(
-    "positions",
-    _FIRST,
-    packed(Given, expected={}),
-    name="no next token",
-    severity="note",
-    evidence="positions may continue, and this is right",
-)
+    _well = _AGAIN if _model is Given else packed(_model, restarts=True)
+    _right = _AGAIN if _model is Learned else _well
+    sick("positions", _code, packed(_model), _well, name=_model.__name__, right=_right, **_says)
+_NOTE = {"severity": "note", "evidence": "positions may continue, and this is right"}
+sick("positions", _FIRST, packed(Given, expected={}), name="no next token", **_NOTE)
 
 
 # Padding in front of the tokens
@@ -170,15 +155,8 @@ def in_front(model=PaddedInFront, moves=False, positions=False):
     return model(moves), tokens(attention_mask=mask, **more), CAUSAL
 
 
-sick(
-    "positions",
-    PaddedInFront.encode,
-    in_front(moves=True),
-    in_front(),
-    in_front(positions=True),
-    in_front(RelativeInFront, moves=True),
-    name="padding in front",
-)
+_UNMOVED = in_front(), in_front(positions=True), in_front(RelativeInFront, moves=True)
+sick("positions", PaddedInFront.encode, in_front(moves=True), *_UNMOVED, name="padding in front")
 
 
 # Positions that a 16-bit float counts
@@ -224,21 +202,11 @@ def counted(how):
     return Counted(how), [{"input_ids": torch.randint(64, (2, MANY))}]
 
 
-for _how, _what in (
-    ("counted", "=Positions collide: bfloat16 distinguishes 279 of 300 positions"),
-    ("converted", "=Positions collide: bfloat16 distinguishes 279 of 300 positions"),
-    ("rounded", "=Angles of positions are rounded to multiples of 2 rad in bfloat16"),
-):
-    sick(
-        "positions",
-        (Counted, f"# sick: {_how}"),
-        counted(_how),
-        counted("well"),
-        name=_how,
-        what=_what,
-        cause="16 bits",
-        remedy="float32",
-    )
+_COLLIDE = "=Positions collide: bfloat16 distinguishes 279 of 300 positions"
+_ROUNDED = "=Angles of positions are rounded to multiples of 2 rad in bfloat16"
+for _how, _what in (("counted", _COLLIDE), ("converted", _COLLIDE), ("rounded", _ROUNDED)):
+    _says = {"what": _what, "cause": "16 bits", "remedy": "float32"}
+    sick("positions", (Counted, f"# sick: {_how}"), counted(_how), counted("well"), name=_how, **_says)
 
 
 # Rotary positions
@@ -440,17 +408,14 @@ def decoded(*shows, **options):
     return Decoder(shows, **options).requires_grad_(False), tokens(), CAUSAL
 
 
-for _name, _options in (("plain", {}), ("in a window", {"window": 6}), ("by added numbers", {"adds": True})):
+_TRIED = "with the own key visible, results differ from those without a cache by", "instead of"
+_LAST = "the last query of this call sees keys up to 20, and its own key is 21 of 24"
+for _name, _options, _evidence in (
+    ("plain", {}, _LAST),
+    ("in a window", {"window": 6}, ()),
+    ("by added numbers", {"adds": True}, ()),
+):
     # A model may hide own keys on purpose, everywhere.
-    _twins = (decoded(*x, **_options) for x in ((True, True), (False, False)))
-    sick(
-        "own-key",
-        DecoderAttention,
-        decoded(True, False, **_options),
-        *_twins,
-        name=_name,
-        evidence="the last query of this call sees keys up to 20, and its own key is 21 of 24"
-        if not _options
-        else (),
-        tried=("with the own key visible, results differ from those without a cache by", "instead of"),
-    )
+    _shows = (True, False), (True, True), (False, False)
+    _made, *_twins = (decoded(*x, **_options) for x in _shows)
+    sick("own-key", DecoderAttention, _made, *_twins, name=_name, evidence=_evidence, tried=_TRIED)

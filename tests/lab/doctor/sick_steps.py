@@ -68,23 +68,13 @@ def ours_to_repeat(q, k, v):
     return attention(q, k, v, mask=causal())  # sick
 
 
+_SAVED = model_of(fused, Saved), model_of(fused, SavedByName)
 for _block in (Checkpointed, Reentrant):
-    sick(
-        "recompute",
-        to_repeat,
-        model_of(to_repeat, _block),
-        model_of(fused, Saved),
-        model_of(fused, SavedByName),
-        name=_block.__name__,
-        remedy=f"[torch.ops.{FLASH}]",
-    )
-sick(
-    "recompute",
-    ours_to_repeat,
-    model_of(ours_to_repeat, Checkpointed),
-    model_of(ours_to_repeat, SavedOurs),
-    remedy="[torch.ops.attnspan.attention.default]",
-)
+    _says = {"name": _block.__name__, "remedy": f"[torch.ops.{FLASH}]"}
+    sick("recompute", to_repeat, model_of(to_repeat, _block), *_SAVED, **_says)
+_made, _well = (model_of(ours_to_repeat, x) for x in (Checkpointed, SavedOurs))
+_OURS = "[torch.ops.attnspan.attention.default]"
+sick("recompute", ours_to_repeat, _made, _well, remedy=_OURS)
 
 
 # Random numbers that a checkpoint does not restore
@@ -140,23 +130,12 @@ class DrawnBefore(OwnNumbers):
 
 for _attend in (dropped, dropped_after):
     sick("recompute-random", _attend, model_of(_attend, Forgetful), model_of(_attend, Checkpointed))
-sick(
-    "recompute-random",
-    Dropping,
-    model_of(block=ForgetfulDropping),
-    model_of(block=CarefulDropping),
-    right=model_of(block=ForgetfulDropping),
-    remedy="preserve_rng_state=False",
-)
-sick(
-    "recompute-random",
-    OwnNumbers,
-    model_of(block=OwnNumbers),
-    model_of(block=DrawnBefore),
-    right=model_of(block=OwnNumbers),
-    remedy="draw before checkpoint",
-    beside=("state",),
-)
+for _code, _model, _well, _says in (
+    (Dropping, ForgetfulDropping, CarefulDropping, {"remedy": "preserve_rng_state=False"}),
+    (OwnNumbers, OwnNumbers, DrawnBefore, {"remedy": "draw before checkpoint", "beside": ("state",)}),
+):
+    _made, _twin = model_of(block=_model), model_of(block=_well)
+    sick("recompute-random", _code, _made, _twin, right=_made, **_says)
 
 
 # Dropout in evaluation mode
@@ -202,25 +181,11 @@ class Listed(Unlisted):
 
 sick("dropout-in-eval", always, model_of(always), model_of(dropped))
 sick("dropout-in-eval", always_after, model_of(always_after), model_of(dropped_after))
-sick(
-    "dropout-in-eval",
-    Always,
-    model_of(block=Always),
-    model_of(block=OnlyInTraining),
-    right=model_of(),
-    cause="does not depend on self.training",
-    remedy="self.training",
-    evidence="(absolute)",
-)
-sick(
-    "dropout-in-eval",
-    Unlisted,
-    model_of(block=Unlisted),
-    model_of(block=Listed),
-    right=model_of(),
-    cause="in training mode after model.eval()",
-    remedy="nn.ModuleList",
-)
+_MODE = {"cause": "does not depend on self.training", "remedy": "self.training", "evidence": "(absolute)"}
+_LIST = {"cause": "in training mode after model.eval()", "remedy": "nn.ModuleList"}
+for _model, _well, _says in ((Always, OnlyInTraining, _MODE), (Unlisted, Listed, _LIST)):
+    _made, _twin = model_of(block=_model), model_of(block=_well)
+    sick("dropout-in-eval", _model, _made, _twin, right=model_of(), **_says)
 
 
 # Gradients that do not reach parameters
@@ -322,27 +287,20 @@ def distilled(how):
 
 # Each of three layers saves its input and its GELU's input. The first input belongs to the embedding too.
 _SAVED = f"saves {6 * 2 * LENGTH * DIM * 4 / 1024:.1f} KiB"
-for _how, _saves in (("detach", ""), ("no_grad", "not_")):
-    _saved = {"not_remedy": _SAVED} if _saves else {}
-    sick(
-        "no-gradient",
-        (Distilled, f"# sick: {_how}"),
-        distilled(_how),
-        distilled("frozen"),
-        severity="note",
-        name=f"teacher, {_how}",
-        what="=The parameters of teacher are trainable but get no gradient, from this line",
-        remedy=("teacher.requires_grad_(False)", *(() if _saves else (_SAVED,))),
-        **_saved,
-        tried="=frozen and in torch.no_grad(), results and all other gradients are equal",
-    )
-sick(
-    "no-gradient",
-    (Distilled, "# sick: layer"),
-    distilled("layer"),
-    name="layer",
-    what="=2 trainable parameters have no gradient: layer.weight, layer.bias",
-)
+_FROZEN = {
+    "severity": "note",
+    "what": "=The parameters of teacher are trainable but get no gradient, from this line",
+    "tried": "=frozen and in torch.no_grad(), results and all other gradients are equal",
+}
+_FREEZE = "teacher.requires_grad_(False)"
+_LAYER = "=2 trainable parameters have no gradient: layer.weight, layer.bias"
+for _how, _twins, _says in (
+    ("detach", [distilled("frozen")], {"remedy": (_FREEZE, _SAVED)} | _FROZEN),
+    ("no_grad", [distilled("frozen")], {"remedy": _FREEZE, "not_remedy": _SAVED} | _FROZEN),
+    ("layer", [], {"what": _LAYER}),
+):
+    _code = Distilled, f"# sick: {_how}"
+    sick("no-gradient", _code, distilled(_how), *_twins, name=f"distilled, {_how}", **_says)
 
 
 # NaN, and numbers that are too large for float16
@@ -478,20 +436,14 @@ def denoised(model, once=False):
     return made, [{"x": torch.randn(2, 6, DIM), "text": torch.randn(2, 9, DIM)}]
 
 
+_TWO = "2 products with values"
 for _model, _twins, _evidence in (
-    (Denoiser, (InPlace,), ()),
-    (Normed, (Noised,), ()),
-    (Encoded, (), "before, and 2 products behind them"),
+    (Denoiser, [denoised(InPlace)], _TWO),
+    (Normed, [denoised(Noised)], _TWO),
+    (Encoded, [], (_TWO, "before, and 2 products behind them")),
 ):
-    sick(
-        "repeat",
-        _model,
-        denoised(_model),
-        denoised(_model, once=True),
-        *map(denoised, _twins),
-        remedy="once before the loop",
-        evidence=("2 products with values", *([_evidence] if _evidence else ())),
-    )
+    _says = {"remedy": "once before the loop", "evidence": _evidence}
+    sick("repeat", _model, denoised(_model), denoised(_model, once=True), *_twins, **_says)
 
 
 # A loop without a cache
@@ -617,11 +569,5 @@ for _model, _code, *_wells in (
     (HookedByObject, Extractor, KeepingNewest),
     (Hooked, Hooked, KeepingNewest),
 ):
-    sick(
-        "kept",
-        _code,
-        *(model_of(block=x) for x in (_model, *_wells)),
-        name=_model.__name__,
-        remedy=".clear()",
-        evidence="after steps 1, 2, 3",
-    )
+    _says = {"name": _model.__name__, "remedy": ".clear()", "evidence": "after steps 1, 2, 3"}
+    sick("kept", _code, *(model_of(block=x) for x in (_model, *_wells)), **_says)

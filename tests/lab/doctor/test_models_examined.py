@@ -8,13 +8,7 @@ from sick_costs import SHARED, dropout, narrow_rotated, shared
 from sick_padding import PADDED, ours, shows_real
 from sick_positions import counted
 from sick_scales import queries_too
-from sick_steps import (
-    Checkpointed,
-    SavedByName,
-    always,
-    distilled,
-    narrow_softmax,
-)
+from sick_steps import Checkpointed, SavedByName, always, distilled, narrow_softmax
 from small_models import (
     CAUSAL,
     DIM,

@@ -1,6 +1,7 @@
 """Each sick model has its finding on its line. Its twins have none, and the remedy mends it."""
 
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,21 +10,8 @@ from sick import CASES, assert_says, examined, grave, lines_of
 from attnspan_lab.doctor.findings import KINDS
 from attnspan_lab.doctor.torch.subject import Subject
 
-MODULES = (
-    "axes",
-    "costs",
-    "decoders",
-    "loops",
-    "masks",
-    "padding",
-    "positions",
-    "scales",
-    "sequences",
-    "steps",
-    "compiler",
-)
-for _module in MODULES:
-    import_module(f"sick_{_module}")
+for _path in sorted(Path(__file__).parent.glob("sick_*.py")):
+    import_module(_path.stem)
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 TWINS = {twin: name for name, x in reversed(CASES.items()) for twin in x.twins}
