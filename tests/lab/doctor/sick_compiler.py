@@ -341,7 +341,7 @@ for _code, _made, _well, _says in (
     ),
     (
         *(WarmedScale, calls_of(WarmedScale, model=Warming), None),
-        {"remedy": "temperature.fill_(n)", "tried": _FILLED, "not_tried": f"in place{_AGAIN}"},
+        {"remedy": "temperature.fill_(n)", "tried": (_FILLED, "but 1 more graph break")},
     ),
     (by_name, named(), None, {}),
     (
@@ -397,4 +397,4 @@ class Noting(Block):
 
 
 _BOTH = {"what": ("compile", "checkpoint"), "not_what": "order"}
-sick("combination", None, model_of(block=Noting), stage="features", **_BOTH)
+sick("combination", None, model_of(block=Noting), name="noted length", stage="features", **_BOTH)
