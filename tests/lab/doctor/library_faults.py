@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from attnspan_lab.zoo.measure import SOURCES, TOKENS, collect
 
 
-class Ailment(NamedTuple):
+class Fault(NamedTuple):
     """What the doctor has to find first.
 
     Args:
@@ -29,28 +29,28 @@ class Ailment(NamedTuple):
 
 #: Scores are stored where torch's function cannot be chosen; FlexAttention has no backward pass on CPUs,
 #: crashes on a score_mod of transformers' own, and its masks do not compile.
-AILMENTS = {
-    "gemma2": Ailment("eager", "packed", "unfused", "softmax(attn_weights"),
-    "vaultgemma": Ailment("eager", "packed", "unfused", "softmax(attn_weights"),
-    "mimo_v2_flash": Ailment("eager", "packed", "unfused", "softmax(attn_weights"),
-    "gpt_oss": Ailment("eager", "padded", "unfused", "softmax(combined_logits"),
-    "t5gemma": Ailment("eager", "padded", "unfused", "softmax(attn_weights"),
-    "nllb-moe": Ailment("eager", "padded", "unfused", "softmax(attn_weights"),
-    "granite_swa": Ailment("eager", "packed", "unfused", "softmax(attn_weights"),
-    "doge": Ailment("flex", "packed", "crash", "flex_attention_compiled("),
-    "llama": Ailment("flex", "packed", "graph-break", "create_block_mask(", ("compiled",)),
-    "bert": Ailment("flex", "padded", "graph-break", "fast_all(attention_mask)", ("compiled",)),
+FAULTS = {
+    "gemma2": Fault("eager", "packed", "unfused", "softmax(attn_weights"),
+    "vaultgemma": Fault("eager", "packed", "unfused", "softmax(attn_weights"),
+    "mimo_v2_flash": Fault("eager", "packed", "unfused", "softmax(attn_weights"),
+    "gpt_oss": Fault("eager", "padded", "unfused", "softmax(combined_logits"),
+    "t5gemma": Fault("eager", "padded", "unfused", "softmax(attn_weights"),
+    "nllb-moe": Fault("eager", "padded", "unfused", "softmax(attn_weights"),
+    "granite_swa": Fault("eager", "packed", "unfused", "softmax(attn_weights"),
+    "doge": Fault("flex", "packed", "crash", "flex_attention_compiled("),
+    "llama": Fault("flex", "packed", "graph-break", "create_block_mask(", ("compiled",)),
+    "bert": Fault("flex", "padded", "graph-break", "fast_all(attention_mask)", ("compiled",)),
 }
 
 
 def _made(name: str) -> tuple[Any, list[Any]]:
-    ailment = AILMENTS[name]
+    fault = FAULTS[name]
     architecture = next(x for x in collect(SOURCES) if x.name == name)
-    batches = [architecture.batch(ailment.layout, n, "tiny") for n in TOKENS]
-    return architecture.make(ailment.attention, "tiny"), batches
+    batches = [architecture.batch(fault.layout, n, "tiny") for n in TOKENS]
+    return architecture.make(fault.attention, "tiny"), batches
 
 
 def __getattr__(name: str) -> Callable[[], Any]:
-    if name.replace("__", "-") not in AILMENTS:
+    if name.replace("__", "-") not in FAULTS:
         raise AttributeError(name)
     return partial(_made, name.replace("__", "-"))

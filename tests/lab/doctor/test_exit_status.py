@@ -73,12 +73,12 @@ def test_costs_are_judged_by_limits(
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("name", "code"),
-    [("sick_mask_lost", 1), ("sick_nan", 1), ("sick_leak", 1), ("well_padded", 0), ("sick_contiguous", 0)],
+    [("sees_padding", 1), ("returns_nan", 1), ("leaks", 1), ("hides_padding", 0), ("copies", 0)],
 )
 def test_a_wrong_model_fails_with_limits(name: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parent)
     limits = ["--quick", "--max-copies", "1"]
-    made = CliRunner().invoke(build_app(), ["doctor", *limits, f"patients:{name}"])
+    made = CliRunner().invoke(build_app(), ["doctor", *limits, f"targets:{name}"])
     assert made.exit_code == code, made.output
 
 

@@ -27,7 +27,7 @@ def examined(cores: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Diagnosis, li
     """Examine a model that breaks the graph. Return the diagnosis and the stages that ran together."""
     monkeypatch.setattr(run, "usable_cores", lambda: cores)
     seen: list[list[str]] = []
-    found = diagnose("patients:sick_print", stages=_ASKED, backend="aot_eager", running=seen.append)  # type: ignore[arg-type]
+    found = diagnose("targets:prints", stages=_ASKED, backend="aot_eager", running=seen.append)  # type: ignore[arg-type]
     return found, seen
 
 
@@ -88,7 +88,7 @@ def test_ctrl_c_ends_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Loaded, "fork", forked)
     monkeypatch.setattr(run, "usable_cores", lambda: 2)
-    found = diagnose("patients:sick_print", stages=_ASKED, backend="aot_eager", running=interrupted)
+    found = diagnose("targets:prints", stages=_ASKED, backend="aot_eager", running=interrupted)
     assert not found.complete
     assert [x.kind for x in found.findings] == ["graph-break"]
     assert found.facts["stages"]["unchecked"]["compiled results"] == "its stage did not end"
@@ -98,8 +98,8 @@ def test_ctrl_c_ends_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_time_limit_ends_only_its_own_stage() -> None:
     given: dict[str, Any] = {"arguments": (), "stage": "eager", "backend": "", "seen": lambda _: None}
-    hangs = Stage("bad_inputs:hangs", limit=3.0, **given)
-    ends = Stage("patients:well_fused", limit=300.0, **given)
+    hangs = Stage("targets:hangs", limit=3.0, **given)
+    ends = Stage("targets:healthy", limit=300.0, **given)
     with Loaded("attnspan_lab.doctor.child", {}, {"PYTHONPATH": os.getcwd()}) as loaded:
         run_together([(x, partial(loaded.fork, x.task)) for x in (hangs, ends)])
     assert [x.kind for x in hangs.findings] == ["hang"]
@@ -107,7 +107,7 @@ def test_a_time_limit_ends_only_its_own_stage() -> None:
 
 
 def test_stages_end_with_a_doctor_that_is_killed() -> None:
-    stage = Stage("bad_inputs:hangs", (), "eager", "", 300.0, lambda _: None)
+    stage = Stage("targets:hangs", (), "eager", "", 300.0, lambda _: None)
     with Loaded("attnspan_lab.doctor.child", {}, {}) as loaded, loaded.fork(stage.task) as child:
         (pid,) = ids([child])
         assert is_running(pid)
@@ -119,7 +119,7 @@ def test_stages_end_with_a_doctor_that_is_killed() -> None:
 
 
 def test_a_process_that_cannot_load_is_a_crash() -> None:
-    stage = Stage("patients:well_fused", (), "eager", "", 300.0, lambda _: None)
+    stage = Stage("targets:healthy", (), "eager", "", 300.0, lambda _: None)
     with Loaded("no_such_module", {}, {}) as loaded:
         run_together([(stage, partial(loaded.fork, stage.task))])
     (found,) = stage.findings
