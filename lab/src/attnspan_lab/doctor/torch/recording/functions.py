@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import attnspan
+import attnspan_lab
 from attnspan_lab.doctor.places import Place, on_stack, place_here
 from attnspan_lab.doctor.torch.numbers.overflow import Overflow, overflow_of_data
 from attnspan_lab.doctor.torch.recording.operators import is_plain
@@ -20,8 +21,7 @@ __all__ = ["Function", "is_own"]
 
 # Functions that give values to Python.
 _TO_PYTHON = {"tolist", "numpy", "__array__", "__repr__", "__format__"}
-_ATTNSPAN = str(Path(attnspan.__file__).parent)
-_LAB = str(Path(__file__).parents[1])
+_OWN = [str(Path(x.__file__).parent) for x in (attnspan, attnspan_lab)]
 
 
 class Function(TorchFunctionMode):
@@ -81,4 +81,4 @@ class Function(TorchFunctionMode):
 
 def is_own(place: Place | None) -> bool:
     """Whether attnspan or the doctor reads a value below a line. Compiled code has no such reads."""
-    return place is None or any(on_stack(own, place.file) for own in (_ATTNSPAN, _LAB))
+    return place is None or any(on_stack(own, place.file) for own in _OWN)
