@@ -85,7 +85,7 @@ def fault_of(call: Attention, own: Tensor, said: Declared, queries: Tensor | Non
             inverted=True,
         )
     if not applied and call.mask is None:
-        given = arguments(*call.given) if call.given is not None else {}
+        given = call.given
         other = "has no mask except is_causal=True" if given.get("is_causal") else "has no mask"
         return Fault(_SEEN, f"The batch has padding ({said.padding}), and this call {other}")
     least = min((float(x.min()) for _, _, x in applied if x.is_floating_point()), default=-torch.inf)
@@ -108,8 +108,8 @@ _SHOWS = {"attn_mask": "scaled_dot_product_attention shows", "where": "torch.whe
 
 def _applied(call: Attention, length: int) -> Iterator[tuple[str, Place | None, Tensor]]:
     """Yield the tensors that mask scores: the operator, its line, and the tensor."""
-    if call.given is not None:
-        mask = arguments(*call.given).get("attn_mask")
+    if call.given:
+        mask = call.given.get("attn_mask")
         if isinstance(mask, Tensor) and mask.shape[-1:] == (length,):
             yield "attn_mask", call.place, mask.detach()
         return

@@ -16,7 +16,7 @@ from attnspan_lab.doctor.torch.isolation.declared import Declared, paddings
 from attnspan_lab.doctor.torch.isolation.padding_causes import fault_of
 from attnspan_lab.doctor.torch.isolation.sequences import of_predicted, sequences
 from attnspan_lab.doctor.torch.isolation.visible_pairs import Visible
-from attnspan_lab.doctor.torch.masks.forms import arguments, distance, present
+from attnspan_lab.doctor.torch.masks.forms import distance, present
 from attnspan_lab.doctor.torch.masks.replacement import aligned, ends_with_own
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
 from attnspan_lab.doctor.torch.subject import Subject
@@ -152,10 +152,9 @@ def _alignments(see: Visible, length: int) -> Iterator[Finding]:
         right = first.tril().new_ones(length, k_len).tril(x.first_own)
         evidence = [f"the batch's own keys are {x.first_own} to {x.first_own + length - 1} of {k_len}"]
         tried = ""
-        if x.given is not None:
+        if x.given:
             now = present(x)
-            args = arguments(*x.given)
-            kept = {k: args[k] for k in ("query", "key", "value", "scale", "enable_gqa") if k in args}
+            kept = {k: y for k, y in x.given.items() if k not in ("attn_mask", "is_causal", "dropout_p")}
             then = F.scaled_dot_product_attention(**kept, attn_mask=right)
             tried = f"results of this call change by {distance(now, then):.1e} (relative)"
             evidence.append("no query sees its own key")

@@ -167,7 +167,7 @@ class Visible:
 
     @staticmethod
     def _is_torch(call: Attention) -> bool:
-        return call.given is not None and len(call.q) == 4
+        return bool(call.given) and len(call.q) == 4
 
     def _form(self, calls: list[Attention], foreign: Tensor) -> Form | None:
         """Find the mask that hides the foreign pairs and shows all others that the calls of a line show."""

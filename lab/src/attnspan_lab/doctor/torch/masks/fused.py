@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnspan_lab.doctor.places import Place
-from attnspan_lab.doctor.torch.masks.forms import arguments
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
 from attnspan_lab.doctor.torch.recording.watch import watching
 from attnspan_lab.doctor.torch.subject import Subject
@@ -117,7 +116,7 @@ def refusal(call: Attention, *, training: bool = True) -> Refusal:
         call: A call of torch's function that stored its scores.
         training: The model is in training mode, so that dropout belongs to it.
     """
-    given = arguments(*call.given)  # type: ignore[misc]
+    given = call.given
     device = f"on {given['query'].device.type} with torch {torch.__version__}"
     found = [x for x in _CHANGES if x.applies(given)]
     if not training:

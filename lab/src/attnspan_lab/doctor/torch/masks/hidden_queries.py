@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from attnspan_lab.doctor.torch.masks.forms import arguments
-
 if TYPE_CHECKING:
     from attnspan_lab.doctor.torch.recording.attention_call import Attention
 
@@ -77,9 +75,8 @@ def _by_head(call: Attention) -> tuple[Tensor, Tensor, Tensor | None] | None:
         return None
     means = means.repeat_interleave(by_head.shape[1] // means.shape[1], 1)
     unmasked = None
-    if call.given is not None:
-        given = arguments(*call.given)
-        kept = {x: given[x] for x in ("query", "key", "value", "scale", "enable_gqa") if x in given}
+    if call.given:
+        kept = {k: x for k, x in call.given.items() if k not in ("attn_mask", "is_causal", "dropout_p")}
         unmasked = scaled_dot_product_attention(**kept).detach().reshape(by_head.shape)
     return by_head, means, unmasked
 

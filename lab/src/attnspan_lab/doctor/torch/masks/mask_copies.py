@@ -35,7 +35,7 @@ class MaskCopies:
 
     def add(self, call: Attention) -> None:
         """Look at one more call. A mask that is made from the batch may differ in another batch."""
-        mask = arguments(*call.given).get("attn_mask") if call.given is not None else None
+        mask = call.given.get("attn_mask")
         if not isinstance(mask, Tensor) or mask.dim() != 4 or call.mask_sources or mask.requires_grad:
             self.dims = ()
             return

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 import attnspan
 import attnspan_lab
 from attnspan_lab.doctor.places import Place, on_stack, place_here
+from attnspan_lab.doctor.torch.masks.forms import arguments
 from attnspan_lab.doctor.torch.numbers.overflow import Overflow, overflow_of_data
 from attnspan_lab.doctor.torch.recording.operators import is_plain
 
@@ -29,7 +30,7 @@ class Function(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.given: tuple[Any, dict[str, Any]] | None = None
+        self.given: dict[str, Any] = {}
         self.reads: dict[Place | None, int] = {}
         self.converts = 0
         self.overflows: list[tuple[Tensor, Overflow]] = []
@@ -50,7 +51,7 @@ class Function(TorchFunctionMode):
             if name == "tensor" and args and (found := overflow_of_data(args[0], out, place_here())):
                 self.overflows.append((out, found))
             return out
-        before, self.given = self.given, (args, kwargs)
+        before, self.given = self.given, arguments(args, kwargs)
         try:
             return fn(*args, **kwargs)
         finally:

@@ -32,7 +32,7 @@ def product(
     q, k = inputs
     if q.dim() > 2 and min(out.shape[-2:]) > 1:
         call = Attention("written out", "", place, tuple(q.shape), tuple(k.shape), q.dtype)
-        if record.function.given is not None:
+        if record.function.given:
             call.kind, call.given = "sdpa", record.function.given
         call.in_multihead = on_stack(_MULTIHEAD)
         call.score_count, call.products = out.numel(), first_scores(out)

@@ -63,14 +63,13 @@ def _of_sdpa(record: Record, call: Attention, op: Any, args: Any, kwargs: Any, q
     if causal:
         visible = visible.tril()
     if mask is not None:
-        source = call.given or ((), {})
-        own = [x for x in tree_leaves(source) if is_plain(x)][3:4]
+        own = call.given.get("attn_mask")
         fits = prod(q.shape[:-1]) * k.shape[-2] <= PAIRS
         limit = highest_hiding_in(mask, q, k, given.get("scale")) if fits else HIDDEN
         shown = mask if mask.dtype == torch.bool else mask > limit
         if mask.dim() > 1 and min(mask.shape[-2:]) > 1:
             # torch converts a boolean mask to floating point. The user's line made the boolean one.
-            record.mask(call, own[0] if own else mask, limit)
+            record.mask(call, mask if own is None else own, limit)
         tag = record.tags.get(storage(mask))
         call.overflow = tag.overflow if tag is not None else None
         call.mask_sources |= record.sources(mask)
@@ -79,7 +78,9 @@ def _of_sdpa(record: Record, call: Attention, op: Any, args: Any, kwargs: Any, q
 
 
 def _of_flex(record: Record, call: Attention, args: Any, kwargs: Any, q: Tensor, k: Tensor) -> None:
-    mask_mod = next((x for x in reversed(_flat(args, kwargs)) if callable(x) and not is_plain(x)), None)
+    # A BlockMask arrives as a tuple that ends with its function.
+    functions = [x for x in tree_leaves((args, kwargs)) if callable(x) and not is_plain(x)]
+    mask_mod = functions[-1] if functions else None
     if mask_mod is None or q.shape[-2] * k.shape[-2] * q.shape[0] > PAIRS:
         return
     from torch.nn.attention.flex_attention import create_mask
@@ -100,11 +101,3 @@ def _of_attnspan(record: Record, call: Attention, op: Any, args: Any, kwargs: An
         # attnspan defines the result of a query that sees nothing: 0.
         record.see(call, visible, torch.empty(sizes, device="meta"))
         call.hidden = []
-
-
-def _flat(args: Any, kwargs: Any) -> list[Any]:
-    """List arguments, and the contents of tuples among them: a BlockMask arrives as a tuple."""
-    found: list[Any] = []
-    for x in (*args, *kwargs.values()):
-        found += list(x) if isinstance(x, tuple) else [x]
-    return found
