@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["counted", "error_text", "first_line"]
+__all__ = ["capitalized", "counted", "error_text", "first_line", "lowered"]
 
 
 def counted(number: int, one: str, many: str = "") -> str:
@@ -13,6 +13,16 @@ def counted(number: int, one: str, many: str = "") -> str:
         ('1 finding', '2 queries')
     """
     return f"{number} {one if number == 1 else many or f'{one}s'}"
+
+
+def capitalized(text: str) -> str:
+    """Write the first letter of a text as a capital."""
+    return text[:1].upper() + text[1:]
+
+
+def lowered(text: str) -> str:
+    """Write the first letter of a text small, for the middle of a sentence."""
+    return text[:1].lower() + text[1:]
 
 
 def first_line(error: BaseException, most: int = 120) -> str:

@@ -137,7 +137,7 @@ class Forms:
     written: bool = False
     untried: str = ""
 
-    def add(self, call: Attention, said: Declared) -> None:
+    def add(self, call: Attention) -> None:
         """Try the forms on one more call."""
         if why := _why_untried(call):
             self.untried = why
@@ -145,12 +145,13 @@ class Forms:
         self.calls += 1
         self.written = not call.given
         try:
-            errors = dict(_errors(call, said))
+            errors = dict(_errors(call))
         except Exception as error:
             self.untried = f"the trial raises {error_text(error, 120)}"
             return
         assert call.visible is not None
-        self.masks |= {x: mask for x, mask in _candidates(call.visible, said) if not _DATA.search(x)}
+        candidates = _candidates(call.visible, call.step.said)
+        self.masks |= {x: mask for x, mask in candidates if not _DATA.search(x)}
         equal = [text for text, error in errors.items() if _is_equal(error, call)]
         self.error = max([self.error, *(errors[x] for x in equal)])
         for text in (*(self.holding or ()), *errors):
@@ -158,12 +159,12 @@ class Forms:
                 self.failing[text] = max(self.failing.get(text, 0.0), errors.get(text, float("inf")))
         self.holding = [x for x in (equal if self.holding is None else self.holding) if x in equal]
 
-    def add_other(self, call: Attention, said: Declared) -> None:
+    def add_other(self, call: Attention) -> None:
         """Try the forms that hold on another call of the line, which has no mask of pairs."""
         if not call.given or call.visible is None:
             return
         self.others += 1
-        masks = {_PLAIN: None, _TORCH: None, **dict(_candidates(call.visible, said)), **self.masks}
+        masks = {_PLAIN: None, _TORCH: None, **dict(_candidates(call.visible, call.step.said)), **self.masks}
         for text in self.holding or ():
             try:
                 found = _result(text, call, masks[text.removeprefix("mask=")])
@@ -240,11 +241,11 @@ def _off(error: float) -> str:
     return "hides other pairs in some calls" if infinite else f"results would differ by {error:.1e}"
 
 
-def _errors(call: Attention, said: Declared) -> Iterator[tuple[str, float]]:
+def _errors(call: Attention) -> Iterator[tuple[str, float]]:
     """Yield the error of each form on a call's own q, k and v."""
     assert call.visible is not None
     fixed = not call.mask_sources
-    found = [x for x in forms(call.visible, said) if fixed or _DATA.search(x[0])][:2]
+    found = [x for x in forms(call.visible, call.step.said) if fixed or _DATA.search(x[0])][:2]
     names = [text for text, _ in found]
     if not call.given:  # Written out: equal pairs have equal results, because the mask adds nothing else.
         square = call.visible.shape[1] == call.visible.shape[2] and call.keys is None  # torch has no sinks.

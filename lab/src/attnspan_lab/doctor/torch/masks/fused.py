@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnspan_lab.doctor.places import Place
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
+from attnspan_lab.doctor.torch.recording.kernels import fused_kind
+from attnspan_lab.doctor.torch.recording.operators import Operation, Operations
 from attnspan_lab.doctor.torch.recording.watch import watching
 from attnspan_lab.doctor.torch.subject import Subject
 
@@ -150,18 +151,15 @@ def _tried(kernel: str, device: str, changes: list[_Change]) -> str:
     return f"with {changed}, {kernel} runs {device}"
 
 
-class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Kernels(Operations):  # type: ignore[no-untyped-call]
     """Records the fused attention kernel that runs."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.kernel = ""
+    kernel = ""
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(op)
-        if name.startswith("aten._scaled_dot_product") and "math" not in name and "backward" not in name:
-            self.kernel = self.kernel or name.removesuffix(".default")
-        return op(*args, **(kwargs or {}))
+    def note(self, operation: Operation) -> None:
+        """Record the first fused kernel."""
+        if fused_kind(operation.op, operation.name):
+            self.kernel = self.kernel or str(operation.op).removesuffix(".default")
 
 
 def _fused(given: Given) -> str:

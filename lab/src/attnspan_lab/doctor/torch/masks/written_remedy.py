@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from attnspan_lab.doctor.words import lowered
+
 if TYPE_CHECKING:
     from attnspan_lab.doctor.torch.recording.attention_call import Attention
 
@@ -61,13 +63,9 @@ def remedy_of_written(calls: Sequence[Attention]) -> str:
     if used is not None:
         return (
             f"Keep these lines where {Path(used.file).name}:{used.line} needs the weights: fused functions "
-            f"do not return them. If it does not need them in all calls: {_first_lower(_replacement(calls))}"
+            f"do not return them. If it does not need them in all calls: {lowered(_replacement(calls))}"
         )
     return _replacement(calls)
-
-
-def _first_lower(text: str) -> str:
-    return text[:1].lower() + text[1:]
 
 
 def _replacement(calls: Sequence[Attention]) -> str:

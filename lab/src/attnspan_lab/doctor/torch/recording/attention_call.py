@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attnspan_lab.doctor.places import Place, lines_here
+from attnspan_lab.doctor.torch.isolation.declared import Declared
 from attnspan_lab.doctor.torch.masks.heads import HeadMap
 from attnspan_lab.doctor.torch.masks.hiding_values import HIDDEN
 from attnspan_lab.doctor.torch.numbers.overflow import Overflow
@@ -16,7 +17,16 @@ from attnspan_lab.doctor.torch.numbers.overflow import Overflow
 if TYPE_CHECKING:
     from attnspan_lab.doctor.torch.isolation.padding_causes import Fault
 
-__all__ = ["HIDDEN", "Attention"]
+__all__ = ["HIDDEN", "Attention", "StepFacts"]
+
+
+@dataclass(eq=False)
+class StepFacts:
+    """Facts about a step: the batch's facts, its number of tokens or 0, and the time of all operators."""
+
+    said: Declared = field(default_factory=Declared)
+    tokens: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(eq=False)
@@ -60,6 +70,7 @@ class Attention:
         scale: Factor of the scores before their softmax, or None if it is unknown.
         in_multihead: The call is part of nn.MultiheadAttention.
         lines: All of the user's lines that lead to the call, as "file:line".
+        step: Facts about the step of the call.
     """
 
     kind: str
@@ -101,6 +112,7 @@ class Attention:
     scale: float | None = None
     in_multihead: bool = False
     lines: list[str] = field(default_factory=lines_here)
+    step: StepFacts = field(default_factory=StepFacts)
 
     @property
     def stores_scores(self) -> bool:

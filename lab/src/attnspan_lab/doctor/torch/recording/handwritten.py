@@ -11,7 +11,7 @@ from attnspan_lab.doctor.places import Place, on_stack
 from attnspan_lab.doctor.torch.masks.hiding_values import HIDDEN, highest_hiding
 from attnspan_lab.doctor.torch.masks.written_remedy import first_scores, scale_of
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
-from attnspan_lab.doctor.torch.recording.operators import in_backward, storage
+from attnspan_lab.doctor.torch.recording.operators import Operation, in_backward, storage
 from attnspan_lab.doctor.torch.recording.step_record import Record
 
 __all__ = ["on_scores", "product"]
@@ -21,15 +21,13 @@ _SOFTMAX = ("_softmax", "_safe_softmax", "exp", "softmax")
 _MULTIHEAD = torch.nn.functional.__file__
 
 
-def product(
-    record: Record, inputs: list[Tensor], out: Tensor, scores: Attention | None, place: Place | None
-) -> None:
+def product(record: Record, operation: Operation, scores: Attention | None) -> None:
     """Follow a product of two tensors: it makes scores, or ends an attention call."""
+    (q, k), out, place = operation.inputs[-2:], operation.outs[0], operation.place
     if scores is not None:
         if scores.softmax:
-            _finish(record, scores, inputs, out, place)
+            _finish(record, scores, [q, k], out, place)
         return
-    q, k = inputs
     if q.dim() > 2 and min(out.shape[-2:]) > 1:
         call = Attention("written out", "", place, tuple(q.shape), tuple(k.shape), q.dtype)
         if record.function.given:
@@ -54,10 +52,9 @@ def _finish(record: Record, call: Attention, inputs: list[Tensor], out: Tensor, 
     record.calls.append(call)
 
 
-def on_scores(
-    record: Record, name: str, inputs: list[Tensor], outs: list[Tensor], call: Attention, place: Place | None
-) -> None:
+def on_scores(record: Record, operation: Operation, call: Attention) -> None:
     """Follow an operator on scores or on their softmax."""
+    name, inputs, outs, place = operation.name, operation.inputs, operation.outs, operation.place
     own = [x for x in inputs if (t := record.tags.get(storage(x))) is not None and t.scores is call]
     pairs = own[0].shape[-2:] if own[0].dim() > 1 else ()
     call.steps |= set() if call.softmax else {name.rstrip("_")}
@@ -92,7 +89,7 @@ def on_scores(
         stored = x.numel() >= own[0].numel() and not any(storage(x) == storage(y) for y in inputs)
         if stored and x.is_floating_point() and x.itemsize > call.dtype.itemsize:
             first, _, size = call.wide or (place, x.dtype, 0)
-            call.wide = first, x.dtype, size + x.numel() * x.element_size()
+            call.wide = first, x.dtype, size + x.nbytes
         if x.numel() == own[0].numel() or sinks:
             record.tags[storage(x)].scores = call
 
