@@ -101,6 +101,39 @@ def test_a_bias_that_is_trained_stays():
     assert "requires a gradient" in found.tried
 
 
+class Mixed(Learned):
+    """Calls of one line, of which one has a mask with a gradient."""
+
+    def __init__(self, order):
+        super().__init__()
+        self.order = order
+
+    def __call__(self, q, k, v):
+        return sum(remedied.SDPA(q, k, v, attn_mask=[None, self.bias[None]][i]) for i in self.order)
+
+
+@SLOW
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_calls_of_a_line_that_are_fused_have_no_finding(order):
+    (found,) = (x for x in examined(lambda: (Model(Mixed(order)), tokens())) if x.kind == "unfused")
+    assert found.cause.endswith(": the mask requires a gradient")
+    assert found.evidence[0].startswith("1 call of the 2 of this line; a tensor of scores")
+
+
+def in_float32(q, k, v):
+    with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
+        return remedied.SDPA(q, k, v, is_causal=True)
+
+
+@SLOW
+def test_the_math_kernel_may_be_chosen():
+    (found,) = (x for x in examined(missed.model_of(in_float32)) if x.kind == "unfused")
+    assert found.cause.startswith("A setting around this call chooses the math kernel")
+    assert found.tried.startswith(
+        "the call alone runs aten._scaled_dot_product_flash_attention_for_cpu on cpu"
+    )
+
+
 # Random numbers
 
 

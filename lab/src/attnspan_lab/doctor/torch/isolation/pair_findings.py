@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
@@ -153,10 +152,8 @@ def _alignments(see: Visible, length: int) -> Iterator[Finding]:
         evidence = [f"the batch's own keys are {x.first_own} to {x.first_own + length - 1} of {k_len}"]
         tried = ""
         if x.given:
-            now = present(x)
-            kept = {k: y for k, y in x.given.items() if k not in ("attn_mask", "is_causal", "dropout_p")}
-            then = F.scaled_dot_product_attention(**kept, attn_mask=right)
-            tried = f"results of this call change by {distance(now, then):.1e} (relative)"
+            then = present(x, attn_mask=right, is_causal=False)
+            tried = f"results of this call change by {distance(present(x), then):.1e} (relative)"
             evidence.append("no query sees its own key")
         yield Finding(
             "causal-alignment",

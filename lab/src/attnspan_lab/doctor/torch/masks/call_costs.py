@@ -82,8 +82,8 @@ def with_caller(finding: Finding, calls: list[Attention]) -> Finding:
 def _costs(site: list[Attention], subject: Subject, batch: Any) -> Iterator[Finding]:
     """Yield avoidable costs of the calls of one line."""
     call, many = site[0], len(site)
-    if call.stores_scores and (call.kind == "sdpa" or call.in_multihead):
-        yield from _stored(site, subject, batch)
+    if stored := [x for x in site if x.stores_scores and (x.kind == "sdpa" or x.in_multihead)]:
+        yield from _stored(stored, site, subject, batch)
     if repeated := next((x.repeated for x in site if x.repeated), None):
         what = "Keys or values are copied once for each query head that shares them"
         heads, cause, remedy = _of_heads({y for x in site for y in x.head_maps})
@@ -116,18 +116,20 @@ def _of_copy(
     )
 
 
-def _stored(site: list[Attention], subject: Subject, batch: Any) -> Iterator[Finding]:
-    """Yield a finding for each reason why torch's functions store the scores of calls of one line."""
-    call, reasons = site[0], defaultdict[Refusal, list[Attention]](list)
+def _stored(
+    stored: list[Attention], site: list[Attention], subject: Subject, batch: Any
+) -> Iterator[Finding]:
+    """Yield a finding for each reason why torch's functions store the scores of some calls of one line."""
+    call, reasons = stored[0], defaultdict[Refusal, list[Attention]](list)
     if call.kind == "sdpa":
         what = "scaled_dot_product_attention ran its math kernel here and stored all scores"
-        known = {_alike(x): x for x in site}
+        known = {_alike(x): x for x in stored}
         why = {key: refusal(x, training=subject.model.training) for key, x in known.items()}
-        for x in site:
+        for x in stored:
             reasons[why[_alike(x)]].append(x)
     else:
         what = "nn.MultiheadAttention stores scores and weights of all pairs here"
-        reasons[refusal_of_multihead(subject, batch, call.place)] = site
+        reasons[refusal_of_multihead(subject, batch, call.place)] = stored
     for (cause, remedy, tried), own in reasons.items():
         evidence = stored_text(own, site)
         yield Finding(
@@ -171,8 +173,7 @@ def _of_heads(maps: set[HeadMap | None]) -> tuple[tuple[str, ...], str, str]:
         return (), "", f"{remedy}that the copy does so: the doctor does not know its order ({why})"
     if found.is_grouped:
         return (), "", ""
-    many, shown = len(found.heads), ", ".join(map(str, found.heads[:32]))
-    evidence = f"key heads of query heads 0 to {min(many, 32) - 1}: {shown}"
+    many, evidence = len(found.heads), f"key heads of {found.text}"
     if not found.is_even:
         cause = "A map of heads gives key heads different numbers of query heads"
         return (evidence,), cause, "Keep the copy: kernels give each key head the same number of query heads"

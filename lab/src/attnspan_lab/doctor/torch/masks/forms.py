@@ -76,9 +76,9 @@ def _candidates(visible: Tensor, said: Declared) -> Iterator[Form]:
     yield "causal() | prefix(lengths)", causal() | prefix(first)
 
 
-def present(call: Attention) -> Tensor:
-    """Compute the present result of a call of torch's function again, without dropout."""
-    return F.scaled_dot_product_attention(**_fixed(call))
+def present(call: Attention, **changes: Any) -> Tensor:
+    """Compute a call of torch's function again, without dropout, also with other arguments."""
+    return F.scaled_dot_product_attention(**_fixed(call) | changes)
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
@@ -103,9 +103,9 @@ def _fixed(call: Attention) -> dict[str, Any]:
 
 def _result(text: str, call: Attention, mask: Mask | None = None, bias: Bias | None = None) -> Tensor:
     """Compute the result of a form on a call's operands. Only attnspan's forms have a mask or a bias."""
-    given = _fixed(call)
     if text in (_PLAIN, _TORCH):
-        return F.scaled_dot_product_attention(**given | {"attn_mask": None, "is_causal": text == _TORCH})
+        return present(call, attn_mask=None, is_causal=text == _TORCH)
+    given = _fixed(call)
     operands = (given[x] for x in ("query", "key", "value"))
     return attention(*operands, mask=mask, scale=given.get("scale"), bias=bias)
 

@@ -122,33 +122,24 @@ def refusal(call: Attention, *, training: bool = True) -> Refusal:
     found = [x for x in _CHANGES if x.applies(given)]
     if not training:
         found = [x._replace(remedy="Pass dropout_p=0.0") if x is _DROPOUT else x for x in found]
-    for one in found:
-        if kernel := _fused(one.change(given)):
-            return Refusal(_cause([one], device), one.remedy, _tried(kernel, device, [one]))
-    kernel = _fused(_changed(given, found))
+    kernel = _fused(given, found)
+    if kernel and not found:
+        cause = "A setting around this call chooses the math kernel, such as sdpa_kernel(SDPBackend.MATH)"
+        return Refusal(cause, "Call it without this setting", f"the call alone runs {kernel} {device}")
     if not kernel:
-        known = f": {'; '.join(x.cause for x in found)}" if found else ""
-        cause = f"torch's fused kernels refuse this call {device}{known}"
+        cause = _cause(found, device).removesuffix(": ")
         return Refusal(cause, f"C{_OURS[1:]}", "no change of the arguments made a fused kernel run")
-    needed = [x for x in found if not _fused(_changed(given, [y for y in found if y is not x]))]
-    remedy = ". ".join(x.remedy for x in needed)
-    return Refusal(_cause(needed, device), remedy, _tried(kernel, device, needed))
-
-
-def _changed(given: Given, changes: list[_Change]) -> Given:
-    for x in changes:
-        given = x.change(given)
-    return given
+    for x in reversed(found):
+        fewer = [y for y in found if y is not x]
+        if fewer and (other := _fused(given, fewer)):
+            found, kernel = fewer, other
+    changed = "dropout_p=0.0" if [x.cause for x in found] == [_DROPOUT.cause] else "this change"
+    remedy = ". ".join(x.remedy for x in found)
+    return Refusal(_cause(found, device), remedy, f"with {changed}, {kernel} runs {device}")
 
 
 def _cause(changes: list[_Change], device: str) -> str:
     return f"torch's fused kernels refuse this call {device}: {'; '.join(x.cause for x in changes)}"
-
-
-def _tried(kernel: str, device: str, changes: list[_Change]) -> str:
-    has_dropout = any(x.cause == _DROPOUT.cause for x in changes)
-    changed = "dropout_p=0.0" if has_dropout and len(changes) == 1 else "this change"
-    return f"with {changed}, {kernel} runs {device}"
 
 
 class _Kernels(Operations):  # type: ignore[no-untyped-call]
@@ -162,9 +153,11 @@ class _Kernels(Operations):  # type: ignore[no-untyped-call]
             self.kernel = self.kernel or str(operation.op).removesuffix(".default")
 
 
-def _fused(given: Given) -> str:
-    """Return the fused kernel that runs a call, or "" if none does."""
+def _fused(given: Given, changes: list[_Change]) -> str:
+    """Return the fused kernel that runs a call with changes, or "" if none does."""
     own: Given = {}
+    for change in changes:
+        given = change.change(given)
     for name, x in given.items():
         is_float = isinstance(x, Tensor) and x.is_floating_point()
         own[name] = x.detach().requires_grad_(x.requires_grad) if is_float else x

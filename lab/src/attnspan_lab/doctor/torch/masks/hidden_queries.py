@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import at
+from attnspan_lab.doctor.torch.masks.forms import present
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
 from attnspan_lab.doctor.torch.recording.watch import Watcher
 from attnspan_lab.doctor.torch.subject import Subject
@@ -125,6 +125,5 @@ def _by_head(call: Attention) -> tuple[Tensor, Tensor, Tensor | None] | None:
     means = means.repeat_interleave(by_head.shape[1] // means.shape[1], 1)
     unmasked = None
     if call.given:
-        kept = {k: x for k, x in call.given.items() if k not in ("attn_mask", "is_causal", "dropout_p")}
-        unmasked = scaled_dot_product_attention(**kept).detach().reshape(by_head.shape)
+        unmasked = present(call, attn_mask=None, is_causal=False).reshape(by_head.shape)
     return by_head, means, unmasked

@@ -45,7 +45,7 @@ def _finish(record: Record, call: Attention, inputs: list[Tensor], out: Tensor, 
         if not (in_backward() or call.in_multihead):
             call.weights_used = call.weights_used or place
         return
-    values = [x for x in inputs if (t := record.tags.get(storage(x))) is None or t.scores is not call]
+    values = [x for x in inputs if record.tag_of(x).scores is not call]
     record.operands(call, values)
     record.keep(call, out, values[0])
     call.recomputed = in_backward()
@@ -55,7 +55,7 @@ def _finish(record: Record, call: Attention, inputs: list[Tensor], out: Tensor, 
 def on_scores(record: Record, operation: Operation, call: Attention) -> None:
     """Follow an operator on scores or on their softmax."""
     name, inputs, outs, place = operation.name, operation.inputs, operation.outs, operation.place
-    own = [x for x in inputs if (t := record.tags.get(storage(x))) is not None and t.scores is call]
+    own = [x for x in inputs if record.tag_of(x).scores is call]
     pairs = own[0].shape[-2:] if own[0].dim() > 1 else ()
     call.steps |= set() if call.softmax else {name.rstrip("_")}
     for x in inputs:
@@ -63,18 +63,18 @@ def on_scores(record: Record, operation: Operation, call: Attention) -> None:
         if changes and not call.softmax and not any(x is y for y in own):
             call.applied.append((name, place, x.detach()))
             call.filled = max(call.filled, _filled(name, x, own[0], outs))
-            call.mask_sources |= record.sources(x)
+            call.mask_sources |= record.tag_of(x).sources
         two = x.dim() > 1 and min(x.shape[-2:]) > 1 and x.shape[-2:] == pairs
         if two and not any(x is y for y in own) and not call.softmax:
             record.mask(call, x)
     if name in _SOFTMAX and not call.softmax:
         call.softmax = True
-        call.overflow = record.tags[storage(own[0])].overflow
+        call.overflow = record.tag_of(own[0]).overflow
         seen = own[0].detach()
         seen = seen if call.keys is None else seen[..., call.keys]
         limit = highest_hiding(seen) if call.applied else HIDDEN
         call.mask_biases = call.mask_biases or _shows_masked(call, limit)
-        record.see(call, ~(seen <= limit) if name != "exp" else None, seen)
+        record.see(call, ~(seen <= limit) if name != "exp" else None)
         call.scale, call.products = scale_of(call.products, seen, limit), None
         call.hidden = call.hidden if call.keys is None else []  # These queries see their sink.
         if call.kind == "written out" and place is not None:

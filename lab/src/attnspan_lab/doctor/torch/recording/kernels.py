@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from attnspan import Spans
 from attnspan_lab.doctor.torch.masks.hiding_values import HIDDEN, highest_hiding_in
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
-from attnspan_lab.doctor.torch.recording.operators import Operation, in_backward, plain_in, storage
+from attnspan_lab.doctor.torch.recording.operators import Operation, in_backward, plain_in
 from attnspan_lab.doctor.torch.recording.step_record import PAIRS, Record
 
 __all__ = ["fused", "fused_kind"]
@@ -54,10 +54,9 @@ def fused(record: Record, kind: str, operation: Operation) -> None:
 def _of_sdpa(record: Record, call: Attention, given: dict[str, Any], q: Tensor, k: Tensor) -> None:
     call.given = record.function.given
     mask = next((given[x] for x in ("attn_mask", "attn_bias") if given.get(x) is not None), None)
-    sizes, causal = (q.shape[-2], k.shape[-2]), bool(given.get("is_causal"))
-    # Windows and other groups of tokens are elements of q's first dim, so it may be larger than the batch.
+    sizes = q.shape[-2], k.shape[-2]
     visible = torch.ones(len(q), 1, *sizes, dtype=torch.bool, device=q.device)
-    if causal:
+    if given.get("is_causal"):
         visible = visible.tril()
     if mask is not None:
         own = call.given.get("attn_mask")
@@ -67,11 +66,10 @@ def _of_sdpa(record: Record, call: Attention, given: dict[str, Any], q: Tensor, 
         if mask.dim() > 1 and min(mask.shape[-2:]) > 1:
             # torch converts a boolean mask to floating point. The user's line made the boolean one.
             record.mask(call, mask if own is None else own, limit)
-        tag = record.tags.get(storage(mask))
-        call.overflow = tag.overflow if tag is not None else None
-        call.mask_sources |= record.sources(mask)
+        tag = record.tag_of(mask)
+        call.overflow, call.mask_sources = tag.overflow, call.mask_sources | tag.sources
         visible = visible & shown.expand(*shown.shape[:-2], *sizes)
-    record.see(call, visible, torch.empty(visible.shape, device="meta"))
+    record.see(call, visible)
 
 
 def _of_flex(record: Record, call: Attention, operation: Operation, q: Tensor, k: Tensor) -> None:
@@ -87,7 +85,7 @@ def _of_flex(record: Record, call: Attention, operation: Operation, q: Tensor, k
         visible = create_mask(mask_mod, batch, heads, q_len, k.shape[-2], device=str(q.device))
     except Exception:
         return  # The function is a score_mod, or reads other data than indices.
-    record.see(call, visible, torch.empty(q.shape[-2], k.shape[-2], device="meta"))
+    record.see(call, visible)
 
 
 def _of_attnspan(record: Record, call: Attention, given: dict[str, Any]) -> None:
@@ -95,5 +93,5 @@ def _of_attnspan(record: Record, call: Attention, given: dict[str, Any]) -> None
     if isinstance(bounds, Tensor) and prod(sizes) * bounds.shape[0] <= PAIRS:
         visible = torch.as_tensor(Spans(bounds, sizes[1]).dense())
         # attnspan defines the result of a query that sees nothing: 0.
-        record.see(call, visible, torch.empty(sizes, device="meta"))
+        record.see(call, visible)
         call.hidden = []

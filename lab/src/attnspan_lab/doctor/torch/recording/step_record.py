@@ -121,44 +121,39 @@ class Record:
         elif keeps and not source.is_contiguous() and x.is_contiguous() and is_direct():
             tag.copied = (place, x.nbytes)
 
+    def tag_of(self, x: Tensor) -> Tag:
+        """Look up the facts about a tensor's storage. They are empty if no watched operator made it."""
+        return self.tags.get(storage(x)) or Tag(None, 0.0)
+
     def operands(self, call: Attention, inputs: list[Tensor]) -> None:
         """Record how q, k or v were made."""
         for x in inputs:
-            tag = self.tags.get(storage(x))
-            if tag is not None:
-                call.repeated = call.repeated or tag.repeated
-                if tag.repeated is not None and tag.source is not None:
-                    call.head_maps.append(head_map(x.detach(), tag.source, self.batch))
-                call.copied = call.copied or tag.copied
-                call.upcast = call.upcast or tag.upcast
-                call.upcast_bytes += x.nbytes if tag.upcast else 0
+            tag = self.tag_of(x)
+            call.repeated = call.repeated or tag.repeated
+            if tag.repeated is not None and tag.source is not None:
+                call.head_maps.append(head_map(x.detach(), tag.source, self.batch))
+            call.copied = call.copied or tag.copied
+            call.upcast = call.upcast or tag.upcast
+            call.upcast_bytes += x.nbytes if tag.upcast else 0
 
     def mask(self, call: Attention, x: Tensor, limit: float | None = None) -> None:
         """Record the dense mask of a call. Numbers at or below the limit hide, and others are a bias."""
-        tag = self.tags.get(storage(x))
-        call.mask = tuple(x.shape), tag.made if tag else None, x.is_floating_point()
-        call.mask_bytes = distinct(x) * x.element_size()
-        call.mask_seconds = tag.all_seconds if tag else 0.0
-        call.mask_sources |= self.sources(x)
+        tag = self.tag_of(x)
+        call.mask = tuple(x.shape), tag.made, x.is_floating_point()
+        call.mask_bytes, call.mask_seconds = distinct(x) * x.itemsize, tag.all_seconds
+        call.mask_sources |= tag.sources
         if x.is_floating_point():
             limit = highest_hiding(x) if limit is None else limit
             call.mask_biases = call.mask_biases or bool(((x != 0) & ~(x <= limit)).any())
 
-    def sources(self, x: Tensor) -> frozenset[str]:
-        """Name the tensors of the batch that a tensor is made from."""
-        tag = self.tags.get(storage(x))
-        return tag.sources if tag is not None else frozenset()
-
-    def see(self, call: Attention, visible: Tensor | None, like: Tensor) -> None:
+    def see(self, call: Attention, visible: Tensor | None) -> None:
         """Store the visible pairs, (B, Sq, Sk), and the queries that see nothing."""
-        if visible is None or prod(visible.shape) > PAIRS or min(like.shape[-2:]) < 1:
+        if visible is None or prod(visible.shape) > PAIRS or min(visible.shape[-2:]) < 1:
             return
-        visible = (
-            visible.expand(*visible.shape[:-2], *like.shape[-2:]).flatten(0, -3)
-            if visible.dim() > 2
-            else (visible.expand(*like.shape[-2:])[None])
-        )
-        groups = len(like) if like.dim() == 4 and len(like) % self.batch == 0 else self.batch
+        # Windows and other groups of tokens are elements of the first dim, so it may be larger than the batch.
+        has_groups = visible.dim() == 4 and len(visible) % self.batch == 0
+        groups = len(visible) if has_groups else self.batch
+        visible = visible.flatten(0, -3) if visible.dim() > 2 else visible[None]
         rows = groups if visible.shape[0] % groups == 0 else 1
         by_head = visible.reshape(rows, -1, *visible.shape[-2:])
         call.visible = by_head.any(1)
