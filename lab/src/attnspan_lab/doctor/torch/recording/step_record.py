@@ -150,7 +150,7 @@ class Record:
         """Store the visible pairs, (B, Sq, Sk), and the queries that see nothing."""
         if visible is None or prod(visible.shape) > PAIRS or min(visible.shape[-2:]) < 1:
             return
-        # Windows and other groups of tokens are elements of the first dim, so it may be larger than the batch.
+        # Groups of tokens, such as windows, are elements of the first dim.
         has_groups = visible.dim() == 4 and len(visible) % self.batch == 0
         groups = len(visible) if has_groups else self.batch
         visible = visible.flatten(0, -3) if visible.dim() > 2 else visible[None]
