@@ -17,11 +17,13 @@ from attnspan_lab.doctor.torch.recording.kernels import fused_kind
 from attnspan_lab.doctor.torch.recording.operators import Operation, Operations
 from attnspan_lab.doctor.torch.recording.watch import watching
 from attnspan_lab.doctor.torch.subject import Subject
+from attnspan_lab.doctor.words import capitalized, lowered
 
 __all__ = ["Refusal", "refusal", "refusal_of_multihead"]
 
 Given = dict[str, Any]
 _OURS = "call attnspan.torch.attention, which stores no scores"
+_ATTNSPAN = capitalized(_OURS)
 
 
 class Refusal(NamedTuple):
@@ -67,7 +69,7 @@ _CHANGES = (
         "dropout_p is not 0",
         lambda x: bool(x.get("dropout_p")),
         lambda x: x | {"dropout_p": 0.0},
-        f"C{_OURS[1:]} and has dropout too. Or pass dropout_p=0.0, which changes training: "
+        f"{_ATTNSPAN} and has dropout too. Or pass dropout_p=0.0, which changes training: "
         "attention has no dropout then",
     ),
     _Change(
@@ -122,20 +124,21 @@ def refusal(call: Attention, *, training: bool = True) -> Refusal:
     found = [x for x in _CHANGES if x.applies(given)]
     if not training:
         found = [x._replace(remedy="Pass dropout_p=0.0") if x is _DROPOUT else x for x in found]
-    kernel = _fused(given, found)
-    if kernel and not found:
+    for changes in ([], *([x] for x in found), found):
+        if kernel := _fused(given, changes):
+            break
+    if kernel and not changes:
         cause = "A setting around this call chooses the math kernel, such as sdpa_kernel(SDPBackend.MATH)"
         return Refusal(cause, "Call it without this setting", f"the call alone runs {kernel} {device}")
     if not kernel:
         cause = _cause(found, device).removesuffix(": ")
-        return Refusal(cause, f"C{_OURS[1:]}", "no change of the arguments made a fused kernel run")
-    for x in reversed(found):
-        fewer = [y for y in found if y is not x]
-        if fewer and (other := _fused(given, fewer)):
-            found, kernel = fewer, other
-    changed = "dropout_p=0.0" if [x.cause for x in found] == [_DROPOUT.cause] else "this change"
-    remedy = ". ".join(x.remedy for x in found)
-    return Refusal(_cause(found, device), remedy, f"with {changed}, {kernel} runs {device}")
+        return Refusal(cause, _ATTNSPAN, "no change of the arguments made a fused kernel run")
+    for x in found if len(changes) > 1 else ():
+        fewer = [y for y in changes if y is not x]
+        changes = fewer if _fused(given, fewer) else changes
+    changed = "dropout_p=0.0" if [x.cause for x in changes] == [_DROPOUT.cause] else "this change"
+    remedy = ". ".join(x.remedy for x in changes)
+    return Refusal(_cause(changes, device), remedy, f"with {changed}, {kernel} runs {device}")
 
 
 def _cause(changes: list[_Change], device: str) -> str:
@@ -186,13 +189,14 @@ def refusal_of_multihead(subject: Subject, batch: Any, place: Place | None) -> R
         device = next((x.device.type for x in subject.model.parameters()), "cpu")
         refused = f"torch's fused kernels refuse dropout on {device} with torch {torch.__version__}"
         cause = f"{cause}, and {refused}" if asked else refused
-        both = f"{remedy}, and make" if asked else "make"
-        ours = (
-            f"C{_OURS[1:]} and has dropout too. Or: {both[0].lower()}{both[1:]} nn.MultiheadAttention with "
+        make = f"{lowered(remedy)}, and make" if asked else "make"
+        remedy = f"{_ATTNSPAN} and has dropout too. Or: {make} nn.MultiheadAttention with dropout=0.0"
+        return Refusal(
+            cause,
+            f"{remedy}, which changes training",
+            f"with need_weights=False and dropout=0.0, {kernels} runs",
         )
-        ours += "dropout=0.0, which changes training"
-        return Refusal(cause, ours, f"with need_weights=False and dropout=0.0, {kernels} runs")
-    return Refusal(cause, f"C{_OURS[1:]}", "with need_weights=False, scores are stored as well")
+    return Refusal(cause, _ATTNSPAN, "with need_weights=False, scores are stored as well")
 
 
 def _of_multihead(
