@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from attnspan_lab.doctor.findings import KINDS, Finding
@@ -101,9 +100,7 @@ class CompilerLog(logging.Handler):
         self._warnings.addFilter(self._is_no_limit)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._log.removeHandler(self)
         self._warnings.removeFilter(self._is_no_limit)
 

@@ -56,21 +56,20 @@ def on_scores(record: Record, operation: Operation, call: Attention) -> None:
     """Follow an operator on scores or on their softmax."""
     name, inputs, outs, place = operation.name, operation.inputs, operation.outs, operation.place
     own = [x for x in inputs if record.tag_of(x).scores is call]
-    pairs = own[0].shape[-2:] if own[0].dim() > 1 else ()
-    call.steps |= set() if call.softmax else {name.rstrip("_")}
-    for x in inputs:
-        changes = x.dim() > 0 and x.shape[-1:] == own[0].shape[-1:] and name in _MASKING
-        if changes and not call.softmax and not any(x is y for y in own):
-            call.applied.append((name, place, x.detach()))
-            call.filled = max(call.filled, _filled(name, x, own[0], outs))
-            call.mask_sources |= record.tag_of(x).sources
-        two = x.dim() > 1 and min(x.shape[-2:]) > 1 and x.shape[-2:] == pairs
-        if two and not any(x is y for y in own) and not call.softmax:
-            record.mask(call, x)
+    scores = own[0]
+    if not call.softmax:
+        call.steps.add(name.rstrip("_"))
+        for x in (y for y in inputs if not any(y is z for z in own)):
+            if name in _MASKING and x.dim() > 0 and x.shape[-1:] == scores.shape[-1:]:
+                call.applied.append((name, place, x.detach()))
+                call.filled = max(call.filled, _filled(name, x, scores, outs))
+                call.mask_sources |= record.tag_of(x).sources
+            if x.dim() > 1 and min(x.shape[-2:]) > 1 and x.shape[-2:] == scores.shape[-2:]:
+                record.mask(call, x)
     if name in _SOFTMAX and not call.softmax:
         call.softmax = True
-        call.overflow = record.tag_of(own[0]).overflow
-        seen = own[0].detach()
+        call.overflow = record.tag_of(scores).overflow
+        seen = scores.detach()
         seen = seen if call.keys is None else seen[..., call.keys]
         limit = highest_hiding(seen) if call.applied else HIDDEN
         call.mask_biases = call.mask_biases or _shows_masked(call, limit)
@@ -79,18 +78,18 @@ def on_scores(record: Record, operation: Operation, call: Attention) -> None:
         call.hidden = call.hidden if call.keys is None else []  # These queries see their sink.
         if call.kind == "written out" and place is not None:
             call.place = place
-    _note_use(call, outs, own[0], place)
+    _note_use(call, outs, scores, place)
     for x in outs:
-        sinks = name == "cat" and x.dim() > 1 and x.shape[:-1] == own[0].shape[:-1] and not call.softmax
+        sinks = name == "cat" and x.dim() > 1 and x.shape[:-1] == scores.shape[:-1] and not call.softmax
         if sinks:
-            before = next(i for i, y in enumerate(inputs) if y is own[0])
+            before = next(i for i, y in enumerate(inputs) if y is scores)
             start = sum(y.shape[-1] for y in inputs[:before])
-            call.keys = slice(start, start + own[0].shape[-1])
-        stored = x.numel() >= own[0].numel() and not any(storage(x) == storage(y) for y in inputs)
+            call.keys = slice(start, start + scores.shape[-1])
+        stored = x.numel() >= scores.numel() and not any(storage(x) == storage(y) for y in inputs)
         if stored and x.is_floating_point() and x.itemsize > call.dtype.itemsize:
             first, _, size = call.wide or (place, x.dtype, 0)
             call.wide = first, x.dtype, size + x.nbytes
-        if x.numel() == own[0].numel() or sinks:
+        if x.numel() == scores.numel() or sinks:
             record.tags[storage(x)].scores = call
 
 
