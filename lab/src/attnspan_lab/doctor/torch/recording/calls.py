@@ -90,6 +90,8 @@ class Call:
         return found
 
 
+#: Changes an input (B, S, C) of a module.
+Inject = Callable[[Tensor], Tensor]
 #: Computes another result of a call, or returns None to keep its result.
 Replace = Callable[[Call], Tensor | None]
 #: Calls the copy, once or several times, and returns its results.
@@ -107,7 +109,7 @@ class Changes(TypedDict, total=False):
         mode: Watches the functions or the operators of the run.
     """
 
-    inject: tuple[str, Callable[[Tensor], Tensor]]
+    inject: tuple[str, Inject]
     turn: int
     replace: Replace | None
     run: Run | None
