@@ -10,6 +10,7 @@ from sick_masks import (
     OTHERS,
     PACKED,
     SPELLINGS,
+    LearnedBias,
     OtherSequence,
     Static,
     document_case,
@@ -225,3 +226,34 @@ def test_a_masks_share_of_the_time_is_a_share(attend):
     shares = [int(x) for x in re.findall(r"(\d+)% of all operators' time", found.evidence[1])]
     assert all(1 <= x <= 100 for x in shares)  # A smaller share is not worth a word.
     assert shares or attend is not made_slowly
+
+
+class Mixed(LearnedBias):
+    """Calls of one line, of which one has a mask with a gradient."""
+
+    def __init__(self, order):
+        super().__init__()
+        self.order = order
+
+    def forward(self, q, k, v):
+        return sum(SDPA(q, k, v, attn_mask=[None, self.bias[None]][i]) for i in self.order)
+
+
+@SLOW
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_calls_of_a_line_that_are_fused_have_no_finding(order):
+    (found,) = (x for x in examined(model_of(Mixed(order), expected={}))[0] if x.kind == "unfused")
+    assert found.cause.endswith(": the mask requires a gradient")
+    assert found.evidence[0].startswith("1 call of the 2 of this line; a tensor of scores")
+
+
+def in_float32(q, k, v):
+    with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
+        return SDPA(q, k, v, is_causal=True)
+
+
+@SLOW
+def test_the_math_kernel_may_be_chosen():
+    (found,) = (x for x in examined(model_of(in_float32))[0] if x.kind == "unfused")
+    assert found.cause.startswith("A setting around this call chooses the math kernel")
+    assert found.tried.startswith("the call alone runs aten._scaled_dot_product_flash_attention")

@@ -139,7 +139,7 @@ def doctor(
 def _exceeded(found: Diagnosis, limits: dict[str, int | None], *, parity: bool) -> list[str]:
     """Describe the limits that a diagnosis exceeds. A missing count exceeds its limit."""
     counts = {name: found.facts.get("compiled", {}).get(name) for name in ("breaks", "graphs", "recompiles")}
-    copies = [x for x in found.findings if x.kind in ("copy", "kv-copy")]
+    copies = [y for x in found.findings for y in (x, *x.others) if y.kind in ("copy", "kv-copy")]
     counts["copies"] = len(copies) if "eager" in found.facts else None
     said = []
     for name, most in limits.items():

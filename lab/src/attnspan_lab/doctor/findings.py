@@ -51,9 +51,11 @@ class Finding:
         tried: The change with which the doctor tested the remedy, and the outcome.
         known: Upstream issues about the same problem.
         count: Number of occurrences.
+        cost: Bytes that all occurrences store, or 0 if the finding names none.
         stage: Stage that found it: "eager", "compiled", "parity", "ranks", ...
         severity: One of "stops", "wrong", "compile", "slow" and "note". Default: the kind's severity.
             A finding that no trial confirmed is a "note".
+        others: Findings that the same remedy mends, the most expensive first.
     """
 
     kind: str
@@ -65,8 +67,10 @@ class Finding:
     tried: str = ""
     known: tuple[str, ...] = ()
     count: int = 1
+    cost: int = 0
     stage: str = ""
     severity: str = ""
+    others: tuple[Finding, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("cause", "remedy"):
@@ -124,6 +128,6 @@ def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     for x in findings:
         key = (x.kind, x.severity, x.cause, x.places[:1] or x.what)
         same = found.get(key)
-        found[key] = replace(same, count=same.count + x.count) if same else x
+        found[key] = replace(same, count=same.count + x.count, cost=same.cost + x.cost) if same else x
     order = list(KINDS)
     return tuple(sorted(found.values(), key=lambda x: (x.severity == "note", order.index(x.kind))))

@@ -36,7 +36,7 @@ __all__ = [
 _FILE_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 # Files on the stack between the user's line and a watched operator.
 _MACHINERY = (
-    *(f"doctor/torch/recording/{x}.py" for x in ("functions", "step_record", "watch")),
+    *(f"doctor/torch/recording/{x}.py" for x in ("functions", "operators", "step_record", "watch")),
     "_python_dispatch.py",
     "_compile.py",
     "eval_frame.py",

@@ -129,7 +129,7 @@ def diagnose(
     facts["stages"] = {"unchecked": _not_run(stages, why, complete=complete, facts=facts)}
     return Diagnosis(
         f"{target}: {subject}" if subject != target else target,
-        merged(_completed(findings, facts)),
+        _completed(findings, facts),
         facts,
         environment,
         tuple(cells),
@@ -161,8 +161,8 @@ def _not_run(
     return found
 
 
-def _completed(findings: list[Finding], facts: dict[str, dict[str, Any]]) -> list[Finding]:
-    """Add results of other stages and upstream issues to the findings."""
+def _completed(findings: list[Finding], facts: dict[str, dict[str, Any]]) -> tuple[Finding, ...]:
+    """Add results of other stages and upstream issues to the findings, and join findings."""
     isolated = _isolated(findings, facts.get("without attention"))
     ran = facts.get("parity", {})
     if "errors" in ran and ran["backend"] != "aot_eager":
@@ -171,7 +171,18 @@ def _completed(findings: list[Finding], facts: dict[str, dict[str, Any]]) -> lis
             replace(x, evidence=(*x.evidence, said)) if x.kind == "compile-error" else x for x in isolated
         ]
     isolated = _without_guarded_reads(isolated, facts.get("compiled", {}))
-    return _with_known_issues(_cured([_in_library(x) for x in isolated], facts.get("cure", {}).get("left")))
+    cured = _cured([_in_library(x) for x in isolated], facts.get("cure", {}).get("left"))
+    return _joined(merged(_with_known_issues(cured)))
+
+
+def _joined(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Join costs in a library's own lines that have one remedy, such as an option of the library."""
+    alike = dict[Any, list[Finding]]()
+    for x in findings:
+        joins = x.severity == "slow" and x.remedy and _is_installed_code(x)
+        alike.setdefault(x.remedy if joins else id(x), []).append(x)
+    found = (sorted(own, key=lambda x: -x.cost) for own in alike.values())
+    return tuple(replace(first, others=tuple(others)) for first, *others in found)
 
 
 def _without_guarded_reads(findings: list[Finding], compiled: dict[str, Any]) -> list[Finding]:
@@ -202,7 +213,8 @@ def _in_library(finding: Finding) -> Finding:
     if remedy and finding.kind == "leak" and "/site-packages/transformers/" in file:
         remedy = _PACKED
     of_attention = finding.kind in _OF_ATTENTION or "flex_attention" in file
-    return replace(finding, remedy=remedy) if remedy and of_attention else finding
+    # The doctor tried another remedy.
+    return replace(finding, remedy=remedy, tried="") if remedy and of_attention else finding
 
 
 def _cured(findings: list[Finding], left: Sequence[Sequence[str]] | None) -> list[Finding]:

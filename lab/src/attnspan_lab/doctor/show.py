@@ -50,6 +50,9 @@ def rows_of(finding: Finding) -> list[tuple[str, str]]:
     rows += [("do", finding.remedy)] if finding.remedy else []
     rows += [("tried", finding.tried)] if finding.tried else []
     rows += [("seen", text) for text in finding.evidence]
+    for x in finding.others:
+        line = " ".join(relative(y) for y in x.places[:1])
+        rows.append(("also", f"{line}  {x.kind}: {'. '.join((x.what, *x.evidence))}"))
     return rows + [("known", text) for text in finding.known]
 
 

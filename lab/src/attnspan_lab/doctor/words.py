@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["counted", "dtype_name", "error_text", "first_line", "listed"]
+__all__ = ["capitalized", "counted", "dtype_name", "error_text", "first_line", "listed", "lowered"]
 
 
 def counted(number: int, one: str, many: str = "") -> str:
@@ -16,6 +16,16 @@ def counted(number: int, one: str, many: str = "") -> str:
         ('1 finding', '2 queries')
     """
     return f"{number} {one if number == 1 else many or f'{one}s'}"
+
+
+def capitalized(text: str) -> str:
+    """Write the first letter of a text as a capital."""
+    return text[:1].upper() + text[1:]
+
+
+def lowered(text: str) -> str:
+    """Write the first letter of a text small, for the middle of a sentence."""
+    return text[:1].lower() + text[1:]
 
 
 def dtype_name(dtype: object) -> str:

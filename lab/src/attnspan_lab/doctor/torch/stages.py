@@ -22,7 +22,7 @@ from attnspan_lab.doctor.torch.cost.recompiles import recompiles_in, tried, trie
 from attnspan_lab.doctor.torch.isolation.packing import position_findings
 from attnspan_lab.doctor.torch.masks.call_costs import findings_of, with_caller
 from attnspan_lab.doctor.torch.masks.dense_masks import DenseMasks
-from attnspan_lab.doctor.torch.masks.written_out import WrittenOut
+from attnspan_lab.doctor.torch.masks.written_out import written_findings
 from attnspan_lab.doctor.torch.matrix import FACTORS, Cell, all_cells, covering, explained, failure, smallest
 from attnspan_lab.doctor.torch.numbers.parity import parity
 from attnspan_lab.doctor.torch.operand_checks import Wiring
@@ -56,7 +56,7 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
     """Watch the model's eager steps."""
     del backend
     calls = largest = 0
-    masks, written, coverage = DenseMasks(), WrittenOut(), Coverage()
+    masks, coverage = DenseMasks(), Coverage()
     wiring = Wiring(_unused(subject))
     seen: list[Attention] = []
 
@@ -85,7 +85,7 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
         has_gradients, leaks = any(x.grad is not None for x in subject.model.parameters()), False
         left = [k for k, x in subject.model.named_parameters() if x.requires_grad and x.grad is None]
         wiring.record(subject, batch, watcher.calls, coverage)
-        for finding in findings_of(watcher, subject, batch, masks, written, coverage):
+        for finding in findings_of(watcher, subject, batch, masks, coverage):
             leaks = leaks or finding.kind in ("leak", "mask-lost")
             tell(wiring.explained(finding))
         for finding in wiring.findings(watcher.calls, coverage, leaks=leaks):
@@ -114,7 +114,7 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
             say(facts={"mask": picture})
         subject.start = None
         after.restore()
-    for finding in written.findings():
+    for finding in written_findings(seen):
         tell(finding)
     for finding in guarded("dense masks", masks.findings(), coverage):
         tell(finding)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from attnspan_lab.doctor.torch.isolation.declared import Declared
-from attnspan_lab.doctor.torch.masks.forms import arguments
 
 if TYPE_CHECKING:
     from attnspan_lab.doctor.torch.recording.attention_call import Attention
@@ -38,9 +37,8 @@ def cause_of_shown(kind: str, call: Attention, own: Tensor, said: Declared) -> t
     """
     if kind not in ("leak", "causality-lost"):
         return "", ""
-    given = arguments(*call.given) if call.given is not None else {}
-    if not (call.mask or call.applied or given.get("attn_mask") is not None):
-        has = " except is_causal=True" if given.get("is_causal") else ""
+    if not (call.mask or call.applied or call.given.get("attn_mask") is not None):
+        has = " except is_causal=True" if call.given.get("is_causal") else ""
         known = call.kind in ("sdpa", "written out")
         return (f"This call has no mask{has}" if known else "This call's mask shows these pairs"), ""
     if kind == "leak":

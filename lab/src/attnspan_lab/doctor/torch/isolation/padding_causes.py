@@ -90,8 +90,7 @@ def fault_of(call: Attention, own: Tensor, said: Declared, queries: Tensor | Non
         return Fault(_INVERTED, f"The call shows padding and hides valid tokens of {said.padding}", _INVERT)
     has = f"The batch has padding ({said.padding})"
     if not applied and call.mask is None:
-        given = arguments(*call.given) if call.given is not None else {}
-        other = " except is_causal=True" if given.get("is_causal") else ""
+        other = " except is_causal=True" if call.given.get("is_causal") else ""
         return Fault(SEEN, f"{has}, and this call has no mask{other}")
     least = min((float(x.mask.min()) for x in applied if x.mask.is_floating_point()), default=-torch.inf)
     if HIDDEN < least < 0:
@@ -108,8 +107,8 @@ _SHOWS = {"attn_mask": "scaled_dot_product_attention shows", "where": "torch.whe
 def _applied(call: Attention, length: int) -> Iterator[_Applied]:
     """Yield the tensors that mask scores of keys."""
     applied = call.applied
-    if call.given is not None:
-        mask = arguments(*call.given).get("attn_mask")
+    if call.given:
+        mask = call.given.get("attn_mask")
         applied = [("attn_mask", call.place, mask.detach())] if isinstance(mask, Tensor) else []
     yield from (_Applied(*x) for x in applied if x[2].shape[-1:] == (length,))
 

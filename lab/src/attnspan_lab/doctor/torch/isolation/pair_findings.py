@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
@@ -15,7 +14,7 @@ from attnspan_lab.doctor.torch.isolation.declared import paddings
 from attnspan_lab.doctor.torch.isolation.padding_causes import SEEN, fault_of
 from attnspan_lab.doctor.torch.isolation.sequences import of_predicted, sequences
 from attnspan_lab.doctor.torch.isolation.visible_pairs import Foreign, Visible
-from attnspan_lab.doctor.torch.masks.forms import arguments, distance, present
+from attnspan_lab.doctor.torch.masks.forms import distance, present
 from attnspan_lab.doctor.torch.masks.replacement import aligned, ends_with_own
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
 from attnspan_lab.doctor.torch.subject import Subject
@@ -136,12 +135,9 @@ def _alignments(see: Visible) -> Iterator[Finding]:
         right = torch.ones_like(first).tril(x.first_own)
         evidence = [f"the batch's own keys are {x.first_own} to {x.first_own + length - 1} of {k_len}"]
         tried = ""
-        if x.given is not None:
-            now = present(x)
-            args = arguments(*x.given)
-            kept = {k: args[k] for k in ("query", "key", "value", "scale", "enable_gqa") if k in args}
-            then = F.scaled_dot_product_attention(**kept, attn_mask=right)
-            tried = f"results of this call change by {distance(now, then):.1e} (relative)"
+        if x.given:
+            then = present(x, attn_mask=right, is_causal=False)
+            tried = f"results of this call change by {distance(present(x), then):.1e} (relative)"
             evidence.append("no query sees its own key")
         remedy = aligned(ends_with_own(x, length))
         yield Finding("causal-alignment", what, at(x.place), tuple(evidence), remedy=remedy, tried=tried)

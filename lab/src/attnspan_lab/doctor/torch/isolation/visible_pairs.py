@@ -163,7 +163,7 @@ class Visible:
     ) -> Iterator[Finding]:
         kind, what, calls = foreign.kind, foreign.what, line.calls
         alone, caller = _among(calls, [x for x in self.every if x.place == line.place])
-        remedy = written(line.form, is_torch=all(x.given is not None and len(x.q) == 4 for x in calls))
+        remedy = written(line.form, is_torch=all(bool(x.given) and len(x.q) == 4 for x in calls))
         cached = [x for x in calls if x.visible is not None and x.visible.shape[2] != self.length]
         if cached and kind == "causality-lost":  # is_causal=True is wrong behind a cache.
             remedy = aligned(all(ends_with_own(x, self.length) for x in cached))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -19,11 +19,10 @@ from attnspan_lab.doctor.places import Place, at, is_installed
 from attnspan_lab.doctor.torch.isolation.pair_findings import findings_of_pairs
 from attnspan_lab.doctor.torch.masks.dense_masks import DenseMasks
 from attnspan_lab.doctor.torch.masks.fused import Refusal, refusal, refusal_of_multihead
-from attnspan_lab.doctor.torch.masks.growth import keys_of, scores_text
+from attnspan_lab.doctor.torch.masks.growth import scores_bytes, stored_text
 from attnspan_lab.doctor.torch.masks.heads import HeadMap
-from attnspan_lab.doctor.torch.masks.hidden_queries import NAN, cause_of, remedy_of, returned
-from attnspan_lab.doctor.torch.masks.written_out import WrittenOut
-from attnspan_lab.doctor.torch.recording.attention_call import Attention
+from attnspan_lab.doctor.torch.masks.hidden_queries import hidden_findings
+from attnspan_lab.doctor.torch.recording.attention_call import Attention, StepFacts
 from attnspan_lab.doctor.torch.recording.watch import Watcher
 from attnspan_lab.doctor.torch.subject import Subject
 from attnspan_lab.doctor.words import counted, dtype_name, first_line
@@ -32,35 +31,29 @@ __all__ = ["findings_of", "with_caller"]
 
 
 def findings_of(
-    watcher: Watcher,
-    subject: Subject,
-    batch: Any,
-    masks: DenseMasks,
-    written: WrittenOut,
-    coverage: Coverage,
+    watcher: Watcher, subject: Subject, batch: Any, masks: DenseMasks, coverage: Coverage
 ) -> Iterator[Finding]:
     """Yield the findings of a watched step.
 
     Args:
         watcher, subject, batch: The step, which has ended.
         masks: Collects dense masks. Their remedies must hold in all batches.
-        written: Collects attention that is written out, for the same reason.
         coverage: Collects the checks.
     """
     if watcher.unread:
         coverage.missed("operators", watcher.unread)
+    tokens, sites = subject.tokens(batch), defaultdict[Any, list[Attention]](list)
+    length = 0 if tokens is None else tokens[1].shape[1]
+    step = StepFacts(subject.declared(batch), length, watcher.seconds)
+    for call in watcher.calls:
+        call.step = step
+        sites[call.place, call.kind].append(call)
     pairs = findings_of_pairs(watcher.calls, subject, batch, coverage)
     yield from guarded("pairs of tokens", pairs, coverage)
-    yield from guarded("queries without a key", _hidden(watcher, subject, batch), coverage)
-    sites: dict[tuple[Any, str], list[Attention]] = {}
-    for call in watcher.calls:
-        sites.setdefault((call.place, call.kind), []).append(call)
-    tokens = subject.tokens(batch)
-    length = 0 if tokens is None else tokens[1].shape[1]
+    yield from guarded("queries without a key", hidden_findings(watcher, subject, batch), coverage)
     for site in sites.values():
-        yield from guarded("costs", _costs(site, subject, batch, length), coverage)
-        masks.add(site, subject.declared(batch), watcher.seconds, length)
-        written.add(site, length)
+        yield from guarded("costs", _costs(site, subject, batch), coverage)
+        masks.add(site)
     yield from guarded("operators", _operators(watcher), coverage)
     yield from guarded("repeated products", watcher.record.repeats.findings(), coverage)
     for place, count in watcher.reads.items():
@@ -85,21 +78,19 @@ def with_caller(finding: Finding, calls: list[Attention]) -> Finding:
     return finding
 
 
-def _costs(site: list[Attention], subject: Subject, batch: Any, length: int) -> Iterator[Finding]:
+def _costs(site: list[Attention], subject: Subject, batch: Any) -> Iterator[Finding]:
     """Yield avoidable costs of the calls of one line."""
     call, many = site[0], len(site)
-    if call.stores_scores and (call.kind == "sdpa" or call.in_multihead):
-        yield from _stored(site, subject, batch, length)
+    if stored := [x for x in site if x.stores_scores and (x.kind == "sdpa" or x.in_multihead)]:
+        yield from _stored(stored, site, subject, batch)
     if repeated := next((x.repeated for x in site if x.repeated), None):
         what = "Keys or values are copied once for each query head that shares them"
-        evidence = f"{bytes_text(repeated[1])} per tensor, at least {bytes_text(repeated[1] * many)} per step"
         heads, cause, remedy = _of_heads({y for x in site for y in x.head_maps})
-        found = (evidence, *heads)
-        yield Finding("kv-copy", what, at(repeated[0], call.place), found, cause, remedy, count=many)
+        yield _of_copy("kv-copy", what, repeated, site, heads, cause, remedy)
     if copied := next((x.copied for x in site if x.copied and x.kernel), None):
-        what = "An operand of attention is copied here only to make it contiguous"
-        evidence = f"{bytes_text(copied[1])} per tensor, at least {bytes_text(copied[1] * many)} per step"
-        yield Finding("copy", what, at(copied[0], call.place), (evidence,), count=many)
+        yield _of_copy(
+            "copy", "An operand of attention is copied here only to make it contiguous", copied, site
+        )
     yield from _conversions(site, subject)
     if again := sum(x.recomputed for x in site):
         first = many - again
@@ -108,40 +99,57 @@ def _costs(site: list[Attention], subject: Subject, batch: Any, length: int) -> 
         yield Finding("recompute", what, at(call.place), (evidence,), remedy=_saved(call), count=again)
 
 
-def _stored(site: list[Attention], subject: Subject, batch: Any, length: int) -> Iterator[Finding]:
-    """Yield a finding for each reason why torch's functions store the scores of calls of one line."""
-    call, reasons = site[0], dict[Refusal, list[Attention]]()
+def _of_copy(
+    kind: str,
+    what: str,
+    copy: tuple[Place | None, int],
+    site: list[Attention],
+    evidence: tuple[str, ...] = (),
+    cause: str = "",
+    remedy: str = "",
+) -> Finding:
+    (place, size), many = copy, len(site)
+    total = f"{bytes_text(size)} per tensor, at least {bytes_text(size * many)} per step"
+    return Finding(
+        kind, what, at(place, site[0].place), (total, *evidence), cause, remedy, count=many, cost=size * many
+    )
+
+
+def _stored(
+    stored: list[Attention], site: list[Attention], subject: Subject, batch: Any
+) -> Iterator[Finding]:
+    """Yield a finding for each reason why torch's functions store the scores of some calls of one line."""
+    call, reasons = stored[0], defaultdict[Refusal, list[Attention]](list)
     if call.kind == "sdpa":
         what = "scaled_dot_product_attention ran its math kernel here and stored all scores"
-        known = dict[Any, Refusal]()
-        for x in site:
-            alike = _alike(x)
-            if alike not in known:
-                known[alike] = refusal(x, training=subject.model.training)
-            reasons.setdefault(known[alike], []).append(x)
+        known = {_alike(x): x for x in stored}
+        why = {key: refusal(x, training=subject.model.training) for key, x in known.items()}
+        for x in stored:
+            reasons[why[_alike(x)]].append(x)
     else:
         what = "nn.MultiheadAttention stores scores and weights of all pairs here"
-        reasons[refusal_of_multihead(subject, batch, call.place)] = site
-    size = scores_text(call, [(keys_of(x), length) for x in site])
+        reasons[refusal_of_multihead(subject, batch, call.place)] = stored
     for (cause, remedy, tried), own in reasons.items():
-        again = sum(x.recomputed for x in own)
-        calls = counted(len(own) - again, "call") + (
-            f" and {again} more in the backward pass" if again else ""
-        )
-        calls += f" of the {len(site)} of this line" if len(own) < len(site) else ""
+        evidence = stored_text(own, site)
         yield Finding(
-            "unfused", what, at(call.place), (f"{calls}; {size}",), cause, remedy, tried, count=len(own)
+            "unfused",
+            what,
+            at(call.place),
+            (evidence,),
+            cause,
+            remedy,
+            tried,
+            count=len(own),
+            cost=sum(map(scores_bytes, own)),
         )
 
 
 def _alike(call: Attention) -> Any:
     """Describe the arguments of a call, without the numbers of its tensors."""
-    args, kwargs = call.given or ((), {})
-
-    def of(x: Any) -> Any:
-        return (tuple(x.shape), x.stride(), x.dtype, x.requires_grad) if isinstance(x, Tensor) else repr(x)
-
-    return tuple(map(of, args)), tuple((k, of(x)) for k, x in kwargs.items())
+    return tuple(
+        (k, (x.shape, x.stride(), x.dtype, x.requires_grad) if isinstance(x, Tensor) else repr(x))
+        for k, x in call.given.items()
+    )
 
 
 def _saved(call: Attention) -> str:
@@ -164,8 +172,7 @@ def _of_heads(maps: set[HeadMap | None]) -> tuple[tuple[str, ...], str, str]:
         return (), "", f"{remedy}that the copy does so: the doctor does not know its order ({why})"
     if found.is_grouped:
         return (), "", ""
-    many, shown = len(found.heads), ", ".join(map(str, found.heads[:32]))
-    evidence = f"key heads of query heads 0 to {min(many, 32) - 1}: {shown}"
+    many, evidence = len(found.heads), f"key heads of {found.text}"
     if not found.is_even:
         cause = "A map of heads gives key heads different numbers of query heads"
         return (evidence,), cause, "Keep the copy: kernels give each key head the same number of query heads"
@@ -195,7 +202,14 @@ def _conversions(site: list[Attention], subject: Subject) -> Iterator[Finding]:
         if call.stores_scores:
             size = call.score_count * call.dtype.itemsize
             evidence.append(f"{bytes_text(size)} for each tensor of scores in {name}")
-        yield Finding("upcast", what, at(call.upcast, call.place), tuple(evidence), count=many)
+        yield Finding(
+            "upcast",
+            what,
+            at(call.upcast, call.place),
+            tuple(evidence),
+            count=many,
+            cost=call.upcast_bytes * many,
+        )
     if found := next((x for x in site if x.wide), None):
         assert found.wide is not None
         place, dtype, size = found.wide
@@ -204,67 +218,34 @@ def _conversions(site: list[Attention], subject: Subject) -> Iterator[Finding]:
         evidence.append(f"{bytes_text(size * many)} per step")
         remedy = "Call F.scaled_dot_product_attention or attnspan.torch.attention: both add in float32 inside"
         cause = "The softmax or the operator before it converts all scores"
-        yield Finding("upcast", what, at(place, found.place), tuple(evidence), cause, remedy, count=many)
-
-
-def _hidden(watcher: Watcher, subject: Subject, batch: Any) -> Iterator[Finding]:
-    """Yield queries without a visible key, and the first NaN that they do not cause."""
-    nan, explained = watcher.first_nan, False
-    for call in watcher.calls:
-        rows = call.hidden
-        is_first_nan = nan is not None and call.place is not None and nan[2] == call.place
-        # If an encoder and a decoder have one length, a mask may belong to either.
-        for valid in subject.masks(batch) if call.visible is not None else ():
-            if valid.shape[1] == call.visible.shape[1]:  # type: ignore[union-attr]
-                rows = [(b, s) for b, s in rows if bool(valid[min(b, len(valid) - 1), s])]
-        if not rows and call.hidden and (is_first_nan or NAN in returned(call, call.hidden)):
-            rows = call.hidden  # NaN in padding spreads to other tokens, and to gradients.
-        if rows and not call.recomputed:
-            kinds = returned(call, rows)
-            explained = explained or is_first_nan or NAN in kinds
-            yield _of_hidden(call, rows, kinds, is_first_nan=is_first_nan)
-    if nan is not None and not explained:
-        name, shape, place, backward = nan
-        where = "the backward pass of this line" if backward else "this line"
-        what, cause = f"The first NaN comes from {where}: operator {name}, result {shape}", ""
-        if (overflow := watcher.overflow) is not None:
-            cause = f"{overflow.text}. Then inf - inf, inf / inf or 0 * inf is NaN"
-            cause = cause[:1].upper() + cause[1:]
-        yield Finding("nan", what, at(overflow.place if overflow else None, place), (), cause)
-
-
-def _of_hidden(
-    call: Attention, rows: list[tuple[int, int]], kinds: Counter[str], *, is_first_nan: bool
-) -> Finding:
-    many = counted(len(rows), "query", "queries")
-    evidence = [f"{many}, (batch element, query): {', '.join(map(str, rows[:4]))}"]
-    if is_first_nan:
-        evidence.append("the first NaN of the step comes from this line")
-    results = [x if len(kinds) == 1 else f"{counted(n, 'query', 'queries')}: {x}" for x, n in kinds.items()]
-    what = f"Some queries of this attention call see no key. It returns for them: {'; '.join(results)}"
-    overflow = call.overflow
-    places = at(call.place, overflow.place if overflow else None, call.mask[1] if call.mask else None)
-    cause, remedy = cause_of(kinds, overflow.text if overflow else ""), remedy_of(kinds)
-    if call.padding is not None and call.padding.inverted:
-        cause, remedy = f"{call.padding.cause}. {cause}", call.padding.remedy
-    return Finding("hidden-rows", what, places, tuple(evidence), cause, remedy, count=len(rows))
+        yield Finding(
+            "upcast",
+            what,
+            at(place, found.place),
+            tuple(evidence),
+            cause,
+            remedy,
+            count=many,
+            cost=size * many,
+        )
 
 
 def _operators(watcher: Watcher) -> Iterator[Finding]:
     """Yield operators of other libraries whose fake kernels and real kernels return different layouts."""
-    for name, (op, args, kwargs, outs, place) in watcher.custom.items():
+    for name, x in watcher.custom.items():
+        place = x.place
         try:
             with FakeTensorMode() as mode:
                 given, named = tree_map(
-                    lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, (args, kwargs)
+                    lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, (x.args, x.kwargs)
                 )
-                promised = [x for x in tree_leaves(op(*given, **named)) if isinstance(x, Tensor)]
+                promised = [y for y in tree_leaves(x.op(*given, **named)) if isinstance(y, Tensor)]
         except Exception as error:
             cause = f"It has no working fake kernel: {first_line(error, 200)}"
             what = f"The compiler cannot trace the operator {name}"
             yield Finding("operator", what, at(place), (), cause)
             continue
-        for real, fake in zip(outs, promised, strict=False):
+        for real, fake in zip(x.outs, promised, strict=False):
             got = [f"{tuple(x.shape)}, strides {x.stride()}, {x.dtype}" for x in (real, fake)]
             if got[0] != got[1] and real.numel() > 1:
                 what = f"The operator {name} returns a different layout than its fake kernel"

@@ -64,58 +64,41 @@ def cross_findings(step: Step, calls: list[Attention], done: set[Place]) -> Iter
         calls: Calls that the watcher saw.
         done: Lines that have a finding.
     """
-    subject, batch = step.subject, step.batch
+    subject, batch, places = step.subject, step.batch, set[Place | None]()
     if subject.expected.get("streaming"):
         return
     guilty = [x for x in step.calls if x.place is not None and _is_causal(visible_in(x))]
     guilty = [x for x in guilty if x.place not in done]
-    names = sequences(subject, batch) if guilty else []
-    for name in names:
+    for name in sequences(subject, batch) if guilty else []:
         changed = step.again(subject.with_tokens(batch, name, changed_tokens(subject.named(batch)[name])))
         if len(changed.calls) != len(step.calls):
             continue
-        numbers = {x.number for x in guilty if _differs(x, changed, "query")}
-        numbers &= {x.number for x in guilty if not _keys_differ(x, changed)}
-        written = [x for x in guilty if x.number in numbers and not x.is_torchs]
-        numbers -= {x.number for x in written}
-        if written:
+        moved = [x for x in guilty if _differ(x, changed, "query" if x.is_torchs else "scores")]
+        if any(not x.is_torchs for x in moved):
             made = made_of_tokens(replace(subject, first=name), batch, calls)
-            places = _places(calls, made)
-            numbers |= {x.number for x in written if x.place not in places}
-        for call in guilty:
-            if call.number in numbers and call.place not in done:
-                assert call.place is not None
+            # If it is unknown which keys are made from the tokens, no call has a finding.
+            places = {x.place for i, x in enumerate(calls) if isinstance(made, str) or i in made}
+        for call in moved:
+            own = _differ(call, changed, "key", "value") if call.is_torchs else call.place in places
+            if not own and call.place is not None and call.place not in done:
                 done.add(call.place)
                 yield _finding(call, name)
 
 
-def _places(calls: list[Attention], made: set[int] | str) -> set[Place | None]:
-    """List the lines of calls whose keys are made from tokens. If that is unknown, these are all lines."""
-    return {x.place for i, x in enumerate(calls) if isinstance(made, str) or i in made}
-
-
-def _differs(call: Call, other: Step, name: str) -> bool:
-    name = name if call.is_torchs else "scores"
-    a, b = call.given[name], other.calls[call.number].given[name]
-    return a.shape != b.shape or not torch.equal(a, b)
-
-
-def _keys_differ(call: Call, other: Step) -> bool:
-    return call.is_torchs and (_differs(call, other, "key") or _differs(call, other, "value"))
+def _differ(call: Call, other: Step, *names: str) -> bool:
+    pairs = [(call.given[x], other.calls[call.number].given[x]) for x in names]
+    return any(a.shape != b.shape or not torch.equal(a, b) for a, b in pairs)
 
 
 def _finding(call: Call, name: str) -> Finding:
     visible = visible_in(call)
     assert visible is not None
     visible = visible.any(0)
-    shown = visible.any(0)
-    unseen = int((~shown).sum())
-    hidden = int((~visible).sum())
     evidence = [
-        f"{counted(hidden, 'pair')} of {visible.numel()} are hidden",
+        f"{counted(int((~visible).sum()), 'pair')} of {visible.numel()} are hidden",
         f"changing {name} changes the queries, and not the keys",
     ]
-    if unseen:
+    if unseen := int((~visible.any(0)).sum()):
         evidence.append(f"no query sees the last {counted(unseen, 'key')}")
     tried = ""
     if call.is_torchs:

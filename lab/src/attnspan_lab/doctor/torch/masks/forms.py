@@ -76,10 +76,9 @@ def _candidates(visible: Tensor, said: Declared) -> Iterator[Form]:
     yield "causal() | prefix(lengths)", causal() | prefix(first)
 
 
-def present(call: Attention) -> Tensor:
-    """Compute the present result of a call of torch's function again, without dropout."""
-    args, kwargs = _without_dropout(*call.given)  # type: ignore[misc]
-    return F.scaled_dot_product_attention(*args, **kwargs)
+def present(call: Attention, **changes: Any) -> Tensor:
+    """Compute a call of torch's function again, without dropout, also with other arguments."""
+    return F.scaled_dot_product_attention(**_fixed(call) | changes)
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
@@ -97,15 +96,18 @@ def arguments(args: Any, kwargs: Any) -> dict[str, Any]:
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
-def _is_trained(call: Attention) -> bool:
-    """Whether a mask's numbers are parameters. Zeros of today say nothing about other steps."""
-    mask = arguments(*call.given).get("attn_mask") if call.given is not None else None
-    return isinstance(mask, Tensor) and mask.requires_grad
+def _fixed(call: Attention) -> dict[str, Any]:
+    """Read the arguments of a call, without dropout and gradients."""
+    return {k: x.detach() if isinstance(x, Tensor) else x for k, x in call.given.items()} | {"dropout_p": 0.0}
 
 
-def _without_dropout(args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
-    given = arguments(args, kwargs) | {"dropout_p": 0.0}
-    return (), {k: x.detach() if isinstance(x, Tensor) else x for k, x in given.items()}
+def _result(text: str, call: Attention, mask: Mask | None = None, bias: Bias | None = None) -> Tensor:
+    """Compute the result of a form on a call's operands. Only attnspan's forms have a mask or a bias."""
+    if text in (_PLAIN, _TORCH):
+        return present(call, attn_mask=None, is_causal=text == _TORCH)
+    given = _fixed(call)
+    operands = (given[x] for x in ("query", "key", "value"))
+    return attention(*operands, mask=mask, scale=given.get("scale"), bias=bias)
 
 
 @dataclass
@@ -135,57 +137,43 @@ class Forms:
     written: bool = False
     untried: str = ""
 
-    def add(self, call: Attention, said: Declared) -> None:
+    def add(self, call: Attention) -> None:
         """Try the forms on one more call."""
-        if call.visible is None or not call.same_in_heads:
-            several = "its heads, or groups of tokens such as windows, hide different pairs"
-            self.untried = several if call.visible is not None else "it is too large"
-            return
-        if _is_trained(call) and not call.mask_biases:
-            self.untried = "the mask requires a gradient, so training changes it"
-            return
-        if call.given is None and call.mask_biases:
-            self.untried = "numbers are added to scores of visible pairs, outside of an attention function"
+        if why := _why_untried(call):
+            self.untried = why
             return
         self.calls += 1
-        self.written = call.given is None
+        self.written = not call.given
         try:
-            errors = dict(_errors(call, said))
+            errors = dict(_errors(call))
         except Exception as error:
             self.untried = f"the trial raises {error_text(error, 120)}"
             return
-        self.masks |= {x: mask for x, mask in _candidates(call.visible, said) if not _DATA.search(x)}
-        eps = torch.finfo(call.dtype).eps
-        equal = [text for text, error in errors.items() if error <= _ROUNDINGS * eps]
+        assert call.visible is not None
+        candidates = _candidates(call.visible, call.step.said)
+        self.masks |= {x: mask for x, mask in candidates if not _DATA.search(x)}
+        equal = [text for text, error in errors.items() if _is_equal(error, call)]
         self.error = max([self.error, *(errors[x] for x in equal)])
         for text in (*(self.holding or ()), *errors):
             if text not in equal:
                 self.failing[text] = max(self.failing.get(text, 0.0), errors.get(text, float("inf")))
         self.holding = [x for x in (equal if self.holding is None else self.holding) if x in equal]
 
-    def add_other(self, call: Attention, said: Declared) -> None:
+    def add_other(self, call: Attention) -> None:
         """Try the forms that hold on another call of the line, which has no mask of pairs."""
-        if call.given is None or call.visible is None:
+        if not call.given or call.visible is None:
             return
         self.others += 1
+        masks = {_PLAIN: None, _TORCH: None, **dict(_candidates(call.visible, call.step.said)), **self.masks}
         for text in self.holding or ():
             try:
-                error = self._error_of(text, call, said)
-            except Exception:
+                found = _result(text, call, masks[text.removeprefix("mask=")])
+                error = distance(found, present(call))
+            except Exception:  # The mask needs data that this batch does not have, or does not fit.
                 error = float("inf")
-            if error > _ROUNDINGS * torch.finfo(call.dtype).eps:
+            if not _is_equal(error, call):
                 many, most = self.refused.get(text, (0, 0.0))
                 self.refused[text] = many + 1, max(most, error)
-
-    def _error_of(self, text: str, call: Attention, said: Declared) -> float:
-        assert call.visible is not None
-        wanted, (_, given) = present(call), _without_dropout(*call.given)  # type: ignore[misc]
-        plain = {k: x for k, x in given.items() if k not in ("attn_mask", "is_causal")}
-        if text in (_PLAIN, _TORCH):
-            return distance(F.scaled_dot_product_attention(**plain, is_causal=text == _TORCH), wanted)
-        mask = {**dict(_candidates(call.visible, said)), **self.masks}[text.removeprefix("mask=")]
-        operands = [given[x] for x in ("query", "key", "value")]
-        return distance(attention(*operands, mask=mask, scale=given.get("scale")), wanted)
 
     @property
     def remedy(self) -> str:
@@ -226,38 +214,55 @@ def _passed(forms: list[str]) -> str:
     return ". Or: ".join([*texts, *(f"Pass {x} to attnspan.torch.attention" for x in ours[:1])])
 
 
+def _is_equal(error: float, call: Attention) -> bool:
+    return error <= _ROUNDINGS * torch.finfo(call.dtype).eps
+
+
+def _is_trained(call: Attention) -> bool:
+    """Whether a mask's numbers are parameters. Zeros of today say nothing about other steps."""
+    return getattr(call.given.get("attn_mask"), "requires_grad", False)
+
+
+def _why_untried(call: Attention) -> str:
+    """Write why no form can be tried on a call, or ""."""
+    if call.visible is None:
+        return "it is too large"
+    if not call.same_in_heads:
+        return "its heads, or groups of tokens such as windows, hide different pairs"
+    if _is_trained(call) and not call.mask_biases:
+        return "the mask requires a gradient, so training changes it"
+    if not call.given and call.mask_biases:
+        return "numbers are added to scores of visible pairs, outside of an attention function"
+    return ""
+
+
 def _off(error: float) -> str:
     infinite = error == float("inf")
     return "hides other pairs in some calls" if infinite else f"results would differ by {error:.1e}"
 
 
-def _errors(call: Attention, said: Declared) -> Iterator[tuple[str, float]]:
+def _errors(call: Attention) -> Iterator[tuple[str, float]]:
     """Yield the error of each form on a call's own q, k and v."""
     assert call.visible is not None
     fixed = not call.mask_sources
-    found = [x for x in forms(call.visible, said) if fixed or _DATA.search(x[0])][:2]
-    if call.given is None:  # Written out: equal pairs have equal results, because the mask adds nothing else.
+    found = [x for x in forms(call.visible, call.step.said) if fixed or _DATA.search(x[0])][:2]
+    names = [text for text, _ in found]
+    if not call.given:  # Written out: equal pairs have equal results, because the mask adds nothing else.
         square = call.visible.shape[1] == call.visible.shape[2] and call.keys is None  # torch has no sinks.
-        if fixed and square and any(text == "causal()" for text, _ in found):
-            yield _TORCH, 0.0
-        yield from ((f"mask={text}", 0.0) for text, _ in found)
+        yield from ((_TORCH, 0.0) for text in names if text == "causal()" and fixed and square)
+        yield from ((f"mask={text}", 0.0) for text in names)
         return
-    wanted, (_, given) = present(call), _without_dropout(*call.given)
-    plain = {k: x for k, x in given.items() if k != "attn_mask"}
-    if not call.mask_biases:
-        for text, options in ((_PLAIN, {}), (_TORCH, {"is_causal": True})):
-            error = distance(F.scaled_dot_product_attention(**{**plain, **options}), wanted)
-            if fixed and (text == _TORCH or (found[:1] and found[0][0] == "full()")):
-                yield text, error
-    operands = [given[x] for x in ("query", "key", "value")]
-    biases = list(_biases(given["attn_mask"], operands[0].shape)) if call.mask_biases else [("", None)]
-    for name, bias in biases:
-        if _is_trained(call) and "relative" not in name:
-            continue
-        for text, mask in found if operands[0].dim() == 4 else ():
+    wanted = present(call)
+    if fixed and not call.mask_biases:
+        for text in [_PLAIN] * (names[:1] == ["full()"]) + [_TORCH]:
+            yield text, distance(_result(text, call), wanted)
+    shape = call.given["query"].shape
+    if len(shape) != 4:
+        return
+    for name, bias in _biases(call.given["attn_mask"], shape) if call.mask_biases else [("", None)]:
+        for text, mask in found if "relative" in name or not _is_trained(call) else ():
             shown = ", ".join(filter(None, ("" if text == "full()" and name else f"mask={text}", name)))
-            ours = attention(*operands, mask=mask, scale=given.get("scale"), bias=bias)
-            yield shown, distance(ours, wanted)
+            yield shown, distance(_result(shown, call, mask, bias), wanted)
 
 
 def _biases(x: Tensor, shape: torch.Size) -> Iterator[tuple[str, Bias]]:

@@ -10,18 +10,20 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnspan_lab.doctor.places import Place
-from attnspan_lab.doctor.torch.masks.forms import arguments
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
+from attnspan_lab.doctor.torch.recording.kernels import fused_kind
+from attnspan_lab.doctor.torch.recording.operators import Operation, Operations
 from attnspan_lab.doctor.torch.recording.watch import watching
 from attnspan_lab.doctor.torch.subject import Subject
+from attnspan_lab.doctor.words import capitalized, lowered
 
 __all__ = ["Refusal", "refusal", "refusal_of_multihead"]
 
 Given = dict[str, Any]
 _OURS = "call attnspan.torch.attention, which stores no scores"
+_ATTNSPAN = capitalized(_OURS)
 
 
 class Refusal(NamedTuple):
@@ -67,7 +69,7 @@ _CHANGES = (
         "dropout_p is not 0",
         lambda x: bool(x.get("dropout_p")),
         lambda x: x | {"dropout_p": 0.0},
-        f"C{_OURS[1:]} and has dropout too. Or pass dropout_p=0.0, which changes training: "
+        f"{_ATTNSPAN} and has dropout too. Or pass dropout_p=0.0, which changes training: "
         "attention has no dropout then",
     ),
     _Change(
@@ -117,57 +119,48 @@ def refusal(call: Attention, *, training: bool = True) -> Refusal:
         call: A call of torch's function that stored its scores.
         training: The model is in training mode, so that dropout belongs to it.
     """
-    given = arguments(*call.given)  # type: ignore[misc]
+    given = call.given
     device = f"on {given['query'].device.type} with torch {torch.__version__}"
     found = [x for x in _CHANGES if x.applies(given)]
     if not training:
         found = [x._replace(remedy="Pass dropout_p=0.0") if x is _DROPOUT else x for x in found]
-    for one in found:
-        if kernel := _fused(one.change(given)):
-            return Refusal(_cause([one], device), one.remedy, _tried(kernel, device, [one]))
-    kernel = _fused(_changed(given, found))
+    for changes in ([], *([x] for x in found), found):
+        if kernel := _fused(given, changes):
+            break
+    if kernel and not changes:
+        cause = "A setting around this call chooses the math kernel, such as sdpa_kernel(SDPBackend.MATH)"
+        return Refusal(cause, "Call it without this setting", f"the call alone runs {kernel} {device}")
     if not kernel:
-        known = f": {'; '.join(x.cause for x in found)}" if found else ""
-        cause = f"torch's fused kernels refuse this call {device}{known}"
-        return Refusal(cause, f"C{_OURS[1:]}", "no change of the arguments made a fused kernel run")
-    needed = [x for x in found if not _fused(_changed(given, [y for y in found if y is not x]))]
-    remedy = ". ".join(x.remedy for x in needed)
-    return Refusal(_cause(needed, device), remedy, _tried(kernel, device, needed))
-
-
-def _changed(given: Given, changes: list[_Change]) -> Given:
-    for x in changes:
-        given = x.change(given)
-    return given
+        cause = _cause(found, device).removesuffix(": ")
+        return Refusal(cause, _ATTNSPAN, "no change of the arguments made a fused kernel run")
+    for x in found if len(changes) > 1 else ():
+        fewer = [y for y in changes if y is not x]
+        changes = fewer if _fused(given, fewer) else changes
+    changed = "dropout_p=0.0" if [x.cause for x in changes] == [_DROPOUT.cause] else "this change"
+    remedy = ". ".join(x.remedy for x in changes)
+    return Refusal(_cause(changes, device), remedy, f"with {changed}, {kernel} runs {device}")
 
 
 def _cause(changes: list[_Change], device: str) -> str:
     return f"torch's fused kernels refuse this call {device}: {'; '.join(x.cause for x in changes)}"
 
 
-def _tried(kernel: str, device: str, changes: list[_Change]) -> str:
-    has_dropout = any(x.cause == _DROPOUT.cause for x in changes)
-    changed = "dropout_p=0.0" if has_dropout and len(changes) == 1 else "this change"
-    return f"with {changed}, {kernel} runs {device}"
-
-
-class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Kernels(Operations):  # type: ignore[no-untyped-call]
     """Records the fused attention kernel that runs."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.kernel = ""
+    kernel = ""
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(op)
-        if name.startswith("aten._scaled_dot_product") and "math" not in name and "backward" not in name:
-            self.kernel = self.kernel or name.removesuffix(".default")
-        return op(*args, **(kwargs or {}))
+    def note(self, operation: Operation) -> None:
+        """Record the first fused kernel."""
+        if fused_kind(operation.op, operation.name):
+            self.kernel = self.kernel or str(operation.op).removesuffix(".default")
 
 
-def _fused(given: Given) -> str:
-    """Return the fused kernel that runs a call, or "" if none does."""
+def _fused(given: Given, changes: list[_Change]) -> str:
+    """Return the fused kernel that runs a call with changes, or "" if none does."""
     own: Given = {}
+    for change in changes:
+        given = change.change(given)
     for name, x in given.items():
         is_float = isinstance(x, Tensor) and x.is_floating_point()
         own[name] = x.detach().requires_grad_(x.requires_grad) if is_float else x
@@ -196,13 +189,14 @@ def refusal_of_multihead(subject: Subject, batch: Any, place: Place | None) -> R
         device = next((x.device.type for x in subject.model.parameters()), "cpu")
         refused = f"torch's fused kernels refuse dropout on {device} with torch {torch.__version__}"
         cause = f"{cause}, and {refused}" if asked else refused
-        both = f"{remedy}, and make" if asked else "make"
-        ours = (
-            f"C{_OURS[1:]} and has dropout too. Or: {both[0].lower()}{both[1:]} nn.MultiheadAttention with "
+        make = f"{lowered(remedy)}, and make" if asked else "make"
+        remedy = f"{_ATTNSPAN} and has dropout too. Or: {make} nn.MultiheadAttention with dropout=0.0"
+        return Refusal(
+            cause,
+            f"{remedy}, which changes training",
+            f"with need_weights=False and dropout=0.0, {kernels} runs",
         )
-        ours += "dropout=0.0, which changes training"
-        return Refusal(cause, ours, f"with need_weights=False and dropout=0.0, {kernels} runs")
-    return Refusal(cause, f"C{_OURS[1:]}", "with need_weights=False, scores are stored as well")
+    return Refusal(cause, _ATTNSPAN, "with need_weights=False, scores are stored as well")
 
 
 def _of_multihead(

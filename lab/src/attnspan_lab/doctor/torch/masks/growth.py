@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from math import prod
 
 from attnspan_lab.console import bytes_text
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
+from attnspan_lab.doctor.words import counted
 
-__all__ = ["LONG", "grows", "keys_of", "scores_text"]
+__all__ = ["LONG", "grows", "scores_bytes", "stored_text"]
 
 LONG = 32_768  # tokens, for which memory is predicted
 
 
-def keys_of(call: Attention) -> int:
+def _keys_of(call: Attention) -> int:
     """Return the number of keys of a call."""
     if call.visible is not None:
         return call.visible.shape[2]
     return call.k[-2] if call.kernel else call.k[-1]  # A stored product has transposed keys.
 
 
-def grows(sizes: Collection[tuple[int, int]]) -> bool:
-    """Whether a call's size grows with the number of tokens, as far as this is known.
+def grows(calls: Sequence[Attention]) -> bool:
+    """Whether a line's calls have more keys for more tokens, as far as this is known."""
+    return len({_keys_of(x) for x in calls}) > 1 or any(0 < x.step.tokens <= _keys_of(x) for x in calls)
+
+
+def scores_bytes(call: Attention) -> int:
+    """Return the memory of a tensor of scores."""
+    return prod(call.q[:-1]) * _keys_of(call) * call.dtype.itemsize
+
+
+def stored_text(calls: Sequence[Attention], site: Sequence[Attention]) -> str:
+    """Write a number of calls, and the memory of a tensor of scores: now, or for long sequences if it grows.
 
     Args:
-        sizes: For each call, the number of keys, and the number of tokens of the batch (0: unknown).
+        calls: The calls to count, of one step.
+        site: Calls of the same line.
     """
-    return len({keys for keys, _ in sizes}) > 1 or any(0 < length <= keys for keys, length in sizes)
-
-
-def scores_text(call: Attention, sizes: Collection[tuple[int, int]]) -> str:
-    """Write the memory of a tensor of scores: now, or for long sequences if it grows."""
-    heads = prod(call.q[:-2]) * call.dtype.itemsize
-    if grows(sizes):
-        return f"a tensor of scores has {bytes_text(heads * LONG**2)} at {LONG:,} tokens"
-    return f"a tensor of scores has {bytes_text(heads * call.q[-2] * keys_of(call))}"
+    call, again = site[0], sum(x.recomputed for x in calls)
+    many = counted(len(calls) - again, "call") + (f" and {again} more in the backward pass" if again else "")
+    if len(calls) < (here := sum(x.step is call.step for x in site)):
+        many = f"{many} of the {here} of this line"
+    if grows(site):
+        long = prod(call.q[:-2]) * call.dtype.itemsize * LONG**2
+        return f"{many}; a tensor of scores has {bytes_text(long)} at {LONG:,} tokens"
+    return f"{many}; a tensor of scores has {bytes_text(scores_bytes(call))}"

@@ -19,10 +19,6 @@ def order_findings(calls: list[Attention]) -> Iterator[Finding]:
         keys, values = call.head_maps
         if keys is None or values is None or keys.count != values.count or keys.heads == values.heads:
             continue
-        shown = (", ".join(map(str, x.heads[:32])) for x in (keys, values))
         what = "Query heads get keys of one head and values of another head here"
-        evidence = tuple(
-            f"heads of {name} of query heads 0 to {min(len(keys.heads), 32) - 1}: {text}"
-            for name, text in zip(("keys", "values"), shown, strict=True)
-        )
+        evidence = (f"heads of keys of {keys.text}", f"heads of values of {values.text}")
         yield Finding("head-order", what, at(call.repeated[0], call.place), evidence)

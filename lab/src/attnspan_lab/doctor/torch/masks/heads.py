@@ -11,6 +11,8 @@ from torch import Tensor
 
 __all__ = ["HeadMap", "head_map"]
 
+_SHOWN = 32
+
 
 @dataclass(frozen=True)
 class HeadMap:
@@ -23,6 +25,12 @@ class HeadMap:
 
     heads: tuple[int, ...]
     count: int
+
+    @property
+    def text(self) -> str:
+        """Write the key heads of the first query heads."""
+        shown = self.heads[:_SHOWN]
+        return f"query heads 0 to {len(shown) - 1}: {', '.join(map(str, shown))}"
 
     @property
     def group(self) -> int:

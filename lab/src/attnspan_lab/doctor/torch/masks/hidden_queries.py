@@ -1,20 +1,23 @@
-"""Results of an attention call for queries that see no key, measured."""
+"""Queries that see no key, and the first NaN that they do not cause."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from attnspan_lab.doctor.torch.masks.forms import arguments
+from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.places import at
+from attnspan_lab.doctor.torch.masks.forms import present
+from attnspan_lab.doctor.torch.recording.attention_call import Attention
+from attnspan_lab.doctor.torch.recording.watch import Watcher
+from attnspan_lab.doctor.torch.subject import Subject
+from attnspan_lab.doctor.words import capitalized, counted
 
-if TYPE_CHECKING:
-    from attnspan_lab.doctor.torch.recording.attention_call import Attention
-
-__all__ = ["MEAN", "NAN", "OTHER", "UNMASKED", "cause_of", "remedy_of", "returned"]
+__all__ = ["MEAN", "OTHER", "UNMASKED", "hidden_findings", "returned"]
 
 NAN, ZERO, MEAN = "NaN", "0", "the mean of all values"
 UNMASKED, OTHER, UNKNOWN = (
@@ -33,6 +36,50 @@ _CAUSES = {
     OTHER: "The mask's numbers are finite, so their scores still have an effect",
     UNKNOWN: "",
 }
+
+
+def hidden_findings(watcher: Watcher, subject: Subject, batch: Any) -> Iterator[Finding]:
+    """Yield queries without a visible key, and the first NaN that they do not cause."""
+    nan, explained = watcher.first_nan, False
+    for call in watcher.calls:
+        rows = call.hidden
+        is_first_nan = nan is not None and call.place is not None and nan.place == call.place
+        # If an encoder and a decoder have one length, a mask may belong to either.
+        for valid in subject.masks(batch) if call.visible is not None else ():
+            if valid.shape[1] == call.visible.shape[1]:  # type: ignore[union-attr]
+                rows = [(b, s) for b, s in rows if bool(valid[min(b, len(valid) - 1), s])]
+        if not rows and call.hidden and (is_first_nan or NAN in returned(call, call.hidden)):
+            rows = call.hidden  # NaN in padding spreads to other tokens, and to gradients.
+        if rows and not call.recomputed:
+            kinds = returned(call, rows)
+            explained = explained or is_first_nan or NAN in kinds
+            yield _of_hidden(call, rows, kinds, is_first_nan=is_first_nan)
+    if nan is not None and not explained:
+        where = "the backward pass of this line" if nan.backward else "this line"
+        what, cause = f"The first NaN comes from {where}: operator {nan.name}, result {nan.shape}", ""
+        if (overflow := nan.overflow) is not None:
+            cause = capitalized(f"{overflow.text}. Then inf - inf, inf / inf or 0 * inf is NaN")
+        yield Finding("nan", what, at(overflow.place if overflow else None, nan.place), (), cause)
+
+
+def _of_hidden(
+    call: Attention, rows: list[tuple[int, int]], kinds: Counter[str], *, is_first_nan: bool
+) -> Finding:
+    many = counted(len(rows), "query", "queries")
+    evidence = [f"{many}, (batch element, query): {', '.join(map(str, rows[:4]))}"]
+    if is_first_nan:
+        evidence.append("the first NaN of the step comes from this line")
+    results = [x if len(kinds) == 1 else f"{counted(n, 'query', 'queries')}: {x}" for x, n in kinds.items()]
+    what = f"Some queries of this attention call see no key. It returns for them: {'; '.join(results)}"
+    overflow = call.overflow
+    places = at(call.place, overflow.place if overflow else None, call.mask[1] if call.mask else None)
+    why = ["The mask hides every key of these queries", *(_CAUSES[x] for x in kinds)]
+    cause = ". ".join(filter(None, [*why, capitalized(overflow.text if overflow else "")]))
+    # attnspan is no remedy for an attention that already returns 0.
+    remedy = "Let each of these queries see its own key" if set(kinds) == {ZERO} else ""
+    if call.padding is not None and call.padding.inverted:
+        cause, remedy = f"{call.padding.cause}. {cause}", call.padding.remedy
+    return Finding("hidden-rows", what, places, tuple(evidence), cause, remedy, count=len(rows))
 
 
 def returned(call: Attention, rows: list[tuple[int, int]]) -> Counter[str]:
@@ -77,25 +124,6 @@ def _by_head(call: Attention) -> tuple[Tensor, Tensor, Tensor | None] | None:
         return None
     means = means.repeat_interleave(by_head.shape[1] // means.shape[1], 1)
     unmasked = None
-    if call.given is not None:
-        given = arguments(*call.given)
-        kept = {x: given[x] for x in ("query", "key", "value", "scale", "enable_gqa") if x in given}
-        unmasked = scaled_dot_product_attention(**kept).detach().reshape(by_head.shape)
+    if call.given:
+        unmasked = present(call, attn_mask=None, is_causal=False).reshape(by_head.shape)
     return by_head, means, unmasked
-
-
-def cause_of(kinds: Counter[str], overflow: str) -> str:
-    """Write why queries without a key get these results.
-
-    Args:
-        kinds: The results, counted.
-        overflow: Text about a number of the mask that is infinite in its dtype, or "".
-    """
-    said = ["The mask hides every key of these queries", *(_CAUSES[x] for x in kinds)]
-    said += [overflow[:1].upper() + overflow[1:]] if overflow else []
-    return ". ".join(filter(None, said))
-
-
-def remedy_of(kinds: Counter[str]) -> str:
-    """Write the remedy. attnspan is none for an attention that already returns 0."""
-    return "Let each of these queries see its own key" if set(kinds) == {ZERO} else ""

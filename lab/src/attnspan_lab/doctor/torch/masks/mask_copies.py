@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from attnspan_lab.console import bytes_text
-from attnspan_lab.doctor.torch.masks.forms import arguments, distance, present
+from attnspan_lab.doctor.torch.masks.forms import distance, present
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
 
 __all__ = ["MaskCopies"]
@@ -35,23 +34,20 @@ class MaskCopies:
 
     def add(self, call: Attention) -> None:
         """Look at one more call. A mask that is made from the batch may differ in another batch."""
-        mask = arguments(*call.given).get("attn_mask") if call.given is not None else None
+        mask = call.given.get("attn_mask")
         if not isinstance(mask, Tensor) or mask.dim() != 4 or call.mask_sources or mask.requires_grad:
             self.dims = ()
             return
-        own = tuple(i for i in _AXES if _is_copied(mask, i) and self.dims in (None, *_with(i, self.dims)))
-        self.dims = own
-        if not own:
+        self.dims = tuple(i for i in (_AXES if self.dims is None else self.dims) if _is_copied(mask, i))
+        if not self.dims:
             return
-        small = mask.detach()
-        for i in own:
+        small = mask
+        for i in self.dims:
             small = small.narrow(i, 0, 1)
         if not self.shape:
             self.shape = tuple(mask.shape)
             self.saved = (mask.numel() - small.numel()) * mask.itemsize
-        given = {**arguments(*call.given), "attn_mask": small, "dropout_p": 0.0}  # type: ignore[misc]
-        given = {k: x.detach() if isinstance(x, Tensor) else x for k, x in given.items()}
-        self.error = max(self.error, distance(F.scaled_dot_product_attention(**given), present(call)))
+        self.error = max(self.error, distance(present(call, attn_mask=small), present(call)))
 
     def texts(self) -> tuple[str, str, str]:
         """Write evidence, remedy and trial. All are empty without copies."""
@@ -62,10 +58,6 @@ class MaskCopies:
         index = _INDEX[self.dims]
         remedy = f"Pass one copy, shape {shape}: make the mask without repeat, or pass {index}"
         return f"{many}: {bytes_text(self.saved)}", remedy, f"{index}: results differ by {self.error:.1e}"
-
-
-def _with(dim: int, dims: tuple[int, ...] | None) -> list[tuple[int, ...] | None]:
-    return [dims] if dims is not None and dim in dims else []
 
 
 def _is_copied(mask: Tensor, dim: int) -> bool:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from attnspan_lab.doctor.words import lowered
+
 if TYPE_CHECKING:
     from attnspan_lab.doctor.torch.recording.attention_call import Attention
 
@@ -57,17 +59,13 @@ def scale_of(products: Tensor | None, scores: Tensor, hidden: float) -> float | 
 
 def remedy_of_written(calls: Sequence[Attention]) -> str:
     """Write the call that replaces the lines, as far as it is known, for all calls of these lines."""
-    used = next((x.weights_used for x in calls if x.weights_used), None)
-    if used is not None:
-        return (
-            f"Keep these lines where {Path(used.file).name}:{used.line} needs the weights: fused functions "
-            f"do not return them. If it does not need them in all calls: {_first_lower(_replacement(calls))}"
-        )
-    return _replacement(calls)
-
-
-def _first_lower(text: str) -> str:
-    return text[:1].lower() + text[1:]
+    used, text = next((x.weights_used for x in calls if x.weights_used), None), _replacement(calls)
+    if used is None:
+        return text
+    return (
+        f"Keep these lines where {Path(used.file).name}:{used.line} needs the weights: fused functions "
+        f"do not return them. If it does not need them in all calls: {lowered(text)}"
+    )
 
 
 def _replacement(calls: Sequence[Attention]) -> str:
@@ -78,9 +76,8 @@ def _replacement(calls: Sequence[Attention]) -> str:
     scale = scales.pop() if len(scales) == 1 else None
     if special:  # torch's function has neither.
         known = f". {_SCALE.replace('Both multiply', 'It multiplies')}" if scale is None else ""
-        return (
-            f"Replace these lines by {ours}(q, k, v, {', '.join([*special, *filter(None, [scale])])}){known}"
-        )
+        given = ", ".join(filter(None, ["q, k, v", *special, scale]))
+        return f"Replace these lines by {ours}({given}){known}"
     mask, same, note = _masks_of(calls)
     if scale is None:
         keep = f". Pass your mask or bias too, as {mask}" if mask else ""

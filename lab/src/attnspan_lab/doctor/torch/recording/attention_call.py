@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attnspan_lab.doctor.places import Place, lines_here
+from attnspan_lab.doctor.torch.isolation.declared import Declared
 from attnspan_lab.doctor.torch.masks.heads import HeadMap
 from attnspan_lab.doctor.torch.masks.hiding_values import HIDDEN
 from attnspan_lab.doctor.torch.numbers.overflow import Overflow
@@ -17,7 +18,16 @@ if TYPE_CHECKING:
     from attnspan_lab.doctor.torch.isolation.padding_causes import Fault
     from attnspan_lab.doctor.torch.recording.calls import Call
 
-__all__ = ["HIDDEN", "Attention"]
+__all__ = ["HIDDEN", "Attention", "StepFacts"]
+
+
+@dataclass(eq=False)
+class StepFacts:
+    """Facts about a step: the batch's facts, its number of tokens or 0, and the time of all operators."""
+
+    said: Declared = field(default_factory=Declared)
+    tokens: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(eq=False)
@@ -41,7 +51,7 @@ class Attention:
         weights_used: The line that uses the weights for another purpose than the result.
         padding: The fault of the padding mask, if the call has one.
         same_in_heads: All heads see the same pairs.
-        given: Arguments of torch's function.
+        given: Arguments of torch's function by name. Empty for other functions.
         key: The keys, if there are more or fewer keys than queries.
         first_own: Index of the first key that is made from the batch's tokens, after the keys of a cache.
         hidden: (batch element, query) of queries without a visible key.
@@ -61,6 +71,7 @@ class Attention:
         scale: Factor of the scores before their softmax, or None if it is unknown.
         in_multihead: The call is part of nn.MultiheadAttention.
         lines: All of the user's lines that lead to the call, as "file:line".
+        step: Facts about the step of the call.
     """
 
     kind: str
@@ -81,7 +92,7 @@ class Attention:
     weights_used: Place | None = None
     padding: Fault | None = None
     same_in_heads: bool = True
-    given: tuple[Any, dict[str, Any]] | None = None
+    given: dict[str, Any] = field(default_factory=dict)
     key: Tensor | None = None
     first_own: int = 0
     hidden: list[tuple[int, int]] = field(default_factory=list)
@@ -102,6 +113,7 @@ class Attention:
     scale: float | None = None
     in_multihead: bool = False
     lines: list[str] = field(default_factory=lines_here)
+    step: StepFacts = field(default_factory=StepFacts)
 
     def is_same(self, call: Call) -> bool:
         """Whether a call of another record has the same line, and the same numbers of queries and keys."""

@@ -7,12 +7,12 @@ where the watcher saw attention that is written out.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -123,6 +123,24 @@ Replace = Callable[[Call], Tensor | None]
 Run = Callable[[Subject], dict[str, Tensor]]
 
 
+class Changes(TypedDict, total=False):
+    """Changes of a step.
+
+    Attributes:
+        inject: Name of a module, and the change of its inputs (B, S, C).
+        turn: The only call of the module whose inputs change, from 1. Default: all calls.
+        replace: Computes other results of attention calls.
+        run: Calls the copy in another way than once with the batch.
+        mode: Watches the functions or the operators of the run.
+    """
+
+    inject: tuple[str, Inject]
+    turn: int
+    replace: Replace | None
+    run: Run | None
+    mode: TorchFunctionMode | TorchDispatchMode
+
+
 @dataclass(eq=False)
 class Step:
     """A forward pass of a copy in evaluation mode.
@@ -142,77 +160,37 @@ class Step:
     results: dict[str, Tensor] = field(default_factory=dict)
     inputs: dict[str, Tensor] = field(default_factory=dict)
 
-    def again(
-        self,
-        batch: Any = None,
-        *,
-        inject: tuple[str, Inject] | None = None,
-        replace: Replace | None = None,
-        turn: int = 0,
-        run: Run | None = None,
-        mode: TorchFunctionMode | TorchDispatchMode | None = None,
-    ) -> Step:
-        """Run the step again with a fresh copy.
-
-        Args:
-            batch: Another batch.
-            inject: Name of a module, and the change of its inputs (B, S, C).
-            replace: Computes other results of calls.
-            turn: The only call of the module whose inputs change, from 1. Default: all calls.
-            run: Calls the copy in another way than once with the batch.
-            mode: Watches the functions or the operators of the run.
-        """
-        options: dict[str, Any] = {
-            "inject": inject,
-            "replace": replace,
-            "turn": turn,
-            "run": run,
-            "mode": mode,
-        }
-        return recorded(self.subject, self.batch if batch is None else batch, self.lines, **options)
+    def again(self, batch: Any = None, **changes: Unpack[Changes]) -> Step:
+        """Run the step again with a fresh copy, another batch or other changes."""
+        return recorded(self.subject, self.batch if batch is None else batch, self.lines, **changes)
 
     def differs(self, other: Step) -> float:
         """Return the largest relative difference of the results."""
         return difference(self.results, other.results)
 
 
-def recorded(
-    subject: Subject,
-    batch: Any,
-    lines: Collection[Place],
-    *,
-    inject: tuple[str, Inject] | None = None,
-    replace: Replace | None = None,
-    turn: int = 0,
-    run: Run | None = None,
-    mode: TorchFunctionMode | TorchDispatchMode | None = None,
-) -> Step:
+def recorded(subject: Subject, batch: Any, lines: Collection[Place], **changes: Unpack[Changes]) -> Step:
     """Run a forward pass of a copy in evaluation mode, and record its attention calls.
 
     Raises:
         CannotRun: The model cannot be copied, or raises.
     """
-    try:
+    with _copying(subject):
         subject.restore()
-        made = copied_model(subject.model)
-        own = dataclasses.replace(subject, model=made, target="", more=[], start=None)
-    except Exception as error:
-        raise CannotRun(f"the model cannot be copied: {_uncopied(subject.model, error)}") from error
+        own = replace(subject, model=copied_model(subject.model), target="", more=[], start=None)
     own.model.eval()
-    record = _Record(lines, replace)
+    record, run = _Record(lines, changes), changes.get("run")
     with ExitStack() as hooks, torch.no_grad(), torch.compiler.set_stance("force_eager"):
         for name, module in own.model.named_modules():
-            hooks.enter_context(_hooked(record, name, module, inject, turn))
-        if mode is not None:
-            hooks.enter_context(mode)
+            hooks.enter_context(record.hooked(name, module))
+        hooks.enter_context(changes.get("mode") or nullcontext())
         hooks.enter_context(record)
         try:
-            results = own.results(own.call(own.model, batch), {}) if run is None else run(own)
+            results = run(own) if run else own.results(own.call(own.model, batch), {})
         except CannotRun:
             raise
         except Exception as error:
-            text = (str(error).strip().splitlines() or [""])[0][:80]
-            raise CannotRun(f"the model raises {type(error).__name__}: {text}") from error
+            raise CannotRun(f"the model raises {error_text(error, 80)}") from error
     kept = {k: x.detach() for k, x in results.items()}
     return Step(subject, batch, lines, record.calls, kept, record.inputs)
 
@@ -235,59 +213,32 @@ def awake(step: Step) -> Step:
 
     if not asleep(step.subject.model):
         return step
-    try:
+    with _copying(step.subject):
         own = step.subject.copy()
-    except Exception as error:
-        raise CannotRun(f"the model cannot be copied ({type(error).__name__})") from error
     with torch.no_grad():
         for x in asleep(own.model):
             x.copy_(noise(x))
     return recorded(own, step.batch, step.lines)
 
 
+@contextmanager
+def _copying(subject: Subject) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise CannotRun(f"the model cannot be copied: {_uncopied(subject.model, error)}") from error
+
+
 def _uncopied(model: torch.nn.Module, error: BaseException) -> str:
     """Name the attribute that cannot be copied, and the error."""
     for name, module in model.named_modules():
         for attribute, x in vars(module).items():
-            if attribute in ("_modules", "_parameters"):
-                continue
-            try:
-                copy.deepcopy(x)
-            except Exception:
-                return f"{'.'.join(filter(None, (name, attribute)))} raises {error_text(error, 80)}"
+            if attribute not in ("_modules", "_parameters"):
+                try:
+                    copy.deepcopy(x)
+                except Exception:
+                    return f"{'.'.join(filter(None, (name, attribute)))} raises {error_text(error, 80)}"
     return error_text(error, 80)
-
-
-@contextmanager
-def _hooked(
-    record: _Record, name: str, module: torch.nn.Module, inject: tuple[str, Inject] | None, turn: int
-) -> Iterator[None]:
-    def before(_: Any, args: Any, kwargs: Any) -> Any:
-        record.modules.append(name)
-        record.turns[name] += 1
-        tokens = [x for x in tree_leaves((args, kwargs)) if _is_hidden(x)]
-        if tokens:
-            record.inputs.setdefault(name, tokens[0].detach().clone())
-        record.saw(tokens[:1])
-        if inject is None or inject[0] != name or turn not in (0, record.turns[name]):
-            return None
-        new = {id(x): inject[1](x) for x in tokens}
-        return tree_map(lambda x: new.get(id(x), x), (args, kwargs))
-
-    def after(_: Any, __: Any, out: Any) -> None:
-        if record.modules and record.modules[-1] == name:
-            record.modules.pop()
-        record.saw([x for x in tree_leaves(out) if _is_hidden(x)][:1])
-
-    handles = (
-        module.register_forward_pre_hook(before, with_kwargs=True),
-        module.register_forward_hook(after, always_call=True),
-    )
-    try:
-        yield
-    finally:
-        for x in handles:
-            x.remove()
 
 
 def _is_hidden(x: Any) -> bool:
@@ -295,9 +246,9 @@ def _is_hidden(x: Any) -> bool:
 
 
 class _Record(TorchFunctionMode):
-    def __init__(self, lines: Collection[Place], replace: Replace | None) -> None:
+    def __init__(self, lines: Collection[Place], changes: Changes) -> None:
         super().__init__()
-        self.lines, self.replace = lines, replace
+        self.lines, self.changes = lines, changes
         self.calls: list[Call] = []
         self.modules: list[str] = []
         self.inputs: dict[str, Tensor] = {}
@@ -305,19 +256,50 @@ class _Record(TorchFunctionMode):
         #: Weights of softmax functions by identity, with their call and the line of a mask.
         self.weights: dict[int, tuple[Tensor, Call, Place | None]] = {}
 
-    def saw(self, tokens: list[Tensor]) -> None:
-        for x in tokens:
-            for call in reversed(self.calls):
-                if call.after is not None:
-                    break
-                call.after = x
+    @contextmanager
+    def hooked(self, name: str, module: torch.nn.Module) -> Iterator[None]:
+        """Note the calls of a module, and change its inputs."""
+        handles = (
+            module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True),
+            module.register_forward_hook(partial(self._after, name), always_call=True),
+        )
+        try:
+            yield
+        finally:
+            for x in handles:
+                x.remove()
+
+    def _before(self, name: str, _: Any, args: Any, kwargs: Any) -> Any:
+        self.modules.append(name)
+        self.turns[name] += 1
+        tokens = [x for x in tree_leaves((args, kwargs)) if _is_hidden(x)]
+        if tokens:
+            self.inputs.setdefault(name, tokens[0].detach().clone())
+        self._saw(tokens)
+        inject, turn = self.changes.get("inject"), self.changes.get("turn", 0)
+        if inject is None or inject[0] != name or turn not in (0, self.turns[name]):
+            return None
+        return tree_map(lambda x: inject[1](x) if _is_hidden(x) else x, (args, kwargs))
+
+    def _after(self, name: str, _: Any, __: Any, out: Any) -> None:
+        if self.modules and self.modules[-1] == name:
+            self.modules.pop()
+        self._saw([x for x in tree_leaves(out) if _is_hidden(x)])
+
+    def _saw(self, tokens: list[Tensor]) -> None:
+        for call in reversed(self.calls) if tokens else ():
+            if call.after is not None:
+                break
+            call.after = tokens[0]
 
     def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(fn, "__name__", "")
         if name == _SDPA:
-            return self._of(fn, arguments(args, kwargs))
-        if name == _SOFTMAX and (_has_one_key(args, kwargs) or place_here() in self.lines):
-            return self._of_softmax(fn, args, kwargs)
+            return self._noted(fn, arguments(args, kwargs), args, kwargs)
+        if name == _SOFTMAX:
+            given = _of_softmax(args, kwargs)
+            if _has_one_key(given) or place_here() in self.lines:
+                return self._softmax(fn, args, kwargs)
         if name == _MULTIHEAD:
             with self._inside():
                 return fn(*args, **kwargs)
@@ -348,10 +330,10 @@ class _Record(TorchFunctionMode):
         kept = {x: getattr(F, x) for x in (_SDPA, _SOFTMAX)}
 
         def attend(*args: Any, **kwargs: Any) -> Any:
-            return self._of(kept[_SDPA], arguments(args, kwargs))
+            return self._noted(kept[_SDPA], arguments(args, kwargs), args, kwargs)
 
         def softmax(*args: Any, **kwargs: Any) -> Any:
-            return self._of_softmax(kept[_SOFTMAX], args, kwargs)
+            return self._softmax(kept[_SOFTMAX], args, kwargs)
 
         setattr(F, _SDPA, attend)
         setattr(F, _SOFTMAX, softmax)
@@ -361,26 +343,19 @@ class _Record(TorchFunctionMode):
             for name, fn in kept.items():
                 setattr(F, name, fn)
 
-    def _of(self, fn: Any, given: dict[str, Any]) -> Any:
-        positional = [given[x] for x in ("query", "key", "value")]
-        named = {k: x for k, x in given.items() if k not in ("query", "key", "value")}
-        return self._noted(given, lambda: fn(*positional, **named))
-
-    def _of_softmax(self, fn: Any, args: Any, kwargs: Any) -> Any:
-        scores = args[0] if args else kwargs["input"]
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
-        out = self._noted({"scores": scores, "dim": dim}, lambda: fn(*args, **kwargs))
+    def _softmax(self, fn: Any, args: Any, kwargs: Any) -> Any:
+        out = self._noted(fn, _of_softmax(args, kwargs), args, kwargs)
         self.weights[id(out)] = out, self.calls[-1], None
         return out
 
-    def _noted(self, given: dict[str, Any], run: Callable[[], Any]) -> Any:
+    def _noted(self, fn: Any, given: dict[str, Any], args: Any, kwargs: Any) -> Any:
         # A cache may change its keys in place after the call.
         kept = {k: x.detach().clone() if isinstance(x, Tensor) else x for k, x in given.items()}
-        call = Call(len(self.calls), place_here(), tuple(self.modules), kept, torch.empty(0))
+        call = Call(len(self.calls), place_here(), tuple(self.modules), kept, fn(*args, **kwargs))
         call.turns = {x: self.turns[x] for x in self.modules}
-        call.result = run()
+        change = self.changes.get("replace")
         try:
-            new = None if self.replace is None else self.replace(call)
+            new = None if change is None else change(call)
         except Exception as error:  # The change of the doctor raises, and not the model.
             raise CannotRun(f"a changed call at {call.place} raises {error_text(error)}") from error
         call.result = call.result if new is None else new
@@ -388,10 +363,15 @@ class _Record(TorchFunctionMode):
         return call.result
 
 
-def _has_one_key(args: Any, kwargs: Any) -> bool:
+def _of_softmax(args: Any, kwargs: Any) -> dict[str, Any]:
+    """Name the scores and the dim of a softmax."""
+    given = {**dict(zip(("input", "dim"), args, strict=False)), **kwargs}
+    return {"scores": given["input"], "dim": given.get("dim", -1)}
+
+
+def _has_one_key(given: dict[str, Any]) -> bool:
     """Whether a softmax has scores (..., Sq, 1). The watcher sees no attention there."""
-    scores = args[0] if args else kwargs["input"]
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
+    scores, dim = given["scores"], given["dim"]
     return scores.dim() > 2 and dim in (-1, scores.dim() - 1) and scores.shape[-1] == 1
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from attnspan_lab.doctor.findings import KINDS, Finding
@@ -100,9 +100,7 @@ class CompilerLog(logging.Handler):
         self._warnings.addFilter(self._is_no_limit)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._log.removeHandler(self)
         self._warnings.removeFilter(self._is_no_limit)
 
@@ -131,34 +129,30 @@ class CompilerLog(logging.Handler):
             self._compiled(about["bwd_compilation_metrics"], forward=False)
 
     def _break(self, text: str) -> None:
-        user = text.partition("User code traceback:")[2].partition("\nTraceback (most recent call last)")[0]
-        places = lines_in(user or text.partition("The graph break occurred in the following user code:")[2])
-        said = _BREAK.search(text)
-        if said and is_users(said["file"]):
-            places = [Place(said["file"], int(said["line"]), _function(places)), *places]
-        reason = text.partition("Graph Break Reason:")[2].partition("User code traceback:")[0]
-        kind, explanation, hints, link = _explained(reason or text)
-        if kind != _LIMIT:
-            places = list({(x.file, x.line): x for x in places}.values())[:4]
-            evidence = tuple(x for x in (link, _READ_BREAKS) if x)
-            what = f"The graph breaks here: {_first_line(kind)}"
-            if all(x.places[:1] == tuple(places[:1]) for x in self.breaks):  # No other break came before.
-                hints = [x for x in hints if "earlier graph break" not in x]
-            if "fake tensors" in kind:
-                hints = [KINDS["operator"].remedy]
-            self.breaks.append(
-                Finding("graph-break", what, tuple(places), evidence, explanation, _joined(hints))
-            )
+        reason = _part(text, "Graph Break Reason:", "User code traceback:") or text
+        kind, explanation, hints, link = _explained(reason)
+        if kind == _LIMIT:
+            return
+        user = _part(text, "User code traceback:", "\nTraceback (most recent call last)")
+        found = lines_in(user or _part(text, "The graph break occurred in the following user code:"))
+        if (said := _BREAK.search(text)) and is_users(said["file"]):
+            function = found[0].function if found else ""
+            found.insert(0, Place(said["file"], int(said["line"]), function))
+        places = tuple({(x.file, x.line): x for x in found}.values())[:4]
+        if all(x.places[:1] == places[:1] for x in self.breaks):  # No other break came before.
+            hints = [x for x in hints if "earlier graph break" not in x]
+        remedy = KINDS["operator"].remedy if "fake tensors" in kind else _joined(hints)
+        what, evidence = f"The graph breaks here: {_first_line(kind)}", (*link, _READ_BREAKS)
+        self.breaks.append(Finding("graph-break", what, places, evidence, explanation, remedy))
 
     def _compiled(self, found: dict[str, Any], *, forward: bool) -> None:
         start, end = (found.get(x) or 0 for x in ("start_time_us", "end_time_us"))
-        if not end:
-            end = start + (found.get("duration_us") or 0)
-        file, line = found.get("co_filename"), found.get("co_firstlineno")
-        place = Place(file, line, found.get("co_name") or "") if file and line else None
+        end = end or start + (found.get("duration_us") or 0)
+        name, file, line = (found.get(x) for x in ("co_name", "co_filename", "co_firstlineno"))
+        place = Place(file, line, name or "") if file and line else None
         operators, failed = found.get("graph_op_count") or 0, found.get("fail_type") or ""
-        name = found.get("co_name") or "backward"
-        self.graphs.append(Graph(name, place, start / 1e6, end / 1e6, forward, operators, failed))
+        times = start / 1e6, end / 1e6
+        self.graphs.append(Graph(name or "backward", place, *times, forward, operators, failed))
 
     @property
     def forward_graphs(self) -> int:
@@ -171,8 +165,9 @@ class CompilerLog(logging.Handler):
         return sum(max(x.end - x.start, 0.0) for x in self.graphs)
 
 
-def _function(places: Sequence[Place]) -> str:
-    return places[0].function if places else ""
+def _part(text: str, after: str, before: str = "\0") -> str:
+    """Cut the part of a text between two others."""
+    return text.partition(after)[2].partition(before)[0]
 
 
 def _joined(hints: Sequence[str]) -> str:
@@ -183,7 +178,7 @@ def _first_line(text: str) -> str:
     return text.strip().splitlines()[0].strip() if text.strip() else "no reason was given"
 
 
-def _explained(reason: str) -> tuple[str, str, list[str], str]:
+def _explained(reason: str) -> tuple[str, str, list[str], tuple[str, ...]]:
     """Parse kind, explanation, hints and page of a graph break, as torch's registry has them."""
     head, _, rest = reason.partition("\n  Explanation:")
     kind = head.strip().splitlines()[-1].strip() if head.strip() else "an exception of the compiler"
@@ -192,18 +187,18 @@ def _explained(reason: str) -> tuple[str, str, list[str], str]:
     hints = [" ".join(x.split()) for x in found]
     link = re.search(r"https://\S*graph-break-site\S*", reason)
     plain = [x for x in hints if "report an issue" not in x] or hints
-    return kind, " ".join(explanation.split()), plain, link[0] if link else ""
+    return kind, " ".join(explanation.split()), plain, (link[0],) if link else ()
 
 
 def _recompile(payload: str, frame: int) -> Recompile:
     """Parse one reason, or a JSON list with the newest first, and take the newest: it changed last."""
     text = payload.strip()
     if text.startswith("["):
-        text = re.sub(r'^\[\s*"|",?\s*$', "", text.split('",\n')[0]).replace("\\n", "\n").replace('\\"', '"')
+        text = json.loads(text)[0]
     guard = text.partition("#")[0].partition("\nUser stack")[0].strip()
     guard = re.sub(r"^\d+/\d+: *", "", guard)
     said = _GUARD_PLACE.search(text)
-    stack = lines_in(text.partition("User stack trace:")[2])
+    stack = lines_in(_part(text, "User stack trace:"))
     place = stack[0] if stack else None
     file = _full(said["file"]) if said else ""
     if place is None and said and file and is_users(file):
@@ -222,16 +217,17 @@ def _full(file: str) -> str:
 def compile_error(error: BaseException, stage: str) -> Finding:
     """Make a finding from an error that the compiler or compiled code raised."""
     text = str(error)
-    user = lines_in(text.partition("from user code:")[2]) or lines_of_error(error)
+    user = lines_in(_part(text, "from user code:")) or lines_of_error(error)
     kind, cause, hints, link = _explained("\n" + text)
     what = f"torch.compile fails: {_first_line(kind if 'Explanation:' in text else text)[:300]}"
-    cause = cause if "Explanation:" in text else f"{type(error).__name__} while compiling or in compiled code"
     remedy = _joined(hints)
+    if "Explanation:" not in text:
+        cause = f"{type(error).__name__} while compiling or in compiled code"
     if layout := _LAYOUT.search(text):
         what_differs = "strides" if layout["want"] == layout["got"] else "shapes"
         cause = f"An operator's fake kernel and its real kernel return different {what_differs}"
         remedy = KINDS["operator"].remedy
     elif "checkpoint not implemented for" in text:
         cause, remedy = _CONTEXTS
-    evidence = tuple(x for x in (link, _READ_ERRORS) if x)
+    evidence = (*link, _READ_ERRORS)
     return Finding("compile-error", what, tuple(user[:3]), evidence, cause, remedy, stage=stage)

@@ -6,7 +6,10 @@ import ast
 import re
 import sys
 from collections.abc import Callable, Iterator, MutableMapping, MutableSequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from operator import setitem
 from typing import Any
 
 import torch
@@ -58,49 +61,31 @@ class Counter:
     def _found(self, model: nn.Module) -> Iterator[tuple[Any, Callable[[Any], None]]]:
         """Yield the value in each module, and a function that replaces it."""
         tail = self.path.rpartition("_modules['")[2].partition("']")[2]
-        path = f"self{tail}" if "_modules['" in self.path else self.path
-        tree = ast.parse(path, mode="eval").body
+        tree = ast.parse(f"self{tail}" if "_modules['" in self.path else self.path, mode="eval").body
         for root in model.modules():
-            try:
-                if isinstance(tree, ast.Attribute):
-                    yield _attribute(_evaluated(tree.value, root), tree.attr)
-                elif isinstance(tree, ast.Subscript):
-                    yield _item(_evaluated(tree.value, root), _key(tree))
-            except (KeyError, AttributeError, IndexError, TypeError, ValueError):
-                continue
-            if self.is_global:
-                return
+            names = {"self": root, "G": _Globals(type(root)), "__builtins__": {}}
+            with suppress(Exception):  # Another kind of module, or a name that only the compiler knows.
+                if isinstance(tree, (ast.Attribute, ast.Subscript)):
+                    owner = eval(ast.unparse(tree.value), names)
+                    if isinstance(tree, ast.Attribute):
+                        yield getattr(owner, tree.attr), partial(setattr, owner, tree.attr)
+                    else:
+                        key = ast.literal_eval(tree.slice)
+                        yield owner[key], partial(setitem, owner, key)
+                    if self.is_global:
+                        return
 
 
-def _attribute(owner: Any, name: str) -> tuple[Any, Callable[[Any], None]]:
-    return getattr(owner, name), lambda value: setattr(owner, name, value)
+class _Globals:
+    """Global names of a class's module, and imported modules, as guards name them."""
 
+    def __init__(self, kind: type) -> None:
+        self._module = kind.__module__
 
-def _item(owner: Any, key: Any) -> tuple[Any, Callable[[Any], None]]:
-    return owner[key], lambda value: owner.__setitem__(key, value)
-
-
-def _evaluated(node: ast.expr, root: nn.Module) -> Any:
-    """Evaluate a path of attributes and items. G is the dict of the globals, or of imported modules."""
-    if isinstance(node, ast.Name) and node.id == "self":
-        return root
-    if isinstance(node, ast.Attribute):
-        return getattr(_evaluated(node.value, root), node.attr)
-    if isinstance(node, ast.Subscript):
-        if isinstance(node.value, ast.Name) and node.value.id == "G":
-            return _global(_key(node), root)
-        return _evaluated(node.value, root)[_key(node)]
-    raise ValueError(ast.unparse(node))
-
-
-def _key(node: ast.Subscript) -> Any:
-    return ast.literal_eval(node.slice)
-
-
-def _global(name: str, root: nn.Module) -> Any:
-    if name.startswith(_IMPORT):
-        return sys.modules[name.removeprefix(_IMPORT).replace("_dot_", ".")]
-    return vars(sys.modules[type(root).__module__])[name]
+    def __getitem__(self, name: str) -> Any:
+        if name.startswith(_IMPORT):
+            return sys.modules[name.removeprefix(_IMPORT).replace("_dot_", ".")]
+        return vars(sys.modules[self._module])[name]
 
 
 def counters_in(guards: str, model: nn.Module) -> Iterator[Counter]:
@@ -110,28 +95,22 @@ def counters_in(guards: str, model: nn.Module) -> Iterator[Counter]:
         guards: Evidence of a finding, a guard in each line.
         model: The model.
     """
-    for path in dict.fromkeys(x["path"] for x in _NUMBER.finditer(guards)):
-        counter = _read(path)
-        value = None if counter is None else counter.value(model)
-        if counter is not None and isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield counter
+    yield from _named(_NUMBER, (int, float), guards, model)
 
 
 def lists_in(guards: str, model: nn.Module) -> Iterator[Counter]:
     """Yield the lists and dicts whose number of entries guards name."""
-    for path in dict.fromkeys(x["path"] or x["own"] for x in _LENGTH.finditer(guards)):
-        counter = _read(path)
-        value = None if counter is None else counter.value(model)
-        if counter is not None and isinstance(value, (MutableSequence, MutableMapping)):
-            yield counter
+    yield from _named(_LENGTH, (MutableSequence, MutableMapping), guards, model)
 
 
-def _read(path: str) -> Counter | None:
-    try:
-        tree = ast.parse(path.strip(), mode="eval").body
-    except SyntaxError:
-        return None
-    return Counter(path.strip()) if isinstance(tree, (ast.Attribute, ast.Subscript)) else None
+def _named(
+    pattern: re.Pattern[str], kinds: tuple[type, ...], guards: str, model: nn.Module
+) -> Iterator[Counter]:
+    for path in dict.fromkeys(next(filter(None, x.groups())) for x in pattern.finditer(guards)):
+        with suppress(SyntaxError):
+            value = Counter(path.strip()).value(model)
+            if isinstance(value, kinds) and not isinstance(value, bool):
+                yield Counter(path.strip())
 
 
 class _Emptied(Subject):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,15 +15,15 @@ from torch.overrides import TorchFunctionMode
 import attnspan
 import attnspan_lab
 from attnspan_lab.doctor.places import Place, on_stack, place_here
+from attnspan_lab.doctor.torch.masks.forms import arguments
 from attnspan_lab.doctor.torch.numbers.overflow import Overflow, overflow_of_data
 from attnspan_lab.doctor.torch.recording.operators import is_plain
 
-__all__ = ["Function", "is_own"]
+__all__ = ["Function"]
 
 # Functions that give values to Python.
 _TO_PYTHON = {"tolist", "numpy", "__array__", "__repr__", "__format__"}
-_ATTNSPAN = str(Path(attnspan.__file__).parent)
-_LAB = str(Path(attnspan_lab.__file__).parent)
+_OWN = [str(Path(x).parent) for x in (attnspan.__file__, attnspan_lab.__file__)]
 
 
 class Function(TorchFunctionMode):
@@ -30,8 +31,8 @@ class Function(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.given: tuple[Any, dict[str, Any]] | None = None
-        self.reads: dict[Place | None, int] = {}
+        self.given: dict[str, Any] = {}
+        self.reads = Counter[Place]()
         self.converts = 0
         self.overflows: list[tuple[Tensor, Overflow]] = []
 
@@ -43,19 +44,23 @@ class Function(TorchFunctionMode):
                 return fn(*args, **kwargs)
             finally:
                 self.converts -= 1
-                place = place_here()
-                if not self.converts and not is_own(place):
-                    self.reads[place] = self.reads.get(place, 0) + 1
+                if not self.converts:
+                    self.read(place_here())
         if name != "scaled_dot_product_attention":
             out = fn(*args, **kwargs)
             if name == "tensor" and args and (found := overflow_of_data(args[0], out, place_here())):
                 self.overflows.append((out, found))
             return out
-        before, self.given = self.given, (args, kwargs)
+        before, self.given = self.given, arguments(args, kwargs)
         try:
             return fn(*args, **kwargs)
         finally:
             self.given = before
+
+    def read(self, place: Place | None) -> None:
+        """Count a value that Python code reads. Compiled code does not have the reads of attnspan."""
+        if place is not None and not any(on_stack(own, place.file) for own in _OWN):
+            self.reads[place] += 1
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
@@ -78,8 +83,3 @@ class Function(TorchFunctionMode):
             yield
         finally:
             autograd._engine_run_backward = run
-
-
-def is_own(place: Place | None) -> bool:
-    """Whether attnspan or the doctor reads a value below a line. Compiled code has no such reads."""
-    return place is None or any(on_stack(own, place.file) for own in (_ATTNSPAN, _LAB))

@@ -11,7 +11,7 @@ from attnspan_lab.doctor.places import Place, on_stack
 from attnspan_lab.doctor.torch.masks.hiding_values import HIDDEN, highest_hiding
 from attnspan_lab.doctor.torch.masks.written_remedy import first_scores, scale_of
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
-from attnspan_lab.doctor.torch.recording.operators import in_backward, storage
+from attnspan_lab.doctor.torch.recording.operators import Operation, in_backward, storage
 from attnspan_lab.doctor.torch.recording.step_record import Record
 
 __all__ = ["on_scores", "product"]
@@ -21,18 +21,16 @@ _SOFTMAX = ("_softmax", "_safe_softmax", "exp", "softmax")
 _MULTIHEAD = torch.nn.functional.__file__
 
 
-def product(
-    record: Record, inputs: list[Tensor], out: Tensor, scores: Attention | None, place: Place | None
-) -> None:
+def product(record: Record, operation: Operation, scores: Attention | None) -> None:
     """Follow a product of two tensors: it makes scores, or ends an attention call."""
+    (q, k), out, place = operation.inputs[-2:], operation.outs[0], operation.place
     if scores is not None:
         if scores.softmax:
-            _finish(record, scores, inputs, out, place)
+            _finish(record, scores, [q, k], out, place)
         return
-    q, k = inputs
     if q.dim() > 2 and min(out.shape[-2:]) > 1:
         call = Attention("written out", "", place, tuple(q.shape), tuple(k.shape), q.dtype)
-        if record.function.given is not None:
+        if record.function.given:
             call.kind, call.given = "sdpa", record.function.given
         call.in_multihead = on_stack(_MULTIHEAD)
         call.score_count, call.products = out.numel(), first_scores(out)
@@ -47,53 +45,51 @@ def _finish(record: Record, call: Attention, inputs: list[Tensor], out: Tensor, 
         if not (in_backward() or call.in_multihead):
             call.weights_used = call.weights_used or place
         return
-    values = [x for x in inputs if (t := record.tags.get(storage(x))) is None or t.scores is not call]
+    values = [x for x in inputs if record.tag_of(x).scores is not call]
     record.operands(call, values)
     record.keep(call, out, values[0])
     call.recomputed = in_backward()
     record.calls.append(call)
 
 
-def on_scores(
-    record: Record, name: str, inputs: list[Tensor], outs: list[Tensor], call: Attention, place: Place | None
-) -> None:
+def on_scores(record: Record, operation: Operation, call: Attention) -> None:
     """Follow an operator on scores or on their softmax."""
-    own = [x for x in inputs if (t := record.tags.get(storage(x))) is not None and t.scores is call]
-    pairs = own[0].shape[-2:] if own[0].dim() > 1 else ()
-    call.steps |= set() if call.softmax else {name.rstrip("_")}
-    for x in inputs:
-        changes = x.dim() > 0 and x.shape[-1:] == own[0].shape[-1:] and name in _MASKING
-        if changes and not call.softmax and not any(x is y for y in own):
-            call.applied.append((name, place, x.detach()))
-            call.filled = max(call.filled, _filled(name, x, own[0], outs))
-            call.mask_sources |= record.sources(x)
-        two = x.dim() > 1 and min(x.shape[-2:]) > 1 and x.shape[-2:] == pairs
-        if two and not any(x is y for y in own) and not call.softmax:
-            record.mask(call, x)
+    name, inputs, outs, place = operation.name, operation.inputs, operation.outs, operation.place
+    own = [x for x in inputs if record.tag_of(x).scores is call]
+    scores = own[0]
+    if not call.softmax:
+        call.steps.add(name.rstrip("_"))
+        for x in (y for y in inputs if not any(y is z for z in own)):
+            if name in _MASKING and x.dim() > 0 and x.shape[-1:] == scores.shape[-1:]:
+                call.applied.append((name, place, x.detach()))
+                call.filled = max(call.filled, _filled(name, x, scores, outs))
+                call.mask_sources |= record.tag_of(x).sources
+            if x.dim() > 1 and min(x.shape[-2:]) > 1 and x.shape[-2:] == scores.shape[-2:]:
+                record.mask(call, x)
     if name in _SOFTMAX and not call.softmax:
         call.softmax = True
-        call.overflow = record.tags[storage(own[0])].overflow
-        seen = own[0].detach()
+        call.overflow = record.tag_of(scores).overflow
+        seen = scores.detach()
         seen = seen if call.keys is None else seen[..., call.keys]
         limit = highest_hiding(seen) if call.applied else HIDDEN
         call.mask_biases = call.mask_biases or _shows_masked(call, limit)
-        record.see(call, ~(seen <= limit) if name != "exp" else None, seen)
+        record.see(call, ~(seen <= limit) if name != "exp" else None)
         call.scale, call.products = scale_of(call.products, seen, limit), None
         call.hidden = call.hidden if call.keys is None else []  # These queries see their sink.
         if call.kind == "written out" and place is not None:
             call.place = place
-    _note_use(call, outs, own[0], place)
+    _note_use(call, outs, scores, place)
     for x in outs:
-        sinks = name == "cat" and x.dim() > 1 and x.shape[:-1] == own[0].shape[:-1] and not call.softmax
+        sinks = name == "cat" and x.dim() > 1 and x.shape[:-1] == scores.shape[:-1] and not call.softmax
         if sinks:
-            before = next(i for i, y in enumerate(inputs) if y is own[0])
+            before = next(i for i, y in enumerate(inputs) if y is scores)
             start = sum(y.shape[-1] for y in inputs[:before])
-            call.keys = slice(start, start + own[0].shape[-1])
-        stored = x.numel() >= own[0].numel() and not any(storage(x) == storage(y) for y in inputs)
+            call.keys = slice(start, start + scores.shape[-1])
+        stored = x.numel() >= scores.numel() and not any(storage(x) == storage(y) for y in inputs)
         if stored and x.is_floating_point() and x.itemsize > call.dtype.itemsize:
             first, _, size = call.wide or (place, x.dtype, 0)
-            call.wide = first, x.dtype, size + x.numel() * x.element_size()
-        if x.numel() == own[0].numel() or sinks:
+            call.wide = first, x.dtype, size + x.nbytes
+        if x.numel() == scores.numel() or sinks:
             record.tags[storage(x)].scores = call
 
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from attnspan_lab.doctor.places import Place, lines_in, on_stack, place_here
 
 __all__ = [
     "CHECKPOINT",
+    "Operation",
+    "Operations",
     "distinct",
     "in_backward",
     "is_plain",
@@ -20,11 +27,65 @@ __all__ = [
     "named_arguments",
     "operator_name",
     "operator_place",
+    "plain_in",
     "storage",
 ]
 
 #: The file of torch that recomputes checkpoints.
 CHECKPOINT = torch.utils.checkpoint.__file__
+
+
+@dataclass(eq=False)
+class Operation:
+    """An operator that ran, with its arguments, its result and the seconds that it took."""
+
+    op: Any
+    args: Any
+    kwargs: Any
+    out: Any
+    seconds: float
+
+    @cached_property
+    def name(self) -> str:
+        """Name of the operator without its overload."""
+        return operator_name(self.op)
+
+    @cached_property
+    def place(self) -> Place | None:
+        """The user's line."""
+        return operator_place()
+
+    @cached_property
+    def inputs(self) -> list[Tensor]:
+        """Tensors of the arguments."""
+        return plain_in((self.args, self.kwargs))
+
+    @cached_property
+    def outs(self) -> list[Tensor]:
+        """Tensors of the result."""
+        return plain_in(self.out)
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The arguments by name."""
+        return named_arguments(self.op, self.args, self.kwargs)
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Calls `note` behind each operator."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def note(self, operation: Operation) -> None:
+        """Look at an operator that ran."""
+        raise NotImplementedError
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, start = kwargs or {}, time.perf_counter()
+        out = op(*args, **kwargs)
+        self.note(Operation(op, args, kwargs, out, time.perf_counter() - start))
+        return out
 
 
 def operator_name(op: Any) -> str:
@@ -62,6 +123,11 @@ def is_unset(name: str) -> bool:
 def is_plain(x: Any) -> bool:
     """Whether an argument is a tensor whose elements can be read."""
     return isinstance(x, Tensor) and x.layout == torch.strided and not x.is_meta and not x.is_nested
+
+
+def plain_in(x: Any) -> list[Tensor]:
+    """List the tensors in nested arguments whose elements can be read."""
+    return [y for y in tree_leaves(x) if is_plain(y)]
 
 
 def storage(x: Tensor) -> int:

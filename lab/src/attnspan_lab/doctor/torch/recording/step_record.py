@@ -15,7 +15,7 @@ from attnspan_lab.doctor.torch.masks.hiding_values import highest_hiding
 from attnspan_lab.doctor.torch.numbers.overflow import Overflow
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
 from attnspan_lab.doctor.torch.recording.functions import Function
-from attnspan_lab.doctor.torch.recording.operators import distinct, is_plain, storage
+from attnspan_lab.doctor.torch.recording.operators import Operation, distinct, is_plain, storage
 
 __all__ = ["PAIRS", "Record", "Tag"]
 
@@ -76,13 +76,12 @@ class Record:
             if is_plain(x)
         }
 
-    def tag(
-        self, name: str, x: Tensor, inputs: list[Tensor], known: list[Tag], place: Place | None, spent: float
-    ) -> Tag:
-        """Describe how an operator made a tensor."""
+    def tag(self, operation: Operation, x: Tensor, known: list[Tag]) -> Tag:
+        """Describe how an operator made a tensor from tensors with known tags."""
+        place, inputs, name = operation.place, operation.inputs, operation.name
         # The time to create a mask includes the time to create its operands.
         like = (self.tags.get(storage(y)) for y in inputs if y.numel() >= x.numel())
-        tag = Tag(place, spent, tuple(t for t in like if t is not None))
+        tag = Tag(place, operation.seconds, tuple(t for t in like if t is not None))
         tag.sources = tag.sources.union(*(t.sources for t in known))
         if x.is_floating_point() and x.dim() > 1:
             floats = [y.itemsize for y in inputs if y.is_floating_point() and y.dim() > 1]
@@ -90,68 +89,71 @@ class Record:
             narrow, wide = min(floats, default=0), max(floats, default=0)
             tag.upcast = place if 0 < narrow < x.itemsize else same if wide <= x.itemsize else None
         if name in _COPIES and inputs:
-            size, source = x.numel() * x.element_size(), inputs[0]
-            before = next((t for t in known if t.repeated), None)
-            tag.repeated, tag.source = (
-                (before.repeated, before.source) if before is not None else (None, None)
-            )
+            before = next((t for t in known if t.repeated), tag)
+            tag.repeated, tag.source = before.repeated, before.source
             joins = name in ("cat", "stack")
             twice = joins and len({storage(y) for y in inputs}) < len(inputs)
-            if (not joins and x.numel() >= 2 * max(distinct(source), 1)) or twice:
-                tag.repeated, tag.source = (place, size), source.detach()
-            elif name == "clone" and not source.is_contiguous() and x.is_contiguous() and is_direct():
-                tag.copied = (place, size)
+            self._copied(tag, x, inputs[0], place, repeats=twice if joins else None, keeps=name == "clone")
         return tag
 
-    def copied_into(self, x: Tensor, source: Tensor, place: Place | None) -> None:
+    def copied_into(self, operation: Operation) -> None:
         """Note a copy into memory that was made for it."""
+        x, source = operation.inputs[:2]
         tag = self.tags.get(storage(x))
-        whole = x.is_contiguous() and x.numel() * x.element_size() == x.untyped_storage().nbytes()
-        if tag is None or not whole or x.dim() < 3 or not is_direct():
-            return
-        if x.numel() >= 2 * max(distinct(source), 1):
-            tag.repeated, tag.source = (place, x.numel() * x.element_size()), source.detach()
-        elif x.shape == source.shape and not source.is_contiguous():
-            tag.copied = (place, x.numel() * x.element_size())
+        whole = x.is_contiguous() and x.nbytes == x.untyped_storage().nbytes()
+        if tag is not None and whole and x.dim() >= 3 and is_direct():
+            self._copied(tag, x, source, operation.place, keeps=x.shape == source.shape)
+
+    @staticmethod
+    def _copied(
+        tag: Tag, x: Tensor, source: Tensor, place: Place | None, *, repeats: bool | None = None, keeps: bool
+    ) -> None:
+        """Note a copy that repeats its source, or that only makes it contiguous.
+
+        Args:
+            tag: Tag of the copy.
+            x, source, place: The copy, the tensor that was copied, and the line.
+            repeats: Whether entries were repeated. Default: the copy has twice as many entries, or more.
+            keeps: The operator may have copied the tensor only to make it contiguous.
+        """
+        if x.numel() >= 2 * max(distinct(source), 1) if repeats is None else repeats:
+            tag.repeated, tag.source = (place, x.nbytes), source.detach()
+        elif keeps and not source.is_contiguous() and x.is_contiguous() and is_direct():
+            tag.copied = (place, x.nbytes)
+
+    def tag_of(self, x: Tensor) -> Tag:
+        """Look up the facts about a tensor's storage. They are empty if no watched operator made it."""
+        return self.tags.get(storage(x)) or Tag(None, 0.0)
 
     def operands(self, call: Attention, inputs: list[Tensor]) -> None:
         """Record how q, k or v were made."""
         for x in inputs:
-            tag = self.tags.get(storage(x))
-            if tag is not None:
-                call.repeated = call.repeated or tag.repeated
-                if tag.repeated is not None and tag.source is not None:
-                    call.head_maps.append(head_map(x.detach(), tag.source, self.batch))
-                call.copied = call.copied or tag.copied
-                call.upcast = call.upcast or tag.upcast
-                call.upcast_bytes += x.numel() * x.element_size() if tag.upcast else 0
+            tag = self.tag_of(x)
+            call.repeated = call.repeated or tag.repeated
+            if tag.repeated is not None and tag.source is not None:
+                call.head_maps.append(head_map(x.detach(), tag.source, self.batch))
+            call.copied = call.copied or tag.copied
+            call.upcast = call.upcast or tag.upcast
+            call.upcast_bytes += x.nbytes if tag.upcast else 0
 
     def mask(self, call: Attention, x: Tensor, limit: float | None = None) -> None:
         """Record the dense mask of a call. Numbers at or below the limit hide, and others are a bias."""
-        tag = self.tags.get(storage(x))
-        call.mask = tuple(x.shape), tag.made if tag else None, x.is_floating_point()
-        call.mask_bytes = distinct(x) * x.element_size()
-        call.mask_seconds = tag.all_seconds if tag else 0.0
-        call.mask_sources |= self.sources(x)
+        tag = self.tag_of(x)
+        call.mask = tuple(x.shape), tag.made, x.is_floating_point()
+        call.mask_bytes, call.mask_seconds = distinct(x) * x.itemsize, tag.all_seconds
+        call.mask_sources |= tag.sources
         if x.is_floating_point():
             limit = highest_hiding(x) if limit is None else limit
             call.mask_biases = call.mask_biases or bool(((x != 0) & ~(x <= limit)).any())
 
-    def sources(self, x: Tensor) -> frozenset[str]:
-        """Name the tensors of the batch that a tensor is made from."""
-        tag = self.tags.get(storage(x))
-        return tag.sources if tag is not None else frozenset()
-
-    def see(self, call: Attention, visible: Tensor | None, like: Tensor) -> None:
+    def see(self, call: Attention, visible: Tensor | None) -> None:
         """Store the visible pairs, (B, Sq, Sk), and the queries that see nothing."""
-        if visible is None or prod(visible.shape) > PAIRS or min(like.shape[-2:]) < 1:
+        if visible is None or prod(visible.shape) > PAIRS or min(visible.shape[-2:]) < 1:
             return
-        visible = (
-            visible.expand(*visible.shape[:-2], *like.shape[-2:]).flatten(0, -3)
-            if visible.dim() > 2
-            else (visible.expand(*like.shape[-2:])[None])
-        )
-        groups = len(like) if like.dim() == 4 and len(like) % self.batch == 0 else self.batch
+        # Groups of tokens, such as windows, are elements of the first dim.
+        has_groups = visible.dim() == 4 and len(visible) % self.batch == 0
+        groups = len(visible) if has_groups else self.batch
+        visible = visible.flatten(0, -3) if visible.dim() > 2 else visible[None]
         rows = groups if visible.shape[0] % groups == 0 else 1
         by_head = visible.reshape(rows, -1, *visible.shape[-2:])
         call.visible = by_head.any(1)

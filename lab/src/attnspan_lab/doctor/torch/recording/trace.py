@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from attnspan_lab.doctor.places import Place, is_users, place_here
+from attnspan_lab.doctor.places import Place, is_users
 from attnspan_lab.doctor.torch.recording.calls import Step
-from attnspan_lab.doctor.torch.recording.operators import is_plain, operator_name, storage
+from attnspan_lab.doctor.torch.recording.operators import Operation, Operations, plain_in, storage
 
 __all__ = ["ROUNDING", "Operator", "Trace", "apart", "first_difference", "forward_line", "traced"]
 
@@ -33,7 +32,7 @@ class Operator(NamedTuple):
     given: list[Tensor]
 
 
-class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Trace(Operations):  # type: ignore[no-untyped-call]
     """Records the results that are made from some tensors, in their order.
 
     Args:
@@ -45,30 +44,26 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, inputs: Iterable[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.operators: list[Operator] = []
         self.draws = False
-        self._kept = [x for x in inputs if is_plain(x)]  # Their addresses must not be used again.
+        self._kept = plain_in(list(inputs))  # Their addresses must not be used again.
         self._made, self._left = {storage(x) for x in self._kept}, _MOST
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = op(*args, **(kwargs or {}))
-        inputs = [x for x in tree_leaves((args, kwargs)) if is_plain(x)]
-        draws = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
-        self.draws |= draws and "attention" not in operator_name(op)
-        if any(storage(x) in self._made for x in inputs):
-            place = place_here()
-            for x in tree_leaves(out):
-                if is_plain(x):
-                    self._note(operator_name(op), place, x, inputs)
-        return out
-
-    def _note(self, name: str, place: Place | None, x: Tensor, inputs: list[Tensor]) -> None:
-        self._made.add(storage(x))
-        self._kept.append(x)
-        self._left -= x.numel() * x.element_size()
-        if self._left > 0:  # Later operators may change the tensor in place.
-            self.operators.append(Operator(name.strip("_"), place, x.detach().clone(), x, inputs))
+    def note(self, operation: Operation) -> None:
+        """Record the results of an operator, if it computes with the tensors."""
+        draws = torch.Tag.nondeterministic_seeded in getattr(operation.op, "tags", ())
+        self.draws |= draws and "attention" not in operation.name
+        if not any(storage(x) in self._made for x in operation.inputs):
+            return
+        for x in operation.outs:
+            self._made.add(storage(x))
+            self._kept.append(x)
+            self._left -= x.nbytes
+            if self._left > 0:  # Later operators may change the tensor in place.
+                name = operation.name.strip("_")
+                copy = x.detach().clone()
+                self.operators.append(Operator(name, operation.place, copy, x, operation.inputs))
 
 
 def traced(step: Step, batch: Any = None, inputs: Iterable[Tensor] | None = None) -> tuple[Step, Trace]:

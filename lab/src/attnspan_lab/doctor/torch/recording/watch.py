@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from attnspan_lab.doctor.places import Place
 from attnspan_lab.doctor.torch.numbers.overflow import Overflow, has_inf, overflow_of
-from attnspan_lab.doctor.torch.recording.functions import is_own
 from attnspan_lab.doctor.torch.recording.handwritten import on_scores, product
 from attnspan_lab.doctor.torch.recording.kernels import fused, fused_kind
 from attnspan_lab.doctor.torch.recording.operators import (
+    Operation,
+    Operations,
     in_backward,
-    is_plain,
     is_unset,
-    operator_name,
     operator_place,
     storage,
 )
@@ -35,115 +31,90 @@ _PRODUCTS = ("bmm", "matmul", "baddbmm")
 _READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"}
 
 
-class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class NaN(NamedTuple):
+    """The operator that returned the first NaN, and the overflow that the NaN comes from."""
+
+    name: str
+    shape: tuple[int, ...]
+    place: Place | None
+    backward: bool
+    overflow: Overflow | None
+
+
+class Watcher(Operations):  # type: ignore[no-untyped-call]
     """Collects attention calls, the first NaN and overflow, reads of values, and custom operators."""
 
     supports_higher_order_operators = True
 
     def __init__(self, batch: int = 1, named: Mapping[str, Tensor] | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.record = Record(batch, named)
         self.calls, self.function = self.record.calls, self.record.function
-        self.first_nan: tuple[str, tuple[int, ...], Place | None, bool] | None = None
-        self.overflow: Overflow | None = None  # The overflow that the first NaN comes from.
+        self.first_nan: NaN | None = None
         self.seconds = 0.0  # Time of all operators.
         self.reads = self.function.reads
-        self.custom: dict[str, tuple[Any, Any, Any, Any, Place | None]] = {}
+        self.custom: dict[str, Operation] = {}
         self.largest = 0
         self.unread = ""  # Why an operator could not be read.
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, start = kwargs or {}, time.perf_counter()
-        out = op(*args, **kwargs)
-        inputs = [x for x in tree_leaves((args, kwargs)) if is_plain(x)]
-        name, outs = operator_name(op), [x for x in tree_leaves(out) if is_plain(x)]
+    def note(self, operation: Operation) -> None:
+        """Record an operator. An operator that the doctor cannot read must not end the step."""
         try:
-            self._note(op, name, args, kwargs, inputs, outs, time.perf_counter() - start)
-        except Exception as error:  # An operator that the doctor cannot read must not end the step.
-            self.unread = (
-                self.unread or f"the doctor cannot read {name} at {operator_place()}: {error_text(error)}"
-            )
-        return out
+            self._note(operation)
+        except Exception as error:
+            where = f"{operation.name} at {operator_place()}"
+            self.unread = self.unread or f"the doctor cannot read {where}: {error_text(error)}"
 
-    def _note(
-        self,
-        op: Any,
-        name: str,
-        args: Any,
-        kwargs: Any,
-        inputs: list[Tensor],
-        outs: list[Tensor],
-        spent: float,
-    ) -> None:
-        place = operator_place()
-        held = {storage(x) for x in inputs}
-        self.seconds += spent
-        self.record.repeats.note(op, args, kwargs, inputs, outs, place)
-        for x, found in self.function.overflows:
-            self.record.tags.setdefault(storage(x), Tag(found.place, 0.0)).overflow = found
+    def _note(self, x: Operation) -> None:
+        record, tags = self.record, self.record.tags
+        self.seconds += x.seconds
+        record.repeats.note(x.op, x.args, x.kwargs, x.inputs, x.outs, x.place)
+        for made, found in self.function.overflows:
+            tags.setdefault(storage(made), Tag(found.place, 0.0)).overflow = found
         self.function.overflows.clear()
-        known = [tag for x in inputs if (tag := self.record.tags.get(storage(x))) is not None]
-        overflow = self._overflow(op, name, args, kwargs, outs, known, place)
-        self._look_for_nan(name, inputs, outs, overflow, place)
-        is_read = name in _READS or (name == "index" and any(x.dtype == torch.bool for x in inputs[1:]))
-        is_read = is_read and not self.function.converts
-        if is_read and not is_own(place):
-            self.reads[place] = self.reads.get(place, 0) + 1
-        kind = fused_kind(op, name)
-        if kind:
-            fused(self.record, kind, op, args, kwargs, outs, place)
+        known = [tag for y in x.inputs if (tag := tags.get(storage(y))) is not None]
+        overflow = self._overflow(x, known)
+        self._look_for_nan(x, overflow)
+        is_read = x.name in _READS or (x.name == "index" and any(y.dtype == torch.bool for y in x.inputs[1:]))
+        if is_read and not self.function.converts:
+            self.function.read(x.place)
+        if kind := fused_kind(x.op, x.name):
+            fused(record, kind, x)
         scores = next((tag.scores for tag in known if tag.scores is not None), None)
-        for x in outs:
-            self.largest = max(self.largest, x.numel() * x.element_size())
-            if storage(x) not in held:
-                self.record.tags[storage(x)] = self.record.tag(name, x, inputs, known, place, spent)
-            elif (tag := self.record.tags.get(storage(x))) is not None:
+        held = {storage(y) for y in x.inputs}
+        for out in x.outs:
+            self.largest = max(self.largest, out.nbytes)
+            if storage(out) not in held:
+                tags[storage(out)] = record.tag(x, out, known)
+            elif (tag := tags.get(storage(out))) is not None:
                 tag.sources = tag.sources.union(*(t.sources for t in known))
-                if "_" in name[-1:]:
-                    tag.seconds += spent
+                if x.name.endswith("_"):
+                    tag.seconds += x.seconds
                     tag.parts += tuple(t for t in known if t is not tag)
-            if overflow is not None and has_inf(x) and storage(x) in self.record.tags:
-                self.record.tags[storage(x)].overflow = overflow
-        if name == "copy_" and len(inputs) > 1:
-            self.record.copied_into(inputs[0], inputs[1], place)
-        if name in _PRODUCTS and len(inputs) > 1 and outs:
-            product(self.record, inputs[-2:], outs[0], scores, place)
+            if overflow is not None and has_inf(out) and storage(out) in tags:
+                tags[storage(out)].overflow = overflow
+        if x.name == "copy_" and len(x.inputs) > 1:
+            record.copied_into(x)
+        if x.name in _PRODUCTS and len(x.inputs) > 1 and x.outs:
+            product(record, x, scores)
         elif scores is not None and not kind:
-            on_scores(self.record, name, inputs, outs, scores, place)
-        if _is_custom(op) and str(op) not in self.custom:
-            self.custom[str(op)] = (op, args, kwargs, outs, place)
+            on_scores(record, x, scores)
+        if _is_custom(x.op):
+            self.custom.setdefault(str(x.op), x)
 
-    def _overflow(
-        self,
-        op: Any,
-        name: str,
-        args: Any,
-        kwargs: Any,
-        outs: list[Tensor],
-        known: list[Tag],
-        place: Place | None,
-    ) -> Overflow | None:
+    @staticmethod
+    def _overflow(x: Operation, known: list[Tag]) -> Overflow | None:
         """Find the overflow that infinite results come from."""
-        bad = None if is_unset(name) else next((x for x in outs if has_inf(x)), None)
+        bad = None if is_unset(x.name) else next((y for y in x.outs if has_inf(y)), None)
         before = next((t.overflow for t in known if t.overflow is not None), None)
-        return before or (None if bad is None else overflow_of(op, args, kwargs, bad, place))
+        return before or (None if bad is None else overflow_of(x.op, x.args, x.kwargs, bad, x.place))
 
-    def _look_for_nan(
-        self,
-        name: str,
-        inputs: list[Tensor],
-        outs: list[Tensor],
-        overflow: Overflow | None,
-        place: Place | None,
-    ) -> None:
-        if self.first_nan is not None or is_unset(name):
-            return
-        floats = [x.detach() for x in outs if x.is_floating_point() and x.numel()]
-        given = [x.detach() for x in inputs if x.is_floating_point()]
-        bad = [x for x in floats if bool(x.isnan().any())]
-        if bad and not any(bool(x.isnan().any()) for x in given):
-            self.first_nan = name, tuple(bad[0].shape), place, in_backward()
-            self.overflow = overflow
+    def _look_for_nan(self, x: Operation, overflow: Overflow | None) -> None:
+        def bad(tensors: list[Tensor]) -> list[Tensor]:
+            return [y for y in tensors if y.is_floating_point() and bool(y.detach().isnan().any())]
+
+        if self.first_nan is None and not is_unset(x.name) and (found := bad(x.outs)) and not bad(x.inputs):
+            self.first_nan = NaN(x.name, tuple(found[0].shape), x.place, in_backward(), overflow)
 
 
 @contextmanager
