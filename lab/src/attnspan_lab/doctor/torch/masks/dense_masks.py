@@ -12,10 +12,10 @@ from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, at
 from attnspan_lab.doctor.torch.isolation.declared import Declared
 from attnspan_lab.doctor.torch.masks.forms import Forms
-from attnspan_lab.doctor.torch.masks.growth import LONG, grows, keys_of
+from attnspan_lab.doctor.torch.masks.growth import grows, keys_of
 from attnspan_lab.doctor.torch.masks.mask_copies import MaskCopies
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
-from attnspan_lab.doctor.words import counted
+from attnspan_lab.doctor.words import counted, for_long
 
 __all__ = ["DenseMasks"]
 
@@ -110,8 +110,7 @@ def _finding(line: _Line) -> Finding:
     shape, place, floating = call.mask
     bytes_now, is_growing = bytes_text(call.mask_bytes), grows(line.sizes)
     if is_growing:
-        long = call.mask_bytes // max(prod(shape[-2:]), 1) * LONG**2
-        bytes_now = f"{bytes_now} here, {bytes_text(long)} at {LONG:,} tokens"
+        bytes_now = f"{bytes_now} here, {for_long(call.mask_bytes // max(prod(shape[-2:]), 1))}"
     used = f"used by {counted(line.many, 'call')} of a step"
     share = f"made in {seconds_text(call.mask_seconds)}, {line.share:.0%} of all operators' time, "
     evidence = (bytes_now, f"{share if line.share >= _SHARE else ''}{used}")

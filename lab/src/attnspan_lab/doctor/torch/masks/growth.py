@@ -7,10 +7,9 @@ from math import prod
 
 from attnspan_lab.console import bytes_text
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
+from attnspan_lab.doctor.words import for_long
 
-__all__ = ["LONG", "grows", "keys_of", "scores_text"]
-
-LONG = 32_768  # tokens, for which memory is predicted
+__all__ = ["grows", "keys_of", "scores_text"]
 
 
 def keys_of(call: Attention) -> int:
@@ -33,5 +32,5 @@ def scores_text(call: Attention, sizes: Collection[tuple[int, int]]) -> str:
     """Write the memory of a tensor of scores: now, or for long sequences if it grows."""
     heads = prod(call.q[:-2]) * call.dtype.itemsize
     if grows(sizes):
-        return f"a tensor of scores has {bytes_text(heads * LONG**2)} at {LONG:,} tokens"
+        return f"a tensor of scores has {for_long(heads)}"
     return f"a tensor of scores has {bytes_text(heads * call.q[-2] * keys_of(call))}"
