@@ -14,6 +14,7 @@ import jax_numbers  # noqa: F401
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas
 from jax_runner import FAULTS, examined, facts_of, marked, of_kind, sick
 from jax_samples import (
     BATCH,
@@ -404,3 +405,19 @@ def test_an_encoder_may_see_later_tokens() -> None:
     found, unchecked = examined(JaxSubject(step, [batch], causal=True, variables=embed), "eager")
     assert {x.kind for x in found} <= {"unfused"}
     assert "several sequences" in unchecked["causality"]
+
+
+def test_a_kernel_of_pallas_beside_a_cache_is_passed() -> None:
+    """The kernel has more arguments than its equation has operands."""
+
+    def copy(x: Any, out: Any) -> None:
+        out[...] = x[...]
+
+    @jax.jit
+    def step(cache: Any, x: Any) -> Any:
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        x = pallas.pallas_call(copy, out_shape=shape, interpret=True)(x)
+        return lax.dynamic_update_slice_in_dim(cache, x, 3, 0), x.sum()
+
+    subject = JaxSubject(step, [{"cache": jnp.zeros((128, 128)), "x": jnp.ones((1, 128))}])
+    assert [x.kind for x in facts_of(subject, "compiled")["findings"]] == ["copy"]

@@ -235,7 +235,7 @@ class Mixed(LearnedBias):
         super().__init__()
         self.order = order
 
-    def forward(self, q, k, v):
+    def __call__(self, q, k, v):
         return sum(SDPA(q, k, v, attn_mask=[None, self.bias[None]][i]) for i in self.order)
 
 

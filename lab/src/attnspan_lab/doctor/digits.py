@@ -6,10 +6,14 @@ from math import floor, isfinite, log2
 
 from attnspan_lab.doctor.words import dtype_name
 
-__all__ = ["CLOSE", "collisions", "neighbors", "rounded"]
+__all__ = ["CLOSE", "FEW", "LARGE", "collisions", "neighbors", "rounded"]
 
 #: Largest distance, in radians, between an angle in 16 bits and the next one.
 CLOSE = 0.5
+#: The cause of equal positions.
+FEW = "A float of 16 bits has no number for each position: bfloat16 counts to 256, and float16 to 2048"
+#: The cause of rounded angles.
+LARGE = "Large angles are computed or stored in 16 bits before their sine and cosine"
 
 
 def neighbors(most: float, eps: float) -> float:

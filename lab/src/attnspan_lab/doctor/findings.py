@@ -82,6 +82,11 @@ class Finding:
         """Kind and line of the finding, or kind and text if the line is unknown."""
         return self.kind, str(self.places[0]) if self.places else self.what
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What findings share that the report shows as one."""
+        return self.kind, self.severity, self.cause, self.places[:1] or self.what
+
     def fails(self, *, limited: bool) -> bool:
         """Whether the finding makes the exit status 1.
 
@@ -126,8 +131,7 @@ def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Merge findings of the same kind, cause and line. Sort them by severity, then by order of occurrence."""
     found: dict[tuple[Any, ...], Finding] = {}
     for x in findings:
-        key = (x.kind, x.severity, x.cause, x.places[:1] or x.what)
-        same = found.get(key)
-        found[key] = replace(same, count=same.count + x.count, cost=same.cost + x.cost) if same else x
+        same = found.get(x.key)
+        found[x.key] = replace(same, count=same.count + x.count, cost=same.cost + x.cost) if same else x
     order = list(KINDS)
     return tuple(sorted(found.values(), key=lambda x: (x.severity == "note", order.index(x.kind))))

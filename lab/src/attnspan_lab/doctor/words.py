@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["capitalized", "counted", "dtype_name", "error_text", "first_line", "listed", "lowered"]
+from attnspan_lab.console import bytes_text
+
+__all__ = [
+    "capitalized",
+    "counted",
+    "dtype_name",
+    "error_text",
+    "first_line",
+    "for_long",
+    "listed",
+    "lowered",
+]
+
+_LONG = 32_768  # tokens, for which memory is predicted
 
 
 def counted(number: int, one: str, many: str = "") -> str:
@@ -31,6 +44,11 @@ def lowered(text: str) -> str:
 def dtype_name(dtype: object) -> str:
     """Name a dtype without its library."""
     return str(dtype).removeprefix("torch.")
+
+
+def for_long(size: int) -> str:
+    """Write the memory for long sequences of an array that has so many bytes for each pair of tokens."""
+    return f"{bytes_text(size * _LONG**2)} at {_LONG:,} tokens"
 
 
 def first_line(error: BaseException, most: int = 120) -> str:

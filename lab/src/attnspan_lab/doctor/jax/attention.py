@@ -10,18 +10,18 @@ import numpy as np
 
 from attnspan_lab.console import bytes_text
 from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.grouped import grouped
 from attnspan_lab.doctor.jax.captured_arrays import given_pairs, longest_form
-from attnspan_lab.doctor.jax.hlo import Program
+from attnspan_lab.doctor.jax.hlo import Program, dims_of
 from attnspan_lab.doctor.jax.mask_forms import form_of, instead_of
 from attnspan_lab.doctor.jax.subject import JaxSubject
 from attnspan_lab.doctor.jax.texts import finding
 from attnspan_lab.doctor.jax.values import Value, is_float
 from attnspan_lab.doctor.jax.watch import HIDDEN, Attention
-from attnspan_lab.doctor.words import counted
+from attnspan_lab.doctor.words import counted, for_long
 
 __all__ = ["costs"]
 
-_LONG = 32_768  # tokens, for which the memory of scores is predicted
 _DTYPES = {
     "bool": "pred",
     "float32": "f32",
@@ -34,21 +34,17 @@ _DTYPES = {
 
 def costs(calls: list[Attention], program: Program, subject: JaxSubject, batch: Any) -> Iterator[Finding]:
     """Yield avoidable costs of the calls of each line. ``program`` is the compiled step."""
-    sites: dict[tuple[Any, str], list[Attention]] = {}
-    for call in calls:
-        sites.setdefault((call.places[:1], call.kind), []).append(call)
-    for site in sites.values():
+    for site in grouped(calls, lambda x: (x.places[:1], x.kind)).values():
         call, many = site[0], len(site)
         shape, size = call.scores
         # The scores of one query grow only linearly with the length.
         if call.kind == "written out" and (call.visible is None or call.visible.shape[1] > 1):
             said = f"{counted(many, 'call')} a step; scores of shape {shape} take {bytes_text(size)} each"
-            grows, evidence = _grows(call, subject.size(batch)), [said]
-            if grows:
-                evidence.append(f"{bytes_text(size // _pairs(call) * _LONG**2)} at {_LONG:,} tokens")
+            grows = _grows(call, subject.size(batch))
+            long = for_long(size // _pairs(call)) if grows else ""
             what = f"The scores of all pairs of {'tokens' if grows else 'a query and a key'} are stored here"
-            more = {"evidence": tuple(evidence), "remedy": instead_of(subject, batch, call), "count": many}
-            yield finding("unfused", what, call.places[:2], call=call, **more)
+            more = {"remedy": instead_of(subject, batch, call), "count": many, "call": call}
+            yield finding("unfused", what, call.places[:2], said, long, **more)
         yield from _dense(site, program, subject, batch)
         copies = [x for y in site for z in y.operands if (x := z.repeated()) is not None]
         if copies:
@@ -58,7 +54,7 @@ def costs(calls: list[Attention], program: Program, subject: JaxSubject, batch: 
             what = f"Attention runs in {wide[0].array.dtype}, wider than the arrays it gets"
             text = f"{bytes_text(sum(x.bytes for x in wide))} in {len(wide)} operands per step"
             at = (wide[0].upcast, *call.places[:1])
-            yield finding("upcast", what, at, evidence=(text,), count=many)
+            yield finding("upcast", what, at, text, count=many)
 
 
 def _pairs(call: Attention) -> int:
@@ -92,16 +88,9 @@ def _dense(site: list[Attention], program: Program, subject: JaxSubject, batch: 
     what = f"An array with an entry for each pair of tokens, shape {np.shape(mask.array)}, {said}"
     text = f"{bytes_text(mask.bytes)}; used by {counted(len(masks), 'call')} a step"
     if _grows(call, subject.size(batch)):
-        long = bytes_text(mask.bytes // prod(sorted(np.shape(mask.array))[-2:]) * _LONG**2)
-        text += f"; {long} at {_LONG:,} tokens"
-    remedy = remedy or (_IN_A_LOOP if call.depth else "")
-    more = {"evidence": (text,), "remedy": remedy, "tried": tried, "count": len(site)}
-    yield finding("dense-mask", what, (*places[:1], *call.places[:2]), call=call, **more)
-
-
-_IN_A_LOOP = """\
-Describe the mask with attnspan, for example as causal() or segments(ids). In a loop, XLA may compute the \
-mask before the loop and store it, also if you compute it from jnp.arange"""
+        text += f"; {for_long(mask.bytes // prod(sorted(np.shape(mask.array))[-2:]))}"
+    case, more = "dense-mask.loop" if call.depth else "dense-mask", {"remedy": remedy, "tried": tried}
+    yield finding(case, what, (*places[:1], *call.places[:2]), text, call=call, count=len(site), **more)
 
 
 def _shorter(site: list[Attention], mask: Value, subject: JaxSubject, batch: Any) -> tuple[str, str]:
@@ -133,23 +122,21 @@ def _is_bias(mask: Value) -> bool:
 def _copied(copies: list[Value], call: Attention, program: Program) -> Finding:
     first = copies[0]
     size = sum(x.bytes for x in copies)
-    evidence = [f"{first.distinct:,} numbers become {first.size:,}; {bytes_text(size)} per step"]
-    at = set(first.places[:1])
-    found = [x for x in program.stored if at & set(x.places) and x.size == first.size]
-    if found:
-        evidence.append(f"the compiled program stores it: {found[0].dtype}{list(found[0].shape)}")
+    grown = f"{first.distinct:,} numbers become {first.size:,}; {bytes_text(size)} per step"
+    found = [x for x in program.at(first.places) if x.size == first.size]
+    stored = f"the compiled program stores it: {found[0]}" if found else ""
     what = "Keys or values are repeated for query heads that share them"
     places = (*first.places[:1], *call.places[:2])
-    return finding("kv-copy", what, places, evidence=tuple(evidence), count=len(copies), call=call)
+    return finding("kv-copy", what, places, grown, stored, count=len(copies), call=call)
 
 
 def _stored(mask: Value, scores: tuple[int, ...], program: Program) -> str:
     """Say where the memory of a mask is, or "" if XLA computes it inside of other loops."""
-    dims = tuple(sorted(x for x in np.shape(mask.array) if x != 1))
+    dims = dims_of(np.shape(mask.array))
     dtype = _DTYPES.get(str(mask.array.dtype), "")
     # A bias of the shape and dtype of the scores cannot be told from them.
-    if dtype != "pred" and dims == tuple(sorted(x for x in scores if x != 1)):
+    if dtype != "pred" and dims == dims_of(scores):
         return ""
-    found = [x for x in program.stored if x.dims == dims and x.dtype == dtype and x.name != "parameter"]
-    at = set(mask.places[:1])
-    return "is made in the step and stored" if any(at & set(x.places) for x in found) else ""
+    found = (x for x in program.at(mask.places) if x.name != "parameter")
+    made = any((x.dims, x.dtype) == (dims, dtype) for x in found)
+    return "is made in the step and stored" if made else ""

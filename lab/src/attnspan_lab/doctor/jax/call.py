@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Attention", "Returned"]
 
+_WRITTEN = {"written out": "written out, which stores all scores", "in blocks": "written out in blocks"}
+
 
 @dataclass(eq=False)
 class Returned:
@@ -75,6 +77,16 @@ class Attention:
     softmaxed: Value | None = None
     size: int = 0
     factor: float | None = None
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel, or that the call is written out."""
+        return _WRITTEN.get(self.kind, self.kind)
+
+    @property
+    def with_masks(self) -> tuple[Place, ...]:
+        """The lines of the call, and of the masks of pairs."""
+        return (*self.places[:2], *(x for y in self.pairs for x in y.places[:1]))
 
     @property
     def padding(self) -> np.ndarray | None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from jax.extend.core import Literal
 
-from attnspan_lab.doctor.jax.interpret import equations, inner, is_jaxs, places_of
+from attnspan_lab.doctor.jax.flow import Flow
+from attnspan_lab.doctor.jax.interpret import is_jaxs, jaxprs, places_of
 from attnspan_lab.doctor.jax.values import RESHAPES, Value
 from attnspan_lab.doctor.places import Place
 from attnspan_lab.doctor.torch.isolation.declared import Declared
@@ -70,41 +70,30 @@ def longest_form(array: Any) -> str:
 
 def captured(closed: Any, least: int) -> Iterator[tuple[Any, tuple[Place, ...]]]:
     """Yield constants of a jaxpr and of its functions with at least so many bytes, and their first lines."""
-    yield from _own(closed, least)
-    for eqn in equations(closed):
-        for x in inner(eqn):
-            if hasattr(x, "consts"):
-                yield from _own(x, least)
+    for own in jaxprs(closed):
+        for i, x in enumerate(getattr(own, "consts", ())):
+            if np.size(x) * np.dtype(x.dtype).itemsize >= least:
+                use = _FirstUse()
+                use.follow(own, [False] * len(own.in_avals), captured=[False] * i + [True])
+                yield x, use.lines
 
 
-def _own(closed: Any, least: int) -> Iterator[tuple[Any, tuple[Place, ...]]]:
-    for var, x in zip(closed.jaxpr.constvars, closed.consts, strict=True):
-        if np.size(x) * np.dtype(x.dtype).itemsize >= least:
-            yield x, _first_use(closed.jaxpr, var)
+class _FirstUse(Flow[bool]):
+    """Finds the user's lines that use an array first, also in loops and called functions.
 
+    Attributes:
+        lines: The lines, the innermost first.
+    """
 
-def _first_use(jaxpr: Any, var: Any) -> tuple[Place, ...]:
-    """List the user's lines that use a variable first, also in loops and called functions."""
-    for eqn in jaxpr.eqns:
-        if not any(x is var for x in eqn.invars if not isinstance(x, Literal)):
-            continue
-        inside = (_first_use(x, own) for x, own in _entered(eqn, var) if not is_jaxs(x))
-        if places := next(filter(None, inside), ()) or places_of(eqn):
-            return places
-    return ()
+    def __init__(self) -> None:
+        super().__init__(False)
+        self.lines: tuple[Place, ...] = ()
 
+    def made(self, eqn: Any, facts: list[bool], here: Place | None) -> bool:
+        del here
+        self.lines = self.lines or (places_of(eqn) if any(facts) else ())
+        return False
 
-def _entered(eqn: Any, var: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the jaxprs that an equation enters, with their variables that get the value of ``var``."""
-    for name, value in eqn.params.items():
-        for x in value if isinstance(value, (tuple, list)) else (value,):
-            jaxpr: Any = getattr(x, "jaxpr", x)
-            if not hasattr(jaxpr, "eqns"):
-                continue
-            given = list(eqn.invars)
-            if name == "cond_jaxpr":
-                n = eqn.params["cond_nconsts"]
-                given = given[:n] + given[n + eqn.params["body_nconsts"] :]
-            # A branch has no argument for the condition, and a loop's body none for the condition's arrays.
-            given = given[max(len(given) - len(jaxpr.invars), 0) :]
-            yield from ((jaxpr, a) for a, b in zip(jaxpr.invars, given, strict=False) if b is var)
+    def entered(self, eqn: Any, inside: Any, facts: list[bool], here: Place | None) -> list[bool]:
+        """Follow the user's functions. A function of JAX is one operator."""
+        return [] if is_jaxs(inside) else super().entered(eqn, inside, facts, here)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 
 from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.grouped import grouped
 from attnspan_lab.doctor.jax.changes import Trial
 from attnspan_lab.doctor.jax.texts import finding
-from attnspan_lab.doctor.jax.watch import Attention, watched
+from attnspan_lab.doctor.jax.watch import Attention
 
 __all__ = ["misaligned"]
 
@@ -20,24 +20,16 @@ def misaligned(trial: Trial) -> Iterator[Finding]:
 
     Two runs with different tokens show which keys are made from the tokens.
     """
-    guilty = [i for i, x in enumerate(trial.calls) if _counts_from_the_first_key(x)]
-    if not guilty:
+    if not any(map(_counts_from_the_first_key, trial.calls)):
         return
-    every = np.ones(trial.size, bool)
-    other = watched(replace(trial.traced, leaves=trial.leaves(every)), trial.size)[0].calls
-    sites: dict[object, list[tuple[Attention, int]]] = {}
-    for i in guilty if len(other) == len(trial.calls) else ():
-        first = _first_own_key(trial.calls[i], other[i])
-        if first:
-            sites.setdefault(trial.calls[i].places[:1], []).append((trial.calls[i], first))
-    for site in sites.values():
+    pairs = trial.beside(trial.leaves(np.ones(trial.size, bool)))
+    guilty = [(x, _first_own_key(x, y)) for x, y in pairs if _counts_from_the_first_key(x)]
+    for site in grouped((x for x in guilty if x[1]), lambda x: x[0].places[:1]).values():
         call, first = site[0]
         queries, keys = np.asarray(call.visible).shape[1:]
         what = f"The causal mask counts from the first key: {queries} queries, {keys} keys"
-        evidence = f"query 0 sees keys 0 to 0, and its own key is key {first}"
-        yield finding(
-            "causal-alignment", what, call.places[:2], evidence=(evidence,), count=len(site), call=call
-        )
+        said = f"query 0 sees keys 0 to 0, and its own key is key {first}"
+        yield finding("causal-alignment", what, call.places[:2], said, count=len(site), call=call)
 
 
 def _counts_from_the_first_key(call: Attention) -> bool:

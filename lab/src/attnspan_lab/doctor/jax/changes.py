@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,8 +10,9 @@ import numpy as np
 
 from attnspan_lab.doctor.jax.subject import JaxSubject, Traced, floats
 from attnspan_lab.doctor.jax.watch import Attention, watched
+from attnspan_lab.doctor.pairs import changes
 
-__all__ = ["Trial", "changed_tokens"]
+__all__ = ["Trial"]
 
 _WITHIN = 1e-4  # relative change of a row of results that counts
 _MOST_GROUPS = 8
@@ -58,8 +59,7 @@ class Trial:
             change = np.max([_change(x, y) for x, y in pairs], axis=0)
             change = np.where((own | self._padding)[:, : change.shape[1]], 0, change)
             count, most = count + int((change > _WITHIN).sum()), max(most, float(change.max()))
-        said = f"changing these tokens changes {count} {rows.name} of others by up to {most:.1e}"
-        return f"{said} (relative error)" if count else ""
+        return changes(count, most, rows.of_what) if count else ""
 
     @property
     def _padding(self) -> np.ndarray:
@@ -81,27 +81,30 @@ class Trial:
         before, after = (watched(replace(self.traced, leaves=x), self.size)[0].decisions for x in leaves)
         if len(before) == len(after) and all(map(np.array_equal, before, after)):
             return ""
-        return (
-            "not confirmed: the step compares the values of tokens, and the changed tokens may change a mask"
-        )
+        return "not confirmed: the step compares values of tokens, and the changed tokens may change a mask"
 
     def _groups(self, groups: np.ndarray, only: int | None) -> list[np.ndarray]:
         chosen = [only] if only is not None else list(np.unique(groups)[:_MOST_GROUPS])
         return [groups == x for x in chosen]
 
-    def leaves(self, own: np.ndarray) -> list[Any]:
-        """Change the tokens where ``own`` is True."""
-        names = [""] * self.traced.variables + self.traced.names
-        tokens = {id(x) for x in self.subject.tokens(self.batch).values()}
-        pairs = zip(names, self.traced.leaves, strict=True)
-        return [changed_tokens(x, own) if name and id(x) in tokens else x for name, x in pairs]
+    def leaves(self, own: np.ndarray, names: Collection[str] = ()) -> list[Any]:
+        """Change the tokens where ``own`` is True, or entries of the sequences with these names."""
+        named, leaves = self.subject.named(self.batch), self.traced.leaves
+        chosen = {id(named[x]) for x in names or self.subject.tokens(self.batch)}
+        fits = [i >= self.traced.variables and id(x) in chosen for i, x in enumerate(leaves)]
+        return [_other(x, own) if fit else x for fit, x in zip(fits, leaves, strict=True)]
+
+    def beside(self, leaves: list[Any]) -> list[tuple[Attention, Attention]]:
+        """Pair the calls with the calls of the step with other arguments. Empty if these are other calls."""
+        other = watched(replace(self.traced, leaves=leaves), self.size)[0].calls
+        return [*zip(self.calls, other, strict=True)] if len(self.calls) == len(other) else []
 
 
 class _Rows:
     """The results of each token: of the step, or of its attention calls if the step returns only a loss."""
 
     def __init__(self, traced: Traced, size: tuple[int, int], run: Callable[..., Any]) -> None:
-        self.traced, self.size, self.run, self.name = traced, size, run, "rows of results"
+        self.traced, self.size, self.run, self.of_what = traced, size, run, "results"
 
     def of(self, leaves: list[Any]) -> list[np.ndarray]:
         """List arrays (B, S, D). A loss for each token, (B, S), also depends on the next token."""
@@ -109,7 +112,7 @@ class _Rows:
         found = [x for x in floats(self.run(*leaves)) if np.ndim(x) > 2]
         found = [x for x in found if np.shape(x)[:2] in ((rows, length), (rows, length - 1))]
         if not found:
-            self.name = "rows of attention's results"
+            self.of_what = "attention's results"
             calls = watched(replace(self.traced, leaves=leaves), self.size)[0].calls
             found = [np.moveaxis(x.out.rows, -1, 1) for x in calls if x.out is not None]
         longest = max((x.shape[1] for x in found if x.shape[0] == rows and x.shape[1] <= length), default=0)
@@ -123,7 +126,7 @@ def _change(before: np.ndarray, after: np.ndarray) -> np.ndarray:
     return np.asarray(np.linalg.norm(after - before, axis=-1) / scale)
 
 
-def changed_tokens(tokens: Any, own: np.ndarray) -> Any:
+def _other(tokens: Any, own: np.ndarray) -> Any:
     """Replace tokens by other tokens of the batch, or move floating-point ones."""
     x = np.asarray(tokens)
     if x.dtype.kind in "iu":

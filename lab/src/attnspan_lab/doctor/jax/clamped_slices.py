@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.jax.subject import Traced
+from attnspan_lab.doctor.jax.float64_reference import difference
 from attnspan_lab.doctor.jax.texts import finding
-from attnspan_lab.doctor.jax.values import Value, is_float, is_integer
+from attnspan_lab.doctor.jax.values import Value
 from attnspan_lab.doctor.places import Place
 from attnspan_lab.doctor.words import counted
 
@@ -53,43 +56,43 @@ class Clamped:
             out[0].array = _other(out[0].array)
 
 
-def clamped(seen: Clamped, results: list[Value], traced: Traced, again: Any) -> list[Finding]:
-    """Describe the clamped slices that results depend on.
+def clamped(
+    seen: Clamped, results: list[Value], again: Callable[[set[Any]], tuple[Any, list[Value]]]
+) -> Iterator[Finding]:
+    """Yield the clamped slices that results depend on.
 
     Args:
         seen: Clamped slices of the step.
         results: The step's results.
-        traced: The step.
-        again: Runs the step with the numbers of some clamped slices changed, and returns the results.
+        again: Runs the step with other numbers in some clamped slices. Returns the watcher and the results.
     """
-    found = []
     for site, (many, said) in list(seen.sites.items())[:_MOST]:
-        change = max(
-            (_change(x, y) for x, y in zip(results, again(traced, {site}), strict=True)), default=0.0
-        )
+        change = difference(_numbers(again({site})[1]), _numbers(results))
         if not change > 0:
             continue
         name, places = site
         what = f"A {_SLICES[name]} beyond the end of an array: {name} moves the slice to the front"
         evidence = (
             f"{said}; {counted(many, 'such slice')} a step",
-            f"other numbers in these slices change results by up to {change:.1e} (relative error)",
+            f"other numbers in these slices change results by {change:.1e} (relative error)",
         )
         # A window may rely on the moved start of a read.
-        more = {"severity": "note"} if name == "dynamic_slice" else {}
-        found.append(finding("clamped-slice", what, places[:3], evidence=evidence, count=many, **more))
-    return found
+        severity = "note" if name == "dynamic_slice" else ""
+        yield finding("clamped-slice", what, places[:3], *evidence, count=many, severity=severity)
 
 
 def _other(array: Any) -> Any:
     """Return other numbers of the same shape. Random keys stay."""
-    if is_float(array) or is_integer(array):
-        return np.asarray(array) + np.ones((), array.dtype)
-    return ~np.asarray(array) if array.dtype == bool else array
+    if _is_key(array):
+        return array
+    array = np.asarray(array)
+    return ~array if array.dtype == bool else array + np.ones((), array.dtype)
 
 
-def _change(one: Value, other: Value) -> float:
-    if not is_float(one.array):
-        return float(not np.array_equal(np.asarray(one.array), np.asarray(other.array)))
-    a, b = (np.asarray(x.array, np.float64) for x in (one, other))
-    return float(np.abs(a - b).max(initial=0.0) / (np.abs(a).max(initial=0.0) + 1e-30))
+def _numbers(values: list[Value]) -> list[np.ndarray]:
+    """List the arrays of values as float64, without random keys."""
+    return [np.asarray(x.array, np.float64) for x in values if not _is_key(x.array)]
+
+
+def _is_key(array: Any) -> bool:
+    return bool(jnp.issubdtype(array.dtype, jax.dtypes.prng_key))

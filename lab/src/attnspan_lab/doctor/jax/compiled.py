@@ -11,15 +11,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Literal
 
 from attnspan_lab.console import bytes_text, seconds_text
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.jax.captured_arrays import captured
+from attnspan_lab.doctor.jax.flow import Flow
 from attnspan_lab.doctor.jax.interpret import equations, inner, is_own, places_of
 from attnspan_lab.doctor.jax.subject import JaxSubject, Traced
 from attnspan_lab.doctor.jax.texts import finding
-from attnspan_lab.doctor.places import Place, lines_of_error
+from attnspan_lab.doctor.places import Place, at, lines_of_error
 from attnspan_lab.doctor.words import error_text
 
 __all__ = ["constants", "host_calls", "untraceable"]
@@ -41,29 +41,16 @@ _HOST = {
 #: Saved seconds of compilation that are a finding, and the work that makes a trial worth its time.
 _SECONDS, _WORK = 0.25, 2**22
 _BIG = 2**20  # bytes of an array that a step should not capture
-_OF_MASK = """\
-Describe a mask of pairs instead of storing it: is_causal=True, or mask=causal() with attnspan \
-(and layout="bshd", if your arrays are (B, S, H, D)). Pass other arrays as arguments"""
 
 
-def untraceable(error: BaseException, subject: JaxSubject, batch: Any, stage: str) -> Finding:
+def untraceable(error: BaseException, subject: JaxSubject, batch: Any) -> Finding:
     """Describe an error of the step: of tracing, or of the step itself."""
     places = [x for x in lines_of_error(error) if is_own(x.file)][:3]
     if not isinstance(error, _READS) and "concrete value" not in str(error):
-        what = f"The step raises {error_text(error)}"
-        cause = "JAX cannot trace or run the step"
-        remedy = "Fix this step first: the doctor needs a step that runs"
-        return finding("error", what, places, cause=cause, remedy=remedy, stage=stage)
+        return finding("error", f"The step raises {error_text(error)}", places)
     what = "jax.jit cannot trace this line: Python needs the value of an array here"
-    cause = (
-        "A branch, a loop, a size, float() or NumPy reads the value. Outside of jit, the host waits for it"
-    )
-    remedy = (
-        "Use jnp.where, jax.lax.cond or a fixed size. If the value is a number that you pass, make it static"
-    )
     tried = _static_trial(subject, batch)
-    more = {"cause": cause, "remedy": remedy, "tried": tried, "stage": stage}
-    return finding("compile-error", what, places, evidence=(error_text(error),), **more)
+    return finding("compile-error", what, places, error_text(error), tried=tried)
 
 
 def _static_trial(subject: JaxSubject, batch: Any) -> str:
@@ -81,21 +68,16 @@ def _static_trial(subject: JaxSubject, batch: Any) -> str:
 
 def host_calls(traced: Traced) -> Iterator[Finding]:
     """Yield the lines at which the compiled step calls the host, or moves arrays between memories."""
-    found: Counter[tuple[str, tuple[Place, ...]]] = Counter()
+    found: Counter[tuple[str, str, tuple[Place, ...]]] = Counter()
     for eqn in equations(traced.closed):
         name = eqn.primitive.name
-        if name in _HOST:
-            found[f"The compiled step {_HOST[name]} here ({name})", places_of(eqn)[:2]] += 1
-        if name == "device_put" and any(_moves(x) for x in eqn.params.get("devices", ())):
-            found[_MOVED, places_of(eqn)[:2]] += 1
-    for (what, places), count in found.items():
-        more = {"cause": _MOVES, "remedy": _KEEP} if what == _MOVED else {}
-        yield finding("sync", what, places, count=count, **more)
-
-
-_MOVED = "The compiled step moves an array to another memory here (device_put)"
-_MOVES = "The line asks for another kind of memory, and the array is copied there in each step"
-_KEEP = "Keep the array in one kind of memory. If the copy is wanted, for example to save memory, leave it"
+        moves = name == "device_put" and any(_moves(x) for x in eqn.params.get("devices", ()))
+        does = "moves an array to another memory" if moves else _HOST.get(name)
+        if does is not None:
+            what = f"The compiled step {does} here ({name})"
+            found["sync.moved" if moves else "sync", what, places_of(eqn)[:2]] += 1
+    for (case, what, places), count in found.items():
+        yield finding(case, what, places, count=count)
 
 
 def _moves(target: Any) -> bool:
@@ -107,30 +89,26 @@ def _moves(target: Any) -> bool:
 
 def constants(traced: Traced, seconds: float) -> Iterator[Finding]:
     """Yield arrays that XLA computes while it compiles, if that takes long, and large captured arrays."""
-    users = {id(x): (x, place) for x, place in captured(traced.closed, _BIG)}
-    arrays, lines = (
-        zip(*sorted(users.values(), key=lambda x: -x[0].nbytes), strict=True) if users else ((), ())
-    )
-    if arrays:
-        size = sum(x.nbytes for x in arrays)
+    users = {id(x): (x, lines) for x, lines in captured(traced.closed, _BIG)}
+    if users:
+        found = sorted(users.values(), key=lambda x: -x[0].nbytes)
+        size = sum(x.nbytes for x, _ in found)
         what = f"The step captures arrays of {bytes_text(size)}, which become constants of the program"
-        cause = "The function uses arrays that are not its arguments. A compiled function keeps their values"
-        remedy = "Pass the arrays as arguments, for example the parameters as the first one"
-        remedy = _OF_MASK if any(x.dtype == bool and np.ndim(x) > 1 for x in arrays) else remedy
-        evidence = tuple(f"{x.dtype}{list(x.shape)}" for x in arrays[:4])
+        has_mask = any(x.dtype == bool and np.ndim(x) > 1 for x, _ in found)
         # Another array's line, then the callers of the first line.
-        places = (*(x[0] for x in lines if x), *lines[0][1:2])
-        yield finding("constant", what, places, evidence=evidence, cause=cause, remedy=remedy)
-    work = _folded(traced)
-    if max((x[0] for x in work), default=0) < _WORK or seconds < _SECONDS:
+        places = (*(x for _, lines in found for x in lines[:1]), *found[0][1][1:2])
+        said = [f"{x.dtype}{list(x.shape)}" for x, _ in found[:4]]
+        yield finding("constant.captured-mask" if has_mask else "constant.captured", what, places, *said)
+    folded = _Folded()
+    folded.follow(traced.closed, [True] * len(traced.leaves))
+    most, lines = max(folded.found, key=lambda x: x[0], default=(0, ()))
+    if most < _WORK or seconds < _SECONDS:
         return
     times = [_compile(traced, x) for x in ({}, {"xla_disable_hlo_passes": "constant_folding"})]
     if times[0] - times[1] >= _SECONDS:
-        place = max(work, key=lambda x: x[0])[1]
-        what = "XLA computes a constant here while it compiles"
         whole, part = map(seconds_text, times)
-        said = (f"compiling takes {whole}, without constant folding {part}",)
-        yield finding("constant", what, place, evidence=said)
+        said = [f"compiling takes {whole}, without constant folding {part}"]
+        yield finding("constant", "XLA computes a constant here while it compiles", lines, *said)
 
 
 def _compile(traced: Traced, options: dict[str, Any]) -> float:
@@ -140,28 +118,22 @@ def _compile(traced: Traced, options: dict[str, Any]) -> float:
     return time.perf_counter() - start
 
 
-def _literal(var: Any) -> bool:
-    return isinstance(var, Literal)
+class _Folded(Flow[bool]):
+    """Collects the work of operators that depend on no argument, with their lines."""
 
+    def __init__(self) -> None:
+        super().__init__(False)
+        self.found: list[tuple[int, tuple[Place, ...]]] = []
 
-def _folded(traced: Traced) -> list[tuple[int, tuple[Place, ...]]]:
-    """List the work of operators that depend on no argument, with their lines."""
-    found: list[tuple[int, tuple[Place, ...]]] = []
+    def made(self, eqn: Any, facts: list[bool], here: Place | None) -> bool:
+        depends = any(facts)
+        if not depends and not inner(eqn):
+            self.found.append((_work(eqn), at(here)))
+        return depends
 
-    def visit(jaxpr: Any, moving: set[Any], places: tuple[Place, ...]) -> None:
-        for eqn in jaxpr.eqns:
-            depends = any(not _literal(v) and v in moving for v in eqn.invars)
-            at = places or places_of(eqn)[:1]
-            if depends:
-                moving.update(eqn.outvars)
-            for x in inner(eqn) if eqn.primitive.name == "jit" else ():
-                own = zip(x.jaxpr.invars, eqn.invars, strict=True)
-                visit(x.jaxpr, {a for a, b in own if not _literal(b) and b in moving}, at)
-            if not depends and not inner(eqn):
-                found.append((_work(eqn), at))
-
-    visit(traced.closed.jaxpr, set(traced.closed.jaxpr.invars), ())
-    return found
+    def entered(self, eqn: Any, inside: Any, facts: list[bool], here: Place | None) -> list[bool]:
+        """Follow calls only. XLA folds no operators in loops."""
+        return super().entered(eqn, inside, facts, here) if eqn.primitive.name == "jit" else []
 
 
 def _work(eqn: Any) -> int:

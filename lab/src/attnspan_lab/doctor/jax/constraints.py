@@ -16,36 +16,38 @@ from jax.sharding import NamedSharding
 
 from attnspan_lab.console import bytes_text
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.jax.hlo import Program
-from attnspan_lab.doctor.jax.interpret import equations, inner, places_of
+from attnspan_lab.doctor.grouped import grouped
+from attnspan_lab.doctor.jax.hlo import Instruction, Program
+from attnspan_lab.doctor.jax.interpret import constants, equations, jaxprs, places_of
 from attnspan_lab.doctor.jax.subject import JaxSubject, Traced, is_spread
 from attnspan_lab.doctor.jax.texts import finding
 from attnspan_lab.doctor.jax.values import RESHAPES, Value
 from attnspan_lab.doctor.jax.watch import Attention
 from attnspan_lab.doctor.places import Place
 
-__all__ = ["REPEATED", "Constraint", "constraints", "found_mesh", "unsharded", "without_constraints"]
+__all__ = [
+    "Constraint",
+    "constraints",
+    "found_mesh",
+    "gathers_text",
+    "unsharded",
+    "without_constraints",
+]
 
-REPEATED = 1.5  # work of all devices, in the work of one device, that is a finding
-_MORE = 1.1  # the same for a line at which a constraint explains it, and at which other arrays may be made
+# Work of all devices at the line of a constraint, in the work of one device, that the constraint explains.
+_MORE = 1.1
 
 
 def found_mesh(subject: JaxSubject, closed: Any) -> Any:
     """Find the mesh of the step's constraints, jitted functions, arrays, or shard_map."""
-    arrays = [*jax.tree.leaves((subject.variables, subject.batches)), *_constants(closed)]
-    shardings = [x.params["sharding"] for x in equations(closed) if x.primitive.name == "sharding_constraint"]
+    arrays = [*jax.tree.leaves((subject.variables, subject.batches)), *constants(closed)]
+    shardings = [x.params["sharding"] for x in equations(closed, "sharding_constraint")]
     for x in equations(closed):
         shardings += [y for n in ("in_shardings", "out_shardings") for y in x.params.get(n, ())]
     shardings += [getattr(x, "sharding", None) for x in arrays]
     meshes = [x.mesh for x in shardings if isinstance(x, NamedSharding)]
-    meshes += [x.params["mesh"] for x in equations(closed) if x.primitive.name == "shard_map"]
+    meshes += [x.params["mesh"] for x in equations(closed, "shard_map")]
     return next((x for x in meshes if isinstance(x, jax.sharding.Mesh) and x.size > 1), None)
-
-
-def _constants(closed: Any) -> Iterator[Any]:
-    yield from closed.consts
-    for eqn in equations(closed):
-        yield from (y for x in inner(eqn) for y in getattr(x, "consts", ()))
 
 
 def without_constraints(traced: Traced) -> Traced:
@@ -123,7 +125,7 @@ def _code(spec: tuple[tuple[str, ...], ...]) -> str:
 
 def constraints(closed: Any) -> Iterator[Constraint]:
     """Yield the constraints of a step, also those in loops and called functions."""
-    for jaxpr in _jaxprs(closed):
+    for jaxpr in (getattr(x, "jaxpr", x) for x in jaxprs(closed)):
         for eqn in jaxpr.eqns:
             sharding = eqn.params.get("sharding")
             if eqn.primitive.name != "sharding_constraint" or not isinstance(sharding, NamedSharding):
@@ -141,12 +143,6 @@ def constraints(closed: Any) -> Iterator[Constraint]:
                 tuple(y for x in makes[-1:] for y in places_of(x)[:1]),
             )
             yield Constraint(shape, tuple(spec), dict(sharding.mesh.shape), lines, places, made, sharding)
-
-
-def _jaxprs(closed: Any) -> Iterator[Any]:
-    yield getattr(closed, "jaxpr", closed)
-    for eqn in equations(closed):
-        yield from (getattr(x, "jaxpr", x) for x in inner(eqn))
 
 
 def _makers(jaxpr: Any, var: Any) -> list[Any]:
@@ -182,37 +178,36 @@ def unsharded(
         devices: Number of devices.
     """
     by_lines = {(x.lines, x.sharding): x for x in given}
-    found: dict[tuple[Place, str], tuple[Constraint, Constraint, int, list[Attention]]] = {}
+    found: list[tuple[Constraint, Constraint, str, int, Attention]] = []
     for call in calls:
         held = [x for y in call.operands if (x := _constraint_of(y, by_lines)) is not None]
-        for own, other in product(held, held):
-            for axis, dim in _left_out(own, other, call):
-                known = found.setdefault((own.places[0], axis), (own, other, dim, []))
-                known[3].extend([call] if call not in known[3] else [])
-    for (place, axis), (own, other, dim, many) in found.items():
+        for pair in product(held, held):
+            found += [(*pair, *left, call) for left in _left_out(*pair, call)]
+    for (place, axis), site in grouped(found, lambda x: (x[0].places[0], x[2])).items():
+        (own, other, _, dim, _), many = site[0], {x[4] for x in site}
         own_lines = {*own.lines[: own.lines.index(place) + 1], *own.made}
         lines = own_lines | {x for y in many for x in y.lines}
-        evidence = [f"its constraint is {own.text}, the constraint of another operand {other.text}"]
-        gathers = [x for x in program.stored if x.name.startswith("all-gather") and lines & {*x.places[:1]}]
+        evidence = []
+        gathers = [x for x in program.gathers if lines & {*x.places[:1]}]
         if gathers:
-            size = bytes_text(sum(x.bytes for x in gathers))
-            evidence.append(f"{len(gathers)} all-gathers of the compiled program, {size} on each device")
+            evidence.append(gathers_text(gathers))
         work = [sum(x.work.get(line, 0) for line in own_lines) for x in (program, alone)]
         if devices * work[0] > _MORE * work[1]:
             times = devices * work[0] / max(work[1], 1)
             evidence.append(f"all devices compute {times:.1f} times the work of one device here")
-        if len(evidence) == 1:
+        if not evidence:
             continue  # XLA's partitioner found a better way.
-        spec = (*own.spec[:dim], (*own.spec[dim], axis), *own.spec[dim + 1 :])
-        yield finding(
-            "rank-replicated",
-            f"An operand of attention is whole along the mesh axis {axis!r}, and another operand is split",
-            own.places[:3],
-            evidence=tuple(evidence),
-            cause="The constraint leaves the axis out, so each device along it computes and holds the whole",
-            remedy=f"Split the operand along the axis: {_code(spec)}",
-            count=len(many),
-        )
+        spec = _code((*own.spec[:dim], (*own.spec[dim], axis), *own.spec[dim + 1 :]))
+        what = f"An operand of attention is whole along the mesh axis {axis!r}, and another operand is split"
+        said = f"its constraint is {own.text}, the constraint of another operand {other.text}", *evidence
+        more = {"values": {"spec": spec}, "count": len(many)}
+        yield finding("rank-replicated.constraint", what, own.places[:3], *said, **more)
+
+
+def gathers_text(gathers: list[Instruction]) -> str:
+    """Count all-gathers and their bytes."""
+    size = bytes_text(sum(x.bytes for x in gathers))
+    return f"{len(gathers)} all-gathers of the compiled program, {size} on each device"
 
 
 def _constraint_of(operand: Value, given: dict[Any, Constraint]) -> Constraint | None:

@@ -17,11 +17,13 @@ from jax.extend.core import Literal, jaxpr_as_fun
 
 from attnspan_lab.console import bytes_text
 from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.grouped import grouped
+from attnspan_lab.doctor.jax.flow import Flow
 from attnspan_lab.doctor.jax.hlo import Program
-from attnspan_lab.doctor.jax.interpret import inner, is_jaxs, is_own, places_of
+from attnspan_lab.doctor.jax.interpret import is_jaxs, place_of_function, places_of
 from attnspan_lab.doctor.jax.subject import FAST, JaxSubject, Traced
 from attnspan_lab.doctor.jax.texts import finding
-from attnspan_lab.doctor.places import Place
+from attnspan_lab.doctor.places import Place, at
 from attnspan_lab.doctor.words import counted
 
 __all__ = ["copied_caches"]
@@ -44,10 +46,7 @@ def copied_caches(traced: Traced, subject: JaxSubject, batch: Any) -> Iterator[F
     """Yield jitted functions that return an updated argument, which their callers could donate."""
     outer = traced.closed.jaxpr
     jits = [(i, x) for i, x in enumerate(outer.eqns) if x.primitive.name == "jit" and not is_jaxs(_of(x))]
-    sites: dict[str, list[tuple[int, Any]]] = {}
-    for i, eqn in jits:
-        sites.setdefault(str(_of(eqn).jaxpr.debug_info.func_src_info), []).append((i, eqn))
-    for source, site in sites.items():
+    for site in grouped(jits, lambda x: str(_of(x[1]).jaxpr.debug_info.func_src_info)).values():
         first = site[0][1]
         pairs = [(i, x) for i, x in _caches(_of(first).jaxpr) if not first.params["donated_invars"][i]]
         names = _of(first).jaxpr.debug_info.arg_names or ()
@@ -56,7 +55,7 @@ def copied_caches(traced: Traced, subject: JaxSubject, batch: Any) -> Iterator[F
         kept = {i for i in argument for at, x in site if _is_kept(outer, at, x, i)}
         # A caller that reads the old cache again cannot donate it.
         if pairs and not kept & {i for i, _ in pairs}:
-            yield from _copied(source, site, pairs, argument, is_whole=not kept)
+            yield from _copied(site, pairs, argument, is_whole=not kept)
     if not jits and not subject.is_jitted:
         yield from _when_jitted(traced, subject, batch)
 
@@ -73,7 +72,7 @@ def _name(names: Sequence[str], i: int) -> str:
 def _caches(jaxpr: Any) -> list[tuple[int, _Update]]:
     """List arguments of which a result is the updated version, with their updates."""
     found: dict[int, _Update] = {}
-    updates = _updates(jaxpr)
+    updates = _Updates(None).follow(jaxpr, [_Update(i) for i in range(len(jaxpr.invars))])
     also = {x.argument for x in updates if x is not None and not x.lines}  # The old array is a result too.
     for update, var in zip(updates, jaxpr.outvars, strict=True):
         if update is None or not update.lines or update.argument in also:
@@ -88,27 +87,14 @@ def _bytes(aval: Any) -> int:
     return int(aval.size * aval.dtype.itemsize)
 
 
-def _updates(jaxpr: Any) -> list[_Update | None]:
-    """List, for each result, the argument that it is an updated version of."""
-    of: dict[Any, _Update] = {x: _Update(i) for i, x in enumerate(jaxpr.invars)}
-    for eqn in jaxpr.eqns:
-        name, given = eqn.primitive.name, [x for x in eqn.invars if not isinstance(x, Literal)]
-        first = of.get(given[0]) if given and given[0] is eqn.invars[0] else None
+class _Updates(Flow[_Update | None]):
+    """Follows the arguments of a jaxpr to the results that are updated versions of them."""
+
+    def made(self, eqn: Any, facts: list[_Update | None], here: Place | None) -> _Update | None:
+        name, first = eqn.primitive.name, next(iter(facts), None)
         if name in _WRITES and first is not None:
-            of[eqn.outvars[0]] = _Update(first.argument, first.lines + places_of(eqn)[:1])
-        elif name in _KEEPS and first is not None:
-            of[eqn.outvars[0]] = first
-        for x in inner(eqn)[-1:]:
-            inside = getattr(x, "jaxpr", x)
-            if len(inside.outvars) != len(eqn.outvars):
-                continue
-            own = eqn.invars[len(eqn.invars) - len(inside.invars) :]
-            for var, update in zip(eqn.outvars, _updates(inside), strict=True):
-                before = None if update is None else own[update.argument]
-                known = None if before is None or isinstance(before, Literal) else of.get(before)
-                if known is not None and update is not None:
-                    of[var] = _Update(known.argument, known.lines + (update.lines or ()))
-    return [None if isinstance(x, Literal) else of.get(x) for x in jaxpr.outvars]
+            return _Update(first.argument, first.lines + at(here))
+        return first if name in _KEEPS else None
 
 
 def _is_kept(outer: Any, at: int, eqn: Any, i: int) -> bool:
@@ -121,7 +107,6 @@ def _is_kept(outer: Any, at: int, eqn: Any, i: int) -> bool:
 
 
 def _copied(
-    source: str,
     site: list[tuple[int, Any]],
     pairs: list[tuple[int, _Update]],
     argument: list[int],
@@ -144,26 +129,18 @@ def _copied(
     shapes = [jaxpr.in_avals[i].shape for i, _ in pairs]
     copies = sum(x.name == "copy" and x.shape in shapes for x in Program(programs[0].as_text() or "").stored)
     writes = sum(len(x.lines) for _, x in pairs)
-    evidence = [
+    evidence = (
         f"{bytes_text(size)} in {counted(len(pairs), 'array')}, for {counted(writes, 'update')} a call",
         f"the compiled program writes {bytes_text(shared[0])} of its results into arguments",
-    ]
-    evidence += [f"it copies {counted(copies, 'array')} of these shapes"] if copies else []
-    remedy, tried = _ALONE, ""
+        f"it copies {counted(copies, 'array')} of these shapes" if copies else "",
+    )
+    case, more = "copy", {}
     if is_whole and all(_is_returned(jaxpr, i) for i in argument) and all(x.isidentifier() for x in names):
-        code = ", ".join(f'"{x}"' for x in names)
-        remedy = (
-            f"Donate it: jax.jit(..., donate_argnames=({code},)). Do not use the old array after the call"
-        )
-        tried = _tried(jaxpr, tuple(argument), programs, shared)
+        case, code = "copy.donate", ", ".join(f'"{x}"' for x in names)
+        more = {"values": {"names": code}, "tried": _tried(jaxpr, tuple(argument), programs, shared)}
     what = f"Each call copies a whole cache before it updates it: {', '.join(names)} is not donated"
-    places = (*_jit_line(source), *lines[:2], *places_of(eqn)[:1])
-    more = {"evidence": tuple(evidence), "remedy": remedy, "tried": tried, "count": len(site)}
-    yield finding("copy", what, places, **more)
-
-
-_ALONE = """\
-Make the cache an argument of its own, which has no other arrays, and donate it: donate_argnames=("cache",)"""
+    places = (*_jit_line(jaxpr.jaxpr.debug_info), *lines[:2], *places_of(eqn)[:1])
+    yield finding(case, what, places, *evidence, count=len(site), **more)
 
 
 def _is_returned(jaxpr: Any, i: int) -> bool:
@@ -201,14 +178,15 @@ def _made(aval: Any) -> Any:
     return jnp.asarray(np.random.default_rng(0).standard_normal(aval.shape), aval.dtype)
 
 
-def _jit_line(source: str) -> tuple[Place, ...]:
+def _jit_line(debug_info: Any) -> tuple[Place, ...]:
     """Find the decorator of a jitted function, the only line with jax.jit(function), or the function."""
-    said = re.search(r"(\S+) at (.+):(\d+)$", source)
-    if said is None or not is_own(said[2]):
-        return ()
-    name, file, line = said[1].rpartition(".")[2], said[2], int(said[3])
-    found = _jits(file).get((name, line)) or _jits(file).get((name, 0), [])
-    return (Place(file, found[0] if len(found) == 1 else line, name),)
+    return tuple(map(_jitted_at, place_of_function(debug_info)))
+
+
+def _jitted_at(place: Place) -> Place:
+    name, known = place.function.rpartition(".")[2], _jits(place.file)
+    found = known.get((name, place.line)) or known.get((name, 0), [])
+    return Place(place.file, found[0] if len(found) == 1 else place.line, name)
 
 
 @cache
@@ -234,6 +212,5 @@ def _when_jitted(traced: Traced, subject: JaxSubject, batch: Any) -> Iterator[Fi
         own = [k for k, x in subject.arguments(batch).items() if any(leaf is y for y in jax.tree.leaves(x))]
         if i >= traced.variables and own:
             what = f"When you jit this step, donate {own[0]}: otherwise each call copies the whole array"
-            remedy = f'jax.jit(step, donate_argnames=("{own[0]}",))'
-            size = bytes_text(_bytes(traced.closed.in_avals[i]))
-            yield finding("copy", what, update.lines[:2], evidence=(size,), remedy=remedy, severity="note")
+            size, values = bytes_text(_bytes(traced.closed.in_avals[i])), {"name": own[0]}
+            yield finding("copy.not-jitted", what, update.lines[:2], size, values=values, severity="note")

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnspan_lab.doctor.jax.interpret import Interpreter, bind, equations, inner
-from attnspan_lab.doctor.jax.subject import FAST, Traced
+from attnspan_lab.doctor.jax.interpret import OPAQUE, Interpreter, bind, equations, inner
+from attnspan_lab.doctor.jax.subject import FAST, Traced, replaced, wide
 from attnspan_lab.doctor.jax.values import is_float
 
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
     "reference",
 ]
 
-_OPAQUE = ("ffi_call", "pallas_call", "custom_partitioning", "custom_vmap_call", "shard_map")
+_OPAQUE = (*OPAQUE, "shard_map")
 # Their parameters have a jaxpr of one dtype.
 _SCATTERS = {
     "scatter": jax.lax.scatter,
@@ -126,10 +126,7 @@ def _outcome(
     chosen = differentiable(traced) if gradients else []
 
     def loss(own: list[Any]) -> Any:
-        given = list(leaves)
-        for i, x in zip(chosen, own, strict=True):
-            given[i] = x
-        results = run(given)
+        results = run(replaced(leaves, chosen, own))
         return objective(results), [x for x in results if is_float(x)]
 
     whole = jax.value_and_grad(loss, has_aux=True) if chosen else lambda own: (loss(own), [])
@@ -138,8 +135,7 @@ def _outcome(
         (_, results), slopes = jax.jit(whole, compiler_options=options)(own)
     except (TypeError, ValueError, jax.errors.JaxRuntimeError):
         (_, results), slopes = whole(own)
-    wide = [[np.asarray(x, np.float64) for x in own] for own in (results, slopes)]
-    return Outcome(wide[0], wide[1])
+    return Outcome(wide(results), wide(slopes))
 
 
 def outcome(traced: Traced, *, gradients: bool = True) -> Outcome:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.jax.changes import Trial
 from attnspan_lab.doctor.jax.texts import finding
 from attnspan_lab.doctor.jax.values import Value
-from attnspan_lab.doctor.jax.watch import Attention, watched
+from attnspan_lab.doctor.jax.watch import Attention
 
 __all__ = ["split_wrongly"]
 
@@ -28,12 +27,11 @@ def split_wrongly(trial: Trial) -> Iterator[Finding]:
         return
     own = np.zeros(trial.size, bool)
     own[:, trial.size[1] // 3] = True
-    again = watched(replace(trial.traced, leaves=trial.leaves(own)), trial.size)[0].calls
+    pairs = trial.beside(trial.leaves(own))
     number, call, made = suspects[0]  # In later layers, attention has mixed the tokens.
-    if len(again) != len(trial.calls):
-        return
     heads, length = np.shape(made.array)[1:3]
-    for x, y in zip(call.operands, again[number].operands, strict=True):
+    again = pairs[number][1].operands if pairs else call.operands
+    for x, y in zip(call.operands, again, strict=True):
         changed = np.asarray(x.array) != np.asarray(y.array)
         if changed.shape[1:3] != (heads, length) or not changed.any():
             continue
@@ -45,12 +43,10 @@ def split_wrongly(trial: Trial) -> Iterator[Finding]:
         return
     head, position = np.argwhere(rows.any(0))[0]
     what = "The heads are split by a reshape alone, so a head holds parts of neighboring tokens"
-    evidence = (
-        f"changing token {trial.size[1] // 3} changes head {head} from position {position} on, "
-        f"and only {int(rows.any((0, 2)).sum())} of {heads} heads",
-    )
+    said = f"changing token {trial.size[1] // 3} changes head {head} from position {position} on"
+    said += f", and only {int(rows.any((0, 2)).sum())} of {heads} heads"
     places = (*made.places[:2], *call.places[:1])
-    yield finding("token-axis", what, places, evidence=evidence, count=len(suspects))
+    yield finding("token-axis", what, places, said, count=len(suspects))
 
 
 def _reshaped(call: Attention, size: tuple[int, int]) -> Value | None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.jax.subject import Traced, floats
+from attnspan_lab.doctor.jax.changes import Trial
+from attnspan_lab.doctor.jax.subject import floats
 from attnspan_lab.doctor.jax.texts import finding
 from attnspan_lab.doctor.jax.values import Value, bad, is_float
-from attnspan_lab.doctor.jax.watch import Attention, watched
-from attnspan_lab.doctor.places import Place
+from attnspan_lab.doctor.jax.watch import watched
 
 __all__ = ["hidden", "nan_origin"]
 
@@ -20,25 +19,19 @@ _WITHIN = 1e-4  # relative change that counts
 _ONE_BY_ONE = "not confirmed: the compiled step returns no NaN, only its operators one by one"
 
 
-def hidden(
-    calls: list[Attention],
-    results: list[Value],
-    valid: np.ndarray | None,
-    traced: Traced,
-    size: tuple[int, int] | None,
-) -> Iterator[Finding]:
+def hidden(trial: Trial, results: list[Value]) -> Iterator[Finding]:
     """Yield queries without a visible key that the results depend on, and the first NaN of the results.
 
     Args:
-        calls, results: Attention calls and results of the watched step.
-        valid: Tokens that are not padding, (B, S), if they are known.
-        traced, size: The step, and its number of batch elements and tokens.
+        trial: The watched step.
+        results: Its results.
     """
+    traced, valid = trial.traced, trial.subject.valid(trial.batch)
     broken = next((x for x in results if x.nan), None)
     confirmed = broken is None or any(bad(x)[0] for x in floats(traced.run(*traced.leaves)))
-    more = {} if confirmed else {"severity": "note"}
+    unproven, severity = ("", "") if confirmed else (_ONE_BY_ONE, "note")
     found = False
-    for number, call in enumerate(calls):
+    for number, call in enumerate(trial.calls):
         out = call.out
         if call.hidden is None or out is None or not call.hidden.shape == out.nan.shape == out.even.shape:
             continue
@@ -47,44 +40,33 @@ def hidden(
         real = real & ~out.nan if broken is None else real if real.any() else rows
         if not real.any():
             continue
-        is_nan, evidence, severity = bool(out.nan[real].any()), [], more
-        if not is_nan:
-            said, severe = _with_zero(traced, size, number, real, results, call)
-            if not said:
-                continue
-            evidence, severity = [said], {} if severe else {"severity": "note"}
+        is_nan = bool(out.nan[real].any())
+        said, own = (unproven, severity) if is_nan else _with_zero(trial, number, real, results)
+        if not (said or is_nan):
+            continue
         found = found or is_nan
-        even = "they return the mean of all values" if out.even[real].all() else "they return a mix of values"
-        what = (
-            f"Some queries of this attention call see no key: {'their results are NaN' if is_nan else even}"
-        )
+        mean = "they return the mean of all values" if out.even[real].all() else "they return a mix of values"
+        returned = "their results are NaN" if is_nan else mean
         numbers = ", ".join(f"({b}, {s})" for b, s in np.argwhere(real)[:4])
-        evidence = [f"{real.sum()} queries, (batch element, query): {numbers}", *evidence]
-        evidence += [_ONE_BY_ONE] if is_nan and not confirmed else []
-        places = (*call.places[:2], *(x for y in call.pairs for x in y.places[:1]))
-        told = {"evidence": tuple(evidence), "count": int(real.sum()), "call": call, **severity}
-        yield finding("hidden-rows", what, places, **told)
+        evidence = f"{real.sum()} queries, (batch element, query): {numbers}", said
+        what = f"Some queries of this attention call see no key: {returned}"
+        more = {"count": int(real.sum()), "call": call, "severity": own}
+        yield finding("hidden-rows", what, call.with_masks, *evidence, **more)
     if broken is not None and not found:
-        yield nan_origin(broken, "this line", () if confirmed else (_ONE_BY_ONE,), **more)
+        yield nan_origin(broken, "this line", unproven, severity=severity)
 
 
-def _with_zero(
-    traced: Traced,
-    size: tuple[int, int] | None,
-    number: int,
-    rows: np.ndarray,
-    results: list[Value],
-    call: Attention,
-) -> tuple[str, bool]:
-    """Let queries return 0, and describe the results that change.
+def _with_zero(trial: Trial, number: int, rows: np.ndarray, results: list[Value]) -> tuple[str, str]:
+    """Let queries of a call return 0, and describe the results that change.
 
     Queries that see no key and are seen by no query are padding. A result of padding may be anything.
 
     Returns:
-        A sentence, "" if no result of other tokens changes, and whether the change is certainly wrong.
+        A sentence, "" if no result of other tokens changes, and "note" if the change may be right.
     """
-    again = watched(traced, size, {number: rows})[1]
-    tokens = rows if call.padding is None else rows & ~call.padding
+    padding = trial.calls[number].padding
+    again = watched(trial.traced, trial.subject.size(trial.batch), {number: rows})[1]
+    tokens = rows if padding is None else rows & ~padding
     own, other = 0, 0.0
     for x, y in zip(results, again, strict=True):
         if not is_float(x.array) or not np.size(x.array):
@@ -97,32 +79,24 @@ def _with_zero(
             change = np.where(rows, 0, change)
         other = max(other, float(change.max()))
     if other > _WITHIN:
-        return f"with 0 for these queries, other results change by up to {other:.1e} (relative error)", True
-    if own and call.padding is not None:
-        return f"with 0 for these queries, {own} rows of results change. Other queries see these tokens", True
-    return (
-        (f"not confirmed: {own} rows of results depend on them, and they may be padding", False)
-        if own
-        else ("", False)
-    )
+        return f"with 0 for these queries, other results change by up to {other:.1e} (relative error)", ""
+    if own and padding is not None:
+        return f"with 0 for these queries, {own} rows of results change. Other queries see these tokens", ""
+    unproven = f"not confirmed: {own} rows of results depend on them, and they may be padding"
+    return unproven if own else "", "note"
 
 
-def nan_origin(broken: Value, where: str, evidence: tuple[str, ...] = (), **more: Any) -> Finding:
+def nan_origin(broken: Value, where: str, evidence: str = "", severity: str = "") -> Finding:
     """Name the operator from which the NaN of a result comes, and the overflow before it."""
     first = broken.origin("nan")
-    shape = np.shape(first.array)
     if first.name in ("argument", "constant"):
         name = f"The argument {first.label}" if first.label else "A constant of the step"
-        cause, remedy = "No operator makes the first NaN", "Look at the data before the step"
-        return finding(
-            "nan", f"{name} contains NaN", (), evidence=evidence, cause=cause, remedy=remedy, **more
-        )
-    what, cause = f"The first NaN comes from {where}: operator {first.name}, result {shape}", ""
-    places: tuple[Place, ...] = ()
-    large = next((x for x in first.parents if x.inf), None)
-    if large is not None:
-        source = large.origin("inf")
-        if source.parents and source.name not in ("broadcast_in_dim", "select_n"):
-            at, places = source.places[0] if source.places else source.name, source.places[:1]
-            cause = f"{at} overflows to inf in {source.array.dtype}, and inf - inf or 0 * inf is NaN"
-    return finding("nan", what, (*places, *first.places[:2]), cause=cause, evidence=evidence, **more)
+        return finding("nan.given", f"{name} contains NaN", (), evidence, severity=severity)
+    what = f"The first NaN comes from {where}: operator {first.name}, result {np.shape(first.array)}"
+    source = next((x.origin("inf") for x in first.parents if x.inf), None)
+    if source is None or not source.parents or source.name in ("broadcast_in_dim", "select_n"):
+        return finding("nan", what, first.places[:2], evidence, severity=severity)
+    at = source.places[0] if source.places else source.name
+    places = (*source.places[:1], *first.places[:2])
+    more = {"values": {"at": at, "dtype": source.array.dtype}, "severity": severity}
+    return finding("nan.overflow", what, places, evidence, **more)

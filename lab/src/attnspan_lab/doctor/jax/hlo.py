@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -10,7 +11,7 @@ from math import prod
 from attnspan_lab.doctor.jax.interpret import is_own
 from attnspan_lab.doctor.places import Place
 
-__all__ = ["Instruction", "Program"]
+__all__ = ["Instruction", "Program", "dims_of"]
 
 _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%?(\S+) = (\w+)\[([\d,]*)\]\S* ([\w-]+)\((.*)$")
 
@@ -47,12 +48,20 @@ class Instruction:
     @property
     def dims(self) -> tuple[int, ...]:
         """Sizes other than 1, sorted."""
-        return tuple(sorted(x for x in self.shape if x != 1))
+        return dims_of(self.shape)
 
     @property
     def size(self) -> int:
         """Number of elements."""
         return prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+def dims_of(shape: Iterable[int]) -> tuple[int, ...]:
+    """List sizes other than 1, sorted."""
+    return tuple(sorted(x for x in shape if x != 1))
 
 
 class Program:
@@ -66,6 +75,11 @@ class Program:
         """List instructions outside of fused loops. Only their results are in memory."""
         fused = set(re.findall(r"(?:calls|to_apply)=%?([\w.-]+)", self.text))
         return [x for name, own in self._computations.items() if name not in fused for x in own]
+
+    @cached_property
+    def gathers(self) -> list[Instruction]:
+        """List stored results of all-gathers."""
+        return [x for x in self.stored if x.name.startswith("all-gather")]
 
     @cached_property
     def products(self) -> list[Instruction]:
@@ -83,6 +97,10 @@ class Program:
                     work = x.size * prod(left[i] for i in x.contracted)
                     found[x.places[0]] = found.get(x.places[0], 0) + work
         return found
+
+    def at(self, places: tuple[Place, ...]) -> list[Instruction]:
+        """List stored results of the innermost of these lines."""
+        return [x for x in self.stored if places and places[0] in x.places]
 
     def factors(self, instruction: Instruction) -> list[tuple[int, ...]]:
         """List the shapes of the operands of the last matrix products that an instruction depends on."""
@@ -123,33 +141,35 @@ class Program:
     def _places(self, frame: int) -> tuple[Place, ...]:
         """Follow a stack frame of the text outwards."""
         found = []
-        while frame in self._frames:
-            location, parent = self._frames[frame]
-            file, line, function = self._locations[location]
-            found.append(Place(self._files.get(file, ""), line, self._functions.get(function, "")))
+        while (row := self._frames.get(frame)) is not None:
+            at, parent = self._locations[row["file_location_id"]], row.get("parent_frame_id", 0)
+            file, function = self._files.get(at.get("file_name_id", 0), ""), at.get("function_name_id", 0)
+            found.append(Place(file, at.get("line", 0), self._functions.get(function, "")))
             frame = parent if parent != frame else 0
         return tuple(x for x in found if x.file and x.line and is_own(x.file))
 
-    def _table(self, title: str) -> list[tuple[int, str]]:
+    def _table(self, title: str) -> dict[int, str]:
         text = self.text.partition(f"\n{title}\n")[2].partition("\n\n")[0]
         rows = (x.partition(" ") for x in text.splitlines())
-        return [(int(number), rest) for number, _, rest in rows if number.isdigit()]
+        return {int(number): rest.strip('"') for number, _, rest in rows if number.isdigit()}
+
+    def _numbers(self, title: str) -> dict[int, dict[str, int]]:
+        """Read a table whose rows are names of numbers."""
+        rows = self._table(title).items()
+        return {i: {k: int(n) for k, n in re.findall(r"(\w+)=(\d+)", x)} for i, x in rows}
 
     @cached_property
     def _files(self) -> dict[int, str]:
-        return {i: x.strip('"') for i, x in self._table("FileNames")}
+        return self._table("FileNames")
 
     @cached_property
     def _functions(self) -> dict[int, str]:
-        return {i: x.strip('"') for i, x in self._table("FunctionNames")}
+        return self._table("FunctionNames")
 
     @cached_property
-    def _locations(self) -> dict[int, tuple[int, int, int]]:
-        found = {i: dict(re.findall(r"(\w+)=(\d+)", x)) for i, x in self._table("FileLocations")}
-        names = "file_name_id", "line", "function_name_id"
-        return {i: tuple(int(x.get(n, 0)) for n in names) for i, x in found.items()}  # type: ignore[misc]
+    def _locations(self) -> dict[int, dict[str, int]]:
+        return self._numbers("FileLocations")
 
     @cached_property
-    def _frames(self) -> dict[int, tuple[int, int]]:
-        found = {i: dict(re.findall(r"(\w+)=(\d+)", x)) for i, x in self._table("StackFrames")}
-        return {i: (int(x["file_location_id"]), int(x.get("parent_frame_id", 0))) for i, x in found.items()}
+    def _frames(self) -> dict[int, dict[str, int]]:
+        return self._numbers("StackFrames")

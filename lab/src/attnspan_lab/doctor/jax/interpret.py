@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -14,10 +15,29 @@ import numpy as np
 from jax.extend.core import Literal
 
 import attnspan
+from attnspan_lab.doctor.jax.quick import quick
 from attnspan_lab.doctor.places import Place, is_users
 
-__all__ = ["Interpreter", "bind", "equations", "inner", "is_jaxs", "places_of"]
+__all__ = [
+    "COMPARISONS",
+    "OPAQUE",
+    "Interpreter",
+    "bind",
+    "constants",
+    "equations",
+    "evaluated",
+    "folder_of",
+    "inner",
+    "is_jaxs",
+    "is_own",
+    "jaxprs",
+    "place_of_function",
+    "places_of",
+]
 
+#: Kernels, whose operators the doctor does not see.
+OPAQUE = ("ffi_call", "pallas_call", "custom_partitioning", "custom_vmap_call")
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _CALLS = ("jit", "remat2", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 
 
@@ -154,6 +174,12 @@ def bind(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
     return list(made) if eqn.primitive.multiple_results else [made]
 
 
+def evaluated(eqn: Any, arrays: list[Any]) -> list[Any]:
+    """Run an equation's operator on arrays, in NumPy if possible."""
+    fast = quick(eqn, arrays)
+    return bind(eqn, arrays) if fast is None else [fast]
+
+
 def _open(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     return (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, "consts") else (jaxpr, ())
 
@@ -170,21 +196,34 @@ def inner(eqn: Any) -> list[Any]:
     return [x for x in values if hasattr(x, "eqns") or hasattr(x, "jaxpr")]
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """Yield all equations of a jaxpr, also those inside of calls, loops and branches."""
+def jaxprs(jaxpr: Any) -> Iterator[Any]:
+    """Yield a jaxpr and all jaxprs in it: of calls, loops and branches."""
+    yield jaxpr
+    yield from (x for eqn in equations(jaxpr) for x in inner(eqn))
+
+
+def constants(jaxpr: Any) -> Iterator[Any]:
+    """Yield the arrays that a jaxpr and all jaxprs in it capture."""
+    return (y for x in jaxprs(jaxpr) for y in _open(x)[1])
+
+
+def equations(jaxpr: Any, name: str = "") -> Iterator[Any]:
+    """Yield the equations of a jaxpr with this operator, or all, also those in calls, loops and branches."""
     for eqn in _open(jaxpr)[0].eqns:
-        yield eqn
+        if name in ("", eqn.primitive.name):
+            yield eqn
         for x in inner(eqn):
-            yield from equations(x)
+            yield from equations(x, name)
 
 
 def is_jaxs(jaxpr: Any) -> bool:
     """Whether a jaxpr is a function of JAX or attnspan, such as jax.numpy.where."""
-    return any(_folder(x) in str(jaxpr.debug_info.func_src_info) for x in (jax, attnspan))
+    return any(folder_of(x) in str(jaxpr.debug_info.func_src_info) for x in (jax, attnspan))
 
 
 @cache
-def _folder(package: Any) -> str:
+def folder_of(package: Any) -> str:
+    """Return the folder of a package."""
     return f"{Path(package.__file__).parent}/"
 
 
@@ -199,6 +238,12 @@ def places_of(eqn: Any) -> tuple[Place, ...]:
     traceback = eqn.source_info.traceback
     frames = traceback.frames if traceback is not None else ()
     return tuple(Place(x.file_name, x.line_num, x.function_name) for x in frames if is_own(x.file_name))
+
+
+def place_of_function(debug_info: Any) -> tuple[Place, ...]:
+    """Find the line where a traced function of the user's is defined."""
+    said = re.search(r"(\S+) at (.+):(\d+)$", str(debug_info.func_src_info))
+    return (Place(said[2], int(said[3]), said[1]),) if said is not None and is_own(said[2]) else ()
 
 
 def is_own(file: str) -> bool:

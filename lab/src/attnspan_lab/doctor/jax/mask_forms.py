@@ -37,10 +37,9 @@ def _form(subject: JaxSubject, batch: Any, visible: np.ndarray, padding: str) ->
         said.documents = torch.as_tensor(np.broadcast_to(cut, size).copy())
         said.ids += "" if cut.shape == documents.shape else "[:, :-1]"
     if padding:
-        x = np.asarray(named[padding])
-        if x.ndim == 1:
-            said.padding, x = _VALID, np.arange(size[1]) < x[:, None]
-        said.mask = torch.as_tensor(x == 0 if "padding" in said.padding else x != 0)
+        valid, has_lengths = subject.marked(batch, padding), np.ndim(named[padding]) == 1
+        said.mask = torch.as_tensor(valid[:, : size[1]] if has_lengths else valid)
+        said.padding = _VALID if has_lengths else padding
     needed = ["segments("] * (documents is not None) + ["keys("] * bool(padding)
     shown = (text for text, _ in forms(torch.as_tensor(visible.copy()), said))
     found = next((text for text in shown if all(x in text for x in needed)), "")

@@ -9,8 +9,8 @@ from itertools import combinations
 import numpy as np
 
 from attnspan_lab.doctor.jax.float64_reference import difference
-from attnspan_lab.doctor.jax.one_device import Alone
-from attnspan_lab.doctor.jax.subject import Traced, floats
+from attnspan_lab.doctor.jax.one_device import Alone, NotAlone
+from attnspan_lab.doctor.jax.subject import Traced, wide
 
 __all__ = ["WITHIN", "excused", "orders", "results_of"]
 
@@ -20,29 +20,29 @@ _MOST_NUMBERS = 3  # numbers whose 7 combinations are tried
 
 def results_of(traced: Traced) -> list[np.ndarray]:
     """Run a step, and list its floating-point results."""
-    return [np.asarray(x, np.float64) for x in floats(traced.run(*traced.leaves))]
+    return wide(traced.run(*traced.leaves))
 
 
-def excused(single: Alone, mesh: list[np.ndarray], size: tuple[int, int] | None) -> tuple[bool, str]:
-    """Look for a reason why the results of a mesh differ from the step on one device.
+def excused(single: Alone, mesh: list[np.ndarray], size: tuple[int, int] | None) -> bool:
+    """Whether the results of a mesh are right, although they differ from the step on one device.
 
     Args:
         single: The step on one device.
         mesh: Results of the mesh.
         size: Numbers of batch elements and tokens.
 
-    Returns:
-        Whether the step is right, and why it cannot be compared, or "".
+    Raises:
+        NotAlone: Too many numbers of the step may be the number of devices.
     """
     if len(single.numbers) > _MOST_NUMBERS:
         lines = ", ".join(dict.fromkeys(str(x.line) for _, x in single.numbers if x is not None))
-        return False, f"numbers in shard_map may be the number of devices (lines {lines})"
+        raise NotAlone(f"numbers in shard_map may be the number of devices (lines {lines})")
     counts = range(1, len(single.numbers) + 1)
     for chosen in (x for n in counts for x in combinations(single.numbers, n)):
         if difference(mesh, results_of(single.without(list(chosen)))) <= WITHIN:
-            return True, ""
+            return True
     known = orders(single.sizes, 0 if size is None else size[1])
-    return any(_is_order(single.traced, mesh, size, x) for x in known), ""
+    return any(_is_order(single.traced, mesh, size, x) for x in known)
 
 
 def orders(sizes: Iterable[int], length: int) -> Iterator[np.ndarray]:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,13 +15,13 @@ from jax.extend.core import ClosedJaxpr, Literal, Var, primitives
 from jax.sharding import AbstractMesh, Mesh
 
 from attnspan_lab.doctor.jax.constraints import without_constraints
-from attnspan_lab.doctor.jax.interpret import equations, places_of
+from attnspan_lab.doctor.jax.interpret import COMPARISONS, equations, folder_of, places_of
 from attnspan_lab.doctor.jax.subject import JaxSubject, Traced
 from attnspan_lab.doctor.places import Place
+from attnspan_lab.doctor.words import error_text
 
-__all__ = ["Alone", "NotAlone", "alone"]
+__all__ = ["Alone", "Incomparable", "NotAlone", "alone"]
 
-_JAX = f"{Path(jax.__file__).parent}/"
 #: Operators between devices. With one device, each returns its operands, perhaps with other dims of size 1.
 _GATHERS = ("all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all")
 _BETWEEN = {
@@ -37,11 +36,17 @@ _BETWEEN = {
     *_GATHERS,
 }
 _CHOOSING = ("random_", "threefry", "rng_", "top_k", "approx_top_k", "sort")
-_COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
-class NotAlone(ValueError):
-    """The step cannot run on one device. The message says why."""
+class Incomparable(ValueError):
+    """The step cannot be compared with one device. The message says why."""
+
+
+class NotAlone(Incomparable):
+    """The step on one device may be another function. The message says why, and what to return."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f'{why}. Return "one_device", the function without shard_map')
 
 
 @dataclass
@@ -74,7 +79,7 @@ def alone(subject: JaxSubject, batch: Any, spread: Any) -> Alone:
     Raises:
         NotAlone: The step relies on its number of devices, or cannot be traced.
     """
-    maps = [x for x in equations(spread) if x.primitive.name == "shard_map"]
+    maps = list(equations(spread, "shard_map"))
     sizes = frozenset(n for x in maps for n in x.params["mesh"].shape.values() if n > 1)
     whole = _traced(subject, batch, maps[0].primitive)
     made = _Inlined(sizes)
@@ -84,18 +89,13 @@ def alone(subject: JaxSubject, batch: Any, spread: Any) -> Alone:
 
 def _traced(subject: JaxSubject, batch: Any, primitive: Any) -> Traced:
     """Trace without a context's mesh, or with a mesh of one device if shard_map needs the context's mesh."""
-    try:
-        with jax.set_mesh(None), _one_device(primitive):  # type: ignore[arg-type]
-            return Traced.of(subject, batch)
-    except Exception as error:
-        failed = error
-    try:
-        if subject.mesh is not None:
-            with jax.set_mesh(_of_one(subject.mesh)), _one_device(primitive):
+    for mesh in (None, *([] if subject.mesh is None else [_of_one(subject.mesh)])):
+        try:
+            with jax.set_mesh(mesh), _one_device(primitive):  # type: ignore[arg-type]
                 return Traced.of(subject, batch)
-    except Exception as error:
-        failed = error
-    raise NotAlone(f"on one device, the step raises {type(failed).__name__}: {failed}"[:200]) from failed
+        except Exception as error:
+            failed = error
+    raise NotAlone(f"on one device, the step raises {error_text(failed)}") from failed
 
 
 @contextmanager
@@ -144,15 +144,9 @@ class _Read:
         if mesh is None:
             return self
         found = mesh.__dict__[self.name] if self.own is None else self.own.__get__(mesh, owner)
-        if sys._getframe(1).f_code.co_filename.startswith((_JAX, __file__)):
+        if sys._getframe(1).f_code.co_filename.startswith((folder_of(jax), __file__)):
             return found
-        ones = (1,) * len(mesh.axis_names)
-        return {
-            "size": 1,
-            "axis_sizes": ones,
-            "shape": dict(zip(mesh.axis_names, ones, strict=True)),
-            "devices": np.asarray(jax.devices()[:1]).reshape(ones),
-        }[self.name]
+        return getattr(_of_one(mesh), self.name)
 
     def __set__(self, mesh: Any, value: Any) -> None:
         mesh.__dict__[self.name] = value
@@ -250,7 +244,7 @@ def _size_of_one(x: Any, sizes: frozenset[int], name: str) -> float | None:
     value = float(x.val)
     if any(np.isclose(value, y) for n in sizes for y in (n, 1 / n)):
         return 1.0
-    return 0.0 if name in _COMPARED and value + 1 in sizes and value > 0 else None
+    return 0.0 if name in COMPARISONS and value + 1 in sizes and value > 0 else None
 
 
 @cache

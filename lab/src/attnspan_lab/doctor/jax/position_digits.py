@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from attnspan_lab.doctor.digits import CLOSE, collisions, neighbors, rounded
+from attnspan_lab.doctor.digits import CLOSE, FEW, LARGE, collisions, neighbors, rounded
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.jax.texts import finding
 from attnspan_lab.doctor.jax.values import RESHAPES, Value, is_float, is_integer
@@ -51,14 +51,10 @@ class Counting:
     def _angle(self, angle: Value, out: Value) -> None:
         count, dtype = angle.count, angle.array.dtype
         if count.distinct < count.many:
-            what = collisions(str(count.dtype), count.distinct, count.many)
-            places, cause = (*count.places[:1], *out.places[:1]), ""
+            what, cause = collisions(str(count.dtype), count.distinct, count.many), FEW
+            places = (*count.places[:1], *out.places[:1])
         elif is_float(angle.array) and dtype.itemsize == 2 and (step := _step(angle.array)) > CLOSE:
-            what = rounded(str(dtype), step)
-            places, cause = (
-                out.places[:2],
-                f"Large angles are computed or stored in {dtype} before {out.name}",
-            )
+            what, cause, places = rounded(str(dtype), step), LARGE, out.places[:2]
         else:
             return
         self.found.setdefault(places[:1], finding("positions", what, places, cause=cause))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["quick"]
+__all__ = ["free_axes", "quick"]
 
 _PLAIN: dict[str, Callable[..., Any]] = {
     "add": np.add,
@@ -34,10 +34,15 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "copy": np.copy,
     "stop_gradient": np.copy,
 }
-_REDUCTIONS: dict[str, Callable[..., Any]] = {
-    "reduce_max": np.max,
-    "reduce_min": np.min,
-    "reduce_sum": np.sum,
+#: Operators of one array, from their parameters and the array.
+_OF_ONE: dict[str, Callable[[Any, np.ndarray], Any]] = {
+    "reduce_max": lambda params, x: np.max(x, axis=tuple(params["axes"])) if x.size else None,
+    "reduce_min": lambda params, x: np.min(x, axis=tuple(params["axes"])) if x.size else None,
+    "reduce_sum": lambda params, x: np.sum(x, axis=tuple(params["axes"])),
+    "transpose": lambda params, x: np.transpose(x, params["permutation"]),
+    "reshape": lambda params, x: np.reshape(x, params["new_sizes"]) if not params.get("dimensions") else None,
+    "squeeze": lambda params, x: np.squeeze(x, tuple(params["dimensions"])),
+    "convert_element_type": lambda params, x: x.astype(params["new_dtype"]),
 }
 
 
@@ -53,10 +58,15 @@ def quick(eqn: Any, arrays: list[Any]) -> np.ndarray | None:
     return None if made is None else np.asarray(made, eqn.outvars[0].aval.dtype)
 
 
+def free_axes(dims: int, numbers: Any, operand: int) -> list[int]:
+    """List the axes of a product's operand that are neither added up nor of batch elements."""
+    return [a for a in range(dims) if not any(a in x[operand] for x in numbers)]
+
+
 def _product(numbers: Any, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Multiply matrices: axes of batch elements first, then the free axes of both."""
     contract, batch = numbers
-    free = [[a for a in range(z.ndim) if a not in (*contract[i], *batch[i])] for i, z in enumerate((x, y))]
+    free = [free_axes(z.ndim, numbers, i) for i, z in enumerate((x, y))]
     shape = [x.shape[a] for a in (*batch[0], *free[0])] + [y.shape[a] for a in free[1]]
     lead, inner = (int(np.prod([x.shape[a] for a in axes])) for axes in (batch[0], contract[0]))
     left = x.transpose(*batch[0], *free[0], *contract[0]).reshape(lead, -1, inner)
@@ -65,26 +75,18 @@ def _product(numbers: Any, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def _made(name: str, params: Any, arrays: list[np.ndarray]) -> Any:
-    first = arrays[0] if arrays else None
     if name in _PLAIN:
         return _PLAIN[name](*arrays)
-    if name == "div" and first is not None and first.dtype.kind == "f":
+    if name in _OF_ONE:
+        return _OF_ONE[name](params, arrays[0])
+    if name == "div" and arrays[0].dtype.kind == "f":
         return np.divide(*arrays)
-    if name in _REDUCTIONS and first is not None:
-        return _REDUCTIONS[name](first, axis=tuple(params["axes"])) if first.size else None
-    if name == "transpose":
-        return np.transpose(first, params["permutation"])  # type: ignore[arg-type]
-    if name == "reshape" and params.get("dimensions") is None:
-        return np.reshape(first, params["new_sizes"])  # type: ignore[arg-type]
-    if name == "squeeze":
-        return np.squeeze(first, tuple(params["dimensions"]))  # type: ignore[arg-type]
-    if name == "broadcast_in_dim" and len(arrays) == 1 and first is not None:
-        sizes = dict(zip(params["broadcast_dimensions"], first.shape, strict=True))
-        return np.broadcast_to(
-            first.reshape([sizes.get(i, 1) for i in range(len(params["shape"]))]), params["shape"]
-        )
+    if name == "broadcast_in_dim" and len(arrays) == 1:
+        sizes = dict(zip(params["broadcast_dimensions"], arrays[0].shape, strict=True))
+        narrow = arrays[0].reshape([sizes.get(i, 1) for i in range(len(params["shape"]))])
+        return np.broadcast_to(narrow, params["shape"])
     if name == "dot_general" and all(x.dtype.kind == "f" and x.dtype.itemsize >= 4 for x in arrays):
         return _product(params["dimension_numbers"], *arrays)
-    if name == "select_n" and first is not None and first.dtype == bool and len(arrays) == 3:
-        return np.where(first, arrays[2], arrays[1])
-    return first.astype(params["new_dtype"]) if name == "convert_element_type" and first is not None else None
+    if name == "select_n" and arrays[0].dtype == bool and len(arrays) == 3:
+        return np.where(arrays[0], arrays[2], arrays[1])
+    return None

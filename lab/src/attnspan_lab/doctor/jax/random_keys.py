@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.grouped import grouped
 from attnspan_lab.doctor.jax.texts import finding
 from attnspan_lab.doctor.jax.values import Value
 from attnspan_lab.doctor.places import Place
@@ -29,20 +31,13 @@ class Drawn:
             shape = np.shape(out[0].array)
             self.draws.setdefault((data.tobytes(), shape), []).append(out[0].places)
 
-    def findings(self) -> list[Finding]:
-        """Describe keys that several draws of one shape share, once for each line."""
-        sites: dict[Any, list[tuple[int, tuple[int, ...], list[tuple[Place, ...]]]]] = {}
-        for (_, shape), draws in self.draws.items():
-            if len(draws) > 1 and np.prod(shape) > 1:
-                sites.setdefault(tuple(sorted({str(x[:1]) for x in draws})), []).append(
-                    (len(draws), shape, draws)
-                )
-        found = []
-        for site in sites.values():
-            many, shape, draws = site[0]
+    def findings(self) -> Iterator[Finding]:
+        """Yield keys that several draws of one shape share, once for each line."""
+        same = [(x, shape) for (_, shape), x in self.draws.items() if len(x) > 1 and np.prod(shape) > 1]
+        for site in grouped(same, lambda x: frozenset(y[:1] for y in x[0])).values():
+            (draws, shape), many = site[0], len(site[0][0])
             places = [*draws[0][:2], *(x for y in draws[1:] for x in y[:1])]
             what = f"{counted(many, 'draw')} of random numbers in one step use the same key"
-            evidence = [f"{many} arrays of shape {shape} with equal random numbers"]
-            evidence += [f"{len(site)} keys are used so"] if len(site) > 1 else []
-            found.append(finding("reused-key", what, places, evidence=tuple(evidence), count=many))
-        return found
+            equal = f"{many} arrays of shape {shape} with equal random numbers"
+            keys = f"{len(site)} keys are used so" if len(site) > 1 else ""
+            yield finding("reused-key", what, places, equal, keys, count=many)

@@ -15,24 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.jax.interpret import equations, inner, is_own
+from attnspan_lab.doctor.jax.interpret import equations, inner, is_own, place_of_function
 from attnspan_lab.doctor.jax.subject import JaxSubject, Traced
 from attnspan_lab.doctor.jax.texts import finding
 from attnspan_lab.doctor.places import Place, lines_of
 
-__all__ = ["Run", "calls_jitted", "compilations", "place_of", "recompiles_in", "run_batches"]
+__all__ = ["Run", "calls_jitted", "place_of", "recompiles_in", "run_batches"]
 
 #: Compilations for other shapes that are no finding: two lengths are usual.
 _ALLOWED = 1
-_REMEDIES = {
-    "shape": "Pad the batches to one length, or to few lengths such as powers of two, and hide the padding",
-    "type": "Pass arrays of one dtype: jnp.asarray(x, dtype) for Python numbers, in all calls",
-    "static": "Pass the value as an array, and take it out of static_argnames. Or keep it the same",
-    "structure": "Pass the same arguments in all calls. Instead of None, pass an array that changes nothing, "
-    "such as a mask of True or a bias of 0",
-}
-#: Remedy of a number whose array does not work.
-_FEW = "Use few values: each one compiles once"
+_Compiled = tuple[str, Place | None]
 
 
 @dataclass
@@ -47,8 +39,8 @@ class Run:
         results: Results of each batch.
     """
 
-    compiled: list[list[tuple[str, Place | None]]] = field(default_factory=list)
-    again: list[list[tuple[str, Place | None]]] = field(default_factory=list)
+    compiled: list[list[_Compiled]] = field(default_factory=list)
+    again: list[list[_Compiled]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     compile_seconds: float = 0.0
     results: list[Any] = field(default_factory=list)
@@ -59,29 +51,24 @@ class Run:
         return sum(bool(x) for x in self.compiled[1:])
 
 
-_listening: list[tuple[list[tuple[str, Place | None]], list[float]]] = []
-
-
-def _listen(event: str, seconds: float, **more: Any) -> None:
-    for names, times in _listening if event.startswith("/jax/core/compile/") else ():
-        times.append(seconds)
-        if event.endswith("backend_compile_duration"):
-            place = next((x for x in lines_of(sys._getframe(1)) if is_own(x.file)), None)
-            names.append((str(more.get("fun_name", "")), place))
-
-
 @contextmanager
-def compilations() -> Iterator[tuple[list[tuple[str, Place | None]], list[float]]]:
+def _compilations() -> Iterator[tuple[list[_Compiled], list[float]]]:
     """Record compiled functions with the line that needs them, and the seconds of all compiler stages."""
-    if not getattr(_listen, "registered", False):
-        jax.monitoring.register_event_duration_secs_listener(_listen)  # type: ignore[arg-type]
-        _listen.registered = True  # type: ignore[attr-defined]
-    found: tuple[list[tuple[str, Place | None]], list[float]] = ([], [])
-    _listening.append(found)
+    found: list[_Compiled] = []
+    times: list[float] = []
+
+    def listen(event: str, seconds: float, **more: Any) -> None:
+        if event.startswith("/jax/core/compile/"):
+            times.append(seconds)
+        if event.endswith("/compile/backend_compile_duration"):
+            place = next((x for x in lines_of(sys._getframe(1)) if is_own(x.file)), None)
+            found.append((str(more.get("fun_name", "")), place))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)  # type: ignore[arg-type]
     try:
-        yield found
+        yield found, times
     finally:
-        _listening.remove(found)
+        jax.monitoring.unregister_event_duration_listener(listen)  # type: ignore[arg-type]
 
 
 def run_batches(subject: JaxSubject, batches: list[Any], fn: Any = None) -> Run:
@@ -92,7 +79,7 @@ def run_batches(subject: JaxSubject, batches: list[Any], fn: Any = None) -> Run:
         for names in (run.compiled, run.again):
             # A step with donate_argnums deletes the arrays that it gets.
             given, variables = jax.tree.map(_copy, (batch, subject.variables))
-            with compilations() as (found, times):
+            with _compilations() as (found, times):
                 start = time.perf_counter()
                 results = jax.block_until_ready(subject.call(given, variables, fn=call))
             if names is run.compiled:
@@ -109,9 +96,8 @@ def _copy(x: Any) -> Any:
 
 def calls_jitted(subject: JaxSubject, traced: Traced) -> bool:
     """Whether a function that is not jitted calls functions that the user jits inside of it."""
-    jits = (x for x in equations(traced.closed) if x.primitive.name == "jit")
-    sources = (str(inner(x)[0].jaxpr.debug_info.func_src_info) for x in jits)
-    return not subject.is_jitted and any(is_own(x.partition(" at ")[2]) for x in sources)
+    jits = equations(traced.closed, "jit")
+    return not subject.is_jitted and any(place_of_function(inner(x)[0].jaxpr.debug_info) for x in jits)
 
 
 def _jitted(subject: JaxSubject, moving: str = "") -> Any:
@@ -136,9 +122,7 @@ def recompiles_in(run: Run, subject: JaxSubject) -> Iterator[Finding]:
     if anew:
         name, place = anew[0]
         what = f"{name} is compiled in each call, also for the same batch"
-        cause = "The call makes a new function for jax.jit, so that its cache has no entry for it"
-        remedy = "Make the jitted function once, outside of the step. Pass what it captures as arguments"
-        yield finding("recompile", what, (place,), cause=cause, remedy=remedy, count=len(anew))
+        yield finding("recompile.each", what, (place,), count=len(anew))
         return
     changes: dict[tuple[str, str], list[str]] = {}
     for i, names in enumerate(run.compiled):
@@ -151,16 +135,12 @@ def recompiles_in(run: Run, subject: JaxSubject) -> Iterator[Finding]:
         if kind == "shape" and len(texts) <= _ALLOWED:
             continue
         what = f"{len(texts) + 1} programs are compiled, because the argument {name} changes"
-        evidence = tuple(dict.fromkeys(texts))[:4]
-        cause = (
-            "jax.jit compiles for each shape, dtype, weak type, static value and structure of its arguments"
-        )
-        place = place_of(subject.fn)
         tried = _tried(kind, name, run, subject)
         failed = kind in ("static", "type") and "the same results" not in tried
-        remedy = _FEW if failed else _REMEDIES.get(kind, "")
-        more = {"evidence": evidence, "cause": cause, "remedy": remedy, "tried": tried}
-        yield finding("recompile", what, (place,), count=len(texts), **more)
+        case = ".few" if failed else f".{kind}" if kind else ""
+        more = {"tried": tried, "count": len(texts)}
+        places = (place_of(subject.fn),)
+        yield finding(f"recompile{case}", what, places, *[*dict.fromkeys(texts)][:4], **more)
 
 
 def _whole(subject: JaxSubject, batch: Any) -> dict[str, Any]:

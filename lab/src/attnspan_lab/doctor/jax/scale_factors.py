@@ -9,10 +9,11 @@ from math import isqrt, prod
 import numpy as np
 
 from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.grouped import grouped
 from attnspan_lab.doctor.jax.values import RESHAPES, Value, is_float
 from attnspan_lab.doctor.jax.watch import Attention
 from attnspan_lab.doctor.places import is_installed
-from attnspan_lab.doctor.scales import UNKNOWN, Factor, Scale, scale_finding
+from attnspan_lab.doctor.scales import UNKNOWN, Factor, Scale, are_bare, faulty, scale_finding
 
 __all__ = ["scale_findings", "unknown_scales"]
 
@@ -48,17 +49,11 @@ class _Path:
 
 def scale_findings(calls: list[Attention]) -> Iterator[Finding]:
     """Yield the lines whose scores have another scale than usual, and not a scale that may be a choice."""
-    sites: dict[object, list[tuple[Scale, bool]]] = {}
-    for call in calls:
-        place = call.places[0] if call.places else None
-        found = None if place is None or is_installed(place.file) else _scale_of(call)
-        if found is not None:
-            sites.setdefault(place, []).append(found)
-    biased = any(x for site in sites.values() for _, x in site)
-    for site in sites.values():
-        faults, scale = {x.fault for x, _ in site}, site[0][0]
-        # A factor that differs from layer to layer is a choice. As in T5, projections may contain the scale.
-        if len(faults) == 1 and scale.fault and not (scale.fault == "none" and biased):
+    own = (x for x in calls if x.places and not is_installed(x.places[0].file))
+    known = [x for x in map(_scale_of, own) if x is not None]
+    learned_bias = any(x for _, x in known)
+    for site in grouped((x for x, _ in known), lambda x: x.place).values():
+        if (scale := faulty(site, learned_bias=learned_bias)) is not None:
             yield scale_finding(scale)
 
 
@@ -80,9 +75,8 @@ def _scale_of(call: Attention) -> tuple[Scale, bool] | None:
     shape, dim = call.scores[0], call.size
     heads = 1 if call.visible is None or not shape else prod(shape) // call.visible.size
     size = [float(np.sqrt(np.square(np.asarray(x.array, np.float64)).mean())) for x in call.operands[:2]]
-    # A projection may contain the scale: the queries are then smaller than the keys.
-    is_bare = bool(q.width and k.width) and min(size) > 1.5 * dim**-0.5 * max(size)
     factors = (*q.factors, *k.factors, *scores.factors, *own)
+    is_bare = are_bare((q.width, k.width), size, dim)
     return Scale(factors, dim, (q.width, k.width, dim * heads), call.places[0], is_bare), scores.biased
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,6 +11,7 @@ import numpy as np
 
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.grouped import grouped
 from attnspan_lab.doctor.jax.attention import costs
 from attnspan_lab.doctor.jax.causal_alignment import misaligned
 from attnspan_lab.doctor.jax.changes import Trial
@@ -29,23 +29,29 @@ from attnspan_lab.doctor.jax.recompiles import calls_jitted, recompiles_in, run_
 from attnspan_lab.doctor.jax.scale_factors import scale_findings, unknown_scales
 from attnspan_lab.doctor.jax.shown_padding import padding_of_others
 from attnspan_lab.doctor.jax.subject import JaxSubject, Traced
-from attnspan_lab.doctor.jax.values import Value
 from attnspan_lab.doctor.jax.visible_pairs import seen
 from attnspan_lab.doctor.jax.watch import Attention, Watcher, watched
-from attnspan_lab.doctor.words import counted
+from attnspan_lab.doctor.sites import picture, sites
+from attnspan_lab.doctor.words import counted, error_text
 
 __all__ = ["STAGES"]
 
 Say = Callable[..., None]
 
 
-def _traced(subject: JaxSubject, batch: Any, say: Say, stage: str) -> Traced | None:
-    """Trace a batch, or report why JAX cannot."""
+class _Stopped(Exception):
+    """A stage cannot go on, for a reason that it says."""
+
+    def __init__(self, **what: Any) -> None:
+        self.what = what
+
+
+def _traced(subject: JaxSubject, batch: Any) -> Traced:
+    """Trace a batch, or stop with the reason why JAX cannot."""
     try:
         return Traced.of(subject, batch)
     except Exception as error:
-        say(finding=untraceable(error, subject, batch, stage))
-        return None
+        raise _Stopped(finding=untraceable(error, subject, batch)) from error
 
 
 def eager(subject: JaxSubject, say: Say, backend: str) -> None:
@@ -54,34 +60,31 @@ def eager(subject: JaxSubject, say: Say, backend: str) -> None:
     subject, coverage = subject.plain, Coverage()
     largest, counts, known = 0, list[int](), set[Any]()
     for batch in _distinct(subject)[:3]:
-        traced = _traced(subject, batch, say, "eager")
-        if traced is None:
-            return
+        traced = _traced(subject, batch)
         for x in host_calls(traced):
-            say(finding=replace(x, stage="eager"))
+            say(finding=x)
         mapped = has_shard_map(traced)
         try:
             traced = on_one_device(subject, batch, traced) if mapped else traced
         except NotAlone as error:
-            why = f'it is inside of shard_map: {error}. Return "one_device", the function without shard_map'
             none = {"attention calls": 0, "sites": [], "largest tensor": 0}
-            say(facts=none | {"unchecked": {"attention": why}})
-            return
+            why = {"attention": f"it is inside of shard_map: {error}"}
+            raise _Stopped(facts=none | {"unchecked": why}) from error
         try:
-            watcher, results = watched(traced, subject.size(batch))
+            size = subject.size(batch)
+            watcher, results = watched(traced, size)
         except Exception as error:
-            why = f"the doctor cannot evaluate the step by operators: {type(error).__name__}: {error}"[:200]
-            say(facts={"unchecked": {"attention": why}})
-            return
+            why = {"attention": f"the doctor cannot evaluate the step by operators: {error_text(error)}"}
+            raise _Stopped(facts={"unchecked": why}) from error
         program = Program(traced.program().as_text() or "")
-        trial, size = Trial(subject, batch, traced, tuple(watcher.calls)), subject.size(batch)
+        trial = Trial(subject, batch, traced, tuple(watcher.calls))
         others = () if size is None else tuple(padding_of_others(trial, coverage))
         # A mask on the axis of the queries also leaves queries without keys.
         lines = {x.places[:1] for x in others}
-        empty = hidden(watcher.calls, results, subject.valid(batch), traced, size)
+        empty = hidden(trial, results)
         found = (
             *watcher.findings(),
-            *clamped(watcher.clamped, results, traced, partial(_again, size=size)),
+            *clamped(watcher.clamped, results, partial(watched, traced, size, None)),
             *costs(watcher.calls, program, subject, batch),
             *scale_findings(watcher.calls),
             *(x for x in empty if x.places[:1] not in lines),
@@ -92,49 +95,37 @@ def eager(subject: JaxSubject, say: Say, backend: str) -> None:
         for x in found:
             # Devices divide the pairs among them, for example in a ring.
             divided = mapped and x.kind in ("unfused", "dense-mask")
-            if _key(x) not in known and not divided:
-                say(finding=replace(x, stage="eager"))
-        known |= set(map(_key, found))
+            if x.key not in known and not divided:
+                say(finding=x)
+        known |= {x.key for x in found}
         largest = max(largest, watcher.largest)
         counts.append(len(watcher.calls))
         _cover(coverage, subject, batch, watcher.calls)
         facts: dict[str, Any] = {"attention calls": counts[0], "largest tensor": largest, **coverage.facts}
         if any(counts):
             facts["checked"] = {"attention": _counted(counts, watcher, mapped=mapped)} | facts["checked"]
-        say(facts=facts | ({"sites": _sites(watcher.calls)} if len(counts) == 1 else {}))
-        if (picture := _picture(watcher.calls)) is not None:
-            say(facts={"mask": picture})
+        say(facts=facts | picture(x.visible for x in watcher.calls))
+        if len(counts) == 1:
+            say(facts={"sites": sites((next(iter(x.places), None), x.kernel) for x in watcher.calls)})
 
 
 def _distinct(subject: JaxSubject) -> list[Any]:
     """Choose one batch of each shape."""
-    found: dict[Any, Any] = {}
-    for batch in subject.batches:
+
+    def shapes(batch: Any) -> str:
         named = subject.named(batch).items()
-        shapes = [(k, x if subject.is_static(k, x) else np.shape(x)) for k, x in named]
-        found.setdefault(str(shapes), batch)
-    return list(found.values())
+        return str([(k, x if subject.is_static(k, x) else np.shape(x)) for k, x in named])
 
-
-def _again(traced: Traced, changed: set[Any], size: tuple[int, int] | None) -> list[Value]:
-    return watched(traced, size, changed=changed)[1]
-
-
-def _key(x: Finding) -> Any:
-    return x.kind, x.severity, x.cause, x.places[:1] or x.what
+    return [x[0] for x in grouped(subject.batches, shapes).values()]
 
 
 def _counted(counts: list[int], watcher: Watcher, *, mapped: bool) -> str:
     """Say how many attention calls a step makes, and how many its backward pass makes again."""
-    same = len(set(counts)) == 1
     said = f"{counted(counts[0], 'call')} a step"
     said += ", with shard_map over one device" * mapped
-    said += " (each block counts)" if any(x.kind == "in blocks" for x in watcher.calls) else ""
-    said += (
-        ""
-        if same
-        else f" with the first batch, {', '.join(map(str, counts[1:]))} with batches of other shapes"
-    )
+    said += " (each block counts)" * any(x.kind == "in blocks" for x in watcher.calls)
+    if len(set(counts)) > 1:
+        said += f" with the first batch, {', '.join(map(str, counts[1:]))} with batches of other shapes"
     return said + (f". The backward pass computes {len(watcher.again)} again" if watcher.again else "")
 
 
@@ -159,36 +150,17 @@ def _cover(coverage: Coverage, subject: JaxSubject, batch: Any, calls: list[Atte
     if subject.document_ids(batch) is None and subject.causal is not False and size[1] > 1:
         coverage.absent("documents", "the batch has one document, or no segment_ids")
     if subject.valid(batch) is None:
-        why = (
-            f"{', '.join(padding)} marks no padding"
-            if padding
-            else "the tokens have no mask (B, S) and no lengths (B,)"
-        )
-        coverage.absent("padding", why)
+        unmasked = "the tokens have no mask (B, S) and no lengths (B,)"
+        coverage.absent("padding", f"{', '.join(padding)} marks no padding" if padding else unmasked)
     for kind in sorted({x.kind for x in calls if x.visible is None}):
         coverage.missed(f"visible pairs of attention {kind}", "they cannot be read")
-
-
-def _sites(calls: list[Attention]) -> list[list[str]]:
-    """Count the calls of each line."""
-    names = {"written out": "written out, which stores all scores", "in blocks": "written out in blocks"}
-    found = Counter((str(x.places[0]) if x.places else "?", names.get(x.kind, x.kind)) for x in calls)
-    return [[place, kernel, str(count)] for (place, kernel), count in found.items()]
-
-
-def _picture(calls: list[Attention]) -> list[str] | None:
-    """Draw the mask of batch element 0 in the last call, as a string of 0 and 1 for each query."""
-    shown = [x.visible for x in calls if x.visible is not None and max(x.visible.shape[1:]) <= 256]
-    return ["".join("01"[int(x)] for x in row) for row in shown[-1][0].tolist()] if shown else None
 
 
 def compiled(subject: JaxSubject, say: Say, backend: str) -> None:
     """Run all batches under jit, and count compilations."""
     del backend
     subject = subject.plain
-    traced = _traced(subject, subject.batches[0], say, "compiled")
-    if traced is None:
-        return
+    traced = _traced(subject, subject.batches[0])
     run = run_batches(subject, subject.batches)
     if calls_jitted(subject, traced):
         run.again += run_batches(subject, subject.batches[:1], subject.fn).again
@@ -205,17 +177,15 @@ def compiled(subject: JaxSubject, say: Say, backend: str) -> None:
     say(facts=facts)
     caches = copied_caches(traced, subject, subject.batches[0])
     for x in (*recompiles_in(run, subject), *constants(traced, run.seconds[0]), *caches):
-        say(finding=replace(x, stage="compiled"))
+        say(finding=x)
 
 
 def parity(subject: JaxSubject, say: Say, backend: str) -> None:
     """Compare the compiled step with float64, and the step on the mesh with one device."""
     del backend
-    plain, batch = subject.plain, subject.batches[0]
-    traced = _traced(plain, batch, say, "parity")
-    if traced is not None:
-        compare(traced, _staged(say, "parity"))
-        _on_mesh(subject, traced, say)
+    traced = _traced(subject.plain, subject.batches[0])
+    compare(traced, say)
+    _on_mesh(subject, traced, say)
 
 
 def _on_mesh(subject: JaxSubject, traced: Traced, say: Say) -> bool:
@@ -231,18 +201,17 @@ def _on_mesh(subject: JaxSubject, traced: Traced, say: Say) -> bool:
     except Exception as error:
         if subject.mesh is not None:
             raise
-        why = f"the doctor failed: {type(error).__name__}: {error}"[:200]
-        say(facts={"unchecked": {"the mesh of the step": why}})
-        return True
+        say(facts={"unchecked": {"the mesh of the step": f"the doctor failed: {error_text(error)}"}})
     return True
 
 
 def _staged(say: Say, stage: str) -> Say:
-    """Write the stage into findings."""
+    """Write the stage into findings that have none."""
 
     def staged(**what: Any) -> None:
-        found = what.get("finding")
-        say(**what | ({"finding": replace(found, stage=stage)} if isinstance(found, Finding) else {}))
+        if (found := what.get("finding")) is not None:
+            what["finding"] = replace(found, stage=found.stage or stage)
+        say(**what)
 
     return staged
 
@@ -250,10 +219,9 @@ def _staged(say: Say, stage: str) -> Say:
 def ranks(subject: JaxSubject, say: Say, backend: str) -> None:
     """Compare the step on the mesh with the step on one device."""
     del backend
-    traced = _traced(subject.plain, subject.batches[0], say, "ranks")
-    if traced is not None and not _on_mesh(subject, traced, say):
+    if not _on_mesh(subject, _traced(subject.plain, subject.batches[0]), say):
         what, remedy = "No mesh to compare", 'Return the options "mesh" and "in_shardings" from the factory'
-        say(finding=Finding("environment", what, remedy=remedy, stage="ranks"))
+        say(finding=Finding("environment", what, remedy=remedy))
 
 
 def _absent(name: str, subject: JaxSubject, say: Say, backend: str) -> None:
@@ -266,16 +234,18 @@ def _run(name: str, stage: Callable[[JaxSubject, Say, str], None]) -> Callable[[
     """Run a stage in the context of the subject's mesh. An error of the step is a finding."""
 
     def run(subject: JaxSubject, say: Say, backend: str) -> None:
+        say = _staged(say, name)
         try:
             with subject.context:
                 stage(subject, say, backend)
+        except _Stopped as stopped:
+            say(**stopped.what)
         except Exception as error:
-            if (own := untraceable(error, subject, subject.batches[0], name)).places:
+            if (own := untraceable(error, subject, subject.batches[0])).places:
                 say(finding=own)
                 return
             # No line of the user's raised: the step runs, and the doctor cannot examine it.
-            why = f"the doctor failed: {type(error).__name__}: {error}"[:200]
-            say(facts={"unchecked": {f"the stage {name}": why}})
+            say(facts={"unchecked": {f"the stage {name}": f"the doctor failed: {error_text(error)}"}})
 
     return run
 

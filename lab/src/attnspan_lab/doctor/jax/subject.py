@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any
 
@@ -17,16 +17,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
+from attnspan_lab.doctor.names import IDS, valid_entries, words_of
 from attnspan_lab.doctor.unfit import require
 
-__all__ = ["FAST", "MOST_BATCHES", "JaxSubject", "Traced", "floats", "is_jax", "is_spread", "jax_subject"]
+__all__ = [
+    "FAST",
+    "MOST_BATCHES",
+    "JaxSubject",
+    "Traced",
+    "floats",
+    "is_jax",
+    "is_spread",
+    "jax_subject",
+    "replaced",
+    "wide",
+]
 
 MOST_BATCHES = 12
 #: Options of a program whose speed does not matter. The compiler's passes over operators stay the same.
 FAST = {"xla_backend_optimization_level": 0}
-_DOCUMENTS = ("segment_ids", "document_ids", "doc_ids", "document_id", "seq_ids", "sequence_ids", "seq_idx")
 _LENGTHS = re.compile("len")
-_COMMON = re.compile(r"ids?|inputs?|hidden|states?|embed\w*|att\w*|mask|padding|pad|keys?|tokens?")
+# Names of tokens, the most probable first.
+_FIRST = ("input_ids", "tokens", "inputs", "idx", "x")
 _NO_SEQUENCES = ("position", "label", "target", "cache")
 _OPTIONS = ("causal", "documents", "static", "variables", "mesh", "in_shardings", "one_device")
 
@@ -79,12 +91,9 @@ class JaxSubject:
     @property
     def plain(self) -> JaxSubject:
         """The subject on one device. The mesh stays for functions that name its axes."""
-        fn, (batches, variables) = (
-            self.one_device or self.fn,
-            jax.tree.map(_whole, (self.batches, self.variables)),
-        )
-        more: dict[str, Any] = {"batches": batches, "variables": variables}
-        return replace(self, fn=fn, in_shardings={}, one_device=None, name=self.name, **more)
+        batches, variables = jax.tree.map(_whole, (self.batches, self.variables))
+        more = {"batches": batches, "variables": variables, "in_shardings": {}, "one_device": None}
+        return replace(self, fn=self.one_device or self.fn, **more)
 
     @property
     def context(self) -> AbstractContextManager[Any]:
@@ -155,23 +164,22 @@ class JaxSubject:
 
         Labels and targets of the same shape as the tokens are no other sequence.
         """
-        found = []
-        for name, x in self.named(batch).items():
-            is_other = name in _DOCUMENTS or any(word in name for word in ("mask", "position"))
-            if not is_other and getattr(x, "ndim", 0) == 2 and jnp.issubdtype(x.dtype, jnp.integer):
-                found.append((any(word in name for word in ("label", "target")), x.shape))
-        shapes = {shape for _, shape in found}
-        return len(shapes) > 1 or sum(not is_target for is_target, _ in found) > 1
+        found = self._token_ids(batch)
+        own = [name for name in found if "label" not in name and "target" not in name]
+        return len({x.shape for x in found.values()}) > 1 or len(own) > 1
+
+    def _token_ids(self, batch: Any) -> dict[str, Any]:
+        """Name the integers (B, S) that may be tokens, and their labels."""
+        integers = {k: x for k, x in self.named(batch).items() if _is_integer_grid(x)}
+        others = ("mask", "position")
+        return {k: x for k, x in integers.items() if not (IDS.search(k) or any(y in k for y in others))}
 
     def tokens(self, batch: Any) -> dict[str, Any]:
         """Find the tokens: integers (B, S), or else all floats (B, S, ...)."""
-        named = {k: x for k, x in self.named(batch).items() if hasattr(x, "ndim")}
-        first = ("input_ids", "tokens", "inputs", "idx", "x")
-        for name in sorted(named, key=lambda x: first.index(x) if x in first else len(first)):
-            x, taken = named[name], name in _DOCUMENTS or "mask" in name or "position" in name
-            if x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.integer) and not taken:
-                return {name: x}
-        whole = {k: x for k, x in named.items() if x.ndim in (3, 4) and jnp.issubdtype(x.dtype, jnp.floating)}
+        if ids := self._token_ids(batch):
+            name = min(ids, key=lambda x: _FIRST.index(x) if x in _FIRST else len(_FIRST))
+            return {name: ids[name]}
+        whole = {k: x for k, x in self.named(batch).items() if np.ndim(x) in (3, 4) and floats(x)}
         size = next((x.shape[:2] for x in whole.values()), None)
         return {k: x for k, x in whole.items() if x.shape[:2] == size}
 
@@ -181,7 +189,7 @@ class JaxSubject:
 
     def document_names(self, batch: Any) -> list[str]:
         """List the arguments that state documents."""
-        return [x for x in self.named(batch) if x in _DOCUMENTS or "position" in x]
+        return [k for k, x in self.named(batch).items() if _states_documents(k, x) or "position" in k]
 
     def padding_names(self, batch: Any) -> list[str]:
         """List the arguments that state padding: a mask (B, S), or else lengths (B,)."""
@@ -200,12 +208,13 @@ class JaxSubject:
         """
         named = {k: x for k, x in self.named(batch).items() if hasattr(x, "ndim")}
         masks = {k for k, x in named.items() if "mask" in k and x.ndim == 2}
-        taken = {*masks, *_DOCUMENTS, *(k for k in named if any(w in k for w in _NO_SEQUENCES))}
+        taken = masks | {k for k in named if any(w in k for w in _NO_SEQUENCES)}
+        taken |= {k for k, x in named.items() if _states_documents(k, x)}
         long = {k: x for k, x in named.items() if x.ndim in (2, 3) and k not in taken}
         found = {}
         for mask in sorted(masks):
             fits = [k for k, x in long.items() if x.shape[:2] == named[mask].shape]
-            alike = [k for k in fits if _words(k) & _words(mask)]
+            alike = [k for k in fits if words_of(k) & words_of(mask)]
             own = alike if len(fits) > 1 else fits
             if len(own) == 1 and own[0] not in self.tokens(batch):
                 found[own[0]] = mask
@@ -217,13 +226,13 @@ class JaxSubject:
             found = np.asarray(self.documents(batch))
         else:
             named = self.named(batch)
-            known = [np.asarray(named[x]) for x in _DOCUMENTS if x in named]
+            known = [np.asarray(x) for name, x in named.items() if _states_documents(name, x)]
             known += [
                 (np.diff(np.asarray(x), axis=1, prepend=-1) <= 0).cumsum(1)
                 for name, x in named.items()
                 if "position" in name and np.ndim(x) == 2
             ]
-            if not known or known[0].ndim != 2:
+            if not known:
                 return None
             found = known[0]
         return found if (found != found[:, :1]).any() else None
@@ -231,17 +240,26 @@ class JaxSubject:
     def valid(self, batch: Any) -> np.ndarray | None:
         """Find the tokens that are not padding, bool (B, S), if the batch has a padding mask or lengths."""
         for name in self.padding_names(batch):
-            x = np.asarray(self.named(batch)[name])
-            if x.ndim == 1:
-                x = np.arange((self.size(batch) or (0, 0))[1]) < x[:, None]
-            if np.isin(x, (0, 1)).all() and not (x == x.flat[0]).all():
-                return np.asarray(x == 0 if "padding" in name and "len" not in name else x != 0)
+            x, shown = np.asarray(self.named(batch)[name]), self.marked(batch, name)
+            if (x.ndim == 1 or np.isin(x, (0, 1)).all()) and not (shown == shown.flat[0]).all():
+                return shown
         return None
 
+    def marked(self, batch: Any, name: str) -> np.ndarray:
+        """Read the tokens that are not padding, bool (B, S), from a padding mask or from lengths."""
+        x = np.asarray(self.named(batch)[name])
+        if x.ndim == 1:
+            return np.asarray(np.arange((self.size(batch) or (0, 0))[1]) < x[:, None])
+        return np.asarray(valid_entries(name, x))
 
-def _words(name: str) -> set[str]:
-    """List the words of a name that say which sequence it is."""
-    return {x.rstrip("s") for x in re.findall("[a-z]+", name.lower()) if not _COMMON.fullmatch(x)}
+
+def _is_integer_grid(x: Any) -> bool:
+    return np.ndim(x) == 2 and bool(jnp.issubdtype(x.dtype, jnp.integer))
+
+
+def _states_documents(name: str, x: Any) -> bool:
+    """Whether an argument is the document numbers of tokens, (B, S)."""
+    return IDS.search(name) is not None and _is_integer_grid(x)
 
 
 def _are_lengths(x: Any, size: tuple[int, int]) -> bool:
@@ -290,9 +308,7 @@ class Traced:
         moving = [i for i, x in enumerate(flat) if not subject.is_static(names[i], x)]
 
         def call(*leaves: Any) -> Any:
-            given = list(flat)
-            for i, x in zip(moving, leaves[len(own) :], strict=True):
-                given[i] = x
+            given = replaced(flat, moving, leaves[len(own) :])
             variables = jax.tree.unflatten(tree, leaves[: len(own)])
             return subject.call(jax.tree.unflatten(form, given), variables)
 
@@ -331,9 +347,19 @@ def _whole(x: Any) -> Any:
     return jnp.asarray(np.asarray(x)) if is_spread(x) else x
 
 
+def replaced(leaves: Sequence[Any], chosen: Sequence[int], own: Sequence[Any]) -> list[Any]:
+    """Return arguments with other values for the chosen ones."""
+    return list((dict(enumerate(leaves)) | dict(zip(chosen, own, strict=True))).values())
+
+
 def floats(out: Any) -> list[Any]:
     """List the floating-point leaves of results."""
     return [x for x in jax.tree.leaves(out) if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)]
+
+
+def wide(out: Any) -> list[np.ndarray]:
+    """List the floating-point leaves of results, as float64."""
+    return [np.asarray(x, np.float64) for x in floats(out)]
 
 
 def is_jax(made: Any) -> bool:
@@ -374,24 +400,17 @@ def _with_module(made: JaxSubject) -> JaxSubject:
     """Take the variables out of a flax module."""
     fn, nnx = made.fn, sys.modules.get("flax.nnx")
     if nnx is not None and isinstance(fn, nnx.Module):
-        graph, state = nnx.split(fn)
-
-        def run(state: Any, *args: Any, **kwargs: Any) -> Any:
-            return nnx.merge(graph, state)(*args, **kwargs)
-
-        run.__signature__ = _signature(type(fn).__call__)  # type: ignore[attr-defined]
-        return replace(made, fn=run, variables=state, name=type(fn).__name__)
-    if hasattr(fn, "unbind"):
+        module, (graph, variables) = fn, nnx.split(fn)
+        bound = partial(nnx.merge, graph)
+    elif hasattr(fn, "unbind"):
         module, variables = fn.unbind()
+        bound = module.bind
+    else:
+        return made
 
-        def apply(variables: Any, *args: Any, **kwargs: Any) -> Any:
-            return module.apply(variables, *args, **kwargs)
+    def run(variables: Any, *args: Any, **kwargs: Any) -> Any:
+        return bound(variables)(*args, **kwargs)
 
-        apply.__signature__ = _signature(type(module).__call__)  # type: ignore[attr-defined]
-        return replace(made, fn=apply, variables=variables, name=type(module).__name__)
-    return made
-
-
-def _signature(call: Any) -> inspect.Signature:
-    """Return the signature of a module's call. The variables stand for ``self``."""
-    return inspect.signature(inspect.unwrap(call))
+    # The variables stand for ``self``.
+    run.__signature__ = inspect.signature(inspect.unwrap(type(module).__call__))  # type: ignore[attr-defined]
+    return replace(made, fn=run, variables=variables, name=type(module).__name__)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ class Selected:
     """Notes choices between two results of attention by one condition for the whole batch."""
 
     def __init__(self) -> None:
-        self.sites: dict[tuple[Place, ...], int] = {}
+        self.sites: Counter[tuple[Place, ...]] = Counter()
 
     def see(self, eqn: Any, values: list[Value], out: list[Value]) -> None:
         """Look at one operator. Results of attention are known with values of 1."""
@@ -27,17 +29,12 @@ class Selected:
             return
         condition, *results = values
         whole = min(x.size for x in condition.chain()) == 1
-        if whole and all(x.ones is not None for x in results) and _differ(*results):
-            self.sites[out[0].places[:2]] = self.sites.get(out[0].places[:2], 0) + 1
+        one, other = (np.asarray(x.array) for x in results)
+        if whole and all(x.ones is not None for x in results) and not np.array_equal(one, other):
+            self.sites[out[0].places[:2]] += 1
 
-    def findings(self) -> list[Finding]:
-        """Describe the choices of each line."""
+    def findings(self) -> Iterator[Finding]:
+        """Yield the choices of each line."""
         what = "Two attention calls run here, and one of the two results is thrown away"
-        return [
-            finding("discarded", what, at, evidence=(f"{counted(n, 'choice')} a step",), count=n)
-            for at, n in self.sites.items()
-        ]
-
-
-def _differ(one: Value, other: Value) -> bool:
-    return not np.array_equal(np.asarray(one.array), np.asarray(other.array))
+        for places, many in self.sites.items():
+            yield finding("discarded", what, places, f"{counted(many, 'choice')} a step", count=many)

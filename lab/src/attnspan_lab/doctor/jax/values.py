@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
+from attnspan_lab.doctor.jax.quick import free_axes
 from attnspan_lab.doctor.places import Place
 
 if TYPE_CHECKING:
@@ -134,8 +135,8 @@ class Value:
 
 def order_of(array: Any, numbers: Any, operand: int, *, is_v: bool, rows: int) -> str:
     """Find the layout of q, k or v from the dims of a product: "bshd", "bhsd", or "" if it is another one."""
-    contract, batch, shape = (*(x[operand] for x in numbers), np.shape(array))
-    free = [a for a in range(len(shape)) if a not in (*contract, *batch)]
+    contract, shape = numbers[0][operand], np.shape(array)
+    free = free_axes(len(shape), numbers, operand)
     if len(shape) != 4 or len(free) != 1 or len(contract) != 1 or shape[0] != rows:
         return ""
     token, dim = (contract[0], free[0]) if is_v else (free[0], contract[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -13,10 +14,12 @@ from attnspan_lab.doctor.jax.changes import Trial
 from attnspan_lab.doctor.jax.mask_forms import form_of
 from attnspan_lab.doctor.jax.texts import finding
 from attnspan_lab.doctor.jax.watch import Attention
+from attnspan_lab.doctor.names import shown_code
+from attnspan_lab.doctor.pairs import MIXED, OUTSIDE, SEEN, TOPICS, unproven, visible
 
 __all__ = ["Rule", "rules", "seen"]
 
-_UNPROVEN = "not confirmed by changing tokens: the step returns no results (B, S, ...)"
+_UNPROVEN = unproven("the step returns no results (B, S, ...)")
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Rule:
     """Pairs that must not be visible.
 
     Attributes:
-        kind, what: Of the finding.
+        kind: Kind of the finding.
         foreign: The pairs (B, S, S).
         groups: Group of each token, (B, S). Changing the tokens of a group must not change results of others.
         only: The group that is changed, or None for every group.
@@ -32,16 +35,10 @@ class Rule:
     """
 
     kind: str
-    what: str
     foreign: np.ndarray
     groups: np.ndarray
     only: int | None
     names: frozenset[str] = frozenset()
-
-    @property
-    def topic(self) -> str:
-        """The check that the rule belongs to."""
-        return {"leak": "documents", "mask-lost": "padding"}.get(self.kind, "causality")
 
 
 def rules(trial: Trial) -> Iterator[Rule]:
@@ -52,16 +49,15 @@ def rules(trial: Trial) -> Iterator[Rule]:
         documents = np.broadcast_to(documents, size)
         pairs = documents[:, :, None] != documents[:, None, :]
         names = frozenset(subject.document_names(batch))
-        yield Rule("leak", "Packed documents see each other here", pairs, documents, None, names)
+        yield Rule("leak", pairs, documents, None, names)
     if valid is not None:
         pairs, names = valid[:, :, None] & ~valid[:, None, :], frozenset(subject.padding_names(batch))
-        yield Rule("mask-lost", "Valid tokens see padding here", pairs, (~valid).astype(int), 1, names)
+        yield Rule("mask-lost", pairs, (~valid).astype(int), 1, names)
     if subject.causal and not subject.has_several_sequences(batch):
         index = np.arange(size[1])
         later = np.broadcast_to(index[:, None] < index, (*size, size[1]))
         last = np.broadcast_to((index == size[1] - 1).astype(int), size)
-        what = "Tokens see later ones here, in a model that predicts the next token"
-        yield Rule("causality-lost", what, later, last, 1)
+        yield Rule("causality-lost", later, last, 1)
 
 
 def seen(trial: Trial, coverage: Coverage) -> Iterator[Finding]:
@@ -73,11 +69,11 @@ def seen(trial: Trial, coverage: Coverage) -> Iterator[Finding]:
 def _cover(trial: Trial, rule: Rule, changed: str | None, coverage: Coverage) -> None:
     """Note what the trial gave."""
     if changed is not None:
-        coverage.made(rule.topic, changed or "changed tokens change no result of others")
+        coverage.made(TOPICS[rule.kind], changed or "changed tokens change no result of others")
     elif trial.calls and all(_fits(x, rule.foreign) for x in trial.calls):
-        coverage.made(rule.topic, f"read from the masks, {_UNPROVEN}")
+        coverage.made(TOPICS[rule.kind], f"read from the masks, {_UNPROVEN}")
     else:
-        coverage.missed(rule.topic, _UNPROVEN)
+        coverage.missed(TOPICS[rule.kind], _UNPROVEN)
 
 
 def _found(trial: Trial, rule: Rule, coverage: Coverage) -> Iterator[Finding]:
@@ -89,29 +85,25 @@ def _found(trial: Trial, rule: Rule, coverage: Coverage) -> Iterator[Finding]:
     if changed == "":
         return
     for call in {x.places[:1]: x for x in guilty}.values():
-        most = f"{max(pairs.values())} visible pairs of tokens that must not see each other"
-        places = (*call.places[:2], *(x for y in call.pairs for x in y.places[:1]))
-        cause, remedy = _why(trial, rule, call)
-        more = {"cause": cause, "remedy": remedy} | ({} if changed else {"severity": "note"})
-        told = (most, changed or _UNPROVEN)
-        yield finding(rule.kind, rule.what, places, evidence=told, call=call, **more)
+        evidence, severity = (visible(max(pairs.values())), changed or _UNPROVEN), "" if changed else "note"
+        case, values, remedy = _why(trial, rule, call)
+        more = {"values": values, "remedy": remedy, "call": call, "severity": severity}
+        yield finding(f"{rule.kind}{case}", SEEN[rule.kind], call.with_masks, *evidence, **more)
     if guilty or changed is None:
         return
-    what, why = rule.what.replace(" here", ""), trial.decides(rule.groups, rule.only)
-    evidence, more = (changed, *([why] if why else [])), {"severity": "note"} if why else {}
+    what, why = SEEN[rule.kind].replace(" here", ""), trial.decides(rule.groups, rule.only)
+    more = {"severity": "note" if why else ""}
     unread = [x for x in trial.calls if x.visible is None and trial.size[1] in np.shape(x.operands[0].array)]
-    if unread:
-        cause = "The doctor cannot read which pairs this call sees, but tokens reach each other through it"
-        cause += " or through code around it"
-        call = unread[0]
-        yield finding(rule.kind, what, call.places[:1], evidence=evidence, cause=cause, call=call, **more)
-    else:
-        cause, remedy = "Another part of the model mixes tokens", _ELSEWHERE
-        more |= {"cause": cause, "remedy": remedy}
-        yield finding(rule.kind, f"{what}, outside of attention", (), evidence=evidence, **more)
+    for call in unread[:1]:
+        yield finding(rule.kind, what, call.places[:1], changed, why, cause=_UNREAD, call=call, **more)
+    if not unread:
+        more |= {"cause": MIXED, "remedy": OUTSIDE[rule.kind]}
+        yield finding(rule.kind, f"{what}, outside of attention", (), changed, why, **more)
 
 
-_ELSEWHERE = "Look for operators along the sequence: convolutions, norms or sums over tokens, shifted arrays"
+_UNREAD = """\
+The doctor cannot read which pairs this call sees, but tokens reach each other through it or through code \
+around it"""
 
 
 def _count(call: Attention, foreign: np.ndarray) -> int:
@@ -130,60 +122,39 @@ def _fits(call: Attention, foreign: np.ndarray) -> bool:
     return fits and len(call.visible) in (1, len(foreign))
 
 
-def _why(trial: Trial, rule: Rule, call: Attention) -> tuple[str, str]:
-    """Say why a call shows foreign pairs, and what to do. "" stands for the text of the kind."""
+def _why(trial: Trial, rule: Rule, call: Attention) -> tuple[str, dict[str, Any], str]:
+    """Say why a call shows foreign pairs.
+
+    Returns:
+        The case of the kind, its values, and the remedy. "" stands for the remedy of the case.
+    """
     shown = np.asarray(call.visible)
     length = shown.shape[1]
     foreign = rule.foreign[:, :length, :length]
     visible = np.broadcast_to(shown, foreign.shape)
-    form = ""
+    wanted = [visible & ~foreign]
     if rule.kind == "mask-lost":  # Queries of padding may see anything.
-        form = form_of(trial.subject, trial.batch, visible & (rule.groups[:, None, :length] == 0))
-    form = form or form_of(trial.subject, trial.batch, visible & ~foreign)
+        wanted = [visible & (rule.groups[:, None, :length] == 0), *wanted]
+    form = next(filter(None, (form_of(trial.subject, trial.batch, x) for x in wanted)), "")
     remedy = f"Call attnspan.jax.attention with mask={form}" if form else ""
     if rule.kind == "causality-lost":
         index = np.arange(length)
-        most, last = (
-            int((index - index[:, None])[visible.any(0)].max()),
-            int(index[visible.any((0, 1))].max()),
-        )
-        return f"The mask shows up to {most} later tokens" if most < last else "", remedy
+        most = int((index - index[:, None])[visible.any(0)].max())
+        is_last = most >= index[visible.any((0, 1))].max()
+        return ("" if is_last else ".shown"), {"most": most}, remedy
     masks = [x for x, _ in call.masks if rule.names & x.arguments()]
     if not masks:
-        return "", remedy
-    name = ", ".join(sorted(rule.names & masks[0].arguments()))
-    said = f"A mask made from {name} reaches this call, and still shows these pairs"
-    if rule.kind == "mask-lost":
-        padding = rule.groups[:, None, :length] == 1
-        array = np.asarray(masks[0].array)
-        is_mask = "mask" in name  # Lengths become a mask in the step.
-        if is_mask and any(
-            x is masks[0] and of_queries and not of_keys for x, of_queries, of_keys in call.varies
-        ):
-            said = f"The mask made from {name} hides queries instead of keys: it differs between queries only"
-            remedy = f"Put the mask on the axis of the keys: mask=({name} != 0)[:, None, None, :]"
-            remedy = remedy.replace("!=", "==") if "padding" in name else remedy
-        elif not (visible & ~padding).any():
-            said, remedy = (
-                f"The mask made from {name} is inverted: only padding is visible",
-                remedy or _INVERTED,
-            )
-        elif array.dtype != bool and np.isin(array, (0, 1)).all():
-            said = (
-                f"The 0 and 1 of {name} are added to the scores or multiplied with them, which hides nothing"
-            )
-            remedy = _AS_BOOLEAN
-    elif call.by_head and np.ndim(masks[0].array) > 2:
-        said += _BY_HEAD
-        remedy = remedy or "Pass a mask (B, 1, Sq, Sk), for example mask[:, None]"
-    return said, remedy
-
-
-_BY_HEAD = (
-    ". Heads see different pairs: jax.nn.dot_product_attention takes the first axis of a mask with 3 axes as "
-    "heads"
-)
-_INVERTED = "Invert the mask: in JAX and in attnspan, True shows a key"
-_AS_BOOLEAN = """\
-Pass it as a boolean mask: mask=valid[:, None, None, :] with jax.nn.dot_product_attention, or keys(valid) \
-with attnspan. Or add jnp.where(valid, 0, -jnp.inf)[:, None, None, :] to the scores"""
+        return "", {}, remedy
+    mask, name = np.asarray(masks[0].array), ", ".join(sorted(rule.names & masks[0].arguments()))
+    values = {"name": name, "shown": shown_code(name)}
+    if rule.kind == "leak":
+        by_head = call.by_head and mask.ndim > 2
+        return (".by-head" if by_head else ".shown"), values, remedy
+    # Lengths become a mask in the step.
+    if "mask" in name and (masks[0], True, False) in call.varies:
+        return ".of-queries", values, ""
+    if not (visible & (rule.groups[:, None, :length] == 0)).any():
+        return ".inverted", values, remedy
+    if mask.dtype != bool and np.isin(mask, (0, 1)).all():
+        return ".numbers", values, ""
+    return ".shown", values, remedy

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,17 @@ import attnspan
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.jax.call import Attention, Returned
 from attnspan_lab.doctor.jax.clamped_slices import Clamped
-from attnspan_lab.doctor.jax.interpret import Interpreter, bind, equations, inner
+from attnspan_lab.doctor.jax.interpret import (
+    COMPARISONS,
+    OPAQUE,
+    Interpreter,
+    equations,
+    evaluated,
+    folder_of,
+    inner,
+)
 from attnspan_lab.doctor.jax.position_digits import Counting
-from attnspan_lab.doctor.jax.quick import quick
+from attnspan_lab.doctor.jax.quick import free_axes
 from attnspan_lab.doctor.jax.random_keys import Drawn
 from attnspan_lab.doctor.jax.subject import Traced
 from attnspan_lab.doctor.jax.unused_calls import Selected
@@ -30,9 +37,6 @@ from attnspan_lab.doctor.places import Place
 __all__ = ["HIDDEN", "Attention", "Watcher", "watched"]
 
 HIDDEN = -9e3  # Scores at or below this value are hidden.
-_OPAQUE = ("ffi_call", "pallas_call", "custom_partitioning", "custom_vmap_call")
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-_ATTNSPAN = f"{Path(attnspan.__file__).parent}/"
 
 
 class Watcher(Interpreter):
@@ -81,14 +85,14 @@ class Watcher(Interpreter):
         """Make a constant, or a value of a loop: a step's part of an array, or all steps' results."""
         if not sources:
             return Value(array)
-        part = len(sources) == 1 and np.ndim(array) < np.ndim(sources[0].array)
+        first, more = sources[0], np.ndim(array) - np.ndim(sources[0].array)
+        is_step = len(sources) == 1 and more < 0
         # Parameters of a layer, in a loop over layers, are no part of a sequence.
-        part = part and sources[0].data and np.shape(sources[0].array)[0] > 1
-        made = Value(array, "loop", sources[0].places, tuple(sources), part=part)
-        made.loop = (
-            self.depth if len(sources) == 1 and np.ndim(array) < np.ndim(sources[0].array) else made.loop
-        )
-        if np.ndim(array) > np.ndim(sources[0].array) and all(x.ones is not None for x in sources):
+        part = is_step and first.data and np.shape(first.array)[0] > 1
+        made = Value(array, "loop", first.places, tuple(sources), part=part)
+        if is_step:
+            made.loop = self.depth
+        if more > 0 and all(x.ones is not None for x in sources):
             made.ones = np.stack([np.asarray(x.ones) for x in sources])
         return made
 
@@ -105,16 +109,14 @@ class Watcher(Interpreter):
 
     def call(self, eqn: Any, values: list[Value]) -> list[Value]:
         """Enter a function, except if it is an attention kernel with its own derivative."""
-        opaque = eqn.primitive.name == "custom_vjp_call" and any(
-            x.primitive.name in _OPAQUE for x in equations(inner(eqn)[0])
-        )
-        return self.apply(eqn, values) if opaque else super().call(eqn, values)
+        inside = equations(inner(eqn)[0]) if eqn.primitive.name == "custom_vjp_call" else ()
+        is_kernel = any(x.primitive.name in OPAQUE for x in inside)
+        return self.apply(eqn, values) if is_kernel else super().call(eqn, values)
 
     def apply(self, eqn: Any, values: list[Value]) -> list[Value]:
         """Run an operator, and note what it does."""
         arrays = [x.array for x in values]
-        fast = quick(eqn, arrays)
-        made = bind(eqn, arrays) if fast is None else [fast]
+        made = evaluated(eqn, arrays)
         places, name = self.at(eqn), eqn.primitive.name
         # vmap turns a dynamic_slice into a gather.
         cuts = name == "dynamic_slice" or (name == "gather" and self.depth > 0)
@@ -130,7 +132,7 @@ class Watcher(Interpreter):
         for x in out if name == "sharding_constraint" else ():
             x.sharding = eqn.params["sharding"]
         self.largest = max([self.largest, *(x.bytes for x in out)])
-        if name in _COMPARISONS and arrays[0].dtype.kind in "iu" and out[0].data:
+        if name in COMPARISONS and arrays[0].dtype.kind in "iu" and out[0].data:
             self.decisions.append(np.asarray(out[0].array))
         if name == "dot_general":
             self._product(eqn, values, out[0])
@@ -152,7 +154,7 @@ class Watcher(Interpreter):
         if len(operands) < 3:
             return
         file = str(inner(eqn)[0].jaxpr.debug_info.func_src_info) if inner(eqn) else ""
-        call = Attention("attnspan" if _ATTNSPAN in file else "fused", out[0].places, operands)
+        call = Attention("attnspan" if folder_of(attnspan) in file else "fused", out[0].places, operands)
         call.size, call.factor = np.shape(operands[0].array)[-1], _factor(eqn)
         bounds = next((x.array for x in values if np.ndim(x.array) == 5 and np.shape(x.array)[-1] == 2), None)
         if bounds is not None:
@@ -166,12 +168,12 @@ class Watcher(Interpreter):
         self.calls.append(call)
 
     def _product(self, eqn: Any, values: list[Value], out: Value) -> None:
-        contract, batch = eqn.params["dimension_numbers"]
+        numbers = eqn.params["dimension_numbers"]
+        contract, batch = numbers
         for i, x in enumerate(values[:2]):
             side = x.axes and next((s for s in (0, 1) if set(x.axes[s]) & set(contract[i])), None)
             if x.call is not None and x.axes and x.call.softmax and side is not None:
                 v = values[1 - i]
-                numbers = eqn.params["dimension_numbers"]
                 x.call.layouts.add(order_of(v.array, numbers, 1 - i, is_v=True, rows=self.rows))
                 self._finish(x, side, v, out, self._free(eqn, values, i))
                 if not self.backward and x.call.keys is None:
@@ -183,12 +185,10 @@ class Watcher(Interpreter):
         weights = not batch[0] and not all(x.data for x in values)
         if not weights and all(axes) and any(prod(shape[a] for a in side) > 1 for side in axes):
             size = prod(np.shape(values[0].array)[a] for a in contract[0])
-            kind = self._kind(values)
-            call = Attention(kind, out.places, values[:2], scores=(shape, out.bytes), size=size)
-            numbers, call.depth = eqn.params["dimension_numbers"], self.depth
-            call.layouts = {
-                order_of(x.array, numbers, i, is_v=False, rows=self.rows) for i, x in enumerate(values[:2])
-            }
+            scores, kind = (shape, out.bytes), self._kind(values)
+            call = Attention(kind, out.places, values[:2], scores=scores, size=size, depth=self.depth)
+            for i, x in enumerate(call.operands):
+                call.layouts.add(order_of(x.array, numbers, i, is_v=False, rows=self.rows))
             out.call, out.axes = call, axes
 
     def _kind(self, values: list[Value]) -> str:
@@ -199,12 +199,9 @@ class Watcher(Interpreter):
 
     def _free(self, eqn: Any, values: list[Value], operand: int) -> dict[int, int]:
         """Map the free axes of a product's operand to axes of the result."""
-        contract, batch = eqn.params["dimension_numbers"]
-        free = [
-            [a for a in range(np.ndim(x.array)) if a not in (*contract[i], *batch[i])]
-            for i, x in enumerate(values[:2])
-        ]
-        start = len(batch[0]) + (len(free[0]) if operand else 0)
+        numbers = eqn.params["dimension_numbers"]
+        free = [free_axes(np.ndim(x.array), numbers, i) for i, x in enumerate(values[:2])]
+        start = len(numbers[1][0]) + (len(free[0]) if operand else 0)
         return {a: start + i for i, a in enumerate(free[operand])}
 
     def _follow(self, eqn: Any, values: list[Value], out: list[Value]) -> None:

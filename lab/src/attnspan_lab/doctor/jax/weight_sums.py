@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.jax.interpret import bind
-from attnspan_lab.doctor.jax.quick import quick
+from attnspan_lab.doctor.jax.interpret import evaluated
 from attnspan_lab.doctor.jax.texts import finding
 from attnspan_lab.doctor.jax.values import RESHAPES, Value
 
@@ -19,7 +18,6 @@ _LINEAR = ("mul", "div", "add", "select_n", "slice", *RESHAPES)
 _KEEP_MASS = ("mul", "max", "select_n", *RESHAPES)
 _EXPONENTIALS = ("exp", "exp2")
 _WITHIN, _ROUNDINGS = 1e-3, 16  # difference from 1 that counts
-_FACTOR = "exp(old maximum - new maximum)"
 
 
 class Sums:
@@ -34,19 +32,15 @@ class Sums:
         given, call = values[weights], values[weights].call
         arrays = [x.array for x in values]
         arrays[1 - weights] = np.ones_like(np.asarray(arrays[1 - weights]))
-        out.ones = _run(eqn, arrays)
+        out.ones = evaluated(eqn, arrays)[0]
         self._origins[id(call), "weights"] = _origin(given)
         divided = next((x for x in given.chain() if x.name == "div"), None)
         if divided is not None and divided.parents[1].mass:
             off = _off(out.ones, extra=divided.parents[1].extra)
             if off > 0:
-                said = finding(
-                    "softmax-axis",
-                    "The weights of a query do not add up to 1 over its keys",
-                    (*divided.places[:1], *out.places[:2]),
-                    evidence=(_evidence(off),),
-                    call=call,
-                )
+                places = (*divided.places[:1], *out.places[:2])
+                what = "The weights of a query do not add up to 1 over its keys"
+                said = finding("softmax-axis", what, places, _evidence(off), call=call)
                 self.found.setdefault(("axis", divided.places[:1]), said)
 
     def see(self, eqn: Any, values: list[Value], out: list[Value]) -> None:
@@ -74,7 +68,7 @@ class Sums:
             return  # A residual: attention ends before it.
         if name == "mul" and any(x.data and not _is_exponential(x) for x in others):
             return  # A gate.
-        out.ones = _run(eqn, [x.array if x.ones is None else x.ones for x in values])
+        out.ones = evaluated(eqn, [x.array if x.ones is None else x.ones for x in values])[0]
         if name == "div" and values[1].mass and self._same_weights(values[1]):
             self._check(values, out)
 
@@ -89,23 +83,13 @@ class Sums:
             return
         sums = [_accumulated(x) for x in values]
         scaled = [x is not None and _is_rescaled(x) for x in sums]
-        texts: tuple[str, str] = ("", "")
+        case = "weight-sum"
         if scaled[0] != scaled[1]:
-            sums, texts = (sums, _OF_RESULTS) if scaled[1] else (sums[::-1], _OF_SUMS)
+            case = "weight-sum.results" if scaled[1] else "weight-sum.sums"
+            sums = sums if scaled[1] else sums[::-1]
         places = [y for x in (*sums, out) if x is not None for y in x.places[:1]]
         what = "The weights of each query must add up to 1, and they do not"
-        more = {"evidence": (_evidence(off),), "cause": texts[0], "remedy": texts[1]}
-        self.found.setdefault(("sum", *places[:1]), finding("weight-sum", what, places, **more))
-
-
-_OF_RESULTS = (
-    f"This sum of weights times values is not multiplied by {_FACTOR}, as the sum of weights is",
-    f"Multiply the result of the earlier blocks by {_FACTOR} before you add the next block",
-)
-_OF_SUMS = (
-    f"This sum of weights is not multiplied by {_FACTOR}, as the sum of weights times values is",
-    f"Multiply the sum of the earlier blocks by {_FACTOR} before you add the next block",
-)
+        self.found.setdefault(("sum", *places[:1]), finding(case, what, places, _evidence(off)))
 
 
 def _evidence(off: float) -> str:
@@ -123,11 +107,6 @@ def _off(ones: Any, *, extra: bool) -> float:
     off = np.where(np.isfinite(x) & (x != 0), x - 1, 0)
     most = float((off if extra else np.abs(off)).max(initial=0.0))
     return most if most > max(_WITHIN, _ROUNDINGS * eps) else 0.0
-
-
-def _run(eqn: Any, arrays: list[Any]) -> Any:
-    fast = quick(eqn, arrays)
-    return bind(eqn, arrays)[0] if fast is None else fast
 
 
 def _origin(value: Value) -> Value:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from attnspan_lab.doctor import pairs
 from attnspan_lab.doctor.places import Place, place_here
 from attnspan_lab.doctor.torch.isolation.declared import Declared
 from attnspan_lab.doctor.torch.masks.forms import arguments
@@ -21,7 +22,7 @@ Change = Callable[[Tensor], Tensor]
 _ADDS, _TIMES = ("add", "iadd", "radd"), ("mul", "imul", "rmul")
 _FUNCTIONS = ("scaled_dot_product_attention", "masked_fill", "where", *_ADDS, *_TIMES)
 #: The problem if a call shows padding.
-SEEN = "Valid tokens see padding here"
+SEEN = pairs.SEEN["mask-lost"]
 _INVERTED = "The padding mask is inverted here: valid tokens see padding, and not each other"
 _INVERT = "Invert the padding mask"
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from attnspan_lab.doctor import pairs
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import at
@@ -48,7 +49,7 @@ def findings_of_pairs(
         coverage.missed("batch", reason)
     if said.documents is not None and said.apart is not None:
         coverage.made("documents", f"read from {said.source}")
-        what = "Packed documents see each other here"
+        what = pairs.SEEN["leak"]
         yield from see.proven(Foreign("leak", what, said.apart, said.documents))
     else:
         coverage.absent("documents", f"no batch has several documents that the doctor knows. {_DECLARE}")

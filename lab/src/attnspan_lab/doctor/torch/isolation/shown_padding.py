@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.names import words_of
 from attnspan_lab.doctor.places import Place, at, place_of
 from attnspan_lab.doctor.torch.isolation.declared import Declared, marks_padding, paddings
 from attnspan_lab.doctor.torch.isolation.padding_causes import SEEN, Fault, fault_of
@@ -22,11 +23,10 @@ from attnspan_lab.doctor.torch.recording.attention_call import Attention
 from attnspan_lab.doctor.torch.recording.calls import Call, CannotRun, Step
 from attnspan_lab.doctor.torch.recording.changes import computed, with_other_tokens
 
-__all__ = ["padding_findings", "words_of"]
+__all__ = ["padding_findings"]
 
 _SAME = 1e-6
 _ROUNDS = 4  # calls behind a mended call whose keys are then known
-_COMMON = re.compile(r"ids?|inputs?|hidden|states?|embed\w*|att\w*|mask|padding|pad|keys?|tokens?")
 Site = tuple[Place | None, str, int, int]
 
 
@@ -65,11 +65,6 @@ def padding_findings(
                 yield from check.findings(coverage, done)
             except CannotRun as error:
                 coverage.missed(check.topic, str(error))
-
-
-def words_of(name: str) -> set[str]:
-    """List the words of a tensor's name that tell its sequence from others."""
-    return {x for x in re.findall("[a-z]+", name.lower()) if not _COMMON.fullmatch(x)}
 
 
 class _Padded:

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map
 
+from attnspan_lab.doctor.names import words_of
 from attnspan_lab.doctor.torch.isolation.cutting import Sample
 from attnspan_lab.doctor.torch.isolation.declared import paddings
 from attnspan_lab.doctor.torch.isolation.sequences import sequences
-from attnspan_lab.doctor.torch.isolation.shown_padding import words_of
 from attnspan_lab.doctor.torch.recording.calls import changed_tokens
 from attnspan_lab.doctor.torch.subject import Subject
 

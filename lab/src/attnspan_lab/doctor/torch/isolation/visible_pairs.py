@@ -13,6 +13,7 @@ from torch import Tensor
 from attnspan.testing import probe
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.pairs import SEEN, visible
 from attnspan_lab.doctor.places import Place, at, place_of
 from attnspan_lab.doctor.torch.decoding.new_keys import made_of_tokens, own_pairs
 from attnspan_lab.doctor.torch.isolation.leak_causes import cause_of_shown, righted
@@ -91,7 +92,7 @@ class Visible:
     @property
     def later(self) -> Foreign:
         """Pairs of a token and a later one. The last token is changed to prove them."""
-        what = "Tokens see later ones here, in a model that predicts the next token"
+        what = SEEN["causality-lost"]
         pairs = torch.ones(self.length, self.length, dtype=torch.bool).triu(1).expand(self.rows, -1, -1)
         last = (torch.arange(self.length) == self.length - 1).long().expand(self.rows, -1)
         if self.said.valid is not None:
@@ -130,7 +131,7 @@ class Visible:
         lines = [self._line(x, [y for y in guilty if y.place == x], foreign) for x in places]
         tried = self._tried(lines, foreign) if lines else ""
         for line in lines:
-            most = f"{max(shown[x] for x in line.calls)} visible pairs of tokens that must not see each other"
+            most = visible(max(shown[x] for x in line.calls))
             yield from self._of_line(line, foreign, (most, changed), tried)
         # An earlier finding names the queries that see only hidden keys.
         if not guilty and not any({MEAN, UNMASKED, OTHER} & set(returned(x, x.hidden)) for x in self.calls):

@@ -11,7 +11,7 @@ from attnspan_lab.console import bytes_text, seconds_text
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, at
 from attnspan_lab.doctor.torch.masks.forms import Forms
-from attnspan_lab.doctor.torch.masks.growth import LONG, grows
+from attnspan_lab.doctor.torch.masks.growth import grows
 from attnspan_lab.doctor.torch.masks.mask_copies import MaskCopies
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
 from attnspan_lab.doctor.words import counted, lowered
@@ -44,8 +44,7 @@ class _Line:
         shape, place, floating = call.mask
         size, kind = bytes_text(call.mask_bytes), "bias" if floating else "mask"
         if is_growing:
-            long = call.mask_bytes // max(prod(shape[-2:]), 1) * LONG**2
-            size = f"{size} here, {bytes_text(long)} at {LONG:,} tokens"
+            size = f"{size} here, {for_long(call.mask_bytes // max(prod(shape[-2:]), 1))}"
         used = f"used by {counted(sum(x.step is call.step for x in self.calls), 'call')} of a step"
         if (share := call.mask_seconds / (call.step.seconds or 1.0)) >= _SHARE:
             used = f"made in {seconds_text(call.mask_seconds)}, {share:.0%} of all operators' time, {used}"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attnspan import Bias, Mask, alibi, causal, full, keys, prefix, relative, segments, window
 from attnspan.torch import attention
+from attnspan_lab.doctor.names import shown_code
 from attnspan_lab.doctor.torch.isolation.declared import Declared
 from attnspan_lab.doctor.words import counted, error_text
 
@@ -58,8 +59,7 @@ def _candidates(visible: Tensor, said: Declared) -> Iterator[Form]:
         more.append((f"segments({said.ids})", segments(said.documents)))
     valid = visible.any(1)
     if said.mask is not None and said.mask.shape == valid.shape:
-        sign = "==" if "padding" in said.padding else "!="
-        more.append((f"keys({said.padding} {sign} 0)", keys(said.mask)))
+        more.append((f"keys{shown_code(said.padding)}", keys(said.mask)))
     elif not bool(valid.all()):
         more.append(("keys(valid)", keys(valid)))
     if q_len > 1:  # One query sees all keys under causal(), which also holds for more queries.

@@ -7,11 +7,9 @@ from math import prod
 
 from attnspan_lab.console import bytes_text
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
-from attnspan_lab.doctor.words import counted
+from attnspan_lab.doctor.words import counted, for_long
 
-__all__ = ["LONG", "grows", "scores_bytes", "stored_text"]
-
-LONG = 32_768  # tokens, for which memory is predicted
+__all__ = ["grows", "scores_bytes", "stored_text"]
 
 
 def _keys_of(call: Attention) -> int:
@@ -43,6 +41,5 @@ def stored_text(calls: Sequence[Attention], site: Sequence[Attention]) -> str:
     if len(calls) < (here := sum(x.step is call.step for x in site)):
         many = f"{many} of the {here} of this line"
     if grows(site):
-        long = prod(call.q[:-2]) * call.dtype.itemsize * LONG**2
-        return f"{many}; a tensor of scores has {bytes_text(long)} at {LONG:,} tokens"
+        return f"{many}; a tensor of scores has {for_long(prod(call.q[:-2]) * call.dtype.itemsize)}"
     return f"{many}; a tensor of scores has {bytes_text(scores_bytes(call))}"

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from attnspan_lab.doctor.findings import Finding, texts_of
 from attnspan_lab.doctor.places import Place
+from attnspan_lab.doctor.tolerances import is_rounding
 from attnspan_lab.doctor.torch.cost.gradients import cut_lines
 from attnspan_lab.doctor.torch.recording.calls import CannotRun
 from attnspan_lab.doctor.torch.recording.compiler import compile_error
@@ -25,9 +26,6 @@ from attnspan_lab.doctor.words import counted
 from attnspan_lab.zoo.step import Outcome, differences, in_float64
 
 __all__ = ["parity"]
-
-# A compiled step may have this many times eager's error: fused kernels add in another order.
-_FACTOR, _FLOOR = 16.0, 128
 
 
 def parity(subject: Subject, say: Callable[..., None], backend: str) -> None:
@@ -81,7 +79,7 @@ def _compare(subject: Subject, say: Callable[..., None], backend: str) -> None:
     floats = (x.dtype for x in subject.model.parameters() if x.is_floating_point())
     eps = torch.finfo(next(floats, torch.float32)).eps
     for what, own, like in zip(("results", "gradients"), mine, theirs, strict=True):
-        if not own <= _FACTOR * like + _FLOOR * eps:
+        if not is_rounding(own, like, eps):
             text = f"Compiled {what} differ from {against} by {own:.1e}, eager {what} by {like:.1e}"
             evidence = f"backend {backend}, {mode}, norm of the difference over the norm"
             places = _guilty(subject, batch, backend)

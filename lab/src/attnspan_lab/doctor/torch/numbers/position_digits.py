@@ -11,15 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from attnspan_lab.doctor.coverage import Coverage
-from attnspan_lab.doctor.digits import CLOSE, collisions, neighbors, rounded
+from attnspan_lab.doctor.digits import CLOSE, FEW, LARGE, collisions, neighbors, rounded
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, at, place_here
 from attnspan_lab.doctor.torch.recording.calls import Step
 from attnspan_lab.doctor.torch.recording.operators import is_plain, operator_name
 
 __all__ = ["counting_findings"]
-
-_FEW = "A float of 16 bits has too few digits for these numbers, so neighboring positions become equal"
 
 _REMEDY = (
     "Count positions and compute angles in float32, also if the model is converted as a whole: "
@@ -72,7 +70,7 @@ def counting_findings(step: Step, coverage: Coverage) -> Iterator[Finding]:
             coverage.made(_TOPIC, "angles of positions are computed in 32 bits or more")
         return
     what, place = (angles.counted or angles.rounded)[0]
-    cause = _FEW if angles.counted else "Large angles are computed in 16 bits before their sine and cosine"
+    cause = FEW if angles.counted else LARGE
     places = at(place, *(x for _, x in angles.rounded[:1]))
     yield Finding("positions", what, places, cause=cause, remedy=_REMEDY)
 
