@@ -15,7 +15,7 @@ from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.guarded import guarded, why_not_made
 from attnspan_lab.doctor.places import lines_of_error
-from attnspan_lab.doctor.torch.cost.gradients import gradient_findings
+from attnspan_lab.doctor.torch.cost.gradients import TOPIC, gradient_findings
 from attnspan_lab.doctor.torch.cost.kept_graphs import kept_findings
 from attnspan_lab.doctor.torch.cost.randomness import random_findings
 from attnspan_lab.doctor.torch.cost.recompiles import recompiles_in, tried, tried_break
@@ -100,7 +100,7 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
                 tell(finding)
         if has_gradients:
             gradients = gradient_findings(subject, batch, left, coverage)
-            for finding in guarded("trainable parameters without a gradient", gradients, coverage):
+            for finding in guarded(TOPIC, gradients, coverage):
                 tell(finding)
             coverage.made("gradients", "the backward pass ran")
         else:

@@ -87,8 +87,10 @@ def compiled_form(model: nn.Module, backend: str, dynamic: bool | None = None) -
     return model if compiles else torch.compile(model, backend=backend, dynamic=dynamic)
 
 
-def outcome_of(subject: Subject, model: Callable[..., Any], batch: Any, seed: int = 0) -> Outcome:
+def outcome_of(
+    subject: Subject, model: Callable[..., Any], batch: Any, seed: int = 0, *, backward: bool = True
+) -> Outcome:
     """Run a step with a fixed random seed, and return its results and gradients."""
     torch.manual_seed(seed)
-    results = subject.step(model, batch)
+    results = subject.step(model, batch, backward=backward)
     return Outcome({k: x.detach().double().clone() for k, x in results.items()}, subject.gradients())
