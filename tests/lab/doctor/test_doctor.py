@@ -321,7 +321,7 @@ _WHOLE = '  File "<frozen runpy>", line 198 in _run_module_as_main\n'
 
 
 def crashed(dump: str, *last: Place) -> Finding:
-    return _crash(f"Current thread 0x1 (most recent call first):\n{dump}", -11, "eager", "running", last)
+    return _crash(f"Current thread 0x1 (most recent call first):\n{dump}", -11, "running", last)
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 from attnspan_lab.doctor import Finding
 from attnspan_lab.doctor.coverage import Coverage
+from attnspan_lab.doctor.guarded import guarded
 from attnspan_lab.doctor.places import Place
 from attnspan_lab.doctor.timing import examine_benchmark
 from attnspan_lab.doctor.torch.cost import recompiles as trials
-from attnspan_lab.doctor.torch.cost.gradients import gradient_findings
+from attnspan_lab.doctor.torch.cost.gradients import TOPIC, gradient_findings
 from attnspan_lab.doctor.torch.masks import replacement as instead
 from attnspan_lab.doctor.torch.recording.compiler import CompilerLog
 from attnspan_lab.doctor.torch.stages import STAGES
 from attnspan_lab.doctor.torch.subject import Subject, load
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-_TOPIC = "trainable parameters without a gradient"
 
 
 class Shifted(nn.Module):
@@ -62,7 +62,7 @@ def without_gradient(
     torch.manual_seed(0)
     subject, coverage = Subject(Shifted(change, many), [torch.ones(2, 4)]), Coverage()
     left = [f"shifts.{i}" for i in range(many)]
-    found = list(gradient_findings(subject, subject.batches[0], left, coverage))
+    found = list(guarded(TOPIC, gradient_findings(subject, subject.batches[0], left, coverage), coverage))
     return found, coverage.facts["unchecked"]
 
 
@@ -76,13 +76,13 @@ def without_gradient(
 def test_parameters_that_cannot_be_changed_are_not_checked(
     change: Callable[[Tensor], Tensor], why: str
 ) -> None:
-    assert without_gradient(change) == ([], {_TOPIC: why})
+    assert without_gradient(change) == ([], {TOPIC: why})
 
 
 def test_only_so_many_parameters_are_examined() -> None:
     found, unchecked = without_gradient(torch.neg, 18)
     assert [x.what.partition(":")[0] for x in found] == ["16 trainable parameters have no gradient"]
-    assert unchecked == {_TOPIC: "only 16 of the 18 without a gradient were examined"}
+    assert unchecked == {TOPIC: "only 16 of the 18 without a gradient were examined"}
     assert without_gradient(torch.neg)[1] == {}
 
 

@@ -89,9 +89,7 @@ def _judge(
         queued = any(x.kind == "not-waited" for x in found)
         findings += found
     if not timed:
-        findings = [
-            Finding("no-timing", f"{path} takes no difference of two readings of a clock", stage="timing")
-        ]
+        findings = [Finding("no-timing", f"{path} takes no difference of two readings of a clock")]
     unchecked = coverage.facts["unchecked"]
     return findings, {"output": output, "regions": facts_of_timing(timed), "unchecked": unchecked}
 
@@ -100,7 +98,7 @@ def _ended(error: BaseException, path: str) -> Finding:
     places = lines_of_error(error)
     what = f"{path} does not run: {error_text(error, 300)}"
     remedy = f"Make sure that python {path} runs"
-    return Finding("subject", what, tuple(places[:3]), (), "The script raises", remedy, stage="timing")
+    return Finding("subject", what, tuple(places[:3]), (), "The script raises", remedy)
 
 
 def _inner(watch: Watch) -> list[Region]:

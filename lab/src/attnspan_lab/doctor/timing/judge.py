@@ -108,7 +108,7 @@ def judged(timed: Timed) -> Iterator[Finding]:
     own, times = (timed.body.place,) if timed.body is not None else (), tuple(_rightly(timed))
     for check in checks:
         for kind, what, evidence, remedy in check(timed):
-            yield Finding(kind, what, own, (*evidence, *times), remedy=remedy, stage="timing")
+            yield Finding(kind, what, own, (*evidence, *times), remedy=remedy)
             times = ()  # Once for each region.
 
 

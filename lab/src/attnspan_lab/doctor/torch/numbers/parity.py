@@ -61,7 +61,7 @@ def parity(subject: Subject, say: Callable[..., None], backend: str) -> None:
     try:
         found = outcome_of(subject, compiled_form(subject.model, backend), batch)
     except Exception as error:
-        say(finding=replace(compile_error(error, "parity"), stage=f"compiled by {backend}"))
+        say(finding=replace(compile_error(error), stage=f"compiled by {backend}"))
         missed("the compiled step raises")
         return
     found, plain = _with_common_gradients(subject, found, plain, say)

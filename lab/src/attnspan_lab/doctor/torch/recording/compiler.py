@@ -219,7 +219,7 @@ def _full(file: str) -> str:
     return next((x for x in known if x.endswith(f"/{file}")), "")
 
 
-def compile_error(error: BaseException, stage: str) -> Finding:
+def compile_error(error: BaseException) -> Finding:
     """Make a finding from an error that the compiler or compiled code raised."""
     text = str(error)
     user = lines_in(text.partition("from user code:")[2]) or lines_of_error(error)
@@ -234,4 +234,4 @@ def compile_error(error: BaseException, stage: str) -> Finding:
     elif "checkpoint not implemented for" in text:
         cause, remedy = _CONTEXTS
     evidence = tuple(x for x in (link, _READ_ERRORS) if x)
-    return Finding("compile-error", what, tuple(user[:3]), evidence, cause, remedy, stage=stage)
+    return Finding("compile-error", what, tuple(user[:3]), evidence, cause, remedy)
