@@ -8,12 +8,10 @@ from typing import Any
 
 __all__ = ["patched"]
 
-_ABSENT = object()
-
 
 @contextmanager
 def patched(owner: Any, **values: Any) -> Iterator[None]:
-    """Give attributes of a module, a class or an object other values until the end of the block.
+    """Give attributes of a module, a class or a function other values until the end of the block.
 
     Example:
         >>> import time
@@ -21,14 +19,11 @@ def patched(owner: Any, **values: Any) -> Iterator[None]:
         ...     time.time()
         0.0
     """
-    before = {name: vars(owner).get(name, _ABSENT) for name in values}
+    before = {name: getattr(owner, name) for name in values}
     try:
         for name, value in values.items():
             setattr(owner, name, value)
         yield
     finally:
         for name, value in before.items():
-            if value is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
+            setattr(owner, name, value)

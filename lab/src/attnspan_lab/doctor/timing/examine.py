@@ -17,12 +17,7 @@ from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import lines_of_error
 from attnspan_lab.doctor.timing.body import Body, CannotRepeatError, body_of
 from attnspan_lab.doctor.timing.clocks import Region, Watch, overlap, watched
-from attnspan_lab.doctor.timing.judge import (
-    Timed,
-    facts_of_timing,
-    judged,
-    printed_statistics,
-)
+from attnspan_lab.doctor.timing.judge import Timed, judged
 from attnspan_lab.doctor.timing.replay import Replay, replay
 from attnspan_lab.doctor.words import error_text
 
@@ -91,7 +86,7 @@ def _judge(
     if not timed:
         findings = [Finding("no-timing", f"{path} takes no difference of two readings of a clock")]
     unchecked = coverage.facts["unchecked"]
-    return findings, {"output": output, "regions": facts_of_timing(timed), "unchecked": unchecked}
+    return findings, {"output": output, "regions": [x.facts for x in timed], "unchecked": unchecked}
 
 
 def _ended(error: BaseException, path: str) -> Finding:
@@ -106,8 +101,8 @@ def _inner(watch: Watch) -> list[Region]:
     regions = _by_shapes(watch)
 
     def contains(one: Region, other: Region) -> bool:
-        begin, end = one.spans[-1]
-        return one is not other and any(begin <= x and y <= end for x, y in other.spans)
+        last = one.samples[-1]
+        return one is not other and any(last.begin <= x.begin and x.end <= last.end for x in other.samples)
 
     return [x for x in regions if not any(contains(x, y) for y in regions)]
 
@@ -119,16 +114,9 @@ def _by_shapes(watch: Watch) -> list[Region]:
         places.setdefault((start, stop), []).append(region)
     found = []
     for same in places.values():
-        if len(same) <= _MOST_SHAPES:
-            found += same
-            continue
-        whole = replace(same[-1], samples=[], spans=[], faults=[], pending=0)
-        for one in same:
-            whole.samples += one.samples
-            whole.spans += one.spans
-            whole.faults += one.faults
-            whole.pending += one.pending
-        found.append(whole)
+        if len(same) > _MOST_SHAPES:
+            same = [replace(same[-1], samples=[x for one in same for x in one.samples])]
+        found += same
     return found
 
 
@@ -143,15 +131,14 @@ def _timed(
         again = replay(body, seconds, limit)
     except CannotRepeatError as error:
         why_not = str(error)
-    count = (body.count or 1) if body is not None else 1
     end = time.perf_counter()
     return Timed(
         region,
-        tuple(overlap(watch.compilations, *span) for span in region.spans),
+        tuple(overlap(watch.compilations, x.begin, x.end) for x in region.samples),
         body,
         again,
         why_not,
-        printed_statistics(output, region.samples, count),
+        output,
         compiles_again=overlap(watch.compilations, begin, end) / (end - begin),
         coverage=coverage,
     )

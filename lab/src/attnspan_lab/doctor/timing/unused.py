@@ -121,24 +121,22 @@ def _of_torch(function: Any, arguments: list[Any], options: dict[str, Any]) -> f
     inner = getattr(function, "_torchdynamo_orig_callable", None) or getattr(function, "_orig_mod", function)
     captured = _captured(inner)
     given = _tensors([*tree_leaves((arguments, options)), *captured])
-    if any(isinstance(x, (list, dict, set)) for x in (*arguments, *options.values(), *captured)):
-        return 0.0  # The function may put its results there.
-    if given is None:
-        return 0.0  # An object of another kind may hold the results.
+    holders = (*arguments, *options.values(), *captured)
+    if given is None or any(isinstance(x, (list, dict, set)) for x in holders):
+        return 0.0  # The function may put its results there, or into an object of another kind.
 
-    def state() -> list[tuple[int, Any]]:
-        return [(x._version, x.grad if x.is_leaf else None) for x in given]
+    def gradients() -> list[Any]:
+        return [x.grad for x in given if x.is_leaf and x.grad is not None]
 
-    def same(one: tuple[int, Any], other: tuple[int, Any]) -> bool:
-        return one[0] == other[0] and one[1] is other[1]
+    def state() -> list[tuple[int, int]]:
+        return [(id(x), x._version) for x in (*given, *gradients())]
 
-    versions = [None if x.grad is None else x.grad._version for x in given if x.is_leaf]
-    before = state()  # It keeps each gradient alive, so that a new one is another object.
+    before, old = state(), gradients()  # While the old ones live, a new gradient is another object.
     result = function(*arguments, **options)
     returns = any(isinstance(x, torch.Tensor) for x in tree_leaves(result))
-    kept = all(map(same, state(), before))
-    kept = kept and versions == [None if x.grad is None else x.grad._version for x in given if x.is_leaf]
-    return 1.0 if kept and not returns else 0.0
+    changes = state() != before
+    del old
+    return 0.0 if changes or returns else 1.0
 
 
 def _captured(function: Any) -> list[Any]:
