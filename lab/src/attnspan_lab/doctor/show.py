@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,19 +24,13 @@ if TYPE_CHECKING:
 
 __all__ = ["facts_of", "relative", "rows_of", "show", "write_junit", "write_page"]
 
-_STYLES = {
-    "stops": "bold red",
-    "wrong": "bold red",
-    "compile": "bold yellow",
-    "slow": "bold cyan",
-    "note": "dim",
-}
-_CARDS = {
-    "stops": "stop the examination",
-    "wrong": "wrong results",
-    "compile": "compiler",
-    "slow": "time and memory",
-    "note": "notes",
+# Style and heading of each severity.
+_SEVERITIES = {
+    "stops": ("bold red", "stop the examination"),
+    "wrong": ("bold red", "wrong results"),
+    "compile": ("bold yellow", "compiler"),
+    "slow": ("bold cyan", "time and memory"),
+    "note": ("dim", "notes"),
 }
 _OUTPUT_LINES = 20  # Lines of a benchmark's output that are shown.
 _LEAD = "Findings on attention and torch.compile in this model, each with its line, cause and remedy."
@@ -46,23 +40,16 @@ def rows_of(finding: Finding) -> list[tuple[str, str]]:
     """List the parts of a finding, each with its heading."""
     where = [relative(x) + (f"  {x.text}" if x.text else "") for x in finding.places]
     rows = [("where" if i == 0 else "via", text) for i, text in enumerate(where)]
-    rows += [("why", finding.cause)] if finding.cause else []
-    rows += [("do", finding.remedy)] if finding.remedy else []
-    rows += [("tried", finding.tried)] if finding.tried else []
-    rows += [("seen", text) for text in finding.evidence]
-    return rows + [("known", text) for text in finding.known]
+    rows += [("why", finding.cause), ("do", finding.remedy), ("tried", finding.tried)]
+    rows += [("seen", text) for text in finding.evidence] + [("known", text) for text in finding.known]
+    return [(heading, text) for heading, text in rows if text]
 
 
-def relative(place: Place) -> str:
-    """Write a place with a short path."""
-    return f"{_relative(place.file)}:{place.line}"
-
-
-def _relative(file: str) -> str:
-    """Shorten a path: relative to site-packages, or to the working directory if the file is near it."""
-    package = file.rpartition("/site-packages/")[2]
-    short = os.path.relpath(file)
-    return package if package != file else short if not short.startswith("../..") else file
+def relative(place: Place | str) -> str:
+    """Write a place with a short path: relative to site-packages, or to the working directory if near it."""
+    package = str(place).rpartition("/site-packages/")[2]
+    short = os.path.relpath(str(place))
+    return package if package != str(place) else short if not short.startswith("../..") else package
 
 
 def facts_of(diagnosis: Diagnosis) -> list[tuple[str, str]]:
@@ -72,8 +59,7 @@ def facts_of(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     if eager:
         found.append(("attention", f"{counted(eager.get('attention calls', 0), 'call')} a step"))
         for place, kernel, count in eager.get("sites", ()):
-            file, _, line = place.rpartition(":")
-            found.append(("  kernel", f"{_relative(file)}:{line}  {kernel} x{count}"))
+            found.append(("  kernel", f"{relative(place)}  {kernel} x{count}"))
         found.append(("largest tensor", bytes_text(eager.get("largest tensor"))))
     if compiled:
         counts, note = _counts(compiled), compiled.get("note", "")
@@ -100,13 +86,12 @@ def _timed(facts: dict[str, Any]) -> list[tuple[str, str]]:
     lines = facts.get("output", "").splitlines()[-_OUTPUT_LINES:]
     found = [("printed" if i == 0 else "", text) for i, text in enumerate(lines)]
     for region in facts.get("regions", ()):
-        file, _, line = region["place"].rpartition(":")
-        found.append(("timed", f"{_relative(file)}:{line}" if file else "unknown lines"))
+        found.append(("timed", relative(region["place"]) if region["place"] else "unknown lines"))
         found.append(("  your samples", f"{seconds_text(region['own'])} for each call, {region['amount']}"))
-        again = [("  waiting each", region["each"]), ("  in a row", region["in a row"])]
         if region["in a row"] is None:
-            again = [("  again, warm", region["each"] or f"not measured: {region['why not']}")]
-        found += again
+            found.append(("  again, warm", region["each"] or f"not measured: {region['why not']}"))
+        else:
+            found += [("  waiting each", region["each"]), ("  in a row", region["in a row"])]
     return found
 
 
@@ -126,34 +111,34 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
     from rich.padding import Padding
     from rich.table import Table as Grid
 
+    def rows(listed: Iterable[tuple[str, str]], indent: int, **column: int) -> None:
+        grid = Grid.grid(padding=(0, 1))
+        grid.add_column(style="dim", **column)
+        grid.add_column(overflow="fold")
+        for heading, text in listed:
+            grid.add_row(heading, text.replace("[", "\\["))
+        console.print(Padding(grid, (0, 0, 0, indent)))
+
     console.print(f"\n{diagnosis.subject}", style="bold", markup=False)
     if not diagnosis.findings:
         console.print("No findings in what was checked.")
     for number, finding in enumerate(diagnosis.findings, 1):
-        style = _STYLES[finding.severity]
+        style = _SEVERITIES[finding.severity][0]
         times = f"  x{finding.count}" if finding.count > 1 else ""
         console.print(f"\n{number}. [{style}]{finding.kind}[/{style}]{times}  ", end="")
         console.print(finding.what, markup=False)
-        grid = Grid.grid(padding=(0, 1))
-        grid.add_column(style="dim", width=5)
-        grid.add_column(overflow="fold")
-        for heading, text in rows_of(finding):
-            grid.add_row(heading, text.replace("[", "\\["))
-        console.print(Padding(grid, (0, 0, 0, 3)))
+        rows(rows_of(finding), 3, width=5)
     console.print()
     for heading, text in facts_of(diagnosis):
         console.print(f"{heading:<16} {text}", markup=False)
     console.print(f"{'examined in':<16} {seconds_text(diagnosis.seconds)}")
-    facts = diagnosis.facts
-    for title, told in (("checked", checked_in(facts)), ("not checked", unchecked_in(facts))):
+    for title, told in (
+        ("checked", checked_in(diagnosis.facts)),
+        ("not checked", unchecked_in(diagnosis.facts)),
+    ):
         if told:
             console.print(f"\n{title}")
-        grid = Grid.grid(padding=(0, 1))
-        grid.add_column(style="dim", min_width=16)
-        grid.add_column(overflow="fold")
-        for topic, text in told.items():
-            grid.add_row(topic, text.replace("[", "\\["))
-        console.print(Padding(grid, (0, 0, 0, 2)))
+            rows(told.items(), 2, min_width=16)
 
 
 def write_junit(diagnosis: Diagnosis, exceeded: Sequence[str], path: Path, *, limited: bool) -> None:
@@ -196,7 +181,7 @@ def write_page(diagnosis: Diagnosis, path: Path) -> None:
     Raises:
         ModuleNotFoundError: jinja2 or plotly is not installed (the extra ``bench``).
     """
-    counts = Counter(_CARDS[x.severity] for x in diagnosis.findings)
+    counts = Counter(_SEVERITIES[x.severity][1] for x in diagnosis.findings)
     cards: list[tuple[str, str, list[str]]] = [(name, str(n), []) for name, n in counts.items()]
     write_sections(
         path,

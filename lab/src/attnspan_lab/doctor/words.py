@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["counted", "error_text", "first_line"]
+from collections.abc import Sequence
+
+__all__ = ["counted", "error_text", "first_line", "listed"]
 
 
 def counted(number: int, one: str, many: str = "") -> str:
@@ -13,6 +15,16 @@ def counted(number: int, one: str, many: str = "") -> str:
         ('1 finding', '2 queries')
     """
     return f"{number} {one if number == 1 else many or f'{one}s'}"
+
+
+def listed(items: Sequence[object], most: int = 4) -> str:
+    """List items, at most a few.
+
+    Example:
+        >>> listed("abcde")
+        'a, b, c, d, ...'
+    """
+    return ", ".join([*map(str, items[:most]), *["..."][: len(items) > most]])
 
 
 def first_line(error: BaseException, most: int = 120) -> str:

@@ -205,12 +205,11 @@ def _distinct(subject: Subject) -> list[Any]:
 
 def _masked_otherwise(subject: Subject, first: Any, batch: Any) -> bool:
     """Whether two batches of one shape differ in documents or padding."""
-    one, other = subject.declared(first), subject.declared(batch)
-
-    def differ(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
-        return (x is None) != (y is None) or (x is not None and y is not None and not torch.equal(x, y))
-
-    return differ(one.documents, other.documents) or differ(one.valid, other.valid)
+    one, other = ((x.documents, x.valid) for x in map(subject.declared, (first, batch)))
+    return any(
+        (x is None) != (y is None) or (x is not None and y is not None and not torch.equal(x, y))
+        for x, y in zip(one, other, strict=True)
+    )
 
 
 def _raised(error: BaseException) -> Finding:

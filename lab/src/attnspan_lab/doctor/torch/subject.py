@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from attnspan_lab.doctor.patched import patched
 from attnspan_lab.doctor.places import is_users
 from attnspan_lab.doctor.torch.cost.kept_graphs import detached
 from attnspan_lab.doctor.torch.isolation.declared import Declared, declared
@@ -177,11 +178,10 @@ class Subject:
         """Whether the model declares that tokens do not see later tokens."""
         if "causal" in self.expected:
             return bool(self.expected["causal"])
-        config = getattr(self.model, "config", None)
-        decoder = bool(getattr(config, "is_decoder", False)) and not getattr(
-            config, "is_encoder_decoder", False
-        )
-        return decoder or "CausalLM" in type(self.model).__name__
+        config: Any = getattr(self.model, "config", None)
+        is_decoder = getattr(config, "is_decoder", False)
+        is_decoder = is_decoder and not getattr(config, "is_encoder_decoder", False)
+        return bool(is_decoder) or "CausalLM" in self.title
 
 
 def copied(x: Any) -> Any:
@@ -309,9 +309,8 @@ def _subject(made: Any, what: str) -> Subject:
     fits = isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0])
     require(fits, what, _FACTORY, got, "Return the model and the batches in a tuple")
     model, batches, *rest = made
-    require(
-        isinstance(model, nn.Module), what, "a torch.nn.Module first", type(model).__name__, "Wrap it in one"
-    )
+    got, remedy = type(model).__name__, "Wrap it in one"
+    require(isinstance(model, nn.Module), what, "a torch.nn.Module first", got, remedy)
     expected: Mapping[str, Any] = rest[0] if rest else {}
     known = isinstance(expected, Mapping) and set(expected) <= set(_EXPECTED)
     wanted = f"expectations, a dict with some of {', '.join(_EXPECTED)}"
@@ -320,13 +319,8 @@ def _subject(made: Any, what: str) -> Subject:
     iterable = isinstance(batches, Iterable) and not isinstance(batches, (Tensor, Mapping, str))
     require(iterable, what, wanted, type(batches).__name__, "Return a list of batches, or a generator")
     taken = list(islice(batches, MOST_BATCHES))
-    require(
-        taken,
-        what,
-        wanted,
-        "no batch",
-        "Yield at least one batch. Batches of different lengths show recompilations",
-    )
+    remedy = "Yield at least one batch. Batches of different lengths show recompilations"
+    require(taken, what, wanted, "no batch", remedy)
     for batch in taken:
         fits = isinstance(batch, (Mapping, tuple, list, Tensor))
         require(fits, what, wanted, f"a batch of type {type(batch).__name__}", "Yield such batches")
@@ -340,7 +334,7 @@ class _Found(BaseException):
 def _of_script(path: str, arguments: Sequence[str]) -> Subject:
     """Run a script until its first compiled model was called with enough batches, or until it ends."""
     require(Path(path).is_file(), path, "a script", "no such file", "Pass the path as you would to python")
-    seen, before = Subject(nn.Identity(), []), (torch.compile, nn.Module.compile, sys.argv)
+    seen, compile_, hooks = Subject(nn.Identity(), []), torch.compile, list[Any]()
 
     def record(model: nn.Module, args: Any, kwargs: Any) -> None:
         batch = dict(kwargs) if kwargs and not args else _bound(model, args, kwargs)
@@ -351,26 +345,30 @@ def _of_script(path: str, arguments: Sequence[str]) -> Subject:
     def watched(model: Any = None, **options: Any) -> Any:
         """Return the model itself, uncompiled, and record the batches that it is called with."""
         if not isinstance(model, nn.Module) or seen.model is model or hooks:
-            return before[0](model, **options)
+            return compile_(model, **options)
         seen.model = model
         # The result of torch.compile has the model under this name.
         model.__dict__["_orig_mod"] = model
         hooks.append(model.register_forward_pre_hook(record, with_kwargs=True))
         return model
 
-    hooks: list[Any] = []
+    def compiled(model: nn.Module, **options: Any) -> None:
+        watched(model, **options)
+
     left: Any = None
-    torch.compile, sys.argv = watched, [path, *arguments]
-    nn.Module.compile = lambda self, **options: watched(self, **options) and None  # type: ignore[method-assign]
     sys.path.insert(0, str(Path(path).resolve().parent))
     try:
-        runpy.run_path(path, run_name="__main__")
+        with (
+            patched(torch, compile=watched),
+            patched(nn.Module, compile=compiled),
+            patched(sys, argv=[path, *arguments]),
+        ):
+            runpy.run_path(path, run_name="__main__")
     except _Found:
         pass
     except SystemExit as end:
         left = end.code
     finally:
-        torch.compile, nn.Module.compile, sys.argv = before  # type: ignore[method-assign]
         for hook in hooks:
             hook.remove()
         seen.model.__dict__.pop("_orig_mod", None)

@@ -19,7 +19,7 @@ from attnspan_lab.doctor.torch.recording.calls import CannotRun
 from attnspan_lab.doctor.torch.recording.operators import node_place, with_node_places
 from attnspan_lab.doctor.torch.steps import outcome_of
 from attnspan_lab.doctor.torch.subject import Subject
-from attnspan_lab.doctor.words import counted, error_text
+from attnspan_lab.doctor.words import counted, error_text, listed
 from attnspan_lab.zoo.step import objective
 
 __all__ = ["TOPIC", "cut_lines", "gradient_findings"]
@@ -95,9 +95,8 @@ def gradient_findings(subject: Subject, batch: Any, left: list[str], coverage: C
     alike = {x: cuts[x]._replace(stack=()) if x in cuts else None for x in names}
     for cut in dict.fromkeys(alike.values()):
         own = [x for x in names if alike[x] == cut]
-        text = ", ".join(own[:4]) + (", ..." if len(own) > 4 else "")
         have = "has" if len(own) == 1 else "have"
-        what = f"{counted(len(own), 'trainable parameter')} {have} no gradient: {text}"
+        what = f"{counted(len(own), 'trainable parameter')} {have} no gradient: {listed(own)}"
         evidence = ("if you change them, the results change",)
         if cut is None:
             yield Finding("no-gradient", what, (), evidence)
