@@ -47,18 +47,25 @@ def unused(body: Body, coverage: Coverage) -> Iterator[tuple[str, float, bool]]:
 
 def _of_jax(function: Any, arguments: list[Any], options: dict[str, Any]) -> tuple[float, float]:
     """Return the shares of products that are not used, and that are constants in the compiled program."""
+    from jax.interpreters.partial_eval import dce_jaxpr
+
     traced = function.trace(*arguments, **options)
     jaxpr = traced.jaxpr.jaxpr
-    all_, used = _products(jaxpr, [True] * len(jaxpr.outvars))
-    if not all_:
+    if not (total := _work(jaxpr)):
         return 0.0, 0.0
-    constant = _constant(jaxpr, {id(x) for x in jaxpr.invars}) / all_
+    needed, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    constant = _constant(jaxpr, {id(x) for x in jaxpr.invars}) / total
     if constant > _LEAST:
         # XLA folds most constants, but not those that take it too long.
         cost = traced.lower().compile().cost_analysis() or {}
-        if cost.get("flops", 0.0) > (1 - constant / 2) * all_:
+        if cost.get("flops", 0.0) > (1 - constant / 2) * total:
             constant = 0.0
-    return 1 - used / all_, constant
+    return 1 - _work(needed) / total, constant
+
+
+def _work(jaxpr: Any) -> float:
+    """Count the work of all products and foreign calls of a jaxpr."""
+    return sum(_product(x) + sum(map(_work, _inner(x))) for x in jaxpr.eqns)
 
 
 def _constant(jaxpr: Any, varying: set[int]) -> float:
@@ -92,25 +99,6 @@ def _product(eqn: Any) -> float:
     if eqn.primitive.name == "ffi_call":
         return float(sum(math.prod(x.aval.shape) for x in eqn.invars))
     return 0.0
-
-
-def _products(jaxpr: Any, wanted: list[bool]) -> tuple[float, float]:
-    """Count the work of all products and foreign calls of a jaxpr, and of those whose results are used."""
-    live = {id(x) for x, is_wanted in zip(jaxpr.outvars, wanted, strict=True) if is_wanted}
-    total = used = 0.0
-    for eqn in reversed(jaxpr.eqns):
-        results = [id(x) in live for x in eqn.outvars]
-        is_used = any(results) or bool(eqn.effects)
-        work = _product(eqn)
-        reached = work if is_used else 0.0
-        for one in _inner(eqn):
-            same = eqn.primitive.name in ("pjit", "jit") and len(one.outvars) == len(results)
-            more, some = _products(one, results if same else [is_used] * len(one.outvars))
-            work, reached = work + more, reached + (some if is_used else 0.0)
-        total, used = total + work, used + reached
-        if is_used:
-            live |= {id(x) for x in eqn.invars}
-    return total, used
 
 
 def _of_torch(function: Any, arguments: list[Any], options: dict[str, Any]) -> float:
