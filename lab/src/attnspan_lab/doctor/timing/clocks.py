@@ -158,7 +158,7 @@ class Watch:
         faults = page_faults()
         self.listen()
         stack, variables = [], []
-        for one in _users_frames(frame):
+        for one in itertools.islice(_users_frames(frame), _FRAMES):
             stack.append(Spot(id(one), one.f_code, one.f_lineno, one.f_lasti))
             variables.append((_variables(one), one.f_globals))
         shapes = _shapes(variables)
@@ -259,10 +259,8 @@ def _is_own(file: str) -> bool:
 
 
 def _users_frames(frame: FrameType | None) -> Iterator[FrameType]:
-    count = 0
-    while frame is not None and count < _FRAMES:
+    while frame is not None:
         if _is_own(frame.f_code.co_filename):
-            count += 1
             yield frame
         frame = frame.f_back
 

@@ -205,7 +205,7 @@ def _inputs(timed: Timed) -> Iterator[Finding]:
     if again is None or again.without_inputs is None or timed.body is None:
         return
     if again.without_inputs.high < (1 - _LEAST) * again.each.low:
-        lines = sorted({x.line for x in timed.body.once().makers})
+        lines = timed.body.once().makers
         saved = seconds_text(again.each.median - again.without_inputs.median)
         makers = f"Line {lines[0]} makes" if len(lines) == 1 else f"Lines {', '.join(map(str, lines))} make"
         what = f"{makers} inputs while the clock runs: {saved} for each call"
