@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from attnspan_lab.doctor.coverage import Coverage
+from attnspan_lab.doctor.facts import picture_of, sites_of
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.guarded import guarded, why_not_made
 from attnspan_lab.doctor.places import lines_of_error
@@ -75,8 +75,9 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
         say(facts=checks.coverage.facts)
         calls = max(calls, sum(not x.recomputed for x in watcher.calls))
         largest = max(largest, watcher.largest)
-        say(facts={"attention calls": calls, "sites": _sites(watcher.calls), "largest tensor": largest})
-        if (picture := _picture(watcher.calls)) is not None:
+        sites = sites_of((x.place, _kernel(x)) for x in watcher.calls)
+        say(facts={"attention calls": calls, "sites": sites, "largest tensor": largest})
+        if (picture := picture_of(x.visible for x in watcher.calls)) is not None:
             say(facts={"mask": picture})
     tell(checks.last())
     say(facts=checks.coverage.facts)
@@ -171,21 +172,10 @@ def _unused(subject: Subject) -> torch.nn.Module | None:
         return None
 
 
-def _sites(calls: list[Attention]) -> list[list[str]]:
-    """Count the kernels that ran at each line. Recomputations have lines of their own."""
-
-    def name(x: Attention) -> str:
-        again = ", in the backward pass" if x.recomputed else ""
-        return f"{x.kernel or f'{x.kind}, which stores all scores'}{again}"
-
-    found = Counter((str(x.place or "?"), name(x)) for x in calls)
-    return [[place, kernel, str(count)] for (place, kernel), count in found.items()]
-
-
-def _picture(calls: list[Attention]) -> list[str] | None:
-    """Draw the mask of batch element 0 in the last call, as a string of 0 and 1 for each query."""
-    shown = [x.visible for x in calls if x.visible is not None and max(x.visible.shape[1:]) <= 256]
-    return ["".join("01"[int(x)] for x in row) for row in shown[-1][0].tolist()] if shown else None
+def _kernel(call: Attention) -> str:
+    """Name the kernel of a call. Recomputations have lines of their own."""
+    again = ", in the backward pass" if call.recomputed else ""
+    return f"{call.kernel or f'{call.kind}, which stores all scores'}{again}"
 
 
 def _distinct(subject: Subject) -> list[Any]:
