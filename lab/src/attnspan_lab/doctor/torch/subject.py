@@ -267,11 +267,9 @@ def _subject(made: Any, what: str) -> Subject:
     expected = options_of(rest, _EXPECTED, "expectations", what)
     taken = batches_of(batches, (Tensor,), "tensors", what)
     for batch in taken:
-        fits, got = (
-            isinstance(batch, (Mapping, tuple, list, Tensor)),
-            f"a batch of type {type(batch).__name__}",
-        )
-        require(fits, what, "dicts of arguments, tuples, or tensors", got, "Yield such batches")
+        fits, got = isinstance(batch, (Mapping, tuple, list, Tensor)), type(batch).__name__
+        wanted = "batches that are dicts of arguments, tuples, or tensors"
+        require(fits, what, wanted, f"a batch of type {got}", "Yield such batches")
     return Subject(model, taken, expected, what)
 
 
