@@ -111,9 +111,9 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
     from rich.padding import Padding
     from rich.table import Table as Grid
 
-    def rows(listed: Iterable[tuple[str, str]], indent: int, **column: int) -> None:
+    def rows(listed: Iterable[tuple[str, str]], indent: int, width: int) -> None:
         grid = Grid.grid(padding=(0, 1))
-        grid.add_column(style="dim", **column)
+        grid.add_column(style="dim", min_width=width)
         grid.add_column(overflow="fold")
         for heading, text in listed:
             grid.add_row(heading, text.replace("[", "\\["))
@@ -127,7 +127,7 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
         times = f"  x{finding.count}" if finding.count > 1 else ""
         console.print(f"\n{number}. [{style}]{finding.kind}[/{style}]{times}  ", end="")
         console.print(finding.what, markup=False)
-        rows(rows_of(finding), 3, width=5)
+        rows(rows_of(finding), 3, 5)
     console.print()
     for heading, text in facts_of(diagnosis):
         console.print(f"{heading:<16} {text}", markup=False)
@@ -138,7 +138,7 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
     ):
         if told:
             console.print(f"\n{title}")
-            rows(told.items(), 2, min_width=16)
+            rows(told.items(), 2, 16)
 
 
 def write_junit(diagnosis: Diagnosis, exceeded: Sequence[str], path: Path, *, limited: bool) -> None:

@@ -55,7 +55,7 @@ class Body:
         """Number of turns of the loop. 1 without a loop, None if the number is not known."""
         if self.loop is None:
             return 1
-        turns = getattr(self.loop, "iter", None)
+        turns: Any = getattr(self.loop, "iter", None)
         is_range = isinstance(turns, ast.Call) and _name(turns.func) == "range"
         if not (is_range or isinstance(turns, ast.Name)):  # Other expressions may change what they read.
             return None

@@ -113,7 +113,7 @@ def implementation(model: nn.Module, name: str) -> Iterator[None]:
         return
     if name in _REGISTERED_BY:
         importlib.import_module(_REGISTERED_BY[name])
-    before = model.config._attn_implementation  # type: ignore[union-attr]
+    before: Any = model.config._attn_implementation  # type: ignore[union-attr]
     _chosen(choose, name)
     try:
         yield
@@ -121,7 +121,7 @@ def implementation(model: nn.Module, name: str) -> Iterator[None]:
         _chosen(choose, before)
 
 
-def _chosen(choose: Callable[[str], None], name: str) -> None:
+def _chosen(choose: Any, name: str) -> None:
     """Set an implementation without transformers' warnings that a model does not support it."""
     logger = logging.getLogger("transformers")
     before = logger.level
