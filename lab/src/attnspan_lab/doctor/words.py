@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 __all__ = ["counted", "error_text", "first_line", "listed"]
 
@@ -17,14 +18,14 @@ def counted(number: int, one: str, many: str = "") -> str:
     return f"{number} {one if number == 1 else many or f'{one}s'}"
 
 
-def listed(items: Sequence[object], most: int = 4) -> str:
-    """List items, at most a few.
+def listed(items: Sequence[Any], most: int) -> str:
+    """List the first items.
 
     Example:
-        >>> listed("abcde")
-        'a, b, c, d, ...'
+        >>> listed([1, 2], 2), listed([1, 2, 3], 2)
+        ('1, 2', '1, 2, ...')
     """
-    return ", ".join([*map(str, items[:most]), *["..."][: len(items) > most]])
+    return f"{', '.join(map(str, items[:most]))}{', ...' * (len(items) > most)}"
 
 
 def first_line(error: BaseException, most: int = 120) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -10,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from attnspan_lab.doctor.coverage import Coverage
-from attnspan_lab.doctor.facts import picture_of, sites_of
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.jax.attention import costs
 from attnspan_lab.doctor.jax.causal_alignment import misaligned
@@ -102,7 +102,7 @@ def eager(subject: JaxSubject, say: Say, backend: str) -> None:
         if any(counts):
             facts["checked"] = {"attention": _counted(counts, watcher, mapped=mapped)} | facts["checked"]
         say(facts=facts | ({"sites": _sites(watcher.calls)} if len(counts) == 1 else {}))
-        if (picture := picture_of(x.visible for x in watcher.calls)) is not None:
+        if (picture := _picture(watcher.calls)) is not None:
             say(facts={"mask": picture})
 
 
@@ -170,8 +170,16 @@ def _cover(coverage: Coverage, subject: JaxSubject, batch: Any, calls: list[Atte
 
 
 def _sites(calls: list[Attention]) -> list[list[str]]:
+    """Count the calls of each line."""
     names = {"written out": "written out, which stores all scores", "in blocks": "written out in blocks"}
-    return sites_of((next(iter(x.places), None), names.get(x.kind, x.kind)) for x in calls)
+    found = Counter((str(x.places[0]) if x.places else "?", names.get(x.kind, x.kind)) for x in calls)
+    return [[place, kernel, str(count)] for (place, kernel), count in found.items()]
+
+
+def _picture(calls: list[Attention]) -> list[str] | None:
+    """Draw the mask of batch element 0 in the last call, as a string of 0 and 1 for each query."""
+    shown = [x.visible for x in calls if x.visible is not None and max(x.visible.shape[1:]) <= 256]
+    return ["".join("01"[int(x)] for x in row) for row in shown[-1][0].tolist()] if shown else None
 
 
 def compiled(subject: JaxSubject, say: Say, backend: str) -> None:

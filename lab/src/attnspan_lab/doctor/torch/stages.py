@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from attnspan_lab.doctor.coverage import Coverage
-from attnspan_lab.doctor.facts import picture_of, sites_of
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.guarded import guarded, why_not_made
 from attnspan_lab.doctor.places import lines_of_error
+from attnspan_lab.doctor.sites import picture, sites
 from attnspan_lab.doctor.torch.cost.gradients import TOPIC, gradient_findings
 from attnspan_lab.doctor.torch.cost.kept_graphs import kept_findings
 from attnspan_lab.doctor.torch.cost.randomness import random_findings
@@ -75,10 +75,9 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
         say(facts=checks.coverage.facts)
         calls = max(calls, sum(not x.recomputed for x in watcher.calls))
         largest = max(largest, watcher.largest)
-        sites = sites_of((x.place, _kernel(x)) for x in watcher.calls)
-        say(facts={"attention calls": calls, "sites": sites, "largest tensor": largest})
-        if (picture := picture_of(x.visible for x in watcher.calls)) is not None:
-            say(facts={"mask": picture})
+        kernels = sites((x.place, _kernel(x)) for x in watcher.calls)
+        say(facts={"attention calls": calls, "sites": kernels, "largest tensor": largest})
+        say(facts=picture(x.visible for x in watcher.calls))
     tell(checks.last())
     say(facts=checks.coverage.facts)
 

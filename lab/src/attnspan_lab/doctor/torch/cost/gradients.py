@@ -96,7 +96,7 @@ def gradient_findings(subject: Subject, batch: Any, left: list[str], coverage: C
     for cut in dict.fromkeys(alike.values()):
         own = [x for x in names if alike[x] == cut]
         have = "has" if len(own) == 1 else "have"
-        what = f"{counted(len(own), 'trainable parameter')} {have} no gradient: {listed(own)}"
+        what = f"{counted(len(own), 'trainable parameter')} {have} no gradient: {listed(own, 4)}"
         evidence = ("if you change them, the results change",)
         if cut is None:
             yield Finding("no-gradient", what, (), evidence)
