@@ -226,9 +226,10 @@ def body_of(region: Region, watch: Watch) -> Body:
     Raises:
         CannotRepeatError: No frame holds statements between the two.
     """
-    variables = watch.variables(region.stop)
-    outer = {x.frame: x for x in region.start.stack}
-    for spot, (own, space) in zip(region.stop.stack, variables, strict=True):
+    start, stop = region[-1]
+    variables = watch.variables(stop)
+    outer = {x.frame: x for x in start.stack}
+    for spot, (own, space) in zip(stop.stack, variables, strict=True):
         begun = outer.get(spot.frame)
         if begun is None or begun.code is not spot.code:
             continue
@@ -240,7 +241,7 @@ def body_of(region: Region, watch: Watch) -> Body:
         loop = loops[0] if len(loops) == 1 else None
         place = Place(spot.code.co_filename, between[0].lineno, spot.code.co_name)
         if spot.code in watch.sources:  # timeit's code is not the user's. Name the line that calls timeit.
-            caller = next((x for x in region.stop.stack if x.code not in watch.sources), spot)
+            caller = next((x for x in stop.stack if x.code not in watch.sources), spot)
             place = Place(caller.code.co_filename, caller.line, caller.code.co_name)
         return Body(place, tuple(between), loop, own, space, spot.code.co_filename)
     raise CannotRepeatError("no statement stands between the two clocks")

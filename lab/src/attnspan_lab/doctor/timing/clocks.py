@@ -75,7 +75,7 @@ class _Elapsed:
         plain = super().__sub__(other)  # type: ignore[misc]
         if not isinstance(other, _Elapsed):
             return plain
-        seconds = self.watch.add(other.mark, self.mark)
+        seconds = self.watch.add(Sample(other.mark, self.mark))
         return seconds if isinstance(self, float) else round(seconds * 1e9)
 
 
@@ -88,42 +88,29 @@ class _Int(_Elapsed, int):
 
 
 class Sample(NamedTuple):
-    """One run of a timed region.
-
-    Args:
-        seconds: The difference of the two readings.
-        begin, end: Begin and end in seconds of `time.perf_counter`.
-        faults: Page faults of the run.
-        pending: Whether a result was not ready when the clock was read.
-    """
-
-    seconds: float
-    begin: float
-    end: float
-    faults: int
-    pending: bool
-
-
-@dataclass
-class Region:
-    """All samples of one timed region.
-
-    Args:
-        start: The last reading before the timed code.
-        stop: The last reading after it.
-        samples: The samples.
-    """
+    """One run of timed code: the readings before and after it."""
 
     start: Mark
     stop: Mark
-    samples: list[Sample] = field(default_factory=list)
 
     @property
-    def times(self) -> list[float]:
-        """Seconds of each sample."""
-        return [x.seconds for x in self.samples]
+    def seconds(self) -> float:
+        """The time by the clock that the user reads."""
+        return self.stop.value - self.start.value_after
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """Begin and end in seconds of `time.perf_counter`."""
+        return self.start.wall_after, self.stop.wall
+
+    @property
+    def faults(self) -> int:
+        """Page faults of the run."""
+        return self.stop.faults - self.start.faults
 
 
+#: The samples of one timed region.
+Region = list[Sample]
 Key = tuple[tuple[CodeType, int], ...]
 Variables = list[tuple[dict[str, Any], dict[str, Any]]]
 
@@ -172,17 +159,15 @@ class Watch:
         found.mark.value_after = real() * unit
         return found
 
-    def add(self, start: Mark, stop: Mark) -> float:
-        """Add one sample to the region between two readings, and return its seconds."""
-        seconds, pair = stop.value - start.value_after, (start.serial, stop.serial)
+    def add(self, sample: Sample) -> float:
+        """Add a sample to the region between its two readings, and return its seconds."""
+        start, stop = sample
+        pair = start.serial, stop.serial
         if pair not in self._seen and start.serial < stop.serial:
             self._seen.add(pair)
             key = (key_of(start.stack), key_of(stop.stack), stop.shapes)
-            region = self.regions.setdefault(key, Region(start, stop))
-            region.start, region.stop = start, stop
-            faults = stop.faults - start.faults
-            region.samples.append(Sample(seconds, start.wall_after, stop.wall, faults, stop.pending))
-        return seconds
+            self.regions.setdefault(key, []).append(sample)
+        return sample.seconds
 
     def variables(self, mark: Mark) -> Variables:
         """Return the local and global variables of the frames of a reading, the innermost first."""

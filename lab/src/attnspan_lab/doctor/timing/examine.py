@@ -101,8 +101,9 @@ def _inner(watch: Watch) -> list[Region]:
     regions = _by_shapes(watch)
 
     def contains(one: Region, other: Region) -> bool:
-        last = one.samples[-1]
-        return one is not other and any(last.begin <= x.begin and x.end <= last.end for x in other.samples)
+        begin, end = one[-1].span
+        spans = [x.span for x in other]
+        return one is not other and any(begin <= first and last <= end for first, last in spans)
 
     return [x for x in regions if not any(contains(x, y) for y in regions)]
 
@@ -115,7 +116,7 @@ def _by_shapes(watch: Watch) -> list[Region]:
     found = []
     for same in places.values():
         if len(same) > _MOST_SHAPES:
-            same = [replace(same[-1], samples=[x for one in same for x in one.samples])]
+            same = [[x for one in same for x in one]]
         found += same
     return found
 
@@ -134,7 +135,7 @@ def _timed(
     end = time.perf_counter()
     return Timed(
         region,
-        tuple(overlap(watch.compilations, x.begin, x.end) for x in region.samples),
+        tuple(overlap(watch.compilations, *x.span) for x in region),
         body,
         again,
         why_not,

@@ -62,25 +62,30 @@ class Timed:
         return (self.body.count or 1) if self.body is not None else 1
 
     @property
+    def times(self) -> list[float]:
+        """Seconds of each sample."""
+        return [x.seconds for x in self.region]
+
+    @property
     def own(self) -> float:
         """Mean seconds of a call in the script's own samples."""
-        return fmean(self.region.times) / self.count
+        return fmean(self.times) / self.count
 
     @property
     def amount(self) -> str:
         """Number of samples, and of calls in each."""
         calls = f" of {self.count} calls" if self.count > 1 else ""
-        return f"{counted(len(self.region.samples), 'sample')}{calls}"
+        return f"{counted(len(self.region), 'sample')}{calls}"
 
     @cached_property
     def printed(self) -> frozenset[str]:
         """Names of the statistics of the samples that the script printed."""
-        return printed_statistics(self.output, self.region.times, self.count)
+        return printed_statistics(self.output, self.times, self.count)
 
     @property
     def keeps_first(self) -> bool:
         """Whether a slow first sample moves the result of the script, as far as that can be seen."""
-        return len(self.region.samples) < 3 or not (self.printed and self.printed <= _ROBUST)
+        return len(self.region) < 3 or not (self.printed and self.printed <= _ROBUST)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -90,7 +95,7 @@ class Timed:
             "place": "" if self.body is None else str(self.body.place),
             "amount": self.amount,
             "own": self.own,
-            "samples": self.region.times,
+            "samples": self.times,
             "each": None if each is None else interval_text(each),
             "in a row": None if in_a_row is None else interval_text(in_a_row),
             "why not": self.why_not,
@@ -159,7 +164,7 @@ def interval_text(found: Interval) -> str:
 
 
 def _compilation(timed: Timed) -> Iterator[Finding]:
-    all_, total = math.fsum(timed.region.times), math.fsum(timed.compiled)
+    all_, total = math.fsum(timed.times), math.fsum(timed.compiled)
     if total / max(all_, 1e-12) < _LEAST:
         return
     text = f"Your time of {seconds_text(all_)} contains {seconds_text(total)} of tracing and compilation"
@@ -174,7 +179,7 @@ def _compilation(timed: Timed) -> Iterator[Finding]:
 
 
 def _printed(timed: Timed) -> tuple[str, ...]:
-    if not timed.printed or len(timed.region.samples) < 2:
+    if not timed.printed or len(timed.region) < 2:
         return ()
     return (f"the script prints the {' or the '.join(sorted(timed.printed))} of its samples",)
 
@@ -183,9 +188,9 @@ def _waiting(timed: Timed) -> Iterator[Finding]:
     again, count = timed.again, timed.count
     if again is None or again.in_a_row is None:
         return
-    pairs = zip(timed.region.times, timed.compiled, strict=True)
+    pairs = zip(timed.times, timed.compiled, strict=True)
     figure = median(sample - compiled for sample, compiled in pairs) / count
-    is_pending = any(x.pending for x in timed.region.samples)
+    is_pending = any(x.stop.pending for x in timed.region)
     if (again.returned < 0.7 or is_pending) and figure < (1 - _LEAST) * again.in_a_row.low:
         what = "You stop the clock before the results are computed: the calls are only queued"
         lines = [] if timed.body is None else timed.body.uncalled_waits
@@ -228,18 +233,18 @@ def _unused(timed: Timed) -> Iterator[Finding]:
 
 
 def _processor_time(timed: Timed) -> Iterator[Finding]:
-    clock = timed.region.stop.clock
+    clock = timed.region[-1].stop.clock
     if clock.removesuffix("_ns") not in ("process_time", "thread_time"):
         return
-    wall = math.fsum(x.end - x.begin for x in timed.region.samples)
-    own = math.fsum(timed.region.times)
+    wall = math.fsum(end - begin for begin, end in (x.span for x in timed.region))
+    own = math.fsum(timed.times)
     if abs(own / max(wall, 1e-12) - 1) > _LEAST:
         what = f"time.{clock} counts {seconds_text(own)} of processor time in {seconds_text(wall)}"
         yield Finding("processor-clock", what)
 
 
 def _slow_first(timed: Timed) -> Iterator[Finding]:
-    times, again = timed.region.times, timed.again
+    times, again = timed.times, timed.again
     if math.fsum(timed.compiled) >= _LEAST * math.fsum(times):
         return
     if len(times) > 2:
@@ -257,14 +262,14 @@ def _slow_first(timed: Timed) -> Iterator[Finding]:
 
 def _touched(timed: Timed) -> tuple[str, ...]:
     """Count the page faults of the first sample, if repetitions have far fewer."""
-    first, again = timed.region.samples[0].faults, 0.0 if timed.again is None else timed.again.faults
+    first, again = timed.region[0].faults, 0.0 if timed.again is None else timed.again.faults
     if first < 2 * again + _MANY_FAULTS:
         return ()
     return (f"new memory: {first:,} page faults in the first run, {again:.0f} in a later run",)
 
 
 def _samples(timed: Timed) -> Iterator[Finding]:
-    times = timed.region.times
+    times = timed.times
     if len(times) < 2:
         what = "There is only one sample, so you do not know how much the time varies"
         yield Finding("few-samples", what)
