@@ -149,29 +149,29 @@ def write_junit(diagnosis: Diagnosis, exceeded: Sequence[str], path: Path, *, li
     the file has one case that passes. A check that was not possible is a skipped case.
     """
     cases = [
-        (x.kind, x.what, "\n".join(f"{k}: {v}" for k, v in rows_of(x)), x.fails(limited=limited))
+        (
+            f"{x.kind}: {x.what}",
+            "failure" if x.fails(limited=limited) else "system-out",
+            x.what,
+            "\n".join(f"{heading}: {text}" for heading, text in rows_of(x)),
+        )
         for x in diagnosis.findings
     ]
-    cases += [("limit", x, x, True) for x in exceeded]
-    cases += [] if diagnosis.complete else [("interrupted", "the examination did not end", "", True)]
-    cases = cases or [("healthy", "no finding", "", False)]
-    failures, skipped = sum(fails for *_, fails in cases), unchecked_in(diagnosis.facts)
+    cases += [(f"limit: {x}", "failure", x, x) for x in exceeded]
+    if not diagnosis.complete:
+        what = "the examination did not end"
+        cases.append((f"interrupted: {what}", "failure", what, ""))
+    cases = cases or [("healthy: no finding", "system-out", "", "")]
+    cases += [(f"check: {topic}", "skipped", why, "") for topic, why in unchecked_in(diagnosis.facts).items()]
+    counts = Counter(result for _, result, *_ in cases)
+    numbers = {"tests": len(cases), "failures": counts["failure"], "skipped": counts["skipped"]}
     suite = ElementTree.Element(
-        "testsuite",
-        name="attnspan doctor",
-        tests=str(len(cases) + len(skipped)),
-        failures=str(failures),
-        skipped=str(len(skipped)),
+        "testsuite", {"name": "attnspan doctor"} | {k: str(n) for k, n in numbers.items()}
     )
-    for kind, what, text, fails in cases:
-        case = ElementTree.SubElement(suite, "testcase", classname=diagnosis.subject, name=f"{kind}: {what}")
-        if fails:
-            ElementTree.SubElement(case, "failure", message=what).text = text
-        else:
-            ElementTree.SubElement(case, "system-out").text = text
-    for topic, why in skipped.items():
-        case = ElementTree.SubElement(suite, "testcase", classname=diagnosis.subject, name=f"check: {topic}")
-        ElementTree.SubElement(case, "skipped", message=why)
+    for name, result, what, text in cases:
+        case = ElementTree.SubElement(suite, "testcase", classname=diagnosis.subject, name=name)
+        about = {} if result == "system-out" else {"message": what}
+        ElementTree.SubElement(case, result, about).text = text
     write_whole(path, ElementTree.tostring(suite, encoding="unicode", xml_declaration=True))
 
 
@@ -230,27 +230,26 @@ def _timeline(diagnosis: Diagnosis) -> Section | None:
     if not events:
         return None
     first, names = min(x[1] for x in events), [plain(f"{i}. {x[0]}") for i, x in enumerate(events, 1)]
-    compilations = []
-    for forward, color in ((True, "@ours"), (False, "@peer1")):
-        own = [(name, x) for name, x in zip(names, events, strict=True) if x[3] == forward]
+    traces = []
+    for trace, color in (("forward", "@ours"), ("backward", "@peer1")):
+        own = [(name, x) for name, x in zip(names, events, strict=True) if x[3] == (trace == "forward")]
         y, base, x = [n for n, _ in own], [e[1] - first for _, e in own], [e[2] - e[1] for _, e in own]
-        look = {"type": "bar", "orientation": "h", "marker": {"color": color}}
-        compilations.append(
-            {"name": "forward" if forward else "backward", "y": y, "base": base, "x": x, **look}
-        )
+        traces.append(_bars(trace, color, y=y, base=base, x=x, orientation="h"))
     down = {"autorange": "reversed", "categoryarray": names}
     layout = {"xaxis": axis("seconds"), "yaxis": down, "barmode": "overlay"}
     alt, height = counted(len(events), "compilation"), max(220, 26 * len(events) + 90)
-    note = "One bar per compilation of a frame"
-    chart = Chart("Compilations", note, alt, compilations, layout, height)
+    chart = Chart("Compilations", "One bar per compilation of a frame", alt, traces, layout, height)
     steps = facts.get("step seconds", [])
-    numbers = list(range(1, len(steps) + 1))
-    last = {"type": "bar", "x": numbers, "y": steps, "marker": {"color": "@ours"}, "name": "step"}
+    traces = [_bars("step", "@ours", x=[*range(1, len(steps) + 1)], y=steps)]
     layout = {"xaxis": axis("step", dtick=1), "yaxis": axis("seconds", log=True)}
     note = "A step that takes much longer than the last step compiled something"
-    again = Chart("Steps", note, counted(len(steps), "step"), [last], layout)
+    again = Chart("Steps", note, counted(len(steps), "step"), traces, layout)
     lead = "Time of tracing and compilation for each frame, and time of each step."
     return Section("timeline", "Timeline", lead, (chart, again), layout="single")
+
+
+def _bars(name: str, color: str, **more: Any) -> dict[str, Any]:
+    return {"type": "bar", "name": name, "marker": {"color": color}, **more}
 
 
 def _mask(diagnosis: Diagnosis) -> Section | None:

@@ -84,7 +84,7 @@ def swapped(name: str) -> Iterator[None]:
     instead = dict(zip(map(id, originals), SWAPS[name], strict=True))
     # attnspan's modules call each other, so only the public name is replaced.
     spaces = [
-        vars(x)
+        getattr(x, "__dict__", {})
         for key, x in list(sys.modules.items())
         if key == "attnspan.torch" or not key.startswith(("attnspan", "torch._dynamo"))
     ]
