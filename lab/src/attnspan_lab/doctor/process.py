@@ -60,14 +60,8 @@ class Stage:
     @property
     def task(self) -> dict[str, Any]:
         """The task of the process."""
-        return {
-            "target": self.target,
-            "arguments": list(self.arguments),
-            "stage": self.stage,
-            "backend": self.backend,
-            "limit": self.limit,
-            "period": _PERIOD,
-        }
+        names = ("target", "arguments", "stage", "backend", "limit")
+        return {name: getattr(self, name) for name in names} | {"period": _PERIOD}
 
     @property
     def is_unloaded(self) -> bool:

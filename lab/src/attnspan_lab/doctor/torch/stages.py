@@ -35,7 +35,6 @@ from attnspan_lab.doctor.torch.restored_state import State
 from attnspan_lab.doctor.torch.steps import (
     compiled_form,
     copied,
-    forward_runs,
     outcome_of,
     run_compiled,
     step_runs,
@@ -66,7 +65,7 @@ def eager(subject: Subject, say: Say, backend: str) -> None:
         with _repeatable(subject, batch) as error:
             if error is not None:
                 tell([_raised(error)])
-                if not forward_runs(subject, batch):
+                if not step_runs(subject, batch, backward=False):
                     return
             watcher = _watched(subject, batch, checks.coverage, backward=error is None)
             if watcher is None:
