@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from attnspan_lab.doctor.sites import picture, sites
 from attnspan_lab.doctor.torch.cost.gradients import TOPIC, gradient_findings
 from attnspan_lab.doctor.torch.cost.kept_graphs import kept_findings
 from attnspan_lab.doctor.torch.cost.randomness import random_findings
-from attnspan_lab.doctor.torch.cost.recompiles import recompiles_in, tried, tried_break
+from attnspan_lab.doctor.torch.cost.recompiles import Trials, recompiles_in
 from attnspan_lab.doctor.torch.isolation.packing import position_findings
 from attnspan_lab.doctor.torch.masks.call_costs import findings_of, with_caller
 from attnspan_lab.doctor.torch.masks.dense_masks import DenseMasks
@@ -216,13 +216,11 @@ def compiled(subject: Subject, say: Say, backend: str) -> None:
     say(facts=_counts(log) | _times(log, seconds) | {"checked": {"compiler": ran}})
     if error is not None:
         say(finding=compile_error(error))
-    known = dict[Any, Finding]()
-    for finding in log.breaks:  # A line that breaks the graph in each batch is tried once.
-        key = finding.places[:1], finding.remedy
-        known[key] = known.get(key) or tried_break(finding, log, before, backend)
-        say(finding=replace(finding, tried=known[key].tried, remedy=known[key].remedy))
+    trials = Trials(log, before, backend)
+    for finding in log.breaks:
+        say(finding=trials.of_break(finding))
     for finding in recompiles_in(log) if len(seconds) == len(subject.batches) else ():
-        say(finding=tried(finding, log, before, backend))
+        say(finding=trials.of_recompile(finding))
 
 
 def without_attention(subject: Subject, say: Say, backend: str) -> None:

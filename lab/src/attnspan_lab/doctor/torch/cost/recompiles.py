@@ -28,7 +28,7 @@ from attnspan_lab.doctor.torch.subject import Subject
 from attnspan_lab.doctor.words import counted, error_text
 from attnspan_lab.zoo.step import Outcome, differences
 
-__all__ = ["recompiles_in", "tried", "tried_break"]
+__all__ = ["Trials", "recompiles_in"]
 
 T = TypeVar("T")
 
@@ -92,7 +92,7 @@ def _requirement(guard: str) -> str:
 
 
 @dataclass(frozen=True)
-class Trial:
+class _Change:
     """A change that may save recompilations.
 
     Args:
@@ -121,77 +121,107 @@ class Trial:
                 self.shared.replace(subject.model, lambda _: before)
 
 
-def tried(finding: Finding, log: CompilerLog, subject: Subject, backend: str) -> Finding:
-    """Try remedies of a recompilation. A remedy that breaks the graph or changes results is not offered.
+@dataclass
+class Trials:
+    """Trials of remedies for what the compiler reports. A remedy that does harm is not offered.
 
-    Args:
-        finding: The finding of `recompiles_in`.
+    Attributes:
         log: Log of the steps without a change.
         subject: The model before these steps.
         backend: Backend of torch.compile.
-
-    Returns:
-        The finding with the outcome of the trials, and the remedy that helped, if one did.
     """
-    try:
-        subject.copy()
-    except Exception as error:  # All trials would change the model itself.
-        return replace(finding, tried=f"no change: the model cannot be copied ({error_text(error)})")
-    guards, said, remedy = "\n".join(finding.evidence), list[str](), finding.remedy
-    numbers = [*counters_in(guards, subject.model)]
-    anew = [x for x in numbers if _is_set_anew(x, subject)]
-    for trial in _trials(finding, subject, numbers, anew):
-        text, helps = _outcome(trial, log, subject, backend)
-        if helps:
-            return replace(finding, tried=text, remedy=trial.remedy or remedy)
-        said.append(text)
-    if anew:
-        remedy = _ANEW.format(name=anew[0].name)
-    elif said:
-        remedy = remedy if remedy == _REMEDIES["length"] else _REMEDIES["other"]
-        remedy = f"No change that the doctor tried helps. {remedy}"
-    return replace(finding, tried="; ".join(said), remedy=remedy)
 
+    log: CompilerLog
+    subject: Subject
+    backend: str
+    _breaks: dict[Any, Finding] = field(default_factory=dict)
 
-def tried_break(finding: Finding, log: CompilerLog, subject: Subject, backend: str) -> Finding:
-    """Try the settings of torch._dynamo that torch offers for a graph break, with the first batch.
+    def of_recompile(self, finding: Finding) -> Finding:
+        """Try remedies of a recompilation. Those that break the graph or change results do harm.
 
-    Args:
-        finding: The break.
-        log: Log of the steps without a change.
-        subject: The model before these steps.
-        backend: Backend of torch.compile.
+        Returns:
+            The finding with the outcome of the trials, and the remedy that helped, if one did.
+        """
+        try:
+            self.subject.copy()
+        except Exception as error:  # All trials would change the model itself.
+            return replace(finding, tried=f"no change: the model cannot be copied ({error_text(error)})")
+        guards, said, remedy = "\n".join(finding.evidence), list[str](), finding.remedy
+        numbers = [*counters_in(guards, self.subject.model)]
+        anew = [x for x in numbers if _is_set_anew(x, self.subject)]
+        for change in _changes(finding, self.subject, numbers, anew):
+            text, helps = self._outcome(change)
+            if helps:
+                return replace(finding, tried=text, remedy=change.remedy or remedy)
+            said.append(text)
+        if anew:
+            remedy = _ANEW.format(name=anew[0].name)
+        elif said:
+            remedy = remedy if remedy == _REMEDIES["length"] else _REMEDIES["other"]
+            remedy = f"No change that the doctor tried helps. {remedy}"
+        return replace(finding, tried="; ".join(said), remedy=remedy)
 
-    Returns:
-        The finding with the outcome. A setting is not offered if a graph break stays or a new one appears.
-    """
-    names = list(dict.fromkeys(_SETTING.findall(finding.remedy)))
-    if not names:
-        return finding
-    try:
-        one = copied(replace(subject, batches=subject.batches[:1]))
-        with torch._dynamo.config.patch(dict.fromkeys(names, True)):
-            again, error, _ = run_compiled(one, backend)
-    except Exception:
-        return finding  # This torch does not have the setting.
-    known = {x.places[:1] for x in log.breaks} - {finding.places[:1]}
-    left = [x for x in again.breaks if x.places[:1] not in known]
-    said = f"with {' and '.join(f'torch._dynamo.config.{x} = True' for x in names)}: "
-    if error is None and not left:
-        return replace(finding, tried=f"{said}no graph break here in the first batch")
-    places = ", ".join(dict.fromkeys(str(x.places[0]) for x in left if x.places))
-    said += f"{counted(len(left), 'graph break')} in the first batch" if error is None else _fails(error)
-    said += f", at {places}" if places and error is None else ""
-    return replace(finding, tried=said, remedy=KINDS["graph-break"].remedy)
+    def of_break(self, finding: Finding) -> Finding:
+        """Try the settings of torch._dynamo that torch offers for a graph break, with the first batch.
+
+        Returns:
+            The finding with the outcome. A setting does harm if a break stays or a new one appears.
+        """
+        key = finding.places[:1], finding.remedy
+        if key not in self._breaks:  # A line that breaks the graph in each batch is tried once.
+            self._breaks[key] = self._with_settings(finding)
+        return replace(finding, tried=self._breaks[key].tried, remedy=self._breaks[key].remedy)
+
+    def _with_settings(self, finding: Finding) -> Finding:
+        names = list(dict.fromkeys(_SETTING.findall(finding.remedy)))
+        if not names:
+            return finding
+        try:
+            one = copied(replace(self.subject, batches=self.subject.batches[:1]))
+            with torch._dynamo.config.patch(dict.fromkeys(names, True)):
+                again, error, _ = run_compiled(one, self.backend)
+        except Exception:
+            return finding  # This torch does not have the setting.
+        known = {x.places[:1] for x in self.log.breaks} - {finding.places[:1]}
+        left = [x for x in again.breaks if x.places[:1] not in known]
+        said = f"with {' and '.join(f'torch._dynamo.config.{x} = True' for x in names)}: "
+        if error is None and not left:
+            return replace(finding, tried=f"{said}no graph break here in the first batch")
+        places = ", ".join(dict.fromkeys(str(x.places[0]) for x in left if x.places))
+        said += f"{counted(len(left), 'graph break')} in the first batch" if error is None else _fails(error)
+        said += f", at {places}" if places and error is None else ""
+        return replace(finding, tried=said, remedy=KINDS["graph-break"].remedy)
+
+    def _outcome(self, change: _Change) -> tuple[str, bool]:
+        """Run all batches with a change. Return what changes, and whether the change only helps."""
+        run = partial(run_compiled, backend=self.backend, dynamic=change.dynamic)
+        try:
+            with torch._dynamo.config.patch(change.config):
+                again, error, _ = change.run(self.subject, run)
+        except Exception as failed:  # The changed model cannot be made.
+            return f"with {change.what}: not possible ({error_text(failed)})", False
+        if error is not None:
+            return f"with {change.what}: {_fails(error)}", False
+        count, before = counted(len(again.recompiles), "recompilation"), len(self.log.recompiles)
+        if len(again.recompiles) >= before:
+            return f"with {change.what}: no fewer recompilations", False
+        text = f"with {change.what}: {count} instead of {before}"
+        more = len(again.breaks) - len(self.log.breaks)
+        if more > 0:
+            text += f", but {counted(more, 'more graph break', 'more graph breaks')}"
+        difference = _difference(change, self.subject)
+        if difference > _SAME:
+            text += f", but other results (relative difference {difference:.1e})"
+        return text, more <= 0 and difference <= _SAME
 
 
 def _fails(error: BaseException) -> str:
     return f"fails with {type(error).__name__}"
 
 
-def _trials(
+def _changes(
     finding: Finding, subject: Subject, numbers: list[Counter], anew: list[Counter]
-) -> Iterator[Trial]:
+) -> Iterator[_Change]:
     """Yield the changes to try.
 
     Args:
@@ -201,26 +231,26 @@ def _trials(
         anew: Those that the model sets to another number in each call.
     """
     if finding.remedy == _REMEDIES["size"]:
-        yield Trial("all sizes dynamic", dynamic=True)
+        yield _Change("all sizes dynamic", dynamic=True)
         return
     for x in numbers[:3]:
         remedy = f"Make it a tensor: {x.name} = torch.tensor(n)" if x.is_global or "[" in x.name else ""
         shared = x if x.is_global else None
-        yield Trial(f"{x.name} as a tensor", remedy, partial(as_tensor, x), shared=shared)
+        yield _Change(f"{x.name} as a tensor", remedy, partial(as_tensor, x), shared=shared)
         if x in anew:
             text = f"{x.name} as a tensor that is filled in place"
-            yield Trial(text, _ANEW.format(name=x.name), partial(filled, x))
+            yield _Change(text, _ANEW.format(name=x.name), partial(filled, x))
     for x in (*lists_in("\n".join(finding.evidence), subject.model),)[:3]:
         text = f"{x.name} emptied before each call"
         remedy = f"Empty {x.name} before each call, outside of the compiled code: {x.name}.clear()"
-        yield Trial(text, remedy, partial(emptied, x))
+        yield _Change(text, remedy, partial(emptied, x))
     if any(map(_is_number, tree_leaves(subject.batches))):
-        yield Trial("numbers of the batch as tensors", change=_with_tensors)
+        yield _Change("numbers of the batch as tensors", change=_with_tensors)
     if finding.remedy == _REMEDIES["number"]:
         switch = "allow_unspec_int_on_nn_module"
         text = f"torch._dynamo.config.{switch} = True"
-        yield Trial(text, f"Set {text}", config={switch: True})
-        yield Trial("torch.compile(dynamic=True)", "Use torch.compile(dynamic=True)", dynamic=True)
+        yield _Change(text, f"Set {text}", config={switch: True})
+        yield _Change("torch.compile(dynamic=True)", "Use torch.compile(dynamic=True)", dynamic=True)
 
 
 def _is_set_anew(counter: Counter, subject: Subject) -> bool:
@@ -230,37 +260,14 @@ def _is_set_anew(counter: Counter, subject: Subject) -> bool:
         return False
 
 
-def _outcome(trial: Trial, log: CompilerLog, subject: Subject, backend: str) -> tuple[str, bool]:
-    """Run all batches with a change. Return what changes, and whether the change only helps."""
-    run = partial(run_compiled, backend=backend, dynamic=trial.dynamic)
-    try:
-        with torch._dynamo.config.patch(trial.config):
-            again, error, _ = trial.run(subject, run)
-    except Exception as failed:  # The changed model cannot be made.
-        return f"with {trial.what}: not possible ({error_text(failed)})", False
-    if error is not None:
-        return f"with {trial.what}: {_fails(error)}", False
-    count, before = counted(len(again.recompiles), "recompilation"), len(log.recompiles)
-    if len(again.recompiles) >= before:
-        return f"with {trial.what}: no fewer recompilations", False
-    text = f"with {trial.what}: {count} instead of {before}"
-    more = len(again.breaks) - len(log.breaks)
-    if more > 0:
-        text += f", but {counted(more, 'more graph break', 'more graph breaks')}"
-    difference = _difference(trial, subject)
-    if difference > _SAME:
-        text += f", but other results (relative difference {difference:.1e})"
-    return text, more <= 0 and difference <= _SAME
-
-
-def _difference(trial: Trial, subject: Subject) -> float:
+def _difference(change: _Change, subject: Subject) -> float:
     """Compare eager results of all batches with and without a change."""
 
     def eager(own: Subject) -> list[Outcome]:
         with torch.compiler.set_stance("force_eager"), torch.no_grad():
             return [outcome_of(own, own.model, x, backward=False) for x in own.batches]
 
-    wanted, found = (x.run(subject, eager) for x in (Trial("", shared=trial.shared), trial))
+    wanted, found = (x.run(subject, eager) for x in (_Change("", shared=change.shared), change))
     return max(differences(x, y)[0] for x, y in zip(found, wanted, strict=True))
 
 
