@@ -186,18 +186,15 @@ def _distinct(subject: Subject) -> list[Any]:
     for batch in [*subject.more, *subject.batches]:
         named = subject.named(batch)
         first = found.setdefault(tuple((k, tuple(x.shape)) for k, x in named.items()), batch)
-        if first is not batch and not second and _masked_otherwise(subject, first, batch):
+        if first is not batch and not second and _masks_of(subject, first) != _masks_of(subject, batch):
             second = [batch]
     return [*list(found.values())[:3], *second]
 
 
-def _masked_otherwise(subject: Subject, first: Any, batch: Any) -> bool:
-    """Whether two batches of one shape differ in documents or padding."""
-    one, other = ((x.documents, x.valid) for x in map(subject.declared, (first, batch)))
-    return any(
-        (x is None) != (y is None) or (x is not None and y is not None and not torch.equal(x, y))
-        for x, y in zip(one, other, strict=True)
-    )
+def _masks_of(subject: Subject, batch: Any) -> list[Any]:
+    """List the documents and the padding of a batch as plain numbers."""
+    said = subject.declared(batch)
+    return [None if x is None else x.tolist() for x in (said.documents, said.valid)]
 
 
 def _raised(error: BaseException) -> Finding:
