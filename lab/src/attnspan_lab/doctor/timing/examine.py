@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -73,20 +72,23 @@ def examine_benchmark(
 def _judge(
     watch: Watch, output: str, path: str, seconds: float, limit: float
 ) -> tuple[list[Finding], dict[str, Any]]:
-    findings, timed, queued, regions = list[Finding](), list[Timed](), False, _inner(watch)
-    coverage = Coverage()
+    findings, facts, queued, coverage = list[Finding](), list[dict[str, Any]](), False, Coverage()
+    regions = _inner(watch)
     if len(regions) > _MOST:
         coverage.missed("timed regions", f"{_MOST} of {len(regions)} were measured again")
     for region in regions[:_MOST]:
-        one = _timed(region, watch, output, seconds, limit / min(len(regions), _MOST), coverage)
-        timed.append(replace(one, follows_queued=queued))
-        found = list(judged(timed[-1]))
+        body, again, why_not, compiles_again = _again(
+            region, watch, seconds, limit / min(len(regions), _MOST)
+        )
+        compiled = tuple(overlap(watch.compilations, *x.span) for x in region)
+        timed = Timed(region, compiled, body, again, why_not, output, compiles_again, coverage, queued)
+        found = list(judged(timed))
         queued = any(x.kind == "not-waited" for x in found)
         findings += found
-    if not timed:
+        facts.append(timed.facts)
+    if not regions:
         findings = [Finding("no-timing", f"{path} takes no difference of two readings of a clock")]
-    unchecked = coverage.facts["unchecked"]
-    return findings, {"output": output, "regions": [x.facts for x in timed], "unchecked": unchecked}
+    return findings, {"output": output, "regions": facts, "unchecked": coverage.facts["unchecked"]}
 
 
 def _ended(error: BaseException, path: str) -> Finding:
@@ -121,9 +123,14 @@ def _by_shapes(watch: Watch) -> list[Region]:
     return found
 
 
-def _timed(
-    region: Region, watch: Watch, output: str, seconds: float, limit: float, coverage: Coverage
-) -> Timed:
+def _again(
+    region: Region, watch: Watch, seconds: float, limit: float
+) -> tuple[Body | None, Replay | None, str, float]:
+    """Measure a region again.
+
+    Returns:
+        The statements and their times, or None and a reason, and the share of this time that is compilation.
+    """
     body: Body | None = None
     again: Replay | None = None
     why_not, begin = "", time.perf_counter()
@@ -133,13 +140,4 @@ def _timed(
     except CannotRepeatError as error:
         why_not = str(error)
     end = time.perf_counter()
-    return Timed(
-        region,
-        tuple(overlap(watch.compilations, *x.span) for x in region),
-        body,
-        again,
-        why_not,
-        output,
-        compiles_again=overlap(watch.compilations, begin, end) / (end - begin),
-        coverage=coverage,
-    )
+    return body, again, why_not, overlap(watch.compilations, begin, end) / (end - begin)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean, median
 from typing import Any
@@ -42,8 +42,8 @@ class Timed:
         why_not: Reason why they were not measured again.
         output: The output of the script.
         compiles_again: Share of the trials' time that is compilation.
-        follows_queued: Whether the region before stopped its clock while its work still ran.
         coverage: Collects the checks.
+        follows_queued: Whether the region before stopped its clock while its work still ran.
     """
 
     region: Region
@@ -52,11 +52,11 @@ class Timed:
     again: Replay | None
     why_not: str
     output: str
-    compiles_again: float = 0.0
-    follows_queued: bool = False
-    coverage: Coverage = field(default_factory=Coverage)
+    compiles_again: float
+    coverage: Coverage
+    follows_queued: bool
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Number of calls in a sample."""
         return (self.body.count or 1) if self.body is not None else 1
