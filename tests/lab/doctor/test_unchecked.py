@@ -15,8 +15,8 @@ from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.guarded import guarded
 from attnspan_lab.doctor.places import Place
 from attnspan_lab.doctor.timing import examine_benchmark
-from attnspan_lab.doctor.torch.cost import recompiles as trials
 from attnspan_lab.doctor.torch.cost.gradients import TOPIC, gradient_findings
+from attnspan_lab.doctor.torch.cost.recompiles import Trials
 from attnspan_lab.doctor.torch.masks import replacement as instead
 from attnspan_lab.doctor.torch.recording.compiler import CompilerLog
 from attnspan_lab.doctor.torch.stages import STAGES
@@ -113,7 +113,7 @@ def test_a_model_that_cannot_be_copied_is_not_changed() -> None:
     model = Uncopied(4, 4)
     model.calls = 3
     finding = Finding("recompile", "again", (Place("a.py", 1),), ("guard that failed: self.calls == 3",))
-    found = trials.tried(finding, CompilerLog(), Subject(model, [torch.ones(2, 4)]), "eager")
+    found = Trials(CompilerLog(), Subject(model, [torch.ones(2, 4)]), "eager").of_recompile(finding)
     assert found.tried == "no change: the model cannot be copied (TypeError: holds a lock)"
     assert model.calls == 3
 
