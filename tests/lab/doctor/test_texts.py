@@ -273,7 +273,7 @@ def test_a_line_of_flash_attention_may_break_for_another_reason(line, known):
     ],
 )
 def test_why_a_process_ended(code, cause, remedy):
-    found = process._crash("", code, "eager", "running", ())
+    found = process._crash("", code, "running", ())
     assert cause in found.cause
     assert remedy in found.remedy
 
