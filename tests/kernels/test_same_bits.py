@@ -121,8 +121,9 @@ def test_chunks_with_a_cache(length: int, chunk: int, mask: str, threads: int, *
 #: (queries, query heads of a key head, keys): all counts of rows that are worked on together, and one more;
 #: keys that end anywhere in a step of 32.
 FEW = [
-    (1, 1, 33), (2, 1, 47), (3, 1, 48), (4, 1, 49), (5, 1, 50), (3, 2, 62), (7, 1, 63), (8, 1, 64), (3, 3, 65),
-    (5, 3, 1057), (16, 1, 79), (13, 2, 90), (11, 3, 80), (16, 2, 81), (13, 5, 95), (16, 4, 97), (16, 9, 129),
+    (1, 1, 33), (2, 1, 47), (3, 1, 48), (4, 1, 49), (5, 1, 50), (3, 2, 62), (7, 1, 63), (8, 1, 64),
+    (3, 3, 65), (5, 3, 1057), (16, 1, 79), (13, 2, 90), (11, 3, 80), (16, 2, 81), (13, 5, 95), (16, 4, 97),
+    (16, 9, 129),
 ]  # fmt: skip
 
 

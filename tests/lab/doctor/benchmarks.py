@@ -17,17 +17,43 @@ class Benchmark(NamedTuple):
     healthy: str
 
 
+def pair(kind: str, source: str, sick: str, healthy: str) -> Benchmark:
+    """Make both sources from one, in which <> stands for the part that differs."""
+    return Benchmark(kind, source.replace("<>", sick), source.replace("<>", healthy))
+
+
+def loop(call: str, wait: str = "") -> str:
+    return f"""
+start = time.perf_counter()
+for _ in range(10):  # here
+    {call}
+{wait}
+print((time.perf_counter() - start) / 10)
+"""
+
+
+def laps(call: str, statistic: str = "median") -> str:
+    return f"""
+laps = []
+for _ in range(9):
+    start = time.perf_counter()
+    {call}  # here
+    laps.append(time.perf_counter() - start)
+print(f"{{{statistic}(laps):.9f}} s")
+"""
+
+
 _JAX = """
 import jax, jax.numpy as jnp, time
+import numpy as np
 from statistics import median
 @jax.jit
 def attend(q):
     return jax.nn.softmax(q @ q.T) @ q
 q = jnp.ones((1000, 64))
+mean = lambda x: sum(x) / len(x)
 """
-_CAPTURED = (
-    _JAX + "import numpy as np\nn = np.random.default_rng(0).normal(size=(200, 64)).astype(np.float32)\n"
-)
+_CAPTURED = _JAX + "n = np.random.default_rng(0).normal(size=(200, 64)).astype(np.float32)\n"
 _TORCH = """
 import time, timeit, torch
 from statistics import median
@@ -36,28 +62,17 @@ def attend(q):
     return F.scaled_dot_product_attention(q, q, q)
 q = torch.ones(1, 2, 64, 16)
 """
+_COMPILED = _TORCH + "f = torch.compile(attend, backend='aot_eager')\n"
 _WARM = "jax.block_until_ready(attend(q))\n"
-_LAPS = """
-laps = []
-for _ in range(9):
-    start = time.perf_counter()
-    {}  # here
-    laps.append(time.perf_counter() - start)
-print(f"{{{}(laps):.9f}} s")
-"""
-_LOOP = """
-start = time.perf_counter()
-for _ in range(10):  # here
-    {}
-{}
-print((time.perf_counter() - start) / 10)
-"""
 _BLOCK = "jax.block_until_ready(out)"
+# The first call takes long, as a search for the fastest kernel does.
 _FIRST = """
+import time
+from statistics import median
 known = {}
 def attend(q):
     if q not in known:
-        time.sleep(0.2)  # as a search for the fastest kernel
+        time.sleep(0.2)
         known[q] = True
     time.sleep(0.001)
     return q
@@ -81,7 +96,7 @@ class Far:
         return self
 """
 _SLEEP = """
-from time import sleep, {0} as clock
+from time import sleep, <> as clock
 start = clock()
 sleep(0.01)  # here
 print(clock() - start)
@@ -101,145 +116,99 @@ class Timer:
         return self
     def __exit__(self, *_):
         self.took = time.time() - self.start
-{}
+<>
 with Timer() as timer:
     attend(q)  # here
 print(timer.took)
 """
+
+
+def result(made: str) -> str:
+    """Time a jitted function of q."""
+    return _JAX + f"f = jax.jit(lambda q: {made})\nf(q)\n" + loop("out = f(q)", _BLOCK)
+
+
 BENCHMARKS = {
-    "compilation in a loop": Benchmark(
+    "compilation in a loop": pair(
+        "compile-counted", _JAX + "<>" + loop("out = attend(q)", _BLOCK), "", _WARM
+    ),
+    "a mean with the first sample": pair(
+        "compile-counted", _JAX + laps("attend(q).block_until_ready()", "<>"), "mean", "median"
+    ),
+    "a new function in each call": pair(
         "compile-counted",
-        _JAX + _LOOP.format("out = attend(q)", _BLOCK),
-        _JAX + _WARM + _LOOP.format("out = attend(q)", _BLOCK),
+        _JAX + "f = jax.jit(lambda q: q @ q.T + 1)\nf(q)\n" + loop("out = <>(q)", _BLOCK),
+        "jax.jit(lambda q: q @ q.T + 1)",
+        "f",
     ),
-    "a mean with the first sample": Benchmark(
-        "compile-counted",
-        _JAX + "mean = lambda x: sum(x) / len(x)\n" + _LAPS.format("attend(q).block_until_ready()", "mean"),
-        _JAX + _LAPS.format("attend(q).block_until_ready()", "median"),
+    "timeit compiles": pair(
+        "compile-counted", _COMPILED + "<>print(timeit.timeit(lambda: f(q), number=5))  # here", "", "f(q)\n"
     ),
-    "a new function in each call": Benchmark(
-        "compile-counted",
-        _JAX + _LOOP.format("out = jax.jit(lambda q: q @ q.T + 1)(q)", _BLOCK),
-        _JAX + "f = jax.jit(lambda q: q @ q.T + 1)\nf(q)\n" + _LOOP.format("out = f(q)", _BLOCK),
+    "results are dropped": pair("not-waited", _JAX + _WARM + loop("attend(q)<>"), "", ".block_until_ready()"),
+    "the last result is not waited for": pair(
+        "not-waited", _JAX + _WARM + loop("out = attend(q)", "<>"), "", _BLOCK
     ),
-    "timeit compiles": Benchmark(
-        "compile-counted",
-        _TORCH + "f = torch.compile(attend, backend='aot_eager')\n"
-        "print(timeit.timeit(lambda: f(q), number=20))  # here",
-        _TORCH + "f = torch.compile(attend, backend='aot_eager')\nf(q)\n"
-        "print(timeit.timeit(lambda: f(q), number=20))  # here",
-    ),
-    "results are dropped": Benchmark(
-        "not-waited",
-        _JAX + _WARM + _LOOP.format("attend(q)", ""),
-        _JAX + _WARM + _LOOP.format("attend(q).block_until_ready()", ""),
-    ),
-    "the last result is not waited for": Benchmark(
-        "not-waited",
-        _JAX + _WARM + _LOOP.format("out = attend(q)", ""),
-        _JAX + _WARM + _LOOP.format("out = attend(q)", _BLOCK),
-    ),
-    "samples without a wait": Benchmark(
-        "not-waited",
-        _JAX + _WARM + _LAPS.format("attend(q)", "median"),
-        _JAX + _WARM + _LAPS.format("attend(q).block_until_ready()", "median"),
+    "samples without a wait": pair(
+        "not-waited", _JAX + _WARM + laps("attend(q)<>"), "", ".block_until_ready()"
     ),
     "a wait for each call": Benchmark(
         "waited-each-call",
-        _FAR + _LOOP.format("Far().block_until_ready()", ""),
-        _FAR + _LOOP.format("out = Far()", "out.block_until_ready()"),
+        _FAR + loop("Far().block_until_ready()"),
+        _FAR + loop("out = Far()", "out.block_until_ready()"),
     ),
-    "random inputs": Benchmark(
+    "random inputs": pair(
         "inputs-counted",
-        _TORCH + "attend(q)\n" + _LOOP.format("attend(torch.randn(3000, 1000)[None, None, :64, :16])", ""),
-        _TORCH
-        + "attend(q)\nx = torch.randn(3000, 1000)[None, None, :64, :16]\n"
-        + _LOOP.format("attend(x)", ""),
+        _TORCH + "attend(q)\nx = torch.randn(3000, 1000)\n" + loop("attend(<>[None, None, :64, :16])"),
+        "torch.randn(3000, 1000)",
+        "x",
     ),
-    "a transfer": Benchmark(
+    "a transfer": pair(
         "inputs-counted",
-        "import numpy as np\n"
-        + _JAX
-        + "n = np.ones((3000, 1000))\n"
-        + _LAPS.format("jax.block_until_ready(jnp.asarray(n)[:8, :8] + 1)", "median"),
-        "import numpy as np\n"
-        + _JAX
-        + "n = jnp.asarray(np.ones((3000, 1000)))\n"
-        + _LAPS.format("jax.block_until_ready(n[:8, :8] + 1)", "median"),
+        _JAX
+        + "n = np.ones((3000, 1000))\nx = jnp.asarray(n)\n"
+        + laps("jax.block_until_ready(<>[:8, :8] + 1)"),
+        "jnp.asarray(n)",
+        "x",
     ),
     "inputs in a function": Benchmark(
         "inputs-counted",
         _TORCH + _FUNCTION.format("", "x = torch.rand(3000, 1000)  # here\n    y = attend(q)"),
         _TORCH + _FUNCTION.format("x = torch.rand(3000, 1000)", "y = attend(q)"),
     ),
-    "a part of the results": Benchmark(
-        "result-unused",
-        _JAX + "f = jax.jit(lambda q: (q @ q.T @ q, q + 1)[1])\nf(q)\n" + _LOOP.format("out = f(q)", _BLOCK),
-        _JAX + "f = jax.jit(lambda q: (q @ q.T @ q, q + 1))\nf(q)\n" + _LOOP.format("out = f(q)", _BLOCK),
-    ),
-    "a loop in the compiled function": Benchmark(
-        "result-unused",
-        _JAX
-        + "f = jax.jit(lambda q: [attend(q + i) for i in range(4)][-1])\nf(q)\n"
-        + _LOOP.format("out = f(q)", _BLOCK),
-        _JAX
-        + "f = jax.jit(lambda q: [attend(q + i) for i in range(4)])\nf(q)\n"
-        + _LOOP.format("out = f(q)", _BLOCK),
+    "a part of the results": pair("result-unused", result("(q @ q.T @ q, q + 1)<>"), "[1]", ""),
+    "a loop in the compiled function": pair(
+        "result-unused", result("[attend(q + i) for i in range(4)]<>"), "[-1]", ""
     ),
     "arrays that the function captures": Benchmark(
         "result-constant",
-        _CAPTURED + "f = jax.jit(lambda: attend(n))\nf()\n" + _LOOP.format("out = f()", _BLOCK),
-        _CAPTURED + "attend(n)\n" + _LOOP.format("out = attend(n)", _BLOCK),
+        _CAPTURED + "f = jax.jit(lambda: attend(n))\nf()\n" + loop("out = f()", _BLOCK),
+        _CAPTURED + "attend(n)\n" + loop("out = attend(n)", _BLOCK),
     ),
-    "nothing is returned": Benchmark(
+    "nothing is returned": pair(
         "result-unused",
-        _TORCH
-        + "@torch.compile(backend='aot_eager')\ndef f(q):\n    attend(q)\nf(q)\n"
-        + _LOOP.format("f(q)", ""),
-        _TORCH
-        + "@torch.compile(backend='aot_eager')\ndef f(q):\n    return attend(q)\nf(q)\n"
-        + _LOOP.format("f(q)", ""),
+        _TORCH + "@torch.compile(backend='aot_eager')\ndef f(q):\n    <>attend(q)\nf(q)\n" + loop("f(q)"),
+        "",
+        "return ",
     ),
-    "processor time": Benchmark(
+    "processor time": pair(
         "processor-clock",
-        _FIRST.replace("known", "seen")
-        + "import time\nattend(q)\n"
-        + _LAPS.format("attend(q)", "max").replace("perf_counter", "process_time"),
-        _FIRST + "import time\nattend(q)\n" + _LAPS.format("attend(q)", "max"),
+        _FIRST + "attend(q)\n" + laps("attend(q)", "max").replace("perf_counter", "<>"),
+        "process_time",
+        "perf_counter",
     ),
-    "processor time in nanoseconds": Benchmark(
-        "processor-clock",
-        _SLEEP.format("process_time_ns"),
-        _SLEEP.format("perf_counter_ns"),
+    "processor time in nanoseconds": pair("processor-clock", _SLEEP, "process_time_ns", "perf_counter_ns"),
+    "time of one thread": pair("processor-clock", _SLEEP, "thread_time", "perf_counter"),
+    "a search in the first call": pair(
+        "first-call-counted", _FIRST + laps("attend(q)", "<>"), "mean", "median"
     ),
-    "time of one thread": Benchmark(
-        "processor-clock",
-        _SLEEP.format("thread_time"),
-        _SLEEP.format("perf_counter"),
-    ),
-    "a search in the first call": Benchmark(
-        "first-call-counted",
-        "import time\n" + _FIRST + _LAPS.format("attend(q)", "mean"),
-        "import time\nfrom statistics import median\n" + _FIRST + _LAPS.format("attend(q)", "median"),
-    ),
-    "a search in a loop": Benchmark(
-        "first-call-counted",
-        "import time\n" + _FIRST + _LOOP.format("attend(q)", ""),
-        "import time\n" + _FIRST + "attend(q)\n" + _LOOP.format("attend(q)", ""),
-    ),
-    "a search within a timer": Benchmark(
-        "first-call-counted",
-        "import time\n" + _FIRST + _TIMER.format(""),
-        "import time\n" + _FIRST + _TIMER.format("attend(q)"),
-    ),
+    "a search in a loop": pair("first-call-counted", _FIRST + "<>" + loop("attend(q)"), "", "attend(q)\n"),
+    "a search within a timer": pair("first-call-counted", _FIRST + _TIMER, "", "attend(q)"),
     "no clock": Benchmark(
         "no-timing",
         "import time\nprint(time.perf_counter())",
         "import time\nt = time.perf_counter()\nsum(range(9))  # here\nprint(time.perf_counter() - t)",
     ),
-    "a script that fails": Benchmark(
-        "subject",
-        "import time\nt = time.time()\nprint(1 / 0)  # here",
-        "import time\nt = time.time()\nx = 1 / 1  # here\nprint(time.time() - t)",
+    "a script that fails": pair(
+        "subject", "import time\nt = time.time()\nx = 1 / <>  # here\nprint(time.time() - t)", "0", "1"
     ),
 }

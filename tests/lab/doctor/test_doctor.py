@@ -8,23 +8,23 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
-import bad_inputs
 import pytest
+import targets
 from typer.testing import CliRunner
 
 from attnspan.errors import OptionError
 from attnspan_lab.cli import build_app
-from attnspan_lab.doctor import Finding, Place, diagnose, run
+from attnspan_lab.doctor import Finding, Place, diagnose
 from attnspan_lab.doctor.child import _unloadable
 from attnspan_lab.doctor.findings import merged
 from attnspan_lab.doctor.process import Stage, _crash
-from attnspan_lab.doctor.run import _in_library, _with_known_issues
+from attnspan_lab.doctor.run import _in_library
 from attnspan_lab.doctor.torch.subject import load
 
 HERE = Path(__file__).parent
 #: Each stage has a process of its own, which is forked: no interpreter starts.
 FORKED = pytest.mark.usefixtures("forked")
-LINES = (HERE / "bad_inputs.py").read_text().splitlines()
+LINES = (HERE / "targets.py").read_text().splitlines()
 
 
 @pytest.fixture(autouse=True)
@@ -53,12 +53,12 @@ def marked(name: str) -> int:
 )
 @FORKED
 def test_bad_input_is_a_finding(name: str, kind: str, said: str) -> None:
-    found = diagnose(f"bad_inputs:{name}", stages=["eager"]).findings
+    found = diagnose(f"targets:{name}", stages=["eager"]).findings
     assert [x.kind for x in found] == [kind]
     assert said in found[0].what
     assert found[0].remedy
     if name == "raises_in_forward":
-        assert found[0].places[0].line == marked("_Raising")
+        assert found[0].places[0].line == marked("Raising")
     if name == "wants_a_gpu":
         assert "GPU" in found[0].cause
 
@@ -71,10 +71,10 @@ def unloadable(target: str) -> Finding:
 
 
 def test_a_misspelt_factory_is_named() -> None:
-    found = unloadable("bad_inputs:raisess")
-    said = "bad_inputs:raisess cannot be examined: expected a factory named 'raisess', got none: the module "
-    assert found.what.startswith(f"{said}bad_inputs has only raises, returns_junk, ")
-    assert found.remedy == "Did you mean bad_inputs:raises"
+    found = unloadable("targets:raisess")
+    said = "targets:raisess cannot be examined: expected a factory named 'raisess', got none: the module "
+    assert found.what.startswith(f"{said}targets has only raises, returns_junk, ")
+    assert found.remedy == "Did you mean targets:raises"
     assert "Error" not in found.what
 
 
@@ -113,15 +113,13 @@ def test_a_syntax_error_has_its_line(end: str, tmp_path: Path, monkeypatch: pyte
 
 def test_the_command_that_tests_a_factory_names_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
-    assert unloadable("bad_inputs:raises").remedy.endswith(
-        "python -c 'import bad_inputs; bad_inputs.raises()'"
-    )
-    found = unloadable("../doctor/bad_inputs.py:raises")
-    assert "PYTHONPATH=../doctor python -c 'import bad_inputs;" in found.remedy
+    assert unloadable("targets:raises").remedy.endswith("python -c 'import targets; targets.raises()'")
+    found = unloadable("../doctor/targets.py:raises")
+    assert "PYTHONPATH=../doctor python -c 'import targets;" in found.remedy
 
 
 def test_a_remedy_of_two_sentences_is_whole() -> None:
-    found = unloadable("bad_inputs:has_no_batch")
+    found = unloadable("targets:has_no_batch")
     assert found.remedy.startswith("Yield at least one batch. Batches of different lengths")
     assert "Yield" not in found.what
 
@@ -129,7 +127,7 @@ def test_a_remedy_of_two_sentences_is_whole() -> None:
 @FORKED
 @pytest.mark.slow
 def test_a_target_that_cannot_be_examined_is_said_once() -> None:
-    made = CliRunner().invoke(build_app(), ["doctor", "bad_inputs:raisess", "--stages", "eager"])
+    made = CliRunner().invoke(build_app(), ["doctor", "targets:raisess", "--stages", "eager"])
     assert made.exit_code == 1
     assert made.output.count("cannot be examined") == 1
     assert made.output.count("Did you mean") == 1
@@ -138,7 +136,7 @@ def test_a_target_that_cannot_be_examined_is_said_once() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "signal"), [("crashes", "SIGABRT"), ("is_killed", "SIGKILL")])
 def test_a_crash_is_a_finding_with_its_line(name: str, signal: str) -> None:
-    (found,) = diagnose(f"bad_inputs:{name}", stages=["eager"]).findings
+    (found,) = diagnose(f"targets:{name}", stages=["eager"]).findings
     assert found.kind == "crash"
     assert f"signal {signal}" in found.what
     assert found.remedy
@@ -148,7 +146,7 @@ def test_a_crash_is_a_finding_with_its_line(name: str, signal: str) -> None:
 @FORKED
 @pytest.mark.slow
 def test_a_hang_is_a_finding_with_its_line() -> None:
-    (found,) = diagnose("bad_inputs:hangs", stages=["eager"], limit=6).findings
+    (found,) = diagnose("targets:hangs", stages=["eager"], limit=6).findings
     assert found.kind == "hang"
     assert "the process was loading" in found.what
     assert found.places[0].line == marked("hangs")
@@ -157,10 +155,10 @@ def test_a_hang_is_a_finding_with_its_line() -> None:
 @FORKED
 @pytest.mark.slow
 def test_a_factory_that_forks_is_examined_once() -> None:
-    found = diagnose("bad_inputs:forks", stages=["eager"])
+    found = diagnose("targets:forks", stages=["eager"])
     assert found.findings == ()
     assert found.facts["eager"]["attention calls"] == 1
-    assert hasattr(bad_inputs, "forks")
+    assert hasattr(targets, "forks")
 
 
 @FORKED
@@ -175,27 +173,14 @@ def test_a_script_is_run_with_its_arguments_and_its_model_examined(how: list[str
 @pytest.mark.slow
 def test_the_command_writes_what_it_found_and_keeps_limits(tmp_path: Path) -> None:
     files = {name: tmp_path / f"found.{name}" for name in ("json", "junit", "page")}
-    options = [x for name, path in files.items() for x in (f"--{name}", str(path))]
-    limits = ["--max-breaks", "0", "--max-copies", "0"]
-    made = CliRunner().invoke(
-        build_app(),
-        [
-            "doctor",
-            "--stages",
-            "eager,compiled",
-            *limits,
-            *options,
-            "--",
-            "python",
-            "train_script.py",
-            "--steps",
-            "2",
-        ],
-    )
+    asked = ["--stages", "eager,compiled", "--max-breaks", "0", "--max-copies", "0"]
+    asked += [x for name, path in files.items() for x in (f"--{name}", str(path))]
+    script = ["--", "python", "train_script.py", "--steps", "2"]
+    made = CliRunner().invoke(build_app(), ["doctor", *asked, *script])
     assert made.exit_code == 1, made.output
     assert "over the limit: copies: 1, at most 0" in made.output
     assert "breaks" not in made.output.partition("over the limit")[2]
-    assert "patients.py" in made.output
+    assert "targets.py" in made.output
     assert json.loads(files["json"].read_text())["findings"][0]["kind"] == "copy"
     suite = ElementTree.parse(files["junit"]).getroot()
     # The finding only costs; the limit makes it a failure.
@@ -209,11 +194,11 @@ def test_the_command_writes_what_it_found_and_keeps_limits(tmp_path: Path) -> No
 @FORKED
 @pytest.mark.slow
 def test_options_may_follow_the_target_and_only_scripts_have_arguments() -> None:
-    made = CliRunner().invoke(build_app(), ["doctor", "patients:sick_contiguous", "--stages", "eager"])
+    made = CliRunner().invoke(build_app(), ["doctor", "targets:copies", "--stages", "eager"])
     assert made.exit_code == 0, made.output
     assert "1. copy" in made.output
     assert "\ncompiler" not in made.output
-    made = CliRunner().invoke(build_app(), ["doctor", "patients:well_fused", "--", "--steps", "3"])
+    made = CliRunner().invoke(build_app(), ["doctor", "targets:healthy", "--", "--steps", "3"])
     assert isinstance(made.exception, OptionError)
     assert "Only scripts take arguments" in str(made.exception)
 
@@ -221,7 +206,7 @@ def test_options_may_follow_the_target_and_only_scripts_have_arguments() -> None
 @FORKED
 @pytest.mark.slow
 def test_the_cure_compiles_the_models_own_attention_as_it_is() -> None:
-    found = diagnose("patients:well_fused", stages=["compiled", "cure"])
+    found = diagnose("targets:healthy", stages=["compiled", "cure"], backend="aot_eager")
     own, cure = found.facts["compiled"], found.facts["cure"]
     assert [cure["own"][x] for x in ("graphs", "breaks")] == [own["graphs"], own["breaks"]]
     assert cure["attnspan"]["attnspan calls"] > 0
@@ -249,7 +234,7 @@ def test_the_page_shows_what_the_example_prints(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 def test_a_healthy_model_passes(tmp_path: Path) -> None:
     junit = tmp_path / "found.xml"
-    arguments = ["doctor", "--stages", "eager", "--junit", str(junit), "patients:well_fused"]
+    arguments = ["doctor", "--stages", "eager", "--junit", str(junit), "targets:healthy"]
     made = CliRunner().invoke(build_app(), arguments)
     assert made.exit_code == 0, made.output
     assert "No findings" in made.output
@@ -262,7 +247,7 @@ def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
     found: list[Finding] = []
     stages.parity(
-        load("patients:well_fused"),
+        load("targets:healthy"),
         lambda **x: found.extend([x["finding"]] if "finding" in x else []),
         "inductor",
     )
@@ -281,13 +266,13 @@ def test_findings_of_one_line_are_one_and_in_order() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("sick_extension", "this line calls attention"),
-        ("sick_print", "code around it"),
-        ("sick_written_and_printed", "cannot be taken out (written out)"),
+        ("calls_an_extension", "this line calls attention"),
+        ("prints", "code around it"),
+        ("prints_and_writes", "cannot be taken out (written out)"),
     ],
 )
 def test_attention_is_blamed_only_where_it_was_taken_out(name: str, said: str) -> None:
-    found = diagnose(f"patients:{name}", stages=["compiled"]).findings
+    found = diagnose(f"targets:{name}", stages=["compiled"], backend="aot_eager").findings
     assert found[0].kind == "graph-break"
     assert said in found[0].evidence[-1]
 
@@ -298,25 +283,13 @@ def test_what_was_found_stays_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> N
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Stage, "look", interrupted)
-    found = diagnose("patients:well_fused")
+    found = diagnose("targets:healthy")
     assert not found.complete
     assert [x.kind for x in found.findings] == ["copy"]
 
 
-def test_known_issues_are_matched_by_kind_words_and_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = Finding("error", "NotImplementedError: FlexAttention does not support backward on CPU")
-    (found,) = _with_known_issues([error])
-    assert "148752" in found.known[0]
-    assert _with_known_issues([Finding("error", "another")])[0].known == ()
-    assert _with_known_issues([Finding("crash", error.what)])[0].known == ()
-    old = Finding("graph-break", "call_id with args (NestedUserFunctionVariable(),)")
-    assert _with_known_issues([old])[0].known == ()
-    monkeypatch.setattr(run, "version", lambda _: "2.7.1+cpu")
-    assert "attention-gym/issues/94" in _with_known_issues([old])[0].known[0]
-
-
-_OUTER, _INNER = Place(bad_inputs.__file__, 9, "outer"), Place(bad_inputs.__file__, 12, "inner")
-_LINE = f'  File "{bad_inputs.__file__}", line 9 in outer\n'
+_OUTER, _INNER = Place(targets.__file__, 9, "outer"), Place(targets.__file__, 12, "inner")
+_LINE = f'  File "{targets.__file__}", line 9 in outer\n'
 _WHOLE = '  File "<frozen runpy>", line 198 in _run_module_as_main\n'
 
 
@@ -345,3 +318,45 @@ def test_documents_that_see_each_other_in_transformers_are_mended_by_the_batch()
     found = {kind: _in_library(Finding(kind, "a", (place,))).remedy for kind in ("leak", "dense-mask")}
     assert "position_ids" in found["leak"]
     assert found["dense-mask"].startswith("The line is transformers' own")
+
+
+@pytest.mark.parametrize(
+    ("code", "cause", "remedy"),
+    [
+        (-9, "Linux does so if memory runs out", "Use fewer layers"),
+        (-11, "Native code crashed", "in a debugger"),
+        (3, "The code ended its process", "Remove the call that ends the process"),
+    ],
+)
+def test_why_a_process_ended(code: int, cause: str, remedy: str) -> None:
+    found = _crash("", code, "running", ())
+    assert cause in found.cause
+    assert remedy in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (AssertionError("Torch not compiled with CUDA enabled"), "needs a GPU"),
+        (KeyError("use_cuda"), "The factory raises"),
+        (RuntimeError("CUDA out of memory"), "The factory raises"),
+        (RuntimeError("Attempting to deserialize object on a CUDA device but"), "holds tensors of a GPU"),
+    ],
+)
+def test_an_error_that_names_cuda_may_have_another_cause(error: Exception, cause: str) -> None:
+    found = _unloadable(error, "a:b")
+    assert cause in found.cause
+    assert ("map_location" in found.remedy) == ("holds" in cause)
+
+
+def test_a_class_of_a_library_is_no_script() -> None:
+    found = _unloadable(ModuleNotFoundError("No module named 'transformers'"), "LlamaModel")
+    assert "python LlamaModel" not in found.remedy
+    assert "Install transformers" in found.remedy
+
+
+def test_a_script_that_exits_says_its_exit_code(tmp_path: Path) -> None:
+    path = tmp_path / "exits.py"
+    path.write_text("import sys\nsys.exit('no such data')\n")
+    with pytest.raises(ValueError, match="before the script ended with 'no such data'"):
+        load(str(path))

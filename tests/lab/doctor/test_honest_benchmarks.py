@@ -1,9 +1,10 @@
 """Dishonest benchmarks get the right finding at the right line. Honest ones get none."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from benchmarks import BENCHMARKS
+from benchmarks import BENCHMARKS, laps
 from typer.testing import CliRunner
 
 from attnspan_lab.cli import build_app
@@ -11,22 +12,22 @@ from attnspan_lab.doctor.findings import merged
 from attnspan_lab.doctor.timing import examine_benchmark
 
 
-def examine(source: str, folder: Path) -> tuple[tuple, int | None]:
-    """Examine a script. Return its findings, and the line marked "here"."""
+def examine(source: str, folder: Path) -> tuple[tuple, dict[str, Any]]:
+    """Examine a script. Return its findings and facts."""
     path = folder / "bench.py"
     path.write_text(source)
-    findings, _ = examine_benchmark(str(path), seconds=0.03, limit=12)
-    marked = [i for i, line in enumerate(source.splitlines(), 1) if line.endswith("# here")]
-    return merged(findings), marked[0] if marked else None
+    findings, facts = examine_benchmark(str(path), seconds=0.03, limit=12)
+    return merged(findings), facts
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_mistakes_are_found(name, tmp_path):
-    benchmark = BENCHMARKS[name]
-    findings, line = examine(benchmark.sick, tmp_path)
-    assert findings[0].kind == benchmark.kind
-    assert [x.line for x in findings[0].places[:1]] == ([line] if line else [])
+    kind, source, _ = BENCHMARKS[name]
+    findings, _ = examine(source, tmp_path)
+    marked = [i for i, line in enumerate(source.splitlines(), 1) if line.endswith("# here")]
+    assert findings[0].kind == kind
+    assert [x.line for x in findings[0].places[:1]] == marked[:1]
 
 
 @pytest.mark.slow
@@ -64,22 +65,11 @@ def test_timing_takes_a_script():
 
 
 def test_other_shapes_are_other_calls(tmp_path):
-    source = """
-import time
-import numpy as np
-whole = np.ones(64)
-for n in (16, 32):
-    x = whole[:n]
-    laps = []
-    for _ in range(9):
-        start = time.perf_counter()
-        x.sum()
-        laps.append(time.perf_counter() - start)
-    print(laps)
-"""
-    path = tmp_path / "bench.py"
-    path.write_text(source)
-    _, facts = examine_benchmark(str(path), seconds=0.03, limit=12)
+    timed = laps("x.sum()", "max").replace("\n", "\n    ")
+    source = (
+        f"import time\nimport numpy as np\nwhole = np.ones(64)\nfor n in (16, 32):\n    x = whole[:n]{timed}"
+    )
+    _, facts = examine(source, tmp_path)
     assert [x["amount"] for x in facts["regions"]] == ["9 samples"] * 2
 
 

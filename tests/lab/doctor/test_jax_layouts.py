@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax_patients import BATCH, HEADS, SIZE, below, model, variables
-from test_jax_right import examined
+from jax_runner import examined, of_kind
+from jax_samples import BATCH, HEADS, SIZE, below, dense, model, plain, same, tokens, variables
 
 import attnspan
 from attnspan.jax import attention
@@ -26,12 +26,7 @@ Attend = Callable[..., Any]
 
 
 def of_jax(q: Any, k: Any, v: Any, mask: Any) -> Any:
-    return jax.nn.dot_product_attention(q, k, v, mask=mask)
-
-
-def token_first(q: Any, k: Any, v: Any, mask: Any) -> Any:
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(SIZE)
-    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(mask, scores, -1e30)), v)
+    return plain(q, k, v, mask=mask)
 
 
 def heads_first(q: Any, k: Any, v: Any, mask: Any) -> Any:
@@ -46,24 +41,14 @@ def mapped(q: Any, k: Any, v: Any, mask: Any) -> Any:
     return jax.vmap(jax.vmap(head, (1, 1, 1, None), 1))(q, k, v, jnp.broadcast_to(mask[:, 0], (BATCH, 4, 4)))
 
 
-class Case(NamedTuple):
-    """A kind of finding: the mask of the sick step, the right mask, and the step's arguments."""
-
-    kind: str
-    sick: Any
-    right: Any
-    causal: bool
-    given: dict[str, Any]
-
-
-SAME = (IDS[:, :, None] == IDS[:, None])[:, None]
 CAUSAL, KEYS = below(LENGTH)[None, None], VALID[:, None, None] > 0
-CASES = {
-    "unfused": Case("unfused", CAUSAL, CAUSAL, True, {}),
-    "leak": Case("leak", CAUSAL, CAUSAL & SAME, True, {"segment_ids": IDS}),
-    "mask-lost": Case("mask-lost", KEYS | True, KEYS, False, {"attention_mask": VALID}),
-    "causality-lost": Case("causality-lost", CAUSAL | True, CAUSAL, True, {}),
-    "documents": Case("unfused", CAUSAL & SAME, CAUSAL & SAME, True, {"segment_ids": IDS}),
+#: Kind of the finding, mask of the sick step, right mask, and more arguments of the step.
+CASES: dict[str, tuple[str, Any, Any, dict[str, Any]]] = {
+    "unfused": ("unfused", CAUSAL, CAUSAL, {}),
+    "leak": ("leak", CAUSAL, CAUSAL & same(IDS), {"segment_ids": IDS}),
+    "mask-lost": ("mask-lost", KEYS | True, KEYS, {"attention_mask": VALID}),
+    "causality-lost": ("causality-lost", CAUSAL | True, CAUSAL, {}),
+    "documents": ("unfused", CAUSAL & same(IDS), CAUSAL & same(IDS), {"segment_ids": IDS}),
 }
 
 
@@ -77,23 +62,20 @@ def followed(remedy: str, given: dict[str, Any]) -> Attend:
     return lambda q, k, v: attention(q, k, v, mask=mask, layout=layout[1])
 
 
-@pytest.mark.parametrize("attend", [of_jax, token_first, heads_first, mapped])
+@pytest.mark.parametrize("attend", [of_jax, dense, heads_first, mapped])
 @pytest.mark.parametrize("name", CASES)
 def test_a_remedy_that_is_followed_literally_is_right(name: str, attend: Attend) -> None:
-    case = CASES[name]
+    kind, mask, right_mask, given = CASES[name]
     axes = (0, 2, 1, 3) if attend is heads_first else (0, 1, 2, 3)
 
     def step(inner: Any) -> Any:
         turn = lambda x: x.transpose(axes)  # noqa: E731
         return model(lambda q, k, v, **given: turn(inner(*map(turn, (q, k, v)), **given)))
 
-    tokens = jnp.asarray(np.random.default_rng(1).integers(1, 50, (BATCH, LENGTH)))
-    batch = {"tokens": tokens} | case.given
-    sick = step(lambda q, k, v, **_: attend(q, k, v, case.sick))
-    subject = JaxSubject(sick, [batch], variables(), causal=case.causal)
-    found, _ = examined(lambda: subject, "eager")
-    (own,) = [x for x in found if x.kind == case.kind]
-    right = step(lambda q, k, v, **_: attend(q, k, v, case.right))
+    batch = {"tokens": tokens(LENGTH)} | given
+    sick = step(lambda q, k, v, **_: attend(q, k, v, mask))
+    own = of_kind(JaxSubject(sick, [batch], variables(), causal=name != "mask-lost"), kind)
+    right = step(lambda q, k, v, **_: attend(q, k, v, right_mask))
     cured = step(lambda q, k, v, **given: followed(own.remedy, given)(q, k, v))
     with jax.enable_x64(True):
         w = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), variables())
@@ -110,5 +92,5 @@ def test_arrays_without_a_known_layout_are_to_be_brought_into_one() -> None:
         return jnp.repeat(jax.nn.softmax(scores) @ v, HEADS, -1)
 
     batch = {"tokens": jnp.ones((BATCH, LENGTH), int)}
-    found, _ = examined(lambda: JaxSubject(model(attend), [batch], variables(), causal=True), "eager")
+    found, _ = examined(JaxSubject(model(attend), [batch], variables(), causal=True), "eager")
     assert 'Bring q, k and v to (B, S, H, D), and pass layout="bshd" to attnspan' in found[0].remedy

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax_patients import HEADS, LENGTH, SIZE, below, model, tokens, variables
+from jax_runner import as_users_do
+from jax_samples import HEADS, LENGTH, SIZE, below, model, plain, tokens, variables
 
 from attnspan.jax import attention
 from attnspan_lab.doctor.findings import Finding
@@ -18,7 +19,6 @@ from attnspan_lab.doctor.jax.subject import Traced
 from attnspan_lab.doctor.jax.watch import watched
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
-plain = jax.nn.dot_product_attention
 WIDTH = HEADS * SIZE
 
 
@@ -65,8 +65,7 @@ def found_in(attend: Any, **more: Any) -> list[Finding]:
         own = [w[k] for k in more]
         return model(lambda q, k, v: attend(q, k, v, *own))(w, tokens)
 
-    # The suite's own settings are stricter than a user's settings.
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+    with as_users_do():
         subject = JaxSubject(step, [{"tokens": tokens()}], w)
         traced = Traced.of(subject, subject.batches[0])
         watcher, _ = watched(traced, subject.size(subject.batches[0]))

@@ -2,7 +2,7 @@
 
 import argparse
 
-import patients
+import targets
 import torch
 
 
@@ -12,7 +12,7 @@ def main() -> None:
     parser.add_argument("--in-place", action="store_true")
     options = parser.parse_args()
     steps = options.steps
-    model, batches, _ = patients.sick_contiguous()
+    model, batches, _ = targets.copies()
     step = model
     if options.in_place:
         model.compile()

@@ -16,6 +16,7 @@ __all__ = [
     "Finding",
     "Kind",
     "merged",
+    "texts_of",
 ]
 
 
@@ -28,8 +29,9 @@ class Kind(NamedTuple):
 
 
 _FILE = Path(__file__).parent / "kinds.toml"
+_SAID = tomllib.loads(_FILE.read_text(encoding="utf-8"))
 #: All kinds of findings with their names, the most severe first.
-KINDS = {name: Kind(**said) for name, said in tomllib.loads(_FILE.read_text(encoding="utf-8")).items()}
+KINDS = {name: Kind(**{k: x for k, x in said.items() if isinstance(x, str)}) for name, said in _SAID.items()}
 
 # Findings of the compiler that limits count. A compilation that fails is no cost.
 _LIMITED = ("graph-break", "recompile", "recompile-limit")
@@ -108,6 +110,12 @@ class Diagnosis:
     cells: tuple[dict[str, str], ...] = ()
     seconds: float = 0.0
     complete: bool = True
+
+
+def texts_of(kind: str, case: str) -> tuple[str, str]:
+    """Return the cause and the remedy of a case of a kind. An empty text stands for the kind's own text."""
+    said = _SAID[kind][case]
+    return said.get("cause", ""), said.get("remedy", "")
 
 
 def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:

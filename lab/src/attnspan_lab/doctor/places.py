@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import re
 import sys
@@ -20,12 +21,15 @@ __all__ = [
     "is_direct",
     "is_installed",
     "is_users",
+    "is_users_class",
+    "line_of_class",
     "lines_here",
     "lines_in",
     "lines_of",
     "lines_of_error",
     "on_stack",
     "place_here",
+    "place_of",
     "raised_by_doctor",
 ]
 
@@ -71,6 +75,12 @@ class Place:
 def at(*places: Place | None) -> tuple[Place, ...]:
     """List the known places, each once."""
     return tuple(dict.fromkeys(x for x in places if x is not None))
+
+
+def place_of(line: str) -> Place:
+    """Read a line that is written as "file:line"."""
+    file, _, number = line.rpartition(":")
+    return Place(file, int(number))
 
 
 @cache
@@ -121,6 +131,27 @@ def lines_in(text: str) -> list[Place]:
 def lines_of_error(error: BaseException) -> list[Place]:
     """Find the user's lines in the traceback of an error, the innermost first."""
     return lines_in("".join(traceback.format_exception(error)))
+
+
+def is_users_class(kind: type) -> bool:
+    """Whether a class is defined in a file of the user's."""
+    try:
+        return is_users(inspect.getfile(kind))
+    except (TypeError, OSError):  # The class has no file.
+        return False
+
+
+def line_of_class(kind: type, pattern: str) -> Place | None:
+    """Find the first line of a class, or of its bases, that matches a pattern, in the user's code."""
+    for of in kind.__mro__:
+        try:
+            file, (lines, first) = inspect.getfile(of), inspect.getsourcelines(of)
+        except (OSError, TypeError):  # The class has no file.
+            continue
+        number = next((i for i, x in enumerate(lines, first) if re.search(pattern, x)), None)
+        if number is not None and is_users(file):
+            return Place(file, number, of.__name__)
+    return None
 
 
 def raised_by_doctor(text: str) -> Place | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["counted", "error_text", "first_line", "listed"]
+__all__ = ["counted", "dtype_name", "error_text", "first_line", "listed"]
 
 
 def counted(number: int, one: str, many: str = "") -> str:
@@ -16,6 +16,11 @@ def counted(number: int, one: str, many: str = "") -> str:
         ('1 finding', '2 queries')
     """
     return f"{number} {one if number == 1 else many or f'{one}s'}"
+
+
+def dtype_name(dtype: object) -> str:
+    """Name a dtype without its library."""
+    return str(dtype).removeprefix("torch.")
 
 
 def listed(items: Sequence[Any], most: int) -> str:

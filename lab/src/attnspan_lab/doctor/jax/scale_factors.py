@@ -12,7 +12,7 @@ from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.jax.values import RESHAPES, Value, is_float
 from attnspan_lab.doctor.jax.watch import Attention
 from attnspan_lab.doctor.places import is_installed
-from attnspan_lab.doctor.torch.numbers.scale_rules import UNKNOWN, Factor, Scale, scale_finding
+from attnspan_lab.doctor.scales import UNKNOWN, Factor, Scale, scale_finding
 
 __all__ = ["scale_findings", "unknown_scales"]
 

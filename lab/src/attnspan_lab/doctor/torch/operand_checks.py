@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from attnspan_lab.doctor.torch.decoding.no_cache import cache_findings
 from attnspan_lab.doctor.torch.decoding.own_key import own_key_findings
 from attnspan_lab.doctor.torch.decoding.prefill_parity import decode_findings
 from attnspan_lab.doctor.torch.decoding.state import state_findings
-from attnspan_lab.doctor.torch.isolation.axes import Axes
+from attnspan_lab.doctor.torch.isolation.axes import axis_findings
 from attnspan_lab.doctor.torch.isolation.cache_slots import slot_findings
 from attnspan_lab.doctor.torch.isolation.ignored_inputs import ignored_findings
 from attnspan_lab.doctor.torch.isolation.left_padding import left_padding_findings
@@ -47,15 +47,13 @@ class Wiring:
 
     Attributes:
         unused: A copy of the model that no call has changed, or None if the model cannot be copied.
-        axes: The check of axes.
         one_key, equal: Checks that need the calls of all batches.
-        done: Lines that have a finding, for each check.
+        done: Lines that have a finding or, for axes, were checked, for each check.
         read: Inputs that were examined: a result depends on them, or they have a finding.
         step: The step of the present batch, or None if it cannot be repeated.
     """
 
     unused: nn.Module | None = None
-    axes: Axes = field(default_factory=Axes)
     one_key: OneKey = field(default_factory=OneKey)
     equal: EqualQueries = field(default_factory=EqualQueries)
     done: dict[str, set[Place]] = field(default_factory=lambda: defaultdict(set))
@@ -97,48 +95,39 @@ class Wiring:
             return
         self.one_key.add(step)
         self.equal.add(step)
-        checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
-            ("inputs", lambda: ignored_findings(step, calls, coverage, self.read)),
-            ("axes", lambda: self.axes.findings(step, coverage)),
-            ("axes", lambda: softmax_findings(step, done["softmax"])),
-            ("samples", lambda: sample_findings(step, coverage, done["samples"])),
-            ("keys of another sequence", lambda: cross_findings(step, calls, done["cross"])),
-            ("scale of scores", lambda: scale_findings(step, coverage, done["scale"])),
-            ("loops of attention", lambda: loop_findings(step, calls, done["loop"])),
-            (
-                "padding that no sample needs",
-                lambda: needless_findings(step, calls, coverage, done["padding"]),
-            ),
-            ("empty slots of a cache", lambda: slot_findings(step, calls, done["slots"])),
-            ("repeated prefixes", lambda: cache_findings(step, done["no-cache"])),
-            ("digits of positions", lambda: counting_findings(step, coverage)),
-            ("rotary positions", lambda: rotary_findings(step, coverage, done["rope"])),
-        ]
-        padded = self.done["mask-lost"]
-        checks.append(("padding", lambda: padding_findings(step, calls, coverage, padded)))
-        if not leaks:
-            checks.append(("padding", lambda: alone_findings(step, calls, coverage, padded)))
-        own = self.done["causal-alignment"]
-        checks.append(("own keys", lambda: own_key_findings(step, calls, own)))
-        checks.append(("state", lambda: state_findings(step, coverage)))
+        padded, own = done["mask-lost"], done["causal-alignment"]
 
         def decoded() -> Iterator[Finding]:
             found = done["slots"] | own | done["causality-lost"] | padded
-            return decode_findings(step, coverage, explained=bool(found))
+            yield from decode_findings(step, coverage, explained=bool(found))
 
-        checks.append(("decoding", decoded))
-        if not leaks:
-            checks.append(("left padding", lambda: left_padding_findings(step, coverage)))
-        yield from self._made(checks, coverage)
+        yield from self._made(
+            coverage,
+            ("inputs", ignored_findings(step, calls, coverage, self.read)),
+            ("axes", axis_findings(step, coverage, done["axes"])),
+            ("axes", softmax_findings(step, done["softmax"])),
+            ("samples", sample_findings(step, coverage, done["samples"])),
+            ("keys of another sequence", cross_findings(step, calls, done["cross"])),
+            ("scale of scores", scale_findings(step, coverage, done["scale"])),
+            ("loops of attention", loop_findings(step, calls, done["loop"])),
+            ("padding that no sample needs", needless_findings(step, calls, coverage, done["padding"])),
+            ("empty slots of a cache", slot_findings(step, calls, done["slots"])),
+            ("repeated prefixes", cache_findings(step, done["no-cache"])),
+            ("digits of positions", counting_findings(step, coverage)),
+            ("rotary positions", rotary_findings(step, coverage, done["rope"])),
+            ("padding", padding_findings(step, calls, coverage, padded)),
+            ("padding", () if leaks else alone_findings(step, calls, coverage, padded)),
+            ("own keys", own_key_findings(step, calls, own)),
+            ("state", state_findings(step, coverage)),
+            ("decoding", decoded()),
+            ("left padding", () if leaks else left_padding_findings(step, coverage)),
+        )
 
     def last(self, coverage: Coverage) -> Iterator[Finding]:
         """Yield the findings on the calls of all batches."""
-        checks = [("keys", self.one_key.findings), ("queries", self.equal.findings)]
-        yield from self._made(checks, coverage)
+        yield from self._made(coverage, ("keys", self.one_key.findings()), ("queries", self.equal.findings()))
 
     @staticmethod
-    def _made(
-        checks: list[tuple[str, Callable[[], Iterator[Finding]]]], coverage: Coverage
-    ) -> Iterator[Finding]:
+    def _made(coverage: Coverage, *checks: tuple[str, Iterable[Finding]]) -> Iterator[Finding]:
         for topic, check in checks:
-            yield from guarded(topic, check(), coverage)
+            yield from guarded(topic, check, coverage)

@@ -26,7 +26,7 @@ from attnspan_lab.doctor.factory import (
     require_file,
 )
 from attnspan_lab.doctor.patched import patched
-from attnspan_lab.doctor.places import is_users
+from attnspan_lab.doctor.places import is_users_class
 from attnspan_lab.doctor.torch.cost.kept_graphs import detached
 from attnspan_lab.doctor.torch.isolation.declared import Declared, declared
 from attnspan_lab.doctor.torch.restored_state import State
@@ -190,19 +190,12 @@ def copied(x: Any) -> Any:
     """Copy a tensor or a cache of a batch, which a call may change."""
     if isinstance(x, Tensor):
         return x.clone()
-    if not isinstance(x, nn.Module) and not (hasattr(x, "__dict__") and _is_users(type(x))):
+    if not isinstance(x, nn.Module) and not (hasattr(x, "__dict__") and is_users_class(type(x))):
         return x
     try:
         return copy.deepcopy(x)
     except Exception:  # The object cannot be copied, so the call gets it as it is.
         return x
-
-
-def _is_users(kind: type) -> bool:
-    try:
-        return is_users(inspect.getfile(kind))
-    except (TypeError, OSError):
-        return False
 
 
 def _listed(batch: Any) -> list[Any]:

@@ -6,13 +6,11 @@ from collections.abc import Iterator
 
 from attnspan_lab.console import bytes_text
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.places import Place, at
+from attnspan_lab.doctor.places import Place, at, is_installed
 from attnspan_lab.doctor.torch.decoding.decode_runs import Runs
 from attnspan_lab.doctor.torch.recording.lineage import Node, cache_of
 
 __all__ = ["cat_findings"]
-
-_LIBRARIES = ("site-packages", "dist-packages")
 
 
 def cat_findings(runs: Runs) -> Iterator[Finding]:
@@ -21,28 +19,19 @@ def cat_findings(runs: Runs) -> Iterator[Finding]:
     Args:
         runs: A prefill and decode steps.
     """
-    group, before = runs.groups[-1], runs.made.attends[runs.groups[-2][-1].number]
-    if before is None:
+    found, start = dict[Node, Place](), runs.start(-1)
+    for attend in (runs.made.attends[x.number] for x in runs.groups[-1]):
+        for operand in (attend.key, attend.value) if attend else ():
+            node = operand and cache_of(operand, start)
+            if node and node.copies and node.place and not is_installed(node.place.file):
+                found[node] = node.place
+    if not found:
         return
-    found: dict[int, tuple[Node, Place]] = {}
-    place: Place | None = None
-    for call in group:
-        attend = runs.made.attends[call.number]
-        for operand in () if attend is None else (attend.key, attend.value):
-            node = None if operand is None else cache_of(operand, before.order)
-            if node is None or node.place is None or not node.copies or _is_installed(node.place):
-                continue
-            found[id(node)] = node, node.place
-            place = place or node.place
-    if place is None:
-        return
-    size = sum(x.value.numel() * x.value.element_size() for x, _ in found.values())
+    size = sum(x.value.numel() * x.value.element_size() for x in found)
     evidence = (
         f"the last decode step copies {bytes_text(size)} into {len(found)} new tensors, with "
         f"{sum(runs.lengths)} tokens in the cache",
     )
-    yield Finding("cache-cat", "Each decode step copies the whole cache here", at(place), evidence)
-
-
-def _is_installed(place: Place) -> bool:
-    return any(x in place.file for x in _LIBRARIES)
+    yield Finding(
+        "cache-cat", "Each decode step copies the whole cache here", at(*found.values())[:1], evidence
+    )

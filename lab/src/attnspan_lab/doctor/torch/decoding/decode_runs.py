@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +13,11 @@ from torch.utils._pytree import tree_map
 
 from attnspan_lab.doctor.torch.decoding.own_key import has_cache, key_of_last, longer
 from attnspan_lab.doctor.torch.masks.cross_attention import visible_in
-from attnspan_lab.doctor.torch.recording.calls import Call, CannotRun, Replace, Run, Step
-from attnspan_lab.doctor.torch.recording.lineage import Lineage
+from attnspan_lab.doctor.torch.recording.calls import Call, CannotRun, Run, Step
+from attnspan_lab.doctor.torch.recording.lineage import Attend, Lineage
 from attnspan_lab.doctor.torch.subject import Subject, copied
 
-__all__ = ["Runs", "runs_of", "starts"]
+__all__ = ["Pair", "Runs", "runs_of"]
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "past", "kv_cache", "caches", "cache")
 _STARTS, _POSITIONS = ("start_pos", "offset"), ("input_pos", "cache_position")
@@ -27,8 +25,28 @@ _STARTS, _POSITIONS = ("start_pos", "offset"), ("input_pos", "cache_position")
 _PLACES = ("position_ids", "positions")
 _STEPS = 3  # Decode steps that the doctor makes.
 
-#: Calls a model several times, and tells the number of tokens after each call.
-Drive = Callable[[Subject, Callable[[int], None]], dict[str, Tensor]]
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """An attention call of a decode step, and the prefill's call of the same layer.
+
+    Attributes:
+        layer: Number of the call in its step.
+        call, other: The two calls.
+        made, wanted: Their operands.
+        tokens: Number of the step's last token in each call.
+        sizes: Number of tokens of each call.
+        start: Order of the last function before the step's calls.
+    """
+
+    layer: int
+    call: Call
+    other: Call
+    made: Attend
+    wanted: Attend
+    tokens: tuple[int, int]
+    sizes: tuple[int, int]
+    start: int
 
 
 @dataclass(eq=False)
@@ -54,10 +72,24 @@ class Runs:
     how: str
     run: Run | None
 
-    def repeat(self, replace: Replace) -> Runs:
-        """Decode again with other results of attention calls."""
-        steps = self.steps.again(run=self.run, replace=replace)
-        return dataclasses.replace(self, steps=steps)
+    def start(self, number: int) -> int:
+        """Return the order of the last function before the calls of a group."""
+        before = self.made.attends[self.groups[number - 1][-1].number]
+        return 0 if before is None else before.order
+
+    def pairs(self) -> Iterator[Pair]:
+        """Yield the calls of all decode steps, layer by layer, until operands are unknown."""
+        for layer in range(len(self.groups[0])):
+            for number in range(1, len(self.groups)):
+                call, other = self.groups[number][layer], self.whole.calls[layer]
+                made, wanted = self.made.attends[call.number], self.wanted.attends[layer]
+                if made is None or wanted is None:
+                    return
+                many, start = self.lengths[number], self.start(number)
+                # A library may pack heads in another way for one query.
+                if made.query.value.shape[-2] == many:
+                    tokens = many - 1, sum(self.lengths[: number + 1]) - 1
+                    yield Pair(layer, call, other, made, wanted, tokens, (many, self.size), start)
 
 
 def runs_of(step: Step) -> Runs | None:
@@ -76,11 +108,11 @@ def runs_of(step: Step) -> Runs | None:
         if names:
             raise CannotRun("the model has an encoder and a decoder")
         return None
-    length, lengths = found[1].shape[1], [x[0].rows.shape[-2] for x in groups]
-    decodes = any(_more_keys(x) for group in groups[1:] for x in group)
+    length, lengths = found[1].shape[1], [x[0].q_len for x in groups]
+    decodes = any(x.k_len > x.q_len for group in groups[1:] for x in group)
     if decodes and sum(lengths) == length:
         return _inside(step, lengths, found[1].shape[:2])
-    grows = all(_keys(y) >= sum(lengths[: i + 1]) for i, x in enumerate(groups) for y in x)
+    grows = all(y.k_len >= sum(lengths[: i + 1]) for i, x in enumerate(groups) for y in x)
     if decodes and lengths[0] == length and grows:
         raise CannotRun("the model decodes tokens that are not in the batch")
     if names and step.calls and not _sees_later(step):
@@ -93,27 +125,18 @@ def runs_of(step: Step) -> Runs | None:
 def _groups(calls: list[Call]) -> list[list[Call]]:
     """Cut calls where the model starts again with its first layer."""
 
-    def again(x: Call) -> bool:
+    def starts(x: Call) -> bool:
         first = calls[0]
-        own = first.modules[-1] if first.modules else ""
-        return x.modules == first.modules and x.turns.get(own, 0) > first.turns.get(own, 0)
+        return x.q_len != first.q_len or (x.modules == first.modules and x.turns != first.turns)
 
-    numbers = range(1, len(calls))
-    many = next(
-        (i for i in numbers if calls[i].rows.shape[-2] != calls[0].rows.shape[-2] or again(calls[i])),
-        len(calls),
-    )
-    found = [calls[i : i + many] for i in range(0, len(calls), many or 1)]
-    same = all(len(x) == many and len({y.rows.shape[-2] for y in x}) == 1 for x in found)
+    many = next((i for i, x in enumerate(calls) if starts(x)), len(calls))
+    found = _cut(calls, many)
+    same = all(len(x) == many and len({y.q_len for y in x}) == 1 for x in found)
     return found if same else []
 
 
-def _keys(call: Call) -> int:
-    return int(call.given["key"].shape[-2] if call.is_torchs else call.rows.shape[-1])
-
-
-def _more_keys(call: Call) -> bool:
-    return _keys(call) > call.rows.shape[-2]
+def _cut(calls: list[Call], many: int) -> list[list[Call]]:
+    return [calls[i : i + many] for i in range(0, len(calls), many or 1)]
 
 
 def _sees_later(step: Step) -> bool:
@@ -135,31 +158,25 @@ def _inside(step: Step, lengths: list[int], shape: Any) -> Runs:
     raise CannotRun(why)
 
 
-def _runs(step: Step, short: Any, long: Any, how: str, drive: Drive | None = None) -> Runs:
+def _runs(
+    step: Step, short: Any, long: Any, how: str, run: Run | None = None, lengths: list[int] | None = None
+) -> Runs:
+    """Run a batch with decode steps, in one call or by a function, and a batch that is one prefill."""
     made, wanted = Lineage(step.lines), Lineage(step.lines)
-    parts: list[tuple[int, int]] = []  # Tokens of each driven call, and attention calls so far.
-
-    def run(own: Subject) -> dict[str, Tensor]:
-        assert drive is not None
-        return drive(own, lambda many: parts.append((many, len(made.attends))))
-
-    steps = step.again(short, run=run if drive else None, mode=made)
-    groups, lengths = _groups(steps.calls), [many for many, _ in parts]
-    if drive is not None:
-        edges = [0, *(calls for _, calls in parts)]
-        groups = [steps.calls[i:j] for i, j in itertools.pairwise(edges)]
+    steps, whole = step.again(short, run=run, mode=made), step.again(long, mode=wanted)
+    if lengths is not None:
+        first, groups = whole.calls, _cut(steps.calls, len(whole.calls))
     else:
-        lengths = [x[0].rows.shape[-2] for x in groups]
-    whole = step.again(long, mode=wanted)
-    first = whole.calls if drive is not None else next(iter(_groups(whole.calls)), [])
-    if len(groups) < 2 or not first or {len(x) for x in groups} != {len(first)}:
+        first, groups = next(iter(_groups(whole.calls)), []), _groups(steps.calls)
+        lengths = [x[0].q_len for x in groups]
+    if len(groups) < 2 or len(groups) != len(lengths) or {len(x) for x in groups} != {len(first)}:
         raise CannotRun("the attention calls of prefill and decode steps differ in number")
     if len(made.attends) != len(steps.calls) or len(wanted.attends) != len(whole.calls):
         raise CannotRun("the doctor cannot see all operands of attention")
-    size = first[0].rows.shape[-2]
+    size = first[0].q_len
     if size < sum(lengths):
         raise CannotRun("no batch is a prefill of all its tokens")
-    return Runs(steps, whole, made, wanted, groups, lengths, size, how, run if drive else None)
+    return Runs(steps, whole, made, wanted, groups, lengths, size, how, run)
 
 
 def _driven(step: Step, names: list[str], shape: Any) -> Runs | None:
@@ -174,26 +191,26 @@ def _driven(step: Step, names: list[str], shape: Any) -> Runs | None:
         raise CannotRun("the batch has padding behind its tokens")
     named |= {x: _places(subject, step, shape) for x in _PLACES if x in subject.parameters and x not in named}
     steps = min(_STEPS, length - 2)
+    lengths = [length - steps, *[1] * steps]
     given = _given(subject, names, named)
 
-    def drive(own: Subject, called: Callable[[int], None]) -> dict[str, Tensor]:
-        found: list[dict[str, Tensor]] = []
+    def run(own: Subject) -> dict[str, Tensor]:
+        found, stop = list[dict[str, Tensor]](), 0
         kept: dict[str, Any] = tree_map(copied, {k: named[k] for k in _CACHES if named.get(k) is not None})
-        stops = [length - steps, *range(length - steps + 1, length + 1)]
-        for start, stop in zip([0, *stops], stops, strict=False):
+        for many in lengths:
+            start, stop = stop, stop + many
             batch = _part({k: x for k, x in named.items() if k not in kept}, shape, start, stop)
             out = own.model(**{**batch, **_at(given, named, start, stop), **kept})
             kept |= _returned(out, names)
-            if start == 0 and not kept and not set(names) & {*_STARTS, *_POSITIONS}:
+            if not kept and not set(names) & {*_STARTS, *_POSITIONS}:
                 raise CannotRun(f"the model takes {names[0]}, and its results have no cache")
             found.append(own.results(out, {}))
-            called(stop - start)
-        rows = [k for k, x in found[0].items() if x.shape[:2] == (shape[0], length - steps)]
+        rows = [k for k, x in found[0].items() if x.shape[:2] == (shape[0], lengths[0])]
         return {k: torch.cat([x[k] for x in found], 1) for k in rows if all(k in x for x in found)}
 
     whole = {**named, **_at(given, named, 0, length)} if not set(names) & set(_CACHES) else named
     how = f"with {', '.join(sorted({*names, *given}))}"
-    return _runs(step, step.batch, whole, how, drive)
+    return _runs(step, step.batch, whole, how, run, lengths)
 
 
 def _given(subject: Subject, names: list[str], named: Mapping[str, Any]) -> set[str]:
@@ -215,14 +232,9 @@ def _places(subject: Subject, step: Step, shape: Any) -> Tensor:
 
 
 def _at(given: set[str], named: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
-    made: dict[str, Any] = {"use_cache": True} if "use_cache" in given else {}
-    for name in given - {"use_cache"}:
-        if name in _POSITIONS:
-            made[name] = torch.arange(start, stop)
-        else:
-            first = named.get(name)
-            made[name] = start if first is None else first + start
-    return made
+    made = {x: start if named.get(x) is None else named[x] + start for x in given & set(_STARTS)}
+    made |= {x: torch.arange(start, stop) for x in given & set(_POSITIONS)}
+    return made | ({"use_cache": True} if "use_cache" in given else {})
 
 
 def _returned(out: Any, names: list[str]) -> dict[str, Any]:
@@ -248,22 +260,16 @@ def _named(subject: Subject, batch: Any) -> dict[str, Any]:
 
 def _part(batch: Mapping[str, Any], shape: Any, start: int, stop: int) -> dict[str, Any]:
     """Take tokens of a batch, with the entries of masks for all tokens up to the last one."""
-    size, found = tuple(shape), dict[str, Any]()
-    for name, x in batch.items():
+    rows, length = shape
+
+    def part(name: str, x: Any) -> Any:
         if not isinstance(x, Tensor):
-            found[name] = x
-        elif x.dim() > 2 and x.shape[-2:] == (size[1], size[1]):
-            found[name] = x[..., start:stop, :stop]
-        elif tuple(x.shape[:2]) == size:
-            found[name] = x[:, :stop] if "mask" in name else x[:, start:stop]
-        elif x.dim() in (1, 3) and x.shape[-1] == size[1] and (x.dim() == 1 or x.shape[1] == size[0]):
-            found[name] = x[..., start:stop]
-        else:
-            found[name] = x
-    return found
+            return x
+        if x.dim() > 2 and x.shape[-2:] == (length, length):
+            return x[..., start:stop, :stop]
+        if x.shape[:2] == shape:
+            return x[:, :stop] if "mask" in name else x[:, start:stop]
+        has_tokens = x.shape == (length,) or (x.dim() == 3 and x.shape[1:] == (rows, length))
+        return x[..., start:stop] if has_tokens else x
 
-
-def starts(runs: Runs) -> Iterator[tuple[int, int]]:
-    """Yield the number of each decode step, and the number of its first token."""
-    for number in range(1, len(runs.groups)):
-        yield number, sum(runs.lengths[:number])
+    return {k: part(k, x) for k, x in batch.items()}

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, at
+from attnspan_lab.doctor.torch.masks.forms import distance
 from attnspan_lab.doctor.torch.recording.calls import Call, Step
+from attnspan_lab.doctor.torch.recording.differences import SAME
 from attnspan_lab.doctor.words import counted
 
 __all__ = ["cache_findings"]
 
 _FEWEST = 3  # calls in a row that grow. Two calls may be two different uses of a layer.
-_ROUNDING = 1e-4
 
 
 def cache_findings(step: Step, done: set[Place]) -> Iterator[Finding]:
@@ -41,8 +42,8 @@ def cache_findings(step: Step, done: set[Place]) -> Iterator[Finding]:
         if min(map(len, layers)) < _FEWEST:
             continue
         done.add(place)
-        computed = sum(x.rows.shape[-2] for x in calls)
-        needed = sum(own[-1].rows.shape[-2] for own in layers)
+        computed = sum(x.q_len for x in calls)
+        needed = sum(own[-1].q_len for own in layers)
         evidence = (
             f"{counted(len(calls), 'call')} compute {computed} rows of queries, and {needed} are needed",
             f"lengths of one layer: {_lengths(layers[0])}",
@@ -53,26 +54,21 @@ def cache_findings(step: Step, done: set[Place]) -> Iterator[Finding]:
 
 
 def _lengths(calls: list[Call]) -> str:
-    sizes = [str(x.rows.shape[-2]) for x in calls]
+    sizes = [str(x.q_len) for x in calls]
     return ", ".join(sizes if len(sizes) < 7 else [*sizes[:3], "...", sizes[-1]])
 
 
 def _grows(call: Call, following: Call) -> bool:
     """Whether a call has the same queries, keys and results as the call before, and more behind them."""
-    if call.is_torchs != following.is_torchs or call.rows.shape[-2] >= following.rows.shape[-2]:
-        return False
-    size = call.rows.shape[-2]
-    if not call.is_torchs:
-        pairs = (call.rows, following.rows), (call.result, following.result)
-        return call.rows.shape[-1] == size and all(_begins(a, b[..., :size]) for a, b in pairs)
-    same = all(_begins(call.given[x], following.given[x]) for x in ("query", "key", "value"))
-    return same and call.given["key"].shape[-2] == size and _begins(call.result, following.result)
+    return (
+        call.is_torchs == following.is_torchs
+        and call.k_len == call.q_len < following.q_len
+        and all(_begins(call.given[x], following.given[x]) for x in call.operands)
+        and _begins(call.result, following.result)
+    )
 
 
 def _begins(x: Tensor, longer: Tensor) -> bool:
-    longer = longer[..., : x.shape[-2], :]
-    if x.shape != longer.shape:
-        return False
-    near = x.isfinite() & longer.isfinite()
-    off = (x - longer)[near].abs().max() if bool(near.any()) else torch.zeros(())
-    return torch.equal(x.isfinite(), longer.isfinite()) and bool(off <= _ROUNDING * x[near].abs().max())
+    longer = longer[..., : x.shape[-2], : x.shape[-1]]
+    same = x.shape == longer.shape and torch.equal(x.isfinite(), longer.isfinite())
+    return same and distance(longer, x) <= SAME

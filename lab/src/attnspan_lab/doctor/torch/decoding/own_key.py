@@ -15,12 +15,10 @@ from attnspan_lab.doctor.torch.isolation.axes import source_of
 from attnspan_lab.doctor.torch.masks.cross_attention import visible_in
 from attnspan_lab.doctor.torch.masks.forms import distance
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
-from attnspan_lab.doctor.torch.recording.calls import Call, CannotRun, Step, noise, sdpa
+from attnspan_lab.doctor.torch.recording.calls import Call, CannotRun, Step, changed_tokens
+from attnspan_lab.doctor.torch.recording.differences import SAME
 
-__all__ = ["SAME", "has_cache", "key_of_last", "longer", "own_key_findings"]
-
-#: Results with a larger relative difference are not equal.
-SAME = 1e-4
+__all__ = ["has_cache", "key_of_last", "longer", "own_key_findings"]
 
 
 def own_key_findings(step: Step, calls: list[Attention], done: set[Place]) -> Iterator[Finding]:
@@ -47,7 +45,7 @@ def own_key_findings(step: Step, calls: list[Attention], done: set[Place]) -> It
 
 def has_cache(call: Call) -> bool:
     """Whether a call of torch's function has more keys than queries."""
-    return call.is_torchs and call.given["key"].shape[-2] > call.given["query"].shape[-2]
+    return call.is_torchs and call.k_len > call.q_len
 
 
 def _last(visible: Tensor) -> int:
@@ -58,66 +56,55 @@ def _last(visible: Tensor) -> int:
 
 def key_of_last(step: Step, call: Call) -> int | None:
     """Find the key that is made from the token of the last query, by changing the token."""
-    source, q_len = source_of(step, call), call.rows.shape[-2]
+    source = source_of(step, call)
     if source is None or not call.is_torchs:
         return None
 
     def change(x: Tensor) -> Tensor:
-        if x.shape[1] != q_len:
-            return x
-        x = x.clone()
-        x[:, -1:] += noise(x[:, -1:])
-        return x
+        return torch.cat([x[:, :-1], changed_tokens(x[:, -1:])], 1) if x.shape[1] == call.q_len else x
 
     again = step.again(inject=(source, change), turn=call.turns[source])
     if len(again.calls) != len(step.calls):
         return None
-    found = []
-    for name in ("query", "key"):
-        a, b = call.given[name], again.calls[call.number].given[name]
-        if a.shape != b.shape:
-            return None
-        found.append((a != b).any(-1).flatten(0, -2).any(0).nonzero().flatten().tolist())
-    queries, keys = found
-    return keys[0] if queries == [q_len - 1] and len(keys) == 1 else None
+    other = again.calls[call.number].given
+    pairs = [(call.given[x], other[x]) for x in ("query", "key")]
+    if any(a.shape != b.shape for a, b in pairs):
+        return None
+    queries, keys = ((a != b).any(-1).flatten(0, -2).any(0).nonzero().flatten().tolist() for a, b in pairs)
+    return int(keys[0]) if queries == [call.q_len - 1] and len(keys) == 1 else None
 
 
 def _finding(step: Step, call: Call, own: int, last: int, calls: list[Attention]) -> Finding | None:
     """Write the finding. A module that hides the own key from all queries does so on purpose."""
-    source, k_len = source_of(step, call), call.given["key"].shape[-2]
-    sizes = call.rows.shape[-2], k_len
-    others = [x for x in step.calls if source_of(step, x) == source and not has_cache(x)]
-    seen = [
-        bool(visible[:, -1, key].all())
-        for x in others[:1]
-        if (visible := visible_in(x)) is not None and (key := key_of_last(step, x)) is not None
-    ]
-    if seen == [False]:
+    source = source_of(step, call)
+    other = next((x for x in step.calls if source_of(step, x) == source and not has_cache(x)), None)
+    visible = None if other is None else visible_in(other)
+    key = None if other is None or visible is None else key_of_last(step, other)
+    shows = None if visible is None or key is None else bool(visible[:, -1, key].all())
+    if shows is False:
         return None
     upto = f"keys up to {last}" if last >= 0 else "no key"
-    evidence = [f"the last query of this call sees {upto}, and its own key is {own} of {k_len}"]
-    if seen:
-        evidence.append(f"the call at {others[0].place} shows queries their own keys")
-    tried, proven = "", False
+    evidence = [f"the last query of this call sees {upto}, and its own key is {own} of {call.k_len}"]
+    if shows and other is not None:
+        evidence.append(f"the call at {other.place} shows queries their own keys")
     try:
         tried, proven = _tried(step, call, own - last)
     except CannotRun as error:
-        tried = f"a longer row, for a comparison without the cache, is not possible: {error}"
-    if not seen and not proven and not step.subject.is_causal:
+        tried, proven = f"a longer row, for a comparison without the cache, is not possible: {error}", False
+    if not shows and not proven and not step.subject.is_causal:
         return None
+    sizes = call.q_len, call.k_len
     masks = [x.mask[1] for x in calls if x.place == call.place and x.mask and (x.q[-2], x.k[-2]) == sizes]
+    what, places = "A query of a decode step does not see its own key here", at(call.place, *masks[:1])
     severity = "" if proven else "note"
-    what = "A query of a decode step does not see its own key here"
-    return Finding(
-        "own-key", what, at(call.place, *masks[:1]), tuple(evidence), tried=tried, severity=severity
-    )
+    return Finding("own-key", what, places, tuple(evidence), tried=tried, severity=severity)
 
 
 def _tried(step: Step, call: Call, offset: int) -> tuple[str, bool]:
     """Show the own keys, and compare with the same tokens at the front of a longer row, without the cache."""
     found = step.subject.tokens(step.batch)
     source = source_of(step, call)
-    decoded = sum(x.rows.shape[-2] for x in step.calls if source_of(step, x) == source and has_cache(x))
+    decoded = sum(x.q_len for x in step.calls if source_of(step, x) == source and has_cache(x))
     if found is None or not decoded:
         return "", False
     shape = found[1].shape[:2]
@@ -132,10 +119,9 @@ def _tried(step: Step, call: Call, offset: int) -> tuple[str, bool]:
     before, after = (
         max(distance(x.results[k], wanted.results[k][:, : shape[1]]) for k in rows) for x in (step, shown)
     )
-    if not after < SAME < before:
-        return f"with the own key visible, results differ from those without a cache by {after:.1e}", False
     text = f"with the own key visible, results differ from those without a cache by {after:.1e}"
-    return f"{text} instead of {before:.1e} (relative)", True
+    proven = after < SAME < before
+    return f"{text} instead of {before:.1e} (relative)" if proven else text, proven
 
 
 def longer(batch: Any, shape: Any, many: int) -> Any:
@@ -150,17 +136,15 @@ def longer(batch: Any, shape: Any, many: int) -> Any:
 
 def _mended(call: Call, offset: int) -> Tensor | None:
     """Compute a call in which each query also sees the keys behind its last one, up to its own."""
-    visible, given = visible_in(call), call.given
+    visible, mask = visible_in(call), call.given.get("attn_mask")
     if visible is None:
         return None
-    q_len, k_len = visible.shape[1:]
-    own = _last(visible) + offset + torch.arange(q_len) - q_len + 1
-    index = torch.arange(k_len)
+    index = torch.arange(call.k_len)
+    own = _last(visible) + offset + torch.arange(call.q_len) - call.q_len + 1
     last = torch.where(visible, index, -1).amax(-1, keepdim=True)
     new = (index > last) & (index <= own[:, None])
-    mask = given.get("attn_mask")
     if mask is None or mask.dtype == torch.bool:
         shown = (visible | new)[:, None]
     else:
-        shown = mask.expand(*given["query"].shape[:-1], k_len).masked_fill(new[:, None], 0)
-    return sdpa(**{**given, "attn_mask": shown, "is_causal": False, "dropout_p": 0.0})
+        shown = mask.expand(*call.rows.shape[:-1], call.k_len).masked_fill(new[:, None], 0)
+    return call.result_of(attn_mask=shown, is_causal=False)

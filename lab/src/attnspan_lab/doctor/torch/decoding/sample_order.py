@@ -6,24 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.findings import Finding, texts_of
 from attnspan_lab.doctor.places import Place, at
 from attnspan_lab.doctor.torch.masks.forms import distance
 from attnspan_lab.doctor.torch.recording.calls import CannotRun, Step
-from attnspan_lab.doctor.torch.recording.trace import Trace, apart, first_difference, forward_line
+from attnspan_lab.doctor.torch.recording.trace import apart, first_difference, forward_line, traced
 
 __all__ = ["placed_findings"]
-
-_CAUSE = (
-    "A tensor is indexed by the number of the sample, for example a table of positions that is cut with "
-    "x.size(0), although dim 0 is the batch"
-)
-_REMEDY = (
-    "Read positions along the axis of the tokens: table[:, :x.size(1)] for x of shape (B, S, C) and a table "
-    "(1, S, C). For a table (S, 1, C): table[:x.size(1)].transpose(0, 1)"
-)
 
 
 def placed_findings(step: Step, rows: int, length: int, done: set[Place]) -> Iterator[Finding]:
@@ -43,7 +34,7 @@ def placed_findings(step: Step, rows: int, length: int, done: set[Place]) -> Ite
     pairs = [(x, y.flip(0)) for x, y in found if y is not None and y.shape == x.shape]
     if not any(apart(x, y) for x, y in pairs) or step.differs(step.again()) > 0:
         return
-    traces = [_traced(step, x) for x in (step.batch, batch)]
+    traces = [traced(step, x)[1] for x in (step.batch, batch)]
     if any(x.draws for x in traces):
         raise CannotRun("the model draws random numbers in evaluation mode")
 
@@ -64,18 +55,12 @@ def placed_findings(step: Step, rows: int, length: int, done: set[Place]) -> Ite
     if guilty is not None:
         evidence.append(f"the first operator whose rows depend on the order: {guilty.name}")
     what = "A sample's results depend on its place in the batch"
-    yield Finding("sample-axis", what, at(place), tuple(evidence), _CAUSE, _REMEDY)
+    yield Finding("sample-axis", what, at(place), tuple(evidence), *texts_of("sample-axis", "order"))
 
 
 def _has_samples(x: Tensor, rows: int) -> bool:
     """Whether a result has a row for each sample. Scores of all pairs of samples (B, B) do not count."""
     return x.dim() > 0 and len(x) == rows and x.shape != (rows, rows)
-
-
-def _traced(step: Step, batch: Any) -> Trace:
-    trace = Trace(x for x in tree_leaves(batch) if isinstance(x, Tensor))
-    step.again(batch, mode=trace)
-    return trace
 
 
 def _reversed(batch: Any, rows: int, length: int) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.places import Place, at, is_users, place_here
-from attnspan_lab.doctor.torch.decoding.own_key import SAME
-from attnspan_lab.doctor.torch.masks.forms import distance
+from attnspan_lab.doctor.places import Place, at, is_installed, is_users_class, line_of_class, place_here
 from attnspan_lab.doctor.torch.recording.calls import Step, changed_tokens
+from attnspan_lab.doctor.torch.recording.differences import difference
 from attnspan_lab.doctor.torch.recording.lineage import Lineage
 from attnspan_lab.doctor.torch.recording.operators import storage
 from attnspan_lab.doctor.torch.subject import Subject
@@ -26,15 +25,13 @@ from attnspan_lab.doctor.torch.subject import Subject
 __all__ = ["state_findings"]
 
 _TOPIC = "state"
-_ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _OF_MODULE = {*vars(nn.Module()), "_buffers"}
 _RESET = re.compile(r"^(reset|clear|empty|flush)")
 #: Code behind the name of a list, a dict or a number that changes it.
 _CHANGES = r"(\[[^=]*\]\s*=(?!=)|\.(append|extend|update|insert|setdefault)\(|\s*[-+*/|]=)"
-
-
 #: Stands for the value of an attribute that a call makes.
 _ABSENT = "not set"
+_KEEPERS = (Tensor, list, dict)
 
 
 @dataclass(eq=False)
@@ -45,8 +42,8 @@ class _Slot:
     owner: Any
     space: Any
     key: Any
-    value: Any
-    kept: Any
+    value: Any = _ABSENT
+    kept: Any = _ABSENT
 
     @property
     def now(self) -> Any:
@@ -58,7 +55,7 @@ class _Slot:
             self.space.pop(self.key, None)
             return
         kept, value = copy.deepcopy(self.kept), self.value
-        if isinstance(value, Tensor) and isinstance(kept, Tensor) and value.shape == kept.shape:
+        if isinstance(value, Tensor) and value.shape == kept.shape:
             value.copy_(kept)
         elif isinstance(value, list):
             value[:] = kept
@@ -92,107 +89,103 @@ def state_findings(step: Step, coverage: Coverage) -> Iterator[Finding]:
 
 
 def _examined(own: Subject, step: Step, lineage: Lineage, coverage: Coverage) -> Iterator[Finding]:
-    def results(batch: Any) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        return {k: x.detach().clone() for k, x in own.results(own.call(own.model, batch), {}).items()}
+    def behind_others(slots: list[_Slot], restored: list[_Slot]) -> dict[str, Tensor]:
+        """Run the batch behind other tokens. Restore variables before the two calls, and between them."""
+        for x in slots:
+            x.restore()
+        _run_others(own, step.batch)
+        for x in restored:
+            x.restore()
+        return _results(own, step.batch)
 
     slots = _slots(own.model)
     with _assignments() as assigned:
-        _call_first(own, step.batch, results)
-        again = results(step.batch)
+        again = behind_others([], [])
     if not _apart(again, step.results):
         coverage.made(_TOPIC, "a batch gives the same results behind another batch")
         return
-    known = {(id(x.space), x.key) for x in slots}
-    made = [x for x in _variables(own.model) if (id(x[2]), x[3]) not in known and isinstance(x[1], nn.Module)]
-    slots += [_Slot(*x, _ABSENT, _ABSENT) for x in made]
-    changed = [x for x in slots if not _same(x.kept, x.now)]
-
-    def restored(some: list[_Slot]) -> dict[str, Tensor]:
-        for x in slots:
-            x.restore()
-        _call_first(own, step.batch, results)
-        for x in some:
-            x.restore()
-        return results(step.batch)
-
-    right = restored(slots)
-    if _apart(right, restored(slots)) or not _apart(again, right):
-        coverage.missed(
-            _TOPIC, "results are random in evaluation mode, or depend on state that the doctor cannot see"
-        )
+    slots |= {k: x for k, x in _variables(own.model) if k not in slots and isinstance(x.owner, nn.Module)}
+    every = list(slots.values())
+    changed = [x for x in every if not _same(x.kept, x.now)]
+    right = behind_others(every, every)
+    if _apart(right, behind_others(every, every)) or not _apart(again, right):
+        why = "results are random in evaluation mode, or depend on state that the doctor cannot see"
+        coverage.missed(_TOPIC, why)
         return
-    for slot in changed:
-        if not _apart(restored([slot]), right):
-            coverage.made(_TOPIC, "a batch alone was compared with the batch behind another one")
-            yield _finding(own.model, slot, again, right, _place(slot, lineage, assigned))
-            return
-    coverage.missed(_TOPIC, "results depend on earlier calls, and no single attribute explains it")
+    slot = next((x for x in changed if not _apart(behind_others(every, [x]), right)), None)
+    if slot is None:
+        coverage.missed(_TOPIC, "results depend on earlier calls, and no single attribute explains it")
+        return
+    coverage.made(_TOPIC, "a batch alone was compared with the batch behind another one")
+    yield _finding(own.model, slot, _apart(again, right), _place(slot, lineage, assigned))
 
 
-def _call_first(own: Subject, batch: Any, results: Callable[[Any], Any]) -> None:
+def _results(own: Subject, batch: Any) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {k: x.detach().clone() for k, x in own.results(own.call(own.model, batch), {}).items()}
+
+
+def _run_others(own: Subject, batch: Any) -> None:
     """Call the model with other tokens, or with the same tokens if it does not run with others."""
     found = own.tokens(batch)
     try:
-        results(batch if found is None else own.with_tokens(batch, found[0], changed_tokens(found[1])))
+        _results(own, batch if found is None else own.with_tokens(batch, found[0], changed_tokens(found[1])))
     except Exception:
-        results(batch)
+        _results(own, batch)
 
 
-def _apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """Return the largest relative difference of results, or 0 if it is only rounding."""
-    most = 0.0
-    for name, x in one.items():
-        y = other.get(name)
-        error = distance(x, y) if y is not None and x.shape == y.shape else float("inf")
-        most = max(most, error if error > _ROUNDING.get(x.dtype, SAME) else 0.0)
-    return most
+def _apart(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    return difference(wanted, found, beyond_rounding=True)
 
 
-def _slots(model: nn.Module) -> list[_Slot]:
-    found: list[_Slot] = []
+def _slots(model: nn.Module) -> dict[tuple[int, Any], _Slot]:
+    """Keep the contents of all variables."""
+    found: dict[tuple[int, Any], _Slot] = {}
     memo: dict[int, Any] = {}
-    for name, owner, space, key in _variables(model):
-        value = space[key]
+    for where, slot in _variables(model):
+        value = slot.space[slot.key]
         try:
-            found.append(_Slot(name, owner, space, key, value, copy.deepcopy(value, memo)))
+            found[where] = replace(slot, value=value, kept=copy.deepcopy(value, memo))
         except Exception:  # The object cannot be copied, such as a generator.
             continue
     return found
 
 
-def _variables(model: nn.Module) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield the name, the owner, the namespace and the key of each variable that a call may change."""
-    classes: dict[type, str] = {}
+def _variables(model: nn.Module) -> Iterator[tuple[tuple[int, Any], _Slot]]:
+    """Yield each variable that a call may change, without its contents, and its place in memory."""
+    for x in (*_of_modules(model), *_of_classes(model)):
+        yield (id(x.space), x.key), x
+
+
+def _of_modules(model: nn.Module) -> Iterator[_Slot]:
     for path, module in model.named_modules():
-        start = f"{path}." if path else ""
-        own = [x for x in vars(module) if x not in _OF_MODULE and not callable(vars(module)[x])]
-        yield from ((f"{start}{x}", module, vars(module), x) for x in own)
-        yield from (
-            (f"{start}{x}", module, module._buffers, x) for x, y in module._buffers.items() if y is not None
-        )
-        classes |= {x: path for x in type(module).__mro__ if _is_users(x)}
-    for kind in classes:
+        own = [k for k, x in vars(module).items() if k not in _OF_MODULE and not callable(x)]
+        buffers = [k for k, x in module._buffers.items() if x is not None]
+        for space, names in ((vars(module), own), (module._buffers, buffers)):
+            yield from (_Slot(f"{path}.{x}".lstrip("."), module, space, x) for x in names)
+
+
+def _of_classes(model: nn.Module) -> Iterator[_Slot]:
+    """Yield attributes of the user's classes, and default arguments and global variables of their methods."""
+    for kind in _users_classes(model):
         for key, x in list(vars(kind).items()):
-            if not key.startswith("__") and isinstance(x, (Tensor, list, dict)):
-                yield f"{kind.__name__}.{key}", kind, vars(kind), key
-            if inspect.isfunction(x):
-                defaults = x.__defaults__ or ()
-                names = x.__code__.co_varnames[: x.__code__.co_argcount][-len(defaults) :]
-                for i, (name, y) in enumerate(zip(names, defaults, strict=False)):
-                    if isinstance(y, (Tensor, list, dict)):
-                        yield f"{key}'s default argument {name}", kind, defaults, i
-                used = (
-                    n for n in x.__code__.co_names if isinstance(x.__globals__.get(n), (Tensor, list, dict))
-                )
-                yield from ((n, kind, x.__globals__, n) for n in used)
+            if not key.startswith("__") and isinstance(x, _KEEPERS):
+                yield _Slot(f"{kind.__name__}.{key}", kind, vars(kind), key)
+            if not inspect.isfunction(x):
+                continue
+            values, code = x.__defaults__ or (), x.__code__
+            names = code.co_varnames[: code.co_argcount][-len(values) :]
+            for i, (name, value) in enumerate(zip(names, values, strict=False)):
+                if isinstance(value, _KEEPERS):
+                    yield _Slot(f"{key}'s default argument {name}", kind, values, i)
+            used = (n for n in code.co_names if isinstance(x.__globals__.get(n), _KEEPERS))
+            yield from (_Slot(n, kind, x.__globals__, n) for n in used)
 
 
-def _is_users(kind: type) -> bool:
-    try:
-        return is_users(inspect.getfile(kind)) and "site-packages" not in inspect.getfile(kind)
-    except (TypeError, OSError):
-        return False
+def _users_classes(model: nn.Module) -> dict[type, None]:
+    """List the classes of a model's modules that are the user's, without installed libraries."""
+    kinds = dict.fromkeys(kind for x in model.modules() for kind in type(x).__mro__ if is_users_class(kind))
+    return {x: None for x in kinds if not is_installed(inspect.getfile(x))}
 
 
 def _same(x: Any, y: Any) -> bool:
@@ -232,34 +225,21 @@ def _place(slot: _Slot, lineage: Lineage, assigned: dict[tuple[int, str], Place 
         write = lineage.writes.get(storage(slot.value))
         return None if write is None else write.place
     kind = slot.owner if inspect.isclass(slot.owner) else type(slot.owner)
-    name = slot.name.split()[-1] if " " in slot.name else str(slot.key)
-    written = re.compile(rf"\b{re.escape(name)}{_CHANGES}")
-    for of in kind.__mro__:
-        if not _is_users(of):
-            continue
-        lines, first = inspect.getsourcelines(of)
-        number = next((i for i, line in enumerate(lines) if written.search(line)), None)
-        if number is not None:
-            return Place(inspect.getfile(of), first + number)
-    return None
+    name = re.escape(slot.name.split()[-1] if " " in slot.name else str(slot.key))
+    return line_of_class(kind, rf"\b{name}{_CHANGES}")
 
 
-def _finding(
-    model: nn.Module, slot: _Slot, again: dict[str, Tensor], right: dict[str, Tensor], place: Place | None
-) -> Finding:
+def _finding(model: nn.Module, slot: _Slot, error: float, place: Place | None) -> Finding:
     what = f"Results depend on an earlier call: {slot.name} keeps data of it"
-    error = _apart(again, right)
     evidence = (
         f"behind a call with other tokens, results of a batch differ by {error:.1e} (relative)",
         f"{slot.name} before the first call: {_said(slot.kept)}",
     )
     tried = f"with {slot.name} as it was before the first call, the results do not differ"
-    kinds = {kind for x in model.modules() for kind in type(x).__mro__ if _is_users(kind)}
-    resets = sorted(n for kind in kinds for n in vars(kind) if _RESET.match(n) and n != "reset_parameters")
-    if resets:
-        remedy = f"Call {resets[0]}() before each new sequence"
-        return Finding("state", what, at(place), evidence, remedy=remedy, tried=tried, severity="note")
-    return Finding("state", what, at(place), evidence, tried=tried)
+    names = sorted(x for kind in _users_classes(model) for x in vars(kind) if _RESET.match(x))
+    resets = [x for x in names if x != "reset_parameters"]
+    remedy, severity = (f"Call {resets[0]}() before each new sequence", "note") if resets else ("", "")
+    return Finding("state", what, at(place), evidence, remedy=remedy, tried=tried, severity=severity)
 
 
 def _said(value: Any) -> str:

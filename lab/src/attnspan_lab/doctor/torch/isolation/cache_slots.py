@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,7 +12,8 @@ from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, at
 from attnspan_lab.doctor.torch.masks.cross_attention import visible_in
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
-from attnspan_lab.doctor.torch.recording.calls import Call, CannotRun, Step, changed_tokens, noise, sdpa
+from attnspan_lab.doctor.torch.recording.calls import Call, CannotRun, Step, noise
+from attnspan_lab.doctor.torch.recording.changes import computed, with_other_tokens
 from attnspan_lab.doctor.words import counted
 
 __all__ = ["slot_findings"]
@@ -27,70 +29,65 @@ def slot_findings(step: Step, calls: list[Attention], done: set[Place]) -> Itera
         calls: Calls that the watcher saw.
         done: Lines that have a finding.
     """
-    guilty = {x.number: empty for x in step.calls if (empty := _empty(x)) is not None and x.place not in done}
+    guilty = {x: empty for x in step.calls if (empty := _empty(x)) is not None and x.place not in done}
     if not guilty:
         return
     subject, batch = step.subject, step.batch
     for name, x in subject.named(batch).items():
         if x.is_floating_point() or (x.dim() == 2 and x.dtype != torch.bool and "mask" not in name):
-            batch = subject.with_tokens(batch, name, changed_tokens(x))
+            batch = with_other_tokens(subject, batch, name)
     try:
         other = step.again(batch)
     except CannotRun:  # Positions of the batch may not be changed.
         tokens = subject.tokens(step.batch)
         if tokens is None:
             return
-        other = step.again(subject.with_tokens(step.batch, tokens[0], changed_tokens(tokens[1])))
-    for number, empty in guilty.items():
-        again = _empty(other.calls[number]) if number < len(other.calls) else None
-        place = step.calls[number].place
-        if again is None or again.shape != empty.shape or place is None or place in done:
+        other = step.again(with_other_tokens(subject, step.batch, tokens[0]))
+    for call, empty in guilty.items():
+        again = _empty(other.calls[call.number]) if call.number < len(other.calls) else None
+        if again is None or again.shape != empty.shape or call.place is None or call.place in done:
             continue
         if int((empty & again).sum(-1).max()) >= _FEWEST:
-            masks = [x.mask[1] for x in calls if x.place == place and x.mask is not None]
-            yield from _proven(step, at(place, *masks[:1]), empty & again, done)
+            masks = [x.mask[1] for x in calls if x.place == call.place and x.mask is not None]
+            yield from _proven(step, call, at(call.place, *masks[:1]), empty & again, done)
 
 
 def _empty(call: Call) -> Tensor | None:
     """Find the keys of zeros at the end, bool (B, Sk), if a query sees them. The queries are not zeros."""
+    if call.rows.dim() != 4 or call.k_len <= call.rows.shape[-2] or (visible := visible_in(call)) is None:
+        return None
     if not call.is_torchs:
-        zeros = _zero_columns(call)
+        zeros = (call.rows == 0).all(-2).all(1)
     else:
-        q, k, v = (call.given[x] for x in ("query", "key", "value"))
-        if k.dim() != 4 or k.shape[-2] <= q.shape[-2] or bool((q == 0).all(-1).all(1).any()):
+        q, k, v = (call.given[x] for x in call.operands)
+        if bool((q == 0).all(-1).all(1).any()):
             return None
         zeros = (k == 0).all(-1).all(1) & (v == 0).all(-1).all(1)
-    visible = visible_in(call)
-    if zeros is None or visible is None:
-        return None
     # Only zeros behind the last key that is not zero.
-    last = zeros.flip(-1).long().cumprod(-1).bool().flip(-1)
+    last: Tensor = zeros.flip(-1).long().cumprod(-1).bool().flip(-1)
     last = last & visible.any(1) & (~zeros).any(-1, keepdim=True)
     return last if int(last.sum(-1).max()) >= _FEWEST else None
 
 
-def _zero_columns(call: Call) -> Tensor | None:
-    scores = call.given["scores"]
-    if scores.dim() != 4 or scores.shape[-1] <= scores.shape[-2]:
-        return None
-    found: Tensor = (scores == 0).all(-2).all(1)
-    return found
-
-
-def _proven(step: Step, places: tuple[Place, ...], empty: Tensor, done: set[Place]) -> Iterator[Finding]:
+def _proven(
+    step: Step, call: Call, places: tuple[Place, ...], empty: Tensor, done: set[Place]
+) -> Iterator[Finding]:
     """Yield a finding if other contents of the empty slots change the results of the model."""
 
     def again(*, fill: bool, hide: bool) -> Step:
-        def change(call: Call) -> Tensor | None:
-            slots = _empty(call) if call.place == places[0] else None
-            return None if slots is None else _with(call, slots, fill=fill, hide=hide)
+        def change(other: Call) -> Tensor | None:
+            slots = _empty(other) if other.place == call.place else None
+            if slots is None:
+                return None
+            other = _filled(other, slots) if fill else other
+            return computed(other, slots if hide else None)
 
         return step.again(replace=change)
 
     changes = step.differs(again(fill=True, hide=False))
     if step.differs(step.again()) > 0 or changes == 0:
         return
-    done.add(places[0])
+    done.update(places[:1])
     many, k_len = int(empty.sum(-1).max()), empty.shape[-1]
     evidence = (
         f"{counted(many, 'key')} of {k_len}, from key {k_len - many} on, are zeros and visible",
@@ -100,9 +97,16 @@ def _proven(step: Step, places: tuple[Place, ...], empty: Tensor, done: set[Plac
     if masked.differs(again(fill=True, hide=True)) == 0:
         error = step.differs(masked)
         tried = f"if hidden, their contents change no result. Results differ from today's by {error:.1e}"
-    call = next(x for x in step.calls if x.place == places[0] and _empty(x) is not None)
     what = f"This call sees {counted(many, 'empty slot')} of a cache"
     yield Finding("empty-slots", what, places, evidence, remedy=_remedy(call), tried=tried)
+
+
+def _filled(call: Call, slots: Tensor) -> Call:
+    """Write noise to the slots of a call."""
+    where = slots[:, None, :, None] if call.is_torchs else slots[:, None, None]
+    written = call.operands[-2:]  # Keys and values, or scores.
+    filled = {k: torch.where(where, noise(call.given[k]), call.given[k]) for k in written}
+    return replace(call, given=call.given | filled)
 
 
 def _remedy(call: Call) -> str:
@@ -117,24 +121,3 @@ def _remedy(call: Call) -> str:
     else:
         theirs = f"Pass attn_mask=({shown})[None, None, None]"
     return f"{theirs}. Or: {ours}"
-
-
-def _with(call: Call, slots: Tensor, *, fill: bool, hide: bool) -> Tensor:
-    """Compute a call with filled or hidden slots."""
-    if not call.is_torchs:
-        scores, dim = call.given["scores"], call.given["dim"]
-        other = torch.full_like(scores, -torch.inf) if hide else noise(scores)
-        return torch.where(slots[:, None, None], other, scores).softmax(dim)
-    given = {**call.given, "dropout_p": 0.0}
-    for name in ("key", "value") if fill else ():
-        given[name] = torch.where(slots[:, None, :, None], noise(given[name]), given[name])
-    if not hide:
-        return sdpa(**given)
-    q_len, k_len = given["query"].shape[-2], given["key"].shape[-2]
-    shown = (~slots)[:, None, None].expand(-1, 1, q_len, k_len)
-    if given.pop("is_causal", False):
-        shown = shown.tril()
-    mask = given.get("attn_mask")
-    if mask is not None:
-        shown = shown & mask if mask.dtype == torch.bool else torch.where(shown, mask, -torch.inf).to(mask)
-    return sdpa(**{**given, "attn_mask": shown})

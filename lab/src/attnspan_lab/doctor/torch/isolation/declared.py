@@ -12,13 +12,8 @@ from torch import Tensor
 
 from attnspan_lab.doctor.torch.masks.hiding_values import highest_hiding
 
-__all__ = ["Declared", "declared", "paddings"]
+__all__ = ["Declared", "declared", "marks_padding", "paddings", "real_tokens"]
 
-_IDS = re.compile(
-    r"(seg(ment)?|doc(ument)?|seq(uence)?)_?(ids?|idx|index|nums?)$|^(documents?|segments?|docs)$"
-)
-_OFFSETS = re.compile(r"cu_?(seq|doc)\w*len")
-_POSITIONS = re.compile(r"^pos(ition)?s?(_?ids?)?$|^input_pos$")
 # Masks (B, S) that choose tokens for another purpose than attention.
 _OTHER_MASKS = re.compile(r"loss|label|target|prompt|completion|response|assistant|special|mlm|masked_pos")
 _PAIRS = 2**22  # maximum number of pairs of a batch's mask that are followed
@@ -47,6 +42,14 @@ class Declared:
     mask: Tensor | None = None
     later: bool | None = None
     unread: tuple[str, ...] = ()
+
+    @property
+    def apart(self) -> Tensor | None:
+        """Pairs of a token and a token of another document or of padding, bool (B, S, S)."""
+        if self.documents is None:
+            return None
+        other = self.documents[:, :, None] != self.documents[:, None, :]
+        return other & (self.documents >= 0)[:, :, None]
 
 
 def declared(
@@ -82,21 +85,14 @@ def _documents(
     named: Mapping[str, Tensor], shape: tuple[int, int], unread: list[str]
 ) -> Iterator[tuple[str, Tensor, str]]:
     """Yield the name of a tensor, the document numbers that it states, and code that makes them."""
-    for pattern, read in ((_IDS, _fitted), (_OFFSETS, _of_offsets), (_POSITIONS, _of_positions)):
+    for pattern, read, code in _DOCUMENTS:
         for name, x in named.items():
-            if pattern.search(name.lower()) and not x.is_floating_point():
+            if re.search(pattern, name.lower()) and not x.is_floating_point():
                 numbers = read(x, shape)
                 if numbers is None:
                     unread.append(f"{name} of shape {tuple(x.shape)} does not fit tokens of shape {shape}")
                 else:
-                    yield name, numbers, _CODE[pattern].format(name=name)
-
-
-_CODE = {
-    _IDS: "{name}",
-    _OFFSETS: "torch.arange(len({name}) - 1).repeat_interleave({name}.diff())",
-    _POSITIONS: "(torch.diff({name}, dim=-1, prepend={name}[..., :1]) != 1).cumsum(-1)",
-}
+                    yield name, numbers, code.format(name=name)
 
 
 def _fitted(x: Tensor, shape: tuple[int, int]) -> Tensor | None:
@@ -129,12 +125,41 @@ def _of_positions(x: Tensor, shape: tuple[int, int]) -> Tensor | None:
     return starts.long().cumsum(1) - 1
 
 
-def paddings(named: Mapping[str, Tensor], shape: tuple[int, int]) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and padding masks, bool (B, S). True marks valid tokens."""
+# Names of tensors that state documents, the function that reads their numbers, and code that makes these.
+_DOCUMENTS = (
+    (
+        r"(seg(ment)?|doc(ument)?|seq(uence)?)_?(ids?|idx|index|nums?)$|^(documents?|segments?|docs)$",
+        _fitted,
+        "{name}",
+    ),
+    (r"cu_?(seq|doc)\w*len", _of_offsets, "torch.arange(len({name}) - 1).repeat_interleave({name}.diff())"),
+    (
+        r"^pos(ition)?s?(_?ids?)?$|^input_pos$",
+        _of_positions,
+        "(torch.diff({name}, dim=-1, prepend={name}[..., :1]) != 1).cumsum(-1)",
+    ),
+)
+
+
+def paddings(
+    named: Mapping[str, Tensor], shape: tuple[int, int] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and padding masks of a shape, or of all shapes (B, S). True marks valid tokens."""
     for name, x in named.items():
-        fits = "mask" in name and x.shape == shape and not _OTHER_MASKS.search(name.lower())
+        fits = x.dim() == 2 if shape is None else x.shape == shape
+        fits = fits and "mask" in name and not _OTHER_MASKS.search(name.lower())
         if fits and bool(((x == 0) | (x == 1)).all()):
-            yield name, x == 0 if "padding" in name else x != 0
+            yield name, x == 0 if marks_padding(name) else x != 0
+
+
+def marks_padding(name: str) -> bool:
+    """Whether 1 marks padding in a mask of this name, and not real tokens."""
+    return "padding" in name
+
+
+def real_tokens(padding: str) -> str:
+    """Write code that is true, or 1, at real tokens, from the name of a padding mask."""
+    return f"({padding} == 0)" if marks_padding(padding) else padding
 
 
 def _pairs(

@@ -17,7 +17,7 @@ from attnspan_lab.doctor.torch.isolation.receiver import attention_in, receiver_
 from attnspan_lab.doctor.torch.isolation.sequences import LABELS, sequences
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
 from attnspan_lab.doctor.torch.recording.calls import CannotRun, Step, awake, changed_tokens, recorded
-from attnspan_lab.doctor.torch.recording.trace import Trace, forward_line
+from attnspan_lab.doctor.torch.recording.trace import forward_line, traced
 from attnspan_lab.doctor.torch.subject import Subject
 
 __all__ = ["ignored_findings"]
@@ -60,8 +60,8 @@ def ignored_findings(
         try:
             changes = whole.differs(whole.again(changed)) > 0
             if not changes and is_sequence:
-                stirred = _stirred(whole)
-                changes = stirred.differs(stirred.again(changed)) > 0
+                other = _with_other_parameters(whole)
+                changes = other.differs(other.again(changed)) > 0
         except CannotRun as error:  # A position may be too large, for example.
             coverage.absent(f"input {name}", f"with other values, {error}")
             continue
@@ -75,7 +75,7 @@ def ignored_findings(
             yield _finding(step, changed, name, calls)
 
 
-def _stirred(step: Step) -> Step:
+def _with_other_parameters(step: Step) -> Step:
     """Run a step with other parameters. A student may be equal to its teacher, so that their loss is 0."""
     own = step.subject.copy()
     parameters = [x for x in own.model.parameters() if x.is_floating_point()]
@@ -97,8 +97,7 @@ def _changed(name: str, x: Tensor) -> Tensor:
 def _finding(step: Step, changed: Any, name: str, calls: list[Attention]) -> Finding:
     module, receiver = receiver_of(step, changed)
     root = step.subject.model
-    trace = Trace([step.subject.named(step.batch)[name]])
-    step.again(mode=trace)
+    _, trace = traced(step, inputs=[step.subject.named(step.batch)[name]])
     last = trace.operators[-1].place if trace.operators else None
     evidence = [f"with other values of {name}, all results are the same bits"]
     remedy = ""

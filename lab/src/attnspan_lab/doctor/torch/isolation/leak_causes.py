@@ -12,15 +12,7 @@ from attnspan_lab.doctor.torch.masks.forms import arguments
 if TYPE_CHECKING:
     from attnspan_lab.doctor.torch.recording.attention_call import Attention
 
-__all__ = ["OUTSIDE", "cause_of_shown", "righted"]
-
-#: Remedies for layers that mix tokens outside of attention.
-OUTSIDE = {
-    "leak": "Let layers that mix tokens, such as a convolution or a token shift, stop at document borders",
-    "causality-lost": "Look in this function for operators along the tokens, such as topk, sort, mean or a "
-    "convolution. Let them use earlier tokens only, and pad a convolution on the left",
-    "mask-lost": "Set padding to 0 before layers that mix tokens, such as a convolution or a token shift",
-}
+__all__ = ["cause_of_shown", "righted"]
 
 
 def righted(own: Tensor) -> Tensor:

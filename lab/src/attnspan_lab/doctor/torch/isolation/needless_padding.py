@@ -7,15 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, at
+from attnspan_lab.doctor.torch.isolation.cutting import Sample, sample_of
 from attnspan_lab.doctor.torch.masks.forms import distance
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
 from attnspan_lab.doctor.torch.recording.calls import CannotRun, Step, awake
 from attnspan_lab.doctor.torch.recording.trace import ROUNDING
+from attnspan_lab.doctor.torch.subject import Subject
+from attnspan_lab.doctor.words import listed
 
 __all__ = ["needless_findings"]
 
@@ -43,9 +45,9 @@ def needless_findings(
         return
     start, stop, length = known[0]
     try:
-        batch = tree_map(lambda x: _cut(x, length, start, stop), step.batch)
         step = awake(step)
-        change = _change(step, step.again(batch), start, stop, length)
+        whole, index = sample_of(subject, step.batch), torch.arange(start, stop)
+        change = _change(step, step.again(whole.cut(step.batch, index)), whole, index)
     except (CannotRun, RuntimeError, ValueError) as error:
         coverage.missed(_TOPIC, f"the shorter batch cannot be run: {error}"[:160])
         return
@@ -58,7 +60,7 @@ def needless_findings(
     where = "behind" if not start else "in front of" if stop == length else "around"
     what = f"At least {1 - max(used):.0%} of the columns of each batch are padding that no sample needs"
     evidence = (
-        f"columns that a sample needs: {', '.join(sizes[:6])}{', ...' * (len(sizes) > 6)}",
+        f"columns that a sample needs: {listed(sizes, 6)}",
         f"the other columns lie {where} these. In this batch, they have {1 - used[0]:.1%} of the tokens, and "
         f"{1 - used[0] ** 2:.1%} of the pairs",
     )
@@ -66,7 +68,7 @@ def needless_findings(
     yield Finding("padding", what, at(place), evidence, tried=tried)
 
 
-def _part(subject: Any, batch: Any) -> tuple[int, int, int] | None:
+def _part(subject: Subject, batch: Any) -> tuple[int, int, int] | None:
     """Find begin and end of the columns that a sample needs, and the number of columns."""
     valid = subject.declared(batch).valid
     if valid is None or not bool(valid.any()):
@@ -75,20 +77,7 @@ def _part(subject: Any, batch: Any) -> tuple[int, int, int] | None:
     return columns[0], columns[-1] + 1, valid.shape[1]
 
 
-def _cut(x: Any, length: int, start: int, stop: int) -> Any:
-    """Cut a tensor of a batch along the dims of tokens, which are not the first dim except for (S,)."""
-    if not isinstance(x, Tensor):
-        return x
-    dims = range(min(1, x.dim() - 1), x.dim())
-    if x.dim() == 3 and x.is_floating_point() and x.shape[1] == length != x.shape[0]:
-        dims = range(1, 2)  # Features may be as many as tokens.
-    for dim in dims:
-        if x.shape[dim] == length:
-            x = x.narrow(dim, start, stop - start)
-    return x
-
-
-def _change(step: Step, other: Step, start: int, stop: int, length: int) -> float:
+def _change(step: Step, other: Step, whole: Sample, index: Tensor) -> float:
     """Compare results: at the real tokens, or whole if they have no row for each token."""
     valid, found = step.subject.declared(step.batch).valid, 0.0
     assert valid is not None
@@ -97,9 +86,9 @@ def _change(step: Step, other: Step, start: int, stop: int, length: int) -> floa
     for name, x in step.results.items():
         y = other.results[name]
         if x.shape[:2] == valid.shape:
-            x, y = x[valid], y[valid[:, start:stop]]
-        elif length in x.shape:
-            x = _cut(x, length, start, stop)
+            x, y = x[valid], y[valid[:, index]]
+        elif whole.length in x.shape:
+            x = whole.cut(x, index)
         if x.shape != y.shape:
             raise ValueError(f"{name} has another shape")
         found = max(found, distance(y, x))

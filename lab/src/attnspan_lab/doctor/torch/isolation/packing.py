@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,12 +11,15 @@ from torch.utils._pytree import tree_leaves
 
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.places import Place, place_here
+from attnspan_lab.doctor.places import Place, at, place_here
+from attnspan_lab.doctor.torch.isolation.cutting import sample_of
 from attnspan_lab.doctor.torch.recording.calls import CannotRun
+from attnspan_lab.doctor.torch.recording.changes import evaluating
 from attnspan_lab.doctor.torch.recording.trace import ROUNDING
 from attnspan_lab.doctor.torch.subject import Subject
 
-_Part = tuple[int, int, int, int]  # batch element, begin, end, and tokens of a row
+__all__ = ["Part", "different_module", "position_findings"]
+
 _OF_LENGTH = (
     "The results depend on the length of the row, not on the place of the document in it",
     "Make scales and biases from the length of each document, not from the length of the row",
@@ -29,6 +32,57 @@ _MADE = (
 # Relative difference that is not rounding. Other lengths of a row change the order of sums.
 _RESULT = "the result"
 _SHARED = "if the segments are parts of one recording or text, positions may continue, and this is right"
+_TOPIC = "positions of documents"
+
+
+class Part(NamedTuple):
+    """Neighbouring tokens of a batch: batch element, begin, end, and number of tokens of a row."""
+
+    row: int
+    start: int
+    stop: int
+    length: int
+
+    @property
+    def alone(self) -> Part:
+        """The same tokens in a batch of their own."""
+        return Part(0, 0, self.stop - self.start, self.stop - self.start)
+
+    def cut(self, subject: Subject, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Take the tokens out of a batch."""
+        found = self.picked(subject, batch, torch.arange(self.start, self.stop))
+        if "position_ids" in found:
+            found["position_ids"] = torch.arange(self.alone.length).expand_as(found["position_ids"])
+        return found
+
+    def picked(self, subject: Subject, batch: Mapping[str, Any], index: Tensor) -> dict[str, Any]:
+        """Take tokens of the row out of a batch.
+
+        Raises:
+            CannotRun: A tensor has an unknown layout.
+        """
+        if any(x.startswith("cu_") for x in batch):
+            raise CannotRun("the doctor cannot take tokens out of the batch")
+        return dict(sample_of(subject, batch, self.row).cut(dict(batch), index))
+
+    def rows(self, x: Tensor) -> Tensor | None:
+        """Take the rows of the tokens out of a result (B, S, ...), (1, S, ...) or (S, ...)."""
+        if x.dim() > 1 and x.shape[1] == self.length:
+            return x[self.row % len(x), self.start : self.stop].double()
+        return x[self.start : self.stop].double() if x.dim() > 1 and len(x) == self.length else None
+
+
+class Difference(NamedTuple):
+    """The first module whose input differs, the line that called it, and the relative difference."""
+
+    module: str
+    places: tuple[Place, ...]
+    size: float
+
+    @property
+    def text(self) -> str:
+        """Name the module."""
+        return f"the first module whose input differs: {self.module}"
 
 
 def position_findings(subject: Subject, batch: Any, coverage: Coverage) -> Iterator[Finding]:
@@ -42,126 +96,89 @@ def position_findings(subject: Subject, batch: Any, coverage: Coverage) -> Itera
     documents, tokens = subject.declared(batch).documents, subject.tokens(batch)
     if documents is None or tokens is None or not isinstance(batch, Mapping):
         return
-    length = tokens[1].shape[1]
-    place = _second(documents.expand(len(tokens[1]), length))
-    alone = None if place is None else _alone(batch, length, *place)
-    if place is None or alone is None:
-        coverage.absent("positions of documents", "the doctor cannot take a document out of the batch")
+    documents = documents.expand(tokens[1].shape[:2])
+    part = _second(documents)
+    if part is None:
+        coverage.absent(_TOPIC, "the doctor cannot take a document out of the batch")
         return
-    row, start, stop = place
     try:
-        packed, where, own = _inputs_of_both(subject, batch, alone, length, place)
+        alone = part.cut(subject, batch)
+        found = different_module(subject, batch, part, alone)
     except CannotRun as error:
-        coverage.absent("positions of documents", str(error))
+        coverage.absent(_TOPIC, str(error))
         return
-    coverage.made("positions of documents", "a packed document, and the same document alone")
-    part = (row, start, stop, length)
-    differs = _difference(packed, part, own, (0, 0, stop - start, stop - start))
-    if differs is None:
+    coverage.made(_TOPIC, "a packed document, and the same document alone")
+    if found is None:
         return
-    name, difference = differs
     what = "A packed document gets other results than the same document alone"
-    evidence = (
-        f"tokens {start} to {stop - 1} of batch element {row}: relative difference {difference:.1e}",
-        f"the first module whose input differs: {name}",
-    )
+    size = f"relative difference {found.size:.1e}"
+    evidence = f"tokens {part.start} to {part.stop - 1} of batch element {part.row}: {size}", found.text
     try:
-        texts = _explained(subject, batch, documents.expand(len(tokens[1]), length), part, packed, own)
+        texts = _explained(subject, batch, documents, part, alone)
     except Exception:
         texts = "", "", ""  # The model does not run with the documents in another order.
     # Segments of one recording may share its time axis on purpose.
     severity, shared = ("", ()) if subject.is_causal else ("note", (_SHARED,))
-    yield Finding("positions", what, where[name], (*evidence, *shared), *texts, severity=severity)
+    yield Finding("positions", what, found.places, (*evidence, *shared), *texts, severity=severity)
 
 
-def first_difference(
-    subject: Subject, batch: Any, alone: Any, length: int, place: tuple[int, int, int]
-) -> tuple[str, tuple[Place, ...], float] | None:
-    """Find the first module whose input differs between a part of a row and the same part alone.
+def different_module(
+    subject: Subject, batch: Any, part: Part, other: Any, like: Part | None = None
+) -> Difference | None:
+    """Find the first module whose input differs between a part of a batch and the same tokens in another one.
 
     Args:
         subject: The model.
-        batch, alone: The batch, and the part alone.
-        length: Number of tokens of the batch.
-        place: Batch element, begin and end of the part.
-
-    Returns:
-        Name of the module, the line that called it, and the relative difference.
+        batch, part: A batch, and the part of it.
+        other, like: The other batch, and the same tokens in it. Default: the other batch has them alone.
 
     Raises:
-        CannotRun: The model raises for the part alone.
+        CannotRun: The model raises for the other batch.
     """
-    row, start, stop = place
-    packed, where, own = _inputs_of_both(subject, batch, alone, length, place)
-    differs = _difference(packed, (row, start, stop, length), own, (0, 0, stop - start, stop - start))
-    return None if differs is None else (differs[0], where[differs[0]], differs[1])
-
-
-def _inputs_of_both(
-    subject: Subject, batch: Any, alone: Any, length: int, place: tuple[int, int, int]
-) -> tuple[dict[str, Tensor], dict[str, tuple[Place, ...]], dict[str, Tensor]]:
-    """Return the modules' inputs for a batch, the lines of the modules, and the inputs for a part alone."""
-    _, start, stop = place
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        packed, where = _inputs(subject, batch, length)
+    like, found = like or part.alone, None
+    with evaluating(subject.model):
+        inputs = _inputs(subject, batch, part.length)
         try:
-            own, _ = _inputs(subject, alone, stop - start)
+            others = _inputs(subject, other, like.length)
         except Exception as error:  # The model may hold data for the whole row.
             why = f"the model raises {type(error).__name__} for one document of the row alone"
             raise CannotRun(why) from error
-    return packed, where, own
-
-
-def _difference(
-    one: Mapping[str, Tensor], part: _Part, other: Mapping[str, Tensor], like: _Part
-) -> tuple[str, float] | None:
-    """Find the first module whose input differs in a part of the rows, with the relative difference."""
-    found = None
-    for name, x in one.items():
-        if name not in other:
-            continue
-        there, here = _rows(x, *part), _rows(other[name], *like)
+    for name in (x for x in inputs if x in others):
+        (x, places), (y, _) = inputs[name], others[name]
+        there, here = part.rows(x), like.rows(y)
         if there is None or here is None or there.shape != here.shape:
             continue
-        difference = float((there - here).norm() / here.norm().clamp_min(1e-30))
-        differs = difference > ROUNDING.get(x.dtype, 1e-3)
+        size = float((there - here).norm() / here.norm().clamp_min(1e-30))
+        differs = size > ROUNDING.get(x.dtype, 1e-3)
         if differs and found is None:
-            found = name, difference
+            found = Difference(name, places, size)
         if name == _RESULT and not differs:
             return None  # Numbers of positions may differ where only their differences count.
     return found
 
 
 def _explained(
-    subject: Subject,
-    batch: Mapping[str, Any],
-    documents: Tensor,
-    part: _Part,
-    packed: Mapping[str, Tensor],
-    alone: Mapping[str, Tensor],
+    subject: Subject, batch: Mapping[str, Any], documents: Tensor, part: Part, alone: Any
 ) -> tuple[str, str, str]:
     """Write cause, remedy and trial: the document moves to the front, and positions start again."""
     _, start, stop, length = part
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        first, _ = _inputs(subject, _moved(batch, *part), length)
-        if _difference(packed, part, first, (0, 0, stop - start, length)) is None:
-            return (*_OF_LENGTH, "at the front of the row, the document has the same results")
-        if "position_ids" not in {**batch, **dict.fromkeys(subject.parameters)}:
-            return "", _MADE, ""
-        again = {
-            **batch,
-            "position_ids": _restarted(documents).expand_as(batch.get("position_ids", documents)),
-        }
-        restarted, _ = _inputs(subject, again, length)
-    left = _difference(restarted, part, alone, (0, 0, stop - start, stop - start))
+    order = torch.tensor([*range(start, stop), *range(start), *range(stop, length)])
+    moved = part.picked(subject, batch, order)
+    positions = batch.get("position_ids")
+    if positions is not None and bool((positions == torch.arange(length)).all()):
+        moved["position_ids"] = positions[:1]  # They count the tokens of the row.
+    if different_module(subject, batch, part, moved, Part(0, 0, stop - start, length)) is None:
+        return (*_OF_LENGTH, "at the front of the row, the document has the same results")
+    if "position_ids" not in {**batch, **dict.fromkeys(subject.parameters)}:
+        return "", _MADE, ""
+    restarted = _restarted(documents)
+    again = {**batch, "position_ids": restarted if positions is None else restarted.expand_as(positions)}
+    left = different_module(subject, again, part, alone)
     tried = "with position_ids that start again in each document, "
     if left is None:
         return "", "", f"{tried}it has the same results as alone"
-    return (
-        "",
-        f"{_MADE}. This model makes positions itself",
-        f"{tried}the relative difference is {left[1]:.1e}",
-    )
+    remedy = f"{_MADE}. This model makes positions itself"
+    return "", remedy, f"{tried}the relative difference is {left.size:.1e}"
 
 
 def _restarted(documents: Tensor) -> Tensor:
@@ -172,67 +189,24 @@ def _restarted(documents: Tensor) -> Tensor:
     return index - torch.where(starts, index, 0).cummax(1).values
 
 
-def _moved(batch: Mapping[str, Any], row: int, start: int, stop: int, length: int) -> dict[str, Any]:
-    """Keep one row of a batch, and move a document to its front."""
-    order = torch.tensor([*range(start, stop), *range(start), *range(stop, length)])
-    found = dict(batch)
-    for name, x in batch.items():
-        if isinstance(x, Tensor) and x.dim() > 3 and x.shape[-2:] == (length, length):
-            found[name] = x[row % len(x), None][..., order, :][..., order]
-        elif isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == length:
-            continues = name == "position_ids" and bool((x == torch.arange(length)).all())
-            found[name] = x[row % len(x), None][:, slice(None) if continues else order]
-    return found
-
-
-def _second(documents: Tensor) -> tuple[int, int, int] | None:
-    """Find the batch element, begin and end of a second document. Padding has negative numbers."""
+def _second(documents: Tensor) -> Part | None:
+    """Find a second document. Padding has negative numbers."""
     for row, ids in enumerate(documents.tolist()):
         begins = [i for i, x in enumerate(ids) if i == 0 or x != ids[i - 1]]
         start, stop = (*begins, len(ids), len(ids))[1:3]
         if start < stop and ids[start] >= 0 and ids.count(ids[start]) == stop - start:
-            return row, start, stop
+            return Part(row, start, stop, len(ids))
     return None
 
 
-def _alone(batch: Mapping[str, Any], length: int, row: int, start: int, stop: int) -> dict[str, Any] | None:
-    """Cut a document out of a batch. None if a tensor has an unknown layout."""
-    found: dict[str, Any] = {}
-    for name, x in batch.items():
-        if not isinstance(x, Tensor):
-            found[name] = x
-        elif x.dim() > 3 and x.shape[-2:] == (length, length):
-            found[name] = x[row % len(x), None, ..., start:stop, start:stop]
-        elif x.dim() > 1 and x.shape[1] == length:
-            found[name] = x[row % len(x), None, start:stop]
-        elif length in x.shape or name.startswith("cu_"):
-            return None
-        else:
-            found[name] = x
-    if "position_ids" in found:
-        found["position_ids"] = torch.arange(stop - start).expand_as(found["position_ids"])
-    return found
-
-
-def _rows(x: Tensor, row: int, start: int, stop: int, length: int) -> Tensor | None:
-    """Take a document's rows of a result (B, S, ...), (1, S, ...) or (S, ...)."""
-    if x.dim() > 1 and x.shape[1] == length:
-        return x[row % len(x), start:stop].double()
-    return x[start:stop].double() if x.dim() > 1 and len(x) == length else None
-
-
-def _inputs(
-    subject: Subject, batch: Any, length: int
-) -> tuple[dict[str, Tensor], dict[str, tuple[Place, ...]]]:
-    """Run the model. Return each module's first input and the line that called it, and the result."""
-    found: dict[str, Tensor] = {}
-    lines: dict[str, tuple[Place, ...]] = {}
+def _inputs(subject: Subject, batch: Any, length: int) -> dict[str, tuple[Tensor, tuple[Place, ...]]]:
+    """Run the model, and return each module's first input with the line that called it, and the result."""
+    found: dict[str, tuple[Tensor, tuple[Place, ...]]] = {}
 
     def note(name: str, *given: Any) -> None:
         x = next((y for y in tree_leaves(given) if isinstance(y, Tensor)), None)
         if name not in found and x is not None and length in x.shape[:2]:
-            place = place_here()
-            found[name], lines[name] = x.detach().clone(), () if place is None else (place,)
+            found[name] = x.detach().clone(), at(place_here())
 
     def before(name: str) -> Any:
         return lambda _, args, kwargs: note(name, args, kwargs)
@@ -241,14 +215,10 @@ def _inputs(
         module.register_forward_pre_hook(before(name), with_kwargs=True)
         for name, module in subject.model.named_modules()
     ]
-    training = [x for x in subject.model.modules() if x.training]
-    subject.model.eval()  # Dropout is no difference.
     try:
         result = subject.results(subject.call(subject.model, batch), {})  # With the rows of padding.
     finally:
         for hook in hooks:
             hook.remove()
-        for module in training:
-            module.training = True
     note(_RESULT, list(result.values()))
-    return found, lines
+    return found

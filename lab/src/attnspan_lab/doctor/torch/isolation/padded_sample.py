@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, at
-from attnspan_lab.doctor.torch.isolation.padding_reach import LOCAL, of_call, of_operator
+from attnspan_lab.doctor.torch.isolation.mixing_remedies import LOCAL, of_call, of_operator
 from attnspan_lab.doctor.torch.isolation.single_sample import PaddedSample, padded_samples
 from attnspan_lab.doctor.torch.isolation.visible_pairs import OUTSIDE_OF_ATTENTION
 from attnspan_lab.doctor.torch.masks.forms import distance
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
 from attnspan_lab.doctor.torch.recording.calls import CannotRun, Step
-from attnspan_lab.doctor.torch.recording.trace import Trace, apart, first_difference, forward_line
+from attnspan_lab.doctor.torch.recording.trace import Trace, apart, first_difference, forward_line, traced
 from attnspan_lab.doctor.words import counted
 
 __all__ = ["alone_findings"]
@@ -36,10 +34,10 @@ def alone_findings(
         coverage: Collects the checks.
         done: Lines that have a finding. With such a line, the check is left out.
     """
-    known = bool(done)  # Attention that shows padding explains all differences.
-    for sample in () if known else padded_samples(step.subject, step.batch):
+    # Attention that shows padding explains all differences.
+    for padded in () if done else padded_samples(step.subject, step.batch):
         try:
-            found = _Alone(step, sample).finding(calls, coverage)
+            found = _Alone(step, padded).finding(calls, coverage)
         except CannotRun as error:
             coverage.missed(_TOPIC, str(error))
             continue
@@ -51,38 +49,34 @@ def alone_findings(
 class _Alone:
     """Runs of one sample: with its padding, with other padding, and without."""
 
-    def __init__(self, step: Step, sample: PaddedSample) -> None:
-        self.step, self.sample = step, sample
-        self.batch = sample.alone(step.batch, sample.length)
-        self.full, self.short = (self._run(x) for x in (self.batch, sample.alone(step.batch, sample.real)))
-
-    def _run(self, batch: Any) -> tuple[Step, Trace]:
-        trace = Trace(x for x in tree_leaves(batch) if isinstance(x, Tensor))
-        return self.step.again(batch, mode=trace), trace
+    def __init__(self, step: Step, padded: PaddedSample) -> None:
+        self.step, self.padded = step, padded
+        self.batch = padded.alone(step.batch, padded.sample.length)
+        self.full, self.short = (traced(step, x) for x in (self.batch, padded.alone(step.batch, padded.real)))
 
     def finding(self, calls: list[Attention], coverage: Coverage) -> Finding | None:
-        step, sample = self.step, self.sample
+        step, padded = self.step, self.padded
         if self._change(self.short) == 0:
-            said = f"read from {sample.padding}: a sample has the same results without its padding"
+            said = f"read from {padded.padding}: a sample has the same results without its padding"
             self._covered(coverage, said)
             return None
         if self.full[0].differs(step.again(self.batch)) > 0:
             coverage.missed(_TOPIC, "the model returns different results for the same batch")
             return None
         # A layer with a stride may see other windows without the padding, so some padding stays.
-        fewer = sample.alone(step.batch, sample.rounded)
-        changed = sample.alone(sample.changed(step.batch), sample.length)
+        fewer = padded.alone(step.batch, padded.rounded)
+        changed = padded.alone(padded.changed(step.batch), padded.sample.length)
         for batch, did in ((fewer, "with less padding"), (changed, "with other padding")):
-            other = self._run(batch)
+            other = traced(step, batch)
             if change := self._change(other):
-                self._covered(coverage, f"read from {sample.padding}")
+                self._covered(coverage, f"read from {padded.padding}")
                 return self._written(other, f"{did}, results of real tokens change by {change:.1e}", calls)
         why = "the results differ, perhaps because a layer with a stride sees other windows"
         coverage.missed(_TOPIC, why)
         return None
 
     def _covered(self, coverage: Coverage, said: str) -> None:
-        for topic in ("padding", OUTSIDE_OF_ATTENTION, *(f"padding of {x}" for x in self.sample.names)):
+        for topic in ("padding", OUTSIDE_OF_ATTENTION, *(f"padding of {x}" for x in self.padded.names)):
             coverage.made(topic, said)
 
     def _change(self, other: tuple[Step, Trace]) -> float:
@@ -94,36 +88,37 @@ class _Alone:
         return max((distance(y, x) for x, y, *_ in filter(None, pairs) if apart(x, y)), default=0.0)
 
     def _written(self, other: tuple[Step, Trace], change: str, calls: list[Attention]) -> Finding:
-        sample, runs = self.sample, (self.full, other, self.short)
+        padded, runs = self.padded, (self.full, other, self.short)
+        length = padded.sample.length
         guilty = first_difference([x[1] for x in runs], _differs)
         place = guilty.place if guilty is not None else forward_line(self.step.subject.model)
         evidence = [
-            f"batch element {sample.row} has {sample.length - sample.real} padded tokens of {sample.length} "
-            f"({sample.padding})",
+            f"batch element {padded.sample.row} has {length - padded.real} padded tokens of {length} "
+            f"({padded.padding})",
             f"{change} (relative)",
         ]
-        what = f"Padding of {sample.names[0]} changes results of real tokens here"
+        what = f"Padding of {padded.names[0]} changes results of real tokens here"
         if any(x.place == place for x in calls):
             mask = self._mask_of(place)
-            return Finding(
-                "mask-lost", what, at(place, mask), tuple(evidence), *of_call(sample.padding, mask)
-            )
+            texts = of_call(padded.padding, mask)
+            return Finding("mask-lost", what, at(place, mask), tuple(evidence), *texts)
         if guilty is not None:
             evidence.append(f"the first operator that padding changes: {guilty.name}")
         triples = zip(*(x[0].calls for x in runs), strict=False)
         hiding = [*(not _differs(*(x.result for x in y)) for y in triples), False].index(False)
         if hiding:
             said = f"attention hides the padding: {counted(hiding, 'call')} in front of this operator"
-            evidence.append(f"{said} {'gives' if hiding == 1 else 'give'} real tokens the same results")
-        texts = of_operator(sample.padding, "" if guilty is None else guilty.name)
+            verb = "gives" if hiding == 1 else "give"
+            evidence.append(f"{said} {verb} real tokens the same results")
+        texts = of_operator(padded.padding, "" if guilty is None else guilty.name)
         severity = "note" if guilty is not None and guilty.name in LOCAL else ""
         what = f"{what}, outside of attention"
         return Finding("mask-lost", what, at(place), tuple(evidence), *texts, severity=severity)
 
     def _mask_of(self, place: Place | None) -> Place | None:
         """Find the last line in front of a call that computes with the padding mask."""
-        trace = Trace([self.step.subject.named(self.batch)[self.sample.padding]])
-        self.step.again(self.batch, mode=trace)
+        mask = self.step.subject.named(self.batch)[self.padded.padding]
+        _, trace = traced(self.step, self.batch, [mask])
         lines = [x.place for x in trace.operators]
         before = lines[: lines.index(place)] if place in lines else []
         return before[-1] if before else None

@@ -15,21 +15,31 @@ from attnspan_lab.doctor.torch.masks.forms import arguments
 from attnspan_lab.doctor.torch.masks.hiding_values import HIDDEN, highest_hiding
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
 
-__all__ = ["Changed", "Fault", "fault_of"]
+__all__ = ["SEEN", "Changed", "Fault", "fault_of"]
 
 Change = Callable[[Tensor], Tensor]
-_FUNCTIONS = (
-    "scaled_dot_product_attention",
-    "masked_fill",
-    "where",
-    "add",
-    "iadd",
-    "radd",
-    "mul",
-    "imul",
-    "rmul",
-)
-_ADDS, _TIMES = ("add", "add_", "attn_mask"), ("mul", "mul_")
+_ADDS, _TIMES = ("add", "iadd", "radd"), ("mul", "imul", "rmul")
+_FUNCTIONS = ("scaled_dot_product_attention", "masked_fill", "where", *_ADDS, *_TIMES)
+#: The problem if a call shows padding.
+SEEN = "Valid tokens see padding here"
+_INVERTED = "The padding mask is inverted here: valid tokens see padding, and not each other"
+_INVERT = "Invert the padding mask"
+
+
+class _Applied(NamedTuple):
+    """A tensor that masks scores: the operator that applies it, its line, and the tensor."""
+
+    name: str
+    place: Place | None
+    mask: Tensor
+
+    @property
+    def is_added(self) -> bool:
+        return self.name in ("attn_mask", "add", "add_")
+
+    @property
+    def is_factor(self) -> bool:
+        return self.name in ("mul", "mul_")
 
 
 class Fault(NamedTuple):
@@ -41,7 +51,6 @@ class Fault(NamedTuple):
         place: The line that applies the mask, or None without a mask.
         shape: Shape of the applied mask.
         change: Makes the right mask of the applied mask. None if the mask has to be added.
-        inverted: The mask hides valid tokens.
     """
 
     what: str
@@ -50,7 +59,11 @@ class Fault(NamedTuple):
     place: Place | None = None
     shape: tuple[int, ...] = ()
     change: Change | None = None
-    inverted: bool = False
+
+    @property
+    def inverted(self) -> bool:
+        """Whether the mask hides valid tokens."""
+        return self.what == _INVERTED
 
 
 def fault_of(call: Attention, own: Tensor, said: Declared, queries: Tensor | None = None) -> Fault:
@@ -65,55 +78,40 @@ def fault_of(call: Attention, own: Tensor, said: Declared, queries: Tensor | Non
     valid = said.mask if said.mask is not None else said.valid
     assert valid is not None
     applied = list(_applied(call, own.shape[-1]))
-    for name, place, x in applied:
-        if (
-            name in (*_ADDS, *_TIMES)
-            and x.dtype != torch.bool
-            and _is_binary(x)
-            and _marks(x, valid) is not None
-        ):
-            return _of_numbers(name, place, x, valid, said.padding)
-    candidate = _inversion(own, valid, valid if queries is None else queries)
-    if candidate is not None and said.padding in call.mask_sources:
-        for name, place, x in applied:
-            if candidate != "causal" or x.shape[-2:-1] in ((), (1,)) or _is_same_for_queries(x):
-                return _inverted(name, place, x, said.padding)
-        return Fault(
-            _INVERTED,
-            f"The call shows padding and hides valid tokens of {said.padding}",
-            _INVERT,
-            inverted=True,
-        )
+    for x in applied:
+        marks = _marks(x.mask, valid) if x.is_added or x.is_factor else None
+        if marks is not None:
+            return _of_numbers(x, said.padding, ones_hide=not marks)
+    opposite = _inversion(own, valid, valid if queries is None else queries)
+    if opposite is not None and said.padding in call.mask_sources:
+        for x in applied:
+            if opposite != "causal" or x.mask.shape[-2:-1] in ((), (1,)) or _is_same_for_queries(x.mask):
+                return _inverted(x, said.padding)
+        return Fault(_INVERTED, f"The call shows padding and hides valid tokens of {said.padding}", _INVERT)
+    has = f"The batch has padding ({said.padding})"
     if not applied and call.mask is None:
         given = arguments(*call.given) if call.given is not None else {}
-        other = "has no mask except is_causal=True" if given.get("is_causal") else "has no mask"
-        return Fault(_SEEN, f"The batch has padding ({said.padding}), and this call {other}")
-    least = min((float(x.min()) for _, _, x in applied if x.is_floating_point()), default=-torch.inf)
+        other = " except is_causal=True" if given.get("is_causal") else ""
+        return Fault(SEEN, f"{has}, and this call has no mask{other}")
+    least = min((float(x.mask.min()) for x in applied if x.mask.is_floating_point()), default=-torch.inf)
     if HIDDEN < least < 0:
-        cause = (
-            f"The mask adds {least:.3g} to scores of padding, which lowers their weights and hides nothing"
-        )
-        return Fault(_SEEN, cause)
+        lowers = f"The mask adds {least:.3g} to scores of padding, which lowers their weights"
+        return Fault(SEEN, f"{lowers} and hides nothing")
     made = said.padding in call.mask_sources
     origin = f"is made from {said.padding}, but" if made else f"has no data of {said.padding}, so"
-    cause = f"The batch has padding ({said.padding}). This call's mask {origin} it shows padding"
-    return Fault(_SEEN, cause)
+    return Fault(SEEN, f"{has}. This call's mask {origin} it shows padding")
 
 
-_SEEN = "Valid tokens see padding here"
-_INVERTED = "The padding mask is inverted here: valid tokens see padding, and not each other"
-_INVERT = "Invert the padding mask"
 _SHOWS = {"attn_mask": "scaled_dot_product_attention shows", "where": "torch.where keeps the scores of"}
 
 
-def _applied(call: Attention, length: int) -> Iterator[tuple[str, Place | None, Tensor]]:
-    """Yield the tensors that mask scores: the operator, its line, and the tensor."""
+def _applied(call: Attention, length: int) -> Iterator[_Applied]:
+    """Yield the tensors that mask scores of keys."""
+    applied = call.applied
     if call.given is not None:
         mask = arguments(*call.given).get("attn_mask")
-        if isinstance(mask, Tensor) and mask.shape[-1:] == (length,):
-            yield "attn_mask", call.place, mask.detach()
-        return
-    yield from (x for x in call.applied if x[2].shape[-1:] == (length,))
+        applied = [("attn_mask", call.place, mask.detach())] if isinstance(mask, Tensor) else []
+    yield from (_Applied(*x) for x in applied if x[2].shape[-1:] == (length,))
 
 
 def _is_binary(x: Tensor) -> bool:
@@ -135,59 +133,45 @@ def _inversion(own: Tensor, valid: Tensor, queries: Tensor) -> str | None:
     return next((k for k, x in candidates.items() if torch.equal(own[queries], x[queries])), None)
 
 
-def _inverted(name: str, place: Place | None, x: Tensor, padding: str) -> Fault:
-    if x.dtype == torch.bool:
-        shows = name in _SHOWS
-        does = f"{_SHOWS.get(name, 'masked_fill hides')} pairs with True"
+def _inverted(x: _Applied, padding: str) -> Fault:
+    change: Change = torch.logical_not
+    if x.mask.dtype == torch.bool:
+        shows = x.name in _SHOWS
+        does = f"{_SHOWS.get(x.name, 'masked_fill hides')} pairs with True"
         cause = f"{does}, and this mask has True for {'padding' if shows else 'valid tokens'} ({padding})"
-        return Fault(
-            _INVERTED,
-            cause,
-            f"{_INVERT}: pass ~mask",
-            place,
-            tuple(x.shape),
-            torch.logical_not,
-            inverted=True,
-        )
-    cause = f"The mask adds 0 to padding and {float(x.min()):.3g} to valid tokens ({padding})"
-    remedy = "Add 0 to valid tokens and -inf to padding"
-    return Fault(
-        _INVERTED,
-        cause,
-        remedy,
-        place,
-        tuple(x.shape),
-        lambda y: _additive(y <= highest_hiding(y), y),
-        inverted=True,
-    )
+        remedy = f"{_INVERT}: pass ~mask"
+    else:
+        cause = f"The mask adds 0 to padding and {float(x.mask.min()):.3g} to valid tokens ({padding})"
+        remedy = "Add 0 to valid tokens and -inf to padding"
+
+        def change(y: Tensor) -> Tensor:
+            return _additive(y <= highest_hiding(y), y)
+
+    return Fault(_INVERTED, cause, remedy, x.place, tuple(x.mask.shape), change)
 
 
-def _of_numbers(name: str, place: Place | None, x: Tensor, valid: Tensor, padding: str) -> Fault:
-    ones_hide = not _marks(x, valid)
-    verb = "multiplied with" if name in _TIMES else "added to"
+def _of_numbers(x: _Applied, padding: str, *, ones_hide: bool) -> Fault:
+    verb = "multiplied with" if x.is_factor else "added to"
     what = f"A mask of 0 and 1 is {verb} the scores here, which hides nothing"
-    effect = "Scores change by at most 1" if name in _ADDS else "A score of 0 is not hidden: only -inf is"
+    effect = "Scores change by at most 1" if x.is_added else "A score of 0 is not hidden: only -inf is"
     cause = f"{effect}, so valid tokens see the padding of {padding}"
-    shown = "mask == 0" if ones_hide else "mask != 0"
-    hide = "mask != 0" if ones_hide else "mask == 0"
+    shown, hidden = ("mask == 0", "mask != 0") if ones_hide else ("mask != 0", "mask == 0")
     remedy = f"Pass a boolean mask: attn_mask=({shown})"
-    if name != "attn_mask":
-        remedy = f"Hide padding with scores.masked_fill({hide}, float('-inf'))"
+    if x.name != "attn_mask":
+        remedy = f"Hide padding with scores.masked_fill({hidden}, float('-inf'))"
 
     def change(y: Tensor) -> Tensor:
-        return _additive((y == 0) if ones_hide else (y != 0), y)
+        return _additive((y == 0) == ones_hide, y)
 
-    return Fault(what, cause, remedy, place, tuple(x.shape), change)
+    return Fault(what, cause, remedy, x.place, tuple(x.mask.shape), change)
 
 
 def _marks(x: Tensor, valid: Tensor) -> bool | None:
-    """Whether 1 marks the valid keys (True) or the padding (False) of some query. None if neither."""
+    """Whether 1 marks the valid keys (True) or the padding (False) of some query, or None for other masks."""
+    if x.dtype == torch.bool or not _is_binary(x):
+        return None
     keys = (x != 0).flatten(1, -2).any(1) if x.dim() > 2 else x != 0
-    if (
-        keys.dim() > 2
-        or keys.shape[-1] != valid.shape[-1]
-        or (keys.dim() == 2 and len(keys) not in (1, len(valid)))
-    ):
+    if keys.shape not in (valid.shape, (1, *valid.shape[1:]), valid.shape[1:]):
         return None
     keys = keys.expand_as(valid)
     return True if torch.equal(keys, valid) else False if torch.equal(keys, ~valid) else None
@@ -221,9 +205,7 @@ class Changed(TorchFunctionMode):
             return same and (x.dtype == torch.bool or _is_mask(x))
 
         changed = [change(x) if is_mask(x) else x for x in args]
-        if name in ("mul", "imul", "rmul") and any(
-            map(is_mask, args)
-        ):  # Numbers that were multiplied are added: 0 or -inf.
+        if name in _TIMES and any(map(is_mask, args)):  # Factors are added then: 0 or -inf.
             return changed[0] + changed[1]
         return fn(*changed, **kwargs)
 

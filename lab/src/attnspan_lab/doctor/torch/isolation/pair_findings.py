@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import at
-from attnspan_lab.doctor.torch.decoding.new_keys import own_pairs
-from attnspan_lab.doctor.torch.isolation.declared import Declared, paddings
-from attnspan_lab.doctor.torch.isolation.padding_causes import fault_of
+from attnspan_lab.doctor.torch.isolation.declared import paddings
+from attnspan_lab.doctor.torch.isolation.padding_causes import SEEN, fault_of
 from attnspan_lab.doctor.torch.isolation.sequences import of_predicted, sequences
-from attnspan_lab.doctor.torch.isolation.visible_pairs import Visible
+from attnspan_lab.doctor.torch.isolation.visible_pairs import Foreign, Visible
 from attnspan_lab.doctor.torch.masks.forms import arguments, distance, present
 from attnspan_lab.doctor.torch.masks.replacement import aligned, ends_with_own
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
@@ -38,110 +37,95 @@ def findings_of_pairs(
         first = sum(not x.recomputed for x in calls)
         coverage.made("attention", f"{counted(first, 'call')} a step")
     if tokens is None:
-        why = "the batch has no tensor of tokens: integers (B, S), or numbers (B, S, D)"
+        have = "the batch has no tensor of tokens"
+        why = f"{have}: integers (B, S), or numbers (B, S, D)"
         for topic in ("documents", "causality"):
             coverage.missed(topic, why)
-        coverage.missed("padding", _unfit(subject, batch, "", (0, 0)) if _masks(subject, batch) else why)
+        coverage.missed("padding", _unfit(subject, batch, have, why))
         return
-    rows, length = tokens[1].shape[:2]
-    said, own = subject.declared(batch), own_pairs(calls, subject, batch, length, coverage)
-    see = Visible(calls, own, subject, batch, tokens[0], coverage)
+    see = Visible(calls, subject, batch, coverage)
+    said = see.said
     for reason in said.unread:
         coverage.missed("batch", reason)
-    if said.documents is not None:
-        foreign = said.documents[:, :, None] != said.documents[:, None, :]
-        foreign &= (said.documents >= 0)[:, :, None]
+    if said.documents is not None and said.apart is not None:
         coverage.made("documents", f"read from {said.source}")
-        yield from see.proven("leak", "Packed documents see each other here", foreign, said.documents, None)
+        what = "Packed documents see each other here"
+        yield from see.proven(Foreign("leak", what, said.apart, said.documents))
     else:
         coverage.absent("documents", f"no batch has several documents that the doctor knows. {_DECLARE}")
     for x in see.calls if said.mask is not None else ():
-        x.padding = fault_of(x, own[id(x)], said)
+        x.padding = fault_of(x, see.own[x], said)
     if said.valid is not None:
         hidden = said.valid[:, :, None] & ~said.valid[:, None, :]
         coverage.made("padding", f"read from {said.padding}")
-        yield from see.proven("mask-lost", "Valid tokens see padding here", hidden, (~said.valid).long(), 1)
+        yield from see.proven(Foreign("mask-lost", SEEN, hidden, (~said.valid).long(), 1))
     else:
-        coverage.absent("padding", _unfit(subject, batch, tokens[0], (rows, length)))
-    yield from _causality(see, said, rows, length)
-    yield from _alignments(see, length)
+        have = f"{see.name} has the shape {(see.rows, see.length)} of tokens"
+        why = _unfit(subject, batch, have, "no batch has padding that the doctor knows")
+        coverage.absent("padding", why)
+    yield from _causality(see)
+    yield from _alignments(see)
 
 
-def _masks(subject: Subject, batch: Any) -> dict[str, tuple[int, int]]:
-    """Find the masks (B, S) of a batch that mark padding of no known sequence, with their shapes."""
-    named, found = subject.named(batch), dict[str, tuple[int, int]]()
+def _unfit(subject: Subject, batch: Any, have: str, why: str) -> str:
+    """Write why no padding was examined: a mask marks padding of unknown tokens, or another reason."""
+    named = subject.named(batch)
     known = {tuple(named[x].shape[:2]) for x in sequences(subject, batch)}
-    for name, x in named.items():
-        if x.dim() != 2 or tuple(x.shape) in known:
-            continue
-        shape = x.shape[0], x.shape[1]
-        if any(not bool(valid.all()) for _, valid in paddings({name: x}, shape)):
-            found[name] = shape
-    return found
+    for name, valid in paddings(named):
+        if (shape := tuple(valid.shape)) not in known and not bool(valid.all()):
+            marks = f"{name} of shape {shape} marks padding, and {have}"
+            return f"{marks}, so the doctor does not know what it hides"
+    return why
 
 
-def _unfit(subject: Subject, batch: Any, tokens: str, shape: tuple[int, int]) -> str:
-    """Write why no padding was examined: there is none, or a mask has another shape than the tokens."""
-    masks = _masks(subject, batch)
-    if not masks:
-        return "no batch has padding that the doctor knows"
-    name, other = next(iter(masks.items()))
-    have = f"{tokens} has the shape {shape} of tokens" if tokens else "the batch has no tensor of tokens"
-    return f"{name} of shape {other} marks padding, and {have}, so the doctor does not know what it hides"
-
-
-def _causality(see: Visible, said: Declared, rows: int, length: int) -> Iterator[Finding]:
-    index, coverage = torch.arange(length), see.coverage
-    later = (index[:, None] < index)[None].expand(rows, -1, -1)
-    if see.subject.is_causal or said.later is False:
-        coverage.made("causality", "declared" if see.subject.is_causal else "read from a mask of the batch")
+def _causality(see: Visible) -> Iterator[Finding]:
+    subject, coverage, later = see.subject, see.coverage, see.later.pairs
+    shown = next((x for x in see.calls if bool((see.own[x] & later[: len(see.own[x])]).any())), None)
+    if subject.is_causal or see.said.later is False:
+        coverage.made("causality", "declared" if subject.is_causal else "read from a mask of the batch")
         yield from _later_seen(see)
-        return
-    shown = next((x for x in see.calls if bool((see.own[id(x)] & later[: len(see.own[id(x)])]).any())), None)
-    if see.subject.expected.get("causal") is False:
+    elif subject.expected.get("causal") is False:
         coverage.made("causality", "declared as not causal")
     elif shown is not None:
-        coverage.missed(
-            "causality",
-            f"not declared, and tokens see later tokens at {shown.place}. "
-            'If the model predicts the next token, return {"causal": True} as the factory\'s third value',
-        )
+        why = f"not declared, and tokens see later tokens at {shown.place}"
+        remedy = 'return {"causal": True} as the factory\'s third value'
+        coverage.missed("causality", f"{why}. If the model predicts the next token, {remedy}")
     elif see.calls:
         coverage.made("causality", "not declared, but no call shows later tokens")
 
 
 def _later_seen(see: Visible) -> Iterator[Finding]:
     """Yield a finding if a change of the last predicted token changes earlier results."""
-    what = "Tokens see later ones here, in a model that predicts the next token"
     names, broken, reasons = of_predicted(see.names), list[Visible](), list[str]()
-    views = [see] if names == [see.name] else [see.of(name) for name in reversed(names)]
-    for view in views if len(views) > 1 else ():
+    if len(names) == 1:
+        view = see if names == [see.name] else see.of(names[0])
+        yield from view.proven(view.later)
+        return
+    for view in map(see.of, reversed(names)):
         # A sequence may be the encoder's. Its last token changes all results of a right model.
         made = view.made or f"no attention call has keys of {view.name}"
         if isinstance(made, str):
             reasons.append(made)
             continue
         try:
-            changed = view.changed(view.last, 1)
+            changed = view.changed(view.later)
         except Exception as error:
             reasons.append(first_line(error))
             continue
         if changed is None:
             return
         broken.append(view)
-    views = broken or views[: len(views) == 1]
-    if not views:
-        of = " and ".join(names)
-        why = f"the doctor does not know which of {of} the model predicts"
+    if broken:
+        yield from broken[0].proven(broken[0].later)
+    else:
+        why = f"the doctor does not know which of {' and '.join(names)} the model predicts"
         see.coverage.missed("causality", f"{why}: {reasons[0]}")
-    for view in views[:1]:
-        later = torch.ones(view.last.shape[1], view.last.shape[1], dtype=torch.bool).triu(1)
-        foreign = later.expand(len(view.last), -1, -1)
-        yield from view.proven("causality-lost", what, foreign, view.last, 1)
 
 
-def _alignments(see: Visible, length: int) -> Iterator[Finding]:
+def _alignments(see: Visible) -> Iterator[Finding]:
     """Yield causal masks that count queries from the first key, where the queries are the last tokens."""
+    what = "The causal mask counts from the first key here, but the queries are later tokens"
+    length = see.length
     for x in see.calls:
         if not x.first_own or x.visible is None:
             continue
@@ -149,7 +133,7 @@ def _alignments(see: Visible, length: int) -> Iterator[Finding]:
         first = torch.ones(length, k_len, dtype=torch.bool).tril()
         if not bool((x.visible == first).all()):
             continue
-        right = first.tril().new_ones(length, k_len).tril(x.first_own)
+        right = torch.ones_like(first).tril(x.first_own)
         evidence = [f"the batch's own keys are {x.first_own} to {x.first_own + length - 1} of {k_len}"]
         tried = ""
         if x.given is not None:
@@ -159,11 +143,5 @@ def _alignments(see: Visible, length: int) -> Iterator[Finding]:
             then = F.scaled_dot_product_attention(**kept, attn_mask=right)
             tried = f"results of this call change by {distance(now, then):.1e} (relative)"
             evidence.append("no query sees its own key")
-        yield Finding(
-            "causal-alignment",
-            "The causal mask counts from the first key here, but the queries are later tokens",
-            at(x.place),
-            tuple(evidence),
-            remedy=aligned(ends_with_own(x, length)),
-            tried=tried,
-        )
+        remedy = aligned(ends_with_own(x, length))
+        yield Finding("causal-alignment", what, at(x.place), tuple(evidence), remedy=remedy, tried=tried)

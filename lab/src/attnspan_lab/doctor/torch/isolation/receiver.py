@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from attnspan_lab.doctor.places import Place
+from attnspan_lab.doctor.places import Place, place_of
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
 from attnspan_lab.doctor.torch.recording.calls import Step
+from attnspan_lab.doctor.torch.recording.changes import evaluating
 from attnspan_lab.doctor.torch.recording.trace import forward_line
 from attnspan_lab.doctor.torch.subject import Subject
 
@@ -29,7 +30,6 @@ def receiver_of(step: Step, changed: Any) -> tuple[str, nn.Module]:
 def _seen(subject: Subject, batch: Any) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
     """Record tensors that each module receives and returns."""
     own, found = subject.copy(), dict[str, tuple[list[Tensor], list[Tensor]]]()
-    own.model.eval()
 
     def tensors(given: Any) -> list[Tensor]:
         return [x.detach().clone() for x in tree_leaves(given) if isinstance(x, Tensor)]
@@ -42,7 +42,7 @@ def _seen(subject: Subject, batch: Any) -> dict[str, tuple[list[Tensor], list[Te
 
     for name, module in own.model.named_modules():
         module.register_forward_hook(note(name), with_kwargs=True)
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with evaluating(own.model):
         own.call(own.model, batch)
     return found
 
@@ -58,7 +58,7 @@ def attention_in(module: nn.Module, calls: list[Attention]) -> Place | None:
         return None
     last = max((x[2] or 0 for x in type(module).forward.__code__.co_lines()), default=0)
     for call in reversed(calls):
-        for file, _, number in (x.rpartition(":") for x in call.lines):
-            if file == first.file and first.line <= int(number) <= last:
-                return Place(file, int(number), first.function)
+        for place in map(place_of, call.lines):
+            if place.file == first.file and first.line <= place.line <= last:
+                return Place(place.file, place.line, first.function)
     return None

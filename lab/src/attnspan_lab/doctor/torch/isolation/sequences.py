@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnspan_lab.doctor.torch.recording.changes import evaluating
 from attnspan_lab.doctor.torch.subject import Subject
 
 __all__ = ["LABELS", "has_rows", "of_predicted", "sequences", "with_rows"]
@@ -63,10 +64,5 @@ def with_rows(subject: Subject, batch: Any) -> Any:
 
 
 def _returns_rows(subject: Subject, batch: Any, tokens: Tensor) -> bool:
-    training = subject.model.training
-    subject.model.eval()
-    try:
-        with torch.no_grad():
-            return has_rows(subject.results(subject.call(subject.model, batch), {}), tokens)
-    finally:
-        subject.model.train(training)
+    with evaluating(subject.model):
+        return has_rows(subject.results(subject.call(subject.model, batch), {}), tokens)

@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.places import Place, at
-from attnspan_lab.doctor.torch.isolation.declared import Declared, paddings
-from attnspan_lab.doctor.torch.isolation.padding_causes import Fault, fault_of
+from attnspan_lab.doctor.places import Place, at, place_of
+from attnspan_lab.doctor.torch.isolation.declared import Declared, marks_padding, paddings
+from attnspan_lab.doctor.torch.isolation.padding_causes import SEEN, Fault, fault_of
 from attnspan_lab.doctor.torch.isolation.sequences import sequences
 from attnspan_lab.doctor.torch.masks.cross_attention import visible_in
 from attnspan_lab.doctor.torch.masks.forms import distance
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
-from attnspan_lab.doctor.torch.recording.calls import Call, CannotRun, Step, changed_tokens, sdpa
+from attnspan_lab.doctor.torch.recording.calls import Call, CannotRun, Step
+from attnspan_lab.doctor.torch.recording.changes import computed, with_other_tokens
 
 __all__ = ["padding_findings", "words_of"]
 
 _SAME = 1e-6
 _ROUNDS = 4  # calls behind a mended call whose keys are then known
 _COMMON = re.compile(r"ids?|inputs?|hidden|states?|embed\w*|att\w*|mask|padding|pad|keys?|tokens?")
-Site = tuple[Place, str, int, int]
+Site = tuple[Place | None, str, int, int]
 
 
 class _Shown(NamedTuple):
-    """A call that shows padding: its number, the number of the first key of the sequence, and the fault."""
+    """A call that shows padding, the first key of the sequence, the fault, and the watcher's record."""
 
-    number: int
+    call: Call
     start: int
     fault: Fault
     seen: Attention | None
@@ -56,13 +58,13 @@ def padding_findings(
         same = [x for x in names if named[x].shape[:2] == named[name].shape[:2]]
         if len(masks) > 1 or len(same) > 1:
             masks = {k: x for k, x in masks.items() if words_of(k) == words_of(name)}
-        for padding, valid in masks.items():
-            if not bool(valid.all()) and len(masks) == 1:
-                check = _Padded(step, calls, name, padding, valid)
-                try:
-                    yield from check.findings(coverage, done)
-                except CannotRun as error:
-                    coverage.missed(check.topic, str(error))
+        padding, valid = next(iter(masks.items()), ("", torch.ones(1)))
+        if len(masks) == 1 and not bool(valid.all()):
+            check = _Padded(step, calls, name, padding, valid)
+            try:
+                yield from check.findings(coverage, done)
+            except CannotRun as error:
+                coverage.missed(check.topic, str(error))
 
 
 def words_of(name: str) -> set[str]:
@@ -77,23 +79,19 @@ class _Padded:
         self.step, self.seen, self.name, self.padding, self.valid = step, calls, name, padding, valid
         self.topic = f"padding of {name}"
         self.hidden = ~valid & valid.any(1, keepdim=True)  # A sample without tokens has no right result.
-        tokens = step.subject.named(step.batch)[name]
-        changed = tokens.clone()
-        changed[self.hidden] = changed_tokens(tokens)[self.hidden]
-        self.changed = step.subject.with_tokens(step.batch, name, changed)
+        self.changed = with_other_tokens(step.subject, step.batch, name, self.hidden)
         self.sites: dict[Site, _Shown] = {}
 
     def findings(self, coverage: Coverage, done: set[Place]) -> Iterator[Finding]:
         step = self.step
         before, other = step, step.again(self.changed)
-        change = self._difference(before, other)
+        left = change = self._difference(before, other)
         if self._difference(step, step.again()) > 0:
             coverage.missed(self.topic, "the model returns different results for the same batch")
             return
         if change <= _SAME:
             coverage.made(self.topic, f"read from {self.padding}: changed padding changes no result")
             return
-        left = change
         for _ in range(_ROUNDS):
             found = {k: x for k, x in self._shown(before, other).items() if k not in self.sites}
             self.sites |= found
@@ -109,38 +107,36 @@ class _Padded:
             coverage.absent(self.topic, f"{said}, and no attention call was found that shows it")
             return
         coverage.made(self.topic, f"read from {self.padding}")
-        tried = "with padding hidden in this call, changed padding changes no result"
+        tried = "no result"
         if left > _SAME:
-            tried = f"with padding hidden in this call, changed padding changes results by {left:.1e}"
-            tried += f" instead of {change:.1e}: another part of the model also sees it"
-        for (place, *_), shown in self.sites.items():
-            if place not in done:
-                done.add(place)
-                yield self._finding(place, shown, change, tried)
+            tried = f"results by {left:.1e} instead of {change:.1e}: another part of the model also sees it"
+        tried = f"with padding hidden in this call, changed padding changes {tried}"
+        for shown in self.sites.values():
+            if shown.call.place not in done:
+                done.update(at(shown.call.place))
+                yield self._finding(shown, change, tried)
 
-    def _finding(self, place: Place, shown: _Shown, change: float, tried: str) -> Finding:
-        fault, seen = shown.fault, shown.seen
+    def _finding(self, shown: _Shown, change: float, tried: str) -> Finding:
+        call, _, fault, seen = shown
         mask = seen.mask[1] if seen is not None and seen.mask else None
         what = fault.what.replace("Valid tokens see padding", f"Queries see the padding of {self.name}")
         evidence = (
             f"changing padded entries of {self.name} changes results by {change:.1e} (relative error)",
             f"{self.name} has {int(self.hidden.sum())} padded entries, and queries see them here",
         )
-        remedy = fault.remedy or self._remedy(self.step.calls[shown.number])
-        places = at(place, fault.place, mask, self._caller(place, seen))
+        places = at(call.place, fault.place, mask, self._caller(call, seen))
+        remedy = fault.remedy or self._remedy(call)
         return Finding("mask-lost", what, places, evidence, fault.cause, remedy, tried)
 
-    def _caller(self, place: Place, seen: Attention | None) -> Place | None:
+    def _caller(self, call: Call, seen: Attention | None) -> Place | None:
         """Name the caller's line if calls with other keys share the line of the call."""
-        sites = {self._site(x) for x in self.step.calls if x.place == place}
-        if seen is None or len(sites) < 2 or len(seen.lines) < 2:
-            return None
-        file, _, number = seen.lines[1].rpartition(":")
-        return Place(file, int(number))
+        sites = {self._site(x) for x in self.step.calls if x.place == call.place}
+        return place_of(seen.lines[1]) if seen is not None and len(sites) > 1 and seen.lines[1:] else None
 
     def _remedy(self, call: Call) -> str:
-        marks_padding = "padding" in self.padding
-        shown, hidden = (f"({self.padding} {x} 0)" for x in (("==", "!=") if marks_padding else ("!=", "==")))
+        shown, hidden = (f"({self.padding} {x} 0)" for x in ("!=", "=="))
+        if marks_padding(self.padding):
+            shown, hidden = hidden, shown
         modules = dict(self.step.subject.model.named_modules())
         if call.modules and isinstance(modules[call.modules[-1]], nn.MultiheadAttention):
             return f"Pass key_padding_mask={hidden} to the module"
@@ -162,40 +158,30 @@ class _Padded:
             most = max(most, distance(y, x))
         return most
 
-    def _site(self, call: Call) -> Site | None:
+    def _site(self, call: Call) -> Site:
         """Identify the calls of all layers that share a line and the numbers of queries and keys."""
-        if call.place is None:
-            return None
         module = re.sub(r"\d+", "#", call.modules[-1] if call.modules else "")
-        return call.place, module, call.rows.shape[-2], _k_len(call)
+        return call.place, module, call.rows.shape[-2], call.k_len
 
     def _shown(self, step: Step, other: Step) -> dict[Site, _Shown]:
         """Find the calls whose keys change at the padding, and whose unchanged queries see these keys."""
+        said = Declared(valid=self.valid, padding=self.padding, mask=self.valid)
         found: dict[Site, _Shown] = {}
         for call in step.calls if len(step.calls) == len(other.calls) else ():
             site, visible = self._site(call), visible_in(call)
             changes = self._changes(call, other.calls[call.number])
-            if site is None or site in found or visible is None or changes is None:
+            if call.place is None or site in found or visible is None or changes is None:
                 continue
             keys, queries = changes
-            start = self._start(keys)
-            if start is None:
+            if (start := self._start(keys)) is None:
                 continue
             own = visible.expand(len(keys), -1, -1)[..., start : start + self.valid.shape[1]]
             if bool((own & self.hidden[:, None] & ~queries[:, :, None]).any()):
-                seen = next((x for x in self.seen if self._is_same(x, call)), None)
-                found[site] = _Shown(call.number, start, self._fault(seen, own), seen)
+                fault = Fault(SEEN, f"The batch has padding ({self.padding})")
+                if (seen := next((x for x in self.seen if x.is_same(call)), None)) is not None:
+                    fault = fault_of(seen, own, said, torch.ones_like(own[..., 0]))
+                found[site] = _Shown(call, start, fault, seen)
         return found
-
-    def _is_same(self, seen: Attention, call: Call) -> bool:
-        sizes = call.rows.shape[-2], _k_len(call)
-        return seen.place == call.place and (seen.q[-2], seen.k[-2]) == sizes and not seen.recomputed
-
-    def _fault(self, seen: Attention | None, own: Tensor) -> Fault:
-        said = Declared(valid=self.valid, padding=self.padding, mask=self.valid)
-        if seen is None:
-            return Fault("Valid tokens see padding here", f"The batch has padding ({self.padding})")
-        return fault_of(seen, own, said, torch.ones_like(own[..., 0]))
 
     def _changes(self, call: Call, other: Call) -> tuple[Tensor, Tensor] | None:
         """Find the keys (B, Sk) and the queries (B, Sq) that differ."""
@@ -223,45 +209,18 @@ class _Padded:
 
     def _start(self, changed: Tensor) -> int | None:
         """Find where the sequence begins among the keys, if exactly the keys of its padding changed."""
-        if not bool(changed.any()):
-            return None
         row = int(changed.any(1).int().argmax())
         start = int(changed[row].int().argmax()) - int(self.hidden[row].int().argmax())
-        length = self.hidden.shape[1]
-        if start < 0 or start + length > changed.shape[1]:
-            return None
-        wanted = torch.zeros_like(changed)
-        wanted[:, start : start + length] = self.hidden
-        return start if torch.equal(changed, wanted) else None
+        fits = 0 <= start <= changed.shape[1] - self.hidden.shape[1]
+        return start if fits and torch.equal(changed, self._keys(start, changed.shape[1])) else None
+
+    def _keys(self, start: int, k_len: int) -> Tensor:
+        """Mark the padding among the keys of a call, bool (B, Sk)."""
+        return F.pad(self.hidden, (start, k_len - start - self.hidden.shape[1]))
 
     def _mended(self, call: Call) -> Tensor | None:
         """Compute a call with hidden padding."""
-        site = self._site(call)
-        shown = None if site is None else self.sites.get(site)
+        shown = self.sites.get(self._site(call))
         if shown is None:
             return None
-        hide = torch.zeros(len(self.hidden), _k_len(call), dtype=torch.bool)
-        hide[:, shown.start : shown.start + self.hidden.shape[1]] = self.hidden
-        if not call.is_torchs:
-            scores: Tensor = call.given["scores"]
-            hide = hide.repeat_interleave(len(scores) // len(hide), 0)
-            return scores.masked_fill(
-                hide.view(len(hide), *[1] * (scores.dim() - 2), -1), -torch.inf
-            ).softmax(-1)
-        return sdpa(**_with_mask(call.given, ~hide, keeps=shown.fault.change is None))
-
-
-def _k_len(call: Call) -> int:
-    return int(call.given["key"].shape[-2] if call.is_torchs else call.rows.shape[-1])
-
-
-def _with_mask(given: Mapping[str, Any], shown: Tensor, *, keeps: bool) -> dict[str, Any]:
-    """Hide keys too, bool (B, Sk), or show the keys alone if the present mask is wrong."""
-    sizes = given["query"].shape[-2], given["key"].shape[-2]
-    mask = given.get("attn_mask") if keeps else None
-    pairs = shown[:, None, None].expand(-1, 1, *sizes)
-    if given.get("is_causal"):
-        pairs = pairs.tril()
-    if mask is not None:
-        pairs = pairs & mask if mask.dtype == torch.bool else mask.masked_fill(~pairs, -torch.inf)
-    return {**given, "attn_mask": pairs, "is_causal": False, "dropout_p": 0.0}
+        return computed(call, self._keys(shown.start, call.k_len), keeps_mask=shown.fault.change is None)

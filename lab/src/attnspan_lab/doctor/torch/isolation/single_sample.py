@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from attnspan_lab.doctor.torch.isolation.cutting import Sample
 from attnspan_lab.doctor.torch.isolation.declared import paddings
 from attnspan_lab.doctor.torch.isolation.sequences import sequences
 from attnspan_lab.doctor.torch.isolation.shown_padding import words_of
-from attnspan_lab.doctor.torch.recording.calls import CannotRun, changed_tokens
+from attnspan_lab.doctor.torch.recording.calls import changed_tokens
 from attnspan_lab.doctor.torch.subject import Subject
 
 __all__ = ["PaddedSample", "padded_samples"]
@@ -25,55 +25,26 @@ class PaddedSample(NamedTuple):
 
     Args:
         padding: Name of the mask (B, S) that states the padding.
-        names: Names of the sequences that have this padding.
-        rows, row: Batch size, and number of the sample.
-        length, real: Number of tokens with and without the padding.
-        inputs, others: The sequences, and other sequences of the same length, by identity.
+        names, inputs: Names of the sequences that have this padding, and the sequences by identity.
+        real: Number of tokens without the padding.
+        sample: The sample with its padding.
     """
 
     padding: str
     names: tuple[str, ...]
-    rows: int
-    row: int
-    length: int
-    real: int
     inputs: tuple[int, ...]
-    others: tuple[int, ...]
+    real: int
+    sample: Sample
 
     @property
     def rounded(self) -> int:
         """Number of tokens with some padding, so that layers with a stride see the same windows."""
         sizes = (-(-self.real // x) * x for x in _STRIDES)
-        return next(x for x in sizes if x < self.length)
+        return next(x for x in sizes if x < self.sample.length)
 
     def alone(self, batch: Any, stop: int) -> Any:
-        """Take the sample out of the batch, and keep its first tokens.
-
-        Raises:
-            CannotRun: A tensor has an unknown layout.
-        """
-
-        def cut(x: Any) -> Any:
-            if not isinstance(x, Tensor) or x.dim() == 0:
-                return x
-            dims = [] if id(x) in self.others else [i for i, n in enumerate(x.shape) if n == self.length]
-            shape = tuple(x.shape)
-            if id(x) not in self.inputs and x.is_floating_point() and x.dim() > 3 and 1 not in dims:
-                # An image or a video may have sides of this length, and a bias has pairs of tokens.
-                if dims and x.dim() == 4 and shape[1] != 1:
-                    raise CannotRun(f"a tensor of shape {shape} may be an image or have pairs of tokens")
-                dims = dims if shape[1:] == (1, self.length, self.length) else []
-            if dims == [1, 2] == list(range(1, x.dim())) and x.is_floating_point():
-                raise CannotRun(f"dim 1 or dim 2 of a tensor of shape {shape} may have the tokens")
-            if x.shape[0] == self.rows:
-                x = x[self.row : self.row + 1]
-            elif x.shape[0] != 1 and dims != list(range(x.dim())):
-                raise CannotRun(f"a tensor of shape {shape} has no row for each sample")
-            for dim in dims:
-                x = x.narrow(dim, 0, stop)
-            return x
-
-        return tree_map(cut, batch)
+        """Take the sample out of the batch, and keep its first tokens."""
+        return self.sample.cut(batch, torch.arange(stop))
 
     def changed(self, batch: Any) -> Any:
         """Change the inputs of a batch behind the rounded number of tokens."""
@@ -81,8 +52,8 @@ class PaddedSample(NamedTuple):
         def change(x: Any) -> Any:
             if id(x) not in self.inputs:
                 return x
-            dim = next(i for i, n in enumerate(x.shape) if n == self.length and i)
-            rest = self.rounded, self.length - self.rounded
+            dim = next(i for i, n in enumerate(x.shape) if n == self.sample.length and i)
+            rest = self.rounded, self.sample.length - self.rounded
             return torch.cat([x.narrow(dim, 0, rest[0]), changed_tokens(x).narrow(dim, *rest)], dim)
 
         return tree_map(change, batch)
@@ -91,12 +62,7 @@ class PaddedSample(NamedTuple):
 def padded_samples(subject: Subject, batch: Any) -> Iterator[PaddedSample]:
     """Yield the sample with the most padding for each mask (B, S) of a batch."""
     named = subject.named(batch)
-    masks = [
-        (k, valid)
-        for name, x in named.items()
-        if x.dim() == 2
-        for k, valid in paddings({name: x}, (x.shape[0], x.shape[1]))
-    ]
+    masks = list(paddings(named))
     for name, valid in masks:
         rows, length = valid.shape
         real = valid.sum(1)
@@ -108,6 +74,7 @@ def padded_samples(subject: Subject, batch: Any) -> Iterator[PaddedSample]:
         names = [x for x in sequences(subject, batch) if length in named[x].shape[1:]]
         own = [x for x in names if len(names) == 1 or words_of(x) == words_of(name)]
         row = int(real.masked_fill(~fits, length).argmin())
-        ids = [tuple(id(named[x]) for x in some) for some in (own, set(names) - set(own))]
+        others = {id(named[x]): list[int]() for x in names if x not in own}
         if own:
-            yield PaddedSample(name, tuple(own), rows, row, length, int(real[row]), *ids)
+            inputs = tuple(id(named[x]) for x in own)
+            yield PaddedSample(name, tuple(own), inputs, int(real[row]), Sample(rows, row, length, others))

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -27,7 +26,7 @@ from attnspan_lab.doctor.torch.masks.written_out import WrittenOut
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
 from attnspan_lab.doctor.torch.recording.watch import Watcher
 from attnspan_lab.doctor.torch.subject import Subject
-from attnspan_lab.doctor.words import counted, first_line
+from attnspan_lab.doctor.words import counted, dtype_name, first_line
 
 __all__ = ["findings_of", "with_caller"]
 
@@ -190,7 +189,7 @@ def _conversions(site: list[Attention], subject: Subject) -> Iterator[Finding]:
     narrow = min((x.itemsize for x in subject.model.parameters() if x.is_floating_point()), default=8)
     wide = [x for x in site if x.upcast and x.dtype.itemsize > narrow]
     if wide:
-        call, name = wide[0], _name(wide[0].dtype)
+        call, name = wide[0], dtype_name(wide[0].dtype)
         what = f"Attention runs in {name}, wider than the model's parameters"
         evidence = [f"{bytes_text(call.upcast_bytes)} of q, k and v in {name} per call"]
         if call.stores_scores:
@@ -200,16 +199,12 @@ def _conversions(site: list[Attention], subject: Subject) -> Iterator[Finding]:
     if found := next((x for x in site if x.wide), None):
         assert found.wide is not None
         place, dtype, size = found.wide
-        what = f"Scores of {_name(found.dtype)} are computed in {_name(dtype)} from here on"
-        evidence = [f"{bytes_text(size)} of {_name(dtype)} scores and weights per call"]
+        what = f"Scores of {dtype_name(found.dtype)} are computed in {dtype_name(dtype)} from here on"
+        evidence = [f"{bytes_text(size)} of {dtype_name(dtype)} scores and weights per call"]
         evidence.append(f"{bytes_text(size * many)} per step")
         remedy = "Call F.scaled_dot_product_attention or attnspan.torch.attention: both add in float32 inside"
         cause = "The softmax or the operator before it converts all scores"
         yield Finding("upcast", what, at(place, found.place), tuple(evidence), cause, remedy, count=many)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _hidden(watcher: Watcher, subject: Subject, batch: Any) -> Iterator[Finding]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -11,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.places import Place, at, is_users
+from attnspan_lab.doctor.places import Place, at, line_of_class
 from attnspan_lab.doctor.torch.recording.calls import Call, CannotRun, Step, changed_tokens
 from attnspan_lab.doctor.words import counted
 
@@ -38,28 +36,30 @@ class EqualQueries:
             if call.place is None or call.rows.dim() < 3 or not call.rows.numel():
                 continue
             self.calls.setdefault(call.place, (call, step))
-            if call.rows.shape[-2] < 2 or not _are_equal(call.rows):
+            if call.q_len < 2 or not _are_equal(call.rows):
                 self.other.add(call.place)
 
     def findings(self) -> Iterator[Finding]:
         """Yield a finding for each parameter whose equal rows make the queries of a line."""
-        found: dict[str, list[tuple[Place, Call]]] = {}
+        found: dict[str, list[tuple[Place, Call, Step]]] = {}
         for place, (call, step) in self.calls.items():
             if place in self.other or _depend_on_tokens(call, step):
                 continue
-            for name in _parameters(step, call.rows.shape[-2]):
-                found.setdefault(name, []).append((place, call))
+            for name in _parameters(step, call.q_len):
+                found.setdefault(name, []).append((place, call, step))
         for name, uses in found.items():
-            (place, call), step = uses[0], self.calls[uses[0][0]][1]
-            many = call.rows.shape[-2]
+            _, call, step = uses[0]
+            many = call.q_len
             what = f"All {many} queries are equal here, and training keeps them equal: rows of {name}"
             evidence = (
                 f"in {counted(len(uses), 'line')} with attention, all queries of each call are equal",
                 f"the {many} rows of {name} are equal, and so are their gradients",
                 *(("other tokens change no query",) if call.is_torchs else ()),
             )
-            made = _made(step, name)
-            yield Finding("equal-queries", what, at(made, *(x for x, _ in uses)), evidence)
+            owner, _, attribute = name.rpartition(".")
+            kind = type(step.subject.model.get_submodule(owner))
+            made = line_of_class(kind, rf"self\.{attribute}\b[^=]*=[^=]")
+            yield Finding("equal-queries", what, at(made, *(x for x, *_ in uses)), evidence)
 
 
 def _are_equal(rows: Tensor) -> bool:
@@ -70,12 +70,10 @@ def _are_equal(rows: Tensor) -> bool:
 
 def _depend_on_tokens(call: Call, step: Step) -> bool:
     subject, batch = step.subject, step.batch
+    tokens, _ = subject.tokens(batch) or ("", None)
     for name, x in subject.named(batch).items():
-        if x.is_floating_point():
+        if x.is_floating_point() or name == tokens:
             batch = subject.with_tokens(batch, name, changed_tokens(x))
-    tokens = subject.tokens(batch)
-    if tokens is not None and not tokens[1].is_floating_point():
-        batch = subject.with_tokens(batch, tokens[0], changed_tokens(tokens[1]))
     again = step.again(batch)
     if len(again.calls) <= call.number:
         return True
@@ -95,19 +93,3 @@ def _parameters(step: Step, many: int) -> list[str]:
         if has_rows and _are_equal(x) and bool(x.grad.any()) and _are_equal(x.grad):  # type: ignore[union-attr, arg-type]
             found.append(name)
     return found
-
-
-def _made(step: Step, name: str) -> Place | None:
-    """Find the line that makes a parameter, in the user's classes of its module."""
-    owner, _, attribute = name.rpartition(".")
-    assigned = re.compile(rf"self\.{attribute}\b[^=]*=[^=]")
-    for kind in type(dict(step.subject.model.named_modules())[owner]).__mro__:
-        try:
-            lines, first = inspect.getsourcelines(kind)
-            file = inspect.getsourcefile(kind) or ""
-        except (OSError, TypeError):  # The class has no file.
-            continue
-        number = next((first + i for i, x in enumerate(lines) if assigned.search(x)), None)
-        if number is not None and is_users(file):
-            return Place(file, number, kind.__name__)
-    return None

@@ -9,22 +9,16 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.findings import Finding, texts_of
 from attnspan_lab.doctor.places import Place, at, place_here
 from attnspan_lab.doctor.torch.isolation.sequences import LABELS
-from attnspan_lab.doctor.torch.recording.calls import Call, Step, noise, sdpa
+from attnspan_lab.doctor.torch.recording.calls import Call, Step, noise
 from attnspan_lab.doctor.torch.subject import Subject
 from attnspan_lab.doctor.words import counted
 
 __all__ = ["OneKey"]
 
 _ROUNDING = 1e-5  # Another query may change the order of additions in a kernel.
-_CROSS = (
-    "The keys are one token, such as a pooled condition. The softmax of one score is 1, so each query gets "
-    "the same value",
-    "If one key is meant, use v_proj(token) without attention: the result is the same. If not, pass the "
-    "tokens before they are pooled as keys and values",
-)
 
 
 @dataclass
@@ -34,7 +28,6 @@ class _Line:
     longest: int = 0
     given: bool = True  # In each batch, you passed a sequence of length 1.
     count: int = 0
-    made: _Made = field(default_factory=lambda: _Made())
 
 
 @dataclass
@@ -57,28 +50,31 @@ class OneKey:
             if call.place is None or not call.rows.numel() or not _is_attention(step, call):
                 continue
             line = self.lines.setdefault(call.place, _Line(call, step))
-            line.longest = max(line.longest, _keys(call))
+            line.longest = max(line.longest, call.k_len)
             line.given, line.count = line.given and given, line.count + 1
 
     def findings(self) -> Iterator[Finding]:
         """Yield a finding for each line that never has a second key, if other queries change no result."""
         for place, line in self.lines.items():
-            if line.longest == 1 and not (line.given and self.longer) and _is_proven(line):
-                yield _finding(place, line)
+            if line.longest > 1 or (line.given and self.longer):
+                continue
+
+            def change(call: Call, place: Place = place) -> Tensor | None:
+                if call.place != place:
+                    return None
+                return call.result_of(**{call.operands[0]: noise(call.rows)})
+
+            made = _Made()
+            if line.step.differs(line.step.again(replace=change, mode=made)) < _ROUNDING:
+                yield _finding(place, line, at(*made.places)[:1])
 
 
 def _is_attention(step: Step, call: Call) -> bool:
     """Whether weights are multiplied with values. A softmax may also belong to a router with one expert."""
     if call.is_torchs or call.summed is not None:
         return True
-    inner = dict(step.subject.model.named_modules()).get(call.modules[-1]) if call.modules else None
+    inner = step.subject.model.get_submodule(call.modules[-1]) if call.modules else None
     return isinstance(inner, nn.MultiheadAttention)
-
-
-def _keys(call: Call) -> int:
-    if call.is_torchs:
-        return int(call.given["key"].shape[-2])
-    return int(call.rows.shape[call.given["dim"]])
 
 
 def _has_length_one(subject: Subject, batch: Any) -> bool:
@@ -87,26 +83,12 @@ def _has_length_one(subject: Subject, batch: Any) -> bool:
     return any(1 in x.shape[1:] for x in named.values())
 
 
-def _is_proven(line: _Line) -> bool:
-    """Whether other queries change no result of the model."""
-
-    def change(call: Call) -> Tensor | None:
-        if call.place != line.call.place:
-            return None
-        if not call.is_torchs:
-            return noise(call.rows).softmax(call.given["dim"])
-        return sdpa(**{**call.given, "query": noise(call.given["query"]), "dropout_p": 0.0})
-
-    with line.made:
-        return line.step.differs(line.step.again(replace=change)) < _ROUNDING
-
-
 class _Made(TorchFunctionMode):
     """Records lines that make a sequence (B, 1, C) of vectors (B, C)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.places = list[Place]()
+        self.places = list[Place | None]()
 
     def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -114,26 +96,20 @@ class _Made(TorchFunctionMode):
         if getattr(fn, "__name__", "") in ("unsqueeze", "__getitem__", "view", "reshape", "unflatten"):
             x = args[0] if args else kwargs["input"]
             if x.dim() == 2 and out.dim() == 3 and out.shape == (len(x), 1, x.shape[1]):
-                self.places += at(place_here())
+                self.places.append(place_here())
         return out
 
 
-def _finding(place: Place, line: _Line) -> Finding:
-    rows = line.call.rows
-    queries = rows.shape[-2] if rows.dim() > 1 else 1
-    is_cross, texts = queries > 1, ("", "")
+def _finding(place: Place, line: _Line, made: tuple[Place, ...]) -> Finding:
+    queries = line.call.q_len if line.call.rows.dim() > 1 else 1
     # A small image may have one patch, and a larger one more.
     images = any(x.dim() > 3 for x in line.step.subject.named(line.step.batch).values())
-    is_short = line.given or (images and not line.made.places)
-    if is_cross:
-        texts = _CROSS
-    elif is_short:
-        texts = "", "If your sequences are really this short, leave attention out. Else pass longer ones"
+    case = "cross" if queries > 1 else "short" if line.given or (images and not made) else ""
+    texts = texts_of("one-key", case) if case else ("", "")
     sizes = f"{counted(queries, 'query', 'queries')} and 1 key"
     evidence = (
         f"{counted(line.count, 'call')} in all batches, with {sizes}",
         "other queries change no result of the model",
     )
     what = "Attention has only one key here, so no result depends on queries and keys"
-    severity = "note" if is_cross or is_short else ""
-    return Finding("one-key", what, at(place, *line.made.places[:1]), evidence, *texts, severity=severity)
+    return Finding("one-key", what, at(place, *made), evidence, *texts, severity="note" if case else "")

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from attnspan_lab.doctor.places import Place
+from attnspan_lab.doctor.words import dtype_name
 
 __all__ = ["Overflow", "has_inf", "overflow_of", "overflow_of_data"]
 
@@ -32,7 +33,7 @@ class Overflow(NamedTuple):
     @property
     def text(self) -> str:
         """Describe the overflow."""
-        where, name = self.place or "an unknown line", str(self.dtype).removeprefix("torch.")
+        where, name = self.place or "an unknown line", dtype_name(self.dtype)
         if self.value is None:
             return f"the first {self.sign}inf ({name}) is made at {where}"
         most = f"{torch.finfo(self.dtype).max:.5g}"
@@ -52,11 +53,9 @@ def overflow_of(op: Any, args: Any, kwargs: Any, out: Tensor, place: Place | Non
         out: Its result, which contains inf.
         place: The user's line.
     """
-    given = tree_leaves((args, kwargs))
-    if any(isinstance(x, float) and isinf(x) for x in given):
-        return None
-    if any(isinstance(x, Tensor) and has_inf(x) and x is not out for x in given):
-        return None
+    for x in tree_leaves((args, kwargs)):
+        if x is not out and (has_inf(x) if isinstance(x, Tensor) else isinstance(x, float) and isinf(x)):
+            return None
     return _overflow(out, _exact(op, args, kwargs, out), place)
 
 
@@ -69,10 +68,9 @@ def overflow_of_data(data: Any, out: Tensor, place: Place | None) -> Overflow | 
 
 
 def _overflow(out: Tensor, exact: Tensor | None, place: Place | None) -> Overflow:
-    bad = out.detach().isinf()
     value = None
     if exact is not None and exact.shape == out.shape:
-        finite = exact.detach()[bad]
+        finite = exact.detach()[out.detach().isinf()]
         finite = finite[finite.isfinite()]
         value = float(finite[finite.abs().argmax()]) if finite.numel() else None
     sign = "" if bool(out.detach().isposinf().any()) and (value is None or value > 0) else "-"

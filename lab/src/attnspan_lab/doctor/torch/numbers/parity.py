@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.findings import Finding, texts_of
 from attnspan_lab.doctor.places import Place
 from attnspan_lab.doctor.torch.cost.gradients import cut_lines
+from attnspan_lab.doctor.torch.recording.calls import CannotRun
 from attnspan_lab.doctor.torch.recording.compiler import compile_error
 from attnspan_lab.doctor.torch.steps import compiled_form, outcome_of
 from attnspan_lab.doctor.torch.subject import Subject
@@ -34,14 +36,19 @@ def parity(subject: Subject, say: Callable[..., None], backend: str) -> None:
     If the model cannot run in float64, the reference is eager float32. A model that is random in training
     mode is compared in evaluation mode.
     """
-    if backend == "inductor" and not _has_compiler():
-        say(finding=_NO_COMPILER)
+    if backend == "inductor" and not any(map(shutil.which, (os.environ.get("CXX") or "g++", "clang++"))):
+        what = "This machine has no C++ compiler, which torch.compile needs on CPU"
+        texts = texts_of("environment", "no-compiler")
+        say(finding=Finding("environment", what, (), (), *texts, stage="parity"))
         backend = "aot_eager"
+    try:
+        _compare(subject, say, backend)
+    except CannotRun as error:
+        say(facts={"unchecked": {"compiled results": str(error)}}, stage="parity")
+
+
+def _compare(subject: Subject, say: Callable[..., None], backend: str) -> None:
     batch = subject.batches[0]
-
-    def missed(why: str) -> None:
-        say(facts={"unchecked": {"compiled results": why}}, stage="parity")
-
     try:
         with torch.compiler.set_stance("force_eager"):
             mode = "training mode" if subject.model.training else "evaluation mode"
@@ -50,35 +57,29 @@ def parity(subject: Subject, say: Callable[..., None], backend: str) -> None:
                 subject.model.eval()
                 mode = "evaluation mode, because the model is random in training mode"
                 plain, random = _step_of(subject, batch)
-            if random:  # Compiled code draws other random numbers.
-                missed("the model is random in evaluation mode")
-                return
             exact = _exact(subject, batch)
-    except Exception:
-        missed("the eager step raises")  # Another stage reports it.
-        return
+    except Exception as error:  # Another stage reports it.
+        raise CannotRun("the eager step raises") from error
+    if random:  # Compiled code draws other random numbers.
+        raise CannotRun("the model is random in evaluation mode")
     torch._dynamo.reset()
     try:
         found = outcome_of(subject, compiled_form(subject.model, backend), batch)
     except Exception as error:
         say(finding=replace(compile_error(error), stage=f"compiled by {backend}"))
-        missed("the compiled step raises")
-        return
+        raise CannotRun("the compiled step raises") from error
     found, plain = _with_common_gradients(subject, found, plain, say)
     against = "eager float64" if exact is not None else "eager mode (the model does not run in float64)"
     exact = exact or plain
     exact = replace(exact, gradients={k: x for k, x in exact.gradients.items() if k in plain.gradients})
     mine, theirs = differences(found, exact), differences(plain, exact)
-    if any(x != x for x in theirs):
-        missed("the eager step returns NaN")  # Another stage reports it.
-        return
-    eps = torch.finfo(
-        next((x.dtype for x in subject.model.parameters() if x.is_floating_point()), torch.float32)
-    ).eps
-    facts = {"backend": backend, "against": against, "errors": [*mine], "eager errors": [*theirs]}
-    say(facts=facts, stage="parity")
+    if any(x != x for x in theirs):  # Another stage reports it.
+        raise CannotRun("the eager step returns NaN")
     compared = f"backend {backend}, first batch, against {against}, in {mode}"
-    say(facts={"checked": {"compiled results": compared}}, stage="parity")
+    facts = {"backend": backend, "against": against, "errors": [*mine], "eager errors": [*theirs]}
+    say(facts={**facts, "checked": {"compiled results": compared}}, stage="parity")
+    floats = (x.dtype for x in subject.model.parameters() if x.is_floating_point())
+    eps = torch.finfo(next(floats, torch.float32)).eps
     for what, own, like in zip(("results", "gradients"), mine, theirs, strict=True):
         if not own <= _FACTOR * like + _FLOOR * eps:
             text = f"Compiled {what} differ from {against} by {own:.1e}, eager {what} by {like:.1e}"
@@ -98,19 +99,16 @@ def _with_common_gradients(
     subject: Subject, found: Outcome, plain: Outcome, say: Callable[..., None]
 ) -> tuple[Outcome, Outcome]:
     """Report parameters with a gradient in one step only. Then only results are left to compare."""
-    only = {
-        "compiled": found.gradients.keys() - plain.gradients,
-        "eager": plain.gradients.keys() - found.gradients,
-    }
-    for side, names in only.items():
-        if names:
-            other = "eager" if side == "compiled" else "compiled"
+    sides = ("compiled", "eager", found, plain, "no-gradient"), ("eager", "compiled", plain, found, "parity")
+    differ = False
+    for side, other, own, lacking, kind in sides:
+        if names := own.gradients.keys() - lacking.gradients.keys():
+            differ = True
             what = f"{_listed(names)} a gradient in the {side} step, and none in the {other} step"
             cause = f"The {other} step does not reach them in its backward pass"
-            kind = "no-gradient" if side == "compiled" else "parity"
             places = cut_lines(subject, subject.batches[0], names) if side == "compiled" else ()
             say(finding=Finding(kind, what, places, (), cause, stage="parity"))
-    if any(only.values()):  # Parameters before the cut have other gradients for the same reason.
+    if differ:  # Parameters before the cut have other gradients for the same reason.
         return replace(found, gradients={}), replace(plain, gradients={})
     return found, plain
 
@@ -122,63 +120,43 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _exact(subject: Subject, batch: Any) -> Outcome | None:
+    def double(x: Any) -> Any:
+        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
     try:
         wide = subject.copy()
         wide.model.double()
         with in_float64():
-            return outcome_of(wide, wide.model, _double(batch))
+            return outcome_of(wide, wide.model, tree_map(double, batch))
     except Exception:
         return None  # An operator without float64.
 
 
-def _double(batch: Any) -> Any:
-    return tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
-
-
 def _guilty(subject: Subject, batch: Any, backend: str) -> tuple[Place, ...]:
     """Compile each module alone, and find the smallest one whose compiled forward differs from eager."""
-    inputs: dict[str, Any] = {}
+    seen: dict[str, Any] = {}
 
     def keep(name: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         if isinstance(out, Tensor):
-            inputs.setdefault(name, (module, args, kwargs, out.detach().clone()))
+            seen.setdefault(name, (module, args, kwargs, out.detach().clone()))
 
-    hooks = [
-        x.register_forward_hook(partial(keep, name), with_kwargs=True)
-        for name, x in subject.model.named_modules()
-    ]
-    try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            torch.manual_seed(0)
-            subject.call(subject.model, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        for name, x in subject.model.named_modules():
+            hooks.callback(x.register_forward_hook(partial(keep, name), with_kwargs=True).remove)
+        torch.manual_seed(0)
+        subject.call(subject.model, batch)
     guilty: nn.Module = subject.model
-    for _, (module, args, kwargs, out) in sorted(inputs.items(), key=lambda x: -x[0].count(".")):
+    for _, (module, args, kwargs, out) in sorted(seen.items(), key=lambda x: -x[0].count(".")):
         torch._dynamo.reset()
-        with torch.no_grad():
-            torch.manual_seed(0)
-            try:
+        torch.manual_seed(0)
+        try:
+            with torch.no_grad():
                 alone: Callable[..., Any] = torch.compile(module, backend=backend)
                 found = alone(*args, **kwargs)
-            except Exception:
-                continue
+        except Exception:
+            continue
         if not torch.allclose(found, out, rtol=1e-3, atol=1e-4):
             guilty = module
             break
     code = type(guilty).forward.__code__
     return (Place(code.co_filename, code.co_firstlineno, f"{type(guilty).__name__}.forward"),)
-
-
-def _has_compiler() -> bool:
-    return any(shutil.which(x) for x in (os.environ.get("CXX") or "g++", "clang++"))
-
-
-_NO_COMPILER = Finding(
-    "environment",
-    "This machine has no C++ compiler, which torch.compile needs on CPU",
-    cause="The default backend, inductor, generates C++ code and compiles it",
-    remedy="Install g++ or set CXX. Without it, backend='aot_eager' traces and runs uncompiled",
-    stage="parity",
-)

@@ -17,11 +17,14 @@ from attnspan_lab.doctor.places import Place, at, place_here
 from attnspan_lab.doctor.torch.recording.calls import Step
 from attnspan_lab.doctor.torch.recording.operators import is_plain, operator_name
 
-__all__ = ["FEW", "counting_findings"]
+__all__ = ["counting_findings"]
 
-#: The cause of equal positions.
-FEW = "A float of 16 bits has too few digits for these numbers, so neighboring positions become equal"
+_FEW = "A float of 16 bits has too few digits for these numbers, so neighboring positions become equal"
 
+_REMEDY = (
+    "Count positions and compute angles in float32, also if the model is converted as a whole: "
+    "torch.arange(n, dtype=torch.float32), and inv_freq.float(). Convert the sines and cosines"
+)
 _TOPIC = "digits of positions"
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -48,9 +51,9 @@ class _Angles(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _angle(self, angles: Tensor) -> None:
         most = float(angles.detach().abs().max()) if angles.numel() else 0.0
-        step = neighbors(most, torch.finfo(angles.dtype).eps) if angles.is_floating_point() else 0.0
-        if angles.dtype in _NARROW and step > CLOSE:
-            self.rounded.append((rounded(_short(angles.dtype), step), place_here()))
+        step = neighbors(most, torch.finfo(angles.dtype).eps) if angles.dtype in _NARROW else 0.0
+        if step > CLOSE:
+            self.rounded.append((rounded(angles.dtype, step), place_here()))
         elif most > CLOSE:
             self.exact = True
 
@@ -62,39 +65,24 @@ def counting_findings(step: Step, coverage: Coverage) -> Iterator[Finding]:
         step: The step.
         coverage: Collects the checks.
     """
-    with _Angles() as angles:
-        step.again()
+    angles = _Angles()
+    step.again(mode=angles)
     if not angles.rounded and not (angles.counted and angles.exact):
         if angles.exact:
             coverage.made(_TOPIC, "angles of positions are computed in 32 bits or more")
         return
     what, place = (angles.counted or angles.rounded)[0]
-    cause = FEW if angles.counted else "Large angles are computed in 16 bits before their sine and cosine"
+    cause = _FEW if angles.counted else "Large angles are computed in 16 bits before their sine and cosine"
     places = at(place, *(x for _, x in angles.rounded[:1]))
     yield Finding("positions", what, places, cause=cause, remedy=_REMEDY)
-
-
-_REMEDY = (
-    "Count positions and compute angles in float32, also if the model is converted as a whole: "
-    "torch.arange(n, dtype=torch.float32), and inv_freq.float(). Convert the sines and cosines"
-)
 
 
 def _collisions(out: Tensor, source: Tensor | None) -> str:
     """Describe numbers that count up and that the dtype does not distinguish."""
     made = torch.arange(out.numel()) if source is None else source.detach()
-    if source is None and (out.dim() != 1 or out.numel() < 3):
-        return ""
-    if made.dtype in _NARROW or made.numel() < 3 or made.numel() > 1 << 20:
+    if made.dtype in _NARROW or not 2 < made.numel() <= 1 << 20 or (source is None and out.dim() != 1):
         return ""
     whole = torch.unique(made.double())
-    if len(whole) < 3 or not bool((whole.diff() == 1).all()) or not bool((whole == whole.round()).all()):
-        return ""
-    distinct = len(torch.unique(whole.to(out.dtype)))
-    if distinct == len(whole):
-        return ""
-    return collisions(_short(out.dtype), distinct, len(whole))
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    many, distinct = len(whole), len(torch.unique(whole.to(out.dtype)))
+    counts = many > 2 and torch.equal(whole, whole[0].round() + torch.arange(many))
+    return collisions(out.dtype, distinct, many) if counts and distinct < many else ""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnspan_lab.doctor.coverage import Coverage
-from attnspan_lab.doctor.findings import Finding
+from attnspan_lab.doctor.findings import Finding, texts_of
 from attnspan_lab.doctor.places import Place, at
 from attnspan_lab.doctor.torch.isolation.axes import source_of
 from attnspan_lab.doctor.torch.numbers.rotary_tables import Tables
@@ -20,11 +20,6 @@ __all__ = ["rotary_findings"]
 _ROUNDING, _TURNED = 1e-4, 1e-2  # Relative spread of scores, and of norms that no rotation changes so much.
 _LONGEST = 256  # positions that are compared
 _TOPIC = "rotary positions"
-_INEXACT = (
-    "Positions or tables have too few digits, or the lines that turn pairs of channels are no rotation",
-    "Compute positions and tables in float32, and compare: (q * cos + turned * sin).norm(dim=-1) must equal "
-    "q.norm(dim=-1)",
-)
 
 
 def rotary_findings(step: Step, coverage: Coverage, done: set[Place]) -> Iterator[Finding]:
@@ -43,9 +38,9 @@ def rotary_findings(step: Step, coverage: Coverage, done: set[Place]) -> Iterato
     row = next((i for i, x in enumerate(valid.expand(tokens.shape[:2])) if bool(x.all())), None)
     if row is None or not any(_fits(x, tokens) for x in step.calls):
         return
-    equal = tokens[:, :1].expand_as(tokens).clone()
-    with Tables(tokens.shape[1]) as tables:
-        again = step.again(step.subject.with_tokens(step.batch, name, equal))
+    batch = step.subject.with_tokens(step.batch, name, tokens[:, :1].expand_as(tokens).clone())
+    tables, swapped = Tables(tokens.shape[1]), Tables(tokens.shape[1], swap=True)
+    again = step.again(batch, mode=tables)
     first: dict[Place | None, Call] = {}
     for call in again.calls:
         if _fits(call, tokens) and tables.places and call.place not in done:
@@ -58,10 +53,9 @@ def rotary_findings(step: Step, coverage: Coverage, done: set[Place]) -> Iterato
             coverage.made(_TOPIC, "with equal tokens, scores depend on distances alone")
             continue
         done.update(at(place))
-        with Tables(tokens.shape[1], swap=True):
-            other = step.again(step.subject.with_tokens(step.batch, name, equal))
-        swapped = _measured(other, other.calls[call.number], row)[1]
-        yield _finding(at(*tables.places[:1], place), off, norms, swapped)
+        other = step.again(batch, mode=swapped)
+        after = _measured(other, other.calls[call.number], row)[1]
+        yield _finding(at(*tables.places[:1], place), off, norms, after)
 
 
 def _measured(step: Step, call: Call, row: int) -> tuple[float, float | None]:
@@ -70,9 +64,9 @@ def _measured(step: Step, call: Call, row: int) -> tuple[float, float | None]:
         source = source_of(step, call)
         scores = call.rows[row, :, :_LONGEST, :_LONGEST].double()
         shown = scores[scores > HIDDEN]
-        alike = source is None or _spread(step.inputs[source][row][None].double()) > _ROUNDING
+        moved = source is None or _spread(step.inputs[source][row][None].double()) > _ROUNDING
         same = not shown.numel() or bool(shown.max() - shown.min() <= _ROUNDING * shown.abs().max())
-        return 0.0, None if alike or same else _along_diagonals(scores)
+        return 0.0, None if moved or same else _along_diagonals(scores)
     q, k, v = (call.given[x][row, :, :_LONGEST].double() for x in ("query", "key", "value"))
     norms = _spread(q.norm(dim=-1))
     if _spread(v) > _ROUNDING or _spread(q) <= _ROUNDING:
@@ -84,8 +78,7 @@ def _fits(call: Call, tokens: Tensor) -> bool:
     """Whether a call has a query and a key for each token, in exact numbers."""
     if call.rows.dim() != 4 or call.rows.dtype not in (torch.float32, torch.float64):
         return False
-    keys = call.given["key"].shape[-2] if call.is_torchs else call.rows.shape[-1]
-    return call.rows.shape[-2] == keys == tokens.shape[1] and len(call.rows) == len(tokens)
+    return call.q_len == call.k_len == tokens.shape[1] and len(call.rows) == len(tokens)
 
 
 def _spread(x: Tensor) -> float:
@@ -114,8 +107,7 @@ def _finding(places: tuple[Place, ...], off: float, norms: float, swapped: float
     if swapped is not None and swapped < _ROUNDING:
         tried = f"with tables of the other order of pairs, scores of one distance differ by {swapped:.1e}"
         return Finding("rope", what, places, evidence, tried=tried)
-    cause, remedy = _INEXACT
-    if norms > _TURNED:
-        return Finding("rope", what, places, evidence, cause, remedy)
-    what = "Scores do not depend on the distance alone here. Positions in two dims do so on purpose"
-    return Finding("rope", what, places, evidence, cause, remedy, severity="note")
+    severity = "" if norms > _TURNED else "note"
+    if severity:
+        what = "Scores do not depend on the distance alone here. Positions in two dims do so on purpose"
+    return Finding("rope", what, places, evidence, *texts_of("rope", "inexact"), severity=severity)

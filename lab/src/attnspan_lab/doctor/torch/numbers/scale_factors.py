@@ -15,17 +15,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, is_installed, place_here
+from attnspan_lab.doctor.scales import UNKNOWN, Factor, Scale, are_bare, faulty, scale_finding
 from attnspan_lab.doctor.torch.masks.forms import arguments
 from attnspan_lab.doctor.torch.masks.hiding_values import highest_hiding
-from attnspan_lab.doctor.torch.numbers.scale_rules import UNKNOWN, Factor, Scale, scale_finding
-from attnspan_lab.doctor.torch.recording.calls import Call, Step, sdpa
+from attnspan_lab.doctor.torch.recording.calls import Call, Step, contracted
+from attnspan_lab.doctor.torch.recording.lineage import JOINS
 
 __all__ = ["scale_findings"]
 
 _TIMES = ("mul", "rmul", "imul", "multiply")
 _BY = ("div", "truediv", "itruediv", "true_divide", "divide")
 _SUMS = ("add", "radd", "iadd", "sub", "isub", "where", "masked_fill")
-_JOINS = ("cat", "concat", "concatenate", "stack")
 _PRODUCTS = ("matmul", "rmatmul", "bmm", "mm", "einsum", "baddbmm")
 _NORMS = ("layer_norm", "rms_norm", "normalize", "group_norm", "batch_norm", "instance_norm")
 _MODULES = ("multi_head_attention_forward", "native_multi_head_attention")
@@ -83,8 +83,7 @@ class _Scales(TorchFunctionMode):
     def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(fn, "__name__", "").strip("_")
         out = fn(*args, **kwargs)
-        given = [x for x in tree_leaves((args, kwargs)) if _is_number(x)]
-        outs = [x for x in tree_leaves(out) if _is_number(x)]
+        given, outs = (list(filter(_is_number, tree_leaves(x))) for x in ((args, kwargs), out))
         if given and outs:
             made = self._made(fn, name, args, kwargs, given, outs[0])
             self.made.update(dict.fromkeys(outs, made))
@@ -105,14 +104,14 @@ class _Scales(TorchFunctionMode):
             return replace(first, is_biased=True)
         if name in (*_TIMES, *_BY) and len(args) > 1:
             return self._times(args[0], args[1], divides=name in _BY)
-        if name in (*_SUMS, *_JOINS):
-            return self._sum(given, other)
+        if name in (*_SUMS, *JOINS):
+            return self._sum(given) or other
         if name in _NORMS:
             return replace(first, free=True, learned=learned)
         if name in ("linear", "addmm"):
             return replace(_LEARNED, width=given[name == "addmm"].shape[-1])
         if name in _PRODUCTS and len(given) > 1:
-            return self._product(name, given[-2:], args, kwargs, out, other)
+            return self._product(name, given[-2:], args, kwargs, out) or other
         if name == "softmax" and first.dim and place_here() in self.softmaxes:
             self._note(first)
         elif name == "scaled_dot_product_attention":
@@ -143,7 +142,7 @@ class _Scales(TorchFunctionMode):
             return float(x) if x.numel() == 1 and not x.is_complex() and not self._of(x).learned else None
         return float(x) if isinstance(x, (int, float)) else None
 
-    def _sum(self, given: list[Tensor], other: _Made) -> _Made:
+    def _sum(self, given: list[Tensor]) -> _Made | None:
         """Join tensors: rotated halves, cached keys, or scores with a mask or a bias."""
         scores = next((x for x in given if self._of(x).dim), None)
         if scores is not None:
@@ -151,23 +150,20 @@ class _Scales(TorchFunctionMode):
             self.has_learned_bias |= any(self._of(x).learned for x in more)
             return replace(made, is_biased=made.is_biased or not all(map(_is_mask, more)))
         found = {self._of(x) for x in given if self._of(x).learned and not self._of(x).parameter}
-        return found.pop() if len(found) == 1 else other
+        return found.pop() if len(found) == 1 else None
 
-    def _product(
-        self, name: str, pair: list[Tensor], args: Any, kwargs: Any, out: Tensor, other: _Made
-    ) -> _Made:
+    def _product(self, name: str, pair: list[Tensor], args: Any, kwargs: Any, out: Tensor) -> _Made | None:
         """Describe a projection, or the scores of two projections."""
         (a, b), inner = map(self._of, pair), pair[0].shape[-1]
         if name == "einsum":
-            letters, _, left = str(args[0]).replace(" ", "").partition("->")
-            if not left or "." in letters:
-                return other
-            sizes = dict(zip(letters.replace(",", ""), (n for x in pair for n in x.shape), strict=False))
-            inner = next((n for x, n in sizes.items() if x not in left), 1)
+            dim = contracted(args[0], 0, pair[0].dim())
+            if dim is None:
+                return None
+            inner = pair[0].shape[dim]
         if a.parameter or b.parameter:
             return replace(_LEARNED, width=inner)
         if not (a.learned and b.learned) or a.dim or b.dim:
-            return other
+            return None
         own = kwargs.get("alpha", 1) if name == "baddbmm" else 1
         made = self._scores(pair[0], pair[1], own, inner, out.shape[1] if out.dim() == 4 else 1)
         return replace(made, is_biased=name == "baddbmm")
@@ -176,9 +172,8 @@ class _Scales(TorchFunctionMode):
         """Describe the product of q and k."""
         a, b = self._of(q), self._of(k)
         factors = (*a.factors, *b.factors, *((Factor(own, place_here()),) if own != 1 else ()))
-        # A projection may contain the scale: the queries are then smaller than the keys.
-        small, large = sorted(float(x.float().square().mean()) ** 0.5 for x in (q, k))
-        is_bare = bool(a.width and b.width) and small > 1.5 * dim**-0.5 * large
+        sizes = [float(x.float().square().mean()) ** 0.5 for x in (q, k)]
+        is_bare = are_bare((a.width, b.width), sizes, dim)
         widths = (a.width, dim * heads)
         return _Made(factors, free=a.free or b.free, learned=True, dim=dim, widths=widths, is_bare=is_bare)
 
@@ -210,36 +205,32 @@ def scale_findings(step: Step, coverage: Coverage, done: set[Place]) -> Iterator
         coverage: Collects the checks.
         done: Lines that have a finding.
     """
-    with _Scales(step.lines) as seen:
-        step.again()
-    topic = "scale of scores"
+    seen, topic = _Scales(step.lines), "scale of scores"
+    step.again(mode=seen)
     if step.calls and not seen.found:
         coverage.absent(topic, UNKNOWN)
-    for place, scales in seen.found.items():
+    for place, calls in seen.found.items():
         if place in done or is_installed(place.file):
             continue
         coverage.made(topic, "numbers were followed from the projections to the softmax")
-        faults, (scale, _) = {x.fault for x, _ in scales}, scales[0]
-        # A factor that differs from layer to layer is a choice.
-        if len(faults) == 1 and scale.fault and not (scale.fault == "none" and seen.has_learned_bias):
+        scales, biased = zip(*calls, strict=True)
+        scale = faulty(scales, learned_bias=seen.has_learned_bias)
+        if scale is not None:
             done.add(place)
-            yield scale_finding(scale, _tried(step, scale, is_biased=any(x for _, x in scales)))
+            tried = "not tried: the scores have a bias or a softcap" if any(biased) else _tried(step, scale)
+            yield scale_finding(scale, tried)
 
 
-def _tried(step: Step, scale: Scale, *, is_biased: bool) -> str:
+def _tried(step: Step, scale: Scale) -> str:
     """Run the step with the usual scale at a line, and say by how much results change."""
-    if is_biased:
-        return "not tried: the scores have a bias or a softcap"
     ratio = scale.usual / scale.total
 
     def scaled(call: Call) -> Tensor | None:
         if call.place != scale.place:
             return None
         if not call.is_torchs:
-            scores: Tensor = call.given["scores"] * ratio
-            return scores.softmax(call.given["dim"])
-        own = call.given.get("scale") or call.rows.shape[-1] ** -0.5
-        return sdpa(**{**call.given, "scale": own * ratio, "dropout_p": 0.0})
+            return call.result_of(scores=call.rows * ratio)
+        return call.result_of(scale=(call.given.get("scale") or call.rows.shape[-1] ** -0.5) * ratio)
 
     change = step.differs(step.again(replace=scaled))
     said = f"with the usual scale at this line, results of the model change by {change:.1e} (relative). "

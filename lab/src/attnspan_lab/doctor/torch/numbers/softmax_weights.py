@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, at
-from attnspan_lab.doctor.torch.recording.calls import Call, Step
+from attnspan_lab.doctor.torch.recording.calls import Step
 
 __all__ = ["explained", "softmax_findings"]
 
@@ -29,7 +29,9 @@ def softmax_findings(step: Step, done: set[Place]) -> Iterator[Finding]:
             continue
         scores, dim = call.given["scores"], call.given["dim"] % call.given["scores"].dim()
         square = scores.shape[-1] == scores.shape[-2] > 1
-        if not square or call.masked is not None or dim == call.contracted or _is_one(call):
+        if not square or call.masked is not None or dim == call.contracted:
+            continue
+        if bool(((call.summed - 1).abs() < _ROUNDING).all()):
             continue
         done.add(call.place)
         low, high = float(call.summed.min()), float(call.summed.max())
@@ -39,11 +41,6 @@ def softmax_findings(step: Step, done: set[Place]) -> Iterator[Finding]:
             f"the scores have shape {tuple(scores.shape)}, and the softmax runs over dim {dim}",
         )
         yield Finding("softmax-axis", what, at(call.place), evidence)
-
-
-def _is_one(call: Call) -> bool:
-    assert call.summed is not None
-    return bool(((call.summed - 1).abs() < _ROUNDING).all())
 
 
 def explained(finding: Finding, step: Step | None) -> Finding:
@@ -57,8 +54,6 @@ def explained(finding: Finding, step: Step | None) -> Finding:
         "A mask sets weights to 0 after the softmax, which has already divided all weights by a sum over the "
         "hidden keys too"
     )
-    ours = (
-        f". Or: {finding.remedy[:1].lower()}{finding.remedy[1:]}" if finding.remedy.startswith("Pass") else ""
-    )
+    ours = f". Or: p{finding.remedy[1:]}" if finding.remedy.startswith("Pass") else ""
     remedy = f"Hide pairs before the softmax: scores.masked_fill(hidden, float('-inf')){ours}"
     return replace(finding, cause=cause, remedy=remedy, places=at(call.masked, *finding.places))

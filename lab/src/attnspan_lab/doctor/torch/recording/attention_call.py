@@ -15,6 +15,7 @@ from attnspan_lab.doctor.torch.numbers.overflow import Overflow
 
 if TYPE_CHECKING:
     from attnspan_lab.doctor.torch.isolation.padding_causes import Fault
+    from attnspan_lab.doctor.torch.recording.calls import Call
 
 __all__ = ["HIDDEN", "Attention"]
 
@@ -101,6 +102,11 @@ class Attention:
     scale: float | None = None
     in_multihead: bool = False
     lines: list[str] = field(default_factory=lines_here)
+
+    def is_same(self, call: Call) -> bool:
+        """Whether a call of another record has the same line, and the same numbers of queries and keys."""
+        sizes = call.rows.shape[-2], call.k_len
+        return self.place == call.place and (self.q[-2], self.k[-2]) == sizes and not self.recomputed
 
     @property
     def stores_scores(self) -> bool:

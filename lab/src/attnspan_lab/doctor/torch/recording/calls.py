@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from attnspan_lab.doctor.places import Place, place_here
 from attnspan_lab.doctor.torch.cost.kept_graphs import detached
-from attnspan_lab.doctor.torch.masks.forms import arguments, distance
+from attnspan_lab.doctor.torch.masks.forms import arguments
+from attnspan_lab.doctor.torch.recording.differences import difference
 from attnspan_lab.doctor.torch.subject import Subject
 from attnspan_lab.doctor.words import error_text
 
@@ -33,6 +34,7 @@ __all__ = [
     "Step",
     "awake",
     "changed_tokens",
+    "contracted",
     "copied_model",
     "noise",
     "recorded",
@@ -84,10 +86,33 @@ class Call:
         return "query" in self.given
 
     @property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the given tensors that are made from tokens."""
+        return ("query", "key", "value") if self.is_torchs else ("scores",)
+
+    @property
+    def k_len(self) -> int:
+        """Number of keys."""
+        return int(self.given["key"].shape[-2] if self.is_torchs else self.rows.shape[-1])
+
+    @property
     def rows(self) -> Tensor:
         """The tensor that has a row for each query: q, or the scores."""
         found: Tensor = self.given["query"] if self.is_torchs else self.given["scores"]
         return found
+
+    @property
+    def q_len(self) -> int:
+        """Number of queries."""
+        return self.rows.shape[-2]
+
+    def result_of(self, **given: Any) -> Tensor:
+        """Compute the call with other arguments, without dropout."""
+        given = {**self.given, **given}
+        if self.is_torchs:
+            return sdpa(**{**given, "dropout_p": 0.0})
+        scores: Tensor = given["scores"]
+        return scores.softmax(given["dim"])
 
 
 #: Changes an input (B, S, C) of a module.
@@ -148,14 +173,7 @@ class Step:
 
     def differs(self, other: Step) -> float:
         """Return the largest relative difference of the results."""
-        found = 0.0
-        for name, x in self.results.items():
-            y = other.results.get(name)
-            if y is None or x.shape != y.shape:
-                return float("inf")
-            if x.numel():
-                found = max(found, distance(y, x))
-        return found
+        return difference(self.results, other.results)
 
 
 def recorded(
@@ -319,7 +337,7 @@ class _Record(TorchFunctionMode):
             if out.shape == weights.shape and _is_masked(weights, out):
                 self.weights[id(out)] = out, call, place_here()
             return
-        dim = _contracted(args[0], place - 1, weights.dim()) if name == "einsum" else -1 - (place == 1)
+        dim = contracted(args[0], place - 1, weights.dim()) if name == "einsum" else -1 - (place == 1)
         if call.summed is None and dim is not None:
             call.masked, call.contracted = masked, dim % weights.dim()
             call.summed = weights.detach().float().sum(dim)
@@ -383,7 +401,7 @@ def _is_masked(weights: Tensor, out: Tensor) -> bool:
     return bool(zero.any()) and bool(((out == weights) | zero).all()) and not bool(zero.all())
 
 
-def _contracted(equation: Any, number: int, dims: int) -> int | None:
+def contracted(equation: Any, number: int, dims: int) -> int | None:
     """Find the only dim of an operand that an einsum adds up."""
     if not isinstance(equation, str) or "->" not in equation or "." in equation:
         return None

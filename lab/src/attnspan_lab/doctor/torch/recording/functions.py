@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import attnspan
+import attnspan_lab
 from attnspan_lab.doctor.places import Place, on_stack, place_here
 from attnspan_lab.doctor.torch.numbers.overflow import Overflow, overflow_of_data
 from attnspan_lab.doctor.torch.recording.operators import is_plain
@@ -21,7 +22,7 @@ __all__ = ["Function", "is_own"]
 # Functions that give values to Python.
 _TO_PYTHON = {"tolist", "numpy", "__array__", "__repr__", "__format__"}
 _ATTNSPAN = str(Path(attnspan.__file__).parent)
-_LAB = str(Path(__file__).parents[1])
+_LAB = str(Path(attnspan_lab.__file__).parent)
 
 
 class Function(TorchFunctionMode):

@@ -16,9 +16,9 @@ from attnspan_lab.doctor.places import Place, lines_of, place_here
 from attnspan_lab.doctor.torch.masks.forms import arguments
 from attnspan_lab.doctor.torch.recording.operators import is_plain, storage
 
-__all__ = ["Attend", "Lineage", "Node", "apart", "backwards", "cache_of", "origin"]
+__all__ = ["JOINS", "Attend", "Lineage", "Node", "apart", "backwards", "cache_of", "origin"]
 
-_JOINS = ("cat", "concat", "concatenate", "stack")
+JOINS = ("cat", "concat", "concatenate", "stack")
 _PRODUCTS = ("matmul", "bmm", "__matmul__")
 #: Name of a node that stands for a change in place.
 _WRITE = "write"
@@ -54,7 +54,7 @@ class Node:
     @property
     def copies(self) -> bool:
         """Whether the function copies old and new entries into a new tensor."""
-        return self.name in _JOINS
+        return self.name in JOINS
 
 
 @dataclass(eq=False)
@@ -193,12 +193,18 @@ def cache_of(node: Node, start: int) -> Node | None:
     return next((x for x in backwards(node, start) if x.is_join and _joins(x, start)), None)
 
 
-def backwards(node: Node, start: int) -> Iterator[Node]:
-    """Yield a node and the nodes that it was made from, made behind a function of this order."""
+def backwards(node: Node, start: int, until: Collection[str] = ()) -> Iterator[Node]:
+    """Yield a node and the nodes that it was made from, made behind a function of this order.
+
+    Args:
+        node: The node.
+        start: Order of the last function that is left out.
+        until: Names of functions that are left out, with the nodes before them.
+    """
     todo, seen = [node], set[Node]()
     while todo:
         node = todo.pop(0)
-        if node not in seen and node.order > start:
+        if node not in seen and node.order > start and node.name not in until:
             seen.add(node)
             yield node
             todo += node.inputs

@@ -11,9 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from attnspan_lab.doctor.places import Place, is_users, place_here
+from attnspan_lab.doctor.torch.recording.calls import Step
 from attnspan_lab.doctor.torch.recording.operators import is_plain, operator_name, storage
 
-__all__ = ["ROUNDING", "Operator", "Trace", "apart", "first_difference", "forward_line"]
+__all__ = ["ROUNDING", "Operator", "Trace", "apart", "first_difference", "forward_line", "traced"]
 
 #: Relative differences that other sizes of a product cause, by dtype. Other dtypes: `SAME`.
 ROUNDING = {torch.float16: 3e-2, torch.bfloat16: 1e-1}
@@ -23,11 +24,13 @@ _HUGE = 1e30  # Numbers of a mask would hide all other differences.
 
 
 class Operator(NamedTuple):
-    """One result of an operator."""
+    """One result of an operator: the tensor and a copy of it, and tensors that it was made from."""
 
     name: str
     place: Place | None
     out: Tensor
+    made: Tensor
+    given: list[Tensor]
 
 
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -57,15 +60,28 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             place = place_here()
             for x in tree_leaves(out):
                 if is_plain(x):
-                    self._note(operator_name(op), place, x)
+                    self._note(operator_name(op), place, x, inputs)
         return out
 
-    def _note(self, name: str, place: Place | None, x: Tensor) -> None:
+    def _note(self, name: str, place: Place | None, x: Tensor, inputs: list[Tensor]) -> None:
         self._made.add(storage(x))
         self._kept.append(x)
         self._left -= x.numel() * x.element_size()
         if self._left > 0:  # Later operators may change the tensor in place.
-            self.operators.append(Operator(name.strip("_"), place, x.detach().clone()))
+            self.operators.append(Operator(name.strip("_"), place, x.detach().clone(), x, inputs))
+
+
+def traced(step: Step, batch: Any = None, inputs: Iterable[Tensor] | None = None) -> tuple[Step, Trace]:
+    """Run a step again, and record the results that are made from its batch.
+
+    Args:
+        step: The step.
+        batch: Another batch.
+        inputs: Record only results that are made from these tensors of the batch.
+    """
+    batch = step.batch if batch is None else batch
+    trace = Trace(inputs or (x for x in tree_leaves(batch) if isinstance(x, Tensor)))
+    return step.again(batch, mode=trace), trace
 
 
 def first_difference(traces: Sequence[Trace], differs: Callable[..., bool]) -> Operator | None:
