@@ -13,10 +13,11 @@ from torch import nn
 
 from attnspan_lab.doctor import Finding, Place, run
 from attnspan_lab.doctor.coverage import Coverage
+from attnspan_lab.doctor.guarded import guarded
 from attnspan_lab.doctor.timing import examine_benchmark, unused
 from attnspan_lab.doctor.torch import matrix
-from attnspan_lab.doctor.torch.cost import recompiles
-from attnspan_lab.doctor.torch.cost.gradients import gradient_findings
+from attnspan_lab.doctor.torch.cost.gradients import TOPIC, gradient_findings
+from attnspan_lab.doctor.torch.cost.recompiles import Trials
 from attnspan_lab.doctor.torch.masks import replacement
 from attnspan_lab.doctor.torch.matrix import Cell
 from attnspan_lab.doctor.torch.recording.compiler import CompilerLog, compile_error
@@ -69,7 +70,7 @@ def test_sizes_that_a_remedy_marks_are_dynamic(monkeypatch):
     ],
 )
 def test_shapes_are_told_from_strides(text, what):
-    found = compile_error(AssertionError(text), "parity")
+    found = compile_error(AssertionError(text))
     assert found.cause == f"An operator's fake kernel and its real kernel return different {what}"
 
 
@@ -137,7 +138,6 @@ def test_a_dense_mask_of_an_eager_step_has_no_known_issue_of_compiled_steps(kind
 
 # Trials that raise are named, with the reason
 
-_TOPIC = "trainable parameters without a gradient"
 _NOISE = torch.Generator().manual_seed(0)
 
 
@@ -165,7 +165,7 @@ def without_gradient(change, many=1):
     torch.manual_seed(0)
     subject, coverage = Subject(Shifted(change, many), [torch.ones(2, 4)]), Coverage()
     left = [f"shifts.{i}" for i in range(many)]
-    found = list(gradient_findings(subject, subject.batches[0], left, coverage))
+    found = list(guarded(TOPIC, gradient_findings(subject, subject.batches[0], left, coverage), coverage))
     return found, coverage.facts["unchecked"]
 
 
@@ -180,13 +180,13 @@ def without_gradient(change, many=1):
     ],
 )
 def test_parameters_that_cannot_be_changed_are_not_checked(change, why):
-    assert without_gradient(change) == ([], {_TOPIC: why})
+    assert without_gradient(change) == ([], {TOPIC: why})
 
 
 def test_only_so_many_parameters_are_examined():
     found, unchecked = without_gradient(torch.neg, 18)
     assert [x.what.partition(":")[0] for x in found] == ["16 trainable parameters have no gradient"]
-    assert unchecked == {_TOPIC: "only 16 of the 18 without a gradient were examined"}
+    assert unchecked == {TOPIC: "only 16 of the 18 without a gradient were examined"}
     assert without_gradient(torch.neg)[1] == {}
 
 
@@ -216,7 +216,7 @@ def test_a_model_that_cannot_be_copied_is_not_changed():
     model = Uncopied(4, 4)
     model.calls = 3
     finding = Finding("recompile", "again", (Place("a.py", 1),), ("guard that failed: self.calls == 3",))
-    found = recompiles.tried(finding, CompilerLog(), Subject(model, [torch.ones(2, 4)]), "eager")
+    found = Trials(CompilerLog(), Subject(model, [torch.ones(2, 4)]), "eager").of_recompile(finding)
     assert found.tried == "no change: the model cannot be copied (TypeError: holds a lock)"
     assert model.calls == 3
 

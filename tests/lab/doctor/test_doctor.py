@@ -294,7 +294,7 @@ _WHOLE = '  File "<frozen runpy>", line 198 in _run_module_as_main\n'
 
 
 def crashed(dump: str, *last: Place) -> Finding:
-    return _crash(f"Current thread 0x1 (most recent call first):\n{dump}", -11, "eager", "running", last)
+    return _crash(f"Current thread 0x1 (most recent call first):\n{dump}", -11, "running", last)
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_documents_that_see_each_other_in_transformers_are_mended_by_the_batch()
     ],
 )
 def test_why_a_process_ended(code: int, cause: str, remedy: str) -> None:
-    found = _crash("", code, "eager", "running", ())
+    found = _crash("", code, "running", ())
     assert cause in found.cause
     assert remedy in found.remedy
 

@@ -315,13 +315,13 @@ _DISPATCH = f'  File "{watch.__file__}", line 7, in {{}}\n    out = op()\n'
 
 
 def test_the_code_that_raised_is_named():
-    found = process._crash(_TRACE.format(""), 1, "eager", "running", ())
+    found = process._crash(_TRACE.format(""), 1, "running", ())
     said = "This line raised an error while the doctor ran the model again: RuntimeError: sizes must match"
     assert found.what == said
     assert found.places == (Place("/home/me/model.py", 3, "forward"),)
     passed = _TRACE.format(_DISPATCH.format("__torch_dispatch__"))
-    assert process._crash(passed, 1, "eager", "running", ()).what == said
-    found = process._crash(_TRACE.format(_DISPATCH.format("_note")), 1, "eager", "running", ())
+    assert process._crash(passed, 1, "running", ()).what == said
+    found = process._crash(_TRACE.format(_DISPATCH.format("_note")), 1, "running", ())
     assert found.what == "The doctor raised an error while running: RuntimeError: sizes must match"
     assert found.cause.endswith("This says nothing about your model")
     assert "sys.exit()" not in found.remedy

@@ -51,10 +51,10 @@ def test_a_rank_that_ends_does_not_wait():
 
 
 def test_parts_of_different_sizes_are_told_from_different_programs():
-    place = Place("a.py", 1)
-    calls = [[(place, [(2, 4, n, 8)], [])] for n in (5, 4)]
-    (found,) = ranks._alike(calls, [[], []])
+    def told(n, placements=()):
+        return ranks._Told([ranks._Call(Place("a.py", 1), [(2, 4, n, 8)], list(placements))])
+
+    (found,) = ranks._unlike([told(5), told(4)])
     assert "parts of different sizes" in found.cause
-    mixed = [[(place, [(2, 4, 4, 8)], ["(Shard(dim=1),)", "(Replicate(),)"])]] * 2
-    (found,) = ranks._alike(mixed, [[], []])
+    (found,) = ranks._unlike([told(4, ["(Shard(dim=1),)", "(Replicate(),)"])] * 2)
     assert (found.kind, found.severity) == ("rank-placement", "slow")

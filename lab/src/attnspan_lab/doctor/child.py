@@ -9,10 +9,10 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from attnspan_lab.children import forked_task, telling
 from attnspan_lab.doctor.findings import Finding
@@ -51,11 +51,10 @@ def _main(given: dict[str, Any]) -> None:
             say(finding=_unloadable(error, task["target"]))
             say(end=True)
             return
-        batches = counted(len(subject.batches), "batch", "batches")
-        kind = _kind_of(subject)
-        title = f"{subject.title}, {batches}"
-        say(begin="running", subject=title, loads=kind.loads, on_cpu=kind.on_cpu)
-        kind.stages[task["stage"]](subject, say, task["backend"])
+        stages, loads, on_cpu = _kind_of(subject)
+        title = f"{subject.title}, {counted(len(subject.batches), 'batch', 'batches')}"
+        say(begin="running", subject=title, loads=loads, on_cpu=on_cpu)
+        stages[task["stage"]](subject, say, task["backend"])
         say(end=True)
     sys.stdout.flush()
 
@@ -72,31 +71,17 @@ def _loading() -> BaseException | None:
     return None
 
 
-class _Kind(NamedTuple):
-    """Differences between subjects of torch and of JAX.
-
-    Args:
-        stages: The function of each stage.
-        loads: Modules that stages after the first one need.
-        on_cpu: No device holds the subject.
-    """
-
-    stages: dict[str, Callable[..., None]]
-    loads: Sequence[str]
-    on_cpu: bool
-
-
-def _kind_of(subject: Any) -> _Kind:
+def _kind_of(subject: Any) -> tuple[Mapping[str, Callable[..., None]], Sequence[str], bool]:
+    """Return the stages of a subject, modules that stages after the first one need, and if it is on CPU."""
     if type(subject).__module__.startswith("attnspan_lab.doctor.jax."):
         import jax
 
-        from attnspan_lab.doctor.jax import STAGES
+        from attnspan_lab.doctor.jax import STAGES as OF_JAX
 
-        return _Kind(STAGES, (), jax.default_backend() == "cpu")
-    from attnspan_lab.doctor.torch import stages
+        return OF_JAX, (), jax.default_backend() == "cpu"
+    from attnspan_lab.doctor.torch.stages import STAGES
 
-    on_cpu = all(x.device.type == "cpu" for x in subject.model.parameters())
-    return _Kind(stages.STAGES, _COMPILER, on_cpu)
+    return STAGES, _COMPILER, all(x.device.type == "cpu" for x in subject.model.parameters())
 
 
 def _follow(thread: int, parent: int, period: float, say: Callable[..., None]) -> None:

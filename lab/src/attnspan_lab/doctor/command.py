@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
@@ -138,14 +139,14 @@ def doctor(
 
 def _exceeded(found: Diagnosis, limits: dict[str, int | None], *, parity: bool) -> list[str]:
     """Describe the limits that a diagnosis exceeds. A missing count exceeds its limit."""
-    counts = {name: found.facts.get("compiled", {}).get(name) for name in ("breaks", "graphs", "recompiles")}
-    copies = [y for x in found.findings for y in (x, *x.others) if y.kind in ("copy", "kv-copy")]
-    counts["copies"] = len(copies) if "eager" in found.facts else None
-    said = []
-    for name, most in limits.items():
-        count = counts[name]
-        if most is not None and (count is None or count > most):
-            said.append(f"{name}: {'not counted' if count is None else count}, at most {most}")
+    copies = sum(y.kind in ("copy", "kv-copy") for x in found.findings for y in (x, *x.others))
+    counts = {"copies": copies} if "eager" in found.facts else {}
+    counts |= found.facts.get("compiled", {})
+    said = [
+        f"{name}: {counts.get(name, 'not counted')}, at most {most}"
+        for name, most in limits.items()
+        if most is not None and counts.get(name, inf) > most
+    ]
     if parity and (
         "errors" not in found.facts.get("parity", {}) or any(x.kind == "parity" for x in found.findings)
     ):

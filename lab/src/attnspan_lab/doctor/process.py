@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +60,8 @@ class Stage:
     @property
     def task(self) -> dict[str, Any]:
         """The task of the process."""
-        return {
-            "target": self.target,
-            "arguments": list(self.arguments),
-            "stage": self.stage,
-            "backend": self.backend,
-            "limit": self.limit,
-            "period": _PERIOD,
-        }
+        names = ("target", "arguments", "stage", "backend", "limit")
+        return {name: getattr(self, name) for name in names} | {"period": _PERIOD}
 
     @property
     def is_unloaded(self) -> bool:
@@ -84,12 +78,13 @@ class Stage:
         child.end()
         self._take(child.told())
         if code is None:
-            self._found(_hang(child.errors, self.limit, self.stage, self.at))
+            self._found(_hang(child.errors, self.limit, self.at))
         elif code != 0 or self.at != "":
-            self._found(_crash(child.errors, code, self.stage, self.at, self.last_lines))
+            self._found(_crash(child.errors, code, self.at, self.last_lines))
         return True
 
     def _found(self, finding: Finding) -> None:
+        finding = replace(finding, stage=finding.stage or self.stage)
         self.findings.append(finding)
         self.seen(finding)
 
@@ -136,14 +131,14 @@ def run_together(
                     running(list(left))
 
 
-def _hang(errors: str, limit: float, stage: str, at: str) -> Finding:
+def _hang(errors: str, limit: float, at: str) -> Finding:
     what = f"Not finished after {limit:.0f} s: the process was {at or 'ending'}"
-    return Finding("hang", what, _dumped(errors), stage=stage)
+    return Finding("hang", what, _dumped(errors))
 
 
-def _crash(errors: str, code: int, stage: str, at: str, last: tuple[Place, ...]) -> Finding:
+def _crash(errors: str, code: int, at: str, last: tuple[Place, ...]) -> Finding:
     if code == 1 and _RAISED.search(errors):
-        return _raised(errors, stage, at)
+        return _raised(errors, at)
     killed, places = -code in _FROM_OUTSIDE, _dumped(errors)
     native = code < 0 and not killed
     evidence: tuple[str, ...] = ()
@@ -161,10 +156,10 @@ def _crash(errors: str, code: int, stage: str, at: str, last: tuple[Place, ...])
         cause = f"{cause}. FlexAttention's compiled CPU kernel does so with score_mods like s + x[b][h][i][j]"
         remedy = "Index captured tensors in one step, x[b, h, i, j], or run without the score_mod"
     what = f"The process ended while {at or 'ending'}: {why_ended(code, errors)}"
-    return Finding("crash", what, places, evidence, cause, remedy, stage=stage)
+    return Finding("crash", what, places, evidence, cause, remedy)
 
 
-def _raised(errors: str, stage: str, at: str) -> Finding:
+def _raised(errors: str, at: str) -> Finding:
     """Write the finding for a process that an exception ended, and say whose code raised it."""
     trace = errors[errors.rindex("Traceback (most recent call last):") :]
     error, places = trace.strip().splitlines()[-1][:300], tuple(lines_in(trace)[:3])
@@ -177,7 +172,7 @@ def _raised(errors: str, stage: str, at: str) -> Finding:
         what = f"This line raised an error while the doctor ran the model again: {error}"
         cause = "The doctor repeats steps, also in copies and with other inputs. The first step did not raise"
         remedy = "Call the model twice with the same batch. A step that changes its own state may raise then"
-    return Finding("crash", what, places, (), cause, remedy, stage=stage)
+    return Finding("crash", what, places, (), cause, remedy)
 
 
 def _dumped(errors: str) -> tuple[Place, ...]:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -16,6 +16,7 @@ from typing import Any
 from attnspan_lab.bench.environment import describe_environment, usable_cores
 from attnspan_lab.children import Child, Loaded
 from attnspan_lab.doctor.findings import Diagnosis, Finding, merged
+from attnspan_lab.doctor.places import is_installed
 from attnspan_lab.doctor.process import Stage, run_together
 
 __all__ = ["DEFAULT_STAGES", "MORE_STAGES", "diagnose", "diagnose_benchmark"]
@@ -93,8 +94,7 @@ def diagnose(
 
     def is_seen(finding: Finding) -> None:
         explains = finding.stage == "without attention"  # Its findings only explain others.
-        may_be_guarded = finding.kind == "sync" and _is_installed_code(finding)
-        if not (explains or may_be_guarded):
+        if not (explains or _may_be_guarded(finding)):
             seen(_in_library(finding))
 
     with Loaded(_MODULE, {}, _QUIET) as loaded:
@@ -179,7 +179,7 @@ def _joined(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """Join costs in a library's own lines that have one remedy, such as an option of the library."""
     alike = dict[Any, list[Finding]]()
     for x in findings:
-        joins = x.severity == "slow" and x.remedy and _is_installed_code(x)
+        joins = x.severity == "slow" and x.remedy and _is_in_library(x)
         alike.setdefault(x.remedy if joins else id(x), []).append(x)
     found = (sorted(own, key=lambda x: -x.cost) for own in alike.values())
     return tuple(replace(first, others=tuple(others)) for first, *others in found)
@@ -195,15 +195,16 @@ def _without_guarded_reads(findings: list[Finding], compiled: dict[str, Any]) ->
     if "breaks" not in compiled or any(x.kind == "compile-error" for x in findings):
         return findings
     broken = {place for x in findings if x.kind == "graph-break" for place in x.places}
-
-    def is_guarded(x: Finding) -> bool:
-        return x.kind == "sync" and _is_installed_code(x) and not broken.intersection(x.places)
-
-    return [x for x in findings if not is_guarded(x)]
+    return [x for x in findings if not _may_be_guarded(x) or broken.intersection(x.places)]
 
 
-def _is_installed_code(finding: Finding) -> bool:
-    return bool(finding.places) and "/site-packages/" in finding.places[0].file
+def _may_be_guarded(finding: Finding) -> bool:
+    """Whether a library reads a value, which it may do in eager mode only."""
+    return finding.kind == "sync" and _is_in_library(finding)
+
+
+def _is_in_library(finding: Finding) -> bool:
+    return any(is_installed(x.file) for x in finding.places[:1])
 
 
 def _in_library(finding: Finding) -> Finding:
@@ -245,38 +246,40 @@ def _isolated(findings: list[Finding], alone: dict[str, Any] | None) -> list[Fin
         alone: Facts of the stage without attention, or None if it did not end.
     """
     stays = {(x.kind, x.places[:1]) for x in findings if x.stage == "without attention"}
-    found = []
-    for x in findings:
-        if x.stage == "compiled" and x.kind in ("graph-break", "compile-error") and alone is not None:
-            if x.places and str(x.places[0]) in alone.get("lines", ()):
-                said = "this line calls attention, and the call itself fails"
-            elif "left" in alone:
-                said = f"not tested without attention: it cannot be taken out ({alone['left']})"
-            elif (x.kind, x.places[:1]) in stays:
-                said = "stays if the identity replaces attention: the cause is the code around it"
-            else:
-                said = "gone if the identity replaces attention: attention is the cause"
-            x = replace(x, evidence=(*x.evidence, said))
-        if x.stage != "without attention":
-            found.append(x)
-    return found
+    kept = [x for x in findings if x.stage != "without attention"]
+    if alone is None:
+        return kept
+
+    def said_of(x: Finding) -> str:
+        if any(str(place) in alone.get("lines", ()) for place in x.places[:1]):
+            return "this line calls attention, and the call itself fails"
+        if "left" in alone:
+            return f"not tested without attention: it cannot be taken out ({alone['left']})"
+        if (x.kind, x.places[:1]) in stays:
+            return "stays if the identity replaces attention: the cause is the code around it"
+        return "gone if the identity replaces attention: attention is the cause"
+
+    return [
+        replace(x, evidence=(*x.evidence, said_of(x)))
+        if x.stage == "compiled" and x.kind in ("graph-break", "compile-error")
+        else x
+        for x in kept
+    ]
 
 
 def _with_known_issues(findings: Sequence[Finding]) -> list[Finding]:
     """Add upstream issues that match a finding and the installed versions."""
-    issues = json.loads((Path(__file__).parent / "known.json").read_text())
-    found = []
-    for x in findings:
-        words = " ".join((x.what, x.cause, *x.evidence, *(f"{y} {y.text}" for y in x.places)))
-        known = [
-            f"{issue['says']} ({issue['issue']})"
-            for issue in issues
-            if issue["kind"] == x.kind
-            and re.search(issue["match"], words, re.DOTALL)
-            and _is_installed(issue)
-        ]
-        found.append(replace(x, known=tuple(known)))
-    return found
+    path = Path(__file__).parent / "known.json"
+    issues = [x for x in json.loads(path.read_text()) if _is_installed(x)]
+
+    def known(finding: Finding) -> Iterator[str]:
+        lines = (f"{y} {y.text}" for y in finding.places)
+        words = " ".join((finding.what, finding.cause, *finding.evidence, *lines))
+        for issue in issues:
+            if issue["kind"] == finding.kind and re.search(issue["match"], words, re.DOTALL):
+                yield f"{issue['says']} ({issue['issue']})"
+
+    return [replace(x, known=tuple(known(x))) for x in findings]
 
 
 def _is_installed(issue: dict[str, str]) -> bool:

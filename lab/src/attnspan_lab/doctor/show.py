@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,19 +24,13 @@ if TYPE_CHECKING:
 
 __all__ = ["facts_of", "relative", "rows_of", "show", "write_junit", "write_page"]
 
-_STYLES = {
-    "stops": "bold red",
-    "wrong": "bold red",
-    "compile": "bold yellow",
-    "slow": "bold cyan",
-    "note": "dim",
-}
-_CARDS = {
-    "stops": "stop the examination",
-    "wrong": "wrong results",
-    "compile": "compiler",
-    "slow": "time and memory",
-    "note": "notes",
+# Style and heading of each severity.
+_SEVERITIES = {
+    "stops": ("bold red", "stop the examination"),
+    "wrong": ("bold red", "wrong results"),
+    "compile": ("bold yellow", "compiler"),
+    "slow": ("bold cyan", "time and memory"),
+    "note": ("dim", "notes"),
 }
 _OUTPUT_LINES = 20  # Lines of a benchmark's output that are shown.
 _LEAD = "Findings on attention and torch.compile in this model, each with its line, cause and remedy."
@@ -46,26 +40,20 @@ def rows_of(finding: Finding) -> list[tuple[str, str]]:
     """List the parts of a finding, each with its heading."""
     where = [relative(x) + (f"  {x.text}" if x.text else "") for x in finding.places]
     rows = [("where" if i == 0 else "via", text) for i, text in enumerate(where)]
-    rows += [("why", finding.cause)] if finding.cause else []
-    rows += [("do", finding.remedy)] if finding.remedy else []
-    rows += [("tried", finding.tried)] if finding.tried else []
+    rows += [("why", finding.cause), ("do", finding.remedy), ("tried", finding.tried)]
     rows += [("seen", text) for text in finding.evidence]
     for x in finding.others:
-        line = " ".join(relative(y) for y in x.places[:1])
+        line = " ".join(map(relative, x.places[:1]))
         rows.append(("also", f"{line}  {x.kind}: {'. '.join((x.what, *x.evidence))}"))
-    return rows + [("known", text) for text in finding.known]
+    rows += [("known", text) for text in finding.known]
+    return [(heading, text) for heading, text in rows if text]
 
 
-def relative(place: Place) -> str:
-    """Write a place with a short path."""
-    return f"{_relative(place.file)}:{place.line}"
-
-
-def _relative(file: str) -> str:
-    """Shorten a path: relative to site-packages, or to the working directory if the file is near it."""
-    package = file.rpartition("/site-packages/")[2]
-    short = os.path.relpath(file)
-    return package if package != file else short if not short.startswith("../..") else file
+def relative(place: Place | str) -> str:
+    """Write a place with a short path: relative to site-packages, or to the working directory if near it."""
+    package = str(place).rpartition("/site-packages/")[2]
+    short = os.path.relpath(str(place))
+    return package if package != str(place) else short if not short.startswith("../..") else package
 
 
 def facts_of(diagnosis: Diagnosis) -> list[tuple[str, str]]:
@@ -75,8 +63,7 @@ def facts_of(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     if eager:
         found.append(("attention", f"{counted(eager.get('attention calls', 0), 'call')} a step"))
         for place, kernel, count in eager.get("sites", ()):
-            file, _, line = place.rpartition(":")
-            found.append(("  kernel", f"{_relative(file)}:{line}  {kernel} x{count}"))
+            found.append(("  kernel", f"{relative(place)}  {kernel} x{count}"))
         found.append(("largest tensor", bytes_text(eager.get("largest tensor"))))
     if compiled:
         counts, note = _counts(compiled), compiled.get("note", "")
@@ -103,13 +90,12 @@ def _timed(facts: dict[str, Any]) -> list[tuple[str, str]]:
     lines = facts.get("output", "").splitlines()[-_OUTPUT_LINES:]
     found = [("printed" if i == 0 else "", text) for i, text in enumerate(lines)]
     for region in facts.get("regions", ()):
-        file, _, line = region["place"].rpartition(":")
-        found.append(("timed", f"{_relative(file)}:{line}" if file else "unknown lines"))
+        found.append(("timed", relative(region["place"]) if region["place"] else "unknown lines"))
         found.append(("  your samples", f"{seconds_text(region['own'])} for each call, {region['amount']}"))
-        again = [("  waiting each", region["each"]), ("  in a row", region["in a row"])]
         if region["in a row"] is None:
-            again = [("  again, warm", region["each"] or f"not measured: {region['why not']}")]
-        found += again
+            found.append(("  again, warm", region["each"] or f"not measured: {region['why not']}"))
+        else:
+            found += [("  waiting each", region["each"]), ("  in a row", region["in a row"])]
     return found
 
 
@@ -129,34 +115,34 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
     from rich.padding import Padding
     from rich.table import Table as Grid
 
+    def rows(listed: Iterable[tuple[str, str]], indent: int, width: int) -> None:
+        grid = Grid.grid(padding=(0, 1))
+        grid.add_column(style="dim", min_width=width)
+        grid.add_column(overflow="fold")
+        for heading, text in listed:
+            grid.add_row(heading, text.replace("[", "\\["))
+        console.print(Padding(grid, (0, 0, 0, indent)))
+
     console.print(f"\n{diagnosis.subject}", style="bold", markup=False)
     if not diagnosis.findings:
         console.print("No findings in what was checked.")
     for number, finding in enumerate(diagnosis.findings, 1):
-        style = _STYLES[finding.severity]
+        style = _SEVERITIES[finding.severity][0]
         times = f"  x{finding.count}" if finding.count > 1 else ""
         console.print(f"\n{number}. [{style}]{finding.kind}[/{style}]{times}  ", end="")
         console.print(finding.what, markup=False)
-        grid = Grid.grid(padding=(0, 1))
-        grid.add_column(style="dim", width=5)
-        grid.add_column(overflow="fold")
-        for heading, text in rows_of(finding):
-            grid.add_row(heading, text.replace("[", "\\["))
-        console.print(Padding(grid, (0, 0, 0, 3)))
+        rows(rows_of(finding), 3, 5)
     console.print()
     for heading, text in facts_of(diagnosis):
         console.print(f"{heading:<16} {text}", markup=False)
     console.print(f"{'examined in':<16} {seconds_text(diagnosis.seconds)}")
-    facts = diagnosis.facts
-    for title, told in (("checked", checked_in(facts)), ("not checked", unchecked_in(facts))):
+    for title, told in (
+        ("checked", checked_in(diagnosis.facts)),
+        ("not checked", unchecked_in(diagnosis.facts)),
+    ):
         if told:
             console.print(f"\n{title}")
-        grid = Grid.grid(padding=(0, 1))
-        grid.add_column(style="dim", min_width=16)
-        grid.add_column(overflow="fold")
-        for topic, text in told.items():
-            grid.add_row(topic, text.replace("[", "\\["))
-        console.print(Padding(grid, (0, 0, 0, 2)))
+            rows(told.items(), 2, 16)
 
 
 def write_junit(diagnosis: Diagnosis, exceeded: Sequence[str], path: Path, *, limited: bool) -> None:
@@ -167,29 +153,29 @@ def write_junit(diagnosis: Diagnosis, exceeded: Sequence[str], path: Path, *, li
     the file has one case that passes. A check that was not possible is a skipped case.
     """
     cases = [
-        (x.kind, x.what, "\n".join(f"{k}: {v}" for k, v in rows_of(x)), x.fails(limited=limited))
+        (
+            f"{x.kind}: {x.what}",
+            "failure" if x.fails(limited=limited) else "system-out",
+            x.what,
+            "\n".join(f"{heading}: {text}" for heading, text in rows_of(x)),
+        )
         for x in diagnosis.findings
     ]
-    cases += [("limit", x, x, True) for x in exceeded]
-    cases += [] if diagnosis.complete else [("interrupted", "the examination did not end", "", True)]
-    cases = cases or [("healthy", "no finding", "", False)]
-    failures, skipped = sum(fails for *_, fails in cases), unchecked_in(diagnosis.facts)
+    cases += [(f"limit: {x}", "failure", x, x) for x in exceeded]
+    if not diagnosis.complete:
+        what = "the examination did not end"
+        cases.append((f"interrupted: {what}", "failure", what, ""))
+    cases = cases or [("healthy: no finding", "system-out", "", "")]
+    cases += [(f"check: {topic}", "skipped", why, "") for topic, why in unchecked_in(diagnosis.facts).items()]
+    counts = Counter(result for _, result, *_ in cases)
+    numbers = {"tests": len(cases), "failures": counts["failure"], "skipped": counts["skipped"]}
     suite = ElementTree.Element(
-        "testsuite",
-        name="attnspan doctor",
-        tests=str(len(cases) + len(skipped)),
-        failures=str(failures),
-        skipped=str(len(skipped)),
+        "testsuite", {"name": "attnspan doctor"} | {k: str(n) for k, n in numbers.items()}
     )
-    for kind, what, text, fails in cases:
-        case = ElementTree.SubElement(suite, "testcase", classname=diagnosis.subject, name=f"{kind}: {what}")
-        if fails:
-            ElementTree.SubElement(case, "failure", message=what).text = text
-        else:
-            ElementTree.SubElement(case, "system-out").text = text
-    for topic, why in skipped.items():
-        case = ElementTree.SubElement(suite, "testcase", classname=diagnosis.subject, name=f"check: {topic}")
-        ElementTree.SubElement(case, "skipped", message=why)
+    for name, result, what, text in cases:
+        case = ElementTree.SubElement(suite, "testcase", classname=diagnosis.subject, name=name)
+        about = {} if result == "system-out" else {"message": what}
+        ElementTree.SubElement(case, result, about).text = text
     write_whole(path, ElementTree.tostring(suite, encoding="unicode", xml_declaration=True))
 
 
@@ -199,7 +185,7 @@ def write_page(diagnosis: Diagnosis, path: Path) -> None:
     Raises:
         ModuleNotFoundError: jinja2 or plotly is not installed (the extra ``bench``).
     """
-    counts = Counter(_CARDS[x.severity] for x in diagnosis.findings)
+    counts = Counter(_SEVERITIES[x.severity][1] for x in diagnosis.findings)
     cards: list[tuple[str, str, list[str]]] = [(name, str(n), []) for name, n in counts.items()]
     write_sections(
         path,
@@ -248,27 +234,26 @@ def _timeline(diagnosis: Diagnosis) -> Section | None:
     if not events:
         return None
     first, names = min(x[1] for x in events), [plain(f"{i}. {x[0]}") for i, x in enumerate(events, 1)]
-    compilations = []
-    for forward, color in ((True, "@ours"), (False, "@peer1")):
-        own = [(name, x) for name, x in zip(names, events, strict=True) if x[3] == forward]
+    traces = []
+    for trace, color in (("forward", "@ours"), ("backward", "@peer1")):
+        own = [(name, x) for name, x in zip(names, events, strict=True) if x[3] == (trace == "forward")]
         y, base, x = [n for n, _ in own], [e[1] - first for _, e in own], [e[2] - e[1] for _, e in own]
-        look = {"type": "bar", "orientation": "h", "marker": {"color": color}}
-        compilations.append(
-            {"name": "forward" if forward else "backward", "y": y, "base": base, "x": x, **look}
-        )
+        traces.append(_bars(trace, color, y=y, base=base, x=x, orientation="h"))
     down = {"autorange": "reversed", "categoryarray": names}
     layout = {"xaxis": axis("seconds"), "yaxis": down, "barmode": "overlay"}
     alt, height = counted(len(events), "compilation"), max(220, 26 * len(events) + 90)
-    note = "One bar per compilation of a frame"
-    chart = Chart("Compilations", note, alt, compilations, layout, height)
+    chart = Chart("Compilations", "One bar per compilation of a frame", alt, traces, layout, height)
     steps = facts.get("step seconds", [])
-    numbers = list(range(1, len(steps) + 1))
-    last = {"type": "bar", "x": numbers, "y": steps, "marker": {"color": "@ours"}, "name": "step"}
+    traces = [_bars("step", "@ours", x=[*range(1, len(steps) + 1)], y=steps)]
     layout = {"xaxis": axis("step", dtick=1), "yaxis": axis("seconds", log=True)}
     note = "A step that takes much longer than the last step compiled something"
-    again = Chart("Steps", note, counted(len(steps), "step"), [last], layout)
+    again = Chart("Steps", note, counted(len(steps), "step"), traces, layout)
     lead = "Time of tracing and compilation for each frame, and time of each step."
     return Section("timeline", "Timeline", lead, (chart, again), layout="single")
+
+
+def _bars(name: str, color: str, **more: Any) -> dict[str, Any]:
+    return {"type": "bar", "name": name, "marker": {"color": color}, **more}
 
 
 def _mask(diagnosis: Diagnosis) -> Section | None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import islice
 from typing import Any
 
 import jax
@@ -17,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
+from attnspan_lab.doctor.factory import batches_of, options_of
 from attnspan_lab.doctor.names import IDS, valid_entries, words_of
 from attnspan_lab.doctor.unfit import require
 
 __all__ = [
     "FAST",
-    "MOST_BATCHES",
     "JaxSubject",
     "Traced",
     "floats",
@@ -33,7 +32,6 @@ __all__ = [
     "wide",
 ]
 
-MOST_BATCHES = 12
 #: Options of a program whose speed does not matter. The compiler's passes over operators stay the same.
 FAST = {"xla_backend_optimization_level": 0}
 _LENGTHS = re.compile("len")
@@ -50,7 +48,7 @@ class JaxSubject:
     Args:
         fn: A function, jitted or not: ``fn(**batch)``, ``fn(*batch)`` or ``fn(batch)``. A flax.nnx module
             and a bound flax.linen module (``module.bind(variables)``) are also possible.
-        batches: Dicts of arguments, tuples of arguments, or single arrays. At most `MOST_BATCHES` are used.
+        batches: Dicts of arguments, tuples of arguments, or single arrays. At most 12 are used.
         variables: Parameters. If you pass them, they are the first argument of ``fn``, and the doctor checks
             their gradients.
         causal: Whether no token may see later tokens. None: not declared.
@@ -379,17 +377,9 @@ def jax_subject(made: Any, what: str) -> JaxSubject:
     """
     if not isinstance(made, JaxSubject):
         fn, batches, *rest = made
-        options = rest[0] if rest else {}
-        known = isinstance(options, Mapping) and set(options) <= set(_OPTIONS)
-        wanted = f"options, a dict with some of {', '.join(_OPTIONS)}"
-        require(known, what, wanted, str(options)[:80], "Use only these keys")
+        options = options_of(rest, _OPTIONS, "options", what)
         made = JaxSubject(fn, batches, **options)
-    batches, wanted = made.batches, "an iterable of batches: dicts of arguments, tuples, or arrays"
-    single = isinstance(batches, (jax.Array, np.ndarray, Mapping, str))
-    iterable = isinstance(batches, Iterable) and not single
-    require(iterable, what, wanted, type(batches).__name__, "Return a list of batches, or a generator")
-    taken, remedy = list(islice(batches, MOST_BATCHES)), "Yield at least one batch"
-    require(taken, what, wanted, "no batch", f"{remedy}. Batches of other shapes show recompilations")
+    taken = batches_of(made.batches, (jax.Array, np.ndarray), "arrays", what)
     foreign = any(type(x).__module__.partition(".")[0] == "torch" for x in jax.tree.leaves(taken))
     wanted, remedy = "a torch.nn.Module first, or a function and arrays", "Use arrays of JAX or NumPy"
     require(not foreign, what, wanted, "a function and tensors", remedy)

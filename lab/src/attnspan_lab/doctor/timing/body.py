@@ -6,10 +6,11 @@ import ast
 import linecache
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 from attnspan_lab.doctor.places import Place
 from attnspan_lab.doctor.timing.clocks import Region, Spot, Watch
@@ -19,8 +20,10 @@ _MAKERS = {
     *("randn", "rand", "randint", "randn_like", "rand_like", "normal", "uniform", "standard_normal"),
     *("device_put", "from_numpy", "as_tensor", "tensor", "asarray", "array", "deepcopy"),
 }
-_REFUSED = (ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Nonlocal)
+_REFUSED: Any = (ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Nonlocal)
 _KEPT, _MADE, _PASS = "_attnspan_kept", "_attnspan_made", "_attnspan_pass"
+
+N = TypeVar("N", bound=ast.AST)
 
 
 class CannotRepeatError(Exception):
@@ -33,7 +36,6 @@ class Body:
 
     Args:
         place: Line where the timed code begins.
-        last: Last line of the timed code.
         statements: All statements between the two readings.
         loop: The only loop among them, if there is one.
         variables: Local variables after the last run.
@@ -42,23 +44,20 @@ class Body:
     """
 
     place: Place
-    last: int
     statements: tuple[ast.stmt, ...]
     loop: ast.For | ast.While | None
     variables: dict[str, Any] = field(repr=False)
     namespace: dict[str, Any] = field(repr=False)
-    file: str = ""
+    file: str
 
     @property
     def count(self) -> int | None:
         """Number of turns of the loop. 1 without a loop, None if the number is not known."""
         if self.loop is None:
             return 1
-        if not isinstance(self.loop, ast.For):
-            return None
-        turns = self.loop.iter
-        known = isinstance(turns, ast.Name) or (isinstance(turns, ast.Call) and _name(turns.func) == "range")
-        if not known:
+        turns: Any = getattr(self.loop, "iter", None)
+        is_range = isinstance(turns, ast.Call) and _name(turns.func) == "range"
+        if not (is_range or isinstance(turns, ast.Name)):  # Other expressions may change what they read.
             return None
         try:
             code = compile(ast.Expression(turns), self.file, "eval")
@@ -77,33 +76,33 @@ class Body:
         nothing = ast.If(ast.Constant(False), list(self.statements), [])
         return replace(self, statements=(ast.copy_location(nothing, self.statements[0]),))
 
+    def nodes(self, kind: type[N] | tuple[type[N], ...]) -> list[N]:
+        """List the syntax nodes of some types in the statements."""
+        return [x for s in self.statements for x in ast.walk(s) if isinstance(x, kind)]
+
     @property
-    def makers(self) -> list[Place]:
+    def makers(self) -> list[int]:
         """Lines that make inputs."""
-        nodes = [x for s in self.statements for x in ast.walk(s)]
-        calls = [x for x in nodes if isinstance(x, ast.Call) and _is_maker(x)]
-        return [Place(self.place.file, x.lineno, self.place.function) for x in calls]
+        return sorted({x.lineno for x in self.nodes(ast.Call) if _is_maker(x)})
 
     @property
     def uncalled_waits(self) -> list[int]:
         """Lines that name a function that waits, and do not call it."""
-        names = [x.value for s in self.statements for x in ast.walk(s) if isinstance(x, ast.Expr)]
-        return [x.lineno for x in names if _name(x) in ("block_until_ready", "synchronize")]
+        waits = ("block_until_ready", "synchronize")
+        return [x.lineno for x in self.nodes(ast.Expr) if _name(x.value) in waits]
 
     def calls(self) -> Iterator[tuple[Any, tuple[list[Any], dict[str, Any]] | None]]:
         """Yield each function with a plain name, with its arguments, or None if one of these has none."""
-        for node in (x for s in self.statements for x in ast.walk(s) if isinstance(x, ast.Call)):
+        for node in self.nodes(ast.Call):
             try:
                 function = self._value(node.func)
             except Exception:  # Not a plain name, or its value is gone.
                 continue
-            try:
+            given = None
+            with suppress(Exception):
                 arguments = [self._value(x) for x in node.args]
-                options = {x.arg: self._value(x.value) for x in node.keywords if x.arg}
-            except Exception:
-                yield function, None
-            else:
-                yield function, (arguments, options)
+                given = arguments, {x.arg: self._value(x.value) for x in node.keywords if x.arg}
+            yield function, given
 
     def _value(self, node: ast.expr) -> Any:
         if isinstance(node, ast.Constant):
@@ -122,16 +121,12 @@ class Body:
         Raises:
             CannotRepeatError: The statements return, yield or await.
         """
-        nodes = [x for s in self.statements for x in ast.walk(s)]
-        refused = next((x for x in nodes if isinstance(x, _REFUSED)), None)
-        if refused is not None or not self.statements:
-            raise CannotRepeatError(
-                f"line {refused.lineno} leaves the function"  # type: ignore[attr-defined]
-                if refused is not None
-                else "no statement stands between the two clocks"
-            )
-        free = {n for x in nodes if isinstance(x, ast.Global) for n in x.names}
-        names = {x.id for x in nodes if isinstance(x, ast.Name)} & set(self.variables) - free
+        for refused in self.nodes(_REFUSED):
+            raise CannotRepeatError(f"line {refused.lineno} leaves the function")
+        if not self.statements:
+            raise CannotRepeatError("no statement stands between the two clocks")
+        free = {name for x in self.nodes(ast.Global) for name in x.names}
+        names = {x.id for x in self.nodes(ast.Name)} & set(self.variables) - free
         keep = _Keep(makes_once)
         copied = [keep.visit(deepcopy(x)) for x in self.statements]
         function = ast.parse(
@@ -231,9 +226,10 @@ def body_of(region: Region, watch: Watch) -> Body:
     Raises:
         CannotRepeatError: No frame holds statements between the two.
     """
-    variables = watch.variables(region.stop)
-    outer = {x.frame: x for x in region.start.stack}
-    for spot, (own, space) in zip(region.stop.stack, variables, strict=True):
+    start, stop = region[-1]
+    variables = watch.variables(stop)
+    outer = {x.frame: x for x in start.stack}
+    for spot, (own, space) in zip(stop.stack, variables, strict=True):
         begun = outer.get(spot.frame)
         if begun is None or begun.code is not spot.code:
             continue
@@ -245,10 +241,9 @@ def body_of(region: Region, watch: Watch) -> Body:
         loop = loops[0] if len(loops) == 1 else None
         place = Place(spot.code.co_filename, between[0].lineno, spot.code.co_name)
         if spot.code in watch.sources:  # timeit's code is not the user's. Name the line that calls timeit.
-            caller = next((x for x in region.stop.stack if x.code not in watch.sources), spot)
+            caller = next((x for x in stop.stack if x.code not in watch.sources), spot)
             place = Place(caller.code.co_filename, caller.line, caller.code.co_name)
-        last = max(x.end_lineno or x.lineno for x in between)
-        return Body(place, last, tuple(between), loop, own, space, spot.code.co_filename)
+        return Body(place, tuple(between), loop, own, space, spot.code.co_filename)
     raise CannotRepeatError("no statement stands between the two clocks")
 
 

@@ -8,12 +8,13 @@ import sys
 import time
 import timeit
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+from attnspan_lab.doctor.patched import patched
 from attnspan_lab.doctor.places import is_users
 
 _FRAMES = 8  # Frames of the stack that a reading remembers.
@@ -74,7 +75,7 @@ class _Elapsed:
         plain = super().__sub__(other)  # type: ignore[misc]
         if not isinstance(other, _Elapsed):
             return plain
-        seconds = self.watch.add(other.mark, self.mark)
+        seconds = self.watch.add(Sample(other.mark, self.mark))
         return seconds if isinstance(self, float) else round(seconds * 1e9)
 
 
@@ -86,28 +87,32 @@ class _Int(_Elapsed, int):
     pass
 
 
-@dataclass
-class Region:
-    """All samples of one timed region.
-
-    Args:
-        start: The last reading before the timed code.
-        stop: The last reading after it.
-        samples: Seconds of each run.
-        spans: Begin and end of each run, in seconds of `time.perf_counter`.
-        faults: Page faults of each run.
-        pending: Number of runs whose results were not ready when the clock was read.
-    """
+class Sample(NamedTuple):
+    """One run of timed code: the readings before and after it."""
 
     start: Mark
     stop: Mark
-    samples: list[float] = field(default_factory=list)
-    spans: list[tuple[float, float]] = field(default_factory=list)
-    faults: list[int] = field(default_factory=list)
-    pending: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """The time by the clock that the user reads."""
+        return self.stop.value - self.start.value_after
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """Begin and end in seconds of `time.perf_counter`."""
+        return self.start.wall_after, self.stop.wall
+
+    @property
+    def faults(self) -> int:
+        """Page faults of the run."""
+        return self.stop.faults - self.start.faults
 
 
+#: The samples of one timed region.
+Region = list[Sample]
 Key = tuple[tuple[CodeType, int], ...]
+Variables = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 @dataclass
@@ -126,9 +131,7 @@ class Watch:
     """
 
     regions: dict[tuple[Key, Key, Shapes], Region] = field(default_factory=dict)
-    frames: dict[tuple[Key, Shapes], list[tuple[dict[str, Any], dict[str, Any]]]] = field(
-        default_factory=dict
-    )
+    frames: dict[tuple[Key, Shapes], Variables] = field(default_factory=dict)
     compilations: list[tuple[float, float]] = field(default_factory=list)
     sources: dict[CodeType, str] = field(default_factory=dict)
     listening: list[tuple[str, Callable[[], None]]] = field(default_factory=list)
@@ -142,35 +145,31 @@ class Watch:
         faults = page_faults()
         self.listen()
         stack, variables = [], []
-        for one in _users_frames(frame):
+        for one in itertools.islice(_users_frames(frame), _FRAMES):
             stack.append(Spot(id(one), one.f_code, one.f_lineno, one.f_lasti))
             variables.append((_variables(one), one.f_globals))
         shapes = _shapes(variables)
         self.frames[key_of(tuple(stack)), shapes] = variables
         pending = _is_pending(variables)
         kind, unit = (_Int if isinstance(value, int) else _Float), CLOCKS[name]
-        found = kind(value)
-        marks = (next(self._serials), name, value * unit, wall, tuple(stack), pending, shapes, faults)
-        found.mark, found.watch = Mark(*marks), self
+        found, serial = kind(value), next(self._serials)
+        found.mark = Mark(serial, name, value * unit, wall, tuple(stack), pending, shapes, faults)
+        found.watch = self
         found.mark.wall_after = _wall()
         found.mark.value_after = real() * unit
         return found
 
-    def add(self, start: Mark, stop: Mark) -> float:
-        """Add one sample to the region between two readings, and return its seconds."""
-        seconds, pair = stop.value - start.value_after, (start.serial, stop.serial)
+    def add(self, sample: Sample) -> float:
+        """Add a sample to the region between its two readings, and return its seconds."""
+        start, stop = sample
+        pair = start.serial, stop.serial
         if pair not in self._seen and start.serial < stop.serial:
             self._seen.add(pair)
             key = (key_of(start.stack), key_of(stop.stack), stop.shapes)
-            region = self.regions.setdefault(key, Region(start, stop))
-            region.start, region.stop = start, stop
-            region.samples.append(seconds)
-            region.spans.append((start.wall_after, stop.wall))
-            region.faults.append(stop.faults - start.faults)
-            region.pending += stop.pending
-        return seconds
+            self.regions.setdefault(key, []).append(sample)
+        return sample.seconds
 
-    def variables(self, mark: Mark) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    def variables(self, mark: Mark) -> Variables:
         """Return the local and global variables of the frames of a reading, the innermost first."""
         return self.frames[key_of(mark.stack), mark.shapes]
 
@@ -245,10 +244,8 @@ def _is_own(file: str) -> bool:
 
 
 def _users_frames(frame: FrameType | None) -> Iterator[FrameType]:
-    count = 0
-    while frame is not None and count < _FRAMES:
+    while frame is not None:
         if _is_own(frame.f_code.co_filename):
-            count += 1
             yield frame
         frame = frame.f_back
 
@@ -261,7 +258,7 @@ def _variables(frame: FrameType) -> dict[str, Any]:
     return found
 
 
-def _shapes(variables: list[tuple[dict[str, Any], dict[str, Any]]]) -> Shapes:
+def _shapes(variables: Variables) -> Shapes:
     """List the shapes of the arrays among the variables of the innermost frame."""
     own = variables[0][0].items() if variables else ()
     arrays = [
@@ -270,7 +267,7 @@ def _shapes(variables: list[tuple[dict[str, Any], dict[str, Any]]]) -> Shapes:
     return tuple((name, tuple(map(int, x.shape))) for name, x in arrays)
 
 
-def _is_pending(variables: list[tuple[dict[str, Any], dict[str, Any]]]) -> bool:
+def _is_pending(variables: Variables) -> bool:
     """Whether a device still computes one of the results in the two innermost frames."""
     values = [x for own, _ in variables[:2] for x in own.values()]
     every = [x for value in values for x in (value if isinstance(value, list | tuple) else (value,))]
@@ -285,35 +282,26 @@ def _is_pending(variables: list[tuple[dict[str, Any], dict[str, Any]]]) -> bool:
 @contextmanager
 def watched() -> Iterator[Watch]:
     """Replace the clocks of `time` and `timeit` for the user's code, and record compilations."""
-    watch, init = Watch(), timeit.Timer.__init__
-    reals = {name: getattr(time, name) for name in CLOCKS}
-    fakes = {name: _watched_clock(watch, name, real) for name, real in reals.items()}
+    watch, init, default = Watch(), timeit.Timer.__init__, timeit.default_timer
+    fakes = {name: _watched_clock(watch, name, getattr(time, name)) for name in CLOCKS}
     # Functions that took the clock as a default when they were defined.
     takers: list[Any] = [init, timeit.timeit, timeit.repeat]
     if (module := sys.modules.get("torch.utils.benchmark")) is not None:
         takers.append(module.Timer.__init__)
-    before, defaults = timeit.default_timer, [x.__defaults__ for x in takers]
 
     def remember(self: Any, *args: Any, **options: Any) -> None:
         init(self, *args, **options)
         watch.sources[self.inner.__code__] = self.src
 
-    for name, fake in fakes.items():
-        setattr(time, name, fake)
-    timeit.default_timer = fakes["perf_counter"]
-    for taker, values in zip(takers, defaults, strict=True):
-        taker.__defaults__ = tuple(fakes["perf_counter"] if x is before else x for x in values)
-    timeit.Timer.__init__ = remember  # type: ignore[method-assign]
-    try:
+    with ExitStack() as stack:
+        stack.callback(watch.close)
+        stack.enter_context(patched(time, **fakes))
+        stack.enter_context(patched(timeit, default_timer=fakes["perf_counter"]))
+        stack.enter_context(patched(timeit.Timer, __init__=remember))
+        for taker in takers:
+            defaults = tuple(fakes["perf_counter"] if x is default else x for x in taker.__defaults__)
+            stack.enter_context(patched(taker, __defaults__=defaults))
         yield watch
-    finally:
-        watch.close()
-        timeit.Timer.__init__ = init  # type: ignore[method-assign]
-        for taker, values in zip(takers, defaults, strict=True):
-            taker.__defaults__ = values
-        timeit.default_timer = before
-        for name, real in reals.items():
-            setattr(time, name, real)
 
 
 def _watched_clock(watch: Watch, name: str, real: Callable[[], Any]) -> Callable[[], Any]:

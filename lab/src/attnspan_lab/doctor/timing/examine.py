@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,12 +16,7 @@ from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import lines_of_error
 from attnspan_lab.doctor.timing.body import Body, CannotRepeatError, body_of
 from attnspan_lab.doctor.timing.clocks import Region, Watch, overlap, watched
-from attnspan_lab.doctor.timing.judge import (
-    Timed,
-    facts_of_timing,
-    judged,
-    printed_statistics,
-)
+from attnspan_lab.doctor.timing.judge import Timed, judged
 from attnspan_lab.doctor.timing.replay import Replay, replay
 from attnspan_lab.doctor.words import error_text
 
@@ -78,29 +72,30 @@ def examine_benchmark(
 def _judge(
     watch: Watch, output: str, path: str, seconds: float, limit: float
 ) -> tuple[list[Finding], dict[str, Any]]:
-    findings, timed, queued, regions = list[Finding](), list[Timed](), False, _inner(watch)
-    coverage = Coverage()
+    findings, facts, queued, coverage = list[Finding](), list[dict[str, Any]](), False, Coverage()
+    regions = _inner(watch)
     if len(regions) > _MOST:
         coverage.missed("timed regions", f"{_MOST} of {len(regions)} were measured again")
     for region in regions[:_MOST]:
-        one = _timed(region, watch, output, seconds, limit / min(len(regions), _MOST), coverage)
-        timed.append(replace(one, follows_queued=queued))
-        found = list(judged(timed[-1]))
+        body, again, why_not, compiles_again = _again(
+            region, watch, seconds, limit / min(len(regions), _MOST)
+        )
+        compiled = tuple(overlap(watch.compilations, *x.span) for x in region)
+        timed = Timed(region, compiled, body, again, why_not, output, compiles_again, coverage, queued)
+        found = list(judged(timed))
         queued = any(x.kind == "not-waited" for x in found)
         findings += found
-    if not timed:
-        findings = [
-            Finding("no-timing", f"{path} takes no difference of two readings of a clock", stage="timing")
-        ]
-    unchecked = coverage.facts["unchecked"]
-    return findings, {"output": output, "regions": facts_of_timing(timed), "unchecked": unchecked}
+        facts.append(timed.facts)
+    if not regions:
+        findings = [Finding("no-timing", f"{path} takes no difference of two readings of a clock")]
+    return findings, {"output": output, "regions": facts, "unchecked": coverage.facts["unchecked"]}
 
 
 def _ended(error: BaseException, path: str) -> Finding:
     places = lines_of_error(error)
     what = f"{path} does not run: {error_text(error, 300)}"
     remedy = f"Make sure that python {path} runs"
-    return Finding("subject", what, tuple(places[:3]), (), "The script raises", remedy, stage="timing")
+    return Finding("subject", what, tuple(places[:3]), (), "The script raises", remedy)
 
 
 def _inner(watch: Watch) -> list[Region]:
@@ -108,8 +103,9 @@ def _inner(watch: Watch) -> list[Region]:
     regions = _by_shapes(watch)
 
     def contains(one: Region, other: Region) -> bool:
-        begin, end = one.spans[-1]
-        return one is not other and any(begin <= x and y <= end for x, y in other.spans)
+        begin, end = one[-1].span
+        spans = [x.span for x in other]
+        return one is not other and any(begin <= first and last <= end for first, last in spans)
 
     return [x for x in regions if not any(contains(x, y) for y in regions)]
 
@@ -121,22 +117,20 @@ def _by_shapes(watch: Watch) -> list[Region]:
         places.setdefault((start, stop), []).append(region)
     found = []
     for same in places.values():
-        if len(same) <= _MOST_SHAPES:
-            found += same
-            continue
-        whole = replace(same[-1], samples=[], spans=[], faults=[], pending=0)
-        for one in same:
-            whole.samples += one.samples
-            whole.spans += one.spans
-            whole.faults += one.faults
-            whole.pending += one.pending
-        found.append(whole)
+        if len(same) > _MOST_SHAPES:
+            same = [[x for one in same for x in one]]
+        found += same
     return found
 
 
-def _timed(
-    region: Region, watch: Watch, output: str, seconds: float, limit: float, coverage: Coverage
-) -> Timed:
+def _again(
+    region: Region, watch: Watch, seconds: float, limit: float
+) -> tuple[Body | None, Replay | None, str, float]:
+    """Measure a region again.
+
+    Returns:
+        The statements and their times, or None and a reason, and the share of this time that is compilation.
+    """
     body: Body | None = None
     again: Replay | None = None
     why_not, begin = "", time.perf_counter()
@@ -145,15 +139,5 @@ def _timed(
         again = replay(body, seconds, limit)
     except CannotRepeatError as error:
         why_not = str(error)
-    count = (body.count or 1) if body is not None else 1
     end = time.perf_counter()
-    return Timed(
-        region,
-        tuple(overlap(watch.compilations, *span) for span in region.spans),
-        body,
-        again,
-        why_not,
-        printed_statistics(output, region.samples, count),
-        compiles_again=overlap(watch.compilations, begin, end) / (end - begin),
-        coverage=coverage,
-    )
+    return body, again, why_not, overlap(watch.compilations, begin, end) / (end - begin)

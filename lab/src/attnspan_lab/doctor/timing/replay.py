@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from attnspan_lab.bench.devices import CudaDevice, Device, JaxDevice
 from attnspan_lab.bench.statistics import Interval
 from attnspan_lab.bench.timing import LEAST_ROUNDS, Budget, Subject, interleave
+from attnspan_lab.doctor.patched import patched
 from attnspan_lab.doctor.timing.body import Body, CannotRepeatError
 from attnspan_lab.doctor.timing.clocks import page_faults
 
@@ -160,20 +161,13 @@ def _without_waits(call: Callable[[], list[Any]], device: Device) -> Callable[[]
 
 @contextmanager
 def _no_waits(device: CudaDevice | _Jax) -> Iterator[None]:
-    if isinstance(device, CudaDevice):
-        cuda = sys.modules["torch"].cuda
-        places: list[tuple[Any, str, Any]] = [(cuda, "synchronize", lambda *_: None)]
-    else:
-        jax, array = sys.modules["jax"], device.array
-        places = [(jax, "block_until_ready", lambda x: x), (array, "block_until_ready", lambda self: self)]
-    before = [getattr(owner, name) for owner, name, _ in places]
-    for owner, name, nothing in places:
-        setattr(owner, name, nothing)
-    try:
+    with ExitStack() as stack:
+        if isinstance(device, CudaDevice):
+            stack.enter_context(patched(sys.modules["torch"].cuda, synchronize=lambda *_: None))
+        else:
+            for owner in (sys.modules["jax"], device.array):
+                stack.enter_context(patched(owner, block_until_ready=lambda x: x))
         yield
-    finally:
-        for (owner, name, _), real in zip(places, before, strict=True):
-            setattr(owner, name, real)
 
 
 def _region(body: Body, device: Device, seconds: float) -> tuple[float, float, float]:

@@ -47,18 +47,25 @@ def unused(body: Body, coverage: Coverage) -> Iterator[tuple[str, float, bool]]:
 
 def _of_jax(function: Any, arguments: list[Any], options: dict[str, Any]) -> tuple[float, float]:
     """Return the shares of products that are not used, and that are constants in the compiled program."""
+    from jax.interpreters.partial_eval import dce_jaxpr
+
     traced = function.trace(*arguments, **options)
     jaxpr = traced.jaxpr.jaxpr
-    all_, used = _products(jaxpr, [True] * len(jaxpr.outvars))
-    if not all_:
+    if not (total := _work(jaxpr)):
         return 0.0, 0.0
-    constant = _constant(jaxpr, {id(x) for x in jaxpr.invars}) / all_
+    needed, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    constant = _constant(jaxpr, {id(x) for x in jaxpr.invars}) / total
     if constant > _LEAST:
         # XLA folds most constants, but not those that take it too long.
         cost = traced.lower().compile().cost_analysis() or {}
-        if cost.get("flops", 0.0) > (1 - constant / 2) * all_:
+        if cost.get("flops", 0.0) > (1 - constant / 2) * total:
             constant = 0.0
-    return 1 - used / all_, constant
+    return 1 - _work(needed) / total, constant
+
+
+def _work(jaxpr: Any) -> float:
+    """Count the work of all products and foreign calls of a jaxpr."""
+    return sum(_product(x) + sum(map(_work, _inner(x))) for x in jaxpr.eqns)
 
 
 def _constant(jaxpr: Any, varying: set[int]) -> float:
@@ -94,25 +101,6 @@ def _product(eqn: Any) -> float:
     return 0.0
 
 
-def _products(jaxpr: Any, wanted: list[bool]) -> tuple[float, float]:
-    """Count the work of all products and foreign calls of a jaxpr, and of those whose results are used."""
-    live = {id(x) for x, is_wanted in zip(jaxpr.outvars, wanted, strict=True) if is_wanted}
-    total = used = 0.0
-    for eqn in reversed(jaxpr.eqns):
-        results = [id(x) in live for x in eqn.outvars]
-        is_used = any(results) or bool(eqn.effects)
-        work = _product(eqn)
-        reached = work if is_used else 0.0
-        for one in _inner(eqn):
-            same = eqn.primitive.name in ("pjit", "jit") and len(one.outvars) == len(results)
-            more, some = _products(one, results if same else [is_used] * len(one.outvars))
-            work, reached = work + more, reached + (some if is_used else 0.0)
-        total, used = total + work, used + reached
-        if is_used:
-            live |= {id(x) for x in eqn.invars}
-    return total, used
-
-
 def _of_torch(function: Any, arguments: list[Any], options: dict[str, Any]) -> float:
     """Return 1 if the function returns no tensor, and changes no tensor that it can reach."""
     import torch
@@ -121,24 +109,22 @@ def _of_torch(function: Any, arguments: list[Any], options: dict[str, Any]) -> f
     inner = getattr(function, "_torchdynamo_orig_callable", None) or getattr(function, "_orig_mod", function)
     captured = _captured(inner)
     given = _tensors([*tree_leaves((arguments, options)), *captured])
-    if any(isinstance(x, (list, dict, set)) for x in (*arguments, *options.values(), *captured)):
-        return 0.0  # The function may put its results there.
-    if given is None:
-        return 0.0  # An object of another kind may hold the results.
+    holders = (*arguments, *options.values(), *captured)
+    if given is None or any(isinstance(x, (list, dict, set)) for x in holders):
+        return 0.0  # The function may put its results there, or into an object of another kind.
 
-    def state() -> list[tuple[int, Any]]:
-        return [(x._version, x.grad if x.is_leaf else None) for x in given]
+    def gradients() -> list[Any]:
+        return [x.grad for x in given if x.is_leaf and x.grad is not None]
 
-    def same(one: tuple[int, Any], other: tuple[int, Any]) -> bool:
-        return one[0] == other[0] and one[1] is other[1]
+    def state() -> list[tuple[int, int]]:
+        return [(id(x), x._version) for x in (*given, *gradients())]
 
-    versions = [None if x.grad is None else x.grad._version for x in given if x.is_leaf]
-    before = state()  # It keeps each gradient alive, so that a new one is another object.
+    before, old = state(), gradients()  # While the old ones live, a new gradient is another object.
     result = function(*arguments, **options)
     returns = any(isinstance(x, torch.Tensor) for x in tree_leaves(result))
-    kept = all(map(same, state(), before))
-    kept = kept and versions == [None if x.grad is None else x.grad._version for x in given if x.is_leaf]
-    return 1.0 if kept and not returns else 0.0
+    changes = state() != before
+    del old
+    return 0.0 if changes or returns else 1.0
 
 
 def _captured(function: Any) -> list[Any]:

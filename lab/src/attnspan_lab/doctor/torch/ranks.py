@@ -6,11 +6,11 @@ import pickle
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from attnspan.testing import assert_same_as_one_rank
 from attnspan_lab.children import why_ended
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.places import Place, lines_of_error, place_here
+from attnspan_lab.doctor.places import Place, at, lines_of_error, place_here
 from attnspan_lab.doctor.torch.recording.compiler import CompilerLog
 from attnspan_lab.doctor.torch.subject import Subject, load
 from attnspan_lab.doctor.words import counted
@@ -40,12 +40,20 @@ _UNEQUAL = (
 )
 
 
-class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records each attention call: its line, and the shapes and placements of its tensors."""
+class _Call(NamedTuple):
+    """One attention call: its line, and the shapes and placements of its tensors."""
 
-    def __init__(self) -> None:
+    place: Place | None
+    shapes: list[tuple[int, ...]]
+    placements: list[str]
+
+
+class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records each attention call."""
+
+    def __init__(self, seen: list[_Call]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: list[tuple[Place | None, list[tuple[int, ...]], list[str]]] = []
+        self.seen = seen
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(op)
@@ -53,8 +61,29 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
             given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim() > 1]
             # Compare q, k and v alone: ranks may share a replicated mask.
             placed = [str(x.placements) for x in given[:3] if isinstance(x, DTensor)]
-            self.seen.append((place_here(), [tuple(x.shape) for x in given], placed))
+            self.seen.append(_Call(place_here(), [tuple(x.shape) for x in given], placed))
         return op(*args, **(kwargs or {}))
+
+
+@dataclass
+class _Told:
+    """What one rank did.
+
+    Attributes:
+        calls: Its attention calls.
+        graphs: Line and number of operators of each compiled graph.
+        compared: Whether its step ran, so that an error comes from the comparison.
+        failed: The error of the step or of the comparison.
+        misused: The step returns something that cannot be compared.
+        places: Lines of the error.
+    """
+
+    calls: list[_Call] = field(default_factory=list)
+    graphs: list[tuple[Place | None, int]] = field(default_factory=list)
+    compared: bool = False
+    failed: str = ""
+    misused: bool = False
+    places: tuple[Place, ...] = ()
 
 
 def compare_ranks(subject: Subject) -> Iterator[Finding]:
@@ -71,38 +100,31 @@ def compare_ranks(subject: Subject) -> Iterator[Finding]:
         told, early = (_read(Path(folder), name) for name in ("told", "early"))
         if len(told) < _RANKS:
             if len(early) == _RANKS:
-                yield from _alike([x["calls"] for x in early.values()], [x["graphs"] for x in early.values()])
+                yield from _unlike([*early.values()])
             yield _unfinished([x in told for x in range(_RANKS)], codes)
             return
-    of_ranks = list(told.values())
-    alike = list(_alike([x["calls"] for x in of_ranks], [x["graphs"] for x in of_ranks]))
-    wrong = next((x for x in of_ranks if x["failed"]), None)
+    unlike = list(_unlike([*told.values()]))
+    wrong = next((x for x in told.values() if x.failed), None)
     if wrong is None:
-        yield from alike
+        yield from unlike
         return
-    first, *rest = wrong["failed"].splitlines()
-    for finding in alike:  # The findings that explain the failure come first.
+    first, *rest = wrong.failed.splitlines()
+    for finding in unlike:  # The findings that explain the failure come first.
         yield replace(finding, evidence=(*finding.evidence, f"the step fails: {first[:200]}"))
-    where = tuple(x[0] for x in wrong["calls"] if x[0] is not None)[:1]
-    if wrong["misused"]:
+    if wrong.misused:
         what, cause = (
             f"The results of the step cannot be compared: {first[:300]}",
             "The step returns other tensors",
         )
-        yield Finding("error", what, tuple(wrong["places"]), (), cause, first.rpartition(". ")[2])
-    elif wrong["compared"]:
+        yield Finding("error", what, wrong.places, (), cause, first.rpartition(". ")[2])
+    elif wrong.compared:
         said, *more = first.split(". ")  # The text of `assert_same_as_one_rank` has its own usual causes.
         what = f"Two ranks compute a different result than one: {said[:300]}"
-        yield Finding("rank-rows", what, where, (*filter(None, (". ".join(more),)), *rest))
+        evidence = (*filter(None, (". ".join(more),)), *rest)
+        yield Finding("rank-rows", what, at(*(x.place for x in wrong.calls))[:1], evidence)
     else:
-        what = f"The step raises on two ranks: {first[:300]}"
-        yield Finding(
-            "error",
-            what,
-            tuple(wrong["places"]),
-            cause="The step may still run on one rank",
-            evidence=tuple(rest),
-        )
+        what, cause = f"The step raises on two ranks: {first[:300]}", "The step may still run on one rank"
+        yield Finding("error", what, wrong.places, tuple(rest), cause)
 
 
 def _codes(processes: list[Any]) -> list[int | None]:
@@ -118,15 +140,16 @@ def _codes(processes: list[Any]) -> list[int | None]:
     return codes
 
 
-def _read(folder: Path, name: str) -> dict[int, Any]:
+def _read(folder: Path, name: str) -> dict[int, _Told]:
     """Read what the ranks wrote, by rank."""
     files = {rank: folder / f"{rank}.{name}" for rank in range(_RANKS)}
     return {rank: pickle.loads(x.read_bytes()) for rank, x in files.items() if x.exists()}
 
 
-def _write(folder: str, rank: int, name: str, told: dict[str, Any]) -> None:
-    (Path(folder) / f"{rank}.tmp").write_bytes(pickle.dumps(told))
-    (Path(folder) / f"{rank}.tmp").rename(Path(folder) / f"{rank}.{name}")
+def _write(folder: str, rank: int, name: str, told: _Told) -> None:
+    path = Path(folder) / f"{rank}.tmp"
+    path.write_bytes(pickle.dumps(told))
+    path.rename(path.with_suffix(f".{name}"))
 
 
 def _unfinished(done: list[bool], codes: list[int | None]) -> Finding:
@@ -144,59 +167,47 @@ def _unfinished(done: list[bool], codes: list[int | None]) -> Finding:
     return Finding("hang", what, (), tuple(evidence), cause, remedy)
 
 
-def _alike(calls: list[list[Any]], graphs: list[list[Any]]) -> Iterator[Finding]:
+def _unlike(told: list[_Told]) -> Iterator[Finding]:
     """Yield findings on different graphs per rank, and on attention tensors with different placements."""
-    differ = [pair for pair in zip_longest(*graphs) if pair[0] != pair[1]]
-    if differ:
-        places = tuple(dict.fromkeys(x[0] for x in differ[0] if x is not None and x[0] is not None))
-        said = [f"a graph of {counted(x[1], 'operator')}" if x else "no graph" for x in differ[0]]
+    differ = next((x for x in zip_longest(*(x.graphs for x in told)) if x[0] != x[1]), None)
+    if differ is not None:
+        said = [f"a graph of {counted(x[1], 'operator')}" if x else "no graph" for x in differ]
         evidence = tuple(f"rank {i}: {x}" for i, x in enumerate(said))
+        places = at(*(x[0] for x in differ if x is not None))
         yield Finding("rank-graphs", "Ranks compile different graphs", places, evidence)
-    for (place, shapes, placed), (_, others, _) in zip(*calls, strict=False):
-        at = () if place is None else (place,)
-        if shapes != others:
-            evidence = (f"rank 0: {shapes}", f"rank 1: {others}")
+    for first, second in zip(*(x.calls for x in told), strict=False):
+        if first.shapes != second.shapes:
+            evidence = (f"rank 0: {first.shapes}", f"rank 1: {second.shapes}")
             what = "Attention has different shapes on each rank"
-            yield Finding("rank-graphs", what, at, evidence, *_UNEQUAL)
+            yield Finding("rank-graphs", what, at(first.place), evidence, *_UNEQUAL)
             return
-        if len(set(placed)) > 1:
+        if len(set(first.placements)) > 1:
             what = "q, k and v have different placements"
-            yield Finding("rank-placement", what, at, tuple(placed))
+            yield Finding("rank-placement", what, at(first.place), tuple(first.placements))
             return
 
 
 def _rank(rank: int, folder: str, target: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=_RANKS)
-    told: dict[str, Any] = {
-        "failed": "",
-        "places": [],
-        "compared": False,
-        "misused": False,
-        "calls": [],
-        "graphs": [],
-    }
-    calls = _Calls()
+    told = _Told()
     try:
         subject = load(target)
         mesh = init_device_mesh("cpu", (_RANKS,), mesh_dim_names=("cp",))
         step, batch = subject.expected["step"], subject.batches[0]
-        with calls, torch.compiler.set_stance("force_eager"):
+        with _Calls(told.calls), torch.compiler.set_stance("force_eager"):
             step(batch, mesh)
         with CompilerLog() as log:  # torch compiles nothing while a dispatch mode is active.
             step(batch, mesh)
-        told["graphs"] = [(x.place, x.operators) for x in log.graphs if x.operators]
-        told["compared"], told["calls"] = True, calls.seen
+        told.graphs = [(x.place, x.operators) for x in log.graphs if x.operators]
+        told.compared = True
         _write(folder, rank, "early", told)  # The comparison may end the process.
         assert_same_as_one_rank(step, batch, mesh)
     except Exception as error:
-        told["failed"] = (
-            f"{type(error).__name__}: {error}" if not isinstance(error, AssertionError) else str(error)
-        )
-        own = type(error).__module__.startswith("attnspan.")
-        told["misused"] = told["compared"] and own and not isinstance(error, AssertionError)
-        told["places"] = lines_of_error(error)[:3]
-    told["calls"] = calls.seen
+        differs = isinstance(error, AssertionError)
+        told.failed = str(error) if differs else f"{type(error).__name__}: {error}"
+        told.misused = told.compared and not differs and type(error).__module__.startswith("attnspan.")
+        told.places = tuple(lines_of_error(error)[:3])
     _write(folder, rank, "told", told)
     dist.barrier()
     dist.destroy_process_group()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -15,10 +15,10 @@ from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.guarded import guarded, why_not_made
 from attnspan_lab.doctor.places import lines_of_error
 from attnspan_lab.doctor.sites import picture, sites
-from attnspan_lab.doctor.torch.cost.gradients import gradient_findings
+from attnspan_lab.doctor.torch.cost.gradients import TOPIC, gradient_findings
 from attnspan_lab.doctor.torch.cost.kept_graphs import kept_findings
 from attnspan_lab.doctor.torch.cost.randomness import random_findings
-from attnspan_lab.doctor.torch.cost.recompiles import recompiles_in, tried, tried_break
+from attnspan_lab.doctor.torch.cost.recompiles import Trials, recompiles_in
 from attnspan_lab.doctor.torch.isolation.packing import position_findings
 from attnspan_lab.doctor.torch.masks.call_costs import findings_of, with_caller
 from attnspan_lab.doctor.torch.masks.dense_masks import DenseMasks
@@ -35,7 +35,6 @@ from attnspan_lab.doctor.torch.restored_state import State
 from attnspan_lab.doctor.torch.steps import (
     compiled_form,
     copied,
-    forward_runs,
     outcome_of,
     run_compiled,
     step_runs,
@@ -55,72 +54,100 @@ _OPERATOR = "attnspan::attention"
 def eager(subject: Subject, say: Say, backend: str) -> None:
     """Watch the model's eager steps."""
     del backend
+    checks = _Checks(Wiring(_unused(subject)))
+
+    def tell(findings: Iterable[Finding]) -> None:
+        for finding in findings:
+            say(finding=with_caller(finding, checks.calls))
+
     calls = largest = 0
-    masks, coverage = DenseMasks(), Coverage()
-    wiring = Wiring(_unused(subject))
-    seen: list[Attention] = []
-
-    def tell(finding: Finding) -> None:
-        say(finding=with_caller(replace(finding, stage="eager"), seen))
-
     for batch in _distinct(subject):
-        # Each repetition starts with the state that the model has before this batch, such as an empty cache.
-        subject.start, backward = State(subject.model), True
-        try:
-            with torch.compiler.set_stance("force_eager"):
-                subject.step(subject.model, batch)
-        except Exception as error:
-            say(finding=_raised(error, "eager"))
-            if not forward_runs(subject, batch):
-                subject.start = None
-                return
-            backward = False
-        after = State(subject.model)
-        watcher = _watched(subject, batch, coverage, backward=backward)
-        if watcher is None:
-            subject.start = None
-            after.restore()
-            continue
-        seen += watcher.calls
-        has_gradients, leaks = any(x.grad is not None for x in subject.model.parameters()), False
-        left = [k for k, x in subject.model.named_parameters() if x.requires_grad and x.grad is None]
-        wiring.record(subject, batch, watcher.calls, coverage)
-        for finding in findings_of(watcher, subject, batch, masks, coverage):
-            leaks = leaks or finding.kind in ("leak", "mask-lost")
-            tell(wiring.explained(finding))
-        for finding in wiring.findings(watcher.calls, coverage, leaks=leaks):
-            tell(finding)
-        positions = () if leaks else position_findings(subject, batch, coverage)
-        for finding in guarded("positions", positions, coverage):
-            tell(finding)
-        if backward:
-            for finding in guarded("random numbers", random_findings(subject, batch), coverage):
-                tell(finding)
-            for finding in guarded("kept tensors", kept_findings(subject, batch), coverage):
-                tell(finding)
-        if has_gradients:
-            gradients = gradient_findings(subject, batch, left, coverage)
-            for finding in guarded("trainable parameters without a gradient", gradients, coverage):
-                tell(finding)
-            coverage.made("gradients", "the backward pass ran")
-        else:
-            why = "no parameter has a gradient" if backward else "the backward pass raises"
-            coverage.absent("gradients", why)
-        say(facts=coverage.facts)
+        with _repeatable(subject, batch) as error:
+            if error is not None:
+                tell([_raised(error)])
+                if not step_runs(subject, batch, backward=False):
+                    return
+            watcher = _watched(subject, batch, checks.coverage, backward=error is None)
+            if watcher is None:
+                continue
+            tell(checks.findings(subject, batch, watcher, backward=error is None))
+        say(facts=checks.coverage.facts)
         calls = max(calls, sum(not x.recomputed for x in watcher.calls))
         largest = max(largest, watcher.largest)
         kernels = sites((x.place, _kernel(x)) for x in watcher.calls)
         say(facts={"attention calls": calls, "sites": kernels, "largest tensor": largest})
         say(facts=picture(x.visible for x in watcher.calls))
+    tell(checks.last())
+    say(facts=checks.coverage.facts)
+
+
+@contextmanager
+def _repeatable(subject: Subject, batch: Any) -> Iterator[Exception | None]:
+    """Run an eager step, and repeat it in the block from the state before it, such as an empty cache.
+
+    Yields:
+        The error of the step, or None.
+    """
+    subject.start, failed = State(subject.model), None
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            subject.step(subject.model, batch)
+    except Exception as error:
+        failed = error
+    after = State(subject.model)
+    try:
+        yield failed
+    finally:
         subject.start = None
         after.restore()
-    for finding in written_findings(seen):
-        tell(finding)
-    for finding in guarded("dense masks", masks.findings(), coverage):
-        tell(finding)
-    for finding in wiring.last(coverage):
-        tell(finding)
-    say(facts=coverage.facts)
+
+
+@dataclass
+class _Checks:
+    """Checks of eager steps, and their record over all batches."""
+
+    wiring: Wiring
+    coverage: Coverage = field(default_factory=Coverage)
+    masks: DenseMasks = field(default_factory=DenseMasks)
+    calls: list[Attention] = field(default_factory=list)
+
+    def findings(
+        self, subject: Subject, batch: Any, watcher: Watcher, *, backward: bool
+    ) -> Iterator[Finding]:
+        """Yield the findings of a watched step.
+
+        Args:
+            subject, batch: The step.
+            watcher: Its record.
+            backward: Whether the step runs a backward pass.
+        """
+        coverage, leaks = self.coverage, False
+        self.calls += watcher.calls
+        parameters = dict(subject.model.named_parameters())
+        has_gradients = any(x.grad is not None for x in parameters.values())
+        left = [k for k, x in parameters.items() if x.requires_grad and x.grad is None]
+        self.wiring.record(subject, batch, watcher.calls, coverage)
+        for finding in findings_of(watcher, subject, batch, self.masks, coverage):
+            leaks = leaks or finding.kind in ("leak", "mask-lost")
+            yield self.wiring.explained(finding)
+        yield from self.wiring.findings(watcher.calls, coverage, leaks=leaks)
+        if not leaks:
+            yield from guarded("positions", position_findings(subject, batch, coverage), coverage)
+        if backward:
+            yield from guarded("random numbers", random_findings(subject, batch), coverage)
+            yield from guarded("kept tensors", kept_findings(subject, batch), coverage)
+        if has_gradients:
+            yield from guarded(TOPIC, gradient_findings(subject, batch, left, coverage), coverage)
+            coverage.made("gradients", "the backward pass ran")
+        else:
+            why = "no parameter has a gradient" if backward else "the backward pass raises"
+            coverage.absent("gradients", why)
+
+    def last(self) -> Iterator[Finding]:
+        """Yield the findings on all batches."""
+        yield from written_findings(self.calls)
+        yield from guarded("dense masks", self.masks.findings(), self.coverage)
+        yield from self.wiring.last(self.coverage)
 
 
 def _watched(subject: Subject, batch: Any, coverage: Coverage, *, backward: bool) -> Watcher | None:
@@ -158,67 +185,57 @@ def _distinct(subject: Subject) -> list[Any]:
     for batch in [*subject.more, *subject.batches]:
         named = subject.named(batch)
         first = found.setdefault(tuple((k, tuple(x.shape)) for k, x in named.items()), batch)
-        if first is not batch and not second and _masked_otherwise(subject, first, batch):
+        if first is not batch and not second and _masks_of(subject, first) != _masks_of(subject, batch):
             second = [batch]
     return [*list(found.values())[:3], *second]
 
 
-def _masked_otherwise(subject: Subject, first: Any, batch: Any) -> bool:
-    """Whether two batches of one shape differ in documents or padding."""
-    one, other = subject.declared(first), subject.declared(batch)
-
-    def differ(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
-        return (x is None) != (y is None) or (x is not None and y is not None and not torch.equal(x, y))
-
-    return differ(one.documents, other.documents) or differ(one.valid, other.valid)
+def _masks_of(subject: Subject, batch: Any) -> list[Any]:
+    """List the documents and the padding of a batch as plain numbers."""
+    said = subject.declared(batch)
+    return [None if x is None else x.tolist() for x in (said.documents, said.valid)]
 
 
-def _raised(error: BaseException, stage: str) -> Finding:
-    places = lines_of_error(error)
+def _raised(error: BaseException) -> Finding:
     remedy = ""
     if "FlexAttention does not support backward on CPU" in str(error):
         remedy = "Train on a GPU, or call attnspan.torch.attention, which has a backward pass on CPU"
     what = f"The model's eager step raises {error_text(error)}"
-    return Finding("error", what, tuple(places[:3]), remedy=remedy, stage=stage)
+    return Finding("error", what, tuple(lines_of_error(error)[:3]), remedy=remedy)
 
 
-def compiled(subject: Subject, say: Say, backend: str, attention: str = "own") -> None:
-    """Compile the model, unless it compiles itself, and run all batches.
-
-    Args:
-        subject, say, backend: The arguments of every stage.
-        attention: "own", or "identity" to test whether attention causes a failure. The result counts only if
-            no attention call is left.
-    """
-    stage, before = ("compiled", copied(subject)) if attention == "own" else ("without attention", subject)
-    seen = [] if attention == "own" else _attention_in(subject)
-    with swapped(attention), implementation(subject.model, attention):
-        left = [] if attention == "own" else _attention_in(subject)
-        if attention != "own":
-            say(facts={"lines": sorted({line for x in seen for line in x.lines})}, stage=stage)
-        if attention != "own" and (left or not seen):
-            kernels = ", ".join(sorted({x.kernel or x.kind for x in left}))
-            say(facts={"left": kernels or "no attention call was observed"}, stage=stage)
-            return
-        log, error, seconds = run_compiled(subject, backend)
-    say(facts=_counts(log), stage=stage)
-    if attention == "own":  # Without attention, another stage runs at the same time.
-        say(facts=_times(log, seconds), stage=stage)
-        ran = f"{counted(len(seconds), 'batch', 'batches')} of {len(subject.batches)}, traced with {backend}"
-        say(facts={"checked": {"compiler": ran}}, stage=stage)
+def compiled(subject: Subject, say: Say, backend: str) -> None:
+    """Compile the model, unless it compiles itself, and run all batches."""
+    before = copied(subject)
+    log, error, seconds = run_compiled(subject, backend)
+    ran = f"{counted(len(seconds), 'batch', 'batches')} of {len(subject.batches)}, traced with {backend}"
+    say(facts=_counts(log) | _times(log, seconds) | {"checked": {"compiler": ran}})
     if error is not None:
-        say(finding=replace(compile_error(error, stage), stage=stage))
-    known = dict[Any, Finding]()
+        say(finding=compile_error(error))
+    trials = Trials(log, before, backend)
     for finding in log.breaks:
-        if attention == "own":  # A line that breaks the graph in each batch is tried once.
-            key = finding.places[:1], finding.remedy
-            known[key] = known.get(key) or tried_break(finding, log, before, backend)
-            finding = replace(finding, tried=known[key].tried, remedy=known[key].remedy)
-        say(finding=replace(finding, stage=stage))
+        say(finding=trials.of_break(finding))
     for finding in recompiles_in(log) if len(seconds) == len(subject.batches) else ():
-        if attention == "own":
-            finding = tried(finding, log, before, backend)
-        say(finding=replace(finding, stage=stage))
+        say(finding=trials.of_recompile(finding))
+
+
+def without_attention(subject: Subject, say: Say, backend: str) -> None:
+    """Compile the model with the identity instead of attention, to test whether attention causes a failure.
+
+    The result counts only if no attention call is left.
+    """
+    seen = _attention_in(subject)
+    say(facts={"lines": sorted({line for x in seen for line in x.lines})})
+    with swapped("identity"), implementation(subject.model, "identity"):
+        left = _attention_in(subject)
+        if left or not seen:
+            kernels = ", ".join(sorted({x.kernel or x.kind for x in left}))
+            say(facts={"left": kernels or "no attention call was observed"})
+            return
+        log, error, _ = run_compiled(subject, backend)
+    say(facts=_counts(log))
+    for finding in (*([] if error is None else [compile_error(error)]), *log.breaks):
+        say(finding=finding)
 
 
 def _attention_in(subject: Subject) -> list[Attention]:
@@ -248,17 +265,17 @@ def cure(subject: Subject, say: Say, backend: str) -> None:
         eager(after, lambda **what: left.append(what["finding"]) if "finding" in what else None, backend)
         found, out, failures = _measured(after, backend)
     # The model's own attention may crash the process, so attnspan's results are reported first.
-    say(facts={"attnspan": found, "left": [x.label for x in (*left, *failures)]}, stage="cure")
+    say(facts={"attnspan": found, "left": [x.label for x in (*left, *failures)]})
     before, want, _ = _measured(subject, backend)
-    say(facts={"own": before}, stage="cure")
+    say(facts={"own": before})
     if after is subject:
         why = "the model cannot be copied, so the steps with attnspan's attention may have changed it"
-        say(facts={"unchecked": {"differences from attnspan's attention": why}}, stage="cure")
+        say(facts={"unchecked": {"differences from attnspan's attention": why}})
         return
     if want is None or out is None:
         return
     output, gradient = differences(out, want)
-    say(facts={"difference": [output, gradient]}, stage="cure")
+    say(facts={"difference": [output, gradient]})
 
 
 def _measured(subject: Subject, backend: str) -> tuple[dict[str, Any], Outcome | None, list[Finding]]:
@@ -267,7 +284,7 @@ def _measured(subject: Subject, backend: str) -> tuple[dict[str, Any], Outcome |
     found: dict[str, Any] = {**_counts(log), "error": str(error)[:200] if error else ""}
     failures = [*log.breaks, *recompiles_in(log)]
     if error is not None:
-        return found, None, [compile_error(error, "cure"), *failures]
+        return found, None, [compile_error(error), *failures]
     model, batch = compiled_form(subject.model, backend), subject.batches[-1]
     with torch.set_grad_enabled(step_runs(subject, batch)):
         outcome = outcome_of(subject, model, batch)
@@ -295,7 +312,7 @@ def features(subject: Subject, say: Say, backend: str) -> None:
     if failing is not None:
         least = smallest(failing, lambda x: bool(said_of(x)))
         what, cause, remedy = explained(least, said_of(least))
-        say(finding=Finding("combination", what, (), (said_of(least),), cause, remedy, stage="features"))
+        say(finding=Finding("combination", what, (), (said_of(least),), cause, remedy))
 
 
 def ranks(subject: Subject, say: Say, backend: str) -> None:
@@ -304,21 +321,18 @@ def ranks(subject: Subject, say: Say, backend: str) -> None:
     step = subject.expected.get("step")
     if step is None:
         what = "No step to compare: the third value of the factory has no 'step'"
-        say(
-            finding=Finding(
-                "environment", what, remedy="Return a function step(batch, mesh) that returns named tensors"
-            )
-        )
+        remedy = "Return a function step(batch, mesh) that returns named tensors"
+        say(finding=Finding("environment", what, remedy=remedy))
         return
     for finding in compare_ranks(subject):
-        say(finding=replace(finding, stage="ranks"))
+        say(finding=finding)
 
 
 #: The function of each stage.
 STAGES: dict[str, Callable[[Subject, Say, str], None]] = {
     "eager": eager,
     "compiled": compiled,
-    "without attention": partial(compiled, attention="identity"),
+    "without attention": without_attention,
     "parity": parity,
     "cure": cure,
     "features": features,

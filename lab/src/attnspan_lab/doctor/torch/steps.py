@@ -14,17 +14,7 @@ from attnspan_lab.doctor.torch.recording.compiler import CompilerLog
 from attnspan_lab.doctor.torch.subject import Subject
 from attnspan_lab.zoo.step import Outcome
 
-__all__ = ["compiled_form", "copied", "forward_runs", "outcome_of", "run_compiled", "step_runs"]
-
-
-def forward_runs(subject: Subject, batch: Any) -> bool:
-    """Whether an eager forward pass does not raise."""
-    try:
-        with torch.no_grad():
-            subject.step(subject.model, batch, backward=False)
-    except Exception:
-        return False
-    return True
+__all__ = ["compiled_form", "copied", "outcome_of", "run_compiled", "step_runs"]
 
 
 def copied(subject: Subject) -> Subject:
@@ -54,25 +44,25 @@ def run_compiled(
             try:
                 subject.step(model, batch)
             except Exception as error:
-                failed = error
-                if not step_runs(subject, batch):
-                    failed = None  # Eager code raises the same error. Another finding reports it.
-                    try:
-                        with torch.no_grad():
-                            subject.step(model, batch, backward=False)
-                        continue
-                    except Exception as again:
-                        failed = again if forward_runs(subject, batch) else None
-                break
+                if step_runs(subject, batch):
+                    failed = error
+                    break
+                try:  # Eager code raises the same error. Another finding reports it.
+                    with torch.no_grad():
+                        subject.step(model, batch, backward=False)
+                except Exception as again:
+                    failed = again if step_runs(subject, batch, backward=False) else None
+                    break
+                continue
             seconds.append(time.perf_counter() - start)
     return log, failed, seconds
 
 
-def step_runs(subject: Subject, batch: Any) -> bool:
-    """Whether an eager step does not raise."""
+def step_runs(subject: Subject, batch: Any, *, backward: bool = True) -> bool:
+    """Whether an eager step does not raise, with or without its backward pass."""
     try:
-        with torch.compiler.set_stance("force_eager"):
-            subject.step(subject.model, batch)
+        with torch.compiler.set_stance("force_eager"), torch.set_grad_enabled(backward):
+            subject.step(subject.model, batch, backward=backward)
     except Exception:
         return False
     return True
@@ -87,8 +77,10 @@ def compiled_form(model: nn.Module, backend: str, dynamic: bool | None = None) -
     return model if compiles else torch.compile(model, backend=backend, dynamic=dynamic)
 
 
-def outcome_of(subject: Subject, model: Callable[..., Any], batch: Any, seed: int = 0) -> Outcome:
+def outcome_of(
+    subject: Subject, model: Callable[..., Any], batch: Any, seed: int = 0, *, backward: bool = True
+) -> Outcome:
     """Run a step with a fixed random seed, and return its results and gradients."""
     torch.manual_seed(seed)
-    results = subject.step(model, batch)
+    results = subject.step(model, batch, backward=backward)
     return Outcome({k: x.detach().double().clone() for k, x in results.items()}, subject.gradients())

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import inspect
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from attnspan_lab.doctor.factory import (
+    MOST_BATCHES,
+    batches_of,
+    check_path,
+    factory_of,
+    options_of,
+    require_file,
+)
+from attnspan_lab.doctor.patched import patched
 from attnspan_lab.doctor.places import is_users_class
 from attnspan_lab.doctor.torch.cost.kept_graphs import detached
 from attnspan_lab.doctor.torch.isolation.declared import Declared, declared
@@ -26,13 +33,9 @@ from attnspan_lab.doctor.torch.restored_state import State
 from attnspan_lab.doctor.unfit import Unfit, require
 from attnspan_lab.zoo.step import objective, results_of
 
-__all__ = ["MOST_BATCHES", "Subject", "copied", "load"]
+__all__ = ["Subject", "copied", "load"]
 
-#: Maximum number of batches: more than the compiler's default limit of recompilations.
-MOST_BATCHES = 12
 _FACTORY = "a factory that returns (model, batches), or (model, batches, expectations)"
-_TARGET = "a factory such as file.py:factory, a script, or a class of a library"
-_IN_DIRECTORY = "Name a file in it, and the factory after a colon"
 #: Names of tokens, before or after the embedding.
 _TOKENS = ("input_ids", "inputs_embeds", "hidden_states", "x", "tokens", "idx")
 _EXPECTED = ("causal", "documents", "step", "streaming")
@@ -177,11 +180,10 @@ class Subject:
         """Whether the model declares that tokens do not see later tokens."""
         if "causal" in self.expected:
             return bool(self.expected["causal"])
-        config = getattr(self.model, "config", None)
-        decoder = bool(getattr(config, "is_decoder", False)) and not getattr(
-            config, "is_encoder_decoder", False
-        )
-        return decoder or "CausalLM" in type(self.model).__name__
+        config: Any = getattr(self.model, "config", None)
+        is_decoder = getattr(config, "is_decoder", False)
+        is_decoder = is_decoder and not getattr(config, "is_encoder_decoder", False)
+        return bool(is_decoder) or "CausalLM" in self.title
 
 
 def copied(x: Any) -> Any:
@@ -215,7 +217,7 @@ def load(target: str, arguments: Sequence[str] = ()) -> Any:
         OptionError: The module, function or class does not exist, or a factory returns something else.
             Exceptions of the factory itself are passed on.
     """
-    _check_path(target)
+    check_path(target)
     if target.endswith(".py") and ":" not in target:
         return _of_script(target, arguments)
     if ":" not in target:
@@ -224,12 +226,10 @@ def load(target: str, arguments: Sequence[str] = ()) -> Any:
         try:
             model, batches, more = of_library(target)
         except Unfit:
-            require(not Path(target).is_dir(), target, _TARGET, "a directory", _IN_DIRECTORY)
+            require_file(target, is_file=not Path(target).is_dir())
             raise
         return Subject(model, batches, target=target, more=more)
-    module, _, name = target.rpartition(":")
-    pid = os.getpid()
-    made = _attribute(_module(module), module, name)
+    pid, made = os.getpid(), factory_of(target)
     made = made() if callable(made) and not isinstance(made, nn.Module) else made
     if os.getpid() != pid:
         os._exit(0)  # The factory forked and returned in both processes. Only the parent goes on.
@@ -238,15 +238,6 @@ def load(target: str, arguments: Sequence[str] = ()) -> Any:
 
         return jax_subject(made, target)
     return _subject(made, target)
-
-
-def _check_path(target: str) -> None:
-    """Raise for notebooks, and for paths of directories. A bare name may also be a module or a class."""
-    path = target.rpartition(":")[0] or target
-    remedy = f"Export it with: jupyter nbconvert --to script {path}. Or write a module with a factory"
-    require(not path.endswith(".ipynb"), target, _TARGET, "a notebook, which is not supported", remedy)
-    is_path = "/" in path or path in (".", "..")
-    require(not (is_path and Path(path).is_dir()), target, _TARGET, "a directory", _IN_DIRECTORY)
 
 
 def _is_jax(made: Any) -> bool:
@@ -258,72 +249,21 @@ def _is_jax(made: Any) -> bool:
     return is_jax(made)
 
 
-def _module(name: str) -> Any:
-    if name.endswith(".py"):
-        path = Path(name).resolve()
-        require(path.is_file(), name, "a file", "none", "Pass the path of a file, or the name of a module")
-        sys.path.insert(0, str(path.parent))
-        name = path.stem
-    else:
-        sys.path.insert(0, os.getcwd())
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        own = error.name is not None and (name == error.name or name.startswith(f"{error.name}."))
-        if not own:
-            raise
-        got, remedy = f"no module {error.name!r}", "Run from the folder that holds it, or install its package"
-        raise Unfit(name, expected="a module", got=got, remedy=remedy) from None
-
-
-def _attribute(module: Any, where: str, name: str) -> Any:
-    found = getattr(module, name, None)
-    if found is not None:
-        return found
-    # A folder without __init__.py is imported as a module without a file.
-    is_file = getattr(module, "__file__", None) is not None
-    require(is_file, where, _TARGET, "a directory", _IN_DIRECTORY)
-    known = [k for k, x in vars(module).items() if _is_own_factory(module, k, x)]
-    similar = get_close_matches(name, known, 1)
-    remedy = "Write a function of the module after the colon"
-    remedy = f"Did you mean {where}:{similar[0]}" if similar else remedy
-    has = f"the module {where} has only {', '.join(known[:12])}" if known else f"the module {where} has none"
-    raise Unfit(where, expected=f"a factory named {name!r}", got=f"none: {has}", remedy=remedy)
-
-
-def _is_own_factory(module: Any, name: str, x: Any) -> bool:
-    """Whether a module defines a function that may be meant as a factory."""
-    return inspect.isfunction(x) and x.__module__ == module.__name__ and not name.startswith("_")
-
-
 def _subject(made: Any, what: str) -> Subject:
     kind = "None" if made is None else type(made).__name__
     got = f"a tuple of {len(made)}" if isinstance(made, tuple) else kind
     fits = isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0])
     require(fits, what, _FACTORY, got, "Return the model and the batches in a tuple")
     model, batches, *rest = made
-    require(
-        isinstance(model, nn.Module), what, "a torch.nn.Module first", type(model).__name__, "Wrap it in one"
-    )
-    expected: Mapping[str, Any] = rest[0] if rest else {}
-    known = isinstance(expected, Mapping) and set(expected) <= set(_EXPECTED)
-    wanted = f"expectations, a dict with some of {', '.join(_EXPECTED)}"
-    require(known, what, wanted, str(expected)[:80], "Use only these keys")
-    wanted = "an iterable of batches: dicts of arguments, tuples, or tensors"
-    iterable = isinstance(batches, Iterable) and not isinstance(batches, (Tensor, Mapping, str))
-    require(iterable, what, wanted, type(batches).__name__, "Return a list of batches, or a generator")
-    taken = list(islice(batches, MOST_BATCHES))
-    require(
-        taken,
-        what,
-        wanted,
-        "no batch",
-        "Yield at least one batch. Batches of different lengths show recompilations",
-    )
+    got, remedy = type(model).__name__, "Wrap it in one"
+    require(isinstance(model, nn.Module), what, "a torch.nn.Module first", got, remedy)
+    expected = options_of(rest, _EXPECTED, "expectations", what)
+    taken = batches_of(batches, (Tensor,), "tensors", what)
     for batch in taken:
-        fits = isinstance(batch, (Mapping, tuple, list, Tensor))
-        require(fits, what, wanted, f"a batch of type {type(batch).__name__}", "Yield such batches")
-    return Subject(model, taken, dict(expected), what)
+        fits, got = isinstance(batch, (Mapping, tuple, list, Tensor)), type(batch).__name__
+        wanted = "batches that are dicts of arguments, tuples, or tensors"
+        require(fits, what, wanted, f"a batch of type {got}", "Yield such batches")
+    return Subject(model, taken, expected, what)
 
 
 class _Found(BaseException):
@@ -333,7 +273,7 @@ class _Found(BaseException):
 def _of_script(path: str, arguments: Sequence[str]) -> Subject:
     """Run a script until its first compiled model was called with enough batches, or until it ends."""
     require(Path(path).is_file(), path, "a script", "no such file", "Pass the path as you would to python")
-    seen, before = Subject(nn.Identity(), []), (torch.compile, nn.Module.compile, sys.argv)
+    seen, compile_, hooks = Subject(nn.Identity(), []), torch.compile, list[Any]()
 
     def record(model: nn.Module, args: Any, kwargs: Any) -> None:
         batch = dict(kwargs) if kwargs and not args else _bound(model, args, kwargs)
@@ -344,26 +284,30 @@ def _of_script(path: str, arguments: Sequence[str]) -> Subject:
     def watched(model: Any = None, **options: Any) -> Any:
         """Return the model itself, uncompiled, and record the batches that it is called with."""
         if not isinstance(model, nn.Module) or seen.model is model or hooks:
-            return before[0](model, **options)
+            return compile_(model, **options)
         seen.model = model
         # The result of torch.compile has the model under this name.
         model.__dict__["_orig_mod"] = model
         hooks.append(model.register_forward_pre_hook(record, with_kwargs=True))
         return model
 
-    hooks: list[Any] = []
+    def compiled(model: nn.Module, **options: Any) -> None:
+        watched(model, **options)
+
     left: Any = None
-    torch.compile, sys.argv = watched, [path, *arguments]
-    nn.Module.compile = lambda self, **options: watched(self, **options) and None  # type: ignore[method-assign]
     sys.path.insert(0, str(Path(path).resolve().parent))
     try:
-        runpy.run_path(path, run_name="__main__")
+        with (
+            patched(torch, compile=watched),
+            patched(nn.Module, compile=compiled),
+            patched(sys, argv=[path, *arguments]),
+        ):
+            runpy.run_path(path, run_name="__main__")
     except _Found:
         pass
     except SystemExit as end:
         left = end.code
     finally:
-        torch.compile, nn.Module.compile, sys.argv = before  # type: ignore[method-assign]
         for hook in hooks:
             hook.remove()
         seen.model.__dict__.pop("_orig_mod", None)

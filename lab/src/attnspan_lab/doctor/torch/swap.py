@@ -82,26 +82,20 @@ def swapped(name: str) -> Iterator[None]:
     # The compiler builds its table of torch's functions at first use. It must not contain replacements.
     torch._dynamo.trace_rules.lookup(originals[0])
     instead = dict(zip(map(id, originals), SWAPS[name], strict=True))
-    own = {id(x) for x in SWAPS[name]}
-    bound: list[tuple[dict[str, Any], str, Any]] = []
     # attnspan's modules call each other, so only the public name is replaced.
-    modules = [
-        x
+    spaces = [
+        getattr(x, "__dict__", {})
         for key, x in list(sys.modules.items())
         if key == "attnspan.torch" or not key.startswith(("attnspan", "torch._dynamo"))
     ]
-    for module in modules:
-        names = getattr(module, "__dict__", None)
-        for key, value in list(names.items()) if isinstance(names, dict) else ():
-            if id(value) in instead and id(value) not in own:
-                bound.append((names, key, value))  # type: ignore[arg-type]
-    for names, key, value in bound:
-        names[key] = instead[id(value)]
+    bound = [(space, key, x) for space in spaces for key, x in [*space.items()] if id(x) in instead]
+    for space, key, x in bound:
+        space[key] = instead[id(x)]
     try:
         yield
     finally:
-        for names, key, value in bound:
-            names[key] = value
+        for space, key, x in bound:
+            space[key] = x
         torch._dynamo.reset()
 
 
@@ -119,23 +113,20 @@ def implementation(model: nn.Module, name: str) -> Iterator[None]:
         return
     if name in _REGISTERED_BY:
         importlib.import_module(_REGISTERED_BY[name])
-    before = model.config._attn_implementation  # type: ignore[union-attr]
-    with _quiet():
-        choose(name)
+    before: Any = model.config._attn_implementation  # type: ignore[union-attr]
+    _chosen(choose, name)
     try:
         yield
     finally:
-        with _quiet():
-            choose(before)
+        _chosen(choose, before)
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence transformers' warnings about implementations that a model does not support."""
+def _chosen(choose: Any, name: str) -> None:
+    """Set an implementation without transformers' warnings that a model does not support it."""
     logger = logging.getLogger("transformers")
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        choose(name)
     finally:
         logger.setLevel(before)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from attnspan_lab.console import bytes_text
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, at
+from attnspan_lab.doctor.torch.steps import outcome_of
 from attnspan_lab.doctor.torch.subject import Subject
 from attnspan_lab.doctor.words import counted, error_text
+from attnspan_lab.zoo.step import Outcome, differences
 
 __all__ = ["common_line", "finding_of", "whole_modules"]
-
-_Outcome = tuple[dict[str, Tensor], dict[str, Tensor], int]
 
 
 def whole_modules(model: nn.Module, left: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
@@ -66,77 +66,58 @@ def finding_of(subject: Subject, batch: Any, name: str, own: list[str], place: P
 
 def _measured(subject: Subject, batch: Any, name: str, own: list[str]) -> tuple[int, str]:
     """Freeze a submodule, and run it in torch.no_grad(). Return the saved bytes, and the outcome."""
-    parameters = dict(subject.model.named_parameters())
+    module = subject.model.get_submodule(name)
+    parameters = [subject.model.get_parameter(x) for x in own]
+
+    def measured(*, tracked: bool) -> tuple[Outcome, int]:
+        with torch.compiler.set_stance("force_eager"), _saved_in(module, tracked=tracked) as sizes:
+            return outcome_of(subject, subject.model, batch), sum(sizes.values())
+
     try:
-        before = _outcome(subject, batch, name)
-        for x in own:
-            parameters[x].requires_grad_(False)
+        before, size = measured(tracked=True)
         try:
-            with _untracked(subject.model.get_submodule(name)):
-                after = _outcome(subject, batch, name)
+            for x in parameters:
+                x.requires_grad_(False)
+            after, size_after = measured(tracked=False)
         finally:
-            for x in own:
-                parameters[x].requires_grad_(True)
+            for x in parameters:
+                x.requires_grad_(True)
     except Exception as error:
         return 0, f"with it frozen, the step raises {error_text(error)}"
-    same = all(
-        a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-        for a, b in zip(before[:2], after[:2], strict=True)
-    )
-    if not same:  # Gradients of other parameters pass through the submodule, for example.
+    if differences(after, before) != (0.0, 0.0):  # Other gradients pass through the submodule, for example.
         return 0, ""
-    return before[2] - after[2], "frozen and in torch.no_grad(), results and all other gradients are equal"
-
-
-def _outcome(subject: Subject, batch: Any, name: str) -> _Outcome:
-    """Run a step. Return results, gradients, and the bytes that autograd saves while a submodule runs."""
-    torch.manual_seed(0)
-    with torch.compiler.set_stance("force_eager"), _saved_in(subject.model.get_submodule(name)) as sizes:
-        results = subject.step(subject.model, batch)
-    return {k: x.detach() for k, x in results.items()}, subject.gradients(), sum(sizes.values())
+    return size - size_after, "frozen and in torch.no_grad(), results and all other gradients are equal"
 
 
 @contextmanager
-def _untracked(module: nn.Module) -> Iterator[None]:
-    """Run a module in torch.no_grad() whenever it is called."""
-    before = list[bool]()
+def _saved_in(module: nn.Module, *, tracked: bool) -> Iterator[dict[int, int]]:
+    """Collect the sizes of the storages that autograd saves while a module or its submodules run.
 
-    def off(*_: Any) -> None:
-        before.append(torch.is_grad_enabled())
-        torch.set_grad_enabled(False)
-
-    def back(*_: Any) -> None:
-        torch.set_grad_enabled(before.pop())
-
-    with ExitStack() as stack:
-        stack.callback(module.register_forward_pre_hook(off).remove)
-        stack.callback(module.register_forward_hook(back, always_call=True).remove)
-        yield
-
-
-@contextmanager
-def _saved_in(module: nn.Module) -> Iterator[dict[int, int]]:
-    """Collect the sizes of the storages that autograd saves while a module or its submodules run."""
-    sizes, running = dict[int, int](), [0]
+    Args:
+        module: The module.
+        tracked: False to run it in torch.no_grad().
+    """
+    sizes, before = dict[int, int](), list[bool]()
     parameters = {x.untyped_storage().data_ptr() for x in module.parameters()}
     kept: list[Tensor] = []  # Other tensors must not get the addresses of these.
 
     def pack(x: Tensor) -> Tensor:
         storage = x.untyped_storage()
-        if running[0] and storage.data_ptr() not in parameters:
+        if before and storage.data_ptr() not in parameters:
             sizes[storage.data_ptr()] = storage.nbytes()
             kept.append(x)
         return x
 
-    def moved(by: int) -> Callable[..., None]:
-        def move(*_: Any) -> None:
-            running[0] += by
+    def begin(*_: Any) -> None:
+        before.append(torch.is_grad_enabled())
+        torch.set_grad_enabled(before[-1] and tracked)
 
-        return move
+    def end(*_: Any) -> None:
+        torch.set_grad_enabled(before.pop())
 
     with ExitStack() as stack:
         for x in module.modules():
-            stack.callback(x.register_forward_pre_hook(moved(1)).remove)
-            stack.callback(x.register_forward_hook(moved(-1), always_call=True).remove)
+            stack.callback(x.register_forward_pre_hook(begin).remove)
+            stack.callback(x.register_forward_hook(end, always_call=True).remove)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x))
         yield sizes

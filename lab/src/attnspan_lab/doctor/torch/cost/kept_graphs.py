@@ -8,14 +8,14 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from attnspan_lab.console import bytes_text
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.places import at, is_users, lines_in
+from attnspan_lab.doctor.places import at, is_users
+from attnspan_lab.doctor.torch.recording.operators import node_place, with_node_places
 from attnspan_lab.doctor.words import counted
 
 if TYPE_CHECKING:
@@ -35,8 +35,7 @@ def kept_findings(subject: Subject, batch: Any) -> Iterator[Finding]:
     """
     counts, found = list[dict[str, int]](), dict[str, list[Tensor]]()
     growing = replace(subject, start=None)  # Each step starts with the state that the step before left.
-    anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)  # It records forward lines.
-    with torch.compiler.set_stance("force_eager"), anomaly:
+    with with_node_places():
         for _ in range(_STEPS):
             growing.step(subject.model, batch)
             found = _graphs_in(subject.model)
@@ -48,8 +47,7 @@ def kept_findings(subject: Subject, batch: Any) -> Iterator[Finding]:
         if not all(a < b for a, b in pairwise(numbers)):
             continue
         new = tensors[numbers[-2] :]
-        abouts = [cast("Any", x.grad_fn).metadata for x in new]
-        lines = [lines_in("".join(x.get("traceback_", ()))) for x in abouts]
+        places = at(*(node_place(x.grad_fn) for x in new))
         size = sum(x.numel() * x.itemsize for x in new)
         evidence = (
             f"tensors with a graph in {name} after steps 1, 2, 3: {', '.join(map(str, numbers))}",
@@ -58,7 +56,7 @@ def kept_findings(subject: Subject, batch: Any) -> Iterator[Finding]:
         what = f"{name} keeps {counted(len(new), 'tensor')} with a graph from each step"
         short = f"{name.rpartition('.')[2]}.clear()"
         remedy = f"Empty it in each forward pass: {short}. If you need only numbers, keep x.detach()"
-        yield Finding("kept", what, at(*(x[0] for x in lines if x)), evidence, remedy=remedy)
+        yield Finding("kept", what, places, evidence, remedy=remedy)
 
 
 def _graphs_in(model: nn.Module) -> dict[str, list[Tensor]]:

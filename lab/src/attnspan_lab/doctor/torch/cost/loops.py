@@ -17,7 +17,7 @@ from attnspan_lab.doctor.torch.masks.forms import distance
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
 from attnspan_lab.doctor.torch.recording.calls import Call, Step, awake, noise, sdpa
 from attnspan_lab.doctor.torch.recording.trace import ROUNDING
-from attnspan_lab.doctor.words import first_line
+from attnspan_lab.doctor.words import first_line, listed
 
 __all__ = ["loop_findings"]
 
@@ -146,8 +146,7 @@ def _finding(group: list[Call], calls: list[Attention], error: float | str) -> F
     what = f"Attention is called {many} times in a loop here, and one call would do"
     remedy = "Stack q, k and v of all calls along the heads or the batch, and call attention once"
     if len({x.rows.shape for x in group}) > 1:
-        sizes = [x.rows.shape[-2] for x in group]
-        evidence = [f"{many} calls with {', '.join(map(str, sizes[:8]))}{', ...' * (many > 8)} tokens"]
+        evidence = [f"{many} calls with {listed([x.rows.shape[-2] for x in group], 8)} tokens"]
         known = "causal() & " if call.given.get("is_causal") else ""
         form = f"{known if call.is_torchs else '(your mask) & '}segments(ids)"
         remedy = (

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from attnspan_lab.doctor.findings import KINDS, Finding
+from attnspan_lab.doctor.places import at
 from attnspan_lab.doctor.torch.recording.compiler import CompilerLog, Recompile
 from attnspan_lab.doctor.torch.recording.counters import (
     Counter,
@@ -23,11 +23,14 @@ from attnspan_lab.doctor.torch.recording.counters import (
     is_set_anew,
     lists_in,
 )
-from attnspan_lab.doctor.torch.steps import copied, run_compiled
+from attnspan_lab.doctor.torch.steps import copied, outcome_of, run_compiled
 from attnspan_lab.doctor.torch.subject import Subject
 from attnspan_lab.doctor.words import counted, error_text
+from attnspan_lab.zoo.step import Outcome, differences
 
-__all__ = ["recompiles_in", "tried", "tried_break"]
+__all__ = ["Trials", "recompiles_in"]
+
+T = TypeVar("T")
 
 #: Recompilations per frame that torch intends: the second size makes a dimension dynamic.
 _ALLOWED = 1
@@ -60,7 +63,7 @@ def recompiles_in(log: CompilerLog) -> Iterator[Finding]:
         if len(reasons) <= _ALLOWED and not log.limits:
             continue
         last, frame = reasons[-1], log.frames.get(number)
-        place = last.place or next((x.place for x in reversed(reasons) if x.place), None) or frame
+        place = next((x.place for x in reversed(reasons) if x.place), frame)
         limit = any(frame is not None and f"{frame.file}:{frame.line})" in x for x in log.limits)
         what = f"This code is compiled {len(reasons) + 1} times"
         if limit:
@@ -69,7 +72,7 @@ def recompiles_in(log: CompilerLog) -> Iterator[Finding]:
         yield Finding(
             "recompile-limit" if limit else "recompile",
             what,
-            tuple(dict.fromkeys(x for x in (place, frame) if x is not None)),
+            at(place, frame),
             (*(f"guard that failed: {x}" for x in guards), "TORCH_LOGS=recompiles shows each"),
             _requirement(last.guard),
             _REMEDIES[last.kind],
@@ -89,121 +92,165 @@ def _requirement(guard: str) -> str:
 
 
 @dataclass(frozen=True)
-class Trial:
+class _Change:
     """A change that may save recompilations.
 
     Args:
         what: The change, as part of a sentence.
-        remedy: The same for the user, or "" for the kind's remedy.
-        make: Makes the changed subject.
+        remedy: The same for the user, or "" for the finding's remedy.
+        change: Changes a copy of the subject.
         dynamic: The option of torch.compile.
         config: Settings of torch._dynamo.
         shared: A number of a Python module, which copies of the model share. It is reset after each run.
     """
 
     what: str
-    remedy: str
-    make: Callable[[], Subject]
+    remedy: str = ""
+    change: Callable[[Subject], Subject] = lambda x: x
     dynamic: bool | None = None
     config: dict[str, Any] = field(default_factory=dict)
     shared: Counter | None = None
 
+    def run(self, subject: Subject, run: Callable[[Subject], T]) -> T:
+        """Run a changed copy of the subject."""
+        before = None if self.shared is None else self.shared.value(subject.model)
+        try:
+            return run(self.change(copied(subject)))
+        finally:
+            if self.shared is not None:
+                self.shared.replace(subject.model, lambda _: before)
 
-def tried(finding: Finding, log: CompilerLog, subject: Subject, backend: str) -> Finding:
-    """Try remedies of a recompilation. A remedy that breaks the graph or changes results is not offered.
 
-    Args:
-        finding: The finding of `recompiles_in`.
+@dataclass
+class Trials:
+    """Trials of remedies for what the compiler reports. A remedy that does harm is not offered.
+
+    Attributes:
         log: Log of the steps without a change.
         subject: The model before these steps.
         backend: Backend of torch.compile.
-
-    Returns:
-        The finding with the outcome of the trials, and the remedy that helped, if one did.
     """
-    try:
-        subject.copy()
-    except Exception as error:  # All trials would change the model itself.
-        return replace(finding, tried=f"no change: the model cannot be copied ({error_text(error)})")
-    said = []
-    for trial in _trials(finding, subject):
-        text, helps = _outcome(trial, log, subject, backend)
-        if helps:
-            return replace(finding, tried=text, remedy=trial.remedy or finding.remedy)
-        said.append(text)
-    anew = [
-        x.name for x in counters_in("\n".join(finding.evidence), subject.model) if _is_set_anew(x, subject)
-    ]
-    if anew:
-        return replace(finding, tried="; ".join(said), remedy=_ANEW.format(name=anew[0]))
-    harmful = bool(said) and finding.remedy in (_REMEDIES["size"], _REMEDIES["number"])
-    remedy = _REMEDIES["other"] if harmful else finding.remedy
-    if remedy in (_REMEDIES["other"], _REMEDIES["length"]):
-        remedy = f"No change that the doctor tried helps. {remedy}" if said else remedy
-    return replace(finding, tried="; ".join(said), remedy=remedy)
+
+    log: CompilerLog
+    subject: Subject
+    backend: str
+    _breaks: dict[Any, Finding] = field(default_factory=dict)
+
+    def of_recompile(self, finding: Finding) -> Finding:
+        """Try remedies of a recompilation. Those that break the graph or change results do harm.
+
+        Returns:
+            The finding with the outcome of the trials, and the remedy that helped, if one did.
+        """
+        try:
+            self.subject.copy()
+        except Exception as error:  # All trials would change the model itself.
+            return replace(finding, tried=f"no change: the model cannot be copied ({error_text(error)})")
+        guards, said, remedy = "\n".join(finding.evidence), list[str](), finding.remedy
+        numbers = [*counters_in(guards, self.subject.model)]
+        anew = [x for x in numbers if _is_set_anew(x, self.subject)]
+        for change in _changes(finding, self.subject, numbers, anew):
+            text, helps = self._outcome(change)
+            if helps:
+                return replace(finding, tried=text, remedy=change.remedy or remedy)
+            said.append(text)
+        if anew:
+            remedy = _ANEW.format(name=anew[0].name)
+        elif said:
+            remedy = remedy if remedy == _REMEDIES["length"] else _REMEDIES["other"]
+            remedy = f"No change that the doctor tried helps. {remedy}"
+        return replace(finding, tried="; ".join(said), remedy=remedy)
+
+    def of_break(self, finding: Finding) -> Finding:
+        """Try the settings of torch._dynamo that torch offers for a graph break, with the first batch.
+
+        Returns:
+            The finding with the outcome. A setting does harm if a break stays or a new one appears.
+        """
+        key = finding.places[:1], finding.remedy
+        if key not in self._breaks:  # A line that breaks the graph in each batch is tried once.
+            self._breaks[key] = self._with_settings(finding)
+        return replace(finding, tried=self._breaks[key].tried, remedy=self._breaks[key].remedy)
+
+    def _with_settings(self, finding: Finding) -> Finding:
+        names = list(dict.fromkeys(_SETTING.findall(finding.remedy)))
+        if not names:
+            return finding
+        try:
+            one = copied(replace(self.subject, batches=self.subject.batches[:1]))
+            with torch._dynamo.config.patch(dict.fromkeys(names, True)):
+                again, error, _ = run_compiled(one, self.backend)
+        except Exception:
+            return finding  # This torch does not have the setting.
+        known = {x.places[:1] for x in self.log.breaks} - {finding.places[:1]}
+        left = [x for x in again.breaks if x.places[:1] not in known]
+        said = f"with {' and '.join(f'torch._dynamo.config.{x} = True' for x in names)}: "
+        if error is None and not left:
+            return replace(finding, tried=f"{said}no graph break here in the first batch")
+        places = ", ".join(dict.fromkeys(str(x.places[0]) for x in left if x.places))
+        said += f"{counted(len(left), 'graph break')} in the first batch" if error is None else _fails(error)
+        said += f", at {places}" if places and error is None else ""
+        return replace(finding, tried=said, remedy=KINDS["graph-break"].remedy)
+
+    def _outcome(self, change: _Change) -> tuple[str, bool]:
+        """Run all batches with a change. Return what changes, and whether the change only helps."""
+        run = partial(run_compiled, backend=self.backend, dynamic=change.dynamic)
+        try:
+            with torch._dynamo.config.patch(change.config):
+                again, error, _ = change.run(self.subject, run)
+        except Exception as failed:  # The changed model cannot be made.
+            return f"with {change.what}: not possible ({error_text(failed)})", False
+        if error is not None:
+            return f"with {change.what}: {_fails(error)}", False
+        count, before = counted(len(again.recompiles), "recompilation"), len(self.log.recompiles)
+        if len(again.recompiles) >= before:
+            return f"with {change.what}: no fewer recompilations", False
+        text = f"with {change.what}: {count} instead of {before}"
+        more = len(again.breaks) - len(self.log.breaks)
+        if more > 0:
+            text += f", but {counted(more, 'more graph break', 'more graph breaks')}"
+        difference = _difference(change, self.subject)
+        if difference > _SAME:
+            text += f", but other results (relative difference {difference:.1e})"
+        return text, more <= 0 and difference <= _SAME
 
 
-def tried_break(finding: Finding, log: CompilerLog, subject: Subject, backend: str) -> Finding:
-    """Try the settings of torch._dynamo that torch offers for a graph break, with the first batch.
+def _fails(error: BaseException) -> str:
+    return f"fails with {type(error).__name__}"
+
+
+def _changes(
+    finding: Finding, subject: Subject, numbers: list[Counter], anew: list[Counter]
+) -> Iterator[_Change]:
+    """Yield the changes to try.
 
     Args:
-        finding: The break.
-        log: Log of the steps without a change.
-        subject: The model before these steps.
-        backend: Backend of torch.compile.
-
-    Returns:
-        The finding with the outcome. A setting is not offered if a graph break stays or a new one appears.
+        finding: The recompilation.
+        subject: The model.
+        numbers: Python numbers that the guards name.
+        anew: Those that the model sets to another number in each call.
     """
-    names = list(dict.fromkeys(_SETTING.findall(finding.remedy)))
-    if not names:
-        return finding
-    try:
-        one = copied(replace(subject, batches=subject.batches[:1]))
-        with torch._dynamo.config.patch(dict.fromkeys(names, True)):
-            again, error, _ = run_compiled(one, backend)
-    except Exception:
-        return finding  # This torch does not have the setting.
-    known = {x.places[:1] for x in log.breaks} - {finding.places[:1]}
-    left = [x for x in again.breaks if x.places[:1] not in known]
-    said = f"with {' and '.join(f'torch._dynamo.config.{x} = True' for x in names)}: "
-    if error is None and not left:
-        return replace(finding, tried=f"{said}no graph break here in the first batch")
-    said += (
-        f"fails with {type(error).__name__}"
-        if error
-        else f"{counted(len(left), 'graph break')} in the first batch"
-    )
-    places = ", ".join(dict.fromkeys(str(x.places[0]) for x in left if x.places))
-    tried = f"{said}, at {places}" if places and error is None else said
-    return replace(finding, tried=tried, remedy=KINDS["graph-break"].remedy)
-
-
-def _trials(finding: Finding, subject: Subject) -> Iterator[Trial]:
-    guards = "\n".join(finding.evidence)
     if finding.remedy == _REMEDIES["size"]:
-        yield Trial("all sizes dynamic", "", lambda: copied(subject), dynamic=True)
+        yield _Change("all sizes dynamic", dynamic=True)
         return
-    for x in (*counters_in(guards, subject.model),)[:3]:
-        shared = x if x.is_global else None
+    for x in numbers[:3]:
         remedy = f"Make it a tensor: {x.name} = torch.tensor(n)" if x.is_global or "[" in x.name else ""
-        yield Trial(f"{x.name} as a tensor", remedy, partial(_with_tensor, subject, x), shared=shared)
-        if _is_set_anew(x, subject):
-            text, remedy = f"{x.name} as a tensor that is filled in place", _ANEW.format(name=x.name)
-            yield Trial(text, remedy, partial(_with_filled, subject, x))
-    for x in (*lists_in(guards, subject.model),)[:3]:
+        shared = x if x.is_global else None
+        yield _Change(f"{x.name} as a tensor", remedy, partial(as_tensor, x), shared=shared)
+        if x in anew:
+            text = f"{x.name} as a tensor that is filled in place"
+            yield _Change(text, _ANEW.format(name=x.name), partial(filled, x))
+    for x in (*lists_in("\n".join(finding.evidence), subject.model),)[:3]:
         text = f"{x.name} emptied before each call"
         remedy = f"Empty {x.name} before each call, outside of the compiled code: {x.name}.clear()"
-        yield Trial(text, remedy, partial(_with_empty, subject, x))
-    if any(_is_number(x) for batch in subject.batches for x in _values(batch)):
-        yield Trial("numbers of the batch as tensors", "", partial(_with_tensors, subject))
+        yield _Change(text, remedy, partial(emptied, x))
+    if any(map(_is_number, tree_leaves(subject.batches))):
+        yield _Change("numbers of the batch as tensors", change=_with_tensors)
     if finding.remedy == _REMEDIES["number"]:
         switch = "allow_unspec_int_on_nn_module"
         text = f"torch._dynamo.config.{switch} = True"
-        yield Trial(text, f"Set {text}", lambda: copied(subject), config={switch: True})
-        yield Trial(
-            "torch.compile(dynamic=True)", "Use torch.compile(dynamic=True)", lambda: copied(subject), True
-        )
+        yield _Change(text, f"Set {text}", config={switch: True})
+        yield _Change("torch.compile(dynamic=True)", "Use torch.compile(dynamic=True)", dynamic=True)
 
 
 def _is_set_anew(counter: Counter, subject: Subject) -> bool:
@@ -213,95 +260,21 @@ def _is_set_anew(counter: Counter, subject: Subject) -> bool:
         return False
 
 
-def _outcome(trial: Trial, log: CompilerLog, subject: Subject, backend: str) -> tuple[str, bool]:
-    """Run all batches with a change. Return what changes, and whether the change only helps."""
-    try:
-        with torch._dynamo.config.patch(trial.config), _kept(trial, subject):
-            changed = trial.make()
-            again, error, _ = run_compiled(changed, backend, dynamic=trial.dynamic)
-    except Exception as error:  # The changed model cannot be made.
-        return f"with {trial.what}: not possible ({error_text(error)})", False
-    if error is not None:
-        return f"with {trial.what}: fails with {type(error).__name__}", False
-    count, before = counted(len(again.recompiles), "recompilation"), len(log.recompiles)
-    if len(again.recompiles) >= before:
-        return f"with {trial.what}: no fewer recompilations", False
-    text = f"with {trial.what}: {count} instead of {before}"
-    more = len(again.breaks) - len(log.breaks)
-    if more > 0:
-        text += f", but {counted(more, 'more graph break', 'more graph breaks')}"
-    error_of_results = _difference(trial, subject)
-    if error_of_results > _SAME:
-        text += f", but other results (relative difference {error_of_results:.1e})"
-    return text, more <= 0 and error_of_results <= _SAME
-
-
-@contextmanager
-def _kept(trial: Trial, subject: Subject) -> Iterator[None]:
-    """Give a number that copies of the model share its present value again."""
-    before = None if trial.shared is None else trial.shared.value(subject.model)
-    try:
-        yield
-    finally:
-        if trial.shared is not None:
-            trial.shared.replace(subject.model, lambda _: before)
-
-
-def _difference(trial: Trial, subject: Subject) -> float:
+def _difference(change: _Change, subject: Subject) -> float:
     """Compare eager results of all batches with and without a change."""
-    with _kept(trial, subject):
-        wanted = _eager(copied(subject))
-    with _kept(trial, subject):
-        found = _eager(trial.make())
-    largest = 0.0
-    for one, other in zip(wanted, found, strict=True):
-        for name, x in one.items():
-            if other[name].shape != x.shape:
-                return math.inf
-            scale = x.double().norm().clamp_min(1e-300)
-            largest = max(largest, float((other[name].double() - x.double()).norm() / scale))
-    return largest
 
+    def eager(own: Subject) -> list[Outcome]:
+        with torch.compiler.set_stance("force_eager"), torch.no_grad():
+            return [outcome_of(own, own.model, x, backward=False) for x in own.batches]
 
-def _eager(subject: Subject) -> list[dict[str, torch.Tensor]]:
-    found = []
-    with torch.compiler.set_stance("force_eager"), torch.no_grad():
-        for batch in subject.batches:
-            torch.manual_seed(0)
-            found.append(subject.step(subject.model, batch, backward=False))
-    return found
+    wanted, found = (x.run(subject, eager) for x in (_Change("", shared=change.shared), change))
+    return max(differences(x, y)[0] for x, y in zip(found, wanted, strict=True))
 
 
 def _is_number(x: Any) -> bool:
     return isinstance(x, (int, float)) and not isinstance(x, bool)
 
 
-def _values(batch: Any) -> list[Any]:
-    return (
-        list(batch.values()) if isinstance(batch, dict) else list(batch) if isinstance(batch, tuple) else []
-    )
-
-
-def _with_tensor(subject: Subject, counter: Counter) -> Subject:
-    return as_tensor(counter, copied(subject))
-
-
-def _with_filled(subject: Subject, counter: Counter) -> Subject:
-    return filled(counter, copied(subject))
-
-
-def _with_empty(subject: Subject, counter: Counter) -> Subject:
-    return emptied(counter, copied(subject))
-
-
 def _with_tensors(subject: Subject) -> Subject:
-    def wide(x: Any) -> Any:
-        return torch.tensor(x) if _is_number(x) else x
-
-    def changed(batch: Any) -> Any:
-        if isinstance(batch, dict):
-            return {k: wide(x) for k, x in batch.items()}
-        return type(batch)(map(wide, batch)) if isinstance(batch, (tuple, list)) else batch
-
-    made = copied(subject)
-    return Subject(made.model, [changed(x) for x in made.batches], made.expected)
+    batches = tree_map(lambda x: torch.tensor(x) if _is_number(x) else x, subject.batches)
+    return Subject(subject.model, batches, subject.expected)

@@ -14,7 +14,7 @@ from attnspan_lab.doctor.torch.masks.forms import Forms
 from attnspan_lab.doctor.torch.masks.growth import grows
 from attnspan_lab.doctor.torch.masks.mask_copies import MaskCopies
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
-from attnspan_lab.doctor.words import counted, lowered
+from attnspan_lab.doctor.words import counted, for_long, lowered
 
 __all__ = ["DenseMasks"]
 

@@ -64,7 +64,7 @@ def _compare(subject: Subject, say: Callable[..., None], backend: str) -> None:
     try:
         found = outcome_of(subject, compiled_form(subject.model, backend), batch)
     except Exception as error:
-        say(finding=replace(compile_error(error, "parity"), stage=f"compiled by {backend}"))
+        say(finding=replace(compile_error(error), stage=f"compiled by {backend}"))
         raise CannotRun("the compiled step raises") from error
     found, plain = _with_common_gradients(subject, found, plain, say)
     against = "eager float64" if exact is not None else "eager mode (the model does not run in float64)"

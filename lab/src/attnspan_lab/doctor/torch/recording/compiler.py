@@ -214,7 +214,7 @@ def _full(file: str) -> str:
     return next((x for x in known if x.endswith(f"/{file}")), "")
 
 
-def compile_error(error: BaseException, stage: str) -> Finding:
+def compile_error(error: BaseException) -> Finding:
     """Make a finding from an error that the compiler or compiled code raised."""
     text = str(error)
     user = lines_in(_part(text, "from user code:")) or lines_of_error(error)
@@ -229,5 +229,4 @@ def compile_error(error: BaseException, stage: str) -> Finding:
         remedy = KINDS["operator"].remedy
     elif "checkpoint not implemented for" in text:
         cause, remedy = _CONTEXTS
-    evidence = (*link, _READ_ERRORS)
-    return Finding("compile-error", what, tuple(user[:3]), evidence, cause, remedy, stage=stage)
+    return Finding("compile-error", what, tuple(user[:3]), (*link, _READ_ERRORS), cause, remedy)

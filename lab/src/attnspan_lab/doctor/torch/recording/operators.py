@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -25,10 +27,12 @@ __all__ = [
     "is_plain",
     "is_unset",
     "named_arguments",
+    "node_place",
     "operator_name",
     "operator_place",
     "plain_in",
     "storage",
+    "with_node_places",
 ]
 
 #: The file of torch that recomputes checkpoints.
@@ -104,10 +108,21 @@ def operator_place() -> Place | None:
     """Find the user's line: on the stack, or in a backward pass the line of the forward operator."""
     if not in_backward() or on_stack(CHECKPOINT):
         return place_here()
-    node = torch._C._current_autograd_node()
+    return node_place(torch._C._current_autograd_node())
+
+
+@contextmanager
+def with_node_places() -> Iterator[None]:
+    """Run eager steps whose autograd nodes record their forward lines, for `node_place`."""
+    anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)
+    with torch.compiler.set_stance("force_eager"), anomaly:
+        yield
+
+
+def node_place(node: Any) -> Place | None:
+    """Find the user's forward line of an autograd node, in a step in `with_node_places`."""
     about: Any = {} if node is None else node.metadata
-    forward = lines_in("".join(about.get("traceback_", ())))
-    return forward[0] if forward else None
+    return next(iter(lines_in("".join(about.get("traceback_", ())))), None)
 
 
 def in_backward() -> bool:

@@ -20,6 +20,7 @@ from attnspan_lab.doctor.torch.recording.operators import (
     is_unset,
     operator_place,
     storage,
+    with_node_places,
 )
 from attnspan_lab.doctor.torch.recording.step_record import Record, Tag
 from attnspan_lab.doctor.words import error_text
@@ -126,14 +127,7 @@ def watching(batch: int = 1, named: Mapping[str, Tensor] | None = None) -> Itera
         named: Tensors of the batch with their names. Masks that are made from them depend on data.
     """
     watcher = Watcher(batch, named)
-    with (
-        torch.compiler.set_stance("force_eager"),
-        # Needed to find the forward line of each operator of the backward pass.
-        torch.autograd.set_detect_anomaly(True, check_nan=False),
-        watcher.function.in_backward(),
-        watcher.function,
-        watcher,
-    ):
+    with with_node_places(), watcher.function.in_backward(), watcher.function, watcher:
         yield watcher
 
 
