@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from attnspan_lab.console import bytes_text
 
 __all__ = [
