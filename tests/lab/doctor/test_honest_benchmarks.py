@@ -1,15 +1,17 @@
 """Dishonest benchmarks get the right finding at the right line. Honest ones get none."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from benchmarks import BENCHMARKS, laps
 from typer.testing import CliRunner
 
+from attnspan_lab.bench.statistics import Interval
 from attnspan_lab.cli import build_app
 from attnspan_lab.doctor.findings import merged
-from attnspan_lab.doctor.timing import examine_benchmark
+from attnspan_lab.doctor.timing import examine_benchmark, judge
 
 
 def examine(source: str, folder: Path) -> tuple[tuple, dict[str, Any]]:
@@ -78,3 +80,10 @@ def test_a_wait_that_is_not_called_is_named(tmp_path):
     (finding, *_), _ = examine(sick.replace("jax.block_until_ready(out)", "out.block_until_ready"), tmp_path)
     assert finding.kind == "not-waited"
     assert any("names a function that waits" in x for x in finding.evidence)
+
+
+def test_a_busy_machine_may_take_no_time_for_calls_in_a_row():
+    each, none = (Interval(x, x / 2, x, 9, 0.96, 1.0) for x in (2e-3, 0.0))
+    again = SimpleNamespace(each=each, in_a_row=none, returned=1.0)
+    timed: Any = SimpleNamespace(again=again, count=1, times=[2e-3], compiled=[0.0], region=[], body=None)
+    assert list(judge._waiting(timed)) == []

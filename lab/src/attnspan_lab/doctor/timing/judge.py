@@ -186,8 +186,8 @@ def _printed(timed: Timed) -> tuple[str, ...]:
 
 def _waiting(timed: Timed) -> Iterator[Finding]:
     again, count = timed.again, timed.count
-    if again is None or again.in_a_row is None:
-        return
+    if again is None or again.in_a_row is None or again.in_a_row.low <= 0.0:
+        return  # On a busy machine, the difference of two times may be 0 or less.
     pairs = zip(timed.times, timed.compiled, strict=True)
     figure = median(sample - compiled for sample, compiled in pairs) / count
     is_pending = any(x.stop.pending for x in timed.region)

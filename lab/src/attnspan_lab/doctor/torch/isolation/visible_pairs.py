@@ -238,8 +238,10 @@ class Visible:
         if not (isinstance(batch, dict) and is_named and batch[self.name].shape[:2] == groups.shape):
             return ()
         leaks = probe(self.subject.model, batch, groups).leaks
-        parts = leaks[0].module.split(".") if leaks else []
         modules = dict(self.subject.model.named_modules())
+        if leaks and leaks[0].module not in modules:  # Only the model's own result differs.
+            return ()
+        parts = leaks[0].module.split(".") if leaks else []
         # A module of torch only passes on that its inputs were mixed.
         around = (modules.get(".".join(parts[:i])) for i in range(len(parts), -1, -1))
         return at(*(forward_line(x) for x in around if x is not None))[:1]
