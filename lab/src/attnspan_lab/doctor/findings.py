@@ -84,7 +84,7 @@ class Finding:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What findings share that the report shows as one."""
+        """Kind, severity, cause and line: findings that share these are shown as one."""
         return self.kind, self.severity, self.cause, self.places[:1] or self.what
 
     def fails(self, *, limited: bool) -> bool:

@@ -67,7 +67,7 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass
 class _Told:
-    """What one rank did.
+    """Record of one rank.
 
     Attributes:
         calls: Its attention calls.
