@@ -283,15 +283,22 @@ class FewQueries : FewTiles<E> {
     static_assert(Few::at_once <= E::strip, "a strip has room for rows that are worked on together");
     [[maybe_unused]] const typename E::Session session;
     const bool straight = Few::serves(u.rows, a.head_dim, a.v_dim);
+    const int64_t end = u.sequence.key + u.sequence.keys;
     for (int64_t key = first; key < last; key += block) {
       const int64_t valid = min(block, last - key), n = round_up(valid, key_step);
+      const int64_t left = max(0, min(block, end - key - block));
       if (straight) {
         Groups<T> k, v;
         k.find(x.k, key, valid, n, x.dim, true, reinterpret_cast<T*>(o.keys));
         v.find(x.v, key, valid, valid, x.v_dim, false, reinterpret_cast<T*>(o.values));
+        Ahead ahead;  // keys that are copied are not read while they are multiplied: the next ones are fetched then
+        if (Few::copies_keys(min(Few::at_once, u.rows))) {
+          ahead = Ahead(E::pauses(min(Few::at_once, u.rows), n, x.dim));
+          read_ahead(ahead, x.k, key + block, left, x.dim);
+        }
         for (int64_t from = 0, rows; from < u.rows; from += rows) {
           rows = min(Few::at_once, u.rows - from);
-          Few::scores(o.q + from * depth, depth, k, x.dim, rows, n, o.scores, this->lds, o.q_lines, o.k);
+          Few::scores(o.q + from * depth, depth, k, x.dim, rows, n, o.scores, this->lds, o.q_lines, o.k, ahead);
           this->ready_strip(u, from, rows, key, n, o);
           Few::values(o.p, v, x.v_dim, rows, valid, o.out + from * v_cols, v_cols);
         }
@@ -299,7 +306,6 @@ class FewQueries : FewTiles<E> {
       }
       pack_block(x, key, valid, n, o);
       Ahead ahead(this->pauses_of_block(u.rows));
-      const int64_t left = max(0, min(block, last - key - block));
       read_ahead(ahead, x.k, key + block, left, x.dim);
       read_ahead(ahead, x.v, key + block, left, x.v_dim);
       for (int64_t from = 0; from < u.rows; from += E::strip) this->add_strip(u, from, key, n, ahead, o);

@@ -60,7 +60,7 @@ struct Straight {
   static constexpr bool wide_tiles = width == 8;
   static constexpr int64_t at_once = wide_tiles ? E::strip : together;
   // 4 or 8 rows fill the tiles that need no copy.
-  static bool copies_keys(int64_t rows) { return rows > 4 && rows != 8; }
+  static bool copies_keys(int64_t rows) { return wide_tiles && rows > 4 && rows != 8; }
   static constexpr int64_t ahead = Groups<T>::ahead;  // line after line, or no hardware helps
 
   // Whole lines only. More rows are packed, which costs them little.
@@ -70,9 +70,9 @@ struct Straight {
 
   // Scores of at most `at_once` rows of A and the keys of n / 16 groups. There is room for these rows, or 16 keys.
   static void scores(const C* q, int64_t stride_of_q, const Groups<T>& k, int64_t dim, int64_t rows, int64_t n,
-                     float* s, int64_t lds, C* rows_of_q, [[maybe_unused]] C* copy) {
+                     float* s, int64_t lds, C* rows_of_q, [[maybe_unused]] C* copy, [[maybe_unused]] Ahead& ahead) {
     if constexpr (wide_tiles)
-      if (copies_keys(rows)) return scores_of_copies(q, stride_of_q, k, dim, rows, n, s, lds, copy);
+      if (copies_keys(rows)) return scores_of_copies(q, stride_of_q, k, dim, rows, n, s, lds, copy, ahead);
     for (int64_t m = 0; m < rows; ++m)
       std::memcpy(rows_of_q + m * ldq, q + m * stride_of_q, static_cast<size_t>(dim) * sizeof(C));
     in_groups(rows, [&](auto count, int64_t m) { scores_of<count>(rows_of_q + m * ldq, k, dim, n, s + m * lds, lds); });
@@ -150,17 +150,14 @@ struct Straight {
 
   // Sixteen keys are copied as a panel of B, which stays in the nearest cache while all rows are multiplied with it.
   [[gnu::noinline]] static void scores_of_copies(const C* q, int64_t stride_of_q, const Groups<T>& groups, int64_t dim,
-                                                 int64_t rows, int64_t n, float* s, int64_t lds, C* copy) {
+                                                 int64_t rows, int64_t n, float* s, int64_t lds, C* copy, Ahead& next) {
     for (int64_t j = 0; j < n; j += panel) {
       for (int64_t half = 0; half < panel; half += width) {
         const auto [k, stride] = groups.at(j + half);
-        Soon soon(groups, j + half, dim);
-        for (int64_t d = 0; d < dim; d += Pack::in_block) {
-          soon.fetch();
+        for (int64_t d = 0; d < dim; d += Pack::in_block)
           Pack::steps(k + d, stride, [&](int i, Vec keys) { store(copy + (d + i) * panel + half, keys); });
-        }
       }
-      E::product({q, stride_of_q}, {copy, 0}, s + j, lds, rows, panel, dim, false);
+      E::product({q, stride_of_q}, {copy, 0}, s + j, lds, rows, panel, dim, false, &next);
     }
   }
 
