@@ -68,7 +68,8 @@ struct Straight {
     return rows <= (width > 4 ? 4 * together : together) && dim % line == 0 && v_dim % width == 0;
   }
 
-  // Scores of at most `at_once` rows of A and the keys of n / 16 groups. There is room for these rows, or 16 keys.
+  // Scores of at most `at_once` rows of A and the keys of n / 16 groups. `rows_of_q` has room for these rows, and
+  // `copy` for 16 keys.
   static void scores(const C* q, int64_t stride_of_q, const Groups<T>& k, int64_t dim, int64_t rows, int64_t n,
                      float* s, int64_t lds, C* rows_of_q, [[maybe_unused]] C* copy, [[maybe_unused]] Ahead& ahead) {
     if constexpr (wide_tiles)

@@ -85,7 +85,7 @@ def marked(made: Any, name: str) -> set[int]:
 
 
 FAULTS: dict[str, Fault] = {}
-#: Factories of right models by name.
+#: Factories of right models, with their names.
 RIGHT: dict[str, Callable[[], Any]] = {}
 
 

@@ -1,4 +1,4 @@
-"""Sick models by name: what the doctor has to say about each one, and healthy twins.
+"""Sick models, the findings that the doctor has to make about them, and healthy twins.
 
 The faulty line ends in ``# sick``. A text that begins with `not_` must not be part of the finding.
 """
@@ -110,7 +110,7 @@ def lines_of(code):
 
 
 def assert_says(finding, says):
-    """The finding's texts have these parts, and not those of `not_...`. "=" begins a whole text.
+    """Check that a finding's texts have these parts, and no part of `not_...`. "=" begins a whole text.
 
     `lines` are the lines of code that the finding names.
     """

@@ -1,4 +1,4 @@
-"""Factories that processes of the doctor load by name.
+"""Factories that processes of the doctor import.
 
 The first ones are no subjects: they raise, hang, crash or fork. The line to name ends in ``# here``.
 """

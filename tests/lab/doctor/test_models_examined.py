@@ -166,7 +166,7 @@ def test_equal_records_of_positions_are_checked():
     assert "digits of positions" in examined(counted("well"))[1]["checked"]
 
 
-# What was checked
+# Facts about checks
 
 
 class Grouped(nn.Module):

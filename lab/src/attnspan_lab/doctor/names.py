@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-__all__ = ["IDS", "shown_code", "valid_entries", "words_of"]
+__all__ = ["IDS", "marks_padding", "shown_code", "valid_entries", "words_of"]
 
 #: Names of document numbers.
 IDS = re.compile(
@@ -19,9 +19,14 @@ def words_of(name: str) -> set[str]:
     return {x.rstrip("s") for x in re.findall("[a-z]+", name.lower()) if not _COMMON.fullmatch(x)}
 
 
+def marks_padding(name: str) -> bool:
+    """Whether 1 marks padding in a mask of this name, and not real tokens."""
+    return "padding" in name
+
+
 def valid_entries(name: str, x: Any) -> Any:
-    """Mark the entries of a padding mask that are not padding. A name with "padding" marks padding by 1."""
-    return x == 0 if "padding" in name else x != 0
+    """Mark the entries of a padding mask that are not padding."""
+    return x == 0 if marks_padding(name) else x != 0
 
 
 def shown_code(name: str, *, hidden: bool = False) -> str:
@@ -31,4 +36,4 @@ def shown_code(name: str, *, hidden: bool = False) -> str:
         >>> shown_code("attention_mask"), shown_code("key_padding_mask")
         ('(attention_mask != 0)', '(key_padding_mask == 0)')
     """
-    return f"({name} {'==' if ('padding' in name) != hidden else '!='} 0)"
+    return f"({name} {'==' if marks_padding(name) != hidden else '!='} 0)"

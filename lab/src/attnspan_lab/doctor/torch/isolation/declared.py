@@ -10,9 +10,10 @@ from math import prod
 import torch
 from torch import Tensor
 
+from attnspan_lab.doctor.names import IDS, marks_padding, valid_entries
 from attnspan_lab.doctor.torch.masks.hiding_values import highest_hiding
 
-__all__ = ["Declared", "declared", "marks_padding", "paddings", "real_tokens"]
+__all__ = ["Declared", "declared", "paddings", "real_tokens"]
 
 # Masks (B, S) that choose tokens for another purpose than attention.
 _OTHER_MASKS = re.compile(r"loss|label|target|prompt|completion|response|assistant|special|mlm|masked_pos")
@@ -128,7 +129,7 @@ def _of_positions(x: Tensor, shape: tuple[int, int]) -> Tensor | None:
 # Names of tensors that state documents, the function that reads their numbers, and code that makes these.
 _DOCUMENTS = (
     (
-        r"(seg(ment)?|doc(ument)?|seq(uence)?)_?(ids?|idx|index|nums?)$|^(documents?|segments?|docs)$",
+        IDS.pattern,
         _fitted,
         "{name}",
     ),
@@ -149,12 +150,7 @@ def paddings(
         fits = x.dim() == 2 if shape is None else x.shape == shape
         fits = fits and "mask" in name and not _OTHER_MASKS.search(name.lower())
         if fits and bool(((x == 0) | (x == 1)).all()):
-            yield name, x == 0 if marks_padding(name) else x != 0
-
-
-def marks_padding(name: str) -> bool:
-    """Whether 1 marks padding in a mask of this name, and not real tokens."""
-    return "padding" in name
+            yield name, valid_entries(name, x)
 
 
 def real_tokens(padding: str) -> str:

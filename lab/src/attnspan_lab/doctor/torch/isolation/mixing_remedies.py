@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attnspan_lab.doctor.pairs import MIXED, OUTSIDE
 from attnspan_lab.doctor.places import Place
 from attnspan_lab.doctor.torch.isolation.declared import real_tokens
 
@@ -32,13 +33,6 @@ _OF_REAL = {
     "convolution": "Set padding to 0 before the convolution: x * shown[..., None]",
 }
 _OTHER = "Leave padding out of this operator: multiply its input by shown[..., None], or use masked_fill"
-# Remedies if the operator is unknown, or for all operators.
-_REMEDIES = {
-    "leak": "Let layers that mix tokens, such as a convolution or a token shift, stop at document borders",
-    "causality-lost": "Look in this function for operators along the tokens, such as topk, sort, mean or a "
-    "convolution. Let them use earlier tokens only, and pad a convolution on the left",
-    "mask-lost": "Set padding to 0 before layers that mix tokens, such as a convolution or a token shift",
-}
 _STRIDE = (
     "Hide the padding in this call's mask. If a layer with a stride shortens the tokens, shorten the mask in "
     "the same way: shown[:, ::stride]"
@@ -48,7 +42,7 @@ _STRIDE = (
 def cause_of_mixing(operator: str) -> str:
     """Say which operator mixes tokens."""
     if not operator:
-        return "Another part of the model mixes tokens"
+        return MIXED
     return f"{operator} mixes tokens at this line: its result is the first one that changes"
 
 
@@ -61,7 +55,7 @@ def remedy_of_mixing(kind: str, operator: str, padding: str) -> str:
         padding: Name of the padding mask.
     """
     known = {"causality-lost": _OF_EARLIER, "mask-lost": _OF_REAL}.get(kind, {})
-    other = _OTHER if operator and kind == "mask-lost" else _REMEDIES[kind]
+    other = _OTHER if operator and kind == "mask-lost" else OUTSIDE[kind]
     return known.get(operator, other).replace("shown", real_tokens(padding))
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.names import words_of
+from attnspan_lab.doctor.names import marks_padding, words_of
 from attnspan_lab.doctor.places import Place, at, place_of
-from attnspan_lab.doctor.torch.isolation.declared import Declared, marks_padding, paddings
+from attnspan_lab.doctor.torch.isolation.declared import Declared, paddings
 from attnspan_lab.doctor.torch.isolation.padding_causes import SEEN, Fault, fault_of
 from attnspan_lab.doctor.torch.isolation.sequences import sequences
 from attnspan_lab.doctor.torch.masks.cross_attention import visible_in

@@ -13,7 +13,7 @@ from torch import Tensor
 from attnspan.testing import probe
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
-from attnspan_lab.doctor.pairs import SEEN, visible
+from attnspan_lab.doctor.pairs import SEEN, TOPICS, visible
 from attnspan_lab.doctor.places import Place, at, place_of
 from attnspan_lab.doctor.torch.decoding.new_keys import made_of_tokens, own_pairs
 from attnspan_lab.doctor.torch.isolation.leak_causes import cause_of_shown, righted
@@ -34,8 +34,6 @@ __all__ = ["OUTSIDE_OF_ATTENTION", "Foreign", "Visible"]
 
 #: The check of padding that other layers read. A sample without its padding also shows it.
 OUTSIDE_OF_ATTENTION = "padding outside of attention"
-# The check to list as not made if the doctor cannot confirm a finding.
-_TOPICS = {"leak": "documents", "mask-lost": "padding", "causality-lost": "causality"}
 # The check to list as not made if no attention call shows a fault, and other layers could not be examined.
 _OUTSIDE_TOPICS = {
     "leak": "other documents seen by other layers",
@@ -125,7 +123,7 @@ class Visible:
                 guilty = [x for i, x in enumerate(self.every) if i in self.made and x in guilty]
             elif self.others:
                 why = f"{changed}, but no call is known to cause it: {self.made}"
-                self.coverage.missed(_TOPICS[foreign.kind], why)
+                self.coverage.missed(TOPICS[foreign.kind], why)
                 return
         places = dict.fromkeys(x.place for x in guilty)
         lines = [self._line(x, [y for y in guilty if y.place == x], foreign) for x in places]
@@ -147,7 +145,7 @@ class Visible:
             # The call may have another sequence's tokens.
             several = f"the batch has several sequences ({', '.join(self.names)})"
             said = f"{several}, and changing tokens of {self.name} proved nothing: {why}"
-            self.coverage.missed(_TOPICS[kind], said)
+            self.coverage.missed(TOPICS[kind], said)
             return None
         return f"not confirmed by changing tokens: {why}"
 

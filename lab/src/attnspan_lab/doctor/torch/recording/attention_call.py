@@ -51,7 +51,7 @@ class Attention:
         weights_used: The line that uses the weights for another purpose than the result.
         padding: The fault of the padding mask, if the call has one.
         same_in_heads: All heads see the same pairs.
-        given: Arguments of torch's function by name. Empty for other functions.
+        given: Names and values of the arguments of torch's function. Empty for other functions.
         key: The keys, if there are more or fewer keys than queries.
         first_own: Index of the first key that is made from the batch's tokens, after the keys of a cache.
         hidden: (batch element, query) of queries without a visible key.

@@ -22,7 +22,7 @@ def difference(
     """Return the largest relative difference of results.
 
     Args:
-        wanted, found: Results by name.
+        wanted, found: Results with their names.
         beyond_rounding: A difference that is only rounding counts as 0.
     """
     most = 0.0

@@ -71,7 +71,7 @@ class Operation:
 
     @property
     def named(self) -> dict[str, Any]:
-        """The arguments by name."""
+        """Names and values of the arguments."""
         return named_arguments(self.op, self.args, self.kwargs)
 
 
