@@ -6,6 +6,7 @@
 #pragma once
 
 #include "exact.h"
+#include "mask.h"
 #include "pack.h"
 #include "parts.h"
 #include "row_options.h"

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "mask.h"
 #include "parts.h"
 #include "scores.h"
 #include "spans.h"

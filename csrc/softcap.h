@@ -164,19 +164,19 @@ class Softcap {
       if (slopes != nullptr) store(slopes + j, slope_of(capped));
     }
   }
-  // Near 0 by the polynomial, whose error is relative; beyond 1 by 1 - r with r = 2 / (e^(2 |x|) + 1). Its derivative,
-  // r * (2 - r), then loses nothing where tanh is all but 1.
+  // Near 0 by the polynomial, whose error is relative. Beyond 1 by 1 - r with r = 2 / (e^(2 |x|) + 1), rounded once.
+  // Its derivative, r * (2 - r), loses nothing where tanh is all but 1.
   void apply_wide(float* s, int64_t n, float* slopes) const {
     for (int64_t j = 0; j < n; j += Vec::width) {
       const Vec x = load(s + j) * set(from_score_), size = magnitude(x);
       const Vec e = exp2<float>(zero() - vmax(set(-64.0f), zero() - size * set(2.0f * log2_e)));
-      const Vec one = set(1.0f), r = set(2.0f) / (e + one), far = one - r;
+      const Vec one = set(1.0f), r = set(2.0f) / (e + one);
       const Vec side = select(greater(zero(), x), zero() - one, one) * set(to_cap_);
       const Vec t = x * x;
       Vec y = set(c_[degree_]);
       for (int i = degree_; i-- > 0;) y = fma(y, t, set(c_[i]));
       const Mask beyond = greater(size, one);
-      store(s + j, select(beyond, far * side, x * y));
+      store(s + j, select(beyond, fma(zero() - r, side, side), x * y));
       if (slopes != nullptr) store(slopes + j, select(beyond, r * (set(2.0f) - r), slope_of(x * y)));
     }
   }

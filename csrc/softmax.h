@@ -99,20 +99,6 @@ inline float power_of_two(float n) {
   return n < -126.0f ? 0.0f : n;
 }
 
-// Scores of keys that a row may not see become -inf: everything outside the row's spans.
-// `cols` keys from `first` on; spans are sorted and disjoint, an empty one may stand anywhere.
-inline void hide(float* s, int64_t first, int64_t cols, const int32_t* spans, int64_t runs) {
-  int64_t at = 0;
-  for (int64_t r = 0; r < runs; ++r) {
-    const int64_t lo = spans[2 * r] - first, hi = spans[2 * r + 1] - first;
-    if (lo >= hi || hi <= at) continue;
-    for (const int64_t end = min(lo, cols); at < end; ++at) s[at] = -infinity;
-    at = max(at, hi);
-    if (at >= cols) return;
-  }
-  for (; at < cols; ++at) s[at] = -infinity;
-}
-
 // State of the online softmax of a strip: for each row a whole number that its maximum so far exceeds by little, in
 // units of log2, and partial sums: of every 32nd weight (with fewer lanes, a sum of many equal weights errs more than
 // one of exact ones), and of weights as products take them, where some engine of this level rounds them to 16 bits.

@@ -1,4 +1,7 @@
-"""Biases of the scores: immutable descriptions, and their conversion to the arrays that kernels read."""
+"""Biases of the scores: immutable descriptions, and their conversion to the arrays that kernels read.
+
+`schema.py` states the kinds, their axes and their gradients.
+"""
 
 from __future__ import annotations
 

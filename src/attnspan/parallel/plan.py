@@ -1,7 +1,8 @@
 """Plans: the keys that layers of one kind need from other ranks, computed in NumPy for any framework.
 
 Keys that travel have flat numbers: plane * k_len + key, where a plane is a batch element of the mask.
-docs/parallel.md describes context parallelism. Shapes: P ranks, r groups of u members, L planes, N rows and S
+`layout.py` and `partition.py` decide which rank has which rows. docs/parallel.md describes context
+parallelism. Shapes: P ranks, r groups of u members, L planes, N rows and S
 keys of a group.
 """
 

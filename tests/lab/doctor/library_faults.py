@@ -6,7 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from attnspan_lab.zoo.measure import SOURCES, TOKENS, collect
+from attnspan_lab.zoo.measure import SOURCES, collect
+from attnspan_lab.zoo.plan import TOKENS
 
 
 class Fault(NamedTuple):

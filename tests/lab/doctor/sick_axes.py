@@ -3,7 +3,6 @@
 
 import torch
 import torch.nn.functional as F
-from sick import attends, sick
 from small_models import (
     CAUSAL,
     DIM,
@@ -25,6 +24,7 @@ from small_models import (
     written,
 )
 from torch import nn
+from torch_runner import attends, sick
 
 # Heads and tokens
 

@@ -4,7 +4,6 @@ import inspect
 from functools import partial
 
 import torch
-from sick import attends, sick
 from sick_steps import Checkpointed, Saved, names_attention
 from small_models import (
     CAUSAL,
@@ -23,6 +22,7 @@ from small_models import (
 )
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch_runner import attends, sick
 
 # Graph breaks
 

@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from sick import attends, lines_of, sick
 from small_models import (
     DIM,
     EARLIER,
@@ -22,6 +21,7 @@ from small_models import (
     tokens,
 )
 from torch import nn
+from torch_runner import attends, lines_of, sick
 
 from attnspan import causal
 from attnspan.torch import attention

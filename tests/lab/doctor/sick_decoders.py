@@ -7,7 +7,6 @@
 # Methods of one name take the same arguments in all decoders.
 
 import torch
-from sick import sick
 from small_models import (
     CAUSAL,
     DIM,
@@ -23,6 +22,7 @@ from small_models import (
     written,
 )
 from torch import nn
+from torch_runner import sick
 
 
 def turned(x, positions):

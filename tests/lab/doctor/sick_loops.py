@@ -3,7 +3,6 @@
 from functools import partial
 
 import torch
-from sick import sick
 from small_models import (
     DIM,
     EARLIER,
@@ -22,6 +21,7 @@ from small_models import (
     written,
 )
 from torch import nn
+from torch_runner import sick
 
 from attnspan import causal, full, segments
 from attnspan.torch import attention

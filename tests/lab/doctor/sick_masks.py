@@ -5,7 +5,6 @@ import math
 
 import torch
 import torch.nn.functional as F
-from sick import attends, sick
 from small_models import (
     CAUSAL,
     DIM,
@@ -28,6 +27,7 @@ from small_models import (
     tokens,
 )
 from torch import nn
+from torch_runner import attends, sick
 
 from attnspan import alibi, causal, keys, segments, window
 from attnspan.torch import attention

@@ -2,7 +2,6 @@
 """Sick models whose padding is seen: in attention, across to another sequence, or behind attention."""
 
 import torch
-from sick import attends, sick
 from small_models import (
     DIM,
     EARLIER,
@@ -22,6 +21,7 @@ from small_models import (
     written,
 )
 from torch import nn
+from torch_runner import attends, sick
 
 from attnspan import key_padding
 from attnspan.torch import attention

@@ -1,7 +1,6 @@
 """Sick models whose positions are wrong, are counted in too few digits, or are turned in the wrong pairs."""
 
 import torch
-from sick import sick
 from small_models import (
     CAUSAL,
     DIM,
@@ -25,6 +24,7 @@ from small_models import (
     written,
 )
 from torch import nn
+from torch_runner import sick
 
 from attnspan import keys
 from attnspan.torch import attention

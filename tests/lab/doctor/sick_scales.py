@@ -5,7 +5,6 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from sick import attends, sick
 from small_models import (
     DIM,
     EARLIER,
@@ -20,6 +19,7 @@ from small_models import (
     written,
 )
 from torch import nn
+from torch_runner import attends, sick
 
 from attnspan.torch import attention
 

@@ -1,7 +1,6 @@
 """Models with two sequences of tokens, and models that return only a loss."""
 
 import torch.nn.functional as F
-from sick import sick
 from small_models import (
     CAUSAL,
     DIM,
@@ -17,6 +16,7 @@ from small_models import (
     tokens,
 )
 from torch import nn
+from torch_runner import sick
 
 SHORTER = 15  # tokens of the decoder
 VALID = (INDEX < 20).long().expand(2, -1)

@@ -5,7 +5,6 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from sick import attends, sick
 from small_models import (
     DIM,
     EARLIER,
@@ -25,6 +24,7 @@ from small_models import (
 )
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch_runner import attends, sick
 
 from attnspan import causal
 from attnspan.torch import attention

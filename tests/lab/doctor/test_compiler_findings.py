@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from sick import examined
 from sick_compiler import SIZES, CuttingCache, calls_of, reading_a_value, sizes
 from sick_masks import PACKED, documents_unseen
 from small_models import model_of
 from torch import nn
+from torch_runner import examined
 
 from attnspan_lab.doctor import Finding, Place, run
 from attnspan_lab.doctor.coverage import Coverage
@@ -20,7 +20,7 @@ from attnspan_lab.doctor.torch.cost.gradients import TOPIC, gradient_findings
 from attnspan_lab.doctor.torch.cost.recompiles import Trials
 from attnspan_lab.doctor.torch.masks import replacement
 from attnspan_lab.doctor.torch.matrix import Cell
-from attnspan_lab.doctor.torch.recording.compiler import CompilerLog, compile_error
+from attnspan_lab.doctor.torch.recording.compiler_log import CompilerLog, compile_error
 from attnspan_lab.doctor.torch.steps import run_compiled
 from attnspan_lab.doctor.torch.subject import Subject
 

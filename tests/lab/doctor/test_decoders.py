@@ -3,7 +3,7 @@
 import pytest
 import sick_decoders as decoders
 import torch
-from sick import examined, grave
+from torch_runner import examined, grave
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 

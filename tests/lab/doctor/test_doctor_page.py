@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from attnspan_lab.doctor import Diagnosis, Finding, Place
-from attnspan_lab.doctor.show import write_page
+from attnspan_lab.doctor.page import write_page
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
 from browser import a_browser, draw_all, opened

@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from sick import examined, found_in, grave
 from sick_costs import ONE_COPY, float_windows, fused_windows, written_windows
 from sick_masks import (
     OTHERS,
@@ -21,6 +20,7 @@ from sick_masks import (
 from sick_padding import mean, pooled
 from small_models import EARLIER, LENGTH, SDPA, Model, builder, fused, model_of, tokens
 from torch import nn
+from torch_runner import examined, found_in, grave
 
 from attnspan_lab.doctor.torch.masks.hiding_values import HIDDEN, highest_hiding, highest_hiding_in
 

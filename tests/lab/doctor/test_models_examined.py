@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from sick import CASES, case_finding, examined, found_in, grave, lines_of
 from sick_axes import TOKENS_FIRST
 from sick_costs import SHARED, dropout, narrow_rotated, shared
 from sick_padding import PADDED, ours, shows_real
@@ -29,6 +28,7 @@ from small_models import (
     tokens,
 )
 from torch import nn
+from torch_runner import CASES, case_finding, examined, found_in, grave, lines_of
 
 from attnspan import causal
 from attnspan.torch import attention

@@ -2,7 +2,7 @@
 
 import pytest
 import sick_ranks
-from sick import lines_of
+from torch_runner import lines_of
 
 from attnspan_lab.doctor import Place
 from attnspan_lab.doctor.findings import merged

@@ -2,8 +2,8 @@
 
 import pytest
 import sick_sequences as sequences
-from sick import examined, grave
 from small_models import IDS, fused
+from torch_runner import examined, grave
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 

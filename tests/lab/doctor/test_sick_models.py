@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sick import CASES, assert_says, examined, grave, lines_of
+from torch_runner import CASES, assert_says, examined, grave, lines_of
 
 from attnspan_lab.doctor.findings import KINDS
 from attnspan_lab.doctor.torch.subject import Subject

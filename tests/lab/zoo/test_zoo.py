@@ -15,9 +15,10 @@ from attnspan.errors import OptionError
 from attnspan_lab.bench.cells import Timing
 from attnspan_lab.bench.statistics import Interval
 from attnspan_lab.zoo import run
-from attnspan_lab.zoo.cells import Cell, Generation, Row, Speed, ZooResults
 from attnspan_lab.zoo.markdown import BEGIN, END, markdown_of
-from attnspan_lab.zoo.measure import Keeper, Key, Settings, plan, results
+from attnspan_lab.zoo.measure import Keeper, results
+from attnspan_lab.zoo.plan import Key, Settings, plan
+from attnspan_lab.zoo.results import Cell, Generation, Row, Speed, ZooResults
 from attnspan_lab.zoo.run import run_zoo
 from attnspan_lab.zoo.speed import SpeedSettings, measure_speed
 from attnspan_lab.zoo.table import line_of, show_zoo

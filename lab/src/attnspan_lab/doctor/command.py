@@ -64,7 +64,8 @@ def doctor(
     page: Annotated[Path | None, _where(help="write a self-contained HTML page to this file")] = None,
 ) -> None:
     """Find faults and costs of a model's attention in PyTorch or JAX, and suggest a fix for each."""
-    from attnspan_lab.doctor.show import relative, show, write_junit, write_page
+    from attnspan_lab.doctor.page import write_page
+    from attnspan_lab.doctor.show import relative, show, write_junit
 
     for path in (json, junit, page):
         if path is not None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from attnspan_lab.zoo.architecture import Architecture
-    from attnspan_lab.zoo.cells import Row, Speed, ZooResults
+    from attnspan_lab.zoo.results import Row, Speed, ZooResults
     from attnspan_lab.zoo.speed import SpeedSettings
 
 __all__ = ["zoo"]
@@ -66,8 +66,9 @@ def zoo(
     ] = None,
 ) -> None:
     """Run architectures of transformers and diffusers with each attention, and compare the results."""
-    from attnspan_lab.zoo.cells import ZooResults
-    from attnspan_lab.zoo.measure import SOURCES, Settings, left_out
+    from attnspan_lab.zoo.measure import SOURCES, left_out
+    from attnspan_lab.zoo.plan import Settings
+    from attnspan_lab.zoo.results import ZooResults
     from attnspan_lab.zoo.run import run_zoo
     from attnspan_lab.zoo.speed import SpeedSettings
     from attnspan_lab.zoo.table import show_zoo

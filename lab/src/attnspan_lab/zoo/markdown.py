@@ -8,7 +8,7 @@ from typing import Any
 
 from attnspan.errors import expect
 from attnspan_lab.files import write_whole
-from attnspan_lab.zoo.cells import ZooResults
+from attnspan_lab.zoo.results import ZooResults
 from attnspan_lab.zoo.table import (
     COLUMNS,
     SPEED_COLUMNS,

@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -20,66 +20,29 @@ from attnspan_lab.bench.devices import Device
 from attnspan_lab.bench.timing import LEAST_ROUNDS, Budget, Subject, interleave
 from attnspan_lab.children import telling
 from attnspan_lab.files import from_plain
-from attnspan_lab.zoo.architecture import IMPLEMENTATIONS, LAYOUTS, MODES, Architecture
-from attnspan_lab.zoo.cells import Cell, Generation
+from attnspan_lab.zoo.architecture import Architecture
+from attnspan_lab.zoo.plan import Key, Settings, plan
+from attnspan_lab.zoo.results import Cell, Generation
 from attnspan_lab.zoo.step import Outcome, differences, documents_of, in_float64, run_step, take_step
-from attnspan_lab.zoo.verdicts import compared_layout
 from attnspan_lab.zoo.watch import Backend, Shapes, Watch, profiled
 
 __all__ = [
     "SOURCES",
-    "TOKENS",
     "Keeper",
-    "Key",
-    "Settings",
     "architecture_of",
     "collect",
     "left_out",
-    "plan",
     "results",
 ]
 
 #: Library -> module with a function `architectures`.
 SOURCES = {name: f"attnspan_lab.zoo.{name}" for name in ("transformers", "diffusers")}
-#: Tokens per row. Results are compared at the first number. No number equals a width of a model.
-TOKENS = (93, 131, 197)
 _CACHES = ("dynamic", "static")
 _GENERATES = ("decoder", "encoder-decoder", "vision-language")
 _PROMPT, _NEW, _PADDED = 12, 8, 4
 _LONGEST = 300  # maximum maximum characters of a reason
 _MOST_SHAPES = 8  # number of stored (tokens, tokens) shapes, the largest first
 _OPERATOR = "attnspan::attention"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Settings of the run of an architecture.
-
-    Args:
-        layouts: Layouts to run, if the architecture has them.
-        modes: Modes to run, some of `architecture.MODES`.
-        backend: Backend of torch.compile.
-        tokens: Tokens per row. The compiler sees each number as a new shape.
-        full: Compile each implementation in each layout.
-        seconds: Time to measure the steps of a cell. 0 measures no time.
-    """
-
-    layouts: tuple[str, ...] = LAYOUTS
-    modes: tuple[str, ...] = MODES
-    backend: str = "aot_eager"
-    tokens: tuple[int, ...] = TOKENS
-    full: bool = False
-    seconds: float = 0.1
-
-
-@dataclass(frozen=True)
-class Key:
-    """A cell to run. ``shapes`` is how many different numbers of tokens it is called with."""
-
-    implementation: str
-    mode: str
-    layout: str
-    shapes: int = 1
 
 
 def collect(sources: Mapping[str, str], library: str = "") -> list[Architecture]:
@@ -95,33 +58,6 @@ def left_out(sources: Mapping[str, str], library: str = "") -> dict[str, str]:
         if library in ("", name):
             found |= getattr(import_module(module), "left_out", dict)()
     return found
-
-
-def plan(layouts: Sequence[str], settings: Settings) -> list[Key]:
-    """List the cells of an architecture.
-
-    Without the compiler, every attention runs in every layout. With the compiler, all attentions but eager
-    run in one layout with several shapes. In the other layouts, attnspan runs with one shape.
-
-    Args:
-        layouts: Layouts of the architecture.
-        settings: Settings of the run.
-
-    Example:
-        >>> [key.layout for key in plan(["plain", "padded"], Settings()) if key.shapes > 1]
-        ['padded', 'padded', 'padded']
-    """
-    # The identity runs first, because it shows whether the model itself fails.
-    names, shapes = ("identity", *(x for x in IMPLEMENTATIONS if x != "identity")), len(settings.tokens)
-    eager = [Key(name, "eager", layout) for layout in layouts for name in names]
-    compared = compared_layout(layouts)
-    if settings.full or compared is None:
-        compiled = [Key(name, "compiled", layout, shapes) for layout in layouts for name in names]
-    else:
-        compiled = [Key("identity", "compiled", compared)]
-        compiled += [Key(x, "compiled", compared, shapes) for x in names if x not in ("identity", "eager")]
-        compiled += [Key(OURS, "compiled", layout) for layout in layouts if layout != compared]
-    return [key for key in eager + compiled if key.mode in settings.modes]
 
 
 class Keeper:

@@ -22,7 +22,7 @@ from attnspan_lab.report.charts import (
     plain,
 )
 from attnspan_lab.report.page import write_sections
-from attnspan_lab.zoo.cells import Cell, Row, Speed, ZooResults
+from attnspan_lab.zoo.results import Cell, Row, Speed, ZooResults
 from attnspan_lab.zoo.table import COLUMNS, SPEED_COLUMNS, line_of, speed_line, total_lines
 from attnspan_lab.zoo.verdicts import (
     FACTOR,

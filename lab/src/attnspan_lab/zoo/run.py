@@ -13,8 +13,9 @@ from attnspan_lab.bench.environment import describe_environment
 from attnspan_lab.children import Child, why_ended
 from attnspan_lab.files import from_plain, to_plain
 from attnspan_lab.zoo.architecture import Architecture
-from attnspan_lab.zoo.cells import Cell, Generation, Row, ZooResults
-from attnspan_lab.zoo.measure import SOURCES, Settings
+from attnspan_lab.zoo.measure import SOURCES
+from attnspan_lab.zoo.plan import Settings
+from attnspan_lab.zoo.results import Cell, Generation, Row, ZooResults
 
 __all__ = ["run_zoo"]
 

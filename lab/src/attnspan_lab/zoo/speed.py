@@ -21,8 +21,8 @@ from attnspan_lab.bench.statistics import Interval
 from attnspan_lab.bench.timing import LEAST_ROUNDS, Budget, MeasurementError, Meter, Subject, interleave
 from attnspan_lab.files import from_plain, to_plain
 from attnspan_lab.zoo.architecture import LAYOUTS, Architecture
-from attnspan_lab.zoo.cells import Speed, ZooResults
 from attnspan_lab.zoo.measure import SOURCES, architecture_of
+from attnspan_lab.zoo.results import Speed, ZooResults
 from attnspan_lab.zoo.step import objective, results_of
 from attnspan_lab.zoo.verdicts import compared_layout
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from attnspan_lab.bench.cells import OURS
 from attnspan_lab.console import NONE, Column, bytes_text, print_table, seconds_text, times_text
 from attnspan_lab.report.charts import ratio_text
-from attnspan_lab.zoo.cells import Row, Speed, ZooResults
+from attnspan_lab.zoo.results import Row, Speed, ZooResults
 from attnspan_lab.zoo.verdicts import (
     JUDGED,
     Summary,

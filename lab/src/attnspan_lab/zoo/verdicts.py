@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from attnspan_lab.bench.cells import OURS
 from attnspan_lab.zoo.architecture import IMPLEMENTATIONS
-from attnspan_lab.zoo.cells import Cell, Row
+from attnspan_lab.zoo.results import Cell, Row
 
 __all__ = [
     "FACTOR",

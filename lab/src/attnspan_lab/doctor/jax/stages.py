@@ -12,7 +12,7 @@ import numpy as np
 from attnspan_lab.doctor.coverage import Coverage
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.grouped import grouped
-from attnspan_lab.doctor.jax.attention import costs
+from attnspan_lab.doctor.jax.attention_costs import costs
 from attnspan_lab.doctor.jax.causal_alignment import misaligned
 from attnspan_lab.doctor.jax.changes import Trial
 from attnspan_lab.doctor.jax.clamped_slices import clamped
@@ -27,8 +27,8 @@ from attnspan_lab.doctor.jax.one_device import NotAlone
 from attnspan_lab.doctor.jax.parity import parity as compare
 from attnspan_lab.doctor.jax.recompiles import calls_jitted, recompiles_in, run_batches
 from attnspan_lab.doctor.jax.scale_factors import scale_findings, unknown_scales
-from attnspan_lab.doctor.jax.shown_padding import padding_of_others
 from attnspan_lab.doctor.jax.subject import JaxSubject, Traced
+from attnspan_lab.doctor.jax.visible_padding import padding_of_others
 from attnspan_lab.doctor.jax.visible_pairs import seen
 from attnspan_lab.doctor.jax.watch import Attention, Watcher, watched
 from attnspan_lab.doctor.sites import picture, sites

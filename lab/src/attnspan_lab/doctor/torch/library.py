@@ -33,7 +33,8 @@ def of_library(name: str) -> tuple[nn.Module, list[Any], list[Any]]:
     Raises:
         OptionError: There is no such class, or it cannot be built. The error names similar classes.
     """
-    from attnspan_lab.zoo.measure import SOURCES, TOKENS, collect
+    from attnspan_lab.zoo.measure import SOURCES, collect
+    from attnspan_lab.zoo.plan import TOKENS
 
     own = _named(name, collect({"transformers": SOURCES["transformers"]}))
     if own is None:

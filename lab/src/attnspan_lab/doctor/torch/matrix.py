@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from attnspan_lab.doctor.torch.recording.compiler import CompilerLog
+from attnspan_lab.doctor.torch.recording.compiler_log import CompilerLog
 from attnspan_lab.doctor.torch.steps import outcome_of
 from attnspan_lab.doctor.torch.subject import Subject
 from attnspan_lab.doctor.words import counted, error_text

@@ -23,9 +23,9 @@ from attnspan_lab.doctor.torch.isolation.cache_slots import slot_findings
 from attnspan_lab.doctor.torch.isolation.ignored_inputs import ignored_findings
 from attnspan_lab.doctor.torch.isolation.left_padding import left_padding_findings
 from attnspan_lab.doctor.torch.isolation.needless_padding import needless_findings
-from attnspan_lab.doctor.torch.isolation.padded_sample import alone_findings
 from attnspan_lab.doctor.torch.isolation.samples import sample_findings
-from attnspan_lab.doctor.torch.isolation.shown_padding import padding_findings
+from attnspan_lab.doctor.torch.isolation.visible_padding import padding_findings
+from attnspan_lab.doctor.torch.isolation.without_padding import alone_findings
 from attnspan_lab.doctor.torch.masks.cross_attention import cross_findings
 from attnspan_lab.doctor.torch.masks.head_order import order_findings
 from attnspan_lab.doctor.torch.numbers.equal_queries import EqualQueries

@@ -24,7 +24,7 @@ from attnspan.testing import assert_same_as_one_rank
 from attnspan_lab.children import why_ended
 from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.places import Place, at, lines_of_error, place_here
-from attnspan_lab.doctor.torch.recording.compiler import CompilerLog
+from attnspan_lab.doctor.torch.recording.compiler_log import CompilerLog
 from attnspan_lab.doctor.torch.subject import Subject, load
 from attnspan_lab.doctor.words import counted
 

@@ -29,7 +29,7 @@ from attnspan_lab.doctor.torch.operand_checks import Wiring
 from attnspan_lab.doctor.torch.ranks import compare_ranks
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
 from attnspan_lab.doctor.torch.recording.calls import copied_model
-from attnspan_lab.doctor.torch.recording.compiler import CompilerLog, compile_error
+from attnspan_lab.doctor.torch.recording.compiler_log import CompilerLog, compile_error
 from attnspan_lab.doctor.torch.recording.watch import Watcher, watching
 from attnspan_lab.doctor.torch.restored_state import State
 from attnspan_lab.doctor.torch.steps import (

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnspan_lab.doctor.torch.recording.compiler import CompilerLog
+from attnspan_lab.doctor.torch.recording.compiler_log import CompilerLog
 from attnspan_lab.doctor.torch.subject import Subject
 from attnspan_lab.zoo.step import Outcome
 

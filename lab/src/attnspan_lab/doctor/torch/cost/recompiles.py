@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from attnspan_lab.doctor.findings import KINDS, Finding
 from attnspan_lab.doctor.places import at
-from attnspan_lab.doctor.torch.recording.compiler import CompilerLog, Recompile
+from attnspan_lab.doctor.torch.recording.compiler_log import CompilerLog, Recompile
 from attnspan_lab.doctor.torch.recording.counters import (
     Counter,
     as_tensor,

@@ -19,7 +19,7 @@ from attnspan_lab.doctor.places import Place
 from attnspan_lab.doctor.tolerances import is_rounding
 from attnspan_lab.doctor.torch.cost.gradients import cut_lines
 from attnspan_lab.doctor.torch.recording.calls import CannotRun
-from attnspan_lab.doctor.torch.recording.compiler import compile_error
+from attnspan_lab.doctor.torch.recording.compiler_log import compile_error
 from attnspan_lab.doctor.torch.steps import compiled_form, outcome_of
 from attnspan_lab.doctor.torch.subject import Subject
 from attnspan_lab.doctor.words import counted

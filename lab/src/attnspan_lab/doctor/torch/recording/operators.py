@@ -11,11 +11,13 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.fx.traceback
 import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from attnspan_lab.doctor.patched import patched
 from attnspan_lab.doctor.places import Place, lines_in, on_stack, place_here
 
 __all__ = [
@@ -115,8 +117,16 @@ def operator_place() -> Place | None:
 def with_node_places() -> Iterator[None]:
     """Run eager steps whose autograd nodes record their forward lines, for `node_place`."""
     anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)
-    with torch.compiler.set_stance("force_eager"), anomaly:
+    # Autograd calls this function of torch for each node, for the whole stack. The user's line is enough.
+    users_line = patched(torch.fx.traceback, format_stack=_users_line)
+    with torch.compiler.set_stance("force_eager"), anomaly, users_line:
         yield
+
+
+def _users_line() -> list[str]:
+    """Write the user's line as an entry of a traceback."""
+    x = place_here()
+    return [f'  File "{x.file}", line {x.line}, in {x.function}\n'] if x is not None else []
 
 
 def node_place(node: Any) -> Place | None:
