@@ -15,6 +15,7 @@ from small_models import (
     LENGTH,
     SDPA,
     VOCABULARY,
+    Attend,
     builder,
     heads_of,
     merged_heads,
@@ -307,6 +308,63 @@ class Generating(Inside):
         return torch.cat(found, 1)
 
 
+class Reading(nn.Module):
+    """Cross-attention whose keys are computed once for all steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.kv, self.kept = nn.Linear(DIM, DIM), nn.Linear(DIM, 2 * DIM), None
+
+    def forward(self, x):
+        return x + merged_heads(SDPA(heads_of(self.q(x)), *self.kept))
+
+
+class Spelling(Inside):
+    """Decodes behind an encoder with another number of layers, and sees its results."""
+
+    def __init__(self, *more):
+        super().__init__(*more)
+        self.encoder = nn.Sequential(Attend(), Attend(), Attend())
+        self.head = nn.Sequential(Reading(), self.head)
+
+    def forward(self, sound, ids):
+        read = self.head[0]
+        read.kept = [heads_of(x) for x in read.kv(self.encoder(sound)).chunk(2, -1)]
+        return super().forward(ids)
+
+
+class SpellingAgain(Restarting, Spelling):
+    pass
+
+
+class SpellingByArgument(Spelling):
+    """The encoder runs in each step."""
+
+    def sizes(self, length):
+        return (length,)
+
+    def forward(self, sound, ids, cache=None):
+        self.cache = cache
+        return super().forward(sound, ids), self.cache
+
+    def run(self, ids, start, cache, shown=None):
+        start = self.cache[0][0].shape[2] if self.cache else 0
+        out, self.cache = super().run(ids, start, self.cache, shown)
+        return out, self.cache
+
+
+class SpellingAgainByArgument(Restarting, SpellingByArgument):
+    def sizes(self, length):
+        return (length,)
+
+
+@builder
+def spelled(model):
+    sound = torch.randn(2, 10, DIM, generator=torch.Generator().manual_seed(0))
+    batch = {"sound": sound, "ids": tokens()[0]["input_ids"]}
+    return model(Layer, True).requires_grad_(False), [batch], {}
+
+
 @builder
 def made(model, layer=Layer, learned=False, dtype=torch.float32, **more):
     return model(layer, learned).to(dtype).requires_grad_(False), tokens(**more), CAUSAL
@@ -321,6 +379,11 @@ _MORE = {"not_tried": "with the prefill's results in these calls", "beside": ("c
 for _name, _code, _sick, _remedy, _twins, _tried in (
     ("positions", Positionless.positions, made(ByArgument, Positionless), PAST, [RIGHT], _ALONE),
     ("inside", Restarting.places, made(Restarting, learned=True), PAST, [made(Inside, learned=True)], _MORE),
+    ("behind an encoder", Restarting.places, spelled(SpellingAgain), PAST, [spelled(Spelling)], _MORE),
+    (
+        *("beside an encoder", Restarting.places, spelled(SpellingAgainByArgument), PAST),
+        *([spelled(SpellingByArgument)], _MORE),
+    ),
     ("keys", WithKeysMoved.turn, made(ByArgument, WithKeysMoved), PAST, [made(Inside)], _ALONE),
     ("turned twice", Twice.join, made(ByArgument, Twice), AGAIN, [made(ByArgument, Late)], _ALONE),
     ("turned twice inside", Twice.join, made(Inside, Twice), AGAIN, [made(Inside, Late)], _ALONE),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,7 @@ class Runs:
         steps, whole: The two runs.
         made, wanted: How the tensors of the two runs were made.
         groups: Attention calls of the prefill, and then of each step.
+        others: Calls of the other run's prefill.
         lengths: Number of tokens of each group.
         size: Number of tokens of the other run's prefill.
         how: The comparison, in words.
@@ -67,6 +69,7 @@ class Runs:
     made: Lineage
     wanted: Lineage
     groups: list[list[Call]]
+    others: list[Call]
     lengths: list[int]
     size: int
     how: str
@@ -79,10 +82,10 @@ class Runs:
 
     def pairs(self) -> Iterator[Pair]:
         """Yield the calls of all decode steps, layer by layer, until operands are unknown."""
-        for layer in range(len(self.groups[0])):
+        for layer, other in enumerate(self.others):
             for number in range(1, len(self.groups)):
-                call, other = self.groups[number][layer], self.whole.calls[layer]
-                made, wanted = self.made.attends[call.number], self.wanted.attends[layer]
+                call = self.groups[number][layer]
+                made, wanted = self.made.attends[call.number], self.wanted.attends[other.number]
                 if made is None or wanted is None:
                     return
                 many, start = self.lengths[number], self.start(number)
@@ -110,20 +113,26 @@ def runs_of(step: Step) -> Runs | None:
         return None
     length, lengths = found[1].shape[1], [x[0].q_len for x in groups]
     decodes = any(x.k_len > x.q_len for group in groups[1:] for x in group)
-    if decodes and sum(lengths) == length:
-        return _inside(step, lengths, found[1].shape[:2])
-    grows = all(y.k_len >= sum(lengths[: i + 1]) for i, x in enumerate(groups) for y in x)
+    # The first sequence of the batch may belong to an encoder.
+    given = [found[1], *(x for x in subject.named(step.batch).values() if x.dim() > 1)]
+    decoded = next((x.shape[:2] for x in given if decodes and x.shape[1] == sum(lengths)), None)
+    if decoded is not None:
+        return _inside(step, lengths, decoded)
+    grows = all(any(y.k_len >= sum(lengths[: i + 1]) for y in x) for i, x in enumerate(groups))
     if decodes and lengths[0] == length and grows:
         raise CannotRun("the model decodes tokens that are not in the batch")
-    if names and step.calls and not _sees_later(step):
-        return _driven(step, names, found[1].shape[:2])
+    causal = _causal_lengths(step)
+    if names and step.calls and causal != set():
+        own = (x.shape[:2] for x in given if causal and x.shape[1] in causal)
+        return _driven(step, names, next(own, found[1].shape[:2]))
     if any(has_cache(x) and key_of_last(step, x) is not None for x in step.calls):
         raise CannotRun("the batch is one step, and the tokens of its cache are unknown")
     return None
 
 
 def _groups(calls: list[Call]) -> list[list[Call]]:
-    """Cut calls where the model starts again with its first layer."""
+    """Cut the decoder's calls where the model starts again with its first layer."""
+    calls = _decoder(calls)
 
     def starts(x: Call) -> bool:
         first = calls[0]
@@ -135,14 +144,27 @@ def _groups(calls: list[Call]) -> list[list[Call]]:
     return found if same else []
 
 
+def _decoder(calls: list[Call]) -> list[Call]:
+    """Leave out modules that run less often than others, or with as many queries in each step: an encoder."""
+    sizes = defaultdict[tuple[str, ...], set[int]](set)
+    for x in calls:
+        sizes[x.modules].add(x.q_len)
+    varied = {x for x, found in sizes.items() if len(found) > 1} or set(sizes)
+    times = Counter(x.modules for x in calls if x.modules in varied)
+    return [x for x in calls if times[x.modules] == max(times.values())]
+
+
 def _cut(calls: list[Call], many: int) -> list[list[Call]]:
     return [calls[i : i + many] for i in range(0, len(calls), many or 1)]
 
 
-def _sees_later(step: Step) -> bool:
-    """Whether tokens see later ones, as in an encoder, which does not decode."""
+def _causal_lengths(step: Step) -> set[int] | None:
+    """List the lengths of calls whose tokens do not see later ones. None if no call shows its pairs.
+
+    An encoder has no such call, and does not decode.
+    """
     shown = [x for x in map(visible_in, step.calls) if x is not None and x.shape[1] == x.shape[2]]
-    return any(bool(x.triu(1).any()) for x in shown)
+    return {x.shape[1] for x in shown if not bool(x.triu(1).any())} if shown else None
 
 
 def _inside(step: Step, lengths: list[int], shape: Any) -> Runs:
@@ -165,7 +187,9 @@ def _runs(
     made, wanted = Lineage(step.lines), Lineage(step.lines)
     steps, whole = step.again(short, run=run, mode=made), step.again(long, mode=wanted)
     if lengths is not None:
-        first, groups = whole.calls, _cut(steps.calls, len(whole.calls))
+        calls = _decoder(steps.calls)
+        first = [x for x in whole.calls if x.modules in {y.modules for y in calls}]
+        groups = _cut(calls, len(first))
     else:
         first, groups = next(iter(_groups(whole.calls)), []), _groups(steps.calls)
         lengths = [x[0].q_len for x in groups]
@@ -176,7 +200,7 @@ def _runs(
     size = first[0].q_len
     if size < sum(lengths):
         raise CannotRun("no batch is a prefill of all its tokens")
-    return Runs(steps, whole, made, wanted, groups, lengths, size, how, run)
+    return Runs(steps, whole, made, wanted, groups, first, lengths, size, how, run)
 
 
 def _driven(step: Step, names: list[str], shape: Any) -> Runs | None:
