@@ -170,6 +170,55 @@ class Sharper(Layer):
         return k, torch.cat([past[1], v * 1.05], 2)  # sick
 
 
+class WrittenSharper(Written, Sharper):
+    pass
+
+
+class ByEinsum(Layer):
+    """Tokens before heads, and queries in groups."""
+
+    @staticmethod
+    def attend(q, k, v, attn_mask):
+        q, k, v = (x.transpose(1, 2) for x in (q, k[:, ::2], v[:, ::2]))
+        q = q.unflatten(2, (2, -1))
+        scores = torch.einsum("bihgd, bjhd -> bhgij", q, k).masked_fill(~attn_mask[:, :, None], -torch.inf)
+        out = torch.einsum("...gij,...jd->...gid", scores.softmax(-1), v.transpose(1, 2))
+        return out.flatten(1, 2)
+
+    def mask(self, *sizes):
+        return super().mask(*sizes)[None, None]
+
+
+class EinsumPositionless(ByEinsum, Positionless):
+    pass
+
+
+class EinsumSharper(ByEinsum, Sharper):
+    pass
+
+
+class OtherScale(Layer):
+    """Scores of decode steps have another factor, behind their product."""
+
+    scales = 0.3, 0.4
+
+    def attend(self, q, k, v, attn_mask):
+        scores = q @ k.mT * self.scales[q.shape[2] == 1]
+        return scores.masked_fill(~attn_mask, -torch.inf).softmax(-1) @ v  # sick
+
+
+class OneScale(OtherScale):
+    scales = 0.3, 0.3
+
+
+class Shifting(Layer):
+    """Tokens see the token before them, which decode steps forget."""
+
+    def forward(self, x, *more):
+        x, kept = super().forward(x, *more)
+        return x + nn.functional.pad(x, (0, 0, 1, 0))[:, :-1], kept  # sick
+
+
 class Static(Layer):
     """A buffer with room for all tokens, written in place."""
 
@@ -221,6 +270,11 @@ class ByArgument(Model):
     def forward(self, input_ids, cache=None, attention_mask=None):
         start = cache[0][0].shape[2] if cache else 0
         return self.run(input_ids, start, cache, attention_mask)
+
+
+class OfOneLayer(ByArgument):
+    def __init__(self, *more):
+        super().__init__(*more, 1)
 
 
 class CountingWindows(ByArgument):
@@ -400,12 +454,27 @@ for _name, _code, _sick, _remedy, _twins, _tried in (
         *("padding", PaddingForgotten.mask, made(ByArgument, PaddingForgotten, **_LEFT)),
         *("the same window and padding", [made(ByArgument, **_LEFT)], _ALONE),
     ),
-    ("larger keys", Larger.join, made(ByArgument, Larger), "the same arguments", [RIGHT], _ALONE),
+    ("larger keys", Larger.join, made(ByArgument, Larger), "in the same way", [RIGHT], _ALONE),
     ("larger values", Sharper.join, made(ByArgument, Sharper), "Write values", [RIGHT], _ALONE),
     ("reordered", (Layer.join, "# cat"), made(Reordered), "index_select", [made(ReorderedBoth)], _MORE),
     (
         *("written out", Positionless.positions, made(ByArgument, WrittenPositionless), PAST),
         *([made(ByArgument, Written)], {}),
+    ),
+    ("written values", Sharper.join, made(ByArgument, WrittenSharper), "Write values", [], {}),
+    (
+        *("einsum", Positionless.positions, made(ByArgument, EinsumPositionless), PAST),
+        *([made(ByArgument, ByEinsum)], {}),
+    ),
+    ("values of an einsum", Sharper.join, made(ByArgument, EinsumSharper), "Write values", [], {}),
+    (
+        *("scale", OtherScale.attend, made(ByArgument, OtherScale), "such as scale"),
+        *([made(ByArgument, OneScale)], {}),
+    ),
+    ("behind attention", Shifting.forward, made(ByArgument, Shifting), "keep them next to the cache", [], {}),
+    (
+        *("behind the last attention", None, made(OfOneLayer, Shifting), "Compare q, k, v and the mask", []),
+        {"lines": "def forward(self, input_ids, cache=None"},
     ),
 ):
     sick("decode", _code, _sick, *_twins, name=_name, remedy=_remedy, **_tried)

@@ -18,6 +18,7 @@ from attnspan_lab.doctor.torch.masks.forms import distance
 from attnspan_lab.doctor.torch.recording.calls import Call, CannotRun, Step
 from attnspan_lab.doctor.torch.recording.differences import SAME, rounding
 from attnspan_lab.doctor.torch.recording.lineage import Attend, Node, apart, backwards, cache_of, origin
+from attnspan_lab.doctor.torch.recording.trace import forward_line
 
 __all__ = ["decode_findings"]
 
@@ -63,7 +64,7 @@ def _compared(runs: Runs, coverage: Coverage) -> Iterator[Finding]:
             return
         found = _first(runs, _QUANTIZED)
     coverage.made(_TOPIC, f"compared with one prefill, {runs.how}")
-    yield _finding(runs, found, after, rounded=rounded and found is None)
+    yield _finding(runs, found, after, rounded=rounded)
 
 
 def _is_rounded(found: _Difference) -> bool:
@@ -160,17 +161,23 @@ def _differs(pair: Pair, same: float) -> _Difference | None:
             error = float(_gaps(other_v[needed], v[has]).max()) if v.shape[1] == other_v.shape[1] else 0.0
             if error > same:
                 return _Difference("value", pair, error)
-    result, other = pair.call.result, pair.other.result
-    if not pair.call.is_torchs or result.shape[-1] != other.shape[-1]:
+    result, other = _result(pair.call, made), _result(pair.other, wanted)
+    if result is None or other is None or result.shape[-1] != other.shape[-1]:
         return None
     error = distance(result[..., row, :], other[order][..., token, :])
     return _Difference("call", pair, error) if error > same else None
 
 
+def _result(call: Call, made: Attend) -> Tensor | None:
+    if call.is_torchs:
+        return call.result
+    return None if made.result is None else made.result.value
+
+
 def _flat(x: Tensor) -> Tensor:
-    """Bring an operand (B, H, S, D) to (B, S, H * D)."""
+    """Bring an operand (B, H, S, D) or (B, H, G, S, D) to (B, S, H * D)."""
     x = x.float()
-    return x.transpose(1, 2).flatten(2) if x.dim() == 4 else x
+    return x.movedim(-2, 1).flatten(2) if x.dim() > 3 else x
 
 
 def _gaps(wanted: Tensor, found: Tensor) -> Tensor:
@@ -187,7 +194,8 @@ def _finding(runs: Runs, found: _Difference | None, error: float, *, rounded: bo
     evidence = f"results of the last {decoded} of {total} tokens differ by up to {error:.1e} (relative)"
     if found is None:
         texts = texts_of("decode", "rounded" if rounded else "unseen")
-        return Finding("decode", what, (), (evidence,), *texts, severity="note")
+        line = at(forward_line(runs.steps.subject.model))
+        return Finding("decode", what, line, (evidence,), *texts, severity="note" if rounded else "")
     place, case = _explained(found)
     of, by = f"token {found.pair.tokens[1]}", f"{found.error:.1e}"
     seen, needed = found.seen
@@ -200,9 +208,9 @@ def _finding(runs: Runs, found: _Difference | None, error: float, *, rounded: bo
         "call": f"q, keys, values and mask of {of} are equal, the result differs by {by}",
     }[found.kind]
     places, severity = at(place, found.pair.call.place), ""
-    if found.kind == "query" and found.pair.layer:
-        case, severity = "behind", "note"
-    tried = "" if severity else _tried(runs, error)
+    if found.kind == "query" and found.pair.layer and _result(found.pair.call, found.pair.made) is not None:
+        case, severity = "behind", "note" if rounded else ""
+    tried = "" if case == "behind" else _tried(runs, error)
     texts = texts_of("decode", case)
     return Finding("decode", what, places, (evidence, first), *texts, tried, severity=severity)
 
@@ -235,7 +243,11 @@ def _of_token(pair: Pair, made: Node, wanted: Node) -> tuple[Place | None, str]:
     """Explain the first function whose result for a token differs."""
     node, other = origin(made, wanted, pair.tokens, pair.sizes)
     if any(x.name and x.value.is_floating_point() for x in node.inputs) and node.name != "__getitem__":
-        return node.place, "other-arguments"
+        if node.name != other.name:
+            return node.place, "other-function"
+        inputs = zip(node.inputs, other.inputs, strict=False)
+        differ = [apart(x.value, y.value, pair.tokens, pair.sizes) for x, y in inputs]
+        return node.place, "unread" if None in differ else "other-arguments"
     row = pair.tokens[0]
     restarts = apart(node.value, other.value, (row, row), pair.sizes) is False
     return node.place, "restarted" if restarts else "moved"

@@ -19,7 +19,8 @@ from attnspan_lab.doctor.torch.recording.operators import is_plain, storage
 __all__ = ["JOINS", "Attend", "Lineage", "Node", "apart", "backwards", "cache_of", "origin"]
 
 JOINS = ("cat", "concat", "concatenate", "stack")
-_PRODUCTS = ("matmul", "bmm", "__matmul__")
+_PRODUCTS = ("matmul", "bmm", "__matmul__", "einsum")
+_LETTERS = "ABCDEFG"  # Names of the leading dims of a product, where an equation does not name them.
 #: Name of a node that stands for a change in place.
 _WRITE = "write"
 
@@ -33,6 +34,7 @@ class Node:
         value: Contents at that time.
         inputs: Nodes of the arguments.
         order: Number of the function in the run.
+        equation: Of an einsum.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Node:
     value: Tensor
     inputs: tuple[Node, ...]
     order: int
+    equation: str = ""
 
     @property
     def place(self) -> Place | None:
@@ -59,13 +62,17 @@ class Node:
 
 @dataclass(eq=False)
 class Attend:
-    """Operands of an attention call. ``order`` is the number of the call among all functions."""
+    """Operands of an attention call. ``order`` is the number of the call among all functions.
+
+    ``result`` is known only of a call that is written out.
+    """
 
     query: Node
     key: Node
     value: Node | None
     mask: Node | None
     order: int
+    result: Node | None = None
 
 
 class Lineage(TorchFunctionMode):
@@ -80,6 +87,8 @@ class Lineage(TorchFunctionMode):
         self.lines, self.order = lines, 0
         #: Operands of each attention call. None if they are unknown.
         self.attends: list[Attend | None] = []
+        #: Calls that are written out, by the result of their softmax.
+        self.weights: dict[Node, Attend] = {}
         self.nodes: dict[int, Node] = {}
         self.writes: dict[int, Node] = {}
         self.kept: list[Any] = []  # Numbers of objects are unique only while the objects exist.
@@ -90,7 +99,8 @@ class Lineage(TorchFunctionMode):
             name = getattr(getattr(fn, "__self__", None), "__name__", name)
         if name == "scaled_dot_product_attention":
             self._attends(arguments(args, kwargs))
-        elif name == "softmax" and place_here() in self.lines:
+        written = name == "softmax" and place_here() in self.lines
+        if written:
             self._attends_by(self._node(args[0] if args else kwargs["input"]))
         tensors = [x for x in tree_leaves((args, kwargs)) if is_plain(x)]
         inputs = tuple(self._node(x) for x in tensors)
@@ -104,9 +114,14 @@ class Lineage(TorchFunctionMode):
             self.kept.append(tensors[0])
             return out
         lines = _lines() if made else ()
+        equation = args[0] if name == "einsum" and isinstance(args[0], str) else ""
         for x in made:
-            self.nodes[id(x)] = Node(name, lines, _copy(x), inputs, self.order)
+            node = self.nodes[id(x)] = Node(name, lines, _copy(x), inputs, self.order, equation)
             self.kept.append(x)
+            if written and self.attends[-1] is not None:
+                self.weights[node] = self.attends[-1]
+            elif name in _PRODUCTS and self.weights:
+                self._takes_values(node)
         return out
 
     def _node(self, x: Tensor) -> Node:
@@ -126,16 +141,58 @@ class Lineage(TorchFunctionMode):
 
     def _attends_by(self, scores: Node) -> None:
         """Find the product of queries and keys that scores were made from."""
-        node = scores
-        while node.name not in _PRODUCTS:
-            like = [x for x in node.inputs if x.value.shape == node.value.shape]
-            if not like:
-                self.attends.append(None)
-                return
-            node = like[0]
-        q, k = node.inputs[:2]
-        keys = Node("mT", k.lines, k.value.mT, (k,), k.order)
-        self.attends.append(Attend(q, keys, None, None, self.order))
+        product = next((x for x in _same_shape(scores) if x.name in _PRODUCTS), None)
+        letters = None if product is None else _letters(product)
+        self.attends.append(None)
+        if product is None or letters is None:
+            return
+        *given, out = letters
+        operands = list(zip(product.inputs, given, strict=True))
+        operands.sort(key=lambda x: out[-1] in x[1])  # An equation may name keys first.
+        queries, keys = (_by_rows(*x, out, row) for x, row in zip(operands, out[-2:], strict=True))
+        if queries is not None and keys is not None:
+            self.attends[-1] = Attend(queries, keys, None, None, self.order)
+
+    def _takes_values(self, product: Node) -> None:
+        """Find values and result of attention that is written out, in the product with its weights."""
+        letters, inputs = _letters(product), product.inputs[:2]
+        for i in (0, 1) if letters is not None else ():
+            call = next((self.weights[x] for x in _same_shape(inputs[i]) if x in self.weights), None)
+            if call is not None and call.value is None:
+                call.value = _by_rows(inputs[1 - i], letters[1 - i], letters[i], letters[i][-1])
+                call.result = _by_rows(product, letters[2], letters[i], letters[i][-2])
+
+
+def _same_shape(node: Node | None) -> Iterator[Node]:
+    """Yield a node and those that it was made from, while they have its shape."""
+    while node is not None:
+        yield node
+        node = next((x for x in node.inputs if x.value.shape == node.value.shape), None)
+
+
+def _letters(product: Node) -> tuple[str, str, str] | None:
+    """Name the dims of the operands and of the result of a product. None for other equations."""
+    dims = [x.value.dim() for x in (*product.inputs, product)]
+    equation = product.equation if product.name == "einsum" else "...ij,...jk->...ik"
+    given, _, out = equation.replace(" ", "").partition("->")
+    parts = [*given.split(","), out]
+    if len(parts) != 3 or len(dims) != 3 or not out:
+        return None
+    left = [n - len(x.replace("...", "")) for x, n in zip(parts, dims, strict=True)]
+    if any(n < 0 or (n and "..." not in x) for x, n in zip(parts, left, strict=True)):
+        return None
+    a, b, c = (x.replace("...", _LETTERS[len(_LETTERS) - n :]) for x, n in zip(parts, left, strict=True))
+    return a, b, c
+
+
+def _by_rows(node: Node, letters: str, other: str, row: str) -> Node | None:
+    """Bring an operand of a product to (..., row, D), with leading dims as the other tensor has them."""
+    order = [*(x for x in other if x != row), row, *(x for x in letters if x not in other)]
+    dims = [letters.index(x) for x in order if x in letters]
+    if row not in letters or sorted(dims) != list(range(len(letters))):
+        return None
+    moved = node.value.permute(dims)
+    return node if dims == sorted(dims) else Node("permute", node.lines, moved, (node,), node.order)
 
 
 def _lines() -> tuple[Place, ...]:
