@@ -73,6 +73,32 @@ class Positionless(Layer):
         return torch.arange(many)  # sick
 
 
+class Polar(Layer):
+    """A table of complex numbers, which is no result of a step."""
+
+    def __init__(self):
+        super().__init__()
+        angle = INDEX[:, None] / 10 ** torch.arange(DIM // HEADS // 2)
+        self.table = torch.polar(torch.ones_like(angle), angle)
+
+    def turn(self, q, k, start):
+        table, pairs = self.angles(start, q.shape[2]), (x.unflatten(-1, (-1, 2)) for x in (q, k))
+        return [torch.view_as_real(torch.view_as_complex(x) * table).flatten(-2) for x in pairs]
+
+    def angles(self, start, many):
+        return self.table[start : start + many]
+
+
+class PolarAgain(Polar):
+    def angles(self, start, many):
+        return self.table[:many]  # sick
+
+
+class PolarNarrow(Polar):
+    def angles(self, start, many):
+        return (self.table * 1).narrow(0, 0, many)  # sick
+
+
 class WithKeysMoved(Layer):
     """Only keys have wrong positions."""
 
@@ -294,6 +320,44 @@ class ByStart(Model):
         return self.run(input_ids, start_pos, None)[0]
 
 
+class ByNumber(Model):
+    """The number of cached tokens has an unusual name, and calls of layers have no hooks."""
+
+    def forward(self, input_ids, so_far=0):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x, _ = layer.forward(x, so_far, None)
+        return self.head(x)
+
+
+class ByMemory(Model):
+    """The cache has an unusual name."""
+
+    def forward(self, input_ids, notes=None, memory=None):
+        start = memory[0][0].shape[2] if memory else 0
+        return self.run(input_ids, start, memory)
+
+
+class ByBoth(Model):
+    """The caller passes a cache, and the number of its tokens."""
+
+    def forward(self, input_ids, number, cache=None):
+        return self.run(input_ids, number, cache)
+
+
+class Counting(Model):
+    """Counts the cached tokens itself."""
+
+    number = 0
+
+    def reset_cache(self):
+        self.number = 0
+
+    def forward(self, input_ids):
+        start, self.number = self.number, self.number + input_ids.shape[1]
+        return self.run(input_ids, start % (LENGTH - input_ids.shape[1] + 1), None)[0]
+
+
 class ByPosition(Model):
     """The caller passes positions."""
 
@@ -432,6 +496,8 @@ _ALONE = {"tried": "with the prefill's results in these calls"}
 _MORE = {"not_tried": "with the prefill's results in these calls", "beside": ("causality-lost",)}
 for _name, _code, _sick, _remedy, _twins, _tried in (
     ("positions", Positionless.positions, made(ByArgument, Positionless), PAST, [RIGHT], _ALONE),
+    ("complex", PolarAgain.angles, made(ByArgument, PolarAgain), PAST, [made(ByArgument, Polar)], _ALONE),
+    ("complex, narrow", PolarNarrow.angles, made(ByArgument, PolarNarrow), PAST, [], _ALONE),
     ("inside", Restarting.places, made(Restarting, learned=True), PAST, [made(Inside, learned=True)], _MORE),
     ("behind an encoder", Restarting.places, spelled(SpellingAgain), PAST, [spelled(Spelling)], _MORE),
     (
@@ -441,6 +507,16 @@ for _name, _code, _sick, _remedy, _twins, _tried in (
     ("keys", WithKeysMoved.turn, made(ByArgument, WithKeysMoved), PAST, [made(Inside)], _ALONE),
     ("turned twice", Twice.join, made(ByArgument, Twice), AGAIN, [made(ByArgument, Late)], _ALONE),
     ("turned twice inside", Twice.join, made(Inside, Twice), AGAIN, [made(Inside, Late)], _ALONE),
+    ("number", Static.join, made(ByNumber, Shifted), PAST, [made(ByNumber, Static)], _ALONE),
+    (
+        *("memory", Positionless.positions, made(ByMemory, Positionless), PAST),
+        *([made(ByMemory, Layer)], _ALONE),
+    ),
+    (
+        *("cache and number", Positionless.positions, made(ByBoth, Positionless, number=0), PAST),
+        *([made(ByBoth, number=0)], _ALONE),
+    ),
+    ("counting", Static.join, made(Counting, Shifted), PAST, [made(Counting, Static)], _ALONE),
     ("slot", Static.join, made(ByStart, Shifted), PAST, [made(ByStart, Static)], _ALONE),
     (
         *("slot by positions", Static.join, made(ByPosition, Shifted, **_INDEX), PAST),
@@ -489,6 +565,7 @@ WELL = {
 UNCOMPARED = {
     "generating": (made(Generating), "tokens that are not in the batch"),
     "short": (made(ByArgument, lengths=(2,)), "less than three tokens"),
+    "step": (made(ByNumber, Static, lengths=(1,), so_far=9), "the tokens of its cache are unknown"),
 }
 
 

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
-from attnspan_lab.doctor.torch.decoding.own_key import has_cache, key_of_last, longer
+from attnspan_lab.doctor.torch.decoding.decode_arguments import (
+    PLACES,
+    Roles,
+    at,
+    caches_in,
+    known_roles,
+    named_in,
+    part_of,
+    returned,
+    starts_beside,
+    tried_roles,
+)
+from attnspan_lab.doctor.torch.decoding.own_key import has_cache, longer
 from attnspan_lab.doctor.torch.masks.cross_attention import visible_in
-from attnspan_lab.doctor.torch.recording.calls import Call, CannotRun, Run, Step
+from attnspan_lab.doctor.torch.recording.calls import Call, CannotRun, Run, Step, changed_tokens
 from attnspan_lab.doctor.torch.recording.lineage import Attend, Lineage
-from attnspan_lab.doctor.torch.subject import Subject, copied
+from attnspan_lab.doctor.torch.subject import Subject
 
 __all__ = ["Pair", "Runs", "runs_of"]
 
-_CACHES = ("past_key_values", "past_key_value", "layer_past", "past", "kv_cache", "caches", "cache")
-_STARTS, _POSITIONS = ("start_pos", "offset"), ("input_pos", "cache_position")
-#: Positions of tokens (B, S), which the caller passes with a cache.
-_PLACES = ("position_ids", "positions")
 _STEPS = 3  # Decode steps that the doctor makes.
 
 
@@ -95,39 +101,62 @@ class Runs:
                     yield Pair(layer, call, other, made, wanted, tokens, (many, self.size), start)
 
 
-def runs_of(step: Step) -> Runs | None:
-    """Run a model's decode steps, and one prefill. None if the model has no cache.
+def runs_of(step: Step) -> list[Runs]:
+    """Run a model's decode steps, and one prefill. Nothing if the model has no cache.
+
+    The doctor may not know if an argument counts tokens. Then it runs the steps in several ways.
 
     Raises:
         CannotRun: The model has a cache, and the two ways cannot be compared. The message is the reason.
     """
     found, groups = step.subject.tokens(step.batch), _groups(step.calls)
     if found is None:
-        return None
+        return []
     subject = step.subject
-    names = [x for x in subject.parameters if x in (*_CACHES, *_STARTS, *_POSITIONS)]
+    roles: Roles | None = known_roles(subject)
     config = getattr(subject.model, "config", None)
     if "decoder_input_ids" in subject.parameters or getattr(config, "is_encoder_decoder", False):
-        if names:
+        if roles:
             raise CannotRun("the model has an encoder and a decoder")
-        return None
+        return []
     length, lengths = found[1].shape[1], [x[0].q_len for x in groups]
     decodes = any(x.k_len > x.q_len for group in groups[1:] for x in group)
     # The first sequence of the batch may belong to an encoder.
     given = [found[1], *(x for x in subject.named(step.batch).values() if x.dim() > 1)]
     decoded = next((x.shape[:2] for x in given if decodes and x.shape[1] == sum(lengths)), None)
     if decoded is not None:
-        return _inside(step, lengths, decoded)
+        return [_inside(step, lengths, decoded)]
     grows = all(any(y.k_len >= sum(lengths[: i + 1]) for y in x) for i, x in enumerate(groups))
     if decodes and lengths[0] == length and grows:
         raise CannotRun("the model decodes tokens that are not in the batch")
     causal = _causal_lengths(step)
-    if names and step.calls and causal != set():
+    if step.calls and causal != set():
         own = (x.shape[:2] for x in given if causal and x.shape[1] in causal)
-        return _driven(step, names, next(own, found[1].shape[:2]))
-    if any(has_cache(x) and key_of_last(step, x) is not None for x in step.calls):
+        shape = next(own, found[1].shape[:2])
+        roles = roles or tried_roles(step, shape)
+        if roles is not None:
+            others = starts_beside(step, roles) if "cache" in roles.values() else []
+            return [_driven(step, roles, shape), *_possible(step, others, shape)]
+    if any(map(has_cache, step.calls)) and _has_old_keys(step, *found):
         raise CannotRun("the batch is one step, and the tokens of its cache are unknown")
-    return None
+    return []
+
+
+def _possible(step: Step, others: list[Roles], shape: Any) -> Iterator[Runs]:
+    for roles in others:
+        try:
+            yield _driven(step, roles, shape)
+        except CannotRun:  # The argument does not count tokens.
+            continue
+
+
+def _has_old_keys(step: Step, name: str, tokens: Tensor) -> bool:
+    """Whether the tokens of the batch change a key for each query of a call, and the call has more keys."""
+    other = step.again(step.subject.with_tokens(step.batch, name, changed_tokens(tokens)))
+    pairs = [(x, y) for x, y in zip(step.calls, other.calls, strict=False) if has_cache(x) and y.is_torchs]
+    keys = [(x.q_len, x.given["key"], y.given["key"]) for x, y in pairs]
+    changed = [(n, (a != b).any(-1).flatten(0, -2).any(0)) for n, a, b in keys if a.shape == b.shape]
+    return any(int(x.sum()) == n for n, x in changed)
 
 
 def _groups(calls: list[Call]) -> list[list[Call]]:
@@ -170,8 +199,8 @@ def _causal_lengths(step: Step) -> set[int] | None:
 def _inside(step: Step, lengths: list[int], shape: Any) -> Runs:
     """Compare with a longer row, whose prefill has all tokens. Or decode the tokens of this row's prefill."""
     first, length = lengths[0], sum(lengths)
-    named, why = _named(step.subject, step.batch), ""
-    pairs = [(_part(named, shape, 0, first), named), (named, longer(named, shape, length))]
+    named, why = named_in(step.subject, step.batch), ""
+    pairs = [(part_of(named, shape, 0, first), named), (named, longer(named, shape, length))]
     for short, long in pairs if 2 * first > length else pairs[1:]:
         try:
             return _runs(step, short, long, "in one forward pass")
@@ -203,97 +232,41 @@ def _runs(
     return Runs(steps, whole, made, wanted, groups, first, lengths, size, how, run)
 
 
-def _driven(step: Step, names: list[str], shape: Any) -> Runs | None:
+def _driven(step: Step, roles: Roles, shape: Any) -> Runs:
     """Decode the last tokens of a batch through the model's arguments."""
     subject, length = step.subject, int(shape[1])
-    named = {k: x for k, x in _named(subject, step.batch).items() if k != "labels"}
+    named = {k: x for k, x in named_in(subject, step.batch).items() if k != "labels"}
     if length < 3:
         raise CannotRun("the batch has less than three tokens, so there is no prefill")
     if subject.declared(step.batch).documents is not None:
         raise CannotRun("the batch has several documents")
     if any(not bool(x[:, -_STEPS - 1 :].all()) for x in subject.masks(step.batch)):
         raise CannotRun("the batch has padding behind its tokens")
-    named |= {x: _places(subject, step, shape) for x in _PLACES if x in subject.parameters and x not in named}
+    named |= {x: _places(subject, step, shape) for x in PLACES if x in subject.parameters and x not in named}
     steps = min(_STEPS, length - 2)
     lengths = [length - steps, *[1] * steps]
-    given = _given(subject, names, named)
 
     def run(own: Subject) -> dict[str, Tensor]:
         found, stop = list[dict[str, Tensor]](), 0
-        kept: dict[str, Any] = tree_map(copied, {k: named[k] for k in _CACHES if named.get(k) is not None})
+        kept = caches_in(roles, named)
         for many in lengths:
             start, stop = stop, stop + many
-            batch = _part({k: x for k, x in named.items() if k not in kept}, shape, start, stop)
-            out = own.model(**{**batch, **_at(given, named, start, stop), **kept})
-            kept |= _returned(out, names)
-            if not kept and not set(names) & {*_STARTS, *_POSITIONS}:
-                raise CannotRun(f"the model takes {names[0]}, and its results have no cache")
+            batch = part_of({k: x for k, x in named.items() if k not in kept}, shape, start, stop)
+            out = own.model(**{**batch, **at(subject, roles, named, start, stop), **kept})
+            kept |= returned(out, roles)
+            if not kept and set(roles.values()) == {"cache"}:
+                raise CannotRun(f"the model takes {next(iter(roles))}, and its results have no cache")
             found.append(own.results(out, {}))
         rows = [k for k, x in found[0].items() if x.shape[:2] == (shape[0], lengths[0])]
         return {k: torch.cat([x[k] for x in found], 1) for k in rows if all(k in x for x in found)}
 
-    whole = {**named, **_at(given, named, 0, length)} if not set(names) & set(_CACHES) else named
-    how = f"with {', '.join(sorted({*names, *given}))}"
+    passed = at(subject, roles, named, 0, length)
+    whole = named if set(roles.values()) == {"cache"} else {**named, **passed}
+    how = f"with {', '.join(sorted({*roles, *passed})) or 'the keys that the model keeps'}"
     return _runs(step, step.batch, whole, how, run, lengths)
-
-
-def _given(subject: Subject, names: list[str], named: Mapping[str, Any]) -> set[str]:
-    """Name the arguments that the doctor passes in each step."""
-    parameters = inspect.signature(type(subject.model).forward).parameters
-    caches = [x for x in names if x in _CACHES]
-    unknown = [x for x in caches if x not in named and parameters[x].default is parameters[x].empty]
-    if unknown:
-        raise CannotRun(f"the batch has no {unknown[0]}, and the doctor does not know its form")
-    found = {x for x in names if x in _STARTS}
-    found |= {x for x in names if x in _POSITIONS and not caches and x not in named}
-    return found | ({"use_cache"} & set(parameters))
 
 
 def _places(subject: Subject, step: Step, shape: Any) -> Tensor:
     """Count positions (B, S) from the first token that is no padding."""
     valid = next(iter(subject.masks(step.batch)), torch.ones(tuple(shape)))
     return (valid.long().cumsum(-1) - 1).clamp(min=0)
-
-
-def _at(given: set[str], named: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
-    made = {x: start if named.get(x) is None else named[x] + start for x in given & set(_STARTS)}
-    made |= {x: torch.arange(start, stop) for x in given & set(_POSITIONS)}
-    return made | ({"use_cache": True} if "use_cache" in given else {})
-
-
-def _returned(out: Any, names: list[str]) -> dict[str, Any]:
-    """Find the cache in a model's results: by its name, or as the last result of a tuple."""
-    name = next((x for x in names if x in _CACHES), None)
-    if name is None:
-        return {}
-    for key in _CACHES:
-        found = out.get(key) if isinstance(out, Mapping) else getattr(out, key, None)
-        if found is not None:
-            return {name: found}
-    last = out[-1] if isinstance(out, (tuple, list)) and len(out) > 1 else None
-    is_cache = last is not None and (not isinstance(last, Tensor) or last.dim() > 3)
-    return {name: last} if is_cache else {}
-
-
-def _named(subject: Subject, batch: Any) -> dict[str, Any]:
-    if isinstance(batch, Mapping):
-        return dict(batch)
-    listed = batch if isinstance(batch, (tuple, list)) else [batch]
-    return dict(zip(subject.parameters[1:], listed, strict=False))
-
-
-def _part(batch: Mapping[str, Any], shape: Any, start: int, stop: int) -> dict[str, Any]:
-    """Take tokens of a batch, with the entries of masks for all tokens up to the last one."""
-    rows, length = shape
-
-    def part(name: str, x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        if x.dim() > 2 and x.shape[-2:] == (length, length):
-            return x[..., start:stop, :stop]
-        if x.shape[:2] == shape:
-            return x[:, :stop] if "mask" in name else x[:, start:stop]
-        has_tokens = x.shape == (length,) or (x.dim() == 3 and x.shape[1:] == (rows, length))
-        return x[..., start:stop] if has_tokens else x
-
-    return {k: part(k, x) for k, x in batch.items()}

@@ -25,6 +25,7 @@ __all__ = ["decode_findings"]
 _TOPIC = "decoding"
 #: Largest error of an entry of a quantized key, relative to the key's largest entry: 4 bits have 1 / 14.
 _QUANTIZED = 0.1
+_SLICES = ("__getitem__", "narrow")
 _PROJECTIONS = ("linear", "matmul", "__matmul__", "bmm", "addmm", "einsum", "conv1d", "embedding")
 
 
@@ -37,8 +38,8 @@ def decode_findings(step: Step, coverage: Coverage, *, explained: bool) -> Itera
         explained: Another finding already says why decode steps are wrong.
     """
     try:
-        runs = runs_of(step)
-        if runs is not None:
+        if found := runs_of(step):
+            runs = min(found, key=lambda x: _errors(x)[1]) if len(found) > 1 else found[0]
             yield from cat_findings(runs)
             if explained:
                 raise CannotRun("another finding already says why decode steps are wrong")
@@ -242,7 +243,7 @@ def _explained(found: _Difference) -> tuple[Place | None, str]:
 def _of_token(pair: Pair, made: Node, wanted: Node) -> tuple[Place | None, str]:
     """Explain the first function whose result for a token differs."""
     node, other = origin(made, wanted, pair.tokens, pair.sizes)
-    if any(x.name and x.value.is_floating_point() for x in node.inputs) and node.name != "__getitem__":
+    if any(x.name and x.value.is_floating_point() for x in node.inputs) and node.name not in _SLICES:
         if node.name != other.name:
             return node.place, "other-function"
         inputs = zip(node.inputs, other.inputs, strict=False)

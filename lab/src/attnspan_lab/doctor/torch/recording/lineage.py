@@ -224,6 +224,8 @@ def apart(x: Tensor, y: Tensor, at: tuple[int, int], sizes: tuple[int, int]) -> 
             z.reshape(*z.shape[:dim], -1, n, *z.shape[dim + 1 :]).select(dim + 1, i)
             for z, n, i in zip((x, y), sizes, at, strict=True)
         )
+    if x.is_complex():
+        x, y = torch.view_as_real(x.resolve_conj()), torch.view_as_real(y.resolve_conj())
     if not x.is_floating_point():
         return not torch.equal(x, y)
     return bool((x - y).abs().nan_to_num().max() > 1e-4 * y.abs().nan_to_num().max()) if x.numel() else False
