@@ -123,6 +123,21 @@ class Written(Layer):
         return written(q, k, v, attn_mask)
 
 
+class WrittenApart(Layer):
+    """Prefill and decode steps have a softmax of their own."""
+
+    @staticmethod
+    def attend(q, k, v, attn_mask):
+        scores = q @ k.mT / 3
+        if q.shape[2] == 1:
+            return scores.softmax(-1) @ v
+        return scores.masked_fill(~attn_mask, -torch.inf).softmax(-1) @ v
+
+
+class ApartPositionless(WrittenApart, Positionless):
+    pass
+
+
 class WrittenPositionless(Written, Positionless):
     pass
 
@@ -338,6 +353,20 @@ class ByMemory(Model):
         return self.run(input_ids, start, memory)
 
 
+class Notes:
+    """A cache that the model writes to."""
+
+    def __init__(self):
+        self.kept = None
+
+
+class ByNotes(Model):
+    def forward(self, input_ids, notes):
+        start = notes.kept[0][0].shape[2] if notes.kept else 0
+        out, notes.kept = self.run(input_ids, start, notes.kept)
+        return out
+
+
 class ByBoth(Model):
     """The caller passes a cache, and the number of its tokens."""
 
@@ -511,6 +540,14 @@ for _name, _code, _sick, _remedy, _twins, _tried in (
     (
         *("memory", Positionless.positions, made(ByMemory, Positionless), PAST),
         *([made(ByMemory, Layer)], _ALONE),
+    ),
+    (
+        *("object", Positionless.positions, made(ByNotes, Positionless, notes=Notes()), PAST),
+        *([made(ByNotes, notes=Notes())], _ALONE),
+    ),
+    (
+        *("own softmax", Positionless.positions, made(Inside, ApartPositionless), PAST),
+        *([made(Inside, WrittenApart)], {"beside": ("causality-lost",)}),
     ),
     (
         *("cache and number", Positionless.positions, made(ByBoth, Positionless, number=0), PAST),

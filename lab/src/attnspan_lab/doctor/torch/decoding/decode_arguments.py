@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from attnspan_lab.doctor.places import is_users_class
 from attnspan_lab.doctor.torch.masks.cross_attention import visible_in
 from attnspan_lab.doctor.torch.recording.calls import Call, CannotRun, Step
 from attnspan_lab.doctor.torch.subject import Subject, copied
@@ -76,8 +77,8 @@ def _is_zero(x: Any) -> bool:
 
 
 def _is_empty(x: Any) -> bool:
-    """Whether an argument has no contents yet, as a cache before a prefill."""
-    return x is None or (isinstance(x, (list, dict)) and not x)
+    """Whether an argument may be a cache before a prefill: nothing, or an object of the user's class."""
+    return x is None or (isinstance(x, (list, dict)) and not x) or is_users_class(type(x))
 
 
 def _sees_all(step: Step, roles: Roles, named: Mapping[str, Any], shape: Any) -> bool:
@@ -159,7 +160,7 @@ def part_of(batch: Mapping[str, Any], shape: Any, start: int, stop: int) -> dict
 
     def part(name: str, x: Any) -> Any:
         if not isinstance(x, Tensor):
-            return x
+            return tree_map(copied, x)  # The call may write to it.
         if x.dim() > 2 and x.shape[-2:] == (length, length):
             return x[..., start:stop, :stop]
         if x.shape[:2] == shape:

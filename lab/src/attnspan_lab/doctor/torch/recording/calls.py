@@ -36,9 +36,11 @@ __all__ = [
     "changed_tokens",
     "contracted",
     "copied_model",
+    "is_attention",
     "noise",
     "recorded",
     "sdpa",
+    "softmax_arguments",
 ]
 
 #: torch's function, which is not replaced while nn.MultiheadAttention runs.
@@ -297,8 +299,8 @@ class _Record(TorchFunctionMode):
         if name == _SDPA:
             return self._noted(fn, arguments(args, kwargs), args, kwargs)
         if name == _SOFTMAX:
-            given = _of_softmax(args, kwargs)
-            if _has_one_key(given) or place_here() in self.lines:
+            given = softmax_arguments(args, kwargs)
+            if _has_one_key(given) or is_attention(given, self.lines):
                 return self._softmax(fn, args, kwargs)
         if name == _MULTIHEAD:
             with self._inside():
@@ -344,7 +346,7 @@ class _Record(TorchFunctionMode):
                 setattr(F, name, fn)
 
     def _softmax(self, fn: Any, args: Any, kwargs: Any) -> Any:
-        out = self._noted(fn, _of_softmax(args, kwargs), args, kwargs)
+        out = self._noted(fn, softmax_arguments(args, kwargs), args, kwargs)
         self.weights[id(out)] = out, self.calls[-1], None
         return out
 
@@ -363,10 +365,23 @@ class _Record(TorchFunctionMode):
         return call.result
 
 
-def _of_softmax(args: Any, kwargs: Any) -> dict[str, Any]:
+def softmax_arguments(args: Any, kwargs: Any) -> dict[str, Any]:
     """Name the scores and the dim of a softmax."""
     given = {**dict(zip(("input", "dim"), args, strict=False)), **kwargs}
     return {"scores": given["input"], "dim": given.get("dim", -1)}
+
+
+def is_attention(given: dict[str, Any], lines: Collection[Place]) -> bool:
+    """Whether a softmax is part of attention: its line is one of these, or one query has a line beside it.
+
+    The watcher sees no attention in a product of one query. A decode step may have a softmax of its own, in
+    the function of the prefill's softmax.
+    """
+    place, scores = place_here(), given["scores"]
+    if place in lines or place is None:
+        return place is not None
+    is_step = scores.dim() > 2 and scores.shape[-2] == 1 and given["dim"] in (-1, scores.dim() - 1)
+    return is_step and any((x.file, x.function) == (place.file, place.function) for x in lines)
 
 
 def _has_one_key(given: dict[str, Any]) -> bool:

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from attnspan_lab.doctor.places import Place, lines_of, place_here
+from attnspan_lab.doctor.places import Place, lines_of
 from attnspan_lab.doctor.torch.masks.forms import arguments
+from attnspan_lab.doctor.torch.recording.calls import is_attention, softmax_arguments
 from attnspan_lab.doctor.torch.recording.operators import is_plain, storage
 
 __all__ = ["JOINS", "Attend", "Lineage", "Node", "apart", "backwards", "cache_of", "origin"]
@@ -99,9 +100,10 @@ class Lineage(TorchFunctionMode):
             name = getattr(getattr(fn, "__self__", None), "__name__", name)
         if name == "scaled_dot_product_attention":
             self._attends(arguments(args, kwargs))
-        written = name == "softmax" and place_here() in self.lines
+        given = softmax_arguments(args, kwargs) if name == "softmax" else {}
+        written = bool(given) and is_attention(given, self.lines)
         if written:
-            self._attends_by(self._node(args[0] if args else kwargs["input"]))
+            self._attends_by(self._node(given["scores"]))
         tensors = [x for x in tree_leaves((args, kwargs)) if is_plain(x)]
         inputs = tuple(self._node(x) for x in tensors)
         out = fn(*args, **kwargs)
