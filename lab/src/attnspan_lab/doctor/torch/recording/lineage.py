@@ -146,7 +146,7 @@ class Lineage(TorchFunctionMode):
         product = next((x for x in _same_shape(scores) if x.name in _PRODUCTS), None)
         letters = None if product is None else _letters(product)
         self.attends.append(None)
-        if product is None or letters is None:
+        if product is None or letters is None or len(letters[2]) < 2:
             return
         *given, out = letters
         operands = list(zip(product.inputs, given, strict=True))
@@ -157,8 +157,10 @@ class Lineage(TorchFunctionMode):
 
     def _takes_values(self, product: Node) -> None:
         """Find values and result of attention that is written out, in the product with its weights."""
-        letters, inputs = _letters(product), product.inputs[:2]
-        for i in (0, 1) if letters is not None else ():
+        if (letters := _letters(product)) is None:
+            return
+        inputs = product.inputs
+        for i in (0, 1):
             call = next((self.weights[x] for x in _same_shape(inputs[i]) if x in self.weights), None)
             if call is not None and call.value is None:
                 call.value = _by_rows(inputs[1 - i], letters[1 - i], letters[i], letters[i][-1])
