@@ -3,6 +3,7 @@
 
 import torch
 from small_models import (
+    CAUSAL,
     DIM,
     EARLIER,
     HEADS,
@@ -11,6 +12,7 @@ from small_models import (
     SDPA,
     SIZE,
     VALID,
+    VOCABULARY,
     Block,
     Model,
     builder,
@@ -270,6 +272,46 @@ for _model, _fault, _code, _says in (
     sick("mask-lost", _code, _sick, _well, captioned(_model, size=20), name=_name, **_says)
 sick("mask-lost", masked, captioned(Captioned, "none", 20), captioned(Returning), name="returned")
 sick("mask-lost", Pooling, captioned(Pooling))
+
+
+class Translating(nn.Module):
+    """Self-attention and cross-attention share a function, and have equal numbers of queries and keys."""
+
+    def __init__(self, right, attend, size):
+        super().__init__()
+        self.right, self.attend, self.size = right, attend, size
+        self.embed, self.q, self.kv = (
+            nn.Embedding(VOCABULARY, DIM),
+            nn.Linear(DIM, DIM),
+            nn.Linear(DIM, 2 * DIM),
+        )
+
+    def attended(self, x, memory, mask):
+        q, k, v = map(heads_of, (self.q(x), *self.kv(memory).chunk(2, -1)))
+        return x + merged_heads(self.attend(q, k, v, mask))
+
+    def forward(self, src, src_mask, tgt):
+        x, memory = self.embed(tgt), self.embed(src)
+        x = self.attended(x, x, EARLIER[: self.size, : self.size])
+        hidden = (src_mask != 0)[:, None, None] if self.right else None
+        return self.attended(x, memory, hidden).relu()  # names the call without a mask
+
+
+@builder
+def translating(right, attend, size=16):
+    generator = torch.Generator().manual_seed(0)
+    src, tgt = torch.randint(VOCABULARY, (2, 2, 16), generator=generator)
+    shown = (torch.arange(16) < torch.tensor([[5], [12]])).long()
+    return Translating(right, attend, size), [{"src": src, "src_mask": shown, "tgt": tgt[:, :size]}], CAUSAL
+
+
+for _attend in (masked, written):
+    for _size in (16, 8):
+        _sick, _well = (translating(x, _attend, _size) for x in (False, True))
+        _says = {"evidence": "1 of the 2 calls of this line", "tried": "changes no"}
+        _says |= {"cause": "this call has no mask", "lines": "# names the call without a mask"}
+        _name = f"of two calls, {_attend.__name__}, {_size}"
+        sick("mask-lost", _attend, _sick, _well, name=_name, not_lines="EARLIER", **_says)
 
 
 # Padding that reaches results behind attention

@@ -19,15 +19,15 @@ from attnspan_lab.doctor.torch.isolation.padding_causes import SEEN, Fault, faul
 from attnspan_lab.doctor.torch.isolation.sequences import sequences
 from attnspan_lab.doctor.torch.masks.cross_attention import visible_in
 from attnspan_lab.doctor.torch.masks.forms import distance
-from attnspan_lab.doctor.torch.recording.attention_call import Attention
+from attnspan_lab.doctor.torch.recording.attention_call import Attention, seen_as
 from attnspan_lab.doctor.torch.recording.calls import Call, CannotRun, Step
 from attnspan_lab.doctor.torch.recording.changes import computed, with_other_tokens
 
 __all__ = ["padding_findings"]
 
 _SAME = 1e-6
-_ROUNDS = 4  # calls behind a mended call whose keys are then known
-Site = tuple[Place | None, str, int, int]
+_ROUNDS = 8  # calls behind a mended call whose keys are then known
+Site = tuple[str, str, int, int]
 
 
 class _Shown(NamedTuple):
@@ -119,14 +119,21 @@ class _Padded:
             f"changing padded entries of {self.name} changes results by {change:.1e} (relative error)",
             f"{self.name} has {int(self.hidden.sum())} padded entries, and queries see them here",
         )
-        places = at(call.place, fault.place, mask, self._caller(call, seen))
+        alone, callers = self._callers(call)
+        places, evidence = at(call.place, fault.place, mask, *callers), (*evidence, *alone)
         remedy = fault.remedy or self._remedy(call)
         return Finding("mask-lost", what, places, evidence, fault.cause, remedy, tried)
 
-    def _caller(self, call: Call, seen: Attention | None) -> Place | None:
-        """Name the caller's line if calls with other keys share the line of the call."""
-        sites = {self._site(x) for x in self.step.calls if x.place == call.place}
-        return place_of(seen.lines[1]) if seen is not None and len(sites) > 1 and seen.lines[1:] else None
+    def _callers(self, call: Call) -> tuple[tuple[str, ...], list[Place]]:
+        """Say which calls of a line show padding if others do not, and name the lines that call them."""
+        site = [x for x in self.step.calls if x.place == call.place]
+        guilty = [x for x in site if self._site(x) in self.sites]
+        if len(guilty) == len(site):
+            return (), []
+        said = f"{len(guilty)} of the {len(site)} calls of this line show it: change these calls alone"
+        known = {line for x in site if x not in guilty for line in x.lines}
+        callers = (next((line for line in x.lines if line not in known), "") for x in guilty)
+        return (said,), [place_of(x) for x in dict.fromkeys(callers) if x]
 
     def _remedy(self, call: Call) -> str:
         shown, hidden = (f"({self.padding} {x} 0)" for x in ("!=", "=="))
@@ -154,9 +161,9 @@ class _Padded:
         return most
 
     def _site(self, call: Call) -> Site:
-        """Identify the calls of all layers that share a line and the numbers of queries and keys."""
+        """Identify the calls of all layers that share their lines and the numbers of queries and keys."""
         module = re.sub(r"\d+", "#", call.modules[-1] if call.modules else "")
-        return call.place, module, call.rows.shape[-2], call.k_len
+        return " ".join(call.lines), module, call.rows.shape[-2], call.k_len
 
     def _shown(self, step: Step, other: Step) -> dict[Site, _Shown]:
         """Find the calls whose keys change at the padding, and whose unchanged queries see these keys."""
@@ -173,7 +180,7 @@ class _Padded:
             own = visible.expand(len(keys), -1, -1)[..., start : start + self.valid.shape[1]]
             if bool((own & self.hidden[:, None] & ~queries[:, :, None]).any()):
                 fault = Fault(SEEN, f"The batch has padding ({self.padding})")
-                if (seen := next((x for x in self.seen if x.is_same(call)), None)) is not None:
+                if (seen := seen_as(call, step, self.seen)) is not None:
                     fault = fault_of(seen, own, said, torch.ones_like(own[..., 0]))
                 found[site] = _Shown(call, start, fault, seen)
         return found

@@ -12,21 +12,14 @@ from attnspan_lab.doctor.words import counted, for_long
 __all__ = ["grows", "scores_bytes", "stored_text"]
 
 
-def _keys_of(call: Attention) -> int:
-    """Return the number of keys of a call."""
-    if call.visible is not None:
-        return call.visible.shape[2]
-    return call.k[-2] if call.kernel else call.k[-1]  # A stored product has transposed keys.
-
-
 def grows(calls: Sequence[Attention]) -> bool:
     """Whether a line's calls have more keys for more tokens, as far as this is known."""
-    return len({_keys_of(x) for x in calls}) > 1 or any(0 < x.step.tokens <= _keys_of(x) for x in calls)
+    return len({x.k_len for x in calls}) > 1 or any(0 < x.step.tokens <= x.k_len for x in calls)
 
 
 def scores_bytes(call: Attention) -> int:
     """Return the memory of a tensor of scores."""
-    return prod(call.q[:-1]) * _keys_of(call) * call.dtype.itemsize
+    return prod(call.q[:-1]) * call.k_len * call.dtype.itemsize
 
 
 def stored_text(calls: Sequence[Attention], site: Sequence[Attention]) -> str:
