@@ -68,6 +68,21 @@ def unmasked_scores(q, k, v, attention_mask):
     return (q @ k.mT).softmax(-1) @ v  # sick
 
 
+def folded(q, k, v, mask=None, **_):
+    """Heads are folded into the batch."""
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    scores = q @ k.mT
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, 0].repeat_interleave(HEADS, 0), -torch.inf)
+    return (scores.softmax(-1) @ v).unflatten(0, (-1, HEADS))  # sick
+
+
+def nearly(q, k, v, mask):
+    """The last query sees all keys, so that an inverted mask is not the opposite of the right one."""
+    last = torch.arange(q.shape[2])[:, None] == q.shape[2] - 1
+    return folded(q, k, v, mask | last)
+
+
 def inverted_pairs(q, k, v, attention_mask):
     valid = attention_mask.bool()
     hidden = ~(valid[:, None, :, None] & valid[:, None, None])
@@ -96,6 +111,8 @@ for _attend, _name, _what, _cause, _remedy in (
     (adds(lambda m: ~m.bool()), "inverted", _INVERTED, "True for padding", "pass ~mask"),
     (writes(fill), "inverted fill", _INVERTED, "True for valid", "~mask"),
     (adds(lambda m: m.float() * -1e9), "inverted numbers", _INVERTED, _LOW, "Add 0 to valid tokens"),
+    (writes(lambda x, m: x + m.float() * -1e9), "inverted sum", _INVERTED, _LOW, "Add 0 to valid tokens"),
+    (folded, "heads in the batch", _SEEN, "has no mask", "keys(attention_mask != 0)"),
     (writes(where), "inverted where", _INVERTED, "torch.where keeps", "~mask"),
     (inverted_pairs, "inverted pairs", _INVERTED, "True for padding", "~mask"),
     (adds(lambda m: (1 - m.float()) * -5), "too small", _SEEN, "adds -5 to scores", "(attention_mask != 0)"),
@@ -208,7 +225,7 @@ class Captioned(nn.Module):
 
 class CaptionedByModule(Captioned):
     def across(self, x, caption, shown):
-        hidden = None if self.fault else shown == 0
+        hidden = {"": shown == 0, "inverted": shown != 0}.get(self.fault)
         return self.multihead(x, caption, caption, hidden, need_weights=False)[0]  # sick
 
 
@@ -262,15 +279,26 @@ for _model, _fault, _code, _says in (
     (Captioned, "inverted", masked, {"remedy": "pass ~mask"}),
     (Captioned, "none", written, {}),
     (CaptionedByModule, "none", CaptionedByModule, {"remedy": _MODULE}),
+    (
+        CaptionedByModule,
+        "inverted",
+        CaptionedByModule,
+        {"remedy": "=Invert the padding mask", "tried": _HIDDEN},
+    ),
+    (Captioned, "none", folded, {"remedy": ".repeat_interleave(4, 0)[:, None], float(", "tried": _HIDDEN}),
+    (Captioned, "inverted", folded, {"what": _INVERTED, "remedy": "pass ~mask", "tried": _HIDDEN}),
     (Joint, "none", masked, {}),
     (CaptionEncoder, "none", masked, {}),
     (CaptionEncoder, "added", masked, {}),
 ):
-    _attend = written if _code is written else masked
+    _attend = _code if _code in (written, folded) else masked
     _sick, _well = (captioned(_model, x, attend=_attend) for x in (_fault, ""))
     _name = f"{_model.__name__}, {_fault}, {_attend.__name__}"
     sick("mask-lost", _code, _sick, _well, captioned(_model, size=20), name=_name, **_says)
 sick("mask-lost", masked, captioned(Captioned, "none", 20), captioned(Returning), name="returned")
+_BLIND = {"cause": "hides real keys", "remedy": "Make the mask", "tried": "38 queries would see no key"}
+_sick = captioned(Captioned, "inverted", 20, attend=nearly)
+sick("mask-lost", folded, _sick, captioned(size=20, attend=folded), name="blind", **_BLIND)
 sick("mask-lost", Pooling, captioned(Pooling))
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +16,14 @@ from attnspan_lab.doctor.findings import Finding
 from attnspan_lab.doctor.names import marks_padding, words_of
 from attnspan_lab.doctor.places import Place, at, place_of
 from attnspan_lab.doctor.torch.isolation.declared import Declared, paddings
-from attnspan_lab.doctor.torch.isolation.padding_causes import SEEN, Fault, fault_of
+from attnspan_lab.doctor.torch.isolation.padding_causes import SEEN, Changed, Fault, fault_of, inverse
 from attnspan_lab.doctor.torch.isolation.sequences import sequences
 from attnspan_lab.doctor.torch.masks.cross_attention import visible_in
-from attnspan_lab.doctor.torch.masks.forms import distance
 from attnspan_lab.doctor.torch.recording.attention_call import Attention, seen_as
 from attnspan_lab.doctor.torch.recording.calls import Call, CannotRun, Step
-from attnspan_lab.doctor.torch.recording.changes import computed, with_other_tokens
+from attnspan_lab.doctor.torch.recording.changes import hiding, with_other_tokens
+from attnspan_lab.doctor.torch.recording.trace import change_of
+from attnspan_lab.doctor.words import counted
 
 __all__ = ["padding_findings"]
 
@@ -31,12 +33,16 @@ Site = tuple[str, str, int, int]
 
 
 class _Shown(NamedTuple):
-    """A call that shows padding, the first key of the sequence, the fault, and the watcher's record."""
+    """A call that shows padding, the first key of the sequence, the fault, and the watcher's record.
+
+    The queries (B, Sq) are not made from padding.
+    """
 
     call: Call
     start: int
     fault: Fault
     seen: Attention | None
+    queries: Tensor
 
 
 def padding_findings(
@@ -92,7 +98,7 @@ class _Padded:
             self.sites |= found
             if not found:
                 break
-            before, other = step.again(replace=self._mended), step.again(self.changed, replace=self._mended)
+            before, other = self._again(step.batch), self._again(self.changed)
             left = self._difference(before, other)
             if left <= _SAME:
                 break
@@ -109,10 +115,10 @@ class _Padded:
         for shown in self.sites.values():
             if shown.call.place not in done:
                 done.update(at(shown.call.place))
-                yield self._finding(shown, change, tried)
+                yield self._finding(shown, change, tried, self._blind(shown, before))
 
-    def _finding(self, shown: _Shown, change: float, tried: str) -> Finding:
-        call, _, fault, seen = shown
+    def _finding(self, shown: _Shown, change: float, tried: str, blind: int) -> Finding:
+        call, fault, seen = shown.call, shown.fault, shown.seen
         mask = seen.mask[1] if seen is not None and seen.mask else None
         what = fault.what.replace("Valid tokens see padding", f"Queries see the padding of {self.name}")
         evidence = (
@@ -121,8 +127,12 @@ class _Padded:
         )
         alone, callers = self._callers(call)
         places, evidence = at(call.place, fault.place, mask, *callers), (*evidence, *alone)
-        remedy = fault.remedy or self._remedy(call)
-        return Finding("mask-lost", what, places, evidence, fault.cause, remedy, tried)
+        cause, remedy = fault.cause, fault.remedy or self._remedy(call)
+        if blind:
+            cause = f"This call's mask shows padding ({self.padding}), and hides real keys"
+            remedy = f"Make the mask of this call from {self.padding} again: show real keys, and hide padding"
+            tried = f"with padding hidden in this call, {counted(blind, 'query', 'queries')} would see no key"
+        return Finding("mask-lost", what, places, evidence, cause, remedy, tried)
 
     def _callers(self, call: Call) -> tuple[tuple[str, ...], list[Place]]:
         """Say which calls of a line show padding if others do not, and name the lines that call them."""
@@ -142,10 +152,13 @@ class _Padded:
         modules = dict(self.step.subject.model.named_modules())
         if call.modules and isinstance(modules[call.modules[-1]], nn.MultiheadAttention):
             return f"Pass key_padding_mask={hidden} to the module"
+        heads = len(call.rows) // len(self.valid)  # in the first dim
+        dims = f".repeat_interleave({heads}, 0)" * (heads > 1)
+        dims += f"[:, {', '.join(['None'] * (call.rows.dim() - 2))}]"
         if not call.is_torchs:
-            return f"Hide padding: scores.masked_fill({hidden}[:, None, None], float('-inf'))"
+            return f"Hide padding: scores.masked_fill({hidden}{dims}, float('-inf'))"
         other = "mask & " if call.given.get("attn_mask") is not None or call.given.get("is_causal") else ""
-        return f"Pass attn_mask={other}{shown}[:, None, None]"
+        return f"Pass attn_mask={other}{shown}{dims}"
 
     def _difference(self, one: Step, other: Step) -> float:
         """Compare results. Rows of padding do not count, and a loss only counts without other results."""
@@ -157,7 +170,7 @@ class _Padded:
                 continue
             if x.shape[:2] == self.valid.shape:
                 x, y = x[self.valid], y[self.valid]
-            most = max(most, distance(y, x))
+            most = max(most, change_of(y, x))
         return most
 
     def _site(self, call: Call) -> Site:
@@ -170,7 +183,7 @@ class _Padded:
         said = Declared(valid=self.valid, padding=self.padding, mask=self.valid)
         found: dict[Site, _Shown] = {}
         for call in step.calls if len(step.calls) == len(other.calls) else ():
-            site, visible = self._site(call), visible_in(call)
+            site, visible = self._site(call), visible_in(call, len(self.valid))
             changes = self._changes(call, other.calls[call.number])
             if call.place is None or site in found or visible is None or changes is None:
                 continue
@@ -182,7 +195,7 @@ class _Padded:
                 fault = Fault(SEEN, f"The batch has padding ({self.padding})")
                 if (seen := seen_as(call, step, self.seen)) is not None:
                     fault = fault_of(seen, own, said, torch.ones_like(own[..., 0]))
-                found[site] = _Shown(call, start, fault, seen)
+                found[site] = _Shown(call, start, fault, seen, ~queries)
         return found
 
     def _changes(self, call: Call, other: Call) -> tuple[Tensor, Tensor] | None:
@@ -220,9 +233,32 @@ class _Padded:
         """Mark the padding among the keys of a call, bool (B, Sk)."""
         return F.pad(self.hidden, (start, k_len - start - self.hidden.shape[1]))
 
-    def _mended(self, call: Call) -> Tensor | None:
-        """Compute a call with hidden padding."""
-        shown = self.sites.get(self._site(call))
-        if shown is None:
+    def _again(self, batch: Any) -> Step:
+        """Run the step with mended masks, or with padding hidden where no change of a mask is known."""
+        written = (x.fault for x in self.sites.values() if not x.call.is_torchs)
+        faults = {x.place: x for x in written if x.change is not None}
+        return self.step.again(batch, replace=self._replaced, mode=Changed(faults))
+
+    def _replaced(self, call: Call) -> Tensor | None:
+        mended = self._mended(call)
+        return None if mended is None else mended.result_of()
+
+    def _mended(self, call: Call) -> Call | None:
+        """Hide the padding of a call. Masks of written-out attention change before their softmax."""
+        if (shown := self.sites.get(self._site(call))) is None:
             return None
-        return computed(call, self._keys(shown.start, call.k_len), keeps_mask=shown.fault.change is None)
+        change = shown.fault.change or (inverse if shown.fault.inverted and call.is_torchs else None)
+        if change is None:
+            return hiding(call, self._keys(shown.start, call.k_len))
+        mask = {"attn_mask": change(call.given["attn_mask"])} if call.is_torchs else {}
+        return replace(call, given=call.given | mask)
+
+    def _blind(self, shown: _Shown, mended: Step) -> int:
+        """Count the real queries of a call that see keys now, and no key in the mended step."""
+        other = self._mended(mended.calls[shown.call.number])
+        pairs = [x and visible_in(x, len(self.valid)) for x in (shown.call, other)]
+        if any(x is None for x in pairs):
+            return 0
+        real = shown.queries & self.valid if shown.queries.shape == self.valid.shape else shown.queries
+        now, then = (x.any(-1) for x in pairs)
+        return int((now & ~then & real).sum())

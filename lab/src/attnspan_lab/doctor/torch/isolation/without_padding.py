@@ -12,10 +12,16 @@ from attnspan_lab.doctor.places import Place, at
 from attnspan_lab.doctor.torch.isolation.mixing_remedies import LOCAL, of_call, of_operator
 from attnspan_lab.doctor.torch.isolation.single_sample import PaddedSample, padded_samples
 from attnspan_lab.doctor.torch.isolation.visible_pairs import OUTSIDE_OF_ATTENTION
-from attnspan_lab.doctor.torch.masks.forms import distance
 from attnspan_lab.doctor.torch.recording.attention_call import Attention
 from attnspan_lab.doctor.torch.recording.calls import CannotRun, Step
-from attnspan_lab.doctor.torch.recording.trace import Trace, apart, first_difference, forward_line, traced
+from attnspan_lab.doctor.torch.recording.trace import (
+    Trace,
+    apart,
+    change_of,
+    first_difference,
+    forward_line,
+    traced,
+)
 from attnspan_lab.doctor.words import counted
 
 __all__ = ["alone_findings"]
@@ -85,7 +91,7 @@ class _Alone:
         only_loss = all(x.dim() == 0 for x in full.values())
         names = [k for k, x in full.items() if k in less and k in short and (only_loss or x.dim())]
         pairs = [_common(full[k], less[k], short[k]) for k in names]
-        return max((distance(y, x) for x, y, *_ in filter(None, pairs) if apart(x, y)), default=0.0)
+        return max((change_of(y, x) for x, y, *_ in filter(None, pairs) if apart(x, y)), default=0.0)
 
     def _written(self, other: tuple[Step, Trace], change: str, calls: list[Attention]) -> Finding:
         padded, runs = self.padded, (self.full, other, self.short)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,10 +11,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from attnspan_lab.doctor.places import Place, is_users
+from attnspan_lab.doctor.torch.masks.forms import distance
 from attnspan_lab.doctor.torch.recording.calls import Step
 from attnspan_lab.doctor.torch.recording.operators import Operation, Operations, plain_in, storage
 
-__all__ = ["ROUNDING", "Operator", "Trace", "apart", "first_difference", "forward_line", "traced"]
+__all__ = [
+    "ROUNDING",
+    "Operator",
+    "Trace",
+    "apart",
+    "change_of",
+    "first_difference",
+    "forward_line",
+    "traced",
+]
 
 #: Relative differences that other sizes of a product cause, by dtype. Other dtypes: `SAME`.
 ROUNDING = {torch.float16: 3e-2, torch.bfloat16: 1e-1}
@@ -97,7 +108,7 @@ def first_difference(traces: Sequence[Trace], differs: Callable[..., bool]) -> O
 
 def apart(x: Tensor, y: Tensor) -> bool:
     """Whether two results differ by more than rounding."""
-    if x.shape != y.shape:
+    if x.shape != y.shape or not torch.equal(x.isnan(), y.isnan()):
         return True
     if not x.is_floating_point() or torch.equal(x, y):
         return not torch.equal(x, y)
@@ -105,6 +116,11 @@ def apart(x: Tensor, y: Tensor) -> bool:
     usual = (a.abs() < _HUGE) & (b.abs() < _HUGE)
     size = b[usual].norm().clamp_min(1e-30)
     return float((a - b)[usual].norm() / size) > ROUNDING.get(x.dtype, SAME)
+
+
+def change_of(x: Tensor, y: Tensor) -> float:
+    """Compute the relative difference of two results. NaN in one of them alone is an infinite difference."""
+    return distance(x, y) if torch.equal(x.isnan(), y.isnan()) else math.inf
 
 
 def forward_line(module: nn.Module) -> Place | None:
