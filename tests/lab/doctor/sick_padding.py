@@ -398,6 +398,53 @@ for _bad, _good, _remedy, _evidence in (
 ):
     sick("mask-lost", _bad, pooled(_bad), pooled(_good), remedy=_remedy, evidence=_evidence)
 
+
+def mean_of_columns(x, attention_mask):
+    return (x * attention_mask[..., None]).mean(1)  # sick
+
+
+_LENGTH = {
+    "what": "The padded length",
+    "cause": "The number of padded tokens",
+    "remedy": ".sum(1) / attention",
+}
+sick("mask-lost", mean_of_columns, pooled(mean_of_columns), pooled(mean_of_real), **_LENGTH)
+
+
+class Ramped(Model):
+    """Positions run from -1 to 1."""
+
+    def __init__(self, places):
+        super().__init__(shows_real)
+        self.places = places
+
+    def forward(self, input_ids, attention_mask):
+        x = self.embed(input_ids) + self.places(attention_mask)[..., None] * self.embed.weight[0]
+        return self.head(self.mixed(x, attention_mask=attention_mask)[:, 0])
+
+
+@builder
+def ramped(places):
+    return Ramped(places), tokens(attention_mask=(torch.tensor([[LENGTH], [15]]) > INDEX).long()), {}
+
+
+def over_columns(attention_mask):
+    return torch.linspace(-1, 1, attention_mask.shape[1])  # sick
+
+
+def over_tokens(attention_mask):
+    return 2 * INDEX[: attention_mask.shape[1]] / (attention_mask.sum(1, keepdim=True) - 1) - 1
+
+
+_LENGTH = {
+    "what": "The padded length",
+    "cause": "linspace makes this tensor from the padded length",
+    "remedy": "attention_mask.sum(1)",
+    "tried": "the same results as without its padding",
+    "evidence": "Other numbers in the padding change no result",
+}
+sick("mask-lost", over_columns, ramped(over_columns), ramped(over_tokens), **_LENGTH)
+
 STRIDE = 4
 
 

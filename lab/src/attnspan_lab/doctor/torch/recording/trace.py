@@ -51,30 +51,35 @@ class Trace(Operations):  # type: ignore[no-untyped-call]
 
     Attributes:
         operators: The results.
+        others: Results of operators that do not compute with the tensors, without views.
         draws: Whether an operator draws random numbers. Attention could draw some for dropout.
     """
 
     def __init__(self, inputs: Iterable[Tensor]) -> None:
         super().__init__()
-        self.operators: list[Operator] = []
+        self.operators, self.others = list[Operator](), list[Operator]()
         self.draws = False
         self._kept = plain_in(list(inputs))  # Their addresses must not be used again.
-        self._made, self._left = {storage(x) for x in self._kept}, _MOST
+        self._made, self._left = {storage(x) for x in self._kept}, [_MOST, _MOST // 16]
 
     def note(self, operation: Operation) -> None:
-        """Record the results of an operator, if it computes with the tensors."""
+        """Record the results of an operator."""
         draws = torch.Tag.nondeterministic_seeded in getattr(operation.op, "tags", ())
         self.draws |= draws and "attention" not in operation.name
-        if not any(storage(x) in self._made for x in operation.inputs):
-            return
+        given = {storage(x) for x in operation.inputs}
+        is_other = given.isdisjoint(self._made)
         for x in operation.outs:
-            self._made.add(storage(x))
-            self._kept.append(x)
-            self._left -= x.nbytes
-            if self._left > 0:  # Later operators may change the tensor in place.
+            if is_other and storage(x) in given:
+                continue
+            if not is_other:
+                self._made.add(storage(x))
+                self._kept.append(x)
+            self._left[is_other] -= x.nbytes
+            if self._left[is_other] > 0:  # Later operators may change the tensor in place.
                 name = operation.name.strip("_")
                 copy = x.detach().clone()
-                self.operators.append(Operator(name, operation.place, copy, x, operation.inputs))
+                found = self.others if is_other else self.operators
+                found.append(Operator(name, operation.place, copy, x, operation.inputs))
 
 
 def traced(step: Step, batch: Any = None, inputs: Iterable[Tensor] | None = None) -> tuple[Step, Trace]:
