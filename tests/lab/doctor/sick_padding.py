@@ -189,11 +189,35 @@ sick(
 )
 
 
-# Padding of another sequence
+class PerImage(nn.Module):
+    """A learned query for each image of a row. Rows have different numbers of images."""
+
+    def __init__(self, keeps):
+        super().__init__()
+        self.keeps, self.query = keeps, nn.Parameter(torch.randn(DIM))
+        self.embed, self.kv = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, 2 * DIM)
+
+    def forward(self, input_ids, image_ids):
+        shown = torch.arange(3)[:, None] == image_ids[:, None]
+        q = heads_of(self.query.expand(len(input_ids), 3, -1))
+        k, v = map(heads_of, self.kv(self.embed(input_ids)).chunk(2, -1))
+        out = merged_heads(masked(q, k, v, shown[:, None]))
+        return out if self.keeps else out[shown.any(-1)]
+
+
+@builder
+def per_image(keeps):
+    return PerImage(keeps), tokens(image_ids=torch.stack([INDEX // 8, INDEX // 12])), {}
 
 
 def masked(q, k, v, mask):
     return SDPA(q, k, v, attn_mask=mask)  # sick
+
+
+sick("hidden-rows", masked, per_image(True), per_image(False), name="spare queries", what=": 0")
+
+
+# Padding of another sequence
 
 
 class Captioned(nn.Module):

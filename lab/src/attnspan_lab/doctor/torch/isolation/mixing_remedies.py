@@ -64,7 +64,7 @@ def remedy_of_mixing(kind: str, operator: str, padding: str) -> str:
     return known.get(operator, other).replace("shown", real_tokens(padding))
 
 
-def of_operator(padding: str, operator: str, *, by_length: bool) -> tuple[str, str]:
+def of_operator(padding: str, operator: str, *, by_length: bool = False) -> tuple[str, str]:
     """Write cause and remedy for an operator that reads padding, which may be unknown.
 
     Args:
