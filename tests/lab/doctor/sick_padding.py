@@ -101,6 +101,10 @@ def where(scores, m):
     return torch.where(~m.bool(), scores, -torch.inf)
 
 
+def where_hidden(scores, m):
+    return torch.where(m.bool(), -torch.inf, scores)
+
+
 _SEEN, _MULTIPLIED = "Valid tokens", "A mask of 0 and 1 is multiplied"
 _LOW = "adds 0 to padding and -1e+09 to valid tokens"
 _TO_0, _TO_1 = "masked_fill(mask == 0", "masked_fill(mask != 0"
@@ -113,6 +117,7 @@ for _attend, _name, _what, _cause, _remedy in (
     (adds(lambda m: m.float() * -1e9), "inverted numbers", _INVERTED, _LOW, "Add 0 to valid tokens"),
     (writes(lambda x, m: x + m.float() * -1e9), "inverted sum", _INVERTED, _LOW, "Add 0 to valid tokens"),
     (folded, "heads in the batch", _SEEN, "has no mask", "keys(attention_mask != 0)"),
+    (writes(where_hidden), "inverted where, hidden first", _INVERTED, "where hides pairs with True", "~mask"),
     (writes(where), "inverted where", _INVERTED, "torch.where keeps", "~mask"),
     (inverted_pairs, "inverted pairs", _INVERTED, "True for padding", "~mask"),
     (adds(lambda m: (1 - m.float()) * -5), "too small", _SEEN, "adds -5 to scores", "(attention_mask != 0)"),

@@ -89,7 +89,7 @@ def fault_of(call: Attention, own: Tensor, said: Declared, queries: Tensor | Non
     if opposite is not None and said.padding in call.mask_sources:
         for x in applied:
             if opposite != "causal" or x.mask.shape[-2:-1] in ((), (1,)) or _is_same_for_queries(x.mask):
-                return _inverted(x, said.padding)
+                return _inverted(x, said.padding, valid)
         return Fault(_INVERTED, f"The call shows padding and hides valid tokens of {said.padding}", _INVERT)
     has = f"The batch has padding ({said.padding})"
     if not applied and call.mask is None:
@@ -138,10 +138,10 @@ def _inversion(own: Tensor, valid: Tensor, queries: Tensor) -> str | None:
     return next((k for k, x in candidates.items() if torch.equal(own[queries], x[queries])), None)
 
 
-def _inverted(x: _Applied, padding: str) -> Fault:
+def _inverted(x: _Applied, padding: str, valid: Tensor) -> Fault:
     if x.mask.dtype == torch.bool:
-        shows = x.name in _SHOWS
-        does = f"{_SHOWS.get(x.name, 'masked_fill hides')} pairs with True"
+        shows = x.name in _SHOWS and not (x.name == "where" and _marks(x.mask.long(), valid))
+        does = f"{_SHOWS[x.name] if shows else x.name.strip('_') + ' hides'} pairs with True"
         cause = f"{does}, and this mask has True for {'padding' if shows else 'valid tokens'} ({padding})"
         remedy = f"{_INVERT}: pass ~mask"
     else:
@@ -177,7 +177,7 @@ def _marks(x: Tensor, valid: Tensor) -> bool | None:
         return None
     keys = (x != 0).flatten(1, -2).any(1) if x.dim() > 2 else x != 0
     if x.dim() == 3 and len(x) > len(valid) and len(x) % len(valid) == 0:  # batch and heads
-        keys = keys.unflatten(0, (len(valid), -1)).any(1)
+        keys = keys.view(len(valid), -1, keys.shape[-1]).any(1)
     if keys.shape not in (valid.shape, (1, *valid.shape[1:]), valid.shape[1:]):
         return None
     keys = keys.expand_as(valid)
@@ -214,7 +214,7 @@ class Changed(TorchFunctionMode):
         changed = [change(x) if is_mask(x) else x for x in args]
         if name in _TIMES and any(map(is_mask, args)):  # Factors are added then: 0 or -inf.
             return changed[0] + changed[1]
-        return fn(*changed, **kwargs)
+        return fn(*changed, **{k: change(x) if is_mask(x) else x for k, x in kwargs.items()})
 
 
 def _applies(function: str, fault: Fault) -> bool:

@@ -102,7 +102,8 @@ class _Padded:
             left = self._difference(before, other)
             if left <= _SAME:
                 break
-        if not self.sites or self._difference(step, before) <= _SAME:
+        is_same = self._difference(step, before) <= _SAME
+        if not self.sites or (is_same and all(x.fault.change is None for x in self.sites.values())):
             said = f"changed padding ({self.padding}) changes results by {change:.1e}"
             # Another check runs a sample without its padding.
             coverage.absent(self.topic, f"{said}, and no attention call was found that shows it")
@@ -112,6 +113,7 @@ class _Padded:
         if left > _SAME:
             tried = f"results by {left:.1e} instead of {change:.1e}: another part of the model also sees it"
         tried = f"with padding hidden in this call, changed padding changes {tried}"
+        tried = "the doctor could not change this mask" if is_same else tried
         for shown in self.sites.values():
             if shown.call.place not in done:
                 done.update(at(shown.call.place))
@@ -126,13 +128,13 @@ class _Padded:
             f"{self.name} has {int(self.hidden.sum())} padded entries, and queries see them here",
         )
         alone, callers = self._callers(call)
-        places, evidence = at(call.place, fault.place, mask, *callers), (*evidence, *alone)
+        places = at(call.place, fault.place, mask, *callers)
         cause, remedy = fault.cause, fault.remedy or self._remedy(call)
         if blind:
             cause = f"This call's mask shows padding ({self.padding}), and hides real keys"
             remedy = f"Make the mask of this call from {self.padding} again: show real keys, and hide padding"
             tried = f"with padding hidden in this call, {counted(blind, 'query', 'queries')} would see no key"
-        return Finding("mask-lost", what, places, evidence, cause, remedy, tried)
+        return Finding("mask-lost", what, places, (*evidence, *alone), cause, remedy, tried)
 
     def _callers(self, call: Call) -> tuple[tuple[str, ...], list[Place]]:
         """Say which calls of a line show padding if others do not, and name the lines that call them."""
@@ -256,8 +258,10 @@ class _Padded:
     def _blind(self, shown: _Shown, mended: Step) -> int:
         """Count the real queries of a call that see keys now, and no key in the mended step."""
         other = self._mended(mended.calls[shown.call.number])
-        pairs = [x and visible_in(x, len(self.valid)) for x in (shown.call, other)]
-        if any(x is None for x in pairs):
+        if other is None:
+            return 0
+        pairs = [x for y in (shown.call, other) if (x := visible_in(y, len(self.valid))) is not None]
+        if len(pairs) < 2:
             return 0
         real = shown.queries & self.valid if shown.queries.shape == self.valid.shape else shown.queries
         now, then = (x.any(-1) for x in pairs)

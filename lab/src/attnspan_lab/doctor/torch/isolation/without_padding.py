@@ -97,9 +97,9 @@ class _Alone:
         for topic in ("padding", OUTSIDE_OF_ATTENTION, *(f"padding of {x}" for x in self.padded.names)):
             coverage.made(topic, said)
 
-    def _change(self, other: tuple[Step, Trace], full: Step | None = None) -> float:
+    def _change(self, other: tuple[Step, Trace], mended: Step | None = None) -> float:
         """Compare results of real tokens between two runs. A loss counts only without other results."""
-        full, less, short = (x.results for x in (full or self.full[0], other[0], self.short[0]))
+        full, less, short = (x.results for x in (mended or self.full[0], other[0], self.short[0]))
         only_loss = all(x.dim() == 0 for x in full.values())
         names = [k for k, x in full.items() if k in less and k in short and (only_loss or x.dim())]
         pairs = [_common(full[k], less[k], short[k]) for k in names]

@@ -82,14 +82,14 @@ def _are_used(
 ) -> bool:
     """Whether NaN as the result of some queries changes results of the model, as far as this is known."""
     own = None if step is None else next((x for x in step.calls if seen_as(x, step, calls) is call), None)
-    if step is None or own is None or call.visible is None or not step.results:
+    if step is None or own is None or (visible := call.visible) is None or not step.results:
         return True
 
     def filled(other: Call) -> Tensor | None:
         if other.number != own.number:
             return None
         out = other.result.contiguous().clone()
-        by_sample = out.view(len(call.visible), -1, *out.shape[-2:])
+        by_sample = out.view(len(visible), -1, *out.shape[-2:])
         for b, s in rows:
             by_sample[b, :, s] = torch.nan
         return out

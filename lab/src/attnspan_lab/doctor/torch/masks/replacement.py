@@ -81,7 +81,7 @@ class Masked(TorchFunctionMode):
         return out.flatten(0, 1) if given["query"].dim() == 3 else out
 
     def _by_head(self, x: Tensor) -> Tensor:
-        return x.unflatten(0, (self.rows, -1)) if x.dim() == 3 else x
+        return x.reshape(self.rows, -1, *x.shape[1:]) if x.dim() == 3 else x
 
 
 def _hidden(scores: Tensor, mask: Mask) -> Tensor:
